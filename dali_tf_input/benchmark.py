@@ -1,0 +1,96 @@
+"""Images per second of anything that yields batches, measured in a counted window after a warm-up."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from dali_tf_input.tfrecord import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """One measured window: `measured_batches` of `batch_size` images each, taken in `seconds`."""
+
+    measured_batches: int
+    batch_size: int
+    seconds: float
+    cpu_seconds: float
+
+    @property
+    def images(self) -> int:
+        """How many images the window held."""
+        return self.measured_batches * self.batch_size
+
+    @property
+    def images_per_second(self) -> float:
+        """Images over seconds of the whole window; never a mean of rates."""
+        return self.images / self.seconds
+
+    @property
+    def cpu_seconds_per_1000_images(self) -> float:
+        """CPU time of this process, user and system, all threads, in seconds per 1000 images."""
+        return 1000 * self.cpu_seconds / self.images
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Median, smallest and largest of repeated measurements."""
+
+    median: float
+    minimum: float
+    maximum: float
+
+    @classmethod
+    def of(cls, values: list[float]) -> "Spread":
+        """Returns the spread of at least one value; the median of an even number is the mean of the middle two."""
+        return cls(median=statistics.median(values), minimum=min(values), maximum=max(values))
+
+
+def measure(
+    batches: Iterator[Any],
+    *,
+    batch_size: int,
+    seconds: float,
+    warmup_batches: int,
+    clock: Callable[[], float] = time.perf_counter,
+    cpu_clock: Callable[[], float] = time.process_time,
+) -> Window:
+    """Takes batches until `seconds` have passed and returns the counted window.
+
+    Args:
+      batches: an iterator that does not end within the window; batches still queued from before are taken first.
+      batch_size: images in each batch, at least 1.
+      seconds: how long the window lasts at least; it ends with the first batch at or after that. Above 0.
+      warmup_batches: batches taken before the clock starts, at least 0. Take more than any queue between the pipeline and
+        `batches` holds: batches that were made while nobody measured would count as free.
+      clock: returns the wall time in seconds.
+      cpu_clock: returns the CPU time of this process in seconds.
+
+    Raises:
+      InputError: an argument is out of its range, or `batches` ended.
+    """
+    if batch_size < 1:
+        raise InputError(f"`batch_size` must be at least 1, got {batch_size}.")
+    if seconds <= 0:
+        raise InputError(f"`seconds` must be above 0, got {seconds}.")
+    if warmup_batches < 0:
+        raise InputError(f"`warmup_batches` must be at least 0, got {warmup_batches}.")
+    try:
+        for _ in range(warmup_batches):
+            next(batches)
+        start, cpu_start = clock(), cpu_clock()
+        measured_batches, elapsed = 0, 0.0
+        while elapsed < seconds:
+            next(batches)
+            measured_batches += 1
+            elapsed = clock() - start
+    except StopIteration as error:
+        raise InputError("`batches` ended before the window did: measure a dataset that repeats.") from error
+    return Window(
+        measured_batches=measured_batches,
+        batch_size=batch_size,
+        seconds=elapsed,
+        cpu_seconds=cpu_clock() - cpu_start,
+    )

@@ -1,0 +1,83 @@
+"""What the tests share: two logical CPU devices, and small TFRecords whose labels number the records."""
+
+import io
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from PIL import Image
+
+from dali_tf_input import DatasetSpec, build_index
+from dali_tf_input.tfrecord import encode_example, frame_record
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = ROOT / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+# Before anything touches a device: two CPU devices stand for two replicas where there is no GPU.
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
+)
+
+
+def jpeg(height: int, width: int, *, seed: int = 0, mode: str = "RGB", image_format: str = "JPEG") -> bytes:
+    """Returns an encoded image of smooth colours with some noise."""
+    random = np.random.default_rng(seed)
+    coarse = random.integers(0, 256, (4, 4, 3), dtype=np.uint8)
+    image = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
+    pixels = np.asarray(image).astype(np.int16) + random.integers(-12, 13, (height, width, 3))
+    stream = io.BytesIO()
+    Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).convert(mode).save(stream, image_format)
+    return stream.getvalue()
+
+
+def write_tfrecord(path: Path, examples: list[dict]) -> str:
+    """Writes examples (feature key -> value) as one TFRecord file, without an index."""
+    path.write_bytes(b"".join(frame_record(encode_example(example)) for example in examples))
+    return str(path)
+
+
+def numbered_examples(count: int, *, first: int = 0) -> list[dict]:
+    """Returns examples of small images of many sizes; the label is the number of the record."""
+    return [
+        {
+            "image/encoded": jpeg(30 + 7 * number % 40, 30 + 11 * number % 50, seed=number),
+            "image/class/label": number,
+        }
+        for number in range(first, first + count)
+    ]
+
+
+def write_dataset(folder: Path, counts: list[int]) -> DatasetSpec:
+    """Writes and indexes one TFRecord file for each count; labels number the records through all files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    first = 0
+    for position, count in enumerate(counts):
+        file = write_tfrecord(folder / f"train-{position:05d}-of-{len(counts):05d}", numbered_examples(count, first=first))
+        build_index(file, file + ".idx")
+        first += count
+    return DatasetSpec.from_files(str(folder / "train-*"))
+
+
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> DatasetSpec:
+    """24 records in three files of different lengths."""
+    return write_dataset(tmp_path_factory.mktemp("records"), [5, 12, 7])
+
+
+@pytest.fixture(scope="session")
+def sample_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which data/sample holds a small, indexed piece of the sample data."""
+    import subprocess
+
+    folder = tmp_path_factory.mktemp("sample")
+    out = folder / "data" / "sample"
+    command = [sys.executable, SCRIPTS / "make_sample_tfrecords.py", "--num_images=96", "--num_validation_images=32", out]
+    subprocess.run(command, check=True, capture_output=True)
+    subprocess.run([sys.executable, SCRIPTS / "index_tfrecords.py", f"{out}/*-of-*"], check=True, capture_output=True)
+    return folder
