@@ -1,0 +1,142 @@
+"""The DALI backend: one DALI pipeline per shard, on the CPU or on one GPU, as a tf.data dataset."""
+
+import os
+
+import nvidia.dali as dali
+import nvidia.dali.plugin.tf as dali_tf
+import tensorflow as tf
+from nvidia.dali import fn, math, types
+from nvidia.dali import tfrecord as dali_tfrecord
+
+from dali_tf_input.sharding import Shard
+from dali_tf_input.spec import CenterCrop, DaliOptions, InputSpec, Preprocess, ResizeRandomCrop
+from dali_tf_input.tfrecord import InputError
+
+
+def build(spec: InputSpec, options: DaliOptions, *, batch_size: int, shard: Shard, device_id: int | None) -> tf.data.Dataset:
+    """Builds the dataset of one shard, placed on the current `tf.device`.
+
+    On another device than that of `options` it works, but TensorFlow copies each batch.
+
+    Args:
+      spec: what comes out.
+      options: how it is made.
+      batch_size: images in each batch; the shard holds at least as many records.
+      shard: which records are read.
+      device_id: the CUDA device that decodes; None for `options.device` "cpu".
+
+    Returns:
+      A dataset without end of (image, label): image float32 (batch_size, *spec.preprocess.image_shape), label int64
+      (batch_size,), both on the current `tf.device`. Each pass over the shard serves every record of it once; a batch may
+      hold the end of one and the start of the next.
+
+    Raises:
+      InputError: DALI refuses the pipeline.
+    """
+    pipeline = build_pipeline(spec, options, batch_size=batch_size, shard=shard, device_id=device_id)
+    try:
+        # TensorFlow ends the process (SIGABRT) when a pipeline cannot be set up; DALI's Python raises. So it is set up here
+        # once, and the set-up is dropped again: DALIDataset takes the pipeline's description only and makes its own.
+        build_pipeline(spec, options, batch_size=batch_size, shard=shard, device_id=device_id).build()
+    except RuntimeError as error:
+        raise InputError(f"DALI cannot set up the pipeline: {error}") from error
+    return dali_tf.DALIDataset(
+        pipeline=pipeline,
+        batch_size=batch_size,  # DALIDataset's own defaults would override the pipeline's: all of them are passed
+        num_threads=pipeline.num_threads,
+        device_id=device_id,
+        prefetch_queue_depth=options.prefetch_queue_depth,
+        fail_on_device_mismatch=False,
+        output_shapes=((batch_size, *spec.preprocess.image_shape), (batch_size,)),
+        output_dtypes=(tf.float32, tf.int64),
+    )
+
+
+def build_pipeline(
+    spec: InputSpec, options: DaliOptions, *, batch_size: int, shard: Shard, device_id: int | None
+) -> dali.Pipeline:
+    """Defines the DALI pipeline of one shard, in the order the data travels; the arguments are those of `build`.
+
+    Returns:
+      A pipeline, not yet built, whose outputs are images (batch_size, *spec.preprocess.image_shape) float32 and labels
+      (batch_size,) int64.
+    """
+    pipeline = dali.Pipeline(
+        batch_size=batch_size,
+        num_threads=options.num_threads or max(1, len(os.sched_getaffinity(0)) // shard.num_shards),
+        device_id=device_id,
+        seed=spec.seed * shard.num_shards + shard.shard_id,
+        prefetch_queue_depth=options.prefetch_queue_depth,
+    )
+    dataset = spec.dataset
+    with pipeline:
+        features = fn.readers.tfrecord(
+            path=list(dataset.files),
+            index_path=list(dataset.index_files),
+            features={
+                dataset.image_key: dali_tfrecord.FixedLenFeature((), dali_tfrecord.string, ""),
+                dataset.label_key: dali_tfrecord.FixedLenFeature([1], dali_tfrecord.int64, -1),
+            },
+            random_shuffle=spec.order == "buffer",
+            initial_fill=spec.buffer_size,
+            shard_id=shard.shard_id,
+            num_shards=shard.num_shards,
+            stick_to_shard=True,
+            name="reader",
+        )
+        images = fn.decoders.image(
+            features[dataset.image_key],
+            device="mixed" if options.device == "gpu" else "cpu",
+            output_type=types.RGB,
+            adjust_orientation=False,  # as TensorFlow: EXIF orientation is not applied
+        )
+        images = _crop_mirror_normalize(images, spec.preprocess)
+        labels = fn.reshape(features[dataset.label_key], shape=[])
+        if options.device == "gpu":
+            labels = labels.gpu()
+        pipeline.set_outputs(images, labels)
+    return pipeline
+
+
+def count_gpus() -> int:
+    """Returns how many GPUs DALI sees."""
+    count: int = dali.backend.GetCUDADeviceCount()
+    return count
+
+
+def _crop_mirror_normalize(images: dali.data_node.DataNode, preprocess: Preprocess) -> dali.data_node.DataNode:
+    """Resizes, crops, mirrors and normalises decoded images."""
+    height, width = preprocess.image_size
+    match preprocess.crop:
+        case ResizeRandomCrop(resize=resize):
+            images = fn.resize(images, size=resize, antialias=preprocess.antialias, dtype=types.FLOAT)
+            positions = {
+                name: _random_position(full - part)
+                for name, full, part in zip(("crop_pos_y", "crop_pos_x"), resize, (height, width), strict=True)
+            } | {"rounding": "round"}
+        case CenterCrop(resize_shorter=resize_shorter):
+            images = fn.resize(
+                images,
+                resize_shorter=resize_shorter,
+                antialias=preprocess.antialias,
+                dtype=types.FLOAT,
+                subpixel_scale=False,  # map the whole image to the rounded size, as `tf.image.resize` does
+            )
+            positions = {"rounding": "truncate"}
+    return fn.crop_mirror_normalize(
+        images,
+        crop=(height, width),
+        mirror=fn.random.coin_flip(probability=preprocess.mirror_probability, dtype=types.INT32),
+        mean=list(preprocess.mean),
+        std=list(preprocess.std),
+        output_layout=preprocess.layout,
+        **positions,
+    )
+
+
+def _random_position(margin: int) -> dali.data_node.DataNode | float:
+    """Returns a relative crop position, one of 0/margin, 1/margin, ..., margin/margin, each equally likely."""
+    if margin == 0:
+        return 0.0
+    # The minimum is for a draw so near the open end that it rounds to it.
+    return math.min(math.floor(fn.random.uniform(range=[0.0, margin + 1.0])), margin) / margin

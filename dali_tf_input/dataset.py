@@ -1,0 +1,107 @@
+"""From a spec to a tf.data dataset: the one place where the backend is chosen."""
+
+import logging
+
+import tensorflow as tf
+
+from dali_tf_input import tf_data_backend
+from dali_tf_input.sharding import Shard, check_batch
+from dali_tf_input.spec import DaliOptions, InputSpec, TfDataOptions
+from dali_tf_input.tfrecord import InputError
+
+_logger = logging.getLogger("dali_tf_input")
+
+Options = DaliOptions | TfDataOptions
+
+
+def make_dataset(
+    spec: InputSpec,
+    options: Options | None = None,
+    *,
+    batch_size: int,
+    shard: Shard = Shard(0, 1),
+    device_id: int | None = None,
+) -> tf.data.Dataset:
+    """Makes the dataset of one shard. For a `tf.distribute` strategy, or a GPU, `distribute.distribute` calls it rightly.
+
+    Args:
+      spec: what comes out, the same for both backends.
+      options: how; its type is the choice of the backend. None chooses as `choose_options` does.
+      batch_size: images in each batch, from 1 to the number of records in the shard.
+      shard: which records are read.
+      device_id: the CUDA device of a GPU pipeline, in [0, number of GPUs); None is 0. Not for other options.
+
+    Returns:
+      A dataset without end of (image, label): image float32 (batch_size, *spec.preprocess.image_shape), label int64
+      (batch_size,). Every pass over the shard serves each of its records once; the remainder of a pass that does not fill a
+      batch opens the next pass. Two limits of DALI's dataset: one on a GPU must be made and iterated under the `tf.device`
+      of its GPU, and no transformation (`map`, `take`, ...) can follow it; and no strategy may distribute it (nor Keras
+      `fit` under one), as TensorFlow's own way of doing so crashes: `distribute.distribute` has another.
+
+    Raises:
+      InputError: the batch is larger than the shard, the shard is empty, a GPU is asked for where there is none, or DALI
+        refuses the pipeline. All before TensorFlow gets a pipeline.
+    """
+    options = options or choose_options()
+    check_batch(batch_size, shard=shard, num_records=spec.dataset.num_records)
+    match options:
+        case TfDataOptions():
+            _check_no_device_id(device_id)
+            return tf_data_backend.build(spec, options, batch_size=batch_size, shard=shard)
+        case DaliOptions(device="cpu"):
+            _check_no_device_id(device_id)
+        case DaliOptions(device="gpu"):
+            device_id = device_id or 0
+            check_gpu(device_id)
+        case _:
+            raise InputError(f"`options` must be a DaliOptions, a TfDataOptions or None, got {options!r}.")
+    # Imported here because who trains by tf.data needs no DALI, and must not wait for it.
+    from dali_tf_input import dali_backend
+
+    return dali_backend.build(spec, options, batch_size=batch_size, shard=shard, device_id=device_id)
+
+
+def choose_options() -> Options:
+    """Chooses the backend for this machine: DALI on the GPU where TensorFlow sees one, else tf.data.
+
+    On CPU tf.data is the faster of the two (the README's table). The choice is logged (logger "dali_tf_input", level INFO).
+    """
+    options: Options
+    if tf.config.list_physical_devices("GPU"):
+        options, reason = DaliOptions(device="gpu"), "TensorFlow sees a GPU"
+    else:
+        options, reason = TfDataOptions(), "TensorFlow sees no GPU"
+    _logger.info("options=None: %s, so %r.", reason, options)
+    return options
+
+
+def check_gpu(device_id: int) -> None:
+    """Checks that TensorFlow and DALI see CUDA device `device_id` and that TensorFlow leaves memory for DALI.
+
+    Raises:
+      InputError: one of them does not see it, or TensorFlow's memory growth is off.
+    """
+    gpus = tf.config.list_physical_devices("GPU")
+    if device_id >= len(gpus):
+        raise InputError(
+            f"DaliOptions(device='gpu') needs GPU {device_id}, but TensorFlow sees {len(gpus)} GPUs. Use "
+            "DaliOptions(device='cpu') or TfDataOptions(); or, where there is a GPU, install TensorFlow with its CUDA "
+            "libraries: make install GPU=1"
+        )
+    from dali_tf_input import dali_backend  # see make_dataset
+
+    if device_id >= dali_backend.count_gpus():
+        raise InputError(
+            f"DaliOptions(device='gpu') needs GPU {device_id}, but DALI sees {dali_backend.count_gpus()} GPUs. "
+            "Check the driver with nvidia-smi, or use DaliOptions(device='cpu')."
+        )
+    if not tf.config.experimental.get_memory_growth(gpus[device_id]):
+        raise InputError(
+            "TensorFlow takes all memory of a GPU unless its memory growth is on, and leaves none for DALI: call "
+            "dali_tf_input.distribute.enable_memory_growth() before anything else touches TensorFlow."
+        )
+
+
+def _check_no_device_id(device_id: int | None) -> None:
+    if device_id is not None:
+        raise InputError(f"`device_id` is for DaliOptions(device='gpu') only, got {device_id}.")

@@ -1,0 +1,287 @@
+"""Each backend on its own: records, order, shapes, and the crop's distribution; and both against each other."""
+
+import collections
+import dataclasses
+import io
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import jpeg, numbered_examples, write_dataset, write_tfrecord
+from PIL import Image
+
+from dali_tf_input import (
+    DaliOptions,
+    DatasetSpec,
+    InputError,
+    InputSpec,
+    Preprocess,
+    ResizeRandomCrop,
+    Shard,
+    TfDataOptions,
+    build_index,
+    dali_backend,
+)
+from dali_tf_input.dataset import choose_options, make_dataset
+
+SERIAL = TfDataOptions(num_parallel_reads=1, num_parallel_calls=1, prefetch_batches=0, autotune=False)
+BACKENDS = {"dali": DaliOptions(device="cpu"), "tf_data": TfDataOptions(), "tf_data_serial": SERIAL}
+backends = pytest.mark.parametrize("options", BACKENDS.values(), ids=BACKENDS)
+
+
+def evaluation(dataset, size=24, **changes):
+    preprocess = dataclasses.replace(Preprocess.for_evaluation(size), **changes)
+    return InputSpec(dataset=dataset, preprocess=preprocess, order="sequential")
+
+
+def training(dataset, size=24, *, buffer_size=8, seed=0, **changes):
+    preprocess = dataclasses.replace(Preprocess.for_training(size), **changes)
+    return InputSpec(dataset=dataset, preprocess=preprocess, order="buffer", buffer_size=buffer_size, seed=seed)
+
+
+def take(tf_dataset, count):
+    """Returns `count` batches of (images, labels) as NumPy arrays, each kind joined."""
+    iterator = iter(tf_dataset)
+    batches = [next(iterator) for _ in range(count)]
+    return tuple(np.concatenate([batch[part].numpy() for batch in batches]) for part in (0, 1))
+
+
+@backends
+@pytest.mark.parametrize("layout", ["HWC", "CHW"])
+def test_element_spec_is_true(dataset, options, layout):
+    spec = training(dataset, image_size=(20, 28), crop=ResizeRandomCrop(resize=(30, 40)), layout=layout)
+    made = make_dataset(spec, options, batch_size=4)
+    shape = (4, 20, 28, 3) if layout == "HWC" else (4, 3, 20, 28)
+    assert made.element_spec == (tf.TensorSpec(shape, tf.float32), tf.TensorSpec((4,), tf.int64))
+    image, label = next(iter(made))
+    assert image.shape == shape
+    assert image.dtype == tf.float32
+    assert label.shape == (4,)
+    assert label.dtype == tf.int64
+
+
+@backends
+def test_sequential_order_goes_round(dataset, options):
+    """24 records in batches of 5: the fifth batch opens the second pass; nothing is dropped, nothing comes twice."""
+    _, labels = take(make_dataset(evaluation(dataset), options, batch_size=5), 10)
+    assert labels.tolist() == [position % 24 for position in range(50)]
+
+
+@backends
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 5])
+def test_shards_read_their_records(dataset, options, num_shards):
+    """Shard boundaries fall inside files too; each shard reads its own records, in every pass."""
+    for shard_id in range(num_shards):
+        shard = Shard(shard_id, num_shards)
+        own = list(shard.records(24))
+        _, labels = take(make_dataset(evaluation(dataset), options, batch_size=1, shard=shard), 2 * len(own))
+        assert labels.tolist() == own + own
+
+
+def test_tf_data_buffer_serves_each_record_once_a_pass(dataset):
+    _, labels = take(make_dataset(training(dataset), TfDataOptions(), batch_size=6), 8)
+    passes = labels.reshape(2, 24)
+    assert [sorted(one) for one in passes.tolist()] == [list(range(24))] * 2
+    assert passes[0].tolist() != passes[1].tolist()
+    assert passes[0].tolist() != list(range(24))
+
+
+def test_dali_buffer_shuffles_within_its_shard(dataset):
+    """DALI's buffer holds records of two passes at their border; over many passes each record comes equally often."""
+    made = make_dataset(training(dataset), DaliOptions(device="cpu"), batch_size=6, shard=Shard(1, 2))
+    _, labels = take(made, 40)
+    counts = collections.Counter(labels.tolist())
+    assert set(counts) == set(range(12, 24))
+    assert labels[:12].tolist() != list(range(12, 24))
+    assert max(counts.values()) - min(counts.values()) <= 3
+
+
+@backends
+def test_the_seed_repeats_order_and_pixels(dataset, options):
+    images, labels = take(make_dataset(training(dataset, seed=7), options, batch_size=6), 8)
+    images_again, labels_again = take(make_dataset(training(dataset, seed=7), options, batch_size=6), 8)
+    np.testing.assert_array_equal(labels, labels_again)
+    np.testing.assert_array_equal(images, images_again)
+    other_images, other_labels = take(make_dataset(training(dataset, seed=8), options, batch_size=6), 8)
+    assert labels.tolist() != other_labels.tolist()
+    assert not np.array_equal(images, other_images)
+
+
+def test_serial_and_parallel_tf_data_are_equal(dataset):
+    """The serial row of the comparison does the same work: with one file at a time the same pixels come out."""
+    parallel = make_dataset(training(dataset), TfDataOptions(num_parallel_reads=1), batch_size=6)
+    serial = make_dataset(training(dataset), SERIAL, batch_size=6)
+    for one, other in zip(take(parallel, 4), take(serial, 4), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_dali_dataset_equals_the_bare_pipeline(dataset):
+    """Two ways, one answer: what DALIDataset yields is what pipe.run() yields, random crops and mirrors included."""
+    spec, options = training(dataset, seed=3), DaliOptions(device="cpu", num_threads=2)
+    pipeline = dali_backend.build_pipeline(spec, options, batch_size=5, shard=Shard(1, 2), device_id=None)
+    pipeline.build()
+    iterator = iter(make_dataset(spec, options, batch_size=5, shard=Shard(1, 2)))
+    for _ in range(8):
+        bare_images, bare_labels = (output.as_array() for output in pipeline.run())
+        images, labels = next(iterator)
+        np.testing.assert_array_equal(images.numpy(), bare_images)
+        np.testing.assert_array_equal(labels.numpy(), bare_labels)
+
+
+# Height x width of images whose resized longer side is a fraction of a pixel, exactly a half, or far from square.
+SIZES = [(375, 500), (500, 375), (64, 64), (33, 47), (47, 33), (31, 31), (24, 300), (301, 25), (27, 40), (1, 1), (1, 7)]
+
+
+@pytest.fixture(scope="module")
+def odd_images(tmp_path_factory):
+    examples = [
+        {"image/encoded": jpeg(height, width, seed=number), "image/class/label": number}
+        for number, (height, width) in enumerate(SIZES)
+    ]
+    examples.append({"image/encoded": jpeg(50, 60, mode="L"), "image/class/label": len(examples)})
+    examples.append({"image/encoded": jpeg(50, 60, image_format="PNG"), "image/class/label": len(examples)})
+    file = write_tfrecord(tmp_path_factory.mktemp("odd") / "train", examples)
+    build_index(file, file + ".idx")
+    return DatasetSpec.from_files(file)
+
+
+# The bounds of the parity, over 0..255: without antialias 0.01 in every pixel; with it 0.05 in the mean, 16 at the edges.
+@pytest.mark.parametrize("layout", ["HWC", "CHW"])
+@pytest.mark.parametrize(("antialias", "mean_bound", "largest_bound"), [(False, 0.001, 0.02), (True, 0.05, 16)])
+@pytest.mark.parametrize("crop", ["evaluation", "training"])
+def test_backends_make_the_same_images(odd_images, layout, antialias, mean_bound, largest_bound, crop):
+    """Evaluation as it is; training with its random choices pinned: no margin to crop in, mirror always."""
+    changes = {"layout": layout, "antialias": antialias}
+    if crop == "evaluation":
+        spec = evaluation(odd_images, size=32, **changes)
+    else:
+        changes |= {"image_size": (30, 41), "crop": ResizeRandomCrop(resize=(30, 41)), "mirror_probability": 1.0}
+        spec = dataclasses.replace(training(odd_images, **changes), order="sequential")
+    count = odd_images.num_records
+    dali_images, dali_labels = take(make_dataset(spec, DaliOptions(device="cpu"), batch_size=count), 1)
+    tf_images, tf_labels = take(make_dataset(spec, TfDataOptions(), batch_size=count), 1)
+    std = np.float32(spec.preprocess.std)
+    difference = np.abs(dali_images - tf_images) * (std if layout == "HWC" else std[:, None, None])
+    assert dali_labels.tolist() == tf_labels.tolist() == list(range(count))
+    assert difference.mean() <= mean_bound
+    assert difference.max() <= largest_bound
+    assert tf_images.std() > 0.5  # pictures, not flat fields that would agree anyhow
+
+
+@backends
+def test_pixels_are_right(tmp_path, options):
+    """Against arithmetic by hand: a 4-pixel-wide grayscale ramp, not resized, mirrored, normalised."""
+    ramp = np.broadcast_to(np.uint8([[10, 60, 160, 250]]), (4, 4))
+    stream = io.BytesIO()
+    Image.fromarray(ramp).save(stream, "PNG")
+    file = write_tfrecord(tmp_path / "train", [{"image/encoded": stream.getvalue(), "image/class/label": 1}])
+    build_index(file, file + ".idx")
+    preprocess = Preprocess(
+        image_size=(4, 4),
+        crop=ResizeRandomCrop(resize=(4, 4)),
+        mirror_probability=1.0,
+        mean=(0.0, 10.0, 20.0),
+        std=(1.0, 2.0, 4.0),
+        layout="CHW",
+    )
+    spec = InputSpec(dataset=DatasetSpec.from_files(file), preprocess=preprocess, order="sequential")
+    (image,), _ = take(make_dataset(spec, options, batch_size=1), 1)
+    row = np.float32([250, 160, 60, 10])
+    expected = np.stack([np.broadcast_to(channel, (4, 4)) for channel in (row, (row - 10) / 2, (row - 20) / 4)])
+    np.testing.assert_allclose(image, expected, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def coordinates(tmp_path_factory):
+    """An 8x8 image whose red channel says the row of a pixel and whose green channel its column."""
+    pixels = np.zeros((8, 8, 3), np.uint8)
+    pixels[..., 0], pixels[..., 1] = np.arange(8)[:, None] * 30, np.arange(8)[None, :] * 30
+    stream = io.BytesIO()
+    Image.fromarray(pixels).save(stream, "PNG")
+    examples = [{"image/encoded": stream.getvalue(), "image/class/label": number} for number in range(16)]
+    file = write_tfrecord(tmp_path_factory.mktemp("coordinates") / "train", examples)
+    build_index(file, file + ".idx")
+    return DatasetSpec.from_files(file)
+
+
+@pytest.mark.parametrize("options", [BACKENDS["dali"], BACKENDS["tf_data"]], ids=["dali", "tf_data"])
+def test_crops_and_mirrors_are_uniform(coordinates, options):
+    """Each of the 3 x 5 positions of a 6x4 crop in 8x8, mirrored or not, is drawn as often as any other."""
+    preprocess = Preprocess(
+        image_size=(6, 4),
+        crop=ResizeRandomCrop(resize=(8, 8)),
+        mirror_probability=0.25,
+        mean=(0.0, 0.0, 0.0),
+        std=(1.0, 1.0, 1.0),
+    )
+    spec = InputSpec(dataset=coordinates, preprocess=preprocess, order="sequential")
+    images, _ = take(make_dataset(spec, options, batch_size=16), 300)
+    images = np.rint(images / 30).astype(int)
+    mirrored = images[:, 0, 0, 1] > images[:, 0, -1, 1]
+    top, left = images[:, 0, 0, 0], np.minimum(images[:, 0, 0, 1], images[:, 0, -1, 1])
+    counts = np.zeros((3, 5), int)
+    np.add.at(counts, (top, left), 1)
+    expected = len(images) / 15  # 320; five standard deviations are 87
+    assert np.abs(counts - expected).max() < 5 * np.sqrt(expected * 14 / 15)
+    assert abs(mirrored.mean() - 0.25) < 5 * np.sqrt(0.25 * 0.75 / len(images))
+    both = np.histogram2d(left, mirrored, bins=(5, 2))[0] / len(images)
+    np.testing.assert_allclose(both, np.outer([0.2] * 5, [0.75, 0.25]), atol=0.03)  # independent of each other
+
+
+@pytest.mark.parametrize("options", [BACKENDS["dali"], BACKENDS["tf_data"]], ids=["dali", "tf_data"])
+def test_shards_draw_different_crops(coordinates, options):
+    preprocess = Preprocess.for_training(4)
+    preprocess = dataclasses.replace(preprocess, crop=ResizeRandomCrop(resize=(8, 8)))
+    spec = InputSpec(dataset=coordinates, preprocess=preprocess, order="sequential")
+    first, second = (take(make_dataset(spec, options, batch_size=8, shard=Shard(i, 2)), 4)[0] for i in range(2))
+    assert not np.array_equal(first, second)
+
+
+@backends
+def test_make_dataset_refuses(dataset, options):
+    spec = training(dataset)
+    with pytest.raises(InputError, match="`batch_size` must be at most the 24 records of shard 0 of 1"):
+        make_dataset(spec, options, batch_size=25)
+    with pytest.raises(InputError, match="`batch_size` must be at most the 8 records of shard 1 of 3"):
+        make_dataset(spec, options, batch_size=9, shard=Shard(1, 3))
+    with pytest.raises(InputError, match="Shard 0 of 25 is empty"):
+        make_dataset(spec, options, batch_size=1, shard=Shard(0, 25))
+    with pytest.raises(InputError, match="`device_id` is for"):
+        make_dataset(spec, options, batch_size=1, device_id=0)
+
+
+def test_make_dataset_refuses_other_options(dataset):
+    with pytest.raises(InputError, match=r"`options` must be a DaliOptions, a TfDataOptions or None, got 'dali'"):
+        make_dataset(training(dataset), "dali", batch_size=1)
+
+
+def test_what_dali_refuses_is_a_python_error(dataset, tmp_path):
+    """DALIDataset would end the process on this one: an index that went after it was checked."""
+    lost = dataclasses.replace(dataset, index_files=(*dataset.index_files[:2], str(tmp_path / "gone.idx")))
+    with pytest.raises(InputError, match="DALI cannot set up the pipeline"):
+        make_dataset(training(lost), DaliOptions(device="cpu"), batch_size=2)
+
+
+@pytest.mark.skipif(bool(tf.config.list_physical_devices("GPU")), reason="says what happens without a GPU")
+def test_a_gpu_where_there_is_none(dataset):
+    with pytest.raises(InputError, match=r"needs GPU 0, but TensorFlow sees 0 GPUs.*make install GPU=1"):
+        make_dataset(training(dataset), DaliOptions(device="gpu"), batch_size=2)
+    assert isinstance(choose_options(), TfDataOptions)
+
+
+def test_many_small_files(tmp_path):
+    """Files of one record, and a shard that spans several of them."""
+    dataset = write_dataset(tmp_path, [1] * 9)
+    for options in BACKENDS.values():
+        _, labels = take(make_dataset(evaluation(dataset), options, batch_size=3, shard=Shard(1, 3)), 2)
+        assert labels.tolist() == [3, 4, 5, 3, 4, 5]
+
+
+def test_files_whose_names_sort_otherwise_are_numbered_by_path(tmp_path):
+    for name, first in (("b", 2), ("a", 0)):
+        file = write_tfrecord(tmp_path / name, numbered_examples(2, first=first))
+        build_index(file, file + ".idx")
+    dataset = DatasetSpec.from_files([str(tmp_path / "b"), str(tmp_path / "a")])
+    for options in BACKENDS.values():
+        _, labels = take(make_dataset(evaluation(dataset), options, batch_size=4), 1)
+        assert labels.tolist() == [0, 1, 2, 3]

@@ -1,0 +1,155 @@
+import dataclasses
+import os
+from pathlib import Path
+
+import pytest
+from conftest import jpeg, numbered_examples, write_dataset, write_tfrecord
+
+from dali_tf_input import (
+    AUTOTUNE,
+    CenterCrop,
+    DaliOptions,
+    DatasetSpec,
+    InputError,
+    InputSpec,
+    Preprocess,
+    ResizeRandomCrop,
+    TfDataOptions,
+    build_index,
+)
+
+
+def test_for_training():
+    preprocess = Preprocess.for_training(224)
+    assert preprocess.crop == ResizeRandomCrop(resize=(256, 256))
+    assert preprocess.mirror_probability == 0.5
+    assert preprocess.image_shape == (224, 224, 3)
+    assert Preprocess.for_training(224, layout="CHW").image_shape == (3, 224, 224)
+
+
+def test_for_evaluation():
+    preprocess = Preprocess.for_evaluation(112, layout="CHW")
+    assert preprocess.crop == CenterCrop(resize_shorter=128)
+    assert preprocess.mirror_probability == 0
+    assert preprocess.image_shape == (3, 112, 112)
+
+
+def test_specs_are_frozen(dataset):
+    for spec in (dataset, Preprocess.for_training(), DaliOptions(device="cpu"), TfDataOptions()):
+        field = dataclasses.fields(spec)[0].name
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(spec, field, None)
+
+
+TRAINING = Preprocess.for_training(224)
+EVALUATION = Preprocess.for_evaluation(224)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ResizeRandomCrop(resize=(0, 9)), "`resize` must be at least 1 pixel"),
+        (lambda: CenterCrop(resize_shorter=0), "`resize_shorter` must be at least 1 pixel"),
+        (lambda: dataclasses.replace(TRAINING, image_size=(0, 1)), "`image_size` must be at least 1 pixel"),
+        (lambda: dataclasses.replace(TRAINING, image_size=(224, 257)), "`resize` must not be below `image_size`"),
+        (lambda: dataclasses.replace(EVALUATION, image_size=(257, 1)), "`resize_shorter` must not be below `image_size`"),
+        (lambda: dataclasses.replace(TRAINING, mirror_probability=1.5), r"`mirror_probability` must be in \[0, 1\], got 1.5"),
+        (lambda: dataclasses.replace(TRAINING, mirror_probability=float("nan")), "`mirror_probability` must be in"),
+        (lambda: dataclasses.replace(TRAINING, std=(1.0, 0.0, 1.0)), "`std` must be above 0 in every channel"),
+        (lambda: dataclasses.replace(TRAINING, mean=(1.0,)), "`mean` must have one value for each of R, G and B"),
+        (lambda: dataclasses.replace(TRAINING, layout="NHWC"), "`layout` must be one of 'HWC', 'CHW', got 'NHWC'"),
+        (lambda: DaliOptions(device="cuda"), "`device` must be one of 'cpu', 'gpu', got 'cuda'"),
+        (lambda: DaliOptions(device="cpu", num_threads=0), "`num_threads` must be at least 1 or None"),
+        (lambda: DaliOptions(device="cpu", prefetch_queue_depth=0), "`prefetch_queue_depth` must be at least 1"),
+        (lambda: TfDataOptions(num_parallel_reads=0), "`num_parallel_reads` must be at least 1"),
+        (lambda: TfDataOptions(num_parallel_calls=0), "`num_parallel_calls` must be at least 1 or AUTOTUNE"),
+        (lambda: TfDataOptions(prefetch_batches=-2), "`prefetch_batches` must be at least 0 or AUTOTUNE"),
+    ],
+)
+def test_refuses(make, message):
+    with pytest.raises(InputError, match=message):
+        make()
+
+
+def test_autotune_is_tensorflows():
+    import tensorflow as tf
+
+    assert AUTOTUNE == tf.data.AUTOTUNE
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"order": "shuffled"}, "`order` must be one of 'sequential', 'buffer', got 'shuffled'"),
+        ({"buffer_size": 0}, "`buffer_size` must be at least 1"),
+        ({"seed": -1}, r"`seed` must be in \[0, 2\*\*31\)"),
+        ({"seed": 2**31}, r"`seed` must be in \[0, 2\*\*31\)"),
+    ],
+)
+def test_input_spec_refuses(dataset, changes, message):
+    with pytest.raises(InputError, match=message):
+        InputSpec(**{"dataset": dataset, "preprocess": TRAINING, "order": "buffer", **changes})
+
+
+def test_from_files(tmp_path):
+    dataset = write_dataset(tmp_path, [2, 3])
+    assert [os.path.basename(file) for file in dataset.files] == ["train-00000-of-00002", "train-00001-of-00002"]
+    assert dataset.index_files == tuple(file + ".idx" for file in dataset.files)
+    assert dataset.records_per_file == (2, 3)
+    assert dataset.num_records == 5
+
+
+def test_from_files_without_a_file(tmp_path):
+    with pytest.raises(InputError, match="No file matches"):
+        DatasetSpec.from_files(str(tmp_path / "train-*"))
+
+
+def test_from_files_without_an_index(tmp_path):
+    dataset = write_dataset(tmp_path, [2, 3, 1])
+    os.unlink(dataset.index_files[1])
+    pattern = str(tmp_path / "train-*")
+    with pytest.raises(InputError) as caught:
+        DatasetSpec.from_files(pattern)
+    assert str(caught.value) == (
+        f"1 of 3 files have no index, the first is {dataset.files[1]}. Make it: make index DATA='{pattern}'"
+    )
+
+
+def test_from_files_with_a_stale_index(tmp_path):
+    dataset = write_dataset(tmp_path, [2])
+    write_tfrecord(Path(dataset.files[0]), numbered_examples(3))
+    with pytest.raises(InputError, match=f"older than .*make index DATA={dataset.files[0]}"):
+        DatasetSpec.from_files(dataset.files)
+
+
+@pytest.mark.parametrize(
+    ("example", "message"),
+    [
+        ({"image": b"x", "label": 1}, "`image_key` 'image/encoded' is not in the first record of .* holds 'image', 'label'"),
+        ({"image/encoded": b"x"}, "`label_key` 'image/class/label' is not in the first record of .* holds 'image/encoded'"),
+        ({}, "holds no features"),
+        ({"image/encoded": b"x", "image/class/label": "dog"}, "'image/class/label' must be a int64_list of 1 value, found bytes"),
+        ({"image/encoded": 7, "image/class/label": 7}, "'image/encoded' must be a bytes_list of 1 value, found int64_list of 1"),
+    ],
+)
+def test_from_files_with_other_features(tmp_path, example, message):
+    file = write_tfrecord(tmp_path / "train", [example])
+    build_index(file, file + ".idx")
+    with pytest.raises(InputError, match=message):
+        DatasetSpec.from_files(file)
+
+
+def test_from_files_with_named_keys(tmp_path):
+    file = write_tfrecord(tmp_path / "train", [{"image": jpeg(9, 9), "label": 1}])
+    build_index(file, file + ".idx")
+    assert DatasetSpec.from_files(file, image_key="image", label_key="label").num_records == 1
+
+
+def test_from_files_of_no_examples(tmp_path):
+    from dali_tf_input.tfrecord import frame_record
+
+    (tmp_path / "train").write_bytes(frame_record(b"\xff\xff\xff"))
+    file = str(tmp_path / "train")
+    build_index(file, file + ".idx")
+    with pytest.raises(InputError, match=f"first record of {file} cannot be read: 3 bytes that are no serialized"):
+        DatasetSpec.from_files(file)
