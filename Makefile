@@ -1,0 +1,74 @@
+# Every verb sets up what it needs; a second call starts at once.
+#   make compare DATA='path/train-*'     make index DATA='path/*-of-*' INDEX_DIR=path
+PYTHON ?= python3
+VENV ?= .venv
+GPU ?=
+DATA ?=
+VALIDATION ?=
+INDEX_DIR ?=
+ARGS ?=
+
+RUN := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed$(if $(GPU),-gpu)
+SAMPLE := data/sample
+FILES := $(or $(DATA),$(SAMPLE)/train-*)
+VALIDATION_FILES := $(if $(DATA),$(VALIDATION),$(SAMPLE)/validation-*)
+INDEX_FLAG := $(if $(INDEX_DIR),--index_dir='$(INDEX_DIR)')
+READY := $(INSTALLED) $(if $(DATA),,$(SAMPLE)/.complete)
+
+.DEFAULT_GOAL := help
+.PHONY: help install data index compare train test test-gpu check format clean
+
+help:  ## Show this help
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F '\t' '{ printf "  make %-10s %s\n", $$1, $$2 }'
+	@echo
+	@echo "  DATA='path/train-*'  your TFRecords instead of the sample data;  VALIDATION='path/validation-*'  for train"
+	@echo "  INDEX_DIR=path       where the index files are;                  ARGS='--flag=value'  for the script"
+	@echo "  PYTHON=python3.12    the Python to set up with;                  GPU=1  TensorFlow with its CUDA libraries"
+
+install: $(INSTALLED)  ## Set up .venv: TensorFlow, DALI, the plugin, this package (GPU=1: with CUDA libraries)
+
+data: $(SAMPLE)/.complete  ## Make the sample TFRecords in data/sample
+
+index: $(READY)  ## Index TFRecords for DALI: make index DATA='path/train-*'
+	@$(RUN) scripts/index_tfrecords.py $(INDEX_FLAG) $(foreach pattern,$(if $(DATA),$(DATA),$(SAMPLE)/*-of-*),'$(pattern)')
+
+compare: $(READY)  ## The main job: images/s of every way to feed TensorFlow; table, JSON and plot in results/
+	@$(RUN) scripts/index_tfrecords.py $(INDEX_FLAG) $(foreach pattern,$(FILES),'$(pattern)')
+	@mkdir -p results
+	@$(RUN) scripts/compare_throughput.py $(foreach pattern,$(FILES),--files='$(pattern)') $(INDEX_FLAG) \
+		--json=results/throughput.json --plot=results/throughput.png $(ARGS)
+
+train: $(READY)  ## Train a small network: make train DATA='path/train-*' VALIDATION='path/validation-*'
+	@$(RUN) scripts/index_tfrecords.py $(INDEX_FLAG) $(foreach pattern,$(FILES) $(VALIDATION_FILES),'$(pattern)')
+	@$(RUN) scripts/train.py $(foreach pattern,$(FILES),--files='$(pattern)') \
+		$(foreach pattern,$(VALIDATION_FILES),--validation_files='$(pattern)') $(INDEX_FLAG) $(ARGS)
+
+test: $(INSTALLED)  ## Run the tests (those that need a GPU: make test-gpu)
+	@$(RUN) -m pytest $(ARGS)
+
+test-gpu: $(INSTALLED)  ## Run the tests that need an NVIDIA GPU
+	@$(RUN) -m pytest -m gpu $(ARGS)
+
+check: $(INSTALLED)  ## Check style, types and the import floors; changes nothing
+	$(RUN) -m ruff check
+	$(RUN) -m ruff format --check
+	$(RUN) -m mypy
+	$(RUN) -m pytest -q tests/test_floors.py
+
+format: $(INSTALLED)  ## Format the code; the only verb that edits
+	$(RUN) -m ruff check --fix
+	$(RUN) -m ruff format
+
+clean:  ## Remove everything that was made: .venv, data, results, caches
+	rm -rf .venv data results build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(INSTALLED): pyproject.toml scripts/install.sh
+	@PYTHON='$(PYTHON)' scripts/install.sh '$(VENV)' $(if $(GPU),gpu,cpu)
+	@touch $@
+
+$(SAMPLE)/.complete: scripts/make_sample_tfrecords.py scripts/tfrecord_files.py | $(INSTALLED)
+	@$(RUN) scripts/make_sample_tfrecords.py $(SAMPLE)
+	@$(RUN) scripts/index_tfrecords.py '$(SAMPLE)/*-of-*'
+	@touch $@

@@ -1,0 +1,265 @@
+"""Compares the ways of feeding TensorFlow from TFRecords of JPEGs: images per second, CPU time, first batch, memory.
+
+usage: compare_throughput.py --files=GLOB [--backends=NAME,...] [--batch_size=64] [--seconds=4] [--repeats=5]
+                             [--json=PATH] [--plot=PATH]
+
+Each row is a process of its own; the processes are measured in turn, round by round, so that what else the machine does meets
+all of them alike. First it is shown that both backends make the same images.
+"""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+
+from absl import flags
+
+import console
+import input_flags
+import machine
+from backends import BATCH_SIZE, ROWS, training_spec
+from dali_tf_input import DatasetSpec, InputError, InputSpec, Spread
+
+_BACKENDS = flags.DEFINE_list("backends", None, f"Rows to measure, of {', '.join(ROWS)}; by default all that this machine has.")
+_SECONDS = flags.DEFINE_float("seconds", 4.0, "Length of each measured window in seconds, above 0.")
+_REPEATS = flags.DEFINE_integer("repeats", 5, "Measured windows of each row, at least 1.")
+_WARMUP_BATCHES = flags.DEFINE_integer("warmup_batches", 16, "Batches taken before each window: more than the queues hold.")
+_JSON = flags.DEFINE_string("json", None, "File for the results, versions, machine, spec and options.")
+_PLOT = flags.DEFINE_string("plot", None, "File for the plot, a PNG.")
+
+_REFERENCE = "tf_data"
+_FOLDER = os.path.dirname(os.path.abspath(__file__))
+_COLUMNS = ("backend", "images/s", "min", "max", f"x {_REFERENCE}", "CPU s / 1000", "first batch s", "peak MB", "what")
+
+
+def main(arguments: list[str]) -> int:
+    if arguments:
+        raise InputError(f"Unknown arguments: {' '.join(arguments)}. Files are named by --files='path/train-*'.")
+    check_flags()
+    spec = training_spec()
+    about = machine.describe()
+    backends = choose_backends(about["gpus"])
+    batch_size = BATCH_SIZE.value
+    if batch_size > spec.dataset.num_records:
+        raise InputError(f"`batch_size` must be at most the {spec.dataset.num_records} records, got {batch_size}.")
+    print(f"machine   {about['cpu']}, {about['cores']} cores; GPU: {', '.join(about['gpus']) or 'none'}")
+    print("software  " + ", ".join(f"{name} {version}" for name, version in about["versions"].items()))
+    print(f"records   {spec.dataset.num_records:,} in {len(spec.dataset.files):,} files, {describe_bytes(spec.dataset)}")
+    print(f"work      {describe_work(spec)}, batch {batch_size}")
+    images = compare_images()
+    print(
+        f"images    DALI and tf.data agree: mean absolute difference {images['mean_absolute_difference']:.6f} of 255 over "
+        f"{images['images']} evaluation images (largest {images['largest_difference']:.4f})"
+    )
+    results = measure_all(backends)
+    rows = {backend: summarise(result, results.get(_REFERENCE), what=ROWS[backend].what) for backend, result in results.items()}
+    print()
+    console.print_table(_COLUMNS, [format_row(backend, row) for backend, row in rows.items()])
+    for sentence in conclusions(results):
+        print(sentence)
+    report = {
+        "command": shlex.join(sys.argv),
+        **about,
+        "dataset": {
+            "files": list(input_flags.FILES.value),
+            "num_files": len(spec.dataset.files),
+            "num_records": spec.dataset.num_records,
+            "bytes": sum(map(os.path.getsize, spec.dataset.files)),
+        },
+        "spec": {"preprocess": repr(spec.preprocess), "order": spec.order, "buffer_size": spec.buffer_size, "seed": spec.seed},
+        "options": {backend: repr(ROWS[backend].options) for backend in backends},
+        "batch_size": batch_size,
+        "seconds": _SECONDS.value,
+        "repeats": _REPEATS.value,
+        "warmup_batches": _WARMUP_BATCHES.value,
+        "evaluation_images": images,
+        "rows": rows,
+        "windows": results,
+    }
+    write_report(report, spec)
+    return 0
+
+
+def check_flags() -> None:
+    """Checks the numbers before anything is started."""
+    for name, least in (("batch_size", 1), ("repeats", 1), ("warmup_batches", 0)):
+        if flags.FLAGS[name].value < least:
+            raise InputError(f"`{name}` must be at least {least}, got {flags.FLAGS[name].value}.")
+    if _SECONDS.value <= 0:
+        raise InputError(f"`seconds` must be above 0, got {_SECONDS.value}.")
+    for path in (_JSON.value, _PLOT.value):
+        if path and not os.access(os.path.dirname(path) or ".", os.W_OK):
+            raise InputError(f"Cannot write {path}: its folder is missing or not writable.")
+
+
+def choose_backends(gpus: list[str]) -> list[str]:
+    """Returns the rows to measure; those that need a GPU only where there is one."""
+    if _BACKENDS.value is None:
+        return [backend for backend in ROWS if gpus or not backend.startswith("dali_gpu")]
+    unknown = [backend for backend in _BACKENDS.value if backend not in ROWS]
+    if unknown or not _BACKENDS.value:
+        raise InputError(f"`backends` must be of {', '.join(ROWS)}, got {', '.join(unknown) or 'none'}.")
+    if not gpus and any(backend.startswith("dali_gpu") for backend in _BACKENDS.value):
+        raise InputError("The rows dali_gpu and dali_gpu_bare need an NVIDIA GPU, and nvidia-smi shows none here.")
+    return list(dict.fromkeys(_BACKENDS.value))
+
+
+def compare_images() -> dict[str, float]:
+    """Compares the backends' evaluation images in a process of its own; an error if they differ."""
+    command = [sys.executable, os.path.join(_FOLDER, "compare_images.py"), "--json"]
+    process = subprocess.run(
+        command + input_flags.as_arguments(input_flags.FILES.value), stdout=subprocess.PIPE, text=True, check=False
+    )
+    if process.returncode:
+        raise InputError(f"The backends' images were not shown to be the same, so their speeds say nothing. {process.stdout}")
+    return json.loads(process.stdout)
+
+
+class Measurer:
+    """A process that measures one row when told to; between its turns it is stopped (SIGSTOP).
+
+    Without that it would go on filling its queues while another row is measured, and find them full on its own turn.
+    """
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        command = [sys.executable, os.path.join(_FOLDER, "measure_throughput.py"), f"--backend={backend}"]
+        self._process = subprocess.Popen(
+            [*command, f"--batch_size={BATCH_SIZE.value}", *input_flags.as_arguments(input_flags.FILES.value)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.first_batch_seconds = self._read()["first_batch_seconds"]
+        self._process.send_signal(signal.SIGSTOP)
+
+    def measure(self, seconds: float, warmup_batches: int) -> dict[str, float]:
+        """Measures one window."""
+        self._process.send_signal(signal.SIGCONT)
+        self._process.stdin.write(f"{seconds} {warmup_batches}\n")
+        self._process.stdin.flush()
+        answer = self._read()
+        self._process.send_signal(signal.SIGSTOP)
+        return answer
+
+    def stop(self) -> None:
+        """Ends the process; it has nothing to save."""
+        self._process.kill()
+        self._process.communicate()
+
+    def _read(self) -> dict[str, float]:
+        line = self._process.stdout.readline()
+        if not line:
+            raise InputError(f"{self.backend} ended with exit code {self._process.wait()} before it was measured (see above).")
+        return json.loads(line)
+
+
+def measure_all(backends: list[str]) -> dict[str, dict]:
+    """Starts a process for each row, one after the other, then measures them round by round; returns all windows."""
+    measurers: list[Measurer] = []
+    try:
+        for backend in console.progress(backends, what="starting", total=len(backends)):
+            measurers.append(Measurer(backend))
+            measurers[-1].measure(_SECONDS.value / 2, 0)  # not counted: caches fill, tf.data's tuning settles
+        windows: dict[str, list[dict]] = {backend: [] for backend in backends}
+        turns = [measurer for number in range(_REPEATS.value) for measurer in (measurers if number % 2 else measurers[::-1])]
+        for measurer in console.progress(turns, what="measuring", total=len(turns)):
+            windows[measurer.backend].append(measurer.measure(_SECONDS.value, _WARMUP_BATCHES.value))
+        return {
+            measurer.backend: {"first_batch_seconds": measurer.first_batch_seconds, "windows": windows[measurer.backend]}
+            for measurer in measurers
+        }
+    finally:
+        for measurer in measurers:
+            measurer.stop()
+
+
+def rates(result: dict) -> list[float]:
+    """Returns images/s of each window."""
+    return [window["measured_batches"] * window["batch_size"] / window["seconds"] for window in result["windows"]]
+
+
+def ratios(result: dict, reference: dict) -> list[float]:
+    """Returns, round by round, how many times the reference's images/s a row reached."""
+    return [rate / reference_rate for rate, reference_rate in zip(rates(result), rates(reference), strict=True)]
+
+
+def summarise(result: dict, reference: dict | None, *, what: str) -> dict:
+    """Returns what the table shows of one row."""
+    cpu = [1000 * window["cpu_seconds"] / (window["measured_batches"] * window["batch_size"]) for window in result["windows"]]
+    return {
+        "images_per_second": vars(Spread.of(rates(result))),
+        "ratio_to_tf_data": vars(Spread.of(ratios(result, reference))) if reference else None,
+        "cpu_seconds_per_1000_images": Spread.of(cpu).median,
+        "first_batch_seconds": result["first_batch_seconds"],
+        "what": what,
+        "peak_memory_bytes": max(window["peak_memory_bytes"] for window in result["windows"]),
+    }
+
+
+def format_row(backend: str, row: dict) -> tuple[str, ...]:
+    """Returns one line of the table."""
+    speed, ratio = row["images_per_second"], row["ratio_to_tf_data"]
+    return (
+        backend,
+        f"{speed['median']:,.0f}",
+        f"{speed['minimum']:,.0f}",
+        f"{speed['maximum']:,.0f}",
+        f"{ratio['median']:.2f}" if ratio else "-",
+        f"{row['cpu_seconds_per_1000_images']:.2f}",
+        f"{row['first_batch_seconds']:.2f}",
+        f"{row['peak_memory_bytes'] / 1e6:,.0f}",
+        ROWS[backend].what,
+    )
+
+
+def conclusions(results: dict[str, dict]) -> list[str]:
+    """Returns a sentence for each pair of rows that answers a question, with the ratio round by round."""
+    pairs = (
+        ("tf_data", "tf_data_by_hand", "tf.data through the package, against the same written by hand"),
+        ("dali_cpu", "dali_cpu_bare", "DALI on CPU as a dataset, against its bare pipe.run()"),
+        ("dali_gpu", "dali_gpu_bare", "DALI on GPU as a dataset, against its bare pipe.run()"),
+        ("tf_data", "tf_data_serial", "tf.data in parallel, against serial"),
+        ("dali_gpu", "tf_data_serial", "DALI on GPU, against serial tf.data (6.13 in the 2018 example)"),
+    )
+    sentences = []
+    for backend, reference, question in pairs:
+        if backend in results and reference in results:
+            spread = Spread.of(ratios(results[backend], results[reference]))
+            sentences.append(f"{question}: {spread.median:.2f} ({spread.minimum:.2f} to {spread.maximum:.2f})")
+    return sentences
+
+
+def describe_bytes(dataset: DatasetSpec) -> str:
+    """Returns how large the records are."""
+    size = sum(map(os.path.getsize, dataset.files))
+    return f"{size / 1e6:,.1f} MB, {size / dataset.num_records / 1e3:,.0f} KB a record"
+
+
+def describe_work(spec: InputSpec) -> str:
+    """Returns what is done to each image."""
+    (height, width), preprocess = spec.preprocess.crop.resize, spec.preprocess
+    return (
+        f"decode, resize to {height}x{width}, random {preprocess.image_size[0]}x{preprocess.image_size[1]} crop, "
+        f"mirror, normalise, float32 {preprocess.layout}"
+    )
+
+
+def write_report(report: dict, spec: InputSpec) -> None:
+    """Writes the JSON and the plot that were asked for."""
+    if _JSON.value:
+        with open(_JSON.value, "w", encoding="utf-8") as stream:
+            json.dump(report, stream, indent=2)
+            stream.write("\n")
+        print(f"results in {_JSON.value}")
+    if _PLOT.value:
+        import plots
+
+        plots.plot_throughput(report, work=describe_work(spec), path=_PLOT.value)
+        print(f"plot in {_PLOT.value}")
+
+
+if __name__ == "__main__":
+    console.run(main)

@@ -1,0 +1,47 @@
+"""The plots of the scripts' results; each says on its face what was measured, where and how."""
+
+import textwrap
+
+_COLOURS = {"tf_data": "#e8833a", "dali_cpu": "#4c8c2b", "dali_gpu": "#76b900"}
+
+
+def plot_throughput(report: dict, *, work: str, path: str) -> None:
+    """Plots images/s of each row: bars for the medians, lines from the slowest to the fastest window."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = report["rows"]
+    figure, axes = plt.subplots(figsize=(11, 2.6 + 0.6 * len(rows)), layout="constrained")
+    fastest = max(row["images_per_second"]["maximum"] for row in rows.values())
+    for position, (backend, row) in enumerate(rows.items()):
+        speed = row["images_per_second"]
+        spread = [[speed["median"] - speed["minimum"]], [speed["maximum"] - speed["median"]]]
+        colour = next((colour for name, colour in _COLOURS.items() if backend.startswith(name)), "grey")
+        pale = backend.endswith(("_bare", "_by_hand", "_serial"))
+        axes.barh(position, speed["median"], color=colour, alpha=0.45 if pale else 1.0)
+        axes.errorbar(speed["median"], position, xerr=spread, color="black", capsize=4, linewidth=1)
+        ratio = row["ratio_to_tf_data"]
+        times = f"  ({ratio['median']:.2f} x tf_data)" if ratio and backend != "tf_data" else ""
+        axes.text(speed["maximum"] + 0.012 * fastest, position, f"{speed['median']:,.0f}{times}", va="center")
+    axes.set_yticks(range(len(rows)), [f"{row['what']}\n{backend}" for backend, row in rows.items()])
+    axes.invert_yaxis()
+    axes.set_xlim(0, fastest * 1.25)
+    axes.set_xlabel("images per second (higher is better)")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_axisbelow(True)
+    figure.suptitle("Feeding TensorFlow from TFRecords of JPEGs", fontsize=14, fontweight="bold")
+    dataset, versions = report["dataset"], report["versions"]
+    axes.set_title(f"each image: {work}; batch {report['batch_size']}", fontsize=9)
+    gpus = f", {', '.join(report['gpus'])}" if report["gpus"] else ", no GPU"
+    note = (
+        f"Bars: median of {report['repeats']} windows of {report['seconds']:g} s, measured in turn; lines: slowest to fastest. "
+        f"Data: {dataset['num_records']:,} JPEGs, {dataset['bytes'] / dataset['num_records'] / 1e3:,.0f} KB each. "
+        f"Machine: {report['cpu']}, {report['cores']} cores{gpus}. "
+        f"TensorFlow {versions['TensorFlow']}, DALI {versions['DALI']}, {report['date'][:10]}."
+    )
+    figure.supxlabel("\n".join(textwrap.wrap(note, 130)), fontsize=8, color="#444444")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,179 @@
+"""Trains a small network with Keras `fit`, fed by either backend, on one replica or several; prints what it learned.
+
+usage: train.py --files='path/train-*' --validation_files='path/validation-*' [--backend=auto] [--replicas=1] [...]
+
+The number of classes comes from labels.txt beside the first file (one name a line), or from --num_classes.
+"""
+
+import os
+import time
+
+from absl import flags
+
+import console
+import input_flags
+from dali_tf_input import DaliOptions, DatasetSpec, InputError, InputSpec, Preprocess, TfDataOptions
+
+tf = console.import_tensorflow()
+import keras  # noqa: E402  (after TensorFlow, whose chatter is held back)
+
+from dali_tf_input.distribute import Distributed, distribute, enable_memory_growth  # noqa: E402
+
+_BACKENDS = {
+    "auto": None,
+    "dali_cpu": DaliOptions(device="cpu"),
+    "dali_gpu": DaliOptions(device="gpu"),
+    "tf_data": TfDataOptions(),
+}
+
+_VALIDATION_FILES = flags.DEFINE_multi_string("validation_files", [], "TFRecord files of the validation split.")
+_BACKEND = flags.DEFINE_enum("backend", "auto", list(_BACKENDS), "What feeds the network; auto chooses for this machine.")
+_REPLICAS = flags.DEFINE_integer("replicas", 1, "Copies of the network: GPUs, or logical CPU devices where there is no GPU.")
+_GLOBAL_BATCH_SIZE = flags.DEFINE_integer("global_batch_size", 32, "Images in a step, over all replicas.")
+_EPOCHS = flags.DEFINE_integer("epochs", 12, "Passes over the training records.")
+_IMAGE_SIZE = flags.DEFINE_integer("image_size", 96, "Height and width of the images the network sees, in pixels.")
+_LEARNING_RATE = flags.DEFINE_float("learning_rate", 2e-3, "Learning rate of Adam.")
+_NUM_CLASSES = flags.DEFINE_integer("num_classes", None, "Number of classes; by default that of labels.txt.")
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of the network's weights and of order, crops and mirrors.")
+
+
+def main(arguments: list[str]) -> int:
+    if arguments:
+        raise InputError(f"Unknown arguments: {' '.join(arguments)}. Files are named by --files and --validation_files.")
+    train_records = input_flags.dataset_spec(input_flags.FILES.value)
+    num_classes = _NUM_CLASSES.value or count_classes(train_records.files[0])
+    enable_memory_growth()
+    strategy = make_strategy(_REPLICAS.value)
+    keras.utils.set_random_seed(_SEED.value)
+    train = distribute(
+        InputSpec(
+            dataset=train_records,
+            preprocess=Preprocess.for_training(_IMAGE_SIZE.value),
+            order="buffer",
+            seed=_SEED.value,
+        ),
+        _BACKENDS[_BACKEND.value],
+        strategy=strategy,
+        global_batch_size=_GLOBAL_BATCH_SIZE.value,
+    )
+    validation, validation_images = None, 0
+    if _VALIDATION_FILES.value:
+        validation, validation_images = make_validation(train, strategy)
+    print(f"input       {train.options!r}")
+    print(f"replicas    {len(train.devices)}: {', '.join(train.devices)}")
+    print(f"training    {train_records.num_records:,} records, {num_classes} classes, {train.steps_per_epoch:,} steps an epoch")
+    print(f"validation  {validation_images:,} images an epoch")
+    with strategy.scope() if strategy else tf.device(None):
+        model = make_model(num_classes)
+        model.compile(
+            keras.optimizers.Adam(_LEARNING_RATE.value),
+            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+        )
+    history = model.fit(
+        train.dataset,
+        steps_per_epoch=train.steps_per_epoch,
+        epochs=_EPOCHS.value,
+        validation_data=validation.dataset if validation else None,
+        validation_steps=validation.steps_per_epoch if validation else None,
+        shuffle=False,  # the spec's order is the shuffle; Keras warns otherwise
+        verbose=0,
+        callbacks=[EpochLine(train.steps_per_epoch * _GLOBAL_BATCH_SIZE.value)],
+    ).history
+    print_result(history, num_classes)
+    return 0
+
+
+def make_strategy(num_replicas: int) -> tf.distribute.Strategy | None:
+    """Returns a MirroredStrategy over `num_replicas` GPUs, or logical CPU devices without a GPU; None for one replica."""
+    if num_replicas < 1:
+        raise InputError(f"`replicas` must be at least 1, got {num_replicas}.")
+    if num_replicas == 1:
+        return None
+    gpus = tf.config.list_physical_devices("GPU")
+    if gpus and num_replicas > len(gpus):
+        raise InputError(f"`replicas` must be at most the {len(gpus)} GPUs of this machine, got {num_replicas}.")
+    if not gpus:
+        cpu = tf.config.list_physical_devices("CPU")[0]
+        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * num_replicas)
+    kind = "GPU" if gpus else "CPU"
+    return tf.distribute.MirroredStrategy([f"{kind}:{replica_id}" for replica_id in range(num_replicas)])
+
+
+def make_validation(train: Distributed, strategy: tf.distribute.Strategy | None) -> tuple[Distributed, int]:
+    """Returns the validation input and how many images of it an epoch sees: whole batches only."""
+    records: DatasetSpec = input_flags.dataset_spec(_VALIDATION_FILES.value)
+    num_replicas = len(train.devices)
+    batch_size = min(_GLOBAL_BATCH_SIZE.value, records.num_records // num_replicas * num_replicas)
+    if batch_size < 1:
+        raise InputError(f"{records.num_records} validation records are too few for {num_replicas} replicas.")
+    validation = distribute(
+        InputSpec(dataset=records, preprocess=Preprocess.for_evaluation(_IMAGE_SIZE.value), order="sequential"),
+        train.options,
+        strategy=strategy,
+        global_batch_size=batch_size,
+    )
+    return validation, validation.steps_per_epoch * batch_size
+
+
+def make_model(num_classes: int) -> keras.Model:
+    """Returns a small convolutional network: images (height, width, 3), normalised, to `num_classes` logits."""
+    layers = [keras.layers.Input((_IMAGE_SIZE.value, _IMAGE_SIZE.value, 3))]
+    for filters in (16, 32, 64, 96):
+        layers += [
+            keras.layers.Conv2D(filters, 3, strides=2, padding="same", use_bias=False),
+            keras.layers.BatchNormalization(momentum=0.9),  # training is short: the statistics must follow quickly
+            keras.layers.ReLU(),
+        ]
+    layers += [keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(num_classes)]
+    return keras.Sequential(layers)
+
+
+class EpochLine(keras.callbacks.Callback):
+    """Prints a line after each epoch."""
+
+    def __init__(self, images_per_epoch: int) -> None:
+        super().__init__()
+        self._images_per_epoch = images_per_epoch
+        self._start = 0.0
+        self._train_seconds = 0.0
+
+    def on_train_begin(self, logs: dict | None = None) -> None:
+        print(f"{'epoch':>5} {'loss':>8} {'accuracy':>9} {'val_loss':>9} {'val_accuracy':>13} {'images/s':>9}")
+
+    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
+        self._start = time.perf_counter()
+        self._train_seconds = 0.0
+
+    def on_test_begin(self, logs: dict | None = None) -> None:
+        self._train_seconds = time.perf_counter() - self._start  # Keras validates inside the epoch
+
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        seconds = self._train_seconds or time.perf_counter() - self._start
+        logs = logs or {}
+        loss, accuracy, val_loss, val_accuracy = (
+            f"{logs[name]:.3f}" if name in logs else "-" for name in ("loss", "accuracy", "val_loss", "val_accuracy")
+        )
+        speed = self._images_per_epoch / seconds
+        print(f"{epoch + 1:>5} {loss:>8} {accuracy:>9} {val_loss:>9} {val_accuracy:>13} {speed:>9,.0f}")
+
+
+def print_result(history: dict[str, list[float]], num_classes: int) -> None:
+    """Says in a line or two what the network learned."""
+    first, last = history["loss"][0], history["loss"][-1]
+    print(f"training loss {first:.3f} -> {last:.3f} in {len(history['loss'])} epochs")
+    if "val_accuracy" in history:
+        print(f"validation accuracy {history['val_accuracy'][-1]:.1%}; guessing would give about {1 / num_classes:.1%}")
+
+
+def count_classes(file: str) -> int:
+    """Counts the lines of labels.txt beside `file`."""
+    path = os.path.join(os.path.dirname(file), "labels.txt")
+    if not os.path.exists(path):
+        raise InputError(f"There is no {path} to count the classes by: give their number with --num_classes.")
+    with open(path, encoding="utf-8") as stream:
+        return sum(1 for line in stream if line.strip())
+
+
+if __name__ == "__main__":
+    console.run(main)
