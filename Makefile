@@ -31,18 +31,18 @@ install: $(INSTALLED)  ## Set up .venv: TensorFlow, DALI, the plugin, this packa
 data: $(SAMPLE)/.complete  ## Make the sample TFRecords in data/sample
 
 index: $(READY)  ## Index TFRecords for DALI: make index DATA='path/train-*'
-	@$(RUN) scripts/index_tfrecords.py $(INDEX_FLAG) $(foreach pattern,$(if $(DATA),$(DATA),$(SAMPLE)/*-of-*),'$(pattern)')
+	@$(RUN) scripts/index_tfrecords.py $(INDEX_FLAG) '$(or $(DATA),$(SAMPLE)/*-of-*)'
 
 compare: $(READY)  ## The main job: images/s of every way to feed TensorFlow; table, JSON and plot in results/
-	@$(RUN) scripts/index_tfrecords.py $(INDEX_FLAG) $(foreach pattern,$(FILES),'$(pattern)')
+	@$(RUN) scripts/index_tfrecords.py $(INDEX_FLAG) '$(FILES)'
 	@mkdir -p results
-	@$(RUN) scripts/compare_throughput.py $(foreach pattern,$(FILES),--files='$(pattern)') $(INDEX_FLAG) \
+	@$(RUN) scripts/compare_throughput.py --files='$(FILES)' $(INDEX_FLAG) \
 		--json=results/throughput.json --plot=results/throughput.png $(ARGS)
 
 train: $(READY)  ## Train a small network: make train DATA='path/train-*' VALIDATION='path/validation-*'
-	@$(RUN) scripts/index_tfrecords.py $(INDEX_FLAG) $(foreach pattern,$(FILES) $(VALIDATION_FILES),'$(pattern)')
-	@$(RUN) scripts/train.py $(foreach pattern,$(FILES),--files='$(pattern)') \
-		$(foreach pattern,$(VALIDATION_FILES),--validation_files='$(pattern)') $(INDEX_FLAG) $(ARGS)
+	@$(RUN) scripts/index_tfrecords.py $(INDEX_FLAG) '$(FILES)' $(if $(VALIDATION_FILES),'$(VALIDATION_FILES)')
+	@$(RUN) scripts/train.py --files='$(FILES)' \
+		$(if $(VALIDATION_FILES),--validation_files='$(VALIDATION_FILES)') $(INDEX_FLAG) $(ARGS)
 
 test: $(INSTALLED)  ## Run the tests (those that need a GPU: make test-gpu)
 	@$(RUN) -m pytest $(ARGS)
