@@ -60,8 +60,8 @@ format: $(INSTALLED)  ## Format the code; the only verb that edits
 	$(RUN) -m ruff check --fix
 	$(RUN) -m ruff format
 
-clean:  ## Remove everything that was made: .venv, data, results, caches
-	rm -rf .venv data results build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+clean:  ## Remove everything that was made: .venv, data/sample, results, caches
+	rm -rf .venv data/sample results build *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(INSTALLED): pyproject.toml scripts/install.sh

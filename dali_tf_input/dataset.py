@@ -79,8 +79,10 @@ def check_gpu(device_id: int) -> None:
     """Checks that TensorFlow and DALI see CUDA device `device_id` and that TensorFlow leaves memory for DALI.
 
     Raises:
-      InputError: one of them does not see it, or TensorFlow's memory growth is off.
+      InputError: it is below 0, one of them does not see it, or TensorFlow's memory growth is off.
     """
+    if device_id < 0:
+        raise InputError(f"`device_id` must be at least 0, got {device_id}.")
     gpus = tf.config.list_physical_devices("GPU")
     if device_id >= len(gpus):
         raise InputError(

@@ -17,6 +17,8 @@ from dali_tf_input.tfrecord import InputError, check_record, scan_records
 
 INDEX_SUFFIX = ".idx"
 
+Path = str | os.PathLike[str]
+
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltIndex:
@@ -28,28 +30,31 @@ class BuiltIndex:
     written: bool
 
 
-def find_files(files: str | Sequence[str]) -> tuple[str, ...]:
-    """Expands paths and glob patterns to TFRecord files, sorted by path, each once; index files are passed over.
+def find_files(files: Path | Sequence[Path]) -> tuple[str, ...]:
+    """Expands paths and glob patterns to TFRecord files, sorted by path; index files are passed over.
+
+    A file that is found twice, by whatever spelling or link of its path, counts once.
 
     Raises:
       InputError: a path does not exist or is a directory, or a pattern matches no file.
     """
-    found: set[str] = set()
-    for pattern in [files] if isinstance(files, str) else files:
-        expanded = os.path.expanduser(os.fspath(pattern))
+    found: dict[str, str] = {}
+    for pattern in _patterns(files):
+        expanded = os.path.expanduser(pattern)
         if os.path.isdir(expanded):
-            raise InputError(f"{pattern} is a directory: name the files in it, for example '{os.path.join(pattern, '*')}'.")
+            raise InputError(f"{pattern} is a directory: name the files in it, for example '{os.path.join(pattern, '*-of-*')}'.")
         paths = [expanded] if os.path.exists(expanded) else glob.glob(expanded)
         matches = [path for path in paths if not path.endswith(INDEX_SUFFIX) and os.path.isfile(path)]
         if not matches:
             raise InputError(f"No file matches '{pattern}' (looked in {os.path.abspath(os.path.dirname(expanded) or '.')}).")
-        found.update(matches)
+        for path in matches:
+            found.setdefault(os.path.realpath(path), path)
     if not found:
         raise InputError("`files` must name at least one TFRecord file, got none.")
-    return tuple(sorted(found))
+    return tuple(sorted(found.values()))
 
 
-def index_files_of(files: Sequence[str], *, index_dir: str | None = None) -> tuple[str, ...]:
+def index_files_of(files: Sequence[str], *, index_dir: Path | None = None) -> tuple[str, ...]:
     """Returns where the index of each file stands: ``<file>.idx``, or under the same name in `index_dir`.
 
     Raises:
@@ -60,14 +65,23 @@ def index_files_of(files: Sequence[str], *, index_dir: str | None = None) -> tup
     name, count = Counter(os.path.basename(file) for file in files).most_common(1)[0]
     if count > 1:
         raise InputError(f"`index_dir` {index_dir} cannot hold the index of {count} files that are all named {name}.")
-    return tuple(os.path.join(index_dir, os.path.basename(file) + INDEX_SUFFIX) for file in files)
+    folder = os.path.expanduser(index_dir)
+    return tuple(os.path.join(folder, os.path.basename(file) + INDEX_SUFFIX) for file in files)
 
 
-def index_command(files: str | Sequence[str], *, index_dir: str | None = None) -> str:
-    """Returns the command that indexes `files`, as error messages show it; a pattern stands for several files."""
-    names = [files] if isinstance(files, str) else list(files)
-    data = names[0] if len(names) == 1 else os.path.commonprefix(names) + "*"  # noqa: RUF071 (of characters, as meant)
-    return f"make index DATA={_quote(data)}" + (f" INDEX_DIR={_quote(index_dir)}" if index_dir else "")
+def index_command(files: Path | Sequence[Path], *, index_dir: Path | None = None) -> str:
+    """Returns the command that indexes `files`, as error messages show it: with absolute paths, as make runs elsewhere."""
+    by_folder: dict[str, list[str]] = {}
+    for pattern in _patterns(files):
+        folder, name = os.path.split(_absolute(pattern))
+        by_folder.setdefault(folder, []).append(name)
+    suffix = f" INDEX_DIR={_quote(_absolute(os.fspath(index_dir)))}" if index_dir else ""
+    commands = []
+    for folder, names in by_folder.items():
+        if len(names) > 3:  # a long list of files: a pattern of their common start
+            names = [os.path.commonprefix(names) + "*"]  # noqa: RUF071 (of characters, as meant)
+        commands += [f"make index DATA={_quote(os.path.join(folder, name))}{suffix}" for name in names]
+    return " && ".join(commands)
 
 
 def build_index(file: str, index_file: str, *, force: bool = False) -> BuiltIndex:
@@ -151,6 +165,14 @@ def read_index(file: str, index_file: str) -> list[int]:
 
 def _index_dir(file: str, index_file: str) -> str | None:
     return None if index_file == file + INDEX_SUFFIX else os.path.dirname(index_file) or "."
+
+
+def _patterns(files: Path | Sequence[Path]) -> list[str]:
+    return [os.fspath(file) for file in ([files] if isinstance(files, str | os.PathLike) else files)]
+
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path))
 
 
 def _quote(text: str) -> str:

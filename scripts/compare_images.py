@@ -24,6 +24,8 @@ _JSON = flags.DEFINE_boolean("json", False, "Print the result as JSON.")
 def main(arguments: list[str]) -> int:
     if arguments:
         raise InputError(f"Unknown arguments: {' '.join(arguments)}.")
+    if _NUM_IMAGES.value < 1:
+        raise InputError(f"`num_images` must be at least 1, got {_NUM_IMAGES.value}.")
     console.import_tensorflow()
     import numpy as np
 

@@ -90,20 +90,34 @@ def check_flags() -> None:
     if _SECONDS.value <= 0:
         raise InputError(f"`seconds` must be above 0, got {_SECONDS.value}.")
     for path in (_JSON.value, _PLOT.value):
-        if path and not os.access(os.path.dirname(path) or ".", os.W_OK):
-            raise InputError(f"Cannot write {path}: its folder is missing or not writable.")
+        if path and (os.path.isdir(path) or not os.access(os.path.dirname(path) or ".", os.W_OK)):
+            raise InputError(f"Cannot write {path}: it is a folder, or its folder is missing or not writable.")
+    if _PLOT.value and not _PLOT.value.endswith(".png"):
+        raise InputError(f"`plot` must end in .png, got {_PLOT.value}.")
 
 
 def choose_backends(gpus: list[str]) -> list[str]:
-    """Returns the rows to measure; those that need a GPU only where there is one."""
+    """Returns the rows to measure; those that need a GPU only where TensorFlow sees one."""
+    usable = bool(gpus) and tensorflow_sees_a_gpu()
     if _BACKENDS.value is None:
-        return [backend for backend in ROWS if gpus or not backend.startswith("dali_gpu")]
+        if gpus and not usable:
+            print("The GPU rows are left out: TensorFlow sees no GPU. For them: make install GPU=1")
+        return [backend for backend in ROWS if usable or not backend.startswith("dali_gpu")]
     unknown = [backend for backend in _BACKENDS.value if backend not in ROWS]
     if unknown or not _BACKENDS.value:
         raise InputError(f"`backends` must be of {', '.join(ROWS)}, got {', '.join(unknown) or 'none'}.")
-    if not gpus and any(backend.startswith("dali_gpu") for backend in _BACKENDS.value):
-        raise InputError("The rows dali_gpu and dali_gpu_bare need an NVIDIA GPU, and nvidia-smi shows none here.")
+    if not usable and any(backend.startswith("dali_gpu") for backend in _BACKENDS.value):
+        raise InputError(
+            f"dali_gpu and dali_gpu_bare need an NVIDIA GPU: nvidia-smi shows {len(gpus)}, TensorFlow sees none. "
+            "Where there is one: make install GPU=1"
+        )
     return list(dict.fromkeys(_BACKENDS.value))
+
+
+def tensorflow_sees_a_gpu() -> bool:
+    """Asks TensorFlow in a process of its own, so that this one never holds the GPU."""
+    code = "import sys, tensorflow as tf; sys.exit(not tf.config.list_physical_devices('GPU'))"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
 
 
 def compare_images() -> dict[str, float]:

@@ -23,6 +23,9 @@ _REPEATS = flags.DEFINE_integer("repeats", 5, "How often each set is decoded.")
 def main(arguments: list[str]) -> int:
     if arguments or not input_flags.FILES.value:
         raise InputError("Name the sets: --files='path/train-*', once for each.")
+    for flag in (_NUM_IMAGES, _REPEATS):
+        if flag.value < 1:
+            raise InputError(f"`{flag.name}` must be at least 1, got {flag.value}.")
     sets = {pattern: read_images(pattern) for pattern in input_flags.FILES.value}
     speeds: dict[str, list[float]] = {pattern: [] for pattern in sets}
     for _ in range(_REPEATS.value):

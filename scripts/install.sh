@@ -25,7 +25,7 @@ if ! "$venv/bin/python" -c '' 2>/dev/null; then
 fi
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 # The version ranges stand in pyproject.toml, once: these read them from there.
-section() { sed -n "/^$1 = \[/,/\]\$/p" pyproject.toml | sed "s/^$1 = //" | grep -o '"[^"]*"' | tr -d '"'; }
+section() { awk -v start="^$1 = \\\\[" '$0 ~ start { on = 1 } on { print } on && /\]$/ { exit }' pyproject.toml | grep -o '"[^"]*"' | tr -d '"'; }
 requirement() { section dependencies | grep "^$1\([^a-z0-9-]\|\$\)"; }
 tensorflow=$(requirement tensorflow)
 [ "$flavour" != gpu ] || tensorflow=$(section gpu)

@@ -51,11 +51,14 @@ def main(arguments: list[str]) -> int:
     if _SEED.value < 0:
         raise InputError(f"`seed` must be at least 0, got {_SEED.value}.")
     num_images, num_validation_images = _NUM_IMAGES.value, _NUM_VALIDATION_IMAGES.value
+    if num_images < 1 or num_validation_images < 0:
+        raise InputError(
+            f"`num_images` must be at least 1 and `num_validation_images` at least 0, got {num_images}, {num_validation_images}."
+        )
     numbers = [(_SEED.value, number) for number in range(num_images + num_validation_images)]
-    splits = [
-        Split(name="train", items=numbers[:num_images], num_files=_NUM_FILES.value),
-        Split(name="validation", items=numbers[num_images:], num_files=1),
-    ]
+    splits = [Split(name="train", items=numbers[:num_images], num_files=_NUM_FILES.value)]
+    if num_validation_images:
+        splits.append(Split(name="validation", items=numbers[num_images:], num_files=1))
     paths = write_splits(arguments[0], splits, make_image_features)
     write_labels(arguments[0], _CLASS_NAMES)
     print(f"{num_images} train and {num_validation_images} validation images of {len(_CLASS_NAMES)} classes")

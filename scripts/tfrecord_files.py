@@ -64,7 +64,7 @@ def write_splits(folder: str, splits: Sequence[Split], features_of: Callable[[An
                 f"{len(split.items)} {split.name} images cannot fill {split.num_files} files: ask for 1 to {len(split.items)}."
             )
     paths = [path for split in splits for path in split.paths(folder)]
-    _check_folder(folder, [split.name for split in splits], paths)
+    _check_folder(folder, paths)
     os.makedirs(folder, exist_ok=True)
     token = secrets.token_hex(4)
     temporary = {path: os.path.join(folder, f".{os.path.basename(path)}.{token}.tmp") for path in paths}
@@ -109,9 +109,9 @@ def _write_file(path: str, items: Sequence[Any], features_of: Callable[[Any], di
             stream.write(frame_record(encode_example(features_of(item))))
 
 
-def _check_folder(folder: str, split_names: Sequence[str], paths: Sequence[str]) -> None:
-    """Refuses a folder with files of another set, which a pattern like `train-*` would mix with this one."""
-    for name in split_names:
+def _check_folder(folder: str, paths: Sequence[str]) -> None:
+    """Refuses a folder with files of another set: a pattern like `train-*` would mix them, an old validation split leak."""
+    for name in ("train", "validation"):
         found = [path for path in glob.glob(os.path.join(glob.escape(folder), f"{name}-*-of-*")) if not path.endswith(".idx")]
         others = sorted(set(found) - set(paths))
         if others:

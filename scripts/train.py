@@ -40,6 +40,10 @@ _SEED = flags.DEFINE_integer("seed", 0, "Seed of the network's weights and of or
 def main(arguments: list[str]) -> int:
     if arguments:
         raise InputError(f"Unknown arguments: {' '.join(arguments)}. Files are named by --files and --validation_files.")
+    for name, least in (("epochs", 1), ("image_size", 1), ("seed", 0), ("num_classes", 1)):
+        value = flags.FLAGS[name].value
+        if value is not None and value < least:
+            raise InputError(f"`{name}` must be at least {least}, got {value}.")
     train_records = input_flags.dataset_spec(input_flags.FILES.value)
     num_classes = _NUM_CLASSES.value or count_classes(train_records.files[0])
     enable_memory_growth()

@@ -19,10 +19,13 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
-# Before anything touches a device: two CPU devices stand for two replicas where there is no GPU.
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
-)
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Sets up the devices before anything touches one: two CPU devices stand for two replicas."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tests that need no GPU must come out the same where there is one
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
 
 
 def jpeg(height: int, width: int, *, seed: int = 0, mode: str = "RGB", image_format: str = "JPEG") -> bytes:

@@ -156,7 +156,6 @@ def test_the_default_strategy_is_none(dataset):
     assert fed.devices == ("CPU:0",)
 
 
-@pytest.mark.skipif(bool(tf.config.list_physical_devices("GPU")), reason="the choice on a machine without a GPU")
 def test_no_options_chooses_and_says_so(dataset, caplog):
     with caplog.at_level(logging.INFO, "dali_tf_input"):
         fed = distribute(spec_of(dataset), global_batch_size=6)
@@ -186,7 +185,6 @@ def test_an_empty_shard(tmp_path):
         distribute(spec_of(dataset), TfDataOptions(), strategy=mirrored(), global_batch_size=2)
 
 
-@pytest.mark.skipif(bool(tf.config.list_physical_devices("GPU")), reason="says what happens without a GPU")
 @strategies
 def test_a_gpu_where_there_is_none(dataset, make_strategy):
     with pytest.raises(InputError, match=r"needs every replica on a GPU, but the replicas are on CPU:.*make install GPU=1"):

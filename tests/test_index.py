@@ -115,16 +115,31 @@ def test_find_files(tmp_path, file):
     second = write_tfrecord(tmp_path / "train-00001-of-00002", numbered_examples(1))
     assert find_files(str(tmp_path / "train-*")) == (file, second)  # sorted, without the index
     assert find_files([second, str(tmp_path / "*-of-*")]) == (file, second)  # each once
+    os.symlink(tmp_path, tmp_path / "link")
+    again = [tmp_path / "train-*", f"{tmp_path}/./train-*", f"{tmp_path}/link/train-*"]
+    assert len(find_files(again)) == 2  # each once, whatever its spelling
     with pytest.raises(InputError, match="No file matches"):
         find_files(str(tmp_path / "none-*"))
     with pytest.raises(InputError, match="No file matches"):
         find_files([file, str(tmp_path / "missing")])
-    with pytest.raises(InputError, match=r"is a directory: name the files in it, for example '.*/\*'"):
+    with pytest.raises(InputError, match=r"is a directory: name the files in it, for example '.*/\*-of-\*'"):
         find_files(str(tmp_path))
     with pytest.raises(InputError, match="at least one TFRecord file"):
         find_files([])
 
 
 def test_index_command():
-    assert index_command("a/train-*") == "make index DATA='a/train-*'"
-    assert index_command(["a/train-0", "a/train-1"], index_dir="my index") == "make index DATA='a/train-*' INDEX_DIR='my index'"
+    assert index_command("/a/train-*") == "make index DATA='/a/train-*'"
+    assert index_command(["/a/t-*", "/b/t-*"], index_dir="/my index") == (
+        "make index DATA='/a/t-*' INDEX_DIR='/my index' && make index DATA='/b/t-*' INDEX_DIR='/my index'"
+    )
+    assert index_command([f"/a/train-{number}" for number in range(9)]) == "make index DATA='/a/train-*'"
+    assert index_command(Path("t")) == f"make index DATA={os.path.abspath('t')}"
+    assert index_command("~/t") == f"make index DATA={os.path.expanduser('~/t')}"
+
+
+def test_home_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file = write_tfrecord(tmp_path / "train", numbered_examples(1))
+    assert find_files("~/train") == (file,)
+    assert index_files_of([file], index_dir="~/index") == (str(tmp_path / "index" / "train.idx"),)

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -167,6 +168,20 @@ def test_sample_data_resembles_imagenet(tmp_path):
     assert first.size == (column["image/width"][0], column["image/height"][0])
 
 
+def test_make_tfrecords_leaves_no_old_validation_split(tmp_path, photos):
+    assert run("make_tfrecords.py", "--num_files=2", photos, tmp_path).returncode == 0
+    again = run("make_tfrecords.py", "--num_files=2", "--validation_fraction=0", photos, tmp_path)
+    fails(again, "holds 1 files of another set")
+
+
+def test_sample_data_refuses(tmp_path):
+    fails(run("make_sample_tfrecords.py", "--num_images=-2", tmp_path / "x"), "`num_images` must be at least 1")
+    fails(run("make_sample_tfrecords.py", "--num_images=2", tmp_path / "x"), "2 train images cannot fill 4 files")
+    fails(run("make_sample_tfrecords.py", "--seed=-1", tmp_path / "x"), "`seed` must be at least 0")
+    fails(run("make_sample_tfrecords.py"), "Name one folder")
+    assert not (tmp_path / "x").exists()
+
+
 def test_sample_data_follows_the_seed(tmp_path):
     for out, seed in (("a", 0), ("b", 0), ("c", 1)):
         arguments = ("--num_images=8", "--num_validation_images=1", "--num_files=1", f"--seed={seed}", tmp_path / out)
@@ -211,6 +226,7 @@ def test_train_refuses(sample_folder, dataset, tmp_path):
     fails(run("train.py", "--files=none-*"), "No file matches 'none-*'")
     fails(run("train.py", sample, "--global_batch_size=97", cwd=sample_folder), "at most the number of records, 96, got 97")
     fails(run("train.py", sample, "--global_batch_size=9", "--replicas=2", cwd=sample_folder), "multiple of the 2 replicas")
+    fails(run("train.py", sample, "--epochs=0", cwd=sample_folder), "`epochs` must be at least 1, got 0")
     fails(run("train.py", sample, "--replicas=0", cwd=sample_folder), "`replicas` must be at least 1")
     fails(run("train.py", sample, "--label_key=label", cwd=sample_folder), "`label_key` 'label' is not in the first record")
     fails(run("train.py", f"--files={dataset.files[0]}"), "labels.txt to count the classes by: give their number")
@@ -259,6 +275,8 @@ def test_compare_throughput_refuses(sample_folder, tmp_path):
     fails(run("compare_throughput.py", sample, "--seconds=0", cwd=sample_folder), "`seconds` must be above 0")
     fails(run("compare_throughput.py", sample, "--repeats=0", cwd=sample_folder), "`repeats` must be at least 1")
     fails(run("compare_throughput.py", sample, f"--json={tmp_path}/no/x.json", cwd=sample_folder), "folder is missing")
+    fails(run("compare_throughput.py", sample, "--plot=x.svg", cwd=sample_folder), "`plot` must end in .png, got x.svg")
+    fails(run("compare_throughput.py", sample, "--backends=tf_data,dali_gpu", cwd=sample_folder), "need an NVIDIA GPU")
 
 
 def test_compare_throughput_reports_a_row_that_dies(tmp_path):
@@ -310,6 +328,44 @@ def test_describe_images(sample_folder):
     header, row = process.stdout.splitlines()
     assert header.split()[:4] == ["files", "images", "height", "width"]
     assert row.split()[:2] == ["data/sample/train-*", "20"]
+
+
+def test_a_measurer_dies_with_its_parent(sample_folder):
+    """Also when it is stopped, as between its turns, and the parent has no time to clean up."""
+    code = f"""if True:
+        import os, signal, subprocess, sys
+        command = [sys.executable, "{SCRIPTS}/measure_throughput.py", "--files=data/sample/train-*", "--backend=dali_cpu_bare"]
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        child.stdout.readline()
+        child.send_signal(signal.SIGSTOP)
+        print(child.pid, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    parent = subprocess.run([sys.executable, "-c", code], cwd=sample_folder, capture_output=True, text=True, check=False)
+    child = Path(f"/proc/{int(parent.stdout)}/status")
+    for _ in range(100):
+        if not child.exists() or "State:\tZ" in child.read_text():
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail("the measurer outlived its parent")
+
+
+def test_install_reads_its_requirements_from_pyproject():
+    """What install.sh hands to pip: whole requirements, one an argument."""
+    functions = [
+        line for line in (SCRIPTS / "install.sh").read_text().splitlines() if line.startswith(("section()", "requirement()"))
+    ]
+    code = "\n".join(
+        [
+            *functions,
+            "section gpu; echo --; section plugin-build; echo --; requirement tensorflow; requirement nvidia-dali-cuda120",
+        ]
+    )
+    shown = subprocess.run(["bash", "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("--\n")
+    assert shown[0].splitlines() == ["tensorflow[and-cuda]>=2.20,<2.22"]
+    assert shown[1].splitlines()[:2] == ["nvidia-cuda-nvcc-cu12", "nvidia-cuda-runtime-cu12"]
+    assert shown[2].splitlines() == ["tensorflow>=2.20,<2.22", "nvidia-dali-cuda120==2.4.*"]
 
 
 def test_make_help():

@@ -139,6 +139,21 @@ def test_from_files_with_other_features(tmp_path, example, message):
         DatasetSpec.from_files(file)
 
 
+def test_from_files_looks_into_every_file(tmp_path):
+    """DALI would serve whatever its memory holds for a label of another kind."""
+    dataset = write_dataset(tmp_path, [2, 1, 2, 2])
+    write_tfrecord(Path(dataset.files[1]), [{"image/encoded": jpeg(9, 9), "image/class/label": "dog"}])
+    build_index(dataset.files[1], dataset.index_files[1])
+    with pytest.raises(InputError, match=f"found bytes_list of 1 in the first record of {dataset.files[1]}"):
+        DatasetSpec.from_files(dataset.files)
+
+
+def test_from_files_takes_paths(tmp_path):
+    write_dataset(tmp_path, [2])
+    assert DatasetSpec.from_files(tmp_path / "train-*").num_records == 2
+    assert DatasetSpec.from_files([tmp_path / "train-00000-of-00001"]).num_records == 2
+
+
 def test_from_files_with_named_keys(tmp_path):
     file = write_tfrecord(tmp_path / "train", [{"image": jpeg(9, 9), "label": 1}])
     build_index(file, file + ".idx")
