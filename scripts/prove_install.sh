@@ -7,11 +7,11 @@ if [ -z "${DALI_TF_INPUT_HIDDEN:-}" ]; then
   exec env DALI_TF_INPUT_HIDDEN=1 unshare --mount bash "scripts/$(basename "$0")" "$@"  # what is mounted below is gone at the end
 fi
 for folder in $(readlink -f /usr/local/cuda* | sort -u); do mount -t tmpfs none "$folder"; done
-while program=$(command -v nvcc); do
-  mount --bind /dev/null "$(readlink -f "$program")"  # no longer executable
-  hash -r
+IFS=: read -ra path <<<"$PATH"
+for folder in "${path[@]}"; do
+  if [ -e "$folder/nvcc" ]; then mount --bind /dev/null "$folder/nvcc"; fi  # no longer executable
 done
-echo "nvcc: $(command -v nvcc || echo none); cuda_runtime_api.h: $(find / -xdev -name cuda_runtime_api.h -not -path '*/site-packages/*' 2>/dev/null | wc -l) outside wheels"
+echo "nvcc: $(nvcc --version 2>/dev/null || echo none); CUDA headers in /usr: $(find /usr -name 'cuda_runtime*.h' | wc -l)"
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 make install VENV="$scratch/venv" PYTHON="${1:-python3}" PIP_NO_CACHE_DIR=1
