@@ -7,9 +7,9 @@ import subprocess
 import sys
 import time
 
-import console
 from absl import flags
 
+import console
 from dali_tf_input import InputError, Spread
 
 _REPEATS = flags.DEFINE_integer("repeats", 11, "How often each is started.")
