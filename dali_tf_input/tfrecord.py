@@ -19,6 +19,7 @@ from typing import Any
 
 import google_crc32c
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import DecodeError
 
 HEADER_SIZE = 12  # length and its CRC
 FOOTER_SIZE = 4  # the CRC of the data
@@ -139,7 +140,7 @@ def decode_example(data: bytes) -> dict[str, tuple[str, list[Any]]]:
     """
     try:
         example = _EXAMPLE.FromString(data)
-    except Exception as error:  # protobuf's DecodeError is another class in each of its implementations
+    except DecodeError as error:
         raise InputError(f"{len(data)} bytes that are no serialized tf.train.Example: {error}") from error
     features = {}
     for key, feature in example.features.feature.items():
