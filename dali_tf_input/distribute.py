@@ -40,7 +40,8 @@ def enable_memory_growth() -> int:
     gpus = tf.config.list_physical_devices("GPU")
     try:
         for gpu in gpus:
-            tf.config.experimental.set_memory_growth(gpu, True)
+            if not tf.config.experimental.get_memory_growth(gpu):  # a second call, in a notebook say, is no mistake
+                tf.config.experimental.set_memory_growth(gpu, True)
     except RuntimeError as error:
         raise InputError(
             "enable_memory_growth() came too late: call it before a strategy, a model or a tensor is made."

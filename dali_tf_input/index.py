@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dali_tf_input.tfrecord import InputError, check_record, scan_records
+from dali_tf_input.tfrecord import FRAME_SIZE, InputError, check_record, scan_records
 
 INDEX_SUFFIX = ".idx"
 
@@ -122,8 +122,9 @@ def build_index(file: str, index_file: str, *, force: bool = False) -> BuiltInde
 def read_index(file: str, index_file: str) -> list[int]:
     """Reads and checks the index of a TFRecord file.
 
-    Checked: the index is not older than the file, each line is two numbers, the records follow one another without a gap from
-    byte 0 to the file's last byte, and the first and the last of them stand in the file as the index says.
+    Checked: the index is not older than the file, each line is two numbers, the records (of 16 bytes at least) follow one
+    another without a gap from byte 0 to the file's last byte, and the first and the last of them stand in the file as the
+    index says.
 
     Returns:
       The offset of each record in bytes, in the order of the file.
@@ -149,6 +150,8 @@ def read_index(file: str, index_file: str) -> list[int]:
     for line, (offset, size) in enumerate(zip(offsets, sizes, strict=True), start=1):
         if offset != expected_offset:
             raise InputError(f"{index_file}: line {line}: expected offset {expected_offset}, found {offset}. {mend}")
+        if size < FRAME_SIZE:
+            raise InputError(f"{index_file}: line {line}: expected a size of at least {FRAME_SIZE}, found {size}. {mend}")
         expected_offset += size
     if expected_offset != file_status.st_size:
         raise InputError(

@@ -227,7 +227,8 @@ class InputSpec:
       dataset: the records there are.
       preprocess: what the model sees of them.
       order: "sequential", the order of the files (evaluation), or "buffer" (training): each next record is drawn at random
-        from a buffer of `buffer_size` records, which the next record of the files then fills.
+        from a buffer of `buffer_size` records, which the next record of the files then fills. DALI reads the files in their
+        order; tf.data in a new order each pass, `num_parallel_reads` of them in turn, and so mixes more.
       buffer_size: size of that buffer in records, at least 1, for each pipeline. It holds encoded images: 1024 of
         ImageNet's take 113 MB. The default is DALI's own (`initial_fill`).
       seed: with it order, crops and mirrors come out the same again, in [0, 2**31): on the same backend, with the same

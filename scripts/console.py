@@ -66,9 +66,9 @@ def quiet_stderr() -> Iterator[None]:
             os.close(kept)
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None) -> None:
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Prints a table; columns whose every cell starts with a digit or is "-" are aligned to the right."""
-    table = Table(box=None, title=title, title_justify="left", pad_edge=False, header_style="bold")
+    table = Table(box=None, pad_edge=False, header_style="bold")
     rows = list(rows)
     for position, column in enumerate(columns):
         numeric = all(row[position][:1].isdigit() or row[position] == "-" for row in rows)

@@ -98,6 +98,8 @@ def _of_another_file_of_the_same_size(file, index_file):
         (lambda _, index: Path(index).write_text("0 17\n17"), "found 3 numbers"),
         (lambda _, index: Path(index).write_text("0 x\n"), "found something else"),
         (lambda _, index: Path(index).write_text("0 17\n18 5\n"), "line 2: expected offset 17, found 18"),
+        (lambda _, index: Path(index).write_text("0 17\n17 0\n17 20\n"), "line 2: expected a size of at least 16, found 0"),
+        (lambda _, index: Path(index).write_text("0 40\n40 -20\n"), "line 2: expected a size of at least 16, found -20"),
         (lambda _, index: Path(index).write_bytes(b"\xff\xfe\x00\n"), "found something else"),
     ],
 )
