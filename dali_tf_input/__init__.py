@@ -5,21 +5,13 @@ This module imports neither TensorFlow nor DALI and takes well under 0.1 s. The 
 """
 
 from dali_tf_input.benchmark import Spread, Window, measure
-from dali_tf_input.index import BuiltIndex, build_index, find_files, index_files_of, read_index
+from dali_tf_input.checks import Checks
+from dali_tf_input.files import find_files
+from dali_tf_input.index import FaultsError, IndexReport, build_index
+from dali_tf_input.options import AUTOTUNE, DaliOptions, TfDataOptions
 from dali_tf_input.sharding import Shard
-from dali_tf_input.spec import (
-    AUTOTUNE,
-    IMAGENET_MEAN,
-    IMAGENET_STD,
-    CenterCrop,
-    DaliOptions,
-    DatasetSpec,
-    InputSpec,
-    Preprocess,
-    ResizeRandomCrop,
-    TfDataOptions,
-)
-from dali_tf_input.tfrecord import InputError
+from dali_tf_input.spec import IMAGENET_MEAN, IMAGENET_STD, CenterCrop, DatasetSpec, InputSpec, Preprocess, ResizeRandomCrop
+from dali_tf_input.tfrecord import Fault, InputError
 
 __version__ = "0.1.0"
 
@@ -27,10 +19,13 @@ __all__ = [
     "AUTOTUNE",
     "IMAGENET_MEAN",
     "IMAGENET_STD",
-    "BuiltIndex",
     "CenterCrop",
+    "Checks",
     "DaliOptions",
     "DatasetSpec",
+    "Fault",
+    "FaultsError",
+    "IndexReport",
     "InputError",
     "InputSpec",
     "Preprocess",
@@ -41,7 +36,5 @@ __all__ = [
     "Window",
     "build_index",
     "find_files",
-    "index_files_of",
     "measure",
-    "read_index",
 ]

@@ -8,8 +8,9 @@ import tensorflow as tf
 from nvidia.dali import fn, math, types
 from nvidia.dali import tfrecord as dali_tfrecord
 
+from dali_tf_input.options import DaliOptions
 from dali_tf_input.sharding import Shard
-from dali_tf_input.spec import CenterCrop, DaliOptions, InputSpec, Preprocess, ResizeRandomCrop
+from dali_tf_input.spec import CenterCrop, DatasetSpec, InputSpec, Preprocess, ResizeRandomCrop
 from dali_tf_input.tfrecord import InputError
 
 
@@ -89,13 +90,27 @@ def build_pipeline(
             device="mixed" if options.device == "gpu" else "cpu",
             output_type=types.RGB,
             adjust_orientation=False,  # as TensorFlow: EXIF orientation is not applied
+            **decoder_memory_hints(dataset, options),
         )
         images = _crop_mirror_normalize(images, spec.preprocess)
         labels = fn.reshape(features[dataset.label_key], shape=[])
+        if dataset.label_offset:
+            labels = fn.cast(labels - dataset.label_offset, dtype=types.INT64)
         if options.device == "gpu":
             labels = labels.gpu()
         pipeline.set_outputs(images, labels)
     return pipeline
+
+
+def decoder_memory_hints(dataset: DatasetSpec, options: DaliOptions) -> dict[str, int]:
+    """Returns the GPU decoder's arguments that set aside memory for the largest image at once, not when it comes.
+
+    Known from the manifest of files that were indexed at level "decode"; none otherwise, and none on the CPU.
+    """
+    if options.device == "cpu" or dataset.largest_image is None:
+        return {}
+    height, width = dataset.largest_image
+    return {"preallocate_height_hint": height, "preallocate_width_hint": width}
 
 
 def count_gpus() -> int:

@@ -5,8 +5,9 @@ import logging
 import tensorflow as tf
 
 from dali_tf_input import tf_data_backend
+from dali_tf_input.options import DaliOptions, TfDataOptions
 from dali_tf_input.sharding import Shard, check_batch
-from dali_tf_input.spec import DaliOptions, InputSpec, TfDataOptions
+from dali_tf_input.spec import InputSpec
 from dali_tf_input.tfrecord import InputError
 
 _logger = logging.getLogger("dali_tf_input")

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from dali_tf_input.dataset import Options, choose_options, make_dataset
+from dali_tf_input.options import DaliOptions, TfDataOptions
 from dali_tf_input.sharding import Shard, replica_batch_size, steps_per_epoch
-from dali_tf_input.spec import DaliOptions, InputSpec, TfDataOptions
+from dali_tf_input.spec import InputSpec
 from dali_tf_input.tfrecord import InputError
 
 

@@ -1,182 +1,249 @@
-"""The index of a TFRecord file: where each record starts and how long it is.
+"""The index of TFRecord files: where each sound record starts and how long it is.
 
 DALI's reader finds records by a text file of one line ``offset size`` per record, in bytes, which NVIDIA's ``tfrecord2idx``
-writes too. An index is made once, offline, by `build_index` (``make index DATA=...``) and is checked by `read_index` before
-anything reads the data by it: DALI itself ends the process on an index it cannot use, and reads garbage by one that is stale.
+writes too. The index is an ordered list of samples: a record that is not in it is not read. So this is the place where a set is
+gone through once, its faults are named, and what every later step needs to know is written down (`manifest`).
 """
 
-import glob
+import contextlib
+import dataclasses
 import os
-import secrets
-import shlex
+import threading
+import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
 
-from dali_tf_input.tfrecord import FRAME_SIZE, InputError, check_record, scan_records
+from dali_tf_input.checks import Checks
+from dali_tf_input.example import decode_example
+from dali_tf_input.files import INDEX_SUFFIX, Path, find_files, index_files_of
+from dali_tf_input.index_folder import IndexFolder
+from dali_tf_input.options import check_choice
+from dali_tf_input.summary import KEY_PRESETS, FileEntry, Summary, find_keys, summarise
+from dali_tf_input.tfrecord import Fault, InputError, read_record
+from dali_tf_input.worker_pool import Job, run_jobs
 
-INDEX_SUFFIX = ".idx"
+OnBad = Literal["error", "skip"]
 
-Path = str | os.PathLike[str]
+_COMMIT_SECONDS = 5  # how much work a killed run loses at most, and how often the manifest is written meanwhile
+_MOST_LOOKED_AT_FILES = 16  # for feature keys
 
 
 @dataclass(frozen=True, kw_only=True)
-class BuiltIndex:
-    """What `build_index` did for one file: `num_records` found in it, and whether the index was `written` or stood already."""
+class Progress:
+    """How far `build_index` is: files and bytes done of those that are gone through, and records found in them."""
 
-    file: str
-    index_file: str
-    num_records: int
-    written: bool
+    files: int
+    num_files: int
+    records: int
+    bytes: int
+    num_bytes: int
 
 
-def find_files(files: Path | Sequence[Path]) -> tuple[str, ...]:
-    """Expands paths and glob patterns to TFRecord files, sorted by path; index files are passed over.
+@dataclass(frozen=True, kw_only=True)
+class IndexReport:
+    """What `build_index` did.
 
-    A file that is found twice, by whatever spelling or link of its path, counts once.
-
-    Raises:
-      InputError: a path does not exist or is a directory, or a pattern matches no file.
+    Attributes:
+      summary: what the files hold that are indexed now, those that were before included.
+      written: how many files were indexed.
+      unchanged: how many stood indexed already.
+      removed: how many files of earlier runs are gone, and so out of the manifest.
+      faults: how many faults of each name were found in this run, the commonest first.
+      bad_files: how many files have faults.
     """
-    found: dict[str, str] = {}
-    for pattern in _patterns(files):
-        expanded = os.path.expanduser(pattern)
-        if os.path.isdir(expanded):
-            raise InputError(f"{pattern} is a directory: name the files in it, for example '{os.path.join(pattern, '*-of-*')}'.")
-        paths = [expanded] if os.path.exists(expanded) else glob.glob(expanded)
-        matches = [path for path in paths if not path.endswith(INDEX_SUFFIX) and os.path.isfile(path)]
-        if not matches:
-            raise InputError(f"No file matches '{pattern}' (looked in {os.path.abspath(os.path.dirname(expanded) or '.')}).")
-        for path in matches:
-            found.setdefault(os.path.realpath(path), path)
-    if not found:
-        raise InputError("`files` must name at least one TFRecord file, got none.")
-    return tuple(sorted(found.values()))
+
+    summary: Summary
+    written: int
+    unchanged: int
+    removed: int
+    faults: dict[str, int] = field(default_factory=dict)
+    bad_files: int = 0
 
 
-def index_files_of(files: Sequence[str], *, index_dir: Path | None = None) -> tuple[str, ...]:
-    """Returns where the index of each file stands: ``<file>.idx``, or under the same name in `index_dir`.
+class FaultsError(InputError):
+    """Raised by `build_index` when faults were found and are not left out. `report` says what was done all the same."""
 
-    Raises:
-      InputError: two files of different folders would share an index in `index_dir`.
-    """
-    if index_dir is None:
-        return tuple(file + INDEX_SUFFIX for file in files)
-    name, count = Counter(os.path.basename(file) for file in files).most_common(1)[0]
-    if count > 1:
-        raise InputError(f"`index_dir` {index_dir} cannot hold the index of {count} files that are all named {name}.")
-    folder = os.path.expanduser(index_dir)
-    return tuple(os.path.join(folder, os.path.basename(file) + INDEX_SUFFIX) for file in files)
+    def __init__(self, text: str, report: IndexReport) -> None:
+        super().__init__(text)
+        self.report = report
 
 
-def index_command(files: Path | Sequence[Path], *, index_dir: Path | None = None) -> str:
-    """Returns the command that indexes `files`, as error messages show it: with absolute paths, as make runs elsewhere."""
-    by_folder: dict[str, list[str]] = {}
-    for pattern in _patterns(files):
-        folder, name = os.path.split(_absolute(pattern))
-        by_folder.setdefault(folder, []).append(name)
-    suffix = f" INDEX_DIR={_quote(_absolute(os.fspath(index_dir)))}" if index_dir else ""
-    commands = []
-    for folder, names in by_folder.items():
-        if len(names) > 3:  # a long list of files: a pattern of their common start
-            names = [os.path.commonprefix(names) + "*"]  # noqa: RUF071 (of characters, as meant)
-        commands += [f"make index DATA={_quote(os.path.join(folder, name))}{suffix}" for name in names]
-    return " && ".join(commands)
+def build_index(
+    files: Path | Sequence[Path],
+    checks: Checks | None = None,
+    *,
+    index_dir: Path | None = None,
+    on_bad: OnBad = "error",
+    max_bad_fraction: float = 0.01,
+    force: bool = False,
+    num_processes: int | None = None,
+    on_fault: Callable[[str, Fault], None] | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> IndexReport:
+    """Writes the index of TFRecord files and the manifest beside it, for those files that changed since they were indexed.
 
-
-def build_index(file: str, index_file: str, *, force: bool = False) -> BuiltIndex:
-    """Writes the index of one TFRecord file, unless a valid one stands there already.
-
-    Every record's length and its CRC are checked on the way. The index is written under a temporary name in the same folder
-    and renamed when it is whole, so an `index_file` is never half-written; on an error nothing is left behind.
+    Each file is gone through by one of several processes. Its index comes to its place when it is whole, by renaming, and the
+    manifest after it: a run that is killed leaves old or new ones, never half ones, and the next run goes on from there. Several
+    runs at once over one folder do no harm.
 
     Args:
-      file: path of an uncompressed TFRecord file.
-      index_file: path of the index to write; its folder is made where it is missing.
-      force: write the index anew even where `read_index` accepts the one that is there.
-
-    Raises:
-      InputError: `file` is empty, compressed, cut short or no TFRecord file (see `tfrecord.scan_records`).
-      OSError: `file` cannot be read or `index_file` not be written.
-    """
-    if not force and os.path.exists(index_file):
-        try:
-            return BuiltIndex(file=file, index_file=index_file, num_records=len(read_index(file, index_file)), written=False)
-        except InputError:
-            pass  # stale, damaged or of another file: what this call is there to mend
-    records = list(scan_records(file))
-    folder = os.path.dirname(index_file) or "."
-    os.makedirs(folder, exist_ok=True)
-    temporary_file = os.path.join(folder, f".{os.path.basename(index_file)}.{secrets.token_hex(8)}.tmp")
-    try:
-        with open(temporary_file, "x", encoding="ascii") as stream:
-            stream.writelines(f"{offset} {size}\n" for offset, size in records)
-        os.replace(temporary_file, index_file)
-    except BaseException:
-        if os.path.exists(temporary_file):
-            os.unlink(temporary_file)
-        raise
-    return BuiltIndex(file=file, index_file=index_file, num_records=len(records), written=True)
-
-
-def read_index(file: str, index_file: str) -> list[int]:
-    """Reads and checks the index of a TFRecord file.
-
-    Checked: the index is not older than the file, each line is two numbers, the records (of 16 bytes at least) follow one
-    another without a gap from byte 0 to the file's last byte, and the first and the last of them stand in the file as the
-    index says.
+      files: paths or patterns, see `files.find_files`.
+      checks: how deep to look. A file that was looked at as deep before, and is unchanged, is not gone through again.
+      index_dir: the folder for indexes and manifest; None is beside each file.
+      on_bad: "error": files with faults are not indexed, every fault is handed to `on_fault`, then `FaultsError` is raised.
+        "skip": the indexes leave the faults out, and ``bad_records.jsonl`` beside the manifest lists them, one JSON object a
+        line: file, record, offset, size, reason, detail.
+      max_bad_fraction: with "skip", `FaultsError` is raised, and no file with faults is indexed, when they are more than this
+        part of all records, of all bytes, or, counting files without any sound record, of all files.
+      force: go through every file, also those that stand indexed.
+      num_processes: how many; None is one for each core, and no more than there are files.
+      on_fault: called at the end with each path and fault, in the order of the files.
+      on_progress: called now and then, by any thread, one at a time.
 
     Returns:
-      The offset of each record in bytes, in the order of the file.
+      What was done.
 
     Raises:
-      InputError: any of that is not so; the text holds the ``make index`` command that mends it.
-      OSError: one of the two files cannot be read.
+      FaultsError: see `on_bad` and `max_bad_fraction`. Files without faults are indexed all the same.
+      InputError: no file matches, the index folder cannot be written to, no key fits, or a process died.
+      OSError: the disk is full.
     """
-    mend = f"Make it again: {index_command(file, index_dir=_index_dir(file, index_file))}"
-    file_status = os.stat(file)
-    with open(index_file, "rb") as stream:
-        if os.fstat(stream.fileno()).st_mtime_ns < file_status.st_mtime_ns:
-            raise InputError(f"{index_file}: this index is older than {file}, which changed since. {mend}")
-        tokens = stream.read().split()
-    try:
-        numbers = list(map(int, tokens))
-    except ValueError as error:
-        raise InputError(f"{index_file}: expected lines of 'offset size', found something else: {error}. {mend}") from error
-    offsets, sizes = numbers[0::2], numbers[1::2]
-    if not numbers or len(offsets) != len(sizes):
-        raise InputError(f"{index_file}: expected lines of 'offset size', found {len(numbers)} numbers. {mend}")
-    expected_offset = 0
-    for line, (offset, size) in enumerate(zip(offsets, sizes, strict=True), start=1):
-        if offset != expected_offset:
-            raise InputError(f"{index_file}: line {line}: expected offset {expected_offset}, found {offset}. {mend}")
-        if size < FRAME_SIZE:
-            raise InputError(f"{index_file}: line {line}: expected a size of at least {FRAME_SIZE}, found {size}. {mend}")
-        expected_offset += size
-    if expected_offset != file_status.st_size:
-        raise InputError(
-            f"{index_file}: this index ends at byte {expected_offset}, {file} at byte {file_status.st_size}: "
-            f"it is another file's, or the file changed. {mend}"
-        )
-    for position in (0, -1):
+    check_choice("on_bad", on_bad, get_args(OnBad))
+    if not 0 <= max_bad_fraction <= 1:
+        raise InputError(f"`max_bad_fraction` must be in [0, 1], got {max_bad_fraction}.")
+    if num_processes is not None and num_processes < 1:
+        raise InputError(f"`num_processes` must be at least 1 or None, got {num_processes}.")
+    found = find_files(files)
+    checks = _with_keys(checks or Checks(), found)
+    index_files = index_files_of(found, index_dir=index_dir)
+    folders: dict[str, dict[str, str]] = {}  # index folder -> base name -> file
+    for file, index_file in zip(found, index_files, strict=True):
+        folders.setdefault(os.path.dirname(index_file) or ".", {})[os.path.basename(file)] = file
+    with contextlib.ExitStack() as stack:
+        states = [IndexFolder(folder, by_name, checks, force=force, stack=stack) for folder, by_name in folders.items()]
+        _go_through(states, checks, num_processes or len(os.sched_getaffinity(0)), on_progress)
+        return _conclude(states, on_bad=on_bad, max_bad_fraction=max_bad_fraction, on_fault=on_fault)
+
+
+def _go_through(
+    states: list[IndexFolder], checks: Checks, num_processes: int, on_progress: Callable[[Progress], None] | None
+) -> None:
+    """Goes through all files that need it, committing those without faults every few seconds."""
+    jobs, owners = [], []
+    for state in states:
+        for name in state.jobs:
+            assert state.staging is not None
+            jobs.append(
+                Job(
+                    file=state.files[name],
+                    index=state.staging.path(name + INDEX_SUFFIX),
+                    faults=state.staging.path(name + ".faults"),
+                )
+            )
+            owners.append((state, name))
+    done = Progress(files=0, num_files=len(jobs), records=0, bytes=0, num_bytes=sum(os.path.getsize(job.file) for job in jobs))
+
+    lock = threading.Lock()
+
+    def advance(records: int, size: int, *, files: int = 0) -> None:
+        nonlocal done
+        with lock:
+            done = dataclasses.replace(done, files=done.files + files, records=done.records + records, bytes=done.bytes + size)
+            if on_progress:
+                on_progress(done)
+
+    next_commit = time.monotonic() + _COMMIT_SECONDS
+    for number, answer in run_jobs(jobs, dataclasses.asdict(checks), num_processes, advance):
+        state, name = owners[number]
+        if "unreadable" in answer:
+            state.unreadable[name] = answer["unreadable"]
+        else:
+            entry = FileEntry.from_json(answer["entry"])
+            (state.faulty if entry.left_out else state.sound)[name] = entry
+        advance(0, 0, files=1)
+        if time.monotonic() > next_commit:
+            _commit_sound(states)
+            next_commit = time.monotonic() + _COMMIT_SECONDS
+    _commit_sound(states)
+
+
+def _commit_sound(states: list[IndexFolder]) -> None:
+    for state in states:
+        state.commit(state.sound)
+        state.sound = {}
+
+
+def _conclude(
+    states: list[IndexFolder], *, on_bad: OnBad, max_bad_fraction: float, on_fault: Callable[[str, Fault], None] | None
+) -> IndexReport:
+    """Hands the faults on; then leaves them out, or raises: see `build_index`."""
+    reasons: Counter[str] = Counter()
+    bad_files = sorted((state.files[name], name, state) for state in states for name in state.bad_names())
+    for file, name, state in bad_files:
+        for fault in state.faults_of(name):
+            reasons[fault.reason] += 1
+            if on_fault:
+                on_fault(file, fault)
+    refusal = None
+    if on_bad == "error" or any(state.unreadable for state in states):
+        refusal = f"{sum(reasons.values()):,} faults in {len(bad_files):,} of {sum(len(state.files) for state in states):,} files"
+    elif bad_files:
+        refusal = _too_many(states, max_bad_fraction)
+    if not refusal:
+        for state in states:
+            state.commit(state.faulty)
+    report = IndexReport(
+        summary=summarise({state.files[name]: entry for state in states for name, entry in state.entries.items()}),
+        written=sum(len(state.entries) - state.unchanged for state in states),
+        unchanged=sum(state.unchanged for state in states),
+        removed=sum(state.removed_count for state in states),
+        faults=dict(reasons.most_common()),
+        bad_files=len(bad_files),
+    )
+    if bad_files and refusal:
+        raise FaultsError(refusal, report)
+    return report
+
+
+def _too_many(states: list[IndexFolder], max_bad_fraction: float) -> str | None:
+    """Says by which count the faults are more than `max_bad_fraction`; None if by none.
+
+    A fault may be one record or half a file, and a file that is something else altogether has no records to count: so records,
+    bytes and whole files are counted, each by itself.
+    """
+    entries = [entry for state in states for entry in [*state.entries.values(), *state.faulty.values()]]
+    bad = sum(entry.left_out for entry in entries)
+    counts = {
+        "records": (bad, bad + sum(entry.records for entry in entries)),
+        "bytes": (sum(entry.left_out_bytes for entry in entries), sum(entry.size for entry in entries)),
+        "files": (sum(not entry.records for entry in entries), len(entries)),
+    }
+    for what, (part, whole) in counts.items():
+        if part > max_bad_fraction * whole:
+            return f"{part:,} of {whole:,} {what} are bad, {part / whole:.2%}, over `max_bad_fraction` {max_bad_fraction:.2%}"
+    return None
+
+
+def _with_keys(checks: Checks, files: Sequence[str]) -> Checks:
+    """Returns `checks` with both feature keys named, if the level needs them: found in the first record of a file."""
+    if checks.verify in ("framing", "crc"):
+        return checks
+    held: set[str] = set()
+    for file in files[:_MOST_LOOKED_AT_FILES]:
         try:
-            check_record(file, offsets[position], sizes[position])
-        except InputError as error:
-            raise InputError(f"{index_file}: this index is not that of {file}: {error} {mend}") from error
-    return offsets
-
-
-def _index_dir(file: str, index_file: str) -> str | None:
-    return None if index_file == file + INDEX_SUFFIX else os.path.dirname(index_file) or "."
-
-
-def _patterns(files: Path | Sequence[Path]) -> list[str]:
-    return [os.fspath(file) for file in ([files] if isinstance(files, str | os.PathLike) else files)]
-
-
-def _absolute(path: str) -> str:
-    return os.path.abspath(os.path.expanduser(path))
-
-
-def _quote(text: str) -> str:
-    return text if text == shlex.quote(text) else f"'{text}'"
+            features = decode_example(read_record(file, 0))
+        except (InputError, OSError):
+            continue  # the run will name what is wrong with it
+        image_key, label_key = find_keys(features, image_key=checks.image_key, label_key=checks.label_key)
+        if image_key and label_key:
+            return dataclasses.replace(checks, image_key=image_key, label_key=label_key)
+        held |= features.keys()
+    if held:
+        raise InputError(
+            f"The records hold {', '.join(f'{key!r}' for key in sorted(held)[:30])}, but not the keys of "
+            f"{' or '.join(KEY_PRESETS)}: name the two with `image_key` and `label_key`."
+        )
+    image_key, label_key = next(iter(KEY_PRESETS.values()))
+    return dataclasses.replace(checks, image_key=checks.image_key or image_key, label_key=checks.label_key or label_key)

@@ -1,27 +1,26 @@
-"""What a model is fed, and how: frozen descriptions that both backends read.
+"""What a model is fed: frozen descriptions that both backends read.
 
-A `*Spec` and a `Preprocess` say what comes out, the same for every backend; an `*Options` says how fast, and its type is the
-choice of the backend. Everything is checked when it is made, in Python, before a pipeline is.
+A `*Spec` and a `Preprocess` say what comes out, the same for every backend; an `*Options` (`options`) says how fast. Everything
+is checked when it is made, in Python, before a pipeline is.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from dali_tf_input.index import Path, find_files, index_command, index_files_of, read_index
-from dali_tf_input.tfrecord import InputError, decode_example, read_record
+from dali_tf_input.files import Path, find_files, index_command, index_files_of
+from dali_tf_input.manifest import read_entries
+from dali_tf_input.options import check_choice
+from dali_tf_input.summary import KEY_PRESETS, Feature, FileEntry, find_keys, summarise
+from dali_tf_input.tfrecord import InputError
 
 Layout = Literal["HWC", "CHW"]
 Order = Literal["sequential", "buffer"]
-Device = Literal["cpu", "gpu"]
 
 # Mean and standard deviation of ImageNet's training images per RGB channel, in 0..255 units. Source: (0.485, 0.456, 0.406)
 # and (0.229, 0.224, 0.225) of the PyTorch and torchvision ImageNet examples, times 255.
 IMAGENET_MEAN = (123.675, 116.28, 103.53)
 IMAGENET_STD = (58.395, 57.12, 57.375)
-
-AUTOTUNE = -1  # tf.data.AUTOTUNE, without importing TensorFlow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,29 +28,38 @@ class DatasetSpec:
     """The records there are: made by `from_files`, which checks them.
 
     Attributes:
-      files: paths of the TFRecord files, sorted.
+      files: paths of the TFRecord files that hold records, sorted.
       index_files: path of each file's index.
-      records_per_file: how many records each file holds.
+      records_per_file: how many records each index holds.
+      left_out_per_file: how many faults each index leaves out; those records are not read.
       image_key: feature key of the encoded image, a bytes_list of one.
       label_key: feature key of the label, an int64_list of one.
+      label_offset: taken from every label as it is stored, so that classes count from 0.
+      label_range: lowest and highest label as they come out, of the records that were checked at level "schema"; else None.
+      largest_image: (height, width) in pixels of the tallest and of the widest image, from level "decode" on; else None. DALI's
+        GPU decoder sets aside memory by it.
     """
 
     files: tuple[str, ...]
     index_files: tuple[str, ...]
     records_per_file: tuple[int, ...]
-    image_key: str = "image/encoded"
-    label_key: str = "image/class/label"
+    left_out_per_file: tuple[int, ...]
+    image_key: str
+    label_key: str
+    label_offset: int = 0
+    label_range: tuple[int, int] | None = None
+    largest_image: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if not self.files:
             raise InputError("`files` must name at least one TFRecord file, got none.")
-        for name in ("index_files", "records_per_file"):
+        for name in ("index_files", "records_per_file", "left_out_per_file"):
             if len(getattr(self, name)) != len(self.files):
                 raise InputError(f"`{name}` must have one entry per file, {len(self.files)}, got {len(getattr(self, name))}.")
 
     @property
     def num_records(self) -> int:
-        """How many records all files hold together."""
+        """How many records all files hold together, without those left out."""
         return sum(self.records_per_file)
 
     @classmethod
@@ -60,41 +68,58 @@ class DatasetSpec:
         files: Path | Sequence[Path],
         *,
         index_dir: Path | None = None,
-        image_key: str = "image/encoded",
-        label_key: str = "image/class/label",
+        image_key: str | None = None,
+        label_key: str | None = None,
+        label_offset: int = 0,
     ) -> "DatasetSpec":
-        """Describes indexed TFRecord files.
+        """Describes indexed TFRecord files by what the manifest beside their indexes says of them.
 
-        Every index is read and checked against its file, and the first record of each file is parsed to see that it holds
-        the two features. Later records are not: where one lacks the label, tf.data stops, but DALI serves any number.
+        That every file and every index is still what was indexed is checked here. What each record holds is known as far as the
+        indexing looked: at the first record of each file, or at all of them from level "schema" on. Below that level, where a
+        later record lacks the label, tf.data stops, but DALI serves any number.
 
         Args:
           files: a path, a glob pattern or several of them. Index files that a pattern matches are passed over.
           index_dir: the folder of the index files; None means beside each file, as ``<file>.idx``.
-          image_key: feature key of the encoded image; TF-slim writes "image/encoded", tfds "image".
-          label_key: feature key of the integer label; TF-slim writes "image/class/label", tfds "label".
+          image_key: feature key of the encoded image; None finds TF-slim's "image/encoded" or tfds' "image".
+          label_key: feature key of the integer label; None finds TF-slim's "image/class/label" or tfds' "label".
+          label_offset: the label of the first class as stored; TF-slim's ImageNet counts from 1. It is taken from every label.
 
         Raises:
-          InputError: no file matches, an index is missing, stale or of another file, or a record lacks a feature or holds
-            another kind of it.
+          InputError: no file matches, an index is missing, a file or its index changed since, a record lacks a feature or holds
+            another kind of it, or a label is below `label_offset`.
         """
         found = find_files(files)
         index_files = index_files_of(found, index_dir=index_dir)
-        missing = [file for file, index_file in zip(found, index_files, strict=True) if not os.path.isfile(index_file)]
-        if missing:
-            raise InputError(
-                f"{len(missing)} of {len(found)} files have no index, the first is {missing[0]}. "
-                f"Make it: {index_command(files, index_dir=index_dir)}"
-            )
-        records_per_file = tuple(len(read_index(file, index_file)) for file, index_file in zip(found, index_files, strict=True))
-        for file in found:
-            _check_features(file, image_key=image_key, label_key=label_key)
+        entries = read_entries(found, index_files)
+        by_file = dict(zip(found, entries, strict=True))
+        summary = summarise(by_file)
+        check_command = index_command(files, index_dir=index_dir, arguments="--verify=schema")
+        if not summary.records:
+            raise InputError(f"All {summary.left_out:,} records of these {summary.files:,} files are left out: none is sound.")
+        image_key, label_key = _check_keys(
+            by_file, summary.features, image_key=image_key, label_key=label_key, check_command=check_command
+        )
+        label_range = None
+        if summary.labels:
+            lowest, highest = summary.labels.range
+            label_range = (lowest - label_offset, highest - label_offset)
+            if label_range[0] < 0:
+                raise InputError(
+                    f"`label_offset` must be at most the lowest label, {lowest}, got {label_offset}: it is taken from every "
+                    "label, and classes count from 0."
+                )
+        held = [position for position, entry in enumerate(entries) if entry.records]  # DALI refuses an empty index
         return cls(
-            files=found,
-            index_files=index_files,
-            records_per_file=records_per_file,
+            files=tuple(found[position] for position in held),
+            index_files=tuple(index_files[position] for position in held),
+            records_per_file=tuple(entries[position].records for position in held),
+            left_out_per_file=tuple(entries[position].left_out for position in held),
             image_key=image_key,
             label_key=label_key,
+            label_offset=label_offset,
+            label_range=label_range,
+            largest_image=summary.images.largest_size if summary.images else None,
         )
 
 
@@ -165,7 +190,7 @@ class Preprocess:
                 raise InputError(f"`{name}` must have one value for each of R, G and B, got {getattr(self, name)}.")
         if min(self.std) <= 0:
             raise InputError(f"`std` must be above 0 in every channel, got {self.std}.")
-        _check_choice("layout", self.layout, get_args(Layout))
+        check_choice("layout", self.layout, get_args(Layout))
         if isinstance(self.crop, ResizeRandomCrop):
             name, (height, width) = "resize", self.crop.resize
         else:
@@ -242,84 +267,52 @@ class InputSpec:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _check_choice("order", self.order, get_args(Order))
+        check_choice("order", self.order, get_args(Order))
         if self.buffer_size < 1:
             raise InputError(f"`buffer_size` must be at least 1, got {self.buffer_size}.")
         if not 0 <= self.seed < 2**31:
             raise InputError(f"`seed` must be in [0, 2**31), got {self.seed}.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class DaliOptions:
-    """How the DALI backend works.
-
-    Attributes:
-      device: "gpu" decodes with nvJPEG ("mixed") and leaves the batches on the GPU; "cpu" needs no GPU.
-      num_threads: CPU threads of each pipeline; None shares the cores of this process among the shards.
-      prefetch_queue_depth: batches made ahead, at least 1. The default is DALI's own.
-    """
-
-    device: Device
-    num_threads: int | None = None
-    prefetch_queue_depth: int = 2
-
-    def __post_init__(self) -> None:
-        _check_choice("device", self.device, get_args(Device))
-        if self.num_threads is not None and self.num_threads < 1:
-            raise InputError(f"`num_threads` must be at least 1 or None, got {self.num_threads}.")
-        if self.prefetch_queue_depth < 1:
-            raise InputError(f"`prefetch_queue_depth` must be at least 1, got {self.prefetch_queue_depth}.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TfDataOptions:
-    """How the tf.data backend works. The defaults are the tuned baseline; AUTOTUNE (-1) leaves a number to tf.data.
-
-    Attributes:
-      num_parallel_reads: files read at the same time when `order` is "buffer", at least 1. More hides the latency of slow
-        storage; 4 is within noise of 1 and 16 on a warm page cache.
-      num_parallel_calls: images decoded at the same time; AUTOTUNE, or at least 1. 1 is a serial map.
-      prefetch_batches: batches made ahead; AUTOTUNE, or at least 0. 2 is as fast as AUTOTUNE, which was seen to let the queue
-        grow to 3 GB when training paused now and then.
-      autotune: False switches off tf.data's tuning and its rewriting of serial maps into parallel ones.
-    """
-
-    num_parallel_reads: int = 4
-    num_parallel_calls: int = AUTOTUNE
-    prefetch_batches: int = 2
-    autotune: bool = True
-
-    def __post_init__(self) -> None:
-        if self.num_parallel_reads < 1:
-            raise InputError(f"`num_parallel_reads` must be at least 1, got {self.num_parallel_reads}.")
-        if self.num_parallel_calls < 1 and self.num_parallel_calls != AUTOTUNE:
-            raise InputError(f"`num_parallel_calls` must be at least 1 or AUTOTUNE (-1), got {self.num_parallel_calls}.")
-        if self.prefetch_batches < 0 and self.prefetch_batches != AUTOTUNE:
-            raise InputError(f"`prefetch_batches` must be at least 0 or AUTOTUNE (-1), got {self.prefetch_batches}.")
-
-
 def _resize_for(image_size: int) -> int:
     return round(image_size * 256 / 224)
 
 
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise InputError(f"`{name}` must be one of {', '.join(map(repr, choices))}, got {value!r}.")
-
-
-def _check_features(file: str, *, image_key: str, label_key: str) -> None:
-    """Checks that the first record of `file` holds one image and one integer label under the two keys."""
-    try:
-        features = decode_example(read_record(file, 0))
-    except InputError as error:
-        raise InputError(f"The first record of {file} cannot be read: {error}") from error
+def _check_keys(
+    entries: dict[str, FileEntry],
+    features: dict[str, Feature],
+    *,
+    image_key: str | None,
+    label_key: str | None,
+    check_command: str,
+) -> tuple[str, str]:
+    """Completes the two keys and checks that the records that were looked at hold one image and one integer label under them."""
+    if not features:
+        raise InputError(
+            f"The first records of these files are no Examples with features. What they are is shown by: {check_command}"
+        )
+    held = ", ".join(f"'{key}'" for key in features)
+    for name, key in (("image_key", image_key), ("label_key", label_key)):
+        if key and key not in features:
+            raise InputError(f"`{name}` '{key}' is not in the records, which hold {held}.")
+    image_key, label_key = find_keys(features, image_key=image_key, label_key=label_key)
+    if not image_key or not label_key:
+        raise InputError(
+            f"The records hold {held}, not the keys of {' or '.join(KEY_PRESETS)}: name the two with `image_key` and `label_key`."
+        )
     for name, key, kind in (("image_key", image_key, "bytes_list"), ("label_key", label_key, "int64_list")):
-        if key not in features:
-            held = ", ".join(f"'{held}'" for held in sorted(features)) or "no features"
-            raise InputError(f"`{name}` '{key}' is not in the first record of {file}, which holds {held}.")
-        found_kind, values = features[key]
-        if found_kind != kind or len(values) != 1:
-            raise InputError(
-                f"`{name}` '{key}' must be a {kind} of 1 value, found {found_kind or 'an empty feature'} of {len(values)} "
-                f"in the first record of {file}."
-            )
+        for file, entry in entries.items():
+            if not entry.records:
+                continue
+            feature = entry.features.get(key)
+            if not entry.parsed:
+                wrong = f"the first record of {file} is no tf.train.Example"
+            elif feature is None or feature.first_without is not None:
+                wrong = f"`{name}` '{key}' is not in record {feature.first_without if feature else 0} of {file}"
+            elif feature.kinds != (kind,) or feature.lengths != (1, 1):
+                kinds = " or ".join(kind or "an empty feature" for kind in feature.kinds)
+                wrong = f"`{name}` '{key}' must be {kind} of 1 value, found {kinds} of {feature.lengths[1]} in {file}"
+            else:
+                continue
+            raise InputError(f"{wrong[0].upper()}{wrong[1:]}. All that is wrong is shown by: {check_command}")
+    return image_key, label_key

@@ -2,9 +2,10 @@
 
 import tensorflow as tf
 
-from dali_tf_input.index import read_index
+from dali_tf_input.manifest import read_index
+from dali_tf_input.options import AUTOTUNE, TfDataOptions
 from dali_tf_input.sharding import Shard
-from dali_tf_input.spec import AUTOTUNE, CenterCrop, DatasetSpec, InputSpec, Preprocess, ResizeRandomCrop, TfDataOptions
+from dali_tf_input.spec import CenterCrop, DatasetSpec, InputSpec, Preprocess, ResizeRandomCrop
 
 _READ_BUFFER_BYTES = 1 << 20  # of each open file; tf.data's own default (256 KB) holds two ImageNet records
 
@@ -36,7 +37,10 @@ def build(spec: InputSpec, options: TfDataOptions, *, batch_size: int, shard: Sh
         # Three numbers in [0, 1) for this image, a function of (seed, shard, position in the stream) alone: a parallel map
         # calls in no fixed order, so a generator with a state would not repeat.
         numbers = tf.random.stateless_uniform((3,), seed=tf.stack([seed, position]))
-        return prepare_image(parsed[spec.dataset.image_key], numbers, preprocess), parsed[spec.dataset.label_key]
+        label = parsed[spec.dataset.label_key]
+        if spec.dataset.label_offset:
+            label -= spec.dataset.label_offset
+        return prepare_image(parsed[spec.dataset.image_key], numbers, preprocess), label
 
     seed = tf.constant(spec.seed * shard.num_shards + shard.shard_id, tf.int64)
     dataset = _read(spec, options, shard).repeat().enumerate()
@@ -65,8 +69,7 @@ def prepare_image(encoded: tf.Tensor, numbers: tf.Tensor, preprocess: Preprocess
     Returns:
       float32 of shape `preprocess.image_shape`.
     """
-    # INTEGER_ACCURATE is the DCT that DALI's CPU decoder uses too: both backends decode to the same bits.
-    image = tf.io.decode_jpeg(encoded, channels=3, dct_method="INTEGER_ACCURATE")
+    image = decode_image(encoded)
     height, width = preprocess.image_size
     size, top, left = _resize_and_position(tf.shape(image)[:2], numbers, preprocess)
     image = tf.image.resize(image, size, method="bilinear", antialias=preprocess.antialias)
@@ -81,6 +84,12 @@ def prepare_image(encoded: tf.Tensor, numbers: tf.Tensor, preprocess: Preprocess
     if preprocess.layout == "CHW":
         image = tf.transpose(image, [2, 0, 1])
     return tf.ensure_shape(image, preprocess.image_shape)
+
+
+def decode_image(encoded: tf.Tensor) -> tf.Tensor:
+    """Decodes a JPEG or PNG, a scalar string, to uint8 RGB (height, width, 3)."""
+    # INTEGER_ACCURATE is the DCT that DALI's CPU decoder uses too: both backends decode to the same bits.
+    return tf.io.decode_jpeg(encoded, channels=3, dct_method="INTEGER_ACCURATE")
 
 
 def _resize_and_position(shape: tf.Tensor, numbers: tf.Tensor, preprocess: Preprocess) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
@@ -113,17 +122,34 @@ def _read(spec: InputSpec, options: TfDataOptions, shard: Shard) -> tf.data.Data
 
 
 def _fragments(dataset: DatasetSpec, shard: Shard) -> tuple[list[str], list[int], list[int]]:
-    """Returns the files of a shard, the byte offset where its records start in each, and how many there are."""
+    """Returns the stretches of records that a shard reads: the file of each, the byte where it starts, how many records it has.
+
+    Where nothing is left out of a file, its part of the shard is one stretch.
+    """
     records = shard.records(dataset.num_records)
     files, offsets, counts = [], [], []
     first = 0  # the position, among all records, of the file's first
-    for file, index_file, num_records in zip(dataset.files, dataset.index_files, dataset.records_per_file, strict=True):
+    for file, index_file, num_records, left_out in zip(
+        dataset.files, dataset.index_files, dataset.records_per_file, dataset.left_out_per_file, strict=True
+    ):
         start, stop = max(records.start - first, 0), min(records.stop - first, num_records)
-        if start < stop:
-            files.append(file)
-            offsets.append(read_index(file, index_file)[start] if start else 0)
-            counts.append(stop - start)
         first += num_records
+        if start >= stop:
+            continue
+        if start == 0 and not left_out:
+            files.append(file)
+            offsets.append(0)
+            counts.append(stop)
+            continue
+        end = None  # the byte where the stretch ends so far
+        for offset, size in read_index(index_file)[start:stop]:
+            if offset == end:
+                counts[-1] += 1
+            else:
+                files.append(file)
+                offsets.append(offset)
+                counts.append(1)
+            end = offset + size
     return files, offsets, counts
 
 

@@ -4,6 +4,7 @@ import contextlib
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -12,7 +13,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from dali_tf_input import InputError
+from dali_tf_input import Fault, InputError
+from dali_tf_input.index import Progress as IndexState
+
+_SECONDS_BETWEEN_LINES = 10  # of progress where there is no terminal
 
 
 def run(main: Callable[[list[str]], int | None]) -> None:
@@ -79,6 +83,72 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     if not console.is_terminal:
         console.width = 200  # a file or a pipe has no width: never cut a column
     console.print(table)
+
+
+def print_rows(rows: Iterable[tuple[str, str]]) -> None:
+    """Prints (name, value) rows, the values below one another."""
+    rows = list(rows)
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        print(f"{name:<{width}}  {value}")
+
+
+def count(number: int, what: str) -> str:
+    """Returns "1 file", "2 files"."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+class IndexProgress:
+    """Progress of an index run on stderr: a bar on a terminal, elsewhere a line every ten seconds (a context manager)."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True)
+        self._start = time.monotonic()
+        self._next_line = self._start + _SECONDS_BETWEEN_LINES
+        self._bar = Progress(
+            TextColumn("indexing"),
+            BarColumn(bar_width=30),
+            TextColumn("{task.fields[text]}"),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task("indexing", total=None, text="")
+
+    def __enter__(self) -> "IndexProgress":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def update(self, state: IndexState) -> None:
+        """Shows how far a run is."""
+        seconds = max(time.monotonic() - self._start, 1e-9)
+        left = seconds * (state.num_bytes - state.bytes) / max(state.bytes, 1)
+        text = (
+            f"{state.files:,} of {state.num_files:,} files, {state.records:,} records, "
+            f"{state.bytes / seconds / 1e6:,.0f} MB/s, {format_seconds(left)} left"
+        )
+        self._bar.update(self._task, total=state.num_bytes, completed=state.bytes, text=text)
+        if not self._console.is_terminal and time.monotonic() > self._next_line:
+            self._next_line = time.monotonic() + _SECONDS_BETWEEN_LINES
+            print(f"indexing: {text}", file=sys.stderr, flush=True)
+
+    def print_fault(self, file: str, fault: Fault) -> None:
+        """Prints one fault as one line."""
+        place = "" if fault.record is None else f"record {fault.record:,}, byte {fault.offset:,}: "
+        self._console.print(f"{file}: {place}{fault.reason}: {fault.detail}", highlight=False, markup=False, soft_wrap=True)
+
+
+def format_seconds(seconds: float) -> str:
+    """Returns a span of time as text: "45 s", "3 min 05 s", "2 h 10 min"."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
 def progress(items: Iterable[Any], *, what: str, total: int) -> Iterator[Any]:

@@ -14,7 +14,8 @@ from PIL import Image
 import console
 import input_flags
 from dali_tf_input import InputError, Spread
-from dali_tf_input.tfrecord import decode_example, read_record, scan_records
+from dali_tf_input.example import decode_example
+from dali_tf_input.tfrecord import read_record, scan_records
 
 _NUM_IMAGES = flags.DEFINE_integer("num_images", 500, "How many images of each set are looked at, at most.")
 _REPEATS = flags.DEFINE_integer("repeats", 5, "How often each set is decoded.")
@@ -38,12 +39,12 @@ def main(arguments: list[str]) -> int:
 
 def read_images(pattern: str) -> list[bytes]:
     """Returns the encoded images of the first records of a set's files, in turn from each file."""
-    files = input_flags.dataset_spec([pattern]).files
-    per_file = -(-_NUM_IMAGES.value // len(files))
+    dataset = input_flags.dataset_spec([pattern])
+    per_file = -(-_NUM_IMAGES.value // len(dataset.files))
     images = []
-    for file in files:
+    for file in dataset.files:
         for _, (offset, _) in zip(range(per_file), scan_records(file), strict=False):
-            images.append(decode_example(read_record(file, offset))[input_flags.IMAGE_KEY.value][1][0])
+            images.append(decode_example(read_record(file, offset))[dataset.image_key][1][0])
     return images
 
 

@@ -13,7 +13,8 @@ import tensorflow as tf
 from PIL import Image
 
 from dali_tf_input import DatasetSpec, build_index
-from dali_tf_input.tfrecord import encode_example, frame_record
+from dali_tf_input.example import encode_example
+from dali_tf_input.tfrecord import frame_record
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "scripts"
@@ -39,6 +40,45 @@ def jpeg(height: int, width: int, *, seed: int = 0, mode: str = "RGB", image_for
     return stream.getvalue()
 
 
+def image_zoo() -> dict[str, tuple[bytes, str | None, str | None]]:
+    """Returns encoded images of many kinds, sound and not: name -> (bytes, format if sound, fault if not)."""
+    image = Image.open(io.BytesIO(jpeg(60, 90)))
+    sound = jpeg(60, 90)
+
+    def save(image_format: str, mode: str = "RGB", **options: object) -> bytes:
+        stream = io.BytesIO()
+        image.convert(mode).save(stream, image_format, **options)
+        return stream.getvalue()
+
+    cmyk = save("JPEG", "CMYK")
+    transform = cmyk.index(b"Adobe") + 11  # 0 for CMYK, 2 for YCCK
+    size = sound.index(b"\xff\xc0") + 5  # of the frame: height and width
+    return {
+        "jpeg": (sound, "JPEG", None),
+        "progressive": (save("JPEG", progressive=True), "JPEG", None),
+        "with_a_tail": (sound + b"tail" * 9, "JPEG", None),
+        "grayscale": (save("JPEG", "L"), "grayscale JPEG", None),
+        "cmyk": (cmyk, "CMYK JPEG", None),
+        "ycck": (cmyk[:transform] + b"\2" + cmyk[transform + 1 :], "YCCK JPEG", None),
+        "png": (save("PNG"), "PNG", None),
+        "png_with_alpha": (save("PNG", "RGBA"), "PNG", None),
+        "gif": (save("GIF"), None, "GIF image"),
+        "webp": (save("WEBP"), None, "WebP image"),
+        "bmp": (save("BMP"), None, "BMP image"),
+        "cut_in_half": (sound[: len(sound) // 2], None, "truncated JPEG"),
+        "cut_by_one": (sound[:-1], None, "truncated JPEG"),
+        "cut_in_its_header": (sound[:40], None, "damaged JPEG"),
+        "huge": (sound[:size] + (65500).to_bytes(2, "big") * 2 + sound[size + 4 :], None, "too many pixels"),
+        "no_height": (sound[:size] + bytes(2) + sound[size + 2 :], None, "damaged JPEG"),
+        "damaged_png": (save("PNG")[:-60], None, "damaged PNG"),
+        "empty": (b"", None, "empty image"),
+        "zeros": (bytes(999), None, "zero bytes"),
+        "text": (b"404 not found", None, "text"),
+        "html": (b"<!DOCTYPE html><html>", None, "HTML page"),
+        "garbage": (bytes(range(200, 256)) * 20, None, "not an image"),
+    }
+
+
 def write_tfrecord(path: Path, examples: list[dict]) -> str:
     """Writes examples (feature key -> value) as one TFRecord file, without an index."""
     path.write_bytes(b"".join(frame_record(encode_example(example)) for example in examples))
@@ -61,9 +101,9 @@ def write_dataset(folder: Path, counts: list[int]) -> DatasetSpec:
     folder.mkdir(parents=True, exist_ok=True)
     first = 0
     for position, count in enumerate(counts):
-        file = write_tfrecord(folder / f"train-{position:05d}-of-{len(counts):05d}", numbered_examples(count, first=first))
-        build_index(file, file + ".idx")
+        write_tfrecord(folder / f"train-{position:05d}-of-{len(counts):05d}", numbered_examples(count, first=first))
         first += count
+    build_index(str(folder / "train-*"))
     return DatasetSpec.from_files(str(folder / "train-*"))
 
 

@@ -141,7 +141,7 @@ def odd_images(tmp_path_factory):
     examples.append({"image/encoded": jpeg(50, 60, mode="L"), "image/class/label": len(examples)})
     examples.append({"image/encoded": jpeg(50, 60, image_format="PNG"), "image/class/label": len(examples)})
     file = write_tfrecord(tmp_path_factory.mktemp("odd") / "train", examples)
-    build_index(file, file + ".idx")
+    build_index(file)
     return DatasetSpec.from_files(file)
 
 
@@ -175,7 +175,7 @@ def test_pixels_are_right(tmp_path, options):
     stream = io.BytesIO()
     Image.fromarray(ramp).save(stream, "PNG")
     file = write_tfrecord(tmp_path / "train", [{"image/encoded": stream.getvalue(), "image/class/label": 1}])
-    build_index(file, file + ".idx")
+    build_index(file)
     preprocess = Preprocess(
         image_size=(4, 4),
         crop=ResizeRandomCrop(resize=(4, 4)),
@@ -200,7 +200,7 @@ def coordinates(tmp_path_factory):
     Image.fromarray(pixels).save(stream, "PNG")
     examples = [{"image/encoded": stream.getvalue(), "image/class/label": number} for number in range(16)]
     file = write_tfrecord(tmp_path_factory.mktemp("coordinates") / "train", examples)
-    build_index(file, file + ".idx")
+    build_index(file)
     return DatasetSpec.from_files(file)
 
 
@@ -279,7 +279,7 @@ def test_many_small_files(tmp_path):
 def test_files_whose_names_sort_otherwise_are_numbered_by_path(tmp_path):
     for name, first in (("b", 2), ("a", 0)):
         file = write_tfrecord(tmp_path / name, numbered_examples(2, first=first))
-        build_index(file, file + ".idx")
+        build_index(file)
     dataset = DatasetSpec.from_files([str(tmp_path / "b"), str(tmp_path / "a")])
     for options in BACKENDS.values():
         _, labels = take(make_dataset(evaluation(dataset), options, batch_size=4), 1)

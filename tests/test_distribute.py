@@ -197,7 +197,7 @@ def test_a_first_batch_that_cannot_be_made(tmp_path, options):
     examples = numbered_examples(6)
     examples[1]["image/encoded"] = b"this is no image"
     file = write_tfrecord(tmp_path / "train", examples)
-    build_index(file, file + ".idx")
+    build_index(file)
     with pytest.raises(InputError, match="The first batch cannot be made: "):
         distribute(spec_of(DatasetSpec.from_files(file)), options, global_batch_size=4)
 

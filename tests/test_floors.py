@@ -11,15 +11,17 @@ PACKAGE = Path(dali_tf_input.__file__).parent
 
 FLOORS = [
     {"tfrecord"},
-    {"index", "sharding", "benchmark"},
-    {"spec"},
+    {"example", "files", "staging", "summary", "options", "sharding", "benchmark", "worker_pool"},
+    {"manifest", "checks"},
+    {"spec", "index_folder"},
+    {"index"},
     {"dali_backend", "tf_data_backend"},
-    {"dataset"},
-    {"distribute"},
+    {"dataset", "decoders"},
+    {"distribute", "index_worker"},
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-TENSORFLOW_FROM = 3  # floors below it import neither TensorFlow nor DALI
-DALI_ROOMS = {"dali_backend"}
+TENSORFLOW_FROM = 5  # floors below it import neither TensorFlow nor DALI
+DALI_ROOMS = {"dali_backend", "decoders"}
 
 
 def imports_of(room):
@@ -59,9 +61,16 @@ def test_frameworks_stay_on_their_floors():
                 assert room in DALI_ROOMS, f"{room} imports {module}"
 
 
-def test_only_the_backend_is_imported_lazily():
+def test_only_frameworks_are_imported_lazily():
+    """The backend that is chosen, and the decoders that are asked for: each costs seconds, and nobody needs all."""
     lazy = {(room, module) for room in FLOOR_OF for module, top in imports_of(room) if not top}
-    assert lazy == {("dataset", "dali_tf_input.dali_backend")}
+    assert lazy == {
+        ("dataset", "dali_tf_input.dali_backend"),
+        ("index_worker", "dali_tf_input.decoders"),
+        ("decoders", "dali_tf_input.tf_data_backend"),
+        ("decoders", "tensorflow"),
+        ("decoders", "nvidia"),
+    }
 
 
 def test_the_package_itself_stays_on_the_lower_floors():
@@ -73,7 +82,7 @@ def test_import_brings_no_framework():
     code = """if True:
         import sys
         import dali_tf_input
-        heavy = {"tensorflow", "keras", "nvidia", "numpy", "rich", "absl"} & {name.split(".")[0] for name in sys.modules}
+        heavy = {"tensorflow", "keras", "nvidia", "numpy", "rich", "absl", "PIL"} & {name.split(".")[0] for name in sys.modules}
         assert not heavy, heavy
     """
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,147 +1,620 @@
+"""Indexing whole sets: what is written, what is left alone, what is left out, and what survives a kill."""
+
+import gzip
+import json
 import os
+import random
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
-from conftest import numbered_examples, write_tfrecord
+from conftest import image_zoo, jpeg, numbered_examples, write_tfrecord
 
-from dali_tf_input import InputError, build_index, find_files, index_files_of, read_index
-from dali_tf_input.index import index_command
+from dali_tf_input import Checks, DatasetSpec, FaultsError, InputError, build_index
+from dali_tf_input.example import encode_example
+from dali_tf_input.index import IndexReport
+from dali_tf_input.manifest import Manifest, read_index
+from dali_tf_input.tfrecord import frame_record
+
+ROOM = Path(sys.executable).parent
 
 
 @pytest.fixture
-def file(tmp_path):
-    return write_tfrecord(tmp_path / "train-00000-of-00001", numbered_examples(9))
+def files(tmp_path):
+    """Three files of 4, 5 and 6 records."""
+    return [write_tfrecord(tmp_path / f"train-{number}", numbered_examples(4 + number, first=10 * number)) for number in range(3)]
 
 
-def test_equals_tfrecord2idx(file):
+def pattern(files):
+    return os.path.join(os.path.dirname(files[0]), "train-?")
+
+
+def index_with_faults(files, checks=None, **arguments) -> tuple[IndexReport, list[tuple[str, int | None, str]]]:
+    """Indexes files that have faults; returns the report and (base name, record, reason) of each fault."""
+    faults = []
+
+    def on_fault(file, fault):
+        faults.append((os.path.basename(file), fault.record, fault.reason))
+
+    try:
+        report = build_index(files, checks, on_fault=on_fault, **arguments)
+    except FaultsError as error:
+        report = error.report
+    return report, faults
+
+
+def snapshot(folder):
+    return {path: path.stat().st_mtime_ns for path in Path(folder).rglob("*.idx")}
+
+
+def ruin(file, position, value=b"\xff"):
+    """Overwrites bytes of a file."""
+    with open(file, "r+b") as stream:
+        stream.seek(position)
+        stream.write(value)
+
+
+def test_equals_tfrecord2idx(files):
     """Line for line what DALI's own tool writes."""
-    build_index(file, file + ".idx")
-    tool = Path(sys.executable).parent / "tfrecord2idx"
-    subprocess.run([sys.executable, tool, file, file + ".theirs"], check=True, capture_output=True)
-    assert Path(file + ".idx").read_text() == Path(file + ".theirs").read_text()
-    assert len(Path(file + ".idx").read_text().splitlines()) == 9
+    build_index(files[0])
+    subprocess.run([sys.executable, ROOM / "tfrecord2idx", files[0], files[0] + ".theirs"], check=True, capture_output=True)
+    assert Path(files[0] + ".idx").read_text() == Path(files[0] + ".theirs").read_text()
+    assert len(Path(files[0] + ".idx").read_text().splitlines()) == 4
 
 
-def test_build_index_keeps_a_valid_one(file):
-    first = build_index(file, file + ".idx")
-    again = build_index(file, file + ".idx")
-    forced = build_index(file, file + ".idx", force=True)
-    assert (first.num_records, first.written) == (9, True)
-    assert (again.num_records, again.written) == (9, False)
-    assert (forced.num_records, forced.written) == (9, True)
+def test_a_run_over_unchanged_files_does_nothing(files):
+    first = build_index(pattern(files))
+    before = snapshot(os.path.dirname(files[0]))
+    manifest = Path(files[0]).with_name("index_manifest.json")
+    written = manifest.stat().st_mtime_ns
+    again = build_index(pattern(files))
+    assert (first.written, first.unchanged, first.summary.records) == (3, 0, 15)
+    assert (again.written, again.unchanged, again.summary.records) == (0, 3, 15)
+    assert snapshot(os.path.dirname(files[0])) == before
+    assert manifest.stat().st_mtime_ns == written
+    assert build_index(pattern(files), force=True).written == 3
 
 
-def test_build_index_mends_a_stale_one(file):
-    build_index(file, file + ".idx")
-    write_tfrecord(Path(file), numbered_examples(4))
-    assert build_index(file, file + ".idx").written
-    assert len(read_index(file, file + ".idx")) == 4
+def test_a_change_touches_only_itself(files, tmp_path):
+    build_index(pattern(files))
+    before = snapshot(tmp_path)
+    write_tfrecord(Path(files[1]), numbered_examples(2))
+    added = write_tfrecord(tmp_path / "train-9", numbered_examples(1))
+    os.unlink(files[2])
+    report = build_index(pattern(files))
+    assert (report.written, report.unchanged, report.removed, report.summary.records) == (2, 1, 1, 7)
+    after = snapshot(tmp_path)
+    assert set(after) == {Path(file + ".idx") for file in (files[0], files[1], added)}
+    assert after[Path(files[0] + ".idx")] == before[Path(files[0] + ".idx")]
+    assert sorted(Manifest.read(str(tmp_path)).entries) == ["train-0", "train-1", "train-9"]
 
 
-def test_build_index_leaves_nothing_behind(tmp_path, file):
-    Path(file).write_bytes(Path(file).read_bytes()[:-1])
-    with pytest.raises(InputError, match="was cut short"):
-        build_index(file, file + ".idx")
-    assert os.listdir(tmp_path) == [os.path.basename(file)]
-
-
-def test_build_index_leaves_nothing_behind_when_it_cannot_write(tmp_path, file, monkeypatch):
-    build_index(file, file + ".idx")
-    before = Path(file + ".idx").read_bytes()
-
-    def fail(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError, match="No space left"):
-        build_index(file, file + ".idx", force=True)
-    assert Path(file + ".idx").read_bytes() == before
-    assert sorted(os.listdir(tmp_path)) == [os.path.basename(file), os.path.basename(file) + ".idx"]
-
-
-def test_index_dir(tmp_path, file):
-    (index_file,) = index_files_of([file], index_dir=str(tmp_path / "index"))
-    build_index(file, index_file)
-    assert index_file == str(tmp_path / "index" / "train-00000-of-00001.idx")
-    assert len(read_index(file, index_file)) == 9
-    with pytest.raises(InputError, match="cannot hold the index of 2 files that are all named train"):
-        index_files_of(["a/train", "b/train"], index_dir="index")
-
-
-def _older(file, index_file):
-    status = os.stat(file)
-    os.utime(index_file, ns=(status.st_atime_ns, status.st_mtime_ns - 1))
-
-
-def _of_another_file(file, index_file):
-    other = write_tfrecord(Path(file + ".other"), numbered_examples(9, first=1))
-    build_index(other, index_file, force=True)
-
-
-def _of_another_file_of_the_same_size(file, index_file):
-    lines = [line.split() for line in Path(index_file).read_text().splitlines()]
-    size = int(lines[0][1])
-    Path(index_file).write_text(
-        f"0 {size + 1}\n{size + 1} {int(lines[1][1]) - 1}\n" + "".join(f"{a} {b}\n" for a, b in lines[2:])
-    )
+def test_a_part_of_the_files_leaves_the_others(files, tmp_path):
+    build_index(pattern(files))
+    write_tfrecord(tmp_path / "validation-0", numbered_examples(1))
+    report = build_index(tmp_path / "validation-0")
+    assert (report.written, report.summary.records) == (1, 1)
+    assert DatasetSpec.from_files(tmp_path / "*-?").num_records == 16
 
 
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (_older, "this index is older than"),
-        (_of_another_file, "this index ends at byte"),
-        (_of_another_file_of_the_same_size, "this index is not that of"),
-        (lambda _, index: Path(index).write_text(""), "found 0 numbers"),
-        (lambda _, index: Path(index).write_text("0 17\n17"), "found 3 numbers"),
-        (lambda _, index: Path(index).write_text("0 x\n"), "found something else"),
-        (lambda _, index: Path(index).write_text("0 17\n18 5\n"), "line 2: expected offset 17, found 18"),
-        (lambda _, index: Path(index).write_text("0 17\n17 0\n17 20\n"), "line 2: expected a size of at least 16, found 0"),
-        (lambda _, index: Path(index).write_text("0 40\n40 -20\n"), "line 2: expected a size of at least 16, found -20"),
-        (lambda _, index: Path(index).write_bytes(b"\xff\xfe\x00\n"), "found something else"),
+        (lambda file: write_tfrecord(Path(file), numbered_examples(1)), "changed since it was indexed"),
+        (lambda file: os.utime(file, ns=(1, 1)), "changed since it was indexed"),
+        (lambda file: os.unlink(file + ".idx"), "1 of 3 files have no index, the first is .*train-1"),
+        (lambda file: Path(file + ".idx").write_text("0 17\n"), "this index is not the one that the manifest describes"),
+        (lambda file: os.unlink(Path(file).with_name("index_manifest.json")), "no manifest vouches for this index"),
+        (lambda file: Path(file).with_name("index_manifest.json").write_text("{"), "no index manifest of this version"),
+        (lambda file: Path(file).with_name("index_manifest.json").write_text("[]"), "no index manifest of this version"),
+        (lambda file: Path(file).with_name("index_manifest.json").write_text('{"format": 1}'), "no index manifest of this"),
     ],
 )
-def test_read_index_refuses(file, spoil, message):
-    build_index(file, file + ".idx")
-    spoil(file, file + ".idx")
-    with pytest.raises(InputError) as caught:
-        read_index(file, file + ".idx")
-    assert message in str(caught.value)
-    assert str(caught.value).count(f"make index DATA={file}") >= 1
+def test_what_changed_is_refused_and_mended(files, spoil, message):
+    """Training on it is refused with a command; what the command does mends it."""
+    build_index(pattern(files))
+    spoil(files[1])
+    with pytest.raises(InputError, match=f"{message}.* make index DATA="):
+        DatasetSpec.from_files(pattern(files))
+    assert build_index(pattern(files)).written >= 1
+    DatasetSpec.from_files(pattern(files))
 
 
-def test_find_files(tmp_path, file):
-    build_index(file, file + ".idx")
-    second = write_tfrecord(tmp_path / "train-00001-of-00002", numbered_examples(1))
-    assert find_files(str(tmp_path / "train-*")) == (file, second)  # sorted, without the index
-    assert find_files([second, str(tmp_path / "*-of-*")]) == (file, second)  # each once
-    os.symlink(tmp_path, tmp_path / "link")
-    again = [tmp_path / "train-*", f"{tmp_path}/./train-*", f"{tmp_path}/link/train-*"]
-    assert len(find_files(again)) == 2  # each once, whatever its spelling
-    with pytest.raises(InputError, match="No file matches"):
-        find_files(str(tmp_path / "none-*"))
-    with pytest.raises(InputError, match="No file matches"):
-        find_files([file, str(tmp_path / "missing")])
-    with pytest.raises(InputError, match=r"is a directory: name the files in it, for example '.*/\*-of-\*'"):
-        find_files(str(tmp_path))
-    with pytest.raises(InputError, match="at least one TFRecord file"):
-        find_files([])
+def test_another_file_of_the_same_size_and_time(files):
+    build_index(files[0])
+    status = os.stat(files[0])
+    record = frame_record(bytes(1000))
+    Path(files[0]).write_bytes((record * (status.st_size // len(record) + 1))[: status.st_size])
+    os.utime(files[0], ns=(status.st_atime_ns, status.st_mtime_ns))
+    with pytest.raises(InputError, match=r"this index is not that of .*: expected a record of"):
+        DatasetSpec.from_files(files[0])
 
 
-def test_index_command():
-    assert index_command("/a/train-*") == "make index DATA='/a/train-*'"
-    assert index_command(["/a/t-*", "/b/t-*"], index_dir="/my index") == (
-        "make index DATA='/a/t-*' INDEX_DIR='/my index' && make index DATA='/b/t-*' INDEX_DIR='/my index'"
+def test_the_manifest_of_another_version(files, tmp_path):
+    build_index(pattern(files))
+    manifest = tmp_path / "index_manifest.json"
+    manifest.write_text(manifest.read_text().replace('"version": 1', '"version": 99'))
+    with pytest.raises(InputError, match=f"{manifest}: .*expected version 1, found 99.* make index"):
+        DatasetSpec.from_files(pattern(files))
+    assert build_index(pattern(files)).written == 3
+
+
+def test_index_dir(files, tmp_path):
+    """For data in a folder that cannot be written to."""
+    build_index(pattern(files), index_dir=tmp_path / "index")
+    assert sorted(os.listdir(tmp_path / "index")) == ["index_manifest.json", *(f"train-{number}.idx" for number in range(3))]
+    dataset = DatasetSpec.from_files(pattern(files), index_dir=tmp_path / "index")
+    assert dataset.num_records == 15
+    with pytest.raises(InputError, match="3 of 3 files have no index"):
+        DatasetSpec.from_files(pattern(files))
+    (tmp_path / "other").mkdir()
+    write_tfrecord(tmp_path / "other" / "train-0", numbered_examples(1))
+    with pytest.raises(InputError, match="cannot hold the index of 2 files that are all named train-0"):
+        build_index([files[0], tmp_path / "other" / "train-0"], index_dir=tmp_path / "index")
+
+
+def test_files_of_two_folders(files, tmp_path):
+    (tmp_path / "other").mkdir()
+    other = write_tfrecord(tmp_path / "other" / "train-0", numbered_examples(7))
+    assert build_index([pattern(files), other]).summary.records == 22
+    assert DatasetSpec.from_files([other]).num_records == 7
+
+
+def test_moved_folder(files, tmp_path):
+    build_index(pattern(files))
+    (tmp_path / "new").mkdir()
+    for path in list(tmp_path.iterdir()):
+        if path.name != "new":
+            path.rename(tmp_path / "new" / path.name)
+    assert DatasetSpec.from_files(tmp_path / "new" / "train-?").num_records == 15
+
+
+def test_every_fault_is_named(files):
+    """Not only the first one; sound files are indexed all the same; the others are as they were."""
+    offsets = [[offset for offset, _ in places(file)] for file in files]
+    ruin(files[1], offsets[1][1])  # a length
+    ruin(files[1], offsets[1][3] + 40)  # data, which framing does not see
+    os.truncate(files[2], os.path.getsize(files[2]) - 1)
+    report, faults = index_with_faults(pattern(files))
+    assert faults == [("train-1", 1, "length CRC"), ("train-2", 5, "cut short")]
+    assert report.faults == {"length CRC": 1, "cut short": 1}
+    assert (report.written, report.bad_files) == (1, 2)
+    assert [path.name for path in snapshot(os.path.dirname(files[0]))] == ["train-0.idx"]
+    report, faults = index_with_faults(pattern(files), Checks(verify="crc"))
+    assert faults == [("train-1", 1, "length CRC"), ("train-1", 3, "data CRC"), ("train-2", 5, "cut short")]
+
+
+def places(file):
+    from dali_tf_input.tfrecord import scan_records
+
+    return list(scan_records(file))
+
+
+def test_bad_records_are_left_out(files):
+    """By the index, by the list of them, and by both backends."""
+    found = places(files[1])
+    ruin(files[1], found[1][0] + 40)
+    ruin(files[1], found[3][0])
+    report, faults = index_with_faults(pattern(files), Checks(verify="crc"), on_bad="skip", max_bad_fraction=0.5)
+    assert faults == [("train-1", 1, "data CRC"), ("train-1", 3, "length CRC")]
+    assert (report.written, report.summary.records, report.summary.left_out) == (3, 13, 2)
+    assert read_index(files[1] + ".idx") == [found[0], found[2], found[4]]
+    lines = [json.loads(line) for line in Path(files[1]).with_name("bad_records.jsonl").read_text().splitlines()]
+    assert [(line["file"], line["record"], line["reason"]) for line in lines] == faults
+    assert [(line["offset"], line["size"]) for line in lines] == [found[1], found[3]]
+    assert all(line["detail"] for line in lines)
+    dataset = DatasetSpec.from_files(pattern(files))
+    assert (dataset.records_per_file, dataset.left_out_per_file) == ((4, 3, 6), (0, 2, 0))
+    # Another run finds nothing to do, whatever it asks for, and leaves the index as it is.
+    assert build_index(pattern(files)).unchanged == 3
+    assert len(read_index(files[1] + ".idx")) == 3
+
+
+def test_the_list_of_bad_records_follows_the_files(files, tmp_path):
+    for file in files:
+        ruin(file, places(file)[2][0] + 40)
+    index_with_faults(pattern(files), Checks(verify="crc"), on_bad="skip", max_bad_fraction=0.5)
+    bad_records = tmp_path / "bad_records.jsonl"
+
+    def listed():
+        return [json.loads(line)["file"] for line in bad_records.read_text().splitlines()]
+
+    assert listed() == ["train-0", "train-1", "train-2"]
+    write_tfrecord(Path(files[1]), numbered_examples(9))
+    build_index(pattern(files), Checks(verify="crc"))
+    assert listed() == ["train-0", "train-2"]
+    os.unlink(files[2])
+    build_index(pattern(files), Checks(verify="crc"))
+    assert listed() == ["train-0"]
+    write_tfrecord(Path(files[0]), numbered_examples(9))
+    build_index(pattern(files), Checks(verify="crc"))
+    assert not bad_records.exists()
+
+
+@pytest.mark.parametrize("what", ["records", "bytes", "files"])
+def test_too_many_bad_records_are_refused(tmp_path, what):
+    """By any of three counts; nothing with faults is indexed then, and what stood before stands."""
+    small = [{"image": b"x", "label": 1}] * 98
+    for number in range(100 if what == "files" else 3):
+        write_tfrecord(tmp_path / f"train-{number:03d}", small)
+    if what == "records":
+        for position in (3, 30, 60):
+            ruin(tmp_path / "train-001", places(str(tmp_path / "train-002"))[position][0] + 13)
+    elif what == "bytes":
+        with open(tmp_path / "train-001", "ab") as stream:
+            stream.write(b"x" * 3000)
+    else:
+        for number in (1, 2):
+            (tmp_path / f"train-{number:03d}").write_bytes(b"version https://git-lfs")
+    with pytest.raises(
+        FaultsError, match=rf"[\d,]+ of [\d,]+ {what} are bad, \d+\.\d+%, over `max_bad_fraction` 1.00%"
+    ) as caught:
+        build_index(tmp_path / "train-???", Checks(verify="crc"), on_bad="skip")
+    assert caught.value.report.written == (98 if what == "files" else 2)
+    assert not (tmp_path / "train-001.idx").exists()
+    assert not (tmp_path / "bad_records.jsonl").exists()
+    report = build_index(tmp_path / "train-???", Checks(verify="crc"), on_bad="skip", max_bad_fraction=0.9)
+    assert report.summary.records == {"records": 291, "bytes": 294, "files": 98 * 98}[what]
+    dataset = DatasetSpec.from_files(tmp_path / "train-???", image_key="image", label_key="label")
+    assert dataset.num_records == report.summary.records  # files without any record are no part of it
+    assert 0 not in dataset.records_per_file
+
+
+def test_a_file_without_records_alone(tmp_path):
+    (tmp_path / "train").write_bytes(b"")
+    build_index(tmp_path / "train", on_bad="skip", max_bad_fraction=1)
+    with pytest.raises(InputError, match="All 1 records of these 1 files are left out"):
+        DatasetSpec.from_files(tmp_path / "train")
+
+
+def test_deeper_levels(tmp_path):
+    """What each level finds, and that a deeper one is asked for only once."""
+    image = jpeg(20, 30)
+    examples = [
+        {"image": image, "label": 1, "text": "a"},
+        {"image": image, "label": -1},
+        {"image": image},
+        {"label": 1},
+        {"image": 3, "label": 1},
+        {"image": image, "label": "one"},
+        {"image": b"", "label": 1},
+        {"image": image, "label": 5},
+        {"image": b"no image", "label": 1},
+        {"image": image, "label": 0},
+    ]
+    file = tmp_path / "train"
+    records = [frame_record(encode_example(example)) for example in examples]
+    ruined = bytearray(records[0])
+    ruined[40] ^= 1
+    file.write_bytes(b"".join([*records, frame_record(b"\xff\xff"), bytes(ruined)]))
+
+    def reasons(level, **changes):
+        arguments = {"on_bad": "skip", "max_bad_fraction": 1}
+        checks = Checks(verify=level, num_classes=5, **changes)
+        report, faults = index_with_faults(file, checks, **arguments)
+        return report.written, {record: reason for _, record, reason in faults}
+
+    schema = {
+        1: "label range",
+        2: "label missing",
+        3: "image missing",
+        4: "image kind",
+        5: "label kind",
+        6: "empty image",
+        7: "label range",
+        10: "no Example",
+    }
+    assert reasons("framing") == (1, {})
+    assert reasons("crc") == (1, {11: "data CRC"})
+    assert reasons("schema") == (1, schema | {11: "data CRC"})
+    assert reasons("decode") == (1, schema | {8: "text", 11: "data CRC"})
+    for level in ("framing", "crc", "schema", "decode"):
+        assert reasons(level) == (0, {})  # covered by the last run
+    assert reasons("decode", max_pixels=100) == (
+        1,
+        schema | {0: "too many pixels", 8: "text", 9: "too many pixels", 11: "data CRC"},
     )
-    assert index_command([f"/a/train-{number}" for number in range(9)]) == "make index DATA='/a/train-*'"
-    assert index_command(Path("t")) == f"make index DATA={os.path.abspath('t')}"
-    assert index_command("~/t") == f"make index DATA={os.path.expanduser('~/t')}"
+    with_text = dict.fromkeys(range(10), "label missing") | {0: "label kind", 3: "image missing", 4: "image kind"}
+    assert reasons("schema", label_key="text") == (1, with_text | {10: "no Example", 11: "data CRC"})
 
 
-def test_home_folder(monkeypatch, tmp_path):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    file = write_tfrecord(tmp_path / "train", numbered_examples(1))
-    assert find_files("~/train") == (file,)
-    assert index_files_of([file], index_dir="~/index") == (str(tmp_path / "index" / "train.idx"),)
+def test_what_the_manifest_says(tmp_path):
+    """Features, labels and images, of each file and of the whole."""
+    sizes = [(20, 30), (40, 20), (20, 90), (30, 30)]
+    for number in range(2):
+        examples = [
+            {"image": jpeg(*sizes[2 * number + position], mode="L" if position else "RGB"), "label": 3 * number + position}
+            for position in range(2)
+        ]
+        if number:
+            examples[1]["extra"] = "only here"
+        write_tfrecord(tmp_path / f"train-{number}", examples)
+    summary = build_index(tmp_path / "train-?", Checks(verify="decode")).summary
+    assert summary.verified == {"decode": 2}
+    assert {key: (feature.kinds, feature.lengths, feature.records) for key, feature in summary.features.items()} == {
+        "extra": (("bytes_list",), (1, 1), 1),
+        "image": (("bytes_list",), (1, 1), 4),
+        "label": (("int64_list",), (1, 1), 4),
+    }
+    assert summary.without == {"extra": (str(tmp_path / "train-0"), 0)}
+    assert (summary.labels.range, summary.labels.runs, summary.labels.num_classes) == ((0, 4), ((0, 1), (3, 4)), 4)
+    assert summary.labels.changes == 2
+    assert summary.images.formats == {"JPEG": 2, "grayscale JPEG": 2}
+    assert (summary.images.median_size, summary.images.largest_size) == ((20, 20), (40, 90))
+    document = json.loads((tmp_path / "index_manifest.json").read_text())
+    assert document["version"] == 1
+    assert document["whole"]["records"] == 4
+    assert document["whole"]["features"]["extra"]["records"] == 1
+    entry = document["files"]["train-1"]
+    assert (entry["records"], entry["verified"], entry["left_out"]) == (2, "decode", 0)
+    assert entry["size"] == os.path.getsize(tmp_path / "train-1")
+    assert entry["features"]["extra"]["first_without"] == 0
+    assert Manifest.read(str(tmp_path)).entries["train-0"].images.largest_size == (40, 30)
+
+
+@pytest.mark.parametrize("decoder", ["dali", "tf_data", "both"])
+def test_decode_names_what_is_no_good_image(tmp_path, decoder):
+    zoo = image_zoo()
+    examples = [{"image": encoded, "label": 1} for encoded, _, _ in zoo.values()]
+    write_tfrecord(tmp_path / "train", examples)
+    checks = Checks(verify="decode", decoder=decoder)
+    report, faults = index_with_faults(tmp_path / "train", checks, on_bad="skip", max_bad_fraction=1)
+    names = list(zoo)
+    assert {names[record]: reason for _, record, reason in faults} == {
+        name: reason for name, (_, _, reason) in zoo.items() if reason
+    }
+    formats = [image_format for _, image_format, _ in zoo.values() if image_format]
+    assert report.summary.images.formats == {name: formats.count(name) for name in formats}
+
+
+def test_keys_that_no_preset_has(tmp_path):
+    write_tfrecord(tmp_path / "train", [{"photo": jpeg(9, 9), "class": 1}])
+    with pytest.raises(InputError, match=r"The records hold 'class', 'photo', but not the keys of TF-slim or tfds: name the two"):
+        build_index(tmp_path / "train", Checks(verify="schema"))
+    assert build_index(tmp_path / "train", Checks(verify="schema", image_key="photo", label_key="class")).written == 1
+    assert DatasetSpec.from_files(tmp_path / "train", image_key="photo", label_key="class").label_range == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"on_bad": "ignore"}, "`on_bad` must be one of 'error', 'skip', got 'ignore'"),
+        ({"max_bad_fraction": 1.5}, r"`max_bad_fraction` must be in \[0, 1\], got 1.5"),
+        ({"num_processes": 0}, "`num_processes` must be at least 1 or None, got 0"),
+        ({"index_dir": "/proc/none"}, "Cannot write to /proc/none: .*Name another folder"),
+        ({"index_dir": "/dev/null/x"}, "Cannot write to /dev/null/x: Not a directory"),
+    ],
+)
+def test_refuses(files, arguments, message):
+    with pytest.raises(InputError, match=message):
+        build_index(files, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"verify": "all"}, "`verify` must be one of 'framing', 'crc', 'schema', 'decode', got 'all'"),
+        ({"decoder": "gpu"}, "`decoder` must be one of 'both', 'dali', 'tf_data', got 'gpu'"),
+        ({"num_classes": 0}, "`num_classes` must be at least 1, got 0"),
+        ({"max_pixels": 0}, "`max_pixels` must be at least 1, got 0"),
+    ],
+)
+def test_checks_refuse(changes, message):
+    with pytest.raises(InputError, match=message):
+        Checks(**changes)
+
+
+def test_a_full_disk(files, tmp_path):
+    """A limit on the size of files stands for it; nothing is left behind, and what stood before stands."""
+    build_index(files[0])
+    index = Path(files[0] + ".idx").read_bytes()
+    write_tfrecord(tmp_path / "train-1", [{"label": 1}] * 5000)
+    code = f"""if True:
+        import resource
+        from dali_tf_input import build_index
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        try:
+            build_index({pattern(files)!r}, force=True)
+        except OSError as error:
+            print(error)
+    """
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "cannot write" in process.stdout
+    assert "File too large" in process.stdout
+    assert Path(files[0] + ".idx").read_bytes() == index
+    assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == []
+    DatasetSpec.from_files(files[0])
+
+
+def test_a_file_that_cannot_be_read(files, monkeypatch):
+    """It goes away between being found and being read: it is named, the others are indexed."""
+    lost = []
+
+    def lose(progress):
+        if not lost:
+            lost.append(os.unlink(files[2]))
+
+    report, faults = index_with_faults(pattern(files), num_processes=1, on_progress=lose)
+    assert faults == [("train-2", None, "unreadable")]
+    assert report.written == 2
+
+
+def test_a_file_that_is_still_being_written(tmp_path):
+    file = write_tfrecord(tmp_path / "train", [{"image": bytes(1000), "label": 1}] * 60_000)
+
+    def write_on(progress):
+        with open(file, "ab") as stream:
+            stream.write(frame_record(b"more"))
+
+    _, faults = index_with_faults(file, Checks(verify="schema"), on_progress=write_on)
+    assert faults == [("train", None, "unreadable")]
+
+
+KILLED = """if True:
+    import sys
+    from dali_tf_input import Checks, build_index
+    build_index(sys.argv[1], Checks(verify="crc"), force=True, on_bad="skip")
+"""
+
+
+def test_kill_at_any_moment(tmp_path):
+    """Killed with its workers again and again, a run leaves old indexes or new ones; the next run goes on."""
+    generator = random.Random(0)
+    for number in range(60):
+        write_tfrecord(tmp_path / f"train-{number:02d}", [{"image": generator.randbytes(50), "label": 1}] * (200 + number))
+    build_index(tmp_path / "train-??")
+    whole = {path: path.read_bytes() for path in tmp_path.glob("*.idx")}
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-c", KILLED, tmp_path / "train-??"], check=True)
+    seconds = time.perf_counter() - start
+    for _ in range(12):
+        process = subprocess.Popen([sys.executable, "-c", KILLED, tmp_path / "train-??"], start_new_session=True)
+        time.sleep(generator.uniform(0, seconds))
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        assert {path: path.read_bytes() for path in tmp_path.glob("*.idx")} == whole
+        assert json.loads((tmp_path / "index_manifest.json").read_text())["whole"]["records"] == sum(range(200, 260))
+        DatasetSpec.from_files(tmp_path / "train-??")
+    build_index(tmp_path / "train-??", force=True)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []  # what the killed ones left
+
+
+def test_a_parent_killed_alone_takes_its_workers_along(tmp_path):
+    write_tfrecord(tmp_path / "train", [{"image": bytes(1000), "label": 1}] * 100_000)
+    process = subprocess.Popen([sys.executable, "-c", KILLED, tmp_path / "train"])
+    children = f"/proc/{process.pid}/task/{process.pid}/children"
+    while not (workers := Path(children).read_text().split()) and process.poll() is None:
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    for _ in range(100):
+        if not any(Path(f"/proc/{worker}").exists() for worker in workers):
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail("a worker outlived its parent")
+
+
+def test_runs_at_once_do_no_harm(tmp_path):
+    """Some over the same files, some over others in the same folder; every one succeeds, and nothing is lost."""
+    for number in range(40):
+        write_tfrecord(tmp_path / f"{'train' if number % 2 else 'validation'}-{number:02d}", [{"image": b"x", "label": 1}] * 300)
+    code = "import sys; from dali_tf_input import build_index; build_index(sys.argv[1], force=True)"
+    runs = [
+        subprocess.Popen([sys.executable, "-c", code, tmp_path / name], stderr=subprocess.PIPE, text=True)
+        for name in ("train-??", "validation-??", "*-??", "train-??")
+    ]
+    for run in runs:
+        assert (run.wait(), run.stderr.read()) == (0, "")
+        run.stderr.close()
+    assert DatasetSpec.from_files(tmp_path / "*-??", image_key="image", label_key="label").num_records == 40 * 300
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_worker_that_is_killed(files):
+    """As by the kernel, for its memory: the file is named, and the others are gone through."""
+    found = subprocess.run(["pgrep", "-P", str(os.getpid())], capture_output=True, text=True, check=False).stdout.split()
+
+    def kill_worker(progress):
+        if progress.files == 0:
+            children = subprocess.run(
+                ["pgrep", "-P", str(os.getpid())], capture_output=True, text=True, check=False
+            ).stdout.split()
+            for child in set(children) - set(found):
+                if "index_worker" in Path(f"/proc/{child}/cmdline").read_text():
+                    os.kill(int(child), signal.SIGKILL)
+
+    big = write_tfrecord(Path(files[0]).with_name("first"), [{"image/encoded": bytes(2000), "image/class/label": 1}] * 60_000)
+    report, faults = index_with_faults(
+        [big, *files], Checks(verify="schema"), num_processes=1, on_progress=kill_worker, on_bad="skip", max_bad_fraction=1
+    )
+    assert faults == [("first", None, "unreadable")]
+    assert report.written == 3
+
+
+def test_big_records_and_files_are_not_read(tmp_path):
+    """A record of nearly 2 GB and a file of 5 GB, of holes: their index is a matter of headers."""
+    from dali_tf_input.tfrecord import masked_crc
+
+    file = tmp_path / "train"
+    size = 2**31 - 100
+    with open(file, "wb") as stream:
+        for _ in range(2):
+            length = size.to_bytes(8, "little")
+            stream.write(length + masked_crc(length).to_bytes(4, "little"))
+            stream.seek(size + 4, os.SEEK_CUR)
+        stream.truncate()
+        stream.write(frame_record(b"last"))
+    os.truncate(file, 2 * (size + 16))
+    with open(file, "ab") as stream:
+        stream.write(frame_record(b"last"))
+    start = time.perf_counter()
+    assert build_index(file).summary.records == 3
+    assert time.perf_counter() - start < 5
+    assert read_index(f"{file}.idx")[2] == (2 * (size + 16), 20)
+
+
+def test_fuzzed_examples(tmp_path):
+    """Records whose data is damaged, under a CRC that fits: each is sound or a named fault; the backends' checks never crash."""
+    generator = random.Random(3)
+    images = [encoded for encoded, image_format, _ in image_zoo().values() if image_format]
+    records = []
+    for _ in range(1500):
+        data = bytearray(encode_example({"image": generator.choice(images), "label": generator.randrange(10)}))
+        for _ in range(generator.randint(1, 3)):
+            position = generator.randrange(len(data))
+            match generator.randrange(4):
+                case 0:
+                    data[position] ^= 1 << generator.randrange(8)
+                case 1:
+                    del data[position : position + generator.randint(1, 30)]
+                case 2:
+                    data[position:position] = generator.randbytes(generator.randint(1, 30))
+                case _:
+                    data[position : position + 9] = data[:9]
+            data = data or bytearray(b"x")
+        records.append(frame_record(bytes(data)))
+    (tmp_path / "train").write_bytes(frame_record(encode_example({"image": images[0], "label": 1})) + b"".join(records))
+    report, faults = index_with_faults(tmp_path / "train", Checks(verify="decode"), on_bad="skip", max_bad_fraction=1)
+    assert report.summary.records + len(faults) == 1501
+    assert len(faults) > 500
+    assert "unreadable" not in report.faults
+
+
+def test_gzip_of_real_records(files, tmp_path):
+    (tmp_path / "train-8").write_bytes(gzip.compress(Path(files[0]).read_bytes()))
+    _, faults = index_with_faults(pattern(files))
+    assert faults == [("train-8", None, "GZIP file")]
+
+
+@pytest.mark.parametrize("backend", ["dali_cpu", "tf_data"])
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_both_backends_skip_the_same_records(tmp_path, backend, num_shards):
+    import tensorflow as tf
+
+    from dali_tf_input import DaliOptions, InputSpec, Preprocess, Shard, TfDataOptions
+    from dali_tf_input.dataset import make_dataset
+
+    examples = numbered_examples(30)
+    for number in (0, 4, 5, 17, 29):
+        examples[number]["image/encoded"] = examples[number]["image/encoded"][:-50]
+    for position in range(3):
+        write_tfrecord(tmp_path / f"train-{position}", examples[10 * position : 10 * position + 10])
+    build_index(tmp_path / "train-?", Checks(verify="decode"), on_bad="skip", max_bad_fraction=0.5)
+    spec = InputSpec(
+        dataset=DatasetSpec.from_files(tmp_path / "train-?"), preprocess=Preprocess.for_evaluation(8), order="sequential"
+    )
+    options = {"dali_cpu": DaliOptions(device="cpu"), "tf_data": TfDataOptions()}[backend]
+    seen = []
+    for shard_id in range(num_shards):
+        shard = Shard(shard_id, num_shards)
+        count = len(shard.records(25))
+        with tf.device("CPU:0"):
+            dataset = make_dataset(spec, options, batch_size=count, shard=shard)
+            _, labels = next(iter(dataset))
+        seen += np.asarray(labels).tolist()
+    assert seen == [number for number in range(30) if number not in (0, 4, 5, 17, 29)]

@@ -8,6 +8,7 @@ from conftest import jpeg, numbered_examples, write_dataset, write_tfrecord
 from dali_tf_input import (
     AUTOTUNE,
     CenterCrop,
+    Checks,
     DaliOptions,
     DatasetSpec,
     InputError,
@@ -17,6 +18,7 @@ from dali_tf_input import (
     TfDataOptions,
     build_index,
 )
+from dali_tf_input.dali_backend import decoder_memory_hints
 
 
 def test_for_training():
@@ -111,40 +113,93 @@ def test_from_files_without_an_index(tmp_path):
     with pytest.raises(InputError) as caught:
         DatasetSpec.from_files(pattern)
     assert str(caught.value) == (
-        f"1 of 3 files have no index, the first is {dataset.files[1]}. Make it: make index DATA='{pattern}'"
+        f"1 of 3 files have no index, the first is {dataset.files[1]}. Index again: make index DATA={dataset.files[1]}"
     )
 
 
 def test_from_files_with_a_stale_index(tmp_path):
     dataset = write_dataset(tmp_path, [2])
     write_tfrecord(Path(dataset.files[0]), numbered_examples(3))
-    with pytest.raises(InputError, match=f"older than .*make index DATA={dataset.files[0]}"):
+    with pytest.raises(InputError, match=f"{dataset.files[0]} changed since .*make index DATA={dataset.files[0]}"):
         DatasetSpec.from_files(dataset.files)
 
 
 @pytest.mark.parametrize(
-    ("example", "message"),
+    ("example", "keys", "message"),
     [
-        ({"image": b"x", "label": 1}, "`image_key` 'image/encoded' is not in the first record of .* holds 'image', 'label'"),
-        ({"image/encoded": b"x"}, "`label_key` 'image/class/label' is not in the first record of .* holds 'image/encoded'"),
-        ({}, "holds no features"),
-        ({"image/encoded": b"x", "image/class/label": "dog"}, "'image/class/label' must be a int64_list of 1 value, found bytes"),
-        ({"image/encoded": 7, "image/class/label": 7}, "'image/encoded' must be a bytes_list of 1 value, found int64_list of 1"),
+        (
+            {"image": b"x", "label": 1},
+            {"label_key": "class"},
+            "hold 'image', 'label', not the keys of TF-slim or tfds: name the two",
+        ),
+        ({"a": b"x", "b": 1}, {"image_key": "a", "label_key": "c"}, "`label_key` 'c' is not in the records, which hold 'a', 'b'"),
+        ({"image/encoded": b"x"}, {}, "The records hold 'image/encoded', not the keys of TF-slim or tfds"),
+        ({}, {}, "no Examples with features"),
+        (
+            {"image": b"x", "label": "dog"},
+            {},
+            "'label' must be int64_list of 1 value, found bytes_list of 1 in .*--verify=schema",
+        ),
+        ({"image": 7, "label": 7}, {}, "'image' must be bytes_list of 1 value, found int64_list of 1 in "),
     ],
 )
-def test_from_files_with_other_features(tmp_path, example, message):
+def test_from_files_with_other_features(tmp_path, example, keys, message):
     file = write_tfrecord(tmp_path / "train", [example])
-    build_index(file, file + ".idx")
+    build_index(file)
     with pytest.raises(InputError, match=message):
-        DatasetSpec.from_files(file)
+        DatasetSpec.from_files(file, **keys)
+
+
+def test_from_files_finds_the_keys(tmp_path):
+    for name, keys in (("slim", ("image/encoded", "image/class/label")), ("tfds", ("image", "label"))):
+        file = write_tfrecord(tmp_path / name, [{keys[0]: jpeg(9, 9), keys[1]: 1, "other": 3}])
+        build_index(file)
+        dataset = DatasetSpec.from_files(file)
+        assert (dataset.image_key, dataset.label_key) == keys
+
+
+def test_from_files_without_a_label_in_some_records(tmp_path):
+    """DALI would serve any number for it."""
+    good = {"image": jpeg(9, 9), "label": 1}
+    write_tfrecord(tmp_path / "train-0", [good])
+    file = write_tfrecord(tmp_path / "train-1", [{"image": jpeg(9, 9)}, good])
+    build_index(tmp_path / "train-*")
+    with pytest.raises(InputError, match=f"`label_key` 'label' is not in record 0 of {file}"):
+        DatasetSpec.from_files(tmp_path / "train-*")
+
+
+def test_label_offset(tmp_path):
+    file = write_tfrecord(tmp_path / "train", [{"image": jpeg(9, 9), "label": label} for label in (1, 3, 1000)])
+    build_index(file)
+    assert DatasetSpec.from_files(file, label_offset=1).label_range is None  # not looked at yet
+    build_index(file, Checks(verify="schema"))
+    assert DatasetSpec.from_files(file).label_range == (1, 1000)
+    assert DatasetSpec.from_files(file, label_offset=1).label_range == (0, 999)
+    with pytest.raises(InputError, match="`label_offset` must be at most the lowest label, 1, got 2"):
+        DatasetSpec.from_files(file, label_offset=2)
+
+
+def test_largest_image(tmp_path):
+    for number, (height, width) in enumerate([(20, 90), (70, 30)]):
+        write_tfrecord(
+            tmp_path / f"train-{number}", [{"image": jpeg(height, width), "label": 1}, {"image": jpeg(9, 9), "label": 1}]
+        )
+    build_index(tmp_path / "train-*", Checks(verify="decode", decoder="dali"))
+    dataset = DatasetSpec.from_files(tmp_path / "train-*")
+    assert dataset.largest_image == (70, 90)
+    assert decoder_memory_hints(dataset, DaliOptions(device="gpu")) == {
+        "preallocate_height_hint": 70,
+        "preallocate_width_hint": 90,
+    }
+    assert decoder_memory_hints(dataset, DaliOptions(device="cpu")) == {}
 
 
 def test_from_files_looks_into_every_file(tmp_path):
     """DALI would serve whatever its memory holds for a label of another kind."""
     dataset = write_dataset(tmp_path, [2, 1, 2, 2])
     write_tfrecord(Path(dataset.files[1]), [{"image/encoded": jpeg(9, 9), "image/class/label": "dog"}])
-    build_index(dataset.files[1], dataset.index_files[1])
-    with pytest.raises(InputError, match=f"found bytes_list of 1 in the first record of {dataset.files[1]}"):
+    build_index(dataset.files[1])
+    with pytest.raises(InputError, match=f"found bytes_list of 1 in {dataset.files[1]}"):
         DatasetSpec.from_files(dataset.files)
 
 
@@ -156,7 +211,7 @@ def test_from_files_takes_paths(tmp_path):
 
 def test_from_files_with_named_keys(tmp_path):
     file = write_tfrecord(tmp_path / "train", [{"image": jpeg(9, 9), "label": 1}])
-    build_index(file, file + ".idx")
+    build_index(file)
     assert DatasetSpec.from_files(file, image_key="image", label_key="label").num_records == 1
 
 
@@ -165,6 +220,6 @@ def test_from_files_of_no_examples(tmp_path):
 
     (tmp_path / "train").write_bytes(frame_record(b"\xff\xff\xff"))
     file = str(tmp_path / "train")
-    build_index(file, file + ".idx")
-    with pytest.raises(InputError, match=f"first record of {file} cannot be read: 3 bytes that are no serialized"):
+    build_index(file)
+    with pytest.raises(InputError, match=r"no Examples with features.*make index .*--verify=schema"):
         DatasetSpec.from_files(file)

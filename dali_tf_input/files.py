@@ -1,0 +1,115 @@
+"""Which files are meant, where their indexes stand, and the command that makes them."""
+
+import glob
+import os
+import re
+import shlex
+import stat
+from collections import Counter
+from collections.abc import Sequence
+
+from dali_tf_input.tfrecord import InputError
+
+INDEX_SUFFIX = ".idx"
+MANIFEST_NAME = "index_manifest.json"  # beside the index files
+BAD_RECORDS_NAME = "bad_records.jsonl"  # beside the manifest
+
+Path = str | os.PathLike[str]
+
+_URL = re.compile(r"([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
+_COPY_COMMANDS = {"gs": "gcloud storage cp", "s3": "aws s3 cp", "http": "curl -O", "https": "curl -O", "hdfs": "hdfs dfs -get"}
+
+
+def find_files(files: Path | Sequence[Path]) -> tuple[str, ...]:
+    """Expands paths and glob patterns to TFRecord files, sorted by path; what an index run wrote is passed over.
+
+    A file that is found twice, by whatever spelling or link of its path, counts once.
+
+    Raises:
+      InputError: a path does not exist, is a directory or a URL, or a pattern matches no file.
+    """
+    found: dict[tuple[int, int], str] = {}  # by device and inode: one stat for each file
+    for pattern in _patterns(files):
+        _check_no_url(pattern)
+        expanded = os.path.expanduser(pattern)
+        if os.path.isdir(expanded):
+            raise InputError(f"{pattern} is a directory: name the files in it, for example '{os.path.join(pattern, '*-of-*')}'.")
+        paths = [expanded] if os.path.exists(expanded) else glob.glob(expanded)
+        matches = 0
+        for path in paths:
+            if path.endswith(INDEX_SUFFIX) or os.path.basename(path) in (MANIFEST_NAME, BAD_RECORDS_NAME):
+                continue
+            status = os.stat(path)
+            if stat.S_ISREG(status.st_mode):
+                found.setdefault((status.st_dev, status.st_ino), path)
+                matches += 1
+        if not matches:
+            raise InputError(f"No file matches '{pattern}' (looked in {os.path.abspath(os.path.dirname(expanded) or '.')}).")
+    if not found:
+        raise InputError("`files` must name at least one TFRecord file, got none.")
+    return tuple(sorted(found.values()))
+
+
+def index_files_of(files: Sequence[str], *, index_dir: Path | None = None) -> tuple[str, ...]:
+    """Returns where the index of each file stands: ``<file>.idx``, or under the same name in `index_dir`.
+
+    Raises:
+      InputError: two files of different folders would share an index in `index_dir`.
+    """
+    if index_dir is None:
+        return tuple(file + INDEX_SUFFIX for file in files)
+    name, count = Counter(os.path.basename(file) for file in files).most_common(1)[0]
+    if count > 1:
+        raise InputError(f"`index_dir` {index_dir} cannot hold the index of {count} files that are all named {name}.")
+    folder = os.path.expanduser(index_dir)
+    return tuple(os.path.join(folder, os.path.basename(file) + INDEX_SUFFIX) for file in files)
+
+
+def index_dir_of(file: str, index_file: str) -> str | None:
+    """Returns the `index_dir` by which `index_files_of` made `index_file` of `file`."""
+    return None if index_file == file + INDEX_SUFFIX else os.path.dirname(index_file) or "."
+
+
+def index_command(files: Path | Sequence[Path], *, index_dir: Path | None = None, arguments: str = "") -> str:
+    """Returns the command that indexes `files`, as error messages show it: with absolute paths, as make runs elsewhere.
+
+    Args:
+      files: paths or patterns.
+      index_dir: the folder of the index files, if they do not stand beside the files.
+      arguments: flags of ``scripts/index_tfrecords.py``, such as "--on_bad=skip".
+    """
+    by_folder: dict[str, list[str]] = {}
+    for pattern in _patterns(files):
+        folder, name = os.path.split(_absolute(pattern))
+        by_folder.setdefault(folder, []).append(name)
+    suffix = f" INDEX_DIR={_quote(_absolute(os.fspath(index_dir)))}" if index_dir else ""
+    suffix += f" ARGS={_quote(arguments)}" if arguments else ""
+    commands = []
+    for folder, names in by_folder.items():
+        if len(names) > 3:  # a long list of files: a pattern of their common start
+            names = [os.path.commonprefix(names) + "*"]  # noqa: RUF071 (of characters, as meant)
+        commands += [f"make index DATA={_quote(os.path.join(folder, name))}{suffix}" for name in names]
+    return " && ".join(commands)
+
+
+def _patterns(files: Path | Sequence[Path]) -> list[str]:
+    return [os.fspath(file) for file in ([files] if isinstance(files, str | os.PathLike) else files)]
+
+
+def _check_no_url(path: str) -> None:
+    found = _URL.match(path)
+    if found:
+        copy = _COPY_COMMANDS.get(found[1].lower())
+        raise InputError(
+            f"{path} is a URL, and TFRecords are read from a file system here: copy the files to a local disk first"
+            + (f" (`{copy}`)" if copy else "")
+            + ", or mount the place as a folder."
+        )
+
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path))
+
+
+def _quote(text: str) -> str:
+    return text if text == shlex.quote(text) else f"'{text}'"

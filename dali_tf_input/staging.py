@@ -1,0 +1,86 @@
+"""Writing files whole or not at all: they are made in a folder of their own and moved to their place when they are done.
+
+`os.replace` within one file system is atomic, so whoever reads a file sees the old one or the new one. A process that is killed
+leaves its staging folder behind; the kernel has then dropped the lock on it, by which the next run knows that it may be removed.
+"""
+
+import contextlib
+import fcntl
+import glob
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+
+from dali_tf_input.tfrecord import InputError
+
+_PREFIX = ".staging-"
+
+
+class Staging:
+    """A hidden folder inside `folder`, locked while it is in use and removed at the end (a context manager).
+
+    Raises:
+      InputError: `folder` cannot be made or written to.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self._path = os.path.join(folder, f"{_PREFIX}{secrets.token_hex(8)}")
+        try:
+            os.makedirs(folder, exist_ok=True)
+            os.mkdir(self._path)
+        except OSError as error:
+            raise InputError(f"Cannot write to {os.path.abspath(folder)}: {error.strerror}. Name another folder.") from error
+        self._lock = os.open(self._path, os.O_RDONLY)
+        _flock(self._lock, fcntl.LOCK_EX)
+        for other in glob.glob(os.path.join(glob.escape(folder), _PREFIX + "*")):
+            if other != self._path:
+                _remove_if_abandoned(other)
+
+    def __enter__(self) -> "Staging":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self._path, ignore_errors=True)
+        os.close(self._lock)
+
+    def path(self, name: str) -> str:
+        """Returns where to make the file that will be called `name`."""
+        return os.path.join(self._path, name)
+
+    def place(self, name: str, target: str | None = None) -> None:
+        """Moves the file `name` to its place: `target`, or its own name in `folder`. Atomic."""
+        os.replace(self.path(name), target or os.path.join(self.folder, name))
+
+
+@contextlib.contextmanager
+def locked(folder: str) -> Iterator[None]:
+    """Waits until no other process holds this lock on `folder`; the kernel drops it when a process ends, however it ends."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        _flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _remove_if_abandoned(path: str) -> None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return  # its owner has just removed it
+    try:
+        if _flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            shutil.rmtree(path, ignore_errors=True)
+    finally:
+        os.close(descriptor)
+
+
+def _flock(descriptor: int, operation: int) -> bool:
+    """Returns whether the lock was got. File systems without locks on folders (some network ones) just go without."""
+    try:
+        fcntl.flock(descriptor, operation)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,136 @@
+"""Worker processes that go through files: started, told what to do, and buried when they die."""
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import IO, Any
+
+from dali_tf_input.tfrecord import InputError
+
+# A plain command, so that it does not matter what the calling program is, has imported, or guards by __name__.
+_CODE = "import sys; sys.path[:] = sys.argv[1:]; from dali_tf_input.index_worker import serve; serve()"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One file to go through, and where its index and the list of its faults are to be made."""
+
+    file: str
+    index: str
+    faults: str
+
+
+def run_jobs(
+    jobs: Sequence[Job], checks: dict[str, Any], num_processes: int, on_progress: Callable[[int, int], None]
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Runs `jobs` in up to `num_processes` processes.
+
+    Args:
+      jobs: what to do.
+      checks: the fields of `checks.Checks`.
+      num_processes: how many at most; no more are started than there are jobs.
+      on_progress: called with records and bytes gone through since its last call, by any thread.
+
+    Yields:
+      (number of the job, answer of `index_worker`), in the order they are done. A process that is killed by a signal answers
+      {"unreadable": ...}, and another one goes on.
+
+    Raises:
+      InputError: a process ended otherwise: something is missing in this installation.
+      OSError: what is made cannot be written.
+    """
+    todo: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for number in range(len(jobs)):
+        todo.put(number)
+    done: queue.SimpleQueue[tuple[int, dict[str, Any]] | BaseException] = queue.SimpleQueue()
+    workers: list[_Worker] = []
+    stopped = threading.Event()
+
+    def work() -> None:
+        worker = None
+        try:
+            while not stopped.is_set():
+                try:
+                    number = todo.get_nowait()
+                except queue.Empty:
+                    break
+                if worker is None or worker.is_dead:
+                    worker = _Worker()
+                    workers.append(worker)
+                done.put((number, worker.run(jobs[number], checks, on_progress)))
+        except BaseException as error:
+            done.put(error)
+        finally:
+            if worker:
+                worker.close()
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(num_processes, len(jobs)))]
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in jobs:
+            answer = done.get()
+            if isinstance(answer, BaseException):
+                raise answer
+            if "error" in answer[1]:
+                raise OSError(answer[1]["error"])
+            yield answer
+    finally:
+        stopped.set()
+        for worker in list(workers):
+            worker.kill()
+        for thread in threads:
+            thread.join()
+
+
+class _Worker:
+    """One process."""
+
+    def __init__(self) -> None:
+        self.is_dead = False
+        self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `close`)
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _CODE, *sys.path],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            # Images are decoded on the CPU; a GPU and its memory are left to who trains.
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"},
+        )
+
+    def run(self, job: Job, checks: dict[str, Any], on_progress: Callable[[int, int], None]) -> dict[str, Any]:
+        task = {"file": job.file, "index": job.index, "faults": job.faults, "checks": checks}
+        assert self._process.stdin and self._process.stdout
+        try:
+            self._process.stdin.write(json.dumps(task).encode() + b"\n")
+            self._process.stdin.flush()
+            for line in self._process.stdout:
+                answer: dict[str, Any] = json.loads(line)
+                if "progress" not in answer:
+                    return answer
+                on_progress(*answer["progress"])
+        except BrokenPipeError:
+            pass  # it died; how, its exit status says
+        self.is_dead = True
+        status = self._process.wait()
+        if status < 0:
+            return {"unreadable": f"{job.file}: the process that went through it was ended by {signal.Signals(-status).name}."}
+        self._stderr.seek(0)
+        last_words = self._stderr.read().decode(errors="replace").strip().splitlines()[-1:]
+        raise InputError(f"The indexing process stopped at {job.file}: {' '.join(last_words) or f'exit status {status}'}")
+
+    def close(self) -> None:
+        if self._process.stdin:
+            self._process.stdin.close()
+        self._process.wait()
+        self._stderr.close()
+
+    def kill(self) -> None:
+        self._process.kill()
