@@ -31,7 +31,7 @@ install: $(INSTALLED)  ## Set up .venv: TensorFlow, DALI, the plugin, this packa
 data: $(SAMPLE)/.complete  ## Make the sample TFRecords in data/sample
 
 index: $(READY)  ## Index TFRecords for DALI: make index DATA='path/train-*'
-	@$(RUN) scripts/index_tfrecords.py $(INDEX_FLAG) '$(or $(DATA),$(SAMPLE)/*-of-*)'
+	@$(RUN) scripts/index_tfrecords.py $(INDEX_FLAG) $(ARGS) '$(or $(DATA),$(SAMPLE)/*-of-*)'
 
 compare: $(READY)  ## The main job: images/s of every way to feed TensorFlow; table, JSON and plot in results/
 	@$(RUN) scripts/index_tfrecords.py $(INDEX_FLAG) '$(FILES)'
@@ -69,6 +69,6 @@ $(INSTALLED): pyproject.toml scripts/install.sh
 	@touch $@
 
 $(SAMPLE)/.complete: scripts/make_sample_tfrecords.py scripts/tfrecord_files.py | $(INSTALLED)
-	@$(RUN) scripts/make_sample_tfrecords.py $(SAMPLE)
+	@$(RUN) scripts/make_sample_tfrecords.py --overwrite $(SAMPLE)
 	@$(RUN) scripts/index_tfrecords.py '$(SAMPLE)/*-of-*'
 	@touch $@

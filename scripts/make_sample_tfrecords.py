@@ -17,12 +17,13 @@ from PIL import Image, ImageDraw
 
 import console
 from dali_tf_input import InputError
-from dali_tf_input.tfrecord import FeatureValue
-from tfrecord_files import Split, image_features, print_next_steps, write_labels, write_splits
+from dali_tf_input.example import encode_example
+from tfrecord_files import Record, Split, image_features, print_written, write_splits
 
 _NUM_IMAGES = flags.DEFINE_integer("num_images", 1024, "Images in the train split.")
 _NUM_VALIDATION_IMAGES = flags.DEFINE_integer("num_validation_images", 256, "Images in the validation split.")
 _NUM_FILES = flags.DEFINE_integer("num_files", 4, "Files of the train split; the validation split is one file.")
+_OVERWRITE = flags.DEFINE_boolean("overwrite", False, "Replace OUT where it holds such a set already.")
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of everything random, at least 0.")
 
 # Class name -> colour of its shape, RGB in 0..255. The name ends in the shape.
@@ -59,28 +60,28 @@ def main(arguments: list[str]) -> int:
     splits = [Split(name="train", items=numbers[:num_images], num_files=_NUM_FILES.value)]
     if num_validation_images:
         splits.append(Split(name="validation", items=numbers[num_images:], num_files=1))
-    paths = write_splits(arguments[0], splits, make_image_features)
-    write_labels(arguments[0], _CLASS_NAMES)
-    print(f"{num_images} train and {num_validation_images} validation images of {len(_CLASS_NAMES)} classes")
-    print_next_steps(arguments[0], paths)
+    written = write_splits(arguments[0], splits, make_record, labels=_CLASS_NAMES, overwrite=_OVERWRITE.value)
+    print_written(arguments[0], written, len(_CLASS_NAMES))
     return 0
 
 
-def make_image_features(seed_and_number: tuple[int, int]) -> dict[str, FeatureValue]:
+def make_record(seed_and_number: tuple[int, int]) -> Record:
     """Draws one image; its class and all else follow from (seed, number)."""
     seed, number = seed_and_number
     random = np.random.default_rng([seed, number])
     label = int(random.integers(len(_CLASS_NAMES)))
     class_name = _CLASS_NAMES[label]
     image = draw_image(random, class_name)
-    return image_features(
+    filename = f"sample_{number:07d}.jpg"
+    features = image_features(
         encoded=encode_image(random, image, grayscale=number % _GRAYSCALE_EVERY == 0),
         label=label,
         text=class_name,
         height=image.height,
         width=image.width,
-        filename=f"sample_{number:07d}.jpg",
+        filename=filename,
     )
+    return Record(encode_example(features), filename)
 
 
 def draw_image(random: np.random.Generator, class_name: str) -> Image.Image:

@@ -1,120 +1,221 @@
-"""Turns a folder of JPEGs, one sub-folder for each class, into TFRecords with TF-slim's keys.
+"""Turns images into TFRecords with TF-slim's keys, or TFRecords into better ones.
 
-usage: make_tfrecords.py [--validation_fraction=0.1] [--num_files=4] [--num_validation_files=1] [--seed=0] IMAGE_ROOT OUT
+usage: make_tfrecords.py [--resize_shorter=N] [--quality=95] [--validation_fraction=0.1] [--seed=0] [...] SOURCE OUT
 
+SOURCE is a folder with one sub-folder of images for each class, or a file or pattern of TFRecords that are indexed already.
 Writes OUT/train-00000-of-00004, ..., OUT/validation-00000-of-00001 and OUT/labels.txt (line i + 1 names label i; labels follow
-the sorted order of the sub-folders, from 0). The bytes of the JPEGs stay as they are. Every class gives the same fraction of
-its images to validation; which ones, and the order within a split, follow from the seed.
+the sorted order of the sub-folders, from 0). Records are shuffled over all files by --seed, so that neighbours are not of one
+class.
+
+JPEGs in RGB or grayscale stay as they are, byte by byte; with --resize_shorter the larger ones are shrunk. PNG, WebP, BMP, TIFF
+and GIF become JPEG, CMYK becomes RGB. What cannot be decoded is left out and listed in OUT/unreadable_images.jsonl. All other
+features of TFRecords are kept as they are.
 """
 
+import array
+import functools
 import os
 import random
-from collections.abc import Sequence
+import tempfile
 
 from absl import flags
-from PIL import Image, UnidentifiedImageError
 
 import console
-from dali_tf_input import InputError
-from dali_tf_input.tfrecord import FeatureValue
-from tfrecord_files import Split, image_features, print_next_steps, write_labels, write_splits
+from convert_images import Conversion, UnreadableImage, convert_image
+from dali_tf_input import DatasetSpec, InputError
+from dali_tf_input.example import decode_example, encode_example, replace_features
+from dali_tf_input.manifest import read_index
+from dali_tf_input.tfrecord import read_data
+from tfrecord_files import LABELS_NAME, Record, Split, check_folder, image_features, print_written, write_splits
 
-_VALIDATION_FRACTION = flags.DEFINE_float("validation_fraction", 0.1, "Part of each class that is kept for validation.")
-_NUM_FILES = flags.DEFINE_integer("num_files", 4, "Files of the train split.")
-_NUM_VALIDATION_FILES = flags.DEFINE_integer("num_validation_files", 1, "Files of the validation split.")
+_VALIDATION_FRACTION = flags.DEFINE_float(
+    "validation_fraction", None, "Part that is kept for validation: of each class, 0.1 by default; from TFRecords of all, 0."
+)
+_NUM_FILES = flags.DEFINE_integer("num_files", None, "Files of the train split; by default as many as make them about 150 MB.")
+_NUM_VALIDATION_FILES = flags.DEFINE_integer("num_validation_files", None, "Files of the validation split; as above.")
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the shuffle and of the choice for validation.")
+_RESIZE_SHORTER = flags.DEFINE_integer("resize_shorter", None, "Shrink images whose shorter side is longer to this many pixels.")
+_QUALITY = flags.DEFINE_integer("quality", 95, "JPEG quality of images that are encoded anew, in [1, 100].")
+_APPLY_ORIENTATION = flags.DEFINE_boolean(
+    "apply_orientation", False, "Turn every image upright by its EXIF orientation, which the backends do not look at."
+)
+_CHECK_IMAGES = flags.DEFINE_boolean("check_images", True, "Decode also the images that stay as they are, to see that one can.")
+_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Processes that read images; one for each core by default.")
+_OVERWRITE = flags.DEFINE_boolean("overwrite", False, "Replace OUT where it holds such a set already.")
+_IMAGE_KEY = flags.DEFINE_string("image_key", None, "Feature key of the image in TFRecords; TF-slim's or tfds' by default.")
+_LABEL_KEY = flags.DEFINE_string("label_key", None, "Feature key of the label in TFRecords; TF-slim's or tfds' by default.")
+_INDEX_DIR = flags.DEFINE_string("index_dir", None, "Folder of the index files of TFRecords; beside each file by default.")
 
-_SUFFIXES = (".jpg", ".jpeg")
-_MOST_LISTED = 10  # unusable images that an error names
+_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 
 
 def main(arguments: list[str]) -> int:
     if len(arguments) != 2:
         raise InputError(f"Name the folder of images and the folder to write to, got {len(arguments)} arguments.")
-    if not 0 <= _VALIDATION_FRACTION.value < 1:
-        raise InputError(f"`validation_fraction` must be in [0, 1), got {_VALIDATION_FRACTION.value}.")
-    image_root, out = arguments
-    images_by_class = find_images(image_root)
-    check_images([image for images in images_by_class.values() for image in images])
-    train, validation = split_images(images_by_class, validation_fraction=_VALIDATION_FRACTION.value, seed=_SEED.value)
-    splits = [Split(name="train", items=train, num_files=_NUM_FILES.value)]
-    if validation:
-        splits.append(Split(name="validation", items=validation, num_files=_NUM_VALIDATION_FILES.value))
-    paths = write_splits(out, splits, make_features)
-    write_labels(out, list(images_by_class))
-    print(f"{len(train)} train and {len(validation)} validation images of {len(images_by_class)} classes")
-    print_next_steps(out, paths)
+    check_flags()
+    source, out = arguments
+    check_folder(os.path.abspath(os.path.expanduser(out)), overwrite=_OVERWRITE.value)
+    conversion = Conversion(_RESIZE_SHORTER.value, _QUALITY.value, _APPLY_ORIENTATION.value, _CHECK_IMAGES.value)
+    with tempfile.TemporaryDirectory() as folder:
+        catalogue = os.path.join(folder, "catalogue")
+        if os.path.isdir(os.path.expanduser(source)):
+            labels = find_classes(source)
+            groups = list_images(source, labels, catalogue)
+            make_record = functools.partial(record_of_image, catalogue, conversion)
+            fraction = 0.1 if _VALIDATION_FRACTION.value is None else _VALIDATION_FRACTION.value
+        else:
+            dataset = DatasetSpec.from_files(
+                source, index_dir=_INDEX_DIR.value, image_key=_IMAGE_KEY.value, label_key=_LABEL_KEY.value
+            )
+            labels = read_labels(dataset)
+            groups = list_records(dataset, catalogue)
+            make_record = functools.partial(record_of_record, catalogue, conversion, dataset.image_key)
+            fraction = _VALIDATION_FRACTION.value or 0.0
+        train, validation = split_items(groups, validation_fraction=fraction, seed=_SEED.value)
+        splits = [Split(name="train", items=train, num_files=_NUM_FILES.value)]
+        if validation:
+            splits.append(Split(name="validation", items=validation, num_files=_NUM_VALIDATION_FILES.value))
+        written = write_splits(
+            out, splits, make_record, labels=labels, num_processes=_NUM_PROCESSES.value, overwrite=_OVERWRITE.value
+        )
+    print_written(out, written, None if labels is None else len(labels))
     return 0
 
 
-def find_images(image_root: str) -> dict[str, list[str]]:
-    """Returns the JPEGs of each class, both sorted; classes are the sub-folders, hidden ones left out."""
-    if not os.path.isdir(image_root):
-        raise InputError(f"{image_root} is no folder: name one with a sub-folder of JPEGs for each class.")
-    class_names = sorted(entry.name for entry in os.scandir(image_root) if entry.is_dir() and not entry.name.startswith("."))
+def check_flags() -> None:
+    """Checks the flags' ranges."""
+    if not 0 <= (_VALIDATION_FRACTION.value or 0) < 1:
+        raise InputError(f"`validation_fraction` must be in [0, 1), got {_VALIDATION_FRACTION.value}.")
+    if not 1 <= _QUALITY.value <= 100:
+        raise InputError(f"`quality` must be in [1, 100], got {_QUALITY.value}.")
+    for flag in (_RESIZE_SHORTER, _NUM_FILES, _NUM_VALIDATION_FILES, _NUM_PROCESSES):
+        if flag.value is not None and flag.value < 1:
+            raise InputError(f"`{flag.name}` must be at least 1, got {flag.value}.")
+
+
+def find_classes(image_root: str) -> list[str]:
+    """Returns the names of the classes: the sub-folders, sorted, hidden ones left out."""
+    class_names = sorted(
+        entry.name for entry in os.scandir(os.path.expanduser(image_root)) if entry.is_dir() and not entry.name.startswith(".")
+    )
     if not class_names:
-        raise InputError(f"{image_root} has no sub-folders: put the JPEGs of each class into one of its own.")
-    images_by_class = {}
-    for class_name in class_names:
-        folder = os.path.join(image_root, class_name)
-        names = sorted(name for name in os.listdir(folder) if name.lower().endswith(_SUFFIXES))
-        if not names:
-            raise InputError(f"{folder} holds no file that ends in {' or '.join(_SUFFIXES)}: remove it, or fill it.")
-        images_by_class[class_name] = [os.path.join(folder, name) for name in names]
-    return images_by_class
+        raise InputError(f"{image_root} has no sub-folders: put the images of each class into one of its own.")
+    return class_names
 
 
-def check_images(images: Sequence[str]) -> None:
-    """Checks that every file is a JPEG with a readable header, before anything is written; names those that are not."""
-    bad = []
-    for image in console.progress(images, what="checking images", total=len(images)):
-        try:
-            with Image.open(image) as opened:
-                if opened.format != "JPEG":
-                    bad.append(f"{image}: a {opened.format}, not a JPEG")
-        except (UnidentifiedImageError, OSError) as error:
-            bad.append(f"{image}: {error}")
-    if bad:
-        listed = "\n  ".join(bad[:_MOST_LISTED])
-        more = f"\n  and {len(bad) - _MOST_LISTED} more" if len(bad) > _MOST_LISTED else ""
-        raise InputError(f"{len(bad)} of {len(images)} images cannot be used; convert or remove them:\n  {listed}{more}")
+def list_images(image_root: str, class_names: list[str], catalogue: str) -> list[array.array]:
+    """Writes a line `label path` for each image, sorted, to the file `catalogue`; returns where the lines of each class start.
+
+    A line's place is all that is kept in memory of an image: 8 bytes.
+    """
+    passed_over = 0
+    groups = []
+    with open(catalogue, "xb") as stream:
+        for label, class_name in enumerate(class_names):
+            folder = os.path.join(os.path.expanduser(image_root), class_name)
+            places = array.array("Q")
+            for name in sorted(os.listdir(folder)):
+                if not name.lower().endswith(_SUFFIXES) or name.startswith("."):
+                    passed_over += 1
+                    continue
+                if "\n" in name:
+                    raise InputError(f"{os.path.join(folder, name)!r}: a line break in the name of an image: rename it.")
+                places.append(stream.tell())
+                stream.write(f"{label} ".encode() + os.fsencode(os.path.join(folder, name)) + b"\n")
+            if not places:
+                raise InputError(f"{folder} holds no file that ends in {', '.join(_SUFFIXES)}: remove it, or fill it.")
+            groups.append(places)
+    if passed_over:
+        print(f"passed over: {console.count(passed_over, 'file')} that do not end in {', '.join(_SUFFIXES)}")
+    return groups
 
 
-def split_images(
-    images_by_class: dict[str, list[str]], *, validation_fraction: float, seed: int
-) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
-    """Splits each class and shuffles; returns (path, label) of the train images and of the validation images.
+def list_records(dataset: DatasetSpec, catalogue: str) -> list[array.array]:
+    """Writes a line `offset size path` for each record to the file `catalogue`; returns, as one group, where the lines start."""
+    places = array.array("Q")
+    with open(catalogue, "xb") as stream:
+        for file, index_file in zip(dataset.files, dataset.index_files, strict=True):
+            for offset, size in read_index(index_file):
+                places.append(stream.tell())
+                stream.write(f"{offset} {size} ".encode() + os.fsencode(file) + b"\n")
+    return [places]
 
-    Validation gets the nearest whole number to `validation_fraction` of a class, but never the whole class.
+
+def read_labels(dataset: DatasetSpec) -> list[str] | None:
+    """Returns the lines of labels.txt beside the first file, if there is one."""
+    path = os.path.join(os.path.dirname(dataset.files[0]), LABELS_NAME)
+    if not os.path.exists(path):
+        return None
+    with open(path, encoding="utf-8") as stream:
+        return stream.read().splitlines()
+
+
+def split_items(groups: list[array.array], *, validation_fraction: float, seed: int) -> tuple[array.array, array.array]:
+    """Shuffles; returns the items of the train split and of the validation split.
+
+    Validation gets the nearest whole number to `validation_fraction` of each group, but never the whole group.
     """
     generator = random.Random(seed)
-    train, validation = [], []
-    for label, images in enumerate(images_by_class.values()):
-        shuffled = [(image, label) for image in images]
-        generator.shuffle(shuffled)
-        count = min(round(len(shuffled) * validation_fraction), len(shuffled) - 1)
-        validation += shuffled[:count]
-        train += shuffled[count:]
+    train, validation = array.array("Q"), array.array("Q")
+    for items in groups:
+        generator.shuffle(items)
+        count = min(round(len(items) * validation_fraction), len(items) - 1)
+        validation += items[:count]
+        train += items[count:]
     generator.shuffle(train)
     generator.shuffle(validation)
     return train, validation
 
 
-def make_features(image_and_label: tuple[str, int]) -> dict[str, FeatureValue]:
+def record_of_image(catalogue: str, conversion: Conversion, place: int) -> Record:
     """Reads one image; its class is the name of its folder."""
-    path, label = image_and_label
-    with open(path, "rb") as stream:
-        encoded = stream.read()
-    with Image.open(path) as image:
-        width, height = image.size
-    return image_features(
-        encoded=encoded,
-        label=label,
-        text=os.path.basename(os.path.dirname(path)),
-        height=height,
-        width=width,
-        filename=os.path.basename(path),
+    label, _, path = read_line(catalogue, place).partition(b" ")
+    name = os.fsdecode(path)
+    try:
+        with open(path, "rb") as stream:
+            image = convert_image(stream.read(), conversion)
+    except (UnreadableImage, OSError) as error:
+        return Record(None, name, (str(error),))
+    features = image_features(
+        encoded=image.encoded,
+        label=int(label),
+        text=os.path.basename(os.path.dirname(name)),
+        height=image.height,
+        width=image.width,
+        filename=os.path.basename(name),
     )
+    return Record(encode_example(features), name, image.notes)
+
+
+def record_of_record(catalogue: str, conversion: Conversion, image_key: str, place: int) -> Record:
+    """Reads one record; changes of its features only those of the image, and only if that is encoded anew."""
+    offset, size, path = read_line(catalogue, place).split(b" ", 2)
+    source = f"{os.fsdecode(path)} at byte {int(offset)}"
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        data = read_data(descriptor, int(offset), int(size))
+    finally:
+        os.close(descriptor)
+    if data is None:
+        return Record(None, source, ("the data of this record does not fit its CRC",))
+    try:
+        features = decode_example(data)
+        encoded = features[image_key][1][0]
+        image = convert_image(encoded, conversion)
+    except (UnreadableImage, InputError, KeyError, IndexError) as error:
+        return Record(None, source, (str(error),))
+    if image.encoded != encoded:
+        changed = {image_key: image.encoded}
+        changes = {"image/height": image.height, "image/width": image.width, "image/format": "JPEG"}
+        data = replace_features(data, changed | {key: value for key, value in changes.items() if key in features})
+    return Record(data, source, image.notes)
+
+
+def read_line(catalogue: str, place: int) -> bytes:
+    """Returns the line of the catalogue that starts at byte `place`."""
+    with open(catalogue, "rb") as stream:
+        stream.seek(place)
+        return stream.readline().rstrip(b"\n")
 
 
 if __name__ == "__main__":

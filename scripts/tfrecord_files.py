@@ -1,34 +1,64 @@
 """Writing sets of TFRecord files, in parallel and whole or not at all, for the scripts that make them."""
 
-import glob
+import collections
+import json
 import os
 import secrets
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+from rich import filesize
 
 import console
-from dali_tf_input import InputError, find_files
-from dali_tf_input.tfrecord import FeatureValue, encode_example, frame_record
+from dali_tf_input import InputError
+from dali_tf_input.example import FeatureValue
+from dali_tf_input.files import BAD_RECORDS_NAME, MANIFEST_NAME
+from dali_tf_input.staging import Staging
+from dali_tf_input.tfrecord import frame_record
+
+LABELS_NAME = "labels.txt"
+UNREADABLE_NAME = "unreadable_images.jsonl"
+
+# Bytes of a file where their number is not given: the middle of the 100 to 200 MB that TensorFlow's guide to TFRecords advises.
+_FILE_BYTES = 150_000_000
+_SAMPLED_ITEMS = 128  # whose records' sizes stand for all
+_CHUNK_ITEMS = 16  # handed to a process at a time
 
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """The images of one split and into how many files they go: `items` are what `write_splits` hands to its function."""
+    """The images of one split: `items` are what `write_splits` hands to its function. Without `num_files` their size decides."""
 
     name: str
     items: Sequence[Any]
+    num_files: int | None
+
+    def names(self, num_files: int) -> list[str]:
+        """Returns the names of the split's files, `<name>-00000-of-00004` and so on."""
+        return [f"{self.name}-{i:05d}-of-{num_files:05d}" for i in range(num_files)]
+
+
+class Record(NamedTuple):
+    """What is made of one item: the data of its record, or None if it is left out; what was done, or why it is left out."""
+
+    data: bytes | None
+    source: str
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """What `write_splits` did: files, bytes, records of each split, how often each note was made, how many were left out."""
+
     num_files: int
-
-    def paths(self, folder: str) -> list[str]:
-        """Returns the paths of the split's files, `<name>-00000-of-00004` and so on."""
-        return [os.path.join(folder, f"{self.name}-{i:05d}-of-{self.num_files:05d}") for i in range(self.num_files)]
-
-    def items_of(self, file_id: int) -> Sequence[Any]:
-        """Returns the items of file `file_id`, in [0, num_files); the files' sizes differ by one item at most."""
-        count = len(self.items)
-        return self.items[count * file_id // self.num_files : count * (file_id + 1) // self.num_files]
+    size: int
+    records: dict[str, int]
+    notes: collections.Counter[str]
+    left_out: int
 
 
 def image_features(*, encoded: bytes, label: int, text: str, height: int, width: int, filename: str) -> dict[str, FeatureValue]:
@@ -44,75 +74,160 @@ def image_features(*, encoded: bytes, label: int, text: str, height: int, width:
     }
 
 
-def write_splits(folder: str, splits: Sequence[Split], features_of: Callable[[Any], dict[str, FeatureValue]]) -> list[str]:
-    """Writes every split's files, one process per core, under temporary names; renames them when all are whole.
+def write_splits(
+    folder: str,
+    splits: Sequence[Split],
+    make_record: Callable[[Any], Record],
+    *,
+    labels: Sequence[str] | None,
+    num_processes: int | None = None,
+    overwrite: bool = False,
+) -> Written:
+    """Writes every split's files and the names of the labels: a folder that comes to its place when it is whole.
+
+    Items are worked on in several processes and written by this one in their order, so that the same items make the same files
+    whatever the number of processes, and memory holds a few chunks of items.
 
     Args:
-      folder: where the files go; made where it is missing.
+      folder: where the files go: a new or an empty folder.
       splits: what to write.
-      features_of: makes of one item its features; a module-level function, as it runs in other processes.
-
-    Returns:
-      The paths written.
+      make_record: makes of one item its record; picklable, as it runs in other processes.
+      labels: the name of each label, for ``labels.txt``; None writes none.
+      num_processes: how many; None is one for each core.
+      overwrite: replace a `folder` that holds such a set already.
 
     Raises:
-      InputError: a split has fewer items than files, or `folder` holds files that would be taken for parts of this set.
+      InputError: a split has fewer items than files, or no readable ones for a file, or `folder` must not be written to.
     """
+    folder = os.path.abspath(os.path.expanduser(folder))
     for split in splits:
-        if not 1 <= split.num_files <= len(split.items):
+        if split.num_files is not None and not 1 <= split.num_files <= len(split.items):
             raise InputError(
                 f"{len(split.items)} {split.name} images cannot fill {split.num_files} files: ask for 1 to {len(split.items)}."
             )
-    paths = [path for split in splits for path in split.paths(folder)]
-    _check_folder(folder, paths)
-    os.makedirs(folder, exist_ok=True)
-    token = secrets.token_hex(4)
-    temporary = {path: os.path.join(folder, f".{os.path.basename(path)}.{token}.tmp") for path in paths}
-    try:
-        with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            tasks = [
-                pool.submit(_write_file, temporary[path], split.items_of(file_id), features_of)
-                for split in splits
-                for file_id, path in enumerate(split.paths(folder))
-            ]
-            for task in console.progress(as_completed(tasks), what="writing files", total=len(tasks)):
-                task.result()
-        for path in paths:
-            os.replace(temporary[path], path)
-    finally:
-        for path in temporary.values():
-            if os.path.exists(path):
-                os.unlink(path)
-    return paths
+    check_folder(folder, overwrite=overwrite)
+    records, notes, left_out, size, total_files = {}, collections.Counter(), 0, 0, 0
+    with Staging(os.path.dirname(folder)) as staging:
+        made = staging.path("set")
+        os.mkdir(made)
+        with (
+            ProcessPoolExecutor(num_processes or len(os.sched_getaffinity(0))) as pool,
+            open(os.path.join(made, UNREADABLE_NAME), "x", encoding="utf-8") as unreadable,
+        ):
+            for split in splits:
+                num_files = split.num_files or _choose_num_files(pool, split.items, make_record)
+                total_files += num_files
+                count = len(split.items)
+                ends = [count * (file_id + 1) // num_files for file_id in range(num_files)]
+                made_records = console.progress(
+                    _in_order(pool, split.items, make_record), what=f"writing {split.name}", total=count
+                )
+                position, records[split.name] = 0, 0
+                for name, end in zip(split.names(num_files), ends, strict=True):
+                    with open(os.path.join(made, name), "xb") as stream:
+                        for record in _take(made_records, end - position):
+                            notes.update(record.notes if record.data is not None else ())
+                            if record.data is None:
+                                left_out += 1
+                                line = {"image": record.source, "reason": " ".join(record.notes)}
+                                unreadable.write(json.dumps(line, ensure_ascii=False) + "\n")
+                                continue
+                            stream.write(frame_record(record.data))
+                            records[split.name] += 1
+                        if stream.tell() == 0:
+                            raise InputError(
+                                f"Not one of the {end - position} images of {name} can be read: {record.source}, ..."
+                            )
+                        size += stream.tell()
+                    position = end
+        if not left_out:
+            os.unlink(os.path.join(made, UNREADABLE_NAME))
+        if labels is not None:
+            with open(os.path.join(made, LABELS_NAME), "x", encoding="utf-8") as stream:
+                stream.writelines(f"{name}\n" for name in labels)
+        _put_in_place(staging, folder)
+    return Written(num_files=total_files, size=size, records=records, notes=notes, left_out=left_out)
 
 
-def write_labels(folder: str, class_names: Sequence[str]) -> str:
-    """Writes `labels.txt`, the name of label i in line i + 1, and returns its path."""
-    path = os.path.join(folder, "labels.txt")
-    temporary = os.path.join(folder, f".labels.txt.{secrets.token_hex(4)}.tmp")
-    with open(temporary, "x", encoding="utf-8") as stream:
-        stream.writelines(f"{name}\n" for name in class_names)
-    os.replace(temporary, path)
-    return path
+def check_folder(folder: str, *, overwrite: bool) -> None:
+    """Checks that a set can be put at `folder`: that it is new, empty, or holds nothing but an earlier set to be replaced.
+
+    Raises:
+      InputError: it is not.
+    """
+    if not os.path.lexists(folder):
+        return
+    if os.path.ismount(folder) or os.path.realpath(folder) == os.path.realpath("."):
+        raise InputError(f"{folder} cannot be replaced by a folder: name a new one inside it.")
+    if not os.path.isdir(folder) or os.path.islink(folder):
+        raise InputError(f"{folder} is no folder: name another one.")
+    names = os.listdir(folder)
+    ours = (LABELS_NAME, UNREADABLE_NAME, MANIFEST_NAME, BAD_RECORDS_NAME, ".complete")
+    foreign = [name for name in names if not (name in ours or name.startswith(("train-", "validation-")))]
+    if foreign:
+        raise InputError(f"{folder} holds {foreign[0]}, which is no part of such a set: name a new folder.")
+    if names and not overwrite:
+        raise InputError(f"{folder} holds a set already: name a new folder, or replace it with --overwrite.")
 
 
-def print_next_steps(folder: str, paths: Sequence[str]) -> None:
+def print_written(folder: str, written: Written, num_classes: int | None) -> None:
     """Says what was written and what to do with it."""
-    size = sum(os.path.getsize(path) for path in paths)
-    print(f"{len(find_files(list(paths)))} files, {size / 1e6:,.1f} MB, in {folder}")
+    rows = [(split, f"{console.count(count, 'image')}") for split, count in written.records.items()]
+    if num_classes is not None:
+        rows.append(("classes", f"{num_classes:,}"))
+    rows.append(("files", f"{written.num_files:,}, {filesize.decimal(written.size)}, in {folder}"))
+    rows += [(note, console.count(count, "image")) for note, count in written.notes.most_common()]
+    if written.left_out:
+        where = os.path.join(folder, UNREADABLE_NAME)
+        rows.append(("left out", f"{console.count(written.left_out, 'image')} that cannot be read, listed in {where}"))
+    console.print_rows(rows)
     print(f"next: make index DATA='{os.path.join(folder, '*-of-*')}'")
 
 
-def _write_file(path: str, items: Sequence[Any], features_of: Callable[[Any], dict[str, FeatureValue]]) -> None:
-    with open(path, "xb") as stream:
-        for item in items:
-            stream.write(frame_record(encode_example(features_of(item))))
+def _in_order(pool: ProcessPoolExecutor, items: Sequence[Any], make_record: Callable[[Any], Record]) -> Iterator[Record]:
+    """Yields the record of each item, in order, working a few chunks ahead."""
+    ahead: collections.deque[Future[list[Record]]] = collections.deque()
+    starts = iter(range(0, len(items), _CHUNK_ITEMS))
+    try:
+        while True:
+            while len(ahead) < 4 * len(os.sched_getaffinity(0)):
+                start = next(starts, None)
+                if start is None:
+                    break
+                ahead.append(pool.submit(_make_chunk, make_record, items[start : start + _CHUNK_ITEMS]))
+            if not ahead:
+                return
+            yield from ahead.popleft().result()
+    except BrokenProcessPool as error:
+        raise InputError("A process that reads images died: is there enough memory?") from error
+    finally:
+        for future in ahead:
+            future.cancel()
 
 
-def _check_folder(folder: str, paths: Sequence[str]) -> None:
-    """Refuses a folder with files of another set: a pattern like `train-*` would mix them, an old validation split leak."""
-    for name in ("train", "validation"):
-        found = [path for path in glob.glob(os.path.join(glob.escape(folder), f"{name}-*-of-*")) if not path.endswith(".idx")]
-        others = sorted(set(found) - set(paths))
-        if others:
-            raise InputError(f"{folder} holds {len(others)} files of another set ({others[0]}, ...): remove them first.")
+def _make_chunk(make_record: Callable[[Any], Record], items: Sequence[Any]) -> list[Record]:
+    return [make_record(item) for item in items]
+
+
+def _take(records: Iterator[Record], count: int) -> Iterator[Record]:
+    for _ in range(count):
+        yield next(records)
+
+
+def _choose_num_files(pool: ProcessPoolExecutor, items: Sequence[Any], make_record: Callable[[Any], Record]) -> int:
+    """Returns the number of files that makes them 100 to 200 MB large, by the records of items from all over the set."""
+    step = max(1, len(items) // _SAMPLED_ITEMS)
+    sizes = [len(record.data or b"") for record in _in_order(pool, items[::step], make_record)]
+    mean = sum(sizes) / len(sizes)
+    return max(1, min(len(items), round(mean * len(items) / _FILE_BYTES)))
+
+
+def _put_in_place(staging: Staging, folder: str) -> None:
+    """Moves the finished set to `folder`. An earlier set goes aside first: killed in between, there are two whole ones."""
+    earlier = None
+    if os.path.isdir(folder) and os.listdir(folder):
+        earlier = f"{folder}.replaced-{secrets.token_hex(4)}"
+        os.replace(folder, earlier)
+    staging.place("set", folder)
+    if earlier:
+        shutil.rmtree(earlier)

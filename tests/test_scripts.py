@@ -1,8 +1,10 @@
 """The scripts, run as a user would run them: what they print, what they write, and how they fail."""
 
+import io
 import json
 import os
-import shutil
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -10,11 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, SCRIPTS, jpeg, numbered_examples, write_tfrecord
+from conftest import ROOT, SCRIPTS, image_zoo, jpeg, numbered_examples, write_tfrecord
 from PIL import Image
 
 from dali_tf_input import DatasetSpec
-from dali_tf_input.tfrecord import decode_example, read_record, scan_records
+from dali_tf_input.example import decode_example
+from dali_tf_input.tfrecord import read_record, scan_records
 
 
 def run(script, *arguments, cwd=None, **environment):
@@ -30,11 +33,11 @@ def run(script, *arguments, cwd=None, **environment):
     )
 
 
-def fails(process, *parts):
-    """Checks that a script failed with one line on stderr for each mistake, and no traceback."""
+def fails(process, *parts, faults=False):
+    """Checks that a script failed with lines on stderr that hold `parts`, and no traceback; with `faults` these come first."""
     assert process.returncode == 1, process.stderr
     assert "Traceback" not in process.stderr
-    assert process.stderr.startswith("error: "), process.stderr
+    assert faults or process.stderr.startswith("error: "), process.stderr
     for part in parts:
         assert part in process.stderr
 
@@ -55,34 +58,100 @@ def photos(tmp_path_factory):
     return root
 
 
+def rows(output):
+    """Returns the (name, value) rows that a script prints."""
+    return dict(re.split(r"(?<=:) |  +", line, maxsplit=1) for line in output.splitlines() if re.search(r"(?<=:) |  +", line))
+
+
 def test_index(tmp_path):
     good = write_tfrecord(tmp_path / "train-0", numbered_examples(3))
     process = run("index_tfrecords.py", tmp_path / "train-*")
     assert process.returncode == 0
-    assert process.stdout == "3 records in 1 files: 1 indexes written, 0 already there.\n"
     assert process.stderr == ""
+    assert [line.split()[0] for line in process.stdout.splitlines()] == ["files", "records", "size", "verified", "features"]
+    shown = rows(process.stdout)
+    assert (shown["files"], shown["records"], shown["verified"]) == ("1 indexed", "3", "framing 1 file")
+    assert shown["features"] == "TF-slim: image/class/label, image/encoded"
     assert len(Path(good + ".idx").read_text().splitlines()) == 3
-    assert "0 indexes written, 1 already there" in run("index_tfrecords.py", tmp_path / "train-*").stdout
-    assert "1 indexes written" in run("index_tfrecords.py", "--force", tmp_path / "train-*").stdout
+    assert rows(run("index_tfrecords.py", tmp_path / "train-*").stdout)["files"] == "0 indexed, 1 unchanged"
+    assert rows(run("index_tfrecords.py", "--force", tmp_path / "train-*").stdout)["files"] == "1 indexed"
+    shown = rows(run("index_tfrecords.py", "--verify=decode", tmp_path / "train-*").stdout)
+    assert shown["labels"] == "0 to 2, 3 classes"
+    assert shown["images"] == "median 37x41, largest height 44, largest width 52; JPEG 3"
 
 
 def test_index_of_good_and_bad_files(tmp_path):
     """The good files are indexed, each bad one is named, nothing is left of them, and the exit code is 1."""
-    good = write_tfrecord(tmp_path / "a", numbered_examples(3))
+    write_tfrecord(tmp_path / "a", numbered_examples(3))
     cut = write_tfrecord(tmp_path / "b", numbered_examples(2))
     os.truncate(cut, os.path.getsize(cut) - 1)
     (tmp_path / "c").write_bytes(b"\x1f\x8b rest of a gzip file")
     (tmp_path / "d").touch()
     process = run("index_tfrecords.py", f"--index_dir={tmp_path}/index", tmp_path / "?")
-    fails(process, f"{cut}: byte ", "c: byte 0: expected a TFRecord header, found GZIP", "found an empty file", "3 of 4 files")
-    assert "3 records in 1 files: 1 indexes written" in process.stdout
-    assert os.listdir(tmp_path / "index") == [os.path.basename(good) + ".idx"]
+    assert process.returncode == 1
+    lines = process.stderr.splitlines()
+    assert len(lines) == 4
+    assert lines[0].startswith(f"{cut}: record 1, byte ")
+    assert "cut short: expected a record of" in lines[0]
+    assert lines[1].startswith(f"{tmp_path}/c: GZIP file: ")
+    assert f"gunzip -c {tmp_path}/c > {tmp_path}/c.tfrecord" in lines[1]
+    assert lines[2] == f"{tmp_path}/d: empty file: expected records, found an empty file."
+    assert lines[3].startswith("error: 3 faults in 3 of 4 files. Those files were not indexed.")
+    assert lines[3].endswith(f"make index DATA='{tmp_path}/?' INDEX_DIR={tmp_path}/index ARGS=--on_bad=skip")
+    assert rows(process.stdout)["files"] == "1 indexed, 3 with faults"
+    assert rows(process.stdout)["GZIP file"] == "1"
+    assert sorted(os.listdir(tmp_path / "index")) == ["a.idx", "index_manifest.json"]
+
+
+def test_index_skips_bad_records(tmp_path):
+    examples = numbered_examples(100)
+    examples[40]["image/encoded"] = b"404 not found"
+    write_tfrecord(tmp_path / "train", examples)
+    assert run("index_tfrecords.py", tmp_path / "train").returncode == 0
+    fails(run("index_tfrecords.py", "--verify=decode", tmp_path / "train"), "record 40, byte ", faults=True)
+    process = run("index_tfrecords.py", "--verify=decode", "--on_bad=skip", tmp_path / "train")
+    assert (process.returncode, process.stderr) == (0, "")
+    assert rows(process.stdout)["left out"] == "1 record (1.00%), listed in bad_records.jsonl"
+    assert json.loads((tmp_path / "bad_records.jsonl").read_text())["record"] == 40
+    process = run(
+        "index_tfrecords.py", "--verify=decode", "--on_bad=skip", "--max_bad_fraction=0.001", "--force", tmp_path / "train"
+    )
+    fails(process, "1 of 100 records are bad, 1.00%, over `max_bad_fraction` 0.10%", "--max_bad_fraction")
+    assert DatasetSpec.from_files(tmp_path / "train").num_records == 99  # as it was before
+
+
+def test_index_hints_at_labels_from_1(tmp_path):
+    write_tfrecord(tmp_path / "train", [{"image": jpeg(9, 9), "label": label} for label in (1, 2, 5)])
+    process = run("index_tfrecords.py", "--verify=schema", tmp_path / "train")
+    assert rows(process.stdout)["labels"] == "1 to 5, 3 classes (train with --label_offset=1)"
+    process = run("index_tfrecords.py", "--verify=schema", "--label_offset=1", "--num_classes=4", "--force", tmp_path / "train")
+    fails(process, "label range: `label_key` 'label' must be in 1 to 4, found 5", faults=True)
+
+
+def test_index_progress_without_a_terminal(capsys, monkeypatch):
+    """Plain lines, and only where it takes long; on a terminal a bar, which the terminal shows."""
+    import console
+    from dali_tf_input.index import Progress
+
+    with console.IndexProgress() as progress:
+        progress.update(Progress(files=1, num_files=1024, records=1250, bytes=10**8, num_bytes=10**9))
+        assert capsys.readouterr().err == ""
+        later = time.monotonic() + 20
+        monkeypatch.setattr(console.time, "monotonic", lambda: later)
+        progress.update(Progress(files=1, num_files=1024, records=1250, bytes=10**8, num_bytes=10**9))
+    line = capsys.readouterr().err
+    assert line.startswith("indexing: 1 of 1,024 files, 1,250 records, 5 MB/s, 3 min ")
+    assert line.endswith(" s left\n")
 
 
 def test_index_without_files(tmp_path):
     fails(run("index_tfrecords.py", tmp_path / "none-*"), "No file matches")
     fails(run("index_tfrecords.py"), "at least one TFRecord file")
     fails(run("index_tfrecords.py", tmp_path), "is a directory")
+    fails(
+        run("index_tfrecords.py", "gs://bucket/train-*"), "gs://bucket/train-* is a URL", "`gcloud storage cp`", "mount the place"
+    )
+    fails(run("index_tfrecords.py", "s3://bucket/train-*"), "`aws s3 cp`")
 
 
 def test_index_imports_no_tensorflow(tmp_path):
@@ -93,14 +162,17 @@ def test_index_imports_no_tensorflow(tmp_path):
 
 def test_make_tfrecords(tmp_path, photos):
     process = run("make_tfrecords.py", "--validation_fraction=0.2", "--num_files=3", photos, tmp_path / "out")
-    assert process.returncode == 0, process.stderr
-    assert process.stdout.startswith("15 train and 3 validation images of 3 classes\n4 files, ")
-    assert f"make index DATA='{tmp_path}/out/*-of-*'" in process.stdout
+    assert (process.returncode, process.stderr) == (0, "")
+    shown = rows(process.stdout)
+    assert (shown["train"], shown["validation"], shown["classes"]) == ("15 images", "3 images", "3")
+    assert shown["files"].startswith("4, ")
+    assert shown["next:"] == f"make index DATA='{tmp_path}/out/*-of-*'"
     assert sorted(os.listdir(tmp_path / "out")) == [
         "labels.txt",
         *(f"train-0000{number}-of-00003" for number in range(3)),
         "validation-00000-of-00001",
     ]
+    assert os.listdir(tmp_path) == ["out"]  # nothing beside it
     assert (tmp_path / "out" / "labels.txt").read_text() == "ant\nbee hive\nzebra\n"
     train = [record for number in range(3) for record in read_features(tmp_path / "out" / f"train-0000{number}-of-00003")]
     validation = read_features(tmp_path / "out" / "validation-00000-of-00001")
@@ -120,39 +192,202 @@ def test_make_tfrecords(tmp_path, photos):
     assert texts != sorted(texts)  # shuffled
 
 
+def set_bytes(folder):
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.suffix != ".idx"}
+
+
 def test_make_tfrecords_follows_the_seed(tmp_path, photos):
-    for out, seed in (("a", 1), ("b", 1), ("c", 2)):
-        assert run("make_tfrecords.py", f"--seed={seed}", "--num_files=1", photos, tmp_path / out).returncode == 0
-    first, same, other = ((tmp_path / out / "train-00000-of-00001").read_bytes() for out in "abc")
+    """Whatever the number of processes."""
+    for out, seed, processes in (("a", 1, 1), ("b", 1, 3), ("c", 2, 2)):
+        arguments = (f"--seed={seed}", f"--num_processes={processes}", "--num_files=2", "--resize_shorter=22")
+        assert run("make_tfrecords.py", *arguments, photos, tmp_path / out).returncode == 0
+    first, same, other = (set_bytes(tmp_path / out) for out in "abc")
     assert first == same != other
 
 
 def test_make_tfrecords_refuses(tmp_path, photos):
     out = tmp_path / "out"
     fails(run("make_tfrecords.py", photos), "Name the folder of images and the folder to write to")
-    fails(run("make_tfrecords.py", tmp_path / "none", out), "is no folder")
+    fails(run("make_tfrecords.py", tmp_path / "none", out), "No file matches")
     (tmp_path / "empty" / "class").mkdir(parents=True)
-    fails(run("make_tfrecords.py", tmp_path / "empty", out), "holds no file that ends in .jpg or .jpeg")
+    fails(run("make_tfrecords.py", tmp_path / "empty", out), "holds no file that ends in .jpg, .jpeg, .png")
     fails(run("make_tfrecords.py", tmp_path / "empty" / "class", out), "has no sub-folders")
     fails(run("make_tfrecords.py", "--num_files=99", photos, out), "cannot fill 99 files")
+    fails(run("make_tfrecords.py", "--num_files=0", photos, out), "`num_files` must be at least 1, got 0")
+    fails(run("make_tfrecords.py", "--quality=101", photos, out), "`quality` must be in [1, 100], got 101")
     fails(run("make_tfrecords.py", "--validation_fraction=1", photos, out), "`validation_fraction` must be in [0, 1), got 1.0")
-    bad = shutil.copytree(photos, tmp_path / "bad")
-    (bad / "ant" / "png.jpg").write_bytes(jpeg(9, 9, image_format="PNG"))
-    (bad / "ant" / "text.jpg").write_text("hello")
-    fails(run("make_tfrecords.py", bad, out), "2 of 20 images cannot be used", "png.jpg: a PNG, not a JPEG", "text.jpg: ")
+    fails(run("make_tfrecords.py", photos, "/proc/none/out"), "Cannot write to /proc/none")
+    (tmp_path / "bad" / "class").mkdir(parents=True)
+    (tmp_path / "bad" / "class" / "a.jpg").write_text("no image")
+    fails(
+        run("make_tfrecords.py", tmp_path / "bad", out), "Not one of the 1 images of train-00000-of-00001 can be read: ", "a.jpg"
+    )
     assert not out.exists()
+    assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == []
 
 
-def test_make_tfrecords_does_not_mix_sets(tmp_path, photos):
-    assert run("make_tfrecords.py", "--num_files=2", photos, tmp_path).returncode == 0
-    assert run("make_tfrecords.py", "--num_files=2", photos, tmp_path).returncode == 0  # the same set: replaced
-    fails(run("make_tfrecords.py", "--num_files=3", photos, tmp_path), "holds 2 files of another set")
+def test_make_tfrecords_replaces_sets_whole_or_not_at_all(tmp_path, photos):
+    out = tmp_path / "out"
+    assert run("make_tfrecords.py", "--num_files=3", photos, out).returncode == 0
+    before = set_bytes(out)
+    fails(run("make_tfrecords.py", "--num_files=2", photos, out), f"{out} holds a set already", "--overwrite")
+    assert set_bytes(out) == before
+    assert run("make_tfrecords.py", "--num_files=2", "--validation_fraction=0", "--overwrite", photos, out).returncode == 0
+    assert sorted(os.listdir(out)) == ["labels.txt", "train-00000-of-00002", "train-00001-of-00002"]
+    (out / "thesis.txt").write_text("mine")
+    fails(run("make_tfrecords.py", "--overwrite", photos, out), f"{out} holds thesis.txt, which is no part of such a set")
+    fails(run("make_tfrecords.py", "--overwrite", photos, "."), "cannot be replaced by a folder: name a new one inside it")
+
+
+def test_make_tfrecords_of_any_image(tmp_path):
+    """What becomes of each kind: as it was, JPEG, RGB, upright, smaller; what cannot be read is left out and listed."""
+    zoo = image_zoo()
+    (tmp_path / "photos" / "all").mkdir(parents=True)
+    for name, (encoded, _, _) in zoo.items():
+        (tmp_path / "photos" / "all" / f"{name}.jpg").write_bytes(encoded)
+    turned = io.BytesIO()
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.open(io.BytesIO(zoo["jpeg"][0])).save(turned, "JPEG", exif=exif)
+    (tmp_path / "photos" / "all" / "turned.jpeg").write_bytes(turned.getvalue())
+    (tmp_path / "photos" / "all" / "notes.txt").write_text("not an image")
+    arguments = ("--validation_fraction=0", tmp_path / "photos", tmp_path / "out")
+    process = run("make_tfrecords.py", *arguments)
+    assert (process.returncode, process.stderr) == (0, "")
+    assert "passed over: 1 file that do not end in" in process.stdout
+    listed = [json.loads(line) for line in (tmp_path / "out" / "unreadable_images.jsonl").read_text().splitlines()]
+    unreadable = {"cut_in_half", "cut_by_one", "cut_in_its_header", "huge", "no_height", "damaged_png"}
+    unreadable |= {"empty", "zeros", "text", "html", "garbage"}
+    assert {Path(line["image"]).stem for line in listed} == unreadable
+    assert all(line["reason"] for line in listed)
+    records = {
+        record["image/filename"][1][0].decode().split(".")[0]: {key: value[0] for key, (_, value) in record.items()}
+        for record in read_features(tmp_path / "out" / "train-00000-of-00001")
+    }
+    assert set(records) == {*zoo, "turned"} - unreadable
+    for name in ("jpeg", "progressive", "with_a_tail", "grayscale"):
+        assert records[name]["image/encoded"] == zoo[name][0]
+    assert records["turned"]["image/encoded"] == turned.getvalue()
+    for name, record in records.items():
+        image = Image.open(io.BytesIO(record["image/encoded"]))
+        assert (image.format, image.size) == ("JPEG", (record["image/width"], record["image/height"])) == ("JPEG", (90, 60))
+        assert image.mode == ("L" if name == "grayscale" else "RGB")
+        if name not in ("progressive", "turned", "ycck"):  # its transform was only claimed
+            original = np.asarray(Image.open(io.BytesIO(zoo["jpeg"][0]))).astype(float)
+            difference = np.abs(np.asarray(image.convert("RGB")) - original).mean()
+            assert difference < (60 if name in ("grayscale", "cmyk") else 12), (name, difference)
+    assert rows(process.stdout)["EXIF orientation kept"] == "1 image"
+    assert rows(process.stdout)["CMYK made RGB"] == "2 images"
+    process = run("make_tfrecords.py", "--apply_orientation", "--overwrite", *arguments)
+    assert rows(process.stdout)["turned upright"] == "1 image"
+    sizes = [record["image/height"][1][0] for record in read_features(tmp_path / "out" / "train-00000-of-00001")]
+    assert sorted(sizes)[-1] == 90
+    process = run("make_tfrecords.py", "--resize_shorter=30", "--quality=80", "--overwrite", *arguments)
+    for record in read_features(tmp_path / "out" / "train-00000-of-00001"):
+        image = Image.open(io.BytesIO(record["image/encoded"][1][0]))
+        assert image.size in ((45, 30), (30, 45))
+        assert image.getexif().get(0x0112, 1) == 1
+    process = run("index_tfrecords.py", "--verify=decode", tmp_path / "out" / "train-*")
+    assert process.returncode == 0, process.stderr  # all that is written can be trained on
+
+
+def test_sixteen_bits_a_pixel_are_scaled(tmp_path):
+    (tmp_path / "photos" / "a").mkdir(parents=True)
+    gray = np.linspace(0, 65535, 64 * 64).reshape(64, 64).astype(np.uint16)
+    Image.fromarray(gray).save(tmp_path / "photos" / "a" / "deep.png")
+    assert run("make_tfrecords.py", "--validation_fraction=0", tmp_path / "photos", tmp_path / "out").returncode == 0
+    (record,) = read_features(tmp_path / "out" / "train-00000-of-00001")
+    image = np.asarray(Image.open(io.BytesIO(record["image/encoded"][1][0])))
+    assert np.abs(image - gray / 256).mean() < 2
+
+
+def test_make_tfrecords_from_tfrecords(tmp_path):
+    """Shuffled anew over other files, every record once; bad ones left out; unknown features kept; smaller if asked for."""
+    examples = numbered_examples(50)
+    for number, example in enumerate(examples):
+        example |= {"note": f"record {number}", "image/height": -1}
+    examples[7]["image/encoded"] = examples[7]["image/encoded"][:-30]
+    for position in range(2):
+        write_tfrecord(tmp_path / f"old-{position}", examples[25 * position : 25 * position + 25])
+    (tmp_path / "labels.txt").write_text("".join(f"class {number}\n" for number in range(50)))
+    source = tmp_path / "old-*"
+    fails(run("make_tfrecords.py", source, tmp_path / "new"), "2 of 2 files have no index", "make index DATA=")
+    assert run("index_tfrecords.py", source).returncode == 0
+    process = run("make_tfrecords.py", "--num_files=5", "--validation_fraction=0.2", source, tmp_path / "new")
+    assert (process.returncode, process.stderr) == (0, "")
+    names = sorted(path.name for path in (tmp_path / "new").glob("*-of-*"))
+    assert names == [*(f"train-0000{number}-of-00005" for number in range(5)), "validation-00000-of-00001"]
+    written = [record for name in names for record in read_features(tmp_path / "new" / name)]
+    labels = [record["image/class/label"][1][0] for record in written]
+    assert sorted(labels) == [number for number in range(50) if number != 7]
+    assert labels != sorted(labels)
+    for record, label in zip(written, labels, strict=True):
+        assert {key: values[0] for key, (_, values) in record.items()} == {
+            key: value.encode() if isinstance(value, str) else value for key, value in examples[label].items()
+        }
+    assert json.loads((tmp_path / "new" / "unreadable_images.jsonl").read_text())["image"].startswith(
+        f"{tmp_path}/old-0 at byte "
+    )
+    assert (tmp_path / "new" / "labels.txt").read_text() == (tmp_path / "labels.txt").read_text()
+    assert run("make_tfrecords.py", "--resize_shorter=32", source, tmp_path / "small").returncode == 0
+    for record in read_features(tmp_path / "small" / "train-00000-of-00001"):
+        original = Image.open(io.BytesIO(examples[record["image/class/label"][1][0]]["image/encoded"]))
+        image = Image.open(io.BytesIO(record["image/encoded"][1][0]))
+        assert min(image.size) == min(32, *original.size)
+        assert record["note"][1][0].decode() == f"record {record['image/class/label'][1][0]}"
+        assert record["image/height"][1][0] == (image.height if min(original.size) > 32 else -1)
+
+
+def test_the_number_of_files_follows_the_size(tmp_path, photos, monkeypatch):
+    """Files of 100 to 200 MB; here of kilobytes."""
+    import tfrecord_files
+    from tfrecord_files import Record, Split, write_splits
+
+    monkeypatch.setattr(tfrecord_files, "_FILE_BYTES", 150_000)
+    splits = [Split(name="train", items=range(900), num_files=None), Split(name="validation", items=range(20), num_files=None)]
+    written = write_splits(str(tmp_path / "out"), splits, make_kilobyte, labels=None)
+    assert (written.num_files, written.records) == (6 + 1, {"train": 900, "validation": 20})
+    sizes = [os.path.getsize(path) for path in sorted((tmp_path / "out").glob("train-*"))]
+    assert len(sizes) == 6
+    assert all(100_000 < size < 200_000 for size in sizes)
+    assert Record(None, "").notes == ()
+
+
+def make_kilobyte(number):
+    from tfrecord_files import Record
+
+    return Record(bytes([number % 256]) * 1000, str(number))
+
+
+def test_make_tfrecords_killed_at_any_moment(tmp_path, photos):
+    """The set is there whole, the old one or the new one, or not at all; the next run clears up."""
+    command = [sys.executable, SCRIPTS / "make_tfrecords.py", "--overwrite", "--num_files=4", photos, tmp_path / "out"]
+    subprocess.run([*command, "--seed=0"], check=True, capture_output=True)
+    start = time.perf_counter()
+    subprocess.run([*command, "--seed=1"], check=True, capture_output=True)
+    seconds = time.perf_counter() - start
+    new = set_bytes(tmp_path / "out")
+    subprocess.run([*command, "--seed=0"], check=True, capture_output=True)
+    old = set_bytes(tmp_path / "out")
+    assert old != new
+    for number in range(8):
+        process = subprocess.Popen([*command, "--seed=1"], start_new_session=True, stdout=subprocess.DEVNULL)
+        time.sleep(seconds * (0.3 + 0.1 * number))
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        sets = [set_bytes(path) for path in tmp_path.glob("out*")]
+        assert sets
+        assert all(found in (old, new) for found in sets)
+    subprocess.run([*command, "--seed=1"], check=True, capture_output=True)
+    assert set_bytes(tmp_path / "out") == new
+    assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == []
 
 
 def test_sample_data_resembles_imagenet(tmp_path):
     process = run("make_sample_tfrecords.py", "--num_images=400", "--num_validation_images=8", tmp_path)
     assert process.returncode == 0, process.stderr
-    assert "400 train and 8 validation images of 8 classes" in process.stdout
+    shown = rows(process.stdout)
+    assert (shown["train"], shown["validation"], shown["classes"]) == ("400 images", "8 images", "8")
     records = [record for path in sorted(tmp_path.glob("train-*")) for record in read_features(path)]
     column = {key: [record[key][1][0] for record in records] for key in records[0]}
     assert len(records) == 400
@@ -160,18 +395,10 @@ def test_sample_data_resembles_imagenet(tmp_path):
     assert np.mean(column["image/width"]) == pytest.approx(468, rel=0.05)
     assert np.mean([len(encoded) for encoded in column["image/encoded"]]) == pytest.approx(110e3, rel=0.07)
     assert sorted(set(column["image/class/label"])) == list(range(8))
-    import io
-
     modes = [Image.open(io.BytesIO(encoded)).mode for encoded in column["image/encoded"]]
     assert modes.count("L") == 8  # 2%
     first = Image.open(io.BytesIO(column["image/encoded"][0]))
     assert first.size == (column["image/width"][0], column["image/height"][0])
-
-
-def test_make_tfrecords_leaves_no_old_validation_split(tmp_path, photos):
-    assert run("make_tfrecords.py", "--num_files=2", photos, tmp_path).returncode == 0
-    again = run("make_tfrecords.py", "--num_files=2", "--validation_fraction=0", photos, tmp_path)
-    fails(again, "holds 1 files of another set")
 
 
 def test_sample_data_refuses(tmp_path):
@@ -228,7 +455,9 @@ def test_train_refuses(sample_folder, dataset, tmp_path):
     fails(run("train.py", sample, "--global_batch_size=9", "--replicas=2", cwd=sample_folder), "multiple of the 2 replicas")
     fails(run("train.py", sample, "--epochs=0", cwd=sample_folder), "`epochs` must be at least 1, got 0")
     fails(run("train.py", sample, "--replicas=0", cwd=sample_folder), "`replicas` must be at least 1")
-    fails(run("train.py", sample, "--label_key=label", cwd=sample_folder), "`label_key` 'label' is not in the first record")
+    fails(
+        run("train.py", sample, "--label_key=label", cwd=sample_folder), "`label_key` 'label' is not in the records, which hold"
+    )
     fails(run("train.py", f"--files={dataset.files[0]}"), "labels.txt to count the classes by: give their number")
 
 

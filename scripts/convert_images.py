@@ -1,0 +1,92 @@
+"""Making of an encoded image one that trains well: a JPEG in RGB or grayscale, not larger than asked for."""
+
+import io
+import warnings
+from typing import NamedTuple
+
+from PIL import Image, ImageFile, ImageOps
+
+_ORIENTATION = 0x0112  # the EXIF tag; 1 is upright
+
+warnings.simplefilter("error", Image.DecompressionBombWarning)  # over 89 million pixels: refused, as the index step does
+
+
+class UnreadableImage(Exception):  # noqa: N818 (a verdict, not an error)
+    """Raised for an image that cannot be decoded."""
+
+
+class Conversion(NamedTuple):
+    """What is done to images: see the flags of make_tfrecords.py."""
+
+    resize_shorter: int | None = None
+    quality: int = 95
+    apply_orientation: bool = False
+    check_images: bool = True
+
+
+class Converted(NamedTuple):
+    """One image: its bytes, its height and width in pixels, and what was done ("as it was", "re-encoded", ...)."""
+
+    encoded: bytes
+    height: int
+    width: int
+    notes: tuple[str, ...]
+
+
+def convert_image(encoded: bytes, conversion: Conversion) -> Converted:
+    """Returns an image as a JPEG that both backends decode.
+
+    The bytes stay as they are where they are a JPEG in RGB or grayscale that is not too large. Otherwise the image is decoded,
+    turned upright by its EXIF orientation, made RGB (transparency is dropped, as TensorFlow and DALI do), resized until its
+    shorter side is `resize_shorter`, and encoded.
+
+    Raises:
+      UnreadableImage: it cannot be decoded, or is larger than Pillow's bound.
+    """
+    try:
+        with Image.open(io.BytesIO(encoded)) as image:
+            return _convert(image, encoded, conversion)
+    except Exception as error:  # Pillow's decoders raise nearly anything over damaged bytes
+        raise UnreadableImage(str(error).partition(" <")[0] or type(error).__name__) from error
+
+
+def _convert(image: ImageFile.ImageFile, encoded: bytes, conversion: Conversion) -> Converted:
+    turned = image.getexif().get(_ORIENTATION, 1) not in (0, 1)
+    shorter = min(image.size)
+    too_large = conversion.resize_shorter is not None and shorter > conversion.resize_shorter
+    reasons = [f"{image.format} made JPEG"] if image.format not in ("JPEG", "MPO") else []
+    reasons += [f"{image.mode} made RGB"] if not reasons and image.mode not in ("RGB", "L") else []
+    reasons += [f"resized to {conversion.resize_shorter}"] if too_large else []
+    reasons += ["turned upright"] if turned and (reasons or conversion.apply_orientation) else []
+    if not reasons:
+        width, height = image.size
+        if conversion.check_images:
+            image.load()
+        return Converted(encoded, height, width, ("EXIF orientation kept",) if turned else ())
+    if too_large:
+        scale = conversion.resize_shorter / shorter
+        size = tuple(max(1, round(side * scale)) for side in image.size)
+        image.draft(None, (2 * size[0], 2 * size[1]))  # JPEGs decode faster at a fraction; twice as large loses nothing visible
+    pixels = _as_rgb(image)
+    if too_large:
+        pixels = pixels.resize(size, Image.Resampling.LANCZOS)
+    pixels = ImageOps.exif_transpose(pixels)
+    stream = io.BytesIO()
+    pixels.save(stream, "JPEG", quality=conversion.quality, icc_profile=None, exif=b"")
+    return Converted(stream.getvalue(), pixels.height, pixels.width, tuple(reasons))
+
+
+def _as_rgb(image: Image.Image) -> Image.Image:
+    """Returns an image in RGB, or in L if it is gray."""
+    if image.mode.startswith("I"):  # 16 bits a pixel: Pillow would cut off what is over 255
+        gray = image.convert("I").point(lambda value: value / 256)
+        return _keep_exif(gray.convert("L"), image)
+    if image.mode in ("RGB", "L"):
+        return image
+    gray = image.mode in ("1", "LA")
+    return image.convert("L" if gray else "RGB")
+
+
+def _keep_exif(image: Image.Image, source: Image.Image) -> Image.Image:
+    image.info.update(source.info)
+    return image
