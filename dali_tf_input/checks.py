@@ -75,7 +75,11 @@ class Checks:
         """Whether the run that made `entry` checked all that these checks ask for."""
         if LEVELS.index(entry.verified) < LEVELS.index(self.verify):
             return False
-        return all(entry.checked_by.get(name) == value for name, value in self.depends_on().items())
+        held = entry.checked_by
+        return all(
+            held.get(name) == value or (name == "decoder" and held.get(name) == "both")
+            for name, value in self.depends_on().items()
+        )
 
 
 class BadImage(Exception):  # noqa: N818 (a verdict, not an error)

@@ -39,7 +39,10 @@ def find_files(files: Path | Sequence[Path]) -> tuple[str, ...]:
         for path in paths:
             if path.endswith(INDEX_SUFFIX) or os.path.basename(path) in (MANIFEST_NAME, BAD_RECORDS_NAME):
                 continue
-            status = os.stat(path)
+            try:
+                status = os.stat(path)
+            except FileNotFoundError as error:
+                raise InputError(f"{path} is a link to a file that is not there: remove it, or put the file there.") from error
             if stat.S_ISREG(status.st_mode):
                 found.setdefault((status.st_dev, status.st_ino), path)
                 matches += 1

@@ -187,8 +187,12 @@ def _conclude(
             if on_fault:
                 on_fault(file, fault)
     refusal = None
-    if on_bad == "error" or any(state.unreadable for state in states):
-        refusal = f"{sum(reasons.values()):,} faults in {len(bad_files):,} of {sum(len(state.files) for state in states):,} files"
+    num_files = sum(len(state.files) for state in states)
+    if on_bad == "error":
+        num_faults = sum(reasons.values())
+        refusal = f"{num_faults:,} fault{'' if num_faults == 1 else 's'} in {len(bad_files):,} of {num_files:,} files"
+    elif reasons["unreadable"]:
+        refusal = f"{reasons['unreadable']:,} of {num_files:,} files cannot be read"
     elif bad_files:
         refusal = _too_many(states, max_bad_fraction)
     if not refusal:

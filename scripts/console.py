@@ -140,6 +140,11 @@ class IndexProgress:
         place = "" if fault.record is None else f"record {fault.record:,}, byte {fault.offset:,}: "
         self._console.print(f"{file}: {place}{fault.reason}: {fault.detail}", highlight=False, markup=False, soft_wrap=True)
 
+    def print_unreadable(self, file: str, fault: Fault) -> None:
+        """Prints a fault that no index can leave out."""
+        if fault.reason == "unreadable":
+            self.print_fault(file, fault)
+
 
 def format_seconds(seconds: float) -> str:
     """Returns a span of time as text: "45 s", "3 min 05 s", "2 h 10 min"."""

@@ -55,7 +55,7 @@ def main(patterns: list[str]) -> int:
                     max_bad_fraction=_MAX_BAD_FRACTION.value,
                     force=_FORCE.value,
                     num_processes=_NUM_PROCESSES.value,
-                    on_fault=progress.print_fault if _ON_BAD.value == "error" else None,
+                    on_fault=progress.print_fault if _ON_BAD.value == "error" else progress.print_unreadable,
                     on_progress=progress.update,
                 ),
                 None,
@@ -72,7 +72,10 @@ def main(patterns: list[str]) -> int:
 def remedy(patterns: list[str]) -> str:
     """Says what to do about faults."""
     if _ON_BAD.value == "skip":
-        return "Mend the files, or allow more with --max_bad_fraction. Files with faults were not indexed."
+        return (
+            "Files with faults were not indexed. Mend them (without --on_bad=skip every fault is named), or allow more with "
+            "--max_bad_fraction."
+        )
     level = f"--verify={_VERIFY.value} " if _VERIFY.value != "framing" else ""
     command = index_command(patterns, index_dir=_INDEX_DIR.value, arguments=f"{level}--on_bad=skip")
     return f"Those files were not indexed. Mend them, or leave the bad records out: {command}"

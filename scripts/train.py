@@ -2,7 +2,8 @@
 
 usage: train.py --files='path/train-*' --validation_files='path/validation-*' [--backend=auto] [--replicas=1] [...]
 
-The number of classes comes from labels.txt beside the first file (one name a line), or from --num_classes.
+The number of classes comes from --num_classes, from labels.txt beside the first file (one name a line), or from the highest label
+that the index step saw.
 """
 
 import os
@@ -45,7 +46,7 @@ def main(arguments: list[str]) -> int:
         if value is not None and value < least:
             raise InputError(f"`{name}` must be at least {least}, got {value}.")
     train_records = input_flags.dataset_spec(input_flags.FILES.value)
-    num_classes = _NUM_CLASSES.value or count_classes(train_records.files[0])
+    num_classes = _NUM_CLASSES.value or count_classes(train_records)
     enable_memory_growth()
     strategy = make_strategy(_REPLICAS.value)
     keras.utils.set_random_seed(_SEED.value)
@@ -170,11 +171,15 @@ def print_result(history: dict[str, list[float]], num_classes: int) -> None:
         print(f"validation accuracy {history['val_accuracy'][-1]:.1%}; guessing would give about {1 / num_classes:.1%}")
 
 
-def count_classes(file: str) -> int:
-    """Counts the lines of labels.txt beside `file`."""
-    path = os.path.join(os.path.dirname(file), "labels.txt")
+def count_classes(records: DatasetSpec) -> int:
+    """Counts the lines of labels.txt beside the first file; without it, as many as the highest label asks for."""
+    path = os.path.join(os.path.dirname(records.files[0]), "labels.txt")
     if not os.path.exists(path):
-        raise InputError(f"There is no {path} to count the classes by: give their number with --num_classes.")
+        if records.label_range:
+            return records.label_range[1] + 1
+        raise InputError(
+            f"There is no {path} to count the classes by: give their number with --num_classes, or index with --verify=schema."
+        )
     with open(path, encoding="utf-8") as stream:
         return sum(1 for line in stream if line.strip())
 

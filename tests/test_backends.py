@@ -21,6 +21,7 @@ from dali_tf_input import (
     TfDataOptions,
     build_index,
     dali_backend,
+    tf_data_backend,
 )
 from dali_tf_input.dataset import choose_options, make_dataset
 
@@ -284,3 +285,41 @@ def test_files_whose_names_sort_otherwise_are_numbered_by_path(tmp_path):
     for options in BACKENDS.values():
         _, labels = take(make_dataset(evaluation(dataset), options, batch_size=4), 1)
         assert labels.tolist() == [0, 1, 2, 3]
+
+
+@backends
+def test_label_offset(dataset, options):
+    """Taken from every label, after it is read; the dtype stays."""
+    spec = evaluation(dataclasses.replace(dataset, label_offset=-1000))
+    _, labels = take(make_dataset(spec, options, batch_size=24), 1)
+    assert labels.dtype == np.int64
+    assert labels.tolist() == list(range(1000, 1024))
+
+
+def test_fragments_around_what_is_left_out(tmp_path):
+    """Every way of leaving records out of a file of seven, for every division: the stretches hold its records in order."""
+    sizes = [20, 30, 16, 40, 25, 17, 50]
+    offsets = [sum(sizes[:position]) for position in range(7)]
+    whole = tmp_path / "whole.idx"
+    whole.write_text("".join(f"{offset} {size}\n" for offset, size in zip(offsets, sizes, strict=True)))
+    part = tmp_path / "part.idx"
+    for mask in range(1, 1 << 7):
+        kept = [position for position in range(7) if mask >> position & 1]
+        part.write_text("".join(f"{offsets[position]} {sizes[position]}\n" for position in kept))
+        described = DatasetSpec(
+            files=("a", "b"),
+            index_files=(str(part), str(whole)),
+            records_per_file=(len(kept), 7),
+            left_out_per_file=(7 - len(kept), 0),
+            image_key="image",
+            label_key="label",
+        )
+        records = [("a", position) for position in kept] + [("b", position) for position in range(7)]
+        for num_shards in (1, 2, 3, 5):
+            for shard_id in range(num_shards):
+                shard = Shard(shard_id, num_shards)
+                read = []
+                for file, offset, count in zip(*tf_data_backend._fragments(described, shard), strict=True):
+                    first = offsets.index(offset)
+                    read += [(file, first + number) for number in range(count)]
+                assert read == [records[position] for position in shard.records(len(records))]

@@ -10,7 +10,6 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 from conftest import image_zoo, jpeg, numbered_examples, write_tfrecord
 
@@ -589,32 +588,3 @@ def test_gzip_of_real_records(files, tmp_path):
     (tmp_path / "train-8").write_bytes(gzip.compress(Path(files[0]).read_bytes()))
     _, faults = index_with_faults(pattern(files))
     assert faults == [("train-8", None, "GZIP file")]
-
-
-@pytest.mark.parametrize("backend", ["dali_cpu", "tf_data"])
-@pytest.mark.parametrize("num_shards", [1, 3])
-def test_both_backends_skip_the_same_records(tmp_path, backend, num_shards):
-    import tensorflow as tf
-
-    from dali_tf_input import DaliOptions, InputSpec, Preprocess, Shard, TfDataOptions
-    from dali_tf_input.dataset import make_dataset
-
-    examples = numbered_examples(30)
-    for number in (0, 4, 5, 17, 29):
-        examples[number]["image/encoded"] = examples[number]["image/encoded"][:-50]
-    for position in range(3):
-        write_tfrecord(tmp_path / f"train-{position}", examples[10 * position : 10 * position + 10])
-    build_index(tmp_path / "train-?", Checks(verify="decode"), on_bad="skip", max_bad_fraction=0.5)
-    spec = InputSpec(
-        dataset=DatasetSpec.from_files(tmp_path / "train-?"), preprocess=Preprocess.for_evaluation(8), order="sequential"
-    )
-    options = {"dali_cpu": DaliOptions(device="cpu"), "tf_data": TfDataOptions()}[backend]
-    seen = []
-    for shard_id in range(num_shards):
-        shard = Shard(shard_id, num_shards)
-        count = len(shard.records(25))
-        with tf.device("CPU:0"):
-            dataset = make_dataset(spec, options, batch_size=count, shard=shard)
-            _, labels = next(iter(dataset))
-        seen += np.asarray(labels).tolist()
-    assert seen == [number for number in range(30) if number not in (0, 4, 5, 17, 29)]

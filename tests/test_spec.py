@@ -127,11 +127,7 @@ def test_from_files_with_a_stale_index(tmp_path):
 @pytest.mark.parametrize(
     ("example", "keys", "message"),
     [
-        (
-            {"image": b"x", "label": 1},
-            {"label_key": "class"},
-            "hold 'image', 'label', not the keys of TF-slim or tfds: name the two",
-        ),
+        ({"a": b"x", "b": 1}, {"image_key": "a"}, "hold 'a', 'b', not the keys of TF-slim or tfds: name the two"),
         ({"a": b"x", "b": 1}, {"image_key": "a", "label_key": "c"}, "`label_key` 'c' is not in the records, which hold 'a', 'b'"),
         ({"image/encoded": b"x"}, {}, "The records hold 'image/encoded', not the keys of TF-slim or tfds"),
         ({}, {}, "no Examples with features"),
