@@ -21,8 +21,8 @@ Decoder = Literal["both", "dali", "tf_data"]
 # Pillow's bound, above which it warns of a decompression bomb: a quarter of a gigabyte at 3 bytes a pixel.
 MAX_PIXELS = 89_478_485
 
-_MOST_DATA_BYTES = 2**31 - 1  # protobuf, and so TensorFlow and DALI, parse no larger message
-_MOST_LOOKED_AT_BYTES = 1 << 26
+_MOST_DATA_BYTES = 1 << 28  # to parse a record takes four times its size; protobuf itself ends at 2 GiB
+_MOST_LOOKED_AT = 8
 _MOST_KEYS = 1000
 _MOST_RUNS = 1000
 
@@ -97,6 +97,8 @@ def check_file(
     checks: Checks,
     *,
     decode: Decode | None,
+    crashing: dict[int, str],
+    on_decode: Callable[[int], None],
     on_fault: Callable[[Fault], None],
     on_progress: Callable[[int, int], None],
 ) -> FileEntry:
@@ -109,6 +111,8 @@ def check_file(
       index: where the lines ``offset size`` are written to.
       checks: what is checked; at "schema" and beyond with both keys.
       decode: decodes an encoded image, returns its format, height and width, or raises `BadImage`; for level "decode".
+      crashing: records not to be decoded, as doing so ended a process before: number in the file, name of the signal.
+      on_decode: called with the number of each record before it is decoded.
       on_fault: called with each fault, in the order of the file.
       on_progress: called with the number of records and of bytes gone through since it was last called, now and then.
 
@@ -119,7 +123,7 @@ def check_file(
     descriptor = os.open(file, os.O_RDONLY)
     try:
         status = os.fstat(descriptor)
-        content = _Content(checks, decode)
+        content = _Content(checks, decode, crashing, on_decode)
         crc, records, number = 0, 0, 0
         left_out, left_out_bytes = 0, 0
         progress = _Progress(on_progress)
@@ -132,8 +136,6 @@ def check_file(
                 number += 1
             else:
                 places = found
-                if places and checks.verify in ("framing", "crc") and not records:
-                    content.look_at(descriptor, places[0])
                 if checks.verify == "framing":
                     progress.add(len(places), sum(size for _, size in places))
                 else:
@@ -145,6 +147,8 @@ def check_file(
                         else:
                             places.append(place)
                         progress.add(1, place[1])
+                if not records and checks.verify in ("framing", "crc"):
+                    content.look_at_first(descriptor, places)
                 number += len(found)
             for fault in faults:
                 on_fault(fault)
@@ -200,9 +204,11 @@ class _Progress:
 class _Content:
     """Checks the data of records one by one and sums up what they hold."""
 
-    def __init__(self, checks: Checks, decode: Decode | None) -> None:
+    def __init__(self, checks: Checks, decode: Decode | None, crashing: dict[int, str], on_decode: Callable[[int], None]) -> None:
         self._checks = checks
         self._decode = decode
+        self._crashing = crashing
+        self._on_decode = on_decode
         self._depth = LEVELS.index(checks.verify)
         self.parsed = 0
         self._first_parsed = 0
@@ -212,12 +218,13 @@ class _Content:
         self._widths: Counter[int] = Counter()
         self._formats: Counter[str] = Counter()
 
-    def look_at(self, descriptor: int, place: tuple[int, int]) -> None:
-        """Notes the features of one record, if it is an Example; judges nothing, and passes over what takes long to read."""
-        data = read_data(descriptor, *place) if place[1] <= _MOST_LOOKED_AT_BYTES else None
-        if data:
+    def look_at_first(self, descriptor: int, places: list[tuple[int, int]]) -> None:
+        """Notes the features of the first record that is an Example, of a few; judges nothing."""
+        for place in places[:_MOST_LOOKED_AT]:
+            data = read_data(descriptor, *place) if place[1] <= _MOST_DATA_BYTES else None
             with contextlib.suppress(InputError):  # "schema" would say what it is
-                self._note_features(decode_example(data), 0)
+                if data and not self.parsed:
+                    self._note_features(decode_example(data), 0)
 
     def check(self, descriptor: int, place: tuple[int, int], number: int) -> Fault | None:
         """Returns what is wrong with the data of record `number` at `place` (offset, size), if anything is."""
@@ -231,7 +238,9 @@ class _Content:
                 return fault("data CRC", "the data of this record does not fit its CRC.")
             if self._depth == 1:
                 return None
-            return fault("too large", f"expected at most {_MOST_DATA_BYTES} bytes, which is what can be parsed, found {size}.")
+            return fault(
+                "too large", f"expected at most {_MOST_DATA_BYTES} bytes, which is the largest that is parsed here, found {size}."
+            )
         data = read_data(descriptor, offset, size)
         if data is None:
             return fault("data CRC", "the data of this record does not fit its CRC.")
@@ -243,6 +252,9 @@ class _Content:
         if wrong:
             return fault(*wrong)
         if self._decode:
+            if number in self._crashing:
+                return fault("crashes the decoder", f"decoding it ended the process: {self._crashing[number]}.")
+            self._on_decode(number)
             try:
                 image_format, height, width = self._decode(features[self._checks.image_key or ""][1][0])
             except BadImage as bad:

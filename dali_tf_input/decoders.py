@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from dali_tf_input.checks import BadImage, Checks, Decode
 
@@ -54,7 +54,7 @@ def read_header(encoded: bytes) -> tuple[str, int, int]:
         with Image.open(io.BytesIO(encoded)) as image:
             (width, height), kind, mode = image.size, image.format, image.mode
             transform = image.info.get("adobe_transform")
-    except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
+    except Exception as error:  # Pillow's readers raise nearly anything over damaged bytes
         raise BadImage(*_name_content(encoded, error)) from error
     kind = _NAMES.get(str(kind), kind)
     if kind == "MPO":  # a JPEG with further pictures behind it, as cameras write

@@ -1,5 +1,6 @@
 """The Example messages that TFRecord files hold, without TensorFlow."""
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,7 +50,7 @@ def _serialize(example: Any, features: Mapping[str, FeatureValue]) -> bytes:
         if isinstance(value, int):
             feature.int64_list.value.append(value)
         else:
-            feature.bytes_list.value.append(value.encode() if isinstance(value, str) else value)
+            feature.bytes_list.value.append(os.fsencode(value) if isinstance(value, str) else value)
     return bytes(example.SerializeToString(deterministic=True))
 
 

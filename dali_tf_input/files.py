@@ -34,7 +34,9 @@ def find_files(files: Path | Sequence[Path]) -> tuple[str, ...]:
         expanded = os.path.expanduser(pattern)
         if os.path.isdir(expanded):
             raise InputError(f"{pattern} is a directory: name the files in it, for example '{os.path.join(pattern, '*-of-*')}'.")
-        paths = [expanded] if os.path.exists(expanded) else glob.glob(expanded)
+        paths = (
+            [expanded] if os.path.exists(expanded) else sorted(glob.glob(expanded), key=lambda path: (os.path.islink(path), path))
+        )
         matches = 0
         for path in paths:
             if path.endswith(INDEX_SUFFIX) or os.path.basename(path) in (MANIFEST_NAME, BAD_RECORDS_NAME):
@@ -73,7 +75,7 @@ def index_dir_of(file: str, index_file: str) -> str | None:
     return None if index_file == file + INDEX_SUFFIX else os.path.dirname(index_file) or "."
 
 
-def index_command(files: Path | Sequence[Path], *, index_dir: Path | None = None, arguments: str = "") -> str:
+def index_command(files: Path | Sequence[Path], *, index_dir: Path | None = None, arguments: Sequence[str] = ()) -> str:
     """Returns the command that indexes `files`, as error messages show it: with absolute paths, as make runs elsewhere.
 
     Args:
@@ -85,14 +87,23 @@ def index_command(files: Path | Sequence[Path], *, index_dir: Path | None = None
     for pattern in _patterns(files):
         folder, name = os.path.split(_absolute(pattern))
         by_folder.setdefault(folder, []).append(name)
-    suffix = f" INDEX_DIR={_quote(_absolute(os.fspath(index_dir)))}" if index_dir else ""
-    suffix += f" ARGS={_quote(arguments)}" if arguments else ""
-    commands = []
-    for folder, names in by_folder.items():
-        if len(names) > 3:  # a long list of files: a pattern of their common start
-            names = [os.path.commonprefix(names) + "*"]  # noqa: RUF071 (of characters, as meant)
-        commands += [f"make index DATA={_quote(os.path.join(folder, name))}{suffix}" for name in names]
-    return " && ".join(commands)
+    paths = [os.path.join(folder, name) for folder, names in by_folder.items() for name in _shorten(names)]
+    index_folder = _absolute(os.fspath(index_dir)) if index_dir else ""
+    through_make = not any(set(text) & set("'$\n") for text in [*paths, index_folder, *arguments])
+    if through_make and all(argument == shlex.quote(argument) for argument in arguments):
+        suffix = f" INDEX_DIR={_quote(index_folder)}" if index_folder else ""
+        suffix += f" ARGS={_quote(' '.join(arguments))}" if arguments else ""
+        return " && ".join(f"make index DATA={_quote(path)}{suffix}" for path in paths)
+    arguments = [*arguments, f"--index_dir={index_folder}"] if index_folder else arguments  # what make would not hand on as it is
+    return shlex.join([".venv/bin/python", "scripts/index_tfrecords.py", *arguments, *paths])
+
+
+def _shorten(names: list[str]) -> list[str]:
+    """Returns a pattern for many names of one folder, where a common start makes one."""
+    start = os.path.commonprefix(names)  # noqa: RUF071 (of characters, as meant)
+    if len(names) <= 3 or not start:
+        return names
+    return [start + ("*-of-*" if all("-of-" in name[len(start) :] for name in names) else "*")]
 
 
 def _patterns(files: Path | Sequence[Path]) -> list[str]:

@@ -1,65 +1,77 @@
 """The process that goes through TFRecord files for `index.build_index`, one after another.
 
 It is told a file by a line of JSON on stdin and answers with lines of JSON on stdout: {"progress": [records, bytes]} now and
-then, at last {"entry": ...}, or {"unreadable": text}, or {"error": text} for what must end the whole run. A
+then, at last {"entry": ...}, or {"unreadable": text}, or {"error": [errno, text]} where there is no writing. A
 process of its own: decoders are C code, and what they do to it does not touch the program that called `build_index`.
 """
 
 import contextlib
 import dataclasses
-import errno
 import json
 import os
 import sys
 from typing import Any, TextIO
 
 from dali_tf_input.checks import Checks, Decode, check_file
+from dali_tf_input.staging import WRITE_ERRORS
 from dali_tf_input.tfrecord import Fault, InputError
-
-# What is wrong with the place that is written to, not with the file that is read.
-_WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 
 def serve() -> None:
     """Answers tasks until stdin ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what decoders print is no answer
-    decode: Decode | None = None
+    decoders: dict[Checks, Decode] = {}
     with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):  # who asked is gone
         for line in sys.stdin:
             task = json.loads(line)
             checks = Checks(**task["checks"])
-            if checks.verify == "decode" and decode is None:
+            if checks.verify == "decode" and checks not in decoders:
                 # Imported here because Pillow, DALI's codecs and TensorFlow take seconds, and only this level needs them.
                 from dali_tf_input.decoders import make_decode
 
-                decode = make_decode(checks)
-            _answer(answers, _run(task, checks, decode, answers))
+                decoders[checks] = make_decode(checks)
+            _answer(answers, _run(task, checks, decoders.get(checks), answers))
 
 
 def _run(task: dict[str, Any], checks: Checks, decode: Decode | None, answers: TextIO) -> dict[str, Any]:
     file = task["file"]
     try:
         with contextlib.ExitStack() as stack:
-            index = stack.enter_context(open(task["index"], "xb"))
+            index = stack.enter_context(open(task["index"], "wb"))
+            mark = stack.enter_context(open(task["mark"], "wb", buffering=0)) if decode else None
             faults: TextIO | None = None
 
             def on_fault(fault: Fault) -> None:
                 nonlocal faults
                 if faults is None:  # most files have none
-                    faults = stack.enter_context(open(task["faults"], "x", encoding="utf-8"))
+                    faults = stack.enter_context(open(task["faults"], "w", encoding="utf-8"))
                 line = {"file": os.path.basename(file), **dataclasses.asdict(fault)}
-                faults.write(json.dumps(line, ensure_ascii=False) + "\n")
+                faults.write(json.dumps(line) + "\n")
 
             def on_progress(records: int, size: int) -> None:
                 _answer(answers, {"progress": [records, size]})
 
-            entry = check_file(file, index, checks, decode=decode, on_fault=on_fault, on_progress=on_progress)
+            def on_decode(number: int) -> None:
+                if mark:  # the parent reads it if this process is struck down
+                    os.pwrite(mark.fileno(), number.to_bytes(8, "little"), 0)
+
+            crashing = {int(number): name for number, name in task["crashing"].items()}
+            entry = check_file(
+                file,
+                index,
+                checks,
+                decode=decode,
+                crashing=crashing,
+                on_decode=on_decode,
+                on_fault=on_fault,
+                on_progress=on_progress,
+            )
     except InputError as error:
         return {"unreadable": str(error)}
     except OSError as error:
-        if error.errno in _WRITE_ERRORS:
-            return {"error": f"cannot write {task['index']}: {error.strerror}"}
+        if error.errno in WRITE_ERRORS:
+            return {"error": [error.errno, error.strerror]}
         return {"unreadable": f"{file} cannot be read: {error.strerror or error}"}
     return {"entry": dataclasses.asdict(entry)}
 

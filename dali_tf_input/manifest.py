@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import google_crc32c
 
-from dali_tf_input.files import MANIFEST_NAME, index_command, index_dir_of
-from dali_tf_input.summary import LEVELS, FileEntry, summarise
+from dali_tf_input.files import MANIFEST_NAME, Path, index_command, index_dir_of
+from dali_tf_input.summary import FileEntry, summarise
 from dali_tf_input.tfrecord import InputError, record_size
 
 VERSION = 1
@@ -31,22 +31,20 @@ class Manifest:
         """Reads the manifest of `folder`; empty where there is none.
 
         Raises:
-          InputError: it is damaged, or of another version of this package.
+          InputError: it is damaged, cannot be read, or is of another version of this package.
         """
         path = os.path.join(folder, MANIFEST_NAME)
         try:
             with open(path, encoding="utf-8") as stream:
-                text = stream.read()
-        except (FileNotFoundError, NotADirectoryError):
-            return cls({})
-        try:
-            document = json.loads(text)
+                document = json.load(stream)
             if document["format"] != _FORMAT:
                 raise ValueError(f"expected format {_FORMAT!r}, found {document['format']!r}")
             if document["version"] != VERSION:
                 raise ValueError(f"expected version {VERSION}, found {document['version']}")
             return cls({name: FileEntry.from_json(values) for name, values in document["files"].items()})
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (FileNotFoundError, NotADirectoryError):
+            return cls({})
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError, OSError) as error:
             raise InputError(f"{path}: this is no index manifest of this version of dali_tf_input: {error!r}.") from error
 
     def write(self, path: str) -> None:
@@ -61,12 +59,18 @@ class Manifest:
             stream.write(json.dumps(document))  # in one go: json.dump writes piece by piece, in Python
 
 
-def read_entries(files: Sequence[str], index_files: Sequence[str]) -> list[FileEntry]:
+def read_entries(files: Sequence[str], index_files: Sequence[str], patterns: Path | Sequence[Path]) -> list[FileEntry]:
     """Returns what is known of each file, having checked that it and its index are still what was indexed.
+
+    Args:
+      files: paths of TFRecord files.
+      index_files: path of the index of each.
+      patterns: what the files were named by, for the command that mends many of them.
 
     Raises:
       InputError: a file has no index or no entry, changed since, or its index did. The text holds the command that mends it.
     """
+    index_dir = index_dir_of(files[0], index_files[0])
     manifests: dict[str, Manifest] = {}
     entries, wrong = [], []
     for file, index_file in zip(files, index_files, strict=True):
@@ -75,7 +79,7 @@ def read_entries(files: Sequence[str], index_files: Sequence[str]) -> list[FileE
             try:
                 manifests[folder] = Manifest.read(folder)
             except InputError as error:
-                raise InputError(f"{error} {_mend([file], [index_file], [])}") from error
+                raise InputError(f"{error} Index again: {index_command(patterns, index_dir=index_dir)}") from error
         entry = manifests[folder].entries.get(os.path.basename(file))
         fault = find_staleness(file, index_file, entry)
         if fault:
@@ -83,13 +87,17 @@ def read_entries(files: Sequence[str], index_files: Sequence[str]) -> list[FileE
         elif entry:
             entries.append(entry)
     if wrong:
-        first_file, first_index, fault, _ = wrong[0]
-        old = [entry for *_, entry in wrong if entry]
+        file, index_file, fault, _ = wrong[0]
         if fault == _NO_INDEX:
-            text = f"{len(wrong)} of {len(files)} files have no index, the first is {first_file}."
+            text = f"{len(wrong)} of {len(files)} files have no index, the first is {file}."
         else:
-            text = f"{first_index}: {fault}." + (f" So are {len(wrong) - 1} more." if len(wrong) > 1 else "")
-        raise InputError(f"{text} {_mend([file for file, *_ in wrong], [index for _, index, *_ in wrong], old)}")
+            text = f"{index_file}: {fault}." + (f" So are {len(wrong) - 1} more." if len(wrong) > 1 else "")
+        command = index_command(
+            [file for file, *_ in wrong] if len(wrong) <= 3 else patterns,
+            index_dir=index_dir,
+            arguments=["--on_bad=skip"] if any(entry and entry.left_out for *_, entry in wrong) else (),
+        )
+        raise InputError(f"{text} Index {'them' if fault == _NO_INDEX else 'again'}: {command}")
     return entries
 
 
@@ -109,7 +117,7 @@ def find_staleness(file: str, index_file: str, entry: FileEntry | None) -> str |
             text = stream.read()
     except FileNotFoundError:
         return _NO_INDEX
-    if google_crc32c.value(text) != entry.index_crc:
+    if google_crc32c.value(text) != entry.index_crc or text.count(b"\n") != entry.records:
         return "this index is not the one that the manifest describes"
     if not entry.records:
         return None
@@ -133,13 +141,3 @@ def read_index(index_file: str) -> list[tuple[int, int]]:
     with open(index_file, "rb") as stream:
         numbers = list(map(int, stream.read().split()))
     return list(zip(numbers[0::2], numbers[1::2], strict=True))
-
-
-def _mend(files: list[str], index_files: list[str], old: list[FileEntry]) -> str:
-    """Returns the command that indexes `files` again, as carefully as they were before."""
-    level = max((entry.verified for entry in old), key=LEVELS.index, default="framing")
-    arguments = [f"--verify={level}"] if level != "framing" else []
-    if any(entry.left_out for entry in old):
-        arguments.append("--on_bad=skip")
-    index_dir = index_dir_of(files[0], index_files[0])
-    return f"Index {'again' if old else 'them'}: {index_command(files, index_dir=index_dir, arguments=' '.join(arguments))}"

@@ -35,7 +35,7 @@ class DatasetSpec:
       image_key: feature key of the encoded image, a bytes_list of one.
       label_key: feature key of the label, an int64_list of one.
       label_offset: taken from every label as it is stored, so that classes count from 0.
-      label_range: lowest and highest label as they come out, of the records that were checked at level "schema"; else None.
+      label_range: lowest and highest label as they come out, if all files were checked at level "schema" by this key; else None.
       largest_image: (height, width) in pixels of the tallest and of the widest image, from level "decode" on; else None. DALI's
         GPU decoder sets aside memory by it.
     """
@@ -91,24 +91,30 @@ class DatasetSpec:
         """
         found = find_files(files)
         index_files = index_files_of(found, index_dir=index_dir)
-        entries = read_entries(found, index_files)
+        entries = read_entries(found, index_files, files)
         by_file = dict(zip(found, entries, strict=True))
         summary = summarise(by_file)
-        check_command = index_command(files, index_dir=index_dir, arguments="--verify=schema")
+        check_command = index_command(files, index_dir=index_dir, arguments=["--verify=schema"])
         if not summary.records:
             raise InputError(f"All {summary.left_out:,} records of these {summary.files:,} files are left out: none is sound.")
         image_key, label_key = _check_keys(
             by_file, summary.features, image_key=image_key, label_key=label_key, check_command=check_command
         )
-        label_range = None
-        if summary.labels:
-            lowest, highest = summary.labels.range
-            label_range = (lowest - label_offset, highest - label_offset)
-            if label_range[0] < 0:
-                raise InputError(
-                    f"`label_offset` must be at most the lowest label, {lowest}, got {label_offset}: it is taken from every "
-                    "label, and classes count from 0."
-                )
+        labels = [entry.labels if entry.checked_by.get("label_key") == label_key else None for entry in entries if entry.records]
+        images = [entry.images if entry.checked_by.get("image_key") == image_key else None for entry in entries if entry.records]
+        ranges = [found.range for found in labels if found]
+        lowest = min((first for first, _ in ranges), default=label_offset)
+        if lowest < label_offset:
+            raise InputError(
+                f"`label_offset` must be at most the lowest label, {lowest}, got {label_offset}: it is taken from every label, "
+                "and classes count from 0."
+            )
+        label_range, largest_image = None, None
+        if all(labels):  # what is known of a part of the files only is not known
+            label_range = (lowest - label_offset, max(last for _, last in ranges) - label_offset)
+        if all(images):
+            sizes = [found.largest_size for found in images if found]
+            largest_image = (max(height for height, _ in sizes), max(width for _, width in sizes))
         held = [position for position, entry in enumerate(entries) if entry.records]  # DALI refuses an empty index
         return cls(
             files=tuple(found[position] for position in held),
@@ -119,7 +125,7 @@ class DatasetSpec:
             label_key=label_key,
             label_offset=label_offset,
             label_range=label_range,
-            largest_image=summary.images.largest_size if summary.images else None,
+            largest_image=largest_image,
         )
 
 

@@ -5,14 +5,18 @@ leaves its staging folder behind; the kernel has then dropped the lock on it, by
 """
 
 import contextlib
+import errno
 import fcntl
 import glob
 import os
 import secrets
 import shutil
 from collections.abc import Iterator
+from types import TracebackType
 
 from dali_tf_input.tfrecord import InputError
+
+WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)  # of the place that is written to, not of what is read
 
 _PREFIX = ".staging-"
 
@@ -21,17 +25,18 @@ class Staging:
     """A hidden folder inside `folder`, locked while it is in use and removed at the end (a context manager).
 
     Raises:
-      InputError: `folder` cannot be made or written to.
+      InputError: `folder` cannot be made or written to; also later, in the body, when the disk is full. It ends in `remedy`.
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, remedy: str) -> None:
         self.folder = folder
+        self._remedy = remedy
         self._path = os.path.join(folder, f"{_PREFIX}{secrets.token_hex(8)}")
         try:
             os.makedirs(folder, exist_ok=True)
             os.mkdir(self._path)
         except OSError as error:
-            raise InputError(f"Cannot write to {os.path.abspath(folder)}: {error.strerror}. Name another folder.") from error
+            raise InputError(f"Cannot write to {os.path.abspath(folder)}: {error.strerror}. {remedy}") from error
         self._lock = os.open(self._path, os.O_RDONLY)
         _flock(self._lock, fcntl.LOCK_EX)
         for other in glob.glob(os.path.join(glob.escape(folder), _PREFIX + "*")):
@@ -41,9 +46,14 @@ class Staging:
     def __enter__(self) -> "Staging":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         shutil.rmtree(self._path, ignore_errors=True)
         os.close(self._lock)
+        if isinstance(error, OSError) and error.errno in WRITE_ERRORS:
+            raise InputError(
+                f"Cannot write to {os.path.abspath(self.folder)}: {error.strerror}. What stands there is whole. Make room, or: "
+                f"{self._remedy[0].lower()}{self._remedy[1:]}"
+            ) from error
 
     def path(self, name: str) -> str:
         """Returns where to make the file that will be called `name`."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Level = Literal["framing", "crc", "schema", "decode"]
+CHECKED_BY = ("image_key", "label_key", "label_offset", "num_classes", "decoder", "max_pixels")  # see `FileEntry`
 LEVELS: tuple[Level, ...] = ("framing", "crc", "schema", "decode")  # each one checks what the one before does, and more
 
 # Feature keys of the image and of the label, as the commonest writers of TFRecords name them.
@@ -73,6 +74,7 @@ class FileEntry:
       checked_by: what else the checking depended on (keys, label range, decoders): another run that asks for the same is spared.
       parsed: how many records' features were looked at: the first one below "schema".
       features: by key.
+      folder: absolute path of the folder of the file, if that is not the folder of the index.
       labels: from "schema" on.
       images: from "decode" on.
     """
@@ -87,24 +89,72 @@ class FileEntry:
     checked_by: dict[str, Any] = field(default_factory=dict)
     parsed: int
     features: dict[str, Feature]
+    folder: str | None = None
     labels: Labels | None = None
     images: Images | None = None
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "FileEntry":
-        """Makes an entry of what `dataclasses.asdict` and JSON made of one."""
+        """Makes an entry of what `dataclasses.asdict` and JSON made of one.
+
+        Raises:
+          ValueError, TypeError, KeyError or AttributeError: it is no such thing.
+        """
         features = {
-            key: Feature(**{**feature, "kinds": tuple(feature["kinds"]), "lengths": tuple(feature["lengths"])})
+            key: Feature(
+                kinds=tuple(map(_text, feature["kinds"])),
+                lengths=_pair(feature["lengths"]),
+                records=_count(feature["records"]),
+                first_without=None if feature["first_without"] is None else _count(feature["first_without"]),
+            )
             for key, feature in values["features"].items()
         }
         labels, images = values["labels"], values["images"]
-        if labels:
+        if labels is not None:
             runs = labels["runs"]
-            labels = Labels(range=tuple(labels["range"]), runs=runs and tuple(map(tuple, runs)), changes=labels["changes"])
-        if images:
-            sizes = {name: tuple(images[name]) for name in ("median_size", "largest_size")}
-            images = Images(formats=images["formats"], **sizes)
-        return cls(**{**values, "features": features, "labels": labels, "images": images})
+            labels = Labels(
+                range=_pair(labels["range"]),
+                runs=None if runs is None else tuple(map(_pair, runs)),
+                changes=_count(labels["changes"]),
+            )
+        if images is not None:
+            images = Images(
+                formats={_text(name): _count(count) for name, count in images["formats"].items()},
+                median_size=_pair(images["median_size"]),
+                largest_size=_pair(images["largest_size"]),
+            )
+        if values["verified"] not in LEVELS:
+            raise ValueError(f"expected one of {LEVELS}, found {values['verified']!r}")
+        counts = {
+            name: _count(values[name])
+            for name in ("size", "mtime_ns", "records", "left_out", "left_out_bytes", "index_crc", "parsed")
+        }
+        return cls(
+            **counts,
+            verified=values["verified"],
+            checked_by={_text(name): value for name, value in values["checked_by"].items() if name in CHECKED_BY},
+            folder=None if values["folder"] is None else _text(values["folder"]),
+            features=features,
+            labels=labels,
+            images=images,
+        )
+
+
+def _count(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"expected an integer, found {value!r}")
+    return value
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"expected text, found {value!r}")
+    return value
+
+
+def _pair(values: Any) -> tuple[int, int]:
+    first, second = values
+    return _count(first), _count(second)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -253,11 +253,13 @@ def _find_header(descriptor: int, start: int, file_size: int) -> int:
     position = start
     while position + FRAME_SIZE <= file_size:
         chunk = os.pread(descriptor, _CHUNK_BYTES, position)
+        if len(chunk) < HEADER_SIZE:
+            break  # the file was cut short meanwhile
         for candidate in _candidates(chunk):
             size = _size_of(chunk[candidate : candidate + HEADER_SIZE])
             if size is not None and position + candidate + size <= file_size:
                 return position + candidate
-        position += max(1, len(chunk) - HEADER_SIZE + 1)
+        position += len(chunk) - HEADER_SIZE + 1
     return file_size
 
 

@@ -1,5 +1,7 @@
 """Worker processes that go through files: started, told what to do, and buried when they die."""
 
+import contextlib
+import dataclasses
 import json
 import os
 import queue
@@ -15,35 +17,42 @@ from typing import IO, Any
 from dali_tf_input.tfrecord import InputError
 
 # A plain command, so that it does not matter what the calling program is, has imported, or guards by __name__.
+_PATH = [os.path.abspath(entry) for entry in sys.path]  # now: the caller may change its folder
+_CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)  # a process's own doing
 _CODE = "import sys; sys.path[:] = sys.argv[1:]; from dali_tf_input.index_worker import serve; serve()"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One file to go through, and where its index and the list of its faults are to be made."""
+    """One file to go through: by which `checks.Checks` (its fields), and where to make its index and the list of its faults.
+
+    The file `mark` is to hold the number of the record that is being decoded.
+    """
 
     file: str
     index: str
     faults: str
+    mark: str
+    checks: dict[str, Any]
 
 
 def run_jobs(
-    jobs: Sequence[Job], checks: dict[str, Any], num_processes: int, on_progress: Callable[[int, int], None]
+    jobs: Sequence[Job], num_processes: int, on_progress: Callable[[int, int], None]
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Runs `jobs` in up to `num_processes` processes.
 
     Args:
       jobs: what to do.
-      checks: the fields of `checks.Checks`.
       num_processes: how many at most; no more are started than there are jobs.
       on_progress: called with records and bytes gone through since its last call, by any thread.
 
     Yields:
-      (number of the job, answer of `index_worker`), in the order they are done. A process that is killed by a signal answers
-      {"unreadable": ...}, and another one goes on.
+      (number of the job, answer of `index_worker`), in the order they are done. Where decoding a record crashes a process,
+      another one goes through the file without it. A process that is killed otherwise answers {"unreadable": ...}, and another
+      one goes on.
 
     Raises:
-      InputError: a process ended otherwise: something is missing in this installation.
+      InputError: a process ended with an error: something is missing in this installation.
       OSError: what is made cannot be written.
     """
     todo: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -61,10 +70,14 @@ def run_jobs(
                     number = todo.get_nowait()
                 except queue.Empty:
                     break
-                if worker is None or worker.is_dead:
-                    worker = _Worker()
-                    workers.append(worker)
-                done.put((number, worker.run(jobs[number], checks, on_progress)))
+                crashing: dict[int, str] = {}
+                answer = None
+                while answer is None:
+                    if worker is None or worker.is_dead:
+                        worker = _Worker()
+                        workers.append(worker)
+                    answer = worker.run(jobs[number], crashing, on_progress)
+                done.put((number, answer))
         except BaseException as error:
             done.put(error)
         finally:
@@ -80,7 +93,7 @@ def run_jobs(
             if isinstance(answer, BaseException):
                 raise answer
             if "error" in answer[1]:
-                raise OSError(answer[1]["error"])
+                raise OSError(*answer[1]["error"])
             yield answer
     finally:
         stopped.set()
@@ -97,7 +110,7 @@ class _Worker:
         self.is_dead = False
         self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `close`)
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _CODE, *sys.path],
+            [sys.executable, "-c", _CODE, *_PATH],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
@@ -105,26 +118,38 @@ class _Worker:
             env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"},
         )
 
-    def run(self, job: Job, checks: dict[str, Any], on_progress: Callable[[int, int], None]) -> dict[str, Any]:
-        task = {"file": job.file, "index": job.index, "faults": job.faults, "checks": checks}
+    def run(self, job: Job, crashing: dict[int, str], on_progress: Callable[[int, int], None]) -> dict[str, Any] | None:
+        """Returns the answer to a job; None if the process crashed over a record, which is added to `crashing`."""
         assert self._process.stdin and self._process.stdout
-        try:
-            self._process.stdin.write(json.dumps(task).encode() + b"\n")
+        with contextlib.suppress(BrokenPipeError):  # it died; how, its exit status says
+            self._process.stdin.write(json.dumps({**dataclasses.asdict(job), "crashing": crashing}).encode() + b"\n")
             self._process.stdin.flush()
             for line in self._process.stdout:
-                answer: dict[str, Any] = json.loads(line)
+                try:
+                    answer: dict[str, Any] = json.loads(line)
+                except ValueError:
+                    self.kill()
+                    raise InputError(
+                        f"The indexing process answered {line[:80]!r}: is a module shadowed in {os.getcwd()}?"
+                    ) from None
                 if "progress" not in answer:
                     return answer
                 on_progress(*answer["progress"])
-        except BrokenPipeError:
-            pass  # it died; how, its exit status says
         self.is_dead = True
         status = self._process.wait()
-        if status < 0:
-            return {"unreadable": f"{job.file}: the process that went through it was ended by {signal.Signals(-status).name}."}
-        self._stderr.seek(0)
-        last_words = self._stderr.read().decode(errors="replace").strip().splitlines()[-1:]
-        raise InputError(f"The indexing process stopped at {job.file}: {' '.join(last_words) or f'exit status {status}'}")
+        if status >= 0:
+            self._stderr.seek(0)
+            last_words = self._stderr.read().decode(errors="replace").strip().splitlines()[-1:]
+            raise InputError(f"The indexing process stopped at {job.file}: {' '.join(last_words) or f'exit status {status}'}")
+        name = signal.Signals(-status).name
+        if -status in _CRASHES and os.path.exists(job.mark) and os.path.getsize(job.mark) == 8:
+            with open(job.mark, "rb") as stream:
+                number = int.from_bytes(stream.read(), "little")
+            os.unlink(job.mark)
+            if number not in crashing:
+                crashing[number] = name
+                return None
+        return {"unreadable": f"{job.file}: the process that went through it was ended by {name}."}
 
     def close(self) -> None:
         if self._process.stdin:

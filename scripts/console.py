@@ -1,7 +1,9 @@
 """What the scripts share: how they start, fail, and print."""
 
 import contextlib
+import ctypes
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -16,6 +18,7 @@ from rich.table import Table
 from dali_tf_input import Fault, InputError
 from dali_tf_input.index import Progress as IndexState
 
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _SECONDS_BETWEEN_LINES = 10  # of progress where there is no terminal
 
 
@@ -68,6 +71,11 @@ def quiet_stderr() -> Iterator[None]:
             sys.stderr.flush()
             os.dup2(kept, 2)
             os.close(kept)
+
+
+def die_with_parent() -> None:
+    """Has the kernel kill this process when the one that started it is gone, however it went."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

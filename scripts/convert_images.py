@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from PIL import Image, ImageFile, ImageOps
 
+_MOST_JPEG_PIXELS = 65535
 _ORIENTATION = 0x0112  # the EXIF tag; 1 is upright
 
 warnings.simplefilter("error", Image.DecompressionBombWarning)  # over 89 million pixels: refused, as the index step does
@@ -71,6 +72,10 @@ def _convert(image: ImageFile.ImageFile, encoded: bytes, conversion: Conversion)
     if too_large:
         pixels = pixels.resize(size, Image.Resampling.LANCZOS)
     pixels = ImageOps.exif_transpose(pixels)
+    if max(pixels.size) > _MOST_JPEG_PIXELS:
+        raise ValueError(
+            f"{pixels.width}x{pixels.height}: a JPEG holds {_MOST_JPEG_PIXELS} pixels each way; see --resize_shorter"
+        )
     stream = io.BytesIO()
     pixels.save(stream, "JPEG", quality=conversion.quality, icc_profile=None, exif=b"")
     return Converted(stream.getvalue(), pixels.height, pixels.width, tuple(reasons))
@@ -78,6 +83,8 @@ def _convert(image: ImageFile.ImageFile, encoded: bytes, conversion: Conversion)
 
 def _as_rgb(image: Image.Image) -> Image.Image:
     """Returns an image in RGB, or in L if it is gray."""
+    if image.mode == "F" or (image.mode == "I" and image.format != "PNG"):
+        raise ValueError(f"pixels of mode {image.mode}, whose range nothing tells")
     if image.mode.startswith("I"):  # 16 bits a pixel: Pillow would cut off what is over 255
         gray = image.convert("I").point(lambda value: value / 256)
         return _keep_exif(gray.convert("L"), image)

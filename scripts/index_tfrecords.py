@@ -33,6 +33,8 @@ _DECODER = flags.DEFINE_enum("decoder", "both", ["both", "dali", "tf_data"], "Wh
 _MAX_PIXELS = flags.DEFINE_integer("max_pixels", MAX_PIXELS, "Height times width above which an image is bad.")
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Processes that go through files; one for each core by default.")
 
+_CHECKS = (_VERIFY, _MAX_BAD_FRACTION, _IMAGE_KEY, _LABEL_KEY, _LABEL_OFFSET, _NUM_CLASSES, _DECODER, _MAX_PIXELS)
+
 
 def main(patterns: list[str]) -> int:
     checks = Checks(
@@ -73,11 +75,12 @@ def remedy(patterns: list[str]) -> str:
     """Says what to do about faults."""
     if _ON_BAD.value == "skip":
         return (
-            "Files with faults were not indexed. Mend them (without --on_bad=skip every fault is named), or allow more with "
-            "--max_bad_fraction."
+            f"The faults of files that are indexed stand in {BAD_RECORDS_NAME}; --on_bad=error names those of the others. "
+            "Mend the files, or allow more with --max_bad_fraction."
         )
-    level = f"--verify={_VERIFY.value} " if _VERIFY.value != "framing" else ""
-    command = index_command(patterns, index_dir=_INDEX_DIR.value, arguments=f"{level}--on_bad=skip")
+    flags_given = [flag for flag in _CHECKS if flag.value != flag.default]
+    arguments = [*(f"--{flag.name}={flag.value}" for flag in flags_given), "--on_bad=skip"]
+    command = index_command(patterns, index_dir=_INDEX_DIR.value, arguments=arguments)
     return f"Those files were not indexed. Mend them, or leave the bad records out: {command}"
 
 

@@ -14,6 +14,7 @@ features of TFRecords are kept as they are.
 
 import array
 import functools
+import json
 import os
 import random
 import tempfile
@@ -29,7 +30,7 @@ from dali_tf_input.tfrecord import read_data
 from tfrecord_files import LABELS_NAME, Record, Split, check_folder, image_features, print_written, write_splits
 
 _VALIDATION_FRACTION = flags.DEFINE_float(
-    "validation_fraction", None, "Part that is kept for validation: of each class, 0.1 by default; from TFRecords of all, 0."
+    "validation_fraction", None, "Part of each class kept for validation, by default 0.1; TFRecords keep their splits by default."
 )
 _NUM_FILES = flags.DEFINE_integer("num_files", None, "Files of the train split; by default as many as make them about 150 MB.")
 _NUM_VALIDATION_FILES = flags.DEFINE_integer("num_validation_files", None, "Files of the validation split; as above.")
@@ -60,7 +61,7 @@ def main(arguments: list[str]) -> int:
         catalogue = os.path.join(folder, "catalogue")
         if os.path.isdir(os.path.expanduser(source)):
             labels = find_classes(source)
-            groups = list_images(source, labels, catalogue)
+            groups, kept = list_images(source, labels, catalogue), array.array("Q")
             make_record = functools.partial(record_of_image, catalogue, conversion)
             fraction = 0.1 if _VALIDATION_FRACTION.value is None else _VALIDATION_FRACTION.value
         else:
@@ -68,10 +69,15 @@ def main(arguments: list[str]) -> int:
                 source, index_dir=_INDEX_DIR.value, image_key=_IMAGE_KEY.value, label_key=_LABEL_KEY.value
             )
             labels = read_labels(dataset)
-            groups = list_records(dataset, catalogue)
+            check_source(dataset, out)
+            train, validation = list_records(dataset, catalogue)
             make_record = functools.partial(record_of_record, catalogue, conversion, dataset.image_key)
-            fraction = _VALIDATION_FRACTION.value or 0.0
-        train, validation = split_items(groups, validation_fraction=fraction, seed=_SEED.value)
+            fraction = _VALIDATION_FRACTION.value
+            if fraction is None and train and validation:
+                groups, kept = [train], validation  # the splits stay what they are
+            else:
+                groups, kept = [train + validation], array.array("Q")
+        train, validation = split_items(groups, kept, validation_fraction=fraction or 0.0, seed=_SEED.value)
         splits = [Split(name="train", items=train, num_files=_NUM_FILES.value)]
         if validation:
             splits.append(Split(name="validation", items=validation, num_files=_NUM_VALIDATION_FILES.value))
@@ -98,13 +104,18 @@ def find_classes(image_root: str) -> list[str]:
     class_names = sorted(
         entry.name for entry in os.scandir(os.path.expanduser(image_root)) if entry.is_dir() and not entry.name.startswith(".")
     )
+    broken = [name for name in class_names if "\n" in name]
+    if broken:
+        raise InputError(
+            f"{broken[0]!r}: a line break in the name of a class, which {LABELS_NAME} cannot hold: rename the folder."
+        )
     if not class_names:
         raise InputError(f"{image_root} has no sub-folders: put the images of each class into one of its own.")
     return class_names
 
 
 def list_images(image_root: str, class_names: list[str], catalogue: str) -> list[array.array]:
-    """Writes a line `label path` for each image, sorted, to the file `catalogue`; returns where the lines of each class start.
+    """Writes a line [label, path] for each image, sorted, to the file `catalogue`; returns where the lines of each class start.
 
     A line's place is all that is kept in memory of an image: 8 bytes.
     """
@@ -118,10 +129,8 @@ def list_images(image_root: str, class_names: list[str], catalogue: str) -> list
                 if not name.lower().endswith(_SUFFIXES) or name.startswith("."):
                     passed_over += 1
                     continue
-                if "\n" in name:
-                    raise InputError(f"{os.path.join(folder, name)!r}: a line break in the name of an image: rename it.")
                 places.append(stream.tell())
-                stream.write(f"{label} ".encode() + os.fsencode(os.path.join(folder, name)) + b"\n")
+                stream.write(json.dumps([label, os.path.join(folder, name)]).encode() + b"\n")
             if not places:
                 raise InputError(f"{folder} holds no file that ends in {', '.join(_SUFFIXES)}: remove it, or fill it.")
             groups.append(places)
@@ -130,15 +139,20 @@ def list_images(image_root: str, class_names: list[str], catalogue: str) -> list
     return groups
 
 
-def list_records(dataset: DatasetSpec, catalogue: str) -> list[array.array]:
-    """Writes a line `offset size path` for each record to the file `catalogue`; returns, as one group, where the lines start."""
-    places = array.array("Q")
+def list_records(dataset: DatasetSpec, catalogue: str) -> tuple[array.array, array.array]:
+    """Writes a line [offset, size, path] for each record to the file `catalogue`.
+
+    Returns:
+      Where the lines start: of records of training, and of those in files that are called validation-*.
+    """
+    train, validation = array.array("Q"), array.array("Q")
     with open(catalogue, "xb") as stream:
         for file, index_file in zip(dataset.files, dataset.index_files, strict=True):
+            places = validation if os.path.basename(file).startswith("validation-") else train
             for offset, size in read_index(index_file):
                 places.append(stream.tell())
-                stream.write(f"{offset} {size} ".encode() + os.fsencode(file) + b"\n")
-    return [places]
+                stream.write(json.dumps([offset, size, file]).encode() + b"\n")
+    return train, validation
 
 
 def read_labels(dataset: DatasetSpec) -> list[str] | None:
@@ -150,13 +164,22 @@ def read_labels(dataset: DatasetSpec) -> list[str] | None:
         return stream.read().splitlines()
 
 
-def split_items(groups: list[array.array], *, validation_fraction: float, seed: int) -> tuple[array.array, array.array]:
+def check_source(dataset: DatasetSpec, out: str) -> None:
+    """Refuses to replace the folder that the records are read from, which may hold others beside them."""
+    folder = os.path.realpath(os.path.expanduser(out))
+    if any(os.path.realpath(os.path.dirname(file)) == folder for file in dataset.files):
+        raise InputError(f"{out} holds the TFRecords that are to be read: name another folder to write to.")
+
+
+def split_items(
+    groups: list[array.array], kept: array.array, *, validation_fraction: float, seed: int
+) -> tuple[array.array, array.array]:
     """Shuffles; returns the items of the train split and of the validation split.
 
-    Validation gets the nearest whole number to `validation_fraction` of each group, but never the whole group.
+    Validation gets `kept`, and the nearest whole number to `validation_fraction` of each group, but never the whole group.
     """
     generator = random.Random(seed)
-    train, validation = array.array("Q"), array.array("Q")
+    train, validation = array.array("Q"), kept[:]
     for items in groups:
         generator.shuffle(items)
         count = min(round(len(items) * validation_fraction), len(items) - 1)
@@ -169,16 +192,15 @@ def split_items(groups: list[array.array], *, validation_fraction: float, seed: 
 
 def record_of_image(catalogue: str, conversion: Conversion, place: int) -> Record:
     """Reads one image; its class is the name of its folder."""
-    label, _, path = read_line(catalogue, place).partition(b" ")
-    name = os.fsdecode(path)
+    label, name = read_line(catalogue, place)
     try:
-        with open(path, "rb") as stream:
+        with open(name, "rb") as stream:
             image = convert_image(stream.read(), conversion)
     except (UnreadableImage, OSError) as error:
         return Record(None, name, (str(error),))
     features = image_features(
         encoded=image.encoded,
-        label=int(label),
+        label=label,
         text=os.path.basename(os.path.dirname(name)),
         height=image.height,
         width=image.width,
@@ -189,11 +211,11 @@ def record_of_image(catalogue: str, conversion: Conversion, place: int) -> Recor
 
 def record_of_record(catalogue: str, conversion: Conversion, image_key: str, place: int) -> Record:
     """Reads one record; changes of its features only those of the image, and only if that is encoded anew."""
-    offset, size, path = read_line(catalogue, place).split(b" ", 2)
-    source = f"{os.fsdecode(path)} at byte {int(offset)}"
+    offset, size, path = read_line(catalogue, place)
+    source = f"{path} at byte {offset}"
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        data = read_data(descriptor, int(offset), int(size))
+        data = read_data(descriptor, offset, size)
     finally:
         os.close(descriptor)
     if data is None:
@@ -211,11 +233,11 @@ def record_of_record(catalogue: str, conversion: Conversion, image_key: str, pla
     return Record(data, source, image.notes)
 
 
-def read_line(catalogue: str, place: int) -> bytes:
-    """Returns the line of the catalogue that starts at byte `place`."""
+def read_line(catalogue: str, place: int) -> list:
+    """Returns what the line of the catalogue holds that starts at byte `place`."""
     with open(catalogue, "rb") as stream:
         stream.seek(place)
-        return stream.readline().rstrip(b"\n")
+        return json.loads(stream.readline())
 
 
 if __name__ == "__main__":

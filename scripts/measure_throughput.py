@@ -6,11 +6,9 @@ Prints a line of JSON when the first batch is there. Then, for each line `SECOND
 window and prints it as a line of JSON. Ends with its standard input.
 """
 
-import ctypes
 import dataclasses
 import json
 import resource
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -21,8 +19,6 @@ from absl import flags
 import console
 from backends import BATCH_SIZE, ROWS, training_spec
 from dali_tf_input import DaliOptions, InputError, InputSpec, Shard, measure
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 _BACKEND = flags.DEFINE_enum("backend", None, list(ROWS), "What to measure.", required=True)
 
@@ -56,7 +52,7 @@ def bare_batches(spec: InputSpec, options: DaliOptions, *, batch_size: int) -> I
 def main(arguments: list[str]) -> int:
     if arguments:
         raise InputError(f"Unknown arguments: {' '.join(arguments)}.")
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # compare_throughput.py may die while this process is stopped
+    console.die_with_parent()  # compare_throughput.py may die while this process is stopped
     spec = training_spec()
     console.import_tensorflow()
     from dali_tf_input.distribute import enable_memory_growth

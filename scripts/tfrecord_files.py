@@ -1,14 +1,16 @@
 """Writing sets of TFRecord files, in parallel and whole or not at all, for the scripts that make them."""
 
 import collections
+import glob
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rich import filesize
@@ -16,12 +18,13 @@ from rich import filesize
 import console
 from dali_tf_input import InputError
 from dali_tf_input.example import FeatureValue
-from dali_tf_input.files import BAD_RECORDS_NAME, MANIFEST_NAME
+from dali_tf_input.files import BAD_RECORDS_NAME, MANIFEST_NAME, index_command
 from dali_tf_input.staging import Staging
 from dali_tf_input.tfrecord import frame_record
 
 LABELS_NAME = "labels.txt"
 UNREADABLE_NAME = "unreadable_images.jsonl"
+_OUR_FILE = re.compile(r"(train|validation)-\d{5}-of-\d{5}(\.idx)?")
 
 # Bytes of a file where their number is not given: the middle of the 100 to 200 MB that TensorFlow's guide to TFRecords advises.
 _FILE_BYTES = 150_000_000
@@ -50,15 +53,15 @@ class Record(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Written:
     """What `write_splits` did: files, bytes, records of each split, how often each note was made, how many were left out."""
 
-    num_files: int
-    size: int
-    records: dict[str, int]
-    notes: collections.Counter[str]
-    left_out: int
+    num_files: int = 0
+    size: int = 0
+    records: dict[str, int] = field(default_factory=dict)
+    notes: collections.Counter[str] = field(default_factory=collections.Counter)
+    left_out: int = 0
 
 
 def image_features(*, encoded: bytes, label: int, text: str, height: int, width: int, filename: str) -> dict[str, FeatureValue]:
@@ -97,7 +100,7 @@ def write_splits(
       overwrite: replace a `folder` that holds such a set already.
 
     Raises:
-      InputError: a split has fewer items than files, or no readable ones for a file, or `folder` must not be written to.
+      InputError: a split has fewer items than files, no image of the train split can be read, or `folder` must not be written to.
     """
     folder = os.path.abspath(os.path.expanduser(folder))
     for split in splits:
@@ -106,47 +109,58 @@ def write_splits(
                 f"{len(split.items)} {split.name} images cannot fill {split.num_files} files: ask for 1 to {len(split.items)}."
             )
     check_folder(folder, overwrite=overwrite)
-    records, notes, left_out, size, total_files = {}, collections.Counter(), 0, 0, 0
-    with Staging(os.path.dirname(folder)) as staging:
+    with Staging(os.path.dirname(folder), "Name another folder.") as staging:
         made = staging.path("set")
         os.mkdir(made)
-        with (
-            ProcessPoolExecutor(num_processes or len(os.sched_getaffinity(0))) as pool,
-            open(os.path.join(made, UNREADABLE_NAME), "x", encoding="utf-8") as unreadable,
-        ):
+        with ProcessPoolExecutor(num_processes or len(os.sched_getaffinity(0)), initializer=console.die_with_parent) as pool:
+            written = Written()
             for split in splits:
-                num_files = split.num_files or _choose_num_files(pool, split.items, make_record)
-                total_files += num_files
-                count = len(split.items)
-                ends = [count * (file_id + 1) // num_files for file_id in range(num_files)]
-                made_records = console.progress(
-                    _in_order(pool, split.items, make_record), what=f"writing {split.name}", total=count
-                )
-                position, records[split.name] = 0, 0
-                for name, end in zip(split.names(num_files), ends, strict=True):
-                    with open(os.path.join(made, name), "xb") as stream:
-                        for record in _take(made_records, end - position):
-                            notes.update(record.notes if record.data is not None else ())
-                            if record.data is None:
-                                left_out += 1
-                                line = {"image": record.source, "reason": " ".join(record.notes)}
-                                unreadable.write(json.dumps(line, ensure_ascii=False) + "\n")
-                                continue
-                            stream.write(frame_record(record.data))
-                            records[split.name] += 1
-                        if stream.tell() == 0:
-                            raise InputError(
-                                f"Not one of the {end - position} images of {name} can be read: {record.source}, ..."
-                            )
-                        size += stream.tell()
-                    position = end
-        if not left_out:
-            os.unlink(os.path.join(made, UNREADABLE_NAME))
+                _write_split(pool, made, split, make_record, written)
         if labels is not None:
-            with open(os.path.join(made, LABELS_NAME), "x", encoding="utf-8") as stream:
+            with open(os.path.join(made, LABELS_NAME), "x", encoding="utf-8", errors="surrogateescape") as stream:
                 stream.writelines(f"{name}\n" for name in labels)
         _put_in_place(staging, folder)
-    return Written(num_files=total_files, size=size, records=records, notes=notes, left_out=left_out)
+    return written
+
+
+def _write_split(
+    pool: ProcessPoolExecutor, folder: str, split: Split, make_record: Callable[[Any], Record], written: Written
+) -> None:
+    """Writes the files of one split and adds to `written`. A file of which not one image can be read is left out."""
+    num_files = split.num_files or _choose_num_files(pool, split.items, make_record)
+    count = len(split.items)
+    records = console.progress(_in_order(pool, split.items, make_record), what=f"writing {split.name}", total=count)
+    written.records[split.name] = 0
+    paths, start = [], 0
+    for file_id in range(num_files):
+        end = count * (file_id + 1) // num_files
+        path = os.path.join(folder, f"{split.name}-{file_id}")
+        with open(path, "xb") as stream:
+            for _ in range(start, end):
+                record = next(records)
+                if record.data is None:
+                    _list_unreadable(folder, record)
+                    written.left_out += 1
+                else:
+                    stream.write(frame_record(record.data))
+                    written.notes.update(record.notes)
+                    written.records[split.name] += 1
+        start = end
+        if os.path.getsize(path):
+            paths.append(path)
+        else:
+            os.unlink(path)
+    if not paths and split.name == "train":
+        raise InputError(f"Not one of the {count:,} images can be read; the last is {record.source}: {record.notes[0]}.")
+    for path, name in zip(paths, split.names(len(paths)), strict=True):
+        written.size += os.path.getsize(path)
+        os.replace(path, os.path.join(folder, name))
+    written.num_files += len(paths)
+
+
+def _list_unreadable(folder: str, record: Record) -> None:
+    with open(os.path.join(folder, UNREADABLE_NAME), "a", encoding="utf-8") as stream:
+        stream.write(json.dumps({"image": record.source, "reason": " ".join(record.notes)}) + "\n")
 
 
 def check_folder(folder: str, *, overwrite: bool) -> None:
@@ -163,7 +177,11 @@ def check_folder(folder: str, *, overwrite: bool) -> None:
         raise InputError(f"{folder} is no folder: name another one.")
     names = os.listdir(folder)
     ours = (LABELS_NAME, UNREADABLE_NAME, MANIFEST_NAME, BAD_RECORDS_NAME, ".complete")
-    foreign = [name for name in names if not (name in ours or name.startswith(("train-", "validation-")))]
+    foreign = [
+        name
+        for name in names
+        if not (name in ours or _OUR_FILE.fullmatch(name)) or not os.path.isfile(os.path.join(folder, name))
+    ]
     if foreign:
         raise InputError(f"{folder} holds {foreign[0]}, which is no part of such a set: name a new folder.")
     if names and not overwrite:
@@ -181,7 +199,7 @@ def print_written(folder: str, written: Written, num_classes: int | None) -> Non
         where = os.path.join(folder, UNREADABLE_NAME)
         rows.append(("left out", f"{console.count(written.left_out, 'image')} that cannot be read, listed in {where}"))
     console.print_rows(rows)
-    print(f"next: make index DATA='{os.path.join(folder, '*-of-*')}'")
+    print(f"next: {index_command(os.path.join(folder, '*-of-*'))}")
 
 
 def _in_order(pool: ProcessPoolExecutor, items: Sequence[Any], make_record: Callable[[Any], Record]) -> Iterator[Record]:
@@ -209,11 +227,6 @@ def _make_chunk(make_record: Callable[[Any], Record], items: Sequence[Any]) -> l
     return [make_record(item) for item in items]
 
 
-def _take(records: Iterator[Record], count: int) -> Iterator[Record]:
-    for _ in range(count):
-        yield next(records)
-
-
 def _choose_num_files(pool: ProcessPoolExecutor, items: Sequence[Any], make_record: Callable[[Any], Record]) -> int:
     """Returns the number of files that makes them 100 to 200 MB large, by the records of items from all over the set."""
     step = max(1, len(items) // _SAMPLED_ITEMS)
@@ -224,10 +237,9 @@ def _choose_num_files(pool: ProcessPoolExecutor, items: Sequence[Any], make_reco
 
 def _put_in_place(staging: Staging, folder: str) -> None:
     """Moves the finished set to `folder`. An earlier set goes aside first: killed in between, there are two whole ones."""
-    earlier = None
     if os.path.isdir(folder) and os.listdir(folder):
-        earlier = f"{folder}.replaced-{secrets.token_hex(4)}"
-        os.replace(folder, earlier)
+        os.replace(folder, f"{folder}.replaced-{secrets.token_hex(4)}")
     staging.place("set", folder)
-    if earlier:
-        shutil.rmtree(earlier)
+    for path in glob.glob(glob.escape(folder) + ".replaced-*"):  # that of this run, and of runs that were killed here
+        if re.fullmatch(r".*\.replaced-[0-9a-f]{8}", path, re.DOTALL):
+            shutil.rmtree(path)

@@ -15,7 +15,7 @@ import pytest
 from conftest import ROOT, SCRIPTS, image_zoo, jpeg, numbered_examples, write_tfrecord
 from PIL import Image
 
-from dali_tf_input import DatasetSpec
+from dali_tf_input import DatasetSpec, InputError
 from dali_tf_input.example import decode_example
 from dali_tf_input.tfrecord import read_record, scan_records
 
@@ -336,6 +336,128 @@ def test_make_tfrecords_from_tfrecords(tmp_path):
         assert min(image.size) == min(32, *original.size)
         assert record["note"][1][0].decode() == f"record {record['image/class/label'][1][0]}"
         assert record["image/height"][1][0] == (image.height if min(original.size) > 32 else -1)
+
+
+def test_tfrecords_keep_their_splits(tmp_path, photos):
+    assert run("make_tfrecords.py", "--validation_fraction=0.3", photos, tmp_path / "old").returncode == 0
+    assert run("index_tfrecords.py", f"{tmp_path}/old/*-of-*").returncode == 0
+    process = run("make_tfrecords.py", "--num_files=2", f"{tmp_path}/old/*-of-*", tmp_path / "new")
+    assert (rows(process.stdout)["train"], rows(process.stdout)["validation"]) == ("13 images", "5 images")
+
+    def names(folder, split):
+        records = [record for path in (tmp_path / folder).glob(f"{split}-*-of-?????") for record in read_features(path)]
+        return sorted((record["image/class/text"][1][0], record["image/filename"][1][0]) for record in records)
+
+    for split in ("train", "validation"):
+        assert names("old", split) == names("new", split)
+    process = run("make_tfrecords.py", "--validation_fraction=0.5", f"{tmp_path}/old/*-of-*", tmp_path / "again")
+    assert (rows(process.stdout)["train"], rows(process.stdout)["validation"]) == ("9 images", "9 images")
+    process = run("make_tfrecords.py", "--overwrite", f"{tmp_path}/old/train-*", tmp_path / "old")
+    fails(process, f"{tmp_path}/old holds the TFRecords that are to be read")
+
+
+def test_make_tfrecords_never_takes_away_what_is_not_its_own(tmp_path, photos):
+    assert run("make_tfrecords.py", photos, tmp_path / "out").returncode == 0
+    (tmp_path / "out" / "train-notes.md").write_text("mine")
+    fails(
+        run("make_tfrecords.py", "--overwrite", photos, tmp_path / "out"), "holds train-notes.md, which is no part of such a set"
+    )
+    os.unlink(tmp_path / "out" / "train-notes.md")
+    (tmp_path / "out" / "train-00000-of-00009").mkdir()
+    fails(run("make_tfrecords.py", "--overwrite", photos, tmp_path / "out"), "holds train-00000-of-00009, which is no part")
+
+
+def test_make_tfrecords_of_odd_names_and_depths(tmp_path):
+    """Bytes that are no UTF-8 and line breaks in names; pixels whose range nothing tells are left out, not made black."""
+    root = os.fsencode(tmp_path / "photos")
+    for folder, name in ((b"c\xff", b"a\xff.jpg"), (b"c\xff", b"a\nb.jpg"), (b"d", b"bad\xff.jpg"), (b"d", b"good.jpg")):
+        os.makedirs(os.path.join(root, folder), exist_ok=True)
+        Path(os.fsdecode(os.path.join(root, folder, name))).write_bytes(b"x" if name.startswith(b"bad") else jpeg(9, 9))
+    Image.fromarray(np.ones((9, 9), np.float32)).save(tmp_path / "photos" / "d" / "float.tif")
+    Image.fromarray(np.ones((9, 9), np.int32)).save(tmp_path / "photos" / "d" / "integer.tif")
+    Image.new("1", (70_000, 1)).save(tmp_path / "photos" / "d" / "wide.png")
+    process = run("make_tfrecords.py", "--validation_fraction=0", tmp_path / "photos", tmp_path / "out")
+    assert (process.returncode, process.stderr) == (0, "")
+    assert rows(process.stdout)["train"] == "3 images"
+    listed = [json.loads(line) for line in (tmp_path / "out" / "unreadable_images.jsonl").read_text().splitlines()]
+    reasons = {os.fsencode(line["image"]).rsplit(b"/", 1)[1]: line["reason"] for line in listed}
+    assert set(reasons) == {b"bad\xff.jpg", b"float.tif", b"integer.tif", b"wide.png"}
+    assert reasons[b"float.tif"] == "pixels of mode F, whose range nothing tells"
+    assert reasons[b"wide.png"].startswith("70000x1: a JPEG holds 65535 pixels each way")
+    assert (tmp_path / "out" / "labels.txt").read_bytes() == b"c\xff\nd\n"
+    names = {record["image/filename"][1][0] for record in read_features(tmp_path / "out" / "train-00000-of-00001")}
+    assert names == {b"a\xff.jpg", b"a\nb.jpg", b"good.jpg"}
+    os.mkdir(os.path.join(root, b"e\nf"))
+    fails(run("make_tfrecords.py", tmp_path / "photos", tmp_path / "x"), "a line break in the name of a class")
+
+
+def test_files_without_a_readable_image_are_none(tmp_path):
+    (tmp_path / "photos" / "a").mkdir(parents=True)
+    for number in range(8):
+        (tmp_path / "photos" / "a" / f"{number}.jpg").write_bytes(jpeg(9, 9) if number < 2 else b"x")
+    process = run("make_tfrecords.py", "--num_files=6", "--validation_fraction=0.2", tmp_path / "photos", tmp_path / "out")
+    assert process.returncode == 0, process.stderr
+    names = sorted(path.name for path in (tmp_path / "out").glob("*-of-*"))
+    train = [name for name in names if name.startswith("train")]
+    assert train == [f"train-{number:05d}-of-{len(train):05d}" for number in range(len(train))]
+    assert 1 <= len(train) <= 2
+    assert run("index_tfrecords.py", f"{tmp_path}/out/*-of-*").returncode == 0
+
+
+def test_a_converter_killed_alone_leaves_nothing_running(tmp_path, photos):
+    command = [sys.executable, SCRIPTS / "make_sample_tfrecords.py", "--num_images=4096", tmp_path / "out"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while not (workers := children.read_text().split()) and process.poll() is None:
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    for _ in range(100):
+        if not any(Path(f"/proc/{worker}").exists() for worker in workers):
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail("a worker outlived its parent")
+    assert run("make_tfrecords.py", photos, tmp_path / "out").returncode == 0
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def run_printed(text):
+    """Runs the last `make index` or script command in `text` as it stands, by this Python."""
+    environment = Path(sys.executable).parent.parent
+    command = re.findall(r"(?:make index|\.venv/bin/python scripts/index_tfrecords\.py) .*", text.strip())[-1]
+    command = command.replace(".venv/bin/python", sys.executable)
+    made = f"{environment}/.installed"
+    command = command.replace("make index", f"make --no-print-directory -o {made} VENV={environment} index")
+    return subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_printed_commands_mend(tmp_path):
+    """What a message tells to run is run, as it stands, and mends the matter."""
+    # Faults by given checks stay faults by the command that leaves them out.
+    write_tfrecord(tmp_path / "a file's name", [{"photo": jpeg(9, 9), "class": label} for label in range(200)])
+    arguments = ("--verify=schema", "--num_classes=199", "--image_key=photo", "--label_key=class")
+    process = run("index_tfrecords.py", *arguments, tmp_path / "a file's name")
+    fails(process, "label range", faults=True)
+    mended = run_printed(process.stderr)
+    assert (mended.returncode, mended.stderr) == (0, "")
+    dataset = DatasetSpec.from_files(tmp_path / "a file's name", image_key="photo", label_key="class")
+    assert (dataset.num_records, dataset.label_range) == (199, (0, 198))
+    # Many files that changed, in a folder that holds other things too; the keys are those of before.
+    (tmp_path / "set").mkdir()
+    for number in range(5):
+        write_tfrecord(tmp_path / "set" / f"train-{number}-of-5", [{"photo": jpeg(9, 9), "class": 1}] * 300)
+    pattern = f"{tmp_path}/set/*-of-*"
+    assert run("index_tfrecords.py", *arguments, pattern).returncode == 0
+    (tmp_path / "set" / "labels.txt").write_text("a\nb\n")
+    for path in (tmp_path / "set").glob("*-of-5"):
+        os.utime(path)
+    with pytest.raises(InputError) as caught:
+        DatasetSpec.from_files(pattern, image_key="photo", label_key="class")
+    mended = run_printed(str(caught.value))
+    assert (mended.returncode, mended.stderr) == (0, "")
+    assert rows(mended.stdout)["verified"] == "schema 5 files"
+    assert DatasetSpec.from_files(pattern, image_key="photo", label_key="class").label_range == (1, 1)
 
 
 def test_the_number_of_files_follows_the_size(tmp_path, photos, monkeypatch):

@@ -113,7 +113,7 @@ def test_from_files_without_an_index(tmp_path):
     with pytest.raises(InputError) as caught:
         DatasetSpec.from_files(pattern)
     assert str(caught.value) == (
-        f"1 of 3 files have no index, the first is {dataset.files[1]}. Index again: make index DATA={dataset.files[1]}"
+        f"1 of 3 files have no index, the first is {dataset.files[1]}. Index them: make index DATA={dataset.files[1]}"
     )
 
 
@@ -173,6 +173,20 @@ def test_label_offset(tmp_path):
     assert DatasetSpec.from_files(file, label_offset=1).label_range == (0, 999)
     with pytest.raises(InputError, match="`label_offset` must be at most the lowest label, 1, got 2"):
         DatasetSpec.from_files(file, label_offset=2)
+
+
+def test_what_is_known_of_other_labels_or_of_some_files_is_not_known(tmp_path):
+    for name in ("train-0", "train-1"):
+        write_tfrecord(tmp_path / name, [{"image": jpeg(9, 9), "label": 5, "coarse": number} for number in range(4)])
+    build_index(tmp_path / "train-0", Checks(verify="decode", decoder="dali"))
+    build_index(tmp_path / "train-1")
+    dataset = DatasetSpec.from_files(tmp_path / "train-?")
+    assert (dataset.label_range, dataset.largest_image) == (None, None)
+    with pytest.raises(InputError, match="`label_offset` must be at most the lowest label, 5, got 6"):
+        DatasetSpec.from_files(tmp_path / "train-?", label_offset=6)
+    assert DatasetSpec.from_files(tmp_path / "train-0").label_range == (5, 5)
+    coarse = DatasetSpec.from_files(tmp_path / "train-0", image_key="image", label_key="coarse")
+    assert (coarse.label_range, coarse.largest_image) == (None, (9, 9))
 
 
 def test_largest_image(tmp_path):

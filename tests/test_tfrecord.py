@@ -216,6 +216,19 @@ def test_five_gigabytes_with_a_break(tmp_path):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KB
 
 
+def test_a_file_that_shrinks_meanwhile_is_no_hang(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(WORLD * 200_000)
+    descriptor = os.open(path, os.O_RDONLY)
+    found = find_records(str(path), descriptor)
+    next(found)
+    os.truncate(path, 0)
+    start = time.perf_counter()
+    assert any(isinstance(item, Fault) for item in found)
+    assert time.perf_counter() - start < 2
+    os.close(descriptor)
+
+
 def test_read_record_finds_flipped_bytes(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(RUINED)
