@@ -34,14 +34,15 @@ class Staging:
         self._path = os.path.join(folder, f"{_PREFIX}{secrets.token_hex(8)}")
         try:
             os.makedirs(folder, exist_ok=True)
-            os.mkdir(self._path)
+            with locked(folder):  # or another run could find this one's folder before it is locked, and remove it
+                os.mkdir(self._path)
+                self._lock = os.open(self._path, os.O_RDONLY)
+                _flock(self._lock, fcntl.LOCK_EX)
+                for other in glob.glob(os.path.join(glob.escape(folder), _PREFIX + "*")):
+                    if other != self._path:
+                        _remove_if_abandoned(other)
         except OSError as error:
             raise InputError(f"Cannot write to {os.path.abspath(folder)}: {error.strerror}. {remedy}") from error
-        self._lock = os.open(self._path, os.O_RDONLY)
-        _flock(self._lock, fcntl.LOCK_EX)
-        for other in glob.glob(os.path.join(glob.escape(folder), _PREFIX + "*")):
-            if other != self._path:
-                _remove_if_abandoned(other)
 
     def __enter__(self) -> "Staging":
         return self

@@ -219,9 +219,7 @@ def test_make_tfrecords_refuses(tmp_path, photos):
     fails(run("make_tfrecords.py", photos, "/proc/none/out"), "Cannot write to /proc/none")
     (tmp_path / "bad" / "class").mkdir(parents=True)
     (tmp_path / "bad" / "class" / "a.jpg").write_text("no image")
-    fails(
-        run("make_tfrecords.py", tmp_path / "bad", out), "Not one of the 1 images of train-00000-of-00001 can be read: ", "a.jpg"
-    )
+    fails(run("make_tfrecords.py", tmp_path / "bad", out), "Not one of the 1 images can be read; the last is ", "a.jpg")
     assert not out.exists()
     assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == []
 
