@@ -9,8 +9,18 @@ from dali_tf_input.checks import Checks
 from dali_tf_input.files import find_files
 from dali_tf_input.index import FaultsError, IndexReport, build_index
 from dali_tf_input.options import AUTOTUNE, DaliOptions, TfDataOptions
+from dali_tf_input.preprocess import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    CenterCrop,
+    NoCrop,
+    Preprocess,
+    RandomCrop,
+    RandomResizedCrop,
+    ResizeRandomCrop,
+)
 from dali_tf_input.sharding import Shard
-from dali_tf_input.spec import IMAGENET_MEAN, IMAGENET_STD, CenterCrop, DatasetSpec, InputSpec, Preprocess, ResizeRandomCrop
+from dali_tf_input.spec import DatasetSpec, InputSpec
 from dali_tf_input.tfrecord import Fault, InputError
 
 __version__ = "0.1.0"
@@ -28,7 +38,10 @@ __all__ = [
     "IndexReport",
     "InputError",
     "InputSpec",
+    "NoCrop",
     "Preprocess",
+    "RandomCrop",
+    "RandomResizedCrop",
     "ResizeRandomCrop",
     "Shard",
     "Spread",

@@ -5,13 +5,26 @@ import os
 import nvidia.dali as dali
 import nvidia.dali.plugin.tf as dali_tf
 import tensorflow as tf
-from nvidia.dali import fn, math, types
+from nvidia.dali import fn, types
 from nvidia.dali import tfrecord as dali_tfrecord
 
+from dali_tf_input.dali_images import prepare_images
 from dali_tf_input.options import DaliOptions
 from dali_tf_input.sharding import Shard
-from dali_tf_input.spec import CenterCrop, DatasetSpec, InputSpec, Preprocess, ResizeRandomCrop
+from dali_tf_input.spec import DatasetSpec, InputSpec
 from dali_tf_input.tfrecord import InputError
+
+
+def check_spec(spec: InputSpec) -> None:
+    """Checks that DALI can make what `spec` asks for.
+
+    Raises:
+      InputError: it cannot.
+    """
+    if spec.preprocess.dtype == "bfloat16":
+        raise InputError(
+            "DALI makes no `dtype` 'bfloat16': use 'float16' or 'float32', or the tf.data backend (TfDataOptions())."
+        )
 
 
 def build(spec: InputSpec, options: DaliOptions, *, batch_size: int, shard: Shard, device_id: int | None) -> tf.data.Dataset:
@@ -34,6 +47,7 @@ def build(spec: InputSpec, options: DaliOptions, *, batch_size: int, shard: Shar
     Raises:
       InputError: DALI refuses the pipeline.
     """
+    check_spec(spec)
     pipeline = build_pipeline(spec, options, batch_size=batch_size, shard=shard, device_id=device_id)
     try:
         # TensorFlow ends the process (SIGABRT) when a pipeline cannot be set up; DALI's Python raises. So it is set up here
@@ -49,7 +63,7 @@ def build(spec: InputSpec, options: DaliOptions, *, batch_size: int, shard: Shar
         prefetch_queue_depth=options.prefetch_queue_depth,
         fail_on_device_mismatch=False,
         output_shapes=((batch_size, *spec.preprocess.image_shape), (batch_size,)),
-        output_dtypes=(tf.float32, tf.int64),
+        output_dtypes=(tf.as_dtype(spec.preprocess.dtype), tf.int64),
     )
 
 
@@ -85,14 +99,14 @@ def build_pipeline(
             stick_to_shard=True,
             name="reader",
         )
-        images = fn.decoders.image(
+        images = prepare_images(
             features[dataset.image_key],
+            fn.random.uniform(range=[0.0, 1.0], shape=[spec.preprocess.num_random]),
+            spec.preprocess,
+            fuse=options.fuse == "decode" or (options.fuse == "auto" and options.device == "cpu"),
             device="mixed" if options.device == "gpu" else "cpu",
-            output_type=types.RGB,
-            adjust_orientation=False,  # as TensorFlow: EXIF orientation is not applied
-            **decoder_memory_hints(dataset, options),
+            hints=decoder_memory_hints(dataset, options),
         )
-        images = _crop_mirror_normalize(images, spec.preprocess)
         labels = fn.reshape(features[dataset.label_key], shape=[])
         if dataset.label_offset:
             labels = fn.cast(labels - dataset.label_offset, dtype=types.INT64)
@@ -117,41 +131,3 @@ def count_gpus() -> int:
     """Returns how many GPUs DALI sees."""
     count: int = dali.backend.GetCUDADeviceCount()
     return count
-
-
-def _crop_mirror_normalize(images: dali.data_node.DataNode, preprocess: Preprocess) -> dali.data_node.DataNode:
-    """Resizes, crops, mirrors and normalises decoded images."""
-    height, width = preprocess.image_size
-    match preprocess.crop:
-        case ResizeRandomCrop(resize=resize):
-            images = fn.resize(images, size=resize, antialias=preprocess.antialias, dtype=types.FLOAT)
-            positions = {
-                name: _random_position(full - part)
-                for name, full, part in zip(("crop_pos_y", "crop_pos_x"), resize, (height, width), strict=True)
-            } | {"rounding": "round"}
-        case CenterCrop(resize_shorter=resize_shorter):
-            images = fn.resize(
-                images,
-                resize_shorter=resize_shorter,
-                antialias=preprocess.antialias,
-                dtype=types.FLOAT,
-                subpixel_scale=False,  # map the whole image to the rounded size, as `tf.image.resize` does
-            )
-            positions = {"rounding": "truncate"}
-    return fn.crop_mirror_normalize(
-        images,
-        crop=(height, width),
-        mirror=fn.random.coin_flip(probability=preprocess.mirror_probability, dtype=types.INT32),
-        mean=list(preprocess.mean),
-        std=list(preprocess.std),
-        output_layout=preprocess.layout,
-        **positions,
-    )
-
-
-def _random_position(margin: int) -> dali.data_node.DataNode | float:
-    """Returns a relative crop position, one of 0/margin, 1/margin, ..., margin/margin, each equally likely."""
-    if margin == 0:
-        return 0.0
-    # The minimum is for a draw so near the open end that it rounds to it.
-    return math.min(math.floor(fn.random.uniform(range=[0.0, margin + 1.0])), margin) / margin

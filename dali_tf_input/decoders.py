@@ -89,7 +89,7 @@ def _tf_data_decoder() -> Callable[[bytes], str | None]:
     # Imported here because TensorFlow takes seconds to import, and only this decoder needs it.
     import tensorflow as tf
 
-    from dali_tf_input.tf_data_backend import decode_image
+    from dali_tf_input.tf_images import decode_image
 
     def refuse(encoded: bytes) -> str | None:
         try:

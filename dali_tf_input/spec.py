@@ -1,7 +1,7 @@
 """What a model is fed: frozen descriptions that both backends read.
 
-A `*Spec` and a `Preprocess` say what comes out, the same for every backend; an `*Options` (`options`) says how fast. Everything
-is checked when it is made, in Python, before a pipeline is.
+A `*Spec` and a `Preprocess` (`preprocess`) say what comes out, the same for every backend; an `*Options` (`options`) says how
+fast. Everything is checked when it is made, in Python, before a pipeline is.
 """
 
 from collections.abc import Sequence
@@ -11,16 +11,11 @@ from typing import Literal, get_args
 from dali_tf_input.files import Path, find_files, index_command, index_files_of
 from dali_tf_input.manifest import read_entries
 from dali_tf_input.options import check_choice
+from dali_tf_input.preprocess import Preprocess
 from dali_tf_input.summary import KEY_PRESETS, Feature, FileEntry, find_keys, summarise
 from dali_tf_input.tfrecord import InputError
 
-Layout = Literal["HWC", "CHW"]
 Order = Literal["sequential", "buffer"]
-
-# Mean and standard deviation of ImageNet's training images per RGB channel, in 0..255 units. Source: (0.485, 0.456, 0.406)
-# and (0.229, 0.224, 0.225) of the PyTorch and torchvision ImageNet examples, times 255.
-IMAGENET_MEAN = (123.675, 116.28, 103.53)
-IMAGENET_STD = (58.395, 57.12, 57.375)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,127 +125,6 @@ class DatasetSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResizeRandomCrop:
-    """Resizes the whole image to a fixed size, not keeping its aspect, then takes a region at a random position.
-
-    Each of the (H - h + 1) * (W - w + 1) positions of an h x w crop in the H x W resized image is equally likely.
-
-    Attributes:
-      resize: (height, width) in pixels that every image is resized to; not below the image size.
-    """
-
-    resize: tuple[int, int]
-
-    def __post_init__(self) -> None:
-        if min(self.resize) < 1:
-            raise InputError(f"`resize` must be at least 1 pixel each way, got {self.resize}.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CenterCrop:
-    """Resizes the image until its shorter side has a given length, keeping its aspect, then takes its centre.
-
-    The longer side is rounded to whole pixels (half up); where the margin is odd, the larger part of it is cut below or right.
-
-    Attributes:
-      resize_shorter: length of the shorter side in pixels; not below the image size.
-    """
-
-    resize_shorter: int
-
-    def __post_init__(self) -> None:
-        if self.resize_shorter < 1:
-            raise InputError(f"`resize_shorter` must be at least 1 pixel, got {self.resize_shorter}.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Preprocess:
-    """What happens between an encoded image and what the model sees: decode, `crop`, mirror, (x - `mean`) / `std`.
-
-    Attributes:
-      image_size: (height, width) of the output in pixels.
-      crop: how that region is chosen.
-      mirror_probability: with which probability an image is mirrored left to right, in [0, 1]; 0 and 1 are exact.
-      mean: subtracted from each RGB channel, in 0..255 units.
-      std: each RGB channel is divided by it, in 0..255 units, above 0.
-      layout: axes of one output image, "HWC" (TensorFlow's usual) or "CHW".
-      antialias: whether the bilinear resize widens its filter when it shrinks. False, as in `tf.image.resize`, is what
-        TF-slim trained with, and it costs less.
-    """
-
-    image_size: tuple[int, int]
-    crop: ResizeRandomCrop | CenterCrop
-    mirror_probability: float
-    mean: tuple[float, float, float] = IMAGENET_MEAN
-    std: tuple[float, float, float] = IMAGENET_STD
-    layout: Layout = "HWC"
-    antialias: bool = False
-
-    def __post_init__(self) -> None:
-        if min(self.image_size) < 1:
-            raise InputError(f"`image_size` must be at least 1 pixel each way, got {self.image_size}.")
-        if not 0 <= self.mirror_probability <= 1:
-            raise InputError(f"`mirror_probability` must be in [0, 1], got {self.mirror_probability}.")
-        for name in ("mean", "std"):
-            if len(getattr(self, name)) != 3:
-                raise InputError(f"`{name}` must have one value for each of R, G and B, got {getattr(self, name)}.")
-        if min(self.std) <= 0:
-            raise InputError(f"`std` must be above 0 in every channel, got {self.std}.")
-        check_choice("layout", self.layout, get_args(Layout))
-        if isinstance(self.crop, ResizeRandomCrop):
-            name, (height, width) = "resize", self.crop.resize
-        else:
-            name, height, width = "resize_shorter", self.crop.resize_shorter, self.crop.resize_shorter
-        if height < self.image_size[0] or width < self.image_size[1]:
-            raise InputError(
-                f"`{name}` must not be below `image_size` {self.image_size}, got {(height, width)}: resize to more or crop less."
-            )
-
-    @property
-    def image_shape(self) -> tuple[int, int, int]:
-        """The shape of one output image: (height, width, 3) for layout "HWC", (3, height, width) for "CHW"."""
-        height, width = self.image_size
-        return (height, width, 3) if self.layout == "HWC" else (3, height, width)
-
-    @classmethod
-    def for_training(cls, image_size: int = 224, *, layout: Layout = "HWC", antialias: bool = False) -> "Preprocess":
-        """Resize to 8/7 of `image_size` (256 for 224), random-position crop, mirror half of the images, normalise.
-
-        The ratio 256 to 224 and the mirror rate are those of AlexNet's and VGG's training on ImageNet.
-
-        Args:
-          image_size: height and width of the output in pixels.
-          layout: axes of one output image, "HWC" or "CHW".
-          antialias: see `Preprocess`.
-        """
-        resize = _resize_for(image_size)
-        return cls(
-            image_size=(image_size, image_size),
-            crop=ResizeRandomCrop(resize=(resize, resize)),
-            mirror_probability=0.5,
-            layout=layout,
-            antialias=antialias,
-        )
-
-    @classmethod
-    def for_evaluation(cls, image_size: int = 224, *, layout: Layout = "HWC", antialias: bool = False) -> "Preprocess":
-        """Resize the shorter side to 8/7 of `image_size` (256 for 224), centre crop, no mirror, normalise.
-
-        Args:
-          image_size: height and width of the output in pixels.
-          layout: axes of one output image, "HWC" or "CHW".
-          antialias: see `Preprocess`.
-        """
-        return cls(
-            image_size=(image_size, image_size),
-            crop=CenterCrop(resize_shorter=_resize_for(image_size)),
-            mirror_probability=0.0,
-            layout=layout,
-            antialias=antialias,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class InputSpec:
     """The whole of what comes out, equal for both backends.
 
@@ -278,10 +152,6 @@ class InputSpec:
             raise InputError(f"`buffer_size` must be at least 1, got {self.buffer_size}.")
         if not 0 <= self.seed < 2**31:
             raise InputError(f"`seed` must be in [0, 2**31), got {self.seed}.")
-
-
-def _resize_for(image_size: int) -> int:
-    return round(image_size * 256 / 224)
 
 
 def _check_keys(

@@ -5,7 +5,9 @@ import tensorflow as tf
 from dali_tf_input.manifest import read_index
 from dali_tf_input.options import AUTOTUNE, TfDataOptions
 from dali_tf_input.sharding import Shard
-from dali_tf_input.spec import CenterCrop, DatasetSpec, InputSpec, Preprocess, ResizeRandomCrop
+from dali_tf_input.spec import DatasetSpec, InputSpec
+from dali_tf_input.tf_images import prepare_image
+from dali_tf_input.tfrecord import InputError
 
 _READ_BUFFER_BYTES = 1 << 20  # of each open file; tf.data's own default (256 KB) holds two ImageNet records
 
@@ -20,12 +22,18 @@ def build(spec: InputSpec, options: TfDataOptions, *, batch_size: int, shard: Sh
       shard: which records are read.
 
     Returns:
-      A dataset without end of (image, label): image float32 (batch_size, *spec.preprocess.image_shape), label int64
+      A dataset without end of (image, label): image (batch_size, *spec.preprocess.image_shape), label int64
       (batch_size,). Each pass over the shard serves every record of it once; a batch may hold the end of one and the start of
       the next. With `order` "buffer" the files of the shard are read in a new random order each pass, `num_parallel_reads` of
       them at a time, before their records enter the buffer.
     """
     preprocess = spec.preprocess
+    if preprocess.apply_orientation:
+        raise InputError(
+            "TensorFlow reads no EXIF orientation, so the tf.data backend cannot do `apply_orientation`: use DALI "
+            "(DaliOptions(device='cpu')), or turn the images once with scripts/make_tfrecords.py --apply_orientation."
+        )
+    fuse = options.fuse == "decode" or (options.fuse == "auto" and not preprocess.resizes_plainly)
     features = {
         spec.dataset.image_key: tf.io.FixedLenFeature((), tf.string),
         spec.dataset.label_key: tf.io.FixedLenFeature((), tf.int64),
@@ -34,13 +42,13 @@ def build(spec: InputSpec, options: TfDataOptions, *, batch_size: int, shard: Sh
     @tf.autograph.experimental.do_not_convert
     def prepare(position: tf.Tensor, record: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         parsed = tf.io.parse_single_example(record, features)
-        # Three numbers in [0, 1) for this image, a function of (seed, shard, position in the stream) alone: a parallel map
-        # calls in no fixed order, so a generator with a state would not repeat.
-        numbers = tf.random.stateless_uniform((3,), seed=tf.stack([seed, position]))
+        # Numbers in [0, 1) for this image, a function of (seed, shard, position in the stream) alone: a parallel map calls in
+        # no fixed order, so a generator with a state would not repeat.
+        numbers = tf.random.stateless_uniform((preprocess.num_random,), seed=tf.stack([seed, position]))
         label = parsed[spec.dataset.label_key]
         if spec.dataset.label_offset:
             label -= spec.dataset.label_offset
-        return prepare_image(parsed[spec.dataset.image_key], numbers, preprocess), label
+        return prepare_image(parsed[spec.dataset.image_key], numbers, preprocess, fuse=fuse), label
 
     seed = tf.constant(spec.seed * shard.num_shards + shard.shard_id, tf.int64)
     dataset = _read(spec, options, shard).repeat().enumerate()
@@ -56,53 +64,6 @@ def build(spec: InputSpec, options: TfDataOptions, *, batch_size: int, shard: Sh
         tf_options.autotune.enabled = False
         tf_options.experimental_optimization.map_parallelization = False
     return dataset.with_options(tf_options)
-
-
-def prepare_image(encoded: tf.Tensor, numbers: tf.Tensor, preprocess: Preprocess) -> tf.Tensor:
-    """Makes of one encoded image what the model sees.
-
-    Args:
-      encoded: a scalar string, the bytes of a JPEG (or PNG) file.
-      numbers: float32 (3,) in [0, 1): they choose the crop's top, its left edge and whether to mirror, in this order.
-      preprocess: what to do.
-
-    Returns:
-      float32 of shape `preprocess.image_shape`.
-    """
-    image = decode_image(encoded)
-    height, width = preprocess.image_size
-    size, top, left = _resize_and_position(tf.shape(image)[:2], numbers, preprocess)
-    image = tf.image.resize(image, size, method="bilinear", antialias=preprocess.antialias)
-    image = tf.slice(image, [top, left, 0], [height, width, 3])
-    if preprocess.mirror_probability == 1:
-        image = tf.reverse(image, [1])
-    elif preprocess.mirror_probability > 0:
-        image = tf.cond(numbers[2] < preprocess.mirror_probability, lambda: tf.reverse(image, [1]), lambda: image)
-    # With a constant for each element: to broadcast three numbers over an image takes TensorFlow a quarter of all the work.
-    shape = (height, width, 3)
-    image = (image - tf.broadcast_to(preprocess.mean, shape)) * tf.broadcast_to(1 / tf.constant(preprocess.std), shape)
-    if preprocess.layout == "CHW":
-        image = tf.transpose(image, [2, 0, 1])
-    return tf.ensure_shape(image, preprocess.image_shape)
-
-
-def decode_image(encoded: tf.Tensor) -> tf.Tensor:
-    """Decodes a JPEG or PNG, a scalar string, to uint8 RGB (height, width, 3)."""
-    # INTEGER_ACCURATE is the DCT that DALI's CPU decoder uses too: both backends decode to the same bits.
-    return tf.io.decode_jpeg(encoded, channels=3, dct_method="INTEGER_ACCURATE")
-
-
-def _resize_and_position(shape: tf.Tensor, numbers: tf.Tensor, preprocess: Preprocess) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Returns the size (height, width) to resize an image of `shape` to, and the top and left edge of the crop in it."""
-    match preprocess.crop:
-        case ResizeRandomCrop(resize=resize):
-            margins = [full - part for full, part in zip(resize, preprocess.image_size, strict=True)]
-            top, left = (tf.cast(numbers[axis] * (margin + 1), tf.int32) for axis, margin in enumerate(margins))
-            return tf.constant(resize), top, left
-        case CenterCrop(resize_shorter=resize_shorter):
-            scale = resize_shorter / tf.reduce_min(shape)  # float64
-            size = tf.cast(tf.floor(tf.cast(shape, tf.float64) * scale + 0.5), tf.int32)
-            return size, (size[0] - preprocess.image_size[0]) // 2, (size[1] - preprocess.image_size[1]) // 2
 
 
 def _read(spec: InputSpec, options: TfDataOptions, shard: Shard) -> tf.data.Dataset:

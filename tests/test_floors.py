@@ -12,16 +12,17 @@ PACKAGE = Path(dali_tf_input.__file__).parent
 FLOORS = [
     {"tfrecord"},
     {"example", "files", "staging", "summary", "options", "sharding", "benchmark", "worker_pool"},
-    {"manifest", "checks"},
+    {"manifest", "checks", "preprocess"},
     {"spec", "index_folder"},
     {"index"},
+    {"dali_images", "tf_images"},
     {"dali_backend", "tf_data_backend"},
     {"dataset", "decoders"},
     {"distribute", "index_worker"},
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 TENSORFLOW_FROM = 5  # floors below it import neither TensorFlow nor DALI
-DALI_ROOMS = {"dali_backend", "decoders"}
+DALI_ROOMS = {"dali_backend", "dali_images", "decoders"}
 
 
 def imports_of(room):
@@ -67,7 +68,7 @@ def test_only_frameworks_are_imported_lazily():
     assert lazy == {
         ("dataset", "dali_tf_input.dali_backend"),
         ("index_worker", "dali_tf_input.decoders"),
-        ("decoders", "dali_tf_input.tf_data_backend"),
+        ("decoders", "dali_tf_input.tf_images"),
         ("decoders", "tensorflow"),
         ("decoders", "nvidia"),
     }
