@@ -1,13 +1,36 @@
 """The rows of the throughput comparison: what each is, and what all of them do."""
 
+import dataclasses
 from typing import NamedTuple
 
 from absl import flags
 
 import input_flags
-from dali_tf_input import DaliOptions, InputSpec, Preprocess, TfDataOptions
+from dali_tf_input import (
+    CenterCrop,
+    DaliOptions,
+    InputError,
+    InputSpec,
+    Preprocess,
+    RandomCrop,
+    RandomResizedCrop,
+    ResizeRandomCrop,
+    TfDataOptions,
+)
 
 BATCH_SIZE = flags.DEFINE_integer("batch_size", 64, "Images in a batch.")
+CROP = flags.DEFINE_enum(
+    "crop",
+    "resize_random_crop",
+    ["resize_random_crop", "random_resized_crop", "random_crop", "center_crop"],
+    "How the region is chosen; the first and the last resize to 8/7 of the image size.",
+)
+IMAGE_SIZE = flags.DEFINE_integer("image_size", 224, "Height and width of the output in pixels.")
+ANTIALIAS = flags.DEFINE_boolean("antialias", False, "Whether the resize widens its filter when it shrinks.")
+FUSE = flags.DEFINE_enum(
+    "fuse", "auto", ["auto", "off", "decode"], "Whether this package decodes only the region that is needed."
+)
+WORK_FLAGS = (BATCH_SIZE, CROP, IMAGE_SIZE, ANTIALIAS, FUSE)
 
 
 class Row(NamedTuple):
@@ -25,6 +48,7 @@ ROWS = {
     ),
     "tf_data_by_hand": Row(None, "tf.data in parallel, written by hand"),
     "tf_data": Row(TfDataOptions(), "this package on tf.data"),
+    "dali_cpu_by_hand": Row(None, "DALI on CPU, written by hand, bare"),
     "dali_cpu_bare": Row(DaliOptions(device="cpu"), "DALI on CPU, without TensorFlow"),
     "dali_cpu": Row(DaliOptions(device="cpu"), "this package on DALI, CPU"),
     "dali_gpu_bare": Row(DaliOptions(device="gpu"), "DALI on GPU, without TensorFlow"),
@@ -33,6 +57,23 @@ ROWS = {
 
 
 def training_spec() -> InputSpec:
-    """Returns what is measured: the package's core work at 224 pixels."""
-    dataset = input_flags.dataset_spec(input_flags.FILES.value)
-    return InputSpec(dataset=dataset, preprocess=Preprocess.for_training(224), order="buffer")
+    """Returns what is measured."""
+    size = IMAGE_SIZE.value
+    if size < 1:
+        raise InputError(f"`image_size` must be at least 1, got {size}.")
+    preprocess = Preprocess.for_training(size, antialias=ANTIALIAS.value)
+    resize = preprocess.crop.resize
+    crops = {
+        "resize_random_crop": ResizeRandomCrop(resize=resize),
+        "random_resized_crop": RandomResizedCrop(),
+        "random_crop": RandomCrop(),
+        "center_crop": CenterCrop(resize_shorter=resize[0]),
+    }
+    preprocess = dataclasses.replace(preprocess, crop=crops[CROP.value])
+    return InputSpec(dataset=input_flags.dataset_spec(input_flags.FILES.value), preprocess=preprocess, order="buffer")
+
+
+def options_of(row: str) -> DaliOptions | TfDataOptions | None:
+    """Returns the options of a row, with the plan that --fuse asks for."""
+    options = ROWS[row].options
+    return options and dataclasses.replace(options, fuse=FUSE.value)

@@ -1,29 +1,53 @@
-"""The training input as an experienced TensorFlow user writes it by hand: what the package's layers are measured against.
+"""The training input as an experienced user writes it by hand, for TensorFlow and for DALI: what the package is measured against.
 
-It does the same work as `Preprocess.for_training` on the tf.data backend (the accurate DCT too) and uses nothing of the
-package but the spec's numbers.
+Decode the whole image, resize the whole image, crop, mirror, normalise: the same work and nothing of the package but the spec's
+numbers (the accurate DCT too).
 """
 
-from dali_tf_input import InputSpec, ResizeRandomCrop
+from dali_tf_input import CenterCrop, InputSpec, RandomCrop, RandomResizedCrop, ResizeRandomCrop
 
 
 def make_dataset(tf, spec: InputSpec, *, batch_size: int):
     """Returns a dataset without end of (image float32 (batch_size, height, width, 3), label int64 (batch_size,))."""
     preprocess = spec.preprocess
-    assert isinstance(preprocess.crop, ResizeRandomCrop)
-    resize, crop_shape = preprocess.crop.resize, preprocess.image_shape
+    crop, size, shape = preprocess.crop, preprocess.image_size, preprocess.image_shape
+    resizing = {"method": preprocess.interpolation, "antialias": preprocess.antialias}
     # Constants of the full shape, because broadcasting over the channels is slow in TensorFlow.
-    mean = tf.broadcast_to(preprocess.mean, crop_shape)
-    std = tf.broadcast_to(preprocess.std, crop_shape)
+    mean = tf.broadcast_to(preprocess.mean, shape)
+    std = tf.broadcast_to(preprocess.std, shape)
     image_key, label_key = spec.dataset.image_key, spec.dataset.label_key
 
+    def resize_and_crop(image):
+        match crop:
+            case ResizeRandomCrop(resize=resize):
+                return tf.image.random_crop(tf.image.resize(image, resize, **resizing), shape)
+            case RandomCrop():
+                scale = tf.reduce_max(tf.constant(size, tf.float32) / tf.cast(tf.shape(image)[:2], tf.float32))
+                large = tf.cast(tf.math.ceil(tf.cast(tf.shape(image)[:2], tf.float32) * scale), tf.int32)
+                image = tf.cond(scale > 1, lambda: tf.cast(tf.image.resize(image, large), tf.uint8), lambda: image)
+                return tf.cast(tf.image.random_crop(image, shape), tf.float32)
+            case RandomResizedCrop():
+                begin, extent, _ = tf.image.sample_distorted_bounding_box(
+                    tf.shape(image),
+                    tf.zeros((1, 0, 4)),
+                    area_range=crop.area_range,
+                    aspect_ratio_range=crop.aspect_ratio_range,
+                    max_attempts=crop.num_attempts,
+                    use_image_if_no_bounding_boxes=True,
+                )
+                return tf.image.resize(tf.slice(image, begin, extent), size, **resizing)
+            case CenterCrop(resize_shorter=resize_shorter):
+                whole = tf.cast(tf.shape(image)[:2], tf.float32)
+                whole = tf.cast(whole * resize_shorter / tf.reduce_min(whole) + 0.5, tf.int32)
+                return tf.image.resize_with_crop_or_pad(tf.image.resize(image, whole, **resizing), *size)
+
+    @tf.autograph.experimental.do_not_convert
     def prepare(record):
         features = tf.io.parse_single_example(
             record, {image_key: tf.io.FixedLenFeature([], tf.string), label_key: tf.io.FixedLenFeature([], tf.int64)}
         )
         image = tf.io.decode_jpeg(features[image_key], channels=3, dct_method="INTEGER_ACCURATE")
-        image = tf.image.resize(image, resize)
-        image = tf.image.random_crop(image, crop_shape)
+        image = resize_and_crop(image)
         image = tf.image.random_flip_left_right(image)
         image = (image - mean) / std
         return image, features[label_key]
@@ -32,3 +56,59 @@ def make_dataset(tf, spec: InputSpec, *, batch_size: int):
     dataset = dataset.shuffle(spec.buffer_size).repeat()
     dataset = dataset.map(prepare, num_parallel_calls=tf.data.AUTOTUNE)
     return dataset.batch(batch_size, drop_remainder=True).prefetch(tf.data.AUTOTUNE)
+
+
+def make_pipeline(spec: InputSpec, *, batch_size: int, num_threads: int):
+    """Returns a DALI pipeline on the CPU, not yet built, with the same outputs, by DALI's operations as its examples use them."""
+    from nvidia import dali
+    from nvidia.dali import fn, types
+    from nvidia.dali import tfrecord as dali_tfrecord
+
+    preprocess, dataset = spec.preprocess, spec.dataset
+    crop, size = preprocess.crop, preprocess.image_size
+    resizing = {"antialias": preprocess.antialias, "dtype": types.FLOAT}
+    pipeline = dali.Pipeline(batch_size=batch_size, num_threads=num_threads, device_id=None, seed=0)
+    with pipeline:
+        features = fn.readers.tfrecord(
+            path=list(dataset.files),
+            index_path=list(dataset.index_files),
+            features={
+                dataset.image_key: dali_tfrecord.FixedLenFeature((), dali_tfrecord.string, ""),
+                dataset.label_key: dali_tfrecord.FixedLenFeature([1], dali_tfrecord.int64, -1),
+            },
+            random_shuffle=True,
+            initial_fill=spec.buffer_size,
+        )
+        images = fn.decoders.image(features[dataset.image_key], output_type=types.RGB, adjust_orientation=False)
+        match crop:
+            case ResizeRandomCrop(resize=resize):
+                images = fn.resize(images, size=resize, **resizing)
+            case RandomResizedCrop():
+                images = fn.random_resized_crop(
+                    images,
+                    size=size,
+                    random_area=crop.area_range,
+                    random_aspect_ratio=crop.aspect_ratio_range,
+                    num_attempts=crop.num_attempts,
+                    **resizing,
+                )
+            case CenterCrop(resize_shorter=resize_shorter):
+                images = fn.resize(images, resize_shorter=resize_shorter, **resizing)
+        position = (
+            {}
+            if isinstance(crop, CenterCrop)
+            else {name: fn.random.uniform(range=(0.0, 1.0)) for name in ("crop_pos_x", "crop_pos_y")}
+        )
+        images = fn.crop_mirror_normalize(
+            images,
+            crop=size,
+            mirror=fn.random.coin_flip(probability=preprocess.mirror_probability),
+            mean=list(preprocess.mean),
+            std=list(preprocess.std),
+            output_layout="HWC",
+            dtype=types.FLOAT,
+            out_of_bounds_policy="pad",  # of images that are smaller than the crop
+            **position,
+        )
+        pipeline.set_outputs(images, features[dataset.label_key])
+    return pipeline

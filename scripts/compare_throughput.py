@@ -1,6 +1,7 @@
 """Compares the ways of feeding TensorFlow from TFRecords of JPEGs: images per second, CPU time, first batch, memory.
 
 usage: compare_throughput.py --files=GLOB [--backends=NAME,...] [--batch_size=64] [--seconds=4] [--repeats=5]
+                             [--crop=resize_random_crop] [--image_size=224] [--antialias] [--fuse=auto]
                              [--json=PATH] [--plot=PATH]
 
 Each row is a process of its own; the processes are measured in turn, round by round, so that what else the machine does meets
@@ -19,8 +20,8 @@ from absl import flags
 import console
 import input_flags
 import machine
-from backends import BATCH_SIZE, ROWS, training_spec
-from dali_tf_input import DatasetSpec, InputError, InputSpec, Spread
+from backends import BATCH_SIZE, ROWS, WORK_FLAGS, options_of, training_spec
+from dali_tf_input import CenterCrop, DatasetSpec, InputError, InputSpec, RandomResizedCrop, ResizeRandomCrop, Spread
 
 _BACKENDS = flags.DEFINE_list("backends", None, f"Rows to measure, of {', '.join(ROWS)}; by default all that this machine has.")
 _SECONDS = flags.DEFINE_float("seconds", 4.0, "Length of each measured window in seconds, above 0.")
@@ -69,7 +70,7 @@ def main(arguments: list[str]) -> int:
             "bytes": sum(map(os.path.getsize, spec.dataset.files)),
         },
         "spec": {"preprocess": repr(spec.preprocess), "order": spec.order, "buffer_size": spec.buffer_size, "seed": spec.seed},
-        "options": {backend: repr(ROWS[backend].options) for backend in backends},
+        "options": {backend: repr(options_of(backend)) for backend in backends},
         "batch_size": batch_size,
         "seconds": _SECONDS.value,
         "repeats": _REPEATS.value,
@@ -141,7 +142,11 @@ class Measurer:
         self.backend = backend
         command = [sys.executable, os.path.join(_FOLDER, "measure_throughput.py"), f"--backend={backend}"]
         self._process = subprocess.Popen(
-            [*command, f"--batch_size={BATCH_SIZE.value}", *input_flags.as_arguments(input_flags.FILES.value)],
+            [
+                *command,
+                *(f"--{flag.name}={str(flag.value).lower()}" for flag in WORK_FLAGS),
+                *input_flags.as_arguments(input_flags.FILES.value),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -233,6 +238,7 @@ def conclusions(results: dict[str, dict]) -> list[str]:
     """Returns a sentence for each pair of rows that answers a question, with the ratio round by round."""
     pairs = (
         ("tf_data", "tf_data_by_hand", "tf.data through the package, against the same written by hand"),
+        ("dali_cpu_bare", "dali_cpu_by_hand", "the package's DALI pipeline, against one written by hand (whole images)"),
         ("dali_cpu", "dali_cpu_bare", "DALI on CPU as a dataset, against its bare pipe.run()"),
         ("dali_gpu", "dali_gpu_bare", "DALI on GPU as a dataset, against its bare pipe.run()"),
         ("tf_data", "tf_data_serial", "tf.data in parallel, against serial"),
@@ -254,11 +260,19 @@ def describe_bytes(dataset: DatasetSpec) -> str:
 
 def describe_work(spec: InputSpec) -> str:
     """Returns what is done to each image."""
-    (height, width), preprocess = spec.preprocess.crop.resize, spec.preprocess
-    return (
-        f"decode, resize to {height}x{width}, random {preprocess.image_size[0]}x{preprocess.image_size[1]} crop, "
-        f"mirror, normalise, float32 {preprocess.layout}"
-    )
+    preprocess = spec.preprocess
+    size = "x".join(map(str, preprocess.image_size))
+    match preprocess.crop:
+        case ResizeRandomCrop(resize=(height, width)):
+            region = f"resize to {height}x{width}, random {size} crop"
+        case RandomResizedCrop(area_range=(low, high)):
+            region = f"random region of {low:.0%} to {high:.0%} of the area resized to {size}"
+        case CenterCrop(resize_shorter=resize_shorter):
+            region = f"resize the shorter side to {resize_shorter}, centre {size} crop"
+        case _:
+            region = f"random {size} crop"
+    antialias = ", antialias" if preprocess.antialias else ""
+    return f"decode, {region}{antialias}, mirror, normalise, {preprocess.dtype} {preprocess.layout}"
 
 
 def write_report(report: dict, spec: InputSpec) -> None:

@@ -8,6 +8,7 @@ window and prints it as a line of JSON. Ends with its standard input.
 
 import dataclasses
 import json
+import os
 import resource
 import sys
 import time
@@ -16,8 +17,9 @@ from typing import Any
 
 from absl import flags
 
+import by_hand
 import console
-from backends import BATCH_SIZE, ROWS, training_spec
+from backends import BATCH_SIZE, ROWS, options_of, training_spec
 from dali_tf_input import DaliOptions, InputError, InputSpec, Shard, measure
 
 _BACKEND = flags.DEFINE_enum("backend", None, list(ROWS), "What to measure.", required=True)
@@ -26,11 +28,11 @@ _BACKEND = flags.DEFINE_enum("backend", None, list(ROWS), "What to measure.", re
 def make_batches(spec: InputSpec, *, backend: str, batch_size: int) -> Iterator[Any]:
     """Returns an iterator without end over the batches of a backend."""
     tf = console.import_tensorflow()
-    options = ROWS[backend].options
+    options = options_of(backend)
     if backend == "tf_data_by_hand":
-        import by_hand
-
         return iter(by_hand.make_dataset(tf, spec, batch_size=batch_size))
+    if backend == "dali_cpu_by_hand":
+        return run_bare(by_hand.make_pipeline(spec, batch_size=batch_size, num_threads=len(os.sched_getaffinity(0))))
     from dali_tf_input.distribute import distribute
 
     if backend.endswith("_bare"):
@@ -39,11 +41,16 @@ def make_batches(spec: InputSpec, *, backend: str, batch_size: int) -> Iterator[
 
 
 def bare_batches(spec: InputSpec, options: DaliOptions, *, batch_size: int) -> Iterator[Any]:
-    """Yields the outputs of the same DALI pipeline without TensorFlow."""
+    """Returns an iterator over the outputs of the same DALI pipeline without TensorFlow."""
     from dali_tf_input import dali_backend
 
     device_id = 0 if options.device == "gpu" else None
     pipeline = dali_backend.build_pipeline(spec, options, batch_size=batch_size, shard=Shard(0, 1), device_id=device_id)
+    return run_bare(pipeline)
+
+
+def run_bare(pipeline: Any) -> Iterator[Any]:
+    """Builds a DALI pipeline and yields its outputs."""
     pipeline.build()
     while True:
         yield pipeline.run()

@@ -596,8 +596,8 @@ def test_compare_throughput(sample_folder, tmp_path):
     assert process.returncode == 0, process.stderr
     assert process.stderr == ""
     report = json.loads((tmp_path / "result.json").read_text())
-    rows = ["tf_data_serial", "tf_data_by_hand", "tf_data", "dali_cpu_bare", "dali_cpu"]
-    assert list(report["rows"])[:5] == rows
+    rows = ["tf_data_serial", "tf_data_by_hand", "tf_data", "dali_cpu_by_hand", "dali_cpu_bare", "dali_cpu"]
+    assert list(report["rows"])[:6] == rows
     for name in rows:
         row = report["rows"][name]
         speed = row["images_per_second"]
