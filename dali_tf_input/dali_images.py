@@ -1,6 +1,7 @@
 """Preprocessing of images by DALI's operations: the same pixels as `tf_images` makes."""
 
 import math as python_math
+from typing import Any
 
 from nvidia.dali import fn, math, types
 from nvidia.dali.data_node import DataNode
@@ -40,24 +41,25 @@ def prepare_images(
     cut_first = isinstance(
         preprocess.crop, RandomResizedCrop
     )  # what lies outside of the region does not count, as in torchvision
-    if fuse or cut_first:
-        origin, needed = (start, extent) if cut_first else _needed(size, start, extent, preprocess)
-        window = {"start": fn.cast(origin, dtype=types.INT32), "shape": fn.cast(needed, dtype=types.INT32), "axes": (0, 1)}
-        start = start - origin
     if fuse:
-        images = fn.decoders.image_slice(encoded, **window, **decoding)
+        origin, needed = (start, extent) if cut_first else _needed(size, start, extent, preprocess)
+        images = fn.decoders.image_slice(encoded, **_window(origin, needed), **decoding)
+        start = start - origin
     else:
         images = fn.decoders.image(encoded, **decoding)
-        images = fn.slice(images, **window) if cut_first else images
-    if not cut_first:
-        resizing |= {
-            name: fn.cast(value, dtype=types.FLOAT) for name, value in (("roi_start", start), ("roi_end", start + extent))
-        }
-    images = fn.resize(images, **resizing)
+    if isinstance(preprocess.crop, RandomCrop):  # the pixels as they are, and black where there are none
+        images = fn.slice(images, **_window(start, extent), out_of_bounds_policy="pad", fill_values=[0.0])
+    else:
+        if cut_first and not fuse:
+            images = fn.slice(images, **_window(start, extent))
+        if not cut_first:
+            roi = (("roi_start", start), ("roi_end", start + extent))
+            resizing |= {name: fn.cast(value, dtype=types.FLOAT) for name, value in roi}
+        images = fn.resize(images, **resizing)
     mirror = fn.cast(numbers[0:1] < preprocess.mirror_probability, dtype=types.INT32)
     mirror = fn.reshape(mirror, shape=[])
     if preprocess.dtype == "uint8":
-        images = fn.flip(images, horizontal=mirror)
+        images = fn.cast(fn.flip(images, horizontal=mirror), dtype=types.FLOAT)
         images = fn.cast(math.clamp(math.floor(images + 0.5), 0.0, 255.0), dtype=types.UINT8)
         return fn.transpose(images, perm=[2, 0, 1]) if preprocess.layout == "CHW" else images
     return fn.crop_mirror_normalize(
@@ -80,8 +82,9 @@ def find_region(size: DataNode, numbers: DataNode, preprocess: Preprocess) -> tu
         case ResizeRandomCrop(resize=resize):
             resized = types.Constant(list(map(float, resize)), dtype=types.FLOAT)
         case RandomCrop():
-            scale = math.max(1.0, math.max(out[0:1] / size[0:1], out[1:2] / size[1:2]))
-            resized = math.max(out, math.floor(size * scale + 0.5))
+            drawn = math.floor(fn.cast(numbers[1:3], dtype=types.FLOAT64) * (size - out + 1.0))
+            fits = fn.cast(size >= out, dtype=types.FLOAT64)
+            return drawn * fits + math.floor((size - out) / 2.0) * (1.0 - fits), out + size * 0.0
         case CenterCrop(resize_shorter=resize_shorter):
             resized = math.floor(size * (float(resize_shorter) / math.min(size[0:1], size[1:2])) + 0.5)
             return math.floor((resized - out) / 2.0) * size / resized, out * size / resized
@@ -94,9 +97,17 @@ def find_region(size: DataNode, numbers: DataNode, preprocess: Preprocess) -> tu
     return start * size / resized, out * size / resized
 
 
+def _window(start: DataNode, extent: DataNode) -> dict[str, Any]:
+    """Returns the arguments that cut out a region of whole pixels."""
+    return {"start": fn.cast(start, dtype=types.INT32), "shape": fn.cast(extent, dtype=types.INT32), "axes": (0, 1)}
+
+
 def _needed(size: DataNode, start: DataNode, extent: DataNode, preprocess: Preprocess) -> tuple[DataNode, DataNode]:
     """Returns the pixels that a region is resampled from: (origin, extent), each float64 (2,); see `tf_images`."""
     step = extent / types.Constant(list(map(float, preprocess.image_size)), dtype=types.FLOAT)
+    if isinstance(preprocess.crop, RandomCrop):
+        first = math.max(start, 0.0)
+        return first, math.min(start + extent, size) - first
     reach = 2.0 if preprocess.interpolation == "bicubic" else 1.0
     if preprocess.antialias:
         reach = math.max(step, 1.0) * reach

@@ -67,7 +67,7 @@ class RandomResizedCrop:
 class RandomCrop:
     """Takes a region of the image size at a random position, at the original scale; each position is equally likely.
 
-    An image that is smaller, one way or both, is first resized up, keeping its aspect, until it just covers the image size.
+    An image that is smaller, one way or both, stands in the middle of black (0 before normalising) that way.
     """
 
 

@@ -71,9 +71,8 @@ def find_region(size: tf.Tensor, numbers: tf.Tensor, preprocess: Preprocess) -> 
             resized = tf.constant(resize, tf.float64)
             corner = tf.floor(position * (resized - out + 1))
         case RandomCrop():
-            scale = tf.maximum(tf.constant(1, tf.float64), tf.reduce_max(out / full))
-            resized = tf.maximum(out, tf.floor(full * scale + 0.5))
-            corner = tf.floor(position * (resized - out + 1))
+            corner = tf.where(full >= out, tf.floor(position * (full - out + 1)), tf.floor((full - out) / 2))
+            return Region(corner, out, size, corner)
         case CenterCrop(resize_shorter=resize_shorter):
             resized = tf.floor(full * (resize_shorter / tf.reduce_min(full)) + 0.5)
             corner = tf.floor((resized - out) / 2)
@@ -113,9 +112,9 @@ def _decode_region(encoded: tf.Tensor, numbers: tf.Tensor, preprocess: Preproces
 
 def _needed(size: tf.Tensor, region: Region, preprocess: Preprocess) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns the first and the last pixel, int32 (2,) each, that a region of an image of `size` is resampled from."""
-    if isinstance(preprocess.crop, RandomResizedCrop):
+    if isinstance(preprocess.crop, RandomResizedCrop | RandomCrop):
         start = tf.cast(region.start, tf.int32)
-        return start, start + tf.cast(region.extent, tf.int32) - 1
+        return tf.maximum(start, 0), tf.minimum(start + tf.cast(region.extent, tf.int32), size) - 1
     step = region.extent / tf.constant(preprocess.image_size, tf.float64)
     radius = 2.0 if preprocess.interpolation == "bicubic" else 1.0
     reach = radius * tf.maximum(step, 1) if preprocess.antialias else radius  # of the filter, from the outermost positions on
@@ -141,12 +140,12 @@ def _resample(image: tf.Tensor, region: Region, preprocess: Preprocess, *, whole
             if preprocess.interpolation == "nearest":
                 return _pick(image, tf.zeros_like(region.start), region.extent, size)
             return tf.image.resize(image, size, method=preprocess.interpolation, antialias=preprocess.antialias)
-        case RandomCrop():  # mostly the pixels as they are
-            return tf.cond(
-                tf.reduce_all(region.extent == tf.constant(size, tf.float64)),
-                lambda: tf.cast(_cut(image, region.start, size), tf.float32),
-                lambda: _translate(image, region, preprocess),
-            )
+        case RandomCrop():  # the pixels as they are, and black where there are none
+            first, last = _needed(tf.shape(image)[:2], region, preprocess)
+            before = tf.maximum(-tf.cast(region.start, tf.int32), 0)
+            after = tf.constant(size) - before - (last - first + 1)
+            padding = tf.concat([tf.stack([before, after], 1), [[0, 0]]], 0)
+            return tf.cast(tf.pad(_cut(image, first, last - first + 1), padding), tf.float32)
     if preprocess.interpolation == "nearest":
         return _pick(image, region.start, region.extent, size)
     if plain and whole:

@@ -22,9 +22,8 @@ def make_dataset(tf, spec: InputSpec, *, batch_size: int):
             case ResizeRandomCrop(resize=resize):
                 return tf.image.random_crop(tf.image.resize(image, resize, **resizing), shape)
             case RandomCrop():
-                scale = tf.reduce_max(tf.constant(size, tf.float32) / tf.cast(tf.shape(image)[:2], tf.float32))
-                large = tf.cast(tf.math.ceil(tf.cast(tf.shape(image)[:2], tf.float32) * scale), tf.int32)
-                image = tf.cond(scale > 1, lambda: tf.cast(tf.image.resize(image, large), tf.uint8), lambda: image)
+                height, width = tf.maximum(size[0], tf.shape(image)[0]), tf.maximum(size[1], tf.shape(image)[1])
+                image = tf.image.resize_with_crop_or_pad(image, height, width)  # only pads
                 return tf.cast(tf.image.random_crop(image, shape), tf.float32)
             case RandomResizedCrop():
                 begin, extent, _ = tf.image.sample_distorted_bounding_box(

@@ -152,8 +152,10 @@ def test_same_regions(crop):
     theirs = tf.map_fn(find, (tf.constant(sizes, tf.int32), tf.constant(numbers)), fn_output_signature=spec)
     np.testing.assert_allclose(starts, theirs[0].numpy(), atol=1e-4)
     np.testing.assert_allclose(extents, theirs[1].numpy(), atol=1e-4)
-    assert (starts >= 0).all()
-    assert (starts + extents <= sizes + 1e-6).all()
+    fits = (sizes >= preprocess.image_size) | (not isinstance(crop, RandomCrop))  # around a smaller image it takes black
+    assert (starts[fits] >= 0).all()
+    assert ((starts + extents)[fits] <= sizes[fits] + 1e-6).all()
+    np.testing.assert_array_equal(starts[~fits], np.floor((sizes - preprocess.image_size) / 2)[~fits])
 
 
 def test_random_resized_crops_are_distributed_as_said():
@@ -204,6 +206,15 @@ def test_random_crop_keeps_the_scale(images):
     for make in (by_tensorflow, by_dali):
         (image,) = make(images[:1], numbers, preprocess, fuse=True)
         np.testing.assert_array_equal(image, whole[top : top + 80, left : left + 72])
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("make", [by_tensorflow, by_dali], ids=["tensorflow", "dali"])
+def test_random_crop_puts_a_smaller_image_on_black(make, fuse):
+    preprocess = dataclasses.replace(RAW, crop=RandomCrop(), mirror_probability=0.0)
+    (image,) = make([jpeg(41, 100)], draw(preprocess, 1), preprocess, fuse=fuse)
+    assert image[:19].max() == image[61:].max() == 0
+    assert image[20:60].mean() > 20
 
 
 def test_orientation():
