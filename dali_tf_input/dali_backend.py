@@ -10,6 +10,7 @@ from nvidia.dali import tfrecord as dali_tfrecord
 
 from dali_tf_input.dali_images import prepare_images
 from dali_tf_input.options import DaliOptions
+from dali_tf_input.preprocess import Preprocess
 from dali_tf_input.sharding import Shard
 from dali_tf_input.spec import DatasetSpec, InputSpec
 from dali_tf_input.tfrecord import InputError
@@ -113,6 +114,28 @@ def build_pipeline(
         if options.device == "gpu":
             labels = labels.gpu()
         pipeline.set_outputs(images, labels)
+    return pipeline
+
+
+def define_serving_pipeline(preprocess: Preprocess, options: DaliOptions, *, batch_size: int) -> dali.Pipeline:
+    """Defines a pipeline from encoded images, its input "encoded", to preprocessed ones; nothing is left to chance."""
+    pipeline = dali.Pipeline(
+        batch_size=batch_size,
+        num_threads=options.num_threads or len(os.sched_getaffinity(0)),
+        device_id=0 if options.device == "gpu" else None,
+        prefetch_queue_depth=1,
+        exec_dynamic=False,
+    )
+    with pipeline:
+        images = prepare_images(
+            fn.external_source(name="encoded", device="cpu", dtype=types.UINT8, ndim=1),
+            types.Constant([0.0] * preprocess.num_random, dtype=types.FLOAT),
+            preprocess,
+            fuse=False,
+            device="mixed" if options.device == "gpu" else "cpu",
+            hints={},
+        )
+        pipeline.set_outputs(images)
     return pipeline
 
 

@@ -35,6 +35,7 @@ _EPOCHS = flags.DEFINE_integer("epochs", 12, "Passes over the training records."
 _IMAGE_SIZE = flags.DEFINE_integer("image_size", 96, "Height and width of the images the network sees, in pixels.")
 _LEARNING_RATE = flags.DEFINE_float("learning_rate", 2e-3, "Learning rate of Adam.")
 _NUM_CLASSES = flags.DEFINE_integer("num_classes", None, "Number of classes; by default that of labels.txt.")
+_SAVE = flags.DEFINE_string("save", None, "Where the trained model goes, a .keras file; for predict.py.")
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the network's weights and of order, crops and mirrors.")
 
 
@@ -45,6 +46,8 @@ def main(arguments: list[str]) -> int:
         value = flags.FLAGS[name].value
         if value is not None and value < least:
             raise InputError(f"`{name}` must be at least {least}, got {value}.")
+    if _SAVE.value and not _SAVE.value.endswith(".keras"):
+        raise InputError(f"`save` must end in .keras, got {_SAVE.value}.")
     train_records = input_flags.dataset_spec(input_flags.FILES.value)
     num_classes = _NUM_CLASSES.value or count_classes(train_records)
     enable_memory_growth()
@@ -86,6 +89,9 @@ def main(arguments: list[str]) -> int:
         callbacks=[EpochLine(train.steps_per_epoch * _GLOBAL_BATCH_SIZE.value)],
     ).history
     print_result(history, num_classes)
+    if _SAVE.value:
+        model.save(_SAVE.value)
+        print(f"model in {_SAVE.value}")
     return 0
 
 

@@ -18,7 +18,7 @@ FLOORS = [
     {"dali_images", "tf_images"},
     {"dali_backend", "tf_data_backend"},
     {"dataset", "decoders"},
-    {"distribute", "index_worker"},
+    {"distribute", "index_worker", "predict"},
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 TENSORFLOW_FROM = 5  # floors below it import neither TensorFlow nor DALI
@@ -67,6 +67,7 @@ def test_only_frameworks_are_imported_lazily():
     lazy = {(room, module) for room in FLOOR_OF for module, top in imports_of(room) if not top}
     assert lazy == {
         ("dataset", "dali_tf_input.dali_backend"),
+        ("predict", "dali_tf_input.dali_backend"),
         ("index_worker", "dali_tf_input.decoders"),
         ("decoders", "dali_tf_input.tf_images"),
         ("decoders", "tensorflow"),

@@ -1,0 +1,121 @@
+"""Prediction and serving: the pixels that the model was evaluated with, whatever feeds it."""
+
+import dataclasses
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import nvidia.dali as dali
+import pytest
+import tensorflow as tf
+from conftest import SCRIPTS, image_zoo, jpeg, numbered_examples, write_tfrecord
+
+from dali_tf_input import DaliOptions, DatasetSpec, InputError, InputSpec, Preprocess, TfDataOptions, build_index
+from dali_tf_input.dataset import make_dataset
+from dali_tf_input.predict import export_saved_model, export_triton, iterate_batches
+
+EVALUATION = Preprocess.for_evaluation(32)
+backends = pytest.mark.parametrize("options", [DaliOptions(device="cpu"), TfDataOptions(), None], ids=["dali", "tf_data", "none"])
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory):
+    """Ten encoded images, and what a dataset makes of them in evaluation."""
+    examples = numbered_examples(10)
+    file = write_tfrecord(tmp_path_factory.mktemp("predict") / "train", examples)
+    build_index(file)
+    spec = InputSpec(dataset=DatasetSpec.from_files(file), preprocess=EVALUATION, order="sequential")
+    images, _ = next(iter(make_dataset(spec, TfDataOptions(), batch_size=10)))
+    return [example["image/encoded"] for example in examples], images.numpy()
+
+
+@pytest.fixture(scope="module")
+def model():
+    keras.utils.set_random_seed(0)
+    return keras.Sequential([keras.layers.Input((32, 32, 3)), keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(4)])
+
+
+@backends
+def test_the_pixels_of_evaluation(evaluated, options):
+    encoded, expected = evaluated
+    batches = list(iterate_batches(encoded, EVALUATION, options, batch_size=4))
+    assert [positions for positions, _ in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    np.testing.assert_allclose(np.concatenate([images.numpy() for _, images in batches]), expected, atol=1e-3)
+
+
+@backends
+def test_an_unreadable_image_is_reported_and_not_fatal(tmp_path, options):
+    zoo = image_zoo()
+    images = [encoded for encoded, _, _ in zoo.values()]
+    for position, image in enumerate(images[:2]):
+        (tmp_path / f"{position}.jpg").write_bytes(image)
+        images[position] = tmp_path / f"{position}.jpg"
+    images.append(tmp_path / "missing.jpg")
+    bad = {}
+    batches = list(iterate_batches(images, EVALUATION, options, batch_size=3, on_bad=bad.__setitem__))
+    sound = [number for number, (_, image_format, _) in enumerate(zoo.values()) if image_format]
+    assert [position for positions, _ in batches for position in positions] == sound
+    assert sorted(bad) == [number for number in range(len(images)) if number not in sound]
+    assert "No such file" in bad[len(images) - 1]
+
+
+def test_a_saved_model_takes_bytes(evaluated, model, tmp_path):
+    """Bytes in, the logits that the model gives for the evaluation's pixels out."""
+    encoded, images = evaluated
+    export_saved_model(model, EVALUATION, tmp_path / "saved")
+    served = tf.saved_model.load(str(tmp_path / "saved")).signatures["serving_default"]
+    (logits,) = served(encoded=tf.constant(encoded)).values()
+    np.testing.assert_allclose(logits.numpy(), model(images).numpy(), atol=1e-4)
+
+
+@pytest.mark.parametrize(("dtype", "layout"), [("float32", "HWC"), ("float16", "CHW"), ("uint8", "HWC")])
+def test_triton(evaluated, tmp_path, dtype, layout):
+    """The serialized pipeline, taken up again as Triton does, makes the same pixels; the config names its input and shape."""
+    encoded, _ = evaluated
+    preprocess = dataclasses.replace(EVALUATION, dtype=dtype, layout=layout)
+    export_triton(preprocess, tmp_path / "preprocess", device="cpu", max_batch_size=16)
+    config = (tmp_path / "preprocess" / "config.pbtxt").read_text()
+    kind = {"float32": "TYPE_FP32", "float16": "TYPE_FP16", "uint8": "TYPE_UINT8"}[dtype]
+    assert f"data_type: {kind}, dims: {list(preprocess.image_shape)}" in config
+    assert 'name: "preprocess"\nbackend: "dali"\nmax_batch_size: 16\n' in config
+    pipeline = dali.Pipeline.deserialize(filename=str(tmp_path / "preprocess" / "1" / "model.dali"))
+    pipeline.build()
+    pipeline.feed_input("encoded", [np.frombuffer(image, np.uint8) for image in encoded])
+    (images,) = pipeline.run()
+    ((_, expected),) = iterate_batches(encoded, preprocess, TfDataOptions())
+    np.testing.assert_allclose(
+        images.as_array().astype(float), expected.numpy().astype(float), atol=1 if dtype == "uint8" else 2e-3
+    )
+    with pytest.raises(InputError, match="preprocess exists already"):
+        export_triton(preprocess, tmp_path / "preprocess")
+
+
+def test_refuses(model, tmp_path):
+    training = Preprocess.for_training(32)
+    for make in (
+        lambda: list(iterate_batches([b"x"], training)),
+        lambda: export_saved_model(model, training, tmp_path / "x"),
+        lambda: export_triton(training, tmp_path / "x"),
+    ):
+        with pytest.raises(InputError, match="`preprocess` must leave nothing to chance"):
+            make()
+    with pytest.raises(InputError, match="`batch_size` must be at least 1"):
+        list(iterate_batches([b"x"], EVALUATION, batch_size=0))
+    with pytest.raises(InputError, match="DALI makes no `dtype` 'bfloat16'"):
+        export_triton(dataclasses.replace(EVALUATION, dtype="bfloat16"), tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
+def test_predict_script(model, tmp_path):
+    model.save(tmp_path / "model.keras")
+    (tmp_path / "labels.txt").write_text("ant\nbee\ncat\ndog\n")
+    (tmp_path / "good.jpg").write_bytes(jpeg(40, 50))
+    (tmp_path / "bad.jpg").write_text("no image")
+    command = [sys.executable, SCRIPTS / "predict.py", f"--labels={tmp_path}/labels.txt", "--top=2", tmp_path / "model.keras"]
+    process = subprocess.run([*command, tmp_path / "good.jpg", tmp_path / "bad.jpg"], capture_output=True, text=True, check=False)
+    assert process.returncode == 1
+    assert process.stderr == f"error: {tmp_path}/bad.jpg: text: expected an encoded image, found b'no image' ...\n"
+    assert f"{tmp_path}/good.jpg" in process.stdout
+    assert sum(name in process.stdout for name in ("ant", "bee", "cat", "dog")) == 2
+    assert subprocess.run([*command, tmp_path / "good.jpg"], capture_output=True, check=False).returncode == 0
