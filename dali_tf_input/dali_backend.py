@@ -41,9 +41,9 @@ def build(spec: InputSpec, options: DaliOptions, *, batch_size: int, shard: Shar
       device_id: the CUDA device that decodes; None for `options.device` "cpu".
 
     Returns:
-      A dataset without end of (image, label): image float32 (batch_size, *spec.preprocess.image_shape), label int64
-      (batch_size,), both on the current `tf.device`. Each pass over the shard serves every record of it once; a batch may
-      hold the end of one and the start of the next.
+      A dataset without end of (image, label): image (batch_size, *spec.preprocess.image_shape), label int64
+      (batch_size,) or one-hot, both on the current `tf.device`. Each pass over the shard serves every record of it once; a batch
+      may hold the end of one and the start of the next.
 
     Raises:
       InputError: DALI refuses the pipeline.
@@ -63,8 +63,8 @@ def build(spec: InputSpec, options: DaliOptions, *, batch_size: int, shard: Shar
         device_id=device_id,
         prefetch_queue_depth=options.prefetch_queue_depth,
         fail_on_device_mismatch=False,
-        output_shapes=((batch_size, *spec.preprocess.image_shape), (batch_size,)),
-        output_dtypes=(tf.as_dtype(spec.preprocess.dtype), tf.int64),
+        output_shapes=((batch_size, *spec.preprocess.image_shape), (batch_size, *spec.label_shape)),
+        output_dtypes=(tf.as_dtype(spec.preprocess.dtype), tf.int64 if spec.one_hot is None else tf.float32),
     )
 
 
@@ -111,6 +111,10 @@ def build_pipeline(
         labels = fn.reshape(features[dataset.label_key], shape=[])
         if dataset.label_offset:
             labels = fn.cast(labels - dataset.label_offset, dtype=types.INT64)
+        if spec.one_hot is not None:
+            on_value, off_value = spec.label_values
+            labels = fn.cast(labels, dtype=types.INT32)
+            labels = fn.one_hot(labels, num_classes=spec.one_hot, on_value=on_value, off_value=off_value, dtype=types.FLOAT)
         if options.device == "gpu":
             labels = labels.gpu()
         pipeline.set_outputs(images, labels)

@@ -36,10 +36,10 @@ def make_dataset(
 
     Returns:
       A dataset without end of (image, label): image `spec.preprocess.dtype` (batch_size, *spec.preprocess.image_shape), label
-      int64 (batch_size,). Every pass over the shard serves each of its records once; the remainder of a pass that does not fill a
-      batch opens the next pass. Two limits of DALI's dataset: one on a GPU must be made and iterated under the `tf.device`
-      of its GPU, and no transformation (`map`, `take`, ...) can follow it; and no strategy may distribute it (nor Keras
-      `fit` under one), as TensorFlow's own way of doing so crashes: `distribute.distribute` has another.
+      int64 (batch_size,), or float32 (batch_size, spec.one_hot). Every pass over the shard serves each of its records once; the
+      remainder of a pass that does not fill a batch opens the next pass. Two limits of DALI's dataset: one on a GPU must be made
+      and iterated under the `tf.device` of its GPU, and no transformation (`map`, `take`, ...) can follow it; and no strategy may
+      distribute it (nor Keras `fit` under one), as TensorFlow's own way of doing so crashes: `distribute.distribute` has another.
 
     Raises:
       InputError: the batch is larger than the shard, the shard is empty, a GPU is asked for where there is none, or DALI

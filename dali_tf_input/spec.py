@@ -138,6 +138,8 @@ class InputSpec:
         ImageNet's take 113 MB. The default is DALI's own (`initial_fill`).
       seed: with it order, crops and mirrors come out the same again, in [0, 2**31): on the same backend, with the same
         number of replicas and, for tf.data, the same `num_parallel_reads` and `tf.random.set_seed`.
+      one_hot: number of classes n: labels come out as float32 (n,), 1 at the label and 0 elsewhere; None leaves them int64.
+      label_smoothing: that much of the 1 is spread evenly over all classes, in [0, 1); with `one_hot` only.
     """
 
     dataset: DatasetSpec
@@ -145,6 +147,8 @@ class InputSpec:
     order: Order
     buffer_size: int = 1024
     seed: int = 0
+    one_hot: int | None = None
+    label_smoothing: float = 0.0
 
     def __post_init__(self) -> None:
         check_choice("order", self.order, get_args(Order))
@@ -152,6 +156,26 @@ class InputSpec:
             raise InputError(f"`buffer_size` must be at least 1, got {self.buffer_size}.")
         if not 0 <= self.seed < 2**31:
             raise InputError(f"`seed` must be in [0, 2**31), got {self.seed}.")
+        if not 0 <= self.label_smoothing < 1:
+            raise InputError(f"`label_smoothing` must be in [0, 1), got {self.label_smoothing}.")
+        if self.one_hot is None:
+            if self.label_smoothing:
+                raise InputError("`label_smoothing` needs `one_hot`, the number of classes.")
+            return
+        highest = self.dataset.label_range[1] if self.dataset.label_range else 0
+        if not highest < self.one_hot:
+            raise InputError(f"`one_hot` must be above the highest label, {highest}, got {self.one_hot}.")
+
+    @property
+    def label_shape(self) -> tuple[int, ...]:
+        """The shape of one label: () without `one_hot`, (one_hot,) with it."""
+        return () if self.one_hot is None else (self.one_hot,)
+
+    @property
+    def label_values(self) -> tuple[float, float]:
+        """What a one-hot label holds at the label, and elsewhere."""
+        rest = self.label_smoothing / (self.one_hot or 1)
+        return 1 - self.label_smoothing + rest, rest
 
 
 def _check_keys(

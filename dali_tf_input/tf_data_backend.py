@@ -22,10 +22,10 @@ def build(spec: InputSpec, options: TfDataOptions, *, batch_size: int, shard: Sh
       shard: which records are read.
 
     Returns:
-      A dataset without end of (image, label): image (batch_size, *spec.preprocess.image_shape), label int64
-      (batch_size,). Each pass over the shard serves every record of it once; a batch may hold the end of one and the start of
-      the next. With `order` "buffer" the files of the shard are read in a new random order each pass, `num_parallel_reads` of
-      them at a time, before their records enter the buffer.
+      A dataset without end of (image, label): image (batch_size, *spec.preprocess.image_shape), label int64 (batch_size,) or
+      one-hot. Each pass over the shard serves every record of it once; a batch may hold the end of one and the start of the next.
+      With `order` "buffer" the files of the shard are read in a new random order each pass, `num_parallel_reads` of them at a
+      time, before their records enter the buffer.
     """
     preprocess = spec.preprocess
     if preprocess.apply_orientation:
@@ -48,6 +48,8 @@ def build(spec: InputSpec, options: TfDataOptions, *, batch_size: int, shard: Sh
         label = parsed[spec.dataset.label_key]
         if spec.dataset.label_offset:
             label -= spec.dataset.label_offset
+        if spec.one_hot is not None:
+            label = tf.one_hot(label, spec.one_hot, *spec.label_values, dtype=tf.float32)
         return prepare_image(parsed[spec.dataset.image_key], numbers, preprocess, fuse=fuse), label
 
     seed = tf.constant(spec.seed * shard.num_shards + shard.shard_id, tf.int64)

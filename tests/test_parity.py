@@ -267,6 +267,34 @@ def test_output_types(records, options, layout):
     assert isinstance(normalised, keras.layers.Layer)
 
 
+@pytest.mark.parametrize("options", [DaliOptions(device="cpu"), TfDataOptions()], ids=["dali", "tf_data"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_one_hot_labels(records, options, smoothing):
+    spec = InputSpec(
+        dataset=records, preprocess=Preprocess.for_evaluation(8), order="sequential", one_hot=20, label_smoothing=smoothing
+    )
+    made = make_dataset(spec, options, batch_size=12)
+    assert made.element_spec[1] == tf.TensorSpec((12, 20), tf.float32)
+    _, labels = next(iter(made))
+    expected = np.eye(20)[:12] * (1 - smoothing) + smoothing / 20
+    np.testing.assert_allclose(labels.numpy(), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"label_smoothing": 0.1}, "`label_smoothing` needs `one_hot`"),
+        ({"label_smoothing": 1.0, "one_hot": 20}, r"`label_smoothing` must be in \[0, 1\), got 1.0"),
+        ({"one_hot": 11}, "`one_hot` must be above the highest label, 11, got 11"),
+        ({"one_hot": 0}, "`one_hot` must be above the highest label, 11, got 0"),
+    ],
+)
+def test_one_hot_refuses(records, changes, message):
+    checked = dataclasses.replace(records, label_range=(0, 11))
+    with pytest.raises(InputError, match=message):
+        InputSpec(dataset=checked, preprocess=RAW, order="sequential", **changes)
+
+
 def test_uint8_is_the_same_from_both(records):
     dali_batch, tf_batch = (
         take_batch(records, options, dtype="uint8").numpy() for options in (DaliOptions(device="cpu"), TfDataOptions())
