@@ -38,9 +38,8 @@ def prepare_images(
         "antialias": preprocess.antialias,
         "dtype": types.FLOAT,
     }
-    cut_first = isinstance(
-        preprocess.crop, RandomResizedCrop
-    )  # what lies outside of the region does not count, as in torchvision
+    # What lies outside of such a region does not count in its resize, as in torchvision.
+    cut_first = isinstance(preprocess.crop, RandomResizedCrop)
     if fuse:
         origin, needed = (start, extent) if cut_first else _needed(size, start, extent, preprocess)
         images = fn.decoders.image_slice(encoded, **_window(origin, needed), **decoding)
