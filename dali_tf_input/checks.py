@@ -23,6 +23,7 @@ MAX_PIXELS = 89_478_485
 
 _MOST_DATA_BYTES = 1 << 28  # to parse a record takes four times its size; protobuf itself ends at 2 GiB
 _MOST_LOOKED_AT = 8
+_MOST_LOOKED_AT_BYTES = 1 << 26
 _MOST_KEYS = 1000
 _MOST_RUNS = 1000
 
@@ -221,9 +222,11 @@ class _Content:
     def look_at_first(self, descriptor: int, places: list[tuple[int, int]]) -> None:
         """Notes the features of the first record that is an Example, of a few; judges nothing."""
         for place in places[:_MOST_LOOKED_AT]:
-            data = read_data(descriptor, *place) if place[1] <= _MOST_DATA_BYTES else None
+            if self.parsed:
+                return
+            data = read_data(descriptor, *place) if place[1] <= _MOST_LOOKED_AT_BYTES else None
             with contextlib.suppress(InputError):  # "schema" would say what it is
-                if data and not self.parsed:
+                if data:
                     self._note_features(decode_example(data), 0)
 
     def check(self, descriptor: int, place: tuple[int, int], number: int) -> Fault | None:

@@ -16,18 +16,6 @@ from dali_tf_input.spec import DatasetSpec, InputSpec
 from dali_tf_input.tfrecord import InputError
 
 
-def check_spec(spec: InputSpec) -> None:
-    """Checks that DALI can make what `spec` asks for.
-
-    Raises:
-      InputError: it cannot.
-    """
-    if spec.preprocess.dtype == "bfloat16":
-        raise InputError(
-            "DALI makes no `dtype` 'bfloat16': use 'float16' or 'float32', or the tf.data backend (TfDataOptions())."
-        )
-
-
 def build(spec: InputSpec, options: DaliOptions, *, batch_size: int, shard: Shard, device_id: int | None) -> tf.data.Dataset:
     """Builds the dataset of one shard, placed on the current `tf.device`.
 
@@ -48,7 +36,6 @@ def build(spec: InputSpec, options: DaliOptions, *, batch_size: int, shard: Shar
     Raises:
       InputError: DALI refuses the pipeline.
     """
-    check_spec(spec)
     pipeline = build_pipeline(spec, options, batch_size=batch_size, shard=shard, device_id=device_id)
     try:
         # TensorFlow ends the process (SIGABRT) when a pipeline cannot be set up; DALI's Python raises. So it is set up here

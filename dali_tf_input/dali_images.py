@@ -7,6 +7,7 @@ from nvidia.dali import fn, math, types
 from nvidia.dali.data_node import DataNode
 
 from dali_tf_input.preprocess import CenterCrop, Preprocess, RandomCrop, RandomResizedCrop, ResizeRandomCrop
+from dali_tf_input.tfrecord import InputError
 
 _INTERPOLATION = {"bilinear": types.INTERP_LINEAR, "bicubic": types.INTERP_CUBIC, "nearest": types.INTERP_NN}
 _DTYPES = {"float32": types.FLOAT, "float16": types.FLOAT16}
@@ -27,7 +28,14 @@ def prepare_images(
 
     Returns:
       Images of `preprocess.dtype` and shape `preprocess.image_shape`.
+
+    Raises:
+      InputError: DALI has no such `dtype`.
     """
+    if preprocess.dtype == "bfloat16":
+        raise InputError(
+            "DALI makes no `dtype` 'bfloat16': use 'float16' or 'float32', or the tf.data backend (TfDataOptions())."
+        )
     orientation = preprocess.apply_orientation
     size = fn.cast(fn.peek_image_shape(encoded, adjust_orientation=orientation)[0:2], dtype=types.FLOAT64)
     start, extent = find_region(size, numbers, preprocess)

@@ -27,7 +27,6 @@ def make_decode(checks: Checks) -> Decode:
     """
     makers = {"tf_data": {"tf_data": _tf_data_decoder}, "dali": {"dali": _dali_decoder}}
     makers["both"] = makers["dali"] | makers["tf_data"]
-    Image.MAX_IMAGE_PIXELS = None  # for this process, a worker's: `max_pixels` is the bound, and a fault, not an exception
     decoders = [make() for make in makers[checks.decoder].values()]
 
     def decode(encoded: bytes) -> tuple[str, int, int]:
@@ -54,6 +53,8 @@ def read_header(encoded: bytes) -> tuple[str, int, int]:
         with Image.open(io.BytesIO(encoded)) as image:
             (width, height), kind, mode = image.size, image.format, image.mode
             transform = image.info.get("adobe_transform")
+    except Image.DecompressionBombError as error:
+        raise BadImage("too many pixels", str(error)) from error
     except Exception as error:  # Pillow's readers raise nearly anything over damaged bytes
         raise BadImage(*_name_content(encoded, error)) from error
     kind = _NAMES.get(str(kind), kind)

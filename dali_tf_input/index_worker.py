@@ -28,8 +28,11 @@ def serve() -> None:
             checks = Checks(**task["checks"])
             if checks.verify == "decode" and checks not in decoders:
                 # Imported here because Pillow, DALI's codecs and TensorFlow take seconds, and only this level needs them.
+                from PIL import Image
+
                 from dali_tf_input.decoders import make_decode
 
+                Image.MAX_IMAGE_PIXELS = None  # in this process `max_pixels` is the bound
                 decoders[checks] = make_decode(checks)
             _answer(answers, _run(task, checks, decoders.get(checks), answers))
 

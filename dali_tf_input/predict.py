@@ -2,16 +2,17 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from dali_tf_input.checks import BadImage, Checks
+from dali_tf_input.dataset import check_gpu
 from dali_tf_input.decoders import make_decode
 from dali_tf_input.files import Path
-from dali_tf_input.options import DaliOptions, TfDataOptions
+from dali_tf_input.options import DaliOptions, Device, TfDataOptions, check_choice
 from dali_tf_input.preprocess import CenterCrop, NoCrop, Preprocess
 from dali_tf_input.staging import Staging
 from dali_tf_input.tf_images import prepare_image
@@ -47,6 +48,8 @@ def iterate_batches(
     if batch_size < 1:
         raise InputError(f"`batch_size` must be at least 1, got {batch_size}.")
     by_dali = isinstance(options, DaliOptions)
+    if isinstance(options, DaliOptions) and options.device == "gpu":
+        check_gpu(0)
     decode = make_decode(Checks(decoder="dali" if by_dali else "tf_data"))
     prepare = (
         _prepare_by_dali(preprocess, options, batch_size) if isinstance(options, DaliOptions) else _prepare_by_tf(preprocess)
@@ -97,19 +100,22 @@ def export_saved_model(model: keras.Model, preprocess: Preprocess, folder: Path)
     archive.write_out(os.fspath(folder), verbose=False)
 
 
-def export_triton(preprocess: Preprocess, folder: Path, *, device: str = "gpu", max_batch_size: int = 64) -> None:
+def export_triton(preprocess: Preprocess, folder: Path, *, device: Device = "gpu", max_batch_size: int = 64) -> None:
     """Writes the preprocessing as a model of Triton's DALI backend: ``<folder>/config.pbtxt`` and ``<folder>/1/model.dali``.
 
     Args:
       preprocess: see `iterate_batches`.
       folder: a new folder in Triton's model repository; its name is the model's.
-      device: "gpu" or "cpu", where Triton runs it.
+      device: "gpu" or "cpu", where Triton runs it; "gpu" can be written on a machine with a GPU only.
       max_batch_size: largest batch that Triton makes, at least 1.
 
     Raises:
       InputError: `preprocess` is random or DALI cannot do it, or `folder` exists.
     """
     _check_certain(preprocess)
+    check_choice("device", device, get_args(Device))
+    if max_batch_size < 1:
+        raise InputError(f"`max_batch_size` must be at least 1, got {max_batch_size}.")
     if preprocess.dtype not in _TRITON_TYPES:
         raise InputError(f"DALI makes no `dtype` '{preprocess.dtype}': use one of {', '.join(_TRITON_TYPES)}.")
     folder = os.path.abspath(folder)
@@ -123,12 +129,18 @@ input [ {{ name: "encoded", data_type: TYPE_UINT8, dims: [ -1 ], allow_ragged_ba
 output [ {{ name: "images", data_type: {_TRITON_TYPES[preprocess.dtype]}, dims: {list(preprocess.image_shape)} }} ]
 instance_group [ {{ kind: KIND_{kind} }} ]
 """
-    pipeline = _define_pipeline(preprocess, DaliOptions(device="gpu" if device == "gpu" else "cpu"), max_batch_size)
+    try:
+        serialized = _define_pipeline(preprocess, DaliOptions(device=device), max_batch_size).serialize()
+    except RuntimeError as error:
+        raise InputError(
+            f"DALI cannot define the pipeline here: {error} To write one for a GPU takes a machine with a GPU; or pass "
+            "device='cpu'."
+        ) from error
     with Staging(os.path.dirname(folder), "Name another folder.") as staging:
         made = staging.path("model")
         os.makedirs(os.path.join(made, "1"))
         with open(os.path.join(made, "1", "model.dali"), "wb") as stream:
-            stream.write(pipeline.serialize())
+            stream.write(serialized)
         with open(os.path.join(made, "config.pbtxt"), "w", encoding="utf-8") as text:
             text.write(config)
         staging.place("model", folder)

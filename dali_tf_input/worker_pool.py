@@ -124,17 +124,15 @@ class _Worker:
         with contextlib.suppress(BrokenPipeError):  # it died; how, its exit status says
             self._process.stdin.write(json.dumps({**dataclasses.asdict(job), "crashing": crashing}).encode() + b"\n")
             self._process.stdin.flush()
-            for line in self._process.stdout:
-                try:
-                    answer: dict[str, Any] = json.loads(line)
-                except ValueError:
-                    self.kill()
-                    raise InputError(
-                        f"The indexing process answered {line[:80]!r}: is a module shadowed in {os.getcwd()}?"
-                    ) from None
-                if "progress" not in answer:
-                    return answer
-                on_progress(*answer["progress"])
+        for line in self._process.stdout:
+            try:
+                answer: dict[str, Any] = json.loads(line)
+            except ValueError:
+                self.kill()
+                raise InputError(f"The indexing process answered {line[:80]!r}: is a module shadowed in {os.getcwd()}?") from None
+            if "progress" not in answer:
+                return answer
+            on_progress(*answer["progress"])
         self.is_dead = True
         status = self._process.wait()
         if status >= 0:

@@ -16,6 +16,7 @@ from dali_tf_input import DaliOptions, InputError, Preprocess, TfDataOptions
 tf = console.import_tensorflow()
 import keras  # noqa: E402  (after TensorFlow, whose chatter is held back)
 
+from dali_tf_input.distribute import enable_memory_growth  # noqa: E402
 from dali_tf_input.predict import iterate_batches  # noqa: E402
 
 _BACKENDS = {"tf_data": TfDataOptions(), "dali_cpu": DaliOptions(device="cpu"), "dali_gpu": DaliOptions(device="gpu")}
@@ -32,6 +33,7 @@ def main(arguments: list[str]) -> int:
     if _TOP.value < 1:
         raise InputError(f"`top` must be at least 1, got {_TOP.value}.")
     path, *images = arguments
+    enable_memory_growth()
     try:
         model = keras.saving.load_model(path)
     except ValueError as error:

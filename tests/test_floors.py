@@ -69,6 +69,7 @@ def test_only_frameworks_are_imported_lazily():
         ("dataset", "dali_tf_input.dali_backend"),
         ("predict", "dali_tf_input.dali_backend"),
         ("index_worker", "dali_tf_input.decoders"),
+        ("index_worker", "PIL"),
         ("decoders", "dali_tf_input.tf_images"),
         ("decoders", "tensorflow"),
         ("decoders", "nvidia"),

@@ -17,7 +17,7 @@ from dali_tf_input import Checks, DatasetSpec, FaultsError, InputError, build_in
 from dali_tf_input.example import encode_example
 from dali_tf_input.index import IndexReport
 from dali_tf_input.manifest import Manifest, read_index
-from dali_tf_input.tfrecord import frame_record
+from dali_tf_input.tfrecord import frame_record, read_data
 
 ROOM = Path(sys.executable).parent
 
@@ -807,6 +807,31 @@ def test_an_index_dir_that_another_set_uses(files, tmp_path):
         build_index(other, index_dir=index_dir)
     os.rename(files[0], tmp_path / "moved")  # a set that moved is no other set
     assert build_index(other, index_dir=index_dir).written == 1
+
+
+def test_a_listener_that_fails_ends_the_run(tmp_path):
+    """As printing to a pipe that was closed does: an error, never a wait without end."""
+    write_tfrecord(tmp_path / "train", [{"image": bytes(1000), "label": 1}] * 60_000)
+
+    def fail(progress):
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        build_index(tmp_path / "train", Checks(verify="schema"), on_progress=fail)
+    assert [path.name for path in tmp_path.iterdir()] == ["train"]
+
+
+def test_framing_reads_no_data_but_the_first_record(tmp_path, monkeypatch):
+    import io
+
+    from dali_tf_input import checks
+
+    file = write_tfrecord(tmp_path / "train", [{"image": b"x", "label": 1}] * 20)
+    read = []
+    monkeypatch.setattr(checks, "read_data", lambda *place: read.append(place) or read_data(*place))
+    nothing = {"decode": None, "crashing": {}, "on_decode": print, "on_fault": print, "on_progress": lambda *_: None}
+    entry = checks.check_file(file, io.BytesIO(), Checks(), **nothing)
+    assert (entry.parsed, len(read)) == (1, 1)
 
 
 def test_links_count_once(files, tmp_path):

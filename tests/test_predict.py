@@ -104,7 +104,21 @@ def test_refuses(model, tmp_path):
         list(iterate_batches([b"x"], EVALUATION, batch_size=0))
     with pytest.raises(InputError, match="DALI makes no `dtype` 'bfloat16'"):
         export_triton(dataclasses.replace(EVALUATION, dtype="bfloat16"), tmp_path / "x")
+    with pytest.raises(InputError, match="DALI makes no `dtype` 'bfloat16'"):
+        list(iterate_batches([jpeg(9, 9)], dataclasses.replace(EVALUATION, dtype="bfloat16"), DaliOptions(device="cpu")))
+    with pytest.raises(InputError, match="`device` must be one of 'cpu', 'gpu', got 'tpu'"):
+        export_triton(EVALUATION, tmp_path / "x", device="tpu")
+    with pytest.raises(InputError, match="`max_batch_size` must be at least 1, got 0"):
+        export_triton(EVALUATION, tmp_path / "x", max_batch_size=0)
+    with pytest.raises(InputError, match="needs GPU 0, but TensorFlow sees 0 GPUs"):
+        list(iterate_batches([jpeg(9, 9)], EVALUATION, DaliOptions(device="gpu")))
     assert not (tmp_path / "x").exists()
+
+
+def test_triton_for_a_gpu_takes_a_gpu(tmp_path):
+    with pytest.raises(InputError, match=r"takes a machine with a GPU; or pass device='cpu'"):
+        export_triton(EVALUATION, tmp_path / "preprocess")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_predict_script(model, tmp_path):
