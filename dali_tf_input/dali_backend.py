@@ -1,12 +1,15 @@
 """The DALI backend: one DALI pipeline per shard, on the CPU or on one GPU, as a tf.data dataset."""
 
 import os
+import warnings
+from typing import Literal
 
 import nvidia.dali as dali
 import nvidia.dali.plugin.tf as dali_tf
 import tensorflow as tf
 from nvidia.dali import fn, types
 from nvidia.dali import tfrecord as dali_tfrecord
+from nvidia.dali.data_node import DataNode
 
 from dali_tf_input.dali_images import prepare_images
 from dali_tf_input.options import DaliOptions
@@ -61,51 +64,65 @@ def build_pipeline(
     """Defines the DALI pipeline of one shard, in the order the data travels; the arguments are those of `build`.
 
     Returns:
-      A pipeline, not yet built, whose outputs are images (batch_size, *spec.preprocess.image_shape) float32 and labels
-      (batch_size,) int64.
+      A pipeline, not yet built, whose outputs are the images and labels that `build` returns.
     """
-    pipeline = dali.Pipeline(
-        batch_size=batch_size,
-        num_threads=options.num_threads or max(1, len(os.sched_getaffinity(0)) // shard.num_shards),
-        device_id=device_id,
-        seed=spec.seed * shard.num_shards + shard.shard_id,
-        prefetch_queue_depth=options.prefetch_queue_depth,
-    )
-    dataset = spec.dataset
-    with pipeline:
-        features = fn.readers.tfrecord(
-            path=list(dataset.files),
-            index_path=list(dataset.index_files),
-            features={
-                dataset.image_key: dali_tfrecord.FixedLenFeature((), dali_tfrecord.string, ""),
-                dataset.label_key: dali_tfrecord.FixedLenFeature([1], dali_tfrecord.int64, -1),
-            },
-            random_shuffle=spec.order == "buffer",
-            initial_fill=spec.buffer_size,
-            shard_id=shard.shard_id,
-            num_shards=shard.num_shards,
-            stick_to_shard=True,
-            name="reader",
-        )
+    preprocess = spec.preprocess
+
+    def define() -> tuple[DataNode, DataNode]:
+        encoded, labels = _read(spec, options, shard)
+        numbers = fn.random.uniform(range=[0.0, 1.0], shape=[preprocess.num_random])
         images = prepare_images(
-            features[dataset.image_key],
-            fn.random.uniform(range=[0.0, 1.0], shape=[spec.preprocess.num_random]),
-            spec.preprocess,
-            fuse=options.fuse == "decode" or (options.fuse == "auto" and options.device == "cpu"),
+            encoded,
+            numbers,
+            preprocess,
+            fuse=_choose_fuse(options),
             device="mixed" if options.device == "gpu" else "cpu",
-            hints=decoder_memory_hints(dataset, options),
+            hints=decoder_memory_hints(spec.dataset, options),
         )
-        labels = fn.reshape(features[dataset.label_key], shape=[])
-        if dataset.label_offset:
-            labels = fn.cast(labels - dataset.label_offset, dtype=types.INT64)
-        if spec.one_hot is not None:
-            on_value, off_value = spec.label_values
-            labels = fn.cast(labels, dtype=types.INT32)
-            labels = fn.one_hot(labels, num_classes=spec.one_hot, on_value=on_value, off_value=off_value, dtype=types.FLOAT)
-        if options.device == "gpu":
-            labels = labels.gpu()
-        pipeline.set_outputs(images, labels)
-    return pipeline
+        return images, labels
+
+    make = dali.pipeline_def(define, enable_conditionals=preprocess.auto_augment is not None)
+    with warnings.catch_warnings(record=preprocess.auto_augment is not None):  # auto_aug uses names that DALI warns of
+        return make(
+            batch_size=batch_size,
+            num_threads=options.num_threads or max(1, len(os.sched_getaffinity(0)) // shard.num_shards),
+            device_id=device_id,
+            seed=spec.seed * shard.num_shards + shard.shard_id,
+            prefetch_queue_depth=options.prefetch_queue_depth,
+        )
+
+
+def _read(spec: InputSpec, options: DaliOptions, shard: Shard) -> tuple[DataNode, DataNode]:
+    """Defines the reader of a shard; returns encoded images and labels."""
+    dataset = spec.dataset
+    features = fn.readers.tfrecord(
+        path=list(dataset.files),
+        index_path=list(dataset.index_files),
+        features={
+            dataset.image_key: dali_tfrecord.FixedLenFeature((), dali_tfrecord.string, ""),
+            dataset.label_key: dali_tfrecord.FixedLenFeature([1], dali_tfrecord.int64, -1),
+        },
+        random_shuffle=spec.order == "buffer",
+        initial_fill=spec.buffer_size,
+        shard_id=shard.shard_id,
+        num_shards=shard.num_shards,
+        stick_to_shard=True,
+        name="reader",
+    )
+    labels = fn.reshape(features[dataset.label_key], shape=[])
+    if dataset.label_offset:
+        labels = fn.cast(labels - dataset.label_offset, dtype=types.INT64)
+    if spec.one_hot is not None:
+        on_value, off_value = spec.label_values
+        labels = fn.cast(labels, dtype=types.INT32)
+        labels = fn.one_hot(labels, num_classes=spec.one_hot, on_value=on_value, off_value=off_value, dtype=types.FLOAT)
+    return features[dataset.image_key], labels.gpu() if options.device == "gpu" else labels
+
+
+def _choose_fuse(options: DaliOptions) -> Literal["off", "decode"]:
+    if options.fuse == "auto":
+        return "decode" if options.device == "cpu" else "off"
+    return options.fuse
 
 
 def define_serving_pipeline(preprocess: Preprocess, options: DaliOptions, *, batch_size: int) -> dali.Pipeline:
@@ -122,7 +139,7 @@ def define_serving_pipeline(preprocess: Preprocess, options: DaliOptions, *, bat
             fn.external_source(name="encoded", device="cpu", dtype=types.UINT8, ndim=1),
             types.Constant([0.0] * preprocess.num_random, dtype=types.FLOAT),
             preprocess,
-            fuse=False,
+            fuse="off",
             device="mixed" if options.device == "gpu" else "cpu",
             hints={},
         )

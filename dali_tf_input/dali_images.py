@@ -1,12 +1,22 @@
 """Preprocessing of images by DALI's operations: the same pixels as `tf_images` makes."""
 
 import math as python_math
-from typing import Any
+from typing import Any, Literal
 
 from nvidia.dali import fn, math, types
+from nvidia.dali.auto_aug import rand_augment, trivial_augment
 from nvidia.dali.data_node import DataNode
+from nvidia.dali.pipeline import do_not_convert
 
-from dali_tf_input.preprocess import CenterCrop, Preprocess, RandomCrop, RandomResizedCrop, ResizeRandomCrop
+from dali_tf_input.preprocess import (
+    RAND_AUGMENT_MAGNITUDE,
+    RAND_AUGMENT_OPS,
+    CenterCrop,
+    Preprocess,
+    RandomCrop,
+    RandomResizedCrop,
+    ResizeRandomCrop,
+)
 from dali_tf_input.tfrecord import InputError
 
 _INTERPOLATION = {"bilinear": types.INTERP_LINEAR, "bicubic": types.INTERP_CUBIC, "nearest": types.INTERP_NN}
@@ -14,20 +24,46 @@ _DTYPES = {"float32": types.FLOAT, "float16": types.FLOAT16}
 
 
 def prepare_images(
-    encoded: DataNode, numbers: DataNode, preprocess: Preprocess, *, fuse: bool, device: str, hints: dict[str, int]
+    encoded: DataNode,
+    numbers: DataNode,
+    preprocess: Preprocess,
+    *,
+    fuse: Literal["off", "decode"],
+    device: str,
+    hints: dict[str, int],
 ) -> DataNode:
-    """Makes of encoded images what the model sees.
+    """Makes of encoded images what the model sees: `resample_images`, `augment_images`, `finish_images`; see there.
+
+    With `auto_augment` only within a pipeline definition that enables conditionals.
+    """
+    images = resample_images(encoded, numbers, preprocess, fuse=fuse, device=device, hints=hints)
+    if preprocess.auto_augment is not None:
+        images = augment_images(images, preprocess)
+    return finish_images(images, numbers, preprocess)
+
+
+@do_not_convert  # type: ignore[untyped-decorator]  # DALI converts no `match`, and there is nothing to convert
+def resample_images(
+    encoded: DataNode,
+    numbers: DataNode,
+    preprocess: Preprocess,
+    *,
+    fuse: Literal["off", "decode"],
+    device: str,
+    hints: dict[str, int],
+) -> DataNode:
+    """Decodes images and takes of each the region that is seen, at its size.
 
     Args:
       encoded: uint8 (bytes,) for each image, the bytes of a JPEG or PNG file, on the CPU.
       numbers: float32 (preprocess.num_random,) in [0, 1) for each image, on the CPU; they decide what is random.
       preprocess: what to do.
-      fuse: whether only the region that is needed is decoded.
+      fuse: "decode" decodes only the region that is needed, "off" all.
       device: "cpu", or "mixed" to decode on the GPU and go on there.
       hints: further arguments of the decoder.
 
     Returns:
-      Images of `preprocess.dtype` and shape `preprocess.image_shape`.
+      Images in 0..255, of shape (*preprocess.image_size, 3), float32; uint8 where nothing had to be resized.
 
     Raises:
       InputError: DALI has no such `dtype`.
@@ -40,34 +76,48 @@ def prepare_images(
     size = fn.cast(fn.peek_image_shape(encoded, adjust_orientation=orientation)[0:2], dtype=types.FLOAT64)
     start, extent = find_region(size, numbers, preprocess)
     decoding = {"device": device, "output_type": types.RGB, "adjust_orientation": orientation, **hints}
-    resizing = {
-        "size": preprocess.image_size,
-        "interp_type": _INTERPOLATION[preprocess.interpolation],
-        "antialias": preprocess.antialias,
-        "dtype": types.FLOAT,
-    }
     # What lies outside of such a region does not count in its resize, as in torchvision.
     cut_first = isinstance(preprocess.crop, RandomResizedCrop)
-    if fuse:
+    if fuse == "decode":
         origin, needed = (start, extent) if cut_first else _needed(size, start, extent, preprocess)
         images = fn.decoders.image_slice(encoded, **_window(origin, needed), **decoding)
         start = start - origin
     else:
         images = fn.decoders.image(encoded, **decoding)
     if isinstance(preprocess.crop, RandomCrop):  # the pixels as they are, and black where there are none
-        images = fn.slice(images, **_window(start, extent), out_of_bounds_policy="pad", fill_values=[0.0])
-    else:
-        if cut_first and not fuse:
-            images = fn.slice(images, **_window(start, extent))
-        if not cut_first:
-            roi = (("roi_start", start), ("roi_end", start + extent))
-            resizing |= {name: fn.cast(value, dtype=types.FLOAT) for name, value in roi}
-        images = fn.resize(images, **resizing)
+        return fn.slice(images, **_window(start, extent), out_of_bounds_policy="pad", fill_values=[0.0])
+    resizing = {
+        "size": preprocess.image_size,
+        "interp_type": _INTERPOLATION[preprocess.interpolation],
+        "antialias": preprocess.antialias,
+        "dtype": types.FLOAT,
+    }
+    if cut_first and fuse == "off":
+        images = fn.slice(images, **_window(start, extent))
+    if not cut_first:
+        roi = (("roi_start", start), ("roi_end", start + extent))
+        resizing |= {name: fn.cast(value, dtype=types.FLOAT) for name, value in roi}
+    return fn.resize(images, **resizing)
+
+
+def augment_images(images: DataNode, preprocess: Preprocess) -> DataNode:
+    """Does `preprocess.auto_augment` to images (*preprocess.image_size, 3) in 0..255; returns uint8 of that shape."""
+    images = _to_uint8(images)
+    if preprocess.auto_augment == "trivial":
+        return trivial_augment.trivial_augment_wide(images)
+    return rand_augment.rand_augment(images, n=RAND_AUGMENT_OPS, m=RAND_AUGMENT_MAGNITUDE, shape=preprocess.image_size)
+
+
+def finish_images(images: DataNode, numbers: DataNode, preprocess: Preprocess) -> DataNode:
+    """Mirrors images (*preprocess.image_size, 3) in 0..255, normalises them and brings them to layout and type.
+
+    Returns:
+      Images of `preprocess.dtype` and shape `preprocess.image_shape`.
+    """
     mirror = fn.cast(numbers[0:1] < preprocess.mirror_probability, dtype=types.INT32)
     mirror = fn.reshape(mirror, shape=[])
     if preprocess.dtype == "uint8":
-        images = fn.cast(fn.flip(images, horizontal=mirror), dtype=types.FLOAT)
-        images = fn.cast(math.clamp(math.floor(images + 0.5), 0.0, 255.0), dtype=types.UINT8)
+        images = _to_uint8(fn.flip(images, horizontal=mirror))
         return fn.transpose(images, perm=[2, 0, 1]) if preprocess.layout == "CHW" else images
     return fn.crop_mirror_normalize(
         images,
@@ -77,6 +127,11 @@ def prepare_images(
         output_layout=preprocess.layout,
         dtype=_DTYPES[preprocess.dtype],
     )
+
+
+def _to_uint8(images: DataNode) -> DataNode:
+    images = fn.cast(images, dtype=types.FLOAT)
+    return fn.cast(math.clamp(math.floor(images + 0.5), 0.0, 255.0), dtype=types.UINT8)
 
 
 def find_region(size: DataNode, numbers: DataNode, preprocess: Preprocess) -> tuple[DataNode, DataNode]:

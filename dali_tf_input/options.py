@@ -7,6 +7,7 @@ from dali_tf_input.tfrecord import InputError
 
 Device = Literal["cpu", "gpu"]
 Fuse = Literal["auto", "off", "decode"]
+TfDataFuse = Literal["auto", "off", "decode", "scaled"]
 
 AUTOTUNE = -1  # tf.data.AUTOTUNE, without importing TensorFlow
 
@@ -51,17 +52,21 @@ class TfDataOptions:
       autotune: False switches off tf.data's tuning and its rewriting of serial maps into parallel ones.
       fuse: whether of a JPEG only the region that is needed is decoded. "decode" does, "off" decodes it whole, "auto" takes what
         was measured to be faster: "decode" but where the whole image is resized by plain bilinear interpolation, for which
-        TensorFlow has an operation that is much faster than those for a region. The pixels are the same.
+        TensorFlow has an operation that is much faster than those for a region. The pixels are the same. "scaled" decodes the
+        region of a JPEG at 1/2, 1/4 or 1/8 where it has that many times the pixels needed each way and 1.56 times that in all,
+        and resizes the rest of the way: for images much larger than the model's. These pixels are others, DALI cannot make
+        them, and with `antialias` they are closer to a Lanczos resize than those of the other plans; see the README. It is
+        never "auto".
     """
 
     num_parallel_reads: int = 4
     num_parallel_calls: int = AUTOTUNE
     prefetch_batches: int = 2
     autotune: bool = True
-    fuse: Fuse = "auto"
+    fuse: TfDataFuse = "auto"
 
     def __post_init__(self) -> None:
-        check_choice("fuse", self.fuse, get_args(Fuse))
+        check_choice("fuse", self.fuse, get_args(TfDataFuse))
         if self.num_parallel_reads < 1:
             raise InputError(f"`num_parallel_reads` must be at least 1, got {self.num_parallel_reads}.")
         if self.num_parallel_calls < 1 and self.num_parallel_calls != AUTOTUNE:

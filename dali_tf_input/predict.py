@@ -147,9 +147,11 @@ instance_group [ {{ kind: KIND_{kind} }} ]
 
 
 def _check_certain(preprocess: Preprocess) -> None:
-    if not isinstance(preprocess.crop, CenterCrop | NoCrop) or preprocess.mirror_probability not in (0, 1):
+    mirrors = preprocess.mirror_probability not in (0, 1)
+    if mirrors or preprocess.auto_augment or not isinstance(preprocess.crop, CenterCrop | NoCrop):
         raise InputError(
-            "`preprocess` must leave nothing to chance, as Preprocess.for_evaluation does: CenterCrop or NoCrop, no mirror."
+            "`preprocess` must leave nothing to chance, as Preprocess.for_evaluation does: CenterCrop or NoCrop, no mirror, no "
+            "`auto_augment`."
         )
 
 

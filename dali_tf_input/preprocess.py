@@ -9,11 +9,16 @@ from dali_tf_input.tfrecord import InputError
 Layout = Literal["HWC", "CHW"]
 Interpolation = Literal["bilinear", "bicubic", "nearest"]
 DType = Literal["float32", "float16", "bfloat16", "uint8"]
+AutoAugment = Literal["trivial", "rand"]
 
 # Mean and standard deviation of ImageNet's training images per RGB channel, in 0..255 units. Source: (0.485, 0.456, 0.406)
 # and (0.229, 0.224, 0.225) of the PyTorch and torchvision ImageNet examples, times 255.
 IMAGENET_MEAN = (123.675, 116.28, 103.53)
 IMAGENET_STD = (58.395, 57.12, 57.375)
+
+# RandAugment does two operations to an image, each at strength 9 of 0..30. Source: RandAugment (arXiv 1909.13719), ResNet-50 on
+# ImageNet; the steps are torchvision's and DALI's.
+RAND_AUGMENT_OPS, RAND_AUGMENT_MAGNITUDE, RAND_AUGMENT_BINS = 2, 9, 31
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +103,7 @@ Crop = ResizeRandomCrop | RandomResizedCrop | RandomCrop | CenterCrop | NoCrop
 
 @dataclass(frozen=True, kw_only=True)
 class Preprocess:
-    """What happens between an encoded image and what the model sees: decode, `crop`, mirror, (x - `mean`) / `std`.
+    """What happens between an encoded image and what the model sees: decode, `crop`, augment, mirror, (x - `mean`) / `std`.
 
     Attributes:
       image_size: (height, width) of the output in pixels.
@@ -113,6 +118,9 @@ class Preprocess:
       apply_orientation: whether images are turned upright by their EXIF orientation. On DALI only: TensorFlow does not read it.
       dtype: type of the output. "uint8" is neither shifted nor scaled, but rounded to whole numbers in 0..255; see
         `dataset.make_normalization` for the layer that does it in the model. "bfloat16" is for tf.data only: DALI has none.
+      auto_augment: None, or what is done to the uint8 image after the crop: "trivial" is TrivialAugment's wide set (arXiv
+        2103.10158), one random operation at a random strength; "rand" is RandAugment (arXiv 1909.13719), two random operations
+        at strength 9 of 30. The sets are DALI's `auto_aug` and Keras's layers; the README says how they differ.
     """
 
     image_size: tuple[int, int]
@@ -125,6 +133,7 @@ class Preprocess:
     antialias: bool = False
     apply_orientation: bool = False
     dtype: DType = "float32"
+    auto_augment: AutoAugment | None = None
 
     def __post_init__(self) -> None:
         if min(self.image_size) < 1:
@@ -143,6 +152,8 @@ class Preprocess:
         check_choice("layout", self.layout, get_args(Layout))
         check_choice("interpolation", self.interpolation, get_args(Interpolation))
         check_choice("dtype", self.dtype, get_args(DType))
+        if self.auto_augment is not None:
+            check_choice("auto_augment", self.auto_augment, get_args(AutoAugment))
         if self.antialias and self.interpolation == "nearest":
             raise InputError("`antialias` has no meaning for interpolation 'nearest': set it to False.")
         match self.crop:

@@ -6,6 +6,7 @@ from dali_tf_input.manifest import read_index
 from dali_tf_input.options import AUTOTUNE, TfDataOptions
 from dali_tf_input.sharding import Shard
 from dali_tf_input.spec import DatasetSpec, InputSpec
+from dali_tf_input.tf_augment import make_augmentation
 from dali_tf_input.tf_images import prepare_image
 from dali_tf_input.tfrecord import InputError
 
@@ -33,7 +34,10 @@ def build(spec: InputSpec, options: TfDataOptions, *, batch_size: int, shard: Sh
             "TensorFlow reads no EXIF orientation, so the tf.data backend cannot do `apply_orientation`: use DALI "
             "(DaliOptions(device='cpu')), or turn the images once with scripts/make_tfrecords.py --apply_orientation."
         )
-    fuse = options.fuse == "decode" or (options.fuse == "auto" and not preprocess.resizes_plainly)
+    fuse = options.fuse
+    if fuse == "auto":
+        fuse = "off" if preprocess.resizes_plainly else "decode"
+    augment = make_augmentation(preprocess) if preprocess.auto_augment else None
     features = {
         spec.dataset.image_key: tf.io.FixedLenFeature((), tf.string),
         spec.dataset.label_key: tf.io.FixedLenFeature((), tf.int64),
@@ -50,7 +54,18 @@ def build(spec: InputSpec, options: TfDataOptions, *, batch_size: int, shard: Sh
             label -= spec.dataset.label_offset
         if spec.one_hot is not None:
             label = tf.one_hot(label, spec.one_hot, *spec.label_values, dtype=tf.float32)
-        return prepare_image(parsed[spec.dataset.image_key], numbers, preprocess, fuse=fuse), label
+
+        def augment_this(image: tf.Tensor) -> tf.Tensor:
+            return augment(image, tf.stack([seed, ~position])) if augment else image
+
+        image = prepare_image(
+            parsed[spec.dataset.image_key],
+            numbers,
+            preprocess,
+            fuse=fuse,
+            augment=augment_this if augment else None,
+        )
+        return image, label
 
     seed = tf.constant(spec.seed * shard.num_shards + shard.shard_id, tf.int64)
     dataset = _read(spec, options, shard).repeat().enumerate()

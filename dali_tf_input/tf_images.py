@@ -1,10 +1,13 @@
 """Preprocessing of one image by TensorFlow's operations: the same pixels as `dali_images` makes."""
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Literal, NamedTuple
 
 import tensorflow as tf
 
+from dali_tf_input.options import TfDataFuse
 from dali_tf_input.preprocess import CenterCrop, NoCrop, Preprocess, RandomCrop, RandomResizedCrop, ResizeRandomCrop
 
 
@@ -24,24 +27,55 @@ class Region(NamedTuple):
     corner: tf.Tensor
 
 
-def prepare_image(encoded: tf.Tensor, numbers: tf.Tensor, preprocess: Preprocess, *, fuse: bool = False) -> tf.Tensor:
+def prepare_image(
+    encoded: tf.Tensor,
+    numbers: tf.Tensor,
+    preprocess: Preprocess,
+    *,
+    fuse: TfDataFuse = "off",
+    augment: Callable[[tf.Tensor], tf.Tensor] | None = None,
+) -> tf.Tensor:
     """Makes of one encoded image what the model sees.
 
     Args:
       encoded: a scalar string, the bytes of a JPEG or PNG file.
       numbers: float32 (preprocess.num_random,) in [0, 1); they decide what is random.
       preprocess: what to do.
-      fuse: whether of a JPEG only the region that is needed is decoded.
+      fuse: which part of a JPEG is decoded, and how; as in `TfDataOptions`, but "auto".
+      augment: done to uint8 (*preprocess.image_size, 3), which it returns again, before the mirror.
 
     Returns:
       `preprocess.dtype` of shape `preprocess.image_shape`.
     """
-    if fuse:
-        image, region = _decode_region(encoded, numbers, preprocess)
-    else:
+
+    def resample_whole() -> tf.Tensor:
         image = decode_image(encoded)
-        region = find_region(tf.shape(image)[:2], numbers, preprocess)
-    image = _resample(image, region, preprocess, whole=not fuse)
+        return _resample(image, find_region(tf.shape(image)[:2], numbers, preprocess), preprocess, whole=True)
+
+    def resample_part() -> tf.Tensor:
+        size = tf.io.extract_jpeg_shape(encoded)[:2]
+        return _resample_jpeg(encoded, size, find_region(size, numbers, preprocess), preprocess)
+
+    def resample_scaled() -> tf.Tensor:
+        size = tf.io.extract_jpeg_shape(encoded)[:2]
+        region = find_region(size, numbers, preprocess)
+        excess = region.extent / tf.constant(preprocess.image_size, tf.float64)
+        # Enough pixels each way, and half as many again in all (1.25 each way): with fewer the result was seen to be worse than a
+        # plain resize with antialias, as there is little left to resize by a better filter than the decoder's.
+        excess = tf.minimum(tf.reduce_min(excess), tf.sqrt(tf.reduce_prod(excess)) / 1.25)
+        branches = [resample_whole if preprocess.resizes_plainly else resample_part]  # as fuse="auto" does
+        branches += [partial(_resample_jpeg, encoded, size, region, preprocess, ratio=ratio) for ratio in (2, 4, 8)]
+        return tf.switch_case(tf.reduce_sum(tf.cast(excess >= tf.constant([2, 4, 8], tf.float64), tf.int32)), branches)
+
+    if fuse == "scaled" and (isinstance(preprocess.crop, RandomCrop) or preprocess.interpolation == "nearest"):
+        fuse = "decode"  # pixels are taken as they are: there is nothing to scale
+    if fuse == "off":
+        image = resample_whole()
+    else:
+        image = tf.cond(tf.io.is_jpeg(encoded), resample_scaled if fuse == "scaled" else resample_part, resample_whole)
+    image = tf.ensure_shape(image, (*preprocess.image_size, 3))
+    if augment:
+        image = tf.cast(augment(_to_uint8(image)), tf.float32)
     if preprocess.mirror_probability == 1:
         image = tf.reverse(image, [1])
     elif preprocess.mirror_probability > 0:
@@ -86,35 +120,34 @@ def find_region(size: tf.Tensor, numbers: tf.Tensor, preprocess: Preprocess) -> 
     return Region(corner * full / resized, out * full / resized, tf.cast(resized, tf.int32), corner)
 
 
-def _decode_region(encoded: tf.Tensor, numbers: tf.Tensor, preprocess: Preprocess) -> tuple[tf.Tensor, Region]:
-    """Decodes the part of an image that the output is made of; returns it and the region in its coordinates.
+def _resample_jpeg(
+    encoded: tf.Tensor, size: tf.Tensor, region: Region, preprocess: Preprocess, *, ratio: Literal[1, 2, 4, 8] = 1
+) -> tf.Tensor:
+    """Decodes the part of a JPEG that the output is made of, at 1 / `ratio`, and resizes it; see `_resample`.
 
     A JPEG's lines below the region are not decoded, and of its other lines only the region's columns are turned to colours.
     """
-
-    def decode_whole() -> tuple[tf.Tensor, Region]:
-        image = decode_image(encoded)
-        return image, find_region(tf.shape(image)[:2], numbers, preprocess)
-
-    def decode_part() -> tuple[tf.Tensor, Region]:
-        size = tf.io.extract_jpeg_shape(encoded)[:2]
-        region = find_region(size, numbers, preprocess)
-        first, last = _needed(size, region, preprocess)
-        # Two more pixels each way: at the edges of what it decodes libjpeg interpolates the colours from fewer samples.
-        first, last = tf.maximum(first - 2, 0), tf.minimum(last + 2, size - 1)
-        window = tf.concat([first, last - first + 1], 0)
-        image = tf.io.decode_and_crop_jpeg(encoded, window, channels=3, dct_method="INTEGER_ACCURATE")
-        return image, region._replace(start=region.start - tf.cast(first, tf.float64))
-
-    image, region = tf.cond(tf.io.is_jpeg(encoded), decode_part, decode_whole)
-    return tf.ensure_shape(image, (None, None, 3)), region
+    region = region._replace(start=region.start / ratio, extent=region.extent / ratio)
+    size = (size + ratio - 1) // ratio  # the last pixel of a side may stand for fewer
+    first, last = _needed(size, region, preprocess)
+    # Two more pixels each way: at the edges of what it decodes libjpeg interpolates the colours from fewer samples.
+    first, last = tf.maximum(first - 2, 0), tf.minimum(last + 2, size - 1)
+    window = tf.concat([first, last - first + 1], 0)
+    image = tf.io.decode_and_crop_jpeg(encoded, window, channels=3, ratio=ratio, dct_method="INTEGER_ACCURATE")
+    region = region._replace(start=region.start - tf.cast(first, tf.float64))
+    if ratio == 1:
+        return _resample(image, region, preprocess, whole=False)
+    if preprocess.interpolation == "bilinear" and not preprocess.antialias and min(preprocess.image_size) > 1:
+        return _pick_between(image, region, preprocess.image_size)
+    return _translate(image, region, preprocess, ratio=ratio)
 
 
 def _needed(size: tf.Tensor, region: Region, preprocess: Preprocess) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns the first and the last pixel, int32 (2,) each, that a region of an image of `size` is resampled from."""
     if isinstance(preprocess.crop, RandomResizedCrop | RandomCrop):
-        start = tf.cast(region.start, tf.int32)
-        return tf.maximum(start, 0), tf.minimum(start + tf.cast(region.extent, tf.int32), size) - 1
+        first = tf.cast(tf.floor(region.start), tf.int32)
+        last = tf.cast(tf.math.ceil(region.start + region.extent), tf.int32) - 1
+        return tf.maximum(first, 0), tf.minimum(last, size - 1)
     step = region.extent / tf.constant(preprocess.image_size, tf.float64)
     radius = 2.0 if preprocess.interpolation == "bicubic" else 1.0
     reach = radius * tf.maximum(step, 1) if preprocess.antialias else radius  # of the filter, from the outermost positions on
@@ -168,21 +201,35 @@ def _pick(image: tf.Tensor, start: tf.Tensor, extent: tf.Tensor, size: tuple[int
     return tf.cast(tf.gather(tf.gather(image, rows), columns, axis=1), tf.float32)
 
 
-def _translate(image: tf.Tensor, region: Region, preprocess: Preprocess) -> tf.Tensor:
-    """Resizes a region that starts and ends between pixels; returns float32."""
+def _pick_between(image: tf.Tensor, region: Region, size: tuple[int, int]) -> tf.Tensor:
+    """Shrinks a region by plain bilinear interpolation, faster than `_translate`; returns float32."""
+    step = region.extent / tf.constant(size, tf.float64)
+    first = region.start + 0.5 * step - 0.5  # positions of the outermost pixels; never outside of the image when it shrinks
+    last = first + step * (tf.constant(size, tf.float64) - 1)
+    box = tf.concat([first, last], 0) / tf.cast(tf.tile(tf.shape(image)[:2] - 1, [2]), tf.float64)
+    return tf.image.crop_and_resize(image[None], tf.cast(box, tf.float32)[None], [0], size)[0]
+
+
+def _translate(image: tf.Tensor, region: Region, preprocess: Preprocess, *, ratio: int = 1) -> tf.Tensor:
+    """Resizes a region that starts and ends between pixels, of an image decoded at 1 / `ratio`; returns float32."""
     first, last = _needed(tf.shape(image)[:2], region, preprocess)
     image = _cut(image, first, last - first + 1)  # positions are float32 below, and exact to more places where they are small
     step = region.extent / tf.constant(preprocess.image_size, tf.float64)
     start = region.start - tf.cast(first, tf.float64)
-    kernels = {"bilinear": "triangle", "bicubic": "keyscubic", "nearest": "box"}
-    return tf.raw_ops.ScaleAndTranslate(
+    kernel = {"bilinear": "triangle", "bicubic": "keyscubic"}[preprocess.interpolation]
+    if ratio > 1 and preprocess.antialias:
+        kernel = (
+            "lanczos3"  # the decoder has smoothed once: a second triangle on top was 2 dB below a single one, this 2 dB above
+        )
+    image = tf.raw_ops.ScaleAndTranslate(
         images=image[None],
         size=preprocess.image_size,
         scale=tf.cast(1 / step, tf.float32),
         translation=tf.cast(-start / step, tf.float32),
-        kernel_type=kernels[preprocess.interpolation],
+        kernel_type=kernel,
         antialias=preprocess.antialias,
     )[0]
+    return tf.clip_by_value(image, 0, 255) if kernel == "lanczos3" else image
 
 
 def _draw_extent(full: tf.Tensor, numbers: tf.Tensor, crop: RandomResizedCrop) -> tf.Tensor:
@@ -200,10 +247,14 @@ def _draw_extent(full: tf.Tensor, numbers: tf.Tensor, crop: RandomResizedCrop) -
     return tf.where(tf.reduce_any(fits), extents[tf.argmax(fits)], centre)
 
 
+def _to_uint8(image: tf.Tensor) -> tf.Tensor:
+    return tf.cast(tf.clip_by_value(tf.floor(image + 0.5), 0, 255), tf.uint8)
+
+
 def _convert(image: tf.Tensor, preprocess: Preprocess) -> tf.Tensor:
     """Normalises a float32 image (height, width, 3) and brings it to layout and type."""
     if preprocess.dtype == "uint8":
-        image = tf.cast(tf.clip_by_value(tf.floor(image + 0.5), 0, 255), tf.uint8)
+        image = _to_uint8(image)
     else:
         # With a constant for each element: to broadcast three numbers over an image takes TensorFlow a quarter of all the work.
         shape = (*preprocess.image_size, 3)

@@ -28,9 +28,10 @@ CROP = flags.DEFINE_enum(
 IMAGE_SIZE = flags.DEFINE_integer("image_size", 224, "Height and width of the output in pixels.")
 ANTIALIAS = flags.DEFINE_boolean("antialias", False, "Whether the resize widens its filter when it shrinks.")
 FUSE = flags.DEFINE_enum(
-    "fuse", "auto", ["auto", "off", "decode"], "Whether this package decodes only the region that is needed."
+    "fuse", "auto", ["auto", "off", "decode", "scaled"], "What this package decodes of an image; scaled is for tf.data only."
 )
-WORK_FLAGS = (BATCH_SIZE, CROP, IMAGE_SIZE, ANTIALIAS, FUSE)
+DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "float16", "uint8"], "Type of the output; uint8 is not normalised.")
+WORK_FLAGS = (BATCH_SIZE, CROP, IMAGE_SIZE, ANTIALIAS, FUSE, DTYPE)
 
 
 class Row(NamedTuple):
@@ -69,11 +70,23 @@ def training_spec() -> InputSpec:
         "random_crop": RandomCrop(),
         "center_crop": CenterCrop(resize_shorter=resize[0]),
     }
-    preprocess = dataclasses.replace(preprocess, crop=crops[CROP.value])
+    preprocess = dataclasses.replace(preprocess, crop=crops[CROP.value], dtype=DTYPE.value)
     return InputSpec(dataset=input_flags.dataset_spec(input_flags.FILES.value), preprocess=preprocess, order="buffer")
 
 
 def options_of(row: str) -> DaliOptions | TfDataOptions | None:
     """Returns the options of a row, with the plan that --fuse asks for."""
     options = ROWS[row].options
-    return options and dataclasses.replace(options, fuse=FUSE.value)
+    if options is None or (FUSE.value == "scaled" and isinstance(options, DaliOptions)):
+        return options
+    return dataclasses.replace(options, fuse=FUSE.value)
+
+
+def rates(result: dict) -> list[float]:
+    """Returns images/s of each window."""
+    return [window["measured_batches"] * window["batch_size"] / window["seconds"] for window in result["windows"]]
+
+
+def ratios(result: dict, reference: dict) -> list[float]:
+    """Returns, round by round, how many times the reference's images/s a row reached."""
+    return [rate / reference_rate for rate, reference_rate in zip(rates(result), rates(reference), strict=True)]

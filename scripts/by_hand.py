@@ -8,7 +8,7 @@ from dali_tf_input import CenterCrop, InputSpec, RandomCrop, RandomResizedCrop, 
 
 
 def make_dataset(tf, spec: InputSpec, *, batch_size: int):
-    """Returns a dataset without end of (image float32 (batch_size, height, width, 3), label int64 (batch_size,))."""
+    """Returns a dataset without end of (image `dtype` (batch_size, height, width, 3), label int64 (batch_size,))."""
     preprocess = spec.preprocess
     crop, size, shape = preprocess.crop, preprocess.image_size, preprocess.image_shape
     resizing = {"method": preprocess.interpolation, "antialias": preprocess.antialias}
@@ -48,7 +48,10 @@ def make_dataset(tf, spec: InputSpec, *, batch_size: int):
         image = tf.io.decode_jpeg(features[image_key], channels=3, dct_method="INTEGER_ACCURATE")
         image = resize_and_crop(image)
         image = tf.image.random_flip_left_right(image)
-        image = (image - mean) / std
+        if preprocess.dtype == "uint8":
+            image = tf.cast(tf.round(image), tf.uint8)
+        else:
+            image = tf.cast((image - mean) / std, preprocess.dtype)
         return image, features[label_key]
 
     dataset = tf.data.TFRecordDataset(list(spec.dataset.files), num_parallel_reads=tf.data.AUTOTUNE)
@@ -65,7 +68,8 @@ def make_pipeline(spec: InputSpec, *, batch_size: int, num_threads: int):
 
     preprocess, dataset = spec.preprocess, spec.dataset
     crop, size = preprocess.crop, preprocess.image_size
-    resizing = {"antialias": preprocess.antialias, "dtype": types.FLOAT}
+    resizing = {"antialias": preprocess.antialias, "dtype": types.UINT8 if preprocess.dtype == "uint8" else types.FLOAT}
+    normal = {} if preprocess.dtype == "uint8" else {"mean": list(preprocess.mean), "std": list(preprocess.std)}
     pipeline = dali.Pipeline(batch_size=batch_size, num_threads=num_threads, device_id=None, seed=0)
     with pipeline:
         features = fn.readers.tfrecord(
@@ -102,10 +106,9 @@ def make_pipeline(spec: InputSpec, *, batch_size: int, num_threads: int):
             images,
             crop=size,
             mirror=fn.random.coin_flip(probability=preprocess.mirror_probability),
-            mean=list(preprocess.mean),
-            std=list(preprocess.std),
             output_layout="HWC",
-            dtype=types.FLOAT,
+            dtype={"float32": types.FLOAT, "float16": types.FLOAT16, "uint8": types.UINT8}[preprocess.dtype],
+            **normal,
             out_of_bounds_policy="pad",  # of images that are smaller than the crop
             **position,
         )

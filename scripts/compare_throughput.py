@@ -2,10 +2,12 @@
 
 usage: compare_throughput.py --files=GLOB [--backends=NAME,...] [--batch_size=64] [--seconds=4] [--repeats=5]
                              [--crop=resize_random_crop] [--image_size=224] [--antialias] [--fuse=auto]
-                             [--json=PATH] [--plot=PATH]
+                             [--dtype=float32] [--json=PATH] [--plot=PATH]
+       compare_throughput.py --files=GLOB --sweep [--seconds=4] [--repeats=5] [--json=PATH]
 
 Each row is a process of its own; the processes are measured in turn, round by round, so that what else the machine does meets
-all of them alike. First it is shown that both backends make the same images.
+all of them alike. First it is shown that both backends make the same images. --sweep does that for five kinds of work, on the
+images as they are and resized, and compares each backend of the package with the same work written by hand.
 """
 
 import json
@@ -20,13 +22,15 @@ from absl import flags
 import console
 import input_flags
 import machine
-from backends import BATCH_SIZE, ROWS, WORK_FLAGS, options_of, training_spec
+import sweep
+from backends import BATCH_SIZE, ROWS, WORK_FLAGS, options_of, rates, ratios, training_spec
 from dali_tf_input import CenterCrop, DatasetSpec, InputError, InputSpec, RandomResizedCrop, ResizeRandomCrop, Spread
 
 _BACKENDS = flags.DEFINE_list("backends", None, f"Rows to measure, of {', '.join(ROWS)}; by default all that this machine has.")
 _SECONDS = flags.DEFINE_float("seconds", 4.0, "Length of each measured window in seconds, above 0.")
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Measured windows of each row, at least 1.")
 _WARMUP_BATCHES = flags.DEFINE_integer("warmup_batches", 16, "Batches taken before each window: more than the queues hold.")
+_SWEEP = flags.DEFINE_boolean("sweep", False, "Measure five kinds of work, against the same by hand.")
 _JSON = flags.DEFINE_string("json", None, "File for the results, versions, machine, spec and options.")
 _PLOT = flags.DEFINE_string("plot", None, "File for the plot, a PNG.")
 
@@ -42,6 +46,8 @@ def main(arguments: list[str]) -> int:
     spec = training_spec()
     about = machine.describe()
     backends = choose_backends(about["gpus"])
+    if _SWEEP.value:
+        return run_sweep(spec.dataset, about)
     batch_size = BATCH_SIZE.value
     if batch_size > spec.dataset.num_records:
         raise InputError(f"`batch_size` must be at most the {spec.dataset.num_records} records, got {batch_size}.")
@@ -80,6 +86,23 @@ def main(arguments: list[str]) -> int:
         "windows": results,
     }
     write_report(report, spec)
+    return 0
+
+
+def run_sweep(dataset: DatasetSpec, about: dict) -> int:
+    """Measures the kinds of work in `sweep.WORKS`."""
+    given = [flag.name for flag in (*WORK_FLAGS[1:], _BACKENDS, _PLOT) if flag.present]
+    if given:
+        raise InputError(f"--sweep chooses --{given[0]} itself.")
+    arguments = [f"--{flag.name}={flag.value}" for flag in (BATCH_SIZE, _SECONDS, _REPEATS, _WARMUP_BATCHES)]
+    print(f"machine   {about['cpu']}, {about['cores']} cores; GPU: {', '.join(about['gpus']) or 'none'}")
+    print("software  " + ", ".join(f"{name} {version}" for name, version in about["versions"].items()))
+    reports = sweep.run(dataset, input_flags.as_arguments(input_flags.FILES.value), arguments)
+    if _JSON.value:
+        with open(_JSON.value, "w", encoding="utf-8") as stream:
+            json.dump(reports, stream, indent=2)
+            stream.write("\n")
+        print(f"results in {_JSON.value}")
     return 0
 
 
@@ -193,16 +216,6 @@ def measure_all(backends: list[str]) -> dict[str, dict]:
     finally:
         for measurer in measurers:
             measurer.stop()
-
-
-def rates(result: dict) -> list[float]:
-    """Returns images/s of each window."""
-    return [window["measured_batches"] * window["batch_size"] / window["seconds"] for window in result["windows"]]
-
-
-def ratios(result: dict, reference: dict) -> list[float]:
-    """Returns, round by round, how many times the reference's images/s a row reached."""
-    return [rate / reference_rate for rate, reference_rate in zip(rates(result), rates(reference), strict=True)]
 
 
 def summarise(result: dict, reference: dict | None, *, what: str) -> dict:

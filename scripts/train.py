@@ -1,11 +1,13 @@
 """Trains a small network with Keras `fit`, fed by either backend, on one replica or several; prints what it learned.
 
-usage: train.py --files='path/train-*' --validation_files='path/validation-*' [--backend=auto] [--replicas=1] [...]
+usage: train.py --files='path/train-*' --validation_files='path/validation-*' [--backend=auto] [--replicas=1]
+                [--auto_augment=rand] [--mixup=0.2] [--cutmix=1] [--label_smoothing=0.1] [...]
 
 The number of classes comes from --num_classes, from labels.txt beside the first file (one name a line), or from the highest label
 that the index step saw.
 """
 
+import dataclasses
 import os
 import time
 
@@ -19,6 +21,7 @@ tf = console.import_tensorflow()
 import keras  # noqa: E402  (after TensorFlow, whose chatter is held back)
 
 from dali_tf_input.distribute import Distributed, distribute, enable_memory_growth  # noqa: E402
+from mixing import Mixing  # noqa: E402
 
 _BACKENDS = {
     "auto": None,
@@ -35,6 +38,10 @@ _EPOCHS = flags.DEFINE_integer("epochs", 12, "Passes over the training records."
 _IMAGE_SIZE = flags.DEFINE_integer("image_size", 96, "Height and width of the images the network sees, in pixels.")
 _LEARNING_RATE = flags.DEFINE_float("learning_rate", 2e-3, "Learning rate of Adam.")
 _NUM_CLASSES = flags.DEFINE_integer("num_classes", None, "Number of classes; by default that of labels.txt.")
+_AUTO_AUGMENT = flags.DEFINE_enum("auto_augment", None, ["trivial", "rand"], "Augmentation of the training images.")
+_MIXUP = flags.DEFINE_float("mixup", 0.0, "Alpha of Mixup, above 0; each pair of images is blended by Beta(alpha, alpha).")
+_CUTMIX = flags.DEFINE_float("cutmix", 0.0, "Alpha of CutMix, in (0, 1]; with Mixup each step takes one of the two.")
+_LABEL_SMOOTHING = flags.DEFINE_float("label_smoothing", 0.0, "Part of a training label spread over all classes, in [0, 1).")
 _SAVE = flags.DEFINE_string("save", None, "Where the trained model goes, a .keras file; for predict.py.")
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the network's weights and of order, crops and mirrors.")
 
@@ -46,6 +53,8 @@ def main(arguments: list[str]) -> int:
         value = flags.FLAGS[name].value
         if value is not None and value < least:
             raise InputError(f"`{name}` must be at least {least}, got {value}.")
+    if _MIXUP.value < 0 or not 0 <= _CUTMIX.value <= 1:
+        raise InputError(f"`mixup` must be at least 0 and `cutmix` in [0, 1], got {_MIXUP.value} and {_CUTMIX.value}.")
     if _SAVE.value and not _SAVE.value.endswith(".keras"):
         raise InputError(f"`save` must end in .keras, got {_SAVE.value}.")
     train_records = input_flags.dataset_spec(input_flags.FILES.value)
@@ -53,12 +62,17 @@ def main(arguments: list[str]) -> int:
     enable_memory_growth()
     strategy = make_strategy(_REPLICAS.value)
     keras.utils.set_random_seed(_SEED.value)
+    preprocess = dataclasses.replace(Preprocess.for_training(_IMAGE_SIZE.value), auto_augment=_AUTO_AUGMENT.value)
+    soft_labels = bool(_MIXUP.value or _CUTMIX.value or _LABEL_SMOOTHING.value)
+    one_hot = num_classes if soft_labels else None
     train = distribute(
         InputSpec(
             dataset=train_records,
-            preprocess=Preprocess.for_training(_IMAGE_SIZE.value),
+            preprocess=preprocess,
             order="buffer",
             seed=_SEED.value,
+            one_hot=one_hot,
+            label_smoothing=_LABEL_SMOOTHING.value,
         ),
         _BACKENDS[_BACKEND.value],
         strategy=strategy,
@@ -66,19 +80,17 @@ def main(arguments: list[str]) -> int:
     )
     validation, validation_images = None, 0
     if _VALIDATION_FILES.value:
-        validation, validation_images = make_validation(train, strategy)
+        validation, validation_images = make_validation(train, strategy, one_hot)
     print(f"input       {train.options!r}")
     print(f"replicas    {len(train.devices)}: {', '.join(train.devices)}")
     print(f"training    {train_records.num_records:,} records, {num_classes} classes, {train.steps_per_epoch:,} steps an epoch")
     print(f"validation  {validation_images:,} images an epoch")
     with strategy.scope() if strategy else tf.device(None):
         model = make_model(num_classes)
-        model.compile(
-            keras.optimizers.Adam(_LEARNING_RATE.value),
-            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            metrics=["accuracy"],
-        )
-    history = model.fit(
+        trained = Mixing(model, mixup=_MIXUP.value, cutmix=_CUTMIX.value)
+        loss = keras.losses.CategoricalCrossentropy if soft_labels else keras.losses.SparseCategoricalCrossentropy
+        trained.compile(keras.optimizers.Adam(_LEARNING_RATE.value), loss=loss(from_logits=True), metrics=["accuracy"])
+    history = trained.fit(
         train.dataset,
         steps_per_epoch=train.steps_per_epoch,
         epochs=_EPOCHS.value,
@@ -111,7 +123,7 @@ def make_strategy(num_replicas: int) -> tf.distribute.Strategy | None:
     return tf.distribute.MirroredStrategy([f"{kind}:{replica_id}" for replica_id in range(num_replicas)])
 
 
-def make_validation(train: Distributed, strategy: tf.distribute.Strategy | None) -> tuple[Distributed, int]:
+def make_validation(train: Distributed, strategy: tf.distribute.Strategy | None, one_hot: int | None) -> tuple[Distributed, int]:
     """Returns the validation input and how many images of it an epoch sees: whole batches only."""
     records: DatasetSpec = input_flags.dataset_spec(_VALIDATION_FILES.value)
     num_replicas = len(train.devices)
@@ -119,7 +131,7 @@ def make_validation(train: Distributed, strategy: tf.distribute.Strategy | None)
     if batch_size < 1:
         raise InputError(f"{records.num_records} validation records are too few for {num_replicas} replicas.")
     validation = distribute(
-        InputSpec(dataset=records, preprocess=Preprocess.for_evaluation(_IMAGE_SIZE.value), order="sequential"),
+        InputSpec(dataset=records, preprocess=Preprocess.for_evaluation(_IMAGE_SIZE.value), order="sequential", one_hot=one_hot),
         train.options,
         strategy=strategy,
         global_batch_size=batch_size,

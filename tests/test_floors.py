@@ -15,7 +15,7 @@ FLOORS = [
     {"manifest", "checks", "preprocess"},
     {"spec", "index_folder"},
     {"index"},
-    {"dali_images", "tf_images"},
+    {"dali_images", "tf_augment", "tf_images"},
     {"dali_backend", "tf_data_backend"},
     {"dataset", "decoders"},
     {"distribute", "index_worker", "predict"},

@@ -68,7 +68,7 @@ def draw(preprocess, count, seed=0):
     return np.random.default_rng(seed).random((count, preprocess.num_random), dtype=np.float32)
 
 
-def by_tensorflow(images, numbers, preprocess, *, fuse=False):
+def by_tensorflow(images, numbers, preprocess, *, fuse="off"):
     @tf.function(input_signature=[tf.TensorSpec((), tf.string), tf.TensorSpec((preprocess.num_random,), tf.float32)])
     @tf.autograph.experimental.do_not_convert
     def prepare(encoded, drawn):
@@ -87,7 +87,7 @@ def run_dali(define, *inputs):
     return [[np.array(value) for value in output] for output in pipeline.run()]
 
 
-def by_dali(images, numbers, preprocess, *, fuse=False):
+def by_dali(images, numbers, preprocess, *, fuse="off"):
     def define(encoded, drawn):
         return [dali_images.prepare_images(encoded, drawn, preprocess, fuse=fuse, device="cpu", hints={})]
 
@@ -106,7 +106,7 @@ BOUNDS = {
 }
 
 
-@pytest.mark.parametrize("fuse", [False, True], ids=["whole", "region"])
+@pytest.mark.parametrize("fuse", ["off", "decode"])
 @pytest.mark.parametrize(("interpolation", "antialias"), BOUNDS)
 @pytest.mark.parametrize("crop", CROPS.values(), ids=CROPS)
 def test_same_pixels(images, crop, interpolation, antialias, fuse):
@@ -126,7 +126,7 @@ def test_the_plan_does_not_show(images, crop, antialias, make):
     """Decoding only the region makes the pixels that decoding the whole image makes."""
     preprocess = dataclasses.replace(RAW, crop=crop, antialias=antialias)
     numbers = draw(preprocess, len(images), seed=1)
-    difference = np.abs(make(images, numbers, preprocess) - make(images, numbers, preprocess, fuse=True))
+    difference = np.abs(make(images, numbers, preprocess) - make(images, numbers, preprocess, fuse="decode"))
     assert difference.max() <= 0.02
 
 
@@ -204,11 +204,11 @@ def test_random_crop_keeps_the_scale(images):
         int(numbers[0, 1 + axis] * (side - out + 1)) for axis, (side, out) in enumerate(zip((375, 500), (80, 72), strict=True))
     )
     for make in (by_tensorflow, by_dali):
-        (image,) = make(images[:1], numbers, preprocess, fuse=True)
+        (image,) = make(images[:1], numbers, preprocess, fuse="decode")
         np.testing.assert_array_equal(image, whole[top : top + 80, left : left + 72])
 
 
-@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("fuse", ["off", "decode"])
 @pytest.mark.parametrize("make", [by_tensorflow, by_dali], ids=["tensorflow", "dali"])
 def test_random_crop_puts_a_smaller_image_on_black(make, fuse):
     preprocess = dataclasses.replace(RAW, crop=RandomCrop(), mirror_probability=0.0)
@@ -231,7 +231,7 @@ def test_orientation():
         stream = io.BytesIO()
         image.transpose(operation).save(stream, "JPEG", exif=exif, quality=95, subsampling=0)
         preprocess = dataclasses.replace(RAW, crop=NoCrop(), image_size=(90, 120), mirror_probability=0.0, apply_orientation=True)
-        for fuse in (False, True):
+        for fuse in ("off", "decode"):
             (made,) = by_dali([stream.getvalue()], draw(preprocess, 1), preprocess, fuse=fuse)
             assert np.abs(made - upright).mean() < 8
 
@@ -336,7 +336,7 @@ def test_what_a_backend_cannot_do_is_refused(records):
         (lambda: dataclasses.replace(RAW, std=(0.229, 0.224, 0.225)), "`std` is in 0..255 units, got .*: multiply by 255"),
         (lambda: dataclasses.replace(RAW, std=(float("nan"), 1, 1)), "`std` must be above 0"),
         (lambda: dataclasses.replace(RAW, mean=(1, 2, 3, 4)), "`mean` must have one value for each of R, G and B"),
-        (lambda: TfDataOptions(fuse="on"), "`fuse` must be one of 'auto', 'off', 'decode', got 'on'"),
+        (lambda: TfDataOptions(fuse="on"), "`fuse` must be one of 'auto', 'off', 'decode', 'scaled', got 'on'"),
         (lambda: DaliOptions(device="cpu", fuse="on"), "`fuse` must be one of 'auto', 'off', 'decode', got 'on'"),
     ],
 )

@@ -1,5 +1,6 @@
 """The scripts, run as a user would run them: what they print, what they write, and how they fail."""
 
+import importlib
 import io
 import json
 import os
@@ -10,8 +11,10 @@ import sys
 import time
 from pathlib import Path
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from conftest import ROOT, SCRIPTS, image_zoo, jpeg, numbered_examples, write_tfrecord
 from PIL import Image
 
@@ -567,6 +570,41 @@ def test_train_chooses_a_backend(sample_folder):
     assert "validation  0 images" in process.stdout
 
 
+def test_train_mixes_and_augments(sample_folder):
+    process = run(
+        "train.py",
+        "--files=data/sample/train-*",
+        "--validation_files=data/sample/validation-*",
+        "--replicas=2",
+        "--epochs=2",
+        "--image_size=32",
+        "--auto_augment=trivial",
+        "--mixup=0.2",
+        "--cutmix=1",
+        "--label_smoothing=0.1",
+        cwd=sample_folder,
+    )
+    assert process.returncode == 0, process.stderr
+    assert process.stderr == ""
+    assert "validation accuracy" in process.stdout
+
+
+def test_mixup_and_cutmix():
+    """What the step trains on: pairs of images and their labels, in the same parts."""
+    mixing = importlib.import_module("mixing")
+    images = np.arange(1, 9, dtype=np.float32)[:, None, None, None] * np.ones((8, 16, 16, 3), np.float32)
+    labels = np.eye(8, dtype=np.float32)
+    for mixup, cutmix in ((0.4, 0.0), (0.0, 1.0), (0.4, 1.0)):
+        model = mixing.Mixing(keras.Sequential([keras.layers.Flatten()]), mixup=mixup, cutmix=cutmix)
+        for _ in range(4):
+            mixed, soft = (value.numpy() for value in model.mix(tf.constant(images), tf.constant(labels)))
+            assert mixed.shape == images.shape
+            np.testing.assert_allclose(soft.sum(1), 1, rtol=1e-5)
+            assert ((soft > 1e-6).sum(1) <= 2).all()
+            # An image of the number n alone is labelled n - 1: the label's mean is the image's, whatever was mixed.
+            np.testing.assert_allclose(soft @ np.arange(1, 9), mixed.mean((1, 2, 3)), atol=0.9 if cutmix else 1e-4)
+
+
 def test_train_refuses(sample_folder, dataset, tmp_path):
     sample = "--files=data/sample/train-*"
     fails(run("train.py"), "Name the TFRecord files: --files='path/train-*'")
@@ -574,6 +612,8 @@ def test_train_refuses(sample_folder, dataset, tmp_path):
     fails(run("train.py", sample, "--global_batch_size=97", cwd=sample_folder), "at most the number of records, 96, got 97")
     fails(run("train.py", sample, "--global_batch_size=9", "--replicas=2", cwd=sample_folder), "multiple of the 2 replicas")
     fails(run("train.py", sample, "--epochs=0", cwd=sample_folder), "`epochs` must be at least 1, got 0")
+    fails(run("train.py", sample, "--mixup=-1", cwd=sample_folder), "`mixup` must be at least 0")
+    fails(run("train.py", sample, "--label_smoothing=1", cwd=sample_folder), "`label_smoothing` must be in [0, 1), got 1.0")
     fails(run("train.py", sample, "--replicas=0", cwd=sample_folder), "`replicas` must be at least 1")
     fails(
         run("train.py", sample, "--label_key=label", cwd=sample_folder), "`label_key` 'label' is not in the records, which hold"
@@ -626,6 +666,24 @@ def test_compare_throughput_refuses(sample_folder, tmp_path):
     fails(run("compare_throughput.py", sample, f"--json={tmp_path}/no/x.json", cwd=sample_folder), "folder is missing")
     fails(run("compare_throughput.py", sample, "--plot=x.svg", cwd=sample_folder), "`plot` must end in .png, got x.svg")
     fails(run("compare_throughput.py", sample, "--backends=tf_data,dali_gpu", cwd=sample_folder), "need an NVIDIA GPU")
+
+
+def test_sweep(sample_folder, monkeypatch, capsys):
+    """Two of its kinds of work, one on images that are resized first; all of them take minutes."""
+    monkeypatch.setattr(sys, "argv", ["compare_throughput.py"])
+    sweep = importlib.import_module("sweep")
+    monkeypatch.setattr(sweep, "WORKS", (sweep.WORKS[1], sweep.WORKS[3]))
+    files = str(sample_folder / "data/sample/train-*")
+    arguments = ["--seconds=0.1", "--repeats=2", "--warmup_batches=0", "--batch_size=16", "--dtype=uint8"]
+    reports = sweep.run(DatasetSpec.from_files(files), [f"--files={files}"], arguments)
+    assert [report["spec"]["preprocess"].count("uint8") for report in reports.values()] == [1, 1]
+    assert "antialias=True" in reports["the same, antialias, as they are"]["spec"]["preprocess"]
+    report = reports["1080x1920 to 224, scaled, (1080, 1920)"]
+    assert "fuse='scaled'" in report["options"]["tf_data"]
+    table = capsys.readouterr().out
+    assert table.count("dali_cpu_bare") + table.count("tf_data_by_hand") >= 2
+    fails(run("compare_throughput.py", f"--files={files}", "--sweep", "--antialias"), "--sweep chooses --antialias itself")
+    fails(run("compare_throughput.py", f"--files={files}", "--sweep", "--batch_size=500"), "at most the 96 records, got 500")
 
 
 def test_compare_throughput_reports_a_row_that_dies(tmp_path):

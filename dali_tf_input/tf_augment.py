@@ -1,0 +1,138 @@
+"""Random augmentation by Keras's layers: TrivialAugment and RandAugment, one image at a time."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from dali_tf_input.preprocess import RAND_AUGMENT_BINS, RAND_AUGMENT_MAGNITUDE, RAND_AUGMENT_OPS, Preprocess
+
+Operation = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
+
+
+def make_augmentation(preprocess: Preprocess) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
+    """Makes the function that does `preprocess.auto_augment`.
+
+    The operations are those of DALI's `auto_aug`, at the same strengths, as far as Keras has them. They differ in this: Keras's
+    brightness adds where DALI's multiplies; Keras draws a strength evenly from a range where DALI takes one of 31 steps of it, in
+    TrivialAugment and in the contrast of both; in TrivialAugment Keras posterises to 2..8 bits, each as often, DALI by its steps.
+
+    Returns:
+      A function of an image, uint8 (*preprocess.image_size, 3), and a seed, int64 (2,), to an image of the same type and shape:
+      the same for the same seed.
+    """
+    operations = _trivial(preprocess.image_size) if preprocess.auto_augment == "trivial" else _rand(preprocess.image_size)
+    num_ops = 1 if preprocess.auto_augment == "trivial" else RAND_AUGMENT_OPS
+    shape = (*preprocess.image_size, 3)
+
+    def augment(image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
+        image = tf.cast(image, tf.float32)
+        seeds = tf.random.experimental.stateless_split(seed, 2 * num_ops)
+        for number in range(num_ops):
+            chosen = tf.random.stateless_uniform((), seeds[2 * number], maxval=len(operations), dtype=tf.int32)
+            image = tf.switch_case(chosen, [_bind(operation, image, seeds[2 * number + 1]) for operation in operations])
+            image = tf.ensure_shape(tf.clip_by_value(tf.round(image), 0, 255), shape)
+        return tf.cast(image, tf.uint8)
+
+    return augment
+
+
+class _Seeds(keras.random.SeedGenerator):  # type: ignore[misc]
+    """A generator whose seeds follow from one that is given, with no state that calls in parallel would take from each other."""
+
+    def __init__(self, seed: tf.Tensor) -> None:
+        self._seeds = tf.unstack(tf.cast(tf.random.experimental.stateless_split(seed, 4), tf.uint32))
+
+    def next(self, ordered: bool = True) -> tf.Tensor:
+        return self._seeds.pop()
+
+
+def _bind(operation: Operation, image: tf.Tensor, seed: tf.Tensor) -> Callable[[], tf.Tensor]:
+    return lambda: operation(image, seed)
+
+
+def _layer(layer: keras.layers.Layer) -> Operation:
+    def operate(image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
+        batch = image[None]
+        transformation = layer.get_random_transformation(batch, training=True, seed=_Seeds(seed))
+        return layer.transform_images(batch, transformation, training=True)[0]
+
+    layer.backend.set_backend("tensorflow")  # whatever trains the model
+    return operate
+
+
+def _either(*layers: keras.layers.Layer) -> Operation:
+    """Returns an operation that is one of `layers`, each as often."""
+    operations = [_layer(layer) for layer in layers]
+
+    def operate(image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
+        seeds = tf.random.experimental.stateless_split(seed, 2)
+        chosen = tf.random.stateless_uniform((), seeds[0], maxval=len(operations), dtype=tf.int32)
+        return tf.switch_case(chosen, [_bind(operation, image, seeds[1]) for operation in operations])
+
+    return operate
+
+
+def _same(image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
+    return image
+
+
+def _trivial(size: tuple[int, int]) -> list[Operation]:
+    """TrivialAugment's wide set: each strength is drawn evenly from a range; the numbers are the paper's and DALI's."""
+    height, width = size
+    warp: dict[str, Any] = {"fill_mode": "constant", "fill_value": 128.0}
+    rows, columns = min(1.0, 32 / height), min(1.0, 32 / width)  # 32 pixels, as parts of the image
+    return [
+        _layer(keras.layers.RandomTranslation(height_factor=0.0, width_factor=(-columns, columns), **warp)),
+        _layer(keras.layers.RandomTranslation(height_factor=(-rows, rows), width_factor=0.0, **warp)),
+        _layer(keras.layers.RandomShear(x_factor=(0.0, 0.99), **warp)),  # either way
+        _layer(keras.layers.RandomShear(y_factor=(0.0, 0.99), **warp)),
+        _layer(keras.layers.RandomRotation((-135 / 360, 135 / 360), **warp)),
+        _layer(keras.layers.RandomBrightness((-0.99, 0.99))),
+        _layer(keras.layers.RandomContrast((0.99, 0.99))),
+        _layer(keras.layers.RandomSaturation((_saturation(0.01), _saturation(1.99)), value_range=(0, 1))),
+        _layer(keras.layers.RandomSharpness((0.01 / 2, 1.99 / 2))),
+        _either(*(keras.layers.RandomPosterization((bits, bits)) for bits in range(2, 9))),
+        _layer(keras.layers.Solarization(threshold_factor=1.0)),
+        _layer(keras.layers.Equalization()),
+        _layer(keras.layers.AutoContrast()),
+        _same,
+    ]
+
+
+def _rand(size: tuple[int, int]) -> list[Operation]:
+    """RandAugment's set at one strength, either way; the largest strengths are the paper's and DALI's."""
+    strength = RAND_AUGMENT_MAGNITUDE / (RAND_AUGMENT_BINS - 1)
+    warp: dict[str, Any] = {"fill_mode": "constant", "fill_value": 128.0}
+    shift, shear, turn, enhance = 100 / 224 * strength, 0.3 * strength, 30 / 360 * strength, 0.9 * strength
+    bits = round(8 - 4 * strength)
+    threshold = 256 * (1 - strength)
+
+    def both(layer: type[keras.layers.Layer], value: float, **arguments: Any) -> Operation:
+        return _either(*(layer((signed, signed), **arguments) for signed in (-value, value)))
+
+    def enhanced(layer: type[keras.layers.Layer], at: Callable[[float], float], **arguments: Any) -> Operation:
+        return _either(*(layer((at(factor), at(factor)), **arguments) for factor in (1 - enhance, 1 + enhance)))
+
+    return [
+        _either(*(keras.layers.RandomTranslation(0.0, (x, x), **warp) for x in (-shift, shift))),
+        _either(*(keras.layers.RandomTranslation((y, y), 0.0, **warp) for y in (-shift, shift))),
+        _layer(keras.layers.RandomShear(x_factor=(shear, shear), **warp)),  # either way
+        _layer(keras.layers.RandomShear(y_factor=(shear, shear), **warp)),
+        both(keras.layers.RandomRotation, turn, **warp),
+        both(keras.layers.RandomBrightness, enhance),
+        _layer(keras.layers.RandomContrast((enhance, enhance))),
+        enhanced(keras.layers.RandomSaturation, _saturation, value_range=(0, 1)),
+        enhanced(keras.layers.RandomSharpness, lambda factor: factor / 2),
+        _layer(keras.layers.RandomPosterization((bits, bits))),
+        lambda image, seed: tf.where(image < threshold, image, 255 - image),  # Keras's draws from 0 on, whatever it is told
+        _layer(keras.layers.Equalization()),
+        _layer(keras.layers.AutoContrast()),
+        _same,
+    ]
+
+
+def _saturation(factor: float) -> float:
+    """Returns what `RandomSaturation` calls a saturation times `factor`."""
+    return factor / (1 + factor)

@@ -1,0 +1,105 @@
+"""TrivialAugment and RandAugment on both backends; Mixup and CutMix in the training step."""
+
+import dataclasses
+import warnings
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import jpeg, write_tfrecord
+
+from dali_tf_input import DaliOptions, DatasetSpec, InputError, InputSpec, NoCrop, Preprocess, TfDataOptions, build_index
+from dali_tf_input.dataset import make_dataset
+from dali_tf_input.predict import iterate_batches
+from dali_tf_input.tf_augment import make_augmentation
+
+SIZE = (96, 80)
+PLAIN = Preprocess(image_size=SIZE, crop=NoCrop(), mirror_probability=0, dtype="uint8")
+BACKENDS = {"dali": DaliOptions(device="cpu"), "tf_data": TfDataOptions()}
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory):
+    """One image, 16 times: whatever differs between two that come out is augmentation."""
+    image = jpeg(*SIZE, seed=5)
+    file = write_tfrecord(tmp_path_factory.mktemp("augment") / "train", [{"image": image, "label": 0}] * 16)
+    build_index(file)
+    return DatasetSpec.from_files(file)
+
+
+def take(records, options, count, *, seed=0, **changes):
+    spec = InputSpec(dataset=records, preprocess=dataclasses.replace(PLAIN, **changes), order="sequential", seed=seed)
+    batches = iter(make_dataset(spec, options, batch_size=16))
+    return np.concatenate([next(batches)[0].numpy() for _ in range(count // 16)])
+
+
+@pytest.mark.parametrize("kind", ["trivial", "rand"])
+@pytest.mark.parametrize("options", BACKENDS.values(), ids=BACKENDS)
+def test_augments(records, options, kind):
+    (original,) = take(records, options, 16)[:1]
+    made = take(records, options, 128, auto_augment=kind)
+    assert made.shape == (128, *SIZE, 3)
+    assert made.dtype == np.uint8
+    assert len({image.tobytes() for image in made}) > 40
+    unchanged = np.mean([(image == original).all() for image in made])
+    assert unchanged < 0.2  # one of 14 operations is none, and some do little
+    np.testing.assert_array_equal(made[:32], take(records, options, 32, auto_augment=kind))
+    assert (made[:16] != take(records, options, 16, auto_augment=kind, seed=1)).any()
+
+
+@pytest.mark.parametrize("kind", ["trivial", "rand"])
+def test_both_backends_augment_alike(records, kind):
+    """Not the same pixels, but the same kinds of change as often and as strong."""
+    shares = []
+    for options in BACKENDS.values():
+        original = take(records, options, 16)[0].astype(np.float32)
+        made = take(records, options, 960, auto_augment=kind).astype(np.float32)
+        change = np.abs(made - original).mean((1, 2, 3))
+        grey = (np.abs(made - 128).max(3) == 0).mean((1, 2))  # what a warp leaves empty
+        levels = np.array([len(np.unique(image)) for image in made])
+        shares.append(
+            [
+                (change < 0.5).mean(),  # left alone
+                (change > 30).mean(),  # changed a great deal
+                (grey > 0.02).mean(),  # moved, turned or sheared
+                (levels < 65).mean(),  # posterised
+                (np.abs(made.mean((1, 2, 3)) - original.mean()) > 10).mean(),  # brighter or darker
+            ]
+        )
+    np.testing.assert_allclose(*shares, atol=0.09)
+
+
+@pytest.mark.parametrize("kind", ["trivial", "rand"])
+def test_every_operation_of_keras(kind):
+    """Each is taken, changes what it should, and keeps a flat grey image flat where it does not warp it."""
+    augment = tf.function(make_augmentation(dataclasses.replace(PLAIN, auto_augment=kind)))
+    image = np.repeat(np.linspace(20, 235, SIZE[0]).astype(np.uint8)[:, None], SIZE[1], 1)[..., None].repeat(3, 2)
+    image[..., 1] //= 2
+    made = [augment(image, tf.constant([3, number], tf.int64)).numpy() for number in range(200)]
+    np.testing.assert_array_equal(made[7], augment(image, tf.constant([3, 7], tf.int64)).numpy())
+    kinds = {one.tobytes() for one in made}
+    assert len(kinds) > (90 if kind == "trivial" else 60)
+    for one in made:
+        assert one.shape == image.shape
+        assert one.dtype == np.uint8
+
+
+@pytest.mark.parametrize("options", BACKENDS.values(), ids=BACKENDS)
+@pytest.mark.parametrize("changes", [{"dtype": "float32"}, {"layout": "CHW"}, {"dtype": "float16", "layout": "CHW"}])
+def test_types_and_layouts(records, options, changes):
+    made = take(records, options, 16, auto_augment="trivial", **changes)
+    assert made.shape == (16, *dataclasses.replace(PLAIN, **changes).image_shape)
+
+
+def test_quiet(records, capfd):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        take(records, BACKENDS["dali"], 16, auto_augment="rand")
+    assert "deprecated" not in capfd.readouterr().err
+
+
+def test_refuses():
+    with pytest.raises(InputError, match="`auto_augment` must be one of 'trivial', 'rand', got 'auto'"):
+        dataclasses.replace(PLAIN, auto_augment="auto")
+    with pytest.raises(InputError, match="must leave nothing to chance"):
+        next(iterate_batches([], dataclasses.replace(PLAIN, auto_augment="rand")))
