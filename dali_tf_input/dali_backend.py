@@ -13,13 +13,25 @@ from nvidia.dali.data_node import DataNode
 
 from dali_tf_input.dali_images import prepare_images
 from dali_tf_input.options import DaliOptions
+from dali_tf_input.order import Position
 from dali_tf_input.preprocess import Preprocess
+from dali_tf_input.record_stream import describe_key, parse_record, random_numbers, read_planned, steps_of, weight_of
 from dali_tf_input.sharding import Shard
 from dali_tf_input.spec import DatasetSpec, InputSpec
 from dali_tf_input.tfrecord import InputError
 
+_PACKED = "packed"  # the input of a pipeline that tf.data reads for
 
-def build(spec: InputSpec, options: DaliOptions, *, batch_size: int, shard: Shard, device_id: int | None) -> tf.data.Dataset:
+
+def build(
+    spec: InputSpec,
+    options: DaliOptions,
+    *,
+    batch_size: int,
+    shard: Shard,
+    device_id: int | None,
+    position: Position,
+) -> tf.data.Dataset:
     """Builds the dataset of one shard, placed on the current `tf.device`.
 
     On another device than that of `options` it works, but TensorFlow copies each batch.
@@ -30,11 +42,11 @@ def build(spec: InputSpec, options: DaliOptions, *, batch_size: int, shard: Shar
       batch_size: images in each batch; the shard holds at least as many records.
       shard: which records are read.
       device_id: the CUDA device that decodes; None for `options.device` "cpu".
+      position: where each iterator starts, for order "global".
 
     Returns:
-      A dataset without end of (image, label): image (batch_size, *spec.preprocess.image_shape), label int64
-      (batch_size,) or one-hot, both on the current `tf.device`. Each pass over the shard serves every record of it once; a batch
-      may hold the end of one and the start of the next.
+      A dataset of what `tf_data_backend.build` says, on the current `tf.device`. What is planned (`spec.planned`) is read by
+      tf.data, in the same order with the same random numbers, and handed to DALI; else DALI reads.
 
     Raises:
       InputError: DALI refuses the pipeline.
@@ -46,16 +58,65 @@ def build(spec: InputSpec, options: DaliOptions, *, batch_size: int, shard: Shar
         build_pipeline(spec, options, batch_size=batch_size, shard=shard, device_id=device_id).build()
     except RuntimeError as error:
         raise InputError(f"DALI cannot set up the pipeline: {error}") from error
-    return dali_tf.DALIDataset(
-        pipeline=pipeline,
-        batch_size=batch_size,  # DALIDataset's own defaults would override the pipeline's: all of them are passed
-        num_threads=pipeline.num_threads,
-        device_id=device_id,
-        prefetch_queue_depth=options.prefetch_queue_depth,
-        fail_on_device_mismatch=False,
-        output_shapes=((batch_size, *spec.preprocess.image_shape), (batch_size, *spec.label_shape)),
-        output_dtypes=(tf.as_dtype(spec.preprocess.dtype), tf.int64 if spec.one_hot is None else tf.float32),
-    )
+    outputs = [
+        ((batch_size, *spec.preprocess.image_shape), tf.as_dtype(spec.preprocess.dtype)),
+        ((batch_size, *spec.label_shape), tf.int64 if spec.one_hot is None else tf.float32),
+    ]
+    if not spec.repeat:
+        outputs.append(((batch_size,), tf.float32))
+    arguments = {
+        "pipeline": pipeline,
+        "batch_size": batch_size,  # DALIDataset's own defaults would override the pipeline's: all of them are passed
+        "num_threads": pipeline.num_threads,
+        "device_id": device_id,
+        "prefetch_queue_depth": options.prefetch_queue_depth,
+        "fail_on_device_mismatch": False,
+        "output_shapes": tuple(shape for shape, _ in outputs),
+        "output_dtypes": tuple(dtype for _, dtype in outputs),
+    }
+    if not spec.planned:
+        return dali_tf.DALIDataset(**arguments)
+    with tf.device("CPU:0"):
+        packed = _pack_records(spec, batch_size=batch_size, shard=shard, position=position)
+    dataset = dali_tf.experimental.DALIDatasetWithInputs(input_datasets={_PACKED: packed}, **arguments)
+    if not spec.repeat:
+        # It says that it has no end. Keras would ask for one batch too many then, and count it though it does not come. No
+        # transformation that knows better may follow on a GPU.
+        per_epoch = steps_of(spec, batch_size=batch_size, num_shards=shard.num_shards).per_epoch
+        dataset.cardinality = lambda: tf.constant(per_epoch, tf.int64)
+    return dataset
+
+
+def _pack_records(spec: InputSpec, *, batch_size: int, shard: Shard, position: Position) -> tf.data.Dataset:
+    """Returns a dataset of uint8 vectors, one for each image: a DALI dataset takes one tensor of each input.
+
+    The encoded image, then label (8 bytes), sample weight (4 bytes), random numbers (4 bytes each): decoders stop at the end of
+    an image, and to cut it out of the vector would cost a copy, which DALI's slice makes byte by byte.
+    """
+    steps = steps_of(spec, batch_size=batch_size, num_shards=shard.num_shards)
+
+    @tf.autograph.experimental.do_not_convert
+    def pack(key: tf.Tensor, record: tf.Tensor) -> tf.Tensor:
+        encoded, label = parse_record(record, spec.dataset)
+        epoch, place = describe_key(key, steps, shard)
+        numbers, _ = random_numbers(spec, epoch, place)
+        weight = tf.ones(()) if spec.repeat else weight_of(place, steps)
+        parts = [tf.bitcast(label, tf.uint8), tf.bitcast(weight, tf.uint8), tf.reshape(tf.bitcast(numbers, tf.uint8), [-1])]
+        return tf.concat([tf.io.decode_raw(encoded, tf.uint8), *parts], 0)
+
+    records = read_planned(spec, batch_size=batch_size, shard=shard, position=position)
+    return records.map(pack, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True).prefetch(batch_size)
+
+
+def _unpack(spec: InputSpec) -> tuple[DataNode, DataNode, DataNode, DataNode]:
+    """Defines the input of a pipeline, packed by `_pack_records`: encoded images, labels, weights, random numbers."""
+    packed = fn.external_source(name=_PACKED, device="cpu", dtype=types.UINT8, ndim=1, batch=False)
+    numbers = 4 * spec.preprocess.num_random
+    size = packed.shape()[0]
+    start = size - (12 + numbers)
+    labels = fn.reinterpret(packed[start : start + 8], dtype=types.INT64)
+    weights = fn.reshape(fn.reinterpret(packed[start + 8 : start + 12], dtype=types.FLOAT), shape=[])
+    return packed, labels, weights, fn.reinterpret(packed[start + 12 : size], dtype=types.FLOAT)
 
 
 def build_pipeline(
@@ -68,9 +129,13 @@ def build_pipeline(
     """
     preprocess = spec.preprocess
 
-    def define() -> tuple[DataNode, DataNode]:
-        encoded, labels = _read(spec, options, shard)
-        numbers = fn.random.uniform(range=[0.0, 1.0], shape=[preprocess.num_random])
+    def define() -> tuple[DataNode, ...]:
+        if spec.planned:
+            encoded, labels, weights, numbers = _unpack(spec)
+        else:
+            encoded, labels = _read(spec, shard)
+            numbers = fn.random.uniform(range=[0.0, 1.0], shape=[preprocess.num_random])
+        labels = _finish_labels(labels, spec)
         images = prepare_images(
             encoded,
             numbers,
@@ -79,7 +144,8 @@ def build_pipeline(
             device="mixed" if options.device == "gpu" else "cpu",
             hints=decoder_memory_hints(spec.dataset, options),
         )
-        return images, labels
+        others = [labels] if spec.repeat else [labels, weights]
+        return (images, *(node.gpu() if options.device == "gpu" else node for node in others))
 
     make = dali.pipeline_def(define, enable_conditionals=preprocess.auto_augment is not None)
     with warnings.catch_warnings(record=preprocess.auto_augment is not None):  # auto_aug uses names that DALI warns of
@@ -92,7 +158,7 @@ def build_pipeline(
         )
 
 
-def _read(spec: InputSpec, options: DaliOptions, shard: Shard) -> tuple[DataNode, DataNode]:
+def _read(spec: InputSpec, shard: Shard) -> tuple[DataNode, DataNode]:
     """Defines the reader of a shard; returns encoded images and labels."""
     dataset = spec.dataset
     features = fn.readers.tfrecord(
@@ -109,14 +175,19 @@ def _read(spec: InputSpec, options: DaliOptions, shard: Shard) -> tuple[DataNode
         stick_to_shard=True,
         name="reader",
     )
-    labels = fn.reshape(features[dataset.label_key], shape=[])
-    if dataset.label_offset:
-        labels = fn.cast(labels - dataset.label_offset, dtype=types.INT64)
+    return features[dataset.image_key], features[dataset.label_key]
+
+
+def _finish_labels(labels: DataNode, spec: InputSpec) -> DataNode:
+    """Makes of labels as stored, int64 (1,), those that come out."""
+    labels = fn.reshape(labels, shape=[])
+    if spec.dataset.label_offset:
+        labels = fn.cast(labels - spec.dataset.label_offset, dtype=types.INT64)
     if spec.one_hot is not None:
         on_value, off_value = spec.label_values
         labels = fn.cast(labels, dtype=types.INT32)
         labels = fn.one_hot(labels, num_classes=spec.one_hot, on_value=on_value, off_value=off_value, dtype=types.FLOAT)
-    return features[dataset.image_key], labels.gpu() if options.device == "gpu" else labels
+    return labels
 
 
 def _choose_fuse(options: DaliOptions) -> Literal["off", "decode"]:

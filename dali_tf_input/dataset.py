@@ -1,12 +1,14 @@
 """From a spec to a tf.data dataset: the one place where the backend is chosen."""
 
 import logging
+import warnings
 
 import keras
 import tensorflow as tf
 
 from dali_tf_input import tf_data_backend
 from dali_tf_input.options import DaliOptions, TfDataOptions
+from dali_tf_input.order import Position
 from dali_tf_input.preprocess import Preprocess
 from dali_tf_input.sharding import Shard, check_batch
 from dali_tf_input.spec import InputSpec
@@ -24,15 +26,17 @@ def make_dataset(
     batch_size: int,
     shard: Shard = Shard(0, 1),
     device_id: int | None = None,
+    position: Position | None = None,
 ) -> tf.data.Dataset:
     """Makes the dataset of one shard. For a `tf.distribute` strategy, or a GPU, `distribute.distribute` calls it rightly.
 
     Args:
       spec: what comes out, the same for both backends.
       options: how; its type is the choice of the backend. None chooses as `choose_options` does.
-      batch_size: images in each batch, from 1 to the number of records in the shard.
+      batch_size: images in each batch, from 1 to the number of records in the shard (where `spec.repeat` is False: any number).
       shard: which records are read.
       device_id: the CUDA device of a GPU pipeline, in [0, number of GPUs); None is 0. Not for other options.
+      position: at which step each iterator starts, with order "global"; None is the first.
 
     Returns:
       A dataset without end of (image, label): image `spec.preprocess.dtype` (batch_size, *spec.preprocess.image_shape), label
@@ -46,11 +50,17 @@ def make_dataset(
         refuses the pipeline. All before TensorFlow gets a pipeline.
     """
     options = options or choose_options()
-    check_batch(batch_size, shard=shard, num_records=spec.dataset.num_records)
+    if spec.repeat:
+        check_batch(batch_size, shard=shard, num_records=spec.dataset.num_records)
+    elif batch_size < 1:
+        raise InputError(f"`batch_size` must be at least 1, got {batch_size}.")
+    position = _check_position(spec, position)
+    if shard.shard_id == 0:
+        _warn_of_sorted_records(spec)
     match options:
         case TfDataOptions():
             _check_no_device_id(device_id)
-            return tf_data_backend.build(spec, options, batch_size=batch_size, shard=shard)
+            return tf_data_backend.build(spec, options, batch_size=batch_size, shard=shard, position=position)
         case DaliOptions(device="cpu"):
             _check_no_device_id(device_id)
         case DaliOptions(device="gpu"):
@@ -61,7 +71,7 @@ def make_dataset(
     # Imported here because who trains by tf.data needs no DALI, and must not wait for it.
     from dali_tf_input import dali_backend
 
-    return dali_backend.build(spec, options, batch_size=batch_size, shard=shard, device_id=device_id)
+    return dali_backend.build(spec, options, batch_size=batch_size, shard=shard, device_id=device_id, position=position)
 
 
 def make_normalization(preprocess: Preprocess) -> keras.layers.Layer:
@@ -116,6 +126,33 @@ def check_gpu(device_id: int) -> None:
         raise InputError(
             "TensorFlow takes all memory of a GPU unless its memory growth is on, and leaves none for DALI: call "
             "dali_tf_input.distribute.enable_memory_growth() before anything else touches TensorFlow."
+        )
+
+
+def _check_position(spec: InputSpec, position: Position | None) -> Position:
+    position = position or Position()
+    if position.step and spec.order != "global":
+        raise InputError(
+            f"Only order 'global' can start at a step, got step {position.step} with order {spec.order!r}: its order is planned."
+        )
+    if position.step < 0:
+        raise InputError(f"`position` must be at least step 0, got {position.step}.")
+    return position
+
+
+def _warn_of_sorted_records(spec: InputSpec) -> None:
+    """Warns where a buffer is too small to mix records that are stored sorted by label."""
+    dataset = spec.dataset
+    if spec.order != "buffer" or not dataset.num_classes or not dataset.labels_in_a_row:
+        return
+    in_buffer = min(dataset.num_classes, 1 + spec.buffer_size / dataset.labels_in_a_row)
+    if in_buffer < dataset.num_classes / 2:
+        warnings.warn(
+            f"The records are stored by label, {dataset.labels_in_a_row:,.0f} of one in a row: a buffer of {spec.buffer_size:,} "
+            f"holds about {in_buffer:.0f} of the {dataset.num_classes:,} classes, and so do batches. Use order 'global', "
+            "or store them shuffled: scripts/make_tfrecords.py.",
+            UserWarning,
+            stacklevel=3,
         )
 
 

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from dali_tf_input.dataset import Options, choose_options, make_dataset
 from dali_tf_input.options import DaliOptions, TfDataOptions
+from dali_tf_input.order import Position
 from dali_tf_input.sharding import Shard, replica_batch_size, steps_per_epoch
 from dali_tf_input.spec import InputSpec
 from dali_tf_input.tfrecord import InputError
@@ -18,15 +19,17 @@ class Distributed(NamedTuple):
     Attributes:
       dataset: what Keras `fit` or a custom loop iterates: a `tf.data.Dataset`, or under a strategy a
         `tf.distribute.DistributedDataset`; without end.
-      steps_per_epoch: how many global batches one pass over the records fills.
+      steps_per_epoch: how many global batches one pass over the records fills; with `spec.repeat` False rounded up.
       options: the options used, the chosen ones where None was given.
       devices: on which device the first batch of each replica was, by replica.
+      position: where each new iterator of the dataset starts, with order "global"; `resume.Resume` keeps it.
     """
 
     dataset: Any
     steps_per_epoch: int
     options: Options
     devices: tuple[str, ...]
+    position: Position
 
 
 def enable_memory_growth() -> int:
@@ -56,6 +59,7 @@ def distribute(
     *,
     strategy: tf.distribute.Strategy | None = None,
     global_batch_size: int,
+    start_step: int = 0,
 ) -> Distributed:
     """Feeds a strategy's replicas, or plain TensorFlow, by the backend that `options` names.
 
@@ -67,14 +71,20 @@ def distribute(
     Args:
       spec: what comes out.
       options: how; None chooses as `dataset.choose_options` does, and the result says which.
-      strategy: None (or TensorFlow's default strategy), a OneDeviceStrategy or a MirroredStrategy. TensorFlow keeps a
-        MirroredStrategy in per-replica mode from here on, also for other datasets.
-      global_batch_size: images in a step over all replicas, a multiple of their number, at most the number of records.
+      strategy: None (or TensorFlow's default strategy), a OneDeviceStrategy, a MirroredStrategy, or a
+        MultiWorkerMirroredStrategy for a custom loop. TensorFlow keeps a MirroredStrategy in per-replica mode from here on, also
+        for other datasets.
+      global_batch_size: images in a step over all replicas, a multiple of their number, at most the number of records (where
+        `spec.repeat` is False: any multiple).
+      start_step: the step of training at which iterators start, with order "global"; nothing of the steps before it is read.
 
     Returns:
-      The dataset, `steps_per_epoch` = num_records // global_batch_size (the remainder opens the next epoch), the options and
-      the devices. Per replica: image float32 (global_batch_size / replicas, *spec.preprocess.image_shape), label int64
-      (global_batch_size / replicas,).
+      The dataset, `steps_per_epoch`, the options, the devices, the position. Per replica: image `spec.preprocess.dtype`
+      (global_batch_size / replicas, *spec.preprocess.image_shape), label int64 (global_batch_size / replicas,) or one-hot; with
+      `spec.repeat` False also sample weights float32 (global_batch_size / replicas,).
+      An epoch of order "global" is num_records // global_batch_size steps, in which no record comes twice; the remainder, other
+      records each time, is left out of it. With "buffer" and "sequential" the remainder opens the next epoch. With `spec.repeat`
+      False there is one pass of num_records / global_batch_size steps, rounded up, in which each record comes once.
 
     Raises:
       InputError: the strategy is of another type, the replicas do not divide the batch, the batch is larger than the data,
@@ -84,7 +94,11 @@ def distribute(
     options = options or choose_options()
     num_records = spec.dataset.num_records
     num_replicas = strategy.num_replicas_in_sync if strategy else 1
-    batch_size = replica_batch_size(global_batch_size, num_replicas=num_replicas, num_records=num_records)
+    batch_size = replica_batch_size(
+        global_batch_size, num_replicas=num_replicas, num_records=num_records if spec.repeat else None
+    )
+    steps = -(-num_records // global_batch_size) if not spec.repeat else steps_per_epoch(num_records, global_batch_size)
+    position = Position(start_step)
     devices = _replica_devices(strategy, options)
     on_gpu = isinstance(options, DaliOptions) and options.device == "gpu"
     if on_gpu and not all(_is_gpu(device) for device in devices):
@@ -104,6 +118,7 @@ def distribute(
                 batch_size=batch_size,
                 shard=shard,
                 device_id=_cuda_device_id(device) if on_gpu else None,
+                position=position,
             )
 
     if strategy is None:
@@ -123,9 +138,7 @@ def distribute(
             RuntimeWarning,
             stacklevel=2,
         )
-    return Distributed(
-        dataset=dataset, steps_per_epoch=steps_per_epoch(num_records, global_batch_size), options=options, devices=found
-    )
+    return Distributed(dataset=dataset, steps_per_epoch=steps, options=options, devices=found, position=position)
 
 
 def first_batch_devices(dataset: Any, strategy: tf.distribute.Strategy | None) -> tuple[str, ...]:
@@ -135,7 +148,7 @@ def first_batch_devices(dataset: Any, strategy: tf.distribute.Strategy | None) -
       InputError: the batch cannot be made, or a replica's images and labels are on different devices.
     """
     try:
-        images, labels = next(iter(dataset))
+        images, labels, *_ = next(iter(dataset))
     except tf.errors.OpError as error:
         raise InputError(f"The first batch cannot be made: {error.message}") from error
     replica_images = strategy.experimental_local_results(images) if strategy else (images,)

@@ -56,8 +56,8 @@ def check_batch(batch_size: int, *, shard: Shard, num_records: int) -> None:
         )
 
 
-def replica_batch_size(global_batch_size: int, *, num_replicas: int, num_records: int) -> int:
-    """Returns the batch size of each replica.
+def replica_batch_size(global_batch_size: int, *, num_replicas: int, num_records: int | None) -> int:
+    """Returns the batch size of each replica; `num_records` None is for passes that are padded to any size.
 
     Raises:
       InputError: `global_batch_size` is below 1, larger than the data, or not a multiple of `num_replicas`.
@@ -70,7 +70,7 @@ def replica_batch_size(global_batch_size: int, *, num_replicas: int, num_records
         raise InputError(
             f"`global_batch_size` must be a multiple of the {num_replicas} replicas, got {global_batch_size}: use {nearest}."
         )
-    if global_batch_size > num_records:
+    if num_records is not None and global_batch_size > num_records:
         raise InputError(f"`global_batch_size` must be at most the number of records, {num_records}, got {global_batch_size}.")
     return global_batch_size // num_replicas
 

@@ -15,7 +15,7 @@ from dali_tf_input.preprocess import Preprocess
 from dali_tf_input.summary import KEY_PRESETS, Feature, FileEntry, find_keys, summarise
 from dali_tf_input.tfrecord import InputError
 
-Order = Literal["sequential", "buffer"]
+Order = Literal["sequential", "buffer", "global"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +31,8 @@ class DatasetSpec:
       label_key: feature key of the label, an int64_list of one.
       label_offset: taken from every label as it is stored, so that classes count from 0.
       label_range: lowest and highest label as they come out, if all files were checked at level "schema" by this key; else None.
+      num_classes: how many different labels there are, if known as `label_range` is and below 1000 runs of them; else None.
+      labels_in_a_row: how many records of one label stand one after the other, on average; known as `label_range` is.
       largest_image: (height, width) in pixels of the tallest and of the widest image, from level "decode" on; else None. DALI's
         GPU decoder sets aside memory by it.
     """
@@ -43,6 +45,8 @@ class DatasetSpec:
     label_key: str
     label_offset: int = 0
     label_range: tuple[int, int] | None = None
+    num_classes: int | None = None
+    labels_in_a_row: float | None = None
     largest_image: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
@@ -104,8 +108,11 @@ class DatasetSpec:
                 f"`label_offset` must be at most the lowest label, {lowest}, got {label_offset}: it is taken from every label, "
                 "and classes count from 0."
             )
-        label_range, largest_image = None, None
+        label_range, num_classes, labels_in_a_row, largest_image = None, None, None, None
         if all(labels):  # what is known of a part of the files only is not known
+            known = [found for found in labels if found]
+            num_classes = summary.labels.num_classes if summary.labels else None
+            labels_in_a_row = sum(entry.records for entry in entries) / sum(found.changes + 1 for found in known)
             label_range = (lowest - label_offset, max(last for _, last in ranges) - label_offset)
         if all(images):
             sizes = [found.largest_size for found in images if found]
@@ -120,6 +127,8 @@ class DatasetSpec:
             label_key=label_key,
             label_offset=label_offset,
             label_range=label_range,
+            num_classes=num_classes,
+            labels_in_a_row=labels_in_a_row,
             largest_image=largest_image,
         )
 
@@ -131,13 +140,19 @@ class InputSpec:
     Attributes:
       dataset: the records there are.
       preprocess: what the model sees of them.
-      order: "sequential", the order of the files (evaluation), or "buffer" (training): each next record is drawn at random
-        from a buffer of `buffer_size` records, which the next record of the files then fills. DALI reads the files in their
-        order; tf.data in a new order each pass, `num_parallel_reads` of them in turn, and so mixes more.
+      order: "sequential", the order of the files (evaluation); or "global" (training): in each epoch every order of the records
+        is equally likely, the same one on both backends and for any number of replicas, a function of (seed, epoch); or
+        "buffer" (training from slow disks): each next record is drawn at random from a buffer of `buffer_size` records, which
+        the next record of the files then fills. DALI reads the files in their order; tf.data in a new order each pass,
+        `num_parallel_reads` of them in turn, and so mixes more.
       buffer_size: size of that buffer in records, at least 1, for each pipeline. It holds encoded images: 1024 of
         ImageNet's take 113 MB. The default is DALI's own (`initial_fill`).
       seed: with it order, crops and mirrors come out the same again, in [0, 2**31): on the same backend, with the same
         number of replicas and, for tf.data, the same `num_parallel_reads` and `tf.random.set_seed`.
+      fragment_size: for order "global" on storage that is slow to seek: that many neighbours in a file stay together, at least 1.
+      repeat: False is one pass that serves each record once, for evaluation; order "sequential" only. Batches then hold a third
+        value, sample weights float32 (batch,): 0 for the padding that fills the last step, a constant of at least 1 for
+        records, chosen so that Keras's mean loss over all batches is the mean over the records.
       one_hot: number of classes n: labels come out as float32 (n,), 1 at the label and 0 elsewhere; None leaves them int64.
       label_smoothing: that much of the 1 is spread evenly over all classes, in [0, 1); with `one_hot` only.
     """
@@ -147,6 +162,8 @@ class InputSpec:
     order: Order
     buffer_size: int = 1024
     seed: int = 0
+    fragment_size: int = 1
+    repeat: bool = True
     one_hot: int | None = None
     label_smoothing: float = 0.0
 
@@ -154,6 +171,12 @@ class InputSpec:
         check_choice("order", self.order, get_args(Order))
         if self.buffer_size < 1:
             raise InputError(f"`buffer_size` must be at least 1, got {self.buffer_size}.")
+        if self.fragment_size < 1:
+            raise InputError(f"`fragment_size` must be at least 1, got {self.fragment_size}.")
+        if self.fragment_size > 1 and self.order != "global":
+            raise InputError(f"`fragment_size` is for order 'global' only, got {self.fragment_size} with {self.order!r}.")
+        if not self.repeat and self.order != "sequential":
+            raise InputError(f"`repeat` False is for order 'sequential' only, got {self.order!r}: a pass of each record once.")
         if not 0 <= self.seed < 2**31:
             raise InputError(f"`seed` must be in [0, 2**31), got {self.seed}.")
         if not 0 <= self.label_smoothing < 1:
@@ -165,6 +188,11 @@ class InputSpec:
         highest = self.dataset.label_range[1] if self.dataset.label_range else 0
         if not highest < self.one_hot:
             raise InputError(f"`one_hot` must be above the highest label, {highest}, got {self.one_hot}.")
+
+    @property
+    def planned(self) -> bool:
+        """Whether which record comes at which step is planned (order "global", or one pass), not left to a reader."""
+        return self.order == "global" or not self.repeat
 
     @property
     def label_shape(self) -> tuple[int, ...]:

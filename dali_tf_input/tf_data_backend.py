@@ -4,29 +4,39 @@ import tensorflow as tf
 
 from dali_tf_input.manifest import read_index
 from dali_tf_input.options import AUTOTUNE, TfDataOptions
+from dali_tf_input.order import Position
+from dali_tf_input.record_stream import (
+    describe_key,
+    parse_record,
+    random_numbers,
+    read_planned,
+    read_stretch,
+    steps_of,
+    weight_of,
+)
 from dali_tf_input.sharding import Shard
 from dali_tf_input.spec import DatasetSpec, InputSpec
 from dali_tf_input.tf_augment import make_augmentation
 from dali_tf_input.tf_images import prepare_image
 from dali_tf_input.tfrecord import InputError
 
-_READ_BUFFER_BYTES = 1 << 20  # of each open file; tf.data's own default (256 KB) holds two ImageNet records
 
-
-def build(spec: InputSpec, options: TfDataOptions, *, batch_size: int, shard: Shard) -> tf.data.Dataset:
+def build(spec: InputSpec, options: TfDataOptions, *, batch_size: int, shard: Shard, position: Position) -> tf.data.Dataset:
     """Builds the dataset of one shard, in the order the data travels.
 
     Args:
       spec: what comes out.
       options: how it is made.
-      batch_size: images in each batch; the shard holds at least as many records.
+      batch_size: images in each batch; the shard holds at least as many records, but where `spec.repeat` is False.
       shard: which records are read.
+      position: where each iterator starts, for order "global".
 
     Returns:
-      A dataset without end of (image, label): image (batch_size, *spec.preprocess.image_shape), label int64 (batch_size,) or
-      one-hot. Each pass over the shard serves every record of it once; a batch may hold the end of one and the start of the next.
-      With `order` "buffer" the files of the shard are read in a new random order each pass, `num_parallel_reads` of them at a
-      time, before their records enter the buffer.
+      A dataset of (image, label): image (batch_size, *spec.preprocess.image_shape), label int64 (batch_size,) or one-hot; and
+      with `spec.repeat` False (image, label, sample weight float32 (batch_size,)), one pass. Else it has no end: with order
+      "global" each epoch serves whole steps; otherwise each pass over the shard serves every record of it once, and a batch may
+      hold the end of one and the start of the next. With `order` "buffer" the files of the shard are read in a new random order
+      each pass, `num_parallel_reads` of them at a time, before their records enter the buffer.
     """
     preprocess = spec.preprocess
     if preprocess.apply_orientation:
@@ -38,42 +48,44 @@ def build(spec: InputSpec, options: TfDataOptions, *, batch_size: int, shard: Sh
     if fuse == "auto":
         fuse = "off" if preprocess.resizes_plainly else "decode"
     augment = make_augmentation(preprocess) if preprocess.auto_augment else None
-    features = {
-        spec.dataset.image_key: tf.io.FixedLenFeature((), tf.string),
-        spec.dataset.label_key: tf.io.FixedLenFeature((), tf.int64),
-    }
+    steps = steps_of(spec, batch_size=batch_size, num_shards=shard.num_shards)
+    seed = tf.constant(spec.seed * shard.num_shards + shard.shard_id, tf.int64)
 
     @tf.autograph.experimental.do_not_convert
-    def prepare(position: tf.Tensor, record: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        parsed = tf.io.parse_single_example(record, features)
-        # Numbers in [0, 1) for this image, a function of (seed, shard, position in the stream) alone: a parallel map calls in
-        # no fixed order, so a generator with a state would not repeat.
-        numbers = tf.random.stateless_uniform((preprocess.num_random,), seed=tf.stack([seed, position]))
-        label = parsed[spec.dataset.label_key]
+    def prepare(key: tf.Tensor, record: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        encoded, label = parse_record(record, spec.dataset)
+        if spec.planned:
+            epoch, place = describe_key(key, steps, shard)
+            numbers, augment_seed = random_numbers(spec, epoch, place)
+        else:
+            # Numbers in [0, 1) for this image, a function of (seed, shard, position in the stream) alone: a parallel map calls in
+            # no fixed order, so a generator with a state would not repeat.
+            numbers = tf.random.stateless_uniform((preprocess.num_random,), seed=tf.stack([seed, key]))
+            augment_seed = tf.stack([seed, ~key])
         if spec.dataset.label_offset:
             label -= spec.dataset.label_offset
         if spec.one_hot is not None:
             label = tf.one_hot(label, spec.one_hot, *spec.label_values, dtype=tf.float32)
 
         def augment_this(image: tf.Tensor) -> tf.Tensor:
-            return augment(image, tf.stack([seed, ~position])) if augment else image
+            return augment(image, augment_seed) if augment else image
 
-        image = prepare_image(
-            parsed[spec.dataset.image_key],
-            numbers,
-            preprocess,
-            fuse=fuse,
-            augment=augment_this if augment else None,
+        image = prepare_image(encoded, numbers, preprocess, fuse=fuse, augment=augment_this if augment else None)
+        return (image, label) if spec.repeat else (image, label, weight_of(place, steps))
+
+    if spec.planned:
+        dataset = read_planned(
+            spec, batch_size=batch_size, shard=shard, position=position, num_parallel_reads=options.num_parallel_reads
         )
-        return image, label
-
-    seed = tf.constant(spec.seed * shard.num_shards + shard.shard_id, tf.int64)
-    dataset = _read(spec, options, shard).repeat().enumerate()
+    else:
+        dataset = _read(spec, options, shard).repeat().enumerate()
     if options.num_parallel_calls == 1:
         dataset = dataset.map(prepare)
     else:
         dataset = dataset.map(prepare, num_parallel_calls=options.num_parallel_calls)
     dataset = dataset.batch(batch_size, drop_remainder=True)
+    if not spec.repeat:
+        dataset = dataset.apply(tf.data.experimental.assert_cardinality(steps.per_epoch))
     if options.prefetch_batches != 0:
         dataset = dataset.prefetch(options.prefetch_batches)
     tf_options = tf.data.Options()
@@ -88,13 +100,13 @@ def _read(spec: InputSpec, options: TfDataOptions, shard: Shard) -> tf.data.Data
     files, offsets, counts = _fragments(spec.dataset, shard)
     dataset = tf.data.Dataset.from_tensor_slices((files, tf.constant(offsets, tf.int64), tf.constant(counts, tf.int64)))
     if spec.order == "sequential":
-        return dataset.flat_map(_read_fragment)
+        return dataset.flat_map(read_stretch)
     dataset = dataset.shuffle(len(files), seed=spec.seed, reshuffle_each_iteration=True)
     if options.num_parallel_reads == 1:
-        dataset = dataset.flat_map(_read_fragment)
+        dataset = dataset.flat_map(read_stretch)
     else:
         dataset = dataset.interleave(
-            _read_fragment, cycle_length=options.num_parallel_reads, num_parallel_calls=AUTOTUNE, deterministic=True
+            read_stretch, cycle_length=options.num_parallel_reads, num_parallel_calls=AUTOTUNE, deterministic=True
         )
     return dataset.shuffle(spec.buffer_size, seed=spec.seed, reshuffle_each_iteration=True)
 
@@ -129,12 +141,3 @@ def _fragments(dataset: DatasetSpec, shard: Shard) -> tuple[list[str], list[int]
                 counts.append(1)
             end = offset + size
     return files, offsets, counts
-
-
-@tf.autograph.experimental.do_not_convert
-def _read_fragment(file: tf.Tensor, offset: tf.Tensor, count: tf.Tensor) -> tf.data.Dataset:
-    """Reads `count` records of a file from a byte offset on, which `tf.data.TFRecordDataset` does not offer."""
-    variant = tf.raw_ops.TFRecordDatasetV2(
-        filenames=[file], compression_type="", buffer_size=_READ_BUFFER_BYTES, byte_offsets=[offset]
-    )
-    return tf.data.experimental.from_variant(variant, tf.TensorSpec((), tf.string)).take(count)

@@ -35,10 +35,14 @@ WORK_FLAGS = (BATCH_SIZE, CROP, IMAGE_SIZE, ANTIALIAS, FUSE, DTYPE)
 
 
 class Row(NamedTuple):
-    """One row: the package's options for it (None where it is not the package that feeds) and what it is."""
+    """One row: the package's options for it (None where it is not the package that feeds), what it is, and its order.
+
+    Those of order "global" are measured only when asked for.
+    """
 
     options: DaliOptions | TfDataOptions | None
     what: str
+    order: str = "buffer"
 
 
 ROWS = {
@@ -52,13 +56,15 @@ ROWS = {
     "dali_cpu_by_hand": Row(None, "DALI on CPU, written by hand, bare"),
     "dali_cpu_bare": Row(DaliOptions(device="cpu"), "DALI on CPU, without TensorFlow"),
     "dali_cpu": Row(DaliOptions(device="cpu"), "this package on DALI, CPU"),
+    "tf_data_global": Row(TfDataOptions(), "this package on tf.data, order global", "global"),
+    "dali_cpu_global": Row(DaliOptions(device="cpu"), "this package on DALI, CPU, order global", "global"),
     "dali_gpu_bare": Row(DaliOptions(device="gpu"), "DALI on GPU, without TensorFlow"),
     "dali_gpu": Row(DaliOptions(device="gpu"), "this package on DALI, GPU"),
 }
 
 
-def training_spec() -> InputSpec:
-    """Returns what is measured."""
+def training_spec(row: str | None = None) -> InputSpec:
+    """Returns what is measured, in a row's order."""
     size = IMAGE_SIZE.value
     if size < 1:
         raise InputError(f"`image_size` must be at least 1, got {size}.")
@@ -71,7 +77,11 @@ def training_spec() -> InputSpec:
         "center_crop": CenterCrop(resize_shorter=resize[0]),
     }
     preprocess = dataclasses.replace(preprocess, crop=crops[CROP.value], dtype=DTYPE.value)
-    return InputSpec(dataset=input_flags.dataset_spec(input_flags.FILES.value), preprocess=preprocess, order="buffer")
+    return InputSpec(
+        dataset=input_flags.dataset_spec(input_flags.FILES.value),
+        preprocess=preprocess,
+        order=ROWS[row].order if row else "buffer",
+    )
 
 
 def options_of(row: str) -> DaliOptions | TfDataOptions | None:

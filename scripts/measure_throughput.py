@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> int:
     if arguments:
         raise InputError(f"Unknown arguments: {' '.join(arguments)}.")
     console.die_with_parent()  # compare_throughput.py may die while this process is stopped
-    spec = training_spec()
+    spec = training_spec(_BACKEND.value)
     console.import_tensorflow()
     from dali_tf_input.distribute import enable_memory_growth
 

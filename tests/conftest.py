@@ -1,4 +1,4 @@
-"""What the tests share: two logical CPU devices, and small TFRecords whose labels number the records."""
+"""What the tests share: three logical CPU devices, and small TFRecords whose labels number the records."""
 
 import io
 import os
@@ -22,11 +22,11 @@ sys.path.insert(0, str(SCRIPTS))
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Sets up the devices before anything touches one: two CPU devices stand for two replicas."""
+    """Sets up the devices before anything touches one: CPU devices stand for replicas."""
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tests that need no GPU must come out the same where there is one
     cpu = tf.config.list_physical_devices("CPU")[0]
-    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 3)
 
 
 def jpeg(height: int, width: int, *, seed: int = 0, mode: str = "RGB", image_format: str = "JPEG") -> bytes:

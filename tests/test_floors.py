@@ -12,13 +12,14 @@ PACKAGE = Path(dali_tf_input.__file__).parent
 FLOORS = [
     {"tfrecord"},
     {"example", "files", "staging", "summary", "options", "sharding", "benchmark", "worker_pool"},
-    {"manifest", "checks", "preprocess"},
+    {"manifest", "checks", "preprocess", "order"},
     {"spec", "index_folder"},
     {"index"},
-    {"dali_images", "tf_augment", "tf_images"},
+    {"dali_images", "tf_augment", "tf_images", "record_stream"},
     {"dali_backend", "tf_data_backend"},
     {"dataset", "decoders"},
     {"distribute", "index_worker", "predict"},
+    {"resume"},
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 TENSORFLOW_FROM = 5  # floors below it import neither TensorFlow nor DALI
