@@ -82,8 +82,9 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
         if self._weights:
             if not model.trainable_variables or not model.compiled:
                 raise InputError("`model` must be compiled and have its variables: call it on one batch of images first.")
-            model.optimizer.build(model.trainable_variables)
-            model.load_weights(os.path.join(self._folder, self._weights))
+            with model.distribute_strategy.scope():
+                model.optimizer.build(model.trainable_variables)
+                model.load_weights(os.path.join(self._folder, self._weights))
 
     def fit(self, model: keras.Model, *, epochs: int, **arguments: Any) -> list[keras.callbacks.History]:
         """Runs `model.fit` from the state's step until `epochs` epochs are done in all.

@@ -1,16 +1,18 @@
 """Trains a small network with Keras `fit`, fed by either backend, on one replica or several; prints what it learned.
 
 usage: train.py --files='path/train-*' --validation_files='path/validation-*' [--backend=auto] [--replicas=1]
+                [--order=global] [--resume=FOLDER [--save_every=N]]
                 [--auto_augment=rand] [--mixup=0.2] [--cutmix=1] [--label_smoothing=0.1] [...]
 
 The number of classes comes from --num_classes, from labels.txt beside the first file (one name a line), or from the highest label
-that the index step saw.
+that the index step saw. With --resume a run that was stopped, by whatever, goes on where FOLDER says it was.
 """
 
 import dataclasses
 import os
 import time
 
+import numpy as np
 from absl import flags
 
 import console
@@ -21,6 +23,7 @@ tf = console.import_tensorflow()
 import keras  # noqa: E402  (after TensorFlow, whose chatter is held back)
 
 from dali_tf_input.distribute import Distributed, distribute, enable_memory_growth  # noqa: E402
+from dali_tf_input.resume import Resume  # noqa: E402
 from mixing import Mixing  # noqa: E402
 
 _BACKENDS = {
@@ -42,6 +45,9 @@ _AUTO_AUGMENT = flags.DEFINE_enum("auto_augment", None, ["trivial", "rand"], "Au
 _MIXUP = flags.DEFINE_float("mixup", 0.0, "Alpha of Mixup, above 0; each pair of images is blended by Beta(alpha, alpha).")
 _CUTMIX = flags.DEFINE_float("cutmix", 0.0, "Alpha of CutMix, in (0, 1]; with Mixup each step takes one of the two.")
 _LABEL_SMOOTHING = flags.DEFINE_float("label_smoothing", 0.0, "Part of a training label spread over all classes, in [0, 1).")
+_ORDER = flags.DEFINE_enum("order", "global", ["global", "buffer"], "How the training records are mixed.")
+_RESUME = flags.DEFINE_string("resume", None, "Folder that keeps the state of training, to go on from after a stop.")
+_SAVE_EVERY = flags.DEFINE_integer("save_every", None, "Steps after which that state is saved; by default those of an epoch.")
 _SAVE = flags.DEFINE_string("save", None, "Where the trained model goes, a .keras file; for predict.py.")
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the network's weights and of order, crops and mirrors.")
 
@@ -65,15 +71,16 @@ def main(arguments: list[str]) -> int:
     preprocess = dataclasses.replace(Preprocess.for_training(_IMAGE_SIZE.value), auto_augment=_AUTO_AUGMENT.value)
     soft_labels = bool(_MIXUP.value or _CUTMIX.value or _LABEL_SMOOTHING.value)
     one_hot = num_classes if soft_labels else None
+    spec = InputSpec(
+        dataset=train_records,
+        preprocess=preprocess,
+        order=_ORDER.value,
+        seed=_SEED.value,
+        one_hot=one_hot,
+        label_smoothing=_LABEL_SMOOTHING.value,
+    )
     train = distribute(
-        InputSpec(
-            dataset=train_records,
-            preprocess=preprocess,
-            order="buffer",
-            seed=_SEED.value,
-            one_hot=one_hot,
-            label_smoothing=_LABEL_SMOOTHING.value,
-        ),
+        spec,
         _BACKENDS[_BACKEND.value],
         strategy=strategy,
         global_batch_size=_GLOBAL_BATCH_SIZE.value,
@@ -89,18 +96,32 @@ def main(arguments: list[str]) -> int:
         model = make_model(num_classes)
         trained = Mixing(model, mixup=_MIXUP.value, cutmix=_CUTMIX.value)
         loss = keras.losses.CategoricalCrossentropy if soft_labels else keras.losses.SparseCategoricalCrossentropy
-        trained.compile(keras.optimizers.Adam(_LEARNING_RATE.value), loss=loss(from_logits=True), metrics=["accuracy"])
-    history = trained.fit(
-        train.dataset,
-        steps_per_epoch=train.steps_per_epoch,
-        epochs=_EPOCHS.value,
-        validation_data=validation.dataset if validation else None,
-        validation_steps=validation.steps_per_epoch if validation else None,
-        shuffle=False,  # the spec's order is the shuffle; Keras warns otherwise
-        verbose=0,
-        callbacks=[EpochLine(train.steps_per_epoch * _GLOBAL_BATCH_SIZE.value)],
-    ).history
-    print_result(history, num_classes)
+        trained.compile(keras.optimizers.Adam(_LEARNING_RATE.value), loss=loss(from_logits=True), weighted_metrics=["accuracy"])
+    arguments = {
+        "validation_data": validation.dataset if validation else None,
+        "verbose": 0,
+        "callbacks": [EpochLine(_GLOBAL_BATCH_SIZE.value)],
+    }
+    if _RESUME.value:
+        resume = Resume(_RESUME.value, spec, train, global_batch_size=_GLOBAL_BATCH_SIZE.value, save_every=_SAVE_EVERY.value)
+        if resume.step:
+            print(f"resume      after step {resume.step:,} of {_EPOCHS.value * train.steps_per_epoch:,}, from {_RESUME.value}")
+        trained(np.zeros((1, _IMAGE_SIZE.value, _IMAGE_SIZE.value, 3), np.float32))  # makes its variables
+        fits = resume.fit(trained, epochs=_EPOCHS.value, **arguments)
+    else:
+        fits = [
+            trained.fit(
+                train.dataset,
+                steps_per_epoch=train.steps_per_epoch,
+                epochs=_EPOCHS.value,
+                shuffle=False,  # the spec's order is the shuffle; Keras warns otherwise
+                **arguments,
+            )
+        ]
+    if fits:
+        print_result(fits, num_classes)
+    else:
+        print(f"Nothing to do: {_EPOCHS.value} epochs are done.")
     if _SAVE.value:
         model.save(_SAVE.value)
         print(f"model in {_SAVE.value}")
@@ -124,19 +145,21 @@ def make_strategy(num_replicas: int) -> tf.distribute.Strategy | None:
 
 
 def make_validation(train: Distributed, strategy: tf.distribute.Strategy | None, one_hot: int | None) -> tuple[Distributed, int]:
-    """Returns the validation input and how many images of it an epoch sees: whole batches only."""
+    """Returns the validation input, which sees each record once, and how many records that are."""
     records: DatasetSpec = input_flags.dataset_spec(_VALIDATION_FILES.value)
-    num_replicas = len(train.devices)
-    batch_size = min(_GLOBAL_BATCH_SIZE.value, records.num_records // num_replicas * num_replicas)
-    if batch_size < 1:
-        raise InputError(f"{records.num_records} validation records are too few for {num_replicas} replicas.")
     validation = distribute(
-        InputSpec(dataset=records, preprocess=Preprocess.for_evaluation(_IMAGE_SIZE.value), order="sequential", one_hot=one_hot),
+        InputSpec(
+            dataset=records,
+            preprocess=Preprocess.for_evaluation(_IMAGE_SIZE.value),
+            order="sequential",
+            repeat=False,
+            one_hot=one_hot,
+        ),
         train.options,
         strategy=strategy,
-        global_batch_size=batch_size,
+        global_batch_size=_GLOBAL_BATCH_SIZE.value,
     )
-    return validation, validation.steps_per_epoch * batch_size
+    return validation, records.num_records
 
 
 def make_model(num_classes: int) -> keras.Model:
@@ -155,13 +178,17 @@ def make_model(num_classes: int) -> keras.Model:
 class EpochLine(keras.callbacks.Callback):
     """Prints a line after each epoch."""
 
-    def __init__(self, images_per_epoch: int) -> None:
+    def __init__(self, images_per_step: int) -> None:
         super().__init__()
-        self._images_per_epoch = images_per_epoch
+        self._images_per_step = images_per_step
+        self._begun = False
         self._start = 0.0
         self._train_seconds = 0.0
 
     def on_train_begin(self, logs: dict | None = None) -> None:
+        if self._begun:  # another `fit` of the same run
+            return
+        self._begun = True
         print(f"{'epoch':>5} {'loss':>8} {'accuracy':>9} {'val_loss':>9} {'val_accuracy':>13} {'images/s':>9}")
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
@@ -177,16 +204,16 @@ class EpochLine(keras.callbacks.Callback):
         loss, accuracy, val_loss, val_accuracy = (
             f"{logs[name]:.3f}" if name in logs else "-" for name in ("loss", "accuracy", "val_loss", "val_accuracy")
         )
-        speed = self._images_per_epoch / seconds
+        speed = self.params["steps"] * self._images_per_step / seconds
         print(f"{epoch + 1:>5} {loss:>8} {accuracy:>9} {val_loss:>9} {val_accuracy:>13} {speed:>9,.0f}")
 
 
-def print_result(history: dict[str, list[float]], num_classes: int) -> None:
+def print_result(fits: list[keras.callbacks.History], num_classes: int) -> None:
     """Says in a line or two what the network learned."""
-    first, last = history["loss"][0], history["loss"][-1]
-    print(f"training loss {first:.3f} -> {last:.3f} in {len(history['loss'])} epochs")
-    if "val_accuracy" in history:
-        print(f"validation accuracy {history['val_accuracy'][-1]:.1%}; guessing would give about {1 / num_classes:.1%}")
+    losses = [loss for fit in fits for loss in fit.history["loss"]]
+    print(f"training loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} epochs")
+    if "val_accuracy" in fits[-1].history:
+        print(f"validation accuracy {fits[-1].history['val_accuracy'][-1]:.1%}; guessing would give about {1 / num_classes:.1%}")
 
 
 def count_classes(records: DatasetSpec) -> int:

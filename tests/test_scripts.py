@@ -570,6 +570,25 @@ def test_train_chooses_a_backend(sample_folder):
     assert "validation  0 images" in process.stdout
 
 
+def test_train_resumes(sample_folder, tmp_path):
+    """On one replica, then on two; what changed is refused, what is done is done."""
+    arguments = ["--files=data/sample/train-*", "--validation_files=data/sample/validation-*", "--image_size=32"]
+    arguments += [f"--resume={tmp_path}/run", "--save_every=2"]
+    first = run("train.py", *arguments, "--epochs=1", cwd=sample_folder)
+    assert first.returncode == 0, first.stderr
+    assert "validation  32 images" in first.stdout
+    second = run("train.py", *arguments, "--epochs=2", "--replicas=2", cwd=sample_folder)
+    assert second.returncode == 0, second.stderr
+    assert second.stderr == ""
+    assert f"resume      after step 3 of 6, from {tmp_path}/run" in second.stdout
+    assert "\n    2 " in second.stdout
+    assert "\n    1 " not in second.stdout
+    done = run("train.py", *arguments, "--epochs=2", cwd=sample_folder)
+    assert "Nothing to do: 2 epochs are done." in done.stdout
+    fails(run("train.py", *arguments, "--epochs=3", "--seed=1", cwd=sample_folder), "`seed` was 0, is 1")
+    fails(run("train.py", *arguments, "--order=buffer", cwd=sample_folder), "To resume takes an `order` that is planned")
+
+
 def test_train_mixes_and_augments(sample_folder):
     process = run(
         "train.py",
