@@ -1,6 +1,7 @@
 """Feeding `tf.distribute`: one pipeline per replica, disjoint shards, batches on the replica's own device."""
 
 import warnings
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -108,9 +109,10 @@ def distribute(
             "make install GPU=1"
         )
     on_replica = on_gpu or (isinstance(options, DaliOptions) and not any(_is_gpu(device) for device in devices))
+    several_workers = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
 
     def make_shard(shard: Shard) -> tf.data.Dataset:
-        device = devices[shard.shard_id]
+        device = devices[0 if several_workers else shard.shard_id]
         with tf.device(device if on_replica else "CPU:0"):
             return make_dataset(
                 spec,
@@ -121,8 +123,11 @@ def distribute(
                 position=position,
             )
 
+    dataset: Any
     if strategy is None:
-        dataset: Any = make_shard(Shard(0, 1))
+        dataset = make_shard(Shard(0, 1))
+    elif several_workers:
+        dataset = _make_worker_dataset(strategy, options, make_shard, local_replicas=len(devices))
     elif isinstance(strategy, tf.distribute.OneDeviceStrategy) and isinstance(options, DaliOptions):
         dataset = _OneDeviceDataset(make_shard(Shard(0, 1)))
     else:
@@ -139,6 +144,51 @@ def distribute(
             stacklevel=2,
         )
     return Distributed(dataset=dataset, steps_per_epoch=steps, options=options, devices=found, position=position)
+
+
+class _WorkerDataset:
+    """The batches of one worker, for a custom loop: each goes to `strategy.run` as it is."""
+
+    def __init__(self, dataset: tf.data.Dataset) -> None:
+        self._dataset = dataset
+        self.element_spec = dataset.element_spec
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._dataset)
+
+    def __repr__(self) -> str:  # Keras shows it when it refuses the type
+        return (
+            "<batches of one worker, for a custom loop: Keras's fit and evaluate do not work under MultiWorkerMirroredStrategy. "
+            "scripts/train.py --strategy=multi_worker shows such a loop>"
+        )
+
+
+def _make_worker_dataset(
+    strategy: tf.distribute.Strategy,
+    options: Options,
+    make_shard: Callable[[Shard], tf.data.Dataset],
+    *,
+    local_replicas: int,
+) -> Any:
+    """Makes the dataset of this process under a MultiWorkerMirroredStrategy: a shard for each of its replicas."""
+    resolver = strategy.cluster_resolver
+    num_workers = strategy.num_replicas_in_sync // local_replicas
+    if local_replicas == 1:
+        # With one replica in a process nothing is left to distribute. TensorFlow's own way would be its MultiDeviceIterator.
+        return _WorkerDataset(make_shard(Shard(resolver.task_id, num_workers)))
+    if isinstance(options, DaliOptions):
+        raise InputError(
+            f"DALI feeds one replica in each process under MultiWorkerMirroredStrategy, this one has {local_replicas}: start "
+            "one process for each GPU (CUDA_VISIBLE_DEVICES), or use TfDataOptions()."
+        )
+
+    def make_worker(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        first = context.input_pipeline_id * local_replicas
+        shards = [make_shard(Shard(first + number, strategy.num_replicas_in_sync)) for number in range(local_replicas)]
+        # A worker's replicas are dealt its batches in turn.
+        return tf.data.Dataset.choose_from_datasets(shards, tf.data.Dataset.range(local_replicas).repeat())
+
+    return strategy.distribute_datasets_from_function(make_worker)
 
 
 def first_batch_devices(dataset: Any, strategy: tf.distribute.Strategy | None) -> tuple[str, ...]:
@@ -161,13 +211,21 @@ def first_batch_devices(dataset: Any, strategy: tf.distribute.Strategy | None) -
 
 def _check_strategy(strategy: tf.distribute.Strategy | None) -> tf.distribute.Strategy | None:
     """Returns `strategy`, None for TensorFlow's default one; raises InputError for one that is not served."""
-    if strategy is None or isinstance(strategy, tf.distribute.OneDeviceStrategy | tf.distribute.MirroredStrategy):
+    served = tf.distribute.OneDeviceStrategy | tf.distribute.MirroredStrategy | tf.distribute.MultiWorkerMirroredStrategy
+    if strategy is None or isinstance(strategy, served):
         return strategy
     if not tf.distribute.has_strategy() and strategy is tf.distribute.get_strategy():
         return None
+    nearest = {
+        "TPUStrategy": "TPUs are fed from the host: TfDataOptions() and strategy.distribute_datasets_from_function(...) over "
+        "dataset.make_dataset(spec, TfDataOptions(), ...)",
+        "ParameterServerStrategy": "for several hosts use tf.distribute.MultiWorkerMirroredStrategy()",
+        "CentralStorageStrategy": "for several GPUs of one host use tf.distribute.MirroredStrategy()",
+    }
+    name = type(strategy).__name__.removesuffix("V1").removesuffix("V2")
     raise InputError(
-        f"`strategy` must be None, a OneDeviceStrategy or a MirroredStrategy, got a {type(strategy).__name__}. For several "
-        "GPUs of one host use tf.distribute.MirroredStrategy()."
+        "`strategy` must be None, a OneDeviceStrategy, a MirroredStrategy or a MultiWorkerMirroredStrategy, got a "
+        f"{type(strategy).__name__}: {nearest.get(name, nearest['CentralStorageStrategy'])}."
     )
 
 

@@ -8,6 +8,7 @@ import os
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from dali_tf_input.distribute import Distributed
 from dali_tf_input.files import Path
@@ -32,7 +33,14 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
     """
 
     def __init__(
-        self, folder: Path, spec: InputSpec, train: Distributed, *, global_batch_size: int, save_every: int | None = None
+        self,
+        folder: Path,
+        spec: InputSpec,
+        train: Distributed,
+        *,
+        global_batch_size: int,
+        save_every: int | None = None,
+        is_chief: bool = True,
     ) -> None:
         """Reads the state, if there is one, and brings `train` to its step.
 
@@ -43,6 +51,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
           global_batch_size: images in a step.
           save_every: steps after which the state is saved, at least 1; None saves at the end of each epoch. Saving takes as long
             as writing the weights.
+          is_chief: whether this process writes the state; of several workers one does, and all read it.
 
         Raises:
           InputError: `spec` is of another order, the folder cannot be used, its state is damaged, or it was left by training
@@ -55,6 +64,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
             raise InputError(f"`save_every` must be at least 1 or None, got {save_every}.")
         self._folder = os.path.abspath(os.path.expanduser(folder))
         self._train = train
+        self._is_chief = is_chief
         self._save_every = save_every or train.steps_per_epoch
         self._fingerprint = _fingerprint(spec, global_batch_size)
         try:
@@ -99,6 +109,11 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
         Returns:
           What each `fit` returned: none, one or two.
         """
+        if isinstance(model.distribute_strategy, tf.distribute.MultiWorkerMirroredStrategy):
+            raise InputError(
+                "Keras's fit does not work under MultiWorkerMirroredStrategy: use a custom loop with `restore` and `count_step`, "
+                "as scripts/train.py --strategy=multi_worker does."
+            )
         self.restore(model)
         steps = self._train.steps_per_epoch
         callbacks = [self, *(arguments.pop("callbacks", None) or ())]  # first, so that the others see the step counted
@@ -121,6 +136,12 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
                 break
         return histories
 
+    def count_step(self) -> None:
+        """Counts a step of a custom loop; saves if it is time to. `set_model` comes first."""
+        self._train.position.step += 1
+        if self.step >= self._saved_step + self._save_every:
+            self.save()
+
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes the step."""
         self._epoch_start = self.step
@@ -138,6 +159,9 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
 
     def save(self) -> None:
         """Saves the state now."""
+        self._saved_step = self.step
+        if not self._is_chief:
+            return
         weights = f"step-{self.step}.weights.h5"
         being_written = os.path.join(self._folder, "being-written.weights.h5")
         self.model.save_weights(being_written, overwrite=True)
@@ -157,7 +181,6 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(os.path.join(self._folder, self._weights))
         self._weights = weights
-        self._saved_step = self.step
 
 
 def _read_state(folder: str) -> dict[str, Any] | None:

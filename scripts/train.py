@@ -1,7 +1,7 @@
 """Trains a small network with Keras `fit`, fed by either backend, on one replica or several; prints what it learned.
 
 usage: train.py --files='path/train-*' --validation_files='path/validation-*' [--backend=auto] [--replicas=1]
-                [--order=global] [--resume=FOLDER [--save_every=N]]
+                [--strategy=mirrored] [--order=global] [--resume=FOLDER [--save_every=N]]
                 [--auto_augment=rand] [--mixup=0.2] [--cutmix=1] [--label_smoothing=0.1] [...]
 
 The number of classes comes from --num_classes, from labels.txt beside the first file (one name a line), or from the highest label
@@ -22,6 +22,7 @@ from dali_tf_input import DaliOptions, DatasetSpec, InputError, InputSpec, Prepr
 tf = console.import_tensorflow()
 import keras  # noqa: E402  (after TensorFlow, whose chatter is held back)
 
+import multi_worker  # noqa: E402
 from dali_tf_input.distribute import Distributed, distribute, enable_memory_growth  # noqa: E402
 from dali_tf_input.resume import Resume  # noqa: E402
 from mixing import Mixing  # noqa: E402
@@ -36,6 +37,9 @@ _BACKENDS = {
 _VALIDATION_FILES = flags.DEFINE_multi_string("validation_files", [], "TFRecord files of the validation split.")
 _BACKEND = flags.DEFINE_enum("backend", "auto", list(_BACKENDS), "What feeds the network; auto chooses for this machine.")
 _REPLICAS = flags.DEFINE_integer("replicas", 1, "Copies of the network: GPUs, or logical CPU devices where there is no GPU.")
+_STRATEGY = flags.DEFINE_enum(
+    "strategy", "mirrored", ["mirrored", "multi_worker"], "multi_worker: this process is a worker, TF_CONFIG says which."
+)
 _GLOBAL_BATCH_SIZE = flags.DEFINE_integer("global_batch_size", 32, "Images in a step, over all replicas.")
 _EPOCHS = flags.DEFINE_integer("epochs", 12, "Passes over the training records.")
 _IMAGE_SIZE = flags.DEFINE_integer("image_size", 96, "Height and width of the images the network sees, in pixels.")
@@ -49,6 +53,8 @@ _ORDER = flags.DEFINE_enum("order", "global", ["global", "buffer"], "How the tra
 _RESUME = flags.DEFINE_string("resume", None, "Folder that keeps the state of training, to go on from after a stop.")
 _SAVE_EVERY = flags.DEFINE_integer("save_every", None, "Steps after which that state is saved; by default those of an epoch.")
 _SAVE = flags.DEFINE_string("save", None, "Where the trained model goes, a .keras file; for predict.py.")
+HEADER = f"{'epoch':>5} {'loss':>8} {'accuracy':>9} {'val_loss':>9} {'val_accuracy':>13} {'images/s':>9}"
+
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the network's weights and of order, crops and mirrors.")
 
 
@@ -61,12 +67,14 @@ def main(arguments: list[str]) -> int:
             raise InputError(f"`{name}` must be at least {least}, got {value}.")
     if _MIXUP.value < 0 or not 0 <= _CUTMIX.value <= 1:
         raise InputError(f"`mixup` must be at least 0 and `cutmix` in [0, 1], got {_MIXUP.value} and {_CUTMIX.value}.")
+    if _STRATEGY.value == "multi_worker" and (_MIXUP.value or _CUTMIX.value or _REPLICAS.value != 1):
+        raise InputError("--mixup, --cutmix and --replicas are for --strategy=mirrored only.")
     if _SAVE.value and not _SAVE.value.endswith(".keras"):
         raise InputError(f"`save` must end in .keras, got {_SAVE.value}.")
     train_records = input_flags.dataset_spec(input_flags.FILES.value)
     num_classes = _NUM_CLASSES.value or count_classes(train_records)
     enable_memory_growth()
-    strategy = make_strategy(_REPLICAS.value)
+    strategy = multi_worker.make_strategy() if _STRATEGY.value == "multi_worker" else make_strategy(_REPLICAS.value)
     keras.utils.set_random_seed(_SEED.value)
     preprocess = dataclasses.replace(Preprocess.for_training(_IMAGE_SIZE.value), auto_augment=_AUTO_AUGMENT.value)
     soft_labels = bool(_MIXUP.value or _CUTMIX.value or _LABEL_SMOOTHING.value)
@@ -88,6 +96,8 @@ def main(arguments: list[str]) -> int:
     validation, validation_images = None, 0
     if _VALIDATION_FILES.value:
         validation, validation_images = make_validation(train, strategy, one_hot)
+    if _STRATEGY.value == "multi_worker":
+        print(f"worker      {strategy.cluster_resolver.task_id} of {strategy.num_replicas_in_sync // len(train.devices)}")
     print(f"input       {train.options!r}")
     print(f"replicas    {len(train.devices)}: {', '.join(train.devices)}")
     print(f"training    {train_records.num_records:,} records, {num_classes} classes, {train.steps_per_epoch:,} steps an epoch")
@@ -97,20 +107,42 @@ def main(arguments: list[str]) -> int:
         trained = Mixing(model, mixup=_MIXUP.value, cutmix=_CUTMIX.value)
         loss = keras.losses.CategoricalCrossentropy if soft_labels else keras.losses.SparseCategoricalCrossentropy
         trained.compile(keras.optimizers.Adam(_LEARNING_RATE.value), loss=loss(from_logits=True), weighted_metrics=["accuracy"])
+    is_chief = _STRATEGY.value == "mirrored" or strategy.cluster_resolver.task_id == 0
+    resume = None
+    if _RESUME.value:
+        resume = Resume(
+            _RESUME.value,
+            spec,
+            train,
+            global_batch_size=_GLOBAL_BATCH_SIZE.value,
+            save_every=_SAVE_EVERY.value,
+            is_chief=is_chief,
+        )
+        if resume.step:
+            print(f"resume      after step {resume.step:,} of {_EPOCHS.value * train.steps_per_epoch:,}, from {_RESUME.value}")
+        trained(np.zeros((1, _IMAGE_SIZE.value, _IMAGE_SIZE.value, 3), np.float32))  # makes its variables
+    if _STRATEGY.value == "multi_worker":
+        fit_as_worker(strategy, trained, train, validation, resume)
+    else:
+        fit(trained, train, validation, resume, num_classes)
+    if _SAVE.value and is_chief:
+        model.save(_SAVE.value)
+        print(f"model in {_SAVE.value}")
+    return 0
+
+
+def fit(model: keras.Model, train: Distributed, validation: Distributed | None, resume: Resume | None, num_classes: int) -> None:
+    """Trains by Keras's `fit`, from where `resume` stands."""
     arguments = {
         "validation_data": validation.dataset if validation else None,
         "verbose": 0,
         "callbacks": [EpochLine(_GLOBAL_BATCH_SIZE.value)],
     }
-    if _RESUME.value:
-        resume = Resume(_RESUME.value, spec, train, global_batch_size=_GLOBAL_BATCH_SIZE.value, save_every=_SAVE_EVERY.value)
-        if resume.step:
-            print(f"resume      after step {resume.step:,} of {_EPOCHS.value * train.steps_per_epoch:,}, from {_RESUME.value}")
-        trained(np.zeros((1, _IMAGE_SIZE.value, _IMAGE_SIZE.value, 3), np.float32))  # makes its variables
-        fits = resume.fit(trained, epochs=_EPOCHS.value, **arguments)
+    if resume:
+        fits = resume.fit(model, epochs=_EPOCHS.value, **arguments)
     else:
         fits = [
-            trained.fit(
+            model.fit(
                 train.dataset,
                 steps_per_epoch=train.steps_per_epoch,
                 epochs=_EPOCHS.value,
@@ -122,10 +154,30 @@ def main(arguments: list[str]) -> int:
         print_result(fits, num_classes)
     else:
         print(f"Nothing to do: {_EPOCHS.value} epochs are done.")
-    if _SAVE.value:
-        model.save(_SAVE.value)
-        print(f"model in {_SAVE.value}")
-    return 0
+
+
+def fit_as_worker(
+    strategy: tf.distribute.Strategy,
+    model: keras.Model,
+    train: Distributed,
+    validation: Distributed | None,
+    resume: Resume | None,
+) -> None:
+    """Trains by a loop of our own, together with the other workers."""
+    if resume:
+        resume.set_model(model)
+        resume.restore(model)
+    print(HEADER)
+    multi_worker.fit(
+        strategy,
+        model,
+        train,
+        validation,
+        global_batch_size=_GLOBAL_BATCH_SIZE.value,
+        epochs=_EPOCHS.value,
+        resume=resume,
+        on_epoch_end=lambda epoch, logs: print(format_epoch(epoch, logs, logs["images_per_second"]), flush=True),
+    )
 
 
 def make_strategy(num_replicas: int) -> tf.distribute.Strategy | None:
@@ -189,7 +241,7 @@ class EpochLine(keras.callbacks.Callback):
         if self._begun:  # another `fit` of the same run
             return
         self._begun = True
-        print(f"{'epoch':>5} {'loss':>8} {'accuracy':>9} {'val_loss':>9} {'val_accuracy':>13} {'images/s':>9}")
+        print(HEADER)
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         self._start = time.perf_counter()
@@ -200,12 +252,15 @@ class EpochLine(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         seconds = self._train_seconds or time.perf_counter() - self._start
-        logs = logs or {}
-        loss, accuracy, val_loss, val_accuracy = (
-            f"{logs[name]:.3f}" if name in logs else "-" for name in ("loss", "accuracy", "val_loss", "val_accuracy")
-        )
-        speed = self.params["steps"] * self._images_per_step / seconds
-        print(f"{epoch + 1:>5} {loss:>8} {accuracy:>9} {val_loss:>9} {val_accuracy:>13} {speed:>9,.0f}")
+        print(format_epoch(epoch, logs or {}, self.params["steps"] * self._images_per_step / seconds))
+
+
+def format_epoch(epoch: int, logs: dict[str, float], images_per_second: float) -> str:
+    """Returns the line of an epoch, under `HEADER`."""
+    loss, accuracy, val_loss, val_accuracy = (
+        f"{logs[name]:.3f}" if name in logs else "-" for name in ("loss", "accuracy", "val_loss", "val_accuracy")
+    )
+    return f"{epoch + 1:>5} {loss:>8} {accuracy:>9} {val_loss:>9} {val_accuracy:>13} {images_per_second:>9,.0f}"
 
 
 def print_result(fits: list[keras.callbacks.History], num_classes: int) -> None:

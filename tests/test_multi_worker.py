@@ -1,0 +1,160 @@
+"""Two workers on this machine, a process each: they train as one process with two replicas does, and end together."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import h5py
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import SCRIPTS
+
+from dali_tf_input import InputError, InputSpec, Preprocess, TfDataOptions
+from dali_tf_input.distribute import distribute
+
+
+def start(folder, *arguments, workers=2):
+    """Starts the training script, once for each worker; without workers once, on two replicas."""
+    command = [sys.executable, SCRIPTS / "train.py", "--files=data/sample/train-*", "--image_size=32", *arguments]
+    options = {"cwd": folder, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    if not workers:
+        return [subprocess.Popen([*command, "--replicas=2"], **options)]
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(workers)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        cluster = {"worker": [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]}
+    return [
+        subprocess.Popen(
+            [*command, "--strategy=multi_worker"],
+            **options,
+            env={
+                **os.environ,
+                "TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}}),
+            },
+        )
+        for index in range(workers)
+    ]
+
+
+def finish(processes):
+    """Waits for all; returns what they printed."""
+    outputs = []
+    for process in processes:
+        output, errors = process.communicate(timeout=240)
+        assert process.returncode == 0, errors
+        outputs.append(output)
+    return outputs
+
+
+def weights_of(folder):
+    """Returns the arrays in the weights of a state."""
+    state = json.loads((folder / "state.json").read_text())
+    found = {}
+    with h5py.File(folder / state["weights"]) as stream:
+        stream.visititems(lambda name, item: found.__setitem__(name, item[()]) if isinstance(item, h5py.Dataset) else None)
+    return state["step"], found
+
+
+def assert_same_weights(folder, other):
+    (step, arrays), (other_step, other_arrays) = weights_of(folder), weights_of(other)
+    assert step == other_step
+    kernels = sorted((array.shape, float(np.abs(array).sum())) for array in arrays.values() if array.ndim)
+    other_kernels = sorted((array.shape, float(np.abs(array).sum())) for array in other_arrays.values() if array.ndim)
+    assert [shape for shape, _ in kernels] == [shape for shape, _ in other_kernels]
+    np.testing.assert_allclose([total for _, total in kernels], [total for _, total in other_kernels], rtol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["dali_cpu", "tf_data"])
+def test_two_workers_are_two_replicas(sample_folder, tmp_path, backend):
+    """The same losses, line by line, and the same weights."""
+    arguments = ["--epochs=2", f"--backend={backend}", "--validation_files=data/sample/validation-*"]
+    runs = [start(sample_folder, *arguments, f"--resume={tmp_path}/{n}", workers=n) for n in (2, 0)]
+    first, second = finish(runs[0])
+    (whole,) = finish(runs[1])
+    tables = [
+        [line.split()[:5] for line in output.splitlines() if line.strip()[:1].isdigit()] for output in (first, second, whole)
+    ]
+    assert len(tables[0]) == 2
+    np.testing.assert_allclose(np.array(tables[:2], float), [np.array(tables[2], float)] * 2, atol=0.0021)
+    assert "worker      1 of 2" in second
+    assert_same_weights(tmp_path / "2", tmp_path / "0")
+
+
+def test_a_worker_that_dies_ends_the_others_and_restart_resumes(sample_folder, tmp_path):
+    arguments = [f"--resume={tmp_path}/run", "--save_every=1"]
+    processes = start(sample_folder, *arguments, "--epochs=2000")
+    state = tmp_path / "run" / "state.json"
+    deadline = time.monotonic() + 120
+    while not state.exists() or json.loads(state.read_text())["step"] < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    processes[1].kill()
+    killed = time.monotonic()
+    _, errors = processes[0].communicate(timeout=120)  # with a hang the test fails here
+    assert processes[1].wait() == -signal.SIGKILL
+    assert processes[0].returncode not in (0, -signal.SIGKILL)
+    assert time.monotonic() - killed < 90
+    assert "error: TensorFlow stopped: " in errors
+    step = json.loads(state.read_text())["step"]
+    epochs = step // 3 + 2
+    outputs = finish(start(sample_folder, *arguments, f"--epochs={epochs}"))
+    assert all(f"resume      after step {step:,} of {3 * epochs:,}" in output for output in outputs)
+    uninterrupted = start(sample_folder, f"--resume={tmp_path}/whole", f"--epochs={epochs}")
+    finish(uninterrupted)
+    assert_same_weights(tmp_path / "run", tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    "config", ["", "{}", '{"cluster": {"worker": ["127.0.0.1:1"]}, "task": {"type": "worker", "index": 1}}', "[1]"]
+)
+def test_a_wrong_config_is_refused(sample_folder, config):
+    process = subprocess.run(
+        [sys.executable, SCRIPTS / "train.py", "--files=data/sample/train-*", "--strategy=multi_worker"],
+        cwd=sample_folder,
+        env={**os.environ, "TF_CONFIG": config},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert process.returncode == 1
+    assert "error: Each worker needs the environment variable TF_CONFIG" in process.stderr
+    assert "Traceback" not in process.stderr
+
+
+class TPUStrategy:
+    """Stands for the real one, which needs a TPU."""
+
+    num_replicas_in_sync = 1
+
+
+class ParameterServerStrategyV2(TPUStrategy):
+    """Stands for the real one, which needs a cluster."""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "nearest"), [(TPUStrategy(), "TPUs are fed from the host"), (ParameterServerStrategyV2(), "MultiWorkerMirrored")]
+)
+def test_strategies_that_are_not_served(dataset, strategy, nearest):
+    spec = InputSpec(dataset=dataset, preprocess=Preprocess.for_training(16), order="global")
+    with pytest.raises(InputError, match=f"got a {type(strategy).__name__}: .*{nearest}"):
+        distribute(spec, TfDataOptions(), strategy=strategy, global_batch_size=4)
+
+
+def test_keras_says_what_to_do(dataset):
+    """`fit` refuses a worker's batches, and its message says why."""
+    import keras
+
+    from dali_tf_input.distribute import _WorkerDataset
+
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="for a custom loop: Keras's fit and evaluate do not work under MultiWorkerMirrored"):
+        model.fit(_WorkerDataset(tf.data.Dataset.from_tensors((tf.ones((1, 1)), tf.ones((1, 1))))))
