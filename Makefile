@@ -45,7 +45,7 @@ train: $(READY)  ## Train a small network: make train DATA='path/train-*' VALIDA
 		$(if $(VALIDATION_FILES),--validation_files='$(VALIDATION_FILES)') $(INDEX_FLAG) $(ARGS)
 
 test: $(INSTALLED)  ## Run the tests (those that need a GPU: make test-gpu)
-	@$(RUN) -m pytest $(ARGS)
+	@$(RUN) -m pytest -n 2 --dist=worksteal $(ARGS)
 
 test-gpu: $(INSTALLED)  ## Run the tests that need an NVIDIA GPU
 	@$(RUN) -m pytest -m gpu $(ARGS)

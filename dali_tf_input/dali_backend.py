@@ -39,7 +39,7 @@ def build(
     Args:
       spec: what comes out.
       options: how it is made.
-      batch_size: images in each batch; the shard holds at least as many records.
+      batch_size: images in each batch; the shard holds at least as many records, but where `spec.repeat` is False.
       shard: which records are read.
       device_id: the CUDA device that decodes; None for `options.device` "cpu".
       position: where each iterator starts, for order "global".
@@ -80,10 +80,11 @@ def build(
         packed = _pack_records(spec, batch_size=batch_size, shard=shard, position=position)
     dataset = dali_tf.experimental.DALIDatasetWithInputs(input_datasets={_PACKED: packed}, **arguments)
     if not spec.repeat:
-        # It says that it has no end. Keras would ask for one batch too many then, and count it though it does not come. No
-        # transformation that knows better may follow on a GPU.
+        # It says that it has no end. Keras would ask for one batch too many then, and count it though it does not come.
         per_epoch = steps_of(spec, batch_size=batch_size, num_shards=shard.num_shards).per_epoch
-        dataset.cardinality = lambda: tf.constant(per_epoch, tf.int64)
+        if options.device == "cpu":
+            return dataset.apply(tf.data.experimental.assert_cardinality(per_epoch))
+        dataset.cardinality = lambda: tf.constant(per_epoch, tf.int64)  # no transformation can follow on a GPU
     return dataset
 
 

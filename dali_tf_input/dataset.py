@@ -10,6 +10,7 @@ from dali_tf_input import tf_data_backend
 from dali_tf_input.options import DaliOptions, TfDataOptions
 from dali_tf_input.order import Position
 from dali_tf_input.preprocess import Preprocess
+from dali_tf_input.record_stream import MAX_EPOCHS
 from dali_tf_input.sharding import Shard, check_batch
 from dali_tf_input.spec import InputSpec
 from dali_tf_input.tfrecord import InputError
@@ -39,8 +40,10 @@ def make_dataset(
       position: at which step each iterator starts, with order "global"; None is the first.
 
     Returns:
-      A dataset without end of (image, label): image `spec.preprocess.dtype` (batch_size, *spec.preprocess.image_shape), label
-      int64 (batch_size,), or float32 (batch_size, spec.one_hot). Every pass over the shard serves each of its records once; the
+      A dataset of (image, label): image `spec.preprocess.dtype` (batch_size, *spec.preprocess.image_shape), label int64
+      (batch_size,), or float32 (batch_size, spec.one_hot). With `spec.repeat` False it is one pass over the records with a third
+      value, sample weights float32 (batch_size,); else it has no end. With order "global" an epoch is whole steps of all shards,
+      in which no record comes twice. With the other orders every pass over the shard serves each of its records once; the
       remainder of a pass that does not fill a batch opens the next pass. Two limits of DALI's dataset: one on a GPU must be made
       and iterated under the `tf.device` of its GPU, and no transformation (`map`, `take`, ...) can follow it; and no strategy may
       distribute it (nor Keras `fit` under one), as TensorFlow's own way of doing so crashes: `distribute.distribute` has another.
@@ -50,11 +53,16 @@ def make_dataset(
         refuses the pipeline. All before TensorFlow gets a pipeline.
     """
     options = options or choose_options()
+    if spec.order == "global" and batch_size * shard.num_shards > spec.dataset.num_records:
+        raise InputError(
+            f"`batch_size` {batch_size} in {shard.num_shards} shards is a step of {batch_size * shard.num_shards} records, more "
+            f"than the {spec.dataset.num_records} there are: an epoch of order 'global' would have no step."
+        )
     if spec.repeat:
         check_batch(batch_size, shard=shard, num_records=spec.dataset.num_records)
     elif batch_size < 1:
         raise InputError(f"`batch_size` must be at least 1, got {batch_size}.")
-    position = _check_position(spec, position)
+    position = _check_position(spec, position, batch_size=batch_size, num_shards=shard.num_shards)
     if shard.shard_id == 0:
         _warn_of_sorted_records(spec)
     match options:
@@ -129,14 +137,15 @@ def check_gpu(device_id: int) -> None:
         )
 
 
-def _check_position(spec: InputSpec, position: Position | None) -> Position:
+def _check_position(spec: InputSpec, position: Position | None, *, batch_size: int, num_shards: int) -> Position:
     position = position or Position()
     if position.step and spec.order != "global":
         raise InputError(
             f"Only order 'global' can start at a step, got step {position.step} with order {spec.order!r}: its order is planned."
         )
-    if position.step < 0:
-        raise InputError(f"`position` must be at least step 0, got {position.step}.")
+    end = MAX_EPOCHS * (spec.dataset.num_records // (batch_size * num_shards)) if spec.repeat else 1
+    if not isinstance(position.step, int) or not 0 <= position.step < end:
+        raise InputError(f"`position` must be a whole step in [0, {end:,}), got {position.step}.")
     return position
 
 

@@ -24,6 +24,8 @@ class Distributed(NamedTuple):
       options: the options used, the chosen ones where None was given.
       devices: on which device the first batch of each replica was, by replica.
       position: where each new iterator of the dataset starts, with order "global"; `resume.Resume` keeps it.
+      spec: what comes out.
+      global_batch_size: images in a step.
     """
 
     dataset: Any
@@ -31,6 +33,8 @@ class Distributed(NamedTuple):
     options: Options
     devices: tuple[str, ...]
     position: Position
+    spec: InputSpec
+    global_batch_size: int
 
 
 def enable_memory_growth() -> int:
@@ -85,7 +89,8 @@ def distribute(
       `spec.repeat` False also sample weights float32 (global_batch_size / replicas,).
       An epoch of order "global" is num_records // global_batch_size steps, in which no record comes twice; the remainder, other
       records each time, is left out of it. With "buffer" and "sequential" the remainder opens the next epoch. With `spec.repeat`
-      False there is one pass of num_records / global_batch_size steps, rounded up, in which each record comes once.
+      False there is one pass of num_records / global_batch_size steps, rounded up, in which each record comes once: compile the
+      model with `weighted_metrics`, as Keras's `metrics` count padding too.
 
     Raises:
       InputError: the strategy is of another type, the replicas do not divide the batch, the batch is larger than the data,
@@ -143,7 +148,15 @@ def distribute(
             RuntimeWarning,
             stacklevel=2,
         )
-    return Distributed(dataset=dataset, steps_per_epoch=steps, options=options, devices=found, position=position)
+    return Distributed(
+        dataset=dataset,
+        steps_per_epoch=steps,
+        options=options,
+        devices=found,
+        position=position,
+        spec=spec,
+        global_batch_size=global_batch_size,
+    )
 
 
 class _WorkerDataset:
@@ -266,6 +279,9 @@ class _OneDeviceDataset(tf.data.Dataset, tf.distribute.DistributedDataset):
     @property
     def element_spec(self) -> Any:
         return self._dataset.element_spec
+
+    def cardinality(self) -> tf.Tensor:
+        return self._dataset.cardinality()
 
 
 def _cuda_device_id(device: str) -> int:

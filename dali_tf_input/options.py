@@ -57,6 +57,10 @@ class TfDataOptions:
         and resizes the rest of the way: for images much larger than the model's. These pixels are others, DALI cannot make
         them, and with `antialias` they are closer to a Lanczos resize than those of the other plans; see the README. It is
         never "auto".
+      service: address of a tf.data service, "grpc://host:port": its workers read, decode and preprocess instead of this process
+        (`scripts/data_service.py` starts them). For order "buffer": each record once per pass, in an order and with crops that
+        no seed repeats. Where a worker dies TensorFlow waits (up to an hour) for it to be started again at its address; what it
+        was working on may be left out of that pass. None works here.
     """
 
     num_parallel_reads: int = 4
@@ -64,9 +68,12 @@ class TfDataOptions:
     prefetch_batches: int = 2
     autotune: bool = True
     fuse: TfDataFuse = "auto"
+    service: str | None = None
 
     def __post_init__(self) -> None:
         check_choice("fuse", self.fuse, get_args(TfDataFuse))
+        if self.service is not None and not self.service.startswith("grpc://"):
+            raise InputError(f"`service` must be an address like 'grpc://host:5050', got {self.service!r}.")
         if self.num_parallel_reads < 1:
             raise InputError(f"`num_parallel_reads` must be at least 1, got {self.num_parallel_reads}.")
         if self.num_parallel_calls < 1 and self.num_parallel_calls != AUTOTUNE:

@@ -6,9 +6,10 @@ import tensorflow as tf
 from dali_tf_input.order import Integers, Plan, Position, Steps
 from dali_tf_input.sharding import Shard
 from dali_tf_input.spec import DatasetSpec, InputSpec
+from dali_tf_input.tfrecord import InputError
 
 _STRIDE = 1 << 40  # between the keys of two epochs
-_MAX_EPOCHS = 1 << 22
+MAX_EPOCHS = 1 << 22
 _READ_BUFFER_BYTES = 1 << 20  # of each open file; tf.data's own default (256 KB) holds two ImageNet records
 
 
@@ -36,7 +37,10 @@ def read_planned(
     dataset = spec.dataset
     steps = steps_of(spec, batch_size=batch_size, num_shards=shard.num_shards)
     plan = Plan(
-        [_read_index(index_file) for index_file in dataset.index_files],
+        [
+            _read_index(index_file, num_records)
+            for index_file, num_records in zip(dataset.index_files, dataset.records_per_file, strict=True)
+        ],
         steps=steps,
         shard=shard,
         seed=spec.seed if spec.order == "global" else None,
@@ -51,8 +55,8 @@ def read_planned(
         for part in stretches:
             part.set_shape((None,))
         numbers, offsets, counts = stretches
-        records = tf.data.Dataset.from_tensor_slices((tf.gather(files, numbers), offsets, counts)).interleave(
-            read_stretch,
+        records = tf.data.Dataset.from_tensor_slices((numbers, offsets, counts)).interleave(
+            lambda number, offset, count: read_stretch(files[number], offset, count),
             cycle_length=num_parallel_reads,
             # Longer than any stretch: each is read to its end before the next one's turn, while those are opened ahead.
             block_length=plan.longest + 1,
@@ -68,20 +72,29 @@ def read_planned(
 
     @tf.autograph.experimental.do_not_convert
     def list_epochs(_: tf.Tensor) -> tf.data.Dataset:
-        start = tf.numpy_function(lambda: np.int64(position.step), [], tf.int64)  # read when an iterator is made
+        start = tf.numpy_function(lambda: np.int64(position.step), [], tf.int64)  # read with an iterator's first batch
         start.set_shape(())
         first_epoch = start // per_epoch
-        return tf.data.Dataset.range(first_epoch, _MAX_EPOCHS).map(
+        return tf.data.Dataset.range(first_epoch, MAX_EPOCHS).map(
             lambda epoch: (epoch, tf.where(epoch == first_epoch, start % per_epoch, 0))
         )
 
     return tf.data.Dataset.from_tensors(0).flat_map(list_epochs).flat_map(read_epoch)
 
 
-def _read_index(index_file: str) -> Integers:
-    """Returns (offset, size) of each record in an index, int64 (records, 2)."""
-    with open(index_file, encoding="ascii") as stream:
-        return np.fromstring(stream.read(), dtype=np.int64, sep=" ").reshape(-1, 2)
+def _read_index(index_file: str, num_records: int) -> Integers:
+    """Returns (offset, size) of each record in an index, int64 (records, 2); InputError if it changed since it was checked."""
+    try:
+        with open(index_file, "rb") as stream:
+            places = np.array(stream.read().split(), dtype=np.int64).reshape(-1, 2)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{index_file} changed since `DatasetSpec.from_files` read it: {error}. Make the spec again.") from error
+    if len(places) != num_records:
+        raise InputError(
+            f"{index_file} changed since `DatasetSpec.from_files` read it: then {num_records} records, now {len(places)}. Make "
+            "the spec again."
+        )
+    return places
 
 
 def parse_record(record: tf.Tensor, dataset: DatasetSpec) -> tuple[tf.Tensor, tf.Tensor]:

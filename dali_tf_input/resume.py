@@ -23,60 +23,55 @@ _VERSION = 1
 class Resume(keras.callbacks.Callback):  # type: ignore[misc]
     """Saves where training stands, and takes it up there again after whatever ended it.
 
-    ``Resume(folder, spec, train, global_batch_size=...).fit(model, epochs=...)`` is `model.fit`, begun or gone on with. The
-    folder holds the model's weights with the optimizer's (``step-<n>.weights.h5``) and ``state.json``, which names them: it comes
-    last, by one rename, so a process that is killed at any moment leaves a state that is whole. What was done after it is done
-    again.
+    ``Resume(folder, train).fit(model, epochs=...)`` is `model.fit`, begun or gone on with; a custom loop calls `set_model`,
+    `restore` and, after each step, `count_step`. The folder holds the model's weights with the optimizer's
+    (``step-<n>.weights.h5``) and ``state.json``, which names them: it comes last, by one rename, so a process that is killed at
+    any moment leaves a state that is whole. What was done after it is done again.
 
     The next step sees the records that it would have seen, in the same order, with the same crops and mirrors, on either backend
     and with any number of replicas; augmentation (`auto_augment`) is drawn anew on DALI. Nothing of the steps before is read.
+    What the state does not hold: what other callbacks know (that EarlyStopping stopped, say), TensorFlow's own random generators,
+    and the bytes of the records: files of the same names, sizes and indexes count as the same.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        spec: InputSpec,
-        train: Distributed,
-        *,
-        global_batch_size: int,
-        save_every: int | None = None,
-        is_chief: bool = True,
-    ) -> None:
+    def __init__(self, folder: Path, train: Distributed, *, save_every: int | None = None, is_chief: bool = True) -> None:
         """Reads the state, if there is one, and brings `train` to its step.
 
         Args:
           folder: where the state is kept; made if missing.
-          spec: what `train` was made of; of order "global".
-          train: what `distribute` returned.
-          global_batch_size: images in a step.
+          train: what `distribute` returned, of order "global", at its first step.
           save_every: steps after which the state is saved, at least 1; None saves at the end of each epoch. Saving takes as long
             as writing the weights.
           is_chief: whether this process writes the state; of several workers one does, and all read it.
 
         Raises:
-          InputError: `spec` is of another order, the folder cannot be used, its state is damaged, or it was left by training
-            on other records, another spec or another global batch.
+          InputError: `train` is of another order or starts elsewhere, the folder cannot be written to, its state is damaged, or
+            it was left by training on other records, another spec or another global batch.
         """
         super().__init__()
-        if spec.order != "global":
-            raise InputError(f"To resume takes an `order` that is planned: 'global', got {spec.order!r}.")
+        if train.spec.order != "global":
+            raise InputError(f"To resume takes an `order` that is planned: 'global', got {train.spec.order!r}.")
+        if train.position.step:
+            raise InputError(
+                f"`train` starts at step {train.position.step}: the state says where to start, leave `start_step` out."
+            )
         if save_every is not None and save_every < 1:
             raise InputError(f"`save_every` must be at least 1 or None, got {save_every}.")
         self._folder = os.path.abspath(os.path.expanduser(folder))
         self._train = train
         self._is_chief = is_chief
         self._save_every = save_every or train.steps_per_epoch
-        self._fingerprint = _fingerprint(spec, global_batch_size)
-        try:
-            os.makedirs(self._folder, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"Cannot keep the state of training in {self._folder}: {error}.") from error
+        self._fingerprint = _fingerprint(train.spec, train.global_batch_size)
+        if is_chief:
+            _check_writable(self._folder)
         state = _read_state(self._folder)
         if state:
             _check_fingerprint(state["fingerprint"], self._fingerprint, os.path.join(self._folder, _STATE_NAME))
         self._weights: str | None = state["weights"] if state else None
-        self._epoch_start = self._saved_step = state["step"] if state else 0
-        train.position.step = state["step"] if state else 0
+        self._optimizer: str | None = state["optimizer"] if state else None
+        self._saved_step: int = state["step"] if state else 0
+        self._epoch_start = self._saved_step
+        train.position.step = self._saved_step
 
     @property
     def step(self) -> int:
@@ -84,30 +79,46 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
         return self._train.position.step
 
     def restore(self, model: keras.Model) -> None:
-        """Gives a model, built and compiled, the weights of the state; does nothing where there is none.
+        """Brings a model, built and compiled, and the position of `train` to the state; does nothing where there is none.
 
         Raises:
-          InputError: the model has no variables yet, or is not compiled.
+          InputError: the model has no variables yet or is not compiled, or the weights are damaged or not of such a model.
         """
-        if self._weights:
-            if not model.trainable_variables or not model.compiled:
-                raise InputError("`model` must be compiled and have its variables: call it on one batch of images first.")
+        if not self._weights:
+            return
+        if not model.trainable_variables or not model.compiled:
+            raise InputError("`model` must be compiled and have its variables: call it on one batch of images first.")
+        path = os.path.join(self._folder, self._weights)
+        if self._optimizer != type(model.optimizer).__name__:
+            raise InputError(
+                f"{path} is of training by {self._optimizer}, the model is compiled with {type(model.optimizer).__name__}."
+            )
+        try:
             with model.distribute_strategy.scope():
                 model.optimizer.build(model.trainable_variables)
-                model.load_weights(os.path.join(self._folder, self._weights))
+                model.load_weights(path)
+        except (OSError, ValueError, KeyError) as error:
+            raise InputError(
+                f"{path} is damaged, or of another model: {error} Go on with the model it was, or start in another folder."
+            ) from error
+        self._train.position.step = self._saved_step
 
     def fit(self, model: keras.Model, *, epochs: int, **arguments: Any) -> list[keras.callbacks.History]:
         """Runs `model.fit` from the state's step until `epochs` epochs are done in all.
 
-        Keras counts whole epochs from where it begins, so what is left of an epoch that was begun is a `fit` of its own.
+        Keras counts whole epochs from where it begins, so what is left of an epoch that was begun is a `fit` of its own:
+        callbacks see training begin twice then (give CSVLogger ``append=True``).
 
         Args:
-          model: built and compiled.
+          model: built and compiled; its learning rate, if it is a variable of the optimizer, is that of the state.
           epochs: how many epochs training has, those before included.
           **arguments: further ones for `fit`, without x, steps_per_epoch, initial_epoch, epochs and shuffle.
 
         Returns:
           What each `fit` returned: none, one or two.
+
+        Raises:
+          InputError: see `restore`; `steps_per_execution` does not divide the steps; the strategy is none for `fit`.
         """
         if isinstance(model.distribute_strategy, tf.distribute.MultiWorkerMirroredStrategy):
             raise InputError(
@@ -116,7 +127,13 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
             )
         self.restore(model)
         steps = self._train.steps_per_epoch
-        callbacks = [self, *(arguments.pop("callbacks", None) or ())]  # first, so that the others see the step counted
+        if (steps % model.steps_per_execution) or (self.step % model.steps_per_execution):
+            raise InputError(
+                f"`steps_per_execution` must divide the {steps} steps of an epoch and the {self.step} that are done, got "
+                f"{model.steps_per_execution}."
+            )
+        # This one counts first, so that the others see the step counted; the last one saves, with what the others changed.
+        callbacks = [self, *(arguments.pop("callbacks", None) or ()), _Saver(self)]
         histories = []
         while self.step < epochs * steps:
             epoch, done = divmod(self.step, steps)
@@ -139,48 +156,87 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
     def count_step(self) -> None:
         """Counts a step of a custom loop; saves if it is time to. `set_model` comes first."""
         self._train.position.step += 1
-        if self.step >= self._saved_step + self._save_every:
+        if self.is_due:
             self.save()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to save."""
+        return self.step >= self._saved_step + self._save_every
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes the step."""
         self._epoch_start = self.step
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Counts the steps (several, with `steps_per_execution`); saves if it is time to."""
+        """Counts the steps (several, with `steps_per_execution`)."""
         self._train.position.step = self._epoch_start + batch + 1
-        if self.step >= self._saved_step + self._save_every:
-            self.save()
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Saves, if the last step did not."""
-        if self.step > self._saved_step:
-            self.save()
 
     def save(self) -> None:
-        """Saves the state now."""
+        """Saves the state now.
+
+        Raises:
+          InputError: it cannot be written; the state before is whole.
+        """
         self._saved_step = self.step
         if not self._is_chief:
             return
         weights = f"step-{self.step}.weights.h5"
-        being_written = os.path.join(self._folder, "being-written.weights.h5")
-        self.model.save_weights(being_written, overwrite=True)
-        os.replace(being_written, os.path.join(self._folder, weights))
+        path = os.path.join(self._folder, _STATE_NAME)
+        written = [os.path.join(self._folder, "being-written.weights.h5"), f"{path}.new"]
         state = {
             "format": _FORMAT,
             "version": _VERSION,
             "step": self.step,
             "weights": weights,
+            "optimizer": type(self.model.optimizer).__name__,
             "fingerprint": self._fingerprint,
         }
-        path = os.path.join(self._folder, _STATE_NAME)
-        with open(f"{path}.new", "w", encoding="utf-8") as stream:
-            json.dump(state, stream, indent=2)
-        os.replace(f"{path}.new", path)
-        if self._weights and self._weights != weights:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(os.path.join(self._folder, self._weights))
-        self._weights = weights
+        try:
+            self.model.save_weights(written[0], overwrite=True)
+            with open(written[1], "w", encoding="utf-8") as stream:
+                json.dump(state, stream, indent=2)
+            os.replace(written[0], os.path.join(self._folder, weights))
+            os.replace(written[1], path)
+        except OSError as error:
+            for file in written:
+                with contextlib.suppress(OSError):
+                    os.unlink(file)
+            raise InputError(
+                f"The state of training cannot be saved in {self._folder}: {error}. The one before it is whole."
+            ) from error
+        self._weights, self._optimizer = weights, type(self.model.optimizer).__name__
+        for file in os.listdir(self._folder):
+            if file.startswith("step-") and file.endswith(".weights.h5") and file != weights:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(os.path.join(self._folder, file))
+
+
+class _Saver(keras.callbacks.Callback):  # type: ignore[misc]
+    """The last of the callbacks: saves when it is time to, and at the end of each epoch."""
+
+    def __init__(self, resume: Resume) -> None:
+        super().__init__()
+        self._resume = resume
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        if self._resume.is_due and batch + 1 < self.params["steps"]:  # the last one of an epoch is saved at its end
+            self._resume.save()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._resume.save()
+
+
+def _check_writable(folder: str) -> None:
+    """Makes a folder, if it is missing; raises InputError where nothing can be written into it."""
+    probe = os.path.join(folder, f".probe-{os.getpid()}")
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with open(probe, "w", encoding="ascii"):
+            pass
+        os.unlink(probe)
+    except OSError as error:
+        raise InputError(f"Cannot keep the state of training in {folder}: {error}. Name another folder.") from error
 
 
 def _read_state(folder: str) -> dict[str, Any] | None:
@@ -191,14 +247,16 @@ def _read_state(folder: str) -> dict[str, Any] | None:
             state = json.load(stream)
         if (state["format"], state["version"]) != (_FORMAT, _VERSION):
             raise ValueError(f"expected {_FORMAT!r}, version {_VERSION}")
-        if not isinstance(state["step"], int) or state["step"] < 0 or not isinstance(state["fingerprint"], dict):
-            raise ValueError("a step below 0, or no fingerprint")
+        if type(state["step"]) is not int or state["step"] < 0 or not isinstance(state["fingerprint"], dict):
+            raise ValueError("no step, or no fingerprint")
+        if not state["weights"].endswith(".weights.h5") or not isinstance(state["optimizer"], str):
+            raise ValueError("no weights, or no optimizer")
         os.stat(os.path.join(folder, state["weights"]))
     except FileNotFoundError as error:
         if error.filename == path:
             return None
         raise InputError(f"{path}: the weights it names are gone: {error.filename}. Start in another folder.") from error
-    except (KeyError, TypeError, ValueError, OSError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OSError) as error:
         raise InputError(f"{path}: this is no state of training: {error!r}. Start in another folder.") from error
     return dict(state)
 
@@ -208,7 +266,10 @@ def _fingerprint(spec: InputSpec, global_batch_size: int) -> dict[str, Any]:
     dataset = spec.dataset
     names = [os.path.basename(file) for file in dataset.files]
     sizes = [os.path.getsize(file) for file in dataset.files]
-    held = json.dumps([names, sizes, dataset.records_per_file, dataset.left_out_per_file])
+    held = hashlib.sha256(json.dumps([names, sizes, dataset.records_per_file, dataset.left_out_per_file]).encode())
+    for index_file in dataset.index_files:
+        with open(index_file, "rb") as stream:
+            held.update(stream.read())
     fields = {
         field.name: repr(getattr(spec, field.name))
         for field in dataclasses.fields(spec)
@@ -216,7 +277,7 @@ def _fingerprint(spec: InputSpec, global_batch_size: int) -> dict[str, Any]:
     }
     return {
         "records": dataset.num_records,
-        "files": hashlib.sha256(held.encode()).hexdigest(),
+        "files": held.hexdigest(),
         "label_offset": dataset.label_offset,
         **fields,
         "global_batch_size": global_batch_size,

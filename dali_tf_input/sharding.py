@@ -78,7 +78,7 @@ def replica_batch_size(global_batch_size: int, *, num_replicas: int, num_records
 def steps_per_epoch(num_records: int, global_batch_size: int) -> int:
     """Returns how many whole global batches `num_records` records fill.
 
-    The remainder, fewer than `global_batch_size` records, is not dropped from training: the datasets do not end, so it opens
-    the next epoch.
+    The remainder, fewer than `global_batch_size` records, is other records in each epoch of order "global", and opens the next
+    epoch with the other orders.
     """
     return num_records // global_batch_size

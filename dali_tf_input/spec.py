@@ -141,10 +141,10 @@ class InputSpec:
       dataset: the records there are.
       preprocess: what the model sees of them.
       order: "sequential", the order of the files (evaluation); or "global" (training): in each epoch every order of the records
-        is equally likely, the same one on both backends and for any number of replicas, a function of (seed, epoch); or
-        "buffer" (training from slow disks): each next record is drawn at random from a buffer of `buffer_size` records, which
-        the next record of the files then fills. DALI reads the files in their order; tf.data in a new order each pass,
-        `num_parallel_reads` of them in turn, and so mixes more.
+        (with a larger `fragment_size`: of the fragments) is equally likely, the same one on both backends and for any number of
+        replicas, a function of (seed, epoch); or "buffer" (training from slow disks): each next record is drawn at random from a
+        buffer of `buffer_size` records, which the next record of the files then fills. DALI reads the files in their order;
+        tf.data in a new order each pass, `num_parallel_reads` of them in turn, and so mixes more.
       buffer_size: size of that buffer in records, at least 1, for each pipeline. It holds encoded images: 1024 of
         ImageNet's take 113 MB. The default is DALI's own (`initial_fill`).
       seed: with it order, crops and mirrors come out the same again, in [0, 2**31): on the same backend, with the same
@@ -152,7 +152,8 @@ class InputSpec:
       fragment_size: for order "global" on storage that is slow to seek: that many neighbours in a file stay together, at least 1.
       repeat: False is one pass that serves each record once, for evaluation; order "sequential" only. Batches then hold a third
         value, sample weights float32 (batch,): 0 for the padding that fills the last step, a constant of at least 1 for
-        records, chosen so that Keras's mean loss over all batches is the mean over the records.
+        records, chosen so that Keras's mean loss over all batches, by its default reduction, is the mean over the records. Keras
+        leaves padding out of `weighted_metrics` only, not out of `metrics`.
       one_hot: number of classes n: labels come out as float32 (n,), 1 at the label and 0 elsewhere; None leaves them int64.
       label_smoothing: that much of the 1 is spread evenly over all classes, in [0, 1); with `one_hot` only.
     """

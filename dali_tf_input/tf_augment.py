@@ -74,6 +74,15 @@ def _either(*layers: keras.layers.Layer) -> Operation:
     return operate
 
 
+def _with_margin(operation: Operation) -> Operation:
+    """Returns an operation on neighbourhoods that sees no black beyond the image's edges, as Keras's convolution would."""
+
+    def operate(image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
+        return operation(tf.pad(image, [[1, 1], [1, 1], [0, 0]], "SYMMETRIC"), seed)[1:-1, 1:-1]
+
+    return operate
+
+
 def _same(image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
     return image
 
@@ -92,7 +101,7 @@ def _trivial(size: tuple[int, int]) -> list[Operation]:
         _layer(keras.layers.RandomBrightness((-0.99, 0.99))),
         _layer(keras.layers.RandomContrast((0.99, 0.99))),
         _layer(keras.layers.RandomSaturation((_saturation(0.01), _saturation(1.99)), value_range=(0, 1))),
-        _layer(keras.layers.RandomSharpness((0.01 / 2, 1.99 / 2))),
+        _with_margin(_layer(keras.layers.RandomSharpness((0.01 / 2, 1.99 / 2)))),
         _either(*(keras.layers.RandomPosterization((bits, bits)) for bits in range(2, 9))),
         _layer(keras.layers.Solarization(threshold_factor=1.0)),
         _layer(keras.layers.Equalization()),
@@ -124,7 +133,7 @@ def _rand(size: tuple[int, int]) -> list[Operation]:
         both(keras.layers.RandomBrightness, enhance),
         _layer(keras.layers.RandomContrast((enhance, enhance))),
         enhanced(keras.layers.RandomSaturation, _saturation, value_range=(0, 1)),
-        enhanced(keras.layers.RandomSharpness, lambda factor: factor / 2),
+        _with_margin(enhanced(keras.layers.RandomSharpness, lambda factor: factor / 2)),
         _layer(keras.layers.RandomPosterization((bits, bits))),
         lambda image, seed: tf.where(image < threshold, image, 255 - image),  # Keras's draws from 0 on, whatever it is told
         _layer(keras.layers.Equalization()),

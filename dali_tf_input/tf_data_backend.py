@@ -1,5 +1,7 @@
 """The tf.data backend: the same records and the same pixels as the DALI backend, by TensorFlow's own operations."""
 
+import socket
+
 import tensorflow as tf
 
 from dali_tf_input.manifest import read_index
@@ -48,13 +50,23 @@ def build(spec: InputSpec, options: TfDataOptions, *, batch_size: int, shard: Sh
     if fuse == "auto":
         fuse = "off" if preprocess.resizes_plainly else "decode"
     augment = make_augmentation(preprocess) if preprocess.auto_augment else None
+    if options.service is not None and spec.order != "buffer":
+        raise InputError(
+            f"`service` is for order 'buffer', got {spec.order!r}: the service's workers deal the records among themselves, so "
+            "no order can be planned. Use order 'buffer', or TfDataOptions() without a service."
+        )
+    if options.service is not None:
+        _check_service(options.service)
     steps = steps_of(spec, batch_size=batch_size, num_shards=shard.num_shards)
     seed = tf.constant(spec.seed * shard.num_shards + shard.shard_id, tf.int64)
 
     @tf.autograph.experimental.do_not_convert
     def prepare(key: tf.Tensor, record: tf.Tensor) -> tuple[tf.Tensor, ...]:
         encoded, label = parse_record(record, spec.dataset)
-        if spec.planned:
+        if options.service is not None:
+            numbers = tf.random.uniform((preprocess.num_random,))  # many processes, no common count: no seed could repeat it
+            augment_seed = tf.random.uniform((2,), maxval=2**62, dtype=tf.int64)
+        elif spec.planned:
             epoch, place = describe_key(key, steps, shard)
             numbers, augment_seed = random_numbers(spec, epoch, place)
         else:
@@ -77,12 +89,20 @@ def build(spec: InputSpec, options: TfDataOptions, *, batch_size: int, shard: Sh
         dataset = read_planned(
             spec, batch_size=batch_size, shard=shard, position=position, num_parallel_reads=options.num_parallel_reads
         )
+    elif options.service is not None:
+        # A record stands alone here, with a key of no meaning: a count would have to be the same on all workers.
+        dataset = _read(spec, options, shard).map(lambda record: (tf.constant(0, tf.int64), record))
     else:
         dataset = _read(spec, options, shard).repeat().enumerate()
     if options.num_parallel_calls == 1:
         dataset = dataset.map(prepare)
     else:
         dataset = dataset.map(prepare, num_parallel_calls=options.num_parallel_calls)
+    if options.service is not None:
+        service = tf.data.experimental.service
+        # Each pass is a job of its own, whose stretches of files go to whichever worker is free: each to one.
+        mode = service.ShardingPolicy.DYNAMIC
+        dataset = dataset.apply(service.distribute(processing_mode=mode, service=options.service)).repeat()
     dataset = dataset.batch(batch_size, drop_remainder=True)
     if not spec.repeat:
         dataset = dataset.apply(tf.data.experimental.assert_cardinality(steps.per_epoch))
@@ -95,20 +115,33 @@ def build(spec: InputSpec, options: TfDataOptions, *, batch_size: int, shard: Sh
     return dataset.with_options(tf_options)
 
 
+def _check_service(address: str) -> None:
+    """Raises InputError where nobody answers: TensorFlow would try again without end."""
+    host, _, port = address.removeprefix("grpc://").rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"There is no tf.data service at {address}: {error}. Start one: scripts/data_service.py --role=dispatcher, and "
+            "workers: scripts/data_service.py --role=worker --dispatcher=HOST:5050"
+        ) from error
+
+
 def _read(spec: InputSpec, options: TfDataOptions, shard: Shard) -> tf.data.Dataset:
     """Returns the serialized records of a shard, once each, in the order that `spec` asks for."""
     files, offsets, counts = _fragments(spec.dataset, shard)
     dataset = tf.data.Dataset.from_tensor_slices((files, tf.constant(offsets, tf.int64), tf.constant(counts, tf.int64)))
     if spec.order == "sequential":
         return dataset.flat_map(read_stretch)
-    dataset = dataset.shuffle(len(files), seed=spec.seed, reshuffle_each_iteration=True)
+    seed = spec.seed if options.service is None else None  # on a service's worker every pass is a first one
+    dataset = dataset.shuffle(len(files), seed=seed, reshuffle_each_iteration=True)
     if options.num_parallel_reads == 1:
         dataset = dataset.flat_map(read_stretch)
     else:
         dataset = dataset.interleave(
             read_stretch, cycle_length=options.num_parallel_reads, num_parallel_calls=AUTOTUNE, deterministic=True
         )
-    return dataset.shuffle(spec.buffer_size, seed=spec.seed, reshuffle_each_iteration=True)
+    return dataset.shuffle(spec.buffer_size, seed=seed, reshuffle_each_iteration=True)
 
 
 def _fragments(dataset: DatasetSpec, shard: Shard) -> tuple[list[str], list[int], list[int]]:

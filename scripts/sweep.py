@@ -3,6 +3,7 @@
 import contextlib
 import glob
 import io
+import itertools
 import json
 import os
 import subprocess
@@ -104,9 +105,13 @@ def _lines(work: Work, report: dict) -> Iterator[tuple[str, ...]]:
 def _features(dataset: DatasetSpec) -> Iterator[dict[str, Any]]:
     """Yields the features of `_IMAGES` records at most, as many of each file."""
     each = -(-_IMAGES // len(dataset.files))
-    for file, index_file in zip(dataset.files[:_IMAGES], dataset.index_files[:_IMAGES], strict=True):
-        for offset, _ in read_index(index_file)[:each]:
-            yield {key: values[0] for key, (_, values) in decode_example(read_record(file, offset)).items() if values}
+    places = (
+        (file, offset)
+        for file, index_file in zip(dataset.files, dataset.index_files, strict=True)
+        for offset, _ in read_index(index_file)[:each]
+    )
+    for file, offset in itertools.islice(places, _IMAGES):
+        yield {key: values[0] for key, (_, values) in decode_example(read_record(file, offset)).items() if values}
 
 
 def _resized(dataset: DatasetSpec, size: tuple[int, int], folder: str) -> str:

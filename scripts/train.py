@@ -50,6 +50,7 @@ _MIXUP = flags.DEFINE_float("mixup", 0.0, "Alpha of Mixup, above 0; each pair of
 _CUTMIX = flags.DEFINE_float("cutmix", 0.0, "Alpha of CutMix, in (0, 1]; with Mixup each step takes one of the two.")
 _LABEL_SMOOTHING = flags.DEFINE_float("label_smoothing", 0.0, "Part of a training label spread over all classes, in [0, 1).")
 _ORDER = flags.DEFINE_enum("order", "global", ["global", "buffer"], "How the training records are mixed.")
+_SERVICE = flags.DEFINE_string("service", None, "tf.data service that preprocesses, grpc://host:port; with --order=buffer.")
 _RESUME = flags.DEFINE_string("resume", None, "Folder that keeps the state of training, to go on from after a stop.")
 _SAVE_EVERY = flags.DEFINE_integer("save_every", None, "Steps after which that state is saved; by default those of an epoch.")
 _SAVE = flags.DEFINE_string("save", None, "Where the trained model goes, a .keras file; for predict.py.")
@@ -69,6 +70,10 @@ def main(arguments: list[str]) -> int:
         raise InputError(f"`mixup` must be at least 0 and `cutmix` in [0, 1], got {_MIXUP.value} and {_CUTMIX.value}.")
     if _STRATEGY.value == "multi_worker" and (_MIXUP.value or _CUTMIX.value or _REPLICAS.value != 1):
         raise InputError("--mixup, --cutmix and --replicas are for --strategy=mirrored only.")
+    if _RESUME.value and _ORDER.value != "global":
+        raise InputError(f"--resume takes an order that is planned: --order=global, got {_ORDER.value}.")
+    if _SAVE_EVERY.value is not None and not _RESUME.value:
+        raise InputError("--save_every is for --resume=FOLDER, which is not given.")
     if _SAVE.value and not _SAVE.value.endswith(".keras"):
         raise InputError(f"`save` must end in .keras, got {_SAVE.value}.")
     train_records = input_flags.dataset_spec(input_flags.FILES.value)
@@ -87,9 +92,14 @@ def main(arguments: list[str]) -> int:
         one_hot=one_hot,
         label_smoothing=_LABEL_SMOOTHING.value,
     )
+    options = _BACKENDS[_BACKEND.value]
+    if _SERVICE.value:
+        if isinstance(options, DaliOptions):
+            raise InputError(f"--service is for --backend=tf_data, got {_BACKEND.value}.")
+        options = TfDataOptions(service=_SERVICE.value)
     train = distribute(
         spec,
-        _BACKENDS[_BACKEND.value],
+        options,
         strategy=strategy,
         global_batch_size=_GLOBAL_BATCH_SIZE.value,
     )
@@ -112,9 +122,7 @@ def main(arguments: list[str]) -> int:
     if _RESUME.value:
         resume = Resume(
             _RESUME.value,
-            spec,
             train,
-            global_batch_size=_GLOBAL_BATCH_SIZE.value,
             save_every=_SAVE_EVERY.value,
             is_chief=is_chief,
         )
@@ -207,7 +215,8 @@ def make_validation(train: Distributed, strategy: tf.distribute.Strategy | None,
             repeat=False,
             one_hot=one_hot,
         ),
-        train.options,
+        # Evaluation is planned, which a service cannot do; it is light work.
+        TfDataOptions() if _SERVICE.value else train.options,
         strategy=strategy,
         global_batch_size=_GLOBAL_BATCH_SIZE.value,
     )

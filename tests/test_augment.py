@@ -71,7 +71,7 @@ def test_both_backends_augment_alike(records, kind):
 
 @pytest.mark.parametrize("kind", ["trivial", "rand"])
 def test_every_operation_of_keras(kind):
-    """Each is taken, changes what it should, and keeps a flat grey image flat where it does not warp it."""
+    """An image that is grey throughout stays of one colour in each: warps fill with that grey, and the rest acts on colours."""
     augment = tf.function(make_augmentation(dataclasses.replace(PLAIN, auto_augment=kind)))
     image = np.repeat(np.linspace(20, 235, SIZE[0]).astype(np.uint8)[:, None], SIZE[1], 1)[..., None].repeat(3, 2)
     image[..., 1] //= 2
@@ -79,6 +79,10 @@ def test_every_operation_of_keras(kind):
     np.testing.assert_array_equal(made[7], augment(image, tf.constant([3, 7], tf.int64)).numpy())
     kinds = {one.tobytes() for one in made}
     assert len(kinds) > (90 if kind == "trivial" else 60)
+    flat = np.full_like(image, 128)
+    for number in range(200 if kind == "trivial" else 0):  # of two operations the second may fill with another grey
+        one = augment(flat, tf.constant([3, number], tf.int64)).numpy()
+        assert np.ptp(one, axis=(0, 1)).max() <= 1
     for one in made:
         assert one.shape == image.shape
         assert one.dtype == np.uint8

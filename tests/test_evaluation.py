@@ -55,9 +55,13 @@ def plain_pass(dataset, model):
 
 
 @pytest.mark.parametrize("options", BACKENDS.values(), ids=BACKENDS)
-@pytest.mark.parametrize("num_replicas", [None, 1, 2, 3])
+@pytest.mark.parametrize("num_replicas", [None, "one device", 2, 3])
 def test_evaluate(datasets, options, num_replicas):
-    strategy = tf.distribute.MirroredStrategy([f"CPU:{n}" for n in range(num_replicas)]) if num_replicas else None
+    strategy = None
+    if num_replicas == "one device":
+        strategy = tf.distribute.OneDeviceStrategy("CPU:0")
+    elif num_replicas:
+        strategy = tf.distribute.MirroredStrategy([f"CPU:{n}" for n in range(num_replicas)])
     with strategy.scope() if strategy else tf.device(None):
         model = make_model()
     for num_records, global_batch_size, with_steps in ((1, 6, False), (7, 6, True), (23, 12, False)):

@@ -223,8 +223,23 @@ def test_refuses(dataset):
         make(dataset, TfDataOptions(), batch_size=4, order="buffer", repeat=False)
     with pytest.raises(InputError, match="Only order 'global' can start at a step, got step 3 with order 'buffer'"):
         make(dataset, TfDataOptions(), batch_size=4, order="buffer", position=Position(3))
-    with pytest.raises(InputError, match="`position` must be at least step 0, got -1"):
+    with pytest.raises(InputError, match=r"`position` must be a whole step in \[0, .*\), got -1"):
         make(dataset, TfDataOptions(), batch_size=4, position=Position(-1))
+    with pytest.raises(InputError, match="`position` must be a whole step"):
+        make(dataset, TfDataOptions(), batch_size=24, position=Position(10**8))
+    with pytest.raises(InputError, match="`batch_size` 5 in 5 shards is a step of 25 records, more than the 24 there are"):
+        make(dataset, TfDataOptions(), batch_size=5, shard=Shard(4, 5))
+
+
+@pytest.mark.parametrize("text", [None, "", "0 10\n", "x y\n", "0 10 20"])
+def test_an_index_that_changed_since(tmp_path, text):
+    build_index(write_tfrecord(tmp_path / "train", [{"image": jpeg(8, 8), "label": n} for n in range(3)]))
+    dataset = DatasetSpec.from_files(tmp_path / "train")
+    (tmp_path / "train.idx").unlink()
+    if text is not None:
+        (tmp_path / "train.idx").write_text(text)
+    with pytest.raises(InputError, match=r"train.idx changed since `DatasetSpec.from_files` read it"):
+        make(dataset, TfDataOptions(), batch_size=1)
 
 
 def test_an_epoch_of_imagenet_is_planned_quickly():

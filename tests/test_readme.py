@@ -36,7 +36,7 @@ def test_examples_are_all_tested():
 
 
 def test_floors_in_the_picture_are_those_of_the_code():
-    picture = dict(re.findall(r"^ (\d)  ([a-z_| ]+?)(?:  |\n)", README, re.MULTILINE))
+    picture = dict(re.findall(r"^ ?(\d+)  ([a-z_| ]+?)(?:  |\n)", README, re.MULTILINE))
     rooms = {int(floor): set(names.split(" | ")) for floor, names in picture.items()}
     assert rooms.pop(len(FLOORS)) == {"scripts"}
     assert rooms == dict(enumerate(FLOORS))

@@ -11,9 +11,9 @@ import textwrap
 import keras
 import numpy as np
 import pytest
-from conftest import write_dataset
+from conftest import jpeg, write_dataset, write_tfrecord
 
-from dali_tf_input import DaliOptions, InputError, InputSpec, Preprocess, TfDataOptions
+from dali_tf_input import DaliOptions, DatasetSpec, InputError, InputSpec, Preprocess, TfDataOptions, build_index
 from dali_tf_input.distribute import distribute
 from dali_tf_input.resume import Resume
 
@@ -62,7 +62,7 @@ PROGRAM = textwrap.dedent("""
     model = Logged()
     model(np.zeros((1, 16, 16, 3), np.float32))
     model.compile(keras.optimizers.Adam(1e-3), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    resume = Resume(folder, spec, train, global_batch_size=5, save_every=int(save_every))
+    resume = Resume(folder, train, save_every=int(save_every))
     resume.fit(model, epochs=3, verbose=0, callbacks=[Log()])
 """)
 
@@ -121,7 +121,7 @@ def make(records, folder, *, global_batch_size=4, save_every=None, **changes):
     preprocess = changes.pop("preprocess", Preprocess.for_training(16))
     spec = InputSpec(dataset=records, preprocess=preprocess, order=changes.pop("order", "global"), **changes)
     made = distribute(spec, TfDataOptions(), global_batch_size=global_batch_size)
-    return Resume(folder, spec, made, global_batch_size=global_batch_size, save_every=save_every)
+    return Resume(folder, made, save_every=save_every)
 
 
 def make_model():
@@ -182,6 +182,102 @@ def test_a_damaged_state_is_refused(records, tmp_path, text):
     (tmp_path / "state.json").write_text(text)
     with pytest.raises(InputError, match="this is no state of training"):
         make(records, tmp_path)
+
+
+def test_interrupted_and_gone_on_with_in_one_process(records, tmp_path):
+    """As in a notebook: what was done after the state is done again, no step is lost."""
+
+    class Interrupt(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if resume.step == 9:
+                raise KeyboardInterrupt
+
+    resume, model = make(records, tmp_path, save_every=4), make_model()
+    with pytest.raises(KeyboardInterrupt):
+        resume.fit(model, epochs=2, verbose=0, callbacks=[Interrupt()])
+    assert (resume.step, int(model.optimizer.iterations)) == (9, 9)
+    resume.fit(model, epochs=2, verbose=0)
+    assert (resume.step, int(model.optimizer.iterations)) == (12, 12)
+
+
+def test_what_callbacks_change_at_an_epochs_end_is_saved(records, tmp_path):
+    slower = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: setattr(model.optimizer, "learning_rate", 1e-3 / 10 ** (epoch + 1))
+    )
+    model = make_model()
+    make(records, tmp_path).fit(model, epochs=2, verbose=0, callbacks=[slower])
+    restored = make_model()
+    make(records, tmp_path).restore(restored)
+    np.testing.assert_allclose(float(restored.optimizer.learning_rate), 1e-5)
+
+
+def test_steps_per_execution(records, tmp_path):
+    def compiled(steps):
+        model = make_model()
+        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), steps_per_execution=steps)
+        return model
+
+    resume = make(records, tmp_path, save_every=2)
+    resume.fit(compiled(3), epochs=1, verbose=0)
+    assert resume.step == 6
+    with pytest.raises(
+        InputError, match="`steps_per_execution` must divide the 6 steps of an epoch and the 6 that are done, got 4"
+    ):
+        make(records, tmp_path).fit(compiled(4), epochs=2)
+
+
+def test_files_that_a_kill_left_behind_go(records, tmp_path):
+    (tmp_path / "step-3.weights.h5").write_text("left")
+    (tmp_path / "mine.h5").write_text("not ours")
+    make(records, tmp_path).fit(make_model(), epochs=1, verbose=0)
+    assert sorted(os.listdir(tmp_path)) == ["mine.h5", "state.json", "step-6.weights.h5"]
+
+
+def test_weights_that_do_not_fit(records, tmp_path):
+    make(records, tmp_path).fit(make_model(), epochs=1, verbose=0)
+    other = keras.Sequential([keras.layers.Input((16, 16, 3)), keras.layers.Flatten(), keras.layers.Dense(25)])
+    other.compile("adam", "mse")
+    with pytest.raises(InputError, match=r"step-6.weights.h5 is damaged, or of another model"):
+        make(records, tmp_path).fit(other, epochs=2)
+    model = make_model()
+    model.compile("sgd", "mse")
+    with pytest.raises(InputError, match="is of training by Adam, the model is compiled with SGD"):
+        make(records, tmp_path).fit(model, epochs=2)
+    (tmp_path / "step-6.weights.h5").write_bytes((tmp_path / "step-6.weights.h5").read_bytes()[:999])
+    with pytest.raises(InputError, match=r"step-6.weights.h5 is damaged, or of another model"):
+        make(records, tmp_path).fit(make_model(), epochs=2)
+
+
+def test_a_disk_that_is_full(records, tmp_path, monkeypatch):
+    """The state before stays, and nothing half-written beside it."""
+    resume, model = make(records, tmp_path), make_model()
+    resume.fit(model, epochs=1, verbose=0)
+    before = sorted(os.listdir(tmp_path))
+
+    def fill(path, overwrite):
+        with open(path, "w") as stream:
+            stream.write("half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(model, "save_weights", fill)
+    with pytest.raises(InputError, match=r"The state of training cannot be saved in .*: .*No space left on device"):
+        resume.fit(model, epochs=2, verbose=0)
+    assert sorted(os.listdir(tmp_path)) == before
+    assert make(records, tmp_path).step == 6
+
+
+def test_records_in_another_order_are_refused(tmp_path):
+    """The same names, sizes and number of records."""
+    images = [jpeg(20, 20), jpeg(30, 30)]
+    for order in ([0, 1], [1, 0]):
+        build_index(write_tfrecord(tmp_path / "train", [{"image": images[n], "label": n} for n in order]), force=True)
+        dataset = DatasetSpec.from_files(tmp_path / "train")
+        if order == [0, 1]:
+            first = make(dataset, tmp_path / "run", global_batch_size=1)
+            first.set_model(make_model())
+            first.save()
+    with pytest.raises(InputError, match="`files` was"):
+        make(dataset, tmp_path / "run", global_batch_size=1)
 
 
 def test_a_model_without_variables(records, tmp_path):

@@ -586,7 +586,13 @@ def test_train_resumes(sample_folder, tmp_path):
     done = run("train.py", *arguments, "--epochs=2", cwd=sample_folder)
     assert "Nothing to do: 2 epochs are done." in done.stdout
     fails(run("train.py", *arguments, "--epochs=3", "--seed=1", cwd=sample_folder), "`seed` was 0, is 1")
-    fails(run("train.py", *arguments, "--order=buffer", cwd=sample_folder), "To resume takes an `order` that is planned")
+    fails(
+        run("train.py", *arguments, "--order=buffer", cwd=sample_folder),
+        "--resume takes an order that is planned: --order=global",
+    )
+    fails(run("train.py", "--files=x", "--save_every=2"), "--save_every is for --resume=FOLDER")
+    process = run("train.py", *arguments, "--epochs=3", "--num_classes=50", cwd=sample_folder)
+    fails(process, "is damaged, or of another model")
 
 
 def test_train_mixes_and_augments(sample_folder):

@@ -82,7 +82,7 @@ def test_autotune_is_tensorflows():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"order": "shuffled"}, "`order` must be one of 'sequential', 'buffer', got 'shuffled'"),
+        ({"order": "shuffled"}, "`order` must be one of 'sequential', 'buffer', 'global', got 'shuffled'"),
         ({"buffer_size": 0}, "`buffer_size` must be at least 1"),
         ({"seed": -1}, r"`seed` must be in \[0, 2\*\*31\)"),
         ({"seed": 2**31}, r"`seed` must be in \[0, 2\*\*31\)"),

@@ -1,0 +1,101 @@
+"""tf.data service: a dispatcher and two workers on this machine do the preprocessing."""
+
+import contextlib
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from conftest import SCRIPTS
+
+from dali_tf_input import InputError, InputSpec, Preprocess, TfDataOptions
+from dali_tf_input.dataset import make_dataset
+from dali_tf_input.distribute import distribute
+
+
+def start(*arguments):
+    """Starts a server; returns the process and the line that says it is there."""
+    process = subprocess.Popen(
+        [sys.executable, SCRIPTS / "data_service.py", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    return process, process.stdout.readline()
+
+
+@pytest.fixture
+def service():
+    """Yields the address of a dispatcher, the processes of its two workers, and their ports."""
+    with contextlib.ExitStack() as stack:
+        dispatcher, line = start("--role=dispatcher", "--port=0")
+        stack.callback(dispatcher.kill)
+        address = line.split()[-1]
+        workers, ports = [], []
+        for _ in range(2):
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                ports.append(free.getsockname()[1])
+            arguments = [f"--dispatcher={address}", "--address=127.0.0.1", f"--port={ports[-1]}"]
+            worker, line = start("--role=worker", *arguments)
+            stack.callback(worker.kill)
+            assert line.startswith("worker of")
+            workers.append(worker)
+        yield address, workers, ports
+
+
+def make(dataset, address, **arguments):
+    spec = InputSpec(dataset=dataset, preprocess=Preprocess.for_training(16), order=arguments.pop("order", "buffer"))
+    return make_dataset(spec, TfDataOptions(service=address), batch_size=4)
+
+
+def test_each_record_once_a_pass(dataset, service):
+    address, *_ = service
+    iterator = iter(make(dataset, address))
+    passes = [np.concatenate([next(iterator)[1] for _ in range(6)]).tolist() for _ in range(4)]
+    assert all(sorted(labels) == list(range(24)) for labels in passes)
+    assert len({tuple(labels) for labels in passes}) > 1  # no two alike, but for bad luck with all
+    train = distribute(
+        InputSpec(dataset=dataset, preprocess=Preprocess.for_training(16), order="buffer"),
+        TfDataOptions(service=address),
+        global_batch_size=8,
+    )
+    assert train.steps_per_epoch == 3
+
+
+def test_a_worker_that_dies_and_is_started_again(dataset, service):
+    """Training waits for it, and then goes on; soon each pass is whole again."""
+    address, workers, ports = service
+    iterator = iter(make(dataset, address))
+    for _ in range(8):
+        next(iterator)
+    workers[1].kill()
+    workers[1].wait()
+    again, line = start("--role=worker", f"--dispatcher={address}", "--address=127.0.0.1", f"--port={ports[1]}")
+    try:
+        assert line.startswith("worker of")
+        seen: list[np.ndarray] = []
+        deadline = time.monotonic() + 120
+        while not any(sorted(np.concatenate(seen[n : n + 6])) == list(range(24)) for n in range(len(seen) - 5)):
+            seen.append(next(iterator)[1].numpy())
+            assert time.monotonic() < deadline
+        assert len(seen) < 60
+    finally:
+        again.kill()
+
+
+def test_refuses(dataset):
+    with pytest.raises(InputError, match=r"There is no tf.data service at grpc://127.0.0.1:9: .*--role=dispatcher"):
+        make(dataset, "grpc://127.0.0.1:9")
+    with pytest.raises(InputError, match=r"There is no tf.data service at grpc://here: "):
+        make(dataset, "grpc://here")
+    with pytest.raises(InputError, match="`service` must be an address like 'grpc://host:5050', got 'host:5050'"):
+        TfDataOptions(service="host:5050")
+    with pytest.raises(InputError, match="`service` is for order 'buffer', got 'global'"):
+        make(dataset, "grpc://127.0.0.1:9", order="global")
+    for arguments, message in (
+        (["--role=worker"], "error: A worker needs --dispatcher=HOST:PORT"),
+        (["--role=dispatcher", "--port=70000"], "error: `port` must be in [0, 65536), got 70000"),
+    ):
+        process, _ = start(*arguments)
+        assert message in process.stderr.read()
+        assert process.wait() == 1
