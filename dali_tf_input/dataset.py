@@ -143,7 +143,7 @@ def _check_position(spec: InputSpec, position: Position | None, *, batch_size: i
         raise InputError(
             f"Only order 'global' can start at a step, got step {position.step} with order {spec.order!r}: its order is planned."
         )
-    end = MAX_EPOCHS * (spec.dataset.num_records // (batch_size * num_shards)) if spec.repeat else 1
+    end = MAX_EPOCHS * (spec.dataset.num_records // (batch_size * num_shards)) if spec.order == "global" else 1
     if not isinstance(position.step, int) or not 0 <= position.step < end:
         raise InputError(f"`position` must be a whole step in [0, {end:,}), got {position.step}.")
     return position
@@ -152,7 +152,8 @@ def _check_position(spec: InputSpec, position: Position | None, *, batch_size: i
 def _warn_of_sorted_records(spec: InputSpec) -> None:
     """Warns where a buffer is too small to mix records that are stored sorted by label."""
     dataset = spec.dataset
-    if spec.order != "buffer" or not dataset.num_classes or not dataset.labels_in_a_row:
+    # Records in no order have a run of one, of two for two classes: longer ones were put there.
+    if spec.order != "buffer" or dataset.num_classes is None or dataset.labels_in_a_row is None or dataset.labels_in_a_row < 4:
         return
     in_buffer = min(dataset.num_classes, 1 + spec.buffer_size / dataset.labels_in_a_row)
     if in_buffer < dataset.num_classes / 2:

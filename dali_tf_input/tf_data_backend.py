@@ -64,8 +64,10 @@ def build(spec: InputSpec, options: TfDataOptions, *, batch_size: int, shard: Sh
     def prepare(key: tf.Tensor, record: tf.Tensor) -> tuple[tf.Tensor, ...]:
         encoded, label = parse_record(record, spec.dataset)
         if options.service is not None:
-            numbers = tf.random.uniform((preprocess.num_random,))  # many processes, no common count: no seed could repeat it
-            augment_seed = tf.random.uniform((2,), maxval=2**62, dtype=tf.int64)
+            # Many processes, no common count: no seed could repeat it. And raw operations, as `tf.random.set_seed` would seed the
+            # others: each pass begins anew on the workers, and would draw the same.
+            numbers = tf.raw_ops.RandomUniform(shape=[preprocess.num_random], dtype=tf.float32, seed=0, seed2=0)
+            augment_seed = tf.cast(2**30 * tf.raw_ops.RandomUniform(shape=[2], dtype=tf.float32, seed=0, seed2=0), tf.int64)
         elif spec.planned:
             epoch, place = describe_key(key, steps, shard)
             numbers, augment_seed = random_numbers(spec, epoch, place)
@@ -133,15 +135,31 @@ def _read(spec: InputSpec, options: TfDataOptions, shard: Shard) -> tf.data.Data
     dataset = tf.data.Dataset.from_tensor_slices((files, tf.constant(offsets, tf.int64), tf.constant(counts, tf.int64)))
     if spec.order == "sequential":
         return dataset.flat_map(read_stretch)
-    seed = spec.seed if options.service is None else None  # on a service's worker every pass is a first one
-    dataset = dataset.shuffle(len(files), seed=seed, reshuffle_each_iteration=True)
+    seed = None if options.service is not None else spec.seed
+    dataset = _shuffle(dataset, len(files), seed)
     if options.num_parallel_reads == 1:
         dataset = dataset.flat_map(read_stretch)
     else:
         dataset = dataset.interleave(
             read_stretch, cycle_length=options.num_parallel_reads, num_parallel_calls=AUTOTUNE, deterministic=True
         )
-    return dataset.shuffle(spec.buffer_size, seed=seed, reshuffle_each_iteration=True)
+    return _shuffle(dataset, spec.buffer_size, seed)
+
+
+def _shuffle(dataset: tf.data.Dataset, buffer_size: int, seed: int | None) -> tf.data.Dataset:
+    """Shuffles, otherwise in each pass; without a seed whatever `tf.random.set_seed` was told."""
+    if seed is not None:
+        return dataset.shuffle(buffer_size, seed=seed, reshuffle_each_iteration=True)
+    specs = tf.nest.flatten(dataset.element_spec)
+    variant = tf.raw_ops.ShuffleDataset(
+        input_dataset=tf.data.experimental.to_variant(dataset),
+        buffer_size=buffer_size,
+        seed=0,
+        seed2=0,
+        output_types=[spec.dtype for spec in specs],
+        output_shapes=[spec.shape for spec in specs],
+    )
+    return tf.data.experimental.from_variant(variant, dataset.element_spec)
 
 
 def _fragments(dataset: DatasetSpec, shard: Shard) -> tuple[list[str], list[int], list[int]]:

@@ -45,3 +45,23 @@ def plot_throughput(report: dict, *, work: str, path: str) -> None:
     figure.supxlabel("\n".join(textwrap.wrap(note, 130)), fontsize=8, color="#444444")
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def plot_orders(orders: dict, *, path: str) -> None:
+    """Plots where each stored record is served, for each order: a line is no mixing, an even cloud is perfect mixing."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(orders), figsize=(4 * len(orders), 4.6), layout="constrained", sharey=True)
+    for panel, (name, order) in zip(axes, orders.items(), strict=True):
+        panel.scatter(range(len(order)), order, s=1, c=order // 1000 % 20, cmap="tab20", linewidths=0, rasterized=True)
+        classes = len(set((order[:256] // 1000).tolist()))
+        panel.set_title(f"{name}\n{classes} of 20 classes in the first batch", fontsize=11)
+        panel.set_xlabel("place in the epoch")
+        panel.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("place in the files (a colour a class)")
+    figure.suptitle("20,000 records stored class by class: when each is served", fontsize=14, fontweight="bold")
+    figure.savefig(path, dpi=75)
+    plt.close(figure)

@@ -15,7 +15,7 @@ import pytest
 import tensorflow as tf
 from conftest import SCRIPTS
 
-from dali_tf_input import InputError, InputSpec, Preprocess, TfDataOptions
+from dali_tf_input import DaliOptions, InputError, InputSpec, Preprocess, TfDataOptions
 from dali_tf_input.distribute import distribute
 
 
@@ -158,3 +158,33 @@ def test_keras_says_what_to_do(dataset):
     model.compile("sgd", "mse")
     with pytest.raises(ValueError, match="for a custom loop: Keras's fit and evaluate do not work under MultiWorkerMirrored"):
         model.fit(_WorkerDataset(tf.data.Dataset.from_tensors((tf.ones((1, 1)), tf.ones((1, 1))))))
+
+
+def test_several_replicas_of_a_worker(dataset):
+    """TensorFlow deals a worker's batches to its replicas in turn: each gets those of its own shard."""
+    from dali_tf_input import Shard
+    from dali_tf_input.dataset import make_dataset
+    from dali_tf_input.distribute import _make_worker_dataset
+
+    spec = InputSpec(dataset=dataset, preprocess=Preprocess.for_training(16), order="global")
+
+    class Strategy:
+        """What `_make_worker_dataset` asks of a strategy: two workers with two replicas each, this is the second."""
+
+        num_replicas_in_sync = 4
+        cluster_resolver = None
+
+        def distribute_datasets_from_function(self, make):
+            return make(tf.distribute.InputContext(num_input_pipelines=2, input_pipeline_id=1, num_replicas_in_sync=4))
+
+    def make_shard(shard):
+        return make_dataset(spec, TfDataOptions(), batch_size=2, shard=shard)
+
+    served = iter(_make_worker_dataset(Strategy(), TfDataOptions(), make_shard, local_replicas=2))
+    shards = [iter(make_shard(Shard(number, 4))) for number in (2, 3)]
+    for turn in range(6):
+        np.testing.assert_array_equal(next(served)[1], next(shards[turn % 2])[1])
+    with pytest.raises(
+        InputError, match=r"DALI feeds one replica in each process .*, this one has 2: start one process for each GPU"
+    ):
+        _make_worker_dataset(Strategy(), DaliOptions(device="cpu"), make_shard, local_replicas=2)

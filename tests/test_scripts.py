@@ -570,6 +570,19 @@ def test_train_chooses_a_backend(sample_folder):
     assert "validation  0 images" in process.stdout
 
 
+def test_benchmark_order(tmp_path):
+    process = run("benchmark_order.py", "--num_records=700", "--num_files=3", "--shards=1,3", f"--plot={tmp_path}/order.png")
+    assert process.returncode == 0, process.stderr
+    assert process.stderr == ""
+    lines = [line.split() for line in process.stdout.splitlines()]
+    assert [line[:2] for line in lines if line[:1] == ["global"]][:2] == [["global", "1"], ["global", "3"]]
+    assert ["global", "20", "20", "20.0"] in [line[:4] for line in lines]
+    assert Image.open(tmp_path / "order.png").width > 1000
+    fails(run("benchmark_order.py", "--num_files=0"), "`num_files` and `shards` must be at least 1")
+    fails(run("benchmark_order.py", "--shards=a"), "`shards` must be whole numbers, got a")
+    fails(run("benchmark_order.py", "--plot=x.svg"), "`plot` must end in .png, got x.svg")
+
+
 def test_train_resumes(sample_folder, tmp_path):
     """On one replica, then on two; what changed is refused, what is done is done."""
     arguments = ["--files=data/sample/train-*", "--validation_files=data/sample/validation-*", "--image_size=32"]
