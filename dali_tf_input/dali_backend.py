@@ -78,6 +78,8 @@ def build(
         return dali_tf.DALIDataset(**arguments)
     with tf.device("CPU:0"):
         packed = _pack_records(spec, batch_size=batch_size, shard=shard, position=position)
+    if options.device == "gpu":  # DALI's documentation asks for inputs on the dataset's own device; not seen at work
+        packed = packed.apply(tf.data.experimental.copy_to_device(tf.zeros(()).device))
     dataset = dali_tf.experimental.DALIDatasetWithInputs(input_datasets={_PACKED: packed}, **arguments)
     if not spec.repeat:
         # It says that it has no end. Keras would ask for one batch too many then, and count it though it does not come.
