@@ -145,7 +145,7 @@ def _check_position(spec: InputSpec, position: Position | None, *, batch_size: i
         )
     end = MAX_EPOCHS * (spec.dataset.num_records // (batch_size * num_shards)) if spec.order == "global" else 1
     if not isinstance(position.step, int) or not 0 <= position.step < end:
-        raise InputError(f"`position` must be a whole step in [0, {end:,}), got {position.step}.")
+        raise InputError(f"`position` (`start_step`) must be an int in [0, {end}), got {position.step!r}.")
     return position
 
 

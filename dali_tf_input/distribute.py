@@ -188,7 +188,8 @@ def _make_worker_dataset(
     num_workers = strategy.num_replicas_in_sync // local_replicas
     if local_replicas == 1:
         # With one replica in a process nothing is left to distribute. TensorFlow's own way would be its MultiDeviceIterator.
-        return _WorkerDataset(make_shard(Shard(resolver.task_id, num_workers)))
+        chiefs = len(resolver.cluster_spec().as_dict().get("chief", [])) if resolver.task_type == "worker" else 0
+        return _WorkerDataset(make_shard(Shard(chiefs + resolver.task_id, num_workers)))  # a chief is the first of the workers
     if isinstance(options, DaliOptions):
         raise InputError(
             f"DALI feeds one replica in each process under MultiWorkerMirroredStrategy, this one has {local_replicas}: start "

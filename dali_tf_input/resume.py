@@ -5,6 +5,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import warnings
 from typing import Any
 
 import keras
@@ -12,6 +13,7 @@ import tensorflow as tf
 
 from dali_tf_input.distribute import Distributed
 from dali_tf_input.files import Path
+from dali_tf_input.record_stream import MAX_EPOCHS
 from dali_tf_input.spec import InputSpec
 from dali_tf_input.tfrecord import InputError
 
@@ -64,7 +66,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
         self._fingerprint = _fingerprint(train.spec, train.global_batch_size)
         if is_chief:
             _check_writable(self._folder)
-        state = _read_state(self._folder)
+        state = _read_state(self._folder, end=MAX_EPOCHS * train.steps_per_epoch)
         if state:
             _check_fingerprint(state["fingerprint"], self._fingerprint, os.path.join(self._folder, _STATE_NAME))
         self._weights: str | None = state["weights"] if state else None
@@ -94,12 +96,14 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
                 f"{path} is of training by {self._optimizer}, the model is compiled with {type(model.optimizer).__name__}."
             )
         try:
-            with model.distribute_strategy.scope():
+            with model.distribute_strategy.scope(), warnings.catch_warnings():
+                warnings.filterwarnings("error", message="Skipping variable loading")  # another kind of optimizer
                 model.optimizer.build(model.trainable_variables)
                 model.load_weights(path)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, UserWarning) as error:
             raise InputError(
-                f"{path} is damaged, or of another model: {error} Go on with the model it was, or start in another folder."
+                f"{path} is damaged, or of another model or optimizer: {error} Go on with the model it was, or start in another "
+                "folder."
             ) from error
         self._train.position.step = self._saved_step
 
@@ -125,6 +129,9 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
                 "Keras's fit does not work under MultiWorkerMirroredStrategy: use a custom loop with `restore` and `count_step`, "
                 "as scripts/train.py --strategy=multi_worker does."
             )
+        given = {"x", "y", "steps_per_epoch", "initial_epoch", "shuffle"} & set(arguments)
+        if given:
+            raise InputError(f"`{min(given)}` is chosen by the state, leave it out.")
         self.restore(model)
         steps = self._train.steps_per_epoch
         if (steps % model.steps_per_execution) or (self.step % model.steps_per_execution):
@@ -154,9 +161,9 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
         return histories
 
     def count_step(self) -> None:
-        """Counts a step of a custom loop; saves if it is time to. `set_model` comes first."""
+        """Counts a step of a custom loop; saves if it is time to, and after an epoch's last. `set_model` comes first."""
         self._train.position.step += 1
-        if self.is_due:
+        if self.is_due or self.step % self._train.steps_per_epoch == 0:
             self.save()
 
     @property
@@ -203,7 +210,8 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
                 with contextlib.suppress(OSError):
                     os.unlink(file)
             raise InputError(
-                f"The state of training cannot be saved in {self._folder}: {error}. The one before it is whole."
+                f"The state of training cannot be saved in {self._folder}: {error}."
+                + (" The one before it is whole." if self._weights else "")
             ) from error
         self._weights, self._optimizer = weights, type(self.model.optimizer).__name__
         for file in os.listdir(self._folder):
@@ -239,15 +247,15 @@ def _check_writable(folder: str) -> None:
         raise InputError(f"Cannot keep the state of training in {folder}: {error}. Name another folder.") from error
 
 
-def _read_state(folder: str) -> dict[str, Any] | None:
-    """Reads the state in a folder, None where there is none; raises InputError if it is damaged."""
+def _read_state(folder: str, *, end: int) -> dict[str, Any] | None:
+    """Reads the state in a folder, at a step before `end`; None where there is none; raises InputError if it is damaged."""
     path = os.path.join(folder, _STATE_NAME)
     try:
         with open(path, encoding="utf-8") as stream:
             state = json.load(stream)
         if (state["format"], state["version"]) != (_FORMAT, _VERSION):
             raise ValueError(f"expected {_FORMAT!r}, version {_VERSION}")
-        if type(state["step"]) is not int or state["step"] < 0 or not isinstance(state["fingerprint"], dict):
+        if type(state["step"]) is not int or not 0 <= state["step"] < end or not isinstance(state["fingerprint"], dict):
             raise ValueError("no step, or no fingerprint")
         if not state["weights"].endswith(".weights.h5") or not isinstance(state["optimizer"], str):
             raise ValueError("no weights, or no optimizer")
@@ -273,22 +281,26 @@ def _fingerprint(spec: InputSpec, global_batch_size: int) -> dict[str, Any]:
     fields = {
         field.name: repr(getattr(spec, field.name))
         for field in dataclasses.fields(spec)
-        if field.name not in ("dataset", "buffer_size")
+        if field.name not in ("dataset", "preprocess", "buffer_size")
+    }
+    preprocess = {
+        f"preprocess.{field.name}": repr(getattr(spec.preprocess, field.name)) for field in dataclasses.fields(spec.preprocess)
     }
     return {
         "records": dataset.num_records,
-        "files": held.hexdigest(),
+        "files": held.hexdigest()[:16],
         "label_offset": dataset.label_offset,
         **fields,
+        **preprocess,
         "global_batch_size": global_batch_size,
     }
 
 
 def _check_fingerprint(then: dict[str, Any], now: dict[str, Any], path: str) -> None:
     """Raises InputError if two fingerprints differ."""
-    for name, value in now.items():
-        if then.get(name) != value:
-            raise InputError(
-                f"{path} was left by training with other input: `{name}` was {then.get(name)}, is {value}. Go on with what it "
-                "was, or start in another folder."
-            )
+    other = [name for name, value in now.items() if then.get(name) != value]
+    if other:
+        differences = "; ".join(f"`{name}` was {then.get(name)}, is {now[name]}" for name in other)
+        raise InputError(
+            f"{path} was left by training with other input: {differences}. Go on with what it was, or start in another folder."
+        )

@@ -43,8 +43,10 @@ def main(arguments: list[str]) -> int:
         raise InputError(f"`shards` must be whole numbers, got {','.join(_SHARDS.value)}.") from error
     if _MEASURE.value:
         return measure(_MEASURE.value, shards[0])
-    if not 1 <= _NUM_FILES.value <= _NUM_RECORDS.value or min(shards) < 1:
+    if not 1 <= _NUM_FILES.value <= _NUM_RECORDS.value or not shards or min(shards) < 1:
         raise InputError("`num_files` and `shards` must be at least 1, and `num_records` at least `num_files`.")
+    if _PLOT.value and not os.access(os.path.dirname(_PLOT.value) or ".", os.W_OK):
+        raise InputError(f"Cannot write {_PLOT.value}: its folder is missing or not writable.")
     if _PLOT.value and not _PLOT.value.endswith(".png"):
         raise InputError(f"`plot` must end in .png, got {_PLOT.value}.")
     lines = []

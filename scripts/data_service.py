@@ -9,6 +9,7 @@ that died must be started again with the same address and port: training waits f
 """
 
 import socket
+import time
 
 from absl import flags
 
@@ -30,6 +31,8 @@ def main(arguments: list[str]) -> int:
     if not 0 <= port < 65536:
         raise InputError(f"`port` must be in [0, 65536), got {port}.")
     check_free(port)
+    if _DISPATCHER.value:
+        wait_for(_DISPATCHER.value.removeprefix("grpc://"))
     tf = console.import_tensorflow()
     service = tf.data.experimental.service
     if _ROLE.value == "dispatcher":
@@ -47,6 +50,27 @@ def main(arguments: list[str]) -> int:
         print(f"worker of {_DISPATCHER.value}", flush=True)
     server.join()
     return 0
+
+
+def wait_for(dispatcher: str, *, seconds: float = 60) -> None:
+    """Waits until something answers at HOST:PORT; InputError if nothing does. TensorFlow would wait without end or a word."""
+    host, _, port = dispatcher.rpartition(":")
+    if not host or not port.isdecimal():
+        raise InputError(f"`dispatcher` must be HOST:PORT, got {dispatcher!r}.")
+    deadline, said = time.monotonic() + seconds, False
+    while True:
+        try:
+            socket.create_connection((host, int(port)), timeout=10).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise InputError(
+                    f"No dispatcher answers at {dispatcher}: {error}. Start it: data_service.py --role=dispatcher"
+                ) from error
+            if not said:
+                print(f"waiting for the dispatcher at {dispatcher}", flush=True)
+                said = True
+            time.sleep(1)
 
 
 def check_free(port: int) -> None:

@@ -19,7 +19,7 @@ def make_strategy() -> tf.distribute.MultiWorkerMirroredStrategy:
     try:
         config = json.loads(os.environ["TF_CONFIG"])
         workers, task = config["cluster"]["worker"], config["task"]
-        if task["type"] != "worker" or not 0 <= task["index"] < len(workers):
+        if set(config["cluster"]) != {"worker"} or task["type"] != "worker" or not 0 <= task["index"] < len(workers):
             raise ValueError("`task` is none of the workers")
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(
@@ -28,6 +28,22 @@ def make_strategy() -> tf.distribute.MultiWorkerMirroredStrategy:
             f"({error!r})"
         ) from error
     return tf.distribute.MultiWorkerMirroredStrategy()
+
+
+def check_agreement(strategy: tf.distribute.Strategy, step: int) -> None:
+    """Checks that all workers stand at the same step, before any of them goes on; InputError in each of them otherwise."""
+
+    @tf.function
+    def add() -> Any:
+        mine = tf.constant([step, step * step], tf.float64)
+        return strategy.reduce(tf.distribute.ReduceOp.SUM, strategy.run(lambda: mine), axis=None)
+
+    count, (total, squares) = strategy.num_replicas_in_sync, add().numpy()
+    if (total, squares) != (count * step, count * step * step):
+        raise InputError(
+            f"This worker is after step {step}, others are elsewhere ({total / count:g} on average): --resume must name a folder "
+            "that all workers share."
+        )
 
 
 def fit(

@@ -43,7 +43,7 @@ _STRATEGY = flags.DEFINE_enum(
 _GLOBAL_BATCH_SIZE = flags.DEFINE_integer("global_batch_size", 32, "Images in a step, over all replicas.")
 _EPOCHS = flags.DEFINE_integer("epochs", 12, "Passes over the training records.")
 _IMAGE_SIZE = flags.DEFINE_integer("image_size", 96, "Height and width of the images the network sees, in pixels.")
-_LEARNING_RATE = flags.DEFINE_float("learning_rate", 2e-3, "Learning rate of Adam.")
+_LEARNING_RATE = flags.DEFINE_float("learning_rate", 2e-3, "Learning rate of Adam; with --resume that of the state.")
 _NUM_CLASSES = flags.DEFINE_integer("num_classes", None, "Number of classes; by default that of labels.txt.")
 _AUTO_AUGMENT = flags.DEFINE_enum("auto_augment", None, ["trivial", "rand"], "Augmentation of the training images.")
 _MIXUP = flags.DEFINE_float("mixup", 0.0, "Alpha of Mixup, above 0; each pair of images is blended by Beta(alpha, alpha).")
@@ -130,6 +130,7 @@ def main(arguments: list[str]) -> int:
             print(f"resume      after step {resume.step:,} of {_EPOCHS.value * train.steps_per_epoch:,}, from {_RESUME.value}")
         trained(np.zeros((1, _IMAGE_SIZE.value, _IMAGE_SIZE.value, 3), np.float32))  # makes its variables
     if _STRATEGY.value == "multi_worker":
+        multi_worker.check_agreement(strategy, train.position.step)
         fit_as_worker(strategy, trained, train, validation, resume)
     else:
         fit(trained, train, validation, resume, num_classes)
@@ -161,7 +162,7 @@ def fit(model: keras.Model, train: Distributed, validation: Distributed | None, 
     if fits:
         print_result(fits, num_classes)
     else:
-        print(f"Nothing to do: {_EPOCHS.value} epochs are done.")
+        print(f"Nothing to do: {resume.step // train.steps_per_epoch} epochs are done.")
 
 
 def fit_as_worker(
@@ -175,6 +176,9 @@ def fit_as_worker(
     if resume:
         resume.set_model(model)
         resume.restore(model)
+    if train.position.step >= _EPOCHS.value * train.steps_per_epoch:
+        print(f"Nothing to do: {train.position.step // train.steps_per_epoch} epochs are done.")
+        return
     print(HEADER)
     multi_worker.fit(
         strategy,

@@ -32,7 +32,7 @@ def start(folder, *arguments, workers=2):
         cluster = {"worker": [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]}
     return [
         subprocess.Popen(
-            [*command, "--strategy=multi_worker"],
+            [*(str(part).format(index) for part in command), "--strategy=multi_worker"],
             **options,
             env={
                 **os.environ,
@@ -111,8 +111,27 @@ def test_a_worker_that_dies_ends_the_others_and_restart_resumes(sample_folder, t
     assert_same_weights(tmp_path / "run", tmp_path / "whole")
 
 
+def test_workers_that_do_not_share_the_folder(sample_folder, tmp_path):
+    """One has a state, the other has none: both say so, and nobody trains on."""
+    finish(start(sample_folder, "--epochs=1", f"--resume={tmp_path}/0"))
+    (tmp_path / "1").mkdir()
+    processes = start(sample_folder, "--epochs=2", f"--resume={tmp_path}/{{}}")
+    for process in processes:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 1
+        assert "others are elsewhere" in errors
+        assert "--resume must name a folder that all workers share" in errors
+
+
 @pytest.mark.parametrize(
-    "config", ["", "{}", '{"cluster": {"worker": ["127.0.0.1:1"]}, "task": {"type": "worker", "index": 1}}', "[1]"]
+    "config",
+    [
+        "",
+        "{}",
+        '{"cluster": {"worker": ["127.0.0.1:1"]}, "task": {"type": "worker", "index": 1}}',
+        "[1]",
+        '{"cluster": {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"]}, "task": {"type": "worker", "index": 0}}',
+    ],
 )
 def test_a_wrong_config_is_refused(sample_folder, config):
     process = subprocess.run(
@@ -172,7 +191,9 @@ def test_several_replicas_of_a_worker(dataset):
         """What `_make_worker_dataset` asks of a strategy: two workers with two replicas each, this is the second."""
 
         num_replicas_in_sync = 4
-        cluster_resolver = None
+        cluster_resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+            tf.train.ClusterSpec({"chief": ["a:1"], "worker": ["b:1"]}), task_type="worker", task_id=0
+        )
 
         def distribute_datasets_from_function(self, make):
             return make(tf.distribute.InputContext(num_input_pipelines=2, input_pipeline_id=1, num_replicas_in_sync=4))

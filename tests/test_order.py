@@ -223,9 +223,9 @@ def test_refuses(dataset):
         make(dataset, TfDataOptions(), batch_size=4, order="buffer", repeat=False)
     with pytest.raises(InputError, match="Only order 'global' can start at a step, got step 3 with order 'buffer'"):
         make(dataset, TfDataOptions(), batch_size=4, order="buffer", position=Position(3))
-    with pytest.raises(InputError, match=r"`position` must be a whole step in \[0, .*\), got -1"):
+    with pytest.raises(InputError, match=r"`position` \(`start_step`\) must be an int in \[0, .*\), got -1"):
         make(dataset, TfDataOptions(), batch_size=4, position=Position(-1))
-    with pytest.raises(InputError, match="`position` must be a whole step"):
+    with pytest.raises(InputError, match="must be an int in"):
         make(dataset, TfDataOptions(), batch_size=24, position=Position(10**8))
     with pytest.raises(InputError, match="`batch_size` 5 in 5 shards is a step of 25 records, more than the 24 there are"):
         make(dataset, TfDataOptions(), batch_size=5, shard=Shard(4, 5))

@@ -150,7 +150,7 @@ def test_epochs_in_all(records, tmp_path):
     [
         ({"seed": 1}, "`seed` was 0, is 1"),
         ({"global_batch_size": 6}, "`global_batch_size` was 4, is 6"),
-        ({"preprocess": Preprocess.for_training(16, antialias=True)}, "`preprocess` was .*antialias=False"),
+        ({"preprocess": Preprocess.for_training(16, antialias=True)}, "`preprocess.antialias` was False, is True. Go on"),
         ({"fragment_size": 2}, "`fragment_size` was 1, is 2"),
         ({"order": "buffer"}, "To resume takes an `order` that is planned: 'global', got 'buffer'"),
         ({"save_every": 0}, "`save_every` must be at least 1 or None, got 0"),
@@ -173,7 +173,9 @@ def test_other_records_are_refused(records, tmp_path):
         records,
         **{name: getattr(records, name)[:2] for name in ("files", "index_files", "records_per_file", "left_out_per_file")},
     )
-    with pytest.raises(InputError, match=r"`records` was 24, is 17\. Go on with what it was, or start in another folder"):
+    with pytest.raises(
+        InputError, match=r"`records` was 24, is 17; `files` was .*\. Go on with what it was, or start in another folder"
+    ):
         make(fewer, tmp_path)
 
 
@@ -243,6 +245,11 @@ def test_weights_that_do_not_fit(records, tmp_path):
     model.compile("sgd", "mse")
     with pytest.raises(InputError, match="is of training by Adam, the model is compiled with SGD"):
         make(records, tmp_path).fit(model, epochs=2)
+    model.compile(keras.optimizers.Adam(amsgrad=True), "mse")
+    with pytest.raises(InputError, match="is damaged, or of another model or optimizer"):
+        make(records, tmp_path).fit(model, epochs=2)
+    with pytest.raises(InputError, match="`steps_per_epoch` is chosen by the state, leave it out"):
+        make(records, tmp_path).fit(make_model(), epochs=2, steps_per_epoch=3)
     (tmp_path / "step-6.weights.h5").write_bytes((tmp_path / "step-6.weights.h5").read_bytes()[:999])
     with pytest.raises(InputError, match=r"step-6.weights.h5 is damaged, or of another model"):
         make(records, tmp_path).fit(make_model(), epochs=2)

@@ -101,6 +101,7 @@ def test_refuses(dataset):
         make(dataset, "grpc://127.0.0.1:9", order="global")
     for arguments, message in (
         (["--role=worker"], "error: A worker needs --dispatcher=HOST:PORT"),
+        (["--role=worker", "--dispatcher=here"], "error: `dispatcher` must be HOST:PORT, got 'here'"),
         (["--role=dispatcher", "--port=70000"], "error: `port` must be in [0, 65536), got 70000"),
     ):
         process, _ = start(*arguments)
