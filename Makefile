@@ -17,7 +17,7 @@ INDEX_FLAG := $(if $(INDEX_DIR),--index_dir='$(INDEX_DIR)')
 READY := $(INSTALLED) $(if $(DATA),,$(SAMPLE)/.complete)
 
 .DEFAULT_GOAL := help
-.PHONY: help install data index compare train test test-gpu check format clean
+.PHONY: help install data index compare train doctor test test-gpu check format clean
 
 help:  ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F '\t' '{ printf "  make %-10s %s\n", $$1, $$2 }'
@@ -49,6 +49,9 @@ test: $(INSTALLED)  ## Run the tests (those that need a GPU: make test-gpu)
 
 test-gpu: $(INSTALLED)  ## Run the tests that need an NVIDIA GPU
 	@$(RUN) -m pytest -m gpu $(ARGS)
+
+doctor: $(INSTALLED)  ## What of this installation works; with DATA= also files and indexes
+	@$(RUN) scripts/doctor.py $(if $(DATA),--files='$(DATA)') $(INDEX_FLAG) $(ARGS)
 
 check: $(INSTALLED)  ## Check style, types and the import floors; changes nothing
 	$(RUN) -m ruff check
