@@ -138,7 +138,7 @@ def weight_of(place: tf.Tensor, steps: Steps) -> tf.Tensor:
 @tf.autograph.experimental.do_not_convert
 def read_stretch(file: tf.Tensor, offset: tf.Tensor, count: tf.Tensor) -> tf.data.Dataset:
     """Reads `count` records of a file from a byte offset on, which `tf.data.TFRecordDataset` does not offer."""
-    # One record's worth is not known here; a sixteenth of the buffer holds all but the largest images of 100 KB or so.
+    # A buffer is filled whole, for a single record too: an eighth holds most images of ImageNet's size, others take two reads.
     buffer = tf.where(count < 8, _READ_BUFFER_BYTES // 8, _READ_BUFFER_BYTES)
     variant = tf.raw_ops.TFRecordDatasetV2(
         filenames=[file], compression_type="", buffer_size=tf.cast(buffer, tf.int64), byte_offsets=[offset]

@@ -185,8 +185,8 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
         Raises:
           InputError: it cannot be written; the state before is whole.
         """
-        self._saved_step = self.step
         if not self._is_chief:
+            self._saved_step = self.step
             return
         weights = f"step-{self.step}.weights.h5"
         path = os.path.join(self._folder, _STATE_NAME)
@@ -214,6 +214,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
                 + (" The one before it is whole." if self._weights else "")
             ) from error
         self._weights, self._optimizer = weights, type(self.model.optimizer).__name__
+        self._saved_step = self.step  # only now: what cannot be saved leaves the state before, weights and step
         for file in os.listdir(self._folder):
             if file.startswith("step-") and file.endswith(".weights.h5") and file != weights:
                 with contextlib.suppress(FileNotFoundError):

@@ -271,6 +271,11 @@ def test_a_disk_that_is_full(records, tmp_path, monkeypatch):
         resume.fit(model, epochs=2, verbose=0)
     assert sorted(os.listdir(tmp_path)) == before
     assert make(records, tmp_path).step == 6
+    monkeypatch.undo()  # there is space again: in the same process too it goes on from what was saved
+    assert resume.step == 12
+    resume.fit(model, epochs=2, verbose=0)
+    assert (resume.step, int(model.optimizer.iterations)) == (12, 12)
+    assert make(records, tmp_path).step == 12
 
 
 def test_records_in_another_order_are_refused(tmp_path):
