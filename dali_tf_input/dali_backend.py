@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from functools import partial
 from typing import Literal
 
 import nvidia.dali as dali
@@ -12,12 +13,13 @@ from nvidia.dali import tfrecord as dali_tfrecord
 from nvidia.dali.data_node import DataNode
 
 from dali_tf_input.dali_images import prepare_images
-from dali_tf_input.options import DaliOptions
+from dali_tf_input.options import DaliOptions, TfDataOptions
 from dali_tf_input.order import Position
 from dali_tf_input.preprocess import Preprocess
 from dali_tf_input.record_stream import describe_key, parse_record, random_numbers, read_planned, steps_of, weight_of
 from dali_tf_input.sharding import Shard
 from dali_tf_input.spec import DatasetSpec, InputSpec
+from dali_tf_input.stages import Stage
 from dali_tf_input.tfrecord import InputError
 
 _PACKED = "packed"  # the input of a pipeline that tf.data reads for
@@ -31,6 +33,7 @@ def build(
     shard: Shard,
     device_id: int | None,
     position: Position,
+    until: Stage | None = None,
 ) -> tf.data.Dataset:
     """Builds the dataset of one shard, placed on the current `tf.device`.
 
@@ -43,6 +46,7 @@ def build(
       shard: which records are read.
       device_id: the CUDA device that decodes; None for `options.device` "cpu".
       position: where each iterator starts, for order "global".
+      until: as in `tf_data_backend.build`; DALI's own reader parses too, so "read" is only for what is planned.
 
     Returns:
       A dataset of what `tf_data_backend.build` says, on the current `tf.device`. What is planned (`spec.planned`) is read by
@@ -51,11 +55,14 @@ def build(
     Raises:
       InputError: DALI refuses the pipeline.
     """
-    pipeline = build_pipeline(spec, options, batch_size=batch_size, shard=shard, device_id=device_id)
+    if until == "read":
+        return _read_only(spec, batch_size=batch_size, shard=shard, position=position)
+    make_pipeline = partial(build_pipeline, spec, options, batch_size=batch_size, shard=shard, device_id=device_id, until=until)
+    pipeline = make_pipeline()
     try:
         # TensorFlow ends the process (SIGABRT) when a pipeline cannot be set up; DALI's Python raises. So it is set up here
         # once, and the set-up is dropped again: DALIDataset takes the pipeline's description only and makes its own.
-        build_pipeline(spec, options, batch_size=batch_size, shard=shard, device_id=device_id).build()
+        make_pipeline().build()
     except RuntimeError as error:
         raise InputError(f"DALI cannot set up the pipeline: {error}") from error
     outputs = [
@@ -64,6 +71,8 @@ def build(
     ]
     if not spec.repeat:
         outputs.append(((batch_size,), tf.float32))
+    if until is not None:
+        outputs = [((batch_size,), tf.float32)]
     arguments = {
         "pipeline": pipeline,
         "batch_size": batch_size,  # DALIDataset's own defaults would override the pipeline's: all of them are passed
@@ -90,6 +99,15 @@ def build(
     return dataset
 
 
+def _read_only(spec: InputSpec, *, batch_size: int, shard: Shard, position: Position) -> tf.data.Dataset:
+    """Returns the dataset that is cut after the stage "read"."""
+    if not spec.planned:
+        raise InputError("`until` 'read' is for orders that tf.data reads: DALI's own reader parses in the same step.")
+    records = read_planned(spec, TfDataOptions(), batch_size=batch_size, shard=shard, position=position)
+    lengths = records.map(lambda _, record: tf.cast(tf.strings.length(record), tf.float32), num_parallel_calls=tf.data.AUTOTUNE)
+    return lengths.batch(batch_size, drop_remainder=True).prefetch(2)
+
+
 def _pack_records(spec: InputSpec, *, batch_size: int, shard: Shard, position: Position) -> tf.data.Dataset:
     """Returns a dataset of uint8 vectors, one for each image: a DALI dataset takes one tensor of each input.
 
@@ -107,7 +125,7 @@ def _pack_records(spec: InputSpec, *, batch_size: int, shard: Shard, position: P
         parts = [tf.bitcast(label, tf.uint8), tf.bitcast(weight, tf.uint8), tf.reshape(tf.bitcast(numbers, tf.uint8), [-1])]
         return tf.concat([tf.io.decode_raw(encoded, tf.uint8), *parts], 0)
 
-    records = read_planned(spec, batch_size=batch_size, shard=shard, position=position)
+    records = read_planned(spec, TfDataOptions(), batch_size=batch_size, shard=shard, position=position)
     return records.map(pack, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True).prefetch(batch_size)
 
 
@@ -123,7 +141,13 @@ def _unpack(spec: InputSpec) -> tuple[DataNode, DataNode, DataNode, DataNode]:
 
 
 def build_pipeline(
-    spec: InputSpec, options: DaliOptions, *, batch_size: int, shard: Shard, device_id: int | None
+    spec: InputSpec,
+    options: DaliOptions,
+    *,
+    batch_size: int,
+    shard: Shard,
+    device_id: int | None,
+    until: Stage | None = None,
 ) -> dali.Pipeline:
     """Defines the DALI pipeline of one shard, in the order the data travels; the arguments are those of `build`.
 
@@ -136,8 +160,10 @@ def build_pipeline(
         if spec.planned:
             encoded, labels, weights, numbers = _unpack(spec)
         else:
-            encoded, labels = _read(spec, shard)
+            encoded, labels = _read(spec, options, shard)
             numbers = fn.random.uniform(range=[0.0, 1.0], shape=[preprocess.num_random])
+        if until == "parse":
+            return (_finish_cut(encoded.shape()[0] + labels[0], options),)
         labels = _finish_labels(labels, spec)
         images = prepare_images(
             encoded,
@@ -145,8 +171,11 @@ def build_pipeline(
             preprocess,
             fuse=_choose_fuse(options),
             device="mixed" if options.device == "gpu" else "cpu",
-            hints=decoder_memory_hints(spec.dataset, options),
+            hints=decoder_hints(spec.dataset, options),
+            until=until,
         )
+        if until is not None:
+            return (_finish_cut(images[0, 0, 0], options),)
         others = [labels] if spec.repeat else [labels, weights]
         return (images, *(node.gpu() if options.device == "gpu" else node for node in others))
 
@@ -161,7 +190,13 @@ def build_pipeline(
         )
 
 
-def _read(spec: InputSpec, shard: Shard) -> tuple[DataNode, DataNode]:
+def _finish_cut(node: DataNode, options: DaliOptions) -> DataNode:
+    """Makes of one number for each image the output of a pipeline that is cut, float32 ()."""
+    node = fn.reshape(fn.cast(node, dtype=types.FLOAT), shape=[])
+    return node.gpu() if options.device == "gpu" else node
+
+
+def _read(spec: InputSpec, options: DaliOptions, shard: Shard) -> tuple[DataNode, DataNode]:
     """Defines the reader of a shard; returns encoded images and labels."""
     dataset = spec.dataset
     features = fn.readers.tfrecord(
@@ -176,6 +211,9 @@ def _read(spec: InputSpec, shard: Shard) -> tuple[DataNode, DataNode]:
         shard_id=shard.shard_id,
         num_shards=shard.num_shards,
         stick_to_shard=True,
+        dont_use_mmap=options.read_mode != "mmap",
+        use_o_direct=options.read_mode == "direct",
+        read_ahead=options.read_ahead,
         name="reader",
     )
     return features[dataset.image_key], features[dataset.label_key]
@@ -221,15 +259,19 @@ def define_serving_pipeline(preprocess: Preprocess, options: DaliOptions, *, bat
     return pipeline
 
 
-def decoder_memory_hints(dataset: DatasetSpec, options: DaliOptions) -> dict[str, int]:
-    """Returns the GPU decoder's arguments that set aside memory for the largest image at once, not when it comes.
+def decoder_hints(dataset: DatasetSpec, options: DaliOptions) -> dict[str, int | float]:
+    """Returns the GPU decoder's further arguments: its hardware's share, and memory set aside for the largest image at once.
 
-    Known from the manifest of files that were indexed at level "decode"; none otherwise, and none on the CPU.
+    How large that is is known from the manifest of files that were indexed at level "decode". On the CPU there are none.
     """
-    if options.device == "cpu" or dataset.largest_image is None:
+    if options.device == "cpu":
         return {}
-    height, width = dataset.largest_image
-    return {"preallocate_height_hint": height, "preallocate_width_hint": width}
+    hints: dict[str, int | float] = {}
+    if options.hw_decoder_load is not None:
+        hints["hw_decoder_load"] = options.hw_decoder_load
+    if options.memory_hints and dataset.largest_image is not None:
+        hints["preallocate_height_hint"], hints["preallocate_width_hint"] = dataset.largest_image
+    return hints
 
 
 def count_gpus() -> int:

@@ -17,6 +17,7 @@ from dali_tf_input.preprocess import (
     RandomResizedCrop,
     ResizeRandomCrop,
 )
+from dali_tf_input.stages import Stage
 from dali_tf_input.tfrecord import InputError
 
 _INTERPOLATION = {"bilinear": types.INTERP_LINEAR, "bicubic": types.INTERP_CUBIC, "nearest": types.INTERP_NN}
@@ -30,13 +31,17 @@ def prepare_images(
     *,
     fuse: Literal["off", "decode"],
     device: str,
-    hints: dict[str, int],
+    hints: dict[str, int | float],
+    until: Stage | None = None,
 ) -> DataNode:
     """Makes of encoded images what the model sees: `resample_images`, `augment_images`, `finish_images`; see there.
 
-    With `auto_augment` only within a pipeline definition that enables conditionals.
+    With `auto_augment` only within a pipeline definition that enables conditionals. `until` "decode" and "resize" return what
+    that stage makes.
     """
-    images = resample_images(encoded, numbers, preprocess, fuse=fuse, device=device, hints=hints)
+    images = resample_images(encoded, numbers, preprocess, fuse=fuse, device=device, hints=hints, until=until)
+    if until in ("decode", "resize"):
+        return images
     if preprocess.auto_augment is not None:
         images = augment_images(images, preprocess)
     return finish_images(images, numbers, preprocess)
@@ -50,7 +55,8 @@ def resample_images(
     *,
     fuse: Literal["off", "decode"],
     device: str,
-    hints: dict[str, int],
+    hints: dict[str, int | float],
+    until: Stage | None = None,
 ) -> DataNode:
     """Decodes images and takes of each the region that is seen, at its size.
 
@@ -61,6 +67,7 @@ def resample_images(
       fuse: "decode" decodes only the region that is needed, "off" all.
       device: "cpu", or "mixed" to decode on the GPU and go on there.
       hints: further arguments of the decoder.
+      until: "decode" returns the decoded images as they are.
 
     Returns:
       Images in 0..255, of shape (*preprocess.image_size, 3), float32; uint8 where nothing had to be resized.
@@ -84,6 +91,8 @@ def resample_images(
         start = start - origin
     else:
         images = fn.decoders.image(encoded, **decoding)
+    if until == "decode":
+        return images
     if isinstance(preprocess.crop, RandomCrop):  # the pixels as they are, and black where there are none
         return fn.slice(images, **_window(start, extent), out_of_bounds_policy="pad", fill_values=[0.0])
     resizing = {

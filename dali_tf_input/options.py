@@ -7,6 +7,7 @@ from dali_tf_input.tfrecord import InputError
 
 Device = Literal["cpu", "gpu"]
 Fuse = Literal["auto", "off", "decode"]
+ReadMode = Literal["mmap", "plain", "direct"]
 TfDataFuse = Literal["auto", "off", "decode", "scaled"]
 
 AUTOTUNE = -1  # tf.data.AUTOTUNE, without importing TensorFlow
@@ -23,12 +24,24 @@ class DaliOptions:
       fuse: whether only the region of an image that is needed is decoded. "decode" does, "off" decodes it whole, "auto" takes
         what was measured to be faster: "decode" on the CPU, "off" on a GPU, where decoders were reported to crash over regions.
         The pixels are the same.
+      read_mode: how DALI's own reader reads, so for orders that are not planned: "mmap" maps the files, "plain" reads them
+        (DALI's documentation recommends it for network file systems), "direct" reads past the page cache (O_DIRECT), for data
+        much larger than memory.
+      read_ahead: whether "mmap" maps a file with all its pages at once.
+      hw_decoder_load: share in [0, 1] of the images that go to the GPU's hardware JPEG decoder, where it has one (A100 and
+        later); its multiprocessors decode the others. None leaves it to DALI (0.65). For device "gpu".
+      memory_hints: whether the GPU's decoder sets aside memory for the largest image at once, where the manifest knows its size
+        (index level "decode"). For device "gpu".
     """
 
     device: Device
     fuse: Fuse = "auto"
     num_threads: int | None = None
     prefetch_queue_depth: int = 2
+    read_mode: ReadMode = "mmap"
+    read_ahead: bool = False
+    hw_decoder_load: float | None = None
+    memory_hints: bool = True
 
     def __post_init__(self) -> None:
         check_choice("device", self.device, get_args(Device))
@@ -37,6 +50,13 @@ class DaliOptions:
             raise InputError(f"`num_threads` must be at least 1 or None, got {self.num_threads}.")
         if self.prefetch_queue_depth < 1:
             raise InputError(f"`prefetch_queue_depth` must be at least 1, got {self.prefetch_queue_depth}.")
+        check_choice("read_mode", self.read_mode, get_args(ReadMode))
+        if self.read_ahead and self.read_mode != "mmap":
+            raise InputError(f"`read_ahead` is for `read_mode` 'mmap' only, got {self.read_mode!r}.")
+        if self.hw_decoder_load is not None and self.device == "cpu":
+            raise InputError(f"`hw_decoder_load` is for `device` 'gpu' only, got {self.hw_decoder_load}: leave it None.")
+        if self.hw_decoder_load is not None and not 0 <= self.hw_decoder_load <= 1:
+            raise InputError(f"`hw_decoder_load` must be in [0, 1] or None, got {self.hw_decoder_load}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +66,8 @@ class TfDataOptions:
     Attributes:
       num_parallel_reads: files read at the same time when `order` is "buffer", at least 1. More hides the latency of slow
         storage; 4 is within noise of 1 and 16 on a warm page cache.
+      read_buffer_bytes: what is read of an open file at a time, at least 1 byte. The default is four times tf.data's own, which
+        holds two ImageNet records; a stretch of less than 8 records is read with an eighth of it.
       num_parallel_calls: images decoded at the same time; AUTOTUNE, or at least 1. 1 is a serial map.
       prefetch_batches: batches made ahead; AUTOTUNE, or at least 0. 2 is as fast as AUTOTUNE, which was seen to let the queue
         grow to 3 GB when training paused now and then.
@@ -64,6 +86,7 @@ class TfDataOptions:
     """
 
     num_parallel_reads: int = 4
+    read_buffer_bytes: int = 1 << 20
     num_parallel_calls: int = AUTOTUNE
     prefetch_batches: int = 2
     autotune: bool = True
@@ -76,6 +99,8 @@ class TfDataOptions:
             raise InputError(f"`service` must be an address like 'grpc://host:5050', got {self.service!r}.")
         if self.num_parallel_reads < 1:
             raise InputError(f"`num_parallel_reads` must be at least 1, got {self.num_parallel_reads}.")
+        if self.read_buffer_bytes < 1:
+            raise InputError(f"`read_buffer_bytes` must be at least 1, got {self.read_buffer_bytes}.")
         if self.num_parallel_calls < 1 and self.num_parallel_calls != AUTOTUNE:
             raise InputError(f"`num_parallel_calls` must be at least 1 or AUTOTUNE (-1), got {self.num_parallel_calls}.")
         if self.prefetch_batches < 0 and self.prefetch_batches != AUTOTUNE:

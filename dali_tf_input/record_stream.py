@@ -3,6 +3,7 @@
 import numpy as np
 import tensorflow as tf
 
+from dali_tf_input.options import TfDataOptions
 from dali_tf_input.order import Integers, Plan, Position, Steps
 from dali_tf_input.sharding import Shard
 from dali_tf_input.spec import DatasetSpec, InputSpec
@@ -10,7 +11,6 @@ from dali_tf_input.tfrecord import InputError
 
 _STRIDE = 1 << 40  # between the keys of two epochs
 MAX_EPOCHS = 1 << 22
-_READ_BUFFER_BYTES = 1 << 20  # of each open file; tf.data's own default (256 KB) holds two ImageNet records
 
 
 def steps_of(spec: InputSpec, *, batch_size: int, num_shards: int) -> Steps:
@@ -19,16 +19,16 @@ def steps_of(spec: InputSpec, *, batch_size: int, num_shards: int) -> Steps:
 
 
 def read_planned(
-    spec: InputSpec, *, batch_size: int, shard: Shard, position: Position, num_parallel_reads: int = 4
+    spec: InputSpec, options: TfDataOptions, *, batch_size: int, shard: Shard, position: Position
 ) -> tf.data.Dataset:
     """Reads the records of a shard as its `order.Plan` says.
 
     Args:
       spec: its `order` is "global", or its `repeat` False.
+      options: `num_parallel_reads` and `read_buffer_bytes` count here.
       batch_size: images in each batch of the shard.
       shard: which records are read.
       position: where each iterator starts.
-      num_parallel_reads: stretches of records that are opened ahead.
 
     Returns:
       A dataset of (key, record): key int64, by which `describe_key` tells epoch and place; record a serialized Example. Without
@@ -56,11 +56,11 @@ def read_planned(
             part.set_shape((None,))
         numbers, offsets, counts = stretches
         records = tf.data.Dataset.from_tensor_slices((numbers, offsets, counts)).interleave(
-            lambda number, offset, count: read_stretch(files[number], offset, count),
-            cycle_length=num_parallel_reads,
+            lambda number, offset, count: read_stretch(files[number], offset, count, options.read_buffer_bytes),
+            cycle_length=options.num_parallel_reads,
             # Longer than any stretch: each is read to its end before the next one's turn, while those are opened ahead.
             block_length=plan.longest + 1,
-            num_parallel_calls=num_parallel_reads,
+            num_parallel_calls=options.num_parallel_reads,
             deterministic=True,
         )
         first = epoch * _STRIDE
@@ -136,10 +136,10 @@ def weight_of(place: tf.Tensor, steps: Steps) -> tf.Tensor:
 
 
 @tf.autograph.experimental.do_not_convert
-def read_stretch(file: tf.Tensor, offset: tf.Tensor, count: tf.Tensor) -> tf.data.Dataset:
+def read_stretch(file: tf.Tensor, offset: tf.Tensor, count: tf.Tensor, read_buffer_bytes: int) -> tf.data.Dataset:
     """Reads `count` records of a file from a byte offset on, which `tf.data.TFRecordDataset` does not offer."""
     # A buffer is filled whole, for a single record too: an eighth holds most images of ImageNet's size, others take two reads.
-    buffer = tf.where(count < 8, _READ_BUFFER_BYTES // 8, _READ_BUFFER_BYTES)
+    buffer = tf.where(count < 8, max(1, read_buffer_bytes // 8), read_buffer_bytes)
     variant = tf.raw_ops.TFRecordDatasetV2(
         filenames=[file], compression_type="", buffer_size=tf.cast(buffer, tf.int64), byte_offsets=[offset]
     )

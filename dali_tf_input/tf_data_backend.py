@@ -1,6 +1,7 @@
 """The tf.data backend: the same records and the same pixels as the DALI backend, by TensorFlow's own operations."""
 
 import socket
+from functools import partial
 
 import tensorflow as tf
 
@@ -18,12 +19,21 @@ from dali_tf_input.record_stream import (
 )
 from dali_tf_input.sharding import Shard
 from dali_tf_input.spec import DatasetSpec, InputSpec
+from dali_tf_input.stages import Stage
 from dali_tf_input.tf_augment import make_augmentation
 from dali_tf_input.tf_images import prepare_image
 from dali_tf_input.tfrecord import InputError
 
 
-def build(spec: InputSpec, options: TfDataOptions, *, batch_size: int, shard: Shard, position: Position) -> tf.data.Dataset:
+def build(
+    spec: InputSpec,
+    options: TfDataOptions,
+    *,
+    batch_size: int,
+    shard: Shard,
+    position: Position,
+    until: Stage | None = None,
+) -> tf.data.Dataset:
     """Builds the dataset of one shard, in the order the data travels.
 
     Args:
@@ -32,6 +42,7 @@ def build(spec: InputSpec, options: TfDataOptions, *, batch_size: int, shard: Sh
       batch_size: images in each batch; the shard holds at least as many records, but where `spec.repeat` is False.
       shard: which records are read.
       position: where each iterator starts, for order "global".
+      until: None, or the stage after which to stop, to measure it: a dataset of float32 (batch_size,) then.
 
     Returns:
       A dataset of (image, label): image (batch_size, *spec.preprocess.image_shape), label int64 (batch_size,) or one-hot; and
@@ -61,8 +72,12 @@ def build(spec: InputSpec, options: TfDataOptions, *, batch_size: int, shard: Sh
     seed = tf.constant(spec.seed * shard.num_shards + shard.shard_id, tf.int64)
 
     @tf.autograph.experimental.do_not_convert
-    def prepare(key: tf.Tensor, record: tf.Tensor) -> tuple[tf.Tensor, ...]:
+    def prepare(key: tf.Tensor, record: tf.Tensor) -> tf.Tensor | tuple[tf.Tensor, ...]:
+        if until == "read":
+            return tf.cast(tf.strings.length(record), tf.float32)
         encoded, label = parse_record(record, spec.dataset)
+        if until == "parse":
+            return tf.cast(tf.cast(tf.strings.length(encoded), tf.int64) + label, tf.float32)
         if options.service is not None:
             # Many processes, no common count: no seed could repeat it. And raw operations, as `tf.random.set_seed` would seed the
             # others: each pass begins anew on the workers, and would draw the same.
@@ -84,13 +99,13 @@ def build(spec: InputSpec, options: TfDataOptions, *, batch_size: int, shard: Sh
         def augment_this(image: tf.Tensor) -> tf.Tensor:
             return augment(image, augment_seed) if augment else image
 
-        image = prepare_image(encoded, numbers, preprocess, fuse=fuse, augment=augment_this if augment else None)
+        image = prepare_image(encoded, numbers, preprocess, fuse=fuse, augment=augment_this if augment else None, until=until)
+        if until is not None:
+            return tf.cast(image[0, 0, 0], tf.float32)
         return (image, label) if spec.repeat else (image, label, weight_of(place, steps))
 
     if spec.planned:
-        dataset = read_planned(
-            spec, batch_size=batch_size, shard=shard, position=position, num_parallel_reads=options.num_parallel_reads
-        )
+        dataset = read_planned(spec, options, batch_size=batch_size, shard=shard, position=position)
     elif options.service is not None:
         # A record stands alone here, with a key of no meaning: a count would have to be the same on all workers.
         dataset = _read(spec, options, shard).map(lambda record: (tf.constant(0, tf.int64), record))
@@ -133,15 +148,16 @@ def _read(spec: InputSpec, options: TfDataOptions, shard: Shard) -> tf.data.Data
     """Returns the serialized records of a shard, once each, in the order that `spec` asks for."""
     files, offsets, counts = _fragments(spec.dataset, shard)
     dataset = tf.data.Dataset.from_tensor_slices((files, tf.constant(offsets, tf.int64), tf.constant(counts, tf.int64)))
+    read = partial(read_stretch, read_buffer_bytes=options.read_buffer_bytes)
     if spec.order == "sequential":
-        return dataset.flat_map(read_stretch)
+        return dataset.flat_map(read)
     seed = None if options.service is not None else spec.seed
     dataset = _shuffle(dataset, len(files), seed)
     if options.num_parallel_reads == 1:
-        dataset = dataset.flat_map(read_stretch)
+        dataset = dataset.flat_map(read)
     else:
         dataset = dataset.interleave(
-            read_stretch, cycle_length=options.num_parallel_reads, num_parallel_calls=AUTOTUNE, deterministic=True
+            read, cycle_length=options.num_parallel_reads, num_parallel_calls=AUTOTUNE, deterministic=True
         )
     return _shuffle(dataset, spec.buffer_size, seed)
 

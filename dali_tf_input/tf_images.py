@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from dali_tf_input.options import TfDataFuse
 from dali_tf_input.preprocess import CenterCrop, NoCrop, Preprocess, RandomCrop, RandomResizedCrop, ResizeRandomCrop
+from dali_tf_input.stages import Stage
 
 
 class Region(NamedTuple):
@@ -34,6 +35,7 @@ def prepare_image(
     *,
     fuse: TfDataFuse = "off",
     augment: Callable[[tf.Tensor], tf.Tensor] | None = None,
+    until: Stage | None = None,
 ) -> tf.Tensor:
     """Makes of one encoded image what the model sees.
 
@@ -43,6 +45,7 @@ def prepare_image(
       preprocess: what to do.
       fuse: which part of a JPEG is decoded, and how; as in `TfDataOptions`, but "auto".
       augment: done to uint8 (*preprocess.image_size, 3), which it returns again, before the mirror.
+      until: "decode" or "resize" return what that stage makes.
 
     Returns:
       `preprocess.dtype` of shape `preprocess.image_shape`.
@@ -50,11 +53,15 @@ def prepare_image(
 
     def resample_whole() -> tf.Tensor:
         image = decode_image(encoded)
-        return _resample(image, find_region(tf.shape(image)[:2], numbers, preprocess), preprocess, whole=True)
+        return (
+            image
+            if until == "decode"
+            else _resample(image, find_region(tf.shape(image)[:2], numbers, preprocess), preprocess, whole=True)
+        )
 
     def resample_part() -> tf.Tensor:
         size = tf.io.extract_jpeg_shape(encoded)[:2]
-        return _resample_jpeg(encoded, size, find_region(size, numbers, preprocess), preprocess)
+        return _resample_jpeg(encoded, size, find_region(size, numbers, preprocess), preprocess, until=until)
 
     def resample_scaled() -> tf.Tensor:
         size = tf.io.extract_jpeg_shape(encoded)[:2]
@@ -64,7 +71,7 @@ def prepare_image(
         # plain resize with antialias, as there is little left to resize by a better filter than the decoder's.
         excess = tf.minimum(tf.reduce_min(excess), tf.sqrt(tf.reduce_prod(excess)) / 1.25)
         branches = [resample_whole if preprocess.resizes_plainly else resample_part]  # as fuse="auto" does
-        branches += [partial(_resample_jpeg, encoded, size, region, preprocess, ratio=ratio) for ratio in (2, 4, 8)]
+        branches += [partial(_resample_jpeg, encoded, size, region, preprocess, ratio=ratio, until=until) for ratio in (2, 4, 8)]
         return tf.switch_case(tf.reduce_sum(tf.cast(excess >= tf.constant([2, 4, 8], tf.float64), tf.int32)), branches)
 
     if fuse == "scaled" and (isinstance(preprocess.crop, RandomCrop) or preprocess.interpolation == "nearest"):
@@ -73,7 +80,11 @@ def prepare_image(
         image = resample_whole()
     else:
         image = tf.cond(tf.io.is_jpeg(encoded), resample_scaled if fuse == "scaled" else resample_part, resample_whole)
+    if until == "decode":
+        return image
     image = tf.ensure_shape(image, (*preprocess.image_size, 3))
+    if until == "resize":
+        return image
     if augment:
         image = tf.cast(augment(_to_uint8(image)), tf.float32)
     if preprocess.mirror_probability == 1:
@@ -121,11 +132,18 @@ def find_region(size: tf.Tensor, numbers: tf.Tensor, preprocess: Preprocess) -> 
 
 
 def _resample_jpeg(
-    encoded: tf.Tensor, size: tf.Tensor, region: Region, preprocess: Preprocess, *, ratio: Literal[1, 2, 4, 8] = 1
+    encoded: tf.Tensor,
+    size: tf.Tensor,
+    region: Region,
+    preprocess: Preprocess,
+    *,
+    ratio: Literal[1, 2, 4, 8] = 1,
+    until: Stage | None = None,
 ) -> tf.Tensor:
     """Decodes the part of a JPEG that the output is made of, at 1 / `ratio`, and resizes it; see `_resample`.
 
-    A JPEG's lines below the region are not decoded, and of its other lines only the region's columns are turned to colours.
+    A JPEG's lines below the region are not decoded, and of its other lines only the region's columns are turned to colours. With
+    `until` "decode" that is all.
     """
     region = region._replace(start=region.start / ratio, extent=region.extent / ratio)
     size = (size + ratio - 1) // ratio  # the last pixel of a side may stand for fewer
@@ -134,6 +152,8 @@ def _resample_jpeg(
     first, last = tf.maximum(first - 2, 0), tf.minimum(last + 2, size - 1)
     window = tf.concat([first, last - first + 1], 0)
     image = tf.io.decode_and_crop_jpeg(encoded, window, channels=3, ratio=ratio, dct_method="INTEGER_ACCURATE")
+    if until == "decode":
+        return image
     region = region._replace(start=region.start - tf.cast(first, tf.float64))
     if ratio == 1:
         return _resample(image, region, preprocess, whole=False)

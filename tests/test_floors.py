@@ -11,7 +11,7 @@ PACKAGE = Path(dali_tf_input.__file__).parent
 
 FLOORS = [
     {"tfrecord"},
-    {"example", "files", "staging", "summary", "options", "sharding", "benchmark", "worker_pool"},
+    {"example", "files", "staging", "summary", "options", "sharding", "stages", "benchmark", "worker_pool"},
     {"manifest", "checks", "preprocess", "order"},
     {"spec", "index_folder"},
     {"index"},

@@ -18,7 +18,7 @@ from dali_tf_input import (
     TfDataOptions,
     build_index,
 )
-from dali_tf_input.dali_backend import decoder_memory_hints
+from dali_tf_input.dali_backend import decoder_hints
 
 
 def test_for_training():
@@ -197,11 +197,11 @@ def test_largest_image(tmp_path):
     build_index(tmp_path / "train-*", Checks(verify="decode", decoder="dali"))
     dataset = DatasetSpec.from_files(tmp_path / "train-*")
     assert dataset.largest_image == (70, 90)
-    assert decoder_memory_hints(dataset, DaliOptions(device="gpu")) == {
+    assert decoder_hints(dataset, DaliOptions(device="gpu")) == {
         "preallocate_height_hint": 70,
         "preallocate_width_hint": 90,
     }
-    assert decoder_memory_hints(dataset, DaliOptions(device="cpu")) == {}
+    assert decoder_hints(dataset, DaliOptions(device="cpu")) == {}
 
 
 def test_from_files_looks_into_every_file(tmp_path):
