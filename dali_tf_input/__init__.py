@@ -8,7 +8,7 @@ from dali_tf_input.benchmark import Spread, Window, measure
 from dali_tf_input.checks import Checks
 from dali_tf_input.files import find_files
 from dali_tf_input.index import FaultsError, IndexReport, build_index
-from dali_tf_input.options import AUTOTUNE, DaliOptions, TfDataOptions
+from dali_tf_input.options import AUTOTUNE, DaliOptions, TfDataOptions, load_options, save_options
 from dali_tf_input.preprocess import (
     IMAGENET_MEAN,
     IMAGENET_STD,
@@ -49,5 +49,7 @@ __all__ = [
     "Window",
     "build_index",
     "find_files",
+    "load_options",
     "measure",
+    "save_options",
 ]

@@ -1,7 +1,10 @@
 """How fast a model is fed: the type of the options is the choice of the backend."""
 
+import dataclasses
+import json
+import os
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from dali_tf_input.tfrecord import InputError
 
@@ -11,6 +14,9 @@ ReadMode = Literal["mmap", "plain", "direct"]
 TfDataFuse = Literal["auto", "off", "decode", "scaled"]
 
 AUTOTUNE = -1  # tf.data.AUTOTUNE, without importing TensorFlow
+
+_FORMAT = "dali_tf_input options"
+_VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +63,14 @@ class DaliOptions:
             raise InputError(f"`hw_decoder_load` is for `device` 'gpu' only, got {self.hw_decoder_load}: leave it None.")
         if self.hw_decoder_load is not None and not 0 <= self.hw_decoder_load <= 1:
             raise InputError(f"`hw_decoder_load` must be in [0, 1] or None, got {self.hw_decoder_load}.")
+
+    @classmethod
+    def load(cls, path: str) -> "DaliOptions":
+        """Reads options of this backend as `load_options` does; InputError for those of the other one."""
+        options = load_options(path)
+        if not isinstance(options, cls):
+            raise InputError(f"{path} holds {type(options).__name__}, not {cls.__name__}: load it by `load_options`.")
+        return options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +119,64 @@ class TfDataOptions:
             raise InputError(f"`num_parallel_calls` must be at least 1 or AUTOTUNE (-1), got {self.num_parallel_calls}.")
         if self.prefetch_batches < 0 and self.prefetch_batches != AUTOTUNE:
             raise InputError(f"`prefetch_batches` must be at least 0 or AUTOTUNE (-1), got {self.prefetch_batches}.")
+
+    @classmethod
+    def load(cls, path: str) -> "TfDataOptions":
+        """Reads options of this backend as `load_options` does; InputError for those of the other one."""
+        options = load_options(path)
+        if not isinstance(options, cls):
+            raise InputError(f"{path} holds {type(options).__name__}, not {cls.__name__}: load it by `load_options`.")
+        return options
+
+
+_BACKENDS: dict[type[DaliOptions | TfDataOptions], str] = {DaliOptions: "dali", TfDataOptions: "tf_data"}
+
+
+def save_options(options: DaliOptions | TfDataOptions, path: str, *, about: dict[str, Any] | None = None) -> None:
+    """Writes options as JSON, for `load_options`.
+
+    Args:
+      options: what is written, every field of it.
+      path: the file; written beside it first and then renamed, so that it is never half a file.
+      about: further JSON values that say how they were found; not read again.
+    """
+    document = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "backend": _BACKENDS[type(options)],
+        "options": dataclasses.asdict(options),
+        "about": about or {},
+    }
+    with open(f"{path}.new", "w", encoding="utf-8") as stream:
+        json.dump(document, stream, indent=2)
+        stream.write("\n")
+    os.replace(f"{path}.new", path)
+
+
+def load_options(path: str) -> DaliOptions | TfDataOptions:
+    """Reads options that `save_options` (``scripts/tune.py``) wrote; fields that are not in the file have their defaults.
+
+    Raises:
+      InputError: the file is missing, no such file, or holds a field or a value that the options do not have.
+    """
+    try:
+        with open(path, encoding="utf-8") as stream:
+            document = json.load(stream)
+        if (document["format"], document["version"]) != (_FORMAT, _VERSION):
+            raise ValueError(f"expected {_FORMAT!r}, version {_VERSION}")
+        kind = {name: kind for kind, name in _BACKENDS.items()}[document["backend"]]
+        values = dict(document["options"])
+    except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise InputError(
+            f"{path}: these are no options: {error!r}. scripts/tune.py --files=GLOB --out=FILE makes some."
+        ) from error
+    unknown = set(values) - {field.name for field in dataclasses.fields(kind)}
+    if unknown:
+        raise InputError(f"{path}: {kind.__name__} has no `{min(unknown)}`. Tune again: scripts/tune.py --files=GLOB --out=FILE")
+    try:
+        return kind(**values)
+    except (InputError, TypeError) as error:
+        raise InputError(f"{path}: {error}") from error
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

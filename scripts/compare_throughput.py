@@ -51,8 +51,7 @@ def main(arguments: list[str]) -> int:
     batch_size = BATCH_SIZE.value
     if batch_size > spec.dataset.num_records:
         raise InputError(f"`batch_size` must be at most the {spec.dataset.num_records} records, got {batch_size}.")
-    print(f"machine   {about['cpu']}, {about['cores']} cores; GPU: {', '.join(about['gpus']) or 'none'}")
-    print("software  " + ", ".join(f"{name} {version}" for name, version in about["versions"].items()))
+    machine.print_lines(about)
     print(f"records   {spec.dataset.num_records:,} in {len(spec.dataset.files):,} files, {describe_bytes(spec.dataset)}")
     print(f"work      {describe_work(spec)}, batch {batch_size}")
     images = compare_images()
@@ -95,8 +94,7 @@ def run_sweep(dataset: DatasetSpec, about: dict) -> int:
     if given:
         raise InputError(f"--sweep chooses --{given[0]} itself.")
     arguments = [f"--{flag.name}={flag.value}" for flag in (BATCH_SIZE, _SECONDS, _REPEATS, _WARMUP_BATCHES)]
-    print(f"machine   {about['cpu']}, {about['cores']} cores; GPU: {', '.join(about['gpus']) or 'none'}")
-    print("software  " + ", ".join(f"{name} {version}" for name, version in about["versions"].items()))
+    machine.print_lines(about)
     reports = sweep.run(dataset, input_flags.as_arguments(input_flags.FILES.value), arguments)
     if _JSON.value:
         with open(_JSON.value, "w", encoding="utf-8") as stream:
@@ -113,16 +111,14 @@ def check_flags() -> None:
             raise InputError(f"`{name}` must be at least {least}, got {flags.FLAGS[name].value}.")
     if _SECONDS.value <= 0:
         raise InputError(f"`seconds` must be above 0, got {_SECONDS.value}.")
-    for path in (_JSON.value, _PLOT.value):
-        if path and (os.path.isdir(path) or not os.access(os.path.dirname(path) or ".", os.W_OK)):
-            raise InputError(f"Cannot write {path}: it is a folder, or its folder is missing or not writable.")
-    if _PLOT.value and not _PLOT.value.endswith(".png"):
-        raise InputError(f"`plot` must end in .png, got {_PLOT.value}.")
+    for flag, suffix in ((_JSON, ""), (_PLOT, ".png")):
+        if flag.value:
+            console.check_writable(flag.value, flag=flag.name, suffix=suffix)
 
 
 def choose_backends(gpus: list[str]) -> list[str]:
     """Returns the rows to measure; those that need a GPU only where TensorFlow sees one."""
-    usable = bool(gpus) and tensorflow_sees_a_gpu()
+    usable = bool(gpus) and machine.tensorflow_sees_a_gpu()
     if _BACKENDS.value is None:
         if gpus and not usable:
             print("The GPU rows are left out: TensorFlow sees no GPU. For them: make install GPU=1")
@@ -137,12 +133,6 @@ def choose_backends(gpus: list[str]) -> list[str]:
             "Where there is one: make install GPU=1"
         )
     return list(dict.fromkeys(_BACKENDS.value))
-
-
-def tensorflow_sees_a_gpu() -> bool:
-    """Asks TensorFlow in a process of its own, so that this one never holds the GPU."""
-    code = "import sys, tensorflow as tf; sys.exit(not tf.config.list_physical_devices('GPU'))"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
 
 
 def compare_images() -> dict[str, float]:

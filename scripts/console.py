@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import shlex
 import signal
 import sys
 import tempfile
@@ -91,6 +92,25 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     if not console.is_terminal:
         console.width = 200  # a file or a pipe has no width: never cut a column
     console.print(table)
+
+
+def check_writable(path: str, *, flag: str, suffix: str = "") -> None:
+    """Raises InputError where the file that `flag` names cannot be written: before an hour of measuring, not after it."""
+    folder = os.path.dirname(path) or "."
+    if suffix and not path.endswith(suffix):
+        raise InputError(f"`{flag}` must end in {suffix}, got {path}.")
+    if os.path.isdir(path):
+        raise InputError(f"`{flag}` {path} is a folder: name a file.")
+    if not os.path.isdir(folder):
+        raise InputError(f"`{flag}` {path}: there is no folder {folder}. Make it: mkdir -p {shlex.quote(folder)}")
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder):
+            pass
+        if os.path.exists(path):
+            with open(path, "ab"):
+                pass
+    except OSError as error:
+        raise InputError(f"`{flag}` {path} cannot be written: {error.strerror}. Name a file where you may write.") from error
 
 
 def print_rows(rows: Iterable[tuple[str, str]]) -> None:

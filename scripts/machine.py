@@ -6,6 +6,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 
 _PACKAGES = {
     "TensorFlow": "tensorflow",
@@ -31,6 +32,12 @@ def describe() -> dict:
     }
 
 
+def print_lines(about: dict) -> None:
+    """Prints what `describe` found, in two lines."""
+    print(f"machine   {about['cpu']}, {about['cores']} cores; GPU: {', '.join(about['gpus']) or 'none'}")
+    print("software  " + ", ".join(f"{name} {version}" for name, version in about["versions"].items()))
+
+
 def _cpu_name() -> str:
     with open("/proc/cpuinfo", encoding="utf-8") as stream:
         for line in stream:
@@ -46,3 +53,9 @@ def _gpu_names() -> list[str]:
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     return process.stdout.strip().splitlines() if process.returncode == 0 else []
+
+
+def tensorflow_sees_a_gpu() -> bool:
+    """Asks TensorFlow in a process of its own, so that this one never holds the GPU."""
+    code = "import sys, tensorflow as tf; sys.exit(not tf.config.list_physical_devices('GPU'))"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0

@@ -47,6 +47,57 @@ def plot_throughput(report: dict, *, work: str, path: str) -> None:
     plt.close(figure)
 
 
+def plot_stages(report: dict, *, names: dict[str, str], path: str) -> None:
+    """Plots what each stage costs: a stacked bar for each backend, in time and in CPU time."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    stages = report["stages"]
+    panels = {
+        "seconds_per_1000_images": "seconds per 1000 images",
+        "cpu_seconds_per_1000_images": "CPU seconds per 1000 images, all threads",
+    }
+    figure, all_axes = plt.subplots(1, 2, figsize=(13, 3.2 + 0.8 * len(stages)), layout="constrained", sharey=True)
+    colours = dict(zip(names, plt.get_cmap("tab10").colors, strict=False))
+    for axes, (measure, title) in zip(all_axes, panels.items(), strict=True):
+        widest = max(sum(max(0.0, row[measure]["median"]) for row in rows.values()) for rows in stages.values())
+        for position, rows in enumerate(stages.values()):
+            left = 0.0
+            for stage, row in rows.items():
+                width = max(0.0, row[measure]["median"])
+                axes.barh(position, width, left=left, color=colours[stage], label=names[stage], height=0.6)
+                if width > 0.06 * widest:
+                    axes.text(left + width / 2, position, f"{width:.2f}", ha="center", va="center", color="white", fontsize=9)
+                left += width
+            if measure == "seconds_per_1000_images":
+                whole = list(rows.values())[-1]["images_per_second"]["median"]
+                axes.text(left + 0.01 * widest, position, f"{whole:,.0f} images/s", va="center", fontsize=10)
+        axes.set_xlim(0, 1.25 * widest if measure == "seconds_per_1000_images" else 1.05 * widest)
+        axes.set_title(f"{title} (less is better)", fontsize=11)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="x", alpha=0.3)
+        axes.set_axisbelow(True)
+    all_axes[0].set_yticks(range(len(stages)), list(stages), fontsize=11)
+    all_axes[0].invert_yaxis()
+    found = dict(zip(*reversed(all_axes[0].get_legend_handles_labels()), strict=True))
+    in_turn = [name for name in names.values() if name in found]
+    figure.legend([found[name] for name in in_turn], in_turn, loc="outside right upper", frameon=False)
+    figure.suptitle("What each stage of the input costs", fontsize=14, fontweight="bold")
+    versions = report["versions"]
+    gpus = f", {', '.join(report['gpus'])}" if report["gpus"] else ", no GPU"
+    note = (
+        f"Medians of {report['repeats']} windows of {report['seconds']:g} s of the pipeline cut after each stage. "
+        f"{report['num_records']:,} records, order {report['order']}, batch {report['batch_size']}. "
+        f"Machine: {report['cpu']}, {report['cores']} cores{gpus}. "
+        f"TensorFlow {versions['TensorFlow']}, DALI {versions['DALI']}, {report['date'][:10]}."
+    )
+    figure.supxlabel("\n".join(textwrap.wrap(note, 150)), fontsize=8, color="#444444")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 def plot_orders(orders: dict, *, path: str) -> None:
     """Plots where each stored record is served, for each order: a line is no mixing, an even cloud is perfect mixing."""
     import matplotlib
