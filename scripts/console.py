@@ -174,6 +174,37 @@ class IndexProgress:
             self.print_fault(file, fault)
 
 
+class Elapsed:
+    """Progress of work that is bounded by time, on stderr: a bar on a terminal, nothing elsewhere (a context manager)."""
+
+    def __init__(self, what: str, *, seconds: float | None) -> None:
+        console = Console(stderr=True)
+        self._seconds = seconds
+        self._start = time.monotonic()
+        self._bar = Progress(
+            TextColumn(what),
+            BarColumn(bar_width=30),
+            TextColumn("{task.fields[text]}"),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task(what, total=seconds, text="")
+
+    def __enter__(self) -> "Elapsed":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def show(self, text: str) -> None:
+        """Shows what is being done."""
+        done = time.monotonic() - self._start
+        left = f", {format_seconds(max(0.0, self._seconds - done))} left" if self._seconds is not None else ""
+        self._bar.update(self._task, completed=done, text=f"{text}{left}")
+
+
 def format_seconds(seconds: float) -> str:
     """Returns a span of time as text: "45 s", "3 min 05 s", "2 h 10 min"."""
     whole = round(seconds)
