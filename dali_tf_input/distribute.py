@@ -1,12 +1,15 @@
 """Feeding `tf.distribute`: one pipeline per replica, disjoint shards, batches on the replica's own device."""
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import keras
 import tensorflow as tf
 
 from dali_tf_input.dataset import Options, choose_options, make_dataset
+from dali_tf_input.failures import explain
 from dali_tf_input.options import DaliOptions, TfDataOptions
 from dali_tf_input.order import Position
 from dali_tf_input.sharding import Shard, replica_batch_size, steps_per_epoch
@@ -35,6 +38,34 @@ class Distributed(NamedTuple):
     position: Position
     spec: InputSpec
     global_batch_size: int
+
+    @contextlib.contextmanager
+    def explain_errors(self, model: keras.Model | None = None) -> Iterator[None]:
+        """Names the record, where one stops what iterates the dataset: ``with train.explain_errors(model): model.fit(...)``.
+
+        Args:
+          model: the Keras model that is trained, by whose optimizer the steps are counted. Without it more records have to be
+            looked at.
+
+        Raises:
+          BadRecordError: (an InputError) a record cannot be read or decoded; the text holds its file, its number and the command
+            that leaves it out.
+          InputError: the input stopped, but no record was found within a minute.
+        """
+        start, done = self.position.step, _count_steps(model)
+        try:
+            yield
+        except tf.errors.OpError as error:
+            counted = model is not None or not self.spec.repeat
+            step = start + _count_steps(model) - done if counted else None
+            found = explain(error, self.spec, self.options, step=step, global_batch_size=self.global_batch_size)
+            if found is None:
+                raise
+            raise found from error
+
+
+def _count_steps(model: keras.Model | None) -> int:
+    return int(model.optimizer.iterations.numpy()) if model is not None else 0
 
 
 def enable_memory_growth() -> int:
@@ -140,7 +171,13 @@ def distribute(
             lambda context: make_shard(Shard(context.input_pipeline_id, context.num_input_pipelines)),
             _input_options(strategy, options, on_replica=on_replica),
         )
-    found = first_batch_devices(dataset, strategy)
+    try:
+        found = first_batch_devices(dataset, strategy)
+    except InputError as error:
+        if isinstance(error.__cause__, tf.errors.OpError):
+            bad = explain(error.__cause__, spec, options, step=start_step, global_batch_size=global_batch_size)
+            raise (bad or error) from error.__cause__
+        raise
     if strategy is not None and found != devices:
         warnings.warn(
             f"The first batch arrived on {', '.join(found)}, the replicas are on {', '.join(devices)}: every batch is copied "

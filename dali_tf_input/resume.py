@@ -122,7 +122,8 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
           What each `fit` returned: none, one or two.
 
         Raises:
-          InputError: see `restore`; `steps_per_execution` does not divide the steps; the strategy is none for `fit`.
+          InputError: see `restore`; `steps_per_execution` does not divide the steps; the strategy is none for `fit`; or a record
+            stops the input, which `Distributed.explain_errors` then names.
         """
         if isinstance(model.distribute_strategy, tf.distribute.MultiWorkerMirroredStrategy):
             raise InputError(
@@ -145,8 +146,8 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
         while self.step < epochs * steps:
             epoch, done = divmod(self.step, steps)
             before = self.step
-            histories.append(
-                model.fit(
+            with self._train.explain_errors(model):
+                history = model.fit(
                     self._train.dataset,
                     initial_epoch=epoch,
                     epochs=epoch + 1 if done else epochs,
@@ -155,7 +156,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
                     callbacks=callbacks,
                     **arguments,
                 )
-            )
+            histories.append(history)
             if model.stop_training or self.step == before:
                 break
         return histories

@@ -2,14 +2,17 @@
 
 usage: train.py --files='path/train-*' --validation_files='path/validation-*' [--backend=auto] [--replicas=1]
                 [--strategy=mirrored] [--order=global] [--resume=FOLDER [--save_every=N]]
+                [--options=tuned.json] [--profile_input]
                 [--auto_augment=rand] [--mixup=0.2] [--cutmix=1] [--label_smoothing=0.1] [...]
 
 The number of classes comes from --num_classes, from labels.txt beside the first file (one name a line), or from the highest label
 that the index step saw. With --resume a run that was stopped, by whatever, goes on where FOLDER says it was.
 """
 
+import contextlib
 import dataclasses
 import os
+import shlex
 import time
 
 import numpy as np
@@ -17,13 +20,14 @@ from absl import flags
 
 import console
 import input_flags
-from dali_tf_input import DaliOptions, DatasetSpec, InputError, InputSpec, Preprocess, TfDataOptions
+from dali_tf_input import DaliOptions, DatasetSpec, InputError, InputSpec, Preprocess, TfDataOptions, load_options
 
 tf = console.import_tensorflow()
 import keras  # noqa: E402  (after TensorFlow, whose chatter is held back)
 
 import multi_worker  # noqa: E402
 from dali_tf_input.distribute import Distributed, distribute, enable_memory_growth  # noqa: E402
+from dali_tf_input.input_profile import InputProfile  # noqa: E402
 from dali_tf_input.resume import Resume  # noqa: E402
 from mixing import Mixing  # noqa: E402
 
@@ -36,6 +40,7 @@ _BACKENDS = {
 
 _VALIDATION_FILES = flags.DEFINE_multi_string("validation_files", [], "TFRecord files of the validation split.")
 _BACKEND = flags.DEFINE_enum("backend", "auto", list(_BACKENDS), "What feeds the network; auto chooses for this machine.")
+_OPTIONS = flags.DEFINE_string("options", None, "Options that scripts/tune.py found, a .json file, instead of --backend.")
 _REPLICAS = flags.DEFINE_integer("replicas", 1, "Copies of the network: GPUs, or logical CPU devices where there is no GPU.")
 _STRATEGY = flags.DEFINE_enum(
     "strategy", "mirrored", ["mirrored", "multi_worker"], "multi_worker: this process is a worker, TF_CONFIG says which."
@@ -54,6 +59,8 @@ _SERVICE = flags.DEFINE_string("service", None, "tf.data service that preprocess
 _RESUME = flags.DEFINE_string("resume", None, "Folder that keeps the state of training, to go on from after a stop.")
 _SAVE_EVERY = flags.DEFINE_integer("save_every", None, "Steps after which that state is saved; by default those of an epoch.")
 _SAVE = flags.DEFINE_string("save", None, "Where the trained model goes, a .keras file; for predict.py.")
+_PROFILE_INPUT = flags.DEFINE_boolean("profile_input", False, "Measure how long the network waits for input, and advise.")
+_LITTLE = 0.05  # of a step: what waiting less than that costs is not told from noise
 HEADER = f"{'epoch':>5} {'loss':>8} {'accuracy':>9} {'val_loss':>9} {'val_accuracy':>13} {'images/s':>9}"
 
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the network's weights and of order, crops and mirrors.")
@@ -70,6 +77,10 @@ def main(arguments: list[str]) -> int:
         raise InputError(f"`mixup` must be at least 0 and `cutmix` in [0, 1], got {_MIXUP.value} and {_CUTMIX.value}.")
     if _STRATEGY.value == "multi_worker" and (_MIXUP.value or _CUTMIX.value or _REPLICAS.value != 1):
         raise InputError("--mixup, --cutmix and --replicas are for --strategy=mirrored only.")
+    if _OPTIONS.value and _BACKEND.present:
+        raise InputError("--options says which backend it is: leave out --backend.")
+    if _PROFILE_INPUT.value and _STRATEGY.value == "multi_worker":
+        raise InputError("--profile_input is for --strategy=mirrored only: it is a callback of Keras's fit.")
     if _RESUME.value and _ORDER.value != "global":
         raise InputError(f"--resume takes an order that is planned: --order=global, got {_ORDER.value}.")
     if _SAVE_EVERY.value is not None and not _RESUME.value:
@@ -92,11 +103,11 @@ def main(arguments: list[str]) -> int:
         one_hot=one_hot,
         label_smoothing=_LABEL_SMOOTHING.value,
     )
-    options = _BACKENDS[_BACKEND.value]
+    options = load_options(_OPTIONS.value) if _OPTIONS.value else _BACKENDS[_BACKEND.value]
     if _SERVICE.value:
         if isinstance(options, DaliOptions):
-            raise InputError(f"--service is for --backend=tf_data, got {_BACKEND.value}.")
-        options = TfDataOptions(service=_SERVICE.value)
+            raise InputError(f"--service is for the tf.data backend, got {options!r}.")
+        options = dataclasses.replace(options or TfDataOptions(), service=_SERVICE.value)
     train = distribute(
         spec,
         options,
@@ -129,11 +140,12 @@ def main(arguments: list[str]) -> int:
         if resume.step:
             print(f"resume      after step {resume.step:,} of {_EPOCHS.value * train.steps_per_epoch:,}, from {_RESUME.value}")
         trained(np.zeros((1, _IMAGE_SIZE.value, _IMAGE_SIZE.value, 3), np.float32))  # makes its variables
-    if _STRATEGY.value == "multi_worker":
-        multi_worker.check_agreement(strategy, train.position.step)
-        fit_as_worker(strategy, trained, train, validation, resume)
-    else:
-        fit(trained, train, validation, resume, num_classes)
+    with train.explain_errors(trained), validation.explain_errors() if validation else contextlib.nullcontext():
+        if _STRATEGY.value == "multi_worker":
+            multi_worker.check_agreement(strategy, train.position.step)
+            fit_as_worker(strategy, trained, train, validation, resume)
+        else:
+            fit(trained, train, validation, resume, num_classes)
     if _SAVE.value and is_chief:
         model.save(_SAVE.value)
         print(f"model in {_SAVE.value}")
@@ -142,10 +154,11 @@ def main(arguments: list[str]) -> int:
 
 def fit(model: keras.Model, train: Distributed, validation: Distributed | None, resume: Resume | None, num_classes: int) -> None:
     """Trains by Keras's `fit`, from where `resume` stands."""
+    profile = [InputProfile(train.dataset)] if _PROFILE_INPUT.value else []
     arguments = {
         "validation_data": validation.dataset if validation else None,
         "verbose": 0,
-        "callbacks": [EpochLine(_GLOBAL_BATCH_SIZE.value)],
+        "callbacks": [*profile, EpochLine(_GLOBAL_BATCH_SIZE.value)],
     }
     if resume:
         fits = resume.fit(model, epochs=_EPOCHS.value, **arguments)
@@ -161,6 +174,8 @@ def fit(model: keras.Model, train: Distributed, validation: Distributed | None, 
         ]
     if fits:
         print_result(fits, num_classes)
+        for one in profile:
+            print(advise(one))
     else:
         print(f"Nothing to do: {resume.step // train.steps_per_epoch} epochs are done.")
 
@@ -254,18 +269,18 @@ class EpochLine(keras.callbacks.Callback):
         if self._begun:  # another `fit` of the same run
             return
         self._begun = True
-        print(HEADER)
+        print(HEADER + (f" {'input_wait':>11}" if _PROFILE_INPUT.value else ""))
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         self._start = time.perf_counter()
         self._train_seconds = 0.0
 
-    def on_test_begin(self, logs: dict | None = None) -> None:
-        self._train_seconds = time.perf_counter() - self._start  # Keras validates inside the epoch
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+        self._train_seconds = time.perf_counter() - self._start  # what comes after, validation say, does not count
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        seconds = self._train_seconds or time.perf_counter() - self._start
-        print(format_epoch(epoch, logs or {}, self.params["steps"] * self._images_per_step / seconds))
+        line = format_epoch(epoch, logs or {}, self.params["steps"] * self._images_per_step / self._train_seconds)
+        print(line + (f" {logs['input_wait']:>11.0%}" if logs and "input_wait" in logs else ""), flush=True)
 
 
 def format_epoch(epoch: int, logs: dict[str, float], images_per_second: float) -> str:
@@ -282,6 +297,28 @@ def print_result(fits: list[keras.callbacks.History], num_classes: int) -> None:
     print(f"training loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} epochs")
     if "val_accuracy" in fits[-1].history:
         print(f"validation accuracy {fits[-1].history['val_accuracy'][-1]:.1%}; guessing would give about {1 / num_classes:.1%}")
+
+
+def advise(profile: InputProfile) -> str:
+    """Says in a sentence or two whether a faster input would help, by the epochs after the first (which warms up)."""
+    epochs = [epoch for epoch in profile.epochs if epoch.steps]
+    epochs = epochs[1:] or epochs
+    if not epochs:
+        return "input: too few steps an epoch to say whether the network waits for it."
+    step = sum(epoch.step_seconds for epoch in epochs) / len(epochs)
+    cached = sum(epoch.cached_step_seconds for epoch in epochs) / len(epochs)
+    wait = max(0.0, 1 - cached / step)
+    took = f"{1000 * step:.1f} ms ({1000 * cached:.1f} ms on a cached batch)"
+    text = f"input: the network waits for it {wait:.0%} of a step of {took}."
+    if wait < _LITTLE:
+        return f"{text} It is fed well: faster input would gain that much at most."
+    files = " ".join(shlex.quote(argument) for argument in input_flags.as_arguments(input_flags.FILES.value))
+    size = f"--image_size={_IMAGE_SIZE.value} --batch_size={_GLOBAL_BATCH_SIZE.value} --order={_ORDER.value}"
+    return (
+        f"{text} With input that is always there training would be {step / cached:.2f} times as fast.\n"
+        f"  what costs:      scripts/profile_stages.py {files} {size}\n"
+        f"  faster options:  scripts/tune.py {files} {size}"
+    )
 
 
 def count_classes(records: DatasetSpec) -> int:

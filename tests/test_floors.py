@@ -16,10 +16,10 @@ FLOORS = [
     {"spec", "index_folder"},
     {"index"},
     {"dali_images", "tf_augment", "tf_images", "record_stream"},
-    {"dali_backend", "tf_data_backend"},
-    {"dataset", "decoders"},
+    {"dali_backend", "decoders", "tf_data_backend"},
+    {"dataset", "failures"},
     {"distribute", "index_worker", "predict"},
-    {"resume"},
+    {"input_profile", "resume"},
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 TENSORFLOW_FROM = 5  # floors below it import neither TensorFlow nor DALI

@@ -1,0 +1,256 @@
+"""When a record stops training: which one it was, in which file, and the command that leaves it out.
+
+TensorFlow's error names an operation and DALI's at best a byte offset. But a planned order is arithmetic: from the step that
+failed follow its records, and those are looked at here one by one; without a plan all of them are, for a minute at most.
+"""
+
+import glob
+import itertools
+import logging
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import tensorflow as tf
+
+from dali_tf_input.checks import BadImage, Checks
+from dali_tf_input.decoders import make_decode, read_header
+from dali_tf_input.example import decode_example
+from dali_tf_input.files import find_files, index_command, index_dir_of
+from dali_tf_input.manifest import read_index
+from dali_tf_input.options import DaliOptions, TfDataOptions
+from dali_tf_input.order import Steps, shuffle
+from dali_tf_input.spec import DatasetSpec, InputSpec
+from dali_tf_input.tfrecord import Fault, InputError, find_records, read_record
+
+_logger = logging.getLogger("dali_tf_input")
+
+_LONGEST_SEARCH = 60.0  # seconds
+_STEPS_AHEAD = 12  # that pipelines may have read when they fail: their queues, and `steps_per_execution`
+_END_OF_JPEG = b"\xff\xd9"
+_OF_INPUT = re.compile(r"GetNext|DALI|nvidia\.dali|nvImageCodec|Jpeg|Parse\w*Example|(corrupted|truncated) record", re.IGNORECASE)
+_DALI_PLACE = re.compile(r"Failed to decode sample #\d+ : (.+) at index (\d+)$", re.MULTILINE)
+
+
+class BadRecordError(InputError):
+    """A record stopped the input.
+
+    Attributes:
+      file: the TFRecord file it is in.
+      fault: what is wrong with it, and where it is; its `record` counts from 0, with those that the index leaves out.
+    """
+
+    def __init__(self, file: str, fault: Fault, command: str) -> None:
+        super().__init__(
+            f"{file}: record {fault.record:,}, byte {fault.offset:,}: {fault.reason}: {fault.detail} It stopped the input. "
+            f"Leave out what is bad: {command}"
+        )
+        self.file = file
+        self.fault = fault
+
+
+def explain(
+    error: tf.errors.OpError,
+    spec: InputSpec,
+    options: DaliOptions | TfDataOptions,
+    *,
+    step: int | None,
+    global_batch_size: int,
+    longest_search: float = _LONGEST_SEARCH,
+) -> InputError | None:
+    """Finds the record that stopped a pipeline.
+
+    Args:
+      error: what TensorFlow raised.
+      spec: of the pipeline.
+      options: of the pipeline; its backend's decoder is asked.
+      step: the step of training that failed, if it is known.
+      global_batch_size: images in a step.
+      longest_search: seconds after which the search ends.
+
+    Returns:
+      A `BadRecordError`; an InputError that holds the command where the error is of the input but no record was found; None
+      where the error is not of the input.
+    """
+    message = str(error.message or "")
+    if isinstance(error, tf.errors.ResourceExhaustedError | tf.errors.CancelledError) or not _OF_INPUT.search(message):
+        return None
+    dataset = spec.dataset
+    index_dir = index_dir_of(dataset.files[0], dataset.index_files[0])
+    command = index_command(_pattern_of(dataset.files), index_dir=index_dir, arguments=["--verify=decode", "--on_bad=skip"])
+    _logger.warning("The input stopped: looking for the record that did it (%.0f s at most).", longest_search)
+    search = _Search(dataset, "dali" if isinstance(options, DaliOptions) else "tf_data", longest_search)
+    found = search.look_at_place(message) or search.look_at(_likely(spec, step, global_batch_size)) or search.look_at_all()
+    if found:
+        return BadRecordError(*found, command)
+    return InputError(
+        f"The input stopped, and none of {search.looked_at:,} records that were looked at is bad: {message.splitlines()[0]} "
+        f"Check them all: {command}"
+    )
+
+
+def _pattern_of(files: tuple[str, ...]) -> str | tuple[str, ...]:
+    """Returns a pattern of exactly these files, where a common start makes one: more than 1% bad of all is less of one file."""
+    start = os.path.commonprefix(files)  # noqa: RUF071 (of characters, as meant)
+    pattern = glob.escape(start) + "*"
+    if len(files) == 1 or os.path.dirname(start) != os.path.dirname(files[0]) or not os.path.basename(start):
+        return files
+    return pattern if find_files(pattern) == files else files
+
+
+def _likely(spec: InputSpec, step: int | None, global_batch_size: int) -> list[int]:
+    """Returns the records of the step that failed and of those around it, the likeliest first; none where nothing is planned."""
+    if not spec.planned or step is None:
+        return []
+    num_records = spec.dataset.num_records
+    steps = Steps(num_records=num_records, batch_size=global_batch_size, num_shards=1, padded=not spec.repeat)
+    near = [step + ahead for ahead in range(_STEPS_AHEAD + 1)] + [step - 1, step - 2]
+    first_of_files = np.cumsum([0, *spec.dataset.records_per_file[:-1]])
+    orders: dict[int, np.ndarray] = {}  # by epoch
+    records: list[int] = []
+    for number in near:
+        epoch, within = divmod(number, steps.per_epoch)
+        if number < 0 or (epoch and not spec.repeat):
+            continue
+        places = np.arange(within * global_batch_size, min((within + 1) * global_batch_size, num_records))
+        if spec.order != "global":
+            records += places.tolist()
+            continue
+        if epoch not in orders:
+            orders[epoch] = shuffle(
+                num_records, seed=spec.seed, epoch=epoch, fragment_size=spec.fragment_size, first_of_files=first_of_files
+            )
+        records += orders[epoch][places].tolist()
+    return records
+
+
+class _Search:
+    """Looks at records, each as deep as it takes to refuse or accept it, until time is out."""
+
+    def __init__(self, dataset: DatasetSpec, decoder: str, seconds: float) -> None:
+        self._dataset = dataset
+        self._checks = Checks(verify="decode", decoder=decoder)  # type: ignore[arg-type]
+        self._decode = make_decode(self._checks)
+        self._end = time.monotonic() + seconds
+        self._first_of_files = np.cumsum([0, *dataset.records_per_file])
+        self._indexes: dict[int, list[tuple[int, int]]] = {}
+        self._seen: set[int] = set()
+
+    @property
+    def looked_at(self) -> int:
+        """How many records were looked at."""
+        return len(self._seen)
+
+    def look_at_place(self, message: str) -> tuple[str, Fault] | None:
+        """Looks at the record that DALI's message names by file and byte."""
+        place = _DALI_PLACE.search(message)
+        if not place or place[1] not in self._dataset.files:
+            return None
+        number = self._dataset.files.index(place[1])
+        offsets = [offset for offset, _ in self._index(number)]
+        row = int(np.searchsorted(offsets, int(place[2]), side="right")) - 1
+        fault = self._find_fault(int(self._first_of_files[number]) + row)
+        if fault is None and row >= 0:  # DALI refused what its decoder takes here: believe it
+            offset, size = self._index(number)[row]
+            fault = Fault(record=None, offset=offset, size=size, reason="damaged image", detail="DALI refused to decode it.")
+        return (place[1], self._number(place[1], fault)) if fault else None
+
+    def look_at(self, records: Iterable[int]) -> tuple[str, Fault] | None:
+        """Looks at records by their numbers among all; returns the file and the fault of the first bad one."""
+        for record in records:
+            if time.monotonic() > self._end:
+                return None
+            fault = self._find_fault(record)
+            if fault:
+                file = self._dataset.files[self._file_of(record)]
+                return file, self._number(file, fault)
+        return None
+
+    def look_at_all(self) -> tuple[str, Fault] | None:
+        """Looks at all records: first at their headers and ends, which is fast, then by decoding them."""
+        end, now = self._end, time.monotonic()
+        total = self._dataset.num_records
+        self._end = now + (end - now) / 2
+        found = self.look_at(self._suspects(total))
+        self._end = end
+        return found or self.look_at(record for record in range(total) if record not in self._seen)
+
+    def _suspects(self, total: int) -> Iterator[int]:
+        """Yields the records whose look from outside is not that of a sound image."""
+        for record in range(total):
+            if time.monotonic() > self._end:
+                return
+            if record not in self._seen and self._looks_wrong(record):
+                yield record
+
+    def _looks_wrong(self, record: int) -> bool:
+        try:
+            features = decode_example(self._read(record))
+            encoded = features[self._dataset.image_key][1][0]
+            kind, _, _ = read_header(encoded)
+            return self._dataset.label_key not in features or (kind.endswith("JPEG") and _END_OF_JPEG not in encoded[-64:])
+        except (InputError, BadImage, KeyError, IndexError, TypeError, OSError):
+            return True
+
+    def _find_fault(self, record: int) -> Fault | None:
+        """Looks at one record; the fault's record number is not known yet."""
+        self._seen.add(record)
+        file = self._file_of(record)
+        offset, size = self._index(file)[record - int(self._first_of_files[file])]
+
+        def fault(reason: str, detail: str) -> Fault:
+            return Fault(record=None, offset=offset, size=size, reason=reason, detail=detail)
+
+        try:
+            features = decode_example(self._read(record))
+        except (InputError, OSError) as error:
+            return fault("unreadable", str(error))
+        for what, key, kind in (
+            ("image", self._dataset.image_key, "bytes_list"),
+            ("label", self._dataset.label_key, "int64_list"),
+        ):
+            found, values = features.get(key, (None, []))
+            if found != kind or len(values) != 1:
+                return fault(f"{what} missing", f"`{what}_key` '{key}' must be {kind} of 1 value, found {found or 'none'}.")
+        encoded = features[self._dataset.image_key][1][0]
+        if not encoded:
+            return fault("empty image", f"`image_key` '{self._dataset.image_key}' holds 0 bytes.")
+        try:
+            self._decode(encoded)
+        except BadImage as bad:
+            return fault(bad.reason, bad.detail)
+        return None
+
+    def _read(self, record: int) -> bytes:
+        file = self._file_of(record)
+        offset, _ = self._index(file)[record - int(self._first_of_files[file])]
+        return read_record(self._dataset.files[file], offset)
+
+    def _file_of(self, record: int) -> int:
+        return int(np.searchsorted(self._first_of_files, record, side="right")) - 1
+
+    def _index(self, file: int) -> list[tuple[int, int]]:
+        if file not in self._indexes:
+            if len(self._indexes) > 64:
+                self._indexes.clear()  # of thousands of files not all at once
+            self._indexes[file] = read_index(self._dataset.index_files[file])
+        return self._indexes[file]
+
+    def _number(self, file: str, fault: Fault) -> Fault:
+        """Returns the fault with the number of its record in the file, counted as the index step counts."""
+        number = 0
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            for found in find_records(file, descriptor):
+                if isinstance(found, Fault):
+                    number += 1
+                    continue
+                before = list(itertools.takewhile(lambda place: place[0] < fault.offset, found))
+                number += len(before)
+                if len(before) < len(found):
+                    break
+        finally:
+            os.close(descriptor)
+        return Fault(record=number, offset=fault.offset, size=fault.size, reason=fault.reason, detail=fault.detail)
