@@ -17,7 +17,7 @@ INDEX_FLAG := $(if $(INDEX_DIR),--index_dir='$(INDEX_DIR)')
 READY := $(INSTALLED) $(if $(DATA),,$(SAMPLE)/.complete)
 
 .DEFAULT_GOAL := help
-.PHONY: help install data index compare train doctor test test-gpu check format clean
+.PHONY: help install data index compare train doctor profile tune preview soak gpu-check test test-gpu check format clean
 
 help:  ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F '\t' '{ printf "  make %-10s %s\n", $$1, $$2 }'
@@ -43,6 +43,31 @@ train: $(READY)  ## Train a small network: make train DATA='path/train-*' VALIDA
 	@$(RUN) scripts/index_tfrecords.py $(INDEX_FLAG) '$(FILES)' $(if $(VALIDATION_FILES),'$(VALIDATION_FILES)')
 	@$(RUN) scripts/train.py --files='$(FILES)' \
 		$(if $(VALIDATION_FILES),--validation_files='$(VALIDATION_FILES)') $(INDEX_FLAG) $(ARGS)
+
+profile: $(READY)  ## What each stage of the input costs, and which setting helps: make profile DATA='path/train-*'
+	@$(RUN) scripts/index_tfrecords.py $(INDEX_FLAG) '$(FILES)' > /dev/null
+	@mkdir -p results
+	@$(RUN) scripts/profile_stages.py --files='$(FILES)' $(INDEX_FLAG) \
+		--json=results/stages.json --plot=results/stages.png $(ARGS)
+
+tune: $(READY)  ## The fastest options for this machine and these files, in results/tuned.json
+	@$(RUN) scripts/index_tfrecords.py $(INDEX_FLAG) '$(FILES)' > /dev/null
+	@mkdir -p results
+	@$(RUN) scripts/tune.py --files='$(FILES)' $(INDEX_FLAG) --out=results/tuned.json $(ARGS)
+
+preview: $(READY)  ## What the model sees: a contact sheet in results/preview.png
+	@$(RUN) scripts/index_tfrecords.py $(INDEX_FLAG) '$(FILES)' > /dev/null
+	@mkdir -p results
+	@$(RUN) scripts/preview.py --files='$(FILES)' $(INDEX_FLAG) --out=results/preview.png $(ARGS)
+
+soak: $(INSTALLED)  ## A million images through each backend, and more: that nothing grows
+	@mkdir -p results
+	@$(RUN) scripts/soak.py --json=results/soak.json --plot=results/soak.png $(ARGS)
+
+gpu-check: $(READY)  ## On a machine with a GPU: check and measure all of it; benchmarks/gpu.json and the README's table
+	@$(RUN) scripts/index_tfrecords.py $(INDEX_FLAG) '$(FILES)' > /dev/null
+	@$(RUN) scripts/gpu_check.py --files='$(FILES)' $(INDEX_FLAG) $(ARGS)
+	@$(RUN) scripts/gpu_table.py
 
 test: $(INSTALLED)  ## Run the tests (those that need a GPU: make test-gpu)
 	@$(RUN) -m pytest -n 2 --dist=worksteal $(ARGS)

@@ -98,6 +98,40 @@ def plot_stages(report: dict, *, names: dict[str, str], path: str) -> None:
     plt.close(figure)
 
 
+def plot_soak(report: dict, parts: dict[str, str], *, path: str) -> None:
+    """Plots the memory of each part's processes over its work; what is grey is warm-up and was not judged."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, all_axes = plt.subplots(1, len(parts), figsize=(14, 4.4), layout="constrained", sharey=True)
+    for axes, (part, title) in zip(all_axes, parts.items(), strict=True):
+        for name, samples in report["samples"][part].items():
+            done, memory = [sample[0] for sample in samples], [sample[1] / 1e6 for sample in samples]
+            axes.plot(done, memory, color=_COLOURS.get(name, "grey"), linewidth=1.6, label=name)
+        axes.axvspan(0, 0.2 * max(done), color="#dddddd", alpha=0.6, linewidth=0)
+        axes.set_xlim(0, max(done))
+        axes.set_ylim(0, None)
+        axes.set_xlabel(title)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", alpha=0.3)
+    all_axes[0].set_ylabel("memory of the process, MB")
+    all_axes[0].xaxis.set_major_locator(plt.MaxNLocator(4))
+    all_axes[0].legend(frameon=False, loc="lower right")
+    figure.suptitle("Memory over a long run", fontsize=14, fontweight="bold")
+    versions = report["versions"]
+    note = (
+        f"Each line a process of its own, TensorFlow's own memory included; grey: warm-up. Order {report['order']}. "
+        f"{report['cpu']}, {report['cores']} cores; TensorFlow {versions['TensorFlow']}, DALI {versions['DALI']}, "
+        f"{report['date'][:10]}."
+    )
+    figure.supxlabel(note, fontsize=8, color="#444444")
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
 def plot_orders(orders: dict, *, path: str) -> None:
     """Plots where each stored record is served, for each order: a line is no mixing, an even cloud is perfect mixing."""
     import matplotlib

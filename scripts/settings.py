@@ -96,13 +96,17 @@ class SettingError(Exception):
 class Worker:
     """A process that measures settings; a new one is started where it died (a context manager)."""
 
-    def __init__(self, log: str) -> None:
+    def __init__(self, log: str, *, files: list[str] | None = None, batch_size: int | None = None) -> None:
         """Makes a worker, not started yet.
 
         Args:
           log: the file that takes what the process writes to stderr.
+          files: the arguments that name the files; None are those of this process.
+          batch_size: images in a batch; None is the flag's.
         """
         self._log = log
+        self._files = files or input_flags.as_arguments(input_flags.FILES.value)
+        self._batch_size = batch_size or backends.BATCH_SIZE.value
         self._process: subprocess.Popen | None = None
         self._crashes = 0
 
@@ -123,13 +127,14 @@ class Worker:
         if self._process is not None:
             return
         arguments = [f"--{flag.name}={str(flag.value).lower()}" for flag in (*backends.WORK_FLAGS, ORDER)]
+        arguments.append(f"--batch_size={self._batch_size}")  # of two the last counts
         with open(self._log, "w", encoding="utf-8") as log:
             self._process = subprocess.Popen(
                 [
                     sys.executable,
                     os.path.join(_FOLDER, "measure_settings.py"),
                     *arguments,
-                    *input_flags.as_arguments(input_flags.FILES.value),
+                    *self._files,
                 ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -70,7 +70,7 @@ def run(dataset: DatasetSpec, files: list[str], arguments: list[str]) -> dict:
     reports, lines = {}, []
     with tempfile.TemporaryDirectory() as folder:
         for number, work in enumerate(console.progress(WORKS, what="comparing", total=len(WORKS))):
-            patterns = files if work.size is None else [f"--files={_resized(dataset, work.size, folder)}"]
+            patterns = files if work.size is None else [f"--files={resized(dataset, work.size, folder)}"]
             results = os.path.join(folder, f"{number}.json")
             rows = dict.fromkeys(row for made, references in work.pairs for row in (made, *references))
             command = [sys.executable, os.path.join(os.path.dirname(os.path.abspath(__file__)), "compare_throughput.py")]
@@ -114,7 +114,7 @@ def _features(dataset: DatasetSpec) -> Iterator[dict[str, Any]]:
         yield {key: values[0] for key, (_, values) in decode_example(read_record(file, offset)).items() if values}
 
 
-def _resized(dataset: DatasetSpec, size: tuple[int, int], folder: str) -> str:
+def resized(dataset: DatasetSpec, size: tuple[int, int], folder: str) -> str:
     """Writes the first images of `dataset`, resized, as indexed TFRecords; returns the pattern of their files.
 
     An upright image is turned, so that sizes mean the same for all.
