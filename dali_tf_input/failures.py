@@ -106,7 +106,8 @@ def _likely(spec: InputSpec, step: int | None, global_batch_size: int) -> list[i
         return []
     num_records = spec.dataset.num_records
     steps = Steps(num_records=num_records, batch_size=global_batch_size, num_shards=1, padded=not spec.repeat)
-    near = [step + ahead for ahead in range(_STEPS_AHEAD + 1)] + [step - 1, step - 2]
+    # The optimizer counts its step beside the wait for the batch, so one that failed may be counted or not.
+    near = [step, step - 1, *(step + ahead for ahead in range(1, _STEPS_AHEAD + 1)), step - 2]
     first_of_files = np.cumsum([0, *spec.dataset.records_per_file[:-1]])
     orders: dict[int, np.ndarray] = {}  # by epoch
     records: list[int] = []

@@ -5,8 +5,8 @@ usage: gpu_check.py --files=GLOB [--out=benchmarks/gpu.json] [--parts=probe,corr
 
 First what may crash, in a process of its own: decoding only regions on the GPU. Then pixels and labels against the CPU's,
 devices of the tensors, memory over 20 evaluations; then images/s of photos and 1080p, with the hardware decoder's share swept;
-last a training step with and without input. A run with --parts adds to what the file holds already. --rehearse does all of it on the
-CPU, briefly, to see that it runs; its file is no result. `scripts/gpu_table.py` writes the README's table from the file.
+last a training step with and without input. A run with --parts adds to what the file holds already. --rehearse does all of it
+on the CPU, briefly, to see that it runs; its file is no result. `scripts/gpu_table.py` writes the README's table from the file.
 """
 
 import json

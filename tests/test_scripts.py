@@ -701,7 +701,7 @@ def test_compare_throughput_refuses(sample_folder, tmp_path):
     fails(run("compare_throughput.py", sample, "--batch_size=97", cwd=sample_folder), "at most the 96 records, got 97")
     fails(run("compare_throughput.py", sample, "--seconds=0", cwd=sample_folder), "`seconds` must be above 0")
     fails(run("compare_throughput.py", sample, "--repeats=0", cwd=sample_folder), "`repeats` must be at least 1")
-    fails(run("compare_throughput.py", sample, f"--json={tmp_path}/no/x.json", cwd=sample_folder), "folder is missing")
+    fails(run("compare_throughput.py", sample, f"--json={tmp_path}/no/x.json", cwd=sample_folder), "there is no folder")
     fails(run("compare_throughput.py", sample, "--plot=x.svg", cwd=sample_folder), "`plot` must end in .png, got x.svg")
     fails(run("compare_throughput.py", sample, "--backends=tf_data,dali_gpu", cwd=sample_folder), "need an NVIDIA GPU")
 

@@ -1,0 +1,135 @@
+"""Whether training waits for input: right on cases that are made, and nothing of training is changed by asking."""
+
+import time
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from test_scripts import fails, run
+
+from dali_tf_input import DaliOptions, InputError, InputSpec, Preprocess, TfDataOptions
+from dali_tf_input.distribute import distribute
+from dali_tf_input.input_profile import EpochProfile, InputProfile
+
+ROWS = 4  # of a batch
+
+
+def taking(seconds, value):
+    """Returns `value`, a while later; sleeping, so that what is made beside it does not slow it down."""
+
+    def sleep(given):
+        time.sleep(seconds)
+        return given
+
+    return tf.ensure_shape(tf.numpy_function(sleep, [value], value.dtype), value.shape)
+
+
+class Slow(keras.Model):
+    """A model whose training step takes a known time."""
+
+    def __init__(self, seconds):
+        super().__init__()
+        self.layer = keras.layers.Dense(3)
+        self._seconds = seconds
+
+    def call(self, images):
+        return self.layer(images)
+
+    def train_step(self, data):
+        images, labels = data
+        return super().train_step((taking(self._seconds, images), labels))
+
+
+def slow_input(seconds, *, overlapped):
+    """Batches that take a known time each, made beside the step or when they are asked for."""
+    batch = tf.zeros((ROWS, 2)), tf.zeros((ROWS,), tf.int64)
+    dataset = tf.data.Dataset.from_tensors(batch).repeat()
+    dataset = dataset.map(lambda images, labels: (taking(seconds, images), labels))
+    options = tf.data.Options()
+    options.experimental_optimization.inject_prefetch = False
+    return (dataset.prefetch(2) if overlapped else dataset).with_options(options)
+
+
+@pytest.mark.parametrize(
+    ("made", "model", "overlapped", "wait"),
+    [
+        (0.12, 0.03, True, 0.75),  # slow input
+        (0.03, 0.12, True, 0.0),  # slow model
+        (0.08, 0.08, True, 0.0),  # both equal: made beside the step, the input costs nothing
+        (0.08, 0.08, False, 0.5),  # both equal, one after the other
+        (0.03, 0.09, False, 0.25),
+    ],
+)
+def test_right_to_within_5_points(made, model, overlapped, wait):
+    dataset = slow_input(made, overlapped=overlapped)
+    trained = Slow(model)
+    trained.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    profile = InputProfile(dataset, cached_steps=6)
+    history = trained.fit(dataset, steps_per_epoch=16, epochs=2, verbose=0, shuffle=False, callbacks=[profile])
+    assert [epoch.epoch for epoch in profile.epochs] == [0, 1]
+    assert history.history["input_wait"] == [epoch.wait for epoch in profile.epochs]
+    found = min((epoch.wait for epoch in profile.epochs), key=lambda found: abs(found - wait))
+    assert found == pytest.approx(wait, abs=0.05)  # one of the two epochs may meet a hiccup of the machine
+
+
+@pytest.mark.parametrize("num_replicas", [None, 1, 2])
+@pytest.mark.parametrize("options", [TfDataOptions(), DaliOptions(device="cpu")], ids=["tf_data", "dali"])
+def test_training_comes_out_the_same(dataset, options, num_replicas):
+    """Weights, optimizer, learning rate schedule, batch statistics, metrics: equal to the bit with and without it."""
+    found = []
+    for profiled in (False, True):
+        strategy = num_replicas and tf.distribute.MirroredStrategy([f"CPU:{number}" for number in range(num_replicas)])
+        spec = InputSpec(dataset=dataset, preprocess=Preprocess.for_training(8), order="global")
+        train = distribute(spec, options, strategy=strategy or None, global_batch_size=4)
+        keras.utils.set_random_seed(0)
+        with strategy.scope() if strategy else tf.device(None):
+            model = keras.Sequential(
+                [
+                    keras.layers.Input((8, 8, 3)),
+                    keras.layers.Conv2D(4, 3),
+                    keras.layers.BatchNormalization(),
+                    keras.layers.Dropout(0.3, seed=1),
+                    keras.layers.GlobalAveragePooling2D(),
+                    keras.layers.Dense(24),
+                ]
+            )
+            schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.5)
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(keras.optimizers.Adam(schedule), loss, metrics=["accuracy"])
+        callbacks = [InputProfile(train.dataset, cached_steps=3)] if profiled else []
+        history = model.fit(train.dataset, steps_per_epoch=6, epochs=2, verbose=0, shuffle=False, callbacks=callbacks)
+        history.history.pop("input_wait", None)
+        state = [variable.numpy() for variable in [*model.variables, *model.optimizer.variables]]
+        found.append((history.history, state))
+    (history, state), (profiled_history, profiled_state) = found
+    assert history == profiled_history
+    for one, other in zip(state, profiled_state, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_steps_per_execution_and_few_steps():
+    dataset = slow_input(0.01, overlapped=False)
+    model = Slow(0.03)
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), steps_per_execution=3)
+    profile = InputProfile(dataset, cached_steps=6)
+    model.fit(dataset, steps_per_epoch=12, epochs=2, verbose=0, shuffle=False, callbacks=[profile])
+    assert profile.epochs[1].steps == 6  # two calls of three: what the queues held at first does not count
+    assert profile.epochs[1].step_seconds == pytest.approx(0.04, rel=0.4)
+    model.fit(dataset, steps_per_epoch=3, epochs=1, verbose=0, shuffle=False, callbacks=[profile])
+    assert profile.epochs[-1] == EpochProfile(0, 0, 0.0, 0.0)
+    assert profile.epochs[-1].wait == 0
+    with pytest.raises(InputError, match="`cached_steps` must be at least 1, got 0"):
+        InputProfile(dataset, cached_steps=0)
+
+
+def test_train_profiles_its_input(sample_folder):
+    arguments = ["--files=data/sample/train-*", "--image_size=32", "--epochs=2", "--profile_input", "--global_batch_size=8"]
+    process = run("train.py", *arguments, cwd=sample_folder)
+    assert process.returncode == 0, process.stderr
+    lines = process.stdout.splitlines()
+    header = next(number for number, line in enumerate(lines) if "input_wait" in line)
+    assert all(line.endswith("%") for line in lines[header + 1 : header + 3])
+    assert "input: the network waits for it " in process.stdout
+    assert "fed well" in process.stdout or "scripts/tune.py '--files=data/sample/train-*' --image_size=32" in process.stdout
+    fails(run("train.py", *arguments, "--strategy=multi_worker", cwd=sample_folder), "--profile_input is for --strategy=mirrored")

@@ -1,0 +1,204 @@
+"""Options as files, and the search for the best: on made machines of which the best setting is known."""
+
+import itertools
+import json
+import random
+
+import pytest
+from test_scripts import fails, run
+
+from dali_tf_input import AUTOTUNE, DaliOptions, InputError, TfDataOptions, load_options, save_options
+
+
+@pytest.fixture(scope="module")
+def tuner_module():
+    import tuner
+
+    return tuner
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        TfDataOptions(),
+        TfDataOptions(num_parallel_calls=4, fuse="scaled", read_buffer_bytes=1 << 18, service="grpc://host:1"),
+        DaliOptions(device="cpu", num_threads=3, read_mode="direct"),
+        DaliOptions(device="gpu", hw_decoder_load=0.75, memory_hints=False, read_ahead=True),
+    ],
+)
+def test_options_come_back_from_their_file(tmp_path, options):
+    path = str(tmp_path / "options.json")
+    save_options(options, path, about={"gain": 1.5})
+    assert load_options(path) == options
+    assert type(options).load(path) == options
+    other = TfDataOptions if isinstance(options, DaliOptions) else DaliOptions
+    with pytest.raises(InputError, match=rf"holds {type(options).__name__}, not {other.__name__}"):
+        other.load(path)
+    assert [file.name for file in tmp_path.iterdir()] == ["options.json"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "these are no options: FileNotFoundError"),
+        ("{", "these are no options: JSONDecodeError"),
+        ("[]", "these are no options: TypeError"),
+        ('{"format": "other", "version": 1}', "expected 'dali_tf_input options', version 1"),
+        ({"backend": "torch", "options": {}}, "these are no options: KeyError"),
+        ({"backend": "tf_data", "options": {"num_threads": 2}}, "TfDataOptions has no `num_threads`. Tune again"),
+        ({"backend": "dali", "options": {"device": "cpu", "num_threads": 0}}, "`num_threads` must be at least 1 or None, got 0"),
+        ({"backend": "dali", "options": {"device": "cpu", "num_threads": "2"}}, "'<' not supported"),
+        ({"backend": "dali", "options": {}}, "device"),
+    ],
+)
+def test_files_that_hold_no_options(tmp_path, text, message):
+    path = tmp_path / "options.json"
+    if text is not None:
+        head = {"format": "dali_tf_input options", "version": 1}
+        path.write_text(text if isinstance(text, str) else json.dumps(head | text))
+    with pytest.raises(InputError) as caught:
+        load_options(str(path))
+    assert str(caught.value).startswith(f"{path}: ")
+    assert message in str(caught.value)
+
+
+class Machine:
+    """A measuring process with a clock of its own, on which each setting has a rate of its own, and noise."""
+
+    def __init__(self, rate, *, noise=0.01, seed=0, cost=1.0):
+        self.now = 0.0
+        self.measured = []
+        self._rate, self._noise, self._cost = rate, noise, cost
+        self._random = random.Random(seed)
+
+    def measure(self, setting, *, seconds):
+        self.now += self._cost + seconds
+        self.measured.append(setting)
+        rate = self._rate(setting) * (1 + self._noise * self._random.uniform(-1, 1))
+        return {"measured_batches": rate, "batch_size": 1, "seconds": 1.0, "cpu_seconds": 1.0}
+
+
+def tuned(tuner, machine, monkeypatch, *, seconds, defaults=None):
+    """Runs the search; returns (winner, default, its final ratios)."""
+    from settings import Setting
+
+    monkeypatch.setattr(tuner.time, "monotonic", lambda: machine.now)
+    defaults = defaults or [Setting(TfDataOptions()), Setting(DaliOptions(device="cpu"))]
+    spaces = {one.backend: tuner.space_of(one.options, one.order, cores=4, fixed=True) for one in defaults}
+    search = tuner.Tuner(machine, tuner.Clock(seconds), lambda text: None)
+    winner = tuner.search(search, defaults, spaces)
+    default = next(one for one in defaults if search.trial(one).rates)
+    return winner, default, search.compare([winner], default)[winner.key] if winner != default else [], search, spaces
+
+
+def rate_of(setting):
+    """A machine that likes 6 threads and small buffers, and DALI's plan "off" with threads."""
+    options = setting.options
+    if isinstance(options, TfDataOptions):
+        rate = {AUTOTUNE: 1000, 2: 700, 4: 1050, 6: 1150, 8: 1100}[options.num_parallel_calls]
+        rate *= {1 << 18: 1.08, 1 << 20: 1.0, 1 << 22: 0.9}[options.read_buffer_bytes]
+        return rate * (0.6 if options.fuse == "decode" else 1) * (1.04 if options.prefetch_batches == 4 else 1)
+    return 900 * {None: 1, 2: 0.6, 4: 1, 6: 1.1, 8: 1.05}[options.num_threads] * (1.6 if options.fuse == "off" else 1)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_search_finds_what_is_within_3_percent_of_the_best(tuner_module, monkeypatch, seed):
+    """The best is known by trying all; it is of the backend that is slower by default."""
+    machine = Machine(rate_of, seed=seed)
+    winner, _, ratios, search, spaces = tuned(tuner_module, machine, monkeypatch, seconds=400)
+    from settings import Setting
+
+    defaults = {"tf_data": Setting(TfDataOptions()), "dali_cpu": Setting(DaliOptions(device="cpu"))}
+    every = [one for name, space in spaces.items() for one in tuner_module.combinations(defaults[name], space)]
+    assert len(every) > 100
+    assert rate_of(winner) >= 0.97 * max(map(rate_of, every))
+    assert winner.backend == "dali_cpu"
+    assert machine.now <= 400 + 10
+    assert len(search.trials) < len(every) / 4
+    assert sorted(ratios)[len(ratios) // 2] > 1.3
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seconds", [20, 60, 200])
+def test_what_is_chosen_is_never_below_the_default(tuner_module, monkeypatch, seed, seconds):
+    """Every other setting is 6% slower, within noise of twice that: the default is what is kept."""
+    from settings import Setting
+
+    defaults = [Setting(TfDataOptions())]
+    machine = Machine(lambda setting: 1000 if setting == defaults[0] else 940, noise=0.04, seed=seed)
+    winner, default, gains, _, _ = tuned(tuner_module, machine, monkeypatch, seconds=seconds, defaults=defaults)
+    assert winner == default or not tuner_module.is_faster(gains)
+
+
+def test_losers_are_dropped_early(tuner_module, monkeypatch):
+    machine = Machine(rate_of, noise=0.0)
+    _, _, _, search, _ = tuned(tuner_module, machine, monkeypatch, seconds=1000)
+    for trial in search.trials.values():
+        if trial.verdict == "dropped early":
+            assert len(trial.rates) <= 2
+    slow = [one for one in machine.measured if getattr(one.options, "num_parallel_calls", 0) == 2]
+    assert len(slow) == 1
+
+
+@pytest.mark.parametrize("seconds", [0.5, 3, 10, 30, 60])
+def test_time_is_kept(tuner_module, monkeypatch, seconds):
+    """However short it is, the default is measured, and what is chosen was."""
+    machine = Machine(rate_of)
+    winner, default, _, search, _ = tuned(tuner_module, machine, monkeypatch, seconds=seconds)
+    assert search.trial(winner).rates
+    assert search.trial(default).rates
+    assert machine.now <= max(seconds, 1.5) + 4
+
+
+def test_a_backend_that_cannot_be_measured(tuner_module, monkeypatch):
+    """The default that crashes is no reference; where all do, the reasons are told."""
+    from settings import Setting, SettingError
+
+    class Crashing(Machine):
+        def measure(self, setting, *, seconds):
+            if isinstance(setting.options, DaliOptions):
+                raise SettingError("the process died (SIGSEGV)")
+            return super().measure(setting, seconds=seconds)
+
+    defaults = [Setting(DaliOptions(device="gpu")), Setting(TfDataOptions())]
+    winner, default, _, search, _ = tuned(tuner_module, Crashing(rate_of), monkeypatch, seconds=100, defaults=defaults)
+    assert default == defaults[1]
+    assert winner.backend == "tf_data"
+    assert search.trial(defaults[0]).verdict == "refused: the process died (SIGSEGV)"
+    with pytest.raises(InputError, match=r"No backend could be measured. dali_gpu: refused: the process died \(SIGSEGV\)"):
+        tuned(tuner_module, Crashing(rate_of), monkeypatch, seconds=100, defaults=defaults[:1])
+
+
+def test_every_setting_that_is_tried_is_valid(tuner_module):
+    from settings import Setting
+
+    for options, order, fixed in itertools.product(
+        (TfDataOptions(), DaliOptions(device="cpu"), DaliOptions(device="gpu")), ("buffer", "global"), (True, False)
+    ):
+        default = Setting(options, order)
+        space = tuner_module.space_of(options, order, cores=3, fixed=fixed)
+        every = list(tuner_module.combinations(default, space))
+        assert every[0] == default  # the first value of each option is the default's
+        assert all(Setting.from_json(json.loads(one.key)) == one for one in every[:: max(1, len(every) // 50)])
+        assert ("reader" in space) == (isinstance(options, DaliOptions) and order == "buffer")
+
+
+def test_tune(sample_folder, tmp_path):
+    """A real search, as short as it gets on two backends; training takes its options."""
+    out = tmp_path / "tuned.json"
+    arguments = ["--files=data/sample/train-*", "--batch_size=16", "--image_size=32"]
+    process = run("tune.py", *arguments, "--seconds=8", f"--out={out}", f"--json={tmp_path}/all.json", cwd=sample_folder)
+    assert process.returncode == 0, process.stderr
+    assert process.stderr == ""
+    options = load_options(str(out))
+    document = json.loads(out.read_text())
+    assert document["about"]["gain_over_default"]["median"] >= 1
+    assert "best      " in process.stdout
+    assert "tf_data: default" in process.stdout
+    trials = json.loads((tmp_path / "all.json").read_text())["trials"]
+    assert {trial["backend"] for trial in trials if trial["images_per_second"]} == {"dali", "tf_data"}
+    arguments = ["--files=data/sample/train-*", f"--options={out}", "--epochs=1", "--image_size=32"]
+    process = run("train.py", *arguments, cwd=sample_folder)
+    assert process.returncode == 0, process.stderr
+    assert repr(options) in process.stdout
+    fails(run("train.py", *arguments, "--backend=tf_data", cwd=sample_folder), "--options says which backend it is")
