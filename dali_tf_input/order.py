@@ -1,6 +1,7 @@
 """Which record stands where in an epoch, and which of them a shard serves at each step: arithmetic alone, the same everywhere."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -8,6 +9,8 @@ import numpy.typing as npt
 from dali_tf_input.sharding import Shard
 
 Integers = npt.NDArray[np.int64]
+
+_LONGEST_STRETCH = 16  # records: what a reader holds ready of each
 
 
 @dataclass
@@ -108,17 +111,41 @@ def find_runs(records: Integers, *, files: npt.NDArray[np.int32], offsets: Integ
     return bounds
 
 
+class Places(NamedTuple):
+    """Where each record of a dataset is; 20 bytes a record.
+
+    Attributes:
+      files: the number of its file, ascending.
+      offsets: the byte in the file where it starts.
+      sizes: its bytes.
+    """
+
+    files: npt.NDArray[np.int32]
+    offsets: Integers
+    sizes: Integers
+
+    @classmethod
+    def of(cls, index: list[Integers]) -> "Places":
+        """Returns the places of the records of an index: (offset, size) of each record of each file, int64 (records, 2)."""
+        files = np.repeat(np.arange(len(index), dtype=np.int32), [len(records) for records in index])
+        places = np.concatenate(index)
+        return cls(files, places[:, 0].copy(), places[:, 1].copy())
+
+
+def longest_stretch(fragment_size: int) -> int:
+    """Returns how many records a stretch that a `Plan` reads has at most."""
+    return max(_LONGEST_STRETCH, fragment_size)
+
+
 class Plan:
     """What one shard reads in each epoch: stretches of records, as (file, byte offset, number of records).
 
-    Memory: 20 bytes for each record of the dataset; while an epoch is planned about 75 more for a single shard, 20 for one of 8.
+    Memory, beside that of the places: while an epoch is planned about 75 bytes a record for a single shard, 20 for one of 8.
     """
-
-    _LONGEST = 16  # records in a stretch: what a reader holds ready of each
 
     def __init__(
         self,
-        index: list[Integers],
+        places: Places,
         *,
         steps: Steps,
         shard: Shard,
@@ -128,20 +155,14 @@ class Plan:
         """Makes a plan.
 
         Args:
-          index: (offset, size) of each record of each file, int64 (records, 2).
+          places: where the records are.
           steps: the steps of an epoch.
           shard: whose records are read.
           seed: for `shuffle`; None leaves the records in the order of the files.
           fragment_size: for `shuffle`.
         """
-        lengths = [len(records) for records in index]
-        self._files = np.repeat(np.arange(len(index), dtype=np.int32), lengths)
-        places = np.concatenate(index)
-        self._offsets = places[:, 0].copy()
-        self._sizes = places[:, 1].copy()
-        self._first_of_files = np.cumsum([0, *lengths[:-1]])
+        self._files, self._offsets, self._sizes = places
         self._steps, self._shard, self._seed, self._fragment_size = steps, shard, seed, fragment_size
-        self.longest = max(self._LONGEST, fragment_size)
 
     def records(self, epoch: int, start_step: int = 0) -> Integers:
         """Returns the numbers of the records that the shard serves in an epoch, in turn; padding repeats the last record."""
@@ -149,9 +170,8 @@ class Plan:
         places = np.minimum(self._steps.places(self._shard.shard_id, start_step=start_step), total - 1)
         if self._seed is None:
             return places
-        order = shuffle(
-            total, seed=self._seed, epoch=epoch, fragment_size=self._fragment_size, first_of_files=self._first_of_files
-        )
+        first_of_files = np.flatnonzero(np.diff(self._files, prepend=-1)) if self._fragment_size > 1 else None
+        order = shuffle(total, seed=self._seed, epoch=epoch, fragment_size=self._fragment_size, first_of_files=first_of_files)
         served: Integers = order[places]
         return served
 
@@ -161,7 +181,11 @@ class Plan:
         if not len(records):
             return np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros(0, np.int64)
         starts = find_runs(
-            records, files=self._files, offsets=self._offsets, ends=self._offsets + self._sizes, longest=self.longest
+            records,
+            files=self._files,
+            offsets=self._offsets,
+            ends=self._offsets + self._sizes,
+            longest=longest_stretch(self._fragment_size),
         )
         first = records[starts]
         return self._files[first], self._offsets[first], np.diff(np.append(starts, len(records)))

@@ -1,10 +1,13 @@
 """Reads the records in exactly the order that a plan says, by tf.data for both backends: global order, and single passes."""
 
+from functools import partial
+from typing import Any
+
 import numpy as np
 import tensorflow as tf
 
 from dali_tf_input.options import TfDataOptions
-from dali_tf_input.order import Integers, Plan, Position, Steps
+from dali_tf_input.order import Integers, Places, Plan, Position, Steps, longest_stretch
 from dali_tf_input.sharding import Shard
 from dali_tf_input.spec import DatasetSpec, InputSpec
 from dali_tf_input.tfrecord import InputError
@@ -36,22 +39,32 @@ def read_planned(
     """
     dataset = spec.dataset
     steps = steps_of(spec, batch_size=batch_size, num_shards=shard.num_shards)
-    plan = Plan(
+    places = Places.of(
         [
             _read_index(index_file, num_records)
             for index_file, num_records in zip(dataset.index_files, dataset.records_per_file, strict=True)
-        ],
+        ]
+    )
+    files = tf.constant(dataset.files)
+    per_epoch = steps.per_epoch
+    # TensorFlow never forgets a function that it was given for `numpy_function`, nor what the function holds: so the places are
+    # tensors, which the dataset holds and which go with it.
+    with tf.device("CPU:0"):
+        held = [tf.constant(part) for part in places]
+    plan = partial(
+        Plan,
         steps=steps,
         shard=shard,
         seed=spec.seed if spec.order == "global" else None,
         fragment_size=spec.fragment_size,
     )
-    files = tf.constant(dataset.files)
-    per_epoch = steps.per_epoch
+
+    def find_stretches(epoch: int, start_step: int, *parts: Any) -> Any:
+        return plan(Places(*parts)).stretches(epoch, start_step)
 
     @tf.autograph.experimental.do_not_convert
     def read_epoch(epoch: tf.Tensor, start_step: tf.Tensor) -> tf.data.Dataset:
-        stretches = tf.numpy_function(plan.stretches, [epoch, start_step], (tf.int32, tf.int64, tf.int64))
+        stretches = tf.numpy_function(find_stretches, [epoch, start_step, *held], (tf.int32, tf.int64, tf.int64))
         for part in stretches:
             part.set_shape((None,))
         numbers, offsets, counts = stretches
@@ -59,7 +72,7 @@ def read_planned(
             lambda number, offset, count: read_stretch(files[number], offset, count, options.read_buffer_bytes),
             cycle_length=options.num_parallel_reads,
             # Longer than any stretch: each is read to its end before the next one's turn, while those are opened ahead.
-            block_length=plan.longest + 1,
+            block_length=longest_stretch(spec.fragment_size) + 1,
             num_parallel_calls=options.num_parallel_reads,
             deterministic=True,
         )

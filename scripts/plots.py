@@ -106,13 +106,14 @@ def plot_soak(report: dict, parts: dict[str, str], *, path: str) -> None:
     import matplotlib.pyplot as plt
 
     figure, all_axes = plt.subplots(1, len(parts), figsize=(14, 4.4), layout="constrained", sharey=True)
+    most = max(sample[1] for rows in report["samples"].values() for samples in rows.values() for sample in samples) / 1e6
     for axes, (part, title) in zip(all_axes, parts.items(), strict=True):
         for name, samples in report["samples"][part].items():
             done, memory = [sample[0] for sample in samples], [sample[1] / 1e6 for sample in samples]
             axes.plot(done, memory, color=_COLOURS.get(name, "grey"), linewidth=1.6, label=name)
         axes.axvspan(0, 0.2 * max(done), color="#dddddd", alpha=0.6, linewidth=0)
         axes.set_xlim(0, max(done))
-        axes.set_ylim(0, None)
+        axes.set_ylim(0, 1.1 * most)
         axes.set_xlabel(title)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         axes.spines[["top", "right"]].set_visible(False)

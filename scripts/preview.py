@@ -20,7 +20,7 @@ import console
 from dali_tf_input import DaliOptions, InputError, InputSpec, Preprocess, Shard, TfDataOptions
 from dali_tf_input.example import decode_example
 from dali_tf_input.manifest import read_index
-from dali_tf_input.order import Plan, Steps
+from dali_tf_input.order import Places, Plan, Steps
 from dali_tf_input.tfrecord import read_record
 
 tf = console.import_tensorflow()
@@ -105,7 +105,7 @@ def read_originals(spec: InputSpec, num_images: int) -> list[bytes]:
     dataset = spec.dataset
     indexes = [np.array(read_index(file), np.int64).reshape(-1, 2) for file in dataset.index_files]
     steps = Steps(num_records=dataset.num_records, batch_size=num_images, num_shards=1, padded=False)
-    plan = Plan(indexes, steps=steps, shard=Shard(0, 1), seed=spec.seed)
+    plan = Plan(Places.of(indexes), steps=steps, shard=Shard(0, 1), seed=spec.seed)
     first_of_files = np.cumsum([0, *dataset.records_per_file])
     encoded = []
     for record in plan.records(0)[:num_images]:

@@ -22,7 +22,7 @@ from dali_tf_input import (
 )
 from dali_tf_input.dataset import make_dataset
 from dali_tf_input.distribute import distribute
-from dali_tf_input.order import Plan, Position, Steps, find_runs, shuffle
+from dali_tf_input.order import Places, Plan, Position, Steps, find_runs, shuffle
 
 SMALL = Preprocess.for_training(16)
 BACKENDS = {"dali": DaliOptions(device="cpu"), "tf_data": TfDataOptions()}
@@ -97,7 +97,7 @@ def test_every_order_is_as_likely():
 
 def test_the_remainder_is_another_one_each_epoch():
     steps = Steps(num_records=10, batch_size=4, num_shards=1, padded=False)
-    plan = Plan(index_of([6, 4]), steps=steps, shard=Shard(0, 1), seed=0)
+    plan = Plan(Places.of(index_of([6, 4])), steps=steps, shard=Shard(0, 1), seed=0)
     left_out = [frozenset(range(10)) - set(plan.records(epoch)) for epoch in range(40)]
     assert all(len(rest) == 2 for rest in left_out)
     assert len(set(left_out)) > 20
@@ -244,7 +244,7 @@ def test_an_index_that_changed_since(tmp_path, text):
 
 def test_an_epoch_of_imagenet_is_planned_quickly():
     """1.28M records of 1024 files: the memory of a plan, by what it holds."""
-    plan = Plan(index_of([1250] * 1024), steps=Steps(num_records=1_280_000, batch_size=32, num_shards=8, padded=False),
+    plan = Plan(Places.of(index_of([1250] * 1024)), steps=Steps(num_records=1_280_000, batch_size=32, num_shards=8, padded=False),
                 shard=Shard(3, 8), seed=0)  # fmt: skip
     assert sum(getattr(plan, name).nbytes for name in ("_files", "_offsets", "_sizes")) == 20 * 1_280_000
     files, offsets, counts = plan.stretches(2, 0)
