@@ -2,8 +2,11 @@
 
 import logging
 import warnings
+from typing import Any
 
 import keras
+import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 from dali_tf_input import tf_data_backend
@@ -92,6 +95,26 @@ def make_normalization(preprocess: Preprocess) -> keras.layers.Layer:
         mean=preprocess.mean,
         variance=[std**2 for std in preprocess.std],
     )
+
+
+def denormalise(images: npt.NDArray[Any], preprocess: Preprocess) -> npt.NDArray[np.float32]:
+    """Returns images as they can be looked at: what `make_dataset` served, back in 0..255, of any type and layout.
+
+    Args:
+      images: `preprocess.dtype` (n, *preprocess.image_shape).
+      preprocess: what made them.
+
+    Returns:
+      float32 (n, height, width, 3), neither rounded nor cut off: black around an image is 0, and interpolation by "bicubic" may
+      leave 0..255.
+    """
+    values = images.astype(np.float32)
+    if preprocess.layout == "CHW":
+        values = values.transpose(0, 2, 3, 1)
+    if preprocess.dtype == "uint8":
+        return values
+    shown: npt.NDArray[np.float32] = values * np.array(preprocess.std, np.float32) + np.array(preprocess.mean, np.float32)
+    return shown
 
 
 def choose_options() -> Options:

@@ -27,7 +27,7 @@ tf = console.import_tensorflow()
 
 from PIL import Image, ImageDraw, ImageFont  # noqa: E402  (after TensorFlow, whose chatter is held back)
 
-from dali_tf_input.dataset import make_dataset  # noqa: E402
+from dali_tf_input.dataset import denormalise, make_dataset  # noqa: E402
 from dali_tf_input.record_stream import random_numbers  # noqa: E402
 from dali_tf_input.tf_images import find_region  # noqa: E402
 
@@ -88,16 +88,6 @@ def make_spec() -> InputSpec:
         preprocess = dataclasses.replace(evaluation, dtype=preprocess.dtype)
     preprocess = dataclasses.replace(preprocess, layout=_LAYOUT.value, auto_augment=_AUTO_AUGMENT.value)
     return InputSpec(dataset=spec.dataset, preprocess=preprocess, order="global", seed=_SEED.value)
-
-
-def denormalise(images: np.ndarray, preprocess: Preprocess) -> np.ndarray:
-    """Returns images in 0..255 as float32 (n, height, width, 3), not rounded, of what a backend made by `preprocess`."""
-    images = images.astype(np.float32)
-    if preprocess.layout == "CHW":
-        images = images.transpose(0, 2, 3, 1)
-    if preprocess.dtype == "uint8":
-        return images
-    return images * np.float32(preprocess.std) + np.float32(preprocess.mean)
 
 
 def read_originals(spec: InputSpec, num_images: int) -> list[bytes]:

@@ -8,6 +8,7 @@ evaluated again and again; datasets that are made, iterated once and dropped. Wi
 code 1 if one grows by more than its bound.
 """
 
+import ctypes
 import gc
 import glob
 import io
@@ -71,8 +72,11 @@ class Sample(NamedTuple):
     descriptors: int
 
     @classmethod
-    def take(cls, done: int) -> "Sample":
-        """Looks at this process."""
+    def take(cls, done: int, *, trim: bool = False) -> "Sample":
+        """Looks at this process; with `trim` after the allocator gave back what nobody holds, which is no growth."""
+        if trim:
+            gc.collect()
+            ctypes.CDLL(None).malloc_trim(0)
         with open("/proc/self/statm", encoding="ascii") as stream:
             memory = int(stream.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         return cls(done, memory, len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")))
@@ -201,8 +205,7 @@ def run_part(part: str, backend: str) -> Iterator[Sample]:
         spec = InputSpec(dataset=dataset, preprocess=preprocess, order=_ORDER.value)
         for number in range(work):
             next(iter(distribute(spec, OPTIONS[backend], global_batch_size=batch_size).dataset))
-            gc.collect()
-            yield Sample.take(number + 1)
+            yield Sample.take(number + 1, trim=True)
 
 
 def evaluate(tf: Any, distribute: Any, dataset: DatasetSpec, options: Any, batch_size: int) -> Iterator[Sample]:
@@ -216,8 +219,7 @@ def evaluate(tf: Any, distribute: Any, dataset: DatasetSpec, options: Any, batch
     model.compile("sgd", loss, weighted_metrics=["accuracy"])
     for number in range(_EVALUATIONS.value):
         model.evaluate(validation, verbose=0)
-        gc.collect()
-        yield Sample.take(number + 1)
+        yield Sample.take(number + 1, trim=True)
 
 
 def judge(part: str, samples: list[Sample]) -> dict[str, Any]:

@@ -68,6 +68,26 @@ def test_sequential_order_goes_round(dataset, options):
     assert labels.tolist() == [position % 24 for position in range(50)]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        DaliOptions(device="cpu", read_mode="plain"),
+        DaliOptions(device="cpu", read_mode="direct"),
+        DaliOptions(device="cpu", read_ahead=True),
+        TfDataOptions(read_buffer_bytes=1),
+        TfDataOptions(read_buffer_bytes=1 << 24),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("order", ["sequential", "buffer", "global"])
+def test_how_it_is_read_changes_nothing(dataset, options, order):
+    spec = dataclasses.replace(evaluation(dataset), order=order)
+    default = TfDataOptions() if isinstance(options, TfDataOptions) else DaliOptions(device="cpu")
+    made = [take(make_dataset(spec, each, batch_size=4), 8) for each in (options, default)]
+    for part in (0, 1):
+        np.testing.assert_array_equal(made[0][part], made[1][part])
+
+
 @backends
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 5])
 def test_shards_read_their_records(dataset, options, num_shards):

@@ -63,7 +63,12 @@ EVALUATION = Preprocess.for_evaluation(224)
         (lambda: DaliOptions(device="cuda"), "`device` must be one of 'cpu', 'gpu', got 'cuda'"),
         (lambda: DaliOptions(device="cpu", num_threads=0), "`num_threads` must be at least 1 or None"),
         (lambda: DaliOptions(device="cpu", prefetch_queue_depth=0), "`prefetch_queue_depth` must be at least 1"),
+        (lambda: DaliOptions(device="cpu", read_mode="fast"), "`read_mode` must be one of 'mmap', 'plain', 'direct', got 'fast'"),
+        (lambda: DaliOptions(device="cpu", read_mode="plain", read_ahead=True), "`read_ahead` is for `read_mode` 'mmap' only"),
+        (lambda: DaliOptions(device="cpu", hw_decoder_load=0.5), "`hw_decoder_load` is for `device` 'gpu' only, got 0.5"),
+        (lambda: DaliOptions(device="gpu", hw_decoder_load=1.5), r"`hw_decoder_load` must be in \[0, 1\] or None, got 1.5"),
         (lambda: TfDataOptions(num_parallel_reads=0), "`num_parallel_reads` must be at least 1"),
+        (lambda: TfDataOptions(read_buffer_bytes=0), "`read_buffer_bytes` must be at least 1, got 0"),
         (lambda: TfDataOptions(num_parallel_calls=0), "`num_parallel_calls` must be at least 1 or AUTOTUNE"),
         (lambda: TfDataOptions(prefetch_batches=-2), "`prefetch_batches` must be at least 0 or AUTOTUNE"),
     ],
@@ -202,6 +207,8 @@ def test_largest_image(tmp_path):
         "preallocate_width_hint": 90,
     }
     assert decoder_hints(dataset, DaliOptions(device="cpu")) == {}
+    assert decoder_hints(dataset, DaliOptions(device="gpu", memory_hints=False)) == {}
+    assert decoder_hints(dataset, DaliOptions(device="gpu", memory_hints=False, hw_decoder_load=0.0)) == {"hw_decoder_load": 0.0}
 
 
 def test_from_files_looks_into_every_file(tmp_path):

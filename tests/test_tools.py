@@ -1,0 +1,217 @@
+"""The scripts that look at things: what they print and draw, and what they say to bad input."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+from conftest import ROOT, numbered_examples, write_tfrecord
+from PIL import Image
+from test_scripts import fails, run
+
+from dali_tf_input import InputSpec, NoCrop, Preprocess, TfDataOptions
+from dali_tf_input.dataset import denormalise, make_dataset
+
+FILES = "--files=data/sample/train-*"
+# Each script that reads records, and the flag that names its output.
+TOOLS = {
+    "profile_stages.py": "--json",
+    "tune.py": "--out",
+    "preview.py": "--out",
+    "gpu_check.py": "--out",
+    "soak.py": "--json",
+}
+SUFFIX = {"preview.py": ".png"}
+
+
+def output(script, folder):
+    return f"{TOOLS[script]}={folder}/out{SUFFIX.get(script, '.json')}"
+
+
+def small(script):
+    """Returns the flags that make a script short."""
+    return {
+        "profile_stages.py": [
+            "--seconds=0.05",
+            "--repeats=1",
+            "--batch_size=1",
+            "--image_size=8",
+            "--nosettings",
+            "--backends=tf_data",
+        ],
+        "tune.py": ["--seconds=1", "--batch_size=1", "--image_size=8", "--backends=tf_data"],
+        "preview.py": ["--image_size=8"],
+        "gpu_check.py": ["--rehearse", "--parts=devices"],
+        "soak.py": ["--images=1000", "--evaluations=10", "--datasets=20", "--backends=tf_data"],
+    }[script]
+
+
+@pytest.mark.parametrize("script", TOOLS)
+def test_no_files_and_no_index(script, tmp_path):
+    named = script != "soak.py"  # which makes images where none are named
+    if named:
+        fails(run(script, *small(script), output(script, tmp_path)), "Name the TFRecord files: --files=")
+    pattern = f"--files={tmp_path}/none-*"
+    fails(run(script, pattern, *small(script), output(script, tmp_path)), f"No file matches '{tmp_path}/none-*'")
+    file = write_tfrecord(tmp_path / "train", numbered_examples(2))
+    process = run(script, f"--files={file}", *small(script), output(script, tmp_path))
+    fails(process, f"1 of 1 files have no index, the first is {file}. Index them: make index DATA={file}")
+    assert sorted(os.listdir(tmp_path)) == ["train"]
+
+
+@pytest.mark.parametrize("script", TOOLS)
+def test_outputs_that_cannot_be_written(script, sample_folder, tmp_path):
+    """Said before anything is measured; a folder of the kernel's is one that root cannot write to either."""
+    for folder, said in ((tmp_path / "none", "there is no folder"), ("/proc/self", "cannot be written")):
+        process = run(script, FILES, *small(script), output(script, folder), cwd=sample_folder)
+        fails(process, f"`{TOOLS[script].lstrip('-')}` {folder}/out", said)
+        assert process.stdout == ""
+    fails(run(script, FILES, "stray", cwd=sample_folder), "Unknown arguments: stray")
+
+
+@pytest.mark.parametrize("script", TOOLS)
+def test_one_record_on_a_terminal_without_colour(script, tmp_path):
+    """One record is enough for all of them, where the batch is one; nothing is written in colours or to stderr."""
+    file = write_tfrecord(tmp_path / "train", numbered_examples(1))
+    assert run("index_tfrecords.py", file).returncode == 0
+    process = run(script, f"--files={file}", *small(script), output(script, tmp_path), NO_COLOR="1", TERM="dumb")
+    assert (process.returncode, process.stderr) == (0, "")
+    assert "\x1b" not in process.stdout
+    assert os.path.getsize(output(script, tmp_path).partition("=")[2]) > 100
+    if script in ("profile_stages.py", "tune.py"):
+        process = run(script, f"--files={file}", output(script, tmp_path))
+        fails(process, "`batch_size` must be from 1 to the 1 record of these files, got 64", "--batch_size=1")
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "message"),
+    [
+        ("profile_stages.py", ["--seconds=0"], "`seconds` must be above 0"),
+        ("profile_stages.py", ["--repeats=0"], "`repeats` must be at least 1"),
+        ("profile_stages.py", ["--plot=x.svg"], "`plot` must end in .png, got x.svg"),
+        ("tune.py", ["--seconds=0"], "`seconds` must be above 0"),
+        ("tune.py", ["--backends=dali_gpu"], "`backends` must be of tf_data, dali_cpu on this machine, got dali_gpu"),
+        ("tune.py", ["--out=x.txt"], "`out` must end in .json"),
+        ("tune.py", ["--against=none.json"], "none.json: these are no options"),
+        ("preview.py", ["--num_images=0"], "`num_images` must be at least 1"),
+        ("preview.py", ["--amplify=0"], "`amplify` must be above 0"),
+        ("preview.py", ["--out=x.jpg"], "`out` must end in .png"),
+        ("preview.py", ["--evaluation", "--crop=random_crop"], "--evaluation takes the centre"),
+        ("gpu_check.py", [], "There is no NVIDIA GPU here"),
+        ("gpu_check.py", ["--parts=all"], "`parts` must be of probe, correctness"),
+        ("gpu_check.py", ["--rehearse"], "A rehearsal is no result"),
+        ("soak.py", ["--images=10"], "`images` must be at least 1,000, got 10"),
+        ("soak.py", ["--backends=torch"], "`backends` must be of tf_data, dali_cpu on this machine, got torch"),
+    ],
+)
+def test_numbers_and_names_out_of_range(sample_folder, script, arguments, message):
+    fails(run(script, FILES, *arguments, cwd=sample_folder), message)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "largest"),
+    [
+        ([], 0.01),
+        (["--crop=random_resized_crop", "--antialias", "--dtype=float16", "--layout=CHW"], 0.2),
+        (["--crop=random_crop", "--image_size=300", "--dtype=uint8"], 0.01),
+        (["--evaluation", "--num_images=3", "--seed=4"], 0.01),
+    ],
+)
+def test_preview(sample_folder, tmp_path, arguments, largest):
+    """The sheet holds what the backends made: where they agree, the difference is black."""
+    process = run("preview.py", FILES, f"--out={tmp_path}/sheet.png", *arguments, cwd=sample_folder)
+    assert (process.returncode, process.stderr) == (0, "")
+    line = next(line for line in process.stdout.splitlines() if line.startswith("difference"))
+    assert float(line.split()[1]) <= largest
+    sheet = np.asarray(Image.open(tmp_path / "sheet.png").convert("L"))
+    assert sheet.shape[0] > 250
+    assert sheet.shape[1] > 800
+    assert 0 < (sheet < 10).mean() < 0.6
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "uint8"])
+@pytest.mark.parametrize("layout", ["HWC", "CHW"])
+def test_denormalise(dataset, dtype, layout):
+    """What any spec makes of an image comes back as what uint8 makes of it."""
+    made = []
+    for changes in ({"dtype": dtype, "layout": layout}, {"dtype": "uint8"}):
+        preprocess = Preprocess(image_size=(20, 30), crop=NoCrop(), mirror_probability=0, mean=(9.0, 20.0, 30.0), **changes)
+        spec = InputSpec(dataset=dataset, preprocess=preprocess, order="sequential")
+        images, _ = next(iter(make_dataset(spec, TfDataOptions(), batch_size=4)))
+        made.append(denormalise(images.numpy(), preprocess))
+    assert made[0].shape == made[1].shape == (4, 20, 30, 3)
+    assert made[0].dtype == np.float32
+    # Of rounding to whole numbers, and of values between 4 and 8 in the type, times the largest `std`.
+    bound = {"float32": 0.5001, "float16": 0.5 + 2**-9 * 58.4, "bfloat16": 0.5 + 2**-6 * 58.4, "uint8": 0}[dtype]
+    assert np.abs(made[0] - made[1]).max() <= bound
+
+
+def test_gpu_check_rehearsed(sample_folder, tmp_path):
+    """Every part on the CPU, one after the other in two runs that share their file; what is no result makes no table."""
+    files = "--files=data/sample/validation-*"
+    out = tmp_path / "rehearsal.json"
+    for parts in ("probe,correctness", "hw_decoder_load,training"):
+        arguments = [files, "--rehearse", f"--out={out}", f"--parts={parts}", "--seconds=0.1", "--repeats=1"]
+        process = run("gpu_check.py", *arguments, cwd=sample_folder)
+        assert (process.returncode, process.stderr) == (0, "")
+        assert "This was a rehearsal on the CPU" in process.stdout
+    report = json.loads(out.read_text())
+    assert list(report["parts"]) == ["probe", "correctness", "hw_decoder_load", "training"]
+    assert report["parts"]["probe"]["passed"]
+    assert report["parts"]["correctness"]["passed"]
+    assert {row["batch_size"] for row in report["parts"]["hw_decoder_load"]["1080p"]} == {8, 16}
+    assert set(report["parts"]["training"]["rows"]) == {"tf_data", "dali_cpu"}
+    readme = tmp_path / "README.md"
+    readme.write_text((ROOT / "README.md").read_text())
+    fails(run("gpu_table.py", f"--file={out}", f"--readme={readme}"), "is a rehearsal on the CPU, not a result")
+    out.write_text("{}")
+    arguments = [files, "--rehearse", f"--out={out}", "--parts=devices"]
+    fails(run("gpu_check.py", *arguments, cwd=sample_folder), "no result of gpu_check.py to add to")
+
+
+def test_gpu_table(tmp_path):
+    """The README's table is what its script makes of the file in benchmarks/, or says that there is none."""
+    text = (ROOT / "README.md").read_text()
+    process = run("gpu_table.py", cwd=ROOT)
+    assert process.returncode == 0, process.stderr
+    assert (ROOT / "README.md").read_text() == text
+    assert process.stdout == "README.md: unchanged\n"
+    rate = {"median": 12345.6, "minimum": 12000.0, "maximum": 13000.0}
+    rows = {row: {"images_per_second": rate} for row in ("tf_data_serial", "tf_data", "dali_gpu_bare", "dali_gpu")}
+    report = {
+        "rehearsal": False,
+        "gpus": ["Made Up 1"],
+        "cores": 16,
+        "cpu": "a CPU",
+        "date": "2030-01-01T00:00:00",
+        "versions": {"Python": "3", "TensorFlow": "2", "DALI": "2"},
+        "parts": {
+            "probe": {"passed": False, "died": "SIGSEGV"},
+            "correctness": {"passed": True},
+            "throughput": {"photos": {"batch_size": 256, "rows": rows}, "1080p": {"died": "error: a\nerror: b"}},
+            "training": {"rows": {"dali_gpu": {"wait": 0.01, "images_per_second": 1.0}}},
+        },
+    }
+    file, readme = tmp_path / "gpu.json", tmp_path / "README.md"
+    readme.write_text(text)
+    file.write_text(json.dumps(report))
+    assert run("gpu_table.py", f"--file={file}", f"--readme={readme}").stdout == f"{readme}: written anew\n"
+    table = readme.read_text()
+    assert "| `dali_gpu` | 12,346 (12,000 to 13,000) | not yet measured |" in table
+    assert "1080p: could not be measured: error: b" in table
+    assert "probe: died (SIGSEGV); correctness: passed; dali_gpu waits 1% of the step" in table
+    assert table.replace(table[table.index("<!-- GPU") : table.index("<!-- end of the GPU")], "") == text.replace(
+        text[text.index("<!-- GPU") : text.index("<!-- end of the GPU")], ""
+    )
+
+
+def test_soak(tmp_path):
+    """A short one, with its plot; memory is still settling, so that its verdict may be either, and says which."""
+    arguments = ["--images=20000", "--evaluations=10", "--datasets=20", "--backends=tf_data"]
+    process = run("soak.py", *arguments, f"--json={tmp_path}/soak.json", f"--plot={tmp_path}/soak.png")
+    assert process.returncode in (0, 1)
+    assert process.stderr.startswith("error: grows beyond its bound: tf_data, ") or not process.stderr
+    report = json.loads((tmp_path / "soak.json").read_text())
+    assert all(len(rows["tf_data"]) >= 10 for rows in report["samples"].values())
+    assert process.returncode == (not all(rows["tf_data"]["passed"] for rows in report["verdicts"].values()))
+    assert (tmp_path / "soak.png").stat().st_size > 10_000
