@@ -2,7 +2,7 @@
 #   make compare DATA='path/train-*'     make index DATA='path/*-of-*' INDEX_DIR=path
 PYTHON ?= python3
 VENV ?= .venv
-GPU ?=
+GPU ?= $(if $(filter gpu-check test-gpu,$(MAKECMDGOALS)),1)
 DATA ?=
 VALIDATION ?=
 INDEX_DIR ?=
@@ -66,8 +66,8 @@ soak: $(INSTALLED)  ## A million images through each backend, and more: that not
 
 gpu-check: $(READY)  ## On a machine with a GPU: check and measure all of it; benchmarks/gpu.json and the README's table
 	@$(RUN) scripts/index_tfrecords.py $(INDEX_FLAG) '$(FILES)' > /dev/null
-	@$(RUN) scripts/gpu_check.py --files='$(FILES)' $(INDEX_FLAG) $(ARGS)
-	@$(RUN) scripts/gpu_table.py
+	@status=0; $(RUN) scripts/gpu_check.py --files='$(FILES)' $(INDEX_FLAG) $(ARGS) || status=$$?; \
+		$(RUN) scripts/gpu_table.py && exit $$status
 
 test: $(INSTALLED)  ## Run the tests (those that need a GPU: make test-gpu)
 	@$(RUN) -m pytest -n 2 --dist=worksteal $(ARGS)

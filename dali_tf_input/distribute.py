@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from dali_tf_input.dataset import Options, choose_options, make_dataset
-from dali_tf_input.failures import explain
+from dali_tf_input.failures import Stopped, explain
 from dali_tf_input.options import DaliOptions, TfDataOptions
 from dali_tf_input.order import Position
 from dali_tf_input.sharding import Shard, replica_batch_size, steps_per_epoch
@@ -40,32 +40,37 @@ class Distributed(NamedTuple):
     global_batch_size: int
 
     @contextlib.contextmanager
-    def explain_errors(self, model: keras.Model | None = None) -> Iterator[None]:
+    def explain_errors(self, model: keras.Model | None = None, *others: "Distributed") -> Iterator[None]:
         """Names the record, where one stops what iterates the dataset: ``with train.explain_errors(model): model.fit(...)``.
 
         Args:
-          model: the Keras model that is trained, by whose optimizer the steps are counted. Without it more records have to be
-            looked at.
+          model: the Keras model that is trained, by whose optimizer the steps are counted; compiled. Without it more records
+            have to be looked at.
+          *others: further inputs that are iterated, that of validation say.
 
         Raises:
           BadRecordError: (an InputError) a record cannot be read or decoded; the text holds its file, its number and the command
             that leaves it out.
-          InputError: the input stopped, but no record was found within a minute.
+          InputError: the input stopped, but no record was found: those that a plan leads to, or all within a minute.
         """
         start, done = self.position.step, _count_steps(model)
         try:
             yield
         except tf.errors.OpError as error:
-            counted = model is not None or not self.spec.repeat
-            step = start + _count_steps(model) - done if counted else None
-            found = explain(error, self.spec, self.options, step=step, global_batch_size=self.global_batch_size)
+            counted = _count_steps(model)
+            step = None if done is None or counted is None else start + counted - done
+            inputs = [Stopped(self.spec, self.options, step, self.global_batch_size)]
+            inputs += [Stopped(other.spec, other.options, None, other.global_batch_size) for other in others]
+            found = explain(error, inputs)
             if found is None:
                 raise
             raise found from error
 
 
-def _count_steps(model: keras.Model | None) -> int:
-    return int(model.optimizer.iterations.numpy()) if model is not None else 0
+def _count_steps(model: keras.Model | None) -> int | None:
+    """Returns how many steps the model's optimizer has made; None where there is none."""
+    iterations = getattr(getattr(model, "optimizer", None), "iterations", None)
+    return None if iterations is None else int(iterations.numpy())
 
 
 def enable_memory_growth() -> int:
@@ -175,7 +180,7 @@ def distribute(
         found = first_batch_devices(dataset, strategy)
     except InputError as error:
         if isinstance(error.__cause__, tf.errors.OpError):
-            bad = explain(error.__cause__, spec, options, step=start_step, global_batch_size=global_batch_size)
+            bad = explain(error.__cause__, [Stopped(spec, options, start_step, global_batch_size)])
             raise (bad or error) from error.__cause__
         raise
     if strategy is not None and found != devices:

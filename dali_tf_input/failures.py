@@ -10,7 +10,8 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -23,6 +24,7 @@ from dali_tf_input.manifest import read_index
 from dali_tf_input.options import DaliOptions, TfDataOptions
 from dali_tf_input.order import Steps, shuffle
 from dali_tf_input.spec import DatasetSpec, InputSpec
+from dali_tf_input.summary import KEY_PRESETS
 from dali_tf_input.tfrecord import Fault, InputError, find_records, read_record
 
 _logger = logging.getLogger("dali_tf_input")
@@ -30,8 +32,34 @@ _logger = logging.getLogger("dali_tf_input")
 _LONGEST_SEARCH = 60.0  # seconds
 _STEPS_AHEAD = 12  # that pipelines may have read when they fail: their queues, and `steps_per_execution`
 _END_OF_JPEG = b"\xff\xd9"
-_OF_INPUT = re.compile(r"GetNext|DALI|nvidia\.dali|nvImageCodec|Jpeg|Parse\w*Example|(corrupted|truncated) record", re.IGNORECASE)
+# What errors of reading, parsing and decoding say, and those of a model do not. Keras adds the Python stack, whose paths may
+# hold any word: its lines are left out first.
+_STACK = re.compile(r'^ *File ".*\n(?: {4,}.*\n)?', re.MULTILINE)
+_OF_INPUT = re.compile(
+    r"DALI_ERROR|nvidia\.dali\.fn|nvImageCodec|daliPipeline|Jpeg|JPEG|DecodePng|Parse\w*Example|(corrupted|truncated) record"
+    r"|Error in user-defined function passed to"
+)
+_NO_WORDS = re.compile(
+    r"^\s*(\[\[.*|<stack traces.*|Detected at node.*|Graph execution error:|Current pipeline object.*|while executing.*|in /.*"
+    r"|C\+\+ context.*|Critical error.*|encountered:|which was used in .*|Error DALI_ERROR.*|)\s*$"
+)
 _DALI_PLACE = re.compile(r"Failed to decode sample #\d+ : (.+) at index (\d+)$", re.MULTILINE)
+
+
+class Stopped(NamedTuple):
+    """An input that may have stopped.
+
+    Attributes:
+      spec: what comes out of it.
+      options: of its backend, whose decoder is asked.
+      step: the step of training that failed, if it is known.
+      global_batch_size: images in a step.
+    """
+
+    spec: InputSpec
+    options: DaliOptions | TfDataOptions
+    step: int | None
+    global_batch_size: int
 
 
 class BadRecordError(InputError):
@@ -51,44 +79,50 @@ class BadRecordError(InputError):
         self.fault = fault
 
 
-def explain(
-    error: tf.errors.OpError,
-    spec: InputSpec,
-    options: DaliOptions | TfDataOptions,
-    *,
-    step: int | None,
-    global_batch_size: int,
-    longest_search: float = _LONGEST_SEARCH,
-) -> InputError | None:
+def explain(error: tf.errors.OpError, inputs: Sequence[Stopped], *, longest_search: float = _LONGEST_SEARCH) -> InputError | None:
     """Finds the record that stopped a pipeline.
 
     Args:
       error: what TensorFlow raised.
-      spec: of the pipeline.
-      options: of the pipeline; its backend's decoder is asked.
-      step: the step of training that failed, if it is known.
-      global_batch_size: images in a step.
-      longest_search: seconds after which the search ends.
+      inputs: the inputs of which one may have stopped: that of training, that of validation.
+      longest_search: seconds after which the search ends, for each input.
 
     Returns:
-      A `BadRecordError`; an InputError that holds the command where the error is of the input but no record was found; None
+      A `BadRecordError`; an InputError that holds the commands where the error is of the input but no record was found; None
       where the error is not of the input.
     """
-    message = str(error.message or "")
+    message = _STACK.sub("", str(error.message or ""))
     if isinstance(error, tf.errors.ResourceExhaustedError | tf.errors.CancelledError) or not _OF_INPUT.search(message):
         return None
-    dataset = spec.dataset
-    index_dir = index_dir_of(dataset.files[0], dataset.index_files[0])
-    command = index_command(_pattern_of(dataset.files), index_dir=index_dir, arguments=["--verify=decode", "--on_bad=skip"])
-    _logger.warning("The input stopped: looking for the record that did it (%.0f s at most).", longest_search)
-    search = _Search(dataset, "dali" if isinstance(options, DaliOptions) else "tf_data", longest_search)
-    found = search.look_at_place(message) or search.look_at(_likely(spec, step, global_batch_size)) or search.look_at_all()
-    if found:
-        return BadRecordError(*found, command)
+    _logger.warning("The input stopped: looking for the record that did it (%.0f s at most).", longest_search * len(inputs))
+    words = next((line.strip() for line in reversed(message.splitlines()) if not _NO_WORDS.match(line)), "no word")
+    commands, looked_at = [], 0
+    try:
+        for stopped in inputs:
+            command = _command(stopped.spec.dataset)
+            search = _Search(stopped, longest_search)
+            found = search.look_at_place(message) or search.look_at(_likely(stopped)) or search.look_at_all()
+            if found:
+                return BadRecordError(*found, command)
+            commands.append(command)
+            looked_at += search.looked_at
+    except (OSError, InputError) as problem:
+        return InputError(f"The input stopped ({words}), and its files cannot be looked at: {problem}")
     return InputError(
-        f"The input stopped, and none of {search.looked_at:,} records that were looked at is bad: {message.splitlines()[0]} "
-        f"Check them all: {command}"
+        f"The input stopped ({words}), and none of {looked_at:,} records that were looked at is bad. Check them all: "
+        + "; ".join(commands)
     )
+
+
+def _command(dataset: DatasetSpec) -> str:
+    """Returns the command that leaves out all that is bad of a dataset."""
+    arguments = ["--verify=decode", "--on_bad=skip"]
+    if (dataset.image_key, dataset.label_key) not in KEY_PRESETS.values():
+        arguments += [f"--image_key={dataset.image_key}", f"--label_key={dataset.label_key}"]
+    if dataset.label_offset:
+        arguments.append(f"--label_offset={dataset.label_offset}")
+    index_dir = index_dir_of(dataset.files[0], dataset.index_files[0])
+    return index_command(_pattern_of(dataset.files), index_dir=index_dir, arguments=arguments)
 
 
 def _pattern_of(files: tuple[str, ...]) -> str | tuple[str, ...]:
@@ -100,8 +134,9 @@ def _pattern_of(files: tuple[str, ...]) -> str | tuple[str, ...]:
     return pattern if find_files(pattern) == files else files
 
 
-def _likely(spec: InputSpec, step: int | None, global_batch_size: int) -> list[int]:
+def _likely(stopped: Stopped) -> list[int]:
     """Returns the records of the step that failed and of those around it, the likeliest first; none where nothing is planned."""
+    spec, _, step, global_batch_size = stopped
     if not spec.planned or step is None:
         return []
     num_records = spec.dataset.num_records
@@ -130,10 +165,12 @@ def _likely(spec: InputSpec, step: int | None, global_batch_size: int) -> list[i
 class _Search:
     """Looks at records, each as deep as it takes to refuse or accept it, until time is out."""
 
-    def __init__(self, dataset: DatasetSpec, decoder: str, seconds: float) -> None:
-        self._dataset = dataset
-        self._checks = Checks(verify="decode", decoder=decoder)  # type: ignore[arg-type]
-        self._decode = make_decode(self._checks)
+    def __init__(self, stopped: Stopped, seconds: float) -> None:
+        self._dataset = dataset = stopped.spec.dataset
+        self._decode = make_decode(
+            Checks(verify="decode", decoder="dali" if isinstance(stopped.options, DaliOptions) else "tf_data")
+        )
+        self._is_near = stopped.spec.planned and stopped.step is not None  # the plan says which records it can have been
         self._end = time.monotonic() + seconds
         self._first_of_files = np.cumsum([0, *dataset.records_per_file])
         self._indexes: dict[int, list[tuple[int, int]]] = {}
@@ -171,6 +208,8 @@ class _Search:
 
     def look_at_all(self) -> tuple[str, Fault] | None:
         """Looks at all records: first at their headers and ends, which is fast, then by decoding them."""
+        if self._is_near:
+            return None
         end, now = self._end, time.monotonic()
         total = self._dataset.num_records
         self._end = now + (end - now) / 2
@@ -242,7 +281,10 @@ class _Search:
     def _number(self, file: str, fault: Fault) -> Fault:
         """Returns the fault with the number of its record in the file, counted as the index step counts."""
         number = 0
-        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            descriptor = os.open(file, os.O_RDONLY)
+        except OSError as error:
+            raise InputError(f"{file} cannot be read: {error.strerror}.") from error
         try:
             for found in find_records(file, descriptor):
                 if isinstance(found, Fault):

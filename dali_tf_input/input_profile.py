@@ -7,9 +7,13 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from dali_tf_input.distribute import Distributed
+from dali_tf_input.options import AUTOTUNE, DaliOptions
 from dali_tf_input.tfrecord import InputError
 
-_QUEUED = 4  # batches that pipelines hold ready: what they were made in, nobody waited for
+_QUEUED = 4  # batches that a pipeline holds ready beside those of its prefetching: nobody waited for them
+_AUTOTUNED = 16  # that prefetching may hold where tf.data chooses
+_MOST_SKIPPED = 64  # steps of an epoch that are not measured where nothing of the pipeline is known; at most half of it
 _WARMUP = 2  # calls of the training function on a cached batch that are not counted: one is traced
 _LONGEST_PAUSE = 5.0  # seconds
 
@@ -38,36 +42,50 @@ class EpochProfile(NamedTuple):
 class InputProfile(keras.callbacks.Callback):  # type: ignore[misc]
     """Measures in each epoch which part of the step the model waits for input, against the same step on one cached batch.
 
-    Give it to ``model.fit(train.dataset, callbacks=[InputProfile(train.dataset)], ...)``. Its `epochs` hold an `EpochProfile`
+    Give it to ``model.fit(train.dataset, callbacks=[InputProfile(train)], ...)``. Its `epochs` hold an `EpochProfile`
     for each epoch, and the logs of the epoch have "input_wait", for History and for callbacks behind this one.
 
     What the wait is depends on both: a model on CPU also runs slower while input is made beside it, which counts as waiting. The
-    steps on the cached batch train for nothing: model, metrics and optimizer are brought back to what they were, exactly;
-    TensorFlow's own random generators are not. Each step is waited for (on a GPU, the host otherwise runs ahead).
+    steps on the cached batch train for nothing: model, metrics and optimizers (those that are attributes of the model too) are
+    brought back to what they were, exactly; TensorFlow's own random generators are not. Each step is waited for (on a GPU, the
+    host otherwise runs ahead). The first steps of an epoch are not measured: they are fed from what the pipeline had ready. An
+    epoch of fewer steps than that says nothing.
     """
 
-    def __init__(self, dataset: Any, *, cached_steps: int = 16, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, train: Any, *, cached_steps: int = 16, clock: Callable[[], float] = time.perf_counter) -> None:
         """Makes a callback.
 
         Args:
-          dataset: what `fit` iterates; one batch is taken from an iterator of its own.
+          train: what `distribute` returned, or any dataset that `fit` iterates; one batch is taken from an iterator of its own.
           cached_steps: steps on that batch after each epoch, at least 1 (rounded up to `steps_per_execution`).
           clock: returns the wall time in seconds.
+
+        Raises:
+          InputError: `cached_steps` is below 1; or, when training begins, the model has `steps_per_execution` above 1 under a
+            strategy of several replicas.
         """
         super().__init__()
         if cached_steps < 1:
             raise InputError(f"`cached_steps` must be at least 1, got {cached_steps}.")
         self.epochs: list[EpochProfile] = []
-        self._dataset = dataset
+        self._dataset = train.dataset if isinstance(train, Distributed) else train
+        self._queued = _QUEUED + _prefetched(train)
+        self._known = isinstance(train, Distributed)
         self._cached_steps = cached_steps
         self._clock = clock
         self._batch: Any = None
-        self._calls: list[float] = []
-        self._start = 0.0
+        self._calls: list[tuple[int, float]] = []  # (steps, seconds)
+        self._start, self._first = 0.0, 0
         self._traced = False
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Takes the batch."""
+        strategy = self.model.distribute_strategy
+        if self.model.steps_per_execution > 1 and strategy.num_replicas_in_sync > 1:
+            raise InputError(
+                f"`steps_per_execution` {self.model.steps_per_execution} cannot be profiled under a strategy of several "
+                "replicas: compile with 1."
+            )
         if self._batch is None:
             self._batch = next(iter(self._dataset))
         self._traced = False
@@ -78,25 +96,28 @@ class InputProfile(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Starts the clock: other callbacks do not count."""
+        self._first = batch
         self._start = self._clock()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Stops the clock when the devices are done."""
         tf.test.experimental.sync_devices()
-        self._calls.append(self._clock() - self._start)
+        self._calls.append((batch + 1 - self._first, self._clock() - self._start))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Measures the same steps on the cached batch."""
         per_call = self.model.steps_per_execution
         # The first call of a `fit` is traced, and the batches that were ready before the epoch were waited for by nobody.
-        skipped = max(-(-_QUEUED // per_call), 0 if self._traced else _WARMUP)
+        skipped = max(-(-self._queued // per_call), 0 if self._traced else _WARMUP)
+        if not self._known:
+            skipped = max(skipped, min(_MOST_SKIPPED // per_call, len(self._calls) // 2))
         self._traced = True
-        calls = self._calls[min(skipped, len(self._calls) // 2) :]
-        if len(self._calls) < 2:
+        calls = [call for call in self._calls[skipped:] if call[0] == per_call]
+        if not calls:
             self.epochs.append(EpochProfile(epoch, 0, 0.0, 0.0))
             return
-        seconds = sum(calls) / len(calls) / per_call
-        time.sleep(min(_LONGEST_PAUSE, _QUEUED * seconds))  # until the input has filled its queues and works no more
+        seconds = sum(seconds for _, seconds in calls) / len(calls) / per_call
+        time.sleep(min(_LONGEST_PAUSE, self._queued * seconds))  # until the input has filled its queues and works no more
         found = EpochProfile(epoch, len(calls) * per_call, seconds, self._time_cached_step(per_call))
         self.epochs.append(found)
         if logs is not None:
@@ -104,18 +125,41 @@ class InputProfile(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _time_cached_step(self, per_call: int) -> float:
         """Returns the mean time of a step on the cached batch, and leaves model and optimizer as they are."""
-        variables = {id(variable): variable for variable in [*self.model.variables, *self.model.optimizer.variables]}
-        before = [(variable, variable.numpy()) for variable in variables.values()]
+        held = [*self.model.variables]
+        for optimizer in _optimizers_of(self.model):
+            held += optimizer.variables
+        before = [(variable, variable.numpy()) for variable in {id(variable): variable for variable in held}.values()]
         calls = -(-self._cached_steps // per_call)
+        batches: Any = [self._batch]
+        if per_call > 1:  # Keras runs several steps in one call of TensorFlow's over an iterator of its own only
+            batches = iter(tf.data.Dataset.from_tensors(self._batch).repeat())
         try:
             start = self._clock()
             for number in range(_WARMUP + calls):
                 if number == _WARMUP:
                     start = self._clock()
-                self.model.train_function([self._batch] * per_call)
+                self.model.train_function(batches)
                 tf.test.experimental.sync_devices()
             return (self._clock() - start) / (calls * per_call)
         finally:
             with self.model.distribute_strategy.scope():
                 for variable, value in before:
                     variable.assign(value)
+
+
+def _prefetched(train: Any) -> int:
+    """Returns how many batches the prefetching of an input holds, as far as that is known."""
+    if not isinstance(train, Distributed):
+        return 0
+    if isinstance(train.options, DaliOptions):
+        return train.options.prefetch_queue_depth
+    return _AUTOTUNED if train.options.prefetch_batches == AUTOTUNE else train.options.prefetch_batches
+
+
+def _optimizers_of(model: keras.Model) -> list[Any]:
+    """Returns the optimizers of a model: that of `compile`, and those that are its attributes, in lists and dicts too."""
+    found = [model.optimizer]
+    for value in vars(model).values():
+        values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+        found += [each for each in values if isinstance(each, keras.optimizers.Optimizer)]
+    return found

@@ -4,7 +4,8 @@ import dataclasses
 import json
 import os
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from types import UnionType
+from typing import Any, Literal, get_args, get_type_hints
 
 from dali_tf_input.tfrecord import InputError
 
@@ -173,10 +174,23 @@ def load_options(path: str) -> DaliOptions | TfDataOptions:
     unknown = set(values) - {field.name for field in dataclasses.fields(kind)}
     if unknown:
         raise InputError(f"{path}: {kind.__name__} has no `{min(unknown)}`. Tune again: scripts/tune.py --files=GLOB --out=FILE")
+    hints = get_type_hints(kind)
+    for name, value in values.items():
+        if not _fits(value, hints[name]):
+            raise InputError(f"{path}: `{name}` cannot be {value!r}.")
     try:
         return kind(**values)
     except (InputError, TypeError) as error:
         raise InputError(f"{path}: {error}") from error
+
+
+def _fits(value: object, hint: Any) -> bool:
+    """Whether a JSON value is of an annotated type; those that a `Literal` allows are checked by the options themselves."""
+    if isinstance(hint, UnionType):
+        return any(_fits(value, each) for each in get_args(hint))
+    if hint is float:
+        return type(value) in (int, float)
+    return type(value) is (hint if isinstance(hint, type) else str)
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

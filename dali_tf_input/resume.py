@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 import warnings
 from typing import Any
@@ -19,7 +20,9 @@ from dali_tf_input.tfrecord import InputError
 
 _STATE_NAME = "state.json"
 _FORMAT = "dali_tf_input training state"
-_VERSION = 1
+_VERSION = 2
+
+_logger = logging.getLogger("dali_tf_input")
 
 
 class Resume(keras.callbacks.Callback):  # type: ignore[misc]
@@ -32,6 +35,8 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
 
     The next step sees the records that it would have seen, in the same order, with the same crops and mirrors, on either backend
     and with any number of replicas; augmentation (`auto_augment`) is drawn anew on DALI. Nothing of the steps before is read.
+    Where the index leaves out more records than it did (``--on_bad=skip``, after one stopped training), the order is another one:
+    training goes on at the same place of the epoch, of which some records may then come twice or not at all.
     What the state does not hold: what other callbacks know (that EarlyStopping stopped, say), TensorFlow's own random generators,
     and the bytes of the records: files of the same names, sizes and indexes count as the same.
     """
@@ -67,7 +72,16 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
         if is_chief:
             _check_writable(self._folder)
         state = _read_state(self._folder, end=MAX_EPOCHS * train.steps_per_epoch)
-        if state:
+        if state and _lost(state["fingerprint"], self._fingerprint):
+            then, epoch_steps = state["fingerprint"]["records"], train.steps_per_epoch
+            epoch, done = divmod(state["step"], then // train.global_batch_size)
+            state["step"] = epoch * epoch_steps + min(done, epoch_steps - 1)
+            _logger.warning(
+                "The index leaves out %d records more than when the state was saved: training goes on at step %d, newly ordered.",
+                then - train.spec.dataset.num_records,
+                state["step"],
+            )
+        elif state:
             _check_fingerprint(state["fingerprint"], self._fingerprint, os.path.join(self._folder, _STATE_NAME))
         self._weights: str | None = state["weights"] if state else None
         self._optimizer: str | None = state["optimizer"] if state else None
@@ -107,7 +121,9 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
             ) from error
         self._train.position.step = self._saved_step
 
-    def fit(self, model: keras.Model, *, epochs: int, **arguments: Any) -> list[keras.callbacks.History]:
+    def fit(
+        self, model: keras.Model, *, epochs: int, validation: Distributed | None = None, **arguments: Any
+    ) -> list[keras.callbacks.History]:
         """Runs `model.fit` from the state's step until `epochs` epochs are done in all.
 
         Keras counts whole epochs from where it begins, so what is left of an epoch that was begun is a `fit` of its own:
@@ -116,6 +132,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
         Args:
           model: built and compiled; its learning rate, if it is a variable of the optimizer, is that of the state.
           epochs: how many epochs training has, those before included.
+          validation: what `distribute` returned for `validation_data`.
           **arguments: further ones for `fit`, without x, steps_per_epoch, initial_epoch, epochs and shuffle.
 
         Returns:
@@ -140,13 +157,15 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
                 f"`steps_per_execution` must divide the {steps} steps of an epoch and the {self.step} that are done, got "
                 f"{model.steps_per_execution}."
             )
+        if validation is not None:
+            arguments["validation_data"] = validation.dataset
         # This one counts first, so that the others see the step counted; the last one saves, with what the others changed.
         callbacks = [self, *(arguments.pop("callbacks", None) or ()), _Saver(self)]
         histories = []
         while self.step < epochs * steps:
             epoch, done = divmod(self.step, steps)
             before = self.step
-            with self._train.explain_errors(model):
+            with self._train.explain_errors(model, *([validation] if validation else [])):
                 history = model.fit(
                     self._train.dataset,
                     initial_epoch=epoch,
@@ -276,7 +295,8 @@ def _fingerprint(spec: InputSpec, global_batch_size: int) -> dict[str, Any]:
     dataset = spec.dataset
     names = [os.path.basename(file) for file in dataset.files]
     sizes = [os.path.getsize(file) for file in dataset.files]
-    held = hashlib.sha256(json.dumps([names, sizes, dataset.records_per_file, dataset.left_out_per_file]).encode())
+    files = hashlib.sha256(json.dumps(sorted(zip(names, sizes, strict=True))).encode())
+    held = hashlib.sha256(json.dumps([dataset.records_per_file, dataset.left_out_per_file]).encode())
     for index_file in dataset.index_files:
         with open(index_file, "rb") as stream:
             held.update(stream.read())
@@ -290,12 +310,23 @@ def _fingerprint(spec: InputSpec, global_batch_size: int) -> dict[str, Any]:
     }
     return {
         "records": dataset.num_records,
-        "files": held.hexdigest()[:16],
+        "left_out": sum(dataset.left_out_per_file),
+        "files": files.hexdigest()[:16],
+        "index": held.hexdigest()[:16],
         "label_offset": dataset.label_offset,
         **fields,
         **preprocess,
         "global_batch_size": global_batch_size,
     }
+
+
+def _lost(then: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Whether two fingerprints differ in nothing but that the index of the same files leaves out more records now."""
+    changed = {name for name in now if then.get(name) != now[name]}
+    if changed != {"records", "left_out", "index"}:
+        return False
+    more: int = now["left_out"] - then["left_out"]
+    return more > 0 and then["records"] - now["records"] == more
 
 
 def _check_fingerprint(then: dict[str, Any], now: dict[str, Any], path: str) -> None:

@@ -68,7 +68,8 @@ def describe(report: dict[str, Any]) -> str:
             lines.append(f"| `{row}` | {cells[0]} | {cells[1]} |\n")
         for name in ("photos", "1080p"):
             if "died" in parts["throughput"].get(name, {}):
-                lines.append(f"\n{name}: could not be measured: {parts['throughput'][name]['died'].strip().splitlines()[-1]}\n")
+                words = parts["throughput"][name]["died"].strip().splitlines() or ["no word"]
+                lines.append(f"\n{name}: could not be measured: {words[-1]}\n")
     elif "dali_alone" in parts and "images_per_second" in parts["dali_alone"]:
         for name, rate in parts["dali_alone"]["images_per_second"].items():
             lines.append(f"| DALI on the GPU, {name} (TensorFlow sees no GPU) | {rate:,.0f} | not yet measured |\n")
@@ -85,7 +86,7 @@ def describe(report: dict[str, Any]) -> str:
     return _HEAD + "".join(lines) + about
 
 
-CHECKS = ("probe", "correctness", "devices", "memory")
+CHECKS = ("probe", "pixels_reader", "pixels_planned", "devices_reader", "devices_planned", "memory")
 
 
 def failure(part: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """Measures one setting after the other in a process of its own; settings.py starts it and tells it what.
 
-usage: measure_settings.py --files=GLOB [--order=global] [--batch_size=64] [...]
+usage: measure_settings.py --files=GLOB [--cores=N] [--order=global] [--batch_size=64] [...]
 
 Prints an empty JSON object when TensorFlow is there. Then, for each line of JSON on standard input, which is a
 `settings.Setting` and the length of a window, makes that pipeline, measures a window, drops the pipeline and prints a line of
@@ -10,11 +10,14 @@ JSON. Ends with its standard input.
 import contextlib
 import dataclasses
 import json
+import os
 import resource
 import sys
 import time
 from collections.abc import Iterator
 from typing import Any
+
+from absl import flags
 
 import console
 import settings
@@ -22,7 +25,7 @@ from backends import BATCH_SIZE
 from dali_tf_input import DaliOptions, InputError, InputSpec, Shard, TfDataOptions, Window, measure
 from dali_tf_input.order import Position
 
-tf = console.import_tensorflow()
+_CORES = flags.DEFINE_integer("cores", None, "How many of the cores to use; by default all that this process may use.")
 
 _WARM = 0.25  # of a window is measured before it, and not counted: tf.data's tuning settles
 
@@ -43,6 +46,7 @@ def make_batches(spec: InputSpec, options: DaliOptions | TfDataOptions, until: s
 
 def copy_batches(batches: Iterator[Any]) -> Iterator[Any]:
     """Yields batches once they are on the GPU."""
+    tf = console.import_tensorflow()
     for images, labels in batches:
         with tf.device("GPU:0"):
             copies = tf.identity(images), tf.identity(labels)
@@ -55,6 +59,7 @@ def measure_setting(setting: settings.Setting, spec: InputSpec, *, seconds: floa
     spec = dataclasses.replace(spec, order=setting.order, preprocess=dataclasses.replace(spec.preprocess, **setting.preprocess))
     options = setting.options
     on_gpu = isinstance(options, DaliOptions) and options.device == "gpu"
+    tf = console.import_tensorflow()
     with tf.device("GPU:0" if on_gpu else "CPU:0") if setting.until != "device" else contextlib.nullcontext():
         start = time.perf_counter()
         batches = make_batches(spec, options, setting.until, batch_size=BATCH_SIZE.value)
@@ -74,18 +79,29 @@ def main(arguments: list[str]) -> int:
     if arguments:
         raise InputError(f"Unknown arguments: {' '.join(arguments)}.")
     console.die_with_parent()
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what DALI prints is no answer
+    if _CORES.value:  # before anything counts them
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: _CORES.value])
     spec = settings.training_spec()
+    tf = console.import_tensorflow()
     from dali_tf_input.distribute import enable_memory_growth
+    from dali_tf_input.failures import Stopped, explain
 
     enable_memory_growth()
-    print("{}", flush=True)
+    answer: dict[str, Any] = {}
+    print(json.dumps(answer), file=answers, flush=True)
     for line in sys.stdin:
         task = json.loads(line)
+        setting = settings.Setting.from_json(task["setting"])
         try:
-            answer = measure_setting(settings.Setting.from_json(task["setting"]), spec, seconds=task["seconds"])
-        except (InputError, tf.errors.OpError, RuntimeError) as error:
-            answer = {"error": getattr(error, "message", None) or str(error)}
-        print(json.dumps(answer), flush=True)
+            answer = measure_setting(setting, spec, seconds=task["seconds"])
+        except tf.errors.OpError as error:
+            bad = explain(error, [Stopped(spec, setting.options, None, BATCH_SIZE.value)])
+            answer = {"error": str(bad or error.message)}
+        except (InputError, RuntimeError) as error:
+            answer = {"error": str(error)}
+        print(json.dumps(answer), file=answers, flush=True)
     return 0
 
 

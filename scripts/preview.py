@@ -1,7 +1,8 @@
 """Shows what the model sees: images after preprocessing by both backends, the originals, and what the backends differ in.
 
 usage: preview.py --files=GLOB --out=sheet.png [--num_images=8] [--evaluation] [--crop=resize_random_crop] [--image_size=224]
-                  [--antialias] [--dtype=float32] [--layout=HWC] [--auto_augment=trivial] [--seed=0] [--amplify=32]
+                  [--image_width=224] [--interpolation=bilinear] [--antialias] [--dtype=float32] [--layout=HWC] [--mean=R,G,B]
+                  [--std=R,G,B] [--auto_augment=trivial] [--seed=0] [--amplify=32]
 
 Each row: the original with the region that was taken and its label, tf.data's image, DALI's image, and their difference,
 amplified. The images are the first of an epoch of order "global": the same records, crops and mirrors for both. Normalised
@@ -28,6 +29,7 @@ tf = console.import_tensorflow()
 from PIL import Image, ImageDraw, ImageFont  # noqa: E402  (after TensorFlow, whose chatter is held back)
 
 from dali_tf_input.dataset import denormalise, make_dataset  # noqa: E402
+from dali_tf_input.failures import Stopped, explain  # noqa: E402
 from dali_tf_input.record_stream import random_numbers  # noqa: E402
 from dali_tf_input.tf_images import find_region  # noqa: E402
 
@@ -36,6 +38,10 @@ _NUM_IMAGES = flags.DEFINE_integer("num_images", 8, "How many images are shown, 
 _EVALUATION = flags.DEFINE_boolean("evaluation", False, "Show the preprocessing of evaluation: the centre, not mirrored.")
 _LAYOUT = flags.DEFINE_enum("layout", "HWC", ["HWC", "CHW"], "Axes of an image.")
 _AUTO_AUGMENT = flags.DEFINE_enum("auto_augment", None, ["trivial", "rand"], "Augmentation; the backends draw it apart.")
+_IMAGE_WIDTH = flags.DEFINE_integer("image_width", None, "Width of the output in pixels; by default --image_size.")
+_INTERPOLATION = flags.DEFINE_enum("interpolation", "bilinear", ["bilinear", "bicubic", "nearest"], "How pixels are resized.")
+_MEAN = flags.DEFINE_list("mean", None, "Of R, G and B, in 0..255 units; by default ImageNet's.")
+_STD = flags.DEFINE_list("std", None, "Of R, G and B, in 0..255 units; by default ImageNet's.")
 _SEED = flags.DEFINE_integer("seed", 0, "Which images are shown, and their crops and mirrors.")
 _AMPLIFY = flags.DEFINE_float("amplify", 32.0, "By what the difference is multiplied, above 0.")
 
@@ -60,7 +66,10 @@ def main(arguments: list[str]) -> int:
     }
     images, labels = {}, {}
     for name, (options, its_spec) in made.items():
-        batch, batch_labels = next(iter(make_dataset(its_spec, options, batch_size=num_images)))
+        try:
+            batch, batch_labels = next(iter(make_dataset(its_spec, options, batch_size=num_images)))
+        except tf.errors.OpError as error:
+            raise explain(error, [Stopped(its_spec, options, 0, num_images)]) or error from error
         images[name] = denormalise(batch.numpy(), spec.preprocess)
         labels[name] = batch_labels.numpy()
     if (labels["tf.data"] != labels["DALI"]).any():
@@ -86,7 +95,20 @@ def make_spec() -> InputSpec:
             raise InputError("--evaluation takes the centre: leave out --crop.")
         evaluation = Preprocess.for_evaluation(preprocess.image_size[0], antialias=preprocess.antialias)
         preprocess = dataclasses.replace(evaluation, dtype=preprocess.dtype)
-    preprocess = dataclasses.replace(preprocess, layout=_LAYOUT.value, auto_augment=_AUTO_AUGMENT.value)
+    height = preprocess.image_size[0]
+    changes = {
+        "image_size": (height, _IMAGE_WIDTH.value or height),
+        "interpolation": _INTERPOLATION.value,
+        "layout": _LAYOUT.value,
+        "auto_augment": _AUTO_AUGMENT.value,
+    }
+    for flag in (_MEAN, _STD):
+        if flag.value is not None:
+            try:
+                changes[flag.name] = tuple(map(float, flag.value))
+            except ValueError as error:
+                raise InputError(f"`{flag.name}` must be three numbers like 123,117,104, got {','.join(flag.value)}.") from error
+    preprocess = dataclasses.replace(preprocess, **changes)
     return InputSpec(dataset=spec.dataset, preprocess=preprocess, order="global", seed=_SEED.value)
 
 

@@ -1,5 +1,6 @@
 """Settings of the input, and a process that measures them one after the other: what profile_stages.py and tune.py share."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -20,7 +21,7 @@ ORDER = flags.DEFINE_enum("order", "global", ["global", "buffer"], "How the reco
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 _KINDS = {"dali": DaliOptions, "tf_data": TfDataOptions}
-_SECONDS = 120  # beyond the window itself, after which the process counts as hung: TensorFlow's start, a slow disk's first batch
+_LIMIT = 120  # seconds beyond the window after which the process counts as hung: TensorFlow's start, a search for a bad record
 _CRASHES = 3  # of the measuring process, in a row, after which something other than a setting is wrong
 
 
@@ -84,9 +85,14 @@ def training_spec() -> InputSpec:
 
 
 def default_options(*, has_gpu: bool) -> dict[str, DaliOptions | TfDataOptions]:
-    """Returns the default options of each backend that works here, the package's own choice first."""
-    found: dict[str, DaliOptions | TfDataOptions] = {"tf_data": TfDataOptions(), "dali_cpu": DaliOptions(device="cpu")}
-    return {"dali_gpu": DaliOptions(device="gpu"), **found} if has_gpu else found
+    """Returns the default options of each backend that works here, with the plan of --fuse, the package's own choice first."""
+    fuse = backends.FUSE.value
+    of_dali = "auto" if fuse == "scaled" else fuse  # which DALI does not have
+    found: dict[str, DaliOptions | TfDataOptions] = {
+        "tf_data": TfDataOptions(fuse=fuse),
+        "dali_cpu": DaliOptions(device="cpu", fuse=of_dali),
+    }
+    return {"dali_gpu": DaliOptions(device="gpu", fuse=of_dali), **found} if has_gpu else found
 
 
 class SettingError(Exception):
@@ -96,15 +102,20 @@ class SettingError(Exception):
 class Worker:
     """A process that measures settings; a new one is started where it died (a context manager)."""
 
-    def __init__(self, log: str, *, files: list[str] | None = None, batch_size: int | None = None) -> None:
+    def __init__(
+        self, log: str, *, files: list[str] | None = None, batch_size: int | None = None, cores: int | None = None
+    ) -> None:
         """Makes a worker, not started yet.
 
         Args:
           log: the file that takes what the process writes to stderr.
           files: the arguments that name the files; None are those of this process.
           batch_size: images in a batch; None is the flag's.
+          cores: how many the process may use; None are all.
         """
         self._log = log
+        self._cores = cores
+        self._hung = False
         self._files = files or input_flags.as_arguments(input_flags.FILES.value)
         self._batch_size = batch_size or backends.BATCH_SIZE.value
         self._process: subprocess.Popen | None = None
@@ -128,6 +139,7 @@ class Worker:
             return
         arguments = [f"--{flag.name}={str(flag.value).lower()}" for flag in (*backends.WORK_FLAGS, ORDER)]
         arguments.append(f"--batch_size={self._batch_size}")  # of two the last counts
+        arguments += [f"--cores={self._cores}"] if self._cores else []
         with open(self._log, "w", encoding="utf-8") as log:
             self._process = subprocess.Popen(
                 [
@@ -141,7 +153,7 @@ class Worker:
                 stderr=log,
                 text=True,
             )
-        if self._read(_SECONDS) is None:
+        if self._read(_LIMIT) is None:
             raise InputError(f"The measuring process ends at its start. {self._last_words()}")
 
     def measure(self, setting: Setting, *, seconds: float) -> dict[str, Any]:
@@ -153,15 +165,20 @@ class Worker:
         """
         self.start()
         assert self._process is not None and self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"setting": setting.to_json(), "seconds": seconds}) + "\n")
-        self._process.stdin.flush()
-        answer = self._read(_SECONDS + 10 * seconds)
+        answer = None
+        with contextlib.suppress(BrokenPipeError):  # it died since it last answered
+            self._process.stdin.write(json.dumps({"setting": setting.to_json(), "seconds": seconds}) + "\n")
+            self._process.stdin.flush()
+            answer = self._read(_LIMIT + 10 * seconds)
         if answer is None:
             code = self._process.wait()
             self._process = None
             self._crashes += 1
             if self._crashes == _CRASHES:
                 raise InputError(f"The measuring process died {_CRASHES} times in a row. {self._last_words()}")
+            if self._hung:
+                self._hung = False
+                raise SettingError(f"no answer within {_LIMIT + 10 * seconds:.0f} s")
             raise SettingError(f"the process died ({signal.Signals(-code).name if code < 0 else f'exit code {code}'})")
         self._crashes = 0
         if "error" in answer:
@@ -172,6 +189,7 @@ class Worker:
         """Returns the next answer; None where the process ended, or had to be killed as it gave none."""
         assert self._process is not None and self._process.stdout is not None
         if not select.select([self._process.stdout], [], [], seconds)[0]:
+            self._hung = True
             self._process.kill()
             return None
         line = self._process.stdout.readline()

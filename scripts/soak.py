@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -42,6 +43,7 @@ _PART = flags.DEFINE_string("part", None, "Which part this process is to run; fo
 
 _RECORDS, _SIZE, _BATCH_SIZE = 8192, 32, 256  # small images: what is looked for does not depend on their size
 _SAMPLES = 200  # of a stream
+_LIMIT = 600  # seconds without a sample, after which a process counts as hung
 _WARM = 0.2  # of each part is not judged: caches and allocators fill
 # Largest growth after that: of memory a part of it, per evaluation or dataset bytes; of threads and descriptors none.
 _STREAM_SPREAD = 0.02
@@ -107,7 +109,12 @@ def main(arguments: list[str]) -> int:
         files = input_flags.as_arguments(input_flags.FILES.value) if input_flags.FILES.value else [make_files(folder)]
         if input_flags.FILES.value:
             input_flags.dataset_spec(input_flags.FILES.value)  # what is wrong with them is said before anything runs
-        results = {part: {backend: collect(part, backend, files) for backend in _BACKENDS.value or here} for part in PARTS}
+        results: dict[str, dict[str, list[Sample]]] = {part: {} for part in PARTS}
+        for part in PARTS:
+            for backend in _BACKENDS.value or here:
+                results[part][backend] = collect(part, backend, files)
+                if _JSON.value:  # what is known is kept, whatever comes
+                    write({"command": shlex.join(sys.argv), **about, "samples": results})
     verdicts = {part: {name: judge(part, samples) for name, samples in rows.items()} for part, rows in results.items()}
     print()
     console.print_table(_COLUMNS, [line(part, name, verdicts[part][name]) for part in PARTS for name in verdicts[part]])
@@ -119,9 +126,7 @@ def main(arguments: list[str]) -> int:
         "samples": {part: {name: list(map(list, samples)) for name, samples in rows.items()} for part, rows in results.items()},
     }
     if _JSON.value:
-        with open(_JSON.value, "w", encoding="utf-8") as stream:
-            json.dump(report, stream)
-            stream.write("\n")
+        write(report)
         print(f"results in {_JSON.value}")
     if _PLOT.value:
         import plots
@@ -132,6 +137,13 @@ def main(arguments: list[str]) -> int:
     if grown:
         print(f"error: grows beyond its bound: {'; '.join(grown)}.", file=sys.stderr)
     return 1 if grown else 0
+
+
+def write(report: dict[str, Any]) -> None:
+    """Writes the results."""
+    with open(_JSON.value, "w", encoding="utf-8") as stream:
+        json.dump(report, stream)
+        stream.write("\n")
 
 
 def make_files(folder: str) -> str:
@@ -160,15 +172,30 @@ def collect(part: str, backend: str, files: list[str]) -> list[Sample]:
     numbers = [f"--{flag.name}={flag.value}" for flag in (_IMAGES, _EVALUATIONS, _DATASETS, _ORDER)]
     command = [sys.executable, os.path.abspath(__file__), f"--part={part},{backend}", *numbers, *files]
     samples = []
+    hung = threading.Event()
     with (
         tempfile.TemporaryFile("w+") as log,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process,
     ):
         assert process.stdout is not None
-        lines = (Sample(*json.loads(line)) for line in process.stdout)
+
+        def give_up() -> None:
+            hung.set()
+            process.kill()
+
+        watch = threading.Timer(_LIMIT, give_up)
+        watch.start()
+        lines = (Sample(*json.loads(line)) for line in process.stdout if line.startswith("["))  # DALI prints there too
         for sample in console.progress(lines, what=f"{backend}, {PARTS[part]}", total=how_many(part)[1]):
             samples.append(sample)
-        if process.wait():
+            watch.cancel()
+            watch = threading.Timer(_LIMIT, give_up)
+            watch.start()
+        process.wait()
+        watch.cancel()
+        if hung.is_set():
+            raise InputError(f"{backend}, {PARTS[part]}: nothing happened for {_LIMIT} s after {len(samples)} samples.")
+        if process.returncode:
             log.seek(0)
             raise InputError(f"{backend}, {PARTS[part]}: ended with exit code {process.returncode}. {log.read().strip()[-2000:]}")
     return samples
@@ -214,9 +241,8 @@ def evaluate(tf: Any, distribute: Any, dataset: DatasetSpec, options: Any, batch
 
     spec = InputSpec(dataset=dataset, preprocess=Preprocess.for_evaluation(24), order="sequential", repeat=False)
     validation = distribute(spec, options, global_batch_size=batch_size).dataset
-    model = keras.Sequential([keras.layers.Input((24, 24, 3)), keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(10)])
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile("sgd", loss, weighted_metrics=["accuracy"])
+    model = keras.Sequential([keras.layers.Input((24, 24, 3)), keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", weighted_metrics=["mae"])  # for labels of any number
     for number in range(_EVALUATIONS.value):
         model.evaluate(validation, verbose=0)
         yield Sample.take(number + 1, trim=True)

@@ -114,10 +114,11 @@ def _features(dataset: DatasetSpec) -> Iterator[dict[str, Any]]:
         yield {key: values[0] for key, (_, values) in decode_example(read_record(file, offset)).items() if values}
 
 
-def resized(dataset: DatasetSpec, size: tuple[int, int], folder: str) -> str:
+def resized(dataset: DatasetSpec, size: tuple[int, int], folder: str, *, at_least: int = 1) -> str:
     """Writes the first images of `dataset`, resized, as indexed TFRecords; returns the pattern of their files.
 
-    An upright image is turned, so that sizes mean the same for all.
+    An upright image is turned, so that sizes mean the same for all. The records have TF-slim's keys; where there are fewer than
+    `at_least`, they are repeated.
     """
     from PIL import Image
 
@@ -128,6 +129,7 @@ def resized(dataset: DatasetSpec, size: tuple[int, int], folder: str) -> str:
         return pattern
     os.makedirs(out)
     with open(os.path.join(out, "train-00000-of-00001"), "wb") as stream:
+        examples = []
         for number, features in enumerate(_features(dataset)):
             with contextlib.closing(Image.open(io.BytesIO(features[dataset.image_key]))) as image:
                 if image.height > image.width:
@@ -135,7 +137,8 @@ def resized(dataset: DatasetSpec, size: tuple[int, int], folder: str) -> str:
                 resized = image.convert("RGB").resize((width, height), Image.Resampling.BICUBIC)
             encoded = io.BytesIO()
             resized.save(encoded, "JPEG", quality=90)
-            example = {dataset.image_key: encoded.getvalue(), dataset.label_key: number}
-            stream.write(frame_record(encode_example(example)))
+            examples.append(frame_record(encode_example({"image/encoded": encoded.getvalue(), "image/class/label": number})))
+        for number in range(max(at_least, len(examples))):
+            stream.write(examples[number % len(examples)])
     build_index(pattern)
     return pattern

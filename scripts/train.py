@@ -9,7 +9,6 @@ The number of classes comes from --num_classes, from labels.txt beside the first
 that the index step saw. With --resume a run that was stopped, by whatever, goes on where FOLDER says it was.
 """
 
-import contextlib
 import dataclasses
 import os
 import shlex
@@ -140,7 +139,7 @@ def main(arguments: list[str]) -> int:
         if resume.step:
             print(f"resume      after step {resume.step:,} of {_EPOCHS.value * train.steps_per_epoch:,}, from {_RESUME.value}")
         trained(np.zeros((1, _IMAGE_SIZE.value, _IMAGE_SIZE.value, 3), np.float32))  # makes its variables
-    with train.explain_errors(trained), validation.explain_errors() if validation else contextlib.nullcontext():
+    with train.explain_errors(trained, *([validation] if validation else [])):
         if _STRATEGY.value == "multi_worker":
             multi_worker.check_agreement(strategy, train.position.step)
             fit_as_worker(strategy, trained, train, validation, resume)
@@ -154,20 +153,17 @@ def main(arguments: list[str]) -> int:
 
 def fit(model: keras.Model, train: Distributed, validation: Distributed | None, resume: Resume | None, num_classes: int) -> None:
     """Trains by Keras's `fit`, from where `resume` stands."""
-    profile = [InputProfile(train.dataset)] if _PROFILE_INPUT.value else []
-    arguments = {
-        "validation_data": validation.dataset if validation else None,
-        "verbose": 0,
-        "callbacks": [*profile, EpochLine(_GLOBAL_BATCH_SIZE.value)],
-    }
+    profile = [InputProfile(train)] if _PROFILE_INPUT.value else []
+    arguments = {"verbose": 0, "callbacks": [*profile, EpochLine(_GLOBAL_BATCH_SIZE.value)]}
     if resume:
-        fits = resume.fit(model, epochs=_EPOCHS.value, **arguments)
+        fits = resume.fit(model, epochs=_EPOCHS.value, validation=validation, **arguments)
     else:
         fits = [
             model.fit(
                 train.dataset,
                 steps_per_epoch=train.steps_per_epoch,
                 epochs=_EPOCHS.value,
+                validation_data=validation.dataset if validation else None,
                 shuffle=False,  # the spec's order is the shuffle; Keras warns otherwise
                 **arguments,
             )

@@ -2,12 +2,14 @@
 
 usage: tune.py --files=GLOB [--seconds=120] [--out=tuned.json] [--backends=tf_data,dali_cpu] [--order=global] [--batch_size=64]
                [--crop=resize_random_crop] [--image_size=224] [--antialias] [--dtype=float32] [--json=PATH] [--exhaustive]
-               [--against=OTHER.json]
+               [--replicas=N] [--against=OTHER.json]
 
-Only what changes the speed and not the pixels is tried. From the default of each backend on, one option after the other is
-changed and measured against the best so far, in turn; losers are dropped after one window. Last the winner is measured against
-the default anew; where it is not faster beyond noise, the default is what is written. `DaliOptions.load`, `TfDataOptions.load`,
-`load_options` and train.py --options read the file. --exhaustive tries every combination, whatever it takes.
+Only what changes the speed and not the pixels is tried (on a GPU, whose hardware decoder may round otherwise than its cores, its
+share too). From the default of each backend on, one option after the other is changed and measured against the best so far, in
+turn; losers are dropped after one window. Last the winner is measured against the default anew; where it is not faster beyond
+noise, the default is what is written. Options hold for each replica: with --replicas=N a pipeline is measured on its share of the
+cores. `DaliOptions.load`, `TfDataOptions.load`, `load_options` and train.py --options read the file. --exhaustive tries every
+combination, whatever it takes.
 """
 
 import json
@@ -29,6 +31,9 @@ from tuner import FINAL_ROUNDS, Clock, Tuner, describe, is_faster, search, space
 
 _BACKENDS = flags.DEFINE_list("backends", None, "Of tf_data, dali_cpu and dali_gpu; by default all that this machine has.")
 _SECONDS = flags.DEFINE_float("seconds", 120.0, "How long to measure, from the moment TensorFlow is there; above 0.")
+_REPLICAS = flags.DEFINE_integer(
+    "replicas", None, "Copies of the model on this machine, which share its cores; by default as many as GPUs, or 1."
+)
 _OUT = flags.DEFINE_string("out", "tuned.json", "File for the options that were found.")
 _JSON = flags.DEFINE_string("json", None, "File for everything that was measured.")
 _EXHAUSTIVE = flags.DEFINE_boolean("exhaustive", False, "Measure every combination instead; --seconds then bounds nothing.")
@@ -42,6 +47,10 @@ def main(arguments: list[str]) -> int:
         raise InputError(f"Unknown arguments: {' '.join(arguments)}. Files are named by --files='path/train-*'.")
     if _SECONDS.value <= 0:
         raise InputError(f"`seconds` must be above 0, got {_SECONDS.value}.")
+    if _REPLICAS.value is not None and _REPLICAS.value < 1:
+        raise InputError(f"`replicas` must be at least 1, got {_REPLICAS.value}.")
+    if backends.FUSE.present:
+        raise InputError("tune.py chooses `fuse` itself: leave out --fuse.")
     console.check_writable(_OUT.value, flag="out", suffix=".json")
     if _JSON.value:
         console.check_writable(_JSON.value, flag="json")
@@ -53,16 +62,21 @@ def main(arguments: list[str]) -> int:
     unknown = [name for name in _BACKENDS.value or [] if name not in here]
     if unknown or _BACKENDS.value == []:
         raise InputError(f"`backends` must be of {', '.join(here)} on this machine, got {', '.join(unknown) or 'none'}.")
-    defaults = [Setting(here[name], spec.order) for name in _BACKENDS.value or here]
+    defaults = [Setting(here[name], spec.order) for name in here if name in (_BACKENDS.value or here)]
+    replicas = _REPLICAS.value or max(1, len(about["gpus"]))
+    cores = max(1, about["cores"] // replicas)
     machine.print_lines(about)
+    if replicas > 1:
+        print(f"replicas  {replicas}: one pipeline is measured, on {cores} of the {about['cores']} cores")
     print(f"records   {spec.dataset.num_records:,} in {console.count(len(spec.dataset.files), 'file')}, order {spec.order}")
-    spaces = {
-        setting.backend: space_of(setting.options, spec.order, cores=about["cores"], fixed=spec.preprocess.resizes_plainly)
+    known: dict[str, Any] = {"about": {**about, "replicas": replicas}, "spec": spec, "defaults": defaults}
+    known["spaces"] = spaces = {
+        setting.backend: space_of(setting.options, spec.order, cores=cores, fixed=spec.preprocess.resizes_plainly)
         for setting in defaults
     }
     with (
         tempfile.TemporaryDirectory() as folder,
-        settings.Worker(os.path.join(folder, "log")) as worker,
+        settings.Worker(os.path.join(folder, "log"), cores=cores) as worker,
         console.Elapsed("tuning", seconds=None if _EXHAUSTIVE.value else _SECONDS.value) as elapsed,
     ):
         worker.start()
@@ -74,7 +88,7 @@ def main(arguments: list[str]) -> int:
         beside = {setting.key: setting for setting in (winner, other) if setting and setting.key != default.key}
         rounds = FINAL_ROUNDS[1] if _EXHAUSTIVE.value else None
         ratios = tuner.compare(list(beside.values()), default, rounds=rounds) if beside else {}
-    return report(tuner, winner, default, ratios, other, {"about": about, "spec": spec, "spaces": spaces, "defaults": defaults})
+    return report(tuner, winner, default, ratios, other, known)
 
 
 def report(

@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import math
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,8 +12,9 @@ import settings
 from dali_tf_input import AUTOTUNE, DaliOptions, InputError, Spread, TfDataOptions
 from settings import Setting
 
-FINAL_ROUNDS = (3, 9)  # of the winner against the default: at least, where there is time, and at most
-_RESERVED_ROUNDS = 5  # for which the search leaves time
+FINAL_ROUNDS = (5, 9)  # of the winner against the default: at least, where there is time, and at most
+_RESERVED = (5, 0.4)  # rounds for which the search leaves time, and the largest part of all time that is
+_LARGEST_CHANCE = 0.05
 _WINDOW_PART, _WINDOW = 0.008, (0.3, 2.0)  # of the time, in seconds
 _LOSES = 0.97  # times the best so far in its first window, and a setting is dropped
 _WINS = 1.01  # times the best so far in the median of three windows, and a setting takes its place
@@ -59,7 +62,7 @@ class Tuner:
         self.clock = clock
         self._show = show
         self.trials: dict[str, Trial] = {}
-        self._costs = [2.0]  # seconds that a window takes with all that comes with it; the first is a guess
+        self._costs = [2 * clock.window]  # seconds that a window takes with all that comes with it; the first is a guess
 
     def trial(self, setting: Setting) -> Trial:
         """Returns what is known of a setting."""
@@ -72,7 +75,7 @@ class Tuner:
     @property
     def cost(self) -> float:
         """Seconds that a window takes, with some allowance."""
-        return 1.1 * sum(self._costs) / len(self._costs)
+        return 1.2 * statistics.median(self._costs)
 
     def measure(self, setting: Setting) -> float | None:
         """Measures a window; returns its images/s, None where the setting is refused."""
@@ -84,11 +87,15 @@ class Tuner:
         except settings.SettingError as error:
             trial.verdict = f"refused: {error}"
             return None
-        if not any(known.rates for known in self.trials.values()):
-            self._costs.clear()
-        self._costs.append(time.monotonic() - start)
+        backends_so_far = {known.setting.backend for known in self.trials.values() if known.rates}
+        if setting.backend in backends_so_far:  # the first window of a backend has its libraries loaded, and is no measure
+            self._costs.append(time.monotonic() - start)
         trial.rates.append(settings.images_per_second(window))
         return trial.rates[-1]
+
+    def refusals(self, defaults: list[Setting]) -> str:
+        """Says why the default of each backend could not be measured."""
+        return "; ".join(f"{setting.backend}: {self.trial(setting).verdict or 'not tried'}" for setting in defaults)
 
     def choose_backends(self, defaults: list[Setting]) -> list[Setting]:
         """Measures the default of each backend; returns those that are not hopeless, the fastest first."""
@@ -99,8 +106,7 @@ class Tuner:
                     self.measure(setting)
         measured = [setting for setting in defaults if self.trial(setting).rates]
         if not measured:
-            refusals = "; ".join(f"{setting.backend}: {self.trial(setting).verdict}" for setting in defaults)
-            raise InputError(f"No backend could be measured. {refusals}")
+            raise InputError(f"No backend could be measured. {self.refusals(defaults)}")
         ranked = sorted(measured, key=lambda setting: -max(self.trial(setting).rates))
         best = max(self.trial(ranked[0]).rates)
         kept = [setting for setting in ranked if max(self.trial(setting).rates) >= _HOPELESS * best]
@@ -111,7 +117,8 @@ class Tuner:
     @property
     def reserve(self) -> float:
         """Seconds that are left for the winner against the default."""
-        return 2 * _RESERVED_ROUNDS * self.cost
+        rounds, part = _RESERVED
+        return min(2 * rounds * self.cost, part * self.clock.seconds)
 
     def climb(self, best: Setting, space: dict[str, list[Any]]) -> Setting:
         """Changes one option after the other and keeps what is faster; returns the best that was found.
@@ -193,6 +200,7 @@ def space_of(options: DaliOptions | TfDataOptions, order: str, *, cores: int, fi
         "prefetch": [{"prefetch_queue_depth": number} for number in (2, 1, 3, 4)],
     }
     if options.device == "gpu":
+        del space["plan"]  # regions were reported to crash some GPUs' decoders: gpu_check.py tries that
         loads = [{"hw_decoder_load": load} for load in (None, 0.0, 0.25, 0.5, 0.75, 0.9, 1.0)]
         space = {"hardware decoder": loads, **space, "memory": [{"memory_hints": True}, {"memory_hints": False}]}
     if order == "buffer":
@@ -213,18 +221,27 @@ def search(tuner: Tuner, defaults: list[Setting], spaces: dict[str, dict[str, li
 
 
 def is_faster(gains: list[float]) -> bool:
-    """Whether the winner beats the default, by its ratios to it, round by round."""
-    return bool(gains) and Spread.of(gains).median > 1 and sum(gain > 1 for gain in gains) > len(gains) / 2
+    """Whether the winner beats the default beyond noise, by its ratios to it, round by round.
+
+    A sign test: that so many of the rounds or more are above 1 has a chance of at most 5% where both are equal. It takes five.
+    """
+    above = sum(gain > 1 for gain in gains)
+    chance = sum(math.comb(len(gains), count) for count in range(above, len(gains) + 1)) / 2 ** len(gains)
+    return chance <= _LARGEST_CHANCE
 
 
 def try_all(tuner: Tuner, defaults: list[Setting], spaces: dict[str, dict[str, list[Any]]]) -> Setting:
     """Measures every combination once, the better half of them again, and so on; returns the best."""
     rivals = [setting for default in defaults for setting in combinations(default, spaces[default.backend])]
     print(f"combinations  {len(rivals):,}", flush=True)
-    while len(rivals) > 1:
+    done = False
+    while len(rivals) > 1 or not done:
+        done = True
         for setting in rivals:
             tuner.measure(setting)
         measured = [setting for setting in rivals if tuner.trial(setting).rates]
+        if not measured:
+            raise InputError(f"No setting could be measured. {tuner.refusals(defaults)}")
         measured.sort(key=lambda setting: -Spread.of(tuner.trial(setting).rates).median)
         rivals = measured[: max(1, len(measured) // 2)]
         for setting in measured[len(rivals) :]:

@@ -5,14 +5,15 @@ import sys
 import types
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from conftest import SCRIPTS, jpeg, numbered_examples, write_tfrecord
-from test_scripts import run
+from test_scripts import fails, run
 
 from dali_tf_input import DaliOptions, DatasetSpec, InputError, InputSpec, Preprocess, TfDataOptions, build_index, failures
 from dali_tf_input.distribute import distribute
-from dali_tf_input.failures import BadRecordError, explain
+from dali_tf_input.failures import BadRecordError, Stopped, explain
 from dali_tf_input.resume import Resume
 
 BACKENDS = {"dali": DaliOptions(device="cpu"), "tf_data": TfDataOptions()}
@@ -103,31 +104,39 @@ def test_the_command_mends_it(tmp_path, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("num_replicas", [1, 2])
 @pytest.mark.parametrize("fragment_size", [1, 7])
-def test_a_plan_leads_to_the_record(tmp_path, monkeypatch, backend, num_replicas, fragment_size):
+def test_a_plan_leads_to_the_record(tmp_path, monkeypatch, backend, fragment_size):
     """Of 120 records those of a few steps are looked at, whatever the epoch: so it is with a million too."""
     looked_at = []
     find_fault = failures._Search._find_fault
     monkeypatch.setattr(failures._Search, "_find_fault", lambda *given: looked_at.append(given[1]) or find_fault(*given))
-    strategy = tf.distribute.MirroredStrategy([f"CPU:{number}" for number in range(num_replicas)])
-    for seed, epoch in ((0, 0), (1, 2)):
-        changes = {"image/encoded": b"404 not found"}
-        dataset = write(tmp_path / f"{seed}", changes)
-        spec = spec_of(dataset, seed=seed, fragment_size=fragment_size)
-        train = distribute(spec, BACKENDS[backend], strategy=strategy, global_batch_size=2)
-        # Begun behind the record in its epoch, so that it comes in a later one.
-        order = failures.shuffle(
-            COUNT * FILES, seed=seed, epoch=0, fragment_size=fragment_size, first_of_files=failures.np.array([0, 40, 80])
-        )
-        place = order.tolist().index(BAD)
-        if epoch and place // 2 + 1 < train.steps_per_epoch:
-            train.position.step = place // 2 + 1
+    first_of_files = np.array([0, COUNT, 2 * COUNT])
+    for seed, begun_behind in ((0, False), (1, True)):
+        dataset = write(tmp_path / f"{seed}", DAMAGES["text"][0])
+        train = distribute(spec_of(dataset, seed=seed, fragment_size=fragment_size), BACKENDS[backend], global_batch_size=2)
+        order = failures.shuffle(COUNT * FILES, seed=seed, epoch=0, fragment_size=fragment_size, first_of_files=first_of_files)
+        if begun_behind:  # the record in its epoch, so that it comes in the next one
+            train.position.step = min(order.tolist().index(BAD) // 2 + 1, train.steps_per_epoch - 1)
         looked_at.clear()
         with pytest.raises(BadRecordError, match=r"train-1: record 23, byte"):
-            fit(train, make_model(strategy), epochs=3)
+            fit(train, make_model(), epochs=3)
         assert looked_at[-1] == BAD
         assert len(looked_at) <= (4 if backend == "tf_data" else 16)  # DALI may fail a few batches ahead
+
+
+@pytest.mark.parametrize("backend", ["dali_cpu", "tf_data"])
+def test_two_replicas(tmp_path, backend):
+    """In a process of its own: what failed in the middle of a step leaves TensorFlow's collectives behind for good."""
+    write(tmp_path, DAMAGES["text"][0])
+    arguments = [
+        f"--files={tmp_path}/train-*",
+        f"--backend={backend}",
+        "--replicas=2",
+        "--global_batch_size=4",
+        "--image_size=16",
+    ]
+    process = run("train.py", *arguments, f"--num_classes={COUNT * FILES}")
+    fails(process, f"error: {tmp_path}/train-1: record 23, byte ", faults=True)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -170,17 +179,113 @@ def test_other_errors_stay_as_they_are(tmp_path, dataset):
     with pytest.raises(ZeroDivisionError), train.explain_errors():
         raise ZeroDivisionError
     error = tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor [[IteratorGetNext]]")
-    assert explain(error, train.spec, train.options, step=0, global_batch_size=4) is None
+    assert explain(error, [Stopped(train.spec, train.options, 0, 4)]) is None
+
+
+def test_an_error_of_the_model_stays_as_it_is(tmp_path):
+    """Though its text holds Python's stack, in which there are paths of this package, and a batch from the input."""
+    dataset = write(tmp_path / "dali_records", {})
+    model = keras.Sequential([keras.layers.Input((8, 8, 3)), keras.layers.Flatten(), keras.layers.Dense(3)])
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    train = distribute(spec_of(dataset), DaliOptions(device="cpu"), global_batch_size=8)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="label value"):
+        Resume(tmp_path / "run", train).fit(model, epochs=1)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("bad", ["train", "validation"])
+def test_training_and_validation_are_told_apart(tmp_path, backend, resumed, bad):
+    changes = DAMAGES["text"][0]
+    train = distribute(
+        spec_of(write(tmp_path / "train", changes if bad == "train" else {})), BACKENDS[backend], global_batch_size=8
+    )
+    evaluation = InputSpec(
+        dataset=write(tmp_path / "validation", changes if bad == "validation" else {}),
+        preprocess=Preprocess.for_evaluation(8),
+        order="sequential",
+        repeat=False,
+    )
+    validation = distribute(evaluation, BACKENDS[backend], global_batch_size=8)
+    model = make_model()
+    pattern = rf"^{tmp_path}/{bad}/train-1: record 23, byte .* make index DATA='{tmp_path}/{bad}/train-\*'"
+    with pytest.raises(BadRecordError, match=pattern):
+        if resumed:
+            Resume(tmp_path / "run", train).fit(model, epochs=1, validation=validation)
+        with train.explain_errors(model, validation):
+            model.fit(
+                train.dataset,
+                steps_per_epoch=train.steps_per_epoch,
+                validation_data=validation.dataset,
+                epochs=1,
+                shuffle=False,
+                verbose=0,
+            )
+
+
+def test_training_goes_on_after_the_record_is_left_out(tmp_path):
+    """With --resume: the state is that of the same files with one record more, and is gone on with at the same place."""
+    write(tmp_path, DAMAGES["text"][0])
+    arguments = [f"--files={tmp_path}/train-*", "--epochs=3", "--image_size=16", f"--num_classes={COUNT * FILES}"]
+    arguments += ["--global_batch_size=8", f"--resume={tmp_path}/run", "--save_every=1", "--backend=tf_data"]
+    process = run("train.py", *arguments)
+    assert process.returncode == 1
+    assert "record 23, byte " in process.stderr
+    assert run("index_tfrecords.py", "--verify=decode", "--on_bad=skip", f"{tmp_path}/train-*").returncode == 0
+    process = run("train.py", *arguments)
+    assert process.returncode == 0, process.stderr
+    assert "The index leaves out 1 records more than when the state was saved: training goes on at step " in process.stderr
+    assert "Traceback" not in process.stderr
+    process = run("train.py", *arguments)
+    assert "Nothing to do: 3 epochs are done." in process.stdout
+    build_index(str(tmp_path / "train-*"), force=True)  # and back: that is another set of records
+    fails(run("train.py", *arguments), "`records` was 119, is 120")
+
+
+@pytest.mark.parametrize(
+    ("keys", "offset", "argument"),
+    [
+        (("jpg", "cls"), 0, "--image_key=jpg --label_key=cls"),
+        (("image/encoded", "image/class/label"), -1, "--label_offset=-1"),
+    ],
+)
+def test_the_command_has_what_the_spec_was_made_with(tmp_path, keys, offset, argument):
+    examples = [{keys[0]: one["image/encoded"], keys[1]: one["image/class/label"] + offset} for one in numbered_examples(100)]
+    examples[7][keys[0]] = b"text"
+    write_tfrecord(tmp_path / "train", examples)
+    build_index(str(tmp_path / "train"))
+    dataset = DatasetSpec.from_files(str(tmp_path / "train"), image_key=keys[0], label_key=keys[1], label_offset=offset)
+    with pytest.raises(BadRecordError) as caught:
+        fit(distribute(spec_of(dataset), TfDataOptions(), global_batch_size=4), make_model())
+    assert str(caught.value).endswith(f"ARGS='--verify=decode --on_bad=skip {argument}'")
+    process = run("index_tfrecords.py", "--verify=decode", "--on_bad=skip", *argument.split(), tmp_path / "train")
+    assert process.returncode == 0, process.stderr
+    assert "1 record (1.00%), listed in bad_records.jsonl" in process.stdout
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_file_that_vanishes(tmp_path, backend):
+    """Whatever can be said of it is said, and no traceback of the search hides it."""
+    dataset = write(tmp_path, DAMAGES["text"][0])
+    train = distribute(spec_of(dataset), BACKENDS[backend], global_batch_size=4)
+    for file in dataset.files[1:]:
+        (tmp_path / file).unlink()
+    with pytest.raises((InputError, tf.errors.OpError)) as caught:
+        fit(train, make_model())
+    assert "train-" in str(caught.value)
 
 
 def test_an_input_error_without_a_bad_record(dataset):
     """What is known is said: the records were looked at, and the command that looks deeper."""
     train = distribute(spec_of(dataset), TfDataOptions(), global_batch_size=4)
-    error = types.SimpleNamespace(message="[[IteratorGetNext]] is tired\nsecond line")
-    found = explain(error, train.spec, train.options, step=0, global_batch_size=4)
-    assert not isinstance(found, BadRecordError)
-    assert "none of 24 records that were looked at is bad: [[IteratorGetNext]] is tired Check them all: make index" in str(found)
-    found = explain(error, train.spec, train.options, step=None, global_batch_size=4, longest_search=0.0)
+    head = 'Graph execution error:\n\nDetected at node DecodeJpeg defined at:\n  File "x.py", line 1, in f'
+    error = types.SimpleNamespace(message=f"{head}\n\nis tired\n\t [[{{{{node A}}}}]]")
+    for step, looked_at in ((0, 24), (None, 24)):
+        found = explain(error, [Stopped(train.spec, train.options, step, 4)])
+        assert not isinstance(found, BadRecordError)
+        expected = f"The input stopped (is tired), and none of {looked_at} records that were looked at is bad. Check them all: "
+        assert expected in str(found)
+    found = explain(error, [Stopped(train.spec, train.options, None, 4)], longest_search=0.0)
     assert "none of 0 records" in str(found)
 
 

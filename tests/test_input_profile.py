@@ -45,16 +45,18 @@ def slow_input(seconds, *, overlapped):
     """Batches that take a known time each, made beside the step or when they are asked for."""
     batch = tf.zeros((ROWS, 2)), tf.zeros((ROWS,), tf.int64)
     dataset = tf.data.Dataset.from_tensors(batch).repeat()
+    overlapped = 2 if overlapped is True else overlapped  # batches made ahead
     dataset = dataset.map(lambda images, labels: (taking(seconds, images), labels))
     options = tf.data.Options()
     options.experimental_optimization.inject_prefetch = False
-    return (dataset.prefetch(2) if overlapped else dataset).with_options(options)
+    return (dataset.prefetch(overlapped) if overlapped else dataset).with_options(options)
 
 
 @pytest.mark.parametrize(
     ("made", "model", "overlapped", "wait"),
     [
         (0.12, 0.03, True, 0.75),  # slow input
+        (0.12, 0.03, 8, 0.75),  # and more of it made ahead
         (0.03, 0.12, True, 0.0),  # slow model
         (0.08, 0.08, True, 0.0),  # both equal: made beside the step, the input costs nothing
         (0.08, 0.08, False, 0.5),  # both equal, one after the other
@@ -66,7 +68,7 @@ def test_right_to_within_5_points(made, model, overlapped, wait):
     trained = Slow(model)
     trained.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     profile = InputProfile(dataset, cached_steps=6)
-    history = trained.fit(dataset, steps_per_epoch=16, epochs=2, verbose=0, shuffle=False, callbacks=[profile])
+    history = trained.fit(dataset, steps_per_epoch=20, epochs=2, verbose=0, shuffle=False, callbacks=[profile])
     assert [epoch.epoch for epoch in profile.epochs] == [0, 1]
     assert history.history["input_wait"] == [epoch.wait for epoch in profile.epochs]
     found = min((epoch.wait for epoch in profile.epochs), key=lambda found: abs(found - wait))
@@ -97,8 +99,9 @@ def test_training_comes_out_the_same(dataset, options, num_replicas):
             schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.5)
             loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
             model.compile(keras.optimizers.Adam(schedule), loss, metrics=["accuracy"])
-        callbacks = [InputProfile(train.dataset, cached_steps=3)] if profiled else []
-        history = model.fit(train.dataset, steps_per_epoch=6, epochs=2, verbose=0, shuffle=False, callbacks=callbacks)
+        callbacks = [InputProfile(train, cached_steps=3)] if profiled else []
+        history = model.fit(train.dataset, steps_per_epoch=12, epochs=2, verbose=0, shuffle=False, callbacks=callbacks)
+        assert len(history.history.pop("input_wait", [])) == 2 * profiled
         history.history.pop("input_wait", None)
         state = [variable.numpy() for variable in [*model.variables, *model.optimizer.variables]]
         found.append((history.history, state))
@@ -116,11 +119,59 @@ def test_steps_per_execution_and_few_steps():
     model.fit(dataset, steps_per_epoch=12, epochs=2, verbose=0, shuffle=False, callbacks=[profile])
     assert profile.epochs[1].steps == 6  # two calls of three: what the queues held at first does not count
     assert profile.epochs[1].step_seconds == pytest.approx(0.04, rel=0.4)
+    assert profile.epochs[1].cached_step_seconds == pytest.approx(0.03, rel=0.4)
+    assert profile.epochs[1].wait == pytest.approx(0.25, abs=0.15)
     model.fit(dataset, steps_per_epoch=3, epochs=1, verbose=0, shuffle=False, callbacks=[profile])
     assert profile.epochs[-1] == EpochProfile(0, 0, 0.0, 0.0)
     assert profile.epochs[-1].wait == 0
     with pytest.raises(InputError, match="`cached_steps` must be at least 1, got 0"):
         InputProfile(dataset, cached_steps=0)
+
+
+def test_other_optimizers_are_left_as_they_are():
+    """A model that trains by optimizers of its own, as GANs do."""
+
+    class Two(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.layer = keras.layers.Dense(1)
+            self.first = keras.optimizers.SGD(0.1, momentum=0.9)
+            self.others = [keras.optimizers.Adam(0.1)]
+
+        def call(self, images):
+            return self.layer(images)
+
+        def train_step(self, data):
+            for optimizer in (self.first, *self.others):
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_mean((self(data[0], training=True) - 1) ** 2)
+                optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+            return {"loss": loss}
+
+    found = []
+    for profiled in (False, True):
+        keras.utils.set_random_seed(0)
+        dataset = slow_input(0.0, overlapped=False).map(lambda images, labels: (images + 1, labels))
+        model = Two()
+        model.compile("sgd")
+        callbacks = [InputProfile(dataset, cached_steps=2)] if profiled else []
+        model.fit(dataset, steps_per_epoch=12, epochs=2, verbose=0, shuffle=False, callbacks=callbacks)
+        variables = [*model.variables, *model.first.variables, *model.others[0].variables]
+        found.append([variable.numpy() for variable in variables])
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_steps_per_execution_under_a_strategy_is_refused(dataset):
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    spec = InputSpec(dataset=dataset, preprocess=Preprocess.for_training(8), order="global")
+    train = distribute(spec, TfDataOptions(), strategy=strategy, global_batch_size=4)
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Input((8, 8, 3)), keras.layers.Flatten(), keras.layers.Dense(24)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("sgd", loss, steps_per_execution=2)
+    with pytest.raises(InputError, match="`steps_per_execution` 2 cannot be profiled under a strategy of several replicas"):
+        model.fit(train.dataset, steps_per_epoch=6, shuffle=False, verbose=0, callbacks=[InputProfile(train)])
 
 
 def test_train_profiles_its_input(sample_folder):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import numpy as np
 import pytest
@@ -84,8 +85,38 @@ def test_the_last_cut_holds_the_corners_of_the_whole_pipelines_images(dataset, b
     np.testing.assert_allclose((resized - preprocess.mean[0]) / preprocess.std[0], images[:, 0, 0, 0], atol=1e-5)
 
 
+def test_what_a_stage_costs():
+    """What its cut takes more than the one before in the same round; where that is less, nothing, and no other gets its share."""
+    import profile_stages
+
+    def windows(*seconds):  # of 1000 images each
+        return [{"measured_batches": 10, "batch_size": 100, "seconds": each, "cpu_seconds": 2 * each} for each in seconds]
+
+    made = {"read": windows(1, 2, 1), "decode": windows(3, 3, 5), "resize": windows(2.9, 3, 5), "batch": windows(4, 4, 5)}
+    rows = profile_stages.summarise(made)
+    costs = {stage: row["seconds_per_1000_images"]["median"] for stage, row in rows.items()}
+    assert costs == pytest.approx({"read": 1, "decode": 2, "resize": 0, "batch": 1})
+    assert rows["resize"]["seconds_per_1000_images"]["minimum"] == pytest.approx(-0.1)
+    assert rows["decode"]["cpu_seconds_per_1000_images"] == pytest.approx({"median": 4, "minimum": 2, "maximum": 8})
+    assert {stage: row["share"] for stage, row in rows.items()} == pytest.approx(
+        {"read": 0.25, "decode": 0.5, "resize": 0, "batch": 0.25}
+    )
+    assert rows["batch"]["images_per_second"]["median"] == pytest.approx(250)
+    text = profile_stages.conclude("tf_data", rows, None)
+    assert text == "tf_data: decode costs most, 50% of the time."
+    settings = [
+        {"setting": "fuse='off'", "ratio": {"median": 1.5}, "changes": "", "again": [1.1, 1.2, 1.3, 1.2, 1.1, 1.2]},
+        {"setting": "default", "ratio": {"median": 1.0}},
+    ]
+    assert "Of 1 settings that were tried fuse='off' helps most: 1.20 times" in profile_stages.conclude("x", rows, settings)
+    settings[0]["again"][:2] = [0.9, 0.9]  # it was luck
+    assert "None of 1 settings that were tried helps beyond noise" in profile_stages.conclude("x", rows, settings)
+    rows["read"]["share"] = 0.5
+    assert "take longer windows" in profile_stages.conclude("x", rows, None)
+
+
 def test_profile_stages(sample_folder, tmp_path):
-    """The table, the plot, the sentence; the stages add up to the whole."""
+    """The table, the plot, the sentence."""
     arguments = ["--files=data/sample/train-*", "--batch_size=16", "--image_size=32", "--seconds=0.1", "--repeats=1"]
     outputs = [f"--json={tmp_path}/stages.json", f"--plot={tmp_path}/stages.png"]
     process = run("profile_stages.py", *arguments, *outputs, cwd=sample_folder)
@@ -94,11 +125,9 @@ def test_profile_stages(sample_folder, tmp_path):
     report = json.loads((tmp_path / "stages.json").read_text())
     assert list(report["stages"]["tf_data"]) == ["read", "parse", "decode", "resize", "finish", "batch"]
     for rows in report["stages"].values():
-        whole = 1000 / rows["batch"]["images_per_second"]["median"]
-        assert sum(row["seconds_per_1000_images"]["median"] for row in rows.values()) == pytest.approx(whole)
-        assert sum(row["share"] for row in rows.values()) == pytest.approx(1)
+        assert all(row["images_per_second"]["median"] > 0 for row in rows.values())
     assert {row["setting"] for row in report["settings"]["dali_cpu"]} >= {"default", "fuse='off'", "tf_data", "dtype='uint8'"}
-    assert "tf_data: decode costs most" in process.stdout or "tf_data: read costs most" in process.stdout
+    assert re.search("^tf_data: [a-z ]+ costs most, [0-9]+% of the time", process.stdout, re.MULTILINE)
     assert "settings that were tried" in process.stdout
     assert (tmp_path / "stages.png").stat().st_size > 10_000
     arguments = [*arguments, "--backends=dali_cpu", "--order=buffer", "--nosettings"]

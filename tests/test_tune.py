@@ -2,9 +2,13 @@
 
 import itertools
 import json
+import os
 import random
+import signal
 
 import pytest
+from absl import flags
+from conftest import numbered_examples, write_tfrecord
 from test_scripts import fails, run
 
 from dali_tf_input import AUTOTUNE, DaliOptions, InputError, TfDataOptions, load_options, save_options
@@ -47,7 +51,13 @@ def test_options_come_back_from_their_file(tmp_path, options):
         ({"backend": "torch", "options": {}}, "these are no options: KeyError"),
         ({"backend": "tf_data", "options": {"num_threads": 2}}, "TfDataOptions has no `num_threads`. Tune again"),
         ({"backend": "dali", "options": {"device": "cpu", "num_threads": 0}}, "`num_threads` must be at least 1 or None, got 0"),
-        ({"backend": "dali", "options": {"device": "cpu", "num_threads": "2"}}, "'<' not supported"),
+        ({"backend": "dali", "options": {"device": "cpu", "num_threads": "2"}}, "`num_threads` cannot be '2'"),
+        ({"backend": "dali", "options": {"device": "cpu", "num_threads": 1.5}}, "`num_threads` cannot be 1.5"),
+        ({"backend": "dali", "options": {"device": "cpu", "read_ahead": 1}}, "`read_ahead` cannot be 1"),
+        ({"backend": "dali", "options": {"device": 1}}, "`device` cannot be 1"),
+        ({"backend": "tf_data", "options": {"service": 5}}, "`service` cannot be 5"),
+        ({"backend": "tf_data", "options": {"autotune": "no"}}, "`autotune` cannot be 'no'"),
+        ({"backend": "tf_data", "options": {"num_parallel_calls": True}}, "`num_parallel_calls` cannot be True"),
         ({"backend": "dali", "options": {}}, "device"),
     ],
 )
@@ -130,6 +140,26 @@ def test_what_is_chosen_is_never_below_the_default(tuner_module, monkeypatch, se
     assert winner == default or not tuner_module.is_faster(gains)
 
 
+def test_noise_is_seldom_taken_for_a_gain(tuner_module, monkeypatch):
+    """Where all settings are alike: the sign test's 5%, twice over."""
+    from settings import Setting
+
+    taken = 0
+    for seed in range(100):
+        machine = Machine(lambda setting: 1000, noise=0.04, seed=seed)
+        winner, default, gains, _, _ = tuned(tuner_module, machine, monkeypatch, seconds=120, defaults=[Setting(TfDataOptions())])
+        taken += winner != default and tuner_module.is_faster(gains)
+    assert taken <= 10
+
+
+@pytest.mark.parametrize(
+    ("gains", "faster"),
+    [([], False), ([1.1] * 4, False), ([1.1] * 5, True), ([1.1] * 4 + [0.9], False), ([1.1] * 8 + [0.9], True)],
+)
+def test_how_many_rounds_make_a_gain(tuner_module, gains, faster):
+    assert tuner_module.is_faster(gains) == faster
+
+
 def test_losers_are_dropped_early(tuner_module, monkeypatch):
     machine = Machine(rate_of, noise=0.0)
     _, _, _, search, _ = tuned(tuner_module, machine, monkeypatch, seconds=1000)
@@ -167,6 +197,40 @@ def test_a_backend_that_cannot_be_measured(tuner_module, monkeypatch):
     assert search.trial(defaults[0]).verdict == "refused: the process died (SIGSEGV)"
     with pytest.raises(InputError, match=r"No backend could be measured. dali_gpu: refused: the process died \(SIGSEGV\)"):
         tuned(tuner_module, Crashing(rate_of), monkeypatch, seconds=100, defaults=defaults[:1])
+
+
+def test_a_record_that_nothing_can_decode(tmp_path):
+    """What DALI prints of it is no answer of the measuring process; the record is named."""
+    examples = numbered_examples(8)
+    examples[3]["image/encoded"] = b"this is no image"
+    file = write_tfrecord(tmp_path / "train", examples)
+    assert run("index_tfrecords.py", file).returncode == 0
+    for script, more in (("tune.py", "--seconds=3"), ("profile_stages.py", "--seconds=0.1"), ("tune.py", "--exhaustive")):
+        arguments = [f"--files={file}", "--batch_size=2", "--image_size=8", more]
+        process = run(script, *arguments, *([f"--out={tmp_path}/out.json"] if script == "tune.py" else ["--repeats=1"]))
+        fails(process, f"{file}: record 3, byte ", "make index DATA=")
+        if more == "--exhaustive":
+            break
+
+
+def test_a_measuring_process_that_dies_or_hangs(sample_folder, monkeypatch, tmp_path):
+    import settings
+
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS(["test"])
+    files = [f"--files={sample_folder}/data/sample/train-*"]
+    with settings.Worker(str(tmp_path / "log"), files=files, batch_size=4) as worker:
+        setting = settings.Setting(TfDataOptions())
+        assert worker.measure(setting, seconds=0.1)["measured_batches"] > 0
+        os.kill(worker._process.pid, signal.SIGKILL)
+        worker._process.wait()
+        with pytest.raises(settings.SettingError, match="the process died"):
+            worker.measure(setting, seconds=0.1)
+        assert worker.measure(setting, seconds=0.1)["measured_batches"] > 0
+        os.kill(worker._process.pid, signal.SIGSTOP)
+        monkeypatch.setattr(settings, "_LIMIT", 1)
+        with pytest.raises(settings.SettingError, match="no answer within 2 s"):
+            worker.measure(setting, seconds=0.1)
 
 
 def test_every_setting_that_is_tried_is_valid(tuner_module):
