@@ -15,6 +15,7 @@ import os
 
 import numpy as np
 from absl import flags
+from PIL import Image, ImageDraw, ImageFont
 
 import backends
 import console
@@ -23,15 +24,6 @@ from dali_tf_input.example import decode_example
 from dali_tf_input.manifest import read_index
 from dali_tf_input.order import Places, Plan, Steps
 from dali_tf_input.tfrecord import read_record
-
-tf = console.import_tensorflow()
-
-from PIL import Image, ImageDraw, ImageFont  # noqa: E402  (after TensorFlow, whose chatter is held back)
-
-from dali_tf_input.dataset import denormalise, make_dataset  # noqa: E402
-from dali_tf_input.failures import Stopped, explain  # noqa: E402
-from dali_tf_input.record_stream import random_numbers  # noqa: E402
-from dali_tf_input.tf_images import find_region  # noqa: E402
 
 _OUT = flags.DEFINE_string("out", "sheet.png", "File for the contact sheet, a PNG.")
 _NUM_IMAGES = flags.DEFINE_integer("num_images", 8, "How many images are shown, at most.")
@@ -60,18 +52,7 @@ def main(arguments: list[str]) -> int:
     console.check_writable(_OUT.value, flag="out", suffix=".png")
     spec = make_spec()
     num_images = min(_NUM_IMAGES.value, spec.dataset.num_records)
-    made = {
-        "tf.data": (TfDataOptions(fuse=backends.FUSE.value), spec),
-        "DALI": (DaliOptions(device="cpu", fuse="auto" if backends.FUSE.value == "scaled" else backends.FUSE.value), spec),
-    }
-    images, labels = {}, {}
-    for name, (options, its_spec) in made.items():
-        try:
-            batch, batch_labels = next(iter(make_dataset(its_spec, options, batch_size=num_images)))
-        except tf.errors.OpError as error:
-            raise explain(error, [Stopped(its_spec, options, 0, num_images)]) or error from error
-        images[name] = denormalise(batch.numpy(), spec.preprocess)
-        labels[name] = batch_labels.numpy()
+    images, labels = make_images(spec, num_images)
     if (labels["tf.data"] != labels["DALI"]).any():
         raise InputError(f"The backends serve other records: {labels['tf.data']} and {labels['DALI']}. Please report this.")
     originals = [open_original(encoded, spec, place) for place, encoded in enumerate(read_originals(spec, num_images))]
@@ -84,6 +65,27 @@ def main(arguments: list[str]) -> int:
         print("            each backend draws its own augmentation, so these images differ")
     print(f"sheet       in {_OUT.value}")
     return 0
+
+
+def make_images(spec: InputSpec, num_images: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Returns images in 0..255, and labels, of each backend."""
+    tf = console.import_tensorflow()  # here, as what is wrong with flags and files is to be said at once
+    from dali_tf_input.dataset import denormalise, make_dataset
+    from dali_tf_input.failures import Stopped, explain
+
+    made = {
+        "tf.data": TfDataOptions(fuse=backends.FUSE.value),
+        "DALI": DaliOptions(device="cpu", fuse="auto" if backends.FUSE.value == "scaled" else backends.FUSE.value),
+    }
+    images, labels = {}, {}
+    for name, options in made.items():
+        try:
+            batch, batch_labels = next(iter(make_dataset(spec, options, batch_size=num_images)))
+        except tf.errors.OpError as error:
+            raise explain(error, [Stopped(spec, options, 0, num_images)]) or error from error
+        images[name] = denormalise(batch.numpy(), spec.preprocess)
+        labels[name] = batch_labels.numpy()
+    return images, labels
 
 
 def make_spec() -> InputSpec:
@@ -129,6 +131,10 @@ def read_originals(spec: InputSpec, num_images: int) -> list[bytes]:
 
 def open_original(encoded: bytes, spec: InputSpec, place: int) -> tuple[Image.Image, tuple[float, ...], bool]:
     """Returns an original, the region of it that is taken (left, top, right, bottom), and whether it is mirrored."""
+    tf = console.import_tensorflow()
+    from dali_tf_input.record_stream import random_numbers
+    from dali_tf_input.tf_images import find_region
+
     image = Image.open(io.BytesIO(encoded)).convert("RGB")
     numbers, _ = random_numbers(spec, tf.constant(0, tf.int64), tf.constant(place, tf.int64))
     region = find_region(tf.constant([image.height, image.width]), numbers, spec.preprocess)

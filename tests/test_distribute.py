@@ -196,12 +196,12 @@ def test_a_gpu_where_there_is_none(dataset, make_strategy):
 
 @backends
 def test_a_first_batch_that_cannot_be_made(tmp_path, options):
-    """Garbage instead of an image: a Python error that says so, not an aborted process."""
+    """Garbage instead of an image: a Python error that names the record, not an aborted process."""
     examples = numbered_examples(6)
     examples[1]["image/encoded"] = b"this is no image"
     file = write_tfrecord(tmp_path / "train", examples)
     build_index(file)
-    with pytest.raises(InputError, match="The first batch cannot be made: "):
+    with pytest.raises(InputError, match=r"train: record 1, byte \d+: text: .*make index DATA="):
         distribute(spec_of(DatasetSpec.from_files(file)), options, global_batch_size=4)
 
 

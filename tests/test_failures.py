@@ -1,5 +1,6 @@
 """A record that stops training: the error names it, and its command mends it."""
 
+import itertools
 import subprocess
 import sys
 import types
@@ -62,9 +63,16 @@ def fit(train, model, epochs=2):
         model.fit(train.dataset, steps_per_epoch=train.steps_per_epoch, epochs=epochs, shuffle=False, verbose=0)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("order", ["global", "buffer"])
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(
+    ("backend", "order", "damage"),
+    [
+        *itertools.product(BACKENDS, ("global", "buffer"), ("truncated",)),
+        ("dali", "global", "text"),
+        ("tf_data", "buffer", "text"),
+        ("dali", "buffer", "empty"),
+        ("tf_data", "global", "empty"),
+    ],
+)
 def test_the_error_names_the_record(tmp_path, backend, order, damage):
     changes, reason = DAMAGES[damage]
     dataset = write(tmp_path, changes)
@@ -79,7 +87,7 @@ def test_the_error_names_the_record(tmp_path, backend, order, damage):
     assert (caught.value.file, caught.value.fault.record) == (f"{tmp_path}/train-1", 23)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["dali"])
 def test_the_command_mends_it(tmp_path, backend):
     """Trained by the script; the command that it prints is run as it stands, by the interpreter of this environment."""
     write(tmp_path, DAMAGES["text"][0])
@@ -124,7 +132,7 @@ def test_a_plan_leads_to_the_record(tmp_path, monkeypatch, backend, fragment_siz
         assert len(looked_at) <= (4 if backend == "tf_data" else 16)  # DALI may fail a few batches ahead
 
 
-@pytest.mark.parametrize("backend", ["dali_cpu", "tf_data"])
+@pytest.mark.parametrize("backend", ["tf_data"])
 def test_two_replicas(tmp_path, backend):
     """In a process of its own: what failed in the middle of a step leaves TensorFlow's collectives behind for good."""
     write(tmp_path, DAMAGES["text"][0])
@@ -192,9 +200,16 @@ def test_an_error_of_the_model_stays_as_it_is(tmp_path):
         Resume(tmp_path / "run", train).fit(model, epochs=1)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("resumed", [False, True])
-@pytest.mark.parametrize("bad", ["train", "validation"])
+@pytest.mark.parametrize(
+    ("backend", "resumed", "bad"),
+    [
+        ("tf_data", False, "train"),
+        ("tf_data", False, "validation"),
+        ("tf_data", True, "validation"),
+        ("dali", True, "train"),
+        ("dali", False, "validation"),
+    ],
+)
 def test_training_and_validation_are_told_apart(tmp_path, backend, resumed, bad):
     changes = DAMAGES["text"][0]
     train = distribute(

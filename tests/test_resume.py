@@ -288,7 +288,7 @@ def test_records_in_another_order_are_refused(tmp_path):
             first = make(dataset, tmp_path / "run", global_batch_size=1)
             first.set_model(make_model())
             first.save()
-    with pytest.raises(InputError, match="`files` was"):
+    with pytest.raises(InputError, match="`index` was"):
         make(dataset, tmp_path / "run", global_batch_size=1)
 
 

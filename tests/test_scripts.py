@@ -413,7 +413,7 @@ def test_a_converter_killed_alone_leaves_nothing_running(tmp_path, photos):
         time.sleep(0.01)
     process.kill()
     process.wait()
-    for _ in range(100):
+    for _ in range(300):  # half a minute: a worker may have to wait for a slow disk before it can go
         if not any(Path(f"/proc/{worker}").exists() for worker in workers):
             break
         time.sleep(0.1)
