@@ -179,7 +179,7 @@ def sweep_loads(files: list[str], folder: str) -> list[dict[str, Any]]:
     """Measures the dataset over the hardware decoder's share and the batch."""
     loads = (None,) if _REHEARSE.value else _LOADS
     found = []
-    for batch_size in (8, 16) if _REHEARSE.value else _BATCHES:
+    for batch_size in (8,) if _REHEARSE.value else _BATCHES:
         with settings.Worker(os.path.join(folder, "log"), files=files, batch_size=batch_size) as worker:
             for load in loads:
                 options = DaliOptions(device="cpu" if _REHEARSE.value else "gpu", hw_decoder_load=load)
