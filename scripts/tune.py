@@ -5,14 +5,15 @@ usage: tune.py --files=GLOB [--seconds=120] [--out=tuned.json] [--backends=tf_da
                [--replicas=N] [--against=OTHER.json]
 
 Only what changes the speed and not the pixels is tried (on a GPU, whose hardware decoder may round otherwise than its cores, its
-share too). From the default of each backend on, one option after the other is changed and measured against the best so far, in
-turn; losers are dropped after one window. Last the winner is measured against the default anew; where it is not faster beyond
-noise, the default is what is written. Options hold for each replica: with --replicas=N a pipeline is measured on its share of the
-cores. `DaliOptions.load`, `TfDataOptions.load`, `load_options` and train.py --options read the file. --exhaustive tries every
-combination, whatever it takes.
+share too). Round after round varies all options at once, so that each window tells of each of them; values and backends that
+lose are dropped early. Last the combination of the best values is measured against the default in rounds of its own; where it is
+not faster beyond noise, the default is what is written. Options hold for each replica: with --replicas=N a pipeline is measured
+on its share of the cores. `DaliOptions.load`, `TfDataOptions.load`, `load_options` and train.py --options read the file.
+--exhaustive tries every combination, whatever it takes.
 """
 
 import json
+import math
 import os
 import shlex
 import sys
@@ -27,7 +28,7 @@ import machine
 import settings
 from dali_tf_input import InputError, Spread, load_options, save_options
 from settings import Setting
-from tuner import FINAL_ROUNDS, Clock, Tuner, describe, is_faster, search, space_of, try_all
+from tuner import FINAL_ROUNDS, Clock, Screen, Tuner, describe, is_faster, search, space_of, try_all
 
 _BACKENDS = flags.DEFINE_list("backends", None, "Of tf_data, dali_cpu and dali_gpu; by default all that this machine has.")
 _SECONDS = flags.DEFINE_float("seconds", 120.0, "How long to measure, from the moment TensorFlow is there; above 0.")
@@ -40,6 +41,8 @@ _EXHAUSTIVE = flags.DEFINE_boolean("exhaustive", False, "Measure every combinati
 _AGAINST = flags.DEFINE_string("against", None, "Options that an earlier run wrote, to be measured beside the winner.")
 
 _COLUMNS = ("setting", "images/s", "x default", "min", "max", "windows", "verdict")
+_EFFECT_COLUMNS = ("one option changed", "x default", "+-", "windows", "verdict")
+_TOLD_APART = 0.03  # values that differ by less need not be told apart
 
 
 def main(arguments: list[str]) -> int:
@@ -100,16 +103,14 @@ def report(
     known: dict[str, Any],
 ) -> int:
     """Prints the table and what was found, and writes the files."""
-    defaults = known["defaults"]
     gains = ratios.get(winner.key, [])
     spread = Spread.of(gains) if gains else None
     better = is_faster(gains)
     chosen = winner if better else default
     print()
-    print_trials(tuner, default, chosen, winner)
+    print_trials(tuner, default, chosen, winner, other)
+    print_effects(tuner)
     print()
-    tried = sum(bool(trial.rates) for trial in tuner.trials.values())
-    all_settings = sum(len(values) - 1 for space in known["spaces"].values() for values in space.values()) + len(defaults)
     if chosen is winner and spread:
         print(
             f"best      {winner.backend}: {describe(winner)}\n"
@@ -119,12 +120,8 @@ def report(
     else:
         found = f"; {describe(winner)} came to {spread.median:.2f}" if spread else ""
         print(f"best      the default, {default.backend}: nothing tried was faster beyond noise{found}")
-    unfinished = sum(trial.verdict in ("", "no time left") for trial in tuner.trials.values() if trial.setting not in defaults)
-    unmeasured = sum(not tuner.trial(setting).rates and not tuner.trial(setting).verdict for setting in defaults)
-    if not _EXHAUSTIVE.value and (unfinished or unmeasured):
-        print(
-            f"time      {_SECONDS.value:g} s were enough for {tried} of about {all_settings} settings only: give more --seconds"
-        )
+    if not _EXHAUSTIVE.value:
+        print_limits(tuner, known["defaults"])
     if other:
         beside = Spread.of(ratios[other.key]) if ratios.get(other.key) else None
         if beside and gains:
@@ -151,18 +148,27 @@ def report(
     if _JSON.value:
         with open(_JSON.value, "w", encoding="utf-8") as stream:
             json.dump(
-                {**about, "ratios": ratios, "trials": [trial.to_json() for trial in tuner.trials.values()]}, stream, indent=2
+                {
+                    **about,
+                    "ratios": ratios,
+                    "trials": [trial.to_json() for trial in tuner.trials.values()],
+                    "effects": [row for screen in tuner.screens for row in effects_of(screen)],
+                },
+                stream,
+                indent=2,
             )
             stream.write("\n")
         print(f"all       in {_JSON.value}")
     return 0
 
 
-def print_trials(tuner: Tuner, default: Setting, chosen: Setting, winner: Setting) -> None:
-    """Prints what was measured, the fastest first (of an exhaustive run the first forty)."""
+def print_trials(tuner: Tuner, default: Setting, chosen: Setting, winner: Setting, other: Setting | None) -> None:
+    """Prints the settings that were measured by themselves, the fastest first (of an exhaustive run the first forty of all)."""
     base = Spread.of(tuner.trial(default).rates).median if tuner.trial(default).rates else None
     lines = []
-    measured = [trial for trial in tuner.trials.values() if trial.rates]
+    alone = {setting.key for setting in (default, winner, other) if setting} | {screen.default.key for screen in tuner.screens}
+    shown = [trial for key, trial in tuner.trials.items() if _EXHAUSTIVE.value or trial.verdict or key in alone]
+    measured = [trial for trial in shown if trial.rates]
     for trial in sorted(measured, key=lambda trial: -Spread.of(trial.rates).median)[:40]:
         rates = Spread.of(trial.rates)
         ratios = [f"{rate / base:.2f}" if base else "-" for rate in (rates.median, rates.minimum, rates.maximum)]
@@ -171,18 +177,78 @@ def print_trials(tuner: Tuner, default: Setting, chosen: Setting, winner: Settin
             verdict = "best"
         elif trial.setting == default:
             verdict = "the default"
-        elif not verdict:
-            verdict = "another backend" if describe(trial.setting) == "default" else "time ran out"
         elif trial.setting == winner:
             verdict = "no faster than the default beyond noise"
+        elif trial.setting == other:
+            verdict = "of --against"
+        elif not verdict:
+            verdict = "another backend"
         setting = f"{trial.setting.backend}: {describe(trial.setting)}"
         lines.append((setting, f"{rates.median:,.0f}", *ratios, str(len(trial.rates)), verdict))
     lines += [
         (f"{trial.setting.backend}: {describe(trial.setting)}", *("-",) * 5, trial.verdict.splitlines()[0])
-        for trial in tuner.trials.values()
+        for trial in shown
         if trial.verdict.startswith("refused")
     ]
     console.print_table(_COLUMNS, lines)
+
+
+def effects_of(screen: Screen) -> list[dict[str, Any]]:
+    """Returns what is known of each value of a backend's options: of the default's, 1."""
+    rows = []
+    for name, values in screen.space.items():
+        for number, value in enumerate(values):
+            log, error = screen.effects.difference(name, number, 0)
+            rows.append(
+                {
+                    "backend": screen.default.backend,
+                    "options": value,
+                    "is_default": number == 0,
+                    "times_default": math.exp(log),
+                    "standard_error": math.exp(log) * error,
+                    "windows": screen.effects.windows(name, number),
+                    "verdict": screen.verdicts.get((name, number), ""),
+                }
+            )
+    return rows
+
+
+def print_effects(tuner: Tuner) -> None:
+    """Prints what each value is worth, whatever the other options are."""
+    lines = []
+    for screen in tuner.screens:
+        best = screen.best().options
+        for row in effects_of(screen) if screen.rounds else []:
+            taken = all(getattr(best, name) == value for name, value in row["options"].items())
+            verdict = row["verdict"] or ("best" if taken else "no difference seen" if row["windows"] else "no time left")
+            if screen.is_behind and not row["verdict"]:
+                verdict = "dropped: its backend is too slow here"
+            values = ", ".join(f"{name}={value!r}" for name, value in row["options"].items())
+            error = "" if row["is_default"] else f"{row['standard_error']:.3f}"
+            known = f"{row['times_default']:.3f}" if row["windows"] or row["is_default"] else "-"
+            lines.append((f"{row['backend']}: {values}", known, error if row["windows"] else "-", str(row["windows"]), verdict))
+    if lines:
+        print()
+        console.print_table(_EFFECT_COLUMNS, lines)
+
+
+def print_limits(tuner: Tuner, defaults: list[Setting]) -> None:
+    """Says what the time was too short for."""
+    short = f"time      {_SECONDS.value:g} s were enough for "
+    unmeasured = [setting.backend for setting in defaults if not tuner.trial(setting).rates and not tuner.trial(setting).verdict]
+    running = [screen for screen in tuner.screens if not screen.is_behind]
+    errors = [
+        2 * screen.effects.difference(name, value, values[0])[1]
+        for screen in running
+        for name, values in screen.left.items()
+        for value in values[1:]
+    ]
+    if unmeasured:
+        print(f"{short}no window of {', '.join(unmeasured)}: give more --seconds")
+    elif not any(screen.rounds for screen in tuner.screens):
+        print(f"{short}the defaults only: give more --seconds")
+    elif errors and max(errors) > _TOLD_APART:
+        print(f"{short}values that differ by {max(errors):.0%} or more: give more --seconds to tell closer ones apart")
 
 
 if __name__ == "__main__":

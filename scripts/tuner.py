@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -10,16 +11,19 @@ from typing import Any
 
 import settings
 from dali_tf_input import AUTOTUNE, DaliOptions, InputError, Spread, TfDataOptions
+from effects import Effects, balanced_choices
 from settings import Setting
 
-FINAL_ROUNDS = (5, 9)  # of the winner against the default: at least, where there is time, and at most
-_RESERVED = (5, 0.4)  # rounds for which the search leaves time, and the largest part of all time that is
+FINAL_ROUNDS = (5, 40)  # of the winner against the default: at least, where there is time, and at most
+_FINAL_PART = 0.35  # of the time is left for them
 _LARGEST_CHANCE = 0.05
-_WINDOW_PART, _WINDOW = 0.008, (0.3, 2.0)  # of the time, in seconds
-_LOSES = 0.97  # times the best so far in its first window, and a setting is dropped
-_WINS = 1.01  # times the best so far in the median of three windows, and a setting takes its place
-_TRIES = 3
+_WINDOW, _WINDOW_BATCHES, _WINDOW_PART = 0.4, 5, 0.02  # seconds; more for so many batches, up to that part of the time
+_SURE = 2.0  # standard errors
+_SAME = 0.003  # a value is dropped that is surely no more than this above the default's
+_WORTH_A_CHANGE = 0.3  # standard errors above the default's value, for a value to be taken into the winner
 _HOPELESS = 0.7  # times the best default, and a backend is dropped
+_BEHIND = 0.9  # times what the fastest backend should reach, and a backend is dropped
+_ROUNDS = 2  # before that
 
 
 class Trial:
@@ -41,12 +45,16 @@ class Clock:
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
         self.seconds = seconds
-        self.window = min(max(_WINDOW_PART * seconds, _WINDOW[0]), _WINDOW[1])
+        self.window = _WINDOW
 
     @property
     def left(self) -> float:
         """Seconds; below 0 when time is out."""
         return self._end - time.monotonic()
+
+    def fit_window(self, batch_seconds: float) -> None:
+        """Makes windows long enough for some batches that take so long each, where the time allows it."""
+        self.window = max(_WINDOW, min(_WINDOW_BATCHES * batch_seconds, _WINDOW_PART * self.seconds))
 
 
 class Tuner:
@@ -54,7 +62,8 @@ class Tuner:
 
     Attributes:
       clock: the time that is left.
-      trials: what is known of each setting, by its key.
+      trials: the windows of each setting, by its key.
+      screens: of each backend whose options were varied, what its values are worth.
     """
 
     def __init__(self, worker: settings.Worker, clock: Clock, show: Callable[[str], None]) -> None:
@@ -62,6 +71,8 @@ class Tuner:
         self.clock = clock
         self._show = show
         self.trials: dict[str, Trial] = {}
+        self.screens: list[Screen] = []
+        self._batch_seconds = math.inf  # the least
         self._costs = [2 * clock.window]  # seconds that a window takes with all that comes with it; the first is a guess
 
     def trial(self, setting: Setting) -> Trial:
@@ -91,6 +102,7 @@ class Tuner:
         if setting.backend in backends_so_far:  # the first window of a backend has its libraries loaded, and is no measure
             self._costs.append(time.monotonic() - start)
         trial.rates.append(settings.images_per_second(window))
+        self._batch_seconds = min(self._batch_seconds, window["seconds"] / window["measured_batches"])
         return trial.rates[-1]
 
     def refusals(self, defaults: list[Setting]) -> str:
@@ -112,51 +124,13 @@ class Tuner:
         kept = [setting for setting in ranked if max(self.trial(setting).rates) >= _HOPELESS * best]
         for setting in ranked[len(kept) :]:
             self.trial(setting).verdict = "dropped: its backend is too slow here"
+        self.clock.fit_window(self._batch_seconds)
         return kept
 
     @property
     def reserve(self) -> float:
         """Seconds that are left for the winner against the default."""
-        rounds, part = _RESERVED
-        return min(2 * rounds * self.cost, part * self.clock.seconds)
-
-    def climb(self, best: Setting, space: dict[str, list[Any]]) -> Setting:
-        """Changes one option after the other and keeps what is faster; returns the best that was found.
-
-        Args:
-          best: where to begin.
-          space: values of each option (or of several, as a dict) in the order in which they are tried.
-        """
-        for values in space.values():
-            rivals = [changed for value in values if (changed := change(best, value)) != best]
-            rivals = [rival for rival in rivals if not self.trial(rival).verdict]
-            ratios: dict[str, list[float]] = {rival.key: [] for rival in rivals}
-            for turn in range(_TRIES):
-                if not rivals or not self.has_time_for(len(rivals) + 1, reserve=self.reserve):
-                    break
-                reference = self.measure(best)
-                if reference is None:
-                    break
-                for rival in list(rivals):
-                    rate = self.measure(rival)
-                    if rate is not None:
-                        ratios[rival.key].append(rate / reference)
-                    hopeless = turn == 0 and rate is not None and rate < _LOSES * reference
-                    if turn == 1 and ratios[rival.key]:
-                        hopeless = max(ratios[rival.key]) < 1  # two of three would have to be above
-                    if rate is None or hopeless:
-                        rivals.remove(rival)
-                        self.trial(rival).verdict = self.trial(rival).verdict or "dropped early"
-            for rival in rivals:
-                self.trial(rival).verdict = "no faster" if len(ratios[rival.key]) == _TRIES else "no time left"
-            whole = [rival for rival in rivals if len(ratios[rival.key]) == _TRIES]
-            if whole:
-                fastest = max(whole, key=lambda rival: Spread.of(ratios[rival.key]).median)
-                spread = Spread.of(ratios[fastest.key])
-                if spread.median >= _WINS and sorted(ratios[fastest.key])[1] > 1:
-                    self.trial(fastest).verdict = "kept for a while"
-                    best = fastest
-        return best
+        return _FINAL_PART * self.clock.seconds
 
     def compare(self, rivals: list[Setting], reference: Setting, *, rounds: int | None = None) -> dict[str, list[float]]:
         """Measures settings against a reference, round by round, in the time that is left; returns their ratios by key."""
@@ -174,6 +148,101 @@ class Tuner:
             for setting in rivals:
                 ratios[setting.key].append(rates[setting.key] / base)
         return ratios
+
+
+class Screen:
+    """The options of a backend, all varied at once, and which of their values are still in the running.
+
+    Attributes:
+      default: where it begins.
+      space: the values of each option (or of several, as a dict), the default's first.
+      effects: what they are worth.
+      left: the numbers of the values of each option that were not dropped.
+      verdicts: why the others were.
+      rounds: how many were measured.
+      images_per_second: what the best values should reach by the last round; before it, the default's best.
+      is_behind: whether another backend is so much faster that this one was left.
+    """
+
+    def __init__(self, default: Setting, space: dict[str, list[Any]]) -> None:
+        self.default = default
+        self.space = space
+        self.effects = Effects({name: len(values) for name, values in space.items()})
+        self.left = {name: list(range(len(values))) for name, values in space.items()}
+        self.verdicts: dict[tuple[str, int], str] = {}
+        self.rounds = 0
+        self.images_per_second = 0.0
+        self.is_behind = False
+        self._random = random.Random(0)
+
+    def setting(self, choice: dict[str, int]) -> Setting:
+        """Returns the setting with the values of these numbers; the default's of options that are not named."""
+        found = self.default
+        for name, value in choice.items():
+            found = change(found, self.space[name][value])
+        return found
+
+    def measure_round(self, tuner: Tuner) -> bool:
+        """Measures a round and drops what loses; returns False where nothing is left to tell apart, or no time."""
+        self.images_per_second = self.images_per_second or max(tuner.trial(self.default).rates)
+        choices = balanced_choices(self.left, self._random)
+        if len(choices) == 1 or not tuner.has_time_for(len(choices), reserve=tuner.reserve):
+            return False
+        measured = False
+        for choice in choices:
+            if any(value not in self.left[name] for name, value in choice.items()):
+                continue  # it was refused a moment ago
+            rate = tuner.measure(self.setting(choice))
+            if rate is None:
+                self._find_what_is_refused(tuner, choice)
+            else:
+                measured = True
+                self.effects.add(self.rounds, choice, rate)
+        if measured:
+            self.rounds += 1
+            self.effects.fit()
+            self._drop_losers()
+            self.images_per_second = self.effects.images_per_second({name: self._best_value(name) for name in self.left})
+        return True
+
+    def best(self) -> Setting:
+        """Returns the setting of the best values; of those that are hardly above the default's, the default's."""
+        choice = {name: self._best_value(name) for name in self.left}
+        for name, values in self.left.items():
+            if 0 in values:
+                gain, error = self.effects.difference(name, choice[name], 0)
+                choice[name] = choice[name] if gain > _WORTH_A_CHANGE * error else 0
+        return self.setting(choice)
+
+    def _best_value(self, name: str) -> int:
+        measured = [value for value in self.left[name] if self.effects.windows(name, value)]
+        return self.effects.best(name, measured) if measured else self.left[name][0]
+
+    def _drop_losers(self) -> None:
+        """Drops the values that are surely below the best of their option, or surely no better than the default's."""
+        for name, values in self.left.items():
+            best = self._best_value(name)
+            for value in [value for value in values if value != best]:
+                loss, error = self.effects.difference(name, best, value)
+                if loss > _SURE * error:
+                    self._drop(name, value, "dropped: slower")
+            for value in [value for value in values if value and 0 in values]:
+                gain, error = self.effects.difference(name, value, 0)
+                if gain + _SURE * error < _SAME:
+                    self._drop(name, value, "dropped: no faster")
+
+    def _drop(self, name: str, value: int, verdict: str) -> None:
+        self.left[name].remove(value)
+        self.verdicts[name, value] = verdict
+
+    def _find_what_is_refused(self, tuner: Tuner, choice: dict[str, int]) -> None:
+        """Drops those values of a refused choice that are refused by themselves."""
+        for name, value in choice.items():
+            if value and not self.effects.windows(name, value):
+                tuner.measure(self.default)  # between two that may crash: three crashes in a row end the run
+                alone = self.setting({name: value})
+                if tuner.measure(alone) is None:
+                    self._drop(name, value, tuner.trial(alone).verdict)
 
 
 def space_of(options: DaliOptions | TfDataOptions, order: str, *, cores: int, fixed: bool) -> dict[str, list[dict[str, Any]]]:
@@ -215,19 +284,35 @@ def change(setting: Setting, values: dict[str, Any]) -> Setting:
 
 
 def search(tuner: Tuner, defaults: list[Setting], spaces: dict[str, dict[str, list[Any]]]) -> Setting:
-    """Returns the best setting that a climb from each backend's default finds in the time."""
-    found = [tuner.climb(setting, spaces[setting.backend]) for setting in tuner.choose_backends(defaults)]
-    return max(found, key=lambda setting: Spread.of(tuner.trial(setting).rates).median)
+    """Returns the setting that should be the fastest by what the values of each option are worth, as far as the time allows.
+
+    Round after round varies all options of each backend at once; values and backends that lose are dropped.
+    """
+    tuner.screens = [Screen(default, spaces[default.backend]) for default in tuner.choose_backends(defaults)]
+    running = list(tuner.screens)
+    while True:
+        rounds = [screen.measure_round(tuner) for screen in running]
+        if min(screen.rounds for screen in running) >= _ROUNDS:
+            fastest = max(screen.images_per_second for screen in running)
+            for screen in running:
+                screen.is_behind = screen.images_per_second < _BEHIND * fastest
+            running = [screen for screen in running if not screen.is_behind]
+        if not any(rounds):
+            return max(running, key=lambda screen: screen.images_per_second).best()
 
 
 def is_faster(gains: list[float]) -> bool:
     """Whether the winner beats the default beyond noise, by its ratios to it, round by round.
 
-    A sign test: that so many of the rounds or more are above 1 has a chance of at most 5% where both are equal. It takes five.
+    Wilcoxon's signed-rank test (Wilcoxon 1945), exact, one-sided: ratios that lie so far above 1, by their ranks, have a chance
+    of at most 5% where both are equal. It takes five.
     """
-    above = sum(gain > 1 for gain in gains)
-    chance = sum(math.comb(len(gains), count) for count in range(above, len(gains) + 1)) / 2 ** len(gains)
-    return chance <= _LARGEST_CHANCE
+    logs = sorted((math.log(gain) for gain in gains), key=abs)
+    above = sum(rank for rank, log in enumerate(logs, 1) if log > 0)
+    ways = [1] + [0] * (len(logs) * (len(logs) + 1) // 2)  # to choose ranks of a sum
+    for rank in range(1, len(logs) + 1):
+        ways = [count + (ways[total - rank] if total >= rank else 0) for total, count in enumerate(ways)]
+    return sum(ways[above:]) <= _LARGEST_CHANCE * 2 ** len(logs)
 
 
 def try_all(tuner: Tuner, defaults: list[Setting], spaces: dict[str, dict[str, list[Any]]]) -> Setting:
