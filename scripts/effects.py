@@ -35,6 +35,7 @@ class Effects:
         self._rounds: list[int] = []
         self._logs: list[float] = []
         self._base = 0.0
+        self._free = 1e-9
         self._worth = np.zeros(len(self._columns))
         self._covariance = np.eye(len(self._columns)) * _WORTH_AT_FIRST**2
         self._options = [[self._columns[name, value] for value in range(count)] for name, count in options.items()]
@@ -64,15 +65,17 @@ class Effects:
             prior = np.concatenate([noise**2 / variances, np.full(rounds, 1e-3)])
             normal = weighted.T @ design + np.diag(prior)
             found = np.linalg.solve(normal, weighted.T @ logs)
-            covariance = np.linalg.inv(normal)[:values, :values] * noise**2
+            inverse = np.linalg.inv(normal)
+            covariance = inverse[:values, :values] * noise**2
             for (
                 columns
             ) in self._options:  # a step of expectation maximization: as much as the option's values are seen to be worth
                 mean = np.mean(found[columns] ** 2 + covariance.diagonal()[columns])
                 variances[columns] = max(_WORTH_AT_LEAST**2, mean)
             errors = np.abs(logs - design @ found)
-            seen = 1.4826 * np.median(errors)  # as of a normal distribution
-            noise = math.sqrt((len(logs) * seen**2 + _NOISE_WINDOWS * _NOISE**2) / (len(logs) + _NOISE_WINDOWS))
+            self._free = max(1e-9, len(logs) - np.trace(inverse @ (weighted.T @ design)))  # windows the model has not bent to
+            seen = 1.4826 * np.median(errors) * math.sqrt(len(logs) / self._free)  # as of a normal distribution
+            noise = math.sqrt((self._free * seen**2 + _NOISE_WINDOWS * _NOISE**2) / (self._free + _NOISE_WINDOWS))
             weights = np.minimum(1, _HUBER * noise / np.maximum(errors, 1e-12))
         self._worth, self._covariance = found[:values], covariance
         self._base = float(np.mean(self._logs) + found[-1])  # of the last round
@@ -87,6 +90,10 @@ class Effects:
         contrast[self._columns[name, value]] += 1
         contrast[self._columns[name, other]] -= 1
         return float(contrast @ self._worth), math.sqrt(max(0.0, float(contrast @ self._covariance @ contrast)))
+
+    def quantile(self, normal: float) -> float:
+        """Returns of Student's distribution what `normal` is of the normal one, to first order (Abramowitz and Stegun 26.7.5)."""
+        return normal + (normal**3 + normal) / (4 * self._free)
 
     def best(self, name: str, values: list[int]) -> int:
         """Returns which of the values is worth most."""

@@ -1,6 +1,7 @@
 """How tune.py searches: which settings there are, which of them are measured, and which is kept."""
 
 import dataclasses
+import functools
 import itertools
 import math
 import random
@@ -18,7 +19,7 @@ FINAL_ROUNDS = (5, 40)  # of the winner against the default: at least, where the
 _FINAL_PART = 0.35  # of the time is left for them
 _LARGEST_CHANCE = 0.05
 _WINDOW, _WINDOW_BATCHES, _WINDOW_PART = 0.4, 5, 0.02  # seconds; more for so many batches, up to that part of the time
-_SURE = 2.0  # standard errors
+_SURE = 2.5  # standard errors: a value has many rounds in which to look bad by chance
 _SAME = 0.003  # a value is dropped that is surely no more than this above the default's
 _WORTH_A_CHANGE = 0.3  # standard errors above the default's value, for a value to be taken into the winner
 _HOPELESS = 0.7  # times the best default, and a backend is dropped
@@ -176,11 +177,9 @@ class Screen:
         self._random = random.Random(0)
 
     def setting(self, choice: dict[str, int]) -> Setting:
-        """Returns the setting with the values of these numbers; the default's of options that are not named."""
-        found = self.default
-        for name, value in choice.items():
-            found = change(found, self.space[name][value])
-        return found
+        """Returns the setting of these values; of options that are not named, the default's."""
+        values = [self.space[name][value] for name, value in choice.items()]
+        return functools.reduce(change, values, self.default)
 
     def measure_round(self, tuner: Tuner) -> bool:
         """Measures a round and drops what loses; returns False where nothing is left to tell apart, or no time."""
@@ -220,15 +219,16 @@ class Screen:
 
     def _drop_losers(self) -> None:
         """Drops the values that are surely below the best of their option, or surely no better than the default's."""
+        sure = self.effects.quantile(_SURE)
         for name, values in self.left.items():
             best = self._best_value(name)
             for value in [value for value in values if value != best]:
                 loss, error = self.effects.difference(name, best, value)
-                if loss > _SURE * error:
+                if loss > sure * error:
                     self._drop(name, value, "dropped: slower")
             for value in [value for value in values if value and 0 in values]:
                 gain, error = self.effects.difference(name, value, 0)
-                if gain + _SURE * error < _SAME:
+                if gain + sure * error < _SAME:
                     self._drop(name, value, "dropped: no faster")
 
     def _drop(self, name: str, value: int, verdict: str) -> None:
@@ -337,10 +337,7 @@ def try_all(tuner: Tuner, defaults: list[Setting], spaces: dict[str, dict[str, l
 def combinations(default: Setting, space: dict[str, list[Any]]) -> Iterator[Setting]:
     """Yields every combination of the values of a backend."""
     for values in itertools.product(*space.values()):
-        setting = default
-        for value in values:
-            setting = change(setting, value)
-        yield setting
+        yield functools.reduce(change, values, default)
 
 
 def describe(setting: Setting) -> str:

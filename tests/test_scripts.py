@@ -712,7 +712,7 @@ def test_sweep(sample_folder, monkeypatch, capsys):
     sweep = importlib.import_module("sweep")
     monkeypatch.setattr(sweep, "WORKS", (sweep.WORKS[1], sweep.WORKS[3]))
     files = str(sample_folder / "data/sample/train-*")
-    arguments = ["--seconds=0.1", "--repeats=2", "--warmup_batches=0", "--batch_size=16", "--dtype=uint8"]
+    arguments = ["--seconds=0.1", "--repeats=1", "--warmup_batches=0", "--batch_size=16", "--dtype=uint8"]
     reports = sweep.run(DatasetSpec.from_files(files), [f"--files={files}"], arguments)
     assert [report["spec"]["preprocess"].count("uint8") for report in reports.values()] == [1, 1]
     assert "antialias=True" in reports["the same, antialias, as they are"]["spec"]["preprocess"]
