@@ -711,6 +711,7 @@ def test_sweep(sample_folder, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["compare_throughput.py"])
     sweep = importlib.import_module("sweep")
     monkeypatch.setattr(sweep, "WORKS", (sweep.WORKS[1], sweep.WORKS[3]))
+    monkeypatch.setattr(sweep, "_IMAGES", 32)
     files = str(sample_folder / "data/sample/train-*")
     arguments = ["--seconds=0.1", "--repeats=1", "--warmup_batches=0", "--batch_size=16", "--dtype=uint8"]
     reports = sweep.run(DatasetSpec.from_files(files), [f"--files={files}"], arguments)
