@@ -29,8 +29,8 @@ class Effects:
         Args:
           options: how many values each option has.
         """
-        self._columns = {(name, value): 0 for name, count in options.items() for value in range(count)}
-        self._columns = {key: column for column, key in enumerate(self._columns)}
+        keys = [(name, value) for name, count in options.items() for value in range(count)]
+        self._columns = {key: column for column, key in enumerate(keys)}
         self._choices: list[dict[str, int]] = []
         self._rounds: list[int] = []
         self._logs: list[float] = []
@@ -67,9 +67,7 @@ class Effects:
             found = np.linalg.solve(normal, weighted.T @ logs)
             inverse = np.linalg.inv(normal)
             covariance = inverse[:values, :values] * noise**2
-            for (
-                columns
-            ) in self._options:  # a step of expectation maximization: as much as the option's values are seen to be worth
+            for columns in self._options:  # a step of expectation maximization: how much the option's values differ
                 mean = np.mean(found[columns] ** 2 + covariance.diagonal()[columns])
                 variances[columns] = max(_WORTH_AT_LEAST**2, mean)
             errors = np.abs(logs - design @ found)

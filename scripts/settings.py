@@ -15,7 +15,7 @@ from absl import flags
 import backends
 import console
 import input_flags
-from dali_tf_input import DaliOptions, InputError, InputSpec, TfDataOptions
+from dali_tf_input import AUTOTUNE, DaliOptions, InputError, InputSpec, TfDataOptions
 
 ORDER = flags.DEFINE_enum("order", "global", ["global", "buffer"], "How the records are mixed, as in training.")
 
@@ -210,6 +210,11 @@ def cpu_seconds_per_1000_images(window: dict[str, Any]) -> float:
     return 1000 * window["cpu_seconds"] / (window["measured_batches"] * window["batch_size"])
 
 
+def as_python(value: Any) -> str:
+    """Returns the value of an option as Python writes it."""
+    return "AUTOTUNE" if type(value) is int and value == AUTOTUNE else repr(value)
+
+
 def describe_difference(setting: Setting, base: Setting) -> str:
     """Says in what a setting differs from another one, as Python writes it: "num_threads=4, order='buffer'"."""
     parts = []
@@ -220,7 +225,7 @@ def describe_difference(setting: Setting, base: Setting) -> str:
     else:
         base_options = base.options
     parts += [
-        f"{field.name}={getattr(setting.options, field.name)!r}"
+        f"{field.name}={as_python(getattr(setting.options, field.name))}"
         for field in dataclasses.fields(setting.options)
         if getattr(setting.options, field.name) != getattr(base_options, field.name)
     ]

@@ -223,7 +223,7 @@ def print_effects(tuner: Tuner) -> None:
             verdict = row["verdict"] or ("best" if taken else "no difference seen" if row["windows"] else "no time left")
             if screen.is_behind and not row["verdict"]:
                 verdict = "dropped: its backend is too slow here"
-            values = ", ".join(f"{name}={value!r}" for name, value in row["options"].items())
+            values = ", ".join(f"{name}={settings.as_python(value)}" for name, value in row["options"].items())
             error = "" if row["is_default"] else f"{row['standard_error']:.3f}"
             known = f"{row['times_default']:.3f}" if row["windows"] or row["is_default"] else "-"
             lines.append((f"{row['backend']}: {values}", known, error if row["windows"] else "-", str(row["windows"]), verdict))

@@ -185,6 +185,33 @@ def test_losers_are_dropped_early(tuner_module, monkeypatch):
     assert tf_data.rounds == 2
 
 
+@pytest.mark.parametrize("outliers", [0.0, 0.05])
+def test_effects_and_their_errors(outliers):
+    """What the values are worth is found again, and lies within two standard errors as often as it should."""
+    import effects
+
+    options = {"threads": [0.0, 0.03, -0.4, 0.05], "plan": [0.0, 0.02], "buffer": [0.0, -0.02, 0.0]}
+    within = errors = 0
+    for seed in range(25):
+        numbers = random.Random(seed)
+        found = effects.Effects({name: len(worth) for name, worth in options.items()})
+        for number in range(8):
+            speed = 6 + numbers.gauss(0, 0.1)
+            for choice in effects.balanced_choices({name: list(range(len(worth))) for name, worth in options.items()}, numbers):
+                noise = -0.5 if numbers.random() < outliers else numbers.gauss(0, 0.04)
+                log = speed + noise + sum(options[name][value] for name, value in choice.items())
+                found.add(number, choice, math.exp(log))
+        found.fit()
+        for name, worth in options.items():
+            assert found.windows(name, 0) == found.windows(name, len(worth) - 1) or len(worth) == 3
+            for value in range(1, len(worth)):
+                difference, error = found.difference(name, value, 0)
+                assert abs(difference - worth[value]) < 0.15
+                within += abs(difference - worth[value]) < 2 * error
+                errors += 1
+    assert within / errors > 0.85
+
+
 class SharedMachine(Machine):
     """One whose neighbours take a tenth of it, for some seconds each time."""
 
