@@ -12,11 +12,14 @@ that the index step saw. With --resume a run that was stopped, by whatever, goes
 import dataclasses
 import os
 
+from absl import flags
+
 import console
 import input_flags
 import train_flags
 from dali_tf_input import DaliOptions, DatasetSpec, InputError, InputSpec, Preprocess, TfDataOptions, load_options
 
+flags.adopt_module_key_flags(train_flags)  # so that --help lists them
 _BACKENDS = {
     "auto": None,
     "dali_cpu": DaliOptions(device="cpu"),

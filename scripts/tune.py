@@ -28,7 +28,8 @@ import machine
 import settings
 from dali_tf_input import InputError, Spread, load_options, save_options
 from settings import Setting
-from tuner import FINAL_ROUNDS, Clock, Screen, Tuner, describe, is_faster, search, space_of, try_all
+from spaces import describe, space_of
+from tuner import FINAL_ROUNDS, Clock, Screen, Tuner, is_faster, search, try_all
 
 _BACKENDS = flags.DEFINE_list("backends", None, "Of tf_data, dali_cpu and dali_gpu; by default all that this machine has.")
 _SECONDS = flags.DEFINE_float("seconds", 120.0, "How long to measure, from the moment TensorFlow is there; above 0.")
@@ -105,7 +106,7 @@ def report(
     """Prints the table and what was found, and writes the files."""
     gains = ratios.get(winner.key, [])
     spread = Spread.of(gains) if gains else None
-    better = is_faster(gains)
+    better = is_faster(gains) and not tuner.trial(winner).is_refused
     chosen = winner if better else default
     print()
     print_trials(tuner, default, chosen, winner, other)
@@ -120,18 +121,12 @@ def report(
     else:
         found = f"; {describe(winner)} came to {spread.median:.2f}" if spread else ""
         print(f"best      the default, {default.backend}: nothing tried was faster beyond noise{found}")
+        if 0 < len(gains) < FINAL_ROUNDS[0]:
+            print(f"time      {len(gains)} of the {FINAL_ROUNDS[0]} rounds that a verdict takes: give more --seconds")
     if not _EXHAUSTIVE.value:
         print_limits(tuner, known["defaults"])
     if other:
-        beside = Spread.of(ratios[other.key]) if ratios.get(other.key) else None
-        if beside and gains:
-            pairs = Spread.of([one / two for one, two in zip(ratios[other.key], gains, strict=True)])
-            print(
-                f"against   {_AGAINST.value} is {beside.median:.2f} times the default, {pairs.median:.3f} of the best "
-                f"({pairs.minimum:.3f} to {pairs.maximum:.3f})"
-            )
-        elif other.key == chosen.key:
-            print(f"against   {_AGAINST.value} holds the same options")
+        print(f"against   {describe_other(tuner, other, default, winner if better else None, ratios)}")
     gain = vars(spread) if better and spread else {"median": 1.0, "minimum": 1.0, "maximum": 1.0}
     about = {
         "command": shlex.join(sys.argv),
@@ -160,6 +155,22 @@ def report(
             stream.write("\n")
         print(f"all       in {_JSON.value}")
     return 0
+
+
+def describe_other(tuner: Tuner, other: Setting, default: Setting, best: Setting | None, ratios: dict[str, list[float]]) -> str:
+    """Says how the options of --against do beside what is written: `best`, or the default where that is None."""
+    name = _AGAINST.value
+    if other.key in (best.key if best else default.key, default.key):
+        return f"{name} holds {'the same options' if best is None or other.key == best.key else 'the default'}"
+    if tuner.trial(other).is_refused:
+        return f"{name} cannot be measured here: {tuner.trial(other).verdict}"
+    if not ratios.get(other.key):
+        return f"{name} was not measured: no time left"
+    text = f"{name} is {Spread.of(ratios[other.key]).median:.2f} times the default"
+    if best:
+        pairs = Spread.of([one / two for one, two in zip(ratios[other.key], ratios[best.key], strict=False)])
+        text += f", {pairs.median:.3f} times the best ({pairs.minimum:.3f} to {pairs.maximum:.3f})"
+    return text
 
 
 def print_trials(tuner: Tuner, default: Setting, chosen: Setting, winner: Setting, other: Setting | None) -> None:
@@ -220,9 +231,14 @@ def print_effects(tuner: Tuner) -> None:
         best = screen.best().options
         for row in effects_of(screen) if screen.rounds else []:
             taken = all(getattr(best, name) == value for name, value in row["options"].items())
-            verdict = row["verdict"] or ("best" if taken else "no difference seen" if row["windows"] else "no time left")
-            if screen.is_behind and not row["verdict"]:
+            if row["verdict"]:
+                verdict = row["verdict"]
+            elif screen.is_behind:
                 verdict = "dropped: its backend is too slow here"
+            elif not row["windows"]:
+                verdict = "not measured"
+            else:
+                verdict = "best" if taken else "not told from the best"
             values = ", ".join(f"{name}={settings.as_python(value)}" for name, value in row["options"].items())
             error = "" if row["is_default"] else f"{row['standard_error']:.3f}"
             known = f"{row['times_default']:.3f}" if row["windows"] or row["is_default"] else "-"
@@ -236,17 +252,18 @@ def print_limits(tuner: Tuner, defaults: list[Setting]) -> None:
     """Says what the time was too short for."""
     short = f"time      {_SECONDS.value:g} s were enough for "
     unmeasured = [setting.backend for setting in defaults if not tuner.trial(setting).rates and not tuner.trial(setting).verdict]
-    running = [screen for screen in tuner.screens if not screen.is_behind]
+    running = [screen for screen in tuner.screens if not screen.is_behind and screen.rounds]
     errors = [
         2 * screen.effects.difference(name, value, values[0])[1]
         for screen in running
         for name, values in screen.left.items()
         for value in values[1:]
+        if screen.effects.windows(name, value)
     ]
     if unmeasured:
         print(f"{short}no window of {', '.join(unmeasured)}: give more --seconds")
-    elif not any(screen.rounds for screen in tuner.screens):
-        print(f"{short}the defaults only: give more --seconds")
+    elif idle := [screen.default.backend for screen in tuner.screens if not screen.rounds]:
+        print(f"{short}the default only of {', '.join(idle)}: give more --seconds")
     elif errors and max(errors) > _TOLD_APART:
         print(f"{short}values that differ by {max(errors):.0%} or more: give more --seconds to tell closer ones apart")
 

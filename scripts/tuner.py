@@ -1,19 +1,18 @@
-"""How tune.py searches: which settings there are, which of them are measured, and which is kept."""
+"""How tune.py searches: which settings are measured, and which is kept."""
 
-import dataclasses
 import functools
-import itertools
 import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import settings
-from dali_tf_input import AUTOTUNE, DaliOptions, InputError, Spread, TfDataOptions
+from dali_tf_input import InputError, Spread
 from effects import Effects, balanced_choices
 from settings import Setting
+from spaces import change, combinations, describe
 
 FINAL_ROUNDS = (5, 40)  # of the winner against the default: at least, where there is time, and at most
 _FINAL_PART = 0.35  # of the time is left for them
@@ -24,7 +23,7 @@ _SAME = 0.003  # a value is dropped that is surely no more than this above the d
 _WORTH_A_CHANGE = 0.3  # standard errors above the default's value, for a value to be taken into the winner
 _HOPELESS = 0.7  # times the best default, and a backend is dropped
 _BEHIND = 0.9  # times what the fastest backend should reach, and a backend is dropped
-_ROUNDS = 2  # before that
+_ROUNDS = 2  # in a row, before that; and of the best of each backend beside one another
 
 
 class Trial:
@@ -34,6 +33,11 @@ class Trial:
         self.setting = setting
         self.rates: list[float] = []
         self.verdict = ""
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether it cannot be measured."""
+        return self.verdict.startswith("refused")
 
     def to_json(self) -> dict[str, Any]:
         """Returns what the file of everything measured holds of it."""
@@ -98,6 +102,7 @@ class Tuner:
             window = self._worker.measure(setting, seconds=self.clock.window)
         except settings.SettingError as error:
             trial.verdict = f"refused: {error}"
+            self._costs.append(time.monotonic() - start)
             return None
         backends_so_far = {known.setting.backend for known in self.trials.values() if known.rates}
         if setting.backend in backends_so_far:  # the first window of a backend has its libraries loaded, and is no measure
@@ -136,16 +141,20 @@ class Tuner:
     def compare(self, rivals: list[Setting], reference: Setting, *, rounds: int | None = None) -> dict[str, list[float]]:
         """Measures settings against a reference, round by round, in the time that is left; returns their ratios by key."""
         ratios: dict[str, list[float]] = {setting.key: [] for setting in rivals}
+        rivals = list(rivals)
         for number in range(rounds or FINAL_ROUNDS[1]):
+            if not rivals:
+                break
             if rounds is None and number >= FINAL_ROUNDS[0] and not self.has_time_for(len(rivals) + 1):
                 break
             if rounds is None and number < FINAL_ROUNDS[0] and self.clock.left < -self.clock.window:
                 break  # the time was far too short
-            turn = [reference, *rivals] if number % 2 == 0 else [*rivals, reference]
+            turn = [reference, *rivals] if number % 2 == 0 else [*reversed(rivals), reference]
             rates = {setting.key: self.measure(setting) for setting in turn}
             base = rates[reference.key]
-            if base is None or any(rate is None for rate in rates.values()):
+            if base is None:
                 break
+            rivals = [setting for setting in rivals if rates[setting.key] is not None]
             for setting in rivals:
                 ratios[setting.key].append(rates[setting.key] / base)
         return ratios
@@ -162,7 +171,7 @@ class Screen:
       verdicts: why the others were.
       rounds: how many were measured.
       images_per_second: what the best values should reach by the last round; before it, the default's best.
-      is_behind: whether another backend is so much faster that this one was left.
+      times_behind: rounds in a row in which another backend was much faster.
     """
 
     def __init__(self, default: Setting, space: dict[str, list[Any]]) -> None:
@@ -173,8 +182,13 @@ class Screen:
         self.verdicts: dict[tuple[str, int], str] = {}
         self.rounds = 0
         self.images_per_second = 0.0
-        self.is_behind = False
+        self.times_behind = 0
         self._random = random.Random(0)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether another backend is so much faster that this one was left."""
+        return self.times_behind >= _ROUNDS
 
     def setting(self, choice: dict[str, int]) -> Setting:
         """Returns the setting of these values; of options that are not named, the default's."""
@@ -187,11 +201,15 @@ class Screen:
         choices = balanced_choices(self.left, self._random)
         if len(choices) == 1 or not tuner.has_time_for(len(choices), reserve=tuner.reserve):
             return False
-        measured = False
+        tried = measured = False
         for choice in choices:
-            if any(value not in self.left[name] for name, value in choice.items()):
-                continue  # it was refused a moment ago
-            rate = tuner.measure(self.setting(choice))
+            setting = self.setting(choice)
+            if tuner.trial(setting).is_refused or any(value not in self.left[name] for name, value in choice.items()):
+                continue
+            if not tuner.has_time_for(1, reserve=tuner.reserve):
+                break  # what was refused took it
+            tried = True
+            rate = tuner.measure(setting)
             if rate is None:
                 self._find_what_is_refused(tuner, choice)
             else:
@@ -202,7 +220,7 @@ class Screen:
             self.effects.fit()
             self._drop_losers()
             self.images_per_second = self.effects.images_per_second({name: self._best_value(name) for name in self.left})
-        return True
+        return tried
 
     def best(self) -> Setting:
         """Returns the setting of the best values; of those that are hardly above the default's, the default's."""
@@ -237,50 +255,15 @@ class Screen:
 
     def _find_what_is_refused(self, tuner: Tuner, choice: dict[str, int]) -> None:
         """Drops those values of a refused choice that are refused by themselves."""
+        tuner.measure(self.default)  # between two that may crash: three crashes in a row end the run
         for name, value in choice.items():
-            if value and not self.effects.windows(name, value):
-                tuner.measure(self.default)  # between two that may crash: three crashes in a row end the run
-                alone = self.setting({name: value})
-                if tuner.measure(alone) is None:
-                    self._drop(name, value, tuner.trial(alone).verdict)
-
-
-def space_of(options: DaliOptions | TfDataOptions, order: str, *, cores: int, fixed: bool) -> dict[str, list[dict[str, Any]]]:
-    """Returns the values of each option of a backend, those first that were seen to matter most.
-
-    Args:
-      options: the default.
-      order: DALI reads "buffer" by itself.
-      cores: that this process may use.
-      fixed: whether the whole image is resized, so that `fuse` "auto" is "off" on tf.data.
-    """
-    threads = sorted({max(1, cores // 2), cores, cores + cores // 2, 2 * cores})
-    if isinstance(options, TfDataOptions):
-        return {
-            "plan": [{"fuse": "auto"}, {"fuse": "decode" if fixed else "off"}],
-            "threads": [{"num_parallel_calls": number} for number in (AUTOTUNE, *threads)],
-            "reads": [{"num_parallel_reads": number} for number in (4, 1, 16)],
-            "buffer": [{"read_buffer_bytes": size} for size in (1 << 20, 1 << 18, 1 << 22)],
-            "prefetch": [{"prefetch_batches": number} for number in (2, 1, 4, AUTOTUNE)],
-        }
-    space: dict[str, list[dict[str, Any]]] = {
-        "threads": [{"num_threads": number} for number in (None, *threads)],
-        "plan": [{"fuse": "auto"}, {"fuse": "off" if options.device == "cpu" else "decode"}],
-        "prefetch": [{"prefetch_queue_depth": number} for number in (2, 1, 3, 4)],
-    }
-    if options.device == "gpu":
-        del space["plan"]  # regions were reported to crash some GPUs' decoders: gpu_check.py tries that
-        loads = [{"hw_decoder_load": load} for load in (None, 0.0, 0.25, 0.5, 0.75, 0.9, 1.0)]
-        space = {"hardware decoder": loads, **space, "memory": [{"memory_hints": True}, {"memory_hints": False}]}
-    if order == "buffer":
-        modes = (("mmap", False), ("mmap", True), ("plain", False), ("direct", False))
-        space["reader"] = [{"read_mode": mode, "read_ahead": ahead} for mode, ahead in modes]
-    return space
-
-
-def change(setting: Setting, values: dict[str, Any]) -> Setting:
-    """Returns a setting with other options."""
-    return dataclasses.replace(setting, options=dataclasses.replace(setting.options, **values))
+            alone = self.setting({name: value})
+            known = tuner.trial(alone).rates or tuner.trial(alone).is_refused
+            if value and not known and not self.effects.windows(name, value) and tuner.has_time_for(2, reserve=tuner.reserve):
+                tuner.measure(alone)
+                tuner.measure(self.default)
+            if value and tuner.trial(alone).is_refused:
+                self._drop(name, value, tuner.trial(alone).verdict)
 
 
 def search(tuner: Tuner, defaults: list[Setting], spaces: dict[str, dict[str, list[Any]]]) -> Setting:
@@ -290,29 +273,30 @@ def search(tuner: Tuner, defaults: list[Setting], spaces: dict[str, dict[str, li
     """
     tuner.screens = [Screen(default, spaces[default.backend]) for default in tuner.choose_backends(defaults)]
     running = list(tuner.screens)
-    while True:
-        rounds = [screen.measure_round(tuner) for screen in running]
-        if min(screen.rounds for screen in running) >= _ROUNDS:
-            fastest = max(screen.images_per_second for screen in running)
-            for screen in running:
-                screen.is_behind = screen.images_per_second < _BEHIND * fastest
-            running = [screen for screen in running if not screen.is_behind]
-        if not any(rounds):
-            return max(running, key=lambda screen: screen.images_per_second).best()
+    while measured := [screen for screen in running if screen.measure_round(tuner)]:
+        fastest = max(screen.images_per_second for screen in measured)
+        for screen in measured:
+            screen.times_behind = screen.times_behind + 1 if screen.images_per_second < _BEHIND * fastest else 0
+        running = [screen for screen in running if not screen.is_behind]
+    found = [screen.best() for screen in sorted(running, key=lambda screen: -screen.images_per_second)]
+    if len(found) == 1 or not tuner.has_time_for(_ROUNDS * len(found), reserve=tuner.reserve / 2):
+        return found[0]
+    ratios = tuner.compare(found[1:], found[0], rounds=_ROUNDS)
+    return max(found, key=lambda one: Spread.of(ratios.get(one.key) or [1.0]).median)
 
 
 def is_faster(gains: list[float]) -> bool:
     """Whether the winner beats the default beyond noise, by its ratios to it, round by round.
 
     Wilcoxon's signed-rank test (Wilcoxon 1945), exact, one-sided: ratios that lie so far above 1, by their ranks, have a chance
-    of at most 5% where both are equal. It takes five.
+    of at most 5% where both are equal; and a median above 1, which is the gain that is told. It takes five.
     """
     logs = sorted((math.log(gain) for gain in gains), key=abs)
     above = sum(rank for rank, log in enumerate(logs, 1) if log > 0)
     ways = [1] + [0] * (len(logs) * (len(logs) + 1) // 2)  # to choose ranks of a sum
     for rank in range(1, len(logs) + 1):
         ways = [count + (ways[total - rank] if total >= rank else 0) for total, count in enumerate(ways)]
-    return sum(ways[above:]) <= _LARGEST_CHANCE * 2 ** len(logs)
+    return sum(ways[above:]) <= _LARGEST_CHANCE * 2 ** len(logs) and statistics.median(gains) > 1
 
 
 def try_all(tuner: Tuner, defaults: list[Setting], spaces: dict[str, dict[str, list[Any]]]) -> Setting:
@@ -332,16 +316,3 @@ def try_all(tuner: Tuner, defaults: list[Setting], spaces: dict[str, dict[str, l
         for setting in measured[len(rivals) :]:
             tuner.trial(setting).verdict = "slower"
     return rivals[0]
-
-
-def combinations(default: Setting, space: dict[str, list[Any]]) -> Iterator[Setting]:
-    """Yields every combination of the values of a backend."""
-    for values in itertools.product(*space.values()):
-        yield functools.reduce(change, values, default)
-
-
-def describe(setting: Setting) -> str:
-    """Says in what a setting differs from the default of its backend."""
-    device = setting.options.device if isinstance(setting.options, DaliOptions) else None
-    default = DaliOptions(device=device) if device else TfDataOptions()
-    return settings.describe_difference(setting, dataclasses.replace(setting, options=default))

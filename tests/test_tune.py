@@ -90,12 +90,13 @@ class Machine:
 
 
 def tuned(tuner, machine, monkeypatch, *, seconds, defaults=None):
-    """Runs the search; returns (winner, default, its final ratios)."""
+    """Runs the search; returns (winner, default, its final ratios, the tuner, the spaces)."""
     from settings import Setting
+    from spaces import space_of
 
     monkeypatch.setattr(tuner.time, "monotonic", lambda: machine.now)
     defaults = defaults or [Setting(TfDataOptions()), Setting(DaliOptions(device="cpu"))]
-    spaces = {one.backend: tuner.space_of(one.options, one.order, cores=4, fixed=True) for one in defaults}
+    spaces = {one.backend: space_of(one.options, one.order, cores=4, fixed=True) for one in defaults}
     search = tuner.Tuner(machine, tuner.Clock(seconds), lambda text: None)
     winner = tuner.search(search, defaults, spaces)
     default = next(one for one in defaults if search.trial(one).rates)
@@ -118,9 +119,10 @@ def test_search_finds_what_is_within_3_percent_of_the_best(tuner_module, monkeyp
     machine = Machine(rate_of, seed=seed)
     winner, _, ratios, search, spaces = tuned(tuner_module, machine, monkeypatch, seconds=400)
     from settings import Setting
+    from spaces import combinations
 
     defaults = {"tf_data": Setting(TfDataOptions()), "dali_cpu": Setting(DaliOptions(device="cpu"))}
-    every = [one for name, space in spaces.items() for one in tuner_module.combinations(defaults[name], space)]
+    every = [one for name, space in spaces.items() for one in combinations(defaults[name], space)]
     assert len(every) > 100
     assert rate_of(winner) >= 0.97 * max(map(rate_of, every))
     assert winner.backend == "dali_cpu"
@@ -155,7 +157,14 @@ def test_noise_is_seldom_taken_for_a_gain(tuner_module, monkeypatch):
 
 @pytest.mark.parametrize(
     ("gains", "faster"),
-    [([], False), ([1.1] * 4, False), ([1.1] * 5, True), ([1.1] * 4 + [0.95], False), ([1.1] * 8 + [0.95], True)],
+    [
+        ([], False),
+        ([1.1] * 4, False),
+        ([1.1] * 5, True),
+        ([1.1] * 4 + [0.95], False),
+        ([1.1] * 8 + [0.95], True),
+        ([1.05] * 17 + [0.98] * 23, False),  # the ranks alone would say so
+    ],
 )
 def test_how_many_rounds_make_a_gain(tuner_module, gains, faster):
     assert tuner_module.is_faster(gains) == faster
@@ -294,7 +303,34 @@ def test_two_values_that_are_refused_together_only(tuner_module, monkeypatch):
         tuner_module, machine, monkeypatch, seconds=400, defaults=[Setting(TfDataOptions())]
     )
     assert "refused" not in str(search.screens[0].verdicts)
+    assert machine.most_in_a_row < 3
+    assert machine.now <= 400 + 10
     assert winner == default or not gains or rate_of(winner) > 1000
+
+
+def test_only_the_default_works(tuner_module, monkeypatch):
+    """The search ends, soon, and its time is kept."""
+    from settings import Setting
+
+    machine = Refusing(rate_of, lambda options: options != TfDataOptions(), cost=5)
+    winner, default, _, _, _ = tuned(tuner_module, machine, monkeypatch, seconds=120, defaults=[Setting(TfDataOptions())])
+    assert winner == default
+    assert machine.most_in_a_row < 3
+    assert machine.now <= 120 + 10
+
+
+def test_a_rival_that_is_refused_leaves_the_others_their_rounds(tuner_module, monkeypatch):
+    from settings import Setting
+
+    default, winner = Setting(TfDataOptions()), Setting(TfDataOptions(num_parallel_calls=6))
+    other = Setting(TfDataOptions(num_parallel_reads=16))
+    machine = Refusing(rate_of, lambda options: options.num_parallel_reads == 16)
+    monkeypatch.setattr(tuner_module.time, "monotonic", lambda: machine.now)
+    search = tuner_module.Tuner(machine, tuner_module.Clock(100), lambda text: None)
+    ratios = search.compare([winner, other], default)
+    assert len(ratios[winner.key]) >= tuner_module.FINAL_ROUNDS[0]
+    assert ratios[other.key] == []
+    assert search.trial(other).is_refused
 
 
 @pytest.mark.parametrize("seconds", [0.5, 3, 10, 30, 60])
@@ -361,13 +397,14 @@ def test_a_measuring_process_that_dies_or_hangs(sample_folder, monkeypatch, tmp_
 
 def test_every_setting_that_is_tried_is_valid(tuner_module):
     from settings import Setting
+    from spaces import combinations, space_of
 
     for options, order, fixed in itertools.product(
         (TfDataOptions(), DaliOptions(device="cpu"), DaliOptions(device="gpu")), ("buffer", "global"), (True, False)
     ):
         default = Setting(options, order)
-        space = tuner_module.space_of(options, order, cores=3, fixed=fixed)
-        every = list(tuner_module.combinations(default, space))
+        space = space_of(options, order, cores=3, fixed=fixed)
+        every = list(combinations(default, space))
         assert every[0] == default  # the first value of each option is the default's
         assert all(Setting.from_json(json.loads(one.key)) == one for one in every[:: max(1, len(every) // 50)])
         assert ("reader" in space) == (isinstance(options, DaliOptions) and order == "buffer")
