@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import shlex
 import signal
@@ -77,6 +78,9 @@ def quiet_stderr() -> Iterator[None]:
 def die_with_parent() -> None:
     """Has the kernel kill this process when the one that started it is gone, however it went."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    if parent is not None and os.getppid() != parent.pid:
+        os._exit(1)  # it went before the kernel was told
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

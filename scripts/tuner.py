@@ -14,7 +14,7 @@ from effects import Effects, balanced_choices
 from settings import Setting
 from spaces import change, combinations, describe
 
-FINAL_ROUNDS = (5, 40)  # of the winner against the default: at least, where there is time, and at most
+FINAL_ROUNDS = (5, 100)  # of the winner against the default: at least, where there is time, and at most
 _FINAL_PART = 0.35  # of the time is left for them
 _LARGEST_CHANCE = 0.05
 _WINDOW, _WINDOW_BATCHES, _WINDOW_PART = 0.4, 5, 0.02  # seconds; more for so many batches, up to that part of the time
