@@ -423,6 +423,34 @@ def test_a_converter_killed_alone_leaves_nothing_running(tmp_path, photos):
     assert os.listdir(tmp_path) == ["out"]
 
 
+def test_a_worker_that_is_told_of_its_parent_too_late_ends(tmp_path):
+    """The parent is killed between the start of the worker and its call of `die_with_parent`."""
+    code = """if True:
+        import sys, time
+        sys.path.insert(0, sys.argv[1])
+        import console
+        from concurrent.futures import ProcessPoolExecutor
+
+        def begin():
+            time.sleep(1)
+            console.die_with_parent()
+
+        with ProcessPoolExecutor(1, initializer=begin) as pool:
+            pool.submit(time.sleep, 60).result()
+    """
+    process = subprocess.Popen([sys.executable, "-c", code, SCRIPTS])
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while not (workers := children.read_text().split()) and process.poll() is None:
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    assert workers
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{workers[0]}").exists():
+        assert time.monotonic() < deadline, "the worker outlived its parent"
+        time.sleep(0.1)
+
+
 def run_printed(text):
     """Runs the last `make index` or script command in `text` as it stands, by this Python."""
     environment = Path(sys.executable).parent.parent
