@@ -2,13 +2,14 @@
 #   make compare DATA='path/train-*'     make index DATA='path/*-of-*' INDEX_DIR=path
 PYTHON ?= python3
 VENV ?= .venv
-GPU ?= $(if $(filter gpu-check test-gpu,$(MAKECMDGOALS)),1)
+GPU ?= $(if $(filter gpu-check test-gpu,$(MAKECMDGOALS))$(wildcard $(VENV)/.installed-gpu),1)
 DATA ?=
 VALIDATION ?=
 INDEX_DIR ?=
 ARGS ?=
 
 RUN := $(VENV)/bin/python
+FLAVOUR := $(if $(GPU),gpu,cpu)
 INSTALLED := $(VENV)/.installed$(if $(GPU),-gpu)
 SAMPLE := data/sample
 FILES := $(or $(DATA),$(SAMPLE)/train-*)
@@ -61,8 +62,9 @@ preview: $(READY)  ## What the model sees: a contact sheet in results/preview.pn
 	@$(RUN) scripts/preview.py --files='$(FILES)' $(INDEX_FLAG) --out=results/preview.png $(ARGS)
 
 soak: $(INSTALLED)  ## A million images through each backend, and more: that nothing grows
+	@$(if $(DATA),$(RUN) scripts/index_tfrecords.py $(INDEX_FLAG) '$(DATA)' > /dev/null)
 	@mkdir -p results
-	@$(RUN) scripts/soak.py --json=results/soak.json --plot=results/soak.png $(ARGS)
+	@$(RUN) scripts/soak.py $(if $(DATA),--files='$(DATA)' $(INDEX_FLAG)) --json=results/soak.json --plot=results/soak.png $(ARGS)
 
 gpu-check: $(READY)  ## On a machine with a GPU: check and measure all of it; benchmarks/gpu.json and the README's table
 	@$(RUN) scripts/index_tfrecords.py $(INDEX_FLAG) '$(FILES)' > /dev/null
@@ -93,7 +95,7 @@ clean:  ## Remove everything that was made: .venv, data/sample, results, caches
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(INSTALLED): pyproject.toml scripts/install.sh
-	@PYTHON='$(PYTHON)' scripts/install.sh '$(VENV)' $(if $(GPU),gpu,cpu)
+	@PYTHON='$(PYTHON)' scripts/install.sh '$(VENV)' $(FLAVOUR)
 	@touch $@
 
 $(SAMPLE)/.complete: scripts/make_sample_tfrecords.py scripts/tfrecord_files.py | $(INSTALLED)

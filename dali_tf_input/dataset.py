@@ -1,6 +1,7 @@
 """From a spec to a tf.data dataset: the one place where the backend is chosen."""
 
 import logging
+import os
 import warnings
 from typing import Any
 
@@ -152,6 +153,11 @@ def check_gpu(device_id: int) -> None:
         raise InputError(
             f"DaliOptions(device='gpu') needs GPU {device_id}, but DALI sees {dali_backend.count_gpus()} GPUs. "
             "Check the driver with nvidia-smi, or use DaliOptions(device='cpu')."
+        )
+    if os.environ.get("TF_FORCE_GPU_ALLOW_GROWTH") == "false":  # TensorFlow heeds it before what a program asks for
+        raise InputError(
+            "TF_FORCE_GPU_ALLOW_GROWTH=false makes TensorFlow take all memory of a GPU, and leaves none for DALI: "
+            "unset TF_FORCE_GPU_ALLOW_GROWTH"
         )
     if not tf.config.experimental.get_memory_growth(gpus[device_id]):
         raise InputError(

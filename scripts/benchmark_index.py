@@ -1,6 +1,7 @@
 """Measures the index step: against DALI's tfrecord2idx, as the number of files grows, and level by level.
 
 usage: benchmark_index.py [--num_files=128,1024,8192] [--files=GLOB] [--repeats=5] [--folder=DIR] [--json=PATH]
+                          [--records_per_file=1250] [--most_bytes=N] [--tfrecord2idx_files=N]
 
 The first table is over files made for it (1250 records each, of random sizes), in a warm page cache: the whole command, its start
 included, with the memory of all its processes together. The second, with --files, goes through real images with each level. Rows

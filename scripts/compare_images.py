@@ -1,6 +1,7 @@
 """Shows that the backends make the same images: decodes evaluation images on both and compares them.
 
-usage: compare_images.py --files=GLOB [--num_images=256] [--layout=HWC] [--antialias]
+usage: compare_images.py --files=GLOB [--num_images=256] [--layout=HWC] [--antialias] [--most=0.01]
+                         [--json]
 
 Differences are in 0..255 units. Exit code 1 if the mean absolute difference is over --most.
 """

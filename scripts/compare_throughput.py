@@ -1,12 +1,12 @@
 """Compares the ways of feeding TensorFlow from TFRecords of JPEGs: images per second, CPU time, first batch, memory.
 
 usage: compare_throughput.py --files=GLOB [--backends=NAME,...] [--batch_size=64] [--seconds=4] [--repeats=5]
-                             [--crop=resize_random_crop] [--image_size=224] [--antialias] [--fuse=auto]
+                             [--warmup_batches=16] [--crop=resize_random_crop] [--image_size=224] [--antialias] [--fuse=auto]
                              [--dtype=float32] [--json=PATH] [--plot=PATH]
        compare_throughput.py --files=GLOB --sweep [--seconds=4] [--repeats=5] [--json=PATH]
 
 Each row is a process of its own; the processes are measured in turn, round by round, so that what else the machine does meets
-all of them alike. First it is shown that both backends make the same images. --sweep does that for five kinds of work, on the
+all of them alike. First it is shown that both backends make the same images. --sweep does that for six kinds of work, on the
 images as they are and resized, and compares each backend of the package with the same work written by hand.
 """
 
@@ -30,7 +30,7 @@ _BACKENDS = flags.DEFINE_list("backends", None, f"Rows to measure, of {', '.join
 _SECONDS = flags.DEFINE_float("seconds", 4.0, "Length of each measured window in seconds, above 0.")
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Measured windows of each row, at least 1.")
 _WARMUP_BATCHES = flags.DEFINE_integer("warmup_batches", 16, "Batches taken before each window: more than the queues hold.")
-_SWEEP = flags.DEFINE_boolean("sweep", False, "Measure five kinds of work, against the same by hand.")
+_SWEEP = flags.DEFINE_boolean("sweep", False, "Measure six kinds of work, against the same by hand.")
 _JSON = flags.DEFINE_string("json", None, "File for the results, versions, machine, spec and options.")
 _PLOT = flags.DEFINE_string("plot", None, "File for the plot, a PNG.")
 

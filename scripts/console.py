@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from absl import app, logging
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -84,18 +85,30 @@ def die_with_parent() -> None:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Prints a table; columns whose every cell starts with a digit or is "-" are aligned to the right."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    """Prints a table; columns whose every cell starts with a digit or is "-" are aligned to the right.
+
+    Nothing is ever cut: where a terminal is too narrow, headers and texts are folded; where it still is, lines wrap.
+    """
     rows = list(rows)
-    for position, column in enumerate(columns):
-        numeric = all(row[position][:1].isdigit() or row[position] == "-" for row in rows)
-        table.add_column(column, justify="right" if numeric else "left", no_wrap=True)
+    plain: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}  # what is in a cell is shown as it is
+    console = Console(**plain)
+    cells = [[row[position] for row in rows] for position in range(len(columns))]
+    numeric = [all(cell[:1].isdigit() or cell == "-" for cell in column) for column in cells]
+    full = [max(map(cell_len, [header, *column])) for header, column in zip(columns, cells, strict=True)]
+    widths, between = list(full), 2 * (len(columns) - 1)
+    if console.is_terminal and sum(full) + between > console.width:
+        for position, (header, column) in enumerate(zip(columns, cells, strict=True)):
+            texts = column if numeric[position] else " ".join(column).split()
+            widths[position] = max(map(cell_len, [*header.split(), *texts]), default=0)
+        for position in range(len(columns)):  # what is left goes to the first that can use it
+            if not numeric[position]:
+                widths[position] += max(0, min(full[position] - widths[position], console.width - sum(widths) - between))
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for header, is_numeric, width in zip(columns, numeric, widths, strict=True):
+        table.add_column(header, justify="right" if is_numeric else "left", width=width)
     for row in rows:
         table.add_row(*row)
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 200  # a file or a pipe has no width: never cut a column
-    console.print(table)
+    Console(**plain, width=sum(widths) + between, height=console.height).print(table)
 
 
 def check_writable(path: str, *, flag: str, suffix: str = "") -> None:

@@ -2,41 +2,73 @@
 
 usage: doctor.py [--files=GLOB]
 
-Everything that could end a process is tried in a process of its own, so that a crash is a line of the report. A line is ok, a
-warning or broken, and has the command that mends it. Exit code 1 if one is broken.
+Everything that could end a process is tried in another one, so that a crash is a line of the report; after a failure the rest
+is tried in a fresh one. A line is ok, a warning or broken, and has the command that mends it. Exit code 1 if one is broken.
 """
 
+import contextlib
+import glob
 import importlib.metadata
+import json
 import os
 import platform
+import select
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Literal, NamedTuple
 
 import console
 import input_flags
-from dali_tf_input import DatasetSpec, InputError, find_files
+from dali_tf_input import DatasetSpec, InputError
 from dali_tf_input.files import index_command
 
 _SECONDS = 120  # for each try
+# The virtual environment is made by make, which believes it to be whole: so it goes first.
+_ANEW = "rm -rf .venv && make install"
+# How lines of TensorFlow's and DALI's messages begin that follow the one that says what is wrong.
+_NO_WORDS = ("[[", "Current pipeline object", "C++ context", "[frame ", "<stack traces")
 _OLDEST, _NEWEST = (3, 10), (3, 13)  # Python; see pyproject.toml
 
 _TRY_PLUGIN = "import nvidia.dali.plugin.tf as dali_tf; dali_tf.DALIDataset; print('loads')"
 _TRY_PIPELINE = """
-import numpy as np, tensorflow as tf, nvidia.dali as dali, nvidia.dali.plugin.tf as dali_tf
-from nvidia.dali import fn, types
-pipeline = dali.Pipeline(batch_size=2, num_threads=1, device_id=None)
+import tensorflow as tf, nvidia.dali as dali, nvidia.dali.plugin.tf as dali_tf
+from nvidia.dali import fn
+device_id = {device_id}
+device = "cpu" if device_id is None else "gpu"
+pipeline = dali.Pipeline(batch_size=2, num_threads=1, device_id=device_id)
 with pipeline:
-    pipeline.set_outputs(fn.random.uniform(range=[5.0, 6.0], shape=[3]))
-with tf.device("cpu:0"):
-    dataset = dali_tf.DALIDataset(pipeline=pipeline, batch_size=2, num_threads=1, device_id=None, output_shapes=((2, 3),),
+    pipeline.set_outputs(fn.random.uniform(range=[5.0, 6.0], shape=[3], device=device))
+with tf.device(device + ":0"):
+    dataset = dali_tf.DALIDataset(pipeline=pipeline, batch_size=2, num_threads=1, device_id=device_id, output_shapes=((2, 3),),
                                   output_dtypes=(tf.float32,))
-(batch,) = next(iter(dataset))
+    (batch,) = next(iter(dataset))
 assert batch.shape == (2, 3) and float(tf.reduce_min(batch)) >= 5
-print("serves a batch on the CPU")
+assert device in batch.device.lower()
+print("serves a batch on the", device.upper())
+"""
+_TRY_MEMORY_GROWTH = """
+from dali_tf_input.distribute import enable_memory_growth
+enable_memory_growth()
+print("on, as distribute() needs it: TensorFlow leaves memory to DALI")
+"""
+
+# Runs the code that each line of its input holds, and answers with a line: [whether it went well, its last word].
+_TRIER = """
+import contextlib, io, json, os, sys, traceback
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+for line in sys.stdin:
+    printed, works = io.StringIO(), True
+    try:
+        with contextlib.redirect_stdout(printed):
+            exec(json.loads(line), {})
+    except BaseException:
+        works, printed = False, io.StringIO(traceback.format_exc())
+    print(json.dumps([works, printed.getvalue()]), file=answers, flush=True)
 """
 
 
@@ -47,6 +79,64 @@ class Finding(NamedTuple):
     what: str
     found: str
     mend: str = ""
+
+
+class Trier:
+    """Runs Python code in another process, one piece after the other, and in a fresh one after each that failed."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+
+    def attempt(self, code: str) -> tuple[bool, str]:
+        """Runs code; returns whether it went well, and its last word or what is wrong."""
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _TRIER],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "TF_FORCE_GPU_ALLOW_GROWTH": "true"},  # jobs may run beside it
+                text=True,
+            )
+        process = self._process
+        with contextlib.suppress(BrokenPipeError):  # it died; how is told below
+            print(json.dumps(code), file=process.stdin, flush=True)
+        if not select.select([process.stdout], [], [], _SECONDS)[0]:
+            self._kill()
+            return False, f"does not answer within {_SECONDS} s"
+        answer = process.stdout.readline()
+        if not answer:
+            return False, self.finish() or "the process ended without a word"
+        works, text = json.loads(answer)
+        if not works:
+            self._kill()
+        return works, last_line(text)
+
+    def finish(self) -> str:
+        """Ends the process; returns what went wrong as it ended, or nothing."""
+        process, self._process = self._process, None
+        if process is None:
+            return ""
+        try:
+            process.communicate(timeout=_SECONDS)
+        except subprocess.TimeoutExpired:
+            kill(process)
+            return f"does not end within {_SECONDS} s"
+        if process.returncode < 0:
+            return f"the process died ({signal.Signals(-process.returncode).name})"
+        return f"the process ended with exit code {process.returncode}" if process.returncode else ""
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            kill(self._process)
+            self._process = None
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """Kills a process; one that hangs in the driver takes no signal, and is left."""
+    process.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.communicate(timeout=5)
 
 
 def main(arguments: list[str]) -> int:
@@ -68,129 +158,188 @@ def examine() -> Iterator[Finding]:
     """Yields the lines, in the order in which things build on each other."""
     version = sys.version_info[:2]
     fits = _OLDEST <= version <= _NEWEST
-    mend = "" if fits else "make clean install PYTHON=python3.12"
-    yield Finding("ok" if fits else "broken", "Python", platform.python_version(), mend)
-    sees_tensorflow = yield from examine_import("TensorFlow", "tensorflow")
-    yield from examine_import("Keras", "keras")
-    sees_dali = yield from examine_import("DALI", "nvidia.dali")
+    yield Finding("ok" if fits else "broken", "Python", platform.python_version(), "" if fits else f"{_ANEW} PYTHON=python3.12")
+    trier = Trier()
+    sees_tensorflow = yield from examine_import("TensorFlow", "tensorflow", trier)
+    yield from examine_import("Keras", "keras", trier)
+    sees_dali = yield from examine_import("DALI", "nvidia.dali", trier)
+    on_gpu = yield from examine_gpus(trier, sees_tensorflow=sees_tensorflow, sees_dali=sees_dali)
     if sees_tensorflow and sees_dali:
-        yield from examine_plugin()
-    yield from examine_gpus(sees_tensorflow=sees_tensorflow, sees_dali=sees_dali)
-    usable, all_cores = len(os.sched_getaffinity(0)), os.cpu_count() or 1
-    if usable == all_cores:
-        yield Finding("ok", "cores", f"{usable}")
-    else:
-        yield Finding(
-            "warning", "cores", f"this process may use {usable} of {all_cores}", "start it without taskset or a CPU limit"
-        )
+        yield from examine_plugin(trier, on_gpu=on_gpu)
+    if wrong := trier.finish():
+        yield Finding("broken", "ending", f"after all of this: {wrong}", _anew())
+    yield from examine_cores()
     if input_flags.FILES.value:
         yield from examine_files(input_flags.FILES.value)
 
 
-def examine_import(name: str, module: str) -> Iterator[Finding]:
+def examine_import(name: str, module: str, trier: Trier) -> Generator[Finding, None, bool]:
     """Tries to import a package; yields a line, and returns whether it works."""
-    works, text = attempt(f"import {module}; print({module}.__version__)")
-    yield Finding("ok" if works else "broken", name, text, "" if works else "rm -rf .venv && make install")
+    works, text = trier.attempt(f"import {module}; print({module}.__version__)")
+    yield Finding("ok" if works else "broken", name, text, "" if works else _anew())
     return works
 
 
-def examine_plugin() -> Iterator[Finding]:
-    """Tries DALI's TensorFlow plugin: its version, loading it, a pipeline."""
+def examine_gpus(trier: Trier, *, sees_tensorflow: bool, sees_dali: bool) -> Generator[Finding, None, bool]:
+    """Compares the GPUs of the driver with those that TensorFlow and DALI see; returns whether both can use one together."""
+    gpus = yield from examine_driver()
+    tries = {
+        "TensorFlow": (sees_tensorflow, "import tensorflow as tf; print(len(tf.config.list_physical_devices('GPU')))"),
+        "DALI": (sees_dali, "import nvidia.dali as dali; print(dali.backend.GetCUDADeviceCount())"),
+    }
+    seen = {name: trier.attempt(code) for name, (imported, code) in tries.items() if imported}
+    if not gpus and all(found == (True, "0") for found in seen.values()):
+        if gpus is None:
+            yield Finding("ok", "GPUs", "none (there is no nvidia-smi): tf.data and DALI's CPU operators are used")
+        return False
+    most = max((int(text) for works, text in seen.values() if works), default=0)
+    hidden = "CUDA_VISIBLE_DEVICES" in os.environ
+    expected = most if hidden and most else len(gpus or ()) or most  # some may be left to others on purpose
+    for name, (works, text) in seen.items():
+        if works and int(text) == expected:
+            remark = f" of {len(gpus)}, those of CUDA_VISIBLE_DEVICES" if gpus and expected < len(gpus) else ""
+            yield Finding("ok", f"{name}'s GPUs", text + remark)
+        elif works:
+            mend = "unset CUDA_VISIBLE_DEVICES" if hidden and not most else f"{_ANEW} GPU=1"
+            yield Finding("broken", f"{name}'s GPUs", f"{text} of {expected}", mend)
+        else:
+            yield Finding("broken", f"{name}'s GPUs", text, f"{_ANEW} GPU=1")
+    if os.environ.get("TF_FORCE_GPU_ALLOW_GROWTH") == "false":
+        found = "TF_FORCE_GPU_ALLOW_GROWTH=false: TensorFlow takes all of a GPU's memory, and none is left for DALI"
+        yield Finding("broken", "memory growth", found, "unset TF_FORCE_GPU_ALLOW_GROWTH")
+        return False
+    if len(seen) < len(tries) or any(found != (True, str(expected)) for found in seen.values()):
+        return False
+    works, text = trier.attempt(_TRY_MEMORY_GROWTH)  # before anything touches a GPU: jobs may run on it
+    yield Finding("ok" if works else "broken", "memory growth", text, "" if works else f"{_ANEW} GPU=1")
+    return works
+
+
+def examine_driver() -> Generator[Finding, None, list[str] | None]:
+    """Asks nvidia-smi for its GPUs; returns a line for each, or None where there is no nvidia-smi."""
+    if not shutil.which("nvidia-smi"):
+        return None
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    mend = "nvidia-smi    # says what is wrong with the driver; a new one takes a restart of the machine"
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        output, _ = process.communicate(timeout=_SECONDS)
+    except subprocess.TimeoutExpired:
+        kill(process)
+        yield Finding("broken", "driver", f"nvidia-smi does not answer within {_SECONDS} s", mend)
+        return []
+    if process.returncode:
+        yield Finding("broken", "driver", last_line(output), mend)
+        return []
+    gpus = output.strip().splitlines()
+    yield Finding("ok", "driver", "; ".join(gpus) or "no GPU")
+    return gpus
+
+
+def examine_plugin(trier: Trier, *, on_gpu: bool) -> Iterator[Finding]:
+    """Tries DALI's TensorFlow plugin: its version, loading it, a pipeline on the CPU and, if there is one, on a GPU."""
     versions = {}
     for package in ("nvidia-dali-cuda120", "nvidia-dali-tf-plugin-cuda120"):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            yield Finding("broken", "plugin", f"{package} is not installed", "make install")
+            yield Finding("broken", "plugin", f"{package} is not installed", _anew())
             return
     dali, plugin = versions.values()
     if dali != plugin:
-        yield Finding("broken", "plugin", f"{plugin}, made for another DALI than {dali}", "rm -rf .venv && make install")
+        yield Finding("broken", "plugin", f"{plugin}, made for another DALI than {dali}", _anew())
         return
-    works, text = attempt(_TRY_PLUGIN)
-    yield Finding("ok" if works else "broken", "plugin", f"{plugin} {text}", "" if works else "rm -rf .venv && make install")
-    if works:
-        works, text = attempt(_TRY_PIPELINE)
-        yield Finding("ok" if works else "broken", "pipeline", text, "" if works else "rm -rf .venv && make install")
+    works, text = trier.attempt(_TRY_PLUGIN)
+    yield Finding("ok" if works else "broken", "plugin", f"{plugin} {text}", "" if works else _anew())
+    if not works:
+        return
+    for what, device_id in (("pipeline", None), ("GPU pipeline", 0)) if on_gpu else (("pipeline", None),):
+        works, text = trier.attempt(_TRY_PIPELINE.format(device_id=device_id))
+        yield Finding("ok" if works else "broken", what, text, "" if works else _anew())
 
 
-def examine_gpus(*, sees_tensorflow: bool, sees_dali: bool) -> Iterator[Finding]:
-    """Compares the GPUs of the driver with those that TensorFlow and DALI see."""
-    if not shutil.which("nvidia-smi"):
-        yield Finding("ok", "GPUs", "none (there is no nvidia-smi): tf.data and DALI's CPU operators are used")
-        return
-    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
-    if process.returncode:
+def examine_cores() -> Iterator[Finding]:
+    """Compares the cores that this process may use with those that there are."""
+    usable, all_cores = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    quota, allowed = cpu_quota(), cpus_allowed()
+    if usable < min(all_cores, allowed or all_cores):
+        found = f"this process may use {usable} of {all_cores}"
         yield Finding(
-            "broken", "driver", last_line(process.stdout + process.stderr), "nvidia-smi    # says what is wrong with the driver"
+            "warning", "cores", found, f"taskset -cp 0-{all_cores - 1} $$    # in this shell, before anything is started"
         )
-        return
-    gpus = process.stdout.strip().splitlines()
-    yield Finding("ok", "driver", "; ".join(gpus) or "no GPU")
-    tries = {
-        "TensorFlow": (sees_tensorflow, "import tensorflow as tf; print(len(tf.config.list_physical_devices('GPU')))"),
-        "DALI": (sees_dali, "import nvidia.dali as dali; print(dali.backend.GetCUDADeviceCount())"),
-    }
-    for name, (imported, code) in tries.items():
-        if not imported:
-            continue
-        works, text = attempt(code)
-        if works and int(text) == len(gpus):
-            yield Finding("ok", f"{name}'s GPUs", text)
-        elif works:
-            yield Finding(
-                "broken", f"{name}'s GPUs", f"{text} of {len(gpus)}", "make install GPU=1, and unset CUDA_VISIBLE_DEVICES"
-            )
-        else:
-            yield Finding("broken", f"{name}'s GPUs", text, "make install GPU=1")
+    elif quota and quota < usable:
+        found = f"{usable}, of which this container's quota leaves {quota:g}: more threads than that wait for one another"
+        yield Finding(
+            "warning", "cores", found, f"docker run --cpuset-cpus=0-{max(0, int(quota) - 1)}    # cores instead of a quota"
+        )
+    else:
+        yield Finding("ok", "cores", f"{usable}" + (f" of {all_cores}, all of this container" if usable < all_cores else ""))
+
+
+def cpus_allowed(path: str = "/sys/fs/cgroup/cpuset.cpus.effective") -> int | None:
+    """Returns how many cores the control group of this process has, written like "0-3,8", or None where that is not known."""
+    try:
+        with open(path, encoding="ascii") as stream:
+            spans = [span.split("-") for span in stream.read().strip().split(",")]
+        return sum(int(span[-1]) - int(span[0]) + 1 for span in spans)
+    except (OSError, ValueError):
+        return None
+
+
+def cpu_quota(path: str = "/sys/fs/cgroup/cpu.max") -> float | None:
+    """Returns how many cores' time the control group of this process has, or None where nothing limits it."""
+    try:
+        with open(path, encoding="ascii") as stream:
+            quota, period = stream.read().split()
+        return None if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError):
+        return None
 
 
 def examine_files(files: list[str]) -> Iterator[Finding]:
     """Looks at the health of TFRecord files and their indexes."""
+    pattern = files[0] if len(files) == 1 else files
+    keys = {flag.name: flag.value for flag in (input_flags.IMAGE_KEY, input_flags.LABEL_KEY, input_flags.LABEL_OFFSET)}
+    arguments = [f"--{name}={value}" for name, value in keys.items() if value]
     try:
-        dataset = DatasetSpec.from_files(
-            files[0] if len(files) == 1 else files, index_dir=input_flags.INDEX_DIR.value, image_key=input_flags.IMAGE_KEY.value,
-            label_key=input_flags.LABEL_KEY.value, label_offset=input_flags.LABEL_OFFSET.value,
-        )  # fmt: skip
-    except InputError as error:
-        yield Finding("broken", "records", str(error))
+        dataset = DatasetSpec.from_files(pattern, index_dir=input_flags.INDEX_DIR.value, **keys)
+    except (InputError, OSError) as error:
+        mend = index_command(pattern, index_dir=input_flags.INDEX_DIR.value, arguments=arguments)
+        names = [os.path.expanduser(file) for file in files]
+        if not any(os.path.exists(name) or glob.glob(name) for name in names):
+            mend = f"ls {shlex.quote(os.path.dirname(names[0]) or '.')}    # what is there? then DATA='path/train-*'"
+        yield Finding("broken", "records", str(error), mend)
         return
     left_out = sum(dataset.left_out_per_file)
+    reports = sorted({os.path.join(os.path.dirname(file), "bad_records.jsonl") for file in dataset.index_files})
     yield Finding(
         "warning" if left_out else "ok",
         "records",
-        f"{dataset.num_records:,} in {console.count(len(find_files(files)), 'file')}"
+        f"{dataset.num_records:,} in {console.count(len(dataset.files), 'file')}"
         + (f", {left_out:,} left out" if left_out else ""),
-        "look at bad_records.jsonl beside the indexes" if left_out else "",
+        f"head {shlex.join(reports)}    # what is left out, and why" if left_out else "",
     )
     if dataset.label_range is None:
-        pattern = files[0] if len(files) == 1 else files
-        mend = index_command(pattern, index_dir=input_flags.INDEX_DIR.value, arguments=["--verify=schema"])
+        arguments += ["--verify=schema"] + (["--on_bad=skip"] if left_out else [])
+        mend = index_command(pattern, index_dir=input_flags.INDEX_DIR.value, arguments=arguments)
         yield Finding("warning", "labels", "not every record was looked at", mend)
     else:
         low, high = dataset.label_range
         yield Finding("ok", "labels", f"{low} to {high}")
 
 
-def attempt(code: str) -> tuple[bool, str]:
-    """Runs Python code in a process of its own; returns whether it ended well, and its last word or what is wrong."""
-    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    command = [sys.executable, "-c", code]
-    try:
-        process = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False, env=environment)
-    except subprocess.TimeoutExpired:
-        return False, f"does not answer within {_SECONDS} s"
-    if process.returncode < 0:
-        return False, f"the process died ({signal.Signals(-process.returncode).name})"
-    if process.returncode:
-        return False, last_line(process.stderr)
-    return True, last_line(process.stdout)
+def _anew() -> str:
+    """Returns the command that installs everything anew, with the CUDA libraries where they are installed or there is a GPU."""
+    gpu = shutil.which("nvidia-smi") is not None
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        gpu = gpu or bool(importlib.metadata.version("nvidia-cudnn-cu12"))
+    return f"{_ANEW} GPU=1" if gpu else _ANEW
 
 
 def last_line(text: str) -> str:
     """Returns the last line that says something."""
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no word")
+    lines = (line.strip() for line in reversed(text.splitlines()))
+    return next((line for line in lines if line and not line.startswith(_NO_WORDS)), "no word")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Checks and measures everything that is claimed about GPUs, on a machine that has one; writes it to one JSON file.
 
-usage: gpu_check.py --files=GLOB [--out=benchmarks/gpu.json] [--parts=probe,correctness,...] [--seconds=2] [--repeats=3]
+usage: gpu_check.py --files=GLOB [--out=benchmarks/gpu.json] [--parts=probe,memory,...] [--seconds=2] [--repeats=3]
                     [--rehearse]
 
 First what may crash, in a process of its own: decoding only regions on the GPU. Then pixels and labels against the CPU's,
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from absl import flags
 
@@ -44,6 +44,13 @@ _ALONE = "dali_alone"  # where TensorFlow does not see the GPU
 _LOADS = (None, 0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
 _BATCHES = (64, 128, 256, 512)
 _FULL_HD = (1080, 1920)
+
+
+class Records(NamedTuple):
+    """What is fed: the arguments that name its files, and how many records it has at least."""
+
+    arguments: list[str]
+    number: int
 
 
 def main(arguments: list[str]) -> int:
@@ -81,17 +88,18 @@ def main(arguments: list[str]) -> int:
             print(f"Of the parts only {_ALONE} works here.")
         wanted = [_ALONE]
     with tempfile.TemporaryDirectory() as folder:
-        data = {"photos": input_flags.as_arguments(input_flags.FILES.value)}
+        data = {"photos": Records(input_flags.as_arguments(input_flags.FILES.value), dataset.num_records)}
         if {"throughput", "hw_decoder_load"} & set(wanted):
-            data["1080p"] = [
-                f"--files={sweep.resized(dataset, _FULL_HD, folder, at_least=16 if _REHEARSE.value else 2 * _BATCHES[-1])}"
-            ]
+            if dataset.num_records < _BATCHES[-1] and not _REHEARSE.value:
+                print(f"These are {dataset.num_records:,} records: photos are measured in batches of that many at most.")
+            at_least = 16 if _REHEARSE.value else 2 * _BATCHES[-1]
+            data["1080p"] = Records([f"--files={sweep.resized(dataset, _FULL_HD, folder, at_least=at_least)}"], at_least)
         for part in wanted:
             start = time.monotonic()
             if part == "throughput":
-                found = {name: measure_rows(files, folder) for name, files in data.items()}
+                found = {name: measure_rows(records, folder) for name, records in data.items()}
             elif part == "hw_decoder_load":
-                found = {name: sweep_loads(files, folder) for name, files in data.items()}
+                found = {name: sweep_loads(records, folder) for name, records in data.items()}
             else:
                 found = run_part(part)
             report["parts"][part] = found
@@ -156,16 +164,17 @@ def run_part(part: str) -> dict[str, Any]:
     return json.loads(process.stdout.splitlines()[-1])
 
 
-def measure_rows(files: list[str], folder: str) -> dict[str, Any]:
+def measure_rows(records: Records, folder: str) -> dict[str, Any]:
     """Measures the rows that are compared, each in a process of its own, in turn."""
     device = "cpu" if _REHEARSE.value else "gpu"
     rows = ["tf_data_serial", "tf_data", f"dali_{device}_bare", f"dali_{device}"]
     path = os.path.join(folder, "rows.json")
     command = [sys.executable, os.path.join(_FOLDER, "compare_throughput.py"), f"--backends={','.join(rows)}", f"--json={path}"]
-    command += [f"--batch_size={16 if _REHEARSE.value else 256}", f"--seconds={_SECONDS.value}", f"--repeats={_REPEATS.value}"]
+    batch_size = min(8 if _REHEARSE.value else 256, records.number)
+    command += [f"--batch_size={batch_size}", f"--seconds={_SECONDS.value}", f"--repeats={_REPEATS.value}"]
     limit = _LIMIT + 4 * (_SECONDS.value * (_REPEATS.value + 1) + 30)
     try:
-        process = subprocess.run([*command, *files], capture_output=True, text=True, timeout=limit, check=False)
+        process = subprocess.run([*command, *records.arguments], capture_output=True, text=True, timeout=limit, check=False)
     except subprocess.TimeoutExpired:
         return {"died": f"no answer within {limit:.0f} s"}
     if process.returncode:
@@ -175,12 +184,12 @@ def measure_rows(files: list[str], folder: str) -> dict[str, Any]:
     return {"batch_size": report["batch_size"], "rows": report["rows"], "windows": report["windows"]}
 
 
-def sweep_loads(files: list[str], folder: str) -> list[dict[str, Any]]:
+def sweep_loads(records: Records, folder: str) -> list[dict[str, Any]]:
     """Measures the dataset over the hardware decoder's share and the batch."""
     loads = (None,) if _REHEARSE.value else _LOADS
     found = []
-    for batch_size in (8,) if _REHEARSE.value else _BATCHES:
-        with settings.Worker(os.path.join(folder, "log"), files=files, batch_size=batch_size) as worker:
+    for batch_size in sorted({min(batch_size, records.number) for batch_size in ((8,) if _REHEARSE.value else _BATCHES)}):
+        with settings.Worker(os.path.join(folder, "log"), files=records.arguments, batch_size=batch_size) as worker:
             for load in loads:
                 options = DaliOptions(device="cpu" if _REHEARSE.value else "gpu", hw_decoder_load=load)
                 row: dict[str, Any] = {"batch_size": batch_size, "hw_decoder_load": load}

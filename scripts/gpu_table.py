@@ -77,11 +77,12 @@ def describe(report: dict[str, Any]) -> str:
         lines += [f"| `{row}` | not yet measured | not yet measured |\n" for row in _ROWS]
     checks = [f"{name}: {'passed' if parts[name].get('passed') else failure(parts[name])}" for name in CHECKS if name in parts]
     waits = [f"{name} waits {row['wait']:.0%} of the step" for name, row in parts.get("training", {}).get("rows", {}).items()]
-    batch = parts.get("throughput", {}).get("photos", {}).get("batch_size")
+    measured = {name: found["batch_size"] for name, found in parts.get("throughput", {}).items() if "batch_size" in found}
+    batches = ", ".join(f"{name} in batches of {size}" for name, size in measured.items())
     about = (
         f"\n{', '.join(report['gpus'])}, {report['cores']} cores of {report['cpu']}, {report['date'][:10]}; Python "
         f"{versions['Python']}, TensorFlow {versions['TensorFlow']}, DALI {versions['DALI']}; `make gpu-check`"
-        f"{f', batch {batch}' if batch else ''}. {'; '.join([*checks, *waits])}.\n"
+        f"{f', {batches}' if batches else ''}. {'; '.join([*checks, *waits])}.\n"
     )
     return _HEAD + "".join(lines) + about
 

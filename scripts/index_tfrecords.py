@@ -1,6 +1,8 @@
 """Indexes TFRecord files for DALI: one line `offset size`, in bytes, for each sound record, and a manifest of what they hold.
 
-usage: index_tfrecords.py [--verify=framing|crc|schema|decode] [--on_bad=error|skip] [--index_dir=DIR] FILE_OR_GLOB...
+usage: index_tfrecords.py [--verify=framing|crc|schema|decode] [--on_bad=error|skip] [--max_bad_fraction=0.01] [--index_dir=DIR]
+                          [--image_key=KEY] [--label_key=KEY] [--label_offset=0] [--num_classes=N] [--decoder=both]
+                          [--max_pixels=N] [--num_processes=N] [--force] FILE_OR_GLOB...
 
 Each index is written beside its file as <file>.idx, or under --index_dir, and the manifest, index_manifest.json, with them. Files
 that stand indexed and have not changed are passed over. With --on_bad=error every fault is named, files with faults are not

@@ -8,6 +8,9 @@ import shutil
 import subprocess
 import sys
 
+from dali_tf_input import InputError
+
+_SECONDS = 120  # for nvidia-smi
 _PACKAGES = {
     "TensorFlow": "tensorflow",
     "Keras": "keras",
@@ -51,7 +54,12 @@ def _gpu_names() -> list[str]:
     if not shutil.which("nvidia-smi"):
         return []
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise InputError(
+            f"nvidia-smi does not answer within {_SECONDS} s: the driver hangs. See what else does: make doctor"
+        ) from error
     return process.stdout.strip().splitlines() if process.returncode == 0 else []
 
 

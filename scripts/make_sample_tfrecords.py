@@ -1,6 +1,7 @@
 """Makes sample data: TFRecords of photo-like JPEGs, for trying and for measuring without a dataset at hand.
 
-usage: make_sample_tfrecords.py [--num_images=1024] [--num_validation_images=256] [--num_files=4] [--seed=0] OUT
+usage: make_sample_tfrecords.py [--num_images=1024] [--num_validation_images=256] [--num_files=4] [--seed=0]
+                                [--overwrite] OUT
 
 The images resemble ImageNet's in what costs time: size (mean 401 x 468 pixels), bytes (110 KB on average) and how their JPEGs
 are coded (most at quality 95 without chroma subsampling; 2% grayscale). Each shows one shape in its class's colour on a

@@ -7,6 +7,9 @@ Writes OUT/train-00000-of-00004, ..., OUT/validation-00000-of-00001 and OUT/labe
 the sorted order of the sub-folders, from 0). Records are shuffled over all files by --seed, so that neighbours are not of one
 class.
 
+TFRecords keep their splits, by their names: validation-*, or as tfds has it *-validation.tfrecord-*; all others are training.
+Files of a test split are refused among others.
+
 JPEGs in RGB or grayscale stay as they are, byte by byte; with --resize_shorter the larger ones are shrunk. PNG, WebP, BMP, TIFF
 and GIF become JPEG, CMYK becomes RGB. What cannot be decoded is left out and listed in OUT/unreadable_images.jsonl. All other
 features of TFRecords are kept as they are.
@@ -27,7 +30,7 @@ from dali_tf_input import DatasetSpec, InputError
 from dali_tf_input.example import decode_example, encode_example, replace_features
 from dali_tf_input.manifest import read_index
 from dali_tf_input.tfrecord import read_data
-from tfrecord_files import LABELS_NAME, Record, Split, check_folder, image_features, print_written, write_splits
+from tfrecord_files import LABELS_NAME, Record, Split, check_folder, find_split, image_features, print_written, write_splits
 
 _VALIDATION_FRACTION = flags.DEFINE_float(
     "validation_fraction", None, "Part of each class kept for validation, by default 0.1; TFRecords keep their splits by default."
@@ -143,12 +146,23 @@ def list_records(dataset: DatasetSpec, catalogue: str) -> tuple[array.array, arr
     """Writes a line [offset, size, path] for each record to the file `catalogue`.
 
     Returns:
-      Where the lines start: of records of training, and of those in files that are called validation-*.
+      Where the lines start: of records of training, and of those in files that are called validation-*, or as tfds does
+      NAME-validation.tfrecord-*.
+
+    Raises:
+      InputError: files of a test split are among others, whose training they would leak into.
     """
+    splits = {file: find_split(file) for file in dataset.files}
+    tests = [file for file, split in splits.items() if split == "test"]
+    if tests and len(tests) < len(splits):
+        raise InputError(
+            f"{tests[0]} is of a test split by its name, and {len(splits) - len(tests):,} of {len(splits):,} files are not: its "
+            "records would become training data. Name the files of training and validation only."
+        )
     train, validation = array.array("Q"), array.array("Q")
     with open(catalogue, "xb") as stream:
         for file, index_file in zip(dataset.files, dataset.index_files, strict=True):
-            places = validation if os.path.basename(file).startswith("validation-") else train
+            places = validation if splits[file] == "validation" else train
             for offset, size in read_index(index_file):
                 places.append(stream.tell())
                 stream.write(json.dumps([offset, size, file]).encode() + b"\n")

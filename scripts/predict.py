@@ -1,6 +1,7 @@
 """Predicts the class of images by a Keras model that was trained on this package's input.
 
-usage: predict.py [--labels=labels.txt] [--top=5] [--backend=tf_data|dali_cpu|dali_gpu] MODEL IMAGE...
+usage: predict.py [--labels=labels.txt] [--top=5] [--backend=tf_data|dali_cpu|dali_gpu] [--batch_size=32]
+                  MODEL IMAGE...
 
 MODEL is a file that Keras saved (train.py --save=MODEL), whose outputs are logits. Images are fed as in evaluation, at the size
 of the model's input. One that cannot be read is named, the others are predicted all the same, and the exit code is 1.

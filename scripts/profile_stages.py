@@ -2,7 +2,7 @@
 
 usage: profile_stages.py --files=GLOB [--backends=tf_data,dali_cpu] [--order=global] [--batch_size=64] [--seconds=1]
                          [--repeats=3] [--crop=resize_random_crop] [--image_size=224] [--antialias] [--dtype=float32]
-                         [--json=PATH] [--plot=PATH]
+                         [--nosettings] [--json=PATH] [--plot=PATH]
 
 Each cut is measured in turn, round by round, in a process that measures nothing else meanwhile; a stage costs what its cut takes
 more than the one before it, in the same round. Then settings that might help are measured against the defaults, in rounds too.
@@ -293,11 +293,17 @@ def conclude(name: str, rows: dict[str, dict], helps: list[dict] | None) -> str:
     if helps is None:
         return text
     measured = [row for row in helps if "ratio" in row and row["setting"] != "default"]
-    best = measured[0] if measured else {}
-    if not is_faster(best.get("again", [])):
-        return f"{text} None of {len(measured)} settings that were tried helps beyond noise."
-    ratio = Spread.of(best["again"])
-    spread = f"{ratio.median:.2f} times the images/s ({ratio.minimum:.2f} to {ratio.maximum:.2f} in {_AGAIN} rounds of its own)"
+    if not measured:
+        return text
+    best = measured[0]
+    if "again" not in best:
+        return f"{text} None of {len(measured)} settings that were tried is faster than the default by more than 2%."
+    if not best["again"]:
+        return f"{text} Of {len(measured)} settings {best['setting']} seemed to help most, and then could not be measured again."
+    ratio, rounds = Spread.of(best["again"]), len(best["again"])
+    spread = f"{ratio.median:.2f} times the images/s ({ratio.minimum:.2f} to {ratio.maximum:.2f} in {rounds} rounds of its own)"
+    if not is_faster(best["again"]):
+        return f"{text} Of {len(measured)} settings the best, {best['setting']}, does not help beyond noise: {spread}."
     remark = f"; it changes {best['changes']}" if best["changes"] else ""
     return f"{text} Of {len(measured)} settings that were tried {best['setting']} helps most: {spread}{remark}."
 

@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 if [ -z "${DALI_TF_INPUT_HIDDEN:-}" ]; then
   exec env DALI_TF_INPUT_HIDDEN=1 unshare --mount bash "scripts/$(basename "$0")" "$@"  # what is mounted below is gone at the end
 fi
-for folder in $(readlink -f /usr/local/cuda* | sort -u); do mount -t tmpfs none "$folder"; done
+for folder in $(readlink -e /usr/local/cuda* | sort -u); do mount -t tmpfs none "$folder"; done
 IFS=: read -ra path <<<"$PATH"
 for folder in "${path[@]}"; do
   if [ -e "$folder/nvcc" ]; then mount --bind /dev/null "$folder/nvcc"; fi  # no longer executable

@@ -1,4 +1,4 @@
-"""The sweep of compare_throughput.py: five kinds of work, each by the package and by hand, on images of three sizes."""
+"""The sweep of compare_throughput.py: six kinds of work, each by the package and by hand, on images of three sizes."""
 
 import contextlib
 import glob

@@ -26,10 +26,19 @@ LABELS_NAME = "labels.txt"
 UNREADABLE_NAME = "unreadable_images.jsonl"
 _OUR_FILE = re.compile(r"(train|validation)-\d{5}-of-\d{5}(\.idx)?")
 
+# TF-slim: train-00000-of-00004; tfds: imagenet2012-train.tfrecord-00000-of-01024.
+_SPLIT = re.compile(r"(?:^|[-_.])(train|val|test)(?:id|idation|ing)?[0-9]*(?=[-_.]|$)")
+
 # Bytes of a file where their number is not given: the middle of the 100 to 200 MB that TensorFlow's guide to TFRecords advises.
 _FILE_BYTES = 150_000_000
 _SAMPLED_ITEMS = 128  # whose records' sizes stand for all
 _CHUNK_ITEMS = 16  # handed to a process at a time
+
+
+def find_split(file: str) -> str:
+    """Returns what the name of a file says of its split: "train", "validation" or "test"; "train" where it says nothing."""
+    words = _SPLIT.findall(os.path.basename(file).lower())
+    return {"val": "validation"}.get(words[-1], words[-1]) if words else "train"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from absl import flags
 
+import console
 from dali_tf_input import InputError
 
 VALIDATION_FILES = flags.DEFINE_multi_string("validation_files", [], "TFRecord files of the validation split.")
@@ -53,3 +54,5 @@ def check(arguments: list[str]) -> None:
         raise InputError("--save_every is for --resume=FOLDER, which is not given.")
     if SAVE.value and not SAVE.value.endswith(".keras"):
         raise InputError(f"`save` must end in .keras, got {SAVE.value}.")
+    if SAVE.value and STRATEGY.value == "mirrored":  # of several workers one saves, and only its machine needs the folder
+        console.check_writable(SAVE.value, flag="save", suffix=".keras")

@@ -5,26 +5,26 @@ import os
 import sys
 from pathlib import Path
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-
 import numpy as np
 import pytest
-import tensorflow as tf
 from PIL import Image
 
+from console import import_tensorflow
 from dali_tf_input import DatasetSpec, build_index
 from dali_tf_input.example import encode_example
 from dali_tf_input.tfrecord import frame_record
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "scripts"
-sys.path.insert(0, str(SCRIPTS))
+tf = import_tensorflow()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Sets up the devices before anything touches one: CPU devices stand for replicas."""
     if config.option.markexpr != "gpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tests that need no GPU must come out the same where there is one
+        # Tests that need no GPU must come out the same where there is one.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ["PATH"] = f"{ROOT}/tests/no_gpu:{os.environ['PATH']}"
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 3)
 

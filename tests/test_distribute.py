@@ -13,7 +13,8 @@ import pytest
 import tensorflow as tf
 from conftest import numbered_examples, write_dataset, write_tfrecord
 
-from dali_tf_input import DaliOptions, DatasetSpec, InputError, InputSpec, Preprocess, TfDataOptions, build_index
+from dali_tf_input import DaliOptions, DatasetSpec, InputError, InputSpec, Preprocess, TfDataOptions, build_index, dali_backend
+from dali_tf_input.dataset import check_gpu
 from dali_tf_input.distribute import Distributed, distribute, enable_memory_growth
 
 BACKENDS = {"dali": DaliOptions(device="cpu"), "tf_data": TfDataOptions()}
@@ -207,6 +208,26 @@ def test_a_first_batch_that_cannot_be_made(tmp_path, options):
 
 def test_memory_growth():
     assert enable_memory_growth() == len(tf.config.list_physical_devices("GPU"))
+
+
+@pytest.mark.parametrize(
+    ("growth", "force", "message"),
+    [
+        (True, None, None),
+        (False, None, r"unless its memory growth is on, and leaves none for DALI: call dali_tf_input.distribute.enable_memory"),
+        (True, "false", "TF_FORCE_GPU_ALLOW_GROWTH=false makes TensorFlow take all memory"),
+    ],
+)
+def test_a_gpu_whose_memory_tensorflow_takes(monkeypatch, growth, force, message):
+    """With a GPU made up; DALI would end the process where no memory is left."""
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: ["one"])
+    monkeypatch.setattr(tf.config.experimental, "get_memory_growth", lambda gpu: growth)
+    monkeypatch.setattr(dali_backend, "count_gpus", lambda: 1)
+    monkeypatch.delenv("TF_FORCE_GPU_ALLOW_GROWTH", raising=False)
+    if force:
+        monkeypatch.setenv("TF_FORCE_GPU_ALLOW_GROWTH", force)
+    with pytest.raises(InputError, match=message) if message else contextlib.nullcontext():
+        check_gpu(0)
 
 
 def test_tf_data_needs_no_dali(dataset):

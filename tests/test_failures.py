@@ -15,6 +15,7 @@ from test_scripts import fails, run
 from dali_tf_input import DaliOptions, DatasetSpec, InputError, InputSpec, Preprocess, TfDataOptions, build_index, failures
 from dali_tf_input.distribute import distribute
 from dali_tf_input.failures import BadRecordError, Stopped, explain
+from dali_tf_input.manifest import read_index
 from dali_tf_input.resume import Resume
 
 BACKENDS = {"dali": DaliOptions(device="cpu"), "tf_data": TfDataOptions()}
@@ -130,6 +131,30 @@ def test_a_plan_leads_to_the_record(tmp_path, monkeypatch, backend, fragment_siz
             fit(train, make_model(), epochs=3)
         assert looked_at[-1] == BAD
         assert len(looked_at) <= (4 if backend == "tf_data" else 16)  # DALI may fail a few batches ahead
+
+
+def test_dali_names_file_and_byte(tmp_path, monkeypatch):
+    """Where DALI reads there is no plan: its message is enough, and nothing else is looked at."""
+    dataset = write(tmp_path, DAMAGES["truncated"][0])
+    train = distribute(spec_of(dataset, "buffer"), DaliOptions(device="cpu", fuse="off"), global_batch_size=4)
+    for search in ("look_at", "look_at_all"):
+        monkeypatch.setattr(failures._Search, search, lambda *_: pytest.fail("searched"))
+    with pytest.raises(BadRecordError) as caught:
+        fit(train, make_model())
+    assert (caught.value.file, caught.value.fault.record) == (str(tmp_path / "train-1"), BAD - COUNT)
+
+
+def test_what_dali_refuses_and_others_do_not(tmp_path):
+    """A byte anywhere in a sound record: DALI is believed, and the number counts what the index leaves out."""
+    dataset = write(tmp_path, {}, skip=(2, 5))
+    place = read_index(dataset.index_files[0])[10]
+    message = f"DALI_ERROR\nFailed to decode sample #3 : {dataset.files[0]} at index {place[0] + place[1] // 2}\nno"
+    found = explain(tf.errors.InternalError(None, None, message), [Stopped(spec_of(dataset), BACKENDS["dali"], None, 4)])
+    assert isinstance(found, BadRecordError)
+    assert (found.fault.record, found.fault.offset, found.fault.reason) == (12, place[0], "damaged image")
+    elsewhere = message.replace(dataset.files[0], "/another/file")
+    found = explain(tf.errors.InternalError(None, None, elsewhere), [Stopped(spec_of(dataset), BACKENDS["dali"], None, 4)])
+    assert not isinstance(found, BadRecordError)
 
 
 @pytest.mark.parametrize("backend", ["tf_data"])

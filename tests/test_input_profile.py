@@ -1,7 +1,6 @@
 """Whether training waits for input: right on cases that are made, and nothing of training is changed by asking."""
 
-import subprocess
-import sys
+import statistics
 import time
 from pathlib import Path
 
@@ -9,6 +8,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import warm
+from conftest import SCRIPTS
 from test_scripts import fails, run
 
 from dali_tf_input import DaliOptions, InputError, InputSpec, Preprocess, TfDataOptions
@@ -59,8 +60,8 @@ def slow_input(seconds, *, overlapped):
 @pytest.mark.parametrize(
     ("made", "model", "overlapped", "wait"),
     [
-        (0.12, 0.03, True, 0.75),  # slow input
-        (0.12, 0.03, 8, 0.75),  # and more of it made ahead
+        (0.24, 0.06, True, 0.75),  # slow input; on a busy machine Keras itself adds some ms to a step, which is no waiting
+        (0.24, 0.06, 8, 0.75),  # and more of it made ahead
         (0.03, 0.12, True, 0.0),  # slow model
         (0.08, 0.08, True, 0.0),  # both equal: made beside the step, the input costs nothing
         (0.08, 0.08, False, 0.5),  # both equal, one after the other
@@ -72,11 +73,11 @@ def test_right_to_within_5_points(made, model, overlapped, wait):
     trained = Slow(model)
     trained.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     profile = InputProfile(dataset, cached_steps=6)
-    history = trained.fit(dataset, steps_per_epoch=14, epochs=2, verbose=0, shuffle=False, callbacks=[profile])
-    assert [epoch.epoch for epoch in profile.epochs] == [0, 1]
+    history = trained.fit(dataset, steps_per_epoch=14, epochs=3, verbose=0, shuffle=False, callbacks=[profile])
+    assert [epoch.epoch for epoch in profile.epochs] == [0, 1, 2]
     assert history.history["input_wait"] == [epoch.wait for epoch in profile.epochs]
-    found = min((epoch.wait for epoch in profile.epochs), key=lambda found: abs(found - wait))
-    assert found == pytest.approx(wait, abs=0.05)  # one of the two epochs may meet a hiccup of the machine
+    found = statistics.median(epoch.wait for epoch in profile.epochs)  # one of them may meet a hiccup of the machine
+    assert found == pytest.approx(wait, abs=0.05)
 
 
 def train_twice(records, options, num_replicas):
@@ -127,6 +128,8 @@ def test_training_comes_out_the_same(dataset, backend, num_replicas):
 def test_training_of_two_replicas_comes_out_the_same(dataset, backend):
     """In a process of its own: what other tests left of TensorFlow's collectives does not meet these."""
     code = f"""if True:
+        import sys
+        sys.path.insert(0, {str(SCRIPTS)!r})  # of which conftest.py imports
         import tensorflow as tf
         cpu = tf.config.list_physical_devices("CPU")[0]
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
@@ -134,7 +137,7 @@ def test_training_of_two_replicas_comes_out_the_same(dataset, backend):
         import test_input_profile as test
         test.train_twice(DatasetSpec.from_files({list(dataset.files)!r}), test.OPTIONS[{backend!r}], 2)
     """
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=TESTS, timeout=300, check=False)
+    process = warm.run(["-c", code], cwd=TESTS)
     assert process.returncode == 0, process.stderr
 
 

@@ -5,15 +5,15 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 
 import h5py
 import numpy as np
 import pytest
 import tensorflow as tf
+import warm
 from conftest import SCRIPTS
+from test_scripts import run
 
 from dali_tf_input import DaliOptions, InputError, InputSpec, Preprocess, TfDataOptions
 from dali_tf_input.distribute import distribute
@@ -21,19 +21,18 @@ from dali_tf_input.distribute import distribute
 
 def start(folder, *arguments, workers=2):
     """Starts the training script, once for each worker; without workers once, on two replicas."""
-    command = [sys.executable, SCRIPTS / "train.py", "--files=data/sample/train-*", "--image_size=32", *arguments]
-    options = {"cwd": folder, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [SCRIPTS / "train.py", "--files=data/sample/train-*", "--image_size=32", *arguments]
     if not workers:
-        return [subprocess.Popen([*command, "--replicas=2"], **options)]
+        return [warm.Program([*command, "--replicas=2"], cwd=folder)]
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(workers)]
         for one in sockets:
             one.bind(("127.0.0.1", 0))
         cluster = {"worker": [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]}
     return [
-        subprocess.Popen(
+        warm.Program(
             [*(str(part).format(index) for part in command), "--strategy=multi_worker"],
-            **options,
+            cwd=folder,
             env={
                 **os.environ,
                 "TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}}),
@@ -134,15 +133,7 @@ def test_workers_that_do_not_share_the_folder(sample_folder, tmp_path):
     ],
 )
 def test_a_wrong_config_is_refused(sample_folder, config):
-    process = subprocess.run(
-        [sys.executable, SCRIPTS / "train.py", "--files=data/sample/train-*", "--strategy=multi_worker"],
-        cwd=sample_folder,
-        env={**os.environ, "TF_CONFIG": config},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    process = run("train.py", "--files=data/sample/train-*", "--strategy=multi_worker", cwd=sample_folder, TF_CONFIG=config)
     assert process.returncode == 1
     assert "error: Each worker needs the environment variable TF_CONFIG" in process.stderr
     assert "Traceback" not in process.stderr

@@ -1,15 +1,14 @@
 """Prediction and serving: the pixels that the model was evaluated with, whatever feeds it."""
 
 import dataclasses
-import subprocess
-import sys
 
 import keras
 import numpy as np
 import nvidia.dali as dali
 import pytest
 import tensorflow as tf
-from conftest import SCRIPTS, image_zoo, jpeg, numbered_examples, write_tfrecord
+from conftest import image_zoo, jpeg, numbered_examples, write_tfrecord
+from test_scripts import run, run_cold
 
 from dali_tf_input import DaliOptions, DatasetSpec, InputError, InputSpec, Preprocess, TfDataOptions, build_index
 from dali_tf_input.dataset import make_dataset
@@ -126,10 +125,11 @@ def test_predict_script(model, tmp_path):
     (tmp_path / "labels.txt").write_text("ant\nbee\ncat\ndog\n")
     (tmp_path / "good.jpg").write_bytes(jpeg(40, 50))
     (tmp_path / "bad.jpg").write_text("no image")
-    command = [sys.executable, SCRIPTS / "predict.py", f"--labels={tmp_path}/labels.txt", "--top=2", tmp_path / "model.keras"]
-    process = subprocess.run([*command, tmp_path / "good.jpg", tmp_path / "bad.jpg"], capture_output=True, text=True, check=False)
+    command = ["predict.py", f"--labels={tmp_path}/labels.txt", "--top=2", tmp_path / "model.keras"]
+    process = run(*command, tmp_path / "good.jpg", tmp_path / "bad.jpg")
     assert process.returncode == 1
     assert process.stderr == f"error: {tmp_path}/bad.jpg: text: expected an encoded image, found b'no image' ...\n"
     assert f"{tmp_path}/good.jpg" in process.stdout
     assert sum(name in process.stdout for name in ("ant", "bee", "cat", "dog")) == 2
-    assert subprocess.run([*command, tmp_path / "good.jpg"], capture_output=True, check=False).returncode == 0
+    process = run_cold(*command, tmp_path / "good.jpg")
+    assert (process.returncode, process.stderr) == (0, "")

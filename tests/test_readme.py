@@ -1,5 +1,6 @@
 """The README tells the truth: its examples run, its picture is the code's, its commands exist."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -40,6 +41,22 @@ def test_floors_in_the_picture_are_those_of_the_code():
     rooms = {int(floor): set(names.split(" | ")) for floor, names in picture.items()}
     assert rooms.pop(len(FLOORS)) == {"scripts"}
     assert rooms == dict(enumerate(FLOORS))
+
+
+def test_usage_names_every_flag():
+    """What a script says of itself has each flag that it defines, with the default that it has."""
+    for script in (ROOT / "scripts").glob("*.py"):
+        text = script.read_text()
+        usage = ast.get_docstring(ast.parse(text)) or ""
+        if "usage:" not in usage or "[...]" in usage:
+            continue
+        for name, default, rest in re.findall(r'flags\.DEFINE_\w+\(\s*"(\w+)",\s*([^,]+),(.*)', text):
+            if re.search("for soak.py itself|that this one starts", rest):
+                continue
+            found = re.search(rf"--(?:no)?{name}\b(?:=([\d.]+))?", usage)
+            assert found, f"{script.name} --{name}"
+            if found[1] and re.fullmatch(r"[\d_.]+", default):
+                assert float(found[1]) == float(default), f"{script.name} --{name}"
 
 
 def test_commands_exist():

@@ -4,13 +4,12 @@ import dataclasses
 import json
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 
 import keras
 import numpy as np
 import pytest
+import warm
 from conftest import jpeg, write_dataset, write_tfrecord
 
 from dali_tf_input import DaliOptions, DatasetSpec, InputError, InputSpec, Preprocess, TfDataOptions, build_index
@@ -75,8 +74,7 @@ def records(tmp_path_factory):
 def train(records, tmp_path, backend, *, save_every, kill_at):
     """Runs the program; returns its exit code."""
     files = os.path.join(os.path.dirname(records.files[0]), "train-*")
-    command = [sys.executable, "-c", PROGRAM, files, tmp_path / "run", tmp_path / "log", backend, save_every, kill_at]
-    process = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300, check=False)
+    process = warm.run(["-c", PROGRAM, files, tmp_path / "run", tmp_path / "log", backend, save_every, kill_at])
     assert process.returncode in (0, -signal.SIGKILL), process.stderr
     return process.returncode
 

@@ -1,9 +1,11 @@
 """The scripts, run as a user would run them: what they print, what they write, and how they fail."""
 
+import contextlib
 import importlib
 import io
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -15,16 +17,30 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import warm
 from conftest import ROOT, SCRIPTS, image_zoo, jpeg, numbered_examples, write_tfrecord
 from PIL import Image
+from rich.cells import cell_len
+from rich.console import Console
 
+import console
 from dali_tf_input import DatasetSpec, InputError
 from dali_tf_input.example import decode_example
 from dali_tf_input.tfrecord import read_record, scan_records
+from tfrecord_files import find_split
+
+IMPORT_TENSORFLOW = {"train.py", "preview.py", "compare_images.py", "predict.py", "benchmark_order.py"}
 
 
 def run(script, *arguments, cwd=None, **environment):
-    """Runs a script; returns the finished process."""
+    """Runs a script; returns the finished process. What imports TensorFlow starts warm, see warm.py."""
+    if script in IMPORT_TENSORFLOW:
+        return warm.run([SCRIPTS / script, *arguments], cwd=cwd, env={**os.environ, **environment})
+    return run_cold(script, *arguments, cwd=cwd, **environment)
+
+
+def run_cold(script, *arguments, cwd=None, **environment):
+    """Runs a script by its command line; returns the finished process."""
     return subprocess.run(
         [sys.executable, SCRIPTS / script, *map(str, arguments)],
         capture_output=True,
@@ -34,6 +50,26 @@ def run(script, *arguments, cwd=None, **environment):
         check=False,
         env={**os.environ, **environment},
     )
+
+
+def run_on_terminal(script, *arguments, **environment):
+    """Runs a script whose stdout is a terminal of 80 columns; returns the finished process."""
+    terminal, ours = pty.openpty()
+    with os.fdopen(terminal, "rb", buffering=0) as stream:
+        process = subprocess.Popen(
+            [sys.executable, SCRIPTS / script, *map(str, arguments)],
+            stdin=subprocess.DEVNULL,
+            stdout=ours,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "COLUMNS": "80", **environment},
+        )
+        os.close(ours)
+        output = b""
+        with contextlib.suppress(OSError):  # the terminal is gone when nobody writes to it any more
+            while part := stream.read(1 << 16):
+                output += part
+        errors = process.communicate(timeout=300)[1]
+    return subprocess.CompletedProcess(process.args, process.returncode, output.decode().replace("\r\n", "\n"), errors.decode())
 
 
 def fails(process, *parts, faults=False):
@@ -145,6 +181,32 @@ def test_index_progress_without_a_terminal(capsys, monkeypatch):
     line = capsys.readouterr().err
     assert line.startswith("indexing: 1 of 1,024 files, 1,250 records, 5 MB/s, 3 min ")
     assert line.endswith(" s left\n")
+
+
+@pytest.mark.parametrize(("width", "lines"), [(200, 3), (48, 3), (47, 4), (33, 5), (10, 5)])
+def test_tables_are_never_cut(capsys, monkeypatch, width, lines):
+    """On a narrow terminal headers and texts are folded; where that is not enough the terminal wraps its lines."""
+    terminal = {"force_terminal": True, "color_system": None, "width": width, "height": 25}
+    monkeypatch.setattr(console, "Console", lambda **given: Console(**{**terminal, **given}))
+    console.print_table(
+        ("setting", "x default", "images/s so far"), [("num_reads=16, 文件=4", "1.05", "12,345"), ("none", "-", "1")]
+    )
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == lines
+    for word in ("setting", "default", "images/s", "num_reads=16,", "文件=4", "1.05", "12,345"):
+        assert any(word in line for line in printed), word
+    assert max(map(cell_len, printed)) <= max(width, 13 + 7 + 8 + 2 * 2)
+    assert len(set(map(cell_len, printed))) == 1  # they align
+
+
+def test_tables_show_what_is_in_them(capsys):
+    """Which is no markup: errors of DALI have paths in brackets."""
+    rows = [("[/opt/dali/x.cc:12] Assert :smile:", "-", "12", "1", "2"), ("[bold]", "1", "2", "3", "")]
+    console.print_table(("what", "one header", "two headers", "n", ""), rows)
+    header, *lines = capsys.readouterr().out.splitlines()
+    assert header.split() == ["what", "one", "header", "two", "headers", "n"]
+    assert lines[0].split() == ["[/opt/dali/x.cc:12]", "Assert", ":smile:", "-", "12", "1", "2"]
+    assert lines[1].split() == ["[bold]", "1", "2", "3"]
 
 
 def test_index_without_files(tmp_path):
@@ -355,6 +417,32 @@ def test_tfrecords_keep_their_splits(tmp_path, photos):
     assert (rows(process.stdout)["train"], rows(process.stdout)["validation"]) == ("9 images", "9 images")
     process = run("make_tfrecords.py", "--overwrite", f"{tmp_path}/old/train-*", tmp_path / "old")
     fails(process, f"{tmp_path}/old holds the TFRecords that are to be read")
+
+
+def test_splits_are_known_by_the_names_of_slim_and_tfds(tmp_path):
+    for split, count in (("train", 5), ("validation", 3), ("test", 2)):
+        write_tfrecord(tmp_path / f"test-photos-{split}.tfrecord-00000-of-00001", numbered_examples(count))
+    assert run("index_tfrecords.py", f"{tmp_path}/*.tfrecord-?????-of-?????").returncode == 0
+    fails(
+        run("make_tfrecords.py", f"{tmp_path}/*.tfrecord-?????-of-?????", tmp_path / "out"),
+        "is of a test split by its name, and 2 of 3 files are not",
+    )
+    assert not (tmp_path / "out").exists()
+    process = run("make_tfrecords.py", "--num_files=1", f"{tmp_path}/*-[tv][ra]*.tfrecord-?????-of-?????", tmp_path / "out")
+    assert (rows(process.stdout)["train"], rows(process.stdout)["validation"]) == ("5 images", "3 images")
+    assert [
+        find_split(name)
+        for name in (
+            "train-0-of-4",
+            "a/validation-0-of-4",
+            "x_val-3",
+            "cub-test.tfrecord-0-of-1",
+            "test2017-0-of-4",
+            "testing-0",
+            "latest-0",
+            "validated.tfrecord",
+        )
+    ] == ["train", "validation", "validation", "test", "test", "test", "train", "train"]
 
 
 def test_make_tfrecords_never_takes_away_what_is_not_its_own(tmp_path, photos):
@@ -570,7 +658,7 @@ def test_sample_data_follows_the_seed(tmp_path):
 
 @pytest.mark.parametrize("backend", ["dali_cpu", "tf_data"])
 def test_train_on_two_replicas(sample_folder, backend):
-    process = run(
+    process = run_cold(
         "train.py",
         "--files=data/sample/train-*",
         "--validation_files=data/sample/validation-*",
@@ -681,6 +769,8 @@ def test_train_refuses(sample_folder, dataset, tmp_path):
     fails(run("train.py", sample, "--mixup=-1", cwd=sample_folder), "`mixup` must be at least 0")
     fails(run("train.py", sample, "--label_smoothing=1", cwd=sample_folder), "`label_smoothing` must be in [0, 1), got 1.0")
     fails(run("train.py", sample, "--replicas=0", cwd=sample_folder), "`replicas` must be at least 1")
+    fails(run("train.py", sample, "--save=model.h5", cwd=sample_folder), "`save` must end in .keras, got model.h5")
+    fails(run("train.py", sample, f"--save={tmp_path}/no/model.keras", cwd=sample_folder), "there is no folder")
     fails(
         run("train.py", sample, "--label_key=label", cwd=sample_folder), "`label_key` 'label' is not in the records, which hold"
     )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, SCRIPTS, numbered_examples, write_tfrecord
 from PIL import Image
-from test_scripts import fails, run
+from test_scripts import fails, run, run_on_terminal
 
 from dali_tf_input import (
     DatasetSpec,
@@ -85,9 +85,10 @@ def test_one_record_on_a_terminal_without_colour(script, tmp_path):
     """One record is enough for all of them, where the batch is one; nothing is written in colours or to stderr."""
     file = write_tfrecord(tmp_path / "train", numbered_examples(1))
     assert run("index_tfrecords.py", file).returncode == 0
-    process = run(script, f"--files={file}", *small(script), output(script, tmp_path), NO_COLOR="1", TERM="dumb")
+    process = run_on_terminal(script, f"--files={file}", *small(script), output(script, tmp_path), NO_COLOR="1", TERM="dumb")
     assert (process.returncode, process.stderr) == (0, "")
     assert "\x1b" not in process.stdout
+    assert "…" not in process.stdout  # nothing is cut where the terminal is narrow
     assert os.path.getsize(output(script, tmp_path).partition("=")[2]) > 100
     if script in ("profile_stages.py", "tune.py"):
         process = run(script, f"--files={file}", output(script, tmp_path))
@@ -186,15 +187,18 @@ def test_gpu_check_rehearsed(sample_folder, tmp_path):
     """Parts on the CPU, in two runs that share their file; what is no result makes no table, and what died is told."""
     files = "--files=data/sample/validation-*"
     out = tmp_path / "rehearsal.json"
-    for parts in ("probe,pixels_reader,pixels_planned", "hw_decoder_load,training,dali_alone,memory"):
+    for parts in ("probe,pixels_reader,pixels_planned,devices_planned", "throughput,hw_decoder_load,training,dali_alone,memory"):
         arguments = [files, "--rehearse", f"--out={out}", f"--parts={parts}", "--seconds=0.1", "--repeats=1"]
         process = run("gpu_check.py", *arguments, cwd=sample_folder)
         assert process.returncode == 0 or "not measured: memory;" in process.stderr  # how a host's allocator grows is its own
         assert "This was a rehearsal on the CPU" in process.stdout
     report = json.loads(out.read_text())
-    names = ["probe", "pixels_reader", "pixels_planned", "hw_decoder_load", "training", "dali_alone", "memory"]
-    assert list(report["parts"]) == names
-    assert all(report["parts"][name]["passed"] for name in names[:3])
+    names = ["probe", "pixels_reader", "pixels_planned", "devices_planned"]
+    assert list(report["parts"]) == [*names, "throughput", "hw_decoder_load", "training", "dali_alone", "memory"]
+    assert all(report["parts"][name]["passed"] for name in names)
+    for found in report["parts"]["throughput"].values():
+        assert list(found["rows"]) == ["tf_data_serial", "tf_data", "dali_cpu_bare", "dali_cpu"]
+        assert all(row["images_per_second"]["median"] > 0 for row in found["rows"].values())
     assert len(report["parts"]["memory"]["bytes"]) == 10
     assert {row["batch_size"] for row in report["parts"]["hw_decoder_load"]["1080p"]} == {8}
     assert all(row["images_per_second"] for rows in report["parts"]["hw_decoder_load"].values() for row in rows)
