@@ -76,6 +76,8 @@ def run_jobs(
                     if worker is None or worker.is_dead:
                         worker = _Worker()
                         workers.append(worker)
+                        if stopped.is_set():
+                            worker.kill()
                     answer = worker.run(jobs[number], crashing, on_progress)
                 done.put((number, answer))
         except BaseException as error:

@@ -12,6 +12,7 @@ images as they are and resized, and compares each backend of the package with th
 
 import json
 import os
+import select
 import shlex
 import signal
 import subprocess
@@ -36,6 +37,7 @@ _PLOT = flags.DEFINE_string("plot", None, "File for the plot, a PNG.")
 
 _REFERENCE = "tf_data"
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
+_LIMIT = 300  # seconds beyond a window after which a process counts as hung: its start, reading ahead, a busy machine
 _COLUMNS = ("backend", "images/s", "min", "max", f"x {_REFERENCE}", "CPU s / 1000", "first batch s", "peak MB", "what")
 
 
@@ -138,9 +140,11 @@ def choose_backends(gpus: list[str]) -> list[str]:
 def compare_images() -> dict[str, float]:
     """Compares the backends' evaluation images in a process of its own; an error if they differ."""
     command = [sys.executable, os.path.join(_FOLDER, "compare_images.py"), "--json"]
-    process = subprocess.run(
-        command + input_flags.as_arguments(input_flags.FILES.value), stdout=subprocess.PIPE, text=True, check=False
-    )
+    command += input_flags.as_arguments(input_flags.FILES.value)
+    try:
+        process = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=_LIMIT, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise InputError(f"The backends' images are not compared within {_LIMIT} s. What works here? make doctor") from error
     if process.returncode:
         raise InputError(f"The backends' images were not shown to be the same, so their speeds say nothing. {process.stdout}")
     return json.loads(process.stdout)
@@ -155,17 +159,15 @@ class Measurer:
     def __init__(self, backend: str) -> None:
         self.backend = backend
         command = [sys.executable, os.path.join(_FOLDER, "measure_throughput.py"), f"--backend={backend}"]
-        self._process = subprocess.Popen(
-            [
-                *command,
-                *(f"--{flag.name}={str(flag.value).lower()}" for flag in WORK_FLAGS),
-                *input_flags.as_arguments(input_flags.FILES.value),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.first_batch_seconds = self._read()["first_batch_seconds"]
+        command += [f"--{flag.name}={str(flag.value).lower()}" for flag in WORK_FLAGS]
+        command += input_flags.as_arguments(input_flags.FILES.value)
+        with console.without_interrupts():
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        try:
+            self.first_batch_seconds = self._read(_LIMIT)["first_batch_seconds"]
+        except BaseException:
+            self.stop()
+            raise
         self._process.send_signal(signal.SIGSTOP)
 
     def measure(self, seconds: float, warmup_batches: int) -> dict[str, float]:
@@ -173,7 +175,7 @@ class Measurer:
         self._process.send_signal(signal.SIGCONT)
         self._process.stdin.write(f"{seconds} {warmup_batches}\n")
         self._process.stdin.flush()
-        answer = self._read()
+        answer = self._read(_LIMIT + 10 * seconds)
         self._process.send_signal(signal.SIGSTOP)
         return answer
 
@@ -182,7 +184,9 @@ class Measurer:
         self._process.kill()
         self._process.communicate()
 
-    def _read(self) -> dict[str, float]:
+    def _read(self, seconds: float) -> dict[str, float]:
+        if not select.select([self._process.stdout], [], [], seconds)[0]:
+            raise InputError(f"{self.backend} does not answer within {seconds:.0f} s. What works here? make doctor")
         line = self._process.stdout.readline()
         if not line:
             raise InputError(f"{self.backend} ended with exit code {self._process.wait()} before it was measured (see above).")

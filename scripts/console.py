@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import shlex
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -76,12 +77,32 @@ def quiet_stderr() -> Iterator[None]:
             os.close(kept)
 
 
+@contextlib.contextmanager
+def without_interrupts() -> Iterator[None]:
+    """Processes that the body starts never get a Ctrl-C, which a terminal sends to all: this one gets it, and ends them.
+
+    Else they would print where they were, and one that ends in the middle of an answer leaves its reader waiting.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # which is inherited
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def die_with_parent() -> None:
     """Has the kernel kill this process when the one that started it is gone, however it went."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     parent = multiprocessing.parent_process()
     if parent is not None and os.getppid() != parent.pid:
         os._exit(1)  # it went before the kernel was told
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """Kills a process; one that hangs in a driver takes no signal, and is left."""
+    process.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.communicate(timeout=5)
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

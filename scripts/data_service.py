@@ -8,6 +8,7 @@ does. Then: train.py --service=grpc://HOST:5050. Runs until it is stopped (Ctrl-
 that died must be started again with the same address and port: training waits for it.
 """
 
+import signal
 import socket
 import time
 
@@ -48,7 +49,8 @@ def main(arguments: list[str]) -> int:
         )
         server = service.WorkerServer(config)
         print(f"worker of {_DISPATCHER.value}", flush=True)
-    server.join()
+    while server:
+        signal.pause()  # not `server.join()`, in which Ctrl-C waits for ever
     return 0
 
 

@@ -23,6 +23,7 @@ from typing import Literal, NamedTuple
 
 import console
 import input_flags
+import machine
 from dali_tf_input import DatasetSpec, InputError
 from dali_tf_input.files import index_command
 
@@ -120,7 +121,7 @@ class Trier:
         try:
             process.communicate(timeout=_SECONDS)
         except subprocess.TimeoutExpired:
-            kill(process)
+            console.kill(process)
             return f"does not end within {_SECONDS} s"
         if process.returncode < 0:
             return f"the process died ({signal.Signals(-process.returncode).name})"
@@ -128,15 +129,8 @@ class Trier:
 
     def _kill(self) -> None:
         if self._process is not None:
-            kill(self._process)
+            console.kill(self._process)
             self._process = None
-
-
-def kill(process: subprocess.Popen[str]) -> None:
-    """Kills a process; one that hangs in the driver takes no signal, and is left."""
-    process.kill()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.communicate(timeout=5)
 
 
 def main(arguments: list[str]) -> int:
@@ -217,18 +211,16 @@ def examine_gpus(trier: Trier, *, sees_tensorflow: bool, sees_dali: bool) -> Gen
 
 def examine_driver() -> Generator[Finding, None, list[str] | None]:
     """Asks nvidia-smi for its GPUs; returns a line for each, or None where there is no nvidia-smi."""
-    if not shutil.which("nvidia-smi"):
-        return None
-    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     mend = "nvidia-smi    # says what is wrong with the driver; a new one takes a restart of the machine"
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        output, _ = process.communicate(timeout=_SECONDS)
-    except subprocess.TimeoutExpired:
-        kill(process)
-        yield Finding("broken", "driver", f"nvidia-smi does not answer within {_SECONDS} s", mend)
+        answer = machine.ask_driver("name,driver_version")
+    except InputError as error:
+        yield Finding("broken", "driver", str(error).partition(":")[0], mend)
         return []
-    if process.returncode:
+    if answer is None:
+        return None
+    works, output = answer
+    if not works:
         yield Finding("broken", "driver", last_line(output), mend)
         return []
     gpus = output.strip().splitlines()

@@ -8,9 +8,10 @@ import shutil
 import subprocess
 import sys
 
+import console
 from dali_tf_input import InputError
 
-_SECONDS = 120  # for nvidia-smi
+_SECONDS = 120  # for an answer
 _PACKAGES = {
     "TensorFlow": "tensorflow",
     "Keras": "keras",
@@ -51,19 +52,40 @@ def _cpu_name() -> str:
 
 def _gpu_names() -> list[str]:
     """Returns the name of each NVIDIA GPU, without starting CUDA in this process."""
+    answer = ask_driver("name")
+    return answer[1].strip().splitlines() if answer and answer[0] else []
+
+
+def ask_driver(what: str) -> tuple[bool, str] | None:
+    """Asks nvidia-smi for properties of each GPU; returns whether it went well and what it printed, None if there is none.
+
+    Raises:
+      InputError: it gives no answer.
+    """
     if not shutil.which("nvidia-smi"):
-        return []
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        return None
+    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_SECONDS)
+        output, errors = process.communicate(timeout=_SECONDS)
     except subprocess.TimeoutExpired as error:
+        console.kill(process)
         raise InputError(
             f"nvidia-smi does not answer within {_SECONDS} s: the driver hangs. See what else does: make doctor"
         ) from error
-    return process.stdout.strip().splitlines() if process.returncode == 0 else []
+    return process.returncode == 0, output if process.returncode == 0 else errors + output
 
 
 def tensorflow_sees_a_gpu() -> bool:
-    """Asks TensorFlow in a process of its own, so that this one never holds the GPU."""
+    """Asks TensorFlow in a process of its own, so that this one never holds the GPU.
+
+    Raises:
+      InputError: it gives no answer.
+    """
     code = "import sys, tensorflow as tf; sys.exit(not tf.config.list_physical_devices('GPU'))"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+    try:
+        return subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=_SECONDS, check=False).returncode == 0
+    except subprocess.TimeoutExpired as error:
+        raise InputError(
+            f"TensorFlow does not say within {_SECONDS} s which GPUs it sees. What works here? make doctor"
+        ) from error

@@ -140,7 +140,7 @@ class Worker:
         arguments = [f"--{flag.name}={str(flag.value).lower()}" for flag in (*backends.WORK_FLAGS, ORDER)]
         arguments.append(f"--batch_size={self._batch_size}")  # of two the last counts
         arguments += [f"--cores={self._cores}"] if self._cores else []
-        with open(self._log, "w", encoding="utf-8") as log:
+        with open(self._log, "w", encoding="utf-8") as log, console.without_interrupts():
             self._process = subprocess.Popen(
                 [
                     sys.executable,

@@ -173,10 +173,9 @@ def collect(part: str, backend: str, files: list[str]) -> list[Sample]:
     command = [sys.executable, os.path.abspath(__file__), f"--part={part},{backend}", *numbers, *files]
     samples = []
     hung = threading.Event()
-    with (
-        tempfile.TemporaryFile("w+") as log,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process,
-    ):
+    with tempfile.TemporaryFile("w+") as log:
+        with console.without_interrupts():
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
         assert process.stdout is not None
 
         def give_up() -> None:
@@ -185,14 +184,18 @@ def collect(part: str, backend: str, files: list[str]) -> list[Sample]:
 
         watch = threading.Timer(_LIMIT, give_up)
         watch.start()
-        lines = (Sample(*json.loads(line)) for line in process.stdout if line.startswith("["))  # DALI prints there too
-        for sample in console.progress(lines, what=f"{backend}, {PARTS[part]}", total=how_many(part)[1]):
-            samples.append(sample)
+        try:
+            lines = (Sample(*json.loads(line)) for line in process.stdout if line.startswith("["))  # DALI prints there too
+            for sample in console.progress(lines, what=f"{backend}, {PARTS[part]}", total=how_many(part)[1]):
+                samples.append(sample)
+                watch.cancel()
+                watch = threading.Timer(_LIMIT, give_up)
+                watch.start()
+            process.wait()
+        finally:
             watch.cancel()
-            watch = threading.Timer(_LIMIT, give_up)
-            watch.start()
-        process.wait()
-        watch.cancel()
+            process.kill()
+            process.communicate()
         if hung.is_set():
             raise InputError(f"{backend}, {PARTS[part]}: nothing happened for {_LIMIT} s after {len(samples)} samples.")
         if process.returncode:

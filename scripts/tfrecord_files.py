@@ -3,6 +3,7 @@
 import collections
 import glob
 import json
+import multiprocessing
 import os
 import re
 import secrets
@@ -121,7 +122,8 @@ def write_splits(
     with Staging(os.path.dirname(folder), "Name another folder.") as staging:
         made = staging.path("set")
         os.mkdir(made)
-        with ProcessPoolExecutor(num_processes or len(os.sched_getaffinity(0)), initializer=console.die_with_parent) as pool:
+        num_chunks = sum(-(-len(split.items) // _CHUNK_ITEMS) for split in splits)
+        with _start(min(num_processes or len(os.sched_getaffinity(0)), num_chunks)) as pool:
             written = Written()
             for split in splits:
                 _write_split(pool, made, split, make_record, written)
@@ -130,6 +132,16 @@ def write_splits(
                 stream.writelines(f"{name}\n" for name in labels)
         _put_in_place(staging, folder)
     return written
+
+
+def _start(num_processes: int) -> ProcessPoolExecutor:
+    """Returns a pool whose processes are started already, all of them."""
+    context = multiprocessing.get_context("spawn")  # a process that is forked while others' threads run may wait for ever
+    pool = ProcessPoolExecutor(num_processes, mp_context=context, initializer=console.die_with_parent)
+    with console.without_interrupts():
+        for _ in range(num_processes):
+            pool.submit(int)
+    return pool
 
 
 def _write_split(

@@ -10,6 +10,8 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -55,21 +57,26 @@ def run_cold(script, *arguments, cwd=None, **environment):
 def run_on_terminal(script, *arguments, **environment):
     """Runs a script whose stdout is a terminal of 80 columns; returns the finished process."""
     terminal, ours = pty.openpty()
-    with os.fdopen(terminal, "rb", buffering=0) as stream:
+    with os.fdopen(terminal, "rb", buffering=0) as stream, tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             [sys.executable, SCRIPTS / script, *map(str, arguments)],
             stdin=subprocess.DEVNULL,
             stdout=ours,
-            stderr=subprocess.PIPE,
+            stderr=log,
             env={**os.environ, "COLUMNS": "80", **environment},
         )
         os.close(ours)
+        watch = threading.Timer(300, process.kill)
+        watch.start()
         output = b""
         with contextlib.suppress(OSError):  # the terminal is gone when nobody writes to it any more
             while part := stream.read(1 << 16):
                 output += part
-        errors = process.communicate(timeout=300)[1]
-    return subprocess.CompletedProcess(process.args, process.returncode, output.decode().replace("\r\n", "\n"), errors.decode())
+        process.wait()
+        watch.cancel()
+        log.seek(0)
+        errors = log.read().decode()
+    return subprocess.CompletedProcess(process.args, process.returncode, output.decode().replace("\r\n", "\n"), errors)
 
 
 def fails(process, *parts, faults=False):
@@ -509,6 +516,47 @@ def test_a_converter_killed_alone_leaves_nothing_running(tmp_path, photos):
         pytest.fail("a worker outlived its parent")
     assert run("make_tfrecords.py", photos, tmp_path / "out").returncode == 0
     assert os.listdir(tmp_path) == ["out"]
+
+
+def finds(*command):
+    return subprocess.run(list(map(str, command)), capture_output=True, timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "moments"),
+    [
+        (["make_sample_tfrecords.py", "--num_images=4096", "{}/out"], (0.1, 0.7, 1.3)),
+        (["index_tfrecords.py", "--force", "--verify=decode", "--index_dir={}", "data/sample/train-*"], (0.2,)),
+        (["compare_throughput.py", "--files=data/sample/train-*"], (5,)),
+        (["soak.py", "--images=100000"], (1,)),
+        (["data_service.py", "--role=dispatcher", "--port=0"], (1,)),
+    ],
+    ids=lambda given: given[0].partition(".")[0] if isinstance(given[0], str) else "",
+)
+def test_ctrl_c_ends_it_and_all_that_it_started(sample_folder, tmp_path, arguments, moments):
+    """A terminal sends it to the script and to all its processes. They end, with one word."""
+    # What runs the tests may have it ignored.
+    code = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.executable, sys.argv[1:])"
+    for moment in moments:
+        script, *rest = (argument.format(tmp_path) for argument in arguments)
+        command = [sys.executable, "-c", code, sys.executable, SCRIPTS / script, *rest]
+        process = subprocess.Popen(
+            command, cwd=sample_folder, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        if script == "data_service.py":
+            assert process.stdout.readline()
+        while script != "data_service.py" and not finds("pgrep", "-P", process.pid):
+            assert process.poll() is None
+            time.sleep(0.01)
+        time.sleep(moment)
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+        assert (process.returncode, errors) == (130, "interrupted\n")
+        deadline = time.monotonic() + 60
+        while finds("pgrep", "-s", process.pid):
+            assert time.monotonic() < deadline, "something runs on"
+            time.sleep(0.1)
+    assert [path.name for path in tmp_path.iterdir() if not path.name.endswith((".idx", ".json"))] == []
 
 
 def test_a_worker_that_is_told_of_its_parent_too_late_ends(tmp_path):
