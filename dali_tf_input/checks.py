@@ -98,7 +98,7 @@ def check_file(
     checks: Checks,
     *,
     decode: Decode | None,
-    crashing: dict[int, str],
+    crashing: dict[int, tuple[str, str]],
     on_decode: Callable[[int], None],
     on_fault: Callable[[Fault], None],
     on_progress: Callable[[int, int], None],
@@ -112,7 +112,7 @@ def check_file(
       index: where the lines ``offset size`` are written to.
       checks: what is checked; at "schema" and beyond with both keys.
       decode: decodes an encoded image, returns its format, height and width, or raises `BadImage`; for level "decode".
-      crashing: records not to be decoded, as doing so ended a process before: number in the file, name of the signal.
+      crashing: records not to be decoded, as doing so ended a process, or did not end: number in the file, (reason, detail).
       on_decode: called with the number of each record before it is decoded.
       on_fault: called with each fault, in the order of the file.
       on_progress: called with the number of records and of bytes gone through since it was last called, now and then.
@@ -205,7 +205,9 @@ class _Progress:
 class _Content:
     """Checks the data of records one by one and sums up what they hold."""
 
-    def __init__(self, checks: Checks, decode: Decode | None, crashing: dict[int, str], on_decode: Callable[[int], None]) -> None:
+    def __init__(
+        self, checks: Checks, decode: Decode | None, crashing: dict[int, tuple[str, str]], on_decode: Callable[[int], None]
+    ) -> None:
         self._checks = checks
         self._decode = decode
         self._crashing = crashing
@@ -256,7 +258,7 @@ class _Content:
             return fault(*wrong)
         if self._decode:
             if number in self._crashing:
-                return fault("crashes the decoder", f"decoding it ended the process: {self._crashing[number]}.")
+                return fault(*self._crashing[number])
             self._on_decode(number)
             try:
                 image_format, height, width = self._decode(features[self._checks.image_key or ""][1][0])

@@ -59,7 +59,7 @@ def _run(task: dict[str, Any], checks: Checks, decode: Decode | None, answers: T
                 if mark:  # the parent reads it if this process is struck down
                     os.pwrite(mark.fileno(), number.to_bytes(8, "little"), 0)
 
-            crashing = {int(number): name for number, name in task["crashing"].items()}
+            crashing = {int(number): (reason, detail) for number, (reason, detail) in task["crashing"].items()}
             entry = check_file(
                 file,
                 index,

@@ -49,6 +49,7 @@ class Staging:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         shutil.rmtree(self._path, ignore_errors=True)
+        _flock(self._lock, fcntl.LOCK_UN)
         os.close(self._lock)
         if isinstance(error, OSError) and error.errno in WRITE_ERRORS:
             raise InputError(
@@ -73,6 +74,7 @@ def locked(folder: str) -> Iterator[None]:
         _flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
+        _flock(descriptor, fcntl.LOCK_UN)  # the calling program may have forked meanwhile: closing is not enough then
         os.close(descriptor)
 
 

@@ -1,6 +1,7 @@
 """The tf.data backend: the same records and the same pixels as the DALI backend, by TensorFlow's own operations."""
 
 import socket
+import threading
 from functools import partial
 
 import tensorflow as tf
@@ -23,6 +24,8 @@ from dali_tf_input.stages import Stage
 from dali_tf_input.tf_augment import make_augmentation
 from dali_tf_input.tf_images import prepare_image
 from dali_tf_input.tfrecord import InputError
+
+_SERVICE_SECONDS = 60  # for a worker's first answer
 
 
 def build(
@@ -133,7 +136,7 @@ def build(
 
 
 def _check_service(address: str) -> None:
-    """Raises InputError where nobody answers: TensorFlow would try again without end."""
+    """Raises InputError where nobody answers, no dispatcher or no worker: TensorFlow would wait without end."""
     host, _, port = address.removeprefix("grpc://").rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=10).close()
@@ -142,6 +145,19 @@ def _check_service(address: str) -> None:
             f"There is no tf.data service at {address}: {error}. Start one: scripts/data_service.py --role=dispatcher, and "
             "workers: scripts/data_service.py --role=worker --dispatcher=HOST:5050"
         ) from error
+    answered = threading.Event()
+
+    def ask() -> None:
+        service = tf.data.experimental.service.distribute("parallel_epochs", address)
+        next(iter(tf.data.Dataset.range(1).apply(service)))
+        answered.set()
+
+    threading.Thread(target=ask, daemon=True).start()  # which can wait for an answer, but not be told to stop
+    if not answered.wait(_SERVICE_SECONDS):
+        raise InputError(
+            f"No worker of the tf.data service at {address} answers within {_SERVICE_SECONDS} s. Start some, on machines that "
+            f"reach it: scripts/data_service.py --role=worker --dispatcher={host}:{port}"
+        )
 
 
 def _read(spec: InputSpec, options: TfDataOptions, shard: Shard) -> tf.data.Dataset:

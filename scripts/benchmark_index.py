@@ -145,7 +145,9 @@ def make_set(folder: str, num_files: int, record_bytes: int) -> None:
 def time_index(*arguments: str) -> tuple[float, int]:
     """Runs the index script; returns its seconds and the most memory that all its processes held together, in bytes."""
     start = time.perf_counter()
-    process = subprocess.Popen([sys.executable, _SCRIPT, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command = [sys.executable, _SCRIPT, *arguments]
+    with console.without_interrupts():
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     most, finished = 0, threading.Event()
 
     def watch() -> None:
@@ -155,10 +157,13 @@ def time_index(*arguments: str) -> tuple[float, int]:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    output = process.communicate()[0]
-    seconds = time.perf_counter() - start
-    finished.set()
-    watcher.join()
+    try:
+        output = process.communicate()[0]
+        seconds = time.perf_counter() - start
+    finally:
+        console.kill(process)
+        finished.set()
+        watcher.join()
     if process.returncode:
         raise InputError(f"index_tfrecords.py failed: {output}")
     return seconds, most

@@ -10,7 +10,6 @@ served.
 import io
 import os
 import resource
-import subprocess
 import sys
 import tempfile
 import time
@@ -56,10 +55,10 @@ def main(arguments: list[str]) -> int:
         build_index(pattern, Checks())
         for number in console.progress(shards, what="starting", total=len(shards)):
             command = [sys.executable, os.path.abspath(__file__), f"--measure={pattern}", f"--shards={number}"]
-            process = subprocess.run(command, capture_output=True, text=True, check=False)
-            if process.returncode:
-                raise InputError(f"{number} shards could not be started. {process.stderr.strip()}")
-            lines += [tuple(line.split("\t")) for line in process.stdout.splitlines()]
+            code, output, errors = console.call(command)
+            if code:
+                raise InputError(f"{number} shards could not be started. {errors.strip()}")
+            lines += [tuple(line.split("\t")) for line in output.splitlines()]
     print(f"{_NUM_RECORDS.value:,} records in {_NUM_FILES.value:,} files; one shard of so many; batches of {_BATCH_SIZE}")
     console.print_table(_COLUMNS, lines)
     print_mixing()

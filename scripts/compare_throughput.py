@@ -142,12 +142,12 @@ def compare_images() -> dict[str, float]:
     command = [sys.executable, os.path.join(_FOLDER, "compare_images.py"), "--json"]
     command += input_flags.as_arguments(input_flags.FILES.value)
     try:
-        process = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=_LIMIT, check=False)
+        code, output, _ = console.call(command, seconds=_LIMIT, stderr=None)
     except subprocess.TimeoutExpired as error:
         raise InputError(f"The backends' images are not compared within {_LIMIT} s. What works here? make doctor") from error
-    if process.returncode:
-        raise InputError(f"The backends' images were not shown to be the same, so their speeds say nothing. {process.stdout}")
-    return json.loads(process.stdout)
+    if code:
+        raise InputError(f"The backends' images were not shown to be the same, so their speeds say nothing. {output}")
+    return json.loads(output)
 
 
 class Measurer:
@@ -181,8 +181,7 @@ class Measurer:
 
     def stop(self) -> None:
         """Ends the process; it has nothing to save."""
-        self._process.kill()
-        self._process.communicate()
+        console.kill(self._process)
 
     def _read(self, seconds: float) -> dict[str, float]:
         if not select.select([self._process.stdout], [], [], seconds)[0]:

@@ -4,11 +4,13 @@ import contextlib
 import ctypes
 import multiprocessing
 import os
+import select
 import shlex
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -23,6 +25,7 @@ from dali_tf_input import Fault, InputError
 from dali_tf_input.index import Progress as IndexState
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PATIENCE = 5  # seconds after a Ctrl-C
 _SECONDS_BETWEEN_LINES = 10  # of progress where there is no terminal
 
 
@@ -46,7 +49,29 @@ def run(main: Callable[[list[str]], int | None]) -> None:
             return 130
 
     logging.set_verbosity(logging.WARNING)
+    threading.Thread(target=_heed_interrupts, args=(_interrupts(),), daemon=True).start()
     app.run(checked)
+
+
+def _interrupts() -> int:
+    """Returns a descriptor on which each signal of this process can be read, whatever the main thread does."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    return reading
+
+
+def _heed_interrupts(signals: int) -> None:
+    """Has a second Ctrl-C end this process where the main thread does not notice the first, as it waits inside C++ code."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # which the main thread is to get
+    seen = 0
+    while True:
+        seen += os.read(signals, 64).count(signal.SIGINT)
+        if seen > 1:
+            os.write(2, b"interrupted\n")
+            os._exit(130)
+        if seen and not select.select([signals], [], [], _PATIENCE)[0]:
+            os.write(2, b"waiting for what runs to end; Ctrl-C again does not wait\n")
 
 
 def import_tensorflow() -> Any:
@@ -103,6 +128,39 @@ def kill(process: subprocess.Popen[str]) -> None:
     process.kill()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.communicate(timeout=5)
+
+
+def call(command: Sequence[str], *, seconds: float | None = None, stderr: int | None = subprocess.PIPE) -> tuple[int, str, str]:
+    """Runs a command to its end, and never longer than it may; returns its exit code and what it wrote to stdout and stderr.
+
+    Args:
+      command: its words.
+      seconds: how long it may run; None is without limit.
+      stderr: as of `subprocess.Popen`.
+
+    Raises:
+      subprocess.TimeoutExpired: it ran longer.
+    """
+    with without_interrupts():
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
+    try:
+        output, errors = process.communicate(timeout=seconds)
+    except BaseException:
+        kill(process)
+        raise
+    return process.returncode, output, errors or ""
+
+
+@contextlib.contextmanager
+def tell_if_slow(text: str, *, seconds: float = 10) -> Iterator[None]:
+    """Prints `text` on stderr if the body takes longer than `seconds`, as where it waits for other machines."""
+    timer = threading.Timer(seconds, print, [text], {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

@@ -8,8 +8,10 @@ does. Then: train.py --service=grpc://HOST:5050. Runs until it is stopped (Ctrl-
 that died must be started again with the same address and port: training waits for it.
 """
 
+import os
 import signal
 import socket
+import sys
 import time
 
 from absl import flags
@@ -49,9 +51,12 @@ def main(arguments: list[str]) -> int:
         )
         server = service.WorkerServer(config)
         print(f"worker of {_DISPATCHER.value}", flush=True)
-    while server:
-        signal.pause()  # not `server.join()`, in which Ctrl-C waits for ever
-    return 0
+    try:
+        while server:
+            signal.pause()  # not `server.join()`, in which Ctrl-C waits for ever
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+    os._exit(130)  # nor what ends the server: it would wait for whoever asks it for images
 
 
 def wait_for(dispatcher: str, *, seconds: float = 60) -> None:

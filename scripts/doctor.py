@@ -59,7 +59,8 @@ print("on, as distribute() needs it: TensorFlow leaves memory to DALI")
 
 # Runs the code that each line of its input holds, and answers with a line: [whether it went well, its last word].
 _TRIER = """
-import contextlib, io, json, os, sys, traceback
+import contextlib, ctypes, io, json, os, sys, traceback
+ctypes.CDLL(None).prctl(1, 9)  # to die with its parent
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 for line in sys.stdin:
@@ -91,14 +92,15 @@ class Trier:
     def attempt(self, code: str) -> tuple[bool, str]:
         """Runs code; returns whether it went well, and its last word or what is wrong."""
         if self._process is None:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _TRIER],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "TF_FORCE_GPU_ALLOW_GROWTH": "true"},  # jobs may run beside it
-                text=True,
-            )
+            with console.without_interrupts():
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", _TRIER],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "TF_FORCE_GPU_ALLOW_GROWTH": "true"},  # others may use it
+                    text=True,
+                )
         process = self._process
         with contextlib.suppress(BrokenPipeError):  # it died; how is told below
             print(json.dumps(code), file=process.stdin, flush=True)

@@ -154,14 +154,14 @@ def run_part(part: str) -> dict[str, Any]:
     command = [sys.executable, os.path.join(_FOLDER, "gpu_parts.py"), f"--part={part}", f"--seconds={_SECONDS.value}"]
     command += [f"--device={'cpu' if _REHEARSE.value else 'gpu'}", *input_flags.as_arguments(input_flags.FILES.value)]
     try:
-        process = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT, check=False)
+        code, output, errors = console.call(command, seconds=_LIMIT)
     except subprocess.TimeoutExpired:
         return {"passed": False, "died": f"no answer within {_LIMIT} s"}
-    if process.returncode < 0:
-        return {"passed": False, "died": signal.Signals(-process.returncode).name, "stderr": process.stderr[-2000:]}
-    if process.returncode:
-        return {"passed": False, "died": f"exit code {process.returncode}", "stderr": process.stderr[-2000:]}
-    return json.loads(process.stdout.splitlines()[-1])
+    if code < 0:
+        return {"passed": False, "died": signal.Signals(-code).name, "stderr": errors[-2000:]}
+    if code:
+        return {"passed": False, "died": f"exit code {code}", "stderr": errors[-2000:]}
+    return json.loads(output.splitlines()[-1])
 
 
 def measure_rows(records: Records, folder: str) -> dict[str, Any]:

@@ -65,15 +65,13 @@ def ask_driver(what: str) -> tuple[bool, str] | None:
     if not shutil.which("nvidia-smi"):
         return None
     command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        output, errors = process.communicate(timeout=_SECONDS)
+        code, output, errors = console.call(command, seconds=_SECONDS)
     except subprocess.TimeoutExpired as error:
-        console.kill(process)
         raise InputError(
             f"nvidia-smi does not answer within {_SECONDS} s: the driver hangs. See what else does: make doctor"
         ) from error
-    return process.returncode == 0, output if process.returncode == 0 else errors + output
+    return code == 0, output if code == 0 else errors + output
 
 
 def tensorflow_sees_a_gpu() -> bool:
@@ -84,7 +82,7 @@ def tensorflow_sees_a_gpu() -> bool:
     """
     code = "import sys, tensorflow as tf; sys.exit(not tf.config.list_physical_devices('GPU'))"
     try:
-        return subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=_SECONDS, check=False).returncode == 0
+        return console.call([sys.executable, "-c", code], seconds=_SECONDS)[0] == 0
     except subprocess.TimeoutExpired as error:
         raise InputError(
             f"TensorFlow does not say within {_SECONDS} s which GPUs it sees. What works here? make doctor"

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+import console
 from dali_tf_input import InputError
 from dali_tf_input.distribute import Distributed
 from dali_tf_input.resume import Resume
@@ -27,7 +28,8 @@ def make_strategy() -> tf.distribute.MultiWorkerMirroredStrategy:
             """TF_CONFIG='{"cluster": {"worker": ["host0:12345", "host1:12345"]}, "task": {"type": "worker", "index": 0}}' """
             f"({error!r})"
         ) from error
-    return tf.distribute.MultiWorkerMirroredStrategy()
+    with console.tell_if_slow(f"waiting for all workers of TF_CONFIG: {', '.join(workers)}; Ctrl-C twice ends it"):
+        return tf.distribute.MultiWorkerMirroredStrategy()
 
 
 def check_agreement(strategy: tf.distribute.Strategy, step: int) -> None:

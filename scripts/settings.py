@@ -126,8 +126,7 @@ class Worker:
 
     def __exit__(self, *_: object) -> None:
         if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+            console.kill(self._process)
 
     def start(self) -> None:
         """Starts the process, if there is none.
@@ -171,7 +170,10 @@ class Worker:
             self._process.stdin.flush()
             answer = self._read(_LIMIT + 10 * seconds)
         if answer is None:
-            code = self._process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(5)
+            console.kill(self._process)
+            code = self._process.returncode or 0
             self._process = None
             self._crashes += 1
             if self._crashes == _CRASHES:

@@ -183,6 +183,7 @@ def collect(part: str, backend: str, files: list[str]) -> list[Sample]:
             process.kill()
 
         watch = threading.Timer(_LIMIT, give_up)
+        watch.daemon = True
         watch.start()
         try:
             lines = (Sample(*json.loads(line)) for line in process.stdout if line.startswith("["))  # DALI prints there too
@@ -194,8 +195,7 @@ def collect(part: str, backend: str, files: list[str]) -> list[Sample]:
             process.wait()
         finally:
             watch.cancel()
-            process.kill()
-            process.communicate()
+            console.kill(process)
         if hung.is_set():
             raise InputError(f"{backend}, {PARTS[part]}: nothing happened for {_LIMIT} s after {len(samples)} samples.")
         if process.returncode:

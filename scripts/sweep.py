@@ -6,7 +6,6 @@ import io
 import itertools
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -75,9 +74,9 @@ def run(dataset: DatasetSpec, files: list[str], arguments: list[str]) -> dict:
             rows = dict.fromkeys(row for made, references in work.pairs for row in (made, *references))
             command = [sys.executable, os.path.join(os.path.dirname(os.path.abspath(__file__)), "compare_throughput.py")]
             command += [*patterns, *arguments, *work.flags, f"--backends={','.join(rows)}", f"--json={results}"]
-            process = subprocess.run(command, capture_output=True, text=True, check=False)
-            if process.returncode:
-                raise InputError(f"'{work.what}' could not be measured. {process.stderr.strip() or process.stdout.strip()}")
+            code, output, errors = console.call(command)
+            if code:
+                raise InputError(f"'{work.what}' could not be measured. {errors.strip() or output.strip()}")
             with open(results, encoding="utf-8") as stream:
                 report = json.load(stream)
             reports[f"{work.what}, {work.size or 'as they are'}"] = report

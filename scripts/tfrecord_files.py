@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import shutil
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -123,10 +124,13 @@ def write_splits(
         made = staging.path("set")
         os.mkdir(made)
         num_chunks = sum(-(-len(split.items) // _CHUNK_ITEMS) for split in splits)
-        with _start(min(num_processes or len(os.sched_getaffinity(0)), num_chunks)) as pool:
-            written = Written()
-            for split in splits:
-                _write_split(pool, made, split, make_record, written)
+        written = Written()
+        try:
+            with _start(min(num_processes or len(os.sched_getaffinity(0)), num_chunks)) as pool:
+                for split in splits:
+                    _write_split(pool, made, split, make_record, written)
+        except BrokenProcessPool as error:
+            raise InputError("A process that reads images died: is there enough memory?") from error
         if labels is not None:
             with open(os.path.join(made, LABELS_NAME), "x", encoding="utf-8", errors="surrogateescape") as stream:
                 stream.writelines(f"{name}\n" for name in labels)
@@ -135,13 +139,19 @@ def write_splits(
 
 
 def _start(num_processes: int) -> ProcessPoolExecutor:
-    """Returns a pool whose processes are started already, all of them."""
+    """Returns a pool whose processes are started already."""
     context = multiprocessing.get_context("spawn")  # a process that is forked while others' threads run may wait for ever
-    pool = ProcessPoolExecutor(num_processes, mp_context=context, initializer=console.die_with_parent)
-    with console.without_interrupts():
+    pool = ProcessPoolExecutor(num_processes, mp_context=context, initializer=_begin)
+    with console.without_interrupts():  # `_begin` is too late for one that still starts
         for _ in range(num_processes):
             pool.submit(int)
     return pool
+
+
+def _begin() -> None:
+    """Is done first in each process of a pool: one that Ctrl-C ends in the middle of an answer leaves its reader waiting."""
+    console.die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _write_split(
@@ -237,8 +247,6 @@ def _in_order(pool: ProcessPoolExecutor, items: Sequence[Any], make_record: Call
             if not ahead:
                 return
             yield from ahead.popleft().result()
-    except BrokenProcessPool as error:
-        raise InputError("A process that reads images died: is there enough memory?") from error
     finally:
         for future in ahead:
             future.cancel()

@@ -673,14 +673,22 @@ def test_a_bad_first_record_hides_nothing(tmp_path):
 
 
 CRASHING = """if True:
-    import os, signal, sys
+    import os, signal, sys, time
     sys.path[:] = sys.argv[1:]
     from dali_tf_input import decoders
     make_decode = decoders.make_decode
 
     def make_crashing_decode(checks):
         decode = make_decode(checks)
-        return lambda encoded: os.kill(os.getpid(), signal.SIGSEGV) if b"crash" in encoded else decode(encoded)
+
+        def crash(encoded):
+            if b"crash" in encoded:
+                os.kill(os.getpid(), signal.SIGSEGV)
+            while b"hang" in encoded:
+                time.sleep(1)
+            return decode(encoded)
+
+        return crash
 
     decoders.make_decode = make_crashing_decode
     from dali_tf_input.index_worker import serve
@@ -700,6 +708,18 @@ def test_a_record_that_crashes_the_decoder(tmp_path, monkeypatch):
     report, faults = index_with_faults(tmp_path / "train-?", checks, on_bad="skip", max_bad_fraction=0.5, num_processes=1)
     assert faults == [("train-0", 2, "crashes the decoder"), ("train-0", 7, "crashes the decoder")]
     assert report.summary.records == 10
+
+
+def test_a_record_that_hangs_the_decoder(tmp_path, monkeypatch):
+    monkeypatch.setattr("dali_tf_input.worker_pool._CODE", CRASHING)
+    monkeypatch.setattr("dali_tf_input.worker_pool._SILENCE", 10)
+    examples = numbered_examples(9)
+    examples[4]["image/encoded"] += b"hang"
+    write_tfrecord(tmp_path / "train-0", examples)
+    checks = Checks(verify="decode", decoder="dali")
+    report, faults = index_with_faults(tmp_path / "train-?", checks, on_bad="skip", max_bad_fraction=0.5)
+    assert faults == [("train-0", 4, "hangs the decoder")]
+    assert report.summary.records == 8
 
 
 ODD_ENTRIES = [

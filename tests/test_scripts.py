@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import keras
+import kilobytes
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -64,9 +65,11 @@ def run_on_terminal(script, *arguments, **environment):
             stdout=ours,
             stderr=log,
             env={**os.environ, "COLUMNS": "80", **environment},
+            start_new_session=True,
         )
         os.close(ours)
-        watch = threading.Timer(300, process.kill)
+        watch = threading.Timer(300, os.killpg, [process.pid, signal.SIGKILL])
+        watch.daemon = True
         watch.start()
         output = b""
         with contextlib.suppress(OSError):  # the terminal is gone when nobody writes to it any more
@@ -504,10 +507,13 @@ def test_a_converter_killed_alone_leaves_nothing_running(tmp_path, photos):
     command = [sys.executable, SCRIPTS / "make_sample_tfrecords.py", "--num_images=4096", tmp_path / "out"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    while not (workers := children.read_text().split()) and process.poll() is None:
+    workers = []
+    while not workers and process.poll() is None:
+        workers = [child for child in children.read_text().split() if "spawn_main" in command_of(child)]
         time.sleep(0.01)
     process.kill()
     process.wait()
+    assert workers
     for _ in range(300):  # half a minute: a worker may have to wait for a slow disk before it can go
         if not any(Path(f"/proc/{worker}").exists() for worker in workers):
             break
@@ -518,8 +524,43 @@ def test_a_converter_killed_alone_leaves_nothing_running(tmp_path, photos):
     assert os.listdir(tmp_path) == ["out"]
 
 
-def finds(*command):
-    return subprocess.run(list(map(str, command)), capture_output=True, timeout=60, check=False).returncode == 0
+def pgrep(flag, number):
+    return subprocess.run(["pgrep", flag, str(number)], capture_output=True, text=True, timeout=60, check=False).stdout.split()
+
+
+def command_of(process):
+    """Returns the words of a process's command; none where it is gone, or only waits for its parent to notice."""
+    try:
+        return Path(f"/proc/{process}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+def test_ctrl_c_in_code_that_python_does_not_see():
+    """It is told that something is waited for, and a second one ends it."""
+    code = f"""if True:
+        import signal, sys
+        sys.path.insert(0, {str(SCRIPTS)!r})
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        import console
+
+        def main(arguments):
+            tf = console.import_tensorflow()
+            queue = tf.queue.FIFOQueue(1, tf.int32)
+            print("waits", flush=True)
+            queue.dequeue()
+
+        console._PATIENCE = 0.5
+        console.run(main)
+    """
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "waits\n"
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    assert process.stderr.readline() == "waiting for what runs to end; Ctrl-C again does not wait\n"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (130, "interrupted\n")
 
 
 @pytest.mark.parametrize(
@@ -545,7 +586,7 @@ def test_ctrl_c_ends_it_and_all_that_it_started(sample_folder, tmp_path, argumen
         )
         if script == "data_service.py":
             assert process.stdout.readline()
-        while script != "data_service.py" and not finds("pgrep", "-P", process.pid):
+        while script != "data_service.py" and not pgrep("-P", process.pid):
             assert process.poll() is None
             time.sleep(0.01)
         time.sleep(moment)
@@ -553,7 +594,7 @@ def test_ctrl_c_ends_it_and_all_that_it_started(sample_folder, tmp_path, argumen
         _, errors = process.communicate(timeout=60)
         assert (process.returncode, errors) == (130, "interrupted\n")
         deadline = time.monotonic() + 60
-        while finds("pgrep", "-s", process.pid):
+        while any(command_of(found) for found in pgrep("-s", process.pid)):
             assert time.monotonic() < deadline, "something runs on"
             time.sleep(0.1)
     assert [path.name for path in tmp_path.iterdir() if not path.name.endswith((".idx", ".json"))] == []
@@ -626,24 +667,27 @@ def test_printed_commands_mend(tmp_path):
 
 
 def test_the_number_of_files_follows_the_size(tmp_path, photos, monkeypatch):
-    """Files of 100 to 200 MB; here of kilobytes."""
+    """Files of 100 to 200 MB; here of kilobytes.
+
+    And whatever the calling program holds: a process that is forked from one that feeds TensorFlow waits for ever when Python
+    collects a dataset's iterator there, whose threads it does not have.
+    """
+    iterator = iter(tf.data.Dataset.range(10**6).map(lambda number: number + 1, num_parallel_calls=2).prefetch(2))
+    next(iterator)
+    unreachable = [iterator]
+    unreachable.append(unreachable)
+    del iterator, unreachable
     import tfrecord_files
     from tfrecord_files import Record, Split, write_splits
 
     monkeypatch.setattr(tfrecord_files, "_FILE_BYTES", 150_000)
     splits = [Split(name="train", items=range(900), num_files=None), Split(name="validation", items=range(20), num_files=None)]
-    written = write_splits(str(tmp_path / "out"), splits, make_kilobyte, labels=None)
+    written = write_splits(str(tmp_path / "out"), splits, kilobytes.make_kilobyte, labels=None)
     assert (written.num_files, written.records) == (6 + 1, {"train": 900, "validation": 20})
     sizes = [os.path.getsize(path) for path in sorted((tmp_path / "out").glob("train-*"))]
     assert len(sizes) == 6
     assert all(100_000 < size < 200_000 for size in sizes)
     assert Record(None, "").notes == ()
-
-
-def make_kilobyte(number):
-    from tfrecord_files import Record
-
-    return Record(bytes([number % 256]) * 1000, str(number))
 
 
 def test_make_tfrecords_killed_at_any_moment(tmp_path, photos):

@@ -90,6 +90,17 @@ def test_a_worker_that_dies_and_is_started_again(dataset, service):
         again.kill()
 
 
+def test_no_worker(dataset, monkeypatch):
+    monkeypatch.setattr("dali_tf_input.tf_data_backend._SERVICE_SECONDS", 2)
+    dispatcher, line = start("--role=dispatcher", "--port=0")
+    address = line.split()[-1]
+    try:
+        with pytest.raises(InputError, match=f"No worker of the tf.data service at {address} answers within 2 s. Start some, .*"):
+            make(dataset, address)
+    finally:
+        dispatcher.kill()
+
+
 def test_refuses(dataset):
     with pytest.raises(InputError, match=r"There is no tf.data service at grpc://127.0.0.1:9: .*--role=dispatcher"):
         make(dataset, "grpc://127.0.0.1:9")

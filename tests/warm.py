@@ -19,7 +19,7 @@ import types
 from multiprocessing import forkserver, process
 from pathlib import Path
 
-from console import quiet_stderr
+from console import die_with_parent, quiet_stderr
 
 TESTS = Path(__file__).resolve().parent
 NOT_OF_A_PROGRAM = {str(TESTS), str(TESTS.parent), str(TESTS.parent / "scripts")}  # what pytest puts on the path
@@ -114,6 +114,7 @@ def _become(arguments: list[str], cwd: str, env: dict[str, str], streams: list[s
         os.environ.clear()
         os.environ.update(env)
         process._parent_process = None  # it is no worker of a pool, and pools of its own start as they would
+        die_with_parent()  # which ends when the tests do
         multiprocessing.set_start_method(None, force=True)
         is_code = arguments[0] == "-c"
         folder = "" if is_code else os.path.dirname(arguments[0])
