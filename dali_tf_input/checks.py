@@ -99,7 +99,7 @@ def check_file(
     *,
     decode: Decode | None,
     crashing: dict[int, tuple[str, str]],
-    on_decode: Callable[[int], None],
+    on_decode: Callable[[int | None], None],
     on_fault: Callable[[Fault], None],
     on_progress: Callable[[int, int], None],
 ) -> FileEntry:
@@ -113,7 +113,7 @@ def check_file(
       checks: what is checked; at "schema" and beyond with both keys.
       decode: decodes an encoded image, returns its format, height and width, or raises `BadImage`; for level "decode".
       crashing: records not to be decoded, as doing so ended a process, or did not end: number in the file, (reason, detail).
-      on_decode: called with the number of each record before it is decoded.
+      on_decode: called with the number of each record before it is decoded, and with None after.
       on_fault: called with each fault, in the order of the file.
       on_progress: called with the number of records and of bytes gone through since it was last called, now and then.
 
@@ -206,7 +206,7 @@ class _Content:
     """Checks the data of records one by one and sums up what they hold."""
 
     def __init__(
-        self, checks: Checks, decode: Decode | None, crashing: dict[int, tuple[str, str]], on_decode: Callable[[int], None]
+        self, checks: Checks, decode: Decode | None, crashing: dict[int, tuple[str, str]], on_decode: Callable[[int | None], None]
     ) -> None:
         self._checks = checks
         self._decode = decode
@@ -264,6 +264,8 @@ class _Content:
                 image_format, height, width = self._decode(features[self._checks.image_key or ""][1][0])
             except BadImage as bad:
                 return fault(bad.reason, bad.detail)
+            finally:
+                self._on_decode(None)
             self._formats[image_format] += 1
             self._heights[height] += 1
             self._widths[width] += 1

@@ -55,9 +55,9 @@ def _run(task: dict[str, Any], checks: Checks, decode: Decode | None, answers: T
             def on_progress(records: int, size: int) -> None:
                 _answer(answers, {"progress": [records, size]})
 
-            def on_decode(number: int) -> None:
-                if mark:  # the parent reads it if this process is struck down
-                    os.pwrite(mark.fileno(), number.to_bytes(8, "little"), 0)
+            def on_decode(number: int | None) -> None:
+                if mark:  # the parent reads it if this process is struck down, or does not come back
+                    os.pwrite(mark.fileno(), *((b"\0", 8) if number is None else (number.to_bytes(8, "little") + b"\1", 0)))
 
             crashing = {int(number): (reason, detail) for number, (reason, detail) in task["crashing"].items()}
             entry = check_file(

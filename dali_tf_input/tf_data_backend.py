@@ -1,5 +1,6 @@
 """The tf.data backend: the same records and the same pixels as the DALI backend, by TensorFlow's own operations."""
 
+import queue
 import socket
 import threading
 from functools import partial
@@ -145,19 +146,26 @@ def _check_service(address: str) -> None:
             f"There is no tf.data service at {address}: {error}. Start one: scripts/data_service.py --role=dispatcher, and "
             "workers: scripts/data_service.py --role=worker --dispatcher=HOST:5050"
         ) from error
-    answered = threading.Event()
+    answers: queue.SimpleQueue[tf.errors.OpError | None] = queue.SimpleQueue()
 
     def ask() -> None:
         service = tf.data.experimental.service.distribute("parallel_epochs", address)
-        next(iter(tf.data.Dataset.range(1).apply(service)))
-        answered.set()
+        try:
+            next(iter(tf.data.Dataset.range(1).apply(service)))
+            answers.put(None)
+        except tf.errors.OpError as error:
+            answers.put(error)
 
     threading.Thread(target=ask, daemon=True).start()  # which can wait for an answer, but not be told to stop
-    if not answered.wait(_SERVICE_SECONDS):
+    try:
+        failure = answers.get(timeout=_SERVICE_SECONDS)
+    except queue.Empty:
         raise InputError(
-            f"No worker of the tf.data service at {address} answers within {_SERVICE_SECONDS} s. Start some, on machines that "
-            f"reach it: scripts/data_service.py --role=worker --dispatcher={host}:{port}"
-        )
+            f"No worker of the tf.data service at {address} answers this machine within {_SERVICE_SECONDS} s. Start some, with "
+            f"an --address by which it reaches them: scripts/data_service.py --role=worker --dispatcher={host}:{port}"
+        ) from None
+    if failure is not None:
+        raise InputError(f"The tf.data service at {address} does not serve this program: {failure.message}") from failure
 
 
 def _read(spec: InputSpec, options: TfDataOptions, shard: Shard) -> tf.data.Dataset:

@@ -20,7 +20,7 @@ from dali_tf_input.tfrecord import InputError
 # A plain command, so that it does not matter what the calling program is, has imported, or guards by __name__.
 _PATH = [os.path.abspath(entry) for entry in sys.path]  # now: the caller may change its folder
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)  # a process's own doing
-_SILENCE = 900  # seconds without a word after which a process counts as hung: it says how far it is a few times a second
+_LONGEST_DECODE = 900  # seconds over one image after which its decoder counts as hung
 _CODE = "import sys; sys.path[:] = sys.argv[1:]; from dali_tf_input.index_worker import serve; serve()"
 
 
@@ -32,7 +32,7 @@ Crashing = dict[int, tuple[str, str]]  # records over which a process ended or h
 class Job:
     """One file to go through: by which `checks.Checks` (its fields), and where to make its index and the list of its faults.
 
-    The file `mark` is to hold the number of the record that is being decoded.
+    The file `mark` is to hold the number of the record that was decoded last, in 8 bytes, and 1 in a ninth while it is.
     """
 
     file: str
@@ -67,6 +67,7 @@ def run_jobs(
     done: queue.SimpleQueue[tuple[int, dict[str, Any]] | BaseException] = queue.SimpleQueue()
     workers: list[_Worker] = []
     stopped = threading.Event()
+    looked = [time.monotonic()]
 
     def work() -> None:
         worker = None
@@ -80,6 +81,8 @@ def run_jobs(
                 answer = None
                 while answer is None:
                     if worker is None or worker.is_dead:
+                        if worker:
+                            worker.close()
                         worker = _Worker()
                         workers.append(worker)
                         if stopped.is_set():
@@ -97,7 +100,7 @@ def run_jobs(
         for thread in threads:
             thread.start()
         for _ in jobs:
-            answer = _next(done, workers)
+            answer = _next(done, workers, looked)
             if isinstance(answer, BaseException):
                 raise answer
             if "error" in answer[1]:
@@ -111,30 +114,28 @@ def run_jobs(
             thread.join()
 
 
-def _next(done: "queue.SimpleQueue[_T]", workers: Sequence["_Worker"]) -> _T:
-    """Returns what is done next; kills workers from which nothing is heard any more."""
-    looked = time.monotonic()
+def _next(done: "queue.SimpleQueue[_T]", workers: Sequence["_Worker"], looked: list[float]) -> _T:
+    """Returns what is done next; meanwhile ends workers that do not come back from a record. `looked` is when it last looked."""
     while True:
         try:
-            return done.get(timeout=_SILENCE / 100)
+            return done.get(timeout=_LONGEST_DECODE / 100)
         except queue.Empty:
             now = time.monotonic()
-            if now - looked > _SILENCE / 10:  # this process was stopped, and they with it
-                for worker in list(workers):
-                    worker.heard = now
-            looked = now
+            anew = now - looked[-1] > _LONGEST_DECODE / 10  # this process was stopped, and they perhaps with it
+            looked[:] = [now]
             for worker in list(workers):
-                if worker.is_busy and now - worker.heard > _SILENCE:
-                    worker.hangs = True
-                    worker.kill()
+                worker.look(now, anew=anew)
 
 
 class _Worker:
     """One process."""
 
     def __init__(self) -> None:
-        self.is_dead = self.is_busy = self.hangs = False
-        self.heard = time.monotonic()
+        self.is_dead = False
+        self._job: Job | None = None
+        self._decoding: tuple[Job | None, int | None] | None = None
+        self._since = 0.0
+        self._hangs = False
         self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `close`)
         self._process = subprocess.Popen(
             [sys.executable, "-c", _CODE, *_PATH],
@@ -147,11 +148,11 @@ class _Worker:
 
     def run(self, job: Job, crashing: Crashing, on_progress: Callable[[int, int], None]) -> dict[str, Any] | None:
         """Returns the answer to a job; None if the process crashed or hung over a record, which is added to `crashing`."""
-        self.heard, self.is_busy = time.monotonic(), True
+        self._job = job
         try:
             return self._run(job, crashing, on_progress)
         finally:
-            self.is_busy = False
+            self._job = None
 
     def _run(self, job: Job, crashing: Crashing, on_progress: Callable[[int, int], None]) -> dict[str, Any] | None:
         assert self._process.stdin and self._process.stdout
@@ -159,7 +160,6 @@ class _Worker:
             self._process.stdin.write(json.dumps({**dataclasses.asdict(job), "crashing": crashing}).encode() + b"\n")
             self._process.stdin.flush()
         for line in self._process.stdout:
-            self.heard = time.monotonic()
             try:
                 answer: dict[str, Any] = json.loads(line)
             except ValueError:
@@ -175,23 +175,43 @@ class _Worker:
             last_words = self._stderr.read().decode(errors="replace").strip().splitlines()[-1:]
             raise InputError(f"The indexing process stopped at {job.file}: {' '.join(last_words) or f'exit status {status}'}")
         name = signal.Signals(-status).name
-        if (self.hangs or -status in _CRASHES) and os.path.exists(job.mark) and os.path.getsize(job.mark) == 8:
-            with open(job.mark, "rb") as stream:
-                number = int.from_bytes(stream.read(), "little")
-            os.unlink(job.mark)
-            if number not in crashing:
-                hung = ("hangs the decoder", f"decoding it did not end within {_SILENCE} s.")
-                crashing[number] = hung if self.hangs else ("crashes the decoder", f"decoding it ended the process: {name}.")
+        if self._hangs or -status in _CRASHES:
+            number, _ = _read_mark(job)
+            if number is not None and number not in crashing:
+                os.unlink(job.mark)
+                hung = ("hangs the decoder", f"decoding it did not end within {_LONGEST_DECODE} s.")
+                crashing[number] = hung if self._hangs else ("crashes the decoder", f"decoding it ended the process: {name}.")
                 return None
-        if self.hangs:
-            return {"unreadable": f"{job.file}: the process that went through it said nothing for {_SILENCE} s."}
         return {"unreadable": f"{job.file}: the process that went through it was ended by {name}."}
 
+    def look(self, now: float, *, anew: bool) -> None:
+        """Kills the process if it is over one image for too long; `anew` begins to count at `now`."""
+        job = self._job
+        number, is_decoding = _read_mark(job) if job else (None, False)
+        decoding = (job, number) if is_decoding else None
+        if decoding is None or decoding != self._decoding or anew:
+            self._decoding, self._since = decoding, now
+        elif now - self._since > _LONGEST_DECODE:
+            self._hangs = True
+            self.kill()
+
     def close(self) -> None:
-        if self._process.stdin:
-            self._process.stdin.close()
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream:
+                with contextlib.suppress(BrokenPipeError):
+                    stream.close()
         self._process.wait()
         self._stderr.close()
 
     def kill(self) -> None:
         self._process.kill()
+
+
+def _read_mark(job: Job) -> tuple[int | None, bool]:
+    """Returns the record that was decoded last, and whether it still is; None before the first."""
+    try:
+        with open(job.mark, "rb") as stream:
+            mark = stream.read()
+    except FileNotFoundError:
+        return None, False
+    return (int.from_bytes(mark[:8], "little"), mark[8:] == b"\1") if mark else (None, False)

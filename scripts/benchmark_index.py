@@ -146,8 +146,7 @@ def time_index(*arguments: str) -> tuple[float, int]:
     """Runs the index script; returns its seconds and the most memory that all its processes held together, in bytes."""
     start = time.perf_counter()
     command = [sys.executable, _SCRIPT, *arguments]
-    with console.without_interrupts():
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = console.start(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     most, finished = 0, threading.Event()
 
     def watch() -> None:

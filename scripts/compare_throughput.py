@@ -37,7 +37,7 @@ _PLOT = flags.DEFINE_string("plot", None, "File for the plot, a PNG.")
 
 _REFERENCE = "tf_data"
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
-_LIMIT = 300  # seconds beyond a window after which a process counts as hung: its start, reading ahead, a busy machine
+_LIMIT = 600  # seconds beyond a window after which a process counts as hung: its start, reading ahead, a busy machine
 _COLUMNS = ("backend", "images/s", "min", "max", f"x {_REFERENCE}", "CPU s / 1000", "first batch s", "peak MB", "what")
 
 
@@ -161,8 +161,7 @@ class Measurer:
         command = [sys.executable, os.path.join(_FOLDER, "measure_throughput.py"), f"--backend={backend}"]
         command += [f"--{flag.name}={str(flag.value).lower()}" for flag in WORK_FLAGS]
         command += input_flags.as_arguments(input_flags.FILES.value)
-        with console.without_interrupts():
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = console.start(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         try:
             self.first_batch_seconds = self._read(_LIMIT)["first_batch_seconds"]
         except BaseException:

@@ -49,6 +49,8 @@ def run(main: Callable[[list[str]], int | None]) -> None:
             return 130
 
     logging.set_verbosity(logging.WARNING)
+    if signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
+        die_with_parent()  # see `without_interrupts`
     threading.Thread(target=_heed_interrupts, args=(_interrupts(),), daemon=True).start()
     app.run(checked)
 
@@ -62,16 +64,20 @@ def _interrupts() -> int:
 
 
 def _heed_interrupts(signals: int) -> None:
-    """Has a second Ctrl-C end this process where the main thread does not notice the first, as it waits inside C++ code."""
+    """Has a later Ctrl-C end this process where the main thread did not notice the first, as it waits inside C++ code."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # which the main thread is to get
-    seen = 0
-    while True:
-        seen += os.read(signals, 64).count(signal.SIGINT)
-        if seen > 1:
-            os.write(2, b"interrupted\n")
-            os._exit(130)
-        if seen and not select.select([signals], [], [], _PATIENCE)[0]:
-            os.write(2, b"waiting for what runs to end; Ctrl-C again does not wait\n")
+    while signal.SIGINT not in os.read(signals, 1):
+        pass
+    time.sleep(_PATIENCE)
+    while select.select([signals], [], [], 0)[0]:  # what came meanwhile was for Python
+        os.read(signals, 64)
+    with contextlib.suppress(OSError):  # whoever reads it may be gone
+        os.write(2, b"waiting for what runs to end; Ctrl-C again does not wait\n")
+    while signal.SIGINT not in os.read(signals, 1):
+        pass
+    with contextlib.suppress(OSError):
+        os.write(2, b"\x1b[?25h" * os.isatty(2) + b"interrupted\n")  # and the cursor that a progress bar hides
+    os._exit(130)
 
 
 def import_tensorflow() -> Any:
@@ -128,6 +134,21 @@ def kill(process: subprocess.Popen[str]) -> None:
     process.kill()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.communicate(timeout=5)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=1)  # for one whose pipes another one holds
+
+
+def start(command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
+    """Starts a process that never sees Ctrl-C; `options` as of `subprocess.Popen`. Whoever starts it is to end it."""
+    process = None
+    try:
+        with without_interrupts():
+            process = subprocess.Popen(command, text=True, errors="replace", **options)
+    except BaseException:
+        if process is not None:  # an interrupt came at the end of the body
+            kill(process)
+        raise
+    return process
 
 
 def call(command: Sequence[str], *, seconds: float | None = None, stderr: int | None = subprocess.PIPE) -> tuple[int, str, str]:
@@ -141,26 +162,13 @@ def call(command: Sequence[str], *, seconds: float | None = None, stderr: int | 
     Raises:
       subprocess.TimeoutExpired: it ran longer.
     """
-    with without_interrupts():
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
+    process = start(command, stdout=subprocess.PIPE, stderr=stderr)
     try:
         output, errors = process.communicate(timeout=seconds)
     except BaseException:
         kill(process)
         raise
     return process.returncode, output, errors or ""
-
-
-@contextlib.contextmanager
-def tell_if_slow(text: str, *, seconds: float = 10) -> Iterator[None]:
-    """Prints `text` on stderr if the body takes longer than `seconds`, as where it waits for other machines."""
-    timer = threading.Timer(seconds, print, [text], {"file": sys.stderr, "flush": True})
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

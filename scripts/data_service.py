@@ -51,6 +51,7 @@ def main(arguments: list[str]) -> int:
         )
         server = service.WorkerServer(config)
         print(f"worker of {_DISPATCHER.value}", flush=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # also where this is a container's first process
     try:
         while server:
             signal.pause()  # not `server.join()`, in which Ctrl-C waits for ever

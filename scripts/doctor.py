@@ -92,15 +92,13 @@ class Trier:
     def attempt(self, code: str) -> tuple[bool, str]:
         """Runs code; returns whether it went well, and its last word or what is wrong."""
         if self._process is None:
-            with console.without_interrupts():
-                self._process = subprocess.Popen(
-                    [sys.executable, "-c", _TRIER],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                    env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "TF_FORCE_GPU_ALLOW_GROWTH": "true"},  # others may use it
-                    text=True,
-                )
+            self._process = console.start(
+                [sys.executable, "-c", _TRIER],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "TF_FORCE_GPU_ALLOW_GROWTH": "true"},  # jobs may run beside it
+            )
         process = self._process
         with contextlib.suppress(BrokenPipeError):  # it died; how is told below
             print(json.dumps(code), file=process.stdin, flush=True)

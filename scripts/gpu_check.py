@@ -174,11 +174,11 @@ def measure_rows(records: Records, folder: str) -> dict[str, Any]:
     command += [f"--batch_size={batch_size}", f"--seconds={_SECONDS.value}", f"--repeats={_REPEATS.value}"]
     limit = _LIMIT + 4 * (_SECONDS.value * (_REPEATS.value + 1) + 30)
     try:
-        process = subprocess.run([*command, *records.arguments], capture_output=True, text=True, timeout=limit, check=False)
+        code, _, errors = console.call([*command, *records.arguments], seconds=limit)
     except subprocess.TimeoutExpired:
         return {"died": f"no answer within {limit:.0f} s"}
-    if process.returncode:
-        return {"died": f"exit code {process.returncode}: {process.stderr[-2000:].strip() or 'no word'}"}
+    if code:
+        return {"died": f"exit code {code}: {errors[-2000:].strip() or 'no word'}"}
     with open(path, encoding="utf-8") as stream:
         report = json.load(stream)
     return {"batch_size": report["batch_size"], "rows": report["rows"], "windows": report["windows"]}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-import console
 from dali_tf_input import InputError
 from dali_tf_input.distribute import Distributed
 from dali_tf_input.resume import Resume
@@ -28,8 +28,15 @@ def make_strategy() -> tf.distribute.MultiWorkerMirroredStrategy:
             """TF_CONFIG='{"cluster": {"worker": ["host0:12345", "host1:12345"]}, "task": {"type": "worker", "index": 0}}' """
             f"({error!r})"
         ) from error
-    with console.tell_if_slow(f"waiting for all workers of TF_CONFIG: {', '.join(workers)}; Ctrl-C twice ends it"):
+    print(f"workers     {len(workers)}: {', '.join(map(str, workers))}; waiting until all of them are there", flush=True)
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # TensorFlow waits in C++, and lets no Python run meanwhile
+    try:
         return tf.distribute.MultiWorkerMirroredStrategy()
+    finally:
+        if handler is signal.default_int_handler:
+            signal.signal(signal.SIGINT, handler)
 
 
 def check_agreement(strategy: tf.distribute.Strategy, step: int) -> None:

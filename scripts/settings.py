@@ -139,19 +139,9 @@ class Worker:
         arguments = [f"--{flag.name}={str(flag.value).lower()}" for flag in (*backends.WORK_FLAGS, ORDER)]
         arguments.append(f"--batch_size={self._batch_size}")  # of two the last counts
         arguments += [f"--cores={self._cores}"] if self._cores else []
-        with open(self._log, "w", encoding="utf-8") as log, console.without_interrupts():
-            self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    os.path.join(_FOLDER, "measure_settings.py"),
-                    *arguments,
-                    *self._files,
-                ],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
+        command = [sys.executable, os.path.join(_FOLDER, "measure_settings.py"), *arguments, *self._files]
+        with open(self._log, "w", encoding="utf-8") as log:
+            self._process = console.start(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log)
         if self._read(_LIMIT) is None:
             raise InputError(f"The measuring process ends at its start. {self._last_words()}")
 

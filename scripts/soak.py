@@ -174,8 +174,7 @@ def collect(part: str, backend: str, files: list[str]) -> list[Sample]:
     samples = []
     hung = threading.Event()
     with tempfile.TemporaryFile("w+") as log:
-        with console.without_interrupts():
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        process = console.start(command, stdout=subprocess.PIPE, stderr=log)
         assert process.stdout is not None
 
         def give_up() -> None:

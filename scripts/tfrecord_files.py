@@ -126,9 +126,12 @@ def write_splits(
         num_chunks = sum(-(-len(split.items) // _CHUNK_ITEMS) for split in splits)
         written = Written()
         try:
-            with _start(min(num_processes or len(os.sched_getaffinity(0)), num_chunks)) as pool:
+            pool = _start(min(num_processes or len(os.sched_getaffinity(0)), num_chunks))
+            try:
                 for split in splits:
                     _write_split(pool, made, split, make_record, written)
+            finally:
+                pool.shutdown(cancel_futures=True)
         except BrokenProcessPool as error:
             raise InputError("A process that reads images died: is there enough memory?") from error
         if labels is not None:

@@ -712,7 +712,7 @@ def test_a_record_that_crashes_the_decoder(tmp_path, monkeypatch):
 
 def test_a_record_that_hangs_the_decoder(tmp_path, monkeypatch):
     monkeypatch.setattr("dali_tf_input.worker_pool._CODE", CRASHING)
-    monkeypatch.setattr("dali_tf_input.worker_pool._SILENCE", 10)
+    monkeypatch.setattr("dali_tf_input.worker_pool._LONGEST_DECODE", 2)
     examples = numbered_examples(9)
     examples[4]["image/encoded"] += b"hang"
     write_tfrecord(tmp_path / "train-0", examples)

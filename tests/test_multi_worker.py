@@ -19,8 +19,8 @@ from dali_tf_input import DaliOptions, InputError, InputSpec, Preprocess, TfData
 from dali_tf_input.distribute import distribute
 
 
-def start(folder, *arguments, workers=2):
-    """Starts the training script, once for each worker; without workers once, on two replicas."""
+def start(folder, *arguments, workers=2, which=None):
+    """Starts the training script, once for each worker, or some of them; without workers once, on two replicas."""
     command = [SCRIPTS / "train.py", "--files=data/sample/train-*", "--image_size=32", *arguments]
     if not workers:
         return [warm.Program([*command, "--replicas=2"], cwd=folder)]
@@ -38,7 +38,7 @@ def start(folder, *arguments, workers=2):
                 "TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}}),
             },
         )
-        for index in range(workers)
+        for index in which or range(workers)
     ]
 
 
@@ -108,6 +108,20 @@ def test_a_worker_that_dies_ends_the_others_and_restart_resumes(sample_folder, t
     uninterrupted = start(sample_folder, f"--resume={tmp_path}/whole", f"--epochs={epochs}")
     finish(uninterrupted)
     assert_same_weights(tmp_path / "run", tmp_path / "whole")
+
+
+def test_ctrl_c_while_another_worker_is_waited_for(sample_folder):
+    """One of two is started: it says what it waits for, and can be ended."""
+    (process,) = start(sample_folder, "--epochs=1", which=[1])
+    deadline = time.monotonic() + 120
+    while "waiting until all of them are there" not in process.output:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    time.sleep(3)
+    assert process.poll() is None
+    os.kill(process.pid, signal.SIGINT)
+    assert process.communicate(timeout=60)[1] == ""
+    assert process.returncode == -signal.SIGINT
 
 
 def test_workers_that_do_not_share_the_folder(sample_folder, tmp_path):

@@ -555,7 +555,7 @@ def test_ctrl_c_in_code_that_python_does_not_see():
     """
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "waits\n"
-    time.sleep(0.5)
+    time.sleep(2)
     process.send_signal(signal.SIGINT)
     assert process.stderr.readline() == "waiting for what runs to end; Ctrl-C again does not wait\n"
     process.send_signal(signal.SIGINT)
@@ -592,6 +592,7 @@ def test_ctrl_c_ends_it_and_all_that_it_started(sample_folder, tmp_path, argumen
         time.sleep(moment)
         os.killpg(process.pid, signal.SIGINT)
         _, errors = process.communicate(timeout=60)
+        errors = errors.replace("waiting for what runs to end; Ctrl-C again does not wait\n", "")  # where the machine is busy
         assert (process.returncode, errors) == (130, "interrupted\n")
         deadline = time.monotonic() + 60
         while any(command_of(found) for found in pgrep("-s", process.pid)):

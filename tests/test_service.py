@@ -95,7 +95,9 @@ def test_no_worker(dataset, monkeypatch):
     dispatcher, line = start("--role=dispatcher", "--port=0")
     address = line.split()[-1]
     try:
-        with pytest.raises(InputError, match=f"No worker of the tf.data service at {address} answers within 2 s. Start some, .*"):
+        with pytest.raises(
+            InputError, match=f"No worker of the tf.data service at {address} answers this machine within 2 s. Start some, "
+        ):
             make(dataset, address)
     finally:
         dispatcher.kill()

@@ -11,6 +11,7 @@ import atexit
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -84,6 +85,11 @@ class Program:
         self.wait(timeout)
         return self._read(0), self._read(1)
 
+    @property
+    def output(self) -> str:
+        """What it wrote to stdout so far."""
+        return self._read(0)
+
     def _read(self, number: int) -> str:
         self._streams[number].seek(0)
         return self._streams[number].read().decode()
@@ -115,6 +121,7 @@ def _become(arguments: list[str], cwd: str, env: dict[str, str], streams: list[s
         os.environ.update(env)
         process._parent_process = None  # it is no worker of a pool, and pools of its own start as they would
         die_with_parent()  # which ends when the tests do
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs the tests may have it ignored
         multiprocessing.set_start_method(None, force=True)
         is_code = arguments[0] == "-c"
         folder = "" if is_code else os.path.dirname(arguments[0])
