@@ -124,7 +124,8 @@ def plot_soak(report: dict, parts: dict[str, str], *, path: str) -> None:
     figure.suptitle("Memory over a long run", fontsize=14, fontweight="bold")
     versions = report["versions"]
     note = (
-        f"Each line a process of its own, TensorFlow's own memory included; grey: warm-up. Order {report['order']}. "
+        f"Each line a process of its own, TensorFlow's own memory included; grey: warm-up. Images in order {report['order']}; "
+        "evaluations and datasets with one arena of glibc's, trimmed.\n"
         f"{report['cpu']}, {report['cores']} cores; TensorFlow {versions['TensorFlow']}, DALI {versions['DALI']}, "
         f"{report['date'][:10]}."
     )

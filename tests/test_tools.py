@@ -294,11 +294,53 @@ def test_soak_judges():
         print(json.dumps([
             judged("stream", flat), judged("evaluations", flat), judged("datasets", lambda n: flat(n) + min(n, 20) * 10**8),
             judged("stream", flat, threads=lambda n: 5 + n % 2, files=lambda n: 7 + n % 3),
-            judged("stream", lambda n: 10**9 + n * 4 * 10**5), judged("evaluations", lambda n: 10**9 + n * 10**6),
+            judged("stream", lambda n: 10**9 + n * 4 * 10**5), judged("evaluations", lambda n: flat(n) + n * 10**5),
             judged("datasets", flat, threads=lambda n: 5 + n // 30), judged("datasets", flat, files=lambda n: 7 + n // 60),
         ]))
     """
     assert in_scripts(code) == [True] * 4 + [False] * 4
+
+
+def test_soak_judges_what_is_held(tmp_path, monkeypatch):
+    """What threads take and give back is no growth of evaluations and datasets, though glibc's arenas keep it resident."""
+    code = """if True:
+        import ctypes, json, sys, threading
+        sys.path.insert(0, SCRIPTS)
+        sys.argv = ["soak.py"]
+        import soak
+        libc = ctypes.CDLL(None)
+        libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+        libc.free(libc.malloc(30 << 20))  # from now on glibc keeps up to 60 MB at the top of an arena, see mallopt(3)
+        together = threading.Barrier(4)
+        def work():
+            together.wait()
+            taken = [libc.malloc(10_000) for _ in range(1000)]
+            for pointer in taken:
+                ctypes.memset(pointer, 1, 10_000)
+            together.wait()
+            for pointer in taken[1:]:  # one is kept
+                libc.free(pointer)
+        for number in range(10):
+            print(json.dumps(soak.Sample.take(number, trim=True)), flush=True)
+            threads = [threading.Thread(target=work) for _ in range(4)]
+            for thread in threads: thread.start()
+            for thread in threads: thread.join()
+    """
+    (tmp_path / "work.py").write_text(code.replace("SCRIPTS", repr(str(SCRIPTS))))
+    collects = """if True:
+        import json, sys
+        soak_file, sys.argv = sys.argv[1], ["soak.py"]
+        import soak
+        from absl import flags
+        flags.FLAGS(sys.argv)
+        soak.__file__ = soak_file
+        collected = [soak.collect(part, "tf_data", []) for part in soak.PARTS]
+        print(json.dumps([samples[-1].memory - samples[0].memory for samples in collected]))
+    """
+    monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
+    stream, evaluations, datasets = in_scripts(collects, str(tmp_path / "work.py"))
+    assert max(evaluations, datasets) < 3_000_000
+    assert stream > 10_000_000  # as in a training process: what the two above are spared
 
 
 def test_soak_makes_images():
