@@ -125,7 +125,7 @@ class InputProfile(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _time_cached_step(self, per_call: int) -> float:
         """Returns the mean time of a step on the cached batch, and leaves model and optimizer as they are."""
-        held = [*self.model.variables]
+        held = [*self.model.variables, *self.model.metrics_variables]
         for optimizer in _optimizers_of(self.model):
             held += optimizer.variables
         before = [(variable, variable.numpy()) for variable in {id(variable): variable for variable in held}.values()]

@@ -105,7 +105,7 @@ def plot_soak(report: dict, parts: dict[str, str], *, path: str) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, all_axes = plt.subplots(1, len(parts), figsize=(14, 4.4), layout="constrained", sharey=True)
+    figure, all_axes = plt.subplots(1, len(parts), figsize=(4 * len(parts), 4.4), layout="constrained", sharey=True)
     most = max(sample[1] for rows in report["samples"].values() for samples in rows.values() for sample in samples) / 1e6
     for axes, (part, title) in zip(all_axes, parts.items(), strict=True):
         for name, samples in report["samples"][part].items():
@@ -124,8 +124,9 @@ def plot_soak(report: dict, parts: dict[str, str], *, path: str) -> None:
     figure.suptitle("Memory over a long run", fontsize=14, fontweight="bold")
     versions = report["versions"]
     note = (
-        f"Each line a process of its own, TensorFlow's own memory included; grey: warm-up. Images in order {report['order']}; "
-        "evaluations and datasets with one arena of glibc's, trimmed.\n"
+        f"Each line a process of its own, the host's memory, with TensorFlow's own; grey: warm-up. Images in order "
+        f"{report['order']}. Evaluations and datasets: what is held (one arena, trimmed); images and resident: "
+        "with the allocator as it is.\n"
         f"{report['cpu']}, {report['cores']} cores; TensorFlow {versions['TensorFlow']}, DALI {versions['DALI']}, "
         f"{report['date'][:10]}."
     )

@@ -166,17 +166,21 @@ def summarise(windows: dict[str, list[dict]]) -> dict[str, dict]:
     return rows
 
 
+def title(stage: str, rows: dict[str, dict]) -> str:
+    """Returns what a stage of a backend is called; DALI's own reader reads and parses at once."""
+    return "read and parse" if stage == "parse" and "read" not in rows else NAMES[stage]
+
+
 def format_stages(name: str, rows: dict[str, dict], order: str) -> list[tuple[str, ...]]:
     """Returns the lines of a backend in the table."""
     lines = []
     for stage, row in rows.items():
         seconds, cpu = row["seconds_per_1000_images"], row["cpu_seconds_per_1000_images"]
         own = f"{1000 / seconds['median']:,.0f}" if seconds["minimum"] > 0 else "-"  # else it is not told from nothing
-        title = "read and parse" if stage == "parse" and "read" not in rows else NAMES[stage]
         lines.append(
             (
                 name,
-                title,
+                title(stage, rows),
                 f"{row['images_per_second']['median']:,.0f}",
                 own,
                 *(f"{max(0.0, seconds[which]):.3f}" for which in ("median", "minimum", "maximum")),
@@ -225,6 +229,7 @@ def try_settings(worker: settings.Worker, name: str, options: Any, spec: Any, ot
         settings.describe_difference(setting, base): setting
         for setting in candidates(name, options, spec, others, len(os.sched_getaffinity(0)))
     }
+    tried.pop("default", None)  # one that the user's flags are already
     rates: dict[str, list[float]] = {text: [] for text in ("default", *tried)}
     refused: dict[str, str] = {}
     turns = [("default", base), *tried.items()] * _REPEATS.value
@@ -236,6 +241,8 @@ def try_settings(worker: settings.Worker, name: str, options: Any, spec: Any, ot
         except settings.SettingError as error:
             refused[text] = str(error)
     rows = []
+    if "default" in refused:
+        raise InputError(f"The default settings of {name} could not be measured again: {refused['default']}")
     for text, measured in rates.items():
         if text in refused:
             rows.append({"setting": text, "refused": refused[text]})
@@ -266,7 +273,8 @@ def what_changes(setting: Setting, base: Setting) -> str:
         return "how records are mixed"
     if setting.preprocess:
         return "what the model gets"
-    return "the pixels" if getattr(setting.options, "fuse", "") == "scaled" else ""
+    fuse, base_fuse = (getattr(options, "fuse", "") for options in (setting.options, base.options))
+    return "the pixels" if fuse != base_fuse and "scaled" in (fuse, base_fuse) else ""
 
 
 def format_settings(name: str, rows: list[dict]) -> list[tuple[str, ...]]:
@@ -287,7 +295,7 @@ def format_settings(name: str, rows: list[dict]) -> list[tuple[str, ...]]:
 def conclude(name: str, rows: dict[str, dict], helps: list[dict] | None) -> str:
     """Returns the sentence on a backend: its costliest stage, and the setting that helps most."""
     costliest = max(rows, key=lambda stage: rows[stage]["share"])
-    text = f"{name}: {NAMES[costliest]} costs most, {rows[costliest]['share']:.0%} of the time."
+    text = f"{name}: {title(costliest, rows)} costs most, {rows[costliest]['share']:.0%} of the time."
     if sum(row["share"] for row in rows.values()) > _NOISY:
         text += " The cuts differ by less than the noise of this machine: take longer windows (--seconds=5)."
     if helps is None:

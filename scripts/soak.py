@@ -4,9 +4,10 @@ usage: soak.py [--images=1000000] [--evaluations=50] [--datasets=200] [--backend
                [--files=GLOB] [--json=PATH] [--plot=PATH]
 
 Each part runs in a process of its own, for each backend: a stream of small images of which memory is sampled; a model that is
-evaluated again and again; datasets that are made, iterated once and dropped. The last two run with one arena of glibc's, so that
-their memory is what they hold (MALLOC_ARENA_MAX=16 leaves it as it is in a training process on 2 cores). Without --files it makes
-small images itself. Exit code 1 if one grows by more than its bound.
+evaluated again and again; datasets that are made, iterated once and dropped. Memory is the host's, of the whole process. Of
+evaluations and datasets it is what they hold, finely: they run with one arena of glibc's, which gives back what is free.
+"Resident" is four times as many evaluations, of a few batches each, with the allocator as it is in training, coarsely. Without
+--files it makes small images itself. Exit code 1 if one grows by more than its bound.
 """
 
 import ctypes
@@ -48,14 +49,22 @@ _LIMIT = 600  # seconds without a sample, after which a process counts as hung
 _WARM = 0.2  # of each part is not judged: caches and allocators fill
 # Largest growth after that: of memory a part of it, per evaluation or dataset bytes; of threads and descriptors none.
 _STREAM_SPREAD = 0.02
-_BYTES_EACH = {"evaluations": 50_000, "datasets": 50_000}  # TensorFlow keeps a little of each function that was traced
+_BYTES_EACH = {"evaluations": 50_000, "resident": 500_000, "datasets": 50_000}  # TensorFlow keeps a little of what it traced
+_RESIDENT_TIMES, _RESIDENT_BATCHES = 4, 8  # more and shorter evaluations: resident memory goes up and down by tens of MB
 
-# Evaluations and datasets are judged by what is held. glibc has an arena for each few threads, and malloc_trim() leaves what is
-# free at the top of all but the first (malloc.c, mtrim): tens of MB that come and go with a pipeline's threads and hide a leak.
+# Threads get arenas of glibc's, up to 8 for each core, and malloc_trim() leaves what is free at the top of all but the first
+# (malloc.c, mtrim). A pipeline starts threads anew: tens of MB that are free stay resident, more or less of them each time, in
+# which a leak is not seen. With one arena, trimmed, what is resident is held.
 _ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}
+_HELD = ("evaluations", "datasets")
 
 OPTIONS = {"tf_data": TfDataOptions(), "dali_cpu": DaliOptions(device="cpu"), "dali_gpu": DaliOptions(device="gpu")}
-PARTS = {"stream": "images", "evaluations": "evaluations", "datasets": "datasets made and dropped"}
+PARTS = {
+    "stream": "images",
+    "evaluations": "evaluations",
+    "resident": "evaluations, resident",
+    "datasets": "datasets made and dropped",
+}
 _COLUMNS = (
     "part",
     "backend",
@@ -176,7 +185,7 @@ def collect(part: str, backend: str, files: list[str]) -> list[Sample]:
     """Runs a part in a process of its own; returns its samples."""
     numbers = [f"--{flag.name}={flag.value}" for flag in (_IMAGES, _EVALUATIONS, _DATASETS, _ORDER)]
     command = [sys.executable, os.path.abspath(__file__), f"--part={part},{backend}", *numbers, *files]
-    environment = os.environ if part == "stream" else {**_ONE_ARENA, **os.environ}
+    environment = {**os.environ, **(_ONE_ARENA if part in _HELD else {})}
     samples = []
     hung = threading.Event()
     with tempfile.TemporaryFile("w+") as log:
@@ -211,13 +220,18 @@ def collect(part: str, backend: str, files: list[str]) -> list[Sample]:
 
 def how_many(part: str) -> tuple[int, int]:
     """Returns how much work a part is, and how many samples are taken of it."""
-    work = {"stream": _IMAGES.value, "evaluations": _EVALUATIONS.value, "datasets": _DATASETS.value}[part]
+    work = {
+        "stream": _IMAGES.value,
+        "evaluations": _EVALUATIONS.value,
+        "resident": _RESIDENT_TIMES * _EVALUATIONS.value,
+        "datasets": _DATASETS.value,
+    }[part]
     return work, min(work // _BATCH_SIZE, _SAMPLES) if part == "stream" else work
 
 
 def run_part(part: str, backend: str) -> Iterator[Sample]:
     """Does the work of a part in this process; yields samples."""
-    tf = console.import_tensorflow()
+    console.import_tensorflow()
     from dali_tf_input.distribute import distribute, enable_memory_growth
 
     enable_memory_growth()
@@ -235,7 +249,9 @@ def run_part(part: str, backend: str) -> Iterator[Sample]:
                 done += batch_size
             yield Sample.take(done)
     elif part == "evaluations":
-        yield from evaluate(tf, distribute, dataset, OPTIONS[backend], batch_size)
+        yield from evaluate(work, None, distribute, dataset, OPTIONS[backend], batch_size, trim=True)
+    elif part == "resident":
+        yield from evaluate(work, _RESIDENT_BATCHES, distribute, dataset, OPTIONS[backend], batch_size, trim=False)
     else:
         spec = InputSpec(dataset=dataset, preprocess=preprocess, order=_ORDER.value)
         for number in range(work):
@@ -243,17 +259,20 @@ def run_part(part: str, backend: str) -> Iterator[Sample]:
             yield Sample.take(number + 1, trim=True)
 
 
-def evaluate(tf: Any, distribute: Any, dataset: DatasetSpec, options: Any, batch_size: int) -> Iterator[Sample]:
-    """Evaluates a small model again and again."""
+def evaluate(
+    times: int, steps: int | None, distribute: Any, dataset: DatasetSpec, options: Any, batch_size: int, *, trim: bool
+) -> Iterator[Sample]:
+    """Evaluates a small model again and again, on all batches or the first `steps` of them."""
     import keras
 
     spec = InputSpec(dataset=dataset, preprocess=Preprocess.for_evaluation(24), order="sequential", repeat=False)
     validation = distribute(spec, options, global_batch_size=batch_size).dataset
     model = keras.Sequential([keras.layers.Input((24, 24, 3)), keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(1)])
     model.compile("sgd", "mse", weighted_metrics=["mae"])  # for labels of any number
-    for number in range(_EVALUATIONS.value):
-        model.evaluate(validation, verbose=0)
-        yield Sample.take(number + 1, trim=True)
+    steps = steps and min(steps, -(-dataset.num_records // batch_size))
+    for number in range(times):
+        model.evaluate(validation, verbose=0, steps=steps)
+        yield Sample.take(number + 1, trim=trim)
 
 
 def judge(part: str, samples: list[Sample]) -> dict[str, Any]:
@@ -261,16 +280,18 @@ def judge(part: str, samples: list[Sample]) -> dict[str, Any]:
     warm = samples[int(_WARM * len(samples)) :]
     tenth = max(1, len(warm) // 10)
     first, last = (statistics.median(sample.memory for sample in some) for some in (warm[:tenth], warm[-tenth:]))
-    half = max(1, len(warm) // 2)  # a pipeline opens and closes files and threads: growth is what its every later state is above
+    # A running pipeline opens and closes files and threads: growth of a stream is what its every later state is above.
+    early = max(1, len(warm) // 2) if part == "stream" else tenth
     threads, descriptors = (
-        (max(values[:half]), min(values[-tenth:]))
+        (max(values[:early]), min(values[-tenth:]))
         for values in ([sample.threads for sample in warm], [sample.descriptors for sample in warm])
     )
     if part == "stream":
         change = (max(sample.memory for sample in warm) - min(sample.memory for sample in warm)) / first
         bound = _STREAM_SPREAD
     else:
-        change, bound = (last - first) / (warm[-1].done - warm[0].done), _BYTES_EACH[part]
+        begin, end = (statistics.median(sample.done for sample in some) for some in (warm[:tenth], warm[-tenth:]))
+        change, bound = (last - first) / (end - begin), _BYTES_EACH[part]
     return {
         "done": samples[-1].done,
         "warm_bytes": first,

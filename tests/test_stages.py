@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import types
 
 import numpy as np
 import pytest
@@ -118,6 +119,35 @@ def test_what_a_stage_costs():
     assert "fuse='off' seemed to help most, and then could not be measured" in profile_stages.conclude("x", rows, settings)
     rows["read"]["share"] = 0.5
     assert "take longer windows" in profile_stages.conclude("x", rows, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "missing"),
+    [
+        (TfDataOptions(fuse="scaled"), "fuse='scaled'"),
+        (TfDataOptions(fuse="off"), "fuse='off'"),
+        (DaliOptions(device="cpu", fuse="off"), "fuse='off'"),
+    ],
+)
+def test_settings_are_tried_against_those_of_the_flags(dataset, options, missing, monkeypatch):
+    """A candidate that the flags chose already is no candidate; what changes the pixels, to "scaled" or from it, says so."""
+    import profile_stages
+
+    for flag, value in (("_REPEATS", 2), ("_SECONDS", 1.0)):
+        monkeypatch.setattr(profile_stages, flag, types.SimpleNamespace(value=value))
+
+    class Worker:
+        def measure(self, setting, *, seconds):
+            return {"measured_batches": 1, "batch_size": 1, "seconds": 1}
+
+    name = "tf_data" if isinstance(options, TfDataOptions) else "dali_cpu"
+    spec = InputSpec(dataset=dataset, preprocess=Preprocess.for_training(16), order="global")
+    rows = profile_stages.try_settings(Worker(), name, options, spec, {})
+    changes = {row["setting"]: row["changes"] for row in rows}
+    assert len(changes) == len(rows) >= 5
+    assert missing not in changes
+    for setting, changed in changes.items():
+        assert (changed == "the pixels") == ("fuse=" in setting and "scaled" in (options.fuse, setting[6:-1]))
 
 
 def test_profile_stages(sample_folder, tmp_path):

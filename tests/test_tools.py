@@ -283,7 +283,7 @@ def test_gpu_check_judges():
 
 
 def test_soak_judges():
-    """Flat passes; memory that climbs, or one thread or descriptor more, does not; what warms up is not judged."""
+    """Flat passes; memory that climbs, or a thread or descriptor that is left, does not; what warms up is not judged."""
     code = """if True:
         import json, sys
         sys.argv = ["soak.py"]
@@ -296,9 +296,12 @@ def test_soak_judges():
             judged("stream", flat, threads=lambda n: 5 + n % 2, files=lambda n: 7 + n % 3),
             judged("stream", lambda n: 10**9 + n * 4 * 10**5), judged("evaluations", lambda n: flat(n) + n * 10**5),
             judged("datasets", flat, threads=lambda n: 5 + n // 30), judged("datasets", flat, files=lambda n: 7 + n // 60),
+            judged("evaluations", flat, threads=lambda n: 5 + n // 50),
+            *(judged("evaluations", lambda n: 10**9 + n * leak) for leak in (49_000, 51_000)),
+            *(judged("resident", lambda n: flat(n) + n * leak) for leak in (450_000, 550_000)),
         ]))
     """
-    assert in_scripts(code) == [True] * 4 + [False] * 4
+    assert in_scripts(code) == [True] * 4 + [False] * 5 + [True, False] * 2
 
 
 def test_soak_judges_what_is_held(tmp_path, monkeypatch):
@@ -338,9 +341,9 @@ def test_soak_judges_what_is_held(tmp_path, monkeypatch):
         print(json.dumps([samples[-1].memory - samples[0].memory for samples in collected]))
     """
     monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
-    stream, evaluations, datasets = in_scripts(collects, str(tmp_path / "work.py"))
+    stream, evaluations, resident, datasets = in_scripts(collects, str(tmp_path / "work.py"))
     assert max(evaluations, datasets) < 3_000_000
-    assert stream > 10_000_000  # as in a training process: what the two above are spared
+    assert min(stream, resident) > 10_000_000  # as in a training process: what the two above are spared
 
 
 def test_soak_makes_images():
