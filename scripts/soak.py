@@ -4,10 +4,10 @@ usage: soak.py [--images=1000000] [--evaluations=50] [--datasets=200] [--backend
                [--files=GLOB] [--json=PATH] [--plot=PATH]
 
 Each part runs in a process of its own, for each backend: a stream of small images of which memory is sampled; a model that is
-evaluated again and again; datasets that are made, iterated once and dropped. Memory is the host's, of the whole process. Of
-evaluations and datasets it is what they hold, finely: they run with one arena of glibc's, which gives back what is free.
-"Resident" is four times as many evaluations, of a few batches each, with the allocator as it is in training, coarsely. Without
---files it makes small images itself. Exit code 1 if one grows by more than its bound.
+evaluated again and again; datasets that are made, iterated once and dropped. Memory is the host's, of the whole process. Of the
+stream it is the largest since the last sample. Of evaluations and datasets it is what they hold, finely: they run with one arena
+of glibc's, which gives back what is free. "Resident" is four times as many evaluations, of a few batches each, with the allocator
+as it is in training, coarsely. Without --files it makes small images itself. Exit code 1 if one grows by more than its bound.
 """
 
 import ctypes
@@ -93,9 +93,13 @@ class Sample(NamedTuple):
         if trim:
             gc.collect()
             ctypes.CDLL(None).malloc_trim(0)
-        with open("/proc/self/statm", encoding="ascii") as stream:
-            memory = int(stream.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        return cls(done, memory, len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")))
+        return cls(done, resident_bytes(), len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")))
+
+
+def resident_bytes() -> int:
+    """Returns the resident memory of this process."""
+    with open("/proc/self/statm", encoding="ascii") as stream:
+        return int(stream.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def main(arguments: list[str]) -> int:
@@ -244,10 +248,12 @@ def run_part(part: str, backend: str) -> Iterator[Sample]:
         batches = iter(distribute(spec, OPTIONS[backend], global_batch_size=batch_size).dataset)
         done = 0
         for number in range(num_samples):
+            peak = 0  # of all batches since the last sample: how many are in flight changes from one to the next
             while done < (number + 1) * work / num_samples:
                 next(batches)
                 done += batch_size
-            yield Sample.take(done)
+                peak = max(peak, resident_bytes())
+            yield Sample.take(done)._replace(memory=peak)
     elif part == "evaluations":
         yield from evaluate(work, None, distribute, dataset, OPTIONS[backend], batch_size, trim=True)
     elif part == "resident":
