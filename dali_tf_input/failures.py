@@ -16,15 +16,15 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from dali_tf_input.checks import BadImage, Checks
+from dali_tf_input.checks import MAX_PIXELS, BadImage, Checks
 from dali_tf_input.decoders import make_decode, read_header
 from dali_tf_input.example import decode_example
 from dali_tf_input.files import find_files, index_command, index_dir_of
-from dali_tf_input.manifest import read_index
+from dali_tf_input.manifest import Manifest, read_index
 from dali_tf_input.options import DaliOptions, TfDataOptions
 from dali_tf_input.order import Steps, shuffle
 from dali_tf_input.spec import DatasetSpec, InputSpec
-from dali_tf_input.summary import KEY_PRESETS
+from dali_tf_input.summary import KEY_PRESETS, FileEntry
 from dali_tf_input.tfrecord import Fault, InputError, find_records, read_record
 
 _logger = logging.getLogger("dali_tf_input")
@@ -37,13 +37,13 @@ _END_OF_JPEG = b"\xff\xd9"
 _STACK = re.compile(r'^ *File ".*\n(?: {4,}.*\n)?', re.MULTILINE)
 _OF_INPUT = re.compile(
     r"DALI_ERROR|nvidia\.dali\.fn|nvImageCodec|daliPipeline|Jpeg|JPEG|DecodePng|Parse\w*Example|(corrupted|truncated) record"
-    r"|Error in user-defined function passed to"
+    r"|Error in user-defined function passed to|Input dataset was expected to contain \d+ element"
 )
 _NO_WORDS = re.compile(
     r"^\s*(\[\[.*|<stack traces.*|Detected at node.*|Graph execution error:|Current pipeline object.*|while executing.*|in /.*"
-    r"|C\+\+ context.*|Critical error.*|encountered:|which was used in .*|Error DALI_ERROR.*|)\s*$"
+    r"|C\+\+ context.*|Critical error.*|encountered:|\[Op:.*|which was used in .*|Error DALI_ERROR.*|)\s*$"
 )
-_DALI_PLACE = re.compile(r"Failed to decode sample #\d+ : (.+) at index (\d+)$", re.MULTILINE)
+_DALI_PLACE = re.compile(r"(?:Failed to decode sample #\d+ :|Error while parsing TFRecord file:) (.+?) at index (\d+)\b")
 
 
 class Stopped(NamedTuple):
@@ -92,22 +92,29 @@ def explain(error: tf.errors.OpError, inputs: Sequence[Stopped], *, longest_sear
       where the error is not of the input.
     """
     message = _STACK.sub("", str(error.message or ""))
-    if isinstance(error, tf.errors.ResourceExhaustedError | tf.errors.CancelledError) or not _OF_INPUT.search(message):
+    if isinstance(error, tf.errors.ResourceExhaustedError | tf.errors.CancelledError):
+        return None
+    if not _OF_INPUT.search(message) and not any(file in message for stopped in inputs for file in stopped.spec.dataset.files):
         return None
     _logger.warning("The input stopped: looking for the record that did it (%.0f s at most).", longest_search * len(inputs))
     words = next((line.strip() for line in reversed(message.splitlines()) if not _NO_WORDS.match(line)), "no word")
-    commands, looked_at = [], 0
+    commands = [_command(stopped.spec.dataset) for stopped in inputs]
+    searches = [_Search(stopped, longest_search) for stopped in inputs]
+    # What the plans of all lead to comes before all records of any. The step may be another one than the optimizer counts: it
+    # counts updates, not batches, and an evaluation has steps of its own.
+    looks = (lambda search: search.look_at_place(message), _Search.look_at_likely, _Search.look_at_all)
     try:
-        for stopped in inputs:
-            command = _command(stopped.spec.dataset)
-            search = _Search(stopped, longest_search)
-            found = search.look_at_place(message) or search.look_at(_likely(stopped)) or search.look_at_all()
+        for look, (search, command) in itertools.product(looks, zip(searches, commands, strict=True)):
+            found = look(search)
             if found:
-                return BadRecordError(*found, command)
-            commands.append(command)
-            looked_at += search.looked_at
+                file, fault = found
+                return BadRecordError(file, fault, command)
     except (OSError, InputError) as problem:
-        return InputError(f"The input stopped ({words}), and its files cannot be looked at: {problem}")
+        return InputError(
+            f"The input stopped ({words}), and its files cannot be looked at: {problem} Put back what is missing, or index what "
+            "there is: " + "; ".join(commands)
+        )
+    looked_at = sum(search.looked_at for search in searches)
     return InputError(
         f"The input stopped ({words}), and none of {looked_at:,} records that were looked at is bad. Check them all: "
         + "; ".join(commands)
@@ -121,8 +128,25 @@ def _command(dataset: DatasetSpec) -> str:
         arguments += [f"--image_key={dataset.image_key}", f"--label_key={dataset.label_key}"]
     if dataset.label_offset:
         arguments.append(f"--label_offset={dataset.label_offset}")
+    entries = _entries(dataset)
+    for name, default in (("num_classes", None), ("decoder", "both"), ("max_pixels", MAX_PIXELS)):  # as they were checked by
+        values = {entry.checked_by.get(name, default) for entry in entries} - {default}
+        arguments += [f"--{name}={value}" for value in values if len(values) == 1]
+    if any(entry.verified == "decode" for entry in entries):
+        arguments.append("--force")  # else a file whose bytes rotted, and not its time, counts as unchanged
     index_dir = index_dir_of(dataset.files[0], dataset.index_files[0])
     return index_command(_pattern_of(dataset.files), index_dir=index_dir, arguments=arguments)
+
+
+def _entries(dataset: DatasetSpec) -> list[FileEntry]:
+    """Returns what the manifests say of the files of a dataset; nothing where they cannot be read."""
+    folders = [os.path.dirname(index_file) for index_file in dataset.index_files]
+    try:
+        manifests = {folder: Manifest.read(folder).entries for folder in set(folders)}
+    except InputError:
+        return []
+    found = (manifests[folder].get(os.path.basename(file)) for folder, file in zip(folders, dataset.files, strict=True))
+    return [entry for entry in found if entry]
 
 
 def _pattern_of(files: tuple[str, ...]) -> str | tuple[str, ...]:
@@ -131,7 +155,10 @@ def _pattern_of(files: tuple[str, ...]) -> str | tuple[str, ...]:
     pattern = glob.escape(start) + "*"
     if len(files) == 1 or os.path.dirname(start) != os.path.dirname(files[0]) or not os.path.basename(start):
         return files
-    return pattern if find_files(pattern) == files else files
+    try:
+        return pattern if set(find_files(pattern)) <= set(files) else files  # one may be gone
+    except InputError:
+        return files
 
 
 def _likely(stopped: Stopped) -> list[int]:
@@ -166,12 +193,12 @@ class _Search:
     """Looks at records, each as deep as it takes to refuse or accept it, until time is out."""
 
     def __init__(self, stopped: Stopped, seconds: float) -> None:
+        self._stopped = stopped
         self._dataset = dataset = stopped.spec.dataset
         self._decode = make_decode(
             Checks(verify="decode", decoder="dali" if isinstance(stopped.options, DaliOptions) else "tf_data")
         )
-        self._is_near = stopped.spec.planned and stopped.step is not None  # the plan says which records it can have been
-        self._end = time.monotonic() + seconds
+        self._left = seconds
         self._first_of_files = np.cumsum([0, *dataset.records_per_file])
         self._indexes: dict[int, list[tuple[int, int]]] = {}
         self._seen: set[int] = set()
@@ -197,30 +224,35 @@ class _Search:
 
     def look_at(self, records: Iterable[int]) -> tuple[str, Fault] | None:
         """Looks at records by their numbers among all; returns the file and the fault of the first bad one."""
-        for record in records:
-            if time.monotonic() > self._end:
-                return None
-            fault = self._find_fault(record)
-            if fault:
-                file = self._dataset.files[self._file_of(record)]
-                return file, self._number(file, fault)
-        return None
+        start = time.monotonic()
+        try:
+            for record in records:
+                if time.monotonic() > start + self._left:
+                    return None
+                fault = None if record in self._seen else self._find_fault(record)
+                if fault:
+                    file = self._dataset.files[self._file_of(record)]
+                    return file, self._number(file, fault)
+            return None
+        finally:
+            self._left -= time.monotonic() - start
+
+    def look_at_likely(self) -> tuple[str, Fault] | None:
+        """Looks at the records that the plan leads to."""
+        return self.look_at(_likely(self._stopped))
 
     def look_at_all(self) -> tuple[str, Fault] | None:
         """Looks at all records: first at their headers and ends, which is fast, then by decoding them."""
-        if self._is_near:
-            return None
-        end, now = self._end, time.monotonic()
-        total = self._dataset.num_records
-        self._end = now + (end - now) / 2
-        found = self.look_at(self._suspects(total))
-        self._end = end
-        return found or self.look_at(record for record in range(total) if record not in self._seen)
+        total, half = self._dataset.num_records, self._left / 2
+        self._left -= half
+        found = self.look_at(self._suspects(total, time.monotonic() + half))
+        self._left += half
+        return found or self.look_at(range(total))
 
-    def _suspects(self, total: int) -> Iterator[int]:
-        """Yields the records whose look from outside is not that of a sound image."""
+    def _suspects(self, total: int, end: float) -> Iterator[int]:
+        """Yields the records whose look from outside is not that of a sound image, until time is out."""
         for record in range(total):
-            if time.monotonic() > self._end:
+            if time.monotonic() > end:
                 return
             if record not in self._seen and self._looks_wrong(record):
                 yield record
@@ -253,7 +285,8 @@ class _Search:
         ):
             found, values = features.get(key, (None, []))
             if found != kind or len(values) != 1:
-                return fault(f"{what} missing", f"`{what}_key` '{key}' must be {kind} of 1 value, found {found or 'none'}.")
+                count = f"{found} of {len(values):,}" if found else "none"
+                return fault(f"{what} missing", f"`{what}_key` '{key}' must be {kind} of 1 value, found {count}.")
         encoded = features[self._dataset.image_key][1][0]
         if not encoded:
             return fault("empty image", f"`image_key` '{self._dataset.image_key}' holds 0 bytes.")
@@ -288,6 +321,8 @@ class _Search:
         try:
             for found in find_records(file, descriptor):
                 if isinstance(found, Fault):
+                    if found.offset + max(1, found.size) > fault.offset:
+                        break  # it is this one
                     number += 1
                     continue
                 before = list(itertools.takewhile(lambda place: place[0] < fault.offset, found))

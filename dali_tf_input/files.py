@@ -29,7 +29,8 @@ def find_files(files: Path | Sequence[Path]) -> tuple[str, ...]:
       InputError: a path does not exist, is a directory or a URL, or a pattern matches no file.
     """
     found: dict[tuple[int, int], str] = {}  # by device and inode: one stat for each file
-    for pattern in _patterns(files):
+    patterns = _patterns(files)
+    for pattern in patterns:
         _check_no_url(pattern)
         expanded = os.path.expanduser(pattern)
         if os.path.isdir(expanded):
@@ -40,6 +41,7 @@ def find_files(files: Path | Sequence[Path]) -> tuple[str, ...]:
         matches = 0
         for path in paths:
             if path.endswith(INDEX_SUFFIX) or os.path.basename(path) in (MANIFEST_NAME, BAD_RECORDS_NAME):
+                matches += path == expanded and len(patterns) > 1  # a shell expands a pattern to these too
                 continue
             try:
                 status = os.stat(path)
@@ -87,7 +89,7 @@ def index_command(files: Path | Sequence[Path], *, index_dir: Path | None = None
     for pattern in _patterns(files):
         folder, name = os.path.split(_absolute(pattern))
         by_folder.setdefault(folder, []).append(name)
-    paths = [os.path.join(folder, name) for folder, names in by_folder.items() for name in _shorten(names)]
+    paths = [path for folder, names in by_folder.items() for path in _shorten(folder, names)]
     index_folder = _absolute(os.fspath(index_dir)) if index_dir else ""
     through_make = not any(set(text) & set("'$\n") for text in [*paths, index_folder, *arguments])
     if through_make and all(argument == shlex.quote(argument) for argument in arguments):
@@ -98,12 +100,16 @@ def index_command(files: Path | Sequence[Path], *, index_dir: Path | None = None
     return shlex.join([".venv/bin/python", "scripts/index_tfrecords.py", *arguments, *paths])
 
 
-def _shorten(names: list[str]) -> list[str]:
-    """Returns a pattern for many names of one folder, where a common start makes one."""
+def _shorten(folder: str, names: list[str]) -> list[str]:
+    """Returns paths, or a pattern for many names of one folder, where a common start makes one."""
     start = os.path.commonprefix(names)  # noqa: RUF071 (of characters, as meant)
+    paths = [os.path.join(folder, name) for name in names]
     if len(names) <= 3 or not start:
-        return names
-    return [start + ("*-of-*" if all("-of-" in name[len(start) :] for name in names) else "*")]
+        return paths
+    start, rest = os.path.join(folder, start), len(start)
+    if os.path.exists(paths[0]):  # names of files, and not patterns
+        start = glob.escape(start)
+    return [start + ("*-of-*" if all("-of-" in name[rest:] for name in names) else "*")]
 
 
 def _patterns(files: Path | Sequence[Path]) -> list[str]:

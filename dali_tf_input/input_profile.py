@@ -15,7 +15,7 @@ _QUEUED = 4  # batches that a pipeline holds ready beside those of its prefetchi
 _AUTOTUNED = 16  # that prefetching may hold where tf.data chooses
 _MOST_SKIPPED = 64  # steps of an epoch that are not measured where nothing of the pipeline is known; at most half of it
 _WARMUP = 2  # calls of the training function on a cached batch that are not counted: one is traced
-_LONGEST_PAUSE = 5.0  # seconds
+_LONGEST_PAUSE = 60.0  # seconds; ended early, a CPU still makes input beside the cached steps and they come out too slow
 
 
 class EpochProfile(NamedTuple):

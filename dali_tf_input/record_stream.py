@@ -156,4 +156,6 @@ def read_stretch(file: tf.Tensor, offset: tf.Tensor, count: tf.Tensor, read_buff
     variant = tf.raw_ops.TFRecordDatasetV2(
         filenames=[file], compression_type="", buffer_size=tf.cast(buffer, tf.int64), byte_offsets=[offset]
     )
-    return tf.data.experimental.from_variant(variant, tf.TensorSpec((), tf.string)).take(count)
+    records = tf.data.experimental.from_variant(variant, tf.TensorSpec((), tf.string)).take(count)
+    # A file that was cut since is at its end for TensorFlow, and other records would take the place of those that are missing.
+    return records.apply(tf.data.experimental.assert_cardinality(tf.cast(count, tf.int64)))

@@ -4,6 +4,7 @@ A `*Spec` and a `Preprocess` (`preprocess`) say what comes out, the same for eve
 fast. Everything is checked when it is made, in Python, before a pipeline is.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -23,8 +24,8 @@ class DatasetSpec:
     """The records there are: made by `from_files`, which checks them.
 
     Attributes:
-      files: paths of the TFRecord files that hold records, sorted.
-      index_files: path of each file's index.
+      files: absolute paths of the TFRecord files that hold records, sorted.
+      index_files: absolute path of each file's index.
       records_per_file: how many records each index holds.
       left_out_per_file: how many faults each index leaves out; those records are not read.
       image_key: feature key of the encoded image, a bytes_list of one.
@@ -88,8 +89,8 @@ class DatasetSpec:
           InputError: no file matches, an index is missing, a file or its index changed since, a record lacks a feature or holds
             another kind of it, or a label is below `label_offset`.
         """
-        found = find_files(files)
-        index_files = index_files_of(found, index_dir=index_dir)
+        found = tuple(map(os.path.abspath, find_files(files)))  # a program may change its folder before they are read
+        index_files = tuple(map(os.path.abspath, index_files_of(found, index_dir=index_dir)))
         entries = read_entries(found, index_files, files)
         by_file = dict(zip(found, entries, strict=True))
         summary = summarise(by_file)

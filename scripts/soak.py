@@ -6,7 +6,7 @@ usage: soak.py [--images=1000000] [--evaluations=50] [--datasets=200] [--backend
 Each part runs in a process of its own, for each backend: a stream of small images of which memory is sampled; a model that is
 evaluated again and again; datasets that are made, iterated once and dropped. Memory is the host's, of the whole process. Of the
 stream it is the largest since the last sample. Of evaluations and datasets it is what they hold, finely: they run with one arena
-of glibc's, which gives back what is free. "Resident" is four times as many evaluations, of a few batches each, with the allocator
+of glibc's, which gives back what is free. "Resident" is eight times as many evaluations, of a few batches each, with the allocator
 as it is in training, coarsely. Without --files it makes small images itself. Exit code 1 if one grows by more than its bound.
 """
 
@@ -50,7 +50,7 @@ _WARM = 0.2  # of each part is not judged: caches and allocators fill
 # Largest growth after that: of memory a part of it, per evaluation or dataset bytes; of threads and descriptors none.
 _STREAM_SPREAD = 0.02
 _BYTES_EACH = {"evaluations": 50_000, "resident": 500_000, "datasets": 50_000}  # TensorFlow keeps a little of what it traced
-_RESIDENT_TIMES, _RESIDENT_BATCHES = 4, 8  # more and shorter evaluations: resident memory goes up and down by tens of MB
+_RESIDENT_TIMES, _RESIDENT_BATCHES = 8, 8  # more and shorter evaluations: resident memory goes up and down by tens of MB
 
 # Threads get arenas of glibc's, up to 8 for each core, and malloc_trim() leaves what is free at the top of all but the first
 # (malloc.c, mtrim). A pipeline starts threads anew: tens of MB that are free stay resident, more or less of them each time, in

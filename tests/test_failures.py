@@ -1,6 +1,8 @@
 """A record that stops training: the error names it, and its command mends it."""
 
 import itertools
+import json
+import os
 import subprocess
 import sys
 import types
@@ -202,6 +204,106 @@ def test_a_file_that_is_damaged_while_it_is_read(tmp_path):
         stream.write(b"\xff\0\xff")
     with pytest.raises(BadRecordError, match=r"train-2: record \d+, byte [\d,]+: unreadable: "):
         fit(train, make_model())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("order", ["global", "buffer"])
+@pytest.mark.parametrize("damage", ["cut in a record", "cut between records", "emptied", "length", "removed"])
+def test_a_file_that_changes_after_it_was_described(tmp_path, backend, order, damage):
+    """No record is lost without a word, and none counts twice in its number: it is that of `bad_records.jsonl`."""
+    dataset = write(tmp_path, {})
+    train = distribute(spec_of(dataset, order, buffer_size=8), BACKENDS[backend], global_batch_size=4)
+    offset, size = read_index(dataset.index_files[1])[23]
+    file = tmp_path / "train-1"
+    if damage == "removed":
+        file.unlink()
+    elif damage == "length":
+        with open(file, "r+b") as stream:
+            stream.seek(offset)
+            stream.write(b"\xff")
+    else:
+        os.truncate(file, {"cut in a record": offset + size // 2, "cut between records": offset, "emptied": 0}[damage])
+    with pytest.raises(InputError) as caught:
+        fit(train, make_model())
+    text = str(caught.value)
+    assert f"make index DATA='{tmp_path}/train-*' ARGS='--verify=decode --on_bad=skip'" in text
+    if damage == "removed":
+        assert f"{file}" in text
+        assert "Put back what is missing" in text
+        return
+    assert isinstance(caught.value, BadRecordError)
+    assert caught.value.file == str(file)
+    if damage in ("cut in a record", "length"):  # else the records that are missing are behind all there are
+        process = run("index_tfrecords.py", "--verify=decode", "--on_bad=skip", "--max_bad_fraction=1", f"{tmp_path}/train-*")
+        assert process.returncode == 0, process.stderr
+        listed = [json.loads(line)["record"] for line in (tmp_path / "bad_records.jsonl").read_text().splitlines()]
+        assert listed == [23]
+        assert caught.value.fault.record >= 23
+        if caught.value.fault.offset == offset:
+            assert caught.value.fault.record == 23
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_steps_of_its_own(tmp_path, backend):
+    """An evaluation, a prediction and a second `fit` count from 0, and accumulated gradients count less than one a batch."""
+    dataset = write(tmp_path, DAMAGES["truncated" if backend == "dali" else "text"][0])
+    train = distribute(spec_of(dataset), BACKENDS[backend], global_batch_size=2)
+    evaluation = InputSpec(dataset=dataset, preprocess=Preprocess.for_evaluation(8), order="sequential", repeat=False)
+    validation = distribute(evaluation, BACKENDS[backend], global_batch_size=2)
+    model = make_model()
+    for look in (model.evaluate, model.predict):
+        with pytest.raises(BadRecordError, match="train-1: record 23, byte"), validation.explain_errors(model):
+            look(validation.dataset, verbose=0)
+    accumulating = keras.optimizers.SGD(gradient_accumulation_steps=30)
+    model.compile(accumulating, model.loss)
+    with pytest.raises(BadRecordError, match="train-1: record 23, byte"):
+        fit(train, model)
+
+
+def test_from_another_folder(tmp_path, monkeypatch):
+    """Files that were named from a folder that the program left since."""
+    write(tmp_path, DAMAGES["text"][0])
+    monkeypatch.chdir(tmp_path)
+    dataset = DatasetSpec.from_files("train-*")
+    train = distribute(spec_of(dataset, "buffer", buffer_size=8), BACKENDS["dali"], global_batch_size=4)
+    monkeypatch.chdir("/")
+    with pytest.raises(BadRecordError) as caught:
+        fit(train, make_model())
+    assert caught.value.file == str(tmp_path / "train-1")
+    assert f"DATA='{tmp_path}/train-*'" in str(caught.value)
+
+
+def test_the_command_checks_as_before(tmp_path):
+    """What an index left out by checks of its own stays out; what was decoded before is decoded again."""
+    dataset = write(tmp_path, {"image/class/label": 9999})
+    pattern = str(tmp_path / "train-*")
+    for argument, expected in (
+        ("--verify=schema --num_classes=300", "--num_classes=300"),
+        (
+            "--verify=decode --num_classes=300 --decoder=tf_data --max_pixels=1000000",
+            "--num_classes=300 --decoder=tf_data --max_pixels=1000000 --force",
+        ),
+    ):
+        process = run("index_tfrecords.py", *argument.split(), "--on_bad=skip", "--max_bad_fraction=1", pattern)
+        assert process.returncode == 0, process.stderr
+        dataset = DatasetSpec.from_files(pattern)
+        assert failures._command(dataset) == f"make index DATA={pattern!r} ARGS='--verify=decode --on_bad=skip {expected}'"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Critical error in pipeline:\nFailed to decode sample #3 : {file} at index {offset}\nCurrent pipeline object",
+        "Error while parsing TFRecord file: {file} at index {offset} (some reason)\n",
+    ],
+)
+def test_what_dali_says(tmp_path, text):
+    dataset = write(tmp_path, DAMAGES["text"][0])
+    offset, _ = read_index(dataset.index_files[1])[23]
+    error = tf.errors.InternalError(None, None, "DALI_ERROR\n" + text.format(file=dataset.files[1], offset=offset))
+    found = explain(error, [Stopped(spec_of(dataset, "buffer"), BACKENDS["dali"], None, 4)], longest_search=0)
+    assert isinstance(found, BadRecordError)
+    assert found.fault.record == 23
 
 
 def test_other_errors_stay_as_they_are(tmp_path, dataset):
