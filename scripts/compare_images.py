@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> int:
         raise InputError(f"Unknown arguments: {' '.join(arguments)}.")
     if _NUM_IMAGES.value < 1:
         raise InputError(f"`num_images` must be at least 1, got {_NUM_IMAGES.value}.")
-    console.import_tensorflow()
+    tf = console.import_tensorflow()
     import numpy as np
 
     from dali_tf_input.dataset import make_dataset
@@ -37,10 +37,11 @@ def main(arguments: list[str]) -> int:
     spec = InputSpec(dataset=dataset, preprocess=preprocess, order="sequential")
     num_images = min(_NUM_IMAGES.value, dataset.num_records)
     batch_size = min(64, num_images)
-    batches = {
-        name: iter(make_dataset(spec, options, batch_size=batch_size))
-        for name, options in (("DALI", DaliOptions(device="cpu")), ("tf.data", TfDataOptions()))
-    }
+    with tf.device("CPU:0"):  # else TensorFlow puts DALI's dataset on a GPU where there is one
+        batches = {
+            name: iter(make_dataset(spec, options, batch_size=batch_size))
+            for name, options in (("DALI", DaliOptions(device="cpu")), ("tf.data", TfDataOptions()))
+        }
     scale = np.float32(preprocess.std)
     if _LAYOUT.value == "CHW":
         scale = scale[:, None, None]

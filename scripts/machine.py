@@ -75,15 +75,22 @@ def ask_driver(what: str) -> tuple[bool, str] | None:
 
 
 def tensorflow_sees_a_gpu() -> bool:
-    """Asks TensorFlow in a process of its own, so that this one never holds the GPU.
+    """Whether TensorFlow sees a GPU, see `count_gpus_of_tensorflow`."""
+    return count_gpus_of_tensorflow() > 0
+
+
+def count_gpus_of_tensorflow() -> int:
+    """Asks TensorFlow in a process of its own, so that this one never holds the GPU; those that are hidden do not count.
 
     Raises:
       InputError: it gives no answer.
     """
-    code = "import sys, tensorflow as tf; sys.exit(not tf.config.list_physical_devices('GPU'))"
+    code = "import tensorflow as tf; print('gpus', len(tf.config.list_physical_devices('GPU')))"
     try:
-        return console.call([sys.executable, "-c", code], seconds=_SECONDS)[0] == 0
+        _, output, _ = console.call([sys.executable, "-c", code], seconds=_SECONDS)
     except subprocess.TimeoutExpired as error:
         raise InputError(
             f"TensorFlow does not say within {_SECONDS} s which GPUs it sees. What works here? make doctor"
         ) from error
+    lines = [line.split() for line in output.splitlines()]
+    return next((int(words[1]) for words in lines if words[:1] == ["gpus"]), 0)  # none where TensorFlow does not load

@@ -80,7 +80,8 @@ def make_images(spec: InputSpec, num_images: int) -> tuple[dict[str, np.ndarray]
     images, labels = {}, {}
     for name, options in made.items():
         try:
-            batch, batch_labels = next(iter(make_dataset(spec, options, batch_size=num_images)))
+            with tf.device("CPU:0"):  # else TensorFlow puts DALI's dataset on a GPU where there is one
+                batch, batch_labels = next(iter(make_dataset(spec, options, batch_size=num_images)))
         except tf.errors.OpError as error:
             raise explain(error, [Stopped(spec, options, 0, num_images)]) or error from error
         images[name] = denormalise(batch.numpy(), spec.preprocess)

@@ -22,7 +22,8 @@ ORDER = flags.DEFINE_enum("order", "global", ["global", "buffer"], "How the reco
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 _KINDS = {"dali": DaliOptions, "tf_data": TfDataOptions}
 _LIMIT = 120  # seconds beyond the window after which the process counts as hung: TensorFlow's start, a search for a bad record
-_CRASHES = 3  # of the measuring process, in a row, after which something other than a setting is wrong
+_TRIES = 2  # a process that died once, of whatever, says nothing of a setting
+_CRASHES = 3 * _TRIES  # of the measuring process, in a row, after which something other than a setting is wrong
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,9 +150,26 @@ class Worker:
         """Measures a window of `seconds`; see `measure_settings.measure_setting`.
 
         Raises:
-          SettingError: the setting is refused, or the process died over it.
+          SettingError: the setting is refused, or the process died over it, twice, or hung.
           InputError: the process died over one setting after the other.
         """
+        for _ in range(_TRIES):
+            answer, code = self._ask(setting, seconds)
+            if answer is not None:
+                self._crashes = 0
+                if "error" in answer:
+                    raise SettingError(answer["error"])
+                return answer
+            self._crashes += 1
+            if self._crashes >= _CRASHES:
+                raise InputError(f"The measuring process died {_CRASHES} times in a row. {self._last_words()}")
+            if self._hung:
+                self._hung = False
+                raise SettingError(f"no answer within {_LIMIT + 10 * seconds:.0f} s")
+        raise SettingError(f"the process died ({signal.Signals(-code).name if code < 0 else f'exit code {code}'})")
+
+    def _ask(self, setting: Setting, seconds: float) -> tuple[dict[str, Any] | None, int]:
+        """Returns the answer on a setting, None where the process ended or was killed over it; and its exit code."""
         self.start()
         assert self._process is not None and self._process.stdin is not None
         answer = None
@@ -159,23 +177,14 @@ class Worker:
             self._process.stdin.write(json.dumps({"setting": setting.to_json(), "seconds": seconds}) + "\n")
             self._process.stdin.flush()
             answer = self._read(_LIMIT + 10 * seconds)
-        if answer is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(5)
-            console.kill(self._process)
-            code = self._process.returncode or 0
-            self._process = None
-            self._crashes += 1
-            if self._crashes == _CRASHES:
-                raise InputError(f"The measuring process died {_CRASHES} times in a row. {self._last_words()}")
-            if self._hung:
-                self._hung = False
-                raise SettingError(f"no answer within {_LIMIT + 10 * seconds:.0f} s")
-            raise SettingError(f"the process died ({signal.Signals(-code).name if code < 0 else f'exit code {code}'})")
-        self._crashes = 0
-        if "error" in answer:
-            raise SettingError(answer["error"])
-        return answer
+        if answer is not None:
+            return answer, 0
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(5)
+        console.kill(self._process)
+        code = self._process.returncode or 0
+        self._process = None
+        return None, code
 
     def _read(self, seconds: float) -> dict[str, Any] | None:
         """Returns the next answer; None where the process ended, or had to be killed as it gave none."""

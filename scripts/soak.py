@@ -6,8 +6,9 @@ usage: soak.py [--images=1000000] [--evaluations=50] [--datasets=200] [--backend
 Each part runs in a process of its own, for each backend: a stream of small images of which memory is sampled; a model that is
 evaluated again and again; datasets that are made, iterated once and dropped. Memory is the host's, of the whole process. Of the
 stream it is the largest since the last sample. Of evaluations and datasets it is what they hold, finely: they run with one arena
-of glibc's, which gives back what is free. "Resident" is eight times as many evaluations, of a few batches each, with the allocator
-as it is in training, coarsely. Without --files it makes small images itself. Exit code 1 if one grows by more than its bound.
+of glibc's, which gives back what is free. "Resident" is eight times as many evaluations, of a few batches each, with the
+allocator as it is in training, coarsely. Without --files it makes small images itself. Exit code 1 if one grows by more than its
+bound.
 """
 
 import ctypes

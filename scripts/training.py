@@ -232,10 +232,10 @@ def advise(profile: InputProfile) -> str:
     if wait < _LITTLE:
         return f"{text} It is fed well: faster input would gain that much at most."
     files = " ".join(shlex.quote(argument) for argument in input_flags.as_arguments(input_flags.FILES.value))
-    batch_size, order = train_flags.GLOBAL_BATCH_SIZE.value, train_flags.ORDER.value
-    size = f"--image_size={train_flags.IMAGE_SIZE.value} --batch_size={batch_size} --order={order}"
+    replicas, image_size, order = train_flags.REPLICAS.value, train_flags.IMAGE_SIZE.value, train_flags.ORDER.value
+    size = f"--image_size={image_size} --batch_size={train_flags.GLOBAL_BATCH_SIZE.value // replicas} --order={order}"
     return (
         f"{text} With input that is always there training would be {step / cached:.2f} times as fast.\n"
         f"  what costs:      scripts/profile_stages.py {files} {size}\n"
-        f"  faster options:  scripts/tune.py {files} {size}"
+        f"  faster options:  scripts/tune.py {files} {size} --replicas={replicas}"
     )

@@ -58,16 +58,18 @@ def main(arguments: list[str]) -> int:
     console.check_writable(_OUT.value, flag="out", suffix=".json")
     if _JSON.value:
         console.check_writable(_JSON.value, flag="json")
+        if os.path.realpath(_JSON.value) == os.path.realpath(_OUT.value):
+            raise InputError(f"`json` and `out` name the same file, {_OUT.value}: give each its own.")
     against = load_options(_AGAINST.value) if _AGAINST.value else None
     spec = settings.training_spec()
     about = machine.describe()
-    has_gpu = bool(about["gpus"]) and machine.tensorflow_sees_a_gpu()
-    here = settings.default_options(has_gpu=has_gpu)
+    num_gpus = machine.count_gpus_of_tensorflow() if about["gpus"] else 0
+    here = settings.default_options(has_gpu=num_gpus > 0)
     unknown = [name for name in _BACKENDS.value or [] if name not in here]
     if unknown or _BACKENDS.value == []:
         raise InputError(f"`backends` must be of {', '.join(here)} on this machine, got {', '.join(unknown) or 'none'}.")
     defaults = [Setting(here[name], spec.order) for name in here if name in (_BACKENDS.value or here)]
-    replicas = _REPLICAS.value or max(1, len(about["gpus"]))
+    replicas = _REPLICAS.value or max(1, num_gpus)
     cores = max(1, about["cores"] // replicas)
     machine.print_lines(about)
     if replicas > 1:

@@ -255,14 +255,14 @@ class Screen:
 
     def _find_what_is_refused(self, tuner: Tuner, choice: dict[str, int]) -> None:
         """Drops those values of a refused choice that are refused by themselves."""
-        tuner.measure(self.default)  # between two that may crash: three crashes in a row end the run
+        tuner.measure(self.default)  # between two that may crash: several crashes in a row end the run
         for name, value in choice.items():
             alone = self.setting({name: value})
             known = tuner.trial(alone).rates or tuner.trial(alone).is_refused
             if value and not known and not self.effects.windows(name, value) and tuner.has_time_for(2, reserve=tuner.reserve):
                 tuner.measure(alone)
                 tuner.measure(self.default)
-            if value and tuner.trial(alone).is_refused:
+            if value and tuner.trial(alone).is_refused and len(self.left[name]) > 1:
                 self._drop(name, value, tuner.trial(alone).verdict)
 
 
@@ -307,7 +307,10 @@ def try_all(tuner: Tuner, defaults: list[Setting], spaces: dict[str, dict[str, l
     while len(rivals) > 1 or not done:
         done = True
         for setting in rivals:
-            tuner.measure(setting)
+            if tuner.measure(setting) is None:  # between two that may crash: several crashes in a row end the run
+                works = next((known for known in rivals if tuner.trial(known).rates), None)
+                if works:
+                    tuner.measure(works)
         measured = [setting for setting in rivals if tuner.trial(setting).rates]
         if not measured:
             raise InputError(f"No setting could be measured. {tuner.refusals(defaults)}")

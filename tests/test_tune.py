@@ -6,6 +6,8 @@ import math
 import os
 import random
 import signal
+import subprocess
+import sys
 
 import pytest
 from absl import flags
@@ -319,6 +321,39 @@ def test_only_the_default_works(tuner_module, monkeypatch):
     assert machine.now <= 120 + 10
 
 
+def test_the_last_value_of_an_option_stays(tuner_module, monkeypatch):
+    """Though it is refused, as the others, the default's too, were dropped before."""
+    from settings import Setting
+    from spaces import space_of
+
+    machine = Refusing(rate_of, lambda options: options.num_parallel_calls == 6)
+    monkeypatch.setattr(tuner_module.time, "monotonic", lambda: machine.now)
+    search = tuner_module.Tuner(machine, tuner_module.Clock(1000), lambda text: None)
+    default = Setting(TfDataOptions())
+    screen = tuner_module.Screen(default, space_of(default.options, default.order, cores=4, fixed=True))
+    choice = dict.fromkeys(screen.left, 0) | {"threads": 3}
+    for left in ([1, 3], [3]):
+        screen.left["threads"] = left.copy()
+        screen._find_what_is_refused(search, choice)
+        assert screen.left["threads"] == left[:1]
+
+
+def test_every_combination_with_a_value_that_crashes(tuner_module, monkeypatch):
+    """What works is measured in between, so that the measuring process is not given up; the best is found all the same."""
+    from settings import Setting
+    from spaces import space_of
+
+    machine = Refusing(rate_of, lambda options: options.num_parallel_reads == 16, noise=0.0)
+    monkeypatch.setattr(tuner_module.time, "monotonic", lambda: machine.now)
+    default = Setting(TfDataOptions())
+    space = space_of(default.options, default.order, cores=4, fixed=True)
+    search = tuner_module.Tuner(machine, tuner_module.Clock(1), lambda text: None)
+    best = tuner_module.try_all(search, [default], {"tf_data": space})
+    assert rate_of(best) == pytest.approx(1150 * 1.08 * 1.04)
+    assert machine.most_in_a_row == 1
+    assert machine.refused > 10
+
+
 def test_a_rival_that_is_refused_leaves_the_others_their_rounds(tuner_module, monkeypatch):
     from settings import Setting
 
@@ -384,10 +419,21 @@ def test_a_measuring_process_that_dies_or_hangs(sample_folder, monkeypatch, tmp_
     with settings.Worker(str(tmp_path / "log"), files=files, batch_size=4) as worker:
         setting = settings.Setting(TfDataOptions())
         assert worker.measure(setting, seconds=0.1)["measured_batches"] > 0
-        os.kill(worker._process.pid, signal.SIGKILL)
+        os.kill(worker._process.pid, signal.SIGKILL)  # once is not the setting's fault
         worker._process.wait()
-        with pytest.raises(settings.SettingError, match="the process died"):
-            worker.measure(setting, seconds=0.1)
+        assert worker.measure(setting, seconds=0.1)["measured_batches"] > 0
+        with monkeypatch.context() as patched:
+
+            def start():
+                worker._process = subprocess.Popen([sys.executable, "-c", "exit(3)"], stdin=-1, stdout=-1, text=True)
+
+            worker.__exit__()
+            patched.setattr(worker, "start", start)
+            for _ in range(2):
+                with pytest.raises(settings.SettingError, match=r"the process died \(exit code 3\)"):
+                    worker.measure(setting, seconds=0.1)
+            with pytest.raises(InputError, match="The measuring process died 6 times in a row"):
+                worker.measure(setting, seconds=0.1)
         assert worker.measure(setting, seconds=0.1)["measured_batches"] > 0
         os.kill(worker._process.pid, signal.SIGSTOP)
         monkeypatch.setattr(settings, "_LIMIT", 1)
