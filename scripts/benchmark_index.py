@@ -56,10 +56,15 @@ def main(arguments: list[str]) -> int:
     for flag in (_REPEATS, _RECORDS):
         if flag.value < 1:
             raise InputError(f"`{flag.name}` must be at least 1, got {flag.value}.")
+    numbers = [int(number) if number.isdecimal() else 0 for number in _NUM_FILES.value]
+    if not numbers or min(numbers) < 1:
+        raise InputError(f"`num_files` must be whole numbers of at least 1, got {','.join(_NUM_FILES.value) or 'none'}.")
+    if _JSON.value:
+        console.check_writable(_JSON.value, flag="json")
     report = {**machine.describe(), "repeats": _REPEATS.value}
     folder = tempfile.mkdtemp(dir=_FOLDER.value)
     try:
-        report["sets"] = measure_sets(folder, [int(number) for number in _NUM_FILES.value])
+        report["sets"] = measure_sets(folder, numbers)
     finally:
         shutil.rmtree(folder)
     if _FILES.value:

@@ -205,6 +205,8 @@ def check_writable(path: str, *, flag: str, suffix: str = "") -> None:
         raise InputError(f"`{flag}` must end in {suffix}, got {path}.")
     if os.path.isdir(path):
         raise InputError(f"`{flag}` {path} is a folder: name a file.")
+    if os.path.exists(folder) and not os.path.isdir(folder):
+        raise InputError(f"`{flag}` {path}: {folder} is no folder. Name a file in one.")
     if not os.path.isdir(folder):
         raise InputError(f"`{flag}` {path}: there is no folder {folder}. Make it: mkdir -p {shlex.quote(folder)}")
     try:

@@ -15,7 +15,8 @@ import console
 import input_flags
 from dali_tf_input import InputError, Spread
 from dali_tf_input.example import decode_example
-from dali_tf_input.tfrecord import read_record, scan_records
+from dali_tf_input.manifest import read_index
+from dali_tf_input.tfrecord import read_record
 
 _NUM_IMAGES = flags.DEFINE_integer("num_images", 500, "How many images of each set are looked at, at most.")
 _REPEATS = flags.DEFINE_integer("repeats", 5, "How often each set is decoded.")
@@ -42,8 +43,8 @@ def read_images(pattern: str) -> list[bytes]:
     dataset = input_flags.dataset_spec([pattern])
     per_file = -(-_NUM_IMAGES.value // len(dataset.files))
     images = []
-    for file in dataset.files:
-        for _, (offset, _) in zip(range(per_file), scan_records(file), strict=False):
+    for file, index_file in zip(dataset.files, dataset.index_files, strict=True):
+        for offset, _ in read_index(index_file)[:per_file]:  # not of those that the index leaves out
             images.append(decode_example(read_record(file, offset))[dataset.image_key][1][0])
     return images
 

@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import select
 import shlex
 import shutil
@@ -296,11 +297,7 @@ def examine_files(files: list[str]) -> Iterator[Finding]:
     try:
         dataset = DatasetSpec.from_files(pattern, index_dir=input_flags.INDEX_DIR.value, **keys)
     except (InputError, OSError) as error:
-        mend = index_command(pattern, index_dir=input_flags.INDEX_DIR.value, arguments=arguments)
-        names = [os.path.expanduser(file) for file in files]
-        if not any(os.path.exists(name) or glob.glob(name) for name in names):
-            mend = f"ls {shlex.quote(os.path.dirname(names[0]) or '.')}    # what is there? then DATA='path/train-*'"
-        yield Finding("broken", "records", str(error), mend)
+        yield Finding("broken", "records", str(error), mend_records(str(error), files, given_keys=bool(arguments)))
         return
     left_out = sum(dataset.left_out_per_file)
     reports = sorted({os.path.join(os.path.dirname(file), "bad_records.jsonl") for file in dataset.index_files})
@@ -318,6 +315,25 @@ def examine_files(files: list[str]) -> Iterator[Finding]:
     else:
         low, high = dataset.label_range
         yield Finding("ok", "labels", f"{low} to {high}")
+
+
+def mend_records(error: str, files: list[str], *, given_keys: bool) -> str:
+    """Returns the command that mends what is wrong with records: that which the error names, or the one that shows more."""
+    named = re.search(r"(make index |\.venv/bin/python scripts/index_tfrecords\.py ).*", error)
+    paths = [os.path.abspath(os.path.expanduser(file)) for file in files]
+    folder = paths[0] if os.path.isdir(paths[0]) else os.path.dirname(paths[0])
+    if named or "://" in files[0]:
+        return named[0] if named else ""  # how a URL is copied is said
+    if not any(os.path.exists(path) or glob.glob(path) for path in paths):
+        return f"ls {shlex.quote(folder)}    # what is there? then DATA='path/train-*'"
+    if folder == paths[0]:
+        return f"make doctor DATA={shlex.quote(os.path.join(glob.escape(folder), '*-of-*'))}"
+    if " are left out" in error:
+        return f"head {shlex.quote(os.path.join(input_flags.INDEX_DIR.value or folder, 'bad_records.jsonl'))}"
+    if "_key`" in error or "label_offset`" in error:
+        keys = "" if given_keys else " ARGS='--image_key=KEY --label_key=KEY'"
+        return f"make doctor DATA={shlex.quote(paths[0])}{keys}"
+    return f"ls -l {shlex.quote(folder)}"
 
 
 def _anew() -> str:

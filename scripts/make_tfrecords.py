@@ -174,7 +174,7 @@ def read_labels(dataset: DatasetSpec) -> list[str] | None:
     path = os.path.join(os.path.dirname(dataset.files[0]), LABELS_NAME)
     if not os.path.exists(path):
         return None
-    with open(path, encoding="utf-8") as stream:
+    with open(path, encoding="utf-8", errors="surrogateescape") as stream:
         return stream.read().splitlines()
 
 

@@ -13,12 +13,7 @@ from absl import flags
 
 import console
 from dali_tf_input import DaliOptions, InputError, Preprocess, TfDataOptions
-
-tf = console.import_tensorflow()
-import keras  # noqa: E402  (after TensorFlow, whose chatter is held back)
-
-from dali_tf_input.distribute import enable_memory_growth  # noqa: E402
-from dali_tf_input.predict import iterate_batches  # noqa: E402
+from label_names import read_names
 
 _BACKENDS = {"tf_data": TfDataOptions(), "dali_cpu": DaliOptions(device="cpu"), "dali_gpu": DaliOptions(device="gpu")}
 
@@ -34,15 +29,26 @@ def main(arguments: list[str]) -> int:
     if _TOP.value < 1:
         raise InputError(f"`top` must be at least 1, got {_TOP.value}.")
     path, *images = arguments
+    names = read_names(_LABELS.value) if _LABELS.value else None
+    tf = console.import_tensorflow()
+    import keras  # after TensorFlow, whose chatter is held back
+
+    from dali_tf_input.distribute import enable_memory_growth
+    from dali_tf_input.predict import iterate_batches
+
     enable_memory_growth()
     try:
         model = keras.saving.load_model(path)
     except ValueError as error:
         raise InputError(f"{path} is no model that Keras saved: {str(error).splitlines()[0]}") from error
-    height, width = model.input_shape[1:3]
-    if height != width or not height:
-        raise InputError(f"{path} takes images of {model.input_shape[1:]}: only a fixed, square size is known how to make.")
-    names = read_labels()
+    shape = model.input_shape if isinstance(model.input_shape, tuple) else ()
+    height = shape[1] if len(shape) == 4 else None
+    if not height or shape[1:] != (height, height, 3):
+        raise InputError(f"{path} takes {shape[1:]}: it must take images of a fixed, square size with 3 channels, (n, n, 3).")
+    if names and len(names) < model.output_shape[-1]:
+        raise InputError(
+            f"`labels` {_LABELS.value} names {len(names):,} labels, and {path} tells {model.output_shape[-1]:,} apart."
+        )
     failed = 0
 
     def report(position: int, reason: str) -> None:
@@ -63,14 +69,6 @@ def main(arguments: list[str]) -> int:
     if rows:
         console.print_table(("image", "classes"), rows)
     return 1 if failed else 0
-
-
-def read_labels() -> list[str] | None:
-    """Returns the lines of --labels."""
-    if _LABELS.value is None:
-        return None
-    with open(_LABELS.value, encoding="utf-8") as stream:
-        return stream.read().splitlines()
 
 
 if __name__ == "__main__":

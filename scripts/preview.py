@@ -24,6 +24,7 @@ from dali_tf_input.example import decode_example
 from dali_tf_input.manifest import read_index
 from dali_tf_input.order import Places, Plan, Steps
 from dali_tf_input.tfrecord import read_record
+from label_names import read_names
 
 _OUT = flags.DEFINE_string("out", "sheet.png", "File for the contact sheet, a PNG.")
 _NUM_IMAGES = flags.DEFINE_integer("num_images", 8, "How many images are shown, at most.")
@@ -148,10 +149,7 @@ def open_original(encoded: bytes, spec: InputSpec, place: int) -> tuple[Image.Im
 def name_labels(labels: np.ndarray, spec: InputSpec) -> list[str]:
     """Returns the labels as text, with the names of labels.txt beside the files where there is one."""
     path = os.path.join(os.path.dirname(spec.dataset.files[0]), "labels.txt")
-    names: list[str] = []
-    if os.path.exists(path):
-        with open(path, encoding="utf-8", errors="replace") as stream:
-            names = [line.strip() for line in stream if line.strip()]
+    names = read_names(path) if os.path.exists(path) else []
     return [f"{label} {names[label]}" if 0 <= label < len(names) else str(label) for label in labels.tolist()]
 
 

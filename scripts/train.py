@@ -18,6 +18,7 @@ import console
 import input_flags
 import train_flags
 from dali_tf_input import DaliOptions, DatasetSpec, InputError, InputSpec, Preprocess, TfDataOptions, load_options
+from label_names import read_names
 
 flags.adopt_module_key_flags(train_flags)  # so that --help lists them
 _BACKENDS = {
@@ -32,6 +33,11 @@ def main(arguments: list[str]) -> int:
     train_flags.check(arguments)
     records: DatasetSpec = input_flags.dataset_spec(input_flags.FILES.value)
     num_classes = train_flags.NUM_CLASSES.value or count_classes(records)
+    if records.label_range and records.label_range[1] >= num_classes:
+        raise InputError(
+            f"There are {num_classes:,} classes by {'--num_classes' if train_flags.NUM_CLASSES.value else 'labels.txt'}, and "
+            f"labels go up to {records.label_range[1]:,}: --num_classes must be above it."
+        )
     preprocess = Preprocess.for_training(train_flags.IMAGE_SIZE.value)
     soft_labels = train_flags.MIXUP.value or train_flags.CUTMIX.value or train_flags.LABEL_SMOOTHING.value
     spec = InputSpec(
@@ -61,8 +67,7 @@ def count_classes(records: DatasetSpec) -> int:
         raise InputError(
             f"There is no {path} to count the classes by: give their number with --num_classes, or index with --verify=schema."
         )
-    with open(path, encoding="utf-8") as stream:
-        return sum(1 for line in stream if line.strip())
+    return len(read_names(path))
 
 
 if __name__ == "__main__":

@@ -306,6 +306,31 @@ def test_files_that_are_not_well(tmp_path):
     assert mend.strip() == f"-> make index DATA={file} ARGS=--verify=schema"
 
 
+def test_what_is_wrong_with_records_is_mended_by_its_own_command(tmp_path, monkeypatch):
+    """Not by `make index` whatever it is."""
+    doctor = import_doctor()
+    examples = [{"image": jpeg(8, 8) if n else b"", "label": n} for n in range(3)]
+    file = write_tfrecord(tmp_path / "train", examples)
+    build_index(file, Checks(verify="schema"), on_bad="skip", max_bad_fraction=1)
+    os.utime(file, (1, 1))
+    (finding,) = doctor.examine_files([file])
+    assert finding.mend == f"make index DATA={file} ARGS=--on_bad=skip"
+    assert finding.found.endswith(finding.mend)
+    (finding,) = doctor.examine_files([str(tmp_path)])
+    assert finding.mend == f"make doctor DATA='{tmp_path}/*-of-*'"
+    (finding,) = doctor.examine_files(["gs://bucket/train-*"])
+    assert "gcloud storage cp" in finding.found
+    assert not finding.mend
+    other = write_tfrecord(tmp_path / "other", [{"jpg": jpeg(8, 8), "cls": 1}])
+    build_index(other, Checks(verify="schema", image_key="jpg", label_key="cls"))
+    (finding,) = doctor.examine_files([other])
+    assert finding.mend == f"make doctor DATA={other} ARGS='--image_key=KEY --label_key=KEY'"
+    bad = write_tfrecord(tmp_path / "bad", [{"image": b"", "label": 1}])
+    build_index(bad, Checks(verify="schema"), on_bad="skip", max_bad_fraction=1)
+    (finding,) = doctor.examine_files([bad])
+    assert finding.mend == f"head {tmp_path}/bad_records.jsonl"
+
+
 def test_files_that_lost_records(tmp_path, monkeypatch):
     doctor = import_doctor()
     examples = [{"image": jpeg(8, 8) if n else b"", "label": n} for n in range(3)]

@@ -8,7 +8,7 @@ import nvidia.dali as dali
 import pytest
 import tensorflow as tf
 from conftest import image_zoo, jpeg, numbered_examples, write_tfrecord
-from test_scripts import run, run_cold
+from test_scripts import fails, run, run_cold
 
 from dali_tf_input import DaliOptions, DatasetSpec, InputError, InputSpec, Preprocess, TfDataOptions, build_index
 from dali_tf_input.dataset import make_dataset
@@ -133,3 +133,32 @@ def test_predict_script(model, tmp_path):
     assert sum(name in process.stdout for name in ("ant", "bee", "cat", "dog")) == 2
     process = run_cold(*command, tmp_path / "good.jpg")
     assert (process.returncode, process.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("labels", "error"),
+    [
+        (b"ant\nbee\n", "names 2 labels, and "),
+        (b"\n\n", "names no label"),
+        (None, "cannot be read: No such file"),
+        (b"\xe9\nb\nc\nd\n", ""),
+    ],
+)
+def test_predict_script_with_other_labels(model, tmp_path, labels, error):
+    model.save(tmp_path / "model.keras")
+    (tmp_path / "good.jpg").write_bytes(jpeg(40, 50))
+    if labels is not None:
+        (tmp_path / "labels.txt").write_bytes(labels)
+    process = run("predict.py", f"--labels={tmp_path}/labels.txt", tmp_path / "model.keras", tmp_path / "good.jpg")
+    if error:
+        fails(process, error)
+    else:
+        assert (process.returncode, process.stderr) == (0, "")
+
+
+def test_predict_script_with_a_model_of_other_inputs(tmp_path):
+    for number, shape in enumerate([(16, 16, 1), (16, 24, 3), (7,), (None, None, 3)]):
+        file = tmp_path / f"{number}.keras"
+        keras.Sequential([keras.layers.Input(shape), keras.layers.Dense(4)]).save(file)
+        process = run("predict.py", file, tmp_path / "good.jpg")
+        fails(process, f"{file} takes {shape}: it must take images of a fixed, square size with 3 channels")

@@ -868,6 +868,45 @@ def test_train_refuses(sample_folder, dataset, tmp_path):
         run("train.py", sample, "--label_key=label", cwd=sample_folder), "`label_key` 'label' is not in the records, which hold"
     )
     fails(run("train.py", f"--files={dataset.files[0]}"), "labels.txt to count the classes by: give their number")
+    fails(run("train.py", sample, f"--save={dataset.files[0]}/m.keras", cwd=sample_folder), f"{dataset.files[0]} is no folder")
+
+
+def test_labels_that_do_not_name_all_classes(tmp_path):
+    """Names in whatever encoding count; too few of them are an error before training, not in it."""
+    file = write_tfrecord(tmp_path / "train", numbered_examples(8))
+    assert run("index_tfrecords.py", file, "--verify=schema").returncode == 0
+    arguments = [f"--files={file}", "--epochs=1", "--image_size=8", "--global_batch_size=4"]
+    (tmp_path / "labels.txt").write_text("a\nb\n")
+    fails(run("train.py", *arguments), "There are 2 classes by labels.txt, and labels go up to 7: --num_classes must be above it")
+    fails(run("train.py", *arguments, "--num_classes=7"), "There are 7 classes by --num_classes, and labels go up to 7")
+    (tmp_path / "labels.txt").write_text("\n")
+    fails(run("train.py", *arguments), "labels.txt names no label")
+    (tmp_path / "labels.txt").write_bytes(b"\xe9\n" * 8 + b"\n")
+    process = run("train.py", *arguments)
+    assert (process.returncode, process.stderr) == (0, "")
+    assert run("describe_images.py", f"--files={file}", "--num_images=4", "--repeats=1").returncode == 0
+    fails(run("benchmark_index.py", "--num_files=4,x"), "`num_files` must be whole numbers of at least 1, got 4,x")
+    fails(run("benchmark_index.py", f"--json={tmp_path}/no/x.json"), "there is no folder")
+
+
+def test_images_are_described_without_those_that_are_left_out(tmp_path):
+    examples = numbered_examples(6)
+    examples[2]["image/encoded"] = b"text"
+    file = write_tfrecord(tmp_path / "train", examples)
+    assert run("index_tfrecords.py", file, "--verify=decode", "--on_bad=skip", "--max_bad_fraction=1").returncode == 0
+    process = run("describe_images.py", f"--files={file}", "--num_images=9", "--repeats=1")
+    assert (process.returncode, process.stderr) == (0, "")
+    assert re.search(rf"{file} +5 ", process.stdout)
+
+
+def test_a_shell_expands_a_pattern_to_indexes_too(tmp_path):
+    """The second time; they are passed over, as those that a pattern matches are."""
+    for number in range(2):
+        write_tfrecord(tmp_path / f"train-{number}", numbered_examples(2))
+    for _ in range(2):
+        process = run("index_tfrecords.py", *sorted(tmp_path.iterdir()))
+        assert process.returncode == 0, process.stderr
+    fails(run("index_tfrecords.py", tmp_path / "train-0.idx"), "No file matches")
 
 
 def test_compare_throughput(sample_folder, tmp_path):

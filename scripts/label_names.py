@@ -1,0 +1,19 @@
+"""labels.txt: the name of label i in line i + 1."""
+
+from dali_tf_input import InputError
+
+
+def read_names(path: str) -> list[str]:
+    """Returns the names of the labels; blank lines at the end are none, and bytes that are no UTF-8 are replaced.
+
+    Raises:
+      InputError: the file cannot be read, or names nothing.
+    """
+    try:
+        with open(path, encoding="utf-8", errors="replace") as stream:
+            names = [line.strip() for line in stream.read().rstrip().splitlines()]
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}.") from error
+    if not names:
+        raise InputError(f"{path} names no label: it needs one name a line. Remove it, or write them.")
+    return names
