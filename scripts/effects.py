@@ -13,6 +13,7 @@ _NOISE, _NOISE_WINDOWS = 0.04, 10  # of images/s, as seen on a shared machine; s
 _WORTH_AT_LEAST, _WORTH_AT_FIRST = 0.02, 0.5  # standard deviation of what the values of an option are worth
 _HUBER = 1.5  # times the noise, beyond which a window pulls no harder
 _STEPS = 20
+_ROUND_PRIOR = 1e-3  # next to nothing: a round may be anything
 
 
 class Effects:
@@ -52,31 +53,39 @@ class Effects:
 
     def fit(self) -> None:
         """Estimates anew what the values are worth; takes at least one window."""
-        values, rounds = len(self._columns), max(self._rounds) + 1
-        design = np.zeros((len(self._logs), values + rounds))
-        for row, (choice, number) in enumerate(zip(self._choices, self._rounds, strict=True)):
+        values, rounds = len(self._columns), np.array(self._rounds)
+        design = np.zeros((len(self._logs), values))
+        for row, choice in enumerate(self._choices):
             design[row, [self._columns[key] for key in choice.items()]] = 1
-            design[row, values + number] = 1
         logs = np.array(self._logs) - np.mean(self._logs)
         weights, noise = np.ones(len(logs)), _NOISE
         variances = np.full(values, _WORTH_AT_FIRST**2)
         for _ in range(_STEPS):
-            weighted = design * weights[:, None]
-            prior = np.concatenate([noise**2 / variances, np.full(rounds, 1e-3)])
-            normal = weighted.T @ design + np.diag(prior)
-            found = np.linalg.solve(normal, weighted.T @ logs)
+            weighted, prior = design * weights[:, None], noise**2 / variances
+            # The normal equations of values and rounds, the rounds eliminated: no window is in two, so that their block is
+            # diagonal, and the time grows with the windows and not with the third power of the rounds.
+            of_rounds = np.bincount(rounds, weights) + _ROUND_PRIOR
+            mixed = np.zeros((len(of_rounds), values))
+            np.add.at(mixed, rounds, weighted)
+            mixed /= of_rounds[:, None]
+            means = np.bincount(rounds, weights * logs) / of_rounds
+            normal = weighted.T @ design + np.diag(prior) - mixed.T @ (mixed * of_rounds[:, None])
             inverse = np.linalg.inv(normal)
-            covariance = inverse[:values, :values] * noise**2
+            worth = inverse @ (weighted.T @ logs - mixed.T @ (means * of_rounds))
+            levels = means - mixed @ worth
+            covariance = inverse * noise**2
             for columns in self._options:  # a step of expectation maximization: how much the option's values differ
-                mean = np.mean(found[columns] ** 2 + covariance.diagonal()[columns])
+                mean = np.mean(worth[columns] ** 2 + covariance.diagonal()[columns])
                 variances[columns] = max(_WORTH_AT_LEAST**2, mean)
-            errors = np.abs(logs - design @ found)
-            self._free = max(1e-9, len(logs) - np.trace(inverse @ (weighted.T @ design)))  # windows the model has not bent to
+            errors = np.abs(logs - design @ worth - levels[rounds])
+            bent = values + len(of_rounds) - inverse.diagonal() @ prior
+            bent -= _ROUND_PRIOR * np.sum(1 / of_rounds + np.einsum("rv,vw,rw->r", mixed, inverse, mixed))
+            self._free = max(1e-9, len(logs) - bent)  # windows the model has not bent to
             seen = 1.4826 * np.median(errors) * math.sqrt(len(logs) / self._free)  # as of a normal distribution
             noise = math.sqrt((self._free * seen**2 + _NOISE_WINDOWS * _NOISE**2) / (self._free + _NOISE_WINDOWS))
             weights = np.minimum(1, _HUBER * noise / np.maximum(errors, 1e-12))
-        self._worth, self._covariance = found[:values], covariance
-        self._base = float(np.mean(self._logs) + found[-1])  # of the last round
+        self._worth, self._covariance = worth, covariance
+        self._base = float(np.mean(self._logs) + levels[-1])  # of the last round
 
     def images_per_second(self, choice: dict[str, int]) -> float:
         """Returns what a setting should have reached in the last round."""
