@@ -206,9 +206,16 @@ def test_a_file_that_is_damaged_while_it_is_read(tmp_path):
         fit(train, make_model())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("order", ["global", "buffer"])
-@pytest.mark.parametrize("damage", ["cut in a record", "cut between records", "emptied", "length", "removed"])
+@pytest.mark.parametrize(
+    ("damage", "backend", "order"),
+    [
+        *itertools.product(["cut between records"], BACKENDS, ["global", "buffer"]),
+        *(("cut in a record", *how) for how in (("dali", "buffer"), ("tf_data", "global"))),
+        *(("emptied", *how) for how in (("dali", "global"), ("tf_data", "buffer"))),
+        *(("length", *how) for how in (("dali", "global"), ("tf_data", "buffer"))),
+        *(("removed", *how) for how in (("dali", "buffer"), ("tf_data", "global"))),
+    ],
+)
 def test_a_file_that_changes_after_it_was_described(tmp_path, backend, order, damage):
     """No record is lost without a word, and none counts twice in its number: it is that of `bad_records.jsonl`."""
     dataset = write(tmp_path, {})

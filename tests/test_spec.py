@@ -1,5 +1,6 @@
 import dataclasses
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,10 @@ from dali_tf_input import (
     ResizeRandomCrop,
     TfDataOptions,
     build_index,
+    find_files,
 )
 from dali_tf_input.dali_backend import decoder_hints
+from dali_tf_input.files import index_command
 
 
 def test_for_training():
@@ -240,3 +243,17 @@ def test_from_files_of_no_examples(tmp_path):
     build_index(file)
     with pytest.raises(InputError, match=r"no Examples with features.*make index .*--verify=schema"):
         DatasetSpec.from_files(file)
+
+
+def test_the_command_for_many_files_of_odd_names(tmp_path):
+    """It is a pattern of exactly these, whatever of a pattern is in their names; a pattern that is given stays one."""
+    folder = tmp_path / "d [v2]"
+    folder.mkdir()
+    files = [write_tfrecord(folder / f"t[1]*-{number}", numbered_examples(1)) for number in range(5)]
+    write_tfrecord(folder / "t1x-7", numbered_examples(1))  # which the names would match as patterns
+    with pytest.raises(InputError, match="5 of 5 files have no index") as caught:
+        DatasetSpec.from_files(files)
+    pattern = re.search("make index DATA='(.*)'$", str(caught.value))[1]
+    assert list(find_files(pattern)) == files
+    patterns = [f"{tmp_path}/train-{number}*" for number in range(5)]
+    assert index_command(patterns) == f"make index DATA='{tmp_path}/train-*'"
