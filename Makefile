@@ -72,7 +72,7 @@ gpu-check: $(READY)  ## On a machine with a GPU: check and measure all of it; be
 		$(RUN) scripts/gpu_table.py && exit $$status
 
 test: $(INSTALLED)  ## Run the tests (those that need a GPU: make test-gpu)
-	@$(RUN) -m pytest -n 3 --dist=worksteal $(ARGS)
+	@$(RUN) -m pytest -n 4 --dist=worksteal $(ARGS)
 
 test-gpu: $(INSTALLED)  ## Run the tests that need an NVIDIA GPU
 	@$(RUN) -m pytest -m gpu $(ARGS)

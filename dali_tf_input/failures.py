@@ -11,7 +11,7 @@ import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -98,7 +98,7 @@ def explain(error: tf.errors.OpError, inputs: Sequence[Stopped], *, longest_sear
         return None
     _logger.warning("The input stopped: looking for the record that did it (%.0f s at most).", longest_search * len(inputs))
     words = next((line.strip() for line in reversed(message.splitlines()) if not _NO_WORDS.match(line)), "no word")
-    commands = [_command(stopped.spec.dataset) for stopped in inputs]
+    commands = [_command(stopped.spec.dataset, stopped.options) for stopped in inputs]
     searches = [_Search(stopped, longest_search) for stopped in inputs]
     # What the plans of all lead to comes before all records of any. The step may be another one than the optimizer counts: it
     # counts updates, not batches, and an evaluation has steps of its own.
@@ -121,8 +121,8 @@ def explain(error: tf.errors.OpError, inputs: Sequence[Stopped], *, longest_sear
     )
 
 
-def _command(dataset: DatasetSpec) -> str:
-    """Returns the command that leaves out all that is bad of a dataset."""
+def _command(dataset: DatasetSpec, options: DaliOptions | TfDataOptions) -> str:
+    """Returns the command that leaves out all of a dataset that is bad for the backend of `options`."""
     arguments = ["--verify=decode", "--on_bad=skip"]
     if (dataset.image_key, dataset.label_key) not in KEY_PRESETS.values():
         arguments += [f"--image_key={dataset.image_key}", f"--label_key={dataset.label_key}"]
@@ -131,11 +131,16 @@ def _command(dataset: DatasetSpec) -> str:
     entries = _entries(dataset)
     for name, default in (("num_classes", None), ("decoder", "both"), ("max_pixels", MAX_PIXELS)):  # as they were checked by
         values = {entry.checked_by.get(name, default) for entry in entries} - {default}
+        values -= {"dali", "tf_data"} - {_decoder(options)}  # the other one was content with what stopped this one
         arguments += [f"--{name}={value}" for value in values if len(values) == 1]
     if any(entry.verified == "decode" for entry in entries):
         arguments.append("--force")  # else a file whose bytes rotted, and not its time, counts as unchanged
     index_dir = index_dir_of(dataset.files[0], dataset.index_files[0])
     return index_command(_pattern_of(dataset.files), index_dir=index_dir, arguments=arguments)
+
+
+def _decoder(options: DaliOptions | TfDataOptions) -> Literal["dali", "tf_data"]:
+    return "dali" if isinstance(options, DaliOptions) else "tf_data"
 
 
 def _entries(dataset: DatasetSpec) -> list[FileEntry]:
@@ -195,9 +200,9 @@ class _Search:
     def __init__(self, stopped: Stopped, seconds: float) -> None:
         self._stopped = stopped
         self._dataset = dataset = stopped.spec.dataset
-        self._decode = make_decode(
-            Checks(verify="decode", decoder="dali" if isinstance(stopped.options, DaliOptions) else "tf_data")
-        )
+        largest = [entry.checked_by.get("max_pixels", MAX_PIXELS) for entry in _entries(dataset)]
+        max_pixels = max(largest, default=MAX_PIXELS)
+        self._decode = make_decode(Checks(verify="decode", decoder=_decoder(stopped.options), max_pixels=max_pixels))
         self._left = seconds
         self._first_of_files = np.cumsum([0, *dataset.records_per_file])
         self._indexes: dict[int, list[tuple[int, int]]] = {}

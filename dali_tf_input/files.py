@@ -87,10 +87,10 @@ def index_command(files: Path | Sequence[Path], *, index_dir: Path | None = None
     """
     by_folder: dict[str, list[str]] = {}
     for pattern in _patterns(files):
-        folder, name = os.path.split(_absolute(pattern))
+        folder, name = os.path.split(absolute(pattern))
         by_folder.setdefault(folder, []).append(name)
     paths = [path for folder, names in by_folder.items() for path in _shorten(folder, names)]
-    index_folder = _absolute(os.fspath(index_dir)) if index_dir else ""
+    index_folder = absolute(os.fspath(index_dir)) if index_dir else ""
     through_make = not any(set(text) & set("'$\n") for text in [*paths, index_folder, *arguments])
     if through_make and all(argument == shlex.quote(argument) for argument in arguments):
         suffix = f" INDEX_DIR={_quote(index_folder)}" if index_folder else ""
@@ -127,8 +127,10 @@ def _check_no_url(path: str) -> None:
         )
 
 
-def _absolute(path: str) -> str:
-    return os.path.abspath(os.path.expanduser(path))
+def absolute(path: str) -> str:
+    """Returns an absolute path of the same file, "~" expanded; behind "..", a link leads elsewhere than its text says."""
+    path = os.path.expanduser(path)
+    return os.path.join(os.getcwd(), path) if ".." in path.split(os.sep) else os.path.abspath(path)
 
 
 def _quote(text: str) -> str:

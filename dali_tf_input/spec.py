@@ -4,12 +4,11 @@ A `*Spec` and a `Preprocess` (`preprocess`) say what comes out, the same for eve
 fast. Everything is checked when it is made, in Python, before a pipeline is.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from dali_tf_input.files import Path, find_files, index_command, index_files_of
+from dali_tf_input.files import Path, absolute, find_files, index_command, index_files_of
 from dali_tf_input.manifest import read_entries
 from dali_tf_input.options import check_choice
 from dali_tf_input.preprocess import Preprocess
@@ -89,8 +88,8 @@ class DatasetSpec:
           InputError: no file matches, an index is missing, a file or its index changed since, a record lacks a feature or holds
             another kind of it, or a label is below `label_offset`.
         """
-        found = tuple(map(os.path.abspath, find_files(files)))  # a program may change its folder before they are read
-        index_files = tuple(map(os.path.abspath, index_files_of(found, index_dir=index_dir)))
+        found = tuple(map(absolute, find_files(files)))  # a program may change its folder before they are read
+        index_files = tuple(map(absolute, index_files_of(found, index_dir=index_dir)))
         entries = read_entries(found, index_files, files)
         by_file = dict(zip(found, entries, strict=True))
         summary = summarise(by_file)

@@ -45,6 +45,8 @@ def main(arguments: list[str]) -> int:
     height = shape[1] if len(shape) == 4 else None
     if not height or shape[1:] != (height, height, 3):
         raise InputError(f"{path} takes {shape[1:]}: it must take images of a fixed, square size with 3 channels, (n, n, 3).")
+    if not isinstance(model.output_shape, tuple) or not model.output_shape[-1]:
+        raise InputError(f"{path} gives {model.output_shape}: it must give the logits of a known number of classes.")
     if names and len(names) < model.output_shape[-1]:
         raise InputError(
             f"`labels` {_LABELS.value} names {len(names):,} labels, and {path} tells {model.output_shape[-1]:,} apart."

@@ -284,17 +284,21 @@ def test_the_command_checks_as_before(tmp_path):
     """What an index left out by checks of its own stays out; what was decoded before is decoded again."""
     dataset = write(tmp_path, {"image/class/label": 9999})
     pattern = str(tmp_path / "train-*")
-    for argument, expected in (
-        ("--verify=schema --num_classes=300", "--num_classes=300"),
+    for argument, options, expected in (
+        ("--verify=schema --num_classes=300", BACKENDS["dali"], "--num_classes=300"),
         (
             "--verify=decode --num_classes=300 --decoder=tf_data --max_pixels=1000000",
+            BACKENDS["tf_data"],
             "--num_classes=300 --decoder=tf_data --max_pixels=1000000 --force",
         ),
+        ("--verify=decode --decoder=tf_data", BACKENDS["dali"], "--force"),  # tf.data's was content: both are asked now
     ):
         process = run("index_tfrecords.py", *argument.split(), "--on_bad=skip", "--max_bad_fraction=1", pattern)
         assert process.returncode == 0, process.stderr
         dataset = DatasetSpec.from_files(pattern)
-        assert failures._command(dataset) == f"make index DATA={pattern!r} ARGS='--verify=decode --on_bad=skip {expected}'"
+        assert (
+            failures._command(dataset, options) == f"make index DATA={pattern!r} ARGS='--verify=decode --on_bad=skip {expected}'"
+        )
 
 
 @pytest.mark.parametrize(

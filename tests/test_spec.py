@@ -245,6 +245,22 @@ def test_from_files_of_no_examples(tmp_path):
         DatasetSpec.from_files(file)
 
 
+def test_behind_a_link(tmp_path, monkeypatch):
+    """The folder above a link's is that of where it leads, and not of where it stands."""
+    for folder in ("cwd", "there/sub", "there/data", "data"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "cwd" / "link").symlink_to(tmp_path / "there" / "sub")
+    write_tfrecord(tmp_path / "there" / "data" / "t-0", numbered_examples(3))
+    build_index(write_tfrecord(tmp_path / "data" / "t-0", numbered_examples(1)))
+    monkeypatch.chdir(tmp_path / "cwd")
+    build_index("link/../data/t-0")
+    dataset = DatasetSpec.from_files("link/../data/t-*")
+    assert dataset.num_records == 3
+    monkeypatch.chdir("/")
+    assert os.path.samefile(dataset.files[0], tmp_path / "there" / "data" / "t-0")
+    assert os.path.isabs(dataset.index_files[0])
+
+
 def test_the_command_for_many_files_of_odd_names(tmp_path):
     """It is a pattern of exactly these, whatever of a pattern is in their names; a pattern that is given stays one."""
     folder = tmp_path / "d [v2]"
