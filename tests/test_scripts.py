@@ -636,7 +636,7 @@ def run_printed(text):
     command = command.replace(".venv/bin/python", sys.executable)
     made = f"{environment}/.installed"
     command = command.replace("make index", f"make --no-print-directory -o {made} VENV={environment} index")
-    command = f"unset MAKEFLAGS MAKEOVERRIDES; {command}"  # `make test ARGS=...` is of these tests, and not of the command
+    command = f"unset MAKEFLAGS ARGS DATA INDEX_DIR; {command}"  # `make test ARGS=...` is of these tests, and not of the command
     return subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
 
 
