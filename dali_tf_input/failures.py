@@ -1,7 +1,7 @@
 """When a record stops training: which one it was, in which file, and the command that leaves it out.
 
 TensorFlow's error names an operation and DALI's at best a byte offset. But a planned order is arithmetic: from the step that
-failed follow its records, and those are looked at here one by one; without a plan all of them are, for a minute at most.
+failed follow its records, which are looked at here one by one, and after them, or without a plan, all; for a minute at most.
 """
 
 import glob
@@ -162,7 +162,7 @@ def _pattern_of(files: tuple[str, ...]) -> str | tuple[str, ...]:
         return files
     try:
         return pattern if set(find_files(pattern)) <= set(files) else files  # one may be gone
-    except InputError:
+    except (InputError, OSError):  # said of the files themselves, as they are looked at
         return files
 
 

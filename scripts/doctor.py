@@ -254,7 +254,7 @@ def examine_plugin(trier: Trier, *, on_gpu: bool) -> Iterator[Finding]:
 def examine_cores() -> Iterator[Finding]:
     """Compares the cores that this process may use with those that there are."""
     usable, all_cores = len(os.sched_getaffinity(0)), os.cpu_count() or 1
-    quota, allowed = cpu_quota(), cpus_allowed()
+    quota, allowed = machine.cpu_quota(), machine.cpus_allowed()
     if usable < min(all_cores, allowed or all_cores):
         found = f"this process may use {usable} of {all_cores}"
         yield Finding(
@@ -267,26 +267,6 @@ def examine_cores() -> Iterator[Finding]:
         )
     else:
         yield Finding("ok", "cores", f"{usable}" + (f" of {all_cores}, all of this container" if usable < all_cores else ""))
-
-
-def cpus_allowed(path: str = "/sys/fs/cgroup/cpuset.cpus.effective") -> int | None:
-    """Returns how many cores the control group of this process has, written like "0-3,8", or None where that is not known."""
-    try:
-        with open(path, encoding="ascii") as stream:
-            spans = [span.split("-") for span in stream.read().strip().split(",")]
-        return sum(int(span[-1]) - int(span[0]) + 1 for span in spans)
-    except (OSError, ValueError):
-        return None
-
-
-def cpu_quota(path: str = "/sys/fs/cgroup/cpu.max") -> float | None:
-    """Returns how many cores' time the control group of this process has, or None where nothing limits it."""
-    try:
-        with open(path, encoding="ascii") as stream:
-            quota, period = stream.read().split()
-        return None if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):
-        return None
 
 
 def examine_files(files: list[str]) -> Iterator[Finding]:
@@ -321,9 +301,9 @@ def mend_records(error: str, files: list[str], *, given_keys: bool) -> str:
     """Returns the command that mends what is wrong with records: that which the error names, or the one that shows more."""
     named = re.search(r"(make index |\.venv/bin/python scripts/index_tfrecords\.py ).*", error)
     paths = [os.path.abspath(os.path.expanduser(file)) for file in files]
-    folder = paths[0] if os.path.isdir(paths[0]) else os.path.dirname(paths[0])
     if named or "://" in files[0]:
         return named[0] if named else ""  # how a URL is copied is said
+    folder = paths[0] if os.path.isdir(paths[0]) else os.path.dirname(paths[0])
     if not any(os.path.exists(path) or glob.glob(path) for path in paths):
         return f"ls {shlex.quote(folder)}    # what is there? then DATA='path/train-*'"
     if folder == paths[0]:
@@ -331,8 +311,7 @@ def mend_records(error: str, files: list[str], *, given_keys: bool) -> str:
     if " are left out" in error:
         return f"head {shlex.quote(os.path.join(input_flags.INDEX_DIR.value or folder, 'bad_records.jsonl'))}"
     if "_key`" in error or "label_offset`" in error:
-        keys = "" if given_keys else " ARGS='--image_key=KEY --label_key=KEY'"
-        return f"make doctor DATA={shlex.quote(paths[0])}{keys}"
+        return f"make doctor DATA={shlex.quote(paths[0])}" + ("" if given_keys else " ARGS='--image_key=KEY --label_key=KEY'")
     return f"ls -l {shlex.quote(folder)}"
 
 

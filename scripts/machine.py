@@ -94,3 +94,23 @@ def count_gpus_of_tensorflow() -> int:
         ) from error
     lines = [line.split() for line in output.splitlines()]
     return next((int(words[1]) for words in lines if words[:1] == ["gpus"]), 0)  # none where TensorFlow does not load
+
+
+def cpus_allowed(path: str = "/sys/fs/cgroup/cpuset.cpus.effective") -> int | None:
+    """Returns how many cores the control group of this process has, written like "0-3,8", or None where that is not known."""
+    try:
+        with open(path, encoding="ascii") as stream:
+            spans = [span.split("-") for span in stream.read().strip().split(",")]
+        return sum(int(span[-1]) - int(span[0]) + 1 for span in spans)
+    except (OSError, ValueError):
+        return None
+
+
+def cpu_quota(path: str = "/sys/fs/cgroup/cpu.max") -> float | None:
+    """Returns how many cores' time the control group of this process has, or None where nothing limits it."""
+    try:
+        with open(path, encoding="ascii") as stream:
+            quota, period = stream.read().split()
+        return None if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError):
+        return None

@@ -234,12 +234,12 @@ def test_cores(monkeypatch, tmp_path):
     allowed = tmp_path / "cpuset"
     for text, number in (("0-3,8\n", 5), ("2", 1), ("0-7", 8), ("", None)):
         allowed.write_text(text)
-        assert doctor.cpus_allowed(str(allowed)) == number
-    assert doctor.cpus_allowed(str(tmp_path / "none")) is None
+        assert doctor.machine.cpus_allowed(str(allowed)) == number
+    assert doctor.machine.cpus_allowed(str(tmp_path / "none")) is None
     found = []
     for text in ("max 100000", "150000 100000", "rubbish", None):
         quota.write_text(text) if text else quota.unlink()
-        found.append(doctor.cpu_quota(str(quota)))
+        found.append(doctor.machine.cpu_quota(str(quota)))
     assert found == [None, 1.5, None, None]
     monkeypatch.setattr(doctor.os, "cpu_count", lambda: 8)
     for usable, part, cpuset, state in (
@@ -250,8 +250,8 @@ def test_cores(monkeypatch, tmp_path):
         (8, None, 8, "ok"),
     ):
         monkeypatch.setattr(doctor.os, "sched_getaffinity", lambda _, usable=usable: set(range(usable)))
-        monkeypatch.setattr(doctor, "cpu_quota", lambda part=part: part)
-        monkeypatch.setattr(doctor, "cpus_allowed", lambda cpuset=cpuset: cpuset)
+        monkeypatch.setattr(doctor.machine, "cpu_quota", lambda part=part: part)
+        monkeypatch.setattr(doctor.machine, "cpus_allowed", lambda cpuset=cpuset: cpuset)
         (finding,) = doctor.examine_cores()
         assert (finding.state, bool(finding.mend)) == (state, state == "warning")
 
