@@ -1,4 +1,4 @@
-"""Images per second of anything that yields batches, measured in a counted window after a warm-up."""
+"""Images per second of anything that yields batches, over a counted window after a warm-up."""
 
 import statistics
 import time
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from dali_tf_input.tfrecord import InputError
+from dali_tf_input.errors import InputError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Window:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spread:
+class Stats:
     """Median, smallest and largest of repeated measurements."""
 
     median: float
@@ -43,8 +43,8 @@ class Spread:
     maximum: float
 
     @classmethod
-    def of(cls, values: list[float]) -> "Spread":
-        """Returns the spread of at least one value; the median of an even number is the mean of the middle two."""
+    def of(cls, values: list[float]) -> "Stats":
+        """Returns the statistics of at least one value."""
         return cls(median=statistics.median(values), minimum=min(values), maximum=max(values))
 
 
@@ -60,16 +60,17 @@ def measure(
     """Takes batches until `seconds` have passed and returns the counted window.
 
     Args:
-      batches: an iterator that does not end within the window; batches still queued from before are taken first.
+      batches: an iterator that does not end within the window.
       batch_size: images in each batch, at least 1.
-      seconds: how long the window lasts at least; it ends with the first batch at or after that. Above 0.
-      warmup_batches: batches taken before the clock starts, at least 0. Take more than any queue between the pipeline and
-        `batches` holds: batches that were made while nobody measured would count as free.
+      seconds: how long the window lasts at least, above 0; it ends with the first batch at or after
+        it.
+      warmup_batches: batches taken before the clock starts, at least 0. Take more than the queues
+        of the pipeline hold: batches that were made before the window would count as free.
       clock: returns the wall time in seconds.
       cpu_clock: returns the CPU time of this process in seconds.
 
     Raises:
-      InputError: an argument is out of its range, or `batches` ended.
+      InputError: an argument is out of range, or `batches` ended.
     """
     if batch_size < 1:
         raise InputError(f"`batch_size` must be at least 1, got {batch_size}.")
@@ -87,7 +88,9 @@ def measure(
             measured_batches += 1
             elapsed = clock() - start
     except StopIteration as error:
-        raise InputError("`batches` ended before the window did: measure a dataset that repeats.") from error
+        raise InputError(
+            "`batches` ended before the window did: measure a dataset that repeats."
+        ) from error
     return Window(
         measured_batches=measured_batches,
         batch_size=batch_size,

@@ -7,15 +7,17 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from dali_tf_input.distribute import Distributed
+from dali_tf_input.distribution import Distributed
+from dali_tf_input.errors import InputError
 from dali_tf_input.options import AUTOTUNE, DaliOptions
-from dali_tf_input.tfrecord import InputError
 
-_QUEUED = 4  # batches that a pipeline holds ready beside those of its prefetching: nobody waited for them
-_AUTOTUNED = 16  # that prefetching may hold where tf.data chooses
-_MOST_SKIPPED = 64  # steps of an epoch that are not measured where nothing of the pipeline is known; at most half of it
-_WARMUP = 2  # calls of the training function on a cached batch that are not counted: one is traced
-_LONGEST_PAUSE = 60.0  # seconds; ended early, a CPU still makes input beside the cached steps and they come out too slow
+_QUEUED = 4  # batches that a pipeline holds in addition to its prefetching: nobody waited for them
+_AUTOTUNED = 16  # batches that prefetching may hold if tf.data chooses
+# Steps of an epoch that are not measured if nothing is known of the pipeline; at most half of it.
+_MOST_SKIPPED = 64
+_WARMUP = 2  # uncounted calls of the training function on the cached batch: one is traced
+# Seconds. A shorter pause leaves the pipeline running, and on a CPU slows the cached steps.
+_LONGEST_PAUSE = 60.0
 
 
 class EpochProfile(NamedTuple):
@@ -23,9 +25,9 @@ class EpochProfile(NamedTuple):
 
     Attributes:
       epoch: its number, from 0.
-      steps: how many of its steps were measured; 0 where it has too few, and nothing else is known.
-      step_seconds: mean time of a step, input included.
-      cached_step_seconds: mean time of the same step on a batch that is there already.
+      steps: how many of its steps were measured; 0 if it has too few, and nothing else is known.
+      step_seconds: mean time of a step, including its input.
+      cached_step_seconds: mean time of the same step on a cached batch.
     """
 
     epoch: int
@@ -35,34 +37,40 @@ class EpochProfile(NamedTuple):
 
     @property
     def wait(self) -> float:
-        """Which part of a step the model waits for its input, in [0, 1): what a cached batch saves."""
+        """The part of a step that the model waits for input, in [0, 1)."""
         return max(0.0, 1 - self.cached_step_seconds / self.step_seconds) if self.steps else 0.0
 
 
 class InputProfile(keras.callbacks.Callback):  # type: ignore[misc]
-    """Measures in each epoch which part of the step the model waits for input, against the same step on one cached batch.
+    """Measures which part of a step the model waits for input, against the step on a cached batch.
 
-    Give it to ``model.fit(train.dataset, callbacks=[InputProfile(train)], ...)``. Its `epochs` hold an `EpochProfile`
-    for each epoch, and the logs of the epoch have "input_wait", for History and for callbacks behind this one.
+    Use it as ``model.fit(train.dataset, callbacks=[InputProfile(train)], ...)``. Its `epochs` hold
+    an `EpochProfile` per epoch, and the logs of an epoch have "input_wait", for History and for
+    later callbacks.
 
-    What the wait is depends on both: a model on CPU also runs slower while input is made beside it, which counts as waiting. The
-    steps on the cached batch train for nothing: model, metrics and optimizers (those that are attributes of the model too) are
-    brought back to what they were, exactly; TensorFlow's own random generators are not. Each step is waited for (on a GPU, the
-    host otherwise runs ahead). The first steps of an epoch are not measured: they are fed from what the pipeline had ready. An
-    epoch of fewer steps than that says nothing.
+    On a CPU the model also runs slower while input is made beside it; that counts as waiting. The
+    steps on the cached batch leave no trace: model, metrics and optimizers (also those that are
+    attributes of the model) are restored exactly, but not TensorFlow's own random generators. Each
+    step waits for the devices, as a host otherwise runs ahead of a GPU. The first steps of an epoch
+    are not measured: they are fed from full queues. Epochs of no more steps than that are not
+    measured.
     """
 
-    def __init__(self, train: Any, *, cached_steps: int = 16, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, train: Any, *, cached_steps: int = 16, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         """Makes a callback.
 
         Args:
-          train: what `distribute` returned, or any dataset that `fit` iterates; one batch is taken from an iterator of its own.
-          cached_steps: steps on that batch after each epoch, at least 1 (rounded up to `steps_per_execution`).
+          train: what `distribute` returned, or any dataset that `fit` iterates; one batch is taken
+            from it, with an iterator of its own.
+          cached_steps: steps on that batch after each epoch, at least 1; rounded up to
+            `steps_per_execution`.
           clock: returns the wall time in seconds.
 
         Raises:
-          InputError: `cached_steps` is below 1; or, when training begins, the model has `steps_per_execution` above 1 under a
-            strategy of several replicas.
+          InputError: `cached_steps` is below 1; or, when training begins, the model has
+            `steps_per_execution` above 1 under a strategy of several replicas.
         """
         super().__init__()
         if cached_steps < 1:
@@ -83,15 +91,15 @@ class InputProfile(keras.callbacks.Callback):  # type: ignore[misc]
         strategy = self.model.distribute_strategy
         if self.model.steps_per_execution > 1 and strategy.num_replicas_in_sync > 1:
             raise InputError(
-                f"`steps_per_execution` {self.model.steps_per_execution} cannot be profiled under a strategy of several "
-                "replicas: compile with 1."
+                f"`steps_per_execution` {self.model.steps_per_execution} cannot be profiled under a"
+                " strategy of several replicas: compile with 1."
             )
         if self._batch is None:
             self._batch = next(iter(self._dataset))
         self._traced = False
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Begins anew."""
+        """Forgets the steps of the epoch before."""
         self._calls = []
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -107,7 +115,7 @@ class InputProfile(keras.callbacks.Callback):  # type: ignore[misc]
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Measures the same steps on the cached batch."""
         per_call = self.model.steps_per_execution
-        # The first call of a `fit` is traced, and the batches that were ready before the epoch were waited for by nobody.
+        # The first call of a `fit` is traced, and the first batches were ready before the epoch.
         skipped = max(-(-self._queued // per_call), 0 if self._traced else _WARMUP)
         if not self._known:
             skipped = max(skipped, min(_MOST_SKIPPED // per_call, len(self._calls) // 2))
@@ -117,21 +125,26 @@ class InputProfile(keras.callbacks.Callback):  # type: ignore[misc]
             self.epochs.append(EpochProfile(epoch, 0, 0.0, 0.0))
             return
         seconds = sum(seconds for _, seconds in calls) / len(calls) / per_call
-        time.sleep(min(_LONGEST_PAUSE, self._queued * seconds))  # until the input has filled its queues and works no more
-        found = EpochProfile(epoch, len(calls) * per_call, seconds, self._time_cached_step(per_call))
+        time.sleep(min(_LONGEST_PAUSE, self._queued * seconds))  # until the input's queues are full
+        found = EpochProfile(
+            epoch, len(calls) * per_call, seconds, self._time_cached_step(per_call)
+        )
         self.epochs.append(found)
         if logs is not None:
             logs["input_wait"] = found.wait
 
     def _time_cached_step(self, per_call: int) -> float:
-        """Returns the mean time of a step on the cached batch, and leaves model and optimizer as they are."""
+        """Returns the mean time of a step on the cached batch; restores model and optimizers."""
         held = [*self.model.variables, *self.model.metrics_variables]
         for optimizer in _optimizers_of(self.model):
             held += optimizer.variables
-        before = [(variable, variable.numpy()) for variable in {id(variable): variable for variable in held}.values()]
+        before = [
+            (variable, variable.numpy())
+            for variable in {id(variable): variable for variable in held}.values()
+        ]
         calls = -(-self._cached_steps // per_call)
         batches: Any = [self._batch]
-        if per_call > 1:  # Keras runs several steps in one call of TensorFlow's over an iterator of its own only
+        if per_call > 1:  # then Keras needs an iterator of TensorFlow's own
             batches = iter(tf.data.Dataset.from_tensors(self._batch).repeat())
         try:
             start = self._clock()
@@ -148,18 +161,25 @@ class InputProfile(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 def _prefetched(train: Any) -> int:
-    """Returns how many batches the prefetching of an input holds, as far as that is known."""
+    """Returns how many batches an input prefetches, as far as that is known."""
     if not isinstance(train, Distributed):
         return 0
     if isinstance(train.options, DaliOptions):
         return train.options.prefetch_queue_depth
-    return _AUTOTUNED if train.options.prefetch_batches == AUTOTUNE else train.options.prefetch_batches
+    prefetch = train.options.prefetch_batches
+    return _AUTOTUNED if prefetch == AUTOTUNE else prefetch
 
 
 def _optimizers_of(model: keras.Model) -> list[Any]:
-    """Returns the optimizers of a model: that of `compile`, and those that are its attributes, in lists and dicts too."""
+    """Returns the optimizers of a model: that of `compile`, and those among its attributes."""
     found = [model.optimizer]
     for value in vars(model).values():
-        values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+        values = (
+            value.values()
+            if isinstance(value, dict)
+            else value
+            if isinstance(value, list | tuple)
+            else [value]
+        )
         found += [each for each in values if isinstance(each, keras.optimizers.Optimizer)]
     return found

@@ -2,22 +2,23 @@
 
 import dataclasses
 import json
-import os
 from dataclasses import dataclass
-from types import UnionType
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, TypeVar, get_args
 
-from dali_tf_input.tfrecord import InputError
+import msgspec
+
+from dali_tf_input.errors import InputError, check_choice
+from dali_tf_input.staging import write_whole
 
 Device = Literal["cpu", "gpu"]
-Fuse = Literal["auto", "off", "decode"]
+DaliDecode = Literal["auto", "full", "region"]
 ReadMode = Literal["mmap", "plain", "direct"]
-TfDataFuse = Literal["auto", "off", "decode", "scaled"]
+TfDataDecode = Literal["auto", "full", "region", "scaled"]
 
 AUTOTUNE = -1  # tf.data.AUTOTUNE, without importing TensorFlow
 
 _FORMAT = "dali_tf_input options"
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,24 +26,26 @@ class DaliOptions:
     """How the DALI backend works.
 
     Attributes:
-      device: "gpu" decodes with nvJPEG ("mixed") and leaves the batches on the GPU; "cpu" needs no GPU.
-      num_threads: CPU threads of each pipeline; None shares the cores of this process among the shards.
+      device: "gpu" decodes with nvJPEG ("mixed") and leaves the batches on the GPU; "cpu" needs no
+        GPU.
+      decode: how much of an image is decoded. "region" decodes only what the crop needs, "full" the
+        whole image, "auto" what was measured to be faster: "region" on the CPU, "full" on a GPU,
+        where decoding regions was reported to crash on some cards. The pixels are the same.
+      num_threads: CPU threads of each pipeline; None divides this process's cores among the shards.
       prefetch_queue_depth: batches made ahead, at least 1. The default is DALI's own.
-      fuse: whether only the region of an image that is needed is decoded. "decode" does, "off" decodes it whole, "auto" takes
-        what was measured to be faster: "decode" on the CPU, "off" on a GPU, where decoders were reported to crash over regions.
-        The pixels are the same.
-      read_mode: how DALI's own reader reads, so for orders that are not planned: "mmap" maps the files, "plain" reads them
-        (DALI's documentation recommends it for network file systems), "direct" reads past the page cache (O_DIRECT), for data
-        much larger than memory.
-      read_ahead: whether "mmap" maps a file with all its pages at once.
-      hw_decoder_load: share in [0, 1] of the images that go to the GPU's hardware JPEG decoder, where it has one (A100 and
-        later); its multiprocessors decode the others. None leaves it to DALI (0.65). For device "gpu".
-      memory_hints: whether the GPU's decoder sets aside memory for the largest image at once, where the manifest knows its size
-        (index level "decode"). For device "gpu".
+      read_mode: how DALI's own reader reads, so not for fixed orders. "mmap" maps the files;
+        "plain" reads them, as DALI's documentation recommends for network file systems; "direct"
+        reads past the page cache (O_DIRECT), for data much larger than memory.
+      read_ahead: whether "mmap" maps all pages of a file at once.
+      hw_decoder_load: share in [0, 1] of the images that the GPU's hardware JPEG decoder gets,
+        where there is one (A100 and later); the multiprocessors decode the others. None is DALI's
+        default, 0.65. For device "gpu" only.
+      memory_hints: whether the GPU's decoder allocates memory for the largest image at the start,
+        if the manifest knows its size (index level "decode"). For device "gpu".
     """
 
     device: Device
-    fuse: Fuse = "auto"
+    decode: DaliDecode = "auto"
     num_threads: int | None = None
     prefetch_queue_depth: int = 2
     read_mode: ReadMode = "mmap"
@@ -52,52 +55,70 @@ class DaliOptions:
 
     def __post_init__(self) -> None:
         check_choice("device", self.device, get_args(Device))
-        check_choice("fuse", self.fuse, get_args(Fuse))
+        check_choice("decode", self.decode, get_args(DaliDecode))
         if self.num_threads is not None and self.num_threads < 1:
             raise InputError(f"`num_threads` must be at least 1 or None, got {self.num_threads}.")
         if self.prefetch_queue_depth < 1:
-            raise InputError(f"`prefetch_queue_depth` must be at least 1, got {self.prefetch_queue_depth}.")
+            raise InputError(
+                f"`prefetch_queue_depth` must be at least 1, got {self.prefetch_queue_depth}."
+            )
         check_choice("read_mode", self.read_mode, get_args(ReadMode))
         if self.read_ahead and self.read_mode != "mmap":
-            raise InputError(f"`read_ahead` is for `read_mode` 'mmap' only, got {self.read_mode!r}.")
+            raise InputError(
+                f"`read_ahead` is for `read_mode` 'mmap' only, got {self.read_mode!r}."
+            )
         if self.hw_decoder_load is not None and self.device == "cpu":
-            raise InputError(f"`hw_decoder_load` is for `device` 'gpu' only, got {self.hw_decoder_load}: leave it None.")
+            raise InputError(
+                f"`hw_decoder_load` is for `device` 'gpu' only, got {self.hw_decoder_load}: leave"
+                " it None."
+            )
         if self.hw_decoder_load is not None and not 0 <= self.hw_decoder_load <= 1:
-            raise InputError(f"`hw_decoder_load` must be in [0, 1] or None, got {self.hw_decoder_load}.")
+            raise InputError(
+                f"`hw_decoder_load` must be in [0, 1] or None, got {self.hw_decoder_load}."
+            )
 
     @classmethod
     def load(cls, path: str) -> "DaliOptions":
-        """Reads options of this backend as `load_options` does; InputError for those of the other one."""
-        options = load_options(path)
-        if not isinstance(options, cls):
-            raise InputError(f"{path} holds {type(options).__name__}, not {cls.__name__}: load it by `load_options`.")
-        return options
+        """Reads options of this backend as `load_options` does."""
+        return _check_kind(load_options(path), cls, path)
+
+    @property
+    def resolved_decode(self) -> Literal["full", "region"]:
+        """`decode`, with "auto" resolved."""
+        if self.decode == "auto":
+            return "region" if self.device == "cpu" else "full"
+        return self.decode
 
 
 @dataclass(frozen=True, kw_only=True)
 class TfDataOptions:
-    """How the tf.data backend works. The defaults are the tuned baseline; AUTOTUNE (-1) leaves a number to tf.data.
+    """How the tf.data backend works; AUTOTUNE (-1) leaves a number to tf.data.
 
     Attributes:
-      num_parallel_reads: files read at the same time when `order` is "buffer", at least 1. More hides the latency of slow
+      num_parallel_reads: files read at the same time, at least 1. More hides the latency of slow
         storage; 4 is within noise of 1 and 16 on a warm page cache.
-      read_buffer_bytes: what is read of an open file at a time, at least 1 byte. The default is four times tf.data's own, which
-        holds two ImageNet records; a stretch of less than 8 records is read with an eighth of it.
-      num_parallel_calls: images decoded at the same time; AUTOTUNE, or at least 1. 1 is a serial map.
-      prefetch_batches: batches made ahead; AUTOTUNE, or at least 0. 2 is as fast as AUTOTUNE, which was seen to let the queue
-        grow to 3 GB when training paused now and then.
-      autotune: False switches off tf.data's tuning and its rewriting of serial maps into parallel ones.
-      fuse: whether of a JPEG only the region that is needed is decoded. "decode" does, "off" decodes it whole, "auto" takes what
-        was measured to be faster: "decode" but where the whole image is resized by plain bilinear interpolation, for which
-        TensorFlow has an operation that is much faster than those for a region. The pixels are the same. "scaled" decodes the
-        region of a JPEG at 1/2, 1/4 or 1/8 where it has that many times the pixels needed each way and 1.56 times that in all,
-        and resizes the rest of the way: for images much larger than the model's. These pixels are others, DALI cannot make
-        them, and with `antialias` they are closer to a Lanczos resize than those of the other plans; see the README. It is
-        never "auto".
-      service: address of a tf.data service, "grpc://host:port": its workers read, decode and preprocess instead of this process
-        (`scripts/data_service.py` starts them). For order "buffer": each record once per pass, in an order and with crops that
-        no seed repeats. Where a worker dies TensorFlow waits (up to an hour) for it to be started again at its address; what it
-        was working on may be left out of that pass. None works here.
+      read_buffer_bytes: bytes read from an open file at a time, at least 1. The default is four
+        times tf.data's own and holds two ImageNet records. Runs of fewer than 8 records are read
+        with an eighth of it.
+      num_parallel_calls: images decoded at the same time; AUTOTUNE, or at least 1. 1 is a serial
+        map.
+      prefetch_batches: batches made ahead; AUTOTUNE, or at least 0. 2 is as fast as AUTOTUNE, which
+        was seen to let the queue grow to 3 GB when training paused now and then.
+      autotune: False switches off tf.data's tuning and its rewriting of serial maps into parallel
+        ones.
+      decode: how much of a JPEG is decoded. "region" decodes only what the crop needs, "full" the
+        whole image, "auto" what was measured to be faster: "full" if the whole image is resized
+        bilinearly without antialias, for which TensorFlow has a fast operation, else "region". The
+        pixels are the same. "scaled" decodes the region at 1/2, 1/4 or 1/8 where it has that many
+        times the pixels needed each way and 1.56 times that in all, and resizes the rest of the
+        way: for images much larger than the model's. Its pixels differ, DALI cannot make them, and
+        with `antialias` they are closer to a Lanczos resize than those of the other plans. "auto"
+        never chooses it.
+      service: address of a tf.data service, "grpc://host:port", whose workers read, decode and
+        preprocess instead of this process; None works here. For order "buffer": each record comes
+        once per pass, in an order and with crops that no seed repeats. If a worker dies, TensorFlow
+        waits up to an hour for it to be restarted at its address, and its records may be missing
+        from that pass. `scripts/data_service.py` of the repository starts a service.
     """
 
     num_parallel_reads: int = 4
@@ -105,95 +126,103 @@ class TfDataOptions:
     num_parallel_calls: int = AUTOTUNE
     prefetch_batches: int = 2
     autotune: bool = True
-    fuse: TfDataFuse = "auto"
+    decode: TfDataDecode = "auto"
     service: str | None = None
 
     def __post_init__(self) -> None:
-        check_choice("fuse", self.fuse, get_args(TfDataFuse))
+        check_choice("decode", self.decode, get_args(TfDataDecode))
         if self.service is not None and not self.service.startswith("grpc://"):
-            raise InputError(f"`service` must be an address like 'grpc://host:5050', got {self.service!r}.")
-        if self.num_parallel_reads < 1:
-            raise InputError(f"`num_parallel_reads` must be at least 1, got {self.num_parallel_reads}.")
-        if self.read_buffer_bytes < 1:
-            raise InputError(f"`read_buffer_bytes` must be at least 1, got {self.read_buffer_bytes}.")
-        if self.num_parallel_calls < 1 and self.num_parallel_calls != AUTOTUNE:
-            raise InputError(f"`num_parallel_calls` must be at least 1 or AUTOTUNE (-1), got {self.num_parallel_calls}.")
-        if self.prefetch_batches < 0 and self.prefetch_batches != AUTOTUNE:
-            raise InputError(f"`prefetch_batches` must be at least 0 or AUTOTUNE (-1), got {self.prefetch_batches}.")
+            raise InputError(
+                f"`service` must be an address like 'grpc://host:5050', got {self.service!r}."
+            )
+        for name in ("num_parallel_reads", "read_buffer_bytes"):
+            if getattr(self, name) < 1:
+                raise InputError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
+        for name, least in (("num_parallel_calls", 1), ("prefetch_batches", 0)):
+            value = getattr(self, name)
+            if value < least and value != AUTOTUNE:
+                raise InputError(
+                    f"`{name}` must be at least {least} or AUTOTUNE (-1), got {value}."
+                )
 
     @classmethod
     def load(cls, path: str) -> "TfDataOptions":
-        """Reads options of this backend as `load_options` does; InputError for those of the other one."""
-        options = load_options(path)
-        if not isinstance(options, cls):
-            raise InputError(f"{path} holds {type(options).__name__}, not {cls.__name__}: load it by `load_options`.")
-        return options
+        """Reads options of this backend as `load_options` does."""
+        return _check_kind(load_options(path), cls, path)
+
+    def resolve_decode(self, *, resizes_plainly: bool) -> Literal["full", "region", "scaled"]:
+        """Returns `decode`, with "auto" resolved; for `resizes_plainly` see `Preprocess`."""
+        if self.decode == "auto":
+            return "full" if resizes_plainly else "region"
+        return self.decode
 
 
-_BACKENDS: dict[type[DaliOptions | TfDataOptions], str] = {DaliOptions: "dali", TfDataOptions: "tf_data"}
+_BACKENDS: dict[str, type[DaliOptions | TfDataOptions]] = {
+    "dali": DaliOptions,
+    "tf_data": TfDataOptions,
+}
 
 
-def save_options(options: DaliOptions | TfDataOptions, path: str, *, about: dict[str, Any] | None = None) -> None:
+def save_options(
+    options: DaliOptions | TfDataOptions, path: str, *, about: dict[str, Any] | None = None
+) -> None:
     """Writes options as JSON, for `load_options`.
 
     Args:
-      options: what is written, every field of it.
-      path: the file; written beside it first and then renamed, so that it is never half a file.
-      about: further JSON values that say how they were found; not read again.
+      options: what is written, with all fields.
+      path: the file; it is replaced as a whole, or not at all.
+      about: further JSON values that say how the options were found; `load_options` ignores them.
     """
+    backend = next(name for name, kind in _BACKENDS.items() if isinstance(options, kind))
     document = {
         "format": _FORMAT,
         "version": _VERSION,
-        "backend": _BACKENDS[type(options)],
+        "backend": backend,
         "options": dataclasses.asdict(options),
         "about": about or {},
     }
-    with open(f"{path}.new", "w", encoding="utf-8") as stream:
-        json.dump(document, stream, indent=2)
-        stream.write("\n")
-    os.replace(f"{path}.new", path)
+    write_whole(path, json.dumps(document, indent=2) + "\n")
 
 
 def load_options(path: str) -> DaliOptions | TfDataOptions:
-    """Reads options that `save_options` (``scripts/tune.py``) wrote; fields that are not in the file have their defaults.
+    """Reads options that `save_options` wrote; missing fields take defaults.
 
     Raises:
-      InputError: the file is missing, no such file, or holds a field or a value that the options do not have.
+      InputError: the file is missing, is not such a file, or holds an unknown field or a wrong
+        value.
     """
     try:
-        with open(path, encoding="utf-8") as stream:
-            document = json.load(stream)
-        if (document["format"], document["version"]) != (_FORMAT, _VERSION):
-            raise ValueError(f"expected {_FORMAT!r}, version {_VERSION}")
-        kind = {name: kind for kind, name in _BACKENDS.items()}[document["backend"]]
-        values = dict(document["options"])
-    except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
+        with open(path, "rb") as stream:
+            document = msgspec.json.decode(stream.read(), type=_Document)
+    except (OSError, msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise InputError(
-            f"{path}: these are no options: {error!r}. scripts/tune.py --files=GLOB --out=FILE makes some."
+            f"{path} is not an options file of this version: {error}. Write one with"
+            " `save_options`, or with scripts/tune.py --files=GLOB --out=FILE of the repository."
         ) from error
-    unknown = set(values) - {field.name for field in dataclasses.fields(kind)}
+    kind = _BACKENDS[document.backend]
+    unknown = set(document.options) - {field.name for field in dataclasses.fields(kind)}
     if unknown:
-        raise InputError(f"{path}: {kind.__name__} has no `{min(unknown)}`. Tune again: scripts/tune.py --files=GLOB --out=FILE")
-    hints = get_type_hints(kind)
-    for name, value in values.items():
-        if not _fits(value, hints[name]):
-            raise InputError(f"{path}: `{name}` cannot be {value!r}.")
+        raise InputError(f"{path}: {kind.__name__} has no field `{min(unknown)}`. Tune again.")
     try:
-        return kind(**values)
-    except (InputError, TypeError) as error:
+        return msgspec.convert(document.options, kind)
+    except msgspec.MsgspecError as error:
         raise InputError(f"{path}: {error}") from error
 
 
-def _fits(value: object, hint: Any) -> bool:
-    """Whether a JSON value is of an annotated type; those that a `Literal` allows are checked by the options themselves."""
-    if isinstance(hint, UnionType):
-        return any(_fits(value, each) for each in get_args(hint))
-    if hint is float:
-        return type(value) in (int, float)
-    return type(value) is (hint if isinstance(hint, type) else str)
+_Options = TypeVar("_Options", DaliOptions, TfDataOptions)
 
 
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Checks that the argument `name` has one of the values in `choices`; raises InputError otherwise."""
-    if value not in choices:
-        raise InputError(f"`{name}` must be one of {', '.join(map(repr, choices))}, got {value!r}.")
+def _check_kind(options: DaliOptions | TfDataOptions, kind: type[_Options], path: str) -> _Options:
+    if not isinstance(options, kind):
+        raise InputError(
+            f"{path} holds {type(options).__name__}, not {kind.__name__}: load it with"
+            " `load_options`."
+        )
+    return options
+
+
+class _Document(msgspec.Struct):
+    format: Literal["dali_tf_input options"]
+    version: Literal[2]
+    backend: Literal["dali", "tf_data"]
+    options: dict[str, Any]

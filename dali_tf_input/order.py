@@ -1,40 +1,45 @@
-"""Which record stands where in an epoch, and which of them a shard serves at each step: arithmetic alone, the same everywhere."""
+"""Which record comes when: the order of an epoch, and what each shard serves at each step.
 
+Arithmetic only: the same arguments give the same order on every machine and backend.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from dali_tf_input.errors import InputError
 from dali_tf_input.sharding import Shard
 
 Integers = npt.NDArray[np.int64]
 
-_LONGEST_STRETCH = 16  # records: what a reader holds ready of each
+_LONGEST_RUN = 16  # records: a reader buffers a whole run
 
 
 @dataclass
-class Position:
-    """Where training stands, shared by the datasets that read it and whoever counts the steps.
+class StartStep:
+    """The step at which new iterators start, shared by datasets and the step counter.
 
-    Every iterator made of a dataset starts here. It is read between `iter` and the first batch: set it before `iter`.
+    It is read when an iterator's first batch is made: set it before `iter`.
 
     Attributes:
-      step: steps of the global batch done since training began, at least 0.
+      step: global steps done since training began, at least 0.
     """
 
     step: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Steps:
+class EpochSteps:
     """The steps of an epoch: global batches of `num_shards` batches each.
 
     Attributes:
       num_records: records of the dataset, at least 1.
       batch_size: images in a shard's batch, at least 1.
       num_shards: how many shards make a step.
-      padded: whether the last step holds the remainder and padding, or the remainder is left out.
+      padded: True pads the remainder to a last step, False leaves it out.
     """
 
     num_records: int
@@ -46,73 +51,123 @@ class Steps:
     def per_epoch(self) -> int:
         """How many steps an epoch has, the same for every shard."""
         global_batch_size = self.batch_size * self.num_shards
-        return -(-self.num_records // global_batch_size) if self.padded else self.num_records // global_batch_size
+        whole, remainder = divmod(self.num_records, global_batch_size)
+        return whole + (self.padded and remainder > 0)
 
-    def places(self, shard_id: int, *, start_step: int = 0) -> Integers:
-        """Returns the places in the epoch's order that a shard serves from a step on, in turn.
+    def slots(self, shard_id: int, *, start_step: int = 0) -> Integers:
+        """Returns the slots of the epoch's order that a shard serves from a step on, in turn.
 
-        Step s serves the places [s * g, (s + 1) * g), where g is the global batch size; shard i serves the i-th part of them. So
-        what a step serves does not depend on into how many shards it is divided. Places from `num_records` on are padding.
+        With global batches of g images, step s serves the slots [s * g, (s + 1) * g), and shard i
+        serves the i-th part of them: what a step serves does not depend on the number of shards.
+        Slots from `num_records` on are padding.
         """
         steps = np.arange(start_step, self.per_epoch, dtype=np.int64)[:, None]
-        return ((steps * self.num_shards + shard_id) * self.batch_size + np.arange(self.batch_size, dtype=np.int64)).ravel()
+        first = (steps * self.num_shards + shard_id) * self.batch_size
+        return (first + np.arange(self.batch_size, dtype=np.int64)).ravel()
 
 
 def shuffle(
-    num_records: int, *, seed: int, epoch: int, fragment_size: int = 1, first_of_files: Integers | None = None
+    num_records: int,
+    *,
+    seed: int,
+    epoch: int,
+    shuffle_block_size: int = 1,
+    first_of_files: Integers | None = None,
 ) -> Integers:
     """Returns the records in the order of an epoch, a function of the arguments alone.
 
-    Records stay together in fragments of `fragment_size` neighbours of one file, whose bounds are other ones each epoch; the
-    order of the fragments is random, each equally likely. With fragments of 1 that is so for the records.
+    Blocks of `shuffle_block_size` neighbors in a file stay together; their bounds differ in each
+    epoch. Every order of the blocks is equally likely. With blocks of 1 that is every order of the
+    records.
 
     Args:
-      num_records: how many there are; record r is the r-th of all files in turn.
+      num_records: how many there are; record r is the r-th over all files in their order.
       seed: in [0, 2**31).
       epoch: from 0.
-      fragment_size: records in a fragment, at least 1; those at the ends of a file have fewer.
-      first_of_files: the first record of each file, ascending; needed for fragments of more than 1.
+      shuffle_block_size: records in a block, at least 1; those at the ends of a file have fewer.
+      first_of_files: the first record of each file, ascending; needed for blocks of more than 1.
 
     Returns:
       int64 (num_records,), each record once.
     """
-    # Philox's raw output is the same in every version of NumPy, which is not promised of what Generator makes of it.
+    # Unlike Generator, raw Philox output is stable across NumPy versions.
     raw = np.random.Philox(key=[seed, epoch]).random_raw
-    if fragment_size == 1 or first_of_files is None:
+    if shuffle_block_size == 1 or first_of_files is None:
         order: Integers = np.argsort(raw(num_records), kind="stable")
         return order
-    phase = int(raw(1)[0] % fragment_size)
+    phase = int(raw(1)[0] % shuffle_block_size)
     lengths = np.diff(np.append(first_of_files, num_records))
-    places = np.arange(num_records, dtype=np.int64) - np.repeat(first_of_files, lengths)  # in the file
-    starts = (places == 0) | ((places - phase) % fragment_size == 0)
-    fragments = np.cumsum(starts) - 1
-    fragments_order: Integers = np.argsort(raw(int(fragments[-1]) + 1)[fragments], kind="stable")
-    return fragments_order
+    in_file = np.arange(num_records, dtype=np.int64) - np.repeat(first_of_files, lengths)
+    starts = (in_file == 0) | ((in_file - phase) % shuffle_block_size == 0)
+    blocks = np.cumsum(starts) - 1
+    block_order: Integers = np.argsort(raw(int(blocks[-1]) + 1)[blocks], kind="stable")
+    return block_order
 
 
-def find_runs(records: Integers, *, files: npt.NDArray[np.int32], offsets: Integers, ends: Integers, longest: int) -> Integers:
-    """Returns where stretches of `records` start that lie one after the other in a file: int64 positions in `records`, ascending.
+def find_runs(
+    records: Integers,
+    *,
+    files: npt.NDArray[np.int32],
+    offsets: Integers,
+    ends: Integers,
+    longest: int,
+) -> Integers:
+    """Finds the runs of `records` that follow each other in a file.
 
     Args:
       records: numbers of records.
-      files: the file of each record there is.
-      offsets: the byte where each starts.
-      ends: the byte behind each.
-      longest: most records in a stretch.
+      files: the file of every record of the dataset.
+      offsets: the byte at which each starts.
+      ends: the byte after each.
+      longest: most records in a run.
+
+    Returns:
+      Where in `records` a run starts: int64, ascending.
     """
     before, after = records[:-1], records[1:]
-    goes_on = (after == before + 1) & (files[after] == files[before]) & (offsets[after] == ends[before])
-    starts = np.concatenate([[0], np.flatnonzero(~goes_on) + 1]).astype(np.int64)
+    continues = (
+        (after == before + 1) & (files[after] == files[before]) & (offsets[after] == ends[before])
+    )
+    starts = np.concatenate([[0], np.flatnonzero(~continues) + 1]).astype(np.int64)
     lengths = np.diff(np.append(starts, len(records)))
     pieces = -(-lengths // longest)
-    bounds: Integers = np.repeat(starts, pieces) + longest * (
-        np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    )
+    numbers = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    bounds: Integers = np.repeat(starts, pieces) + longest * numbers
     return bounds
 
 
-class Places(NamedTuple):
-    """Where each record of a dataset is; 20 bytes a record.
+def longest_run(shuffle_block_size: int) -> int:
+    """Returns how many records a run of a `Plan` has at most."""
+    return max(_LONGEST_RUN, shuffle_block_size)
+
+
+def read_index(index_file: str, num_records: int | None = None) -> Integers:
+    """Reads an index file that the manifest has been checked against.
+
+    Returns:
+      int64 (records, 2): offset and size in bytes of each record, in the order of the file.
+
+    Raises:
+      InputError: it cannot be read, is damaged, or does not hold `num_records` records.
+    """
+    try:
+        with open(index_file, "rb") as stream:
+            extents = np.array(stream.read().split(), dtype=np.int64).reshape(-1, 2)
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"{index_file} changed since `DatasetSpec.from_files` read it: {error}. Make the spec"
+            " again."
+        ) from error
+    if num_records is not None and len(extents) != num_records:
+        raise InputError(
+            f"{index_file} changed since `DatasetSpec.from_files` read it: then {num_records}"
+            f" records, now {len(extents)}. Make the spec again."
+        )
+    return extents
+
+
+class Extents(NamedTuple):
+    """Where the bytes of each record of a dataset are; 20 bytes of memory per record.
 
     Attributes:
       files: the number of its file, ascending.
@@ -125,58 +180,68 @@ class Places(NamedTuple):
     sizes: Integers
 
     @classmethod
-    def of(cls, index: list[Integers]) -> "Places":
-        """Returns the places of the records of an index: (offset, size) of each record of each file, int64 (records, 2)."""
-        files = np.repeat(np.arange(len(index), dtype=np.int32), [len(records) for records in index])
-        places = np.concatenate(index)
-        return cls(files, places[:, 0].copy(), places[:, 1].copy())
-
-
-def longest_stretch(fragment_size: int) -> int:
-    """Returns how many records a stretch that a `Plan` reads has at most."""
-    return max(_LONGEST_STRETCH, fragment_size)
+    def of(cls, indexes: Sequence[Integers]) -> "Extents":
+        """Joins the indexes of all files, each int64 (records, 2): offset and size."""
+        files = np.repeat(
+            np.arange(len(indexes), dtype=np.int32), [len(index) for index in indexes]
+        )
+        extents = np.concatenate(indexes)
+        return cls(files, extents[:, 0].copy(), extents[:, 1].copy())
 
 
 class Plan:
-    """What one shard reads in each epoch: stretches of records, as (file, byte offset, number of records).
+    """What one shard reads in each epoch: runs of records that follow each other in a file.
 
-    Memory, beside that of the places: while an epoch is planned about 75 bytes a record for a single shard, 20 for one of 8.
+    Memory, in addition to the extents: while an epoch is planned, about 75 bytes per record for a
+    single shard, 20 for one of 8.
     """
 
     def __init__(
         self,
-        places: Places,
+        extents: Extents,
         *,
-        steps: Steps,
+        steps: EpochSteps,
         shard: Shard,
         seed: int | None,
-        fragment_size: int = 1,
+        shuffle_block_size: int = 1,
     ) -> None:
         """Makes a plan.
 
         Args:
-          places: where the records are.
+          extents: where the records are.
           steps: the steps of an epoch.
           shard: whose records are read.
-          seed: for `shuffle`; None leaves the records in the order of the files.
-          fragment_size: for `shuffle`.
+          seed: for `shuffle`; None keeps the order of the files.
+          shuffle_block_size: for `shuffle`.
         """
-        self._files, self._offsets, self._sizes = places
-        self._steps, self._shard, self._seed, self._fragment_size = steps, shard, seed, fragment_size
+        self._files, self._offsets, self._sizes = extents
+        self._steps, self._shard, self._seed = steps, shard, seed
+        self._shuffle_block_size = shuffle_block_size
 
     def records(self, epoch: int, start_step: int = 0) -> Integers:
-        """Returns the numbers of the records that the shard serves in an epoch, in turn; padding repeats the last record."""
+        """Returns the records that the shard serves, in turn; padding repeats the last."""
         total = len(self._files)
-        places = np.minimum(self._steps.places(self._shard.shard_id, start_step=start_step), total - 1)
+        slots = np.minimum(
+            self._steps.slots(self._shard.shard_id, start_step=start_step), total - 1
+        )
         if self._seed is None:
-            return places
-        first_of_files = np.flatnonzero(np.diff(self._files, prepend=-1)) if self._fragment_size > 1 else None
-        order = shuffle(total, seed=self._seed, epoch=epoch, fragment_size=self._fragment_size, first_of_files=first_of_files)
-        served: Integers = order[places]
+            return slots
+        block_size = self._shuffle_block_size
+        first_of_files = (
+            np.flatnonzero(np.diff(self._files, prepend=-1)) if block_size > 1 else None
+        )
+        order = shuffle(
+            total,
+            seed=self._seed,
+            epoch=epoch,
+            shuffle_block_size=block_size,
+            first_of_files=first_of_files,
+        )
+        served: Integers = order[slots]
         return served
 
-    def stretches(self, epoch: int, start_step: int) -> tuple[npt.NDArray[np.int32], Integers, Integers]:
-        """Returns what is read: file numbers, byte offsets, numbers of records, one of each for a stretch."""
+    def runs(self, epoch: int, start_step: int) -> tuple[npt.NDArray[np.int32], Integers, Integers]:
+        """Returns file number, byte offset and number of records of each run."""
         records = self.records(int(epoch), int(start_step))
         if not len(records):
             return np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -185,7 +250,7 @@ class Plan:
             files=self._files,
             offsets=self._offsets,
             ends=self._offsets + self._sizes,
-            longest=longest_stretch(self._fragment_size),
+            longest=longest_run(self._shuffle_block_size),
         )
         first = records[starts]
         return self._files[first], self._offsets[first], np.diff(np.append(starts, len(records)))

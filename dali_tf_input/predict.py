@@ -1,4 +1,4 @@
-"""From encoded images to predictions: by the preprocessing that a model was evaluated with, here or where it is served."""
+"""Prediction and serving with the preprocessing that a model was evaluated with."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -8,15 +8,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dali_tf_input.checks import BadImage, Checks
-from dali_tf_input.dataset import check_gpu
-from dali_tf_input.decoders import make_decode
-from dali_tf_input.files import Path
-from dali_tf_input.options import DaliOptions, Device, TfDataOptions, check_choice
-from dali_tf_input.preprocess import CenterCrop, NoCrop, Preprocess
+from dali_tf_input.backends import tf_images
+from dali_tf_input.dataset import check_gpu, import_dali
+from dali_tf_input.errors import InputError, check_choice
+from dali_tf_input.index.checks import BadImage, Checks
+from dali_tf_input.index.files import Path
+from dali_tf_input.index.trial_decode import make_trial_decode
+from dali_tf_input.options import DaliOptions, Device, TfDataOptions
+from dali_tf_input.preprocess import Preprocess
 from dali_tf_input.staging import Staging
-from dali_tf_input.tf_images import prepare_image
-from dali_tf_input.tfrecord import InputError
 
 _TRITON_TYPES = {"float32": "TYPE_FP32", "float16": "TYPE_FP16", "uint8": "TYPE_UINT8"}
 
@@ -29,31 +29,32 @@ def iterate_batches(
     batch_size: int = 32,
     on_bad: Callable[[int, str], None] | None = None,
 ) -> Iterator[tuple[list[int], tf.Tensor]]:
-    """Yields images, preprocessed, in batches; leaves out those that cannot be decoded.
+    """Yields preprocessed images in batches; skips those that cannot be decoded.
 
     Args:
       images: encoded images, or paths of their files.
-      preprocess: what to do, without chance: `CenterCrop` or `NoCrop`, mirror_probability 0 or 1.
+      preprocess: what to do, without randomness: see `Preprocess.for_evaluation`.
       options: which backend; None is tf.data.
       batch_size: images in each batch, at least 1; the last batch holds the rest.
-      on_bad: called with the position in `images` and the reason of each that is left out.
+      on_bad: called with the position in `images` and the reason of each that is skipped.
 
     Yields:
       (positions in `images`, `preprocess.dtype` (len(positions), *preprocess.image_shape)).
 
     Raises:
-      InputError: `preprocess` is random, or the backend cannot do it.
+      InputError: `preprocess` is random, or the backend does not support it.
     """
-    _check_certain(preprocess)
+    _check_deterministic(preprocess)
     if batch_size < 1:
         raise InputError(f"`batch_size` must be at least 1, got {batch_size}.")
-    by_dali = isinstance(options, DaliOptions)
-    if isinstance(options, DaliOptions) and options.device == "gpu":
-        check_gpu(0)
-    decode = make_decode(Checks(decoder="dali" if by_dali else "tf_data"))
-    prepare = (
-        _prepare_by_dali(preprocess, options, batch_size) if isinstance(options, DaliOptions) else _prepare_by_tf(preprocess)
-    )
+    if isinstance(options, DaliOptions):
+        if options.device == "gpu":
+            check_gpu(0)
+        decode = make_trial_decode(Checks(decoder="dali"))
+        prepare = _prepare_by_dali(preprocess, options, batch_size)
+    else:
+        decode = make_trial_decode(Checks(decoder="tf_data"))
+        prepare = _prepare_by_tf(preprocess)
     positions: list[int] = []
     batch: list[bytes] = []
     for position, image in enumerate(images):
@@ -62,7 +63,8 @@ def iterate_batches(
             decode(encoded)
         except (BadImage, OSError) as error:
             if on_bad:
-                on_bad(position, f"{error.reason}: {error.detail}" if isinstance(error, BadImage) else str(error))
+                words = f"{error.reason}: {error.detail}" if isinstance(error, BadImage) else error
+                on_bad(position, str(words))
             continue
         positions.append(position)
         batch.append(encoded)
@@ -74,67 +76,74 @@ def iterate_batches(
 
 
 def export_saved_model(model: keras.Model, preprocess: Preprocess, folder: Path) -> None:
-    """Writes `model` as a TensorFlow SavedModel that takes encoded images, its preprocessing inside.
+    """Writes `model` as a TensorFlow SavedModel that takes and preprocesses encoded images.
 
-    A served model that is fed bytes cannot be fed otherwise than the one that was evaluated.
+    So a served model cannot be fed differently from the one that was evaluated.
 
     Args:
       model: takes a batch of `preprocess.image_shape`.
       preprocess: see `iterate_batches`.
-      folder: where the SavedModel goes. Its signature "serving_default" takes string (batch,), JPEG or PNG, and returns what
-        `model` does.
+      folder: where the SavedModel goes. Its signature "serving_default" takes string (batch,), JPEG
+        or PNG, and returns what `model` does.
 
     Raises:
       InputError: `preprocess` is random.
     """
-    _check_certain(preprocess)
+    _check_deterministic(preprocess)
     archive = keras.export.ExportArchive()
     archive.track(model)
-    prepare = _one_by_tf(preprocess)
+    prepare = _prepare_one_by_tf(preprocess)
     signature = tf.TensorSpec(preprocess.image_shape, tf.as_dtype(preprocess.dtype))
 
     def serve(encoded: tf.Tensor) -> tf.Tensor:
         return model(tf.map_fn(prepare, encoded, fn_output_signature=signature), training=False)
 
-    archive.add_endpoint(name="serve", fn=serve, input_signature=[tf.TensorSpec((None,), tf.string, name="encoded")])
+    encoded = tf.TensorSpec((None,), tf.string, name="encoded")
+    archive.add_endpoint(name="serve", fn=serve, input_signature=[encoded])
     archive.write_out(os.fspath(folder), verbose=False)
 
 
-def export_triton(preprocess: Preprocess, folder: Path, *, device: Device = "gpu", max_batch_size: int = 64) -> None:
-    """Writes the preprocessing as a model of Triton's DALI backend: ``<folder>/config.pbtxt`` and ``<folder>/1/model.dali``.
+def export_triton(
+    preprocess: Preprocess, folder: Path, *, device: Device = "gpu", max_batch_size: int = 64
+) -> None:
+    """Writes the preprocessing as a model of Triton's DALI backend.
+
+    That is ``<folder>/config.pbtxt`` and ``<folder>/1/model.dali``.
 
     Args:
       preprocess: see `iterate_batches`.
       folder: a new folder in Triton's model repository; its name is the model's.
-      device: "gpu" or "cpu", where Triton runs it; "gpu" can be written on a machine with a GPU only.
+      device: "gpu" or "cpu", where Triton runs it. "gpu" needs a GPU on this machine.
       max_batch_size: largest batch that Triton makes, at least 1.
 
     Raises:
-      InputError: `preprocess` is random or DALI cannot do it, or `folder` exists.
+      InputError: `preprocess` is random or not supported by DALI, or `folder` exists.
     """
-    _check_certain(preprocess)
+    _check_deterministic(preprocess)
     check_choice("device", device, get_args(Device))
     if max_batch_size < 1:
         raise InputError(f"`max_batch_size` must be at least 1, got {max_batch_size}.")
-    if preprocess.dtype not in _TRITON_TYPES:
-        raise InputError(f"DALI makes no `dtype` '{preprocess.dtype}': use one of {', '.join(_TRITON_TYPES)}.")
+    check_choice("dtype", preprocess.dtype, _TRITON_TYPES)
     folder = os.path.abspath(folder)
     if os.path.lexists(folder):
         raise InputError(f"{folder} exists already: name a new folder.")
-    kind = "GPU" if device == "gpu" else "CPU"
+    dims = list(preprocess.image_shape)
     config = f"""name: "{os.path.basename(folder)}"
 backend: "dali"
 max_batch_size: {max_batch_size}
 input [ {{ name: "encoded", data_type: TYPE_UINT8, dims: [ -1 ], allow_ragged_batch: true }} ]
-output [ {{ name: "images", data_type: {_TRITON_TYPES[preprocess.dtype]}, dims: {list(preprocess.image_shape)} }} ]
-instance_group [ {{ kind: KIND_{kind} }} ]
+output [ {{ name: "images", data_type: {_TRITON_TYPES[preprocess.dtype]}, dims: {dims} }} ]
+instance_group [ {{ kind: KIND_{device.upper()} }} ]
 """
     try:
-        serialized = _define_pipeline(preprocess, DaliOptions(device=device), max_batch_size).serialize()
+        pipeline = import_dali().define_serving_pipeline(
+            preprocess, DaliOptions(device=device), batch_size=max_batch_size
+        )
+        serialized = pipeline.serialize()
     except RuntimeError as error:
         raise InputError(
-            f"DALI cannot define the pipeline here: {error} To write one for a GPU takes a machine with a GPU; or pass "
-            "device='cpu'."
+            f"DALI cannot define the pipeline here: {error} A pipeline for a GPU needs a machine"
+            " with a GPU; or pass device='cpu'."
         ) from error
     with Staging(os.path.dirname(folder), "Name another folder.") as staging:
         made = staging.path("model")
@@ -143,15 +152,15 @@ instance_group [ {{ kind: KIND_{kind} }} ]
             stream.write(serialized)
         with open(os.path.join(made, "config.pbtxt"), "w", encoding="utf-8") as text:
             text.write(config)
-        staging.place("model", folder)
+        staging.commit("model", folder)
 
 
-def _check_certain(preprocess: Preprocess) -> None:
+def _check_deterministic(preprocess: Preprocess) -> None:
     mirrors = preprocess.mirror_probability not in (0, 1)
-    if mirrors or preprocess.auto_augment or not isinstance(preprocess.crop, CenterCrop | NoCrop):
+    if mirrors or preprocess.auto_augment or preprocess.crop.is_random:
         raise InputError(
-            "`preprocess` must leave nothing to chance, as Preprocess.for_evaluation does: CenterCrop or NoCrop, no mirror, no "
-            "`auto_augment`."
+            "`preprocess` must not be random, as in Preprocess.for_evaluation: no random crop, no"
+            " mirror probability between 0 and 1, no `auto_augment`."
         )
 
 
@@ -161,37 +170,34 @@ def _read(path: Path) -> bytes:
 
 
 def _prepare_by_tf(preprocess: Preprocess) -> Callable[[list[bytes]], tf.Tensor]:
-    one = tf.function(_one_by_tf(preprocess), input_signature=[tf.TensorSpec((), tf.string)])
+    encoded = tf.TensorSpec((), tf.string)
+    one = tf.function(_prepare_one_by_tf(preprocess), input_signature=[encoded])
     return lambda batch: tf.stack([one(tf.constant(encoded)) for encoded in batch])
 
 
-def _one_by_tf(preprocess: Preprocess) -> Callable[[tf.Tensor], tf.Tensor]:
+def _prepare_one_by_tf(preprocess: Preprocess) -> Callable[[tf.Tensor], tf.Tensor]:
     """Returns a function of one encoded image, a scalar string."""
-    if preprocess.apply_orientation:
-        raise InputError("TensorFlow reads no EXIF orientation: use DaliOptions, or turn the images first.")
+    tf_images.check_supported(preprocess)
 
     @tf.autograph.experimental.do_not_convert
     def prepare(encoded: tf.Tensor) -> tf.Tensor:
-        return prepare_image(encoded, tf.zeros(preprocess.num_random), preprocess)
+        return tf_images.prepare_image(encoded, tf.zeros(preprocess.num_uniforms), preprocess)
 
     return prepare
 
 
-def _prepare_by_dali(preprocess: Preprocess, options: DaliOptions, batch_size: int) -> Callable[[list[bytes]], tf.Tensor]:
-    pipeline = _define_pipeline(preprocess, options, batch_size)
+def _prepare_by_dali(
+    preprocess: Preprocess, options: DaliOptions, batch_size: int
+) -> Callable[[list[bytes]], tf.Tensor]:
+    pipeline: Any = import_dali().define_serving_pipeline(
+        preprocess, options, batch_size=batch_size
+    )
     pipeline.build()
 
     def prepare(batch: list[bytes]) -> tf.Tensor:
-        pipeline.feed_input("encoded", [np.frombuffer(encoded, np.uint8) for encoded in batch])
+        arrays = [np.frombuffer(encoded, np.uint8) for encoded in batch]
+        pipeline.feed_input("encoded", arrays)
         (images,) = pipeline.run()
         return tf.constant((images.as_cpu() if options.device == "gpu" else images).as_array())
 
     return prepare
-
-
-def _define_pipeline(preprocess: Preprocess, options: DaliOptions, batch_size: int) -> Any:
-    """Returns a DALI pipeline, not yet built, from a batch of encoded images, its input "encoded", to `preprocess`ed ones."""
-    # Imported here because who predicts by TensorFlow needs no DALI.
-    from dali_tf_input import dali_backend
-
-    return dali_backend.define_serving_pipeline(preprocess, options, batch_size=batch_size)

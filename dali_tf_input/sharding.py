@@ -2,16 +2,17 @@
 
 from dataclasses import dataclass
 
-from dali_tf_input.tfrecord import InputError
+from dali_tf_input.errors import InputError
 
 
 @dataclass(frozen=True)
 class Shard:
     """The part of the records that one pipeline reads.
 
-    Shard i of n holds the records [N * i // n, N * (i + 1) // n) of all N, counted over the files in their order: the shards
-    are disjoint, together they are all the records, and their sizes differ by one at most. Source: DALI's reader
-    (``start_index`` in its ``loader.h``) divides in the same way.
+    Shard i of n holds the records [N * i // n, N * (i + 1) // n) of all N, counted over the files
+    in their order. The shards are disjoint, together they are all records, and their sizes differ
+    by at most one. Source: DALI's reader divides in the same way (``start_index`` in its
+    ``loader.h``).
 
     Attributes:
       shard_id: which shard this pipeline reads, in [0, num_shards).
@@ -28,7 +29,7 @@ class Shard:
             raise InputError(f"`shard_id` must be in [0, {self.num_shards}), got {self.shard_id}.")
 
     def records(self, num_records: int) -> range:
-        """Returns the positions, among `num_records` records, of those in this shard."""
+        """Returns the numbers, among `num_records` records, of those in this shard."""
         return range(
             num_records * self.shard_id // self.num_shards,
             num_records * (self.shard_id + 1) // self.num_shards,
@@ -39,28 +40,32 @@ def check_batch(batch_size: int, *, shard: Shard, num_records: int) -> None:
     """Checks that a shard can fill a batch.
 
     Raises:
-      InputError: `batch_size` is below 1, the shard is empty, or it holds fewer records than a batch.
+      InputError: `batch_size` is below 1, the shard is empty, or it holds fewer records than a
+        batch.
     """
     if batch_size < 1:
         raise InputError(f"`batch_size` must be at least 1, got {batch_size}.")
     shard_records = len(shard.records(num_records))
     if shard_records == 0:
         raise InputError(
-            f"Shard {shard.shard_id} of {shard.num_shards} is empty: there are only {num_records} records. "
-            f"Use at most {num_records} shards (replicas)."
+            f"Shard {shard.shard_id} of {shard.num_shards} is empty: there are only {num_records} "
+            f"records. Use at most {num_records} shards (replicas)."
         )
     if batch_size > shard_records:
         raise InputError(
-            f"`batch_size` must be at most the {shard_records} records of shard {shard.shard_id} of {shard.num_shards} "
-            f"({num_records} records in all), got {batch_size}."
+            f"`batch_size` must be at most the {shard_records} records of shard {shard.shard_id} of"
+            f" {shard.num_shards} ({num_records} records in all), got {batch_size}."
         )
 
 
-def replica_batch_size(global_batch_size: int, *, num_replicas: int, num_records: int | None) -> int:
-    """Returns the batch size of each replica; `num_records` None is for passes that are padded to any size.
+def replica_batch_size(
+    global_batch_size: int, *, num_replicas: int, num_records: int | None
+) -> int:
+    """Returns the batch size of each replica; `num_records` None is for passes that are padded.
 
     Raises:
-      InputError: `global_batch_size` is below 1, larger than the data, or not a multiple of `num_replicas`.
+      InputError: `global_batch_size` is below 1, larger than the data, or not a multiple of
+        `num_replicas`.
     """
     if global_batch_size < 1:
         raise InputError(f"`global_batch_size` must be at least 1, got {global_batch_size}.")
@@ -68,17 +73,21 @@ def replica_batch_size(global_batch_size: int, *, num_replicas: int, num_records
         below = global_batch_size // num_replicas * num_replicas
         nearest = f"{below} or {below + num_replicas}" if below else f"{num_replicas}"
         raise InputError(
-            f"`global_batch_size` must be a multiple of the {num_replicas} replicas, got {global_batch_size}: use {nearest}."
+            f"`global_batch_size` must be a multiple of the {num_replicas} replicas, got "
+            f"{global_batch_size}: use {nearest}."
         )
     if num_records is not None and global_batch_size > num_records:
-        raise InputError(f"`global_batch_size` must be at most the number of records, {num_records}, got {global_batch_size}.")
+        raise InputError(
+            f"`global_batch_size` must be at most the number of records, {num_records}, got "
+            f"{global_batch_size}."
+        )
     return global_batch_size // num_replicas
 
 
 def steps_per_epoch(num_records: int, global_batch_size: int) -> int:
     """Returns how many whole global batches `num_records` records fill.
 
-    The remainder, fewer than `global_batch_size` records, is other records in each epoch of order "global", and opens the next
-    epoch with the other orders.
+    The remainder, fewer than `global_batch_size` records, is left out of the epoch. With order
+    "global" it is other records in each epoch; with the other orders it opens the next epoch.
     """
     return num_records // global_batch_size

@@ -1,7 +1,8 @@
-"""Writing files whole or not at all: they are made in a folder of their own and moved to their place when they are done.
+"""Writing files whole or not at all: made in a staging folder, renamed when done.
 
-`os.replace` within one file system is atomic, so whoever reads a file sees the old one or the new one. A process that is killed
-leaves its staging folder behind; the kernel has then dropped the lock on it, by which the next run knows that it may be removed.
+`os.replace` within one file system is atomic, so a reader sees the old file or the new one. A
+process that is killed leaves its staging folder behind. The kernel has then released the lock on
+the folder, which tells the next run that it may remove it.
 """
 
 import contextlib
@@ -14,18 +15,27 @@ import shutil
 from collections.abc import Iterator
 from types import TracebackType
 
-from dali_tf_input.tfrecord import InputError
+from dali_tf_input.errors import InputError
 
-WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)  # of the place that is written to, not of what is read
+# Errors of the place that is written to, not of what is read.
+WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 _PREFIX = ".staging-"
 
 
+def write_whole(path: str, text: str) -> None:
+    """Writes a text file as a whole: a reader, or a crash, never sees half of it."""
+    with open(f"{path}.new", "w", encoding="utf-8") as stream:
+        stream.write(text)
+    os.replace(f"{path}.new", path)
+
+
 class Staging:
-    """A hidden folder inside `folder`, locked while it is in use and removed at the end (a context manager).
+    """A hidden folder inside `folder`, locked while in use and removed at the end.
 
     Raises:
-      InputError: `folder` cannot be made or written to; also later, in the body, when the disk is full. It ends in `remedy`.
+      InputError: `folder` cannot be made or written to, or the disk is full, also later in the
+        body. The message ends in `remedy`.
     """
 
     def __init__(self, folder: str, remedy: str) -> None:
@@ -34,7 +44,9 @@ class Staging:
         self._path = os.path.join(folder, f"{_PREFIX}{secrets.token_hex(8)}")
         try:
             os.makedirs(folder, exist_ok=True)
-            with locked(folder):  # or another run could find this one's folder before it is locked, and remove it
+            with locked(
+                folder
+            ):  # otherwise another run could remove the new folder before it is locked
                 os.mkdir(self._path)
                 self._lock = os.open(self._path, os.O_RDONLY)
                 _flock(self._lock, fcntl.LOCK_EX)
@@ -42,39 +54,48 @@ class Staging:
                     if other != self._path:
                         _remove_if_abandoned(other)
         except OSError as error:
-            raise InputError(f"Cannot write to {os.path.abspath(folder)}: {error.strerror}. {remedy}") from error
+            raise InputError(
+                f"Cannot write to {os.path.abspath(folder)}: {error.strerror}. {remedy}"
+            ) from error
 
     def __enter__(self) -> "Staging":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         shutil.rmtree(self._path, ignore_errors=True)
         _flock(self._lock, fcntl.LOCK_UN)
         os.close(self._lock)
         if isinstance(error, OSError) and error.errno in WRITE_ERRORS:
             raise InputError(
-                f"Cannot write to {os.path.abspath(self.folder)}: {error.strerror}. What stands there is whole. Make room, or: "
-                f"{self._remedy[0].lower()}{self._remedy[1:]}"
+                f"Cannot write to {os.path.abspath(self.folder)}: {error.strerror}. The files there"
+                f" are complete. Free some space, or: {self._remedy[0].lower()}{self._remedy[1:]}"
             ) from error
 
     def path(self, name: str) -> str:
         """Returns where to make the file that will be called `name`."""
         return os.path.join(self._path, name)
 
-    def place(self, name: str, target: str | None = None) -> None:
-        """Moves the file `name` to its place: `target`, or its own name in `folder`. Atomic."""
+    def commit(self, name: str, target: str | None = None) -> None:
+        """Renames the file `name` to `target`, by default its own name in `folder`. Atomic."""
         os.replace(self.path(name), target or os.path.join(self.folder, name))
 
 
 @contextlib.contextmanager
 def locked(folder: str) -> Iterator[None]:
-    """Waits until no other process holds this lock on `folder`; the kernel drops it when a process ends, however it ends."""
+    """Waits for an exclusive lock on `folder`; the kernel releases it when the process ends."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         _flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        _flock(descriptor, fcntl.LOCK_UN)  # the calling program may have forked meanwhile: closing is not enough then
+        _flock(
+            descriptor, fcntl.LOCK_UN
+        )  # closing is not enough if the program has forked meanwhile
         os.close(descriptor)
 
 
@@ -91,7 +112,7 @@ def _remove_if_abandoned(path: str) -> None:
 
 
 def _flock(descriptor: int, operation: int) -> bool:
-    """Returns whether the lock was got. File systems without locks on folders (some network ones) just go without."""
+    """Returns whether the lock was acquired. File systems without locks on folders go without."""
     try:
         fcntl.flock(descriptor, operation)
     except OSError:

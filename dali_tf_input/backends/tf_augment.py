@@ -6,7 +6,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from dali_tf_input.preprocess import RAND_AUGMENT_BINS, RAND_AUGMENT_MAGNITUDE, RAND_AUGMENT_OPS, Preprocess
+from dali_tf_input.preprocess import (
+    RAND_AUGMENT_BINS,
+    RAND_AUGMENT_MAGNITUDE,
+    RAND_AUGMENT_OPS,
+    Preprocess,
+)
 
 Operation = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
 
@@ -14,15 +19,21 @@ Operation = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
 def make_augmentation(preprocess: Preprocess) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
     """Makes the function that does `preprocess.auto_augment`.
 
-    The operations are those of DALI's `auto_aug`, at the same strengths, as far as Keras has them. They differ in this: Keras's
-    brightness adds where DALI's multiplies; Keras draws a strength evenly from a range where DALI takes one of 31 steps of it, in
-    TrivialAugment and in the contrast of both; in TrivialAugment Keras posterises to 2..8 bits, each as often, DALI by its steps.
+    The operations are those of DALI's `auto_aug`, at the same strengths, as far as Keras has them.
+    They differ in this: Keras's brightness adds where DALI's multiplies; Keras draws a strength
+    evenly from a range where DALI takes one of 31 steps of it, in TrivialAugment and in the
+    contrast of both; in TrivialAugment Keras posterizes to 2..8 bits, each as often, DALI by its
+    steps.
 
     Returns:
-      A function of an image, uint8 (*preprocess.image_size, 3), and a seed, int64 (2,), to an image of the same type and shape:
-      the same for the same seed.
+      A function of an image, uint8 (*preprocess.image_size, 3), and a seed, int64 (2,), to an image
+      of the same type and shape: the same for the same seed.
     """
-    operations = _trivial(preprocess.image_size) if preprocess.auto_augment == "trivial" else _rand(preprocess.image_size)
+    operations = (
+        _trivial(preprocess.image_size)
+        if preprocess.auto_augment == "trivial"
+        else _rand(preprocess.image_size)
+    )
     num_ops = 1 if preprocess.auto_augment == "trivial" else RAND_AUGMENT_OPS
     shape = (*preprocess.image_size, 3)
 
@@ -30,8 +41,12 @@ def make_augmentation(preprocess: Preprocess) -> Callable[[tf.Tensor, tf.Tensor]
         image = tf.cast(image, tf.float32)
         seeds = tf.random.experimental.stateless_split(seed, 2 * num_ops)
         for number in range(num_ops):
-            chosen = tf.random.stateless_uniform((), seeds[2 * number], maxval=len(operations), dtype=tf.int32)
-            image = tf.switch_case(chosen, [_bind(operation, image, seeds[2 * number + 1]) for operation in operations])
+            chosen = tf.random.stateless_uniform(
+                (), seeds[2 * number], maxval=len(operations), dtype=tf.int32
+            )
+            image = tf.switch_case(
+                chosen, [_bind(operation, image, seeds[2 * number + 1]) for operation in operations]
+            )
             image = tf.ensure_shape(tf.clip_by_value(tf.round(image), 0, 255), shape)
         return tf.cast(image, tf.uint8)
 
@@ -39,10 +54,12 @@ def make_augmentation(preprocess: Preprocess) -> Callable[[tf.Tensor, tf.Tensor]
 
 
 class _Seeds(keras.random.SeedGenerator):  # type: ignore[misc]
-    """A generator whose seeds follow from one that is given, with no state that calls in parallel would take from each other."""
+    """A generator of seeds that follow from a given one, without a state that calls share."""
 
     def __init__(self, seed: tf.Tensor) -> None:
-        self._seeds = tf.unstack(tf.cast(tf.random.experimental.stateless_split(seed, 4), tf.uint32))
+        self._seeds = tf.unstack(
+            tf.cast(tf.random.experimental.stateless_split(seed, 4), tf.uint32)
+        )
 
     def next(self, ordered: bool = True) -> tf.Tensor:
         return self._seeds.pop()
@@ -69,13 +86,15 @@ def _either(*layers: keras.layers.Layer) -> Operation:
     def operate(image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
         seeds = tf.random.experimental.stateless_split(seed, 2)
         chosen = tf.random.stateless_uniform((), seeds[0], maxval=len(operations), dtype=tf.int32)
-        return tf.switch_case(chosen, [_bind(operation, image, seeds[1]) for operation in operations])
+        return tf.switch_case(
+            chosen, [_bind(operation, image, seeds[1]) for operation in operations]
+        )
 
     return operate
 
 
 def _with_margin(operation: Operation) -> Operation:
-    """Returns an operation on neighbourhoods that sees no black beyond the image's edges, as Keras's convolution would."""
+    """Returns an operation that sees repeated pixels, not zeros, beyond the image's edges."""
 
     def operate(image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
         return operation(tf.pad(image, [[1, 1], [1, 1], [0, 0]], "SYMMETRIC"), seed)[1:-1, 1:-1]
@@ -88,19 +107,29 @@ def _same(image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
 
 
 def _trivial(size: tuple[int, int]) -> list[Operation]:
-    """TrivialAugment's wide set: each strength is drawn evenly from a range; the numbers are the paper's and DALI's."""
+    """TrivialAugment's wide set, with random strengths; the ranges are the paper's and DALI's."""
     height, width = size
     warp: dict[str, Any] = {"fill_mode": "constant", "fill_value": 128.0}
     rows, columns = min(1.0, 32 / height), min(1.0, 32 / width)  # 32 pixels, as parts of the image
     return [
-        _layer(keras.layers.RandomTranslation(height_factor=0.0, width_factor=(-columns, columns), **warp)),
-        _layer(keras.layers.RandomTranslation(height_factor=(-rows, rows), width_factor=0.0, **warp)),
+        _layer(
+            keras.layers.RandomTranslation(
+                height_factor=0.0, width_factor=(-columns, columns), **warp
+            )
+        ),
+        _layer(
+            keras.layers.RandomTranslation(height_factor=(-rows, rows), width_factor=0.0, **warp)
+        ),
         _layer(keras.layers.RandomShear(x_factor=(0.0, 0.99), **warp)),  # either way
         _layer(keras.layers.RandomShear(y_factor=(0.0, 0.99), **warp)),
         _layer(keras.layers.RandomRotation((-135 / 360, 135 / 360), **warp)),
         _layer(keras.layers.RandomBrightness((-0.99, 0.99))),
         _layer(keras.layers.RandomContrast((0.99, 0.99))),
-        _layer(keras.layers.RandomSaturation((_saturation(0.01), _saturation(1.99)), value_range=(0, 1))),
+        _layer(
+            keras.layers.RandomSaturation(
+                (_saturation(0.01), _saturation(1.99)), value_range=(0, 1)
+            )
+        ),
         _with_margin(_layer(keras.layers.RandomSharpness((0.01 / 2, 1.99 / 2)))),
         _either(*(keras.layers.RandomPosterization((bits, bits)) for bits in range(2, 9))),
         _layer(keras.layers.Solarization(threshold_factor=1.0)),
@@ -111,18 +140,27 @@ def _trivial(size: tuple[int, int]) -> list[Operation]:
 
 
 def _rand(size: tuple[int, int]) -> list[Operation]:
-    """RandAugment's set at one strength, either way; the largest strengths are the paper's and DALI's."""
+    """RandAugment's set at one strength; the largest strengths are the paper's and DALI's."""
     strength = RAND_AUGMENT_MAGNITUDE / (RAND_AUGMENT_BINS - 1)
     warp: dict[str, Any] = {"fill_mode": "constant", "fill_value": 128.0}
-    shift, shear, turn, enhance = 100 / 224 * strength, 0.3 * strength, 30 / 360 * strength, 0.9 * strength
+    shift, shear, turn, enhance = (
+        100 / 224 * strength,
+        0.3 * strength,
+        30 / 360 * strength,
+        0.9 * strength,
+    )
     bits = round(8 - 4 * strength)
     threshold = 256 * (1 - strength)
 
     def both(layer: type[keras.layers.Layer], value: float, **arguments: Any) -> Operation:
         return _either(*(layer((signed, signed), **arguments) for signed in (-value, value)))
 
-    def enhanced(layer: type[keras.layers.Layer], at: Callable[[float], float], **arguments: Any) -> Operation:
-        return _either(*(layer((at(factor), at(factor)), **arguments) for factor in (1 - enhance, 1 + enhance)))
+    def enhanced(
+        layer: type[keras.layers.Layer], at: Callable[[float], float], **arguments: Any
+    ) -> Operation:
+        return _either(
+            *(layer((at(factor), at(factor)), **arguments) for factor in (1 - enhance, 1 + enhance))
+        )
 
     return [
         _either(*(keras.layers.RandomTranslation(0.0, (x, x), **warp) for x in (-shift, shift))),
@@ -135,7 +173,9 @@ def _rand(size: tuple[int, int]) -> list[Operation]:
         enhanced(keras.layers.RandomSaturation, _saturation, value_range=(0, 1)),
         _with_margin(enhanced(keras.layers.RandomSharpness, lambda factor: factor / 2)),
         _layer(keras.layers.RandomPosterization((bits, bits))),
-        lambda image, seed: tf.where(image < threshold, image, 255 - image),  # Keras's draws from 0 on, whatever it is told
+        lambda image, seed: tf.where(
+            image < threshold, image, 255 - image
+        ),  # Keras's draws from 0 on, whatever it is told
         _layer(keras.layers.Equalization()),
         _layer(keras.layers.AutoContrast()),
         _same,

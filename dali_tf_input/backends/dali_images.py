@@ -1,0 +1,218 @@
+"""Preprocessing of images with DALI's operations: the same pixels as `tf_images` makes."""
+
+from collections.abc import Collection
+from typing import Any, Literal
+
+from nvidia.dali import fn, math, types
+from nvidia.dali.auto_aug import rand_augment, trivial_augment
+from nvidia.dali.data_node import DataNode
+from nvidia.dali.pipeline import do_not_convert
+
+from dali_tf_input.crops import (
+    CenterCrop,
+    NoCrop,
+    RandomCrop,
+    RandomResizedCrop,
+    Region,
+    ResizeRandomCrop,
+    Uniforms,
+)
+from dali_tf_input.preprocess import RAND_AUGMENT_MAGNITUDE, RAND_AUGMENT_OPS, Preprocess
+
+SUPPORTED_CROPS = (CenterCrop, NoCrop, RandomCrop, RandomResizedCrop, ResizeRandomCrop)
+_INTERPOLATIONS = {
+    "bilinear": types.INTERP_LINEAR,
+    "bicubic": types.INTERP_CUBIC,
+    "nearest": types.INTERP_NN,
+}
+_DTYPES = {"float32": types.FLOAT, "float16": types.FLOAT16, "uint8": types.UINT8}
+
+Decode = Literal["full", "region"]
+
+
+def check_supported(preprocess: Preprocess) -> None:
+    """Raises InputError for a `preprocess` that this backend does not support."""
+    preprocess.check_supported(
+        "DALI",
+        crops=SUPPORTED_CROPS,
+        interpolations=_INTERPOLATIONS,
+        dtypes=_DTYPES,
+        augmentations=("trivial", "rand"),
+        orientation=True,
+    )
+
+
+def prepare_images(
+    encoded: DataNode,
+    uniforms: DataNode,
+    preprocess: Preprocess,
+    *,
+    decode: Decode,
+    device: str,
+    hints: dict[str, int | float],
+) -> DataNode:
+    """Makes of encoded images what the model sees.
+
+    With `auto_augment` only within a pipeline definition that enables conditionals.
+
+    Args:
+      encoded: uint8 (bytes,) for each image, the bytes of a JPEG or PNG file, on the CPU.
+      uniforms: float32 (preprocess.num_uniforms,) in [0, 1) for each image, on the CPU: they decide
+        what is random.
+      preprocess: what to do.
+      decode: how much of an image is decoded.
+      device: "cpu", or "mixed" to decode on the GPU and continue there.
+      hints: further arguments of the decoder.
+
+    Returns:
+      `preprocess.dtype` of shape `preprocess.image_shape`.
+    """
+    images, region = decode_images(
+        encoded, uniforms, preprocess, decode=decode, device=device, hints=hints
+    )
+    images = resize_regions(images, region, preprocess, decode=decode)
+    if preprocess.auto_augment is not None:
+        images = augment_images(images, preprocess)
+    return normalize_images(images, uniforms, preprocess)
+
+
+@do_not_convert  # type: ignore[untyped-decorator]  # there is nothing for DALI to convert
+def decode_images(
+    encoded: DataNode,
+    uniforms: DataNode,
+    preprocess: Preprocess,
+    *,
+    decode: Decode,
+    device: str,
+    hints: dict[str, int | float],
+) -> tuple[DataNode, Region]:
+    """Decodes images, or the part that is needed; returns them and the regions in them."""
+    orientation = preprocess.apply_orientation
+    shape = fn.peek_image_shape(encoded, adjust_orientation=orientation)
+    size = fn.cast(shape[0:2], dtype=types.FLOAT64)
+    region = find_region(size, uniforms, preprocess)
+    decoding = {
+        "device": device,
+        "output_type": types.RGB,
+        "adjust_orientation": orientation,
+        **hints,
+    }
+    if decode == "full":
+        return fn.decoders.image(encoded, **decoding), region
+    first, extent = source_window(size, region, preprocess)
+    images = fn.decoders.image_slice(encoded, **_window(first, extent), **decoding)
+    return images, region._replace(start=region.start - first)
+
+
+@do_not_convert  # type: ignore[untyped-decorator]
+def resize_regions(
+    images: DataNode, region: Region, preprocess: Preprocess, *, decode: Decode
+) -> DataNode:
+    """Resizes regions to `preprocess.image_size`: float32 in 0..255, or unresized uint8."""
+    start, extent = region.start, region.extent
+    if preprocess.crop.sampling == "crop_and_pad":
+        window = _window(start, extent)
+        return fn.slice(images, **window, out_of_bounds_policy="pad", fill_values=[0.0])
+    resizing = {
+        "size": preprocess.image_size,
+        "interp_type": _INTERPOLATIONS[preprocess.interpolation],
+        "antialias": preprocess.antialias,
+        "dtype": types.FLOAT,
+    }
+    if preprocess.crop.sampling == "crop_then_resize":
+        if decode == "full":
+            images = fn.slice(images, **_window(start, extent))
+    else:
+        resizing["roi_start"] = fn.cast(start, dtype=types.FLOAT)
+        resizing["roi_end"] = fn.cast(start + extent, dtype=types.FLOAT)
+    return fn.resize(images, **resizing)
+
+
+def augment_images(images: DataNode, preprocess: Preprocess) -> DataNode:
+    """Applies `preprocess.auto_augment` to images (height, width, 3) in 0..255; returns uint8."""
+    images = _to_uint8(images)
+    if preprocess.auto_augment == "trivial":
+        return trivial_augment.trivial_augment_wide(images)
+    return rand_augment.rand_augment(
+        images, n=RAND_AUGMENT_OPS, m=RAND_AUGMENT_MAGNITUDE, shape=preprocess.image_size
+    )
+
+
+def normalize_images(images: DataNode, uniforms: DataNode, preprocess: Preprocess) -> DataNode:
+    """Mirrors, normalizes and casts images (height, width, 3) in 0..255; sets their layout."""
+    mirrored = Uniforms.split(uniforms).mirror < preprocess.mirror_probability
+    mirror = fn.reshape(fn.cast(mirrored, dtype=types.INT32), shape=[])
+    if preprocess.dtype == "uint8":
+        images = _to_uint8(fn.flip(images, horizontal=mirror))
+        return fn.transpose(images, perm=[2, 0, 1]) if preprocess.layout == "CHW" else images
+    return fn.crop_mirror_normalize(
+        images,
+        mirror=mirror,
+        mean=list(preprocess.mean),
+        std=list(preprocess.std),
+        output_layout=preprocess.layout,
+        dtype=_DTYPES[preprocess.dtype],
+    )
+
+
+def _to_uint8(images: DataNode) -> DataNode:
+    images = fn.cast(images, dtype=types.FLOAT)
+    return fn.cast(math.clamp(math.floor(images + 0.5), 0.0, 255.0), dtype=types.UINT8)
+
+
+class DaliOps:
+    """`crops.Ops` on DALI's data nodes."""
+
+    floor = staticmethod(math.floor)
+    exp = staticmethod(math.exp)
+    sqrt = staticmethod(math.sqrt)
+    minimum = staticmethod(math.min)
+    maximum = staticmethod(math.max)
+
+    def constant(self, values: Collection[float]) -> DataNode:
+        return types.Constant([float(value) for value in values], dtype=types.FLOAT)
+
+    def where(self, condition: DataNode, values: Any, others: Any) -> DataNode:
+        chosen = fn.cast(condition, dtype=types.FLOAT64)
+        return values * chosen + others * (1.0 - chosen)
+
+    def max(self, values: DataNode) -> DataNode:
+        return fn.reductions.max(fn.cast(values, dtype=types.FLOAT), keep_dims=True)
+
+    def sum(self, values: DataNode) -> DataNode:  # exact for whole numbers; DALI reduces no float64
+        return fn.reductions.sum(fn.cast(values, dtype=types.FLOAT), keep_dims=True)
+
+    def concat(self, first: DataNode, second: DataNode) -> DataNode:
+        return fn.cat(first, second)
+
+
+def find_region(size: DataNode, uniforms: DataNode, preprocess: Preprocess) -> Region:
+    """Returns where each output lies in its image of `size`, float64 (2,): height and width."""
+    ops = DaliOps()
+    named = Uniforms.split(fn.cast(uniforms, dtype=types.FLOAT64))
+    return preprocess.crop.plan(size, ops.constant(preprocess.image_size), named, ops)
+
+
+def _window(start: DataNode, extent: DataNode) -> dict[str, Any]:
+    """Returns the arguments that crop a region of whole pixels."""
+    start, shape = (fn.cast(value, dtype=types.INT32) for value in (start, extent))
+    return {"start": start, "shape": shape, "axes": (0, 1)}
+
+
+def source_window(
+    size: DataNode, region: Region, preprocess: Preprocess
+) -> tuple[DataNode, DataNode]:
+    """Returns the pixels that a region is resampled from, as float64 (2,) start and extent."""
+    start, extent = region.start, region.extent
+    if preprocess.crop.sampling == "crop_then_resize":
+        return start, extent
+    if preprocess.crop.sampling == "crop_and_pad":
+        first = math.max(start, 0.0)
+        return first, math.min(start + extent, size) - first
+    step = extent / types.Constant(list(map(float, preprocess.image_size)), dtype=types.FLOAT)
+    reach = 2.0 if preprocess.interpolation == "bicubic" else 1.0
+    if preprocess.antialias:
+        reach = math.max(step, 1.0) * reach
+    first = math.max(math.floor(start + step * 0.5 - 0.5 - reach), 0.0)
+    end = start + extent - step * 0.5 - 0.5 + reach
+    return first, math.min(math.ceil(end), size - 1.0) - first + 1.0

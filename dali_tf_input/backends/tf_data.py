@@ -1,0 +1,269 @@
+"""The tf.data backend: the same records and pixels as DALI, with TensorFlow's operations."""
+
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import tensorflow as tf
+
+from dali_tf_input.backends.reading import (
+    describe_key,
+    draw_uniforms,
+    parse_record,
+    read_fixed_order,
+    read_run,
+    steps_of,
+    weight_of,
+)
+from dali_tf_input.backends.tf_augment import make_augmentation
+from dali_tf_input.backends.tf_images import check_supported, prepare_image
+from dali_tf_input.errors import InputError
+from dali_tf_input.labels import ClassLabel
+from dali_tf_input.options import AUTOTUNE, TfDataOptions
+from dali_tf_input.order import StartStep, read_index
+from dali_tf_input.sharding import Shard
+from dali_tf_input.spec import DatasetSpec, InputSpec
+
+_SERVICE_SECONDS = 60  # for a worker's first answer
+
+
+def build(
+    spec: InputSpec, options: TfDataOptions, *, batch_size: int, shard: Shard, start_step: StartStep
+) -> tf.data.Dataset:
+    """Builds the dataset of one shard, in the order in which the data moves.
+
+    Args:
+      spec: what comes out.
+      options: how it is made.
+      batch_size: images in each batch; at most the shard's records, unless `spec.repeat` is False.
+      shard: which records are read.
+      start_step: where each iterator starts, for order "global".
+
+    Returns:
+      A dataset of (image, label): image (batch_size, *spec.preprocess.image_shape), label int64
+      (batch_size,) or one-hot; with `spec.repeat` False (image, label, sample weight float32
+      (batch_size,)), one pass. Otherwise it is infinite: with order "global" each epoch serves
+      whole steps; with the others each pass over the shard serves every record of it once, and a
+      batch may hold the end of one pass and the start of the next. With order "buffer" the files of
+      the shard are read in a new random order each pass, `num_parallel_reads` at a time.
+
+    Raises:
+      InputError: this backend does not support `spec`, or the service does not answer.
+    """
+    check_supported(spec.preprocess)
+    records = read_records(spec, options, batch_size=batch_size, shard=shard, start_step=start_step)
+    prepare = make_prepare(spec, options, batch_size=batch_size, shard=shard)
+    return prepare_batches(records, prepare, spec, options, batch_size=batch_size, shard=shard)
+
+
+def read_records(
+    spec: InputSpec, options: TfDataOptions, *, batch_size: int, shard: Shard, start_step: StartStep
+) -> tf.data.Dataset:
+    """Returns a dataset of (key, record): an int64 number and a serialized Example."""
+    if options.service is not None:
+        if spec.order != "buffer":
+            raise InputError(
+                f"`service` is for order 'buffer', got {spec.order!r}: the service's workers divide"
+                " the records among themselves, so no order can be fixed. Use order 'buffer', or"
+                " TfDataOptions() without a service."
+            )
+        _check_service(options.service)
+        # A count would have to be the same on all workers: the key has no meaning here.
+        return _read(spec, options, shard).map(lambda record: (tf.constant(0, tf.int64), record))
+    if spec.has_fixed_order:
+        return read_fixed_order(
+            spec, options, batch_size=batch_size, shard=shard, start_step=start_step
+        )
+    return _read(spec, options, shard).repeat().enumerate()
+
+
+def make_prepare(
+    spec: InputSpec, options: TfDataOptions, *, batch_size: int, shard: Shard
+) -> Callable[[tf.Tensor, tf.Tensor], tuple[tf.Tensor, ...]]:
+    """Returns the function that makes of (key, record) what comes out."""
+    preprocess = spec.preprocess
+    steps = steps_of(spec, batch_size=batch_size, num_shards=shard.num_shards)
+    shard_seed = tf.constant(spec.seed * shard.num_shards + shard.shard_id, tf.int64)
+    augmentation = make_augmentation(preprocess) if preprocess.auto_augment else None
+    decode = options.resolve_decode(resizes_plainly=preprocess.resizes_plainly)
+
+    @tf.autograph.experimental.do_not_convert
+    def prepare(key: tf.Tensor, record: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        encoded, label = parse_record(record, spec.dataset)
+        if options.service is not None:
+            # Many processes share no count, so no seed could repeat. Raw operations, because
+            # `tf.random.set_seed` would seed the others, and each pass on a worker draw the same.
+            draw = partial(tf.raw_ops.RandomUniform, dtype=tf.float32, seed=0, seed2=0)
+            uniforms = draw(shape=[preprocess.num_uniforms])
+            augment_seed = tf.cast(2**30 * draw(shape=[2]), tf.int64)
+        elif spec.has_fixed_order:
+            epoch, slot = describe_key(key, steps, shard)
+            uniforms, augment_seed = draw_uniforms(spec, epoch, slot)
+        else:
+            # A function of (seed, shard, position in the stream): a parallel map calls in no fixed
+            # order, so a generator with a state would not repeat.
+            seed = tf.stack([shard_seed, key])
+            uniforms = tf.random.stateless_uniform((preprocess.num_uniforms,), seed=seed)
+            augment_seed = tf.stack([shard_seed, ~key])
+        augment = (lambda image: augmentation(image, augment_seed)) if augmentation else None
+        image = prepare_image(encoded, uniforms, preprocess, decode=decode, augment=augment)
+        label = prepare_label(label, spec.label)
+        return (image, label) if spec.repeat else (image, label, weight_of(slot, steps))
+
+    return prepare
+
+
+def prepare_label(label: tf.Tensor, kind: ClassLabel) -> tf.Tensor:
+    """Makes of a label as stored, int64 (), what comes out."""
+    if kind.offset:
+        label -= kind.offset
+    if kind.one_hot is not None:
+        label = tf.one_hot(label, kind.one_hot, *kind.one_hot_values, dtype=tf.float32)
+    return label
+
+
+def prepare_batches(
+    records: tf.data.Dataset,
+    prepare: Callable[..., Any],
+    spec: InputSpec,
+    options: TfDataOptions,
+    *,
+    batch_size: int,
+    shard: Shard,
+) -> tf.data.Dataset:
+    """Maps `prepare` over (key, record), batches and prefetches, as the options say."""
+    if options.num_parallel_calls == 1:
+        dataset = records.map(prepare)
+    else:
+        dataset = records.map(prepare, num_parallel_calls=options.num_parallel_calls)
+    if options.service is not None:
+        service = tf.data.experimental.service
+        # Each pass is a job of its own, whose runs of files go to whichever worker is free.
+        mode = service.ShardingPolicy.DYNAMIC
+        distributed = service.distribute(processing_mode=mode, service=options.service)
+        dataset = dataset.apply(distributed).repeat()
+    dataset = dataset.batch(batch_size, drop_remainder=True)
+    if not spec.repeat:
+        steps = steps_of(spec, batch_size=batch_size, num_shards=shard.num_shards)
+        dataset = dataset.apply(tf.data.experimental.assert_cardinality(steps.per_epoch))
+    if options.prefetch_batches != 0:
+        dataset = dataset.prefetch(options.prefetch_batches)
+    tf_options = tf.data.Options()
+    if not options.autotune:
+        tf_options.autotune.enabled = False
+        tf_options.experimental_optimization.map_parallelization = False
+    return dataset.with_options(tf_options)
+
+
+def _check_service(address: str) -> None:
+    """Raises InputError if no dispatcher or no worker answers: TensorFlow would wait forever."""
+    host, _, port = address.removeprefix("grpc://").rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"There is no tf.data service at {address}: {error}. Start one: scripts/data_service.py"
+            " --role=dispatcher, and workers: scripts/data_service.py --role=worker"
+            " --dispatcher=HOST:5050"
+        ) from error
+    answers: queue.SimpleQueue[tf.errors.OpError | None] = queue.SimpleQueue()
+
+    def ask() -> None:
+        service = tf.data.experimental.service.distribute("parallel_epochs", address)
+        try:
+            next(iter(tf.data.Dataset.range(1).apply(service)))
+            answers.put(None)
+        except tf.errors.OpError as error:
+            answers.put(error)
+
+    # In a thread, as the call cannot be interrupted.
+    threading.Thread(target=ask, daemon=True).start()
+    try:
+        failure = answers.get(timeout=_SERVICE_SECONDS)
+    except queue.Empty:
+        raise InputError(
+            f"No worker of the tf.data service at {address} answers this machine within "
+            f"{_SERVICE_SECONDS} s. Start workers with an --address that it can reach: "
+            f"scripts/data_service.py --role=worker --dispatcher={host}:{port}"
+        ) from None
+    if failure is not None:
+        raise InputError(
+            f"The tf.data service at {address} does not serve this program: {failure.message}"
+        ) from failure
+
+
+def _read(spec: InputSpec, options: TfDataOptions, shard: Shard) -> tf.data.Dataset:
+    """Returns the serialized records of a shard, once each, in the order that `spec` asks for."""
+    files, offsets, counts = _list_runs(spec.dataset, shard)
+    runs = (files, tf.constant(offsets, tf.int64), tf.constant(counts, tf.int64))
+    dataset = tf.data.Dataset.from_tensor_slices(runs)
+    read = partial(read_run, read_buffer_bytes=options.read_buffer_bytes)
+    if spec.order == "sequential":
+        return dataset.flat_map(read)
+    seed = None if options.service is not None else spec.seed
+    dataset = _shuffle(dataset, len(files), seed)
+    if options.num_parallel_reads == 1:
+        dataset = dataset.flat_map(read)
+    else:
+        dataset = dataset.interleave(
+            read,
+            cycle_length=options.num_parallel_reads,
+            num_parallel_calls=AUTOTUNE,
+            deterministic=True,
+        )
+    return _shuffle(dataset, spec.buffer_size, seed)
+
+
+def _shuffle(dataset: tf.data.Dataset, buffer_size: int, seed: int | None) -> tf.data.Dataset:
+    """Shuffles, differently in each pass; with seed None whatever `tf.random.set_seed` was told."""
+    if seed is not None:
+        return dataset.shuffle(buffer_size, seed=seed, reshuffle_each_iteration=True)
+    specs = tf.nest.flatten(dataset.element_spec)
+    variant = tf.raw_ops.ShuffleDataset(
+        input_dataset=tf.data.experimental.to_variant(dataset),
+        buffer_size=buffer_size,
+        seed=0,
+        seed2=0,
+        output_types=[spec.dtype for spec in specs],
+        output_shapes=[spec.shape for spec in specs],
+    )
+    return tf.data.experimental.from_variant(variant, dataset.element_spec)
+
+
+def _list_runs(dataset: DatasetSpec, shard: Shard) -> tuple[list[str], list[int], list[int]]:
+    """Returns the runs of records that a shard reads: file, first byte, number of records of each.
+
+    If no record of a file is skipped, its part of the shard is one run.
+    """
+    records = shard.records(dataset.num_records)
+    files, offsets, counts = [], [], []
+    first = 0  # the number, among all records, of the file's first
+    for file, index_file, num_records, skipped in zip(
+        dataset.files,
+        dataset.index_files,
+        dataset.records_per_file,
+        dataset.skipped_per_file,
+        strict=True,
+    ):
+        start, stop = max(records.start - first, 0), min(records.stop - first, num_records)
+        first += num_records
+        if start >= stop:
+            continue
+        if start == 0 and not skipped:
+            files.append(file)
+            offsets.append(0)
+            counts.append(stop)
+            continue
+        end = None  # the byte where the run ends so far
+        for offset, size in read_index(index_file, num_records)[start:stop].tolist():
+            if offset == end:
+                counts[-1] += 1
+            else:
+                files.append(file)
+                offsets.append(offset)
+                counts.append(1)
+            end = offset + size
+    return files, offsets, counts

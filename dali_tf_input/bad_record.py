@@ -1,0 +1,331 @@
+"""Which record stopped the input: its file, its number, and the command that skips it.
+
+TensorFlow's error names an operation, and DALI's at best a byte offset. But a fixed order is
+arithmetic: the step that failed determines its records. Those are checked first, one by one, and
+then all records, for a minute at most.
+"""
+
+import glob
+import itertools
+import logging
+import os
+import re
+import time
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from dali_tf_input.errors import InputError
+from dali_tf_input.index.checks import MAX_PIXELS, BadImage, Checks
+from dali_tf_input.index.contents import KEY_PRESETS, FileEntry, find_schema_problem
+from dali_tf_input.index.example import decode_example
+from dali_tf_input.index.files import find_files, index_command, index_dir_of
+from dali_tf_input.index.manifest import Manifest
+from dali_tf_input.index.tfrecord import BadRecord, find_records, read_record
+from dali_tf_input.index.trial_decode import make_trial_decode
+from dali_tf_input.options import DaliOptions, TfDataOptions
+from dali_tf_input.order import EpochSteps, Integers, read_index, shuffle
+from dali_tf_input.spec import DatasetSpec, InputSpec
+
+_logger = logging.getLogger("dali_tf_input")
+
+_SEARCH_SECONDS = 60.0
+_STEPS_AHEAD = 12  # that pipelines may have read when they fail: queues, and `steps_per_execution`
+# What errors of reading, parsing and decoding say, and those of a model do not. Keras adds the
+# Python stack, whose paths may hold any word: its lines are removed first.
+_STACK = re.compile(r'^ *File ".*\n(?: {4,}.*\n)?', re.MULTILINE)
+_OF_INPUT = re.compile(
+    r"DALI_ERROR|nvidia\.dali\.fn|nvImageCodec|daliPipeline|Jpeg|JPEG|DecodePng|Parse\w*Example"
+    r"|(corrupted|truncated) record|Error in user-defined function passed to"
+    r"|Input dataset was expected to contain \d+ element"
+)
+_NO_WORDS = re.compile(
+    r"^\s*(\[\[.*|<stack traces.*|Detected at node.*|Graph execution error:|Current pipeline"
+    r" object.*"
+    r"|while executing.*|in /.*|C\+\+ context.*|Critical error.*|encountered:|\[Op:.*"
+    r"|which was used in .*|Error DALI_ERROR.*|)\s*$"
+)
+_DALI_EXTENT = re.compile(
+    r"(?:Failed to decode sample #\d+ :|Error while parsing TFRecord file:) (.+?) at index (\d+)\b"
+)
+
+
+class FailedInput(NamedTuple):
+    """An input that may have failed.
+
+    Attributes:
+      spec: what comes out of it.
+      options: of its backend, whose decoder judges the records.
+      step: the step of training that failed, if known.
+      global_batch_size: images in a step.
+    """
+
+    spec: InputSpec
+    options: DaliOptions | TfDataOptions
+    step: int | None
+    global_batch_size: int
+
+
+class BadRecordError(InputError):
+    """A record stopped the input.
+
+    Attributes:
+      file: the TFRecord file.
+      bad_record: what is wrong and where; its number counts from 0 and includes skipped records.
+    """
+
+    def __init__(self, file: str, bad_record: BadRecord, command: str) -> None:
+        bad = bad_record
+        super().__init__(
+            f"{file}: record {bad.record:,}, byte {bad.offset:,}: {bad.reason}: {bad.detail} It"
+            f" stopped the input. Skip bad records: {command}"
+        )
+        self.file = file
+        self.bad_record = bad_record
+
+
+def explain(
+    error: tf.errors.OpError,
+    inputs: Sequence[FailedInput],
+    *,
+    search_seconds: float = _SEARCH_SECONDS,
+) -> InputError | None:
+    """Finds the record that stopped a pipeline.
+
+    Args:
+      error: what TensorFlow raised.
+      inputs: the inputs that may have failed: that of training, that of validation.
+      search_seconds: how long to search each of them.
+
+    Returns:
+      A `BadRecordError`; an InputError with the commands to run if the error is of the input but no
+      record was found; None if the error is not of the input.
+    """
+    message = _STACK.sub("", str(error.message or ""))
+    if isinstance(error, tf.errors.ResourceExhaustedError | tf.errors.CancelledError):
+        return None
+    files = [file for failed in inputs for file in failed.spec.dataset.files]
+    if not _OF_INPUT.search(message) and not any(file in message for file in files):
+        return None
+    seconds = search_seconds * len(inputs)
+    _logger.warning("The input failed: searching for the bad record (%.0f s at most).", seconds)
+    lines = (line.strip() for line in reversed(message.splitlines()) if not _NO_WORDS.match(line))
+    words = next(lines, "no message")
+    commands = [_skip_command(failed.spec.dataset, failed.options) for failed in inputs]
+    searches = [_Search(failed, search_seconds) for failed in inputs]
+    # Search all records that the step determines before any full scan. The step may not be the one
+    # that the optimizer counts: it counts updates, not batches, and an evaluation has steps of its
+    # own.
+    stages = (
+        lambda search: search.check_extent_in(message),
+        lambda search: search.check_first_bad(_likely_records(search.failed)),
+        lambda search: search.check_first_bad(range(search.dataset.num_records)),
+    )
+    try:
+        for stage, number in itertools.product(stages, range(len(inputs))):
+            found = stage(searches[number])
+            if found:
+                file, bad_record = found
+                return BadRecordError(file, bad_record, commands[number])
+    except (OSError, InputError) as problem:
+        return InputError(
+            f"The input failed ({words}), and its files cannot be checked: {problem} Restore what"
+            f" is missing, or index the remaining files: {'; '.join(commands)}"
+        )
+    checked = sum(len(search.checked) for search in searches)
+    return InputError(
+        f"The input failed ({words}), and none of the {checked:,} records that were checked is bad."
+        f" Check them all: {'; '.join(commands)}"
+    )
+
+
+def _skip_command(dataset: DatasetSpec, options: DaliOptions | TfDataOptions) -> str:
+    """Returns the command that skips everything in a dataset that is bad for a backend."""
+    arguments = ["--verify=decode", "--on_bad=skip"]
+    if (dataset.image_key, dataset.label_key) not in KEY_PRESETS.values():
+        arguments += [f"--image_key={dataset.image_key}", f"--label_key={dataset.label_key}"]
+    if dataset.label_offset:
+        arguments.append(f"--label_offset={dataset.label_offset}")
+    entries = _read_entries(dataset)
+    # As the files were checked before:
+    for name, default in (("num_classes", None), ("decoder", "both"), ("max_pixels", MAX_PIXELS)):
+        values = {entry.checked_by.get(name, default) for entry in entries} - {default}
+        values -= {"dali", "tf_data"} - {_decoder_of(options)}  # the other one accepted the record
+        arguments += [f"--{name}={value}" for value in values if len(values) == 1]
+    if any(entry.verified == "decode" for entry in entries):
+        arguments.append(
+            "--force"
+        )  # a file whose bytes rotted, but not its time, counts as unchanged
+    index_dir = index_dir_of(dataset.files[0], dataset.index_files[0])
+    return index_command(_pattern_of(dataset.files), index_dir=index_dir, arguments=arguments)
+
+
+def _decoder_of(options: DaliOptions | TfDataOptions) -> Literal["dali", "tf_data"]:
+    return "dali" if isinstance(options, DaliOptions) else "tf_data"
+
+
+def _read_entries(dataset: DatasetSpec) -> list[FileEntry]:
+    """Returns what the manifests say of the files of a dataset; nothing if they cannot be read."""
+    folders = [os.path.dirname(index_file) for index_file in dataset.index_files]
+    try:
+        manifests = {folder: Manifest.read(folder).entries for folder in set(folders)}
+    except InputError:
+        return []
+    found = (
+        manifests[folder].get(os.path.basename(file))
+        for folder, file in zip(folders, dataset.files, strict=True)
+    )
+    return [entry for entry in found if entry]
+
+
+def _pattern_of(files: tuple[str, ...]) -> str | tuple[str, ...]:
+    """Returns a pattern of exactly these files, if they start alike."""
+    start = os.path.commonprefix(files)  # noqa: RUF071 (of characters, as intended)
+    pattern = glob.escape(start) + "*"
+    same_folder = os.path.dirname(start) == os.path.dirname(files[0])
+    if len(files) == 1 or not same_folder or not os.path.basename(start):
+        return files
+    try:
+        return pattern if set(find_files(pattern)) <= set(files) else files  # one may be gone
+    except (InputError, OSError):
+        return files
+
+
+def _likely_records(failed: FailedInput) -> list[int]:
+    """Returns the records of the step that failed and of those around it, the likeliest first."""
+    spec, _, step, global_batch_size = failed
+    if not spec.has_fixed_order or step is None:
+        return []
+    num_records = spec.dataset.num_records
+    steps = EpochSteps(
+        num_records=num_records, batch_size=global_batch_size, num_shards=1, padded=not spec.repeat
+    )
+    # The optimizer counts while the next batch is awaited: the failed step may be counted or not.
+    ahead = (step + number for number in range(1, _STEPS_AHEAD + 1))
+    first_of_files = np.cumsum([0, *spec.dataset.records_per_file[:-1]])
+    orders: dict[int, Integers] = {}  # by epoch
+    records: list[int] = []
+    for number in (step, step - 1, *ahead, step - 2):
+        epoch, within = divmod(number, steps.per_epoch)
+        if number < 0 or (epoch and not spec.repeat):
+            continue
+        end = min((within + 1) * global_batch_size, num_records)
+        slots = np.arange(within * global_batch_size, end)
+        if spec.order != "global":
+            records += slots.tolist()
+            continue
+        if epoch not in orders:
+            orders[epoch] = shuffle(
+                num_records,
+                seed=spec.seed,
+                epoch=epoch,
+                shuffle_block_size=spec.shuffle_block_size,
+                first_of_files=first_of_files,
+            )
+        records += orders[epoch][slots].tolist()
+    return records
+
+
+class _Search:
+    """Checks records as the index step does at level "decode", until the time is up."""
+
+    def __init__(self, failed: FailedInput, seconds: float) -> None:
+        self.failed = failed
+        self.dataset = failed.spec.dataset
+        self.checked: set[int] = set()
+        entries = _read_entries(self.dataset)
+        largest = [entry.checked_by.get("max_pixels", MAX_PIXELS) for entry in entries]
+        decoder = _decoder_of(failed.options)
+        max_pixels = max(largest, default=MAX_PIXELS)
+        self._decode = make_trial_decode(
+            Checks(verify="decode", decoder=decoder, max_pixels=max_pixels)
+        )
+        self._seconds = seconds
+        self._first_of_files = np.cumsum([0, *self.dataset.records_per_file])
+        self._indexes: dict[int, Integers] = {}
+
+    def check_extent_in(self, message: str) -> tuple[str, BadRecord] | None:
+        """Checks the record that DALI's message names by file and byte."""
+        extent = _DALI_EXTENT.search(message)
+        if not extent or extent[1] not in self.dataset.files:
+            return None
+        file = self.dataset.files.index(extent[1])
+        offsets = self._index(file)[:, 0]
+        row = int(np.searchsorted(offsets, int(extent[2]), side="right")) - 1
+        if row < 0:
+            return None
+        record = int(self._first_of_files[file]) + row
+        # If the decoder here accepts it, believe DALI.
+        problem = self._check(record) or ("damaged image", "DALI refused to decode it.")
+        return extent[1], self._locate(record, problem)
+
+    def check_first_bad(self, records: Iterable[int]) -> tuple[str, BadRecord] | None:
+        """Checks records by their numbers; returns the first bad one and its file."""
+        start = time.monotonic()
+        try:
+            for record in records:
+                if time.monotonic() > start + self._seconds:
+                    return None
+                problem = None if record in self.checked else self._check(record)
+                if problem:
+                    return self.dataset.files[self._file_of(record)], self._locate(record, problem)
+            return None
+        finally:
+            self._seconds -= time.monotonic() - start
+
+    def _check(self, record: int) -> tuple[str, str] | None:
+        """Returns what is wrong with a record, as (reason, detail)."""
+        self.checked.add(record)
+        dataset, file = self.dataset, self._file_of(record)
+        try:
+            features = decode_example(read_record(dataset.files[file], self._extent(record)[0]))
+        except (InputError, OSError) as error:
+            return "unreadable", str(error)
+        problem = find_schema_problem(
+            features, image_key=dataset.image_key, label_key=dataset.label_key
+        )
+        if problem:
+            return problem
+        try:
+            self._decode(features[dataset.image_key][1][0])
+        except BadImage as bad:
+            return bad.reason, bad.detail
+        return None
+
+    def _file_of(self, record: int) -> int:
+        return int(np.searchsorted(self._first_of_files, record, side="right")) - 1
+
+    def _extent(self, record: int) -> tuple[int, int]:
+        file = self._file_of(record)
+        offset, size = self._index(file)[record - int(self._first_of_files[file])].tolist()
+        return offset, size
+
+    def _index(self, file: int) -> Integers:
+        if file not in self._indexes:
+            if len(self._indexes) > 64:
+                self._indexes.clear()  # not those of thousands of files at once
+            self._indexes[file] = read_index(self.dataset.index_files[file])
+        return self._indexes[file]
+
+    def _locate(self, record: int, problem: tuple[str, str]) -> BadRecord:
+        """Returns a bad record with its number in the file, counted as the index step counts."""
+        file = self.dataset.files[self._file_of(record)]
+        offset, size = self._extent(record)
+        number = 0
+        try:
+            descriptor = os.open(file, os.O_RDONLY)
+        except OSError as error:
+            raise InputError(f"{file} cannot be read: {error.strerror}.") from error
+        try:
+            for found in find_records(file, descriptor):
+                extents = [(found.offset, found.size)] if isinstance(found, BadRecord) else found
+                before = sum(start + max(1, length) <= offset for start, length in extents)
+                number += before
+                if before < len(extents):
+                    break
+        finally:
+            os.close(descriptor)
+        reason, detail = problem
+        return BadRecord(record=number, offset=offset, size=size, reason=reason, detail=detail)

@@ -1,0 +1,318 @@
+"""How the part of an image that the model sees is chosen: one class for each way.
+
+A crop plans its own region, once for both backends: `plan` is written in the few operations of
+`Ops`, which each backend provides. To add a crop, see docs/extending.md.
+"""
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+
+from dali_tf_input.errors import InputError
+
+Sampling = Literal["resize_then_crop", "crop_then_resize", "crop_and_pad"]
+
+
+class Ops(Protocol):
+    """The operations that crops plan with, on a backend's float64 arrays of one axis."""
+
+    def constant(self, values: Collection[float]) -> Any:
+        """Returns `values` as an array."""
+
+    def floor(self, values: Any) -> Any:
+        """Rounds down."""
+
+    def exp(self, values: Any) -> Any:
+        """Returns e to the power of `values`."""
+
+    def sqrt(self, values: Any) -> Any:
+        """Returns the square roots."""
+
+    def minimum(self, values: Any, others: Any) -> Any:
+        """Returns the smaller of each pair."""
+
+    def maximum(self, values: Any, others: Any) -> Any:
+        """Returns the larger of each pair."""
+
+    def where(self, condition: Any, values: Any, others: Any) -> Any:
+        """Chooses from `values` where `condition` holds, else from `others`."""
+
+    def max(self, values: Any) -> Any:
+        """Returns the largest value, of shape (1,)."""
+
+    def sum(self, values: Any) -> Any:
+        """Returns the sum of whole numbers, of shape (1,)."""
+
+    def concat(self, first: Any, second: Any) -> Any:
+        """Joins two arrays."""
+
+
+class Uniforms(NamedTuple):
+    """The random numbers in [0, 1) that decide about one image, by what they decide.
+
+    Attributes:
+      mirror: (1,), whether the image is mirrored.
+      position: (2,), where a region lies, as (y, x).
+      attempts: (2 * attempts,), the area and the aspect ratio of each attempt of
+        `RandomResizedCrop`.
+    """
+
+    mirror: Any
+    position: Any
+    attempts: Any
+
+    @classmethod
+    def split(cls, uniforms: Any) -> "Uniforms":
+        """Names the parts of an array of `Preprocess.num_uniforms` numbers."""
+        return cls(uniforms[0:1], uniforms[1:3], uniforms[3:])
+
+
+class Region(NamedTuple):
+    """Where the output lies in an image; each a float64 array (y, x).
+
+    A crop of a resized image is a resized region of the image, so `start` and `extent` need not be
+    whole numbers.
+
+    Attributes:
+      start: the top left corner, in pixels of the image.
+      extent: height and width, in pixels of the image.
+      resized: the size that the image is resized to before the crop.
+      corner: where the crop starts in the resized image, in whole pixels.
+    """
+
+    start: Any
+    extent: Any
+    resized: Any
+    corner: Any
+
+    @classmethod
+    def of_resized(cls, size: Any, resized: Any, corner: Any, out: Any) -> "Region":
+        """Returns the region of an image of `size` that a crop of the resized image shows."""
+        return cls(corner * size / resized, out * size / resized, resized, corner)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crop:
+    """How the part of the image that the model sees is chosen. Base class of all crops.
+
+    Attributes:
+      sampling: how the region becomes the output. "resize_then_crop": pixels beside the region
+        count in the resize, as if the whole image had been resized. "crop_then_resize": the region
+        is whole pixels, and nothing beside it counts. "crop_and_pad": pixels are taken as they are,
+        and zeros where there are none.
+      is_random: whether the region depends on random numbers.
+    """
+
+    sampling: ClassVar[Sampling] = "resize_then_crop"
+    is_random: ClassVar[bool] = False
+
+    @property
+    def num_attempt_uniforms(self) -> int:
+        """How many random numbers `plan` needs beside those of the position."""
+        return 0
+
+    def check(self, image_size: tuple[int, int]) -> None:
+        """Raises InputError if the crop cannot make images of `image_size`."""
+
+    def describe(self, image_size: tuple[int, int]) -> str:
+        """Returns what the crop does, in a few words."""
+        return f"resize to {_by(image_size)}"
+
+    def plan(self, size: Any, out: Any, uniforms: Uniforms, ops: Ops) -> Region:
+        """Returns the region of one image.
+
+        Args:
+          size: float64 (2,), height and width of the image in pixels.
+          out: float64 (2,), height and width of the output in pixels.
+          uniforms: float64; see `Uniforms`.
+          ops: the backend's operations.
+        """
+        return Region.of_resized(size, out, out * 0.0, out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResizeRandomCrop(Crop):
+    """Resizes the whole image to a fixed size, then crops at a random position.
+
+    Each of the (H - h + 1) * (W - w + 1) positions of an h x w crop in the H x W image is equally
+    likely.
+
+    Attributes:
+      resize: (height, width) in pixels that every image is resized to; at least the image size.
+    """
+
+    is_random: ClassVar[bool] = True
+    resize: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        if min(self.resize) < 1:
+            raise InputError(f"`resize` must be at least 1 pixel each way, got {self.resize}.")
+
+    def check(self, image_size: tuple[int, int]) -> None:
+        """Raises InputError if `resize` is below `image_size`."""
+        _check_not_below("resize", self.resize, image_size)
+
+    def describe(self, image_size: tuple[int, int]) -> str:
+        """Returns what the crop does, in a few words."""
+        return f"resize to {_by(self.resize)}, random {_by(image_size)} crop"
+
+    def plan(self, size: Any, out: Any, uniforms: Uniforms, ops: Ops) -> Region:
+        """Returns the region of one image."""
+        resized = ops.constant(self.resize)
+        corner = ops.floor(uniforms.position * (resized - out + 1.0))
+        return Region.of_resized(size, resized, corner, out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomResizedCrop(Crop):
+    """Crops a region of random area and aspect ratio and resizes it, as Inception and ResNet train.
+
+    Each attempt draws the area, as a part of the image's area, uniformly from `area_range` and the
+    aspect ratio (width / height) log-uniformly from `aspect_ratio_range`, and rounds both sides to
+    whole pixels. The first attempt that fits into the image is taken, at a position that is equally
+    likely everywhere. If none fits, the region is the largest centered one whose aspect ratio is in
+    range. Pixels outside of the region do not count in the resize. Source: torchvision's
+    `RandomResizedCrop`, including the defaults.
+
+    Attributes:
+      area_range: smallest and largest part of the image's area, in (0, 1].
+      aspect_ratio_range: smallest and largest width / height, above 0.
+      num_attempts: how many attempts are drawn, in [1, 100].
+    """
+
+    sampling: ClassVar[Sampling] = "crop_then_resize"
+    is_random: ClassVar[bool] = True
+    area_range: tuple[float, float] = (0.08, 1.0)
+    aspect_ratio_range: tuple[float, float] = (3 / 4, 4 / 3)
+    num_attempts: int = 10
+
+    def __post_init__(self) -> None:
+        low, high = self.area_range
+        if not 0 < low <= high <= 1:
+            raise InputError(
+                f"`area_range` must be (smallest, largest), both in (0, 1], got {self.area_range}."
+            )
+        low, high = self.aspect_ratio_range
+        if not 0 < low <= high < float("inf"):
+            raise InputError(
+                "`aspect_ratio_range` must be (smallest, largest), both above 0, got "
+                f"{self.aspect_ratio_range}."
+            )
+        if not 1 <= self.num_attempts <= 100:
+            raise InputError(f"`num_attempts` must be in [1, 100], got {self.num_attempts}.")
+
+    @property
+    def num_attempt_uniforms(self) -> int:
+        """How many random numbers `plan` needs beside those of the position."""
+        return 2 * self.num_attempts
+
+    def describe(self, image_size: tuple[int, int]) -> str:
+        """Returns what the crop does, in a few words."""
+        low, high = self.area_range
+        return f"random region of {low:.0%} to {high:.0%} of the area resized to {_by(image_size)}"
+
+    def plan(self, size: Any, out: Any, uniforms: Uniforms, ops: Ops) -> Region:
+        """Returns the region of one image."""
+        height, width = size[0:1], size[1:2]
+        (low_area, high_area), (low_ratio, high_ratio) = self.area_range, self.aspect_ratio_range
+        areas, ratios = (
+            uniforms.attempts[: self.num_attempts],
+            uniforms.attempts[self.num_attempts :],
+        )
+        area = (low_area + areas * (high_area - low_area)) * height * width
+        low, high = math.log(low_ratio), math.log(high_ratio)
+        ratio = ops.exp(low + ratios * (high - low))
+        heights = ops.maximum(ops.floor(ops.sqrt(area / ratio) + 0.5), 1.0)
+        widths = ops.maximum(ops.floor(ops.sqrt(area * ratio) + 0.5), 1.0)
+        # The first attempt that fits has the highest score. Scores differ, so at most one is
+        # chosen.
+        scores = ops.constant(
+            [float(self.num_attempts - number) for number in range(self.num_attempts)]
+        )
+        scores = ops.where(heights <= height, ops.where(widths <= width, scores, 0.0), 0.0)
+        best = ops.max(scores)
+        chosen = ops.where(scores == best, 1.0, 0.0)
+        fits = best > 0.0
+        center_height = ops.minimum(height, ops.floor(width / low_ratio + 0.5))
+        center_width = ops.minimum(width, ops.floor(height * high_ratio + 0.5))
+        extent = ops.concat(
+            ops.where(fits, ops.sum(heights * chosen), center_height),
+            ops.where(fits, ops.sum(widths * chosen), center_width),
+        )
+        start = ops.floor(uniforms.position * (size - extent + 1.0))
+        return Region(start, extent, out, out * 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomCrop(Crop):
+    """Crops a region of the image size at a random position, at the original scale.
+
+    Each position is equally likely. An image that is smaller, in height or width or both, is
+    centered and padded with zeros (before normalization).
+    """
+
+    sampling: ClassVar[Sampling] = "crop_and_pad"
+    is_random: ClassVar[bool] = True
+
+    def describe(self, image_size: tuple[int, int]) -> str:
+        """Returns what the crop does, in a few words."""
+        return f"random {_by(image_size)} crop"
+
+    def plan(self, size: Any, out: Any, uniforms: Uniforms, ops: Ops) -> Region:
+        """Returns the region of one image."""
+        drawn = ops.floor(uniforms.position * (size - out + 1.0))
+        start = ops.where(size >= out, drawn, ops.floor((size - out) / 2.0))
+        return Region(start, out + size * 0.0, size, start)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CenterCrop(Crop):
+    """Resizes the image until its shorter side has a given length, then crops the center.
+
+    The aspect ratio is kept. The longer side is rounded to whole pixels (half up). If the margin is
+    odd, the larger part of it is cut off below or at the right.
+
+    Attributes:
+      resize_shorter: length of the shorter side in pixels; at least the image size.
+    """
+
+    resize_shorter: int
+
+    def __post_init__(self) -> None:
+        if self.resize_shorter < 1:
+            raise InputError(
+                f"`resize_shorter` must be at least 1 pixel, got {self.resize_shorter}."
+            )
+
+    def check(self, image_size: tuple[int, int]) -> None:
+        """Raises InputError if `resize_shorter` is below `image_size`."""
+        _check_not_below("resize_shorter", (self.resize_shorter, self.resize_shorter), image_size)
+
+    def describe(self, image_size: tuple[int, int]) -> str:
+        """Returns what the crop does, in a few words."""
+        return f"resize the shorter side to {self.resize_shorter}, center {_by(image_size)} crop"
+
+    def plan(self, size: Any, out: Any, uniforms: Uniforms, ops: Ops) -> Region:
+        """Returns the region of one image."""
+        shorter = ops.minimum(size[0:1], size[1:2])
+        resized = ops.floor(size * (float(self.resize_shorter) / shorter) + 0.5)
+        corner = ops.floor((resized - out) / 2.0)
+        return Region.of_resized(size, resized, corner, out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoCrop(Crop):
+    """Resizes the whole image to the image size, ignoring its aspect ratio."""
+
+
+def _by(size: tuple[int, int]) -> str:
+    return f"{size[0]}x{size[1]}"
+
+
+def _check_not_below(name: str, resize: tuple[int, int], image_size: tuple[int, int]) -> None:
+    if resize[0] < image_size[0] or resize[1] < image_size[1]:
+        raise InputError(
+            f"`{name}` must not be below `image_size` {image_size}, got {resize}: resize to more or"
+            " crop less."
+        )

@@ -1,0 +1,393 @@
+"""Feeding `tf.distribute`: one pipeline per replica, each with a shard of the records."""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from dali_tf_input.bad_record import FailedInput, explain
+from dali_tf_input.dataset import Options, choose_options, make_dataset
+from dali_tf_input.errors import InputError
+from dali_tf_input.options import DaliOptions, TfDataOptions
+from dali_tf_input.order import EpochSteps, StartStep
+from dali_tf_input.sharding import Shard, replica_batch_size
+from dali_tf_input.spec import InputSpec
+
+
+class Distributed(NamedTuple):
+    """What `distribute` returns; ``dataset, steps, *_ = distribute(...)`` unpacks it.
+
+    Attributes:
+      dataset: what Keras `fit` or a custom loop iterates: a `tf.data.Dataset`, or under a strategy
+        a `tf.distribute.DistributedDataset`; infinite, unless `spec.repeat` is False.
+      steps_per_epoch: how many global batches one pass over the records fills; rounded up if
+        `spec.repeat` is False.
+      options: the options used; the chosen ones if None was given.
+      devices: the device on which each replica's first batch arrived.
+      start_step: where each new iterator of the dataset starts, with order "global"; `Resume` sets
+        it.
+      spec: what comes out.
+      global_batch_size: images in a step.
+    """
+
+    dataset: Any
+    steps_per_epoch: int
+    options: Options
+    devices: tuple[str, ...]
+    start_step: StartStep
+    spec: InputSpec
+    global_batch_size: int
+
+    @contextlib.contextmanager
+    def explain_errors(
+        self, model: keras.Model | None = None, *others: "Distributed"
+    ) -> Iterator[None]:
+        """Names a record that stops the input: ``with train.explain_errors(model): ...``.
+
+        Args:
+          model: the compiled Keras model that is trained; its optimizer counts the steps. Without
+            it more records have to be checked.
+          *others: further inputs that are iterated, such as that of validation.
+
+        Raises:
+          BadRecordError: (an InputError) a record cannot be read or decoded. The message holds its
+            file, its number and the command that skips it.
+          InputError: the input failed, but no bad record was found within a minute.
+        """
+        start, done = self.start_step.step, _count_steps(model)
+        try:
+            yield
+        except tf.errors.OpError as error:
+            counted = _count_steps(model)
+            step = None if done is None or counted is None else start + counted - done
+            inputs = [FailedInput(self.spec, self.options, step, self.global_batch_size)]
+            inputs += [
+                FailedInput(other.spec, other.options, None, other.global_batch_size)
+                for other in others
+            ]
+            found = explain(error, inputs)
+            if found is None:
+                raise
+            raise found from error
+
+
+def _count_steps(model: keras.Model | None) -> int | None:
+    """Returns how many steps the model's optimizer has made; None without one."""
+    iterations = getattr(getattr(model, "optimizer", None), "iterations", None)
+    return None if iterations is None else int(iterations.numpy())
+
+
+def enable_memory_growth() -> int:
+    """Makes TensorFlow take GPU memory only as needed, which leaves some for DALI.
+
+    Returns:
+      How many GPUs there are.
+
+    Raises:
+      InputError: TensorFlow has initialized its devices already: call this first.
+    """
+    gpus = tf.config.list_physical_devices("GPU")
+    try:
+        for gpu in gpus:
+            # A second call, in a notebook for example, is fine.
+            if not tf.config.experimental.get_memory_growth(gpu):
+                tf.config.experimental.set_memory_growth(gpu, True)
+    except RuntimeError as error:
+        raise InputError(
+            "enable_memory_growth() came too late: call it before a strategy, a model or a tensor"
+            " is made."
+        ) from error
+    return len(gpus)
+
+
+def distribute(
+    spec: InputSpec,
+    options: Options | None = None,
+    *,
+    strategy: tf.distribute.Strategy | None = None,
+    global_batch_size: int,
+    start_step: int = 0,
+) -> Distributed:
+    """Feeds the replicas of a strategy, or plain TensorFlow, with the backend of `options`.
+
+    Each replica has its own pipeline and its own shard of the records, so no record is served twice
+    in a pass. DALI's pipelines run on their replica's device (on the host if `options` say CPU and
+    the replicas are GPUs). tf.data's run on the host, which sends each batch to its replica ahead
+    of time. The first batch is taken once, to see on which devices it arrives; its records are read
+    again.
+
+    Args:
+      spec: what comes out.
+      options: how; None chooses as `choose_options` does, and the result says which.
+      strategy: None (or TensorFlow's default strategy), a OneDeviceStrategy, a MirroredStrategy, or
+        a MultiWorkerMirroredStrategy for a custom loop. A MirroredStrategy remains in TensorFlow's
+        per-replica mode afterwards, also for other datasets.
+      global_batch_size: images in a step over all replicas: a multiple of their number, and at most
+        the number of records unless `spec.repeat` is False.
+      start_step: the training step at which iterators start, with order "global"; nothing before it
+        is read.
+
+    Returns:
+      The dataset and what belongs to it. Each replica gets images `spec.preprocess.dtype`
+      (global_batch_size / replicas, *spec.preprocess.image_shape) and labels int64
+      (global_batch_size / replicas,) or one-hot; with `spec.repeat` False also sample weights
+      float32 (global_batch_size / replicas,). With order "global" an epoch is num_records //
+      global_batch_size steps in which no record comes twice; the remainder, other records each
+      time, is left out. With "buffer" and "sequential" the remainder opens the next epoch. With
+      `spec.repeat` False there is one pass of num_records / global_batch_size steps, rounded up, in
+      which each record comes once: compile the model with `weighted_metrics`, as Keras's `metrics`
+      count padding too.
+
+    Raises:
+      InputError: the strategy is of another type, the replicas do not divide the batch, the batch
+        is larger than the data, DALI's device is not that of the replicas, `make_dataset` refuses,
+        or the first batch cannot be made.
+    """
+    strategy = _check_strategy(strategy)
+    options = options or choose_options()
+    num_replicas = strategy.num_replicas_in_sync if strategy else 1
+    batch_size = replica_batch_size(
+        global_batch_size,
+        num_replicas=num_replicas,
+        num_records=spec.dataset.num_records if spec.repeat else None,
+    )
+    steps = EpochSteps(
+        num_records=spec.dataset.num_records,
+        batch_size=batch_size,
+        num_shards=num_replicas,
+        padded=not spec.repeat,
+    )
+    start = StartStep(start_step)
+    devices = _replica_devices(strategy, options)
+    on_gpu = isinstance(options, DaliOptions) and options.device == "gpu"
+    if on_gpu and not all(_is_gpu(device) for device in devices):
+        raise InputError(
+            "DaliOptions(device='gpu') needs every replica on a GPU, but the replicas are on"
+            f" {', '.join(devices)}. Use DaliOptions(device='cpu') or TfDataOptions(); or, if there"
+            " is a GPU that TensorFlow does not see, pip install 'tensorflow[and-cuda]'"
+        )
+    on_replica = on_gpu or (
+        isinstance(options, DaliOptions) and not any(_is_gpu(device) for device in devices)
+    )
+    several_workers = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
+
+    def make_shard(shard: Shard) -> tf.data.Dataset:
+        device = devices[0 if several_workers else shard.shard_id]
+        with tf.device(device if on_replica else "CPU:0"):
+            return make_dataset(
+                spec,
+                options,
+                batch_size=batch_size,
+                shard=shard,
+                device_id=_cuda_device_id(device) if on_gpu else None,
+                start_step=start,
+            )
+
+    dataset: Any
+    if strategy is None:
+        dataset = make_shard(Shard(0, 1))
+    elif several_workers:
+        dataset = _make_worker_dataset(strategy, options, make_shard, local_replicas=len(devices))
+    elif isinstance(strategy, tf.distribute.OneDeviceStrategy) and isinstance(options, DaliOptions):
+        dataset = _OneDeviceDataset(make_shard(Shard(0, 1)))
+    else:
+        dataset = strategy.distribute_datasets_from_function(
+            lambda context: make_shard(
+                Shard(context.input_pipeline_id, context.num_input_pipelines)
+            ),
+            _input_options(strategy, options, on_replica=on_replica),
+        )
+    try:
+        found = first_batch_devices(dataset, strategy)
+    except InputError as error:
+        if isinstance(error.__cause__, tf.errors.OpError):
+            failed = FailedInput(spec, options, start_step, global_batch_size)
+            raise (explain(error.__cause__, [failed]) or error) from error.__cause__
+        raise
+    if strategy is not None and found != devices:
+        warnings.warn(
+            f"The first batch arrived on {', '.join(found)}, the replicas are on"
+            f" {', '.join(devices)}: every batch is copied while its step waits. {options!r} is"
+            " slow here; DaliOptions(device='gpu') and TfDataOptions() are not.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return Distributed(
+        dataset=dataset,
+        steps_per_epoch=steps.per_epoch,
+        options=options,
+        devices=found,
+        start_step=start,
+        spec=spec,
+        global_batch_size=global_batch_size,
+    )
+
+
+class _WorkerDataset:
+    """The batches of one worker, for a custom loop that passes them to `strategy.run`."""
+
+    def __init__(self, dataset: tf.data.Dataset) -> None:
+        self._dataset = dataset
+        self.element_spec = dataset.element_spec
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._dataset)
+
+    def __repr__(self) -> str:  # Keras shows it when it refuses the type
+        return (
+            "<batches of one worker, for a custom loop: Keras's fit and evaluate do not work under "
+            "MultiWorkerMirroredStrategy. docs/distributed_training.md shows such a loop>"
+        )
+
+
+def _make_worker_dataset(
+    strategy: tf.distribute.Strategy,
+    options: Options,
+    make_shard: Callable[[Shard], tf.data.Dataset],
+    *,
+    local_replicas: int,
+) -> Any:
+    """Makes the dataset of one worker process: a shard for each of its replicas."""
+    resolver = strategy.cluster_resolver
+    num_workers = strategy.num_replicas_in_sync // local_replicas
+    if local_replicas == 1:
+        # Nothing is left to distribute, and TensorFlow's own way would be its MultiDeviceIterator.
+        chiefs = 0
+        if resolver.task_type == "worker":  # a chief is the first of the workers
+            chiefs = len(resolver.cluster_spec().as_dict().get("chief", []))
+        return _WorkerDataset(make_shard(Shard(chiefs + resolver.task_id, num_workers)))
+    if isinstance(options, DaliOptions):
+        raise InputError(
+            "DALI feeds one replica per process under MultiWorkerMirroredStrategy, this process"
+            f" has {local_replicas}: start one process per GPU (CUDA_VISIBLE_DEVICES), or use"
+            " TfDataOptions()."
+        )
+
+    def make_worker(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        first = context.input_pipeline_id * local_replicas
+        shards = [
+            make_shard(Shard(first + number, strategy.num_replicas_in_sync))
+            for number in range(local_replicas)
+        ]
+        # The replicas of a worker get its batches in turn.
+        return tf.data.Dataset.choose_from_datasets(
+            shards, tf.data.Dataset.range(local_replicas).repeat()
+        )
+
+    return strategy.distribute_datasets_from_function(make_worker)
+
+
+def first_batch_devices(dataset: Any, strategy: tf.distribute.Strategy | None) -> tuple[str, ...]:
+    """Takes one batch and returns the device of each replica's images, such as "GPU:0".
+
+    Raises:
+      InputError: the batch cannot be made, or a replica's images and labels are on different
+        devices.
+    """
+    try:
+        images, labels, *_ = next(iter(dataset))
+    except tf.errors.OpError as error:
+        raise InputError(f"The first batch cannot be made: {error.message}") from error
+    replica_images = strategy.experimental_local_results(images) if strategy else (images,)
+    replica_labels = strategy.experimental_local_results(labels) if strategy else (labels,)
+    for image, label in zip(replica_images, replica_labels, strict=True):
+        if image.device != label.device:
+            raise InputError(
+                f"A replica's images are on {image.device}, but their labels on {label.device}."
+            )
+    return tuple(_short_name(image.device) for image in replica_images)
+
+
+def _check_strategy(strategy: tf.distribute.Strategy | None) -> tf.distribute.Strategy | None:
+    """Returns `strategy`, or None for TensorFlow's default; refuses unsupported ones."""
+    supported = (
+        tf.distribute.OneDeviceStrategy
+        | tf.distribute.MirroredStrategy
+        | tf.distribute.MultiWorkerMirroredStrategy
+    )
+    if strategy is None or isinstance(strategy, supported):
+        return strategy
+    if not tf.distribute.has_strategy() and strategy is tf.distribute.get_strategy():
+        return None
+    nearest = {
+        "TPUStrategy": (
+            "TPUs are fed from the host: use strategy.distribute_datasets_from_function(...) with"
+            " make_dataset(spec, TfDataOptions(), ...)"
+        ),
+        "ParameterServerStrategy": "for several hosts use MultiWorkerMirroredStrategy",
+        "CentralStorageStrategy": "for several GPUs of one host use MirroredStrategy",
+    }
+    name = type(strategy).__name__.removesuffix("V1").removesuffix("V2")
+    raise InputError(
+        "`strategy` must be None, a OneDeviceStrategy, a MirroredStrategy or a "
+        f"MultiWorkerMirroredStrategy, got a {type(strategy).__name__}: "
+        f"{nearest.get(name, nearest['CentralStorageStrategy'])}."
+    )
+
+
+def _replica_devices(strategy: tf.distribute.Strategy | None, options: Options) -> tuple[str, ...]:
+    """Returns the device of each replica, such as "GPU:0"."""
+    if strategy is not None:
+        return tuple(_short_name(device) for device in strategy.extended.worker_devices)
+    on_gpu = isinstance(options, DaliOptions) and options.device == "gpu"
+    return ("GPU:0" if on_gpu and tf.config.list_logical_devices("GPU") else "CPU:0",)
+
+
+def _input_options(
+    strategy: tf.distribute.Strategy, options: Options, *, on_replica: bool
+) -> tf.distribute.InputOptions:
+    """Returns the options that give a MirroredStrategy one pipeline per replica."""
+    if isinstance(strategy, tf.distribute.OneDeviceStrategy):
+        return tf.distribute.InputOptions()  # it allows no other
+    return tf.distribute.InputOptions(
+        experimental_replication_mode=tf.distribute.InputReplicationMode.PER_REPLICA,
+        experimental_place_dataset_on_device=on_replica,
+        # Never for DALI: fetching uses TensorFlow's MultiDeviceIterator, which frees a DALIDataset
+        # while a thread still reads it: the process crashes (SIGSEGV) when an iterator is dropped.
+        # Seen with TensorFlow 2.21 and DALI 2.4.
+        experimental_fetch_to_device=isinstance(options, TfDataOptions),
+    )
+
+
+class _OneDeviceDataset(tf.data.Dataset, tf.distribute.DistributedDataset):
+    """A DALI dataset that counts as distributed, so that Keras iterates it where it is.
+
+    OneDeviceStrategy would read it through its MultiDeviceIterator; see `_input_options`.
+    """
+
+    def __init__(self, dataset: tf.data.Dataset) -> None:
+        self._dataset = dataset
+        super().__init__(tf.data.experimental.to_variant(dataset))
+
+    def _inputs(self) -> list[tf.data.Dataset]:
+        return [self._dataset]
+
+    @property
+    def element_spec(self) -> Any:
+        return self._dataset.element_spec
+
+    def cardinality(self) -> tf.Tensor:
+        return self._dataset.cardinality()
+
+
+def _cuda_device_id(device: str) -> int:
+    """Returns the CUDA device of TensorFlow's "GPU:0", which differs if GPUs are hidden from it."""
+    visible = tf.config.get_visible_devices("GPU")
+    if len(visible) != len(tf.config.list_logical_devices("GPU")):
+        raise InputError(
+            "DaliOptions(device='gpu') does not work with GPUs that are split into logical devices."
+        )
+    name: str = visible[int(device.rsplit(":", 1)[1])].name
+    return int(name.rsplit(":", 1)[1])
+
+
+def _short_name(device: str) -> str:
+    spec = tf.DeviceSpec.from_string(device)
+    return f"{spec.device_type}:{spec.device_index}"
+
+
+def _is_gpu(device: str) -> bool:
+    return device.startswith("GPU:")

@@ -1,0 +1,221 @@
+"""Indexes TFRecord files: where each valid record is, and a manifest of what the files hold.
+
+usage: python -m dali_tf_input.index [flags] FILE_OR_GLOB...
+
+Each index, with a line "offset size" in bytes per record, is written beside its file as FILE.idx,
+or into --index_dir, together with index_manifest.json. Files that did not change since they were
+indexed are not read again. With --on_bad=error every bad record is named, files with bad records
+are not indexed, all others are, and the exit code is 1. With --on_bad=skip the indexes skip bad
+records, and bad_records.jsonl lists them.
+
+example: python -m dali_tf_input.index --verify=decode --on_bad=skip 'path/train-*-of-*'
+"""
+
+import os
+import sys
+import time
+from typing import get_args
+
+from rich import filesize
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bar
+
+from dali_tf_input import command
+from dali_tf_input.command import format_count
+from dali_tf_input.index.build import IndexFaultsError, IndexReport, OnBad, Progress, build_index
+from dali_tf_input.index.checks import MAX_PIXELS, Checks, Decoder
+from dali_tf_input.index.contents import KEY_PRESETS, LEVELS, Images, Labels, Summary
+from dali_tf_input.index.files import BAD_RECORDS_NAME, index_command
+from dali_tf_input.index.tfrecord import BadRecord
+
+FLAGS = command.Flags()
+_INDEX_DIR = FLAGS.string("index_dir", None, "Folder for the indexes; by default beside each file.")
+_VERIFY = FLAGS.choice("verify", "framing", LEVELS, "How deeply each record is checked.")
+_ON_BAD = FLAGS.choice("on_bad", "error", get_args(OnBad), "What happens to bad records.")
+_MAX_BAD_FRACTION = FLAGS.number(
+    "max_bad_fraction", 0.01, "With --on_bad=skip, the largest part that may be skipped."
+)
+_FORCE = FLAGS.boolean("force", False, "Check every file, also unchanged ones.")
+_IMAGE_KEY = FLAGS.string("image_key", None, "Feature key of the image; by default found.")
+_LABEL_KEY = FLAGS.string("label_key", None, "Feature key of the label; by default found.")
+_LABEL_OFFSET = FLAGS.integer(
+    "label_offset", 0, "Label of the first class; 1 for TF-slim's ImageNet."
+)
+_NUM_CLASSES = FLAGS.integer("num_classes", None, "Number of classes, to check labels against.")
+_DECODER = FLAGS.choice("decoder", "both", get_args(Decoder), "What decodes at --verify=decode.")
+_MAX_PIXELS = FLAGS.integer("max_pixels", MAX_PIXELS, "Height x width above which an image is bad.")
+_NUM_PROCESSES = FLAGS.integer("num_processes", None, "Processes; by default one per core.")
+
+_CHECK_FLAGS = (
+    _VERIFY,
+    _MAX_BAD_FRACTION,
+    _IMAGE_KEY,
+    _LABEL_KEY,
+    _LABEL_OFFSET,
+    _NUM_CLASSES,
+    _DECODER,
+    _MAX_PIXELS,
+)
+_SECONDS_BETWEEN_LINES = 10  # of progress, without a terminal
+
+
+def main(patterns: list[str]) -> int:
+    """Indexes the files that match `patterns`; returns the exit code."""
+    checks = Checks(
+        verify=_VERIFY.value,
+        image_key=_IMAGE_KEY.value,
+        label_key=_LABEL_KEY.value,
+        label_offset=_LABEL_OFFSET.value,
+        num_classes=_NUM_CLASSES.value,
+        decoder=_DECODER.value,
+        max_pixels=_MAX_PIXELS.value,
+    )
+    refusal = None
+    with IndexProgress(names_all=_ON_BAD.value == "error") as progress:
+        try:
+            report = build_index(
+                patterns,
+                checks,
+                index_dir=_INDEX_DIR.value,
+                on_bad=_ON_BAD.value,
+                max_bad_fraction=_MAX_BAD_FRACTION.value,
+                force=_FORCE.value,
+                num_processes=_NUM_PROCESSES.value,
+                on_bad_record=progress.print_bad_record,
+                on_progress=progress.update,
+            )
+        except IndexFaultsError as error:
+            report, refusal = error.report, error
+    print_report(report)
+    if refusal:
+        print(f"error: {refusal}. {_remedy(patterns)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+class IndexProgress:
+    """Progress of an index run on stderr: a bar on a terminal, else a line every ten seconds."""
+
+    def __init__(self, *, names_all: bool) -> None:
+        self._names_all = names_all
+        self._console = Console(stderr=True)
+        self._start = time.monotonic()
+        self._next_line = self._start + _SECONDS_BETWEEN_LINES
+        self._bar = Bar(
+            TextColumn("indexing"),
+            BarColumn(bar_width=30),
+            TextColumn("{task.fields[text]}"),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task("indexing", total=None, text="")
+
+    def __enter__(self) -> "IndexProgress":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def update(self, state: Progress) -> None:
+        """Shows the progress of a run."""
+        seconds = max(time.monotonic() - self._start, 1e-9)
+        left = seconds * (state.num_bytes - state.bytes) / max(state.bytes, 1)
+        text = (
+            f"{state.files:,} of {state.num_files:,} files, {state.records:,} records, "
+            f"{state.bytes / seconds / 1e6:,.0f} MB/s, {command.format_seconds(left)} left"
+        )
+        self._bar.update(self._task, total=state.num_bytes, completed=state.bytes, text=text)
+        if not self._console.is_terminal and time.monotonic() > self._next_line:
+            self._next_line = time.monotonic() + _SECONDS_BETWEEN_LINES
+            print(f"indexing: {text}", file=sys.stderr, flush=True)
+
+    def print_bad_record(self, file: str, bad: BadRecord) -> None:
+        """Prints one bad record as one line; if they are skipped, only what no index can skip."""
+        if self._names_all or bad.reason == "unreadable":
+            place = "" if bad.record is None else f"record {bad.record:,}, byte {bad.offset:,}: "
+            text = f"{file}: {place}{bad.reason}: {bad.detail}"
+            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def print_report(report: IndexReport) -> None:
+    """Prints what was done and what the files hold."""
+    done = [f"{report.written:,} indexed"]
+    done += [f"{report.unchanged:,} unchanged"] if report.unchanged else []
+    done += [f"{report.removed:,} gone"] if report.removed else []
+    done += [f"{report.bad_files:,} with bad records"] if report.bad_files else []
+    rows = [("files", ", ".join(done))]
+    if report.summary.files:
+        rows += _describe(report.summary)
+    command.print_rows(rows)
+    if report.reasons:
+        print()
+        command.print_rows([("bad records", "how many")])
+        command.print_rows([(reason, f"{count:,}") for reason, count in report.reasons.items()])
+
+
+def _remedy(patterns: list[str]) -> str:
+    """Returns what to do about bad records."""
+    if _ON_BAD.value == "skip":
+        return (
+            f"{BAD_RECORDS_NAME} lists the bad records of indexed files; --on_bad=error names those"
+            " of the others. Fix the files, or allow more with --max_bad_fraction."
+        )
+    given = [flag for flag in _CHECK_FLAGS if flag.value != flag.default]
+    arguments = [*(f"--{flag.name}={flag.value}" for flag in given), "--on_bad=skip"]
+    fix = index_command(patterns, index_dir=_INDEX_DIR.value, arguments=arguments)
+    return f"Those files were not indexed. Fix them, or skip the bad records: {fix}"
+
+
+def _describe(summary: Summary) -> list[tuple[str, str]]:
+    """Returns the rows that say what the indexed files hold."""
+    levels = [f"{level} {format_count(count, 'file')}" for level, count in summary.verified.items()]
+    rows = [
+        ("records", f"{summary.records:,}"),
+        ("size", filesize.decimal(summary.size)),
+        ("verified", ", ".join(levels)),
+    ]
+    if summary.skipped:
+        part = summary.skipped / (summary.skipped + summary.records)
+        count = format_count(summary.skipped, "record")
+        rows.append(("skipped", f"{count} ({part:.2%}), listed in {BAD_RECORDS_NAME}"))
+    if summary.features:
+        rows.append(("features", _describe_features(summary)))
+    if summary.labels:
+        rows.append(("labels", _describe_labels(summary.labels)))
+    if summary.images:
+        rows.append(("images", _describe_images(summary.images)))
+    return rows
+
+
+def _describe_features(summary: Summary) -> str:
+    """Names the feature keys, the writer that uses them, and those that not every record has."""
+    presets = [name for name, keys in KEY_PRESETS.items() if set(keys) <= set(summary.features)]
+    keys = list(summary.features)
+    text = f"{presets[0]}: " if presets else ""
+    text += ", ".join(keys[:12]) + (f" and {len(keys) - 12:,} more" if len(keys) > 12 else "")
+    for key, (file, record) in list(summary.without.items())[:3]:
+        first = f"record {record:,} of {os.path.basename(file)}"
+        text += f"; {key} not in all, first missing in {first}"
+    return text
+
+
+def _describe_labels(labels: Labels) -> str:
+    first, last = labels.range
+    count = labels.num_classes
+    classes = f"{count:,} classes" if count else "more classes than are counted"
+    hint = " (train with label_offset=1)" if first == 1 and _LABEL_OFFSET.value == 0 else ""
+    return f"{first:,} to {last:,}, {classes}{hint}"
+
+
+def _describe_images(images: Images) -> str:
+    (median_height, median_width), (height, width) = images.median_size, images.largest_size
+    formats = ", ".join(f"{name} {count:,}" for name, count in images.formats.items())
+    largest = f"largest height {height:,}, largest width {width:,}"
+    return f"median {median_height}x{median_width}, {largest}; {formats}"
+
+
+if __name__ == "__main__":
+    sys.exit(command.run(main, FLAGS))

@@ -1,0 +1,296 @@
+"""`build_index`: checks TFRecord files once and writes down where each valid record is.
+
+DALI's reader finds records by a text file with one line ``offset size`` per record, in bytes, which
+NVIDIA's ``tfrecord2idx`` writes too. The index is an ordered list of samples: a record that is not
+in it is not read, by either backend. All that later steps need to know is kept in the `manifest`.
+"""
+
+import contextlib
+import dataclasses
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from dali_tf_input.errors import InputError, check_choice
+from dali_tf_input.index.checks import Checks
+from dali_tf_input.index.contents import KEY_PRESETS, FileEntry, Summary, find_keys, summarize
+from dali_tf_input.index.example import decode_example
+from dali_tf_input.index.files import Path, find_files, index_files_of
+from dali_tf_input.index.folder import IndexFolder
+from dali_tf_input.index.pool import run_jobs
+from dali_tf_input.index.tfrecord import BadRecord, find_records, read_data
+
+OnBad = Literal["error", "skip"]
+
+_COMMIT_SECONDS = 5  # of work that a killed run loses at most
+# Where feature keys are looked for:
+_MOST_KEY_FILES = 16
+_MOST_KEY_RECORDS = 8
+_MOST_KEY_BYTES = 1 << 26
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Progress of `build_index`: files and bytes done, and records found in them."""
+
+    files: int
+    num_files: int
+    records: int
+    bytes: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexReport:
+    """What `build_index` did.
+
+    Attributes:
+      summary: what the indexed files hold, including those that were already indexed.
+      written: how many files were indexed.
+      unchanged: how many files were already indexed.
+      removed: how many files of earlier runs no longer exist, and so left the manifest.
+      reasons: how many bad records of each reason this run found, the most common first.
+      bad_files: how many files have bad records.
+    """
+
+    summary: Summary
+    written: int
+    unchanged: int
+    removed: int
+    reasons: dict[str, int] = field(default_factory=dict)
+    bad_files: int = 0
+
+
+class IndexFaultsError(InputError):
+    """Raised by `build_index` for bad records that are not skipped; `report` says what was done."""
+
+    def __init__(self, text: str, report: IndexReport) -> None:
+        super().__init__(text)
+        self.report = report
+
+
+def build_index(
+    files: Path | Sequence[Path],
+    checks: Checks | None = None,
+    *,
+    index_dir: Path | None = None,
+    on_bad: OnBad = "error",
+    max_bad_fraction: float = 0.01,
+    force: bool = False,
+    num_processes: int | None = None,
+    on_bad_record: Callable[[str, BadRecord], None] | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> IndexReport:
+    """Indexes the TFRecord files that changed since they were indexed, and writes the manifest.
+
+    Files are checked by several processes. Each index, and then the manifest, is renamed into place
+    when it is complete: a run that is killed leaves old or new files, never half ones, and the next
+    run continues from there. Several runs at once over one folder do no harm.
+
+    Args:
+      files: paths or glob patterns.
+      checks: how deeply to check. An unchanged file that was checked as deeply before is not
+        checked again. A file that changed is checked at least as deeply as before.
+      index_dir: the folder for indexes and manifest; None is beside each file.
+      on_bad: "error": files with bad records are not indexed, each bad record is passed to
+        `on_bad_record`, and `IndexFaultsError` is raised. "skip": the indexes skip bad records, and
+        ``bad_records.jsonl`` beside the manifest lists them, one JSON object per line: file,
+        record, offset, size, reason, detail.
+      max_bad_fraction: with "skip", `IndexFaultsError` is raised if the bad part exceeds this part
+        of all records, of all bytes, or (counting files without any valid record) of all files.
+        From then on, files with bad records are not indexed.
+      force: check every file, also unchanged ones, and exactly as deeply as `checks` says.
+      num_processes: how many processes; None is one per core, at most one per file.
+      on_bad_record: called at the end with each path and bad record, in the order of the files.
+      on_progress: called now and then, by any thread, one at a time.
+
+    Returns:
+      What was done.
+
+    Raises:
+      IndexFaultsError: see `on_bad` and `max_bad_fraction`. All other files are indexed
+        nevertheless.
+      InputError: no file matches, the index folder cannot be written or is full, the feature keys
+        are not found, or a process failed.
+    """
+    check_choice("on_bad", on_bad, get_args(OnBad))
+    if not 0 <= max_bad_fraction <= 1:
+        raise InputError(f"`max_bad_fraction` must be in [0, 1], got {max_bad_fraction}.")
+    if num_processes is not None and num_processes < 1:
+        raise InputError(f"`num_processes` must be at least 1 or None, got {num_processes}.")
+    found = find_files(files)
+    checks = _with_keys(checks or Checks(), found)
+    index_files = index_files_of(found, index_dir=index_dir)
+    by_folder: dict[str, dict[str, str]] = {}  # index folder -> base name -> file
+    for file, index_file in zip(found, index_files, strict=True):
+        folder = os.path.dirname(index_file) or "."
+        by_folder.setdefault(folder, {})[os.path.basename(file)] = file
+    with contextlib.ExitStack() as stack:
+        folders = [
+            IndexFolder(folder, by_name, checks, force=force, stack=stack)
+            for folder, by_name in by_folder.items()
+        ]
+        run = _Run(folders, on_bad=on_bad, max_bad_fraction=max_bad_fraction)
+        run.check_files(num_processes or len(os.sched_getaffinity(0)), on_progress)
+        return run.conclude(on_bad_record)
+
+
+class _Run:
+    """One run over some folders."""
+
+    def __init__(
+        self, folders: list[IndexFolder], *, on_bad: OnBad, max_bad_fraction: float
+    ) -> None:
+        self._folders = folders
+        self._on_bad = on_bad
+        self._max_bad_fraction = max_bad_fraction
+
+    def check_files(
+        self, num_processes: int, on_progress: Callable[[Progress], None] | None
+    ) -> None:
+        """Checks all files that need it, and commits every few seconds what is done."""
+        owners = [(folder, name) for folder in self._folders for name in folder.jobs]
+        jobs = [folder.jobs[name] for folder, name in owners]
+        num_bytes = sum(os.path.getsize(job.file) for job in jobs)
+        done = Progress(files=0, num_files=len(jobs), records=0, bytes=0, num_bytes=num_bytes)
+        lock = threading.Lock()
+
+        def advance(records: int, size: int, files: int = 0) -> None:
+            nonlocal done
+            with lock:
+                done = dataclasses.replace(
+                    done,
+                    files=done.files + files,
+                    records=done.records + records,
+                    bytes=done.bytes + size,
+                )
+                if on_progress:
+                    on_progress(done)
+
+        next_commit = time.monotonic() + _COMMIT_SECONDS
+        for number, answer in run_jobs(jobs, num_processes, advance):
+            folder, name = owners[number]
+            if "unreadable" in answer:
+                folder.unreadable[name] = answer["unreadable"]
+            else:
+                entry = msgspec.convert(answer["entry"], FileEntry)
+                (folder.faulty if entry.skipped else folder.valid)[name] = entry
+            advance(0, 0, files=1)
+            if time.monotonic() > next_commit:
+                self._commit()
+                next_commit = time.monotonic() + _COMMIT_SECONDS
+        self._commit()
+
+    def _commit(self) -> None:
+        """Commits files without bad records; with "skip" also others, unless too many."""
+        for folder in self._folders:
+            folder.commit_valid()
+        if self._on_bad == "skip" and not self._find_excess():
+            for folder in self._folders:
+                folder.commit_faulty()
+
+    def conclude(self, on_bad_record: Callable[[str, BadRecord], None] | None) -> IndexReport:
+        """Passes the bad records on, then returns the report or raises; see `build_index`."""
+        reasons: Counter[str] = Counter()
+        bad_files = sorted(
+            (folder.files[name], name, folder)
+            for folder in self._folders
+            for name in [*folder.faulty, *folder.unreadable]
+        )
+        for file, name, folder in bad_files:
+            for bad in folder.bad_records_of(name):
+                reasons[bad.reason] += 1
+                if on_bad_record:
+                    on_bad_record(file, bad)
+        num_files, num_bad = sum(len(folder.files) for folder in self._folders), reasons.total()
+        refusal = None
+        if self._on_bad == "error" and bad_files:
+            records = f"{num_bad:,} bad record{'' if num_bad == 1 else 's'}"
+            refusal = f"{records} in {len(bad_files):,} of {num_files:,} files"
+        elif reasons["unreadable"]:
+            refusal = f"{reasons['unreadable']:,} of {num_files:,} files cannot be read"
+        elif self._on_bad == "skip":
+            refusal = self._find_excess()
+        entries = {
+            folder.files[name]: entry
+            for folder in self._folders
+            for name, entry in folder.entries.items()
+        }
+        report = IndexReport(
+            summary=summarize(entries),
+            written=sum(len(folder.entries) - folder.unchanged for folder in self._folders),
+            unchanged=sum(folder.unchanged for folder in self._folders),
+            removed=sum(folder.removed for folder in self._folders),
+            reasons=dict(reasons.most_common()),
+            bad_files=len(bad_files),
+        )
+        if refusal:
+            raise IndexFaultsError(refusal, report)
+        return report
+
+    def _find_excess(self) -> str | None:
+        """Returns by which count the bad part exceeds `max_bad_fraction`; None if by none.
+
+        A bad record may be half a file, and a file of another kind has no records to count. So
+        records, bytes and whole files are counted, each on its own.
+        """
+        entries = [
+            entry for folder in self._folders for entry in (folder.entries | folder.faulty).values()
+        ]
+        bad = sum(entry.skipped for entry in entries)
+        skipped_bytes = sum(entry.skipped_bytes for entry in entries)
+        counts = {
+            "records": (bad, bad + sum(entry.records for entry in entries)),
+            "bytes": (skipped_bytes, sum(entry.size for entry in entries)),
+            "files": (sum(not entry.records for entry in entries), len(entries)),
+        }
+        for what, (part, whole) in counts.items():
+            if part > self._max_bad_fraction * whole:
+                limit = f"`max_bad_fraction` {self._max_bad_fraction:.2%}"
+                return f"{part:,} of {whole:,} {what} are bad, {part / whole:.2%}, over {limit}"
+        return None
+
+
+def _with_keys(checks: Checks, files: Sequence[str]) -> Checks:
+    """Completes the feature keys, if the level needs them, from the first records."""
+    if checks.verify in ("framing", "crc"):
+        return checks
+    held: set[str] = set()
+    for file in files[:_MOST_KEY_FILES]:
+        for features in _first_features(file):
+            image_key, label_key = find_keys(
+                features, image_key=checks.image_key, label_key=checks.label_key
+            )
+            if image_key and label_key:
+                return dataclasses.replace(checks, image_key=image_key, label_key=label_key)
+            held.update(features)
+    if held:
+        keys = ", ".join(f"{key!r}" for key in sorted(held)[:30])
+        raise InputError(
+            f"The records hold {keys}, but not the keys of {' or '.join(KEY_PRESETS)}: name the two"
+            " with `image_key` and `label_key`."
+        )
+    # No record can be read: the run will say what is wrong.
+    image_key, label_key = next(iter(KEY_PRESETS.values()))
+    return dataclasses.replace(
+        checks, image_key=checks.image_key or image_key, label_key=checks.label_key or label_key
+    )
+
+
+def _first_features(file: str) -> Iterator[dict[str, tuple[str, list[Any]]]]:
+    """Yields the features of the first valid records of a file."""
+    with contextlib.suppress(OSError), open(file, "rb") as stream:
+        for found in find_records(file, stream.fileno()):
+            for extent in [] if isinstance(found, BadRecord) else found[:_MOST_KEY_RECORDS]:
+                data = read_data(stream.fileno(), *extent) if extent[1] < _MOST_KEY_BYTES else None
+                with contextlib.suppress(InputError):
+                    if data is not None:
+                        yield decode_example(data)
+            if not isinstance(found, BadRecord) and found:
+                return

@@ -1,0 +1,163 @@
+"""Which files are meant, where their indexes are, and the command that makes them."""
+
+import glob
+import os
+import re
+import shlex
+import shutil
+import stat
+import sys
+from collections import Counter
+from collections.abc import Sequence
+
+from dali_tf_input.errors import InputError
+
+INDEX_SUFFIX = ".idx"
+MANIFEST_NAME = "index_manifest.json"  # beside the index files
+BAD_RECORDS_NAME = "bad_records.jsonl"  # beside the manifest
+
+Path = str | os.PathLike[str]
+
+_URL = re.compile(r"([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
+_COPY_COMMANDS = {
+    "gs": "gcloud storage cp",
+    "s3": "aws s3 cp",
+    "http": "curl -O",
+    "https": "curl -O",
+    "hdfs": "hdfs dfs -get",
+}
+
+
+def find_files(files: Path | Sequence[Path]) -> tuple[str, ...]:
+    """Expands paths and glob patterns to TFRecord files, sorted by path. Indexes are ignored.
+
+    A file that is found twice, by whatever spelling or link of its path, counts once.
+
+    Raises:
+      InputError: a path does not exist, is a directory or a URL, or a pattern matches no file.
+    """
+    found: dict[tuple[int, int], str] = {}  # by device and inode: one stat for each file
+    patterns = _patterns(files)
+    for pattern in patterns:
+        _check_no_url(pattern)
+        expanded = os.path.expanduser(pattern)
+        if os.path.isdir(expanded):
+            example = os.path.join(pattern, "*-of-*")
+            raise InputError(
+                f"{pattern} is a directory: name the files in it, such as '{example}'."
+            )
+        paths = [expanded]
+        if not os.path.exists(expanded):  # links come after the files that they point to
+            paths = sorted(glob.glob(expanded), key=lambda path: (os.path.islink(path), path))
+        matches = 0
+        for path in paths:
+            if path.endswith(INDEX_SUFFIX) or os.path.basename(path) in (
+                MANIFEST_NAME,
+                BAD_RECORDS_NAME,
+            ):
+                # A shell expands a pattern to these too.
+                matches += path == expanded and len(patterns) > 1
+                continue
+            try:
+                status = os.stat(path)
+            except FileNotFoundError as error:
+                raise InputError(
+                    f"{path} is a link to a file that does not exist: remove it, or restore the"
+                    " file."
+                ) from error
+            if stat.S_ISREG(status.st_mode):
+                found.setdefault((status.st_dev, status.st_ino), path)
+                matches += 1
+        if not matches:
+            folder = os.path.abspath(os.path.dirname(expanded) or ".")
+            raise InputError(f"No file matches '{pattern}' (looked in {folder}).")
+    if not found:
+        raise InputError("`files` must name at least one TFRecord file, got none.")
+    return tuple(sorted(found.values()))
+
+
+def index_files_of(files: Sequence[str], *, index_dir: Path | None = None) -> tuple[str, ...]:
+    """Returns the index of each file: ``<file>.idx``, or that name in `index_dir`.
+
+    Raises:
+      InputError: two files of different folders would share an index in `index_dir`.
+    """
+    if index_dir is None:
+        return tuple(file + INDEX_SUFFIX for file in files)
+    name, count = Counter(os.path.basename(file) for file in files).most_common(1)[0]
+    if count > 1:
+        raise InputError(
+            f"`index_dir` {index_dir} cannot hold the index of {count} files that are all named"
+            f" {name}."
+        )
+    folder = os.path.expanduser(index_dir)
+    return tuple(os.path.join(folder, os.path.basename(file) + INDEX_SUFFIX) for file in files)
+
+
+def index_dir_of(file: str, index_file: str) -> str | None:
+    """Returns the `index_dir` with which `index_files_of` returns `index_file` for `file`."""
+    return None if index_file == file + INDEX_SUFFIX else os.path.dirname(index_file) or "."
+
+
+def python_command() -> str:
+    """Returns how a shell starts this Python: "python" if that finds it, else its path."""
+    found = shutil.which("python")
+    is_this = found and os.path.dirname(found) == os.path.dirname(sys.executable)
+    return "python" if is_this else shlex.quote(sys.executable)
+
+
+def index_command(
+    files: Path | Sequence[Path], *, index_dir: Path | None = None, arguments: Sequence[str] = ()
+) -> str:
+    """Returns the command that indexes `files`, as messages show it: with absolute paths.
+
+    Args:
+      files: paths or patterns.
+      index_dir: the folder of the index files, if they are not beside the files.
+      arguments: further flags, such as "--on_bad=skip".
+    """
+    by_folder: dict[str, list[str]] = {}
+    for pattern in _patterns(files):
+        folder, name = os.path.split(absolute(pattern))
+        by_folder.setdefault(folder, []).append(name)
+    paths = [path for folder, names in by_folder.items() for path in _shorten(folder, names)]
+    if index_dir:
+        arguments = [*arguments, f"--index_dir={absolute(os.fspath(index_dir))}"]
+    return f"{python_command()} -m dali_tf_input.index {shlex.join([*arguments, *paths])}"
+
+
+def absolute(path: str) -> str:
+    """Returns an absolute path of the same file; keeps "..", which may follow a link."""
+    path = os.path.expanduser(path)
+    if ".." in path.split(os.sep):
+        return os.path.join(os.getcwd(), path)
+    return os.path.abspath(path)
+
+
+def _shorten(folder: str, names: list[str]) -> list[str]:
+    """Returns paths, or one pattern for many names in a folder that start alike."""
+    start = os.path.commonprefix(names)  # noqa: RUF071 (of characters, as intended)
+    paths = [os.path.join(folder, name) for name in names]
+    if len(names) <= 3 or not start:
+        return paths
+    start, rest = os.path.join(folder, start), len(start)
+    if os.path.exists(paths[0]):  # names of files, not patterns
+        start = glob.escape(start)
+    return [start + ("*-of-*" if all("-of-" in name[rest:] for name in names) else "*")]
+
+
+def _patterns(files: Path | Sequence[Path]) -> list[str]:
+    return [
+        os.fspath(file) for file in ([files] if isinstance(files, str | os.PathLike) else files)
+    ]
+
+
+def _check_no_url(path: str) -> None:
+    found = _URL.match(path)
+    if found:
+        copy = _COPY_COMMANDS.get(found[1].lower())
+        command = f" (`{copy}`)" if copy else ""
+        raise InputError(
+            f"{path} is a URL, and TFRecords are read from file systems only: copy the files to a"
+            f" local disk first{command}, or mount them as a folder."
+        )

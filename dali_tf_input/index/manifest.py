@@ -1,0 +1,159 @@
+"""The manifest beside the index files: what each file holds, and which version of it.
+
+It is JSON, one ``index_manifest.json`` in the folder of the index files. It names files by their
+base names, so that a folder can be moved as a whole. Everything that reads records by an index asks
+`read_entries` first: DALI itself aborts the process on an index it cannot use, and reads garbage
+with a stale one.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import google_crc32c
+import msgspec
+
+from dali_tf_input.errors import InputError
+from dali_tf_input.index.contents import FileEntry, Summary, summarize
+from dali_tf_input.index.files import MANIFEST_NAME, Path, index_command, index_dir_of
+from dali_tf_input.index.tfrecord import record_size
+
+
+class _Document(msgspec.Struct):
+    format: Literal["dali_tf_input index manifest"]
+    version: Literal[2]
+    files: dict[str, FileEntry]
+    whole: Summary
+
+
+class Manifest:
+    """The entries of one folder of index files, by the base name of the TFRecord file."""
+
+    def __init__(self, entries: dict[str, FileEntry]) -> None:
+        self.entries = entries
+
+    @classmethod
+    def read(cls, folder: str) -> "Manifest":
+        """Reads the manifest of `folder`; empty if there is none.
+
+        Raises:
+          InputError: it is damaged, cannot be read, or is of another version of this package.
+        """
+        path = os.path.join(folder, MANIFEST_NAME)
+        try:
+            with open(path, "rb") as stream:
+                document = json.load(stream)
+            return cls(msgspec.convert(document, _Document).files)
+        except (FileNotFoundError, NotADirectoryError):
+            return cls({})
+        except (msgspec.MsgspecError, ValueError, RecursionError, OSError) as error:
+            raise InputError(
+                f"{path} is not an index manifest of this version of dali_tf_input: {error}."
+            ) from error
+
+    def write(self, path: str) -> None:
+        """Writes the manifest to the new file `path`."""
+        document = _Document(
+            "dali_tf_input index manifest",
+            2,
+            {name: self.entries[name] for name in sorted(self.entries)},
+            summarize(self.entries),
+        )
+        with open(path, "xb") as stream:
+            # Unlike msgspec, json writes file names that are not UTF-8.
+            stream.write(json.dumps(msgspec.to_builtins(document)).encode())
+
+
+@dataclass(frozen=True)
+class _Stale:
+    """A file whose index cannot be used, and why."""
+
+    file: str
+    index_file: str
+    reason: str
+    entry: FileEntry | None
+
+
+def read_entries(
+    files: Sequence[str], index_files: Sequence[str], patterns: Path | Sequence[Path]
+) -> list[FileEntry]:
+    """Returns what is known of each file, after checking that it and its index are unchanged.
+
+    Args:
+      files: paths of TFRecord files.
+      index_files: path of the index of each.
+      patterns: what the user named the files by, for the command that fixes many of them.
+
+    Raises:
+      InputError: a file has no index or no entry, or the file or its index changed. The message
+        holds the command that fixes it.
+    """
+    index_dir = index_dir_of(files[0], index_files[0])
+    manifests: dict[str, Manifest] = {}
+    entries, stale = [], []
+    for file, index_file in zip(files, index_files, strict=True):
+        folder = os.path.dirname(index_file) or "."
+        if folder not in manifests:
+            try:
+                manifests[folder] = Manifest.read(folder)
+            except InputError as error:
+                command = index_command(patterns, index_dir=index_dir)
+                raise InputError(f"{error} Index again: {command}") from error
+        entry = manifests[folder].entries.get(os.path.basename(file))
+        reason = find_staleness(file, index_file, entry)
+        if reason:
+            stale.append(_Stale(file, index_file, reason, entry))
+        elif entry:
+            entries.append(entry)
+    if stale:
+        first = stale[0]
+        if first.reason == _NO_INDEX:
+            text = f"{len(stale)} of {len(files)} files have no index, the first is {first.file}."
+        else:
+            more = f" So are {len(stale) - 1} more." if len(stale) > 1 else ""
+            text = f"{first.index_file}: {first.reason}.{more}"
+        skips = any(one.entry and one.entry.skipped for one in stale)
+        command = index_command(
+            [one.file for one in stale] if len(stale) <= 3 else patterns,
+            index_dir=index_dir,
+            arguments=["--on_bad=skip"] if skips else (),
+        )
+        verb = "Index them" if first.reason == _NO_INDEX else "Index again"
+        raise InputError(f"{text} {verb}: {command}")
+    return entries
+
+
+_NO_INDEX = "there is no index"
+
+
+def find_staleness(file: str, index_file: str, entry: FileEntry | None) -> str | None:
+    """Returns why `index_file` must not be used for `file` as it is now; None if it may be."""
+    if entry is None:  # an index of another tool, or of a run that was killed
+        known = os.path.exists(index_file)
+        return "the manifest has no entry for this index" if known else _NO_INDEX
+    status = os.stat(file)
+    if (status.st_size, status.st_mtime_ns) != (entry.size, entry.mtime_ns):
+        sizes = f"then {entry.size:,} bytes, now {status.st_size:,}"
+        return f"{file} changed since it was indexed ({sizes})"
+    try:
+        with open(index_file, "rb") as stream:
+            text = stream.read()
+    except FileNotFoundError:
+        return _NO_INDEX
+    if google_crc32c.value(text) != entry.index_crc or text.count(b"\n") != entry.records:
+        return "this index is not the one that the manifest describes"
+    if not entry.records:
+        return None
+    # Size and time may be those of another file, copied with its times: check two records.
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        for line in (text[: text.index(b"\n")], text[text.rfind(b"\n", 0, -1) + 1 :]):
+            offset, size = map(int, line.split())
+            if record_size(descriptor, offset) != size:
+                expected = f"a record of {size} bytes at byte {offset}"
+                return f"this index is not that of {file}: expected {expected}"
+    finally:
+        os.close(descriptor)
+    return None

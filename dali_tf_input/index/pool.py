@@ -1,0 +1,193 @@
+"""Starts, feeds and reaps the processes that check files for `build_index`."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from typing import IO, Any
+
+from dali_tf_input.errors import InputError
+
+# A plain command, which works whatever the calling program is and has imported. Its import path is
+# made absolute now, as the caller may change its folder.
+_PATH = [os.path.abspath(entry) for entry in sys.path]
+_CODE = (
+    "import sys; sys.path[:] = sys.argv[1:]; from dali_tf_input.index.worker import serve; serve()"
+)
+
+# How a process ends over an image that its decoder cannot take.
+_CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+_LONGEST_DECODE = 900  # seconds over one image after which the worker ends itself, by SIGALRM
+_HANGS = 2  # a machine that was suspended looks like a decoder that hangs: once is not enough
+
+# Records that must not be decoded: number in the file -> (reason, detail).
+Crashing = dict[int, tuple[str, str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One file to check: with which `checks.Checks` (its fields), and where to put what is found.
+
+    The worker keeps the number of the record that it decodes, 8 bytes, in the file `mark`.
+    """
+
+    file: str
+    index: str
+    bad_records: str
+    mark: str
+    checks: dict[str, Any]
+
+
+def run_jobs(
+    jobs: Sequence[Job], num_processes: int, on_progress: Callable[[int, int], None]
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Runs `jobs` in up to `num_processes` processes.
+
+    Args:
+      jobs: what to do.
+      num_processes: how many processes, and no more than there are jobs.
+      on_progress: called with records and bytes since its last call, by any thread.
+
+    Yields:
+      (number of the job, answer of `worker`), in the order they are done. If decoding a record
+      crashes or hangs a process, another one checks the file without that record. A process that is
+      killed in another way answers {"unreadable": ...}, and another one continues.
+
+    Raises:
+      InputError: a process ended with an error: something is missing in this installation.
+      OSError: what is made cannot be written.
+    """
+    if not jobs:
+        return
+    local, workers, stopped = threading.local(), [], threading.Event()
+
+    def work(job: Job) -> dict[str, Any]:
+        crashing: Crashing = {}
+        hangs: dict[int, int] = {}
+        while True:
+            worker: _Worker | None = getattr(local, "worker", None)
+            if worker is None or worker.is_dead:
+                worker = local.worker = _Worker()
+                workers.append(worker)
+            if stopped.is_set():
+                worker.kill()
+            answer = worker.run(job, crashing, hangs, on_progress)
+            if answer is not None:
+                return answer
+
+    pool = ThreadPoolExecutor(min(num_processes, len(jobs)))
+    try:
+        futures = {pool.submit(work, job): number for number, job in enumerate(jobs)}
+        for future in as_completed(futures):
+            answer = future.result()
+            if "error" in answer:
+                raise OSError(*answer["error"])
+            yield futures[future], answer
+    finally:
+        stopped.set()
+        for worker in list(workers):
+            worker.kill()
+        pool.shutdown(cancel_futures=True)
+        for worker in workers:
+            worker.close()
+
+
+class _Worker:
+    """One process."""
+
+    def __init__(self) -> None:
+        self.is_dead = False
+        self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `close`)
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _CODE, *_PATH],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            start_new_session=True,  # Ctrl-C reaches the caller alone, which ends this process
+            # Images are decoded on the CPU: GPUs and their memory are left to training.
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"},
+        )
+
+    def run(
+        self,
+        job: Job,
+        crashing: Crashing,
+        hangs: dict[int, int],
+        on_progress: Callable[[int, int], None],
+    ) -> dict[str, Any] | None:
+        """Returns the answer to a job; None if it is to be run again by another process."""
+        assert self._process.stdin and self._process.stdout
+        task = {**dataclasses.asdict(job), "crashing": crashing, "longest_decode": _LONGEST_DECODE}
+        with contextlib.suppress(BrokenPipeError):  # it died; its exit status says how
+            self._process.stdin.write(json.dumps(task).encode() + b"\n")
+            self._process.stdin.flush()
+        for line in self._process.stdout:
+            try:
+                answer: dict[str, Any] = json.loads(line)
+            except ValueError:
+                self.kill()
+                raise InputError(
+                    f"The indexing process answered {line[:80]!r}: is a module shadowed in "
+                    f"{os.getcwd()}?"
+                ) from None
+            if "progress" not in answer:
+                return answer
+            on_progress(*answer["progress"])
+        self.is_dead = True
+        status = self._process.wait()
+        if status >= 0:
+            self._stderr.seek(0)
+            last_words = self._stderr.read().decode(errors="replace").strip().splitlines()[-1:]
+            words = " ".join(last_words) or f"exit status {status}"
+            raise InputError(f"The indexing process stopped at {job.file}: {words}")
+        return self._judge(job, signal.Signals(-status), crashing, hangs)
+
+    def _judge(
+        self, job: Job, ended_by: signal.Signals, crashing: Crashing, hangs: dict[int, int]
+    ) -> dict[str, Any] | None:
+        """Blames the record that was decoded last, if that can have ended the process."""
+        number = _read_mark(job)
+        if number is not None and number not in crashing:
+            if ended_by in _CRASHES:
+                detail = f"decoding it ended the process: {ended_by.name}."
+                crashing[number] = ("crashes the decoder", detail)
+                return None
+            if ended_by == signal.SIGALRM:
+                hangs[number] = hangs.get(number, 0) + 1
+                if hangs[number] == _HANGS:
+                    detail = f"decoding it did not end within {_LONGEST_DECODE} s."
+                    crashing[number] = ("hangs the decoder", detail)
+                return None
+        return {
+            "unreadable": f"{job.file}: the process that checked it was ended by {ended_by.name}."
+        }
+
+    def close(self) -> None:
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream:
+                with contextlib.suppress(BrokenPipeError):
+                    stream.close()
+        self._process.wait()
+        self._stderr.close()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def _read_mark(job: Job) -> int | None:
+    """Returns the record that was decoded last; None before the first. Forgets it."""
+    try:
+        with open(job.mark, "rb") as stream:
+            mark = stream.read()
+        os.unlink(job.mark)
+    except FileNotFoundError:
+        return None
+    return int.from_bytes(mark, "little") if mark else None

@@ -1,0 +1,123 @@
+"""Decoding one image as training will, to find out beforehand which images cannot be decoded."""
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+from PIL import Image
+
+from dali_tf_input.index.checks import BadImage, Checks, TrialDecode
+from dali_tf_input.index.tfrecord import name_content
+from dali_tf_input.preprocess import DCT_METHOD
+
+# What both backends decode to the same pixels. TensorFlow or DALI refuses each other format.
+_FORMATS = ("JPEG", "PNG")
+_NAMES = {"WEBP": "WebP", "MPO": "JPEG"}  # MPO: a JPEG followed by further pictures, from cameras
+_END_OF_JPEG = b"\xff\xd9"
+
+
+def make_trial_decode(checks: Checks) -> TrialDecode:
+    """Makes the function that judges one encoded image.
+
+    Args:
+      checks: `decoder` and `max_pixels` are used.
+
+    Returns:
+      A function of the encoded bytes that returns (format, height, width), the format one of
+      "JPEG", "grayscale JPEG", "CMYK JPEG", "YCCK JPEG" and "PNG", the size in pixels. It raises
+      `BadImage` for anything else and for what cannot be decoded.
+    """
+    makers = {"dali": _make_dali_decoder, "tf_data": _make_tf_data_decoder}
+    decoders = [make() for name, make in makers.items() if checks.decoder in (name, "both")]
+
+    def decode(encoded: bytes) -> tuple[str, int, int]:
+        image_format, height, width = read_header(encoded)
+        if height * width > checks.max_pixels:
+            size = f"{width}x{height} in {len(encoded):,} bytes"
+            raise BadImage("too many pixels", f"{size}: over {checks.max_pixels:,} pixels.")
+        for refuse in decoders:
+            refusal = refuse(encoded)
+            if refusal:
+                cut = image_format.endswith("JPEG") and _END_OF_JPEG not in encoded[-64:]
+                kind = image_format.rpartition(" ")[2]
+                raise BadImage(f"{'truncated' if cut else 'damaged'} {kind}", refusal)
+        return image_format, height, width
+
+    return decode
+
+
+def read_header(encoded: bytes) -> tuple[str, int, int]:
+    """Returns the format of an image, its height and its width, without decoding it.
+
+    Raises:
+      BadImage: it is neither a JPEG nor a PNG; the reason names what it is.
+    """
+    try:
+        with Image.open(io.BytesIO(encoded)) as image:
+            (width, height), mode = image.size, image.mode
+            kind = _NAMES.get(str(image.format), str(image.format))
+            transform = image.info.get("adobe_transform")
+    except Image.DecompressionBombError as error:
+        raise BadImage("too many pixels", str(error)) from error
+    except Exception as error:  # Pillow's readers raise nearly anything over damaged bytes
+        raise BadImage(*_describe_content(encoded, error)) from error
+    if kind not in _FORMATS:
+        raise BadImage(
+            f"{kind} image",
+            f"expected a JPEG or PNG, which both backends decode, found {kind}, {width}x{height}.",
+        )
+    if kind == "JPEG" and mode == "CMYK":
+        kind = "YCCK JPEG" if transform == 2 else "CMYK JPEG"
+    elif kind == "JPEG" and mode == "L":
+        kind = "grayscale JPEG"
+    return kind, height, width
+
+
+def _describe_content(encoded: bytes, error: Exception) -> tuple[str, str]:
+    """Returns (reason, detail) for bytes that no image format claims."""
+    count, start = f"{len(encoded):,}", encoded[:64]
+    if encoded[:2] == b"\xff\xd8":
+        words = str(error).partition(" <")[0]
+        return "damaged JPEG", f"the header of this JPEG of {count} bytes cannot be read: {words}"
+    if not any(encoded):
+        return "zero bytes", f"expected an encoded image, found {count} bytes of zero."
+    name, _ = name_content(start) or ("not an image", "")
+    if name in ("text", "HTML page", "XML document"):
+        return name, f"expected an encoded image, found {start[:40]!r} ..."
+    starts = f"{count} bytes that start with {start[:8].hex(' ')}"
+    return name, f"expected an encoded image, found {starts}."
+
+
+def _make_tf_data_decoder() -> Callable[[bytes], str | None]:
+    # Imported here because TensorFlow takes seconds, and only this decoder needs it.
+    import tensorflow as tf
+
+    def refuse(encoded: bytes) -> str | None:
+        try:
+            tf.io.decode_jpeg(tf.constant(encoded), channels=3, dct_method=DCT_METHOD)
+        except tf.errors.OpError as error:
+            return f"tf.io.decode_jpeg refuses it: {error.message.rpartition('}} ')[2]}"
+        return None
+
+    return refuse
+
+
+def _make_dali_decoder() -> Callable[[bytes], str | None]:
+    # nvImageCodec is what DALI decodes with; unlike a DALI pipeline it continues after a bad image.
+    # Imported here because it need not be installed to check with TensorFlow alone.
+    from nvidia import nvimgcodec
+
+    decoder = nvimgcodec.Decoder(
+        device_id=nvimgcodec.NVIMGCODEC_DEVICE_CPU_ONLY,
+        backends=[nvimgcodec.Backend(nvimgcodec.BackendKind.CPU_ONLY)],
+        max_num_cpu_threads=1,
+    )
+    color = nvimgcodec.ColorSpec.SRGB
+    parameters: Any = nvimgcodec.DecodeParams(apply_exif_orientation=False, color_spec=color)
+
+    def refuse(encoded: bytes) -> str | None:
+        if decoder.decode(encoded, params=parameters) is not None:
+            return None
+        return "DALI's decoder (nvImageCodec) refuses it."
+
+    return refuse

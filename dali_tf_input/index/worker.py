@@ -1,0 +1,94 @@
+"""The process that checks TFRecord files for `build_index`, one after another.
+
+It gets a file as a line of JSON on stdin and answers with lines of JSON on stdout: {"progress":
+[records, bytes]} now and then, and at last {"entry": ...}, {"unreadable": text}, or {"error":
+[errno, text]} if writing fails. It is a process of its own because decoders are C code: what
+damaged images do to it does not touch the program that called `build_index`.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import sys
+from typing import Any, TextIO
+
+import msgspec
+
+from dali_tf_input.errors import InputError
+from dali_tf_input.index.checks import Checks, TrialDecode, check_file
+from dali_tf_input.index.tfrecord import BadRecord
+from dali_tf_input.staging import WRITE_ERRORS
+
+
+def serve() -> None:
+    """Answers tasks until stdin ends."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # decoders print: keep that out of the answers
+    decoders: dict[Checks, TrialDecode] = {}
+    with contextlib.suppress(BrokenPipeError):  # whoever asked is gone
+        for line in sys.stdin:
+            task = json.loads(line)
+            checks = Checks(**task["checks"])
+            if checks.verify == "decode" and checks not in decoders:
+                # Imported here because Pillow, DALI's codecs and TensorFlow take seconds, and only
+                # this level needs them.
+                from PIL import Image
+
+                from dali_tf_input.index.trial_decode import make_trial_decode
+
+                Image.MAX_IMAGE_PIXELS = None  # in this process `max_pixels` is the limit
+                decoders[checks] = make_trial_decode(checks)
+            _answer(answers, _run(task, checks, decoders.get(checks), answers))
+
+
+def _run(
+    task: dict[str, Any], checks: Checks, decode: TrialDecode | None, answers: TextIO
+) -> dict[str, Any]:
+    file = task["file"]
+    crashing = {
+        int(number): (reason, detail) for number, (reason, detail) in task["crashing"].items()
+    }
+    try:
+        with contextlib.ExitStack() as stack:
+            index = stack.enter_context(open(task["index"], "wb"))
+            mark = stack.enter_context(open(task["mark"], "wb", buffering=0)) if decode else None
+            stack.callback(signal.setitimer, signal.ITIMER_REAL, 0)
+            bad_records: TextIO | None = None
+
+            def on_bad_record(bad: BadRecord) -> None:
+                nonlocal bad_records
+                if bad_records is None:  # most files have none
+                    path = task["bad_records"]
+                    bad_records = stack.enter_context(open(path, "w", encoding="utf-8"))
+                line = {"file": os.path.basename(file), **dataclasses.asdict(bad)}
+                bad_records.write(json.dumps(line) + "\n")
+
+            def on_decode(number: int) -> None:
+                if mark:  # the parent reads it if this process crashes
+                    os.pwrite(mark.fileno(), number.to_bytes(8, "little"), 0)
+                    signal.setitimer(signal.ITIMER_REAL, task["longest_decode"])  # SIGALRM ends it
+
+            entry = check_file(
+                file,
+                index,
+                checks,
+                decode=decode,
+                crashing=crashing,
+                on_decode=on_decode,
+                on_bad_record=on_bad_record,
+                on_progress=lambda records, size: _answer(answers, {"progress": [records, size]}),
+            )
+    except InputError as error:
+        return {"unreadable": str(error)}
+    except OSError as error:
+        if error.errno in WRITE_ERRORS:
+            return {"error": [error.errno, error.strerror]}
+        return {"unreadable": f"{file} cannot be read: {error.strerror or error}"}
+    return {"entry": msgspec.to_builtins(entry)}
+
+
+def _answer(answers: TextIO, answer: dict[str, Any]) -> None:
+    answers.write(json.dumps(answer) + "\n")
+    answers.flush()
