@@ -9,16 +9,20 @@ INDEX_DIR ?=
 ARGS ?=
 
 RUN := $(VENV)/bin/python
-FLAVOUR := $(if $(GPU),gpu,cpu)
 INSTALLED := $(VENV)/.installed$(if $(GPU),-gpu)
+DEVELOPED := $(INSTALLED)-dev
 SAMPLE := data/sample
 FILES := $(or $(DATA),$(SAMPLE)/train-*)
 VALIDATION_FILES := $(if $(DATA),$(VALIDATION),$(SAMPLE)/validation-*)
 INDEX_FLAG := $(if $(INDEX_DIR),--index_dir='$(INDEX_DIR)')
 READY := $(INSTALLED) $(if $(DATA),,$(SAMPLE)/.complete)
+INDEX := @$(RUN) -m dali_tf_input.index $(INDEX_FLAG) '$(FILES)'
+COMMON := --files='$(FILES)' $(INDEX_FLAG)
+PYTEST := $(RUN) -m pytest -n 4 --dist=worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help install data index compare train doctor profile tune preview soak gpu-check test test-gpu check format clean
+.PHONY: help install data index compare train doctor profile tune preview soak gpu-check
+.PHONY: test test-slow test-gpu check format docs clean
 
 help:  ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F '\t' '{ printf "  make %-10s %s\n", $$1, $$2 }'
@@ -31,74 +35,80 @@ install: $(INSTALLED)  ## Set up .venv: TensorFlow, DALI, the plugin, this packa
 
 data: $(SAMPLE)/.complete  ## Make the sample TFRecords in data/sample
 
-index: $(READY)  ## Index TFRecords for DALI: make index DATA='path/train-*'
-	@$(RUN) scripts/index_tfrecords.py $(INDEX_FLAG) $(ARGS) '$(or $(DATA),$(SAMPLE)/*-of-*)'
+index: $(READY)  ## Index TFRecords: make index DATA='path/train-*'
+	@$(RUN) -m dali_tf_input.index $(INDEX_FLAG) $(ARGS) '$(or $(DATA),$(SAMPLE)/*-of-*)'
 
 compare: $(READY)  ## The main job: images/s of every way to feed TensorFlow; table, JSON and plot in results/
-	@$(RUN) scripts/index_tfrecords.py $(INDEX_FLAG) '$(FILES)'
+	$(INDEX)
 	@mkdir -p results
-	@$(RUN) scripts/compare_throughput.py --files='$(FILES)' $(INDEX_FLAG) \
-		--json=results/throughput.json --plot=results/throughput.png $(ARGS)
+	@$(RUN) scripts/compare_throughput.py $(COMMON) --json=results/throughput.json --plot=results/throughput.png $(ARGS)
 
 train: $(READY)  ## Train a small network: make train DATA='path/train-*' VALIDATION='path/validation-*'
-	@$(RUN) scripts/index_tfrecords.py $(INDEX_FLAG) '$(FILES)' $(if $(VALIDATION_FILES),'$(VALIDATION_FILES)')
-	@$(RUN) scripts/train.py --files='$(FILES)' \
-		$(if $(VALIDATION_FILES),--validation_files='$(VALIDATION_FILES)') $(INDEX_FLAG) $(ARGS)
+	$(INDEX) $(if $(VALIDATION_FILES),'$(VALIDATION_FILES)')
+	@$(RUN) scripts/train.py $(COMMON) $(if $(VALIDATION_FILES),--validation_files='$(VALIDATION_FILES)') $(ARGS)
 
 profile: $(READY)  ## What each stage of the input costs, and which setting helps: make profile DATA='path/train-*'
-	@$(RUN) scripts/index_tfrecords.py $(INDEX_FLAG) '$(FILES)' > /dev/null
+	$(INDEX) > /dev/null
 	@mkdir -p results
-	@$(RUN) scripts/profile_stages.py --files='$(FILES)' $(INDEX_FLAG) \
-		--json=results/stages.json --plot=results/stages.png $(ARGS)
+	@$(RUN) scripts/profile_stages.py $(COMMON) --json=results/stages.json --plot=results/stages.png $(ARGS)
 
 tune: $(READY)  ## The fastest options for this machine and these files, in results/tuned.json
-	@$(RUN) scripts/index_tfrecords.py $(INDEX_FLAG) '$(FILES)' > /dev/null
+	$(INDEX) > /dev/null
 	@mkdir -p results
-	@$(RUN) scripts/tune.py --files='$(FILES)' $(INDEX_FLAG) --out=results/tuned.json $(ARGS)
+	@$(RUN) scripts/tune.py $(COMMON) --out=results/tuned.json $(ARGS)
 
 preview: $(READY)  ## What the model sees: a contact sheet in results/preview.png
-	@$(RUN) scripts/index_tfrecords.py $(INDEX_FLAG) '$(FILES)' > /dev/null
+	$(INDEX) > /dev/null
 	@mkdir -p results
-	@$(RUN) scripts/preview.py --files='$(FILES)' $(INDEX_FLAG) --out=results/preview.png $(ARGS)
+	@$(RUN) scripts/preview.py $(COMMON) --out=results/preview.png $(ARGS)
 
 soak: $(INSTALLED)  ## A million images through each backend, and more: that nothing grows
-	@$(if $(DATA),$(RUN) scripts/index_tfrecords.py $(INDEX_FLAG) '$(DATA)' > /dev/null)
+	@$(if $(DATA),$(RUN) -m dali_tf_input.index $(INDEX_FLAG) '$(DATA)' > /dev/null)
 	@mkdir -p results
-	@$(RUN) scripts/soak.py $(if $(DATA),--files='$(DATA)' $(INDEX_FLAG)) --json=results/soak.json --plot=results/soak.png $(ARGS)
+	@$(RUN) scripts/soak.py $(if $(DATA),$(COMMON)) --json=results/soak.json --plot=results/soak.png $(ARGS)
 
-gpu-check: $(READY)  ## On a machine with a GPU: check and measure all of it; benchmarks/gpu.json and the README's table
-	@$(RUN) scripts/index_tfrecords.py $(INDEX_FLAG) '$(FILES)' > /dev/null
-	@status=0; $(RUN) scripts/gpu_check.py --files='$(FILES)' $(INDEX_FLAG) $(ARGS) || status=$$?; \
-		$(RUN) scripts/gpu_table.py && exit $$status
-
-test: $(INSTALLED)  ## Run the tests (those that need a GPU: make test-gpu)
-	@$(RUN) -m pytest -n 4 --dist=worksteal $(ARGS)
-
-test-gpu: $(INSTALLED)  ## Run the tests that need an NVIDIA GPU
-	@$(RUN) -m pytest -m gpu $(ARGS)
+gpu-check: $(READY)  ## On a machine with a GPU: check and measure all of it, in docs/results/gpu.json
+	$(INDEX) > /dev/null
+	@$(RUN) scripts/gpu_check.py $(COMMON) $(ARGS)
 
 doctor: $(INSTALLED)  ## What of this installation works; with DATA= also files and indexes
-	@$(RUN) scripts/doctor.py $(if $(DATA),--files='$(DATA)') $(INDEX_FLAG) $(ARGS)
+	@$(RUN) scripts/doctor.py $(if $(DATA),$(COMMON)) $(ARGS)
 
-check: $(INSTALLED)  ## Check style, types and the import floors; changes nothing
+test: $(DEVELOPED)  ## Run the tests (also: make test-slow, make test-gpu)
+	@$(PYTEST) $(ARGS)
+
+test-slow: $(DEVELOPED)  ## Run the tests that take long because they must
+	@$(PYTEST) -m 'slow and not gpu' $(ARGS)
+
+test-gpu: $(DEVELOPED)  ## Run the tests that need an NVIDIA GPU
+	@$(RUN) -m pytest -m gpu $(ARGS)
+
+check: $(DEVELOPED)  ## Check style, types and the import floors; changes nothing
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
 	$(RUN) -m mypy
 	$(RUN) -m pytest -q tests/test_floors.py
 
-format: $(INSTALLED)  ## Format the code; the only verb that edits
+format: $(DEVELOPED)  ## Format the code; the only verb that edits
 	$(RUN) -m ruff check --fix
 	$(RUN) -m ruff format
+
+docs: $(DEVELOPED)  ## Build the documentation in results/site
+	@NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs --quiet build --strict --site-dir results/site
 
 clean:  ## Remove everything that was made: .venv, data/sample, results, caches
 	rm -rf .venv data/sample results build *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(INSTALLED): pyproject.toml scripts/install.sh
-	@PYTHON='$(PYTHON)' scripts/install.sh '$(VENV)' $(FLAVOUR)
+	@PYTHON='$(PYTHON)' scripts/install.sh '$(VENV)' $(if $(GPU),gpu)
 	@touch $@
 
-$(SAMPLE)/.complete: scripts/make_sample_tfrecords.py scripts/tfrecord_files.py | $(INSTALLED)
+$(DEVELOPED): pyproject.toml scripts/install.sh
+	@PYTHON='$(PYTHON)' scripts/install.sh '$(VENV)' dev $(if $(GPU),gpu)
+	@touch $@ $(INSTALLED)
+
+$(SAMPLE)/.complete: scripts/make_sample_tfrecords.py scripts/support/convert/writer.py | $(INSTALLED)
 	@$(RUN) scripts/make_sample_tfrecords.py --overwrite $(SAMPLE)
-	@$(RUN) scripts/index_tfrecords.py '$(SAMPLE)/*-of-*'
+	@$(RUN) -m dali_tf_input.index '$(SAMPLE)/*-of-*'
 	@touch $@

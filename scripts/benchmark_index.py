@@ -1,15 +1,14 @@
-"""Measures the index step: against DALI's tfrecord2idx, as the number of files grows, and level by level.
+"""Measures the index step: against DALI's tfrecord2idx, by number of files, and level by level.
 
-usage: benchmark_index.py [--num_files=128,1024,8192] [--files=GLOB] [--repeats=5] [--folder=DIR] [--json=PATH]
-                          [--records_per_file=1250] [--most_bytes=N] [--tfrecord2idx_files=N]
+The first table is of files made for it (1250 records each, of random sizes), in a warm page cache:
+the whole command including its start, and the memory of all its processes. The second, with
+--files, checks real images at each level. The rows take turns, so that a slow moment of the machine
+affects them all.
 
-The first table is over files made for it (1250 records each, of random sizes), in a warm page cache: the whole command, its start
-included, with the memory of all its processes together. The second, with --files, goes through real images with each level. Rows
-of a table take turns, so that a slow moment of the machine hits them all.
+example: python scripts/benchmark_index.py --num_files=128,1024 --files='path/train-*'
 """
 
 import dataclasses
-import json
 import os
 import random
 import shutil
@@ -20,26 +19,25 @@ import threading
 import time
 from pathlib import Path
 
-from absl import flags
+import psutil
 
-import console
-import machine
-from dali_tf_input import InputError, Spread, find_files
-from dali_tf_input.tfrecord import frame_record
+from dali_tf_input import InputError, Stats, find_files
+from dali_tf_input.index.tfrecord import frame_record
+from support import cli, machine, processes
 
-_NUM_FILES = flags.DEFINE_list("num_files", ["128", "1024", "8192"], "Numbers of files of the rows of the first table.")
-_RECORDS = flags.DEFINE_integer("records_per_file", 1250, "Records in each of them.")
-_MEMORY_BYTES = flags.DEFINE_integer(
-    "most_bytes", 3_000_000_000, "Sets that would be larger are made of smaller records, to stay in the page cache."
+FLAGS = cli.Flags()
+_NUM_FILES = FLAGS.list(
+    "num_files", ["128", "1024", "8192"], "Files of each row of the first table."
 )
-_FILES = flags.DEFINE_multi_string("files", [], "TFRecords of images for the second table.")
-_REPEATS = flags.DEFINE_integer("repeats", 5, "How often each row is measured.")
-_TFRECORD2IDX_FILES = flags.DEFINE_integer("tfrecord2idx_files", 3, "Files that tfrecord2idx is timed on; 0 leaves it out.")
-_FOLDER = flags.DEFINE_string("folder", None, "Where the files are made; a temporary folder by default.")
-_JSON = flags.DEFINE_string("json", None, "Where the results are written to.")
+_RECORDS = FLAGS.integer("records_per_file", 1250, "Records in each of them.", 1)
+_MOST_BYTES = FLAGS.integer("most_bytes", 3_000_000_000, "Larger sets get smaller records.", 1)
+_FILES = FLAGS.strings("files", "TFRecords of images for the second table.")
+_REPEATS = FLAGS.integer("repeats", 5, "How often each row is measured.", 1)
+_TFRECORD2IDX_FILES = FLAGS.integer("tfrecord2idx_files", 3, "Files for tfrecord2idx; 0: none.", 0)
+_FOLDER = FLAGS.string("folder", None, "Where the files are made; else a temporary folder.")
+_JSON = FLAGS.string("json", None, "File for the results.")
 
 _RECORD_BYTES = 2000
-_SCRIPT = Path(__file__).with_name("index_tfrecords.py")
 _LEVELS = {
     "framing": ["--verify=framing"],
     "crc": ["--verify=crc"],
@@ -51,16 +49,14 @@ _LEVELS = {
 
 
 def main(arguments: list[str]) -> int:
-    if arguments:
-        raise InputError(f"Unknown arguments: {' '.join(arguments)}.")
-    for flag in (_REPEATS, _RECORDS):
-        if flag.value < 1:
-            raise InputError(f"`{flag.name}` must be at least 1, got {flag.value}.")
+    cli.check_no_arguments(arguments)
     numbers = [int(number) if number.isdecimal() else 0 for number in _NUM_FILES.value]
     if not numbers or min(numbers) < 1:
-        raise InputError(f"`num_files` must be whole numbers of at least 1, got {','.join(_NUM_FILES.value) or 'none'}.")
-    if _JSON.value:
-        console.check_writable(_JSON.value, flag="json")
+        raise InputError(
+            "`num_files` must be whole numbers of at least 1, got"
+            f" {','.join(_NUM_FILES.value) or 'none'}."
+        )
+    cli.check_writable(_JSON.value, flag="json")
     report = {**machine.describe(), "repeats": _REPEATS.value}
     folder = tempfile.mkdtemp(dir=_FOLDER.value)
     try:
@@ -70,8 +66,7 @@ def main(arguments: list[str]) -> int:
     if _FILES.value:
         report["levels"] = measure_levels(find_files(_FILES.value))
     if _JSON.value:
-        with open(_JSON.value, "w", encoding="utf-8") as stream:
-            json.dump(report, stream, indent=1)
+        cli.write_json(_JSON.value, report)
     return 0
 
 
@@ -79,21 +74,31 @@ def measure_sets(folder: str, numbers: list[int]) -> dict:
     """Measures sets of `numbers` files; prints the first table."""
     sets = {}
     for number in numbers:
-        record_bytes = min(_RECORD_BYTES, _MEMORY_BYTES.value // (number * _RECORDS.value))
+        record_bytes = min(_RECORD_BYTES, _MOST_BYTES.value // (number * _RECORDS.value))
         made = os.path.join(folder, str(number))
         make_set(made, number, record_bytes)
-        sets[number] = {"record_bytes": record_bytes, "seconds": [], "unchanged": [], "memory_bytes": 0, "folder": made}
+        sets[number] = {
+            "record_bytes": record_bytes,
+            "seconds": [],
+            "unchanged": [],
+            "memory_bytes": 0,
+            "folder": made,
+        }
     for _ in range(_REPEATS.value):
         for row in sets.values():
             seconds, memory = time_index(f"{row['folder']}/*-of-*", "--force")
             row["seconds"].append(seconds)
             row["memory_bytes"] = max(row["memory_bytes"], memory)
             row["unchanged"].append(time_index(f"{row['folder']}/*-of-*")[0])
-    theirs = time_tfrecord2idx(next(iter(sets.values()))["folder"]) if _TFRECORD2IDX_FILES.value else None
+    theirs = (
+        time_tfrecord2idx(next(iter(sets.values()))["folder"])
+        if _TFRECORD2IDX_FILES.value
+        else None
+    )
     rows = []
     for number, row in sets.items():
-        seconds = row["seconds"] = dataclasses.asdict(Spread.of(row["seconds"]))
-        unchanged = row["unchanged"] = dataclasses.asdict(Spread.of(row["unchanged"]))
+        seconds = row["seconds"] = dataclasses.asdict(Stats.of(row["seconds"]))
+        unchanged = row["unchanged"] = dataclasses.asdict(Stats.of(row["unchanged"]))
         records = row["records"] = number * _RECORDS.value
         row["times_tfrecord2idx"] = theirs * number / seconds["median"] if theirs else None
         del row["folder"]
@@ -105,14 +110,29 @@ def measure_sets(folder: str, numbers: list[int]) -> dict:
                 f"{seconds['median']:.2f} ({seconds['minimum']:.2f} to {seconds['maximum']:.2f})",
                 f"{records / seconds['median'] / 1e6:.2f}",
                 f"{row['memory_bytes'] / 1e6:.0f}",
-                f"{unchanged['median']:.2f} ({unchanged['minimum']:.2f} to {unchanged['maximum']:.2f})",
+                (
+                    f"{unchanged['median']:.2f} ({unchanged['minimum']:.2f} to"
+                    f" {unchanged['maximum']:.2f})"
+                ),
                 f"{row['times_tfrecord2idx']:,.0f}" if theirs else "-",
             )
         )
-    columns = ("files", "records", "bytes each", "seconds", "M records/s", "MB memory", "unchanged, s", "x tfrecord2idx")
-    console.print_table(columns, rows)
+    columns = (
+        "files",
+        "records",
+        "bytes each",
+        "seconds",
+        "M records/s",
+        "MB memory",
+        "unchanged, s",
+        "x tfrecord2idx",
+    )
+    cli.print_table(columns, rows)
     if theirs:
-        print(f"tfrecord2idx: {theirs:.2f} s a file, over {_TFRECORD2IDX_FILES.value} files; its column is that, times the files")
+        print(
+            f"tfrecord2idx: {theirs:.2f} s a file, over {_TFRECORD2IDX_FILES.value} files; its"
+            " column is that, times the files"
+        )
     return {"rows": sets, "tfrecord2idx_seconds_per_file": theirs}
 
 
@@ -123,16 +143,23 @@ def measure_levels(files: tuple[str, ...]) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(_REPEATS.value):
             for name, arguments in _LEVELS.items():
-                seconds[name].append(time_index(*files, "--force", f"--index_dir={folder}", *arguments)[0])
+                seconds[name].append(
+                    time_index(*files, "--force", f"--index_dir={folder}", *arguments)[0]
+                )
         records = sum(len(path.read_text().splitlines()) for path in Path(folder).glob("*.idx"))
     rows, results = [], {}
     for name, values in seconds.items():
-        spread = Spread.of(values)
+        spread = Stats.of(values)
         results[name] = {**dataclasses.asdict(spread), "records": records, "bytes": size}
         times = f"{spread.median:.2f} ({spread.minimum:.2f} to {spread.maximum:.2f})"
-        rows.append((name, times, f"{size / spread.median / 1e6:,.0f}", f"{records / spread.median:,.0f}"))
+        rows.append(
+            (name, times, f"{size / spread.median / 1e6:,.0f}", f"{records / spread.median:,.0f}")
+        )
     print()
-    console.print_table((f"level, over {records:,} images, {size / 1e6:,.0f} MB", "seconds", "MB/s", "images/s"), rows)
+    cli.print_table(
+        (f"level, over {records:,} images, {size / 1e6:,.0f} MB", "seconds", "MB/s", "images/s"),
+        rows,
+    )
     return results
 
 
@@ -141,17 +168,22 @@ def make_set(folder: str, num_files: int, record_bytes: int) -> None:
     generator = random.Random(num_files)
     data = generator.randbytes(2 * record_bytes)
     os.mkdir(folder)
-    for number in console.progress(range(num_files), what=f"making {num_files:,} files", total=num_files):
-        sizes = (generator.randint(record_bytes // 2, record_bytes * 3 // 2) for _ in range(_RECORDS.value))
+    for number in cli.progress(
+        range(num_files), what=f"making {num_files:,} files", total=num_files
+    ):
+        sizes = (
+            generator.randint(record_bytes // 2, record_bytes * 3 // 2)
+            for _ in range(_RECORDS.value)
+        )
         with open(os.path.join(folder, f"train-{number:05d}-of-{num_files:05d}"), "wb") as stream:
             stream.write(b"".join(frame_record(data[:size]) for size in sizes))
 
 
 def time_index(*arguments: str) -> tuple[float, int]:
-    """Runs the index script; returns its seconds and the most memory that all its processes held together, in bytes."""
+    """Runs the index command; returns its seconds and the peak memory of its processes."""
     start = time.perf_counter()
-    command = [sys.executable, _SCRIPT, *arguments]
-    process = console.start(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    command = [sys.executable, "-m", "dali_tf_input.index", *arguments]
+    process = processes.start(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     most, finished = 0, threading.Event()
 
     def watch() -> None:
@@ -165,41 +197,38 @@ def time_index(*arguments: str) -> tuple[float, int]:
         output = process.communicate()[0]
         seconds = time.perf_counter() - start
     finally:
-        console.kill(process)
+        processes.kill(process)
         finished.set()
         watcher.join()
     if process.returncode:
-        raise InputError(f"index_tfrecords.py failed: {output}")
+        raise InputError(f"The index command failed: {output}")
     return seconds, most
 
 
 def memory_of_tree(root: int) -> int:
     """Returns the memory of a process and its children in bytes; what they share counts once."""
-    total = 0
     try:
-        children = Path(f"/proc/{root}/task/{root}/children").read_text().split()
-        threads = os.listdir(f"/proc/{root}/task")
-        for thread in threads:
-            children += Path(f"/proc/{root}/task/{thread}/children").read_text().split()
-        for pid in {str(root), *children}:
-            for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-                if line.startswith("Pss:"):
-                    total += int(line.split()[1]) * 1024
-    except OSError:
-        return total  # one of them has just ended
-    return total
+        parent = psutil.Process(root)
+        tree = [parent, *parent.children(recursive=True)]
+        return sum(process.memory_full_info().pss for process in tree)
+    except psutil.Error:
+        return 0  # one of them has just ended
 
 
 def time_tfrecord2idx(folder: str) -> float:
     """Returns the seconds that DALI's own tool takes for a file."""
     tool = Path(sys.executable).parent / "tfrecord2idx"
-    files = sorted(path for path in Path(folder).iterdir() if "-of-" in path.name and path.suffix != ".idx")
+    files = sorted(
+        path for path in Path(folder).iterdir() if "-of-" in path.name and path.suffix != ".idx"
+    )
     files = files[: _TFRECORD2IDX_FILES.value]
     start = time.perf_counter()
     for file in files:
-        subprocess.run([sys.executable, tool, file, f"{file}.theirs"], check=True, capture_output=True)
+        subprocess.run(
+            [sys.executable, tool, file, f"{file}.theirs"], check=True, capture_output=True
+        )
     return (time.perf_counter() - start) / len(files)
 
 
 if __name__ == "__main__":
-    console.run(main)
+    sys.exit(cli.run(main, FLAGS))

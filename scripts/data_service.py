@@ -1,11 +1,11 @@
-"""Runs a part of tf.data service, which preprocesses images on other machines for TfDataOptions(service=...).
+"""Runs a part of a tf.data service, which preprocesses images on other machines.
 
-usage: data_service.py --role=dispatcher [--port=5050]
-       data_service.py --role=worker --dispatcher=HOST:5050 [--address=HOST] [--port=5051]
+One dispatcher, and a worker on each machine that helps. Every worker finds the TFRecords under the
+same paths as training does. Then: train.py --order=buffer --service=grpc://HOST:5050. Runs until it
+is stopped (Ctrl-C, SIGTERM). A worker that died must be restarted with the same address and port:
+training waits for it.
 
-One dispatcher, and as many workers as there are machines to help; each worker sees the TFRecords under the same paths as training
-does. Then: train.py --service=grpc://HOST:5050. Runs until it is stopped (Ctrl-C, SIGTERM). A worker
-that died must be started again with the same address and port: training waits for it.
+example: python scripts/data_service.py --role=worker --dispatcher=host0:5050
 """
 
 import os
@@ -14,29 +14,35 @@ import socket
 import sys
 import time
 
-from absl import flags
-
-import console
 from dali_tf_input import InputError
+from support import cli
 
-_ROLE = flags.DEFINE_enum("role", None, ["dispatcher", "worker"], "What this process is.", required=True)
-_PORT = flags.DEFINE_integer("port", None, "Port to serve at; 5050 for the dispatcher, 5051 for a worker, 0 chooses one.")
-_DISPATCHER = flags.DEFINE_string("dispatcher", None, "Where the dispatcher is, HOST:PORT; for a worker.")
-_ADDRESS = flags.DEFINE_string("address", None, "Name by which others reach this worker's machine; by default its host name.")
+FLAGS = cli.Flags()
+_ROLE = FLAGS.choice("role", None, ["dispatcher", "worker"], "What this process is.")
+_PORT = FLAGS.integer(
+    "port", None, "Port to serve at; else 5050, or 5051 for a worker; 0 chooses one."
+)
+_DISPATCHER = FLAGS.string("dispatcher", None, "Where the dispatcher is, HOST:PORT; for a worker.")
+_ADDRESS = FLAGS.string("address", None, "Name of this machine for others; else its host name.")
 
 
 def main(arguments: list[str]) -> int:
-    if arguments:
-        raise InputError(f"Unknown arguments: {' '.join(arguments)}.")
+    cli.check_no_arguments(arguments)
+    if not _ROLE.value:
+        raise InputError("Name the role: --role=dispatcher or --role=worker.")
     if (_ROLE.value == "worker") != bool(_DISPATCHER.value):
         raise InputError("A worker needs --dispatcher=HOST:PORT, a dispatcher does not.")
-    port = _PORT.value if _PORT.value is not None else {"dispatcher": 5050, "worker": 5051}[_ROLE.value]
+    port = (
+        _PORT.value
+        if _PORT.value is not None
+        else {"dispatcher": 5050, "worker": 5051}[_ROLE.value]
+    )
     if not 0 <= port < 65536:
         raise InputError(f"`port` must be in [0, 65536), got {port}.")
     check_free(port)
     if _DISPATCHER.value:
         wait_for(_DISPATCHER.value.removeprefix("grpc://"))
-    tf = console.import_tensorflow()
+    tf = cli.import_tensorflow()
     service = tf.data.experimental.service
     if _ROLE.value == "dispatcher":
         server = service.DispatchServer(service.DispatcherConfig(port=port))
@@ -51,17 +57,17 @@ def main(arguments: list[str]) -> int:
         )
         server = service.WorkerServer(config)
         print(f"worker of {_DISPATCHER.value}", flush=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # also where this is a container's first process
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # also as a container's first process
     try:
         while server:
-            signal.pause()  # not `server.join()`, in which Ctrl-C waits for ever
+            signal.pause()  # not `server.join()`, which ignores Ctrl-C
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
-    os._exit(130)  # nor what ends the server: it would wait for whoever asks it for images
+    os._exit(130)  # without ending the server, which would wait for its clients
 
 
 def wait_for(dispatcher: str, *, seconds: float = 60) -> None:
-    """Waits until something answers at HOST:PORT; InputError if nothing does. TensorFlow would wait without end or a word."""
+    """Waits until something answers at HOST:PORT: TensorFlow would wait forever."""
     host, _, port = dispatcher.rpartition(":")
     if not host or not port.isdecimal():
         raise InputError(f"`dispatcher` must be HOST:PORT, got {dispatcher!r}.")
@@ -73,7 +79,8 @@ def wait_for(dispatcher: str, *, seconds: float = 60) -> None:
         except OSError as error:
             if time.monotonic() > deadline:
                 raise InputError(
-                    f"No dispatcher answers at {dispatcher}: {error}. Start it: data_service.py --role=dispatcher"
+                    f"No dispatcher answers at {dispatcher}: {error}. Start it: data_service.py"
+                    " --role=dispatcher"
                 ) from error
             if not said:
                 print(f"waiting for the dispatcher at {dispatcher}", flush=True)
@@ -82,14 +89,16 @@ def wait_for(dispatcher: str, *, seconds: float = 60) -> None:
 
 
 def check_free(port: int) -> None:
-    """Checks that nothing serves at a port of this machine yet; TensorFlow would end the process."""
+    """Raises InputError if a port of this machine is in use; TensorFlow would abort."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
         except OSError as error:
-            raise InputError(f"Port {port} cannot be used: {error}. Name another with --port.") from error
+            raise InputError(
+                f"Port {port} cannot be used: {error}. Name another with --port."
+            ) from error
 
 
 if __name__ == "__main__":
-    console.run(main)
+    sys.exit(cli.run(main, FLAGS))

@@ -1,259 +1,382 @@
-"""Checks and measures everything that is claimed about GPUs, on a machine that has one; writes it to one JSON file.
+"""Checks and measures everything that is claimed about GPUs, on a machine that has one.
 
-usage: gpu_check.py --files=GLOB [--out=benchmarks/gpu.json] [--parts=probe,memory,...] [--seconds=2] [--repeats=3]
-                    [--rehearse]
+Each part runs in a process of its own, as it may crash, and adds to the results at once. probe:
+does decoding only regions work; pixels: images and labels against tf.data's; devices: where the
+tensors are;
+memory: over 20 evaluations; throughput: images/s of photos and 1080p; hw_decoder_load: the hardware
+decoder's share swept; training: a ResNet-50 step with and without input; alone: DALI where
+TensorFlow sees no GPU. --rehearse runs all of it briefly on the CPU, to see that it runs; that is
+no result.
 
-First what may crash, in a process of its own: decoding only regions on the GPU. Then pixels and labels against the CPU's,
-devices of the tensors, memory over 20 evaluations; then images/s of photos and 1080p, with the hardware decoder's share swept;
-last a training step with and without input. A run with --parts adds to what the file holds already. --rehearse does all of it
-on the CPU, briefly, to see that it runs; its file is no result. `scripts/gpu_table.py` writes the README's table from the file.
+example: python scripts/gpu_check.py --files='path/train-*' --parts=probe,pixels,devices
 """
 
 import json
 import os
 import shlex
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
-from absl import flags
+import psutil
 
-import backends
-import console
-import input_flags
-import machine
-import settings
-import sweep
-from dali_tf_input import DaliOptions, InputError, Spread
+from dali_tf_input import DaliOptions, DatasetSpec, InputError, InputSpec, Preprocess, TfDataOptions
+from support import cli, machine, processes
+from support.flags import FileFlags, WorkFlags
+from support.throughput import sweep
+from support.throughput.candidates import Candidate, CandidateError, Measurer, images_per_second
+from support.throughput.rows import conclusions
 
-_OUT = flags.DEFINE_string("out", "benchmarks/gpu.json", "File for everything that is found.")
-_PARTS = flags.DEFINE_list("parts", None, "Some of the parts only; the file keeps what it holds of the others.")
-_SECONDS = flags.DEFINE_float("seconds", 2.0, "Length of each measured window in seconds, above 0.")
-_REPEATS = flags.DEFINE_integer("repeats", 3, "Measured windows of each row, at least 1.")
-_REHEARSE = flags.DEFINE_boolean("rehearse", False, "Run everything on the CPU, briefly.")
+PARTS = ("probe", "pixels", "devices", "memory", "throughput", "hw_decoder_load", "training")
+FLAGS = cli.Flags()
+_FILES = FileFlags(FLAGS)
+_WORK = WorkFlags(FLAGS)
+_PARTS = FLAGS.list("parts", None, f"Of {', '.join(PARTS)}; by default all.")
+_OUT = FLAGS.string("out", "docs/results/gpu.json", "File for the results.")
+_SECONDS = FLAGS.number("seconds", 2.0, "Length of each measured window.", 0.01)
+_REPEATS = FLAGS.integer("repeats", 3, "Measured windows of each row.", 1)
+_REHEARSE = FLAGS.boolean("rehearse", False, "Run everything on the CPU, briefly.")
+_PART = FLAGS.string("part", None, "For the processes that this one starts: what to do.")
 
-_FOLDER = os.path.dirname(os.path.abspath(__file__))
-_LIMIT = 400  # seconds that a part may take
-# Orders apart: DALI's own reader, and what tf.data reads and hands to it, which may fail without the other.
-_CHECKS = ("probe", "pixels_reader", "pixels_planned", "devices_reader", "devices_planned", "memory")
-_MEASUREMENTS = ("throughput", "hw_decoder_load", "training")
-_ALONE = "dali_alone"  # where TensorFlow does not see the GPU
-_LOADS = (None, 0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
-_BATCHES = (64, 128, 256, 512)
-_FULL_HD = (1080, 1920)
-
-
-class Records(NamedTuple):
-    """What is fed: the arguments that name its files, and how many records it has at least."""
-
-    arguments: list[str]
-    number: int
+_LIMIT = 480  # seconds that a part may take
+_LOADS = (None, 0.0, 0.25, 0.5, 0.75, 1.0)
+_BATCHES = (64, 256, 512)
+# nvJPEG's inverse DCT and chroma upsampling differ from libjpeg-turbo's: mean difference of 255.
+_LARGEST_MEAN = 3.0
+_LARGEST_OF_ONE = 8.0  # of the worst image; another image differs by 60
 
 
 def main(arguments: list[str]) -> int:
-    if arguments:
-        raise InputError(f"Unknown arguments: {' '.join(arguments)}. Files are named by --files='path/train-*'.")
-    if _SECONDS.value <= 0 or _REPEATS.value < 1:
-        raise InputError(f"`seconds` must be above 0 and `repeats` at least 1, got {_SECONDS.value} and {_REPEATS.value}.")
-    unknown = [part for part in _PARTS.value or () if part not in (*_CHECKS, *_MEASUREMENTS, _ALONE)]
+    cli.check_no_arguments(arguments)
+    dataset = _FILES.dataset()
+    if _PART.value:
+        processes.die_with_parent()
+        print(json.dumps(run_part(_PART.value, dataset)), flush=True)
+        return 0
+    unknown = [part for part in _PARTS.value or () if part not in PARTS]
     if unknown or _PARTS.value == []:
         raise InputError(
-            f"`parts` must be of {', '.join((*_CHECKS, *_MEASUREMENTS, _ALONE))}, got {', '.join(unknown) or 'none'}."
+            f"`parts` must be of {', '.join(PARTS)}, got {', '.join(unknown) or 'none'}."
         )
-    if _REHEARSE.value and _OUT.value == _OUT.default:
-        raise InputError("A rehearsal is no result: name another file with --out.")
-    dataset = input_flags.dataset_spec(input_flags.FILES.value)
+    if _REHEARSE.value and not _OUT.present:
+        raise InputError("A rehearsal is not a result: name another file with --out.")
     about = machine.describe()
     if not about["gpus"] and not _REHEARSE.value:
         raise InputError(
             "There is no NVIDIA GPU here (no nvidia-smi, or it shows none). To try this on the CPU: "
             "scripts/gpu_check.py --rehearse --out=rehearsal.json --files=GLOB"
         )
-    if _OUT.value == _OUT.default:
+    if not _OUT.present:
         os.makedirs(os.path.dirname(_OUT.value), exist_ok=True)
-    console.check_writable(_OUT.value, flag="out", suffix=".json")
+    cli.check_writable(_OUT.value, flag="out", suffix=".json")
     machine.print_lines(about)
-    sees_gpu = _REHEARSE.value or machine.tensorflow_sees_a_gpu()
-    if not sees_gpu:
-        print("TensorFlow does not see the GPU (make install GPU=1): DALI is measured by itself, and its dataset on the CPU.")
-    report = read_report(about)
-    report |= {"command": shlex.join(sys.argv), **about, "rehearsal": _REHEARSE.value, "tensorflow_sees_gpu": sees_gpu}
-    report.setdefault("parts", {})
-    wanted = _PARTS.value or [*_CHECKS, *_MEASUREMENTS]
-    if not sees_gpu:
-        if _PARTS.value:
-            print(f"Of the parts only {_ALONE} works here.")
-        wanted = [_ALONE]
-    with tempfile.TemporaryDirectory() as folder:
-        data = {"photos": Records(input_flags.as_arguments(input_flags.FILES.value), dataset.num_records)}
-        if {"throughput", "hw_decoder_load"} & set(wanted) and dataset.num_records < _BATCHES[-1] and not _REHEARSE.value:
-            print(f"These are {dataset.num_records:,} records: photos are measured in batches of that many at most.")
-        for part in wanted:
-            start = time.monotonic()
-            if part in ("throughput", "hw_decoder_load") and "1080p" not in data:  # after the checks, which need none of it
-                at_least = 16 if _REHEARSE.value else 2 * _BATCHES[-1]
-                data["1080p"] = Records([f"--files={sweep.resized(dataset, _FULL_HD, folder, at_least=at_least)}"], at_least)
-            if part == "throughput":
-                found = {name: measure_rows(records, folder) for name, records in data.items()}
-            elif part == "hw_decoder_load":
-                found = {name: sweep_loads(records, folder) for name, records in data.items()}
-            else:
-                found = run_part(part)
-            report["parts"][part] = found
-            print(f"{part:<16} {describe(part, found)}  ({console.format_seconds(time.monotonic() - start)})", flush=True)
-            write_report(report)  # after each part: what was found is kept, whatever comes
+    parts = _PARTS.value or list(PARTS)
+    if not _REHEARSE.value and not machine.count_gpus_of_tensorflow():
+        print("TensorFlow sees no GPU (docs/install.md): DALI is measured alone.")
+        parts = ["alone"]
+    report = {"command": shlex.join(sys.argv), **about, "rehearsal": _REHEARSE.value, "parts": {}}
+    if _PARTS.value and os.path.exists(_OUT.value):
+        report["parts"] = read_parts(report)
+    failed = []
+    for part in parts:
+        start = time.monotonic()
+        report["parts"][part] = found = start_part(part)
+        with open(_OUT.value, "w", encoding="utf-8") as stream:  # what was found is kept
+            json.dump(report, stream, indent=2)
+        took = cli.format_seconds(time.monotonic() - start)
+        print(f"{part:<16} {found['text']}  ({took})", flush=True)
+        if not found["passed"] and part != "probe":  # which may fail, see docs/troubleshooting.md
+            failed.append(part)
     if _REHEARSE.value:
-        print("This was a rehearsal on the CPU: it says nothing of a GPU.")
-    else:
-        print("\n".join(targets(report)))
+        print("This was a rehearsal on the CPU: it says nothing about a GPU.")
     print(f"results in {_OUT.value}")
-    failed = [part for part in wanted if part != "probe" and not went_well(report["parts"][part])]
     if failed:
-        print(f"error: not as it should be, or not measured: {', '.join(failed)}; see {_OUT.value}.", file=sys.stderr)
+        print(
+            f"error: failed, or not measured: {', '.join(failed)}; see {_OUT.value}.",
+            file=sys.stderr,
+        )
     return 1 if failed else 0
 
 
-def went_well(found: Any) -> bool:
-    """Whether a part, and all that belongs to it, passed or was measured."""
-    if isinstance(found, list):
-        return bool(found) and all("failed" not in row for row in found)
-    if "passed" in found or "died" in found:
-        return bool(found.get("passed"))
-    return bool(found) and all(went_well(one) if isinstance(one, list) else "died" not in one for one in found.values())
-
-
-def read_report(about: dict[str, Any]) -> dict[str, Any]:
-    """Returns what an earlier run on this machine found, where only some parts are run."""
-    if not _PARTS.value or not os.path.exists(_OUT.value):
-        return {}
+def read_parts(report: dict[str, Any]) -> dict[str, Any]:
+    """Returns what an earlier run on this machine found."""
     try:
         with open(_OUT.value, encoding="utf-8") as stream:
-            report = json.load(stream)
-        if report["rehearsal"] != _REHEARSE.value:
-            raise ValueError("one is a rehearsal, the other is not")
-        if any(report[what] != about[what] for what in ("gpus", "cpu", "cores", "versions")):
-            raise ValueError("it was made on another machine, or with other versions")
-        return report
+            earlier = json.load(stream)
+        same = ("gpus", "cpu", "cores", "versions", "rehearsal")
+        if any(earlier[what] != report[what] for what in same):
+            raise ValueError("it is of another machine or version, or a rehearsal")
+        return dict(earlier["parts"])
     except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{_OUT.value} is no result of gpu_check.py to add to: {error}. Name another --out.") from error
+        raise InputError(
+            f"{_OUT.value} is not a result to add to: {error}. Name another --out."
+        ) from error
 
 
-def write_report(report: dict[str, Any]) -> None:
-    """Writes the file as a whole."""
-    with open(f"{_OUT.value}.new", "w", encoding="utf-8") as stream:
-        json.dump(report, stream, indent=2)
-        stream.write("\n")
-    os.replace(f"{_OUT.value}.new", _OUT.value)
-
-
-def run_part(part: str) -> dict[str, Any]:
-    """Runs a part of gpu_parts.py; what it died of is a finding too."""
-    command = [sys.executable, os.path.join(_FOLDER, "gpu_parts.py"), f"--part={part}", f"--seconds={_SECONDS.value}"]
-    command += [f"--device={'cpu' if _REHEARSE.value else 'gpu'}", *input_flags.as_arguments(input_flags.FILES.value)]
+def start_part(part: str) -> dict[str, Any]:
+    """Runs a part in a process; how it died is a result too."""
+    words = [sys.executable, os.path.abspath(__file__), f"--part={part}", *_FILES.as_arguments()]
+    words += [f"--seconds={_SECONDS.value}", f"--repeats={_REPEATS.value}"]
+    words += ["--rehearse"] if _REHEARSE.value else []
     try:
-        code, output, errors = console.call(command, seconds=_LIMIT)
+        code, output, errors = processes.call(words, seconds=_LIMIT)
     except subprocess.TimeoutExpired:
-        return {"passed": False, "died": f"no answer within {_LIMIT} s"}
-    if code < 0:
-        return {"passed": False, "died": signal.Signals(-code).name, "stderr": errors[-2000:]}
-    if code:
-        return {"passed": False, "died": f"exit code {code}", "stderr": errors[-2000:]}
-    return json.loads(output.splitlines()[-1])
+        return {"passed": False, "text": f"DIED: no answer within {_LIMIT} s"}
+    if code == 0:
+        return json.loads(output.splitlines()[-1])
+    how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    last = next((line for line in reversed(errors.splitlines()) if line.strip()), "")
+    return {"passed": False, "text": f"DIED: {how}: {last}", "stderr": errors[-2000:]}
 
 
-def measure_rows(records: Records, folder: str) -> dict[str, Any]:
-    """Measures the rows that are compared, each in a process of its own, in turn."""
-    device = "cpu" if _REHEARSE.value else "gpu"
-    rows = ["tf_data_serial", "tf_data", f"dali_{device}_bare", f"dali_{device}"]
-    path = os.path.join(folder, "rows.json")
-    command = [sys.executable, os.path.join(_FOLDER, "compare_throughput.py"), f"--backends={','.join(rows)}", f"--json={path}"]
-    batch_size = min(8 if _REHEARSE.value else 256, records.number)
-    command += [f"--batch_size={batch_size}", f"--seconds={_SECONDS.value}", f"--repeats={_REPEATS.value}"]
-    limit = _LIMIT + 4 * (_SECONDS.value * (_REPEATS.value + 1) + 30)
-    try:
-        code, _, errors = console.call([*command, *records.arguments], seconds=limit)
-    except subprocess.TimeoutExpired:
-        return {"died": f"no answer within {limit:.0f} s"}
-    if code:
-        return {"died": f"exit code {code}: {errors[-2000:].strip() or 'no word'}"}
-    with open(path, encoding="utf-8") as stream:
-        report = json.load(stream)
-    return {"batch_size": report["batch_size"], "rows": report["rows"], "windows": report["windows"]}
+def device() -> str:
+    """Returns what stands for the GPU."""
+    return "cpu" if _REHEARSE.value else "gpu"
 
 
-def sweep_loads(records: Records, folder: str) -> list[dict[str, Any]]:
+def make_spec(
+    dataset: DatasetSpec, preprocess: Preprocess | None = None, **changes: Any
+) -> InputSpec:
+    """Returns a spec of order "buffer", unless `changes` say otherwise."""
+    preprocess = preprocess or Preprocess.for_training(224)
+    return InputSpec(dataset=dataset, preprocess=preprocess, **{"order": "buffer", **changes})
+
+
+def run_part(part: str, dataset: DatasetSpec) -> dict[str, Any]:
+    """Does a part in this process; returns passed, text and details."""
+    cli.import_tensorflow()
+    from dali_tf_input import enable_memory_growth
+
+    if part not in ("throughput", "hw_decoder_load"):  # which start processes of their own
+        enable_memory_growth()
+    return globals()[f"check_{part}"](dataset)
+
+
+def check_probe(dataset: DatasetSpec) -> dict[str, Any]:
+    """Decodes only regions, which was reported to crash on some GPUs."""
+    evaluation = make_spec(dataset, Preprocess.for_evaluation(224), order="sequential")
+    options = [DaliOptions(device=device(), decode=decode) for decode in ("full", "region")]
+    difference, _ = compare(evaluation, *options)
+    text = f"regions differ from whole images by {difference.mean():.2f} of 255 on average"
+    return {"passed": bool(difference.mean() < _LARGEST_MEAN), "text": text}
+
+
+def compare(spec: InputSpec, *options: Any) -> tuple[Any, bool]:
+    """Compares first batches: the difference in 0..255, and whether labels agree."""
+    import numpy as np
+
+    from dali_tf_input import denormalize, distribute
+
+    batch_size = min(64, spec.dataset.num_records)
+    made = [
+        next(iter(distribute(spec, one, global_batch_size=batch_size).dataset)) for one in options
+    ]
+    first, second = (denormalize(images.numpy(), spec.preprocess) for images, *_ in made)
+    labels = [labels.numpy() for _, labels, *_ in made]
+    return np.abs(first - second), bool((labels[0] == labels[1]).all())
+
+
+def check_pixels(dataset: DatasetSpec) -> dict[str, Any]:
+    """Compares images and labels with tf.data's, for every crop, read by DALI and by tf.data."""
+    import dataclasses
+
+    from dali_tf_input import CenterCrop, NoCrop, RandomCrop, RandomResizedCrop
+
+    training = Preprocess.for_training(224)
+    others = [RandomResizedCrop(), RandomCrop(), CenterCrop(resize_shorter=256), NoCrop()]
+    details, passed = {}, True
+    for crop in (training.crop, *others):
+        for order in ("global",) if crop.is_random else ("global", "sequential"):
+            mirror = 0.5 if order == "global" else 0.0
+            preprocess = dataclasses.replace(training, crop=crop, mirror_probability=mirror)
+            spec = make_spec(dataset, preprocess, order=order)
+            difference, labels = compare(spec, DaliOptions(device=device()), TfDataOptions())
+            worst = float(difference.mean(axis=(1, 2, 3)).max())
+            passed &= worst <= _LARGEST_OF_ONE and difference.mean() <= _LARGEST_MEAN and labels
+            name = f"{type(crop).__name__}, {order}"
+            details[name] = {
+                "mean": float(difference.mean()),
+                "worst_image": worst,
+                "labels": labels,
+            }
+    most = max(one["mean"] for one in details.values())
+    text = f"differ from tf.data's by at most {most:.2f} of 255 on average"
+    return {"passed": bool(passed), "text": text, "details": details}
+
+
+def check_devices(dataset: DatasetSpec) -> dict[str, Any]:
+    """Finds on which device the tensors are, for each order and strategy."""
+    import tensorflow as tf
+
+    from dali_tf_input import distribute
+
+    kind = device().upper()
+    names = [one.name for one in tf.config.list_logical_devices(kind)]
+    strategies = {
+        "none": lambda: None,
+        "OneDevice": lambda: tf.distribute.OneDeviceStrategy(f"{kind}:0"),
+        "Mirrored": lambda: tf.distribute.MirroredStrategy(names),
+    }
+    found = {}
+    for order in ("buffer", "global"):
+        for name, make in strategies.items():
+            strategy = make()
+            replicas = strategy.num_replicas_in_sync if strategy else 1
+            fed = distribute(
+                make_spec(dataset, order=order),
+                DaliOptions(device=device()),
+                strategy=strategy,
+                global_batch_size=replicas * max(1, min(8, dataset.num_records // replicas)),
+            )
+            found[f"{name}, {order}"] = list(fed.devices)
+    passed = all(
+        one == [f"{kind}:{number}" for number in range(len(one))] for one in found.values()
+    )
+    return {"passed": passed, "text": "; ".join(f"{k}: {','.join(v)}" for k, v in found.items())}
+
+
+def check_memory(dataset: DatasetSpec) -> dict[str, Any]:
+    """Trains and evaluates again and again with TensorFlow and DALI on one device."""
+    import keras
+
+    from dali_tf_input import distribute
+
+    batch_size, options = min(32, dataset.num_records), DaliOptions(device=device())
+    train = distribute(make_spec(dataset), options, global_batch_size=batch_size)
+    evaluation = make_spec(dataset, Preprocess.for_evaluation(224), order="sequential")
+    validation = distribute(evaluation, options, global_batch_size=batch_size)
+    layers = [keras.layers.Conv2D(8, 7, 4), keras.layers.GlobalAveragePooling2D()]
+    model = keras.Sequential([keras.layers.Input((224, 224, 3)), *layers, keras.layers.Dense(1)])
+    model.compile("sgd", "mse")  # for labels of any number
+    used = []
+    for _ in range(10 if _REHEARSE.value else 20):
+        model.fit(train.dataset, steps_per_epoch=2, shuffle=False, verbose=0)
+        model.evaluate(validation.dataset, steps=4, verbose=0)
+        used.append(memory_used())
+    first, last = (
+        statistics.median(some) for some in (used[len(used) // 4 : len(used) // 2], used[-5:])
+    )
+    growth = max(0.0, (last - first) / first)
+    bound = 0.15 if _REHEARSE.value else 0.05  # the host's allocator frees when it likes to
+    text = f"grows by {growth:.1%} over {len(used)} evaluations, bound {bound:.0%}"
+    return {"passed": growth <= bound, "text": text, "bytes": used}
+
+
+def memory_used() -> int:
+    """Returns the bytes used of the first visible GPU; in a rehearsal, of this process."""
+    if _REHEARSE.value:
+        return int(psutil.Process().memory_info().rss)
+    import pynvml
+
+    pynvml.nvmlInit()
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"  # a number or a UUID
+    by_index, by_uuid = pynvml.nvmlDeviceGetHandleByIndex, pynvml.nvmlDeviceGetHandleByUUID
+    handle = by_index(int(first)) if first.isdecimal() else by_uuid(first)
+    return int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+
+
+def check_throughput(dataset: DatasetSpec) -> dict[str, Any]:
+    """Measures the rows that are compared, on the photos as they are and at 1080p."""
+    names = ["tf_data_serial", "tf_data", f"dali_{device()}_bare", f"dali_{device()}"]
+    script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "compare_throughput.py")
+    texts, details = [], {}
+    with tempfile.TemporaryDirectory() as folder:
+        batch_size = min(8 if _REHEARSE.value else 256, dataset.num_records)
+        full_hd = sweep.write_resized(dataset, (1080, 1920), folder, at_least=2 * batch_size)
+        for name, files in {"photos": None, "1080p": [full_hd]}.items():
+            path = os.path.join(folder, "rows.json")
+            words = [sys.executable, script, f"--backends={','.join(names)}", f"--json={path}"]
+            words += [f"--seconds={_SECONDS.value}", f"--repeats={_REPEATS.value}"]
+            words += [f"--batch_size={batch_size}"]
+            words += _FILES.as_arguments() if files is None else [f"--files={full_hd}"]
+            code, _, errors = processes.call(words, seconds=_LIMIT)
+            if code:
+                raise InputError(errors.strip() or f"exit code {code}")
+            with open(path, encoding="utf-8") as stream:
+                details[name] = report = json.load(stream)
+            rows = report["rows"].items()
+            rates = (f"{row} {one['images_per_second']['median']:,.0f}" for row, one in rows)
+            texts.append(
+                "\n  ".join([f"{name}: {', '.join(rates)}", *conclusions(report["windows"])])
+            )
+    return {"passed": True, "text": "\n  ".join(texts), "details": details}
+
+
+def check_hw_decoder_load(dataset: DatasetSpec) -> dict[str, Any]:
     """Measures the dataset over the hardware decoder's share and the batch."""
     loads = (None,) if _REHEARSE.value else _LOADS
-    found = []
-    for batch_size in sorted({min(batch_size, records.number) for batch_size in ((8,) if _REHEARSE.value else _BATCHES)}):
-        with settings.Worker(os.path.join(folder, "log"), files=records.arguments, batch_size=batch_size) as worker:
+    batches = {min(size, dataset.num_records) for size in ((8,) if _REHEARSE.value else _BATCHES)}
+    rows, best = [], (0.0, "nothing")
+    for batch_size in sorted(batches):
+        with Measurer(_FILES, _WORK, f"--batch_size={batch_size}") as measurer:
             for load in loads:
-                options = DaliOptions(device="cpu" if _REHEARSE.value else "gpu", hw_decoder_load=load)
+                options = DaliOptions(device=device(), hw_decoder_load=load)
                 row: dict[str, Any] = {"batch_size": batch_size, "hw_decoder_load": load}
                 try:
-                    windows = [worker.measure(settings.Setting(options, "buffer"), seconds=_SECONDS.value) for _ in range(2)]
-                    row["images_per_second"] = [settings.images_per_second(window) for window in windows]
-                except (settings.SettingError, InputError) as error:
+                    answer = measurer.measure(Candidate(options, "buffer"), seconds=_SECONDS.value)
+                    row["images_per_second"] = rate = images_per_second(answer)
+                    share = "DALI's own share" if load is None else f"a share of {load}"
+                    best = max(best, (rate, f"batch {batch_size}, {share}"))
+                except CandidateError as error:
                     row["failed"] = str(error)
-                found.append(row)
-    return found
+                rows.append(row)
+    text = f"fastest: {best[0]:,.0f} images/s, {best[1]}"
+    return {"passed": all("failed" not in row for row in rows), "text": text, "details": rows}
 
 
-def describe(part: str, found: Any) -> str:
-    """Returns what was found of a part in a few words."""
-    if part == "throughput":
-        return "; ".join(f"{name}: {describe_rows(one)}" for name, one in found.items())
-    if part == "hw_decoder_load":
-        return "; ".join(f"{name}: {describe_best(rows)}" for name, rows in found.items())
-    if "died" in found:
-        return f"DIED: {found['died']}"
-    if part == _ALONE:
-        return ", ".join(f"{name} {rate:,.0f} images/s" for name, rate in found["images_per_second"].items())
-    if part == "training":
-        rows = found["rows"].items()
-        return "; ".join(f"{name}: waits {row['wait']:.0%}, {row['images_per_second']:,.0f} images/s" for name, row in rows)
-    return "as it should be" if found["passed"] else "NOT as it should be"
+def check_training(dataset: DatasetSpec) -> dict[str, Any]:
+    """Trains a ResNet-50 (in a rehearsal one layer): which part of the step it waits for input."""
+    import keras
+
+    from dali_tf_input import InputProfile, distribute
+
+    small = _REHEARSE.value
+    batch_size, size, steps = (4, 32, 20) if small else (min(256, dataset.num_records), 224, 40)
+    details, texts = {}, []
+    for name, options in (("tf_data", TfDataOptions()), ("dali", DaliOptions(device=device()))):
+        keras.utils.clear_session()
+        keras.mixed_precision.set_global_policy("float32" if small else "mixed_float16")
+        classes = (dataset.label_range[1] if dataset.label_range else 1000) + 1
+        layers = [keras.layers.Input((size, size, 3)), keras.layers.Flatten()]
+        model = keras.Sequential([*layers, keras.layers.Dense(classes, "softmax")])
+        if not small:
+            model = keras.applications.ResNet50(weights=None, classes=classes)
+        model.compile("sgd", "sparse_categorical_crossentropy")
+        spec = make_spec(dataset, Preprocess.for_training(size))
+        train = distribute(spec, options, global_batch_size=batch_size)
+        profile = InputProfile(train, cached_steps=4 if small else 20)
+        arguments = {"steps_per_epoch": steps, "shuffle": False, "verbose": 0}
+        model.fit(train.dataset, epochs=2, callbacks=[profile], **arguments)
+        last = profile.epochs[-1]
+        details[name] = last._asdict()
+        texts.append(
+            f"{name}: {batch_size / last.step_seconds:,.0f} images/s, waits {last.wait:.0%}"
+        )
+    return {"passed": True, "text": "; ".join(texts), "details": details}
 
 
-def describe_rows(found: dict[str, Any]) -> str:
-    """Returns the rates of the rows."""
-    if "died" in found:
-        return f"DIED: {found['died'].splitlines()[-1]}"
-    return ", ".join(f"{name} {row['images_per_second']['median']:,.0f}" for name, row in found["rows"].items())
+def check_alone(dataset: DatasetSpec) -> dict[str, Any]:
+    """Measures DALI's pipeline without TensorFlow, which sees no GPU."""
+    from dali_tf_input import Shard, measure
+    from dali_tf_input.dataset import import_dali
 
-
-def describe_best(rows: list[dict[str, Any]]) -> str:
-    """Returns the fastest of the sweep."""
-    measured = [row for row in rows if "images_per_second" in row]
-    if not measured:
-        return f"all failed, the first: {rows[0]['failed']}"
-    best = max(measured, key=lambda row: max(row["images_per_second"]))
-    refused = len(rows) - len(measured)
-    load = "DALI's own share" if best["hw_decoder_load"] is None else f"a share of {best['hw_decoder_load']}"
-    rest = f"; {refused} of {len(rows)} FAILED" if refused else ""
-    return f"best {max(best['images_per_second']):,.0f} images/s, batch {best['batch_size']}, {load}{rest}"
-
-
-def targets(report: dict[str, Any]) -> list[str]:
-    """Returns a line for each target, met or not; by photos, at the batch that was measured."""
-    rows = report["parts"].get("throughput", {}).get("photos", {})
-    if "windows" not in rows:
-        return ["not measured     3 times tf_data, 0.95 of the bare pipe.run(), 6.13 times serial tf.data"]
-    lines = []
-    for made, reference, target, what in (
-        ("dali_gpu", "tf_data", 3.0, f"times tf_data on {report['cores']} cores"),
-        ("dali_gpu", "dali_gpu_bare", 0.95, "of the bare pipe.run()"),
-        ("dali_gpu", "tf_data_serial", 6.13, "times serial tf.data (the 2018 example's figure)"),
-    ):
-        spread = Spread.of(backends.ratios(rows["windows"][made], rows["windows"][reference]))
-        met = "met" if spread.median >= target else "MISSED"
-        spread_text = f"{spread.minimum:.2f} to {spread.maximum:.2f}"
-        lines.append(f"{met:<16} {made}: {spread.median:.2f} {what}, target {target:g} ({spread_text})")
-    return lines
+    batch_size = min(256, dataset.num_records)
+    pipeline = import_dali().build_pipeline(
+        make_spec(dataset),
+        DaliOptions(device=device()),
+        batch_size=batch_size,
+        shard=Shard(0, 1),
+        device_id=None if _REHEARSE.value else 0,
+    )
+    pipeline.build()
+    batches = iter(pipeline.run, None)
+    window = measure(batches, batch_size=batch_size, seconds=_SECONDS.value, warmup_batches=8)
+    return {"passed": True, "text": f"bare pipe.run(): {window.images_per_second:,.0f} images/s"}
 
 
 if __name__ == "__main__":
-    console.run(main)
+    sys.exit(cli.run(main, FLAGS))

@@ -1,17 +1,19 @@
 #!/usr/bin/env bash
 # Sets up a virtual environment with TensorFlow, DALI, DALI's TensorFlow plugin and this package.
-# usage: install.sh VENV [gpu]
+# usage: install.sh VENV [gpu] [dev]
 # On a bare Linux x86-64 machine with Python 3.10 to 3.13 and g++. No CUDA toolkit: CUDA's headers come as wheels.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-venv=${1:?usage: install.sh VENV [gpu]}
-flavour=${2:-cpu}
+venv=${1:?usage: install.sh VENV [gpu] [dev]}
+shift
 python=${PYTHON:-python3}
 
 fail() { printf 'error: %s\n' "$*" >&2; exit 1; }
 say() { printf '\n== %s\n' "$*"; }
+has() { case " $wanted " in *" $1 "*) true ;; *) false ;; esac; }
+wanted=$*
 
-[ "$(uname -sm)" = "Linux x86_64" ] || fail "DALI's wheels are for Linux on x86-64; this is $(uname -sm)."
+[ "$(uname -sm)" = "Linux x86_64" ] || fail "DALI's plugin needs Linux on x86-64; this is $(uname -sm). See docs/install.md."
 command -v "$python" >/dev/null || fail "there is no $python. Install Python 3.10 to 3.13, for example: apt-get install python3"
 "$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' ||
   fail "$python is $("$python" --version 2>&1); Python 3.10 to 3.13 is needed. Name another one: make install PYTHON=python3.12"
@@ -24,18 +26,18 @@ if ! "$venv/bin/python" -c '' 2>/dev/null; then
   "$python" -m venv --clear "$venv"
 fi
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
-# The version ranges stand in pyproject.toml, once: these read them from there.
+# The version ranges are in pyproject.toml only: these read them from there.
 section() { awk -v start="^$1 = \\\\[" '$0 ~ start { on = 1 } on { print } on && /\]$/ { exit }' pyproject.toml | grep -o '"[^"]*"' | tr -d '"'; }
 requirement() { section dependencies | grep "^$1\([^a-z0-9-]\|\$\)"; }
 tensorflow=$(requirement tensorflow)
-[ "$flavour" != gpu ] || tensorflow=$(section gpu)
+if has gpu; then tensorflow=$(section gpu); fi
 
-say "installing TensorFlow ($flavour) and DALI: a download of about 1 GB (gpu: 4 GB)"
+say "installing TensorFlow and DALI: a download of about 1 GB (with CUDA's libraries 4 GB)"
 mapfile -t build_tools < <(section plugin-build)
 pip install --quiet "$tensorflow" "$(requirement nvidia-dali-cuda120)" "${build_tools[@]}"
 
-# The plugin is compiled against this TensorFlow and this DALI, so they had to come first, and pip must neither hide them
-# (build isolation) nor reuse a plugin compiled against others (its cache).
+# The plugin is compiled against this TensorFlow and this DALI, so they come first, and pip must neither hide them
+# (build isolation) nor reuse a plugin that was compiled against others (its cache).
 site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
 dali_version=$("$venv/bin/python" -c 'import importlib.metadata as m; print(m.version("nvidia-dali-cuda120"))')
 plugin_works() { TF_CPP_MIN_LOG_LEVEL=3 "$venv/bin/python" -c 'import nvidia.dali.plugin.tf' >/dev/null 2>&1; }
@@ -45,12 +47,14 @@ if ! plugin_works; then
     CUDA_HOME="$site/nvidia/cuda_runtime" CPATH="$site/nvidia/cuda_nvcc/include" PATH="$venv/bin:$PATH" \
     "$venv/bin/python" -m pip --disable-pip-version-check install --quiet --no-cache-dir --no-build-isolation \
     --force-reinstall --no-deps "nvidia-dali-tf-plugin-cuda120==$dali_version" ||
-    fail "the plugin did not compile; the compiler's own words stand above."
+    fail "the plugin did not compile; the compiler's own words are above."
   plugin_works || { "$venv/bin/python" -c 'import nvidia.dali.plugin.tf' || true; fail "the plugin does not load; see above."; }
 fi
 
 say "installing dali_tf_input"
-pip install --quiet --no-build-isolation --editable '.[scripts,dev]'
+extras=scripts
+if has dev; then extras=scripts,dev; fi
+pip install --quiet --no-build-isolation --editable ".[$extras]"
 "$venv/bin/python" - <<'CHECK'
 import importlib.metadata as metadata
 names = {"TensorFlow": "tensorflow", "DALI": "nvidia-dali-cuda120", "plugin": "nvidia-dali-tf-plugin-cuda120"}

@@ -1,33 +1,36 @@
-"""Makes sample data: TFRecords of photo-like JPEGs, for trying and for measuring without a dataset at hand.
+"""Makes sample data: TFRecords of photo-like JPEGs, to try and to measure.
 
-usage: make_sample_tfrecords.py [--num_images=1024] [--num_validation_images=256] [--num_files=4] [--seed=0]
-                                [--overwrite] OUT
+The images resemble ImageNet's in what costs time: size (mean 401 x 468 pixels), bytes (110 KB on
+average) and how their JPEGs are coded (most at quality 95 without chroma subsampling; 2%
+grayscale). Each shows a shape in its class's color on a textured ground, so that a small network
+learns to tell the classes apart. The same seed makes the same images.
 
-The images resemble ImageNet's in what costs time: size (mean 401 x 468 pixels), bytes (110 KB on average) and how their JPEGs
-are coded (most at quality 95 without chroma subsampling; 2% grayscale). Each shows one shape in its class's colour on a
-textured ground, so that a small network learns to tell the classes apart. The same seed makes the same images.
+usage: make_sample_tfrecords.py [flags] OUT
+
+example: python scripts/make_sample_tfrecords.py --num_images=256 data/small
 """
 
 import functools
 import io
 import os
+import sys
 
 import numpy as np
-from absl import flags
 from PIL import Image, ImageDraw
 
-import console
 from dali_tf_input import InputError
-from dali_tf_input.example import encode_example
-from tfrecord_files import Record, Split, image_features, print_written, write_splits
+from dali_tf_input.index.example import encode_example
+from support import cli
+from support.convert.writer import Record, Split, image_features, print_written, write_splits
 
-_NUM_IMAGES = flags.DEFINE_integer("num_images", 1024, "Images in the train split.")
-_NUM_VALIDATION_IMAGES = flags.DEFINE_integer("num_validation_images", 256, "Images in the validation split.")
-_NUM_FILES = flags.DEFINE_integer("num_files", 4, "Files of the train split; the validation split is one file.")
-_OVERWRITE = flags.DEFINE_boolean("overwrite", False, "Replace OUT where it holds such a set already.")
-_SEED = flags.DEFINE_integer("seed", 0, "Seed of everything random, at least 0.")
+FLAGS = cli.Flags()
+_NUM_IMAGES = FLAGS.integer("num_images", 1024, "Images in the train split.", 1)
+_NUM_VALIDATION_IMAGES = FLAGS.integer("num_validation_images", 256, "In the validation split.", 0)
+_NUM_FILES = FLAGS.integer("num_files", 4, "Files of the train split; validation is one file.", 1)
+_OVERWRITE = FLAGS.boolean("overwrite", False, "Replace OUT if it holds such a set already.")
+_SEED = FLAGS.integer("seed", 0, "Seed of everything random.", 0)
 
-# Class name -> colour of its shape, RGB in 0..255. The name ends in the shape.
+# Class name -> color of its shape, RGB in 0..255. The name ends in the shape.
 _CLASSES = {
     "blue_square": (40, 80, 200),
     "cyan_triangle": (40, 190, 200),
@@ -40,28 +43,27 @@ _CLASSES = {
 }
 _CLASS_NAMES = sorted(_CLASSES)
 
-# (height, width) in pixels and how often: ImageNet's commonest sizes; the rest is drawn at random (`_draw_size`).
+# (height, width) in pixels and how often: ImageNet's commonest sizes; the rest is drawn at random
+# (`_draw_size`).
 _COMMON_SIZES = (((375, 500), 0.46), ((333, 500), 0.14), ((500, 375), 0.15))
 _GRAYSCALE_EVERY = 50  # 2% of ImageNet
-_SUBSAMPLED_RATE = 0.22  # of 115 ImageNet photos 24 had 4:2:0 chroma and 2 had 4:2:2; the others were 4:4:4
+_SUBSAMPLED_RATE = (
+    0.22  # of 115 ImageNet photos 24 had 4:2:0 chroma and 2 had 4:2:2; the others were 4:4:4
+)
 _GROUND_SIZE = 1536  # height and width of the texture that the grounds are cut from, in pixels
 
 
 def main(arguments: list[str]) -> int:
     if len(arguments) != 1:
         raise InputError(f"Name one folder to write to, got {len(arguments)}.")
-    if _SEED.value < 0:
-        raise InputError(f"`seed` must be at least 0, got {_SEED.value}.")
     num_images, num_validation_images = _NUM_IMAGES.value, _NUM_VALIDATION_IMAGES.value
-    if num_images < 1 or num_validation_images < 0:
-        raise InputError(
-            f"`num_images` must be at least 1 and `num_validation_images` at least 0, got {num_images}, {num_validation_images}."
-        )
     numbers = [(_SEED.value, number) for number in range(num_images + num_validation_images)]
     splits = [Split(name="train", items=numbers[:num_images], num_files=_NUM_FILES.value)]
     if num_validation_images:
         splits.append(Split(name="validation", items=numbers[num_images:], num_files=1))
-    written = write_splits(arguments[0], splits, make_record, labels=_CLASS_NAMES, overwrite=_OVERWRITE.value)
+    written = write_splits(
+        arguments[0], splits, make_record, labels=_CLASS_NAMES, overwrite=_OVERWRITE.value
+    )
     print_written(arguments[0], written, len(_CLASS_NAMES))
     return 0
 
@@ -92,17 +94,27 @@ def draw_image(random: np.random.Generator, class_name: str) -> Image.Image:
     draw = ImageDraw.Draw(image, "RGBA")
     radius = min(height, width) * random.uniform(0.22, 0.38)
     x, y = width * random.uniform(0.35, 0.65), height * random.uniform(0.35, 0.65)
-    colour = tuple(int(np.clip(channel + random.normal(0, 12), 0, 255)) for channel in _CLASSES[class_name])
-    fill = (*colour, 205)  # a little of the texture shows through
+    color = tuple(
+        int(np.clip(channel + random.normal(0, 12), 0, 255)) for channel in _CLASSES[class_name]
+    )
+    fill = (*color, 205)  # a little of the texture shows through
     match class_name.rsplit("_", 1)[1]:
         case "disc":
             draw.ellipse((x - radius, y - radius, x + radius, y + radius), fill=fill)
         case "ring":
-            draw.ellipse((x - radius, y - radius, x + radius, y + radius), outline=fill, width=int(radius * 0.4))
+            draw.ellipse(
+                (x - radius, y - radius, x + radius, y + radius),
+                outline=fill,
+                width=int(radius * 0.4),
+            )
         case "square":
-            draw.regular_polygon((x, y, radius * 1.2), 4, rotation=int(random.integers(90)), fill=fill)
+            draw.regular_polygon(
+                (x, y, radius * 1.2), 4, rotation=int(random.integers(90)), fill=fill
+            )
         case "triangle":
-            draw.regular_polygon((x, y, radius * 1.3), 3, rotation=int(random.integers(120)), fill=fill)
+            draw.regular_polygon(
+                (x, y, radius * 1.3), 3, rotation=int(random.integers(120)), fill=fill
+            )
     return image
 
 
@@ -129,9 +141,12 @@ def _draw_size(random: np.random.Generator) -> tuple[int, int]:
 
 
 def _cut_ground(random: np.random.Generator, height: int, width: int) -> np.ndarray:
-    """Returns a random piece of the texture with random contrast and tint: uint8 (height, width, 3)."""
+    """Returns a random piece of the texture, uint8 (height, width, 3)."""
     ground = _ground_texture()
-    top, left = random.integers(_GROUND_SIZE - height + 1), random.integers(_GROUND_SIZE - width + 1)
+    top, left = (
+        random.integers(_GROUND_SIZE - height + 1),
+        random.integers(_GROUND_SIZE - width + 1),
+    )
     piece = ground[top : top + height, left : left + width]
     if random.random() < 0.5:
         piece = piece[:, ::-1]
@@ -142,18 +157,22 @@ def _cut_ground(random: np.random.Generator, height: int, width: int) -> np.ndar
 
 @functools.cache
 def _ground_texture() -> np.ndarray:
-    """Makes the texture once per process: float32 (_GROUND_SIZE, _GROUND_SIZE, 3) of mean 0 and deviation 1.
+    """Makes the texture once per process: float32 of mean 0 and deviation 1.
 
-    Its amplitude falls as a power of the frequency, as natural images' does (Field 1987, "Relations between the statistics of
-    natural images"), and its channels go together for the most part. The power sets the bytes of a pixel: at 1.08
-    the JPEGs come to ImageNet's.
+    Its amplitude falls as a power of the frequency, as natural images' does (Field 1987, "Relations
+    between the statistics of natural images"), and its channels go together for the most part. The
+    power sets the bytes of a pixel: at 1.08 the JPEGs come to ImageNet's.
     """
     random = np.random.default_rng(1987)
-    frequency = np.hypot(np.fft.fftfreq(_GROUND_SIZE)[:, None], np.fft.rfftfreq(_GROUND_SIZE)[None, :])
+    frequency = np.hypot(
+        np.fft.fftfreq(_GROUND_SIZE)[:, None], np.fft.rfftfreq(_GROUND_SIZE)[None, :]
+    )
     frequency[0, 0] = np.inf  # no constant part
     layers = []
     for _ in range(4):
-        spectrum = np.fft.rfft2(random.standard_normal((_GROUND_SIZE, _GROUND_SIZE))) / frequency**1.08
+        spectrum = (
+            np.fft.rfft2(random.standard_normal((_GROUND_SIZE, _GROUND_SIZE))) / frequency**1.08
+        )
         layer = np.fft.irfft2(spectrum, s=(_GROUND_SIZE, _GROUND_SIZE))
         layers.append((layer / layer.std()).astype(np.float32))
     texture = np.stack([0.9 * layers[0] + 0.3 * layer for layer in layers[1:]], axis=-1)
@@ -162,4 +181,4 @@ def _ground_texture() -> np.ndarray:
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    console.run(main)
+    sys.exit(cli.run(main, FLAGS))

@@ -1,18 +1,20 @@
 """Turns images into TFRecords with TF-slim's keys, or TFRecords into better ones.
 
-usage: make_tfrecords.py [--resize_shorter=N] [--quality=95] [--validation_fraction=0.1] [--seed=0] [...] SOURCE OUT
+SOURCE is a folder with one sub-folder of images per class, or a file or pattern of indexed
+TFRecords. It writes OUT/train-00000-of-00004, ..., OUT/validation-00000-of-00001 and OUT/labels.txt
+(line i + 1 names label i; labels follow the sorted order of the sub-folders, from 0). Records are
+shuffled over all files by --seed.
 
-SOURCE is a folder with one sub-folder of images for each class, or a file or pattern of TFRecords that are indexed already.
-Writes OUT/train-00000-of-00004, ..., OUT/validation-00000-of-00001 and OUT/labels.txt (line i + 1 names label i; labels follow
-the sorted order of the sub-folders, from 0). Records are shuffled over all files by --seed, so that neighbours are not of one
-class.
+TFRecords keep their splits, by name: validation-*, or tfds' *-validation.tfrecord-*; all others are
+training. Files of a test split among others are refused.
 
-TFRecords keep their splits, by their names: validation-*, or as tfds has it *-validation.tfrecord-*; all others are training.
-Files of a test split are refused among others.
+JPEGs in RGB or grayscale keep their bytes; --resize_shorter shrinks larger ones. PNG, WebP, BMP,
+TIFF and GIF become JPEG, CMYK becomes RGB. What cannot be decoded is skipped and listed in
+OUT/unreadable_images.jsonl. All other features of TFRecords are kept.
 
-JPEGs in RGB or grayscale stay as they are, byte by byte; with --resize_shorter the larger ones are shrunk. PNG, WebP, BMP, TIFF
-and GIF become JPEG, CMYK becomes RGB. What cannot be decoded is left out and listed in OUT/unreadable_images.jsonl. All other
-features of TFRecords are kept as they are.
+usage: make_tfrecords.py [flags] SOURCE OUT
+
+example: python scripts/make_tfrecords.py --resize_shorter=320 photos/ records/
 """
 
 import array
@@ -20,72 +22,97 @@ import functools
 import json
 import os
 import random
+import sys
 import tempfile
 
-from absl import flags
-
-import console
-from convert_images import Conversion, UnreadableImage, convert_image
 from dali_tf_input import DatasetSpec, InputError
-from dali_tf_input.example import decode_example, encode_example, replace_features
-from dali_tf_input.manifest import read_index
-from dali_tf_input.tfrecord import read_data
-from tfrecord_files import LABELS_NAME, Record, Split, check_folder, find_split, image_features, print_written, write_splits
+from dali_tf_input.index.example import decode_example, encode_example, replace_features
+from dali_tf_input.index.tfrecord import read_data
+from dali_tf_input.order import read_index
+from support import cli
+from support.convert.images import Conversion, UnreadableImage, convert_image
+from support.convert.writer import (
+    LABELS_NAME,
+    Record,
+    Split,
+    check_folder,
+    find_split,
+    image_features,
+    print_written,
+    write_splits,
+)
 
-_VALIDATION_FRACTION = flags.DEFINE_float(
-    "validation_fraction", None, "Part of each class kept for validation, by default 0.1; TFRecords keep their splits by default."
+FLAGS = cli.Flags()
+_VALIDATION_FRACTION = FLAGS.number(
+    "validation_fraction", None, "Part of each class for validation; 0.1, or TFRecords' own splits."
 )
-_NUM_FILES = flags.DEFINE_integer("num_files", None, "Files of the train split; by default as many as make them about 150 MB.")
-_NUM_VALIDATION_FILES = flags.DEFINE_integer("num_validation_files", None, "Files of the validation split; as above.")
-_SEED = flags.DEFINE_integer("seed", 0, "Seed of the shuffle and of the choice for validation.")
-_RESIZE_SHORTER = flags.DEFINE_integer("resize_shorter", None, "Shrink images whose shorter side is longer to this many pixels.")
-_QUALITY = flags.DEFINE_integer("quality", 95, "JPEG quality of images that are encoded anew, in [1, 100].")
-_APPLY_ORIENTATION = flags.DEFINE_boolean(
-    "apply_orientation", False, "Turn every image upright by its EXIF orientation, which the backends do not look at."
-)
-_CHECK_IMAGES = flags.DEFINE_boolean("check_images", True, "Decode also the images that stay as they are, to see that one can.")
-_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Processes that read images; one for each core by default.")
-_OVERWRITE = flags.DEFINE_boolean("overwrite", False, "Replace OUT where it holds such a set already.")
-_IMAGE_KEY = flags.DEFINE_string("image_key", None, "Feature key of the image in TFRecords; TF-slim's or tfds' by default.")
-_LABEL_KEY = flags.DEFINE_string("label_key", None, "Feature key of the label in TFRecords; TF-slim's or tfds' by default.")
-_INDEX_DIR = flags.DEFINE_string("index_dir", None, "Folder of the index files of TFRecords; beside each file by default.")
+_NUM_FILES = FLAGS.integer("num_files", None, "Files of the train split; else of about 150 MB.", 1)
+_NUM_VALIDATION_FILES = FLAGS.integer("num_validation_files", None, "Of the validation split.", 1)
+_SEED = FLAGS.integer("seed", 0, "Seed of the shuffle and of the choice for validation.")
+_RESIZE_SHORTER = FLAGS.integer("resize_shorter", None, "Shrink the shorter side to this.", 1)
+_QUALITY = FLAGS.integer("quality", 95, "JPEG quality of images that are re-encoded, in [1, 100].")
+_APPLY_ORIENTATION = FLAGS.boolean("apply_orientation", False, "Turn images upright by EXIF.")
+_CHECK_IMAGES = FLAGS.boolean("check_images", True, "Decode also images that keep their bytes.")
+_NUM_PROCESSES = FLAGS.integer("num_processes", None, "Processes; by default one per core.", 1)
+_OVERWRITE = FLAGS.boolean("overwrite", False, "Replace OUT if it holds such a set already.")
+_IMAGE_KEY = FLAGS.string("image_key", None, "Feature key of the image in TFRecords; else found.")
+_LABEL_KEY = FLAGS.string("label_key", None, "Feature key of the label in TFRecords; else found.")
+_INDEX_DIR = FLAGS.string("index_dir", None, "Folder of TFRecords' indexes; else beside each file.")
 
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 
 
 def main(arguments: list[str]) -> int:
     if len(arguments) != 2:
-        raise InputError(f"Name the folder of images and the folder to write to, got {len(arguments)} arguments.")
+        raise InputError(
+            f"Name the folder of images and the folder to write to, got {len(arguments)} arguments."
+        )
     check_flags()
     source, out = arguments
     check_folder(os.path.abspath(os.path.expanduser(out)), overwrite=_OVERWRITE.value)
-    conversion = Conversion(_RESIZE_SHORTER.value, _QUALITY.value, _APPLY_ORIENTATION.value, _CHECK_IMAGES.value)
+    conversion = Conversion(
+        _RESIZE_SHORTER.value, _QUALITY.value, _APPLY_ORIENTATION.value, _CHECK_IMAGES.value
+    )
     with tempfile.TemporaryDirectory() as folder:
-        catalogue = os.path.join(folder, "catalogue")
+        catalog = os.path.join(folder, "catalog")
         if os.path.isdir(os.path.expanduser(source)):
             labels = find_classes(source)
-            groups, kept = list_images(source, labels, catalogue), array.array("Q")
-            make_record = functools.partial(record_of_image, catalogue, conversion)
+            groups, kept = list_images(source, labels, catalog), array.array("Q")
+            make_record = functools.partial(record_of_image, catalog, conversion)
             fraction = 0.1 if _VALIDATION_FRACTION.value is None else _VALIDATION_FRACTION.value
         else:
             dataset = DatasetSpec.from_files(
-                source, index_dir=_INDEX_DIR.value, image_key=_IMAGE_KEY.value, label_key=_LABEL_KEY.value
+                source,
+                index_dir=_INDEX_DIR.value,
+                image_key=_IMAGE_KEY.value,
+                label_key=_LABEL_KEY.value,
             )
             labels = read_labels(dataset)
             check_source(dataset, out)
-            train, validation = list_records(dataset, catalogue)
-            make_record = functools.partial(record_of_record, catalogue, conversion, dataset.image_key)
+            train, validation = list_records(dataset, catalog)
+            make_record = functools.partial(
+                record_of_record, catalog, conversion, dataset.image_key
+            )
             fraction = _VALIDATION_FRACTION.value
             if fraction is None and train and validation:
                 groups, kept = [train], validation  # the splits stay what they are
             else:
                 groups, kept = [train + validation], array.array("Q")
-        train, validation = split_items(groups, kept, validation_fraction=fraction or 0.0, seed=_SEED.value)
+        train, validation = split_items(
+            groups, kept, validation_fraction=fraction or 0.0, seed=_SEED.value
+        )
         splits = [Split(name="train", items=train, num_files=_NUM_FILES.value)]
         if validation:
-            splits.append(Split(name="validation", items=validation, num_files=_NUM_VALIDATION_FILES.value))
+            splits.append(
+                Split(name="validation", items=validation, num_files=_NUM_VALIDATION_FILES.value)
+            )
         written = write_splits(
-            out, splits, make_record, labels=labels, num_processes=_NUM_PROCESSES.value, overwrite=_OVERWRITE.value
+            out,
+            splits,
+            make_record,
+            labels=labels,
+            num_processes=_NUM_PROCESSES.value,
+            overwrite=_OVERWRITE.value,
         )
     print_written(out, written, None if labels is None else len(labels))
     return 0
@@ -94,77 +121,83 @@ def main(arguments: list[str]) -> int:
 def check_flags() -> None:
     """Checks the flags' ranges."""
     if not 0 <= (_VALIDATION_FRACTION.value or 0) < 1:
-        raise InputError(f"`validation_fraction` must be in [0, 1), got {_VALIDATION_FRACTION.value}.")
+        raise InputError(
+            f"`validation_fraction` must be in [0, 1), got {_VALIDATION_FRACTION.value}."
+        )
     if not 1 <= _QUALITY.value <= 100:
         raise InputError(f"`quality` must be in [1, 100], got {_QUALITY.value}.")
-    for flag in (_RESIZE_SHORTER, _NUM_FILES, _NUM_VALIDATION_FILES, _NUM_PROCESSES):
-        if flag.value is not None and flag.value < 1:
-            raise InputError(f"`{flag.name}` must be at least 1, got {flag.value}.")
 
 
 def find_classes(image_root: str) -> list[str]:
-    """Returns the names of the classes: the sub-folders, sorted, hidden ones left out."""
+    """Returns the names of the classes: the sub-folders that are not hidden, sorted."""
     class_names = sorted(
-        entry.name for entry in os.scandir(os.path.expanduser(image_root)) if entry.is_dir() and not entry.name.startswith(".")
+        entry.name
+        for entry in os.scandir(os.path.expanduser(image_root))
+        if entry.is_dir() and not entry.name.startswith(".")
     )
     broken = [name for name in class_names if "\n" in name]
     if broken:
         raise InputError(
-            f"{broken[0]!r}: a line break in the name of a class, which {LABELS_NAME} cannot hold: rename the folder."
+            f"{broken[0]!r}: a line break in the name of a class, which {LABELS_NAME} cannot hold:"
+            " rename the folder."
         )
     if not class_names:
-        raise InputError(f"{image_root} has no sub-folders: put the images of each class into one of its own.")
+        raise InputError(
+            f"{image_root} has no sub-folders: put the images of each class into its own."
+        )
     return class_names
 
 
-def list_images(image_root: str, class_names: list[str], catalogue: str) -> list[array.array]:
-    """Writes a line [label, path] for each image, sorted, to the file `catalogue`; returns where the lines of each class start.
+def list_images(image_root: str, class_names: list[str], catalog: str) -> list[array.array]:
+    """Writes a line [label, path] per image to `catalog`; returns each class's line starts.
 
-    A line's place is all that is kept in memory of an image: 8 bytes.
+    The start of its line, 8 bytes, is all that is kept in memory of an image.
     """
-    passed_over = 0
+    ignored = 0
     groups = []
-    with open(catalogue, "xb") as stream:
+    with open(catalog, "xb") as stream:
         for label, class_name in enumerate(class_names):
             folder = os.path.join(os.path.expanduser(image_root), class_name)
-            places = array.array("Q")
+            starts = array.array("Q")
             for name in sorted(os.listdir(folder)):
                 if not name.lower().endswith(_SUFFIXES) or name.startswith("."):
-                    passed_over += 1
+                    ignored += 1
                     continue
-                places.append(stream.tell())
+                starts.append(stream.tell())
                 stream.write(json.dumps([label, os.path.join(folder, name)]).encode() + b"\n")
-            if not places:
-                raise InputError(f"{folder} holds no file that ends in {', '.join(_SUFFIXES)}: remove it, or fill it.")
-            groups.append(places)
-    if passed_over:
-        print(f"passed over: {console.count(passed_over, 'file')} that do not end in {', '.join(_SUFFIXES)}")
+            if not starts:
+                raise InputError(f"{folder} holds no file that ends in {', '.join(_SUFFIXES)}.")
+            groups.append(starts)
+    if ignored:
+        count = cli.format_count(ignored, "file")
+        print(f"ignored: {count} that do not end in {', '.join(_SUFFIXES)}")
     return groups
 
 
-def list_records(dataset: DatasetSpec, catalogue: str) -> tuple[array.array, array.array]:
-    """Writes a line [offset, size, path] for each record to the file `catalogue`.
+def list_records(dataset: DatasetSpec, catalog: str) -> tuple[array.array, array.array]:
+    """Writes a line [offset, size, path] per record to the file `catalog`.
 
     Returns:
-      Where the lines start: of records of training, and of those in files that are called validation-*, or as tfds does
-      NAME-validation.tfrecord-*.
+      Where the lines start: of the records of training and of validation, by the names of the
+      files.
 
     Raises:
-      InputError: files of a test split are among others, whose training they would leak into.
+      InputError: files of a test split are among others, and would become training data.
     """
     splits = {file: find_split(file) for file in dataset.files}
     tests = [file for file, split in splits.items() if split == "test"]
     if tests and len(tests) < len(splits):
         raise InputError(
-            f"{tests[0]} is of a test split by its name, and {len(splits) - len(tests):,} of {len(splits):,} files are not: its "
-            "records would become training data. Name the files of training and validation only."
+            f"{tests[0]} is of a test split by its name, and {len(splits) - len(tests):,} of"
+            f" {len(splits):,} files are not: its records would become training data. Name only the"
+            " files of training and validation."
         )
     train, validation = array.array("Q"), array.array("Q")
-    with open(catalogue, "xb") as stream:
+    with open(catalog, "xb") as stream:
         for file, index_file in zip(dataset.files, dataset.index_files, strict=True):
-            places = validation if splits[file] == "validation" else train
-            for offset, size in read_index(index_file):
-                places.append(stream.tell())
+            starts = validation if splits[file] == "validation" else train
+            for offset, size in read_index(index_file).tolist():
+                starts.append(stream.tell())
                 stream.write(json.dumps([offset, size, file]).encode() + b"\n")
     return train, validation
 
@@ -179,10 +212,10 @@ def read_labels(dataset: DatasetSpec) -> list[str] | None:
 
 
 def check_source(dataset: DatasetSpec, out: str) -> None:
-    """Refuses to replace the folder that the records are read from, which may hold others beside them."""
+    """Refuses to replace the folder that the records are read from."""
     folder = os.path.realpath(os.path.expanduser(out))
     if any(os.path.realpath(os.path.dirname(file)) == folder for file in dataset.files):
-        raise InputError(f"{out} holds the TFRecords that are to be read: name another folder to write to.")
+        raise InputError(f"{out} holds the TFRecords to be read: name another folder to write to.")
 
 
 def split_items(
@@ -190,7 +223,8 @@ def split_items(
 ) -> tuple[array.array, array.array]:
     """Shuffles; returns the items of the train split and of the validation split.
 
-    Validation gets `kept`, and the nearest whole number to `validation_fraction` of each group, but never the whole group.
+    Validation gets `kept`, and the nearest whole number to `validation_fraction` of each group, but
+    never the whole group.
     """
     generator = random.Random(seed)
     train, validation = array.array("Q"), kept[:]
@@ -204,9 +238,9 @@ def split_items(
     return train, validation
 
 
-def record_of_image(catalogue: str, conversion: Conversion, place: int) -> Record:
+def record_of_image(catalog: str, conversion: Conversion, start: int) -> Record:
     """Reads one image; its class is the name of its folder."""
-    label, name = read_line(catalogue, place)
+    label, name = read_line(catalog, start)
     try:
         with open(name, "rb") as stream:
             image = convert_image(stream.read(), conversion)
@@ -223,9 +257,9 @@ def record_of_image(catalogue: str, conversion: Conversion, place: int) -> Recor
     return Record(encode_example(features), name, image.notes)
 
 
-def record_of_record(catalogue: str, conversion: Conversion, image_key: str, place: int) -> Record:
-    """Reads one record; changes of its features only those of the image, and only if that is encoded anew."""
-    offset, size, path = read_line(catalogue, place)
+def record_of_record(catalog: str, conversion: Conversion, image_key: str, start: int) -> Record:
+    """Reads one record; changes only the features of an image that is re-encoded."""
+    offset, size, path = read_line(catalog, start)
     source = f"{path} at byte {offset}"
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -243,16 +277,18 @@ def record_of_record(catalogue: str, conversion: Conversion, image_key: str, pla
     if image.encoded != encoded:
         changed = {image_key: image.encoded}
         changes = {"image/height": image.height, "image/width": image.width, "image/format": "JPEG"}
-        data = replace_features(data, changed | {key: value for key, value in changes.items() if key in features})
+        data = replace_features(
+            data, changed | {key: value for key, value in changes.items() if key in features}
+        )
     return Record(data, source, image.notes)
 
 
-def read_line(catalogue: str, place: int) -> list:
-    """Returns what the line of the catalogue holds that starts at byte `place`."""
-    with open(catalogue, "rb") as stream:
-        stream.seek(place)
+def read_line(catalog: str, start: int) -> list:
+    """Returns what the line of the catalog holds that starts at byte `start`."""
+    with open(catalog, "rb") as stream:
+        stream.seek(start)
         return json.loads(stream.readline())
 
 
 if __name__ == "__main__":
-    console.run(main)
+    sys.exit(cli.run(main, FLAGS))

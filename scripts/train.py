@@ -1,74 +1,82 @@
-"""Trains a small network with Keras `fit`, fed by either backend, on one replica or several; prints what it learned.
+"""Trains a small network with Keras, fed by either backend, on one or several replicas.
 
-usage: train.py --files='path/train-*' --validation_files='path/validation-*' [--backend=auto] [--replicas=1]
-                [--strategy=mirrored] [--order=global] [--resume=FOLDER [--save_every=N]]
-                [--options=tuned.json] [--profile_input]
-                [--auto_augment=rand] [--mixup=0.2] [--cutmix=1] [--label_smoothing=0.1] [...]
+The number of classes comes from --num_classes, from labels.txt beside the first file (one name per
+line), or from the highest label that the index step saw (--verify=schema). With --resume, a run
+that was interrupted continues where the folder says it was. This is also an example to copy from:
+support/train/fit.py has the training, support/train/worker_loop.py the loop for several hosts.
 
-The number of classes comes from --num_classes, from labels.txt beside the first file (one name a line), or from the highest label
-that the index step saw. With --resume a run that was stopped, by whatever, goes on where FOLDER says it was.
+example: python scripts/train.py --files='path/train-*' --validation_files='path/validation-*'
+  --epochs=3
 """
 
 import dataclasses
 import os
+import sys
 
-from absl import flags
+from dali_tf_input import (
+    DaliOptions,
+    DatasetSpec,
+    InputError,
+    InputSpec,
+    Preprocess,
+    TfDataOptions,
+    load_options,
+)
+from support import cli
+from support.flags import BACKENDS
+from support.train.flags import TrainFlags
+from support.train.label_names import read_names
 
-import console
-import input_flags
-import train_flags
-from dali_tf_input import DaliOptions, DatasetSpec, InputError, InputSpec, Preprocess, TfDataOptions, load_options
-from label_names import read_names
-
-flags.adopt_module_key_flags(train_flags)  # so that --help lists them
-_BACKENDS = {
-    "auto": None,
-    "dali_cpu": DaliOptions(device="cpu"),
-    "dali_gpu": DaliOptions(device="gpu"),
-    "tf_data": TfDataOptions(),
-}
+FLAGS = cli.Flags()
+_TRAIN = TrainFlags(FLAGS)
 
 
 def main(arguments: list[str]) -> int:
-    train_flags.check(arguments)
-    records: DatasetSpec = input_flags.dataset_spec(input_flags.FILES.value)
-    num_classes = train_flags.NUM_CLASSES.value or count_classes(records)
+    cli.check_no_arguments(arguments)
+    _TRAIN.check()
+    records = _TRAIN.records.dataset()
+    num_classes = _TRAIN.num_classes.value or count_classes(records)
     if records.label_range and records.label_range[1] >= num_classes:
+        source = "--num_classes" if _TRAIN.num_classes.value else "labels.txt"
         raise InputError(
-            f"There are {num_classes:,} classes by {'--num_classes' if train_flags.NUM_CLASSES.value else 'labels.txt'}, and "
-            f"labels go up to {records.label_range[1]:,}: --num_classes must be above it."
+            f"There are {num_classes:,} classes by {source}, and labels go up to "
+            f"{records.label_range[1]:,}: --num_classes must be above it."
         )
-    preprocess = Preprocess.for_training(train_flags.IMAGE_SIZE.value)
-    soft_labels = train_flags.MIXUP.value or train_flags.CUTMIX.value or train_flags.LABEL_SMOOTHING.value
+    preprocess = Preprocess.for_training(_TRAIN.image_size.value)
+    soft = _TRAIN.mixup.value or _TRAIN.cutmix.value or _TRAIN.label_smoothing.value
     spec = InputSpec(
         dataset=records,
-        preprocess=dataclasses.replace(preprocess, auto_augment=train_flags.AUTO_AUGMENT.value),
-        order=train_flags.ORDER.value,
-        seed=train_flags.SEED.value,
-        one_hot=num_classes if soft_labels else None,
-        label_smoothing=train_flags.LABEL_SMOOTHING.value,
+        preprocess=dataclasses.replace(preprocess, auto_augment=_TRAIN.auto_augment.value),
+        order=_TRAIN.order.value,
+        seed=_TRAIN.seed.value,
+        one_hot=num_classes if soft else None,
+        label_smoothing=_TRAIN.label_smoothing.value,
     )
-    options = load_options(train_flags.OPTIONS.value) if train_flags.OPTIONS.value else _BACKENDS[train_flags.BACKEND.value]
-    if train_flags.SERVICE.value:
+    options = BACKENDS.get(_TRAIN.backend.value)
+    if _TRAIN.options.value:
+        options = load_options(_TRAIN.options.value)
+    if _TRAIN.service.value:
         if isinstance(options, DaliOptions):
             raise InputError(f"--service is for the tf.data backend, got {options!r}.")
-        options = dataclasses.replace(options or TfDataOptions(), service=train_flags.SERVICE.value)
-    from training import train_network  # after what can be wrong: TensorFlow takes seconds to come
+        options = dataclasses.replace(options or TfDataOptions(), service=_TRAIN.service.value)
+    cli.import_tensorflow()  # only now: it takes seconds
+    from support.train.fit import Training
 
-    return train_network(spec, options, num_classes)
+    return Training(_TRAIN, spec, options, num_classes).run()
 
 
 def count_classes(records: DatasetSpec) -> int:
-    """Counts the lines of labels.txt beside the first file; without it, as many as the highest label asks for."""
+    """Returns the number of lines in labels.txt, or the highest label plus 1."""
     path = os.path.join(os.path.dirname(records.files[0]), "labels.txt")
-    if not os.path.exists(path):
-        if records.label_range:
-            return records.label_range[1] + 1
-        raise InputError(
-            f"There is no {path} to count the classes by: give their number with --num_classes, or index with --verify=schema."
-        )
-    return len(read_names(path))
+    if os.path.exists(path):
+        return len(read_names(path))
+    if records.label_range:
+        return records.label_range[1] + 1
+    raise InputError(
+        f"The number of classes is unknown: there is no {path}. Pass --num_classes=N, or index with "
+        "--verify=schema."
+    )
 
 
 if __name__ == "__main__":
-    console.run(main)
+    sys.exit(cli.run(main, FLAGS))

@@ -1,274 +1,295 @@
-"""Finds the options that feed this machine fastest from these files: measures settings, within the time given.
+"""Finds the options that feed this machine fastest from these files, within the time given.
 
-usage: tune.py --files=GLOB [--seconds=120] [--out=tuned.json] [--backends=tf_data,dali_cpu] [--order=global] [--batch_size=64]
-               [--crop=resize_random_crop] [--image_size=224] [--antialias] [--dtype=float32] [--json=PATH] [--exhaustive]
-               [--replicas=N] [--against=OTHER.json]
+Only what changes the speed and not the pixels is tried. All combinations that may help start in
+short windows; round by round the slower half is dropped. The last one left is then measured against
+the default in rounds of its own. Only if it is faster beyond noise (signed-rank test, 5%), it is
+written; otherwise the default is. `load_options` and train.py --options read the file. With
+--replicas=N one pipeline is measured on its share of the cores.
 
-Only what changes the speed and not the pixels is tried (on a GPU, whose hardware decoder may round otherwise than its cores, its
-share too). Round after round varies all options at once, so that each window tells of each of them; values and backends that
-lose are dropped early. Last the combination of the best values is measured against the default in rounds of its own; where it is
-not faster beyond noise, the default is what is written. Options hold for each replica: with --replicas=N a pipeline is measured
-on its share of the cores. `DaliOptions.load`, `TfDataOptions.load`, `load_options` and train.py --options read the file.
---exhaustive tries every combination, whatever it takes.
+example: python scripts/tune.py --files='path/train-*' --seconds=300 --out=tuned.json
 """
 
-import json
+import dataclasses
+import itertools
 import math
 import os
+import random
 import shlex
+import statistics
 import sys
-import tempfile
+import time
 from typing import Any
 
-from absl import flags
-
-import backends
-import console
-import machine
-import settings
-from dali_tf_input import InputError, Spread, load_options, save_options
-from settings import Setting
-from spaces import describe, space_of
-from tuner import FINAL_ROUNDS, Clock, Screen, Tuner, is_faster, search, try_all
-
-_BACKENDS = flags.DEFINE_list("backends", None, "Of tf_data, dali_cpu and dali_gpu; by default all that this machine has.")
-_SECONDS = flags.DEFINE_float("seconds", 120.0, "How long to measure, from the moment TensorFlow is there; above 0.")
-_REPLICAS = flags.DEFINE_integer(
-    "replicas", None, "Copies of the model on this machine, which share its cores; by default as many as GPUs, or 1."
+from dali_tf_input import AUTOTUNE, DaliOptions, InputError, Stats, load_options, save_options
+from support import cli, machine
+from support.flags import FileFlags, WorkFlags, choose_backends
+from support.throughput.candidates import (
+    Candidate,
+    CandidateError,
+    Measurer,
+    images_per_second,
+    is_faster,
 )
-_OUT = flags.DEFINE_string("out", "tuned.json", "File for the options that were found.")
-_JSON = flags.DEFINE_string("json", None, "File for everything that was measured.")
-_EXHAUSTIVE = flags.DEFINE_boolean("exhaustive", False, "Measure every combination instead; --seconds then bounds nothing.")
-_AGAINST = flags.DEFINE_string("against", None, "Options that an earlier run wrote, to be measured beside the winner.")
+
+FLAGS = cli.Flags()
+_FILES = FileFlags(FLAGS)
+_WORK = WorkFlags(FLAGS)
+_ORDER = FLAGS.choice("order", "global", ["global", "buffer"], "How the records are mixed.")
+_BACKENDS = FLAGS.list("backends", None, "Of tf_data, dali_cpu, dali_gpu; else all that work here.")
+_SECONDS = FLAGS.number("seconds", 120.0, "How long to measure.", 1)
+_REPLICAS = FLAGS.integer(
+    "replicas", None, "Replicas that share the cores; else the GPUs, or 1.", 1
+)
+_OUT = FLAGS.string("out", "tuned.json", "File for the options that were found.")
+_JSON = FLAGS.string("json", None, "File for everything that was measured.")
+_EXHAUSTIVE = FLAGS.boolean("exhaustive", False, "Try every combination, however long it takes.")
+_AGAINST = FLAGS.string("against", None, "Options of an earlier run, measured beside the winner.")
 
 _COLUMNS = ("setting", "images/s", "x default", "min", "max", "windows", "verdict")
-_EFFECT_COLUMNS = ("one option changed", "x default", "+-", "windows", "verdict")
-_TOLD_APART = 0.03  # values that differ by less need not be told apart
+_WINDOW = 0.4  # seconds; doubles in each round of halving
+_FINAL_PART = 0.35  # of the time is kept for the final rounds
+_FINAL_ROUNDS = (8, 60)  # at least, where there is time, and at most
 
 
 def main(arguments: list[str]) -> int:
-    if arguments:
-        raise InputError(f"Unknown arguments: {' '.join(arguments)}. Files are named by --files='path/train-*'.")
-    if _SECONDS.value <= 0:
-        raise InputError(f"`seconds` must be above 0, got {_SECONDS.value}.")
-    if _REPLICAS.value is not None and _REPLICAS.value < 1:
-        raise InputError(f"`replicas` must be at least 1, got {_REPLICAS.value}.")
-    if backends.FUSE.present:
-        raise InputError("tune.py chooses `fuse` itself: leave out --fuse.")
-    console.check_writable(_OUT.value, flag="out", suffix=".json")
-    if _JSON.value:
-        console.check_writable(_JSON.value, flag="json")
-        if os.path.realpath(_JSON.value) == os.path.realpath(_OUT.value):
-            raise InputError(f"`json` and `out` name the same file, {_OUT.value}: give each its own.")
+    cli.check_no_arguments(arguments)
+    if _WORK.decode.present:
+        raise InputError("tune.py chooses `decode` itself: leave out --decode.")
+    cli.check_writable(_OUT.value, flag="out", suffix=".json")
+    cli.check_writable(_JSON.value, flag="json")
+    if _JSON.value and os.path.realpath(_JSON.value) == os.path.realpath(_OUT.value):
+        raise InputError(f"`json` and `out` name the same file, {_OUT.value}: give each its own.")
     against = load_options(_AGAINST.value) if _AGAINST.value else None
-    spec = settings.training_spec()
+    spec = _WORK.spec(_FILES.dataset(), _ORDER.value)
     about = machine.describe()
     num_gpus = machine.count_gpus_of_tensorflow() if about["gpus"] else 0
-    here = settings.default_options(has_gpu=num_gpus > 0)
-    unknown = [name for name in _BACKENDS.value or [] if name not in here]
-    if unknown or _BACKENDS.value == []:
-        raise InputError(f"`backends` must be of {', '.join(here)} on this machine, got {', '.join(unknown) or 'none'}.")
-    defaults = [Setting(here[name], spec.order) for name in here if name in (_BACKENDS.value or here)]
+    backends = choose_backends(_BACKENDS.value, has_gpu=num_gpus > 0)
     replicas = _REPLICAS.value or max(1, num_gpus)
     cores = max(1, about["cores"] // replicas)
     machine.print_lines(about)
-    if replicas > 1:
-        print(f"replicas  {replicas}: one pipeline is measured, on {cores} of the {about['cores']} cores")
-    print(f"records   {spec.dataset.num_records:,} in {console.count(len(spec.dataset.files), 'file')}, order {spec.order}")
-    known: dict[str, Any] = {"about": {**about, "replicas": replicas}, "spec": spec, "defaults": defaults}
-    known["spaces"] = spaces = {
-        setting.backend: space_of(setting.options, spec.order, cores=cores, fixed=spec.preprocess.resizes_plainly)
-        for setting in defaults
-    }
+    print(f"records   {spec.dataset.num_records:,}, order {spec.order}, {cores} cores per replica")
+    defaults = [Candidate(_WORK.options(name), spec.order) for name in backends]
     with (
-        tempfile.TemporaryDirectory() as folder,
-        settings.Worker(os.path.join(folder, "log"), cores=cores) as worker,
-        console.Elapsed("tuning", seconds=None if _EXHAUSTIVE.value else _SECONDS.value) as elapsed,
+        Measurer(_FILES, _WORK, f"--cores={cores}") as measurer,
+        cli.Elapsed("tuning", seconds=None if _EXHAUSTIVE.value else _SECONDS.value) as elapsed,
     ):
-        worker.start()
-        tuner = Tuner(worker, Clock(_SECONDS.value), elapsed.show)
-        find = try_all if _EXHAUSTIVE.value else search
-        winner = find(tuner, defaults, spaces)
-        default = next(setting for setting in defaults if tuner.trial(setting).rates)  # the package's choice, where it works
-        other = Setting(against, spec.order) if against else None
-        beside = {setting.key: setting for setting in (winner, other) if setting and setting.key != default.key}
-        rounds = FINAL_ROUNDS[1] if _EXHAUSTIVE.value else None
-        ratios = tuner.compare(list(beside.values()), default, rounds=rounds) if beside else {}
-    return report(tuner, winner, default, ratios, other, known)
+        measurer.start()
+        tuner = Tuner(measurer, elapsed)
+        default = tuner.find_fastest(defaults)
+        plainly = spec.preprocess.resizes_plainly
+        rivals = [
+            rival
+            for one in defaults
+            if tuner.is_in_reach(one, default)
+            for rival in list_rivals(one, spec.order, cores=cores, resizes_plainly=plainly)
+        ]
+        winner = tuner.halve([one for one in rivals if one.key != default.key])
+        beside = [one for one in (winner, against and Candidate(against, spec.order)) if one]
+        ratios = tuner.compare([one for one in beside if one.key != default.key], default)
+    return report(tuner, winner, default, ratios, {**about, "replicas": replicas})
+
+
+def list_rivals(
+    default: Candidate, order: str, *, cores: int, resizes_plainly: bool
+) -> list[Candidate]:
+    """Returns the combinations of options that may be faster than a backend's default."""
+    threads = sorted({max(1, cores // 2), cores, 2 * cores})
+    space: dict[str, list[Any]]
+    if isinstance(default.options, DaliOptions):
+        gpu = default.options.device == "gpu"
+        space = {"num_threads": [None, *threads], "prefetch_queue_depth": [2, 1, 4]}
+        # Decoding regions was reported to crash on some GPUs.
+        space |= {"hw_decoder_load": [None, 0.0, 0.5, 0.9]} if gpu else {"decode": ["auto", "full"]}
+        if order == "buffer":
+            space["read_mode"] = ["mmap", "plain"]
+    else:
+        space = {
+            "decode": ["auto", "region" if resizes_plainly else "full"],
+            "num_parallel_calls": [AUTOTUNE, *threads],
+            "num_parallel_reads": [4, 1, 16],
+            "read_buffer_bytes": [1 << 20, 1 << 18],
+            "prefetch_batches": [2, 4],
+        }
+    options = (
+        dataclasses.replace(default.options, **dict(zip(space, values, strict=True)))
+        for values in itertools.product(*space.values())
+    )
+    return [dataclasses.replace(default, options=one) for one in options]
+
+
+class Tuner:
+    """Measures candidates within the time given, and keeps all that was measured.
+
+    Attributes:
+      rates: images/s of each candidate's windows, by its key.
+      refused: why candidates cannot be measured, by key.
+      candidates: by key.
+    """
+
+    def __init__(self, measurer: Measurer, elapsed: cli.Elapsed) -> None:
+        self._measurer, self._elapsed = measurer, elapsed
+        self._start = time.monotonic()
+        self.rates: dict[str, list[float]] = {}
+        self.refused: dict[str, str] = {}
+        self.candidates: dict[str, Candidate] = {}
+        self._costs = [
+            1.0
+        ]  # seconds of a window, with the making of its pipeline; the first is a guess
+
+    def left(self, part: float = 1.0) -> float:
+        """Returns the seconds left of a part of the time; infinite in an exhaustive run."""
+        return (
+            math.inf
+            if _EXHAUSTIVE.value
+            else self._start + part * _SECONDS.value - time.monotonic()
+        )
+
+    def measure(self, candidate: Candidate, seconds: float = _WINDOW) -> float:
+        """Measures a window; returns its images/s, 0 if the candidate is refused."""
+        key = candidate.key
+        self.candidates[key] = candidate
+        if key in self.refused:
+            return 0.0
+        self._elapsed.show(f"{candidate.backend}: {describe(candidate)}")
+        start = time.monotonic()
+        try:
+            rate = images_per_second(self._measurer.measure(candidate, seconds=seconds))
+        except CandidateError as error:
+            self.refused[key] = str(error)
+            return 0.0
+        self._costs.append(time.monotonic() - start)
+        self.rates.setdefault(key, []).append(rate)
+        return rate
+
+    def find_fastest(self, defaults: list[Candidate]) -> Candidate:
+        """Returns the fastest default, by the better of two windows."""
+        for default in defaults * 2:
+            if default.key not in self.rates or self.left(0.3) > 0:
+                self.measure(default)
+        measured = [one for one in defaults if one.key in self.rates]
+        if not measured:
+            raise InputError(f"No backend could be measured: {'; '.join(self.refused.values())}")
+        return max(measured, key=lambda one: max(self.rates[one.key]))
+
+    def is_in_reach(self, one: Candidate, fastest: Candidate) -> bool:
+        """Whether a backend is not hopelessly behind, so that its options are worth trying."""
+        return max(self.rates.get(one.key, [0])) >= 0.7 * max(self.rates[fastest.key])
+
+    def halve(self, rivals: list[Candidate]) -> Candidate:
+        """Drops the slower half in each round; windows double. Returns the last one left."""
+        part = 1 - _FINAL_PART
+        cost = statistics.median(self._costs[1:] or self._costs) + 2 * _WINDOW
+        if not _EXHAUSTIVE.value:  # as many as the time allows; two rounds' worth of windows in all
+            fits = max(1, int(self.left(part) / (2 * cost)))
+            rivals = random.Random(0).sample(rivals, min(len(rivals), fits))
+        else:
+            print(f"combinations  {len(rivals):,}", flush=True)
+        seconds = _WINDOW
+        while len(rivals) > 1:
+            scores = {}
+            for rival in random.Random(len(rivals)).sample(rivals, len(rivals)):
+                if self.left(part) < 0:
+                    break
+                scores[rival.key] = self.measure(rival, seconds)
+            if len(scores) < len(rivals):  # the time is up: the best of what was measured longest
+                rivals = [one for one in rivals if self.rates.get(one.key)] or rivals
+                return max(rivals, key=lambda one: Stats.of(self.rates.get(one.key, [0])).median)
+            rivals.sort(key=lambda one: -scores[one.key])
+            rivals, seconds = rivals[: len(rivals) // 2], 2 * seconds
+        return rivals[0]
+
+    def compare(self, rivals: list[Candidate], default: Candidate) -> dict[str, list[float]]:
+        """Measures rivals against the default, round by round; returns their ratios by key."""
+        ratios: dict[str, list[float]] = {one.key: [] for one in rivals}
+        for number in range(_FINAL_ROUNDS[1] if rivals else 0):
+            if number >= _FINAL_ROUNDS[0] and self.left() < 0:
+                break
+            if self.left() < -_SECONDS.value / 4:
+                break  # the time was far too short
+            turn = [default, *rivals] if number % 2 else [*rivals, default]
+            rates = {one.key: self.measure(one, 2 * _WINDOW) for one in turn}
+            for one in rivals:
+                if rates[one.key] and rates[default.key]:
+                    ratios[one.key].append(rates[one.key] / rates[default.key])
+        return ratios
+
+
+def describe(candidate: Candidate) -> str:
+    """Returns how a candidate differs from the default of its backend."""
+    default = Candidate(_WORK.options(candidate.backend), candidate.order)
+    return candidate.describe(default)
 
 
 def report(
-    tuner: Tuner,
-    winner: Setting,
-    default: Setting,
-    ratios: dict[str, list[float]],
-    other: Setting | None,
-    known: dict[str, Any],
+    tuner: Tuner, winner: Candidate, default: Candidate, ratios: dict, about: dict[str, Any]
 ) -> int:
-    """Prints the table and what was found, and writes the files."""
+    """Prints what was found, and writes the files."""
     gains = ratios.get(winner.key, [])
-    spread = Spread.of(gains) if gains else None
-    better = is_faster(gains) and not tuner.trial(winner).is_refused
+    stats = Stats.of(gains or [1.0])
+    better = is_faster(gains)
     chosen = winner if better else default
+    base = Stats.of(tuner.rates[default.key]).median
+    lines = []
+    by_rate = sorted(tuner.rates, key=lambda key: -Stats.of(tuner.rates[key]).median)
+    shown = dict.fromkeys([default.key, *ratios, *by_rate[:10]])
+    for key in sorted(shown, key=by_rate.index):
+        rates = Stats.of(tuner.rates[key])
+        verdict = "default" if key == default.key else ""
+        if ratios.get(key):
+            verdict = "faster" if is_faster(ratios[key]) else "not faster beyond noise"
+        candidate = tuner.candidates[key]
+        compared = (rates.median, rates.minimum, rates.maximum)
+        lines.append(
+            (
+                f"{candidate.backend}: {describe(candidate)}",
+                f"{rates.median:,.0f}",
+                *(f"{rate / base:.2f}" for rate in compared),
+                str(len(tuner.rates[key])),
+                verdict,
+            )
+        )
+    for key, reason in tuner.refused.items():
+        candidate = tuner.candidates[key]
+        text = f"refused: {reason.splitlines()[0]}"
+        lines.append((f"{candidate.backend}: {describe(candidate)}", *("-",) * 5, text))
     print()
-    print_trials(tuner, default, chosen, winner, other)
-    print_effects(tuner)
+    cli.print_table(_COLUMNS, lines)
     print()
-    if chosen is winner and spread:
+    spread = f"{stats.minimum:.2f} to {stats.maximum:.2f} in {len(gains)} rounds"
+    if better:
+        print(f"chosen    {winner.backend}: {describe(winner)}")
         print(
-            f"best      {winner.backend}: {describe(winner)}\n"
-            f"gain      {spread.median:.2f} times the images/s of the default, {default.backend} "
-            f"({spread.minimum:.2f} to {spread.maximum:.2f} in {len(gains)} rounds of {tuner.clock.window:.1f} s)"
+            f"gain      {stats.median:.2f} times the images/s of {default.backend}'s default ({spread})"
         )
     else:
-        found = f"; {describe(winner)} came to {spread.median:.2f}" if spread else ""
-        print(f"best      the default, {default.backend}: nothing tried was faster beyond noise{found}")
-        if 0 < len(gains) < FINAL_ROUNDS[0]:
-            print(f"time      {len(gains)} of the {FINAL_ROUNDS[0]} rounds that a verdict takes: give more --seconds")
-    if not _EXHAUSTIVE.value:
-        print_limits(tuner, known["defaults"])
-    if other:
-        print(f"against   {describe_other(tuner, other, default, winner if better else None, ratios)}")
-    gain = vars(spread) if better and spread else {"median": 1.0, "minimum": 1.0, "maximum": 1.0}
+        print(f"chosen    the default, {default.backend}: no setting was significantly faster")
+        if gains:
+            print(f"closest   {describe(winner)}: {stats.median:.2f} ({spread})")
+    print(f"tried     {len(tuner.candidates):,} settings in {cli.format_seconds(_SECONDS.value - tuner.left())}"
+          if not _EXHAUSTIVE.value else f"tried     {len(tuner.candidates):,} settings")  # fmt: skip
     about = {
         "command": shlex.join(sys.argv),
-        **known["about"],
-        "num_records": known["spec"].dataset.num_records,
-        "order": known["spec"].order,
-        "batch_size": backends.BATCH_SIZE.value,
-        "preprocess": repr(known["spec"].preprocess),
-        "gain_over_default": gain,
+        **about,
+        "order": _ORDER.value,
+        "batch_size": _WORK.batch_size.value,
+        "work": _WORK.preprocess().describe(),
+        "gain_over_default": vars(stats) if better else {"median": 1.0},
         "default": default.to_json(),
     }
     save_options(chosen.options, _OUT.value, about=about)
-    print(f"options   in {_OUT.value}: load_options({_OUT.value!r}), or scripts/train.py --options={shlex.quote(_OUT.value)}")
+    print(f"options   in {_OUT.value}: scripts/train.py --options={shlex.quote(_OUT.value)}")
     if _JSON.value:
-        with open(_JSON.value, "w", encoding="utf-8") as stream:
-            json.dump(
-                {
-                    **about,
-                    "ratios": ratios,
-                    "trials": [trial.to_json() for trial in tuner.trials.values()],
-                    "effects": [row for screen in tuner.screens for row in effects_of(screen)],
-                },
-                stream,
-                indent=2,
-            )
-            stream.write("\n")
-        print(f"all       in {_JSON.value}")
+        trials = [
+            {
+                **one.to_json(),
+                "images_per_second": tuner.rates.get(key, []),
+                "ratios": ratios.get(key),
+            }
+            for key, one in tuner.candidates.items()
+        ]
+        cli.write_json(_JSON.value, {**about, "trials": trials})
     return 0
 
 
-def describe_other(tuner: Tuner, other: Setting, default: Setting, best: Setting | None, ratios: dict[str, list[float]]) -> str:
-    """Says how the options of --against do beside what is written: `best`, or the default where that is None."""
-    name = _AGAINST.value
-    if other.key in (best.key if best else default.key, default.key):
-        return f"{name} holds {'the same options' if best is None or other.key == best.key else 'the default'}"
-    if tuner.trial(other).is_refused:
-        return f"{name} cannot be measured here: {tuner.trial(other).verdict}"
-    if not ratios.get(other.key):
-        return f"{name} was not measured: no time left"
-    text = f"{name} is {Spread.of(ratios[other.key]).median:.2f} times the default"
-    if best:
-        pairs = Spread.of([one / two for one, two in zip(ratios[other.key], ratios[best.key], strict=False)])
-        text += f", {pairs.median:.3f} times the best ({pairs.minimum:.3f} to {pairs.maximum:.3f})"
-    return text
-
-
-def print_trials(tuner: Tuner, default: Setting, chosen: Setting, winner: Setting, other: Setting | None) -> None:
-    """Prints the settings that were measured by themselves, the fastest first (of an exhaustive run the first forty of all)."""
-    base = Spread.of(tuner.trial(default).rates).median if tuner.trial(default).rates else None
-    lines = []
-    alone = {setting.key for setting in (default, winner, other) if setting} | {screen.default.key for screen in tuner.screens}
-    shown = [trial for key, trial in tuner.trials.items() if _EXHAUSTIVE.value or trial.verdict or key in alone]
-    measured = [trial for trial in shown if trial.rates]
-    for trial in sorted(measured, key=lambda trial: -Spread.of(trial.rates).median)[:40]:
-        rates = Spread.of(trial.rates)
-        ratios = [f"{rate / base:.2f}" if base else "-" for rate in (rates.median, rates.minimum, rates.maximum)]
-        verdict = trial.verdict
-        if trial.setting == chosen:
-            verdict = "best"
-        elif trial.setting == default:
-            verdict = "the default"
-        elif trial.setting == winner:
-            verdict = "no faster than the default beyond noise"
-        elif trial.setting == other:
-            verdict = "of --against"
-        elif not verdict:
-            verdict = "another backend"
-        setting = f"{trial.setting.backend}: {describe(trial.setting)}"
-        lines.append((setting, f"{rates.median:,.0f}", *ratios, str(len(trial.rates)), verdict))
-    lines += [
-        (f"{trial.setting.backend}: {describe(trial.setting)}", *("-",) * 5, trial.verdict.splitlines()[0])
-        for trial in shown
-        if trial.verdict.startswith("refused")
-    ]
-    console.print_table(_COLUMNS, lines)
-
-
-def effects_of(screen: Screen) -> list[dict[str, Any]]:
-    """Returns what is known of each value of a backend's options: of the default's, 1."""
-    rows = []
-    for name, values in screen.space.items():
-        for number, value in enumerate(values):
-            log, error = screen.effects.difference(name, number, 0)
-            rows.append(
-                {
-                    "backend": screen.default.backend,
-                    "options": value,
-                    "is_default": number == 0,
-                    "times_default": math.exp(log),
-                    "standard_error": math.exp(log) * error,
-                    "windows": screen.effects.windows(name, number),
-                    "verdict": screen.verdicts.get((name, number), ""),
-                }
-            )
-    return rows
-
-
-def print_effects(tuner: Tuner) -> None:
-    """Prints what each value is worth, whatever the other options are."""
-    lines = []
-    for screen in tuner.screens:
-        best = screen.best().options
-        for row in effects_of(screen) if screen.rounds else []:
-            taken = all(getattr(best, name) == value for name, value in row["options"].items())
-            if row["verdict"]:
-                verdict = row["verdict"]
-            elif screen.is_behind:
-                verdict = "dropped: its backend is too slow here"
-            elif not row["windows"]:
-                verdict = "not measured"
-            else:
-                verdict = "best" if taken else "not told from the best"
-            values = ", ".join(f"{name}={settings.as_python(value)}" for name, value in row["options"].items())
-            error = "" if row["is_default"] else f"{row['standard_error']:.3f}"
-            known = f"{row['times_default']:.3f}" if row["windows"] or row["is_default"] else "-"
-            lines.append((f"{row['backend']}: {values}", known, error if row["windows"] else "-", str(row["windows"]), verdict))
-    if lines:
-        print()
-        console.print_table(_EFFECT_COLUMNS, lines)
-
-
-def print_limits(tuner: Tuner, defaults: list[Setting]) -> None:
-    """Says what the time was too short for."""
-    short = f"time      {_SECONDS.value:g} s were enough for "
-    unmeasured = [setting.backend for setting in defaults if not tuner.trial(setting).rates and not tuner.trial(setting).verdict]
-    running = [screen for screen in tuner.screens if not screen.is_behind and screen.rounds]
-    errors = [
-        2 * screen.effects.difference(name, value, values[0])[1]
-        for screen in running
-        for name, values in screen.left.items()
-        for value in values[1:]
-        if screen.effects.windows(name, value)
-    ]
-    if unmeasured:
-        print(f"{short}no window of {', '.join(unmeasured)}: give more --seconds")
-    elif idle := [screen.default.backend for screen in tuner.screens if not screen.rounds]:
-        print(f"{short}the default only of {', '.join(idle)}: give more --seconds")
-    elif errors and max(errors) > _TOLD_APART:
-        print(f"{short}values that differ by {max(errors):.0%} or more: give more --seconds to tell closer ones apart")
-
-
 if __name__ == "__main__":
-    console.run(main)
+    sys.exit(cli.run(main, FLAGS))

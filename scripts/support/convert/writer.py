@@ -1,4 +1,4 @@
-"""Writing sets of TFRecord files, in parallel and whole or not at all, for the scripts that make them."""
+"""Writing sets of TFRecord files, in parallel, whole or not at all."""
 
 import collections
 import glob
@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 
 from rich import filesize
 
-import console
 from dali_tf_input import InputError
-from dali_tf_input.example import FeatureValue
-from dali_tf_input.files import BAD_RECORDS_NAME, MANIFEST_NAME, index_command
+from dali_tf_input.command import format_count, print_rows
+from dali_tf_input.index.example import FeatureValue
+from dali_tf_input.index.files import BAD_RECORDS_NAME, MANIFEST_NAME, index_command
+from dali_tf_input.index.tfrecord import frame_record
 from dali_tf_input.staging import Staging
-from dali_tf_input.tfrecord import frame_record
+from support import cli, processes
 
 LABELS_NAME = "labels.txt"
 UNREADABLE_NAME = "unreadable_images.jsonl"
@@ -31,21 +32,22 @@ _OUR_FILE = re.compile(r"(train|validation)-\d{5}-of-\d{5}(\.idx)?")
 # TF-slim: train-00000-of-00004; tfds: imagenet2012-train.tfrecord-00000-of-01024.
 _SPLIT = re.compile(r"(?:^|[-_.])(train|val|test)(?:id|idation|ing)?[0-9]*(?=[-_.]|$)")
 
-# Bytes of a file where their number is not given: the middle of the 100 to 200 MB that TensorFlow's guide to TFRecords advises.
+# Bytes of a file where their number is not given: the middle of the 100 to 200 MB that TensorFlow's
+# guide to TFRecords advises.
 _FILE_BYTES = 150_000_000
 _SAMPLED_ITEMS = 128  # whose records' sizes stand for all
 _CHUNK_ITEMS = 16  # handed to a process at a time
 
 
 def find_split(file: str) -> str:
-    """Returns what the name of a file says of its split: "train", "validation" or "test"; "train" where it says nothing."""
+    """Returns the split in a file's name: "train" (the default), "validation" or "test"."""
     words = _SPLIT.findall(os.path.basename(file).lower())
     return {"val": "validation"}.get(words[-1], words[-1]) if words else "train"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """The images of one split: `items` are what `write_splits` hands to its function. Without `num_files` their size decides."""
+    """The items of one split; without `num_files` their size decides."""
 
     name: str
     items: Sequence[Any]
@@ -57,7 +59,7 @@ class Split:
 
 
 class Record(NamedTuple):
-    """What is made of one item: the data of its record, or None if it is left out; what was done, or why it is left out."""
+    """The data of an item's record, or None if it is skipped; what was done, or why."""
 
     data: bytes | None
     source: str
@@ -66,16 +68,18 @@ class Record(NamedTuple):
 
 @dataclass(kw_only=True)
 class Written:
-    """What `write_splits` did: files, bytes, records of each split, how often each note was made, how many were left out."""
+    """What `write_splits` did."""
 
     num_files: int = 0
     size: int = 0
     records: dict[str, int] = field(default_factory=dict)
     notes: collections.Counter[str] = field(default_factory=collections.Counter)
-    left_out: int = 0
+    skipped: int = 0
 
 
-def image_features(*, encoded: bytes, label: int, text: str, height: int, width: int, filename: str) -> dict[str, FeatureValue]:
+def image_features(
+    *, encoded: bytes, label: int, text: str, height: int, width: int, filename: str
+) -> dict[str, FeatureValue]:
     """Returns one image's features under TF-slim's keys; height and width in pixels."""
     return {
         "image/encoded": encoded,
@@ -97,10 +101,11 @@ def write_splits(
     num_processes: int | None = None,
     overwrite: bool = False,
 ) -> Written:
-    """Writes every split's files and the names of the labels: a folder that comes to its place when it is whole.
+    """Writes every split's files and the names of the labels, and renames the folder at the end.
 
-    Items are worked on in several processes and written by this one in their order, so that the same items make the same files
-    whatever the number of processes, and memory holds a few chunks of items.
+    Items are worked on in several processes and written by this one in their order, so that the
+    same items make the same files whatever the number of processes, and memory holds a few chunks
+    of items.
 
     Args:
       folder: where the files go: a new or an empty folder.
@@ -111,13 +116,15 @@ def write_splits(
       overwrite: replace a `folder` that holds such a set already.
 
     Raises:
-      InputError: a split has fewer items than files, no image of the train split can be read, or `folder` must not be written to.
+      InputError: a split has fewer items than files, no image of the train split can be read, or
+        `folder` must not be written to.
     """
     folder = os.path.abspath(os.path.expanduser(folder))
     for split in splits:
         if split.num_files is not None and not 1 <= split.num_files <= len(split.items):
             raise InputError(
-                f"{len(split.items)} {split.name} images cannot fill {split.num_files} files: ask for 1 to {len(split.items)}."
+                f"{len(split.items)} {split.name} images cannot fill {split.num_files} files: ask"
+                f" for 1 to {len(split.items)}."
             )
     check_folder(folder, overwrite=overwrite)
     with Staging(os.path.dirname(folder), "Name another folder.") as staging:
@@ -135,35 +142,45 @@ def write_splits(
         except BrokenProcessPool as error:
             raise InputError("A process that reads images died: is there enough memory?") from error
         if labels is not None:
-            with open(os.path.join(made, LABELS_NAME), "x", encoding="utf-8", errors="surrogateescape") as stream:
+            with open(
+                os.path.join(made, LABELS_NAME), "x", encoding="utf-8", errors="surrogateescape"
+            ) as stream:
                 stream.writelines(f"{name}\n" for name in labels)
         _put_in_place(staging, folder)
     return written
 
 
 def _start(num_processes: int) -> ProcessPoolExecutor:
-    """Returns a pool whose processes are started already."""
-    context = multiprocessing.get_context("spawn")  # a process that is forked while others' threads run may wait for ever
-    pool = ProcessPoolExecutor(num_processes, mp_context=context, initializer=_begin)
-    with console.without_interrupts():  # `_begin` is too late for one that still starts
-        for _ in range(num_processes):
-            pool.submit(int)
-    return pool
+    """Returns a pool of processes, which Ctrl-C does not reach: this process ends them.
+
+    They are spawned: a process forked from one with threads may wait forever.
+    """
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(num_processes, mp_context=context, initializer=_begin)
 
 
 def _begin() -> None:
-    """Is done first in each process of a pool: one that Ctrl-C ends in the middle of an answer leaves its reader waiting."""
-    console.die_with_parent()
+    """Runs first in each process: one that Ctrl-C ends in mid-answer leaves its reader waiting."""
+    processes.die_with_parent()
+    parent = multiprocessing.parent_process()
+    if parent is None or os.getppid() != parent.pid:  # it died before this process asked for that
+        os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _write_split(
-    pool: ProcessPoolExecutor, folder: str, split: Split, make_record: Callable[[Any], Record], written: Written
+    pool: ProcessPoolExecutor,
+    folder: str,
+    split: Split,
+    make_record: Callable[[Any], Record],
+    written: Written,
 ) -> None:
-    """Writes the files of one split and adds to `written`. A file of which not one image can be read is left out."""
+    """Writes the files of one split and adds to `written`. Empty files are dropped."""
     num_files = split.num_files or _choose_num_files(pool, split.items, make_record)
     count = len(split.items)
-    records = console.progress(_in_order(pool, split.items, make_record), what=f"writing {split.name}", total=count)
+    records = cli.progress(
+        _in_order(pool, split.items, make_record), what=f"writing {split.name}", total=count
+    )
     written.records[split.name] = 0
     paths, start = [], 0
     for file_id in range(num_files):
@@ -174,7 +191,7 @@ def _write_split(
                 record = next(records)
                 if record.data is None:
                     _list_unreadable(folder, record)
-                    written.left_out += 1
+                    written.skipped += 1
                 else:
                     stream.write(frame_record(record.data))
                     written.notes.update(record.notes)
@@ -185,7 +202,10 @@ def _write_split(
         else:
             os.unlink(path)
     if not paths and split.name == "train":
-        raise InputError(f"Not one of the {count:,} images can be read; the last is {record.source}: {record.notes[0]}.")
+        raise InputError(
+            f"Not one of the {count:,} images can be read; the last is {record.source}:"
+            f" {record.notes[0]}."
+        )
     for path, name in zip(paths, split.names(len(paths)), strict=True):
         written.size += os.path.getsize(path)
         os.replace(path, os.path.join(folder, name))
@@ -198,7 +218,7 @@ def _list_unreadable(folder: str, record: Record) -> None:
 
 
 def check_folder(folder: str, *, overwrite: bool) -> None:
-    """Checks that a set can be put at `folder`: that it is new, empty, or holds nothing but an earlier set to be replaced.
+    """Checks that `folder` is new, empty, or holds nothing but an earlier set to be replaced.
 
     Raises:
       InputError: it is not.
@@ -214,29 +234,41 @@ def check_folder(folder: str, *, overwrite: bool) -> None:
     foreign = [
         name
         for name in names
-        if not (name in ours or _OUR_FILE.fullmatch(name)) or not os.path.isfile(os.path.join(folder, name))
+        if not (name in ours or _OUR_FILE.fullmatch(name))
+        or not os.path.isfile(os.path.join(folder, name))
     ]
     if foreign:
-        raise InputError(f"{folder} holds {foreign[0]}, which is no part of such a set: name a new folder.")
+        raise InputError(
+            f"{folder} holds {foreign[0]}, which is no part of such a set: name a new folder."
+        )
     if names and not overwrite:
-        raise InputError(f"{folder} holds a set already: name a new folder, or replace it with --overwrite.")
+        raise InputError(
+            f"{folder} holds a set already: name a new folder, or replace it with --overwrite."
+        )
 
 
 def print_written(folder: str, written: Written, num_classes: int | None) -> None:
     """Says what was written and what to do with it."""
-    rows = [(split, f"{console.count(count, 'image')}") for split, count in written.records.items()]
+    rows = [(split, f"{format_count(count, 'image')}") for split, count in written.records.items()]
     if num_classes is not None:
         rows.append(("classes", f"{num_classes:,}"))
     rows.append(("files", f"{written.num_files:,}, {filesize.decimal(written.size)}, in {folder}"))
-    rows += [(note, console.count(count, "image")) for note, count in written.notes.most_common()]
-    if written.left_out:
+    rows += [(note, format_count(count, "image")) for note, count in written.notes.most_common()]
+    if written.skipped:
         where = os.path.join(folder, UNREADABLE_NAME)
-        rows.append(("left out", f"{console.count(written.left_out, 'image')} that cannot be read, listed in {where}"))
-    console.print_rows(rows)
+        rows.append(
+            (
+                "left out",
+                f"{format_count(written.skipped, 'image')} that cannot be read, listed in {where}",
+            )
+        )
+    print_rows(rows)
     print(f"next: {index_command(os.path.join(folder, '*-of-*'))}")
 
 
-def _in_order(pool: ProcessPoolExecutor, items: Sequence[Any], make_record: Callable[[Any], Record]) -> Iterator[Record]:
+def _in_order(
+    pool: ProcessPoolExecutor, items: Sequence[Any], make_record: Callable[[Any], Record]
+) -> Iterator[Record]:
     """Yields the record of each item, in order, working a few chunks ahead."""
     ahead: collections.deque[Future[list[Record]]] = collections.deque()
     starts = iter(range(0, len(items), _CHUNK_ITEMS))
@@ -246,7 +278,9 @@ def _in_order(pool: ProcessPoolExecutor, items: Sequence[Any], make_record: Call
                 start = next(starts, None)
                 if start is None:
                     break
-                ahead.append(pool.submit(_make_chunk, make_record, items[start : start + _CHUNK_ITEMS]))
+                ahead.append(
+                    pool.submit(_make_chunk, make_record, items[start : start + _CHUNK_ITEMS])
+                )
             if not ahead:
                 return
             yield from ahead.popleft().result()
@@ -259,8 +293,10 @@ def _make_chunk(make_record: Callable[[Any], Record], items: Sequence[Any]) -> l
     return [make_record(item) for item in items]
 
 
-def _choose_num_files(pool: ProcessPoolExecutor, items: Sequence[Any], make_record: Callable[[Any], Record]) -> int:
-    """Returns the number of files that makes them 100 to 200 MB large, by the records of items from all over the set."""
+def _choose_num_files(
+    pool: ProcessPoolExecutor, items: Sequence[Any], make_record: Callable[[Any], Record]
+) -> int:
+    """Returns the number of files of 100 to 200 MB, by the records of sampled items."""
     step = max(1, len(items) // _SAMPLED_ITEMS)
     sizes = [len(record.data or b"") for record in _in_order(pool, items[::step], make_record)]
     mean = sum(sizes) / len(sizes)
@@ -268,10 +304,12 @@ def _choose_num_files(pool: ProcessPoolExecutor, items: Sequence[Any], make_reco
 
 
 def _put_in_place(staging: Staging, folder: str) -> None:
-    """Moves the finished set to `folder`. An earlier set goes aside first: killed in between, there are two whole ones."""
+    """Renames the finished set to `folder`. An earlier set is first renamed aside."""
     if os.path.isdir(folder) and os.listdir(folder):
         os.replace(folder, f"{folder}.replaced-{secrets.token_hex(4)}")
-    staging.place("set", folder)
-    for path in glob.glob(glob.escape(folder) + ".replaced-*"):  # that of this run, and of runs that were killed here
+    staging.commit("set", folder)
+    for path in glob.glob(
+        glob.escape(folder) + ".replaced-*"
+    ):  # that of this run, and of runs that were killed here
         if re.fullmatch(r".*\.replaced-[0-9a-f]{8}", path, re.DOTALL):
             shutil.rmtree(path)

@@ -1,4 +1,4 @@
-"""Making of an encoded image one that trains well: a JPEG in RGB or grayscale, not larger than asked for."""
+"""Converting images to JPEGs in RGB or grayscale that are not larger than needed."""
 
 import io
 import warnings
@@ -9,7 +9,9 @@ from PIL import Image, ImageFile, ImageOps
 _MOST_JPEG_PIXELS = 65535
 _ORIENTATION = 0x0112  # the EXIF tag; 1 is upright
 
-warnings.simplefilter("error", Image.DecompressionBombWarning)  # over 89 million pixels: refused, as the index step does
+warnings.simplefilter(
+    "error", Image.DecompressionBombWarning
+)  # over 89 million pixels: refused, as the index step does
 
 
 class UnreadableImage(Exception):  # noqa: N818 (a verdict, not an error)
@@ -26,7 +28,7 @@ class Conversion(NamedTuple):
 
 
 class Converted(NamedTuple):
-    """One image: its bytes, its height and width in pixels, and what was done ("as it was", "re-encoded", ...)."""
+    """One image: its bytes, its height and width in pixels, and what was done."""
 
     encoded: bytes
     height: int
@@ -37,9 +39,10 @@ class Converted(NamedTuple):
 def convert_image(encoded: bytes, conversion: Conversion) -> Converted:
     """Returns an image as a JPEG that both backends decode.
 
-    The bytes stay as they are where they are a JPEG in RGB or grayscale that is not too large. Otherwise the image is decoded,
-    turned upright by its EXIF orientation, made RGB (transparency is dropped, as TensorFlow and DALI do), resized until its
-    shorter side is `resize_shorter`, and encoded.
+    The bytes stay as they are where they are a JPEG in RGB or grayscale that is not too large.
+    Otherwise the image is decoded, turned upright by its EXIF orientation, made RGB (transparency
+    is dropped, as TensorFlow and DALI do), resized until its shorter side is `resize_shorter`, and
+    encoded.
 
     Raises:
       UnreadableImage: it cannot be decoded, or is larger than Pillow's bound.
@@ -67,14 +70,17 @@ def _convert(image: ImageFile.ImageFile, encoded: bytes, conversion: Conversion)
     if too_large:
         scale = conversion.resize_shorter / shorter
         size = tuple(max(1, round(side * scale)) for side in image.size)
-        image.draft(None, (2 * size[0], 2 * size[1]))  # JPEGs decode faster at a fraction; twice as large loses nothing visible
+        image.draft(
+            None, (2 * size[0], 2 * size[1])
+        )  # JPEGs decode faster at a fraction; twice as large loses nothing visible
     pixels = _as_rgb(image)
     if too_large:
         pixels = pixels.resize(size, Image.Resampling.LANCZOS)
     pixels = ImageOps.exif_transpose(pixels)
     if max(pixels.size) > _MOST_JPEG_PIXELS:
         raise ValueError(
-            f"{pixels.width}x{pixels.height}: a JPEG holds {_MOST_JPEG_PIXELS} pixels each way; see --resize_shorter"
+            f"{pixels.width}x{pixels.height}: a JPEG holds {_MOST_JPEG_PIXELS} pixels each way; see"
+            " --resize_shorter"
         )
     stream = io.BytesIO()
     pixels.save(stream, "JPEG", quality=conversion.quality, icc_profile=None, exif=b"")

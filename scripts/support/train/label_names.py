@@ -4,7 +4,7 @@ from dali_tf_input import InputError
 
 
 def read_names(path: str) -> list[str]:
-    """Returns the names of the labels; blank lines at the end are none, and bytes that are no UTF-8 are replaced.
+    """Returns the names of the labels; bytes that are not UTF-8 are replaced.
 
     Raises:
       InputError: the file cannot be read, or names nothing.
@@ -15,5 +15,7 @@ def read_names(path: str) -> list[str]:
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}.") from error
     if not names:
-        raise InputError(f"{path} names no label: it needs one name a line. Remove it, or write them.")
+        raise InputError(
+            f"{path} names no label: it needs one name per line. Write them, or remove it."
+        )
     return names

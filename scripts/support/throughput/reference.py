@@ -1,15 +1,36 @@
-"""The training input as an experienced user writes it by hand, for TensorFlow and for DALI: what the package is measured against.
+"""The training input as an experienced user writes it by hand, for TensorFlow and for DALI.
 
-Decode the whole image, resize the whole image, crop, mirror, normalise: the same work and nothing of the package but the spec's
-numbers (the accurate DCT too).
+What the package is measured against: decode the whole image, resize the whole image, crop, mirror,
+normalize. The same work, and nothing of the package but the numbers of the spec (and the DCT).
 """
 
-from dali_tf_input import CenterCrop, InputSpec, RandomCrop, RandomResizedCrop, ResizeRandomCrop
+from typing import Any
+
+from dali_tf_input import (
+    CenterCrop,
+    InputError,
+    InputSpec,
+    RandomCrop,
+    RandomResizedCrop,
+    ResizeRandomCrop,
+)
+
+_CROPS = (CenterCrop, RandomCrop, RandomResizedCrop, ResizeRandomCrop)
 
 
-def make_dataset(tf, spec: InputSpec, *, batch_size: int):
-    """Returns a dataset without end of (image `dtype` (batch_size, height, width, 3), label int64 (batch_size,))."""
+def _check_crop(crop: Any) -> None:
+    if not isinstance(crop, _CROPS):
+        raise InputError(
+            f"{type(crop).__name__} is not written by hand: leave out the by_hand rows."
+        )
+
+
+def make_dataset(spec: InputSpec, *, batch_size: int) -> Any:
+    """Returns an infinite dataset of images (batch_size, height, width, 3) and int64 labels."""
+    import tensorflow as tf
+
     preprocess = spec.preprocess
+    _check_crop(preprocess.crop)
     crop, size, shape = preprocess.crop, preprocess.image_size, preprocess.image_shape
     resizing = {"method": preprocess.interpolation, "antialias": preprocess.antialias}
     # Constants of the full shape, because broadcasting over the channels is slow in TensorFlow.
@@ -22,7 +43,10 @@ def make_dataset(tf, spec: InputSpec, *, batch_size: int):
             case ResizeRandomCrop(resize=resize):
                 return tf.image.random_crop(tf.image.resize(image, resize, **resizing), shape)
             case RandomCrop():
-                height, width = tf.maximum(size[0], tf.shape(image)[0]), tf.maximum(size[1], tf.shape(image)[1])
+                height, width = (
+                    tf.maximum(size[0], tf.shape(image)[0]),
+                    tf.maximum(size[1], tf.shape(image)[1]),
+                )
                 image = tf.image.resize_with_crop_or_pad(image, height, width)  # only pads
                 return tf.cast(tf.image.random_crop(image, shape), tf.float32)
             case RandomResizedCrop():
@@ -38,12 +62,18 @@ def make_dataset(tf, spec: InputSpec, *, batch_size: int):
             case CenterCrop(resize_shorter=resize_shorter):
                 whole = tf.cast(tf.shape(image)[:2], tf.float32)
                 whole = tf.cast(whole * resize_shorter / tf.reduce_min(whole) + 0.5, tf.int32)
-                return tf.image.resize_with_crop_or_pad(tf.image.resize(image, whole, **resizing), *size)
+                return tf.image.resize_with_crop_or_pad(
+                    tf.image.resize(image, whole, **resizing), *size
+                )
 
     @tf.autograph.experimental.do_not_convert
     def prepare(record):
         features = tf.io.parse_single_example(
-            record, {image_key: tf.io.FixedLenFeature([], tf.string), label_key: tf.io.FixedLenFeature([], tf.int64)}
+            record,
+            {
+                image_key: tf.io.FixedLenFeature([], tf.string),
+                label_key: tf.io.FixedLenFeature([], tf.int64),
+            },
         )
         image = tf.io.decode_jpeg(features[image_key], channels=3, dct_method="INTEGER_ACCURATE")
         image = resize_and_crop(image)
@@ -60,16 +90,24 @@ def make_dataset(tf, spec: InputSpec, *, batch_size: int):
     return dataset.batch(batch_size, drop_remainder=True).prefetch(tf.data.AUTOTUNE)
 
 
-def make_pipeline(spec: InputSpec, *, batch_size: int, num_threads: int):
-    """Returns a DALI pipeline on the CPU, not yet built, with the same outputs, by DALI's operations as its examples use them."""
+def make_pipeline(spec: InputSpec, *, batch_size: int, num_threads: int) -> Any:
+    """Returns a DALI pipeline on the CPU, not yet built, with the same outputs."""
     from nvidia import dali
     from nvidia.dali import fn, types
     from nvidia.dali import tfrecord as dali_tfrecord
 
     preprocess, dataset = spec.preprocess, spec.dataset
+    _check_crop(preprocess.crop)
     crop, size = preprocess.crop, preprocess.image_size
-    resizing = {"antialias": preprocess.antialias, "dtype": types.UINT8 if preprocess.dtype == "uint8" else types.FLOAT}
-    normal = {} if preprocess.dtype == "uint8" else {"mean": list(preprocess.mean), "std": list(preprocess.std)}
+    resizing = {
+        "antialias": preprocess.antialias,
+        "dtype": types.UINT8 if preprocess.dtype == "uint8" else types.FLOAT,
+    }
+    normal = (
+        {}
+        if preprocess.dtype == "uint8"
+        else {"mean": list(preprocess.mean), "std": list(preprocess.std)}
+    )
     pipeline = dali.Pipeline(batch_size=batch_size, num_threads=num_threads, device_id=None, seed=0)
     with pipeline:
         features = fn.readers.tfrecord(
@@ -82,7 +120,9 @@ def make_pipeline(spec: InputSpec, *, batch_size: int, num_threads: int):
             random_shuffle=True,
             initial_fill=spec.buffer_size,
         )
-        images = fn.decoders.image(features[dataset.image_key], output_type=types.RGB, adjust_orientation=False)
+        images = fn.decoders.image(
+            features[dataset.image_key], output_type=types.RGB, adjust_orientation=False
+        )
         match crop:
             case ResizeRandomCrop(resize=resize):
                 images = fn.resize(images, size=resize, **resizing)
@@ -100,14 +140,18 @@ def make_pipeline(spec: InputSpec, *, batch_size: int, num_threads: int):
         position = (
             {}
             if isinstance(crop, CenterCrop)
-            else {name: fn.random.uniform(range=(0.0, 1.0)) for name in ("crop_pos_x", "crop_pos_y")}
+            else {
+                name: fn.random.uniform(range=(0.0, 1.0)) for name in ("crop_pos_x", "crop_pos_y")
+            }
         )
         images = fn.crop_mirror_normalize(
             images,
             crop=size,
             mirror=fn.random.coin_flip(probability=preprocess.mirror_probability),
             output_layout="HWC",
-            dtype={"float32": types.FLOAT, "float16": types.FLOAT16, "uint8": types.UINT8}[preprocess.dtype],
+            dtype={"float32": types.FLOAT, "float16": types.FLOAT16, "uint8": types.UINT8}[
+                preprocess.dtype
+            ],
             **normal,
             out_of_bounds_policy="pad",  # of images that are smaller than the crop
             **position,

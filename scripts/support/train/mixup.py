@@ -1,14 +1,15 @@
-"""Mixup and CutMix by Keras's layers, in the training step."""
+"""Mixup and CutMix with Keras's layers, in the training step."""
 
 import keras
 import tensorflow as tf
 
 
-class Mixing(keras.Model):
-    """Trains a model on batches whose images, with their one-hot labels, are mixed in pairs first: on the device, in the step.
+class MixupCutmix(keras.Model):
+    """Trains a model on batches whose images and one-hot labels are mixed in pairs, on the device.
 
-    Mixup (arXiv 1710.09412) blends two images, CutMix (arXiv 1905.04899) puts a part of one into the other. With both each step
-    takes one of them, as torchvision's reference training does. With neither it trains as the model would.
+    Mixup (arXiv 1710.09412) blends two images, CutMix (arXiv 1905.04899) pastes a part of one into
+    the other. With both, each step uses one of them, as torchvision's reference training does. With
+    neither, it trains as the model would.
     """
 
     def __init__(self, model: keras.Model, *, mixup: float, cutmix: float) -> None:

@@ -1,0 +1,1 @@
+"""Making TFRecords of images."""

@@ -1,0 +1,145 @@
+"""Flags that several commands share: which records are read, and what is done to each image."""
+
+import dataclasses
+
+from dali_tf_input import (
+    CenterCrop,
+    DaliOptions,
+    DatasetSpec,
+    InputError,
+    InputSpec,
+    NoCrop,
+    Preprocess,
+    RandomCrop,
+    RandomResizedCrop,
+    ResizeRandomCrop,
+    TfDataOptions,
+)
+from support.cli import Flags
+
+# What users call the backends on the command line.
+BACKENDS: dict[str, DaliOptions | TfDataOptions] = {
+    "tf_data": TfDataOptions(),
+    "dali_cpu": DaliOptions(device="cpu"),
+    "dali_gpu": DaliOptions(device="gpu"),
+}
+
+
+def choose_backends(given: list[str] | None, *, has_gpu: bool) -> list[str]:
+    """Returns the backends to use: those given, or all that this machine has.
+
+    Raises:
+      InputError: one of those given does not work on this machine.
+    """
+    here = [name for name in BACKENDS if has_gpu or name != "dali_gpu"]
+    unknown = [name for name in given or [] if name not in here]
+    if unknown or given == []:
+        names = ", ".join(unknown) or "none"
+        raise InputError(f"`backends` must be of {', '.join(here)} on this machine, got {names}.")
+    return list(dict.fromkeys(given or here))
+
+
+class FileFlags:
+    """The flags that say which records are read."""
+
+    def __init__(self, flags: Flags) -> None:
+        self.files = flags.strings(
+            "files", "Indexed TFRecord files, a path or pattern; repeatable."
+        )
+        self.index_dir = flags.string(
+            "index_dir", None, "Folder of the indexes; else beside the files."
+        )
+        self.image_key = flags.string("image_key", None, "Feature key of the image; else found.")
+        self.label_key = flags.string("label_key", None, "Feature key of the label; else found.")
+        self.label_offset = flags.integer("label_offset", 0, "Label of the first class as stored.")
+
+    def dataset(self, files: list[str] | None = None) -> DatasetSpec:
+        """Describes the records in `files`, by default those of --files."""
+        files = self.files.value if files is None else files
+        if not files:
+            raise InputError("Name the TFRecord files: --files='path/train-*'")
+        return DatasetSpec.from_files(
+            files[0] if len(files) == 1 else files,
+            index_dir=self.index_dir.value,
+            image_key=self.image_key.value,
+            label_key=self.label_key.value,
+            label_offset=self.label_offset.value,
+        )
+
+    def as_arguments(self, files: list[str] | None = None) -> list[str]:
+        """Returns these flags as arguments for a command that has them too."""
+        files = self.files.value if files is None else files
+        others = (self.index_dir, self.image_key, self.label_key, self.label_offset)
+        given = [f"--{flag.name}={flag.value}" for flag in others if flag.value]
+        return [*(f"--files={pattern}" for pattern in files), *given]
+
+
+class WorkFlags:
+    """The flags that say what is done to each image."""
+
+    def __init__(self, flags: Flags) -> None:
+        crops = (
+            "resize_random_crop",
+            "random_resized_crop",
+            "random_crop",
+            "center_crop",
+            "no_crop",
+        )
+        self.batch_size = flags.integer("batch_size", 64, "Images in a batch.", 1)
+        self.crop = flags.choice("crop", crops[0], crops, "How the region is chosen.")
+        self.image_size = flags.integer("image_size", 224, "Height and width of the output.", 1)
+        self.antialias = flags.boolean("antialias", False, "Widen the filter when shrinking.")
+        decode = ("auto", "full", "region", "scaled")
+        self.decode = flags.choice("decode", "auto", decode, "How much of an image is decoded.")
+        dtypes = ("float32", "float16", "uint8")
+        self.dtype = flags.choice("dtype", "float32", dtypes, "Type of the output.")
+
+    @property
+    def all(self) -> tuple:
+        """The flags themselves."""
+        return (
+            self.batch_size,
+            self.crop,
+            self.image_size,
+            self.antialias,
+            self.decode,
+            self.dtype,
+        )
+
+    def as_arguments(self) -> list[str]:
+        """Returns these flags as arguments for a command that has them too."""
+        return [f"--{flag.name}={str(flag.value).lower()}" for flag in self.all]
+
+    def preprocess(self) -> Preprocess:
+        """Returns what is done to each training image."""
+        preprocess = Preprocess.for_training(self.image_size.value, antialias=self.antialias.value)
+        resize = preprocess.crop.resize
+        crops = {
+            "resize_random_crop": ResizeRandomCrop(resize=resize),
+            "random_resized_crop": RandomResizedCrop(),
+            "random_crop": RandomCrop(),
+            "center_crop": CenterCrop(resize_shorter=resize[0]),
+            "no_crop": NoCrop(),
+        }
+        crop = crops[self.crop.value]
+        return dataclasses.replace(preprocess, crop=crop, dtype=self.dtype.value)
+
+    def spec(self, dataset: DatasetSpec, order: str) -> InputSpec:
+        """Returns what is measured.
+
+        Raises:
+          InputError: the records do not fill a batch.
+        """
+        if self.batch_size.value > dataset.num_records:
+            raise InputError(
+                f"`batch_size` must be at most the {dataset.num_records} records, got "
+                f"{self.batch_size.value}: name more files, or --batch_size={dataset.num_records}."
+            )
+        return InputSpec(dataset=dataset, preprocess=self.preprocess(), order=order)
+
+    def options(self, name: str) -> DaliOptions | TfDataOptions:
+        """Returns a backend's options, with --decode as far as it knows it."""
+        options, decode = BACKENDS[name], self.decode.value
+        if isinstance(options, DaliOptions) and decode == "scaled":
+            return options
+        return dataclasses.replace(options, decode=decode)

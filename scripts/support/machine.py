@@ -1,0 +1,102 @@
+"""The machine and software that a measurement was made with."""
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import sys
+
+from dali_tf_input import InputError
+from support import processes
+
+_SECONDS = 120  # for an answer
+_PACKAGES = {
+    "TensorFlow": "tensorflow",
+    "Keras": "keras",
+    "DALI": "nvidia-dali-cuda120",
+    "plugin": "nvidia-dali-tf-plugin-cuda120",
+    "NumPy": "numpy",
+}
+
+
+def describe() -> dict:
+    """Returns date, CPU, cores that this process may use, GPUs and versions."""
+    versions = {"Python": platform.python_version()}
+    for name, package in _PACKAGES.items():
+        try:
+            versions[name] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "none"
+    answer = ask_driver("name")
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "gpus": answer[1].strip().splitlines() if answer and answer[0] else [],
+        "system": platform.platform(),
+        "versions": versions,
+    }
+
+
+def print_lines(about: dict) -> None:
+    """Prints what `describe` found, in two lines."""
+    gpus = ", ".join(about["gpus"]) or "none"
+    print(f"machine   {about['cpu']}, {about['cores']} cores; GPU: {gpus}")
+    versions = about["versions"].items()
+    print("software  " + ", ".join(f"{name} {version}" for name, version in versions))
+
+
+def describe_in_a_line(about: dict) -> str:
+    """Returns machine, main versions and date, for the foot of a plot."""
+    gpus = ", ".join(about["gpus"]) or "no GPU"
+    versions = about["versions"]
+    software = f"TensorFlow {versions['TensorFlow']}, DALI {versions['DALI']}"
+    return f"{about['cpu']}, {about['cores']} cores, {gpus}; {software}, {about['date'][:10]}"
+
+
+def _cpu_name() -> str:
+    with open("/proc/cpuinfo", encoding="utf-8") as stream:
+        for line in stream:
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+def ask_driver(what: str) -> tuple[bool, str] | None:
+    """Asks nvidia-smi for properties of each GPU, in a process that can hang without harm.
+
+    Returns:
+      Whether it succeeded, and what it printed; None if there is no nvidia-smi.
+
+    Raises:
+      InputError: it gives no answer.
+    """
+    if not shutil.which("nvidia-smi"):
+        return None
+    words = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader"]
+    try:
+        code, output, errors = processes.call(words, seconds=_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise InputError(
+            f"nvidia-smi does not answer within {_SECONDS} s: the driver hangs. See scripts/doctor.py."
+        ) from error
+    return code == 0, output if code == 0 else errors + output
+
+
+def count_gpus_of_tensorflow() -> int:
+    """Returns how many GPUs TensorFlow sees, asked in another process so that this one holds none.
+
+    Raises:
+      InputError: it gives no answer.
+    """
+    code = "import tensorflow as tf; print('gpus', len(tf.config.list_physical_devices('GPU')))"
+    try:
+        _, output, _ = processes.call([sys.executable, "-c", code], seconds=_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise InputError(
+            f"TensorFlow does not say within {_SECONDS} s which GPUs it sees. See scripts/doctor.py."
+        ) from error
+    lines = [line.split() for line in output.splitlines()]
+    return next((int(words[1]) for words in lines if words[:1] == ["gpus"]), 0)

@@ -1,0 +1,143 @@
+"""The plots of the commands' results; each says what was measured, where and how."""
+
+import contextlib
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+from support import machine
+
+_COLORS = {"tf_data": "#e8833a", "dali_cpu": "#4c8c2b", "dali_gpu": "#76b900"}
+
+
+@contextlib.contextmanager
+def _figure(path: str, title: str, note: str, **layout: Any) -> Iterator[tuple[Any, Any]]:
+    """Makes a figure with a title and a foot note; saves it at the end."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(layout="constrained", **layout)
+    for one in figure.axes:
+        one.spines[["top", "right"]].set_visible(False)
+        one.set_axisbelow(True)
+    figure.suptitle(title, fontsize=14, fontweight="bold")
+    width = int(12 * figure.get_size_inches()[0])
+    figure.supxlabel("\n".join(textwrap.wrap(note, width)), fontsize=8, color="#444444")
+    yield figure, axes
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
+def plot_throughput(report: dict, *, path: str) -> None:
+    """Plots images/s of each row: the median, from the slowest to the fastest window."""
+    rows = report["rows"]
+    kilobytes = report["bytes"] / report["num_records"] / 1e3
+    note = (
+        f"Each image: {report['work']}; batch {report['batch_size']}. Bars: median of "
+        f"{report['repeats']} windows of {report['seconds']:g} s, measured in turn; lines: slowest to "
+        f"fastest. {report['num_records']:,} records of {kilobytes:,.0f} KB. "
+        f"{machine.describe_in_a_line(report)}."
+    )
+    title = "Feeding TensorFlow from TFRecords of JPEGs"
+    with _figure(path, title, note, figsize=(11, 2 + 0.6 * len(rows))) as (_, axes):
+        fastest = max(row["images_per_second"]["maximum"] for row in rows.values())
+        for position, (name, row) in enumerate(rows.items()):
+            speed = row["images_per_second"]
+            middle = speed["median"]
+            spread = [[middle - speed["minimum"]], [speed["maximum"] - middle]]
+            color = next((one for key, one in _COLORS.items() if name.startswith(key)), "gray")
+            pale = name.endswith(("_bare", "_by_hand", "_serial"))
+            axes.barh(position, middle, color=color, alpha=0.45 if pale else 1.0)
+            axes.errorbar(middle, position, xerr=spread, color="black", capsize=4, linewidth=1)
+            ratio = row["ratio_to_tf_data"]
+            times = f"  ({ratio['median']:.2f} x tf_data)" if ratio and name != "tf_data" else ""
+            end = speed["maximum"] + 0.012 * fastest
+            axes.text(end, position, f"{middle:,.0f}{times}", va="center")
+        axes.set_yticks(range(len(rows)), [f"{row['what']}\n{name}" for name, row in rows.items()])
+        axes.invert_yaxis()
+        axes.set_xlim(0, fastest * 1.25)
+        axes.set_xlabel("images per second (higher is better)")
+        axes.grid(axis="x", alpha=0.3)
+
+
+def plot_stages(report: dict, *, names: dict[str, str], path: str) -> None:
+    """Plots what each stage costs: a stacked bar for each backend, in time and in CPU time."""
+    import matplotlib.pyplot as plt
+
+    stages = report["stages"]
+    note = (
+        f"Medians of {report['repeats']} windows of {report['seconds']:g} s of the pipeline cut after "
+        f"each stage. {report['work']}; {report['num_records']:,} records, order {report['order']}, "
+        f"batch {report['batch_size']}. {machine.describe_in_a_line(report)}."
+    )
+    panels = {
+        "seconds": "seconds per 1000 images",
+        "cpu": "CPU seconds per 1000 images, all threads",
+    }
+    layout = {"figsize": (13, 2.8 + 0.8 * len(stages)), "nrows": 1, "ncols": 2, "sharey": True}
+    with _figure(path, "What each stage of the input costs", note, **layout) as (figure, panes):
+        colors = dict(zip(names, plt.get_cmap("tab10").colors, strict=False))
+        for axes, (measure, title) in zip(panes, panels.items(), strict=True):
+            widest = max(sum(row[measure] for row in rows.values()) for rows in stages.values())
+            for position, rows in enumerate(stages.values()):
+                left = 0.0
+                for stage, row in rows.items():
+                    width = row[measure]
+                    label = names[stage] if position == 0 else None
+                    axes.barh(
+                        position, width, left=left, color=colors[stage], label=label, height=0.6
+                    )
+                    if width > 0.06 * widest:
+                        middle, text = left + width / 2, f"{row['share']:.0%}"
+                        text = text if measure == "seconds" else f"{width:.2f}"
+                        axes.text(middle, position, text, ha="center", va="center", color="white")
+                    left += width
+                axes.text(left + 0.01 * widest, position, f"{left:.2f} s", va="center")
+            axes.set_xlim(0, 1.15 * widest)
+            axes.set_title(f"{title} (less is better)", fontsize=11)
+            axes.grid(axis="x", alpha=0.3)
+        panes[0].set_yticks(range(len(stages)), list(stages), fontsize=11)
+        panes[0].invert_yaxis()
+        handles, labels = panes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside right upper", frameon=False)
+
+
+def plot_soak(report: dict, parts: dict[str, str], *, path: str) -> None:
+    """Plots the memory of each part's processes over its work; the gray warm-up was not judged."""
+    note = (
+        "Each line is a process of its own: its resident memory, with TensorFlow, after malloc_trim. "
+        f"Images in order {report['order']}. {machine.describe_in_a_line(report)}."
+    )
+    layout = {"figsize": (4 * len(parts), 4.2), "nrows": 1, "ncols": len(parts), "sharey": True}
+    with _figure(path, "Memory over a long run", note, **layout) as (_, panes):
+        samples = report["samples"]
+        most = max(one[1] for rows in samples.values() for some in rows.values() for one in some)
+        for axes, (part, title) in zip(panes, parts.items(), strict=True):
+            for name, some in samples[part].items():
+                done, memory = [one[0] for one in some], [one[1] / 1e6 for one in some]
+                axes.plot(done, memory, color=_COLORS.get(name, "gray"), linewidth=1.6, label=name)
+            axes.axvspan(0, 0.2 * max(done), color="#dddddd", alpha=0.6, linewidth=0)
+            axes.set_xlim(0, max(done))
+            axes.set_ylim(0, 1.1 * most / 1e6)
+            axes.set_xlabel(title)
+            axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+            axes.grid(axis="y", alpha=0.3)
+        panes[0].set_ylabel("memory of the process, MB")
+        panes[0].legend(frameon=False, loc="lower right")
+
+
+def plot_orders(orders: dict, *, path: str) -> None:
+    """Plots when each stored record is served: an even cloud is perfect mixing."""
+    note = "Colors are classes; computed, not measured."
+    title = "20,000 records stored class by class: when each is served"
+    layout = {"figsize": (4 * len(orders), 4.4), "nrows": 1, "ncols": len(orders), "sharey": True}
+    with _figure(path, title, note, **layout) as (_, panes):
+        for axes, (name, order) in zip(panes, orders.items(), strict=True):
+            colors = order // 1000 % 20
+            axes.scatter(range(len(order)), order, s=1, c=colors, cmap="tab20", rasterized=True)
+            classes = len(set((order[:256] // 1000).tolist()))
+            axes.set_title(f"{name}\n{classes} of 20 classes in the first batch", fontsize=11)
+            axes.set_xlabel("place in the epoch")
+        panes[0].set_ylabel("place in the files")

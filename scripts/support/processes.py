@@ -1,0 +1,137 @@
+"""Child processes: commands that end in time, and workers that answer JSON."""
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+from dali_tf_input import InputError
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_START_SECONDS = 600  # for TensorFlow's start on a busy machine
+
+
+def die_with_parent() -> None:
+    """Has the kernel kill this process when the one that started it ends, in whatever way."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def start(words: Sequence[str], **options: Any) -> subprocess.Popen[str]:
+    """Starts a process in a session of its own, which Ctrl-C does not reach."""
+    return subprocess.Popen(words, text=True, errors="replace", start_new_session=True, **options)
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """Kills a process. One that hangs in a driver takes no signal, and is left."""
+    process.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.communicate(timeout=5)
+
+
+def call(words: Sequence[str], *, seconds: float | None = None) -> tuple[int, str, str]:
+    """Runs a command to its end; returns its exit code and what it wrote to stdout and stderr.
+
+    Raises:
+      subprocess.TimeoutExpired: it ran longer than `seconds`.
+    """
+    process = start(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        output, errors = process.communicate(timeout=seconds)
+    except BaseException:
+        kill(process)
+        raise
+    return process.returncode, output, errors
+
+
+class WorkerDied(Exception):  # noqa: N818 (an outcome, not a mistake)
+    """A worker gave no answer; the text says how it ended."""
+
+
+class JsonWorker:
+    """A process that answers a line of JSON for each line of JSON (a context manager).
+
+    It answers once when it is ready. While nothing is asked it can be paused, so that it takes no
+    time from others.
+    """
+
+    def __init__(self, words: Sequence[str], *, environment: dict[str, str] | None = None) -> None:
+        self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed at the end)
+        self._process = start(
+            words,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env={**os.environ, **(environment or {})},
+        )
+        try:
+            self._read(_START_SECONDS)
+        except WorkerDied as error:
+            self.__exit__()
+            raise InputError(f"{words[1]} does not start: {error}") from error
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __enter__(self) -> "JsonWorker":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        kill(self._process)
+        self._log.close()
+
+    def pause(self) -> None:
+        """Stops the process until it is asked again."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def ask(self, question: Any, *, seconds: float) -> Any:
+        """Returns the answer.
+
+        Raises:
+          WorkerDied: the process ended, or gave no answer within `seconds` and was killed.
+        """
+        assert self._process.stdin is not None
+        self._process.send_signal(signal.SIGCONT)
+        with contextlib.suppress(BrokenPipeError):  # it died; how is said below
+            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.flush()
+        return self._read(seconds)
+
+    def _read(self, seconds: float) -> Any:
+        stdout = self._process.stdout
+        assert stdout is not None
+        if not select.select([stdout], [], [], seconds)[0]:
+            kill(self._process)
+            raise WorkerDied(f"no answer within {seconds:.0f} s")
+        line = stdout.readline()
+        if line:
+            return json.loads(line)
+        try:
+            code = self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            kill(self._process)
+            code = self._process.returncode
+        self._log.seek(0)
+        words = "".join(self._log.readlines()[-5:]).strip()
+        how = signal.Signals(-code).name if code and code < 0 else f"exit code {code}"
+        raise WorkerDied(f"the process died ({how}){words and ': ' + words}")
+
+
+def serve(answer: Any) -> None:
+    """Answers each line of JSON on stdin with a line on stdout: the other side of `JsonWorker`.
+
+    Args:
+      answer: a function from a question to an answer; called after a first, empty answer.
+    """
+    die_with_parent()
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what DALI prints is not an answer
+    print(json.dumps({}), file=answers, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(answer(json.loads(line))), file=answers, flush=True)

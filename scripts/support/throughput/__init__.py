@@ -1,0 +1,1 @@
+"""Measuring ways of feeding TensorFlow."""

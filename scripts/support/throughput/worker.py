@@ -1,0 +1,148 @@
+"""The process that measures candidates for compare_throughput.py, profile_stages.py and tune.py.
+
+It gets a candidate and a window's length as a line of JSON on stdin and answers with one on stdout.
+"""
+
+import dataclasses
+import os
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from dali_tf_input import DaliOptions, InputError, InputSpec, Shard, measure
+from support import cli, processes
+from support.flags import FileFlags, WorkFlags
+from support.throughput import reference, stages
+from support.throughput.candidates import Candidate
+
+FLAGS = cli.Flags()
+_FILES = FileFlags(FLAGS)
+_WORK = WorkFlags(FLAGS)
+_CORES = FLAGS.integer("cores", None, "How many of the cores to use; by default all.", 1)
+
+
+def make_batches(candidate: Candidate, spec: InputSpec, batch_size: int) -> Iterator[Any]:
+    """Returns an infinite iterator over the batches of a candidate."""
+    import tensorflow as tf
+
+    from dali_tf_input.dataset import import_dali, make_dataset
+
+    options, variant = candidate.options, candidate.variant
+    preprocess = dataclasses.replace(spec.preprocess, **candidate.preprocess)
+    spec = dataclasses.replace(spec, order=candidate.order, preprocess=preprocess)
+    by_dali = isinstance(options, DaliOptions)
+    if variant == "by_hand" and not by_dali:
+        return iter(reference.make_dataset(spec, batch_size=batch_size))
+    if variant == "by_hand":
+        threads = len(os.sched_getaffinity(0))
+        return run_pipeline(
+            reference.make_pipeline(spec, batch_size=batch_size, num_threads=threads)
+        )
+    if variant == "bare":
+        pipeline = import_dali().build_pipeline(
+            spec,
+            options,
+            batch_size=batch_size,
+            shard=Shard(0, 1),
+            device_id=0 if options.device == "gpu" else None,
+        )
+        return run_pipeline(pipeline)
+    if variant in stages.STAGES:
+        return iter(stages.make_dataset(variant, spec, options, batch_size=batch_size))
+    dataset = make_dataset(spec, options, batch_size=batch_size)
+    return copy_to_gpu(tf, iter(dataset)) if variant == "device" else iter(dataset)
+
+
+def run_pipeline(pipeline: Any) -> Iterator[Any]:
+    """Builds a DALI pipeline and yields its outputs."""
+    pipeline.build()
+    while True:
+        yield pipeline.run()
+
+
+def copy_to_gpu(tf: Any, batches: Iterator[Any]) -> Iterator[Any]:
+    """Yields batches once they are on the GPU."""
+    for batch in batches:
+        with tf.device("GPU:0"):
+            copies = [tf.identity(part) for part in batch]
+        tf.test.experimental.sync_devices()
+        yield copies
+
+
+class Pipelines:
+    """The pipeline that was measured last, and how to make another."""
+
+    def __init__(self, spec: InputSpec, batch_size: int) -> None:
+        self._spec, self._batch_size = spec, batch_size
+        self._key = ""
+        self._batches: Iterator[Any] = iter(())
+        self._first_batch_seconds = 0.0
+
+    def answer(self, task: dict[str, Any]) -> dict[str, Any]:
+        """Measures a window, as `Measurer.measure` says."""
+        import tensorflow as tf
+
+        from dali_tf_input.bad_record import FailedInput, explain
+
+        candidate = Candidate.from_json(task["candidate"])
+        try:
+            return self._measure(
+                candidate, **{key: task[key] for key in task if key != "candidate"}
+            )
+        except tf.errors.OpError as error:
+            failed = FailedInput(self._spec, candidate.options, None, self._batch_size)
+            return {"error": str(explain(error, [failed]) or error.message)}
+        except (InputError, RuntimeError) as error:
+            return {"error": str(error)}
+
+    def _measure(
+        self, candidate: Candidate, seconds: float, warmup_batches: int, fresh: bool
+    ) -> dict[str, Any]:
+        import tensorflow as tf
+
+        on_gpu = candidate.backend == "dali_gpu"
+        with tf.device("GPU:0" if on_gpu else "CPU:0"):
+            if fresh or candidate.key != self._key:
+                self._key, self._batches = "", iter(())
+                start = time.perf_counter()
+                self._batches = make_batches(candidate, self._spec, self._batch_size)
+                next(self._batches)
+                self._first_batch_seconds = time.perf_counter() - start
+                self._key = candidate.key
+                # Fills the queues; tf.data's tuning settles.
+                measure(
+                    self._batches,
+                    batch_size=self._batch_size,
+                    seconds=seconds / 4,
+                    warmup_batches=4,
+                )
+            window = measure(
+                self._batches,
+                batch_size=self._batch_size,
+                seconds=seconds,
+                warmup_batches=warmup_batches,
+            )
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+        return {
+            "window": dataclasses.asdict(window),
+            "first_batch_seconds": self._first_batch_seconds,
+            "peak_memory_bytes": peak,
+        }
+
+
+def main(arguments: list[str]) -> None:
+    cli.check_no_arguments(arguments)
+    if _CORES.value:  # before anything counts them
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: _CORES.value])
+    spec = _WORK.spec(_FILES.dataset(), "buffer")
+    cli.import_tensorflow()
+    from dali_tf_input import enable_memory_growth
+
+    enable_memory_growth()
+    processes.serve(Pipelines(spec, _WORK.batch_size.value).answer)
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main, FLAGS))

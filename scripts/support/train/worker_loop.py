@@ -1,0 +1,139 @@
+"""A training loop for MultiWorkerMirroredStrategy, under which Keras's `fit` fails."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from dali_tf_input import Distributed, InputError, Resume
+
+
+def make_strategy() -> tf.distribute.MultiWorkerMirroredStrategy:
+    """Makes the strategy of this process; TF_CONFIG says which worker it is, and where all are."""
+    try:
+        config = json.loads(os.environ["TF_CONFIG"])
+        workers, task = config["cluster"]["worker"], config["task"]
+        if (
+            set(config["cluster"]) != {"worker"}
+            or task["type"] != "worker"
+            or not 0 <= task["index"] < len(workers)
+        ):
+            raise ValueError("`task` is none of the workers")
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(
+            "Each worker needs the environment variable TF_CONFIG: the list of all workers and its"
+            " number: "
+            """TF_CONFIG='{"cluster": {"worker": ["host0:12345", "host1:12345"]}, "task": {"type": "worker", "index": 0}}' """
+            f"({error!r})"
+        ) from error
+    print(
+        f"workers     {len(workers)}: {', '.join(map(str, workers))}; waiting for all", flush=True
+    )
+    # TensorFlow waits in C++ and lets no Python run: the default action of Ctrl-C ends the process.
+    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        return tf.distribute.MultiWorkerMirroredStrategy()
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+def check_agreement(strategy: tf.distribute.Strategy, step: int) -> None:
+    """Raises InputError in every worker unless all of them are at the same step."""
+
+    @tf.function
+    def add() -> Any:
+        mine = tf.constant([step, step * step], tf.float64)
+        return strategy.reduce(tf.distribute.ReduceOp.SUM, strategy.run(lambda: mine), axis=None)
+
+    count, (total, squares) = strategy.num_replicas_in_sync, add().numpy()
+    if (total, squares) != (count * step, count * step * step):
+        raise InputError(
+            f"This worker is after step {step}, others are not ({total / count:g} on average):"
+            " --resume must name a folder that all workers share."
+        )
+
+
+def fit(
+    strategy: tf.distribute.Strategy,
+    model: keras.Model,
+    train: Distributed,
+    validation: Distributed | None,
+    resume: Resume | None,
+    *,
+    epochs: int,
+    on_epoch_end: Callable[[int, dict[str, float]], None],
+) -> None:
+    """Trains a compiled model until `epochs` epochs are done; validates after each."""
+    first, per_epoch = train.start_step.step, train.steps_per_epoch
+    check_agreement(strategy, first)  # before the weights are read, by all workers together
+    if resume:
+        resume.set_model(model)
+        resume.restore(model)
+    if first >= epochs * per_epoch:
+        print(f"Nothing to do: {first // per_epoch} epochs are done.")
+        return
+    train_step, validation_step = _make_steps(strategy, model, train.global_batch_size)
+    batches = iter(train.dataset)
+    for epoch in range(first // per_epoch, epochs):
+        is_first = epoch == first // per_epoch
+        start, totals = time.perf_counter(), np.zeros(2)
+        steps = per_epoch - (first % per_epoch if is_first else 0)
+        for _ in range(steps):
+            totals += [float(value) for value in train_step(next(batches))]
+            if resume:
+                resume.count_step()
+        rate = steps * train.global_batch_size / (time.perf_counter() - start)
+        loss, accuracy = totals / steps
+        logs = {"loss": loss, "accuracy": accuracy, "images_per_second": rate, "is_first": is_first}
+        if validation:
+            sums, evaluation = np.zeros(3), iter(validation.dataset)
+            for _ in range(validation.steps_per_epoch):
+                sums += [float(value) for value in validation_step(next(evaluation))]
+            logs |= {"val_loss": sums[0] / sums[2], "val_accuracy": sums[1] / sums[2]}
+        on_epoch_end(epoch, logs)
+
+
+def _make_steps(
+    strategy: tf.distribute.Strategy, model: keras.Model, global_batch_size: int
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Returns a training step (mean loss and accuracy) and a validation step (sums)."""
+    per_example = type(model.loss)(from_logits=True, reduction="none")
+
+    def reduce(results: tuple[Any, ...]) -> list[Any]:
+        sum_all = tf.distribute.ReduceOp.SUM
+        return [strategy.reduce(sum_all, result, axis=None) for result in results]
+
+    @tf.function
+    def train_step(batch: tuple[Any, ...]) -> Any:
+        def step(images: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            with tf.GradientTape() as tape:
+                logits = model(images, training=True)
+                mean = tf.reduce_sum(per_example(labels, logits)) / global_batch_size
+            gradient = tape.gradient(mean, model.trainable_variables)
+            model.optimizer.apply(gradient, model.trainable_variables)
+            return mean, tf.reduce_sum(_is_correct(labels, logits)) / global_batch_size
+
+        return reduce(strategy.run(step, args=batch))
+
+    @tf.function
+    def validation_step(batch: tuple[Any, ...]) -> Any:
+        def step(images: tf.Tensor, labels: tf.Tensor, weights: tf.Tensor) -> tuple[tf.Tensor, ...]:
+            logits = model(images, training=False)
+            losses, correct = per_example(labels, logits), _is_correct(labels, logits)
+            return tuple(map(tf.reduce_sum, (losses * weights, correct * weights, weights)))
+
+        return reduce(strategy.run(step, args=batch))
+
+    return train_step, validation_step
+
+
+def _is_correct(labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
+    """Returns 1.0 for each correctly classified image, else 0.0; labels are numbers or one-hot."""
+    classes = labels if len(labels.shape) == 1 else tf.argmax(labels, 1)
+    return tf.cast(tf.equal(classes, tf.argmax(logits, 1)), tf.float32)
