@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from dali_tf_input import InputError, Spread, Window, measure
+from dali_tf_input import InputError, Stats, Window, measure
 
 
 class Clock:
@@ -25,7 +25,9 @@ def test_measure_counts_whole_batches_after_the_warmup():
     clock, cpu_clock = Clock(), itertools.count(5.0, 3.0).__next__
     # Two slow warm-up batches, then 0.5 s each: the window of 2.2 s ends with the fifth batch, at 2.5 s.
     stream = batches(clock, itertools.chain([50.0, 50.0], itertools.repeat(0.5)))
-    window = measure(stream, batch_size=8, seconds=2.2, warmup_batches=2, clock=clock, cpu_clock=cpu_clock)
+    window = measure(
+        stream, batch_size=8, seconds=2.2, warmup_batches=2, clock=clock, cpu_clock=cpu_clock
+    )
     assert window == Window(measured_batches=5, batch_size=8, seconds=2.5, cpu_seconds=3.0)
     assert window.images == 40
     assert window.images_per_second == 16.0
@@ -36,14 +38,26 @@ def test_measure_is_no_mean_of_rates():
     """One stall must weigh as long as it lasted: 4 batches in 4 s, not the mean of 10, 10, 10 and 0.27 a second."""
     clock = Clock()
     window = measure(
-        batches(clock, [0.1, 0.1, 0.1, 3.7]), batch_size=1, seconds=1.0, warmup_batches=0, clock=clock, cpu_clock=clock
+        batches(clock, [0.1, 0.1, 0.1, 3.7]),
+        batch_size=1,
+        seconds=1.0,
+        warmup_batches=0,
+        clock=clock,
+        cpu_clock=clock,
     )
     assert window.images_per_second == pytest.approx(1.0)
 
 
 def test_measure_takes_one_batch_at_least():
     clock = Clock()
-    window = measure(batches(clock, [9.0]), batch_size=4, seconds=0.001, warmup_batches=0, clock=clock, cpu_clock=clock)
+    window = measure(
+        batches(clock, [9.0]),
+        batch_size=4,
+        seconds=0.001,
+        warmup_batches=0,
+        clock=clock,
+        cpu_clock=clock,
+    )
     assert (window.measured_batches, window.seconds) == (1, 9.0)
 
 
@@ -58,10 +72,12 @@ def test_measure_takes_one_batch_at_least():
 )
 def test_measure_refuses(arguments, message):
     with pytest.raises(InputError, match=message):
-        measure(iter(["batch"]), **{"batch_size": 1, "seconds": 1e9, "warmup_batches": 0, **arguments})
+        measure(
+            iter(["batch"]), **{"batch_size": 1, "seconds": 1e9, "warmup_batches": 0, **arguments}
+        )
 
 
 def test_spread():
-    assert Spread.of([3.0, 1.0, 2.0]) == Spread(median=2.0, minimum=1.0, maximum=3.0)
-    assert Spread.of([1.0, 2.0]).median == 1.5
-    assert Spread.of([7.0]) == Spread(median=7.0, minimum=7.0, maximum=7.0)
+    assert Stats.of([3.0, 1.0, 2.0]) == Stats(median=2.0, minimum=1.0, maximum=3.0)
+    assert Stats.of([1.0, 2.0]).median == 1.5
+    assert Stats.of([7.0]) == Stats(median=7.0, minimum=7.0, maximum=7.0)

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import warm
+from commands import fails, run
 from conftest import SCRIPTS
-from test_scripts import fails, run
 
 from dali_tf_input import DaliOptions, InputError, InputSpec, Preprocess, TfDataOptions
-from dali_tf_input.distribute import distribute
+from dali_tf_input.distribution import distribute
 from dali_tf_input.input_profile import EpochProfile, InputProfile
 
 TESTS = Path(__file__).parent
@@ -60,7 +60,12 @@ def slow_input(seconds, *, overlapped):
 @pytest.mark.parametrize(
     ("made", "model", "overlapped", "wait"),
     [
-        (0.24, 0.06, True, 0.75),  # slow input; on a busy machine Keras itself adds some ms to a step, which is no waiting
+        (
+            0.24,
+            0.06,
+            True,
+            0.75,
+        ),  # slow input; on a busy machine Keras itself adds some ms to a step, which is no waiting
         (0.24, 0.06, 8, 0.75),  # and more of it made ahead
         (0.03, 0.12, True, 0.0),  # slow model
         (0.08, 0.08, True, 0.0),  # both equal: made beside the step, the input costs nothing
@@ -73,10 +78,14 @@ def test_right_to_within_5_points(made, model, overlapped, wait):
     trained = Slow(model)
     trained.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     profile = InputProfile(dataset, cached_steps=6)
-    history = trained.fit(dataset, steps_per_epoch=14, epochs=3, verbose=0, shuffle=False, callbacks=[profile])
+    history = trained.fit(
+        dataset, steps_per_epoch=14, epochs=3, verbose=0, shuffle=False, callbacks=[profile]
+    )
     assert [epoch.epoch for epoch in profile.epochs] == [0, 1, 2]
     assert history.history["input_wait"] == [epoch.wait for epoch in profile.epochs]
-    found = statistics.median(epoch.wait for epoch in profile.epochs)  # one of them may meet a hiccup of the machine
+    found = statistics.median(
+        epoch.wait for epoch in profile.epochs
+    )  # one of them may meet a hiccup of the machine
     assert found == pytest.approx(wait, abs=0.05)
 
 
@@ -84,7 +93,9 @@ def train_twice(records, options, num_replicas):
     """Trains with and without the callback; raises where that comes out otherwise."""
     found = []
     for profiled in (False, True):
-        strategy = num_replicas and tf.distribute.MirroredStrategy([f"CPU:{number}" for number in range(num_replicas)])
+        strategy = num_replicas and tf.distribute.MirroredStrategy(
+            [f"CPU:{number}" for number in range(num_replicas)]
+        )
         spec = InputSpec(dataset=records, preprocess=Preprocess.for_training(8), order="global")
         train = distribute(spec, options, strategy=strategy or None, global_batch_size=4)
         keras.utils.set_random_seed(0)
@@ -103,7 +114,14 @@ def train_twice(records, options, num_replicas):
             loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
             model.compile(keras.optimizers.Adam(schedule), loss, metrics=["accuracy"])
         callbacks = [InputProfile(train, cached_steps=3)] if profiled else []
-        history = model.fit(train.dataset, steps_per_epoch=12, epochs=2, verbose=0, shuffle=False, callbacks=callbacks)
+        history = model.fit(
+            train.dataset,
+            steps_per_epoch=12,
+            epochs=2,
+            verbose=0,
+            shuffle=False,
+            callbacks=callbacks,
+        )
         assert len(history.history.pop("input_wait", [])) == 2 * profiled
         history.history.pop("input_wait", None)
         held = [*model.variables, *model.metrics_variables, *model.optimizer.variables]
@@ -145,10 +163,14 @@ def test_training_of_two_replicas_comes_out_the_same(dataset, backend):
 def test_steps_per_execution_and_few_steps():
     dataset = slow_input(0.03, overlapped=False)
     model = Slow(0.09)
-    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), steps_per_execution=3)
+    model.compile(
+        "sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), steps_per_execution=3
+    )
     profile = InputProfile(dataset, cached_steps=6)
     model.fit(dataset, steps_per_epoch=12, epochs=2, verbose=0, shuffle=False, callbacks=[profile])
-    assert profile.epochs[1].steps == 6  # two calls of three: what the queues held at first does not count
+    assert (
+        profile.epochs[1].steps == 6
+    )  # two calls of three: what the queues held at first does not count
     # Of the three steps of a call TensorFlow asks for the next batch beside the step: 30 ms of 300 are waited for.
     assert min(abs(epoch.wait - 0.1) for epoch in profile.epochs) <= 0.05
     model.fit(dataset, steps_per_epoch=3, epochs=1, verbose=0, shuffle=False, callbacks=[profile])
@@ -175,7 +197,9 @@ def test_other_optimizers_are_left_as_they_are():
             for optimizer in (self.first, *self.others):
                 with tf.GradientTape() as tape:
                     loss = tf.reduce_mean((self(data[0], training=True) - 1) ** 2)
-                optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+                optimizer.apply(
+                    tape.gradient(loss, self.trainable_variables), self.trainable_variables
+                )
             return {"loss": loss}
 
     found = []
@@ -185,7 +209,9 @@ def test_other_optimizers_are_left_as_they_are():
         model = Two()
         model.compile("sgd")
         callbacks = [InputProfile(dataset, cached_steps=2)] if profiled else []
-        model.fit(dataset, steps_per_epoch=12, epochs=2, verbose=0, shuffle=False, callbacks=callbacks)
+        model.fit(
+            dataset, steps_per_epoch=12, epochs=2, verbose=0, shuffle=False, callbacks=callbacks
+        )
         variables = [*model.variables, *model.first.variables, *model.others[0].variables]
         found.append([variable.numpy() for variable in variables])
     for one, other in zip(*found, strict=True):
@@ -197,20 +223,43 @@ def test_steps_per_execution_under_a_strategy_is_refused(dataset):
     spec = InputSpec(dataset=dataset, preprocess=Preprocess.for_training(8), order="global")
     train = distribute(spec, TfDataOptions(), strategy=strategy, global_batch_size=4)
     with strategy.scope():
-        model = keras.Sequential([keras.layers.Input((8, 8, 3)), keras.layers.Flatten(), keras.layers.Dense(24)])
+        model = keras.Sequential(
+            [keras.layers.Input((8, 8, 3)), keras.layers.Flatten(), keras.layers.Dense(24)]
+        )
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile("sgd", loss, steps_per_execution=2)
-    with pytest.raises(InputError, match="`steps_per_execution` 2 cannot be profiled under a strategy of several replicas"):
-        model.fit(train.dataset, steps_per_epoch=6, shuffle=False, verbose=0, callbacks=[InputProfile(train)])
+    with pytest.raises(
+        InputError,
+        match="`steps_per_execution` 2 cannot be profiled under a strategy of several replicas",
+    ):
+        model.fit(
+            train.dataset,
+            steps_per_epoch=6,
+            shuffle=False,
+            verbose=0,
+            callbacks=[InputProfile(train)],
+        )
 
 
 def test_train_profiles_its_input(sample_folder):
-    arguments = ["--files=data/sample/train-*", "--image_size=32", "--epochs=2", "--profile_input", "--global_batch_size=8"]
+    arguments = [
+        "--files=data/sample/train-*",
+        "--image_size=32",
+        "--epochs=2",
+        "--profile_input",
+        "--global_batch_size=8",
+    ]
     process = run("train.py", *arguments, cwd=sample_folder)
     assert process.returncode == 0, process.stderr
     lines = process.stdout.splitlines()
     header = next(number for number, line in enumerate(lines) if "input_wait" in line)
     assert all(line.endswith("%") for line in lines[header + 1 : header + 3])
     assert "input: the network waits for it " in process.stdout
-    assert "fed well" in process.stdout or "scripts/tune.py '--files=data/sample/train-*' --image_size=32" in process.stdout
-    fails(run("train.py", *arguments, "--strategy=multi_worker", cwd=sample_folder), "--profile_input is for --strategy=mirrored")
+    assert (
+        "fed well" in process.stdout
+        or "scripts/tune.py '--files=data/sample/train-*' --image_size=32" in process.stdout
+    )
+    fails(
+        run("train.py", *arguments, "--strategy=multi_worker", cwd=sample_folder),
+        "--profile_input are for --strategy=mirrored only",
+    )

@@ -1,7 +1,6 @@
 """The order of the records: arithmetic first, exhausted over small cases, then real pipelines of both backends."""
 
 import dataclasses
-import warnings
 
 import numpy as np
 import pytest
@@ -21,8 +20,8 @@ from dali_tf_input import (
     build_index,
 )
 from dali_tf_input.dataset import make_dataset
-from dali_tf_input.distribute import distribute
-from dali_tf_input.order import Places, Plan, Position, Steps, find_runs, shuffle
+from dali_tf_input.distribution import distribute
+from dali_tf_input.order import EpochSteps, Extents, Plan, StartStep, find_runs, shuffle
 
 SMALL = Preprocess.for_training(16)
 BACKENDS = {"dali": DaliOptions(device="cpu"), "tf_data": TfDataOptions()}
@@ -39,13 +38,20 @@ def test_steps_exhausted():
         for num_shards in range(1, 9):
             for batch_size in range(1, 17):
                 group = batch_size * num_shards
-                steps = Steps(num_records=num_records, batch_size=batch_size, num_shards=num_shards, padded=False)
+                steps = EpochSteps(
+                    num_records=num_records,
+                    batch_size=batch_size,
+                    num_shards=num_shards,
+                    padded=False,
+                )
                 assert steps.per_epoch == num_records // group
-                places = [steps.places(shard) for shard in range(num_shards)]
+                places = [steps.slots(shard) for shard in range(num_shards)]
                 assert {len(one) for one in places} == {steps.per_epoch * batch_size}
-                np.testing.assert_array_equal(np.sort(np.concatenate(places)), np.arange(steps.per_epoch * group))
+                np.testing.assert_array_equal(
+                    np.sort(np.concatenate(places)), np.arange(steps.per_epoch * group)
+                )
                 padded = dataclasses.replace(steps, padded=True)
-                places = [padded.places(shard) for shard in range(num_shards)]
+                places = [padded.slots(shard) for shard in range(num_shards)]
                 assert {len(one) for one in places} == {padded.per_epoch * batch_size}
                 served = np.sort(np.concatenate(places))
                 np.testing.assert_array_equal(served, np.arange(padded.per_epoch * group))
@@ -54,18 +60,30 @@ def test_steps_exhausted():
 
 def test_a_step_is_the_same_for_any_number_of_shards():
     for num_shards in (1, 2, 3, 4, 6, 12):
-        steps = Steps(num_records=100, batch_size=12 // num_shards, num_shards=num_shards, padded=False)
-        by_step = np.concatenate([steps.places(shard).reshape(8, -1) for shard in range(num_shards)], 1)
+        steps = EpochSteps(
+            num_records=100, batch_size=12 // num_shards, num_shards=num_shards, padded=False
+        )
+        by_step = np.concatenate(
+            [steps.slots(shard).reshape(8, -1) for shard in range(num_shards)], 1
+        )
         np.testing.assert_array_equal(by_step, np.arange(96).reshape(8, 12))
-        np.testing.assert_array_equal(steps.places(0, start_step=5), steps.places(0)[5 * steps.batch_size :])
+        np.testing.assert_array_equal(
+            steps.slots(0, start_step=5), steps.slots(0)[5 * steps.batch_size :]
+        )
 
 
-@pytest.mark.parametrize("fragment_size", [1, 2, 3, 7, 100])
-def test_shuffle_is_a_permutation(fragment_size):
+@pytest.mark.parametrize("shuffle_block_size", [1, 2, 3, 7, 100])
+def test_shuffle_is_a_permutation(shuffle_block_size):
     for num_records in range(1, 40):
         firsts = np.unique([0, num_records // 3, num_records // 2])
         for epoch in range(4):
-            order = shuffle(num_records, seed=5, epoch=epoch, fragment_size=fragment_size, first_of_files=firsts)
+            order = shuffle(
+                num_records,
+                seed=5,
+                epoch=epoch,
+                shuffle_block_size=shuffle_block_size,
+                first_of_files=firsts,
+            )
             np.testing.assert_array_equal(np.sort(order), np.arange(num_records))
 
 
@@ -75,7 +93,10 @@ def test_shuffle_is_a_function_of_seed_and_epoch():
     assert shuffle(12, seed=0, epoch=1).tolist() == GOLDEN[1]
     assert shuffle(12, seed=1, epoch=0).tolist() == GOLDEN[2]
     firsts = np.array([0, 5])
-    assert shuffle(12, seed=0, epoch=0, fragment_size=3, first_of_files=firsts).tolist() == GOLDEN[3]
+    assert (
+        shuffle(12, seed=0, epoch=0, shuffle_block_size=3, first_of_files=firsts).tolist()
+        == GOLDEN[3]
+    )
 
 
 GOLDEN = [
@@ -96,12 +117,12 @@ def test_every_order_is_as_likely():
 
 
 def test_the_remainder_is_another_one_each_epoch():
-    steps = Steps(num_records=10, batch_size=4, num_shards=1, padded=False)
-    plan = Plan(Places.of(index_of([6, 4])), steps=steps, shard=Shard(0, 1), seed=0)
-    left_out = [frozenset(range(10)) - set(plan.records(epoch)) for epoch in range(40)]
-    assert all(len(rest) == 2 for rest in left_out)
-    assert len(set(left_out)) > 20
-    assert set().union(*left_out) == set(range(10))
+    steps = EpochSteps(num_records=10, batch_size=4, num_shards=1, padded=False)
+    plan = Plan(Extents.of(index_of([6, 4])), steps=steps, shard=Shard(0, 1), seed=0)
+    skipped = [frozenset(range(10)) - set(plan.records(epoch)) for epoch in range(40)]
+    assert all(len(rest) == 2 for rest in skipped)
+    assert len(set(skipped)) > 20
+    assert set().union(*skipped) == set(range(10))
 
 
 def test_find_runs():
@@ -115,12 +136,18 @@ def test_find_runs():
     assert find_runs(np.array([7]), **arguments).tolist() == [0]
 
 
-@pytest.mark.parametrize("fragment_size", [1, 4])
-def test_a_stored_order_is_mixed(fragment_size):
+@pytest.mark.parametrize("shuffle_block_size", [1, 4])
+def test_a_stored_order_is_mixed(shuffle_block_size):
     """20 classes of 1000, stored class by class: the first batch of 256 holds 18 of them, in every epoch."""
     for epoch in range(30):
-        order = shuffle(20_000, seed=1, epoch=epoch, fragment_size=fragment_size, first_of_files=np.arange(0, 20_000, 1000))
-        assert len(set(order[:256] // 1000)) >= (18 if fragment_size == 1 else 17)
+        order = shuffle(
+            20_000,
+            seed=1,
+            epoch=epoch,
+            shuffle_block_size=shuffle_block_size,
+            first_of_files=np.arange(0, 20_000, 1000),
+        )
+        assert len(set(order[:256] // 1000)) >= (18 if shuffle_block_size == 1 else 17)
 
 
 def labels_of(dataset, count):
@@ -130,37 +157,53 @@ def labels_of(dataset, count):
 
 def make(dataset, options, **arguments):
     order = arguments.pop("order", "global")
-    batch = {name: arguments.pop(name) for name in ("batch_size", "shard", "position") if name in arguments}
-    spec = InputSpec(dataset=dataset, preprocess=arguments.pop("preprocess", SMALL), order=order, **arguments)
+    batch = {
+        name: arguments.pop(name)
+        for name in ("batch_size", "shard", "start_step")
+        if name in arguments
+    }
+    spec = InputSpec(
+        dataset=dataset, preprocess=arguments.pop("preprocess", SMALL), order=order, **arguments
+    )
     return make_dataset(spec, options, **batch)
 
 
 @pytest.mark.parametrize("options", BACKENDS.values(), ids=BACKENDS)
-@pytest.mark.parametrize(("num_shards", "batch_size"), [(1, 1), (1, 5), (2, 3), (3, 2), (4, 6), (1, 24)])
+@pytest.mark.parametrize(
+    ("num_shards", "batch_size"), [(1, 1), (1, 5), (2, 3), (3, 2), (4, 6), (1, 24)]
+)
 def test_pipelines_serve_the_plan(dataset, options, num_shards, batch_size):
     """Three epochs: in each every record at most once over all shards, in the order of the arithmetic."""
     group = num_shards * batch_size
     steps = 24 // group
     served = [
-        labels_of(make(dataset, options, batch_size=batch_size, shard=Shard(shard, num_shards), seed=4), 3 * steps)
+        labels_of(
+            make(dataset, options, batch_size=batch_size, shard=Shard(shard, num_shards), seed=4),
+            3 * steps,
+        )
         for shard in range(num_shards)
     ]
     for epoch in range(3):
         order = shuffle(24, seed=4, epoch=epoch)[: steps * group].tolist()
-        together = [label for step in range(epoch * steps, (epoch + 1) * steps) for shard in served for label in shard[step]]
+        together = [
+            label
+            for step in range(epoch * steps, (epoch + 1) * steps)
+            for shard in served
+            for label in shard[step]
+        ]
         assert together == order
 
 
 @pytest.mark.parametrize("options", BACKENDS.values(), ids=BACKENDS)
-def test_iterators_start_at_the_position(dataset, options):
+def test_iterators_start_at_the_start_step(dataset, options):
     """The same records and the same pixels as without stopping, across the bounds of epochs; and each iterator anew."""
     preprocess = dataclasses.replace(SMALL, crop=RandomResizedCrop())
     whole = iter(make(dataset, options, batch_size=5, preprocess=preprocess))
     batches = [next(whole) for _ in range(12)]
-    position = Position()
-    resumed = make(dataset, options, batch_size=5, preprocess=preprocess, position=position)
+    start_step = StartStep()
+    resumed = make(dataset, options, batch_size=5, preprocess=preprocess, start_step=start_step)
     for step in (0, 3, 4, 7, 11):
-        position.step = step
+        start_step.step = step
         images, labels = next(iter(resumed))
         np.testing.assert_array_equal(labels, batches[step][1])
         np.testing.assert_array_equal(images, batches[step][0])
@@ -168,11 +211,22 @@ def test_iterators_start_at_the_position(dataset, options):
 
 def test_both_backends_train_on_the_same_images(tmp_path):
     """In global order crops and mirrors are the same too; images of every kind that is read."""
-    images = [image for image, image_format, _ in image_zoo().values() if image_format] + [jpeg(90, 70, seed=2)] * 4
-    build_index(write_tfrecord(tmp_path / "train", [{"image": image, "label": n} for n, image in enumerate(images)]))
+    images = [image for image, image_format, _ in image_zoo().values() if image_format] + [
+        jpeg(90, 70, seed=2)
+    ] * 4
+    build_index(
+        write_tfrecord(
+            tmp_path / "train", [{"image": image, "label": n} for n, image in enumerate(images)]
+        )
+    )
     dataset = DatasetSpec.from_files(tmp_path / "train")
-    preprocess = dataclasses.replace(SMALL, image_size=(32, 24), crop=RandomResizedCrop(), mean=(0, 0, 0), std=(1, 1, 1))
-    made = [iter(make(dataset, options, batch_size=6, preprocess=preprocess)) for options in BACKENDS.values()]
+    preprocess = dataclasses.replace(
+        SMALL, image_size=(32, 24), crop=RandomResizedCrop(), mean=(0, 0, 0), std=(1, 1, 1)
+    )
+    made = [
+        iter(make(dataset, options, batch_size=6, preprocess=preprocess))
+        for options in BACKENDS.values()
+    ]
     for _ in range(6):
         (dali_images, dali_labels), (tf_images, tf_labels) = (next(one) for one in made)
         np.testing.assert_array_equal(dali_labels, tf_labels)
@@ -184,7 +238,12 @@ def test_records_left_out_are_never_served(tmp_path, options):
     examples = [{"image": jpeg(20, 20, seed=n), "label": n} for n in range(12)]
     for bad in (0, 5, 6, 11):
         examples[bad]["image"] = b"no image"
-    build_index(write_tfrecord(tmp_path / "train", examples), Checks(verify="decode"), on_bad="skip", max_bad_fraction=0.9)
+    build_index(
+        write_tfrecord(tmp_path / "train", examples),
+        Checks(verify="decode"),
+        on_bad="skip",
+        max_bad_fraction=0.9,
+    )
     dataset = DatasetSpec.from_files(tmp_path / "train")
     for order in ("global", "sequential"):
         spec = {"order": order} if order == "global" else {"order": order, "repeat": False}
@@ -193,61 +252,64 @@ def test_records_left_out_are_never_served(tmp_path, options):
 
 
 def test_fragments_stay_together(dataset):
-    served = np.concatenate(labels_of(make(dataset, TfDataOptions(), batch_size=4, fragment_size=4), 6))
+    served = np.concatenate(
+        labels_of(make(dataset, TfDataOptions(), batch_size=4, shuffle_block_size=4), 6)
+    )
     assert sorted(served) == list(range(24))
-    neighbours = np.mean(np.diff(served) == 1)
-    assert 0.4 < neighbours < 0.9
-
-
-def test_a_sorted_set_with_a_buffer_warns(tmp_path):
-    image = jpeg(8, 8)
-    for name in range(4):
-        write_tfrecord(tmp_path / f"train-{name}", [{"image": image, "label": name}] * 30)
-    build_index(tmp_path / "train-?", Checks(verify="schema"))
-    dataset = DatasetSpec.from_files(tmp_path / "train-?")
-    assert (dataset.num_classes, dataset.labels_in_a_row) == (4, 30)
-    with pytest.warns(UserWarning, match="stored by label, 30 of one in a row: a buffer of 10 holds about 1 of the 4 classes"):
-        make(dataset, TfDataOptions(), batch_size=4, order="buffer", buffer_size=10)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        make(dataset, TfDataOptions(), batch_size=4, order="buffer", buffer_size=1000)
-        make(dataset, TfDataOptions(), batch_size=4)
+    neighbors = np.mean(np.diff(served) == 1)
+    assert 0.4 < neighbors < 0.9
 
 
 def test_refuses(dataset):
-    with pytest.raises(InputError, match="`fragment_size` must be at least 1, got 0"):
-        make(dataset, TfDataOptions(), batch_size=4, fragment_size=0)
-    with pytest.raises(InputError, match="`fragment_size` is for order 'global' only, got 2 with 'buffer'"):
-        make(dataset, TfDataOptions(), batch_size=4, order="buffer", fragment_size=2)
-    with pytest.raises(InputError, match="`repeat` False is for order 'sequential' only, got 'buffer'"):
+    with pytest.raises(InputError, match="`shuffle_block_size` must be at least 1, got 0"):
+        make(dataset, TfDataOptions(), batch_size=4, shuffle_block_size=0)
+    with pytest.raises(
+        InputError, match="`shuffle_block_size` is for order 'global' only, got 2 with 'buffer'"
+    ):
+        make(dataset, TfDataOptions(), batch_size=4, order="buffer", shuffle_block_size=2)
+    with pytest.raises(
+        InputError, match="`repeat` False is for order 'sequential' only, got 'buffer'"
+    ):
         make(dataset, TfDataOptions(), batch_size=4, order="buffer", repeat=False)
-    with pytest.raises(InputError, match="Only order 'global' can start at a step, got step 3 with order 'buffer'"):
-        make(dataset, TfDataOptions(), batch_size=4, order="buffer", position=Position(3))
-    with pytest.raises(InputError, match=r"`position` \(`start_step`\) must be an int in \[0, .*\), got -1"):
-        make(dataset, TfDataOptions(), batch_size=4, position=Position(-1))
+    with pytest.raises(
+        InputError, match="Only order 'global' can start at a step, got step 3 with order 'buffer'"
+    ):
+        make(dataset, TfDataOptions(), batch_size=4, order="buffer", start_step=StartStep(3))
+    with pytest.raises(InputError, match=r"`start_step` must be an int in \[0, .*\), got -1"):
+        make(dataset, TfDataOptions(), batch_size=4, start_step=StartStep(-1))
     with pytest.raises(InputError, match="must be an int in"):
-        make(dataset, TfDataOptions(), batch_size=24, position=Position(10**8))
-    with pytest.raises(InputError, match="`batch_size` 5 in 5 shards is a step of 25 records, more than the 24 there are"):
+        make(dataset, TfDataOptions(), batch_size=24, start_step=StartStep(10**8))
+    with pytest.raises(
+        InputError,
+        match="`batch_size` 5 in 5 shards is a step of 25 records, more than the 24 there are",
+    ):
         make(dataset, TfDataOptions(), batch_size=5, shard=Shard(4, 5))
 
 
 @pytest.mark.parametrize("text", [None, "", "0 10\n", "x y\n", "0 10 20"])
 def test_an_index_that_changed_since(tmp_path, text):
-    build_index(write_tfrecord(tmp_path / "train", [{"image": jpeg(8, 8), "label": n} for n in range(3)]))
+    build_index(
+        write_tfrecord(tmp_path / "train", [{"image": jpeg(8, 8), "label": n} for n in range(3)])
+    )
     dataset = DatasetSpec.from_files(tmp_path / "train")
     (tmp_path / "train.idx").unlink()
     if text is not None:
         (tmp_path / "train.idx").write_text(text)
-    with pytest.raises(InputError, match=r"train.idx changed since `DatasetSpec.from_files` read it"):
+    with pytest.raises(
+        InputError, match=r"train.idx changed since `DatasetSpec.from_files` read it"
+    ):
         make(dataset, TfDataOptions(), batch_size=1)
 
 
 def test_an_epoch_of_imagenet_is_planned_quickly():
     """1.28M records of 1024 files: the memory of a plan, by what it holds."""
-    plan = Plan(Places.of(index_of([1250] * 1024)), steps=Steps(num_records=1_280_000, batch_size=32, num_shards=8, padded=False),
+    plan = Plan(Extents.of(index_of([1250] * 1024)), steps=EpochSteps(num_records=1_280_000, batch_size=32, num_shards=8, padded=False),
                 shard=Shard(3, 8), seed=0)  # fmt: skip
-    assert sum(getattr(plan, name).nbytes for name in ("_files", "_offsets", "_sizes")) == 20 * 1_280_000
-    files, offsets, counts = plan.stretches(2, 0)
+    assert (
+        sum(getattr(plan, name).nbytes for name in ("_files", "_offsets", "_sizes"))
+        == 20 * 1_280_000
+    )
+    files, offsets, counts = plan.runs(2, 0)
     assert counts.sum() == 5000 * 32
     assert (offsets % 100 == 0).all()
     assert files.max() < 1024

@@ -12,8 +12,16 @@ import pytest
 import warm
 from conftest import jpeg, write_dataset, write_tfrecord
 
-from dali_tf_input import DaliOptions, DatasetSpec, InputError, InputSpec, Preprocess, TfDataOptions, build_index
-from dali_tf_input.distribute import distribute
+from dali_tf_input import (
+    DaliOptions,
+    DatasetSpec,
+    InputError,
+    InputSpec,
+    Preprocess,
+    TfDataOptions,
+    build_index,
+)
+from dali_tf_input.distribution import distribute
 from dali_tf_input.resume import Resume
 
 BACKENDS = {"dali": DaliOptions(device="cpu"), "tf_data": TfDataOptions()}
@@ -24,7 +32,7 @@ PROGRAM = textwrap.dedent("""
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     import keras, numpy as np, tensorflow as tf
     from dali_tf_input import DaliOptions, DatasetSpec, InputSpec, Preprocess, TfDataOptions
-    from dali_tf_input.distribute import distribute
+    from dali_tf_input.distribution import distribute
     from dali_tf_input.resume import Resume
 
     files, folder, log, backend, save_every, kill_at = sys.argv[1:]
@@ -74,7 +82,9 @@ def records(tmp_path_factory):
 def train(records, tmp_path, backend, *, save_every, kill_at):
     """Runs the program; returns its exit code."""
     files = os.path.join(os.path.dirname(records.files[0]), "train-*")
-    process = warm.run(["-c", PROGRAM, files, tmp_path / "run", tmp_path / "log", backend, save_every, kill_at])
+    process = warm.run(
+        ["-c", PROGRAM, files, tmp_path / "run", tmp_path / "log", backend, save_every, kill_at]
+    )
     assert process.returncode in (0, -signal.SIGKILL), process.stderr
     return process.returncode
 
@@ -87,7 +97,10 @@ def test_killed_at_any_step(records, tmp_path, backend):
         folder.mkdir()
     assert train(records, whole, backend, save_every=1, kill_at=-1) == 0
     for kill_at in (2, 4, 9):
-        assert train(records, killed, backend, save_every=2 if kill_at == 9 else 1, kill_at=kill_at) == -signal.SIGKILL
+        assert (
+            train(records, killed, backend, save_every=2 if kill_at == 9 else 1, kill_at=kill_at)
+            == -signal.SIGKILL
+        )
     assert train(records, killed, backend, save_every=1, kill_at=-1) == 0
     expected = dict(line.split(" ", 1) for line in (whole / "log").read_text().splitlines())
     assert list(expected) == [str(step) for step in range(1, 13)]
@@ -110,33 +123,43 @@ def weights_of(folder):
     assert sorted(os.listdir(folder)) == ["state.json", state["weights"]]
     found = {}
     with h5py.File(folder / state["weights"]) as stream:
-        stream.visititems(lambda name, item: found.__setitem__(name, item[()]) if isinstance(item, h5py.Dataset) else None)
+        stream.visititems(
+            lambda name, item: (
+                found.__setitem__(name, item[()]) if isinstance(item, h5py.Dataset) else None
+            )
+        )
     assert any("optimizer" in name for name in found)
     return found
 
 
 def make(records, folder, *, global_batch_size=4, save_every=None, **changes):
     preprocess = changes.pop("preprocess", Preprocess.for_training(16))
-    spec = InputSpec(dataset=records, preprocess=preprocess, order=changes.pop("order", "global"), **changes)
+    spec = InputSpec(
+        dataset=records, preprocess=preprocess, order=changes.pop("order", "global"), **changes
+    )
     made = distribute(spec, TfDataOptions(), global_batch_size=global_batch_size)
     return Resume(folder, made, save_every=save_every)
 
 
 def make_model():
-    model = keras.Sequential([keras.layers.Input((16, 16, 3)), keras.layers.Flatten(), keras.layers.Dense(24)])
+    model = keras.Sequential(
+        [keras.layers.Input((16, 16, 3)), keras.layers.Flatten(), keras.layers.Dense(24)]
+    )
     model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     return model
 
 
 def test_epochs_in_all(records, tmp_path):
     model = make_model()
-    assert [len(history.epoch) for history in make(records, tmp_path).fit(model, epochs=2, verbose=0)] == [2]
+    assert [
+        len(history.epoch) for history in make(records, tmp_path).fit(model, epochs=2, verbose=0)
+    ] == [2]
     again = make(records, tmp_path)
     assert again.step == 12
     assert [history.epoch for history in again.fit(model, epochs=5, verbose=0)] == [[2, 3, 4]]
     assert make(records, tmp_path).fit(model, epochs=5, verbose=0) == []
     half = make(records, tmp_path / "half", save_every=4)
-    half._train.position.step = 4
+    half._train.start_step.step = 4
     half.set_model(model)
     half.save()
     histories = make(records, tmp_path / "half").fit(make_model(), epochs=3, verbose=0)
@@ -148,9 +171,12 @@ def test_epochs_in_all(records, tmp_path):
     [
         ({"seed": 1}, "`seed` was 0, is 1"),
         ({"global_batch_size": 6}, "`global_batch_size` was 4, is 6"),
-        ({"preprocess": Preprocess.for_training(16, antialias=True)}, "`preprocess.antialias` was False, is True. Go on"),
-        ({"fragment_size": 2}, "`fragment_size` was 1, is 2"),
-        ({"order": "buffer"}, "To resume takes an `order` that is planned: 'global', got 'buffer'"),
+        (
+            {"preprocess": Preprocess.for_training(16, antialias=True)},
+            "`preprocess.antialias` was False, is True. Use the same",
+        ),
+        ({"shuffle_block_size": 2}, "`shuffle_block_size` was 1, is 2"),
+        ({"order": "buffer"}, "Resuming needs a fixed `order`, 'global', got 'buffer'"),
         ({"save_every": 0}, "`save_every` must be at least 1 or None, got 0"),
     ],
 )
@@ -169,18 +195,25 @@ def test_other_records_are_refused(records, tmp_path):
     first.save()
     fewer = dataclasses.replace(
         records,
-        **{name: getattr(records, name)[:2] for name in ("files", "index_files", "records_per_file", "left_out_per_file")},
+        **{
+            name: getattr(records, name)[:2]
+            for name in ("files", "index_files", "records_per_file", "skipped_per_file")
+        },
     )
     with pytest.raises(
-        InputError, match=r"`records` was 24, is 17; `files` was .*\. Go on with what it was, or start in another folder"
+        InputError,
+        match=r"`records` was 24, is 17; `files` was .*\. Use the same input, or start in another folder",
     ):
         make(fewer, tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": "x"}', '{"format": "dali_tf_input training state", "version": 2}'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", '{"format": "x"}', '{"format": "dali_tf_input training state", "version": 2}'],
+)
 def test_a_damaged_state_is_refused(records, tmp_path, text):
     (tmp_path / "state.json").write_text(text)
-    with pytest.raises(InputError, match="this is no state of training"):
+    with pytest.raises(InputError, match="is not a state of training"):
         make(records, tmp_path)
 
 
@@ -202,7 +235,9 @@ def test_interrupted_and_gone_on_with_in_one_process(records, tmp_path):
 
 def test_what_callbacks_change_at_an_epochs_end_is_saved(records, tmp_path):
     slower = keras.callbacks.LambdaCallback(
-        on_epoch_end=lambda epoch, logs: setattr(model.optimizer, "learning_rate", 1e-3 / 10 ** (epoch + 1))
+        on_epoch_end=lambda epoch, logs: setattr(
+            model.optimizer, "learning_rate", 1e-3 / 10 ** (epoch + 1)
+        )
     )
     model = make_model()
     make(records, tmp_path).fit(model, epochs=2, verbose=0, callbacks=[slower])
@@ -214,14 +249,19 @@ def test_what_callbacks_change_at_an_epochs_end_is_saved(records, tmp_path):
 def test_steps_per_execution(records, tmp_path):
     def compiled(steps):
         model = make_model()
-        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), steps_per_execution=steps)
+        model.compile(
+            "adam",
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            steps_per_execution=steps,
+        )
         return model
 
     resume = make(records, tmp_path, save_every=2)
     resume.fit(compiled(3), epochs=1, verbose=0)
     assert resume.step == 6
     with pytest.raises(
-        InputError, match="`steps_per_execution` must divide the 6 steps of an epoch and the 6 that are done, got 4"
+        InputError,
+        match="`steps_per_execution` must divide the 6 steps of an epoch and the 6 that are done, got 4",
     ):
         make(records, tmp_path).fit(compiled(4), epochs=2)
 
@@ -235,21 +275,25 @@ def test_files_that_a_kill_left_behind_go(records, tmp_path):
 
 def test_weights_that_do_not_fit(records, tmp_path):
     make(records, tmp_path).fit(make_model(), epochs=1, verbose=0)
-    other = keras.Sequential([keras.layers.Input((16, 16, 3)), keras.layers.Flatten(), keras.layers.Dense(25)])
+    other = keras.Sequential(
+        [keras.layers.Input((16, 16, 3)), keras.layers.Flatten(), keras.layers.Dense(25)]
+    )
     other.compile("adam", "mse")
-    with pytest.raises(InputError, match=r"step-6.weights.h5 is damaged, or of another model"):
+    with pytest.raises(InputError, match=r"step-6.weights.h5 is damaged, or belongs to another model"):
         make(records, tmp_path).fit(other, epochs=2)
     model = make_model()
     model.compile("sgd", "mse")
-    with pytest.raises(InputError, match="is of training by Adam, the model is compiled with SGD"):
+    with pytest.raises(InputError, match="belongs to training with Adam, the model is compiled with SGD"):
         make(records, tmp_path).fit(model, epochs=2)
     model.compile(keras.optimizers.Adam(amsgrad=True), "mse")
-    with pytest.raises(InputError, match="is damaged, or of another model or optimizer"):
+    with pytest.raises(InputError, match="is damaged, or belongs to another model or optimizer"):
         make(records, tmp_path).fit(model, epochs=2)
-    with pytest.raises(InputError, match="`steps_per_epoch` is chosen by the state, leave it out"):
+    with pytest.raises(InputError, match="`steps_per_epoch` follows from the state: omit it"):
         make(records, tmp_path).fit(make_model(), epochs=2, steps_per_epoch=3)
-    (tmp_path / "step-6.weights.h5").write_bytes((tmp_path / "step-6.weights.h5").read_bytes()[:999])
-    with pytest.raises(InputError, match=r"step-6.weights.h5 is damaged, or of another model"):
+    (tmp_path / "step-6.weights.h5").write_bytes(
+        (tmp_path / "step-6.weights.h5").read_bytes()[:999]
+    )
+    with pytest.raises(InputError, match=r"step-6.weights.h5 is damaged, or belongs to another model"):
         make(records, tmp_path).fit(make_model(), epochs=2)
 
 
@@ -265,7 +309,9 @@ def test_a_disk_that_is_full(records, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(model, "save_weights", fill)
-    with pytest.raises(InputError, match=r"The state of training cannot be saved in .*: .*No space left on device"):
+    with pytest.raises(
+        InputError, match=r"The state of training cannot be saved in .*: .*No space left on device"
+    ):
         resume.fit(model, epochs=2, verbose=0)
     assert sorted(os.listdir(tmp_path)) == before
     assert make(records, tmp_path).step == 6
@@ -280,7 +326,10 @@ def test_records_in_another_order_are_refused(tmp_path):
     """The same names, sizes and number of records."""
     images = [jpeg(20, 20), jpeg(30, 30)]
     for order in ([0, 1], [1, 0]):
-        build_index(write_tfrecord(tmp_path / "train", [{"image": images[n], "label": n} for n in order]), force=True)
+        build_index(
+            write_tfrecord(tmp_path / "train", [{"image": images[n], "label": n} for n in order]),
+            force=True,
+        )
         dataset = DatasetSpec.from_files(tmp_path / "train")
         if order == [0, 1]:
             first = make(dataset, tmp_path / "run", global_batch_size=1)

@@ -7,7 +7,9 @@ from dali_tf_input.sharding import check_batch, replica_batch_size, steps_per_ep
 @pytest.mark.parametrize("num_shards", range(1, 12))
 def test_shards_are_a_partition(num_shards):
     for num_records in range(31):
-        shards = [Shard(shard_id, num_shards).records(num_records) for shard_id in range(num_shards)]
+        shards = [
+            Shard(shard_id, num_shards).records(num_records) for shard_id in range(num_shards)
+        ]
         assert [record for shard in shards for record in shard] == list(range(num_records))
         assert max(map(len, shards)) - min(map(len, shards)) <= 1
 
@@ -17,10 +19,14 @@ def test_every_replica_can_fill_its_batch():
     for num_records in range(1, 31):
         for num_replicas in range(1, 9):
             for global_batch_size in range(num_replicas, num_records + 1, num_replicas):
-                batch_size = replica_batch_size(global_batch_size, num_replicas=num_replicas, num_records=num_records)
+                batch_size = replica_batch_size(
+                    global_batch_size, num_replicas=num_replicas, num_records=num_records
+                )
                 assert batch_size * num_replicas == global_batch_size
                 for shard_id in range(num_replicas):
-                    check_batch(batch_size, shard=Shard(shard_id, num_replicas), num_records=num_records)
+                    check_batch(
+                        batch_size, shard=Shard(shard_id, num_replicas), num_records=num_records
+                    )
 
 
 @pytest.mark.parametrize(

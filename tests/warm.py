@@ -20,10 +20,15 @@ import types
 from multiprocessing import forkserver, process
 from pathlib import Path
 
-from console import die_with_parent, quiet_stderr
+from support.cli import quiet_stderr
+from support.processes import die_with_parent
 
 TESTS = Path(__file__).resolve().parent
-NOT_OF_A_PROGRAM = {str(TESTS), str(TESTS.parent), str(TESTS.parent / "scripts")}  # what pytest puts on the path
+NOT_OF_A_PROGRAM = {
+    str(TESTS),
+    str(TESTS.parent),
+    str(TESTS.parent / "scripts"),
+}  # what pytest puts on the path
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tensorflow", "keras", "nvidia.dali.plugin.tf"])
@@ -40,7 +45,9 @@ def _end_all() -> None:
 class Program:
     """A program that runs; what `subprocess.Popen` offers of it."""
 
-    def __init__(self, arguments: list[str], *, cwd: Path | None = None, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, arguments: list[str], *, cwd: Path | None = None, env: dict[str, str] | None = None
+    ) -> None:
         """Starts a program.
 
         Args:
@@ -54,7 +61,13 @@ class Program:
         self._streams = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115
         paths = [f"/proc/{os.getpid()}/fd/{stream.fileno()}" for stream in self._streams]
         self._process = _context.Process(
-            target=_become, args=(self.args, str(cwd or os.getcwd()), dict(os.environ if env is None else env), paths)
+            target=_become,
+            args=(
+                self.args,
+                str(cwd or os.getcwd()),
+                dict(os.environ if env is None else env),
+                paths,
+            ),
         )
         self._process.start()
         _running.add(self)
@@ -115,13 +128,19 @@ def _become(arguments: list[str], cwd: str, env: dict[str, str], streams: list[s
         os.close(stream)
     code = 1
     try:
-        assert "tensorflow" in sys.modules, "warm.py: this process was to be forked from one that has imported TensorFlow"
+        assert "tensorflow" in sys.modules, (
+            "warm.py: this process was to be forked from one that has imported TensorFlow"
+        )
         os.chdir(cwd)
         os.environ.clear()
         os.environ.update(env)
-        process._parent_process = None  # it is no worker of a pool, and pools of its own start as they would
+        process._parent_process = (
+            None  # it is no worker of a pool, and pools of its own start as they would
+        )
         die_with_parent()  # which ends when the tests do
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs the tests may have it ignored
+        signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        )  # what runs the tests may have it ignored
         multiprocessing.set_start_method(None, force=True)
         is_code = arguments[0] == "-c"
         folder = "" if is_code else os.path.dirname(arguments[0])

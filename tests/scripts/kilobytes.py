@@ -2,7 +2,7 @@
 
 import gc
 
-from tfrecord_files import Record
+from support.convert.writer import Record
 
 
 def make_kilobyte(number: int) -> Record:

@@ -13,13 +13,16 @@ from conftest import SCRIPTS
 
 from dali_tf_input import InputError, InputSpec, Preprocess, TfDataOptions
 from dali_tf_input.dataset import make_dataset
-from dali_tf_input.distribute import distribute
+from dali_tf_input.distribution import distribute
 
 
 def start(*arguments):
     """Starts a server; returns the process and the line that says it is there."""
     process = subprocess.Popen(
-        [sys.executable, SCRIPTS / "data_service.py", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, SCRIPTS / "data_service.py", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     return process, process.stdout.readline()
 
@@ -45,7 +48,11 @@ def service():
 
 
 def make(dataset, address, **arguments):
-    spec = InputSpec(dataset=dataset, preprocess=Preprocess.for_training(16), order=arguments.pop("order", "buffer"))
+    spec = InputSpec(
+        dataset=dataset,
+        preprocess=Preprocess.for_training(16),
+        order=arguments.pop("order", "buffer"),
+    )
     return make_dataset(spec, TfDataOptions(service=address), batch_size=4)
 
 
@@ -58,7 +65,8 @@ def test_each_record_once_a_pass(dataset, service):
     assert all(sorted(labels) == list(range(24)) for labels in passes)
     assert len({tuple(labels) for labels in passes}) > 1  # no two alike, but for bad luck with all
     record = [
-        np.concatenate([images for images, _ in batch])[labels.index(3)] for batch, labels in zip(batches, passes, strict=True)
+        np.concatenate([images for images, _ in batch])[labels.index(3)]
+        for batch, labels in zip(batches, passes, strict=True)
     ]
     assert any((image != record[0]).any() for image in record[1:])  # other crops of the same record
     train = distribute(
@@ -77,13 +85,17 @@ def test_a_worker_that_dies_and_is_started_again(dataset, service):
         next(iterator)
     workers[1].kill()
     workers[1].wait()
-    again, line = start("--role=worker", f"--dispatcher={address}", "--address=127.0.0.1", f"--port={ports[1]}")
+    again, line = start(
+        "--role=worker", f"--dispatcher={address}", "--address=127.0.0.1", f"--port={ports[1]}"
+    )
     try:
         assert line.startswith("worker of")
         seen: list[int] = []
         deadline = time.monotonic() + 120
         while not any(sorted(seen[n : n + 24]) == list(range(24)) for n in range(len(seen) - 23)):
-            seen += next(iterator)[1].numpy().tolist()  # what was lost may move the bounds of passes within batches
+            seen += (
+                next(iterator)[1].numpy().tolist()
+            )  # what was lost may move the bounds of passes within batches
             assert time.monotonic() < deadline
         assert len(seen) < 240
     finally:
@@ -91,12 +103,13 @@ def test_a_worker_that_dies_and_is_started_again(dataset, service):
 
 
 def test_no_worker(dataset, monkeypatch):
-    monkeypatch.setattr("dali_tf_input.tf_data_backend._SERVICE_SECONDS", 2)
+    monkeypatch.setattr("dali_tf_input.backends.tf_data._SERVICE_SECONDS", 2)
     dispatcher, line = start("--role=dispatcher", "--port=0")
     address = line.split()[-1]
     try:
         with pytest.raises(
-            InputError, match=f"No worker of the tf.data service at {address} answers this machine within 2 s. Start some, "
+            InputError,
+            match=f"No worker of the tf.data service at {address} answers this machine within 2 s. Start workers with ",
         ):
             make(dataset, address)
     finally:
@@ -104,17 +117,24 @@ def test_no_worker(dataset, monkeypatch):
 
 
 def test_refuses(dataset):
-    with pytest.raises(InputError, match=r"There is no tf.data service at grpc://127.0.0.1:9: .*--role=dispatcher"):
+    with pytest.raises(
+        InputError, match=r"There is no tf.data service at grpc://127.0.0.1:9: .*--role=dispatcher"
+    ):
         make(dataset, "grpc://127.0.0.1:9")
     with pytest.raises(InputError, match=r"There is no tf.data service at grpc://here: "):
         make(dataset, "grpc://here")
-    with pytest.raises(InputError, match="`service` must be an address like 'grpc://host:5050', got 'host:5050'"):
+    with pytest.raises(
+        InputError, match="`service` must be an address like 'grpc://host:5050', got 'host:5050'"
+    ):
         TfDataOptions(service="host:5050")
     with pytest.raises(InputError, match="`service` is for order 'buffer', got 'global'"):
         make(dataset, "grpc://127.0.0.1:9", order="global")
     for arguments, message in (
         (["--role=worker"], "error: A worker needs --dispatcher=HOST:PORT"),
-        (["--role=worker", "--dispatcher=here"], "error: `dispatcher` must be HOST:PORT, got 'here'"),
+        (
+            ["--role=worker", "--dispatcher=here"],
+            "error: `dispatcher` must be HOST:PORT, got 'here'",
+        ),
         (["--role=dispatcher", "--port=70000"], "error: `port` must be in [0, 65536), got 70000"),
     ):
         process, _ = start(*arguments)

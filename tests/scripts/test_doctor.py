@@ -1,7 +1,6 @@
 """`make doctor` in environments that are really broken: each is a line of the report, with the command that mends it."""
 
 import contextlib
-import importlib
 import os
 import shutil
 import subprocess
@@ -9,11 +8,11 @@ import sys
 import types
 
 import pytest
-from absl import flags
+from commands import load
 from conftest import SCRIPTS, jpeg, write_dataset, write_tfrecord
 
-import machine
 from dali_tf_input import Checks, InputError, build_index
+from support import machine
 
 # Run by Python as it starts: what an import of the plugin meets.
 HINDRANCE = """
@@ -48,13 +47,19 @@ def examine(tmp_path, *arguments, site="", smi=None):
     """Runs the doctor; returns its exit code and the lines it printed."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(site)
-    (tmp_path / "bin").mkdir()  # all that the doctor finds: what this machine has of GPUs does not count
+    (
+        tmp_path / "bin"
+    ).mkdir()  # all that the doctor finds: what this machine has of GPUs does not count
     if smi is not None:
         (tmp_path / "bin" / "nvidia-smi").write_text(f"#!/bin/sh\n{smi}\n")
         (tmp_path / "bin" / "nvidia-smi").chmod(0o755)
     process = subprocess.run(
         [sys.executable, SCRIPTS / "doctor.py", *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}/site:{os.environ.get('PYTHONPATH', '')}", "PATH": f"{tmp_path}/bin"},
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{tmp_path}/site:{os.environ.get('PYTHONPATH', '')}",
+            "PATH": f"{tmp_path}/bin",
+        },
         capture_output=True,
         text=True,
         timeout=300,
@@ -65,9 +70,8 @@ def examine(tmp_path, *arguments, site="", smi=None):
 
 
 def import_doctor():
-    doctor = importlib.import_module("doctor")
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS(["test"])
+    doctor = load("doctor.py")
+    doctor.FLAGS(["test"])
     return doctor
 
 
@@ -83,7 +87,11 @@ def test_a_sound_environment(tmp_path):
     code, lines = examine(tmp_path, *(f"--files={file}" for file in dataset.files))
     assert code == 0
     assert lines[-1].startswith("0 things broken, ")
-    assert [line for line in lines[:-1] if line.split()[0] != "ok" and "cores  " not in line and "->" not in line] == []
+    assert [
+        line
+        for line in lines[:-1]
+        if line.split()[0] != "ok" and "cores  " not in line and "->" not in line
+    ] == []
     assert "serves a batch on the CPU" in line_of(lines, "pipeline")[1]
     assert "24 in 3 files" in line_of(lines, "records")[1]
 
@@ -91,35 +99,53 @@ def test_a_sound_environment(tmp_path):
 @pytest.mark.parametrize(
     ("site", "what", "found"),
     [
-        (HINDRANCE.format(module="nvidia.dali", what="raise ImportError('there is none')"), "DALI", "there is none"),
         (
-            HINDRANCE.format(module="nvidia.dali.plugin.tf", what="raise ImportError('undefined symbol: _Z')"),
+            HINDRANCE.format(module="nvidia.dali", what="raise ImportError('there is none')"),
+            "DALI",
+            "there is none",
+        ),
+        (
+            HINDRANCE.format(
+                module="nvidia.dali.plugin.tf", what="raise ImportError('undefined symbol: _Z')"
+            ),
             "plugin",
             "undefined symbol",
         ),
         (
-            HINDRANCE.format(module="nvidia.dali.plugin.tf", what="import os; os.kill(os.getpid(), 11)"),
+            HINDRANCE.format(
+                module="nvidia.dali.plugin.tf", what="import os; os.kill(os.getpid(), 11)"
+            ),
             "plugin",
             "the process died (SIGSEGV)",
         ),
-        (OTHER_VERSION, "plugin", "1.0, made for another DALI than 2.4"),
+        (OTHER_VERSION, "plugin", "1.0, compiled for another DALI than 2.4"),
         (NOT_INSTALLED, "plugin", "nvidia-dali-tf-plugin-cuda120 is not installed"),
     ],
-    ids=["no_dali", "plugin_of_another_tensorflow", "plugin_that_crashes", "plugin_of_another_dali", "no_plugin"],
+    ids=[
+        "no_dali",
+        "plugin_of_another_tensorflow",
+        "plugin_that_crashes",
+        "plugin_of_another_dali",
+        "no_plugin",
+    ],
 )
 def test_a_broken_environment(tmp_path, site, what, found):
     code, lines = examine(tmp_path, site=site)
-    state, line, mend = line_of(lines, what)
+    state, line, fix = line_of(lines, what)
     assert (code, state) == (1, "broken")
     assert found in line
-    assert mend.strip().removesuffix(" GPU=1") == "-> rm -rf .venv && make install"
+    assert fix.strip().removesuffix(" GPU=1") == "-> rm -rf .venv && make install"
     assert lines[-1].startswith("1 thing broken")
 
 
 @pytest.mark.parametrize(
     ("smi", "what", "found"),
     [
-        ("echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18", "driver", "version mismatch"),
+        (
+            "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18",
+            "driver",
+            "version mismatch",
+        ),
         ("echo 'NVIDIA H100, 550.1'", "TensorFlow's GPUs", "0 of 1"),
     ],
     ids=["driver", "gpu_that_tensorflow_does_not_see"],
@@ -134,17 +160,13 @@ def test_a_broken_gpu(tmp_path, smi, what, found):
 @pytest.mark.parametrize(("force", "state"), [(None, "ok"), ("true", "ok"), ("false", "broken")])
 def test_memory_growth_and_a_pipeline_on_the_gpu(monkeypatch, tmp_path, force, state):
     """What would be tried where both see the GPU; the answers are made up here."""
-    doctor = importlib.import_module("doctor")
+    doctor = load("doctor.py")
     tried = []
 
     class Trier(doctor.Trier):
         def attempt(self, code):
             tried.append(code)
             return True, "1"
-
-        def finish(self):
-            tried.append("a fresh process")
-            return ""
 
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'NVIDIA H100, 550.1'\n")
@@ -154,27 +176,33 @@ def test_memory_growth_and_a_pipeline_on_the_gpu(monkeypatch, tmp_path, force, s
     else:
         monkeypatch.delenv("TF_FORCE_GPU_ALLOW_GROWTH", raising=False)
     trier, findings = Trier(), {}
-    gpus = doctor.examine_gpus(trier, sees_tensorflow=True, sees_dali=True)
+    gpus = doctor.examine_gpus(trier, ["TensorFlow", "DALI"])
     with contextlib.suppress(StopIteration):
         while True:
             finding = next(gpus)
             findings[finding.what] = finding
     assert findings["memory growth"].state == state
     if force == "false":
-        assert findings["memory growth"].mend == "unset TF_FORCE_GPU_ALLOW_GROWTH"
+        assert findings["memory growth"].fix == "unset TF_FORCE_GPU_ALLOW_GROWTH"
     for on_gpu, pipelines in ((False, ["pipeline"]), (True, ["pipeline", "GPU pipeline"])):
         found = list(doctor.examine_plugin(trier, on_gpu=on_gpu))
-        assert [(finding.what, finding.state) for finding in found[1:]] == [(what, "ok") for what in pipelines]
+        assert [(finding.what, finding.state) for finding in found[1:]] == [
+            (what, "ok") for what in pipelines
+        ]
     assert "device_id = 0" in tried[-1]
     assert any("enable_memory_growth" in code for code in tried) == (state == "ok")
     monkeypatch.setattr(Trier, "attempt", lambda _, code: ("DALIDataset(" not in code, "no"))
     *_, pipeline = doctor.examine_plugin(trier, on_gpu=False)
-    assert (pipeline.state, pipeline.found, pipeline.mend) == ("broken", "no", "rm -rf .venv && make install GPU=1")
+    assert (pipeline.state, pipeline.found, pipeline.fix) == (
+        "broken",
+        "no",
+        "rm -rf .venv && make install GPU=1",
+    )
 
 
 def test_gpus_that_only_the_libraries_see(monkeypatch, tmp_path):
     """As in a container without nvidia-smi."""
-    doctor = importlib.import_module("doctor")
+    doctor = load("doctor.py")
 
     class Trier(doctor.Trier):
         def attempt(self, code):
@@ -182,16 +210,24 @@ def test_gpus_that_only_the_libraries_see(monkeypatch, tmp_path):
 
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    dali, tensorflow = sorted(doctor.examine_gpus(Trier(), sees_tensorflow=True, sees_dali=True))[::-1]
+    dali, tensorflow = sorted(doctor.examine_gpus(Trier(), ["TensorFlow", "DALI"]))[::-1]
     assert (dali.what, dali.state) == ("DALI's GPUs", "ok")
     assert (tensorflow.what, tensorflow.found) == ("TensorFlow's GPUs", "0 of 2")
-    assert tensorflow.mend == "rm -rf .venv && make install GPU=1"
+    assert tensorflow.fix == "rm -rf .venv && make install GPU=1"
 
 
 @pytest.mark.parametrize(
     ("visible", "tensorflow", "dali", "found"),
     [
-        ("2", "1", "1", [("ok", "1 of 8, those of CUDA_VISIBLE_DEVICES"), ("ok", "1 of 8, those of CUDA_VISIBLE_DEVICES")]),
+        (
+            "2",
+            "1",
+            "1",
+            [
+                ("ok", "1 of 8, those of CUDA_VISIBLE_DEVICES"),
+                ("ok", "1 of 8, those of CUDA_VISIBLE_DEVICES"),
+            ],
+        ),
         ("", "0", "0", [("broken", "0 of 8"), ("broken", "0 of 8")]),
         (None, "8", "8", [("ok", "8"), ("ok", "8")]),
         ("2", "0", "1", [("broken", "0 of 1"), ("ok", "1 of 8, those of CUDA_VISIBLE_DEVICES")]),
@@ -199,47 +235,57 @@ def test_gpus_that_only_the_libraries_see(monkeypatch, tmp_path):
     ],
 )
 def test_gpus_that_are_left_to_others(monkeypatch, tmp_path, visible, tensorflow, dali, found):
-    doctor = importlib.import_module("doctor")
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nfor gpu in 1 2 3 4 5 6 7 8; do echo 'NVIDIA H100, 550.1'; done\n")
+    doctor = load("doctor.py")
+    (tmp_path / "nvidia-smi").write_text(
+        "#!/bin/sh\nfor gpu in 1 2 3 4 5 6 7 8; do echo 'NVIDIA H100, 550.1'; done\n"
+    )
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    answers = types.SimpleNamespace(attempt=lambda code: (True, dali if "dali as" in code else tensorflow))
+    answers = types.SimpleNamespace(
+        attempt=lambda code: (True, dali if "dali as" in code else tensorflow)
+    )
     lines = [
-        finding for finding in doctor.examine_gpus(answers, sees_tensorflow=True, sees_dali=True) if "'s GPUs" in finding.what
+        finding
+        for finding in doctor.examine_gpus(answers, ["TensorFlow", "DALI"])
+        if "'s GPUs" in finding.what
     ]
     assert [(line.state, line.found) for line in lines] == found
     if visible == "":
-        assert lines[0].mend == "unset CUDA_VISIBLE_DEVICES"
+        assert lines[0].fix == "unset CUDA_VISIBLE_DEVICES"
 
 
 def test_a_driver_that_hangs(monkeypatch, tmp_path):
-    doctor = importlib.import_module("doctor")
-    (tmp_path / "nvidia-smi").write_text(f"#!{shutil.which('sh')}\nexec {shutil.which('sleep')} 99\n")
+    doctor = load("doctor.py")
+    (tmp_path / "nvidia-smi").write_text(
+        f"#!{shutil.which('sh')}\nexec {shutil.which('sleep')} 99\n"
+    )
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(machine, "_SECONDS", 1)
     (finding,) = doctor.examine_driver()
     assert (finding.state, finding.found) == ("broken", "nvidia-smi does not answer within 1 s")
-    with pytest.raises(InputError, match=r"nvidia-smi does not answer within 1 s: the driver hangs.*make doctor"):
+    with pytest.raises(
+        InputError, match=r"nvidia-smi does not answer within 1 s: the driver hangs.*doctor"
+    ):
         machine.describe()
 
 
 def test_cores(monkeypatch, tmp_path):
-    doctor = importlib.import_module("doctor")
+    doctor = load("doctor.py")
     quota = tmp_path / "cpu.max"
     allowed = tmp_path / "cpuset"
     for text, number in (("0-3,8\n", 5), ("2", 1), ("0-7", 8), ("", None)):
         allowed.write_text(text)
-        assert doctor.machine.cpus_allowed(str(allowed)) == number
-    assert doctor.machine.cpus_allowed(str(tmp_path / "none")) is None
+        assert doctor.cpus_allowed(str(allowed)) == number
+    assert doctor.cpus_allowed(str(tmp_path / "none")) is None
     found = []
     for text in ("max 100000", "150000 100000", "rubbish", None):
         quota.write_text(text) if text else quota.unlink()
-        found.append(doctor.machine.cpu_quota(str(quota)))
+        found.append(doctor.cpu_quota(str(quota)))
     assert found == [None, 1.5, None, None]
     monkeypatch.setattr(doctor.os, "cpu_count", lambda: 8)
     for usable, part, cpuset, state in (
@@ -249,43 +295,49 @@ def test_cores(monkeypatch, tmp_path):
         (8, 2.5, 8, "warning"),  # docker --cpus
         (8, None, 8, "ok"),
     ):
-        monkeypatch.setattr(doctor.os, "sched_getaffinity", lambda _, usable=usable: set(range(usable)))
-        monkeypatch.setattr(doctor.machine, "cpu_quota", lambda part=part: part)
-        monkeypatch.setattr(doctor.machine, "cpus_allowed", lambda cpuset=cpuset: cpuset)
+        monkeypatch.setattr(
+            doctor.os, "sched_getaffinity", lambda _, usable=usable: set(range(usable))
+        )
+        monkeypatch.setattr(doctor, "cpu_quota", lambda part=part: part)
+        monkeypatch.setattr(doctor, "cpus_allowed", lambda cpuset=cpuset: cpuset)
         (finding,) = doctor.examine_cores()
-        assert (finding.state, bool(finding.mend)) == (state, state == "warning")
+        assert (finding.state, bool(finding.fix)) == (state, state == "warning")
 
 
 def test_what_is_tried():
     """One process while all goes well; one that fails, dies or hangs is told, and the next try has a fresh one."""
-    doctor = importlib.import_module("doctor")
+    doctor = load("doctor.py")
     trier = doctor.Trier()
     assert trier.attempt("import os; print('noise'); print(os.getpid())")[0]
     first = trier.attempt("import os; print(os.getpid())")
     assert trier.attempt("import os; os.write(1, b'chatter'); print(os.getpid())") == first
-    assert trier.attempt("raise ImportError('no such thing')") == (False, "ImportError: no such thing")
+    assert trier.attempt("raise ImportError('no such thing')") == (
+        False,
+        "ImportError: no such thing",
+    )
     second = trier.attempt("import os; print(os.getpid())")
     assert second != first
     says = "Critical error in pipeline:\\n\\n[/dali.cc:7] Assert failed: no driver\\nCurrent pipeline object is no longer valid."
-    assert trier.attempt(f"raise RuntimeError('{says}')") == (False, "[/dali.cc:7] Assert failed: no driver")
-    assert trier.attempt("import os; os.abort()") == (False, "the process died (SIGABRT)")
-    assert trier.attempt("import os; os._exit(3)") == (False, "the process ended with exit code 3")
-    assert trier.attempt("import os; os._exit(0)") == (False, "the process ended without a word")
-    assert trier.attempt("import atexit, os; atexit.register(os.abort); print('well')") == (True, "well")
-    assert trier.finish() == "the process died (SIGABRT)"
-    assert trier.finish() == ""
+    assert trier.attempt(f"raise RuntimeError('{says}')") == (
+        False,
+        "[/dali.cc:7] Assert failed: no driver",
+    )
+    for code, how in (
+        ("os.abort()", "SIGABRT"),
+        ("os._exit(3)", "exit code 3"),
+        ("os._exit(0)", "exit code 0"),
+    ):
+        works, text = trier.attempt(f"import os; {code}")
+        assert (works, text) == (False, f"the process died ({how})")
+    trier.close()
 
 
 def test_what_hangs_is_told(monkeypatch):
-    doctor = importlib.import_module("doctor")
+    doctor = load("doctor.py")
     trier = doctor.Trier()
     assert trier.attempt("print('well')") == (True, "well")
     monkeypatch.setattr(doctor, "_SECONDS", 1)
-    assert trier.attempt("import time; time.sleep(99)") == (False, "does not answer within 1 s")
-    monkeypatch.setattr(doctor, "_SECONDS", 120)
-    assert trier.attempt("import atexit, time; atexit.register(time.sleep, 99); print('well')") == (True, "well")
-    monkeypatch.setattr(doctor, "_SECONDS", 1)
-    assert trier.finish() == "does not end within 1 s"
+    assert trier.attempt("import time; time.sleep(99)") == (False, "no answer within 1 s")
 
 
 def test_files_that_are_not_well(tmp_path):
@@ -294,41 +346,41 @@ def test_files_that_are_not_well(tmp_path):
     (finding,) = doctor.examine_files([file])
     assert (finding.what, finding.state) == ("records", "broken")
     assert "have no index" in finding.found
-    assert finding.mend == f"make index DATA={file}"
+    assert finding.fix.endswith(f"python -m dali_tf_input.index {file}")
     (finding,) = doctor.examine_files([f"{tmp_path}/none-*"])
     assert (finding.what, finding.state) == ("records", "broken")
-    assert finding.mend.startswith(f"ls {tmp_path} ")
+    assert finding.fix.startswith(f"ls {tmp_path} ")
     build_index(file)
     code, lines = examine(tmp_path, f"--files={file}")
     assert (code, lines[-1].split(",")[0]) == (0, "0 things broken")
-    state, _, mend = line_of(lines, "labels")
+    state, _, fix = line_of(lines, "labels")
     assert state == "warning"
-    assert mend.strip() == f"-> make index DATA={file} ARGS=--verify=schema"
+    assert fix.endswith(f"python -m dali_tf_input.index --verify=schema {file}")
 
 
-def test_what_is_wrong_with_records_is_mended_by_its_own_command(tmp_path, monkeypatch):
-    """Not by `make index` whatever it is."""
+def test_what_is_wrong_with_records_is_fixed_by_its_own_command(tmp_path, monkeypatch):
+    """Not by the index command in every case."""
     doctor = import_doctor()
     examples = [{"image": jpeg(8, 8) if n else b"", "label": n} for n in range(3)]
     file = write_tfrecord(tmp_path / "train", examples)
     build_index(file, Checks(verify="schema"), on_bad="skip", max_bad_fraction=1)
     os.utime(file, (1, 1))
     (finding,) = doctor.examine_files([file])
-    assert finding.mend == f"make index DATA={file} ARGS=--on_bad=skip"
-    assert finding.found.endswith(finding.mend)
+    assert finding.fix.endswith(f"python -m dali_tf_input.index --on_bad=skip {file}")
+    assert finding.found.endswith(finding.fix)
     (finding,) = doctor.examine_files([str(tmp_path)])
-    assert finding.mend == f"make doctor DATA='{tmp_path}/*-of-*'"
+    assert finding.fix == f"scripts/doctor.py --files='{tmp_path}/*-of-*'"
     (finding,) = doctor.examine_files(["gs://bucket/train-*"])
     assert "gcloud storage cp" in finding.found
-    assert not finding.mend
+    assert not finding.fix
     other = write_tfrecord(tmp_path / "other", [{"jpg": jpeg(8, 8), "cls": 1}])
     build_index(other, Checks(verify="schema", image_key="jpg", label_key="cls"))
     (finding,) = doctor.examine_files([other])
-    assert finding.mend == f"make doctor DATA={other} ARGS='--image_key=KEY --label_key=KEY'"
+    assert finding.fix == f"scripts/doctor.py --files={other} --image_key=KEY --label_key=KEY"
     bad = write_tfrecord(tmp_path / "bad", [{"image": b"", "label": 1}])
     build_index(bad, Checks(verify="schema"), on_bad="skip", max_bad_fraction=1)
     (finding,) = doctor.examine_files([bad])
-    assert finding.mend == f"head {tmp_path}/bad_records.jsonl"
+    assert finding.fix == f"head {tmp_path}/bad_records.jsonl"
 
 
 def test_files_that_lost_records(tmp_path, monkeypatch):
@@ -337,15 +389,20 @@ def test_files_that_lost_records(tmp_path, monkeypatch):
     file = write_tfrecord(tmp_path / "train", examples)
     build_index(file, Checks(verify="schema"), on_bad="skip", max_bad_fraction=1)
     records, labels = doctor.examine_files([file])
-    assert (records.state, records.found) == ("warning", "2 in 1 file, 1 left out")
-    assert records.mend.startswith(f"head {tmp_path}/bad_records.jsonl")
+    assert (records.state, records.found) == ("warning", "2 in 1 file, 1 skipped")
+    assert records.fix.startswith(f"head {tmp_path}/bad_records.jsonl")
     assert (labels.state, labels.found) == ("ok", "1 to 2")
-    monkeypatch.setattr(doctor.DatasetSpec, "from_files", lambda *_, **__: os.stat("/proc/self/mem/none"))
+    monkeypatch.setattr(doctor._FILES, "dataset", lambda _: os.stat("/proc/self/mem/none"))
     (finding,) = doctor.examine_files([file])  # what cannot be read is a line of the report too
     assert (finding.what, finding.state) == ("records", "broken")
 
 
 def test_flags(tmp_path):
-    process = subprocess.run([sys.executable, SCRIPTS / "doctor.py", "stray"], capture_output=True, text=True, check=False)
+    process = subprocess.run(
+        [sys.executable, SCRIPTS / "doctor.py", "stray"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert (process.returncode, process.stdout) == (1, "")
     assert process.stderr.startswith("error: Unknown arguments: stray")

@@ -7,9 +7,9 @@ import pytest
 import tensorflow as tf
 
 from dali_tf_input import InputError
-from dali_tf_input.example import decode_example, encode_example
-from dali_tf_input.tfrecord import (
-    Fault,
+from dali_tf_input.index.example import decode_example, encode_example
+from dali_tf_input.index.tfrecord import (
+    BadRecord,
     find_records,
     frame_record,
     masked_crc,
@@ -35,7 +35,12 @@ def test_scan_records(tmp_path):
         for record in data:
             writer.write(record)
     # An empty record is legal; its frame alone is 16 bytes.
-    assert list(scan_records(str(tmp_path / "file"))) == [(0, 16), (16, 17), (33, 1016), (1049, 70016)]
+    assert list(scan_records(str(tmp_path / "file"))) == [
+        (0, 16),
+        (16, 17),
+        (33, 1016),
+        (1049, 70016),
+    ]
     assert [read_record(str(tmp_path / "file"), offset) for offset in (0, 16, 33, 1049)] == data
 
 
@@ -49,7 +54,7 @@ def find(path, content):
     descriptor = os.open(path, os.O_RDONLY)
     places, faults = [], []
     for found in find_records(str(path), descriptor):
-        if isinstance(found, Fault):
+        if isinstance(found, BadRecord):
             assert found.record in (None, len(places) + len(faults))
             faults.append(found)
         else:
@@ -57,7 +62,8 @@ def find(path, content):
     os.close(descriptor)
     # Without a gap and without an overlap, from the first byte to the last.
     ends = sorted(
-        [(offset, offset + size) for offset, size in places] + [(fault.offset, fault.offset + fault.size) for fault in faults]
+        [(offset, offset + size) for offset, size in places]
+        + [(fault.offset, fault.offset + fault.size) for fault in faults]
     )
     assert [start for start, _ in ends] == [0, *(end for _, end in ends)][: len(ends)]
     assert not ends or ends[-1][1] == len(content)
@@ -93,14 +99,16 @@ def find(path, content):
         (b"<?xml version='1.0'?><Error>", [], "XML document", 0, 28),
         (b"\xff\xd8\xff\xe0 a JPEG", [], "JPEG image", 0, 11),
         (b"PK\x03\x04" + HELLO, [], "ZIP archive", 0, 25),  # even one that holds a record
-        (b"random bytes of no kind", [], "no TFRecord file", 0, 23),
-        (bytes(100), [], "no TFRecord file", 0, 100),
+        (b"random bytes \x00\x01\x02 of no", [], "not a TFRecord file", 0, 22),
+        (bytes(100), [], "not a TFRecord file", 0, 100),
     ],
 )  # fmt: skip
 def test_find_records_names_the_fault(tmp_path, content, places, reason, offset, size):
     found, faults = find(tmp_path / "file", content)
     assert found == places
-    assert [(fault.reason, fault.offset, fault.size) for fault in faults] == [(reason, offset, size)]
+    assert [(fault.reason, fault.offset, fault.size) for fault in faults] == [
+        (reason, offset, size)
+    ]
     with pytest.raises(InputError, match=f"{tmp_path}/file: byte {offset}: "):
         list(scan_records(str(tmp_path / "file")))
 
@@ -117,13 +125,18 @@ def test_a_zlib_file_is_not_taken_for_records_of_its_length(tmp_path):
 def test_many_records_over_many_reads(tmp_path):
     """Over the sizes at which reading changes its way: a page, a block of pages, a batch of places."""
     random = Random(0)
-    data = [random.randbytes(random.choice([0, 1, 100, 4070, 4080, 4090, 70_000])) for _ in range(10_000)]
+    data = [
+        random.randbytes(random.choice([0, 1, 100, 4070, 4080, 4090, 70_000]))
+        for _ in range(10_000)
+    ]
     places, faults = find(tmp_path / "file", b"".join(map(frame_record, data)))
     assert faults == []
     assert [size - 16 for _, size in places] == list(map(len, data))
 
 
-@pytest.mark.parametrize("gap", [1, (1 << 22) - 30, (1 << 22) - 11, 1 << 22, (1 << 22) + 5, 3 << 22])
+@pytest.mark.parametrize(
+    "gap", [1, (1 << 22) - 30, (1 << 22) - 11, 1 << 22, (1 << 22) + 5, 3 << 22]
+)
 @pytest.mark.parametrize("junk", [b"\0", b"\xff", b"\1\0\0\0\0"])
 def test_the_next_record_is_found_over_any_gap(tmp_path, gap, junk):
     """Also where it lies across two of the pieces in which a gap is searched, and in bytes that look like many headers."""
@@ -138,7 +151,10 @@ def test_fuzz(tmp_path):
     random = Random(1)
     missed = 0
     for _ in range(4000):
-        records = [frame_record(random.randbytes(random.choice([0, 1, 30, 200, 5000]))) for _ in range(random.randint(1, 8))]
+        records = [
+            frame_record(random.randbytes(random.choice([0, 1, 30, 200, 5000])))
+            for _ in range(random.randint(1, 8))
+        ]
         content = bytearray(b"".join(records))
         position = random.randrange(len(content))
         match random.randrange(5):
@@ -224,7 +240,7 @@ def test_a_file_that_shrinks_meanwhile_is_no_hang(tmp_path):
     next(found)
     os.truncate(path, 0)
     start = time.perf_counter()
-    assert any(isinstance(item, Fault) for item in found)
+    assert any(isinstance(item, BadRecord) for item in found)
     assert time.perf_counter() - start < 2
     os.close(descriptor)
 
@@ -245,7 +261,11 @@ def test_record_size(tmp_path):
 
 
 def test_example_is_tensorflows():
-    features = {"image/encoded": b"\xff\xd8", "image/class/text": "caf\u00e9", "image/class/label": -3}
+    features = {
+        "image/encoded": b"\xff\xd8",
+        "image/class/text": "caf\u00e9",
+        "image/class/label": -3,
+    }
     data = encode_example(features)
     parsed = tf.train.Example.FromString(data).features.feature
     assert parsed["image/encoded"].bytes_list.value == [b"\xff\xd8"]
@@ -262,6 +282,10 @@ def test_decode_example_of_every_kind():
         "no_values": tf.train.Feature(int64_list=tf.train.Int64List()),
     }
     data = tf.train.Example(features=tf.train.Features(feature=feature)).SerializeToString()
-    assert decode_example(data) == {"floats": ("float_list", [0.5, 2.0]), "nothing": ("", []), "no_values": ("int64_list", [])}
-    with pytest.raises(InputError, match=r"3 bytes that are no serialized tf\.train\.Example"):
+    assert decode_example(data) == {
+        "floats": ("float_list", [0.5, 2.0]),
+        "nothing": ("", []),
+        "no_values": ("int64_list", []),
+    }
+    with pytest.raises(InputError, match=r"3 bytes that are not a serialized tf\.train\.Example"):
         decode_example(b"\xff\xff\xff")

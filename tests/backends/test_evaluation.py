@@ -8,7 +8,7 @@ from conftest import write_dataset
 
 from dali_tf_input import DaliOptions, InputSpec, Preprocess, Shard, TfDataOptions
 from dali_tf_input.dataset import make_dataset
-from dali_tf_input.distribute import distribute
+from dali_tf_input.distribution import distribute
 
 PREPROCESS = Preprocess.for_evaluation(16)
 BACKENDS = {"dali": DaliOptions(device="cpu"), "tf_data": TfDataOptions()}
@@ -18,11 +18,16 @@ BACKENDS = {"dali": DaliOptions(device="cpu"), "tf_data": TfDataOptions()}
 def datasets(tmp_path_factory):
     """1, 7 and 23 records."""
     root = tmp_path_factory.mktemp("evaluation")
-    return {sum(counts): write_dataset(root / str(sum(counts)), counts) for counts in ([1], [7], [5, 11, 7])}
+    return {
+        sum(counts): write_dataset(root / str(sum(counts)), counts)
+        for counts in ([1], [7], [5, 11, 7])
+    }
 
 
 def evaluation_spec(dataset, **arguments):
-    return InputSpec(dataset=dataset, preprocess=PREPROCESS, order="sequential", repeat=False, **arguments)
+    return InputSpec(
+        dataset=dataset, preprocess=PREPROCESS, order="sequential", repeat=False, **arguments
+    )
 
 
 def make_model(one_hot=None):
@@ -35,8 +40,14 @@ def make_model(one_hot=None):
             keras.layers.Dense(23),
         ]
     )
-    loss = keras.losses.CategoricalCrossentropy if one_hot else keras.losses.SparseCategoricalCrossentropy
-    accuracy = keras.metrics.CategoricalAccuracy if one_hot else keras.metrics.SparseCategoricalAccuracy
+    loss = (
+        keras.losses.CategoricalCrossentropy
+        if one_hot
+        else keras.losses.SparseCategoricalCrossentropy
+    )
+    accuracy = (
+        keras.metrics.CategoricalAccuracy if one_hot else keras.metrics.SparseCategoricalAccuracy
+    )
     model.compile("sgd", loss(from_logits=True), weighted_metrics=[accuracy(name="accuracy")])
     return model
 
@@ -49,7 +60,9 @@ def plain_pass(dataset, model):
     for _ in range(dataset.num_records):
         image, label = next(iterator)
         logits = model(image, training=False)
-        losses.append(float(keras.losses.sparse_categorical_crossentropy(label, logits, from_logits=True)[0]))
+        losses.append(
+            float(keras.losses.sparse_categorical_crossentropy(label, logits, from_logits=True)[0])
+        )
         right.append(int(np.argmax(logits)) == int(label[0]))
     return np.mean(losses), np.mean(right)
 
@@ -64,9 +77,18 @@ def test_evaluate(datasets, options, num_replicas):
         strategy = tf.distribute.MirroredStrategy([f"CPU:{n}" for n in range(num_replicas)])
     with strategy.scope() if strategy else tf.device(None):
         model = make_model()
-    for num_records, global_batch_size, with_steps in ((1, 6, False), (7, 6, True), (23, 12, False)):
+    for num_records, global_batch_size, with_steps in (
+        (1, 6, False),
+        (7, 6, True),
+        (23, 12, False),
+    ):
         dataset = datasets[num_records]
-        evaluation = distribute(evaluation_spec(dataset), options, strategy=strategy, global_batch_size=global_batch_size)
+        evaluation = distribute(
+            evaluation_spec(dataset),
+            options,
+            strategy=strategy,
+            global_batch_size=global_batch_size,
+        )
         assert evaluation.steps_per_epoch == -(-num_records // global_batch_size)
         steps = evaluation.steps_per_epoch if with_steps else None  # the pass ends by itself
         found = model.evaluate(evaluation.dataset, steps=steps, verbose=0)
@@ -78,7 +100,9 @@ def test_validation_in_fit(datasets, options):
     dataset = datasets[23]
     model = make_model(one_hot=True)
     train = distribute(
-        InputSpec(dataset=dataset, preprocess=Preprocess.for_training(16), order="global", one_hot=23),
+        InputSpec(
+            dataset=dataset, preprocess=Preprocess.for_training(16), order="global", one_hot=23
+        ),
         options,
         global_batch_size=5,
     )
@@ -91,16 +115,27 @@ def test_validation_in_fit(datasets, options):
         shuffle=False,
         verbose=0,
     ).history
-    np.testing.assert_allclose([history["val_loss"][-1], history["val_accuracy"][-1]], plain_pass(dataset, model), rtol=2e-5)
+    np.testing.assert_allclose(
+        [history["val_loss"][-1], history["val_accuracy"][-1]],
+        plain_pass(dataset, model),
+        rtol=2e-5,
+    )
     assert len(history["val_loss"]) == 2
 
 
 @pytest.mark.parametrize("options", BACKENDS.values(), ids=BACKENDS)
-@pytest.mark.parametrize(("num_shards", "batch_size"), [(1, 1), (1, 23), (1, 30), (2, 4), (3, 3), (8, 16)])
+@pytest.mark.parametrize(
+    ("num_shards", "batch_size"), [(1, 1), (1, 23), (1, 30), (2, 4), (3, 3), (8, 16)]
+)
 def test_each_record_once(datasets, options, num_shards, batch_size):
     served, total_weight = [], 0.0
     for shard in range(num_shards):
-        made = make_dataset(evaluation_spec(datasets[23]), options, batch_size=batch_size, shard=Shard(shard, num_shards))
+        made = make_dataset(
+            evaluation_spec(datasets[23]),
+            options,
+            batch_size=batch_size,
+            shard=Shard(shard, num_shards),
+        )
         batches = list(made)
         assert len(batches) == -(-23 // (num_shards * batch_size))
         for images, labels, weights in batches:
@@ -108,4 +143,6 @@ def test_each_record_once(datasets, options, num_shards, batch_size):
             served += labels.numpy()[weights.numpy() > 0].tolist()
             total_weight += float(tf.reduce_sum(weights))
     assert sorted(served) == list(range(23))
-    np.testing.assert_allclose(total_weight, num_shards * batch_size * -(-23 // (num_shards * batch_size)), rtol=1e-5)
+    np.testing.assert_allclose(
+        total_weight, num_shards * batch_size * -(-23 // (num_shards * batch_size)), rtol=1e-5
+    )

@@ -1,4 +1,4 @@
-"""The plan fuse="scaled": JPEGs decoded at 1/2, 1/4 and 1/8. Its pixels are its own, and held against a Lanczos resize."""
+"""The plan decode="scaled": JPEGs decoded at 1/2, 1/4 and 1/8. Its pixels are its own, and held against a Lanczos resize."""
 
 import dataclasses
 import io
@@ -10,22 +10,34 @@ from conftest import image_zoo, jpeg
 from PIL import Image
 from test_parity import CROPS, RAW, by_tensorflow, draw
 
-from dali_tf_input import CenterCrop, NoCrop, RandomResizedCrop, TfDataOptions, tf_images
+from dali_tf_input import CenterCrop, NoCrop, RandomResizedCrop, TfDataOptions
+from dali_tf_input.backends import tf_images
 
-SIZES = [(320, 288), (467, 501), (641, 577), (999, 1203), (1300, 1801)]  # 4 to 25 times 80 x 72: every ratio
+SIZES = [
+    (320, 288),
+    (467, 501),
+    (641, 577),
+    (999, 1203),
+    (1300, 1801),
+]  # 4 to 25 times 80 x 72: every ratio
 
 
 @pytest.fixture(scope="module")
 def images():
     """JPEGs with detail of every size, as photos have it: amplitudes fall as 1 / frequency."""
-    return [detailed_jpeg(height, width, np.random.default_rng(number)) for number, (height, width) in enumerate(SIZES)]
+    return [
+        detailed_jpeg(height, width, np.random.default_rng(number))
+        for number, (height, width) in enumerate(SIZES)
+    ]
 
 
 def detailed_jpeg(height, width, random):
     rows, columns = np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)[None]
     amplitude = 1 / np.maximum(np.hypot(rows, columns), 1 / width)
     field = np.fft.irfft2(
-        amplitude[..., None] * np.fft.rfft2(random.normal(size=(height, width, 3)), axes=(0, 1)), s=(height, width), axes=(0, 1)
+        amplitude[..., None] * np.fft.rfft2(random.normal(size=(height, width, 3)), axes=(0, 1)),
+        s=(height, width),
+        axes=(0, 1),
     )
     pixels = 128 + 48 * field / field.std()
     stream = io.BytesIO()
@@ -41,7 +53,9 @@ def signal_to_noise(made, reference):
 def test_no_worse_than_the_plain_plan_with_antialias(images):
     preprocess = dataclasses.replace(RAW, antialias=True, mirror_probability=0)
     numbers = draw(preprocess, len(images))
-    scaled, plain = (by_tensorflow(images, numbers, preprocess, fuse=fuse) for fuse in ("scaled", "off"))
+    scaled, plain = (
+        by_tensorflow(images, numbers, preprocess, decode=decode) for decode in ("scaled", "off")
+    )
     for image, one, other in zip(images, scaled, plain, strict=True):
         full = Image.fromarray(tf_images.decode_image(image).numpy())
         reference = np.asarray(full.resize((72, 80), Image.Resampling.LANCZOS), np.float32)
@@ -51,7 +65,9 @@ def test_no_worse_than_the_plain_plan_with_antialias(images):
 def test_without_antialias_it_is_closer_to_the_truth(images):
     preprocess = dataclasses.replace(RAW, mirror_probability=0)
     numbers = draw(preprocess, len(images))
-    scaled, plain = (by_tensorflow(images, numbers, preprocess, fuse=fuse) for fuse in ("scaled", "off"))
+    scaled, plain = (
+        by_tensorflow(images, numbers, preprocess, decode=decode) for decode in ("scaled", "off")
+    )
     for image, one, other in zip(images, scaled, plain, strict=True):
         full = Image.fromarray(tf_images.decode_image(image).numpy())
         reference = np.asarray(full.resize((72, 80), Image.Resampling.LANCZOS), np.float32)
@@ -59,19 +75,32 @@ def test_without_antialias_it_is_closer_to_the_truth(images):
 
 
 @pytest.mark.parametrize("antialias", [False, True])
-@pytest.mark.parametrize("crop", [*CROPS.values(), CenterCrop(resize_shorter=80)], ids=[*CROPS, "center_crop_at_its_edge"])
+@pytest.mark.parametrize(
+    "crop",
+    [*CROPS.values(), CenterCrop(resize_shorter=80)],
+    ids=[*CROPS, "center_crop_at_its_edge"],
+)
 def test_it_is_the_same_region(crop, antialias):
-    """Of a smooth image, where only a shift shows: a ramp of a grey level a pixel of the output, in each direction."""
+    """Of a smooth image, where only a shift shows: a ramp of a gray level a pixel of the output, in each direction."""
     preprocess = dataclasses.replace(RAW, crop=crop, antialias=antialias)
     ramps = []
     for height, width in SIZES:
         rows, columns = np.mgrid[:height, :width]
-        pixels = np.stack([rows * 255 // height, columns * 255 // width, (rows + columns) * 255 // (height + width)], 2)
+        pixels = np.stack(
+            [
+                rows * 255 // height,
+                columns * 255 // width,
+                (rows + columns) * 255 // (height + width),
+            ],
+            2,
+        )
         stream = io.BytesIO()
         Image.fromarray(pixels.astype(np.uint8)).save(stream, "JPEG", quality=95)
         ramps.append(stream.getvalue())
     numbers = draw(preprocess, len(ramps), seed=3)
-    difference = np.subtract(*(by_tensorflow(ramps, numbers, preprocess, fuse=fuse) for fuse in ("scaled", "off")))
+    difference = np.subtract(
+        *(by_tensorflow(ramps, numbers, preprocess, decode=decode) for decode in ("scaled", "off"))
+    )
     assert np.abs(difference).mean((1, 2, 3)).max() < 1  # half a pixel of the output would be 1.8
     assert np.abs(difference.mean((1, 2))).max() < 0.5
 
@@ -83,8 +112,13 @@ def test_small_images_and_other_kinds_are_as_ever(images):
     for crop in (NoCrop(), RandomResizedCrop()):
         preprocess = dataclasses.replace(RAW, crop=crop)
         numbers = draw(preprocess, len(small))
-        auto = "off" if preprocess.resizes_plainly else "decode"
-        np.testing.assert_array_equal(*(by_tensorflow(small, numbers, preprocess, fuse=fuse) for fuse in ("scaled", auto)))
+        auto = "full" if preprocess.resizes_plainly else "region"
+        np.testing.assert_array_equal(
+            *(
+                by_tensorflow(small, numbers, preprocess, decode=decode)
+                for decode in ("scaled", auto)
+            )
+        )
 
 
 def test_the_graph_scales(images, monkeypatch):
@@ -92,10 +126,15 @@ def test_the_graph_scales(images, monkeypatch):
     ratios = []
     decode = tf.io.decode_and_crop_jpeg
     monkeypatch.setattr(
-        tf.io, "decode_and_crop_jpeg", lambda *args, **kwargs: ratios.append(kwargs["ratio"]) or decode(*args, **kwargs)
+        tf.io,
+        "decode_and_crop_jpeg",
+        lambda *args, **kwargs: ratios.append(kwargs["ratio"]) or decode(*args, **kwargs),
     )
     for image in images:
         tf_images.prepare_image(
-            tf.constant(image), tf.zeros(3), dataclasses.replace(RAW, antialias=True), fuse=TfDataOptions(fuse="scaled").fuse
+            tf.constant(image),
+            tf.zeros(3),
+            dataclasses.replace(RAW, antialias=True),
+            decode=TfDataOptions(decode="scaled").decode,
         )
     assert ratios == [2, 4, 4, 8, 8]

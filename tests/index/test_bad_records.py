@@ -9,10 +9,19 @@ import pytest
 import tensorflow as tf
 from conftest import SCRIPTS, numbered_examples, write_tfrecord
 
-from dali_tf_input import Checks, DaliOptions, DatasetSpec, InputSpec, Preprocess, Shard, TfDataOptions, build_index
+from dali_tf_input import (
+    Checks,
+    DaliOptions,
+    DatasetSpec,
+    InputSpec,
+    Preprocess,
+    Shard,
+    TfDataOptions,
+    build_index,
+)
 from dali_tf_input.dataset import make_dataset
-from dali_tf_input.distribute import distribute
-from dali_tf_input.tfrecord import scan_records
+from dali_tf_input.distribution import distribute
+from dali_tf_input.index.tfrecord import scan_records
 
 BACKENDS = {"dali_cpu": DaliOptions(device="cpu"), "tf_data": TfDataOptions()}
 
@@ -30,7 +39,11 @@ class Counting(keras.Model):
 
     def train_step(self, data):
         images, labels = data
-        self.seen.assign_add(tf.math.bincount(tf.cast(labels, tf.int32), minlength=self.seen.shape[0], dtype=tf.float32))
+        self.seen.assign_add(
+            tf.math.bincount(
+                tf.cast(labels, tf.int32), minlength=self.seen.shape[0], dtype=tf.float32
+            )
+        )
         return super().train_step((images, labels))
 
 
@@ -41,20 +54,33 @@ def test_training_through_one_percent_of_bad_records(tmp_path, backend):
     examples = numbered_examples(num_records)
     examples[50]["image/encoded"] = examples[50]["image/encoded"][:-100]
     examples[151]["image/encoded"] = b"404 not found"
-    files = [write_tfrecord(tmp_path / f"train-{part}", examples[101 * part : 101 * part + 101]) for part in range(3)]
+    files = [
+        write_tfrecord(tmp_path / f"train-{part}", examples[101 * part : 101 * part + 101])
+        for part in range(3)
+    ]
     with open(files[2], "r+b") as stream:  # the length of record 260
         stream.seek(list(scan_records(files[2]))[260 - 202][0])
         stream.write(b"\xff")
-    command = [sys.executable, SCRIPTS / "index_tfrecords.py", "--verify=decode", "--on_bad=skip", tmp_path / "train-?"]
+    command = [
+        sys.executable,
+        SCRIPTS / "index_tfrecords.py",
+        "--verify=decode",
+        "--on_bad=skip",
+        tmp_path / "train-?",
+    ]
     assert subprocess.run(command, capture_output=True, check=False).returncode == 0
     dataset = DatasetSpec.from_files(tmp_path / "train-?")
     assert dataset.num_records == num_records - len(bad)
-    spec = InputSpec(dataset=dataset, preprocess=Preprocess.for_training(8), order="buffer", buffer_size=64)
+    spec = InputSpec(
+        dataset=dataset, preprocess=Preprocess.for_training(8), order="buffer", buffer_size=64
+    )
     train = distribute(spec, BACKENDS[backend], global_batch_size=30)
     assert train.steps_per_epoch == 10
     model = Counting(num_records)
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    model.fit(train.dataset, steps_per_epoch=train.steps_per_epoch, epochs=1, shuffle=False, verbose=0)
+    model.fit(
+        train.dataset, steps_per_epoch=train.steps_per_epoch, epochs=1, shuffle=False, verbose=0
+    )
     # Keras builds the model on a batch of an iterator that it then drops: it trains on a whole pass of the next one.
     expected = np.array([number not in bad for number in range(num_records)], float)
     np.testing.assert_array_equal(model.seen.numpy(), expected)
@@ -70,7 +96,9 @@ def test_both_backends_skip_the_same_records(tmp_path, backend, num_shards):
         write_tfrecord(tmp_path / f"train-{position}", examples[10 * position : 10 * position + 10])
     build_index(tmp_path / "train-?", Checks(verify="decode"), on_bad="skip", max_bad_fraction=0.5)
     spec = InputSpec(
-        dataset=DatasetSpec.from_files(tmp_path / "train-?"), preprocess=Preprocess.for_evaluation(8), order="sequential"
+        dataset=DatasetSpec.from_files(tmp_path / "train-?"),
+        preprocess=Preprocess.for_evaluation(8),
+        order="sequential",
     )
     seen = []
     for shard_id in range(num_shards):

@@ -1,0 +1,89 @@
+"""Runs commands for tests: in this process, warm (TensorFlow is imported already), or by their command line."""
+
+import contextlib
+import importlib.util
+import io
+import itertools
+import os
+import re
+import subprocess
+import sys
+
+import warm
+from conftest import SCRIPTS
+
+from support import cli
+
+_numbers = itertools.count()
+# What uses TensorFlow itself runs in a process of its own.
+WARM = {
+    "train.py",
+    "preview.py",
+    "compare_images.py",
+    "predict.py",
+    "benchmark_order.py",
+    "soak.py",
+}
+WARM |= {"gpu_check.py"}
+COLD = {"make_tfrecords.py", "make_sample_tfrecords.py"}  # their processes import them by name
+
+
+def load(script):
+    """Imports a command as a new module, with flags of its own."""
+    spec = importlib.util.spec_from_file_location(f"command_{next(_numbers)}", SCRIPTS / script)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(script, *arguments, cwd=None, **environment):
+    """Runs a command; returns the finished process, or what looks like one."""
+    arguments = list(map(str, arguments))
+    if script in COLD:
+        return run_cold(script, *arguments, cwd=cwd, **environment)
+    if script in WARM or environment:
+        environment = {**os.environ, **environment}
+        return warm.run([SCRIPTS / script, *arguments], cwd=cwd, env=environment)
+    output, errors, before = io.StringIO(), io.StringIO(), os.getcwd()
+    module, argv = load(script), sys.argv
+    try:
+        os.chdir(cwd or before)
+        sys.argv = [str(SCRIPTS / script), *arguments]
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+            code = cli.run(module.main, module.FLAGS, arguments)
+    finally:
+        os.chdir(before)
+        sys.argv = argv
+    return subprocess.CompletedProcess([script], code, output.getvalue(), errors.getvalue())
+
+
+def run_cold(script, *arguments, cwd=None, **environment):
+    """Runs a command by its command line; returns the finished process."""
+    return subprocess.run(
+        [sys.executable, SCRIPTS / script, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        timeout=300,
+        check=False,
+        env={**os.environ, **environment},
+    )
+
+
+def fails(process, *parts, bad_records=False):
+    """Checks that a command failed with lines on stderr that hold `parts`, and no traceback."""
+    assert process.returncode == 1, process.stderr
+    assert "Traceback" not in process.stderr
+    assert bad_records or process.stderr.startswith("error: "), process.stderr
+    for part in parts:
+        assert part in process.stderr
+
+
+def rows(output):
+    """Returns the (name, value) rows that a command prints."""
+    return dict(
+        re.split(r"(?<=:) |  +", line, maxsplit=1)
+        for line in output.splitlines()
+        if re.search(r"(?<=:) |  +", line)
+    )

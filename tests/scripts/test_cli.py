@@ -1,0 +1,126 @@
+"""What the commands share: tables, Ctrl-C, and what make and install.sh say."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, SCRIPTS
+from rich.cells import cell_len
+from rich.console import Console
+
+from support import cli
+
+
+@pytest.mark.parametrize("width", [200, 48, 47, 33])
+def test_tables_are_never_cut(capsys, monkeypatch, width):
+    """On a narrow terminal headers and texts are folded."""
+    terminal = {"force_terminal": True, "color_system": None, "width": width, "height": 25}
+    monkeypatch.setattr(cli, "Console", lambda **given: Console(**{**terminal, **given}))
+    cli.print_table(
+        ("setting", "x default", "images/s so far"),
+        [("num_reads=16, 文件=4", "1.05", "12,345"), ("none", "-", "1")],
+    )
+    printed = capsys.readouterr().out.splitlines()
+    for word in ("setting", "default", "images/s", "num_reads=16,", "文件=4", "1.05", "12,345"):
+        assert any(word in line for line in printed), word
+    assert max(map(cell_len, printed)) <= width
+
+
+def test_tables_show_what_is_in_them(capsys):
+    """Which is not markup: errors of DALI have paths in brackets."""
+    rows = [
+        ("[/opt/dali/x.cc:12] Assert :smile:", "-", "12", "1", "2"),
+        ("[bold]", "1", "2", "3", ""),
+    ]
+    cli.print_table(("what", "one header", "two headers", "n", "more"), rows)
+    header, *lines = capsys.readouterr().out.splitlines()
+    assert header.split() == ["what", "one", "header", "two", "headers", "n", "more"]
+    assert lines[0].split() == ["[/opt/dali/x.cc:12]", "Assert", ":smile:", "-", "12", "1", "2"]
+    assert lines[1].split() == ["[bold]", "1", "2", "3"]
+
+
+def find_processes(flag, number):
+    words = ["pgrep", flag, str(number)]
+    return subprocess.run(words, capture_output=True, text=True, check=False).stdout.split()
+
+
+def is_running(process):
+    """Whether a process runs, and not only waits for its parent to notice its end."""
+    try:
+        return bool(Path(f"/proc/{process}/cmdline").read_text())
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["make_sample_tfrecords.py", "--num_images=4096", "{}/out"],
+        [
+            "index_tfrecords.py",
+            "--force",
+            "--verify=decode",
+            "--index_dir={}",
+            "data/sample/train-*",
+        ],
+        ["compare_throughput.py", "--files=data/sample/train-*"],
+        ["soak.py", "--images=100000"],
+    ],
+    ids=lambda given: given[0].partition(".")[0],
+)
+def test_ctrl_c_ends_a_command_and_all_that_it_started(sample_folder, tmp_path, arguments):
+    """A terminal sends it to the command's process group; the command ends its own processes."""
+    script, *rest = (argument.format(tmp_path) for argument in arguments)
+    code = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+    code += "os.execv(sys.executable, sys.argv[1:])"  # what runs the tests may have it ignored
+    words = [sys.executable, "-c", code, sys.executable, SCRIPTS / script, *rest]
+    process = subprocess.Popen(
+        words,
+        cwd=sample_folder,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    children = []
+    while not children:
+        assert process.poll() is None
+        children = find_processes("-P", process.pid)
+        time.sleep(0.01)
+    time.sleep(1)
+    children = find_processes("-P", process.pid)
+    os.killpg(process.pid, signal.SIGINT)
+    process.communicate(timeout=120)
+    assert process.returncode == 130
+    deadline = time.monotonic() + 60
+    while any(map(is_running, children)):
+        assert time.monotonic() < deadline, "something is still running"
+        time.sleep(0.1)
+    left = [path.name for path in tmp_path.iterdir() if not path.name.endswith((".idx", ".json"))]
+    assert left == []
+
+
+def test_install_reads_its_requirements_from_pyproject():
+    """What install.sh passes to pip: whole requirements, one per argument."""
+    lines = (SCRIPTS / "install.sh").read_text().splitlines()
+    functions = [line for line in lines if line.startswith(("section()", "requirement()"))]
+    calls = "section gpu; echo --; section plugin-build; echo --; requirement tensorflow; "
+    calls += "requirement nvidia-dali-cuda120"
+    words = ["bash", "-c", "\n".join([*functions, calls])]
+    process = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    gpu, build, requirements = process.stdout.split("--\n")
+    assert gpu.splitlines() == ["tensorflow[and-cuda]>=2.20,<2.22"]
+    assert build.splitlines()[:2] == ["nvidia-cuda-nvcc-cu12", "nvidia-cuda-runtime-cu12"]
+    tensorflow, dali = requirements.splitlines()
+    assert tensorflow == "tensorflow>=2.20,<2.22"
+    assert dali.startswith("nvidia-dali-cuda120==2.4.*; ")
+
+
+def test_make_help():
+    process = subprocess.run(["make", "-C", ROOT], capture_output=True, text=True, check=True)
+    for verb in ("install", "data", "index", "compare", "train", "test", "test-slow", "docs"):
+        assert f"make {verb} " in process.stdout

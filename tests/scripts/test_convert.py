@@ -1,0 +1,619 @@
+"""Making TFRecords: of images, of TFRecords, of samples."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import kilobytes
+import numpy as np
+import pytest
+import tensorflow as tf
+from commands import fails, rows, run
+from conftest import SCRIPTS, image_zoo, jpeg, numbered_examples, write_tfrecord
+from PIL import Image
+
+from dali_tf_input.index.example import decode_example
+from dali_tf_input.index.tfrecord import read_record, scan_records
+from support.convert.writer import find_split
+
+
+def read_features(file):
+    return [decode_example(read_record(str(file), offset)) for offset, _ in scan_records(str(file))]
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """Three classes of 10, 7 and 1 JPEGs; the files' numbers are their sizes."""
+    root = tmp_path_factory.mktemp("photos")
+    for class_name, count in (("zebra", 10), ("ant", 7), ("bee hive", 1)):
+        (root / class_name).mkdir()
+        for number in range(count):
+            (root / class_name / f"{number}.{'JPEG' if number % 2 else 'jpg'}").write_bytes(
+                jpeg(20 + number, 30 + number)
+            )
+    (root / "labels.csv").write_text("not a class")
+    return root
+
+
+def test_make_tfrecords(tmp_path, photos):
+    process = run(
+        "make_tfrecords.py", "--validation_fraction=0.2", "--num_files=3", photos, tmp_path / "out"
+    )
+    assert (process.returncode, process.stderr) == (0, "")
+    shown = rows(process.stdout)
+    assert (shown["train"], shown["validation"], shown["classes"]) == ("15 images", "3 images", "3")
+    assert shown["files"].startswith("4, ")
+    assert shown["next:"].partition(" ")[2] == f"-m dali_tf_input.index '{tmp_path}/out/*-of-*'"
+    assert sorted(os.listdir(tmp_path / "out")) == [
+        "labels.txt",
+        *(f"train-0000{number}-of-00003" for number in range(3)),
+        "validation-00000-of-00001",
+    ]
+    assert os.listdir(tmp_path) == ["out"]  # nothing beside it
+    assert (tmp_path / "out" / "labels.txt").read_text() == "ant\nbee hive\nzebra\n"
+    train = [
+        record
+        for number in range(3)
+        for record in read_features(tmp_path / "out" / f"train-0000{number}-of-00003")
+    ]
+    validation = read_features(tmp_path / "out" / "validation-00000-of-00001")
+    seen = []
+    for record in train + validation:
+        values = {key: value[0] for key, (_, value) in record.items()}
+        text, filename = values["image/class/text"].decode(), values["image/filename"].decode()
+        assert values["image/class/label"] == ["ant", "bee hive", "zebra"].index(text)
+        assert values["image/encoded"] == (photos / text / filename).read_bytes()
+        number = int(filename.split(".")[0])
+        assert (values["image/height"], values["image/width"]) == (20 + number, 30 + number)
+        seen.append((text, filename))
+    assert len(set(seen)) == len(seen) == 18
+    # A fifth of each class, to the nearest image, and never a whole class.
+    assert sorted(record["image/class/text"][1][0] for record in validation) == [
+        b"ant",
+        b"zebra",
+        b"zebra",
+    ]
+    texts = [record["image/class/text"][1][0] for record in train]
+    assert texts != sorted(texts)  # shuffled
+
+
+def set_bytes(folder):
+    return {
+        path.name: path.read_bytes() for path in Path(folder).iterdir() if path.suffix != ".idx"
+    }
+
+
+def test_make_tfrecords_follows_the_seed(tmp_path, photos):
+    """Whatever the number of processes."""
+    for out, seed, processes in (("a", 1, 1), ("b", 1, 3), ("c", 2, 2)):
+        arguments = (
+            f"--seed={seed}",
+            f"--num_processes={processes}",
+            "--num_files=2",
+            "--resize_shorter=22",
+        )
+        assert run("make_tfrecords.py", *arguments, photos, tmp_path / out).returncode == 0
+    first, same, other = (set_bytes(tmp_path / out) for out in "abc")
+    assert first == same != other
+
+
+def test_make_tfrecords_refuses(tmp_path, photos):
+    out = tmp_path / "out"
+    fails(run("make_tfrecords.py", photos), "Name the folder of images and the folder to write to")
+    fails(run("make_tfrecords.py", tmp_path / "none", out), "No file matches")
+    (tmp_path / "empty" / "class").mkdir(parents=True)
+    fails(
+        run("make_tfrecords.py", tmp_path / "empty", out),
+        "holds no file that ends in .jpg, .jpeg, .png",
+    )
+    fails(run("make_tfrecords.py", tmp_path / "empty" / "class", out), "has no sub-folders")
+    fails(run("make_tfrecords.py", "--num_files=99", photos, out), "cannot fill 99 files")
+    fails(
+        run("make_tfrecords.py", "--num_files=0", photos, out),
+        "`num_files` must be at least 1, got 0",
+    )
+    fails(
+        run("make_tfrecords.py", "--quality=101", photos, out),
+        "`quality` must be in [1, 100], got 101",
+    )
+    fails(
+        run("make_tfrecords.py", "--validation_fraction=1", photos, out),
+        "`validation_fraction` must be in [0, 1), got 1.0",
+    )
+    fails(run("make_tfrecords.py", photos, "/proc/none/out"), "Cannot write to /proc/none")
+    (tmp_path / "bad" / "class").mkdir(parents=True)
+    (tmp_path / "bad" / "class" / "a.jpg").write_text("no image")
+    fails(
+        run("make_tfrecords.py", tmp_path / "bad", out),
+        "Not one of the 1 images can be read; the last is ",
+        "a.jpg",
+    )
+    assert not out.exists()
+    assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == []
+
+
+def test_make_tfrecords_replaces_sets_whole_or_not_at_all(tmp_path, photos):
+    out = tmp_path / "out"
+    assert run("make_tfrecords.py", "--num_files=3", photos, out).returncode == 0
+    before = set_bytes(out)
+    fails(
+        run("make_tfrecords.py", "--num_files=2", photos, out),
+        f"{out} holds a set already",
+        "--overwrite",
+    )
+    assert set_bytes(out) == before
+    assert (
+        run(
+            "make_tfrecords.py",
+            "--num_files=2",
+            "--validation_fraction=0",
+            "--overwrite",
+            photos,
+            out,
+        ).returncode
+        == 0
+    )
+    assert sorted(os.listdir(out)) == ["labels.txt", "train-00000-of-00002", "train-00001-of-00002"]
+    (out / "thesis.txt").write_text("mine")
+    fails(
+        run("make_tfrecords.py", "--overwrite", photos, out),
+        f"{out} holds thesis.txt, which is no part of such a set",
+    )
+    fails(
+        run("make_tfrecords.py", "--overwrite", photos, "."),
+        "cannot be replaced by a folder: name a new one inside it",
+    )
+
+
+def test_make_tfrecords_of_any_image(tmp_path):
+    """What becomes of each kind: as it was, JPEG, RGB, upright, smaller; what cannot be read is left out and listed."""
+    zoo = image_zoo()
+    (tmp_path / "photos" / "all").mkdir(parents=True)
+    for name, (encoded, _, _) in zoo.items():
+        (tmp_path / "photos" / "all" / f"{name}.jpg").write_bytes(encoded)
+    turned = io.BytesIO()
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.open(io.BytesIO(zoo["jpeg"][0])).save(turned, "JPEG", exif=exif)
+    (tmp_path / "photos" / "all" / "turned.jpeg").write_bytes(turned.getvalue())
+    (tmp_path / "photos" / "all" / "notes.txt").write_text("not an image")
+    arguments = ("--validation_fraction=0", tmp_path / "photos", tmp_path / "out")
+    process = run("make_tfrecords.py", *arguments)
+    assert (process.returncode, process.stderr) == (0, "")
+    assert "ignored: 1 file that do not end in" in process.stdout
+    listed = [
+        json.loads(line)
+        for line in (tmp_path / "out" / "unreadable_images.jsonl").read_text().splitlines()
+    ]
+    unreadable = {
+        "cut_in_half",
+        "cut_by_one",
+        "cut_in_its_header",
+        "huge",
+        "no_height",
+        "damaged_png",
+    }
+    unreadable |= {"empty", "zeros", "text", "html", "garbage"}
+    assert {Path(line["image"]).stem for line in listed} == unreadable
+    assert all(line["reason"] for line in listed)
+    records = {
+        record["image/filename"][1][0].decode().split(".")[0]: {
+            key: value[0] for key, (_, value) in record.items()
+        }
+        for record in read_features(tmp_path / "out" / "train-00000-of-00001")
+    }
+    assert set(records) == {*zoo, "turned"} - unreadable
+    for name in ("jpeg", "progressive", "with_a_tail", "grayscale"):
+        assert records[name]["image/encoded"] == zoo[name][0]
+    assert records["turned"]["image/encoded"] == turned.getvalue()
+    for name, record in records.items():
+        image = Image.open(io.BytesIO(record["image/encoded"]))
+        assert (
+            (image.format, image.size)
+            == ("JPEG", (record["image/width"], record["image/height"]))
+            == ("JPEG", (90, 60))
+        )
+        assert image.mode == ("L" if name == "grayscale" else "RGB")
+        if name not in ("progressive", "turned", "ycck"):  # its transform was only claimed
+            original = np.asarray(Image.open(io.BytesIO(zoo["jpeg"][0]))).astype(float)
+            difference = np.abs(np.asarray(image.convert("RGB")) - original).mean()
+            assert difference < (60 if name in ("grayscale", "cmyk") else 12), (name, difference)
+    assert rows(process.stdout)["EXIF orientation kept"] == "1 image"
+    assert rows(process.stdout)["CMYK made RGB"] == "2 images"
+    process = run("make_tfrecords.py", "--apply_orientation", "--overwrite", *arguments)
+    assert rows(process.stdout)["turned upright"] == "1 image"
+    sizes = [
+        record["image/height"][1][0]
+        for record in read_features(tmp_path / "out" / "train-00000-of-00001")
+    ]
+    assert sorted(sizes)[-1] == 90
+    process = run(
+        "make_tfrecords.py", "--resize_shorter=30", "--quality=80", "--overwrite", *arguments
+    )
+    for record in read_features(tmp_path / "out" / "train-00000-of-00001"):
+        image = Image.open(io.BytesIO(record["image/encoded"][1][0]))
+        assert image.size in ((45, 30), (30, 45))
+        assert image.getexif().get(0x0112, 1) == 1
+    process = run("index_tfrecords.py", "--verify=decode", tmp_path / "out" / "train-*")
+    assert process.returncode == 0, process.stderr  # all that is written can be trained on
+
+
+def test_sixteen_bits_a_pixel_are_scaled(tmp_path):
+    (tmp_path / "photos" / "a").mkdir(parents=True)
+    gray = np.linspace(0, 65535, 64 * 64).reshape(64, 64).astype(np.uint16)
+    Image.fromarray(gray).save(tmp_path / "photos" / "a" / "deep.png")
+    assert (
+        run(
+            "make_tfrecords.py", "--validation_fraction=0", tmp_path / "photos", tmp_path / "out"
+        ).returncode
+        == 0
+    )
+    (record,) = read_features(tmp_path / "out" / "train-00000-of-00001")
+    image = np.asarray(Image.open(io.BytesIO(record["image/encoded"][1][0])))
+    assert np.abs(image - gray / 256).mean() < 2
+
+
+def test_make_tfrecords_from_tfrecords(tmp_path):
+    """Shuffled anew over other files, every record once; bad ones left out; unknown features kept; smaller if asked for."""
+    examples = numbered_examples(50)
+    for number, example in enumerate(examples):
+        example |= {"note": f"record {number}", "image/height": -1}
+    examples[7]["image/encoded"] = examples[7]["image/encoded"][:-30]
+    for position in range(2):
+        write_tfrecord(tmp_path / f"old-{position}", examples[25 * position : 25 * position + 25])
+    (tmp_path / "labels.txt").write_text("".join(f"class {number}\n" for number in range(50)))
+    source = tmp_path / "old-*"
+    fails(
+        run("make_tfrecords.py", source, tmp_path / "new"),
+        "2 of 2 files have no index",
+        "-m dali_tf_input.index ",
+    )
+    assert run("index_tfrecords.py", source).returncode == 0
+    process = run(
+        "make_tfrecords.py", "--num_files=5", "--validation_fraction=0.2", source, tmp_path / "new"
+    )
+    assert (process.returncode, process.stderr) == (0, "")
+    names = sorted(path.name for path in (tmp_path / "new").glob("*-of-*"))
+    assert names == [
+        *(f"train-0000{number}-of-00005" for number in range(5)),
+        "validation-00000-of-00001",
+    ]
+    written = [record for name in names for record in read_features(tmp_path / "new" / name)]
+    labels = [record["image/class/label"][1][0] for record in written]
+    assert sorted(labels) == [number for number in range(50) if number != 7]
+    assert labels != sorted(labels)
+    for record, label in zip(written, labels, strict=True):
+        assert {key: values[0] for key, (_, values) in record.items()} == {
+            key: value.encode() if isinstance(value, str) else value
+            for key, value in examples[label].items()
+        }
+    assert json.loads((tmp_path / "new" / "unreadable_images.jsonl").read_text())[
+        "image"
+    ].startswith(f"{tmp_path}/old-0 at byte ")
+    assert (tmp_path / "new" / "labels.txt").read_text() == (tmp_path / "labels.txt").read_text()
+    assert (
+        run("make_tfrecords.py", "--resize_shorter=32", source, tmp_path / "small").returncode == 0
+    )
+    for record in read_features(tmp_path / "small" / "train-00000-of-00001"):
+        original = Image.open(
+            io.BytesIO(examples[record["image/class/label"][1][0]]["image/encoded"])
+        )
+        image = Image.open(io.BytesIO(record["image/encoded"][1][0]))
+        assert min(image.size) == min(32, *original.size)
+        assert record["note"][1][0].decode() == f"record {record['image/class/label'][1][0]}"
+        assert record["image/height"][1][0] == (image.height if min(original.size) > 32 else -1)
+
+
+def test_tfrecords_keep_their_splits(tmp_path, photos):
+    assert (
+        run("make_tfrecords.py", "--validation_fraction=0.3", photos, tmp_path / "old").returncode
+        == 0
+    )
+    assert run("index_tfrecords.py", f"{tmp_path}/old/*-of-*").returncode == 0
+    process = run("make_tfrecords.py", "--num_files=2", f"{tmp_path}/old/*-of-*", tmp_path / "new")
+    assert (rows(process.stdout)["train"], rows(process.stdout)["validation"]) == (
+        "13 images",
+        "5 images",
+    )
+
+    def names(folder, split):
+        records = [
+            record
+            for path in (tmp_path / folder).glob(f"{split}-*-of-?????")
+            for record in read_features(path)
+        ]
+        return sorted(
+            (record["image/class/text"][1][0], record["image/filename"][1][0]) for record in records
+        )
+
+    for split in ("train", "validation"):
+        assert names("old", split) == names("new", split)
+    process = run(
+        "make_tfrecords.py",
+        "--validation_fraction=0.5",
+        f"{tmp_path}/old/*-of-*",
+        tmp_path / "again",
+    )
+    assert (rows(process.stdout)["train"], rows(process.stdout)["validation"]) == (
+        "9 images",
+        "9 images",
+    )
+    process = run("make_tfrecords.py", "--overwrite", f"{tmp_path}/old/train-*", tmp_path / "old")
+    fails(process, f"{tmp_path}/old holds the TFRecords to be read")
+
+
+def test_splits_are_known_by_the_names_of_slim_and_tfds(tmp_path):
+    for split, count in (("train", 5), ("validation", 3), ("test", 2)):
+        write_tfrecord(
+            tmp_path / f"test-photos-{split}.tfrecord-00000-of-00001", numbered_examples(count)
+        )
+    assert run("index_tfrecords.py", f"{tmp_path}/*.tfrecord-?????-of-?????").returncode == 0
+    fails(
+        run("make_tfrecords.py", f"{tmp_path}/*.tfrecord-?????-of-?????", tmp_path / "out"),
+        "is of a test split by its name, and 2 of 3 files are not",
+    )
+    assert not (tmp_path / "out").exists()
+    process = run(
+        "make_tfrecords.py",
+        "--num_files=1",
+        f"{tmp_path}/*-[tv][ra]*.tfrecord-?????-of-?????",
+        tmp_path / "out",
+    )
+    assert (rows(process.stdout)["train"], rows(process.stdout)["validation"]) == (
+        "5 images",
+        "3 images",
+    )
+    assert [
+        find_split(name)
+        for name in (
+            "train-0-of-4",
+            "a/validation-0-of-4",
+            "x_val-3",
+            "cub-test.tfrecord-0-of-1",
+            "test2017-0-of-4",
+            "testing-0",
+            "latest-0",
+            "validated.tfrecord",
+        )
+    ] == ["train", "validation", "validation", "test", "test", "test", "train", "train"]
+
+
+def test_make_tfrecords_never_takes_away_what_is_not_its_own(tmp_path, photos):
+    assert run("make_tfrecords.py", photos, tmp_path / "out").returncode == 0
+    (tmp_path / "out" / "train-notes.md").write_text("mine")
+    fails(
+        run("make_tfrecords.py", "--overwrite", photos, tmp_path / "out"),
+        "holds train-notes.md, which is no part of such a set",
+    )
+    os.unlink(tmp_path / "out" / "train-notes.md")
+    (tmp_path / "out" / "train-00000-of-00009").mkdir()
+    fails(
+        run("make_tfrecords.py", "--overwrite", photos, tmp_path / "out"),
+        "holds train-00000-of-00009, which is no part",
+    )
+
+
+def test_make_tfrecords_of_odd_names_and_depths(tmp_path):
+    """Bytes that are no UTF-8 and line breaks in names; pixels whose range nothing tells are left out, not made black."""
+    root = os.fsencode(tmp_path / "photos")
+    for folder, name in (
+        (b"c\xff", b"a\xff.jpg"),
+        (b"c\xff", b"a\nb.jpg"),
+        (b"d", b"bad\xff.jpg"),
+        (b"d", b"good.jpg"),
+    ):
+        os.makedirs(os.path.join(root, folder), exist_ok=True)
+        Path(os.fsdecode(os.path.join(root, folder, name))).write_bytes(
+            b"x" if name.startswith(b"bad") else jpeg(9, 9)
+        )
+    Image.fromarray(np.ones((9, 9), np.float32)).save(tmp_path / "photos" / "d" / "float.tif")
+    Image.fromarray(np.ones((9, 9), np.int32)).save(tmp_path / "photos" / "d" / "integer.tif")
+    Image.new("1", (70_000, 1)).save(tmp_path / "photos" / "d" / "wide.png")
+    process = run(
+        "make_tfrecords.py", "--validation_fraction=0", tmp_path / "photos", tmp_path / "out"
+    )
+    assert (process.returncode, process.stderr) == (0, "")
+    assert rows(process.stdout)["train"] == "3 images"
+    listed = [
+        json.loads(line)
+        for line in (tmp_path / "out" / "unreadable_images.jsonl").read_text().splitlines()
+    ]
+    reasons = {os.fsencode(line["image"]).rsplit(b"/", 1)[1]: line["reason"] for line in listed}
+    assert set(reasons) == {b"bad\xff.jpg", b"float.tif", b"integer.tif", b"wide.png"}
+    assert reasons[b"float.tif"] == "pixels of mode F, whose range nothing tells"
+    assert reasons[b"wide.png"].startswith("70000x1: a JPEG holds 65535 pixels each way")
+    assert (tmp_path / "out" / "labels.txt").read_bytes() == b"c\xff\nd\n"
+    names = {
+        record["image/filename"][1][0]
+        for record in read_features(tmp_path / "out" / "train-00000-of-00001")
+    }
+    assert names == {b"a\xff.jpg", b"a\nb.jpg", b"good.jpg"}
+    os.mkdir(os.path.join(root, b"e\nf"))
+    fails(
+        run("make_tfrecords.py", tmp_path / "photos", tmp_path / "x"),
+        "a line break in the name of a class",
+    )
+
+
+def test_files_without_a_readable_image_are_none(tmp_path):
+    (tmp_path / "photos" / "a").mkdir(parents=True)
+    for number in range(8):
+        (tmp_path / "photos" / "a" / f"{number}.jpg").write_bytes(
+            jpeg(9, 9) if number < 2 else b"x"
+        )
+    process = run(
+        "make_tfrecords.py",
+        "--num_files=6",
+        "--validation_fraction=0.2",
+        tmp_path / "photos",
+        tmp_path / "out",
+    )
+    assert process.returncode == 0, process.stderr
+    names = sorted(path.name for path in (tmp_path / "out").glob("*-of-*"))
+    train = [name for name in names if name.startswith("train")]
+    assert train == [f"train-{number:05d}-of-{len(train):05d}" for number in range(len(train))]
+    assert 1 <= len(train) <= 2
+    assert run("index_tfrecords.py", f"{tmp_path}/out/*-of-*").returncode == 0
+
+
+def test_a_converter_killed_alone_leaves_nothing_running(tmp_path, photos):
+    command = [
+        sys.executable,
+        SCRIPTS / "make_sample_tfrecords.py",
+        "--num_images=4096",
+        tmp_path / "out",
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    workers = []
+    while not workers and process.poll() is None:
+        workers = [
+            child for child in children.read_text().split() if "spawn_main" in command_of(child)
+        ]
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    assert workers
+    for _ in range(
+        300
+    ):  # half a minute: a worker may have to wait for a slow disk before it can go
+        if not any(Path(f"/proc/{worker}").exists() for worker in workers):
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail("a worker outlived its parent")
+    assert run("make_tfrecords.py", photos, tmp_path / "out").returncode == 0
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def command_of(process):
+    """Returns the words of a process's command; none where it is gone, or only waits for its parent to notice."""
+    try:
+        return Path(f"/proc/{process}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+def test_the_number_of_files_follows_the_size(tmp_path, photos, monkeypatch):
+    """Files of 100 to 200 MB; here of kilobytes.
+
+    And whatever the calling program holds: a process that is forked from one that feeds TensorFlow waits for ever when Python
+    collects a dataset's iterator there, whose threads it does not have.
+    """
+    iterator = iter(
+        tf.data.Dataset.range(10**6)
+        .map(lambda number: number + 1, num_parallel_calls=2)
+        .prefetch(2)
+    )
+    next(iterator)
+    unreachable = [iterator]
+    unreachable.append(unreachable)
+    del iterator, unreachable
+    from support.convert import writer
+    from support.convert.writer import Record, Split, write_splits
+
+    monkeypatch.setattr(writer, "_FILE_BYTES", 150_000)
+    splits = [
+        Split(name="train", items=range(900), num_files=None),
+        Split(name="validation", items=range(20), num_files=None),
+    ]
+    written = write_splits(str(tmp_path / "out"), splits, kilobytes.make_kilobyte, labels=None)
+    assert (written.num_files, written.records) == (6 + 1, {"train": 900, "validation": 20})
+    sizes = [os.path.getsize(path) for path in sorted((tmp_path / "out").glob("train-*"))]
+    assert len(sizes) == 6
+    assert all(100_000 < size < 200_000 for size in sizes)
+    assert Record(None, "").notes == ()
+
+
+def test_make_tfrecords_killed_at_any_moment(tmp_path, photos):
+    """The set is there whole, the old one or the new one, or not at all; the next run clears up."""
+    command = [
+        sys.executable,
+        SCRIPTS / "make_tfrecords.py",
+        "--overwrite",
+        "--num_files=4",
+        photos,
+        tmp_path / "out",
+    ]
+    subprocess.run([*command, "--seed=0"], check=True, capture_output=True)
+    start = time.perf_counter()
+    subprocess.run([*command, "--seed=1"], check=True, capture_output=True)
+    seconds = time.perf_counter() - start
+    new = set_bytes(tmp_path / "out")
+    subprocess.run([*command, "--seed=0"], check=True, capture_output=True)
+    old = set_bytes(tmp_path / "out")
+    assert old != new
+    for number in range(8):
+        process = subprocess.Popen(
+            [*command, "--seed=1"], start_new_session=True, stdout=subprocess.DEVNULL
+        )
+        time.sleep(seconds * (0.3 + 0.1 * number))
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        sets = [set_bytes(path) for path in tmp_path.glob("out*")]
+        assert sets
+        assert all(found in (old, new) for found in sets)
+    subprocess.run([*command, "--seed=1"], check=True, capture_output=True)
+    assert set_bytes(tmp_path / "out") == new
+    assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == []
+
+
+def test_sample_data_resembles_imagenet(tmp_path):
+    process = run(
+        "make_sample_tfrecords.py", "--num_images=400", "--num_validation_images=8", tmp_path
+    )
+    assert process.returncode == 0, process.stderr
+    shown = rows(process.stdout)
+    assert (shown["train"], shown["validation"], shown["classes"]) == (
+        "400 images",
+        "8 images",
+        "8",
+    )
+    records = [
+        record for path in sorted(tmp_path.glob("train-*")) for record in read_features(path)
+    ]
+    column = {key: [record[key][1][0] for record in records] for key in records[0]}
+    assert len(records) == 400
+    assert np.mean(column["image/height"]) == pytest.approx(401, rel=0.05)
+    assert np.mean(column["image/width"]) == pytest.approx(468, rel=0.05)
+    assert np.mean([len(encoded) for encoded in column["image/encoded"]]) == pytest.approx(
+        110e3, rel=0.07
+    )
+    assert sorted(set(column["image/class/label"])) == list(range(8))
+    modes = [Image.open(io.BytesIO(encoded)).mode for encoded in column["image/encoded"]]
+    assert modes.count("L") == 8  # 2%
+    first = Image.open(io.BytesIO(column["image/encoded"][0]))
+    assert first.size == (column["image/width"][0], column["image/height"][0])
+
+
+def test_sample_data_refuses(tmp_path):
+    fails(
+        run("make_sample_tfrecords.py", "--num_images=-2", tmp_path / "x"),
+        "`num_images` must be at least 1",
+    )
+    fails(
+        run("make_sample_tfrecords.py", "--num_images=2", tmp_path / "x"),
+        "2 train images cannot fill 4 files",
+    )
+    fails(run("make_sample_tfrecords.py", "--seed=-1", tmp_path / "x"), "`seed` must be at least 0")
+    fails(run("make_sample_tfrecords.py"), "Name one folder")
+    assert not (tmp_path / "x").exists()
+
+
+def test_sample_data_follows_the_seed(tmp_path):
+    for out, seed in (("a", 0), ("b", 0), ("c", 1)):
+        arguments = (
+            "--num_images=8",
+            "--num_validation_images=1",
+            "--num_files=1",
+            f"--seed={seed}",
+            tmp_path / out,
+        )
+        assert run("make_sample_tfrecords.py", *arguments).returncode == 0
+    first, same, other = ((tmp_path / out / "train-00000-of-00001").read_bytes() for out in "abc")
+    assert first == same != other

@@ -1,0 +1,94 @@
+"""preview.py: the sheet, and what is on it."""
+
+import numpy as np
+import pytest
+from commands import load, run
+from PIL import Image
+
+from dali_tf_input import (
+    DatasetSpec,
+    InputSpec,
+    NoCrop,
+    Preprocess,
+    RandomCrop,
+    RandomResizedCrop,
+    ResizeRandomCrop,
+    TfDataOptions,
+    denormalize,
+    make_dataset,
+)
+
+FILES = "--files=data/sample/train-*"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "largest"),
+    [
+        ([], 0.01),
+        (["--crop=random_resized_crop", "--antialias", "--dtype=float16", "--layout=CHW"], 0.2),
+        (["--crop=random_crop", "--image_size=300", "--dtype=uint8"], 0.01),
+        (["--evaluation", "--num_images=3", "--seed=4"], 0.01),
+        (["--image_width=90", "--interpolation=bicubic", "--mean=0,0,0", "--std=255,255,255"], 0.2),
+    ],
+)
+def test_preview(sample_folder, tmp_path, arguments, largest):
+    """The sheet, without a difference where the backends agree."""
+    process = run("preview.py", FILES, f"--out={tmp_path}/sheet.png", *arguments, cwd=sample_folder)
+    assert (process.returncode, process.stderr) == (0, "")
+    line = next(line for line in process.stdout.splitlines() if line.startswith("difference"))
+    assert float(line.split()[2]) <= largest
+    sheet = np.asarray(Image.open(tmp_path / "sheet.png").convert("L"))
+    assert min(sheet.shape) > 300
+    assert 0 < (sheet < 10).mean() < 0.6
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "uint8"])
+@pytest.mark.parametrize("layout", ["HWC", "CHW"])
+def test_denormalize(dataset, dtype, layout):
+    """What any spec makes of an image comes back as what uint8 makes of it."""
+    made = []
+    for changes in ({"dtype": dtype, "layout": layout}, {"dtype": "uint8"}):
+        preprocess = Preprocess(
+            image_size=(20, 30),
+            crop=NoCrop(),
+            mirror_probability=0,
+            mean=(9.0, 20.0, 30.0),
+            **changes,
+        )
+        spec = InputSpec(dataset=dataset, preprocess=preprocess, order="sequential")
+        images, _ = next(iter(make_dataset(spec, TfDataOptions(), batch_size=4)))
+        made.append(denormalize(images.numpy(), preprocess))
+    assert made[0].shape == made[1].shape == (4, 20, 30, 3)
+    assert made[0].dtype == np.float32
+    # Of rounding to whole numbers, and of values between 4 and 8 in the type, times the largest `std`.
+    bound = {
+        "float32": 0.5001,
+        "float16": 0.5 + 2**-9 * 58.4,
+        "bfloat16": 0.5 + 2**-6 * 58.4,
+        "uint8": 0,
+    }[dtype]
+    assert np.abs(made[0] - made[1]).max() <= bound
+
+
+@pytest.mark.parametrize(
+    "crop", [ResizeRandomCrop(resize=(60, 60)), RandomResizedCrop(), RandomCrop()], ids=repr
+)
+def test_preview_shows_the_originals_of_its_images(sample_folder, crop):
+    """An original, cut at its frame, mirrored where it says so, and resized by Pillow, is what the model is shown to see."""
+    preview = load("preview.py")
+
+    dataset = DatasetSpec.from_files(str(sample_folder / "data/sample/train-*"))
+    preprocess = Preprocess(image_size=(48, 48), crop=crop, mirror_probability=0.5, antialias=True)
+    spec = InputSpec(dataset=dataset, preprocess=preprocess, order="global", seed=3)
+    images, _ = next(iter(make_dataset(spec, TfDataOptions(), batch_size=12)))
+    seen = denormalize(images.numpy(), preprocess)
+    mirrors = set()
+    for place, encoded in enumerate(preview.read_encoded(spec, 12)):
+        original, box, mirrored = preview.open_original(encoded, spec, place)
+        top, left, height, width = box
+        box = (left, top, left + width, top + height)
+        cut = original.resize((48, 48), Image.Resampling.BILINEAR, box=box)
+        cut = cut.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if mirrored else cut
+        assert np.abs(np.asarray(cut, np.float32) - seen[place]).mean() < 2
+        mirrors.add(mirrored)
+    assert mirrors == {False, True}

@@ -1,0 +1,95 @@
+"""Pipelines that are cut after a stage: each does what the whole one does, up to there."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from dali_tf_input import (
+    DaliOptions,
+    InputError,
+    InputSpec,
+    Preprocess,
+    RandomCrop,
+    RandomResizedCrop,
+    ResizeRandomCrop,
+    TfDataOptions,
+    make_dataset,
+)
+from dali_tf_input.index.example import decode_example
+from dali_tf_input.index.tfrecord import read_record
+from dali_tf_input.order import read_index
+from support.throughput import stages
+from support.throughput.stages import STAGES
+
+OPTIONS = {"tf_data": TfDataOptions(), "dali": DaliOptions(device="cpu")}
+
+
+def build(spec, options, stage):
+    with tf.device("CPU:0"):
+        if stage is None:
+            return make_dataset(spec, options, batch_size=6)
+        return stages.make_dataset(stage, spec, options, batch_size=6)
+
+
+def first(spec, options, stage):
+    batch = next(iter(build(spec, options, stage)))
+    return batch if stage is None else tf.nest.flatten(batch)[0]  # DALI serves tuples only
+
+
+@pytest.mark.parametrize("backend", OPTIONS)
+@pytest.mark.parametrize("order", ["sequential", "buffer", "global"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_cut_serves_one_number_for_each_image(dataset, backend, order, stage):
+    spec = InputSpec(dataset=dataset, preprocess=Preprocess.for_training(16), order=order)
+    if backend == "dali" and stage == "read" and order != "global":
+        with pytest.raises(InputError, match="DALI's own reader reads and parses"):
+            build(spec, OPTIONS[backend], stage)
+        return
+    numbers = first(spec, OPTIONS[backend], stage)
+    assert (numbers.shape, numbers.dtype) == ((6,), tf.float32)
+    assert len(set(numbers.numpy().tolist())) > 1
+
+
+def test_what_is_read_and_parsed(dataset):
+    """In the order of the files: the sizes of the records, and those of the images plus their labels."""
+    spec = InputSpec(dataset=dataset, preprocess=Preprocess.for_training(16), order="sequential")
+    records = [
+        read_record(dataset.files[0], offset)
+        for offset, _ in read_index(dataset.index_files[0]).tolist()
+    ]
+    found = first(spec, TfDataOptions(), "read").numpy()[: len(records)]
+    assert found.tolist() == list(map(len, records))
+    images = [decode_example(record)["image/encoded"][1][0] for record in records]
+    for options in OPTIONS.values():
+        found = first(spec, options, "parse").numpy()[: len(records)]
+        assert found.tolist() == [len(image) + number for number, image in enumerate(images)]
+
+
+@pytest.mark.parametrize("backend", OPTIONS)
+@pytest.mark.parametrize("decode", ["full", "region"])
+@pytest.mark.parametrize(
+    ("crop", "antialias"),
+    [
+        (ResizeRandomCrop(resize=(20, 20)), True),
+        (RandomResizedCrop(), False),
+        (RandomCrop(), False),
+    ],
+)
+def test_the_last_cut_holds_the_corners_of_the_whole_pipelines_images(
+    dataset, backend, decode, crop, antialias
+):
+    preprocess = Preprocess(
+        image_size=(16, 16), crop=crop, mirror_probability=0.0, antialias=antialias
+    )
+    spec = InputSpec(dataset=dataset, preprocess=preprocess, order="global", seed=5)
+    options = dataclasses.replace(OPTIONS[backend], decode=decode)
+    images, _ = first(spec, options, None)
+    np.testing.assert_array_equal(first(spec, options, "normalize"), images[:, 0, 0, 0])
+    resized = first(
+        spec, options, "resize"
+    ).numpy()  # before the mirror, which is off, and normalizing
+    np.testing.assert_allclose(
+        (resized - preprocess.mean[0]) / preprocess.std[0], images[:, 0, 0, 0], atol=1e-5
+    )

@@ -1,0 +1,237 @@
+"""The measurements: compare_throughput.py, its rows and its workers."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tensorflow as tf
+from commands import fails, run
+from conftest import SCRIPTS, numbered_examples, write_tfrecord
+from PIL import Image
+
+from dali_tf_input import DatasetSpec
+
+
+@pytest.mark.slow
+def test_compare_throughput(sample_folder, tmp_path):
+    process = run(
+        "compare_throughput.py",
+        "--files=data/sample/train-*",
+        "--seconds=0.2",
+        "--repeats=2",
+        "--warmup_batches=1",
+        "--batch_size=16",
+        f"--json={tmp_path}/result.json",
+        f"--plot={tmp_path}/plot.png",
+        cwd=sample_folder,
+    )
+    assert process.returncode == 0, process.stderr
+    assert process.stderr == ""
+    report = json.loads((tmp_path / "result.json").read_text())
+    rows = [
+        "tf_data_serial",
+        "tf_data_by_hand",
+        "tf_data",
+        "dali_cpu_by_hand",
+        "dali_cpu_bare",
+        "dali_cpu",
+    ]
+    assert list(report["rows"])[:6] == rows
+    for name in rows:
+        row = report["rows"][name]
+        speed = row["images_per_second"]
+        assert 0 < speed["minimum"] <= speed["median"] <= speed["maximum"]
+        assert row["cpu_seconds_per_1000_images"] > 0
+        assert row["first_batch_seconds"] > 0
+        assert row["peak_memory_bytes"] > 1e8
+        assert len(report["windows"][name]) == 2
+        assert f"\n{name} " in process.stdout
+    assert report["rows"]["tf_data"]["ratio_to_tf_data"] == {
+        "median": 1.0,
+        "minimum": 1.0,
+        "maximum": 1.0,
+    }
+    assert report["versions"]["DALI"].startswith("2.4")
+    assert report["num_records"] == 96
+    assert report["cores"] == len(os.sched_getaffinity(0))
+    assert "TfDataOptions(" in report["options"]["tf_data"]
+    assert Image.open(tmp_path / "plot.png").width > 800
+
+
+def test_compare_throughput_refuses(sample_folder, tmp_path):
+    sample = "--files=data/sample/train-*"
+    fails(run("compare_throughput.py"), "Name the TFRecord files")
+    fails(
+        run("compare_throughput.py", sample, "--backends=dali", cwd=sample_folder),
+        "`backends` must be of tf_data_serial",
+    )
+    fails(
+        run("compare_throughput.py", sample, "--batch_size=97", cwd=sample_folder),
+        "at most the 96 records, got 97",
+    )
+    fails(
+        run("compare_throughput.py", sample, "--seconds=0", cwd=sample_folder),
+        "`seconds` must be at least 0.01",
+    )
+    fails(
+        run("compare_throughput.py", sample, "--repeats=0", cwd=sample_folder),
+        "`repeats` must be at least 1",
+    )
+    fails(
+        run("compare_throughput.py", sample, f"--json={tmp_path}/no/x.json", cwd=sample_folder),
+        "there is no folder",
+    )
+    fails(
+        run("compare_throughput.py", sample, "--plot=x.svg", cwd=sample_folder),
+        "`plot` must end in .png, got x.svg",
+    )
+    fails(
+        run("compare_throughput.py", sample, "--backends=tf_data,dali_gpu", cwd=sample_folder),
+        "need an NVIDIA GPU",
+    )
+
+
+@pytest.mark.slow
+def test_sweep(sample_folder, monkeypatch, capsys):
+    """Two of its kinds of work, one on images that are resized first; all of them take minutes."""
+    monkeypatch.setattr(sys, "argv", [str(SCRIPTS / "compare_throughput.py")])
+    from support import cli
+    from support.flags import FileFlags
+    from support.throughput import sweep
+
+    monkeypatch.setattr(sweep, "WORKS", (sweep.WORKS[1], sweep.WORKS[3]))
+    monkeypatch.setattr(sweep, "_IMAGES", 32)
+    files = str(sample_folder / "data/sample/train-*")
+    flags = cli.Flags()
+    file_flags = FileFlags(flags)
+    flags(["test", f"--files={files}"])
+    arguments = [
+        "--seconds=0.1",
+        "--repeats=1",
+        "--warmup_batches=0",
+        "--batch_size=16",
+        "--dtype=uint8",
+    ]
+    reports = sweep.run(DatasetSpec.from_files(files), file_flags, arguments)
+    assert [report["work"].count("uint8") for report in reports.values()] == [1, 1]
+    assert "antialias" in reports["the same, antialias, as they are"]["work"]
+    report = reports["1080x1920 to 224, scaled, (1080, 1920)"]
+    assert report["decode"] == "scaled"
+    table = capsys.readouterr().out
+    assert table.count("dali_cpu_bare") + table.count("tf_data_by_hand") >= 2
+    fails(
+        run("compare_throughput.py", f"--files={files}", "--sweep", "--antialias"),
+        "--sweep chooses --antialias itself",
+    )
+    fails(
+        run("compare_throughput.py", f"--files={files}", "--sweep", "--batch_size=500"),
+        "at most the 96 records, got 500",
+    )
+
+
+def test_compare_throughput_reports_a_row_that_dies(tmp_path):
+    """A record that no decoder can read ends the measurement with an error, not with a hang or a half-written table."""
+    examples = numbered_examples(8)
+    examples[3]["image/encoded"] = b"this is no image"
+    file = write_tfrecord(tmp_path / "train", examples)
+    assert run("index_tfrecords.py", file).returncode == 0
+    process = run(
+        "compare_throughput.py",
+        f"--files={file}",
+        "--batch_size=4",
+        f"--json={tmp_path}/result.json",
+    )
+    assert process.returncode == 1
+    assert "The backends' images were not shown to be the same" in process.stderr
+    assert not (tmp_path / "result.json").exists()
+
+
+@pytest.mark.parametrize("layout", ["HWC", "CHW"])
+def test_compare_images(sample_folder, layout):
+    process = run(
+        "compare_images.py",
+        "--files=data/sample/validation-*",
+        f"--layout={layout}",
+        cwd=sample_folder,
+    )
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.startswith(
+        "DALI and tf.data agree in 32 evaluation images: mean absolute "
+    )
+    strict = run(
+        "compare_images.py", "--files=data/sample/validation-*", "--most=1e-9", cwd=sample_folder
+    )
+    assert strict.returncode == 1
+    assert "DALI and tf.data differ in 32 evaluation images" in strict.stderr
+
+
+def test_by_hand_does_the_same_work(sample_folder):
+    """The hand-written baseline yields what the package's does, in kind; its decode and resize are the same operations."""
+    from dali_tf_input import InputSpec, Preprocess, TfDataOptions
+    from dali_tf_input.dataset import make_dataset
+    from support.throughput import reference
+
+    records = DatasetSpec.from_files(str(sample_folder / "data/sample/train-*"))
+    spec = InputSpec(dataset=records, preprocess=Preprocess.for_training(224), order="buffer")
+    ours = make_dataset(spec, TfDataOptions(), batch_size=96)
+    theirs = reference.make_dataset(spec, batch_size=96)
+    assert ours.element_spec == theirs.element_spec
+    (our_images, our_labels), (their_images, their_labels) = next(iter(ours)), next(iter(theirs))
+    assert sorted(our_labels.numpy()) == sorted(their_labels.numpy())
+    assert float(tf.reduce_mean(our_images)) == pytest.approx(
+        float(tf.reduce_mean(their_images)), abs=0.02
+    )
+
+
+def test_a_measurer_dies_with_its_parent(sample_folder):
+    """Also when it is paused, as between its turns, and the parent is killed."""
+    code = f"""if True:
+        import os, signal, sys
+        sys.path.insert(0, "{SCRIPTS}")
+        from support import cli
+        from support.flags import FileFlags, WorkFlags
+        from support.throughput.candidates import Measurer
+        flags = cli.Flags()
+        files, work = FileFlags(flags), WorkFlags(flags)
+        flags(["test", "--files=data/sample/train-*"])
+        measurer = Measurer(files, work)
+        measurer._words += ["--batch_size=8"]
+        worker = measurer.start()
+        measurer.pause()
+        print(worker._process.pid, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    words = [sys.executable, "-c", code]
+    parent = subprocess.run(words, cwd=sample_folder, capture_output=True, text=True, check=False)
+    child = Path(f"/proc/{int(parent.stdout)}/status")
+    deadline = time.monotonic() + 60
+    while child.exists() and "State:\tZ" not in child.read_text():
+        assert time.monotonic() < deadline, "the measurer outlived its parent"
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_benchmark_order(tmp_path):
+    process = run(
+        "benchmark_order.py",
+        "--num_records=700",
+        "--num_files=3",
+        "--shards=1,3",
+        f"--plot={tmp_path}/order.png",
+    )
+    assert process.returncode == 0, process.stderr
+    assert process.stderr == ""
+    lines = [line.split() for line in process.stdout.splitlines()]
+    assert [line[:2] for line in lines if line[:1] == ["global"]][:2] == [
+        ["global", "1"],
+        ["global", "3"],
+    ]
+    assert ["global", "20", "20", "20.0"] in [line[:4] for line in lines]
+    assert Image.open(tmp_path / "order.png").width > 1000
+    fails(run("benchmark_order.py", "--num_files=0"), "`num_files` must be at least 1")
+    fails(run("benchmark_order.py", "--shards=a"), "`shards` must be whole numbers, got a")
+    fails(run("benchmark_order.py", "--plot=x.svg"), "`plot` must end in .png, got x.svg")

@@ -1,0 +1,397 @@
+"""The commands that measure and check: short runs, what they conclude, and what they say to bad input."""
+
+import json
+import os
+import re
+
+import pytest
+from commands import fails, load, run
+from conftest import SCRIPTS, numbered_examples, write_tfrecord
+
+from dali_tf_input import AUTOTUNE, DaliOptions, InputError, TfDataOptions
+from support import cli, processes
+from support.flags import FileFlags, WorkFlags
+from support.throughput import candidates
+from support.throughput.candidates import Candidate, CandidateError, Measurer, is_faster
+
+FILES = "--files=data/sample/train-*"
+# Each command that reads records, the flag that names its output, and flags that make it short.
+TOOLS = {
+    "profile_stages.py": ("--json", ["--seconds=0.05", "--repeats=1", "--nosettings"]),
+    "tune.py": ("--out", ["--seconds=1"]),
+    "preview.py": ("--out", []),
+    "gpu_check.py": ("--out", ["--rehearse", "--parts=devices"]),
+    "soak.py": ("--json", ["--images=1000", "--evaluations=10", "--datasets=20"]),
+}
+SMALL = ["--batch_size=1", "--image_size=8"]
+
+
+def output(script, folder):
+    return f"{TOOLS[script][0]}={folder}/out{'.png' if script == 'preview.py' else '.json'}"
+
+
+@pytest.mark.parametrize("script", TOOLS)
+def test_no_files_and_no_index(script, tmp_path):
+    out, short = output(script, tmp_path), TOOLS[script][1]
+    if script != "soak.py":  # which makes images if none are named
+        fails(run(script, *short, out), "Name the TFRecord files: --files=")
+    pattern = f"--files={tmp_path}/none-*"
+    fails(run(script, pattern, *short, out), f"No file matches '{tmp_path}/none-*'")
+    file = write_tfrecord(tmp_path / "train", numbered_examples(2))
+    process = run(script, f"--files={file}", *short, out)
+    fails(
+        process, f"1 of 1 files have no index, the first is {file}. Index them: ", f"index {file}"
+    )
+    assert sorted(os.listdir(tmp_path)) == ["train"]
+
+
+@pytest.mark.parametrize("script", TOOLS)
+def test_outputs_that_cannot_be_written(script, sample_folder, tmp_path):
+    """Said before anything is measured; not even root can write to the kernel's folder."""
+    name = TOOLS[script][0].lstrip("-")
+    for folder, said in ((tmp_path / "none", "there is no folder"), ("/proc/self", "cannot be")):
+        process = run(script, FILES, *TOOLS[script][1], output(script, folder), cwd=sample_folder)
+        fails(process, f"`{name}` {folder}/out", said)
+        assert process.stdout == ""
+    fails(run(script, FILES, "stray", cwd=sample_folder), "Unknown arguments: stray")
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "message"),
+    [
+        ("profile_stages.py", ["--seconds=0"], "`seconds` must be at least 0.01, got 0"),
+        ("profile_stages.py", ["--repeats=0"], "`repeats` must be at least 1, got 0"),
+        ("profile_stages.py", ["--plot=x.svg"], "`plot` must end in .png, got x.svg"),
+        ("profile_stages.py", ["--batch_size=97"], "at most the 96 records, got 97"),
+        ("tune.py", ["--seconds=0"], "`seconds` must be at least 1, got 0"),
+        (
+            "tune.py",
+            ["--backends=dali_gpu"],
+            "`backends` must be of tf_data, dali_cpu on this mach",
+        ),
+        ("tune.py", ["--out=x.txt"], "`out` must end in .json"),
+        ("tune.py", ["--out=x.json", "--json=x.json"], "name the same file, x.json"),
+        ("tune.py", ["--against=none.json"], "none.json is not an options file"),
+        ("tune.py", ["--decode=region"], "tune.py chooses `decode` itself"),
+        ("tune.py", ["--replicas=0"], "`replicas` must be at least 1, got 0"),
+        ("preview.py", ["--num_images=0"], "`num_images` must be at least 1"),
+        ("preview.py", ["--amplify=0"], "`amplify` must be at least 0.001, got 0"),
+        ("preview.py", ["--out=x.jpg"], "`out` must end in .png"),
+        ("preview.py", ["--evaluation", "--crop=random_crop"], "--evaluation crops the center"),
+        ("preview.py", ["--mean=1,2"], "`mean` must have one value for each of R, G and B"),
+        ("preview.py", ["--std=1,x,2"], "`std` must be numbers like 123,117,104, got 1,x,2"),
+        ("gpu_check.py", [], "There is no NVIDIA GPU here"),
+        ("gpu_check.py", ["--parts=all"], "`parts` must be of probe, pixels"),
+        ("gpu_check.py", ["--rehearse"], "A rehearsal is not a result"),
+        ("soak.py", ["--images=10"], "`images` must be at least 1,000, got 10"),
+        (
+            "soak.py",
+            ["--backends=torch"],
+            "`backends` must be of tf_data, dali_cpu on this machine",
+        ),
+    ],
+)
+def test_bad_flags(sample_folder, script, arguments, message):
+    fails(run(script, FILES, *arguments, cwd=sample_folder), message)
+
+
+@pytest.mark.parametrize("path", sorted(SCRIPTS.glob("*.py")), ids=lambda path: path.name)
+def test_help(path):
+    """Lists all flags, without starting a framework, and ends with an example."""
+    process = run(path.name, "--help", PYTHONPROFILEIMPORTTIME="")
+    assert (process.returncode, process.stderr) == (0, "")
+    module = load(path.name)
+    for name in module.FLAGS:
+        assert re.search(rf"--(\[no\])?{name}\b", process.stdout), name
+    assert re.search(r"\n\nexample: python (scripts/|-m dali).*(\n  .*)?\n\Z", process.stdout)
+    assert max(map(len, process.stdout.splitlines())) <= 110
+
+
+def windows(*seconds):
+    """Returns windows of 1000 images that took so long."""
+    shared = {"measured_batches": 10, "batch_size": 100}
+    return [{"window": {**shared, "seconds": one, "cpu_seconds": 2 * one}} for one in seconds]
+
+
+def test_stages_never_add_up_to_more_than_the_whole():
+    """A cut that is faster than the one before by chance costs nothing; the shares sum to 1."""
+    profile = load("profile_stages.py")
+    made = {"read": windows(1, 2, 1), "decode": windows(3, 3, 5), "resize": windows(2.9, 2.8, 5)}
+    rows = profile.summarize(made | {"dataset": windows(4, 4, 5)})
+    costs = {stage: row["seconds"] for stage, row in rows.items()}
+    assert costs == pytest.approx({"read": 1, "decode": 2, "resize": 0, "dataset": 1})
+    assert sum(row["share"] for row in rows.values()) == pytest.approx(1)
+    assert rows["decode"]["cpu"] == pytest.approx(4)
+    assert rows["dataset"]["images_per_second"] == pytest.approx(250)
+    assert profile.conclude("tf_data", rows, None) == "tf_data: decode costs most, 50% of the time."
+
+
+def test_nothing_is_recommended_whose_spread_includes_1():
+    profile = load("profile_stages.py")
+    rows = profile.summarize({"read": windows(1), "decode": windows(3)})
+    again = [1.1, 1.2, 1.3, 1.2, 1.1, 1.2]
+    settings = [{"setting": "decode='full'", "changes": "", "again": again}]
+    text = profile.conclude("x", rows, settings)
+    assert (
+        "decode='full' would help most: 1.20 times the images/s (1.10 to 1.30 in 6 rounds)" in text
+    )
+    again[0] = 0.99
+    assert "No setting that was tried is faster" in profile.conclude("x", rows, settings)
+    assert "No setting that was tried is faster" in profile.conclude("x", rows, [{"again": []}])
+
+
+@pytest.mark.parametrize(
+    ("ratios", "faster"),
+    [
+        ([1.1] * 5, True),
+        ([1.1] * 4, False),  # too few to say
+        ([1.02, 1.01, 1.03, 1.02, 1.01, 1.04, 0.999], True),
+        ([1.5, 0.9, 1.4, 0.8, 1.2], False),
+        ([1.0] * 9, False),
+        ([0.9] * 20, False),
+    ],
+)
+def test_how_many_rounds_make_a_gain(ratios, faster):
+    assert is_faster(ratios) == faster
+
+
+def test_candidates_come_back_and_say_how_they_differ():
+    base = Candidate(TfDataOptions())
+    for other, text in (
+        (base, "default"),
+        (Candidate(TfDataOptions(num_parallel_calls=AUTOTUNE, decode="full")), "decode='full'"),
+        (Candidate(TfDataOptions(prefetch_batches=-1), "buffer"), "AUTOTUNE, order='buffer'"),
+        (Candidate(DaliOptions(device="cpu", num_threads=3)), "dali_cpu, num_threads=3"),
+        (Candidate(TfDataOptions(), preprocess={"dtype": "uint8"}), "dtype='uint8'"),
+    ):
+        assert other.describe(base).endswith(text)
+        assert Candidate.from_json(json.loads(json.dumps(other.to_json()))) == other
+
+
+class Machine:
+    """Measures candidates without a process: images/s by a function, with noise."""
+
+    def __init__(self, rate_of, noise=0.01, seed=0):
+        import random
+
+        self.rate_of, self.noise, self.random = rate_of, noise, random.Random(seed)
+        self.now, self.measured = 0.0, 0
+
+    def measure(self, candidate, *, seconds):
+        self.now += seconds + 0.5
+        self.measured += 1
+        rate = self.rate_of(candidate)
+        if rate is None:
+            raise CandidateError("the process died (SIGSEGV)")
+        rate *= self.random.gauss(1, self.noise)
+        shared = {"measured_batches": 1, "batch_size": rate, "cpu_seconds": 1}
+        return {"window": {**shared, "seconds": 1}}
+
+
+class Quiet:
+    """In the place of a progress bar."""
+
+    def show(self, text):
+        pass
+
+
+def tune(monkeypatch, machine, seconds):
+    """Tunes on a made machine; returns the tuner, the winner, the default and the ratios."""
+    module = load("tune.py")
+    module.FLAGS(["tune", f"--seconds={seconds}"])
+    monkeypatch.setattr(module.time, "monotonic", lambda: machine.now)
+    tuner = module.Tuner(machine, Quiet())
+    defaults = [Candidate(TfDataOptions()), Candidate(DaliOptions(device="cpu"))]
+    default = tuner.find_fastest(defaults)
+    rivals = module.list_rivals(default, "global", cores=4, resizes_plainly=True)
+    winner = tuner.halve([one for one in rivals if one.key != default.key])
+    return tuner, winner, default, tuner.compare([winner], default)
+
+
+def rate_of(candidate):
+    """tf.data is faster than DALI; two of its options help, one hurts."""
+    if isinstance(candidate.options, DaliOptions):
+        return 700
+    rate = 1000 * {4: 1.06, 8: 1.03}.get(candidate.options.num_parallel_calls, 1)
+    rate *= 1.04 if candidate.options.num_parallel_reads == 1 else 1
+    return rate * (0.7 if candidate.options.decode == "region" else 1)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_tune_finds_what_is_within_3_percent_of_the_best(monkeypatch, seed):
+    machine = Machine(rate_of, seed=seed)
+    tuner, winner, default, ratios = tune(monkeypatch, machine, 600)
+    assert rate_of(winner) >= 0.97 * 1060 * 1.04
+    assert is_faster(ratios[winner.key])
+    assert machine.now <= 600 * 1.3
+
+
+def test_tune_seldom_takes_noise_for_a_gain(monkeypatch):
+    taken = 0
+    for seed in range(40):
+        machine = Machine(lambda candidate: 1000, noise=0.05, seed=seed)
+        _, winner, _, ratios = tune(monkeypatch, machine, 100)
+        taken += is_faster(ratios[winner.key])
+    assert taken <= 6  # 5% of 40 are 2
+
+
+@pytest.mark.parametrize("seconds", [1, 5, 30])
+def test_tune_in_little_time_and_with_candidates_that_crash(monkeypatch, seconds):
+    def rate(candidate):
+        return None if candidate.options.num_parallel_reads == 16 else 1000
+
+    monkeypatch.setattr(DaliOptions, "num_parallel_reads", 16, raising=False)
+    machine = Machine(rate)
+    tuner, winner, default, ratios = tune(monkeypatch, machine, seconds)
+    assert default.backend == "tf_data"
+    assert len(tuner.refused) >= 1
+    assert machine.now <= 2 * seconds + 20
+
+
+def test_tune_where_nothing_can_be_measured(monkeypatch):
+    with pytest.raises(InputError, match=r"No backend could be measured: .*\(SIGSEGV\)"):
+        tune(monkeypatch, Machine(lambda candidate: None), 10)
+
+
+def test_a_measuring_process_that_dies_or_hangs(sample_folder, monkeypatch, tmp_path):
+    """It is restarted once; what hangs is given up; one death after the other ends the run."""
+    script = tmp_path / "worker.py"
+    script.write_text(
+        "import os, sys, time\n"
+        f"sys.path.insert(0, {str(SCRIPTS)!r})\n"
+        "from support import processes\n"
+        "def answer(task):\n"
+        "    if task['seconds'] == 3: time.sleep(1000)\n"
+        "    if task['seconds'] == 2: os.kill(os.getpid(), 11)\n"
+        "    return {'error': 'refused'} if task['seconds'] == 1 else task\n"
+        "processes.serve(answer)\n"
+    )
+    monkeypatch.setattr(candidates, "_WORKER", str(script))
+    monkeypatch.setattr(candidates, "_LIMIT", 60)
+    flags = cli.Flags()
+    files, work = FileFlags(flags), WorkFlags(flags)
+    flags(["test"])
+    measurer = Measurer(files, work)
+    base = Candidate(TfDataOptions())
+    with measurer:
+        assert measurer.measure(base, seconds=10)["candidate"] == base.to_json()
+        with pytest.raises(CandidateError, match="refused"):
+            measurer.measure(base, seconds=1)
+        with pytest.raises(CandidateError, match=r"the process died \(SIGSEGV\)"):
+            measurer.measure(base, seconds=2)
+        monkeypatch.setattr(candidates, "_LIMIT", -28)
+        with pytest.raises(CandidateError, match="no answer within 2 s"):
+            measurer.measure(base, seconds=3)
+        monkeypatch.setattr(candidates, "_LIMIT", 60)
+        with pytest.raises(InputError, match="The measuring process died repeatedly"):
+            for _ in range(6):
+                with pytest.raises(CandidateError):
+                    measurer.measure(base, seconds=2)
+
+
+def test_a_worker_that_does_not_start():
+    with pytest.raises(
+        InputError, match="does not start: the process died .exit code 1.: .*no way"
+    ):
+        processes.JsonWorker(["python", "-c", "raise SystemExit('no way')"])
+
+
+def test_soak_judges():
+    """Flat passes; memory that climbs, or threads and descriptors that stay, do not."""
+    soak = load("soak.py")
+
+    def passes(part, memory, threads=lambda n: 5, files=lambda n: 7):
+        samples = [soak.Sample(n + 1, memory(n), threads(n), files(n)) for n in range(100)]
+        return soak.judge(part, samples)["passed"]
+
+    def flat(n):
+        return 10**9 + (n % 3) * 10**6
+
+    assert passes("stream", flat)
+    assert passes("evaluations", flat)
+    assert passes("datasets", lambda n: flat(n) + min(n, 20) * 10**8)  # the warm-up is not judged
+    assert passes("stream", flat, threads=lambda n: 5 + n % 2, files=lambda n: 7 + n % 3)
+    assert not passes("stream", lambda n: 10**9 + n * 4 * 10**5)
+    assert not passes("evaluations", lambda n: flat(n) + n * 10**5)
+    assert not passes("datasets", flat, threads=lambda n: 5 + n // 30)
+    assert not passes("datasets", flat, files=lambda n: 7 + n // 60)
+    assert passes("evaluations", lambda n: 10**9 + n * 49_000)
+    assert not passes("evaluations", lambda n: 10**9 + n * 51_000)
+
+
+@pytest.mark.slow
+def test_soak(tmp_path):
+    """A short one: nothing grows, and the report and the plot say so."""
+    arguments = ["--images=60000", "--evaluations=20", "--datasets=30", "--backends=tf_data"]
+    arguments += [f"--json={tmp_path}/soak.json", f"--plot={tmp_path}/soak.png"]
+    process = run("soak.py", *arguments, NO_COLOR="1", TERM="dumb")
+    report = json.loads((tmp_path / "soak.json").read_text())
+    grew = [part for part, rows in report["verdicts"].items() if not rows["tf_data"]["passed"]]
+    assert "stream" not in grew
+    assert "\x1b" not in process.stdout
+    assert process.stdout.count("flat") == 3 - len(grew)
+    assert process.returncode == bool(grew)
+    assert (tmp_path / "soak.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_gpu_check_rehearsed(sample_folder, tmp_path):
+    """All parts on the CPU, in two runs that share their file; a file of another machine is refused."""
+    files, out = "--files=data/sample/validation-*", tmp_path / "rehearsal.json"
+    arguments = [files, "--rehearse", f"--out={out}", "--seconds=0.1", "--repeats=1"]
+    for parts in ("probe,pixels,devices", "throughput,hw_decoder_load,training,memory"):
+        process = run("gpu_check.py", *arguments, f"--parts={parts}", cwd=sample_folder)
+        assert "This was a rehearsal on the CPU" in process.stdout
+        # How the host's allocator grows in ten evaluations says nothing of a GPU's.
+        assert process.returncode == 0 or "not measured: memory;" in process.stderr, process.stderr
+    report = json.loads(out.read_text())
+    assert list(report["parts"]) == list(load("gpu_check.py").PARTS[:3]) + [
+        "throughput",
+        "hw_decoder_load",
+        "training",
+        "memory",
+    ]
+    failed = {part for part, found in report["parts"].items() if not found["passed"]}
+    assert failed <= {"memory"}
+    report["cores"] += 1
+    out.write_text(json.dumps(report))
+    process = run("gpu_check.py", *arguments, "--parts=devices", cwd=sample_folder)
+    fails(process, "is not a result to add to: it is of another machine")
+
+
+@pytest.mark.slow
+def test_profile_stages(sample_folder, tmp_path):
+    """The table, the plot, the sentence."""
+    arguments = [FILES, "--batch_size=16", "--image_size=32", "--seconds=0.1", "--repeats=1"]
+    outputs = [f"--json={tmp_path}/stages.json", f"--plot={tmp_path}/stages.png"]
+    process = run("profile_stages.py", *arguments, *outputs, cwd=sample_folder)
+    assert (process.returncode, process.stderr) == (0, "")
+    report = json.loads((tmp_path / "stages.json").read_text())
+    stages = ["read", "parse", "decode", "resize", "normalize", "dataset"]
+    for rows in report["stages"].values():
+        assert list(rows) == stages
+        assert sum(row["share"] for row in rows.values()) == pytest.approx(1)
+    found = {row["setting"] for row in report["settings"]["dali_cpu"]}
+    assert found >= {"default", "decode='full'", "tf_data", "dtype='uint8'"}
+    assert re.search("^tf_data: [a-z ]+ costs most, [0-9]+% of the time", process.stdout, re.M)
+    assert (tmp_path / "stages.png").stat().st_size > 10_000
+    arguments = [*arguments, "--backends=dali_cpu", "--order=buffer", "--nosettings"]
+    process = run("profile_stages.py", *arguments, cwd=sample_folder)
+    assert "read and parse" in process.stdout
+    assert "tf_data" not in process.stdout
+
+
+@pytest.mark.slow
+def test_tune(sample_folder, tmp_path):
+    """What is written is read by train.py; a rival from a file is measured beside the winner."""
+    out = tmp_path / "tuned.json"
+    arguments = [FILES, "--batch_size=16", "--image_size=32", "--seconds=8", "--backends=tf_data"]
+    for more in ([], [f"--against={out}", f"--json={tmp_path}/all.json"]):
+        process = run("tune.py", *arguments, f"--out={out}", *more, cwd=sample_folder)
+        assert (process.returncode, process.stderr) == (0, "")
+        assert "chosen    " in process.stdout
+    assert len(json.loads((tmp_path / "all.json").read_text())["trials"]) >= 2
+    flags = [FILES, f"--options={out}", "--epochs=1", "--image_size=16"]
+    process = run("train.py", *flags, cwd=sample_folder)
+    assert process.returncode == 0, process.stderr
+    assert "TfDataOptions(" in process.stdout

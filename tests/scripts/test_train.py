@@ -1,0 +1,195 @@
+"""train.py: what it prints, resumes and refuses."""
+
+import importlib
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from commands import fails, run, run_cold
+from conftest import numbered_examples, write_tfrecord
+
+
+@pytest.mark.parametrize("backend", ["dali_cpu", "tf_data"])
+@pytest.mark.slow
+def test_train_on_two_replicas(sample_folder, backend):
+    process = run_cold(
+        "train.py",
+        "--files=data/sample/train-*",
+        "--validation_files=data/sample/validation-*",
+        f"--backend={backend}",
+        "--replicas=2",
+        "--epochs=5",
+        "--image_size=48",
+        "--learning_rate=0.005",
+        cwd=sample_folder,
+    )
+    assert process.returncode == 0, process.stderr
+    assert process.stderr == ""  # quiet when nothing is wrong
+    assert "replicas    2: CPU:0, CPU:1" in process.stdout
+    lines = [line.split() for line in process.stdout.splitlines()]
+    epochs = [line for line in lines if line and line[0].isdigit()]
+    assert [line[0] for line in epochs] == ["1", "2", "3", "4", "5"]
+    assert float(epochs[-1][1]) < 0.8 * float(epochs[0][1])  # the training loss falls
+    assert "validation accuracy" in process.stdout
+
+
+def test_train_chooses_a_backend(sample_folder):
+    process = run(
+        "train.py",
+        "--files=data/sample/train-*",
+        "--epochs=1",
+        "--image_size=32",
+        cwd=sample_folder,
+    )
+    assert process.returncode == 0, process.stderr
+    assert "input       " in process.stdout
+    assert "validation  " not in process.stdout
+
+
+def test_train_resumes(sample_folder, tmp_path):
+    """On one replica, then on two; what changed is refused, what is done is done."""
+    arguments = [
+        "--files=data/sample/train-*",
+        "--validation_files=data/sample/validation-*",
+        "--image_size=32",
+    ]
+    arguments += [f"--resume={tmp_path}/run", "--save_every=2"]
+    first = run("train.py", *arguments, "--epochs=1", cwd=sample_folder)
+    assert first.returncode == 0, first.stderr
+    assert "validation  32 records" in first.stdout
+    second = run("train.py", *arguments, "--epochs=2", "--replicas=2", cwd=sample_folder)
+    assert second.returncode == 0, second.stderr
+    assert second.stderr == ""
+    assert f"resume      after step 3 of 6, from {tmp_path}/run" in second.stdout
+    assert "\n           2 " in second.stdout
+    assert "\n           1 " not in second.stdout
+    done = run("train.py", *arguments, "--epochs=2", cwd=sample_folder)
+    assert "Nothing to do: 2 epochs are done." in done.stdout
+    fails(
+        run("train.py", *arguments, "--epochs=3", "--seed=1", cwd=sample_folder),
+        "`seed` was 0, is 1",
+    )
+    fails(
+        run("train.py", *arguments, "--order=buffer", cwd=sample_folder),
+        "--resume needs --order=global, got buffer",
+    )
+    fails(run("train.py", "--files=x", "--save_every=2"), "--save_every is for --resume=FOLDER")
+    process = run("train.py", *arguments, "--epochs=3", "--num_classes=50", cwd=sample_folder)
+    fails(process, "is damaged, or belongs to another model")
+
+
+@pytest.mark.slow
+def test_train_mixes_and_augments(sample_folder):
+    process = run(
+        "train.py",
+        "--files=data/sample/train-*",
+        "--validation_files=data/sample/validation-*",
+        "--replicas=2",
+        "--epochs=2",
+        "--image_size=32",
+        "--auto_augment=trivial",
+        "--mixup=0.2",
+        "--cutmix=1",
+        "--label_smoothing=0.1",
+        cwd=sample_folder,
+    )
+    assert process.returncode == 0, process.stderr
+    assert process.stderr == ""
+    assert "validation accuracy" in process.stdout
+
+
+def test_mixup_and_cutmix():
+    """What the step trains on: pairs of images and their labels, in the same parts."""
+    mixing = importlib.import_module("support.train.mixup")
+    images = np.arange(1, 9, dtype=np.float32)[:, None, None, None] * np.ones(
+        (8, 16, 16, 3), np.float32
+    )
+    labels = np.eye(8, dtype=np.float32)
+    for mixup, cutmix in ((0.4, 0.0), (0.0, 1.0), (0.4, 1.0)):
+        model = mixing.MixupCutmix(
+            keras.Sequential([keras.layers.Flatten()]), mixup=mixup, cutmix=cutmix
+        )
+        for _ in range(4):
+            mixed, soft = (
+                value.numpy() for value in model.mix(tf.constant(images), tf.constant(labels))
+            )
+            assert mixed.shape == images.shape
+            np.testing.assert_allclose(soft.sum(1), 1, rtol=1e-5)
+            assert ((soft > 1e-6).sum(1) <= 2).all()
+            # An image of the number n alone is labelled n - 1: the label's mean is the image's, whatever was mixed.
+            np.testing.assert_allclose(
+                soft @ np.arange(1, 9), mixed.mean((1, 2, 3)), atol=0.9 if cutmix else 1e-4
+            )
+
+
+def test_train_refuses(sample_folder, dataset, tmp_path):
+    sample = "--files=data/sample/train-*"
+    fails(run("train.py"), "Name the TFRecord files: --files='path/train-*'")
+    fails(run("train.py", "--files=none-*"), "No file matches 'none-*'")
+    fails(
+        run("train.py", sample, "--global_batch_size=97", cwd=sample_folder),
+        "at most the number of records, 96, got 97",
+    )
+    fails(
+        run("train.py", sample, "--global_batch_size=9", "--replicas=2", cwd=sample_folder),
+        "multiple of the 2 replicas",
+    )
+    fails(
+        run("train.py", sample, "--epochs=0", cwd=sample_folder),
+        "`epochs` must be at least 1, got 0",
+    )
+    fails(run("train.py", sample, "--mixup=-1", cwd=sample_folder), "`mixup` must be at least 0")
+    fails(
+        run("train.py", sample, "--label_smoothing=1", cwd=sample_folder),
+        "`label_smoothing` must be in [0, 1), got 1.0",
+    )
+    fails(
+        run("train.py", sample, "--replicas=0", cwd=sample_folder), "`replicas` must be at least 1"
+    )
+    fails(
+        run("train.py", sample, "--save=model.h5", cwd=sample_folder),
+        "`save` must end in .keras, got model.h5",
+    )
+    fails(
+        run("train.py", sample, f"--save={tmp_path}/no/model.keras", cwd=sample_folder),
+        "there is no folder",
+    )
+    fails(
+        run("train.py", sample, "--label_key=label", cwd=sample_folder),
+        "`label_key` 'label' is not in the records, which hold",
+    )
+    fails(
+        run("train.py", f"--files={dataset.files[0]}"),
+        "The number of classes is unknown: there is no",
+    )
+    fails(
+        run("train.py", sample, f"--save={dataset.files[0]}/m.keras", cwd=sample_folder),
+        f"there is no folder {dataset.files[0]}",
+    )
+
+
+def test_labels_that_do_not_name_all_classes(tmp_path):
+    """Names in whatever encoding count; too few of them are an error before training, not in it."""
+    file = write_tfrecord(tmp_path / "train", numbered_examples(8))
+    assert run("index_tfrecords.py", file, "--verify=schema").returncode == 0
+    arguments = [f"--files={file}", "--epochs=1", "--image_size=8", "--global_batch_size=4"]
+    (tmp_path / "labels.txt").write_text("a\nb\n")
+    fails(
+        run("train.py", *arguments),
+        "There are 2 classes by labels.txt, and labels go up to 7: --num_classes must be above it",
+    )
+    fails(
+        run("train.py", *arguments, "--num_classes=7"),
+        "There are 7 classes by --num_classes, and labels go up to 7",
+    )
+    (tmp_path / "labels.txt").write_text("\n")
+    fails(run("train.py", *arguments), "labels.txt names no label")
+    (tmp_path / "labels.txt").write_bytes(b"\xe9\n" * 8 + b"\n")
+    process = run("train.py", *arguments)
+    assert (process.returncode, process.stderr) == (0, "")
+    fails(
+        run("benchmark_index.py", "--num_files=4,x"),
+        "`num_files` must be whole numbers of at least 1, got 4,x",
+    )
+    fails(run("benchmark_index.py", f"--json={tmp_path}/no/x.json"), "there is no folder")
