@@ -8,18 +8,17 @@ from nvidia.dali.auto_aug import rand_augment, trivial_augment
 from nvidia.dali.data_node import DataNode
 from nvidia.dali.pipeline import do_not_convert
 
-from dali_tf_input.crops import (
-    CenterCrop,
-    NoCrop,
-    RandomCrop,
-    RandomResizedCrop,
-    Region,
-    ResizeRandomCrop,
-    Uniforms,
-)
+from dali_tf_input import crops
+from dali_tf_input.crops import Region, Uniforms
 from dali_tf_input.preprocess import RAND_AUGMENT_MAGNITUDE, RAND_AUGMENT_OPS, Preprocess
 
-SUPPORTED_CROPS = (CenterCrop, NoCrop, RandomCrop, RandomResizedCrop, ResizeRandomCrop)
+SUPPORTED_CROPS = (
+    crops.CenterCrop,
+    crops.NoCrop,
+    crops.RandomCrop,
+    crops.RandomResizedCrop,
+    crops.ResizeRandomCrop,
+)
 _INTERPOLATIONS = {
     "bilinear": types.INTERP_LINEAR,
     "bicubic": types.INTERP_CUBIC,

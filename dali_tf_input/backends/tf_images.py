@@ -6,18 +6,17 @@ from typing import Literal
 
 import tensorflow as tf
 
-from dali_tf_input.crops import (
-    CenterCrop,
-    NoCrop,
-    RandomCrop,
-    RandomResizedCrop,
-    Region,
-    ResizeRandomCrop,
-    Uniforms,
-)
+from dali_tf_input import crops
+from dali_tf_input.crops import Region, Uniforms
 from dali_tf_input.preprocess import DCT_METHOD, Preprocess
 
-SUPPORTED_CROPS = (CenterCrop, NoCrop, RandomCrop, RandomResizedCrop, ResizeRandomCrop)
+SUPPORTED_CROPS = (
+    crops.CenterCrop,
+    crops.NoCrop,
+    crops.RandomCrop,
+    crops.RandomResizedCrop,
+    crops.ResizeRandomCrop,
+)
 _KERNELS = {"bilinear": "triangle", "bicubic": "keyscubic"}
 
 Decode = Literal["full", "region", "scaled"]
