@@ -1,6 +1,13 @@
 from .bad_record import BadRecordError
 from .benchmark import Stats, Window, measure
-from .crops import CenterCrop, Crop, NoCrop, RandomCrop, RandomResizedCrop, ResizeRandomCrop
+from .crops import (
+    CenterCrop,
+    Crop,
+    NoCrop,
+    RandomCrop,
+    RandomResizedCrop,
+    ResizeRandomCrop,
+)
 from .dataset import choose_options, denormalize, make_dataset, make_normalization
 from .distribution import Distributed, distribute, enable_memory_growth
 from .errors import InputError

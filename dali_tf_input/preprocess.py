@@ -151,7 +151,9 @@ class Preprocess:
                 choices = ", ".join(repr(choice) for choice in dict.fromkeys(supported))
                 advice = f"use {choices}, or the other backend."
                 if name == "apply_orientation":
-                    advice += " Or turn the images once: scripts/make_tfrecords.py --apply_orientation."
+                    advice += (
+                        " Or turn the images once: scripts/make_tfrecords.py --apply_orientation."
+                    )
                 raise InputError(f"{backend} does not support `{name}` {value!r}: {advice}")
 
     @classmethod

@@ -148,8 +148,10 @@ class DatasetSpec:
             image_key=image_key,
             label_key=label_key,
             label_offset=label_offset,
-            label_range=known and (known.range[0] - label_offset, known.range[1] - label_offset),
-            num_classes=known and known.num_classes,
+            label_range=(
+                (known.range[0] - label_offset, known.range[1] - label_offset) if known else None
+            ),
+            num_classes=known.num_classes if known else None,
             largest_image=(
                 sized.largest_size
                 if sized and len(images) == len(held) and all(one for _, one in images)

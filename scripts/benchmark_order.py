@@ -111,7 +111,8 @@ def measure(pattern: str, num_shards: int) -> int:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         memory = psutil.Process().memory_info().rss - before
         print(
-            f"{order}\t{num_shards}\t{seconds:.2f}\t{first:.2f}\t{memory / 1e6:,.0f}\t{(peak - before) / 1e6:,.0f}"
+            f"{order}\t{num_shards}\t{seconds:.2f}\t{first:.2f}\t{memory / 1e6:,.0f}"
+            f"\t{(peak - before) / 1e6:,.0f}"
         )
     return 0
 

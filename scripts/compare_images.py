@@ -48,8 +48,8 @@ def main(arguments: list[str]) -> int:
     mean, compared = total / num_batches, f"{num_batches * batch_size} evaluation images"
     if mean > _MOST.value or not labels_equal:
         print(
-            f"error: DALI and tf.data differ in {compared}: mean absolute difference {mean:.4f} of 255, "
-            f"over {_MOST.value}; labels equal: {labels_equal}.",
+            f"error: DALI and tf.data differ in {compared}: mean absolute difference {mean:.4f} of"
+            f" 255, over {_MOST.value}; labels equal: {labels_equal}.",
             file=sys.stderr,
         )
         return 1

@@ -109,8 +109,8 @@ def choose_rows(gpus: list[str]) -> list[str]:
         raise InputError(f"`backends` must be of {', '.join(ROWS)}, got {names}.")
     if not usable and any(name.startswith("dali_gpu") for name in _BACKENDS.value):
         raise InputError(
-            f"The dali_gpu rows need an NVIDIA GPU: nvidia-smi shows {len(gpus)}, TensorFlow sees none. "
-            "If there is one, see docs/install.md."
+            f"The dali_gpu rows need an NVIDIA GPU: nvidia-smi shows {len(gpus)}, TensorFlow sees"
+            " none. If there is one, see docs/install.md."
         )
     return list(dict.fromkeys(_BACKENDS.value))
 

@@ -104,7 +104,8 @@ class Trier:
                 self._worker = processes.JsonWorker(words, environment=environment)
             works, text = self._worker.ask(code, seconds=_SECONDS)
         except (processes.WorkerDied, InputError) as error:
-            works, text = False, re.sub(r"(the process died \(.*?\)): .*", r"\1", str(error), flags=re.S)
+            words = re.sub(r"(the process died \(.*?\)): .*", r"\1", str(error), flags=re.DOTALL)
+            works, text = False, words
         if not works:
             self.close()
         return works, last_line(text)
@@ -246,7 +247,10 @@ def examine_cores() -> Iterator[Finding]:
         fix = f"taskset -cp 0-{total - 1} $$    # in this shell, before anything is started"
         yield Finding("warning", "cores", found, fix)
     elif quota and quota < usable:
-        found = f"{usable}, of which the container's quota leaves {quota:g}: threads wait for each other"
+        found = (
+            f"{usable}, of which the container's quota leaves {quota:g}: threads wait for each"
+            " other"
+        )
         last = max(0, int(quota) - 1)
         fix = f"docker run --cpuset-cpus=0-{last}    # cores instead of a quota"
         yield Finding("warning", "cores", found, fix)

@@ -67,8 +67,8 @@ def main(arguments: list[str]) -> int:
     about = machine.describe()
     if not about["gpus"] and not _REHEARSE.value:
         raise InputError(
-            "There is no NVIDIA GPU here (no nvidia-smi, or it shows none). To try this on the CPU: "
-            "scripts/gpu_check.py --rehearse --out=rehearsal.json --files=GLOB"
+            "There is no NVIDIA GPU here (no nvidia-smi, or it shows none). To try this on the CPU:"
+            " scripts/gpu_check.py --rehearse --out=rehearsal.json --files=GLOB"
         )
     if not _OUT.present:
         os.makedirs(os.path.dirname(_OUT.value), exist_ok=True)

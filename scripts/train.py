@@ -73,8 +73,8 @@ def count_classes(records: DatasetSpec) -> int:
     if records.label_range:
         return records.label_range[1] + 1
     raise InputError(
-        f"The number of classes is unknown: there is no {path}. Pass --num_classes=N, or index with "
-        "--verify=schema."
+        f"The number of classes is unknown: there is no {path}. Pass --num_classes=N, or index with"
+        " --verify=schema."
     )
 
 

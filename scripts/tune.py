@@ -259,14 +259,16 @@ def report(
     if better:
         print(f"chosen    {winner.backend}: {describe(winner)}")
         print(
-            f"gain      {stats.median:.2f} times the images/s of {default.backend}'s default ({spread})"
+            f"gain      {stats.median:.2f} times the images/s of {default.backend}'s default"
+            f" ({spread})"
         )
     else:
         print(f"chosen    the default, {default.backend}: no setting was significantly faster")
         if gains:
             print(f"closest   {describe(winner)}: {stats.median:.2f} ({spread})")
-    print(f"tried     {len(tuner.candidates):,} settings in {cli.format_seconds(_SECONDS.value - tuner.left())}"
-          if not _EXHAUSTIVE.value else f"tried     {len(tuner.candidates):,} settings")  # fmt: skip
+    taken = cli.format_seconds(_SECONDS.value - tuner.left())
+    duration = "" if _EXHAUSTIVE.value else f" in {taken}"
+    print(f"tried     {len(tuner.candidates):,} settings{duration}")
     about = {
         "command": shlex.join(sys.argv),
         **about,

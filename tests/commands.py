@@ -1,4 +1,6 @@
-"""Runs commands for tests: in this process, warm (TensorFlow is imported already), or by their command line."""
+"""Runs commands for tests: in this process, warm (TensorFlow is imported already), or by their
+command line.
+"""
 
 import contextlib
 import importlib.util

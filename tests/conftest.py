@@ -1,4 +1,6 @@
-"""What the tests share: three logical CPU devices, and small TFRecords whose labels number the records."""
+"""What the tests share: three logical CPU devices, and small TFRecords whose labels number the
+records.
+"""
 
 import io
 import os
@@ -43,7 +45,9 @@ def jpeg(
 
 
 def image_zoo() -> dict[str, tuple[bytes, str | None, str | None]]:
-    """Returns encoded images of many kinds, sound and not: name -> (bytes, format if sound, fault if not)."""
+    """Returns encoded images of many kinds, sound and not: name -> (bytes, format if sound, fault
+    if not).
+    """
     image = Image.open(io.BytesIO(jpeg(60, 90)))
     sound = jpeg(60, 90)
 
@@ -103,7 +107,9 @@ def numbered_examples(count: int, *, first: int = 0) -> list[dict]:
 
 
 def write_dataset(folder: Path, counts: list[int]) -> DatasetSpec:
-    """Writes and indexes one TFRecord file for each count; labels number the records through all files."""
+    """Writes and indexes one TFRecord file for each count; labels number the records through all
+    files.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     first = 0
     for position, count in enumerate(counts):

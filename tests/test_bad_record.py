@@ -127,7 +127,9 @@ def test_the_error_names_the_record(tmp_path, backend, order, damage):
 
 @pytest.mark.parametrize("backend", ["dali"])
 def test_the_command_mends_it(tmp_path, backend):
-    """Trained by the script; the command that it prints is run as it stands, by the interpreter of this environment."""
+    """Trained by the script; the command that it prints is run as it stands, by the interpreter of
+    this environment.
+    """
     write(tmp_path, DAMAGES["text"][0])
     arguments = [
         f"--files={tmp_path}/train-*",
@@ -151,7 +153,9 @@ def test_the_command_mends_it(tmp_path, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("shuffle_block_size", [1, 7])
 def test_a_plan_leads_to_the_record(tmp_path, monkeypatch, backend, shuffle_block_size):
-    """Of 120 records those of a few steps are looked at, whatever the epoch: so it is with a million too."""
+    """Of 120 records those of a few steps are looked at, whatever the epoch: so it is with a
+    million too.
+    """
     checked = []
     check = bad_record._Search._check
     monkeypatch.setattr(
@@ -201,10 +205,15 @@ def test_dali_names_file_and_byte(tmp_path, monkeypatch):
 
 
 def test_what_dali_refuses_and_others_do_not(tmp_path):
-    """A byte anywhere in a sound record: DALI is believed, and the number counts what the index leaves out."""
+    """A byte anywhere in a sound record: DALI is believed, and the number counts what the index
+    leaves out.
+    """
     dataset = write(tmp_path, {}, skip=(2, 5))
     place = read_index(dataset.index_files[0])[10]
-    message = f"DALI_ERROR\nFailed to decode sample #3 : {dataset.files[0]} at index {place[0] + place[1] // 2}\nno"
+    message = (
+        f"DALI_ERROR\nFailed to decode sample #3 : {dataset.files[0]} at index"
+        f" {place[0] + place[1] // 2}\nno"
+    )
     found = explain(
         tf.errors.InternalError(None, None, message),
         [FailedInput(spec_of(dataset), BACKENDS["dali"], None, 4)],
@@ -225,7 +234,9 @@ def test_what_dali_refuses_and_others_do_not(tmp_path):
 
 @pytest.mark.parametrize("backend", ["tf_data"])
 def test_two_replicas(tmp_path, backend):
-    """In a process of its own: what failed in the middle of a step leaves TensorFlow's collectives behind for good."""
+    """In a process of its own: what failed in the middle of a step leaves TensorFlow's collectives
+    behind for good.
+    """
     write(tmp_path, DAMAGES["text"][0])
     arguments = [
         f"--files={tmp_path}/train-*",
@@ -289,7 +300,9 @@ def test_a_file_that_is_damaged_while_it_is_read(tmp_path):
     ],
 )
 def test_a_file_that_changes_after_it_was_described(tmp_path, backend, order, damage):
-    """No record is lost without a word, and none counts twice in its number: it is that of `bad_records.jsonl`."""
+    """No record is lost without a word, and none counts twice in its number: it is that of
+    `bad_records.jsonl`.
+    """
     dataset = write(tmp_path, {})
     train = distribute(
         spec_of(dataset, order, buffer_size=8), BACKENDS[backend], global_batch_size=4
@@ -343,7 +356,9 @@ def test_a_file_that_changes_after_it_was_described(tmp_path, backend, order, da
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_steps_of_its_own(tmp_path, backend):
-    """An evaluation, a prediction and a second `fit` count from 0, and accumulated gradients count less than one a batch."""
+    """An evaluation, a prediction and a second `fit` count from 0, and accumulated gradients count
+    less than one a batch.
+    """
     dataset = write(tmp_path, DAMAGES["truncated" if backend == "dali" else "text"][0])
     train = distribute(spec_of(dataset), BACKENDS[backend], global_batch_size=2)
     evaluation = InputSpec(
@@ -379,7 +394,9 @@ def test_from_another_folder(tmp_path, monkeypatch):
 
 
 def test_the_command_checks_as_before(tmp_path):
-    """What an index left out by checks of its own stays out; what was decoded before is decoded again."""
+    """What an index left out by checks of its own stays out; what was decoded before is decoded
+    again.
+    """
     dataset = write(tmp_path, {"image/class/label": 9999})
     pattern = str(tmp_path / "train-*")
     for argument, options, expected in (
@@ -413,7 +430,10 @@ def test_the_command_checks_as_before(tmp_path):
 @pytest.mark.parametrize(
     "text",
     [
-        "Critical error in pipeline:\nFailed to decode sample #3 : {file} at index {offset}\nCurrent pipeline object",
+        (
+            "Critical error in pipeline:\nFailed to decode sample #3 : {file} at index"
+            " {offset}\nCurrent pipeline object"
+        ),
         "Error while parsing TFRecord file: {file} at index {offset} (some reason)\n",
     ],
 )
@@ -449,7 +469,9 @@ def test_other_errors_stay_as_they_are(tmp_path, dataset):
 
 
 def test_an_error_of_the_model_stays_as_it_is(tmp_path):
-    """Though its text holds Python's stack, in which there are paths of this package, and a batch from the input."""
+    """Though its text holds Python's stack, in which there are paths of this package, and a batch
+    from the input.
+    """
     dataset = write(tmp_path / "dali_records", {})
     model = keras.Sequential(
         [keras.layers.Input((8, 8, 3)), keras.layers.Flatten(), keras.layers.Dense(3)]
@@ -503,7 +525,9 @@ def test_training_and_validation_are_told_apart(tmp_path, backend, resumed, bad)
 
 
 def test_training_goes_on_after_the_record_is_left_out(tmp_path):
-    """With --resume: the state is that of the same files with one record more, and is gone on with at the same place."""
+    """With --resume: the state is that of the same files with one record more, and is gone on with
+    at the same place.
+    """
     write(tmp_path, DAMAGES["text"][0])
     arguments = [
         f"--files={tmp_path}/train-*",
@@ -583,7 +607,10 @@ def test_a_file_that_vanishes(tmp_path, backend):
 def test_an_input_error_without_a_bad_record(dataset):
     """What is known is said: the records were looked at, and the command that looks deeper."""
     train = distribute(spec_of(dataset), TfDataOptions(), global_batch_size=4)
-    head = 'Graph execution error:\n\nDetected at node DecodeJpeg defined at:\n  File "x.py", line 1, in f'
+    head = (
+        'Graph execution error:\n\nDetected at node DecodeJpeg defined at:\n  File "x.py", line 1,'
+        " in f"
+    )
     error = types.SimpleNamespace(message=f"{head}\n\nis tired\n\t [[{{{{node A}}}}]]")
     for step, checked in ((0, 24), (None, 24)):
         found = explain(error, [FailedInput(train.spec, train.options, step, 4)])

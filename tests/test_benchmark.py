@@ -23,7 +23,8 @@ def batches(clock, seconds_per_batch):
 
 def test_measure_counts_whole_batches_after_the_warmup():
     clock, cpu_clock = Clock(), itertools.count(5.0, 3.0).__next__
-    # Two slow warm-up batches, then 0.5 s each: the window of 2.2 s ends with the fifth batch, at 2.5 s.
+    # Two slow warm-up batches, then 0.5 s each: the window of 2.2 s ends with the fifth batch, at
+    # 2.5 s.
     stream = batches(clock, itertools.chain([50.0, 50.0], itertools.repeat(0.5)))
     window = measure(
         stream, batch_size=8, seconds=2.2, warmup_batches=2, clock=clock, cpu_clock=cpu_clock
@@ -35,7 +36,9 @@ def test_measure_counts_whole_batches_after_the_warmup():
 
 
 def test_measure_is_no_mean_of_rates():
-    """One stall must weigh as long as it lasted: 4 batches in 4 s, not the mean of 10, 10, 10 and 0.27 a second."""
+    """One stall must weigh as long as it lasted: 4 batches in 4 s, not the mean of 10, 10, 10 and
+    0.27 a second.
+    """
     clock = Clock()
     window = measure(
         batches(clock, [0.1, 0.1, 0.1, 3.7]),

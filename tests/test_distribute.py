@@ -1,4 +1,6 @@
-"""Strategies on two logical CPU devices: which records reach which replica, on which device, and that `fit` trains."""
+"""Strategies on two logical CPU devices: which records reach which replica, on which device, and
+that `fit` trains.
+"""
 
 import contextlib
 import gc
@@ -87,7 +89,9 @@ def test_each_batch_is_on_its_replicas_device(dataset, options, make_strategy):
 @backends
 @strategies
 def test_an_epoch_is_every_record_once(dataset, options, make_strategy):
-    """24 records in steps of 8: three steps, over all replicas each record once, each replica its own shard."""
+    """24 records in steps of 8: three steps, over all replicas each record once, each replica its
+    own shard.
+    """
     strategy = make_strategy()
     fed = distribute(spec_of(dataset), options, strategy=strategy, global_batch_size=8)
     assert fed.steps_per_epoch == 3
@@ -112,7 +116,9 @@ def test_shuffled_replicas_stay_disjoint(dataset, options):
 
 @backends
 def test_the_remainder_is_not_lost(tmp_path, options):
-    """11 records, 2 replicas, steps of 4: two whole steps an epoch; the second pass goes on where the first stopped."""
+    """11 records, 2 replicas, steps of 4: two whole steps an epoch; the second pass goes on where
+    the first stopped.
+    """
     strategy = mirrored()
     fed = distribute(
         spec_of(write_dataset(tmp_path, [4, 7])), options, strategy=strategy, global_batch_size=4
@@ -127,7 +133,9 @@ def test_the_remainder_is_not_lost(tmp_path, options):
 @backends
 @strategies
 def test_iterators_come_and_go(dataset, options, make_strategy):
-    """TensorFlow's MultiDeviceIterator over a DALIDataset ends the process when it is dropped; ours must not use it."""
+    """TensorFlow's MultiDeviceIterator over a DALIDataset ends the process when it is dropped; ours
+    must not use it.
+    """
     strategy = make_strategy()
     for _ in range(3):
         fed = distribute(
@@ -143,7 +151,9 @@ def test_iterators_come_and_go(dataset, options, make_strategy):
 @backends
 @strategies
 def test_fit_learns(dataset, options, make_strategy):
-    """Keras `fit` with validation from the other backend: the loss of a linear model on 24 labels falls."""
+    """Keras `fit` with validation from the other backend: the loss of a linear model on 24 labels
+    falls.
+    """
     strategy = make_strategy()
     train = distribute(
         spec_of(dataset, order="buffer"), options, strategy=strategy, global_batch_size=8
@@ -219,13 +229,18 @@ def test_distribute_refuses(dataset, options):
     unsupported = tf.distribute.experimental.CentralStorageStrategy()
     with pytest.raises(
         InputError,
-        match=r"must be None, .*, got a CentralStorageStrategy.*: for several GPUs of one host use Mirrored",
+        match=(
+            r"must be None, .*, got a CentralStorageStrategy.*: for several GPUs of one host use"
+            r" Mirrored"
+        ),
     ):
         distribute(spec, options, strategy=unsupported, global_batch_size=6)
 
 
 def test_an_empty_shard(tmp_path):
-    """One record for two replicas: refused as a batch larger than the data, before a replica could wait for nothing."""
+    """One record for two replicas: refused as a batch larger than the data, before a replica could
+    wait for nothing.
+    """
     dataset = write_dataset(tmp_path, [1])
     with pytest.raises(InputError, match="at most the number of records, 1, got 2"):
         distribute(spec_of(dataset), TfDataOptions(), strategy=mirrored(), global_batch_size=2)
@@ -235,7 +250,9 @@ def test_an_empty_shard(tmp_path):
 def test_a_gpu_where_there_is_none(dataset, make_strategy):
     with pytest.raises(
         InputError,
-        match=r"needs every replica on a GPU, but the replicas are on CPU:.*pip install .tensorflow",
+        match=(
+            r"needs every replica on a GPU, but the replicas are on CPU:.*pip install .tensorflow"
+        ),
     ):
         distribute(
             spec_of(dataset),
@@ -269,7 +286,10 @@ def test_memory_growth():
         (
             False,
             None,
-            r"unless its memory growth is on, and leaves none for DALI: call dali_tf_input.enable_memory",
+            (
+                r"unless its memory growth is on, and leaves none for DALI: call"
+                r" dali_tf_input.enable_memory"
+            ),
         ),
         (True, "false", "TF_FORCE_GPU_ALLOW_GROWTH=false makes TensorFlow take all memory"),
     ],

@@ -1,4 +1,6 @@
-"""docs/: the site builds without a warning, the tutorial runs, and the picture of the floors is the code's."""
+"""docs/: the site builds without a warning, the tutorial runs, and the picture of the floors is the
+code's.
+"""
 
 import os
 import re
@@ -32,7 +34,10 @@ def test_tutorial_runs():
     """All cells run, and what was trained predicts well."""
     notebook = nbformat.read(ROOT / "docs/tutorial.ipynb", as_version=4)
     last = notebook.cells[-1]
-    last.source += "\nprint(sum(title.split()[0] == ('disk', 'square', 'triangle')[i % 3] for i, title in enumerate(titles)))"
+    last.source += (
+        "\nprint(sum(title.split()[0] == ('disk', 'square', 'triangle')[i % 3] for i, title in"
+        " enumerate(titles)))"
+    )
     client = nbclient.NotebookClient(
         notebook, timeout=300, resources={"metadata": {"path": str(ROOT / "docs")}}
     )
@@ -49,7 +54,7 @@ def test_api_reference_is_complete():
     stub = (ROOT / "dali_tf_input/__init__.pyi").read_text()
     for module, names in re.findall(r"^from \.([\w.]+) import (.*)$", stub, re.MULTILINE):
         for name in names.split(", "):
-            if name[0].isupper() and not name.isupper() and module != "crops" or name.islower():
+            if (name[0].isupper() and not name.isupper() and module != "crops") or name.islower():
                 assert f"dali_tf_input.{module}.{name}" in reference, name
 
 

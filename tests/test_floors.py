@@ -1,4 +1,6 @@
-"""The rooms of the package and of scripts/support, and what each may import: only from lower floors."""
+"""The rooms of the package and of scripts/support, and what each may import: only from lower
+floors.
+"""
 
 import ast
 import os
@@ -172,8 +174,7 @@ def test_every_name_is_there_and_known_to_type_checkers(tmp_path):
         assert getattr(dali_tf_input, name) is not None
     user = tmp_path / "user.py"
     user.write_text(
-        textwrap.dedent(
-            """
+        textwrap.dedent("""
             from dali_tf_input import (Checks, DaliOptions, DatasetSpec, InputProfile, InputSpec, Preprocess, Resume, TfDataOptions, build_index, distribute, enable_memory_growth, iterate_batches)
 
             enable_memory_growth()
@@ -187,8 +188,7 @@ def test_every_name_is_there_and_known_to_type_checkers(tmp_path):
             for positions, images in iterate_batches(["a.jpg"], Preprocess.for_evaluation(224)):
                 first: int = positions[0]
             reveal_type(spec.preprocess.crop)
-            """
-        )
+            """)
     )
     words = [sys.executable, "-m", "mypy", "--strict", f"--config-file={tmp_path}/none.ini", user]
     (tmp_path / "none.ini").write_text("[mypy]\nfollow_imports_for_stubs = true\n")

@@ -1,4 +1,6 @@
-"""Whether training waits for input: right on cases that are made, and nothing of training is changed by asking."""
+"""Whether training waits for input: right on cases that are made, and nothing of training is
+changed by asking.
+"""
 
 import statistics
 import time
@@ -21,7 +23,9 @@ ROWS = 4  # of a batch
 
 
 def taking(seconds, value):
-    """Returns `value`, a while later; sleeping, so that what is made beside it does not slow it down."""
+    """Returns `value`, a while later; sleeping, so that what is made beside it does not slow it
+    down.
+    """
 
     def sleep(given):
         time.sleep(seconds)
@@ -139,13 +143,17 @@ OPTIONS = {"tf_data": TfDataOptions(), "dali": DaliOptions(device="cpu")}
 @pytest.mark.parametrize("num_replicas", [None, 1])
 @pytest.mark.parametrize("backend", OPTIONS)
 def test_training_comes_out_the_same(dataset, backend, num_replicas):
-    """Weights, optimizer, learning rate schedule, batch statistics, metrics: equal to the bit with and without it."""
+    """Weights, optimizer, learning rate schedule, batch statistics, metrics: equal to the bit with
+    and without it.
+    """
     train_twice(dataset, OPTIONS[backend], num_replicas)
 
 
 @pytest.mark.parametrize("backend", OPTIONS)
 def test_training_of_two_replicas_comes_out_the_same(dataset, backend):
-    """In a process of its own: what other tests left of TensorFlow's collectives does not meet these."""
+    """In a process of its own: what other tests left of TensorFlow's collectives does not meet
+    these.
+    """
     code = f"""if True:
         import sys
         sys.path.insert(0, {str(SCRIPTS)!r})  # of which conftest.py imports
@@ -171,7 +179,8 @@ def test_steps_per_execution_and_few_steps():
     assert (
         profile.epochs[1].steps == 6
     )  # two calls of three: what the queues held at first does not count
-    # Of the three steps of a call TensorFlow asks for the next batch beside the step: 30 ms of 300 are waited for.
+    # Of the three steps of a call TensorFlow asks for the next batch beside the step: 30 ms of 300
+    # are waited for.
     assert min(abs(epoch.wait - 0.1) for epoch in profile.epochs) <= 0.05
     model.fit(dataset, steps_per_epoch=3, epochs=1, verbose=0, shuffle=False, callbacks=[profile])
     assert profile.epochs[-1] == EpochProfile(0, 0, 0.0, 0.0)

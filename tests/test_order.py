@@ -1,4 +1,6 @@
-"""The order of the records: arithmetic first, exhausted over small cases, then real pipelines of both backends."""
+"""The order of the records: arithmetic first, exhausted over small cases, then real pipelines of
+both backends.
+"""
 
 import dataclasses
 
@@ -33,7 +35,9 @@ def index_of(counts):
 
 
 def test_steps_exhausted():
-    """Every N to 64, replicas to 8, batches to 16: equal steps, disjoint, no record twice; padded passes hold each once."""
+    """Every N to 64, replicas to 8, batches to 16: equal steps, disjoint, no record twice; padded
+    passes hold each once.
+    """
     for num_records in range(1, 65):
         for num_shards in range(1, 9):
             for batch_size in range(1, 17):
@@ -88,7 +92,9 @@ def test_shuffle_is_a_permutation(shuffle_block_size):
 
 
 def test_shuffle_is_a_function_of_seed_and_epoch():
-    """The golden order: it must not change, or training that was stopped could not be taken up by another version."""
+    """The golden order: it must not change, or training that was stopped could not be taken up by
+    another version.
+    """
     assert shuffle(12, seed=0, epoch=0).tolist() == GOLDEN[0]
     assert shuffle(12, seed=0, epoch=1).tolist() == GOLDEN[1]
     assert shuffle(12, seed=1, epoch=0).tolist() == GOLDEN[2]
@@ -108,7 +114,9 @@ GOLDEN = [
 
 
 def test_every_order_is_as_likely():
-    """All 24 orders of 4 records, over 4800 epochs: each 200 times, give or take five standard deviations."""
+    """All 24 orders of 4 records, over 4800 epochs: each 200 times, give or take five standard
+    deviations.
+    """
     orders = [tuple(shuffle(4, seed=3, epoch=epoch)) for epoch in range(4800)]
     counts = [orders.count(order) for order in set(orders)]
     assert len(counts) == 24
@@ -138,7 +146,9 @@ def test_find_runs():
 
 @pytest.mark.parametrize("shuffle_block_size", [1, 4])
 def test_a_stored_order_is_mixed(shuffle_block_size):
-    """20 classes of 1000, stored class by class: the first batch of 256 holds 18 of them, in every epoch."""
+    """20 classes of 1000, stored class by class: the first batch of 256 holds 18 of them, in every
+    epoch.
+    """
     for epoch in range(30):
         order = shuffle(
             20_000,
@@ -173,7 +183,9 @@ def make(dataset, options, **arguments):
     ("num_shards", "batch_size"), [(1, 1), (1, 5), (2, 3), (3, 2), (4, 6), (1, 24)]
 )
 def test_pipelines_serve_the_plan(dataset, options, num_shards, batch_size):
-    """Three epochs: in each every record at most once over all shards, in the order of the arithmetic."""
+    """Three epochs: in each every record at most once over all shards, in the order of the
+    arithmetic.
+    """
     group = num_shards * batch_size
     steps = 24 // group
     served = [
@@ -196,7 +208,9 @@ def test_pipelines_serve_the_plan(dataset, options, num_shards, batch_size):
 
 @pytest.mark.parametrize("options", BACKENDS.values(), ids=BACKENDS)
 def test_iterators_start_at_the_start_step(dataset, options):
-    """The same records and the same pixels as without stopping, across the bounds of epochs; and each iterator anew."""
+    """The same records and the same pixels as without stopping, across the bounds of epochs; and
+    each iterator anew.
+    """
     preprocess = dataclasses.replace(SMALL, crop=RandomResizedCrop())
     whole = iter(make(dataset, options, batch_size=5, preprocess=preprocess))
     batches = [next(whole) for _ in range(12)]

@@ -94,7 +94,9 @@ def test_a_saved_model_takes_bytes(evaluated, model, tmp_path):
     ("dtype", "layout"), [("float32", "HWC"), ("float16", "CHW"), ("uint8", "HWC")]
 )
 def test_triton(evaluated, tmp_path, dtype, layout):
-    """The serialized pipeline, taken up again as Triton does, makes the same pixels; the config names its input and shape."""
+    """The serialized pipeline, taken up again as Triton does, makes the same pixels; the config
+    names its input and shape.
+    """
     encoded, _ = evaluated
     preprocess = dataclasses.replace(EVALUATION, dtype=dtype, layout=layout)
     export_triton(preprocess, tmp_path / "preprocess", device="cpu", max_batch_size=16)
@@ -127,7 +129,7 @@ def test_refuses(model, tmp_path):
             make()
     with pytest.raises(InputError, match="`batch_size` must be at least 1"):
         list(iterate_batches([b"x"], EVALUATION, batch_size=0))
-    with pytest.raises(InputError, match="`dtype` must be one of .*, got 'bfloat16'"):
+    with pytest.raises(InputError, match=r"`dtype` must be one of .*, got 'bfloat16'"):
         export_triton(dataclasses.replace(EVALUATION, dtype="bfloat16"), tmp_path / "x")
     with pytest.raises(InputError, match="DALI does not support `dtype` 'bfloat16'"):
         list(
@@ -147,7 +149,9 @@ def test_refuses(model, tmp_path):
 
 
 def test_triton_for_a_gpu_takes_a_gpu(tmp_path):
-    with pytest.raises(InputError, match=r"A pipeline for a GPU needs a machine with a GPU; or pass device='cpu'"):
+    with pytest.raises(
+        InputError, match=r"A pipeline for a GPU needs a machine with a GPU; or pass device='cpu'"
+    ):
         export_triton(EVALUATION, tmp_path / "preprocess")
     assert list(tmp_path.iterdir()) == []
 
@@ -201,7 +205,4 @@ def test_predict_script_with_a_model_of_other_inputs(tmp_path):
         file = tmp_path / f"{number}.keras"
         keras.Sequential([keras.layers.Input(shape), keras.layers.Dense(4)]).save(file)
         process = run("predict.py", file, tmp_path / "good.jpg")
-        fails(
-            process,
-            f"{file} takes {shape}: it must take square images, (n, n, 3)",
-        )
+        fails(process, f"{file} takes {shape}: it must take square images, (n, n, 3)")

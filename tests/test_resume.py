@@ -26,7 +26,8 @@ from dali_tf_input.resume import Resume
 
 BACKENDS = {"dali": DaliOptions(device="cpu"), "tf_data": TfDataOptions()}
 
-# Trains, and writes a line for each step that was done: the labels, which number the records, and what the images add up to.
+# Trains, and writes a line for each step that was done: the labels, which number the records, and
+# what the images add up to.
 PROGRAM = textwrap.dedent("""
     import os, sys, time
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
@@ -91,7 +92,9 @@ def train(records, tmp_path, backend, *, save_every, kill_at):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_killed_at_any_step(records, tmp_path, backend):
-    """Three kills, in the middle of epochs and at a bound; the last line of each step is that of training without a stop."""
+    """Three kills, in the middle of epochs and at a bound; the last line of each step is that of
+    training without a stop.
+    """
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     for folder in (whole, killed):
         folder.mkdir()
@@ -202,7 +205,10 @@ def test_other_records_are_refused(records, tmp_path):
     )
     with pytest.raises(
         InputError,
-        match=r"`records` was 24, is 17; `files` was .*\. Use the same input, or start in another folder",
+        match=(
+            r"`records` was 24, is 17; `files` was .*\. Use the same input, or start in another"
+            r" folder"
+        ),
     ):
         make(fewer, tmp_path)
 
@@ -261,7 +267,10 @@ def test_steps_per_execution(records, tmp_path):
     assert resume.step == 6
     with pytest.raises(
         InputError,
-        match="`steps_per_execution` must divide the 6 steps of an epoch and the 6 that are done, got 4",
+        match=(
+            "`steps_per_execution` must divide the 6 steps of an epoch and the 6 that are done,"
+            " got 4"
+        ),
     ):
         make(records, tmp_path).fit(compiled(4), epochs=2)
 
@@ -279,11 +288,15 @@ def test_weights_that_do_not_fit(records, tmp_path):
         [keras.layers.Input((16, 16, 3)), keras.layers.Flatten(), keras.layers.Dense(25)]
     )
     other.compile("adam", "mse")
-    with pytest.raises(InputError, match=r"step-6.weights.h5 is damaged, or belongs to another model"):
+    with pytest.raises(
+        InputError, match=r"step-6.weights.h5 is damaged, or belongs to another model"
+    ):
         make(records, tmp_path).fit(other, epochs=2)
     model = make_model()
     model.compile("sgd", "mse")
-    with pytest.raises(InputError, match="belongs to training with Adam, the model is compiled with SGD"):
+    with pytest.raises(
+        InputError, match="belongs to training with Adam, the model is compiled with SGD"
+    ):
         make(records, tmp_path).fit(model, epochs=2)
     model.compile(keras.optimizers.Adam(amsgrad=True), "mse")
     with pytest.raises(InputError, match="is damaged, or belongs to another model or optimizer"):
@@ -293,7 +306,9 @@ def test_weights_that_do_not_fit(records, tmp_path):
     (tmp_path / "step-6.weights.h5").write_bytes(
         (tmp_path / "step-6.weights.h5").read_bytes()[:999]
     )
-    with pytest.raises(InputError, match=r"step-6.weights.h5 is damaged, or belongs to another model"):
+    with pytest.raises(
+        InputError, match=r"step-6.weights.h5 is damaged, or belongs to another model"
+    ):
         make(records, tmp_path).fit(make_model(), epochs=2)
 
 
@@ -315,7 +330,8 @@ def test_a_disk_that_is_full(records, tmp_path, monkeypatch):
         resume.fit(model, epochs=2, verbose=0)
     assert sorted(os.listdir(tmp_path)) == before
     assert make(records, tmp_path).step == 6
-    monkeypatch.undo()  # there is space again: in the same process too it goes on from what was saved
+    # there is space again: in the same process too it goes on from what was saved
+    monkeypatch.undo()
     assert resume.step == 12
     resume.fit(model, epochs=2, verbose=0)
     assert (resume.step, int(model.optimizer.iterations)) == (12, 12)

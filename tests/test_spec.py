@@ -358,7 +358,9 @@ def test_behind_a_link(tmp_path, monkeypatch):
 
 
 def test_the_command_for_many_files_of_odd_names(tmp_path):
-    """It is a pattern of exactly these, whatever of a pattern is in their names; a pattern that is given stays one."""
+    """It is a pattern of exactly these, whatever of a pattern is in their names; a pattern that is
+    given stays one.
+    """
     folder = tmp_path / "d [v2]"
     folder.mkdir()
     files = [

@@ -1,10 +1,12 @@
 """Starts programs as a command line would, but in processes forked from one that has imported TensorFlow already.
 
-To import TensorFlow, Keras and DALI's plugin takes four seconds of CPU; where dozens of tests each start a program, that is a
-fifth of all their time. A program that starts here meets what it would: its arguments, folder, environment and module path, its
-own stdout and stderr; exit code or signal are its own. Three things are otherwise: import errors and the imports' chatter are
-those of the first start, the hash seed is shared, and at its end the interpreter is not taken down. So what a test says of
-those, and a training on each backend, starts by the command line (`run_cold` in test_scripts.py), as what has no TensorFlow does.
+To import TensorFlow, Keras and DALI's plugin takes four seconds of CPU; where dozens of tests each
+start a program, that is a fifth of all their time. A program that starts here meets what it would:
+its arguments, folder, environment and module path, its own stdout and stderr; exit code or signal
+are its own. Three things are otherwise: import errors and the imports' chatter are those of the
+first start, the hash seed is shared, and at its end the interpreter is not taken down. So what a
+test says of those, and a training on each backend, starts by the command line (`run_cold` in
+test_scripts.py), as what has no TensorFlow does.
 """
 
 import atexit
@@ -86,7 +88,9 @@ class Program:
             self._process.kill()
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits for its end; returns the exit code. TimeoutExpired after `timeout` seconds: it runs on."""
+        """Waits for its end; returns the exit code. TimeoutExpired after `timeout` seconds: it runs
+        on.
+        """
         self._process.join(timeout)
         if self.returncode is None:
             raise subprocess.TimeoutExpired(self.args, timeout)

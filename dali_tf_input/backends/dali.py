@@ -43,8 +43,9 @@ def import_plugin() -> Any:
     except (ImportError, OSError) as error:
         raise InputError(
             f"DaliOptions needs DALI's TensorFlow plugin: {error}. It is compiled against the"
-            " installed TensorFlow and DALI: `make install` in a clone of the repository, or the"
-            " pip commands in docs/install.md (extra [plugin]). Or use TfDataOptions()."
+            " installed TensorFlow and DALI: pip install --no-build-isolation --no-cache-dir"
+            " nvidia-dali-tf-plugin-cuda120 (needs g++ and CUDA's headers, see docs/install.md);"
+            " or `make install` in a clone. Or use TfDataOptions()."
         ) from error
 
 

@@ -75,7 +75,7 @@ def prepare_images(
     return normalize_images(images, uniforms, preprocess)
 
 
-@do_not_convert  # type: ignore[untyped-decorator]  # there is nothing for DALI to convert
+@do_not_convert  # there is nothing for DALI to convert
 def decode_images(
     encoded: DataNode,
     uniforms: DataNode,
@@ -103,7 +103,7 @@ def decode_images(
     return images, region._replace(start=region.start - first)
 
 
-@do_not_convert  # type: ignore[untyped-decorator]
+@do_not_convert
 def resize_regions(
     images: DataNode, region: Region, preprocess: Preprocess, *, decode: Decode
 ) -> DataNode:

@@ -53,7 +53,7 @@ def make_augmentation(preprocess: Preprocess) -> Callable[[tf.Tensor, tf.Tensor]
     return augment
 
 
-class _Seeds(keras.random.SeedGenerator):  # type: ignore[misc]
+class _Seeds(keras.random.SeedGenerator):
     """A generator of seeds that follow from a given one, without a state that calls share."""
 
     def __init__(self, seed: tf.Tensor) -> None:

@@ -62,11 +62,7 @@ _FOREIGN_CONTENT = tuple(
         (rb"\s*<\?xml", "XML document", "A download saved an error message instead."),
         (rb"\xff\xd8\xff", "JPEG image", _MAKE_TFRECORDS),
         (rb"\x89PNG", "PNG image", _MAKE_TFRECORDS),
-        (
-            rb"[\t\r\n\x20-\x7e]+\Z",
-            "text",
-            "Name only the TFRecords, such as 'path/*-of-*'.",
-        ),
+        (rb"[\t\r\n\x20-\x7e]+\Z", "text", "Name only the TFRecords, such as 'path/*-of-*'."),
     )
 )
 _NOT_ZERO = re.compile(rb"[^\0]")

@@ -80,7 +80,8 @@ def ask_driver(what: str) -> tuple[bool, str] | None:
         code, output, errors = processes.call(words, seconds=_SECONDS)
     except subprocess.TimeoutExpired as error:
         raise InputError(
-            f"nvidia-smi does not answer within {_SECONDS} s: the driver hangs. See scripts/doctor.py."
+            f"nvidia-smi does not answer within {_SECONDS} s: the driver hangs. See"
+            " scripts/doctor.py."
         ) from error
     return code == 0, output if code == 0 else errors + output
 
@@ -96,7 +97,8 @@ def count_gpus_of_tensorflow() -> int:
         _, output, _ = processes.call([sys.executable, "-c", code], seconds=_SECONDS)
     except subprocess.TimeoutExpired as error:
         raise InputError(
-            f"TensorFlow does not say within {_SECONDS} s which GPUs it sees. See scripts/doctor.py."
+            f"TensorFlow does not say within {_SECONDS} s which GPUs it sees. See"
+            " scripts/doctor.py."
         ) from error
     lines = [line.split() for line in output.splitlines()]
     return next((int(words[1]) for words in lines if words[:1] == ["gpus"]), 0)

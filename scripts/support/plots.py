@@ -35,10 +35,10 @@ def plot_throughput(report: dict, *, path: str) -> None:
     rows = report["rows"]
     kilobytes = report["bytes"] / report["num_records"] / 1e3
     note = (
-        f"Each image: {report['work']}; batch {report['batch_size']}. Bars: median of "
-        f"{report['repeats']} windows of {report['seconds']:g} s, measured in turn; lines: slowest to "
-        f"fastest. {report['num_records']:,} records of {kilobytes:,.0f} KB. "
-        f"{machine.describe_in_a_line(report)}."
+        f"Each image: {report['work']}; batch {report['batch_size']}. Bars: median of"
+        f" {report['repeats']} windows of {report['seconds']:g} s, measured in turn; lines: slowest"
+        f" to fastest. {report['num_records']:,} records of {kilobytes:,.0f} KB."
+        f" {machine.describe_in_a_line(report)}."
     )
     title = "Feeding TensorFlow from TFRecords of JPEGs"
     with _figure(path, title, note, figsize=(11, 2 + 0.6 * len(rows))) as (_, axes):
@@ -68,9 +68,9 @@ def plot_stages(report: dict, *, names: dict[str, str], path: str) -> None:
 
     stages = report["stages"]
     note = (
-        f"Medians of {report['repeats']} windows of {report['seconds']:g} s of the pipeline cut after "
-        f"each stage. {report['work']}; {report['num_records']:,} records, order {report['order']}, "
-        f"batch {report['batch_size']}. {machine.describe_in_a_line(report)}."
+        f"Medians of {report['repeats']} windows of {report['seconds']:g} s of the pipeline cut"
+        f" after each stage. {report['work']}; {report['num_records']:,} records, order"
+        f" {report['order']}, batch {report['batch_size']}. {machine.describe_in_a_line(report)}."
     )
     panels = {
         "seconds": "seconds per 1000 images",
@@ -107,8 +107,8 @@ def plot_stages(report: dict, *, names: dict[str, str], path: str) -> None:
 def plot_soak(report: dict, parts: dict[str, str], *, path: str) -> None:
     """Plots the memory of each part's processes over its work; the gray warm-up was not judged."""
     note = (
-        "Each line is a process of its own: its resident memory, with TensorFlow, after malloc_trim. "
-        f"Images in order {report['order']}. {machine.describe_in_a_line(report)}."
+        "Each line is a process of its own: its resident memory, with TensorFlow, after"
+        f" malloc_trim. Images in order {report['order']}. {machine.describe_in_a_line(report)}."
     )
     layout = {"figsize": (4 * len(parts), 4.2), "nrows": 1, "ncols": len(parts), "sharey": True}
     with _figure(path, "Memory over a long run", note, **layout) as (_, panes):

@@ -87,7 +87,9 @@ def test_both_backends_augment_alike(records, kind):
 
 @pytest.mark.parametrize("kind", ["trivial", "rand"])
 def test_every_operation_of_keras(kind):
-    """An image that is gray throughout stays of one color in each: warps fill with that gray, and the rest acts on colors."""
+    """An image that is gray throughout stays of one color in each: warps fill with that gray, and
+    the rest acts on colors.
+    """
     augment = tf.function(make_augmentation(dataclasses.replace(PLAIN, auto_augment=kind)))
     image = np.repeat(np.linspace(20, 235, SIZE[0]).astype(np.uint8)[:, None], SIZE[1], 1)[
         ..., None

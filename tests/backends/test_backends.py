@@ -1,4 +1,6 @@
-"""Each backend on its own: records, order, shapes, and the crop's distribution; and both against each other."""
+"""Each backend on its own: records, order, shapes, and the crop's distribution; and both against
+each other.
+"""
 
 import collections
 import dataclasses
@@ -68,7 +70,9 @@ def test_element_spec_is_true(dataset, options, layout):
 
 @backends
 def test_sequential_order_goes_round(dataset, options):
-    """24 records in batches of 5: the fifth batch opens the second pass; nothing is dropped, nothing comes twice."""
+    """24 records in batches of 5: the fifth batch opens the second pass; nothing is dropped,
+    nothing comes twice.
+    """
     _, labels = take(make_dataset(evaluation(dataset), options, batch_size=5), 10)
     assert labels.tolist() == [position % 24 for position in range(50)]
 
@@ -115,7 +119,9 @@ def test_tf_data_buffer_serves_each_record_once_a_pass(dataset):
 
 
 def test_dali_buffer_shuffles_within_its_shard(dataset):
-    """DALI's buffer holds records of two passes at their border; over many passes each record comes equally often."""
+    """DALI's buffer holds records of two passes at their border; over many passes each record comes
+    equally often.
+    """
     made = make_dataset(
         training(dataset), DaliOptions(device="cpu"), batch_size=6, shard=Shard(1, 2)
     )
@@ -142,7 +148,9 @@ def test_the_seed_repeats_order_and_pixels(dataset, options):
 
 
 def test_serial_and_parallel_tf_data_are_equal(dataset):
-    """The serial row of the comparison does the same work: with one file at a time the same pixels come out."""
+    """The serial row of the comparison does the same work: with one file at a time the same pixels
+    come out.
+    """
     parallel = make_dataset(training(dataset), TfDataOptions(num_parallel_reads=1), batch_size=6)
     serial = make_dataset(training(dataset), SERIAL, batch_size=6)
     for one, other in zip(take(parallel, 4), take(serial, 4), strict=True):
@@ -150,7 +158,9 @@ def test_serial_and_parallel_tf_data_are_equal(dataset):
 
 
 def test_dali_dataset_equals_the_bare_pipeline(dataset):
-    """Two ways, one answer: what DALIDataset yields is what pipe.run() yields, random crops and mirrors included."""
+    """Two ways, one answer: what DALIDataset yields is what pipe.run() yields, random crops and
+    mirrors included.
+    """
     spec, options = training(dataset, seed=3), DaliOptions(device="cpu", num_threads=2)
     pipeline = dali.build_pipeline(spec, options, batch_size=5, shard=Shard(1, 2), device_id=None)
     pipeline.build()
@@ -162,7 +172,8 @@ def test_dali_dataset_equals_the_bare_pipeline(dataset):
         np.testing.assert_array_equal(labels.numpy(), bare_labels)
 
 
-# Height x width of images whose resized longer side is a fraction of a pixel, exactly a half, or far from square.
+# Height x width of images whose resized longer side is a fraction of a pixel, exactly a half, or
+# far from square.
 SIZES = [
     (375, 500),
     (500, 375),
@@ -193,7 +204,8 @@ def odd_images(tmp_path_factory):
     return DatasetSpec.from_files(file)
 
 
-# The bounds of the parity, over 0..255: without antialias 0.01 in every pixel; with it 0.05 in the mean, 16 at the edges.
+# The bounds of the parity, over 0..255: without antialias 0.01 in every pixel; with it 0.05 in the
+# mean, 16 at the edges.
 @pytest.mark.parametrize("layout", ["HWC", "CHW"])
 @pytest.mark.parametrize(
     ("antialias", "mean_bound", "largest_bound"), [(False, 0.001, 0.01), (True, 0.05, 16)]
@@ -202,7 +214,9 @@ def odd_images(tmp_path_factory):
 def test_backends_make_the_same_images(
     odd_images, layout, antialias, mean_bound, largest_bound, crop
 ):
-    """Evaluation as it is; training with its random choices pinned: no margin to crop in, mirror always."""
+    """Evaluation as it is; training with its random choices pinned: no margin to crop in, mirror
+    always.
+    """
     changes = {"layout": layout, "antialias": antialias}
     if crop == "evaluation":
         spec = evaluation(odd_images, size=32, **changes)
@@ -274,7 +288,9 @@ def coordinates(tmp_path_factory):
     "options", [BACKENDS["dali"], BACKENDS["tf_data"]], ids=["dali", "tf_data"]
 )
 def test_crops_and_mirrors_are_uniform(coordinates, options):
-    """Each of the 3 x 5 positions of a 6x4 crop in 8x8, mirrored or not, is drawn as often as any other."""
+    """Each of the 3 x 5 positions of a 6x4 crop in 8x8, mirrored or not, is drawn as often as any
+    other.
+    """
     preprocess = Preprocess(
         image_size=(6, 4),
         crop=ResizeRandomCrop(resize=(8, 8)),
@@ -345,9 +361,7 @@ def test_what_dali_refuses_is_a_python_error(dataset, tmp_path):
 
 
 def test_a_gpu_where_there_is_none(dataset):
-    with pytest.raises(
-        InputError, match=r"needs GPU 0, but TensorFlow sees 0 GPUs"
-    ):
+    with pytest.raises(InputError, match=r"needs GPU 0, but TensorFlow sees 0 GPUs"):
         make_dataset(training(dataset), DaliOptions(device="gpu"), batch_size=2)
     assert isinstance(choose_options(), TfDataOptions)
 
@@ -382,7 +396,9 @@ def test_label_offset(dataset, options):
 
 
 def test_runs_around_what_is_left_out(tmp_path):
-    """Every way of leaving records out of a file of seven, for every division: the runs hold its records in order."""
+    """Every way of leaving records out of a file of seven, for every division: the runs hold its
+    records in order.
+    """
     sizes = [20, 30, 16, 40, 25, 17, 50]
     offsets = [sum(sizes[:position]) for position in range(7)]
     whole = tmp_path / "whole.idx"

@@ -1,4 +1,6 @@
-"""A pass with `repeat=False` sees each record once: what Keras makes of it is what one plain pass over the records gives."""
+"""A pass with `repeat=False` sees each record once: what Keras makes of it is what one plain pass
+over the records gives.
+"""
 
 import keras
 import numpy as np

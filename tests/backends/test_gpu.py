@@ -156,7 +156,9 @@ def test_outputs(dataset, changes):
 
 
 def test_decoding_only_the_region(dataset):
-    """In a process of its own: decoders were reported to crash over regions on some GPUs, so it is not the default there."""
+    """In a process of its own: decoders were reported to crash over regions on some GPUs, so it is
+    not the default there.
+    """
     code = f"""if True:
         import numpy as np
         from dali_tf_input import DaliOptions, DatasetSpec, InputSpec, Preprocess

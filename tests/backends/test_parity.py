@@ -1,4 +1,6 @@
-"""Both backends make the same pixels of the same random numbers: every crop, interpolation and kind of image."""
+"""Both backends make the same pixels of the same random numbers: every crop, interpolation and kind
+of image.
+"""
 
 import dataclasses
 import io
@@ -47,7 +49,9 @@ RAW = Preprocess(
 
 @pytest.fixture(scope="module")
 def images():
-    """Encoded images: large and small, of odd sizes down to one pixel, and of every kind that both backends decode."""
+    """Encoded images: large and small, of odd sizes down to one pixel, and of every kind that both
+    backends decode.
+    """
     sizes = [
         (375, 500),
         (500, 375),
@@ -109,8 +113,8 @@ def by_dali(images, numbers, preprocess, *, decode="full"):
     return np.stack(made)
 
 
-# Over 0..255: the mean, the 99.9th percentile, the largest difference. Nearest: where a position is just between two pixels the
-# backends may take either, so few pixels differ, but by anything.
+# Over 0..255: the mean, the 99.9th percentile, the largest difference. Nearest: where a position is
+# just between two pixels the backends may take either, so few pixels differ, but by anything.
 BOUNDS = {
     ("bilinear", False): (0.001, 0.01, 0.02),
     ("bilinear", True): (0.05, 16, 64),
@@ -366,12 +370,18 @@ def test_what_a_backend_cannot_do_is_refused(records):
     assert brain.dtype == tf.bfloat16
     with pytest.raises(
         InputError,
-        match=r"DALI does not support `dtype` 'bfloat16': use 'float32', 'float16', 'uint8', or the other",
+        match=(
+            r"DALI does not support `dtype` 'bfloat16': use 'float32', 'float16', 'uint8', or the"
+            r" other"
+        ),
     ):
         take_batch(records, DaliOptions(device="cpu"), dtype="bfloat16")
     with pytest.raises(
         InputError,
-        match=r"tf.data does not support `apply_orientation` True: use False, .*make_tfrecords.py --apply_orientation",
+        match=(
+            r"tf.data does not support `apply_orientation` True: use False, .*make_tfrecords.py"
+            r" --apply_orientation"
+        ),
     ):
         take_batch(records, TfDataOptions(), apply_orientation=True)
     take_batch(records, DaliOptions(device="cpu"), apply_orientation=True)

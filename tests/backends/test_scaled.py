@@ -1,4 +1,6 @@
-"""The plan decode="scaled": JPEGs decoded at 1/2, 1/4 and 1/8. Its pixels are its own, and held against a Lanczos resize."""
+"""The plan decode="scaled": JPEGs decoded at 1/2, 1/4 and 1/8. Its pixels are its own, and held
+against a Lanczos resize.
+"""
 
 import dataclasses
 import io
@@ -81,7 +83,9 @@ def test_without_antialias_it_is_closer_to_the_truth(images):
     ids=[*CROPS, "center_crop_at_its_edge"],
 )
 def test_it_is_the_same_region(crop, antialias):
-    """Of a smooth image, where only a shift shows: a ramp of a gray level a pixel of the output, in each direction."""
+    """Of a smooth image, where only a shift shows: a ramp of a gray level a pixel of the output, in
+    each direction.
+    """
     preprocess = dataclasses.replace(RAW, crop=crop, antialias=antialias)
     ramps = []
     for height, width in SIZES:
@@ -106,7 +110,9 @@ def test_it_is_the_same_region(crop, antialias):
 
 
 def test_small_images_and_other_kinds_are_as_ever(images):
-    """What is not twice as large as needed, or no JPEG, comes out as by the other plans, to the bit."""
+    """What is not twice as large as needed, or no JPEG, comes out as by the other plans, to the
+    bit.
+    """
     kinds = [image for image, image_format, _ in image_zoo().values() if image_format]
     small = [jpeg(159, 400), jpeg(400, 143), jpeg(1, 1), *kinds]
     for crop in (NoCrop(), RandomResizedCrop()):

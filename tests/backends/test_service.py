@@ -109,7 +109,10 @@ def test_no_worker(dataset, monkeypatch):
     try:
         with pytest.raises(
             InputError,
-            match=f"No worker of the tf.data service at {address} answers this machine within 2 s. Start workers with ",
+            match=(
+                f"No worker of the tf.data service at {address} answers this machine within 2 s."
+                " Start workers with "
+            ),
         ):
             make(dataset, address)
     finally:

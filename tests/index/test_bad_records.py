@@ -1,4 +1,6 @@
-"""Sets with bad records: left out by the index, they are read by neither backend, and training goes through."""
+"""Sets with bad records: left out by the index, they are read by neither backend, and training goes
+through.
+"""
 
 import subprocess
 import sys
@@ -49,7 +51,9 @@ class Counting(keras.Model):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_training_through_one_percent_of_bad_records(tmp_path, backend):
-    """Without `--on_bad=skip` each of these would end it. Every sound record is seen once in each epoch, no bad one ever."""
+    """Without `--on_bad=skip` each of these would end it. Every sound record is seen once in each
+    epoch, no bad one ever.
+    """
     num_records, bad = 303, {50: "truncated", 151: "text", 260: "flipped"}  # 1%
     examples = numbered_examples(num_records)
     examples[50]["image/encoded"] = examples[50]["image/encoded"][:-100]
@@ -81,7 +85,8 @@ def test_training_through_one_percent_of_bad_records(tmp_path, backend):
     model.fit(
         train.dataset, steps_per_epoch=train.steps_per_epoch, epochs=1, shuffle=False, verbose=0
     )
-    # Keras builds the model on a batch of an iterator that it then drops: it trains on a whole pass of the next one.
+    # Keras builds the model on a batch of an iterator that it then drops: it trains on a whole pass
+    # of the next one.
     expected = np.array([number not in bad for number in range(num_records)], float)
     np.testing.assert_array_equal(model.seen.numpy(), expected)
 

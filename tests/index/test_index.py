@@ -1,4 +1,6 @@
-"""Indexing whole sets: what is written, what is left alone, what is left out, and what survives a kill."""
+"""Indexing whole sets: what is written, what is left alone, what is left out, and what survives a
+kill.
+"""
 
 import gzip
 import json
@@ -41,7 +43,9 @@ def pattern(files):
 def index_with_faults(
     files, checks=None, **arguments
 ) -> tuple[IndexReport, list[tuple[str, int | None, str]]]:
-    """Indexes files that have faults; returns the report and (base name, record, reason) of each fault."""
+    """Indexes files that have faults; returns the report and (base name, record, reason) of each
+    fault.
+    """
     faults = []
 
     def on_bad_record(file, fault):
@@ -452,7 +456,9 @@ def test_keys_that_no_preset_has(tmp_path):
     write_tfrecord(tmp_path / "train", [{"photo": jpeg(9, 9), "class": 1}])
     with pytest.raises(
         InputError,
-        match=r"The records hold 'class', 'photo', but not the keys of TF-slim or tfds: name the two",
+        match=(
+            r"The records hold 'class', 'photo', but not the keys of TF-slim or tfds: name the two"
+        ),
     ):
         build_index(tmp_path / "train", Checks(verify="schema"))
     assert (
@@ -502,7 +508,9 @@ def test_checks_refuse(changes, message):
 
 
 def test_a_full_disk(files, tmp_path):
-    """A limit on the size of files stands for it; nothing is left behind, and what stood before stands."""
+    """A limit on the size of files stands for it; nothing is left behind, and what stood before
+    stands.
+    """
     build_index(files[0])
     index = Path(files[0] + ".idx").read_bytes()
     write_tfrecord(tmp_path / "train-1", [{"label": 1}] * 5000)
@@ -519,8 +527,8 @@ def test_a_full_disk(files, tmp_path):
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert (
-        f"Cannot write to {tmp_path}: File too large. The files there are complete. Free some space, or: name"
-        in process.stdout
+        f"Cannot write to {tmp_path}: File too large. The files there are complete. Free some"
+        " space, or: name" in process.stdout
     )
     assert Path(files[0] + ".idx").read_bytes() == index
     assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == []
@@ -560,7 +568,9 @@ KILLED = """if True:
 
 
 def test_kill_at_any_moment(tmp_path):
-    """Killed with its workers again and again, a run leaves old indexes or new ones; the next run goes on."""
+    """Killed with its workers again and again, a run leaves old indexes or new ones; the next run
+    goes on.
+    """
     generator = random.Random(0)
     for number in range(60):
         file = write_tfrecord(
@@ -619,7 +629,9 @@ def test_a_parent_killed_alone_takes_its_workers_along(tmp_path):
 
 
 def test_runs_at_once_do_no_harm(tmp_path):
-    """Some over the same files, some over others in the same folder; every one succeeds, and nothing is lost."""
+    """Some over the same files, some over others in the same folder; every one succeeds, and
+    nothing is lost.
+    """
     for number in range(40):
         write_tfrecord(
             tmp_path / f"{'train' if number % 2 else 'validation'}-{number:02d}",
@@ -696,7 +708,9 @@ def test_big_records_and_files_are_not_read(tmp_path):
 
 
 def test_fuzzed_examples(tmp_path):
-    """Records whose data is damaged, under a CRC that fits: each is sound or a named fault; the backends' checks never crash."""
+    """Records whose data is damaged, under a CRC that fits: each is sound or a named fault; the
+    backends' checks never crash.
+    """
     generator = random.Random(3)
     images = [encoded for encoded, image_format, _ in image_zoo().values() if image_format]
     records = []
@@ -729,7 +743,9 @@ def test_fuzzed_examples(tmp_path):
 
 
 def test_a_touched_file_is_looked_at_as_deep_as_before(files):
-    """Or its bad records would come back with the next `make train`, which asks for the default only."""
+    """Or its bad records would come back with the next `make train`, which asks for the default
+    only.
+    """
     ruin(files[1], places(files[1])[2][0] + 40)
     index_with_faults(pattern(files), Checks(verify="crc"), on_bad="skip", max_bad_fraction=0.5)
     os.utime(files[1])
@@ -767,7 +783,9 @@ def test_a_run_does_not_undo_what_another_found_meanwhile(files, tmp_path):
 
 
 def test_what_is_left_out_is_kept_when_a_run_ends_early(files, monkeypatch):
-    """As with kill -9: what was committed so far is not gone through again, files with faults included."""
+    """As with kill -9: what was committed so far is not gone through again, files with faults
+    included.
+    """
     monkeypatch.setattr("dali_tf_input.index.build._COMMIT_SECONDS", 0)
     for file in files:
         ruin(file, places(file)[2][0] + 40)
@@ -898,7 +916,7 @@ def test_a_manifest_that_was_tampered_with(files, tmp_path, changes):
     document = json.loads((tmp_path / "index_manifest.json").read_text())
     document["files"]["train-1"] |= changes
     (tmp_path / "index_manifest.json").write_text(json.dumps(document))
-    with pytest.raises(InputError, match="-m dali_tf_input.index "):
+    with pytest.raises(InputError, match=r"-m dali_tf_input\.index "):
         DatasetSpec.from_files(pattern(files))
     assert build_index(pattern(files)).written >= 1
     assert DatasetSpec.from_files(pattern(files)).num_records == 15
@@ -922,7 +940,9 @@ def test_files_of_ours_that_are_something_else(files, tmp_path, content):
     (tmp_path / "bad_records.jsonl").write_bytes(content + b"\n")
     with pytest.raises(
         InputError,
-        match=r"is not an index manifest of this version of dali_tf_input: .* -m dali_tf_input.index ",
+        match=(
+            r"is not an index manifest of this version of dali_tf_input: .* -m dali_tf_input.index "
+        ),
     ):
         DatasetSpec.from_files(pattern(files))
     ruin(files[1], places(files[1])[2][0] + 40)
@@ -1048,14 +1068,17 @@ def test_links_count_once(files, tmp_path):
 
 
 def test_from_another_folder_with_modules_of_the_same_name(files, tmp_path):
-    """The worker processes import what the program imported, whatever lies where it is now; and no guard is needed."""
+    """The worker processes import what the program imported, whatever lies where it is now; and no
+    guard is needed.
+    """
     (tmp_path / "elsewhere").mkdir()
     for name in ("json.py", "array.py", "dali_tf_input.py"):
         (tmp_path / "elsewhere" / name).write_text("print('shadow'); raise SystemExit(3)")
     (tmp_path / "program.py").write_text(
-        "import os, threading\nfrom dali_tf_input import build_index\n"
-        f"os.chdir({str(tmp_path / 'elsewhere')!r})\n"
-        f"thread = threading.Thread(target=lambda: print(build_index({files!r}).written)); thread.start(); thread.join()\n"
+        "import os, threading\nfrom dali_tf_input import"
+        f" build_index\nos.chdir({str(tmp_path / 'elsewhere')!r})\nthread ="
+        f" threading.Thread(target=lambda: print(build_index({files!r}).written)); thread.start();"
+        " thread.join()\n"
     )
     process = subprocess.run(
         [sys.executable, tmp_path / "program.py"], capture_output=True, text=True, check=False

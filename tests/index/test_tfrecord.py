@@ -80,17 +80,22 @@ def find(path, content):
         (HELLO + HELLO[:15], [(0, 21)], "cut short", 21, 15),
         (HELLO + bytes(5), [(0, 21)], "trailing bytes", 21, 5),
         (HELLO + b"x" * 50, [(0, 21)], "trailing bytes", 21, 50),
-        (HELLO + b"\x01" + HELLO[1:] + WORLD, [(0, 21), (42, 34)], "length CRC", 21, 21),  # a flipped bit in a length
+        # a flipped bit in a length
+        (HELLO + b"\x01" + HELLO[1:] + WORLD, [(0, 21), (42, 34)], "length CRC", 21, 21),
         (b"\x01" + HELLO[1:] + WORLD, [(21, 34)], "length CRC", 0, 21),
         (HELLO + b"\x06" + HELLO[1:], [(0, 21)], "trailing bytes", 21, 21),
-        (HELLO + HELLO[:8] + b"\0" + HELLO[9:], [(0, 21)], "length CRC", 21, 21),  # in the CRC of the last length
-        # A record says that it is longer than the file, but others follow: its length is wrong, whatever its CRC says.
+        # in the CRC of the last length
+        (HELLO + HELLO[:8] + b"\0" + HELLO[9:], [(0, 21)], "length CRC", 21, 21),
+        # A record says that it is longer than the file, but others follow: its length is wrong,
+        # whatever its CRC says.
         ((1000).to_bytes(8, "little") + masked_crc((1000).to_bytes(8, "little")).to_bytes(4, "little") + HELLO, [(12, 21)],
          "length beyond the file", 0, 12),
-        # Bytes went missing inside a record: its length leads into the next one, which is found all the same.
+        # Bytes went missing inside a record: its length leads into the next one, which is found all
+        # the same.
         (HELLO + WORLD[:20] + WORLD[25:] + HELLO, [(0, 21), (50, 21)], "data CRC", 21, 29),
         (HELLO + bytes(9) + WORLD, [(0, 21), (30, 34)], "length CRC", 21, 9),
-        (HELLO + b"junk" + frame_record(b""), [(0, 21), (25, 16)], "length CRC", 21, 4),  # an empty record: all zeros
+        # an empty record: all zeros
+        (HELLO + b"junk" + frame_record(b""), [(0, 21), (25, 16)], "length CRC", 21, 4),
         (HELLO + bytes(1000) + frame_record(b""), [(0, 21), (1021, 16)], "length CRC", 21, 1000),
         (b"\x1f\x8b\x08" + b"x" * 30, [], "GZIP file", 0, 33),
         (b"\x78\x9c" + b"x" * 30, [], "ZLIB file", 0, 32),
@@ -139,7 +144,9 @@ def test_many_records_over_many_reads(tmp_path):
 )
 @pytest.mark.parametrize("junk", [b"\0", b"\xff", b"\1\0\0\0\0"])
 def test_the_next_record_is_found_over_any_gap(tmp_path, gap, junk):
-    """Also where it lies across two of the pieces in which a gap is searched, and in bytes that look like many headers."""
+    """Also where it lies across two of the pieces in which a gap is searched, and in bytes that
+    look like many headers.
+    """
     content = HELLO + (junk * gap)[:gap] + WORLD
     places, faults = find(tmp_path / "file", content)
     assert places == [(0, 21), (21 + gap, 34)]
@@ -147,7 +154,9 @@ def test_the_next_record_is_found_over_any_gap(tmp_path, gap, junk):
 
 
 def test_fuzz(tmp_path):
-    """Flipped bits, cuts, splices and random bytes: whatever stands whole in the file is found, all the rest is faults."""
+    """Flipped bits, cuts, splices and random bytes: whatever stands whole in the file is found, all
+    the rest is faults.
+    """
     random = Random(1)
     missed = 0
     for _ in range(4000):
@@ -181,7 +190,8 @@ def test_fuzz(tmp_path):
             if found >= 0:
                 whole, start = whole + 1, found + len(record)
         missed += max(0, whole - sound)
-    # Rarely a record that lost as many bytes as the next ones have swallows them whole: its frame is sound, only its data is not.
+    # Rarely a record that lost as many bytes as the next ones have swallows them whole: its frame
+    # is sound, only its data is not.
     assert missed <= 20
 
 

@@ -1,4 +1,6 @@
-"""A function for other processes, in a module of its own: that it is imported there takes no second."""
+"""A function for other processes, in a module of its own: that it is imported there takes no
+second.
+"""
 
 import gc
 

@@ -171,7 +171,9 @@ def test_make_tfrecords_replaces_sets_whole_or_not_at_all(tmp_path, photos):
 
 
 def test_make_tfrecords_of_any_image(tmp_path):
-    """What becomes of each kind: as it was, JPEG, RGB, upright, smaller; what cannot be read is left out and listed."""
+    """What becomes of each kind: as it was, JPEG, RGB, upright, smaller; what cannot be read is
+    left out and listed.
+    """
     zoo = image_zoo()
     (tmp_path / "photos" / "all").mkdir(parents=True)
     for name, (encoded, _, _) in zoo.items():
@@ -259,7 +261,9 @@ def test_sixteen_bits_a_pixel_are_scaled(tmp_path):
 
 
 def test_make_tfrecords_from_tfrecords(tmp_path):
-    """Shuffled anew over other files, every record once; bad ones left out; unknown features kept; smaller if asked for."""
+    """Shuffled anew over other files, every record once; bad ones left out; unknown features kept;
+    smaller if asked for.
+    """
     examples = numbered_examples(50)
     for number, example in enumerate(examples):
         example |= {"note": f"record {number}", "image/height": -1}
@@ -399,7 +403,9 @@ def test_make_tfrecords_never_takes_away_what_is_not_its_own(tmp_path, photos):
 
 
 def test_make_tfrecords_of_odd_names_and_depths(tmp_path):
-    """Bytes that are no UTF-8 and line breaks in names; pixels whose range nothing tells are left out, not made black."""
+    """Bytes that are no UTF-8 and line breaks in names; pixels whose range nothing tells are left
+    out, not made black.
+    """
     root = os.fsencode(tmp_path / "photos")
     for folder, name in (
         (b"c\xff", b"a\xff.jpg"),
@@ -492,7 +498,9 @@ def test_a_converter_killed_alone_leaves_nothing_running(tmp_path, photos):
 
 
 def command_of(process):
-    """Returns the words of a process's command; none where it is gone, or only waits for its parent to notice."""
+    """Returns the words of a process's command; none where it is gone, or only waits for its parent
+    to notice.
+    """
     try:
         return Path(f"/proc/{process}/cmdline").read_text()
     except OSError:
@@ -502,8 +510,8 @@ def command_of(process):
 def test_the_number_of_files_follows_the_size(tmp_path, photos, monkeypatch):
     """Files of 100 to 200 MB; here of kilobytes.
 
-    And whatever the calling program holds: a process that is forked from one that feeds TensorFlow waits for ever when Python
-    collects a dataset's iterator there, whose threads it does not have.
+    And whatever the calling program holds: a process that is forked from one that feeds TensorFlow
+    waits for ever when Python collects a dataset's iterator there, whose threads it does not have.
     """
     iterator = iter(
         tf.data.Dataset.range(10**6)

@@ -1,4 +1,6 @@
-"""`make doctor` in environments that are really broken: each is a line of the report, with the command that mends it."""
+"""`make doctor` in environments that are really broken: each is a line of the report, with the
+command that mends it.
+"""
 
 import contextlib
 import os
@@ -305,7 +307,9 @@ def test_cores(monkeypatch, tmp_path):
 
 
 def test_what_is_tried():
-    """One process while all goes well; one that fails, dies or hangs is told, and the next try has a fresh one."""
+    """One process while all goes well; one that fails, dies or hangs is told, and the next try has
+    a fresh one.
+    """
     doctor = load("doctor.py")
     trier = doctor.Trier()
     assert trier.attempt("import os; print('noise'); print(os.getpid())")[0]
@@ -317,7 +321,10 @@ def test_what_is_tried():
     )
     second = trier.attempt("import os; print(os.getpid())")
     assert second != first
-    says = "Critical error in pipeline:\\n\\n[/dali.cc:7] Assert failed: no driver\\nCurrent pipeline object is no longer valid."
+    says = (
+        "Critical error in pipeline:\\n\\n[/dali.cc:7] Assert failed: no driver\\nCurrent pipeline"
+        " object is no longer valid."
+    )
     assert trier.attempt(f"raise RuntimeError('{says}')") == (
         False,
         "[/dali.cc:7] Assert failed: no driver",

@@ -48,7 +48,9 @@ def test_index(tmp_path):
 
 
 def test_index_of_good_and_bad_files(tmp_path):
-    """The good files are indexed, each bad one is named, nothing is left of them, and the exit code is 1."""
+    """The good files are indexed, each bad one is named, nothing is left of them, and the exit code
+    is 1.
+    """
     write_tfrecord(tmp_path / "a", numbered_examples(3))
     cut = write_tfrecord(tmp_path / "b", numbered_examples(2))
     os.truncate(cut, os.path.getsize(cut) - 1)
@@ -182,7 +184,8 @@ def test_printed_commands_fix(tmp_path):
         tmp_path / "a file's name", image_key="photo", label_key="class"
     )
     assert (dataset.num_records, dataset.label_range) == (199, (0, 198))
-    # Many files that changed, in a folder that holds other things too; the keys are those of before.
+    # Many files that changed, in a folder that holds other things too; the keys are those of
+    # before.
     (tmp_path / "set").mkdir()
     for number in range(5):
         write_tfrecord(

@@ -1,4 +1,6 @@
-"""Two workers on this machine, a process each: they train as one process with two replicas does, and end together."""
+"""Two workers on this machine, a process each: they train as one process with two replicas does,
+and end together.
+"""
 
 import contextlib
 import json
@@ -21,7 +23,9 @@ from dali_tf_input.distribution import distribute
 
 
 def start(folder, *arguments, workers=2, which=None):
-    """Starts the training script, once for each worker, or some of them; without workers once, on two replicas."""
+    """Starts the training script, once for each worker, or some of them; without workers once, on
+    two replicas.
+    """
     command = [SCRIPTS / "train.py", "--files=data/sample/train-*", "--image_size=32", *arguments]
     if not workers:
         return [warm.Program([*command, "--replicas=2"], cwd=folder)]
@@ -163,7 +167,10 @@ def test_workers_that_do_not_share_the_folder(sample_folder, tmp_path):
         "{}",
         '{"cluster": {"worker": ["127.0.0.1:1"]}, "task": {"type": "worker", "index": 1}}',
         "[1]",
-        '{"cluster": {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"]}, "task": {"type": "worker", "index": 0}}',
+        (
+            '{"cluster": {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"]}, "task": {"type":'
+            ' "worker", "index": 0}}'
+        ),
     ],
 )
 def test_a_wrong_config_is_refused(sample_folder, config):
@@ -218,7 +225,9 @@ def test_keras_says_what_to_do(dataset):
 
 
 def test_several_replicas_of_a_worker(dataset):
-    """TensorFlow deals a worker's batches to its replicas in turn: each gets those of its own shard."""
+    """TensorFlow deals a worker's batches to its replicas in turn: each gets those of its own
+    shard.
+    """
     from dali_tf_input import Shard
     from dali_tf_input.dataset import make_dataset
     from dali_tf_input.distribution import _make_worker_dataset
@@ -226,7 +235,9 @@ def test_several_replicas_of_a_worker(dataset):
     spec = InputSpec(dataset=dataset, preprocess=Preprocess.for_training(16), order="global")
 
     class Strategy:
-        """What `_make_worker_dataset` asks of a strategy: two workers with two replicas each, this is the second."""
+        """What `_make_worker_dataset` asks of a strategy: two workers with two replicas each, this
+        is the second.
+        """
 
         num_replicas_in_sync = 4
         cluster_resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
@@ -251,6 +262,8 @@ def test_several_replicas_of_a_worker(dataset):
         np.testing.assert_array_equal(next(served)[1], next(shards[turn % 2])[1])
     with pytest.raises(
         InputError,
-        match=r"DALI feeds one replica per process .*, this process has 2: start one process per GPU",
+        match=(
+            r"DALI feeds one replica per process .*, this process has 2: start one process per GPU"
+        ),
     ):
         _make_worker_dataset(Strategy(), DaliOptions(device="cpu"), make_shard, local_replicas=2)

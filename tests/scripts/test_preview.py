@@ -60,7 +60,8 @@ def test_denormalize(dataset, dtype, layout):
         made.append(denormalize(images.numpy(), preprocess))
     assert made[0].shape == made[1].shape == (4, 20, 30, 3)
     assert made[0].dtype == np.float32
-    # Of rounding to whole numbers, and of values between 4 and 8 in the type, times the largest `std`.
+    # Of rounding to whole numbers, and of values between 4 and 8 in the type, times the largest
+    # `std`.
     bound = {
         "float32": 0.5001,
         "float16": 0.5 + 2**-9 * 58.4,
@@ -74,7 +75,9 @@ def test_denormalize(dataset, dtype, layout):
     "crop", [ResizeRandomCrop(resize=(60, 60)), RandomResizedCrop(), RandomCrop()], ids=repr
 )
 def test_preview_shows_the_originals_of_its_images(sample_folder, crop):
-    """An original, cut at its frame, mirrored where it says so, and resized by Pillow, is what the model is shown to see."""
+    """An original, cut at its frame, mirrored where it says so, and resized by Pillow, is what the
+    model is shown to see.
+    """
     preview = load("preview.py")
 
     dataset = DatasetSpec.from_files(str(sample_folder / "data/sample/train-*"))

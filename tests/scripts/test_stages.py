@@ -53,7 +53,9 @@ def test_a_cut_serves_one_number_for_each_image(dataset, backend, order, stage):
 
 
 def test_what_is_read_and_parsed(dataset):
-    """In the order of the files: the sizes of the records, and those of the images plus their labels."""
+    """In the order of the files: the sizes of the records, and those of the images plus their
+    labels.
+    """
     spec = InputSpec(dataset=dataset, preprocess=Preprocess.for_training(16), order="sequential")
     records = [
         read_record(dataset.files[0], offset)

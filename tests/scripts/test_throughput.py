@@ -134,7 +134,9 @@ def test_sweep(sample_folder, monkeypatch, capsys):
 
 
 def test_compare_throughput_reports_a_row_that_dies(tmp_path):
-    """A record that no decoder can read ends the measurement with an error, not with a hang or a half-written table."""
+    """A record that no decoder can read ends the measurement with an error, not with a hang or a
+    half-written table.
+    """
     examples = numbered_examples(8)
     examples[3]["image/encoded"] = b"this is no image"
     file = write_tfrecord(tmp_path / "train", examples)
@@ -170,7 +172,9 @@ def test_compare_images(sample_folder, layout):
 
 
 def test_by_hand_does_the_same_work(sample_folder):
-    """The hand-written baseline yields what the package's does, in kind; its decode and resize are the same operations."""
+    """The hand-written baseline yields what the package's does, in kind; its decode and resize are
+    the same operations.
+    """
     from dali_tf_input import InputSpec, Preprocess, TfDataOptions
     from dali_tf_input.dataset import make_dataset
     from support.throughput import reference

@@ -1,4 +1,6 @@
-"""The commands that measure and check: short runs, what they conclude, and what they say to bad input."""
+"""The commands that measure and check: short runs, what they conclude, and what they say to bad
+input.
+"""
 
 import json
 import os
@@ -220,7 +222,7 @@ def rate_of(candidate):
 @pytest.mark.parametrize("seed", range(5))
 def test_tune_finds_what_is_within_3_percent_of_the_best(monkeypatch, seed):
     machine = Machine(rate_of, seed=seed)
-    tuner, winner, default, ratios = tune(monkeypatch, machine, 600)
+    _, winner, _, ratios = tune(monkeypatch, machine, 600)
     assert rate_of(winner) >= 0.97 * 1060 * 1.04
     assert is_faster(ratios[winner.key])
     assert machine.now <= 600 * 1.3
@@ -242,7 +244,7 @@ def test_tune_in_little_time_and_with_candidates_that_crash(monkeypatch, seconds
 
     monkeypatch.setattr(DaliOptions, "num_parallel_reads", 16, raising=False)
     machine = Machine(rate)
-    tuner, winner, default, ratios = tune(monkeypatch, machine, seconds)
+    tuner, _, default, _ = tune(monkeypatch, machine, seconds)
     assert default.backend == "tf_data"
     assert len(tuner.refused) >= 1
     assert machine.now <= 2 * seconds + 20
@@ -291,7 +293,7 @@ def test_a_measuring_process_that_dies_or_hangs(sample_folder, monkeypatch, tmp_
 
 def test_a_worker_that_does_not_start():
     with pytest.raises(
-        InputError, match="does not start: the process died .exit code 1.: .*no way"
+        InputError, match=r"does not start: the process died .exit code 1.: .*no way"
     ):
         processes.JsonWorker(["python", "-c", "raise SystemExit('no way')"])
 
@@ -336,7 +338,9 @@ def test_soak(tmp_path):
 
 @pytest.mark.slow
 def test_gpu_check_rehearsed(sample_folder, tmp_path):
-    """All parts on the CPU, in two runs that share their file; a file of another machine is refused."""
+    """All parts on the CPU, in two runs that share their file; a file of another machine is
+    refused.
+    """
     files, out = "--files=data/sample/validation-*", tmp_path / "rehearsal.json"
     arguments = [files, "--rehearse", f"--out={out}", "--seconds=0.1", "--repeats=1"]
     for parts in ("probe,pixels,devices", "throughput,hw_decoder_load,training,memory"):

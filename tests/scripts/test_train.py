@@ -117,7 +117,8 @@ def test_mixup_and_cutmix():
             assert mixed.shape == images.shape
             np.testing.assert_allclose(soft.sum(1), 1, rtol=1e-5)
             assert ((soft > 1e-6).sum(1) <= 2).all()
-            # An image of the number n alone is labelled n - 1: the label's mean is the image's, whatever was mixed.
+            # An image of the number n alone is labelled n - 1: the label's mean is the image's,
+            # whatever was mixed.
             np.testing.assert_allclose(
                 soft @ np.arange(1, 9), mixed.mean((1, 2, 3)), atol=0.9 if cutmix else 1e-4
             )

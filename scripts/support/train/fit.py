@@ -75,7 +75,8 @@ class Training:
             if resume.step:
                 steps = flags.epochs.value * train.steps_per_epoch
                 print(
-                    f"resume      after step {resume.step:,} of {steps:,}, from {flags.resume.value}"
+                    f"resume      after step {resume.step:,} of {steps:,}, from"
+                    f" {flags.resume.value}"
                 )
             model(
                 np.zeros((1, *spec.preprocess.image_size, 3), np.float32)
@@ -166,9 +167,9 @@ class Training:
         arguments = [*flags.records.as_arguments(), f"--image_size={size}", f"--batch_size={batch}"]
         words = shlex.join([*arguments, f"--order={flags.order.value}"])
         return (
-            f"{text} With input that is always ready, training would be {step / cached:.2f} times as "
-            f"fast.\n  what costs:      scripts/profile_stages.py {words}\n"
-            f"  faster options:  scripts/tune.py {words} --replicas={replicas}"
+            f"{text} With input that is always ready, training would be {step / cached:.2f} times"
+            f" as fast.\n  what costs:      scripts/profile_stages.py {words}"
+            f"\n  faster options:  scripts/tune.py {words} --replicas={replicas}"
         )
 
 

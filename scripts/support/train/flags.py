@@ -56,7 +56,8 @@ class TrainFlags:
             )
         if multi_worker and (mixes or self.replicas.value != 1 or self.profile_input.value):
             raise InputError(
-                "--mixup, --cutmix, --replicas and --profile_input are for --strategy=mirrored only."
+                "--mixup, --cutmix, --replicas and --profile_input are for --strategy=mirrored"
+                " only."
             )
         if self.options.value and self.backend.present:
             raise InputError("--options says which backend it is: leave out --backend.")

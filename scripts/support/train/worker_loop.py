@@ -29,7 +29,9 @@ def make_strategy() -> tf.distribute.MultiWorkerMirroredStrategy:
         raise InputError(
             "Each worker needs the environment variable TF_CONFIG: the list of all workers and its"
             " number: "
-            """TF_CONFIG='{"cluster": {"worker": ["host0:12345", "host1:12345"]}, "task": {"type": "worker", "index": 0}}' """
+            """TF_CONFIG='{"cluster": {"worker": ["host0:12345", "host1:12345"]}, "task": {"type":
+            "worker", "index": 0}}'
+            """
             f"({error!r})"
         ) from error
     print(

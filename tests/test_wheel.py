@@ -1,0 +1,88 @@
+"""The wheel, in an environment of its own: what `pip install` gives a user, without a clone beside
+it.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+
+import pytest
+from conftest import ROOT, jpeg
+from test_readme import EXAMPLES
+
+WITHOUT_PLUGIN = """
+import sys
+sys.modules["nvidia.dali.plugin.tf"] = None  # as if it were not installed
+from dali_tf_input import DaliOptions, DatasetSpec, InputError, InputSpec, Preprocess, make_dataset
+dataset = DatasetSpec.from_files("data/sample/train-*")
+spec = InputSpec(dataset=dataset, preprocess=Preprocess.for_training(32), order="global")
+try:
+    make_dataset(spec, DaliOptions(device="cpu"), batch_size=4)
+except InputError as error:
+    print(error)
+"""
+WITHOUT_DALI = """
+import sys
+sys.modules["nvidia.dali"] = None
+"""
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory):
+    """Returns the Python of an environment into which the wheel is installed."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(ROOT / "dali_tf_input", source / "dali_tf_input")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    build = ["wheel", "--no-deps", "--no-index", "--no-build-isolation", "-w", folder, source]
+    subprocess.run([*pip, *build], check=True)
+    (wheel,) = folder.glob("*.whl")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "env"], check=True)
+    python = folder / "env/bin/python"
+    subprocess.run(
+        [*pip, "--python", python, "install", "--no-deps", "--no-index", wheel], check=True
+    )
+    # What the package depends on is taken from this environment: nothing is downloaded.
+    (packages,) = (folder / "env/lib").glob("python*/site-packages")
+    (packages / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"])
+    return python
+
+
+def execute(python, folder, *words):
+    """Runs Python in `folder`, which is not the clone; returns what it printed."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    process = subprocess.run(
+        [python, *words],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr
+    return process.stdout
+
+
+@pytest.mark.slow
+def test_wheel_in_another_folder(python, sample_folder, tmp_path):
+    """The index command, and the README's quickstart on tf.data, with and without DALI."""
+    where = execute(python, tmp_path, "-c", "import dali_tf_input; print(dali_tf_input.__file__)")
+    assert where.startswith(str(python.parent.parent))
+    (tmp_path / "data/sample").mkdir(parents=True)
+    for file in (sample_folder / "data/sample").iterdir():
+        if "-of-" in file.name and file.suffix != ".idx":
+            shutil.copy(file, tmp_path / "data/sample")
+    (tmp_path / "photo.jpg").write_bytes(jpeg(120, 160))
+    index = execute(python, tmp_path, "-m", "dali_tf_input.index", "data/sample/*-of-*")
+    assert "indexed" in index
+    execute(python, tmp_path, "-c", EXAMPLES[0])
+    execute(python, tmp_path, "-c", WITHOUT_DALI + EXAMPLES[0])
+    refusal = execute(python, tmp_path, "-c", WITHOUT_PLUGIN)
+    assert "nvidia-dali-tf-plugin-cuda120" in refusal
+    assert "pip install" in refusal
