@@ -1,6 +1,7 @@
 from .bad_record import BadRecordError
 from .benchmark import Stats, Window, measure
 from .crops import (
+    BoxCrop,
     CenterCrop,
     Crop,
     NoCrop,
@@ -32,6 +33,7 @@ __all__ = [
     "IMAGENET_STD",
     "BadRecord",
     "BadRecordError",
+    "BoxCrop",
     "CenterCrop",
     "Checks",
     "Crop",

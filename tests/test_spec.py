@@ -8,6 +8,7 @@ from conftest import jpeg, numbered_examples, write_dataset, write_tfrecord
 
 from dali_tf_input import (
     AUTOTUNE,
+    BoxCrop,
     CenterCrop,
     Checks,
     DaliOptions,
@@ -55,6 +56,11 @@ EVALUATION = Preprocess.for_evaluation(224)
     [
         (lambda: ResizeRandomCrop(resize=(0, 9)), "`resize` must be at least 1 pixel"),
         (lambda: CenterCrop(resize_shorter=0), "`resize_shorter` must be at least 1 pixel"),
+        (
+            lambda: BoxCrop(top=-1, left=0, height=1, width=1),
+            "A box starts at 0 or more .*`top` -1",
+        ),
+        (lambda: BoxCrop(top=0, left=0, height=9, width=0), "at least 1 pixel each way"),
         (
             lambda: dataclasses.replace(TRAINING, image_size=(0, 1)),
             "`image_size` must be at least 1 pixel",

@@ -13,6 +13,7 @@ from dali_tf_input.crops import Region, Uniforms
 from dali_tf_input.preprocess import RAND_AUGMENT_MAGNITUDE, RAND_AUGMENT_OPS, Preprocess
 
 SUPPORTED_CROPS = (
+    crops.BoxCrop,
     crops.CenterCrop,
     crops.NoCrop,
     crops.RandomCrop,

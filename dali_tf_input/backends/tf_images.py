@@ -11,6 +11,7 @@ from dali_tf_input.crops import Region, Uniforms
 from dali_tf_input.preprocess import DCT_METHOD, Preprocess
 
 SUPPORTED_CROPS = (
+    crops.BoxCrop,
     crops.CenterCrop,
     crops.NoCrop,
     crops.RandomCrop,

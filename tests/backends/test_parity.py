@@ -16,6 +16,7 @@ from nvidia.dali import fn, types
 from PIL import Image
 
 from dali_tf_input import (
+    BoxCrop,
     CenterCrop,
     DaliOptions,
     DatasetSpec,
@@ -28,6 +29,7 @@ from dali_tf_input import (
     ResizeRandomCrop,
     TfDataOptions,
     build_index,
+    iterate_batches,
 )
 from dali_tf_input.backends import dali_images, tf_images
 from dali_tf_input.dataset import make_dataset, make_normalization
@@ -41,10 +43,26 @@ CROPS = {
     "random_crop": RandomCrop(),
     "center_crop": CenterCrop(resize_shorter=96),
     "no_crop": NoCrop(),
+    "box_crop": BoxCrop(top=20, left=30, height=301, width=140),
 }
 RAW = Preprocess(
     image_size=(80, 72), crop=NoCrop(), mirror_probability=0.5, mean=(0, 0, 0), std=(1, 1, 1)
 )
+
+
+def test_box_crop_takes_the_box():
+    """At the size of the box the pixels are those of the image; what is outside of it is cut off."""
+    image = np.asarray(Image.open(io.BytesIO(jpeg(50, 60))))
+    plan = {"mirror_probability": 0.0, "dtype": "uint8", "image_size": (20, 10)}
+    for top, left in ((7, 9), (30, 50)):
+        crop = BoxCrop(top=top, left=left, height=20, width=10)
+        (made,) = (
+            images[0]
+            for _, images in iterate_batches(
+                [jpeg(50, 60)], dataclasses.replace(RAW, crop=crop, **plan), TfDataOptions()
+            )
+        )
+        np.testing.assert_array_equal(made, image[top : top + 20, left : left + 10])
 
 
 @pytest.fixture(scope="module")
