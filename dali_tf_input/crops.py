@@ -15,37 +15,22 @@ Sampling = Literal["resize_then_crop", "crop_then_resize", "crop_and_pad"]
 
 
 class Ops(Protocol):
-    """The operations that crops plan with, on a backend's float64 arrays of one axis."""
+    """The operations that crops plan with, on a backend's float64 arrays of one axis.
 
-    def constant(self, values: Collection[float]) -> Any:
-        """Returns `values` as an array."""
+    `where` takes `values` where `condition` holds, else `others`. `max` and `sum` (of whole
+    numbers) return arrays of shape (1,); `concat` joins two arrays.
+    """
 
-    def floor(self, values: Any) -> Any:
-        """Rounds down."""
-
-    def exp(self, values: Any) -> Any:
-        """Returns e to the power of `values`."""
-
-    def sqrt(self, values: Any) -> Any:
-        """Returns the square roots."""
-
-    def minimum(self, values: Any, others: Any) -> Any:
-        """Returns the smaller of each pair."""
-
-    def maximum(self, values: Any, others: Any) -> Any:
-        """Returns the larger of each pair."""
-
-    def where(self, condition: Any, values: Any, others: Any) -> Any:
-        """Chooses from `values` where `condition` holds, else from `others`."""
-
-    def max(self, values: Any) -> Any:
-        """Returns the largest value, of shape (1,)."""
-
-    def sum(self, values: Any) -> Any:
-        """Returns the sum of whole numbers, of shape (1,)."""
-
-    def concat(self, first: Any, second: Any) -> Any:
-        """Joins two arrays."""
+    def constant(self, values: Collection[float]) -> Any: ...
+    def floor(self, values: Any) -> Any: ...
+    def exp(self, values: Any) -> Any: ...
+    def sqrt(self, values: Any) -> Any: ...
+    def minimum(self, values: Any, others: Any) -> Any: ...
+    def maximum(self, values: Any, others: Any) -> Any: ...
+    def where(self, condition: Any, values: Any, others: Any) -> Any: ...
+    def max(self, values: Any) -> Any: ...
+    def sum(self, values: Any) -> Any: ...
+    def concat(self, first: Any, second: Any) -> Any: ...
 
 
 class Uniforms(NamedTuple):

@@ -13,15 +13,13 @@ import tensorflow as tf
 from dali_tf_input.backends import tf_data
 from dali_tf_input.backends.reading import MAX_EPOCHS
 from dali_tf_input.errors import InputError
-from dali_tf_input.options import DaliOptions, TfDataOptions
+from dali_tf_input.options import DaliOptions, Options, TfDataOptions
 from dali_tf_input.order import StartStep
 from dali_tf_input.preprocess import Preprocess
 from dali_tf_input.sharding import Shard, check_batch
 from dali_tf_input.spec import InputSpec
 
 _logger = logging.getLogger("dali_tf_input")
-
-Options = DaliOptions | TfDataOptions
 
 
 def make_dataset(

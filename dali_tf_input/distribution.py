@@ -9,10 +9,19 @@ import keras
 import tensorflow as tf
 
 from dali_tf_input.bad_record import FailedInput, explain
-from dali_tf_input.dataset import Options, choose_options, make_dataset
+from dali_tf_input.dataset import choose_options, make_dataset
 from dali_tf_input.errors import InputError
-from dali_tf_input.options import DaliOptions, TfDataOptions
+from dali_tf_input.options import DaliOptions, Options
 from dali_tf_input.order import EpochSteps, StartStep
+from dali_tf_input.replicas import (
+    OneDeviceDataset,
+    check_strategy,
+    cuda_device_id,
+    input_options,
+    is_gpu,
+    list_devices,
+    short_name,
+)
 from dali_tf_input.sharding import Shard, replica_batch_size
 from dali_tf_input.spec import InputSpec
 
@@ -146,7 +155,7 @@ def distribute(
         is larger than the data, DALI's device is not that of the replicas, `make_dataset` refuses,
         or the first batch cannot be made.
     """
-    strategy = _check_strategy(strategy)
+    strategy = check_strategy(strategy)
     options = options or choose_options()
     num_replicas = strategy.num_replicas_in_sync if strategy else 1
     batch_size = replica_batch_size(
@@ -161,16 +170,16 @@ def distribute(
         padded=not spec.repeat,
     )
     start = StartStep(start_step)
-    devices = _replica_devices(strategy, options)
+    devices = list_devices(strategy, options)
     on_gpu = isinstance(options, DaliOptions) and options.device == "gpu"
-    if on_gpu and not all(_is_gpu(device) for device in devices):
+    if on_gpu and not all(is_gpu(device) for device in devices):
         raise InputError(
             "DaliOptions(device='gpu') needs every replica on a GPU, but the replicas are on"
             f" {', '.join(devices)}. Use DaliOptions(device='cpu') or TfDataOptions(); or, if there"
             " is a GPU that TensorFlow does not see, pip install 'tensorflow[and-cuda]'"
         )
     on_replica = on_gpu or (
-        isinstance(options, DaliOptions) and not any(_is_gpu(device) for device in devices)
+        isinstance(options, DaliOptions) and not any(is_gpu(device) for device in devices)
     )
     several_workers = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
 
@@ -182,7 +191,7 @@ def distribute(
                 options,
                 batch_size=batch_size,
                 shard=shard,
-                device_id=_cuda_device_id(device) if on_gpu else None,
+                device_id=cuda_device_id(device) if on_gpu else None,
                 start_step=start,
             )
 
@@ -192,13 +201,13 @@ def distribute(
     elif several_workers:
         dataset = _make_worker_dataset(strategy, options, make_shard, local_replicas=len(devices))
     elif isinstance(strategy, tf.distribute.OneDeviceStrategy) and isinstance(options, DaliOptions):
-        dataset = _OneDeviceDataset(make_shard(Shard(0, 1)))
+        dataset = OneDeviceDataset(make_shard(Shard(0, 1)))
     else:
         dataset = strategy.distribute_datasets_from_function(
             lambda context: make_shard(
                 Shard(context.input_pipeline_id, context.num_input_pipelines)
             ),
-            _input_options(strategy, options, on_replica=on_replica),
+            input_options(strategy, options, on_replica=on_replica),
         )
     try:
         found = first_batch_devices(dataset, strategy)
@@ -298,96 +307,4 @@ def first_batch_devices(dataset: Any, strategy: tf.distribute.Strategy | None) -
             raise InputError(
                 f"A replica's images are on {image.device}, but their labels on {label.device}."
             )
-    return tuple(_short_name(image.device) for image in replica_images)
-
-
-def _check_strategy(strategy: tf.distribute.Strategy | None) -> tf.distribute.Strategy | None:
-    """Returns `strategy`, or None for TensorFlow's default; refuses unsupported ones."""
-    supported = (
-        tf.distribute.OneDeviceStrategy
-        | tf.distribute.MirroredStrategy
-        | tf.distribute.MultiWorkerMirroredStrategy
-    )
-    if strategy is None or isinstance(strategy, supported):
-        return strategy
-    if not tf.distribute.has_strategy() and strategy is tf.distribute.get_strategy():
-        return None
-    nearest = {
-        "TPUStrategy": (
-            "TPUs are fed from the host: use strategy.distribute_datasets_from_function(...) with"
-            " make_dataset(spec, TfDataOptions(), ...)"
-        ),
-        "ParameterServerStrategy": "for several hosts use MultiWorkerMirroredStrategy",
-        "CentralStorageStrategy": "for several GPUs of one host use MirroredStrategy",
-    }
-    name = type(strategy).__name__.removesuffix("V1").removesuffix("V2")
-    raise InputError(
-        "`strategy` must be None, a OneDeviceStrategy, a MirroredStrategy or a "
-        f"MultiWorkerMirroredStrategy, got a {type(strategy).__name__}: "
-        f"{nearest.get(name, nearest['CentralStorageStrategy'])}."
-    )
-
-
-def _replica_devices(strategy: tf.distribute.Strategy | None, options: Options) -> tuple[str, ...]:
-    """Returns the device of each replica, such as "GPU:0"."""
-    if strategy is not None:
-        return tuple(_short_name(device) for device in strategy.extended.worker_devices)
-    on_gpu = isinstance(options, DaliOptions) and options.device == "gpu"
-    return ("GPU:0" if on_gpu and tf.config.list_logical_devices("GPU") else "CPU:0",)
-
-
-def _input_options(
-    strategy: tf.distribute.Strategy, options: Options, *, on_replica: bool
-) -> tf.distribute.InputOptions:
-    """Returns the options that give a MirroredStrategy one pipeline per replica."""
-    if isinstance(strategy, tf.distribute.OneDeviceStrategy):
-        return tf.distribute.InputOptions()  # it allows no other
-    return tf.distribute.InputOptions(
-        experimental_replication_mode=tf.distribute.InputReplicationMode.PER_REPLICA,
-        experimental_place_dataset_on_device=on_replica,
-        # Never for DALI: fetching uses TensorFlow's MultiDeviceIterator, which frees a DALIDataset
-        # while a thread still reads it: the process crashes (SIGSEGV) when an iterator is dropped.
-        # Seen with TensorFlow 2.21 and DALI 2.4.
-        experimental_fetch_to_device=isinstance(options, TfDataOptions),
-    )
-
-
-class _OneDeviceDataset(tf.data.Dataset, tf.distribute.DistributedDataset):
-    """A DALI dataset that counts as distributed, so that Keras iterates it where it is.
-
-    OneDeviceStrategy would read it through its MultiDeviceIterator; see `_input_options`.
-    """
-
-    def __init__(self, dataset: tf.data.Dataset) -> None:
-        self._dataset = dataset
-        super().__init__(tf.data.experimental.to_variant(dataset))
-
-    def _inputs(self) -> list[tf.data.Dataset]:
-        return [self._dataset]
-
-    @property
-    def element_spec(self) -> Any:
-        return self._dataset.element_spec
-
-    def cardinality(self) -> tf.Tensor:
-        return self._dataset.cardinality()
-
-
-def _cuda_device_id(device: str) -> int:
-    """Returns the CUDA device of TensorFlow's "GPU:0", which differs if GPUs are hidden from it."""
-    visible = tf.config.get_visible_devices("GPU")
-    if len(visible) != len(tf.config.list_logical_devices("GPU")):
-        raise InputError(
-            "DaliOptions(device='gpu') does not work with GPUs that are split into logical devices."
-        )
-    name: str = visible[int(device.rsplit(":", 1)[1])].name
-    return int(name.rsplit(":", 1)[1])
-
-
-def _short_name(device: str) -> str:
-    spec = tf.DeviceSpec.from_string(device)
-    return f"{spec.device_type}:{spec.device_index}"
-
-
-def _is_gpu(device: str) -> bool:
-    return device.startswith("GPU:")
+    return tuple(short_name(image.device) for image in replica_images)

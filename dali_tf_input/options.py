@@ -209,6 +209,7 @@ def load_options(path: str) -> DaliOptions | TfDataOptions:
         raise InputError(f"{path}: {error}") from error
 
 
+Options = DaliOptions | TfDataOptions
 _Options = TypeVar("_Options", DaliOptions, TfDataOptions)
 
 

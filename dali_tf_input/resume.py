@@ -1,13 +1,11 @@
 """Resuming training where it stopped: a Keras callback and the state that it keeps."""
 
 import contextlib
-import dataclasses
-import hashlib
 import json
 import logging
 import os
 import warnings
-from typing import Any, Literal
+from typing import Any
 
 import keras
 import msgspec
@@ -17,23 +15,16 @@ from dali_tf_input.backends.reading import MAX_EPOCHS
 from dali_tf_input.distribution import Distributed
 from dali_tf_input.errors import InputError
 from dali_tf_input.index.files import Path
-from dali_tf_input.spec import InputSpec
 from dali_tf_input.staging import write_whole
-
-_STATE_NAME = "state.json"
+from dali_tf_input.training_state import (
+    STATE_NAME,
+    State,
+    check_writable,
+    make_fingerprint,
+    read_state,
+)
 
 _logger = logging.getLogger("dali_tf_input")
-
-
-class _State(msgspec.Struct):
-    """What ``state.json`` holds."""
-
-    step: int
-    weights: str
-    optimizer: str
-    fingerprint: dict[str, Any]
-    format: Literal["dali_tf_input training state"] = "dali_tf_input training state"
-    version: Literal[3] = 3
 
 
 class Resume(keras.callbacks.Callback):  # type: ignore[misc]
@@ -93,17 +84,17 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
         self._train = train
         self._is_chief = is_chief
         self._save_every = save_every or train.steps_per_epoch
-        self._fingerprint = _fingerprint(train.spec, train.global_batch_size)
+        self._fingerprint = make_fingerprint(train.spec, train.global_batch_size)
         if is_chief:
-            _check_writable(self._folder)
-        self._state = _read_state(self._folder, end=MAX_EPOCHS * train.steps_per_epoch)
+            check_writable(self._folder)
+        self._state = read_state(self._folder, end=MAX_EPOCHS * train.steps_per_epoch)
         if self._state:
             self._check_fingerprint(self._state)
         self._saved_step = self._state.step if self._state else 0
         self._epoch_start = self._saved_step
         train.start_step.step = self._saved_step
 
-    def _check_fingerprint(self, state: _State) -> None:
+    def _check_fingerprint(self, state: State) -> None:
         """Refuses the state of other input; adapts it if more records are skipped now."""
         then, now, train = state.fingerprint, self._fingerprint, self._train
         changed = [name for name, value in now.items() if then.get(name) != value]
@@ -125,7 +116,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
                 f"`{name}` was {then.get(name)}, is {now[name]}" for name in changed
             )
             raise InputError(
-                f"{os.path.join(self._folder, _STATE_NAME)} belongs to training on other input: "
+                f"{os.path.join(self._folder, STATE_NAME)} belongs to training on other input: "
                 f"{differences}. Use the same input, or start in another folder."
             )
 
@@ -265,8 +256,8 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
             return
         weights = f"step-{self.step}.weights.h5"
         optimizer = type(self.model.optimizer).__name__
-        state = _State(self.step, weights, optimizer, self._fingerprint)
-        path = os.path.join(self._folder, _STATE_NAME)
+        state = State(self.step, weights, optimizer, self._fingerprint)
+        path = os.path.join(self._folder, STATE_NAME)
         partial_weights = os.path.join(self._folder, "partial.weights.h5")
         try:
             self.model.save_weights(partial_weights, overwrite=True)
@@ -301,72 +292,3 @@ class _Saver(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._resume.save()
-
-
-def _check_writable(folder: str) -> None:
-    """Creates a folder, if it is missing; raises InputError if nothing can be written into it."""
-    probe = os.path.join(folder, f".probe-{os.getpid()}")
-    try:
-        os.makedirs(folder, exist_ok=True)
-        with open(probe, "w", encoding="ascii"):
-            pass
-        os.unlink(probe)
-    except OSError as error:
-        raise InputError(
-            f"Cannot keep the state of training in {folder}: {error}. Name another folder."
-        ) from error
-
-
-def _read_state(folder: str, *, end: int) -> _State | None:
-    """Reads the state in a folder, at a step before `end`; None if there is none."""
-    path = os.path.join(folder, _STATE_NAME)
-    try:
-        with open(path, "rb") as stream:
-            state = msgspec.json.decode(stream.read(), type=_State)
-        if not 0 <= state.step < end or not state.weights.endswith(".weights.h5"):
-            raise InputError(f"{path}: expected a step in [0, {end}) and weights, found {state}.")
-        os.stat(os.path.join(folder, state.weights))
-    except FileNotFoundError as error:
-        if error.filename == path:
-            return None
-        raise InputError(
-            f"{path}: the weights it names are gone: {error.filename}. Start in another folder."
-        ) from error
-    except (msgspec.MsgspecError, UnicodeDecodeError, OSError, RecursionError) as error:
-        raise InputError(
-            f"{path} is not a state of training: {error}. Start in another folder."
-        ) from error
-    return state
-
-
-def _fingerprint(spec: InputSpec, global_batch_size: int) -> dict[str, Any]:
-    """Returns what must stay the same for the order of the records, and what is made of them."""
-    dataset = spec.dataset
-    names = [os.path.basename(file) for file in dataset.files]
-    sizes = [os.path.getsize(file) for file in dataset.files]
-    files = hashlib.sha256(json.dumps(sorted(zip(names, sizes, strict=True))).encode())
-    index = hashlib.sha256(
-        json.dumps([dataset.records_per_file, dataset.skipped_per_file]).encode()
-    )
-    for index_file in dataset.index_files:
-        with open(index_file, "rb") as stream:
-            index.update(stream.read())
-    fields = {
-        field.name: repr(getattr(spec, field.name))
-        for field in dataclasses.fields(spec)
-        if field.name not in ("dataset", "preprocess", "buffer_size")
-    }
-    preprocess = {
-        f"preprocess.{field.name}": repr(getattr(spec.preprocess, field.name))
-        for field in dataclasses.fields(spec.preprocess)
-    }
-    return {
-        "records": dataset.num_records,
-        "skipped": sum(dataset.skipped_per_file),
-        "files": files.hexdigest()[:16],
-        "index": index.hexdigest()[:16],
-        "label_offset": dataset.label_offset,
-        **fields,
-        **preprocess,
-        "global_batch_size": global_batch_size,
-    }

@@ -22,7 +22,7 @@ FLOORS = [
     {"index"},
     {"spec"},
     {"backends"},
-    {"dataset", "bad_record"},
+    {"dataset", "bad_record", "replicas", "training_state"},
     {"distribution", "predict"},
     {"resume", "input_profile"},
 ]
@@ -33,6 +33,7 @@ INDEX = [
     "contents",
     "files",
     "checks",
+    "file_check",
     "manifest",
     "pool",
     "folder",

@@ -17,7 +17,8 @@ from typing import Any, TextIO
 import msgspec
 
 from dali_tf_input.errors import InputError
-from dali_tf_input.index.checks import Checks, TrialDecode, check_file
+from dali_tf_input.index.checks import Checks, TrialDecode
+from dali_tf_input.index.file_check import check_file
 from dali_tf_input.index.tfrecord import BadRecord
 from dali_tf_input.staging import WRITE_ERRORS
 

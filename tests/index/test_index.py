@@ -1043,11 +1043,13 @@ def test_a_listener_that_fails_ends_the_run(tmp_path):
 def test_framing_reads_no_data_but_the_first_record(tmp_path, monkeypatch):
     import io
 
-    from dali_tf_input.index import checks
+    from dali_tf_input.index import file_check
 
     file = write_tfrecord(tmp_path / "train", [{"image": b"x", "label": 1}] * 20)
     read = []
-    monkeypatch.setattr(checks, "read_data", lambda *place: read.append(place) or read_data(*place))
+    monkeypatch.setattr(
+        file_check, "read_data", lambda *place: read.append(place) or read_data(*place)
+    )
     nothing = {
         "decode": None,
         "crashing": {},
@@ -1055,7 +1057,7 @@ def test_framing_reads_no_data_but_the_first_record(tmp_path, monkeypatch):
         "on_bad_record": print,
         "on_progress": lambda *_: None,
     }
-    entry = checks.check_file(file, io.BytesIO(), Checks(), **nothing)
+    entry = file_check.check_file(file, io.BytesIO(), Checks(), **nothing)
     assert (entry.parsed, len(read)) == (1, 1)
 
 

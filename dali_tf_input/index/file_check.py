@@ -1,0 +1,293 @@
+"""Checking one TFRecord file: which of its records are valid, and what they hold."""
+
+import contextlib
+import os
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+import google_crc32c
+
+from dali_tf_input.errors import InputError
+from dali_tf_input.index.checks import BadImage, Checks, TrialDecode
+from dali_tf_input.index.contents import (
+    Feature,
+    FileEntry,
+    Images,
+    Labels,
+    find_schema_problem,
+    merge_runs,
+    weighted_median,
+)
+from dali_tf_input.index.example import decode_example
+from dali_tf_input.index.tfrecord import BadRecord, find_records, has_valid_data, read_data
+
+_MOST_DATA_BYTES = 1 << 28  # parsing takes four times a record's size; protobuf ends at 2 GiB
+_MOST_FIRST_RECORDS = 8
+_MOST_FIRST_BYTES = 1 << 26
+_MOST_KEYS = 1000
+_MOST_RUNS = 1000
+_PROGRESS_SECONDS = 0.2
+
+
+def check_file(
+    file: str,
+    index: BinaryIO,
+    checks: Checks,
+    *,
+    decode: TrialDecode | None,
+    crashing: dict[int, tuple[str, str]],
+    on_decode: Callable[[int], None],
+    on_bad_record: Callable[[BadRecord], None],
+    on_progress: Callable[[int, int], None],
+) -> FileEntry:
+    """Reads a TFRecord file once, writes the index of its valid records and reports the bad ones.
+
+    Memory does not grow with the number of records, except for one 8-byte label each from level
+    "schema" on.
+
+    Args:
+      file: path of the file.
+      index: where the lines ``offset size`` are written.
+      checks: what is checked; from "schema" on with both keys.
+      decode: for level "decode".
+      crashing: records that must not be decoded, because that ended or hung a process: number in
+        the file, (reason, detail).
+      on_decode: called with the number of each record before it is decoded.
+      on_bad_record: called with each bad record, in the order of the file.
+      on_progress: called now and then with the number of records and bytes since the last call.
+
+    Raises:
+      InputError: the file changed in the meantime.
+      OSError: it cannot be read, or `index` cannot be written.
+    """
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        status = os.fstat(descriptor)
+        content = _Content(checks, decode, crashing, on_decode)
+        progress = _Progress(on_progress)
+        crc, records, number, skipped, skipped_bytes = 0, 0, 0, 0, 0
+        for found in find_records(file, descriptor):
+            bad: list[BadRecord] = []
+            extents: list[tuple[int, int]] = []
+            if isinstance(found, BadRecord):
+                bad.append(found)
+                progress.add(0, found.size)
+                number += 1
+            elif checks.verify == "framing":
+                extents = found
+                progress.add(len(found), sum(size for _, size in found))
+                number += len(found)
+            else:
+                for extent in found:
+                    wrong = content.check(descriptor, extent, number)
+                    if wrong:
+                        bad.append(wrong)
+                    else:
+                        extents.append(extent)
+                    progress.add(1, extent[1])
+                    number += 1
+            if not records and checks.verify in ("framing", "crc"):
+                content.read_first(descriptor, extents)
+            for wrong in bad:
+                on_bad_record(wrong)
+            text = "".join(map("%d %d\n".__mod__, extents)).encode()
+            index.write(text)
+            crc = google_crc32c.extend(crc, text)
+            records += len(extents)
+            skipped += len(bad)
+            skipped_bytes += sum(wrong.size for wrong in bad)
+        progress.flush()
+        after = os.stat(file)
+        if (after.st_size, after.st_mtime_ns) != (status.st_size, status.st_mtime_ns):
+            raise InputError(
+                f"{file} changed while it was indexed: wait until it is complete, then retry."
+            )
+    finally:
+        os.close(descriptor)
+    return FileEntry(
+        size=status.st_size,
+        mtime_ns=status.st_mtime_ns,
+        records=records,
+        skipped=skipped,
+        skipped_bytes=skipped_bytes,
+        index_crc=crc,
+        verified=checks.verify,
+        checked_by=checks.depends_on(),
+        parsed=content.parsed,
+        features=content.features(),
+        labels=content.labels(),
+        images=content.images(),
+    )
+
+
+class _Progress:
+    """Reports progress a few times per second, not for every record."""
+
+    def __init__(self, on_progress: Callable[[int, int], None]) -> None:
+        self._on_progress = on_progress
+        self._records, self._bytes = 0, 0
+        self._next = time.monotonic() + _PROGRESS_SECONDS
+
+    def add(self, records: int, size: int) -> None:
+        self._records += records
+        self._bytes += size
+        if time.monotonic() > self._next:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._records or self._bytes:
+            self._on_progress(self._records, self._bytes)
+        self._records, self._bytes = 0, 0
+        self._next = time.monotonic() + _PROGRESS_SECONDS
+
+
+class _Content:
+    """Checks the data of records one by one and sums up what they hold."""
+
+    def __init__(
+        self,
+        checks: Checks,
+        decode: TrialDecode | None,
+        crashing: dict[int, tuple[str, str]],
+        on_decode: Callable[[int], None],
+    ) -> None:
+        self._checks = checks
+        self._image_key, self._label_key = checks.image_key or "", checks.label_key or ""
+        self._decode = decode
+        self._crashing = crashing
+        self._on_decode = on_decode
+        self.parsed = 0
+        self._first_parsed = 0
+        self._features: dict[
+            str, list[Any]
+        ] = {}  # kinds, shortest, longest, records, first without
+        self._labels = array("q")
+        self._heights: Counter[int] = Counter()
+        self._widths: Counter[int] = Counter()
+        self._formats: Counter[str] = Counter()
+
+    def read_first(self, descriptor: int, extents: list[tuple[int, int]]) -> None:
+        """Notes the features of the first record, of a few, that is an Example; judges nothing."""
+        for extent in extents[:_MOST_FIRST_RECORDS]:
+            if self.parsed:
+                return
+            data = read_data(descriptor, *extent) if extent[1] <= _MOST_FIRST_BYTES else None
+            with contextlib.suppress(InputError):  # level "schema" says what it is
+                if data:
+                    self._note_features(decode_example(data), 0)
+
+    def check(self, descriptor: int, extent: tuple[int, int], number: int) -> BadRecord | None:
+        """Returns what is wrong with record `number` at `extent` (offset, size), if anything."""
+        offset, size = extent
+        try:
+            if self._checks.verify == "crc" or size > _MOST_DATA_BYTES:
+                if not has_valid_data(descriptor, offset, size):
+                    raise BadImage("data CRC", "the data of this record does not fit its CRC.")
+                if self._checks.verify != "crc":
+                    detail = f"expected at most {_MOST_DATA_BYTES} bytes, the most that is parsed"
+                    raise BadImage("too large", f"{detail}, found {size}.")
+                return None
+            data = read_data(descriptor, offset, size)
+            if data is None:
+                raise BadImage("data CRC", "the data of this record does not fit its CRC.")
+            self._check_features(_parse(data), number)
+        except BadImage as bad:
+            return BadRecord(
+                record=number, offset=offset, size=size, reason=bad.reason, detail=bad.detail
+            )
+        return None
+
+    def _check_features(self, features: dict[str, tuple[str, list[Any]]], number: int) -> None:
+        """Checks and notes the features of record `number`; raises BadImage for a bad one."""
+        problem = find_schema_problem(
+            features, image_key=self._image_key, label_key=self._label_key
+        ) or self._find_label_problem(features)
+        if problem:
+            raise BadImage(*problem)
+        if self._decode:
+            if number in self._crashing:
+                raise BadImage(*self._crashing[number])
+            self._on_decode(number)
+            image_format, height, width = self._decode(features[self._image_key][1][0])
+            self._formats[image_format] += 1
+            self._heights[height] += 1
+            self._widths[width] += 1
+        self._note_features(features, number)
+        self._labels.append(features[self._label_key][1][0])
+
+    def _find_label_problem(
+        self, features: dict[str, tuple[str, list[Any]]]
+    ) -> tuple[str, str] | None:
+        """Returns (reason, detail) if the label is out of range."""
+        checks = self._checks
+        label = features[self._label_key][1][0]
+        last = None if checks.num_classes is None else checks.label_offset + checks.num_classes - 1
+        if label < checks.label_offset or (last is not None and label > last):
+            first = checks.label_offset
+            bound = f"at least {first}" if last is None else f"in {first} to {last}"
+            return "label range", f"`label_key` '{self._label_key}' must be {bound}, found {label}."
+        return None
+
+    def _note_features(self, features: dict[str, tuple[str, list[Any]]], number: int) -> None:
+        if not self.parsed:
+            self._first_parsed = number
+        held = 0
+        for key, (kind, values) in features.items():
+            known = self._features.get(key)
+            if known is None:
+                if len(self._features) >= _MOST_KEYS:
+                    continue
+                first_without = self._first_parsed if self.parsed else None
+                known = self._features[key] = [set(), len(values), len(values), 0, first_without]
+            known[0].add(kind)
+            known[1] = min(known[1], len(values))
+            known[2] = max(known[2], len(values))
+            known[3] += 1
+            held += 1
+        if held < len(self._features):
+            for key, known in self._features.items():
+                if known[4] is None and key not in features:
+                    known[4] = number
+        self.parsed += 1
+
+    def features(self) -> dict[str, Feature]:
+        return {
+            key: Feature(
+                kinds=tuple(sorted(kinds)),
+                lengths=(shortest, longest),
+                records=records,
+                first_without=first_without,
+            )
+            for key, (kinds, shortest, longest, records, first_without) in sorted(
+                self._features.items()
+            )
+        }
+
+    def labels(self) -> Labels | None:
+        if not self._labels:
+            return None
+        runs = merge_runs((label, label) for label in set(self._labels))
+        kept = tuple(runs) if len(runs) <= _MOST_RUNS else None
+        return Labels(range=(runs[0][0], runs[-1][1]), runs=kept)
+
+    def images(self) -> Images | None:
+        if not self._formats:
+            return None
+        return Images(
+            formats=dict(self._formats.most_common()),
+            median_size=(
+                weighted_median(self._heights.items()),
+                weighted_median(self._widths.items()),
+            ),
+            largest_size=(max(self._heights), max(self._widths)),
+        )
+
+
+def _parse(data: bytes) -> dict[str, tuple[str, list[Any]]]:
+    try:
+        return decode_example(data)
+    except InputError as error:
+        raise BadImage("not an Example", str(error)) from error

@@ -1,0 +1,104 @@
+"""Where the replicas of a strategy are, and what its input must be like."""
+
+from typing import Any
+
+import tensorflow as tf
+
+from dali_tf_input.errors import InputError
+from dali_tf_input.options import DaliOptions, Options, TfDataOptions
+
+
+def check_strategy(strategy: tf.distribute.Strategy | None) -> tf.distribute.Strategy | None:
+    """Returns `strategy`, or None for TensorFlow's default; refuses unsupported ones."""
+    supported = (
+        tf.distribute.OneDeviceStrategy
+        | tf.distribute.MirroredStrategy
+        | tf.distribute.MultiWorkerMirroredStrategy
+    )
+    if strategy is None or isinstance(strategy, supported):
+        return strategy
+    if not tf.distribute.has_strategy() and strategy is tf.distribute.get_strategy():
+        return None
+    nearest = {
+        "TPUStrategy": (
+            "TPUs are fed from the host: use strategy.distribute_datasets_from_function(...) with"
+            " make_dataset(spec, TfDataOptions(), ...)"
+        ),
+        "ParameterServerStrategy": "for several hosts use MultiWorkerMirroredStrategy",
+        "CentralStorageStrategy": "for several GPUs of one host use MirroredStrategy",
+    }
+    name = type(strategy).__name__.removesuffix("V1").removesuffix("V2")
+    raise InputError(
+        "`strategy` must be None, a OneDeviceStrategy, a MirroredStrategy or a "
+        f"MultiWorkerMirroredStrategy, got a {type(strategy).__name__}: "
+        f"{nearest.get(name, nearest['CentralStorageStrategy'])}."
+    )
+
+
+def list_devices(strategy: tf.distribute.Strategy | None, options: Options) -> tuple[str, ...]:
+    """Returns the device of each replica, such as "GPU:0"."""
+    if strategy is not None:
+        return tuple(short_name(device) for device in strategy.extended.worker_devices)
+    on_gpu = isinstance(options, DaliOptions) and options.device == "gpu"
+    return ("GPU:0" if on_gpu and tf.config.list_logical_devices("GPU") else "CPU:0",)
+
+
+def input_options(
+    strategy: tf.distribute.Strategy, options: Options, *, on_replica: bool
+) -> tf.distribute.InputOptions:
+    """Returns the options that give a MirroredStrategy one pipeline per replica."""
+    if isinstance(strategy, tf.distribute.OneDeviceStrategy):
+        return tf.distribute.InputOptions()  # it allows no other
+    return tf.distribute.InputOptions(
+        experimental_replication_mode=tf.distribute.InputReplicationMode.PER_REPLICA,
+        experimental_place_dataset_on_device=on_replica,
+        # Never for DALI: fetching uses TensorFlow's MultiDeviceIterator, which frees a DALIDataset
+        # while a thread still reads it: the process crashes (SIGSEGV) when an iterator is dropped.
+        # Seen with TensorFlow 2.21 and DALI 2.4.
+        experimental_fetch_to_device=isinstance(options, TfDataOptions),
+    )
+
+
+class OneDeviceDataset(tf.data.Dataset, tf.distribute.DistributedDataset):
+    """A DALI dataset that counts as distributed, so that Keras iterates it where it is.
+
+    OneDeviceStrategy would read it through its MultiDeviceIterator; see `input_options`.
+    """
+
+    def __init__(self, dataset: tf.data.Dataset) -> None:
+        self._dataset = dataset
+        super().__init__(tf.data.experimental.to_variant(dataset))
+
+    def _inputs(self) -> list[tf.data.Dataset]:
+        return [self._dataset]
+
+    @property
+    def element_spec(self) -> Any:
+        """The types and shapes of its elements."""
+        return self._dataset.element_spec
+
+    def cardinality(self) -> tf.Tensor:
+        """Returns the number of its batches."""
+        return self._dataset.cardinality()
+
+
+def cuda_device_id(device: str) -> int:
+    """Returns the CUDA device of TensorFlow's "GPU:0", which differs if GPUs are hidden from it."""
+    visible = tf.config.get_visible_devices("GPU")
+    if len(visible) != len(tf.config.list_logical_devices("GPU")):
+        raise InputError(
+            "DaliOptions(device='gpu') does not work with GPUs that are split into logical devices."
+        )
+    name: str = visible[int(device.rsplit(":", 1)[1])].name
+    return int(name.rsplit(":", 1)[1])
+
+
+def short_name(device: str) -> str:
+    """Returns the type and the number of a device, such as "GPU:0"."""
+    spec = tf.DeviceSpec.from_string(device)
+    return f"{spec.device_type}:{spec.device_index}"
+
+
+def is_gpu(device: str) -> bool:
+    """Returns whether the device of that short name is a GPU."""
+    return device.startswith("GPU:")
