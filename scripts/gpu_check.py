@@ -2,11 +2,9 @@
 
 Each part runs in a process of its own, as it may crash, and adds to the results at once. probe:
 does decoding only regions work; pixels: images and labels against tf.data's; devices: where the
-tensors are;
-memory: over 20 evaluations; throughput: images/s of photos and 1080p; hw_decoder_load: the hardware
-decoder's share swept; training: a ResNet-50 step with and without input; alone: DALI where
-TensorFlow sees no GPU. --rehearse runs all of it briefly on the CPU, to see that it runs; that is
-no result.
+tensors are; memory: over 20 evaluations; throughput: images/s of photos and 1080p;
+hw_decoder_load: the hardware decoder's share swept; training: a ResNet-50 step with and without
+input; alone: DALI where TensorFlow sees no GPU. --rehearse runs all of it briefly on the CPU.
 
 example: python scripts/gpu_check.py --files='path/train-*' --parts=probe,pixels,devices
 """
@@ -25,7 +23,7 @@ from typing import Any
 import psutil
 
 from dali_tf_input import DaliOptions, DatasetSpec, InputError, InputSpec, Preprocess, TfDataOptions
-from support import cli, machine, processes
+from support import cli, first_batches, machine, processes
 from support.flags import FileFlags, WorkFlags
 from support.throughput import sweep
 from support.throughput.candidates import Candidate, CandidateError, Measurer, images_per_second
@@ -59,9 +57,8 @@ def main(arguments: list[str]) -> int:
         return 0
     unknown = [part for part in _PARTS.value or () if part not in PARTS]
     if unknown or _PARTS.value == []:
-        raise InputError(
-            f"`parts` must be of {', '.join(PARTS)}, got {', '.join(unknown) or 'none'}."
-        )
+        got = ", ".join(unknown) or "none"
+        raise InputError(f"`parts` must be of {', '.join(PARTS)}, got {got}.")
     if _REHEARSE.value and not _OUT.present:
         raise InputError("A rehearsal is not a result: name another file with --out.")
     about = machine.describe()
@@ -95,10 +92,8 @@ def main(arguments: list[str]) -> int:
         print("This was a rehearsal on the CPU: it says nothing about a GPU.")
     print(f"results in {_OUT.value}")
     if failed:
-        print(
-            f"error: failed, or not measured: {', '.join(failed)}; see {_OUT.value}.",
-            file=sys.stderr,
-        )
+        text = f"failed, or not measured: {', '.join(failed)}; see {_OUT.value}."
+        print(f"error: {text}", file=sys.stderr)
     return 1 if failed else 0
 
 
@@ -160,24 +155,9 @@ def check_probe(dataset: DatasetSpec) -> dict[str, Any]:
     """Decodes only regions, which was reported to crash on some GPUs."""
     evaluation = make_spec(dataset, Preprocess.for_evaluation(224), order="sequential")
     options = [DaliOptions(device=device(), decode=decode) for decode in ("full", "region")]
-    difference, _ = compare(evaluation, *options)
+    difference, _ = first_batches.compare(evaluation, *options)
     text = f"regions differ from whole images by {difference.mean():.2f} of 255 on average"
     return {"passed": bool(difference.mean() < _LARGEST_MEAN), "text": text}
-
-
-def compare(spec: InputSpec, *options: Any) -> tuple[Any, bool]:
-    """Compares first batches: the difference in 0..255, and whether labels agree."""
-    import numpy as np
-
-    from dali_tf_input import denormalize, distribute
-
-    batch_size = min(64, spec.dataset.num_records)
-    made = [
-        next(iter(distribute(spec, one, global_batch_size=batch_size).dataset)) for one in options
-    ]
-    first, second = (denormalize(images.numpy(), spec.preprocess) for images, *_ in made)
-    labels = [labels.numpy() for _, labels, *_ in made]
-    return np.abs(first - second), bool((labels[0] == labels[1]).all())
 
 
 def check_pixels(dataset: DatasetSpec) -> dict[str, Any]:
@@ -194,7 +174,9 @@ def check_pixels(dataset: DatasetSpec) -> dict[str, Any]:
             mirror = 0.5 if order == "global" else 0.0
             preprocess = dataclasses.replace(training, crop=crop, mirror_probability=mirror)
             spec = make_spec(dataset, preprocess, order=order)
-            difference, labels = compare(spec, DaliOptions(device=device()), TfDataOptions())
+            difference, labels = first_batches.compare(
+                spec, DaliOptions(device=device()), TfDataOptions()
+            )
             worst = float(difference.mean(axis=(1, 2, 3)).max())
             passed &= worst <= _LARGEST_OF_ONE and difference.mean() <= _LARGEST_MEAN and labels
             name = f"{type(crop).__name__}, {order}"
@@ -256,27 +238,13 @@ def check_memory(dataset: DatasetSpec) -> dict[str, Any]:
     for _ in range(10 if _REHEARSE.value else 20):
         model.fit(train.dataset, steps_per_epoch=2, shuffle=False, verbose=0)
         model.evaluate(validation.dataset, steps=4, verbose=0)
-        used.append(memory_used())
-    first, last = (
-        statistics.median(some) for some in (used[len(used) // 4 : len(used) // 2], used[-5:])
-    )
+        used.append(psutil.Process().memory_info().rss if _REHEARSE.value else machine.gpu_memory())
+    first = statistics.median(used[len(used) // 4 : len(used) // 2])
+    last = statistics.median(used[-5:])
     growth = max(0.0, (last - first) / first)
     bound = 0.15 if _REHEARSE.value else 0.05  # the host's allocator frees when it likes to
     text = f"grows by {growth:.1%} over {len(used)} evaluations, bound {bound:.0%}"
     return {"passed": growth <= bound, "text": text, "bytes": used}
-
-
-def memory_used() -> int:
-    """Returns the bytes used of the first visible GPU; in a rehearsal, of this process."""
-    if _REHEARSE.value:
-        return int(psutil.Process().memory_info().rss)
-    import pynvml
-
-    pynvml.nvmlInit()
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"  # a number or a UUID
-    by_index, by_uuid = pynvml.nvmlDeviceGetHandleByIndex, pynvml.nvmlDeviceGetHandleByUUID
-    handle = by_index(int(first)) if first.isdecimal() else by_uuid(first)
-    return int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
 
 
 def check_throughput(dataset: DatasetSpec) -> dict[str, Any]:

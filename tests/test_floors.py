@@ -41,7 +41,17 @@ INDEX = [
 ]
 INDEX += ["trial_decode", "worker", "__main__"]
 BACKENDS = ["reading", "tf_augment", "tf_images", "dali_images", "tf_data", "dali"]
-SUPPORT = ["cli", "processes", "machine", "flags", "plots", "train", "convert", "throughput"]
+SUPPORT = [
+    "cli",
+    "processes",
+    "machine",
+    "first_batches",
+    "flags",
+    "plots",
+    "train",
+    "convert",
+    "throughput",
+]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 TENSORFLOW_FROM = FLOOR_OF["backends"]
 # Frameworks below that floor: what decodes images to see whether they can be decoded.

@@ -233,11 +233,7 @@ def _read(spec: InputSpec, options: DaliOptions, shard: Shard) -> tuple[DataNode
 def build_pipeline(
     spec: InputSpec, options: DaliOptions, *, batch_size: int, shard: Shard, device_id: int | None
 ) -> dali.Pipeline:
-    """Defines the DALI pipeline of one shard, in the order in which the data moves; see `build`.
-
-    Returns:
-      A pipeline, not yet built, whose outputs are those that `build` returns.
-    """
+    """Defines the pipeline of one shard, not yet built, whose outputs are what `build` returns."""
 
     def define() -> tuple[DataNode, ...]:
         encoded, labels, weights, uniforms = define_inputs(spec, options, shard)
@@ -341,9 +337,8 @@ def decoder_hints(dataset: DatasetSpec, options: DaliOptions) -> dict[str, int |
     """
     if options.device == "cpu":
         return {}
-    hints: dict[str, int | float] = {}
-    if options.hw_decoder_load is not None:
-        hints["hw_decoder_load"] = options.hw_decoder_load
+    load = options.hw_decoder_load
+    hints: dict[str, int | float] = {} if load is None else {"hw_decoder_load": load}
     if options.memory_hints and dataset.largest_image is not None:
         hints["preallocate_height_hint"], hints["preallocate_width_hint"] = dataset.largest_image
     return hints
@@ -351,5 +346,4 @@ def decoder_hints(dataset: DatasetSpec, options: DaliOptions) -> dict[str, int |
 
 def count_gpus() -> int:
     """Returns how many GPUs DALI sees."""
-    count: int = dali.backend.GetCUDADeviceCount()
-    return count
+    return int(dali.backend.GetCUDADeviceCount())

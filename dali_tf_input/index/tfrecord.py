@@ -24,13 +24,10 @@ import google_crc32c
 
 from dali_tf_input.errors import InputError
 
-HEADER_SIZE = 12  # length and its CRC
-FOOTER_SIZE = 4  # the CRC of the data
+HEADER_SIZE, FOOTER_SIZE = 12, 4  # length and its CRC; the CRC of the data
 FRAME_SIZE = HEADER_SIZE + FOOTER_SIZE
 
-_HEADER = struct.Struct("<QI")
-_UINT64 = struct.Struct("<Q")
-_UINT32 = struct.Struct("<I")
+_HEADER, _UINT64, _UINT32 = struct.Struct("<QI"), struct.Struct("<Q"), struct.Struct("<I")
 _CRC_MASK = 0xA282EAD8
 
 _BATCH_RECORDS = 4096  # records per list that `find_records` yields
@@ -42,9 +39,8 @@ _CHUNK_BYTES = 1 << 22  # read at a time when bytes are searched or summed up
 _UNPACK = "DALI reads uncompressed files only: unpack it with "
 _MAKE_TFRECORDS = "Make TFRecords of images with scripts/make_tfrecords.py of the repository."
 _ZLIB = (
-    "`python3 -c 'import sys, zlib;"
-    " sys.stdout.buffer.write(zlib.decompress(sys.stdin.buffer.read()))' < {file} >"
-    " {file}.tfrecord`."
+    "`python3 -c 'import sys, zlib; sys.stdout.buffer.write(zlib.decompress("
+    "sys.stdin.buffer.read()))' < {file} > {file}.tfrecord`."
 )
 _FOREIGN_CONTENT = tuple(
     (re.compile(start), name, remedy)
@@ -54,12 +50,8 @@ _FOREIGN_CONTENT = tuple(
         (rb"\x28\xb5\x2f\xfd", "Zstandard file", _UNPACK + "`unzstd {file}`."),
         (rb"PK\x03\x04", "ZIP archive", "Unpack it."),
         (rb"version https://git-lfs", "Git LFS pointer", "Fetch the file with `git lfs pull`."),
-        (
-            rb"\s*(?i:<!doctype|<html|<head|<body)",
-            "HTML page",
-            "A download saved a web page instead.",
-        ),
-        (rb"\s*<\?xml", "XML document", "A download saved an error message instead."),
+        (rb"\s*(?i:<!doctype|<html|<head|<body)", "HTML page", "A download saved a web page."),
+        (rb"\s*<\?xml", "XML document", "A download saved an error message."),
         (rb"\xff\xd8\xff", "JPEG image", _MAKE_TFRECORDS),
         (rb"\x89PNG", "PNG image", _MAKE_TFRECORDS),
         (rb"[\t\r\n\x20-\x7e]+\Z", "text", "Name only the TFRecords, such as 'path/*-of-*'."),

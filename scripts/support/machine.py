@@ -102,3 +102,14 @@ def count_gpus_of_tensorflow() -> int:
         ) from error
     lines = [line.split() for line in output.splitlines()]
     return next((int(words[1]) for words in lines if words[:1] == ["gpus"]), 0)
+
+
+def gpu_memory() -> int:
+    """Returns the bytes that are used of the first visible GPU."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"  # a number or a UUID
+    by_index, by_uuid = pynvml.nvmlDeviceGetHandleByIndex, pynvml.nvmlDeviceGetHandleByUUID
+    handle = by_index(int(first)) if first.isdecimal() else by_uuid(first)
+    return int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
