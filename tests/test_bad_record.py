@@ -125,6 +125,7 @@ def test_the_error_names_the_record(tmp_path, backend, order, damage):
     assert (caught.value.file, caught.value.bad_record.record) == (f"{tmp_path}/train-1", 23)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["dali"])
 def test_the_command_mends_it(tmp_path, backend):
     """Trained by the script; the command that it prints is run as it stands, by the interpreter of
@@ -393,6 +394,7 @@ def test_from_another_folder(tmp_path, monkeypatch):
     assert f"--on_bad=skip '{tmp_path}/train-*'" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_the_command_checks_as_before(tmp_path):
     """What an index left out by checks of its own stays out; what was decoded before is decoded
     again.
@@ -524,6 +526,7 @@ def test_training_and_validation_are_told_apart(tmp_path, backend, resumed, bad)
             )
 
 
+@pytest.mark.slow
 def test_training_goes_on_after_the_record_is_left_out(tmp_path):
     """With --resume: the state is that of the same files with one record more, and is gone on with
     at the same place.
@@ -623,6 +626,7 @@ def test_an_input_error_without_a_bad_record(dataset):
     assert "none of the 0 records" in str(found)
 
 
+@pytest.mark.slow
 def test_training_says_nothing_of_it_when_nothing_is_wrong(sample_folder):
     process = run(
         "train.py",

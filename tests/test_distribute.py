@@ -130,6 +130,7 @@ def test_the_remainder_is_not_lost(tmp_path, options):
     ]
 
 
+@pytest.mark.slow
 @backends
 @strategies
 def test_iterators_come_and_go(dataset, options, make_strategy):

@@ -90,6 +90,7 @@ def train(records, tmp_path, backend, *, save_every, kill_at):
     return process.returncode
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_killed_at_any_step(records, tmp_path, backend):
     """Three kills, in the middle of epochs and at a bound; the last line of each step is that of

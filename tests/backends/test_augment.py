@@ -49,6 +49,7 @@ def take(records, options, count, *, seed=0, **changes):
     return np.concatenate([next(batches)[0].numpy() for _ in range(count // 16)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["trivial", "rand"])
 @pytest.mark.parametrize("options", BACKENDS.values(), ids=BACKENDS)
 def test_augments(records, options, kind):
@@ -63,6 +64,7 @@ def test_augments(records, options, kind):
     assert (made[:16] != take(records, options, 16, auto_augment=kind, seed=1)).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["trivial", "rand"])
 def test_both_backends_augment_alike(records, kind):
     """Not the same pixels, but the same kinds of change as often and as strong."""

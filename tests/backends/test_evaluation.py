@@ -69,6 +69,7 @@ def plain_pass(dataset, model):
     return np.mean(losses), np.mean(right)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", BACKENDS.values(), ids=BACKENDS)
 @pytest.mark.parametrize("num_replicas", [None, "one device", 2, 3])
 def test_evaluate(datasets, options, num_replicas):

@@ -77,6 +77,7 @@ def test_each_record_once_a_pass(dataset, service):
     assert train.steps_per_epoch == 3
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_and_is_started_again(dataset, service):
     """Training waits for it, and then goes on; soon each pass is whole again."""
     address, workers, ports = service

@@ -334,6 +334,7 @@ def test_a_file_without_records_alone(tmp_path):
         DatasetSpec.from_files(tmp_path / "train")
 
 
+@pytest.mark.slow
 def test_deeper_levels(tmp_path):
     """What each level finds, and that a deeper one is asked for only once."""
     image = jpeg(20, 30)
@@ -567,6 +568,7 @@ KILLED = """if True:
 """
 
 
+@pytest.mark.slow
 def test_kill_at_any_moment(tmp_path):
     """Killed with its workers again and again, a run leaves old indexes or new ones; the next run
     goes on.

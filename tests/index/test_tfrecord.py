@@ -139,6 +139,7 @@ def test_many_records_over_many_reads(tmp_path):
     assert [size - 16 for _, size in places] == list(map(len, data))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "gap", [1, (1 << 22) - 30, (1 << 22) - 11, 1 << 22, (1 << 22) + 5, 3 << 22]
 )
@@ -225,6 +226,7 @@ def test_a_file_made_to_break_everywhere_is_no_hang(tmp_path):
     assert faults
 
 
+@pytest.mark.slow
 def test_five_gigabytes_with_a_break(tmp_path):
     """A hole of 3 GB between two records is searched; memory stays."""
     path = tmp_path / "sparse"

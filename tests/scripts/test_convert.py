@@ -467,6 +467,7 @@ def test_files_without_a_readable_image_are_none(tmp_path):
     assert run("index_tfrecords.py", f"{tmp_path}/out/*-of-*").returncode == 0
 
 
+@pytest.mark.slow
 def test_a_converter_killed_alone_leaves_nothing_running(tmp_path, photos):
     command = [
         sys.executable,
@@ -538,6 +539,7 @@ def test_the_number_of_files_follows_the_size(tmp_path, photos, monkeypatch):
     assert Record(None, "").notes == ()
 
 
+@pytest.mark.slow
 def test_make_tfrecords_killed_at_any_moment(tmp_path, photos):
     """The set is there whole, the old one or the new one, or not at all; the next run clears up."""
     command = [
@@ -613,6 +615,7 @@ def test_sample_data_refuses(tmp_path):
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.slow
 def test_sample_data_follows_the_seed(tmp_path):
     for out, seed in (("a", 0), ("b", 0), ("c", 1)):
         arguments = (

@@ -87,6 +87,7 @@ def assert_same_weights(folder, other):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["dali_cpu", "tf_data"])
 def test_two_workers_are_two_replicas(sample_folder, tmp_path, backend):
     """The same losses, line by line, and the same weights."""
@@ -110,6 +111,7 @@ def test_two_workers_are_two_replicas(sample_folder, tmp_path, backend):
     assert_same_weights(tmp_path / "2", tmp_path / "0")
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_ends_the_others_and_restart_resumes(sample_folder, tmp_path):
     arguments = [f"--resume={tmp_path}/run", "--save_every=1"]
     processes = start(sample_folder, *arguments, "--epochs=2000")
@@ -134,6 +136,7 @@ def test_a_worker_that_dies_ends_the_others_and_restart_resumes(sample_folder, t
     assert_same_weights(tmp_path / "run", tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_another_worker_is_waited_for(sample_folder):
     """One of two is started: it says what it waits for, and can be ended."""
     (process,) = start(sample_folder, "--epochs=1", which=[1])
@@ -148,6 +151,7 @@ def test_ctrl_c_while_another_worker_is_waited_for(sample_folder):
     assert process.returncode == -signal.SIGINT
 
 
+@pytest.mark.slow
 def test_workers_that_do_not_share_the_folder(sample_folder, tmp_path):
     """One has a state, the other has none: both say so, and nobody trains on."""
     finish(start(sample_folder, "--epochs=1", f"--resume={tmp_path}/0"))

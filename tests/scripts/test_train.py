@@ -34,6 +34,7 @@ def test_train_on_two_replicas(sample_folder, backend):
     assert "validation accuracy" in process.stdout
 
 
+@pytest.mark.slow
 def test_train_chooses_a_backend(sample_folder):
     process = run(
         "train.py",
@@ -47,6 +48,7 @@ def test_train_chooses_a_backend(sample_folder):
     assert "validation  " not in process.stdout
 
 
+@pytest.mark.slow
 def test_train_resumes(sample_folder, tmp_path):
     """On one replica, then on two; what changed is refused, what is done is done."""
     arguments = [
