@@ -233,6 +233,7 @@ def test_what_dali_refuses_and_others_do_not(tmp_path):
     assert not isinstance(found, BadRecordError)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["tf_data"])
 def test_two_replicas(tmp_path, backend):
     """In a process of its own: what failed in the middle of a step leaves TensorFlow's collectives

@@ -149,6 +149,7 @@ def test_iterators_come_and_go(dataset, options, make_strategy):
             gc.collect()
 
 
+@pytest.mark.slow
 @backends
 @strategies
 def test_fit_learns(dataset, options, make_strategy):
@@ -307,6 +308,7 @@ def test_a_gpu_whose_memory_tensorflow_takes(monkeypatch, growth, force, message
         check_gpu(0)
 
 
+@pytest.mark.slow
 def test_tf_data_needs_no_dali(dataset):
     """Who trains by tf.data never waits for DALI, nor needs it."""
     code = f"""if True:

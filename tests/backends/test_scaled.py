@@ -52,6 +52,7 @@ def signal_to_noise(made, reference):
     return 10 * np.log10(255**2 / np.mean((made - reference) ** 2))
 
 
+@pytest.mark.slow
 def test_no_worse_than_the_plain_plan_with_antialias(images):
     preprocess = dataclasses.replace(RAW, antialias=True, mirror_probability=0)
     numbers = draw(preprocess, len(images))

@@ -56,6 +56,7 @@ def make(dataset, address, **arguments):
     return make_dataset(spec, TfDataOptions(service=address), batch_size=4)
 
 
+@pytest.mark.slow
 def test_each_record_once_a_pass(dataset, service):
     address, *_ = service
     tf.random.set_seed(1)  # must not make all passes alike

@@ -98,6 +98,7 @@ def test_a_sound_environment(tmp_path):
     assert "24 in 3 files" in line_of(lines, "records")[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("site", "what", "found"),
     [

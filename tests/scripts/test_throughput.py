@@ -133,6 +133,7 @@ def test_sweep(sample_folder, monkeypatch, capsys):
     )
 
 
+@pytest.mark.slow
 def test_compare_throughput_reports_a_row_that_dies(tmp_path):
     """A record that no decoder can read ends the measurement with an error, not with a hang or a
     half-written table.

@@ -172,6 +172,7 @@ def test_train_refuses(sample_folder, dataset, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_labels_that_do_not_name_all_classes(tmp_path):
     """Names in whatever encoding count; too few of them are an error before training, not in it."""
     file = write_tfrecord(tmp_path / "train", numbered_examples(8))
