@@ -68,10 +68,10 @@ def slow_input(seconds, *, overlapped):
         # Slow input. On a busy machine Keras itself adds some ms to a step, which is no waiting.
         (0.24, 0.06, True, 0.75),
         (0.24, 0.06, 8, 0.75),  # and more of it made ahead
-        (0.03, 0.12, True, 0.0),  # slow model
-        (0.08, 0.08, True, 0.0),  # both equal: made beside the step, the input costs nothing
-        (0.08, 0.08, False, 0.5),  # both equal, one after the other
-        (0.03, 0.09, False, 0.25),
+        (0.09, 0.36, True, 0.0),  # slow model
+        (0.24, 0.24, True, 0.0),  # both equal: made beside the step, the input costs nothing
+        (0.24, 0.24, False, 0.5),  # both equal, one after the other
+        (0.09, 0.27, False, 0.25),
     ],
 )
 def test_right_to_within_5_points(made, model, overlapped, wait):
