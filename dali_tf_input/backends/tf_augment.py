@@ -173,9 +173,8 @@ def _rand(size: tuple[int, int]) -> list[Operation]:
         enhanced(keras.layers.RandomSaturation, _saturation, value_range=(0, 1)),
         _with_margin(enhanced(keras.layers.RandomSharpness, lambda factor: factor / 2)),
         _layer(keras.layers.RandomPosterization((bits, bits))),
-        lambda image, seed: tf.where(
-            image < threshold, image, 255 - image
-        ),  # Keras's draws from 0 on, whatever it is told
+        # Not keras.layers.Solarization: it draws from 0 on, whatever range it is given.
+        lambda image, seed: tf.where(image < threshold, image, 255 - image),
         _layer(keras.layers.Equalization()),
         _layer(keras.layers.AutoContrast()),
         _same,
