@@ -9,7 +9,6 @@ example: python scripts/compare_throughput.py --files='path/train-*' --seconds=2
 """
 
 import os
-import shlex
 import subprocess
 import sys
 
@@ -162,7 +161,6 @@ def format_row(name: str, row: dict) -> tuple[str, ...]:
 def make_report(about: dict, spec: InputSpec, rows: dict, windows: dict) -> dict:
     """Returns all that was measured, and of what."""
     return {
-        "command": shlex.join(sys.argv),
         **about,
         "files": list(_FILES.files.value),
         "num_records": spec.dataset.num_records,

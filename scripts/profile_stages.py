@@ -9,13 +9,13 @@ example: python scripts/profile_stages.py --files='path/train-*' --backends=tf_d
 
 import dataclasses
 import os
-import shlex
 import sys
 from typing import Any
 
-from dali_tf_input import AUTOTUNE, InputError, InputSpec, Stats, TfDataOptions, Window
-from support import cli, machine, plots
-from support.flags import FileFlags, WorkFlags, choose_backends
+from dali_tf_input import InputError, InputSpec, Stats, TfDataOptions, Window
+from support import cli, plots
+from support.flags import FileFlags, WorkFlags, backends_flag, begin
+from support.throughput import candidates
 from support.throughput.candidates import (
     Candidate,
     CandidateError,
@@ -29,24 +29,16 @@ FLAGS = cli.Flags()
 _FILES = FileFlags(FLAGS)
 _WORK = WorkFlags(FLAGS)
 _ORDER = FLAGS.choice("order", "global", ["global", "buffer"], "How the records are mixed.")
-_BACKENDS = FLAGS.list("backends", None, "Of tf_data, dali_cpu, dali_gpu; else all that work here.")
+_BACKENDS = backends_flag(FLAGS)
 _SECONDS = FLAGS.number("seconds", 1.0, "Length of each measured window.", 0.01)
 _REPEATS = FLAGS.integer("repeats", 3, "Measured windows of each cut and setting.", 1)
 _SETTINGS = FLAGS.boolean("settings", True, "Whether to measure settings that might help, too.")
 _JSON = FLAGS.string("json", None, "File for the results.")
 _PLOT = FLAGS.string("plot", None, "File for the plot, a .png.")
 
-_COLUMNS = (
-    "backend",
-    "stage",
-    "images/s so far",
-    "s / 1000",
-    "min",
-    "max",
-    "share",
-    "CPU s / 1000",
-)
-_SETTING_COLUMNS = ("backend", "setting", "images/s", "x default", "min", "max", "changes")
+_COLUMNS = ("backend", "stage", "images/s so far", "s / 1000", "min", "max", "share")
+_COLUMNS += ("CPU s / 1000",)
+_SETTING_COLUMNS = ("backend", "setting", "x default", "min", "max", "changes")
 _AGAIN = 8  # rounds in which the best setting is measured against the default once more
 
 # What the stages are called.
@@ -66,42 +58,30 @@ def main(arguments: list[str]) -> int:
     cli.check_writable(_JSON.value, flag="json")
     cli.check_writable(_PLOT.value, flag="plot", suffix=".png")
     spec = _WORK.spec(_FILES.dataset(), _ORDER.value)
-    about = machine.describe()
-    has_gpu = bool(about["gpus"]) and machine.count_gpus_of_tensorflow() > 0
-    backends = choose_backends(_BACKENDS.value, has_gpu=has_gpu)
-    machine.print_lines(about)
+    about, backends = begin(_BACKENDS.value)
     files = cli.format_count(len(spec.dataset.files), "file")
     print(f"records   {spec.dataset.num_records:,} in {files}, order {spec.order}")
+    settings = {}
     with Measurer(_FILES, _WORK) as measurer:
-        stages = measure_stages(measurer, backends, has_gpu=has_gpu)
+        stages = measure_stages(measurer, backends, has_gpu=about["tensorflow_gpus"] > 0)
         print()
-        cli.print_table(
-            _COLUMNS, [line for name, rows in stages.items() for line in format_stages(name, rows)]
-        )
-        settings = {}
+        lines = (line for name, rows in stages.items() for line in format_stages(name, rows))
+        cli.print_table(_COLUMNS, lines)
         if _SETTINGS.value:
             for name in backends:
                 settings[name] = try_settings(measurer, name, spec, backends)
             print()
-            cli.print_table(
-                _SETTING_COLUMNS,
-                [line for name, rows in settings.items() for line in format_settings(name, rows)],
+            lines = (
+                line for name, rows in settings.items() for line in format_settings(name, rows)
             )
+            cli.print_table(_SETTING_COLUMNS, lines)
     print()
     for name, rows in stages.items():
         print(conclude(name, rows, settings.get(name)))
-    report = {
-        "command": shlex.join(sys.argv),
-        **about,
-        "work": spec.preprocess.describe(),
-        "batch_size": _WORK.batch_size.value,
-        "order": spec.order,
-        "seconds": _SECONDS.value,
-        "repeats": _REPEATS.value,
-        "num_records": spec.dataset.num_records,
-        "stages": stages,
-        "settings": settings,
-    }
+    flags = (_WORK.batch_size, _ORDER, _SECONDS, _REPEATS)
+    report = {**about, **{flag.name: flag.value for flag in flags}}
+    report |= {"work": spec.preprocess.describe(), "num_records": spec.dataset.num_records}
+    report |= {"stages": stages, "settings": settings}
     if _JSON.value:
         cli.write_json(_JSON.value, report)
     if _PLOT.value:
@@ -114,34 +94,27 @@ def measure_stages(
     measurer: Measurer, backends: list[str], *, has_gpu: bool
 ) -> dict[str, dict[str, dict]]:
     """Measures all cuts round by round; returns what each stage of each backend costs."""
-    cuts: dict[tuple[str, str], Candidate] = {}
+    windows: dict[str, dict[str, list[dict]]] = {}
     for name in backends:
-        stages = [*STAGES, "dataset"]
-        if name != "tf_data" and _ORDER.value == "buffer":
-            stages.remove("read")  # DALI's own reader reads and parses in one step
-        if has_gpu and name != "dali_gpu":
-            stages.append("device")
-        for stage in stages:
-            cuts[name, stage] = Candidate(_WORK.options(name), _ORDER.value, variant=stage)
-    windows: dict[tuple[str, str], list[dict]] = {cut: [] for cut in cuts}
-    turns = list(cuts) * _REPEATS.value
-    for cut in cli.progress(turns, what="cutting", total=len(turns)):
+        # DALI's own reader reads and parses in one step.
+        stages = STAGES[1:] if name != "tf_data" and _ORDER.value == "buffer" else STAGES
+        stages = (*stages, "dataset", *(["device"] if has_gpu and name != "dali_gpu" else []))
+        windows[name] = {stage: [] for stage in stages}
+    turns = [(name, stage) for name, cuts in windows.items() for stage in cuts] * _REPEATS.value
+    for name, stage in cli.progress(turns, what="cutting", total=len(turns)):
+        cut = Candidate(_WORK.options(name), _ORDER.value, variant=stage)
         try:
-            windows[cut].append(measurer.measure(cuts[cut], seconds=_SECONDS.value))
+            windows[name][stage].append(measurer.measure(cut, seconds=_SECONDS.value))
         except CandidateError as error:
-            raise InputError(f"{cut[0]}, cut after '{NAMES[cut[1]]}': {error}") from error
-    return {
-        name: summarize({stage: windows[name, stage] for one, stage in cuts if one == name})
-        for name in backends
-    }
+            raise InputError(f"{name}, cut after '{NAMES[stage]}': {error}") from error
+    return {name: summarize(cuts) for name, cuts in windows.items()}
 
 
 def summarize(windows: dict[str, list[dict]]) -> dict[str, dict]:
     """Returns for each stage of a backend what it costs more than the one before.
 
     A later cut may come out faster by chance. Costs are therefore increases of the largest median
-    so
-    far: they are never negative, and their shares sum to 100%.
+    so far: they are never negative, and their shares sum to 100%.
     """
     rows: dict[str, dict] = {}
     reached = {"seconds": 0.0, "cpu": 0.0}
@@ -185,33 +158,25 @@ def format_stages(name: str, rows: dict[str, dict]) -> list[tuple[str, ...]]:
     ]
 
 
-def list_candidates(name: str, spec: InputSpec, backends: list[str]) -> list[Candidate]:
-    """Returns the settings of a backend that might help."""
-    options, cores = _WORK.options(name), len(os.sched_getaffinity(0))
-    changes: list[dict[str, Any]]
-    if isinstance(options, TfDataOptions):
-        other = "region" if spec.preprocess.resizes_plainly else "full"
-        changes = [{"decode": other}, {"decode": "scaled"}]
-        changes += [{"num_parallel_calls": cores}, {"num_parallel_calls": 2 * cores}]
-        changes += [{"num_parallel_reads": 16}, {"prefetch_batches": AUTOTUNE}]
-        changes += [{"read_buffer_bytes": 1 << 18}]
-    else:
-        changes = [{"num_threads": 2 * cores}, {"prefetch_queue_depth": 4}]
-        if options.device == "cpu":
-            changes.append({"decode": "full"})
-        else:
-            changes += [{"hw_decoder_load": load} for load in (0.0, 0.5, 0.75, 0.9)]
-        if spec.order == "buffer":
-            changes.append({"read_mode": "plain"})
-    tried = [Candidate(dataclasses.replace(options, **change), spec.order) for change in changes]
-    tried.append(Candidate(options, "buffer" if spec.order == "global" else "global"))
-    if spec.preprocess.dtype != "uint8":
-        tried.append(Candidate(options, spec.order, {"dtype": "uint8"}))
-    if spec.preprocess.antialias:
-        tried.append(Candidate(options, spec.order, {"antialias": False}))
-    return tried + [
-        Candidate(_WORK.options(other), spec.order) for other in backends if other != name
+def list_settings(name: str, spec: InputSpec, backends: list[str]) -> dict[str, Candidate]:
+    """Returns the settings of a backend that might help, by how they differ from the default."""
+    base = Candidate(_WORK.options(name), spec.order)
+    cores, plainly = len(os.sched_getaffinity(0)), spec.preprocess.resizes_plainly
+    space = candidates.changes(base.options, spec.order, cores, plainly=plainly)
+    if isinstance(base.options, TfDataOptions):
+        space["decode"].append("scaled")
+    tried = [
+        Candidate(dataclasses.replace(base.options, **{field: value}), spec.order)
+        for field, values in space.items()
+        for value in values
     ]
+    tried.append(Candidate(base.options, "buffer" if spec.order == "global" else "global"))
+    if spec.preprocess.dtype != "uint8":
+        tried.append(Candidate(base.options, spec.order, {"dtype": "uint8"}))
+    if spec.preprocess.antialias:
+        tried.append(Candidate(base.options, spec.order, {"antialias": False}))
+    tried += [Candidate(_WORK.options(other), spec.order) for other in backends if other != name]
+    return {one.describe(base): one for one in tried if one != base}
 
 
 def try_settings(
@@ -219,50 +184,36 @@ def try_settings(
 ) -> list[dict[str, Any]]:
     """Measures settings against the default, round by round; returns them, the fastest first."""
     base = Candidate(_WORK.options(name), spec.order)
-    tried = {one.describe(base): one for one in list_candidates(name, spec, backends)}
-    tried = {"default": base, **{text: one for text, one in tried.items() if text != "default"}}
-    rates: dict[str, list[float]] = {text: [] for text in tried}
+    settings = list_settings(name, spec, backends)
     refused: dict[str, str] = {}
-    turns = list(tried) * _REPEATS.value
-    for text in cli.progress(turns, what=f"trying settings of {name}", total=len(turns)):
-        if text in refused:
-            continue
+
+    def measure(candidate: Candidate) -> float:
+        if candidate.key in refused:
+            return 0.0
+        bar.show(candidate.describe(base))
         try:
-            answer = measurer.measure(tried[text], seconds=_SECONDS.value)
-            rates[text].append(images_per_second(answer))
+            return images_per_second(measurer.measure(candidate, seconds=_SECONDS.value))
         except CandidateError as error:
-            refused[text] = str(error)
-    if "default" in refused:
-        raise InputError(f"The default of {name} could not be measured: {refused['default']}")
-    rows: list[dict[str, Any]] = [
-        {"setting": text, "refused": reason} for text, reason in refused.items()
-    ]
-    for text in tried.keys() - refused.keys():
-        ratios = [one / other for one, other in zip(rates[text], rates["default"], strict=True)]
-        row = {"setting": text, "images_per_second": Stats.of(rates[text]).median}
-        row |= {"ratio": vars(Stats.of(ratios)), "changes": what_changes(tried[text], base)}
-        rows.append(row)
-    rows.sort(key=lambda row: -row["ratio"]["median"] if "ratio" in row else 0.0)
-    best = next((row for row in rows if "ratio" in row and row["setting"] != "default"), None)
-    if best and best["ratio"]["median"] > 1:
-        # The best of many is partly luck: what is said of it is measured once more.
-        best["again"] = measure_again(measurer, tried[best["setting"]], base)
+            if candidate == base:
+                raise InputError(f"The default of {name} could not be measured: {error}") from error
+            refused[candidate.key] = str(error)
+            return 0.0
+
+    with cli.Elapsed(f"trying settings of {name}", seconds=None) as bar:
+        ratios = candidates.compare(settings, base, measure, rounds=_REPEATS.value)
+        rows: list[dict[str, Any]] = []
+        for text, one in settings.items():
+            row = {"setting": text, "changes": what_changes(one, base)}
+            row |= {"ratio": vars(Stats.of(ratios[text]))} if ratios[text] else {}
+            row |= {"refused": refused[one.key]} if one.key in refused else {}
+            rows.append(row)
+        rows.sort(key=lambda row: -row["ratio"]["median"] if "ratio" in row else 0.0)
+        best = rows[0]
+        if "ratio" in best and best["ratio"]["median"] > 1:
+            # The best of many is partly luck: what is said of it is measured once more.
+            again = {"": settings[best["setting"]]}
+            best["again"] = candidates.compare(again, base, measure, rounds=_AGAIN)[""]
     return rows
-
-
-def measure_again(measurer: Measurer, candidate: Candidate, base: Candidate) -> list[float]:
-    """Returns the ratios of a setting to the default in rounds of their own; none if it fails."""
-    ratios = []
-    for _ in cli.progress(range(_AGAIN), what="measuring the best again", total=_AGAIN):
-        try:
-            default, rate = (
-                images_per_second(measurer.measure(one, seconds=_SECONDS.value))
-                for one in (base, candidate)
-            )
-        except CandidateError:
-            return []
-        ratios.append(rate / default)
-    return ratios
 
 
 def what_changes(candidate: Candidate, base: Candidate) -> str:
@@ -279,13 +230,11 @@ def format_settings(name: str, rows: list[dict]) -> list[tuple[str, ...]]:
     """Returns the lines of a backend in the table of settings."""
     lines = []
     for row in rows:
-        if "refused" in row:
-            lines.append((name, row["setting"], "-", "-", "-", "-", row["refused"]))
-            continue
-        ratios = [f"{row['ratio'][which]:.2f}" for which in ("median", "minimum", "maximum")]
-        ratios = ["-"] * 3 if row["setting"] == "default" else ratios
-        rate = f"{row['images_per_second']:,.0f}"
-        lines.append((name, row["setting"], rate, *ratios, row["changes"]))
+        ratio = row.get("ratio")
+        found = (
+            [f"{ratio[one]:.2f}" for one in ("median", "minimum", "maximum")] if ratio else "---"
+        )
+        lines.append((name, row["setting"], *found, row.get("refused", row["changes"])))
     return lines
 
 

@@ -15,7 +15,6 @@ import glob
 import io
 import json
 import os
-import shlex
 import statistics
 import subprocess
 import sys
@@ -28,15 +27,15 @@ import psutil
 from dali_tf_input import DatasetSpec, InputError, InputSpec, Preprocess, build_index
 from dali_tf_input.index.example import encode_example
 from dali_tf_input.index.tfrecord import frame_record
-from support import cli, machine, plots, processes
-from support.flags import BACKENDS, FileFlags, choose_backends
+from support import cli, plots, processes
+from support.flags import BACKENDS, FileFlags, backends_flag, begin
 
 FLAGS = cli.Flags()
 _FILES = FileFlags(FLAGS)
 _IMAGES = FLAGS.integer("images", 1_000_000, "Images streamed through each backend.", 1000)
 _EVALUATIONS = FLAGS.integer("evaluations", 50, "Evaluations in one process.", 10)
 _DATASETS = FLAGS.integer("datasets", 200, "Datasets made and dropped in one process.", 20)
-_BACKENDS = FLAGS.list("backends", None, "Of tf_data, dali_cpu, dali_gpu; else all that work here.")
+_BACKENDS = backends_flag(FLAGS)
 _ORDER = FLAGS.choice("order", "global", ["global", "buffer"], "How the records are mixed.")
 _JSON = FLAGS.string("json", None, "File for the results.")
 _PLOT = FLAGS.string("plot", None, "File for the plot, a .png.")
@@ -89,10 +88,7 @@ def main(arguments: list[str]) -> int:
         return 0
     cli.check_writable(_JSON.value, flag="json")
     cli.check_writable(_PLOT.value, flag="plot", suffix=".png")
-    about = machine.describe()
-    has_gpu = bool(about["gpus"]) and machine.count_gpus_of_tensorflow() > 0
-    backends = choose_backends(_BACKENDS.value, has_gpu=has_gpu)
-    machine.print_lines(about)
+    about, backends = begin(_BACKENDS.value)
     samples: dict[str, dict[str, list[Sample]]] = {part: {} for part in PARTS}
     with tempfile.TemporaryDirectory() as folder:
         files = [f"--files={make_files(folder)}"]
@@ -111,8 +107,7 @@ def main(arguments: list[str]) -> int:
         _COLUMNS,
         [format_row(part, name, row) for part in PARTS for name, row in verdicts[part].items()],
     )
-    command = shlex.join(sys.argv)
-    report = {"command": command, **about, "order": _ORDER.value, "verdicts": verdicts}
+    report = {**about, "order": _ORDER.value, "verdicts": verdicts}
     report["samples"] = samples
     if _JSON.value:
         cli.write_json(_JSON.value, report)

@@ -1,6 +1,7 @@
 """Flags that several commands share: which records are read, and what is done to each image."""
 
 import dataclasses
+from typing import Any
 
 from dali_tf_input import (
     CenterCrop,
@@ -15,6 +16,7 @@ from dali_tf_input import (
     ResizeRandomCrop,
     TfDataOptions,
 )
+from support import machine
 from support.cli import Flags
 
 # What users call the backends on the command line.
@@ -23,20 +25,30 @@ BACKENDS: dict[str, DaliOptions | TfDataOptions] = {
     "dali_cpu": DaliOptions(device="cpu"),
     "dali_gpu": DaliOptions(device="gpu"),
 }
+_CROPS = ("resize_random_crop", "random_resized_crop", "random_crop", "center_crop", "no_crop")
 
 
-def choose_backends(given: list[str] | None, *, has_gpu: bool) -> list[str]:
-    """Returns the backends to use: those given, or all that this machine has.
+def backends_flag(flags: Flags) -> Any:
+    """Defines the flag whose value `begin` takes."""
+    names = ", ".join(BACKENDS)
+    return flags.list("backends", None, f"Of {names}; else all that work here.")
+
+
+def begin(given: list[str] | None) -> tuple[dict[str, Any], list[str]]:
+    """Prints and returns what this machine is, and the backends to use: those given, or all it has.
 
     Raises:
       InputError: one of those given does not work on this machine.
     """
-    here = [name for name in BACKENDS if has_gpu or name != "dali_gpu"]
+    about = machine.describe()
+    about["tensorflow_gpus"] = machine.count_gpus_of_tensorflow() if about["gpus"] else 0
+    here = [name for name in BACKENDS if about["tensorflow_gpus"] or name != "dali_gpu"]
     unknown = [name for name in given or [] if name not in here]
     if unknown or given == []:
         names = ", ".join(unknown) or "none"
         raise InputError(f"`backends` must be of {', '.join(here)} on this machine, got {names}.")
-    return list(dict.fromkeys(given or here))
+    machine.print_lines(about)
+    return about, list(dict.fromkeys(given or here))
 
 
 class FileFlags:
@@ -78,15 +90,8 @@ class WorkFlags:
     """The flags that say what is done to each image."""
 
     def __init__(self, flags: Flags) -> None:
-        crops = (
-            "resize_random_crop",
-            "random_resized_crop",
-            "random_crop",
-            "center_crop",
-            "no_crop",
-        )
         self.batch_size = flags.integer("batch_size", 64, "Images in a batch.", 1)
-        self.crop = flags.choice("crop", crops[0], crops, "How the region is chosen.")
+        self.crop = flags.choice("crop", _CROPS[0], _CROPS, "How the region is chosen.")
         self.image_size = flags.integer("image_size", 224, "Height and width of the output.", 1)
         self.antialias = flags.boolean("antialias", False, "Widen the filter when shrinking.")
         decode = ("auto", "full", "region", "scaled")
@@ -97,14 +102,8 @@ class WorkFlags:
     @property
     def all(self) -> tuple:
         """The flags themselves."""
-        return (
-            self.batch_size,
-            self.crop,
-            self.image_size,
-            self.antialias,
-            self.decode,
-            self.dtype,
-        )
+        size = (self.batch_size, self.crop, self.image_size)
+        return (*size, self.antialias, self.decode, self.dtype)
 
     def as_arguments(self) -> list[str]:
         """Returns these flags as arguments for a command that has them too."""
@@ -114,14 +113,9 @@ class WorkFlags:
         """Returns what is done to each training image."""
         preprocess = Preprocess.for_training(self.image_size.value, antialias=self.antialias.value)
         resize = preprocess.crop.resize
-        crops = {
-            "resize_random_crop": ResizeRandomCrop(resize=resize),
-            "random_resized_crop": RandomResizedCrop(),
-            "random_crop": RandomCrop(),
-            "center_crop": CenterCrop(resize_shorter=resize[0]),
-            "no_crop": NoCrop(),
-        }
-        crop = crops[self.crop.value]
+        random = (ResizeRandomCrop(resize=resize), RandomResizedCrop(), RandomCrop())
+        crops = (*random, CenterCrop(resize_shorter=resize[0]), NoCrop())
+        crop = crops[_CROPS.index(self.crop.value)]
         return dataclasses.replace(preprocess, crop=crop, dtype=self.dtype.value)
 
     def spec(self, dataset: DatasetSpec, order: str) -> InputSpec:
@@ -138,8 +132,11 @@ class WorkFlags:
         return InputSpec(dataset=dataset, preprocess=self.preprocess(), order=order)
 
     def options(self, name: str) -> DaliOptions | TfDataOptions:
-        """Returns a backend's options, with --decode as far as it knows it."""
-        options, decode = BACKENDS[name], self.decode.value
-        if isinstance(options, DaliOptions) and decode == "scaled":
+        """Returns the default options of a backend, with --decode."""
+        return self.with_decode(BACKENDS[name])
+
+    def with_decode(self, options: DaliOptions | TfDataOptions) -> DaliOptions | TfDataOptions:
+        """Returns options with --decode, as far as the backend knows it."""
+        if isinstance(options, DaliOptions) and self.decode.value == "scaled":
             return options
-        return dataclasses.replace(options, decode=decode)
+        return dataclasses.replace(options, decode=self.decode.value)

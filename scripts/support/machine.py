@@ -4,6 +4,7 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,7 @@ _PACKAGES = {
 
 
 def describe() -> dict:
-    """Returns date, CPU, cores that this process may use, GPUs and versions."""
+    """Returns this command, date, CPU, cores that this process may use, GPUs and versions."""
     versions = {"Python": platform.python_version()}
     for name, package in _PACKAGES.items():
         try:
@@ -31,6 +32,7 @@ def describe() -> dict:
             versions[name] = "none"
     answer = ask_driver("name")
     return {
+        "command": shlex.join(sys.argv),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),

@@ -35,13 +35,15 @@ def kill(process: subprocess.Popen[str]) -> None:
         process.communicate(timeout=5)
 
 
-def call(words: Sequence[str], *, seconds: float | None = None) -> tuple[int, str, str]:
+def call(
+    words: Sequence[str], *, seconds: float | None = None, environment: Any = None
+) -> tuple[int, str, str]:
     """Runs a command to its end; returns its exit code and what it wrote to stdout and stderr.
 
     Raises:
       subprocess.TimeoutExpired: it ran longer than `seconds`.
     """
-    process = start(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = start(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
     try:
         output, errors = process.communicate(timeout=seconds)
     except BaseException:

@@ -22,7 +22,7 @@ TOOLS = {
     "profile_stages.py": ("--json", ["--seconds=0.05", "--repeats=1", "--nosettings"]),
     "tune.py": ("--out", ["--seconds=1"]),
     "preview.py": ("--out", []),
-    "gpu_check.py": ("--out", ["--rehearse", "--parts=devices"]),
+    "gpu_check.py": ("--out", ["--rehearse", "--parts=pixels"]),
     "soak.py": ("--json", ["--images=1000", "--evaluations=10", "--datasets=20"]),
 }
 SMALL = ["--batch_size=1", "--image_size=8"]
@@ -83,7 +83,7 @@ def test_outputs_that_cannot_be_written(script, sample_folder, tmp_path):
         ("preview.py", ["--mean=1,2"], "`mean` must have one value for each of R, G and B"),
         ("preview.py", ["--std=1,x,2"], "`std` must be numbers like 123,117,104, got 1,x,2"),
         ("gpu_check.py", [], "There is no NVIDIA GPU here"),
-        ("gpu_check.py", ["--parts=all"], "`parts` must be of probe, pixels"),
+        ("gpu_check.py", ["--parts=all"], "`parts` must be of tests, pixels"),
         ("gpu_check.py", ["--rehearse"], "A rehearsal is not a result"),
         ("soak.py", ["--images=10"], "`images` must be at least 1,000, got 10"),
         (
@@ -205,7 +205,7 @@ def tune(monkeypatch, machine, seconds):
     tuner = module.Tuner(machine, Quiet())
     defaults = [Candidate(TfDataOptions()), Candidate(DaliOptions(device="cpu"))]
     default = tuner.find_fastest(defaults)
-    rivals = module.list_rivals(default, "global", cores=4, resizes_plainly=True)
+    rivals = module.list_rivals(default, 4, plainly=True)
     winner = tuner.halve([one for one in rivals if one.key != default.key])
     return tuner, winner, default, tuner.compare([winner], default)
 
@@ -343,23 +343,16 @@ def test_gpu_check_rehearsed(sample_folder, tmp_path):
     """
     files, out = "--files=data/sample/validation-*", tmp_path / "rehearsal.json"
     arguments = [files, "--rehearse", f"--out={out}", "--seconds=0.1", "--repeats=1"]
-    for parts in ("probe,pixels,devices", "throughput,hw_decoder_load,training,memory"):
+    for parts in ("tests,pixels", "throughput,hw_decoder_load,training"):
         process = run("gpu_check.py", *arguments, f"--parts={parts}", cwd=sample_folder)
         assert "This was a rehearsal on the CPU" in process.stdout
-        # How the host's allocator grows in ten evaluations says nothing of a GPU's.
-        assert process.returncode == 0 or "not measured: memory;" in process.stderr, process.stderr
+        assert process.returncode == 0, (process.stdout, process.stderr)
     report = json.loads(out.read_text())
-    assert list(report["parts"]) == list(load("gpu_check.py").PARTS[:3]) + [
-        "throughput",
-        "hw_decoder_load",
-        "training",
-        "memory",
-    ]
-    failed = {part for part, found in report["parts"].items() if not found["passed"]}
-    assert failed <= {"memory"}
+    assert tuple(report["parts"]) == load("gpu_check.py").PARTS
+    assert all(found["passed"] for found in report["parts"].values())
     report["cores"] += 1
     out.write_text(json.dumps(report))
-    process = run("gpu_check.py", *arguments, "--parts=devices", cwd=sample_folder)
+    process = run("gpu_check.py", *arguments, "--parts=pixels", cwd=sample_folder)
     fails(process, "is not a result to add to: it is of another machine")
 
 

@@ -6,6 +6,7 @@ import math
 import os
 import statistics
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,6 @@ _SCRIPTS = os.path.dirname(os.path.dirname(os.path.dirname(_WORKER)))
 _LIMIT = 120  # seconds beyond a window after which a process counts as hung
 _TRIES = 2  # a process that died once says nothing about the candidate
 _CRASHES = 3 * _TRIES  # in a row, after which something other than a candidate is wrong
-_KINDS = {"dali": DaliOptions, "tf_data": TfDataOptions}
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Candidate:
     Attributes:
       options: of either backend.
       order: how the records are mixed.
+      cores: how many cores the input may use.
       preprocess: fields of `Preprocess` that differ from the flags.
       variant: "dataset", what the package makes; "bare", its DALI pipeline without TensorFlow;
         "by_hand", the same work written by hand; "device", whole batches copied to the GPU; or a
@@ -42,9 +43,7 @@ class Candidate:
     @property
     def backend(self) -> str:
         """The name of the backend on the command line."""
-        if isinstance(self.options, DaliOptions):
-            return f"dali_{self.options.device}"
-        return "tf_data"
+        return f"dali_{self.options.device}" if isinstance(self.options, DaliOptions) else "tf_data"
 
     @property
     def key(self) -> str:
@@ -53,15 +52,13 @@ class Candidate:
 
     def to_json(self) -> dict[str, Any]:
         """Returns what `from_json` takes."""
-        return {
-            **dataclasses.asdict(self),
-            "backend": "dali" if isinstance(self.options, DaliOptions) else "tf_data",
-        }
+        return {**dataclasses.asdict(self), "backend": self.backend}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Candidate":
         """Makes a candidate of what `to_json` returned."""
-        options = _KINDS[values["backend"]](**values["options"])
+        kind = TfDataOptions if values["backend"] == "tf_data" else DaliOptions
+        options = kind(**values["options"])
         return cls(options, values["order"], values["preprocess"], values["variant"])
 
     def describe(self, base: "Candidate") -> str:
@@ -89,20 +86,9 @@ class Measurer:
     """Measures candidates in another process (a context manager), restarted if it dies."""
 
     def __init__(self, files: FileFlags, work: WorkFlags, *arguments: str) -> None:
-        """Makes a measurer, not started yet.
-
-        Args:
-          files: which records are read.
-          work: what is done to each image.
-          *arguments: further arguments of worker.py; they override those of the flags.
-        """
-        self._words = [
-            sys.executable,
-            _WORKER,
-            *files.as_arguments(),
-            *work.as_arguments(),
-            *arguments,
-        ]
+        """Makes a measurer, not started yet; `arguments` of worker.py override the flags."""
+        flags = [*files.as_arguments(), *work.as_arguments()]
+        self._words = [sys.executable, _WORKER, *flags, *arguments]
         self._worker: processes.JsonWorker | None = None
         self._crashes = 0
 
@@ -168,6 +154,65 @@ class Measurer:
 def images_per_second(answer: dict[str, Any]) -> float:
     """Returns the rate of a window that `Measurer.measure` returned."""
     return Window(**answer["window"]).images_per_second
+
+
+def changes(
+    options: DaliOptions | TfDataOptions, order: str, cores: int, *, plainly: bool
+) -> dict[str, list]:
+    """Returns the fields of a backend's options that change its speed, and values worth trying.
+
+    Args:
+      options: the backend's default; every value but `decode` "scaled" keeps its pixels.
+      order: how the records are mixed.
+      cores: how many cores the input may use.
+      plainly: whether the preprocessing resizes plainly (`Preprocess.resizes_plainly`).
+    """
+    threads = sorted({max(1, cores // 2), cores, 2 * cores})
+    if isinstance(options, TfDataOptions):
+        return {
+            "decode": ["region" if plainly else "full"],
+            "num_parallel_calls": threads,
+            "num_parallel_reads": [1, 16],
+            "read_buffer_bytes": [1 << 18],
+            "prefetch_batches": [4, AUTOTUNE],
+        }
+    found: dict[str, list] = {"num_threads": threads, "prefetch_queue_depth": [1, 4]}
+    # Decoding regions was reported to crash on some GPUs.
+    on_gpu = options.device == "gpu"
+    found |= {"hw_decoder_load": [0.0, 0.5, 0.75, 0.9]} if on_gpu else {"decode": ["full"]}
+    return found | ({"read_mode": ["plain"]} if order == "buffer" else {})
+
+
+def compare(
+    rivals: Mapping[str, Candidate],
+    default: Candidate,
+    measure: Callable[[Candidate], float],
+    *,
+    rounds: int,
+    is_over: Callable[[int], bool] = lambda _: False,
+) -> dict[str, list[float]]:
+    """Measures rivals against the default, round by round.
+
+    Args:
+      rivals: what is measured.
+      default: what it is compared with.
+      measure: returns images/s of a candidate, 0 if it cannot be measured.
+      rounds: how many.
+      is_over: says, of a round's number, whether the time is up.
+
+    Returns:
+      The ratios of each rival's images/s to the default's.
+    """
+    turn = {"": default, **rivals}
+    ratios: dict[str, list[float]] = {name: [] for name in rivals}
+    for number in range(rounds if rivals else 0):
+        if is_over(number):
+            break
+        rates = {name: measure(turn[name]) for name in list(turn)[:: 1 if number % 2 else -1]}
+        for name in rivals:
+            if rates[name] and rates[""]:
+                ratios[name].append(rates[name] / rates[""])
+    return ratios
 
 
 def is_faster(ratios: list[float]) -> bool:

@@ -1,6 +1,7 @@
 """The rows of the throughput comparison: what each is, and how they are measured in turn."""
 
 import contextlib
+import dataclasses
 from typing import Any, NamedTuple
 
 from dali_tf_input import DaliOptions, InputError, Stats, TfDataOptions
@@ -78,7 +79,9 @@ def measure_rows(
 
         def measure(name: str) -> dict[str, Any]:
             try:
-                candidate = _with_decode(ROWS[name].candidate, work)
+                candidate = ROWS[name].candidate
+                options = work.with_decode(candidate.options)
+                candidate = dataclasses.replace(candidate, options=options)
                 return measurers[name].measure(
                     candidate, seconds=seconds, warmup_batches=warmup_batches, fresh=False
                 )
@@ -96,17 +99,6 @@ def measure_rows(
         for name in cli.progress(turns, what="measuring", total=len(turns)):
             windows[name].append(measure(name))
     return windows
-
-
-def _with_decode(candidate: Candidate, work: WorkFlags) -> Candidate:
-    """Returns a candidate with --decode, as far as its backend knows it."""
-    import dataclasses
-
-    decode = work.decode.value
-    if isinstance(candidate.options, DaliOptions) and decode == "scaled":
-        return candidate
-    options = dataclasses.replace(candidate.options, decode=decode)
-    return dataclasses.replace(candidate, options=options)
 
 
 def rates(windows: list[dict[str, Any]]) -> list[float]:
