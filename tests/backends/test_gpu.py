@@ -201,7 +201,6 @@ def test_decoding_only_the_region(dataset):
         import numpy as np
         from dali_tf_input import DaliOptions, DatasetSpec, InputSpec, Preprocess
         from dali_tf_input.distribution import distribute, enable_memory_growth
-from support.machine import gpu_memory
         enable_memory_growth()
         spec = InputSpec(dataset=DatasetSpec.from_files({list(dataset.files)!r}), preprocess=Preprocess.for_evaluation(32),
                          order="sequential")
