@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from dali_tf_input.errors import InputError
+from dali_tf_input.errors import InputError, check, check_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +72,9 @@ def measure(
     Raises:
       InputError: an argument is out of range, or `batches` ended.
     """
-    if batch_size < 1:
-        raise InputError(f"`batch_size` must be at least 1, got {batch_size}.")
-    if seconds <= 0:
-        raise InputError(f"`seconds` must be above 0, got {seconds}.")
-    if warmup_batches < 0:
-        raise InputError(f"`warmup_batches` must be at least 0, got {warmup_batches}.")
+    check_at_least(1, batch_size=batch_size)
+    check(seconds > 0, "seconds", "above 0", seconds)
+    check_at_least(0, warmup_batches=warmup_batches)
     try:
         for _ in range(warmup_batches):
             next(batches)

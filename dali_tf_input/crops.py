@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
-from dali_tf_input.errors import InputError
+from dali_tf_input.errors import InputError, check
 
 Sampling = Literal["resize_then_crop", "crop_then_resize", "crop_and_pad"]
 
@@ -131,8 +131,7 @@ class ResizeRandomCrop(Crop):
     resize: tuple[int, int]
 
     def __post_init__(self) -> None:
-        if min(self.resize) < 1:
-            raise InputError(f"`resize` must be at least 1 pixel each way, got {self.resize}.")
+        check(min(self.resize) >= 1, "resize", "at least 1 pixel each way", self.resize)
 
     def check(self, image_size: tuple[int, int]) -> None:
         """Raises InputError if `resize` is below `image_size`."""
@@ -174,18 +173,12 @@ class RandomResizedCrop(Crop):
 
     def __post_init__(self) -> None:
         low, high = self.area_range
-        if not 0 < low <= high <= 1:
-            raise InputError(
-                f"`area_range` must be (smallest, largest), both in (0, 1], got {self.area_range}."
-            )
+        rule = "(smallest, largest), both in (0, 1]"
+        check(0 < low <= high <= 1, "area_range", rule, self.area_range)
         low, high = self.aspect_ratio_range
-        if not 0 < low <= high < float("inf"):
-            raise InputError(
-                "`aspect_ratio_range` must be (smallest, largest), both above 0, got "
-                f"{self.aspect_ratio_range}."
-            )
-        if not 1 <= self.num_attempts <= 100:
-            raise InputError(f"`num_attempts` must be in [1, 100], got {self.num_attempts}.")
+        rule = "(smallest, largest), both above 0"
+        check(0 < low <= high < math.inf, "aspect_ratio_range", rule, self.aspect_ratio_range)
+        check(1 <= self.num_attempts <= 100, "num_attempts", "in [1, 100]", self.num_attempts)
 
     @property
     def num_attempt_uniforms(self) -> int:
@@ -265,10 +258,7 @@ class CenterCrop(Crop):
     resize_shorter: int
 
     def __post_init__(self) -> None:
-        if self.resize_shorter < 1:
-            raise InputError(
-                f"`resize_shorter` must be at least 1 pixel, got {self.resize_shorter}."
-            )
+        check(self.resize_shorter >= 1, "resize_shorter", "at least 1 pixel", self.resize_shorter)
 
     def check(self, image_size: tuple[int, int]) -> None:
         """Raises InputError if `resize_shorter` is below `image_size`."""

@@ -11,8 +11,8 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from dali_tf_input.backends import tf_data
-from dali_tf_input.backends.reading import MAX_EPOCHS
-from dali_tf_input.errors import InputError
+from dali_tf_input.backends.reading import MAX_EPOCHS, Stream
+from dali_tf_input.errors import InputError, check, check_at_least
 from dali_tf_input.options import DaliOptions, Options, TfDataOptions
 from dali_tf_input.order import StartStep
 from dali_tf_input.preprocess import Preprocess
@@ -72,16 +72,14 @@ def make_dataset(
         )
     if spec.repeat:
         check_batch(batch_size, shard=shard, num_records=num_records)
-    elif batch_size < 1:
-        raise InputError(f"`batch_size` must be at least 1, got {batch_size}.")
+    check_at_least(1, batch_size=batch_size)
     start_step = start_step or StartStep()
     _check_start_step(spec, start_step.step, batch_size * num_shards)
+    stream = Stream(spec=spec, batch_size=batch_size, shard=shard, start_step=start_step)
     match options:
         case TfDataOptions():
             _check_no_device_id(device_id)
-            return tf_data.build(
-                spec, options, batch_size=batch_size, shard=shard, start_step=start_step
-            )
+            return tf_data.build(stream, options)
         case DaliOptions(device="cpu"):
             _check_no_device_id(device_id)
         case DaliOptions(device="gpu"):
@@ -91,14 +89,7 @@ def make_dataset(
             raise InputError(
                 f"`options` must be a DaliOptions, a TfDataOptions or None, got {options!r}."
             )
-    return import_dali().build(
-        spec,
-        options,
-        batch_size=batch_size,
-        shard=shard,
-        start_step=start_step,
-        device_id=device_id,
-    )
+    return import_dali().build(stream, options, device_id)
 
 
 def import_dali() -> Any:
@@ -171,8 +162,7 @@ def check_gpu(device_id: int) -> None:
       InputError: `device_id` is below 0, one of them does not see it, or TensorFlow's memory growth
         is off.
     """
-    if device_id < 0:
-        raise InputError(f"`device_id` must be at least 0, got {device_id}.")
+    check_at_least(0, device_id=device_id)
     gpus = tf.config.list_physical_devices("GPU")
     if device_id >= len(gpus):
         raise InputError(
@@ -207,8 +197,8 @@ def _check_start_step(spec: InputSpec, step: int, global_batch_size: int) -> Non
         )
     per_epoch = spec.dataset.num_records // global_batch_size
     end = MAX_EPOCHS * per_epoch if spec.order == "global" else 1
-    if not isinstance(step, int) or not 0 <= step < end:
-        raise InputError(f"`start_step` must be an int in [0, {end}), got {step!r}.")
+    holds = isinstance(step, int) and 0 <= step < end
+    check(holds, "start_step", f"an int in [0, {end})", repr(step))
 
 
 def _check_no_device_id(device_id: int | None) -> None:

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from dali_tf_input.distribution import Distributed
-from dali_tf_input.errors import InputError
+from dali_tf_input.errors import InputError, check_at_least
 from dali_tf_input.options import AUTOTUNE, DaliOptions
 
 _QUEUED = 4  # batches that a pipeline holds in addition to its prefetching: nobody waited for them
@@ -73,8 +73,7 @@ class InputProfile(keras.callbacks.Callback):  # type: ignore[misc]
             `steps_per_execution` above 1 under a strategy of several replicas.
         """
         super().__init__()
-        if cached_steps < 1:
-            raise InputError(f"`cached_steps` must be at least 1, got {cached_steps}.")
+        check_at_least(1, cached_steps=cached_steps)
         self.epochs: list[EpochProfile] = []
         self._dataset = train.dataset if isinstance(train, Distributed) else train
         self._queued = _QUEUED + _prefetched(train)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from dali_tf_input.errors import InputError
+from dali_tf_input.errors import InputError, check
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +43,8 @@ class ClassLabel:
         Raises:
           InputError: a field is out of range, or there are more classes than `one_hot`.
         """
-        if not 0 <= self.smoothing < 1:
-            raise InputError(f"`label_smoothing` must be in [0, 1), got {self.smoothing}.")
+        check(0 <= self.smoothing < 1, "label_smoothing", "in [0, 1)", self.smoothing)
         if self.one_hot is None and self.smoothing:
             raise InputError("`label_smoothing` needs `one_hot`, the number of classes.")
-        if self.one_hot is not None and highest >= self.one_hot:
-            raise InputError(
-                f"`one_hot` must be above the highest label, {highest}, got {self.one_hot}."
-            )
+        holds = self.one_hot is None or highest < self.one_hot
+        check(holds, "one_hot", f"above the highest label, {highest}", self.one_hot)

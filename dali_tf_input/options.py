@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 import msgspec
 
-from dali_tf_input.errors import InputError, check_choice
+from dali_tf_input.errors import InputError, check, check_at_least, check_choice
 from dali_tf_input.staging import write_whole
 
 Device = Literal["cpu", "gpu"]
@@ -56,12 +56,8 @@ class DaliOptions:
     def __post_init__(self) -> None:
         check_choice("device", self.device, get_args(Device))
         check_choice("decode", self.decode, get_args(DaliDecode))
-        if self.num_threads is not None and self.num_threads < 1:
-            raise InputError(f"`num_threads` must be at least 1 or None, got {self.num_threads}.")
-        if self.prefetch_queue_depth < 1:
-            raise InputError(
-                f"`prefetch_queue_depth` must be at least 1, got {self.prefetch_queue_depth}."
-            )
+        check_at_least(1, num_threads=self.num_threads, or_none=True)
+        check_at_least(1, prefetch_queue_depth=self.prefetch_queue_depth)
         check_choice("read_mode", self.read_mode, get_args(ReadMode))
         if self.read_ahead and self.read_mode != "mmap":
             raise InputError(
@@ -72,10 +68,8 @@ class DaliOptions:
                 f"`hw_decoder_load` is for `device` 'gpu' only, got {self.hw_decoder_load}: leave"
                 " it None."
             )
-        if self.hw_decoder_load is not None and not 0 <= self.hw_decoder_load <= 1:
-            raise InputError(
-                f"`hw_decoder_load` must be in [0, 1] or None, got {self.hw_decoder_load}."
-            )
+        load = self.hw_decoder_load
+        check(load is None or 0 <= load <= 1, "hw_decoder_load", "in [0, 1] or None", load)
 
     @classmethod
     def load(cls, path: str) -> "DaliOptions":
@@ -131,19 +125,14 @@ class TfDataOptions:
 
     def __post_init__(self) -> None:
         check_choice("decode", self.decode, get_args(TfDataDecode))
-        if self.service is not None and not self.service.startswith("grpc://"):
-            raise InputError(
-                f"`service` must be an address like 'grpc://host:5050', got {self.service!r}."
-            )
-        for name in ("num_parallel_reads", "read_buffer_bytes"):
-            if getattr(self, name) < 1:
-                raise InputError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
+        holds = self.service is None or self.service.startswith("grpc://")
+        check(holds, "service", "an address like 'grpc://host:5050'", repr(self.service))
+        check_at_least(1, num_parallel_reads=self.num_parallel_reads)
+        check_at_least(1, read_buffer_bytes=self.read_buffer_bytes)
         for name, least in (("num_parallel_calls", 1), ("prefetch_batches", 0)):
             value = getattr(self, name)
-            if value < least and value != AUTOTUNE:
-                raise InputError(
-                    f"`{name}` must be at least {least} or AUTOTUNE (-1), got {value}."
-                )
+            holds = value >= least or value == AUTOTUNE
+            check(holds, name, f"at least {least} or AUTOTUNE (-1)", value)
 
     @classmethod
     def load(cls, path: str) -> "TfDataOptions":

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from dali_tf_input.backends import tf_images
 from dali_tf_input.dataset import check_gpu, import_dali
-from dali_tf_input.errors import InputError, check_choice
+from dali_tf_input.errors import InputError, check_at_least, check_choice
 from dali_tf_input.index.checks import BadImage, Checks
 from dali_tf_input.index.files import Path
 from dali_tf_input.index.trial_decode import make_trial_decode
@@ -45,8 +45,7 @@ def iterate_batches(
       InputError: `preprocess` is random, or the backend does not support it.
     """
     _check_deterministic(preprocess)
-    if batch_size < 1:
-        raise InputError(f"`batch_size` must be at least 1, got {batch_size}.")
+    check_at_least(1, batch_size=batch_size)
     if isinstance(options, DaliOptions):
         if options.device == "gpu":
             check_gpu(0)
@@ -121,8 +120,7 @@ def export_triton(
     """
     _check_deterministic(preprocess)
     check_choice("device", device, get_args(Device))
-    if max_batch_size < 1:
-        raise InputError(f"`max_batch_size` must be at least 1, got {max_batch_size}.")
+    check_at_least(1, max_batch_size=max_batch_size)
     check_choice("dtype", preprocess.dtype, _TRITON_TYPES)
     folder = os.path.abspath(folder)
     if os.path.lexists(folder):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from dali_tf_input.crops import CenterCrop, Crop, ResizeRandomCrop
-from dali_tf_input.errors import InputError, check_choice
+from dali_tf_input.errors import InputError, check, check_choice
 
 Layout = Literal["HWC", "CHW"]
 Interpolation = Literal["bilinear", "bicubic", "nearest"]
@@ -68,25 +68,19 @@ class Preprocess:
     auto_augment: AutoAugment | None = None
 
     def __post_init__(self) -> None:
-        if min(self.image_size) < 1:
-            raise InputError(
-                f"`image_size` must be at least 1 pixel each way, got {self.image_size}."
-            )
+        check(min(self.image_size) >= 1, "image_size", "at least 1 pixel each way", self.image_size)
         if not isinstance(self.crop, Crop) or type(self.crop) is Crop:
             names = ", ".join(kind.__name__ for kind in Crop.__subclasses__())
             raise InputError(f"`crop` must be one of {names}, got {self.crop!r}.")
-        if not 0 <= self.mirror_probability <= 1:
-            raise InputError(
-                f"`mirror_probability` must be in [0, 1], got {self.mirror_probability}."
-            )
+        probability = self.mirror_probability
+        check(0 <= probability <= 1, "mirror_probability", "in [0, 1]", probability)
         for name in ("mean", "std"):
             if len(getattr(self, name)) != 3:
                 raise InputError(
                     f"`{name}` must have one value for each of R, G and B, got"
                     f" {getattr(self, name)}."
                 )
-        if not min(self.std) > 0:
-            raise InputError(f"`std` must be above 0 in every channel, got {self.std}.")
+        check(min(self.std) > 0, "std", "above 0 in every channel", self.std)
         if self.dtype != "uint8" and max(self.std) < 1:
             raise InputError(
                 f"`std` is in 0..255 units, got {self.std}: multiply values meant for 0..1 by 255."

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from dali_tf_input.backends.reading import MAX_EPOCHS
 from dali_tf_input.distribution import Distributed
-from dali_tf_input.errors import InputError
+from dali_tf_input.errors import InputError, check_at_least
 from dali_tf_input.index.files import Path
 from dali_tf_input.staging import write_whole
 from dali_tf_input.training_state import (
@@ -78,8 +78,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
                 f"`train` starts at step {train.start_step.step}: the state says where to start,"
                 " omit `start_step`."
             )
-        if save_every is not None and save_every < 1:
-            raise InputError(f"`save_every` must be at least 1 or None, got {save_every}.")
+        check_at_least(1, save_every=save_every, or_none=True)
         self._folder = os.path.abspath(os.path.expanduser(folder))
         self._train = train
         self._is_chief = is_chief

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from dali_tf_input.errors import InputError
+from dali_tf_input.errors import InputError, check, check_at_least
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,9 @@ class Shard:
     num_shards: int = 1
 
     def __post_init__(self) -> None:
-        if self.num_shards < 1:
-            raise InputError(f"`num_shards` must be at least 1, got {self.num_shards}.")
-        if not 0 <= self.shard_id < self.num_shards:
-            raise InputError(f"`shard_id` must be in [0, {self.num_shards}), got {self.shard_id}.")
+        check_at_least(1, num_shards=self.num_shards)
+        holds = 0 <= self.shard_id < self.num_shards
+        check(holds, "shard_id", f"in [0, {self.num_shards})", self.shard_id)
 
     def records(self, num_records: int) -> range:
         """Returns the numbers, among `num_records` records, of those in this shard."""
@@ -43,19 +42,16 @@ def check_batch(batch_size: int, *, shard: Shard, num_records: int) -> None:
       InputError: `batch_size` is below 1, the shard is empty, or it holds fewer records than a
         batch.
     """
-    if batch_size < 1:
-        raise InputError(f"`batch_size` must be at least 1, got {batch_size}.")
+    check_at_least(1, batch_size=batch_size)
     shard_records = len(shard.records(num_records))
     if shard_records == 0:
         raise InputError(
             f"Shard {shard.shard_id} of {shard.num_shards} is empty: there are only {num_records} "
             f"records. Use at most {num_records} shards (replicas)."
         )
-    if batch_size > shard_records:
-        raise InputError(
-            f"`batch_size` must be at most the {shard_records} records of shard {shard.shard_id} of"
-            f" {shard.num_shards} ({num_records} records in all), got {batch_size}."
-        )
+    part = f"{shard_records} records of shard {shard.shard_id} of {shard.num_shards}"
+    rule = f"at most the {part} ({num_records} records in all)"
+    check(batch_size <= shard_records, "batch_size", rule, batch_size)
 
 
 def replica_batch_size(
@@ -67,8 +63,7 @@ def replica_batch_size(
       InputError: `global_batch_size` is below 1, larger than the data, or not a multiple of
         `num_replicas`.
     """
-    if global_batch_size < 1:
-        raise InputError(f"`global_batch_size` must be at least 1, got {global_batch_size}.")
+    check_at_least(1, global_batch_size=global_batch_size)
     if global_batch_size % num_replicas:
         below = global_batch_size // num_replicas * num_replicas
         nearest = f"{below} or {below + num_replicas}" if below else f"{num_replicas}"
@@ -76,11 +71,9 @@ def replica_batch_size(
             f"`global_batch_size` must be a multiple of the {num_replicas} replicas, got "
             f"{global_batch_size}: use {nearest}."
         )
-    if num_records is not None and global_batch_size > num_records:
-        raise InputError(
-            f"`global_batch_size` must be at most the number of records, {num_records}, got "
-            f"{global_batch_size}."
-        )
+    holds = num_records is None or global_batch_size <= num_records
+    rule = f"at most the number of records, {num_records}"
+    check(holds, "global_batch_size", rule, global_batch_size)
     return global_batch_size // num_replicas
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from dali_tf_input.errors import InputError, check_choice
+from dali_tf_input.errors import InputError, check, check_at_least, check_choice
 from dali_tf_input.index.contents import (
     KEY_PRESETS,
     REQUIRED,
@@ -204,9 +204,8 @@ class InputSpec:
 
     def __post_init__(self) -> None:
         check_choice("order", self.order, get_args(Order))
-        for name in ("buffer_size", "shuffle_block_size"):
-            if getattr(self, name) < 1:
-                raise InputError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
+        block_size = self.shuffle_block_size
+        check_at_least(1, buffer_size=self.buffer_size, shuffle_block_size=block_size)
         if self.shuffle_block_size > 1 and self.order != "global":
             raise InputError(
                 f"`shuffle_block_size` is for order 'global' only, got {self.shuffle_block_size}"
@@ -217,8 +216,7 @@ class InputSpec:
                 f"`repeat` False is for order 'sequential' only, got {self.order!r}: it is one pass"
                 " that serves each record once."
             )
-        if not 0 <= self.seed < 2**31:
-            raise InputError(f"`seed` must be in [0, 2**31), got {self.seed}.")
+        check(0 <= self.seed < 2**31, "seed", "in [0, 2**31)", self.seed)
         self.label.check(self.dataset.label_range[1] if self.dataset.label_range else 0)
 
     @property

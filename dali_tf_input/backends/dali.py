@@ -4,6 +4,7 @@ import importlib
 import os
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import nvidia.dali as dali
@@ -14,19 +15,17 @@ from nvidia.dali.data_node import DataNode
 
 from dali_tf_input.backends.dali_images import check_supported, prepare_images
 from dali_tf_input.backends.reading import (
+    Stream,
     describe_key,
     draw_uniforms,
     parse_record,
     read_fixed_order,
-    steps_of,
     weight_of,
 )
 from dali_tf_input.errors import InputError
 from dali_tf_input.labels import ClassLabel
 from dali_tf_input.options import DaliOptions, TfDataOptions
-from dali_tf_input.order import StartStep
 from dali_tf_input.preprocess import Preprocess
-from dali_tf_input.sharding import Shard
 from dali_tf_input.spec import DatasetSpec, InputSpec
 
 _PACKED = "packed"  # the input of a pipeline that tf.data reads for
@@ -49,25 +48,14 @@ def import_plugin() -> Any:
         ) from error
 
 
-def build(
-    spec: InputSpec,
-    options: DaliOptions,
-    *,
-    batch_size: int,
-    shard: Shard,
-    start_step: StartStep,
-    device_id: int | None,
-) -> tf.data.Dataset:
+def build(stream: Stream, options: DaliOptions, device_id: int | None) -> tf.data.Dataset:
     """Builds the dataset of one shard, placed on the current `tf.device`.
 
     It works on another device than that of `options` too, but then TensorFlow copies each batch.
 
     Args:
-      spec: what comes out.
+      stream: what it serves, of a `spec`.
       options: how it is made.
-      batch_size: images in each batch; at most the shard's records, unless `spec.repeat` is False.
-      shard: which records are read.
-      start_step: where each iterator starts, for order "global".
       device_id: the CUDA device that decodes; None for `options.device` "cpu".
 
     Returns:
@@ -77,13 +65,8 @@ def build(
     Raises:
       InputError: DALI does not support `spec`, or refuses the pipeline.
     """
+    spec, batch_size = stream.spec, stream.batch_size
     check_supported(spec.preprocess)
-
-    def make_pipeline() -> dali.Pipeline:
-        return build_pipeline(
-            spec, options, batch_size=batch_size, shard=shard, device_id=device_id
-        )
-
     image_type = tf.as_dtype(spec.preprocess.dtype)
     outputs = [
         ((batch_size, *spec.preprocess.image_shape), image_type),
@@ -91,27 +74,15 @@ def build(
     ]
     if not spec.repeat:
         outputs.append(((batch_size,), tf.float32))
-    return make_dataset(
-        make_pipeline,
-        outputs,
-        spec,
-        options,
-        batch_size=batch_size,
-        shard=shard,
-        start_step=start_step,
-        device_id=device_id,
-    )
+    make_pipeline = partial(build_pipeline, stream, options, device_id)
+    return make_dataset(make_pipeline, outputs, stream, options, device_id)
 
 
 def make_dataset(
     make_pipeline: Callable[[], dali.Pipeline],
     outputs: list[tuple[tuple[int, ...], tf.DType]],
-    spec: InputSpec,
+    stream: Stream,
     options: DaliOptions,
-    *,
-    batch_size: int,
-    shard: Shard,
-    start_step: StartStep,
     device_id: int | None,
 ) -> tf.data.Dataset:
     """Returns the dataset of a pipeline whose `outputs` have these (shape, type)."""
@@ -124,11 +95,9 @@ def make_dataset(
         make_pipeline().build()
     except RuntimeError as error:
         raise InputError(f"DALI cannot build the pipeline: {error}") from error
-    arguments = {
+    arguments = {  # all: DALIDataset's own defaults would override the pipeline's
         "pipeline": pipeline,
-        "batch_size": (
-            batch_size
-        ),  # DALIDataset's own defaults would override the pipeline's: pass all
+        "batch_size": stream.batch_size,
         "num_threads": pipeline.num_threads,
         "device_id": device_id,
         "prefetch_queue_depth": options.prefetch_queue_depth,
@@ -136,19 +105,19 @@ def make_dataset(
         "output_shapes": tuple(shape for shape, _ in outputs),
         "output_dtypes": tuple(dtype for _, dtype in outputs),
     }
-    if not spec.has_fixed_order:
+    if not stream.spec.has_fixed_order:
         return dali_tf.DALIDataset(**arguments)
     with tf.device("CPU:0"):
-        packed = _pack_records(spec, batch_size=batch_size, shard=shard, start_step=start_step)
+        packed = _pack_records(stream)
     if options.device == "gpu":
         # DALI's documentation wants inputs on the dataset's own device; not tried on a GPU yet.
         packed = packed.apply(tf.data.experimental.copy_to_device(tf.zeros(()).device))
     dataset = dali_tf.experimental.DALIDatasetWithInputs(
         input_datasets={_PACKED: packed}, **arguments
     )
-    if not spec.repeat:
+    if not stream.spec.repeat:
         # It says that it is infinite. Keras would ask for one batch too many and count it.
-        per_epoch = steps_of(spec, batch_size=batch_size, num_shards=shard.num_shards).per_epoch
+        per_epoch = stream.steps.per_epoch
         if options.device == "cpu":
             return dataset.apply(tf.data.experimental.assert_cardinality(per_epoch))
         # No transformation can follow on a GPU.
@@ -156,42 +125,38 @@ def make_dataset(
     return dataset
 
 
-def _pack_records(
-    spec: InputSpec, *, batch_size: int, shard: Shard, start_step: StartStep
-) -> tf.data.Dataset:
+def _pack_records(stream: Stream) -> tf.data.Dataset:
     """Returns a dataset of one uint8 vector per image: DALI's dataset takes one tensor per input.
 
     The encoded image, then label (8 bytes), sample weight (4 bytes), random numbers (4 bytes each).
     Decoders stop at the end of an image; slicing it out would copy it, byte by byte in DALI's
     slice.
     """
-    steps = steps_of(spec, batch_size=batch_size, num_shards=shard.num_shards)
+    spec = stream.spec
 
     @tf.autograph.experimental.do_not_convert
     def pack(key: tf.Tensor, record: tf.Tensor) -> tf.Tensor:
         encoded, label = parse_record(record, spec.dataset)
-        epoch, slot = describe_key(key, steps, shard)
+        epoch, slot = describe_key(key, stream)
         uniforms, _ = draw_uniforms(spec, epoch, slot)
-        weight = tf.ones(()) if spec.repeat else weight_of(slot, steps)
+        weight = tf.ones(()) if spec.repeat else weight_of(slot, stream.steps)
         tail = [tf.bitcast(label, tf.uint8), tf.bitcast(weight, tf.uint8)]
         tail.append(tf.reshape(tf.bitcast(uniforms, tf.uint8), [-1]))
         return tf.concat([tf.io.decode_raw(encoded, tf.uint8), *tail], 0)
 
-    records = read_fixed_order(
-        spec, TfDataOptions(), batch_size=batch_size, shard=shard, start_step=start_step
-    )
+    records = read_fixed_order(stream, TfDataOptions())
     packed = records.map(pack, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-    return packed.prefetch(batch_size)
+    return packed.prefetch(stream.batch_size)
 
 
 def define_inputs(
-    spec: InputSpec, options: DaliOptions, shard: Shard
+    stream: Stream, options: DaliOptions
 ) -> tuple[DataNode, DataNode, DataNode | None, DataNode]:
     """Defines what a pipeline reads: encoded images, labels as stored, weights, random numbers."""
-    if spec.has_fixed_order:
-        return _unpack(spec)
-    encoded, labels = _read(spec, options, shard)
-    shape = [spec.preprocess.num_uniforms]
+    if stream.spec.has_fixed_order:
+        return _unpack(stream.spec)
+    encoded, labels = _read(stream, options)
+    shape = [stream.spec.preprocess.num_uniforms]
     return encoded, labels, None, fn.random.uniform(range=[0.0, 1.0], shape=shape)
 
 
@@ -206,9 +171,9 @@ def _unpack(spec: InputSpec) -> tuple[DataNode, DataNode, DataNode, DataNode]:
     return packed, labels, fn.reshape(weights, shape=[]), uniforms
 
 
-def _read(spec: InputSpec, options: DaliOptions, shard: Shard) -> tuple[DataNode, DataNode]:
+def _read(stream: Stream, options: DaliOptions) -> tuple[DataNode, DataNode]:
     """Defines the reader of a shard; returns encoded images and labels."""
-    dataset = spec.dataset
+    spec, shard, dataset = stream.spec, stream.shard, stream.spec.dataset
     string, int64 = dali_tfrecord.string, dali_tfrecord.int64
     features = fn.readers.tfrecord(
         path=list(dataset.files),
@@ -230,13 +195,12 @@ def _read(spec: InputSpec, options: DaliOptions, shard: Shard) -> tuple[DataNode
     return features[dataset.image_key], features[dataset.label_key]
 
 
-def build_pipeline(
-    spec: InputSpec, options: DaliOptions, *, batch_size: int, shard: Shard, device_id: int | None
-) -> dali.Pipeline:
+def build_pipeline(stream: Stream, options: DaliOptions, device_id: int | None) -> dali.Pipeline:
     """Defines the pipeline of one shard, not yet built, whose outputs are what `build` returns."""
+    spec = stream.spec
 
     def define() -> tuple[DataNode, ...]:
-        encoded, labels, weights, uniforms = define_inputs(spec, options, shard)
+        encoded, labels, weights, uniforms = define_inputs(stream, options)
         images = prepare_images(
             encoded,
             uniforms,
@@ -248,36 +212,27 @@ def build_pipeline(
         others = [prepare_labels(labels, spec.label)] + ([] if spec.repeat else [weights])
         return (images, *(node.gpu() if options.device == "gpu" else node for node in others))
 
-    return make_pipeline(
-        define,
-        options,
-        batch_size=batch_size,
-        shard=shard,
-        device_id=device_id,
-        seed=spec.seed,
-        conditionals=spec.preprocess.auto_augment is not None,
-    )
+    conditionals = spec.preprocess.auto_augment is not None
+    return make_pipeline(define, stream, options, device_id, conditionals=conditionals)
 
 
 def make_pipeline(
     define: Callable[[], tuple[DataNode, ...]],
+    stream: Stream,
     options: DaliOptions,
-    *,
-    batch_size: int,
-    shard: Shard,
     device_id: int | None,
-    seed: int,
+    *,
     conditionals: bool = False,
 ) -> dali.Pipeline:
     """Makes a pipeline, not yet built, of the outputs that `define` defines."""
+    shard, cores = stream.shard, len(os.sched_getaffinity(0))
     make = dali.pipeline_def(define, enable_conditionals=conditionals)
     with warnings.catch_warnings(record=conditionals):  # auto_aug uses names that DALI warns about
         return make(
-            batch_size=batch_size,
-            num_threads=options.num_threads
-            or max(1, len(os.sched_getaffinity(0)) // shard.num_shards),
+            batch_size=stream.batch_size,
+            num_threads=options.num_threads or max(1, cores // shard.num_shards),
             device_id=device_id,
-            seed=seed * shard.num_shards + shard.shard_id,
+            seed=stream.spec.seed * shard.num_shards + shard.shard_id,
             prefetch_queue_depth=options.prefetch_queue_depth,
         )
 

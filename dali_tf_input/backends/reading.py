@@ -1,5 +1,6 @@
 """Reads records in the order of a plan, with tf.data for both backends."""
 
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -15,43 +16,49 @@ _STRIDE = 1 << 40  # between the keys of two epochs
 MAX_EPOCHS = 1 << 22
 
 
-def steps_of(spec: InputSpec, *, batch_size: int, num_shards: int) -> EpochSteps:
-    """Returns the steps of an epoch of `spec`."""
-    return EpochSteps(
-        num_records=spec.dataset.num_records,
-        batch_size=batch_size,
-        num_shards=num_shards,
-        padded=not spec.repeat,
-    )
+@dataclass(frozen=True, kw_only=True)
+class Stream:
+    """What one pipeline serves.
+
+    Attributes:
+      spec: what comes out.
+      batch_size: images in each batch; at most the shard's records, unless `spec.repeat` is False.
+      shard: which records are read.
+      start_step: where each iterator starts, for order "global".
+    """
+
+    spec: InputSpec
+    batch_size: int
+    shard: Shard = Shard()
+    start_step: StartStep = field(default_factory=StartStep)
+
+    @property
+    def steps(self) -> EpochSteps:
+        """The steps of an epoch."""
+        return EpochSteps(
+            num_records=self.spec.dataset.num_records,
+            batch_size=self.batch_size,
+            num_shards=self.shard.num_shards,
+            padded=not self.spec.repeat,
+        )
 
 
-def read_fixed_order(
-    spec: InputSpec, options: TfDataOptions, *, batch_size: int, shard: Shard, start_step: StartStep
-) -> tf.data.Dataset:
-    """Reads the records of a shard in the order of its `order.Plan`.
+def read_fixed_order(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
+    """Reads the records of a stream of fixed order, as its `order.Plan` says.
 
     Args:
-      spec: has a fixed order.
+      stream: what is served.
       options: `num_parallel_reads` and `read_buffer_bytes` are used.
-      batch_size: images in each batch of the shard.
-      shard: which records are read.
-      start_step: where each iterator starts.
 
     Returns:
       A dataset of (key, record): key int64, from which `describe_key` computes epoch and slot;
       record a serialized Example. Infinite if `spec.repeat`, else one pass, padded to whole steps
       by repeating the last record.
     """
-    dataset = spec.dataset
-    steps = steps_of(spec, batch_size=batch_size, num_shards=shard.num_shards)
-    extents = Extents.of(
-        [
-            read_index(index_file, num_records)
-            for index_file, num_records in zip(
-                dataset.index_files, dataset.records_per_file, strict=True
-            )
-        ]
-    )
+    spec, batch_size, dataset = stream.spec, stream.batch_size, stream.spec.dataset
+    steps, start_step = stream.steps, stream.start_step
+    indexes = zip(dataset.index_files, dataset.records_per_file, strict=True)
+    extents = Extents.of([read_index(index_file, count) for index_file, count in indexes])
     files = tf.constant(dataset.files)
     per_epoch = steps.per_epoch
     # TensorFlow never frees a function given to `numpy_function`, nor what the function holds. So
@@ -61,18 +68,18 @@ def read_fixed_order(
     plan = partial(
         Plan,
         steps=steps,
-        shard=shard,
+        shard=stream.shard,
         seed=spec.seed if spec.order == "global" else None,
         shuffle_block_size=spec.shuffle_block_size,
     )
 
-    def find_epoch_runs(epoch: int, start_step: int, *parts: Any) -> Any:
-        return plan(Extents(*parts)).runs(epoch, start_step)
+    def find_epoch_runs(epoch: int, step: int, *parts: Any) -> Any:
+        return plan(Extents(*parts)).runs(epoch, step)
 
     @tf.autograph.experimental.do_not_convert
-    def read_epoch(epoch: tf.Tensor, start_step: tf.Tensor) -> tf.data.Dataset:
+    def read_epoch(epoch: tf.Tensor, step: tf.Tensor) -> tf.data.Dataset:
         runs = tf.numpy_function(
-            find_epoch_runs, [epoch, start_step, *held], (tf.int32, tf.int64, tf.int64)
+            find_epoch_runs, [epoch, step, *held], (tf.int32, tf.int64, tf.int64)
         )
         for part in runs:
             part.set_shape((None,))
@@ -87,9 +94,7 @@ def read_fixed_order(
             deterministic=True,
         )
         first = epoch * _STRIDE
-        keys = tf.data.Dataset.range(
-            first + start_step * batch_size, first + per_epoch * batch_size
-        )
+        keys = tf.data.Dataset.range(first + step * batch_size, first + per_epoch * batch_size)
         return tf.data.Dataset.zip(keys, records)
 
     if not spec.repeat:
@@ -118,12 +123,13 @@ def parse_record(record: tf.Tensor, dataset: DatasetSpec) -> tuple[tf.Tensor, tf
     return parsed[dataset.image_key], parsed[dataset.label_key]
 
 
-def describe_key(key: tf.Tensor, steps: EpochSteps, shard: Shard) -> tuple[tf.Tensor, tf.Tensor]:
+def describe_key(key: tf.Tensor, stream: Stream) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns (epoch, slot) of a key of `read_fixed_order`, int64; the slot is over all shards."""
+    batch_size, shard = stream.batch_size, stream.shard
     epoch = key // _STRIDE
     number = key - epoch * _STRIDE
-    step, within = number // steps.batch_size, number % steps.batch_size
-    return epoch, (step * shard.num_shards + shard.shard_id) * steps.batch_size + within
+    step, within = number // batch_size, number % batch_size
+    return epoch, (step * shard.num_shards + shard.shard_id) * batch_size + within
 
 
 def draw_uniforms(

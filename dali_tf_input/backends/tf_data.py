@@ -10,12 +10,12 @@ from typing import Any
 import tensorflow as tf
 
 from dali_tf_input.backends.reading import (
+    Stream,
     describe_key,
     draw_uniforms,
     parse_record,
     read_fixed_order,
     read_run,
-    steps_of,
     weight_of,
 )
 from dali_tf_input.backends.tf_augment import make_augmentation
@@ -23,24 +23,19 @@ from dali_tf_input.backends.tf_images import check_supported, prepare_image
 from dali_tf_input.errors import InputError
 from dali_tf_input.labels import ClassLabel
 from dali_tf_input.options import AUTOTUNE, TfDataOptions
-from dali_tf_input.order import StartStep, read_index
+from dali_tf_input.order import read_index
 from dali_tf_input.sharding import Shard
 from dali_tf_input.spec import DatasetSpec, InputSpec
 
 _SERVICE_SECONDS = 60  # for a worker's first answer
 
 
-def build(
-    spec: InputSpec, options: TfDataOptions, *, batch_size: int, shard: Shard, start_step: StartStep
-) -> tf.data.Dataset:
+def build(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
     """Builds the dataset of one shard, in the order in which the data moves.
 
     Args:
-      spec: what comes out.
+      stream: what it serves, of a `spec`.
       options: how it is made.
-      batch_size: images in each batch; at most the shard's records, unless `spec.repeat` is False.
-      shard: which records are read.
-      start_step: where each iterator starts, for order "global".
 
     Returns:
       A dataset of (image, label): image (batch_size, *spec.preprocess.image_shape), label int64
@@ -53,16 +48,14 @@ def build(
     Raises:
       InputError: this backend does not support `spec`, or the service does not answer.
     """
-    check_supported(spec.preprocess)
-    records = read_records(spec, options, batch_size=batch_size, shard=shard, start_step=start_step)
-    prepare = make_prepare(spec, options, batch_size=batch_size, shard=shard)
-    return prepare_batches(records, prepare, spec, options, batch_size=batch_size, shard=shard)
+    check_supported(stream.spec.preprocess)
+    records = read_records(stream, options)
+    return prepare_batches(records, make_prepare(stream, options), stream, options)
 
 
-def read_records(
-    spec: InputSpec, options: TfDataOptions, *, batch_size: int, shard: Shard, start_step: StartStep
-) -> tf.data.Dataset:
+def read_records(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
     """Returns a dataset of (key, record): an int64 number and a serialized Example."""
+    spec, shard = stream.spec, stream.shard
     if options.service is not None:
         if spec.order != "buffer":
             raise InputError(
@@ -74,18 +67,15 @@ def read_records(
         # A count would have to be the same on all workers: the key has no meaning here.
         return _read(spec, options, shard).map(lambda record: (tf.constant(0, tf.int64), record))
     if spec.has_fixed_order:
-        return read_fixed_order(
-            spec, options, batch_size=batch_size, shard=shard, start_step=start_step
-        )
+        return read_fixed_order(stream, options)
     return _read(spec, options, shard).repeat().enumerate()
 
 
 def make_prepare(
-    spec: InputSpec, options: TfDataOptions, *, batch_size: int, shard: Shard
+    stream: Stream, options: TfDataOptions
 ) -> Callable[[tf.Tensor, tf.Tensor], tuple[tf.Tensor, ...]]:
     """Returns the function that makes of (key, record) what comes out."""
-    preprocess = spec.preprocess
-    steps = steps_of(spec, batch_size=batch_size, num_shards=shard.num_shards)
+    spec, shard, preprocess = stream.spec, stream.shard, stream.spec.preprocess
     shard_seed = tf.constant(spec.seed * shard.num_shards + shard.shard_id, tf.int64)
     augmentation = make_augmentation(preprocess) if preprocess.auto_augment else None
     decode = options.resolve_decode(resizes_plainly=preprocess.resizes_plainly)
@@ -100,7 +90,7 @@ def make_prepare(
             uniforms = draw(shape=[preprocess.num_uniforms])
             augment_seed = tf.cast(2**30 * draw(shape=[2]), tf.int64)
         elif spec.has_fixed_order:
-            epoch, slot = describe_key(key, steps, shard)
+            epoch, slot = describe_key(key, stream)
             uniforms, augment_seed = draw_uniforms(spec, epoch, slot)
         else:
             # A function of (seed, shard, position in the stream): a parallel map calls in no fixed
@@ -111,7 +101,7 @@ def make_prepare(
         augment = (lambda image: augmentation(image, augment_seed)) if augmentation else None
         image = prepare_image(encoded, uniforms, preprocess, decode=decode, augment=augment)
         label = prepare_label(label, spec.label)
-        return (image, label) if spec.repeat else (image, label, weight_of(slot, steps))
+        return (image, label) if spec.repeat else (image, label, weight_of(slot, stream.steps))
 
     return prepare
 
@@ -126,13 +116,7 @@ def prepare_label(label: tf.Tensor, kind: ClassLabel) -> tf.Tensor:
 
 
 def prepare_batches(
-    records: tf.data.Dataset,
-    prepare: Callable[..., Any],
-    spec: InputSpec,
-    options: TfDataOptions,
-    *,
-    batch_size: int,
-    shard: Shard,
+    records: tf.data.Dataset, prepare: Callable[..., Any], stream: Stream, options: TfDataOptions
 ) -> tf.data.Dataset:
     """Maps `prepare` over (key, record), batches and prefetches, as the options say."""
     if options.num_parallel_calls == 1:
@@ -145,10 +129,9 @@ def prepare_batches(
         mode = service.ShardingPolicy.DYNAMIC
         distributed = service.distribute(processing_mode=mode, service=options.service)
         dataset = dataset.apply(distributed).repeat()
-    dataset = dataset.batch(batch_size, drop_remainder=True)
-    if not spec.repeat:
-        steps = steps_of(spec, batch_size=batch_size, num_shards=shard.num_shards)
-        dataset = dataset.apply(tf.data.experimental.assert_cardinality(steps.per_epoch))
+    dataset = dataset.batch(stream.batch_size, drop_remainder=True)
+    if not stream.spec.repeat:
+        dataset = dataset.apply(tf.data.experimental.assert_cardinality(stream.steps.per_epoch))
     if options.prefetch_batches != 0:
         dataset = dataset.prefetch(options.prefetch_batches)
     tf_options = tf.data.Options()

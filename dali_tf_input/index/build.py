@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from dali_tf_input.errors import InputError, check_choice
+from dali_tf_input.errors import InputError, check, check_at_least, check_choice
 from dali_tf_input.index.checks import Checks
 from dali_tf_input.index.contents import KEY_PRESETS, FileEntry, Summary, find_keys, summarize
 from dali_tf_input.index.example import decode_example
@@ -120,10 +120,8 @@ def build_index(
         are not found, or a process failed.
     """
     check_choice("on_bad", on_bad, get_args(OnBad))
-    if not 0 <= max_bad_fraction <= 1:
-        raise InputError(f"`max_bad_fraction` must be in [0, 1], got {max_bad_fraction}.")
-    if num_processes is not None and num_processes < 1:
-        raise InputError(f"`num_processes` must be at least 1 or None, got {num_processes}.")
+    check(0 <= max_bad_fraction <= 1, "max_bad_fraction", "in [0, 1]", max_bad_fraction)
+    check_at_least(1, num_processes=num_processes, or_none=True)
     found = find_files(files)
     checks = _with_keys(checks or Checks(), found)
     index_files = index_files_of(found, index_dir=index_dir)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from dali_tf_input.errors import InputError, check_choice
+from dali_tf_input.errors import check_at_least, check_choice
 from dali_tf_input.index.contents import LEVELS, FileEntry, Level
 
 Decoder = Literal["both", "dali", "tf_data"]
@@ -55,9 +55,7 @@ class Checks:
     def __post_init__(self) -> None:
         check_choice("verify", self.verify, LEVELS)
         check_choice("decoder", self.decoder, get_args(Decoder))
-        for name, value in (("num_classes", self.num_classes), ("max_pixels", self.max_pixels)):
-            if value is not None and value < 1:
-                raise InputError(f"`{name}` must be at least 1, got {value}.")
+        check_at_least(1, num_classes=self.num_classes, max_pixels=self.max_pixels)
 
     def depends_on(self) -> dict[str, Any]:
         """Returns what the outcome depends on beside the level: what a `FileEntry` keeps."""

@@ -24,6 +24,7 @@ from dali_tf_input import (
     build_index,
 )
 from dali_tf_input.backends import dali, tf_data
+from dali_tf_input.backends.reading import Stream
 from dali_tf_input.dataset import choose_options, make_dataset
 
 SERIAL = TfDataOptions(
@@ -162,7 +163,7 @@ def test_dali_dataset_equals_the_bare_pipeline(dataset):
     mirrors included.
     """
     spec, options = training(dataset, seed=3), DaliOptions(device="cpu", num_threads=2)
-    pipeline = dali.build_pipeline(spec, options, batch_size=5, shard=Shard(1, 2), device_id=None)
+    pipeline = dali.build_pipeline(Stream(spec=spec, batch_size=5, shard=Shard(1, 2)), options, None)
     pipeline.build()
     iterator = iter(make_dataset(spec, options, batch_size=5, shard=Shard(1, 2)))
     for _ in range(8):
