@@ -4,9 +4,9 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from dali_tf_input.errors import InputError, check, check_at_least
+from dali_tf_input.errors import Count, InputError, Within, check, checked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +48,13 @@ class Stats:
         return cls(median=statistics.median(values), minimum=min(values), maximum=max(values))
 
 
+@checked
 def measure(
     batches: Iterator[Any],
     *,
-    batch_size: int,
+    batch_size: Count,
     seconds: float,
-    warmup_batches: int,
+    warmup_batches: Annotated[int, Within(0)],
     clock: Callable[[], float] = time.perf_counter,
     cpu_clock: Callable[[], float] = time.process_time,
 ) -> Window:
@@ -72,9 +73,7 @@ def measure(
     Raises:
       InputError: an argument is out of range, or `batches` ended.
     """
-    check_at_least(1, batch_size=batch_size)
     check(seconds > 0, "seconds", "above 0", seconds)
-    check_at_least(0, warmup_batches=warmup_batches)
     try:
         for _ in range(warmup_batches):
             next(batches)

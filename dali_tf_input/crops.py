@@ -7,9 +7,9 @@ A crop plans its own region, once for both backends: `plan` is written in the fe
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol
 
-from dali_tf_input.errors import InputError, check
+from dali_tf_input.errors import InputError, Pixels, Within, check, check_fields
 
 Sampling = Literal["resize_then_crop", "crop_then_resize", "crop_and_pad"]
 
@@ -92,6 +92,9 @@ class Crop:
     sampling: ClassVar[Sampling] = "resize_then_crop"
     is_random: ClassVar[bool] = False
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
     @property
     def num_attempt_uniforms(self) -> int:
         """How many random numbers `plan` needs beside those of the position."""
@@ -128,10 +131,7 @@ class ResizeRandomCrop(Crop):
     """
 
     is_random: ClassVar[bool] = True
-    resize: tuple[int, int]
-
-    def __post_init__(self) -> None:
-        check(min(self.resize) >= 1, "resize", "at least 1 pixel each way", self.resize)
+    resize: tuple[Pixels, Pixels]
 
     def check(self, image_size: tuple[int, int]) -> None:
         """Raises InputError if `resize` is below `image_size`."""
@@ -169,16 +169,16 @@ class RandomResizedCrop(Crop):
     is_random: ClassVar[bool] = True
     area_range: tuple[float, float] = (0.08, 1.0)
     aspect_ratio_range: tuple[float, float] = (3 / 4, 4 / 3)
-    num_attempts: int = 10
+    num_attempts: Annotated[int, Within(1, 100)] = 10
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         low, high = self.area_range
         rule = "(smallest, largest), both in (0, 1]"
         check(0 < low <= high <= 1, "area_range", rule, self.area_range)
         low, high = self.aspect_ratio_range
         rule = "(smallest, largest), both above 0"
         check(0 < low <= high < math.inf, "aspect_ratio_range", rule, self.aspect_ratio_range)
-        check(1 <= self.num_attempts <= 100, "num_attempts", "in [1, 100]", self.num_attempts)
 
     @property
     def num_attempt_uniforms(self) -> int:
@@ -255,10 +255,7 @@ class CenterCrop(Crop):
       resize_shorter: length of the shorter side in pixels; at least the image size.
     """
 
-    resize_shorter: int
-
-    def __post_init__(self) -> None:
-        check(self.resize_shorter >= 1, "resize_shorter", "at least 1 pixel", self.resize_shorter)
+    resize_shorter: Annotated[int, Within(1, 65_535, " pixel")]
 
     def check(self, image_size: tuple[int, int]) -> None:
         """Raises InputError if `resize_shorter` is below `image_size`."""
@@ -297,6 +294,7 @@ class BoxCrop(Crop):
     width: int
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if min(self.top, self.left) < 0 or min(self.height, self.width) < 1:
             raise InputError(
                 "A box starts at 0 or more and has at least 1 pixel each way, got `top`"

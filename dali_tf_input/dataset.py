@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from dali_tf_input.backends import tf_data
 from dali_tf_input.backends.reading import MAX_EPOCHS, Stream
-from dali_tf_input.errors import InputError, check, check_at_least
+from dali_tf_input.errors import BatchSize, InputError, check, checked
 from dali_tf_input.options import DaliOptions, Options, TfDataOptions
 from dali_tf_input.order import StartStep
 from dali_tf_input.preprocess import Preprocess
@@ -22,11 +22,12 @@ from dali_tf_input.spec import InputSpec
 _logger = logging.getLogger("dali_tf_input")
 
 
+@checked
 def make_dataset(
     spec: InputSpec,
     options: Options | None = None,
     *,
-    batch_size: int,
+    batch_size: BatchSize,
     shard: Shard = Shard(0, 1),
     device_id: int | None = None,
     start_step: StartStep | None = None,
@@ -72,7 +73,6 @@ def make_dataset(
         )
     if spec.repeat:
         check_batch(batch_size, shard=shard, num_records=num_records)
-    check_at_least(1, batch_size=batch_size)
     start_step = start_step or StartStep()
     _check_start_step(spec, start_step.step, batch_size * num_shards)
     stream = Stream(spec=spec, batch_size=batch_size, shard=shard, start_step=start_step)
@@ -85,10 +85,6 @@ def make_dataset(
         case DaliOptions(device="gpu"):
             device_id = device_id or 0
             check_gpu(device_id)
-        case _:
-            raise InputError(
-                f"`options` must be a DaliOptions, a TfDataOptions or None, got {options!r}."
-            )
     return import_dali().build(stream, options, device_id)
 
 
@@ -107,6 +103,7 @@ def import_dali() -> Any:
         ) from error
 
 
+@checked
 def make_normalization(preprocess: Preprocess) -> keras.layers.Layer:
     """Makes the Keras layer that normalizes uint8 images: (x - mean) / std per RGB channel.
 
@@ -120,6 +117,7 @@ def make_normalization(preprocess: Preprocess) -> keras.layers.Layer:
     )
 
 
+@checked
 def denormalize(images: Any, preprocess: Preprocess) -> npt.NDArray[np.float32]:
     """Returns images as they can be shown: what `make_dataset` serves, back in 0..255.
 
@@ -162,7 +160,7 @@ def check_gpu(device_id: int) -> None:
       InputError: `device_id` is below 0, one of them does not see it, or TensorFlow's memory growth
         is off.
     """
-    check_at_least(0, device_id=device_id)
+    check(device_id >= 0, "device_id", "at least 0", device_id)
     gpus = tf.config.list_physical_devices("GPU")
     if device_id >= len(gpus):
         raise InputError(

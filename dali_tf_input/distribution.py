@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from dali_tf_input.bad_record import FailedInput, explain
 from dali_tf_input.dataset import choose_options, make_dataset
-from dali_tf_input.errors import InputError
+from dali_tf_input.errors import Count, InputError, checked
 from dali_tf_input.options import DaliOptions, Options
 from dali_tf_input.order import EpochSteps, StartStep
 from dali_tf_input.replicas import (
@@ -112,12 +112,13 @@ def enable_memory_growth() -> int:
     return len(gpus)
 
 
+@checked
 def distribute(
     spec: InputSpec,
     options: Options | None = None,
     *,
     strategy: tf.distribute.Strategy | None = None,
-    global_batch_size: int,
+    global_batch_size: Count,
     start_step: int = 0,
 ) -> Distributed:
     """Feeds the replicas of a strategy, or plain TensorFlow, with the backend of `options`.

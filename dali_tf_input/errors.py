@@ -1,6 +1,32 @@
-"""The error for bad input, and the checks of arguments that raise it."""
+"""The error for bad input, and the checks of arguments by their annotations that raise it."""
 
-from collections.abc import Collection
+import collections.abc
+import contextlib
+import dataclasses
+import functools
+import inspect
+import math
+import operator
+import os
+from collections.abc import Callable, Collection
+from numbers import Real
+from types import UnionType
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    ParamSpec,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+_NAMES = {bool: "True or False", str: "text", bytes: "bytes", type(None): "None"}
 
 
 class InputError(ValueError):
@@ -10,19 +36,155 @@ class InputError(ValueError):
     """
 
 
+@dataclasses.dataclass(frozen=True)
+class Within:
+    """The bounds of a number, both included, as in ``Annotated[int, Within(1)]``.
+
+    Attributes:
+      low: the smallest value.
+      high: the largest.
+      unit: what a message adds to a bound.
+      also: a value that is allowed besides.
+    """
+
+    low: float
+    high: float = math.inf
+    unit: str = ""
+    also: float | None = None
+
+    def check(self, value: float) -> None:
+        """Raises `_Refused` with the bound that `value` exceeds."""
+        if not self.low <= value <= self.high and value != self.also:
+            if self.high <= 100:
+                raise _Refused(f"in [{self.low}, {self.high}]")
+            bound = f"at least {self.low:,}" if value < self.low else f"at most {self.high:,}"
+            raise _Refused(bound + self.unit)
+
+
+Path = str | os.PathLike[str]
+Count = Annotated[int, Within(1)]
+BatchSize = Annotated[int, Within(1, 1 << 16)]
+Pixels = Annotated[int, Within(1, 65_535, " pixel each way")]
+Part = Annotated[float, Within(0, 1)]
+
+
+class _Refused(Exception):  # noqa: N818 (it becomes an InputError)
+    """A value is not what its annotation says; the text is what it must be."""
+
+
 def check(holds: bool, name: str, rule: str, value: object) -> None:
     """Raises InputError unless the rule for the argument `name` holds for its value."""
     if not holds:
         raise InputError(f"`{name}` must be {rule}, got {value}.")
 
 
-def check_at_least(least: int, *, or_none: bool = False, **values: int | None) -> None:
-    """Raises InputError for the first argument below `least`; None passes."""
-    rule = f"at least {least}{' or None' if or_none else ''}"
-    for name, value in values.items():
-        check(value is None or value >= least, name, rule, value)
-
-
 def check_choice(name: str, value: object, choices: Collection[str]) -> None:
     """Raises InputError unless the argument `name` has one of the values in `choices`."""
     check(value in choices, name, f"one of {', '.join(map(repr, choices))}", repr(value))
+
+
+def check_fields(spec: Any) -> None:
+    """Checks the fields of a frozen dataclass by their annotations.
+
+    NumPy's integers become Python's, and lists that stand for tuples become tuples.
+
+    Raises:
+      InputError: a value is of another type, not finite, or out of the bounds of its annotation.
+    """
+    hints = _hints_of(spec.__class__)
+    for field in dataclasses.fields(spec):
+        value = _check(field.name, getattr(spec, field.name), hints[field.name])
+        object.__setattr__(spec, field.name, value)
+
+
+def checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Makes a function check its arguments by their annotations, as `check_fields` does."""
+    signature = inspect.signature(function)
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    plain = {name for name, one in signature.parameters.items() if one.kind not in several}
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        bound = signature.bind(*args, **kwargs)
+        hints = _hints_of(function)
+        for name in bound.arguments.keys() & hints.keys() & plain:
+            bound.arguments[name] = _check(name, bound.arguments[name], hints[name])
+        return function(*bound.args, **bound.kwargs)
+
+    return call
+
+
+@functools.cache
+def _hints_of(owner: Any) -> dict[str, Any]:
+    return get_type_hints(owner, include_extras=True)
+
+
+def _check(name: str, value: Any, hint: Any) -> Any:
+    try:
+        return _conform(value, hint)
+    except _Refused as refused:
+        shown = str(value) if isinstance(value, Real | tuple | list) else repr(value)
+        shown = shown if len(shown) <= 100 else f"{shown[:100]}..."
+        raise InputError(f"`{name}` must be {refused}, got {shown}.") from None
+
+
+def _conform(value: Any, hint: Any) -> Any:
+    """Returns `value` as the type `hint`; raises `_Refused` if it is of another."""
+    if hint is Any:
+        return value
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        value = _conform(value, arguments[0])
+        for bounds in arguments[1:]:
+            bounds.check(value)
+        return value
+    if origin in (Union, UnionType):
+        return _conform_to_one_of(value, arguments)
+    if origin is Literal:
+        known = any(type(value) is type(one) and value == one for one in arguments)
+        _require(known, f"one of {', '.join(map(repr, arguments))}")
+        return value
+    if origin in (tuple, collections.abc.Sequence):
+        listed = isinstance(value, collections.abc.Sequence) and not isinstance(value, str | bytes)
+        if origin is tuple and ... not in arguments:
+            _require(listed and len(value) == len(arguments), f"{len(arguments)} values")
+            return tuple(map(_conform, value, arguments))
+        _require(listed, "a sequence")
+        values = (_conform(one, arguments[0]) for one in value)
+        return tuple(values) if origin is tuple else list(values)
+    if hint is int:
+        with contextlib.suppress(TypeError):
+            if not isinstance(value, bool):
+                return operator.index(value)
+        raise _Refused("an integer")
+    if hint is float:
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        _require(is_number and math.isfinite(value), "a finite number")
+        return float(value)
+    if origin is collections.abc.Callable:
+        _require(callable(value), "a function")
+    elif isinstance(origin or hint, type) and origin is not dict:
+        kind = origin or hint
+        name = "a path" if kind is os.PathLike else _NAMES.get(kind, _with_article(kind.__name__))
+        _require(isinstance(value, kind), name)
+    return value
+
+
+def _conform_to_one_of(value: Any, hints: tuple[Any, ...]) -> Any:
+    rules = []
+    for hint in hints:
+        try:
+            return _conform(value, hint)
+        except _Refused as refused:
+            rules.append(str(refused))
+    *first, last = dict.fromkeys(rules)
+    raise _Refused(f"{', '.join(first)} or {last}" if first else last)
+
+
+def _with_article(name: str) -> str:
+    return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
+
+
+def _require(holds: bool, rule: str) -> None:
+    if not holds:
+        raise _Refused(rule)

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from dali_tf_input.distribution import Distributed
-from dali_tf_input.errors import InputError, check_at_least
+from dali_tf_input.errors import Count, InputError, checked
 from dali_tf_input.options import AUTOTUNE, DaliOptions
 
 _QUEUED = 4  # batches that a pipeline holds in addition to its prefetching: nobody waited for them
@@ -56,8 +56,13 @@ class InputProfile(keras.callbacks.Callback):  # type: ignore[misc]
     measured.
     """
 
+    @checked
     def __init__(
-        self, train: Any, *, cached_steps: int = 16, clock: Callable[[], float] = time.perf_counter
+        self,
+        train: Any,
+        *,
+        cached_steps: Count = 16,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Makes a callback.
 
@@ -73,7 +78,6 @@ class InputProfile(keras.callbacks.Callback):  # type: ignore[misc]
             `steps_per_execution` above 1 under a strategy of several replicas.
         """
         super().__init__()
-        check_at_least(1, cached_steps=cached_steps)
         self.epochs: list[EpochProfile] = []
         self._dataset = train.dataset if isinstance(train, Distributed) else train
         self._queued = _QUEUED + _prefetched(train)

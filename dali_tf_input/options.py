@@ -2,12 +2,13 @@
 
 import dataclasses
 import json
+import os
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from dali_tf_input.errors import InputError, check, check_at_least, check_choice
+from dali_tf_input.errors import InputError, Part, Path, Within, check, check_fields, checked
 from dali_tf_input.staging import write_whole
 
 Device = Literal["cpu", "gpu"]
@@ -16,6 +17,7 @@ ReadMode = Literal["mmap", "plain", "direct"]
 TfDataDecode = Literal["auto", "full", "region", "scaled"]
 
 AUTOTUNE = -1  # tf.data.AUTOTUNE, without importing TensorFlow
+_OR_AUTOTUNE = " or AUTOTUNE (-1)"
 
 _FORMAT = "dali_tf_input options"
 _VERSION = 2
@@ -46,19 +48,15 @@ class DaliOptions:
 
     device: Device
     decode: DaliDecode = "auto"
-    num_threads: int | None = None
-    prefetch_queue_depth: int = 2
+    num_threads: Annotated[int, Within(1, 1024)] | None = None
+    prefetch_queue_depth: Annotated[int, Within(1, 1024)] = 2
     read_mode: ReadMode = "mmap"
     read_ahead: bool = False
-    hw_decoder_load: float | None = None
+    hw_decoder_load: Part | None = None
     memory_hints: bool = True
 
     def __post_init__(self) -> None:
-        check_choice("device", self.device, get_args(Device))
-        check_choice("decode", self.decode, get_args(DaliDecode))
-        check_at_least(1, num_threads=self.num_threads, or_none=True)
-        check_at_least(1, prefetch_queue_depth=self.prefetch_queue_depth)
-        check_choice("read_mode", self.read_mode, get_args(ReadMode))
+        check_fields(self)
         if self.read_ahead and self.read_mode != "mmap":
             raise InputError(
                 f"`read_ahead` is for `read_mode` 'mmap' only, got {self.read_mode!r}."
@@ -68,11 +66,9 @@ class DaliOptions:
                 f"`hw_decoder_load` is for `device` 'gpu' only, got {self.hw_decoder_load}: leave"
                 " it None."
             )
-        load = self.hw_decoder_load
-        check(load is None or 0 <= load <= 1, "hw_decoder_load", "in [0, 1] or None", load)
 
     @classmethod
-    def load(cls, path: str) -> "DaliOptions":
+    def load(cls, path: Path) -> "DaliOptions":
         """Reads options of this backend as `load_options` does."""
         return _check_kind(load_options(path), cls, path)
 
@@ -115,27 +111,21 @@ class TfDataOptions:
         from that pass. `scripts/data_service.py` of the repository starts a service.
     """
 
-    num_parallel_reads: int = 4
-    read_buffer_bytes: int = 1 << 20
-    num_parallel_calls: int = AUTOTUNE
-    prefetch_batches: int = 2
+    num_parallel_reads: Annotated[int, Within(1, 1024)] = 4
+    read_buffer_bytes: Annotated[int, Within(1, 1 << 30)] = 1 << 20
+    num_parallel_calls: Annotated[int, Within(1, 1 << 16, _OR_AUTOTUNE, AUTOTUNE)] = AUTOTUNE
+    prefetch_batches: Annotated[int, Within(0, 1 << 16, _OR_AUTOTUNE, AUTOTUNE)] = 2
     autotune: bool = True
     decode: TfDataDecode = "auto"
     service: str | None = None
 
     def __post_init__(self) -> None:
-        check_choice("decode", self.decode, get_args(TfDataDecode))
+        check_fields(self)
         holds = self.service is None or self.service.startswith("grpc://")
         check(holds, "service", "an address like 'grpc://host:5050'", repr(self.service))
-        check_at_least(1, num_parallel_reads=self.num_parallel_reads)
-        check_at_least(1, read_buffer_bytes=self.read_buffer_bytes)
-        for name, least in (("num_parallel_calls", 1), ("prefetch_batches", 0)):
-            value = getattr(self, name)
-            holds = value >= least or value == AUTOTUNE
-            check(holds, name, f"at least {least} or AUTOTUNE (-1)", value)
 
     @classmethod
-    def load(cls, path: str) -> "TfDataOptions":
+    def load(cls, path: Path) -> "TfDataOptions":
         """Reads options of this backend as `load_options` does."""
         return _check_kind(load_options(path), cls, path)
 
@@ -152,8 +142,9 @@ _BACKENDS: dict[str, type[DaliOptions | TfDataOptions]] = {
 }
 
 
+@checked
 def save_options(
-    options: DaliOptions | TfDataOptions, path: str, *, about: dict[str, Any] | None = None
+    options: DaliOptions | TfDataOptions, path: Path, *, about: dict[str, Any] | None = None
 ) -> None:
     """Writes options as JSON, for `load_options`.
 
@@ -170,10 +161,11 @@ def save_options(
         "options": dataclasses.asdict(options),
         "about": about or {},
     }
-    write_whole(path, json.dumps(document, indent=2) + "\n")
+    write_whole(os.fspath(path), json.dumps(document, indent=2) + "\n")
 
 
-def load_options(path: str) -> DaliOptions | TfDataOptions:
+@checked
+def load_options(path: Path) -> DaliOptions | TfDataOptions:
     """Reads options that `save_options` wrote; missing fields take defaults.
 
     Raises:
@@ -202,7 +194,7 @@ Options = DaliOptions | TfDataOptions
 _Options = TypeVar("_Options", DaliOptions, TfDataOptions)
 
 
-def _check_kind(options: DaliOptions | TfDataOptions, kind: type[_Options], path: str) -> _Options:
+def _check_kind(options: DaliOptions | TfDataOptions, kind: type[_Options], path: Path) -> _Options:
     if not isinstance(options, kind):
         raise InputError(
             f"{path} holds {type(options).__name__}, not {kind.__name__}: load it with"

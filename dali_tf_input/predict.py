@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import keras
 import numpy as np
@@ -10,9 +10,8 @@ import tensorflow as tf
 
 from dali_tf_input.backends import tf_images
 from dali_tf_input.dataset import check_gpu, import_dali
-from dali_tf_input.errors import InputError, check_at_least, check_choice
+from dali_tf_input.errors import BatchSize, InputError, Path, check_choice, checked
 from dali_tf_input.index.checks import BadImage, Checks
-from dali_tf_input.index.files import Path
 from dali_tf_input.index.trial_decode import make_trial_decode
 from dali_tf_input.options import DaliOptions, Device, TfDataOptions
 from dali_tf_input.preprocess import Preprocess
@@ -21,12 +20,13 @@ from dali_tf_input.staging import Staging
 _TRITON_TYPES = {"float32": "TYPE_FP32", "float16": "TYPE_FP16", "uint8": "TYPE_UINT8"}
 
 
+@checked
 def iterate_batches(
     images: Sequence[bytes | Path],
     preprocess: Preprocess,
     options: DaliOptions | TfDataOptions | None = None,
     *,
-    batch_size: int = 32,
+    batch_size: BatchSize = 32,
     on_bad: Callable[[int, str], None] | None = None,
 ) -> Iterator[tuple[list[int], tf.Tensor]]:
     """Yields preprocessed images in batches; skips those that cannot be decoded.
@@ -45,7 +45,6 @@ def iterate_batches(
       InputError: `preprocess` is random, or the backend does not support it.
     """
     _check_deterministic(preprocess)
-    check_at_least(1, batch_size=batch_size)
     if isinstance(options, DaliOptions):
         if options.device == "gpu":
             check_gpu(0)
@@ -74,6 +73,7 @@ def iterate_batches(
         yield positions, prepare(batch)
 
 
+@checked
 def export_saved_model(model: keras.Model, preprocess: Preprocess, folder: Path) -> None:
     """Writes `model` as a TensorFlow SavedModel that takes and preprocesses encoded images.
 
@@ -102,8 +102,9 @@ def export_saved_model(model: keras.Model, preprocess: Preprocess, folder: Path)
     archive.write_out(os.fspath(folder), verbose=False)
 
 
+@checked
 def export_triton(
-    preprocess: Preprocess, folder: Path, *, device: Device = "gpu", max_batch_size: int = 64
+    preprocess: Preprocess, folder: Path, *, device: Device = "gpu", max_batch_size: BatchSize = 64
 ) -> None:
     """Writes the preprocessing as a model of Triton's DALI backend.
 
@@ -119,8 +120,6 @@ def export_triton(
       InputError: `preprocess` is random or not supported by DALI, or `folder` exists.
     """
     _check_deterministic(preprocess)
-    check_choice("device", device, get_args(Device))
-    check_at_least(1, max_batch_size=max_batch_size)
     check_choice("dtype", preprocess.dtype, _TRITON_TYPES)
     folder = os.path.abspath(folder)
     if os.path.lexists(folder):

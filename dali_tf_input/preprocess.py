@@ -2,10 +2,10 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from dali_tf_input.crops import CenterCrop, Crop, ResizeRandomCrop
-from dali_tf_input.errors import InputError, check, check_choice
+from dali_tf_input.errors import InputError, Part, Pixels, check, check_fields, checked
 
 Layout = Literal["HWC", "CHW"]
 Interpolation = Literal["bilinear", "bicubic", "nearest"]
@@ -55,9 +55,9 @@ class Preprocess:
         differ.
     """
 
-    image_size: tuple[int, int]
+    image_size: tuple[Pixels, Pixels]
     crop: Crop
-    mirror_probability: float
+    mirror_probability: Part
     mean: tuple[float, float, float] = IMAGENET_MEAN
     std: tuple[float, float, float] = IMAGENET_STD
     layout: Layout = "HWC"
@@ -68,28 +68,15 @@ class Preprocess:
     auto_augment: AutoAugment | None = None
 
     def __post_init__(self) -> None:
-        check(min(self.image_size) >= 1, "image_size", "at least 1 pixel each way", self.image_size)
         if not isinstance(self.crop, Crop) or type(self.crop) is Crop:
             names = ", ".join(kind.__name__ for kind in Crop.__subclasses__())
             raise InputError(f"`crop` must be one of {names}, got {self.crop!r}.")
-        probability = self.mirror_probability
-        check(0 <= probability <= 1, "mirror_probability", "in [0, 1]", probability)
-        for name in ("mean", "std"):
-            if len(getattr(self, name)) != 3:
-                raise InputError(
-                    f"`{name}` must have one value for each of R, G and B, got"
-                    f" {getattr(self, name)}."
-                )
+        check_fields(self)
         check(min(self.std) > 0, "std", "above 0 in every channel", self.std)
         if self.dtype != "uint8" and max(self.std) < 1:
             raise InputError(
                 f"`std` is in 0..255 units, got {self.std}: multiply values meant for 0..1 by 255."
             )
-        check_choice("layout", self.layout, get_args(Layout))
-        check_choice("interpolation", self.interpolation, get_args(Interpolation))
-        check_choice("dtype", self.dtype, get_args(DType))
-        if self.auto_augment is not None:
-            check_choice("auto_augment", self.auto_augment, get_args(AutoAugment))
         if self.antialias and self.interpolation == "nearest":
             raise InputError(
                 "`antialias` has no meaning for interpolation 'nearest': set it to False."
@@ -151,8 +138,9 @@ class Preprocess:
                 raise InputError(f"{backend} does not support `{name}` {value!r}: {advice}")
 
     @classmethod
+    @checked
     def for_training(
-        cls, image_size: int = 224, *, layout: Layout = "HWC", antialias: bool = False
+        cls, image_size: Pixels = 224, *, layout: Layout = "HWC", antialias: bool = False
     ) -> "Preprocess":
         """Resizes to 8/7 of `image_size` (256 for 224), crops at random, mirrors half, normalizes.
 
@@ -174,8 +162,9 @@ class Preprocess:
         )
 
     @classmethod
+    @checked
     def for_evaluation(
-        cls, image_size: int = 224, *, layout: Layout = "HWC", antialias: bool = False
+        cls, image_size: Pixels = 224, *, layout: Layout = "HWC", antialias: bool = False
     ) -> "Preprocess":
         """Resizes the shorter side to 8/7 of `image_size`, crops the center, normalizes.
 

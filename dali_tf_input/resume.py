@@ -13,8 +13,7 @@ import tensorflow as tf
 
 from dali_tf_input.backends.reading import MAX_EPOCHS
 from dali_tf_input.distribution import Distributed
-from dali_tf_input.errors import InputError, check_at_least
-from dali_tf_input.index.files import Path
+from dali_tf_input.errors import Count, InputError, Path, checked
 from dali_tf_input.staging import write_whole
 from dali_tf_input.training_state import (
     STATE_NAME,
@@ -47,12 +46,13 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
     as equal.
     """
 
+    @checked
     def __init__(
         self,
         folder: Path,
         train: Distributed,
         *,
-        save_every: int | None = None,
+        save_every: Count | None = None,
         is_chief: bool = True,
     ) -> None:
         """Reads the state, if there is one, and moves `train` to its step.
@@ -78,7 +78,6 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
                 f"`train` starts at step {train.start_step.step}: the state says where to start,"
                 " omit `start_step`."
             )
-        check_at_least(1, save_every=save_every, or_none=True)
         self._folder = os.path.abspath(os.path.expanduser(folder))
         self._train = train
         self._is_chief = is_chief
@@ -157,6 +156,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
             ) from error
         self._train.start_step.step = self._saved_step
 
+    @checked
     def fit(
         self,
         model: keras.Model,

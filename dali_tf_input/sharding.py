@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from dali_tf_input.errors import InputError, check, check_at_least
+from dali_tf_input.errors import BatchSize, Count, InputError, check, check_fields, checked
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,10 @@ class Shard:
     """
 
     shard_id: int = 0
-    num_shards: int = 1
+    num_shards: Count = 1
 
     def __post_init__(self) -> None:
-        check_at_least(1, num_shards=self.num_shards)
+        check_fields(self)
         holds = 0 <= self.shard_id < self.num_shards
         check(holds, "shard_id", f"in [0, {self.num_shards})", self.shard_id)
 
@@ -35,14 +35,14 @@ class Shard:
         )
 
 
-def check_batch(batch_size: int, *, shard: Shard, num_records: int) -> None:
+@checked
+def check_batch(batch_size: BatchSize, *, shard: Shard, num_records: int) -> None:
     """Checks that a shard can fill a batch.
 
     Raises:
       InputError: `batch_size` is below 1, the shard is empty, or it holds fewer records than a
         batch.
     """
-    check_at_least(1, batch_size=batch_size)
     shard_records = len(shard.records(num_records))
     if shard_records == 0:
         raise InputError(
@@ -54,8 +54,9 @@ def check_batch(batch_size: int, *, shard: Shard, num_records: int) -> None:
     check(batch_size <= shard_records, "batch_size", rule, batch_size)
 
 
+@checked
 def replica_batch_size(
-    global_batch_size: int, *, num_replicas: int, num_records: int | None
+    global_batch_size: Count, *, num_replicas: int, num_records: int | None
 ) -> int:
     """Returns the batch size of each replica; `num_records` None is for passes that are padded.
 
@@ -63,7 +64,6 @@ def replica_batch_size(
       InputError: `global_batch_size` is below 1, larger than the data, or not a multiple of
         `num_replicas`.
     """
-    check_at_least(1, global_batch_size=global_batch_size)
     if global_batch_size % num_replicas:
         below = global_batch_size // num_replicas * num_replicas
         nearest = f"{below} or {below + num_replicas}" if below else f"{num_replicas}"

@@ -6,9 +6,9 @@ fast. Everything is checked in Python when it is made, before any pipeline exist
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
-from dali_tf_input.errors import InputError, check, check_at_least, check_choice
+from dali_tf_input.errors import Count, InputError, Path, Within, check, check_fields, checked
 from dali_tf_input.index.contents import (
     KEY_PRESETS,
     REQUIRED,
@@ -19,7 +19,7 @@ from dali_tf_input.index.contents import (
     merge_labels,
     summarize,
 )
-from dali_tf_input.index.files import Path, absolute, find_files, index_command, index_files_of
+from dali_tf_input.index.files import absolute, find_files, index_command, index_files_of
 from dali_tf_input.index.manifest import read_entries
 from dali_tf_input.labels import ClassLabel
 from dali_tf_input.preprocess import Preprocess
@@ -59,6 +59,7 @@ class DatasetSpec:
     largest_image: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not self.files:
             raise InputError("`files` must name at least one TFRecord file, got none.")
         for name in ("index_files", "records_per_file", "skipped_per_file"):
@@ -74,6 +75,7 @@ class DatasetSpec:
         return sum(self.records_per_file)
 
     @classmethod
+    @checked
     def from_files(
         cls,
         files: Path | Sequence[Path],
@@ -195,17 +197,15 @@ class InputSpec:
     dataset: DatasetSpec
     preprocess: Preprocess
     order: Order
-    buffer_size: int = 1024
+    buffer_size: Annotated[int, Within(1, 1 << 30)] = 1024
     seed: int = 0
-    shuffle_block_size: int = 1
+    shuffle_block_size: Count = 1
     repeat: bool = True
-    one_hot: int | None = None
+    one_hot: Count | None = None
     label_smoothing: float = 0.0
 
     def __post_init__(self) -> None:
-        check_choice("order", self.order, get_args(Order))
-        block_size = self.shuffle_block_size
-        check_at_least(1, buffer_size=self.buffer_size, shuffle_block_size=block_size)
+        check_fields(self)
         if self.shuffle_block_size > 1 and self.order != "global":
             raise InputError(
                 f"`shuffle_block_size` is for order 'global' only, got {self.shuffle_block_size}"

@@ -79,16 +79,13 @@ EVALUATION = Preprocess.for_evaluation(224)
         ),
         (
             lambda: dataclasses.replace(TRAINING, mirror_probability=float("nan")),
-            "`mirror_probability` must be in",
+            "`mirror_probability` must be a finite number, got nan",
         ),
         (
             lambda: dataclasses.replace(TRAINING, std=(1.0, 0.0, 1.0)),
             "`std` must be above 0 in every channel",
         ),
-        (
-            lambda: dataclasses.replace(TRAINING, mean=(1.0,)),
-            "`mean` must have one value for each of R, G and B",
-        ),
+        (lambda: dataclasses.replace(TRAINING, mean=(1.0,)), "`mean` must be 3 values"),
         (
             lambda: dataclasses.replace(TRAINING, layout="NHWC"),
             "`layout` must be one of 'HWC', 'CHW', got 'NHWC'",

@@ -13,15 +13,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import msgspec
 
-from dali_tf_input.errors import InputError, check, check_at_least, check_choice
+from dali_tf_input.errors import Count, InputError, Part, Path, checked
 from dali_tf_input.index.checks import Checks
 from dali_tf_input.index.contents import KEY_PRESETS, FileEntry, Summary, find_keys, summarize
 from dali_tf_input.index.example import decode_example
-from dali_tf_input.index.files import Path, find_files, index_files_of
+from dali_tf_input.index.files import find_files, index_files_of
 from dali_tf_input.index.folder import IndexFolder
 from dali_tf_input.index.pool import run_jobs
 from dali_tf_input.index.tfrecord import BadRecord, find_records, read_data
@@ -75,15 +75,16 @@ class IndexFaultsError(InputError):
         self.report = report
 
 
+@checked
 def build_index(
     files: Path | Sequence[Path],
     checks: Checks | None = None,
     *,
     index_dir: Path | None = None,
     on_bad: OnBad = "error",
-    max_bad_fraction: float = 0.01,
+    max_bad_fraction: Part = 0.01,
     force: bool = False,
-    num_processes: int | None = None,
+    num_processes: Count | None = None,
     on_bad_record: Callable[[str, BadRecord], None] | None = None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> IndexReport:
@@ -119,9 +120,6 @@ def build_index(
       InputError: no file matches, the index folder cannot be written or is full, the feature keys
         are not found, or a process failed.
     """
-    check_choice("on_bad", on_bad, get_args(OnBad))
-    check(0 <= max_bad_fraction <= 1, "max_bad_fraction", "in [0, 1]", max_bad_fraction)
-    check_at_least(1, num_processes=num_processes, or_none=True)
     found = find_files(files)
     checks = _with_keys(checks or Checks(), found)
     index_files = index_files_of(found, index_dir=index_dir)

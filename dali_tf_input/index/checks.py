@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from dali_tf_input.errors import check_at_least, check_choice
+from dali_tf_input.errors import Count, check_fields
 from dali_tf_input.index.contents import LEVELS, FileEntry, Level
 
 Decoder = Literal["both", "dali", "tf_data"]
@@ -48,14 +48,12 @@ class Checks:
     image_key: str | None = None
     label_key: str | None = None
     label_offset: int = 0
-    num_classes: int | None = None
+    num_classes: Count | None = None
     decoder: Decoder = "both"
-    max_pixels: int = MAX_PIXELS
+    max_pixels: Count = MAX_PIXELS
 
     def __post_init__(self) -> None:
-        check_choice("verify", self.verify, LEVELS)
-        check_choice("decoder", self.decoder, get_args(Decoder))
-        check_at_least(1, num_classes=self.num_classes, max_pixels=self.max_pixels)
+        check_fields(self)
 
     def depends_on(self) -> dict[str, Any]:
         """Returns what the outcome depends on beside the level: what a `FileEntry` keeps."""

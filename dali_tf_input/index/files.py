@@ -10,13 +10,11 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 
-from dali_tf_input.errors import InputError
+from dali_tf_input.errors import InputError, Path
 
 INDEX_SUFFIX = ".idx"
 MANIFEST_NAME = "index_manifest.json"  # beside the index files
 BAD_RECORDS_NAME = "bad_records.jsonl"  # beside the manifest
-
-Path = str | os.PathLike[str]
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
 _COPY_COMMANDS = {

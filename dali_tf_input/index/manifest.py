@@ -15,9 +15,9 @@ from typing import Literal
 import google_crc32c
 import msgspec
 
-from dali_tf_input.errors import InputError
+from dali_tf_input.errors import InputError, Path
 from dali_tf_input.index.contents import FileEntry, Summary, summarize
-from dali_tf_input.index.files import MANIFEST_NAME, Path, index_command, index_dir_of
+from dali_tf_input.index.files import MANIFEST_NAME, index_command, index_dir_of
 from dali_tf_input.index.tfrecord import record_size
 
 

@@ -130,7 +130,7 @@ def test_quiet(records, capfd):
 
 def test_refuses():
     with pytest.raises(
-        InputError, match="`auto_augment` must be one of 'trivial', 'rand', got 'auto'"
+        InputError, match="`auto_augment` must be one of 'trivial', 'rand' or None, got 'auto'"
     ):
         dataclasses.replace(PLAIN, auto_augment="auto")
     with pytest.raises(InputError, match="must not be random"):

@@ -163,7 +163,9 @@ def test_dali_dataset_equals_the_bare_pipeline(dataset):
     mirrors included.
     """
     spec, options = training(dataset, seed=3), DaliOptions(device="cpu", num_threads=2)
-    pipeline = dali.build_pipeline(Stream(spec=spec, batch_size=5, shard=Shard(1, 2)), options, None)
+    pipeline = dali.build_pipeline(
+        Stream(spec=spec, batch_size=5, shard=Shard(1, 2)), options, None
+    )
     pipeline.build()
     iterator = iter(make_dataset(spec, options, batch_size=5, shard=Shard(1, 2)))
     for _ in range(8):

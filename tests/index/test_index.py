@@ -499,7 +499,7 @@ def test_refuses(files, arguments, message):
             "`verify` must be one of 'framing', 'crc', 'schema', 'decode', got 'all'",
         ),
         ({"decoder": "gpu"}, "`decoder` must be one of 'both', 'dali', 'tf_data', got 'gpu'"),
-        ({"num_classes": 0}, "`num_classes` must be at least 1, got 0"),
+        ({"num_classes": 0}, "`num_classes` must be at least 1 or None, got 0"),
         ({"max_pixels": 0}, "`max_pixels` must be at least 1, got 0"),
     ],
 )

@@ -1,0 +1,140 @@
+"""Wrong calls end in an InputError that names the argument; NumPy's integers are integers."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from dali_tf_input import (
+    Checks,
+    DaliOptions,
+    DatasetSpec,
+    InputError,
+    InputSpec,
+    Preprocess,
+    RandomResizedCrop,
+    ResizeRandomCrop,
+    Shard,
+    TfDataOptions,
+    build_index,
+    distribute,
+    iterate_batches,
+    load_options,
+    make_dataset,
+    measure,
+)
+
+TRAINING = Preprocess.for_training(8)
+
+
+def spec_of(dataset, **changes):
+    return InputSpec(**{"dataset": dataset, "preprocess": TRAINING, "order": "global", **changes})
+
+
+def feed(dataset, **changes):
+    arguments = {"global_batch_size": 4, "options": TfDataOptions(), **changes}
+    return distribute(spec_of(dataset), **arguments)
+
+
+WRONG = {
+    "global_batch_size": [(feed, "global_batch_size", value) for value in (4.0, "4", None, True, 0)],
+    "start_step": [(feed, "start_step", value) for value in (1.0, "1", None, -1, np.float64(1))],
+    "spec": [
+        (spec_of, name, value)
+        for name, values in {
+            "seed": (1.5, "0", None, -1, 2**31, True),
+            "order": ("random", 1, None, ["global"]),
+            "preprocess": (None, "training", 224),
+            "repeat": ("no", 0, None),
+            "one_hot": (50.0, "50", 0, True),
+            "label_smoothing": (float("nan"), "0.1", None),
+            "buffer_size": (0, 1.5, 10**12),
+            "shuffle_block_size": (0, 2.0),
+        }.items()
+        for value in values
+    ],
+    "preprocess": [
+        (lambda _, **changes: dataclasses.replace(TRAINING, **changes), name, value)
+        for name, values in {
+            "image_size": (8, 16.5, (16.5, 16), ("16", 16), (8, 8, 8), (0, 8), (10**9, 8), None),
+            "crop": (None, "center", ResizeRandomCrop),
+            "mirror_probability": (2, "1", None, float("nan"), True),
+            "mean": (0.0, (1, 2), (float("nan"), 0, 0), ("a", "b", "c"), None),
+            "std": ((0, 1, 1), (float("inf"), 1, 1)),
+            "layout": ("NHWC", None, 3),
+            "dtype": (np.float32, tf.float32, "float64"),
+            "antialias": (1, "yes", None),
+            "auto_augment": (True, "auto"),
+        }.items()
+        for value in values
+    ],
+    "crops": [
+        (lambda _, **changes: RandomResizedCrop(**changes), "num_attempts", 1.5),
+        (lambda _, **changes: RandomResizedCrop(**changes), "area_range", 0.5),
+        (lambda _, **changes: ResizeRandomCrop(**changes), "resize", 256),
+    ],
+    "options": [
+        (lambda _, make=make, **changes: make(**changes), name, value)
+        for make, name, values in (
+            (lambda **changes: DaliOptions(device="cpu", **changes), "num_threads", (1.5, 0, 10**5)),
+            (lambda **changes: DaliOptions(device="cpu", **changes), "prefetch_queue_depth", (2.0,)),
+            (DaliOptions, "device", (0, None, "tpu")),
+            (TfDataOptions, "num_parallel_reads", (10**9, 0, "4")),
+            (TfDataOptions, "read_buffer_bytes", (10**15, 1.5)),
+            (TfDataOptions, "num_parallel_calls", (0, -2, None)),
+            (TfDataOptions, "prefetch_batches", (-2, 1.0)),
+            (TfDataOptions, "autotune", ("no", 0)),
+            (TfDataOptions, "service", (5050, "host:1")),
+        )
+        for value in values
+    ],
+    "others": [
+        (lambda _, **changes: spec_of(**changes), "dataset", "train-*"),
+        (lambda _, **changes: spec_of(**changes), "dataset", None),
+        (lambda _, **changes: Shard(**changes), "num_shards", 2.0),
+        (lambda _, **changes: Shard(**changes), "shard_id", "0"),
+        (lambda _, **changes: Checks(**changes), "verify", 1),
+        (lambda _, **changes: Checks(**changes), "max_pixels", 1e6),
+        (lambda _, **changes: DatasetSpec.from_files(**changes), "files", None),
+        (lambda _, **changes: DatasetSpec.from_files(**changes), "files", 5),
+        (lambda _, **changes: build_index(**changes), "files", [None]),
+        (lambda _, **changes: build_index("x", **changes), "checks", "crc"),
+        (lambda _, **changes: build_index("x", **changes), "num_processes", 2.5),
+        (lambda _, **changes: load_options(**changes), "path", 3),
+        (lambda _, **changes: Preprocess.for_training(**changes), "image_size", "224"),
+        (lambda _, **changes: next(iterate_batches([b""], TRAINING, **changes)), "batch_size", 1.5),
+        (lambda _, **changes: measure(iter(()), batch_size=1, warmup_batches=0, **changes),
+         "seconds", "1"),
+        (lambda data, **changes: make_dataset(spec_of(data), batch_size=1, **changes), "options", 0),
+        (lambda data, **changes: make_dataset(spec_of(data), **changes), "batch_size", 4.0),
+        (lambda data, **changes: make_dataset(spec_of(data), batch_size=1, **changes), "shard", 0),
+        (lambda data, **changes: distribute(global_batch_size=1, **changes), "spec", "data"),
+        (feed, "strategy", "mirrored"),
+        (feed, "options", 0),
+    ],
+}  # fmt: skip
+CASES = [case for cases in WRONG.values() for case in cases]
+
+
+@pytest.mark.parametrize(("call", "name", "value"), CASES, ids=[f"{c[1]}={c[2]!r}" for c in CASES])
+def test_wrong_calls_name_the_argument(dataset, call, name, value):
+    with pytest.raises(InputError, match=f"`{name}`"):
+        call(dataset, **{name: value})
+
+
+@pytest.mark.parametrize("options", [TfDataOptions(), DaliOptions(device="cpu")])
+def test_integers_of_numpy_are_integers(dataset, options):
+    fed = feed(dataset, options=options, global_batch_size=np.int64(4), start_step=np.int32(1))
+    assert next(iter(fed.dataset))[1].shape == (4,)
+    assert type(fed.global_batch_size) is int
+    assert spec_of(dataset, seed=np.uint8(3)).seed == 3
+    size = dataclasses.replace(TRAINING, image_size=[np.int64(8), 8]).image_size
+    assert size == (8, 8)
+    assert isinstance(size, tuple)
+
+
+def test_an_evaluation_in_absurd_batches_is_refused(dataset):
+    spec = spec_of(dataset, order="sequential", repeat=False)
+    with pytest.raises(InputError, match="`batch_size` must be at most 65,536, got 1000000000000"):
+        distribute(spec, TfDataOptions(), global_batch_size=10**12)
