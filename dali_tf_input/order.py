@@ -16,6 +16,7 @@ from dali_tf_input.sharding import Shard
 Integers = npt.NDArray[np.int64]
 
 _LONGEST_RUN = 16  # records: a reader buffers a whole run
+_FRAME_SIZE = 16  # bytes of a record without data
 
 
 @dataclass
@@ -153,7 +154,9 @@ def read_index(index_file: str, num_records: int | None = None) -> Integers:
     try:
         with open(index_file, "rb") as stream:
             extents = np.array(stream.read().split(), dtype=np.int64).reshape(-1, 2)
-    except (OSError, ValueError) as error:
+        if (extents < (0, _FRAME_SIZE)).any():
+            raise ValueError(f"an offset is below 0, or a size below {_FRAME_SIZE}")
+    except (OSError, ValueError, OverflowError) as error:
         raise InputError(
             f"{index_file} changed since `DatasetSpec.from_files` read it: {error}. Make the spec"
             " again."

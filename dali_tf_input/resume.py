@@ -96,10 +96,11 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
         """Refuses the state of other input; adapts it if more records are skipped now."""
         then, now, train = state.fingerprint, self._fingerprint, self._train
         changed = [name for name, value in now.items() if then.get(name) != value]
-        if set(changed) == {"records", "skipped", "index"}:
-            lost = then["records"] - now["records"]
-            if lost == now["skipped"] - then["skipped"] > 0:
-                epoch, done = divmod(state.step, then["records"] // train.global_batch_size)
+        records, skipped = then.get("records"), then.get("skipped")
+        if set(changed) == {"records", "skipped", "index"} and records and skipped is not None:
+            lost = records - now["records"]
+            if lost == now["skipped"] - skipped > 0:
+                epoch, done = divmod(state.step, records // train.global_batch_size)
                 steps = train.steps_per_epoch
                 state.step = epoch * steps + min(done, steps - 1)
                 _logger.warning(

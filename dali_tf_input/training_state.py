@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 from typing import Any, Literal
 
 import msgspec
@@ -12,6 +13,7 @@ from dali_tf_input.errors import InputError
 from dali_tf_input.spec import InputSpec
 
 STATE_NAME = "state.json"
+_WEIGHTS = re.compile(r"step-\d+\.weights\.h5")  # a plain name: the file is read and removed
 
 
 class State(msgspec.Struct):
@@ -45,8 +47,14 @@ def read_state(folder: str, *, end: int) -> State | None:
     try:
         with open(path, "rb") as stream:
             state = msgspec.json.decode(stream.read(), type=State)
-        if not 0 <= state.step < end or not state.weights.endswith(".weights.h5"):
-            raise InputError(f"{path}: expected a step in [0, {end}) and weights, found {state}.")
+        if not 0 <= state.step < end or not _WEIGHTS.fullmatch(state.weights):
+            raise InputError(
+                f"{path}: expected a step in [0, {end}) and weights step-<n>.weights.h5, found"
+                f" {state.step} and {state.weights!r}. Start in another folder."
+            )
+        for name in ("records", "skipped"):
+            if type(state.fingerprint.get(name, 0)) is not int:
+                raise InputError(f"{path}: `{name}` is no number. Start in another folder.")
         os.stat(os.path.join(folder, state.weights))
     except FileNotFoundError as error:
         if error.filename == path:

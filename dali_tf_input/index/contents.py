@@ -3,9 +3,13 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
+
+import msgspec
 
 Level = Literal["framing", "crc", "schema", "decode"]
+_Number = Annotated[int, msgspec.Meta(ge=0)]  # of a manifest, which may be forged
+
 LEVELS: tuple[Level, ...] = get_args(Level)  # each one checks what the one before does, and more
 
 # Feature keys of the image and of the label, as the most common writers of TFRecords name them.
@@ -29,8 +33,8 @@ class Feature:
     """
 
     kinds: tuple[str, ...]
-    lengths: tuple[int, int]
-    records: int
+    lengths: tuple[_Number, _Number]
+    records: _Number
     first_without: int | None = None
 
 
@@ -57,9 +61,9 @@ class Labels:
 class Images:
     """The images that were checked. Sizes are (height, width), each side by itself."""
 
-    formats: dict[str, int]
-    median_size: tuple[int, int]
-    largest_size: tuple[int, int]
+    formats: dict[str, _Number]
+    median_size: tuple[_Number, _Number]
+    largest_size: tuple[_Number, _Number]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,15 +87,15 @@ class FileEntry:
       images: from level "decode" on.
     """
 
-    size: int
+    size: _Number
     mtime_ns: int
-    records: int
-    skipped: int
-    skipped_bytes: int
-    index_crc: int
+    records: _Number
+    skipped: _Number
+    skipped_bytes: _Number
+    index_crc: _Number
     verified: Level
     checked_by: dict[str, Any] = field(default_factory=dict)
-    parsed: int
+    parsed: _Number
     features: dict[str, Feature]
     folder: str | None = None
     labels: Labels | None = None

@@ -8,6 +8,7 @@ with a stale one.
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -16,6 +17,7 @@ import google_crc32c
 import msgspec
 
 from dali_tf_input.errors import InputError, Path
+from dali_tf_input.index.checks import Checks
 from dali_tf_input.index.contents import FileEntry, Summary, summarize
 from dali_tf_input.index.files import MANIFEST_NAME, index_command, index_dir_of
 from dali_tf_input.index.tfrecord import record_size
@@ -45,10 +47,16 @@ class Manifest:
         try:
             with open(path, "rb") as stream:
                 document = json.load(stream)
-            return cls(msgspec.convert(document, _Document).files)
+            files = msgspec.convert(document, _Document).files
+            for name, entry in files.items():
+                Checks(**{"verify": entry.verified, **entry.checked_by})  # raises if there is none
+                # Indexes of files that are gone are removed by these names.
+                if name != os.path.basename(name) or name in ("", ".", ".."):
+                    raise ValueError(f"{name!r} is not the name of a file in this folder")
+            return cls(files)
         except (FileNotFoundError, NotADirectoryError):
             return cls({})
-        except (msgspec.MsgspecError, ValueError, RecursionError, OSError) as error:
+        except (msgspec.MsgspecError, ValueError, TypeError, RecursionError, OSError) as error:
             raise InputError(
                 f"{path} is not an index manifest of this version of dali_tf_input: {error}."
             ) from error
@@ -126,6 +134,7 @@ def read_entries(
 
 
 _NO_INDEX = "there is no index"
+_EXTENT = re.compile(rb"(\d{1,18}) (\d{1,18})")
 
 
 def find_staleness(file: str, index_file: str, entry: FileEntry | None) -> str | None:
@@ -150,7 +159,8 @@ def find_staleness(file: str, index_file: str, entry: FileEntry | None) -> str |
     descriptor = os.open(file, os.O_RDONLY)
     try:
         for line in (text[: text.index(b"\n")], text[text.rfind(b"\n", 0, -1) + 1 :]):
-            offset, size = map(int, line.split())
+            extent = _EXTENT.fullmatch(line.strip())
+            offset, size = map(int, extent.groups()) if extent else (0, -1)
             if record_size(descriptor, offset) != size:
                 expected = f"a record of {size} bytes at byte {offset}"
                 return f"this index is not that of {file}: expected {expected}"

@@ -1,0 +1,223 @@
+"""Whatever stands in a file that is read, the answer is a result or an InputError.
+
+FUZZ_SECONDS=600 in the environment fuzzes each kind of file that long; otherwise a few hundred
+examples are tried.
+"""
+
+import json
+import os
+import time
+
+import pytest
+from conftest import numbered_examples, write_dataset, write_tfrecord
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dali_tf_input import Checks, DatasetSpec, InputError, build_index, load_options
+from dali_tf_input.index.file_check import check_file
+from dali_tf_input.index.folder import _read_lines
+from dali_tf_input.order import read_index
+from dali_tf_input.training_state import read_state
+from support.train.label_names import read_names
+
+SECONDS = float(os.environ.get("FUZZ_SECONDS", "0"))
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=6,
+)
+NUMBERS = st.sampled_from([-1, 0, 1, 10**9, 2**63, 10**40]) | st.integers()
+
+
+@st.composite
+def changed_bytes(draw, whole: bytes) -> bytes:
+    """Bytes of a valid file, with some replaced, removed or put in."""
+    data = bytearray(whole)
+    for _ in range(draw(st.integers(1, 4))):
+        start = draw(st.integers(0, len(data)))
+        end = min(len(data), start + draw(st.integers(0, 16)))
+        data[start:end] = draw(st.binary(max_size=16))
+    return bytes(data)
+
+
+@st.composite
+def changed_json(draw, whole: object) -> bytes:
+    """A valid document in which one value or key is another."""
+    document = json.loads(json.dumps(whole))
+    node, path = document, []
+    while isinstance(node, dict | list) and node and (not path or draw(st.booleans())):
+        key = draw(st.sampled_from(sorted(node) if isinstance(node, dict) else range(len(node))))
+        path.append((node, key))
+        node = node[key]
+    parent, key = path[-1]
+    if isinstance(parent, dict) and draw(st.booleans()):
+        value = parent.pop(key)
+        parent[draw(st.text(max_size=12) | st.sampled_from(["../x", "/tmp/x", ".."]))] = value
+    else:
+        parent[key] = draw(JSON | NUMBERS)
+    return json.dumps(document).encode()
+
+
+def fuzz(strategy, read) -> None:
+    """Calls `read` on examples; anything but a result or an InputError fails."""
+    end = time.monotonic() + SECONDS
+    tried = 0
+
+    @settings(
+        max_examples=10**9 if SECONDS else 300,
+        deadline=None,
+        derandomize=not SECONDS,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(strategy)
+    def attempt(data):
+        nonlocal tried
+        if SECONDS and time.monotonic() > end:
+            pytest.skip(f"{tried} examples in {SECONDS:.0f} s")
+        tried += 1
+        try:
+            read(data)
+        except InputError as error:
+            assert str(error)
+
+    attempt()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_dataset(tmp_path / "set", [3, 2])
+    (tmp_path / "notes.idx").write_text("mine")
+    return tmp_path / "set"
+
+
+def read_set(folder):
+    dataset = DatasetSpec.from_files(folder / "train-?????-of-?????")
+    for file, count in zip(dataset.index_files, dataset.records_per_file, strict=True):
+        read_index(file, count)
+
+
+def test_manifest(folder):
+    path = folder / "index_manifest.json"
+    whole = path.read_bytes()
+
+    def read(data):
+        path.write_bytes(data)
+        try:
+            read_set(folder)
+        finally:
+            build_index(
+                folder / "train-?????-of-?????", num_processes=1
+            ) if b"../" in data else None
+            assert (folder.parent / "notes.idx").read_text() == "mine"
+
+    fuzz(
+        changed_bytes(whole)
+        | changed_json(json.loads(whole))
+        | JSON.map(json.dumps).map(str.encode),
+        read,
+    )
+
+
+@pytest.mark.parametrize("name", ["../notes", "/notes", "a/b", "..", ""])
+def test_a_manifest_names_nothing_outside_of_its_folder(folder, name):
+    """Names of files that are gone have their indexes removed: only plain names, so only here."""
+    path = folder / "index_manifest.json"
+    document = json.loads(path.read_text())
+    name = str(folder.parent / "notes") if name == "/notes" else name
+    document["files"][name] = next(iter(document["files"].values()))
+    path.write_text(json.dumps(document))
+    with pytest.raises(InputError, match=r"is not the name of a file in this folder.* -m dali_tf"):
+        read_set(folder)
+    assert build_index(folder / "train-?????-of-?????").written == 2
+    assert (folder.parent / "notes.idx").read_text() == "mine"
+
+
+def test_index(folder):
+    path = next(folder.glob("*.idx"))
+    manifest = folder / "index_manifest.json"
+    entries = json.loads(manifest.read_text())
+    lines = st.lists(st.tuples(NUMBERS, NUMBERS), max_size=4)
+    text = lines.map(lambda rows: "".join(f"{a} {b}\n" for a, b in rows).encode())
+
+    def read(data):
+        import google_crc32c
+
+        path.write_bytes(data)
+        entry = entries["files"][path.stem]  # forged: it vouches for this index
+        entry |= {"index_crc": google_crc32c.value(data), "records": data.count(b"\n")}
+        manifest.write_text(json.dumps(entries))
+        read_set(folder)
+
+    fuzz(changed_bytes(path.read_bytes()) | text, read)
+
+
+def test_tfrecord(tmp_path):
+    path = tmp_path / "train"
+    write_tfrecord(path, numbered_examples(3))
+    checks = Checks(verify="schema", image_key="image/encoded", label_key="image/class/label")
+
+    def read(data):
+        path.write_bytes(data)
+        with open(os.devnull, "wb") as index:
+            check_file(
+                str(path), index, checks, decode=None, crashing={},
+                on_decode=print, on_bad_record=str, on_progress=max,
+            )  # fmt: skip
+
+    fuzz(changed_bytes(path.read_bytes()) | st.binary(max_size=64), read)
+
+
+def test_bad_records(tmp_path):
+    path = tmp_path / "bad_records.jsonl"
+    line = {
+        "file": "train-0",
+        "record": 1,
+        "offset": 5,
+        "size": 9,
+        "reason": "data CRC",
+        "detail": "",
+    }
+
+    def read(data):
+        path.write_bytes(data)
+        list(_read_lines(str(path), without={"other"}))
+
+    whole = json.dumps(line).encode() + b"\n"
+    fuzz(changed_bytes(2 * whole) | changed_json(line) | st.binary(max_size=64), read)
+
+
+def test_state(tmp_path):
+    path = tmp_path / "state.json"
+    weights = tmp_path / "step-3.weights.h5"
+    state = {"step": 3, "weights": weights.name, "optimizer": "Adam", "fingerprint": {"records": 9}}
+
+    def read(data):
+        weights.write_bytes(b"")
+        path.write_bytes(data)
+        found = read_state(str(tmp_path), end=100)
+        assert found is None or os.path.dirname(found.weights) == ""
+
+    fuzz(changed_bytes(json.dumps(state).encode()) | changed_json(state), read)
+
+
+def test_options(tmp_path):
+    path = tmp_path / "options.json"
+    document = {"format": "dali_tf_input options", "version": 2, "backend": "dali"}
+    document["options"] = {"device": "cpu", "num_threads": 2, "read_mode": "mmap"}
+
+    def read(data):
+        path.write_bytes(data)
+        load_options(path)
+
+    fuzz(changed_bytes(json.dumps(document).encode()) | changed_json(document), read)
+
+
+def test_label_names(tmp_path):
+    path = tmp_path / "labels.txt"
+
+    def read(data):
+        path.write_bytes(data)
+        read_names(str(path))
+
+    fuzz(st.binary(max_size=64), read)
