@@ -55,8 +55,8 @@ def make_dataset(
 
       DALI's dataset has two limits. On a GPU it must be made and iterated under the `tf.device` of
       its GPU, and no transformation (`map`, `take`, ...) can follow it. And no strategy may
-      distribute it (nor Keras `fit` under one): TensorFlow's way of doing so crashes. `distribute`
-      has another way.
+      distribute it (nor Keras `fit` under one), because TensorFlow's way of doing so crashes: that
+      is an InputError. `distribute` has another way.
 
     Raises:
       InputError: the batch is larger than the shard, the shard is empty, a GPU is asked for where

@@ -1,10 +1,10 @@
 """The DALI backend: one DALI pipeline per shard, on the CPU or on one GPU, as a tf.data dataset."""
 
+import functools
 import importlib
 import os
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import nvidia.dali as dali
@@ -28,6 +28,7 @@ from dali_tf_input.options import DaliOptions, TfDataOptions
 from dali_tf_input.preprocess import Preprocess
 from dali_tf_input.spec import DatasetSpec, InputSpec
 
+_GUARDED = "experimental_distribute_dataset"
 _PACKED = "packed"  # the input of a pipeline that tf.data reads for
 
 
@@ -74,7 +75,7 @@ def build(stream: Stream, options: DaliOptions, device_id: int | None) -> tf.dat
     ]
     if not spec.repeat:
         outputs.append(((batch_size,), tf.float32))
-    make_pipeline = partial(build_pipeline, stream, options, device_id)
+    make_pipeline = functools.partial(build_pipeline, stream, options, device_id)
     return make_dataset(make_pipeline, outputs, stream, options, device_id)
 
 
@@ -87,6 +88,7 @@ def make_dataset(
 ) -> tf.data.Dataset:
     """Returns the dataset of a pipeline whose `outputs` have these (shape, type)."""
     dali_tf = import_plugin()
+    guard_strategies()
     pipeline = make_pipeline()
     try:
         # TensorFlow aborts the process (SIGABRT) when a pipeline cannot be built; DALI's Python
@@ -123,6 +125,48 @@ def make_dataset(
         # No transformation can follow on a GPU.
         dataset.cardinality = lambda: tf.constant(per_epoch, tf.int64)
     return dataset
+
+
+def guard_strategies() -> None:
+    """Makes strategies refuse DALI's datasets, also those that are mapped, batched and so on.
+
+    They would read them through TensorFlow's MultiDeviceIterator, which frees a DALIDataset while a
+    thread still reads it: the process dies (SIGSEGV) when an iterator is dropped. No method of a
+    dataset is called on that way alone, so it is the strategies' methods that check.
+    """
+    owner = next(one for one in tf.distribute.Strategy.__mro__ if _GUARDED in vars(one))
+    distribute, from_function = getattr(owner, _GUARDED), owner.distribute_datasets_from_function
+    if hasattr(distribute, "__wrapped__"):
+        return
+
+    def refuse(dataset: Any) -> Any:
+        if _holds_dali(dataset):
+            raise InputError(
+                "No strategy may distribute a dataset of DALI's, as Keras does with a model that"
+                " was made under a strategy's scope: TensorFlow would crash. Pass the strategy:"
+                " distribute(spec, options, strategy=strategy, global_batch_size=...)."
+            )
+        return dataset
+
+    @functools.wraps(distribute)
+    def distribute_dataset(self: Any, dataset: Any, options: Any = None) -> Any:
+        return distribute(self, refuse(dataset), options)
+
+    @functools.wraps(from_function)
+    def distribute_function(self: Any, dataset_fn: Any, options: Any = None) -> Any:
+        fetches = options is None or options.experimental_fetch_to_device
+        checked = (lambda context: refuse(dataset_fn(context))) if fetches else dataset_fn
+        return from_function(self, checked, options)
+
+    setattr(owner, _GUARDED, distribute_dataset)
+    owner.distribute_datasets_from_function = distribute_function
+
+
+def _holds_dali(dataset: Any) -> bool:
+    kinds = type(dataset).__mro__
+    if any("nvidia.dali" in str(kind.__module__) for kind in kinds):
+        return True
+    return isinstance(dataset, tf.data.Dataset) and any(map(_holds_dali, dataset._inputs()))
 
 
 def _pack_records(stream: Stream) -> tf.data.Dataset:
