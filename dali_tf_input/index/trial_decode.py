@@ -4,6 +4,7 @@ import io
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from dali_tf_input.index.checks import BadImage, Checks, TrialDecode
@@ -14,6 +15,8 @@ from dali_tf_input.preprocess import DCT_METHOD
 _FORMATS = ("JPEG", "PNG")
 _NAMES = {"WEBP": "WebP", "MPO": "JPEG"}  # MPO: a JPEG followed by further pictures, from cameras
 _END_OF_JPEG = b"\xff\xd9"
+# Of 255, on average. Both decode what they agree about to the same bits.
+_MOST_DIFFERENCE = 1.0
 
 
 def make_trial_decode(checks: Checks) -> TrialDecode:
@@ -35,12 +38,14 @@ def make_trial_decode(checks: Checks) -> TrialDecode:
         if height * width > checks.max_pixels:
             size = f"{width}x{height} in {len(encoded):,} bytes"
             raise BadImage("too many pixels", f"{size}: over {checks.max_pixels:,} pixels.")
-        for refuse in decoders:
-            refusal = refuse(encoded)
-            if refusal:
+        made = [one(encoded) for one in decoders]
+        for refusal in made:
+            if isinstance(refusal, str):
                 cut = image_format.endswith("JPEG") and _END_OF_JPEG not in encoded[-64:]
                 kind = image_format.rpartition(" ")[2]
                 raise BadImage(f"{'truncated' if cut else 'damaged'} {kind}", refusal)
+        if len(made) > 1:
+            _compare(*made)
         return image_format, height, width
 
     return decode
@@ -57,6 +62,7 @@ def read_header(encoded: bytes) -> tuple[str, int, int]:
             (width, height), mode = image.size, image.mode
             kind = _NAMES.get(str(image.format), str(image.format))
             transform = image.info.get("adobe_transform")
+            animated = getattr(image, "is_animated", False)
     except Image.DecompressionBombError as error:
         raise BadImage("too many pixels", str(error)) from error
     except Exception as error:  # Pillow's readers raise nearly anything over damaged bytes
@@ -66,6 +72,9 @@ def read_header(encoded: bytes) -> tuple[str, int, int]:
             f"{kind} image",
             f"expected a JPEG or PNG, which both backends decode, found {kind}, {width}x{height}.",
         )
+    if kind == "PNG" and animated:
+        detail = "expected one image, found a PNG of several, of which DALI and TensorFlow decode"
+        raise BadImage("animated PNG", f"{detail} different ones.")
     if kind == "JPEG" and mode == "CMYK":
         kind = "YCCK JPEG" if transform == 2 else "CMYK JPEG"
     elif kind == "JPEG" and mode == "L":
@@ -88,21 +97,33 @@ def _describe_content(encoded: bytes, error: Exception) -> tuple[str, str]:
     return name, f"expected an encoded image, found {starts}."
 
 
-def _make_tf_data_decoder() -> Callable[[bytes], str | None]:
+def _compare(first: Any, second: Any) -> None:
+    """Raises BadImage if two decoders make different images, by every eighth pixel each way."""
+    if first.shape != second.shape:
+        detail = f"DALI decodes it to {first.shape}, tf.io.decode_jpeg to {second.shape}."
+        raise BadImage("decoders disagree", detail)
+    few, others = (one[::8, ::8].astype(np.int16) for one in (first, second))
+    difference = float(np.abs(few - others).mean())
+    if difference > _MOST_DIFFERENCE:
+        detail = f"DALI's pixels and TensorFlow's differ by {difference:.0f} of 255 on average."
+        raise BadImage("decoders disagree", detail)
+
+
+def _make_tf_data_decoder() -> Callable[[bytes], Any]:
     # Imported here because TensorFlow takes seconds, and only this decoder needs it.
     import tensorflow as tf
 
-    def refuse(encoded: bytes) -> str | None:
+    def decode(encoded: bytes) -> Any:
         try:
-            tf.io.decode_jpeg(tf.constant(encoded), channels=3, dct_method=DCT_METHOD)
+            made = tf.io.decode_jpeg(tf.constant(encoded), channels=3, dct_method=DCT_METHOD)
         except tf.errors.OpError as error:
             return f"tf.io.decode_jpeg refuses it: {error.message.rpartition('}} ')[2]}"
-        return None
+        return made.numpy()
 
-    return refuse
+    return decode
 
 
-def _make_dali_decoder() -> Callable[[bytes], str | None]:
+def _make_dali_decoder() -> Callable[[bytes], Any]:
     # nvImageCodec is what DALI decodes with; unlike a DALI pipeline it continues after a bad image.
     # Imported here because it need not be installed to check with TensorFlow alone.
     from nvidia import nvimgcodec
@@ -115,9 +136,8 @@ def _make_dali_decoder() -> Callable[[bytes], str | None]:
     color = nvimgcodec.ColorSpec.SRGB
     parameters: Any = nvimgcodec.DecodeParams(apply_exif_orientation=False, color_spec=color)
 
-    def refuse(encoded: bytes) -> str | None:
-        if decoder.decode(encoded, params=parameters) is not None:
-            return None
-        return "DALI's decoder (nvImageCodec) refuses it."
+    def decode(encoded: bytes) -> Any:
+        image = decoder.decode(encoded, params=parameters)
+        return "DALI's decoder (nvImageCodec) refuses it." if image is None else np.asarray(image)
 
-    return refuse
+    return decode

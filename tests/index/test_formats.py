@@ -1,0 +1,99 @@
+"""What level "decode" makes of unusual images, which is what docs/index_step.md says."""
+
+import io
+import re
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT, jpeg
+from PIL import Image, ImageCms
+
+from dali_tf_input import Checks
+from dali_tf_input.index import trial_decode
+from dali_tf_input.index.checks import BadImage
+
+IMAGE = Image.open(io.BytesIO(jpeg(60, 90)))
+OTHER = Image.eval(IMAGE, lambda value: 255 - value)
+SRGB = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+
+
+def save(image_format: str, image: Image.Image = IMAGE, **options: object) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, image_format, **options)
+    return stream.getvalue()
+
+
+def with_chunk(kind: bytes, data: bytes) -> bytes:
+    """Returns a PNG with a further chunk before its pixels."""
+    png = save("PNG")
+    start = png.index(b"IDAT") - 4
+    crc = struct.pack(">I", zlib.crc32(kind + data))
+    return png[:start] + struct.pack(">I", len(data)) + kind + data + crc + png[start:]
+
+
+GRAY16 = Image.fromarray(np.linspace(0, 65535, 5400).reshape(60, 90).astype(np.uint16))
+IMAGES = {
+    "JPEG, chroma 4:4:4, 4:2:2, 4:2:0, 4:1:1": [
+        save("JPEG", subsampling=one) for one in (0, 1, 2, "4:1:1")
+    ],
+    "JPEG, progressive": [save("JPEG", progressive=True)],
+    "JPEG that stores RGB": [save("JPEG", keep_rgb=True)],
+    "JPEG with an ICC profile": [save("JPEG", icc_profile=SRGB)],
+    "JPEG in grayscale": [save("JPEG", IMAGE.convert("L"))],
+    "JPEG in CMYK": [save("JPEG", IMAGE.convert("CMYK"))],
+    "several pictures in a JPEG (MPO)": [save("MPO", save_all=True, append_images=[OTHER])],
+    "PNG of 16 bits": [save("PNG", GRAY16)],
+    "PNG with transparency": [
+        save("PNG", IMAGE.convert("RGBA")),
+        save("PNG", IMAGE.convert("LA")),
+        save("PNG", IMAGE.convert("P"), transparency=3),
+        with_chunk(b"tRNS", struct.pack(">HHH", 1, 2, 3)),
+    ],
+    "PNG of one bit": [save("PNG", IMAGE.convert("1"))],
+    "PNG with a gamma": [with_chunk(b"gAMA", struct.pack(">I", 100_000))],
+    "PNG, animated": [
+        save("PNG", save_all=True, append_images=[OTHER], default_image=one)
+        for one in (False, True)
+    ],
+    "GIF, WebP, BMP, TIFF": [save(one) for one in ("GIF", "WEBP", "BMP", "TIFF")],
+}
+
+
+def rows_of_the_docs() -> dict[str, str]:
+    text = Path(ROOT / "docs" / "index_step.md").read_text()
+    rows = re.findall(r"^\| (.+?) \| (the same pixels|refused.*) \|$", text, re.M)
+    return dict(rows)
+
+
+def test_the_docs_list_these_images():
+    assert list(rows_of_the_docs()) == list(IMAGES)
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_the_same_pixels_or_refused(name):
+    check = trial_decode.make_trial_decode(Checks(verify="decode"))
+    for encoded in IMAGES[name]:
+        try:
+            check(encoded)
+            found = "the same pixels"
+        except BadImage as bad:
+            found = f"refused: {bad.reason}"
+        assert found.startswith(rows_of_the_docs()[name].partition(":")[0])
+        if name == "PNG, animated":
+            assert found == rows_of_the_docs()[name]
+
+
+@pytest.mark.parametrize("change", [lambda pixels: 255 - pixels, lambda pixels: pixels[1:]])
+def test_decoders_that_disagree(monkeypatch, change):
+    """By pixels or by size: neither would be noticed in training."""
+    make = trial_decode._make_dali_decoder
+    monkeypatch.setattr(
+        trial_decode, "_make_dali_decoder", lambda: lambda encoded: change(make()(encoded))
+    )
+    check = trial_decode.make_trial_decode(Checks(verify="decode"))
+    with pytest.raises(BadImage, match="decoders disagree") as caught:
+        check(jpeg(60, 90))
+    assert "DALI" in caught.value.detail
