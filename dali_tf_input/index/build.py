@@ -279,7 +279,7 @@ def _with_keys(checks: Checks, files: Sequence[str]) -> Checks:
     )
 
 
-def _first_features(file: str) -> Iterator[dict[str, tuple[str, list[Any]]]]:
+def _first_features(file: str) -> Iterator[dict[str, tuple[str, Sequence[Any]]]]:
     """Yields the features of the first valid records of a file."""
     with contextlib.suppress(OSError), open(file, "rb") as stream:
         for found in find_records(file, stream.fileno()):

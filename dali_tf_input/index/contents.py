@@ -1,7 +1,7 @@
 """What TFRecord files hold, as the index run found it: each file, and all together."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, get_args
 
@@ -135,7 +135,7 @@ def find_keys(
 
 
 def find_schema_problem(
-    features: Mapping[str, tuple[str, list[Any]]], *, image_key: str, label_key: str
+    features: Mapping[str, tuple[str, Sequence[Any]]], *, image_key: str, label_key: str
 ) -> tuple[str, str] | None:
     """Returns (reason, detail) if a record does not hold one image and one integer label.
 

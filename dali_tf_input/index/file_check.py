@@ -5,7 +5,7 @@ import os
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO
 
 import google_crc32c
@@ -200,7 +200,7 @@ class _Content:
             )
         return None
 
-    def _check_features(self, features: dict[str, tuple[str, list[Any]]], number: int) -> None:
+    def _check_features(self, features: dict[str, tuple[str, Sequence[Any]]], number: int) -> None:
         """Checks and notes the features of record `number`; raises BadImage for a bad one."""
         problem = find_schema_problem(
             features, image_key=self._image_key, label_key=self._label_key
@@ -219,7 +219,7 @@ class _Content:
         self._labels.append(features[self._label_key][1][0])
 
     def _find_label_problem(
-        self, features: dict[str, tuple[str, list[Any]]]
+        self, features: dict[str, tuple[str, Sequence[Any]]]
     ) -> tuple[str, str] | None:
         """Returns (reason, detail) if the label is out of range."""
         checks = self._checks
@@ -231,7 +231,7 @@ class _Content:
             return "label range", f"`label_key` '{self._label_key}' must be {bound}, found {label}."
         return None
 
-    def _note_features(self, features: dict[str, tuple[str, list[Any]]], number: int) -> None:
+    def _note_features(self, features: dict[str, tuple[str, Sequence[Any]]], number: int) -> None:
         if not self.parsed:
             self._first_parsed = number
         held = 0
@@ -286,7 +286,7 @@ class _Content:
         )
 
 
-def _parse(data: bytes) -> dict[str, tuple[str, list[Any]]]:
+def _parse(data: bytes) -> dict[str, tuple[str, Sequence[Any]]]:
     try:
         return decode_example(data)
     except InputError as error:

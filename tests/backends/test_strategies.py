@@ -50,6 +50,15 @@ def test_nor_can_a_function_that_makes_it(spec, make_strategy):
     assert len(next(iter(fed.dataset))) == 2
 
 
+@pytest.mark.parametrize("make", MADE.values(), ids=MADE)
+def test_without_a_strategy_keras_takes_it(spec, make):
+    with tf.device("CPU:0"):
+        batches = make(spec)
+    model = keras.Sequential([keras.layers.Flatten(), keras.layers.Dense(24)])
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.fit(batches, steps_per_epoch=2, verbose=0)
+
+
 def test_other_datasets_are_distributed_as_before(spec):
     make_dataset(spec, OPTIONS, batch_size=4)
     strategy = STRATEGIES[1]()
