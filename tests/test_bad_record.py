@@ -349,7 +349,7 @@ def test_the_command_checks_as_before(tmp_path):
 @pytest.mark.parametrize(
     "text",
     [
-        "Critical error in pipeline:\nFailed to decode sample #3 : {} at index {}\nCurrent pipeline",
+        "Critical error in pipeline:\nFailed to decode sample #3 : {} at index {}\nCurrent",
         "Error while parsing TFRecord file: {} at index {} (some reason)\n",
     ],
 )

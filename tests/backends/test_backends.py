@@ -165,7 +165,7 @@ def test_dali_dataset_equals_the_bare_pipeline(dataset):
 @backends
 @pytest.mark.parametrize("layout", ["HWC", "CHW"])
 def test_pixels_are_right(tmp_path, options, layout):
-    """Against arithmetic by hand: a 4-pixel-wide grayscale ramp, not resized, mirrored, normalized."""
+    """Against arithmetic by hand: a gray ramp of 4 pixels, not resized, mirrored, normalized."""
     ramp = np.broadcast_to(np.uint8([[10, 60, 160, 250]]), (4, 4))
     dataset = write_indexed(tmp_path / "train", [{"image": encode(ramp), "label": 1}])
     preprocess = Preprocess(

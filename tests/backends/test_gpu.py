@@ -182,7 +182,8 @@ def test_decoding_only_the_region(dataset):
         from dali_tf_input.distribution import distribute, enable_memory_growth
         enable_memory_growth()
         records = DatasetSpec.from_files({list(dataset.files)!r})
-        spec = InputSpec(dataset=records, preprocess=Preprocess.for_evaluation(32), order="sequential")
+        preprocess = Preprocess.for_evaluation(32)
+        spec = InputSpec(dataset=records, preprocess=preprocess, order="sequential")
         made = []
         for decode in ("full", "region"):
             options = DaliOptions(device="{GPU.device}", decode=decode)

@@ -119,7 +119,7 @@ def ruin_data(file, record):
 
 
 def test_equals_tfrecord2idx(files):
-    """Line for line what DALI's own tool writes, here without TensorFlow, which it does not need."""
+    """Line for line what DALI's own tool writes, here without TensorFlow, to be faster."""
     build_index(files[0])
     tool, theirs = Path(sys.executable).with_name("tfrecord2idx"), files[0] + ".theirs"
     code = f"import runpy, sys; sys.modules['tensorflow'] = None; runpy.run_path({str(tool)!r})"
@@ -716,7 +716,7 @@ def test_a_run_does_not_undo_what_another_found_meanwhile(files, train, tmp_path
 
 
 def test_what_is_skipped_is_kept_when_a_run_ends_early(files, train, monkeypatch):
-    """As with kill -9: what was committed so far is not checked again, files with faults included."""
+    """As with kill -9: what was committed is not checked again, files with faults included."""
     monkeypatch.setattr("dali_tf_input.index.build._COMMIT_SECONDS", 0)
     for file in files:
         ruin_data(file, 2)
@@ -863,7 +863,7 @@ def test_fuzzed_manifests(train, tmp_path):
 
 
 def test_odd_names(tmp_path):
-    """Spaces, quotes, dollars, line breaks, bytes that are no UTF-8, and the longest name possible."""
+    """Spaces, quotes, dollars, line breaks, bytes that are no UTF-8, and the longest name."""
     names = [b"a b", b"it's", b"$HOME", b"line\nbreak", b"\xff\xfe", b"*?[x]", b"x" * 249]
     names = [os.fsdecode(name) for name in (*names, "\u00e9\u4e2d".encode())]
     files = [write_tfrecord(f"{tmp_path}/{name}", numbered_examples(3)) for name in names]

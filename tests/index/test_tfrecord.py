@@ -136,7 +136,7 @@ def test_a_zlib_file_is_not_taken_for_records_of_its_length(tmp_path):
 
 
 def test_many_records_over_many_reads(tmp_path):
-    """Over the sizes at which reading changes its way: a page, a block of pages, a batch of places."""
+    """Over the sizes at which reading changes: a page, a block of pages, a batch of places."""
     random = Random(0)
     sizes = [random.choice([0, 1, 100, 4070, 4080, 4090, 70_000]) for _ in range(5_000)]
     data = [random.randbytes(size) for size in sizes]
