@@ -18,15 +18,8 @@ from support import cli
 
 _numbers = itertools.count()
 # What uses TensorFlow itself runs in a process of its own.
-WARM = {
-    "train.py",
-    "preview.py",
-    "compare_images.py",
-    "predict.py",
-    "benchmark_order.py",
-    "soak.py",
-}
-WARM |= {"gpu_check.py"}
+WARM = {"train.py", "preview.py", "compare_images.py", "predict.py", "benchmark_order.py"}
+WARM |= {"soak.py", "gpu_check.py"}
 COLD = {"make_tfrecords.py", "make_sample_tfrecords.py"}  # their processes import them by name
 
 
@@ -60,17 +53,17 @@ def run(script, *arguments, cwd=None, **environment):
     return subprocess.CompletedProcess([script], code, output.getvalue(), errors.getvalue())
 
 
+def python(*arguments, timeout=300, **options):
+    """Runs Python; returns the finished process."""
+    words = [sys.executable, *map(str, arguments)]
+    return subprocess.run(
+        words, capture_output=True, text=True, timeout=timeout, check=False, **options
+    )
+
+
 def run_cold(script, *arguments, cwd=None, **environment):
     """Runs a command by its command line; returns the finished process."""
-    return subprocess.run(
-        [sys.executable, SCRIPTS / script, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        timeout=300,
-        check=False,
-        env={**os.environ, **environment},
-    )
+    return python(SCRIPTS / script, *arguments, cwd=cwd, env={**os.environ, **environment})
 
 
 def fails(process, *parts, bad_records=False):

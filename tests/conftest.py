@@ -1,9 +1,10 @@
-"""What the tests share: three logical CPU devices, and small TFRecords whose labels number the
-records.
+"""What tests share: three logical CPU devices, small TFRecords whose labels number the records, and
+helpers.
 """
 
 import io
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,13 +12,24 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dali_tf_input import DatasetSpec, build_index
+from dali_tf_input import (
+    DaliOptions,
+    DatasetSpec,
+    InputError,
+    InputSpec,
+    Preprocess,
+    TfDataOptions,
+    build_index,
+)
 from dali_tf_input.index.example import encode_example
 from dali_tf_input.index.tfrecord import frame_record
 from support.cli import import_tensorflow
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "scripts"
+DALI, TF_DATA = DaliOptions(device="cpu"), TfDataOptions()
+BACKENDS = {"dali": DALI, "tf_data": TF_DATA}
+backends = pytest.mark.parametrize("options", BACKENDS.values(), ids=BACKENDS)
 tf = import_tensorflow()
 
 
@@ -31,56 +43,57 @@ def pytest_configure(config: pytest.Config) -> None:
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 3)
 
 
-def jpeg(
-    height: int, width: int, *, seed: int = 0, mode: str = "RGB", image_format: str = "JPEG"
-) -> bytes:
+def refused(message: str):
+    """Expects an InputError with this message, a regular expression."""
+    return pytest.raises(InputError, match=message)
+
+
+def encode(image: Image.Image | np.ndarray, image_format: str = "PNG", **options) -> bytes:
+    """Encodes an image, or its pixels clipped to 0..255."""
+    if isinstance(image, np.ndarray):
+        image = Image.fromarray(image.clip(0, 255).astype(np.uint8))
+    stream = io.BytesIO()
+    image.save(stream, image_format, **options)
+    return stream.getvalue()
+
+
+def jpeg(height: int, width: int, *, seed: int = 0) -> bytes:
     """Returns an encoded image of smooth colors with some noise."""
     random = np.random.default_rng(seed)
     coarse = random.integers(0, 256, (4, 4, 3), dtype=np.uint8)
     image = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
-    pixels = np.asarray(image).astype(np.int16) + random.integers(-12, 13, (height, width, 3))
-    stream = io.BytesIO()
-    Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).convert(mode).save(stream, image_format)
-    return stream.getvalue()
+    noise = random.integers(-12, 13, (height, width, 3))
+    return encode(np.asarray(image).astype(np.int16) + noise, "JPEG")
 
 
 def image_zoo() -> dict[str, tuple[bytes, str | None, str | None]]:
-    """Returns encoded images of many kinds, sound and not: name -> (bytes, format if sound, fault
-    if not).
+    """Returns valid and invalid encoded images of many kinds: name -> (bytes, format if valid,
+    fault if not).
     """
-    image = Image.open(io.BytesIO(jpeg(60, 90)))
-    sound = jpeg(60, 90)
-
-    def save(image_format: str, mode: str = "RGB", **options: object) -> bytes:
-        stream = io.BytesIO()
-        image.convert(mode).save(stream, image_format, **options)
-        return stream.getvalue()
-
-    cmyk = save("JPEG", "CMYK")
+    good = jpeg(60, 90)
+    image = Image.open(io.BytesIO(good))
+    cmyk, png = encode(image.convert("CMYK"), "JPEG"), encode(image)
     transform = cmyk.index(b"Adobe") + 11  # 0 for CMYK, 2 for YCCK
-    size = sound.index(b"\xff\xc0") + 5  # of the frame: height and width
+    size = good.index(b"\xff\xc0") + 5  # of the frame: height and width
+    start, end = good[:size], good[size + 4 :]
     return {
-        "jpeg": (sound, "JPEG", None),
-        "progressive": (save("JPEG", progressive=True), "JPEG", None),
-        "with_a_tail": (sound + b"tail" * 9, "JPEG", None),
-        "grayscale": (save("JPEG", "L"), "grayscale JPEG", None),
+        "jpeg": (good, "JPEG", None),
+        "progressive": (encode(image, "JPEG", progressive=True), "JPEG", None),
+        "with_a_tail": (good + b"tail" * 9, "JPEG", None),
+        "grayscale": (encode(image.convert("L"), "JPEG"), "grayscale JPEG", None),
         "cmyk": (cmyk, "CMYK JPEG", None),
         "ycck": (cmyk[:transform] + b"\2" + cmyk[transform + 1 :], "YCCK JPEG", None),
-        "png": (save("PNG"), "PNG", None),
-        "png_with_alpha": (save("PNG", "RGBA"), "PNG", None),
-        "gif": (save("GIF"), None, "GIF image"),
-        "webp": (save("WEBP"), None, "WebP image"),
-        "bmp": (save("BMP"), None, "BMP image"),
-        "cut_in_half": (sound[: len(sound) // 2], None, "truncated JPEG"),
-        "cut_by_one": (sound[:-1], None, "truncated JPEG"),
-        "cut_in_its_header": (sound[:40], None, "damaged JPEG"),
-        "huge": (
-            sound[:size] + (65500).to_bytes(2, "big") * 2 + sound[size + 4 :],
-            None,
-            "too many pixels",
-        ),
-        "no_height": (sound[:size] + bytes(2) + sound[size + 2 :], None, "damaged JPEG"),
-        "damaged_png": (save("PNG")[:-60], None, "damaged PNG"),
+        "png": (png, "PNG", None),
+        "png_with_alpha": (encode(image.convert("RGBA")), "PNG", None),
+        "gif": (encode(image, "GIF"), None, "GIF image"),
+        "webp": (encode(image, "WEBP"), None, "WebP image"),
+        "bmp": (encode(image, "BMP"), None, "BMP image"),
+        "cut_in_half": (good[: len(good) // 2], None, "truncated JPEG"),
+        "cut_by_one": (good[:-1], None, "truncated JPEG"),
+        "cut_in_its_header": (good[:40], None, "damaged JPEG"),
+        "huge": (start + (65500).to_bytes(2, "big") * 2 + end, None, "too many pixels"),
+        "no_height": (start + bytes(2) + good[size + 2 :], None, "damaged JPEG"),
+        "damaged_png": (png[:-60], None, "damaged PNG"),
         "empty": (b"", None, "empty image"),
         "zeros": (bytes(999), None, "zero bytes"),
         "text": (b"404 not found", None, "text"),
@@ -89,9 +102,14 @@ def image_zoo() -> dict[str, tuple[bytes, str | None, str | None]]:
     }
 
 
-def write_tfrecord(path: Path, examples: list[dict]) -> str:
+def valid_images() -> list[bytes]:
+    """Returns the images of `image_zoo` that both backends decode."""
+    return [image for image, image_format, _ in image_zoo().values() if image_format]
+
+
+def write_tfrecord(path: Path | str, examples: list[dict]) -> str:
     """Writes examples (feature key -> value) as one TFRecord file, without an index."""
-    path.write_bytes(b"".join(frame_record(encode_example(example)) for example in examples))
+    Path(path).write_bytes(b"".join(frame_record(encode_example(example)) for example in examples))
     return str(path)
 
 
@@ -106,20 +124,34 @@ def numbered_examples(count: int, *, first: int = 0) -> list[dict]:
     ]
 
 
+def write_indexed(file: Path, examples: list[dict], checks=None, **arguments) -> DatasetSpec:
+    """Writes and indexes one TFRecord file; `checks` and `arguments` are for `build_index`."""
+    write_tfrecord(file, examples)
+    build_index(file, checks, **arguments)
+    return DatasetSpec.from_files(file)
+
+
 def write_dataset(folder: Path, counts: list[int]) -> DatasetSpec:
     """Writes and indexes one TFRecord file for each count; labels number the records through all
     files.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    first = 0
     for position, count in enumerate(counts):
-        write_tfrecord(
-            folder / f"train-{position:05d}-of-{len(counts):05d}",
-            numbered_examples(count, first=first),
-        )
-        first += count
-    build_index(str(folder / "train-*"))
-    return DatasetSpec.from_files(str(folder / "train-*"))
+        file = folder / f"train-{position:05d}-of-{len(counts):05d}"
+        write_tfrecord(file, numbered_examples(count, first=sum(counts[:position])))
+    build_index(folder / "train-*")
+    return DatasetSpec.from_files(folder / "train-*")
+
+
+def spec_of(dataset: DatasetSpec, order: str, preprocess: Preprocess, **changes) -> InputSpec:
+    return InputSpec(dataset=dataset, preprocess=preprocess, order=order, **changes)
+
+
+def take(batches, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the images and the labels of the first `count` batches, each joined."""
+    iterator = iter(batches)
+    taken = [next(iterator) for _ in range(count)]
+    return tuple(np.concatenate([batch[part].numpy() for batch in taken]) for part in (0, 1))
 
 
 @pytest.fixture(scope="session")
@@ -131,21 +163,10 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> DatasetSpec:
 @pytest.fixture(scope="session")
 def sample_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which data/sample holds a small, indexed piece of the sample data."""
-    import subprocess
-
     folder = tmp_path_factory.mktemp("sample")
     out = folder / "data" / "sample"
-    command = [
-        sys.executable,
-        SCRIPTS / "make_sample_tfrecords.py",
-        "--num_images=96",
-        "--num_validation_images=32",
-        out,
-    ]
+    script = SCRIPTS / "make_sample_tfrecords.py"
+    command = [sys.executable, script, "--num_images=96", "--num_validation_images=32", out]
     subprocess.run(command, check=True, capture_output=True)
-    subprocess.run(
-        [sys.executable, SCRIPTS / "index_tfrecords.py", f"{out}/*-of-*"],
-        check=True,
-        capture_output=True,
-    )
+    build_index(out / "*-of-*")
     return folder

@@ -1,10 +1,8 @@
-"""A record that stops training: the error names it, and its command mends it."""
+"""A record that stops training: the error names it, and its command fixes it."""
 
 import itertools
-import json
 import os
 import subprocess
-import sys
 import types
 
 import keras
@@ -12,13 +10,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from commands import fails, run
-from conftest import SCRIPTS, jpeg, numbered_examples, write_tfrecord
+from conftest import BACKENDS, DALI, TF_DATA, jpeg, numbered_examples, spec_of, write_tfrecord
+from models import fit, make_model
 
 from dali_tf_input import (
+    Checks,
     DaliOptions,
     DatasetSpec,
     InputError,
-    InputSpec,
     Preprocess,
     TfDataOptions,
     bad_record,
@@ -29,69 +28,74 @@ from dali_tf_input.distribution import distribute
 from dali_tf_input.order import read_index
 from dali_tf_input.resume import Resume
 
-BACKENDS = {"dali": DaliOptions(device="cpu"), "tf_data": TfDataOptions()}
 COUNT, FILES = 40, 3
+NUM_CLASSES = COUNT * FILES
 BAD = 63  # of all records: number 23 of the second file
-
+TEXT = {"image/encoded": b"404 not found"}
+TRUNCATED = {"image/encoded": jpeg(300, 400)[:4000]}
 DAMAGES = {
-    "text": (
-        {"image/encoded": b"404 not found"},
-        "text: expected an encoded image, found b'404 not found'",
-    ),
-    "truncated": ({"image/encoded": jpeg(300, 400)[:4000]}, "truncated JPEG: "),
+    "text": (TEXT, "text: expected an encoded image, found b'404 not found'"),
+    "truncated": (TRUNCATED, "truncated JPEG: "),
     "empty": ({"image/encoded": b""}, "empty image: `image_key` 'image/encoded' holds 0 bytes."),
 }
+backends = pytest.mark.parametrize("backend", BACKENDS)
 
 
 def write(folder, changes, *, bad=BAD, skip=()):
-    """Writes and indexes records of which one is bad; `skip` are left out by the index already."""
+    """Writes and indexes records of which one is bad; `skip` are skipped by the index already."""
     folder.mkdir(exist_ok=True)
-    examples = numbered_examples(COUNT * FILES)
+    examples = numbered_examples(NUM_CLASSES)
     examples[bad] |= changes
     for number in skip:
         examples[number]["image/encoded"] = b""
     for part in range(FILES):
         write_tfrecord(folder / f"train-{part}", examples[part * COUNT : (part + 1) * COUNT])
     if skip:
-        command = [
-            sys.executable,
-            SCRIPTS / "index_tfrecords.py",
-            "--verify=schema",
-            "--on_bad=skip",
-            folder / "train-0",
-        ]
-        subprocess.run([*command, "--max_bad_fraction=1"], check=True, capture_output=True)
-    build_index(str(folder / "train-*"))
-    return DatasetSpec.from_files(str(folder / "train-*"))
+        checks = Checks(verify="schema")
+        build_index(folder / "train-0", checks, on_bad="skip", max_bad_fraction=1)
+    build_index(folder / "train-*")
+    return DatasetSpec.from_files(folder / "train-*")
 
 
-def make_model(strategy=None):
-    with strategy.scope() if strategy else tf.device(None):
-        model = keras.Sequential(
-            [
-                keras.layers.Input((8, 8, 3)),
-                keras.layers.GlobalAveragePooling2D(),
-                keras.layers.Dense(COUNT * FILES),
-            ]
-        )
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile("sgd", loss, weighted_metrics=["accuracy"])
-    return model
+def training(dataset, order="global", **changes):
+    return spec_of(dataset, order, Preprocess.for_training(8), **changes)
 
 
-def spec_of(dataset, order="global", **changes):
-    return InputSpec(dataset=dataset, preprocess=Preprocess.for_training(8), order=order, **changes)
+def feed(dataset, backend, order="global", *, batch_size=4, options=None, **changes):
+    spec, options = training(dataset, order, **changes), options or BACKENDS[backend]
+    return distribute(spec, options, global_batch_size=batch_size)
 
 
-def fit(train, model, epochs=2):
-    with train.explain_errors(model):
-        model.fit(
-            train.dataset,
-            steps_per_epoch=train.steps_per_epoch,
-            epochs=epochs,
-            shuffle=False,
-            verbose=0,
-        )
+def feed_evaluation(dataset, backend, *, batch_size=8):
+    spec = spec_of(dataset, "sequential", Preprocess.for_evaluation(8), repeat=False)
+    return distribute(spec, BACKENDS[backend], global_batch_size=batch_size)
+
+
+def make_classifier():
+    pool = keras.layers.GlobalAveragePooling2D()
+    return make_model(8, NUM_CLASSES, pool, weighted_metrics=["accuracy"])
+
+
+def train_on(fed, model=None, epochs=2):
+    model = model or make_classifier()
+    with fed.explain_errors(model):
+        fit(model, fed, epochs)
+
+
+def stops(message):
+    return pytest.raises(BadRecordError, match=message)
+
+
+def explain_message(dataset, message, order="global", **arguments):
+    """Explains an error of DALI's."""
+    error = tf.errors.InternalError(None, None, f"DALI_ERROR\n{message}")
+    return explain(error, [FailedInput(training(dataset, order), DALI, None, 4)], **arguments)
+
+
+def index(*arguments):
+    process = run("index_tfrecords.py", "--on_bad=skip", *arguments)
+    assert process.returncode == 0, process.stderr
+    return process.stdout
 
 
 @pytest.mark.parametrize(
@@ -108,187 +112,133 @@ def test_the_error_names_the_record(tmp_path, backend, order, damage):
     changes, reason = DAMAGES[damage]
     dataset = write(tmp_path, changes)
     with pytest.raises(BadRecordError) as caught:
-        fit(
-            distribute(
-                spec_of(dataset, order, buffer_size=8), BACKENDS[backend], global_batch_size=4
-            ),
-            make_model(),
-        )
+        train_on(feed(dataset, backend, order, buffer_size=8))
     text = str(caught.value)
     assert text.startswith(f"{tmp_path}/train-1: record 23, byte ")
     assert reason in text
-    assert text.endswith(
-        f"-m dali_tf_input.index --verify=decode --on_bad=skip '{tmp_path}/train-*'"
-    )
+    command = "-m dali_tf_input.index --verify=decode --on_bad=skip"
+    assert text.endswith(f"{command} '{tmp_path}/train-*'")
     assert isinstance(caught.value, InputError)
     assert isinstance(caught.value.__cause__, tf.errors.OpError)
     assert (caught.value.file, caught.value.bad_record.record) == (f"{tmp_path}/train-1", 23)
 
 
+def train_by_script(folder, *arguments):
+    files, classes = f"--files={folder}/train-*", f"--num_classes={NUM_CLASSES}"
+    return run("train.py", files, classes, "--image_size=16", *arguments)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["dali"])
-def test_the_command_mends_it(tmp_path, backend):
+def test_the_command_fixes_it(tmp_path):
     """Trained by the script; the command that it prints is run as it stands, by the interpreter of
     this environment.
     """
-    write(tmp_path, DAMAGES["text"][0])
-    arguments = [
-        f"--files={tmp_path}/train-*",
-        f"--backend={backend.replace('dali', 'dali_cpu')}",
-        "--epochs=1",
-        "--image_size=16",
-    ]
-    arguments.append(f"--num_classes={COUNT * FILES}")
-    process = run("train.py", *arguments)
+    write(tmp_path, TEXT)
+    process = train_by_script(tmp_path, "--backend=dali_cpu", "--epochs=1")
     assert process.returncode == 1
     assert "Traceback" not in process.stderr
     last = process.stderr.splitlines()[-1]
     assert last.startswith(f"error: {tmp_path}/train-1: record 23, byte ")
     command = last.partition("Skip bad records: ")[2]
     subprocess.run(["bash", "-c", command], check=True, capture_output=True, cwd=tmp_path)
-    process = run("train.py", *arguments)
+    process = train_by_script(tmp_path, "--backend=dali_cpu", "--epochs=1")
     assert process.returncode == 0, process.stderr
     assert "Traceback" not in process.stderr
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("shuffle_block_size", [1, 7])
-def test_a_plan_leads_to_the_record(tmp_path, monkeypatch, backend, shuffle_block_size):
-    """Of 120 records those of a few steps are looked at, whatever the epoch: so it is with a
-    million too.
+@backends
+@pytest.mark.parametrize("block", [1, 7])
+def test_a_plan_leads_to_the_record(tmp_path, monkeypatch, backend, block):
+    """Of 120 records those of a few steps are checked, whatever the epoch: so it is with a million
+    too.
     """
     checked = []
     check = bad_record._Search._check
     monkeypatch.setattr(
         bad_record._Search, "_check", lambda *given: checked.append(given[1]) or check(*given)
     )
-    first_of_files = np.array([0, COUNT, 2 * COUNT])
+    dataset = write(tmp_path, TEXT)
+    files = {"shuffle_block_size": block, "first_of_files": np.array([0, COUNT, 2 * COUNT])}
     for seed, begun_behind in ((0, False), (1, True)):
-        dataset = write(tmp_path / f"{seed}", DAMAGES["text"][0])
-        train = distribute(
-            spec_of(dataset, seed=seed, shuffle_block_size=shuffle_block_size),
-            BACKENDS[backend],
-            global_batch_size=2,
-        )
-        order = bad_record.shuffle(
-            COUNT * FILES,
-            seed=seed,
-            epoch=0,
-            shuffle_block_size=shuffle_block_size,
-            first_of_files=first_of_files,
-        )
+        fed = feed(dataset, backend, batch_size=2, seed=seed, shuffle_block_size=block)
+        order = bad_record.shuffle(NUM_CLASSES, seed=seed, epoch=0, **files).tolist()
         if begun_behind:  # the record in its epoch, so that it comes in the next one
-            train.start_step.step = min(
-                order.tolist().index(BAD) // 2 + 1, train.steps_per_epoch - 1
-            )
+            fed.start_step.step = min(order.index(BAD) // 2 + 1, fed.steps_per_epoch - 1)
         checked.clear()
-        with pytest.raises(BadRecordError, match=r"train-1: record 23, byte"):
-            fit(train, make_model(), epochs=3)
+        with stops(r"train-1: record 23, byte"):
+            train_on(fed, epochs=3)
         assert checked[-1] == BAD
-        assert len(checked) <= (
-            4 if backend == "tf_data" else 16
-        )  # DALI may fail a few batches ahead
+        # DALI may fail a few batches ahead.
+        assert len(checked) <= (4 if backend == "tf_data" else 16)
 
 
 def test_dali_names_file_and_byte(tmp_path, monkeypatch):
-    """Where DALI reads there is no plan: its message is enough, and nothing else is looked at."""
-    dataset = write(tmp_path, DAMAGES["truncated"][0])
-    train = distribute(
-        spec_of(dataset, "buffer"), DaliOptions(device="cpu", decode="full"), global_batch_size=4
-    )
+    """Where DALI reads there is no plan: its message is enough, and nothing else is checked."""
+    dataset = write(tmp_path, TRUNCATED)
+    fed = feed(dataset, "dali", "buffer", options=DaliOptions(device="cpu", decode="full"))
     monkeypatch.setattr(bad_record._Search, "check_first_bad", lambda *_: pytest.fail("searched"))
     with pytest.raises(BadRecordError) as caught:
-        fit(train, make_model())
-    assert (caught.value.file, caught.value.bad_record.record) == (
-        str(tmp_path / "train-1"),
-        BAD - COUNT,
-    )
+        train_on(fed)
+    file = str(tmp_path / "train-1")
+    assert (caught.value.file, caught.value.bad_record.record) == (file, BAD - COUNT)
 
 
 def test_what_dali_refuses_and_others_do_not(tmp_path):
-    """A byte anywhere in a sound record: DALI is believed, and the number counts what the index
-    leaves out.
+    """A byte anywhere in a valid record: DALI is believed, and the number counts what the index
+    skips.
     """
     dataset = write(tmp_path, {}, skip=(2, 5))
-    place = read_index(dataset.index_files[0])[10]
-    message = (
-        f"DALI_ERROR\nFailed to decode sample #3 : {dataset.files[0]} at index"
-        f" {place[0] + place[1] // 2}\nno"
-    )
-    found = explain(
-        tf.errors.InternalError(None, None, message),
-        [FailedInput(spec_of(dataset), BACKENDS["dali"], None, 4)],
-    )
+    offset, size = read_index(dataset.index_files[0])[10]
+    message = f"Failed to decode sample #3 : {{}} at index {offset + size // 2}\nno"
+    found = explain_message(dataset, message.format(dataset.files[0]))
     assert isinstance(found, BadRecordError)
-    assert (found.bad_record.record, found.bad_record.offset, found.bad_record.reason) == (
-        12,
-        place[0],
-        "damaged image",
-    )
-    elsewhere = message.replace(dataset.files[0], "/another/file")
-    found = explain(
-        tf.errors.InternalError(None, None, elsewhere),
-        [FailedInput(spec_of(dataset), BACKENDS["dali"], None, 4)],
-    )
-    assert not isinstance(found, BadRecordError)
+    bad = found.bad_record
+    assert (bad.record, bad.offset, bad.reason) == (12, offset, "damaged image")
+    elsewhere = explain_message(dataset, message.format("/another/file"))
+    assert not isinstance(elsewhere, BadRecordError)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["tf_data"])
-def test_two_replicas(tmp_path, backend):
+def test_two_replicas(tmp_path):
     """In a process of its own: what failed in the middle of a step leaves TensorFlow's collectives
     behind for good.
     """
-    write(tmp_path, DAMAGES["text"][0])
-    arguments = [
-        f"--files={tmp_path}/train-*",
-        f"--backend={backend}",
-        "--replicas=2",
-        "--global_batch_size=4",
-        "--image_size=16",
-    ]
-    process = run("train.py", *arguments, f"--num_classes={COUNT * FILES}")
+    write(tmp_path, TEXT)
+    flags = ["--backend=tf_data", "--replicas=2", "--global_batch_size=4"]
+    process = train_by_script(tmp_path, *flags)
     fails(process, f"error: {tmp_path}/train-1: record 23, byte ", bad_records=True)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@backends
 def test_evaluation_resuming_and_the_first_batch(tmp_path, backend):
-    dataset = write(tmp_path / "records", DAMAGES["text"][0])
+    dataset = write(tmp_path / "records", TEXT)
     pattern = r"train-1: record 23, byte [\d,]+: text: .* Skip bad records: .*dali_tf_input.index "
-    evaluation = InputSpec(
-        dataset=dataset, preprocess=Preprocess.for_evaluation(8), order="sequential", repeat=False
-    )
-    validation = distribute(evaluation, BACKENDS[backend], global_batch_size=8)
-    with pytest.raises(BadRecordError, match=pattern), validation.explain_errors():
-        make_model().evaluate(validation.dataset, verbose=0)
-    with pytest.raises(BadRecordError, match=pattern):
-        Resume(
-            tmp_path / "run", distribute(spec_of(dataset), BACKENDS[backend], global_batch_size=8)
-        ).fit(make_model(), epochs=1)
-    with pytest.raises(BadRecordError, match=pattern):  # `distribute` itself takes a batch
-        distribute(spec_of(dataset), BACKENDS[backend], global_batch_size=COUNT * FILES)
+    validation = feed_evaluation(dataset, backend)
+    with stops(pattern), validation.explain_errors():
+        make_classifier().evaluate(validation.dataset, verbose=0)
+    with stops(pattern):
+        Resume(tmp_path / "run", feed(dataset, backend)).fit(make_classifier(), epochs=1)
+    with stops(pattern):  # `distribute` itself takes a batch
+        feed(dataset, backend, batch_size=NUM_CLASSES)
 
 
-def test_numbers_count_what_the_index_leaves_out(tmp_path):
-    dataset = write(tmp_path, DAMAGES["text"][0], bad=30, skip=(3, 4, 17))
-    assert dataset.num_records == COUNT * FILES - 3
-    with pytest.raises(BadRecordError, match=r"train-0: record 30, byte"):
-        fit(distribute(spec_of(dataset), TfDataOptions(), global_batch_size=4), make_model())
+def test_numbers_count_what_the_index_skips(tmp_path):
+    dataset = write(tmp_path, TEXT, bad=30, skip=(3, 4, 17))
+    assert dataset.num_records == NUM_CLASSES - 3
+    with stops(r"train-0: record 30, byte"):
+        train_on(feed(dataset, "tf_data"))
 
 
 def test_a_file_that_is_damaged_while_it_is_read(tmp_path):
     """The data's CRC fails in the middle of training."""
     dataset = write(tmp_path, {})
-    train = distribute(
-        spec_of(dataset, "buffer", buffer_size=1),
-        TfDataOptions(num_parallel_reads=1),
-        global_batch_size=4,
-    )
+    one_by_one = TfDataOptions(num_parallel_reads=1)
+    fed = feed(dataset, "tf_data", "buffer", options=one_by_one, buffer_size=1)
     with open(dataset.files[2], "r+b") as stream:
         stream.seek(5000)
         stream.write(b"\xff\0\xff")
-    with pytest.raises(BadRecordError, match=r"train-2: record \d+, byte [\d,]+: unreadable: "):
-        fit(train, make_model())
+    with stops(r"train-2: record \d+, byte [\d,]+: unreadable: "):
+        train_on(fed)
 
 
 @pytest.mark.parametrize(
@@ -298,7 +248,10 @@ def test_a_file_that_is_damaged_while_it_is_read(tmp_path):
         *(("cut in a record", *how) for how in (("dali", "buffer"), ("tf_data", "global"))),
         *(("emptied", *how) for how in (("dali", "global"), ("tf_data", "buffer"))),
         *(("length", *how) for how in (("dali", "global"), ("tf_data", "buffer"))),
-        *(("removed", *how) for how in (("dali", "buffer"), ("tf_data", "global"))),
+        *(
+            ("removed", *how)
+            for how in (("dali", "buffer"), *itertools.product(BACKENDS, ["global"]))
+        ),
     ],
 )
 def test_a_file_that_changes_after_it_was_described(tmp_path, backend, order, damage):
@@ -306,10 +259,9 @@ def test_a_file_that_changes_after_it_was_described(tmp_path, backend, order, da
     `bad_records.jsonl`.
     """
     dataset = write(tmp_path, {})
-    train = distribute(
-        spec_of(dataset, order, buffer_size=8), BACKENDS[backend], global_batch_size=4
-    )
+    fed = feed(dataset, backend, order, buffer_size=8)
     offset, size = read_index(dataset.index_files[1])[23]
+    ends = {"cut in a record": offset + size // 2, "cut between records": offset, "emptied": 0}
     file = tmp_path / "train-1"
     if damage == "removed":
         file.unlink()
@@ -318,14 +270,9 @@ def test_a_file_that_changes_after_it_was_described(tmp_path, backend, order, da
             stream.seek(offset)
             stream.write(b"\xff")
     else:
-        os.truncate(
-            file,
-            {"cut in a record": offset + size // 2, "cut between records": offset, "emptied": 0}[
-                damage
-            ],
-        )
+        os.truncate(file, ends[damage])
     with pytest.raises(InputError) as caught:
-        fit(train, make_model())
+        train_on(fed)
     text = str(caught.value)
     assert f"-m dali_tf_input.index --verify=decode --on_bad=skip '{tmp_path}/train-*'" in text
     if damage == "removed":
@@ -334,141 +281,98 @@ def test_a_file_that_changes_after_it_was_described(tmp_path, backend, order, da
         return
     assert isinstance(caught.value, BadRecordError)
     assert caught.value.file == str(file)
-    if damage in (
-        "cut in a record",
-        "length",
-    ):  # else the records that are missing are behind all there are
-        process = run(
-            "index_tfrecords.py",
-            "--verify=decode",
-            "--on_bad=skip",
-            "--max_bad_fraction=1",
-            f"{tmp_path}/train-*",
+    if damage in ("cut in a record", "length"):  # else all that is missing comes after the others
+        listed = []
+        build_index(
+            tmp_path / "train-*",
+            on_bad="skip",
+            max_bad_fraction=1,
+            on_bad_record=lambda file, bad: listed.append(bad.record),
         )
-        assert process.returncode == 0, process.stderr
-        listed = [
-            json.loads(line)["record"]
-            for line in (tmp_path / "bad_records.jsonl").read_text().splitlines()
-        ]
         assert listed == [23]
-        assert caught.value.bad_record.record >= 23
-        if caught.value.bad_record.offset == offset:
-            assert caught.value.bad_record.record == 23
+        found = caught.value.bad_record
+        assert found.record >= 23
+        if found.offset == offset:
+            assert found.record == 23
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@backends
 def test_steps_of_its_own(tmp_path, backend):
     """An evaluation, a prediction and a second `fit` count from 0, and accumulated gradients count
     less than one a batch.
     """
-    dataset = write(tmp_path, DAMAGES["truncated" if backend == "dali" else "text"][0])
-    train = distribute(spec_of(dataset), BACKENDS[backend], global_batch_size=2)
-    evaluation = InputSpec(
-        dataset=dataset, preprocess=Preprocess.for_evaluation(8), order="sequential", repeat=False
-    )
-    validation = distribute(evaluation, BACKENDS[backend], global_batch_size=2)
-    model = make_model()
-    for look in (model.evaluate, model.predict):
-        with (
-            pytest.raises(BadRecordError, match="train-1: record 23, byte"),
-            validation.explain_errors(model),
-        ):
-            look(validation.dataset, verbose=0)
+    dataset = write(tmp_path, TRUNCATED if backend == "dali" else TEXT)
+    fed = feed(dataset, backend, batch_size=2)
+    validation = feed_evaluation(dataset, backend, batch_size=2)
+    model = make_classifier()
+    for use in (model.evaluate, model.predict):
+        with stops("train-1: record 23, byte"), validation.explain_errors(model):
+            use(validation.dataset, verbose=0)
     accumulating = keras.optimizers.SGD(gradient_accumulation_steps=30)
     model.compile(accumulating, model.loss)
-    with pytest.raises(BadRecordError, match="train-1: record 23, byte"):
-        fit(train, model)
+    with stops("train-1: record 23, byte"):
+        train_on(fed, model)
 
 
 def test_from_another_folder(tmp_path, monkeypatch):
     """Files that were named from a folder that the program left since."""
-    write(tmp_path, DAMAGES["text"][0])
+    write(tmp_path, TEXT)
     monkeypatch.chdir(tmp_path)
-    dataset = DatasetSpec.from_files("train-*")
-    train = distribute(
-        spec_of(dataset, "buffer", buffer_size=8), BACKENDS["dali"], global_batch_size=4
-    )
+    fed = feed(DatasetSpec.from_files("train-*"), "dali", "buffer", buffer_size=8)
     monkeypatch.chdir("/")
     with pytest.raises(BadRecordError) as caught:
-        fit(train, make_model())
+        train_on(fed)
     assert caught.value.file == str(tmp_path / "train-1")
     assert f"--on_bad=skip '{tmp_path}/train-*'" in str(caught.value)
 
 
 @pytest.mark.slow
 def test_the_command_checks_as_before(tmp_path):
-    """What an index left out by checks of its own stays out; what was decoded before is decoded
+    """What an index skipped by checks of its own stays skipped; what was decoded before is decoded
     again.
     """
-    dataset = write(tmp_path, {"image/class/label": 9999})
+    write(tmp_path, {"image/class/label": 9999})
     pattern = str(tmp_path / "train-*")
-    for argument, options, expected in (
-        ("--verify=schema --num_classes=300", BACKENDS["dali"], "--num_classes=300"),
-        (
-            "--verify=decode --num_classes=300 --decoder=tf_data --max_pixels=1000000",
-            BACKENDS["tf_data"],
-            "--num_classes=300 --decoder=tf_data --max_pixels=1000000 --force",
-        ),
-        (
-            "--verify=decode --decoder=tf_data",
-            BACKENDS["dali"],
-            "--force",
-        ),  # tf.data's was content: both are asked now
+    both = "--num_classes=300 --decoder=tf_data --max_pixels=1000000"
+    for flags, options, expected in (
+        ("--verify=schema --num_classes=300", DALI, "--num_classes=300"),
+        (f"--verify=decode {both}", TF_DATA, f"{both} --force"),
+        # tf.data's decoder was content: both are asked now.
+        ("--verify=decode --decoder=tf_data", DALI, "--force"),
     ):
-        process = run(
-            "index_tfrecords.py",
-            *argument.split(),
-            "--on_bad=skip",
-            "--max_bad_fraction=1",
-            pattern,
-        )
-        assert process.returncode == 0, process.stderr
-        dataset = DatasetSpec.from_files(pattern)
-        command = bad_record._skip_command(dataset, options).partition(" -m ")[2]
-        assert (
-            command == f"dali_tf_input.index --verify=decode --on_bad=skip {expected} {pattern!r}"
-        )
+        index("--max_bad_fraction=1", *flags.split(), pattern)
+        command = bad_record._skip_command(DatasetSpec.from_files(pattern), options)
+        head = "dali_tf_input.index --verify=decode --on_bad=skip"
+        assert command.partition(" -m ")[2] == f"{head} {expected} {pattern!r}"
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        (
-            "Critical error in pipeline:\nFailed to decode sample #3 : {file} at index"
-            " {offset}\nCurrent pipeline object"
-        ),
-        "Error while parsing TFRecord file: {file} at index {offset} (some reason)\n",
+        "Critical error in pipeline:\nFailed to decode sample #3 : {} at index {}\nCurrent",
+        "Error while parsing TFRecord file: {} at index {} (some reason)\n",
     ],
 )
 def test_what_dali_says(tmp_path, text):
-    dataset = write(tmp_path, DAMAGES["text"][0])
+    dataset = write(tmp_path, TEXT)
     offset, _ = read_index(dataset.index_files[1])[23]
-    error = tf.errors.InternalError(
-        None, None, "DALI_ERROR\n" + text.format(file=dataset.files[1], offset=offset)
-    )
-    found = explain(
-        error,
-        [FailedInput(spec_of(dataset, "buffer"), BACKENDS["dali"], None, 4)],
-        search_seconds=0,
-    )
+    message = text.format(dataset.files[1], offset)
+    found = explain_message(dataset, message, "buffer", search_seconds=0)
     assert isinstance(found, BadRecordError)
     assert found.bad_record.record == 23
 
 
-def test_other_errors_stay_as_they_are(tmp_path, dataset):
-    """Of the model, of memory, of Python: nothing is looked for."""
-    train = distribute(spec_of(dataset), TfDataOptions(), global_batch_size=4)
-    with (
-        pytest.raises(tf.errors.InvalidArgumentError, match="Incompatible shapes"),
-        train.explain_errors(),
-    ):
+def test_other_errors_stay_as_they_are(dataset):
+    """Of the model, of memory, of Python: nothing is searched."""
+    fed = feed(dataset, "tf_data")
+    shapes = pytest.raises(tf.errors.InvalidArgumentError, match="Incompatible shapes")
+    with shapes, fed.explain_errors():
         tf.zeros(3) + tf.zeros(4)
-    with pytest.raises(ZeroDivisionError), train.explain_errors():
+    with pytest.raises(ZeroDivisionError), fed.explain_errors():
         raise ZeroDivisionError
-    error = tf.errors.ResourceExhaustedError(
-        None, None, "OOM when allocating tensor [[IteratorGetNext]]"
-    )
-    assert explain(error, [FailedInput(train.spec, train.options, 0, 4)]) is None
+    message = "OOM when allocating tensor [[IteratorGetNext]]"
+    error = tf.errors.ResourceExhaustedError(None, None, message)
+    assert explain(error, [FailedInput(fed.spec, fed.options, 0, 4)]) is None
 
 
 def test_an_error_of_the_model_stays_as_it_is(tmp_path):
@@ -476,13 +380,8 @@ def test_an_error_of_the_model_stays_as_it_is(tmp_path):
     from the input.
     """
     dataset = write(tmp_path / "dali_records", {})
-    model = keras.Sequential(
-        [keras.layers.Input((8, 8, 3)), keras.layers.Flatten(), keras.layers.Dense(3)]
-    )
-    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    train = distribute(spec_of(dataset), DaliOptions(device="cpu"), global_batch_size=8)
     with pytest.raises(tf.errors.InvalidArgumentError, match="label value"):
-        Resume(tmp_path / "run", train).fit(model, epochs=1)
+        Resume(tmp_path / "run", feed(dataset, "dali")).fit(make_model(8, 3), epochs=1)
 
 
 @pytest.mark.parametrize(
@@ -496,72 +395,38 @@ def test_an_error_of_the_model_stays_as_it_is(tmp_path):
     ],
 )
 def test_training_and_validation_are_told_apart(tmp_path, backend, resumed, bad):
-    changes = DAMAGES["text"][0]
-    train = distribute(
-        spec_of(write(tmp_path / "train", changes if bad == "train" else {})),
-        BACKENDS[backend],
-        global_batch_size=8,
-    )
-    evaluation = InputSpec(
-        dataset=write(tmp_path / "validation", changes if bad == "validation" else {}),
-        preprocess=Preprocess.for_evaluation(8),
-        order="sequential",
-        repeat=False,
-    )
-    validation = distribute(evaluation, BACKENDS[backend], global_batch_size=8)
-    model = make_model()
-    pattern = (
-        rf"^{tmp_path}/{bad}/train-1: record 23, byte .* --on_bad=skip '{tmp_path}/{bad}/train-\*'"
-    )
-    with pytest.raises(BadRecordError, match=pattern):
+    changes = {bad: TEXT}
+    fed = feed(write(tmp_path / "train", changes.get("train", {})), backend, batch_size=8)
+    validation = write(tmp_path / "validation", changes.get("validation", {}))
+    validation = feed_evaluation(validation, backend)
+    model = make_classifier()
+    folder = f"{tmp_path}/{bad}"
+    with stops(rf"^{folder}/train-1: record 23, byte .* --on_bad=skip '{folder}/train-\*'"):
         if resumed:
-            Resume(tmp_path / "run", train).fit(model, epochs=1, validation=validation)
-        with train.explain_errors(model, validation):
-            model.fit(
-                train.dataset,
-                steps_per_epoch=train.steps_per_epoch,
-                validation_data=validation.dataset,
-                epochs=1,
-                shuffle=False,
-                verbose=0,
-            )
+            Resume(tmp_path / "run", fed).fit(model, epochs=1, validation=validation)
+        with fed.explain_errors(model, validation):
+            fit(model, fed, validation_data=validation.dataset)
 
 
 @pytest.mark.slow
-def test_training_goes_on_after_the_record_is_left_out(tmp_path):
-    """With --resume: the state is that of the same files with one record more, and is gone on with
-    at the same place.
+def test_training_resumes_after_the_record_is_skipped(tmp_path):
+    """With --resume: the state is that of the same files with one record more, and training
+    continues at the same place.
     """
-    write(tmp_path, DAMAGES["text"][0])
-    arguments = [
-        f"--files={tmp_path}/train-*",
-        "--epochs=3",
-        "--image_size=16",
-        f"--num_classes={COUNT * FILES}",
-    ]
-    arguments += [
-        "--global_batch_size=8",
-        f"--resume={tmp_path}/run",
-        "--save_every=1",
-        "--backend=tf_data",
-    ]
-    process = run("train.py", *arguments)
+    write(tmp_path, TEXT)
+    flags = [f"--resume={tmp_path}/run", "--save_every=1", "--backend=tf_data"]
+    flags += ["--global_batch_size=8", "--epochs=3"]
+    process = train_by_script(tmp_path, *flags)
     assert process.returncode == 1
     assert "record 23, byte " in process.stderr
-    assert (
-        run(
-            "index_tfrecords.py", "--verify=decode", "--on_bad=skip", f"{tmp_path}/train-*"
-        ).returncode
-        == 0
-    )
-    process = run("train.py", *arguments)
+    index("--verify=decode", f"{tmp_path}/train-*")
+    process = train_by_script(tmp_path, *flags)
     assert process.returncode == 0, process.stderr
-    assert (
-        "The index skips 1 more records than the saved state: resuming at step " in process.stderr
-    )
+    message = "The index skips 1 more records than the saved state: resuming at step "
+    assert message in process.stderr
     assert "Traceback" not in process.stderr
-    build_index(str(tmp_path / "train-*"), force=True)  # and back: that is another set of records
-    fails(run("train.py", *arguments), "`records` was 119, is 120")
+    build_index(tmp_path / "train-*", force=True)  # and back: that is another set of records
+    fails(train_by_script(tmp_path, *flags), "`records` was 119, is 120")
 
 
 @pytest.mark.parametrize(
@@ -572,68 +437,31 @@ def test_training_goes_on_after_the_record_is_left_out(tmp_path):
     ],
 )
 def test_the_command_has_what_the_spec_was_made_with(tmp_path, keys, offset, argument):
+    file = str(tmp_path / "train")
     examples = [
         {keys[0]: one["image/encoded"], keys[1]: one["image/class/label"] + offset}
         for one in numbered_examples(100)
     ]
     examples[7][keys[0]] = b"text"
-    write_tfrecord(tmp_path / "train", examples)
-    build_index(str(tmp_path / "train"))
-    dataset = DatasetSpec.from_files(
-        str(tmp_path / "train"), image_key=keys[0], label_key=keys[1], label_offset=offset
-    )
+    build_index(write_tfrecord(file, examples))
+    arguments = {"image_key": keys[0], "label_key": keys[1], "label_offset": offset}
     with pytest.raises(BadRecordError) as caught:
-        fit(distribute(spec_of(dataset), TfDataOptions(), global_batch_size=4), make_model())
-    assert str(caught.value).endswith(f"--on_bad=skip {argument} {tmp_path}/train")
-    process = run(
-        "index_tfrecords.py",
-        "--verify=decode",
-        "--on_bad=skip",
-        *argument.split(),
-        tmp_path / "train",
-    )
-    assert process.returncode == 0, process.stderr
-    assert "1 record (1.00%), listed in bad_records.jsonl" in process.stdout
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_file_that_vanishes(tmp_path, backend):
-    """The error names a file that is gone and what to do; no traceback of the search hides it."""
-    dataset = write(tmp_path, DAMAGES["text"][0])
-    train = distribute(spec_of(dataset), BACKENDS[backend], global_batch_size=4)
-    for file in dataset.files[1:]:
-        (tmp_path / file).unlink()
-    with pytest.raises(InputError, match=r"train-[12]: .*|train-[12] cannot be read") as caught:
-        fit(train, make_model())
-    assert "Restore what is missing" in str(caught.value) or "Skip bad records" in str(caught.value)
+        train_on(feed(DatasetSpec.from_files(file, **arguments), "tf_data"))
+    assert str(caught.value).endswith(f"--on_bad=skip {argument} {file}")
+    output = index("--verify=decode", "--decoder=dali", *argument.split(), file)
+    assert "1 record (1.00%), listed in bad_records.jsonl" in output
 
 
 def test_an_input_error_without_a_bad_record(dataset):
-    """What is known is said: the records were looked at, and the command that looks deeper."""
-    train = distribute(spec_of(dataset), TfDataOptions(), global_batch_size=4)
-    head = (
-        'Graph execution error:\n\nDetected at node DecodeJpeg defined at:\n  File "x.py", line 1,'
-        " in f"
-    )
-    error = types.SimpleNamespace(message=f"{head}\n\nis tired\n\t [[{{{{node A}}}}]]")
-    for step, checked in ((0, 24), (None, 24)):
-        found = explain(error, [FailedInput(train.spec, train.options, step, 4)])
+    """What is known is said: the records were checked, and the command that checks more deeply."""
+    fed = feed(dataset, "tf_data")
+    head = "Graph execution error:\n\nDetected at node DecodeJpeg defined at:\n"
+    message = f'{head}  File "x.py", line 1, in f\n\nis tired\n\t [[{{{{node A}}}}]]'
+    error = types.SimpleNamespace(message=message)
+    for step in (0, None):
+        found = explain(error, [FailedInput(fed.spec, fed.options, step, 4)])
         assert not isinstance(found, BadRecordError)
-        expected = (
-            f"The input failed (is tired), and none of the {checked} records that were checked"
-        )
+        expected = "The input failed (is tired), and none of the 24 records that were checked"
         assert expected in str(found)
-    found = explain(error, [FailedInput(train.spec, train.options, None, 4)], search_seconds=0.0)
+    found = explain(error, [FailedInput(fed.spec, fed.options, None, 4)], search_seconds=0.0)
     assert "none of the 0 records" in str(found)
-
-
-@pytest.mark.slow
-def test_training_says_nothing_of_it_when_nothing_is_wrong(sample_folder):
-    process = run(
-        "train.py",
-        "--files=data/sample/train-*",
-        "--epochs=1",
-        "--image_size=16",
-        cwd=sample_folder,
-    )
-    assert (process.returncode, process.stderr) == (0, "")

@@ -40,27 +40,15 @@ def test_measure_is_no_mean_of_rates():
     0.27 a second.
     """
     clock = Clock()
-    window = measure(
-        batches(clock, [0.1, 0.1, 0.1, 3.7]),
-        batch_size=1,
-        seconds=1.0,
-        warmup_batches=0,
-        clock=clock,
-        cpu_clock=clock,
-    )
+    how = {"seconds": 1.0, "warmup_batches": 0, "clock": clock, "cpu_clock": clock}
+    window = measure(batches(clock, [0.1, 0.1, 0.1, 3.7]), batch_size=1, **how)
     assert window.images_per_second == pytest.approx(1.0)
 
 
 def test_measure_takes_one_batch_at_least():
     clock = Clock()
-    window = measure(
-        batches(clock, [9.0]),
-        batch_size=4,
-        seconds=0.001,
-        warmup_batches=0,
-        clock=clock,
-        cpu_clock=clock,
-    )
+    how = {"seconds": 0.001, "warmup_batches": 0, "clock": clock, "cpu_clock": clock}
+    window = measure(batches(clock, [9.0]), batch_size=4, **how)
     assert (window.measured_batches, window.seconds) == (1, 9.0)
 
 

@@ -4,11 +4,10 @@ floors.
 
 import ast
 import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
+from commands import python
 from conftest import ROOT, SCRIPTS
 
 import dali_tf_input
@@ -27,33 +26,14 @@ FLOORS = [
     {"resume", "input_profile"},
 ]
 # Inside the two wings, from the ground up.
-INDEX = [
-    "tfrecord",
-    "example",
-    "contents",
-    "files",
-    "checks",
-    "file_check",
-    "manifest",
-    "pool",
-    "folder",
-    "build",
-]
-INDEX += ["trial_decode", "worker", "__main__"]
+INDEX = ["tfrecord", "example", "contents", "files", "checks", "file_check", "manifest", "pool"]
+INDEX += ["folder", "build", "trial_decode", "worker", "__main__"]
 BACKENDS = ["reading", "tf_augment", "tf_images", "dali_images", "tf_data", "dali"]
-SUPPORT = [
-    "cli",
-    "processes",
-    "machine",
-    "first_batches",
-    "flags",
-    "plots",
-    "train",
-    "convert",
-    "throughput",
-]
+SUPPORT = ["cli", "processes", "machine", "first_batches", "flags", "plots", "train", "convert"]
+SUPPORT += ["throughput"]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 TENSORFLOW_FROM = FLOOR_OF["backends"]
+FRAMEWORKS = {"tensorflow", "keras", "nvidia"}
 # Frameworks below that floor: what decodes images to see whether they can be decoded.
 EXCEPTIONS = {("index.trial_decode", "tensorflow"), ("index.trial_decode", "nvidia")}
 DALI_ROOMS = {"backends.dali", "backends.dali_images", "index.trial_decode"}
@@ -68,7 +48,7 @@ def modules_in(folder):
 
 
 def imports_of(tree, package):
-    """Returns (module, whether at the top level) for each import; of the package, by its own names."""
+    """Returns (module, whether at the top level) for each import; the package's by their names."""
     found = []
     for node in ast.walk(tree):
         names = []
@@ -99,10 +79,7 @@ def test_imports_point_down():
         room, _, inside = name.partition(".")
         for module, _ in imports_of(tree, "dali_tf_input"):
             other, _, within = module.partition(".")
-            if (
-                other not in FLOOR_OF
-                or f"dali_tf_input.{module}" == "dali_tf_input.backends.tf_data"
-            ):
+            if other not in FLOOR_OF or module == "backends.tf_data":
                 continue
             if other == room:
                 order = {"index": INDEX, "backends": BACKENDS}[room]
@@ -128,15 +105,11 @@ def test_frameworks_stay_on_their_floors():
     for name, tree in modules_in(PACKAGE):
         for module, _ in imports_of(tree, "dali_tf_input"):
             framework = module.split(".")[0]
-            if (
-                framework in ("tensorflow", "keras", "nvidia")
-                and (name, framework) not in EXCEPTIONS
-            ):
-                assert FLOOR_OF[name.partition(".")[0]] >= TENSORFLOW_FROM, (
-                    f"{name} imports {module}"
-                )
+            imports = f"{name} imports {module}"
+            if framework in FRAMEWORKS and (name, framework) not in EXCEPTIONS:
+                assert FLOOR_OF[name.partition(".")[0]] >= TENSORFLOW_FROM, imports
             if framework == "nvidia":
-                assert name in DALI_ROOMS, f"{name} imports {module}"
+                assert name in DALI_ROOMS, imports
 
 
 def test_only_frameworks_are_imported_lazily():
@@ -165,16 +138,15 @@ def test_import_brings_no_framework():
         heavy = {"tensorflow", "keras", "nvidia"}
         assert not heavy & {name.split(".")[0] for name in sys.modules}
     """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    process = python("-c", code)
+    assert process.returncode == 0, process.stderr
 
 
 def test_import_takes_less_than_a_tenth_of_a_second():
     """In CPU time, the best of five: a busy machine makes it slower, but no faster."""
-    code = (
-        "import time; t = time.process_time(); import dali_tf_input; print(time.process_time() - t)"
-    )
-    runs = (subprocess.run([sys.executable, "-c", code], capture_output=True) for _ in range(5))
-    assert min(float(run.stdout) for run in runs) < 0.1
+    clock = "time.process_time()"
+    code = f"import time; t = {clock}; import dali_tf_input; print({clock} - t)"
+    assert min(float(python("-c", code).stdout) for _ in range(5)) < 0.1
 
 
 def test_every_name_is_there_and_known_to_type_checkers(tmp_path):
@@ -201,13 +173,11 @@ def test_every_name_is_there_and_known_to_type_checkers(tmp_path):
             reveal_type(spec.preprocess.crop)
             """)
     )
-    words = [sys.executable, "-m", "mypy", "--strict", f"--config-file={tmp_path}/none.ini", user]
     (tmp_path / "none.ini").write_text("[mypy]\nfollow_imports_for_stubs = true\n")
-    words[4:4] = ["--follow-imports=silent", f"--cache-dir={tmp_path}/cache"]
+    flags = ["--follow-imports=silent", f"--cache-dir={tmp_path}/cache"]
+    flags += ["--strict", f"--config-file={tmp_path}/none.ini"]
     environment = {**os.environ, "MYPYPATH": str(ROOT)}
-    process = subprocess.run(
-        words, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False
-    )
+    process = python("-m", "mypy", *flags, user, cwd=tmp_path, env=environment)
     assert process.returncode == 0, process.stdout
     assert 'Revealed type is "dali_tf_input.crops.Crop"' in process.stdout
 

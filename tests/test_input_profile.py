@@ -12,9 +12,10 @@ import pytest
 import tensorflow as tf
 import warm
 from commands import fails, run
-from conftest import SCRIPTS
+from conftest import BACKENDS, SCRIPTS, TF_DATA, refused, spec_of
+from models import FROM_LOGITS, fit, make_model
 
-from dali_tf_input import DaliOptions, InputError, InputSpec, Preprocess, TfDataOptions
+from dali_tf_input import Preprocess
 from dali_tf_input.distribution import distribute
 from dali_tf_input.input_profile import EpochProfile, InputProfile
 
@@ -77,7 +78,7 @@ def slow_input(seconds, *, overlapped):
 def test_right_to_within_5_points(made, model, overlapped, wait):
     dataset = slow_input(made, overlapped=overlapped)
     trained = Slow(model)
-    trained.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    trained.compile("sgd", FROM_LOGITS)
     profile = InputProfile(dataset, cached_steps=6)
     steps = 28 if overlapped == 8 else 14  # more than twice what was made ahead
     history = trained.fit(
@@ -97,58 +98,43 @@ def train_twice(records, options, num_replicas):
         strategy = num_replicas and tf.distribute.MirroredStrategy(
             [f"CPU:{number}" for number in range(num_replicas)]
         )
-        spec = InputSpec(dataset=records, preprocess=Preprocess.for_training(8), order="global")
+        spec = spec_of(records, "global", Preprocess.for_training(8))
         train = distribute(spec, options, strategy=strategy or None, global_batch_size=4)
         keras.utils.set_random_seed(0)
         with strategy.scope() if strategy else tf.device(None):
-            model = keras.Sequential(
-                [
-                    keras.layers.Input((8, 8, 3)),
-                    keras.layers.Conv2D(4, 3),
-                    keras.layers.BatchNormalization(),
-                    keras.layers.Dropout(0.3, seed=1),
-                    keras.layers.GlobalAveragePooling2D(),
-                    keras.layers.Dense(24),
-                ]
-            )
+            layers = [
+                keras.layers.Conv2D(4, 3),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dropout(0.3, seed=1),
+                keras.layers.GlobalAveragePooling2D(),
+            ]
             schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.5)
-            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-            model.compile(keras.optimizers.Adam(schedule), loss, metrics=["accuracy"])
+            optimizer = keras.optimizers.Adam(schedule)
+            model = make_model(8, 24, *layers, optimizer=optimizer, metrics=["accuracy"])
         callbacks = [InputProfile(train, cached_steps=3)] if profiled else []
-        history = model.fit(
-            train.dataset,
-            steps_per_epoch=12,
-            epochs=2,
-            verbose=0,
-            shuffle=False,
-            callbacks=callbacks,
-        )
-        assert len(history.history.pop("input_wait", [])) == 2 * profiled
-        history.history.pop("input_wait", None)
+        history = fit(model, train, epochs=2, steps_per_epoch=12, callbacks=callbacks)
+        assert len(history.pop("input_wait", [])) == 2 * profiled
         held = [*model.variables, *model.metrics_variables, *model.optimizer.variables]
         state = [variable.numpy() for variable in held]
-        found.append((history.history, state))
+        found.append((history, state))
     (history, state), (profiled_history, profiled_state) = found
     assert history == profiled_history
     for one, other in zip(state, profiled_state, strict=True):
         np.testing.assert_array_equal(one, other)
 
 
-OPTIONS = {"tf_data": TfDataOptions(), "dali": DaliOptions(device="cpu")}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [None, 1])
-@pytest.mark.parametrize("backend", OPTIONS)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_training_comes_out_the_same(dataset, backend, num_replicas):
     """Weights, optimizer, learning rate schedule, batch statistics, metrics: equal to the bit with
     and without it.
     """
-    train_twice(dataset, OPTIONS[backend], num_replicas)
+    train_twice(dataset, BACKENDS[backend], num_replicas)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", OPTIONS)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_training_of_two_replicas_comes_out_the_same(dataset, backend):
     """In a process of its own: what other tests left of TensorFlow's collectives does not meet
     these.
@@ -161,7 +147,7 @@ def test_training_of_two_replicas_comes_out_the_same(dataset, backend):
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
         from dali_tf_input import DatasetSpec
         import test_input_profile as test
-        test.train_twice(DatasetSpec.from_files({list(dataset.files)!r}), test.OPTIONS[{backend!r}], 2)
+        test.train_twice(DatasetSpec.from_files({list(dataset.files)!r}), test.BACKENDS[{backend!r}], 2)
     """
     process = warm.run(["-c", code], cwd=TESTS)
     assert process.returncode == 0, process.stderr
@@ -170,21 +156,18 @@ def test_training_of_two_replicas_comes_out_the_same(dataset, backend):
 def test_steps_per_execution_and_few_steps():
     dataset = slow_input(0.03, overlapped=False)
     model = Slow(0.09)
-    model.compile(
-        "sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), steps_per_execution=3
-    )
+    model.compile("sgd", FROM_LOGITS, steps_per_execution=3)
     profile = InputProfile(dataset, cached_steps=6)
     model.fit(dataset, steps_per_epoch=12, epochs=2, verbose=0, shuffle=False, callbacks=[profile])
-    assert (
-        profile.epochs[1].steps == 6
-    )  # two calls of three: what the queues held at first does not count
+    # Two calls of three: what the queues held at first does not count.
+    assert profile.epochs[1].steps == 6
     # Of the three steps of a call TensorFlow asks for the next batch beside the step: 30 ms of 300
     # are waited for.
     assert min(abs(epoch.wait - 0.1) for epoch in profile.epochs) <= 0.05
     model.fit(dataset, steps_per_epoch=3, epochs=1, verbose=0, shuffle=False, callbacks=[profile])
     assert profile.epochs[-1] == EpochProfile(0, 0, 0.0, 0.0)
     assert profile.epochs[-1].wait == 0
-    with pytest.raises(InputError, match="`cached_steps` must be at least 1, got 0"):
+    with refused("`cached_steps` must be at least 1, got 0"):
         InputProfile(dataset, cached_steps=0)
 
 
@@ -205,9 +188,8 @@ def test_other_optimizers_are_left_as_they_are():
             for optimizer in (self.first, *self.others):
                 with tf.GradientTape() as tape:
                     loss = tf.reduce_mean((self(data[0], training=True) - 1) ** 2)
-                optimizer.apply(
-                    tape.gradient(loss, self.trainable_variables), self.trainable_variables
-                )
+                gradients = tape.gradient(loss, self.trainable_variables)
+                optimizer.apply(gradients, self.trainable_variables)
             return {"loss": loss}
 
     found = []
@@ -228,47 +210,24 @@ def test_other_optimizers_are_left_as_they_are():
 
 def test_steps_per_execution_under_a_strategy_is_refused(dataset):
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-    spec = InputSpec(dataset=dataset, preprocess=Preprocess.for_training(8), order="global")
-    train = distribute(spec, TfDataOptions(), strategy=strategy, global_batch_size=4)
-    with strategy.scope():
-        model = keras.Sequential(
-            [keras.layers.Input((8, 8, 3)), keras.layers.Flatten(), keras.layers.Dense(24)]
-        )
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile("sgd", loss, steps_per_execution=2)
-    with pytest.raises(
-        InputError,
-        match="`steps_per_execution` 2 cannot be profiled under a strategy of several replicas",
-    ):
-        model.fit(
-            train.dataset,
-            steps_per_epoch=6,
-            shuffle=False,
-            verbose=0,
-            callbacks=[InputProfile(train)],
-        )
+    spec = spec_of(dataset, "global", Preprocess.for_training(8))
+    train = distribute(spec, TF_DATA, strategy=strategy, global_batch_size=4)
+    model = make_model(8, 24, strategy=strategy, steps_per_execution=2)
+    with refused("`steps_per_execution` 2 cannot be profiled under a strategy of several replicas"):
+        fit(model, train, callbacks=[InputProfile(train)])
 
 
 @pytest.mark.slow
 def test_train_profiles_its_input(sample_folder):
-    arguments = [
-        "--files=data/sample/train-*",
-        "--image_size=32",
-        "--epochs=2",
-        "--profile_input",
-        "--global_batch_size=8",
-    ]
+    arguments = ["--files=data/sample/train-*", "--image_size=32", "--epochs=2"]
+    arguments += ["--profile_input", "--global_batch_size=8"]
     process = run("train.py", *arguments, cwd=sample_folder)
     assert process.returncode == 0, process.stderr
     lines = process.stdout.splitlines()
     header = next(number for number, line in enumerate(lines) if "input_wait" in line)
     assert all(line.endswith("%") for line in lines[header + 1 : header + 3])
     assert "input: the network waits for it " in process.stdout
-    assert (
-        "fed well" in process.stdout
-        or "scripts/tune.py '--files=data/sample/train-*' --image_size=32" in process.stdout
-    )
-    fails(
-        run("train.py", *arguments, "--strategy=multi_worker", cwd=sample_folder),
-        "--profile_input are for --strategy=mirrored only",
-    )
+    command = "scripts/tune.py '--files=data/sample/train-*' --image_size=32"
+    assert "fed well" in process.stdout or command in process.stdout
+    process = run("train.py", *arguments, "--strategy=multi_worker", cwd=sample_folder)
+    fails(process, "--profile_input are for --strategy=mirrored only")

@@ -11,12 +11,8 @@ from dali_tf_input import DaliOptions, InputError, TfDataOptions, load_options, 
     "options",
     [
         TfDataOptions(),
-        TfDataOptions(
-            num_parallel_calls=4,
-            decode="scaled",
-            read_buffer_bytes=1 << 18,
-            service="grpc://host:1",
-        ),
+        TfDataOptions(num_parallel_calls=4, decode="scaled", read_buffer_bytes=9),
+        TfDataOptions(service="grpc://host:1"),
         DaliOptions(device="cpu", num_threads=3, read_mode="direct"),
         DaliOptions(device="gpu", hw_decoder_load=0.75, memory_hints=False, read_ahead=True),
     ],
@@ -32,6 +28,14 @@ def test_options_come_back_from_their_file(tmp_path, options):
     assert [file.name for file in tmp_path.iterdir()] == ["options.json"]
 
 
+def dali(**changes):
+    return {"backend": "dali", "options": {"device": "cpu", **changes}}
+
+
+def tf_data(**changes):
+    return {"backend": "tf_data", "options": changes}
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -40,14 +44,8 @@ def test_options_come_back_from_their_file(tmp_path, options):
         ("[]", "is not an options file"),
         ('{"format": "other", "version": 2}', "Invalid enum value 'other'"),
         ({"backend": "torch", "options": {}}, "Invalid enum value 'torch'"),
-        (
-            {"backend": "tf_data", "options": {"num_threads": 2}},
-            "TfDataOptions has no field `num_threads`. Tune again",
-        ),
-        (
-            {"backend": "dali", "options": {"device": "cpu", "num_threads": 0}},
-            "`num_threads` must be at least 1 or None, got 0",
-        ),
+        (tf_data(num_threads=2), "TfDataOptions has no field `num_threads`. Tune again"),
+        (dali(num_threads=0), "`num_threads` must be at least 1 or None, got 0"),
         ({"backend": "dali", "options": {"device": "cpu", "num_threads": "2"}}, "$.num_threads"),
         ({"backend": "dali", "options": {"device": "cpu", "num_threads": 1.5}}, "$.num_threads"),
         ({"backend": "dali", "options": {"device": "cpu", "read_ahead": 1}}, "$.read_ahead"),

@@ -8,49 +8,42 @@ import nvidia.dali as dali
 import pytest
 import tensorflow as tf
 from commands import fails, run, run_cold
-from conftest import image_zoo, jpeg, numbered_examples, write_tfrecord
-
-from dali_tf_input import (
-    DaliOptions,
-    DatasetSpec,
-    InputError,
-    InputSpec,
-    Preprocess,
-    TfDataOptions,
-    build_index,
+from conftest import (
+    DALI,
+    TF_DATA,
+    image_zoo,
+    jpeg,
+    numbered_examples,
+    refused,
+    spec_of,
+    take,
+    write_indexed,
 )
+
+from dali_tf_input import DaliOptions, Preprocess
 from dali_tf_input.dataset import make_dataset
 from dali_tf_input.predict import export_saved_model, export_triton, iterate_batches
 
 EVALUATION = Preprocess.for_evaluation(32)
-backends = pytest.mark.parametrize(
-    "options", [DaliOptions(device="cpu"), TfDataOptions(), None], ids=["dali", "tf_data", "none"]
-)
+OPTIONS = {"dali": DALI, "tf_data": TF_DATA, "none": None}
+backends = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 
 
 @pytest.fixture(scope="module")
 def evaluated(tmp_path_factory):
     """Ten encoded images, and what a dataset makes of them in evaluation."""
     examples = numbered_examples(10)
-    file = write_tfrecord(tmp_path_factory.mktemp("predict") / "train", examples)
-    build_index(file)
-    spec = InputSpec(
-        dataset=DatasetSpec.from_files(file), preprocess=EVALUATION, order="sequential"
-    )
-    images, _ = next(iter(make_dataset(spec, TfDataOptions(), batch_size=10)))
-    return [example["image/encoded"] for example in examples], images.numpy()
+    dataset = write_indexed(tmp_path_factory.mktemp("predict") / "train", examples)
+    spec = spec_of(dataset, "sequential", EVALUATION)
+    images, _ = take(make_dataset(spec, TF_DATA, batch_size=10), 1)
+    return [example["image/encoded"] for example in examples], images
 
 
 @pytest.fixture(scope="module")
 def model():
     keras.utils.set_random_seed(0)
-    return keras.Sequential(
-        [
-            keras.layers.Input((32, 32, 3)),
-            keras.layers.GlobalAveragePooling2D(),
-            keras.layers.Dense(4),
-        ]
-    )
+    layers = [keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(4)]
+    return keras.Sequential([keras.layers.Input((32, 32, 3)), *layers])
 
 
 @backends
@@ -58,9 +51,8 @@ def test_the_pixels_of_evaluation(evaluated, options):
     encoded, expected = evaluated
     batches = list(iterate_batches(encoded, EVALUATION, options, batch_size=4))
     assert [positions for positions, _ in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    np.testing.assert_allclose(
-        np.concatenate([images.numpy() for _, images in batches]), expected, atol=1e-3
-    )
+    images = np.concatenate([images.numpy() for _, images in batches])
+    np.testing.assert_allclose(images, expected, atol=1e-3)
 
 
 @backends
@@ -72,9 +64,8 @@ def test_an_unreadable_image_is_reported_and_not_fatal(tmp_path, options):
         images[position] = tmp_path / f"{position}.jpg"
     images.append(tmp_path / "missing.jpg")
     bad = {}
-    batches = list(
-        iterate_batches(images, EVALUATION, options, batch_size=3, on_bad=bad.__setitem__)
-    )
+    arguments = {"batch_size": 3, "on_bad": bad.__setitem__}
+    batches = list(iterate_batches(images, EVALUATION, options, **arguments))
     sound = [number for number, (_, image_format, _) in enumerate(zoo.values()) if image_format]
     assert [position for positions, _ in batches for position in positions] == sound
     assert sorted(bad) == [number for number in range(len(images)) if number not in sound]
@@ -108,13 +99,10 @@ def test_triton(evaluated, tmp_path, dtype, layout):
     pipeline.build()
     pipeline.feed_input("encoded", [np.frombuffer(image, np.uint8) for image in encoded])
     (images,) = pipeline.run()
-    ((_, expected),) = iterate_batches(encoded, preprocess, TfDataOptions())
-    np.testing.assert_allclose(
-        images.as_array().astype(float),
-        expected.numpy().astype(float),
-        atol=1 if dtype == "uint8" else 2e-3,
-    )
-    with pytest.raises(InputError, match="preprocess exists already"):
+    ((_, expected),) = iterate_batches(encoded, preprocess, TF_DATA)
+    made, atol = images.as_array().astype(float), 1 if dtype == "uint8" else 2e-3
+    np.testing.assert_allclose(made, expected.numpy().astype(float), atol=atol)
+    with refused("preprocess exists already"):
         export_triton(preprocess, tmp_path / "preprocess")
 
 
@@ -125,33 +113,26 @@ def test_refuses(model, tmp_path):
         lambda: export_saved_model(model, training, tmp_path / "x"),
         lambda: export_triton(training, tmp_path / "x"),
     ):
-        with pytest.raises(InputError, match="`preprocess` must not be random"):
+        with refused("`preprocess` must not be random"):
             make()
-    with pytest.raises(InputError, match="`batch_size` must be at least 1"):
+    with refused("`batch_size` must be at least 1"):
         list(iterate_batches([b"x"], EVALUATION, batch_size=0))
-    with pytest.raises(InputError, match=r"`dtype` must be one of .*, got 'bfloat16'"):
+    with refused(r"`dtype` must be one of .*, got 'bfloat16'"):
         export_triton(dataclasses.replace(EVALUATION, dtype="bfloat16"), tmp_path / "x")
-    with pytest.raises(InputError, match="DALI does not support `dtype` 'bfloat16'"):
-        list(
-            iterate_batches(
-                [jpeg(9, 9)],
-                dataclasses.replace(EVALUATION, dtype="bfloat16"),
-                DaliOptions(device="cpu"),
-            )
-        )
-    with pytest.raises(InputError, match="`device` must be one of 'cpu', 'gpu', got 'tpu'"):
+    brain = dataclasses.replace(EVALUATION, dtype="bfloat16")
+    with refused("DALI does not support `dtype` 'bfloat16'"):
+        list(iterate_batches([jpeg(9, 9)], brain, DALI))
+    with refused("`device` must be one of 'cpu', 'gpu', got 'tpu'"):
         export_triton(EVALUATION, tmp_path / "x", device="tpu")
-    with pytest.raises(InputError, match="`max_batch_size` must be at least 1, got 0"):
+    with refused("`max_batch_size` must be at least 1, got 0"):
         export_triton(EVALUATION, tmp_path / "x", max_batch_size=0)
-    with pytest.raises(InputError, match="needs GPU 0, but TensorFlow sees 0 GPUs"):
+    with refused("needs GPU 0, but TensorFlow sees 0 GPUs"):
         list(iterate_batches([jpeg(9, 9)], EVALUATION, DaliOptions(device="gpu")))
     assert not (tmp_path / "x").exists()
 
 
 def test_triton_for_a_gpu_takes_a_gpu(tmp_path):
-    with pytest.raises(
-        InputError, match=r"A pipeline for a GPU needs a machine with a GPU; or pass device='cpu'"
-    ):
+    with refused("A pipeline for a GPU needs a machine with a GPU; or pass device='cpu'"):
         export_triton(EVALUATION, tmp_path / "preprocess")
     assert list(tmp_path.iterdir()) == []
 
@@ -164,10 +145,8 @@ def test_predict_script(model, tmp_path):
     command = ["predict.py", f"--labels={tmp_path}/labels.txt", "--top=2", tmp_path / "model.keras"]
     process = run(*command, tmp_path / "good.jpg", tmp_path / "bad.jpg")
     assert process.returncode == 1
-    assert (
-        process.stderr
-        == f"error: {tmp_path}/bad.jpg: text: expected an encoded image, found b'no image' ...\n"
-    )
+    message = "text: expected an encoded image, found b'no image' ..."
+    assert process.stderr == f"error: {tmp_path}/bad.jpg: {message}\n"
     assert f"{tmp_path}/good.jpg" in process.stdout
     assert sum(name in process.stdout for name in ("ant", "bee", "cat", "dog")) == 2
     process = run_cold(*command, tmp_path / "good.jpg")
@@ -188,12 +167,8 @@ def test_predict_script_with_other_labels(model, tmp_path, labels, error):
     (tmp_path / "good.jpg").write_bytes(jpeg(40, 50))
     if labels is not None:
         (tmp_path / "labels.txt").write_bytes(labels)
-    process = run(
-        "predict.py",
-        f"--labels={tmp_path}/labels.txt",
-        tmp_path / "model.keras",
-        tmp_path / "good.jpg",
-    )
+    files = [tmp_path / "model.keras", tmp_path / "good.jpg"]
+    process = run("predict.py", f"--labels={tmp_path}/labels.txt", *files)
     if error:
         fails(process, error)
     else:

@@ -1,6 +1,9 @@
-import pytest
+"""Which shard reads which records, and which batches they can fill."""
 
-from dali_tf_input import InputError, Shard
+import pytest
+from conftest import refused
+
+from dali_tf_input import Shard
 from dali_tf_input.sharding import check_batch, replica_batch_size, steps_per_epoch
 
 
@@ -38,7 +41,7 @@ def test_every_replica_can_fill_its_batch():
     ],
 )
 def test_shard_refuses(shard_id, num_shards, message):
-    with pytest.raises(InputError, match=message):
+    with refused(message):
         Shard(shard_id, num_shards)
 
 
@@ -52,7 +55,7 @@ def test_shard_refuses(shard_id, num_shards, message):
     ],
 )
 def test_check_batch_refuses(batch_size, shard, message):
-    with pytest.raises(InputError, match=message):
+    with refused(message):
         check_batch(batch_size, shard=shard, num_records=5)
 
 
@@ -66,7 +69,7 @@ def test_check_batch_refuses(batch_size, shard, message):
     ],
 )
 def test_replica_batch_size_refuses(global_batch_size, num_replicas, message):
-    with pytest.raises(InputError, match=message):
+    with refused(message):
         replica_batch_size(global_batch_size, num_replicas=num_replicas, num_records=100)
 
 

@@ -6,52 +6,35 @@ import warnings
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import jpeg, write_tfrecord
+from conftest import BACKENDS, DALI, backends, jpeg, refused, spec_of, write_indexed
+from conftest import take as take_batches
 
-from dali_tf_input import (
-    DaliOptions,
-    DatasetSpec,
-    InputError,
-    InputSpec,
-    NoCrop,
-    Preprocess,
-    TfDataOptions,
-    build_index,
-)
+from dali_tf_input import NoCrop, Preprocess
 from dali_tf_input.backends.tf_augment import make_augmentation
 from dali_tf_input.dataset import make_dataset
 from dali_tf_input.predict import iterate_batches
 
 SIZE = (96, 80)
 PLAIN = Preprocess(image_size=SIZE, crop=NoCrop(), mirror_probability=0, dtype="uint8")
-BACKENDS = {"dali": DaliOptions(device="cpu"), "tf_data": TfDataOptions()}
+kinds = pytest.mark.parametrize("kind", ["trivial", "rand"])
 
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory):
     """One image, 16 times: whatever differs between two that come out is augmentation."""
-    image = jpeg(*SIZE, seed=5)
-    file = write_tfrecord(
-        tmp_path_factory.mktemp("augment") / "train", [{"image": image, "label": 0}] * 16
-    )
-    build_index(file)
-    return DatasetSpec.from_files(file)
+    examples = [{"image": jpeg(*SIZE, seed=5), "label": 0}] * 16
+    return write_indexed(tmp_path_factory.mktemp("augment") / "train", examples)
 
 
 def take(records, options, count, *, seed=0, **changes):
-    spec = InputSpec(
-        dataset=records,
-        preprocess=dataclasses.replace(PLAIN, **changes),
-        order="sequential",
-        seed=seed,
-    )
-    batches = iter(make_dataset(spec, options, batch_size=16))
-    return np.concatenate([next(batches)[0].numpy() for _ in range(count // 16)])
+    preprocess = dataclasses.replace(PLAIN, **changes)
+    spec = spec_of(records, "sequential", preprocess, seed=seed)
+    return take_batches(make_dataset(spec, options, batch_size=16), count // 16)[0]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["trivial", "rand"])
-@pytest.mark.parametrize("options", BACKENDS.values(), ids=BACKENDS)
+@kinds
+@backends
 def test_augments(records, options, kind):
     (original,) = take(records, options, 16)[:1]
     made = take(records, options, 128, auto_augment=kind)
@@ -65,7 +48,7 @@ def test_augments(records, options, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["trivial", "rand"])
+@kinds
 def test_both_backends_augment_alike(records, kind):
     """Not the same pixels, but the same kinds of change as often and as strong."""
     shares = []
@@ -87,24 +70,22 @@ def test_both_backends_augment_alike(records, kind):
     np.testing.assert_allclose(*shares, atol=0.09)
 
 
-@pytest.mark.parametrize("kind", ["trivial", "rand"])
+@kinds
 def test_every_operation_of_keras(kind):
     """An image that is gray throughout stays of one color in each: warps fill with that gray, and
     the rest acts on colors.
     """
     augment = tf.function(make_augmentation(dataclasses.replace(PLAIN, auto_augment=kind)))
-    image = np.repeat(np.linspace(20, 235, SIZE[0]).astype(np.uint8)[:, None], SIZE[1], 1)[
-        ..., None
-    ].repeat(3, 2)
+    ramp = np.linspace(20, 235, SIZE[0]).astype(np.uint8)
+    image = np.tile(ramp[:, None, None], (1, SIZE[1], 3))
     image[..., 1] //= 2
     made = [augment(image, tf.constant([3, number], tf.int64)).numpy() for number in range(200)]
     np.testing.assert_array_equal(made[7], augment(image, tf.constant([3, 7], tf.int64)).numpy())
     kinds = {one.tobytes() for one in made}
     assert len(kinds) > (90 if kind == "trivial" else 60)
     flat = np.full_like(image, 128)
-    for number in range(
-        200 if kind == "trivial" else 0
-    ):  # of two operations the second may fill with another gray
+    # Of two operations the second may fill with another gray.
+    for number in range(200 if kind == "trivial" else 0):
         one = augment(flat, tf.constant([3, number], tf.int64)).numpy()
         assert np.ptp(one, axis=(0, 1)).max() <= 1
     for one in made:
@@ -112,7 +93,7 @@ def test_every_operation_of_keras(kind):
         assert one.dtype == np.uint8
 
 
-@pytest.mark.parametrize("options", BACKENDS.values(), ids=BACKENDS)
+@backends
 @pytest.mark.parametrize(
     "changes", [{"dtype": "float32"}, {"layout": "CHW"}, {"dtype": "float16", "layout": "CHW"}]
 )
@@ -124,14 +105,12 @@ def test_types_and_layouts(records, options, changes):
 def test_quiet(records, capfd):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        take(records, BACKENDS["dali"], 16, auto_augment="rand")
+        take(records, DALI, 16, auto_augment="rand")
     assert "deprecated" not in capfd.readouterr().err
 
 
 def test_refuses():
-    with pytest.raises(
-        InputError, match="`auto_augment` must be one of 'trivial', 'rand' or None, got 'auto'"
-    ):
+    with refused("`auto_augment` must be one of 'trivial', 'rand' or None, got 'auto'"):
         dataclasses.replace(PLAIN, auto_augment="auto")
-    with pytest.raises(InputError, match="must not be random"):
+    with refused("must not be random"):
         next(iterate_batches([], dataclasses.replace(PLAIN, auto_augment="rand")))

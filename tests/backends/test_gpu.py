@@ -6,25 +6,24 @@ GPU_TESTS_ON=cpu rehearses these tests on the CPU, to see that they run.
 import dataclasses
 import os
 import statistics
-import subprocess
-import sys
 
 import keras
 import numpy as np
 import psutil
 import pytest
 import tensorflow as tf
+from commands import python
+from conftest import DALI, TF_DATA, spec_of
+from models import fit, make_model
 
 from dali_tf_input import (
     CenterCrop,
     DaliOptions,
-    InputSpec,
     NoCrop,
     Preprocess,
     RandomCrop,
     RandomResizedCrop,
     ResizeRandomCrop,
-    TfDataOptions,
 )
 from dali_tf_input.backends import dali
 from dali_tf_input.dataset import choose_options
@@ -50,7 +49,7 @@ def names_of_devices():
 
 def evaluation(dataset, **changes):
     preprocess = dataclasses.replace(Preprocess.for_evaluation(32), **changes)
-    return InputSpec(dataset=dataset, preprocess=preprocess, order="sequential")
+    return spec_of(dataset, "sequential", preprocess)
 
 
 @real
@@ -63,10 +62,9 @@ def test_dali_and_tensorflow_see_the_same_gpus():
 def test_gpu_pixels_are_near_the_cpus(dataset, layout):
     """nvJPEG and libjpeg-turbo upsample chroma differently, so the bound is on the mean."""
     images = []
-    for options in (GPU, DaliOptions(device="cpu")):
-        fed = distribute(
-            evaluation(dataset, layout=layout, std=(1.0, 1.0, 1.0)), options, global_batch_size=24
-        )
+    spec = evaluation(dataset, layout=layout, std=(1.0, 1.0, 1.0))
+    for options in (GPU, DALI):
+        fed = distribute(spec, options, global_batch_size=24)
         batch, labels = next(iter(fed.dataset))
         assert labels.numpy().tolist() == list(range(24))
         images.append(batch.numpy())
@@ -111,17 +109,12 @@ CROPS = [
 @pytest.mark.parametrize("antialias", [False, True])
 def test_global_order_is_the_cpus(dataset, crop, antialias):
     """The same records, crops and mirrors as tf.data's; pixels as near as the decoders are."""
-    preprocess = Preprocess(
-        image_size=(32, 32),
-        crop=crop,
-        mirror_probability=0.5,
-        std=(1.0, 1.0, 1.0),
-        antialias=antialias,
-    )
-    spec = InputSpec(dataset=dataset, preprocess=preprocess, order="global", seed=3)
+    changes = {"image_size": (32, 32), "std": (1.0, 1.0, 1.0), "antialias": antialias}
+    preprocess = Preprocess(crop=crop, mirror_probability=0.5, **changes)
+    spec = spec_of(dataset, "global", preprocess, seed=3)
     made = [
         iter(distribute(spec, options, global_batch_size=6, start_step=2).dataset)
-        for options in (GPU, TfDataOptions())
+        for options in (GPU, TF_DATA)
     ]
     for _ in range(6):
         (images, labels), (expected_images, expected_labels) = (next(one) for one in made)
@@ -138,18 +131,11 @@ def test_evaluation_sees_each_record_once(dataset, mirrored):
     num_replicas = strategy.num_replicas_in_sync if strategy else 1
     spec = dataclasses.replace(evaluation(dataset), repeat=False)
     fed = distribute(spec, GPU, strategy=strategy, global_batch_size=5 * num_replicas)
-    with strategy.scope() if strategy else tf.device(None):
-        keras.utils.set_random_seed(0)
-        model = keras.Sequential(
-            [keras.layers.Input((32, 32, 3)), keras.layers.Flatten(), keras.layers.Dense(24)]
-        )
-        model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    keras.utils.set_random_seed(0)
+    model = make_model(32, 24, strategy=strategy)
     found = model.evaluate(fed.dataset, verbose=0)
-    expected = model.evaluate(
-        distribute(
-            spec, TfDataOptions(), strategy=strategy, global_batch_size=5 * num_replicas
-        ).dataset
-    )
+    other = distribute(spec, TF_DATA, strategy=strategy, global_batch_size=5 * num_replicas)
+    expected = model.evaluate(other.dataset)
     np.testing.assert_allclose(found, expected, rtol=0.05)  # nvJPEG's pixels are others, by little
 
 
@@ -164,9 +150,7 @@ def test_evaluation_sees_each_record_once(dataset, mirrored):
 )
 def test_outputs(dataset, changes):
     preprocess = dataclasses.replace(Preprocess.for_training(32), **changes)
-    fed = distribute(
-        InputSpec(dataset=dataset, preprocess=preprocess, order="buffer"), GPU, global_batch_size=8
-    )
+    fed = distribute(spec_of(dataset, "buffer", preprocess), GPU, global_batch_size=8)
     images, _ = next(iter(fed.dataset))
     assert images.dtype == tf.as_dtype(preprocess.dtype)
     assert KIND in images.device
@@ -174,18 +158,13 @@ def test_outputs(dataset, changes):
 
 def test_memory_does_not_grow(dataset):
     """Training and evaluation in turn, with TensorFlow and DALI on one device."""
-    train = distribute(
-        InputSpec(dataset=dataset, preprocess=Preprocess.for_training(32), order="buffer"),
-        GPU,
-        global_batch_size=8,
-    )
+    spec = spec_of(dataset, "buffer", Preprocess.for_training(32))
+    train = distribute(spec, GPU, global_batch_size=8)
     validation = distribute(evaluation(dataset), GPU, global_batch_size=8)
-    layers = [keras.layers.Input((32, 32, 3)), keras.layers.Flatten(), keras.layers.Dense(1)]
-    model = keras.Sequential(layers)
-    model.compile("sgd", "mse")
+    model = make_model(32, 1, loss="mse")
     used = []
     for _ in range(20):
-        model.fit(train.dataset, steps_per_epoch=2, shuffle=False, verbose=0)
+        fit(model, train, steps_per_epoch=2)
         model.evaluate(validation.dataset, steps=3, verbose=0)
         used.append(gpu_memory() if KIND == "GPU" else psutil.Process().memory_info().rss)
     # The host's allocator frees when it likes to.
@@ -202,13 +181,15 @@ def test_decoding_only_the_region(dataset):
         from dali_tf_input import DaliOptions, DatasetSpec, InputSpec, Preprocess
         from dali_tf_input.distribution import distribute, enable_memory_growth
         enable_memory_growth()
-        spec = InputSpec(dataset=DatasetSpec.from_files({list(dataset.files)!r}), preprocess=Preprocess.for_evaluation(32),
-                         order="sequential")
-        made = [next(iter(distribute(spec, DaliOptions(device="{GPU.device}", decode=decode), global_batch_size=24).dataset))[0].numpy()
-                for decode in ("full", "region")]
+        records = DatasetSpec.from_files({list(dataset.files)!r})
+        preprocess = Preprocess.for_evaluation(32)
+        spec = InputSpec(dataset=records, preprocess=preprocess, order="sequential")
+        made = []
+        for decode in ("full", "region"):
+            options = DaliOptions(device="{GPU.device}", decode=decode)
+            fed = distribute(spec, options, global_batch_size=24)
+            made.append(next(iter(fed.dataset))[0].numpy())
         assert np.abs(made[0] - made[1]).mean() * 57 < 1
     """
-    process = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
-    )
+    process = python("-c", code)
     assert process.returncode == 0, process.stderr

@@ -9,11 +9,13 @@ import time
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import SCRIPTS
+from conftest import SCRIPTS, refused, spec_of
 
-from dali_tf_input import InputError, InputSpec, Preprocess, TfDataOptions
+from dali_tf_input import Preprocess, TfDataOptions
 from dali_tf_input.dataset import make_dataset
 from dali_tf_input.distribution import distribute
+
+SMALL = Preprocess.for_training(16)
 
 
 def start(*arguments):
@@ -47,12 +49,8 @@ def service():
         yield address, workers, ports
 
 
-def make(dataset, address, **arguments):
-    spec = InputSpec(
-        dataset=dataset,
-        preprocess=Preprocess.for_training(16),
-        order=arguments.pop("order", "buffer"),
-    )
+def make(dataset, address, order="buffer"):
+    spec = spec_of(dataset, order, SMALL)
     return make_dataset(spec, TfDataOptions(service=address), batch_size=4)
 
 
@@ -70,11 +68,8 @@ def test_each_record_once_a_pass(dataset, service):
         for batch, labels in zip(batches, passes, strict=True)
     ]
     assert any((image != record[0]).any() for image in record[1:])  # other crops of the same record
-    train = distribute(
-        InputSpec(dataset=dataset, preprocess=Preprocess.for_training(16), order="buffer"),
-        TfDataOptions(service=address),
-        global_batch_size=8,
-    )
+    spec, options = spec_of(dataset, "buffer", SMALL), TfDataOptions(service=address)
+    train = distribute(spec, options, global_batch_size=8)
     assert train.steps_per_epoch == 3
 
 
@@ -87,17 +82,15 @@ def test_a_worker_that_dies_and_is_started_again(dataset, service):
         next(iterator)
     workers[1].kill()
     workers[1].wait()
-    again, line = start(
-        "--role=worker", f"--dispatcher={address}", "--address=127.0.0.1", f"--port={ports[1]}"
-    )
+    arguments = [f"--dispatcher={address}", "--address=127.0.0.1", f"--port={ports[1]}"]
+    again, line = start("--role=worker", *arguments)
     try:
         assert line.startswith("worker of")
         seen: list[int] = []
         deadline = time.monotonic() + 120
         while not any(sorted(seen[n : n + 24]) == list(range(24)) for n in range(len(seen) - 23)):
-            seen += (
-                next(iterator)[1].numpy().tolist()
-            )  # what was lost may move the bounds of passes within batches
+            # What was lost may move the bounds of passes within batches.
+            seen += next(iterator)[1].numpy().tolist()
             assert time.monotonic() < deadline
         assert len(seen) < 240
     finally:
@@ -109,12 +102,8 @@ def test_no_worker(dataset, monkeypatch):
     dispatcher, line = start("--role=dispatcher", "--port=0")
     address = line.split()[-1]
     try:
-        with pytest.raises(
-            InputError,
-            match=(
-                f"No worker of the tf.data service at {address} answers this machine within 2 s."
-                " Start workers with "
-            ),
+        with refused(
+            f"No worker of the tf.data service at {address} answers .* within 2 s. Start "
         ):
             make(dataset, address)
     finally:
@@ -122,17 +111,13 @@ def test_no_worker(dataset, monkeypatch):
 
 
 def test_refuses(dataset):
-    with pytest.raises(
-        InputError, match=r"There is no tf.data service at grpc://127.0.0.1:9: .*--role=dispatcher"
-    ):
+    with refused(r"There is no tf.data service at grpc://127.0.0.1:9: .*--role=dispatcher"):
         make(dataset, "grpc://127.0.0.1:9")
-    with pytest.raises(InputError, match=r"There is no tf.data service at grpc://here: "):
+    with refused(r"There is no tf.data service at grpc://here: "):
         make(dataset, "grpc://here")
-    with pytest.raises(
-        InputError, match="`service` must be an address like 'grpc://host:5050', got 'host:5050'"
-    ):
+    with refused("`service` must be an address like 'grpc://host:5050', got 'host:5050'"):
         TfDataOptions(service="host:5050")
-    with pytest.raises(InputError, match="`service` is for order 'buffer', got 'global'"):
+    with refused("`service` is for order 'buffer', got 'global'"):
         make(dataset, "grpc://127.0.0.1:9", order="global")
     for arguments, message in (
         (["--role=worker"], "error: A worker needs --dispatcher=HOST:PORT"),

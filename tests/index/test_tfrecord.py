@@ -1,3 +1,6 @@
+"""TFRecord files and Examples: as TensorFlow writes them, and with every kind of damage."""
+
+import contextlib
 import os
 import resource
 import time
@@ -5,8 +8,8 @@ from random import Random
 
 import pytest
 import tensorflow as tf
+from conftest import refused
 
-from dali_tf_input import InputError
 from dali_tf_input.index.example import decode_example, encode_example
 from dali_tf_input.index.tfrecord import (
     BadRecord,
@@ -30,43 +33,50 @@ def test_frame_is_tensorflows(tmp_path):
 
 
 def test_scan_records(tmp_path):
+    file = str(tmp_path / "file")
     data = [b"", b"a", b"b" * 1000, b"c" * 70_000]
-    with tf.io.TFRecordWriter(str(tmp_path / "file")) as writer:
+    with tf.io.TFRecordWriter(file) as writer:
         for record in data:
             writer.write(record)
     # An empty record is legal; its frame alone is 16 bytes.
-    assert list(scan_records(str(tmp_path / "file"))) == [
-        (0, 16),
-        (16, 17),
-        (33, 1016),
-        (1049, 70016),
-    ]
-    assert [read_record(str(tmp_path / "file"), offset) for offset in (0, 16, 33, 1049)] == data
+    assert list(scan_records(file)) == [(0, 16), (16, 17), (33, 1016), (1049, 70016)]
+    assert [read_record(file, offset) for offset in (0, 16, 33, 1049)] == data
 
 
 WORLD = frame_record(b"world, after hello")
 RUINED = HELLO[:13] + b"E" + HELLO[14:]  # a flipped byte in the data
 
 
+@contextlib.contextmanager
+def opened(path):
+    """Yields a file descriptor."""
+    descriptor = os.open(path, os.O_RDONLY)
+    yield descriptor
+    os.close(descriptor)
+
+
+def header(length):
+    """Returns the length of a record and its CRC."""
+    length = length.to_bytes(8, "little", signed=True)
+    return length + masked_crc(length).to_bytes(4, "little")
+
+
 def find(path, content):
     """Returns the places of the records found in `content`, and the faults."""
     path.write_bytes(content)
-    descriptor = os.open(path, os.O_RDONLY)
     places, faults = [], []
-    for found in find_records(str(path), descriptor):
-        if isinstance(found, BadRecord):
-            assert found.record in (None, len(places) + len(faults))
-            faults.append(found)
-        else:
-            places += found
-    os.close(descriptor)
+    with opened(path) as descriptor:
+        for found in find_records(str(path), descriptor):
+            if isinstance(found, BadRecord):
+                assert found.record in (None, len(places) + len(faults))
+                faults.append(found)
+            else:
+                places += found
     # Without a gap and without an overlap, from the first byte to the last.
-    ends = sorted(
-        [(offset, offset + size) for offset, size in places]
-        + [(fault.offset, fault.offset + fault.size) for fault in faults]
-    )
-    assert [start for start, _ in ends] == [0, *(end for _, end in ends)][: len(ends)]
-    assert not ends or ends[-1][1] == len(content)
+    extents = sorted([*places, *((fault.offset, fault.size) for fault in faults)])
+    ends = [0, *(offset + size for offset, size in extents)]
+    assert [offset for offset, _ in extents] == ends[:-1]
+    assert not extents or ends[-1] == len(content)
     return places, faults
 
 
@@ -88,8 +98,7 @@ def find(path, content):
         (HELLO + HELLO[:8] + b"\0" + HELLO[9:], [(0, 21)], "length CRC", 21, 21),
         # A record says that it is longer than the file, but others follow: its length is wrong,
         # whatever its CRC says.
-        ((1000).to_bytes(8, "little") + masked_crc((1000).to_bytes(8, "little")).to_bytes(4, "little") + HELLO, [(12, 21)],
-         "length beyond the file", 0, 12),
+        (header(1000) + HELLO, [(12, 21)], "length beyond the file", 0, 12),
         # Bytes went missing inside a record: its length leads into the next one, which is found all
         # the same.
         (HELLO + WORLD[:20] + WORLD[25:] + HELLO, [(0, 21), (50, 21)], "data CRC", 21, 29),
@@ -107,14 +116,13 @@ def find(path, content):
         (b"random bytes \x00\x01\x02 of no", [], "not a TFRecord file", 0, 22),
         (bytes(100), [], "not a TFRecord file", 0, 100),
     ],
-)  # fmt: skip
+)
 def test_find_records_names_the_fault(tmp_path, content, places, reason, offset, size):
     found, faults = find(tmp_path / "file", content)
     assert found == places
-    assert [(fault.reason, fault.offset, fault.size) for fault in faults] == [
-        (reason, offset, size)
-    ]
-    with pytest.raises(InputError, match=f"{tmp_path}/file: byte {offset}: "):
+    (fault,) = faults
+    assert (fault.reason, fault.offset, fault.size) == (reason, offset, size)
+    with refused(f"{tmp_path}/file: byte {offset}: "):
         list(scan_records(str(tmp_path / "file")))
 
 
@@ -128,21 +136,20 @@ def test_a_zlib_file_is_not_taken_for_records_of_its_length(tmp_path):
 
 
 def test_many_records_over_many_reads(tmp_path):
-    """Over the sizes at which reading changes its way: a page, a block of pages, a batch of places."""
+    """Over the sizes at which reading changes: a page, a block of pages, a batch of places."""
     random = Random(0)
-    data = [
-        random.randbytes(random.choice([0, 1, 100, 4070, 4080, 4090, 70_000]))
-        for _ in range(10_000)
-    ]
+    sizes = [random.choice([0, 1, 100, 4070, 4080, 4090, 70_000]) for _ in range(5_000)]
+    data = [random.randbytes(size) for size in sizes]
     places, faults = find(tmp_path / "file", b"".join(map(frame_record, data)))
     assert faults == []
-    assert [size - 16 for _, size in places] == list(map(len, data))
+    assert [size - 16 for _, size in places] == sizes
+
+
+BLOCK = 1 << 22
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "gap", [1, (1 << 22) - 30, (1 << 22) - 11, 1 << 22, (1 << 22) + 5, 3 << 22]
-)
+@pytest.mark.parametrize("gap", [1, BLOCK - 30, BLOCK - 11, BLOCK, BLOCK + 5, 3 * BLOCK])
 @pytest.mark.parametrize("junk", [b"\0", b"\xff", b"\1\0\0\0\0"])
 def test_the_next_record_is_found_over_any_gap(tmp_path, gap, junk):
     """Also where it lies across two of the pieces in which a gap is searched, and in bytes that
@@ -182,17 +189,16 @@ def test_fuzz(tmp_path):
         path = tmp_path / "file"
         places, faults = find(path, bytes(content))  # which checks that they cover the file
         assert places or faults
-        descriptor = os.open(path, os.O_RDONLY)
-        sound = sum(read_data(descriptor, *place) is not None for place in places)
-        os.close(descriptor)
+        with opened(path) as descriptor:
+            valid = sum(read_data(descriptor, *place) is not None for place in places)
         whole, start = 0, 0
         for record in records:
             found = content.find(record, start)
             if found >= 0:
                 whole, start = whole + 1, found + len(record)
-        missed += max(0, whole - sound)
+        missed += max(0, whole - valid)
     # Rarely a record that lost as many bytes as the next ones have swallows them whole: its frame
-    # is sound, only its data is not.
+    # is valid, only its data is not.
     assert missed <= 20
 
 
@@ -208,18 +214,16 @@ def test_scan_records_reads_headers_only(tmp_path):
     """A record of 5 GB of holes is one hop."""
     path = tmp_path / "sparse"
     size = 5 * 2**30
-    length = size.to_bytes(8, "little")
-    path.write_bytes(length + masked_crc(length).to_bytes(4, "little"))
+    path.write_bytes(header(size))
     os.truncate(path, 12 + size + 4)
     assert list(scan_records(str(path))) == [(0, size + 16)]
 
 
 def test_a_file_made_to_break_everywhere_is_no_hang(tmp_path):
-    """Each of 20,000 headers, sound in itself, claims most of the rest of the file."""
+    """Each of 20,000 headers, valid in itself, claims most of the rest of the file."""
     content = bytearray()
     for number in range(20_000):
-        length = (16 * (20_000 - number) - 40).to_bytes(8, "little", signed=True)
-        content += length + masked_crc(length).to_bytes(4, "little") + b"\xff" * 4
+        content += header(16 * (20_000 - number) - 40) + b"\xff" * 4
     start = time.perf_counter()
     _, faults = find(tmp_path / "file", bytes(content))
     assert time.perf_counter() - start < 20
@@ -234,10 +238,9 @@ def test_five_gigabytes_with_a_break(tmp_path):
     os.truncate(path, 3 << 30)
     with open(path, "ab") as stream:
         stream.write(WORLD)
-    descriptor = os.open(path, os.O_RDONLY)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    found = [found for found in find_records(str(path), descriptor) if found]
-    os.close(descriptor)
+    with opened(path) as descriptor:
+        found = [found for found in find_records(str(path), descriptor) if found]
     assert found[0] == [(0, 21)]
     assert (found[1].reason, found[1].size) == ("length CRC", (3 << 30) - 21)
     assert found[2] == [(3 << 30, 34)]
@@ -247,41 +250,37 @@ def test_five_gigabytes_with_a_break(tmp_path):
 def test_a_file_that_shrinks_meanwhile_is_no_hang(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(WORLD * 200_000)
-    descriptor = os.open(path, os.O_RDONLY)
-    found = find_records(str(path), descriptor)
-    next(found)
-    os.truncate(path, 0)
-    start = time.perf_counter()
-    assert any(isinstance(item, BadRecord) for item in found)
-    assert time.perf_counter() - start < 2
-    os.close(descriptor)
+    with opened(path) as descriptor:
+        found = find_records(str(path), descriptor)
+        next(found)
+        os.truncate(path, 0)
+        start = time.perf_counter()
+        assert any(isinstance(item, BadRecord) for item in found)
+        assert time.perf_counter() - start < 2
 
 
 def test_read_record_finds_flipped_bytes(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(RUINED)
-    with pytest.raises(InputError, match="byte 0: expected a whole record, found none"):
+    with refused("byte 0: expected a whole record, found none"):
         read_record(str(path), 0)
 
 
 def test_record_size(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(HELLO + HELLO[:12])
-    descriptor = os.open(path, os.O_RDONLY)
-    assert [record_size(descriptor, offset) for offset in (0, 3, 21, 99)] == [21, None, None, None]
-    os.close(descriptor)
+    with opened(path) as descriptor:
+        sizes = [record_size(descriptor, offset) for offset in (0, 3, 21, 99)]
+    assert sizes == [21, None, None, None]
 
 
 def test_example_is_tensorflows():
-    features = {
-        "image/encoded": b"\xff\xd8",
-        "image/class/text": "caf\u00e9",
-        "image/class/label": -3,
-    }
+    text = "caf\u00e9"
+    features = {"image/encoded": b"\xff\xd8", "image/class/text": text, "image/class/label": -3}
     data = encode_example(features)
     parsed = tf.train.Example.FromString(data).features.feature
     assert parsed["image/encoded"].bytes_list.value == [b"\xff\xd8"]
-    assert parsed["image/class/text"].bytes_list.value == ["caf\u00e9".encode()]
+    assert parsed["image/class/text"].bytes_list.value == [text.encode()]
     assert parsed["image/class/label"].int64_list.value == [-3]
     assert decode_example(data)["image/class/label"] == ("int64_list", [-3])
     assert encode_example(features) == data
@@ -299,5 +298,5 @@ def test_decode_example_of_every_kind():
         "nothing": ("", []),
         "no_values": ("int64_list", []),
     }
-    with pytest.raises(InputError, match=r"3 bytes that are not a serialized tf\.train\.Example"):
+    with refused(r"3 bytes that are not a serialized tf\.train\.Example"):
         decode_example(b"\xff\xff\xff")

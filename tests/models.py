@@ -1,0 +1,29 @@
+"""Small Keras models for tests, and how they are trained."""
+
+import contextlib
+
+import keras
+
+FROM_LOGITS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def make_model(
+    size, outputs, *layers, strategy=None, optimizer="sgd", loss=FROM_LOGITS, **compiled
+):
+    """Returns a compiled model of square images: `layers`, by default Flatten, and a Dense one."""
+    layers = layers or (keras.layers.Flatten(),)
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        layers = [keras.layers.Input((size, size, 3)), *layers, keras.layers.Dense(outputs)]
+        model = keras.Sequential(layers)
+        model.compile(optimizer, loss, **compiled)
+    return model
+
+
+def fit(model, train, epochs=1, **arguments):
+    """Trains on what `distribute` returned; returns the history."""
+    arguments = {
+        "steps_per_epoch": train.steps_per_epoch,
+        "shuffle": False,
+        "verbose": 0,
+    } | arguments
+    return model.fit(train.dataset, epochs=epochs, **arguments).history
