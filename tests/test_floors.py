@@ -26,7 +26,17 @@ FLOORS = [
     {"resume", "input_profile"},
 ]
 # Inside the two wings, from the ground up.
-INDEX = ["tfrecord", "example", "contents", "files", "checks", "file_check", "manifest", "pool"]
+INDEX = [
+    "foreign",
+    "tfrecord",
+    "example",
+    "contents",
+    "files",
+    "checks",
+    "file_check",
+    "manifest",
+    "pool",
+]
 INDEX += ["folder", "build", "trial_decode", "worker", "__main__"]
 BACKENDS = ["reading", "tf_augment", "tf_images", "dali_images", "tf_data", "dali"]
 SUPPORT = ["cli", "processes", "machine", "first_batches", "flags", "plots", "train", "convert"]

@@ -14,15 +14,16 @@ a record are in bytes and cover all four parts, as in DALI's index files.
 
 import functools
 import os
-import re
 import shlex
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import google_crc32c
 
 from dali_tf_input.errors import InputError
+from dali_tf_input.index.foreign import name_content
 
 HEADER_SIZE, FOOTER_SIZE = 12, 4  # length and its CRC; the CRC of the data
 FRAME_SIZE = HEADER_SIZE + FOOTER_SIZE
@@ -34,30 +35,6 @@ _BATCH_RECORDS = 4096  # records per list that `find_records` yields
 _PAGE_BYTES = 4096  # of memory and disk
 _BLOCK_BYTES = 1 << 16
 _CHUNK_BYTES = 1 << 22  # read at a time when bytes are searched or summed up
-
-# What else a file may be: the pattern of its first bytes, its name, what to do.
-_UNPACK = "DALI reads uncompressed files only: unpack it with "
-_MAKE_TFRECORDS = "Make TFRecords of images with scripts/make_tfrecords.py of the repository."
-_ZLIB = (
-    "`python3 -c 'import sys, zlib; sys.stdout.buffer.write(zlib.decompress("
-    "sys.stdin.buffer.read()))' < {file} > {file}.tfrecord`."
-)
-_FOREIGN_CONTENT = tuple(
-    (re.compile(start), name, remedy)
-    for start, name, remedy in (
-        (rb"\x1f\x8b", "GZIP file", _UNPACK + "`gunzip -c {file} > {file}.tfrecord`."),
-        (rb"\x78[\x01\x5e\x9c\xda]", "ZLIB file", _UNPACK + _ZLIB),
-        (rb"\x28\xb5\x2f\xfd", "Zstandard file", _UNPACK + "`unzstd {file}`."),
-        (rb"PK\x03\x04", "ZIP archive", "Unpack it."),
-        (rb"version https://git-lfs", "Git LFS pointer", "Fetch the file with `git lfs pull`."),
-        (rb"\s*(?i:<!doctype|<html|<head|<body)", "HTML page", "A download saved a web page."),
-        (rb"\s*<\?xml", "XML document", "A download saved an error message."),
-        (rb"\xff\xd8\xff", "JPEG image", _MAKE_TFRECORDS),
-        (rb"\x89PNG", "PNG image", _MAKE_TFRECORDS),
-        (rb"[\t\r\n\x20-\x7e]+\Z", "text", "Name only the TFRecords, such as 'path/*-of-*'."),
-    )
-)
-_NOT_ZERO = re.compile(rb"[^\0]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,14 +192,6 @@ def record_size(descriptor: int, offset: int) -> int | None:
     return size if size is not None and offset + size <= os.fstat(descriptor).st_size else None
 
 
-def name_content(start: bytes) -> tuple[str, str] | None:
-    """Names well-known content by its first bytes: (name, what to do), None if unknown."""
-    for pattern, name, remedy in _FOREIGN_CONTENT:
-        if pattern.match(start):
-            return name, remedy
-    return None
-
-
 def _hop(
     descriptor: int, offset: int, file_size: int, extents: list[tuple[int, int]]
 ) -> tuple[int, bool]:
@@ -263,33 +232,53 @@ def _size_of(header: bytes) -> int | None:
 
 def _find_header(descriptor: int, start: int, file_size: int) -> int:
     """Returns where the next whole record seems to start, or `file_size`."""
-    position = start
+    position, size = start, _PAGE_BYTES  # small at first: the next record is often near
     while position + FRAME_SIZE <= file_size:
-        chunk = os.pread(descriptor, _CHUNK_BYTES, position)
+        chunk = os.pread(descriptor, size, position)
+        size = min(4 * size, _CHUNK_BYTES)
         if len(chunk) < HEADER_SIZE:
             break  # the file has been cut in the meantime
-        for candidate in _find_candidates(chunk):
-            size = _size_of(chunk[candidate : candidate + HEADER_SIZE])
-            if size is not None and position + candidate + size <= file_size:
+        for candidate, length in _find_lengths(chunk):
+            if position + candidate + length + FRAME_SIZE <= file_size:
                 return position + candidate
         position += len(chunk) - HEADER_SIZE + 1
     return file_size
 
 
-def _find_candidates(chunk: bytes) -> Iterator[int]:
-    """Yields where a header may start: the upper half of the length is zero (below 4 GB).
+def _find_lengths(chunk: bytes) -> list[tuple[int, int]]:
+    """Returns where a length below 4 GB stands with its CRC, and the length; in any bytes as fast.
 
-    In a long run of zeros only the first places, where the lower half is not all zero, and the last
-    one, where the CRC of a length of 0 may follow, can be headers.
+    A CRC is linear: that of 8 bytes is the XOR of what each of them contributes, so that two
+    lookups by 16 bits give it for all places at once.
     """
-    zeros = chunk.find(bytes(4), 4)
-    while zeros != -1:
-        found = _NOT_ZERO.search(chunk, zeros)
-        run_end = found.start() if found else len(chunk)
-        for upper_half in range(zeros, min(zeros + 4, run_end - 3)):
-            yield upper_half - 4
-        yield max(0, run_end - 8)
-        zeros = chunk.find(bytes(4), run_end)
+    import numpy as np  # only for damaged files
+
+    low_parts, high_parts, crc_of_zero = _crc_tables()
+    single = np.frombuffer(chunk, np.uint8).astype(np.uint16)
+    pairs = single[:-1] | single[1:] << 8  # the 16 bits from each byte on
+    count = len(chunk) - HEADER_SIZE + 1
+    four = pairs[: count + 8] | pairs[2 : count + 10].astype(np.uint32) << 16
+    # The upper half of the length is zero, and its CRC is not, also where all is zero.
+    places = np.flatnonzero((four[4 : count + 4] == 0) & (four[8 : count + 8] != 0))
+    lengths, stored = four[places], four[places + 8] - np.uint32(_CRC_MASK)
+    crcs = low_parts[lengths & 0xFFFF] ^ high_parts[lengths >> 16]
+    found = crcs == (stored >> 17 | stored << 15) ^ crc_of_zero
+    return list(zip(places[found].tolist(), lengths[found].tolist(), strict=True))
+
+
+@functools.cache
+def _crc_tables() -> tuple[Any, Any, Any]:
+    """Returns what the two halves of a length below 4 GB contribute to its CRC, and that of 0."""
+    import numpy as np
+
+    def crcs(byte: int) -> Any:
+        values = (google_crc32c.value(_UINT64.pack(value << 8 * byte)) for value in range(256))
+        return np.fromiter(values, np.uint32)
+
+    zero = np.uint32(google_crc32c.value(bytes(8)))
+    halves = [(crcs(byte) ^ zero, crcs(byte + 1) ^ zero) for byte in (0, 2)]
+    low, high = ((upper[:, None] ^ lower[None, :]).ravel() for lower, upper in halves)
+    return low, high, zero
 
 
 def _find_foreign_file(file: str, descriptor: int, file_size: int) -> BadRecord | None:

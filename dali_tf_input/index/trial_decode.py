@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image
 
 from dali_tf_input.index.checks import BadImage, Checks, TrialDecode
-from dali_tf_input.index.tfrecord import name_content
+from dali_tf_input.index.foreign import name_content
 from dali_tf_input.preprocess import DCT_METHOD
 
 # What both backends decode to the same pixels. TensorFlow or DALI refuses each other format.
