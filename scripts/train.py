@@ -60,9 +60,9 @@ def main(arguments: list[str]) -> int:
             raise InputError(f"--service is for the tf.data backend, got {options!r}.")
         options = dataclasses.replace(options or TfDataOptions(), service=_TRAIN.service.value)
     cli.import_tensorflow()  # only now: it takes seconds
-    from support.train.fit import Training
+    from support.train import fit
 
-    return Training(_TRAIN, spec, options, num_classes).run()
+    return fit.run(_TRAIN, spec, options, num_classes)
 
 
 def count_classes(records: DatasetSpec) -> int:

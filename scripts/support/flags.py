@@ -13,7 +13,6 @@ from dali_tf_input import (
     Preprocess,
     RandomCrop,
     RandomResizedCrop,
-    ResizeRandomCrop,
     TfDataOptions,
 )
 from support import machine
@@ -43,24 +42,32 @@ def begin(given: list[str] | None) -> tuple[dict[str, Any], list[str]]:
     about = machine.describe()
     about["tensorflow_gpus"] = machine.count_gpus_of_tensorflow() if about["gpus"] else 0
     here = [name for name in BACKENDS if about["tensorflow_gpus"] or name != "dali_gpu"]
-    unknown = [name for name in given or [] if name not in here]
-    if unknown or given == []:
-        names = ", ".join(unknown) or "none"
-        raise InputError(f"`backends` must be of {', '.join(here)} on this machine, got {names}.")
+    names = check_list("backends", given, here, " on this machine")
     machine.print_lines(about)
-    return about, list(dict.fromkeys(given or here))
+    return about, names
+
+
+def check_list(name: str, given: list[str] | None, known: list[str], where: str = "") -> list[str]:
+    """Returns what a list flag names, each once; all that is known if it is not given.
+
+    Raises:
+      InputError: something unknown is named, or nothing.
+    """
+    unknown = [one for one in given or [] if one not in known]
+    if unknown or given == []:
+        got = ", ".join(unknown) or "none"
+        raise InputError(f"`{name}` must be of {', '.join(known)}{where}, got {got}.")
+    return list(dict.fromkeys(given or known))
 
 
 class FileFlags:
     """The flags that say which records are read."""
 
     def __init__(self, flags: Flags) -> None:
-        self.files = flags.strings(
-            "files", "Indexed TFRecord files, a path or pattern; repeatable."
-        )
-        self.index_dir = flags.string(
-            "index_dir", None, "Folder of the indexes; else beside the files."
-        )
+        text = "Indexed TFRecord files, a path or pattern; repeatable."
+        self.files = flags.strings("files", text)
+        text = "Folder of the indexes; else beside the files."
+        self.index_dir = flags.string("index_dir", None, text)
         self.image_key = flags.string("image_key", None, "Feature key of the image; else found.")
         self.label_key = flags.string("label_key", None, "Feature key of the label; else found.")
         self.label_offset = flags.integer("label_offset", 0, "Label of the first class as stored.")
@@ -78,12 +85,11 @@ class FileFlags:
             label_offset=self.label_offset.value,
         )
 
-    def as_arguments(self, files: list[str] | None = None) -> list[str]:
+    def as_arguments(self) -> list[str]:
         """Returns these flags as arguments for a command that has them too."""
-        files = self.files.value if files is None else files
         others = (self.index_dir, self.image_key, self.label_key, self.label_offset)
         given = [f"--{flag.name}={flag.value}" for flag in others if flag.value]
-        return [*(f"--files={pattern}" for pattern in files), *given]
+        return [*(f"--files={pattern}" for pattern in self.files.value), *given]
 
 
 class WorkFlags:
@@ -98,12 +104,7 @@ class WorkFlags:
         self.decode = flags.choice("decode", "auto", decode, "How much of an image is decoded.")
         dtypes = ("float32", "float16", "uint8")
         self.dtype = flags.choice("dtype", "float32", dtypes, "Type of the output.")
-
-    @property
-    def all(self) -> tuple:
-        """The flags themselves."""
-        size = (self.batch_size, self.crop, self.image_size)
-        return (*size, self.antialias, self.decode, self.dtype)
+        self.all = tuple(vars(self).values())
 
     def as_arguments(self) -> list[str]:
         """Returns these flags as arguments for a command that has them too."""
@@ -112,9 +113,8 @@ class WorkFlags:
     def preprocess(self) -> Preprocess:
         """Returns what is done to each training image."""
         preprocess = Preprocess.for_training(self.image_size.value, antialias=self.antialias.value)
-        resize = preprocess.crop.resize
-        random = (ResizeRandomCrop(resize=resize), RandomResizedCrop(), RandomCrop())
-        crops = (*random, CenterCrop(resize_shorter=resize[0]), NoCrop())
+        center = CenterCrop(resize_shorter=preprocess.crop.resize[0])
+        crops = (preprocess.crop, RandomResizedCrop(), RandomCrop(), center, NoCrop())
         crop = crops[_CROPS.index(self.crop.value)]
         return dataclasses.replace(preprocess, crop=crop, dtype=self.dtype.value)
 

@@ -12,7 +12,7 @@ _COLORS = {"tf_data": "#e8833a", "dali_cpu": "#4c8c2b", "dali_gpu": "#76b900"}
 
 @contextlib.contextmanager
 def _figure(path: str, title: str, note: str, **layout: Any) -> Iterator[tuple[Any, Any]]:
-    """Makes a figure with a title and a foot note; saves it at the end."""
+    """Makes a figure with a title and a foot note; saves it at the end, and says where."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -28,6 +28,7 @@ def _figure(path: str, title: str, note: str, **layout: Any) -> Iterator[tuple[A
     yield figure, axes
     figure.savefig(path, dpi=100)
     plt.close(figure)
+    print(f"plot in {path}")
 
 
 def plot_throughput(report: dict, *, path: str) -> None:

@@ -205,9 +205,9 @@ def test_a_measurer_dies_with_its_parent(sample_folder):
         flags(["test", "--files=data/sample/train-*"])
         measurer = Measurer(files, work)
         measurer._words += ["--batch_size=8"]
-        worker = measurer.start()
+        measurer.start()
         measurer.pause()
-        print(worker._process.pid, flush=True)
+        print(measurer._process.pid, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     """
     words = [sys.executable, "-c", code]
