@@ -30,14 +30,13 @@ _NUM_FILES = FLAGS.list(
     "num_files", ["128", "1024", "8192"], "Files of each row of the first table."
 )
 _RECORDS = FLAGS.integer("records_per_file", 1250, "Records in each of them.", 1)
-_MOST_BYTES = FLAGS.integer("most_bytes", 3_000_000_000, "Larger sets get smaller records.", 1)
 _FILES = FLAGS.strings("files", "TFRecords of images for the second table.")
 _REPEATS = FLAGS.integer("repeats", 5, "How often each row is measured.", 1)
 _TFRECORD2IDX_FILES = FLAGS.integer("tfrecord2idx_files", 3, "Files for tfrecord2idx; 0: none.", 0)
-_FOLDER = FLAGS.string("folder", None, "Where the files are made; else a temporary folder.")
 _JSON = FLAGS.string("json", None, "File for the results.")
 
 _RECORD_BYTES = 2000
+_MOST_BYTES = 3_000_000_000  # larger sets get smaller records
 _LEVELS = {
     "framing": ["--verify=framing"],
     "crc": ["--verify=crc"],
@@ -58,7 +57,7 @@ def main(arguments: list[str]) -> int:
         raise InputError(f"`num_files` must be whole numbers of at least 1, got {got}.")
     cli.check_writable(_JSON)
     report = {**machine.describe(), "repeats": _REPEATS.value}
-    with tempfile.TemporaryDirectory(dir=_FOLDER.value) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         report["sets"] = measure_sets(folder, numbers)
     if _FILES.value:
         report["levels"] = measure_levels(find_files(_FILES.value))
@@ -68,36 +67,26 @@ def main(arguments: list[str]) -> int:
 
 def measure_sets(folder: str, numbers: list[int]) -> dict[str, Any]:
     """Measures sets of `numbers` files; prints the first table."""
-    sizes = {n: min(_RECORD_BYTES, _MOST_BYTES.value // (n * _RECORDS.value)) for n in numbers}
+    sizes = {n: min(_RECORD_BYTES, _MOST_BYTES // (n * _RECORDS.value)) for n in numbers}
     for number, size in sizes.items():
         make_set(os.path.join(folder, str(number)), number, size)
-    indexed: dict[int, list[float]] = {number: [] for number in sizes}
-    unchanged: dict[int, list[float]] = {number: [] for number in sizes}
-    memory = dict.fromkeys(sizes, 0)
+    runs: dict[int, list[Any]] = {number: [] for number in sizes}
     for _ in range(_REPEATS.value):
-        for number in sizes:
+        for number, measured in runs.items():
             pattern = os.path.join(folder, str(number), "*-of-*")
-            seconds, peak = time_index(pattern, "--force")
-            indexed[number].append(seconds)
-            memory[number] = max(memory[number], peak)
-            unchanged[number].append(time_index(pattern)[0])
+            measured.append((*time_index(pattern, "--force"), time_index(pattern)[0]))
     theirs = time_tfrecord2idx(os.path.join(folder, str(numbers[0])))
     lines, rows = [], {}
     for number, size in sizes.items():
-        seconds, records = Stats.of(indexed[number]), number * _RECORDS.value
+        took, peaks, again = zip(*runs[number], strict=True)
+        seconds, unchanged, records = Stats.of(took), Stats.of(again), number * _RECORDS.value
         ratio = theirs * number / seconds.median if theirs else None
         line = [f"{number:,}", f"{records:,}", f"{size:,}", format_stats(seconds)]
-        line += [f"{records / seconds.median / 1e6:.2f}", f"{memory[number] / 1e6:.0f}"]
-        line += [format_stats(Stats.of(unchanged[number])), f"{ratio:,.0f}" if ratio else "-"]
+        line += [f"{records / seconds.median / 1e6:.2f}", f"{max(peaks) / 1e6:.0f}"]
+        line += [format_stats(unchanged), f"{ratio:,.0f}" if ratio else "-"]
         lines.append(line)
-        rows[number] = {
-            "records": records,
-            "record_bytes": size,
-            "seconds": vars(seconds),
-            "unchanged": vars(Stats.of(unchanged[number])),
-            "memory_bytes": memory[number],
-            "times_tfrecord2idx": ratio,
-        }
+        row = rows[number] = {"records": records, "record_bytes": size, "memory_bytes": max(peaks)}
+        row |= {"seconds": vars(seconds), "unchanged": vars(unchanged), "times_tfrecord2idx": ratio}
     cli.print_table(_COLUMNS, lines)
     if theirs:
         print(

@@ -8,7 +8,6 @@ example: python scripts/benchmark_order.py --plot=order.png
 """
 
 import io
-import os
 import resource
 import sys
 import tempfile
@@ -18,11 +17,10 @@ import numpy as np
 import psutil
 from PIL import Image
 
-from dali_tf_input import Checks, InputError, build_index
-from dali_tf_input.index.example import encode_example
-from dali_tf_input.index.tfrecord import frame_record
+from dali_tf_input import InputError
 from dali_tf_input.order import shuffle
 from support import cli, plots, processes
+from support.convert.writer import write_images
 
 FLAGS = cli.Flags()
 _NUM_RECORDS = FLAGS.integer("num_records", 1_280_000, "Records in all files together.", 1)
@@ -50,9 +48,10 @@ def main(arguments: list[str]) -> int:
     cli.check_writable(_PLOT, suffix=".png")
     lines = []
     with tempfile.TemporaryDirectory() as folder:
-        write_records(folder)
-        pattern = os.path.join(folder, "train-*")
-        build_index(pattern, Checks())
+        encoded = io.BytesIO()
+        Image.new("RGB", (8, 8), (90, 120, 150)).save(encoded, "JPEG")
+        counts = {flag.name: flag.value for flag in (_NUM_RECORDS, _NUM_FILES)}
+        pattern = write_images(folder, [encoded.getvalue()], **counts)
         for number in cli.progress(shards, what="starting", total=len(shards)):
             flags = [f"--measure={pattern}", f"--shards={number}"]
             output = processes.call_script("benchmark_order.py", *flags)
@@ -67,17 +66,6 @@ def main(arguments: list[str]) -> int:
     if _PLOT.value:
         plots.plot_orders(orders, path=_PLOT.value)
     return 0
-
-
-def write_records(folder: str) -> None:
-    """Writes the files."""
-    encoded = io.BytesIO()
-    Image.new("RGB", (8, 8), (90, 120, 150)).save(encoded, "JPEG")
-    record = frame_record(encode_example({"image": encoded.getvalue(), "label": 0}))
-    total, count = _NUM_RECORDS.value, _NUM_FILES.value
-    for number in range(count):
-        with open(os.path.join(folder, f"train-{number:05d}-of-{count:05d}"), "wb") as stream:
-            stream.write(record * (total * (number + 1) // count - total * number // count))
 
 
 def measure(pattern: str, num_shards: int) -> int:

@@ -38,11 +38,9 @@ _IMAGE_WIDTH = FLAGS.integer("image_width", None, "Width of the output; else --i
 _INTERPOLATION = FLAGS.choice(
     "interpolation", "bilinear", ["bilinear", "bicubic", "nearest"], "How pixels are resized."
 )
-_MEAN = FLAGS.list("mean", None, "Of R, G and B, in 0..255 units; else ImageNet's.")
-_STD = FLAGS.list("std", None, "Of R, G and B, in 0..255 units; else ImageNet's.")
 _SEED = FLAGS.integer("seed", 0, "Decides which images are shown, and their crops and mirrors.", 0)
-_AMPLIFY = FLAGS.number("amplify", 32.0, "Factor of the difference.", 0.001)
 
+_AMPLIFY = 32  # the factor of the difference
 _VISIBLE = 1.0  # of 255: a smaller largest difference has no picture
 
 
@@ -81,14 +79,6 @@ def make_spec() -> InputSpec:
         preprocess = dataclasses.replace(evaluation, dtype=_WORK.dtype.value)
     changes = {flag.name: flag.value for flag in (_INTERPOLATION, _LAYOUT, _AUTO_AUGMENT)}
     changes["image_size"] = (height, _IMAGE_WIDTH.value or height)
-    for flag in (_MEAN, _STD):
-        if flag.value is not None:
-            try:
-                changes[flag.name] = tuple(map(float, flag.value))
-            except ValueError as error:
-                got = ",".join(flag.value)
-                text = f"`{flag.name}` must be numbers like 123,117,104, got {got}."
-                raise InputError(text) from error
     preprocess = dataclasses.replace(preprocess, **changes)
     seed = _SEED.value
     return InputSpec(dataset=_FILES.dataset(), preprocess=preprocess, order="global", seed=seed)
@@ -160,8 +150,8 @@ def draw(spec: InputSpec, labels: list[str], images: np.ndarray, others: np.ndar
         }
         if differs[number]:
             mean, most = difference[number].mean(), difference[number].max()
-            text = f"difference x {_AMPLIFY.value:g}\nmean {mean:.2f}, largest {most:.0f} of 255"
-            shown[text] = _AMPLIFY.value * difference[number]
+            text = f"difference x {_AMPLIFY}\nmean {mean:.2f}, largest {most:.0f} of 255"
+            shown[text] = _AMPLIFY * difference[number]
         for axes, (text, pixels) in zip(all_axes[row, start:], shown.items(), strict=False):
             axes.imshow(np.clip(np.floor(pixels + 0.5), 0, 255).astype(np.uint8))
             axes.set_title(text, fontsize=9)

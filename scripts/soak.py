@@ -11,7 +11,6 @@ example: python scripts/soak.py --images=100000 --backends=tf_data --json=soak.j
 
 import ctypes
 import gc
-import glob
 import io
 import json
 import os
@@ -22,12 +21,13 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import psutil
+from PIL import Image
 
-from dali_tf_input import InputError, InputSpec, Preprocess, build_index
-from dali_tf_input.index.example import encode_example
-from dali_tf_input.index.tfrecord import frame_record
+from dali_tf_input import InputError, InputSpec, Preprocess
 from support import cli, plots, processes
+from support.convert.writer import write_images
 from support.flags import BACKENDS, FileFlags, backends_flag, begin
 
 FLAGS = cli.Flags()
@@ -103,24 +103,12 @@ def main(arguments: list[str]) -> int:
 
 def make_files(folder: str) -> str:
     """Writes and indexes small images; returns their pattern."""
-    import numpy as np
-    from PIL import Image
-
     random, images = np.random.default_rng(0), []
-    for _ in range(64):
+    for pixels in random.integers(0, 256, (64, _SIZE, _SIZE, 3), dtype=np.uint8):
         stream = io.BytesIO()
-        pixels = random.integers(0, 256, (_SIZE, _SIZE, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(stream, "JPEG")
         images.append(stream.getvalue())
-    for part in range(4):
-        with open(os.path.join(folder, f"train-{part:05d}-of-00004"), "wb") as file:
-            for number in range(part, _RECORDS, 4):
-                image, label = images[number % len(images)], number % 10
-                example = {"image/encoded": image, "image/class/label": label}
-                file.write(frame_record(encode_example(example)))
-    pattern = os.path.join(glob.escape(folder), "train-*")
-    build_index(pattern)
-    return pattern
+    return write_images(folder, images, num_records=_RECORDS, num_files=4)
 
 
 def how_many(part: str) -> tuple[int, int]:

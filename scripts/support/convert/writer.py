@@ -2,6 +2,7 @@
 
 import collections
 import glob
+import itertools
 import json
 import multiprocessing
 import os
@@ -9,7 +10,7 @@ import re
 import secrets
 import shutil
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -17,9 +18,9 @@ from typing import Any, NamedTuple
 
 from rich import filesize
 
-from dali_tf_input import InputError
+from dali_tf_input import InputError, build_index
 from dali_tf_input.command import format_count, print_rows
-from dali_tf_input.index.example import FeatureValue
+from dali_tf_input.index.example import FeatureValue, encode_example
 from dali_tf_input.index.files import BAD_RECORDS_NAME, MANIFEST_NAME, index_command
 from dali_tf_input.index.tfrecord import frame_record
 from dali_tf_input.staging import Staging
@@ -195,6 +196,25 @@ def _write_split(
         name = f"{split.name}-{number:05d}-of-{len(paths):05d}"
         os.replace(path, os.path.join(folder, name))
     written.num_files += len(paths)
+
+
+def write_images(folder: str, images: Iterable[bytes], *, num_records: int, num_files: int) -> str:
+    """Writes and indexes records of `images`, one after the other and again; returns a pattern.
+
+    The label of a record is the number of its image.
+    """
+    examples = [
+        {"image/encoded": image, "image/class/label": label} for label, image in enumerate(images)
+    ]
+    records = itertools.cycle([frame_record(encode_example(example)) for example in examples])
+    os.makedirs(folder, exist_ok=True)
+    for number in range(num_files):
+        count = num_records * (number + 1) // num_files - num_records * number // num_files
+        with open(os.path.join(folder, f"train-{number:05d}-of-{num_files:05d}"), "wb") as stream:
+            stream.writelines(itertools.islice(records, count))
+    pattern = os.path.join(glob.escape(folder), "train-*")
+    build_index(pattern)
+    return pattern
 
 
 def check_folder(folder: str, *, overwrite: bool) -> None:

@@ -6,23 +6,18 @@ normalize. The same work, and nothing of the package but the numbers of the spec
 
 from typing import Any
 
-from dali_tf_input import (
-    CenterCrop,
-    InputError,
-    InputSpec,
-    RandomCrop,
-    RandomResizedCrop,
-    ResizeRandomCrop,
-)
+import dali_tf_input as dti
 
 
 def _check_crop(crop: Any) -> None:
-    if not isinstance(crop, CenterCrop | RandomCrop | RandomResizedCrop | ResizeRandomCrop):
+    if not isinstance(
+        crop, dti.CenterCrop | dti.RandomCrop | dti.RandomResizedCrop | dti.ResizeRandomCrop
+    ):
         name = type(crop).__name__
-        raise InputError(f"{name} is not written by hand: leave out the by_hand rows.")
+        raise dti.InputError(f"{name} is not written by hand: leave out the by_hand rows.")
 
 
-def make_dataset(spec: InputSpec, *, batch_size: int) -> Any:
+def make_dataset(spec: dti.InputSpec, *, batch_size: int) -> Any:
     """Returns an infinite dataset of images (batch_size, height, width, 3) and int64 labels."""
     import tensorflow as tf
 
@@ -40,13 +35,13 @@ def make_dataset(spec: InputSpec, *, batch_size: int) -> Any:
 
     def resize_and_crop(image):
         match crop:
-            case ResizeRandomCrop(resize=resize):
+            case dti.ResizeRandomCrop(resize=resize):
                 return tf.image.random_crop(tf.image.resize(image, resize, **resizing), shape)
-            case RandomCrop():
+            case dti.RandomCrop():
                 padded = tf.maximum(size, tf.shape(image)[:2])
                 image = tf.image.resize_with_crop_or_pad(image, padded[0], padded[1])
                 return tf.cast(tf.image.random_crop(image, shape), tf.float32)
-            case RandomResizedCrop():
+            case dti.RandomResizedCrop():
                 begin, extent, _ = tf.image.sample_distorted_bounding_box(
                     tf.shape(image),
                     area_range=crop.area_range,
@@ -55,7 +50,7 @@ def make_dataset(spec: InputSpec, *, batch_size: int) -> Any:
                     **boxes,
                 )
                 return tf.image.resize(tf.slice(image, begin, extent), size, **resizing)
-            case CenterCrop(resize_shorter=resize_shorter):
+            case dti.CenterCrop(resize_shorter=resize_shorter):
                 whole = tf.cast(tf.shape(image)[:2], tf.float32)
                 whole = tf.cast(whole * resize_shorter / tf.reduce_min(whole) + 0.5, tf.int32)
                 image = tf.image.resize(image, whole, **resizing)
@@ -78,7 +73,7 @@ def make_dataset(spec: InputSpec, *, batch_size: int) -> Any:
     return dataset.batch(batch_size, drop_remainder=True).prefetch(tf.data.AUTOTUNE)
 
 
-def make_pipeline(spec: InputSpec, *, batch_size: int, num_threads: int) -> Any:
+def make_pipeline(spec: dti.InputSpec, *, batch_size: int, num_threads: int) -> Any:
     """Returns a DALI pipeline on the CPU, not yet built, with the same outputs."""
     from nvidia import dali
     from nvidia.dali import fn, types
@@ -107,9 +102,9 @@ def make_pipeline(spec: InputSpec, *, batch_size: int, num_threads: int) -> Any:
             features[dataset.image_key], output_type=types.RGB, adjust_orientation=False
         )
         match crop:
-            case ResizeRandomCrop(resize=resize):
+            case dti.ResizeRandomCrop(resize=resize):
                 images = fn.resize(images, size=resize, **resizing)
-            case RandomResizedCrop():
+            case dti.RandomResizedCrop():
                 images = fn.random_resized_crop(
                     images,
                     size=size,
@@ -118,9 +113,9 @@ def make_pipeline(spec: InputSpec, *, batch_size: int, num_threads: int) -> Any:
                     num_attempts=crop.num_attempts,
                     **resizing,
                 )
-            case CenterCrop(resize_shorter=resize_shorter):
+            case dti.CenterCrop(resize_shorter=resize_shorter):
                 images = fn.resize(images, resize_shorter=resize_shorter, **resizing)
-        random = () if isinstance(crop, CenterCrop) else ("crop_pos_x", "crop_pos_y")
+        random = () if isinstance(crop, dti.CenterCrop) else ("crop_pos_x", "crop_pos_y")
         position = {name: fn.random.uniform(range=(0.0, 1.0)) for name in random}
         images = fn.crop_mirror_normalize(
             images,

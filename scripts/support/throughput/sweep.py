@@ -1,6 +1,5 @@
 """The sweep of compare_throughput.py: six kinds of work, each by the package and by hand."""
 
-import glob
 import io
 import itertools
 import json
@@ -9,11 +8,14 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from dali_tf_input import DatasetSpec, build_index
-from dali_tf_input.index.example import decode_example, encode_example
-from dali_tf_input.index.tfrecord import frame_record, read_record
+from PIL import Image
+
+from dali_tf_input import DatasetSpec
+from dali_tf_input.index.example import decode_example
+from dali_tf_input.index.tfrecord import read_record
 from dali_tf_input.order import read_index
 from support import cli, processes
+from support.convert.writer import write_images
 from support.flags import FileFlags
 from support.throughput.rows import ratios
 
@@ -120,25 +122,15 @@ def write_resized(
     Portrait images are turned, so that sizes mean the same for all. The records have TF-slim's
     keys; if there are fewer than `at_least`, they are repeated.
     """
-    from PIL import Image
-
     height, width = size
-    out = os.path.join(folder, f"{height}x{width}")
-    pattern = os.path.join(glob.escape(out), "train-*")
-    if os.path.exists(out):
-        return pattern
-    os.makedirs(out)
-    records = []
-    for number, encoded in enumerate(_read_images(dataset)):
+    images = []
+    for encoded in _read_images(dataset):
         image: Any = Image.open(io.BytesIO(encoded))
         if image.height > image.width:
             image = image.transpose(Image.Transpose.ROTATE_90)
         stream = io.BytesIO()
         resized = image.convert("RGB").resize((width, height), Image.Resampling.BICUBIC)
         resized.save(stream, "JPEG", quality=90)
-        example = {"image/encoded": stream.getvalue(), "image/class/label": number}
-        records.append(frame_record(encode_example(example)))
-    with open(os.path.join(out, "train-00000-of-00001"), "wb") as file:
-        file.writelines(itertools.islice(itertools.cycle(records), max(at_least, len(records))))
-    build_index(pattern)
-    return pattern
+        images.append(stream.getvalue())
+    out, num_records = os.path.join(folder, f"{height}x{width}"), max(at_least, len(images))
+    return write_images(out, images, num_records=num_records, num_files=1)

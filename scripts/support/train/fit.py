@@ -8,18 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dali_tf_input import (
-    DaliOptions,
-    Distributed,
-    InputError,
-    InputProfile,
-    InputSpec,
-    Preprocess,
-    Resume,
-    TfDataOptions,
-    distribute,
-    enable_memory_growth,
-)
+import dali_tf_input as dti
 from support.train import worker_loop
 from support.train.flags import TrainFlags
 from support.train.mixup import MixupCutmix
@@ -29,34 +18,34 @@ _LITTLE = 0.05  # of a step: less waiting than that is not told from noise
 
 def run(
     flags: TrainFlags,
-    spec: InputSpec,
-    options: DaliOptions | TfDataOptions | None,
+    spec: dti.InputSpec,
+    options: dti.DaliOptions | dti.TfDataOptions | None,
     num_classes: int,
 ) -> int:
     """Trains; returns the exit code."""
-    enable_memory_growth()
+    dti.enable_memory_growth()
     by_loop = flags.strategy.value == "multi_worker"
     strategy = worker_loop.make_strategy() if by_loop else make_strategy(flags.replicas.value)
     is_chief = not by_loop or strategy.cluster_resolver.task_id == 0
     keras.utils.set_random_seed(flags.seed.value)
     shared = {"strategy": strategy, "global_batch_size": flags.global_batch_size.value}
-    train = distribute(spec, options, **shared)
+    train = dti.distribute(spec, options, **shared)
     print(f"input       {train.options!r}")
     print(f"replicas    {len(train.devices)}: {', '.join(train.devices)}")
     steps = f"{train.steps_per_epoch:,} steps per epoch"
     print(f"training    {spec.dataset.num_records:,} records, {num_classes} classes, {steps}")
     validation = None
     if flags.validation_files.value:
-        held_out = InputSpec(
+        held_out = dti.InputSpec(
             dataset=flags.records.dataset(flags.validation_files.value),
-            preprocess=Preprocess.for_evaluation(flags.image_size.value),
+            preprocess=dti.Preprocess.for_evaluation(flags.image_size.value),
             order="sequential",
             repeat=False,
             one_hot=spec.one_hot,
         )
         # A service cannot serve a fixed order.
-        own = TfDataOptions() if flags.service.value else train.options
-        validation = distribute(held_out, own, **shared)
+        own = dti.TfDataOptions() if flags.service.value else train.options
+        validation = dti.distribute(held_out, own, **shared)
         print(f"validation  {held_out.dataset.num_records:,} records")
     with strategy.scope() if strategy else contextlib.nullcontext():
         network = make_network(flags.image_size.value, num_classes)
@@ -68,12 +57,12 @@ def run(
     epochs, resume = flags.epochs.value, None
     if flags.resume.value:
         every = flags.save_every.value
-        resume = Resume(flags.resume.value, train, save_every=every, is_chief=is_chief)
+        resume = dti.Resume(flags.resume.value, train, save_every=every, is_chief=is_chief)
         if resume.step:
             where = f"step {resume.step:,} of {epochs * train.steps_per_epoch:,}"
             print(f"resume      after {where}, from {flags.resume.value}")
         model(np.zeros((1, *spec.preprocess.image_size, 3), np.float32))  # creates its variables
-    profile = InputProfile(train) if flags.profile_input.value else None
+    profile = dti.InputProfile(train) if flags.profile_input.value else None
     with train.explain_errors(model, *([validation] if validation else [])):
         if by_loop:
             done = worker_loop.fit(strategy, model, train, validation, resume, epochs=epochs)
@@ -98,9 +87,9 @@ def run(
 
 def fit(
     model: keras.Model,
-    train: Distributed,
-    validation: Distributed | None,
-    resume: Resume | None,
+    train: dti.Distributed,
+    validation: dti.Distributed | None,
+    resume: dti.Resume | None,
     epochs: int,
     callbacks: list[keras.callbacks.Callback],
 ) -> list[keras.callbacks.History]:
@@ -118,7 +107,7 @@ def fit(
     return [history]
 
 
-def advise(flags: TrainFlags, profile: InputProfile) -> str:
+def advise(flags: TrainFlags, profile: dti.InputProfile) -> str:
     """Says whether a faster input would help, by the epochs after the first."""
     epochs = [epoch for epoch in profile.epochs if epoch.steps]
     if not epochs:
@@ -145,7 +134,9 @@ def make_strategy(num_replicas: int) -> tf.distribute.Strategy | None:
         return None
     gpus = tf.config.list_physical_devices("GPU")
     if gpus and num_replicas > len(gpus):
-        raise InputError(f"`replicas` must be at most the {len(gpus)} GPUs, got {num_replicas}.")
+        raise dti.InputError(
+            f"`replicas` must be at most the {len(gpus)} GPUs, got {num_replicas}."
+        )
     if not gpus:
         cpu = tf.config.list_physical_devices("CPU")[0]
         logical = [tf.config.LogicalDeviceConfiguration()] * num_replicas
