@@ -81,9 +81,9 @@ def measure_sets(folder: str, numbers: list[int]) -> dict[str, Any]:
         took, peaks, again = zip(*runs[number], strict=True)
         seconds, unchanged, records = Stats.of(took), Stats.of(again), number * _RECORDS.value
         ratio = theirs * number / seconds.median if theirs else None
-        line = [f"{number:,}", f"{records:,}", f"{size:,}", format_stats(seconds)]
+        line = [f"{number:,}", f"{records:,}", f"{size:,}", cli.format_stats(seconds)]
         line += [f"{records / seconds.median / 1e6:.2f}", f"{max(peaks) / 1e6:.0f}"]
-        line += [format_stats(unchanged), f"{ratio:,.0f}" if ratio else "-"]
+        line += [cli.format_stats(unchanged), f"{ratio:,.0f}" if ratio else "-"]
         lines.append(line)
         row = rows[number] = {"records": records, "record_bytes": size, "memory_bytes": max(peaks)}
         row |= {"seconds": vars(seconds), "unchanged": vars(unchanged), "times_tfrecord2idx": ratio}
@@ -111,16 +111,11 @@ def measure_levels(files: Sequence[str]) -> dict[str, Any]:
         stats = Stats.of(values)
         results[name] = {**vars(stats), "records": records, "bytes": size}
         rates = (f"{size / stats.median / 1e6:,.0f}", f"{records / stats.median:,.0f}")
-        lines.append((name, format_stats(stats), *rates))
+        lines.append((name, cli.format_stats(stats), *rates))
     what = f"level, over {records:,} images, {size / 1e6:,.0f} MB"
     print()
     cli.print_table((what, "seconds", "MB/s", "images/s"), lines)
     return results
-
-
-def format_stats(stats: Stats) -> str:
-    """Returns median, smallest and largest."""
-    return f"{stats.median:.2f} ({stats.minimum:.2f} to {stats.maximum:.2f})"
 
 
 def make_set(folder: str, num_files: int, record_bytes: int) -> None:

@@ -9,7 +9,7 @@ import sys
 
 import numpy as np
 
-from dali_tf_input import DaliOptions, InputSpec, Preprocess, TfDataOptions
+from dali_tf_input import DaliOptions, InputError, InputSpec, Preprocess, TfDataOptions
 from support import cli, first_batches
 from support.flags import FileFlags
 
@@ -42,12 +42,10 @@ def main(arguments: list[str]) -> int:
         labels_equal &= bool((labels == other_labels).all())
     mean, compared = float(np.mean(means)), f"{len(means) * batch_size} evaluation images"
     if mean > _MOST.value or not labels_equal:
-        print(
-            f"error: DALI and tf.data differ in {compared}: mean absolute difference {mean:.4f} of"
-            f" 255, over {_MOST.value}; labels equal: {labels_equal}.",
-            file=sys.stderr,
+        raise InputError(
+            f"DALI and tf.data differ in {compared}: mean absolute difference {mean:.4f} of"
+            f" 255, over {_MOST.value}; labels equal: {labels_equal}."
         )
-        return 1
     print(
         f"DALI and tf.data agree in {compared}: mean absolute difference {mean:.6f} of 255, "
         f"largest {worst:.4f}"

@@ -51,11 +51,8 @@ assert batch.shape == (2, 3) and float(tf.reduce_min(batch)) >= 5
 assert device in batch.device.lower()
 print("serves a batch on the", device.upper())
 """
-_TRY_MEMORY_GROWTH = """
-from dali_tf_input import enable_memory_growth
-enable_memory_growth()
-print("on, as distribute() needs it: TensorFlow leaves memory to DALI")
-"""
+_TRY_MEMORY_GROWTH = """import dali_tf_input; dali_tf_input.enable_memory_growth()
+print("on, as distribute() needs it: TensorFlow leaves memory to DALI")"""
 _COUNT_GPUS = {
     "TensorFlow": "import tensorflow; print(len(tensorflow.config.list_physical_devices('GPU')))",
     "DALI": "import nvidia.dali as dali; print(dali.backend.GetCUDADeviceCount())",
@@ -236,22 +233,18 @@ def examine_cores() -> Iterator[Finding]:
 
 def cpus_allowed(path: str = "/sys/fs/cgroup/cpuset.cpus.effective") -> int | None:
     """Returns how many cores this control group has, from text like "0-3,8"; None if unknown."""
-    try:
-        with open(path, encoding="ascii") as stream:
-            spans = [span.split("-") for span in stream.read().strip().split(",")]
+    with contextlib.suppress(OSError, ValueError), open(path, encoding="ascii") as stream:
+        spans = [span.split("-") for span in stream.read().strip().split(",")]
         return sum(int(span[-1]) - int(span[0]) + 1 for span in spans)
-    except (OSError, ValueError):
-        return None
+    return None
 
 
 def cpu_quota(path: str = "/sys/fs/cgroup/cpu.max") -> float | None:
     """Returns how many cores' time this control group has; None if it is not limited."""
-    try:
-        with open(path, encoding="ascii") as stream:
-            quota, period = stream.read().split()
-        return None if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):
-        return None
+    with contextlib.suppress(OSError, ValueError), open(path, encoding="ascii") as stream:
+        quota, period = map(int, stream.read().split())  # "max" is no number
+        return quota / period
+    return None
 
 
 def examine_files(files: list[str]) -> Iterator[Finding]:

@@ -82,9 +82,8 @@ def main(arguments: list[str]) -> int:
         print("This was a rehearsal on the CPU: it says nothing about a GPU.")
     print(f"results in {_OUT.value}")
     if failed:
-        text = f"failed, or not measured: {', '.join(failed)}; see {_OUT.value}."
-        print(f"error: {text}", file=sys.stderr)
-    return 1 if failed else 0
+        raise InputError(f"failed, or not measured: {', '.join(failed)}; see {_OUT.value}.")
+    return 0
 
 
 def read_parts(report: dict[str, Any]) -> dict[str, Any]:

@@ -52,9 +52,9 @@ def main(arguments: list[str]) -> int:
             raise dti.InputError(f"--service is for the tf.data backend, got {options!r}.")
         options = dataclasses.replace(options or dti.TfDataOptions(), service=_TRAIN.service.value)
     cli.import_tensorflow()  # only now: it takes seconds
-    from support.train import fit
+    from support.train.fit import train_model
 
-    return fit.run(_TRAIN, spec, options, num_classes)
+    return train_model(_TRAIN, spec, options, num_classes)
 
 
 def count_classes(records: dti.DatasetSpec) -> int:

@@ -126,7 +126,6 @@ class Tuner:
         self._start = time.monotonic()
         self.rates: dict[Candidate, list[float]] = {}
         self.refused: dict[Candidate, str] = {}
-        self._costs: list[float] = []  # seconds of a window, with the making of its pipeline
 
     def left(self, part: float = 1.0) -> float:
         """Returns the seconds left of a part of the time."""
@@ -142,13 +141,11 @@ class Tuner:
             return 0.0
         left = cli.format_seconds(max(0.0, self.left()))
         self._status.update(f"tuning, {left} left: {describe(candidate)}")
-        start = time.monotonic()
         try:
             rate = images_per_second(self._measurer.measure(candidate, seconds=seconds))
         except CandidateError as error:
             self.refused[candidate] = str(error)
             return 0.0
-        self._costs.append(time.monotonic() - start)
         self.rates.setdefault(candidate, []).append(rate)
         return rate
 
@@ -164,8 +161,8 @@ class Tuner:
     def halve(self, rivals: list[Candidate]) -> Candidate:
         """Drops the slower half in each round; windows double. Returns the last one left."""
         part = 1 - _FINAL_PART
-        # As many as the time allows; two rounds' worth of windows in all.
-        cost = statistics.median(self._costs) + 2 * _WINDOW
+        # As many as the time allows; two rounds' worth of windows in all, and longer ones later.
+        cost = (_SECONDS.value - self.left()) / sum(map(len, self.rates.values())) + 2 * _WINDOW
         fits = max(1, int(self.left(part) / (2 * cost)))
         rivals = random.Random(0).sample(rivals, min(len(rivals), fits))
         seconds = _WINDOW
@@ -230,15 +227,15 @@ def report(
     print()
     cli.print_table(_COLUMNS, format_rows(tuner, verdicts))
     print()
-    spread = f"{stats.minimum:.2f} to {stats.maximum:.2f} in {len(ratios)} rounds"
+    text = f"times the images/s of {default.backend}'s default, in {len(ratios)} rounds"
+    gain = f"{cli.format_stats(stats)} {text}"
     if better:
         print(f"chosen    {describe(winner)}")
-        text = f"times the images/s of {default.backend}'s default ({spread})"
-        print(f"gain      {stats.median:.2f} {text}")
+        print(f"gain      {gain}")
     else:
         print(f"chosen    the default, {default.backend}: no setting was significantly faster")
         if ratios:
-            print(f"closest   {describe(winner)}: {stats.median:.2f} ({spread})")
+            print(f"closest   {describe(winner)}: {gain}")
     tried = len(tuner.rates) + len(tuner.refused.keys() - tuner.rates)
     print(f"tried     {tried:,} settings in {cli.format_seconds(_SECONDS.value - tuner.left())}")
     about |= {"order": _ORDER.value, "batch_size": _WORK.batch_size.value}

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.status import Status
 from rich.table import Table
 
-from dali_tf_input import InputError, command
+from dali_tf_input import InputError, Stats, command
 from dali_tf_input.command import Flags, check_no_arguments, format_count, format_seconds
 
 __all__ = ["Flags", "check_no_arguments", "format_count", "format_seconds"]
@@ -84,6 +84,11 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     for row in zip(*(below for _, *below in cells), strict=True):
         table.add_row(*row)
     console.print(table)
+
+
+def format_stats(stats: Stats) -> str:
+    """Returns "median (minimum to maximum)"."""
+    return f"{stats.median:.2f} ({stats.minimum:.2f} to {stats.maximum:.2f})"
 
 
 def progress(items: Iterable[Any], *, what: str, total: int) -> Iterator[Any]:

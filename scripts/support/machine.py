@@ -1,5 +1,6 @@
 """The machine and software that a measurement was made with."""
 
+import contextlib
 import datetime
 import importlib.metadata
 import os
@@ -25,12 +26,10 @@ _PACKAGES = {
 
 def describe() -> dict:
     """Returns this command, date, CPU, cores that this process may use, GPUs and versions."""
-    versions = {"Python": platform.python_version()}
+    versions = {"Python": platform.python_version()} | dict.fromkeys(_PACKAGES, "none")
     for name, package in _PACKAGES.items():
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "none"
     answer = ask_driver("name")
     return {
         "command": shlex.join(sys.argv),

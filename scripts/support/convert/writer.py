@@ -105,12 +105,12 @@ def write_splits(
     of items.
 
     Args:
-      folder: where the files go: a new or an empty folder.
+      folder: a new or an empty folder; with `overwrite` also one that holds such a set.
       splits: what to write.
       make_record: makes of one item its record; picklable, as it runs in other processes.
       labels: the name of each label, for ``labels.txt``; None writes none.
       num_processes: how many; None is one for each core.
-      overwrite: replace a `folder` that holds such a set already.
+      overwrite: whether a set is replaced.
 
     Raises:
       InputError: a split has fewer items than files, no image of the train split can be read, or

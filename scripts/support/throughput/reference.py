@@ -9,12 +9,9 @@ from typing import Any
 import dali_tf_input as dti
 
 
-def _check_crop(crop: Any) -> None:
-    if not isinstance(
-        crop, dti.CenterCrop | dti.RandomCrop | dti.RandomResizedCrop | dti.ResizeRandomCrop
-    ):
-        name = type(crop).__name__
-        raise dti.InputError(f"{name} is not written by hand: leave out the by_hand rows.")
+def _refuse(crop: Any) -> dti.InputError:
+    name = type(crop).__name__
+    return dti.InputError(f"{name} is not written by hand: leave out the by_hand rows.")
 
 
 def make_dataset(spec: dti.InputSpec, *, batch_size: int) -> Any:
@@ -22,7 +19,6 @@ def make_dataset(spec: dti.InputSpec, *, batch_size: int) -> Any:
     import tensorflow as tf
 
     preprocess = spec.preprocess
-    _check_crop(preprocess.crop)
     crop, size, shape = preprocess.crop, preprocess.image_size, preprocess.image_shape
     resizing = {"method": preprocess.interpolation, "antialias": preprocess.antialias}
     boxes = {"bounding_boxes": tf.zeros((1, 0, 4)), "use_image_if_no_bounding_boxes": True}
@@ -50,11 +46,8 @@ def make_dataset(spec: dti.InputSpec, *, batch_size: int) -> Any:
                     **boxes,
                 )
                 return tf.image.resize(tf.slice(image, begin, extent), size, **resizing)
-            case dti.CenterCrop(resize_shorter=resize_shorter):
-                whole = tf.cast(tf.shape(image)[:2], tf.float32)
-                whole = tf.cast(whole * resize_shorter / tf.reduce_min(whole) + 0.5, tf.int32)
-                image = tf.image.resize(image, whole, **resizing)
-                return tf.image.resize_with_crop_or_pad(image, *size)
+            case _:
+                raise _refuse(crop)
 
     @tf.autograph.experimental.do_not_convert
     def prepare(record):
@@ -80,7 +73,6 @@ def make_pipeline(spec: dti.InputSpec, *, batch_size: int, num_threads: int) -> 
     from nvidia.dali import tfrecord as dali_tfrecord
 
     preprocess, dataset = spec.preprocess, spec.dataset
-    _check_crop(preprocess.crop)
     crop, size = preprocess.crop, preprocess.image_size
     dtypes = {"float32": types.FLOAT, "float16": types.FLOAT16, "uint8": types.UINT8}
     raw = preprocess.dtype == "uint8"
@@ -113,10 +105,12 @@ def make_pipeline(spec: dti.InputSpec, *, batch_size: int, num_threads: int) -> 
                     num_attempts=crop.num_attempts,
                     **resizing,
                 )
-            case dti.CenterCrop(resize_shorter=resize_shorter):
-                images = fn.resize(images, resize_shorter=resize_shorter, **resizing)
-        random = () if isinstance(crop, dti.CenterCrop) else ("crop_pos_x", "crop_pos_y")
-        position = {name: fn.random.uniform(range=(0.0, 1.0)) for name in random}
+            case dti.RandomCrop():
+                pass
+            case _:
+                raise _refuse(crop)
+        names = ("crop_pos_x", "crop_pos_y")
+        position = {name: fn.random.uniform(range=(0.0, 1.0)) for name in names}
         images = fn.crop_mirror_normalize(
             images,
             crop=size,

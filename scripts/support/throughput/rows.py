@@ -60,15 +60,8 @@ def measure_rows(
 ) -> dict[str, list[dict[str, Any]]]:
     """Measures rows in turn, round by round, each in a process that is paused between its turns.
 
-    Args:
-      names: keys of `ROWS`.
-      files: which records are read.
-      work: what is done to each image.
-      repeats: windows of each row.
-      **window: further arguments for `Measurer.measure`.
-
     Returns:
-      The windows of each row, as `Measurer.measure` returns them.
+      The windows of each row, as `Measurer.measure` returns them; it also takes `window`.
 
     Raises:
       InputError: a row cannot be measured.
@@ -113,6 +106,5 @@ def conclusions(windows: dict[str, list[dict[str, Any]]]) -> list[str]:
     for name, other, question in _QUESTIONS:
         if name in windows and other in windows:
             stats = ratios(windows[name], windows[other])
-            spread = f"{stats.minimum:.2f} to {stats.maximum:.2f}"
-            sentences.append(f"{question}: {stats.median:.2f} ({spread})")
+            sentences.append(f"{question}: {cli.format_stats(stats)}")
     return sentences

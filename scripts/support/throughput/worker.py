@@ -101,11 +101,8 @@ class Pipelines:
             self._batches, batch_size=size, seconds=seconds, warmup_batches=warmup_batches
         )
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
-        return {
-            "window": dataclasses.asdict(window),
-            "first_batch_seconds": self._first_batch_seconds,
-            "peak_memory_bytes": peak,
-        }
+        found = {"first_batch_seconds": self._first_batch_seconds, "peak_memory_bytes": peak}
+        return {"window": dataclasses.asdict(window), **found}
 
 
 def main(arguments: list[str]) -> None:

@@ -16,7 +16,7 @@ from support.train.mixup import MixupCutmix
 _LITTLE = 0.05  # of a step: less waiting than that is not told from noise
 
 
-def run(
+def train_model(
     flags: TrainFlags,
     spec: dti.InputSpec,
     options: dti.DaliOptions | dti.TfDataOptions | None,
