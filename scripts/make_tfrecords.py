@@ -18,6 +18,7 @@ example: python scripts/make_tfrecords.py --resize_shorter=320 photos/ records/
 """
 
 import array
+import contextlib
 import functools
 import json
 import os
@@ -88,7 +89,9 @@ def main(arguments: list[str]) -> int:
             keys = {flag.name: flag.value for flag in (_INDEX_DIR, _IMAGE_KEY, _LABEL_KEY)}
             dataset = DatasetSpec.from_files(source, **keys)
             labels = read_labels(dataset)
-            check_source(dataset, out)
+            if os.path.realpath(out) in map(os.path.realpath, map(os.path.dirname, dataset.files)):
+                text = "holds the TFRecords to be read: name another folder to write to"
+                raise InputError(f"{out} {text}.")
             train, validation = list_records(dataset, catalog)
             image_key = dataset.image_key
             make_record = functools.partial(record_of_record, catalog, conversion, image_key)
@@ -158,10 +161,10 @@ def list_records(dataset: DatasetSpec, catalog: str) -> tuple[array.array, array
     splits = {file: find_split(file) for file in dataset.files}
     tests = [file for file, split in splits.items() if split == "test"]
     if tests and len(tests) < len(splits):
+        others = f"{len(splits) - len(tests):,} of {len(splits):,} files are not"
         raise InputError(
-            f"{tests[0]} is of a test split by its name, and {len(splits) - len(tests):,} of"
-            f" {len(splits):,} files are not: its records would become training data. Name only the"
-            " files of training and validation."
+            f"{tests[0]} is of a test split by its name, and {others}: its records would become"
+            " training data. Name only the files of training and validation."
         )
     train, validation = array.array("Q"), array.array("Q")
     with open(catalog, "xb") as stream:
@@ -175,18 +178,11 @@ def list_records(dataset: DatasetSpec, catalog: str) -> tuple[array.array, array
 
 def read_labels(dataset: DatasetSpec) -> list[str] | None:
     """Returns the lines of labels.txt beside the first file, if there is one."""
-    path = os.path.join(os.path.dirname(dataset.files[0]), LABELS_NAME)
-    if not os.path.exists(path):
-        return None
-    with open(path, encoding="utf-8", errors="surrogateescape") as stream:
-        return stream.read().splitlines()
-
-
-def check_source(dataset: DatasetSpec, out: str) -> None:
-    """Refuses to replace the folder that the records are read from."""
-    folder = os.path.realpath(os.path.expanduser(out))
-    if any(os.path.realpath(os.path.dirname(file)) == folder for file in dataset.files):
-        raise InputError(f"{out} holds the TFRecords to be read: name another folder to write to.")
+    with contextlib.suppress(FileNotFoundError):
+        path = os.path.join(os.path.dirname(dataset.files[0]), LABELS_NAME)
+        with open(path, encoding="utf-8", errors="surrogateescape") as stream:
+            return stream.read().splitlines()
+    return None
 
 
 def split_items(
