@@ -47,7 +47,7 @@ train: $(READY)  ## Train a small network: make train DATA='path/train-*' VALIDA
 	$(INDEX) $(if $(VALIDATION_FILES),'$(VALIDATION_FILES)')
 	@$(RUN) scripts/train.py $(COMMON) $(if $(VALIDATION_FILES),--validation_files='$(VALIDATION_FILES)') $(ARGS)
 
-profile: $(READY)  ## What each stage of the input costs, and which setting helps: make profile DATA='path/train-*'
+profile: $(READY)  ## What each stage of the input costs: make profile DATA='path/train-*'
 	$(INDEX) > /dev/null
 	@mkdir -p results
 	@$(RUN) scripts/profile_stages.py $(COMMON) --json=results/stages.json --plot=results/stages.png $(ARGS)

@@ -8,16 +8,16 @@ affects them all.
 example: python scripts/benchmark_index.py --num_files=128,1024 --files='path/train-*'
 """
 
-import dataclasses
 import os
 import random
-import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -30,14 +30,13 @@ _NUM_FILES = FLAGS.list(
     "num_files", ["128", "1024", "8192"], "Files of each row of the first table."
 )
 _RECORDS = FLAGS.integer("records_per_file", 1250, "Records in each of them.", 1)
-_MOST_BYTES = FLAGS.integer("most_bytes", 3_000_000_000, "Larger sets get smaller records.", 1)
 _FILES = FLAGS.strings("files", "TFRecords of images for the second table.")
 _REPEATS = FLAGS.integer("repeats", 5, "How often each row is measured.", 1)
 _TFRECORD2IDX_FILES = FLAGS.integer("tfrecord2idx_files", 3, "Files for tfrecord2idx; 0: none.", 0)
-_FOLDER = FLAGS.string("folder", None, "Where the files are made; else a temporary folder.")
 _JSON = FLAGS.string("json", None, "File for the results.")
 
 _RECORD_BYTES = 2000
+_MOST_BYTES = 3_000_000_000  # larger sets get smaller records
 _LEVELS = {
     "framing": ["--verify=framing"],
     "crc": ["--verify=crc"],
@@ -46,120 +45,76 @@ _LEVELS = {
     "decode, tf.data's": ["--verify=decode", "--decoder=tf_data"],
     "decode, both": ["--verify=decode"],
 }
+_COLUMNS = ("files", "records", "bytes each", "seconds", "M records/s", "MB memory")
+_COLUMNS += ("unchanged, s", "x tfrecord2idx")
 
 
 def main(arguments: list[str]) -> int:
     cli.check_no_arguments(arguments)
     numbers = [int(number) if number.isdecimal() else 0 for number in _NUM_FILES.value]
     if not numbers or min(numbers) < 1:
-        raise InputError(
-            "`num_files` must be whole numbers of at least 1, got"
-            f" {','.join(_NUM_FILES.value) or 'none'}."
-        )
-    cli.check_writable(_JSON.value, flag="json")
+        got = ",".join(_NUM_FILES.value) or "none"
+        raise InputError(f"`num_files` must be whole numbers of at least 1, got {got}.")
+    cli.check_writable(_JSON)
     report = {**machine.describe(), "repeats": _REPEATS.value}
-    folder = tempfile.mkdtemp(dir=_FOLDER.value)
-    try:
+    with tempfile.TemporaryDirectory() as folder:
         report["sets"] = measure_sets(folder, numbers)
-    finally:
-        shutil.rmtree(folder)
     if _FILES.value:
         report["levels"] = measure_levels(find_files(_FILES.value))
-    if _JSON.value:
-        cli.write_json(_JSON.value, report)
+    cli.write_json(_JSON, report)
     return 0
 
 
-def measure_sets(folder: str, numbers: list[int]) -> dict:
+def measure_sets(folder: str, numbers: list[int]) -> dict[str, Any]:
     """Measures sets of `numbers` files; prints the first table."""
-    sets = {}
-    for number in numbers:
-        record_bytes = min(_RECORD_BYTES, _MOST_BYTES.value // (number * _RECORDS.value))
-        made = os.path.join(folder, str(number))
-        make_set(made, number, record_bytes)
-        sets[number] = {
-            "record_bytes": record_bytes,
-            "seconds": [],
-            "unchanged": [],
-            "memory_bytes": 0,
-            "folder": made,
-        }
+    sizes = {n: min(_RECORD_BYTES, _MOST_BYTES // (n * _RECORDS.value)) for n in numbers}
+    for number, size in sizes.items():
+        make_set(os.path.join(folder, str(number)), number, size)
+    runs: dict[int, list[Any]] = {number: [] for number in sizes}
     for _ in range(_REPEATS.value):
-        for row in sets.values():
-            seconds, memory = time_index(f"{row['folder']}/*-of-*", "--force")
-            row["seconds"].append(seconds)
-            row["memory_bytes"] = max(row["memory_bytes"], memory)
-            row["unchanged"].append(time_index(f"{row['folder']}/*-of-*")[0])
-    theirs = (
-        time_tfrecord2idx(next(iter(sets.values()))["folder"])
-        if _TFRECORD2IDX_FILES.value
-        else None
-    )
-    rows = []
-    for number, row in sets.items():
-        seconds = row["seconds"] = dataclasses.asdict(Stats.of(row["seconds"]))
-        unchanged = row["unchanged"] = dataclasses.asdict(Stats.of(row["unchanged"]))
-        records = row["records"] = number * _RECORDS.value
-        row["times_tfrecord2idx"] = theirs * number / seconds["median"] if theirs else None
-        del row["folder"]
-        rows.append(
-            (
-                f"{number:,}",
-                f"{records:,}",
-                f"{row['record_bytes']:,}",
-                f"{seconds['median']:.2f} ({seconds['minimum']:.2f} to {seconds['maximum']:.2f})",
-                f"{records / seconds['median'] / 1e6:.2f}",
-                f"{row['memory_bytes'] / 1e6:.0f}",
-                (
-                    f"{unchanged['median']:.2f} ({unchanged['minimum']:.2f} to"
-                    f" {unchanged['maximum']:.2f})"
-                ),
-                f"{row['times_tfrecord2idx']:,.0f}" if theirs else "-",
-            )
-        )
-    columns = (
-        "files",
-        "records",
-        "bytes each",
-        "seconds",
-        "M records/s",
-        "MB memory",
-        "unchanged, s",
-        "x tfrecord2idx",
-    )
-    cli.print_table(columns, rows)
+        for number, measured in runs.items():
+            pattern = os.path.join(folder, str(number), "*-of-*")
+            measured.append((*time_index(pattern, "--force"), time_index(pattern)[0]))
+    theirs = time_tfrecord2idx(os.path.join(folder, str(numbers[0])))
+    lines, rows = [], {}
+    for number, size in sizes.items():
+        took, peaks, again = zip(*runs[number], strict=True)
+        seconds, unchanged, records = Stats.of(took), Stats.of(again), number * _RECORDS.value
+        ratio = theirs * number / seconds.median if theirs else None
+        line = [f"{number:,}", f"{records:,}", f"{size:,}", cli.format_stats(seconds)]
+        line += [f"{records / seconds.median / 1e6:.2f}", f"{max(peaks) / 1e6:.0f}"]
+        line += [cli.format_stats(unchanged), f"{ratio:,.0f}" if ratio else "-"]
+        lines.append(line)
+        row = rows[number] = {"records": records, "record_bytes": size, "memory_bytes": max(peaks)}
+        row |= {"seconds": vars(seconds), "unchanged": vars(unchanged), "times_tfrecord2idx": ratio}
+    cli.print_table(_COLUMNS, lines)
     if theirs:
         print(
             f"tfrecord2idx: {theirs:.2f} s a file, over {_TFRECORD2IDX_FILES.value} files; its"
             " column is that, times the files"
         )
-    return {"rows": sets, "tfrecord2idx_seconds_per_file": theirs}
+    return {"rows": rows, "tfrecord2idx_seconds_per_file": theirs}
 
 
-def measure_levels(files: tuple[str, ...]) -> dict:
+def measure_levels(files: Sequence[str]) -> dict[str, Any]:
     """Measures each level over real images; prints the second table."""
     size = sum(map(os.path.getsize, files))
     seconds: dict[str, list[float]] = {name: [] for name in _LEVELS}
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(_REPEATS.value):
             for name, arguments in _LEVELS.items():
-                seconds[name].append(
-                    time_index(*files, "--force", f"--index_dir={folder}", *arguments)[0]
-                )
+                words = [*files, "--force", f"--index_dir={folder}", *arguments]
+                seconds[name].append(time_index(*words)[0])
         records = sum(len(path.read_text().splitlines()) for path in Path(folder).glob("*.idx"))
-    rows, results = [], {}
+    lines, results = [], {}
     for name, values in seconds.items():
-        spread = Stats.of(values)
-        results[name] = {**dataclasses.asdict(spread), "records": records, "bytes": size}
-        times = f"{spread.median:.2f} ({spread.minimum:.2f} to {spread.maximum:.2f})"
-        rows.append(
-            (name, times, f"{size / spread.median / 1e6:,.0f}", f"{records / spread.median:,.0f}")
-        )
+        stats = Stats.of(values)
+        results[name] = {**vars(stats), "records": records, "bytes": size}
+        rates = (f"{size / stats.median / 1e6:,.0f}", f"{records / stats.median:,.0f}")
+        lines.append((name, cli.format_stats(stats), *rates))
+    what = f"level, over {records:,} images, {size / 1e6:,.0f} MB"
     print()
-    cli.print_table(
-        (f"level, over {records:,} images, {size / 1e6:,.0f} MB", "seconds", "MB/s", "images/s"),
-        rows,
-    )
+    cli.print_table((what, "seconds", "MB/s", "images/s"), lines)
     return results
 
 
@@ -168,13 +123,10 @@ def make_set(folder: str, num_files: int, record_bytes: int) -> None:
     generator = random.Random(num_files)
     data = generator.randbytes(2 * record_bytes)
     os.mkdir(folder)
-    for number in cli.progress(
-        range(num_files), what=f"making {num_files:,} files", total=num_files
-    ):
-        sizes = (
-            generator.randint(record_bytes // 2, record_bytes * 3 // 2)
-            for _ in range(_RECORDS.value)
-        )
+    what = f"making {num_files:,} files"
+    for number in cli.progress(range(num_files), what=what, total=num_files):
+        bounds = (record_bytes // 2, record_bytes * 3 // 2)
+        sizes = (generator.randint(*bounds) for _ in range(_RECORDS.value))
         with open(os.path.join(folder, f"train-{number:05d}-of-{num_files:05d}"), "wb") as stream:
             stream.write(b"".join(frame_record(data[:size]) for size in sizes))
 
@@ -215,19 +167,16 @@ def memory_of_tree(root: int) -> int:
         return 0  # one of them has just ended
 
 
-def time_tfrecord2idx(folder: str) -> float:
-    """Returns the seconds that DALI's own tool takes for a file."""
+def time_tfrecord2idx(folder: str) -> float | None:
+    """Returns the seconds that DALI's own tool takes for a file; None if none are asked for."""
     tool = Path(sys.executable).parent / "tfrecord2idx"
-    files = sorted(
-        path for path in Path(folder).iterdir() if "-of-" in path.name and path.suffix != ".idx"
-    )
+    files = sorted(path for path in Path(folder).glob("*-of-*") if path.suffix != ".idx")
     files = files[: _TFRECORD2IDX_FILES.value]
     start = time.perf_counter()
     for file in files:
-        subprocess.run(
-            [sys.executable, tool, file, f"{file}.theirs"], check=True, capture_output=True
-        )
-    return (time.perf_counter() - start) / len(files)
+        words = [sys.executable, tool, file, f"{file}.theirs"]
+        subprocess.run(words, check=True, capture_output=True)
+    return (time.perf_counter() - start) / len(files) if files else None
 
 
 if __name__ == "__main__":

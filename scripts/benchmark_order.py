@@ -8,7 +8,6 @@ example: python scripts/benchmark_order.py --plot=order.png
 """
 
 import io
-import os
 import resource
 import sys
 import tempfile
@@ -16,11 +15,12 @@ import time
 
 import numpy as np
 import psutil
+from PIL import Image
 
-from dali_tf_input import Checks, InputError, build_index
-from dali_tf_input.index.example import encode_example
-from dali_tf_input.index.tfrecord import frame_record
+from dali_tf_input import InputError
+from dali_tf_input.order import shuffle
 from support import cli, plots, processes
+from support.convert.writer import write_images
 
 FLAGS = cli.Flags()
 _NUM_RECORDS = FLAGS.integer("num_records", 1_280_000, "Records in all files together.", 1)
@@ -39,58 +39,33 @@ def main(arguments: list[str]) -> int:
     try:
         shards = [int(number) for number in _SHARDS.value]
     except ValueError as error:
-        raise InputError(
-            f"`shards` must be whole numbers, got {','.join(_SHARDS.value)}."
-        ) from error
+        got = ",".join(_SHARDS.value)
+        raise InputError(f"`shards` must be whole numbers, got {got}.") from error
     if _MEASURE.value:
         return measure(_MEASURE.value, shards[0])
     if _NUM_FILES.value > _NUM_RECORDS.value or not shards or min(shards) < 1:
         raise InputError("`shards` must be at least 1, and `num_records` at least `num_files`.")
-    cli.check_writable(_PLOT.value, flag="plot", suffix=".png")
+    cli.check_writable(_PLOT, suffix=".png")
     lines = []
     with tempfile.TemporaryDirectory() as folder:
-        write_records(folder)
-        pattern = os.path.join(folder, "train-*")
-        build_index(pattern, Checks())
+        encoded = io.BytesIO()
+        Image.new("RGB", (8, 8), (90, 120, 150)).save(encoded, "JPEG")
+        counts = {flag.name: flag.value for flag in (_NUM_RECORDS, _NUM_FILES)}
+        pattern = write_images(folder, [encoded.getvalue()], **counts)
         for number in cli.progress(shards, what="starting", total=len(shards)):
-            command = [
-                sys.executable,
-                os.path.abspath(__file__),
-                f"--measure={pattern}",
-                f"--shards={number}",
-            ]
-            code, output, errors = processes.call(command)
-            if code:
-                raise InputError(f"{number} shards could not be started. {errors.strip()}")
-            lines += [tuple(line.split("\t")) for line in output.splitlines()]
+            flags = [f"--measure={pattern}", f"--shards={number}"]
+            output = processes.call_script("benchmark_order.py", *flags)
+            lines += [line.split("\t") for line in output.splitlines()]
     print(
         f"{_NUM_RECORDS.value:,} records in {_NUM_FILES.value:,} files; one shard of so many;"
         f" batches of {_BATCH_SIZE}"
     )
     cli.print_table(_COLUMNS, lines)
-    print_mixing()
+    orders = orders_of_a_sorted_set()
+    print_mixing(orders)
     if _PLOT.value:
-        plots.plot_orders(orders_of_a_sorted_set(), path=_PLOT.value)
-        print(f"plot in {_PLOT.value}")
+        plots.plot_orders(orders, path=_PLOT.value)
     return 0
-
-
-def write_records(folder: str) -> None:
-    """Writes the files."""
-    from PIL import Image
-
-    encoded = io.BytesIO()
-    Image.new("RGB", (8, 8), (90, 120, 150)).save(encoded, "JPEG")
-    record = frame_record(encode_example({"image": encoded.getvalue(), "label": 0}))
-    for number in range(_NUM_FILES.value):
-        count = (
-            _NUM_RECORDS.value * (number + 1) // _NUM_FILES.value
-            - _NUM_RECORDS.value * number // _NUM_FILES.value
-        )
-        with open(
-            os.path.join(folder, f"train-{number:05d}-of-{_NUM_FILES.value:05d}"), "wb"
-        ) as stream:
-            stream.write(record * count)
 
 
 def measure(pattern: str, num_shards: int) -> int:
@@ -98,37 +73,30 @@ def measure(pattern: str, num_shards: int) -> int:
     cli.import_tensorflow()
     from dali_tf_input import DatasetSpec, InputSpec, Preprocess, Shard, TfDataOptions, make_dataset
 
+    shared = {"batch_size": _BATCH_SIZE, "shard": Shard(0, num_shards)}
     for order in ("sequential", "global"):  # the first pays for what TensorFlow sets up once
         start, before = time.perf_counter(), psutil.Process().memory_info().rss
         dataset = DatasetSpec.from_files(pattern)
         spec = InputSpec(dataset=dataset, preprocess=Preprocess.for_training(8), order=order)
-        made = make_dataset(
-            spec, TfDataOptions(), batch_size=_BATCH_SIZE, shard=Shard(0, num_shards)
-        )
+        made = make_dataset(spec, TfDataOptions(), **shared)
         seconds = time.perf_counter() - start
         next(iter(made))
         first = time.perf_counter() - start
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        memory = psutil.Process().memory_info().rss - before
-        print(
-            f"{order}\t{num_shards}\t{seconds:.2f}\t{first:.2f}\t{memory / 1e6:,.0f}"
-            f"\t{(peak - before) / 1e6:,.0f}"
-        )
+        held = [used - before for used in (psutil.Process().memory_info().rss, peak)]
+        memory = [f"{used / 1e6:,.0f}" for used in held]
+        print("\t".join([order, str(num_shards), f"{seconds:.2f}", f"{first:.2f}", *memory]))
     return 0
 
 
 def orders_of_a_sorted_set() -> dict[str, np.ndarray]:
     """Returns, for each order, which of 20,000 records (20 classes of 1,000) is served when."""
-    from dali_tf_input.order import shuffle
-
     count = 20_000
-    files = np.arange(0, count, 1000)
+    blocks = {"shuffle_block_size": 64, "first_of_files": np.arange(0, count, 1000)}
     return {
         "sequential": np.arange(count),
         f"buffer of {_BUFFER_SIZE:,}": through_a_buffer(count),
-        "global, blocks of 64": shuffle(
-            count, seed=0, epoch=0, shuffle_block_size=64, first_of_files=files
-        ),
+        "global, blocks of 64": shuffle(count, seed=0, epoch=0, **blocks),
         "global": shuffle(count, seed=0, epoch=0),
     }
 
@@ -144,20 +112,15 @@ def through_a_buffer(count: int) -> np.ndarray:
     return np.array(served + list(random.permutation(buffer)))
 
 
-def print_mixing() -> None:
+def print_mixing(orders: dict[str, np.ndarray]) -> None:
     """Prints how many classes batches hold, and how far apart stored neighbors are served."""
     rows = []
-    for name, order in orders_of_a_sorted_set().items():
-        classes = [
-            len(np.unique(order[start : start + 256] // 1000))
-            for start in range(0, len(order) - 255, 256)
-        ]
-        when = np.empty_like(order)
-        when[order] = np.arange(len(order))
-        apart = np.median(np.abs(np.diff(when)))
-        rows.append(
-            (name, str(classes[0]), str(min(classes)), f"{np.mean(classes):.1f}", f"{apart:,.0f}")
-        )
+    for name, order in orders.items():
+        batches = np.split(order[: len(order) // 256 * 256] // 1000, len(order) // 256)
+        classes = [len(np.unique(batch)) for batch in batches]
+        apart = np.median(np.abs(np.diff(np.argsort(order))))
+        numbers = (str(classes[0]), str(min(classes)), f"{np.mean(classes):.1f}", f"{apart:,.0f}")
+        rows.append((name, *numbers))
     print("\n20 classes of 1,000 records, stored class by class; classes in batches of 256")
     cli.print_table(("order", "first batch", "least", "mean", "neighbors apart (median)"), rows)
 

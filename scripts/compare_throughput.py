@@ -9,12 +9,11 @@ example: python scripts/compare_throughput.py --files='path/train-*' --seconds=2
 """
 
 import os
-import subprocess
 import sys
 
-from dali_tf_input import InputError, InputSpec, Stats, Window
+from dali_tf_input import InputError, Stats, Window
 from support import cli, machine, plots, processes
-from support.flags import FileFlags, WorkFlags
+from support.flags import FileFlags, WorkFlags, check_list
 from support.throughput import sweep
 from support.throughput.rows import ROWS, conclusions, measure_rows, rates, ratios
 
@@ -33,24 +32,16 @@ _PLOT = FLAGS.string("plot", None, "File for the plot, a .png.")
 
 _REFERENCE = "tf_data"
 _LIMIT = 600  # seconds for the comparison of images
-_COLUMNS = (
-    "backend",
-    "images/s",
-    "min",
-    "max",
-    f"x {_REFERENCE}",
-    "CPU s / 1000",
-    "first batch s",
-    "peak MB",
-    "what",
-)
+_COLUMNS = ("backend", "images/s", "min", "max", f"x {_REFERENCE}", "CPU s / 1000")
+_COLUMNS += ("first batch s", "peak MB", "what")
 
 
 def main(arguments: list[str]) -> int:
     cli.check_no_arguments(arguments)
-    cli.check_writable(_JSON.value, flag="json")
-    cli.check_writable(_PLOT.value, flag="plot", suffix=".png")
-    spec = _WORK.spec(_FILES.dataset(), "buffer")
+    cli.check_writable(_JSON)
+    cli.check_writable(_PLOT, suffix=".png")
+    dataset = _FILES.dataset()
+    spec = _WORK.spec(dataset, "buffer")
     about = machine.describe()
     names = choose_rows(about["gpus"])
     machine.print_lines(about)
@@ -58,39 +49,31 @@ def main(arguments: list[str]) -> int:
         given = [flag.name for flag in (*_WORK.all[1:], _BACKENDS, _PLOT) if flag.present]
         if given:
             raise InputError(f"--sweep chooses --{given[0]} itself.")
-        measured = [
-            f"--{flag.name}={flag.value}" for flag in (_SECONDS, _REPEATS, _WORK.batch_size)
-        ]
-        reports = sweep.run(spec.dataset, _FILES, measured)
-        if _JSON.value:
-            cli.write_json(_JSON.value, reports)
+        flags = (_SECONDS, _REPEATS, _WARMUP_BATCHES, _WORK.batch_size)
+        measured = [f"--{flag.name}={flag.value}" for flag in flags]
+        cli.write_json(_JSON, sweep.run(dataset, _FILES, measured))
         return 0
-    size = sum(map(os.path.getsize, spec.dataset.files))
-    records = spec.dataset.num_records
-    files = cli.format_count(len(spec.dataset.files), "file")
-    print(f"records   {records:,} in {files}, {size / records / 1e3:,.0f} KB each")
+    size = sum(map(os.path.getsize, dataset.files))
+    files = cli.format_count(len(dataset.files), "file")
+    kilobytes = f"{size / dataset.num_records / 1e3:,.0f} KB each"
+    print(f"records   {dataset.num_records:,} in {files}, {kilobytes}")
     print(f"work      {spec.preprocess.describe()}, batch {_WORK.batch_size.value}")
     print(f"images    {compare_images()}")
-    windows = measure_rows(
-        names,
-        _FILES,
-        _WORK,
-        seconds=_SECONDS.value,
-        repeats=_REPEATS.value,
-        warmup_batches=_WARMUP_BATCHES.value,
-    )
+    shared = {flag.name: flag.value for flag in (_SECONDS, _REPEATS, _WARMUP_BATCHES)}
+    windows = measure_rows(names, _FILES, _WORK, **shared)
     rows = {name: summarize(name, windows) for name in names}
     print()
     cli.print_table(_COLUMNS, [format_row(name, row) for name, row in rows.items()])
     print()
-    for sentence in conclusions(windows):
-        print(sentence)
-    report = make_report(about, spec, rows, windows)
-    if _JSON.value:
-        cli.write_json(_JSON.value, report)
+    print("\n".join(conclusions(windows)))
+    report = {**about, **shared, "files": list(_FILES.files.value), "bytes": size}
+    report |= {"num_records": dataset.num_records, "work": spec.preprocess.describe()}
+    report |= {"options": {name: repr(ROWS[name].candidate.options) for name in rows}}
+    report |= {"decode": _WORK.decode.value, "batch_size": _WORK.batch_size.value}
+    report |= {"rows": rows, "windows": windows}
+    cli.write_json(_JSON, report)
     if _PLOT.value:
         plots.plot_throughput(report, path=_PLOT.value)
-        print(f"plot in {_PLOT.value}")
     return 0
 
 
@@ -102,32 +85,25 @@ def choose_rows(gpus: list[str]) -> list[str]:
             print("The GPU rows are left out: TensorFlow sees no GPU. See docs/install.md.")
         usual = [name for name, row in ROWS.items() if row.candidate.order == "buffer"]
         return [name for name in usual if usable or not name.startswith("dali_gpu")]
-    unknown = [name for name in _BACKENDS.value if name not in ROWS]
-    if unknown or not _BACKENDS.value:
-        names = ", ".join(unknown) or "none"
-        raise InputError(f"`backends` must be of {', '.join(ROWS)}, got {names}.")
-    if not usable and any(name.startswith("dali_gpu") for name in _BACKENDS.value):
+    names = check_list("backends", _BACKENDS.value, list(ROWS))
+    if not usable and any(name.startswith("dali_gpu") for name in names):
         raise InputError(
             f"The dali_gpu rows need an NVIDIA GPU: nvidia-smi shows {len(gpus)}, TensorFlow sees"
             " none. If there is one, see docs/install.md."
         )
-    return list(dict.fromkeys(_BACKENDS.value))
+    return names
 
 
 def compare_images() -> str:
     """Compares the backends' evaluation images in another process; an error if they differ."""
-    script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "compare_images.py")
     try:
-        words = [sys.executable, script, *_FILES.as_arguments()]
-        code, output, errors = processes.call(words, seconds=_LIMIT)
-    except subprocess.TimeoutExpired as error:
-        raise InputError(f"The images are not compared within {_LIMIT} s.") from error
-    if code:
+        arguments = _FILES.as_arguments()
+        return processes.call_script("compare_images.py", *arguments, seconds=_LIMIT).strip()
+    except InputError as error:
         raise InputError(
             "The backends' images were not shown to be the same, so their speeds mean nothing. "
-            f"{errors.strip() or output.strip()}"
-        )
-    return output.strip()
+            f"{error}"
+        ) from error
 
 
 def summarize(name: str, windows: dict[str, list[dict]]) -> dict:
@@ -137,7 +113,7 @@ def summarize(name: str, windows: dict[str, list[dict]]) -> dict:
     return {
         "what": ROWS[name].what,
         "images_per_second": vars(Stats.of(rates(measured))),
-        "ratio_to_tf_data": vars(Stats.of(ratios(measured, reference))) if reference else None,
+        "ratio_to_tf_data": vars(ratios(measured, reference)) if reference else None,
         "cpu_seconds_per_1000_images": Stats.of(cpu).median,
         "first_batch_seconds": measured[0]["first_batch_seconds"],
         "peak_memory_bytes": max(one["peak_memory_bytes"] for one in measured),
@@ -156,25 +132,6 @@ def format_row(name: str, row: dict) -> tuple[str, ...]:
         f"{row['peak_memory_bytes'] / 1e6:,.0f}",
         row["what"],
     )
-
-
-def make_report(about: dict, spec: InputSpec, rows: dict, windows: dict) -> dict:
-    """Returns all that was measured, and of what."""
-    return {
-        **about,
-        "files": list(_FILES.files.value),
-        "num_records": spec.dataset.num_records,
-        "bytes": sum(map(os.path.getsize, spec.dataset.files)),
-        "work": spec.preprocess.describe(),
-        "options": {name: repr(ROWS[name].candidate.options) for name in rows},
-        "decode": _WORK.decode.value,
-        "batch_size": _WORK.batch_size.value,
-        "seconds": _SECONDS.value,
-        "repeats": _REPEATS.value,
-        "warmup_batches": _WARMUP_BATCHES.value,
-        "rows": rows,
-        "windows": windows,
-    }
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ training waits for it.
 example: python scripts/data_service.py --role=worker --dispatcher=host0:5050
 """
 
+import itertools
 import os
 import signal
 import socket
@@ -28,30 +29,26 @@ _ADDRESS = FLAGS.string("address", None, "Name of this machine for others; else 
 
 def main(arguments: list[str]) -> int:
     cli.check_no_arguments(arguments)
-    if not _ROLE.value:
+    role, dispatcher = _ROLE.value, (_DISPATCHER.value or "").removeprefix("grpc://")
+    if not role:
         raise InputError("Name the role: --role=dispatcher or --role=worker.")
-    if (_ROLE.value == "worker") != bool(_DISPATCHER.value):
+    if (role == "worker") != bool(dispatcher):
         raise InputError("A worker needs --dispatcher=HOST:PORT, a dispatcher does not.")
-    port = (
-        _PORT.value
-        if _PORT.value is not None
-        else {"dispatcher": 5050, "worker": 5051}[_ROLE.value]
-    )
+    port = _PORT.value if _PORT.present else {"dispatcher": 5050, "worker": 5051}[role]
     if not 0 <= port < 65536:
         raise InputError(f"`port` must be in [0, 65536), got {port}.")
     check_free(port)
-    if _DISPATCHER.value:
-        wait_for(_DISPATCHER.value.removeprefix("grpc://"))
+    if dispatcher:
+        wait_for(dispatcher)
     tf = cli.import_tensorflow()
     service = tf.data.experimental.service
-    if _ROLE.value == "dispatcher":
+    if role == "dispatcher":
         server = service.DispatchServer(service.DispatcherConfig(port=port))
         print(f"dispatcher at {server.target}", flush=True)
     else:
-        address = _ADDRESS.value or socket.gethostname()
         config = service.WorkerConfig(
-            dispatcher_address=_DISPATCHER.value.removeprefix("grpc://"),
-            worker_address=f"{address}:%port%",  # TensorFlow fills in the port
+            dispatcher_address=dispatcher,
+            worker_address=f"{_ADDRESS.value or socket.gethostname()}:%port%",  # TensorFlow's port
             port=port,
             dispatcher_timeout_ms=60_000,
         )
@@ -71,20 +68,17 @@ def wait_for(dispatcher: str, *, seconds: float = 60) -> None:
     host, _, port = dispatcher.rpartition(":")
     if not host or not port.isdecimal():
         raise InputError(f"`dispatcher` must be HOST:PORT, got {dispatcher!r}.")
-    deadline, said = time.monotonic() + seconds, False
-    while True:
+    deadline = time.monotonic() + seconds
+    for attempt in itertools.count():
         try:
-            socket.create_connection((host, int(port)), timeout=10).close()
-            return
+            with socket.create_connection((host, int(port)), timeout=10):
+                return
         except OSError as error:
             if time.monotonic() > deadline:
-                raise InputError(
-                    f"No dispatcher answers at {dispatcher}: {error}. Start it: data_service.py"
-                    " --role=dispatcher"
-                ) from error
-            if not said:
+                text = f"No dispatcher answers at {dispatcher}: {error}. Start it: "
+                raise InputError(f"{text}data_service.py --role=dispatcher") from error
+            if not attempt:
                 print(f"waiting for the dispatcher at {dispatcher}", flush=True)
-                said = True
             time.sleep(1)
 
 
@@ -95,9 +89,8 @@ def check_free(port: int) -> None:
         try:
             probe.bind(("", port))
         except OSError as error:
-            raise InputError(
-                f"Port {port} cannot be used: {error}. Name another with --port."
-            ) from error
+            text = f"Port {port} cannot be used: {error}. Name another with --port."
+            raise InputError(text) from error
 
 
 if __name__ == "__main__":

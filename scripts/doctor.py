@@ -51,11 +51,8 @@ assert batch.shape == (2, 3) and float(tf.reduce_min(batch)) >= 5
 assert device in batch.device.lower()
 print("serves a batch on the", device.upper())
 """
-_TRY_MEMORY_GROWTH = """
-from dali_tf_input import enable_memory_growth
-enable_memory_growth()
-print("on, as distribute() needs it: TensorFlow leaves memory to DALI")
-"""
+_TRY_MEMORY_GROWTH = """import dali_tf_input; dali_tf_input.enable_memory_growth()
+print("on, as distribute() needs it: TensorFlow leaves memory to DALI")"""
 _COUNT_GPUS = {
     "TensorFlow": "import tensorflow; print(len(tensorflow.config.list_physical_devices('GPU')))",
     "DALI": "import nvidia.dali as dali; print(dali.backend.GetCUDADeviceCount())",
@@ -87,34 +84,25 @@ class Finding(NamedTuple):
     fix: str = ""
 
 
-class Trier:
+class Trier(processes.JsonWorker):
     """Runs Python code in another process, and in a fresh one after each piece that failed."""
 
     def __init__(self) -> None:
-        self._worker: processes.JsonWorker | None = None
+        # Other jobs may use the GPUs: take little of their memory.
+        environment = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
+        words = [sys.executable, "-c", _TRIER, processes.SCRIPTS]
+        super().__init__(words, environment=environment)
 
     def attempt(self, code: str) -> tuple[bool, str]:
         """Runs code; returns whether it worked, and its last line or what is wrong."""
         try:
-            if self._worker is None:
-                # Other jobs may use the GPUs: take little of their memory.
-                environment = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
-                folder = os.path.dirname(os.path.abspath(__file__))
-                words = [sys.executable, "-c", _TRIER, folder]
-                self._worker = processes.JsonWorker(words, environment=environment)
-            works, text = self._worker.ask(code, seconds=_SECONDS)
+            works, text = self.ask(code, seconds=_SECONDS)
         except (processes.WorkerDied, InputError) as error:
             words = re.sub(r"(the process died \(.*?\)): .*", r"\1", str(error), flags=re.DOTALL)
             works, text = False, words
         if not works:
             self.close()
         return works, last_line(text)
-
-    def close(self) -> None:
-        """Ends the process."""
-        if self._worker is not None:
-            self._worker.__exit__()
-        self._worker = None
 
 
 def main(arguments: list[str]) -> int:
@@ -131,30 +119,30 @@ def main(arguments: list[str]) -> int:
     return 1 if broken else 0
 
 
+def check(what: str, works: bool, found: str, fix: str | None = None) -> Finding:
+    """Returns ok, or broken with a fix: by default to install everything again."""
+    if works:
+        return Finding("ok", what, found)
+    return Finding("broken", what, found, _reinstall() if fix is None else fix)
+
+
 def examine() -> Iterator[Finding]:
     """Yields the lines, in the order in which things build on each other."""
     fits = _OLDEST <= sys.version_info[:2] <= _NEWEST
-    fix = "" if fits else f"{_REINSTALL} PYTHON=python3.12"
-    yield Finding("ok" if fits else "broken", "Python", platform.python_version(), fix)
-    trier = Trier()
-    with contextlib.closing(trier):
-        tensorflow = yield from examine_import("TensorFlow", "tensorflow", trier)
-        yield from examine_import("Keras", "keras", trier)
-        dali = yield from examine_import("DALI", "nvidia.dali", trier)
-        works = {"TensorFlow": tensorflow, "DALI": dali}
-        on_gpu = yield from examine_gpus(trier, [name for name, one in works.items() if one])
-        if tensorflow and dali:
+    yield check("Python", fits, platform.python_version(), f"{_REINSTALL} PYTHON=python3.12")
+    works = {}
+    with Trier() as trier:
+        packages = {"TensorFlow": "tensorflow", "Keras": "keras", "DALI": "nvidia.dali"}
+        for name, module in packages.items():
+            works[name], text = trier.attempt(f"import {module}; print({module}.__version__)")
+            yield check(name, works[name], text)
+        imported = [name for name in _COUNT_GPUS if works[name]]
+        on_gpu = yield from examine_gpus(trier, imported)
+        if len(imported) == 2:
             yield from examine_plugin(trier, on_gpu=on_gpu)
     yield from examine_cores()
     if _FILES.files.value:
         yield from examine_files(_FILES.files.value)
-
-
-def examine_import(name: str, module: str, trier: Trier) -> Generator[Finding, None, bool]:
-    """Tries to import a package; yields a line, and returns whether it works."""
-    works, text = trier.attempt(f"import {module}; print({module}.__version__)")
-    yield Finding("ok" if works else "broken", name, text, "" if works else _reinstall())
-    return works
 
 
 def examine_gpus(trier: Trier, imported: list[str]) -> Generator[Finding, None, bool]:
@@ -174,25 +162,21 @@ def examine_gpus(trier: Trier, imported: list[str]) -> Generator[Finding, None, 
     expected = most if hidden and most else len(gpus or ()) or most  # some may be hidden on purpose
     gpu_install = f"{_REINSTALL} GPU=1"
     for name, (works, text) in seen.items():
-        what = f"{name}'s GPUs"
-        if works and int(text) == expected:
-            some = gpus and expected < len(gpus)
-            remark = f" of {len(gpus or ())}, those of CUDA_VISIBLE_DEVICES" if some else ""
-            yield Finding("ok", what, text + remark)
-        elif works:
+        fix = gpu_install
+        if works and int(text) != expected:
             fix = "unset CUDA_VISIBLE_DEVICES" if hidden and not most else gpu_install
-            yield Finding("broken", what, f"{text} of {expected}", fix)
-        else:
-            yield Finding("broken", what, text, gpu_install)
+            works, text = False, f"{text} of {expected}"
+        elif works and gpus and expected < len(gpus):
+            text += f" of {len(gpus)}, those of CUDA_VISIBLE_DEVICES"
+        yield check(f"{name}'s GPUs", works, text, fix)
     if os.environ.get("TF_FORCE_GPU_ALLOW_GROWTH") == "false":
         found = "TF_FORCE_GPU_ALLOW_GROWTH=false: TensorFlow takes all memory of a GPU"
-        yield Finding("broken", "memory growth", found, "unset TF_FORCE_GPU_ALLOW_GROWTH")
+        yield check("memory growth", False, found, "unset TF_FORCE_GPU_ALLOW_GROWTH")
         return False
     if len(seen) < 2 or any(found != (True, str(expected)) for found in seen.values()):
         return False
     works, text = trier.attempt(_TRY_MEMORY_GROWTH)
-    fix = "" if works else gpu_install
-    yield Finding("ok" if works else "broken", "memory growth", text, fix)
+    yield check("memory growth", works, text, gpu_install)
     return works
 
 
@@ -202,40 +186,31 @@ def examine_driver() -> Generator[Finding, None, list[str] | None]:
     try:
         answer = machine.ask_driver("name,driver_version")
     except InputError as error:
-        yield Finding("broken", "driver", str(error).partition(":")[0], fix)
-        return []
+        answer = (False, str(error).partition(":")[0])
     if answer is None:
         return None
     works, output = answer
-    if not works:
-        yield Finding("broken", "driver", last_line(output), fix)
-        return []
-    gpus = output.strip().splitlines()
-    yield Finding("ok", "driver", "; ".join(gpus) or "no GPU")
+    gpus = output.strip().splitlines() if works else []
+    yield check("driver", works, ("; ".join(gpus) or "no GPU") if works else last_line(output), fix)
     return gpus
 
 
 def examine_plugin(trier: Trier, *, on_gpu: bool) -> Iterator[Finding]:
     """Tries DALI's TensorFlow plugin: its version, loading it, a pipeline on CPU and GPU."""
-    versions = {}
-    for package in ("nvidia-dali-cuda120", "nvidia-dali-tf-plugin-cuda120"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            yield Finding("broken", "plugin", f"{package} is not installed", _reinstall())
-            return
-    dali, plugin = versions.values()
+    packages = ("nvidia-dali-cuda120", "nvidia-dali-tf-plugin-cuda120")
+    try:
+        dali, plugin = map(importlib.metadata.version, packages)
+    except importlib.metadata.PackageNotFoundError as error:
+        yield check("plugin", False, f"{error.name} is not installed")
+        return
     if dali != plugin:
-        found = f"{plugin}, compiled for another DALI than {dali}"
-        yield Finding("broken", "plugin", found, _reinstall())
+        yield check("plugin", False, f"{plugin}, compiled for another DALI than {dali}")
         return
     works, text = trier.attempt(_TRY_PLUGIN)
-    fix = "" if works else _reinstall()
-    yield Finding("ok" if works else "broken", "plugin", f"{plugin} {text}", fix)
+    yield check("plugin", works, f"{plugin} {text}")
     tries = {"pipeline": None} | ({"GPU pipeline": 0} if on_gpu else {})
     for what, device_id in tries.items() if works else ():
-        works, text = trier.attempt(_TRY_PIPELINE.format(device_id=device_id))
-        yield Finding("ok" if works else "broken", what, text, "" if works else _reinstall())
+        yield check(what, *trier.attempt(_TRY_PIPELINE.format(device_id=device_id)))
 
 
 def examine_cores() -> Iterator[Finding]:
@@ -247,10 +222,7 @@ def examine_cores() -> Iterator[Finding]:
         fix = f"taskset -cp 0-{total - 1} $$    # in this shell, before anything is started"
         yield Finding("warning", "cores", found, fix)
     elif quota and quota < usable:
-        found = (
-            f"{usable}, of which the container's quota leaves {quota:g}: threads wait for each"
-            " other"
-        )
+        found = f"{usable}, but the container's quota leaves {quota:g}: threads wait for each other"
         last = max(0, int(quota) - 1)
         fix = f"docker run --cpuset-cpus=0-{last}    # cores instead of a quota"
         yield Finding("warning", "cores", found, fix)
@@ -261,45 +233,41 @@ def examine_cores() -> Iterator[Finding]:
 
 def cpus_allowed(path: str = "/sys/fs/cgroup/cpuset.cpus.effective") -> int | None:
     """Returns how many cores this control group has, from text like "0-3,8"; None if unknown."""
-    try:
-        with open(path, encoding="ascii") as stream:
-            spans = [span.split("-") for span in stream.read().strip().split(",")]
+    with contextlib.suppress(OSError, ValueError), open(path, encoding="ascii") as stream:
+        spans = [span.split("-") for span in stream.read().strip().split(",")]
         return sum(int(span[-1]) - int(span[0]) + 1 for span in spans)
-    except (OSError, ValueError):
-        return None
+    return None
 
 
 def cpu_quota(path: str = "/sys/fs/cgroup/cpu.max") -> float | None:
     """Returns how many cores' time this control group has; None if it is not limited."""
-    try:
-        with open(path, encoding="ascii") as stream:
-            quota, period = stream.read().split()
-        return None if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):
-        return None
+    with contextlib.suppress(OSError, ValueError), open(path, encoding="ascii") as stream:
+        quota, period = map(int, stream.read().split())  # "max" is no number
+        return quota / period
+    return None
 
 
 def examine_files(files: list[str]) -> Iterator[Finding]:
     """Checks TFRecord files and their indexes."""
-    pattern = files[0] if len(files) == 1 else files
-    keys = (_FILES.image_key, _FILES.label_key, _FILES.label_offset)
-    given = [f"--{flag.name}={flag.value}" for flag in keys if flag.value]
     try:
         dataset = _FILES.dataset(files)
     except (InputError, OSError) as error:
-        yield Finding("broken", "records", str(error), fix_records(str(error), files))
+        yield check("records", False, str(error), fix_records(str(error), files))
         return
     skipped = sum(dataset.skipped_per_file)
-    folders = sorted({os.path.dirname(file) for file in dataset.index_files})
-    reports = shlex.join(os.path.join(folder, "bad_records.jsonl") for folder in folders)
     count = f"{dataset.num_records:,} in {cli.format_count(len(dataset.files), 'file')}"
     if skipped:
+        folders = sorted({os.path.dirname(file) for file in dataset.index_files})
+        reports = shlex.join(os.path.join(folder, "bad_records.jsonl") for folder in folders)
         fix = f"head {reports}    # what is skipped, and why"
         yield Finding("warning", "records", f"{count}, {skipped:,} skipped", fix)
     else:
         yield Finding("ok", "records", count)
     if dataset.label_range is None:
-        arguments = [*given, "--verify=schema", *(["--on_bad=skip"] if skipped else [])]
+        keys = (_FILES.image_key, _FILES.label_key, _FILES.label_offset)
+        arguments = [f"--{flag.name}={flag.value}" for flag in keys if flag.value]
+        arguments += ["--verify=schema", *(["--on_bad=skip"] if skipped else [])]
+        pattern = files[0] if len(files) == 1 else files
         fix = index_command(pattern, index_dir=_FILES.index_dir.value, arguments=arguments)
         yield Finding("warning", "labels", "not every record was checked", fix)
     else:
@@ -314,19 +282,18 @@ def fix_records(error: str, files: list[str]) -> str:
         return named[0] if named else ""
     paths = [os.path.abspath(os.path.expanduser(file)) for file in files]
     folder = paths[0] if os.path.isdir(paths[0]) else os.path.dirname(paths[0])
+    quoted = shlex.quote(folder)
     if not any(os.path.exists(path) or glob.glob(path) for path in paths):
-        return f"ls {shlex.quote(folder)}    # what is there? then --files='path/train-*'"
+        return f"ls {quoted}    # what is there? then --files='path/train-*'"
     if folder == paths[0]:
-        return (
-            f"scripts/doctor.py --files={shlex.quote(os.path.join(glob.escape(folder), '*-of-*'))}"
-        )
+        pattern = os.path.join(glob.escape(folder), "*-of-*")
+        return f"scripts/doctor.py --files={shlex.quote(pattern)}"
     if " are skipped" in error:
         listed = os.path.join(_FILES.index_dir.value or folder, "bad_records.jsonl")
         return f"head {shlex.quote(listed)}"
     if "_key`" in error or "label_offset`" in error:
-        pattern = shlex.quote(paths[0])
-        return f"scripts/doctor.py --files={pattern} --image_key=KEY --label_key=KEY"
-    return f"ls -l {shlex.quote(folder)}"
+        return f"scripts/doctor.py --files={shlex.quote(paths[0])} --image_key=KEY --label_key=KEY"
+    return f"ls -l {quoted}"
 
 
 def _reinstall() -> str:

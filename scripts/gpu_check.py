@@ -11,16 +11,17 @@ example: python scripts/gpu_check.py --files='path/train-*' --parts=tests,pixels
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from typing import Any
 
+import numpy as np
+
 from dali_tf_input import DaliOptions, DatasetSpec, InputError, InputSpec, Preprocess, TfDataOptions
 from support import cli, first_batches, machine, processes
-from support.flags import FileFlags, WorkFlags
+from support.flags import FileFlags, WorkFlags, check_list
 from support.throughput import sweep
 from support.throughput.candidates import Candidate, CandidateError, Measurer, images_per_second
 from support.throughput.rows import conclusions
@@ -40,7 +41,6 @@ _LIMIT = 480  # seconds that a part may take
 _LOADS = (None, 0.0, 0.25, 0.5, 0.75, 1.0)
 _BATCHES = (64, 256, 512)
 _LARGEST_MEAN = 3.0  # of 255: nvJPEG's inverse DCT and upsampling differ from libjpeg-turbo's
-_SCRIPTS = os.path.dirname(os.path.abspath(__file__))
 
 
 def main(arguments: list[str]) -> int:
@@ -50,10 +50,7 @@ def main(arguments: list[str]) -> int:
         processes.die_with_parent()
         print(json.dumps(run_part(_PART.value, dataset)), flush=True)
         return 0
-    unknown = [part for part in _PARTS.value or () if part not in PARTS]
-    if unknown or _PARTS.value == []:
-        got = ", ".join(unknown) or "none"
-        raise InputError(f"`parts` must be of {', '.join(PARTS)}, got {got}.")
+    parts = check_list("parts", _PARTS.value, list(PARTS))
     if _REHEARSE.value and not _OUT.present:
         raise InputError("A rehearsal is not a result: name another file with --out.")
     about = machine.describe()
@@ -64,9 +61,8 @@ def main(arguments: list[str]) -> int:
         )
     if not _OUT.present:
         os.makedirs(os.path.dirname(_OUT.value), exist_ok=True)
-    cli.check_writable(_OUT.value, flag="out", suffix=".json")
+    cli.check_writable(_OUT, suffix=".json")
     machine.print_lines(about)
-    parts = _PARTS.value or list(PARTS)
     if not _REHEARSE.value and not machine.count_gpus_of_tensorflow():
         print("TensorFlow sees no GPU (docs/install.md): DALI is measured alone.")
         parts = ["alone"]
@@ -81,15 +77,13 @@ def main(arguments: list[str]) -> int:
             json.dump(report, stream, indent=2)
         took = cli.format_seconds(time.monotonic() - start)
         print(f"{part:<16} {found['text']}  ({took})", flush=True)
-        if not found["passed"]:
-            failed.append(part)
+        failed += [] if found["passed"] else [part]
     if _REHEARSE.value:
         print("This was a rehearsal on the CPU: it says nothing about a GPU.")
     print(f"results in {_OUT.value}")
     if failed:
-        text = f"failed, or not measured: {', '.join(failed)}; see {_OUT.value}."
-        print(f"error: {text}", file=sys.stderr)
-    return 1 if failed else 0
+        raise InputError(f"failed, or not measured: {', '.join(failed)}; see {_OUT.value}.")
+    return 0
 
 
 def read_parts(report: dict[str, Any]) -> dict[str, Any]:
@@ -102,9 +96,8 @@ def read_parts(report: dict[str, Any]) -> dict[str, Any]:
             raise ValueError("it is of another machine or version, or a rehearsal")
         return dict(earlier["parts"])
     except (ValueError, KeyError, TypeError) as error:
-        raise InputError(
-            f"{_OUT.value} is not a result to add to: {error}. Name another --out."
-        ) from error
+        text = f"{_OUT.value} is not a result to add to: {error}. Name another --out."
+        raise InputError(text) from error
 
 
 def start_part(part: str) -> dict[str, Any]:
@@ -118,14 +111,14 @@ def start_part(part: str) -> dict[str, Any]:
         return {"passed": False, "text": f"DIED: no answer within {_LIMIT} s"}
     if code == 0:
         return json.loads(output.splitlines()[-1])
-    how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     last = next((line for line in reversed(errors.splitlines()) if line.strip()), "")
-    return {"passed": False, "text": f"DIED: {how}: {last}", "stderr": errors[-2000:]}
+    text = f"DIED: {processes.how_it_ended(code)}: {last}"
+    return {"passed": False, "text": text, "stderr": errors[-2000:]}
 
 
-def device() -> str:
-    """Returns what stands for the GPU."""
-    return "cpu" if _REHEARSE.value else "gpu"
+def make_options(**changes: Any) -> DaliOptions:
+    """Returns options for the GPU, or what stands for it."""
+    return DaliOptions(device="cpu" if _REHEARSE.value else "gpu", **changes)
 
 
 def make_spec(dataset: DatasetSpec, image_size: int = 224, order: str = "buffer") -> InputSpec:
@@ -146,55 +139,45 @@ def run_part(part: str, dataset: DatasetSpec) -> dict[str, Any]:
 
 def check_tests(_: DatasetSpec) -> dict[str, Any]:
     """Runs the tests that need a GPU, in the folder of this repository."""
-    words = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
-    environment = {**os.environ, "GPU_TESTS_ON": device()}
-    code, output, errors = processes.call(
-        [*words, os.path.join(os.path.dirname(_SCRIPTS), "tests", "backends", "test_gpu.py")],
-        environment=environment,
-    )
+    file = os.path.join(os.path.dirname(processes.SCRIPTS), "tests", "backends", "test_gpu.py")
+    words = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", file]
+    environment = {**os.environ, "GPU_TESTS_ON": make_options().device}
+    code, output, errors = processes.call(words, environment=environment)
     lines = output.splitlines() or errors.splitlines() or ["no answer"]
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-    return {
-        "passed": code == 0,
-        "text": "\n  ".join([lines[-1], *failed]),
-        "output": output[-20000:],
-    }
+    text = "\n  ".join([lines[-1], *failed])
+    return {"passed": code == 0, "text": text, "output": output[-20000:]}
 
 
 def check_pixels(dataset: DatasetSpec) -> dict[str, Any]:
     """Compares training images and labels with tf.data's."""
-    spec, options = make_spec(dataset, order="global"), DaliOptions(device=device())
-    difference, labels = first_batches.compare(spec, options, TfDataOptions())
-    mean, worst = float(difference.mean()), float(difference.mean(axis=(1, 2, 3)).max())
-    text = f"differ from tf.data's by {mean:.2f} of 255 on average, one image by {worst:.2f}"
-    passed = bool(labels and mean < _LARGEST_MEAN)
-    return {"passed": passed, "text": text, "labels_equal": labels}
+    spec, batch_size = make_spec(dataset, order="global"), min(64, dataset.num_records)
+    (images, labels), (other_images, other_labels) = (
+        next(first_batches.make_batches(spec, options, batch_size))
+        for options in (make_options(), TfDataOptions())
+    )
+    means = np.abs(images - other_images).mean(axis=(1, 2, 3))
+    mean, equal = float(means.mean()), bool((labels == other_labels).all())
+    text = f"differ from tf.data's by {mean:.2f} of 255 on average, one image by {means.max():.2f}"
+    return {"passed": equal and mean < _LARGEST_MEAN, "text": text, "labels_equal": equal}
 
 
 def check_throughput(dataset: DatasetSpec) -> dict[str, Any]:
     """Measures the rows that are compared, on the photos as they are and at 1080p."""
-    names = ["tf_data_serial", "tf_data", f"dali_{device()}_bare", f"dali_{device()}"]
-    script = os.path.join(_SCRIPTS, "compare_throughput.py")
+    dali = f"dali_{make_options().device}"
+    names = ["tf_data_serial", "tf_data", f"{dali}_bare", dali]
+    batch_size = min(8 if _REHEARSE.value else 256, dataset.num_records)
+    flags = [f"--{one.name}={one.value}" for one in (_SECONDS, _REPEATS)]
+    flags += [f"--batch_size={batch_size}"]
     texts, details = [], {}
     with tempfile.TemporaryDirectory() as folder:
-        batch_size = min(8 if _REHEARSE.value else 256, dataset.num_records)
         full_hd = sweep.write_resized(dataset, (1080, 1920), folder, at_least=2 * batch_size)
-        for name, files in {"photos": None, "1080p": [full_hd]}.items():
-            path = os.path.join(folder, "rows.json")
-            words = [sys.executable, script, f"--backends={','.join(names)}", f"--json={path}"]
-            words += [f"--seconds={_SECONDS.value}", f"--repeats={_REPEATS.value}"]
-            words += [f"--batch_size={batch_size}"]
-            words += _FILES.as_arguments() if files is None else [f"--files={full_hd}"]
-            code, _, errors = processes.call(words, seconds=_LIMIT)
-            if code:
-                raise InputError(errors.strip() or f"exit code {code}")
-            with open(path, encoding="utf-8") as stream:
-                details[name] = report = json.load(stream)
+        sets = {"photos": _FILES.as_arguments(), "1080p": [f"--files={full_hd}"]}
+        for name, files in sets.items():
+            report = details[name] = sweep.compare_rows(names, [*files, *flags], seconds=_LIMIT)
             rows = report["rows"].items()
             rates = (f"{row} {one['images_per_second']['median']:,.0f}" for row, one in rows)
-            texts.append(
-                "\n  ".join([f"{name}: {', '.join(rates)}", *conclusions(report["windows"])])
-            )
+            texts += [f"{name}: {', '.join(rates)}", *conclusions(report["windows"])]
     return {"passed": True, "text": "\n  ".join(texts), "details": details}
 
 
@@ -206,11 +189,11 @@ def check_hw_decoder_load(dataset: DatasetSpec) -> dict[str, Any]:
     for batch_size in sorted(batches):
         with Measurer(_FILES, _WORK, f"--batch_size={batch_size}") as measurer:
             for load in loads:
-                options = DaliOptions(device=device(), hw_decoder_load=load)
                 row: dict[str, Any] = {"batch_size": batch_size, "hw_decoder_load": load}
+                candidate = Candidate(make_options(hw_decoder_load=load), "buffer")
                 try:
-                    answer = measurer.measure(Candidate(options, "buffer"), seconds=_SECONDS.value)
-                    row["images_per_second"] = rate = images_per_second(answer)
+                    rate = images_per_second(measurer.measure(candidate, seconds=_SECONDS.value))
+                    row["images_per_second"] = rate
                     share = "DALI's own share" if load is None else f"a share of {load}"
                     best = max(best, (rate, f"batch {batch_size}, {share}"))
                 except CandidateError as error:
@@ -229,7 +212,7 @@ def check_training(dataset: DatasetSpec) -> dict[str, Any]:
     small = _REHEARSE.value
     batch_size, size, steps = (4, 32, 20) if small else (min(256, dataset.num_records), 224, 40)
     details, texts = {}, []
-    for name, options in (("tf_data", TfDataOptions()), ("dali", DaliOptions(device=device()))):
+    for name, options in (("tf_data", TfDataOptions()), ("dali", make_options())):
         keras.utils.clear_session()
         keras.mixed_precision.set_global_policy("float32" if small else "mixed_float16")
         classes = (dataset.label_range[1] if dataset.label_range else 1000) + 1
@@ -238,16 +221,13 @@ def check_training(dataset: DatasetSpec) -> dict[str, Any]:
         if not small:
             model = keras.applications.ResNet50(weights=None, classes=classes)
         model.compile("sgd", "sparse_categorical_crossentropy")
-        spec = make_spec(dataset, size)
-        train = distribute(spec, options, global_batch_size=batch_size)
+        train = distribute(make_spec(dataset, size), options, global_batch_size=batch_size)
         profile = InputProfile(train, cached_steps=4 if small else 20)
         arguments = {"steps_per_epoch": steps, "shuffle": False, "verbose": 0}
         model.fit(train.dataset, epochs=2, callbacks=[profile], **arguments)
         last = profile.epochs[-1]
-        details[name] = last._asdict()
-        texts.append(
-            f"{name}: {batch_size / last.step_seconds:,.0f} images/s, waits {last.wait:.0%}"
-        )
+        details[name], rate = last._asdict(), batch_size / last.step_seconds
+        texts.append(f"{name}: {rate:,.0f} images/s, waits {last.wait:.0%}")
     return {"passed": True, "text": "; ".join(texts), "details": details}
 
 
@@ -257,13 +237,8 @@ def check_alone(dataset: DatasetSpec) -> dict[str, Any]:
     from dali_tf_input.dataset import import_dali
 
     batch_size = min(256, dataset.num_records)
-    pipeline = import_dali().build_pipeline(
-        make_spec(dataset),
-        DaliOptions(device=device()),
-        batch_size=batch_size,
-        shard=Shard(0, 1),
-        device_id=None if _REHEARSE.value else 0,
-    )
+    shared = {"batch_size": batch_size, "shard": Shard(0, 1), "device_id": 0}
+    pipeline = import_dali().build_pipeline(make_spec(dataset), make_options(), **shared)
     pipeline.build()
     batches = iter(pipeline.run, None)
     window = measure(batches, batch_size=batch_size, seconds=_SECONDS.value, warmup_batches=8)

@@ -43,28 +43,23 @@ _CLASSES = {
 }
 _CLASS_NAMES = sorted(_CLASSES)
 
-# (height, width) in pixels and how often: ImageNet's commonest sizes; the rest is drawn at random
-# (`_draw_size`).
+# (height, width) in pixels and how often: ImageNet's commonest sizes; see `_draw_size`.
 _COMMON_SIZES = (((375, 500), 0.46), ((333, 500), 0.14), ((500, 375), 0.15))
 _GRAYSCALE_EVERY = 50  # 2% of ImageNet
-_SUBSAMPLED_RATE = (
-    0.22  # of 115 ImageNet photos 24 had 4:2:0 chroma and 2 had 4:2:2; the others were 4:4:4
-)
+_SUBSAMPLED_RATE = 0.22  # of 115 ImageNet photos 24 had 4:2:0 chroma and 2 had 4:2:2
 _GROUND_SIZE = 1536  # height and width of the texture that the grounds are cut from, in pixels
 
 
 def main(arguments: list[str]) -> int:
     if len(arguments) != 1:
         raise InputError(f"Name one folder to write to, got {len(arguments)}.")
-    num_images, num_validation_images = _NUM_IMAGES.value, _NUM_VALIDATION_IMAGES.value
-    numbers = [(_SEED.value, number) for number in range(num_images + num_validation_images)]
-    splits = [Split(name="train", items=numbers[:num_images], num_files=_NUM_FILES.value)]
-    if num_validation_images:
-        splits.append(Split(name="validation", items=numbers[num_images:], num_files=1))
-    written = write_splits(
-        arguments[0], splits, make_record, labels=_CLASS_NAMES, overwrite=_OVERWRITE.value
-    )
-    print_written(arguments[0], written, len(_CLASS_NAMES))
+    (out,), num_train = arguments, _NUM_IMAGES.value
+    numbers = [(_SEED.value, number) for number in range(num_train + _NUM_VALIDATION_IMAGES.value)]
+    splits = [Split(name="train", items=numbers[:num_train], num_files=_NUM_FILES.value)]
+    if numbers[num_train:]:
+        splits.append(Split(name="validation", items=numbers[num_train:], num_files=1))
+    shared = {"labels": _CLASS_NAMES, "overwrite": _OVERWRITE.value}
+    print_written(out, write_splits(out, splits, make_record, **shared), len(_CLASS_NAMES))
     return 0
 
 
@@ -75,15 +70,9 @@ def make_record(seed_and_number: tuple[int, int]) -> Record:
     label = int(random.integers(len(_CLASS_NAMES)))
     class_name = _CLASS_NAMES[label]
     image = draw_image(random, class_name)
-    filename = f"sample_{number:07d}.jpg"
-    features = image_features(
-        encoded=encode_image(random, image, grayscale=number % _GRAYSCALE_EVERY == 0),
-        label=label,
-        text=class_name,
-        height=image.height,
-        width=image.width,
-        filename=filename,
-    )
+    encoded = encode_image(random, image, grayscale=number % _GRAYSCALE_EVERY == 0)
+    size, filename = (image.height, image.width), f"sample_{number:07d}.jpg"
+    features = image_features(encoded, size, label=label, text=class_name, filename=filename)
     return Record(encode_example(features), filename)
 
 
@@ -94,27 +83,20 @@ def draw_image(random: np.random.Generator, class_name: str) -> Image.Image:
     draw = ImageDraw.Draw(image, "RGBA")
     radius = min(height, width) * random.uniform(0.22, 0.38)
     x, y = width * random.uniform(0.35, 0.65), height * random.uniform(0.35, 0.65)
-    color = tuple(
-        int(np.clip(channel + random.normal(0, 12), 0, 255)) for channel in _CLASSES[class_name]
-    )
-    fill = (*color, 205)  # a little of the texture shows through
+    color = (np.clip(channel + random.normal(0, 12), 0, 255) for channel in _CLASSES[class_name])
+    box = (x - radius, y - radius, x + radius, y + radius)
+    fill = (*map(int, color), 205)  # a little of the texture shows through
     match class_name.rsplit("_", 1)[1]:
         case "disc":
-            draw.ellipse((x - radius, y - radius, x + radius, y + radius), fill=fill)
+            draw.ellipse(box, fill=fill)
         case "ring":
-            draw.ellipse(
-                (x - radius, y - radius, x + radius, y + radius),
-                outline=fill,
-                width=int(radius * 0.4),
-            )
+            draw.ellipse(box, outline=fill, width=int(radius * 0.4))
         case "square":
-            draw.regular_polygon(
-                (x, y, radius * 1.2), 4, rotation=int(random.integers(90)), fill=fill
-            )
+            angle = int(random.integers(90))
+            draw.regular_polygon((x, y, radius * 1.2), 4, rotation=angle, fill=fill)
         case "triangle":
-            draw.regular_polygon(
-                (x, y, radius * 1.3), 3, rotation=int(random.integers(120)), fill=fill
-            )
+            angle = int(random.integers(120))
+            draw.regular_polygon((x, y, radius * 1.3), 3, rotation=angle, fill=fill)
     return image
 
 
@@ -142,12 +124,8 @@ def _draw_size(random: np.random.Generator) -> tuple[int, int]:
 
 def _cut_ground(random: np.random.Generator, height: int, width: int) -> np.ndarray:
     """Returns a random piece of the texture, uint8 (height, width, 3)."""
-    ground = _ground_texture()
-    top, left = (
-        random.integers(_GROUND_SIZE - height + 1),
-        random.integers(_GROUND_SIZE - width + 1),
-    )
-    piece = ground[top : top + height, left : left + width]
+    top, left = (random.integers(_GROUND_SIZE - side + 1) for side in (height, width))
+    piece = _ground_texture()[top : top + height, left : left + width]
     if random.random() < 0.5:
         piece = piece[:, ::-1]
     contrast = random.lognormal(np.log(25.0), 0.3)  # standard deviation in 0..255 units
@@ -163,17 +141,13 @@ def _ground_texture() -> np.ndarray:
     between the statistics of natural images"), and its channels go together for the most part. The
     power sets the bytes of a pixel: at 1.08 the JPEGs come to ImageNet's.
     """
-    random = np.random.default_rng(1987)
-    frequency = np.hypot(
-        np.fft.fftfreq(_GROUND_SIZE)[:, None], np.fft.rfftfreq(_GROUND_SIZE)[None, :]
-    )
+    random, size = np.random.default_rng(1987), _GROUND_SIZE
+    frequency = np.hypot(np.fft.fftfreq(size)[:, None], np.fft.rfftfreq(size)[None, :])
     frequency[0, 0] = np.inf  # no constant part
     layers = []
     for _ in range(4):
-        spectrum = (
-            np.fft.rfft2(random.standard_normal((_GROUND_SIZE, _GROUND_SIZE))) / frequency**1.08
-        )
-        layer = np.fft.irfft2(spectrum, s=(_GROUND_SIZE, _GROUND_SIZE))
+        spectrum = np.fft.rfft2(random.standard_normal((size, size))) / frequency**1.08
+        layer = np.fft.irfft2(spectrum, s=(size, size))
         layers.append((layer / layer.std()).astype(np.float32))
     texture = np.stack([0.9 * layers[0] + 0.3 * layer for layer in layers[1:]], axis=-1)
     return np.ascontiguousarray(texture / texture.std())

@@ -18,6 +18,7 @@ example: python scripts/make_tfrecords.py --resize_shorter=320 photos/ records/
 """
 
 import array
+import contextlib
 import functools
 import json
 import os
@@ -64,77 +65,54 @@ _SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 
 def main(arguments: list[str]) -> int:
     if len(arguments) != 2:
-        raise InputError(
-            f"Name the folder of images and the folder to write to, got {len(arguments)} arguments."
-        )
-    check_flags()
-    source, out = arguments
-    check_folder(os.path.abspath(os.path.expanduser(out)), overwrite=_OVERWRITE.value)
+        got = f"got {len(arguments)} arguments"
+        raise InputError(f"Name the folder of images and the folder to write to, {got}.")
+    fraction = _VALIDATION_FRACTION.value
+    if not 0 <= (fraction or 0) < 1:
+        raise InputError(f"`validation_fraction` must be in [0, 1), got {fraction}.")
+    if not 1 <= _QUALITY.value <= 100:
+        raise InputError(f"`quality` must be in [1, 100], got {_QUALITY.value}.")
+    source, out = map(os.path.expanduser, arguments)
+    check_folder(os.path.abspath(out), overwrite=_OVERWRITE.value)
     conversion = Conversion(
         _RESIZE_SHORTER.value, _QUALITY.value, _APPLY_ORIENTATION.value, _CHECK_IMAGES.value
     )
+    kept = array.array("Q")  # records of a validation split that stays what it is
     with tempfile.TemporaryDirectory() as folder:
         catalog = os.path.join(folder, "catalog")
-        if os.path.isdir(os.path.expanduser(source)):
+        if os.path.isdir(source):
             labels = find_classes(source)
-            groups, kept = list_images(source, labels, catalog), array.array("Q")
+            groups = list_images(source, labels, catalog)
             make_record = functools.partial(record_of_image, catalog, conversion)
-            fraction = 0.1 if _VALIDATION_FRACTION.value is None else _VALIDATION_FRACTION.value
+            fraction = 0.1 if fraction is None else fraction
         else:
-            dataset = DatasetSpec.from_files(
-                source,
-                index_dir=_INDEX_DIR.value,
-                image_key=_IMAGE_KEY.value,
-                label_key=_LABEL_KEY.value,
-            )
+            keys = {flag.name: flag.value for flag in (_INDEX_DIR, _IMAGE_KEY, _LABEL_KEY)}
+            dataset = DatasetSpec.from_files(source, **keys)
             labels = read_labels(dataset)
-            check_source(dataset, out)
+            if os.path.realpath(out) in map(os.path.realpath, map(os.path.dirname, dataset.files)):
+                text = "holds the TFRecords to be read: name another folder to write to"
+                raise InputError(f"{out} {text}.")
             train, validation = list_records(dataset, catalog)
-            make_record = functools.partial(
-                record_of_record, catalog, conversion, dataset.image_key
-            )
-            fraction = _VALIDATION_FRACTION.value
+            image_key = dataset.image_key
+            make_record = functools.partial(record_of_record, catalog, conversion, image_key)
+            groups = [train + validation]
             if fraction is None and train and validation:
-                groups, kept = [train], validation  # the splits stay what they are
-            else:
-                groups, kept = [train + validation], array.array("Q")
-        train, validation = split_items(
-            groups, kept, validation_fraction=fraction or 0.0, seed=_SEED.value
-        )
+                groups, kept = [train], validation
+        train, validation = split_items(groups, kept, fraction or 0.0, _SEED.value)
         splits = [Split(name="train", items=train, num_files=_NUM_FILES.value)]
         if validation:
-            splits.append(
-                Split(name="validation", items=validation, num_files=_NUM_VALIDATION_FILES.value)
-            )
-        written = write_splits(
-            out,
-            splits,
-            make_record,
-            labels=labels,
-            num_processes=_NUM_PROCESSES.value,
-            overwrite=_OVERWRITE.value,
-        )
+            num_files = _NUM_VALIDATION_FILES.value
+            splits.append(Split(name="validation", items=validation, num_files=num_files))
+        shared = {"num_processes": _NUM_PROCESSES.value, "overwrite": _OVERWRITE.value}
+        written = write_splits(out, splits, make_record, labels=labels, **shared)
     print_written(out, written, None if labels is None else len(labels))
     return 0
 
 
-def check_flags() -> None:
-    """Checks the flags' ranges."""
-    if not 0 <= (_VALIDATION_FRACTION.value or 0) < 1:
-        raise InputError(
-            f"`validation_fraction` must be in [0, 1), got {_VALIDATION_FRACTION.value}."
-        )
-    if not 1 <= _QUALITY.value <= 100:
-        raise InputError(f"`quality` must be in [1, 100], got {_QUALITY.value}.")
-
-
 def find_classes(image_root: str) -> list[str]:
     """Returns the names of the classes: the sub-folders that are not hidden, sorted."""
-    class_names = sorted(
-        entry.name
-        for entry in os.scandir(os.path.expanduser(image_root))
-        if entry.is_dir() and not entry.name.startswith(".")
-    )
+    folders = [entry.name for entry in os.scandir(image_root) if entry.is_dir()]
+    class_names = sorted(name for name in folders if not name.startswith("."))
     broken = [name for name in class_names if "\n" in name]
     if broken:
         raise InputError(
@@ -142,9 +120,8 @@ def find_classes(image_root: str) -> list[str]:
             " rename the folder."
         )
     if not class_names:
-        raise InputError(
-            f"{image_root} has no sub-folders: put the images of each class into its own."
-        )
+        text = "put the images of each class into its own"
+        raise InputError(f"{image_root} has no sub-folders: {text}.")
     return class_names
 
 
@@ -153,12 +130,10 @@ def list_images(image_root: str, class_names: list[str], catalog: str) -> list[a
 
     The start of its line, 8 bytes, is all that is kept in memory of an image.
     """
-    ignored = 0
-    groups = []
+    suffixes, ignored, groups = ", ".join(_SUFFIXES), 0, []
     with open(catalog, "xb") as stream:
         for label, class_name in enumerate(class_names):
-            folder = os.path.join(os.path.expanduser(image_root), class_name)
-            starts = array.array("Q")
+            folder, starts = os.path.join(image_root, class_name), array.array("Q")
             for name in sorted(os.listdir(folder)):
                 if not name.lower().endswith(_SUFFIXES) or name.startswith("."):
                     ignored += 1
@@ -166,11 +141,10 @@ def list_images(image_root: str, class_names: list[str], catalog: str) -> list[a
                 starts.append(stream.tell())
                 stream.write(json.dumps([label, os.path.join(folder, name)]).encode() + b"\n")
             if not starts:
-                raise InputError(f"{folder} holds no file that ends in {', '.join(_SUFFIXES)}.")
+                raise InputError(f"{folder} holds no file that ends in {suffixes}.")
             groups.append(starts)
     if ignored:
-        count = cli.format_count(ignored, "file")
-        print(f"ignored: {count} that do not end in {', '.join(_SUFFIXES)}")
+        print(f"ignored: {cli.format_count(ignored, 'file')} that do not end in {suffixes}")
     return groups
 
 
@@ -187,10 +161,10 @@ def list_records(dataset: DatasetSpec, catalog: str) -> tuple[array.array, array
     splits = {file: find_split(file) for file in dataset.files}
     tests = [file for file, split in splits.items() if split == "test"]
     if tests and len(tests) < len(splits):
+        others = f"{len(splits) - len(tests):,} of {len(splits):,} files are not"
         raise InputError(
-            f"{tests[0]} is of a test split by its name, and {len(splits) - len(tests):,} of"
-            f" {len(splits):,} files are not: its records would become training data. Name only the"
-            " files of training and validation."
+            f"{tests[0]} is of a test split by its name, and {others}: its records would become"
+            " training data. Name only the files of training and validation."
         )
     train, validation = array.array("Q"), array.array("Q")
     with open(catalog, "xb") as stream:
@@ -204,22 +178,15 @@ def list_records(dataset: DatasetSpec, catalog: str) -> tuple[array.array, array
 
 def read_labels(dataset: DatasetSpec) -> list[str] | None:
     """Returns the lines of labels.txt beside the first file, if there is one."""
-    path = os.path.join(os.path.dirname(dataset.files[0]), LABELS_NAME)
-    if not os.path.exists(path):
-        return None
-    with open(path, encoding="utf-8", errors="surrogateescape") as stream:
-        return stream.read().splitlines()
-
-
-def check_source(dataset: DatasetSpec, out: str) -> None:
-    """Refuses to replace the folder that the records are read from."""
-    folder = os.path.realpath(os.path.expanduser(out))
-    if any(os.path.realpath(os.path.dirname(file)) == folder for file in dataset.files):
-        raise InputError(f"{out} holds the TFRecords to be read: name another folder to write to.")
+    with contextlib.suppress(FileNotFoundError):
+        path = os.path.join(os.path.dirname(dataset.files[0]), LABELS_NAME)
+        with open(path, encoding="utf-8", errors="surrogateescape") as stream:
+            return stream.read().splitlines()
+    return None
 
 
 def split_items(
-    groups: list[array.array], kept: array.array, *, validation_fraction: float, seed: int
+    groups: list[array.array], kept: array.array, validation_fraction: float, seed: int
 ) -> tuple[array.array, array.array]:
     """Shuffles; returns the items of the train split and of the validation split.
 
@@ -246,14 +213,9 @@ def record_of_image(catalog: str, conversion: Conversion, start: int) -> Record:
             image = convert_image(stream.read(), conversion)
     except (UnreadableImage, OSError) as error:
         return Record(None, name, (str(error),))
-    features = image_features(
-        encoded=image.encoded,
-        label=label,
-        text=os.path.basename(os.path.dirname(name)),
-        height=image.height,
-        width=image.width,
-        filename=os.path.basename(name),
-    )
+    folder, filename = os.path.split(name)
+    size, text = (image.height, image.width), os.path.basename(folder)
+    features = image_features(image.encoded, size, label=label, text=text, filename=filename)
     return Record(encode_example(features), name, image.notes)
 
 
@@ -261,11 +223,8 @@ def record_of_record(catalog: str, conversion: Conversion, image_key: str, start
     """Reads one record; changes only the features of an image that is re-encoded."""
     offset, size, path = read_line(catalog, start)
     source = f"{path} at byte {offset}"
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        data = read_data(descriptor, offset, size)
-    finally:
-        os.close(descriptor)
+    with open(path, "rb") as stream:
+        data = read_data(stream.fileno(), offset, size)
     if data is None:
         return Record(None, source, ("the data of this record does not fit its CRC",))
     try:
@@ -275,11 +234,9 @@ def record_of_record(catalog: str, conversion: Conversion, image_key: str, start
     except (UnreadableImage, InputError, KeyError, IndexError) as error:
         return Record(None, source, (str(error),))
     if image.encoded != encoded:
-        changed = {image_key: image.encoded}
         changes = {"image/height": image.height, "image/width": image.width, "image/format": "JPEG"}
-        data = replace_features(
-            data, changed | {key: value for key, value in changes.items() if key in features}
-        )
+        changes = {key: value for key, value in changes.items() if key in features}
+        data = replace_features(data, {image_key: image.encoded, **changes})
     return Record(data, source, image.notes)
 
 

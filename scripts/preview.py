@@ -22,7 +22,7 @@ from dali_tf_input import DaliOptions, InputError, InputSpec, Preprocess, Shard,
 from dali_tf_input.index.example import decode_example
 from dali_tf_input.index.tfrecord import read_record
 from dali_tf_input.order import EpochSteps, Extents, Plan, read_index
-from support import cli
+from support import cli, first_batches
 from support.flags import FileFlags, WorkFlags
 from support.train.label_names import read_names
 
@@ -38,27 +38,29 @@ _IMAGE_WIDTH = FLAGS.integer("image_width", None, "Width of the output; else --i
 _INTERPOLATION = FLAGS.choice(
     "interpolation", "bilinear", ["bilinear", "bicubic", "nearest"], "How pixels are resized."
 )
-_MEAN = FLAGS.list("mean", None, "Of R, G and B, in 0..255 units; else ImageNet's.")
-_STD = FLAGS.list("std", None, "Of R, G and B, in 0..255 units; else ImageNet's.")
 _SEED = FLAGS.integer("seed", 0, "Decides which images are shown, and their crops and mirrors.", 0)
-_AMPLIFY = FLAGS.number("amplify", 32.0, "Factor of the difference.", 0.001)
 
+_AMPLIFY = 32  # the factor of the difference
 _VISIBLE = 1.0  # of 255: a smaller largest difference has no picture
 
 
 def main(arguments: list[str]) -> int:
     cli.check_no_arguments(arguments)
-    cli.check_writable(_OUT.value, flag="out", suffix=".png")
+    cli.check_writable(_OUT, suffix=".png")
     spec = make_spec()
     num_images = min(_NUM_IMAGES.value, spec.dataset.num_records)
-    images, labels = make_images(spec, num_images)
-    if (labels["tf.data"] != labels["DALI"]).any():
-        raise InputError(f"The backends serve other records: {labels}. Please report this.")
-    difference = np.abs(images["tf.data"] - images["DALI"])
-    originals = [
-        open_original(one, spec, slot) for slot, one in enumerate(read_encoded(spec, num_images))
-    ]
-    draw(originals, images, difference, name_labels(labels["DALI"], spec), spec)
+    cli.import_tensorflow()
+    decode = _WORK.decode.value
+    dali = DaliOptions(device="cpu", decode="auto" if decode == "scaled" else decode)
+    (images, labels), (others, other_labels) = (
+        next(first_batches.make_batches(spec, options, num_images))
+        for options in (TfDataOptions(decode=decode), dali)
+    )
+    if (labels != other_labels).any():
+        text = f"The backends serve other records: {labels}, {other_labels}. Please report this."
+        raise InputError(text)
+    difference = np.abs(images - others)
+    draw(spec, name_labels(labels, spec), images, others)
     print(f"images      {num_images} of {spec.dataset.num_records:,}: {spec.preprocess.describe()}")
     print(f"difference  mean {difference.mean():.4f} of 255, largest {difference.max():.2f}")
     if spec.preprocess.auto_augment:
@@ -69,55 +71,17 @@ def main(arguments: list[str]) -> int:
 
 def make_spec() -> InputSpec:
     """Returns what is shown, by the flags."""
-    preprocess = _WORK.preprocess()
+    preprocess, height = _WORK.preprocess(), _WORK.image_size.value
     if _EVALUATION.value:
         if _WORK.crop.present:
             raise InputError("--evaluation crops the center: leave out --crop.")
-        size, antialias = _WORK.image_size.value, _WORK.antialias.value
-        evaluation = Preprocess.for_evaluation(size, antialias=antialias)
+        evaluation = Preprocess.for_evaluation(height, antialias=_WORK.antialias.value)
         preprocess = dataclasses.replace(evaluation, dtype=_WORK.dtype.value)
-    height = _WORK.image_size.value
-    changes: dict[str, Any] = {
-        "image_size": (height, _IMAGE_WIDTH.value or height),
-        "interpolation": _INTERPOLATION.value,
-        "layout": _LAYOUT.value,
-        "auto_augment": _AUTO_AUGMENT.value,
-    }
-    for flag in (_MEAN, _STD):
-        if flag.value is not None:
-            try:
-                changes[flag.name] = tuple(map(float, flag.value))
-            except ValueError as error:
-                given = ",".join(flag.value)
-                raise InputError(
-                    f"`{flag.name}` must be numbers like 123,117,104, got {given}."
-                ) from error
+    changes = {flag.name: flag.value for flag in (_INTERPOLATION, _LAYOUT, _AUTO_AUGMENT)}
+    changes["image_size"] = (height, _IMAGE_WIDTH.value or height)
     preprocess = dataclasses.replace(preprocess, **changes)
     seed = _SEED.value
     return InputSpec(dataset=_FILES.dataset(), preprocess=preprocess, order="global", seed=seed)
-
-
-def make_images(spec: InputSpec, num_images: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns images in 0..255, and labels, of each backend."""
-    tf = cli.import_tensorflow()
-    from dali_tf_input import denormalize, make_dataset
-    from dali_tf_input.bad_record import FailedInput, explain
-
-    decode = _WORK.decode.value
-    made = {
-        "tf.data": TfDataOptions(decode=decode),
-        "DALI": DaliOptions(device="cpu", decode="auto" if decode == "scaled" else decode),
-    }
-    images, labels = {}, {}
-    for name, options in made.items():
-        try:
-            with tf.device("CPU:0"):  # otherwise TensorFlow puts DALI's dataset on a GPU
-                batch, numbers = next(iter(make_dataset(spec, options, batch_size=num_images)))
-        except tf.errors.OpError as error:
-            raise explain(error, [FailedInput(spec, options, 0, num_images)]) or error from error
-        images[name] = denormalize(batch.numpy(), spec.preprocess)
-        labels[name] = numbers.numpy()
-    return images, labels
 
 
 def read_encoded(spec: InputSpec, num_images: int) -> list[bytes]:
@@ -137,7 +101,8 @@ def read_encoded(spec: InputSpec, num_images: int) -> list[bytes]:
 
 def open_original(encoded: bytes, spec: InputSpec, slot: int) -> tuple[Image.Image, Any, bool]:
     """Returns an original, the region (top, left, height, width), and whether it is mirrored."""
-    tf = cli.import_tensorflow()
+    import tensorflow as tf
+
     from dali_tf_input.backends.reading import draw_uniforms
     from dali_tf_input.backends.tf_images import find_region
 
@@ -151,56 +116,48 @@ def open_original(encoded: bytes, spec: InputSpec, slot: int) -> tuple[Image.Ima
 def name_labels(labels: Any, spec: InputSpec) -> list[str]:
     """Returns the labels as text, with their names if there is a labels.txt."""
     path = os.path.join(os.path.dirname(spec.dataset.files[0]), "labels.txt")
-    names = read_names(path) if os.path.exists(path) else []
-    return [
-        f"{label} {names[label]}" if 0 <= label < len(names) else str(label)
-        for label in labels.tolist()
-    ]
+    names = dict(enumerate(read_names(path))) if os.path.exists(path) else {}
+    return [f"{label} {names.get(label, '')}".strip() for label in labels.tolist()]
 
 
-def draw(
-    originals: list, images: dict, difference: np.ndarray, labels: list[str], spec: InputSpec
-) -> None:
-    """Draws the contact sheet and saves it."""
+def draw(spec: InputSpec, labels: list[str], images: np.ndarray, others: np.ndarray) -> None:
+    """Draws the contact sheet of both backends' images and saves it."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     from matplotlib.patches import Rectangle
 
+    difference = np.abs(images - others)
     differs = [one.max() >= _VISIBLE for one in difference]
     columns = 3 + any(differs)
-    across = 1 if len(originals) <= 4 else 2
-    down = -(-len(originals) // across)
+    across = 1 if len(images) <= 4 else 2
+    down = -(-len(images) // across)
     height, width = spec.preprocess.image_size
-    figure, all_axes = plt.subplots(
-        down,
-        across * columns,
-        figsize=(2.6 * across * columns * min(2.0, max(0.5, width / height)), 2.9 * down + 0.9),
-        squeeze=False,
-        layout="constrained",
-    )
+    inches = 2.6 * across * columns * min(2.0, max(0.5, width / height))
+    layout = {"figsize": (inches, 2.9 * down + 0.9), "squeeze": False, "layout": "constrained"}
+    figure, all_axes = plt.subplots(down, across * columns, **layout)
     for axes in all_axes.flat:
         axes.set_axis_off()
-    for number, (image, (top, left, high, wide), mirrored) in enumerate(originals):
+    for number, encoded in enumerate(read_encoded(spec, len(images))):
+        image, (top, left, high, wide), mirrored = open_original(encoded, spec, number)
         row, start = number // across, number % across * columns
-        panes = all_axes[row, start : start + columns]
-        shown = [np.asarray(image), images["tf.data"][number], images["DALI"][number]]
-        shown += [_AMPLIFY.value * difference[number]] if differs[number] else []
-        for axes, pixels in zip(panes, shown, strict=False):
-            axes.imshow(np.clip(np.floor(pixels + 0.5), 0, 255).astype(np.uint8))
-        box = Rectangle(
-            (left - 0.5, top - 0.5), wide, high, fill=False, edgecolor="#ff3b30", linewidth=2
-        )
-        panes[0].add_patch(box)
         remark = ", mirrored" if mirrored else ""
-        panes[0].set_title(f"{labels[number]}\n{image.width}x{image.height}{remark}", fontsize=9)
-        panes[1].set_title("tf.data", fontsize=9)
-        panes[2].set_title("DALI" if differs[number] else "DALI: the same", fontsize=9)
+        shown = {
+            f"{labels[number]}\n{image.width}x{image.height}{remark}": np.asarray(image),
+            "tf.data": images[number],
+            "DALI" if differs[number] else "DALI: the same": others[number],
+        }
         if differs[number]:
             mean, most = difference[number].mean(), difference[number].max()
-            text = f"difference x {_AMPLIFY.value:g}\nmean {mean:.2f}, largest {most:.0f} of 255"
-            panes[3].set_title(text, fontsize=9)
+            text = f"difference x {_AMPLIFY}\nmean {mean:.2f}, largest {most:.0f} of 255"
+            shown[text] = _AMPLIFY * difference[number]
+        for axes, (text, pixels) in zip(all_axes[row, start:], shown.items(), strict=False):
+            axes.imshow(np.clip(np.floor(pixels + 0.5), 0, 255).astype(np.uint8))
+            axes.set_title(text, fontsize=9)
+        box = {"fill": False, "edgecolor": "#ff3b30", "linewidth": 2}
+        frame = Rectangle((left - 0.5, top - 0.5), wide, high, **box)
+        all_axes[row, start].add_patch(frame)
     text = "\n".join(textwrap.wrap(spec.preprocess.describe(), 30 * columns * across))
     figure.suptitle(f"What the model sees\n{text}", fontsize=10)
     figure.savefig(_OUT.value, dpi=90)

@@ -11,7 +11,6 @@ example: python scripts/soak.py --images=100000 --backends=tf_data --json=soak.j
 
 import ctypes
 import gc
-import glob
 import io
 import json
 import os
@@ -22,12 +21,13 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import psutil
+from PIL import Image
 
-from dali_tf_input import DatasetSpec, InputError, InputSpec, Preprocess, build_index
-from dali_tf_input.index.example import encode_example
-from dali_tf_input.index.tfrecord import frame_record
+from dali_tf_input import InputError, InputSpec, Preprocess
 from support import cli, plots, processes
+from support.convert.writer import write_images
 from support.flags import BACKENDS, FileFlags, backends_flag, begin
 
 FLAGS = cli.Flags()
@@ -44,22 +44,11 @@ _PART = FLAGS.string("part", None, "For the processes that this one starts: PART
 _RECORDS, _SIZE, _BATCH_SIZE = 8192, 32, 256  # small images: growth does not depend on their size
 _SAMPLES = 200  # of a stream
 _WARM = 0.2  # of each part is not judged: caches and allocators fill
-# Largest growth after that: of a stream, a part of its memory; else bytes per evaluation or
-# dataset.
+# Largest growth after that: of a stream, a part of its memory; else bytes of each.
 _BOUNDS = {"stream": 0.02, "evaluations": 50_000, "datasets": 50_000}
 PARTS = {"stream": "images", "evaluations": "evaluations", "datasets": "datasets"}
-_COLUMNS = (
-    "part",
-    "backend",
-    "how many",
-    "MB when warm",
-    "MB at the end",
-    "change",
-    "bound",
-    "threads",
-    "descriptors",
-    "verdict",
-)
+_COLUMNS = ("part", "backend", "how many", "MB when warm", "MB at the end", "change", "bound")
+_COLUMNS += ("threads", "descriptors", "verdict")
 
 
 class Sample(NamedTuple):
@@ -86,96 +75,40 @@ def main(arguments: list[str]) -> int:
         for sample in run_part(*_PART.value.split(",")):
             print(json.dumps(sample), flush=True)
         return 0
-    cli.check_writable(_JSON.value, flag="json")
-    cli.check_writable(_PLOT.value, flag="plot", suffix=".png")
+    cli.check_writable(_JSON)
+    cli.check_writable(_PLOT, suffix=".png")
     about, backends = begin(_BACKENDS.value)
+    runs = [(part, backend) for part in PARTS for backend in backends]
     samples: dict[str, dict[str, list[Sample]]] = {part: {} for part in PARTS}
     with tempfile.TemporaryDirectory() as folder:
-        files = [f"--files={make_files(folder)}"]
         if _FILES.files.value:
             _FILES.dataset()  # raises before anything runs
-            files = _FILES.as_arguments()
-        for part in PARTS:
-            for backend in backends:
-                samples[part][backend] = collect(part, backend, files)
-    verdicts = {
-        part: {name: judge(part, one) for name, one in rows.items()}
-        for part, rows in samples.items()
-    }
+        files = _FILES.as_arguments() or [f"--files={make_files(folder)}"]
+        for part, backend in runs:
+            samples[part][backend] = collect(part, backend, files)
+    verdicts: dict[str, dict[str, Any]] = {part: {} for part in PARTS}
+    for part, backend in runs:
+        verdicts[part][backend] = judge(part, samples[part][backend])
     print()
-    cli.print_table(
-        _COLUMNS,
-        [format_row(part, name, row) for part in PARTS for name, row in verdicts[part].items()],
-    )
-    report = {**about, "order": _ORDER.value, "verdicts": verdicts}
-    report["samples"] = samples
-    if _JSON.value:
-        cli.write_json(_JSON.value, report)
+    cli.print_table(_COLUMNS, [format_row(part, one, verdicts[part][one]) for part, one in runs])
+    report = {**about, "order": _ORDER.value, "verdicts": verdicts, "samples": samples}
+    cli.write_json(_JSON, report)
     if _PLOT.value:
         plots.plot_soak(report, PARTS, path=_PLOT.value)
-        print(f"plot in {_PLOT.value}")
-    grown = [
-        f"{name}, {PARTS[part]}"
-        for part, rows in verdicts.items()
-        for name, verdict in rows.items()
-        if not verdict["passed"]
-    ]
+    grown = [f"{one}, {PARTS[part]}" for part, one in runs if not verdicts[part][one]["passed"]]
     if grown:
-        print(f"error: grows beyond its bound: {'; '.join(grown)}.", file=sys.stderr)
-    return 1 if grown else 0
+        raise InputError(f"grows beyond its bound: {'; '.join(grown)}.")
+    return 0
 
 
 def make_files(folder: str) -> str:
     """Writes and indexes small images; returns their pattern."""
-    import numpy as np
-    from PIL import Image
-
-    random = np.random.default_rng(0)
-    images = []
-    for _ in range(64):
+    random, images = np.random.default_rng(0), []
+    for pixels in random.integers(0, 256, (64, _SIZE, _SIZE, 3), dtype=np.uint8):
         stream = io.BytesIO()
-        pixels = random.integers(0, 256, (_SIZE, _SIZE, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(stream, "JPEG")
         images.append(stream.getvalue())
-    for part in range(4):
-        with open(os.path.join(folder, f"train-{part:05d}-of-00004"), "wb") as stream:
-            for number in range(part, _RECORDS, 4):
-                image = images[number % len(images)]
-                example = {"image/encoded": image, "image/class/label": number % 10}
-                stream.write(frame_record(encode_example(example)))
-    pattern = os.path.join(glob.escape(folder), "train-*")
-    build_index(pattern)
-    return pattern
-
-
-def collect(part: str, backend: str, files: list[str]) -> list[Sample]:
-    """Runs a part in a process of its own; returns its samples."""
-    numbers = [f"--{one.name}={one.value}" for one in (_IMAGES, _EVALUATIONS, _DATASETS, _ORDER)]
-    words = [
-        sys.executable,
-        os.path.abspath(__file__),
-        f"--part={part},{backend}",
-        *numbers,
-        *files,
-    ]
-    with tempfile.TemporaryFile("w+") as log:
-        environment = {**os.environ, "MALLOC_ARENA_MAX": "1"}
-        process = processes.start(words, stdout=subprocess.PIPE, stderr=log, env=environment)
-        try:
-            # DALI prints to stdout too.
-            lines = (json.loads(line) for line in process.stdout if line.startswith("["))
-            total = how_many(part)[1]
-            shown = cli.progress(lines, what=f"{backend}, {PARTS[part]}", total=total)
-            samples = [Sample(*values) for values in shown]
-            process.wait()
-        finally:
-            processes.kill(process)
-        if process.returncode:
-            log.seek(0)
-            words = log.read().strip()[-2000:]
-            code = process.returncode
-            raise InputError(f"{backend}, {PARTS[part]}: ended with exit code {code}. {words}")
-    return samples
+    return write_images(folder, images, num_records=_RECORDS, num_files=4)
 
 
 def how_many(part: str) -> tuple[int, int]:
@@ -186,113 +119,103 @@ def how_many(part: str) -> tuple[int, int]:
     return work, work
 
 
+def collect(part: str, backend: str, files: list[str]) -> list[Sample]:
+    """Runs a part in a process of its own; returns its samples."""
+    numbers = [f"--{one.name}={one.value}" for one in (_IMAGES, _EVALUATIONS, _DATASETS, _ORDER)]
+    words = [sys.executable, os.path.abspath(__file__), f"--part={part},{backend}"]
+    what, environment = f"{backend}, {PARTS[part]}", {**os.environ, "MALLOC_ARENA_MAX": "1"}
+    with tempfile.TemporaryFile("w+") as log:
+        pipes = {"stdout": subprocess.PIPE, "stderr": log, "env": environment}
+        process = processes.start([*words, *numbers, *files], **pipes)
+        try:
+            # DALI prints to stdout too.
+            lines = (json.loads(line) for line in process.stdout if line.startswith("["))
+            shown = cli.progress(lines, what=what, total=how_many(part)[1])
+            samples = [Sample(*values) for values in shown]
+            process.wait()
+        finally:
+            processes.kill(process)
+        if process.returncode:
+            log.seek(0)
+            how = processes.how_it_ended(process.returncode)
+            raise InputError(f"{what}: ended with {how}. {log.read().strip()[-2000:]}")
+    return samples
+
+
 def run_part(part: str, backend: str) -> Iterator[Sample]:
     """Does the work of a part in this process; yields samples."""
     cli.import_tensorflow()
+    import keras
+
     from dali_tf_input import distribute, enable_memory_growth
 
     enable_memory_growth()
     dataset = _FILES.dataset()
-    work, num_samples = how_many(part)
     batch_size = min(_BATCH_SIZE, dataset.num_records)
+    work, num_samples = how_many(part)
+    spec = InputSpec(dataset=dataset, preprocess=Preprocess.for_training(24), order=_ORDER.value)
     if part == "evaluations":
-        yield from evaluate(work, dataset, backend, batch_size)
-        return
-    preprocess = Preprocess.for_training(24)
-    spec = InputSpec(dataset=dataset, preprocess=preprocess, order=_ORDER.value)
+        preprocess = Preprocess.for_evaluation(24)
+        spec = InputSpec(dataset=dataset, preprocess=preprocess, order="sequential", repeat=False)
 
     def make() -> Any:
-        return iter(distribute(spec, BACKENDS[backend], global_batch_size=batch_size).dataset)
+        return distribute(spec, BACKENDS[backend], global_batch_size=batch_size).dataset
 
-    if part == "datasets":
+    if part == "stream":
+        batches, done = iter(make()), 0
+        for number in range(num_samples):
+            while done < (number + 1) * work / num_samples:
+                next(batches)
+                done += batch_size
+            yield Sample.take(done)
+    elif part == "datasets":
         for number in range(work):
-            next(make())
+            next(iter(make()))
             yield Sample.take(number + 1)
-        return
-    batches, done = make(), 0
-    for number in range(num_samples):
-        while done < (number + 1) * work / num_samples:
-            next(batches)
-            done += batch_size
-        yield Sample.take(done)
-
-
-def evaluate(times: int, dataset: DatasetSpec, backend: str, batch_size: int) -> Iterator[Sample]:
-    """Evaluates a small model again and again."""
-    import keras
-
-    from dali_tf_input import distribute
-
-    preprocess = Preprocess.for_evaluation(24)
-    spec = InputSpec(dataset=dataset, preprocess=preprocess, order="sequential", repeat=False)
-    validation = distribute(spec, BACKENDS[backend], global_batch_size=batch_size).dataset
-    layers = [keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(1)]
-    model = keras.Sequential([keras.layers.Input((24, 24, 3)), *layers])
-    model.compile("sgd", "mse", weighted_metrics=["mae"])  # for labels of any number
-    for number in range(times):
-        model.evaluate(validation, verbose=0)
-        yield Sample.take(number + 1)
+    else:
+        layers = [keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.layers.Input((24, 24, 3)), *layers])
+        model.compile("sgd", "mse", weighted_metrics=["mae"])  # for labels of any number
+        validation = make()
+        for number in range(work):
+            model.evaluate(validation, verbose=0)
+            yield Sample.take(number + 1)
 
 
 def judge(part: str, samples: list[Sample]) -> dict[str, Any]:
     """Compares the samples after the warm-up with the bound of a part."""
     warm = samples[int(_WARM * len(samples)) :]
     tenth = max(1, len(warm) // 10)
-    first, last = (
-        statistics.median(sample.memory for sample in some)
+    (start, first), (end, last) = (
+        [statistics.median(one[field] for one in some) for field in (0, 1)]
         for some in (warm[:tenth], warm[-tenth:])
     )
     # Threads and descriptors come and go: growth is what every later state exceeds.
-    early = max(1, len(warm) // 2)
+    early, late = warm[: max(1, len(warm) // 2)], warm[-tenth:]
     counts = {
-        name: (
-            max(getattr(one, name) for one in warm[:early]),
-            min(getattr(one, name) for one in warm[-tenth:]),
-        )
+        name: (max(getattr(one, name) for one in early), min(getattr(one, name) for one in late))
         for name in ("threads", "descriptors")
     }
-    if part == "stream":
-        change = (last - first) / first
-    else:
-        begin, end = (
-            statistics.median(sample.done for sample in some)
-            for some in (warm[:tenth], warm[-tenth:])
-        )
-        change = (last - first) / (end - begin)
-    grew = [name for name, (before, after) in counts.items() if after > before]
-    return {
-        "done": samples[-1].done,
-        "warm_bytes": first,
-        "last_bytes": last,
-        "change": change,
-        "bound": _BOUNDS[part],
-        **counts,
-        "passed": change <= _BOUNDS[part] and not grew,
-    }
+    change = (last - first) / (first if part == "stream" else end - start)
+    grew = any(after > before for before, after in counts.values())
+    found = {"done": samples[-1].done, "warm_bytes": first, "last_bytes": last, "change": change}
+    passed = change <= _BOUNDS[part] and not grew
+    return {**found, "bound": _BOUNDS[part], **counts, "passed": passed}
 
 
 def format_row(part: str, name: str, verdict: dict[str, Any]) -> tuple[str, ...]:
     """Returns a line of the table."""
+    change, bound = verdict["change"], verdict["bound"]
+    changes = (f"{change / 1e3:+.0f} kB each", f"{bound / 1e3:.0f} kB each")
     if part == "stream":
-        change, bound = f"{verdict['change']:+.1%}", f"{verdict['bound']:.0%}"
-    else:
-        change = f"{verdict['change'] / 1e3:+.0f} kB each"
-        bound = f"{verdict['bound'] / 1e3:.0f} kB each"
-    counts = []
-    for before, after in (verdict["threads"], verdict["descriptors"]):
-        counts.append(f"{before} to {after}" if after > before else "no more")
-    memory = (f"{verdict[which] / 1e6:,.0f}" for which in ("warm_bytes", "last_bytes"))
-    verdict_text = "flat" if verdict["passed"] else "GROWS"
-    return (
-        PARTS[part],
-        name,
-        f"{verdict['done']:,}",
-        *memory,
-        change,
-        bound,
-        *counts,
-        verdict_text,
+        changes = (f"{change:+.1%}", f"{bound:.0%}")
+    counts = (
+        f"{before} to {after}" if after > before else "no more"
+        for before, after in (verdict["threads"], verdict["descriptors"])
     )
+    memory = (f"{verdict[which] / 1e6:,.0f}" for which in ("warm_bytes", "last_bytes"))
+    text = "flat" if verdict["passed"] else "GROWS"
+    return (PARTS[part], name, f"{verdict['done']:,}", *memory, *changes, *counts, text)
 
 
 if __name__ == "__main__":

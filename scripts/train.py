@@ -13,15 +13,7 @@ import dataclasses
 import os
 import sys
 
-from dali_tf_input import (
-    DaliOptions,
-    DatasetSpec,
-    InputError,
-    InputSpec,
-    Preprocess,
-    TfDataOptions,
-    load_options,
-)
+import dali_tf_input as dti
 from support import cli
 from support.flags import BACKENDS
 from support.train.flags import TrainFlags
@@ -38,13 +30,13 @@ def main(arguments: list[str]) -> int:
     num_classes = _TRAIN.num_classes.value or count_classes(records)
     if records.label_range and records.label_range[1] >= num_classes:
         source = "--num_classes" if _TRAIN.num_classes.value else "labels.txt"
-        raise InputError(
+        raise dti.InputError(
             f"There are {num_classes:,} classes by {source}, and labels go up to "
             f"{records.label_range[1]:,}: --num_classes must be above it."
         )
-    preprocess = Preprocess.for_training(_TRAIN.image_size.value)
+    preprocess = dti.Preprocess.for_training(_TRAIN.image_size.value)
     soft = _TRAIN.mixup.value or _TRAIN.cutmix.value or _TRAIN.label_smoothing.value
-    spec = InputSpec(
+    spec = dti.InputSpec(
         dataset=records,
         preprocess=dataclasses.replace(preprocess, auto_augment=_TRAIN.auto_augment.value),
         order=_TRAIN.order.value,
@@ -54,25 +46,25 @@ def main(arguments: list[str]) -> int:
     )
     options = BACKENDS.get(_TRAIN.backend.value)
     if _TRAIN.options.value:
-        options = load_options(_TRAIN.options.value)
+        options = dti.load_options(_TRAIN.options.value)
     if _TRAIN.service.value:
-        if isinstance(options, DaliOptions):
-            raise InputError(f"--service is for the tf.data backend, got {options!r}.")
-        options = dataclasses.replace(options or TfDataOptions(), service=_TRAIN.service.value)
+        if isinstance(options, dti.DaliOptions):
+            raise dti.InputError(f"--service is for the tf.data backend, got {options!r}.")
+        options = dataclasses.replace(options or dti.TfDataOptions(), service=_TRAIN.service.value)
     cli.import_tensorflow()  # only now: it takes seconds
-    from support.train.fit import Training
+    from support.train.fit import train_model
 
-    return Training(_TRAIN, spec, options, num_classes).run()
+    return train_model(_TRAIN, spec, options, num_classes)
 
 
-def count_classes(records: DatasetSpec) -> int:
+def count_classes(records: dti.DatasetSpec) -> int:
     """Returns the number of lines in labels.txt, or the highest label plus 1."""
     path = os.path.join(os.path.dirname(records.files[0]), "labels.txt")
     if os.path.exists(path):
         return len(read_names(path))
     if records.label_range:
         return records.label_range[1] + 1
-    raise InputError(
+    raise dti.InputError(
         f"The number of classes is unknown: there is no {path}. Pass --num_classes=N, or index with"
         " --verify=schema."
     )

@@ -6,16 +6,16 @@ import os
 import shlex
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.status import Status
 from rich.table import Table
 
-from dali_tf_input import InputError, command
+from dali_tf_input import InputError, Stats, command
 from dali_tf_input.command import Flags, check_no_arguments, format_count, format_seconds
 
 __all__ = ["Flags", "check_no_arguments", "format_count", "format_seconds"]
@@ -68,76 +68,56 @@ def quiet_stderr() -> Iterator[None]:
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Prints a table with right-aligned numbers. Cells are folded, never cut."""
-    rows = list(rows)
+    cells = list(zip(columns, *rows, strict=True))
     console = Console(highlight=False, markup=False, emoji=False)
-    widths = [max(map(cell_len, column)) for column in zip(columns, *rows, strict=True)]
-    full = sum(widths) + 2 * len(widths)
+    full = sum(max(map(cell_len, column)) + 2 for column in cells)
     if not console.is_terminal:  # as wide as it needs to be
         console.width = full
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for header, *cells in zip(columns, *rows, strict=True):
-        numeric = all(cell[:1].isdigit() or cell == "-" for cell in cells)
-        longest = max(
-            (cell_len(word) for cell in [header, *cells] for word in cell.split()), default=0
-        )
+    for header, *below in cells:
+        numeric = all(cell[:1].isdigit() or cell == "-" for cell in below)
+        longest = max(cell_len(word) for cell in (header, *below) for word in cell.split())
         # Only columns of text give way on a narrow terminal.
         width = longest if numeric and full > console.width else None
         side = "right" if numeric else "left"
         table.add_column(header, justify=side, overflow="fold", min_width=longest, width=width)
-    for row in rows:
+    for row in zip(*(below for _, *below in cells), strict=True):
         table.add_row(*row)
     console.print(table)
+
+
+def format_stats(stats: Stats) -> str:
+    """Returns "median (minimum to maximum)"."""
+    return f"{stats.median:.2f} ({stats.minimum:.2f} to {stats.maximum:.2f})"
 
 
 def progress(items: Iterable[Any], *, what: str, total: int) -> Iterator[Any]:
     """Yields `items` under a progress bar if stderr is a terminal."""
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with _make_bar(*columns) as bar:
+    console = Console(stderr=True)
+    hidden = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
         yield from bar.track(items, total=total)
 
 
-class Elapsed:
-    """Progress of work that is bounded by time: a bar if stderr is a terminal."""
-
-    def __init__(self, what: str, *, seconds: float | None) -> None:
-        self._seconds = seconds
-        self._start = time.monotonic()
-        columns = (TextColumn(what), BarColumn(bar_width=30), TextColumn("{task.fields[text]}"))
-        self._bar = _make_bar(*columns)
-        self._task = self._bar.add_task(what, total=seconds, text="")
-
-    def __enter__(self) -> "Elapsed":
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def show(self, text: str) -> None:
-        """Shows what is being done."""
-        done = time.monotonic() - self._start
-        left = format_seconds(max(0.0, self._seconds - done)) if self._seconds is not None else ""
-        self._bar.update(self._task, completed=done, text=f"{text}{left and f', {left} left'}")
+def status(what: str) -> Status:
+    """Returns a line with a spinner, shown if stderr is a terminal; `update` changes its text."""
+    return Console(stderr=True, highlight=False).status(what)
 
 
-def _make_bar(*columns: Any) -> Progress:
-    console = Console(stderr=True)
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-
-
-def check_writable(path: str | None, *, flag: str, suffix: str = "") -> None:
-    """Raises InputError if the file of `flag` cannot be written."""
+def check_writable(flag: Any, *, suffix: str = "") -> None:
+    """Raises InputError if a flag names a file that cannot be written."""
+    path, name = flag.value, f"`{flag.name}`"
     if path is None:
         return
     folder = os.path.dirname(path) or "."
     if suffix and not path.endswith(suffix):
-        raise InputError(f"`{flag}` must end in {suffix}, got {path}.")
+        raise InputError(f"{name} must end in {suffix}, got {path}.")
     if os.path.isdir(path):
-        raise InputError(f"`{flag}` {path} is a folder: name a file.")
+        raise InputError(f"{name} {path} is a folder: name a file.")
     if not os.path.isdir(folder):
-        raise InputError(
-            f"`{flag}` {path}: there is no folder {folder}: mkdir -p {shlex.quote(folder)}"
-        )
+        fix = f"mkdir -p {shlex.quote(folder)}"
+        raise InputError(f"{name} {path}: there is no folder {folder}: {fix}")
     try:
         with tempfile.NamedTemporaryFile(dir=folder):
             pass
@@ -145,12 +125,13 @@ def check_writable(path: str | None, *, flag: str, suffix: str = "") -> None:
             with open(path, "ab"):
                 pass
     except OSError as error:
-        raise InputError(f"`{flag}` {path} cannot be written: {error.strerror}.") from error
+        raise InputError(f"{name} {path} cannot be written: {error.strerror}.") from error
 
 
-def write_json(path: str, report: Any) -> None:
-    """Writes a report, and says where."""
-    with open(path, "w", encoding="utf-8") as stream:
-        json.dump(report, stream, indent=2)
-        stream.write("\n")
-    print(f"results in {path}")
+def write_json(flag: Any, report: Any) -> None:
+    """Writes a report to the file that a flag names, if it does, and says where."""
+    if flag.value:
+        with open(flag.value, "w", encoding="utf-8") as stream:
+            json.dump(report, stream, indent=2)
+            stream.write("\n")
+        print(f"results in {flag.value}")

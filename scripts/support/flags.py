@@ -3,27 +3,15 @@
 import dataclasses
 from typing import Any
 
-from dali_tf_input import (
-    CenterCrop,
-    DaliOptions,
-    DatasetSpec,
-    InputError,
-    InputSpec,
-    NoCrop,
-    Preprocess,
-    RandomCrop,
-    RandomResizedCrop,
-    ResizeRandomCrop,
-    TfDataOptions,
-)
+import dali_tf_input as dti
 from support import machine
 from support.cli import Flags
 
 # What users call the backends on the command line.
-BACKENDS: dict[str, DaliOptions | TfDataOptions] = {
-    "tf_data": TfDataOptions(),
-    "dali_cpu": DaliOptions(device="cpu"),
-    "dali_gpu": DaliOptions(device="gpu"),
+BACKENDS: dict[str, dti.DaliOptions | dti.TfDataOptions] = {
+    "tf_data": dti.TfDataOptions(),
+    "dali_cpu": dti.DaliOptions(device="cpu"),
+    "dali_gpu": dti.DaliOptions(device="gpu"),
 }
 _CROPS = ("resize_random_crop", "random_resized_crop", "random_crop", "center_crop", "no_crop")
 
@@ -43,34 +31,42 @@ def begin(given: list[str] | None) -> tuple[dict[str, Any], list[str]]:
     about = machine.describe()
     about["tensorflow_gpus"] = machine.count_gpus_of_tensorflow() if about["gpus"] else 0
     here = [name for name in BACKENDS if about["tensorflow_gpus"] or name != "dali_gpu"]
-    unknown = [name for name in given or [] if name not in here]
-    if unknown or given == []:
-        names = ", ".join(unknown) or "none"
-        raise InputError(f"`backends` must be of {', '.join(here)} on this machine, got {names}.")
+    names = check_list("backends", given, here, " on this machine")
     machine.print_lines(about)
-    return about, list(dict.fromkeys(given or here))
+    return about, names
+
+
+def check_list(name: str, given: list[str] | None, known: list[str], where: str = "") -> list[str]:
+    """Returns what a list flag names, each once; all that is known if it is not given.
+
+    Raises:
+      InputError: something unknown is named, or nothing.
+    """
+    unknown = [one for one in given or [] if one not in known]
+    if unknown or given == []:
+        got = ", ".join(unknown) or "none"
+        raise dti.InputError(f"`{name}` must be of {', '.join(known)}{where}, got {got}.")
+    return list(dict.fromkeys(given or known))
 
 
 class FileFlags:
     """The flags that say which records are read."""
 
     def __init__(self, flags: Flags) -> None:
-        self.files = flags.strings(
-            "files", "Indexed TFRecord files, a path or pattern; repeatable."
-        )
-        self.index_dir = flags.string(
-            "index_dir", None, "Folder of the indexes; else beside the files."
-        )
+        text = "Indexed TFRecord files, a path or pattern; repeatable."
+        self.files = flags.strings("files", text)
+        text = "Folder of the indexes; else beside the files."
+        self.index_dir = flags.string("index_dir", None, text)
         self.image_key = flags.string("image_key", None, "Feature key of the image; else found.")
         self.label_key = flags.string("label_key", None, "Feature key of the label; else found.")
         self.label_offset = flags.integer("label_offset", 0, "Label of the first class as stored.")
 
-    def dataset(self, files: list[str] | None = None) -> DatasetSpec:
+    def dataset(self, files: list[str] | None = None) -> dti.DatasetSpec:
         """Describes the records in `files`, by default those of --files."""
         files = self.files.value if files is None else files
         if not files:
-            raise InputError("Name the TFRecord files: --files='path/train-*'")
-        return DatasetSpec.from_files(
+            raise dti.InputError("Name the TFRecord files: --files='path/train-*'")
+        return dti.DatasetSpec.from_files(
             files[0] if len(files) == 1 else files,
             index_dir=self.index_dir.value,
             image_key=self.image_key.value,
@@ -78,12 +74,11 @@ class FileFlags:
             label_offset=self.label_offset.value,
         )
 
-    def as_arguments(self, files: list[str] | None = None) -> list[str]:
+    def as_arguments(self) -> list[str]:
         """Returns these flags as arguments for a command that has them too."""
-        files = self.files.value if files is None else files
         others = (self.index_dir, self.image_key, self.label_key, self.label_offset)
         given = [f"--{flag.name}={flag.value}" for flag in others if flag.value]
-        return [*(f"--files={pattern}" for pattern in files), *given]
+        return [*(f"--files={pattern}" for pattern in self.files.value), *given]
 
 
 class WorkFlags:
@@ -98,45 +93,43 @@ class WorkFlags:
         self.decode = flags.choice("decode", "auto", decode, "How much of an image is decoded.")
         dtypes = ("float32", "float16", "uint8")
         self.dtype = flags.choice("dtype", "float32", dtypes, "Type of the output.")
-
-    @property
-    def all(self) -> tuple:
-        """The flags themselves."""
-        size = (self.batch_size, self.crop, self.image_size)
-        return (*size, self.antialias, self.decode, self.dtype)
+        self.all = tuple(vars(self).values())
 
     def as_arguments(self) -> list[str]:
         """Returns these flags as arguments for a command that has them too."""
         return [f"--{flag.name}={str(flag.value).lower()}" for flag in self.all]
 
-    def preprocess(self) -> Preprocess:
+    def preprocess(self) -> dti.Preprocess:
         """Returns what is done to each training image."""
-        preprocess = Preprocess.for_training(self.image_size.value, antialias=self.antialias.value)
-        resize = preprocess.crop.resize
-        random = (ResizeRandomCrop(resize=resize), RandomResizedCrop(), RandomCrop())
-        crops = (*random, CenterCrop(resize_shorter=resize[0]), NoCrop())
+        preprocess = dti.Preprocess.for_training(
+            self.image_size.value, antialias=self.antialias.value
+        )
+        center = dti.CenterCrop(resize_shorter=preprocess.crop.resize[0])
+        crops = (preprocess.crop, dti.RandomResizedCrop(), dti.RandomCrop(), center, dti.NoCrop())
         crop = crops[_CROPS.index(self.crop.value)]
         return dataclasses.replace(preprocess, crop=crop, dtype=self.dtype.value)
 
-    def spec(self, dataset: DatasetSpec, order: str) -> InputSpec:
+    def spec(self, dataset: dti.DatasetSpec, order: str) -> dti.InputSpec:
         """Returns what is measured.
 
         Raises:
           InputError: the records do not fill a batch.
         """
         if self.batch_size.value > dataset.num_records:
-            raise InputError(
+            raise dti.InputError(
                 f"`batch_size` must be at most the {dataset.num_records} records, got "
                 f"{self.batch_size.value}: name more files, or --batch_size={dataset.num_records}."
             )
-        return InputSpec(dataset=dataset, preprocess=self.preprocess(), order=order)
+        return dti.InputSpec(dataset=dataset, preprocess=self.preprocess(), order=order)
 
-    def options(self, name: str) -> DaliOptions | TfDataOptions:
+    def options(self, name: str) -> dti.DaliOptions | dti.TfDataOptions:
         """Returns the default options of a backend, with --decode."""
         return self.with_decode(BACKENDS[name])
 
-    def with_decode(self, options: DaliOptions | TfDataOptions) -> DaliOptions | TfDataOptions:
+    def with_decode(
+        self, options: dti.DaliOptions | dti.TfDataOptions
+    ) -> dti.DaliOptions | dti.TfDataOptions:
         """Returns options with --decode, as far as the backend knows it."""
-        if isinstance(options, DaliOptions) and self.decode.value == "scaled":
+        if isinstance(options, dti.DaliOptions) and self.decode.value == "scaled":
             return options
         return dataclasses.replace(options, decode=self.decode.value)

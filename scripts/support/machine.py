@@ -1,9 +1,11 @@
 """The machine and software that a measurement was made with."""
 
+import contextlib
 import datetime
 import importlib.metadata
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -24,12 +26,10 @@ _PACKAGES = {
 
 def describe() -> dict:
     """Returns this command, date, CPU, cores that this process may use, GPUs and versions."""
-    versions = {"Python": platform.python_version()}
+    versions = {"Python": platform.python_version()} | dict.fromkeys(_PACKAGES, "none")
     for name, package in _PACKAGES.items():
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "none"
     answer = ask_driver("name")
     return {
         "command": shlex.join(sys.argv),
@@ -46,8 +46,7 @@ def print_lines(about: dict) -> None:
     """Prints what `describe` found, in two lines."""
     gpus = ", ".join(about["gpus"]) or "none"
     print(f"machine   {about['cpu']}, {about['cores']} cores; GPU: {gpus}")
-    versions = about["versions"].items()
-    print("software  " + ", ".join(f"{name} {version}" for name, version in versions))
+    print("software  " + ", ".join(f"{name} {one}" for name, one in about["versions"].items()))
 
 
 def describe_in_a_line(about: dict) -> str:
@@ -60,10 +59,8 @@ def describe_in_a_line(about: dict) -> str:
 
 def _cpu_name() -> str:
     with open("/proc/cpuinfo", encoding="utf-8") as stream:
-        for line in stream:
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.machine()
+        found = re.search(r"^model name\s*: (.+)$", stream.read(), re.MULTILINE)
+    return found[1] if found else platform.machine()
 
 
 def ask_driver(what: str) -> tuple[bool, str] | None:
@@ -78,13 +75,7 @@ def ask_driver(what: str) -> tuple[bool, str] | None:
     if not shutil.which("nvidia-smi"):
         return None
     words = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader"]
-    try:
-        code, output, errors = processes.call(words, seconds=_SECONDS)
-    except subprocess.TimeoutExpired as error:
-        raise InputError(
-            f"nvidia-smi does not answer within {_SECONDS} s: the driver hangs. See"
-            " scripts/doctor.py."
-        ) from error
+    code, output, errors = _ask(words, "nvidia-smi does not answer", "the driver hangs. ")
     return code == 0, output if code == 0 else errors + output
 
 
@@ -95,15 +86,17 @@ def count_gpus_of_tensorflow() -> int:
       InputError: it gives no answer.
     """
     code = "import tensorflow as tf; print('gpus', len(tf.config.list_physical_devices('GPU')))"
+    output = _ask([sys.executable, "-c", code], "TensorFlow does not count its GPUs", "")[1]
+    found = re.search(r"^gpus (\d+)$", output, re.MULTILINE)
+    return int(found[1]) if found else 0
+
+
+def _ask(words: list[str], what: str, why: str) -> tuple[int, str, str]:
     try:
-        _, output, _ = processes.call([sys.executable, "-c", code], seconds=_SECONDS)
+        return processes.call(words, seconds=_SECONDS)
     except subprocess.TimeoutExpired as error:
-        raise InputError(
-            f"TensorFlow does not say within {_SECONDS} s which GPUs it sees. See"
-            " scripts/doctor.py."
-        ) from error
-    lines = [line.split() for line in output.splitlines()]
-    return next((int(words[1]) for words in lines if words[:1] == ["gpus"]), 0)
+        text = f"{what} within {_SECONDS} s: {why}See scripts/doctor.py."
+        raise InputError(text) from error
 
 
 def gpu_memory() -> int:

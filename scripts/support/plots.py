@@ -11,14 +11,16 @@ _COLORS = {"tf_data": "#e8833a", "dali_cpu": "#4c8c2b", "dali_gpu": "#76b900"}
 
 
 @contextlib.contextmanager
-def _figure(path: str, title: str, note: str, **layout: Any) -> Iterator[tuple[Any, Any]]:
-    """Makes a figure with a title and a foot note; saves it at the end."""
+def _figure(
+    path: str, title: str, note: str, size: tuple[float, float], panes: int = 1
+) -> Iterator[tuple[Any, Any]]:
+    """Makes a figure of panes with a title and a note; saves it at the end, and says where."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(layout="constrained", **layout)
+    figure, axes = plt.subplots(1, panes, figsize=size, sharey=True, layout="constrained")
     for one in figure.axes:
         one.spines[["top", "right"]].set_visible(False)
         one.set_axisbelow(True)
@@ -28,6 +30,7 @@ def _figure(path: str, title: str, note: str, **layout: Any) -> Iterator[tuple[A
     yield figure, axes
     figure.savefig(path, dpi=100)
     plt.close(figure)
+    print(f"plot in {path}")
 
 
 def plot_throughput(report: dict, *, path: str) -> None:
@@ -41,7 +44,7 @@ def plot_throughput(report: dict, *, path: str) -> None:
         f" {machine.describe_in_a_line(report)}."
     )
     title = "Feeding TensorFlow from TFRecords of JPEGs"
-    with _figure(path, title, note, figsize=(11, 2 + 0.6 * len(rows))) as (_, axes):
+    with _figure(path, title, note, (11, 2 + 0.6 * len(rows))) as (_, axes):
         fastest = max(row["images_per_second"]["maximum"] for row in rows.values())
         for position, (name, row) in enumerate(rows.items()):
             speed = row["images_per_second"]
@@ -76,19 +79,18 @@ def plot_stages(report: dict, *, names: dict[str, str], path: str) -> None:
         "seconds": "seconds per 1000 images",
         "cpu": "CPU seconds per 1000 images, all threads",
     }
-    layout = {"figsize": (13, 2.8 + 0.8 * len(stages)), "nrows": 1, "ncols": 2, "sharey": True}
-    with _figure(path, "What each stage of the input costs", note, **layout) as (figure, panes):
+    title, size = "What each stage of the input costs", (13, 2.8 + 0.8 * len(stages))
+    with _figure(path, title, note, size, panes=2) as (figure, panes):
         colors = dict(zip(names, plt.get_cmap("tab10").colors, strict=False))
-        for axes, (measure, title) in zip(panes, panels.items(), strict=True):
+        for axes, (measure, unit) in zip(panes, panels.items(), strict=True):
             widest = max(sum(row[measure] for row in rows.values()) for rows in stages.values())
             for position, rows in enumerate(stages.values()):
                 left = 0.0
                 for stage, row in rows.items():
                     width = row[measure]
                     label = names[stage] if position == 0 else None
-                    axes.barh(
-                        position, width, left=left, color=colors[stage], label=label, height=0.6
-                    )
+                    style = {"color": colors[stage], "label": label, "height": 0.6}
+                    axes.barh(position, width, left=left, **style)
                     if width > 0.06 * widest:
                         middle, text = left + width / 2, f"{row['share']:.0%}"
                         text = text if measure == "seconds" else f"{width:.2f}"
@@ -96,7 +98,7 @@ def plot_stages(report: dict, *, names: dict[str, str], path: str) -> None:
                     left += width
                 axes.text(left + 0.01 * widest, position, f"{left:.2f} s", va="center")
             axes.set_xlim(0, 1.15 * widest)
-            axes.set_title(f"{title} (less is better)", fontsize=11)
+            axes.set_title(f"{unit} (less is better)", fontsize=11)
             axes.grid(axis="x", alpha=0.3)
         panes[0].set_yticks(range(len(stages)), list(stages), fontsize=11)
         panes[0].invert_yaxis()
@@ -110,8 +112,8 @@ def plot_soak(report: dict, parts: dict[str, str], *, path: str) -> None:
         "Each line is a process of its own: its resident memory, with TensorFlow, after"
         f" malloc_trim. Images in order {report['order']}. {machine.describe_in_a_line(report)}."
     )
-    layout = {"figsize": (4 * len(parts), 4.2), "nrows": 1, "ncols": len(parts), "sharey": True}
-    with _figure(path, "Memory over a long run", note, **layout) as (_, panes):
+    size = (4 * len(parts), 4.2)
+    with _figure(path, "Memory over a long run", note, size, len(parts)) as (_, panes):
         samples = report["samples"]
         most = max(one[1] for rows in samples.values() for some in rows.values() for one in some)
         for axes, (part, title) in zip(panes, parts.items(), strict=True):
@@ -132,8 +134,7 @@ def plot_orders(orders: dict, *, path: str) -> None:
     """Plots when each stored record is served: an even cloud is perfect mixing."""
     note = "Colors are classes; computed, not measured."
     title = "20,000 records stored class by class: when each is served"
-    layout = {"figsize": (4 * len(orders), 4.4), "nrows": 1, "ncols": len(orders), "sharey": True}
-    with _figure(path, title, note, **layout) as (_, panes):
+    with _figure(path, title, note, (4 * len(orders), 4.4), len(orders)) as (_, panes):
         for axes, (name, order) in zip(panes, orders.items(), strict=True):
             colors = order // 1000 % 20
             axes.scatter(range(len(order)), order, s=1, c=colors, cmap="tab20", rasterized=True)

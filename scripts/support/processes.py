@@ -9,11 +9,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from dali_tf_input import InputError
 
+SCRIPTS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _START_SECONDS = 600  # for TensorFlow's start on a busy machine
 
@@ -52,6 +53,27 @@ def call(
     return process.returncode, output, errors
 
 
+def call_script(name: str, *arguments: str, seconds: float | None = None) -> str:
+    """Runs a command of scripts/; returns what it printed.
+
+    Raises:
+      InputError: it failed, or ran longer than `seconds`.
+    """
+    words = [sys.executable, os.path.join(SCRIPTS, name), *arguments]
+    try:
+        code, output, errors = call(words, seconds=seconds)
+    except subprocess.TimeoutExpired as error:
+        raise InputError(f"{name} did not end within {seconds:.0f} s.") from error
+    if code:
+        raise InputError(f"{name} failed: {errors.strip() or output.strip() or code}")
+    return output
+
+
+def how_it_ended(code: int) -> str:
+    """Says what an exit code means: "SIGSEGV", "exit code 3"."""
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
 class WorkerDied(Exception):  # noqa: N818 (an outcome, not a mistake)
     """A worker gave no answer; the text says how it ended."""
 
@@ -59,38 +81,47 @@ class WorkerDied(Exception):  # noqa: N818 (an outcome, not a mistake)
 class JsonWorker:
     """A process that answers a line of JSON for each line of JSON (a context manager).
 
-    It answers once when it is ready. While nothing is asked it can be paused, so that it takes no
-    time from others.
+    It starts with the first question, and again with the next one if it died. It answers once when
+    it is ready.
     """
 
     def __init__(self, words: Sequence[str], *, environment: dict[str, str] | None = None) -> None:
-        self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed at the end)
-        self._process = start(
-            words,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            env={**os.environ, **(environment or {})},
-        )
-        try:
-            self._read(_START_SECONDS)
-        except WorkerDied as error:
-            self.__exit__()
-            raise InputError(f"{words[1]} does not start: {error}") from error
-        except BaseException:
-            self.__exit__()
-            raise
+        self._words, self._environment = list(words), {**os.environ, **(environment or {})}
+        self._process: Any = None
 
     def __enter__(self) -> "JsonWorker":
         return self
 
     def __exit__(self, *_: object) -> None:
-        kill(self._process)
-        self._log.close()
+        self.close()
+
+    def start(self) -> None:
+        """Starts the process, if there is none.
+
+        Raises:
+          InputError: it ended before it was ready.
+        """
+        if self._process is not None:
+            return
+        self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (see `close`)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._log}
+        self._process = start(self._words, env=self._environment, **pipes)
+        try:
+            self._read(_START_SECONDS)
+        except WorkerDied as error:
+            raise InputError(f"{self._words[1]} does not start: {error}") from error
+
+    def close(self) -> None:
+        """Ends the process, if there is one."""
+        if self._process is not None:
+            kill(self._process)
+            self._log.close()
+        self._process = None
 
     def pause(self) -> None:
-        """Stops the process until it is asked again."""
-        self._process.send_signal(signal.SIGSTOP)
+        """Stops the process until it is asked again, so that it takes no time from others."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGSTOP)
 
     def ask(self, question: Any, *, seconds: float) -> Any:
         """Returns the answer.
@@ -98,7 +129,7 @@ class JsonWorker:
         Raises:
           WorkerDied: the process ended, or gave no answer within `seconds` and was killed.
         """
-        assert self._process.stdin is not None
+        self.start()
         self._process.send_signal(signal.SIGCONT)
         with contextlib.suppress(BrokenPipeError):  # it died; how is said below
             self._process.stdin.write(json.dumps(question) + "\n")
@@ -107,25 +138,23 @@ class JsonWorker:
 
     def _read(self, seconds: float) -> Any:
         stdout = self._process.stdout
-        assert stdout is not None
-        if not select.select([stdout], [], [], seconds)[0]:
-            kill(self._process)
-            raise WorkerDied(f"no answer within {seconds:.0f} s")
-        line = stdout.readline()
+        ready = select.select([stdout], [], [], seconds)[0]
+        line = stdout.readline() if ready else ""
         if line:
             return json.loads(line)
-        try:
-            code = self._process.wait(5)
-        except subprocess.TimeoutExpired:
-            kill(self._process)
-            code = self._process.returncode
-        self._log.seek(0)
-        words = "".join(self._log.readlines()[-5:]).strip()
-        how = signal.Signals(-code).name if code and code < 0 else f"exit code {code}"
-        raise WorkerDied(f"the process died ({how}){words and ': ' + words}")
+        text = f"no answer within {seconds:.0f} s"
+        if ready:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(5)
+            self._log.seek(0)
+            words = "".join(self._log.readlines()[-5:]).strip()
+            how = how_it_ended(self._process.returncode or 0)
+            text = f"the process died ({how}){words and ': ' + words}"
+        self.close()
+        raise WorkerDied(text)
 
 
-def serve(answer: Any) -> None:
+def serve(answer: Callable[[Any], Any]) -> None:
     """Answers each line of JSON on stdin with a line on stdout: the other side of `JsonWorker`.
 
     Args:

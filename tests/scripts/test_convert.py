@@ -26,6 +26,11 @@ def read_features(file):
     return [decode_example(read_record(str(file), offset)) for offset, _ in scan_records(str(file))]
 
 
+def counts(process):
+    shown = rows(process.stdout)
+    return shown["train"], shown["validation"]
+
+
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
     """Three classes of 10, 7 and 1 JPEGs; the files' numbers are their sizes."""
@@ -91,48 +96,37 @@ def set_bytes(folder):
 def test_make_tfrecords_follows_the_seed(tmp_path, photos):
     """Whatever the number of processes."""
     for out, seed, processes in (("a", 1, 1), ("b", 1, 3), ("c", 2, 2)):
-        arguments = (
-            f"--seed={seed}",
-            f"--num_processes={processes}",
-            "--num_files=2",
-            "--resize_shorter=22",
+        arguments = (f"--seed={seed}", f"--num_processes={processes}", "--num_files=2")
+        process = run(
+            "make_tfrecords.py", *arguments, "--resize_shorter=22", photos, tmp_path / out
         )
-        assert run("make_tfrecords.py", *arguments, photos, tmp_path / out).returncode == 0
+        assert process.returncode == 0
     first, same, other = (set_bytes(tmp_path / out) for out in "abc")
     assert first == same != other
 
 
 def test_make_tfrecords_refuses(tmp_path, photos):
     out = tmp_path / "out"
-    fails(run("make_tfrecords.py", photos), "Name the folder of images and the folder to write to")
-    fails(run("make_tfrecords.py", tmp_path / "none", out), "No file matches")
     (tmp_path / "empty" / "class").mkdir(parents=True)
-    fails(
-        run("make_tfrecords.py", tmp_path / "empty", out),
-        "holds no file that ends in .jpg, .jpeg, .png",
-    )
-    fails(run("make_tfrecords.py", tmp_path / "empty" / "class", out), "has no sub-folders")
-    fails(run("make_tfrecords.py", "--num_files=99", photos, out), "cannot fill 99 files")
-    fails(
-        run("make_tfrecords.py", "--num_files=0", photos, out),
-        "`num_files` must be at least 1, got 0",
-    )
-    fails(
-        run("make_tfrecords.py", "--quality=101", photos, out),
-        "`quality` must be in [1, 100], got 101",
-    )
-    fails(
-        run("make_tfrecords.py", "--validation_fraction=1", photos, out),
-        "`validation_fraction` must be in [0, 1), got 1.0",
-    )
-    fails(run("make_tfrecords.py", photos, "/proc/none/out"), "Cannot write to /proc/none")
     (tmp_path / "bad" / "class").mkdir(parents=True)
     (tmp_path / "bad" / "class" / "a.jpg").write_text("no image")
-    fails(
-        run("make_tfrecords.py", tmp_path / "bad", out),
-        "Not one of the 1 images can be read; the last is ",
-        "a.jpg",
-    )
+    unreadable = "Not one of the 1 images can be read; the last is "
+    for arguments, message in (
+        ([photos], "Name the folder of images and the folder to write to"),
+        ([tmp_path / "none", out], "No file matches"),
+        ([tmp_path / "empty", out], "holds no file that ends in .jpg, .jpeg, .png"),
+        ([tmp_path / "empty" / "class", out], "has no sub-folders"),
+        (["--num_files=99", photos, out], "cannot fill 99 files"),
+        (["--num_files=0", photos, out], "`num_files` must be at least 1, got 0"),
+        (["--quality=101", photos, out], "`quality` must be in [1, 100], got 101"),
+        (
+            ["--validation_fraction=1", photos, out],
+            "`validation_fraction` must be in [0, 1), got 1.0",
+        ),
+        ([photos, "/proc/none/out"], "Cannot write to /proc/none"),
+        ([tmp_path / "bad", out], f"{unreadable}{tmp_path}/bad/class/a.jpg"),
+    ):
+        fails(run("make_tfrecords.py", *arguments), message)
     assert not out.exists()
     assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == []
 
@@ -147,17 +141,8 @@ def test_make_tfrecords_replaces_sets_whole_or_not_at_all(tmp_path, photos):
         "--overwrite",
     )
     assert set_bytes(out) == before
-    assert (
-        run(
-            "make_tfrecords.py",
-            "--num_files=2",
-            "--validation_fraction=0",
-            "--overwrite",
-            photos,
-            out,
-        ).returncode
-        == 0
-    )
+    arguments = ["--num_files=2", "--validation_fraction=0", "--overwrite"]
+    assert run("make_tfrecords.py", *arguments, photos, out).returncode == 0
     assert sorted(os.listdir(out)) == ["labels.txt", "train-00000-of-00002", "train-00001-of-00002"]
     (out / "thesis.txt").write_text("mine")
     fails(
@@ -192,15 +177,8 @@ def test_make_tfrecords_of_any_image(tmp_path):
         json.loads(line)
         for line in (tmp_path / "out" / "unreadable_images.jsonl").read_text().splitlines()
     ]
-    unreadable = {
-        "cut_in_half",
-        "cut_by_one",
-        "cut_in_its_header",
-        "huge",
-        "no_height",
-        "damaged_png",
-    }
-    unreadable |= {"empty", "zeros", "text", "html", "garbage"}
+    unreadable = {"cut_in_half", "cut_by_one", "cut_in_its_header", "huge", "no_height"}
+    unreadable |= {"damaged_png", "empty", "zeros", "text", "html", "garbage"}
     assert {Path(line["image"]).stem for line in listed} == unreadable
     assert all(line["reason"] for line in listed)
     records = {
@@ -249,12 +227,8 @@ def test_sixteen_bits_a_pixel_are_scaled(tmp_path):
     (tmp_path / "photos" / "a").mkdir(parents=True)
     gray = np.linspace(0, 65535, 64 * 64).reshape(64, 64).astype(np.uint16)
     Image.fromarray(gray).save(tmp_path / "photos" / "a" / "deep.png")
-    assert (
-        run(
-            "make_tfrecords.py", "--validation_fraction=0", tmp_path / "photos", tmp_path / "out"
-        ).returncode
-        == 0
-    )
+    arguments = ["--validation_fraction=0", tmp_path / "photos", tmp_path / "out"]
+    assert run("make_tfrecords.py", *arguments).returncode == 0
     (record,) = read_features(tmp_path / "out" / "train-00000-of-00001")
     image = np.asarray(Image.open(io.BytesIO(record["image/encoded"][1][0])))
     assert np.abs(image - gray / 256).mean() < 2
@@ -320,10 +294,7 @@ def test_tfrecords_keep_their_splits(tmp_path, photos):
     )
     assert run("index_tfrecords.py", f"{tmp_path}/old/*-of-*").returncode == 0
     process = run("make_tfrecords.py", "--num_files=2", f"{tmp_path}/old/*-of-*", tmp_path / "new")
-    assert (rows(process.stdout)["train"], rows(process.stdout)["validation"]) == (
-        "13 images",
-        "5 images",
-    )
+    assert counts(process) == ("13 images", "5 images")
 
     def names(folder, split):
         records = [
@@ -337,16 +308,9 @@ def test_tfrecords_keep_their_splits(tmp_path, photos):
 
     for split in ("train", "validation"):
         assert names("old", split) == names("new", split)
-    process = run(
-        "make_tfrecords.py",
-        "--validation_fraction=0.5",
-        f"{tmp_path}/old/*-of-*",
-        tmp_path / "again",
-    )
-    assert (rows(process.stdout)["train"], rows(process.stdout)["validation"]) == (
-        "9 images",
-        "9 images",
-    )
+    arguments = ["--validation_fraction=0.5", f"{tmp_path}/old/*-of-*", tmp_path / "again"]
+    process = run("make_tfrecords.py", *arguments)
+    assert counts(process) == ("9 images", "9 images")
     process = run("make_tfrecords.py", "--overwrite", f"{tmp_path}/old/train-*", tmp_path / "old")
     fails(process, f"{tmp_path}/old holds the TFRecords to be read")
 
@@ -362,29 +326,15 @@ def test_splits_are_known_by_the_names_of_slim_and_tfds(tmp_path):
         "is of a test split by its name, and 2 of 3 files are not",
     )
     assert not (tmp_path / "out").exists()
-    process = run(
-        "make_tfrecords.py",
-        "--num_files=1",
-        f"{tmp_path}/*-[tv][ra]*.tfrecord-?????-of-?????",
-        tmp_path / "out",
-    )
-    assert (rows(process.stdout)["train"], rows(process.stdout)["validation"]) == (
-        "5 images",
-        "3 images",
-    )
-    assert [
-        find_split(name)
-        for name in (
-            "train-0-of-4",
-            "a/validation-0-of-4",
-            "x_val-3",
-            "cub-test.tfrecord-0-of-1",
-            "test2017-0-of-4",
-            "testing-0",
-            "latest-0",
-            "validated.tfrecord",
-        )
-    ] == ["train", "validation", "validation", "test", "test", "test", "train", "train"]
+    pattern = f"{tmp_path}/*-[tv][ra]*.tfrecord-?????-of-?????"
+    process = run("make_tfrecords.py", "--num_files=1", pattern, tmp_path / "out")
+    assert counts(process) == ("5 images", "3 images")
+    for split, names in {
+        "train": ("train-0-of-4", "latest-0", "validated.tfrecord"),
+        "validation": ("a/validation-0-of-4", "x_val-3"),
+        "test": ("cub-test.tfrecord-0-of-1", "test2017-0-of-4", "testing-0"),
+    }.items():
+        assert {find_split(name) for name in names} == {split}
 
 
 def test_make_tfrecords_never_takes_away_what_is_not_its_own(tmp_path, photos):
@@ -452,13 +402,8 @@ def test_files_without_a_readable_image_are_none(tmp_path):
         (tmp_path / "photos" / "a" / f"{number}.jpg").write_bytes(
             jpeg(9, 9) if number < 2 else b"x"
         )
-    process = run(
-        "make_tfrecords.py",
-        "--num_files=6",
-        "--validation_fraction=0.2",
-        tmp_path / "photos",
-        tmp_path / "out",
-    )
+    arguments = ["--num_files=6", "--validation_fraction=0.2"]
+    process = run("make_tfrecords.py", *arguments, tmp_path / "photos", tmp_path / "out")
     assert process.returncode == 0, process.stderr
     names = sorted(path.name for path in (tmp_path / "out").glob("*-of-*"))
     train = [name for name in names if name.startswith("train")]
@@ -469,12 +414,8 @@ def test_files_without_a_readable_image_are_none(tmp_path):
 
 @pytest.mark.slow
 def test_a_converter_killed_alone_leaves_nothing_running(tmp_path, photos):
-    command = [
-        sys.executable,
-        SCRIPTS / "make_sample_tfrecords.py",
-        "--num_images=4096",
-        tmp_path / "out",
-    ]
+    command = [sys.executable, SCRIPTS / "make_sample_tfrecords.py", "--num_images=4096"]
+    command += [tmp_path / "out"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     workers = []
@@ -486,9 +427,7 @@ def test_a_converter_killed_alone_leaves_nothing_running(tmp_path, photos):
     process.kill()
     process.wait()
     assert workers
-    for _ in range(
-        300
-    ):  # half a minute: a worker may have to wait for a slow disk before it can go
+    for _ in range(300):  # half a minute: a worker may have to wait for a slow disk
         if not any(Path(f"/proc/{worker}").exists() for worker in workers):
             break
         time.sleep(0.1)
@@ -542,14 +481,8 @@ def test_the_number_of_files_follows_the_size(tmp_path, photos, monkeypatch):
 @pytest.mark.slow
 def test_make_tfrecords_killed_at_any_moment(tmp_path, photos):
     """The set is there whole, the old one or the new one, or not at all; the next run clears up."""
-    command = [
-        sys.executable,
-        SCRIPTS / "make_tfrecords.py",
-        "--overwrite",
-        "--num_files=4",
-        photos,
-        tmp_path / "out",
-    ]
+    command = [sys.executable, SCRIPTS / "make_tfrecords.py", "--overwrite", "--num_files=4"]
+    command += [photos, tmp_path / "out"]
     subprocess.run([*command, "--seed=0"], check=True, capture_output=True)
     start = time.perf_counter()
     subprocess.run([*command, "--seed=1"], check=True, capture_output=True)
@@ -579,11 +512,7 @@ def test_sample_data_resembles_imagenet(tmp_path):
     )
     assert process.returncode == 0, process.stderr
     shown = rows(process.stdout)
-    assert (shown["train"], shown["validation"], shown["classes"]) == (
-        "400 images",
-        "8 images",
-        "8",
-    )
+    assert (*counts(process), shown["classes"]) == ("400 images", "8 images", "8")
     records = [
         record for path in sorted(tmp_path.glob("train-*")) for record in read_features(path)
     ]
@@ -602,15 +531,12 @@ def test_sample_data_resembles_imagenet(tmp_path):
 
 
 def test_sample_data_refuses(tmp_path):
-    fails(
-        run("make_sample_tfrecords.py", "--num_images=-2", tmp_path / "x"),
-        "`num_images` must be at least 1",
-    )
-    fails(
-        run("make_sample_tfrecords.py", "--num_images=2", tmp_path / "x"),
-        "2 train images cannot fill 4 files",
-    )
-    fails(run("make_sample_tfrecords.py", "--seed=-1", tmp_path / "x"), "`seed` must be at least 0")
+    for argument, said in (
+        ("--num_images=-2", "`num_images` must be at least 1"),
+        ("--num_images=2", "2 train images cannot fill 4 files"),
+        ("--seed=-1", "`seed` must be at least 0"),
+    ):
+        fails(run("make_sample_tfrecords.py", argument, tmp_path / "x"), said)
     fails(run("make_sample_tfrecords.py"), "Name one folder")
     assert not (tmp_path / "x").exists()
 
@@ -618,13 +544,8 @@ def test_sample_data_refuses(tmp_path):
 @pytest.mark.slow
 def test_sample_data_follows_the_seed(tmp_path):
     for out, seed in (("a", 0), ("b", 0), ("c", 1)):
-        arguments = (
-            "--num_images=8",
-            "--num_validation_images=1",
-            "--num_files=1",
-            f"--seed={seed}",
-            tmp_path / out,
-        )
-        assert run("make_sample_tfrecords.py", *arguments).returncode == 0
+        arguments = ("--num_images=8", "--num_validation_images=1", "--num_files=1")
+        process = run("make_sample_tfrecords.py", *arguments, f"--seed={seed}", tmp_path / out)
+        assert process.returncode == 0
     first, same, other = ((tmp_path / out / "train-00000-of-00001").read_bytes() for out in "abc")
     assert first == same != other

@@ -19,29 +19,16 @@ def test_index(tmp_path):
     process = run("index_tfrecords.py", tmp_path / "train-*")
     assert process.returncode == 0
     assert process.stderr == ""
-    assert [line.split()[0] for line in process.stdout.splitlines()] == [
-        "files",
-        "records",
-        "size",
-        "verified",
-        "features",
-    ]
+    names = [line.split()[0] for line in process.stdout.splitlines()]
+    assert names == ["files", "records", "size", "verified", "features"]
     shown = rows(process.stdout)
-    assert (shown["files"], shown["records"], shown["verified"]) == (
-        "1 indexed",
-        "3",
-        "framing 1 file",
-    )
+    assert (shown["files"], shown["records"]) == ("1 indexed", "3")
+    assert shown["verified"] == "framing 1 file"
     assert shown["features"] == "TF-slim: image/class/label, image/encoded"
     assert len(Path(good + ".idx").read_text().splitlines()) == 3
-    assert (
-        rows(run("index_tfrecords.py", tmp_path / "train-*").stdout)["files"]
-        == "0 indexed, 1 unchanged"
-    )
-    assert (
-        rows(run("index_tfrecords.py", "--force", tmp_path / "train-*").stdout)["files"]
-        == "1 indexed"
-    )
+    for flags, said in (([], "0 indexed, 1 unchanged"), (["--force"], "1 indexed")):
+        process = run("index_tfrecords.py", *flags, tmp_path / "train-*")
+        assert rows(process.stdout)["files"] == said
     shown = rows(run("index_tfrecords.py", "--verify=decode", tmp_path / "train-*").stdout)
     assert shown["labels"] == "0 to 2, 3 classes"
     assert shown["images"] == "median 37x41, largest height 44, largest width 52; JPEG 3"
@@ -65,12 +52,10 @@ def test_index_of_good_and_bad_files(tmp_path):
     assert lines[1].startswith(f"{tmp_path}/c: GZIP file: ")
     assert f"gunzip -c {tmp_path}/c > {tmp_path}/c.tfrecord" in lines[1]
     assert lines[2] == f"{tmp_path}/d: empty file: expected records, found an empty file."
-    assert lines[3].startswith(
-        "error: 3 bad records in 3 of 4 files. Those files were not indexed."
-    )
-    assert lines[3].endswith(
-        f"-m dali_tf_input.index --on_bad=skip --index_dir={tmp_path}/index '{tmp_path}/?'"
-    )
+    said = "error: 3 bad records in 3 of 4 files. Those files were not indexed."
+    assert lines[3].startswith(said)
+    fix = f"-m dali_tf_input.index --on_bad=skip --index_dir={tmp_path}/index '{tmp_path}/?'"
+    assert lines[3].endswith(fix)
     assert rows(process.stdout)["files"] == "1 indexed, 3 with bad records"
     assert rows(process.stdout)["GZIP file"] == "1"
     assert sorted(os.listdir(tmp_path / "index")) == ["a.idx", "index_manifest.json"]
@@ -81,28 +66,16 @@ def test_index_skips_bad_records(tmp_path):
     examples[40]["image/encoded"] = b"404 not found"
     write_tfrecord(tmp_path / "train", examples)
     assert run("index_tfrecords.py", tmp_path / "train").returncode == 0
-    fails(
-        run("index_tfrecords.py", "--verify=decode", tmp_path / "train"),
-        "record 40, byte ",
-        bad_records=True,
-    )
+    process = run("index_tfrecords.py", "--verify=decode", tmp_path / "train")
+    fails(process, "record 40, byte ", bad_records=True)
     process = run("index_tfrecords.py", "--verify=decode", "--on_bad=skip", tmp_path / "train")
     assert (process.returncode, process.stderr) == (0, "")
     assert rows(process.stdout)["skipped"] == "1 record (1.00%), listed in bad_records.jsonl"
     assert json.loads((tmp_path / "bad_records.jsonl").read_text())["record"] == 40
-    process = run(
-        "index_tfrecords.py",
-        "--verify=decode",
-        "--on_bad=skip",
-        "--max_bad_fraction=0.001",
-        "--force",
-        tmp_path / "train",
-    )
-    fails(
-        process,
-        "1 of 100 records are bad, 1.00%, over `max_bad_fraction` 0.10%",
-        "--max_bad_fraction",
-    )
+    flags = ["--verify=decode", "--on_bad=skip", "--max_bad_fraction=0.001", "--force"]
+    process = run("index_tfrecords.py", *flags, tmp_path / "train")
+    said = "1 of 100 records are bad, 1.00%, over `max_bad_fraction` 0.10%"
+    fails(process, said, "--max_bad_fraction")
     assert DatasetSpec.from_files(tmp_path / "train").num_records == 99  # as it was before
 
 
@@ -112,14 +85,8 @@ def test_index_hints_at_labels_from_1(tmp_path):
     )
     process = run("index_tfrecords.py", "--verify=schema", tmp_path / "train")
     assert rows(process.stdout)["labels"] == "1 to 5, 3 classes (train with label_offset=1)"
-    process = run(
-        "index_tfrecords.py",
-        "--verify=schema",
-        "--label_offset=1",
-        "--num_classes=4",
-        "--force",
-        tmp_path / "train",
-    )
+    flags = ["--verify=schema", "--label_offset=1", "--num_classes=4", "--force"]
+    process = run("index_tfrecords.py", *flags, tmp_path / "train")
     fails(process, "label range: `label_key` 'label' must be in 1 to 4, found 5", bad_records=True)
 
 
@@ -129,15 +96,12 @@ def test_index_progress_without_a_terminal(capsys, monkeypatch):
     from dali_tf_input.index.build import Progress
 
     with command.IndexProgress(names_all=True) as progress:
-        progress.update(
-            Progress(files=1, num_files=1024, records=1250, bytes=10**8, num_bytes=10**9)
-        )
+        done = Progress(files=1, num_files=1024, records=1250, bytes=10**8, num_bytes=10**9)
+        progress.update(done)
         assert capsys.readouterr().err == ""
         later = time.monotonic() + 20
         monkeypatch.setattr(command.time, "monotonic", lambda: later)
-        progress.update(
-            Progress(files=1, num_files=1024, records=1250, bytes=10**8, num_bytes=10**9)
-        )
+        progress.update(done)
     line = capsys.readouterr().err
     assert line.startswith("indexing: 1 of 1,024 files, 1,250 records, 5 MB/s, 3 min ")
     assert line.endswith(" s left\n")
@@ -147,11 +111,9 @@ def test_index_without_files(tmp_path):
     fails(run("index_tfrecords.py", tmp_path / "none-*"), "No file matches")
     fails(run("index_tfrecords.py"), "at least one TFRecord file")
     fails(run("index_tfrecords.py", tmp_path), "is a directory")
+    process = run("index_tfrecords.py", "gs://bucket/train-*")
     fails(
-        run("index_tfrecords.py", "gs://bucket/train-*"),
-        "gs://bucket/train-* is a URL",
-        "`gcloud storage cp`",
-        "or mount them as a folder",
+        process, "gs://bucket/train-* is a URL", "`gcloud storage cp`", "or mount them as a folder"
     )
     fails(run("index_tfrecords.py", "s3://bucket/train-*"), "`aws s3 cp`")
 
@@ -201,10 +163,8 @@ def test_printed_commands_fix(tmp_path):
     fixed = run_printed(str(caught.value))
     assert (fixed.returncode, fixed.stderr) == (0, "")
     assert rows(fixed.stdout)["verified"] == "schema 5 files"
-    assert DatasetSpec.from_files(pattern, image_key="photo", label_key="class").label_range == (
-        1,
-        1,
-    )
+    dataset = DatasetSpec.from_files(pattern, image_key="photo", label_key="class")
+    assert dataset.label_range == (1, 1)
 
 
 def test_a_shell_expands_a_pattern_to_indexes_too(tmp_path):

@@ -57,10 +57,8 @@ def test_what_is_read_and_parsed(dataset):
     labels.
     """
     spec = InputSpec(dataset=dataset, preprocess=Preprocess.for_training(16), order="sequential")
-    records = [
-        read_record(dataset.files[0], offset)
-        for offset, _ in read_index(dataset.index_files[0]).tolist()
-    ]
+    offsets = read_index(dataset.index_files[0])[:, 0].tolist()
+    records = [read_record(dataset.files[0], offset) for offset in offsets]
     found = first(spec, TfDataOptions(), "read").numpy()[: len(records)]
     assert found.tolist() == list(map(len, records))
     images = [decode_example(record)["image/encoded"][1][0] for record in records]
@@ -89,9 +87,7 @@ def test_the_last_cut_holds_the_corners_of_the_whole_pipelines_images(
     options = dataclasses.replace(OPTIONS[backend], decode=decode)
     images, _ = first(spec, options, None)
     np.testing.assert_array_equal(first(spec, options, "normalize"), images[:, 0, 0, 0])
-    resized = first(
-        spec, options, "resize"
-    ).numpy()  # before the mirror, which is off, and normalizing
-    np.testing.assert_allclose(
-        (resized - preprocess.mean[0]) / preprocess.std[0], images[:, 0, 0, 0], atol=1e-5
-    )
+    # Before the mirror, which is off, and normalizing.
+    resized = first(spec, options, "resize").numpy()
+    normalized = (resized - preprocess.mean[0]) / preprocess.std[0]
+    np.testing.assert_allclose(normalized, images[:, 0, 0, 0], atol=1e-5)

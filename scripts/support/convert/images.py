@@ -9,9 +9,8 @@ from PIL import Image, ImageFile, ImageOps
 _MOST_JPEG_PIXELS = 65535
 _ORIENTATION = 0x0112  # the EXIF tag; 1 is upright
 
-warnings.simplefilter(
-    "error", Image.DecompressionBombWarning
-)  # over 89 million pixels: refused, as the index step does
+# Over 89 million pixels: refused, as the index step does.
+warnings.simplefilter("error", Image.DecompressionBombWarning)
 
 
 class UnreadableImage(Exception):  # noqa: N818 (a verdict, not an error)
@@ -70,18 +69,15 @@ def _convert(image: ImageFile.ImageFile, encoded: bytes, conversion: Conversion)
     if too_large:
         scale = conversion.resize_shorter / shorter
         size = tuple(max(1, round(side * scale)) for side in image.size)
-        image.draft(
-            None, (2 * size[0], 2 * size[1])
-        )  # JPEGs decode faster at a fraction; twice as large loses nothing visible
+        # JPEGs decode faster at a fraction; twice as large loses nothing visible.
+        image.draft(None, (2 * size[0], 2 * size[1]))
     pixels = _as_rgb(image)
     if too_large:
         pixels = pixels.resize(size, Image.Resampling.LANCZOS)
     pixels = ImageOps.exif_transpose(pixels)
     if max(pixels.size) > _MOST_JPEG_PIXELS:
-        raise ValueError(
-            f"{pixels.width}x{pixels.height}: a JPEG holds {_MOST_JPEG_PIXELS} pixels each way; see"
-            " --resize_shorter"
-        )
+        holds = f"a JPEG holds {_MOST_JPEG_PIXELS} pixels each way; see --resize_shorter"
+        raise ValueError(f"{pixels.width}x{pixels.height}: {holds}")
     stream = io.BytesIO()
     pixels.save(stream, "JPEG", quality=conversion.quality, icc_profile=None, exif=b"")
     return Converted(stream.getvalue(), pixels.height, pixels.width, tuple(reasons))
@@ -92,14 +88,9 @@ def _as_rgb(image: Image.Image) -> Image.Image:
     if image.mode == "F" or (image.mode == "I" and image.format != "PNG"):
         raise ValueError(f"pixels of mode {image.mode}, whose range nothing tells")
     if image.mode.startswith("I"):  # 16 bits a pixel: Pillow would cut off what is over 255
-        gray = image.convert("I").point(lambda value: value / 256)
-        return _keep_exif(gray.convert("L"), image)
+        gray = image.convert("I").point(lambda value: value / 256).convert("L")
+        gray.info.update(image.info)  # the EXIF orientation
+        return gray
     if image.mode in ("RGB", "L"):
         return image
-    gray = image.mode in ("1", "LA")
-    return image.convert("L" if gray else "RGB")
-
-
-def _keep_exif(image: Image.Image, source: Image.Image) -> Image.Image:
-    image.info.update(source.info)
-    return image
+    return image.convert("L" if image.mode in ("1", "LA") else "RGB")

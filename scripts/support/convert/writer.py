@@ -2,6 +2,7 @@
 
 import collections
 import glob
+import itertools
 import json
 import multiprocessing
 import os
@@ -9,7 +10,7 @@ import re
 import secrets
 import shutil
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -17,9 +18,9 @@ from typing import Any, NamedTuple
 
 from rich import filesize
 
-from dali_tf_input import InputError
+from dali_tf_input import InputError, build_index
 from dali_tf_input.command import format_count, print_rows
-from dali_tf_input.index.example import FeatureValue
+from dali_tf_input.index.example import FeatureValue, encode_example
 from dali_tf_input.index.files import BAD_RECORDS_NAME, MANIFEST_NAME, index_command
 from dali_tf_input.index.tfrecord import frame_record
 from dali_tf_input.staging import Staging
@@ -53,10 +54,6 @@ class Split:
     items: Sequence[Any]
     num_files: int | None
 
-    def names(self, num_files: int) -> list[str]:
-        """Returns the names of the split's files, `<name>-00000-of-00004` and so on."""
-        return [f"{self.name}-{i:05d}-of-{num_files:05d}" for i in range(num_files)]
-
 
 class Record(NamedTuple):
     """The data of an item's record, or None if it is skipped; what was done, or why."""
@@ -78,16 +75,16 @@ class Written:
 
 
 def image_features(
-    *, encoded: bytes, label: int, text: str, height: int, width: int, filename: str
+    encoded: bytes, size: tuple[int, int], *, label: int, text: str, filename: str
 ) -> dict[str, FeatureValue]:
-    """Returns one image's features under TF-slim's keys; height and width in pixels."""
+    """Returns one image's features under TF-slim's keys; `size` is its height and width."""
     return {
         "image/encoded": encoded,
         "image/format": "JPEG",
         "image/class/label": label,
         "image/class/text": text,
-        "image/height": height,
-        "image/width": width,
+        "image/height": size[0],
+        "image/width": size[1],
         "image/filename": filename,
     }
 
@@ -108,12 +105,12 @@ def write_splits(
     of items.
 
     Args:
-      folder: where the files go: a new or an empty folder.
+      folder: a new or an empty folder; with `overwrite` also one that holds such a set.
       splits: what to write.
       make_record: makes of one item its record; picklable, as it runs in other processes.
       labels: the name of each label, for ``labels.txt``; None writes none.
       num_processes: how many; None is one for each core.
-      overwrite: replace a `folder` that holds such a set already.
+      overwrite: whether a set is replaced.
 
     Raises:
       InputError: a split has fewer items than files, no image of the train split can be read, or
@@ -121,42 +118,32 @@ def write_splits(
     """
     folder = os.path.abspath(os.path.expanduser(folder))
     for split in splits:
-        if split.num_files is not None and not 1 <= split.num_files <= len(split.items):
-            raise InputError(
-                f"{len(split.items)} {split.name} images cannot fill {split.num_files} files: ask"
-                f" for 1 to {len(split.items)}."
-            )
+        count, num_files = len(split.items), split.num_files
+        if num_files is not None and not 1 <= num_files <= count:
+            text = f"{count} {split.name} images cannot fill {num_files} files"
+            raise InputError(f"{text}: ask for 1 to {count}.")
     check_folder(folder, overwrite=overwrite)
     with Staging(os.path.dirname(folder), "Name another folder.") as staging:
         made = staging.path("set")
         os.mkdir(made)
         num_chunks = sum(-(-len(split.items) // _CHUNK_ITEMS) for split in splits)
-        written = Written()
+        most = min(num_processes or len(os.sched_getaffinity(0)), num_chunks)
+        # Spawned: a process forked from one with threads may wait forever.
+        context, written = multiprocessing.get_context("spawn"), Written()
+        pool = ProcessPoolExecutor(most, mp_context=context, initializer=_begin)
         try:
-            pool = _start(min(num_processes or len(os.sched_getaffinity(0)), num_chunks))
-            try:
-                for split in splits:
-                    _write_split(pool, made, split, make_record, written)
-            finally:
-                pool.shutdown(cancel_futures=True)
+            for split in splits:
+                _write_split(pool, made, split, make_record, written)
         except BrokenProcessPool as error:
             raise InputError("A process that reads images died: is there enough memory?") from error
+        finally:
+            pool.shutdown(cancel_futures=True)
         if labels is not None:
-            with open(
-                os.path.join(made, LABELS_NAME), "x", encoding="utf-8", errors="surrogateescape"
-            ) as stream:
-                stream.writelines(f"{name}\n" for name in labels)
+            names = "".join(f"{name}\n" for name in labels)
+            with open(os.path.join(made, LABELS_NAME), "xb") as stream:
+                stream.write(names.encode(errors="surrogateescape"))
         _put_in_place(staging, folder)
     return written
-
-
-def _start(num_processes: int) -> ProcessPoolExecutor:
-    """Returns a pool of processes, which Ctrl-C does not reach: this process ends them.
-
-    They are spawned: a process forked from one with threads may wait forever.
-    """
-    context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(num_processes, mp_context=context, initializer=_begin)
 
 
 def _begin() -> None:
@@ -177,44 +164,57 @@ def _write_split(
 ) -> None:
     """Writes the files of one split and adds to `written`. Empty files are dropped."""
     num_files = split.num_files or _choose_num_files(pool, split.items, make_record)
-    count = len(split.items)
-    records = cli.progress(
-        _in_order(pool, split.items, make_record), what=f"writing {split.name}", total=count
-    )
-    written.records[split.name] = 0
-    paths, start = [], 0
-    for file_id in range(num_files):
-        end = count * (file_id + 1) // num_files
-        path = os.path.join(folder, f"{split.name}-{file_id}")
-        with open(path, "xb") as stream:
-            for _ in range(start, end):
-                record = next(records)
-                if record.data is None:
-                    _list_unreadable(folder, record)
-                    written.skipped += 1
-                else:
-                    stream.write(frame_record(record.data))
-                    written.notes.update(record.notes)
-                    written.records[split.name] += 1
-        start = end
-        if os.path.getsize(path):
-            paths.append(path)
-        else:
-            os.unlink(path)
+    count, unreadable = len(split.items), os.path.join(folder, UNREADABLE_NAME)
+    made = _in_order(pool, split.items, make_record)
+    records = cli.progress(made, what=f"writing {split.name}", total=count)
+    paths, written.records[split.name] = [], 0
+    with open(unreadable, "a", encoding="utf-8") as skipped:
+        for file_id in range(num_files):
+            path = os.path.join(folder, f"{split.name}-{file_id}")
+            with open(path, "xb") as stream:
+                for _ in range(count * file_id // num_files, count * (file_id + 1) // num_files):
+                    record = next(records)
+                    if record.data is None:
+                        fault = {"image": record.source, "reason": " ".join(record.notes)}
+                        skipped.write(json.dumps(fault) + "\n")
+                        written.skipped += 1
+                    else:
+                        stream.write(frame_record(record.data))
+                        written.notes.update(record.notes)
+                        written.records[split.name] += 1
+            if os.path.getsize(path):
+                paths.append(path)
+            else:
+                os.unlink(path)
+    if not os.path.getsize(unreadable):
+        os.unlink(unreadable)
     if not paths and split.name == "train":
-        raise InputError(
-            f"Not one of the {count:,} images can be read; the last is {record.source}:"
-            f" {record.notes[0]}."
-        )
-    for path, name in zip(paths, split.names(len(paths)), strict=True):
+        last = f"the last is {record.source}: {record.notes[0]}"
+        raise InputError(f"Not one of the {count:,} images can be read; {last}.")
+    for number, path in enumerate(paths):
         written.size += os.path.getsize(path)
+        name = f"{split.name}-{number:05d}-of-{len(paths):05d}"
         os.replace(path, os.path.join(folder, name))
     written.num_files += len(paths)
 
 
-def _list_unreadable(folder: str, record: Record) -> None:
-    with open(os.path.join(folder, UNREADABLE_NAME), "a", encoding="utf-8") as stream:
-        stream.write(json.dumps({"image": record.source, "reason": " ".join(record.notes)}) + "\n")
+def write_images(folder: str, images: Iterable[bytes], *, num_records: int, num_files: int) -> str:
+    """Writes and indexes records of `images`, one after the other and again; returns a pattern.
+
+    The label of a record is the number of its image.
+    """
+    examples = [
+        {"image/encoded": image, "image/class/label": label} for label, image in enumerate(images)
+    ]
+    records = itertools.cycle([frame_record(encode_example(example)) for example in examples])
+    os.makedirs(folder, exist_ok=True)
+    for number in range(num_files):
+        count = num_records * (number + 1) // num_files - num_records * number // num_files
+        with open(os.path.join(folder, f"train-{number:05d}-of-{num_files:05d}"), "wb") as stream:
+            stream.writelines(itertools.islice(records, count))
+    pattern = os.path.join(glob.escape(folder), "train-*")
+    build_index(pattern)
+    return pattern
 
 
 def check_folder(folder: str, *, overwrite: bool) -> None:
@@ -231,20 +231,14 @@ def check_folder(folder: str, *, overwrite: bool) -> None:
         raise InputError(f"{folder} is no folder: name another one.")
     names = os.listdir(folder)
     ours = (LABELS_NAME, UNREADABLE_NAME, MANIFEST_NAME, BAD_RECORDS_NAME, ".complete")
-    foreign = [
-        name
-        for name in names
-        if not (name in ours or _OUR_FILE.fullmatch(name))
-        or not os.path.isfile(os.path.join(folder, name))
-    ]
-    if foreign:
-        raise InputError(
-            f"{folder} holds {foreign[0]}, which is no part of such a set: name a new folder."
-        )
+    for name in names:
+        is_ours = name in ours or _OUR_FILE.fullmatch(name)
+        if not is_ours or not os.path.isfile(os.path.join(folder, name)):
+            text = f"{folder} holds {name}, which is no part of such a set"
+            raise InputError(f"{text}: name a new folder.")
     if names and not overwrite:
-        raise InputError(
-            f"{folder} holds a set already: name a new folder, or replace it with --overwrite."
-        )
+        text = "name a new folder, or replace it with --overwrite"
+        raise InputError(f"{folder} holds a set already: {text}.")
 
 
 def print_written(folder: str, written: Written, num_classes: int | None) -> None:
@@ -255,13 +249,8 @@ def print_written(folder: str, written: Written, num_classes: int | None) -> Non
     rows.append(("files", f"{written.num_files:,}, {filesize.decimal(written.size)}, in {folder}"))
     rows += [(note, format_count(count, "image")) for note, count in written.notes.most_common()]
     if written.skipped:
-        where = os.path.join(folder, UNREADABLE_NAME)
-        rows.append(
-            (
-                "left out",
-                f"{format_count(written.skipped, 'image')} that cannot be read, listed in {where}",
-            )
-        )
+        where = f"that cannot be read, listed in {os.path.join(folder, UNREADABLE_NAME)}"
+        rows.append(("left out", f"{format_count(written.skipped, 'image')} {where}"))
     print_rows(rows)
     print(f"next: {index_command(os.path.join(folder, '*-of-*'))}")
 
@@ -271,22 +260,13 @@ def _in_order(
 ) -> Iterator[Record]:
     """Yields the record of each item, in order, working a few chunks ahead."""
     ahead: collections.deque[Future[list[Record]]] = collections.deque()
-    starts = iter(range(0, len(items), _CHUNK_ITEMS))
-    try:
-        while True:
-            while len(ahead) < 4 * len(os.sched_getaffinity(0)):
-                start = next(starts, None)
-                if start is None:
-                    break
-                ahead.append(
-                    pool.submit(_make_chunk, make_record, items[start : start + _CHUNK_ITEMS])
-                )
-            if not ahead:
-                return
+    for start in range(0, len(items), _CHUNK_ITEMS):
+        chunk = items[start : start + _CHUNK_ITEMS]
+        ahead.append(pool.submit(_make_chunk, make_record, chunk))
+        if len(ahead) >= 4 * len(os.sched_getaffinity(0)):
             yield from ahead.popleft().result()
-    finally:
-        for future in ahead:
-            future.cancel()
+    while ahead:
+        yield from ahead.popleft().result()
 
 
 def _make_chunk(make_record: Callable[[Any], Record], items: Sequence[Any]) -> list[Record]:
@@ -308,8 +288,7 @@ def _put_in_place(staging: Staging, folder: str) -> None:
     if os.path.isdir(folder) and os.listdir(folder):
         os.replace(folder, f"{folder}.replaced-{secrets.token_hex(4)}")
     staging.commit("set", folder)
-    for path in glob.glob(
-        glob.escape(folder) + ".replaced-*"
-    ):  # that of this run, and of runs that were killed here
+    # That of this run, and of runs that were killed here.
+    for path in glob.glob(glob.escape(folder) + ".replaced-*"):
         if re.fullmatch(r".*\.replaced-[0-9a-f]{8}", path, re.DOTALL):
             shutil.rmtree(path)

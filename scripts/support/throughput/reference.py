@@ -6,78 +6,54 @@ normalize. The same work, and nothing of the package but the numbers of the spec
 
 from typing import Any
 
-from dali_tf_input import (
-    CenterCrop,
-    InputError,
-    InputSpec,
-    RandomCrop,
-    RandomResizedCrop,
-    ResizeRandomCrop,
-)
-
-_CROPS = (CenterCrop, RandomCrop, RandomResizedCrop, ResizeRandomCrop)
+import dali_tf_input as dti
 
 
-def _check_crop(crop: Any) -> None:
-    if not isinstance(crop, _CROPS):
-        raise InputError(
-            f"{type(crop).__name__} is not written by hand: leave out the by_hand rows."
-        )
+def _refuse(crop: Any) -> dti.InputError:
+    name = type(crop).__name__
+    return dti.InputError(f"{name} is not written by hand: leave out the by_hand rows.")
 
 
-def make_dataset(spec: InputSpec, *, batch_size: int) -> Any:
+def make_dataset(spec: dti.InputSpec, *, batch_size: int) -> Any:
     """Returns an infinite dataset of images (batch_size, height, width, 3) and int64 labels."""
     import tensorflow as tf
 
     preprocess = spec.preprocess
-    _check_crop(preprocess.crop)
     crop, size, shape = preprocess.crop, preprocess.image_size, preprocess.image_shape
     resizing = {"method": preprocess.interpolation, "antialias": preprocess.antialias}
+    boxes = {"bounding_boxes": tf.zeros((1, 0, 4)), "use_image_if_no_bounding_boxes": True}
     # Constants of the full shape, because broadcasting over the channels is slow in TensorFlow.
     mean = tf.broadcast_to(preprocess.mean, shape)
     std = tf.broadcast_to(preprocess.std, shape)
     image_key, label_key = spec.dataset.image_key, spec.dataset.label_key
+    keys = {image_key: tf.string, label_key: tf.int64}
+    wanted = {key: tf.io.FixedLenFeature([], kind) for key, kind in keys.items()}
 
     def resize_and_crop(image):
         match crop:
-            case ResizeRandomCrop(resize=resize):
+            case dti.ResizeRandomCrop(resize=resize):
                 return tf.image.random_crop(tf.image.resize(image, resize, **resizing), shape)
-            case RandomCrop():
-                height, width = (
-                    tf.maximum(size[0], tf.shape(image)[0]),
-                    tf.maximum(size[1], tf.shape(image)[1]),
-                )
-                image = tf.image.resize_with_crop_or_pad(image, height, width)  # only pads
+            case dti.RandomCrop():
+                padded = tf.maximum(size, tf.shape(image)[:2])
+                image = tf.image.resize_with_crop_or_pad(image, padded[0], padded[1])
                 return tf.cast(tf.image.random_crop(image, shape), tf.float32)
-            case RandomResizedCrop():
+            case dti.RandomResizedCrop():
                 begin, extent, _ = tf.image.sample_distorted_bounding_box(
                     tf.shape(image),
-                    tf.zeros((1, 0, 4)),
                     area_range=crop.area_range,
                     aspect_ratio_range=crop.aspect_ratio_range,
                     max_attempts=crop.num_attempts,
-                    use_image_if_no_bounding_boxes=True,
+                    **boxes,
                 )
                 return tf.image.resize(tf.slice(image, begin, extent), size, **resizing)
-            case CenterCrop(resize_shorter=resize_shorter):
-                whole = tf.cast(tf.shape(image)[:2], tf.float32)
-                whole = tf.cast(whole * resize_shorter / tf.reduce_min(whole) + 0.5, tf.int32)
-                return tf.image.resize_with_crop_or_pad(
-                    tf.image.resize(image, whole, **resizing), *size
-                )
+            case _:
+                raise _refuse(crop)
 
     @tf.autograph.experimental.do_not_convert
     def prepare(record):
-        features = tf.io.parse_single_example(
-            record,
-            {
-                image_key: tf.io.FixedLenFeature([], tf.string),
-                label_key: tf.io.FixedLenFeature([], tf.int64),
-            },
-        )
+        features = tf.io.parse_single_example(record, wanted)
         image = tf.io.decode_jpeg(features[image_key], channels=3, dct_method="INTEGER_ACCURATE")
-        image = resize_and_crop(image)
-        image = tf.image.random_flip_left_right(image)
+        image = tf.image.random_flip_left_right(resize_and_crop(image))
         if preprocess.dtype == "uint8":
             image = tf.cast(tf.round(image), tf.uint8)
         else:
@@ -90,24 +66,18 @@ def make_dataset(spec: InputSpec, *, batch_size: int) -> Any:
     return dataset.batch(batch_size, drop_remainder=True).prefetch(tf.data.AUTOTUNE)
 
 
-def make_pipeline(spec: InputSpec, *, batch_size: int, num_threads: int) -> Any:
+def make_pipeline(spec: dti.InputSpec, *, batch_size: int, num_threads: int) -> Any:
     """Returns a DALI pipeline on the CPU, not yet built, with the same outputs."""
     from nvidia import dali
     from nvidia.dali import fn, types
     from nvidia.dali import tfrecord as dali_tfrecord
 
     preprocess, dataset = spec.preprocess, spec.dataset
-    _check_crop(preprocess.crop)
     crop, size = preprocess.crop, preprocess.image_size
-    resizing = {
-        "antialias": preprocess.antialias,
-        "dtype": types.UINT8 if preprocess.dtype == "uint8" else types.FLOAT,
-    }
-    normal = (
-        {}
-        if preprocess.dtype == "uint8"
-        else {"mean": list(preprocess.mean), "std": list(preprocess.std)}
-    )
+    dtypes = {"float32": types.FLOAT, "float16": types.FLOAT16, "uint8": types.UINT8}
+    raw = preprocess.dtype == "uint8"
+    resizing = {"antialias": preprocess.antialias, "dtype": types.UINT8 if raw else types.FLOAT}
+    normal = {} if raw else {"mean": list(preprocess.mean), "std": list(preprocess.std)}
     pipeline = dali.Pipeline(batch_size=batch_size, num_threads=num_threads, device_id=None, seed=0)
     with pipeline:
         features = fn.readers.tfrecord(
@@ -124,9 +94,9 @@ def make_pipeline(spec: InputSpec, *, batch_size: int, num_threads: int) -> Any:
             features[dataset.image_key], output_type=types.RGB, adjust_orientation=False
         )
         match crop:
-            case ResizeRandomCrop(resize=resize):
+            case dti.ResizeRandomCrop(resize=resize):
                 images = fn.resize(images, size=resize, **resizing)
-            case RandomResizedCrop():
+            case dti.RandomResizedCrop():
                 images = fn.random_resized_crop(
                     images,
                     size=size,
@@ -135,23 +105,18 @@ def make_pipeline(spec: InputSpec, *, batch_size: int, num_threads: int) -> Any:
                     num_attempts=crop.num_attempts,
                     **resizing,
                 )
-            case CenterCrop(resize_shorter=resize_shorter):
-                images = fn.resize(images, resize_shorter=resize_shorter, **resizing)
-        position = (
-            {}
-            if isinstance(crop, CenterCrop)
-            else {
-                name: fn.random.uniform(range=(0.0, 1.0)) for name in ("crop_pos_x", "crop_pos_y")
-            }
-        )
+            case dti.RandomCrop():
+                pass
+            case _:
+                raise _refuse(crop)
+        names = ("crop_pos_x", "crop_pos_y")
+        position = {name: fn.random.uniform(range=(0.0, 1.0)) for name in names}
         images = fn.crop_mirror_normalize(
             images,
             crop=size,
             mirror=fn.random.coin_flip(probability=preprocess.mirror_probability),
             output_layout="HWC",
-            dtype={"float32": types.FLOAT, "float16": types.FLOAT16, "uint8": types.UINT8}[
-                preprocess.dtype
-            ],
+            dtype=dtypes[preprocess.dtype],
             **normal,
             out_of_bounds_policy="pad",  # of images that are smaller than the crop
             **position,

@@ -13,7 +13,7 @@ from support.throughput.candidates import Candidate, CandidateError, Measurer, i
 _SERIAL = TfDataOptions(
     num_parallel_reads=1, num_parallel_calls=1, prefetch_batches=0, autotune=False
 )
-_CPU, _GPU = DaliOptions(device="cpu"), DaliOptions(device="gpu")
+_TF, _CPU, _GPU = TfDataOptions(), DaliOptions(device="cpu"), DaliOptions(device="gpu")
 
 
 class Row(NamedTuple):
@@ -23,22 +23,21 @@ class Row(NamedTuple):
     what: str
 
 
-def _row(options: Any, what: str, variant: str = "dataset", order: str = "buffer") -> Row:
-    return Row(Candidate(options, order, variant=variant), what)
-
-
 ROWS = {
-    "tf_data_serial": _row(_SERIAL, "tf.data, one image after another"),
-    "tf_data_by_hand": _row(TfDataOptions(), "tf.data in parallel, written by hand", "by_hand"),
-    "tf_data": _row(TfDataOptions(), "this package on tf.data"),
-    "dali_cpu_by_hand": _row(_CPU, "DALI on CPU, written by hand, bare", "by_hand"),
-    "dali_cpu_bare": _row(_CPU, "DALI on CPU, without TensorFlow", "bare"),
-    "dali_cpu": _row(_CPU, "this package on DALI, CPU"),
-    "tf_data_global": _row(TfDataOptions(), "tf.data, order global", order="global"),
-    "dali_cpu_global": _row(_CPU, "DALI on CPU, order global", order="global"),
-    "dali_gpu_bare": _row(_GPU, "DALI on GPU, without TensorFlow", "bare"),
-    "dali_gpu": _row(_GPU, "this package on DALI, GPU"),
-    "dali_gpu_global": _row(_GPU, "DALI on GPU, order global", order="global"),
+    name: Row(Candidate(options, order, variant), what)
+    for name, options, order, variant, what in (
+        ("tf_data_serial", _SERIAL, "buffer", "dataset", "tf.data, one image after another"),
+        ("tf_data_by_hand", _TF, "buffer", "by_hand", "tf.data in parallel, written by hand"),
+        ("tf_data", _TF, "buffer", "dataset", "this package on tf.data"),
+        ("dali_cpu_by_hand", _CPU, "buffer", "by_hand", "DALI on CPU, written by hand, bare"),
+        ("dali_cpu_bare", _CPU, "buffer", "bare", "DALI on CPU, without TensorFlow"),
+        ("dali_cpu", _CPU, "buffer", "dataset", "this package on DALI, CPU"),
+        ("tf_data_global", _TF, "global", "dataset", "tf.data, order global"),
+        ("dali_cpu_global", _CPU, "global", "dataset", "DALI on CPU, order global"),
+        ("dali_gpu_bare", _GPU, "buffer", "bare", "DALI on GPU, without TensorFlow"),
+        ("dali_gpu", _GPU, "buffer", "dataset", "this package on DALI, GPU"),
+        ("dali_gpu_global", _GPU, "global", "dataset", "DALI on GPU, order global"),
+    )
 }
 
 # Pairs of rows that answer a question.
@@ -57,45 +56,34 @@ _QUESTIONS = (
 
 
 def measure_rows(
-    names: list[str],
-    files: FileFlags,
-    work: WorkFlags,
-    *arguments: str,
-    seconds: float,
-    repeats: int,
-    warmup_batches: int,
+    names: list[str], files: FileFlags, work: WorkFlags, *, repeats: int, **window: Any
 ) -> dict[str, list[dict[str, Any]]]:
     """Measures rows in turn, round by round, each in a process that is paused between its turns.
 
     Returns:
-      The windows of each row, as `Measurer.measure` returns them.
+      The windows of each row, as `Measurer.measure` returns them; it also takes `window`.
 
     Raises:
       InputError: a row cannot be measured.
     """
     with contextlib.ExitStack() as stack:
-        measurers = {}
+        measurers = {name: stack.enter_context(Measurer(files, work)) for name in names}
         windows: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
 
         def measure(name: str) -> dict[str, Any]:
+            candidate = ROWS[name].candidate
+            options = work.with_decode(candidate.options)
+            candidate = dataclasses.replace(candidate, options=options)
             try:
-                candidate = ROWS[name].candidate
-                options = work.with_decode(candidate.options)
-                candidate = dataclasses.replace(candidate, options=options)
-                return measurers[name].measure(
-                    candidate, seconds=seconds, warmup_batches=warmup_batches, fresh=False
-                )
+                return measurers[name].measure(candidate, fresh=False, **window)
             except CandidateError as error:
                 raise InputError(f"{name} cannot be measured: {error}") from error
             finally:
                 measurers[name].pause()
 
         for name in cli.progress(names, what="starting", total=len(names)):
-            measurers[name] = stack.enter_context(Measurer(files, work, *arguments))
             measure(name)  # not counted: caches fill, tf.data's tuning settles
-        turns = [
-            name for number in range(repeats) for name in (names if number % 2 else names[::-1])
-        ]
+        turns = [name for number in range(repeats) for name in names[:: 1 if number % 2 else -1]]
         for name in cli.progress(turns, what="measuring", total=len(turns)):
             windows[name].append(measure(name))
     return windows
@@ -106,9 +94,10 @@ def rates(windows: list[dict[str, Any]]) -> list[float]:
     return [images_per_second(window) for window in windows]
 
 
-def ratios(windows: list[dict[str, Any]], others: list[dict[str, Any]]) -> list[float]:
-    """Returns, round by round, the ratio of images/s to those of another row."""
-    return [rate / other for rate, other in zip(rates(windows), rates(others), strict=True)]
+def ratios(windows: list[dict[str, Any]], others: list[dict[str, Any]]) -> Stats:
+    """Returns the ratios of images/s to those of another row, round by round."""
+    pairs = zip(rates(windows), rates(others), strict=True)
+    return Stats.of([rate / other for rate, other in pairs])
 
 
 def conclusions(windows: dict[str, list[dict[str, Any]]]) -> list[str]:
@@ -116,7 +105,6 @@ def conclusions(windows: dict[str, list[dict[str, Any]]]) -> list[str]:
     sentences = []
     for name, other, question in _QUESTIONS:
         if name in windows and other in windows:
-            stats = Stats.of(ratios(windows[name], windows[other]))
-            spread = f"{stats.minimum:.2f} to {stats.maximum:.2f}"
-            sentences.append(f"{question}: {stats.median:.2f} ({spread})")
+            stats = ratios(windows[name], windows[other])
+            sentences.append(f"{question}: {cli.format_stats(stats)}")
     return sentences

@@ -58,11 +58,9 @@ def _make_by_tf_data(
             image = tf_images.normalize_image(image, uniforms, preprocess)
         return tf.cast(image[0, 0, 0], tf.float32)
 
-    start = StartStep()
-    records = tf_data.read_records(
-        spec, options, batch_size=batch_size, shard=shard, start_step=start
-    )
-    return tf_data.prepare_batches(records, cut, spec, options, batch_size=batch_size, shard=shard)
+    shared: dict[str, Any] = {"batch_size": batch_size, "shard": shard}
+    records = tf_data.read_records(spec, options, start_step=StartStep(), **shared)
+    return tf_data.prepare_batches(records, cut, spec, options, **shared)
 
 
 def _make_by_dali(
@@ -81,13 +79,9 @@ def _make_by_dali(
         if stage == "parse":
             number = encoded.shape()[0] + labels[0]
         else:
+            device, hints = dali.decoder_device(options), dali.decoder_hints(spec.dataset, options)
             images, region = dali_images.decode_images(
-                encoded,
-                uniforms,
-                preprocess,
-                decode=decode,
-                device=dali.decoder_device(options),
-                hints=dali.decoder_hints(spec.dataset, options),
+                encoded, uniforms, preprocess, decode=decode, device=device, hints=hints
             )
             if stage != "decode":
                 images = dali_images.resize_regions(images, region, preprocess, decode=decode)
@@ -97,22 +91,7 @@ def _make_by_dali(
         number = fn.reshape(fn.cast(number, dtype=types.FLOAT), shape=[])
         return (number.gpu() if options.device == "gpu" else number,)
 
-    pipeline = partial(
-        dali.make_pipeline,
-        define,
-        options,
-        batch_size=batch_size,
-        shard=shard,
-        device_id=device_id,
-        seed=spec.seed,
-    )
-    return dali.make_dataset(
-        pipeline,
-        [((batch_size,), tf.float32)],
-        spec,
-        options,
-        batch_size=batch_size,
-        shard=shard,
-        start_step=StartStep(),
-        device_id=device_id,
-    )
+    shared: dict[str, Any] = {"batch_size": batch_size, "shard": shard, "device_id": device_id}
+    pipeline = partial(dali.make_pipeline, define, options, seed=spec.seed, **shared)
+    served = [((batch_size,), tf.float32)]
+    return dali.make_dataset(pipeline, served, spec, options, start_step=StartStep(), **shared)

@@ -1,21 +1,21 @@
 """The sweep of compare_throughput.py: six kinds of work, each by the package and by hand."""
 
-import contextlib
-import glob
 import io
 import itertools
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from dali_tf_input import DatasetSpec, InputError, Stats, build_index
-from dali_tf_input.index.example import decode_example, encode_example
-from dali_tf_input.index.tfrecord import frame_record, read_record
+from PIL import Image
+
+from dali_tf_input import DatasetSpec
+from dali_tf_input.index.example import decode_example
+from dali_tf_input.index.tfrecord import read_record
 from dali_tf_input.order import read_index
 from support import cli, processes
+from support.convert.writer import write_images
 from support.flags import FileFlags
 from support.throughput.rows import ratios
 
@@ -40,26 +40,19 @@ class Work(NamedTuple):
 
 
 _TF_DATA = ("tf_data", ("tf_data_by_hand",))
-_DALI = ("dali_cpu_bare", ("dali_cpu_by_hand",))
+_EACH = (_TF_DATA, ("dali_cpu_bare", ("dali_cpu_by_hand",)))
 _BOTH = ("tf_data_by_hand", "dali_cpu_by_hand")
+_FASTEST = (("tf_data", _BOTH), ("dali_cpu_bare", _BOTH))
+_FULL_HD, _SCALED = (1080, 1920), "--decode=scaled"
+_CROP = ("--crop=random_crop", "--image_size=256")
 
 WORKS = (
-    Work("256 resize, 224 random crop", None, (), (_TF_DATA, _DALI)),
-    Work(
-        "the same, antialias",
-        None,
-        ("--antialias",),
-        (("tf_data", _BOTH), ("dali_cpu_bare", _BOTH)),
-    ),
-    Work(
-        "533x800 to a 256 random crop",
-        (533, 800),
-        ("--crop=random_crop", "--image_size=256"),
-        (_TF_DATA, _DALI),
-    ),
-    Work("1080x1920 to 224, scaled", (1080, 1920), ("--decode=scaled",), (_TF_DATA,)),
-    Work("the same, antialias", (1080, 1920), ("--decode=scaled", "--antialias"), (_TF_DATA,)),
-    Work("random resized crop to 224", None, ("--crop=random_resized_crop",), (_TF_DATA, _DALI)),
+    Work("256 resize, 224 random crop", None, (), _EACH),
+    Work("the same, antialias", None, ("--antialias",), _FASTEST),
+    Work("533x800 to a 256 random crop", (533, 800), _CROP, _EACH),
+    Work("1080x1920 to 224, scaled", _FULL_HD, (_SCALED,), (_TF_DATA,)),
+    Work("the same, antialias", _FULL_HD, (_SCALED, "--antialias"), (_TF_DATA,)),
+    Work("random resized crop to 224", None, ("--crop=random_resized_crop",), _EACH),
 )
 
 
@@ -76,19 +69,12 @@ def run(dataset: DatasetSpec, files: FileFlags, arguments: list[str]) -> dict:
     """
     reports, lines = {}, []
     with tempfile.TemporaryDirectory() as folder:
-        for number, work in enumerate(cli.progress(WORKS, what="comparing", total=len(WORKS))):
+        for work in cli.progress(WORKS, what="comparing", total=len(WORKS)):
             patterns = files.as_arguments()
             if work.size:
                 patterns = [f"--files={write_resized(dataset, work.size, folder)}"]
-            path = os.path.join(folder, f"{number}.json")
-            rows = dict.fromkeys(row for made, others in work.pairs for row in (made, *others))
-            words = [sys.executable, sys.argv[0], *patterns, *arguments, *work.flags]
-            words += [f"--backends={','.join(rows)}", f"--json={path}"]
-            code, output, errors = processes.call(words)
-            if code:
-                raise InputError(f"'{work.what}' failed: {errors.strip() or output.strip()}")
-            with open(path, encoding="utf-8") as stream:
-                report = json.load(stream)
+            rows = [row for made, others in work.pairs for row in (made, *others)]
+            report = compare_rows(rows, [*patterns, *arguments, *work.flags])
             reports[f"{work.what}, {work.size or 'as they are'}"] = report
             lines += _lines(work, report)
     print()
@@ -96,20 +82,28 @@ def run(dataset: DatasetSpec, files: FileFlags, arguments: list[str]) -> dict:
     return reports
 
 
+def compare_rows(rows: list[str], arguments: list[str], *, seconds: float | None = None) -> dict:
+    """Runs compare_throughput.py, for at most `seconds`; returns its report."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "rows.json")
+        flags = [f"--backends={','.join(rows)}", f"--json={path}"]
+        processes.call_script("compare_throughput.py", *arguments, *flags, seconds=seconds)
+        with open(path, encoding="utf-8") as stream:
+            return json.load(stream)
+
+
 def _lines(work: Work, report: dict) -> Iterator[tuple[str, ...]]:
     """Yields the lines of one work: the ratio of each pair, round by round."""
+    speeds = {name: row["images_per_second"]["median"] for name, row in report["rows"].items()}
     for row, others in work.pairs:
-        speeds = {
-            name: report["rows"][name]["images_per_second"]["median"] for name in (row, *others)
-        }
         reference = max(others, key=speeds.__getitem__)
-        ratio = Stats.of(ratios(report["windows"][row], report["windows"][reference]))
+        ratio = ratios(report["windows"][row], report["windows"][reference])
         numbers = (f"{value:.2f}" for value in (ratio.median, ratio.minimum, ratio.maximum))
         yield (work.what, row, reference, *numbers, f"{speeds[row]:,.0f}")
 
 
-def _read_features(dataset: DatasetSpec) -> Iterator[dict[str, Any]]:
-    """Yields the features of at most `_IMAGES` records, as many from each file."""
+def _read_images(dataset: DatasetSpec) -> Iterator[bytes]:
+    """Yields the images of at most `_IMAGES` records, as many from each file."""
     each = -(-_IMAGES // len(dataset.files))
     extents = (
         (file, offset)
@@ -117,8 +111,7 @@ def _read_features(dataset: DatasetSpec) -> Iterator[dict[str, Any]]:
         for offset, _ in read_index(index_file)[:each].tolist()
     )
     for file, offset in itertools.islice(extents, _IMAGES):
-        features = decode_example(read_record(file, offset))
-        yield {key: values[0] for key, (_, values) in features.items() if values}
+        yield decode_example(read_record(file, offset))[dataset.image_key][1][0]
 
 
 def write_resized(
@@ -129,26 +122,15 @@ def write_resized(
     Portrait images are turned, so that sizes mean the same for all. The records have TF-slim's
     keys; if there are fewer than `at_least`, they are repeated.
     """
-    from PIL import Image
-
     height, width = size
-    out = os.path.join(folder, f"{height}x{width}")
-    pattern = os.path.join(glob.escape(out), "train-*")
-    if os.path.exists(out):
-        return pattern
-    os.makedirs(out)
-    examples = []
-    for number, features in enumerate(_read_features(dataset)):
-        with contextlib.closing(Image.open(io.BytesIO(features[dataset.image_key]))) as image:
-            if image.height > image.width:
-                image = image.transpose(Image.Transpose.ROTATE_90)
-            resized = image.convert("RGB").resize((width, height), Image.Resampling.BICUBIC)
-        encoded = io.BytesIO()
-        resized.save(encoded, "JPEG", quality=90)
-        example = {"image/encoded": encoded.getvalue(), "image/class/label": number}
-        examples.append(frame_record(encode_example(example)))
-    with open(os.path.join(out, "train-00000-of-00001"), "wb") as stream:
-        for number in range(max(at_least, len(examples))):
-            stream.write(examples[number % len(examples)])
-    build_index(pattern)
-    return pattern
+    images = []
+    for encoded in _read_images(dataset):
+        image: Any = Image.open(io.BytesIO(encoded))
+        if image.height > image.width:
+            image = image.transpose(Image.Transpose.ROTATE_90)
+        stream = io.BytesIO()
+        resized = image.convert("RGB").resize((width, height), Image.Resampling.BICUBIC)
+        resized.save(stream, "JPEG", quality=90)
+        images.append(stream.getvalue())
+    out, num_records = os.path.join(folder, f"{height}x{width}"), max(at_least, len(images))
+    return write_images(out, images, num_records=num_records, num_files=1)

@@ -1,7 +1,4 @@
-"""The process that measures candidates for compare_throughput.py, profile_stages.py and tune.py.
-
-It gets a candidate and a window's length as a line of JSON on stdin and answers with one on stdout.
-"""
+"""The process that measures candidates, see `Measurer`."""
 
 import dataclasses
 import os
@@ -30,29 +27,20 @@ def make_batches(candidate: Candidate, spec: InputSpec, batch_size: int) -> Iter
     from dali_tf_input.dataset import import_dali, make_dataset
 
     options, variant = candidate.options, candidate.variant
-    preprocess = dataclasses.replace(spec.preprocess, **candidate.preprocess)
-    spec = dataclasses.replace(spec, order=candidate.order, preprocess=preprocess)
-    by_dali = isinstance(options, DaliOptions)
-    if variant == "by_hand" and not by_dali:
-        return iter(reference.make_dataset(spec, batch_size=batch_size))
-    if variant == "by_hand":
+    spec = dataclasses.replace(spec, order=candidate.order)
+    shared: dict[str, Any] = {"batch_size": batch_size}
+    if variant == "by_hand" and isinstance(options, DaliOptions):
         threads = len(os.sched_getaffinity(0))
-        return run_pipeline(
-            reference.make_pipeline(spec, batch_size=batch_size, num_threads=threads)
-        )
+        return run_pipeline(reference.make_pipeline(spec, num_threads=threads, **shared))
+    if variant == "by_hand":
+        return iter(reference.make_dataset(spec, **shared))
     if variant == "bare":
-        pipeline = import_dali().build_pipeline(
-            spec,
-            options,
-            batch_size=batch_size,
-            shard=Shard(0, 1),
-            device_id=0 if options.device == "gpu" else None,
-        )
-        return run_pipeline(pipeline)
+        shared |= {"shard": Shard(0, 1), "device_id": 0 if options.device == "gpu" else None}
+        return run_pipeline(import_dali().build_pipeline(spec, options, **shared))
     if variant in stages.STAGES:
-        return iter(stages.make_dataset(variant, spec, options, batch_size=batch_size))
-    dataset = make_dataset(spec, options, batch_size=batch_size)
-    return copy_to_gpu(tf, iter(dataset)) if variant == "device" else iter(dataset)
+        return iter(stages.make_dataset(variant, spec, options, **shared))
+    batches = iter(make_dataset(spec, options, **shared))
+    return copy_to_gpu(tf, batches) if variant == "device" else batches
 
 
 def run_pipeline(pipeline: Any) -> Iterator[Any]:
@@ -76,7 +64,7 @@ class Pipelines:
 
     def __init__(self, spec: InputSpec, batch_size: int) -> None:
         self._spec, self._batch_size = spec, batch_size
-        self._key = ""
+        self._candidate: Candidate | None = None
         self._batches: Iterator[Any] = iter(())
         self._first_batch_seconds = 0.0
 
@@ -86,11 +74,10 @@ class Pipelines:
 
         from dali_tf_input.bad_record import FailedInput, explain
 
-        candidate = Candidate.from_json(task["candidate"])
+        candidate = Candidate.from_json(task.pop("candidate"))
         try:
-            return self._measure(
-                candidate, **{key: task[key] for key in task if key != "candidate"}
-            )
+            with tf.device("GPU:0" if candidate.backend == "dali_gpu" else "CPU:0"):
+                return self._measure(candidate, **task)
         except tf.errors.OpError as error:
             failed = FailedInput(self._spec, candidate.options, None, self._batch_size)
             return {"error": str(explain(error, [failed]) or error.message)}
@@ -100,36 +87,22 @@ class Pipelines:
     def _measure(
         self, candidate: Candidate, seconds: float, warmup_batches: int, fresh: bool
     ) -> dict[str, Any]:
-        import tensorflow as tf
-
-        on_gpu = candidate.backend == "dali_gpu"
-        with tf.device("GPU:0" if on_gpu else "CPU:0"):
-            if fresh or candidate.key != self._key:
-                self._key, self._batches = "", iter(())
-                start = time.perf_counter()
-                self._batches = make_batches(candidate, self._spec, self._batch_size)
-                next(self._batches)
-                self._first_batch_seconds = time.perf_counter() - start
-                self._key = candidate.key
-                # Fills the queues; tf.data's tuning settles.
-                measure(
-                    self._batches,
-                    batch_size=self._batch_size,
-                    seconds=seconds / 4,
-                    warmup_batches=4,
-                )
-            window = measure(
-                self._batches,
-                batch_size=self._batch_size,
-                seconds=seconds,
-                warmup_batches=warmup_batches,
-            )
+        size = self._batch_size
+        if fresh or candidate != self._candidate:
+            self._candidate, self._batches = None, iter(())
+            start = time.perf_counter()
+            self._batches = make_batches(candidate, self._spec, size)
+            next(self._batches)
+            self._first_batch_seconds = time.perf_counter() - start
+            self._candidate = candidate
+            # Fills the queues; tf.data's tuning settles.
+            measure(self._batches, batch_size=size, seconds=seconds / 4, warmup_batches=4)
+        window = measure(
+            self._batches, batch_size=size, seconds=seconds, warmup_batches=warmup_batches
+        )
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
-        return {
-            "window": dataclasses.asdict(window),
-            "first_batch_seconds": self._first_batch_seconds,
-            "peak_memory_bytes": peak,
-        }
+        found = {"first_batch_seconds": self._first_batch_seconds, "peak_memory_bytes": peak}
+        return {"window": dataclasses.asdict(window), **found}
 
 
 def main(arguments: list[str]) -> None:

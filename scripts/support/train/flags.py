@@ -66,4 +66,4 @@ class TrainFlags:
         if self.save_every.value is not None and not self.resume.value:
             raise InputError("--save_every is for --resume=FOLDER, which is not given.")
         if not multi_worker:  # of several workers one saves, and only its machine needs the folder
-            cli.check_writable(self.save.value, flag="save", suffix=".keras")
+            cli.check_writable(self.save, suffix=".keras")

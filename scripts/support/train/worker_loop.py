@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,30 +12,27 @@ import tensorflow as tf
 
 from dali_tf_input import Distributed, InputError, Resume
 
+_EXAMPLE = (
+    '{"cluster": {"worker": ["host0:12345", "host1:12345"]}, "task": {"type": "worker", "index":'
+    " 0}}"
+)
+
 
 def make_strategy() -> tf.distribute.MultiWorkerMirroredStrategy:
     """Makes the strategy of this process; TF_CONFIG says which worker it is, and where all are."""
     try:
         config = json.loads(os.environ["TF_CONFIG"])
-        workers, task = config["cluster"]["worker"], config["task"]
-        if (
-            set(config["cluster"]) != {"worker"}
-            or task["type"] != "worker"
-            or not 0 <= task["index"] < len(workers)
-        ):
+        cluster, task = config["cluster"], config["task"]
+        workers = list(map(str, cluster["worker"]))
+        alone = set(cluster) == {"worker"} and task["type"] == "worker"
+        if not alone or not 0 <= task["index"] < len(workers):
             raise ValueError("`task` is none of the workers")
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(
             "Each worker needs the environment variable TF_CONFIG: the list of all workers and its"
-            " number: "
-            """TF_CONFIG='{"cluster": {"worker": ["host0:12345", "host1:12345"]}, "task": {"type":
-            "worker", "index": 0}}'
-            """
-            f"({error!r})"
+            f" number: TF_CONFIG='{_EXAMPLE}' ({error!r})"
         ) from error
-    print(
-        f"workers     {len(workers)}: {', '.join(map(str, workers))}; waiting for all", flush=True
-    )
+    print(f"workers     {len(workers)}: {', '.join(workers)}; waiting for all", flush=True)
     # TensorFlow waits in C++ and lets no Python run: the default action of Ctrl-C ends the process.
     handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
@@ -69,36 +65,43 @@ def fit(
     resume: Resume | None,
     *,
     epochs: int,
-    on_epoch_end: Callable[[int, dict[str, float]], None],
-) -> None:
-    """Trains a compiled model until `epochs` epochs are done; validates after each."""
+) -> list[keras.callbacks.History]:
+    """Trains a compiled model until `epochs` epochs are done; validates after each.
+
+    Returns:
+      What happened, as `fit` returns it; nothing if all epochs were done before.
+    """
     first, per_epoch = train.start_step.step, train.steps_per_epoch
     check_agreement(strategy, first)  # before the weights are read, by all workers together
     if resume:
         resume.set_model(model)
         resume.restore(model)
     if first >= epochs * per_epoch:
-        print(f"Nothing to do: {first // per_epoch} epochs are done.")
-        return
+        return []
+    history = keras.callbacks.History()
+    callbacks = keras.callbacks.CallbackList(
+        [history], add_progbar=True, model=model, verbose=2, epochs=epochs, steps=per_epoch
+    )
     train_step, validation_step = _make_steps(strategy, model, train.global_batch_size)
     batches = iter(train.dataset)
+    callbacks.on_train_begin()
     for epoch in range(first // per_epoch, epochs):
-        is_first = epoch == first // per_epoch
-        start, totals = time.perf_counter(), np.zeros(2)
-        steps = per_epoch - (first % per_epoch if is_first else 0)
+        callbacks.on_epoch_begin(epoch)
+        steps = per_epoch - max(0, first - epoch * per_epoch)
+        totals = np.zeros(2)
         for _ in range(steps):
             totals += [float(value) for value in train_step(next(batches))]
             if resume:
                 resume.count_step()
-        rate = steps * train.global_batch_size / (time.perf_counter() - start)
-        loss, accuracy = totals / steps
-        logs = {"loss": loss, "accuracy": accuracy, "images_per_second": rate, "is_first": is_first}
+        logs = {"accuracy": totals[1] / steps, "loss": totals[0] / steps}
         if validation:
             sums, evaluation = np.zeros(3), iter(validation.dataset)
             for _ in range(validation.steps_per_epoch):
                 sums += [float(value) for value in validation_step(next(evaluation))]
-            logs |= {"val_loss": sums[0] / sums[2], "val_accuracy": sums[1] / sums[2]}
-        on_epoch_end(epoch, logs)
+            logs |= {"val_accuracy": sums[1] / sums[2], "val_loss": sums[0] / sums[2]}
+        callbacks.on_epoch_end(epoch, logs)
+    callbacks.on_train_end()
+    return [history]
 
 
 def _make_steps(
