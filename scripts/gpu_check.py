@@ -233,12 +233,13 @@ def check_training(dataset: DatasetSpec) -> dict[str, Any]:
 
 def check_alone(dataset: DatasetSpec) -> dict[str, Any]:
     """Measures DALI's pipeline without TensorFlow, which sees no GPU."""
-    from dali_tf_input import Shard, measure
+    from dali_tf_input import measure
+    from dali_tf_input.backends.reading import Stream
     from dali_tf_input.dataset import import_dali
 
     batch_size = min(256, dataset.num_records)
-    shared = {"batch_size": batch_size, "shard": Shard(0, 1), "device_id": 0}
-    pipeline = import_dali().build_pipeline(make_spec(dataset), make_options(), **shared)
+    stream = Stream(spec=make_spec(dataset), batch_size=batch_size)
+    pipeline = import_dali().build_pipeline(stream, make_options(), 0)
     pipeline.build()
     batches = iter(pipeline.run, None)
     window = measure(batches, batch_size=batch_size, seconds=_SECONDS.value, warmup_batches=8)

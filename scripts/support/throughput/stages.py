@@ -7,7 +7,7 @@ nothing before that stage can be left out and what follows costs nothing.
 from functools import partial
 from typing import Any
 
-from dali_tf_input import DaliOptions, InputError, InputSpec, Shard, StartStep, TfDataOptions
+from dali_tf_input import DaliOptions, InputError, InputSpec, TfDataOptions
 
 STAGES = ("read", "parse", "decode", "resize", "normalize")
 
@@ -16,24 +16,24 @@ def make_dataset(
     stage: str, spec: InputSpec, options: DaliOptions | TfDataOptions, *, batch_size: int
 ) -> Any:
     """Returns an infinite dataset of float32 (batch_size,), cut after `stage`."""
-    shared = {"batch_size": batch_size, "shard": Shard(0, 1)}
+    from dali_tf_input.backends.reading import Stream
+
+    stream = Stream(spec=spec, batch_size=batch_size)
     if isinstance(options, TfDataOptions):
-        return _make_by_tf_data(stage, spec, options, **shared)
+        return _make_by_tf_data(stage, stream, options)
     if stage == "read":  # by tf.data, which reads for DALI
         if not spec.has_fixed_order:
             raise InputError("DALI's own reader reads and parses in one step: there is no 'read'.")
-        return _make_by_tf_data(stage, spec, TfDataOptions(), **shared)
-    return _make_by_dali(stage, spec, options, **shared)
+        return _make_by_tf_data(stage, stream, TfDataOptions())
+    return _make_by_dali(stage, stream, options)
 
 
-def _make_by_tf_data(
-    stage: str, spec: InputSpec, options: TfDataOptions, *, batch_size: int, shard: Shard
-) -> Any:
+def _make_by_tf_data(stage: str, stream: Any, options: TfDataOptions) -> Any:
     import tensorflow as tf
 
     from dali_tf_input.backends import reading, tf_data, tf_images
 
-    preprocess = spec.preprocess
+    spec, preprocess = stream.spec, stream.spec.preprocess
     decode = options.resolve_decode(resizes_plainly=preprocess.resizes_plainly)
 
     @tf.autograph.experimental.do_not_convert
@@ -58,24 +58,22 @@ def _make_by_tf_data(
             image = tf_images.normalize_image(image, uniforms, preprocess)
         return tf.cast(image[0, 0, 0], tf.float32)
 
-    shared: dict[str, Any] = {"batch_size": batch_size, "shard": shard}
-    records = tf_data.read_records(spec, options, start_step=StartStep(), **shared)
-    return tf_data.prepare_batches(records, cut, spec, options, **shared)
+    records = tf_data.read_records(stream, options)
+    return tf_data.prepare_batches(records, cut, stream, options)
 
 
-def _make_by_dali(
-    stage: str, spec: InputSpec, options: DaliOptions, *, batch_size: int, shard: Shard
-) -> Any:
+def _make_by_dali(stage: str, stream: Any, options: DaliOptions) -> Any:
     import tensorflow as tf
     from nvidia.dali import fn, types
 
     from dali_tf_input.backends import dali, dali_images
 
     device_id = 0 if options.device == "gpu" else None
-    preprocess, decode = spec.preprocess, options.resolved_decode
+    spec, preprocess = stream.spec, stream.spec.preprocess
+    decode = options.resolved_decode
 
     def define() -> Any:
-        encoded, labels, _, uniforms = dali.define_inputs(spec, options, shard)
+        encoded, labels, _, uniforms = dali.define_inputs(stream, options)
         if stage == "parse":
             number = encoded.shape()[0] + labels[0]
         else:
@@ -91,7 +89,6 @@ def _make_by_dali(
         number = fn.reshape(fn.cast(number, dtype=types.FLOAT), shape=[])
         return (number.gpu() if options.device == "gpu" else number,)
 
-    shared: dict[str, Any] = {"batch_size": batch_size, "shard": shard, "device_id": device_id}
-    pipeline = partial(dali.make_pipeline, define, options, seed=spec.seed, **shared)
-    served = [((batch_size,), tf.float32)]
-    return dali.make_dataset(pipeline, served, spec, options, start_step=StartStep(), **shared)
+    pipeline = partial(dali.make_pipeline, define, stream, options, device_id)
+    served = [((stream.batch_size,), tf.float32)]
+    return dali.make_dataset(pipeline, served, stream, options, device_id)

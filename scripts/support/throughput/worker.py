@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from dali_tf_input import DaliOptions, InputError, InputSpec, Shard, measure
+from dali_tf_input import DaliOptions, InputError, InputSpec, measure
 from support import cli, processes
 from support.flags import FileFlags, WorkFlags
 from support.throughput import reference, stages
@@ -24,6 +24,7 @@ def make_batches(candidate: Candidate, spec: InputSpec, batch_size: int) -> Iter
     """Returns an infinite iterator over the batches of a candidate."""
     import tensorflow as tf
 
+    from dali_tf_input.backends.reading import Stream
     from dali_tf_input.dataset import import_dali, make_dataset
 
     options, variant = candidate.options, candidate.variant
@@ -35,8 +36,9 @@ def make_batches(candidate: Candidate, spec: InputSpec, batch_size: int) -> Iter
     if variant == "by_hand":
         return iter(reference.make_dataset(spec, **shared))
     if variant == "bare":
-        shared |= {"shard": Shard(0, 1), "device_id": 0 if options.device == "gpu" else None}
-        return run_pipeline(import_dali().build_pipeline(spec, options, **shared))
+        device_id = 0 if options.device == "gpu" else None
+        stream = Stream(spec=spec, **shared)
+        return run_pipeline(import_dali().build_pipeline(stream, options, device_id))
     if variant in stages.STAGES:
         return iter(stages.make_dataset(variant, spec, options, **shared))
     batches = iter(make_dataset(spec, options, **shared))
