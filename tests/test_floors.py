@@ -133,6 +133,7 @@ def test_only_frameworks_are_imported_lazily():
     assert lazy == {
         ("index.worker", "index.trial_decode"),
         ("index.worker", "PIL"),
+        ("index.tfrecord", "numpy"),  # for damaged files only
         ("index.trial_decode", "tensorflow"),
         ("index.trial_decode", "nvidia"),
     }
@@ -199,6 +200,6 @@ def test_rooms_are_small():
 
 def test_budget():
     """Fewer lines are a feature."""
-    for folder, most in ((PACKAGE, 8500), (SCRIPTS, 6000), (ROOT / "tests", 10_000)):
+    for folder, most in ((PACKAGE, 8500), (SCRIPTS, 4900), (ROOT / "tests", 10_000)):
         lines = sum(len(path.read_text().splitlines()) for path in folder.rglob("*.py"))
         assert lines <= most, f"{folder.name}: {lines}"

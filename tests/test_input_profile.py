@@ -153,15 +153,16 @@ def test_training_of_two_replicas_comes_out_the_same(dataset, backend):
     assert process.returncode == 0, process.stderr
 
 
+@pytest.mark.slow
 def test_steps_per_execution_and_few_steps():
-    dataset = slow_input(0.03, overlapped=False)
-    model = Slow(0.09)
+    dataset = slow_input(0.09, overlapped=False)
+    model = Slow(0.27)
     model.compile("sgd", FROM_LOGITS, steps_per_execution=3)
     profile = InputProfile(dataset, cached_steps=6)
     model.fit(dataset, steps_per_epoch=12, epochs=2, verbose=0, shuffle=False, callbacks=[profile])
     # Two calls of three: what the queues held at first does not count.
     assert profile.epochs[1].steps == 6
-    # Of the three steps of a call TensorFlow asks for the next batch beside the step: 30 ms of 300
+    # Of the three steps of a call TensorFlow asks for the next batch beside the step: 90 ms of 900
     # are waited for.
     assert min(abs(epoch.wait - 0.1) for epoch in profile.epochs) <= 0.05
     model.fit(dataset, steps_per_epoch=3, epochs=1, verbose=0, shuffle=False, callbacks=[profile])

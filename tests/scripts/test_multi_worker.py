@@ -160,10 +160,13 @@ def test_a_wrong_config_is_refused(sample_folder, config):
     fails(process, "error: Each worker needs the environment variable TF_CONFIG")
 
 
-class TPUStrategy:
+class TPUStrategy(tf.distribute.Strategy):
     """Stands for the real one, which needs a TPU."""
 
     num_replicas_in_sync = 1
+
+    def __init__(self):
+        pass
 
 
 class ParameterServerStrategyV2(TPUStrategy):
