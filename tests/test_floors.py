@@ -7,6 +7,7 @@ import os
 import textwrap
 from pathlib import Path
 
+import pytest
 from commands import python
 from conftest import ROOT, SCRIPTS
 
@@ -160,6 +161,7 @@ def test_import_takes_less_than_a_tenth_of_a_second():
     assert min(float(python("-c", code).stdout) for _ in range(5)) < 0.1
 
 
+@pytest.mark.slow
 def test_every_name_is_there_and_known_to_type_checkers(tmp_path):
     """The names load, are documented, and a user's file that uses them passes mypy --strict."""
     names = dali_tf_input.__all__

@@ -137,6 +137,7 @@ def test_triton_for_a_gpu_takes_a_gpu(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_predict_script(model, tmp_path):
     model.save(tmp_path / "model.keras")
     (tmp_path / "labels.txt").write_text("ant\nbee\ncat\ndog\n")

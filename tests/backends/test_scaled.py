@@ -57,6 +57,7 @@ def test_no_worse_than_the_plain_plan_with_antialias(images):
     assert all(scaled >= plain for scaled, plain in compare(images, preprocess))
 
 
+@pytest.mark.slow
 def test_without_antialias_it_is_closer_to_the_truth(images):
     assert all(scaled > plain for scaled, plain in compare(images, UNMIRRORED))
 

@@ -506,6 +506,7 @@ def test_make_tfrecords_killed_at_any_moment(tmp_path, photos):
     assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == []
 
 
+@pytest.mark.slow
 def test_sample_data_resembles_imagenet(tmp_path):
     process = run(
         "make_sample_tfrecords.py", "--num_images=400", "--num_validation_images=8", tmp_path
