@@ -176,6 +176,7 @@ def test_predict_script_with_other_labels(model, tmp_path, labels, error):
         assert (process.returncode, process.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_predict_script_with_a_model_of_other_inputs(tmp_path):
     for number, shape in enumerate([(16, 16, 1), (16, 24, 3), (7,), (None, None, 3)]):
         file = tmp_path / f"{number}.keras"

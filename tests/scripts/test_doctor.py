@@ -117,6 +117,7 @@ def test_a_broken_environment(tmp_path, site, what, found):
     assert lines[-1].startswith("1 thing broken")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("smi", "what", "found"),
     [

@@ -61,6 +61,7 @@ def test_index_of_good_and_bad_files(tmp_path):
     assert sorted(os.listdir(tmp_path / "index")) == ["a.idx", "index_manifest.json"]
 
 
+@pytest.mark.slow
 def test_index_skips_bad_records(tmp_path):
     examples = numbered_examples(100)
     examples[40]["image/encoded"] = b"404 not found"

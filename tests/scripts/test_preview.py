@@ -21,6 +21,7 @@ from dali_tf_input import (
 FILES = "--files=data/sample/train-*"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "largest"),
     [

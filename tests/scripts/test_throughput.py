@@ -64,6 +64,7 @@ def test_compare_throughput_refuses(sample_folder, tmp_path, argument, message):
     fails(run("compare_throughput.py", *arguments, cwd=sample_folder), message)
 
 
+@pytest.mark.slow
 def test_benchmarks_refuse(tmp_path):
     fails(run("compare_throughput.py"), "Name the TFRecord files")
     said = "`num_files` must be whole numbers of at least 1, got 4,x"
@@ -120,7 +121,7 @@ def test_compare_throughput_reports_a_row_that_dies(tmp_path):
     assert not (tmp_path / "result.json").exists()
 
 
-@pytest.mark.parametrize("layout", ["HWC", "CHW"])
+@pytest.mark.parametrize("layout", ["HWC", pytest.param("CHW", marks=pytest.mark.slow)])
 def test_compare_images(sample_folder, layout):
     arguments = ["--files=data/sample/validation-*", f"--layout={layout}"]
     process = run("compare_images.py", *arguments, cwd=sample_folder)
