@@ -223,7 +223,7 @@ def distribute(
             f" {', '.join(devices)}: every batch is copied while its step waits. {options!r} is"
             " slow here; DaliOptions(device='gpu') and TfDataOptions() are not.",
             RuntimeWarning,
-            stacklevel=2,
+            stacklevel=3,  # the caller of `distribute`, which `checked` wraps
         )
     return Distributed(
         dataset=dataset,

@@ -150,8 +150,11 @@ def _conform(value: Any, hint: Any) -> Any:
             _require(listed and len(value) == len(arguments), f"{len(arguments)} values")
             return tuple(map(_conform, value, arguments))
         _require(listed, "a sequence")
-        values = (_conform(one, arguments[0]) for one in value)
-        return tuple(values) if origin is tuple else list(values)
+        if origin is tuple:
+            return tuple(_conform(one, arguments[0]) for one in value)
+        for one in value if isinstance(value, list | tuple) else ():  # others may make them late
+            _conform(one, arguments[0])
+        return value
     if hint is int:
         with contextlib.suppress(TypeError):
             if not isinstance(value, bool):

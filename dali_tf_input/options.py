@@ -33,8 +33,9 @@ class DaliOptions:
       decode: how much of an image is decoded. "region" decodes only what the crop needs, "full" the
         whole image, "auto" what was measured to be faster: "region" on the CPU, "full" on a GPU,
         where decoding regions was reported to crash on some cards. The pixels are the same.
-      num_threads: CPU threads of each pipeline; None divides this process's cores among the shards.
-      prefetch_queue_depth: batches made ahead, at least 1. The default is DALI's own.
+      num_threads: CPU threads of each pipeline, at most 1024; None divides this process's cores
+        among the shards.
+      prefetch_queue_depth: batches made ahead, in [1, 1024]. The default is DALI's own.
       read_mode: how DALI's own reader reads, so not for fixed orders. "mmap" maps the files;
         "plain" reads them, as DALI's documentation recommends for network file systems; "direct"
         reads past the page cache (O_DIRECT), for data much larger than memory.
@@ -85,9 +86,9 @@ class TfDataOptions:
     """How the tf.data backend works; AUTOTUNE (-1) leaves a number to tf.data.
 
     Attributes:
-      num_parallel_reads: files read at the same time, at least 1. More hides the latency of slow
+      num_parallel_reads: files read at the same time, in [1, 1024]. More hides the latency of slow
         storage; 4 is within noise of 1 and 16 on a warm page cache.
-      read_buffer_bytes: bytes read from an open file at a time, at least 1. The default is four
+      read_buffer_bytes: bytes read from an open file at a time, in [1, 2**30]. The default is four
         times tf.data's own and holds two ImageNet records. Runs of fewer than 8 records are read
         with an eighth of it.
       num_parallel_calls: images decoded at the same time; AUTOTUNE, or at least 1. 1 is a serial

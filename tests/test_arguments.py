@@ -1,10 +1,12 @@
 """Wrong calls end in an InputError that names the argument; NumPy's integers are integers."""
 
+import collections.abc
 import dataclasses
 
 import numpy as np
 import pytest
 import tensorflow as tf
+from conftest import jpeg
 
 from dali_tf_input import (
     Checks,
@@ -19,6 +21,7 @@ from dali_tf_input import (
     TfDataOptions,
     build_index,
     distribute,
+    distribution,
     iterate_batches,
     load_options,
     make_dataset,
@@ -138,3 +141,30 @@ def test_an_evaluation_in_absurd_batches_is_refused(dataset):
     spec = spec_of(dataset, order="sequential", repeat=False)
     with pytest.raises(InputError, match="`batch_size` must be at most 65,536, got 1000000000000"):
         distribute(spec, TfDataOptions(), global_batch_size=10**12)
+
+
+def test_sequences_that_make_their_images_late(dataset):
+    """Only lists and tuples are looked into beforehand."""
+
+    class Late(collections.abc.Sequence):
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, position):
+            made.append(position)
+            return jpeg(9, 9)
+
+    made = []
+    batches = iterate_batches(Late(), Preprocess.for_evaluation(8), batch_size=1)
+    assert made == []
+    next(batches)
+    assert made == [0]
+
+
+def test_a_slow_input_is_warned_of_where_it_is_made(dataset, monkeypatch):
+    """The warning names the caller's file, not that of the check."""
+    monkeypatch.setattr(distribution, "first_batch_devices", lambda *_: ("CPU:2",))
+    strategy = tf.distribute.OneDeviceStrategy("CPU:0")
+    with pytest.warns(RuntimeWarning, match="The first batch arrived on CPU:2") as caught:
+        feed(dataset, strategy=strategy)
+    assert caught[0].filename == __file__

@@ -136,7 +136,7 @@ def guard_strategies() -> None:
     """
     owner = next(one for one in tf.distribute.Strategy.__mro__ if _GUARDED in vars(one))
     distribute, from_function = getattr(owner, _GUARDED), owner.distribute_datasets_from_function
-    if hasattr(distribute, "__wrapped__"):
+    if hasattr(distribute, "refuses_dali"):
         return
 
     def refuse(dataset: Any) -> Any:
@@ -159,6 +159,7 @@ def guard_strategies() -> None:
         checked = (lambda context: refuse(dataset_fn(context))) if fetches else dataset_fn
         return from_function(self, checked, options)
 
+    distribute_dataset.refuses_dali = True  # type: ignore[attr-defined]
     setattr(owner, _GUARDED, distribute_dataset)
     owner.distribute_datasets_from_function = distribute_function
 
