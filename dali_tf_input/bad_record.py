@@ -5,6 +5,7 @@ arithmetic: the step that failed determines its records. Those are checked first
 then all records, for a minute at most.
 """
 
+import dataclasses
 import glob
 import itertools
 import logging
@@ -26,7 +27,7 @@ from dali_tf_input.index.manifest import Manifest
 from dali_tf_input.index.tfrecord import BadRecord, find_records, read_record
 from dali_tf_input.index.trial_decode import make_trial_decode
 from dali_tf_input.options import DaliOptions, TfDataOptions
-from dali_tf_input.order import EpochSteps, Integers, read_index, shuffle
+from dali_tf_input.order import EpochSteps, Integers, shuffle
 from dali_tf_input.spec import DatasetSpec, InputSpec
 
 _logger = logging.getLogger("dali_tf_input")
@@ -47,6 +48,7 @@ _NO_WORDS = re.compile(
     r"|while executing.*|in /.*|C\+\+ context.*|Critical error.*|encountered:|\[Op:.*"
     r"|which was used in .*|Error DALI_ERROR.*|)\s*$"
 )
+_CHANGED = "changed since it was indexed"
 _DALI_EXTENT = re.compile(
     r"(?:Failed to decode sample #\d+ :|Error while parsing TFRecord file:) (.+?) at index (\d+)\b"
 )
@@ -115,6 +117,14 @@ def explain(
     words = next(lines, "no message")
     commands = [_skip_command(failed.spec.dataset, failed.options) for failed in inputs]
     searches = [_Search(failed, search_seconds) for failed in inputs]
+    changes = (failed.spec.dataset.find_change() for failed in inputs)
+    change = next(filter(None, changes), None)
+    changed = InputError(
+        f"The input failed: {change}. Restore what is missing, or index again:"
+        f" {'; '.join(commands)}"
+    )
+    if change and _CHANGED in message:
+        return changed
     # Search all records that the step determines before any full scan. The step may not be the one
     # that the optimizer counts: it counts updates, not batches, and an evaluation has steps of its
     # own.
@@ -128,12 +138,17 @@ def explain(
             found = stage(searches[number])
             if found:
                 file, bad_record = found
+                if change and file in change:
+                    detail = f"{bad_record.detail} {change}."
+                    bad_record = dataclasses.replace(bad_record, detail=detail)
                 return BadRecordError(file, bad_record, commands[number])
     except (OSError, InputError) as problem:
         return InputError(
             f"The input failed ({words}), and its files cannot be checked: {problem} Restore what"
             f" is missing, or index the remaining files: {'; '.join(commands)}"
         )
+    if change:
+        return changed
     checked = sum(len(search.checked) for search in searches)
     return InputError(
         f"The input failed ({words}), and none of the {checked:,} records that were checked is bad."
@@ -306,7 +321,7 @@ class _Search:
         if file not in self._indexes:
             if len(self._indexes) > 64:
                 self._indexes.clear()  # not those of thousands of files at once
-            self._indexes[file] = read_index(self.dataset.index_files[file])
+            self._indexes[file] = self.dataset.index(file)
         return self._indexes[file]
 
     def _locate(self, record: int, problem: tuple[str, str]) -> BadRecord:

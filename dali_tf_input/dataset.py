@@ -64,6 +64,9 @@ def make_dataset(
         pipeline.
     """
     options = options or choose_options()
+    change = spec.dataset.find_change()
+    if change:
+        raise InputError(f"{change}. Make the spec again: DatasetSpec.from_files(...)")
     num_records, num_shards = spec.dataset.num_records, shard.num_shards
     if spec.order == "global" and batch_size * num_shards > num_records:
         raise InputError(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
@@ -17,6 +18,7 @@ Integers = npt.NDArray[np.int64]
 
 _LONGEST_RUN = 16  # records: a reader buffers a whole run
 _FRAME_SIZE = 16  # bytes of a record without data
+_CHANGED = "{} changed since `DatasetSpec.from_files` read it: {}. Make the spec again."
 
 
 @dataclass
@@ -142,30 +144,43 @@ def longest_run(shuffle_block_size: int) -> int:
     return max(_LONGEST_RUN, shuffle_block_size)
 
 
-def read_index(index_file: str, num_records: int | None = None) -> Integers:
-    """Reads an index file that the manifest has been checked against.
+def read_index(index_file: str, *, crc: int | None = None) -> bytes:
+    """Reads an index file as it is.
 
-    Returns:
-      int64 (records, 2): offset and size in bytes of each record, in the order of the file.
+    Args:
+      index_file: its path.
+      crc: CRC-32C of its bytes when `DatasetSpec.from_files` checked it; None is not known.
 
     Raises:
-      InputError: it cannot be read, is damaged, or does not hold `num_records` records.
+      InputError: it cannot be read, or changed since.
     """
     try:
         with open(index_file, "rb") as stream:
-            extents = np.array(stream.read().split(), dtype=np.int64).reshape(-1, 2)
+            text = stream.read()
+        if crc is not None and google_crc32c.value(text) != crc:
+            raise ValueError(f"its CRC-32C was {crc}")
+        return text
+    except (OSError, ValueError) as error:
+        raise InputError(_CHANGED.format(index_file, error)) from error
+
+
+def parse_index(text: bytes, index_file: str, num_records: int) -> Integers:
+    """Parses what `read_index` returns.
+
+    Returns:
+      int64 (num_records, 2): offset and size in bytes of each record, in the order of the file.
+
+    Raises:
+      InputError: it is damaged, or holds another number of records.
+    """
+    try:
+        extents = np.array(text.split(), dtype=np.int64).reshape(-1, 2)
         if (extents < (0, _FRAME_SIZE)).any():
             raise ValueError(f"an offset is below 0, or a size below {_FRAME_SIZE}")
-    except (OSError, ValueError, OverflowError) as error:
-        raise InputError(
-            f"{index_file} changed since `DatasetSpec.from_files` read it: {error}. Make the spec"
-            " again."
-        ) from error
-    if num_records is not None and len(extents) != num_records:
-        raise InputError(
-            f"{index_file} changed since `DatasetSpec.from_files` read it: then {num_records}"
-            f" records, now {len(extents)}. Make the spec again."
-        )
+        if len(extents) != num_records:
+            raise ValueError(f"then {num_records} records, now {len(extents)}")
+    except (ValueError, OverflowError) as error:
+        raise InputError(_CHANGED.format(index_file, error)) from error
     return extents
 
 

@@ -20,8 +20,9 @@ from dali_tf_input.index.contents import (
     summarize,
 )
 from dali_tf_input.index.files import absolute, find_files, index_command, index_files_of
-from dali_tf_input.index.manifest import read_entries
+from dali_tf_input.index.manifest import find_change, read_entries
 from dali_tf_input.labels import ClassLabel
+from dali_tf_input.order import Integers, parse_index, read_index
 from dali_tf_input.preprocess import Preprocess
 
 Order = Literal["sequential", "buffer", "global"]
@@ -45,6 +46,8 @@ class DatasetSpec:
         1000 runs; else None.
       largest_image: (height, width) in pixels of the tallest and of the widest image, from level
         "decode" on; else None. DALI's GPU decoder allocates memory for it.
+      states: (size in bytes, time of modification in nanoseconds, CRC-32C of the index) of each
+        file when it was checked, so that later changes are noticed; () notices none.
     """
 
     files: tuple[str, ...]
@@ -57,13 +60,14 @@ class DatasetSpec:
     label_range: tuple[int, int] | None = None
     num_classes: int | None = None
     largest_image: tuple[int, int] | None = None
+    states: tuple[tuple[int, int, int], ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self)
         if not self.files:
             raise InputError("`files` must name at least one TFRecord file, got none.")
-        for name in ("index_files", "records_per_file", "skipped_per_file"):
-            if len(getattr(self, name)) != len(self.files):
+        for name in ("index_files", "records_per_file", "skipped_per_file", "states"):
+            if len(getattr(self, name)) != len(self.files) and (self.states or name != "states"):
                 raise InputError(
                     f"`{name}` must have one entry per file, {len(self.files)}, got "
                     f"{len(getattr(self, name))}."
@@ -73,6 +77,24 @@ class DatasetSpec:
     def num_records(self) -> int:
         """How many records all files hold together, without skipped ones."""
         return sum(self.records_per_file)
+
+    def index_text(self, file: int) -> bytes:
+        """Reads the index of a file, by its number; raises InputError if it changed."""
+        crc = self.states[file][2] if self.states else None
+        return read_index(self.index_files[file], crc=crc)
+
+    def index(self, file: int) -> Integers:
+        """Returns offset and size in bytes of each record of a file: int64 (records, 2)."""
+        text = self.index_text(file)
+        return parse_index(text, self.index_files[file], self.records_per_file[file])
+
+    def find_change(self) -> str | None:
+        """Returns how the first file that changed differs from what was indexed; None if none."""
+        for file, state in zip(self.files, self.states, strict=False):
+            change = find_change(file, *state[:2])
+            if change:
+                return change
+        return None
 
     @classmethod
     @checked
@@ -146,6 +168,10 @@ class DatasetSpec:
             files=tuple(held),
             index_files=tuple(by_file[file] for file in held),
             records_per_file=tuple(entries[file].records for file in held),
+            states=tuple(
+                (entries[file].size, entries[file].mtime_ns, entries[file].index_crc)
+                for file in held
+            ),
             skipped_per_file=tuple(entries[file].skipped for file in held),
             image_key=image_key,
             label_key=label_key,

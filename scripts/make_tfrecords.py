@@ -29,7 +29,6 @@ import tempfile
 from dali_tf_input import DatasetSpec, InputError
 from dali_tf_input.index.example import decode_example, encode_example, replace_features
 from dali_tf_input.index.tfrecord import read_data
-from dali_tf_input.order import read_index
 from support import cli
 from support.convert.images import Conversion, UnreadableImage, convert_image
 from support.convert.writer import (
@@ -168,9 +167,9 @@ def list_records(dataset: DatasetSpec, catalog: str) -> tuple[array.array, array
         )
     train, validation = array.array("Q"), array.array("Q")
     with open(catalog, "xb") as stream:
-        for file, index_file in zip(dataset.files, dataset.index_files, strict=True):
+        for number, file in enumerate(dataset.files):
             starts = validation if splits[file] == "validation" else train
-            for offset, size in read_index(index_file).tolist():
+            for offset, size in dataset.index(number).tolist():
                 starts.append(stream.tell())
                 stream.write(json.dumps([offset, size, file]).encode() + b"\n")
     return train, validation

@@ -21,7 +21,7 @@ from PIL import Image
 from dali_tf_input import DaliOptions, InputError, InputSpec, Preprocess, Shard, TfDataOptions
 from dali_tf_input.index.example import decode_example
 from dali_tf_input.index.tfrecord import read_record
-from dali_tf_input.order import EpochSteps, Extents, Plan, read_index
+from dali_tf_input.order import EpochSteps, Extents, Plan
 from support import cli, first_batches
 from support.flags import FileFlags, WorkFlags
 from support.train.label_names import read_names
@@ -87,7 +87,7 @@ def make_spec() -> InputSpec:
 def read_encoded(spec: InputSpec, num_images: int) -> list[bytes]:
     """Returns the encoded images that come first in an epoch."""
     dataset = spec.dataset
-    extents = Extents.of([read_index(file) for file in dataset.index_files])
+    extents = Extents.of([dataset.index(file) for file in range(len(dataset.files))])
     steps = EpochSteps(
         num_records=dataset.num_records, batch_size=num_images, num_shards=1, padded=False
     )

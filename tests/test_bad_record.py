@@ -1,9 +1,11 @@
 """A record that stops training: the error names it, and its command fixes it."""
 
+import dataclasses
 import itertools
 import os
 import subprocess
 import types
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -25,7 +27,6 @@ from dali_tf_input import (
 )
 from dali_tf_input.bad_record import BadRecordError, FailedInput, explain
 from dali_tf_input.distribution import distribute
-from dali_tf_input.order import read_index
 from dali_tf_input.resume import Resume
 
 COUNT, FILES = 40, 3
@@ -188,7 +189,7 @@ def test_what_dali_refuses_and_others_do_not(tmp_path):
     skips.
     """
     dataset = write(tmp_path, {}, skip=(2, 5))
-    offset, size = read_index(dataset.index_files[0])[10]
+    offset, size = dataset.index(0)[10]
     message = f"Failed to decode sample #3 : {{}} at index {offset + size // 2}\nno"
     found = explain_message(dataset, message.format(dataset.files[0]))
     assert isinstance(found, BadRecordError)
@@ -231,7 +232,7 @@ def test_numbers_count_what_the_index_skips(tmp_path):
 
 def test_a_file_that_is_damaged_while_it_is_read(tmp_path):
     """The data's CRC fails in the middle of training."""
-    dataset = write(tmp_path, {})
+    dataset = dataclasses.replace(write(tmp_path, {}), states=())
     one_by_one = TfDataOptions(num_parallel_reads=1)
     fed = feed(dataset, "tf_data", "buffer", options=one_by_one, buffer_size=1)
     with open(dataset.files[2], "r+b") as stream:
@@ -256,11 +257,11 @@ def test_a_file_that_is_damaged_while_it_is_read(tmp_path):
 )
 def test_a_file_that_changes_after_it_was_described(tmp_path, backend, order, damage):
     """No record is lost without a word, and none counts twice in its number: it is that of
-    `bad_records.jsonl`.
+    `bad_records.jsonl`. Without `states`, as a file may also change after it was opened.
     """
-    dataset = write(tmp_path, {})
+    dataset = dataclasses.replace(write(tmp_path, {}), states=())
     fed = feed(dataset, backend, order, buffer_size=8)
-    offset, size = read_index(dataset.index_files[1])[23]
+    offset, size = dataset.index(1)[23]
     ends = {"cut in a record": offset + size // 2, "cut between records": offset, "emptied": 0}
     file = tmp_path / "train-1"
     if damage == "removed":
@@ -294,6 +295,44 @@ def test_a_file_that_changes_after_it_was_described(tmp_path, backend, order, da
         assert found.record >= 23
         if found.offset == offset:
             assert found.record == 23
+
+
+@backends
+@pytest.mark.parametrize("order", ["global", "buffer"])
+def test_another_file_in_its_place(tmp_path, backend, order):
+    """A valid file with one more record in front: none of its records is served as another."""
+    dataset = write(tmp_path, {})
+    fed = feed(dataset, backend, order, buffer_size=8)
+    file, (first, *_) = tmp_path / "train-1", numbered_examples(1)
+    whole = file.read_bytes()
+    write_tfrecord(tmp_path / "other", [first])
+    (tmp_path / "other").write_bytes((tmp_path / "other").read_bytes() + whole)
+    os.replace(tmp_path / "other", file)
+    changed = rf"train-1 changed since it was indexed \(then {len(whole):,} bytes, now "
+    with pytest.raises(InputError, match=changed) as caught:
+        train_on(fed)
+    assert "-m dali_tf_input.index --verify=decode" in str(caught.value)
+    with pytest.raises(InputError, match=changed):
+        feed(dataset, backend, order)
+
+
+@backends
+@pytest.mark.parametrize("order", ["global", "buffer", "sequential"])
+def test_an_index_that_goes_or_is_replaced(tmp_path, backend, order):
+    """What `distribute` checked is out of reach: each iterator serves every record once."""
+    dataset = write(tmp_path, {})
+    fed = feed(dataset, backend, order, **({"buffer_size": 8} if order == "buffer" else {}))
+    cut, replaced, removed = map(Path, dataset.index_files)
+    os.truncate(cut, 20)
+    replaced.write_bytes(removed.read_bytes())
+    removed.unlink()
+    for _ in range(2):
+        labels = [batch[1].numpy() for batch in itertools.islice(fed.dataset, NUM_CLASSES // 4)]
+        assert sorted(np.concatenate(labels)) == list(range(NUM_CLASSES))
+    with pytest.raises(
+        InputError, match=r"train-0\.idx changed since `DatasetSpec.from_files` read"
+    ):
+        feed(dataset, "tf_data")
 
 
 @backends
@@ -355,7 +394,7 @@ def test_the_command_checks_as_before(tmp_path):
 )
 def test_what_dali_says(tmp_path, text):
     dataset = write(tmp_path, TEXT)
-    offset, _ = read_index(dataset.index_files[1])[23]
+    offset, _ = dataset.index(1)[23]
     message = text.format(dataset.files[1], offset)
     found = explain_message(dataset, message, "buffer", search_seconds=0)
     assert isinstance(found, BadRecordError)

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from dali_tf_input import Checks, DatasetSpec, InputError, build_index, load_options
 from dali_tf_input.index.file_check import check_file
 from dali_tf_input.index.folder import _read_lines
-from dali_tf_input.order import read_index
 from dali_tf_input.training_state import read_state
 from support.train.label_names import read_names
 
@@ -93,8 +92,8 @@ def folder(tmp_path):
 
 def read_set(folder):
     dataset = DatasetSpec.from_files(folder / "train-?????-of-?????")
-    for file, count in zip(dataset.index_files, dataset.records_per_file, strict=True):
-        read_index(file, count)
+    for file in range(len(dataset.files)):
+        dataset.index(file)
 
 
 def test_manifest(folder):

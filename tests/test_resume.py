@@ -184,7 +184,7 @@ def test_what_changed_is_refused(records, tmp_path, changes, message):
 
 def test_other_records_are_refused(records, tmp_path):
     save_state(records, tmp_path)
-    names = ("files", "index_files", "records_per_file", "skipped_per_file")
+    names = ("files", "index_files", "records_per_file", "skipped_per_file", "states")
     fewer = dataclasses.replace(records, **{name: getattr(records, name)[:2] for name in names})
     with refused(r"`records` was 24, is 17; `files` was .*\. Use the same input, or start in ano"):
         make(fewer, tmp_path)

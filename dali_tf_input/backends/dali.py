@@ -18,6 +18,7 @@ from dali_tf_input.backends.reading import (
     Stream,
     describe_key,
     draw_uniforms,
+    hold_indexes,
     parse_record,
     read_fixed_order,
     weight_of,
@@ -92,12 +93,11 @@ def make_dataset(
     pipeline = make_pipeline()
     try:
         # TensorFlow aborts the process (SIGABRT) when a pipeline cannot be built; DALI's Python
-        # raises. So one is built here and dropped: DALIDataset takes the pipeline's description
-        # only.
+        # raises. So one is built here and dropped: DALIDataset takes its description only.
         make_pipeline().build()
     except RuntimeError as error:
         raise InputError(f"DALI cannot build the pipeline: {error}") from error
-    arguments = {  # all: DALIDataset's own defaults would override the pipeline's
+    arguments = {  # all, as DALIDataset's own defaults would override the pipeline's
         "pipeline": pipeline,
         "batch_size": stream.batch_size,
         "num_threads": pipeline.num_threads,
@@ -223,7 +223,7 @@ def _read(stream: Stream, options: DaliOptions) -> tuple[DataNode, DataNode]:
     string, int64 = dali_tfrecord.string, dali_tfrecord.int64
     features = fn.readers.tfrecord(
         path=list(dataset.files),
-        index_path=list(dataset.index_files),
+        index_path=hold_indexes(dataset),
         features={
             dataset.image_key: dali_tfrecord.FixedLenFeature((), string, ""),
             dataset.label_key: dali_tfrecord.FixedLenFeature([1], int64, -1),

@@ -1,5 +1,10 @@
 """Reads records in the order of a plan, with tf.data for both backends."""
 
+import atexit
+import contextlib
+import functools
+import os
+import tempfile
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -7,10 +12,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from dali_tf_input.errors import InputError
+from dali_tf_input.index.manifest import find_change
 from dali_tf_input.options import TfDataOptions
-from dali_tf_input.order import EpochSteps, Extents, Plan, StartStep, longest_run, read_index
+from dali_tf_input.order import EpochSteps, Extents, Integers, Plan, StartStep, longest_run
 from dali_tf_input.sharding import Shard
 from dali_tf_input.spec import DatasetSpec, InputSpec
+from dali_tf_input.staging import Staging
 
 _STRIDE = 1 << 40  # between the keys of two epochs
 MAX_EPOCHS = 1 << 22
@@ -57,14 +65,14 @@ def read_fixed_order(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
     """
     spec, batch_size, dataset = stream.spec, stream.batch_size, stream.spec.dataset
     steps, start_step = stream.steps, stream.start_step
-    indexes = zip(dataset.index_files, dataset.records_per_file, strict=True)
-    extents = Extents.of([read_index(index_file, count) for index_file, count in indexes])
+    extents = Extents.of([dataset.index(file) for file in range(len(dataset.files))])
     files = tf.constant(dataset.files)
+    sizes, mtimes = states_of(dataset)
     per_epoch = steps.per_epoch
     # TensorFlow never frees a function given to `numpy_function`, nor what the function holds. So
     # the extents are tensors, which the dataset holds and which are freed with it.
     with tf.device("CPU:0"):
-        held = [tf.constant(part) for part in extents]
+        held = [tf.constant(part) for part in (files, sizes, mtimes, *extents)]
     plan = partial(
         Plan,
         steps=steps,
@@ -73,8 +81,9 @@ def read_fixed_order(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
         shuffle_block_size=spec.shuffle_block_size,
     )
 
-    def find_epoch_runs(epoch: int, step: int, *parts: Any) -> Any:
-        return plan(Extents(*parts)).runs(epoch, step)
+    def find_epoch_runs(epoch: int, step: int, *held: Any) -> Any:
+        check_states(*held[:3])
+        return plan(Extents(*held[3:])).runs(epoch, step)
 
     @tf.autograph.experimental.do_not_convert
     def read_epoch(epoch: tf.Tensor, step: tf.Tensor) -> tf.data.Dataset:
@@ -111,6 +120,44 @@ def read_fixed_order(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
         )
 
     return tf.data.Dataset.from_tensors(0).flat_map(list_epochs).flat_map(read_epoch)
+
+
+def states_of(dataset: DatasetSpec) -> tuple[Integers, Integers]:
+    """Returns size and time of modification of each file when it was indexed; -1 if unknown."""
+    states = np.array(dataset.states or [(-1, -1, -1)] * len(dataset.files), np.int64)
+    return states[:, 0], states[:, 1]
+
+
+def check_states(files: Any, sizes: Integers, mtimes: Integers) -> Any:
+    """Returns `files`, bytes (n,), if each is still the one that was indexed."""
+    for file, size, mtime in zip(files, sizes.tolist(), mtimes.tolist(), strict=True):
+        change = find_change(os.fsdecode(file), size, mtime) if size >= 0 else None
+        if change:
+            raise InputError(f"{change}: index it again.")
+    return files
+
+
+@functools.cache
+def hold_indexes(dataset: DatasetSpec) -> list[str]:
+    """Copies the indexes to a folder that the process removes when it ends; returns their paths.
+
+    DALI reads them anew for each iterator: one that went would end the process, and one that was
+    cut would lose records without an error.
+    """
+    folder = os.path.join(tempfile.gettempdir(), f"dali_tf_input-{os.getuid()}")
+    with contextlib.ExitStack() as stack:
+        staging = stack.enter_context(Staging(folder, "Set TMPDIR to another folder."))
+        held = [staging.path(f"{file}.idx") for file in range(len(dataset.files))]
+        for file, path in enumerate(held):
+            with open(path, "wb") as stream:
+                stream.write(dataset.index_text(file))
+        atexit.register(_close, stack.pop_all(), os.getpid())
+    return held
+
+
+def _close(stack: contextlib.ExitStack, owner: int) -> None:
+    if os.getpid() == owner:  # not in a fork
+        stack.close()
 
 
 def parse_record(record: tf.Tensor, dataset: DatasetSpec) -> tuple[tf.Tensor, tf.Tensor]:

@@ -11,11 +11,13 @@ import tensorflow as tf
 
 from dali_tf_input.backends.reading import (
     Stream,
+    check_states,
     describe_key,
     draw_uniforms,
     parse_record,
     read_fixed_order,
     read_run,
+    states_of,
     weight_of,
 )
 from dali_tf_input.backends.tf_augment import make_augmentation
@@ -23,7 +25,6 @@ from dali_tf_input.backends.tf_images import check_supported, prepare_image
 from dali_tf_input.errors import InputError
 from dali_tf_input.labels import ClassLabel
 from dali_tf_input.options import AUTOTUNE, TfDataOptions
-from dali_tf_input.order import read_index
 from dali_tf_input.sharding import Shard
 from dali_tf_input.spec import DatasetSpec, InputSpec
 
@@ -180,10 +181,19 @@ def _check_service(address: str) -> None:
 
 def _read(spec: InputSpec, options: TfDataOptions, shard: Shard) -> tf.data.Dataset:
     """Returns the serialized records of a shard, once each, in the order that `spec` asks for."""
-    files, offsets, counts = _list_runs(spec.dataset, shard)
-    runs = (files, tf.constant(offsets, tf.int64), tf.constant(counts, tf.int64))
+    numbers, offsets, counts = _list_runs(spec.dataset, shard)
+    states = [state[numbers] for state in states_of(spec.dataset)]
+    files = [spec.dataset.files[number] for number in numbers]
+    runs = (files, *states, tf.constant(offsets, tf.int64), tf.constant(counts, tf.int64))
     dataset = tf.data.Dataset.from_tensor_slices(runs)
-    read = partial(read_run, read_buffer_bytes=options.read_buffer_bytes)
+
+    @tf.autograph.experimental.do_not_convert
+    def read(file: tf.Tensor, size: tf.Tensor, mtime: tf.Tensor, *run: tf.Tensor) -> Any:
+        if options.service is None:  # its workers cannot call this process
+            file = tf.numpy_function(check_states, [file[None], size[None], mtime[None]], tf.string)
+            file = tf.reshape(file, [])
+        return read_run(file, *run, options.read_buffer_bytes)
+
     if spec.order == "sequential":
         return dataset.flat_map(read)
     seed = None if options.service is not None else spec.seed
@@ -216,21 +226,16 @@ def _shuffle(dataset: tf.data.Dataset, buffer_size: int, seed: int | None) -> tf
     return tf.data.experimental.from_variant(variant, dataset.element_spec)
 
 
-def _list_runs(dataset: DatasetSpec, shard: Shard) -> tuple[list[str], list[int], list[int]]:
-    """Returns the runs of records that a shard reads: file, first byte, number of records of each.
+def _list_runs(dataset: DatasetSpec, shard: Shard) -> tuple[list[int], list[int], list[int]]:
+    """Returns the runs that a shard reads: number of the file, first byte, records of each.
 
     If no record of a file is skipped, its part of the shard is one run.
     """
     records = shard.records(dataset.num_records)
     files, offsets, counts = [], [], []
     first = 0  # the number, among all records, of the file's first
-    for file, index_file, num_records, skipped in zip(
-        dataset.files,
-        dataset.index_files,
-        dataset.records_per_file,
-        dataset.skipped_per_file,
-        strict=True,
-    ):
+    per_file = zip(dataset.records_per_file, dataset.skipped_per_file, strict=True)
+    for file, (num_records, skipped) in enumerate(per_file):
         start, stop = max(records.start - first, 0), min(records.stop - first, num_records)
         first += num_records
         if start >= stop:
@@ -241,7 +246,7 @@ def _list_runs(dataset: DatasetSpec, shard: Shard) -> tuple[list[str], list[int]
             counts.append(stop)
             continue
         end = None  # the byte where the run ends so far
-        for offset, size in read_index(index_file, num_records)[start:stop].tolist():
+        for offset, size in dataset.index(file)[start:stop].tolist():
             if offset == end:
                 counts[-1] += 1
             else:

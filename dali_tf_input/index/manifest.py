@@ -133,6 +133,18 @@ def read_entries(
     return entries
 
 
+def find_change(file: str, size: int, mtime_ns: int) -> str | None:
+    """Returns how a file differs from when it was indexed; None if it does not."""
+    try:
+        status = os.stat(file)
+    except OSError as error:
+        return f"{file} cannot be read: {error.strerror}"
+    if (status.st_size, status.st_mtime_ns) == (size, mtime_ns):
+        return None
+    sizes = f"then {size:,} bytes, now {status.st_size:,}"
+    return f"{file} changed since it was indexed ({sizes})"
+
+
 _NO_INDEX = "there is no index"
 _EXTENT = re.compile(rb"(\d{1,18}) (\d{1,18})")
 
@@ -142,10 +154,9 @@ def find_staleness(file: str, index_file: str, entry: FileEntry | None) -> str |
     if entry is None:  # an index of another tool, or of a run that was killed
         known = os.path.exists(index_file)
         return "the manifest has no entry for this index" if known else _NO_INDEX
-    status = os.stat(file)
-    if (status.st_size, status.st_mtime_ns) != (entry.size, entry.mtime_ns):
-        sizes = f"then {entry.size:,} bytes, now {status.st_size:,}"
-        return f"{file} changed since it was indexed ({sizes})"
+    changed = find_change(file, entry.size, entry.mtime_ns)
+    if changed:
+        return changed
     try:
         with open(index_file, "rb") as stream:
             text = stream.read()

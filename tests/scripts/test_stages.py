@@ -19,7 +19,6 @@ from dali_tf_input import (
 )
 from dali_tf_input.index.example import decode_example
 from dali_tf_input.index.tfrecord import read_record
-from dali_tf_input.order import read_index
 from support.throughput import stages
 from support.throughput.stages import STAGES
 
@@ -57,7 +56,7 @@ def test_what_is_read_and_parsed(dataset):
     labels.
     """
     spec = InputSpec(dataset=dataset, preprocess=Preprocess.for_training(16), order="sequential")
-    offsets = read_index(dataset.index_files[0])[:, 0].tolist()
+    offsets = dataset.index(0)[:, 0].tolist()
     records = [read_record(dataset.files[0], offset) for offset in offsets]
     found = first(spec, TfDataOptions(), "read").numpy()[: len(records)]
     assert found.tolist() == list(map(len, records))

@@ -13,7 +13,6 @@ from PIL import Image
 from dali_tf_input import DatasetSpec
 from dali_tf_input.index.example import decode_example
 from dali_tf_input.index.tfrecord import read_record
-from dali_tf_input.order import read_index
 from support import cli, processes
 from support.convert.writer import write_images
 from support.flags import FileFlags
@@ -107,8 +106,8 @@ def _read_images(dataset: DatasetSpec) -> Iterator[bytes]:
     each = -(-_IMAGES // len(dataset.files))
     extents = (
         (file, offset)
-        for file, index_file in zip(dataset.files, dataset.index_files, strict=True)
-        for offset, _ in read_index(index_file)[:each].tolist()
+        for number, file in enumerate(dataset.files)
+        for offset, _ in dataset.index(number)[:each].tolist()
     )
     for file, offset in itertools.islice(extents, _IMAGES):
         yield decode_example(read_record(file, offset))[dataset.image_key][1][0]
