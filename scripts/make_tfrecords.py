@@ -8,9 +8,10 @@ shuffled over all files by --seed.
 TFRecords keep their splits, by name: validation-*, or tfds' *-validation.tfrecord-*; all others are
 training. Files of a test split among others are refused.
 
-JPEGs in RGB or grayscale keep their bytes; --resize_shorter shrinks larger ones. PNG, WebP, BMP,
-TIFF and GIF become JPEG, CMYK becomes RGB. What cannot be decoded is skipped and listed in
-OUT/unreadable_images.jsonl. All other features of TFRecords are kept.
+JPEGs in RGB or grayscale keep their bytes if the decoders of training accept them; --resize_shorter
+shrinks larger ones. PNG, WebP, BMP, TIFF and GIF become JPEG, CMYK becomes RGB. What cannot be
+decoded is skipped and listed in OUT/unreadable_images.jsonl. All other features of TFRecords are
+kept.
 
 usage: make_tfrecords.py [flags] SOURCE OUT
 
@@ -25,8 +26,10 @@ import os
 import random
 import sys
 import tempfile
+from typing import get_args
 
 from dali_tf_input import DatasetSpec, InputError
+from dali_tf_input.index.checks import Decoder
 from dali_tf_input.index.example import decode_example, encode_example, replace_features
 from dali_tf_input.index.tfrecord import read_data
 from support import cli
@@ -52,7 +55,12 @@ _SEED = FLAGS.integer("seed", 0, "Seed of the shuffle and of the choice for vali
 _RESIZE_SHORTER = FLAGS.integer("resize_shorter", None, "Shrink the shorter side to this.", 1)
 _QUALITY = FLAGS.integer("quality", 95, "JPEG quality of images that are re-encoded, in [1, 100].")
 _APPLY_ORIENTATION = FLAGS.boolean("apply_orientation", False, "Turn images upright by EXIF.")
-_CHECK_IMAGES = FLAGS.boolean("check_images", True, "Decode also images that keep their bytes.")
+_DECODER = FLAGS.choice(
+    "decoder", "both", [*get_args(Decoder), "none"], "What must accept images whose bytes are kept."
+)
+_SKIP_UNREADABLE = FLAGS.boolean(
+    "skip_unreadable", False, "Leave out class folders that hold no image, instead of stopping."
+)
 _NUM_PROCESSES = FLAGS.integer("num_processes", None, "Processes; by default one per core.", 1)
 _OVERWRITE = FLAGS.boolean("overwrite", False, "Replace OUT if it holds such a set already.")
 _IMAGE_KEY = FLAGS.string("image_key", None, "Feature key of the image in TFRecords; else found.")
@@ -74,14 +82,17 @@ def main(arguments: list[str]) -> int:
     source, out = map(os.path.expanduser, arguments)
     check_folder(os.path.abspath(out), overwrite=_OVERWRITE.value)
     conversion = Conversion(
-        _RESIZE_SHORTER.value, _QUALITY.value, _APPLY_ORIENTATION.value, _CHECK_IMAGES.value
+        _RESIZE_SHORTER.value, _QUALITY.value, _APPLY_ORIENTATION.value, _DECODER.value
     )
     kept = array.array("Q")  # records of a validation split that stays what it is
     with tempfile.TemporaryDirectory() as folder:
         catalog = os.path.join(folder, "catalog")
         if os.path.isdir(source):
-            labels = find_classes(source)
+            labels, ignored = find_classes(source, skip_empty=_SKIP_UNREADABLE.value)
             groups = list_images(source, labels, catalog)
+            if ignored:
+                files = cli.format_count(ignored, "file")
+                print(f"ignored: {files} that do not end in {', '.join(_SUFFIXES)}")
             make_record = functools.partial(record_of_image, catalog, conversion)
             fraction = 0.1 if fraction is None else fraction
         else:
@@ -108,8 +119,11 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def find_classes(image_root: str) -> list[str]:
-    """Returns the names of the classes: the sub-folders that are not hidden, sorted."""
+def find_classes(image_root: str, *, skip_empty: bool) -> tuple[list[str], int]:
+    """Returns the names of the classes, sorted, and how many files in them are no images.
+
+    The classes are the sub-folders that are not hidden.
+    """
     folders = [entry.name for entry in os.scandir(image_root) if entry.is_dir()]
     class_names = sorted(name for name in folders if not name.startswith("."))
     broken = [name for name in class_names if "\n" in name]
@@ -118,10 +132,29 @@ def find_classes(image_root: str) -> list[str]:
             f"{broken[0]!r}: a line break in the name of a class, which {LABELS_NAME} cannot hold:"
             " rename the folder."
         )
+    others, empty = 0, {}
+    for name in class_names:
+        held = os.listdir(os.path.join(image_root, name))
+        images = sum(map(is_image, held))
+        others += len(held) - images
+        if not images:
+            suffixes = sorted({os.path.splitext(one)[1] or one for one in held})
+            empty[name] = f"{name} ({', '.join(suffixes[:5]) or 'empty'})"
+    if empty and not skip_empty:
+        raise InputError(
+            f"{len(empty)} of {len(class_names)} class folders hold no file that ends in"
+            f" {', '.join(_SUFFIXES)}: {', '.join(list(empty.values())[:50])}. Convert their"
+            " images, or leave these classes out with --skip_unreadable."
+        )
+    class_names = [name for name in class_names if name not in empty]
     if not class_names:
         text = "put the images of each class into its own"
-        raise InputError(f"{image_root} has no sub-folders: {text}.")
-    return class_names
+        raise InputError(f"{image_root} has no sub-folders of images: {text}.")
+    return class_names, others
+
+
+def is_image(name: str) -> bool:
+    return name.lower().endswith(_SUFFIXES) and not name.startswith(".")
 
 
 def list_images(image_root: str, class_names: list[str], catalog: str) -> list[array.array]:
@@ -129,21 +162,14 @@ def list_images(image_root: str, class_names: list[str], catalog: str) -> list[a
 
     The start of its line, 8 bytes, is all that is kept in memory of an image.
     """
-    suffixes, ignored, groups = ", ".join(_SUFFIXES), 0, []
+    groups = []
     with open(catalog, "xb") as stream:
         for label, class_name in enumerate(class_names):
             folder, starts = os.path.join(image_root, class_name), array.array("Q")
-            for name in sorted(os.listdir(folder)):
-                if not name.lower().endswith(_SUFFIXES) or name.startswith("."):
-                    ignored += 1
-                    continue
+            for name in sorted(filter(is_image, os.listdir(folder))):
                 starts.append(stream.tell())
                 stream.write(json.dumps([label, os.path.join(folder, name)]).encode() + b"\n")
-            if not starts:
-                raise InputError(f"{folder} holds no file that ends in {suffixes}.")
             groups.append(starts)
-    if ignored:
-        print(f"ignored: {cli.format_count(ignored, 'file')} that do not end in {suffixes}")
     return groups
 
 

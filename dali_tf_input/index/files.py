@@ -56,6 +56,11 @@ def find_files(files: Path | Sequence[Path]) -> tuple[str, ...]:
                 # A shell expands a pattern to these too.
                 matches += path == expanded and len(patterns) > 1
                 continue
+            if not path.isprintable() and not _is_utf8(path):
+                raise InputError(
+                    f"{os.fsencode(path)!r} is not the name of a file in UTF-8, which DALI and"
+                    " TensorFlow need: rename it, or its folder."
+                )
             try:
                 status = os.stat(path)
             except FileNotFoundError as error:
@@ -130,6 +135,13 @@ def absolute(path: str) -> str:
     if ".." in path.split(os.sep):
         return os.path.join(os.getcwd(), path)
     return os.path.abspath(path)
+
+
+def _is_utf8(path: str) -> bool:
+    try:
+        return bool(path.encode())
+    except UnicodeEncodeError:  # it holds bytes of the file system that are none
+        return False
 
 
 def _shorten(folder: str, names: list[str]) -> list[str]:

@@ -70,8 +70,7 @@ class Manifest:
             summarize(self.entries),
         )
         with open(path, "xb") as stream:
-            # Unlike msgspec, json writes file names that are not UTF-8.
-            stream.write(json.dumps(msgspec.to_builtins(document)).encode())
+            stream.write(msgspec.json.encode(document))
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from dali_tf_input.errors import InputError
 from dali_tf_input.index.checks import BadImage, Checks, TrialDecode
 from dali_tf_input.index.foreign import name_content
 from dali_tf_input.preprocess import DCT_METHOD
@@ -126,7 +127,13 @@ def _make_tf_data_decoder() -> Callable[[bytes], Any]:
 def _make_dali_decoder() -> Callable[[bytes], Any]:
     # nvImageCodec is what DALI decodes with; unlike a DALI pipeline it continues after a bad image.
     # Imported here because it need not be installed to check with TensorFlow alone.
-    from nvidia import nvimgcodec
+    try:
+        from nvidia import nvimgcodec
+    except ImportError as error:
+        raise InputError(
+            f"To decode as DALI does needs nvImageCodec: {error}. Install it: pip install"
+            " nvidia-dali-cuda120; or check with TensorFlow alone: --decoder=tf_data"
+        ) from error
 
     decoder = nvimgcodec.Decoder(
         device_id=nvimgcodec.NVIMGCODEC_DEVICE_CPU_ONLY,

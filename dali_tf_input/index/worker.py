@@ -40,7 +40,11 @@ def serve() -> None:
                 from dali_tf_input.index.trial_decode import make_trial_decode
 
                 Image.MAX_IMAGE_PIXELS = None  # in this process `max_pixels` is the limit
-                decoders[checks] = make_trial_decode(checks)
+                try:
+                    decoders[checks] = make_trial_decode(checks)
+                except InputError as error:  # a decoder is not installed
+                    _answer(answers, {"unreadable": str(error)})
+                    continue
             _answer(answers, _run(task, checks, decoders.get(checks), answers))
 
 

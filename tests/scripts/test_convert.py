@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 import tensorflow as tf
 from commands import fails, rows, run
 from conftest import SCRIPTS, image_zoo, jpeg, numbered_examples, write_tfrecord
+from index.test_formats import LOSSLESS
 from PIL import Image
 
 from dali_tf_input.index.example import decode_example
@@ -24,6 +26,11 @@ from support.convert.writer import find_split
 
 def read_features(file):
     return [decode_example(read_record(str(file), offset)) for offset, _ in scan_records(str(file))]
+
+
+def convert(*arguments):
+    """Without asking decoders, as TensorFlow takes seconds to import in each process."""
+    return run("make_tfrecords.py", "--decoder=none", *arguments)
 
 
 def counts(process):
@@ -46,9 +53,7 @@ def photos(tmp_path_factory):
 
 
 def test_make_tfrecords(tmp_path, photos):
-    process = run(
-        "make_tfrecords.py", "--validation_fraction=0.2", "--num_files=3", photos, tmp_path / "out"
-    )
+    process = convert("--validation_fraction=0.2", "--num_files=3", photos, tmp_path / "out")
     assert (process.returncode, process.stderr) == (0, "")
     shown = rows(process.stdout)
     assert (shown["train"], shown["validation"], shown["classes"]) == ("15 images", "3 images", "3")
@@ -97,9 +102,7 @@ def test_make_tfrecords_follows_the_seed(tmp_path, photos):
     """Whatever the number of processes."""
     for out, seed, processes in (("a", 1, 1), ("b", 1, 3), ("c", 2, 2)):
         arguments = (f"--seed={seed}", f"--num_processes={processes}", "--num_files=2")
-        process = run(
-            "make_tfrecords.py", *arguments, "--resize_shorter=22", photos, tmp_path / out
-        )
+        process = convert(*arguments, "--resize_shorter=22", photos, tmp_path / out)
         assert process.returncode == 0
     first, same, other = (set_bytes(tmp_path / out) for out in "abc")
     assert first == same != other
@@ -114,7 +117,7 @@ def test_make_tfrecords_refuses(tmp_path, photos):
     for arguments, message in (
         ([photos], "Name the folder of images and the folder to write to"),
         ([tmp_path / "none", out], "No file matches"),
-        ([tmp_path / "empty", out], "holds no file that ends in .jpg, .jpeg, .png"),
+        ([tmp_path / "empty", out], "1 of 1 class folders hold no file that ends in .jpg, .jpeg"),
         ([tmp_path / "empty" / "class", out], "has no sub-folders"),
         (["--num_files=99", photos, out], "cannot fill 99 files"),
         (["--num_files=0", photos, out], "`num_files` must be at least 1, got 0"),
@@ -126,31 +129,27 @@ def test_make_tfrecords_refuses(tmp_path, photos):
         ([photos, "/proc/none/out"], "Cannot write to /proc/none"),
         ([tmp_path / "bad", out], f"{unreadable}{tmp_path}/bad/class/a.jpg"),
     ):
-        fails(run("make_tfrecords.py", *arguments), message)
+        fails(convert(*arguments), message)
     assert not out.exists()
     assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == []
 
 
 def test_make_tfrecords_replaces_sets_whole_or_not_at_all(tmp_path, photos):
     out = tmp_path / "out"
-    assert run("make_tfrecords.py", "--num_files=3", photos, out).returncode == 0
+    assert convert("--num_files=3", photos, out).returncode == 0
     before = set_bytes(out)
-    fails(
-        run("make_tfrecords.py", "--num_files=2", photos, out),
-        f"{out} holds a set already",
-        "--overwrite",
-    )
+    fails(convert("--num_files=2", photos, out), f"{out} holds a set already", "--overwrite")
     assert set_bytes(out) == before
     arguments = ["--num_files=2", "--validation_fraction=0", "--overwrite"]
-    assert run("make_tfrecords.py", *arguments, photos, out).returncode == 0
+    assert convert(*arguments, photos, out).returncode == 0
     assert sorted(os.listdir(out)) == ["labels.txt", "train-00000-of-00002", "train-00001-of-00002"]
     (out / "thesis.txt").write_text("mine")
     fails(
-        run("make_tfrecords.py", "--overwrite", photos, out),
+        convert("--overwrite", photos, out),
         f"{out} holds thesis.txt, which is no part of such a set",
     )
     fails(
-        run("make_tfrecords.py", "--overwrite", photos, "."),
+        convert("--overwrite", photos, "."),
         "cannot be replaced by a folder: name a new one inside it",
     )
 
@@ -168,9 +167,10 @@ def test_make_tfrecords_of_any_image(tmp_path):
     exif[0x0112] = 6
     Image.open(io.BytesIO(zoo["jpeg"][0])).save(turned, "JPEG", exif=exif)
     (tmp_path / "photos" / "all" / "turned.jpeg").write_bytes(turned.getvalue())
+    (tmp_path / "photos" / "all" / "lossless.jpg").write_bytes(LOSSLESS)
     (tmp_path / "photos" / "all" / "notes.txt").write_text("not an image")
     arguments = ("--validation_fraction=0", tmp_path / "photos", tmp_path / "out")
-    process = run("make_tfrecords.py", *arguments)
+    process = run("make_tfrecords.py", "--num_processes=1", *arguments)
     assert (process.returncode, process.stderr) == (0, "")
     assert "ignored: 1 file that do not end in" in process.stdout
     listed = [
@@ -187,7 +187,11 @@ def test_make_tfrecords_of_any_image(tmp_path):
         }
         for record in read_features(tmp_path / "out" / "train-00000-of-00001")
     }
-    assert set(records) == {*zoo, "turned"} - unreadable
+    assert set(records) == {*zoo, "turned", "lossless"} - unreadable
+    # Pillow reads it and DALI does not: its bytes are not kept, its pixels are.
+    assert rows(process.stdout)["damaged JPEG encoded anew"] == "1 image"
+    lossless = np.asarray(Image.open(io.BytesIO(records.pop("lossless")["image/encoded"])))
+    assert np.abs(lossless.astype(int) - np.asarray(Image.open(io.BytesIO(LOSSLESS)))).max() < 9
     for name in ("jpeg", "progressive", "with_a_tail", "grayscale"):
         assert records[name]["image/encoded"] == zoo[name][0]
     assert records["turned"]["image/encoded"] == turned.getvalue()
@@ -205,7 +209,7 @@ def test_make_tfrecords_of_any_image(tmp_path):
             assert difference < (60 if name in ("grayscale", "cmyk") else 12), (name, difference)
     assert rows(process.stdout)["EXIF orientation kept"] == "1 image"
     assert rows(process.stdout)["CMYK made RGB"] == "2 images"
-    process = run("make_tfrecords.py", "--apply_orientation", "--overwrite", *arguments)
+    process = convert("--apply_orientation", "--overwrite", *arguments)
     assert rows(process.stdout)["turned upright"] == "1 image"
     sizes = [
         record["image/height"][1][0]
@@ -213,14 +217,28 @@ def test_make_tfrecords_of_any_image(tmp_path):
     ]
     assert sorted(sizes)[-1] == 90
     process = run(
-        "make_tfrecords.py", "--resize_shorter=30", "--quality=80", "--overwrite", *arguments
+        "make_tfrecords.py", "--num_processes=1", "--resize_shorter=30", "--quality=80", "--overwrite", *arguments
     )
     for record in read_features(tmp_path / "out" / "train-00000-of-00001"):
         image = Image.open(io.BytesIO(record["image/encoded"][1][0]))
-        assert image.size in ((45, 30), (30, 45))
+        assert image.size in ((45, 30), (30, 45), (8, 8))
         assert image.getexif().get(0x0112, 1) == 1
     process = run("index_tfrecords.py", "--verify=decode", tmp_path / "out" / "train-*")
     assert process.returncode == 0, process.stderr  # all that is written can be trained on
+
+
+def test_class_folders_without_images(tmp_path, photos):
+    """All are named at once, with what they hold; or left out, and their labels with them."""
+    shutil.copytree(photos, tmp_path / "photos")
+    for name, file in (("camel", "1.heic"), ("dog", "2.avif"), ("eel", None)):
+        (tmp_path / "photos" / name).mkdir()
+        if file:
+            (tmp_path / "photos" / name / file).touch()
+    process = convert(tmp_path / "photos", tmp_path / "out")
+    fails(process, "3 of 6 class folders", ": camel (.heic), dog (.avif), eel (empty). Convert")
+    assert "--skip_unreadable" in process.stderr
+    assert convert("--skip_unreadable", tmp_path / "photos", tmp_path / "out").returncode == 0
+    assert (tmp_path / "out" / "labels.txt").read_text() == "ant\nbee hive\nzebra\n"
 
 
 def test_sixteen_bits_a_pixel_are_scaled(tmp_path):
@@ -228,7 +246,7 @@ def test_sixteen_bits_a_pixel_are_scaled(tmp_path):
     gray = np.linspace(0, 65535, 64 * 64).reshape(64, 64).astype(np.uint16)
     Image.fromarray(gray).save(tmp_path / "photos" / "a" / "deep.png")
     arguments = ["--validation_fraction=0", tmp_path / "photos", tmp_path / "out"]
-    assert run("make_tfrecords.py", *arguments).returncode == 0
+    assert convert(*arguments).returncode == 0
     (record,) = read_features(tmp_path / "out" / "train-00000-of-00001")
     image = np.asarray(Image.open(io.BytesIO(record["image/encoded"][1][0])))
     assert np.abs(image - gray / 256).mean() < 2
@@ -247,9 +265,7 @@ def test_make_tfrecords_from_tfrecords(tmp_path):
     (tmp_path / "labels.txt").write_text("".join(f"class {number}\n" for number in range(50)))
     source = tmp_path / "old-*"
     fails(
-        run("make_tfrecords.py", source, tmp_path / "new"),
-        "2 of 2 files have no index",
-        "-m dali_tf_input.index ",
+        convert(source, tmp_path / "new"), "2 of 2 files have no index", "-m dali_tf_input.index "
     )
     assert run("index_tfrecords.py", source).returncode == 0
     process = run(
@@ -274,9 +290,7 @@ def test_make_tfrecords_from_tfrecords(tmp_path):
         "image"
     ].startswith(f"{tmp_path}/old-0 at byte ")
     assert (tmp_path / "new" / "labels.txt").read_text() == (tmp_path / "labels.txt").read_text()
-    assert (
-        run("make_tfrecords.py", "--resize_shorter=32", source, tmp_path / "small").returncode == 0
-    )
+    assert convert("--resize_shorter=32", source, tmp_path / "small").returncode == 0
     for record in read_features(tmp_path / "small" / "train-00000-of-00001"):
         original = Image.open(
             io.BytesIO(examples[record["image/class/label"][1][0]]["image/encoded"])
@@ -288,12 +302,9 @@ def test_make_tfrecords_from_tfrecords(tmp_path):
 
 
 def test_tfrecords_keep_their_splits(tmp_path, photos):
-    assert (
-        run("make_tfrecords.py", "--validation_fraction=0.3", photos, tmp_path / "old").returncode
-        == 0
-    )
+    assert convert("--validation_fraction=0.3", photos, tmp_path / "old").returncode == 0
     assert run("index_tfrecords.py", f"{tmp_path}/old/*-of-*").returncode == 0
-    process = run("make_tfrecords.py", "--num_files=2", f"{tmp_path}/old/*-of-*", tmp_path / "new")
+    process = convert("--num_files=2", f"{tmp_path}/old/*-of-*", tmp_path / "new")
     assert counts(process) == ("13 images", "5 images")
 
     def names(folder, split):
@@ -309,9 +320,9 @@ def test_tfrecords_keep_their_splits(tmp_path, photos):
     for split in ("train", "validation"):
         assert names("old", split) == names("new", split)
     arguments = ["--validation_fraction=0.5", f"{tmp_path}/old/*-of-*", tmp_path / "again"]
-    process = run("make_tfrecords.py", *arguments)
+    process = convert(*arguments)
     assert counts(process) == ("9 images", "9 images")
-    process = run("make_tfrecords.py", "--overwrite", f"{tmp_path}/old/train-*", tmp_path / "old")
+    process = convert("--overwrite", f"{tmp_path}/old/train-*", tmp_path / "old")
     fails(process, f"{tmp_path}/old holds the TFRecords to be read")
 
 
@@ -322,12 +333,12 @@ def test_splits_are_known_by_the_names_of_slim_and_tfds(tmp_path):
         )
     assert run("index_tfrecords.py", f"{tmp_path}/*.tfrecord-?????-of-?????").returncode == 0
     fails(
-        run("make_tfrecords.py", f"{tmp_path}/*.tfrecord-?????-of-?????", tmp_path / "out"),
+        convert(f"{tmp_path}/*.tfrecord-?????-of-?????", tmp_path / "out"),
         "is of a test split by its name, and 2 of 3 files are not",
     )
     assert not (tmp_path / "out").exists()
     pattern = f"{tmp_path}/*-[tv][ra]*.tfrecord-?????-of-?????"
-    process = run("make_tfrecords.py", "--num_files=1", pattern, tmp_path / "out")
+    process = convert("--num_files=1", pattern, tmp_path / "out")
     assert counts(process) == ("5 images", "3 images")
     for split, names in {
         "train": ("train-0-of-4", "latest-0", "validated.tfrecord"),
@@ -338,16 +349,16 @@ def test_splits_are_known_by_the_names_of_slim_and_tfds(tmp_path):
 
 
 def test_make_tfrecords_never_takes_away_what_is_not_its_own(tmp_path, photos):
-    assert run("make_tfrecords.py", photos, tmp_path / "out").returncode == 0
+    assert convert(photos, tmp_path / "out").returncode == 0
     (tmp_path / "out" / "train-notes.md").write_text("mine")
     fails(
-        run("make_tfrecords.py", "--overwrite", photos, tmp_path / "out"),
+        convert("--overwrite", photos, tmp_path / "out"),
         "holds train-notes.md, which is no part of such a set",
     )
     os.unlink(tmp_path / "out" / "train-notes.md")
     (tmp_path / "out" / "train-00000-of-00009").mkdir()
     fails(
-        run("make_tfrecords.py", "--overwrite", photos, tmp_path / "out"),
+        convert("--overwrite", photos, tmp_path / "out"),
         "holds train-00000-of-00009, which is no part",
     )
 
@@ -370,9 +381,7 @@ def test_make_tfrecords_of_odd_names_and_depths(tmp_path):
     Image.fromarray(np.ones((9, 9), np.float32)).save(tmp_path / "photos" / "d" / "float.tif")
     Image.fromarray(np.ones((9, 9), np.int32)).save(tmp_path / "photos" / "d" / "integer.tif")
     Image.new("1", (70_000, 1)).save(tmp_path / "photos" / "d" / "wide.png")
-    process = run(
-        "make_tfrecords.py", "--validation_fraction=0", tmp_path / "photos", tmp_path / "out"
-    )
+    process = convert("--validation_fraction=0", tmp_path / "photos", tmp_path / "out")
     assert (process.returncode, process.stderr) == (0, "")
     assert rows(process.stdout)["train"] == "3 images"
     listed = [
@@ -390,10 +399,7 @@ def test_make_tfrecords_of_odd_names_and_depths(tmp_path):
     }
     assert names == {b"a\xff.jpg", b"a\nb.jpg", b"good.jpg"}
     os.mkdir(os.path.join(root, b"e\nf"))
-    fails(
-        run("make_tfrecords.py", tmp_path / "photos", tmp_path / "x"),
-        "a line break in the name of a class",
-    )
+    fails(convert(tmp_path / "photos", tmp_path / "x"), "a line break in the name of a class")
 
 
 def test_files_without_a_readable_image_are_none(tmp_path):
@@ -403,7 +409,7 @@ def test_files_without_a_readable_image_are_none(tmp_path):
             jpeg(9, 9) if number < 2 else b"x"
         )
     arguments = ["--num_files=6", "--validation_fraction=0.2"]
-    process = run("make_tfrecords.py", *arguments, tmp_path / "photos", tmp_path / "out")
+    process = convert(*arguments, tmp_path / "photos", tmp_path / "out")
     assert process.returncode == 0, process.stderr
     names = sorted(path.name for path in (tmp_path / "out").glob("*-of-*"))
     train = [name for name in names if name.startswith("train")]
@@ -433,7 +439,7 @@ def test_a_converter_killed_alone_leaves_nothing_running(tmp_path, photos):
         time.sleep(0.1)
     else:
         pytest.fail("a worker outlived its parent")
-    assert run("make_tfrecords.py", photos, tmp_path / "out").returncode == 0
+    assert convert(photos, tmp_path / "out").returncode == 0
     assert os.listdir(tmp_path) == ["out"]
 
 

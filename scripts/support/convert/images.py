@@ -1,10 +1,14 @@
 """Converting images to JPEGs in RGB or grayscale that are not larger than needed."""
 
+import functools
 import io
 import warnings
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from PIL import Image, ImageFile, ImageOps
+
+from dali_tf_input.index.checks import BadImage, Checks, Decoder, TrialDecode
+from dali_tf_input.index.trial_decode import make_trial_decode
 
 _MOST_JPEG_PIXELS = 65535
 _ORIENTATION = 0x0112  # the EXIF tag; 1 is upright
@@ -23,7 +27,7 @@ class Conversion(NamedTuple):
     resize_shorter: int | None = None
     quality: int = 95
     apply_orientation: bool = False
-    check_images: bool = True
+    decoder: Decoder | Literal["none"] = "both"
 
 
 class Converted(NamedTuple):
@@ -38,10 +42,10 @@ class Converted(NamedTuple):
 def convert_image(encoded: bytes, conversion: Conversion) -> Converted:
     """Returns an image as a JPEG that both backends decode.
 
-    The bytes stay as they are where they are a JPEG in RGB or grayscale that is not too large.
-    Otherwise the image is decoded, turned upright by its EXIF orientation, made RGB (transparency
-    is dropped, as TensorFlow and DALI do), resized until its shorter side is `resize_shorter`, and
-    encoded.
+    The bytes stay as they are where they are a JPEG in RGB or grayscale that is not too large and
+    that `decoder` accepts. Otherwise the image is decoded, turned upright by its EXIF orientation,
+    made RGB (transparency is dropped, as TensorFlow and DALI do), resized until its shorter side is
+    `resize_shorter`, and encoded.
 
     Raises:
       UnreadableImage: it cannot be decoded, or is larger than Pillow's bound.
@@ -61,10 +65,14 @@ def _convert(image: ImageFile.ImageFile, encoded: bytes, conversion: Conversion)
     reasons += [f"{image.mode} made RGB"] if not reasons and image.mode not in ("RGB", "L") else []
     reasons += [f"resized to {conversion.resize_shorter}"] if too_large else []
     reasons += ["turned upright"] if turned and (reasons or conversion.apply_orientation) else []
+    if not reasons and conversion.decoder != "none":
+        try:
+            _trial_decode(conversion.decoder)(encoded)
+        except BadImage as bad:
+            image.load()  # raises if it is damaged; otherwise it is only odd
+            reasons.append(f"{bad.reason} encoded anew")
     if not reasons:
         width, height = image.size
-        if conversion.check_images:
-            image.load()
         return Converted(encoded, height, width, ("EXIF orientation kept",) if turned else ())
     if too_large:
         scale = conversion.resize_shorter / shorter
@@ -81,6 +89,11 @@ def _convert(image: ImageFile.ImageFile, encoded: bytes, conversion: Conversion)
     stream = io.BytesIO()
     pixels.save(stream, "JPEG", quality=conversion.quality, icc_profile=None, exif=b"")
     return Converted(stream.getvalue(), pixels.height, pixels.width, tuple(reasons))
+
+
+@functools.cache
+def _trial_decode(decoder: Decoder) -> TrialDecode:
+    return make_trial_decode(Checks(verify="decode", decoder=decoder))
 
 
 def _as_rgb(image: Image.Image) -> Image.Image:

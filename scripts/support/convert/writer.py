@@ -135,7 +135,10 @@ def write_splits(
             for split in splits:
                 _write_split(pool, made, split, make_record, written)
         except BrokenProcessPool as error:
-            raise InputError("A process that reads images died: is there enough memory?") from error
+            raise InputError(
+                "A process that reads images died: there may be too little memory, or an image may"
+                " crash a decoder (--decoder=none asks none)."
+            ) from error
         finally:
             pool.shutdown(cancel_futures=True)
         if labels is not None:
@@ -153,6 +156,8 @@ def _begin() -> None:
     if parent is None or os.getppid() != parent.pid:  # it died before this process asked for that
         os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # TensorFlow would take a GPU's memory
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # decoders print what is wrong with images
 
 
 def _write_split(
