@@ -24,7 +24,7 @@ from dali_tf_input.index.contents import (
 from dali_tf_input.index.example import decode_example
 from dali_tf_input.index.tfrecord import BadRecord, find_records, has_valid_data, read_data
 
-_MOST_DATA_BYTES = 1 << 28  # parsing takes four times a record's size; protobuf ends at 2 GiB
+_MOST_DATA_BYTES = 1 << 28  # parsing takes five times a record's size; protobuf ends at 2 GiB
 _MOST_FIRST_RECORDS = 8
 _MOST_FIRST_BYTES = 1 << 26
 _MOST_KEYS = 1000

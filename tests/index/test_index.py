@@ -165,7 +165,7 @@ def test_a_part_of_the_files_leaves_the_others(train, tmp_path):
 
 def change_version(file):
     manifest = manifest_of(file)
-    manifest.write_text(manifest.read_text().replace('"version": 2', '"version": 99'))
+    manifest.write_text(manifest.read_text().replace('"version":2', '"version":99'))
 
 
 @pytest.mark.parametrize(

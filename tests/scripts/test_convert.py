@@ -217,7 +217,12 @@ def test_make_tfrecords_of_any_image(tmp_path):
     ]
     assert sorted(sizes)[-1] == 90
     process = run(
-        "make_tfrecords.py", "--num_processes=1", "--resize_shorter=30", "--quality=80", "--overwrite", *arguments
+        "make_tfrecords.py",
+        "--num_processes=1",
+        "--resize_shorter=30",
+        "--quality=80",
+        "--overwrite",
+        *arguments,
     )
     for record in read_features(tmp_path / "out" / "train-00000-of-00001"):
         image = Image.open(io.BytesIO(record["image/encoded"][1][0]))
