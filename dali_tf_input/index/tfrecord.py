@@ -254,14 +254,15 @@ def _find_lengths(chunk: bytes) -> list[tuple[int, int]]:
     import numpy as np  # only for damaged files
 
     low_parts, high_parts, crc_of_zero = _crc_tables()
-    single = np.frombuffer(chunk, np.uint8).astype(np.uint16)
-    pairs = single[:-1] | single[1:] << 8  # the 16 bits from each byte on
     count = len(chunk) - HEADER_SIZE + 1
-    four = pairs[: count + 8] | pairs[2 : count + 10].astype(np.uint32) << 16
+    four = np.empty(count + 8, np.uint32)  # the 32 bits from each byte on
+    for phase in range(4):
+        part = four[phase::4]
+        part[:] = np.frombuffer(chunk, np.dtype("<u4"), len(part), phase)
     # The upper half of the length is zero, and its CRC is not, also where all is zero.
     places = np.flatnonzero((four[4 : count + 4] == 0) & (four[8 : count + 8] != 0))
-    lengths, stored = four[places], four[places + 8] - np.uint32(_CRC_MASK)
-    crcs = low_parts[lengths & 0xFFFF] ^ high_parts[lengths >> 16]
+    lengths, stored = four.take(places), four[8:].take(places) - np.uint32(_CRC_MASK)
+    crcs = low_parts.take(lengths & 0xFFFF) ^ high_parts.take(lengths >> 16)
     found = crcs == (stored >> 17 | stored << 15) ^ crc_of_zero
     return list(zip(places[found].tolist(), lengths[found].tolist(), strict=True))
 
