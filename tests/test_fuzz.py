@@ -1,7 +1,7 @@
 """Whatever stands in a file that is read, the answer is a result or an InputError.
 
-FUZZ_SECONDS=600 in the environment fuzzes each kind of file that long; otherwise a few hundred
-examples are tried.
+``FUZZ_SECONDS=600 pytest -o faulthandler_timeout=0 tests/test_fuzz.py`` fuzzes each kind of file
+that long; otherwise a few hundred examples are tried.
 """
 
 import json
