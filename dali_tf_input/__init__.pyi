@@ -10,13 +10,14 @@ from .crops import (
     ResizeRandomCrop,
 )
 from .dataset import choose_options, denormalize, make_dataset, make_normalization
-from .distribution import Distributed, distribute, enable_memory_growth
+from .distribution import distribute, enable_memory_growth
 from .errors import InputError
 from .index.build import IndexFaultsError, IndexReport, build_index
 from .index.checks import Checks
 from .index.files import find_files
 from .index.tfrecord import BadRecord
 from .input_profile import EpochProfile, InputProfile
+from .keras_input import Distributed
 from .options import AUTOTUNE, DaliOptions, TfDataOptions, load_options, save_options
 from .order import StartStep
 from .predict import export_saved_model, export_triton, iterate_batches

@@ -48,7 +48,9 @@ def make_dataset(
       A dataset of (image, label): image `spec.preprocess.dtype` (batch_size,
       *spec.preprocess.image_shape), label int64 (batch_size,), or float32 (batch_size,
       spec.one_hot). With `spec.repeat` False it is one pass over the records with a third value,
-      sample weights float32 (batch_size,); otherwise it is infinite. With order "global" an epoch
+      sample weights float32 (batch_size,). Of a single shard, but on a GPU, the last batch is then
+      short, and all weights are 1; otherwise it is padded with images of weight 0. With
+      `spec.repeat` True the dataset is infinite. With order "global" an epoch
       is whole steps of all shards, in which no record comes twice. With the other orders every pass
       over the shard serves each of its records once; the remainder that does not fill a batch opens
       the next pass.
@@ -79,16 +81,16 @@ def make_dataset(
     start_step = start_step or StartStep()
     _check_start_step(spec, start_step.step, batch_size * num_shards)
     stream = Stream(spec=spec, batch_size=batch_size, shard=shard, start_step=start_step)
-    match options:
-        case TfDataOptions():
-            _check_no_device_id(device_id)
-            return tf_data.build(stream, options)
-        case DaliOptions(device="cpu"):
-            _check_no_device_id(device_id)
-        case DaliOptions(device="gpu"):
-            device_id = device_id or 0
-            check_gpu(device_id)
-    return import_dali().build(stream, options, device_id)
+    if isinstance(options, DaliOptions) and options.device == "gpu":
+        check_gpu(device_id or 0)
+        return import_dali().build(stream, options, device_id or 0)
+    if device_id is not None:
+        raise InputError(f"`device_id` is for DaliOptions(device='gpu') only, got {device_id}.")
+    if isinstance(options, DaliOptions):
+        dataset = import_dali().build(stream, options, None)
+    else:
+        dataset = tf_data.build(stream, options)
+    return dataset if spec.repeat or num_shards > 1 else dataset.map(_drop_padding)
 
 
 def import_dali() -> Any:
@@ -202,6 +204,9 @@ def _check_start_step(spec: InputSpec, step: int, global_batch_size: int) -> Non
     check(holds, "start_step", f"an int in [0, {end})", repr(step))
 
 
-def _check_no_device_id(device_id: int | None) -> None:
-    if device_id is not None:
-        raise InputError(f"`device_id` is for DaliOptions(device='gpu') only, got {device_id}.")
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+def _drop_padding(*batch: tf.Tensor) -> tuple[tf.Tensor, ...]:
+    """Leaves out the images of weight 0; the others weigh 1, as there is no padding to outweigh."""
+    count = tf.math.count_nonzero(batch[-1])
+    *values, weights = (value[:count] for value in batch)
+    return (*values, tf.ones_like(weights))

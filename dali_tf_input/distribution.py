@@ -1,16 +1,16 @@
 """Feeding `tf.distribute`: one pipeline per replica, each with a shard of the records."""
 
-import contextlib
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
-import keras
 import tensorflow as tf
 
 from dali_tf_input.bad_record import FailedInput, explain
 from dali_tf_input.dataset import choose_options, make_dataset
+from dali_tf_input.epochs import end_epochs
 from dali_tf_input.errors import Count, InputError, checked
+from dali_tf_input.keras_input import Distributed
 from dali_tf_input.options import DaliOptions, Options
 from dali_tf_input.order import EpochSteps, StartStep
 from dali_tf_input.replicas import (
@@ -24,69 +24,6 @@ from dali_tf_input.replicas import (
 )
 from dali_tf_input.sharding import Shard, replica_batch_size
 from dali_tf_input.spec import InputSpec
-
-
-class Distributed(NamedTuple):
-    """What `distribute` returns; ``dataset, steps, *_ = distribute(...)`` unpacks it.
-
-    Attributes:
-      dataset: what Keras `fit` or a custom loop iterates: a `tf.data.Dataset`, or under a strategy
-        a `tf.distribute.DistributedDataset`; infinite, unless `spec.repeat` is False.
-      steps_per_epoch: how many global batches one pass over the records fills; rounded up if
-        `spec.repeat` is False.
-      options: the options used; the chosen ones if None was given.
-      devices: the device on which each replica's first batch arrived.
-      start_step: where each new iterator of the dataset starts, with order "global"; `Resume` sets
-        it.
-      spec: what comes out.
-      global_batch_size: images in a step.
-    """
-
-    dataset: Any
-    steps_per_epoch: int
-    options: Options
-    devices: tuple[str, ...]
-    start_step: StartStep
-    spec: InputSpec
-    global_batch_size: int
-
-    @contextlib.contextmanager
-    def explain_errors(
-        self, model: keras.Model | None = None, *others: "Distributed"
-    ) -> Iterator[None]:
-        """Names a record that stops the input: ``with train.explain_errors(model): ...``.
-
-        Args:
-          model: the compiled Keras model that is trained; its optimizer counts the steps. Without
-            it more records have to be checked.
-          *others: further inputs that are iterated, such as that of validation.
-
-        Raises:
-          BadRecordError: (an InputError) a record cannot be read or decoded. The message holds its
-            file, its number and the command that skips it.
-          InputError: the input failed, but no bad record was found within a minute.
-        """
-        start, done = self.start_step.step, _count_steps(model)
-        try:
-            yield
-        except tf.errors.OpError as error:
-            counted = _count_steps(model)
-            step = None if done is None or counted is None else start + counted - done
-            inputs = [FailedInput(self.spec, self.options, step, self.global_batch_size)]
-            inputs += [
-                FailedInput(other.spec, other.options, None, other.global_batch_size)
-                for other in others
-            ]
-            found = explain(error, inputs)
-            if found is None:
-                raise
-            raise found from error
-
-
-def _count_steps(model: keras.Model | None) -> int | None:
-    """Returns how many steps the model's optimizer has made; None without one."""
-    iterations = getattr(getattr(model, "optimizer", None), "iterations", None)
-    return None if iterations is None else int(iterations.numpy())
 
 
 def enable_memory_growth() -> int:
@@ -225,6 +162,13 @@ def distribute(
             RuntimeWarning,
             stacklevel=3,  # the caller of `distribute`, which `checked` wraps
         )
+    if spec.repeat and not several_workers:
+        dataset = end_epochs(
+            dataset,
+            steps_per_epoch=steps.per_epoch,
+            start_step=start,
+            fixed_order=spec.has_fixed_order,
+        )
     return Distributed(
         dataset=dataset,
         steps_per_epoch=steps.per_epoch,
@@ -233,6 +177,7 @@ def distribute(
         start_step=start,
         spec=spec,
         global_batch_size=global_batch_size,
+        strategy=strategy,
     )
 
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from dali_tf_input.distribution import Distributed
 from dali_tf_input.errors import Count, InputError, checked
+from dali_tf_input.keras_input import Distributed
 from dali_tf_input.options import AUTOTUNE, DaliOptions
 
 _QUEUED = 4  # batches that a pipeline holds in addition to its prefetching: nobody waited for them

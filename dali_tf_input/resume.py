@@ -12,8 +12,8 @@ import msgspec
 import tensorflow as tf
 
 from dali_tf_input.backends.reading import MAX_EPOCHS
-from dali_tf_input.distribution import Distributed
 from dali_tf_input.errors import Count, InputError, Path, checked
+from dali_tf_input.keras_input import Distributed
 from dali_tf_input.staging import write_whole
 from dali_tf_input.training_state import (
     STATE_NAME,
@@ -213,7 +213,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
             before = self.step
             with self._train.explain_errors(model, *([validation] if validation else [])):
                 history = model.fit(
-                    self._train.dataset,
+                    self._train.dataset.repeat(),
                     initial_epoch=epoch,
                     epochs=epoch + 1 if done else epochs,
                     steps_per_epoch=steps - done,

@@ -162,7 +162,7 @@ def run_part(part: str, backend: str) -> Iterator[Sample]:
         return distribute(spec, BACKENDS[backend], global_batch_size=batch_size).dataset
 
     if part == "stream":
-        batches, done = iter(make()), 0
+        batches, done = iter(make().repeat()), 0
         for number in range(num_samples):
             while done < (number + 1) * work / num_samples:
                 next(batches)

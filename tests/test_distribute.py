@@ -55,7 +55,7 @@ def per_replica(strategy, values):
 
 def labels_by_replica(fed, strategy, steps):
     """Returns, for each replica, the labels of each step."""
-    iterator = iter(fed.dataset)
+    iterator = iter(fed.dataset.repeat())
     batches = [per_replica(strategy, next(iterator)[1]) for _ in range(steps)]
     return [[one.numpy().tolist() for one in batch] for batch in zip(*batches, strict=True)]
 

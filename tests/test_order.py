@@ -275,7 +275,7 @@ def test_two_replicas_share_each_step(dataset, options):
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     train = distribute(spec, options, strategy=strategy, global_batch_size=8, start_step=2)
     assert train.steps_per_epoch == 3
-    iterator = iter(train.dataset)
+    iterator = iter(train.dataset.repeat())
     for step in range(2, 7):
         labels = strategy.experimental_local_results(next(iterator)[1])
         order = shuffle(24, seed=9, epoch=step // 3)

@@ -89,7 +89,7 @@ def test_batches_are_on_the_gpu(dataset, make_strategy):
     )
     assert fed.devices == tuple(f"{KIND}:{replica}" for replica in range(num_replicas))
     for _ in range(3):
-        iterator = iter(fed.dataset)
+        iterator = iter(fed.dataset.repeat())
         for _ in range(4):
             images, labels = next(iterator)
         local = strategy.experimental_local_results if strategy else lambda value: (value,)
@@ -113,7 +113,7 @@ def test_global_order_is_the_cpus(dataset, crop, antialias):
     preprocess = Preprocess(crop=crop, mirror_probability=0.5, **changes)
     spec = spec_of(dataset, "global", preprocess, seed=3)
     made = [
-        iter(distribute(spec, options, global_batch_size=6, start_step=2).dataset)
+        iter(distribute(spec, options, global_batch_size=6, start_step=2).dataset.repeat())
         for options in (GPU, TF_DATA)
     ]
     for _ in range(6):

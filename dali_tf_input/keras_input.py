@@ -1,0 +1,203 @@
+"""An input that Keras trains on, evaluates and predicts: what `distribute` returns."""
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from dali_tf_input.bad_record import FailedInput, explain
+from dali_tf_input.epochs import Epochs
+from dali_tf_input.errors import InputError
+from dali_tf_input.options import Options
+from dali_tf_input.order import StartStep
+from dali_tf_input.replicas import is_gpu
+from dali_tf_input.spec import InputSpec
+
+
+class Distributed(NamedTuple):
+    """What `distribute` returns; ``dataset, steps, *_ = distribute(...)`` unpacks it.
+
+    Attributes:
+      dataset: what Keras `fit` or a custom loop iterates: a `tf.data.Dataset`, or under a strategy
+        a `tf.distribute.DistributedDataset`; infinite, unless `spec.repeat` is False.
+      steps_per_epoch: how many global batches one pass over the records fills; rounded up if
+        `spec.repeat` is False.
+      options: the options used; the chosen ones if None was given.
+      devices: the device on which each replica's first batch arrived.
+      start_step: where each new iterator of the dataset starts, with order "global"; `Resume` sets
+        it.
+      spec: what comes out.
+      global_batch_size: images in a step.
+    """
+
+    dataset: Any
+    steps_per_epoch: int
+    options: Options
+    devices: tuple[str, ...]
+    start_step: StartStep
+    spec: InputSpec
+    global_batch_size: int
+    strategy: tf.distribute.Strategy | None = None
+
+    def fit(
+        self,
+        model: keras.Model,
+        *,
+        epochs: int,
+        validation: "Distributed | None" = None,
+        resume: Any = None,
+        **arguments: Any,
+    ) -> dict[str, list[float]]:
+        """Trains a Keras model: `model.fit` with what belongs to this input.
+
+        A further call continues with the next epoch of the records.
+
+        Args:
+          model: compiled; made under the strategy's scope if there is a strategy.
+          epochs: how many; with `resume` in all, including those before.
+          validation: what `distribute` returned for validation, after each epoch.
+          resume: a `Resume` of this input, which saves the state and continues from it.
+          **arguments: further ones for `model.fit`, such as callbacks.
+
+        Returns:
+          Each value that Keras logs, by epoch; empty if `resume` has nothing left to do.
+
+        Raises:
+          InputError: the model belongs to another strategy, or the input fails (see
+            `explain_errors`).
+        """
+        self._check_model(model)
+        arguments |= {"epochs": epochs}
+        if resume is not None:
+            histories = resume.fit(model, validation=validation, **arguments)
+        else:
+            if validation is not None:
+                arguments["validation_data"] = validation.dataset
+            with self.explain_errors(model, *([validation] if validation else [])):
+                histories = [model.fit(self.dataset, shuffle=False, **arguments)]
+        found: dict[str, list[float]] = {}
+        for history in histories:
+            for name, values in history.history.items():
+                found.setdefault(name, []).extend(values)
+        return found
+
+    def evaluate(self, model: keras.Model, **arguments: Any) -> dict[str, float]:
+        """Evaluates a Keras model on one pass (`spec.repeat` False): loss and metrics by name.
+
+        On one replica that is a CPU's they are those of the records. Otherwise padding fills the
+        last step: the loss and `weighted_metrics` leave it out, plain `metrics` count it, and a
+        warning says so.
+
+        Args:
+          model: compiled.
+          **arguments: further ones for `model.evaluate`.
+
+        Raises:
+          InputError: `spec.repeat` is True, the model belongs to another strategy, or the input
+            fails.
+        """
+        self._check_one_pass(model)
+        padding = self.steps_per_epoch * self.global_batch_size - self.spec.dataset.num_records
+        if self._is_padded and padding and model.get_compile_config().get("metrics"):
+            warnings.warn(
+                f"`metrics` count the {padding} images that pad the last of"
+                f" {self.steps_per_epoch} steps: compile with `weighted_metrics` instead, which"
+                " leave them out.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        with self.explain_errors(model):
+            found: dict[str, float] = model.evaluate(self.dataset, return_dict=True, **arguments)
+        return found
+
+    def predict(self, model: keras.Model, **arguments: Any) -> Any:
+        """Predicts one pass (`spec.repeat` False) with a Keras model.
+
+        Args:
+          model: any whose outputs have a row per image.
+          **arguments: further ones for `model.predict`.
+
+        Returns:
+          What `model.predict` returns: one row per record, in the order of the records.
+
+        Raises:
+          InputError: `spec.repeat` is True, the model belongs to another strategy, or the input
+            fails.
+        """
+        self._check_one_pass(model)
+        with self.explain_errors(model):
+            rows = model.predict(self.dataset, **arguments)
+        return keras.tree.map_structure(lambda one: one[: self.spec.dataset.num_records], rows)
+
+    @property
+    def _is_padded(self) -> bool:
+        """Whether images of weight 0 fill the last step of a pass."""
+        return len(self.devices) > 1 or is_gpu(self.devices[0])
+
+    def _check_one_pass(self, model: keras.Model) -> None:
+        self._check_model(model)
+        if self.spec.repeat:
+            raise InputError(
+                "To evaluate or predict needs a pass that serves each record once:"
+                " InputSpec(..., order='sequential', repeat=False)."
+            )
+
+    def _check_model(self, model: keras.Model) -> None:
+        """Raises InputError unless Keras runs `model` on the devices that this input feeds."""
+        if isinstance(self.strategy, tf.distribute.MultiWorkerMirroredStrategy):
+            raise InputError(
+                "Keras's fit, evaluate and predict do not work under MultiWorkerMirroredStrategy:"
+                " use a custom loop, as in docs/distributed_training.md."
+            )
+        own = model.distribute_strategy
+        name = type(own).__name__
+        if self.strategy is None and name.startswith("_Default"):
+            return
+        if own is not self.strategy:
+            if self.strategy is None:
+                remedy = f"distribute(..., strategy=...) needs the {name} of the model's scope"
+            else:
+                remedy = "make and compile it in `with strategy.scope():`"
+            raise InputError(f"`model` was made under another strategy than this input: {remedy}.")
+
+    @contextlib.contextmanager
+    def explain_errors(
+        self, model: keras.Model | None = None, *others: "Distributed"
+    ) -> Iterator[None]:
+        """Names a record that stops the input: ``with train.explain_errors(model): ...``.
+
+        Args:
+          model: the compiled Keras model that is trained; its optimizer counts the steps. Without
+            it more records have to be checked.
+          *others: further inputs that are iterated, such as that of validation.
+
+        Raises:
+          BadRecordError: (an InputError) a record cannot be read or decoded. The message holds its
+            file, its number and the command that skips it.
+          InputError: the input failed, but no bad record was found within a minute.
+        """
+        start = self.dataset.next_step if isinstance(self.dataset, Epochs) else 0
+        done = _count_steps(model)
+        try:
+            yield
+        except tf.errors.OpError as error:
+            counted = _count_steps(model)
+            step = None if done is None or counted is None else start + counted - done
+            inputs = [FailedInput(self.spec, self.options, step, self.global_batch_size)]
+            inputs += [
+                FailedInput(other.spec, other.options, None, other.global_batch_size)
+                for other in others
+            ]
+            found = explain(error, inputs)
+            if found is None:
+                raise
+            raise found from error
+
+
+def _count_steps(model: keras.Model | None) -> int | None:
+    """Returns how many steps the model's optimizer has made; None without one."""
+    iterations = getattr(getattr(model, "optimizer", None), "iterations", None)
+    return None if iterations is None else int(iterations.numpy())

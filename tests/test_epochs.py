@@ -1,0 +1,195 @@
+"""Epochs that end, evaluation and prediction without padding: what Keras is given, and what it
+makes of it.
+"""
+
+import contextlib
+import itertools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import BACKENDS, TF_DATA, backends, refused, spec_of
+from models import make_model
+
+from dali_tf_input import Preprocess, Resume
+from dali_tf_input.distribution import distribute
+
+NUM_RECORDS, BATCH = 24, 5  # 4 steps an epoch, and a remainder
+SMALL = Preprocess.for_training(8)
+CENTER = Preprocess.for_evaluation(8)
+
+
+def mirrored():
+    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
+def one_device():
+    return tf.distribute.OneDeviceStrategy("CPU:1")
+
+
+strategies = pytest.mark.parametrize(
+    "make_strategy", [lambda: None, one_device, mirrored], ids=["none", "one_device", "mirrored"]
+)
+
+
+def feed(dataset, options, order="global", strategy=None, **changes):
+    spec = spec_of(dataset, order, SMALL, **({"buffer_size": 6} if order == "buffer" else {}))
+    batch_size = 2 * BATCH if strategy and strategy.num_replicas_in_sync > 1 else BATCH
+    return distribute(spec, options, strategy=strategy, global_batch_size=batch_size, **changes)
+
+
+def evaluation(dataset, options, batch_size, strategy=None):
+    spec = spec_of(dataset, "sequential", CENTER, repeat=False)
+    return distribute(spec, options, strategy=strategy, global_batch_size=batch_size)
+
+
+class Recorder(keras.Model):
+    """An unbuilt model, so that Keras takes a batch to build it, that notes labels."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.flat, self.out = [], keras.layers.Flatten(), keras.layers.Dense(24)
+
+    def call(self, images):
+        return self.out(self.flat(images))
+
+    def note(self, labels):
+        self.seen.append(labels.tolist())
+        return np.int64(0)
+
+    def train_step(self, data):
+        tf.numpy_function(self.note, [data[1]], tf.int64)
+        return super().train_step(data)
+
+
+def labels_of_training(fed, strategy, epochs=3, **arguments):
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model = Recorder()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("sgd", loss)
+    model.fit(fed.dataset, epochs=epochs, shuffle=False, verbose=0, **arguments)
+    return sorted(model.seen) if strategy else model.seen  # replicas run side by side
+
+
+@backends
+@strategies
+@pytest.mark.parametrize("order", ["global", "buffer"])
+def test_three_epochs_end_and_are_those_of_steps_per_epoch(dataset, options, make_strategy, order):
+    strategy = make_strategy()
+    fed = feed(dataset, options, order, strategy)
+    assert int(fed.dataset.cardinality()) == fed.steps_per_epoch
+    found = labels_of_training(fed, strategy)
+    again = feed(dataset, options, order, strategy)
+    steps = {"steps_per_epoch": again.steps_per_epoch}
+    expected = labels_of_training(again, strategy, **steps)
+    if order == "global" or options != TF_DATA:
+        assert found == expected
+    else:  # how far an iterator that was dropped had read ahead decides about the next one's order
+        assert len(found) == len(expected)
+    num_replicas = strategy.num_replicas_in_sync if strategy else 1
+    assert len(found) == 3 * fed.steps_per_epoch * num_replicas
+
+
+def loop(fed, most=None):
+    return [batch[1].numpy().tolist() for batch in itertools.islice(fed.dataset, most)]
+
+
+@backends
+def test_a_loop_ends_and_the_next_goes_on(dataset, options):
+    """Epoch after epoch; an epoch that was left starts again."""
+    iterator = iter(feed(dataset, options).dataset.repeat())
+    expected = [next(iterator)[1].numpy().tolist() for _ in range(12)]
+    fed = feed(dataset, options)
+    assert loop(fed, 1) == expected[:1]
+    assert loop(fed, 3) == expected[:3]
+    assert loop(fed) == expected[:4]
+    assert loop(fed, 2) == expected[4:6]
+    assert loop(fed) == expected[4:8]
+    assert loop(fed) == expected[8:]
+    assert fed.dataset.next_step == 12
+
+
+@backends
+def test_buffer_never_repeats_its_order(dataset, options):
+    """A new pipeline for each epoch would draw the same records and crops again."""
+    fed = feed(dataset, options, "buffer")
+    assert loop(fed) != loop(fed)
+
+
+@backends
+def test_a_start_step_and_what_moves_it(dataset, options):
+    order = loop(feed(dataset, options)) + loop(feed(dataset, options, start_step=4))
+    fed = feed(dataset, options, start_step=2)
+    assert loop(fed) == order[2:6]
+    fed.start_step.step = 1  # as `Resume` does
+    assert loop(fed) == order[1:5]
+
+
+def test_class_weights_and_map_keep_the_end(dataset):
+    """Keras maps the dataset for class weights."""
+    expected = labels_of_training(feed(dataset, TF_DATA), None)
+    weights = dict.fromkeys(range(24), 1.0)
+    assert labels_of_training(feed(dataset, TF_DATA), None, class_weight=weights) == expected
+    mapped = feed(dataset, TF_DATA).dataset.map(lambda images, labels: labels)
+    assert [labels.numpy().tolist() for labels in mapped] == expected[:4]
+
+
+@backends
+@strategies
+def test_fit_evaluate_predict(dataset, options, make_strategy, tmp_path):
+    """One call each; 24 records in steps of 10 and 14, exactly those records."""
+    strategy = make_strategy()
+    accuracy = {"weighted_metrics": ["accuracy"]}
+    model = make_model(8, 24, strategy=strategy, **accuracy)
+    train = feed(dataset, options, strategy=strategy)
+    validation = evaluation(dataset, options, 10, strategy)
+    history = train.fit(model, epochs=2, validation=validation, verbose=0)
+    assert len(history["loss"]) == len(history["val_accuracy"]) == 2
+    assert int(model.optimizer.iterations.numpy()) == 2 * train.steps_per_epoch
+    expected = {"images": [], "labels": []}
+    for images, labels, _ in evaluation(dataset, TF_DATA, 1).dataset:
+        expected["images"].append(images.numpy()[0])
+        expected["labels"].append(int(labels[0]))
+    logits = model(np.stack(expected["images"]), training=False).numpy()
+    for batch_size in (10, 14, 30):
+        validation = evaluation(dataset, options, batch_size, strategy)
+        np.testing.assert_allclose(validation.predict(model, verbose=0), logits, atol=0.02)
+        found = validation.evaluate(model, verbose=0)
+        right = np.mean(logits.argmax(axis=1) == expected["labels"])
+        np.testing.assert_allclose(found["accuracy"], right, atol=1e-5)
+    again = feed(dataset, options, strategy=strategy)
+    resumed = Resume(tmp_path, again)
+    assert len(again.fit(model, epochs=1, resume=resumed, verbose=0)["loss"]) == 1
+
+
+@backends
+def test_plain_metrics_on_one_replica_are_exact(dataset, options):
+    """The last batch is short: 24 records, 16 at a time."""
+    model = make_model(8, 24, metrics=["accuracy"])
+    validation = evaluation(dataset, options, 16)
+    assert [len(batch[0]) for batch in validation.dataset] == [16, 8]
+    assert all((batch[2].numpy() == 1).all() for batch in validation.dataset)
+    assert len(model.predict(validation.dataset, verbose=0)) == 24
+    logits = validation.predict(model, verbose=0)
+    right = np.mean(logits.argmax(axis=1) == np.arange(24))
+    assert validation.evaluate(model, verbose=0)["accuracy"] == pytest.approx(right, abs=1e-6)
+
+
+def test_plain_metrics_over_padding_warn(dataset):
+    strategy = mirrored()
+    model = make_model(8, 24, strategy=strategy, metrics=["accuracy"])
+    with pytest.warns(RuntimeWarning, match="`metrics` count the 4 images that pad the last of 2"):
+        evaluation(dataset, TF_DATA, 14, strategy).evaluate(model, verbose=0)
+
+
+def test_what_is_refused(dataset):
+    plain, strategy = make_model(8, 24), mirrored()
+    scoped = make_model(8, 24, strategy=strategy)
+    for options in BACKENDS.values():
+        with refused("under another strategy than this input: make and compile it in `with strat"):
+            feed(dataset, options, strategy=strategy).fit(plain, epochs=1)
+        with refused(r"distribute\(..., strategy=...\) needs the MirroredStrategy of the model"):
+            feed(dataset, options).fit(scoped, epochs=1)
+    with refused("needs a pass that serves each record once: InputSpec"):
+        feed(dataset, TF_DATA).predict(plain)
