@@ -22,7 +22,9 @@ class Distributed(NamedTuple):
 
     Attributes:
       dataset: what Keras `fit` or a custom loop iterates: a `tf.data.Dataset`, or under a strategy
-        a `tf.distribute.DistributedDataset`; infinite, unless `spec.repeat` is False.
+        a `tf.distribute.DistributedDataset`. It ends with its epoch, and the next iterator serves
+        the next epoch; an epoch of which only some batches were taken starts again. Its `repeat()`
+        has no end. Under MultiWorkerMirroredStrategy it has none either.
       steps_per_epoch: how many global batches one pass over the records fills; rounded up if
         `spec.repeat` is False.
       options: the options used; the chosen ones if None was given.

@@ -210,8 +210,9 @@ class InputSpec:
       shuffle_block_size: for order "global" on storage that is slow to seek: this many neighbors in
         a file stay together, at least 1.
       repeat: False is one pass that serves each record once, for evaluation; order "sequential"
-        only. Batches then hold a third value, sample weights float32 (batch,): 0 for the padding
-        that fills the last step, and for records a constant of at least 1, such that Keras's mean
+        only. Batches then hold a third value, sample weights float32 (batch,). On one replica that
+        is a CPU's the last batch is short and all weights are 1. Otherwise padding of weight 0
+        fills the last step, and records weigh a constant of at least 1, such that Keras's mean
         loss over all batches, with its default reduction, is the mean over the records. Keras
         ignores padding in `weighted_metrics` only, not in `metrics`.
       one_hot: number of classes n: labels come out as float32 (n,), 1 at the label and 0 elsewhere;

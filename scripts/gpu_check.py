@@ -224,7 +224,7 @@ def check_training(dataset: DatasetSpec) -> dict[str, Any]:
         train = distribute(make_spec(dataset, size), options, global_batch_size=batch_size)
         profile = InputProfile(train, cached_steps=4 if small else 20)
         arguments = {"steps_per_epoch": steps, "shuffle": False, "verbose": 0}
-        model.fit(train.dataset, epochs=2, callbacks=[profile], **arguments)
+        model.fit(train.dataset.repeat(), epochs=2, callbacks=[profile], **arguments)
         last = profile.epochs[-1]
         details[name], rate = last._asdict(), batch_size / last.step_seconds
         texts.append(f"{name}: {rate:,.0f} images/s, waits {last.wait:.0%}")

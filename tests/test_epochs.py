@@ -28,8 +28,9 @@ def one_device():
     return tf.distribute.OneDeviceStrategy("CPU:1")
 
 
+SLOW = [pytest.param(one, marks=pytest.mark.slow) for one in (one_device, mirrored)]
 strategies = pytest.mark.parametrize(
-    "make_strategy", [lambda: None, one_device, mirrored], ids=["none", "one_device", "mirrored"]
+    "make_strategy", [lambda: None, *SLOW], ids=["none", "one_device", "mirrored"]
 )
 
 

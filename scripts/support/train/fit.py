@@ -2,7 +2,6 @@
 
 import contextlib
 import shlex
-from typing import Any
 
 import keras
 import numpy as np
@@ -63,18 +62,20 @@ def train_model(
             print(f"resume      after {where}, from {flags.resume.value}")
         model(np.zeros((1, *spec.preprocess.image_size, 3), np.float32))  # creates its variables
     profile = dti.InputProfile(train) if flags.profile_input.value else None
-    with train.explain_errors(model, *([validation] if validation else [])):
-        if by_loop:
+    if by_loop:
+        with train.explain_errors(model, *([validation] if validation else [])):
             done = worker_loop.fit(strategy, model, train, validation, resume, epochs=epochs)
-        else:
-            done = fit(model, train, validation, resume, epochs, [profile] if profile else [])
+    else:
+        callbacks = [profile] if profile else []
+        shared = {"epochs": epochs, "validation": validation, "resume": resume, "verbose": 2}
+        done = train.fit(model, callbacks=callbacks, **shared)
     if not done:
         print(f"Nothing to do: {train.start_step.step // train.steps_per_epoch} epochs are done.")
     else:
-        losses = [loss for one in done for loss in one.history["loss"]]
+        losses = done["loss"]
         print(f"training loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} epochs")
         if validation:
-            accuracy = done[-1].history["val_accuracy"][-1]
+            accuracy = done["val_accuracy"][-1]
             chance = f"guessing would give about {1 / num_classes:.1%}"
             print(f"validation accuracy {accuracy:.1%}; {chance}")
     if done and profile:
@@ -83,28 +84,6 @@ def train_model(
         network.save(flags.save.value)
         print(f"model in {flags.save.value}")
     return 0
-
-
-def fit(
-    model: keras.Model,
-    train: dti.Distributed,
-    validation: dti.Distributed | None,
-    resume: dti.Resume | None,
-    epochs: int,
-    callbacks: list[keras.callbacks.Callback],
-) -> list[keras.callbacks.History]:
-    """Trains with Keras's `fit`, from where `resume` is; returns what each `fit` returned."""
-    shared: dict[str, Any] = {"epochs": epochs, "verbose": 2, "callbacks": callbacks}
-    if resume:
-        return resume.fit(model, validation=validation, **shared)
-    history = model.fit(
-        train.dataset,
-        steps_per_epoch=train.steps_per_epoch,
-        validation_data=validation.dataset if validation else None,
-        shuffle=False,  # the spec's order is the shuffle; Keras warns otherwise
-        **shared,
-    )
-    return [history]
 
 
 def advise(flags: TrainFlags, profile: dti.InputProfile) -> str:

@@ -65,11 +65,11 @@ def fit(
     resume: Resume | None,
     *,
     epochs: int,
-) -> list[keras.callbacks.History]:
+) -> dict[str, list[float]]:
     """Trains a compiled model until `epochs` epochs are done; validates after each.
 
     Returns:
-      What happened, as `fit` returns it; nothing if all epochs were done before.
+      What `Distributed.fit` returns; nothing if all epochs were done before.
     """
     first, per_epoch = train.start_step.step, train.steps_per_epoch
     check_agreement(strategy, first)  # before the weights are read, by all workers together
@@ -77,7 +77,7 @@ def fit(
         resume.set_model(model)
         resume.restore(model)
     if first >= epochs * per_epoch:
-        return []
+        return {}
     history = keras.callbacks.History()
     callbacks = keras.callbacks.CallbackList(
         [history], add_progbar=True, model=model, verbose=2, epochs=epochs, steps=per_epoch
@@ -101,7 +101,7 @@ def fit(
             logs |= {"val_accuracy": sums[1] / sums[2], "val_loss": sums[0] / sums[2]}
         callbacks.on_epoch_end(epoch, logs)
     callbacks.on_train_end()
-    return [history]
+    return dict(history.history)
 
 
 def _make_steps(
