@@ -26,4 +26,4 @@ def fit(model, train, epochs=1, **arguments):
         "shuffle": False,
         "verbose": 0,
     } | arguments
-    return model.fit(train.dataset, epochs=epochs, **arguments).history
+    return model.fit(train.dataset.repeat(), epochs=epochs, **arguments).history
