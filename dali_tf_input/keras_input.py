@@ -1,6 +1,7 @@
 """An input that Keras trains on, evaluates and predicts: what `distribute` returns."""
 
 import contextlib
+import re
 import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -11,10 +12,16 @@ import tensorflow as tf
 from dali_tf_input.bad_record import FailedInput, explain
 from dali_tf_input.epochs import Epochs
 from dali_tf_input.errors import InputError
+from dali_tf_input.index.files import index_command, index_dir_of
 from dali_tf_input.options import Options
 from dali_tf_input.order import StartStep
 from dali_tf_input.replicas import is_gpu
 from dali_tf_input.spec import InputSpec
+
+# What TensorFlow says on a CPU; on a GPU the loss is not a number.
+_LABEL_RANGE = re.compile(
+    r"label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)"
+)
 
 
 class Distributed(NamedTuple):
@@ -72,6 +79,7 @@ class Distributed(NamedTuple):
             `explain_errors`).
         """
         self._check_model(model)
+        self._check_labels(model)
         arguments |= {"epochs": epochs}
         if resume is not None:
             histories = resume.fit(model, validation=validation, **arguments)
@@ -139,6 +147,29 @@ class Distributed(NamedTuple):
         """Whether images of weight 0 fill the last step of a pass."""
         return len(self.devices) > 1 or is_gpu(self.devices[0])
 
+    def _check_labels(self, model: keras.Model) -> None:
+        """Raises InputError if a classifier has fewer outputs than there are labels."""
+        known, shape = self.spec.dataset.label_range, getattr(model, "output_shape", None)
+        if known and self.spec.one_hot is None and isinstance(shape, tuple) and shape:
+            outputs = shape[-1]
+            if isinstance(outputs, int) and 1 < outputs <= known[1]:  # 1: a threshold or a value
+                raise InputError(
+                    f"Labels run from {known[0]} to {known[1]}, the model has {outputs} outputs, for"
+                    f" labels 0 to {outputs - 1}. {self._label_remedy()}"
+                )
+
+    def _label_remedy(self) -> str:
+        dataset = self.spec.dataset
+        command = index_command(
+            dataset.files[:3],
+            index_dir=index_dir_of(dataset.files[0], dataset.index_files[0]),
+            arguments=["--verify=schema"],
+        )
+        return (
+            "Where labels count from 1, pass label_offset=1 to DatasetSpec.from_files. To see their"
+            f" range: {command}"
+        )
+
     def _check_one_pass(self, model: keras.Model) -> None:
         self._check_model(model)
         if self.spec.repeat:
@@ -186,6 +217,12 @@ class Distributed(NamedTuple):
         try:
             yield
         except tf.errors.OpError as error:
+            label = _LABEL_RANGE.search(str(error.message))
+            if label:
+                raise InputError(
+                    f"A record has label {label[1]}, the model's classes are 0 to"
+                    f" {int(label[2]) - 1}. {self._label_remedy()}"
+                ) from error
             counted = _count_steps(model)
             step = None if done is None or counted is None else start + counted - done
             inputs = [FailedInput(self.spec, self.options, step, self.global_batch_size)]

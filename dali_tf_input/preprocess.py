@@ -2,9 +2,9 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from dali_tf_input.crops import CenterCrop, Crop, ResizeRandomCrop
+from dali_tf_input.crops import CenterCrop, Crop, NoCrop, ResizeRandomCrop
 from dali_tf_input.errors import InputError, Part, Pixels, check, check_fields, checked
 
 Layout = Literal["HWC", "CHW"]
@@ -16,6 +16,16 @@ AutoAugment = Literal["trivial", "rand"]
 # Source: (0.485, 0.456, 0.406) and (0.229, 0.224, 0.225) of torchvision's examples, times 255.
 IMAGENET_MEAN = (123.675, 116.28, 103.53)
 IMAGENET_STD = (58.395, 57.12, 57.375)
+
+# What comes out: by ImageNet's statistics, or a range, by mean and standard deviation.
+Normalization = Literal["imagenet", "0..1", "-1..1"]
+_NORMALIZATIONS: dict[Normalization | None, tuple[float, float]] = {
+    "0..1": (0.0, 255.0),
+    "-1..1": (127.5, 127.5),
+    None: (0.0, 1.0),
+}
+
+_WHOLE = NoCrop()
 
 # RandAugment applies two operations per image at magnitude 9 of 0..30. Source: RandAugment (arXiv
 # 1909.13719), ResNet-50 on ImageNet; the bins are torchvision's and DALI's.
@@ -55,9 +65,9 @@ class Preprocess:
         differ.
     """
 
-    image_size: tuple[Pixels, Pixels]
-    crop: Crop
-    mirror_probability: Part
+    image_size: tuple[Pixels, Pixels] = (224, 224)
+    crop: Crop = _WHOLE
+    mirror_probability: Part = 0.0
     mean: tuple[float, float, float] = IMAGENET_MEAN
     std: tuple[float, float, float] = IMAGENET_STD
     layout: Layout = "HWC"
@@ -107,7 +117,8 @@ class Preprocess:
         parts += ["antialias"] if self.antialias else []
         parts += [f"{self.auto_augment} augment"] if self.auto_augment else []
         parts += ["mirror"] if self.mirror_probability else []
-        parts += ["normalize"] if self.dtype != "uint8" else []
+        normalizes = (*self.mean, *self.std) != (0.0, 0.0, 0.0, 1.0, 1.0, 1.0)
+        parts += ["normalize"] if self.dtype != "uint8" and normalizes else []
         return ", ".join([*parts, f"{self.dtype} {self.layout}"])
 
     def check_supported(
@@ -140,7 +151,12 @@ class Preprocess:
     @classmethod
     @checked
     def for_training(
-        cls, image_size: Pixels = 224, *, layout: Layout = "HWC", antialias: bool = False
+        cls,
+        image_size: Pixels | tuple[Pixels, Pixels] = 224,
+        *,
+        normalization: Normalization | None = "imagenet",
+        layout: Layout = "HWC",
+        antialias: bool = False,
     ) -> "Preprocess":
         """Resizes to 8/7 of `image_size` (256 for 224), crops at random, mirrors half, normalizes.
 
@@ -148,38 +164,61 @@ class Preprocess:
         training.
 
         Args:
-          image_size: height and width of the output in pixels.
+          image_size: height and width of the output in pixels, or (height, width).
+          normalization: "imagenet": by the mean and standard deviation of ImageNet; "0..1" and
+            "-1..1": to that range; None: 0 to 255 as they are, for models that bring their own
+            preprocessing.
           layout: axes of one output image, "HWC" or "CHW".
           antialias: see `Preprocess`.
         """
-        resize = _resize_for(image_size)
+        height, width = _height_and_width(image_size)
         return cls(
-            image_size=(image_size, image_size),
-            crop=ResizeRandomCrop(resize=(resize, resize)),
+            image_size=(height, width),
+            crop=ResizeRandomCrop(resize=(_resize_for(height), _resize_for(width))),
             mirror_probability=0.5,
             layout=layout,
             antialias=antialias,
+            **_statistics_of(normalization),
         )
 
     @classmethod
     @checked
     def for_evaluation(
-        cls, image_size: Pixels = 224, *, layout: Layout = "HWC", antialias: bool = False
+        cls,
+        image_size: Pixels | tuple[Pixels, Pixels] = 224,
+        *,
+        normalization: Normalization | None = "imagenet",
+        layout: Layout = "HWC",
+        antialias: bool = False,
     ) -> "Preprocess":
         """Resizes the shorter side to 8/7 of `image_size`, crops the center, normalizes.
 
         Args:
-          image_size: height and width of the output in pixels.
+          image_size: height and width of the output in pixels, or (height, width), of which the
+            larger one counts for the resize.
+          normalization: see `for_training`.
           layout: axes of one output image, "HWC" or "CHW".
           antialias: see `Preprocess`.
         """
+        height, width = _height_and_width(image_size)
         return cls(
-            image_size=(image_size, image_size),
-            crop=CenterCrop(resize_shorter=_resize_for(image_size)),
-            mirror_probability=0.0,
+            image_size=(height, width),
+            crop=CenterCrop(resize_shorter=_resize_for(max(height, width))),
             layout=layout,
             antialias=antialias,
+            **_statistics_of(normalization),
         )
+
+
+def _height_and_width(image_size: int | tuple[int, int]) -> tuple[int, int]:
+    return (image_size, image_size) if isinstance(image_size, int) else image_size
+
+
+def _statistics_of(normalization: Normalization | None) -> dict[str, Any]:
+    if normalization == "imagenet":
+        return {}  # the default
+    mean, std = _NORMALIZATIONS[normalization]
+    return {"mean": (mean,) * 3, "std": (std,) * 3}
 
 
 def _resize_for(image_size: int) -> int:

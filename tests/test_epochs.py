@@ -9,10 +9,19 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import BACKENDS, TF_DATA, backends, refused, spec_of
+from conftest import (
+    BACKENDS,
+    TF_DATA,
+    backends,
+    numbered_examples,
+    refused,
+    spec_of,
+    write_dataset,
+    write_tfrecord,
+)
 from models import make_model
 
-from dali_tf_input import Preprocess, Resume
+from dali_tf_input import Checks, DatasetSpec, Preprocess, Resume, build_index
 from dali_tf_input.distribution import distribute
 
 NUM_RECORDS, BATCH = 24, 5  # 4 steps an epoch, and a remainder
@@ -182,6 +191,24 @@ def test_plain_metrics_over_padding_warn(dataset):
     model = make_model(8, 24, strategy=strategy, metrics=["accuracy"])
     with pytest.warns(RuntimeWarning, match="`metrics` count the 4 images that pad the last of 2"):
         evaluation(dataset, TF_DATA, 14, strategy).evaluate(model, verbose=0)
+
+
+@pytest.mark.parametrize("verify", ["framing", "schema"])
+def test_labels_that_count_from_1(tmp_path, verify):
+    """Known beforehand, or by what TensorFlow says of the record."""
+    write_dataset(tmp_path, [8, 8])
+    for file in tmp_path.glob("train-*-of-?????"):
+        write_tfrecord(file, numbered_examples(8, first=1))
+    build_index(tmp_path / "train-*", Checks(verify=verify))
+    records = DatasetSpec.from_files(tmp_path / "train-*")
+    said = {
+        "framing": "A record has label 8, the model's classes are 0 to 7",
+        "schema": "Labels run from 1 to 8, the model has 8 outputs, for labels 0 to 7",
+    }
+    with refused(rf"{said[verify]}\. Where labels count from 1, pass label_offset=1 to .*schema"):
+        feed(records, TF_DATA).fit(make_model(8, 8), epochs=1, verbose=0)
+    records = DatasetSpec.from_files(tmp_path / "train-*", label_offset=1)
+    assert feed(records, TF_DATA).fit(make_model(8, 8), epochs=1, verbose=0)
 
 
 def test_what_is_refused(dataset):

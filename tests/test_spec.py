@@ -49,6 +49,25 @@ def test_for_training():
     assert Preprocess.for_training(224, layout="CHW").image_shape == (3, 224, 224)
 
 
+@pytest.mark.parametrize(
+    ("normalization", "black", "white"),
+    [(None, 0, 255), ("0..1", 0, 1), ("-1..1", -1, 1), ("imagenet", -2.1179, 2.2489)],
+)
+def test_normalization_by_name(normalization, black, white):
+    """What the red channel of black and white becomes."""
+    for make in (Preprocess.for_training, Preprocess.for_evaluation):
+        preprocess = make((32, 48), normalization=normalization)
+        assert preprocess.image_size == (32, 48)
+        mean, std = preprocess.mean[0], preprocess.std[0]
+        assert ((0 - mean) / std, (255 - mean) / std) == pytest.approx((black, white), abs=1e-4)
+    assert ("normalize" in preprocess.describe()) == (normalization is not None)
+
+
+def test_every_field_of_preprocess_has_a_default():
+    """The whole image, resized."""
+    assert Preprocess().describe() == "decode, resize to 224x224, normalize, float32 HWC"
+
+
 def test_for_evaluation():
     preprocess = Preprocess.for_evaluation(112, layout="CHW")
     assert preprocess.crop == CenterCrop(resize_shorter=128)
