@@ -154,14 +154,14 @@ class Distributed(NamedTuple):
             outputs = shape[-1]
             if isinstance(outputs, int) and 1 < outputs <= known[1]:  # 1: a threshold or a value
                 raise InputError(
-                    f"Labels run from {known[0]} to {known[1]}, the model has {outputs} outputs, for"
-                    f" labels 0 to {outputs - 1}. {self._label_remedy()}"
+                    f"Labels run from {known[0]} to {known[1]}, the model has {outputs} outputs,"
+                    f" for labels 0 to {outputs - 1}. {self._label_remedy()}"
                 )
 
     def _label_remedy(self) -> str:
         dataset = self.spec.dataset
         command = index_command(
-            dataset.files[:3],
+            dataset.files,
             index_dir=index_dir_of(dataset.files[0], dataset.index_files[0]),
             arguments=["--verify=schema"],
         )
