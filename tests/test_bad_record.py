@@ -419,8 +419,11 @@ def test_an_error_of_the_model_stays_as_it_is(tmp_path):
     from the input.
     """
     dataset = write(tmp_path / "dali_records", {})
-    with pytest.raises(tf.errors.InvalidArgumentError, match="label value"):
-        Resume(tmp_path / "run", feed(dataset, "dali")).fit(make_model(8, 3), epochs=1)
+    gather = keras.layers.Lambda(
+        lambda images: tf.gather(tf.reshape(images, (-1, 192)), [192], axis=1), (1,)
+    )
+    with pytest.raises(tf.errors.InvalidArgumentError, match="192 is not in"):
+        Resume(tmp_path / "run", feed(dataset, "dali")).fit(make_model(8, 120, gather), epochs=1)
 
 
 @pytest.mark.parametrize(
