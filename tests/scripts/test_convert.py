@@ -218,7 +218,7 @@ def test_make_tfrecords_of_any_image(tmp_path):
     assert sorted(sizes)[-1] == 90
     process = run(
         "make_tfrecords.py",
-        "--num_processes=1",
+        "--decoder=dali",
         "--resize_shorter=30",
         "--quality=80",
         "--overwrite",
@@ -273,9 +273,8 @@ def test_make_tfrecords_from_tfrecords(tmp_path):
         convert(source, tmp_path / "new"), "2 of 2 files have no index", "-m dali_tf_input.index "
     )
     assert run("index_tfrecords.py", source).returncode == 0
-    process = run(
-        "make_tfrecords.py", "--num_files=5", "--validation_fraction=0.2", source, tmp_path / "new"
-    )
+    arguments = ["--decoder=dali", "--num_files=5", "--validation_fraction=0.2", source]
+    process = run("make_tfrecords.py", *arguments, tmp_path / "new")
     assert (process.returncode, process.stderr) == (0, "")
     names = sorted(path.name for path in (tmp_path / "new").glob("*-of-*"))
     assert names == [
