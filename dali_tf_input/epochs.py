@@ -1,10 +1,13 @@
 """Training datasets that end with their epoch; the next iterator serves the next epoch."""
 
+import atexit
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
+from dali_tf_input.errors import InputError
 from dali_tf_input.order import StartStep
 from dali_tf_input.replicas import OneDeviceDataset
 
@@ -34,9 +37,13 @@ class Epochs:
     """A dataset without end, served epoch by epoch.
 
     One iterator of TensorFlow's serves all epochs: a new one would start DALI's pipeline and
-    tf.data's threads again, and repeat the order of "buffer". But an epoch that was not used up
-    starts again, with a new iterator: Keras takes one batch to build a model. Where the order is
-    not fixed, that holds until the first epoch was used up.
+    tf.data's threads again, and repeat the order of "buffer". But an epoch of which a loop in
+    Python took some batches only starts again, with a new iterator: Keras takes one batch to build
+    a model. Where the order is not fixed, that holds until the first epoch was used up. After a
+    `fit` that was interrupted the next epoch starts where the iterator is.
+
+    In a `tf.function` a loop over it has no end, nor have transformations but `map` and `prefetch`:
+    use `take`, which starts at the same step each time.
     """
 
     def __init__(
@@ -48,6 +55,7 @@ class Epochs:
         self._use = _Use(steps_per_epoch)
         self._first_step = start_step.step  # of the iterator's epoch
         self._goes_on = False
+        _made.add(self)
 
     @property
     def element_spec(self) -> Any:
@@ -71,6 +79,11 @@ class Epochs:
 
     def map(self, *arguments: Any, **options: Any) -> Any:
         """As `tf.data.Dataset.map`; the result ends with its epoch too."""
+        if not isinstance(self._endless, tf.data.Dataset):
+            raise InputError(
+                "A dataset of a strategy cannot be mapped, as Keras does for `class_weight`: weigh"
+                " the classes in the loss."
+            )
         return self._wrap(self._endless.map(*arguments, **options))
 
     def prefetch(self, *arguments: Any, **options: Any) -> Any:
@@ -97,6 +110,15 @@ class Epochs:
         self._use = self._iterator.use = _Use(use.most)
         self._start_step.step = self._first_step = step
         return self._iterator
+
+
+_made: "weakref.WeakSet[Epochs]" = weakref.WeakSet()
+
+
+@atexit.register  # DALI is unloaded at exit too, after this, and must have no pipeline left then
+def _drop_iterators() -> None:
+    for epochs in list(_made):
+        epochs._iterator = None
 
 
 class EpochDataset(Epochs, tf.data.Dataset):  # type: ignore[misc]

@@ -62,7 +62,8 @@ class Distributed(NamedTuple):
     ) -> dict[str, list[float]]:
         """Trains a Keras model: `model.fit` with what belongs to this input.
 
-        A further call continues with the next epoch of the records.
+        A further call continues with the next epoch of the records; with order "buffer" and
+        `class_weight`, for which Keras maps the dataset, it starts anew.
 
         Args:
           model: compiled; made under the strategy's scope if there is a strategy.
@@ -80,6 +81,11 @@ class Distributed(NamedTuple):
         """
         self._check_model(model)
         self._check_labels(model)
+        if self.steps_per_epoch % model.steps_per_execution:
+            raise InputError(
+                f"`steps_per_execution` must divide the {self.steps_per_epoch} steps of an epoch,"
+                f" got {model.steps_per_execution}."
+            )
         arguments |= {"epochs": epochs}
         if resume is not None:
             histories = resume.fit(model, validation=validation, **arguments)

@@ -75,8 +75,8 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
             raise InputError(f"Resuming needs a fixed `order`, 'global', got {train.spec.order!r}.")
         if train.start_step.step:
             raise InputError(
-                f"`train` starts at step {train.start_step.step}: the state says where to start,"
-                " omit `start_step`."
+                f"`train` starts at step {train.start_step.step}, by `start_step` or as it was used"
+                " before: the state says where to start, so call distribute(...) anew without it."
             )
         self._folder = os.path.abspath(os.path.expanduser(folder))
         self._train = train

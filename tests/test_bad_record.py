@@ -3,7 +3,9 @@
 import dataclasses
 import itertools
 import os
+import shutil
 import subprocess
+import tempfile
 import types
 from pathlib import Path
 
@@ -317,7 +319,9 @@ def test_another_file_in_its_place(tmp_path, backend, order):
 
 
 @backends
-@pytest.mark.parametrize("order", ["global", "buffer", "sequential"])
+@pytest.mark.parametrize(
+    "order", ["global", "buffer", pytest.param("sequential", marks=pytest.mark.slow)]
+)
 def test_an_index_that_goes_or_is_replaced(tmp_path, backend, order):
     """What `distribute` checked is out of reach: each iterator serves every record once."""
     dataset = write(tmp_path, {})
@@ -333,6 +337,16 @@ def test_an_index_that_goes_or_is_replaced(tmp_path, backend, order):
         InputError, match=r"train-0\.idx changed since `DatasetSpec.from_files` read"
     ):
         feed(dataset, "tf_data")
+
+
+def test_index_copies_that_go_are_made_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    dataset = write(tmp_path / "records", {})
+    for _ in range(2):
+        assert len(list(feed(dataset, "dali", "buffer", buffer_size=8).dataset)) == NUM_CLASSES // 4
+        shutil.rmtree(tmp_path / "temporary" / f"dali_tf_input-{os.getuid()}")
 
 
 @backends

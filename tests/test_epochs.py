@@ -84,7 +84,7 @@ def labels_of_training(fed, strategy, epochs=3, **arguments):
 
 @backends
 @strategies
-@pytest.mark.parametrize("order", ["global", "buffer"])
+@pytest.mark.parametrize("order", ["global", pytest.param("buffer", marks=pytest.mark.slow)])
 def test_three_epochs_end_and_are_those_of_steps_per_epoch(dataset, options, make_strategy, order):
     strategy = make_strategy()
     fed = feed(dataset, options, order, strategy)
@@ -219,5 +219,10 @@ def test_what_is_refused(dataset):
             feed(dataset, options, strategy=strategy).fit(plain, epochs=1)
         with refused(r"distribute\(..., strategy=...\) needs the MirroredStrategy of the model"):
             feed(dataset, options).fit(scoped, epochs=1)
+    with refused("A dataset of a strategy cannot be mapped, as Keras does for `class_weight`"):
+        feed(dataset, TF_DATA, strategy=strategy).fit(scoped, epochs=1, class_weight={0: 1.0})
+    several = make_model(8, 24, steps_per_execution=3)
+    with refused("`steps_per_execution` must divide the 4 steps of an epoch, got 3"):
+        feed(dataset, TF_DATA).fit(several, epochs=1)
     with refused("needs a pass that serves each record once: InputSpec"):
         feed(dataset, TF_DATA).predict(plain)

@@ -137,13 +137,21 @@ def check_states(files: Any, sizes: Integers, mtimes: Integers) -> Any:
     return files
 
 
-@functools.cache
 def hold_indexes(dataset: DatasetSpec) -> list[str]:
     """Copies the indexes to a folder that the process removes when it ends; returns their paths.
 
     DALI reads them anew for each iterator: one that went would end the process, and one that was
     cut would lose records without an error.
     """
+    held = _copy_indexes(dataset)
+    if not all(map(os.path.exists, held)):  # someone emptied the folder
+        _copy_indexes.cache_clear()
+        held = _copy_indexes(dataset)
+    return held
+
+
+@functools.cache
+def _copy_indexes(dataset: DatasetSpec) -> list[str]:
     folder = os.path.join(tempfile.gettempdir(), f"dali_tf_input-{os.getuid()}")
     with contextlib.ExitStack() as stack:
         staging = stack.enter_context(Staging(folder, "Set TMPDIR to another folder."))

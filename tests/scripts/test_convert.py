@@ -154,6 +154,7 @@ def test_make_tfrecords_replaces_sets_whole_or_not_at_all(tmp_path, photos):
     )
 
 
+@pytest.mark.slow
 def test_make_tfrecords_of_any_image(tmp_path):
     """What becomes of each kind: as it was, JPEG, RGB, upright, smaller; what cannot be read is
     left out and listed.
