@@ -34,7 +34,8 @@ _CRC_MASK = 0xA282EAD8
 _BATCH_RECORDS = 4096  # records per list that `find_records` yields
 _PAGE_BYTES = 4096  # of memory and disk
 _BLOCK_BYTES = 1 << 16
-_CHUNK_BYTES = 1 << 22  # read at a time when bytes are searched or summed up
+_CHUNK_BYTES = 1 << 22  # read at a time when bytes are summed up
+_SEARCH_BYTES = 1 << 18  # when they are searched: what NumPy makes of them stays in the cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,7 +236,7 @@ def _find_header(descriptor: int, start: int, file_size: int) -> int:
     position, size = start, _PAGE_BYTES  # small at first: the next record is often near
     while position + FRAME_SIZE <= file_size:
         chunk = os.pread(descriptor, size, position)
-        size = min(4 * size, _CHUNK_BYTES)
+        size = min(4 * size, _SEARCH_BYTES)
         if len(chunk) < HEADER_SIZE:
             break  # the file has been cut in the meantime
         for candidate, length in _find_lengths(chunk):
