@@ -5,6 +5,7 @@ arithmetic: the step that failed determines its records. Those are checked first
 then all records, for a minute at most.
 """
 
+import contextlib
 import dataclasses
 import glob
 import itertools
@@ -49,6 +50,7 @@ _NO_WORDS = re.compile(
     r"|which was used in .*|Error DALI_ERROR.*|)\s*$"
 )
 _CHANGED = "changed since it was indexed"
+_LABEL = "label range"
 _DALI_EXTENT = re.compile(
     r"(?:Failed to decode sample #\d+ :|Error while parsing TFRecord file:) (.+?) at index (\d+)\b"
 )
@@ -156,6 +158,18 @@ def explain(
     )
 
 
+def find_label(inputs: Sequence[FailedInput], label: int) -> str | None:
+    """Returns which record has a label that came out of one of the inputs, as file and number."""
+    searches = [_Search(failed, _SEARCH_SECONDS, label=label) for failed in inputs]
+    with contextlib.suppress(OSError, InputError):
+        for search in searches:
+            for records in (_likely_records(search.failed), range(search.dataset.num_records)):
+                found = search.check_first_bad(records)
+                if found and found[1].reason == _LABEL:
+                    return f"{found[0]}: record {found[1].record:,}, byte {found[1].offset:,},"
+    return None
+
+
 def _skip_command(dataset: DatasetSpec, options: DaliOptions | TfDataOptions) -> str:
     """Returns the command that skips everything in a dataset that is bad for a backend."""
     arguments = ["--verify=decode", "--on_bad=skip"]
@@ -244,10 +258,14 @@ def _likely_records(failed: FailedInput) -> list[int]:
 
 
 class _Search:
-    """Checks records as the index step does at level "decode", until the time is up."""
+    """Checks records as the index step does at level "decode", until the time is up.
 
-    def __init__(self, failed: FailedInput, seconds: float) -> None:
+    With `label` it looks for a record that has it instead, as it comes out.
+    """
+
+    def __init__(self, failed: FailedInput, seconds: float, *, label: int | None = None) -> None:
         self.failed = failed
+        self._label = label
         self.dataset = failed.spec.dataset
         self.checked: set[int] = set()
         entries = _read_entries(self.dataset)
@@ -303,6 +321,9 @@ class _Search:
         )
         if problem:
             return problem
+        if self._label is not None:
+            held = features[dataset.label_key][1][0] - dataset.label_offset
+            return (_LABEL, "") if held == self._label else None
         try:
             self._decode(features[dataset.image_key][1][0])
         except BadImage as bad:

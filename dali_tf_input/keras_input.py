@@ -2,15 +2,14 @@
 
 import contextlib
 import re
-import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from dali_tf_input.bad_record import FailedInput, explain
-from dali_tf_input.epochs import Epochs
+from dali_tf_input.bad_record import FailedInput, explain, find_label
+from dali_tf_input.epochs import EpochDataset, Epochs
 from dali_tf_input.errors import InputError
 from dali_tf_input.index.files import index_command, index_dir_of
 from dali_tf_input.options import Options
@@ -31,7 +30,8 @@ class Distributed(NamedTuple):
       dataset: what Keras `fit` or a custom loop iterates: a `tf.data.Dataset`, or under a strategy
         a `tf.distribute.DistributedDataset`. It ends with its epoch, and the next iterator serves
         the next epoch; an epoch of which only some batches were taken starts again. Its `repeat()`
-        has no end. Under MultiWorkerMirroredStrategy it has none either.
+        has no end. Under MultiWorkerMirroredStrategy it has none either. With `spec.repeat` False
+        it is TensorFlow's own, of one pass.
       steps_per_epoch: how many global batches one pass over the records fills; rounded up if
         `spec.repeat` is False.
       options: the options used; the chosen ones if None was given.
@@ -42,7 +42,7 @@ class Distributed(NamedTuple):
       global_batch_size: images in a step.
     """
 
-    dataset: Any
+    dataset: EpochDataset
     steps_per_epoch: int
     options: Options
     devices: tuple[str, ...]
@@ -68,7 +68,7 @@ class Distributed(NamedTuple):
         Args:
           model: compiled; made under the strategy's scope if there is a strategy.
           epochs: how many; with `resume` in all, including those before.
-          validation: what `distribute` returned for validation, after each epoch.
+          validation: what `distribute` returned for validation, which follows each epoch.
           resume: a `Resume` of this input, which saves the state and continues from it.
           **arguments: further ones for `model.fit`, such as callbacks.
 
@@ -91,7 +91,7 @@ class Distributed(NamedTuple):
             histories = resume.fit(model, validation=validation, **arguments)
         else:
             if validation is not None:
-                arguments["validation_data"] = validation.dataset
+                arguments |= validation.as_validation(model, arguments)
             with self.explain_errors(model, *([validation] if validation else [])):
                 histories = [model.fit(self.dataset, shuffle=False, **arguments)]
         found: dict[str, list[float]] = {}
@@ -103,9 +103,10 @@ class Distributed(NamedTuple):
     def evaluate(self, model: keras.Model, **arguments: Any) -> dict[str, float]:
         """Evaluates a Keras model on one pass (`spec.repeat` False): loss and metrics by name.
 
-        On one replica that is a CPU's they are those of the records. Otherwise padding fills the
-        last step: the loss and `weighted_metrics` leave it out, plain `metrics` count it, and a
-        warning says so.
+        They are those of the records, also where padding fills the last step: on several replicas,
+        or a GPU. There Keras's own `evaluate` counts the padding in plain `metrics`, but not in
+        `weighted_metrics`; this call leaves it out of both. For plain ones it traces the model
+        anew, without XLA.
 
         Args:
           model: compiled.
@@ -116,16 +117,8 @@ class Distributed(NamedTuple):
             fails.
         """
         self._check_one_pass(model)
-        padding = self.steps_per_epoch * self.global_batch_size - self.spec.dataset.num_records
-        if self._is_padded and padding and model.get_compile_config().get("metrics"):
-            warnings.warn(
-                f"`metrics` count the {padding} images that pad the last of"
-                f" {self.steps_per_epoch} steps: compile with `weighted_metrics` instead, which"
-                " leave them out.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        with self.explain_errors(model):
+        exact = _without_padding(model) if self._counts_padding(model) else contextlib.nullcontext()
+        with self.explain_errors(model), exact:
             found: dict[str, float] = model.evaluate(self.dataset, return_dict=True, **arguments)
         return found
 
@@ -148,10 +141,17 @@ class Distributed(NamedTuple):
             rows = model.predict(self.dataset, **arguments)
         return keras.tree.map_structure(lambda one: one[: self.spec.dataset.num_records], rows)
 
-    @property
-    def _is_padded(self) -> bool:
-        """Whether images of weight 0 fill the last step of a pass."""
-        return len(self.devices) > 1 or is_gpu(self.devices[0])
+    def as_validation(self, model: keras.Model, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Returns arguments that validate in `model.fit`: the data, or callbacks with one more."""
+        if not self._counts_padding(model):
+            return {"validation_data": self.dataset}
+        return {"callbacks": [_Validation(self), *(arguments.get("callbacks") or ())]}
+
+    def _counts_padding(self, model: keras.Model) -> bool:
+        """Whether images of weight 0 fill the last step of a pass, and Keras would count them."""
+        pads = len(self.devices) > 1 or is_gpu(self.devices[0])
+        padding = self.steps_per_epoch * self.global_batch_size - self.spec.dataset.num_records
+        return bool(pads and padding and model.get_compile_config().get("metrics"))
 
     def _check_labels(self, model: keras.Model) -> None:
         """Raises InputError if a classifier has fewer outputs than there are labels."""
@@ -223,12 +223,6 @@ class Distributed(NamedTuple):
         try:
             yield
         except tf.errors.OpError as error:
-            label = _LABEL_RANGE.search(str(error.message))
-            if label:
-                raise InputError(
-                    f"A record has label {label[1]}, the model's classes are 0 to"
-                    f" {int(label[2]) - 1}. {self._label_remedy()}"
-                ) from error
             counted = _count_steps(model)
             step = None if done is None or counted is None else start + counted - done
             inputs = [FailedInput(self.spec, self.options, step, self.global_batch_size)]
@@ -236,10 +230,52 @@ class Distributed(NamedTuple):
                 FailedInput(other.spec, other.options, None, other.global_batch_size)
                 for other in others
             ]
+            label = _LABEL_RANGE.search(str(error.message))
+            if label:
+                where = find_label(inputs, int(label[1])) or "A record"
+                raise InputError(
+                    f"{where} has label {label[1]}, the model's classes are 0 to"
+                    f" {int(label[2]) - 1}. {self._label_remedy()}"
+                ) from error
             found = explain(error, inputs)
             if found is None:
                 raise
             raise found from error
+
+
+class _Validation(keras.callbacks.Callback):  # type: ignore[misc]
+    """Validates at the end of an epoch, before other callbacks, where Keras would count padding."""
+
+    def __init__(self, held_out: Distributed) -> None:
+        super().__init__()
+        self._held_out = held_out
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        found = self._held_out.evaluate(self.model, verbose=0)
+        if logs is not None:
+            logs |= {f"val_{name}": value for name, value in found.items()}
+
+
+@contextlib.contextmanager
+def _without_padding(model: keras.Model) -> Iterator[None]:
+    """Lets the model's metrics see no images of weight 0."""
+    compute, jit_compile = model.compute_metrics, model.jit_compile
+
+    def compute_of_records(x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        is_record = tf.not_equal(sample_weight, 0)
+        parts = (x, y, y_pred, sample_weight)
+        return compute(
+            *keras.tree.map_structure(lambda one: tf.boolean_mask(one, is_record), parts)
+        )
+
+    model.compute_metrics, model.jit_compile = compute_of_records, False
+    model.make_test_function(force=True)
+    try:
+        yield
+    finally:
+        del model.compute_metrics
+        model.jit_compile = jit_compile
+        model.make_test_function(force=True)
 
 
 def _count_steps(model: keras.Model | None) -> int | None:

@@ -203,7 +203,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
                 f" {self.step} that are done, got {per_call}."
             )
         if validation is not None:
-            arguments["validation_data"] = validation.dataset
+            arguments |= validation.as_validation(model, arguments)
         # This one counts first, so that the others see the step counted; the last one saves,
         # including what the others changed.
         callbacks = [self, *(arguments.pop("callbacks", None) or ()), _Saver(self)]

@@ -40,10 +40,10 @@ class DatasetSpec:
       image_key: feature key of the encoded image, a bytes_list of one value.
       label_key: feature key of the label, an int64_list of one value.
       label_offset: subtracted from every stored label, so that classes count from 0.
-      label_range: lowest and highest label that comes out, if all files were checked at level
-        "schema" with this key; else None.
-      num_classes: how many different labels there are, if known (see `label_range`) and in at most
-        1000 runs; else None.
+      label_range: lowest and highest label that comes out, of the records that the index step
+        read: all from level "schema" on, else a sample; None if not known.
+      num_classes: how many different labels there are, if all files were checked at level "schema"
+        with this key and they form at most 1000 runs; else None.
       largest_image: (height, width) in pixels of the tallest and of the widest image, from level
         "decode" on; else None. DALI's GPU decoder allocates memory for it.
       states: (size in bytes, time of modification in nanoseconds, CRC-32C of the index) of each
@@ -110,8 +110,8 @@ class DatasetSpec:
         """Describes indexed TFRecord files by the manifest beside their indexes.
 
         It checks that no file and no index has changed since it was indexed. What each record holds
-        is known as far as the index step checked: of the first record of each file, or of all from
-        level "schema" on. Below that level, if a later record lacks the label, tf.data stops but
+        is known as far as the index step checked: of a sample of each file, or of all records from
+        level "schema" on. Below that level, if another record lacks the label, tf.data stops but
         DALI serves an arbitrary number.
 
         Args:
@@ -150,13 +150,14 @@ class DatasetSpec:
             entries[file].labels if entries[file].checked_by.get("label_key") == label_key else None
             for file in held
         ]
-        known = merge_labels([one for one in labels if one])
-        if known and known.range[0] < label_offset:
+        # What is known of only some files is not known.
+        known = merge_labels([one for one in labels if one]) if all(labels) else None
+        found_range = summary.features[label_key].range
+        if found_range and found_range[0] < label_offset:
             raise InputError(
-                f"`label_offset` must be at most the lowest label, {known.range[0]}, got "
+                f"`label_offset` must be at most the lowest label, {found_range[0]}, got "
                 f"{label_offset}: it is subtracted from every label, and classes count from 0."
             )
-        known = known if all(labels) else None  # what is known of only some files is not known
         images = [
             (entries[file].records, entries[file].images)
             for file in held
@@ -177,7 +178,9 @@ class DatasetSpec:
             label_key=label_key,
             label_offset=label_offset,
             label_range=(
-                (known.range[0] - label_offset, known.range[1] - label_offset) if known else None
+                (found_range[0] - label_offset, found_range[1] - label_offset)
+                if found_range
+                else None
             ),
             num_classes=known.num_classes if known else None,
             largest_image=(

@@ -263,15 +263,16 @@ def examine_files(files: list[str]) -> Iterator[Finding]:
         yield Finding("warning", "records", f"{count}, {skipped:,} skipped", fix)
     else:
         yield Finding("ok", "records", count)
-    if dataset.label_range is None:
+    low, high = dataset.label_range or (None, None)
+    if dataset.num_classes is None:
         keys = (_FILES.image_key, _FILES.label_key, _FILES.label_offset)
         arguments = [f"--{flag.name}={flag.value}" for flag in keys if flag.value]
         arguments += ["--verify=schema", *(["--on_bad=skip"] if skipped else [])]
         pattern = files[0] if len(files) == 1 else files
         fix = index_command(pattern, index_dir=_FILES.index_dir.value, arguments=arguments)
-        yield Finding("warning", "labels", "not every record was checked", fix)
+        known = f"{low} to {high}, " if dataset.label_range else ""
+        yield Finding("warning", "labels", f"{known}not every record was checked", fix)
     else:
-        low, high = dataset.label_range
         yield Finding("ok", "labels", f"{low} to {high}")
 
 

@@ -215,7 +215,7 @@ def check_training(dataset: DatasetSpec) -> dict[str, Any]:
     for name, options in (("tf_data", TfDataOptions()), ("dali", make_options())):
         keras.utils.clear_session()
         keras.mixed_precision.set_global_policy("float32" if small else "mixed_float16")
-        classes = (dataset.label_range[1] if dataset.label_range else 1000) + 1
+        classes = max(1000, dataset.label_range[1] if dataset.label_range else 0) + 1
         layers = [keras.layers.Input((size, size, 3)), keras.layers.Flatten()]
         model = keras.Sequential([*layers, keras.layers.Dense(classes, "softmax")])
         if not small:

@@ -62,7 +62,7 @@ def count_classes(records: dti.DatasetSpec) -> int:
     path = os.path.join(os.path.dirname(records.files[0]), "labels.txt")
     if os.path.exists(path):
         return len(read_names(path))
-    if records.label_range:
+    if records.label_range and records.num_classes:  # not of a sample
         return records.label_range[1] + 1
     raise dti.InputError(
         f"The number of classes is unknown: there is no {path}. Pass --num_classes=N, or index with"

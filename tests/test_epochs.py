@@ -3,6 +3,7 @@ makes of it.
 """
 
 import contextlib
+import dataclasses
 import itertools
 
 import keras
@@ -19,9 +20,9 @@ from conftest import (
     write_dataset,
     write_tfrecord,
 )
-from models import make_model
+from models import FROM_LOGITS, make_model
 
-from dali_tf_input import Checks, DatasetSpec, Preprocess, Resume, build_index
+from dali_tf_input import DatasetSpec, Preprocess, Resume, build_index
 from dali_tf_input.distribution import distribute
 
 NUM_RECORDS, BATCH = 24, 5  # 4 steps an epoch, and a remainder
@@ -186,26 +187,48 @@ def test_plain_metrics_on_one_replica_are_exact(dataset, options):
     assert validation.evaluate(model, verbose=0)["accuracy"] == pytest.approx(right, abs=1e-6)
 
 
-def test_plain_metrics_over_padding_warn(dataset):
+@backends
+def test_plain_metrics_leave_padding_out(dataset, options, tmp_path):
+    """24 records on two replicas, 14 at a time: of the second one's, 4 are padding."""
     strategy = mirrored()
-    model = make_model(8, 24, strategy=strategy, metrics=["accuracy"])
-    with pytest.warns(RuntimeWarning, match="`metrics` count the 4 images that pad the last of 2"):
-        evaluation(dataset, TF_DATA, 14, strategy).evaluate(model, verbose=0)
+    with strategy.scope():
+        top = keras.metrics.SparseTopKCategoricalAccuracy(name="top")
+    compiled = {"metrics": ["accuracy"], "weighted_metrics": [top]}
+    model = make_model(8, 24, strategy=strategy, **compiled)
+    held_out = evaluation(dataset, options, 14, strategy)
+    logits = held_out.predict(model, verbose=0)
+    labels = np.arange(24)
+    expected = {
+        "accuracy": np.mean(logits.argmax(axis=1) == labels),
+        "top": np.mean((logits.argsort(axis=1)[:, -5:] == labels[:, None]).any(axis=1)),
+        "loss": float(tf.reduce_mean(FROM_LOGITS(labels, logits))),
+    }
+    assert held_out.evaluate(model, verbose=0) == pytest.approx(expected, rel=1e-4)
+    for resume in (None, Resume(tmp_path, feed(dataset, options, strategy=strategy))):
+        train = feed(dataset, options, strategy=strategy)
+        if resume:
+            train = resume._train
+        callback = keras.callbacks.EarlyStopping("val_accuracy", patience=9)
+        logged = {"validation": held_out, "callbacks": [callback], "verbose": 0}
+        history = train.fit(model, epochs=2, resume=resume, **logged)
+        after = held_out.evaluate(model, verbose=0)
+        assert history["val_accuracy"][-1] == pytest.approx(after["accuracy"])
+        assert callback.best == max(history["val_accuracy"])
 
 
-@pytest.mark.parametrize("verify", ["framing", "schema"])
-def test_labels_that_count_from_1(tmp_path, verify):
-    """Known beforehand, or by what TensorFlow says of the record."""
+@pytest.mark.parametrize("is_known", [True, False])
+def test_labels_that_count_from_1(tmp_path, is_known):
+    """Known beforehand, by a sample, or by what TensorFlow says of a batch."""
     write_dataset(tmp_path, [8, 8])
     for file in tmp_path.glob("train-*-of-?????"):
         write_tfrecord(file, numbered_examples(8, first=1))
-    build_index(tmp_path / "train-*", Checks(verify=verify))
+    build_index(tmp_path / "train-*")
     records = DatasetSpec.from_files(tmp_path / "train-*")
-    said = {
-        "framing": "A record has label 8, the model's classes are 0 to 7",
-        "schema": "Labels run from 1 to 8, the model has 8 outputs, for labels 0 to 7",
-    }
-    with refused(rf"{said[verify]}\. Where labels count from 1, pass label_offset=1 to .*schema"):
+    said = "Labels run from 1 to 8, the model has 8 outputs, for labels 0 to 7"
+    if not is_known:
+        records = dataclasses.replace(records, label_range=None)
+        said = "train-0000.*: record 7, byte .* has label 8, the model's classes are 0 to 7"
+    with refused(rf"{said}\. Where labels count from 1, pass label_offset=1 to .*schema"):
         feed(records, TF_DATA).fit(make_model(8, 8), epochs=1, verbose=0)
     records = DatasetSpec.from_files(tmp_path / "train-*", label_offset=1)
     assert feed(records, TF_DATA).fit(make_model(8, 8), epochs=1, verbose=0)

@@ -219,27 +219,29 @@ def test_label_offset(tmp_path):
     examples = [{"image": IMAGE, "label": label} for label in (1, 3, 1000)]
     file = write_tfrecord(tmp_path / "train", examples)
     build_index(file)
-    assert from_files(file, label_offset=1).label_range is None  # not checked yet
-    build_index(file, Checks(verify="schema"))
-    assert from_files(file).label_range == (1, 1000)
-    assert from_files(file, label_offset=1).label_range == (0, 999)
-    with refused("`label_offset` must be at most the lowest label, 1, got 2"):
-        from_files(file, label_offset=2)
+    for checks, num_classes in ((Checks(), None), (Checks(verify="schema"), 3)):
+        build_index(file, checks)
+        assert from_files(file).label_range == (1, 1000)
+        dataset = from_files(file, label_offset=1)
+        assert (dataset.label_range, dataset.num_classes) == ((0, 999), num_classes)
+        with refused("`label_offset` must be at most the lowest label, 1, got 2"):
+            from_files(file, label_offset=2)
 
 
-def test_what_is_known_of_other_labels_or_of_some_files_is_not_known(tmp_path):
+def test_what_is_known_of_some_files_is_not_known(tmp_path):
     examples = [{"image": IMAGE, "label": 5, "coarse": number} for number in range(4)]
     for name in ("train-0", "train-1"):
         write_tfrecord(tmp_path / name, examples)
     build_index(tmp_path / "train-0", Checks(verify="decode", decoder="dali"))
     build_index(tmp_path / "train-1")
     dataset = from_files(tmp_path / "train-?")
-    assert (dataset.label_range, dataset.largest_image) == (None, None)
+    assert (dataset.num_classes, dataset.largest_image) == (None, None)
     with refused("`label_offset` must be at most the lowest label, 5, got 6"):
         from_files(tmp_path / "train-?", label_offset=6)
-    assert from_files(tmp_path / "train-0").label_range == (5, 5)
+    assert from_files(tmp_path / "train-0").num_classes == 1
     coarse = from_files(tmp_path / "train-0", image_key="image", label_key="coarse")
-    assert (coarse.label_range, coarse.largest_image) == (None, (9, 9))
+    assert (coarse.label_range, coarse.num_classes) == ((0, 3), None)
+    assert coarse.largest_image == (9, 9)
 
 
 def test_largest_image(tmp_path):

@@ -25,7 +25,7 @@ from dali_tf_input import command
 from dali_tf_input.command import format_count
 from dali_tf_input.index.build import IndexFaultsError, IndexReport, OnBad, Progress, build_index
 from dali_tf_input.index.checks import MAX_PIXELS, Checks, Decoder
-from dali_tf_input.index.contents import KEY_PRESETS, LEVELS, Images, Labels, Summary
+from dali_tf_input.index.contents import KEY_PRESETS, LEVELS, Images, Labels, Summary, find_keys
 from dali_tf_input.index.files import BAD_RECORDS_NAME, index_command
 from dali_tf_input.index.tfrecord import BadRecord
 
@@ -183,8 +183,9 @@ def _describe(summary: Summary) -> list[tuple[str, str]]:
         rows.append(("skipped", f"{count} ({part:.2%}), listed in {BAD_RECORDS_NAME}"))
     if summary.features:
         rows.append(("features", _describe_features(summary)))
-    if summary.labels:
-        rows.append(("labels", _describe_labels(summary.labels)))
+    labels = _describe_labels(summary)
+    if labels:
+        rows.append(("labels", labels))
     if summary.images:
         rows.append(("images", _describe_images(summary.images)))
     return rows
@@ -202,12 +203,20 @@ def _describe_features(summary: Summary) -> str:
     return text
 
 
-def _describe_labels(labels: Labels) -> str:
-    first, last = labels.range
-    count = labels.num_classes
-    classes = f"{count:,} classes" if count else "more classes than are counted"
+def _describe_labels(summary: Summary) -> str:
+    _, key = find_keys(summary.features, image_key=_IMAGE_KEY.value, label_key=_LABEL_KEY.value)
+    found = summary.labels or summary.features.get(key or "")
+    if not found or not found.range:
+        return ""
+    if isinstance(found, Labels):
+        count = found.num_classes
+        known = f"{count:,} classes" if count else "more classes than are counted"
+    else:
+        part = "all" if found.records == summary.records else "a sample of"
+        known = f"in {part} {format_count(found.records, 'record')}"
+    first, last = found.range
     hint = " (train with label_offset=1)" if first == 1 and _LABEL_OFFSET.value == 0 else ""
-    return f"{first:,} to {last:,}, {classes}{hint}"
+    return f"{first:,} to {last:,}, {known}{hint}"
 
 
 def _describe_images(images: Images) -> str:

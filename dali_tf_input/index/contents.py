@@ -30,12 +30,14 @@ class Feature:
       records: how many records have the key.
       first_without: number of the first record, in its file, that lacks the key; None if all have
         it.
+      range: lowest and highest value, if all are int64_lists of one value; else None.
     """
 
     kinds: tuple[str, ...]
     lengths: tuple[_Number, _Number]
     records: _Number
     first_without: int | None = None
+    range: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +82,7 @@ class FileEntry:
       verified: the level of checking.
       checked_by: what else the checks depended on (keys, label range, decoders), so that a run that
         asks for the same need not check again.
-      parsed: of how many records the features were read: one, below "schema".
+      parsed: of how many records the features were read: below "schema", of a sample.
       features: by key.
       folder: absolute path of the file's folder, if that is not the folder of the index.
       labels: from level "schema" on.
@@ -172,6 +174,7 @@ def summarize(entries: Mapping[str, FileEntry]) -> Summary:
             kinds=tuple(sorted({kind for feature in found for kind in feature.kinds})),
             lengths=(min(shortest), max(longest)),
             records=sum(feature.records for feature in found),
+            range=merge_ranges([feature.range for feature in found]),
         )
         for file, entry in parsed:
             record = entry.features[key].first_without if key in entry.features else 0
@@ -193,6 +196,14 @@ def summarize(entries: Mapping[str, FileEntry]) -> Summary:
     )
 
 
+def merge_ranges(ranges: Sequence[tuple[int, int] | None]) -> tuple[int, int] | None:
+    """Returns the lowest and the highest of some ranges; None if one of them is."""
+    known = [one for one in ranges if one]
+    if len(known) < len(ranges):
+        return None
+    return min(low for low, _ in known), max(high for _, high in known)
+
+
 def merge_labels(found: list[Labels]) -> Labels | None:
     """Returns the labels of several files together; None of none."""
     if not found:
@@ -200,8 +211,8 @@ def merge_labels(found: list[Labels]) -> Labels | None:
     runs: tuple[tuple[int, int], ...] | None = None
     if all(labels.runs is not None for labels in found):
         runs = tuple(merge_runs(run for labels in found for run in labels.runs or ()))
-    lowest, highest = zip(*(labels.range for labels in found), strict=True)
-    return Labels(range=(min(lowest), max(highest)), runs=runs)
+    whole = merge_ranges([labels.range for labels in found])
+    return Labels(range=whole, runs=runs) if whole else None
 
 
 def merge_runs(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -25,8 +25,11 @@ from dali_tf_input.index.example import decode_example
 from dali_tf_input.index.tfrecord import BadRecord, find_records, has_valid_data, read_data
 
 _MOST_DATA_BYTES = 1 << 28  # parsing takes five times a record's size; protobuf ends at 2 GiB
-_MOST_FIRST_RECORDS = 8
-_MOST_FIRST_BYTES = 1 << 26
+# What is read of each batch of records (4096 at most) below level "schema": a part that costs less
+# than to find them.
+_MOST_SAMPLED = 32
+_MOST_SAMPLED_BYTES = 1 << 20
+_MOST_FIRST_BYTES = 1 << 26  # of one record
 _MOST_KEYS = 1000
 _MOST_RUNS = 1000
 _PROGRESS_SECONDS = 0.2
@@ -89,8 +92,8 @@ def check_file(
                         extents.append(extent)
                     progress.add(1, extent[1])
                     number += 1
-            if not records and checks.verify in ("framing", "crc"):
-                content.read_first(descriptor, extents)
+            if checks.verify in ("framing", "crc") and not isinstance(found, BadRecord):
+                content.sample(descriptor, found, number - len(found))
             for wrong in bad:
                 on_bad_record(wrong)
             text = "".join(map("%d %d\n".__mod__, extents)).encode()
@@ -163,21 +166,23 @@ class _Content:
         self._first_parsed = 0
         self._features: dict[
             str, list[Any]
-        ] = {}  # kinds, shortest, longest, records, first without
+        ] = {}  # kinds, shortest, longest, records, first without, range
         self._labels = array("q")
         self._heights: Counter[int] = Counter()
         self._widths: Counter[int] = Counter()
         self._formats: Counter[str] = Counter()
 
-    def read_first(self, descriptor: int, extents: list[tuple[int, int]]) -> None:
-        """Notes the features of the first record, of a few, that is an Example; judges nothing."""
-        for extent in extents[:_MOST_FIRST_RECORDS]:
-            if self.parsed:
-                return
-            data = read_data(descriptor, *extent) if extent[1] <= _MOST_FIRST_BYTES else None
+    def sample(self, descriptor: int, extents: list[tuple[int, int]], first: int) -> None:
+        """Notes the features of some of the records from number `first` on; judges nothing."""
+        last, size = len(extents) - 1, sum(size for _, size in extents)
+        most = min(last, _MOST_SAMPLED - 1, _MOST_SAMPLED_BYTES * last // max(size, 1))
+        for row in sorted({part * last // max(most, 1) for part in range(most + 1)}):
+            data = None
+            if extents[row][1] <= _MOST_FIRST_BYTES:
+                data = read_data(descriptor, *extents[row])
             with contextlib.suppress(InputError):  # level "schema" says what it is
                 if data:
-                    self._note_features(decode_example(data), 0)
+                    self._note_features(decode_example(data), first + row)
 
     def check(self, descriptor: int, extent: tuple[int, int], number: int) -> BadRecord | None:
         """Returns what is wrong with record `number` at `extent` (offset, size), if anything."""
@@ -241,11 +246,15 @@ class _Content:
                 if len(self._features) >= _MOST_KEYS:
                     continue
                 first_without = self._first_parsed if self.parsed else None
-                known = self._features[key] = [set(), len(values), len(values), 0, first_without]
+                known = [set(), len(values), len(values), 0, first_without, None]
+                self._features[key] = known
             known[0].add(kind)
             known[1] = min(known[1], len(values))
             known[2] = max(known[2], len(values))
             known[3] += 1
+            if kind == "int64_list" and len(values) == 1:
+                low, high = known[5] or (values[0], values[0])
+                known[5] = (min(low, values[0]), max(high, values[0]))
             held += 1
         if held < len(self._features):
             for key, known in self._features.items():
@@ -260,8 +269,9 @@ class _Content:
                 lengths=(shortest, longest),
                 records=records,
                 first_without=first_without,
+                range=found if shortest == longest == 1 and kinds == {"int64_list"} else None,
             )
-            for key, (kinds, shortest, longest, records, first_without) in sorted(
+            for key, (kinds, shortest, longest, records, first_without, found) in sorted(
                 self._features.items()
             )
         }

@@ -738,7 +738,7 @@ def test_a_bad_first_record_hides_nothing(tmp_path):
     ruin(file, 30)
     for level in ("framing", "crc"):
         build_index(file, Checks(verify=level), force=True, **SKIP)
-        with refused("The records hold 'image', not the keys"):
+        with refused("`label_key` 'label' is not in record 1 of"):
             from_files(file)
     _, faults = index_with_faults(file, SCHEMA, **SKIP)
     assert faults == [("train", 0, "data CRC"), ("train", 1, "label missing")]
@@ -887,8 +887,13 @@ def test_names_that_are_not_utf8(tmp_path):
         build_index(write_tfrecord(tmp_path / os.fsdecode(b"\xff") / "train", [TINY]))
 
 
-def test_framing_reads_no_data_but_the_first_record(tmp_path, monkeypatch):
-    file = write_tfrecord(tmp_path / "train", [TINY] * 20)
+@pytest.mark.parametrize(
+    ("size", "count", "sampled"), [(1, 1, 1), (1, 20, 20), (1, 5000, 65), (1 << 18, 40, 5)]
+)
+def test_framing_reads_the_data_of_a_sample(tmp_path, monkeypatch, size, count, sampled):
+    """Of each 4096 records 32 at most, 1 MiB at most, evenly spaced, the first and the last."""
+    examples = [{"image": bytes(size), "label": number} for number in range(count)]
+    file = write_tfrecord(tmp_path / "train", examples)
     read = []
     monkeypatch.setattr(
         file_check, "read_data", lambda *place: read.append(place) or read_data(*place)
@@ -897,7 +902,9 @@ def test_framing_reads_no_data_but_the_first_record(tmp_path, monkeypatch):
     entry = file_check.check_file(
         file, io.BytesIO(), Checks(), decode=None, crashing={}, **listeners
     )
-    assert (entry.parsed, len(read)) == (1, 1)
+    assert entry.parsed == len(read) == sampled
+    label = entry.features["label"]
+    assert (label.range, label.first_without) == ((0, count - 1), None)
 
 
 def test_links_count_once(files, tmp_path):

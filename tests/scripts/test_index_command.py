@@ -20,7 +20,8 @@ def test_index(tmp_path):
     assert process.returncode == 0
     assert process.stderr == ""
     names = [line.split()[0] for line in process.stdout.splitlines()]
-    assert names == ["files", "records", "size", "verified", "features"]
+    assert names == ["files", "records", "size", "verified", "features", "labels"]
+    assert rows(process.stdout)["labels"] == "0 to 2, in all 3 records"
     shown = rows(process.stdout)
     assert (shown["files"], shown["records"]) == ("1 indexed", "3")
     assert shown["verified"] == "framing 1 file"
@@ -84,8 +85,9 @@ def test_index_hints_at_labels_from_1(tmp_path):
     write_tfrecord(
         tmp_path / "train", [{"image": jpeg(9, 9), "label": label} for label in (1, 2, 5)]
     )
-    process = run("index_tfrecords.py", "--verify=schema", tmp_path / "train")
-    assert rows(process.stdout)["labels"] == "1 to 5, 3 classes (train with label_offset=1)"
+    for level, known in (("framing", "in all 3 records"), ("schema", "3 classes")):
+        process = run("index_tfrecords.py", f"--verify={level}", tmp_path / "train")
+        assert rows(process.stdout)["labels"] == f"1 to 5, {known} (train with label_offset=1)"
     flags = ["--verify=schema", "--label_offset=1", "--num_classes=4", "--force"]
     process = run("index_tfrecords.py", *flags, tmp_path / "train")
     fails(process, "label range: `label_key` 'label' must be in 1 to 4, found 5", bad_records=True)
