@@ -10,6 +10,7 @@ import tensorflow as tf
 from dali_tf_input.errors import Count, InputError, checked
 from dali_tf_input.keras_input import Distributed
 from dali_tf_input.options import AUTOTUNE, DaliOptions
+from dali_tf_input.replicas import check_keras, scope_of, strategy_of
 
 _QUEUED = 4  # batches that a pipeline holds in addition to its prefetching: nobody waited for them
 _AUTOTUNED = 16  # batches that prefetching may hold if tf.data chooses
@@ -44,9 +45,10 @@ class EpochProfile(NamedTuple):
 class InputProfile(keras.callbacks.Callback):  # type: ignore[misc]
     """Measures which part of a step the model waits for input, against the step on a cached batch.
 
-    Use it as ``model.fit(train.dataset, callbacks=[InputProfile(train)], ...)``. Its `epochs` hold
-    an `EpochProfile` per epoch, and the logs of an epoch have "input_wait", for History and for
-    later callbacks.
+    Use it as ``train.fit(model, epochs=..., profile=InputProfile(train))``, or as the first of
+    `callbacks`. Its `epochs` hold an `EpochProfile` per epoch. Keras's progress bar, History and
+    the callbacks that follow, such as TensorBoard, get "images_per_second" and, from the end of the
+    first epoch on, "input_wait".
 
     On a CPU the model also runs slower while input is made beside it; that counts as waiting. The
     steps on the cached batch leave no trace: model, metrics and optimizers (also those that are
@@ -67,8 +69,8 @@ class InputProfile(keras.callbacks.Callback):  # type: ignore[misc]
         """Makes a callback.
 
         Args:
-          train: what `distribute` returned, or any dataset that `fit` iterates; one batch is taken
-            from it, with an iterator of its own.
+          train: what `distribute` returned, or any dataset of tuples that `fit` iterates; one batch
+            is taken from it, with an iterator of its own.
           cached_steps: steps on that batch after each epoch, at least 1; rounded up to
             `steps_per_execution`.
           clock: returns the wall time in seconds.
@@ -77,6 +79,7 @@ class InputProfile(keras.callbacks.Callback):  # type: ignore[misc]
           InputError: `cached_steps` is below 1; or, when training begins, the model has
             `steps_per_execution` above 1 under a strategy of several replicas.
         """
+        check_keras("InputProfile")
         super().__init__()
         self.epochs: list[EpochProfile] = []
         self._dataset = train.dataset if isinstance(train, Distributed) else train
@@ -85,25 +88,29 @@ class InputProfile(keras.callbacks.Callback):  # type: ignore[misc]
         self._cached_steps = cached_steps
         self._clock = clock
         self._batch: Any = None
+        self._images = 0  # in a step
         self._calls: list[tuple[int, float]] = []  # (steps, seconds)
-        self._start, self._first = 0.0, 0
+        self._start, self._first, self._sum = 0.0, 0, (0, 0.0)
         self._traced = False
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Takes the batch."""
-        strategy = self.model.distribute_strategy
-        if self.model.steps_per_execution > 1 and strategy.num_replicas_in_sync > 1:
+        strategy = strategy_of(self.model)
+        if strategy and self.model.steps_per_execution > 1 < strategy.num_replicas_in_sync:
             raise InputError(
                 f"`steps_per_execution` {self.model.steps_per_execution} cannot be profiled under a"
                 " strategy of several replicas: compile with 1."
             )
         if self._batch is None:
             self._batch = next(iter(self._dataset))
+            first = self._batch[0]
+            parts = strategy.experimental_local_results(first) if strategy else (first,)
+            self._images = sum(len(part) for part in parts)
         self._traced = False
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Forgets the steps of the epoch before."""
-        self._calls = []
+        self._calls, self._sum = [], (0, 0.0)
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Starts the clock: other callbacks do not count."""
@@ -113,7 +120,17 @@ class InputProfile(keras.callbacks.Callback):  # type: ignore[misc]
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Stops the clock when the devices are done."""
         tf.test.experimental.sync_devices()
-        self._calls.append((batch + 1 - self._first, self._clock() - self._start))
+        steps, seconds = batch + 1 - self._first, self._clock() - self._start
+        if self._traced or self._calls:  # else this call was traced
+            self._sum = (self._sum[0] + steps, self._sum[1] + seconds)
+        self._calls.append((steps, seconds))
+        if logs is not None and self._sum[0]:
+            step_seconds = self._sum[1] / self._sum[0]
+            logs["images_per_second"] = self._images / step_seconds
+            if self.epochs and self.epochs[-1].steps:
+                logs["input_wait"] = max(
+                    0.0, 1 - self.epochs[-1].cached_step_seconds / step_seconds
+                )
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Measures the same steps on the cached batch."""
@@ -134,7 +151,7 @@ class InputProfile(keras.callbacks.Callback):  # type: ignore[misc]
         )
         self.epochs.append(found)
         if logs is not None:
-            logs["input_wait"] = found.wait
+            logs |= {"images_per_second": self._images / seconds, "input_wait": found.wait}
 
     def _time_cached_step(self, per_call: int) -> float:
         """Returns the mean time of a step on the cached batch; restores model and optimizers."""
@@ -158,7 +175,7 @@ class InputProfile(keras.callbacks.Callback):  # type: ignore[misc]
                 tf.test.experimental.sync_devices()
             return (self._clock() - start) / (calls * per_call)
         finally:
-            with self.model.distribute_strategy.scope():
+            with scope_of(self.model):
                 for variable, value in before:
                     variable.assign(value)
 

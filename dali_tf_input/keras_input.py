@@ -14,7 +14,7 @@ from dali_tf_input.errors import InputError
 from dali_tf_input.index.files import index_command, index_dir_of
 from dali_tf_input.options import Options
 from dali_tf_input.order import StartStep
-from dali_tf_input.replicas import is_gpu
+from dali_tf_input.replicas import check_keras, is_gpu, strategy_of
 from dali_tf_input.spec import InputSpec
 
 # What TensorFlow says on a CPU; on a GPU the loss is not a number.
@@ -58,6 +58,7 @@ class Distributed(NamedTuple):
         epochs: int,
         validation: "Distributed | None" = None,
         resume: Any = None,
+        profile: keras.callbacks.Callback | None = None,
         **arguments: Any,
     ) -> dict[str, list[float]]:
         """Trains a Keras model: `model.fit` with what belongs to this input.
@@ -70,6 +71,8 @@ class Distributed(NamedTuple):
           epochs: how many; with `resume` in all, including those before.
           validation: what `distribute` returned for validation, which follows each epoch.
           resume: a `Resume` of this input, which saves the state and continues from it.
+          profile: an `InputProfile` of this input: images/s and the wait for input in the progress
+            bar and in all logs.
           **arguments: further ones for `model.fit`, such as callbacks.
 
         Returns:
@@ -87,6 +90,8 @@ class Distributed(NamedTuple):
                 f" got {model.steps_per_execution}."
             )
         arguments |= {"epochs": epochs}
+        if profile is not None:
+            arguments["callbacks"] = [profile, *(arguments.get("callbacks") or ())]
         if resume is not None:
             histories = resume.fit(model, validation=validation, **arguments)
         else:
@@ -191,12 +196,17 @@ class Distributed(NamedTuple):
                 "Keras's fit, evaluate and predict do not work under MultiWorkerMirroredStrategy:"
                 " use a custom loop, as in docs/distributed_training.md."
             )
-        own = model.distribute_strategy
-        name = type(own).__name__
-        if self.strategy is None and name.startswith("_Default"):
-            return
+        if not isinstance(model, keras.Model):
+            raise InputError(
+                f"`model` must be a keras.Model, got {type(model)}: for models of tf_keras call"
+                " model.fit(train.dataset), their own."
+            )
+        if self.strategy is not None:
+            check_keras("A strategy")
+        own = strategy_of(model)
         if own is not self.strategy:
             if self.strategy is None:
+                name = type(own).__name__
                 remedy = f"distribute(..., strategy=...) needs the {name} of the model's scope"
             else:
                 remedy = "make and compile it in `with strategy.scope():`"
@@ -281,4 +291,4 @@ def _without_padding(model: keras.Model) -> Iterator[None]:
 def _count_steps(model: keras.Model | None) -> int | None:
     """Returns how many steps the model's optimizer has made; None without one."""
     iterations = getattr(getattr(model, "optimizer", None), "iterations", None)
-    return None if iterations is None else int(iterations.numpy())
+    return None if iterations is None else int(keras.ops.convert_to_numpy(iterations))

@@ -15,6 +15,7 @@ from dali_tf_input.index.checks import BadImage, Checks
 from dali_tf_input.index.trial_decode import make_trial_decode
 from dali_tf_input.options import DaliOptions, Device, TfDataOptions
 from dali_tf_input.preprocess import Preprocess
+from dali_tf_input.replicas import check_keras
 from dali_tf_input.staging import Staging
 
 _TRITON_TYPES = {"float32": "TYPE_FP32", "float16": "TYPE_FP16", "uint8": "TYPE_UINT8"}
@@ -88,6 +89,7 @@ def export_saved_model(model: keras.Model, preprocess: Preprocess, folder: Path)
     Raises:
       InputError: `preprocess` is random.
     """
+    check_keras("export_saved_model")
     _check_deterministic(preprocess)
     archive = keras.export.ExportArchive()
     archive.track(model)

@@ -1,11 +1,35 @@
 """Where the replicas of a strategy are, and what its input must be like."""
 
+import contextlib
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from dali_tf_input.errors import InputError
 from dali_tf_input.options import DaliOptions, Options, TfDataOptions
+
+
+def check_keras(what: str) -> None:
+    """Raises InputError unless Keras runs on TensorFlow, which `what` needs."""
+    backend = keras.backend.backend()
+    if backend != "tensorflow":
+        raise InputError(
+            f"{what} needs Keras on TensorFlow, but it runs on {backend}: set"
+            " KERAS_BACKEND=tensorflow before Keras is imported."
+        )
+
+
+def strategy_of(model: keras.Model) -> tf.distribute.Strategy | None:
+    """Returns the strategy of the scope in which a model was made; None is none."""
+    strategy = getattr(model, "distribute_strategy", None)  # Keras on JAX or PyTorch has none
+    return None if type(strategy).__name__.startswith("_Default") else strategy
+
+
+def scope_of(model: keras.Model) -> Any:
+    """Returns the scope in which a model was made, to be entered."""
+    strategy = strategy_of(model)
+    return strategy.scope() if strategy else contextlib.nullcontext()
 
 
 def check_strategy(strategy: tf.distribute.Strategy | None) -> tf.distribute.Strategy | None:

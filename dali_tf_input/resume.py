@@ -14,6 +14,7 @@ import tensorflow as tf
 from dali_tf_input.backends.reading import MAX_EPOCHS
 from dali_tf_input.errors import Count, InputError, Path, checked
 from dali_tf_input.keras_input import Distributed
+from dali_tf_input.replicas import scope_of, strategy_of
 from dali_tf_input.staging import write_whole
 from dali_tf_input.training_state import (
     STATE_NAME,
@@ -145,7 +146,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
                 f" with {type(model.optimizer).__name__}."
             )
         try:
-            with model.distribute_strategy.scope(), warnings.catch_warnings():
+            with scope_of(model), warnings.catch_warnings():
                 # Keras's word for another kind of optimizer.
                 warnings.filterwarnings("error", message="Skipping variable loading")
                 model.optimizer.build(model.trainable_variables)
@@ -187,7 +188,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
             does not work with `fit`; or a record stops the input (see
             `Distributed.explain_errors`).
         """
-        if isinstance(model.distribute_strategy, tf.distribute.MultiWorkerMirroredStrategy):
+        if isinstance(strategy_of(model), tf.distribute.MultiWorkerMirroredStrategy):
             raise InputError(
                 "Keras's fit does not work under MultiWorkerMirroredStrategy: use a custom loop"
                 " with `restore` and `count_step`, as in docs/distributed_training.md."

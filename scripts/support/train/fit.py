@@ -66,9 +66,8 @@ def train_model(
         with train.explain_errors(model, *([validation] if validation else [])):
             done = worker_loop.fit(strategy, model, train, validation, resume, epochs=epochs)
     else:
-        callbacks = [profile] if profile else []
         shared = {"epochs": epochs, "validation": validation, "resume": resume, "verbose": 2}
-        done = train.fit(model, callbacks=callbacks, **shared)
+        done = train.fit(model, profile=profile, **shared)
     if not done:
         print(f"Nothing to do: {train.start_step.step // train.steps_per_epoch} epochs are done.")
     else:
