@@ -7,7 +7,6 @@ then all records, for a minute at most.
 
 import contextlib
 import dataclasses
-import glob
 import itertools
 import logging
 import os
@@ -23,7 +22,7 @@ from dali_tf_input.errors import InputError
 from dali_tf_input.index.checks import MAX_PIXELS, BadImage, Checks
 from dali_tf_input.index.contents import KEY_PRESETS, FileEntry, find_schema_problem
 from dali_tf_input.index.example import decode_example
-from dali_tf_input.index.files import find_files, index_command, index_dir_of
+from dali_tf_input.index.files import index_command, index_dir_of
 from dali_tf_input.index.manifest import Manifest
 from dali_tf_input.index.tfrecord import BadRecord, find_records, read_record
 from dali_tf_input.index.trial_decode import make_trial_decode
@@ -160,13 +159,15 @@ def explain(
 
 def find_label(inputs: Sequence[FailedInput], label: int) -> str | None:
     """Returns which record has a label that came out of one of the inputs, as file and number."""
-    searches = [_Search(failed, _SEARCH_SECONDS, label=label) for failed in inputs]
     with contextlib.suppress(OSError, InputError):
-        for search in searches:
-            for records in (_likely_records(search.failed), range(search.dataset.num_records)):
-                found = search.check_first_bad(records)
-                if found and found[1].reason == _LABEL:
-                    return f"{found[0]}: record {found[1].record:,}, byte {found[1].offset:,},"
+        for failed in inputs:
+            records = itertools.chain(
+                _likely_records(failed), range(failed.spec.dataset.num_records)
+            )
+            search = _Search(failed, _SEARCH_SECONDS, label=label)
+            file, bad = search.check_first_bad(records) or ("", None)
+            if bad and bad.reason == _LABEL:
+                return f"{file}: record {bad.record:,}, byte {bad.offset:,},"
     return None
 
 
@@ -188,7 +189,7 @@ def _skip_command(dataset: DatasetSpec, options: DaliOptions | TfDataOptions) ->
             "--force"
         )  # a file whose bytes rotted, but not its time, counts as unchanged
     index_dir = index_dir_of(dataset.files[0], dataset.index_files[0])
-    return index_command(_pattern_of(dataset.files), index_dir=index_dir, arguments=arguments)
+    return index_command(dataset.files, index_dir=index_dir, arguments=arguments)
 
 
 def _decoder_of(options: DaliOptions | TfDataOptions) -> Literal["dali", "tf_data"]:
@@ -207,19 +208,6 @@ def _read_entries(dataset: DatasetSpec) -> list[FileEntry]:
         for folder, file in zip(folders, dataset.files, strict=True)
     )
     return [entry for entry in found if entry]
-
-
-def _pattern_of(files: tuple[str, ...]) -> str | tuple[str, ...]:
-    """Returns a pattern of exactly these files, if they start alike."""
-    start = os.path.commonprefix(files)  # noqa: RUF071 (of characters, as intended)
-    pattern = glob.escape(start) + "*"
-    same_folder = os.path.dirname(start) == os.path.dirname(files[0])
-    if len(files) == 1 or not same_folder or not os.path.basename(start):
-        return files
-    try:
-        return pattern if set(find_files(pattern)) <= set(files) else files  # one may be gone
-    except (InputError, OSError):
-        return files
 
 
 def _likely_records(failed: FailedInput) -> list[int]:

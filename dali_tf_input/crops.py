@@ -103,10 +103,6 @@ class Crop:
     def check(self, image_size: tuple[int, int]) -> None:
         """Raises InputError if the crop cannot make images of `image_size`."""
 
-    def describe(self, image_size: tuple[int, int]) -> str:
-        """Returns what the crop does, in a few words."""
-        return f"resize to {_by(image_size)}"
-
     def plan(self, size: Any, out: Any, uniforms: Uniforms, ops: Ops) -> Region:
         """Returns the region of one image.
 
@@ -136,10 +132,6 @@ class ResizeRandomCrop(Crop):
     def check(self, image_size: tuple[int, int]) -> None:
         """Raises InputError if `resize` is below `image_size`."""
         _check_not_below("resize", self.resize, image_size)
-
-    def describe(self, image_size: tuple[int, int]) -> str:
-        """Returns what the crop does, in a few words."""
-        return f"resize to {_by(self.resize)}, random {_by(image_size)} crop"
 
     def plan(self, size: Any, out: Any, uniforms: Uniforms, ops: Ops) -> Region:
         """Returns the region of one image."""
@@ -185,11 +177,6 @@ class RandomResizedCrop(Crop):
         """How many random numbers `plan` needs beside those of the position."""
         return 2 * self.num_attempts
 
-    def describe(self, image_size: tuple[int, int]) -> str:
-        """Returns what the crop does, in a few words."""
-        low, high = self.area_range
-        return f"random region of {low:.0%} to {high:.0%} of the area resized to {_by(image_size)}"
-
     def plan(self, size: Any, out: Any, uniforms: Uniforms, ops: Ops) -> Region:
         """Returns the region of one image."""
         height, width = size[0:1], size[1:2]
@@ -233,10 +220,6 @@ class RandomCrop(Crop):
     sampling: ClassVar[Sampling] = "crop_and_pad"
     is_random: ClassVar[bool] = True
 
-    def describe(self, image_size: tuple[int, int]) -> str:
-        """Returns what the crop does, in a few words."""
-        return f"random {_by(image_size)} crop"
-
     def plan(self, size: Any, out: Any, uniforms: Uniforms, ops: Ops) -> Region:
         """Returns the region of one image."""
         drawn = ops.floor(uniforms.position * (size - out + 1.0))
@@ -260,10 +243,6 @@ class CenterCrop(Crop):
     def check(self, image_size: tuple[int, int]) -> None:
         """Raises InputError if `resize_shorter` is below `image_size`."""
         _check_not_below("resize_shorter", (self.resize_shorter, self.resize_shorter), image_size)
-
-    def describe(self, image_size: tuple[int, int]) -> str:
-        """Returns what the crop does, in a few words."""
-        return f"resize the shorter side to {self.resize_shorter}, center {_by(image_size)} crop"
 
     def plan(self, size: Any, out: Any, uniforms: Uniforms, ops: Ops) -> Region:
         """Returns the region of one image."""
@@ -301,11 +280,6 @@ class BoxCrop(Crop):
                 f" {self.top}, `left` {self.left}, `height` {self.height}, `width` {self.width}."
             )
 
-    def describe(self, image_size: tuple[int, int]) -> str:
-        """Returns what the crop does, in a few words."""
-        box = f"{_by((self.height, self.width))} box at ({self.top}, {self.left})"
-        return f"{box}, resize to {_by(image_size)}"
-
     def plan(self, size: Any, out: Any, uniforms: Uniforms, ops: Ops) -> Region:
         """Returns the region of one image."""
         start = ops.minimum(ops.constant((self.top, self.left)), size - 1.0)
@@ -316,10 +290,6 @@ class BoxCrop(Crop):
 @dataclass(frozen=True, kw_only=True)
 class NoCrop(Crop):
     """Resizes the whole image to the image size, ignoring its aspect ratio."""
-
-
-def _by(size: tuple[int, int]) -> str:
-    return f"{size[0]}x{size[1]}"
 
 
 def _check_not_below(name: str, resize: tuple[int, int], image_size: tuple[int, int]) -> None:

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import os
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -68,11 +68,6 @@ class DaliOptions:
                 " it None."
             )
 
-    @classmethod
-    def load(cls, path: Path) -> "DaliOptions":
-        """Reads options of this backend as `load_options` does."""
-        return _check_kind(load_options(path), cls, path)
-
     @property
     def resolved_decode(self) -> Literal["full", "region"]:
         """`decode`, with "auto" resolved."""
@@ -124,11 +119,6 @@ class TfDataOptions:
         check_fields(self)
         holds = self.service is None or self.service.startswith("grpc://")
         check(holds, "service", "an address like 'grpc://host:5050'", repr(self.service))
-
-    @classmethod
-    def load(cls, path: Path) -> "TfDataOptions":
-        """Reads options of this backend as `load_options` does."""
-        return _check_kind(load_options(path), cls, path)
 
     def resolve_decode(self, *, resizes_plainly: bool) -> Literal["full", "region", "scaled"]:
         """Returns `decode`, with "auto" resolved; for `resizes_plainly` see `Preprocess`."""
@@ -192,16 +182,6 @@ def load_options(path: Path) -> DaliOptions | TfDataOptions:
 
 
 Options = DaliOptions | TfDataOptions
-_Options = TypeVar("_Options", DaliOptions, TfDataOptions)
-
-
-def _check_kind(options: DaliOptions | TfDataOptions, kind: type[_Options], path: Path) -> _Options:
-    if not isinstance(options, kind):
-        raise InputError(
-            f"{path} holds {type(options).__name__}, not {kind.__name__}: load it with"
-            " `load_options`."
-        )
-    return options
 
 
 class _Document(msgspec.Struct):

@@ -110,43 +110,18 @@ class Preprocess:
         """How many random numbers in [0, 1) decide about one image; see `Uniforms`."""
         return 3 + self.crop.num_attempt_uniforms
 
-    def describe(self) -> str:
-        """Returns what is done to each image, in a line."""
-        parts = ["decode", self.crop.describe(self.image_size)]
-        parts += [self.interpolation] if self.interpolation != "bilinear" else []
-        parts += ["antialias"] if self.antialias else []
-        parts += [f"{self.auto_augment} augment"] if self.auto_augment else []
-        parts += ["mirror"] if self.mirror_probability else []
-        normalizes = (*self.mean, *self.std) != (0.0, 0.0, 0.0, 1.0, 1.0, 1.0)
-        parts += ["normalize"] if self.dtype != "uint8" and normalizes else []
-        return ", ".join([*parts, f"{self.dtype} {self.layout}"])
-
-    def check_supported(
-        self,
-        backend: str,
-        *,
-        crops: Collection[type[Crop]],
-        interpolations: Collection[str],
-        dtypes: Collection[str],
-        augmentations: Collection[str],
-        orientation: bool,
-    ) -> None:
+    def check_supported(self, backend: str, *, dtypes: Collection[str], orientation: bool) -> None:
         """Raises InputError for the first value that a backend does not support."""
-        for name, value, supported in (
-            ("crop", type(self.crop).__name__, [crop.__name__ for crop in crops]),
-            ("interpolation", self.interpolation, interpolations),
-            ("dtype", self.dtype, dtypes),
-            ("auto_augment", self.auto_augment, (*augmentations, None)),
-            ("apply_orientation", self.apply_orientation, (False, orientation)),
-        ):
-            if value not in supported:
-                choices = ", ".join(repr(choice) for choice in dict.fromkeys(supported))
-                advice = f"use {choices}, or the other backend."
-                if name == "apply_orientation":
-                    advice += (
-                        " Or turn the images once: scripts/make_tfrecords.py --apply_orientation."
-                    )
-                raise InputError(f"{backend} does not support `{name}` {value!r}: {advice}")
+        if self.dtype not in dtypes:
+            raise InputError(
+                f"{backend} does not support `dtype` {self.dtype!r}: use"
+                f" {', '.join(map(repr, dtypes))}, or the other backend."
+            )
+        if self.apply_orientation and not orientation:
+            raise InputError(
+                f"{backend} does not support `apply_orientation` True: use False, or the other"
+                " backend. Or turn the images once: scripts/make_tfrecords.py --apply_orientation."
+            )
 
     @classmethod
     @checked

@@ -13,7 +13,7 @@ import sys
 
 from dali_tf_input import InputError, Stats, Window
 from support import cli, machine, plots, processes
-from support.flags import FileFlags, WorkFlags, check_list
+from support.flags import FileFlags, WorkFlags, check_list, describe_work
 from support.throughput import sweep
 from support.throughput.rows import ROWS, conclusions, measure_rows, rates, ratios
 
@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
     files = cli.format_count(len(dataset.files), "file")
     kilobytes = f"{size / dataset.num_records / 1e3:,.0f} KB each"
     print(f"records   {dataset.num_records:,} in {files}, {kilobytes}")
-    print(f"work      {spec.preprocess.describe()}, batch {_WORK.batch_size.value}")
+    print(f"work      {describe_work(spec.preprocess)}, batch {_WORK.batch_size.value}")
     print(f"images    {compare_images()}")
     shared = {flag.name: flag.value for flag in (_SECONDS, _REPEATS, _WARMUP_BATCHES)}
     windows = measure_rows(names, _FILES, _WORK, **shared)
@@ -67,7 +67,7 @@ def main(arguments: list[str]) -> int:
     print()
     print("\n".join(conclusions(windows)))
     report = {**about, **shared, "files": list(_FILES.files.value), "bytes": size}
-    report |= {"num_records": dataset.num_records, "work": spec.preprocess.describe()}
+    report |= {"num_records": dataset.num_records, "work": describe_work(spec.preprocess)}
     report |= {"options": {name: repr(ROWS[name].candidate.options) for name in rows}}
     report |= {"decode": _WORK.decode.value, "batch_size": _WORK.batch_size.value}
     report |= {"rows": rows, "windows": windows}

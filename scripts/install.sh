@@ -54,7 +54,8 @@ fi
 say "installing dali_tf_input"
 extras=scripts
 if has dev; then extras=scripts,dev; fi
-pip install --quiet --no-build-isolation --editable ".[$extras]"
+# "compat": a path that editors and type checkers find too.
+pip install --quiet --no-build-isolation --config-settings editable_mode=compat --editable ".[$extras]"
 "$venv/bin/python" - <<'CHECK'
 import importlib.metadata as metadata
 names = {"TensorFlow": "tensorflow", "DALI": "nvidia-dali-cuda120", "plugin": "nvidia-dali-tf-plugin-cuda120"}

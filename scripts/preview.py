@@ -23,7 +23,7 @@ from dali_tf_input.index.example import decode_example
 from dali_tf_input.index.tfrecord import read_record
 from dali_tf_input.order import EpochSteps, Extents, Plan
 from support import cli, first_batches
-from support.flags import FileFlags, WorkFlags
+from support.flags import FileFlags, WorkFlags, describe_work
 from support.train.label_names import read_names
 
 FLAGS = cli.Flags()
@@ -61,7 +61,8 @@ def main(arguments: list[str]) -> int:
         raise InputError(text)
     difference = np.abs(images - others)
     draw(spec, name_labels(labels, spec), images, others)
-    print(f"images      {num_images} of {spec.dataset.num_records:,}: {spec.preprocess.describe()}")
+    work = describe_work(spec.preprocess)
+    print(f"images      {num_images} of {spec.dataset.num_records:,}: {work}")
     print(f"difference  mean {difference.mean():.4f} of 255, largest {difference.max():.2f}")
     if spec.preprocess.auto_augment:
         print("            each backend draws its own augmentation, so these images differ")
@@ -158,7 +159,7 @@ def draw(spec: InputSpec, labels: list[str], images: np.ndarray, others: np.ndar
         box = {"fill": False, "edgecolor": "#ff3b30", "linewidth": 2}
         frame = Rectangle((left - 0.5, top - 0.5), wide, high, **box)
         all_axes[row, start].add_patch(frame)
-    text = "\n".join(textwrap.wrap(spec.preprocess.describe(), 30 * columns * across))
+    text = "\n".join(textwrap.wrap(describe_work(spec.preprocess), 30 * columns * across))
     figure.suptitle(f"What the model sees\n{text}", fontsize=10)
     figure.savefig(_OUT.value, dpi=90)
     plt.close(figure)

@@ -13,7 +13,7 @@ from typing import Any
 
 from dali_tf_input import InputError, Stats, Window
 from support import cli, plots
-from support.flags import FileFlags, WorkFlags, backends_flag, begin
+from support.flags import FileFlags, WorkFlags, backends_flag, begin, describe_work
 from support.throughput.candidates import Candidate, CandidateError, Measurer, images_per_second
 from support.throughput.stages import STAGES
 
@@ -60,7 +60,8 @@ def main(arguments: list[str]) -> int:
     flags = (_WORK.batch_size, _WORK.crop, _WORK.image_size, _WORK.antialias, _WORK.dtype, _ORDER)
     given = [f"--{flag.name}={str(flag.value).lower()}" for flag in flags if flag.present]
     print(f"faster options: scripts/tune.py {shlex.join([*_FILES.as_arguments(), *given])}")
-    report = {**about, "work": spec.preprocess.describe(), "num_records": spec.dataset.num_records}
+    report = {**about, "num_records": spec.dataset.num_records}
+    report |= {"work": describe_work(spec.preprocess)}
     report |= {one.name: one.value for one in (_WORK.batch_size, _ORDER, _SECONDS, _REPEATS)}
     report |= {"stages": stages}
     cli.write_json(_JSON, report)

@@ -22,7 +22,7 @@ from typing import Any
 
 from dali_tf_input import AUTOTUNE, InputError, Stats, TfDataOptions, save_options
 from support import cli
-from support.flags import FileFlags, WorkFlags, backends_flag, begin
+from support.flags import FileFlags, WorkFlags, backends_flag, begin, describe_work
 from support.throughput.candidates import Candidate, CandidateError, Measurer, images_per_second
 
 FLAGS = cli.Flags()
@@ -239,7 +239,7 @@ def report(
     tried = len(tuner.rates) + len(tuner.refused.keys() - tuner.rates)
     print(f"tried     {tried:,} settings in {cli.format_seconds(_SECONDS.value - tuner.left())}")
     about |= {"order": _ORDER.value, "batch_size": _WORK.batch_size.value}
-    about |= {"work": _WORK.preprocess().describe(), "default": default.to_json()}
+    about |= {"work": describe_work(_WORK.preprocess()), "default": default.to_json()}
     about |= {"gain_over_default": vars(stats) if better else {"median": 1.0}}
     save_options((winner if better else default).options, _OUT.value, about=about)
     print(f"options   in {_OUT.value}: scripts/train.py --options={shlex.quote(_OUT.value)}")

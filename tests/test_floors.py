@@ -4,9 +4,11 @@ floors.
 
 import ast
 import os
+import sys
 import textwrap
 from pathlib import Path
 
+import jedi
 import pytest
 from commands import python
 from conftest import ROOT, SCRIPTS
@@ -171,6 +173,8 @@ def test_every_name_is_there_and_known_to_type_checkers(tmp_path):
     user = tmp_path / "user.py"
     user.write_text(
         textwrap.dedent("""
+            import keras  # type: ignore[import-untyped, unused-ignore]
+
             from dali_tf_input import (Checks, DaliOptions, DatasetSpec, InputProfile, InputSpec, Preprocess, Resume, TfDataOptions, build_index, distribute, enable_memory_growth, iterate_batches)
 
             enable_memory_growth()
@@ -180,10 +184,15 @@ def test_every_name_is_there_and_known_to_type_checkers(tmp_path):
             train = distribute(spec, TfDataOptions(), global_batch_size=32)
             steps: int = train.steps_per_epoch
             options = DaliOptions(device="cpu", decode="region")
+            model = keras.Sequential()
             profile, resume = InputProfile(train), Resume("run", train)
             for positions, images in iterate_batches(["a.jpg"], Preprocess.for_evaluation(224)):
                 first: int = positions[0]
+            history: dict[str, list[float]] = train.fit(model, epochs=2, resume=resume, profile=profile)
+            for images, labels in train.dataset:
+                pass
             reveal_type(spec.preprocess.crop)
+            reveal_type(train.dataset)
             """)
     )
     (tmp_path / "none.ini").write_text("[mypy]\nfollow_imports_for_stubs = true\n")
@@ -192,7 +201,24 @@ def test_every_name_is_there_and_known_to_type_checkers(tmp_path):
     environment = {**os.environ, "MYPYPATH": str(ROOT)}
     process = python("-m", "mypy", *flags, user, cwd=tmp_path, env=environment)
     assert process.returncode == 0, process.stdout
-    assert 'Revealed type is "dali_tf_input.crops.Crop"' in process.stdout
+    for kind in ("crops.Crop", "epochs.EpochDataset"):
+        assert f'Revealed type is "dali_tf_input.{kind}"' in process.stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("dti.", set(dali_tf_input.__all__)),
+        ("dti.DatasetSpec.", {"from_files"}),
+        ("dti.distribute(spec, global_batch_size=8).", {"dataset", "fit", "evaluate", "predict"}),
+        ("train.dataset.", {"repeat", "cardinality", "next_step", "take"}),
+    ],
+)
+def test_an_editor_completes(line, expected):
+    code = f"import dali_tf_input as dti\ntrain: dti.Distributed\n{line}"
+    project = jedi.Project(ROOT, sys_path=[str(ROOT), *sys.path])
+    names = {one.name for one in jedi.Script(code, project=project).complete(3, len(line))}
+    assert expected <= names
 
 
 def test_rooms_are_small():

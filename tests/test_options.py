@@ -21,10 +21,6 @@ def test_options_come_back_from_their_file(tmp_path, options):
     path = str(tmp_path / "options.json")
     save_options(options, path, about={"gain": 1.5})
     assert load_options(path) == options
-    assert type(options).load(path) == options
-    other = TfDataOptions if isinstance(options, DaliOptions) else DaliOptions
-    with pytest.raises(InputError, match=rf"holds {type(options).__name__}, not {other.__name__}"):
-        other.load(path)
     assert [file.name for file in tmp_path.iterdir()] == ["options.json"]
 
 

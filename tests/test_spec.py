@@ -36,6 +36,7 @@ from dali_tf_input import (
 from dali_tf_input.backends.dali import decoder_hints
 from dali_tf_input.index.files import index_command
 from dali_tf_input.index.tfrecord import frame_record
+from support.flags import describe_work
 
 from_files = DatasetSpec.from_files
 IMAGE = jpeg(9, 9)
@@ -60,12 +61,14 @@ def test_normalization_by_name(normalization, black, white):
         assert preprocess.image_size == (32, 48)
         mean, std = preprocess.mean[0], preprocess.std[0]
         assert ((0 - mean) / std, (255 - mean) / std) == pytest.approx((black, white), abs=1e-4)
-    assert ("normalize" in preprocess.describe()) == (normalization is not None)
 
 
 def test_every_field_of_preprocess_has_a_default():
     """The whole image, resized."""
-    assert Preprocess().describe() == "decode, resize to 224x224, normalize, float32 HWC"
+    assert describe_work(Preprocess()) == "decode, NoCrop(), 224x224, normalize, float32 HWC"
+    work = describe_work(Preprocess.for_training((32, 48), normalization=None, antialias=True))
+    crop = "ResizeRandomCrop(resize=(37, 55)), 32x48"
+    assert work == f"decode, {crop}, antialias, mirror, float32 HWC"
 
 
 def test_for_evaluation():

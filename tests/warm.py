@@ -26,11 +26,7 @@ from support.cli import quiet_stderr
 from support.processes import die_with_parent
 
 TESTS = Path(__file__).resolve().parent
-NOT_OF_A_PROGRAM = {
-    str(TESTS),
-    str(TESTS.parent),
-    str(TESTS.parent / "scripts"),
-}  # what pytest puts on the path
+NOT_OF_A_PROGRAM = {str(TESTS), str(TESTS.parent / "scripts")}  # what pytest puts on the path
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tensorflow", "keras", "nvidia.dali.plugin.tf"])

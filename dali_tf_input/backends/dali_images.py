@@ -8,18 +8,9 @@ from nvidia.dali.auto_aug import rand_augment, trivial_augment
 from nvidia.dali.data_node import DataNode
 from nvidia.dali.pipeline import do_not_convert
 
-from dali_tf_input import crops
 from dali_tf_input.crops import Region, Uniforms
 from dali_tf_input.preprocess import RAND_AUGMENT_MAGNITUDE, RAND_AUGMENT_OPS, Preprocess
 
-SUPPORTED_CROPS = (
-    crops.BoxCrop,
-    crops.CenterCrop,
-    crops.NoCrop,
-    crops.RandomCrop,
-    crops.RandomResizedCrop,
-    crops.ResizeRandomCrop,
-)
 _INTERPOLATIONS = {
     "bilinear": types.INTERP_LINEAR,
     "bicubic": types.INTERP_CUBIC,
@@ -32,14 +23,7 @@ Decode = Literal["full", "region"]
 
 def check_supported(preprocess: Preprocess) -> None:
     """Raises InputError for a `preprocess` that this backend does not support."""
-    preprocess.check_supported(
-        "DALI",
-        crops=SUPPORTED_CROPS,
-        interpolations=_INTERPOLATIONS,
-        dtypes=_DTYPES,
-        augmentations=("trivial", "rand"),
-        orientation=True,
-    )
+    preprocess.check_supported("DALI", dtypes=_DTYPES, orientation=True)
 
 
 def prepare_images(

@@ -6,18 +6,9 @@ from typing import Literal
 
 import tensorflow as tf
 
-from dali_tf_input import crops
 from dali_tf_input.crops import Region, Uniforms
 from dali_tf_input.preprocess import DCT_METHOD, Preprocess
 
-SUPPORTED_CROPS = (
-    crops.BoxCrop,
-    crops.CenterCrop,
-    crops.NoCrop,
-    crops.RandomCrop,
-    crops.RandomResizedCrop,
-    crops.ResizeRandomCrop,
-)
 _KERNELS = {"bilinear": "triangle", "bicubic": "keyscubic"}
 
 Decode = Literal["full", "region", "scaled"]
@@ -27,12 +18,7 @@ Ratio = Literal[1, 2, 4, 8]
 def check_supported(preprocess: Preprocess) -> None:
     """Raises InputError for a `preprocess` that this backend does not support."""
     preprocess.check_supported(
-        "tf.data",
-        crops=SUPPORTED_CROPS,
-        interpolations=("bilinear", "bicubic", "nearest"),
-        dtypes=("float32", "float16", "bfloat16", "uint8"),
-        augmentations=("trivial", "rand"),
-        orientation=False,
+        "tf.data", dtypes=("float32", "float16", "bfloat16", "uint8"), orientation=False
     )
 
 

@@ -145,10 +145,10 @@ def _is_utf8(path: str) -> bool:
 
 
 def _shorten(folder: str, names: list[str]) -> list[str]:
-    """Returns paths, or one pattern for many names in a folder that start alike."""
+    """Returns paths, or one pattern for several names in a folder that start alike."""
     start = os.path.commonprefix(names)  # noqa: RUF071 (of characters, as intended)
     paths = [os.path.join(folder, name) for name in names]
-    if len(names) <= 3 or not start:
+    if len(names) == 1 or not start:
         return paths
     start, rest = os.path.join(folder, start), len(start)
     if os.path.exists(paths[0]):  # names of files, not patterns

@@ -49,6 +49,19 @@ def check_list(name: str, given: list[str] | None, known: list[str], where: str 
     return list(dict.fromkeys(given or known))
 
 
+def describe_work(preprocess: dti.Preprocess) -> str:
+    """Returns what is done to each image, in a line."""
+    height, width = preprocess.image_size
+    parts = ["decode", repr(preprocess.crop), f"{height}x{width}"]
+    parts += [preprocess.interpolation] if preprocess.interpolation != "bilinear" else []
+    parts += ["antialias"] if preprocess.antialias else []
+    parts += [f"{preprocess.auto_augment} augment"] if preprocess.auto_augment else []
+    parts += ["mirror"] if preprocess.mirror_probability else []
+    normalizes = (*preprocess.mean, *preprocess.std) != (0.0, 0.0, 0.0, 1.0, 1.0, 1.0)
+    parts += ["normalize"] if preprocess.dtype != "uint8" and normalizes else []
+    return ", ".join([*parts, f"{preprocess.dtype} {preprocess.layout}"])
+
+
 class FileFlags:
     """The flags that say which records are read."""
 
