@@ -80,13 +80,12 @@ class BadRecordError(InputError):
     """
 
     def __init__(self, file: str, bad_record: BadRecord, command: str) -> None:
+        self.file, self.bad_record = file, bad_record
         bad = bad_record
         super().__init__(
             f"{file}: record {bad.record:,}, byte {bad.offset:,}: {bad.reason}: {bad.detail} It"
             f" stopped the input. Skip bad records: {command}"
         )
-        self.file = file
-        self.bad_record = bad_record
 
 
 def explain(
@@ -109,8 +108,8 @@ def explain(
     message = _STACK.sub("", str(error.message or ""))
     if isinstance(error, tf.errors.ResourceExhaustedError | tf.errors.CancelledError):
         return None
-    files = [file for failed in inputs for file in failed.spec.dataset.files]
-    if not _OF_INPUT.search(message) and not any(file in message for file in files):
+    named = (file in message for failed in inputs for file in failed.spec.dataset.files)
+    if not _OF_INPUT.search(message) and not any(named):
         return None
     seconds = search_seconds * len(inputs)
     _logger.warning("The input failed: searching for the bad record (%.0f s at most).", seconds)
@@ -165,9 +164,9 @@ def find_label(inputs: Sequence[FailedInput], label: int) -> str | None:
                 _likely_records(failed), range(failed.spec.dataset.num_records)
             )
             search = _Search(failed, _SEARCH_SECONDS, label=label)
-            file, bad = search.check_first_bad(records) or ("", None)
-            if bad and bad.reason == _LABEL:
-                return f"{file}: record {bad.record:,}, byte {bad.offset:,},"
+            found = search.check_first_bad(records)
+            if found and found[1].reason == _LABEL:
+                return f"{found[0]}: record {found[1].record:,}, byte {found[1].offset:,},"
     return None
 
 
@@ -203,10 +202,8 @@ def _read_entries(dataset: DatasetSpec) -> list[FileEntry]:
         manifests = {folder: Manifest.read(folder).entries for folder in set(folders)}
     except InputError:
         return []
-    found = (
-        manifests[folder].get(os.path.basename(file))
-        for folder, file in zip(folders, dataset.files, strict=True)
-    )
+    places = zip(folders, dataset.files, strict=True)
+    found = (manifests[folder].get(os.path.basename(file)) for folder, file in places)
     return [entry for entry in found if entry]
 
 
@@ -321,10 +318,10 @@ class _Search:
     def _file_of(self, record: int) -> int:
         return int(np.searchsorted(self._first_of_files, record, side="right")) - 1
 
-    def _extent(self, record: int) -> tuple[int, int]:
+    def _extent(self, record: int) -> list[int]:
         file = self._file_of(record)
-        offset, size = self._index(file)[record - int(self._first_of_files[file])].tolist()
-        return offset, size
+        extent: list[int] = self._index(file)[record - int(self._first_of_files[file])].tolist()
+        return extent
 
     def _index(self, file: int) -> Integers:
         if file not in self._indexes:
@@ -335,21 +332,18 @@ class _Search:
 
     def _locate(self, record: int, problem: tuple[str, str]) -> BadRecord:
         """Returns a bad record with its number in the file, counted as the index step counts."""
-        file = self.dataset.files[self._file_of(record)]
+        file, number = self.dataset.files[self._file_of(record)], 0
         offset, size = self._extent(record)
-        number = 0
         try:
-            descriptor = os.open(file, os.O_RDONLY)
+            with open(file, "rb") as stream:
+                for found in find_records(file, stream.fileno()):
+                    if isinstance(found, BadRecord):
+                        found = [(found.offset, found.size)]
+                    before = sum(start + max(1, length) <= offset for start, length in found)
+                    number += before
+                    if before < len(found):
+                        break
         except OSError as error:
             raise InputError(f"{file} cannot be read: {error.strerror}.") from error
-        try:
-            for found in find_records(file, descriptor):
-                extents = [(found.offset, found.size)] if isinstance(found, BadRecord) else found
-                before = sum(start + max(1, length) <= offset for start, length in extents)
-                number += before
-                if before < len(extents):
-                    break
-        finally:
-            os.close(descriptor)
         reason, detail = problem
         return BadRecord(record=number, offset=offset, size=size, reason=reason, detail=detail)

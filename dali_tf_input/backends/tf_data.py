@@ -131,8 +131,8 @@ def prepare_batches(
         distributed = service.distribute(processing_mode=mode, service=options.service)
         dataset = dataset.apply(distributed).repeat()
     dataset = dataset.batch(stream.batch_size, drop_remainder=True)
-    if not stream.spec.repeat:
-        dataset = dataset.apply(tf.data.experimental.assert_cardinality(stream.steps.per_epoch))
+    count = tf.data.INFINITE_CARDINALITY if stream.spec.repeat else stream.steps.per_epoch
+    dataset = dataset.apply(tf.data.experimental.assert_cardinality(count))
     if options.prefetch_batches != 0:
         dataset = dataset.prefetch(options.prefetch_batches)
     tf_options = tf.data.Options()
