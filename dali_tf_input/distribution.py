@@ -168,6 +168,7 @@ def distribute(
             steps_per_epoch=steps.per_epoch,
             start_step=start,
             fixed_order=spec.has_fixed_order,
+            on_gpu=on_gpu,
         )
     return Distributed(
         dataset=dataset,

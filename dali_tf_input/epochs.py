@@ -47,10 +47,16 @@ class Epochs:
     """
 
     def __init__(
-        self, dataset: Any, *, steps_per_epoch: int, start_step: StartStep, fixed_order: bool
+        self,
+        dataset: Any,
+        *,
+        steps_per_epoch: int,
+        start_step: StartStep,
+        fixed_order: bool,
+        on_gpu: bool,
     ) -> None:
         self._endless = dataset
-        self._start_step, self._fixed_order = start_step, fixed_order
+        self._start_step, self._fixed_order, self._on_gpu = start_step, fixed_order, on_gpu
         self._iterator: Any = None
         self._use = _Use(steps_per_epoch)
         self._first_step = start_step.step  # of the iterator's epoch
@@ -79,6 +85,7 @@ class Epochs:
 
     def map(self, *arguments: Any, **options: Any) -> Any:
         """As `tf.data.Dataset.map`; the result ends with its epoch too."""
+        self._check_place()
         if not isinstance(self._endless, tf.data.Dataset):
             raise InputError(
                 "A dataset of a strategy cannot be mapped, as Keras does for `class_weight`: weigh"
@@ -88,6 +95,7 @@ class Epochs:
 
     def prefetch(self, *arguments: Any, **options: Any) -> Any:
         """As `tf.data.Dataset.prefetch`; the result ends with its epoch too."""
+        self._check_place()
         return self._wrap(self._endless.prefetch(*arguments, **options))
 
     def _wrap(self, dataset: Any) -> "Epochs":
@@ -96,7 +104,16 @@ class Epochs:
             steps_per_epoch=self._use.most,
             start_step=self._start_step,
             fixed_order=self._fixed_order,
+            on_gpu=self._on_gpu,
         )
+
+    def _check_place(self) -> None:
+        if self._on_gpu:
+            raise InputError(
+                "TensorFlow cannot transform a dataset of DALI's on a GPU (`map`, `take`, ..., nor"
+                " Keras with `class_weight`): do it in the model or in the loop, or use"
+                " TfDataOptions()."
+            )
 
     def __iter__(self) -> Any:
         """Returns the iterator of the next epoch, or of this one if it was not used up."""
@@ -130,6 +147,11 @@ class EpochDataset(Epochs, tf.data.Dataset):  # type: ignore[misc]
 
     def _inputs(self) -> list[tf.data.Dataset]:
         return [self._endless]
+
+    @property
+    def _variant_tensor(self) -> Any:  # asked for by every transformation
+        self._check_place()
+        return super()._variant_tensor
 
 
 class OneDeviceEpochs(EpochDataset, tf.distribute.DistributedDataset):  # type: ignore[misc]

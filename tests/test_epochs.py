@@ -22,8 +22,9 @@ from conftest import (
 )
 from models import FROM_LOGITS, make_model
 
-from dali_tf_input import DatasetSpec, Preprocess, Resume, build_index
+from dali_tf_input import DatasetSpec, Preprocess, Resume, StartStep, build_index
 from dali_tf_input.distribution import distribute
+from dali_tf_input.epochs import end_epochs
 
 NUM_RECORDS, BATCH = 24, 5  # 4 steps an epoch, and a remainder
 SMALL = Preprocess.for_training(8)
@@ -232,6 +233,23 @@ def test_labels_that_count_from_1(tmp_path, is_known):
         feed(records, TF_DATA).fit(make_model(8, 8), epochs=1, verbose=0)
     records = DatasetSpec.from_files(tmp_path / "train-*", label_offset=1)
     assert feed(records, TF_DATA).fit(make_model(8, 8), epochs=1, verbose=0)
+
+
+def test_transformations_on_a_gpu_are_refused(dataset):
+    """No kernel of TensorFlow's would take it there; training and loops do."""
+    made = {"steps_per_epoch": 4, "fixed_order": True, "start_step": StartStep()}
+    epochs = end_epochs(feed(dataset, TF_DATA).dataset.repeat(), on_gpu=True, **made)
+    for transform in (
+        lambda: epochs.map(lambda *batch: batch),
+        lambda: epochs.prefetch(1),
+        lambda: epochs.take(1),
+        lambda: epochs.unbatch(),
+        lambda: make_model(8, 24).fit(epochs, class_weight={0: 1.0}),
+    ):
+        with refused("TensorFlow cannot transform a dataset of DALI's on a GPU .*TfDataOptions"):
+            transform()
+    make_model(8, 24).fit(epochs, verbose=0, shuffle=False)
+    assert len(list(epochs)) == 4
 
 
 def test_what_is_refused(dataset):
