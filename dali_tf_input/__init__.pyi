@@ -2,7 +2,6 @@ from .bad_record import BadRecordError as BadRecordError
 from .benchmark import Stats as Stats
 from .benchmark import Window as Window
 from .benchmark import measure as measure
-from .crops import BoxCrop as BoxCrop
 from .crops import CenterCrop as CenterCrop
 from .crops import Crop as Crop
 from .crops import NoCrop as NoCrop
@@ -50,7 +49,6 @@ __all__ = [
     "IMAGENET_STD",
     "BadRecord",
     "BadRecordError",
-    "BoxCrop",
     "CenterCrop",
     "Checks",
     "Crop",

@@ -253,41 +253,6 @@ class CenterCrop(Crop):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BoxCrop(Crop):
-    """Crops the same box from every image and resizes it.
-
-    Pixels outside of the box do not count in the resize. The part of the box that is outside of an
-    image is cut off; of a box that is outside as a whole, the image's nearest pixels are left.
-
-    Attributes:
-      top: first row of the box, in pixels of the image, from 0.
-      left: first column of the box, in pixels of the image, from 0.
-      height: height of the box in pixels of the image, at least 1.
-      width: width of the box in pixels of the image, at least 1.
-    """
-
-    sampling: ClassVar[Sampling] = "crop_then_resize"
-    top: int
-    left: int
-    height: int
-    width: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if min(self.top, self.left) < 0 or min(self.height, self.width) < 1:
-            raise InputError(
-                "A box starts at 0 or more and has at least 1 pixel each way, got `top`"
-                f" {self.top}, `left` {self.left}, `height` {self.height}, `width` {self.width}."
-            )
-
-    def plan(self, size: Any, out: Any, uniforms: Uniforms, ops: Ops) -> Region:
-        """Returns the region of one image."""
-        start = ops.minimum(ops.constant((self.top, self.left)), size - 1.0)
-        extent = ops.minimum(ops.constant((self.height, self.width)), size - start)
-        return Region(start, extent, out, out * 0.0)
-
-
-@dataclass(frozen=True, kw_only=True)
 class NoCrop(Crop):
     """Resizes the whole image to the image size, ignoring its aspect ratio."""
 

@@ -8,7 +8,7 @@ import inspect
 import math
 import operator
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from numbers import Real
 from types import UnionType
 from typing import (
@@ -76,11 +76,6 @@ def check(holds: bool, name: str, rule: str, value: object) -> None:
     """Raises InputError unless the rule for the argument `name` holds for its value."""
     if not holds:
         raise InputError(f"`{name}` must be {rule}, got {value}.")
-
-
-def check_choice(name: str, value: object, choices: Collection[str]) -> None:
-    """Raises InputError unless the argument `name` has one of the values in `choices`."""
-    check(value in choices, name, f"one of {', '.join(map(repr, choices))}", repr(value))
 
 
 def check_fields(spec: Any) -> None:

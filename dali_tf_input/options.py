@@ -15,6 +15,7 @@ Device = Literal["cpu", "gpu"]
 DaliDecode = Literal["auto", "full", "region"]
 ReadMode = Literal["mmap", "plain", "direct"]
 TfDataDecode = Literal["auto", "full", "region", "scaled"]
+Kernel = Literal["auto", "native", "tensorflow"]
 
 AUTOTUNE = -1  # tf.data.AUTOTUNE, without importing TensorFlow
 _OR_AUTOTUNE = " or AUTOTUNE (-1)"
@@ -100,6 +101,10 @@ class TfDataOptions:
         way: for images much larger than the model's. Its pixels differ, DALI cannot make them, and
         with `antialias` they are closer to a Lanczos resize than those of the other plans. "auto"
         never chooses it.
+      kernel: what resizes, crops, mirrors and normalizes. "native" is this package's own operation,
+        one pass over the image, compiled where the package is installed with a C++ compiler;
+        "tensorflow" are TensorFlow's operations; "auto" is the first of them that is there. The
+        pixels are the same, but for rounding.
       service: address of a tf.data service, "grpc://host:port", whose workers read, decode and
         preprocess instead of this process; None works here. For order "buffer": each record comes
         once per pass, in an order and with crops that no seed repeats. If a worker dies, TensorFlow
@@ -113,6 +118,7 @@ class TfDataOptions:
     prefetch_batches: Annotated[int, Within(0, 1 << 16, _OR_AUTOTUNE, AUTOTUNE)] = 2
     autotune: bool = True
     decode: TfDataDecode = "auto"
+    kernel: Kernel = "auto"
     service: str | None = None
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from dali_tf_input.backends import tf_images
 from dali_tf_input.dataset import check_gpu, import_dali
-from dali_tf_input.errors import BatchSize, InputError, Path, check_choice, checked
+from dali_tf_input.errors import BatchSize, InputError, Path, check, checked
 from dali_tf_input.index.checks import BadImage, Checks
 from dali_tf_input.index.trial_decode import make_trial_decode
 from dali_tf_input.options import DaliOptions, Device, TfDataOptions
@@ -122,7 +122,8 @@ def export_triton(
       InputError: `preprocess` is random or not supported by DALI, or `folder` exists.
     """
     _check_deterministic(preprocess)
-    check_choice("dtype", preprocess.dtype, _TRITON_TYPES)
+    types = ", ".join(map(repr, _TRITON_TYPES))
+    check(preprocess.dtype in _TRITON_TYPES, "dtype", f"one of {types}", repr(preprocess.dtype))
     folder = os.path.abspath(folder)
     if os.path.lexists(folder):
         raise InputError(f"{folder} exists already: name a new folder.")

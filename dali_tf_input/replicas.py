@@ -43,19 +43,10 @@ def check_strategy(strategy: tf.distribute.Strategy | None) -> tf.distribute.Str
         return strategy
     if not tf.distribute.has_strategy() and strategy is tf.distribute.get_strategy():
         return None
-    nearest = {
-        "TPUStrategy": (
-            "TPUs are fed from the host: use strategy.distribute_datasets_from_function(...) with"
-            " make_dataset(spec, TfDataOptions(), ...)"
-        ),
-        "ParameterServerStrategy": "for several hosts use MultiWorkerMirroredStrategy",
-        "CentralStorageStrategy": "for several GPUs of one host use MirroredStrategy",
-    }
-    name = type(strategy).__name__.removesuffix("V1").removesuffix("V2")
     raise InputError(
-        "`strategy` must be None, a OneDeviceStrategy, a MirroredStrategy or a "
-        f"MultiWorkerMirroredStrategy, got a {type(strategy).__name__}: "
-        f"{nearest.get(name, nearest['CentralStorageStrategy'])}."
+        "`strategy` must be None, a OneDeviceStrategy, a MirroredStrategy (several GPUs) or a"
+        f" MultiWorkerMirroredStrategy (several hosts), got a {type(strategy).__name__}. TPUs are"
+        " fed from their host: strategy.distribute_datasets_from_function(...) with make_dataset."
     )
 
 

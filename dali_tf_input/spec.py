@@ -10,13 +10,13 @@ from typing import Annotated, Literal
 
 from dali_tf_input.errors import Count, InputError, Path, Within, check, check_fields, checked
 from dali_tf_input.index.contents import (
-    KEY_PRESETS,
     REQUIRED,
     Feature,
     FileEntry,
     find_keys,
     merge_images,
     merge_labels,
+    name_keys,
     summarize,
 )
 from dali_tf_input.index.files import absolute, find_files, index_command, index_files_of
@@ -159,11 +159,10 @@ class DatasetSpec:
                 f"{label_offset}: it is subtracted from every label, and classes count from 0."
             )
         images = [
-            (entries[file].records, entries[file].images)
+            entries[file].images if entries[file].checked_by.get("image_key") == image_key else None
             for file in held
-            if entries[file].checked_by.get("image_key") == image_key
         ]
-        sized = merge_images([(count, one) for count, one in images if one])
+        sized = merge_images([one for one in images if one]) if all(images) else None
         by_file = dict(zip(found, index_files, strict=True))
         return cls(
             files=tuple(held),
@@ -183,11 +182,7 @@ class DatasetSpec:
                 else None
             ),
             num_classes=known.num_classes if known else None,
-            largest_image=(
-                sized.largest_size
-                if sized and len(images) == len(held) and all(one for _, one in images)
-                else None
-            ),
+            largest_image=sized.largest_size if sized else None,
         )
 
 
@@ -285,10 +280,7 @@ def _check_keys(
             raise InputError(f"`{name}` '{key}' is not in the records, which hold {held}.")
     image_key, label_key = find_keys(features, image_key=image_key, label_key=label_key)
     if not image_key or not label_key:
-        raise InputError(
-            f"The records hold {held}, not the keys of {' or '.join(KEY_PRESETS)}: name the two"
-            " with `image_key` and `label_key`."
-        )
+        raise name_keys(features)
     keys = {"image_key": image_key, "label_key": label_key}
     for _, name, kind in REQUIRED:
         for file, entry in entries.items():

@@ -22,7 +22,7 @@ from dali_tf_input import (
     build_index,
 )
 from dali_tf_input.index.example import encode_example
-from dali_tf_input.index.tfrecord import frame_record
+from dali_tf_input.index.tfrecord import BadRecord, find_records, frame_record
 from support.cli import import_tensorflow
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -111,6 +111,17 @@ def write_tfrecord(path: Path | str, examples: list[dict]) -> str:
     """Writes examples (feature key -> value) as one TFRecord file, without an index."""
     Path(path).write_bytes(b"".join(frame_record(encode_example(example)) for example in examples))
     return str(path)
+
+
+def scan_records(file: Path | str) -> list[tuple[int, int]]:
+    """Returns (offset, size) of each record of a file; raises InputError for what is none."""
+    records = []
+    with open(file, "rb") as stream:
+        for found in find_records(str(file), stream.fileno()):
+            if isinstance(found, BadRecord):
+                raise InputError(f"{file}: byte {found.offset}: {found.detail}")
+            records += found
+    return records
 
 
 def numbered_examples(count: int, *, first: int = 0) -> list[dict]:

@@ -41,7 +41,7 @@ INDEX = [
     "pool",
 ]
 INDEX += ["folder", "build", "trial_decode", "worker", "__main__"]
-BACKENDS = ["reading", "tf_augment", "tf_images", "dali_images", "tf_data", "dali"]
+BACKENDS = ["reading", "tf_augment", "tf_native", "tf_images", "dali_images", "tf_data", "dali"]
 SUPPORT = ["cli", "processes", "machine", "first_batches", "flags", "plots", "train", "convert"]
 SUPPORT += ["throughput"]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

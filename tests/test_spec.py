@@ -21,7 +21,6 @@ from conftest import (
 
 from dali_tf_input import (
     AUTOTUNE,
-    BoxCrop,
     CenterCrop,
     Checks,
     DaliOptions,
@@ -91,7 +90,6 @@ train, evaluate = (
     for preprocess in (TRAINING, Preprocess.for_evaluation(224))
 )
 cpu, gpu = (functools.partial(DaliOptions, device=device) for device in ("cpu", "gpu"))
-box = functools.partial(BoxCrop, top=0, left=0, height=9, width=9)
 tf_data = TfDataOptions
 
 
@@ -100,8 +98,6 @@ tf_data = TfDataOptions
     [
         (ResizeRandomCrop, {"resize": (0, 9)}, "`resize` must be at least 1 pixel"),
         (CenterCrop, {"resize_shorter": 0}, "`resize_shorter` must be at least 1 pixel"),
-        (box, {"top": -1}, "A box starts at 0 or more .*`top` -1"),
-        (box, {"width": 0}, "at least 1 pixel each way"),
         (train, {"image_size": (0, 1)}, "`image_size` must be at least 1 pixel"),
         (train, {"image_size": (224, 257)}, "`resize` must not be below `image_size`"),
         (evaluate, {"image_size": (257, 1)}, "`resize_shorter` must not be below `image_size`"),

@@ -22,6 +22,7 @@ from dali_tf_input.backends.reading import (
 )
 from dali_tf_input.backends.tf_augment import make_augmentation
 from dali_tf_input.backends.tf_images import check_supported, prepare_image
+from dali_tf_input.backends.tf_native import uses_native
 from dali_tf_input.errors import InputError
 from dali_tf_input.labels import ClassLabel
 from dali_tf_input.options import AUTOTUNE, TfDataOptions
@@ -39,12 +40,8 @@ def build(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
       options: how it is made.
 
     Returns:
-      A dataset of (image, label): image (batch_size, *spec.preprocess.image_shape), label int64
-      (batch_size,) or one-hot; with `spec.repeat` False (image, label, sample weight float32
-      (batch_size,)), one pass. Otherwise it is infinite: with order "global" each epoch serves
-      whole steps; with the others each pass over the shard serves every record of it once, and a
-      batch may hold the end of one pass and the start of the next. With order "buffer" the files of
-      the shard are read in a new random order each pass, `num_parallel_reads` at a time.
+      What `dataset.make_dataset` says. With order "buffer" the files of the shard are read in a new
+      random order each pass, `num_parallel_reads` at a time.
 
     Raises:
       InputError: this backend does not support `spec`, or the service does not answer.
@@ -80,6 +77,7 @@ def make_prepare(
     shard_seed = tf.constant(spec.seed * shard.num_shards + shard.shard_id, tf.int64)
     augmentation = make_augmentation(preprocess) if preprocess.auto_augment else None
     decode = options.resolve_decode(resizes_plainly=preprocess.resizes_plainly)
+    native = uses_native(options.kernel)
 
     @tf.autograph.experimental.do_not_convert
     def prepare(key: tf.Tensor, record: tf.Tensor) -> tuple[tf.Tensor, ...]:
@@ -100,7 +98,9 @@ def make_prepare(
             uniforms = tf.random.stateless_uniform((preprocess.num_uniforms,), seed=seed)
             augment_seed = tf.stack([shard_seed, ~key])
         augment = (lambda image: augmentation(image, augment_seed)) if augmentation else None
-        image = prepare_image(encoded, uniforms, preprocess, decode=decode, augment=augment)
+        image = prepare_image(
+            encoded, uniforms, preprocess, decode=decode, augment=augment, native=native
+        )
         label = prepare_label(label, spec.label)
         return (image, label) if spec.repeat else (image, label, weight_of(slot, stream.steps))
 

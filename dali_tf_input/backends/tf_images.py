@@ -1,11 +1,13 @@
 """Preprocessing of one image with TensorFlow: the same pixels as `dali_images` makes."""
 
+import dataclasses
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Literal
 
 import tensorflow as tf
 
+from dali_tf_input.backends.tf_native import finish_region
 from dali_tf_input.crops import Region, Uniforms
 from dali_tf_input.preprocess import DCT_METHOD, Preprocess
 
@@ -29,6 +31,7 @@ def prepare_image(
     *,
     decode: Decode = "full",
     augment: Callable[[tf.Tensor], tf.Tensor] | None = None,
+    native: bool = False,
 ) -> tf.Tensor:
     """Makes of one encoded image what the model sees.
 
@@ -38,28 +41,50 @@ def prepare_image(
       preprocess: what to do.
       decode: how much of a JPEG is decoded; see `TfDataOptions`.
       augment: applied to the uint8 image (*preprocess.image_size, 3), before the mirror.
+      native: whether `tf_native` does all that follows decoding.
 
     Returns:
       `preprocess.dtype` of shape `preprocess.image_shape`.
     """
-    image = resample_image(encoded, uniforms, preprocess, decode=decode)
+    if not native:
+        image = resample_image(encoded, uniforms, preprocess, decode=decode)
+        image = to_uint8(image) if augment else image
+    elif augment:
+        plain = dataclasses.replace(preprocess, dtype="uint8", layout="HWC", mirror_probability=0)
+        image = prepare_image(encoded, uniforms, plain, decode=decode, native=True)
+    else:
+        mirrored = Uniforms.split(uniforms).mirror[0] < preprocess.mirror_probability
+        finish = partial(finish_region, preprocess=preprocess, mirrored=mirrored)
+        return resample_image(encoded, uniforms, preprocess, decode=decode, finish=finish)
     if augment:
-        image = tf.cast(augment(to_uint8(image)), tf.float32)
+        image = tf.cast(augment(image), tf.float32)
     return normalize_image(image, uniforms, preprocess)
 
 
 def resample_image(
-    encoded: tf.Tensor, uniforms: tf.Tensor, preprocess: Preprocess, *, decode: Decode
+    encoded: tf.Tensor,
+    uniforms: tf.Tensor,
+    preprocess: Preprocess,
+    *,
+    decode: Decode,
+    finish: Callable[..., tf.Tensor] | None = None,
 ) -> tf.Tensor:
-    """Decodes an image and resizes its region: float32 (*preprocess.image_size, 3) in 0..255."""
+    """Decodes an image and resizes its region: float32 (*preprocess.image_size, 3) in 0..255.
+
+    With `finish` it returns ``finish(image, region, ratio=...)`` of the decoded image instead.
+    """
 
     def resample_whole() -> tf.Tensor:
         image = decode_image(encoded)
         region = find_region(tf.shape(image)[:2], uniforms, preprocess)
+        if finish:
+            return finish(image, region, ratio=1)
         return resize_region(image, region, preprocess, whole=True)
 
     def resample_part(ratio: Ratio = 1) -> tf.Tensor:
         image, region = decode_region(encoded, uniforms, preprocess, ratio=ratio)
+        if finish:
+            return finish(image, region, ratio=ratio)
         return resize_region(image, region, preprocess, whole=False, ratio=ratio)
 
     def resample_scaled() -> tf.Tensor:
@@ -85,7 +110,7 @@ def resample_image(
     else:
         jpeg = resample_scaled if decode == "scaled" else resample_part
         image = tf.cond(tf.io.is_jpeg(encoded), jpeg, resample_whole)
-    return tf.ensure_shape(image, (*preprocess.image_size, 3))
+    return image if finish else tf.ensure_shape(image, (*preprocess.image_size, 3))
 
 
 def decode_image(encoded: tf.Tensor) -> tf.Tensor:
@@ -183,8 +208,6 @@ def resize_region(
     size, interpolation = preprocess.image_size, preprocess.interpolation
     plain = interpolation == "bilinear" and not preprocess.antialias
     if ratio > 1:
-        if plain and min(size) > 1:
-            return shrink_bilinear(image, region, size)
         return scale_and_translate(image, region, preprocess, ratio=ratio)
     if preprocess.crop.sampling == "crop_then_resize":
         image = crop_to(image, region.start, tf.cast(region.extent, tf.int32))
@@ -223,18 +246,6 @@ def gather_nearest(
     )
     image = tf.gather(image, tf.cast(tf.floor(rows), tf.int32))
     return tf.cast(tf.gather(image, tf.cast(tf.floor(columns), tf.int32), axis=1), tf.float32)
-
-
-def shrink_bilinear(image: tf.Tensor, region: Region, size: tuple[int, int]) -> tf.Tensor:
-    """Shrinks a region bilinearly without antialias, faster than `scale_and_translate`."""
-    step = region.extent / tf.constant(size, tf.float64)
-    first = (
-        region.start + 0.5 * step - 0.5
-    )  # the outermost pixels; inside the image when it shrinks
-    last = first + step * (tf.constant(size, tf.float64) - 1)
-    pixels = tf.cast(tf.tile(tf.shape(image)[:2] - 1, [2]), tf.float64)
-    box = tf.cast(tf.concat([first, last], 0) / pixels, tf.float32)
-    return tf.image.crop_and_resize(image[None], box[None], [0], size)[0]
 
 
 def scale_and_translate(

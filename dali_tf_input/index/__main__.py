@@ -220,10 +220,9 @@ def _describe_labels(summary: Summary) -> str:
 
 
 def _describe_images(images: Images) -> str:
-    (median_height, median_width), (height, width) = images.median_size, images.largest_size
+    height, width = images.largest_size
     formats = ", ".join(f"{name} {count:,}" for name, count in images.formats.items())
-    largest = f"largest height {height:,}, largest width {width:,}"
-    return f"median {median_height}x{median_width}, {largest}; {formats}"
+    return f"{formats}; largest height {height:,}, largest width {width:,}"
 
 
 if __name__ == "__main__":

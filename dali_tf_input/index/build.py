@@ -19,7 +19,14 @@ import msgspec
 
 from dali_tf_input.errors import Count, InputError, Part, Path, checked
 from dali_tf_input.index.checks import Checks
-from dali_tf_input.index.contents import KEY_PRESETS, FileEntry, Summary, find_keys, summarize
+from dali_tf_input.index.contents import (
+    KEY_PRESETS,
+    FileEntry,
+    Summary,
+    find_keys,
+    name_keys,
+    summarize,
+)
 from dali_tf_input.index.example import decode_example
 from dali_tf_input.index.files import find_files, index_files_of
 from dali_tf_input.index.folder import IndexFolder
@@ -267,11 +274,7 @@ def _with_keys(checks: Checks, files: Sequence[str]) -> Checks:
                 return dataclasses.replace(checks, image_key=image_key, label_key=label_key)
             held.update(features)
     if held:
-        keys = ", ".join(f"{key!r}" for key in sorted(held)[:30])
-        raise InputError(
-            f"The records hold {keys}, but not the keys of {' or '.join(KEY_PRESETS)}: name the two"
-            " with `image_key` and `label_key`."
-        )
+        raise name_keys(held)
     # No record can be read: the run will say what is wrong.
     image_key, label_key = next(iter(KEY_PRESETS.values()))
     return dataclasses.replace(

@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
+from dali_tf_input.errors import InputError
+
 Level = Literal["framing", "crc", "schema", "decode"]
 _Number = Annotated[int, msgspec.Meta(ge=0)]  # of a manifest, which may be forged
 
@@ -61,10 +63,9 @@ class Labels:
 
 @dataclass(frozen=True, kw_only=True)
 class Images:
-    """The images that were checked. Sizes are (height, width), each side by itself."""
+    """The images that were checked; the largest height and the largest width among them."""
 
     formats: dict[str, _Number]
-    median_size: tuple[_Number, _Number]
     largest_size: tuple[_Number, _Number]
 
 
@@ -109,8 +110,7 @@ class Summary:
     """What several files hold together: sums and merges of their entries.
 
     `without` gives, for a key that only some records have, the (file, record number) of the first
-    that lacks it. `median_size` of the images is the median of the files' medians, weighted by
-    records.
+    that lacks it.
     """
 
     files: int
@@ -134,6 +134,14 @@ def find_keys(
         if image in held and label in held:
             return image, label
     return image_key, label_key
+
+
+def name_keys(held: Iterable[str]) -> InputError:
+    """Returns the error for records that hold other features than those of `KEY_PRESETS`."""
+    return InputError(
+        f"The records hold {', '.join(map(repr, sorted(held)[:30]))}, not the keys of"
+        f" {' or '.join(KEY_PRESETS)}: name the two with `image_key` and `label_key`."
+    )
 
 
 def find_schema_problem(
@@ -192,7 +200,7 @@ def summarize(entries: Mapping[str, FileEntry]) -> Summary:
         features=features,
         without=without,
         labels=merge_labels([entry.labels for entry in values if entry.labels]),
-        images=merge_images([(entry.records, entry.images) for entry in values if entry.images]),
+        images=merge_images([entry.images for entry in values if entry.images]),
     )
 
 
@@ -226,32 +234,12 @@ def merge_runs(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def merge_images(found: list[tuple[int, Images]]) -> Images | None:
-    """Merges the images of several files, given (records, images) of each."""
+def merge_images(found: list[Images]) -> Images | None:
+    """Returns the images of several files together; None of none."""
     if not found:
         return None
     formats: Counter[str] = Counter()
-    for _, images in found:
+    for images in found:
         formats.update(images.formats)
-    medians = [
-        weighted_median((images.median_size[axis], records) for records, images in found)
-        for axis in (0, 1)
-    ]
-    largest = [max(images.largest_size[axis] for _, images in found) for axis in (0, 1)]
-    return Images(
-        formats=dict(formats.most_common()),
-        median_size=(medians[0], medians[1]),
-        largest_size=(largest[0], largest[1]),
-    )
-
-
-def weighted_median(values: Iterable[tuple[int, int]]) -> int:
-    """Returns the lower median of (value, how often) pairs; 0 of none."""
-    counted = sorted(values)
-    half = sum(count for _, count in counted) / 2
-    seen = 0
-    for value, count in counted:
-        seen += count
-        if seen >= half:
-            return value
-    return 0
+    heights, widths = zip(*(images.largest_size for images in found), strict=True)
+    return Images(formats=dict(formats.most_common()), largest_size=(max(heights), max(widths)))

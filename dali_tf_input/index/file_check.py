@@ -19,7 +19,6 @@ from dali_tf_input.index.contents import (
     Labels,
     find_schema_problem,
     merge_runs,
-    weighted_median,
 )
 from dali_tf_input.index.example import decode_example
 from dali_tf_input.index.tfrecord import BadRecord, find_records, has_valid_data, read_data
@@ -168,8 +167,7 @@ class _Content:
             str, list[Any]
         ] = {}  # kinds, shortest, longest, records, first without, range
         self._labels = array("q")
-        self._heights: Counter[int] = Counter()
-        self._widths: Counter[int] = Counter()
+        self._largest = (0, 0)
         self._formats: Counter[str] = Counter()
 
     def sample(self, descriptor: int, extents: list[tuple[int, int]], first: int) -> None:
@@ -218,8 +216,7 @@ class _Content:
             self._on_decode(number)
             image_format, height, width = self._decode(features[self._image_key][1][0])
             self._formats[image_format] += 1
-            self._heights[height] += 1
-            self._widths[width] += 1
+            self._largest = (max(self._largest[0], height), max(self._largest[1], width))
         self._note_features(features, number)
         self._labels.append(features[self._label_key][1][0])
 
@@ -286,14 +283,7 @@ class _Content:
     def images(self) -> Images | None:
         if not self._formats:
             return None
-        return Images(
-            formats=dict(self._formats.most_common()),
-            median_size=(
-                weighted_median(self._heights.items()),
-                weighted_median(self._widths.items()),
-            ),
-            largest_size=(max(self._heights), max(self._widths)),
-        )
+        return Images(formats=dict(self._formats.most_common()), largest_size=self._largest)
 
 
 def _parse(data: bytes) -> dict[str, tuple[str, Sequence[Any]]]:

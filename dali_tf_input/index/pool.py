@@ -26,7 +26,6 @@ _CODE = (
 # How a process ends over an image that its decoder cannot take.
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 _LONGEST_DECODE = 900  # seconds over one image after which the worker ends itself, by SIGALRM
-_HANGS = 2  # a machine that was suspended looks like a decoder that hangs: once is not enough
 
 # Records that must not be decoded: number in the file -> (reason, detail).
 Crashing = dict[int, tuple[str, str]]
@@ -71,7 +70,6 @@ def run_jobs(
 
     def work(job: Job) -> dict[str, Any]:
         crashing: Crashing = {}
-        hangs: dict[int, int] = {}
         while True:
             worker: _Worker | None = getattr(local, "worker", None)
             if worker is None or worker.is_dead:
@@ -79,7 +77,7 @@ def run_jobs(
                 workers.append(worker)
             if stopped.is_set():
                 worker.kill()
-            answer = worker.run(job, crashing, hangs, on_progress)
+            answer = worker.run(job, crashing, on_progress)
             if answer is not None:
                 return answer
 
@@ -117,11 +115,7 @@ class _Worker:
         )
 
     def run(
-        self,
-        job: Job,
-        crashing: Crashing,
-        hangs: dict[int, int],
-        on_progress: Callable[[int, int], None],
+        self, job: Job, crashing: Crashing, on_progress: Callable[[int, int], None]
     ) -> dict[str, Any] | None:
         """Returns the answer to a job; None if it is to be run again by another process."""
         assert self._process.stdin and self._process.stdout
@@ -148,10 +142,10 @@ class _Worker:
             last_words = self._stderr.read().decode(errors="replace").strip().splitlines()[-1:]
             words = " ".join(last_words) or f"exit status {status}"
             raise InputError(f"The indexing process stopped at {job.file}: {words}")
-        return self._judge(job, signal.Signals(-status), crashing, hangs)
+        return self._judge(job, signal.Signals(-status), crashing)
 
     def _judge(
-        self, job: Job, ended_by: signal.Signals, crashing: Crashing, hangs: dict[int, int]
+        self, job: Job, ended_by: signal.Signals, crashing: Crashing
     ) -> dict[str, Any] | None:
         """Blames the record that was decoded last, if that can have ended the process."""
         number = _read_mark(job)
@@ -161,10 +155,8 @@ class _Worker:
                 crashing[number] = ("crashes the decoder", detail)
                 return None
             if ended_by == signal.SIGALRM:
-                hangs[number] = hangs.get(number, 0) + 1
-                if hangs[number] == _HANGS:
-                    detail = f"decoding it did not end within {_LONGEST_DECODE} s."
-                    crashing[number] = ("hangs the decoder", detail)
+                detail = f"decoding it did not end within {_LONGEST_DECODE} s."
+                crashing[number] = ("hangs the decoder", detail)
                 return None
         return {
             "unreadable": f"{job.file}: the process that checked it was ended by {ended_by.name}."

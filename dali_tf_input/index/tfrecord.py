@@ -123,23 +123,6 @@ def find_records(file: str, descriptor: int) -> Iterator[list[tuple[int, int]] |
     yield extents
 
 
-def scan_records(file: str) -> Iterator[tuple[int, int]]:
-    """Yields (offset, size) in bytes of each record of a file, in order; reads headers only.
-
-    Raises:
-      InputError: a part of the file is not a record. The message holds the path and the byte.
-      OSError: the file cannot be opened or read.
-    """
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        for found in find_records(file, descriptor):
-            if isinstance(found, BadRecord):
-                raise InputError(f"{file}: byte {found.offset}: {found.detail}")
-            yield from found
-    finally:
-        os.close(descriptor)
-
-
 def has_valid_data(descriptor: int, offset: int, size: int) -> bool:
     """Whether the data of the record of `size` bytes at byte `offset` fits its CRC; of any size."""
     crc, position, end = 0, offset + HEADER_SIZE, offset + size - FOOTER_SIZE

@@ -28,7 +28,6 @@ from nvidia.dali import fn, types
 from PIL import Image
 
 from dali_tf_input import (
-    BoxCrop,
     CenterCrop,
     DaliOptions,
     NoCrop,
@@ -37,7 +36,6 @@ from dali_tf_input import (
     RandomResizedCrop,
     ResizeRandomCrop,
     TfDataOptions,
-    iterate_batches,
 )
 from dali_tf_input.backends import dali_images, tf_images
 from dali_tf_input.dataset import make_dataset, make_normalization
@@ -52,23 +50,11 @@ CROPS = {
     "random_crop": RandomCrop(),
     "center_crop": CenterCrop(resize_shorter=96),
     "no_crop": NoCrop(),
-    "box_crop": BoxCrop(top=20, left=30, height=301, width=140),
 }
 UNCHANGED = {"mean": (0, 0, 0), "std": (1, 1, 1)}
 RAW = Preprocess(image_size=(80, 72), crop=NoCrop(), mirror_probability=0.5, **UNCHANGED)
 UNMIRRORED = dataclasses.replace(RAW, mirror_probability=0.0)
 crops = pytest.mark.parametrize("crop", CROPS.values(), ids=CROPS)
-
-
-def test_box_crop_takes_the_box():
-    """At the size of the box the pixels are those of the image; all outside of it is cut off."""
-    encoded = jpeg(50, 60)
-    image = np.asarray(Image.open(io.BytesIO(encoded)))
-    for top, left in ((7, 9), (30, 50)):
-        changes = {"crop": BoxCrop(top=top, left=left, height=20, width=10), "dtype": "uint8"}
-        preprocess = dataclasses.replace(UNMIRRORED, image_size=(20, 10), **changes)
-        ((_, made),) = iterate_batches([encoded], preprocess, TF_DATA)
-        np.testing.assert_array_equal(made[0], image[top : top + 20, left : left + 10])
 
 
 @pytest.fixture(scope="module")
@@ -93,13 +79,13 @@ def draw(preprocess, count, seed=0):
     return np.random.default_rng(seed).random((count, preprocess.num_uniforms), dtype=np.float32)
 
 
-def by_tensorflow(images, numbers, preprocess, *, decode="full"):
+def by_tensorflow(images, numbers, preprocess, *, decode="full", native=True):
     drawn = tf.TensorSpec((preprocess.num_uniforms,), tf.float32)
 
     @tf.function(input_signature=[tf.TensorSpec((), tf.string), drawn])
     @tf.autograph.experimental.do_not_convert
     def prepare(encoded, drawn):
-        return tf_images.prepare_image(encoded, drawn, preprocess, decode=decode)
+        return tf_images.prepare_image(encoded, drawn, preprocess, decode=decode, native=native)
 
     return np.stack([prepare(*given).numpy() for given in zip(images, numbers, strict=True)])
 
@@ -339,7 +325,9 @@ def test_uint8_is_the_same_from_both(records):
     one, other = (take_batch(records, options, dtype="uint8") for options in (DALI, TF_DATA))
     difference = np.abs(one.numpy().astype(int) - other.numpy())
     assert difference.max() <= 1
-    assert difference.mean() < 0.001
+    values = take_batch(records, TF_DATA, **UNCHANGED).numpy()
+    from_half = np.abs(values - np.floor(values) - 0.5)  # there the last bit decides
+    assert from_half[difference > 0].max(initial=0) < 1e-4
 
 
 def test_what_a_backend_cannot_do_is_refused(records):

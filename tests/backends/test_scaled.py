@@ -14,7 +14,7 @@ from test_parity import CROPS, RAW, UNMIRRORED, by_tensorflow, draw
 from dali_tf_input import CenterCrop, NoCrop, RandomResizedCrop, TfDataOptions
 from dali_tf_input.backends import tf_images
 
-PLANS = ("scaled", "off")
+PLANS = ("scaled", "full")
 # 4 to 25 times 80 x 72: every ratio.
 SIZES = [(320, 288), (467, 501), (641, 577), (999, 1203), (1300, 1801)]
 
@@ -42,7 +42,7 @@ def signal_to_noise(made, reference):
 
 
 def compare(images, preprocess):
-    """Yields what decode="scaled" and "off" score for each image against a Lanczos resize."""
+    """Yields what decode="scaled" and "full" score for each image against a Lanczos resize."""
     numbers = draw(preprocess, len(images))
     made = [by_tensorflow(images, numbers, preprocess, decode=decode) for decode in PLANS]
     for image, scaled, plain in zip(images, *made, strict=True):

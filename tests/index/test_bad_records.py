@@ -6,13 +6,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import backends, numbered_examples, spec_of, take, write_tfrecord
+from conftest import backends, numbered_examples, scan_records, spec_of, take, write_tfrecord
 from models import FROM_LOGITS, fit
 
 from dali_tf_input import Checks, DatasetSpec, Preprocess, Shard, build_index
 from dali_tf_input.dataset import make_dataset
 from dali_tf_input.distribution import distribute
-from dali_tf_input.index.tfrecord import scan_records
 
 NUM_RECORDS = 303
 TRUNCATED, TEXT, FLIPPED = (0, 4, 5, 50, 302), 151, 260  # at the ends, side by side, and alone

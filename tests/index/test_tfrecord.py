@@ -9,7 +9,7 @@ from random import Random
 import pytest
 import tensorflow as tf
 from commands import python
-from conftest import refused
+from conftest import refused, scan_records
 
 from dali_tf_input import InputError
 from dali_tf_input.index import example
@@ -22,7 +22,6 @@ from dali_tf_input.index.tfrecord import (
     read_data,
     read_record,
     record_size,
-    scan_records,
 )
 
 # "hello" as TensorFlow's writer frames it: length 5, its masked CRC, the data, its masked CRC.

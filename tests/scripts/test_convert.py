@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from commands import fails, rows, run
-from conftest import SCRIPTS, image_zoo, jpeg, numbered_examples, write_tfrecord
+from conftest import SCRIPTS, image_zoo, jpeg, numbered_examples, scan_records, write_tfrecord
 from index.test_formats import LOSSLESS
 from PIL import Image
 
 from dali_tf_input.index.example import decode_example
-from dali_tf_input.index.tfrecord import read_record, scan_records
+from dali_tf_input.index.tfrecord import read_record
 from support.convert.writer import find_split
 
 

@@ -1,0 +1,265 @@
+// One pass from a decoded image to what the model sees: resize, crop, mirror, normalize, cast.
+//
+// Each output pixel is a weighted sum of source pixels, by rows and then by columns. Source pixel p covers [p, p + 1).
+// The filters are those of TensorFlow's ScaleAndTranslate: weights of pixels outside the image are left out, and the
+// others sum to 1. Source: tensorflow/core/kernels/image/{scale_and_translate_op,sampling_kernels}.
+#ifndef DALI_TF_INPUT_RESAMPLE_H_
+#define DALI_TF_INPUT_RESAMPLE_H_
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+// One build for every x86-64: the dynamic linker takes the version that the CPU can run.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(DALI_TF_INPUT_PLAIN)
+#define DALI_TF_INPUT_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define DALI_TF_INPUT_CLONES
+#endif
+#define DALI_TF_INPUT_INLINE inline __attribute__((always_inline))
+
+namespace dali_tf_input {
+
+enum Kernel { kNearest = 0, kTriangle = 1, kCubic = 2, kLanczos3 = 3, kCopy = 4 };  // kCopy pads with zeros
+enum Output { kFloat32 = 0, kFloat16 = 1, kBfloat16 = 2, kUint8 = 3 };
+
+// What is done to every image of a pipeline.
+struct Work {
+  int height = 0, width = 0;  // of the output
+  Kernel kernel = kTriangle;
+  bool antialias = false;
+  bool clip = false;  // pixels outside of the region count for nothing
+  bool chw = false;
+  Output output = kFloat32;
+  float mean[3] = {0, 0, 0}, scale[3] = {1, 1, 1};  // (value - mean) * scale; not for kUint8
+};
+
+// What differs from image to image. The region is in pixels of the image, y then x.
+struct Image {
+  const uint8_t* pixels = nullptr;  // height x width x 3
+  int64_t height = 0, width = 0;
+  double start[2] = {0, 0}, extent[2] = {0, 0};
+  bool mirror = false;
+};
+
+// The weights of the source pixels along one axis: those of output i start at source pixel first[i].
+struct Taps {
+  int count = 0;
+  std::vector<int> first;
+  std::vector<float> weights;  // `count` for each output; unused ones are 0
+  int low = 0, high = 0;       // source pixels in use: [low, high)
+};
+
+inline double Weight(Kernel kernel, double x) {
+  x = std::abs(x);
+  switch (kernel) {
+    case kTriangle:
+      return x < 1 ? 1 - x : 0;
+    case kCubic:  // Keys, a = -0.5
+      if (x < 1) return (1.5 * x - 2.5) * x * x + 1;
+      return x < 2 ? ((-0.5 * x + 2.5) * x - 4) * x + 2 : 0;
+    case kLanczos3: {
+      if (x >= 3) return 0;
+      if (x <= 1e-3) return 1;
+      const double pi_x = 3.14159265358979323846 * x;
+      return 3 * std::sin(pi_x) * std::sin(pi_x / 3) / (pi_x * pi_x);
+    }
+    default:
+      return 1;
+  }
+}
+
+// Computes the taps of `outputs` pixels that show [start, start + extent) of an axis of `size` pixels.
+inline Taps MakeTaps(const Work& work, int outputs, int64_t size, double start, double extent, bool reversed) {
+  const double step = extent / outputs;
+  const double stretch = work.antialias ? std::max(step, 1.0) : 1.0;
+  const double radius = stretch * (work.kernel == kNearest ? 0 : work.kernel);
+  double low = 0, high = static_cast<double>(size) - 1;
+  if (work.clip) {
+    low = std::min(std::max(std::floor(start), low), high);
+    high = std::max(std::min(std::ceil(start + extent) - 1, high), low);
+  }
+  Taps taps;
+  // Filters are 0 at their radius: pixels just there are left out.
+  taps.count = static_cast<int>(std::min(std::max(std::ceil(2 * radius), 1.0), high - low + 1));
+  taps.first.resize(outputs);
+  taps.weights.assign(static_cast<size_t>(outputs) * taps.count, 0.0f);
+  std::vector<double> weights(taps.count);
+  taps.low = static_cast<int>(high);
+  for (int output = 0; output < outputs; ++output) {
+    const int place = reversed ? outputs - 1 - output : output;
+    const double center = start + (output + 0.5) * extent / outputs;
+    double first = std::floor(center - radius - 0.5) + 1, last = std::ceil(center + radius - 0.5) - 1;
+    if (work.kernel == kNearest) first = last = std::floor(center);
+    first = std::min(std::max(first, low), high);
+    last = std::max(std::min(last, high), first);
+    const int used = std::min(static_cast<int>(last - first) + 1, taps.count);
+    double sum = 0;
+    for (int tap = 0; tap < used; ++tap) {
+      weights[tap] = Weight(work.kernel, (first + tap + 0.5 - center) / stretch);
+      sum += weights[tap];
+    }
+    if (std::abs(sum) < 1e-9) weights[0] = sum = 1;  // beyond the last pixel by rounding
+    // All taps are read: the last ones must be inside too.
+    const int begin = std::max(0, std::min(static_cast<int>(first), static_cast<int>(high) + 1 - taps.count));
+    const int shift = static_cast<int>(first) - begin;
+    taps.first[place] = begin;
+    for (int tap = 0; tap < used && tap + shift < taps.count; ++tap) {
+      taps.weights[static_cast<size_t>(place) * taps.count + tap + shift] = static_cast<float>(weights[tap] / sum);
+    }
+    taps.low = std::min(taps.low, begin);
+    taps.high = std::max(taps.high, begin + taps.count);
+  }
+  return taps;
+}
+
+typedef float Pixel __attribute__((vector_size(16), aligned(4), may_alias));  // red, green, blue and what follows
+
+DALI_TF_INPUT_INLINE uint16_t ToHalf(float value) {  // to nearest even
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  const uint16_t sign = static_cast<uint16_t>((bits >> 16) & 0x8000);
+  bits &= 0x7fffffff;
+  if (bits >= 0x477ff000) return sign | (bits > 0x7f800000 ? 0x7e00 : 0x7c00);  // rounds to infinity, or NaN
+  if (bits < 0x38800000) {                                                       // subnormal: add the implicit bit's place
+    float magnitude;
+    std::memcpy(&magnitude, &bits, 4);
+    magnitude += 0.5f;
+    std::memcpy(&bits, &magnitude, 4);
+    return static_cast<uint16_t>(sign | (bits - 0x3f000000));
+  }
+  return static_cast<uint16_t>(sign | ((bits - 0x38000000 + 0xfff + ((bits >> 13) & 1)) >> 13));
+}
+
+DALI_TF_INPUT_INLINE uint16_t ToBfloat16(float value) {  // to nearest even
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+DALI_TF_INPUT_INLINE uint8_t ToUint8(float value) {  // half up
+  return static_cast<uint8_t>(std::min(std::max(value + 0.5f, 0.0f), 255.0f));
+}
+
+template <typename T, typename Cast>
+DALI_TF_INPUT_INLINE void WriteRow(const float* row, T* out, const Work& work, int y, Cast cast) {
+  const int64_t width = work.width, plane = work.height * width;
+  if (!work.chw) {
+    for (int64_t x = 0; x < 3 * width; ++x) out[3 * y * width + x] = cast(row[x]);
+    return;
+  }
+  for (int channel = 0; channel < 3; ++channel) {
+    T* to = out + channel * plane + y * width;
+    for (int64_t x = 0; x < width; ++x) to[x] = cast(row[3 * x + channel]);
+  }
+}
+
+// Fills one output image. `out` has room for height * width * 3 values; `source` and `row` for the columns in use and
+// for the output's width, times 3, plus 1.
+DALI_TF_INPUT_CLONES void Run(const Work& work, const Image& image, const Taps& rows, const Taps& columns, float* source,
+                              float* row, void* out) {
+  const int64_t line = 3 * image.width, used = 3 * static_cast<int64_t>(columns.high - columns.low);
+  const bool is_uint8 = work.output == kUint8;
+  const Pixel mean = {work.mean[0], work.mean[1], work.mean[2], 0}, scale = {work.scale[0], work.scale[1], work.scale[2], 0};
+  const float lowest = work.kernel == kLanczos3 ? 0 : -INFINITY, highest = work.kernel == kLanczos3 ? 255 : INFINITY;
+  for (int y = 0; y < work.height; ++y) {
+    if (work.kernel == kCopy) {
+      const int64_t from = static_cast<int64_t>(image.start[0]) + y, left = static_cast<int64_t>(image.start[1]);
+      for (int x = 0; x < work.width; ++x) {
+        const int64_t column = left + (image.mirror ? work.width - 1 - x : x);
+        const bool inside = from >= 0 && from < image.height && column >= 0 && column < image.width;
+        for (int c = 0; c < 3; ++c) {
+          const float value = inside ? image.pixels[from * line + 3 * column + c] : 0.0f;
+          row[3 * x + c] = is_uint8 ? value : (value - work.mean[c]) * work.scale[c];
+        }
+      }
+    } else {
+      const float* weights = &rows.weights[static_cast<size_t>(y) * rows.count];
+      const uint8_t* pixels = image.pixels + rows.first[y] * line + 3 * columns.low;
+      int tap = 0;
+      if (rows.count == 1) {
+        for (int64_t x = 0; x < used; ++x) source[x] = weights[0] * pixels[x];
+        tap = 1;
+      } else {
+        // Two taps are a line between two pixels: equal ones stay what they are.
+        const uint8_t* next = pixels + line;
+        if (rows.count == 2) {
+          for (int64_t x = 0; x < used; ++x) source[x] = pixels[x] + weights[1] * (next[x] - pixels[x]);
+        } else {
+          for (int64_t x = 0; x < used; ++x) source[x] = weights[0] * pixels[x] + weights[1] * next[x];
+        }
+        tap = 2;
+      }
+      for (; tap < rows.count; ++tap) {
+        const uint8_t* next = pixels + tap * line;
+        for (int64_t x = 0; x < used; ++x) source[x] += weights[tap] * next[x];
+      }
+      const float* weight = columns.weights.data();
+      for (int x = 0; x < work.width; ++x) {
+        const float* from = source + 3 * (columns.first[x] - columns.low);
+        Pixel sum = {0, 0, 0, 0};
+        if (columns.count == 2) {
+          sum = *reinterpret_cast<const Pixel*>(from);
+          sum += weight[1] * (*reinterpret_cast<const Pixel*>(from + 3) - sum);
+        } else {
+          for (int t = 0; t < columns.count; ++t) sum += weight[t] * *reinterpret_cast<const Pixel*>(from + 3 * t);
+        }
+        weight += columns.count;
+        if (work.kernel == kLanczos3) {
+          for (int c = 0; c < 4; ++c) sum[c] = std::min(std::max(sum[c], lowest), highest);
+        }
+        if (!is_uint8) sum = (sum - mean) * scale;
+        *reinterpret_cast<Pixel*>(row + 3 * x) = sum;  // the next pixel overwrites the fourth value
+      }
+    }
+    switch (work.output) {
+      case kFloat32:
+        WriteRow(row, static_cast<float*>(out), work, y, [](float value) { return value; });
+        break;
+      case kFloat16:
+        WriteRow(row, static_cast<uint16_t*>(out), work, y, ToHalf);
+        break;
+      case kBfloat16:
+        WriteRow(row, static_cast<uint16_t*>(out), work, y, ToBfloat16);
+        break;
+      case kUint8:
+        WriteRow(row, static_cast<uint8_t*>(out), work, y, ToUint8);
+        break;
+    }
+  }
+}
+
+// Returns what is wrong with an image or its region; nullptr if nothing is.
+inline const char* Check(const Work& work, const Image& image) {
+  const int64_t size[2] = {image.height, image.width};
+  const int outputs[2] = {work.height, work.width};
+  for (int axis = 0; axis < 2; ++axis) {
+    const double start = image.start[axis], end = start + image.extent[axis];
+    const double half = 0.5 * image.extent[axis] / outputs[axis];  // from an edge to the nearest sample
+    if (size[axis] < 1 || size[axis] > 1 << 24) return "an image needs 1 to 16,777,216 pixels each way";
+    if (!std::isfinite(start) || !std::isfinite(end)) return "a region must be finite";
+    if (work.kernel == kCopy) {
+      if (std::abs(start) > 1 << 30) return "a region must be near its image";
+    } else if (!(half > 0) || start + half < -1 || end - half > static_cast<double>(size[axis]) + 1) {
+      return "a region must show its image, and not be empty";
+    }
+  }
+  return nullptr;
+}
+
+// Does the work on an image that `Check` accepts.
+inline void Prepare(const Work& work, const Image& image, void* out) {
+  Taps rows, columns;
+  if (work.kernel != kCopy) {
+    rows = MakeTaps(work, work.height, image.height, image.start[0], image.extent[0], false);
+    columns = MakeTaps(work, work.width, image.width, image.start[1], image.extent[1], image.mirror);
+  }
+  std::vector<float> source(3 * static_cast<size_t>(columns.high - columns.low) + 1);
+  std::vector<float> row(3 * static_cast<size_t>(work.width) + 1);
+  Run(work, image, rows, columns, source.data(), row.data(), out);
+}
+
+}  // namespace dali_tf_input
+#endif  // DALI_TF_INPUT_RESAMPLE_H_

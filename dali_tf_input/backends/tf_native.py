@@ -1,0 +1,85 @@
+"""The operation of `native/`: resize, crop, mirror, normalize, cast, in one pass over an image."""
+
+import functools
+import importlib.util
+import logging
+from typing import Any
+
+import tensorflow as tf
+
+from dali_tf_input.crops import Region
+from dali_tf_input.errors import InputError
+from dali_tf_input.options import Kernel
+from dali_tf_input.preprocess import Preprocess
+
+_logger = logging.getLogger("dali_tf_input")
+# `Kernel` in native/resample.h.
+_KERNELS = {"nearest": 0, "bilinear": 1, "bicubic": 2}
+_LANCZOS3, _COPY = 3, 4
+
+
+@functools.cache
+def load() -> Any:
+    """Returns TensorFlow's function for the operation.
+
+    Raises:
+      InputError: it was not compiled, or does not work with this TensorFlow.
+    """
+    spec = importlib.util.find_spec("dali_tf_input.backends._native")
+    problem = "it was not compiled, as there was no C++ compiler"
+    if spec and spec.origin:
+        try:
+            return tf.load_op_library(spec.origin).dali_tf_input_prepare
+        except (AttributeError, tf.errors.OpError) as error:
+            problem = f"{spec.origin} does not work with TensorFlow {tf.__version__}: {error}"
+    raise InputError(
+        f"kernel='native' cannot be used: {problem}. With g++ installed: pip install"
+        " --force-reinstall --no-deps . (in a clone); or use TfDataOptions(kernel='tensorflow')."
+    )
+
+
+@functools.cache
+def uses_native(kernel: Kernel) -> bool:
+    """Returns whether the operation does the work; with "auto" it says so once if it cannot."""
+    if kernel == "tensorflow":
+        return False
+    try:
+        load()
+    except InputError as error:
+        if kernel == "native":
+            raise
+        _logger.warning("TensorFlow's operations preprocess, which takes longer: %s", error)
+        return False
+    return True
+
+
+def finish_region(
+    image: tf.Tensor, region: Region, preprocess: Preprocess, mirrored: tf.Tensor, *, ratio: int
+) -> tf.Tensor:
+    """Makes of a region of an image, uint8 (height, width, 3), what the model sees.
+
+    Args:
+      image: decoded at 1 / `ratio`, as a whole or in part.
+      region: in its coordinates.
+      preprocess: what to do, but for `auto_augment`.
+      mirrored: bool (), whether the result is mirrored.
+      ratio: see `tf_images.resize_region`.
+    """
+    is_uint8, sampling = preprocess.dtype == "uint8", preprocess.crop.sampling
+    mean, std = ((0.0,) * 3, (1.0,) * 3) if is_uint8 else (preprocess.mean, preprocess.std)
+    kernel = _COPY if sampling == "crop_and_pad" else _KERNELS[preprocess.interpolation]
+    prepared = load()(
+        image,
+        tf.concat([region.start, region.extent], 0),
+        mirrored,
+        height=preprocess.image_size[0],
+        width=preprocess.image_size[1],
+        kernel=_LANCZOS3 if ratio > 1 and preprocess.antialias else kernel,
+        antialias=preprocess.antialias,
+        clip=sampling == "crop_then_resize",
+        chw=preprocess.layout == "CHW",
+        mean=mean,
+        scale=[1 / one for one in std],
+        T=preprocess.dtype,
+    )
+    return tf.ensure_shape(prepared, preprocess.image_shape)
