@@ -13,13 +13,13 @@ import os
 import re
 import time
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from dali_tf_input.errors import InputError
-from dali_tf_input.index.checks import MAX_PIXELS, BadImage, Checks
+from dali_tf_input.index.checks import MAX_PIXELS, BadImage, Checks, Decoder
 from dali_tf_input.index.contents import KEY_PRESETS, FileEntry, find_schema_problem
 from dali_tf_input.index.example import decode_example
 from dali_tf_input.index.files import index_command, index_dir_of
@@ -115,7 +115,7 @@ def explain(
     _logger.warning("The input failed: searching for the bad record (%.0f s at most).", seconds)
     lines = (line.strip() for line in reversed(message.splitlines()) if not _NO_WORDS.match(line))
     words = next(lines, "no message")
-    commands = [_skip_command(failed.spec.dataset, failed.options) for failed in inputs]
+    commands = [skip_command(failed.spec.dataset, failed.options) for failed in inputs]
     searches = [_Search(failed, search_seconds) for failed in inputs]
     changes = (failed.spec.dataset.find_change() for failed in inputs)
     change = next(filter(None, changes), None)
@@ -170,8 +170,11 @@ def find_label(inputs: Sequence[FailedInput], label: int) -> str | None:
     return None
 
 
-def _skip_command(dataset: DatasetSpec, options: DaliOptions | TfDataOptions) -> str:
+def skip_command(
+    dataset: DatasetSpec, options: DaliOptions | TfDataOptions, num_classes: int | None = None
+) -> str:
     """Returns the command that skips everything in a dataset that is bad for a backend."""
+    decoder = "dali" if isinstance(options, DaliOptions) else "tf_data"
     arguments = ["--verify=decode", "--on_bad=skip"]
     if (dataset.image_key, dataset.label_key) not in KEY_PRESETS.values():
         arguments += [f"--image_key={dataset.image_key}", f"--label_key={dataset.label_key}"]
@@ -181,7 +184,8 @@ def _skip_command(dataset: DatasetSpec, options: DaliOptions | TfDataOptions) ->
     # As the files were checked before:
     for name, default in (("num_classes", None), ("decoder", "both"), ("max_pixels", MAX_PIXELS)):
         values = {entry.checked_by.get(name, default) for entry in entries} - {default}
-        values -= {"dali", "tf_data"} - {_decoder_of(options)}  # the other one accepted the record
+        values -= {"dali", "tf_data"} - {decoder}  # the other one accepted the record
+        values = {num_classes} if num_classes and name == "num_classes" else values
         arguments += [f"--{name}={value}" for value in values if len(values) == 1]
     if any(entry.verified == "decode" for entry in entries):
         arguments.append(
@@ -189,10 +193,6 @@ def _skip_command(dataset: DatasetSpec, options: DaliOptions | TfDataOptions) ->
         )  # a file whose bytes rotted, but not its time, counts as unchanged
     index_dir = index_dir_of(dataset.files[0], dataset.index_files[0])
     return index_command(dataset.files, index_dir=index_dir, arguments=arguments)
-
-
-def _decoder_of(options: DaliOptions | TfDataOptions) -> Literal["dali", "tf_data"]:
-    return "dali" if isinstance(options, DaliOptions) else "tf_data"
 
 
 def _read_entries(dataset: DatasetSpec) -> list[FileEntry]:
@@ -255,7 +255,7 @@ class _Search:
         self.checked: set[int] = set()
         entries = _read_entries(self.dataset)
         largest = [entry.checked_by.get("max_pixels", MAX_PIXELS) for entry in entries]
-        decoder = _decoder_of(failed.options)
+        decoder: Decoder = "dali" if isinstance(failed.options, DaliOptions) else "tf_data"
         max_pixels = max(largest, default=MAX_PIXELS)
         self._decode = make_trial_decode(
             Checks(verify="decode", decoder=decoder, max_pixels=max_pixels)

@@ -47,13 +47,10 @@ def make_dataset(
     Returns:
       A dataset of (image, label): image `spec.preprocess.dtype` (batch_size,
       *spec.preprocess.image_shape), label int64 (batch_size,), or float32 (batch_size,
-      spec.one_hot). With `spec.repeat` False it is one pass over the records with a third value,
-      sample weights float32 (batch_size,). Of a single shard, but on a GPU, the last batch is then
-      short, and all weights are 1; otherwise it is padded with images of weight 0. With
-      `spec.repeat` True the dataset is infinite. With order "global" an epoch
-      is whole steps of all shards, in which no record comes twice. With the other orders every pass
-      over the shard serves each of its records once; the remainder that does not fill a batch opens
-      the next pass.
+      spec.one_hot). With `spec.repeat` False it is one pass, with sample weights as a third value
+      (see `InputSpec`). Otherwise it is infinite. With order "global" an epoch is whole steps of
+      all shards, in which no record comes twice. With the other orders every pass over the shard
+      serves each of its records once; the remainder that does not fill a batch opens the next pass.
 
       DALI's dataset has two limits. On a GPU it must be made and iterated under the `tf.device` of
       its GPU, and no transformation (`map`, `take`, ...) can follow it. And no strategy may

@@ -84,9 +84,8 @@ def distribute(
       float32 (global_batch_size / replicas,). With order "global" an epoch is num_records //
       global_batch_size steps in which no record comes twice; the remainder, other records each
       time, is left out. With "buffer" and "sequential" the remainder opens the next epoch. With
-      `spec.repeat` False there is one pass of num_records / global_batch_size steps, rounded up, in
-      which each record comes once. On several replicas, or a GPU, padding fills the last step:
-      compile the model with `weighted_metrics`, as Keras's `metrics` count padding too.
+      `spec.repeat` False there is one pass of num_records / global_batch_size steps, rounded up; on
+      several replicas, or a GPU, padding fills the last.
 
     Raises:
       InputError: the strategy is of another type, the replicas do not divide the batch, the batch

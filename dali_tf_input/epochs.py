@@ -1,7 +1,5 @@
 """Training datasets that end with their epoch; the next iterator serves the next epoch."""
 
-import atexit
-import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +59,6 @@ class Epochs:
         self._use = _Use(steps_per_epoch)
         self._first_step = start_step.step  # of the iterator's epoch
         self._goes_on = False
-        _made.add(self)
 
     @property
     def element_spec(self) -> Any:
@@ -127,15 +124,6 @@ class Epochs:
         self._use = self._iterator.use = _Use(use.most)
         self._start_step.step = self._first_step = step
         return self._iterator
-
-
-_made: "weakref.WeakSet[Epochs]" = weakref.WeakSet()
-
-
-@atexit.register  # DALI is unloaded at exit too, after this, and must have no pipeline left then
-def _drop_iterators() -> None:
-    for epochs in list(_made):
-        epochs._iterator = None
 
 
 class EpochDataset(Epochs, tf.data.Dataset):  # type: ignore[misc]

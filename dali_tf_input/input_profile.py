@@ -82,6 +82,7 @@ class InputProfile(keras.callbacks.Callback):  # type: ignore[misc]
         check_keras("InputProfile")
         super().__init__()
         self.epochs: list[EpochProfile] = []
+        self.train = train
         self._dataset = train.dataset if isinstance(train, Distributed) else train
         self._queued = _QUEUED + _prefetched(train)
         self._known = isinstance(train, Distributed)

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from dali_tf_input.bad_record import FailedInput, explain, find_label
+from dali_tf_input.bad_record import FailedInput, explain, find_label, skip_command
 from dali_tf_input.epochs import EpochDataset, Epochs
 from dali_tf_input.errors import InputError
-from dali_tf_input.index.files import index_command, index_dir_of
 from dali_tf_input.options import Options
 from dali_tf_input.order import StartStep
 from dali_tf_input.replicas import check_keras, is_gpu, strategy_of
@@ -79,24 +78,30 @@ class Distributed(NamedTuple):
           Each value that Keras logs, by epoch; empty if `resume` has nothing left to do.
 
         Raises:
-          InputError: the model belongs to another strategy, or the input fails (see
-            `explain_errors`).
+          InputError: the model belongs to another strategy, an argument to another input, or the
+            input fails (see `explain_errors`).
         """
         self._check_model(model)
         self._check_labels(model)
-        if self.steps_per_epoch % model.steps_per_execution:
+        for name, value in (("Resume(folder, train)", resume), ("InputProfile(train)", profile)):
+            if value is not None and getattr(value, "train", None) is not self:
+                raise InputError(f"Expected {name} of this input, `train`, got {value!r}.")
+        per_call = model.steps_per_execution
+        if self.steps_per_epoch % per_call or (per_call > 1 and len(self.devices) > 1):
             raise InputError(
                 f"`steps_per_execution` must divide the {self.steps_per_epoch} steps of an epoch,"
-                f" got {model.steps_per_execution}."
+                f" and be 1 on several replicas, got {per_call}."
             )
-        arguments |= {"epochs": epochs}
-        if profile is not None:
-            arguments["callbacks"] = [profile, *(arguments.get("callbacks") or ())]
+        callbacks = keras.tree.flatten(arguments.pop("callbacks", None) or [])
+        arguments |= {
+            "epochs": epochs,
+            "callbacks": [profile, *callbacks] if profile else callbacks,
+        }
         if resume is not None:
             histories = resume.fit(model, validation=validation, **arguments)
         else:
             if validation is not None:
-                arguments |= validation.as_validation(model, arguments)
+                arguments |= as_validation(validation, model, arguments)
             with self.explain_errors(model, *([validation] if validation else [])):
                 histories = [model.fit(self.dataset, shuffle=False, **arguments)]
         found: dict[str, list[float]] = {}
@@ -108,10 +113,9 @@ class Distributed(NamedTuple):
     def evaluate(self, model: keras.Model, **arguments: Any) -> dict[str, float]:
         """Evaluates a Keras model on one pass (`spec.repeat` False): loss and metrics by name.
 
-        They are those of the records, also where padding fills the last step: on several replicas,
-        or a GPU. There Keras's own `evaluate` counts the padding in plain `metrics`, but not in
-        `weighted_metrics`; this call leaves it out of both. For plain ones it traces the model
-        anew, without XLA.
+        They are those of the records, each of weight 1, also where padding fills the last step: on
+        several replicas, or a GPU. There this call traces the model anew, without XLA. Keras's own
+        `evaluate` counts the padding in plain `metrics`, and in `weighted_metrics` that are counts.
 
         Args:
           model: compiled.
@@ -122,7 +126,7 @@ class Distributed(NamedTuple):
             fails.
         """
         self._check_one_pass(model)
-        exact = _without_padding(model) if self._counts_padding(model) else contextlib.nullcontext()
+        exact = _without_padding(model) if self._is_padded else contextlib.nullcontext()
         with self.explain_errors(model), exact:
             found: dict[str, float] = model.evaluate(self.dataset, return_dict=True, **arguments)
         return found
@@ -146,39 +150,30 @@ class Distributed(NamedTuple):
             rows = model.predict(self.dataset, **arguments)
         return keras.tree.map_structure(lambda one: one[: self.spec.dataset.num_records], rows)
 
-    def as_validation(self, model: keras.Model, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Returns arguments that validate in `model.fit`: the data, or callbacks with one more."""
-        if not self._counts_padding(model):
-            return {"validation_data": self.dataset}
-        return {"callbacks": [_Validation(self), *(arguments.get("callbacks") or ())]}
-
-    def _counts_padding(self, model: keras.Model) -> bool:
-        """Whether images of weight 0 fill the last step of a pass, and Keras would count them."""
-        pads = len(self.devices) > 1 or is_gpu(self.devices[0])
+    @property
+    def _is_padded(self) -> bool:
+        """Whether images of weight 0 fill the last step of a pass."""
         padding = self.steps_per_epoch * self.global_batch_size - self.spec.dataset.num_records
-        return bool(pads and padding and model.get_compile_config().get("metrics"))
+        return padding > 0 and (len(self.devices) > 1 or is_gpu(self.devices[0]))
 
     def _check_labels(self, model: keras.Model) -> None:
         """Raises InputError if a classifier has fewer outputs than there are labels."""
         known, shape = self.spec.dataset.label_range, getattr(model, "output_shape", None)
-        if known and self.spec.one_hot is None and isinstance(shape, tuple) and shape:
+        loss = getattr(model, "loss", None)
+        name = str(getattr(loss, "name", None) or getattr(loss, "__name__", loss))
+        if known and "sparse_categorical" in name and isinstance(shape, tuple):
             outputs = shape[-1]
-            if isinstance(outputs, int) and 1 < outputs <= known[1]:  # 1: a threshold or a value
+            if isinstance(outputs, int) and outputs <= known[1]:
                 raise InputError(
                     f"Labels run from {known[0]} to {known[1]}, the model has {outputs} outputs,"
-                    f" for labels 0 to {outputs - 1}. {self._label_remedy()}"
+                    f" for labels 0 to {outputs - 1}. {self._label_remedy(outputs)}"
                 )
 
-    def _label_remedy(self) -> str:
-        dataset = self.spec.dataset
-        command = index_command(
-            dataset.files,
-            index_dir=index_dir_of(dataset.files[0], dataset.index_files[0]),
-            arguments=["--verify=schema"],
-        )
+    def _label_remedy(self, num_classes: int) -> str:
+        skip = skip_command(self.spec.dataset, self.options, num_classes)
         return (
-            "Where labels count from 1, pass label_offset=1 to DatasetSpec.from_files. To see their"
-            f" range: {command}"
+            "Where labels count from 1, pass label_offset=1 to DatasetSpec.from_files. To skip the"
+            f" records of other labels: {skip}"
         )
 
     def _check_one_pass(self, model: keras.Model) -> None:
@@ -245,7 +240,7 @@ class Distributed(NamedTuple):
                 where = find_label(inputs, int(label[1])) or "A record"
                 raise InputError(
                     f"{where} has label {label[1]}, the model's classes are 0 to"
-                    f" {int(label[2]) - 1}. {self._label_remedy()}"
+                    f" {int(label[2]) - 1}. {self._label_remedy(int(label[2]))}"
                 ) from error
             found = explain(error, inputs)
             if found is None:
@@ -253,37 +248,55 @@ class Distributed(NamedTuple):
             raise found from error
 
 
+def as_validation(
+    validation: Distributed, model: keras.Model, arguments: dict[str, Any]
+) -> dict[str, Any]:
+    """Returns the arguments of `model.fit` that validate: the data, or callbacks with one more."""
+    if not isinstance(validation, Distributed):
+        raise InputError(f"`validation` must be what `distribute` returned, got {validation!r}.")
+    validation._check_one_pass(model)
+    if not validation._is_padded:
+        return {"validation_data": validation.dataset}
+    every, steps = arguments.pop("validation_freq", 1), arguments.pop("validation_steps", None)
+    callbacks = keras.tree.flatten(arguments.get("callbacks") or [])
+    return {"callbacks": [_Validation(validation, every, steps), *callbacks]}
+
+
 class _Validation(keras.callbacks.Callback):  # type: ignore[misc]
     """Validates at the end of an epoch, before other callbacks, where Keras would count padding."""
 
-    def __init__(self, held_out: Distributed) -> None:
+    def __init__(self, held_out: Distributed, every: Any, steps: int | None) -> None:
         super().__init__()
-        self._held_out = held_out
+        self._held_out, self._every, self._steps = held_out, every, steps
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        found = self._held_out.evaluate(self.model, verbose=0)
-        if logs is not None:
-            logs |= {f"val_{name}": value for name, value in found.items()}
+        every = self._every
+        if (epoch + 1) % every == 0 if isinstance(every, int) else epoch + 1 in every:
+            found = self._held_out.evaluate(self.model, steps=self._steps, verbose=0)
+            if logs is not None:
+                logs |= {f"val_{name}": value for name, value in found.items()}
 
 
 @contextlib.contextmanager
 def _without_padding(model: keras.Model) -> Iterator[None]:
-    """Lets the model's metrics see no images of weight 0."""
-    compute, jit_compile = model.compute_metrics, model.jit_compile
+    """Lets the model's `test_step` see records only, each of weight 1."""
+    test_step, jit_compile = model.test_step, model.jit_compile
 
-    def compute_of_records(x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        is_record = tf.not_equal(sample_weight, 0)
-        parts = (x, y, y_pred, sample_weight)
-        return compute(
-            *keras.tree.map_structure(lambda one: tf.boolean_mask(one, is_record), parts)
+    def step_of_records(data: Any) -> Any:
+        is_record = tf.not_equal(data[-1], 0)
+        *parts, weights = (tf.boolean_mask(part, is_record) for part in data)
+        return tf.cond(
+            tf.reduce_any(is_record),
+            lambda: test_step((*parts, tf.ones_like(weights))),
+            model.get_metrics_result,  # of a replica that has nothing left
         )
 
-    model.compute_metrics, model.jit_compile = compute_of_records, False
+    model.test_step, model.jit_compile = step_of_records, False
     model.make_test_function(force=True)
     try:
         yield
     finally:
-        del model.compute_metrics
+        del model.test_step
         model.jit_compile = jit_compile
         model.make_test_function(force=True)
 

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from dali_tf_input.backends.reading import MAX_EPOCHS
 from dali_tf_input.errors import Count, InputError, Path, checked
-from dali_tf_input.keras_input import Distributed
+from dali_tf_input.keras_input import Distributed, as_validation
 from dali_tf_input.replicas import scope_of, strategy_of
 from dali_tf_input.staging import write_whole
 from dali_tf_input.training_state import (
@@ -80,7 +80,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
                 " before: the state says where to start, so call distribute(...) anew without it."
             )
         self._folder = os.path.abspath(os.path.expanduser(folder))
-        self._train = train
+        self.train = train
         self._is_chief = is_chief
         self._save_every = save_every or train.steps_per_epoch
         self._fingerprint = make_fingerprint(train.spec, train.global_batch_size)
@@ -95,7 +95,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _check_fingerprint(self, state: State) -> None:
         """Refuses the state of other input; adapts it if more records are skipped now."""
-        then, now, train = state.fingerprint, self._fingerprint, self._train
+        then, now, train = state.fingerprint, self._fingerprint, self.train
         changed = [name for name, value in now.items() if then.get(name) != value]
         records, skipped = then.get("records"), then.get("skipped")
         if set(changed) == {"records", "skipped", "index"} and records and skipped is not None:
@@ -123,7 +123,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
     @property
     def step(self) -> int:
         """How many steps of training are done."""
-        return self._train.start_step.step
+        return self.train.start_step.step
 
     def restore(self, model: keras.Model) -> None:
         """Restores a built and compiled model and the step, if there is a state.
@@ -156,7 +156,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
                 f"{path} is damaged, or belongs to another model or optimizer: {error} Use the same"
                 " model, or start in another folder."
             ) from error
-        self._train.start_step.step = self._saved_step
+        self.train.start_step.step = self._saved_step
 
     @checked
     def fit(
@@ -197,14 +197,14 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
         if given:
             raise InputError(f"`{min(given)}` follows from the state: omit it.")
         self.restore(model)
-        steps, per_call = self._train.steps_per_epoch, model.steps_per_execution
+        steps, per_call = self.train.steps_per_epoch, model.steps_per_execution
         if steps % per_call or self.step % per_call:
             raise InputError(
                 f"`steps_per_execution` must divide the {steps} steps of an epoch and the"
                 f" {self.step} that are done, got {per_call}."
             )
         if validation is not None:
-            arguments |= validation.as_validation(model, arguments)
+            arguments |= as_validation(validation, model, arguments)
         # This one counts first, so that the others see the step counted; the last one saves,
         # including what the others changed.
         callbacks = [self, *(arguments.pop("callbacks", None) or ()), _Saver(self)]
@@ -212,9 +212,9 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
         while self.step < epochs * steps:
             epoch, done = divmod(self.step, steps)
             before = self.step
-            with self._train.explain_errors(model, *([validation] if validation else [])):
+            with self.train.explain_errors(model, *([validation] if validation else [])):
                 history = model.fit(
-                    self._train.dataset.repeat(),
+                    self.train.dataset.repeat(),
                     initial_epoch=epoch,
                     epochs=epoch + 1 if done else epochs,
                     steps_per_epoch=steps - done,
@@ -229,8 +229,8 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
 
     def count_step(self) -> None:
         """Counts a step of a custom loop, and saves when due. Needs `set_model`."""
-        self._train.start_step.step += 1
-        if self.is_due or self.step % self._train.steps_per_epoch == 0:
+        self.train.start_step.step += 1
+        if self.is_due or self.step % self.train.steps_per_epoch == 0:
             self.save()
 
     @property
@@ -244,7 +244,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Counts the steps (several, with `steps_per_execution`)."""
-        self._train.start_step.step = self._epoch_start + batch + 1
+        self.train.start_step.step = self._epoch_start + batch + 1
 
     def save(self) -> None:
         """Saves the state now.

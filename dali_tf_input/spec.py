@@ -211,10 +211,10 @@ class InputSpec:
         only. Batches then hold a third value, sample weights float32 (batch,). On one replica that
         is a CPU's the last batch is short and all weights are 1. Otherwise padding of weight 0
         fills the last step, and records weigh a constant of at least 1, such that Keras's mean
-        loss over all batches, with its default reduction, is the mean over the records. Keras
-        ignores padding in `weighted_metrics` only, not in `metrics`.
-      one_hot: number of classes n: labels come out as float32 (n,), 1 at the label and 0 elsewhere;
-        None leaves them int64.
+        loss over all batches, with its default reduction, is the mean over the records.
+      one_hot: number of classes n: labels come out as float32 (n,), 1 at the label and 0 elsewhere,
+        and all 0 for a label out of range (index level "schema" finds those); None leaves them
+        int64.
       label_smoothing: part of the 1 that is spread evenly over all classes, in [0, 1); needs
         `one_hot`.
     """

@@ -394,7 +394,7 @@ def test_the_command_checks_as_before(tmp_path):
         ("--verify=decode --decoder=tf_data", DALI, "--force"),
     ):
         index("--max_bad_fraction=1", *flags.split(), pattern)
-        command = bad_record._skip_command(DatasetSpec.from_files(pattern), options)
+        command = bad_record.skip_command(DatasetSpec.from_files(pattern), options)
         head = "dali_tf_input.index --verify=decode --on_bad=skip"
         assert command.partition(" -m ")[2] == f"{head} {expected} {pattern!r}"
 

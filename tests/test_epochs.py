@@ -22,7 +22,7 @@ from conftest import (
 )
 from models import FROM_LOGITS, make_model
 
-from dali_tf_input import DatasetSpec, Preprocess, Resume, StartStep, build_index
+from dali_tf_input import DatasetSpec, InputProfile, Preprocess, Resume, StartStep, build_index
 from dali_tf_input.distribution import distribute
 from dali_tf_input.epochs import end_epochs
 
@@ -190,11 +190,22 @@ def test_plain_metrics_on_one_replica_are_exact(dataset, options):
 
 @backends
 def test_plain_metrics_leave_padding_out(dataset, options, tmp_path):
-    """24 records on two replicas, 14 at a time: of the second one's, 4 are padding."""
+    """24 records on two replicas, 14 at a time: of the second one's, 4 are padding; 16 at a time:
+    all 8.
+    """
     strategy = mirrored()
+
+    class Count(keras.metrics.Sum):
+        def update_state(self, y_true, y_pred, sample_weight=None):
+            return super().update_state(y_true * 0 + 1 if sample_weight is None else sample_weight)
+
     with strategy.scope():
         top = keras.metrics.SparseTopKCategoricalAccuracy(name="top")
-    compiled = {"metrics": ["accuracy"], "weighted_metrics": [top]}
+
+    def own(labels, logits):  # what is not a number where there is no record
+        return keras.ops.mean(keras.ops.cast(labels, "int32") == keras.ops.argmax(logits, axis=-1))
+
+    compiled = {"metrics": ["accuracy", own], "weighted_metrics": [top, Count(name="count")]}
     model = make_model(8, 24, strategy=strategy, **compiled)
     held_out = evaluation(dataset, options, 14, strategy)
     logits = held_out.predict(model, verbose=0)
@@ -203,15 +214,21 @@ def test_plain_metrics_leave_padding_out(dataset, options, tmp_path):
         "accuracy": np.mean(logits.argmax(axis=1) == labels),
         "top": np.mean((logits.argsort(axis=1)[:, -5:] == labels[:, None]).any(axis=1)),
         "loss": float(tf.reduce_mean(FROM_LOGITS(labels, logits))),
+        "count": 24,
     }
-    assert held_out.evaluate(model, verbose=0) == pytest.approx(expected, rel=1e-4)
+    for batch_size in (14, 16):
+        held_out = evaluation(dataset, options, batch_size, strategy)
+        found = held_out.evaluate(model, verbose=0)
+        assert np.isfinite(found.pop("own"))  # Keras's mean over the batches
+        assert found == pytest.approx(expected, rel=1e-4)
     for resume in (None, Resume(tmp_path, feed(dataset, options, strategy=strategy))):
         train = feed(dataset, options, strategy=strategy)
         if resume:
-            train = resume._train
+            train = resume.train
         callback = keras.callbacks.EarlyStopping("val_accuracy", patience=9)
         logged = {"validation": held_out, "callbacks": [callback], "verbose": 0}
         history = train.fit(model, epochs=2, resume=resume, **logged)
+        assert len(history["val_own"]) == 2
         after = held_out.evaluate(model, verbose=0)
         assert history["val_accuracy"][-1] == pytest.approx(after["accuracy"])
         assert callback.best == max(history["val_accuracy"])
@@ -229,7 +246,7 @@ def test_labels_that_count_from_1(tmp_path, is_known):
     if not is_known:
         records = dataclasses.replace(records, label_range=None)
         said = "train-0000.*: record 7, byte .* has label 8, the model's classes are 0 to 7"
-    with refused(rf"{said}\. Where labels count from 1, pass label_offset=1 to .*schema"):
+    with refused(rf"{said}\. Where labels count from 1, pass label_offset=1 to .*--num_classes=8"):
         feed(records, TF_DATA).fit(make_model(8, 8), epochs=1, verbose=0)
     records = DatasetSpec.from_files(tmp_path / "train-*", label_offset=1)
     assert feed(records, TF_DATA).fit(make_model(8, 8), epochs=1, verbose=0)
@@ -252,7 +269,7 @@ def test_transformations_on_a_gpu_are_refused(dataset):
     assert len(list(epochs)) == 4
 
 
-def test_what_is_refused(dataset):
+def test_what_is_refused(dataset, tmp_path):
     plain, strategy = make_model(8, 24), mirrored()
     scoped = make_model(8, 24, strategy=strategy)
     for options in BACKENDS.values():
@@ -263,7 +280,20 @@ def test_what_is_refused(dataset):
     with refused("A dataset of a strategy cannot be mapped, as Keras does for `class_weight`"):
         feed(dataset, TF_DATA, strategy=strategy).fit(scoped, epochs=1, class_weight={0: 1.0})
     several = make_model(8, 24, steps_per_execution=3)
-    with refused("`steps_per_execution` must divide the 4 steps of an epoch, got 3"):
+    with refused("`steps_per_execution` must divide the 4 steps of an epoch, .* got 3"):
         feed(dataset, TF_DATA).fit(several, epochs=1)
+    train, other = feed(dataset, TF_DATA), feed(dataset, TF_DATA)
+    for wrong, message in (
+        ({"resume": Resume(tmp_path, other)}, r"Expected Resume\(folder, train\) of this input"),
+        ({"resume": "runs/1"}, "of this input, `train`, got 'runs/1'"),
+        ({"profile": InputProfile(other)}, r"Expected InputProfile\(train\) of this input"),
+        ({"validation": other}, "needs a pass that serves each record once"),
+        ({"validation": train.dataset}, "`validation` must be what `distribute` returned"),
+    ):
+        with refused(message):
+            train.fit(plain, epochs=1, **wrong)
+    assert int(plain.optimizer.iterations.numpy()) == 0
+    embedding = make_model(8, 4, loss=lambda labels, outputs: keras.ops.mean(outputs, axis=-1))
+    assert train.fit(embedding, epochs=1, verbose=0)  # fewer outputs than labels, and no classes
     with refused("needs a pass that serves each record once: InputSpec"):
         feed(dataset, TF_DATA).predict(plain)

@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import functools
+import gc
 import os
 import tempfile
 from dataclasses import dataclass, field
@@ -22,6 +23,15 @@ from dali_tf_input.staging import Staging
 
 _STRIDE = 1 << 40  # between the keys of two epochs
 MAX_EPOCHS = 1 << 22
+
+
+@atexit.register
+def _drop_iterators() -> None:
+    # A thread in a `numpy_function` would wait for Python for ever, and the process for it; and
+    # DALI, which is unloaded later, must have no pipeline left.
+    for one in gc.get_objects():
+        if issubclass(type(one), tf.data.Iterator):
+            vars(one).clear()
 
 
 @dataclass(frozen=True, kw_only=True)

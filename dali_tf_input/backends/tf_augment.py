@@ -5,6 +5,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras import layers
 
 from dali_tf_input.preprocess import (
     RAND_AUGMENT_BINS,
@@ -69,7 +70,7 @@ def _bind(operation: Operation, image: tf.Tensor, seed: tf.Tensor) -> Callable[[
     return lambda: operation(image, seed)
 
 
-def _layer(layer: keras.layers.Layer) -> Operation:
+def _layer(layer: layers.Layer) -> Operation:
     def operate(image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
         batch = image[None]
         transformation = layer.get_random_transformation(batch, training=True, seed=_Seeds(seed))
@@ -79,7 +80,7 @@ def _layer(layer: keras.layers.Layer) -> Operation:
     return operate
 
 
-def _either(*layers: keras.layers.Layer) -> Operation:
+def _either(*layers: layers.Layer) -> Operation:
     """Returns an operation that is one of `layers`, each as often."""
     operations = [_layer(layer) for layer in layers]
 
@@ -113,28 +114,20 @@ def _trivial(size: tuple[int, int]) -> list[Operation]:
     rows, columns = min(1.0, 32 / height), min(1.0, 32 / width)  # 32 pixels, as parts of the image
     return [
         _layer(
-            keras.layers.RandomTranslation(
-                height_factor=0.0, width_factor=(-columns, columns), **warp
-            )
+            layers.RandomTranslation(height_factor=0.0, width_factor=(-columns, columns), **warp)
         ),
-        _layer(
-            keras.layers.RandomTranslation(height_factor=(-rows, rows), width_factor=0.0, **warp)
-        ),
-        _layer(keras.layers.RandomShear(x_factor=(0.0, 0.99), **warp)),  # either way
-        _layer(keras.layers.RandomShear(y_factor=(0.0, 0.99), **warp)),
-        _layer(keras.layers.RandomRotation((-135 / 360, 135 / 360), **warp)),
-        _layer(keras.layers.RandomBrightness((-0.99, 0.99))),
-        _layer(keras.layers.RandomContrast((0.99, 0.99))),
-        _layer(
-            keras.layers.RandomSaturation(
-                (_saturation(0.01), _saturation(1.99)), value_range=(0, 1)
-            )
-        ),
-        _with_margin(_layer(keras.layers.RandomSharpness((0.01 / 2, 1.99 / 2)))),
-        _either(*(keras.layers.RandomPosterization((bits, bits)) for bits in range(2, 9))),
-        _layer(keras.layers.Solarization(threshold_factor=1.0)),
-        _layer(keras.layers.Equalization()),
-        _layer(keras.layers.AutoContrast()),
+        _layer(layers.RandomTranslation(height_factor=(-rows, rows), width_factor=0.0, **warp)),
+        _layer(layers.RandomShear(x_factor=(0.0, 0.99), **warp)),  # either way
+        _layer(layers.RandomShear(y_factor=(0.0, 0.99), **warp)),
+        _layer(layers.RandomRotation((-135 / 360, 135 / 360), **warp)),
+        _layer(layers.RandomBrightness((-0.99, 0.99))),
+        _layer(layers.RandomContrast((0.99, 0.99))),
+        _layer(layers.RandomSaturation((_saturation(0.01), _saturation(1.99)), value_range=(0, 1))),
+        _with_margin(_layer(layers.RandomSharpness((0.01 / 2, 1.99 / 2)))),
+        _either(*(layers.RandomPosterization((bits, bits)) for bits in range(2, 9))),
+        _layer(layers.Solarization(threshold_factor=1.0)),
+        _layer(layers.Equalization()),
+        _layer(layers.AutoContrast()),
         _same,
     ]
 
@@ -152,31 +145,31 @@ def _rand(size: tuple[int, int]) -> list[Operation]:
     bits = round(8 - 4 * strength)
     threshold = 256 * (1 - strength)
 
-    def both(layer: type[keras.layers.Layer], value: float, **arguments: Any) -> Operation:
+    def both(layer: type[layers.Layer], value: float, **arguments: Any) -> Operation:
         return _either(*(layer((signed, signed), **arguments) for signed in (-value, value)))
 
     def enhanced(
-        layer: type[keras.layers.Layer], at: Callable[[float], float], **arguments: Any
+        layer: type[layers.Layer], at: Callable[[float], float], **arguments: Any
     ) -> Operation:
         return _either(
             *(layer((at(factor), at(factor)), **arguments) for factor in (1 - enhance, 1 + enhance))
         )
 
     return [
-        _either(*(keras.layers.RandomTranslation(0.0, (x, x), **warp) for x in (-shift, shift))),
-        _either(*(keras.layers.RandomTranslation((y, y), 0.0, **warp) for y in (-shift, shift))),
-        _layer(keras.layers.RandomShear(x_factor=(shear, shear), **warp)),  # either way
-        _layer(keras.layers.RandomShear(y_factor=(shear, shear), **warp)),
-        both(keras.layers.RandomRotation, turn, **warp),
-        both(keras.layers.RandomBrightness, enhance),
-        _layer(keras.layers.RandomContrast((enhance, enhance))),
-        enhanced(keras.layers.RandomSaturation, _saturation, value_range=(0, 1)),
-        _with_margin(enhanced(keras.layers.RandomSharpness, lambda factor: factor / 2)),
-        _layer(keras.layers.RandomPosterization((bits, bits))),
-        # Not keras.layers.Solarization: it draws from 0 on, whatever range it is given.
+        _either(*(layers.RandomTranslation(0.0, (x, x), **warp) for x in (-shift, shift))),
+        _either(*(layers.RandomTranslation((y, y), 0.0, **warp) for y in (-shift, shift))),
+        _layer(layers.RandomShear(x_factor=(shear, shear), **warp)),  # either way
+        _layer(layers.RandomShear(y_factor=(shear, shear), **warp)),
+        both(layers.RandomRotation, turn, **warp),
+        both(layers.RandomBrightness, enhance),
+        _layer(layers.RandomContrast((enhance, enhance))),
+        enhanced(layers.RandomSaturation, _saturation, value_range=(0, 1)),
+        _with_margin(enhanced(layers.RandomSharpness, lambda factor: factor / 2)),
+        _layer(layers.RandomPosterization((bits, bits))),
+        # Not layers.Solarization: it draws from 0 on, whatever range it is given.
         lambda image, seed: tf.where(image < threshold, image, 255 - image),
-        _layer(keras.layers.Equalization()),
-        _layer(keras.layers.AutoContrast()),
+        _layer(layers.Equalization()),
+        _layer(layers.AutoContrast()),
         _same,
     ]
 

@@ -13,8 +13,7 @@ from dali_tf_input.options import Kernel
 from dali_tf_input.preprocess import Preprocess
 
 _logger = logging.getLogger("dali_tf_input")
-# `Kernel` in native/resample.h.
-_KERNELS = {"nearest": 0, "bilinear": 1, "bicubic": 2}
+_KERNELS = {"nearest": 0, "bilinear": 1, "bicubic": 2}  # `Kernel` in native/resample.h
 _LANCZOS3, _COPY = 3, 4
 
 

@@ -8,6 +8,7 @@ import dataclasses
 import numpy as np
 import pytest
 import tensorflow as tf
+from commands import python
 from conftest import (
     BACKENDS,
     DALI,
@@ -319,3 +320,21 @@ def test_runs_around_what_is_skipped(tmp_path):
                     first = offsets.index(offset)
                     read += [(file, first + number) for number in range(count)]
                 assert read == [records[position] for position in shard.records(len(records))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [DALI, TF_DATA])
+def test_a_process_that_ends_while_it_reads(tmp_path, options):
+    """It ends: no thread waits for a Python that is gone. Without the hook every other one hung."""
+    write_dataset(tmp_path, [2] * 60)  # opened one after the other, all the time
+    code = f"""if True:
+        import dali_tf_input as dti
+        records = dti.DatasetSpec.from_files({str(tmp_path / "train-*-of-?????")!r})
+        preprocess = dti.Preprocess.for_training(16)
+        spec = dti.InputSpec(dataset=records, preprocess=preprocess, order="buffer", buffer_size=8)
+        iterator = iter(dti.make_dataset(spec, dti.{options!r}, batch_size=8))
+        for _ in range(30):
+            next(iterator)
+    """
+    for _ in range(4):
+        assert python("-c", code, timeout=120).returncode == 0

@@ -4,6 +4,7 @@ A cut pipeline serves one number per image that depends on nothing but the last 
 nothing before that stage can be left out and what follows costs nothing.
 """
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -31,10 +32,12 @@ def make_dataset(
 def _make_by_tf_data(stage: str, stream: Any, options: TfDataOptions) -> Any:
     import tensorflow as tf
 
-    from dali_tf_input.backends import reading, tf_data, tf_images
+    from dali_tf_input.backends import reading, tf_data, tf_images, tf_native
 
     spec, preprocess = stream.spec, stream.spec.preprocess
     decode = options.resolve_decode(resizes_plainly=preprocess.resizes_plainly)
+    native = tf_native.uses_native(options.kernel)
+    unfinished: dict[str, Any] = {"mean": (0,) * 3, "std": (1,) * 3, "mirror_probability": 0}
 
     @tf.autograph.experimental.do_not_convert
     def cut(key: Any, record: Any) -> Any:
@@ -52,9 +55,16 @@ def _make_by_tf_data(stage: str, stream: Any, options: TfDataOptions) -> Any:
             else:
                 part = partial(tf_images.decode_region, encoded, uniforms, preprocess)
                 image = tf.cond(tf.io.is_jpeg(encoded), lambda: part()[0], whole)
+        elif native:
+            work = (
+                preprocess
+                if stage == "normalize"
+                else dataclasses.replace(preprocess, **unfinished)
+            )
+            image = tf_images.prepare_image(encoded, uniforms, work, decode=decode, native=True)
         else:
             image = tf_images.resample_image(encoded, uniforms, preprocess, decode=decode)
-        if stage == "normalize":
+        if stage == "normalize" and not native:
             image = tf_images.normalize_image(image, uniforms, preprocess)
         return tf.cast(image[0, 0, 0], tf.float32)
 
