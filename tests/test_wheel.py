@@ -79,10 +79,15 @@ def test_wheel_in_another_folder(python, sample_folder, tmp_path):
         if "-of-" in file.name and file.suffix != ".idx":
             shutil.copy(file, tmp_path / "data/sample")
     (tmp_path / "photo.jpg").write_bytes(jpeg(120, 160))
+    (tmp_path / "records").symlink_to("data/sample")
+    quickstart = EXAMPLES[0].replace("classes=6", "classes=8")  # as the sample has
     index = execute(python, tmp_path, "-m", "dali_tf_input.index", "data/sample/*-of-*")
     assert "indexed" in index
-    execute(python, tmp_path, "-c", EXAMPLES[0])
-    execute(python, tmp_path, "-c", WITHOUT_DALI + EXAMPLES[0])
+    execute(python, tmp_path, "-c", quickstart)
+    execute(python, tmp_path, "-c", WITHOUT_DALI + quickstart)
+    kernel = "from dali_tf_input.backends.tf_native import uses_native as u; print(u('auto'))"
+    compiled = execute(python, tmp_path, "-c", kernel)
+    assert compiled.strip() == str(bool(shutil.which("g++")))
     refusal = execute(python, tmp_path, "-c", WITHOUT_PLUGIN)
     assert "nvidia-dali-tf-plugin-cuda120" in refusal
     assert "pip install" in refusal
