@@ -53,6 +53,7 @@ print("serves a batch on the", device.upper())
 """
 _TRY_MEMORY_GROWTH = """import dali_tf_input; dali_tf_input.enable_memory_growth()
 print("on, as distribute() needs it: TensorFlow leaves memory to DALI")"""
+_TRY_KERNEL = "from dali_tf_input.backends.tf_native import load; load(); print('native')"
 _COUNT_GPUS = {
     "TensorFlow": "import tensorflow; print(len(tensorflow.config.list_physical_devices('GPU')))",
     "DALI": "import nvidia.dali as dali; print(dali.backend.GetCUDADeviceCount())",
@@ -137,6 +138,10 @@ def examine() -> Iterator[Finding]:
             works[name], text = trier.attempt(f"import {module}; print({module}.__version__)")
             yield check(name, works[name], text)
         imported = [name for name in _COUNT_GPUS if works[name]]
+        if works["TensorFlow"]:
+            compiled, text = trier.attempt(_TRY_KERNEL)
+            fix = "" if compiled else "pip install --force-reinstall --no-deps .    # with g++"
+            yield Finding("ok" if compiled else "warning", "kernel", text, fix)
         on_gpu = yield from examine_gpus(trier, imported)
         if len(imported) == 2:
             yield from examine_plugin(trier, on_gpu=on_gpu)
