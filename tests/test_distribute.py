@@ -200,7 +200,9 @@ def test_distribute_refuses(dataset, options):
         with refused(message):
             distribute(spec, options, strategy=strategy, global_batch_size=global_batch_size)
     unsupported = tf.distribute.experimental.CentralStorageStrategy()
-    with refused("must be None, .*, got a CentralStorageStrategy.*: for several .* use Mirrored"):
+    with refused(
+        "must be None, .* MirroredStrategy .several GPUs. .*, got a CentralStorageStrategy"
+    ):
         distribute(spec, options, strategy=unsupported, global_batch_size=6)
 
 

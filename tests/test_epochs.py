@@ -188,6 +188,7 @@ def test_plain_metrics_on_one_replica_are_exact(dataset, options):
     assert validation.evaluate(model, verbose=0)["accuracy"] == pytest.approx(right, abs=1e-6)
 
 
+@pytest.mark.slow
 @backends
 def test_plain_metrics_leave_padding_out(dataset, options, tmp_path):
     """24 records on two replicas, 14 at a time: of the second one's, 4 are padding; 16 at a time:

@@ -121,15 +121,9 @@ def run(module, code, dataset, tmp_path, backend, **environment):
 both = pytest.mark.parametrize("backend", ["dali", "tf_data"])
 
 
-@pytest.mark.parametrize(
-    ("keras_backend", "backend"),
-    [
-        ("jax", "tf_data"),
-        pytest.param("jax", "dali", marks=pytest.mark.slow),
-        pytest.param("torch", "tf_data", marks=pytest.mark.slow),
-        pytest.param("torch", "dali", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@both
+@pytest.mark.parametrize("keras_backend", ["jax", "torch"])
 def test_fit_evaluate_predict_resume(dataset, tmp_path, backend, keras_backend):
     run(keras_backend, FIT, dataset, tmp_path, backend, KERAS_BACKEND=keras_backend)
 

@@ -157,7 +157,7 @@ def test_epochs_in_all(records, tmp_path):
     assert epochs(again, 5) == [[2, 3, 4]]
     assert epochs(make(records, tmp_path), 5) == []
     half = make(records, folder, save_every=4)
-    half._train.start_step.step = 4
+    half.train.start_step.step = 4
     half.set_model(model)
     half.save()
     model = small_model()

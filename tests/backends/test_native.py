@@ -36,7 +36,9 @@ def differences(images, preprocess, **how):
     return np.abs(one - other)
 
 
-@pytest.mark.parametrize("decode", ["full", "region", "scaled"])
+@pytest.mark.parametrize(
+    "decode", ["full", *(pytest.param(one, marks=pytest.mark.slow) for one in ("region", "scaled"))]
+)
 @pytest.mark.parametrize(
     ("interpolation", "antialias"),
     [("bilinear", False), ("bilinear", True), ("bicubic", False), ("bicubic", True)]
@@ -108,6 +110,7 @@ def test_regions_that_are_none(region, message):
             tf_native.load()(image, np.array(region, np.float64), False, **work)
 
 
+@pytest.mark.slow
 def test_a_dataset_by_each_kernel(dataset):
     """With augmentation too, and in evaluation; "auto" is the compiled one where it is there."""
     for changes in ({}, {"auto_augment": "trivial"}, {"crop": RandomCrop(), "dtype": "uint8"}):
