@@ -5,6 +5,7 @@ import logging
 import re
 import shutil
 import subprocess
+from importlib.machinery import ModuleSpec
 
 import numpy as np
 import pytest
@@ -19,6 +20,8 @@ from dali_tf_input.dataset import make_dataset
 NATIVE = ROOT / "dali_tf_input/backends/native"
 # Of 255. TensorFlow's bicubic resize of whole images takes its weights from a table of 1024.
 TOLERANCE = {"bilinear": 0.01, "bicubic": 0.25, "nearest": 0.0}
+WORK = {"height": 2, "width": 2, "kernel": 1, "antialias": True, "clip": False, "chw": False}
+WORK |= {"mean": [0.0] * 3, "scale": [1.0] * 3, "T": tf.float32}
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="there is no g++")
 
 
@@ -101,13 +104,11 @@ def test_half_rounds_to_nearest_even():
     ],
 )
 def test_regions_that_are_none(region, message):
-    work = {"height": 2, "width": 2, "kernel": 1, "antialias": True, "clip": False, "chw": False}
-    work |= {"mean": [0.0] * 3, "scale": [1.0] * 3, "T": tf.float32}
     for image in (np.zeros((4, 4, 3), np.uint8), np.zeros((4, 4), np.uint8)):
         with pytest.raises(
             tf.errors.InvalidArgumentError, match=message if image.ndim > 2 else "sh"
         ):
-            tf_native.load()(image, np.array(region, np.float64), False, **work)
+            tf_native.load()(image, np.array(region, np.float64), False, **WORK)
 
 
 @pytest.mark.slow
@@ -152,23 +153,22 @@ def compile_native(out, *flags):
 @pytest.mark.slow
 def test_a_library_of_another_tensorflow(tmp_path, monkeypatch):
     """A function that it needs is not there: named, and no crash."""
-    library = tmp_path / "_native.so"
-    compile_native(library, "-shared", "-fPIC", "-DTF_GetInput=TF_GetInputV9", NATIVE / "op.cc")
-    monkeypatch.setattr(
-        tf_native.importlib.util, "find_spec", lambda name: importlib_spec(name, library)
-    )
+    library, source = tmp_path / "_native.so", tmp_path / "op.cc"
+    written = (NATIVE / "op.cc").read_text()
+    source.write_text(written.replace("F(TF_GetInput,", "F(TF_GetInputV9,"))
+    assert source.read_text() != written
+    compile_native(library, "-shared", "-fPIC", "-DTF_GetInput=TF_GetInputV9", source)
     tf_native.load.cache_clear()
     try:
-        with pytest.raises(InputError, match=f"{library} does not work with TensorFlow 2"):
-            tf_native.load()
+        with monkeypatch.context() as patch:
+            spec = ModuleSpec("_native", None, origin=str(library))
+            patch.setattr(tf_native.importlib.util, "find_spec", lambda _: spec)
+            with pytest.raises(InputError, match=f"{library} does not work with TensorFlow 2"):
+                tf_native.load()
     finally:
         tf_native.load.cache_clear()
-
-
-def importlib_spec(name, origin):
-    from importlib.machinery import ModuleSpec
-
-    return ModuleSpec(name, None, origin=str(origin))
+    image, region = np.zeros((4, 4, 3), np.uint8), np.array([0, 0, 4, 4], np.float64)
+    assert tf_native.load()(image, region, False, **WORK).shape == (2, 2, 3)  # ours still works
 
 
 @needs_compiler
