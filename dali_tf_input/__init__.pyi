@@ -12,6 +12,7 @@ from .dataset import choose_options as choose_options
 from .dataset import denormalize as denormalize
 from .dataset import make_dataset as make_dataset
 from .dataset import make_normalization as make_normalization
+from .dataset_spec import DatasetSpec as DatasetSpec
 from .distribution import distribute as distribute
 from .distribution import enable_memory_growth as enable_memory_growth
 from .errors import InputError as InputError
@@ -38,7 +39,6 @@ from .preprocess import IMAGENET_STD as IMAGENET_STD
 from .preprocess import Preprocess as Preprocess
 from .resume import Resume as Resume
 from .sharding import Shard as Shard
-from .spec import DatasetSpec as DatasetSpec
 from .spec import InputSpec as InputSpec
 
 __version__: str

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from dali_tf_input.dataset_spec import DatasetSpec
 from dali_tf_input.errors import InputError
 from dali_tf_input.index.checks import MAX_PIXELS, BadImage, Checks, Decoder
 from dali_tf_input.index.contents import KEY_PRESETS, FileEntry, find_schema_problem
@@ -27,8 +28,9 @@ from dali_tf_input.index.manifest import Manifest
 from dali_tf_input.index.tfrecord import BadRecord, find_records, read_record
 from dali_tf_input.index.trial_decode import make_trial_decode
 from dali_tf_input.options import DaliOptions, TfDataOptions
-from dali_tf_input.order import EpochSteps, Integers, shuffle
-from dali_tf_input.spec import DatasetSpec, InputSpec
+from dali_tf_input.order import EpochSteps, Integers, list_records
+from dali_tf_input.sharding import Shard
+from dali_tf_input.spec import InputSpec
 
 _logger = logging.getLogger("dali_tf_input")
 
@@ -212,33 +214,31 @@ def _likely_records(failed: FailedInput) -> list[int]:
     spec, _, step, global_batch_size = failed
     if not spec.has_fixed_order or step is None:
         return []
-    num_records = spec.dataset.num_records
     steps = EpochSteps(
-        num_records=num_records, batch_size=global_batch_size, num_shards=1, padded=not spec.repeat
+        num_records=spec.dataset.num_records,
+        batch_size=global_batch_size,
+        num_shards=1,
+        padded=not spec.repeat,
     )
-    # The optimizer counts while the next batch is awaited: the failed step may be counted or not.
-    ahead = (step + number for number in range(1, _STEPS_AHEAD + 1))
-    first_of_files = np.cumsum([0, *spec.dataset.records_per_file[:-1]])
+    seed = spec.seed if spec.order == "global" else None
     orders: dict[int, Integers] = {}  # by epoch
     records: list[int] = []
+    # The optimizer counts while the next batch is awaited: the failed step may be counted or not.
+    ahead = (step + number for number in range(1, _STEPS_AHEAD + 1))
     for number in (step, step - 1, *ahead, step - 2):
         epoch, within = divmod(number, steps.per_epoch)
         if number < 0 or (epoch and not spec.repeat):
             continue
-        end = min((within + 1) * global_batch_size, num_records)
-        slots = np.arange(within * global_batch_size, end)
-        if spec.order != "global":
-            records += slots.tolist()
-            continue
         if epoch not in orders:
-            orders[epoch] = shuffle(
-                num_records,
-                seed=spec.seed,
-                epoch=epoch,
+            orders[epoch] = list_records(
+                spec.dataset.records_per_file,
+                steps=steps,
+                shard=Shard(),
+                seed=seed,
                 shuffle_block_size=spec.shuffle_block_size,
-                first_of_files=first_of_files,
+                epoch=epoch,
             )
-        records += orders[epoch][slots].tolist()
+        records += orders[epoch][within * global_batch_size :][:global_batch_size].tolist()
     return records
 
 
@@ -261,8 +261,6 @@ class _Search:
             Checks(verify="decode", decoder=decoder, max_pixels=max_pixels)
         )
         self._seconds = seconds
-        self._first_of_files = np.cumsum([0, *self.dataset.records_per_file])
-        self._indexes: dict[int, Integers] = {}
 
     def check_extent_in(self, message: str) -> tuple[str, BadRecord] | None:
         """Checks the record that DALI's message names by file and byte."""
@@ -270,11 +268,11 @@ class _Search:
         if not extent or extent[1] not in self.dataset.files:
             return None
         file = self.dataset.files.index(extent[1])
-        offsets = self._index(file)[:, 0]
+        offsets = self.dataset.index(file)[:, 0]
         row = int(np.searchsorted(offsets, int(extent[2]), side="right")) - 1
         if row < 0:
             return None
-        record = int(self._first_of_files[file]) + row
+        record = sum(self.dataset.records_per_file[:file]) + row
         # If the decoder here accepts it, believe DALI.
         problem = self._check(record) or ("damaged image", "DALI refused to decode it.")
         return extent[1], self._locate(record, problem)
@@ -288,7 +286,7 @@ class _Search:
                     return None
                 problem = None if record in self.checked else self._check(record)
                 if problem:
-                    return self.dataset.files[self._file_of(record)], self._locate(record, problem)
+                    return self.dataset.locate(record).file, self._locate(record, problem)
             return None
         finally:
             self._seconds -= time.monotonic() - start
@@ -296,9 +294,10 @@ class _Search:
     def _check(self, record: int) -> tuple[str, str] | None:
         """Returns what is wrong with a record, as (reason, detail)."""
         self.checked.add(record)
-        dataset, file = self.dataset, self._file_of(record)
+        dataset = self.dataset
         try:
-            features = decode_example(read_record(dataset.files[file], self._extent(record)[0]))
+            where = dataset.locate(record)
+            features = decode_example(read_record(where.file, where.offset))
         except (InputError, OSError) as error:
             return "unreadable", str(error)
         problem = find_schema_problem(
@@ -315,25 +314,10 @@ class _Search:
             return bad.reason, bad.detail
         return None
 
-    def _file_of(self, record: int) -> int:
-        return int(np.searchsorted(self._first_of_files, record, side="right")) - 1
-
-    def _extent(self, record: int) -> list[int]:
-        file = self._file_of(record)
-        extent: list[int] = self._index(file)[record - int(self._first_of_files[file])].tolist()
-        return extent
-
-    def _index(self, file: int) -> Integers:
-        if file not in self._indexes:
-            if len(self._indexes) > 64:
-                self._indexes.clear()  # not those of thousands of files at once
-            self._indexes[file] = self.dataset.index(file)
-        return self._indexes[file]
-
     def _locate(self, record: int, problem: tuple[str, str]) -> BadRecord:
         """Returns a bad record with its number in the file, counted as the index step counts."""
-        file, number = self.dataset.files[self._file_of(record)], 0
-        offset, size = self._extent(record)
+        file, _, offset, size = self.dataset.locate(record)
+        number = 0
         try:
             with open(file, "rb") as stream:
                 for found in find_records(file, stream.fileno()):

@@ -5,7 +5,6 @@ Arithmetic only: the same arguments give the same order on every machine and bac
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import google_crc32c
 import numpy as np
@@ -16,7 +15,6 @@ from dali_tf_input.sharding import Shard
 
 Integers = npt.NDArray[np.int64]
 
-_LONGEST_RUN = 16  # records: a reader buffers a whole run
 _FRAME_SIZE = 16  # bytes of a record without data
 _CHANGED = "{} changed since `DatasetSpec.from_files` read it: {}. Make the spec again."
 
@@ -107,43 +105,6 @@ def shuffle(
     return block_order
 
 
-def find_runs(
-    records: Integers,
-    *,
-    files: npt.NDArray[np.int32],
-    offsets: Integers,
-    ends: Integers,
-    longest: int,
-) -> Integers:
-    """Finds the runs of `records` that follow each other in a file.
-
-    Args:
-      records: numbers of records.
-      files: the file of every record of the dataset.
-      offsets: the byte at which each starts.
-      ends: the byte after each.
-      longest: most records in a run.
-
-    Returns:
-      Where in `records` a run starts: int64, ascending.
-    """
-    before, after = records[:-1], records[1:]
-    continues = (
-        (after == before + 1) & (files[after] == files[before]) & (offsets[after] == ends[before])
-    )
-    starts = np.concatenate([[0], np.flatnonzero(~continues) + 1]).astype(np.int64)
-    lengths = np.diff(np.append(starts, len(records)))
-    pieces = -(-lengths // longest)
-    numbers = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    bounds: Integers = np.repeat(starts, pieces) + longest * numbers
-    return bounds
-
-
-def longest_run(shuffle_block_size: int) -> int:
-    """Returns how many records a run of a `Plan` has at most."""
-    return max(_LONGEST_RUN, shuffle_block_size)
-
-
 def read_index(index_file: str, *, crc: int | None = None) -> bytes:
     """Reads an index file as it is.
 
@@ -184,91 +145,42 @@ def parse_index(text: bytes, index_file: str, num_records: int) -> Integers:
     return extents
 
 
-class Extents(NamedTuple):
-    """Where the bytes of each record of a dataset are; 20 bytes of memory per record.
+def list_records(
+    records_per_file: Sequence[int] | Integers,
+    *,
+    steps: EpochSteps,
+    shard: Shard,
+    seed: int | None,
+    shuffle_block_size: int = 1,
+    epoch: int = 0,
+    start_step: int = 0,
+) -> Integers:
+    """Returns the records that a shard serves in an epoch from a step on, in turn.
 
-    Attributes:
-      files: the number of its file, ascending.
-      offsets: the byte in the file where it starts.
-      sizes: its bytes.
+    Memory while it works: about 75 bytes per record of the dataset for a single shard, 20 for one
+    of 8.
+
+    Args:
+      records_per_file: how many records each file has.
+      steps: the steps of an epoch.
+      shard: whose records are listed.
+      seed: for `shuffle`; None keeps the order of the files.
+      shuffle_block_size: for `shuffle`.
+      epoch: from 0.
+      start_step: of the epoch.
+
+    Returns:
+      int64 numbers of records, counted over all files; padding repeats the last.
     """
-
-    files: npt.NDArray[np.int32]
-    offsets: Integers
-    sizes: Integers
-
-    @classmethod
-    def of(cls, indexes: Sequence[Integers]) -> "Extents":
-        """Joins the indexes of all files, each int64 (records, 2): offset and size."""
-        files = np.repeat(
-            np.arange(len(indexes), dtype=np.int32), [len(index) for index in indexes]
-        )
-        extents = np.concatenate(indexes)
-        return cls(files, extents[:, 0].copy(), extents[:, 1].copy())
-
-
-class Plan:
-    """What one shard reads in each epoch: runs of records that follow each other in a file.
-
-    Memory, in addition to the extents: while an epoch is planned, about 75 bytes per record for a
-    single shard, 20 for one of 8.
-    """
-
-    def __init__(
-        self,
-        extents: Extents,
-        *,
-        steps: EpochSteps,
-        shard: Shard,
-        seed: int | None,
-        shuffle_block_size: int = 1,
-    ) -> None:
-        """Makes a plan.
-
-        Args:
-          extents: where the records are.
-          steps: the steps of an epoch.
-          shard: whose records are read.
-          seed: for `shuffle`; None keeps the order of the files.
-          shuffle_block_size: for `shuffle`.
-        """
-        self._files, self._offsets, self._sizes = extents
-        self._steps, self._shard, self._seed = steps, shard, seed
-        self._shuffle_block_size = shuffle_block_size
-
-    def records(self, epoch: int, start_step: int = 0) -> Integers:
-        """Returns the records that the shard serves, in turn; padding repeats the last."""
-        total = len(self._files)
-        slots = np.minimum(
-            self._steps.slots(self._shard.shard_id, start_step=start_step), total - 1
-        )
-        if self._seed is None:
-            return slots
-        block_size = self._shuffle_block_size
-        first_of_files = (
-            np.flatnonzero(np.diff(self._files, prepend=-1)) if block_size > 1 else None
-        )
-        order = shuffle(
-            total,
-            seed=self._seed,
-            epoch=epoch,
-            shuffle_block_size=block_size,
-            first_of_files=first_of_files,
-        )
-        served: Integers = order[slots]
-        return served
-
-    def runs(self, epoch: int, start_step: int) -> tuple[npt.NDArray[np.int32], Integers, Integers]:
-        """Returns file number, byte offset and number of records of each run."""
-        records = self.records(int(epoch), int(start_step))
-        if not len(records):
-            return np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros(0, np.int64)
-        starts = find_runs(
-            records,
-            files=self._files,
-            offsets=self._offsets,
-            ends=self._offsets + self._sizes,
-            longest=longest_run(self._shuffle_block_size),
-        )
-        first = records[starts]
-        return self._files[first], self._offsets[first], np.diff(np.append(starts, len(records)))
+    slots = np.minimum(steps.slots(shard.shard_id, start_step=start_step), steps.num_records - 1)
+    if seed is None:
+        return slots
+    order = shuffle(
+        steps.num_records,
+        seed=seed,
+        epoch=epoch,
+        shuffle_block_size=shuffle_block_size,
+        first_of_files=np.cumsum([0, *records_per_file[:-1]]),
+    )
+    served: Integers = order[slots]
+    return served

@@ -19,9 +19,7 @@ import numpy as np
 from PIL import Image
 
 from dali_tf_input import DaliOptions, InputError, InputSpec, Preprocess, Shard, TfDataOptions
-from dali_tf_input.index.example import decode_example
-from dali_tf_input.index.tfrecord import read_record
-from dali_tf_input.order import EpochSteps, Extents, Plan
+from dali_tf_input.order import EpochSteps, list_records
 from support import cli, first_batches
 from support.flags import FileFlags, WorkFlags, describe_work
 from support.train.label_names import read_names
@@ -88,16 +86,11 @@ def make_spec() -> InputSpec:
 def read_encoded(spec: InputSpec, num_images: int) -> list[bytes]:
     """Returns the encoded images that come first in an epoch."""
     dataset = spec.dataset
-    extents = Extents.of([dataset.index(file) for file in range(len(dataset.files))])
     steps = EpochSteps(
         num_records=dataset.num_records, batch_size=num_images, num_shards=1, padded=False
     )
-    plan = Plan(extents, steps=steps, shard=Shard(0, 1), seed=spec.seed)
-    encoded = []
-    for record in plan.records(0)[:num_images]:
-        data = read_record(dataset.files[extents.files[record]], int(extents.offsets[record]))
-        encoded.append(decode_example(data)[dataset.image_key][1][0])
-    return encoded
+    records = list_records(dataset.records_per_file, steps=steps, shard=Shard(), seed=spec.seed)
+    return [dataset.read(record)[dataset.image_key][0] for record in records[:num_images].tolist()]
 
 
 def open_original(encoded: bytes, spec: InputSpec, slot: int) -> tuple[Image.Image, Any, bool]:

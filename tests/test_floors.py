@@ -22,6 +22,7 @@ FLOORS = [
     {"crops", "labels", "sharding", "benchmark", "staging", "command"},
     {"preprocess", "options", "order"},
     {"index"},
+    {"dataset_spec"},
     {"spec"},
     {"backends", "replicas"},
     {"dataset", "bad_record", "epochs", "training_state"},
@@ -41,7 +42,7 @@ INDEX = [
     "pool",
 ]
 INDEX += ["folder", "build", "trial_decode", "worker", "__main__"]
-BACKENDS = ["reading", "tf_augment", "tf_native", "tf_images", "dali_images", "tf_data", "dali"]
+BACKENDS = ["tf_native", "reading", "tf_augment", "tf_images", "dali_images", "tf_data", "dali"]
 SUPPORT = ["cli", "processes", "machine", "first_batches", "flags", "plots", "train", "convert"]
 SUPPORT += ["throughput"]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

@@ -22,7 +22,7 @@ from conftest import (
 from dali_tf_input import Checks, Preprocess, RandomResizedCrop, Shard
 from dali_tf_input.dataset import make_dataset
 from dali_tf_input.distribution import distribute
-from dali_tf_input.order import EpochSteps, Extents, Plan, StartStep, find_runs, shuffle
+from dali_tf_input.order import EpochSteps, StartStep, list_records, shuffle
 
 SMALL = Preprocess.for_training(16)
 
@@ -31,11 +31,6 @@ def steps_of(num_records, batch_size, num_shards, *, padded=False):
     return EpochSteps(
         num_records=num_records, batch_size=batch_size, num_shards=num_shards, padded=padded
     )
-
-
-def index_of(counts):
-    """Returns an index of files with records of 100 bytes, as (offset, size)."""
-    return [np.stack([100 * np.arange(count), np.full(count, 100)], 1) for count in counts]
 
 
 def test_steps_exhausted():
@@ -107,23 +102,12 @@ def test_every_order_is_as_likely():
 
 
 def test_the_remainder_is_another_one_each_epoch():
-    extents = Extents.of(index_of([6, 4]))
-    plan = Plan(extents, steps=steps_of(10, 4, 1), shard=Shard(0, 1), seed=0)
-    skipped = [frozenset(range(10)) - set(plan.records(epoch)) for epoch in range(40)]
+    how = {"steps": steps_of(10, 4, 1), "shard": Shard(0, 1), "seed": 0}
+    served = [list_records([6, 4], **how, epoch=epoch) for epoch in range(40)]
+    skipped = [frozenset(range(10)) - set(one) for one in served]
     assert all(len(rest) == 2 for rest in skipped)
     assert len(set(skipped)) > 20
     assert set().union(*skipped) == set(range(10))
-
-
-def test_find_runs():
-    index = index_of([5, 4])
-    index[0][3:, 0] += 50  # something was left out before record 3
-    files = np.array([0] * 5 + [1] * 4, np.int32)
-    offsets, sizes = np.concatenate(index).T
-    arguments = {"files": files, "offsets": offsets, "ends": offsets + sizes, "longest": 3}
-    assert find_runs(np.arange(9), **arguments).tolist() == [0, 3, 5, 8]
-    assert find_runs(np.array([4, 3, 2, 1]), **arguments).tolist() == [0, 1, 2, 3]
-    assert find_runs(np.array([7]), **arguments).tolist() == [0]
 
 
 @pytest.mark.parametrize("shuffle_block_size", [1, 4])
@@ -255,18 +239,6 @@ def test_an_index_that_changed_since(tmp_path, text):
         (tmp_path / "train.idx").write_text(text)
     with refused(r"train.idx changed since `DatasetSpec.from_files` read it"):
         make(dataset, TF_DATA, 1)
-
-
-def test_the_memory_of_a_plan():
-    """1.28M records of 1024 files: by what it holds."""
-    extents, steps = Extents.of(index_of([1250] * 1024)), steps_of(1_280_000, 32, 8)
-    plan = Plan(extents, steps=steps, shard=Shard(3, 8), seed=0)
-    num_bytes = sum(getattr(plan, name).nbytes for name in ("_files", "_offsets", "_sizes"))
-    assert num_bytes == 20 * 1_280_000
-    files, offsets, counts = plan.runs(2, 0)
-    assert counts.sum() == 5000 * 32
-    assert (offsets % 100 == 0).all()
-    assert files.max() < 1024
 
 
 @backends

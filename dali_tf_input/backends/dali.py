@@ -27,7 +27,7 @@ from dali_tf_input.errors import InputError
 from dali_tf_input.labels import ClassLabel
 from dali_tf_input.options import DaliOptions, TfDataOptions
 from dali_tf_input.preprocess import Preprocess
-from dali_tf_input.spec import DatasetSpec, InputSpec
+from dali_tf_input.spec import InputSpec
 
 _GUARDED = "experimental_distribute_dataset"
 _PACKED = "packed"  # the input of a pipeline that tf.data reads for
@@ -253,7 +253,7 @@ def build_pipeline(stream: Stream, options: DaliOptions, device_id: int | None) 
             spec.preprocess,
             decode=options.resolved_decode,
             device=decoder_device(options),
-            hints=decoder_hints(spec.dataset, options),
+            hints=decoder_hints(spec, options),
         )
         others = [prepare_labels(labels, spec.label)] + ([] if spec.repeat else [weights])
         return (images, *(node.gpu() if options.device == "gpu" else node for node in others))
@@ -330,7 +330,7 @@ def decoder_device(options: DaliOptions) -> str:
     return "mixed" if options.device == "gpu" else "cpu"
 
 
-def decoder_hints(dataset: DatasetSpec, options: DaliOptions) -> dict[str, int | float]:
+def decoder_hints(spec: InputSpec, options: DaliOptions) -> dict[str, int | float]:
     """Returns further arguments of the GPU's decoder; none on the CPU.
 
     Its hardware's share, and memory for the largest image, whose size the manifest has if the files
@@ -340,8 +340,8 @@ def decoder_hints(dataset: DatasetSpec, options: DaliOptions) -> dict[str, int |
         return {}
     load = options.hw_decoder_load
     hints: dict[str, int | float] = {} if load is None else {"hw_decoder_load": load}
-    if options.memory_hints and dataset.largest_image is not None:
-        hints["preallocate_height_hint"], hints["preallocate_width_hint"] = dataset.largest_image
+    if options.memory_hints and (size := spec.dataset.largest_image):
+        hints["preallocate_height_hint"], hints["preallocate_width_hint"] = size
     return hints
 
 

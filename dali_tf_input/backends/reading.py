@@ -6,6 +6,7 @@ import functools
 import gc
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,16 +14,20 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from dali_tf_input.backends.tf_native import load, uses_native
+from dali_tf_input.dataset_spec import DatasetSpec
 from dali_tf_input.errors import InputError
 from dali_tf_input.index.manifest import find_change
+from dali_tf_input.index.tfrecord import read_record
 from dali_tf_input.options import TfDataOptions
-from dali_tf_input.order import EpochSteps, Extents, Integers, Plan, StartStep, longest_run
+from dali_tf_input.order import EpochSteps, Integers, StartStep, list_records
 from dali_tf_input.sharding import Shard
-from dali_tf_input.spec import DatasetSpec, InputSpec
+from dali_tf_input.spec import InputSpec
 from dali_tf_input.staging import Staging
 
 _STRIDE = 1 << 40  # between the keys of two epochs
 MAX_EPOCHS = 1 << 22
+_CHUNK, _CHUNK_BYTES = 16, 1 << 22  # most records, and bytes, that a reader reads in one go
 
 
 @atexit.register
@@ -62,11 +67,11 @@ class Stream:
 
 
 def read_fixed_order(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
-    """Reads the records of a stream of fixed order, as its `order.Plan` says.
+    """Reads the records of a stream of fixed order, as `order.list_records` says.
 
     Args:
       stream: what is served.
-      options: `num_parallel_reads` and `read_buffer_bytes` are used.
+      options: `num_parallel_reads`, `check_crc` and `kernel` are used.
 
     Returns:
       A dataset of (key, record): key int64, from which `describe_key` computes epoch and slot;
@@ -74,44 +79,45 @@ def read_fixed_order(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
       by repeating the last record.
     """
     spec, batch_size, dataset = stream.spec, stream.batch_size, stream.spec.dataset
-    steps, start_step = stream.steps, stream.start_step
-    extents = Extents.of([dataset.index(file) for file in range(len(dataset.files))])
-    files = tf.constant(dataset.files)
-    sizes, mtimes = states_of(dataset)
-    per_epoch = steps.per_epoch
-    # TensorFlow never frees a function given to `numpy_function`, nor what the function holds. So
-    # the extents are tensors, which the dataset holds and which are freed with it.
-    with tf.device("CPU:0"):
-        held = [tf.constant(part) for part in (files, sizes, mtimes, *extents)]
-    plan = partial(
-        Plan,
+    steps, start_step, per_epoch = stream.steps, stream.start_step, stream.steps.per_epoch
+    indexes = [dataset.index(file) for file in range(len(dataset.files))]
+    list_them = partial(
+        list_records,
         steps=steps,
         shard=stream.shard,
         seed=spec.seed if spec.order == "global" else None,
         shuffle_block_size=spec.shuffle_block_size,
     )
+    # TensorFlow never frees a function given to `numpy_function`, nor what the function holds. So
+    # what is large are tensors, which the dataset holds and which are freed with it.
+    with tf.device("CPU:0"):
+        names, states = tf.constant(dataset.files), tf.constant(states_of(dataset))
+        counts = tf.constant(dataset.records_per_file, tf.int64)
+        file_of = tf.repeat(tf.range(len(indexes)), counts)
+        extents = tf.constant(np.concatenate(indexes))
+    read = make_read(options, names, states, file_of, extents)
+    mean_bytes = int(extents[:, 1].numpy().mean())
+    parallel = options.num_parallel_reads
+    chunk = int(np.clip(_CHUNK_BYTES // max(1, mean_bytes), 1, _CHUNK))
 
-    def find_epoch_runs(epoch: int, step: int, *held: Any) -> Any:
-        check_states(*held[:3])
-        return plan(Extents(*held[3:])).runs(epoch, step)
+    def list_epoch(epoch: int, step: int, names: Any, states: Any, counts: Any) -> Integers:
+        check_states(names, states)
+        return list_them(counts, epoch=int(epoch), start_step=int(step))
 
     @tf.autograph.experimental.do_not_convert
     def read_epoch(epoch: tf.Tensor, step: tf.Tensor) -> tf.data.Dataset:
-        runs = tf.numpy_function(
-            find_epoch_runs, [epoch, step, *held], (tf.int32, tf.int64, tf.int64)
+        numbers = tf.numpy_function(list_epoch, [epoch, step, names, states, counts], tf.int64)
+        numbers.set_shape((None,))
+        records = tf.data.Dataset.from_tensor_slices(numbers).batch(chunk)
+        records = records.map(read, num_parallel_calls=parallel, deterministic=True).unbatch()
+        # A thread that waits for storage is none of those that decode, which are as many as cores.
+        variant = tf.raw_ops.PrivateThreadPoolDataset(
+            input_dataset=tf.data.experimental.to_variant(records),
+            num_threads=parallel,
+            output_types=[tf.string],
+            output_shapes=[()],
         )
-        for part in runs:
-            part.set_shape((None,))
-        records = tf.data.Dataset.from_tensor_slices(tuple(runs)).interleave(
-            lambda file, offset, count: read_run(
-                files[file], offset, count, options.read_buffer_bytes
-            ),
-            cycle_length=options.num_parallel_reads,
-            # Longer than any run: each is read to its end while the next ones are opened ahead.
-            block_length=longest_run(spec.shuffle_block_size) + 1,
-            num_parallel_calls=options.num_parallel_reads,
-            deterministic=True,
-        )
+        records = tf.data.experimental.from_variant(variant, tf.TensorSpec((), tf.string))
         first = epoch * _STRIDE
         keys = tf.data.Dataset.range(first + step * batch_size, first + per_epoch * batch_size)
         return tf.data.Dataset.zip(keys, records)
@@ -132,19 +138,57 @@ def read_fixed_order(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensors(0).flat_map(list_epochs).flat_map(read_epoch)
 
 
-def states_of(dataset: DatasetSpec) -> tuple[Integers, Integers]:
-    """Returns size and time of modification of each file when it was indexed; -1 if unknown."""
-    states = np.array(dataset.states or [(-1, -1, -1)] * len(dataset.files), np.int64)
-    return states[:, 0], states[:, 1]
+def make_read(
+    options: TfDataOptions,
+    names: tf.Tensor,
+    states: tf.Tensor,
+    file_of: tf.Tensor,
+    extents: tf.Tensor,
+) -> Callable[[tf.Tensor], tf.Tensor]:
+    """Returns the function that reads and checks records by their numbers, int64 (n,).
+
+    Args:
+      options: `kernel` and `check_crc` are used.
+      names: of the files.
+      states: see `states_of`.
+      file_of: int32, the file of each record.
+      extents: int64 (records, 2), offset and size of each in bytes.
+    """
+    if uses_native(options.kernel):
+        native = partial(load().dali_tf_input_read, names, states, file_of, extents)
+        return lambda numbers: tf.ensure_shape(
+            native(numbers, check_crc=options.check_crc), (None,)
+        )
+
+    def read(names: Any, states: Integers, offsets: Integers) -> Any:
+        files = map(os.fsdecode, check_states(names, states))
+        return np.array([*map(read_record, files, offsets.tolist())], object)
+
+    @tf.autograph.experimental.do_not_convert
+    def read_by_python(numbers: tf.Tensor) -> tf.Tensor:
+        files = tf.gather(file_of, numbers)
+        offsets = tf.gather(extents, numbers)[:, 0]
+        given = [tf.gather(names, files), tf.gather(states, files), offsets]
+        return tf.ensure_shape(tf.numpy_function(read, given, tf.string), (None,))
+
+    return read_by_python
 
 
-def check_states(files: Any, sizes: Integers, mtimes: Integers) -> Any:
-    """Returns `files`, bytes (n,), if each is still the one that was indexed."""
-    for file, size, mtime in zip(files, sizes.tolist(), mtimes.tolist(), strict=True):
-        change = find_change(os.fsdecode(file), size, mtime) if size >= 0 else None
+def states_of(dataset: DatasetSpec) -> Integers:
+    """Returns size in bytes and time of modification in ns of each file when it was indexed.
+
+    int64 (files, 2); -1 where they are unknown.
+    """
+    return np.array(dataset.states or [(-1, -1, -1)] * len(dataset.files), np.int64)[:, :2]
+
+
+def check_states(names: Any, states: Integers) -> Any:
+    """Returns `names`, bytes (n,), if each file is still the one that was indexed."""
+    for name, (size, mtime) in zip(names, states.tolist(), strict=True):
+        change = find_change(os.fsdecode(name), size, mtime) if size >= 0 else None
         if change:
             raise InputError(f"{change}: index it again.")
-    return files
+    return names
 
 
 def hold_indexes(dataset: DatasetSpec) -> list[str]:
@@ -219,22 +263,3 @@ def weight_of(slot: tf.Tensor, steps: EpochSteps) -> tf.Tensor:
     served = steps.per_epoch * steps.batch_size * steps.num_shards
     weight = tf.constant(served / steps.num_records, tf.float32)
     return tf.where(slot < steps.num_records, weight, 0.0)
-
-
-@tf.autograph.experimental.do_not_convert
-def read_run(
-    file: tf.Tensor, offset: tf.Tensor, count: tf.Tensor, read_buffer_bytes: int
-) -> tf.data.Dataset:
-    """Reads `count` records of a file from a byte offset on."""
-    # A buffer is filled even for one record. An eighth holds most images of ImageNet's size; the
-    # others take two reads.
-    buffer = tf.where(count < 8, max(1, read_buffer_bytes // 8), read_buffer_bytes)
-    variant = tf.raw_ops.TFRecordDatasetV2(
-        filenames=[file],
-        compression_type="",
-        buffer_size=tf.cast(buffer, tf.int64),
-        byte_offsets=[offset],
-    )
-    records = tf.data.experimental.from_variant(variant, tf.TensorSpec((), tf.string)).take(count)
-    # In a file that was cut, TensorFlow is at the end without an error: later records would follow.
-    return records.apply(tf.data.experimental.assert_cardinality(tf.cast(count, tf.int64)))

@@ -16,18 +16,18 @@ from dali_tf_input.backends.reading import (
     draw_uniforms,
     parse_record,
     read_fixed_order,
-    read_run,
     states_of,
     weight_of,
 )
 from dali_tf_input.backends.tf_augment import make_augmentation
 from dali_tf_input.backends.tf_images import check_supported, prepare_image
 from dali_tf_input.backends.tf_native import uses_native
+from dali_tf_input.dataset_spec import DatasetSpec
 from dali_tf_input.errors import InputError
 from dali_tf_input.labels import ClassLabel
 from dali_tf_input.options import AUTOTUNE, TfDataOptions
 from dali_tf_input.sharding import Shard
-from dali_tf_input.spec import DatasetSpec, InputSpec
+from dali_tf_input.spec import InputSpec
 
 _SERVICE_SECONDS = 60  # for a worker's first answer
 
@@ -182,17 +182,28 @@ def _check_service(address: str) -> None:
 def _read(spec: InputSpec, options: TfDataOptions, shard: Shard) -> tf.data.Dataset:
     """Returns the serialized records of a shard, once each, in the order that `spec` asks for."""
     numbers, offsets, counts = _list_runs(spec.dataset, shard)
-    states = [state[numbers] for state in states_of(spec.dataset)]
+    states = states_of(spec.dataset)[numbers]
     files = [spec.dataset.files[number] for number in numbers]
-    runs = (files, *states, tf.constant(offsets, tf.int64), tf.constant(counts, tf.int64))
+    runs = (files, states, tf.constant(offsets, tf.int64), tf.constant(counts, tf.int64))
     dataset = tf.data.Dataset.from_tensor_slices(runs)
 
     @tf.autograph.experimental.do_not_convert
-    def read(file: tf.Tensor, size: tf.Tensor, mtime: tf.Tensor, *run: tf.Tensor) -> Any:
+    def read(file: tf.Tensor, state: tf.Tensor, offset: tf.Tensor, count: tf.Tensor) -> Any:
+        file = file[None]
         if options.service is None:  # its workers cannot call this process
-            file = tf.numpy_function(check_states, [file[None], size[None], mtime[None]], tf.string)
-            file = tf.reshape(file, [])
-        return read_run(file, *run, options.read_buffer_bytes)
+            file = tf.ensure_shape(
+                tf.numpy_function(check_states, [file, state[None]], tf.string), (1,)
+            )
+        variant = tf.raw_ops.TFRecordDatasetV2(
+            filenames=file,
+            compression_type="",
+            buffer_size=options.read_buffer_bytes,
+            byte_offsets=[offset],
+        )
+        run = tf.data.experimental.from_variant(variant, tf.TensorSpec((), tf.string)).take(count)
+        # In a file that was cut, TensorFlow is at the end without an error: later records would
+        # follow.
+        return run.apply(tf.data.experimental.assert_cardinality(count))
 
     if spec.order == "sequential":
         return dataset.flat_map(read)

@@ -19,7 +19,7 @@ _LANCZOS3, _COPY = 3, 4
 
 @functools.cache
 def load() -> Any:
-    """Returns TensorFlow's function for the operation.
+    """Returns the module of TensorFlow's functions for the operations.
 
     Raises:
       InputError: it was not compiled, or does not work with this TensorFlow.
@@ -28,7 +28,9 @@ def load() -> Any:
     problem = "it was not compiled, as there was no C++ compiler"
     if spec and spec.origin:
         try:
-            return tf.load_op_library(spec.origin).dali_tf_input_prepare
+            library = tf.load_op_library(spec.origin)
+            assert library.dali_tf_input_prepare
+            return library
         except (AttributeError, tf.errors.OpError) as error:
             problem = f"{spec.origin} does not work with TensorFlow {tf.__version__}: {error}"
     raise InputError(
@@ -67,7 +69,7 @@ def finish_region(
     is_uint8, sampling = preprocess.dtype == "uint8", preprocess.crop.sampling
     mean, std = ((0.0,) * 3, (1.0,) * 3) if is_uint8 else (preprocess.mean, preprocess.std)
     kernel = _COPY if sampling == "crop_and_pad" else _KERNELS[preprocess.interpolation]
-    prepared = load()(
+    prepared = load().dali_tf_input_prepare(
         image,
         tf.concat([region.start, region.extent], 0),
         mirrored,

@@ -1,21 +1,10 @@
-// TensorFlow's operation DaliTfInputPrepare: a decoded image and a region of it to what the model sees (resample.h).
-//
-// It is registered through TensorFlow's C API for kernels, whose functions are looked up when the library is loaded: so
-// it needs no header and no library of TensorFlow's to be compiled, and one build serves every TensorFlow with that API.
-#include <dlfcn.h>
-
+// TensorFlow's operations DaliTfInputRead: a record of a file whose extent is known (read.h), and DaliTfInputPrepare: a
+// decoded image and a region of it to what the model sees (resample.h).
+#include "api.h"
+#include "read.h"
 #include "resample.h"
 
-// Source of these declarations: tensorflow/c/{ops,kernels,tf_tensor,tf_status}.h.
-extern "C" {
-typedef struct TF_Status TF_Status;
-typedef struct TF_Tensor TF_Tensor;
-typedef struct TF_OpDefinitionBuilder TF_OpDefinitionBuilder;
-typedef struct TF_KernelBuilder TF_KernelBuilder;
-typedef struct TF_OpKernelConstruction TF_OpKernelConstruction;
-typedef struct TF_OpKernelContext TF_OpKernelContext;
-typedef struct TF_ShapeInferenceContext TF_ShapeInferenceContext;
-}
+#include <vector>
 
 namespace {
 
@@ -24,46 +13,24 @@ using dali_tf_input::Work;
 
 constexpr int kTypes[] = {1, 19, 14, 4};  // TF_DataType by `Output`: TF_FLOAT, TF_HALF, TF_BFLOAT16, TF_UINT8
 constexpr int kSizes[] = {4, 2, 2, 1};    // bytes
-constexpr int kInvalidArgument = 3;       // TF_INVALID_ARGUMENT
+constexpr int kString = 7;                // TF_STRING
+constexpr int kInvalidArgument = 3, kDataLoss = 15;  // TF_Code
 
-#define FUNCTIONS(F)                                                                                                  \
-  F(TF_NewStatus, TF_Status*, ())                                                                                     \
-  F(TF_DeleteStatus, void, (TF_Status*))                                                                              \
-  F(TF_SetStatus, void, (TF_Status*, int, const char*))                                                               \
-  F(TF_GetCode, int, (const TF_Status*))                                                                              \
-  F(TF_NewOpDefinitionBuilder, TF_OpDefinitionBuilder*, (const char*))                                                \
-  F(TF_OpDefinitionBuilderAddAttr, void, (TF_OpDefinitionBuilder*, const char*))                                      \
-  F(TF_OpDefinitionBuilderAddInput, void, (TF_OpDefinitionBuilder*, const char*))                                     \
-  F(TF_OpDefinitionBuilderAddOutput, void, (TF_OpDefinitionBuilder*, const char*))                                    \
-  F(TF_OpDefinitionBuilderSetShapeInferenceFunction, void,                                                            \
-    (TF_OpDefinitionBuilder*, void (*)(TF_ShapeInferenceContext*, TF_Status*)))                                       \
-  F(TF_ShapeInferenceContextSetUnknownShape, void, (TF_ShapeInferenceContext*, TF_Status*))                           \
-  F(TF_RegisterOpDefinition, void, (TF_OpDefinitionBuilder*, TF_Status*))                                             \
-  F(TF_NewKernelBuilder, TF_KernelBuilder*,                                                                           \
-    (const char*, const char*, void* (*)(TF_OpKernelConstruction*), void (*)(void*, TF_OpKernelContext*),             \
-     void (*)(void*)))                                                                                                \
-  F(TF_RegisterKernelBuilder, void, (const char*, TF_KernelBuilder*, TF_Status*))                                     \
-  F(TF_OpKernelConstruction_Failure, void, (TF_OpKernelConstruction*, TF_Status*))                                    \
-  F(TF_OpKernelConstruction_GetAttrInt64, void, (TF_OpKernelConstruction*, const char*, int64_t*, TF_Status*))        \
-  F(TF_OpKernelConstruction_GetAttrBool, void, (TF_OpKernelConstruction*, const char*, unsigned char*, TF_Status*))   \
-  F(TF_OpKernelConstruction_GetAttrType, void, (TF_OpKernelConstruction*, const char*, int*, TF_Status*))             \
-  F(TF_OpKernelConstruction_GetAttrFloatList, void,                                                                   \
-    (TF_OpKernelConstruction*, const char*, float*, int, TF_Status*))                                                 \
-  F(TF_OpKernelContext_Failure, void, (TF_OpKernelContext*, TF_Status*))                                              \
-  F(TF_GetInput, void, (TF_OpKernelContext*, int, TF_Tensor**, TF_Status*))                                           \
-  F(TF_AllocateOutput, TF_Tensor*,                                                                                    \
-    (TF_OpKernelContext*, int, int, const int64_t*, int, size_t, TF_Status*))                                         \
-  F(TF_DeleteTensor, void, (TF_Tensor*))                                                                              \
-  F(TF_TensorData, void*, (const TF_Tensor*))                                                                         \
-  F(TF_NumDims, int, (const TF_Tensor*))                                                                              \
-  F(TF_Dim, int64_t, (const TF_Tensor*, int))                                                                         \
-  F(TF_TensorElementCount, int64_t, (const TF_Tensor*))
+void GetInputs(TF_OpKernelContext* context, TF_Tensor** inputs, int count, TF_Status* status) {
+  for (int number = 0; number < count && !TF_GetCode(status); ++number) {
+    TF_GetInput(context, number, &inputs[number], status);
+  }
+}
 
-#define DECLARE(name, result, arguments) result(*name) arguments = nullptr;
-FUNCTIONS(DECLARE)
-#undef DECLARE
+void Finish(TF_OpKernelContext* context, TF_Tensor** inputs, int count, TF_Status* status) {
+  if (TF_GetCode(status)) TF_OpKernelContext_Failure(context, status);
+  for (int number = 0; number < count; ++number) {
+    if (inputs[number]) TF_DeleteTensor(inputs[number]);
+  }
+  TF_DeleteStatus(status);
+}
 
-void* Create(TF_OpKernelConstruction* context) {
+void* CreatePrepare(TF_OpKernelConstruction* context) {
   Work* work = new Work;
   TF_Status* status = TF_NewStatus();
   int64_t height = 0, width = 0, kernel = 0;
@@ -92,16 +59,14 @@ void* Create(TF_OpKernelConstruction* context) {
   return work;
 }
 
-void Delete(void* work) { delete static_cast<Work*>(work); }
+void DeletePrepare(void* work) { delete static_cast<Work*>(work); }
 
-// The inputs: image, region (start, then extent, each y, x), whether it is mirrored.
-void Compute(void* kernel, TF_OpKernelContext* context) {
+// Its inputs: image, region (start, then extent, each y, x), whether it is mirrored.
+void ComputePrepare(void* kernel, TF_OpKernelContext* context) {
   const Work& work = *static_cast<Work*>(kernel);
   TF_Status* status = TF_NewStatus();
-  TF_Tensor* inputs[3] = {nullptr, nullptr, nullptr};
-  for (int number = 0; number < 3 && !TF_GetCode(status); ++number) {
-    TF_GetInput(context, number, &inputs[number], status);
-  }
+  TF_Tensor* inputs[3] = {};
+  GetInputs(context, inputs, 3, status);
   const char* wrong = nullptr;
   Image image;
   if (!TF_GetCode(status)) {
@@ -127,43 +92,144 @@ void Compute(void* kernel, TF_OpKernelContext* context) {
     if (!TF_GetCode(status)) dali_tf_input::Prepare(work, image, TF_TensorData(out));
     if (out) TF_DeleteTensor(out);
   }
-  if (TF_GetCode(status)) TF_OpKernelContext_Failure(context, status);
-  for (TF_Tensor* input : inputs) {
-    if (input) TF_DeleteTensor(input);
-  }
+  Finish(context, inputs, 3, status);
+}
+
+dali_tf_input::Files& OpenFiles() {
+  static dali_tf_input::Files files;
+  return files;
+}
+
+// The kernel is whether CRCs are checked.
+void* CreateRead(TF_OpKernelConstruction* context) {
+  unsigned char check_crc = 1;
+  TF_Status* status = TF_NewStatus();
+  TF_OpKernelConstruction_GetAttrBool(context, "check_crc", &check_crc, status);
+  if (TF_GetCode(status)) TF_OpKernelConstruction_Failure(context, status);
   TF_DeleteStatus(status);
+  OpenFiles().AddReader();
+  return new bool(check_crc);
+}
+
+void DeleteRead(void* kernel) {
+  OpenFiles().RemoveReader();
+  delete static_cast<bool*>(kernel);
+}
+
+// The records of some files, and the reader of them. What is wrong is said in the words of `reading.check_states` and
+// `index.tfrecord`.
+struct Records {
+  const char* names;  // TF_TString each
+  size_t name_size;
+  const int64_t* states;
+  int64_t num_files;
+  const int32_t* file_of;
+  const int64_t* extents;
+  int64_t num_records;
+
+  // Returns "" or what is wrong; sets where a record is.
+  std::string Find(int64_t number, std::string* name, std::shared_ptr<dali_tf_input::File>* file) const {
+    const int64_t of = number >= 0 && number < num_records ? file_of[number] : -1;
+    if (of < 0 || of >= num_files || extents[2 * number] < 0 || extents[2 * number + 1] < dali_tf_input::kAround) {
+      return "no such record: " + std::to_string(number);
+    }
+    const auto* given = reinterpret_cast<const TF_TString*>(names + name_size * static_cast<size_t>(of));
+    name->assign(TF_StringGetDataPointer(given), TF_StringGetSize(given));
+    const int64_t size = states[2 * of], mtime = states[2 * of + 1];
+    *file = OpenFiles().Open(*name, size, mtime);
+    if (!*file) return *name + " cannot be read: " + std::strerror(errno) + ": index it again.";
+    if (size < 0 || ((*file)->size == size && (*file)->mtime == mtime)) return "";
+    return *name + " changed since it was indexed (then " + std::to_string(size) + " bytes, now " +
+           std::to_string((*file)->size) + "): index it again.";
+  }
+
+  std::string Read(const int64_t* numbers, int64_t count, bool check_crc, char* records) const {
+    static const dali_tf_input::Crc crc;
+    std::string name;
+    std::shared_ptr<dali_tf_input::File> file;
+    std::vector<uint8_t> bytes;
+    for (const bool ahead : {true, false}) {
+      for (int64_t place = 0; place < count; ++place) {
+        std::string wrong = Find(numbers[place], &name, &file);
+        if (!wrong.empty()) return wrong;
+        const int64_t offset = extents[2 * numbers[place]], size = extents[2 * numbers[place] + 1];
+        if (ahead) {
+          posix_fadvise(file->descriptor, offset, size, POSIX_FADV_WILLNEED);
+          continue;
+        }
+        if (bytes.size() < static_cast<size_t>(size)) bytes.resize(static_cast<size_t>(size));
+        wrong = dali_tf_input::ReadRecord(*file, name, offset, size, check_crc ? &crc : nullptr, bytes.data());
+        if (!wrong.empty()) return wrong;
+        TF_StringCopy(reinterpret_cast<TF_TString*>(records + name_size * static_cast<size_t>(place)),
+                      reinterpret_cast<const char*>(bytes.data()) + dali_tf_input::kHeader,
+                      static_cast<size_t>(size - dali_tf_input::kAround));
+      }
+    }
+    return "";
+  }
+};
+
+// Its inputs: the names of the files, string (f,); their sizes in bytes and times of modification in ns, -1 if unknown,
+// int64 (f, 2); the file of each record, int32 (n,); offset and size of each in bytes, int64 (n, 2); the numbers of the
+// records to read, int64 (k,).
+void ComputeRead(void* kernel, TF_OpKernelContext* context) {
+  TF_Status* status = TF_NewStatus();
+  TF_Tensor* inputs[5] = {};
+  GetInputs(context, inputs, 5, status);
+  if (!TF_GetCode(status)) {
+    Records held;
+    held.num_files = TF_TensorElementCount(inputs[0]), held.num_records = TF_TensorElementCount(inputs[2]);
+    const int64_t count = TF_TensorElementCount(inputs[4]);
+    if (held.num_files < 1 || TF_TensorElementCount(inputs[1]) != 2 * held.num_files ||
+        TF_TensorElementCount(inputs[3]) != 2 * held.num_records) {
+      TF_SetStatus(status, kInvalidArgument, "a state for each file and an extent for each record are needed");
+    } else {
+      held.names = static_cast<const char*>(TF_TensorData(inputs[0]));
+      held.name_size = TF_TensorByteSize(inputs[0]) / static_cast<size_t>(held.num_files);
+      held.states = static_cast<const int64_t*>(TF_TensorData(inputs[1]));
+      held.file_of = static_cast<const int32_t*>(TF_TensorData(inputs[2]));
+      held.extents = static_cast<const int64_t*>(TF_TensorData(inputs[3]));
+      const size_t bytes = held.name_size * static_cast<size_t>(count);
+      TF_Tensor* out = TF_AllocateOutput(context, 0, kString, &count, 1, bytes, status);
+      if (!TF_GetCode(status)) {
+        const auto* numbers = static_cast<const int64_t*>(TF_TensorData(inputs[4]));
+        const bool check_crc = *static_cast<bool*>(kernel);
+        const std::string wrong = held.Read(numbers, count, check_crc, static_cast<char*>(TF_TensorData(out)));
+        if (!wrong.empty()) TF_SetStatus(status, kDataLoss, wrong.c_str());
+      }
+      if (out) TF_DeleteTensor(out);
+    }
+  }
+  Finish(context, inputs, 5, status);
 }
 
 void SetUnknownShape(TF_ShapeInferenceContext* context, TF_Status* status) {
   TF_ShapeInferenceContextSetUnknownShape(context, status);
 }
 
-// Registers operation and kernel when the library is loaded; does nothing where TensorFlow has no such API.
-__attribute__((constructor)) void Register() {
-  void* tensorflow = dlopen("libtensorflow_framework.so.2", RTLD_NOLOAD | RTLD_LAZY);
-  if (!tensorflow) return;
-#define LOOK_UP(name, result, arguments)                                             \
-  name = reinterpret_cast<result(*) arguments>(dlsym(tensorflow, #name)); \
-  if (!name) return;
-  FUNCTIONS(LOOK_UP)
-#undef LOOK_UP
-  TF_OpDefinitionBuilder* op = TF_NewOpDefinitionBuilder("DaliTfInputPrepare");
-  TF_OpDefinitionBuilderAddInput(op, "image: uint8");
-  TF_OpDefinitionBuilderAddInput(op, "region: double");
-  TF_OpDefinitionBuilderAddInput(op, "mirror: bool");
-  TF_OpDefinitionBuilderAddOutput(op, "prepared: T");
-  for (const char* attribute : {"height: int", "width: int", "kernel: int", "antialias: bool", "clip: bool", "chw: bool",
-                                "mean: list(float)", "scale: list(float)", "T: {float, half, bfloat16, uint8}"}) {
-    TF_OpDefinitionBuilderAddAttr(op, attribute);
-  }
-  TF_OpDefinitionBuilderSetShapeInferenceFunction(op, SetUnknownShape);
+void Register(const char* name, std::initializer_list<const char*> inputs, const char* output,
+              std::initializer_list<const char*> attributes, TF_KernelBuilder* kernel) {
+  TF_OpDefinitionBuilder* builder = TF_NewOpDefinitionBuilder(name);
+  for (const char* input : inputs) TF_OpDefinitionBuilderAddInput(builder, input);
+  TF_OpDefinitionBuilderAddOutput(builder, output);
+  for (const char* attribute : attributes) TF_OpDefinitionBuilderAddAttr(builder, attribute);
+  TF_OpDefinitionBuilderSetShapeInferenceFunction(builder, SetUnknownShape);
   TF_Status* status = TF_NewStatus();
-  TF_RegisterOpDefinition(op, status);
-  if (!TF_GetCode(status)) {
-    TF_KernelBuilder* builder = TF_NewKernelBuilder("DaliTfInputPrepare", "CPU", Create, Compute, Delete);
-    TF_RegisterKernelBuilder("DaliTfInputPrepare", builder, status);
-  }
+  TF_RegisterOpDefinition(builder, status);
+  if (!TF_GetCode(status)) TF_RegisterKernelBuilder(name, kernel, status);
   TF_DeleteStatus(status);
+}
+
+// Registers the operations when the library is loaded; does nothing where TensorFlow has no such API.
+__attribute__((constructor)) void RegisterAll() {
+  if (!LookUp()) return;
+  Register("DaliTfInputRead",
+           {"names: string", "states: int64", "file_of: int32", "extents: int64", "numbers: int64"}, "records: string",
+           {"check_crc: bool"}, TF_NewKernelBuilder("DaliTfInputRead", "CPU", CreateRead, ComputeRead, DeleteRead));
+  Register("DaliTfInputPrepare", {"image: uint8", "region: double", "mirror: bool"}, "prepared: T",
+           {"height: int", "width: int", "kernel: int", "antialias: bool", "clip: bool", "chw: bool", "mean: list(float)",
+            "scale: list(float)", "T: {float, half, bfloat16, uint8}"},
+           TF_NewKernelBuilder("DaliTfInputPrepare", "CPU", CreatePrepare, ComputePrepare, DeletePrepare));
 }
 
 }  // namespace

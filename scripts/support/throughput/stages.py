@@ -87,7 +87,7 @@ def _make_by_dali(stage: str, stream: Any, options: DaliOptions) -> Any:
         if stage == "parse":
             number = encoded.shape()[0] + labels[0]
         else:
-            device, hints = dali.decoder_device(options), dali.decoder_hints(spec.dataset, options)
+            device, hints = dali.decoder_device(options), dali.decoder_hints(spec, options)
             images, region = dali_images.decode_images(
                 encoded, uniforms, preprocess, decode=decode, device=device, hints=hints
             )

@@ -1,7 +1,6 @@
 """The sweep of compare_throughput.py: six kinds of work, each by the package and by hand."""
 
 import io
-import itertools
 import json
 import os
 import tempfile
@@ -11,8 +10,6 @@ from typing import Any, NamedTuple
 from PIL import Image
 
 from dali_tf_input import DatasetSpec
-from dali_tf_input.index.example import decode_example
-from dali_tf_input.index.tfrecord import read_record
 from support import cli, processes
 from support.convert.writer import write_images
 from support.flags import FileFlags
@@ -103,14 +100,9 @@ def _lines(work: Work, report: dict) -> Iterator[tuple[str, ...]]:
 
 def _read_images(dataset: DatasetSpec) -> Iterator[bytes]:
     """Yields the images of at most `_IMAGES` records, as many from each file."""
-    each = -(-_IMAGES // len(dataset.files))
-    extents = (
-        (file, offset)
-        for number, file in enumerate(dataset.files)
-        for offset, _ in dataset.index(number)[:each].tolist()
-    )
-    for file, offset in itertools.islice(extents, _IMAGES):
-        yield decode_example(read_record(file, offset))[dataset.image_key][1][0]
+    count = dataset.num_records
+    for number in range(min(_IMAGES, count)):
+        yield dataset.read(number * count // min(_IMAGES, count))[dataset.image_key][0]
 
 
 def write_resized(

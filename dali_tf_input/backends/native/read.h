@@ -1,0 +1,209 @@
+// Reads one record of a TFRecord file, whose extent is known, and checks it.
+//
+// A record is: uint64 length, uint32 masked CRC-32C of the length, data, uint32 masked CRC-32C of the data; all
+// little-endian. Source: tensorflow/core/lib/io/record_writer.h.
+#pragma once
+
+#include <fcntl.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <utility>
+
+#if defined(__x86_64__)
+#include <nmmintrin.h>
+#endif
+
+namespace dali_tf_input {
+
+constexpr int64_t kHeader = 12, kFooter = 4, kAround = kHeader + kFooter;  // bytes around the data
+
+// CRC-32C (Castagnoli), by tables or by the processor's instruction. The instruction has a latency of three cycles, so
+// three parts of a block are taken at once and their results combined: shifting a CRC over zeros is linear.
+class Crc {
+ public:
+  Crc() {
+    for (uint32_t byte = 0; byte < 256; ++byte) {
+      uint32_t crc = byte;
+      for (int bit = 0; bit < 8; ++bit) crc = crc >> 1 ^ (crc & 1 ? 0x82F63B78u : 0);
+      tables_[0][byte] = crc;
+    }
+    for (int table = 1; table < 8; ++table) {
+      for (int byte = 0; byte < 256; ++byte) {
+        const uint32_t before = tables_[table - 1][byte];
+        tables_[table][byte] = before >> 8 ^ tables_[0][before & 255];
+      }
+    }
+    const std::array<uint8_t, kPart> zeros{};
+    for (int place = 0; place < 4; ++place) {
+      for (uint32_t byte = 0; byte < 256; ++byte) shifts_[place][byte] = ByTables(byte << 8 * place, zeros.data(), kPart);
+    }
+#if defined(__x86_64__)
+    by_instruction_ = __builtin_cpu_supports("sse4.2");
+#endif
+  }
+
+  uint32_t operator()(const uint8_t* data, size_t size) const {
+#if defined(__x86_64__)
+    if (by_instruction_) return ~ByInstruction(~0u, data, size);
+#endif
+    return ~ByTables(~0u, data, size);
+  }
+
+  uint32_t ByTables(uint32_t crc, const uint8_t* data, size_t size) const {
+    for (; size >= 8; data += 8, size -= 8) {
+      uint32_t low, high;
+      std::memcpy(&low, data, 4), std::memcpy(&high, data + 4, 4);
+      low ^= crc;
+      crc = tables_[7][low & 255] ^ tables_[6][low >> 8 & 255] ^ tables_[5][low >> 16 & 255] ^ tables_[4][low >> 24] ^
+            tables_[3][high & 255] ^ tables_[2][high >> 8 & 255] ^ tables_[1][high >> 16 & 255] ^ tables_[0][high >> 24];
+    }
+    for (; size; ++data, --size) crc = crc >> 8 ^ tables_[0][(crc ^ *data) & 255];
+    return crc;
+  }
+
+ private:
+  static constexpr size_t kPart = 1024;  // bytes, a multiple of 8
+
+#if defined(__x86_64__)
+  __attribute__((target("sse4.2"))) uint32_t ByInstruction(uint32_t crc, const uint8_t* data, size_t size) const {
+    const auto word = [](const uint8_t* from) {
+      uint64_t value;
+      std::memcpy(&value, from, 8);
+      return value;
+    };
+    for (; size >= 3 * kPart; data += 3 * kPart, size -= 3 * kPart) {
+      uint64_t parts[3] = {crc, 0, 0};
+      for (size_t at = 0; at < kPart; at += 8) {
+        parts[0] = _mm_crc32_u64(parts[0], word(data + at));
+        parts[1] = _mm_crc32_u64(parts[1], word(data + kPart + at));
+        parts[2] = _mm_crc32_u64(parts[2], word(data + 2 * kPart + at));
+      }
+      crc = Shift(Shift(static_cast<uint32_t>(parts[0])) ^ static_cast<uint32_t>(parts[1])) ^ static_cast<uint32_t>(parts[2]);
+    }
+    for (; size >= 8; data += 8, size -= 8) crc = static_cast<uint32_t>(_mm_crc32_u64(crc, word(data)));
+    for (; size; ++data, --size) crc = _mm_crc32_u8(crc, *data);
+    return crc;
+  }
+#endif
+
+  uint32_t Shift(uint32_t crc) const {
+    return shifts_[0][crc & 255] ^ shifts_[1][crc >> 8 & 255] ^ shifts_[2][crc >> 16 & 255] ^ shifts_[3][crc >> 24];
+  }
+
+  uint32_t tables_[8][256], shifts_[4][256];
+  bool by_instruction_ = false;
+};
+
+inline uint32_t Masked(uint32_t crc) { return (crc >> 15 | crc << 17) + 0xA282EAD8u; }
+
+// A file that is open, and what it was when it was opened.
+struct File {
+  int descriptor;
+  int64_t size, mtime;  // bytes; nanoseconds
+
+  File(int opened, int64_t bytes, int64_t time) : descriptor(opened), size(bytes), mtime(time) {}
+  File(const File&) = delete;
+  ~File() { close(descriptor); }
+};
+
+// Files stay open, up to half of what the process may open, the last used ones; all are closed with the last reader.
+class Files {
+ public:
+  Files() {
+    rlimit limit;
+    if (getrlimit(RLIMIT_NOFILE, &limit) == 0 && limit.rlim_cur / 2 < most_) most_ = limit.rlim_cur / 2;
+  }
+
+  void AddReader() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    ++readers_;
+  }
+
+  void RemoveReader() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (--readers_ == 0) open_.clear();
+  }
+
+  // Returns null and sets `errno` if the file cannot be opened. A file that changed since it was opened is what it was.
+  std::shared_ptr<File> Open(const std::string& name, int64_t size, int64_t mtime) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      auto found = open_.find(name);
+      if (found != open_.end()) {
+        const File& file = *found->second.first;
+        if (size < 0 || (file.size == size && file.mtime == mtime)) {
+          found->second.second = ++time_;
+          return found->second.first;
+        }
+        open_.erase(found);  // it may have been replaced
+      }
+    }
+    int descriptor = -1;
+    while ((descriptor = open(name.c_str(), O_RDONLY | O_CLOEXEC)) < 0) {
+      if (errno == EINTR) continue;
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (errno != EMFILE || !Drop()) return nullptr;
+    }
+    struct stat status;
+    if (fstat(descriptor, &status) != 0) {
+      const int problem = errno;
+      close(descriptor);
+      errno = problem;
+      return nullptr;
+    }
+    const int64_t now = status.st_mtim.tv_sec * int64_t{1000000000} + status.st_mtim.tv_nsec;
+    auto file = std::make_shared<File>(descriptor, status.st_size, now);
+    std::lock_guard<std::mutex> lock(mutex_);
+    while (open_.size() >= most_ && Drop()) continue;
+    open_[name] = {file, ++time_};
+    return file;
+  }
+
+ private:
+  // Drops the file that was used least recently; returns whether there was one.
+  bool Drop() {
+    if (open_.empty()) return false;
+    auto oldest = open_.begin();
+    for (auto one = open_.begin(); one != open_.end(); ++one) {
+      if (one->second.second < oldest->second.second) oldest = one;
+    }
+    open_.erase(oldest);
+    return true;
+  }
+
+  std::mutex mutex_;
+  std::unordered_map<std::string, std::pair<std::shared_ptr<File>, int64_t>> open_;
+  size_t most_ = 1024;
+  int64_t time_ = 0;
+  int readers_ = 0;
+};
+
+// Reads the record of `size` bytes at `offset` into `bytes`. Returns "" or what is wrong.
+inline std::string ReadRecord(const File& file, const std::string& name, int64_t offset, int64_t size, const Crc* crc,
+                              uint8_t* bytes) {
+  for (int64_t done = 0; done < size;) {
+    const ssize_t got = pread(file.descriptor, bytes + done, static_cast<size_t>(size - done), offset + done);
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) return name + " cannot be read: " + std::strerror(errno) + " at byte " + std::to_string(offset) + ".";
+    if (got == 0) return name + ": truncated record at byte " + std::to_string(offset) + ". Index the file again.";
+    done += got;
+  }
+  uint64_t length;
+  uint32_t expected;
+  std::memcpy(&length, bytes, 8), std::memcpy(&expected, bytes + size - kFooter, 4);
+  const bool whole = length == static_cast<uint64_t>(size - kAround) &&
+                     (!crc || Masked((*crc)(bytes + kHeader, static_cast<size_t>(length))) == expected);
+  return whole ? "" : name + ": corrupted record at byte " + std::to_string(offset) + ". Index the file again.";
+}
+
+}  // namespace dali_tf_input

@@ -1,0 +1,277 @@
+"""The records there are: indexed TFRecord files, and where each record is."""
+
+import bisect
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from dali_tf_input.errors import InputError, Path, check, check_fields, checked
+from dali_tf_input.index.contents import (
+    REQUIRED,
+    Feature,
+    FileEntry,
+    find_keys,
+    merge_images,
+    merge_labels,
+    name_keys,
+    summarize,
+)
+from dali_tf_input.index.example import decode_example
+from dali_tf_input.index.files import absolute, find_files, index_command, index_files_of
+from dali_tf_input.index.manifest import find_change, read_entries
+from dali_tf_input.index.tfrecord import read_record
+from dali_tf_input.order import Integers, parse_index, read_index
+
+
+class Extent(NamedTuple):
+    """Where a record is.
+
+    Attributes:
+      file: its TFRecord file.
+      number: which one it is of the file's records that are not skipped, from 0.
+      offset: the byte at which it starts.
+      size: in bytes, with its frame.
+    """
+
+    file: str
+    number: int
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetSpec:
+    """The records there are. Made by `from_files`, which checks them.
+
+    Attributes:
+      files: absolute paths of the TFRecord files that hold records, sorted.
+      index_files: absolute path of each file's index.
+      records_per_file: how many records each index holds.
+      skipped_per_file: how many bad records each index skips.
+      image_key: feature key of the encoded image, a bytes_list of one value.
+      label_key: feature key of the label, an int64_list of one value.
+      label_offset: subtracted from every stored label, so that classes count from 0.
+      label_range: lowest and highest label that comes out, of the records that the index step
+        read: all from level "schema" on, else a sample; None if not known.
+      num_classes: how many different labels there are, if all files were checked at level "schema"
+        with this key and they form at most 1000 runs; else None.
+      largest_image: (height, width) in pixels of the tallest and of the widest image, from level
+        "decode" on; else None. DALI's GPU decoder allocates memory for it.
+      states: (size in bytes, time of modification in nanoseconds, CRC-32C of the index) of each
+        file when it was checked, so that later changes are noticed; () notices none.
+    """
+
+    files: tuple[str, ...]
+    index_files: tuple[str, ...]
+    records_per_file: tuple[int, ...]
+    skipped_per_file: tuple[int, ...]
+    image_key: str
+    label_key: str
+    label_offset: int = 0
+    label_range: tuple[int, int] | None = None
+    num_classes: int | None = None
+    largest_image: tuple[int, int] | None = None
+    states: tuple[tuple[int, int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not self.files:
+            raise InputError("`files` must name at least one TFRecord file, got none.")
+        for name in ("index_files", "records_per_file", "skipped_per_file", "states"):
+            if len(getattr(self, name)) != len(self.files) and (self.states or name != "states"):
+                raise InputError(
+                    f"`{name}` must have one entry per file, {len(self.files)}, got "
+                    f"{len(getattr(self, name))}."
+                )
+
+    @property
+    def num_records(self) -> int:
+        """How many records all files hold together, without skipped ones."""
+        return sum(self.records_per_file)
+
+    def index_text(self, file: int) -> bytes:
+        """Reads the index of a file, by its number; raises InputError if it changed."""
+        crc = self.states[file][2] if self.states else None
+        return read_index(self.index_files[file], crc=crc)
+
+    def index(self, file: int) -> Integers:
+        """Returns offset and size in bytes of each record of a file: int64 (records, 2)."""
+        text = self.index_text(file)
+        return parse_index(text, self.index_files[file], self.records_per_file[file])
+
+    def locate(self, record: int) -> Extent:
+        """Returns where a record is, by its number over all files, in [0, num_records)."""
+        check(0 <= record < self.num_records, "record", f"in [0, {self.num_records})", record)
+        file = bisect.bisect_right(self._ends, record)
+        count = self.records_per_file[file]
+        number = record - self._ends[file] + count
+        crc = self.states[file][2] if self.states else None
+        index = _read_index(self.index_files[file], crc, count)
+        return Extent(self.files[file], number, *index[number].tolist())
+
+    @functools.cached_property
+    def _ends(self) -> list[int]:
+        return [*itertools.accumulate(self.records_per_file)]
+
+    def read(self, record: int) -> dict[str, Sequence[Any]]:
+        """Reads a record, by its number: feature keys and their values, bytes, int or float.
+
+        Raises:
+          InputError: it is damaged.
+          OSError: its file cannot be read.
+        """
+        where = self.locate(record)
+        features = decode_example(read_record(where.file, where.offset))
+        return {key: values for key, (_, values) in features.items()}
+
+    def find_change(self) -> str | None:
+        """Returns how the first file that changed differs from what was indexed; None if none."""
+        for file, state in zip(self.files, self.states, strict=False):
+            change = find_change(file, *state[:2])
+            if change:
+                return change
+        return None
+
+    @classmethod
+    @checked
+    def from_files(
+        cls,
+        files: Path | Sequence[Path],
+        *,
+        index_dir: Path | None = None,
+        image_key: str | None = None,
+        label_key: str | None = None,
+        label_offset: int = 0,
+    ) -> "DatasetSpec":
+        """Describes indexed TFRecord files by the manifest beside their indexes.
+
+        It checks that no file and no index has changed since it was indexed. What each record holds
+        is known as far as the index step checked: of a sample of each file, or of all records from
+        level "schema" on. Below that level, if another record lacks the label, tf.data stops but
+        DALI serves an arbitrary number.
+
+        Args:
+          files: a path, a glob pattern or several of them. Index files that match are ignored.
+          index_dir: the folder of the index files; None means beside each file, as ``<file>.idx``.
+          image_key: feature key of the image; None finds TF-slim's "image/encoded" or tfds'
+            "image".
+          label_key: feature key of the integer label; None finds TF-slim's "image/class/label" or
+            tfds' "label".
+          label_offset: the label of the first class as stored, subtracted from every label; 1 for
+            TF-slim's ImageNet.
+
+        Raises:
+          InputError: no file matches, an index is missing, a file or its index changed, a record
+            lacks a feature or holds another kind of it, or a label is below `label_offset`.
+        """
+        # Absolute: a program may change its folder before the files are read.
+        found = tuple(map(absolute, find_files(files)))
+        index_files = tuple(map(absolute, index_files_of(found, index_dir=index_dir)))
+        entries = dict(zip(found, read_entries(found, index_files, files), strict=True))
+        summary = summarize(entries)
+        if not summary.records:
+            raise InputError(
+                f"All {summary.skipped:,} records of these {summary.files:,} files are skipped: the"
+                " index has no valid records."
+            )
+        image_key, label_key = _check_keys(
+            entries,
+            summary.features,
+            image_key=image_key,
+            label_key=label_key,
+            command=index_command(files, index_dir=index_dir, arguments=["--verify=schema"]),
+        )
+        held = [file for file in found if entries[file].records]  # DALI refuses an empty index
+        labels = [
+            entries[file].labels if entries[file].checked_by.get("label_key") == label_key else None
+            for file in held
+        ]
+        # What is known of only some files is not known.
+        known = merge_labels([one for one in labels if one]) if all(labels) else None
+        found_range = summary.features[label_key].range
+        if found_range and found_range[0] < label_offset:
+            raise InputError(
+                f"`label_offset` must be at most the lowest label, {found_range[0]}, got "
+                f"{label_offset}: it is subtracted from every label, and classes count from 0."
+            )
+        images = [
+            entries[file].images if entries[file].checked_by.get("image_key") == image_key else None
+            for file in held
+        ]
+        sized = merge_images([one for one in images if one]) if all(images) else None
+        by_file = dict(zip(found, index_files, strict=True))
+        return cls(
+            files=tuple(held),
+            index_files=tuple(by_file[file] for file in held),
+            records_per_file=tuple(entries[file].records for file in held),
+            states=tuple(
+                (entries[file].size, entries[file].mtime_ns, entries[file].index_crc)
+                for file in held
+            ),
+            skipped_per_file=tuple(entries[file].skipped for file in held),
+            image_key=image_key,
+            label_key=label_key,
+            label_offset=label_offset,
+            label_range=(
+                (found_range[0] - label_offset, found_range[1] - label_offset)
+                if found_range
+                else None
+            ),
+            num_classes=known.num_classes if known else None,
+            largest_image=sized.largest_size if sized else None,
+        )
+
+
+@functools.lru_cache(64)  # not those of thousands of files at once
+def _read_index(index_file: str, crc: int | None, num_records: int) -> Integers:
+    return parse_index(read_index(index_file, crc=crc), index_file, num_records)
+
+
+def _check_keys(
+    entries: dict[str, FileEntry],
+    features: dict[str, Feature],
+    *,
+    image_key: str | None,
+    label_key: str | None,
+    command: str,
+) -> tuple[str, str]:
+    """Completes the two keys and checks that records hold an image and a label."""
+    if not features:
+        raise InputError(
+            "The first records of these files are not Examples with features. To see what they"
+            f" are: {command}"
+        )
+    held = ", ".join(f"'{key}'" for key in features)
+    for name, key in (("image_key", image_key), ("label_key", label_key)):
+        if key and key not in features:
+            raise InputError(f"`{name}` '{key}' is not in the records, which hold {held}.")
+    image_key, label_key = find_keys(features, image_key=image_key, label_key=label_key)
+    if not image_key or not label_key:
+        raise name_keys(features)
+    keys = {"image_key": image_key, "label_key": label_key}
+    for _, name, kind in REQUIRED:
+        for file, entry in entries.items():
+            if entry.records:
+                problem = _find_problem(name, keys[name], kind, file, entry)
+                if problem:
+                    raise InputError(f"{problem}. To see all that is wrong: {command}")
+    return image_key, label_key
+
+
+def _find_problem(name: str, key: str, kind: str, file: str, entry: FileEntry) -> str | None:
+    """Returns what is wrong with one feature of a file's records, as far as they were read."""
+    feature = entry.features.get(key)
+    if not entry.parsed:
+        return f"The first record of {file} is not a tf.train.Example"
+    if feature is None or feature.first_without is not None:
+        record = feature.first_without if feature else 0
+        return f"`{name}` '{key}' is not in record {record} of {file}"
+    if feature.kinds != (kind,) or feature.lengths != (1, 1):
+        kinds = " or ".join(kind or "an empty feature" for kind in feature.kinds)
+        return (
+            f"`{name}` '{key}' must be {kind} of 1 value, found {kinds} of {feature.lengths[1]} in"
+            f" {file}"
+        )
+    return None

@@ -1,0 +1,218 @@
+"""Reads by extent: by the compiled operation and by Python, the same records and the same errors."""
+
+import dataclasses
+import os
+import resource
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import refused, spec_of, write_indexed
+from test_native import compile_native, needs_compiler
+
+from dali_tf_input import InputError, Preprocess, TfDataOptions, build_index
+from dali_tf_input.backends.reading import Stream, make_read, read_fixed_order
+from dali_tf_input.index.tfrecord import read_record
+
+kernels = pytest.mark.parametrize("kernel", ["native", "tensorflow"])
+FAILURES = (tf.errors.OpError, InputError)  # in a dataset all are OpErrors
+SIZES = [*range(70), 1000, 3071, 3072, 3073, 3080, 9000, 1 << 17, 3 << 20]
+
+
+def write_records(file, payloads):
+    with tf.io.TFRecordWriter(str(file)) as writer:
+        for payload in payloads:
+            writer.write(payload)
+
+
+def make_reader(files, kernel, *, check_crc=True):
+    """Returns the function that reads records of files of raw bytes by their numbers."""
+    for file in files:
+        build_index(str(file))
+    indexes = [np.loadtxt(f"{file}.idx", np.int64, ndmin=2) for file in files]
+    states = [(os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in files]
+    file_of = np.repeat(np.arange(len(files), dtype=np.int32), [len(one) for one in indexes])
+    options = TfDataOptions(kernel=kernel, check_crc=check_crc)
+    given = ([str(file) for file in files], states, file_of, np.concatenate(indexes))
+    read = make_read(options, *map(tf.constant, given))
+    return lambda numbers: read(tf.constant(numbers, tf.int64)).numpy().tolist()
+
+
+@kernels
+def test_records_of_all_sizes(tmp_path, kernel):
+    random = np.random.default_rng(0)
+    payloads = [random.bytes(size) for size in SIZES]
+    half = len(SIZES) // 2
+    files = [tmp_path / "a", tmp_path / "b é"]
+    write_records(files[0], payloads[:half]), write_records(files[1], payloads[half:])
+    read = make_reader(files, kernel)
+    order = random.permutation(len(SIZES))
+    assert read(order) == [payloads[number] for number in order]
+    assert read([]) == []
+
+
+@kernels
+def test_damage_is_named(tmp_path, kernel):
+    """Every bit of a record's data, length and checksum: an error that names file and byte."""
+    file = tmp_path / "train"
+    write_records(file, [b"0123456789abcdef" * 9] * 2)
+    whole = file.read_bytes()
+    offset, size = 160, 160
+    read = make_reader([file], kernel)
+    status = os.stat(file)
+    for byte in [*range(8), *range(12, size, 7), size - 4, size - 1]:
+        damaged = bytearray(whole)
+        damaged[offset + byte] ^= 1
+        file.write_bytes(damaged)
+        os.utime(file, ns=(status.st_mtime_ns, status.st_mtime_ns))
+        with pytest.raises(FAILURES, match=f"{file}.* byte {offset}"):
+            read([0, 1])
+    assert read([0])[0] == whole[12:156]
+
+
+def test_checksums_are_optional(tmp_path):
+    file = tmp_path / "train"
+    write_records(file, [b"0" * 50])
+    read = make_reader([file], "native", check_crc=False)
+    with open(file, "r+b") as stream:
+        stream.seek(20), stream.write(b"1")
+    os.utime(file, ns=(os.stat(file).st_atime_ns, os.stat(file).st_mtime_ns))
+    with pytest.raises(FAILURES, match="changed since it was indexed"):
+        read([0])
+    assert b"1" in make_reader([file], "native", check_crc=False)([0])[0]
+
+
+@kernels
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda file: file.unlink(), "cannot be read: No such file or directory"),
+        (lambda file: file.write_bytes(b""), "changed since it was indexed .*now 0"),
+        (lambda file: os.utime(file, (1, 1)), "changed since it was indexed"),
+        (lambda file: file.chmod(0), "cannot be read: Permission denied"),
+    ],
+)
+def test_files_that_change(tmp_path, kernel, change, message):
+    file = tmp_path / "train"
+    write_records(file, [b"0" * 50])
+    read = make_reader([file], kernel)
+    change(file)
+    if "Permission" in message and os.geteuid() == 0:
+        pytest.skip("root may read everything")
+    with pytest.raises(FAILURES, match=f"{file} {message}.* index it again"):
+        read([0])
+
+
+@kernels
+def test_a_file_that_is_cut_while_it_is_open(tmp_path, kernel):
+    file = tmp_path / "train"
+    write_records(file, [b"0" * 50] * 3)
+    read = make_reader([file], kernel)
+    assert len(read([0, 1])) == 2
+    os.truncate(file, 100)
+    with pytest.raises(FAILURES, match=f"{file}.*(truncated|changed)"):
+        read([2])
+
+
+@kernels
+def test_wrong_numbers_are_refused(tmp_path, kernel):
+    write_records(tmp_path / "train", [b"0" * 50])
+    read = make_reader([tmp_path / "train"], kernel)
+    for number in (-1, 1, 1 << 40):
+        with pytest.raises(FAILURES):
+            read([number])
+
+
+def test_more_files_than_may_be_open(tmp_path):
+    """Two readers, 100 files, 40 descriptors for them."""
+    files = [tmp_path / f"train-{number:03}" for number in range(100)]
+    for number, file in enumerate(files):
+        write_records(file, [b"%d" % number] * 3)
+    readers = [make_reader(files, "native") for _ in range(2)]
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = max(map(int, os.listdir("/proc/self/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (taken + 40, before[1]))
+    try:
+        for _ in range(2):
+            for read in readers:
+                read_all = read(np.random.default_rng(0).permutation(300))
+                assert sorted(map(int, read_all)) == sorted([*range(100)] * 3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_both_ways_one_dataset(dataset):
+    for shuffle_block_size in (1, 5):
+        spec = spec_of(dataset, "global", Preprocess.for_training(8))
+        spec = dataclasses.replace(spec, shuffle_block_size=shuffle_block_size)
+        streams = [
+            read_fixed_order(Stream(spec=spec, batch_size=5), TfDataOptions(kernel=kernel))
+            for kernel in ("native", "tensorflow")
+        ]
+        one, other = (list(stream.take(60).as_numpy_iterator()) for stream in streams)
+        assert one == other
+        assert len({record for _, record in one}) == dataset.num_records
+
+
+SLOW = """
+#include <dlfcn.h>
+#include <string.h>
+#include <unistd.h>
+#include <atomic>
+static std::atomic<int> running, most;
+extern "C" int most_reads() { return most; }
+extern "C" ssize_t pread(int descriptor, void* to, size_t size, off_t offset) {
+  static auto* real = (ssize_t(*)(int, void*, size_t, off_t))dlsym(RTLD_NEXT, "pread");
+  int now = ++running;
+  for (int seen = most; now > seen && !most.compare_exchange_weak(seen, now);) {}
+  usleep(5000);
+  ssize_t got = real(descriptor, to, size, offset);
+  --running;
+  return got;
+}
+extern "C" ssize_t pread64(int d, void* to, size_t size, off_t offset) { return pread(d, to, size, offset); }
+"""
+
+
+@needs_compiler
+@pytest.mark.slow
+@kernels
+def test_slow_reads_overlap(tmp_path, kernel):
+    """On storage with 5 ms a read: at least eight at a time."""
+    dataset = write_indexed(tmp_path / "train", [{"image": b"0", "label": 1}] * 400)
+    (tmp_path / "slow.cc").write_text(SLOW)
+    compile_native(tmp_path / "slow.so", "-shared", "-fPIC", tmp_path / "slow.cc")
+    program = f"""if True:
+        import ctypes
+        from dali_tf_input import *
+        from dali_tf_input.backends.reading import Stream, read_fixed_order
+        dataset = DatasetSpec.from_files({list(dataset.files)!r})
+        spec = InputSpec(dataset=dataset, preprocess=Preprocess.for_training(8), order="global")
+        stream = read_fixed_order(Stream(spec=spec, batch_size=8), TfDataOptions(kernel={kernel!r}))
+        print(len(list(stream.take(400))), ctypes.CDLL(None).most_reads())
+    """
+    environment = {**os.environ, "LD_PRELOAD": str(tmp_path / "slow.so")}
+    found = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    )
+    count, most = map(int, found.stdout.split())
+    assert count == 400
+    assert most >= 8, found.stderr
+
+
+def test_locate_and_read(dataset):
+    """Every record, once, as the files hold them."""
+    for number in range(dataset.num_records):
+        where = dataset.locate(number)
+        data = read_record(where.file, where.offset)
+        assert len(data) + 16 == where.size
+        example = tf.train.Example.FromString(data)
+        features = dataset.read(number)
+        for key, feature in example.features.feature.items():
+            kind = feature.WhichOneof("kind")
+            assert list(features[key]) == list(getattr(feature, kind).value)
+    for wrong in (-1, dataset.num_records):
+        with refused(rf"`record` must be in \[0, {dataset.num_records}\), got {wrong}"):
+            dataset.locate(wrong)
