@@ -41,6 +41,9 @@ def main(arguments: list[str]) -> int:
     if dispatcher:
         wait_for(dispatcher)
     tf = cli.import_tensorflow()
+    from dali_tf_input.backends.tf_native import uses_native
+
+    uses_native("auto")  # what datasets hold must be known to both roles
     service = tf.data.experimental.service
     if role == "dispatcher":
         server = service.DispatchServer(service.DispatcherConfig(port=port))

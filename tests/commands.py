@@ -33,7 +33,17 @@ def load(script):
 
 
 def run(script, *arguments, cwd=None, **environment):
-    """Runs a command; returns the finished process, or what looks like one."""
+    """Runs a command; returns the finished process, or what looks like one.
+
+    Without the progress that an index run shows every ten seconds, on a machine that is busy.
+    """
+    process = _run(script, *arguments, cwd=cwd, **environment)
+    lines = (process.stderr or "").splitlines(keepends=True)
+    process.stderr = "".join(line for line in lines if not line.startswith("indexing: "))
+    return process
+
+
+def _run(script, *arguments, cwd=None, **environment):
     arguments = list(map(str, arguments))
     if script in COLD:
         return run_cold(script, *arguments, cwd=cwd, **environment)

@@ -43,6 +43,12 @@ def pytest_configure(config: pytest.Config) -> None:
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 3)
 
 
+@pytest.fixture(autouse=True)
+def keys_of_its_own():
+    """TensorFlow remembers the shapes of what the replicas of earlier strategies exchanged."""
+    tf.distribute.MirroredStrategy._collective_key_base += 1000
+
+
 def refused(message: str):
     """Expects an InputError with this message, a regular expression."""
     return pytest.raises(InputError, match=message)

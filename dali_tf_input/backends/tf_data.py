@@ -1,5 +1,6 @@
 """The tf.data backend: the same records and pixels as DALI, with TensorFlow's operations."""
 
+import logging
 import queue
 import socket
 import threading
@@ -21,13 +22,17 @@ from dali_tf_input.backends.reading import (
 )
 from dali_tf_input.backends.tf_augment import make_augmentation
 from dali_tf_input.backends.tf_images import check_supported, prepare_image
-from dali_tf_input.backends.tf_native import uses_native
+from dali_tf_input.backends.tf_native import finish_region, uses_native
+from dali_tf_input.crops import Region
 from dali_tf_input.dataset_spec import DatasetSpec
 from dali_tf_input.errors import InputError
 from dali_tf_input.labels import ClassLabel
 from dali_tf_input.options import AUTOTUNE, TfDataOptions
+from dali_tf_input.preprocess import Preprocess
 from dali_tf_input.sharding import Shard
 from dali_tf_input.spec import InputSpec
+
+_logger = logging.getLogger("dali_tf_input")
 
 _SERVICE_SECONDS = 60  # for a worker's first answer
 
@@ -77,7 +82,7 @@ def make_prepare(
     shard_seed = tf.constant(spec.seed * shard.num_shards + shard.shard_id, tf.int64)
     augmentation = make_augmentation(preprocess) if preprocess.auto_augment else None
     decode = options.resolve_decode(resizes_plainly=preprocess.resizes_plainly)
-    native = uses_native(options.kernel)
+    native = uses_native(options.kernel) and (options.service is None or _service_has_it(options))
 
     @tf.autograph.experimental.do_not_convert
     def prepare(key: tf.Tensor, record: tf.Tensor) -> tuple[tf.Tensor, ...]:
@@ -125,11 +130,8 @@ def prepare_batches(
     else:
         dataset = records.map(prepare, num_parallel_calls=options.num_parallel_calls)
     if options.service is not None:
-        service = tf.data.experimental.service
         # Each pass is a job of its own, whose runs of files go to whichever worker is free.
-        mode = service.ShardingPolicy.DYNAMIC
-        distributed = service.distribute(processing_mode=mode, service=options.service)
-        dataset = dataset.apply(distributed).repeat()
+        dataset = dataset.apply(_distribute(options)).repeat()
     dataset = dataset.batch(stream.batch_size, drop_remainder=True)
     count = tf.data.INFINITE_CARDINALITY if stream.spec.repeat else stream.steps.per_epoch
     dataset = dataset.apply(tf.data.experimental.assert_cardinality(count))
@@ -177,6 +179,38 @@ def _check_service(address: str) -> None:
         raise InputError(
             f"The tf.data service at {address} does not serve this program: {failure.message}"
         ) from failure
+
+
+def _distribute(options: TfDataOptions) -> Any:
+    service = tf.data.experimental.service
+    return service.distribute(service.ShardingPolicy.DYNAMIC, options.service)
+
+
+def _service_has_it(options: TfDataOptions) -> bool:
+    """Returns whether a service has the compiled operations; with "auto" says so if not."""
+    zeros = tf.zeros(2, tf.float64)
+    finish = partial(
+        finish_region,
+        region=Region(zeros, zeros + 1, zeros, zeros),
+        preprocess=Preprocess.for_evaluation(1),
+        mirrored=False,
+        ratio=1,
+    )
+    # The dispatcher, too, makes the dataset, as it divides the records.
+    service = _distribute(options)
+    try:
+        image = tf.data.Dataset.from_tensors(tf.zeros((1, 1, 3), tf.uint8))
+        next(iter(image.map(finish).apply(service)))
+    except tf.errors.NotFoundError as error:
+        problem = f"The tf.data service at {options.service} lacks the compiled operations"
+        if options.kernel == "native":
+            raise InputError(
+                f"{problem}: start dispatcher and workers by scripts/data_service.py where this"
+                " version was installed with a compiler, or use TfDataOptions(kernel='auto')."
+            ) from error
+        _logger.warning("%s: TensorFlow's operations preprocess, which takes longer.", problem)
+        return False
+    return True
 
 
 def _read(spec: InputSpec, options: TfDataOptions, shard: Shard) -> tf.data.Dataset:

@@ -97,6 +97,34 @@ def test_a_worker_that_dies_and_is_started_again(dataset, service):
         again.kill()
 
 
+@pytest.mark.slow
+def test_a_service_without_the_compiled_operations(dataset, caplog):
+    """One of TensorFlow's own servers: its operations are used, and one line says so."""
+    program = """if True:
+        import tensorflow as tf
+        service = tf.data.experimental.service
+        dispatcher = service.DispatchServer()
+        address = dispatcher.target.split("://")[1]
+        worker = service.WorkerServer(service.WorkerConfig(dispatcher_address=address))
+        print(dispatcher.target, flush=True)
+        worker.join()
+    """
+    command = [sys.executable, "-c", program]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        address = process.stdout.readline().strip()
+        with caplog.at_level("WARNING"):
+            batches = iter(make(dataset, address))
+        assert "lacks the compiled operations: TensorFlow's operations preprocess" in caplog.text
+        labels = np.concatenate([next(batches)[1] for _ in range(6)])
+        assert sorted(labels.tolist()) == list(range(24))
+        options = TfDataOptions(service=address, kernel="native")
+        with refused("lacks the compiled operations: start dispatcher and workers by scripts/"):
+            make_dataset(spec_of(dataset, "buffer", SMALL), options, batch_size=4)
+    finally:
+        process.kill()
+
+
 def test_no_worker(dataset, monkeypatch):
     monkeypatch.setattr("dali_tf_input.backends.tf_data._SERVICE_SECONDS", 2)
     dispatcher, line = start("--role=dispatcher", "--port=0")
