@@ -190,9 +190,7 @@ def skip_command(
         values = {num_classes} if num_classes and name == "num_classes" else values
         arguments += [f"--{name}={value}" for value in values if len(values) == 1]
     if any(entry.verified == "decode" for entry in entries):
-        arguments.append(
-            "--force"
-        )  # a file whose bytes rotted, but not its time, counts as unchanged
+        arguments.append("--force")  # a file whose bytes rotted counts as unchanged
     index_dir = index_dir_of(dataset.files[0], dataset.index_files[0])
     return index_command(dataset.files, index_dir=index_dir, arguments=arguments)
 
@@ -309,7 +307,8 @@ class _Search:
             held = features[dataset.label_key][1][0] - dataset.label_offset
             return (_LABEL, "") if held == self._label else None
         try:
-            self._decode(features[dataset.image_key][1][0])
+            if not dataset.stores_pixels:
+                self._decode(features[dataset.image_key][1][0])
         except BadImage as bad:
             return bad.reason, bad.detail
         return None

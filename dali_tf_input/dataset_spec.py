@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from dali_tf_input.errors import InputError, Path, check, check_fields, checked
 from dali_tf_input.index.contents import (
+    PIXELS_KEY,
     REQUIRED,
     Feature,
     FileEntry,
@@ -90,6 +91,11 @@ class DatasetSpec:
     def num_records(self) -> int:
         """How many records all files hold together, without skipped ones."""
         return sum(self.records_per_file)
+
+    @property
+    def stores_pixels(self) -> bool:
+        """Whether images are stored as pixels, see `make_tfrecords.py --store=pixels`."""
+        return self.image_key == PIXELS_KEY
 
     def index_text(self, file: int) -> bytes:
         """Reads the index of a file, by its number; raises InputError if it changed."""

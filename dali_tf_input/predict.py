@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from dali_tf_input.backends import tf_images
+from dali_tf_input.backends.tf_native import uses_native
 from dali_tf_input.dataset import check_gpu, import_dali
 from dali_tf_input.errors import BatchSize, InputError, Path, check, checked
 from dali_tf_input.index.checks import BadImage, Checks
@@ -93,7 +94,7 @@ def export_saved_model(model: keras.Model, preprocess: Preprocess, folder: Path)
     _check_deterministic(preprocess)
     archive = keras.export.ExportArchive()
     archive.track(model)
-    prepare = _prepare_one_by_tf(preprocess)
+    prepare = _prepare_one_by_tf(preprocess, native=False)  # it is loaded where there is no library
     signature = tf.TensorSpec(preprocess.image_shape, tf.as_dtype(preprocess.dtype))
 
     def serve(encoded: tf.Tensor) -> tf.Tensor:
@@ -171,17 +172,19 @@ def _read(path: Path) -> bytes:
 
 def _prepare_by_tf(preprocess: Preprocess) -> Callable[[list[bytes]], tf.Tensor]:
     encoded = tf.TensorSpec((), tf.string)
-    one = tf.function(_prepare_one_by_tf(preprocess), input_signature=[encoded])
+    prepare = _prepare_one_by_tf(preprocess, native=uses_native("auto"))
+    one = tf.function(prepare, input_signature=[encoded])
     return lambda batch: tf.stack([one(tf.constant(encoded)) for encoded in batch])
 
 
-def _prepare_one_by_tf(preprocess: Preprocess) -> Callable[[tf.Tensor], tf.Tensor]:
+def _prepare_one_by_tf(preprocess: Preprocess, *, native: bool) -> Callable[[tf.Tensor], tf.Tensor]:
     """Returns a function of one encoded image, a scalar string."""
     tf_images.check_supported(preprocess)
 
     @tf.autograph.experimental.do_not_convert
     def prepare(encoded: tf.Tensor) -> tf.Tensor:
-        return tf_images.prepare_image(encoded, tf.zeros(preprocess.num_uniforms), preprocess)
+        uniforms = tf.zeros(preprocess.num_uniforms)
+        return tf_images.prepare_image(encoded, uniforms, preprocess, native=native)
 
     return prepare
 

@@ -44,9 +44,7 @@ class Staging:
         self._path = os.path.join(folder, f"{_PREFIX}{secrets.token_hex(8)}")
         try:
             os.makedirs(folder, exist_ok=True)
-            with locked(
-                folder
-            ):  # otherwise another run could remove the new folder before it is locked
+            with locked(folder):  # or another run could remove the new folder
                 os.mkdir(self._path)
                 self._lock = os.open(self._path, os.O_RDONLY)
                 _flock(self._lock, fcntl.LOCK_EX)
@@ -93,9 +91,7 @@ def locked(folder: str) -> Iterator[None]:
         _flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        _flock(
-            descriptor, fcntl.LOCK_UN
-        )  # closing is not enough if the program has forked meanwhile
+        _flock(descriptor, fcntl.LOCK_UN)  # a fork of the program may hold it open
         os.close(descriptor)
 
 

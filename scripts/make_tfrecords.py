@@ -30,6 +30,7 @@ from typing import get_args
 
 from dali_tf_input import DatasetSpec, InputError
 from dali_tf_input.index.checks import Decoder
+from dali_tf_input.index.contents import PIXELS_KEY, SIDE_KEYS
 from dali_tf_input.index.example import decode_example, encode_example, replace_features
 from dali_tf_input.index.tfrecord import read_data
 from support import cli
@@ -54,6 +55,9 @@ _NUM_VALIDATION_FILES = FLAGS.integer("num_validation_files", None, "Of the vali
 _SEED = FLAGS.integer("seed", 0, "Seed of the shuffle and of the choice for validation.")
 _RESIZE_SHORTER = FLAGS.integer("resize_shorter", None, "Shrink the shorter side to this.", 1)
 _QUALITY = FLAGS.integer("quality", 95, "JPEG quality of images that are re-encoded, in [1, 100].")
+_STORE = FLAGS.choice(
+    "store", "jpeg", ["jpeg", "pixels"], "pixels: decoded, larger, and read several times as fast."
+)
 _APPLY_ORIENTATION = FLAGS.boolean("apply_orientation", False, "Turn images upright by EXIF.")
 _DECODER = FLAGS.choice(
     "decoder", "both", [*get_args(Decoder), "none"], "What must accept images whose bytes are kept."
@@ -82,7 +86,11 @@ def main(arguments: list[str]) -> int:
     source, out = map(os.path.expanduser, arguments)
     check_folder(os.path.abspath(out), overwrite=_OVERWRITE.value)
     conversion = Conversion(
-        _RESIZE_SHORTER.value, _QUALITY.value, _APPLY_ORIENTATION.value, _DECODER.value
+        _RESIZE_SHORTER.value,
+        _QUALITY.value,
+        _APPLY_ORIENTATION.value,
+        _DECODER.value,
+        _STORE.value,
     )
     kept = array.array("Q")  # records of a validation split that stays what it is
     with tempfile.TemporaryDirectory() as folder:
@@ -240,7 +248,9 @@ def record_of_image(catalog: str, conversion: Conversion, start: int) -> Record:
         return Record(None, name, (str(error),))
     folder, filename = os.path.split(name)
     size, text = (image.height, image.width), os.path.basename(folder)
-    features = image_features(image.encoded, size, label=label, text=text, filename=filename)
+    key = PIXELS_KEY if conversion.store == "pixels" else "image/encoded"
+    about = {"key": key, "label": label, "text": text, "filename": filename}
+    features = image_features(image.encoded, size, **about)
     return Record(encode_example(features), name, image.notes)
 
 
@@ -258,7 +268,11 @@ def record_of_record(catalog: str, conversion: Conversion, image_key: str, start
         image = convert_image(encoded, conversion)
     except (UnreadableImage, InputError, KeyError, IndexError) as error:
         return Record(None, source, (str(error),))
-    if image.encoded != encoded:
+    if conversion.store == "pixels":
+        about = dict(zip(SIDE_KEYS, (image.height, image.width), strict=True))
+        changes = {PIXELS_KEY: image.encoded, **about, "image/format": "RGB"}
+        data = replace_features(data, changes, without=image_key)
+    elif image.encoded != encoded:
         changes = {"image/height": image.height, "image/width": image.width, "image/format": "JPEG"}
         changes = {key: value for key, value in changes.items() if key in features}
         data = replace_features(data, {image_key: image.encoded, **changes})

@@ -19,6 +19,7 @@ import numpy as np
 from PIL import Image
 
 from dali_tf_input import DaliOptions, InputError, InputSpec, Preprocess, Shard, TfDataOptions
+from dali_tf_input.index.contents import SIDE_KEYS
 from dali_tf_input.order import EpochSteps, list_records
 from support import cli, first_batches
 from support.flags import FileFlags, WorkFlags, describe_work
@@ -90,7 +91,17 @@ def read_encoded(spec: InputSpec, num_images: int) -> list[bytes]:
         num_records=dataset.num_records, batch_size=num_images, num_shards=1, padded=False
     )
     records = list_records(dataset.records_per_file, steps=steps, shard=Shard(), seed=spec.seed)
-    return [dataset.read(record)[dataset.image_key][0] for record in records[:num_images].tolist()]
+    encoded = []
+    for record in records[:num_images].tolist():
+        features = dataset.read(record)
+        image = features[dataset.image_key][0]
+        if dataset.stores_pixels:
+            height, width = (features[key][0] for key in SIDE_KEYS)
+            stream = io.BytesIO()
+            Image.frombytes("RGB", (width, height), image).save(stream, "PNG")
+            image = stream.getvalue()
+        encoded.append(image)
+    return encoded
 
 
 def open_original(encoded: bytes, spec: InputSpec, slot: int) -> tuple[Image.Image, Any, bool]:

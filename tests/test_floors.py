@@ -42,7 +42,16 @@ INDEX = [
     "pool",
 ]
 INDEX += ["folder", "build", "trial_decode", "worker", "__main__"]
-BACKENDS = ["tf_native", "reading", "tf_augment", "tf_images", "dali_images", "tf_data", "dali"]
+BACKENDS = [
+    "tf_native",
+    "reading",
+    "tf_augment",
+    "tf_images",
+    "dali_images",
+    "tf_data",
+    "dali_reading",
+    "dali",
+]
 SUPPORT = ["cli", "processes", "machine", "first_batches", "flags", "plots", "train", "convert"]
 SUPPORT += ["throughput"]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
@@ -50,7 +59,12 @@ TENSORFLOW_FROM = FLOOR_OF["backends"]
 FRAMEWORKS = {"tensorflow", "keras", "nvidia"}
 # Frameworks below that floor: what decodes images to see whether they can be decoded.
 EXCEPTIONS = {("index.trial_decode", "tensorflow"), ("index.trial_decode", "nvidia")}
-DALI_ROOMS = {"backends.dali", "backends.dali_images", "index.trial_decode"}
+DALI_ROOMS = {
+    "backends.dali",
+    "backends.dali_reading",
+    "backends.dali_images",
+    "index.trial_decode",
+}
 
 
 def modules_in(folder):

@@ -10,27 +10,18 @@ from typing import Any
 import nvidia.dali as dali
 import tensorflow as tf
 from nvidia.dali import fn, types
-from nvidia.dali import tfrecord as dali_tfrecord
 from nvidia.dali.data_node import DataNode
 
 from dali_tf_input.backends.dali_images import check_supported, prepare_images
-from dali_tf_input.backends.reading import (
-    Stream,
-    describe_key,
-    draw_uniforms,
-    hold_indexes,
-    parse_record,
-    read_fixed_order,
-    weight_of,
-)
+from dali_tf_input.backends.dali_reading import PACKED, define_inputs, pack_records
+from dali_tf_input.backends.reading import Stream
 from dali_tf_input.errors import InputError
 from dali_tf_input.labels import ClassLabel
-from dali_tf_input.options import DaliOptions, TfDataOptions
+from dali_tf_input.options import DaliOptions
 from dali_tf_input.preprocess import Preprocess
 from dali_tf_input.spec import InputSpec
 
 _GUARDED = "experimental_distribute_dataset"
-_PACKED = "packed"  # the input of a pipeline that tf.data reads for
 
 
 def import_plugin() -> Any:
@@ -110,12 +101,12 @@ def make_dataset(
     if not stream.spec.has_fixed_order:
         return dali_tf.DALIDataset(**arguments)
     with tf.device("CPU:0"):
-        packed = _pack_records(stream)
+        packed = pack_records(stream)
     if options.device == "gpu":
         # DALI's documentation wants inputs on the dataset's own device; not tried on a GPU yet.
         packed = packed.apply(tf.data.experimental.copy_to_device(tf.zeros(()).device))
     dataset = dali_tf.experimental.DALIDatasetWithInputs(
-        input_datasets={_PACKED: packed}, **arguments
+        input_datasets={PACKED: packed}, **arguments
     )
     if not stream.spec.repeat:
         # It says that it is infinite. Keras would ask for one batch too many and count it.
@@ -171,76 +162,6 @@ def _holds_dali(dataset: Any) -> bool:
     return isinstance(dataset, tf.data.Dataset) and any(map(_holds_dali, dataset._inputs()))
 
 
-def _pack_records(stream: Stream) -> tf.data.Dataset:
-    """Returns a dataset of one uint8 vector per image: DALI's dataset takes one tensor per input.
-
-    The encoded image, then label (8 bytes), sample weight (4 bytes), random numbers (4 bytes each).
-    Decoders stop at the end of an image; slicing it out would copy it, byte by byte in DALI's
-    slice.
-    """
-    spec = stream.spec
-
-    @tf.autograph.experimental.do_not_convert
-    def pack(key: tf.Tensor, record: tf.Tensor) -> tf.Tensor:
-        encoded, label = parse_record(record, spec.dataset)
-        epoch, slot = describe_key(key, stream)
-        uniforms, _ = draw_uniforms(spec, epoch, slot)
-        weight = tf.ones(()) if spec.repeat else weight_of(slot, stream.steps)
-        tail = [tf.bitcast(label, tf.uint8), tf.bitcast(weight, tf.uint8)]
-        tail.append(tf.reshape(tf.bitcast(uniforms, tf.uint8), [-1]))
-        return tf.concat([tf.io.decode_raw(encoded, tf.uint8), *tail], 0)
-
-    records = read_fixed_order(stream, TfDataOptions())
-    packed = records.map(pack, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-    return packed.prefetch(stream.batch_size)
-
-
-def define_inputs(
-    stream: Stream, options: DaliOptions
-) -> tuple[DataNode, DataNode, DataNode | None, DataNode]:
-    """Defines what a pipeline reads: encoded images, labels as stored, weights, random numbers."""
-    if stream.spec.has_fixed_order:
-        return _unpack(stream.spec)
-    encoded, labels = _read(stream, options)
-    shape = [stream.spec.preprocess.num_uniforms]
-    return encoded, labels, None, fn.random.uniform(range=[0.0, 1.0], shape=shape)
-
-
-def _unpack(spec: InputSpec) -> tuple[DataNode, DataNode, DataNode, DataNode]:
-    """Defines the input that `_pack_records` packs."""
-    packed = fn.external_source(name=_PACKED, device="cpu", dtype=types.UINT8, ndim=1, batch=False)
-    size = packed.shape()[0]
-    start = size - (12 + 4 * spec.preprocess.num_uniforms)
-    labels = fn.reinterpret(packed[start : start + 8], dtype=types.INT64)
-    weights = fn.reinterpret(packed[start + 8 : start + 12], dtype=types.FLOAT)
-    uniforms = fn.reinterpret(packed[start + 12 : size], dtype=types.FLOAT)
-    return packed, labels, fn.reshape(weights, shape=[]), uniforms
-
-
-def _read(stream: Stream, options: DaliOptions) -> tuple[DataNode, DataNode]:
-    """Defines the reader of a shard; returns encoded images and labels."""
-    spec, shard, dataset = stream.spec, stream.shard, stream.spec.dataset
-    string, int64 = dali_tfrecord.string, dali_tfrecord.int64
-    features = fn.readers.tfrecord(
-        path=list(dataset.files),
-        index_path=hold_indexes(dataset),
-        features={
-            dataset.image_key: dali_tfrecord.FixedLenFeature((), string, ""),
-            dataset.label_key: dali_tfrecord.FixedLenFeature([1], int64, -1),
-        },
-        random_shuffle=spec.order == "buffer",
-        initial_fill=spec.buffer_size,
-        shard_id=shard.shard_id,
-        num_shards=shard.num_shards,
-        stick_to_shard=True,
-        dont_use_mmap=options.read_mode != "mmap",
-        use_o_direct=options.read_mode == "direct",
-        read_ahead=options.read_ahead,
-        name="reader",
-    )
-    return features[dataset.image_key], features[dataset.label_key]
-
-
 def build_pipeline(stream: Stream, options: DaliOptions, device_id: int | None) -> dali.Pipeline:
     """Defines the pipeline of one shard, not yet built, whose outputs are what `build` returns."""
     spec = stream.spec
@@ -251,7 +172,7 @@ def build_pipeline(stream: Stream, options: DaliOptions, device_id: int | None) 
             encoded,
             uniforms,
             spec.preprocess,
-            decode=options.resolved_decode,
+            decode="none" if spec.dataset.stores_pixels else options.resolved_decode,
             device=decoder_device(options),
             hints=decoder_hints(spec, options),
         )

@@ -18,7 +18,7 @@ _INTERPOLATIONS = {
 }
 _DTYPES = {"float32": types.FLOAT, "float16": types.FLOAT16, "uint8": types.UINT8}
 
-Decode = Literal["full", "region"]
+Decode = Literal["full", "region", "none"]
 
 
 def check_supported(preprocess: Preprocess) -> None:
@@ -40,11 +40,12 @@ def prepare_images(
     With `auto_augment` only within a pipeline definition that enables conditionals.
 
     Args:
-      encoded: uint8 (bytes,) for each image, the bytes of a JPEG or PNG file, on the CPU.
+      encoded: uint8 (bytes,) for each image, the bytes of a JPEG or PNG file, on the CPU; or its
+        pixels (height, width, 3).
       uniforms: float32 (preprocess.num_uniforms,) in [0, 1) for each image, on the CPU: they decide
         what is random.
       preprocess: what to do.
-      decode: how much of an image is decoded.
+      decode: how much of an image is decoded; "none" for pixels.
       device: "cpu", or "mixed" to decode on the GPU and continue there.
       hints: further arguments of the decoder.
 
@@ -72,9 +73,14 @@ def decode_images(
 ) -> tuple[DataNode, Region]:
     """Decodes images, or the part that is needed; returns them and the regions in them."""
     orientation = preprocess.apply_orientation
-    shape = fn.peek_image_shape(encoded, adjust_orientation=orientation)
+    if decode == "none":
+        shape = encoded.shape()
+    else:
+        shape = fn.peek_image_shape(encoded, adjust_orientation=orientation)
     size = fn.cast(shape[0:2], dtype=types.FLOAT64)
     region = find_region(size, uniforms, preprocess)
+    if decode == "none":
+        return encoded.gpu() if device == "mixed" else encoded, region
     decoding = {
         "device": device,
         "output_type": types.RGB,
@@ -104,7 +110,7 @@ def resize_regions(
         "dtype": types.FLOAT,
     }
     if preprocess.crop.sampling == "crop_then_resize":
-        if decode == "full":
+        if decode != "region":
             images = fn.slice(images, **_window(start, extent))
     else:
         resizing["roi_start"] = fn.cast(start, dtype=types.FLOAT)

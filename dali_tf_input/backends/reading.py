@@ -17,6 +17,7 @@ import tensorflow as tf
 from dali_tf_input.backends.tf_native import load, uses_native
 from dali_tf_input.dataset_spec import DatasetSpec
 from dali_tf_input.errors import InputError
+from dali_tf_input.index.contents import SIDE_KEYS
 from dali_tf_input.index.manifest import find_change
 from dali_tf_input.index.tfrecord import read_record
 from dali_tf_input.options import TfDataOptions
@@ -223,13 +224,25 @@ def _close(stack: contextlib.ExitStack, owner: int) -> None:
 
 
 def parse_record(record: tf.Tensor, dataset: DatasetSpec) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns the encoded image and the label as stored of a serialized Example, as scalars."""
-    features = {
-        dataset.image_key: tf.io.FixedLenFeature((), tf.string),
-        dataset.label_key: tf.io.FixedLenFeature((), tf.int64),
-    }
+    """Returns the image and the label as stored of a serialized Example.
+
+    The image is encoded, a scalar string, or uint8 (height, width, 3) if pixels are stored.
+    """
+    features = {dataset.image_key: tf.io.FixedLenFeature((), tf.string)}
+    features |= dict.fromkeys(
+        (dataset.label_key, *(SIDE_KEYS if dataset.stores_pixels else ())),
+        tf.io.FixedLenFeature((), tf.int64),
+    )
     parsed = tf.io.parse_single_example(record, features)
-    return parsed[dataset.image_key], parsed[dataset.label_key]
+    image, label = parsed[dataset.image_key], parsed[dataset.label_key]
+    if dataset.stores_pixels:
+        shape = tf.stack([*(parsed[key] for key in SIDE_KEYS), 3])
+        pixels = tf.io.decode_raw(image, tf.uint8)
+        fits = tf.equal(tf.size(pixels, tf.int64), tf.reduce_prod(tf.maximum(shape, 0)))
+        check = tf.Assert(fits, ["corrupted record: not the pixels of", shape])
+        with tf.control_dependencies([check]):
+            image = tf.reshape(pixels, shape)
+    return image, label
 
 
 def describe_key(key: tf.Tensor, stream: Stream) -> tuple[tf.Tensor, tf.Tensor]:

@@ -66,7 +66,6 @@ def read_records(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
                 " the records among themselves, so no order can be fixed. Use order 'buffer', or"
                 " TfDataOptions() without a service."
             )
-        _check_service(options.service)
         # A count would have to be the same on all workers: the key has no meaning here.
         return _read(spec, options, shard).map(lambda record: (tf.constant(0, tf.int64), record))
     if spec.has_fixed_order:
@@ -82,7 +81,9 @@ def make_prepare(
     shard_seed = tf.constant(spec.seed * shard.num_shards + shard.shard_id, tf.int64)
     augmentation = make_augmentation(preprocess) if preprocess.auto_augment else None
     decode = options.resolve_decode(resizes_plainly=preprocess.resizes_plainly)
-    native = uses_native(options.kernel) and (options.service is None or _service_has_it(options))
+    native = uses_native(options.kernel)
+    if options.service is not None:
+        native = _ask_service(options, native=native)
 
     @tf.autograph.experimental.do_not_convert
     def prepare(key: tf.Tensor, record: tf.Tensor) -> tuple[tf.Tensor, ...]:
@@ -144,8 +145,18 @@ def prepare_batches(
     return dataset.with_options(tf_options)
 
 
-def _check_service(address: str) -> None:
-    """Raises InputError if no dispatcher or no worker answers: TensorFlow would wait forever."""
+def _distribute(options: TfDataOptions) -> Any:
+    service = tf.data.experimental.service
+    return service.distribute(service.ShardingPolicy.DYNAMIC, options.service)
+
+
+def _ask_service(options: TfDataOptions, *, native: bool) -> bool:
+    """Returns whether a tf.data service has the compiled operations, if `native` wants them.
+
+    Raises:
+      InputError: no dispatcher or no worker answers, for which TensorFlow would wait forever.
+    """
+    address = options.service or ""
     host, _, port = address.removeprefix("grpc://").rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=10).close()
@@ -156,11 +167,20 @@ def _check_service(address: str) -> None:
             " --dispatcher=HOST:5050"
         ) from error
     answers: queue.SimpleQueue[tf.errors.OpError | None] = queue.SimpleQueue()
+    zeros = tf.zeros(2, tf.float64)
+    finish = partial(
+        finish_region,
+        region=Region(zeros, zeros + 1, zeros, zeros),
+        preprocess=Preprocess.for_evaluation(1),
+        mirrored=False,
+        ratio=1,
+    )
 
     def ask() -> None:
-        service = tf.data.experimental.service.distribute("parallel_epochs", address)
+        image = tf.data.Dataset.from_tensors(tf.zeros((1, 1, 3), tf.uint8))
         try:
-            next(iter(tf.data.Dataset.range(1).apply(service)))
+            # The dispatcher, too, makes the dataset, as it divides the records.
+            next(iter((image.map(finish) if native else image).apply(_distribute(options))))
             answers.put(None)
         except tf.errors.OpError as error:
             answers.put(error)
@@ -175,42 +195,20 @@ def _check_service(address: str) -> None:
             f"{_SERVICE_SECONDS} s. Start workers with an --address that it can reach: "
             f"scripts/data_service.py --role=worker --dispatcher={host}:{port}"
         ) from None
-    if failure is not None:
+    if failure is None:
+        return native
+    if not native or not isinstance(failure, tf.errors.NotFoundError):
         raise InputError(
             f"The tf.data service at {address} does not serve this program: {failure.message}"
         ) from failure
-
-
-def _distribute(options: TfDataOptions) -> Any:
-    service = tf.data.experimental.service
-    return service.distribute(service.ShardingPolicy.DYNAMIC, options.service)
-
-
-def _service_has_it(options: TfDataOptions) -> bool:
-    """Returns whether a service has the compiled operations; with "auto" says so if not."""
-    zeros = tf.zeros(2, tf.float64)
-    finish = partial(
-        finish_region,
-        region=Region(zeros, zeros + 1, zeros, zeros),
-        preprocess=Preprocess.for_evaluation(1),
-        mirrored=False,
-        ratio=1,
-    )
-    # The dispatcher, too, makes the dataset, as it divides the records.
-    service = _distribute(options)
-    try:
-        image = tf.data.Dataset.from_tensors(tf.zeros((1, 1, 3), tf.uint8))
-        next(iter(image.map(finish).apply(service)))
-    except tf.errors.NotFoundError as error:
-        problem = f"The tf.data service at {options.service} lacks the compiled operations"
-        if options.kernel == "native":
-            raise InputError(
-                f"{problem}: start dispatcher and workers by scripts/data_service.py where this"
-                " version was installed with a compiler, or use TfDataOptions(kernel='auto')."
-            ) from error
-        _logger.warning("%s: TensorFlow's operations preprocess, which takes longer.", problem)
-        return False
-    return True
+    problem = f"The tf.data service at {address} lacks the compiled operations"
+    if options.kernel == "native":
+        raise InputError(
+            f"{problem}: start dispatcher and workers by scripts/data_service.py where this version"
+            " was installed with a compiler, or use TfDataOptions(kernel='auto')."
+        ) from failure
+    _logger.warning("%s: TensorFlow's operations preprocess, which takes longer.", problem)
+    return False
 
 
 def _read(spec: InputSpec, options: TfDataOptions, shard: Shard) -> tf.data.Dataset:

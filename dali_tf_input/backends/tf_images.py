@@ -36,7 +36,7 @@ def prepare_image(
     """Makes of one encoded image what the model sees.
 
     Args:
-      encoded: a scalar string, the bytes of a JPEG or PNG file.
+      encoded: a scalar string, the bytes of a JPEG or PNG file; or pixels, see `parse_record`.
       uniforms: float32 (preprocess.num_uniforms,) in [0, 1): they decide what is random.
       preprocess: what to do.
       decode: how much of a JPEG is decoded; see `TfDataOptions`.
@@ -103,7 +103,9 @@ def resample_image(
     takes_pixels = (
         preprocess.crop.sampling == "crop_and_pad" or preprocess.interpolation == "nearest"
     )
-    if decode == "scaled" and takes_pixels:
+    if encoded.dtype == tf.uint8:
+        decode = "full"
+    elif decode == "scaled" and takes_pixels:
         decode = "region"  # pixels are taken as they are: there is nothing to scale
     if decode == "full":
         image = resample_whole()
@@ -115,6 +117,8 @@ def resample_image(
 
 def decode_image(encoded: tf.Tensor) -> tf.Tensor:
     """Decodes a JPEG or PNG, a scalar string, to uint8 RGB (height, width, 3)."""
+    if encoded.dtype == tf.uint8:
+        return encoded
     return tf.io.decode_jpeg(encoded, channels=3, dct_method=DCT_METHOD)
 
 

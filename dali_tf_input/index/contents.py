@@ -14,8 +14,15 @@ _Number = Annotated[int, msgspec.Meta(ge=0)]  # of a manifest, which may be forg
 
 LEVELS: tuple[Level, ...] = get_args(Level)  # each one checks what the one before does, and more
 
+# An image as it is in memory, uint8 (height, width, 3) in RGB, and the keys of its sides.
+PIXELS_KEY, SIDE_KEYS = "image/pixels", ("image/height", "image/width")
+
 # Feature keys of the image and of the label, as the most common writers of TFRecords name them.
-KEY_PRESETS = {"TF-slim": ("image/encoded", "image/class/label"), "tfds": ("image", "label")}
+KEY_PRESETS = {
+    "TF-slim": ("image/encoded", "image/class/label"),
+    "tfds": ("image", "label"),
+    "raw pixels": (PIXELS_KEY, "image/class/label"),
+}
 
 # What a record must hold, as (what, argument that names its key, kind of list of one value).
 REQUIRED = (("image", "image_key", "bytes_list"), ("label", "label_key", "int64_list"))
@@ -167,7 +174,22 @@ def find_schema_problem(
             return f"{what} kind", detail
     if not features[image_key][1][0]:
         return "empty image", f"`image_key` '{image_key}' holds 0 bytes."
-    return None
+    return None if image_key != PIXELS_KEY or find_size(features) else _wrong_size(features)
+
+
+def find_size(features: Mapping[str, tuple[str, Sequence[Any]]]) -> tuple[int, int] | None:
+    """Returns height and width of an image that is stored as pixels; None if they do not fit."""
+    kinds, sides = zip(*(features.get(key, ("", [0])) for key in SIDE_KEYS), strict=True)
+    if kinds != ("int64_list",) * 2 or any(len(side) != 1 or side[0] < 1 for side in sides):
+        return None
+    height, width = sides[0][0], sides[1][0]
+    return (height, width) if 3 * height * width == len(features[PIXELS_KEY][1][0]) else None
+
+
+def _wrong_size(features: Mapping[str, tuple[str, Sequence[Any]]]) -> tuple[str, str]:
+    sides = " and ".join(f"'{key}' {list(features.get(key, ('', []))[1])}" for key in SIDE_KEYS)
+    found = f"found {len(features[PIXELS_KEY][1][0]):,}"
+    return "pixels size", f"'{PIXELS_KEY}' must hold 3 bytes for each pixel of {sides}, {found}."
 
 
 def summarize(entries: Mapping[str, FileEntry]) -> Summary:

@@ -21,9 +21,13 @@ def encode_example(features: Mapping[str, FeatureValue]) -> bytes:
     return _serialize(_EXAMPLE(), features)
 
 
-def replace_features(data: bytes, features: Mapping[str, FeatureValue]) -> bytes:
+def replace_features(
+    data: bytes, features: Mapping[str, FeatureValue], *, without: str = ""
+) -> bytes:
     """Returns a serialized Example with the values of `features` replaced and all others kept."""
-    return _serialize(_EXAMPLE.FromString(data), features)
+    example = _EXAMPLE.FromString(data)
+    example.features.feature.pop(without, None)
+    return _serialize(example, features)
 
 
 def decode_example(data: bytes) -> dict[str, tuple[str, Sequence[Any]]]:

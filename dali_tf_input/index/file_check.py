@@ -13,11 +13,13 @@ import google_crc32c
 from dali_tf_input.errors import InputError
 from dali_tf_input.index.checks import BadImage, Checks, TrialDecode
 from dali_tf_input.index.contents import (
+    PIXELS_KEY,
     Feature,
     FileEntry,
     Images,
     Labels,
     find_schema_problem,
+    find_size,
     merge_runs,
 )
 from dali_tf_input.index.example import decode_example
@@ -210,15 +212,23 @@ class _Content:
         ) or self._find_label_problem(features)
         if problem:
             raise BadImage(*problem)
-        if self._decode:
-            if number in self._crashing:
-                raise BadImage(*self._crashing[number])
-            self._on_decode(number)
-            image_format, height, width = self._decode(features[self._image_key][1][0])
+        if self._checks.verify == "decode":
+            image_format, height, width = self._find_image(features, number)
             self._formats[image_format] += 1
             self._largest = (max(self._largest[0], height), max(self._largest[1], width))
         self._note_features(features, number)
         self._labels.append(features[self._label_key][1][0])
+
+    def _find_image(
+        self, features: dict[str, tuple[str, Sequence[Any]]], number: int
+    ) -> tuple[str, int, int]:
+        if self._image_key == PIXELS_KEY:
+            return "pixels", *(find_size(features) or (0, 0))
+        if number in self._crashing:
+            raise BadImage(*self._crashing[number])
+        self._on_decode(number)
+        assert self._decode
+        return self._decode(features[self._image_key][1][0])
 
     def _find_label_problem(
         self, features: dict[str, tuple[str, Sequence[Any]]]

@@ -10,7 +10,6 @@ import json
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import google_crc32c
@@ -73,16 +72,6 @@ class Manifest:
             stream.write(msgspec.json.encode(document))
 
 
-@dataclass(frozen=True)
-class _Stale:
-    """A file whose index cannot be used, and why."""
-
-    file: str
-    index_file: str
-    reason: str
-    entry: FileEntry | None
-
-
 def read_entries(
     files: Sequence[str], index_files: Sequence[str], patterns: Path | Sequence[Path]
 ) -> list[FileEntry]:
@@ -111,23 +100,23 @@ def read_entries(
         entry = manifests[folder].entries.get(os.path.basename(file))
         reason = find_staleness(file, index_file, entry)
         if reason:
-            stale.append(_Stale(file, index_file, reason, entry))
+            stale.append((file, index_file, reason, entry))
         elif entry:
             entries.append(entry)
     if stale:
-        first = stale[0]
-        if first.reason == _NO_INDEX:
-            text = f"{len(stale)} of {len(files)} files have no index, the first is {first.file}."
+        file, index_file, reason, _ = stale[0]
+        if reason == _NO_INDEX:
+            text = f"{len(stale)} of {len(files)} files have no index, the first is {file}."
         else:
             more = f" So are {len(stale) - 1} more." if len(stale) > 1 else ""
-            text = f"{first.index_file}: {first.reason}.{more}"
-        skips = any(one.entry and one.entry.skipped for one in stale)
+            text = f"{index_file}: {reason}.{more}"
+        skips = any(entry and entry.skipped for *_, entry in stale)
         command = index_command(
-            [one.file for one in stale] if len(stale) <= 3 else patterns,
+            [file for file, *_ in stale] if len(stale) <= 3 else patterns,
             index_dir=index_dir,
             arguments=["--on_bad=skip"] if skips else (),
         )
-        verb = "Index them" if first.reason == _NO_INDEX else "Index again"
+        verb = "Index them" if reason == _NO_INDEX else "Index again"
         raise InputError(f"{text} {verb}: {command}")
     return entries
 

@@ -18,6 +18,7 @@ import msgspec
 
 from dali_tf_input.errors import InputError
 from dali_tf_input.index.checks import Checks, TrialDecode
+from dali_tf_input.index.contents import PIXELS_KEY
 from dali_tf_input.index.file_check import check_file
 from dali_tf_input.index.tfrecord import BadRecord
 from dali_tf_input.staging import WRITE_ERRORS
@@ -32,7 +33,8 @@ def serve() -> None:
         for line in sys.stdin:
             task = json.loads(line)
             checks = Checks(**task["checks"])
-            if checks.verify == "decode" and checks not in decoders:
+            encoded = checks.image_key != PIXELS_KEY
+            if checks.verify == "decode" and encoded and checks not in decoders:
                 # Imported here because Pillow, DALI's codecs and TensorFlow take seconds, and only
                 # this level needs them.
                 from PIL import Image

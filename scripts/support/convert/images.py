@@ -28,6 +28,7 @@ class Conversion(NamedTuple):
     quality: int = 95
     apply_orientation: bool = False
     decoder: Decoder | Literal["none"] = "both"
+    store: Literal["jpeg", "pixels"] = "jpeg"
 
 
 class Converted(NamedTuple):
@@ -45,7 +46,7 @@ def convert_image(encoded: bytes, conversion: Conversion) -> Converted:
     The bytes stay as they are where they are a JPEG in RGB or grayscale that is not too large and
     that `decoder` accepts. Otherwise the image is decoded, turned upright by its EXIF orientation,
     made RGB (transparency is dropped, as TensorFlow and DALI do), resized until its shorter side is
-    `resize_shorter`, and encoded.
+    `resize_shorter`, and encoded. If pixels are stored, they are uint8 (height, width, 3) in RGB.
 
     Raises:
       UnreadableImage: it cannot be decoded, or is larger than Pillow's bound.
@@ -64,14 +65,16 @@ def _convert(image: ImageFile.ImageFile, encoded: bytes, conversion: Conversion)
     reasons = [f"{image.format} made JPEG"] if image.format not in ("JPEG", "MPO") else []
     reasons += [f"{image.mode} made RGB"] if not reasons and image.mode not in ("RGB", "L") else []
     reasons += [f"resized to {conversion.resize_shorter}"] if too_large else []
-    reasons += ["turned upright"] if turned and (reasons or conversion.apply_orientation) else []
-    if not reasons and conversion.decoder != "none":
+    changes = reasons or conversion.apply_orientation or conversion.store == "pixels"
+    reasons += ["turned upright"] if turned and changes else []
+    stores_pixels = conversion.store == "pixels"
+    if not reasons and conversion.decoder != "none" and not stores_pixels:
         try:
             _trial_decode(conversion.decoder)(encoded)
         except BadImage as bad:
             image.load()  # raises if it is damaged; otherwise it is only odd
             reasons.append(f"{bad.reason} encoded anew")
-    if not reasons:
+    if not reasons and not stores_pixels:
         width, height = image.size
         return Converted(encoded, height, width, ("EXIF orientation kept",) if turned else ())
     if too_large:
@@ -83,6 +86,9 @@ def _convert(image: ImageFile.ImageFile, encoded: bytes, conversion: Conversion)
     if too_large:
         pixels = pixels.resize(size, Image.Resampling.LANCZOS)
     pixels = ImageOps.exif_transpose(pixels)
+    if stores_pixels:
+        pixels = pixels.convert("RGB")
+        return Converted(pixels.tobytes(), pixels.height, pixels.width, tuple(reasons))
     if max(pixels.size) > _MOST_JPEG_PIXELS:
         holds = f"a JPEG holds {_MOST_JPEG_PIXELS} pixels each way; see --resize_shorter"
         raise ValueError(f"{pixels.width}x{pixels.height}: {holds}")

@@ -20,6 +20,7 @@ from rich import filesize
 
 from dali_tf_input import InputError, build_index
 from dali_tf_input.command import format_count, print_rows
+from dali_tf_input.index.contents import PIXELS_KEY
 from dali_tf_input.index.example import FeatureValue, encode_example
 from dali_tf_input.index.files import BAD_RECORDS_NAME, MANIFEST_NAME, index_command
 from dali_tf_input.index.tfrecord import frame_record
@@ -75,12 +76,12 @@ class Written:
 
 
 def image_features(
-    encoded: bytes, size: tuple[int, int], *, label: int, text: str, filename: str
+    image: bytes, size: tuple[int, int], *, key: str, label: int, text: str, filename: str
 ) -> dict[str, FeatureValue]:
     """Returns one image's features under TF-slim's keys; `size` is its height and width."""
     return {
-        "image/encoded": encoded,
-        "image/format": "JPEG",
+        key: image,
+        "image/format": "RGB" if key == PIXELS_KEY else "JPEG",
         "image/class/label": label,
         "image/class/text": text,
         "image/height": size[0],

@@ -76,14 +76,14 @@ def _make_by_dali(stage: str, stream: Any, options: DaliOptions) -> Any:
     import tensorflow as tf
     from nvidia.dali import fn, types
 
-    from dali_tf_input.backends import dali, dali_images
+    from dali_tf_input.backends import dali, dali_images, dali_reading
 
     device_id = 0 if options.device == "gpu" else None
     spec, preprocess = stream.spec, stream.spec.preprocess
     decode = options.resolved_decode
 
     def define() -> Any:
-        encoded, labels, _, uniforms = dali.define_inputs(stream, options)
+        encoded, labels, _, uniforms = dali_reading.define_inputs(stream, options)
         if stage == "parse":
             number = encoded.shape()[0] + labels[0]
         else:

@@ -1,0 +1,160 @@
+"""Images that are stored as pixels: the same work, order and errors as encoded ones."""
+
+import dataclasses
+import io
+import itertools
+
+import numpy as np
+import pytest
+from commands import run
+from conftest import BACKENDS, TF_DATA, backends, jpeg, spec_of, take, write_indexed
+from PIL import Image
+from test_parity import CROPS
+
+from dali_tf_input import (
+    BadRecordError,
+    Checks,
+    DatasetSpec,
+    IndexFaultsError,
+    Preprocess,
+    TfDataOptions,
+    build_index,
+    distribute,
+)
+from dali_tf_input.dataset import make_dataset
+
+SIZES = [(40, 60), (33, 33), (25, 90), (90, 25), (32, 32), (200, 150)]
+
+
+def example(image, label, **changes):
+    height, width = image.shape[:2]
+    sides = {"image/height": height, "image/width": width}
+    return {"image/pixels": image.tobytes(), "image/class/label": label, **sides, **changes}
+
+
+def images():
+    return [
+        np.asarray(Image.open(io.BytesIO(jpeg(*size, seed=seed))).convert("RGB"))
+        for seed, size in enumerate(SIZES * 2)
+    ]
+
+
+def as_png(image):
+    stream = io.BytesIO()
+    Image.fromarray(image).save(stream, "PNG")
+    return stream.getvalue()
+
+
+@backends
+def test_the_images_of_pngs(tmp_path, options):
+    """For every crop and order the same."""
+    pixels = write_indexed(tmp_path / "a", [example(one, n) for n, one in enumerate(images())])
+    pngs = [
+        {"image/encoded": as_png(one), "image/class/label": number}
+        for number, one in enumerate(images())
+    ]
+    encoded = write_indexed(tmp_path / "b", pngs)
+    assert (pixels.stores_pixels, encoded.stores_pixels) == (True, False)
+    orders = ("global", "sequential") if options is TF_DATA else ("global", "buffer")
+    for order, crop in itertools.product(orders, CROPS.values()):
+        preprocess = dataclasses.replace(Preprocess.for_training(24), crop=crop)
+        made = [
+            take(make_dataset(spec_of(one, order, preprocess), options, batch_size=4), 5)
+            for one in (pixels, encoded)
+        ]
+        np.testing.assert_array_equal(made[0][1], made[1][1])
+        np.testing.assert_allclose(made[0][0], made[1][0], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"image/height": 3}, r"'image/height' \[3\] and 'image/width' \[60\], found 7,200"),
+        ({"image/pixels": b"123"}, "found 3"),
+        pytest.param(
+            {"image/height": -40, "image/width": -60}, "found 7,200", marks=pytest.mark.slow
+        ),
+        pytest.param({"image/width": "60"}, "found 7,200", marks=pytest.mark.slow),
+    ],
+)
+def test_sizes_that_do_not_fit(tmp_path, changes, found):
+    """The index step names the record; without it, it stops training by name."""
+    held = [example(one, n) for n, one in enumerate(images())]
+    held[5] = example(images()[0], 5, **changes)
+    dataset = write_indexed(tmp_path / "train", held)
+    named = []
+    for level in ("schema", "decode"):
+        with pytest.raises(IndexFaultsError):
+            checks = Checks(verify=level)
+            build_index(tmp_path / "train", checks, on_bad_record=lambda _, bad: named.append(bad))
+    assert [(bad.record, bad.reason) for bad in named] == [(5, "pixels size")] * 2
+    with pytest.raises(BadRecordError, match=f"record 5, byte .* pixels size: .*{found}"):
+        raise_first(dataset)
+    build_index(tmp_path / "train", Checks(verify="decode"), on_bad="skip", max_bad_fraction=0.1)
+    assert DatasetSpec.from_files(tmp_path / "train").num_records == len(held) - 1
+
+
+def raise_first(dataset):
+    train = distribute(
+        spec_of(dataset, "global", Preprocess.for_training(24)), TF_DATA, global_batch_size=4
+    )
+    with train.explain_errors():
+        for _ in train.dataset.repeat().take(20):
+            pass
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_decode_of_all_levels(tmp_path, backend):
+    held = [example(one, n) for n, one in enumerate(images())]
+    dataset = write_indexed(tmp_path / "train", held, Checks(verify="decode"))
+    assert (dataset.largest_image, dataset.num_classes) == ((200, 150), 12)
+    spec = spec_of(dataset, "sequential", Preprocess.for_evaluation(24), repeat=False)
+    batches = list(make_dataset(spec, BACKENDS[backend], batch_size=4))
+    assert np.concatenate([labels for _, labels, _ in batches]).tolist() == list(range(12))
+
+
+@pytest.mark.slow
+def test_make_tfrecords_stores_pixels(tmp_path):
+    """From images and from TFRecords: what Pillow decodes, resized where it is larger."""
+    for number, size in enumerate([(40, 60), (30, 20)]):
+        (tmp_path / "photos" / f"class {number}").mkdir(parents=True)
+        for name in ("a.jpg", "b.jpg"):
+            (tmp_path / "photos" / f"class {number}" / name).write_bytes(jpeg(*size))
+    flags = ["--validation_fraction=0", "--num_files=1", "--num_processes=1"]
+    resized = ["--store=pixels", "--resize_shorter=32"]
+    process = run("make_tfrecords.py", *flags, *resized, tmp_path / "photos", tmp_path / "one")
+    assert process.returncode == 0, process.stderr
+    process = run("make_tfrecords.py", *flags, tmp_path / "photos", tmp_path / "two")
+    assert process.returncode == 0, process.stderr
+    build_index(tmp_path / "two" / "*-of-*")
+    source = tmp_path / "two" / "*-of-*"
+    process = run("make_tfrecords.py", *flags, "--store=pixels", source, tmp_path / "three")
+    assert process.returncode == 0, process.stderr
+    for folder, shapes in (("one", {(32, 48), (30, 20)}), ("three", {(40, 60), (30, 20)})):
+        files = tmp_path / folder / "*-of-*"
+        report = build_index(files, Checks(verify="decode"))
+        assert report.summary.images.formats == {"pixels": 4}
+        dataset = DatasetSpec.from_files(files)
+        found = [dataset.read(number) for number in range(4)]
+        sides = {(one["image/height"][0], one["image/width"][0]) for one in found}
+        assert sides == shapes
+        assert not any("image/encoded" in one for one in found)
+    small = next(one for one in found if one["image/height"][0] == 30)
+    expected = np.asarray(Image.open(io.BytesIO(jpeg(30, 20))).convert("RGB"))
+    assert small["image/pixels"][0] == expected.tobytes()
+    process = run(
+        "preview.py", f"--files={files}", f"--out={tmp_path / 'sheet.png'}", "--num_images=4"
+    )
+    assert process.returncode == 0, process.stderr
+
+
+@pytest.mark.slow
+def test_every_decode_option_is_the_same(tmp_path):
+    dataset = write_indexed(tmp_path / "a", [example(one, n) for n, one in enumerate(images())])
+    spec = spec_of(dataset, "global", Preprocess.for_training(24))
+    made = [
+        take(make_dataset(spec, TfDataOptions(decode=decode), batch_size=4), 3)[0]
+        for decode in ("full", "region", "scaled")
+    ]
+    np.testing.assert_array_equal(made[0], made[1])
+    np.testing.assert_array_equal(made[0], made[2])
