@@ -8,17 +8,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dali_tf_input.errors import InputError, Path, check, check_fields, checked
-from dali_tf_input.index.contents import (
-    PIXELS_KEY,
-    REQUIRED,
-    Feature,
-    FileEntry,
-    find_keys,
-    merge_images,
-    merge_labels,
-    name_keys,
-    summarize,
-)
+from dali_tf_input.index import contents
+from dali_tf_input.index.contents import Feature, FileEntry
 from dali_tf_input.index.example import decode_example
 from dali_tf_input.index.files import absolute, find_files, index_command, index_files_of
 from dali_tf_input.index.manifest import find_change, read_entries
@@ -95,12 +86,14 @@ class DatasetSpec:
     @property
     def stores_pixels(self) -> bool:
         """Whether images are stored as pixels, see `make_tfrecords.py --store=pixels`."""
-        return self.image_key == PIXELS_KEY
+        return self.image_key == contents.PIXELS_KEY
 
     def index_text(self, file: int) -> bytes:
         """Reads the index of a file, by its number; raises InputError if it changed."""
-        crc = self.states[file][2] if self.states else None
-        return read_index(self.index_files[file], crc=crc)
+        return read_index(self.index_files[file], crc=self._index_crc(file))
+
+    def _index_crc(self, file: int) -> int | None:
+        return self.states[file][2] if self.states else None
 
     def index(self, file: int) -> Integers:
         """Returns offset and size in bytes of each record of a file: int64 (records, 2)."""
@@ -113,8 +106,7 @@ class DatasetSpec:
         file = bisect.bisect_right(self._ends, record)
         count = self.records_per_file[file]
         number = record - self._ends[file] + count
-        crc = self.states[file][2] if self.states else None
-        index = _read_index(self.index_files[file], crc, count)
+        index = _read_index(self.index_files[file], self._index_crc(file), count)
         return Extent(self.files[file], number, *index[number].tolist())
 
     @functools.cached_property
@@ -176,7 +168,7 @@ class DatasetSpec:
         found = tuple(map(absolute, find_files(files)))
         index_files = tuple(map(absolute, index_files_of(found, index_dir=index_dir)))
         entries = dict(zip(found, read_entries(found, index_files, files), strict=True))
-        summary = summarize(entries)
+        summary = contents.summarize(entries)
         if not summary.records:
             raise InputError(
                 f"All {summary.skipped:,} records of these {summary.files:,} files are skipped: the"
@@ -195,7 +187,7 @@ class DatasetSpec:
             for file in held
         ]
         # What is known of only some files is not known.
-        known = merge_labels([one for one in labels if one]) if all(labels) else None
+        known = contents.merge_labels([one for one in labels if one]) if all(labels) else None
         found_range = summary.features[label_key].range
         if found_range and found_range[0] < label_offset:
             raise InputError(
@@ -206,7 +198,7 @@ class DatasetSpec:
             entries[file].images if entries[file].checked_by.get("image_key") == image_key else None
             for file in held
         ]
-        sized = merge_images([one for one in images if one]) if all(images) else None
+        sized = contents.merge_images([one for one in images if one]) if all(images) else None
         by_file = dict(zip(found, index_files, strict=True))
         return cls(
             files=tuple(held),
@@ -253,11 +245,11 @@ def _check_keys(
     for name, key in (("image_key", image_key), ("label_key", label_key)):
         if key and key not in features:
             raise InputError(f"`{name}` '{key}' is not in the records, which hold {held}.")
-    image_key, label_key = find_keys(features, image_key=image_key, label_key=label_key)
+    image_key, label_key = contents.find_keys(features, image_key=image_key, label_key=label_key)
     if not image_key or not label_key:
-        raise name_keys(features)
+        raise contents.name_keys(features)
     keys = {"image_key": image_key, "label_key": label_key}
-    for _, name, kind in REQUIRED:
+    for _, name, kind in contents.REQUIRED:
         for file, entry in entries.items():
             if entry.records:
                 problem = _find_problem(name, keys[name], kind, file, entry)

@@ -75,21 +75,18 @@ def shuffle(
     shuffle_block_size: int = 1,
     first_of_files: Integers | None = None,
 ) -> Integers:
-    """Returns the records in the order of an epoch, a function of the arguments alone.
+    """Returns the records in the order of an epoch, int64 (num_records,), each once.
 
-    Blocks of `shuffle_block_size` neighbors in a file stay together; their bounds differ in each
-    epoch. Every order of the blocks is equally likely. With blocks of 1 that is every order of the
-    records.
+    It is a function of the arguments alone. Blocks of `shuffle_block_size` neighbors in a file stay
+    together; their bounds differ in each epoch, and those at the ends of a file have fewer. Every
+    order of the blocks is equally likely. With blocks of 1 that is every order of the records.
 
     Args:
       num_records: how many there are; record r is the r-th over all files in their order.
       seed: in [0, 2**31).
       epoch: from 0.
-      shuffle_block_size: records in a block, at least 1; those at the ends of a file have fewer.
+      shuffle_block_size: records in a block, at least 1.
       first_of_files: the first record of each file, ascending; needed for blocks of more than 1.
-
-    Returns:
-      int64 (num_records,), each record once.
     """
     # Unlike Generator, raw Philox output is stable across NumPy versions.
     raw = np.random.Philox(key=[seed, epoch]).random_raw
@@ -106,15 +103,7 @@ def shuffle(
 
 
 def read_index(index_file: str, *, crc: int | None = None) -> bytes:
-    """Reads an index file as it is.
-
-    Args:
-      index_file: its path.
-      crc: CRC-32C of its bytes when `DatasetSpec.from_files` checked it; None is not known.
-
-    Raises:
-      InputError: it cannot be read, or changed since.
-    """
+    """Reads an index file; InputError if it cannot be read or `crc`, its CRC-32C, changed."""
     try:
         with open(index_file, "rb") as stream:
             text = stream.read()
@@ -126,13 +115,10 @@ def read_index(index_file: str, *, crc: int | None = None) -> bytes:
 
 
 def parse_index(text: bytes, index_file: str, num_records: int) -> Integers:
-    """Parses what `read_index` returns.
-
-    Returns:
-      int64 (num_records, 2): offset and size in bytes of each record, in the order of the file.
+    """Returns offset and size in bytes of each record, in the order of the file: int64 (n, 2).
 
     Raises:
-      InputError: it is damaged, or holds another number of records.
+      InputError: what `read_index` returned is damaged, or holds another number of records.
     """
     try:
         extents = np.array(text.split(), dtype=np.int64).reshape(-1, 2)
@@ -160,17 +146,9 @@ def list_records(
     Memory while it works: about 75 bytes per record of the dataset for a single shard, 20 for one
     of 8.
 
-    Args:
-      records_per_file: how many records each file has.
-      steps: the steps of an epoch.
-      shard: whose records are listed.
-      seed: for `shuffle`; None keeps the order of the files.
-      shuffle_block_size: for `shuffle`.
-      epoch: from 0.
-      start_step: of the epoch.
-
     Returns:
-      int64 numbers of records, counted over all files; padding repeats the last.
+      int64 numbers of records, counted over all files; padding repeats the last. With `seed` None
+      they are in the order of the files, else in that of `shuffle`.
     """
     slots = np.minimum(steps.slots(shard.shard_id, start_step=start_step), steps.num_records - 1)
     if seed is None:

@@ -45,15 +45,9 @@ def build(stream: Stream, options: DaliOptions, device_id: int | None) -> tf.dat
     """Builds the dataset of one shard, placed on the current `tf.device`.
 
     It works on another device than that of `options` too, but then TensorFlow copies each batch.
-
-    Args:
-      stream: what it serves, of a `spec`.
-      options: how it is made.
-      device_id: the CUDA device that decodes; None for `options.device` "cpu".
-
-    Returns:
-      What `tf_data.build` says. Fixed orders are read by tf.data, in the same order and with the
-      same random numbers, and passed to DALI; otherwise DALI reads.
+    Fixed orders are read by tf.data, in the same order and with the same random numbers as
+    `tf_data.build`, and passed to DALI; otherwise DALI reads. `device_id` is the CUDA device that
+    decodes; None for `options.device` "cpu".
 
     Raises:
       InputError: DALI does not support `spec`, or refuses the pipeline.

@@ -35,22 +35,17 @@ def prepare_images(
     device: str,
     hints: dict[str, int | float],
 ) -> DataNode:
-    """Makes of encoded images what the model sees.
+    """Makes of images what the model sees: as `tf_images.prepare_image`, but for a batch.
 
     With `auto_augment` only within a pipeline definition that enables conditionals.
 
     Args:
-      encoded: uint8 (bytes,) for each image, the bytes of a JPEG or PNG file, on the CPU; or its
-        pixels (height, width, 3).
-      uniforms: float32 (preprocess.num_uniforms,) in [0, 1) for each image, on the CPU: they decide
-        what is random.
+      encoded: uint8 (bytes,) each, a JPEG or PNG file, or pixels (height, width, 3); on the CPU.
+      uniforms: float32 (preprocess.num_uniforms,) each, on the CPU.
       preprocess: what to do.
       decode: how much of an image is decoded; "none" for pixels.
       device: "cpu", or "mixed" to decode on the GPU and continue there.
       hints: further arguments of the decoder.
-
-    Returns:
-      `preprocess.dtype` of shape `preprocess.image_shape`.
     """
     images, region = decode_images(
         encoded, uniforms, preprocess, decode=decode, device=device, hints=hints

@@ -5,15 +5,8 @@ from nvidia.dali import fn, types
 from nvidia.dali import tfrecord as dali_tfrecord
 from nvidia.dali.data_node import DataNode
 
-from dali_tf_input.backends.reading import (
-    Stream,
-    describe_key,
-    draw_uniforms,
-    hold_indexes,
-    parse_record,
-    read_fixed_order,
-    weight_of,
-)
+from dali_tf_input.backends import reading
+from dali_tf_input.backends.reading import Stream
 from dali_tf_input.index.contents import SIDE_KEYS
 from dali_tf_input.options import DaliOptions, TfDataOptions
 from dali_tf_input.spec import InputSpec
@@ -32,10 +25,10 @@ def pack_records(stream: Stream) -> tf.data.Dataset:
 
     @tf.autograph.experimental.do_not_convert
     def pack(key: tf.Tensor, record: tf.Tensor) -> tf.Tensor:
-        encoded, label = parse_record(record, spec.dataset)
-        epoch, slot = describe_key(key, stream)
-        uniforms, _ = draw_uniforms(spec, epoch, slot)
-        weight = tf.ones(()) if spec.repeat else weight_of(slot, stream.steps)
+        encoded, label = reading.parse_record(record, spec.dataset)
+        epoch, slot = reading.describe_key(key, stream)
+        uniforms, _ = reading.draw_uniforms(spec, epoch, slot)
+        weight = tf.ones(()) if spec.repeat else reading.weight_of(slot, stream.steps)
         tail = [label, weight, uniforms]
         if spec.dataset.stores_pixels:
             tail.append(tf.shape(encoded))
@@ -44,7 +37,7 @@ def pack_records(stream: Stream) -> tf.data.Dataset:
         parts = [encoded, *(tf.bitcast(part, tf.uint8) for part in tail)]
         return tf.concat([tf.reshape(part, [-1]) for part in parts], 0)
 
-    records = read_fixed_order(stream, TfDataOptions())
+    records = reading.read_fixed_order(stream, TfDataOptions())
     packed = records.map(pack, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
     return packed.prefetch(stream.batch_size)
 
@@ -82,7 +75,7 @@ def _read(stream: Stream, options: DaliOptions) -> tuple[DataNode, DataNode]:
     sides = SIDE_KEYS if dataset.stores_pixels else ()
     features = fn.readers.tfrecord(
         path=list(dataset.files),
-        index_path=hold_indexes(dataset),
+        index_path=reading.hold_indexes(dataset),
         features={
             dataset.image_key: dali_tfrecord.FixedLenFeature((), dali_tfrecord.string, ""),
             **dict.fromkeys((dataset.label_key, *sides), number),

@@ -70,10 +70,6 @@ class Stream:
 def read_fixed_order(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
     """Reads the records of a stream of fixed order, as `order.list_records` says.
 
-    Args:
-      stream: what is served.
-      options: `num_parallel_reads`, `check_crc` and `kernel` are used.
-
     Returns:
       A dataset of (key, record): key int64, from which `describe_key` computes epoch and slot;
       record a serialized Example. Infinite if `spec.repeat`, else one pass, padded to whole steps
@@ -148,12 +144,8 @@ def make_read(
 ) -> Callable[[tf.Tensor], tf.Tensor]:
     """Returns the function that reads and checks records by their numbers, int64 (n,).
 
-    Args:
-      options: `kernel` and `check_crc` are used.
-      names: of the files.
-      states: see `states_of`.
-      file_of: int32, the file of each record.
-      extents: int64 (records, 2), offset and size of each in bytes.
+    For each file it needs its name and its row of `states_of`; for each record the number of its
+    file, int32, and its extent, int64: offset and size in bytes.
     """
     if uses_native(options.kernel):
         native = partial(load().dali_tf_input_read, names, states, file_of, extents)

@@ -10,16 +10,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from dali_tf_input.backends.reading import (
-    Stream,
-    check_states,
-    describe_key,
-    draw_uniforms,
-    parse_record,
-    read_fixed_order,
-    states_of,
-    weight_of,
-)
+from dali_tf_input.backends import reading
+from dali_tf_input.backends.reading import Stream
 from dali_tf_input.backends.tf_augment import make_augmentation
 from dali_tf_input.backends.tf_images import check_supported, prepare_image
 from dali_tf_input.backends.tf_native import finish_region, uses_native
@@ -40,13 +32,8 @@ _SERVICE_SECONDS = 60  # for a worker's first answer
 def build(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
     """Builds the dataset of one shard, in the order in which the data moves.
 
-    Args:
-      stream: what it serves, of a `spec`.
-      options: how it is made.
-
-    Returns:
-      What `dataset.make_dataset` says. With order "buffer" the files of the shard are read in a new
-      random order each pass, `num_parallel_reads` at a time.
+    With order "buffer" the files of the shard are read in a new random order each pass,
+    `num_parallel_reads` at a time.
 
     Raises:
       InputError: this backend does not support `spec`, or the service does not answer.
@@ -69,7 +56,7 @@ def read_records(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
         # A count would have to be the same on all workers: the key has no meaning here.
         return _read(spec, options, shard).map(lambda record: (tf.constant(0, tf.int64), record))
     if spec.has_fixed_order:
-        return read_fixed_order(stream, options)
+        return reading.read_fixed_order(stream, options)
     return _read(spec, options, shard).repeat().enumerate()
 
 
@@ -87,7 +74,7 @@ def make_prepare(
 
     @tf.autograph.experimental.do_not_convert
     def prepare(key: tf.Tensor, record: tf.Tensor) -> tuple[tf.Tensor, ...]:
-        encoded, label = parse_record(record, spec.dataset)
+        encoded, label = reading.parse_record(record, spec.dataset)
         if options.service is not None:
             # Many processes share no count, so no seed could repeat. Raw operations, because
             # `tf.random.set_seed` would seed the others, and each pass on a worker draw the same.
@@ -95,8 +82,8 @@ def make_prepare(
             uniforms = draw(shape=[preprocess.num_uniforms])
             augment_seed = tf.cast(2**30 * draw(shape=[2]), tf.int64)
         elif spec.has_fixed_order:
-            epoch, slot = describe_key(key, stream)
-            uniforms, augment_seed = draw_uniforms(spec, epoch, slot)
+            epoch, slot = reading.describe_key(key, stream)
+            uniforms, augment_seed = reading.draw_uniforms(spec, epoch, slot)
         else:
             # A function of (seed, shard, position in the stream): a parallel map calls in no fixed
             # order, so a generator with a state would not repeat.
@@ -108,7 +95,9 @@ def make_prepare(
             encoded, uniforms, preprocess, decode=decode, augment=augment, native=native
         )
         label = prepare_label(label, spec.label)
-        return (image, label) if spec.repeat else (image, label, weight_of(slot, stream.steps))
+        return (
+            (image, label) if spec.repeat else (image, label, reading.weight_of(slot, stream.steps))
+        )
 
     return prepare
 
@@ -214,7 +203,7 @@ def _ask_service(options: TfDataOptions, *, native: bool) -> bool:
 def _read(spec: InputSpec, options: TfDataOptions, shard: Shard) -> tf.data.Dataset:
     """Returns the serialized records of a shard, once each, in the order that `spec` asks for."""
     numbers, offsets, counts = _list_runs(spec.dataset, shard)
-    states = states_of(spec.dataset)[numbers]
+    states = reading.states_of(spec.dataset)[numbers]
     files = [spec.dataset.files[number] for number in numbers]
     runs = (files, states, tf.constant(offsets, tf.int64), tf.constant(counts, tf.int64))
     dataset = tf.data.Dataset.from_tensor_slices(runs)
@@ -224,7 +213,7 @@ def _read(spec: InputSpec, options: TfDataOptions, shard: Shard) -> tf.data.Data
         file = file[None]
         if options.service is None:  # its workers cannot call this process
             file = tf.ensure_shape(
-                tf.numpy_function(check_states, [file, state[None]], tf.string), (1,)
+                tf.numpy_function(reading.check_states, [file, state[None]], tf.string), (1,)
             )
         variant = tf.raw_ops.TFRecordDatasetV2(
             filenames=file,

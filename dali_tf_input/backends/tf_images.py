@@ -202,12 +202,7 @@ def resize_region(
 ) -> tf.Tensor:
     """Resizes a region of an image (height, width, 3) to `preprocess.image_size`; returns float32.
 
-    Args:
-      image: uint8, the whole image or the part that is needed.
-      region: in its coordinates.
-      preprocess: `image_size`, `crop`, `interpolation` and `antialias` are used.
-      whole: whether it is the whole image.
-      ratio: it was decoded at 1 / `ratio`.
+    The image is uint8, `whole` or the part that is needed, and was decoded at 1 / `ratio`.
     """
     size, interpolation = preprocess.image_size, preprocess.interpolation
     plain = interpolation == "bilinear" and not preprocess.antialias

@@ -59,12 +59,7 @@ def finish_region(
 ) -> tf.Tensor:
     """Makes of a region of an image, uint8 (height, width, 3), what the model sees.
 
-    Args:
-      image: decoded at 1 / `ratio`, as a whole or in part.
-      region: in its coordinates.
-      preprocess: what to do, but for `auto_augment`.
-      mirrored: bool (), whether the result is mirrored.
-      ratio: see `tf_images.resize_region`.
+    The image is decoded at 1 / `ratio`, as a whole or in part, and the region in its coordinates.
     """
     is_uint8, sampling = preprocess.dtype == "uint8", preprocess.crop.sampling
     mean, std = ((0.0,) * 3, (1.0,) * 3) if is_uint8 else (preprocess.mean, preprocess.std)

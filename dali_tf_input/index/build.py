@@ -18,15 +18,8 @@ from typing import Any, Literal
 import msgspec
 
 from dali_tf_input.errors import Count, InputError, Part, Path, checked
+from dali_tf_input.index import contents
 from dali_tf_input.index.checks import Checks
-from dali_tf_input.index.contents import (
-    KEY_PRESETS,
-    FileEntry,
-    Summary,
-    find_keys,
-    name_keys,
-    summarize,
-)
 from dali_tf_input.index.example import decode_example
 from dali_tf_input.index.files import find_files, index_files_of
 from dali_tf_input.index.folder import IndexFolder
@@ -66,7 +59,7 @@ class IndexReport:
       bad_files: how many files have bad records.
     """
 
-    summary: Summary
+    summary: contents.Summary
     written: int
     unchanged: int
     removed: int
@@ -182,7 +175,7 @@ class _Run:
             if "unreadable" in answer:
                 folder.unreadable[name] = answer["unreadable"]
             else:
-                entry = msgspec.convert(answer["entry"], FileEntry)
+                entry = msgspec.convert(answer["entry"], contents.FileEntry)
                 (folder.faulty if entry.skipped else folder.valid)[name] = entry
             advance(0, 0, files=1)
             if time.monotonic() > next_commit:
@@ -226,7 +219,7 @@ class _Run:
             for name, entry in folder.entries.items()
         }
         report = IndexReport(
-            summary=summarize(entries),
+            summary=contents.summarize(entries),
             written=sum(len(folder.entries) - folder.unchanged for folder in self._folders),
             unchanged=sum(folder.unchanged for folder in self._folders),
             removed=sum(folder.removed for folder in self._folders),
@@ -267,16 +260,16 @@ def _with_keys(checks: Checks, files: Sequence[str]) -> Checks:
     held: set[str] = set()
     for file in files[:_MOST_KEY_FILES]:
         for features in _first_features(file):
-            image_key, label_key = find_keys(
+            image_key, label_key = contents.find_keys(
                 features, image_key=checks.image_key, label_key=checks.label_key
             )
             if image_key and label_key:
                 return dataclasses.replace(checks, image_key=image_key, label_key=label_key)
             held.update(features)
     if held:
-        raise name_keys(held)
+        raise contents.name_keys(held)
     # No record can be read: the run will say what is wrong.
-    image_key, label_key = next(iter(KEY_PRESETS.values()))
+    image_key, label_key = next(iter(contents.KEY_PRESETS.values()))
     return dataclasses.replace(
         checks, image_key=checks.image_key or image_key, label_key=checks.label_key or label_key
     )

@@ -179,11 +179,11 @@ def find_schema_problem(
 
 def find_size(features: Mapping[str, tuple[str, Sequence[Any]]]) -> tuple[int, int] | None:
     """Returns height and width of an image that is stored as pixels; None if they do not fit."""
-    kinds, sides = zip(*(features.get(key, ("", [0])) for key in SIDE_KEYS), strict=True)
-    if kinds != ("int64_list",) * 2 or any(len(side) != 1 or side[0] < 1 for side in sides):
+    (kind, height), (other, width) = (features.get(key, ("", [0])) for key in SIDE_KEYS)
+    if {kind, other} != {"int64_list"} or len(height) != 1 or len(width) != 1:
         return None
-    height, width = sides[0][0], sides[1][0]
-    return (height, width) if 3 * height * width == len(features[PIXELS_KEY][1][0]) else None
+    fits = height[0] > 0 and 3 * height[0] * width[0] == len(features[PIXELS_KEY][1][0])
+    return (height[0], width[0]) if fits else None
 
 
 def _wrong_size(features: Mapping[str, tuple[str, Sequence[Any]]]) -> tuple[str, str]:

@@ -11,17 +11,9 @@ from typing import Any, BinaryIO
 import google_crc32c
 
 from dali_tf_input.errors import InputError
+from dali_tf_input.index import contents
 from dali_tf_input.index.checks import BadImage, Checks, TrialDecode
-from dali_tf_input.index.contents import (
-    PIXELS_KEY,
-    Feature,
-    FileEntry,
-    Images,
-    Labels,
-    find_schema_problem,
-    find_size,
-    merge_runs,
-)
+from dali_tf_input.index.contents import FileEntry
 from dali_tf_input.index.example import decode_example
 from dali_tf_input.index.tfrecord import BadRecord, find_records, has_valid_data, read_data
 
@@ -47,21 +39,13 @@ def check_file(
     on_bad_record: Callable[[BadRecord], None],
     on_progress: Callable[[int, int], None],
 ) -> FileEntry:
-    """Reads a TFRecord file once, writes the index of its valid records and reports the bad ones.
+    """Reads a TFRecord file once, writes its `index` and reports its bad records, in their order.
 
     Memory does not grow with the number of records, except for one 8-byte label each from level
-    "schema" on.
-
-    Args:
-      file: path of the file.
-      index: where the lines ``offset size`` are written.
-      checks: what is checked; from "schema" on with both keys.
-      decode: for level "decode".
-      crashing: records that must not be decoded, because that ended or hung a process: number in
-        the file, (reason, detail).
-      on_decode: called with the number of each record before it is decoded.
-      on_bad_record: called with each bad record, in the order of the file.
-      on_progress: called now and then with the number of records and bytes since the last call.
+    "schema" on, for which `checks` has both keys. `crashing` are records that must not be decoded,
+    as that ended or hung a process: number in the file -> (reason, detail). `on_decode` gets the
+    number of each record before it is decoded; `on_progress` now and then records and bytes since
+    the last call.
 
     Raises:
       InputError: the file changed in the meantime.
@@ -207,7 +191,7 @@ class _Content:
 
     def _check_features(self, features: dict[str, tuple[str, Sequence[Any]]], number: int) -> None:
         """Checks and notes the features of record `number`; raises BadImage for a bad one."""
-        problem = find_schema_problem(
+        problem = contents.find_schema_problem(
             features, image_key=self._image_key, label_key=self._label_key
         ) or self._find_label_problem(features)
         if problem:
@@ -222,8 +206,8 @@ class _Content:
     def _find_image(
         self, features: dict[str, tuple[str, Sequence[Any]]], number: int
     ) -> tuple[str, int, int]:
-        if self._image_key == PIXELS_KEY:
-            return "pixels", *(find_size(features) or (0, 0))
+        if self._image_key == contents.PIXELS_KEY:
+            return "pixels", *(contents.find_size(features) or (0, 0))
         if number in self._crashing:
             raise BadImage(*self._crashing[number])
         self._on_decode(number)
@@ -269,9 +253,9 @@ class _Content:
                     known[4] = number
         self.parsed += 1
 
-    def features(self) -> dict[str, Feature]:
+    def features(self) -> dict[str, contents.Feature]:
         return {
-            key: Feature(
+            key: contents.Feature(
                 kinds=tuple(sorted(kinds)),
                 lengths=(shortest, longest),
                 records=records,
@@ -283,17 +267,19 @@ class _Content:
             )
         }
 
-    def labels(self) -> Labels | None:
+    def labels(self) -> contents.Labels | None:
         if not self._labels:
             return None
-        runs = merge_runs((label, label) for label in set(self._labels))
+        runs = contents.merge_runs((label, label) for label in set(self._labels))
         kept = tuple(runs) if len(runs) <= _MOST_RUNS else None
-        return Labels(range=(runs[0][0], runs[-1][1]), runs=kept)
+        return contents.Labels(range=(runs[0][0], runs[-1][1]), runs=kept)
 
-    def images(self) -> Images | None:
+    def images(self) -> contents.Images | None:
         if not self._formats:
             return None
-        return Images(formats=dict(self._formats.most_common()), largest_size=self._largest)
+        return contents.Images(
+            formats=dict(self._formats.most_common()), largest_size=self._largest
+        )
 
 
 def _parse(data: bytes) -> dict[str, tuple[str, Sequence[Any]]]:

@@ -77,14 +77,10 @@ def read_entries(
 ) -> list[FileEntry]:
     """Returns what is known of each file, after checking that it and its index are unchanged.
 
-    Args:
-      files: paths of TFRecord files.
-      index_files: path of the index of each.
-      patterns: what the user named the files by, for the command that fixes many of them.
-
     Raises:
       InputError: a file has no index or no entry, or the file or its index changed. The message
-        holds the command that fixes it.
+        holds the command that fixes it, by `patterns`, as the user named the files, where they are
+        many.
     """
     index_dir = index_dir_of(files[0], index_files[0])
     manifests: dict[str, Manifest] = {}

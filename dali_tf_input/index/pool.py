@@ -50,10 +50,7 @@ def run_jobs(
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Runs `jobs` in up to `num_processes` processes.
 
-    Args:
-      jobs: what to do.
-      num_processes: how many processes, and no more than there are jobs.
-      on_progress: called with records and bytes since its last call, by any thread.
+    `on_progress` is called with records and bytes since its last call, by any thread.
 
     Yields:
       (number of the job, answer of `worker`), in the order they are done. If decoding a record
