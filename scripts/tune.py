@@ -81,7 +81,7 @@ def list_rivals(default: Candidate, cores: int, *, plainly: bool) -> list[Candid
         changes = {
             "decode": ["region" if plainly else "full"],
             "num_parallel_calls": threads,
-            "num_parallel_reads": [1, 16],
+            "num_parallel_reads": [1, 4],
             "read_buffer_bytes": [1 << 18],
             "prefetch_batches": [4, AUTOTUNE],
         }

@@ -13,6 +13,7 @@ from support.throughput.candidates import Candidate, CandidateError, Measurer, i
 _SERIAL = TfDataOptions(
     num_parallel_reads=1, num_parallel_calls=1, prefetch_batches=0, autotune=False
 )
+_PLAIN = TfDataOptions(kernel="tensorflow")
 _TF, _CPU, _GPU = TfDataOptions(), DaliOptions(device="cpu"), DaliOptions(device="gpu")
 
 
@@ -29,6 +30,7 @@ ROWS = {
         ("tf_data_serial", _SERIAL, "buffer", "dataset", "tf.data, one image after another"),
         ("tf_data_by_hand", _TF, "buffer", "by_hand", "tf.data in parallel, written by hand"),
         ("tf_data", _TF, "buffer", "dataset", "this package on tf.data"),
+        ("tf_data_plain", _PLAIN, "buffer", "dataset", "the same by TensorFlow's operations"),
         ("dali_cpu_by_hand", _CPU, "buffer", "by_hand", "DALI on CPU, written by hand, bare"),
         ("dali_cpu_bare", _CPU, "buffer", "bare", "DALI on CPU, without TensorFlow"),
         ("dali_cpu", _CPU, "buffer", "dataset", "this package on DALI, CPU"),
@@ -46,6 +48,7 @@ _QUESTIONS = (
     ("dali_cpu_bare", "dali_cpu_by_hand", "the package's DALI pipeline, to one written by hand"),
     ("dali_cpu", "dali_cpu_bare", "DALI on CPU as a dataset, to its bare pipe.run()"),
     ("dali_gpu", "dali_gpu_bare", "DALI on GPU as a dataset, to its bare pipe.run()"),
+    ("tf_data", "tf_data_plain", "the compiled operation, to TensorFlow's operations"),
     ("tf_data_global", "tf_data", "tf.data in global order, to a buffer"),
     ("dali_cpu_global", "dali_cpu", "DALI on CPU in global order, to a buffer"),
     ("dali_gpu_global", "dali_gpu", "DALI on GPU in global order, to a buffer"),

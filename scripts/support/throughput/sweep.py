@@ -35,7 +35,7 @@ class Work(NamedTuple):
     pairs: tuple[tuple[str, tuple[str, ...]], ...]
 
 
-_TF_DATA = ("tf_data", ("tf_data_by_hand",))
+_TF_DATA = ("tf_data", ("tf_data_by_hand", "tf_data_plain"))
 _EACH = (_TF_DATA, ("dali_cpu_bare", ("dali_cpu_by_hand",)))
 _BOTH = ("tf_data_by_hand", "dali_cpu_by_hand")
 _FASTEST = (("tf_data", _BOTH), ("dali_cpu_bare", _BOTH))

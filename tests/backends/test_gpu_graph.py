@@ -1,0 +1,63 @@
+"""Pipelines for the GPU, defined without one: each node's devices against DALI's own registry."""
+
+import dataclasses
+import itertools
+
+import pytest
+from conftest import DALI, spec_of
+from nvidia.dali import backend
+from test_parity import CROPS
+
+from dali_tf_input import DaliOptions, Preprocess
+from dali_tf_input.backends.dali import build_pipeline
+from dali_tf_input.backends.reading import Stream
+
+REGISTERED = {
+    "cpu": set(backend.RegisteredCPUOps()),
+    "gpu": set(backend.RegisteredGPUOps()),
+    "mixed": set(backend.RegisteredMixedOps()),
+}
+OUTPUTS = [{"dtype": "uint8"}, {"dtype": "float16", "layout": "CHW"}, {"antialias": True}]
+OUTPUTS += [{"auto_augment": "trivial"}, {"interpolation": "bicubic", "apply_orientation": True}]
+
+
+def find_mistakes(pipeline):
+    """Yields what is wrong with a pipeline's nodes and outputs."""
+    pipeline._build_graph()
+    for node in pipeline._ops:
+        spec, device = node.spec, getattr(node._op, "device", "cpu")
+        name = getattr(node._op, "schema_name", "ExternalSource")
+        inputs = [spec.InputDevice(number) for number in range(spec.NumInput())]
+        regular, arguments = inputs[: spec.NumRegularInput()], inputs[spec.NumRegularInput() :]
+        is_reader = name == "readers__TFRecord" and device == "cpu"  # by a class of Python's
+        if name not in REGISTERED[device] and not is_reader:
+            yield f"{name} is not registered for {device}"
+        if device == "mixed" and "Decoder" not in name and "decoders" not in name:
+            yield f"{name} is mixed"
+        if set(regular) - {"gpu" if device == "gpu" else "cpu"}:
+            yield f"{name} on {device} takes {regular}"
+        if set(arguments) - {"cpu"}:
+            yield f"{name} has arguments on {arguments}"
+    for output in pipeline._graph_outputs:
+        if output.device != "gpu":
+            yield f"an output is on the {output.device}"
+
+
+@pytest.mark.parametrize("crop", CROPS.values(), ids=CROPS)
+@pytest.mark.parametrize("order", ["global", "buffer", "sequential", "pass"])
+def test_every_node_is_where_it_may_be(dataset, crop, order):
+    size = (80, 72)
+    for changes, decode in itertools.product(OUTPUTS, ("full", "region")):
+        preprocess = Preprocess(image_size=size, crop=crop, mirror_probability=0.5, **changes)
+        how = {"order": "sequential", "repeat": False} if order == "pass" else {"order": order}
+        spec = spec_of(dataset, how.pop("order"), preprocess, one_hot=24, **how)
+        options = DaliOptions(device="gpu", decode=decode, hw_decoder_load=0.5)
+        pipeline = build_pipeline(Stream(spec=spec, batch_size=4), options, 0)
+        assert list(find_mistakes(pipeline)) == []
+
+
+def test_mistakes_are_found(dataset):
+    """A pipeline for the CPU has its outputs elsewhere."""
+    spec = spec_of(dataset, "global", dataclasses.replace(Preprocess.for_training(16)))
+    pipeline = build_pipeline(Stream(spec=spec, batch_size=4), DALI, None)
+    assert set(find_mistakes(pipeline)) == {"an output is on the cpu"}
