@@ -174,7 +174,11 @@ def test_from_files_without_an_index(tmp_path):
 @pytest.mark.parametrize(
     ("example", "keys", "message"),
     [
-        ({"a": b"x", "b": 1}, ("a", None), "hold 'a', 'b', not the keys of TF-slim or tfds: name"),
+        (
+            {"a": b"x", "b": 1},
+            ("a", None),
+            "hold 'a', 'b', not the keys of TF-slim or tfds or raw pixels: name",
+        ),
         ({"a": b"x", "b": 1}, ("a", "c"), "`label_key` 'c' is not in the records, .* 'a', 'b'"),
         ({"image/encoded": b"x"}, (None, None), "hold 'image/encoded', not the keys of TF-slim or"),
         ({}, (None, None), "not Examples with features"),

@@ -84,7 +84,7 @@ def test_half_rounds_to_nearest_even():
     for dtype in (tf.float16, tf.bfloat16):
         for value in values.astype(np.float32):
             scale = [float(value)] * 3
-            made = tf_native.load()(
+            made = tf_native.load().dali_tf_input_prepare(
                 image, region, False, mean=[0.0] * 3, scale=scale, T=dtype, **work
             )
             with np.errstate(over="ignore"):
@@ -108,7 +108,9 @@ def test_regions_that_are_none(region, message):
         with pytest.raises(
             tf.errors.InvalidArgumentError, match=message if image.ndim > 2 else "sh"
         ):
-            tf_native.load()(image, np.array(region, np.float64), False, **WORK)
+            tf_native.load().dali_tf_input_prepare(
+                image, np.array(region, np.float64), False, **WORK
+            )
 
 
 @pytest.mark.slow
@@ -168,7 +170,11 @@ def test_a_library_of_another_tensorflow(tmp_path, monkeypatch):
     finally:
         tf_native.load.cache_clear()
     image, region = np.zeros((4, 4, 3), np.uint8), np.array([0, 0, 4, 4], np.float64)
-    assert tf_native.load()(image, region, False, **WORK).shape == (2, 2, 3)  # ours still works
+    assert tf_native.load().dali_tf_input_prepare(image, region, False, **WORK).shape == (
+        2,
+        2,
+        3,
+    )  # ours still works
 
 
 @needs_compiler

@@ -218,9 +218,9 @@ def test_tune_seldom_takes_noise_for_a_gain(monkeypatch):
 @pytest.mark.parametrize("seconds", [1, 5, 30])
 def test_tune_in_little_time_and_with_candidates_that_crash(monkeypatch, seconds):
     def rate(candidate):
-        return None if candidate.options.num_parallel_reads == 16 else 1000
+        return None if candidate.options.num_parallel_reads == 4 else 1000
 
-    monkeypatch.setattr(DaliOptions, "num_parallel_reads", 16, raising=False)
+    monkeypatch.setattr(DaliOptions, "num_parallel_reads", 4, raising=False)
     machine = Machine(rate)
     _, tuner, winner, _ = tune(monkeypatch, machine, seconds)
     assert winner.backend == "tf_data"
