@@ -29,8 +29,7 @@ def write_records(file, payloads):
 
 def make_reader(files, kernel, *, check_crc=True):
     """Returns the function that reads records of files of raw bytes by their numbers."""
-    for file in files:
-        build_index(str(file))
+    build_index([str(file) for file in files], num_processes=1)
     indexes = [np.loadtxt(f"{file}.idx", np.int64, ndmin=2) for file in files]
     states = [(os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in files]
     file_of = np.repeat(np.arange(len(files), dtype=np.int32), [len(one) for one in indexes])
@@ -126,19 +125,18 @@ def test_wrong_numbers_are_refused(tmp_path, kernel):
 
 
 def test_more_files_than_may_be_open(tmp_path):
-    """Two readers, 100 files, 40 descriptors for them."""
+    """100 files, 40 descriptors for them."""
     files = [tmp_path / f"train-{number:03}" for number in range(100)]
     for number, file in enumerate(files):
         write_records(file, [b"%d" % number] * 3)
-    readers = [make_reader(files, "native") for _ in range(2)]
+    read = make_reader(files, "native")
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken = max(map(int, os.listdir("/proc/self/fd")))
     resource.setrlimit(resource.RLIMIT_NOFILE, (taken + 40, before[1]))
     try:
         for _ in range(2):
-            for read in readers:
-                read_all = read(np.random.default_rng(0).permutation(300))
-                assert sorted(map(int, read_all)) == sorted([*range(100)] * 3)
+            read_all = read(np.random.default_rng(0).permutation(300))
+            assert sorted(map(int, read_all)) == sorted([*range(100)] * 3)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
