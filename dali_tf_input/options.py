@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import warnings
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -32,8 +33,8 @@ class DaliOptions:
       device: "gpu" decodes with nvJPEG ("mixed") and leaves the batches on the GPU; "cpu" needs no
         GPU.
       decode: how much of an image is decoded. "region" decodes only what the crop needs, "full" the
-        whole image, "auto" what was measured to be faster: "region" on the CPU, "full" on a GPU,
-        where decoding regions was reported to crash on some cards. The pixels are the same.
+        whole image, "auto" the faster: "region" on the CPU; "full" on a GPU, where decoding regions
+        was reported to crash on H100-class cards (nvImageCodec issue 55). The pixels are the same.
       num_threads: CPU threads of each pipeline, at most 1024; None divides this process's cores
         among the shards.
       prefetch_queue_depth: batches made ahead, in [1, 1024]. The default is DALI's own.
@@ -68,6 +69,9 @@ class DaliOptions:
                 f"`hw_decoder_load` is for `device` 'gpu' only, got {self.hw_decoder_load}: leave"
                 " it None."
             )
+        if (self.device, self.decode) == ("gpu", "region"):
+            text = "decode='region' may crash on H100-class cards (nvImageCodec issue 55)"
+            warnings.warn(f"{text}: try it first.", stacklevel=3)
 
     @property
     def resolved_decode(self) -> Literal["full", "region"]:
@@ -95,13 +99,11 @@ class TfDataOptions:
       autotune: False switches off tf.data's tuning and its rewriting of serial maps into parallel
         ones.
       decode: how much of a JPEG is decoded. "region" decodes only what the crop needs, "full" the
-        whole image, "auto" what was measured to be faster: "full" if the whole image is resized
-        bilinearly without antialias, for which TensorFlow has a fast operation, else "region". The
-        pixels are the same. "scaled" decodes the region at 1/2, 1/4 or 1/8 where it has that many
-        times the pixels needed each way and 1.56 times that in all, and resizes the rest of the
-        way: for images much larger than the model's. Its pixels differ, DALI cannot make them, and
-        with `antialias` they are closer to a Lanczos resize than those of the other plans. "auto"
-        never chooses it.
+        whole image, "auto" the faster: "full" if the whole image is resized bilinearly without
+        antialias, else "region". The pixels are the same. "scaled" decodes the region at 1/2, 1/4
+        or 1/8 where it has that many times the pixels needed each way and 1.56 times that in all:
+        for images much larger than the model's. Its pixels differ, DALI cannot make them, and with
+        `antialias` they are closer to a Lanczos resize. "auto" never chooses it.
       kernel: what resizes, crops, mirrors and normalizes. "native" is this package's own operation,
         one pass over the image, compiled where the package is installed with a C++ compiler;
         "tensorflow" are TensorFlow's operations; "auto" is the first of them that is there. The

@@ -255,12 +255,15 @@ def test_largest_image(tmp_path):
     dataset = from_files(tmp_path / "train-*")
     assert dataset.largest_image == (70, 90)
     spec = spec_of(dataset, "global", Preprocess.for_training(16))
-    hints = {"preallocate_height_hint": 70, "preallocate_width_hint": 90}
+    upsampling = {"jpeg_fancy_upsampling": True}
+    hints = {**upsampling, "preallocate_height_hint": 70, "preallocate_width_hint": 90}
     assert decoder_hints(spec, gpu()) == hints
     assert decoder_hints(spec, cpu()) == {}
-    assert decoder_hints(spec, gpu(memory_hints=False)) == {}
+    assert decoder_hints(spec, gpu(memory_hints=False)) == upsampling
+    with pytest.warns(UserWarning, match="H100-class cards .nvImageCodec issue 55.: try it first"):
+        assert decoder_hints(spec, gpu(memory_hints=False, decode="region")) == {}
     load = {"hw_decoder_load": 0.0}
-    assert decoder_hints(spec, gpu(memory_hints=False, **load)) == load
+    assert decoder_hints(spec, gpu(memory_hints=False, **load)) == load | upsampling
 
 
 def test_from_files_looks_into_every_file(tmp_path):

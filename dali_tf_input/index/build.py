@@ -231,11 +231,8 @@ class _Run:
         return report
 
     def _find_excess(self) -> str | None:
-        """Returns by which count the bad part exceeds `max_bad_fraction`; None if by none.
-
-        A bad record may be half a file, and a file of another kind has no records to count. So
-        records, bytes and whole files are counted, each on its own.
-        """
+        """Returns by which count the bad part exceeds `max_bad_fraction`; None if by none."""
+        # A bad record may be half a file, and a file of another kind has no records to count.
         entries = [
             entry for folder in self._folders for entry in (folder.entries | folder.faulty).values()
         ]

@@ -33,15 +33,12 @@ Crashing = dict[int, tuple[str, str]]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One file to check: with which `checks.Checks` (its fields), and where to put what is found.
-
-    The worker keeps the number of the record that it decodes, 8 bytes, in the file `mark`.
-    """
+    """One file to check: with which `checks.Checks` (its fields), and where to put what is found."""
 
     file: str
     index: str
     bad_records: str
-    mark: str
+    mark: str  # the number of the record that the worker decodes, 8 bytes
     checks: dict[str, Any]
 
 
