@@ -33,7 +33,7 @@ Crashing = dict[int, tuple[str, str]]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One file to check: with which `checks.Checks` (its fields), and where to put what is found."""
+    """A file to check, by the fields of a `checks.Checks`, and where to put what is found."""
 
     file: str
     index: str
