@@ -155,10 +155,10 @@ def compile_native(out, *flags):
 @pytest.mark.slow
 def test_a_library_of_another_tensorflow(tmp_path, monkeypatch):
     """A function that it needs is not there: named, and no crash."""
-    library, source = tmp_path / "_native.so", tmp_path / "op.cc"
-    written = (NATIVE / "op.cc").read_text()
-    source.write_text(written.replace("F(TF_GetInput,", "F(TF_GetInputV9,"))
-    assert source.read_text() != written
+    library, source = tmp_path / "_native.so", shutil.copy(NATIVE / "op.cc", tmp_path)
+    written = (NATIVE / "api.h").read_text()
+    (tmp_path / "api.h").write_text(written.replace("F(TF_GetInput,", "F(TF_GetInputV9,"))
+    assert (tmp_path / "api.h").read_text() != written
     compile_native(library, "-shared", "-fPIC", "-DTF_GetInput=TF_GetInputV9", source)
     tf_native.load.cache_clear()
     try:
@@ -185,7 +185,7 @@ def test_no_access_out_of_bounds(tmp_path):
     program = tmp_path / "fuzz"
     source = ROOT / "tests/backends/fuzz_native.cc"
     compile_native(program, *checks, "-DDALI_TF_INPUT_PLAIN", source)
-    process = subprocess.run([program, "4000"], capture_output=True, text=True, timeout=300)
+    process = subprocess.run([program, "1500"], capture_output=True, text=True, timeout=300)
     assert process.returncode == 0, process.stdout + process.stderr
     done, refused_regions = map(int, re.findall(r"\d+", process.stdout))
-    assert done > 2500 and refused_regions > 300
+    assert done > 900 and refused_regions > 100
