@@ -58,18 +58,11 @@ _DALI_EXTENT = re.compile(
 
 
 class FailedInput(NamedTuple):
-    """An input that may have failed.
-
-    Attributes:
-      spec: what comes out of it.
-      options: of its backend, whose decoder judges the records.
-      step: the step of training that failed, if known.
-      global_batch_size: images in a step.
-    """
+    """An input that may have failed; the decoder of its backend judges the records."""
 
     spec: InputSpec
     options: DaliOptions | TfDataOptions
-    step: int | None
+    step: int | None  # of training, that failed, if known
     global_batch_size: int
 
 

@@ -61,12 +61,9 @@ def run(
     flag_values: Flags,
     arguments: Sequence[str] | None = None,
 ) -> int:
-    """Calls `main` with the arguments that are not flags.
+    """Calls `main` with the arguments that are not flags; None takes those of this process.
 
-    Args:
-      main: the command; its module's docstring is the help, and what follows "example:" ends it.
-      flag_values: the flags of this command.
-      arguments: flags and arguments; None takes those of this process.
+    The docstring of its module is the help, and what follows "example:" ends it.
 
     Returns:
       The exit code: what `main` returns (None is 0), 1 after an error in the input, 130 after

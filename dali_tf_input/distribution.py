@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from dali_tf_input.bad_record import FailedInput, explain
 from dali_tf_input.dataset import choose_options, make_dataset
-from dali_tf_input.epochs import end_epochs
+from dali_tf_input.epochs import Padded, add, end_epochs
 from dali_tf_input.errors import Count, InputError, checked
 from dali_tf_input.keras_input import Distributed
 from dali_tf_input.options import DaliOptions, Options
@@ -169,6 +169,8 @@ def distribute(
             fixed_order=spec.has_fixed_order,
             on_gpu=on_gpu,
         )
+    elif num_replicas > 1 and not several_workers and spec.dataset.num_records % global_batch_size:
+        dataset = add(Padded, dataset)
     return Distributed(
         dataset=dataset,
         steps_per_epoch=steps.per_epoch,
@@ -236,12 +238,7 @@ def _make_worker_dataset(
 
 
 def first_batch_devices(dataset: Any, strategy: tf.distribute.Strategy | None) -> tuple[str, ...]:
-    """Takes one batch and returns the device of each replica's images, such as "GPU:0".
-
-    Raises:
-      InputError: the batch cannot be made, or a replica's images and labels are on different
-        devices.
-    """
+    """Takes one batch and returns the device of each replica's images, such as "GPU:0"."""
     try:
         images, labels, *_ = next(iter(dataset))
     except tf.errors.OpError as error:

@@ -1,8 +1,11 @@
 """Training datasets that end with their epoch; the next iterator serves the next epoch."""
 
+import sys
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from dali_tf_input.errors import InputError
@@ -12,17 +15,12 @@ from dali_tf_input.replicas import OneDeviceDataset
 
 @dataclass
 class _Use:
-    """What is known of an iterator since its epoch began.
-
-    Attributes:
-      most: batches in an epoch.
-      taken: batches that Python took.
-      by_graph: whether a function of TensorFlow's was given the iterator. What that took is not
-        known, and counts as the epoch: Keras counts the batches itself.
-    """
+    """What is known of an iterator since its epoch began, of `most` batches."""
 
     most: int
-    taken: int = 0
+    taken: int = 0  # by Python
+    # Whether a function of TensorFlow's was given the iterator. What that took is not known, and
+    # counts as the epoch: Keras counts the batches itself.
     by_graph: bool = False
 
     @property
@@ -120,7 +118,7 @@ class Epochs:
         usable = self._goes_on or use.is_over or not use.taken
         if self._iterator is None or not usable or step != reached:
             self._iterator = None  # frees its pipeline before there is another
-            self._iterator = _add(_Counted, iter(self._endless))
+            self._iterator = add(_Counted, iter(self._endless))
         self._use = self._iterator.use = _Use(use.most)
         self._start_step.step = self._first_step = step
         return self._iterator
@@ -152,7 +150,7 @@ def end_epochs(dataset: Any, **arguments: Any) -> Any:
         return OneDeviceEpochs(dataset, **arguments)
     if isinstance(dataset, tf.data.Dataset):
         return EpochDataset(dataset, **arguments)
-    epochs = _add(Epochs, dataset)  # a strategy's, whose class Keras looks for
+    epochs = add(Epochs, dataset)  # a strategy's, whose class Keras looks for
     Epochs.__init__(epochs, dataset, **arguments)
     return epochs
 
@@ -175,7 +173,26 @@ class _Counted:
         return super()._type_spec  # type: ignore[misc]
 
 
-def _add(kind: type, value: Any) -> Any:
+class Padded:
+    """What is added to a strategy's dataset whose last step is padded: a warning, once."""
+
+    _warned = False
+
+    def __iter__(self) -> Any:
+        frame = None if self._warned else sys._getframe(1)
+        while frame:
+            model = frame.f_locals.get("self")
+            if frame.f_code.co_name == "evaluate" and isinstance(model, keras.Model):
+                if "test_step" not in vars(model):  # `Distributed.evaluate` sets one
+                    self._warned = True
+                    text = "Keras's own `evaluate` counts the padding of the last step in `metrics`"
+                    warnings.warn(f"{text}: use held_out.evaluate(model).", stacklevel=2)
+                break
+            frame = frame.f_back
+        return super().__iter__()  # type: ignore[misc]
+
+
+def add(kind: type, value: Any) -> Any:
     """Returns a copy of an object of TensorFlow's, of a class that `kind` adds to its own."""
     both = type(kind.__name__, (kind, type(value)), {})
     made: Any = object.__new__(both)

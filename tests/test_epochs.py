@@ -5,6 +5,7 @@ makes of it.
 import contextlib
 import dataclasses
 import itertools
+import warnings
 
 import keras
 import numpy as np
@@ -219,9 +220,13 @@ def test_plain_metrics_leave_padding_out(dataset, options, tmp_path):
     }
     for batch_size in (14, 16):
         held_out = evaluation(dataset, options, batch_size, strategy)
-        found = held_out.evaluate(model, verbose=0)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="Keras's own `evaluate` counts")
+            found = held_out.evaluate(model, verbose=0)
         assert np.isfinite(found.pop("own"))  # Keras's mean over the batches
         assert found == pytest.approx(expected, rel=1e-4)
+    with pytest.warns(UserWarning, match="counts the padding of the last .*held_out.evaluate"):
+        model.evaluate(held_out.dataset, verbose=0)
     train = feed(dataset, options, strategy=strategy)
     callback = keras.callbacks.EarlyStopping("val_accuracy", patience=9)
     logged = {"validation": held_out, "callbacks": [callback], "verbose": 0}

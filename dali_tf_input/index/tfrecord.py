@@ -78,10 +78,6 @@ def find_records(file: str, descriptor: int) -> Iterator[list[tuple[int, int]] |
     checks the CRC of every length. Where that fails, it searches for the next header that fits its
     CRC. It then also checks the data of the record before, whose length may have led astray.
 
-    Args:
-      file: its path, for messages.
-      descriptor: the file, open for reading; uncompressed.
-
     Yields:
       In the order of the file, lists of (offset, size) in bytes of up to 4096 records each, and bad
       records. Together they cover the file without a gap or an overlap. A file that holds no record

@@ -21,15 +21,11 @@ _MOST_DIFFERENCE = 1.0
 
 
 def make_trial_decode(checks: Checks) -> TrialDecode:
-    """Makes the function that judges one encoded image.
+    """Makes the function that judges one encoded image, by `decoder` and `max_pixels`.
 
-    Args:
-      checks: `decoder` and `max_pixels` are used.
-
-    Returns:
-      A function of the encoded bytes that returns (format, height, width), the format one of
-      "JPEG", "grayscale JPEG", "CMYK JPEG", "YCCK JPEG" and "PNG", the size in pixels. It raises
-      `BadImage` for anything else and for what cannot be decoded.
+    It returns (format, height, width), the format one of "JPEG", "grayscale JPEG", "CMYK JPEG",
+    "YCCK JPEG" and "PNG", the size in pixels. It raises `BadImage` for anything else and for what
+    cannot be decoded.
     """
     makers = {"dali": _make_dali_decoder, "tf_data": _make_tf_data_decoder}
     decoders = [make() for name, make in makers.items() if checks.decoder in (name, "both")]
