@@ -63,7 +63,7 @@ class Distributed(NamedTuple):
         """Trains a Keras model: `model.fit` with what belongs to this input.
 
         A further call continues with the next epoch of the records; with order "buffer" and
-        `class_weight`, for which Keras maps the dataset, it starts anew.
+        `class_weight`, for which Keras maps the dataset, it starts again.
 
         Args:
           model: compiled; made under the strategy's scope if there is a strategy.
@@ -114,7 +114,7 @@ class Distributed(NamedTuple):
         """Evaluates a Keras model on one pass (`spec.repeat` False): loss and metrics by name.
 
         They are those of the records, each of weight 1, also where padding fills the last step: on
-        several replicas, or a GPU. There this call traces the model anew, without XLA. Keras's own
+        several replicas, or a GPU. There this call traces the model again, without XLA. Keras's own
         `evaluate` counts the padding in plain `metrics`, and in `weighted_metrics` that are counts.
 
         Args:

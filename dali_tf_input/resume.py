@@ -77,7 +77,7 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
         if train.start_step.step:
             raise InputError(
                 f"`train` starts at step {train.start_step.step}, by `start_step` or as it was used"
-                " before: the state says where to start, so call distribute(...) anew without it."
+                " before: the state says where to start, so call distribute(...) again without it."
             )
         self._folder = os.path.abspath(os.path.expanduser(folder))
         self.train = train

@@ -165,7 +165,7 @@ def test_fit_evaluate_predict(dataset, options, make_strategy, tmp_path):
         expected["images"].append(images.numpy()[0])
         expected["labels"].append(int(labels[0]))
     logits = model(np.stack(expected["images"]), training=False).numpy()
-    for batch_size in (14, 30):
+    for batch_size in (10, 14, 30):
         validation = evaluation(dataset, options, batch_size, strategy)
         np.testing.assert_allclose(validation.predict(model, verbose=0), logits, atol=0.02)
         found = validation.evaluate(model, verbose=0)
@@ -227,14 +227,16 @@ def test_plain_metrics_leave_padding_out(dataset, options, tmp_path):
         assert found == pytest.approx(expected, rel=1e-4)
     with pytest.warns(UserWarning, match="counts the padding of the last .*held_out.evaluate"):
         model.evaluate(held_out.dataset, verbose=0)
-    train = feed(dataset, options, strategy=strategy)
-    callback = keras.callbacks.EarlyStopping("val_accuracy", patience=9)
-    logged = {"validation": held_out, "callbacks": [callback], "verbose": 0}
-    history = train.fit(model, epochs=2, resume=Resume(tmp_path, train), **logged)
-    assert len(history["val_own"]) == 2
-    after = held_out.evaluate(model, verbose=0)
-    assert history["val_accuracy"][-1] == pytest.approx(after["accuracy"])
-    assert callback.best == max(history["val_accuracy"])
+    for resumes in (False, True):
+        train = feed(dataset, options, strategy=strategy)
+        callback = keras.callbacks.EarlyStopping("val_accuracy", patience=9)
+        logged = {"validation": held_out, "callbacks": [callback], "verbose": 0}
+        resume = Resume(tmp_path, train) if resumes else None
+        history = train.fit(model, epochs=2, resume=resume, **logged)
+        assert len(history["val_own"]) == 2
+        after = held_out.evaluate(model, verbose=0)
+        assert history["val_accuracy"][-1] == pytest.approx(after["accuracy"])
+        assert callback.best == max(history["val_accuracy"])
 
 
 @pytest.mark.parametrize("is_known", [True, False])

@@ -187,7 +187,7 @@ def check_states(names: Any, states: Integers) -> Any:
 def hold_indexes(dataset: DatasetSpec) -> list[str]:
     """Copies the indexes to a folder that the process removes when it ends; returns their paths.
 
-    DALI reads them anew for each iterator: one that went would end the process, and one that was
+    DALI reads them again for each iterator: one that is gone ends the process, and one that was
     cut would lose records without an error.
     """
     held = _copy_indexes(dataset)

@@ -185,7 +185,7 @@ def test_no_access_out_of_bounds(tmp_path):
     program = tmp_path / "fuzz"
     source = ROOT / "tests/backends/fuzz_native.cc"
     compile_native(program, *checks, "-DDALI_TF_INPUT_PLAIN", source)
-    process = subprocess.run([program, "1500"], capture_output=True, text=True, timeout=300)
+    process = subprocess.run([program, "4000"], capture_output=True, text=True, timeout=300)
     assert process.returncode == 0, process.stdout + process.stderr
     done, refused_regions = map(int, re.findall(r"\d+", process.stdout))
-    assert done > 900 and refused_regions > 100
+    assert done > 2500 and refused_regions > 300

@@ -1,6 +1,5 @@
 """Reads by extent: by the compiled operation and by Python, the same records and the same errors."""
 
-import dataclasses
 import os
 import resource
 import subprocess
@@ -9,11 +8,11 @@ import sys
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import refused, spec_of, write_indexed
+from conftest import refused, write_indexed
 from test_native import compile_native, needs_compiler
 
-from dali_tf_input import InputError, Preprocess, TfDataOptions, build_index
-from dali_tf_input.backends.reading import Stream, make_read, read_fixed_order
+from dali_tf_input import InputError, TfDataOptions, build_index
+from dali_tf_input.backends.reading import make_read
 from dali_tf_input.index.tfrecord import read_record
 
 kernels = pytest.mark.parametrize("kernel", ["native", "tensorflow"])
@@ -117,11 +116,17 @@ def test_a_file_that_is_cut_while_it_is_open(tmp_path, kernel):
 
 @kernels
 def test_wrong_numbers_are_refused(tmp_path, kernel):
+    """Numbers, and extents of a wrong index, beyond what there is: an error, and no memory."""
     write_records(tmp_path / "train", [b"0" * 50])
-    read = make_reader([tmp_path / "train"], kernel)
-    for number in (-1, 1, 1 << 40):
-        with pytest.raises(FAILURES):
-            read([number])
+    name, states = [str(tmp_path / "train")], np.full((1, 2), -1)
+    extents = [(0, 66), (0, 1 << 62), ((1 << 63) - 1, 66), ((1 << 63) - 20, 1 << 62), (60, 66)]
+    given = (name, states, np.zeros(5, np.int32), np.array(extents, np.int64))
+    read = make_read(TfDataOptions(kernel=kernel), *map(tf.constant, given))
+    wrong = (-1, 5, 1 << 40) if kernel == "tensorflow" else (-1, 5, 1 << 40, 1)
+    for number in (*wrong, 2, 3, 4):
+        with pytest.raises((*FAILURES, OSError)):
+            read(tf.constant([number], tf.int64))
+    assert len(read(tf.constant([0], tf.int64)).numpy()[0]) == 50
 
 
 def test_more_files_than_may_be_open(tmp_path):
@@ -139,19 +144,6 @@ def test_more_files_than_may_be_open(tmp_path):
             assert sorted(map(int, read_all)) == sorted([*range(100)] * 3)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-def test_both_ways_one_dataset(dataset):
-    for shuffle_block_size in (1, 5):
-        spec = spec_of(dataset, "global", Preprocess.for_training(8))
-        spec = dataclasses.replace(spec, shuffle_block_size=shuffle_block_size)
-        streams = [
-            read_fixed_order(Stream(spec=spec, batch_size=5), TfDataOptions(kernel=kernel))
-            for kernel in ("native", "tensorflow")
-        ]
-        one, other = (list(stream.take(60).as_numpy_iterator()) for stream in streams)
-        assert one == other
-        assert len({record for _, record in one}) == dataset.num_records
 
 
 SLOW = """

@@ -302,7 +302,7 @@ def test_soak_judges():
 @pytest.mark.slow
 def test_soak(tmp_path):
     """A short one: nothing grows, and the report and the plot say so."""
-    arguments = ["--images=20000", "--evaluations=10", "--datasets=20", "--backends=tf_data"]
+    arguments = ["--images=60000", "--evaluations=20", "--datasets=30", "--backends=tf_data"]
     arguments += [f"--json={tmp_path}/soak.json", f"--plot={tmp_path}/soak.png"]
     process = run("soak.py", *arguments, NO_COLOR="1", TERM="dumb")
     report = json.loads((tmp_path / "soak.json").read_text())

@@ -153,6 +153,9 @@ struct Records {
         std::string wrong = Find(numbers[place], &name, &file);
         if (!wrong.empty()) return wrong;
         const int64_t offset = extents[2 * numbers[place]], size = extents[2 * numbers[place] + 1];
+        if (!dali_tf_input::Holds(*file, offset, size)) {
+          return name + ": truncated record at byte " + std::to_string(offset) + ". Index the file again.";
+        }
         if (ahead) {
           posix_fadvise(file->descriptor, offset, size, POSIX_FADV_WILLNEED);
           continue;

@@ -188,6 +188,13 @@ class Files {
   int readers_ = 0;
 };
 
+// Returns whether an extent is within a file as it is now; a wrong index must not ask for any amount of memory.
+inline bool Holds(const File& file, int64_t offset, int64_t size) {
+  struct stat status;
+  return (size <= file.size && offset <= file.size - size) ||
+         (fstat(file.descriptor, &status) == 0 && size <= status.st_size && offset <= status.st_size - size);
+}
+
 // Reads the record of `size` bytes at `offset` into `bytes`. Returns "" or what is wrong.
 inline std::string ReadRecord(const File& file, const std::string& name, int64_t offset, int64_t size, const Crc* crc,
                               uint8_t* bytes) {
