@@ -149,6 +149,7 @@ def run_part(part: str, backend: str) -> Iterator[Sample]:
 
     from dali_tf_input import distribute, enable_memory_growth
 
+    gc.freeze()  # samples collect garbage: not again and again among what was imported
     enable_memory_growth()
     dataset = _FILES.dataset()
     batch_size = min(_BATCH_SIZE, dataset.num_records)

@@ -2,6 +2,7 @@
 helpers.
 """
 
+import gc
 import io
 import os
 import subprocess
@@ -30,6 +31,11 @@ SCRIPTS = ROOT / "scripts"
 DALI, TF_DATA = DaliOptions(device="cpu"), TfDataOptions()
 BACKENDS = {"dali": DALI, "tf_data": TF_DATA}
 backends = pytest.mark.parametrize("options", BACKENDS.values(), ids=BACKENDS)
+WITHOUT_JAX = f"{ROOT}/tests/without_jax"
+sys.path.insert(0, WITHOUT_JAX)
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [WITHOUT_JAX, os.environ.get("PYTHONPATH", "")])
+)
 tf = import_tensorflow()
 
 
@@ -43,10 +49,24 @@ def pytest_configure(config: pytest.Config) -> None:
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 3)
 
 
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # what was imported need not be looked through after each test
+
+
 @pytest.fixture(autouse=True)
-def keys_of_its_own():
-    """TensorFlow remembers the shapes of what the replicas of earlier strategies exchanged."""
+def on_its_own():
+    """Parts a test from those before it.
+
+    TensorFlow remembers the shapes of what the replicas of earlier strategies exchanged. And an
+    iterator that the traceback of an error holds dies as garbage: TensorFlow may then wait for its
+    tuning thread, up to a minute for one that is a minute old.
+    """
     tf.distribute.MirroredStrategy._collective_key_base += 1000
+    before = len(os.listdir("/proc/self/task"))
+    yield
+    if len(os.listdir("/proc/self/task")) > before:
+        gc.collect()
 
 
 def refused(message: str):

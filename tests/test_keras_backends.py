@@ -8,7 +8,7 @@ import os
 
 import pytest
 from commands import python
-from conftest import ROOT
+from conftest import ROOT, WITHOUT_JAX
 
 KERAS = """
 import os, sys
@@ -111,9 +111,9 @@ def run(module, code, dataset, tmp_path, backend, **environment):
     if importlib.util.find_spec(module) is None:
         pytest.skip(f"{module} is not installed")
     files = os.path.join(os.path.dirname(dataset.files[0]), "train-*-of-?????")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    if "PYTHONPATH" in os.environ:
-        environment["PYTHONPATH"] += os.pathsep + os.environ["PYTHONPATH"]
+    paths = [path for path in os.environ["PYTHONPATH"].split(os.pathsep) if path != WITHOUT_JAX]
+    path = os.pathsep.join([str(ROOT), *paths])
+    environment = {**os.environ, "PYTHONPATH": path, **environment}
     process = python("-c", KERAS + code, files, backend, tmp_path / "state", env=environment)
     assert process.returncode == 0, process.stderr
 

@@ -58,15 +58,9 @@ class Program:
             forkserver.ensure_running()
         self._streams = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115
         paths = [f"/proc/{os.getpid()}/fd/{stream.fileno()}" for stream in self._streams]
-        self._process = _context.Process(
-            target=_become,
-            args=(
-                self.args,
-                str(cwd or os.getcwd()),
-                dict(os.environ if env is None else env),
-                paths,
-            ),
-        )
+        environment = dict(os.environ if env is None else env)
+        arguments = (self.args, str(cwd or os.getcwd()), environment, paths)
+        self._process = _context.Process(target=_become, args=arguments)
         self._process.start()
         _running.add(self)
         self.pid = self._process.pid
@@ -134,13 +128,10 @@ def _become(arguments: list[str], cwd: str, env: dict[str, str], streams: list[s
         os.chdir(cwd)
         os.environ.clear()
         os.environ.update(env)
-        process._parent_process = (
-            None  # it is no worker of a pool, and pools of its own start as they would
-        )
+        process._parent_process = None  # it is no worker of a pool; pools of its own start
         die_with_parent()  # which ends when the tests do
-        signal.signal(
-            signal.SIGINT, signal.default_int_handler
-        )  # what runs the tests may have it ignored
+        # What runs the tests may have it ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         multiprocessing.set_start_method(None, force=True)
         is_code = arguments[0] == "-c"
         folder = "" if is_code else os.path.dirname(arguments[0])

@@ -93,10 +93,13 @@ def test_every_operation_of_keras(kind):
         assert one.dtype == np.uint8
 
 
+SLOW = [
+    pytest.param(one, marks=pytest.mark.slow) for one in ({"dtype": "float32"}, {"layout": "CHW"})
+]
+
+
 @backends
-@pytest.mark.parametrize(
-    "changes", [{"dtype": "float32"}, {"layout": "CHW"}, {"dtype": "float16", "layout": "CHW"}]
-)
+@pytest.mark.parametrize("changes", [*SLOW, {"dtype": "float16", "layout": "CHW"}])
 def test_types_and_layouts(records, options, changes):
     made = take(records, options, 16, auto_augment="trivial", **changes)
     assert made.shape == (16, *dataclasses.replace(PLAIN, **changes).image_shape)

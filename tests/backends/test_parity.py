@@ -193,6 +193,7 @@ def test_same_regions(crop):
     np.testing.assert_array_equal(starts[~fits], centered[~fits])
 
 
+@pytest.mark.slow
 def test_random_resized_crops_are_distributed_as_said():
     """Area uniform, aspect log-uniform, positions uniform; where every attempt fits."""
     crop = RandomResizedCrop(area_range=(0.1, 0.3), aspect_ratio_range=(0.5, 2.0))

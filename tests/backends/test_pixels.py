@@ -44,6 +44,7 @@ def as_png(image):
     return stream.getvalue()
 
 
+@pytest.mark.slow
 @backends
 def test_the_images_of_pngs(tmp_path, options):
     """In every order the same."""

@@ -85,6 +85,7 @@ def test_it_is_the_same_region(crop, antialias):
     assert np.abs(difference.mean((1, 2))).max() < 0.5
 
 
+@pytest.mark.slow
 def test_small_images_and_other_kinds_are_as_ever(images):
     """What is not twice as large as needed, or no JPEG, comes out as by the other plans, to the
     bit.

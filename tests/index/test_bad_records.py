@@ -53,6 +53,7 @@ class Counting(keras.Model):
         return super().train_step(data)
 
 
+@pytest.mark.slow
 @backends
 def test_training_through_bad_records(records, options):
     """Every valid record is seen once in each epoch, no bad one ever."""
