@@ -243,6 +243,6 @@ def test_rooms_are_small():
 
 def test_budget():
     """Fewer lines are a feature."""
-    for folder, most in ((PACKAGE, 8500), (SCRIPTS, 4900), (ROOT / "tests", 10_400)):
+    for folder, most in ((PACKAGE, 8500), (SCRIPTS, 4900), (ROOT / "tests", 10_300)):
         lines = sum(len(path.read_text().splitlines()) for path in folder.rglob("*.py"))
         assert lines <= most, f"{folder.name}: {lines}"

@@ -28,7 +28,7 @@ from conftest import (
     write_tfrecord,
 )
 
-from dali_tf_input import Checks, DatasetSpec, IndexFaultsError, InputError, build_index, find_files
+from dali_tf_input import Checks, DatasetSpec, IndexFaultsError, build_index, find_files
 from dali_tf_input.index import file_check
 from dali_tf_input.index.build import IndexReport
 from dali_tf_input.index.example import encode_example
@@ -432,9 +432,8 @@ def test_decode_names_what_is_no_good_image(tmp_path, decoder):
 
 def test_keys_that_no_preset_has(tmp_path):
     file = write_tfrecord(tmp_path / "train", [{"photo": jpeg(9, 9), "class": 1}])
-    with refused(
-        "hold 'class', 'photo', not the keys of TF-slim or tfds or raw pixels: name the two"
-    ):
+    said = "hold 'class', 'photo', not the keys of TF-slim or tfds or raw pixels: name the two"
+    with refused(said):
         build_index(file, SCHEMA)
     keys = {"image_key": "photo", "label_key": "class"}
     assert build_index(file, Checks(verify="schema", **keys)).written == 1
@@ -447,10 +446,7 @@ def test_keys_that_no_preset_has(tmp_path):
         ({"on_bad": "ignore"}, "`on_bad` must be one of 'error', 'skip', got 'ignore'"),
         ({"max_bad_fraction": 1.5}, r"`max_bad_fraction` must be in \[0, 1\], got 1.5"),
         ({"num_processes": 0}, "`num_processes` must be at least 1 or None, got 0"),
-        (
-            {"index_dir": "/proc/none"},
-            "write to /proc/none: .*Name another folder with `index_dir`",
-        ),
+        ({"index_dir": "/proc/none"}, "to /proc/none: .*Name another folder with `index_dir`"),
         ({"index_dir": "/dev/null/x"}, "Cannot write to /dev/null/x: Not a directory"),
     ],
 )
@@ -462,10 +458,7 @@ def test_refuses(files, arguments, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"verify": "all"},
-            "`verify` must be one of 'framing', 'crc', 'schema', 'decode', got 'al",
-        ),
+        ({"verify": "all"}, "must be one of 'framing', 'crc', 'schema', 'decode', got 'all'"),
         ({"decoder": "gpu"}, "`decoder` must be one of 'both', 'dali', 'tf_data', got 'gpu'"),
         ({"num_classes": 0}, "`num_classes` must be at least 1 or None, got 0"),
         ({"max_pixels": 0}, "`max_pixels` must be at least 1, got 0"),
@@ -837,31 +830,6 @@ def test_files_of_ours_that_are_something_else(files, train, tmp_path, content):
     assert report.written == 3
     assert [one["file"] for one in bad_records(tmp_path)] == ["train-1"]
     assert from_files(train).num_records == 14
-
-
-def test_fuzzed_manifests(train, tmp_path):
-    """Whatever becomes of the manifest, it is refused or describes the files as they are."""
-    build_index(train, SCHEMA)
-    manifest = tmp_path / "index_manifest.json"
-    whole = manifest.read_bytes()
-    generator = random.Random(5)
-    num_refused = 0
-    for _ in range(400):
-        content = bytearray(whole)
-        position = generator.randrange(len(content))
-        match generator.randrange(3):
-            case 0:
-                content[position] = generator.randrange(32, 127)
-            case 1:
-                del content[position : position + generator.randint(1, 20)]
-            case _:
-                content[position:position] = content[: generator.randint(1, 20)]
-        manifest.write_bytes(content)
-        try:
-            assert from_files(train).num_records == 15
-        except InputError:
-            num_refused += 1
-    assert num_refused > 300
 
 
 def test_odd_names(tmp_path):

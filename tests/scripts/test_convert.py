@@ -45,9 +45,8 @@ def photos(tmp_path_factory):
     for class_name, count in (("zebra", 10), ("ant", 7), ("bee hive", 1)):
         (root / class_name).mkdir()
         for number in range(count):
-            (root / class_name / f"{number}.{'JPEG' if number % 2 else 'jpg'}").write_bytes(
-                jpeg(20 + number, 30 + number)
-            )
+            name = f"{number}.{'JPEG' if number % 2 else 'jpg'}"
+            (root / class_name / name).write_bytes(jpeg(20 + number, 30 + number))
     (root / "labels.csv").write_text("not a class")
     return root
 
@@ -59,18 +58,12 @@ def test_make_tfrecords(tmp_path, photos):
     assert (shown["train"], shown["validation"], shown["classes"]) == ("15 images", "3 images", "3")
     assert shown["files"].startswith("4, ")
     assert shown["next:"].partition(" ")[2] == f"-m dali_tf_input.index '{tmp_path}/out/*-of-*'"
-    assert sorted(os.listdir(tmp_path / "out")) == [
-        "labels.txt",
-        *(f"train-0000{number}-of-00003" for number in range(3)),
-        "validation-00000-of-00001",
-    ]
+    files = [f"train-0000{number}-of-00003" for number in range(3)]
+    names = ["labels.txt", *files, "validation-00000-of-00001"]
+    assert sorted(os.listdir(tmp_path / "out")) == names
     assert os.listdir(tmp_path) == ["out"]  # nothing beside it
     assert (tmp_path / "out" / "labels.txt").read_text() == "ant\nbee hive\nzebra\n"
-    train = [
-        record
-        for number in range(3)
-        for record in read_features(tmp_path / "out" / f"train-0000{number}-of-00003")
-    ]
+    train = [record for file in files for record in read_features(tmp_path / "out" / file)]
     validation = read_features(tmp_path / "out" / "validation-00000-of-00001")
     seen = []
     for record in train + validation:
@@ -83,19 +76,16 @@ def test_make_tfrecords(tmp_path, photos):
         seen.append((text, filename))
     assert len(set(seen)) == len(seen) == 18
     # A fifth of each class, to the nearest image, and never a whole class.
-    assert sorted(record["image/class/text"][1][0] for record in validation) == [
-        b"ant",
-        b"zebra",
-        b"zebra",
-    ]
-    texts = [record["image/class/text"][1][0] for record in train]
+    texts, held = (
+        [record["image/class/text"][1][0] for record in some] for some in (train, validation)
+    )
+    assert sorted(held) == [b"ant", b"zebra", b"zebra"]
     assert texts != sorted(texts)  # shuffled
 
 
 def set_bytes(folder):
-    return {
-        path.name: path.read_bytes() for path in Path(folder).iterdir() if path.suffix != ".idx"
-    }
+    paths = (path for path in Path(folder).iterdir() if path.suffix != ".idx")
+    return {path.name: path.read_bytes() for path in paths}
 
 
 def test_make_tfrecords_follows_the_seed(tmp_path, photos):
@@ -122,10 +112,7 @@ def test_make_tfrecords_refuses(tmp_path, photos):
         (["--num_files=99", photos, out], "cannot fill 99 files"),
         (["--num_files=0", photos, out], "`num_files` must be at least 1, got 0"),
         (["--quality=101", photos, out], "`quality` must be in [1, 100], got 101"),
-        (
-            ["--validation_fraction=1", photos, out],
-            "`validation_fraction` must be in [0, 1), got 1.0",
-        ),
+        (["--validation_fraction=1", photos, out], "_fraction` must be in [0, 1), got 1.0"),
         ([photos, "/proc/none/out"], "Cannot write to /proc/none"),
         ([tmp_path / "bad", out], f"{unreadable}{tmp_path}/bad/class/a.jpg"),
     ):
@@ -144,14 +131,10 @@ def test_make_tfrecords_replaces_sets_whole_or_not_at_all(tmp_path, photos):
     assert convert(*arguments, photos, out).returncode == 0
     assert sorted(os.listdir(out)) == ["labels.txt", "train-00000-of-00002", "train-00001-of-00002"]
     (out / "thesis.txt").write_text("mine")
-    fails(
-        convert("--overwrite", photos, out),
-        f"{out} holds thesis.txt, which is no part of such a set",
-    )
-    fails(
-        convert("--overwrite", photos, "."),
-        "cannot be replaced by a folder: name a new one inside it",
-    )
+    message = f"{out} holds thesis.txt, which is no part of such a set"
+    fails(convert("--overwrite", photos, out), message)
+    message = "cannot be replaced by a folder: name a new one inside it"
+    fails(convert("--overwrite", photos, "."), message)
 
 
 @pytest.mark.slow
@@ -174,10 +157,8 @@ def test_make_tfrecords_of_any_image(tmp_path):
     process = run("make_tfrecords.py", "--num_processes=1", *arguments)
     assert (process.returncode, process.stderr) == (0, "")
     assert "ignored: 1 file that do not end in" in process.stdout
-    listed = [
-        json.loads(line)
-        for line in (tmp_path / "out" / "unreadable_images.jsonl").read_text().splitlines()
-    ]
+    lines = (tmp_path / "out" / "unreadable_images.jsonl").read_text().splitlines()
+    listed = list(map(json.loads, lines))
     unreadable = {"cut_in_half", "cut_by_one", "cut_in_its_header", "huge", "no_height"}
     unreadable |= {"damaged_png", "empty", "zeros", "text", "html", "garbage"}
     assert {Path(line["image"]).stem for line in listed} == unreadable
@@ -198,11 +179,8 @@ def test_make_tfrecords_of_any_image(tmp_path):
     assert records["turned"]["image/encoded"] == turned.getvalue()
     for name, record in records.items():
         image = Image.open(io.BytesIO(record["image/encoded"]))
-        assert (
-            (image.format, image.size)
-            == ("JPEG", (record["image/width"], record["image/height"]))
-            == ("JPEG", (90, 60))
-        )
+        assert image.format == "JPEG"
+        assert image.size == (record["image/width"], record["image/height"]) == (90, 60)
         assert image.mode == ("L" if name == "grayscale" else "RGB")
         if name not in ("progressive", "turned", "ycck"):  # its transform was only claimed
             original = np.asarray(Image.open(io.BytesIO(zoo["jpeg"][0]))).astype(float)
@@ -212,20 +190,11 @@ def test_make_tfrecords_of_any_image(tmp_path):
     assert rows(process.stdout)["CMYK made RGB"] == "2 images"
     process = convert("--apply_orientation", "--overwrite", *arguments)
     assert rows(process.stdout)["turned upright"] == "1 image"
-    sizes = [
-        record["image/height"][1][0]
-        for record in read_features(tmp_path / "out" / "train-00000-of-00001")
-    ]
-    assert sorted(sizes)[-1] == 90
-    process = run(
-        "make_tfrecords.py",
-        "--decoder=dali",
-        "--resize_shorter=30",
-        "--quality=80",
-        "--overwrite",
-        *arguments,
-    )
-    for record in read_features(tmp_path / "out" / "train-00000-of-00001"):
+    written = tmp_path / "out" / "train-00000-of-00001"
+    assert max(record["image/height"][1][0] for record in read_features(written)) == 90
+    flags = ["--decoder=dali", "--resize_shorter=30", "--quality=80", "--overwrite"]
+    process = run("make_tfrecords.py", *flags, *arguments)
+    for record in read_features(written):
         image = Image.open(io.BytesIO(record["image/encoded"][1][0]))
         assert image.size in ((45, 30), (30, 45), (8, 8))
         assert image.getexif().get(0x0112, 1) == 1
@@ -270,18 +239,15 @@ def test_make_tfrecords_from_tfrecords(tmp_path):
         write_tfrecord(tmp_path / f"old-{position}", examples[25 * position : 25 * position + 25])
     (tmp_path / "labels.txt").write_text("".join(f"class {number}\n" for number in range(50)))
     source = tmp_path / "old-*"
-    fails(
-        convert(source, tmp_path / "new"), "2 of 2 files have no index", "-m dali_tf_input.index "
-    )
+    process = convert(source, tmp_path / "new")
+    fails(process, "2 of 2 files have no index", "-m dali_tf_input.index ")
     assert run("index_tfrecords.py", source).returncode == 0
     arguments = ["--decoder=dali", "--num_files=5", "--validation_fraction=0.2", source]
     process = run("make_tfrecords.py", *arguments, tmp_path / "new")
     assert (process.returncode, process.stderr) == (0, "")
     names = sorted(path.name for path in (tmp_path / "new").glob("*-of-*"))
-    assert names == [
-        *(f"train-0000{number}-of-00005" for number in range(5)),
-        "validation-00000-of-00001",
-    ]
+    files = [f"train-0000{number}-of-00005" for number in range(5)]
+    assert names == [*files, "validation-00000-of-00001"]
     written = [record for name in names for record in read_features(tmp_path / "new" / name)]
     labels = [record["image/class/label"][1][0] for record in written]
     assert sorted(labels) == [number for number in range(50) if number != 7]
@@ -291,9 +257,8 @@ def test_make_tfrecords_from_tfrecords(tmp_path):
             key: value.encode() if isinstance(value, str) else value
             for key, value in examples[label].items()
         }
-    assert json.loads((tmp_path / "new" / "unreadable_images.jsonl").read_text())[
-        "image"
-    ].startswith(f"{tmp_path}/old-0 at byte ")
+    (line,) = (tmp_path / "new" / "unreadable_images.jsonl").read_text().splitlines()
+    assert json.loads(line)["image"].startswith(f"{tmp_path}/old-0 at byte ")
     assert (tmp_path / "new" / "labels.txt").read_text() == (tmp_path / "labels.txt").read_text()
     assert convert("--resize_shorter=32", source, tmp_path / "small").returncode == 0
     for record in read_features(tmp_path / "small" / "train-00000-of-00001"):
@@ -313,14 +278,10 @@ def test_tfrecords_keep_their_splits(tmp_path, photos):
     assert counts(process) == ("13 images", "5 images")
 
     def names(folder, split):
-        records = [
-            record
-            for path in (tmp_path / folder).glob(f"{split}-*-of-?????")
-            for record in read_features(path)
-        ]
-        return sorted(
-            (record["image/class/text"][1][0], record["image/filename"][1][0]) for record in records
-        )
+        files = (tmp_path / folder).glob(f"{split}-*-of-?????")
+        records = [record for path in files for record in read_features(path)]
+        keys = ("image/class/text", "image/filename")
+        return sorted(tuple(record[key][1][0] for key in keys) for record in records)
 
     for split in ("train", "validation"):
         assert names("old", split) == names("new", split)
@@ -333,14 +294,12 @@ def test_tfrecords_keep_their_splits(tmp_path, photos):
 
 def test_splits_are_known_by_the_names_of_slim_and_tfds(tmp_path):
     for split, count in (("train", 5), ("validation", 3), ("test", 2)):
-        write_tfrecord(
-            tmp_path / f"test-photos-{split}.tfrecord-00000-of-00001", numbered_examples(count)
-        )
-    assert run("index_tfrecords.py", f"{tmp_path}/*.tfrecord-?????-of-?????").returncode == 0
-    fails(
-        convert(f"{tmp_path}/*.tfrecord-?????-of-?????", tmp_path / "out"),
-        "is of a test split by its name, and 2 of 3 files are not",
-    )
+        file = tmp_path / f"test-photos-{split}.tfrecord-00000-of-00001"
+        write_tfrecord(file, numbered_examples(count))
+    pattern = f"{tmp_path}/*.tfrecord-?????-of-?????"
+    assert run("index_tfrecords.py", pattern).returncode == 0
+    said = "is of a test split by its name, and 2 of 3 files are not"
+    fails(convert(pattern, tmp_path / "out"), said)
     assert not (tmp_path / "out").exists()
     pattern = f"{tmp_path}/*-[tv][ra]*.tfrecord-?????-of-?????"
     process = convert("--num_files=1", pattern, tmp_path / "out")
@@ -354,18 +313,14 @@ def test_splits_are_known_by_the_names_of_slim_and_tfds(tmp_path):
 
 
 def test_make_tfrecords_never_takes_away_what_is_not_its_own(tmp_path, photos):
-    assert convert(photos, tmp_path / "out").returncode == 0
-    (tmp_path / "out" / "train-notes.md").write_text("mine")
-    fails(
-        convert("--overwrite", photos, tmp_path / "out"),
-        "holds train-notes.md, which is no part of such a set",
-    )
-    os.unlink(tmp_path / "out" / "train-notes.md")
-    (tmp_path / "out" / "train-00000-of-00009").mkdir()
-    fails(
-        convert("--overwrite", photos, tmp_path / "out"),
-        "holds train-00000-of-00009, which is no part",
-    )
+    out = tmp_path / "out"
+    assert convert(photos, out).returncode == 0
+    (out / "train-notes.md").write_text("mine")
+    said = "holds train-notes.md, which is no part of such a set"
+    fails(convert("--overwrite", photos, out), said)
+    os.unlink(out / "train-notes.md")
+    (out / "train-00000-of-00009").mkdir()
+    fails(convert("--overwrite", photos, out), "holds train-00000-of-00009, which is no part")
 
 
 def test_make_tfrecords_of_odd_names_and_depths(tmp_path):
@@ -373,35 +328,25 @@ def test_make_tfrecords_of_odd_names_and_depths(tmp_path):
     out, not made black.
     """
     root = os.fsencode(tmp_path / "photos")
-    for folder, name in (
-        (b"c\xff", b"a\xff.jpg"),
-        (b"c\xff", b"a\nb.jpg"),
-        (b"d", b"bad\xff.jpg"),
-        (b"d", b"good.jpg"),
-    ):
-        os.makedirs(os.path.join(root, folder), exist_ok=True)
-        Path(os.fsdecode(os.path.join(root, folder, name))).write_bytes(
-            b"x" if name.startswith(b"bad") else jpeg(9, 9)
-        )
+    for name in (b"c\xff/a\xff.jpg", b"c\xff/a\nb.jpg", b"d/bad\xff.jpg", b"d/good.jpg"):
+        path = Path(os.fsdecode(os.path.join(root, name)))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x" if name.startswith(b"d/bad") else jpeg(9, 9))
     Image.fromarray(np.ones((9, 9), np.float32)).save(tmp_path / "photos" / "d" / "float.tif")
     Image.fromarray(np.ones((9, 9), np.int32)).save(tmp_path / "photos" / "d" / "integer.tif")
     Image.new("1", (70_000, 1)).save(tmp_path / "photos" / "d" / "wide.png")
     process = convert("--validation_fraction=0", tmp_path / "photos", tmp_path / "out")
     assert (process.returncode, process.stderr) == (0, "")
     assert rows(process.stdout)["train"] == "3 images"
-    listed = [
-        json.loads(line)
-        for line in (tmp_path / "out" / "unreadable_images.jsonl").read_text().splitlines()
-    ]
+    lines = (tmp_path / "out" / "unreadable_images.jsonl").read_text().splitlines()
+    listed = list(map(json.loads, lines))
     reasons = {os.fsencode(line["image"]).rsplit(b"/", 1)[1]: line["reason"] for line in listed}
     assert set(reasons) == {b"bad\xff.jpg", b"float.tif", b"integer.tif", b"wide.png"}
     assert reasons[b"float.tif"] == "pixels of mode F, whose range nothing tells"
     assert reasons[b"wide.png"].startswith("70000x1: a JPEG holds 65535 pixels each way")
     assert (tmp_path / "out" / "labels.txt").read_bytes() == b"c\xff\nd\n"
-    names = {
-        record["image/filename"][1][0]
-        for record in read_features(tmp_path / "out" / "train-00000-of-00001")
-    }
+    written = read_features(tmp_path / "out" / "train-00000-of-00001")
+    names = {record["image/filename"][1][0] for record in written}
     assert names == {b"a\xff.jpg", b"a\nb.jpg", b"good.jpg"}
     os.mkdir(os.path.join(root, b"e\nf"))
     fails(convert(tmp_path / "photos", tmp_path / "x"), "a line break in the name of a class")
@@ -410,9 +355,8 @@ def test_make_tfrecords_of_odd_names_and_depths(tmp_path):
 def test_files_without_a_readable_image_are_none(tmp_path):
     (tmp_path / "photos" / "a").mkdir(parents=True)
     for number in range(8):
-        (tmp_path / "photos" / "a" / f"{number}.jpg").write_bytes(
-            jpeg(9, 9) if number < 2 else b"x"
-        )
+        encoded = jpeg(9, 9) if number < 2 else b"x"
+        (tmp_path / "photos" / "a" / f"{number}.jpg").write_bytes(encoded)
     arguments = ["--num_files=6", "--validation_fraction=0.2"]
     process = convert(*arguments, tmp_path / "photos", tmp_path / "out")
     assert process.returncode == 0, process.stderr
@@ -431,9 +375,8 @@ def test_a_converter_killed_alone_leaves_nothing_running(tmp_path, photos):
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     workers = []
     while not workers and process.poll() is None:
-        workers = [
-            child for child in children.read_text().split() if "spawn_main" in command_of(child)
-        ]
+        started = children.read_text().split()
+        workers = [child for child in started if "spawn_main" in command_of(child)]
         time.sleep(0.01)
     process.kill()
     process.wait()
@@ -464,11 +407,8 @@ def test_the_number_of_files_follows_the_size(tmp_path, photos, monkeypatch):
     And whatever the calling program holds: a process that is forked from one that feeds TensorFlow
     waits for ever when Python collects a dataset's iterator there, whose threads it does not have.
     """
-    iterator = iter(
-        tf.data.Dataset.range(10**6)
-        .map(lambda number: number + 1, num_parallel_calls=2)
-        .prefetch(2)
-    )
+    numbers = tf.data.Dataset.range(10**6).map(lambda number: number + 1, num_parallel_calls=2)
+    iterator = iter(numbers.prefetch(2))
     next(iterator)
     unreachable = [iterator]
     unreachable.append(unreachable)
@@ -503,9 +443,8 @@ def test_make_tfrecords_killed_at_any_moment(tmp_path, photos):
     old = set_bytes(tmp_path / "out")
     assert old != new
     for number in range(8):
-        process = subprocess.Popen(
-            [*command, "--seed=1"], start_new_session=True, stdout=subprocess.DEVNULL
-        )
+        options = {"start_new_session": True, "stdout": subprocess.DEVNULL}
+        process = subprocess.Popen([*command, "--seed=1"], **options)
         time.sleep(seconds * (0.3 + 0.1 * number))
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -519,22 +458,19 @@ def test_make_tfrecords_killed_at_any_moment(tmp_path, photos):
 
 @pytest.mark.slow
 def test_sample_data_resembles_imagenet(tmp_path):
-    process = run(
-        "make_sample_tfrecords.py", "--num_images=400", "--num_validation_images=8", tmp_path
-    )
+    flags = ["--num_images=400", "--num_validation_images=8"]
+    process = run("make_sample_tfrecords.py", *flags, tmp_path)
     assert process.returncode == 0, process.stderr
     shown = rows(process.stdout)
     assert (*counts(process), shown["classes"]) == ("400 images", "8 images", "8")
-    records = [
-        record for path in sorted(tmp_path.glob("train-*")) for record in read_features(path)
-    ]
+    files = sorted(tmp_path.glob("train-*"))
+    records = [record for file in files for record in read_features(file)]
     column = {key: [record[key][1][0] for record in records] for key in records[0]}
     assert len(records) == 400
     assert np.mean(column["image/height"]) == pytest.approx(401, rel=0.05)
     assert np.mean(column["image/width"]) == pytest.approx(468, rel=0.05)
-    assert np.mean([len(encoded) for encoded in column["image/encoded"]]) == pytest.approx(
-        110e3, rel=0.07
-    )
+    mean_bytes = np.mean(list(map(len, column["image/encoded"])))
+    assert mean_bytes == pytest.approx(110e3, rel=0.07)
     assert sorted(set(column["image/class/label"])) == list(range(8))
     modes = [Image.open(io.BytesIO(encoded)).mode for encoded in column["image/encoded"]]
     assert modes.count("L") == 8  # 2%
