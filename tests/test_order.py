@@ -148,7 +148,7 @@ def test_pipelines_serve_the_plan(dataset, options, num_shards, batch_size):
 @backends
 def test_iterators_start_at_the_start_step(dataset, options):
     """The same records and the same pixels as without stopping, across the bounds of epochs; and
-    each iterator anew.
+    each iterator again.
     """
     preprocess = dataclasses.replace(SMALL, crop=RandomResizedCrop())
     whole = iter(make(dataset, options, 5, preprocess=preprocess))

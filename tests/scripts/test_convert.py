@@ -171,7 +171,7 @@ def test_make_tfrecords_of_any_image(tmp_path):
     }
     assert set(records) == {*zoo, "turned", "lossless"} - unreadable
     # Pillow reads it and DALI does not: its bytes are not kept, its pixels are.
-    assert rows(process.stdout)["damaged JPEG encoded anew"] == "1 image"
+    assert rows(process.stdout)["damaged JPEG re-encoded"] == "1 image"
     lossless = np.asarray(Image.open(io.BytesIO(records.pop("lossless")["image/encoded"])))
     assert np.abs(lossless.astype(int) - np.asarray(Image.open(io.BytesIO(LOSSLESS)))).max() < 9
     for name in ("jpeg", "progressive", "with_a_tail", "grayscale"):
@@ -228,7 +228,7 @@ def test_sixteen_bits_a_pixel_are_scaled(tmp_path):
 
 
 def test_make_tfrecords_from_tfrecords(tmp_path):
-    """Shuffled anew over other files, every record once; bad ones left out; unknown features kept;
+    """Shuffled again, over other files, every record once; bad ones left out; unknown features kept;
     smaller if asked for.
     """
     examples = numbered_examples(50)

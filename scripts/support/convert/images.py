@@ -73,7 +73,7 @@ def _convert(image: ImageFile.ImageFile, encoded: bytes, conversion: Conversion)
             _trial_decode(conversion.decoder)(encoded)
         except BadImage as bad:
             image.load()  # raises if it is damaged; otherwise it is only odd
-            reasons.append(f"{bad.reason} encoded anew")
+            reasons.append(f"{bad.reason} re-encoded")
     if not reasons and not stores_pixels:
         width, height = image.size
         return Converted(encoded, height, width, ("EXIF orientation kept",) if turned else ())
