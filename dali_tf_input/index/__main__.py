@@ -135,9 +135,7 @@ class IndexProgress:
     def print_bad_record(self, file: str, bad: BadRecord) -> None:
         """Prints one bad record as one line; if they are skipped, only what no index can skip."""
         if self._names_all or bad.reason == "unreadable":
-            place = "" if bad.record is None else f"record {bad.record:,}, byte {bad.offset:,}: "
-            text = f"{file}: {place}{bad.reason}: {bad.detail}"
-            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+            self._console.print(bad.describe(file), highlight=False, markup=False, soft_wrap=True)
 
 
 def print_report(report: IndexReport) -> None:

@@ -193,7 +193,7 @@ class _Run:
 
     def conclude(self, on_bad_record: Callable[[str, BadRecord], None] | None) -> IndexReport:
         """Passes the bad records on, then returns the report or raises; see `build_index`."""
-        reasons: Counter[str] = Counter()
+        reasons, first = Counter[str](), ""
         bad_files = sorted(
             (folder.files[name], name, folder)
             for folder in self._folders
@@ -202,6 +202,7 @@ class _Run:
         for file, name, folder in bad_files:
             for bad in folder.bad_records_of(name):
                 reasons[bad.reason] += 1
+                first = first or bad.describe(file)
                 if on_bad_record:
                     on_bad_record(file, bad)
         num_files, num_bad = sum(len(folder.files) for folder in self._folders), reasons.total()
@@ -209,6 +210,8 @@ class _Run:
         if self._on_bad == "error" and bad_files:
             records = f"{num_bad:,} bad record{'' if num_bad == 1 else 's'}"
             refusal = f"{records} in {len(bad_files):,} of {num_files:,} files"
+            if not on_bad_record:  # nobody was told
+                refusal += f"; the first: {first.rstrip('.')}. Fix it, or pass on_bad='skip'."
         elif reasons["unreadable"]:
             refusal = f"{reasons['unreadable']:,} of {num_files:,} files cannot be read"
         elif self._on_bad == "skip":

@@ -57,6 +57,11 @@ class BadRecord:
     reason: str
     detail: str
 
+    def describe(self, file: str) -> str:
+        """Returns a line that says what is wrong, and where."""
+        place = "" if self.record is None else f"record {self.record:,}, byte {self.offset:,}: "
+        return f"{file}: {place}{self.reason}: {self.detail}"
+
 
 def masked_crc(data: bytes) -> int:
     """Returns the masked CRC-32C of `data`, as TFRecord files store it, in [0, 2**32)."""

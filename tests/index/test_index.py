@@ -332,6 +332,14 @@ def test_too_many_bad_records_are_refused(tmp_path, what):
     assert 0 not in dataset.records_per_file
 
 
+def test_a_call_names_the_first_bad_record(files, train):
+    """Where nothing listens: the command prints all of them."""
+    ruin_data(files[1], 3)
+    said = "1 bad record in 1 of 3 files; the first: .*train-1: record 3, byte .*: data CRC: .*skip"
+    with pytest.raises(IndexFaultsError, match=said):
+        build_index(train, CRC)
+
+
 def test_a_file_without_records_alone(tmp_path):
     (tmp_path / "train").write_bytes(b"")
     build_index(tmp_path / "train", **SKIP)

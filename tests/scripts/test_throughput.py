@@ -19,11 +19,8 @@ from dali_tf_input import DatasetSpec
 @pytest.mark.slow
 def test_compare_throughput(sample_folder, tmp_path):
     arguments = ["--files=data/sample/train-*", "--seconds=0.2", "--repeats=2", "--batch_size=16"]
-    arguments += [
-        "--warmup_batches=1",
-        f"--json={tmp_path}/rows.json",
-        f"--plot={tmp_path}/plot.png",
-    ]
+    arguments += ["--warmup_batches=1", f"--json={tmp_path}/rows.json"]
+    arguments += [f"--plot={tmp_path}/plot.png"]
     process = run("compare_throughput.py", *arguments, cwd=sample_folder)
     assert (process.returncode, process.stderr) == (0, "")
     report = json.loads((tmp_path / "rows.json").read_text())
