@@ -174,8 +174,7 @@ def check_throughput(dataset: DatasetSpec) -> dict[str, Any]:
         full_hd = sweep.write_resized(dataset, (1080, 1920), folder, at_least=2 * batch_size)
         sets = {"photos": _FILES.as_arguments(), "1080p": [f"--files={full_hd}"]}
         for name, files in sets.items():
-            some = names[-1:] if _REHEARSE.value and name == "1080p" else names
-            report = details[name] = sweep.compare_rows(some, [*files, *flags], seconds=_LIMIT)
+            report = details[name] = sweep.compare_rows(names, [*files, *flags], seconds=_LIMIT)
             rows = report["rows"].items()
             rates = (f"{row} {one['images_per_second']['median']:,.0f}" for row, one in rows)
             texts += [f"{name}: {', '.join(rates)}", *conclusions(report["windows"])]

@@ -99,16 +99,16 @@ def build_index(
       checks: how deeply to check. An unchanged file that was checked as deeply before is not
         checked again. A file that changed is checked at least as deeply as before.
       index_dir: the folder for indexes and manifest; None is beside each file.
-      on_bad: "error": files with bad records are not indexed, each bad record is passed to
-        `on_bad_record`, and `IndexFaultsError` is raised. "skip": the indexes skip bad records, and
-        ``bad_records.jsonl`` beside the manifest lists them, one JSON object per line: file,
-        record, offset, size, reason, detail.
+      on_bad: "error": files with bad records are not indexed; `IndexFaultsError` is raised. "skip":
+        indexes skip bad records, and ``bad_records.jsonl`` beside the manifest lists them, one JSON
+        object per line: file, record, offset, size, reason, detail.
       max_bad_fraction: with "skip", `IndexFaultsError` is raised if the bad part exceeds this part
         of all records, of all bytes, or (counting files without any valid record) of all files.
         From then on, files with bad records are not indexed.
       force: check every file, also unchanged ones, and exactly as deeply as `checks` says.
       num_processes: how many processes; None is one per core, at most one per file.
-      on_bad_record: called at the end with each path and bad record, in the order of the files.
+      on_bad_record: called at the end with each path and bad record, in the order of the files;
+        without it the error names the first.
       on_progress: called now and then, by any thread, one at a time.
 
     Returns:
@@ -193,7 +193,7 @@ class _Run:
 
     def conclude(self, on_bad_record: Callable[[str, BadRecord], None] | None) -> IndexReport:
         """Passes the bad records on, then returns the report or raises; see `build_index`."""
-        reasons, first = Counter[str](), ""
+        reasons, first, refusal = Counter[str](), "", ""
         bad_files = sorted(
             (folder.files[name], name, folder)
             for folder in self._folders
@@ -206,12 +206,9 @@ class _Run:
                 if on_bad_record:
                     on_bad_record(file, bad)
         num_files, num_bad = sum(len(folder.files) for folder in self._folders), reasons.total()
-        refusal = None
         if self._on_bad == "error" and bad_files:
             records = f"{num_bad:,} bad record{'' if num_bad == 1 else 's'}"
             refusal = f"{records} in {len(bad_files):,} of {num_files:,} files"
-            if not on_bad_record:  # nobody was told
-                refusal += f"; the first: {first.rstrip('.')}. Fix it, or pass on_bad='skip'."
         elif reasons["unreadable"]:
             refusal = f"{reasons['unreadable']:,} of {num_files:,} files cannot be read"
         elif self._on_bad == "skip":
@@ -229,12 +226,15 @@ class _Run:
             reasons=dict(reasons.most_common()),
             bad_files=len(bad_files),
         )
+        if refusal and first and not on_bad_record:  # nobody was told
+            way = ", or pass on_bad='skip'" if self._on_bad == "error" else ""
+            refusal += f"; the first: {first.rstrip('.')}. Fix the file{way}."
         if refusal:
             raise IndexFaultsError(refusal, report)
         return report
 
-    def _find_excess(self) -> str | None:
-        """Returns by which count the bad part exceeds `max_bad_fraction`; None if by none."""
+    def _find_excess(self) -> str:
+        """Returns by which count the bad part exceeds `max_bad_fraction`; "" if by none."""
         # A bad record may be half a file, and a file of another kind has no records to count.
         entries = [
             entry for folder in self._folders for entry in (folder.entries | folder.faulty).values()
@@ -250,7 +250,7 @@ class _Run:
             if part > self._max_bad_fraction * whole:
                 limit = f"`max_bad_fraction` {self._max_bad_fraction:.2%}"
                 return f"{part:,} of {whole:,} {what} are bad, {part / whole:.2%}, over {limit}"
-        return None
+        return ""
 
 
 def _with_keys(checks: Checks, files: Sequence[str]) -> Checks:

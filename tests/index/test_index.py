@@ -335,9 +335,11 @@ def test_too_many_bad_records_are_refused(tmp_path, what):
 def test_a_call_names_the_first_bad_record(files, train):
     """Where nothing listens: the command prints all of them."""
     ruin_data(files[1], 3)
-    said = "1 bad record in 1 of 3 files; the first: .*train-1: record 3, byte .*: data CRC: .*skip"
-    with pytest.raises(IndexFaultsError, match=said):
+    first = "; the first: .*train-1: record 3, byte .*: data CRC: .*Fix the file"
+    with pytest.raises(IndexFaultsError, match=f"^1 .* 3 files{first}, or pass on_bad='skip'.$"):
         build_index(train, CRC)
+    with pytest.raises(IndexFaultsError, match=f"over `max_bad_fraction` 0.00%{first}.$"):
+        build_index(train, CRC, on_bad="skip", max_bad_fraction=0)
 
 
 def test_a_file_without_records_alone(tmp_path):
