@@ -7,9 +7,11 @@ DATA ?=
 VALIDATION ?=
 INDEX_DIR ?=
 ARGS ?=
+PYTHON_SITE ?=
 
-RUN := $(VENV)/bin/python
-INSTALLED := $(VENV)/.installed$(if $(GPU),-gpu)
+# With PYTHON_SITE nothing is installed: PYTHON runs with what that folder holds.
+RUN := $(if $(PYTHON_SITE),PYTHONPATH='$(PYTHON_SITE):$(CURDIR)' $(PYTHON),$(VENV)/bin/python)
+INSTALLED := $(or $(PYTHON_SITE),$(VENV)/.installed$(if $(GPU),-gpu))
 DEVELOPED := $(INSTALLED)-dev
 SAMPLE := data/sample
 FILES := $(or $(DATA),$(SAMPLE)/train-*)
@@ -30,6 +32,7 @@ help:  ## Show this help
 	@echo "  DATA='path/train-*'  your TFRecords instead of the sample data;  VALIDATION='path/validation-*'  for train"
 	@echo "  INDEX_DIR=path       where the index files are;                  ARGS='--flag=value'  for the script"
 	@echo "  PYTHON=python3.12    the Python to set up with;                  GPU=1  TensorFlow with its CUDA libraries"
+	@echo "  PYTHON_SITE=path     instead of setting up: a folder that holds TensorFlow, DALI and what else is needed"
 
 install: $(INSTALLED)  ## Set up .venv: TensorFlow, DALI, the plugin, this package (GPU=1: with CUDA libraries)
 
@@ -67,7 +70,7 @@ soak: $(INSTALLED)  ## A million images through each backend, and more: that not
 	@mkdir -p results
 	@$(RUN) scripts/soak.py $(if $(DATA),$(COMMON)) --json=results/soak.json --plot=results/soak.png $(ARGS)
 
-gpu-check: $(READY)  ## On a machine with a GPU: check and measure all of it, in docs/results/gpu.json
+gpu-check: $(READY)  ## On a machine with a GPU: check and measure all of it, in docs/results/gpu
 	$(INDEX) > /dev/null
 	@$(RUN) scripts/gpu_check.py $(COMMON) $(ARGS)
 
@@ -100,7 +103,7 @@ clean:  ## Remove everything that was made: .venv, data/sample, results, caches
 	rm -rf .venv data/sample results build *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(INSTALLED): pyproject.toml scripts/install.sh
+$(if $(PYTHON_SITE),,$(INSTALLED)): pyproject.toml scripts/install.sh
 	@PYTHON='$(PYTHON)' scripts/install.sh '$(VENV)' $(if $(GPU),gpu)
 	@touch $@
 

@@ -8,20 +8,11 @@ import inspect
 import math
 import operator
 import os
+import typing
 from collections.abc import Callable
 from numbers import Real
 from types import UnionType
-from typing import (
-    Annotated,
-    Any,
-    Literal,
-    ParamSpec,
-    TypeVar,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -111,7 +102,7 @@ def checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 @functools.cache
 def _hints_of(owner: Any) -> dict[str, Any]:
-    return get_type_hints(owner, include_extras=True)
+    return typing.get_type_hints(owner, include_extras=True)
 
 
 def _check(name: str, value: Any, hint: Any) -> Any:
@@ -127,7 +118,7 @@ def _conform(value: Any, hint: Any) -> Any:
     """Returns `value` as the type `hint`; raises `_Refused` if it is of another."""
     if hint is Any:
         return value
-    origin, arguments = get_origin(hint), get_args(hint)
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         value = _conform(value, arguments[0])
         for bounds in arguments[1:]:

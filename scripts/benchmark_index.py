@@ -32,10 +32,10 @@ _NUM_FILES = FLAGS.list(
 _RECORDS = FLAGS.integer("records_per_file", 1250, "Records in each of them.", 1)
 _FILES = FLAGS.strings("files", "TFRecords of images for the second table.")
 _REPEATS = FLAGS.integer("repeats", 5, "How often each row is measured.", 1)
-_TFRECORD2IDX_FILES = FLAGS.integer("tfrecord2idx_files", 3, "Files for tfrecord2idx; 0: none.", 0)
 _JSON = FLAGS.string("json", None, "File for the results.")
 
 _RECORD_BYTES = 2000
+_TFRECORD2IDX_FILES = 3
 _MOST_BYTES = 3_000_000_000  # larger sets get smaller records
 _LEVELS = {
     "framing": ["--verify=framing"],
@@ -80,19 +80,15 @@ def measure_sets(folder: str, numbers: list[int]) -> dict[str, Any]:
     for number, size in sizes.items():
         took, peaks, again = zip(*runs[number], strict=True)
         seconds, unchanged, records = Stats.of(took), Stats.of(again), number * _RECORDS.value
-        ratio = theirs * number / seconds.median if theirs else None
+        ratio = theirs * number / seconds.median
         line = [f"{number:,}", f"{records:,}", f"{size:,}", cli.format_stats(seconds)]
         line += [f"{records / seconds.median / 1e6:.2f}", f"{max(peaks) / 1e6:.0f}"]
-        line += [cli.format_stats(unchanged), f"{ratio:,.0f}" if ratio else "-"]
+        line += [cli.format_stats(unchanged), f"{ratio:,.0f}"]
         lines.append(line)
         row = rows[number] = {"records": records, "record_bytes": size, "memory_bytes": max(peaks)}
         row |= {"seconds": vars(seconds), "unchanged": vars(unchanged), "times_tfrecord2idx": ratio}
     cli.print_table(_COLUMNS, lines)
-    if theirs:
-        print(
-            f"tfrecord2idx: {theirs:.2f} s a file, over {_TFRECORD2IDX_FILES.value} files; its"
-            " column is that, times the files"
-        )
+    print(f"tfrecord2idx: {theirs:.2f} s a file; its column is that, times the files")
     return {"rows": rows, "tfrecord2idx_seconds_per_file": theirs}
 
 
@@ -167,16 +163,16 @@ def memory_of_tree(root: int) -> int:
         return 0  # one of them has just ended
 
 
-def time_tfrecord2idx(folder: str) -> float | None:
-    """Returns the seconds that DALI's own tool takes for a file; None if none are asked for."""
+def time_tfrecord2idx(folder: str) -> float:
+    """Returns the seconds that DALI's own tool takes for a file."""
     tool = Path(sys.executable).parent / "tfrecord2idx"
     files = sorted(path for path in Path(folder).glob("*-of-*") if path.suffix != ".idx")
-    files = files[: _TFRECORD2IDX_FILES.value]
+    files = files[:_TFRECORD2IDX_FILES]
     start = time.perf_counter()
     for file in files:
         words = [sys.executable, tool, file, f"{file}.theirs"]
         subprocess.run(words, check=True, capture_output=True)
-    return (time.perf_counter() - start) / len(files) if files else None
+    return (time.perf_counter() - start) / len(files)
 
 
 if __name__ == "__main__":

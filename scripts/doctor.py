@@ -7,6 +7,7 @@ checks these files and their indexes too. The exit code is 1 if something is bro
 example: python scripts/doctor.py --files='path/train-*'
 """
 
+import collections
 import contextlib
 import glob
 import importlib.metadata
@@ -109,14 +110,13 @@ class Trier(processes.JsonWorker):
 
 def main(arguments: list[str]) -> int:
     cli.check_no_arguments(arguments)
-    findings = list(examine())
-    width = max(len(finding.what) for finding in findings)
-    for finding in findings:
-        print(f"{finding.state:<7}  {finding.what:<{width}}  {finding.found}")
+    states: collections.Counter[str] = collections.Counter()
+    for finding in examine():
+        states[finding.state] += 1
+        print(f"{finding.state:<7}  {finding.what:<21}  {finding.found}", flush=True)
         if finding.fix:
-            print(f"{'':<7}  {'':<{width}}  -> {finding.fix}")
-    broken = sum(finding.state == "broken" for finding in findings)
-    warnings = sum(finding.state == "warning" for finding in findings)
+            print(f"{'':<7}  {'':<21}  -> {finding.fix}")
+    broken, warnings = states["broken"], states["warning"]
     print(f"{cli.format_count(broken, 'thing')} broken, {cli.format_count(warnings, 'warning')}.")
     return 1 if broken else 0
 
@@ -194,13 +194,15 @@ def examine_driver() -> Generator[Finding, None, list[str] | None]:
     """Asks nvidia-smi for its GPUs; returns a line for each, or None if there is no nvidia-smi."""
     fix = "nvidia-smi    # says what is wrong with the driver; a new one needs a reboot"
     try:
-        answer = machine.ask_driver("name,driver_version")
+        answer = machine.ask_driver("name,driver_version,memory.used,memory.total,mig.mode.current")
     except InputError as error:
         answer = (False, str(error).partition(":")[0])
     if answer is None:
         return None
     works, output = answer
     gpus = output.strip().splitlines() if works else []
+    if any(int(gpu.split(", ")[1].split(".")[0]) < 525 for gpu in gpus):
+        works, output = False, f"{gpus[0]}: CUDA 12 needs driver 525 or newer"
     yield check("driver", works, ("; ".join(gpus) or "no GPU") if works else last_line(output), fix)
     return gpus
 
@@ -308,11 +310,8 @@ def fix_records(error: str, files: list[str]) -> str:
 
 
 def _reinstall() -> str:
-    """Returns the command that reinstalls everything, with CUDA's libraries where they are used."""
-    gpu = shutil.which("nvidia-smi") is not None
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        gpu = gpu or bool(importlib.metadata.version("nvidia-cudnn-cu12"))
-    return f"{_REINSTALL} GPU=1" if gpu else _REINSTALL
+    """Returns the command that reinstalls everything, with CUDA where there is a GPU."""
+    return f"{_REINSTALL} GPU=1" if shutil.which("nvidia-smi") else _REINSTALL
 
 
 def last_line(text: str) -> str:

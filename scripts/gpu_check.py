@@ -1,249 +1,267 @@
 """Checks and measures everything that is claimed about GPUs, on a machine that has one.
 
-Each part runs in a process of its own, as it may crash, and adds to the results at once. tests:
-those with the marker `gpu`; pixels: real images against tf.data's; throughput: images/s of photos
-and 1080p; hw_decoder_load: the hardware decoder's share swept; training: a ResNet-50 step with and
-without input; alone: DALI where TensorFlow sees no GPU. --rehearse runs all of it briefly on the
-CPU.
+Each part runs in a process of its own, takes at most eight minutes and leaves its results at once:
+what may crash (probe), pixels against tf.data's, devices and strategies, images/s by batch and
+image size (throughput), other ways of feeding (experiments), a ResNet-50 step with and without
+input (training), memory. Where TensorFlow sees no GPU, DALI is measured alone. --rehearse runs all
+of it briefly on the CPU.
 
-example: python scripts/gpu_check.py --files='path/train-*' --parts=tests,pixels
+example: python scripts/gpu_check.py --files='path/train-*' --parts=probe,pixels
 """
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
 from typing import Any
 
-import numpy as np
+_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+try:
+    sys.path.append(_ROOT)  # the package may not be installed
+    import numpy as np
 
-from dali_tf_input import DaliOptions, DatasetSpec, InputError, InputSpec, Preprocess, TfDataOptions
-from support import cli, first_batches, machine, processes
-from support.flags import FileFlags, WorkFlags, check_list
-from support.throughput import sweep
-from support.throughput.candidates import Candidate, CandidateError, Measurer, images_per_second
-from support.throughput.rows import conclusions
+    import dali_tf_input as dti
+    from support import cli, first_batches, machine, processes
+    from support.flags import FileFlags, WorkFlags, check_list
+    from support.throughput import experiments, rows, sweep
+    from support.throughput.candidates import Candidate, CandidateError, Measurer, images_per_second
+except ModuleNotFoundError as error:
+    sys.exit(f"error: {sys.executable} lacks {error.name}: install it, or see docs/install.md.")
 
-PARTS = ("tests", "pixels", "throughput", "hw_decoder_load", "training")
+PARTS = ("probe", "pixels", "devices", "throughput", "experiments", "training", "memory")
 FLAGS = cli.Flags()
 _FILES = FileFlags(FLAGS)
 _WORK = WorkFlags(FLAGS)
 _PARTS = FLAGS.list("parts", None, f"Of {', '.join(PARTS)}; by default all.")
-_OUT = FLAGS.string("out", "docs/results/gpu.json", "File for the results.")
-_SECONDS = FLAGS.number("seconds", 2.0, "Length of each measured window.", 0.01)
-_REPEATS = FLAGS.integer("repeats", 3, "Measured windows of each row.", 1)
+_OUT = FLAGS.string("out", "docs/results/gpu", "Folder for the results, PART.json.")
 _REHEARSE = FLAGS.boolean("rehearse", False, "Run everything on the CPU, briefly.")
 _PART = FLAGS.string("part", None, "For the processes that this one starts: what to do.")
 
 _LIMIT = 480  # seconds that a part may take
-_LOADS = (None, 0.0, 0.25, 0.5, 0.75, 1.0)
-_BATCHES = (64, 256, 512)
+_WINDOWS, _BRIEFLY = (2.0, 3), (0.1, 1)  # seconds of a measured window, and how many
 _LARGEST_MEAN = 3.0  # of 255: nvJPEG's inverse DCT and upsampling differ from libjpeg-turbo's
 
 
 def main(arguments: list[str]) -> int:
     cli.check_no_arguments(arguments)
     dataset = _FILES.dataset()
+    os.environ["PYTHONPATH"] = os.pathsep.join([os.environ.get("PYTHONPATH", ""), _ROOT])
     if _PART.value:
         processes.die_with_parent()
-        print(json.dumps(run_part(_PART.value, dataset)), flush=True)
+        cli.import_tensorflow()
+        check = globals().get(f"check_{_PART.value}", lambda _: run_tests(_PART.value))
+        print(json.dumps(check(dataset)), flush=True)
         return 0
     parts = check_list("parts", _PARTS.value, list(PARTS))
     if _REHEARSE.value and not _OUT.present:
-        raise InputError("A rehearsal is not a result: name another file with --out.")
+        raise dti.InputError("A rehearsal is not a result: name another folder with --out.")
     about = machine.describe()
     if not about["gpus"] and not _REHEARSE.value:
-        raise InputError(
+        raise dti.InputError(
             "There is no NVIDIA GPU here (no nvidia-smi, or it shows none). To try this on the CPU:"
-            " scripts/gpu_check.py --rehearse --out=rehearsal.json --files=GLOB"
+            " scripts/gpu_check.py --rehearse --out=rehearsal --files=GLOB"
         )
-    if not _OUT.present:
-        os.makedirs(os.path.dirname(_OUT.value), exist_ok=True)
-    cli.check_writable(_OUT, suffix=".json")
+    os.makedirs(_OUT.value, exist_ok=True)
     machine.print_lines(about)
     if not _REHEARSE.value and not machine.count_gpus_of_tensorflow():
         print("TensorFlow sees no GPU (docs/install.md): DALI is measured alone.")
         parts = ["alone"]
-    report = {**about, "rehearsal": _REHEARSE.value, "parts": {}}
-    if _PARTS.value and os.path.exists(_OUT.value):
-        report["parts"] = read_parts(report)
     failed = []
     for part in parts:
         start = time.monotonic()
-        report["parts"][part] = found = start_part(part)
-        with open(_OUT.value, "w", encoding="utf-8") as stream:  # what was found is kept
-            json.dump(report, stream, indent=2)
+        found = start_part(part)
+        with open(os.path.join(_OUT.value, f"{part}.json"), "w", encoding="utf-8") as stream:
+            json.dump({**about, "rehearsal": _REHEARSE.value, **found}, stream, indent=2)
         took = cli.format_seconds(time.monotonic() - start)
-        print(f"{part:<16} {found['text']}  ({took})", flush=True)
+        print(f"{part:<12} {found['text']}  ({took})", flush=True)
         failed += [] if found["passed"] else [part]
     if _REHEARSE.value:
         print("This was a rehearsal on the CPU: it says nothing about a GPU.")
     print(f"results in {_OUT.value}")
     if failed:
-        raise InputError(f"failed, or not measured: {', '.join(failed)}; see {_OUT.value}.")
+        raise dti.InputError(f"failed, or not measured: {', '.join(failed)}; see {_OUT.value}.")
     return 0
 
 
-def read_parts(report: dict[str, Any]) -> dict[str, Any]:
-    """Returns what an earlier run on this machine found."""
-    try:
-        with open(_OUT.value, encoding="utf-8") as stream:
-            earlier = json.load(stream)
-        same = ("gpus", "cpu", "cores", "versions", "rehearsal")
-        if any(earlier[what] != report[what] for what in same):
-            raise ValueError("it is of another machine or version, or a rehearsal")
-        return dict(earlier["parts"])
-    except (ValueError, KeyError, TypeError) as error:
-        text = f"{_OUT.value} is not a result to add to: {error}. Name another --out."
-        raise InputError(text) from error
-
-
-def start_part(part: str) -> dict[str, Any]:
+def start_part(part: str, **environment: str) -> dict[str, Any]:
     """Runs a part in a process; how it died is a result too."""
     words = [sys.executable, os.path.abspath(__file__), f"--part={part}", *_FILES.as_arguments()]
-    words += [f"--seconds={_SECONDS.value}", f"--repeats={_REPEATS.value}"]
     words += ["--rehearse"] if _REHEARSE.value else []
     try:
-        code, output, errors = processes.call(words, seconds=_LIMIT)
+        shared = {"seconds": _LIMIT, "environment": {**os.environ, **environment}}
+        code, output, errors = processes.call(words, **shared)
     except subprocess.TimeoutExpired:
         return {"passed": False, "text": f"DIED: no answer within {_LIMIT} s"}
     if code == 0:
-        return json.loads(output.splitlines()[-1])
+        return {**json.loads(output.splitlines()[-1]), "stderr": errors[-20000:]}
     last = next((line for line in reversed(errors.splitlines()) if line.strip()), "")
     text = f"DIED: {processes.how_it_ended(code)}: {last}"
-    return {"passed": False, "text": text, "stderr": errors[-2000:]}
+    return {"passed": False, "text": text, "stderr": errors[-20000:]}
 
 
-def make_options(**changes: Any) -> DaliOptions:
+def make_options(**changes: Any) -> dti.DaliOptions:
     """Returns options for the GPU, or what stands for it."""
-    return DaliOptions(device="cpu" if _REHEARSE.value else "gpu", **changes)
+    return dti.DaliOptions(device="cpu" if _REHEARSE.value else "gpu", **changes)
 
 
-def make_spec(dataset: DatasetSpec, image_size: int = 224, order: str = "buffer") -> InputSpec:
-    """Returns a training input."""
-    preprocess = Preprocess.for_training(image_size)
-    return InputSpec(dataset=dataset, preprocess=preprocess, order=order)
+def make_candidate(order: str = "buffer", variant: str = "dataset", **changes: Any) -> Candidate:
+    """Returns a way of feeding a GPU; `changes` are of its options."""
+    return Candidate(make_options(**changes), order, variant)
 
 
-def run_part(part: str, dataset: DatasetSpec) -> dict[str, Any]:
-    """Does a part in this process; returns passed, text and details."""
-    cli.import_tensorflow()
-    from dali_tf_input import enable_memory_growth
-
-    if part in ("pixels", "training"):  # others start processes of their own
-        enable_memory_growth()
-    return globals()[f"check_{part}"](dataset)
+def choose_batch_size(dataset: dti.DatasetSpec) -> int:
+    """Returns 256, or what a rehearsal or the records allow."""
+    return min(8 if _REHEARSE.value else 256, dataset.num_records)
 
 
-def check_tests(_: DatasetSpec) -> dict[str, Any]:
-    """Runs the tests that need a GPU, in the folder of this repository."""
-    file = os.path.join(os.path.dirname(processes.SCRIPTS), "tests", "backends", "test_gpu.py")
-    words = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", file]
+def compare(dataset: dti.DatasetSpec, ways: dict[str, Candidate]) -> dict[str, Any]:
+    """Measures candidates in turn, in one process; one that dies does not end it."""
+    answers: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
+    texts: dict[str, str] = {}
+    seconds, repeats = _BRIEFLY if _REHEARSE.value else _WINDOWS
+    with Measurer(_FILES, _WORK, f"--batch_size={choose_batch_size(dataset)}") as measurer:
+        for _ in range(repeats):
+            for name in [name for name in ways if "FAILED" not in texts.get(name, "")]:
+                try:
+                    answers[name].append(measurer.measure(ways[name], seconds=seconds))
+                except CandidateError as error:
+                    texts[name] = f"{name}: FAILED: {str(error).splitlines()[0]}"
+                    continue
+                rate = dti.Stats.of(list(map(images_per_second, answers[name]))).median
+                memory = answers[name][-1]["gpu_memory_bytes"]
+                held = f", {memory / 1e6:,.0f} MB of the GPU in use" if memory else ""
+                texts[name] = f"{name}: {rate:,.0f} images/s{held}"
+    passed = all("FAILED" not in text for text in texts.values())
+    return {"passed": passed, "text": "\n  ".join(texts.values()), "details": answers}
+
+
+def run_tests(part: str) -> dict[str, Any]:
+    """Runs the tests of a part, those that need a GPU and have it in their name."""
+    words = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-k", f"test_{part}"]
+    words += ["-p", "no:cacheprovider", os.path.join(_ROOT, "tests", "backends", "test_gpu.py")]
     environment = {**os.environ, "GPU_TESTS_ON": make_options().device}
     code, output, errors = processes.call(words, environment=environment)
     lines = output.splitlines() or errors.splitlines() or ["no answer"]
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-    text = "\n  ".join([lines[-1], *failed])
+    text = "\n  ".join([lines[-1], *(line.partition(" - ")[0] for line in failed)])
     return {"passed": code == 0, "text": text, "output": output[-20000:]}
 
 
-def check_pixels(dataset: DatasetSpec) -> dict[str, Any]:
-    """Compares training images and labels with tf.data's."""
-    spec, batch_size = make_spec(dataset, order="global"), min(64, dataset.num_records)
-    (images, labels), (other_images, other_labels) = (
-        next(first_batches.make_batches(spec, options, batch_size))
-        for options in (make_options(), TfDataOptions())
+def check_probe(_: dti.DatasetSpec) -> dict[str, Any]:
+    """Tries what may crash; keeps what the decoder says of its hardware."""
+    found, bare = run_tests("probe"), start_part("alone", DALI_NVIMGCODEC_LOG_LEVEL="3")
+    said = re.findall(r".*(?:HW|hardware).*decoder.*", bare.get("stderr", ""), re.IGNORECASE)
+    passed, text = found["passed"] and bare["passed"], [found["text"], bare["text"]]
+    return {"passed": passed, "text": "\n  ".join([*text, *dict.fromkeys(said)]), "tests": found}
+
+
+def check_alone(dataset: dti.DatasetSpec) -> dict[str, Any]:
+    """Measures what needs no GPU of TensorFlow's: the bare pipeline, and a dataset on the CPU."""
+    ways = {"bare pipe.run()": "bare", "dataset on the CPU": "on_cpu"}
+    return compare(dataset, {name: make_candidate(variant=way) for name, way in ways.items()})
+
+
+def check_pixels(dataset: dti.DatasetSpec) -> dict[str, Any]:
+    """Runs the tests; compares real training images with tf.data's, by both ways of upsampling."""
+    import tensorflow as tf
+
+    found, preprocess = run_tests("pixels"), dti.Preprocess.for_training(224)
+    spec = dti.InputSpec(dataset=dataset, preprocess=preprocess, order="global")
+    options, batch_size = make_options(), min(64, dataset.num_records)
+    (images, labels), (others, other_labels) = (
+        next(first_batches.make_batches(spec, one, batch_size))
+        for one in (options, dti.TfDataOptions())
     )
-    means = np.abs(images - other_images).mean(axis=(1, 2, 3))
-    mean, equal = float(means.mean()), bool((labels == other_labels).all())
-    text = f"differ from tf.data's by {mean:.2f} of 255 on average, one image by {means.max():.2f}"
-    return {"passed": equal and mean < _LARGEST_MEAN, "text": text, "labels_equal": equal}
+    with tf.device(f"{options.device}:0"):
+        shared = {"spec": spec, "options": options, "batch_size": batch_size}
+        plain = next(iter(experiments.make_dataset("plain_upsampling", **shared)))[0]
+    plain = dti.denormalize(plain.numpy(), preprocess)
+    mean, plain_mean = (float(np.abs(one - others).mean()) for one in (images, plain))
+    equal = bool((labels == other_labels).all())
+    text = f"{mean:.2f} of 255 from tf.data's; {plain_mean:.2f} with plain chroma upsampling"
+    passed = found["passed"] and equal and mean < _LARGEST_MEAN
+    found |= {"labels_equal": equal, "mean": mean, "plain_mean": plain_mean}
+    return {**found, "passed": passed, "text": f"{found['text']}\n  {text}"}
 
 
-def check_throughput(dataset: DatasetSpec) -> dict[str, Any]:
-    """Measures the rows that are compared, on the photos as they are and at 1080p."""
-    dali = f"dali_{make_options().device}"
-    names = ["tf_data_serial", "tf_data", f"{dali}_bare", dali]
-    batch_size = min(8 if _REHEARSE.value else 256, dataset.num_records)
-    flags = [f"--{one.name}={one.value}" for one in (_SECONDS, _REPEATS)]
-    flags += [f"--batch_size={batch_size}"]
+def check_throughput(dataset: dti.DatasetSpec) -> dict[str, Any]:
+    """Measures rows in turn, by the size of batches and of images."""
+    dali, usual = f"dali_{make_options().device}", choose_batch_size(dataset)
+    names = ["tf_data_serial", "tf_data", f"{dali}_bare", dali, f"{dali}_global"]
+    batches = () if _REHEARSE.value else (64, 256, 1024)
     texts, details = [], {}
+    seconds, repeats = _BRIEFLY if _REHEARSE.value else _WINDOWS
+    window: dict[str, Any] = {"seconds": seconds, "warmup_batches": 4, "repeats": repeats}
     with tempfile.TemporaryDirectory() as folder:
-        full_hd = sweep.write_resized(dataset, (1080, 1920), folder, at_least=2 * batch_size)
-        sets = {"photos": _FILES.as_arguments(), "1080p": [f"--files={full_hd}"]}
-        for name, files in sets.items():
-            report = details[name] = sweep.compare_rows(names, [*files, *flags], seconds=_LIMIT)
-            rows = report["rows"].items()
-            rates = (f"{row} {one['images_per_second']['median']:,.0f}" for row, one in rows)
-            texts += [f"{name}: {', '.join(rates)}", *conclusions(report["windows"])]
+        for size, batch in (*(((256, 341), batch) for batch in batches), ((1080, 1920), usual)):
+            flags, at_least = cli.Flags(), 16 if _REHEARSE.value else 2048
+            files = FileFlags(flags)
+            flags(["", f"--files={sweep.write_resized(dataset, size, folder, at_least=at_least)}"])
+            windows = rows.measure_rows(names, files, _WORK, f"--batch_size={batch}", **window)
+            rates = {name: dti.Stats.of(rows.rates(one)) for name, one in windows.items()}
+            shown = ", ".join(f"{name} {stats.median:,.0f}" for name, stats in rates.items())
+            texts += [f"{size}, batch {batch}: {shown}", *rows.conclusions(windows)]
+            details[f"{size}, {batch}"] = windows
     return {"passed": True, "text": "\n  ".join(texts), "details": details}
 
 
-def check_hw_decoder_load(dataset: DatasetSpec) -> dict[str, Any]:
-    """Measures the dataset over the hardware decoder's share and the batch."""
-    loads = (None,) if _REHEARSE.value else _LOADS
-    batches = {min(size, dataset.num_records) for size in ((8,) if _REHEARSE.value else _BATCHES)}
-    rows, best = [], (0.0, "nothing")
-    for batch_size in sorted(batches):
-        with Measurer(_FILES, _WORK, f"--batch_size={batch_size}") as measurer:
-            for load in loads:
-                row: dict[str, Any] = {"batch_size": batch_size, "hw_decoder_load": load}
-                candidate = Candidate(make_options(hw_decoder_load=load), "buffer")
-                try:
-                    rate = images_per_second(measurer.measure(candidate, seconds=_SECONDS.value))
-                    row["images_per_second"] = rate
-                    share = "DALI's own share" if load is None else f"a share of {load}"
-                    best = max(best, (rate, f"batch {batch_size}, {share}"))
-                except CandidateError as error:
-                    row["failed"] = str(error)
-                rows.append(row)
-    text = f"fastest: {best[0]:,.0f} images/s, {best[1]}"
-    return {"passed": all("failed" not in row for row in rows), "text": text, "details": rows}
+def check_experiments(dataset: dti.DatasetSpec) -> dict[str, Any]:
+    """Measures other ways of feeding, and shares of the hardware decoder, beside the default."""
+    ways = {}
+    for order in ("buffer", "global"):
+        for name in ("dataset", *experiments.EXPERIMENTS):
+            if order == "global" or name not in experiments.FIXED_ORDER:
+                ways[f"{order}, {name}"] = make_candidate(order, name)
+    for load in () if _REHEARSE.value else (0.0, 0.25, 0.5, 0.75, 1.0):
+        ways[f"hw_decoder_load={load}"] = make_candidate(hw_decoder_load=load)
+    return compare(dataset, ways)
 
 
-def check_training(dataset: DatasetSpec) -> dict[str, Any]:
-    """Trains a ResNet-50 (in a rehearsal one layer): which part of the step it waits for input."""
+def check_training(dataset: dti.DatasetSpec) -> dict[str, Any]:
+    """Trains a ResNet-50 (rehearsed: a MobileNet): which part of the step it waits for input."""
     import keras
+    import tensorflow as tf
 
-    from dali_tf_input import InputProfile, distribute
-
-    small = _REHEARSE.value
-    batch_size, size, steps = (4, 32, 20) if small else (min(256, dataset.num_records), 224, 40)
+    dti.enable_memory_growth()
+    small, options = _REHEARSE.value, make_options()
+    gpus = [one.name for one in tf.config.list_logical_devices(options.device.upper())]
+    cases: list[tuple[str, Any, list[str]]] = [("tf_data", dti.TfDataOptions(), [])]
+    cases += [("dali", options, []), ("dali, mirrored", options, gpus[:1])]
+    cases += [(f"dali, {len(gpus)} GPUs", options, gpus)] if len(gpus) > 1 else []
+    size, steps = (32, 20) if small else (224, 40)
     details, texts = {}, []
-    for name, options in (("tf_data", TfDataOptions()), ("dali", make_options())):
+    keras.mixed_precision.set_global_policy("float32" if small else "mixed_float16")
+    preprocess = dti.Preprocess.for_training(size)
+    spec = dti.InputSpec(dataset=dataset, preprocess=preprocess, order="buffer")
+    for name, one, devices in cases:
         keras.utils.clear_session()
-        keras.mixed_precision.set_global_policy("float32" if small else "mixed_float16")
-        classes = max(1000, dataset.label_range[1] if dataset.label_range else 0) + 1
-        layers = [keras.layers.Input((size, size, 3)), keras.layers.Flatten()]
-        model = keras.Sequential([*layers, keras.layers.Dense(classes, "softmax")])
-        if not small:
-            model = keras.applications.ResNet50(weights=None, classes=classes)
-        model.compile("sgd", "sparse_categorical_crossentropy")
-        train = distribute(make_spec(dataset, size), options, global_batch_size=batch_size)
-        profile = InputProfile(train, cached_steps=4 if small else 20)
+        strategy = tf.distribute.MirroredStrategy(devices) if devices else None
+        batch_size = max(1, len(devices)) * (4 if small else choose_batch_size(dataset))
+        with (strategy or tf.distribute.get_strategy()).scope():
+            make = keras.applications.MobileNet if small else keras.applications.ResNet50
+            model = make(input_shape=(size, size, 3), weights=None, classes=1001)
+            model.compile("sgd", "sparse_categorical_crossentropy")
+        train = dti.distribute(spec, one, strategy=strategy, global_batch_size=batch_size)
+        profile = dti.InputProfile(train, cached_steps=4 if small else 20)
         arguments = {"steps_per_epoch": steps, "shuffle": False, "verbose": 0}
         model.fit(train.dataset.repeat(), epochs=2, callbacks=[profile], **arguments)
         last = profile.epochs[-1]
         details[name], rate = last._asdict(), batch_size / last.step_seconds
         texts.append(f"{name}: {rate:,.0f} images/s, waits {last.wait:.0%}")
-    return {"passed": True, "text": "; ".join(texts), "details": details}
+    return {"passed": True, "text": "\n  ".join(texts), "details": details}
 
 
-def check_alone(dataset: DatasetSpec) -> dict[str, Any]:
-    """Measures DALI's pipeline without TensorFlow, which sees no GPU."""
-    from dali_tf_input import measure
-    from dali_tf_input.backends.reading import Stream
-    from dali_tf_input.dataset import import_dali
-
-    batch_size = min(256, dataset.num_records)
-    stream = Stream(spec=make_spec(dataset), batch_size=batch_size)
-    pipeline = import_dali().build_pipeline(stream, make_options(), 0)
-    pipeline.build()
-    batches = iter(pipeline.run, None)
-    window = measure(batches, batch_size=batch_size, seconds=_SECONDS.value, warmup_batches=8)
-    return {"passed": True, "text": f"bare pipe.run(): {window.images_per_second:,.0f} images/s"}
+def check_memory(dataset: dti.DatasetSpec) -> dict[str, Any]:
+    """Runs the tests; measures what the decoder's memory hints take of the GPU."""
+    found, texts = run_tests("memory"), []
+    for hints in (True, False):  # each in a process of its own
+        name = f"memory_hints={hints}"
+        found[name] = compare(dataset, {name: make_candidate(memory_hints=hints)})
+        texts.append(found[name]["text"])
+    return {**found, "text": "\n  ".join([found["text"], *texts])}
 
 
 if __name__ == "__main__":

@@ -34,17 +34,8 @@ from dali_tf_input.index.contents import PIXELS_KEY, SIDE_KEYS
 from dali_tf_input.index.example import decode_example, encode_example, replace_features
 from dali_tf_input.index.tfrecord import read_data
 from support import cli
+from support.convert import writer
 from support.convert.images import Conversion, UnreadableImage, convert_image
-from support.convert.writer import (
-    LABELS_NAME,
-    Record,
-    Split,
-    check_folder,
-    find_split,
-    image_features,
-    print_written,
-    write_splits,
-)
 
 FLAGS = cli.Flags()
 _VALIDATION_FRACTION = FLAGS.number(
@@ -84,14 +75,9 @@ def main(arguments: list[str]) -> int:
     if not 1 <= _QUALITY.value <= 100:
         raise InputError(f"`quality` must be in [1, 100], got {_QUALITY.value}.")
     source, out = map(os.path.expanduser, arguments)
-    check_folder(os.path.abspath(out), overwrite=_OVERWRITE.value)
-    conversion = Conversion(
-        _RESIZE_SHORTER.value,
-        _QUALITY.value,
-        _APPLY_ORIENTATION.value,
-        _DECODER.value,
-        _STORE.value,
-    )
+    writer.check_folder(os.path.abspath(out), overwrite=_OVERWRITE.value)
+    flags = (_RESIZE_SHORTER, _QUALITY, _APPLY_ORIENTATION, _DECODER, _STORE)
+    conversion = Conversion(*(flag.value for flag in flags))
     kept = array.array("Q")  # records of a validation split that stays what it is
     with tempfile.TemporaryDirectory() as folder:
         catalog = os.path.join(folder, "catalog")
@@ -117,13 +103,13 @@ def main(arguments: list[str]) -> int:
             if fraction is None and train and validation:
                 groups, kept = [train], validation
         train, validation = split_items(groups, kept, fraction or 0.0, _SEED.value)
-        splits = [Split(name="train", items=train, num_files=_NUM_FILES.value)]
+        splits = [writer.Split(name="train", items=train, num_files=_NUM_FILES.value)]
         if validation:
             num_files = _NUM_VALIDATION_FILES.value
-            splits.append(Split(name="validation", items=validation, num_files=num_files))
+            splits.append(writer.Split(name="validation", items=validation, num_files=num_files))
         shared = {"num_processes": _NUM_PROCESSES.value, "overwrite": _OVERWRITE.value}
-        written = write_splits(out, splits, make_record, labels=labels, **shared)
-    print_written(out, written, None if labels is None else len(labels))
+        written = writer.write_splits(out, splits, make_record, labels=labels, **shared)
+    writer.print_written(out, written, None if labels is None else len(labels))
     return 0
 
 
@@ -137,8 +123,8 @@ def find_classes(image_root: str, *, skip_empty: bool) -> tuple[list[str], int]:
     broken = [name for name in class_names if "\n" in name]
     if broken:
         raise InputError(
-            f"{broken[0]!r}: a line break in the name of a class, which {LABELS_NAME} cannot hold:"
-            " rename the folder."
+            f"{broken[0]!r}: a line break in the name of a class, which {writer.LABELS_NAME} cannot"
+            " hold: rename the folder."
         )
     others, empty = 0, {}
     for name in class_names:
@@ -191,7 +177,7 @@ def list_records(dataset: DatasetSpec, catalog: str) -> tuple[array.array, array
     Raises:
       InputError: files of a test split are among others, and would become training data.
     """
-    splits = {file: find_split(file) for file in dataset.files}
+    splits = {file: writer.find_split(file) for file in dataset.files}
     tests = [file for file, split in splits.items() if split == "test"]
     if tests and len(tests) < len(splits):
         others = f"{len(splits) - len(tests):,} of {len(splits):,} files are not"
@@ -212,7 +198,7 @@ def list_records(dataset: DatasetSpec, catalog: str) -> tuple[array.array, array
 def read_labels(dataset: DatasetSpec) -> list[str] | None:
     """Returns the lines of labels.txt beside the first file, if there is one."""
     with contextlib.suppress(FileNotFoundError):
-        path = os.path.join(os.path.dirname(dataset.files[0]), LABELS_NAME)
+        path = os.path.join(os.path.dirname(dataset.files[0]), writer.LABELS_NAME)
         with open(path, encoding="utf-8", errors="surrogateescape") as stream:
             return stream.read().splitlines()
     return None
@@ -238,36 +224,38 @@ def split_items(
     return train, validation
 
 
-def record_of_image(catalog: str, conversion: Conversion, start: int) -> Record:
+def record_of_image(catalog: str, conversion: Conversion, start: int) -> writer.Record:
     """Reads one image; its class is the name of its folder."""
     label, name = read_line(catalog, start)
     try:
         with open(name, "rb") as stream:
             image = convert_image(stream.read(), conversion)
     except (UnreadableImage, OSError) as error:
-        return Record(None, name, (str(error),))
+        return writer.Record(None, name, (str(error),))
     folder, filename = os.path.split(name)
     size, text = (image.height, image.width), os.path.basename(folder)
     key = PIXELS_KEY if conversion.store == "pixels" else "image/encoded"
     about = {"key": key, "label": label, "text": text, "filename": filename}
-    features = image_features(image.encoded, size, **about)
-    return Record(encode_example(features), name, image.notes)
+    features = writer.image_features(image.encoded, size, **about)
+    return writer.Record(encode_example(features), name, image.notes)
 
 
-def record_of_record(catalog: str, conversion: Conversion, image_key: str, start: int) -> Record:
+def record_of_record(
+    catalog: str, conversion: Conversion, image_key: str, start: int
+) -> writer.Record:
     """Reads one record; changes only the features of an image that is re-encoded."""
     offset, size, path = read_line(catalog, start)
     source = f"{path} at byte {offset}"
     with open(path, "rb") as stream:
         data = read_data(stream.fileno(), offset, size)
     if data is None:
-        return Record(None, source, ("the data of this record does not fit its CRC",))
+        return writer.Record(None, source, ("the data of this record does not fit its CRC",))
     try:
         features = decode_example(data)
         encoded = features[image_key][1][0]
         image = convert_image(encoded, conversion)
     except (UnreadableImage, InputError, KeyError, IndexError) as error:
-        return Record(None, source, (str(error),))
+        return writer.Record(None, source, (str(error),))
     if conversion.store == "pixels":
         about = dict(zip(SIDE_KEYS, (image.height, image.width), strict=True))
         changes = {PIXELS_KEY: image.encoded, **about, "image/format": "RGB"}
@@ -276,7 +264,7 @@ def record_of_record(catalog: str, conversion: Conversion, image_key: str, start
         changes = {"image/height": image.height, "image/width": image.width, "image/format": "JPEG"}
         changes = {key: value for key, value in changes.items() if key in features}
         data = replace_features(data, {image_key: image.encoded, **changes})
-    return Record(data, source, image.notes)
+    return writer.Record(data, source, image.notes)
 
 
 def read_line(catalog: str, start: int) -> list:

@@ -84,38 +84,36 @@ def make_spec() -> InputSpec:
     return InputSpec(dataset=_FILES.dataset(), preprocess=preprocess, order="global", seed=seed)
 
 
-def read_encoded(spec: InputSpec, num_images: int) -> list[bytes]:
-    """Returns the encoded images that come first in an epoch."""
+def read_originals(spec: InputSpec, num_images: int) -> list[Image.Image]:
+    """Returns the images that come first in an epoch, as they are stored."""
     dataset = spec.dataset
     steps = EpochSteps(
         num_records=dataset.num_records, batch_size=num_images, num_shards=1, padded=False
     )
     records = list_records(dataset.records_per_file, steps=steps, shard=Shard(), seed=spec.seed)
-    encoded = []
+    originals = []
     for record in records[:num_images].tolist():
         features = dataset.read(record)
-        image = features[dataset.image_key][0]
+        stored = features[dataset.image_key][0]
         if dataset.stores_pixels:
             height, width = (features[key][0] for key in SIDE_KEYS)
-            stream = io.BytesIO()
-            Image.frombytes("RGB", (width, height), image).save(stream, "PNG")
-            image = stream.getvalue()
-        encoded.append(image)
-    return encoded
+            originals.append(Image.frombytes("RGB", (width, height), stored))
+        else:
+            originals.append(Image.open(io.BytesIO(stored)).convert("RGB"))
+    return originals
 
 
-def open_original(encoded: bytes, spec: InputSpec, slot: int) -> tuple[Image.Image, Any, bool]:
-    """Returns an original, the region (top, left, height, width), and whether it is mirrored."""
+def find_crop(image: Image.Image, spec: InputSpec, slot: int) -> tuple[Any, bool]:
+    """Returns the region (top, left, height, width) of an image, and whether it is mirrored."""
     import tensorflow as tf
 
     from dali_tf_input.backends.reading import draw_uniforms
     from dali_tf_input.backends.tf_images import find_region
 
-    image = Image.open(io.BytesIO(encoded)).convert("RGB")
     uniforms, _ = draw_uniforms(spec, tf.constant(0, tf.int64), tf.constant(slot, tf.int64))
     region = find_region(tf.constant([image.height, image.width]), uniforms, spec.preprocess)
     mirrored = bool(uniforms[0] < spec.preprocess.mirror_probability)
-    return image, (*region.start.numpy(), *region.extent.numpy()), mirrored
+    return (*region.start.numpy(), *region.extent.numpy()), mirrored
 
 
 def name_labels(labels: Any, spec: InputSpec) -> list[str]:
@@ -144,8 +142,8 @@ def draw(spec: InputSpec, labels: list[str], images: np.ndarray, others: np.ndar
     figure, all_axes = plt.subplots(down, across * columns, **layout)
     for axes in all_axes.flat:
         axes.set_axis_off()
-    for number, encoded in enumerate(read_encoded(spec, len(images))):
-        image, (top, left, high, wide), mirrored = open_original(encoded, spec, number)
+    for number, image in enumerate(read_originals(spec, len(images))):
+        (top, left, high, wide), mirrored = find_crop(image, spec, number)
         row, start = number // across, number % across * columns
         remark = ", mirrored" if mirrored else ""
         shown = {

@@ -12,7 +12,6 @@ example: python scripts/tune.py --files='path/train-*' --seconds=300 --out=tuned
 import dataclasses
 import itertools
 import math
-import os
 import random
 import shlex
 import statistics
@@ -47,8 +46,6 @@ def main(arguments: list[str]) -> int:
         raise InputError("tune.py chooses `decode` itself: leave out --decode.")
     cli.check_writable(_OUT, suffix=".json")
     cli.check_writable(_JSON)
-    if _JSON.value and os.path.realpath(_JSON.value) == os.path.realpath(_OUT.value):
-        raise InputError(f"`json` and `out` name the same file, {_OUT.value}: give each its own.")
     spec = _WORK.spec(_FILES.dataset(), _ORDER.value)
     about, backends = begin(_BACKENDS.value)
     replicas = _REPLICAS.value or max(1, about["tensorflow_gpus"])
@@ -68,12 +65,9 @@ def main(arguments: list[str]) -> int:
 
 
 def list_rivals(default: Candidate, cores: int, *, plainly: bool) -> list[Candidate]:
-    """Returns the combinations of options that may be faster than a backend's default.
+    """Returns combinations of options that make a default's pixels, and may be faster.
 
-    Args:
-      default: the backend's default; every combination makes its pixels.
-      cores: how many cores the input may use.
-      plainly: whether the preprocessing resizes plainly (`Preprocess.resizes_plainly`).
+    `plainly`: whether the preprocessing resizes plainly (`Preprocess.resizes_plainly`).
     """
     options = default.options
     threads = sorted({max(1, cores // 2), cores, 2 * cores})

@@ -13,22 +13,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dali_tf_input import (
-    DaliOptions,
-    DatasetSpec,
-    InputError,
-    InputSpec,
-    Preprocess,
-    TfDataOptions,
-    build_index,
-)
+import dali_tf_input as dti
 from dali_tf_input.index.example import encode_example
 from dali_tf_input.index.tfrecord import BadRecord, find_records, frame_record
 from support.cli import import_tensorflow
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "scripts"
-DALI, TF_DATA = DaliOptions(device="cpu"), TfDataOptions()
+DALI, TF_DATA = dti.DaliOptions(device="cpu"), dti.TfDataOptions()
 BACKENDS = {"dali": DALI, "tf_data": TF_DATA}
 backends = pytest.mark.parametrize("options", BACKENDS.values(), ids=BACKENDS)
 WITHOUT_JAX = f"{ROOT}/tests/without_jax"
@@ -71,7 +63,7 @@ def on_its_own():
 
 def refused(message: str):
     """Expects an InputError with this message, a regular expression."""
-    return pytest.raises(InputError, match=message)
+    return pytest.raises(dti.InputError, match=message)
 
 
 def encode(image: Image.Image | np.ndarray, image_format: str = "PNG", **options) -> bytes:
@@ -145,7 +137,7 @@ def scan_records(file: Path | str) -> list[tuple[int, int]]:
     with open(file, "rb") as stream:
         for found in find_records(str(file), stream.fileno()):
             if isinstance(found, BadRecord):
-                raise InputError(f"{file}: byte {found.offset}: {found.detail}")
+                raise dti.InputError(f"{file}: byte {found.offset}: {found.detail}")
             records += found
     return records
 
@@ -161,14 +153,14 @@ def numbered_examples(count: int, *, first: int = 0) -> list[dict]:
     ]
 
 
-def write_indexed(file: Path, examples: list[dict], checks=None, **arguments) -> DatasetSpec:
+def write_indexed(file: Path, examples: list[dict], checks=None, **arguments) -> dti.DatasetSpec:
     """Writes and indexes one TFRecord file; `checks` and `arguments` are for `build_index`."""
     write_tfrecord(file, examples)
-    build_index(file, checks, **arguments)
-    return DatasetSpec.from_files(file)
+    dti.build_index(file, checks, **arguments)
+    return dti.DatasetSpec.from_files(file)
 
 
-def write_dataset(folder: Path, counts: list[int]) -> DatasetSpec:
+def write_dataset(folder: Path, counts: list[int]) -> dti.DatasetSpec:
     """Writes and indexes one TFRecord file for each count; labels number the records through all
     files.
     """
@@ -176,12 +168,14 @@ def write_dataset(folder: Path, counts: list[int]) -> DatasetSpec:
     for position, count in enumerate(counts):
         file = folder / f"train-{position:05d}-of-{len(counts):05d}"
         write_tfrecord(file, numbered_examples(count, first=sum(counts[:position])))
-    build_index(folder / "train-*")
-    return DatasetSpec.from_files(folder / "train-*")
+    dti.build_index(folder / "train-*")
+    return dti.DatasetSpec.from_files(folder / "train-*")
 
 
-def spec_of(dataset: DatasetSpec, order: str, preprocess: Preprocess, **changes) -> InputSpec:
-    return InputSpec(dataset=dataset, preprocess=preprocess, order=order, **changes)
+def spec_of(
+    dataset: dti.DatasetSpec, order: str, preprocess: dti.Preprocess, **changes
+) -> dti.InputSpec:
+    return dti.InputSpec(dataset=dataset, preprocess=preprocess, order=order, **changes)
 
 
 def take(batches, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -192,7 +186,7 @@ def take(batches, count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.fixture(scope="session")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> DatasetSpec:
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> dti.DatasetSpec:
     """24 records in three files of different lengths."""
     return write_dataset(tmp_path_factory.mktemp("records"), [5, 12, 7])
 
@@ -205,5 +199,5 @@ def sample_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     script = SCRIPTS / "make_sample_tfrecords.py"
     command = [sys.executable, script, "--num_images=96", "--num_validation_images=32", out]
     subprocess.run(command, check=True, capture_output=True)
-    build_index(out / "*-of-*")
+    dti.build_index(out / "*-of-*")
     return folder

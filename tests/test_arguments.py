@@ -8,36 +8,20 @@ import pytest
 import tensorflow as tf
 from conftest import jpeg
 
-from dali_tf_input import (
-    Checks,
-    DaliOptions,
-    DatasetSpec,
-    InputError,
-    InputSpec,
-    Preprocess,
-    RandomResizedCrop,
-    ResizeRandomCrop,
-    Shard,
-    TfDataOptions,
-    build_index,
-    distribute,
-    distribution,
-    iterate_batches,
-    load_options,
-    make_dataset,
-    measure,
-)
+import dali_tf_input as dti
 
-TRAINING = Preprocess.for_training(8)
+TRAINING = dti.Preprocess.for_training(8)
 
 
 def spec_of(dataset, **changes):
-    return InputSpec(**{"dataset": dataset, "preprocess": TRAINING, "order": "global", **changes})
+    return dti.InputSpec(
+        **{"dataset": dataset, "preprocess": TRAINING, "order": "global", **changes}
+    )
 
 
 def feed(dataset, **changes):
-    arguments = {"global_batch_size": 4, "options": TfDataOptions(), **changes}
-    return distribute(spec_of(dataset), **arguments)
+    arguments = {"global_batch_size": 4, "options": dti.TfDataOptions(), **changes}
+    return dti.distribute(spec_of(dataset), **arguments)
 
 
 WRONG = {
@@ -61,7 +45,7 @@ WRONG = {
         (lambda _, **changes: dataclasses.replace(TRAINING, **changes), name, value)
         for name, values in {
             "image_size": (8, 16.5, (16.5, 16), ("16", 16), (8, 8, 8), (0, 8), (10**9, 8), None),
-            "crop": (None, "center", ResizeRandomCrop),
+            "crop": (None, "center", dti.ResizeRandomCrop),
             "mirror_probability": (2, "1", None, float("nan"), True),
             "mean": (0.0, (1, 2), (float("nan"), 0, 0), ("a", "b", "c"), None),
             "std": ((0, 1, 1), (float("inf"), 1, 1)),
@@ -73,46 +57,46 @@ WRONG = {
         for value in values
     ],
     "crops": [
-        (lambda _, **changes: RandomResizedCrop(**changes), "num_attempts", 1.5),
-        (lambda _, **changes: RandomResizedCrop(**changes), "area_range", 0.5),
-        (lambda _, **changes: ResizeRandomCrop(**changes), "resize", 256),
+        (lambda _, **changes: dti.RandomResizedCrop(**changes), "num_attempts", 1.5),
+        (lambda _, **changes: dti.RandomResizedCrop(**changes), "area_range", 0.5),
+        (lambda _, **changes: dti.ResizeRandomCrop(**changes), "resize", 256),
     ],
     "options": [
         (lambda _, make=make, **changes: make(**changes), name, value)
         for make, name, values in (
-            (lambda **changes: DaliOptions(device="cpu", **changes), "num_threads", (1.5, 0, 10**5)),
-            (lambda **changes: DaliOptions(device="cpu", **changes), "prefetch_queue_depth", (2.0,)),
-            (DaliOptions, "device", (0, None, "tpu")),
-            (TfDataOptions, "num_parallel_reads", (10**9, 0, "4")),
-            (TfDataOptions, "read_buffer_bytes", (10**15, 1.5)),
-            (TfDataOptions, "num_parallel_calls", (0, -2, None)),
-            (TfDataOptions, "prefetch_batches", (-2, 1.0)),
-            (TfDataOptions, "autotune", ("no", 0)),
-            (TfDataOptions, "service", (5050, "host:1")),
+            (lambda **changes: dti.DaliOptions(device="cpu", **changes), "num_threads", (1.5, 0, 10**5)),
+            (lambda **changes: dti.DaliOptions(device="cpu", **changes), "prefetch_queue_depth", (2.0,)),
+            (dti.DaliOptions, "device", (0, None, "tpu")),
+            (dti.TfDataOptions, "num_parallel_reads", (10**9, 0, "4")),
+            (dti.TfDataOptions, "read_buffer_bytes", (10**15, 1.5)),
+            (dti.TfDataOptions, "num_parallel_calls", (0, -2, None)),
+            (dti.TfDataOptions, "prefetch_batches", (-2, 1.0)),
+            (dti.TfDataOptions, "autotune", ("no", 0)),
+            (dti.TfDataOptions, "service", (5050, "host:1")),
         )
         for value in values
     ],
     "others": [
         (lambda _, **changes: spec_of(**changes), "dataset", "train-*"),
         (lambda _, **changes: spec_of(**changes), "dataset", None),
-        (lambda _, **changes: Shard(**changes), "num_shards", 2.0),
-        (lambda _, **changes: Shard(**changes), "shard_id", "0"),
-        (lambda _, **changes: Checks(**changes), "verify", 1),
-        (lambda _, **changes: Checks(**changes), "max_pixels", 1e6),
-        (lambda _, **changes: DatasetSpec.from_files(**changes), "files", None),
-        (lambda _, **changes: DatasetSpec.from_files(**changes), "files", 5),
-        (lambda _, **changes: build_index(**changes), "files", [None]),
-        (lambda _, **changes: build_index("x", **changes), "checks", "crc"),
-        (lambda _, **changes: build_index("x", **changes), "num_processes", 2.5),
-        (lambda _, **changes: load_options(**changes), "path", 3),
-        (lambda _, **changes: Preprocess.for_training(**changes), "image_size", "224"),
-        (lambda _, **changes: next(iterate_batches([b""], TRAINING, **changes)), "batch_size", 1.5),
-        (lambda _, **changes: measure(iter(()), batch_size=1, warmup_batches=0, **changes),
+        (lambda _, **changes: dti.Shard(**changes), "num_shards", 2.0),
+        (lambda _, **changes: dti.Shard(**changes), "shard_id", "0"),
+        (lambda _, **changes: dti.Checks(**changes), "verify", 1),
+        (lambda _, **changes: dti.Checks(**changes), "max_pixels", 1e6),
+        (lambda _, **changes: dti.DatasetSpec.from_files(**changes), "files", None),
+        (lambda _, **changes: dti.DatasetSpec.from_files(**changes), "files", 5),
+        (lambda _, **changes: dti.build_index(**changes), "files", [None]),
+        (lambda _, **changes: dti.build_index("x", **changes), "checks", "crc"),
+        (lambda _, **changes: dti.build_index("x", **changes), "num_processes", 2.5),
+        (lambda _, **changes: dti.load_options(**changes), "path", 3),
+        (lambda _, **changes: dti.Preprocess.for_training(**changes), "image_size", "224"),
+        (lambda _, **changes: next(dti.iterate_batches([b""], TRAINING, **changes)), "batch_size", 1.5),
+        (lambda _, **changes: dti.measure(iter(()), batch_size=1, warmup_batches=0, **changes),
          "seconds", "1"),
-        (lambda data, **changes: make_dataset(spec_of(data), batch_size=1, **changes), "options", 0),
-        (lambda data, **changes: make_dataset(spec_of(data), **changes), "batch_size", 4.0),
-        (lambda data, **changes: make_dataset(spec_of(data), batch_size=1, **changes), "shard", 0),
-        (lambda data, **changes: distribute(global_batch_size=1, **changes), "spec", "data"),
+        (lambda data, **changes: dti.make_dataset(spec_of(data), batch_size=1, **changes), "options", 0),
+        (lambda data, **changes: dti.make_dataset(spec_of(data), **changes), "batch_size", 4.0),
+        (lambda data, **changes: dti.make_dataset(spec_of(data), batch_size=1, **changes), "shard", 0),
+        (lambda data, **changes: dti.distribute(global_batch_size=1, **changes), "spec", "data"),
         (feed, "strategy", "mirrored"),
         (feed, "options", 0),
     ],
@@ -122,11 +106,11 @@ CASES = [case for cases in WRONG.values() for case in cases]
 
 @pytest.mark.parametrize(("call", "name", "value"), CASES, ids=[f"{c[1]}={c[2]!r}" for c in CASES])
 def test_wrong_calls_name_the_argument(dataset, call, name, value):
-    with pytest.raises(InputError, match=f"`{name}`"):
+    with pytest.raises(dti.InputError, match=f"`{name}`"):
         call(dataset, **{name: value})
 
 
-@pytest.mark.parametrize("options", [TfDataOptions(), DaliOptions(device="cpu")])
+@pytest.mark.parametrize("options", [dti.TfDataOptions(), dti.DaliOptions(device="cpu")])
 def test_integers_of_numpy_are_integers(dataset, options):
     fed = feed(dataset, options=options, global_batch_size=np.int64(4), start_step=np.int32(1))
     assert next(iter(fed.dataset))[1].shape == (4,)
@@ -139,8 +123,10 @@ def test_integers_of_numpy_are_integers(dataset, options):
 
 def test_an_evaluation_in_absurd_batches_is_refused(dataset):
     spec = spec_of(dataset, order="sequential", repeat=False)
-    with pytest.raises(InputError, match="`batch_size` must be at most 65,536, got 1000000000000"):
-        distribute(spec, TfDataOptions(), global_batch_size=10**12)
+    with pytest.raises(
+        dti.InputError, match="`batch_size` must be at most 65,536, got 1000000000000"
+    ):
+        dti.distribute(spec, dti.TfDataOptions(), global_batch_size=10**12)
 
 
 def test_sequences_that_make_their_images_late(dataset):
@@ -155,7 +141,7 @@ def test_sequences_that_make_their_images_late(dataset):
             return jpeg(9, 9)
 
     made = []
-    batches = iterate_batches(Late(), Preprocess.for_evaluation(8), batch_size=1)
+    batches = dti.iterate_batches(Late(), dti.Preprocess.for_evaluation(8), batch_size=1)
     assert made == []
     next(batches)
     assert made == [0]
@@ -163,7 +149,7 @@ def test_sequences_that_make_their_images_late(dataset):
 
 def test_a_slow_input_is_warned_of_where_it_is_made(dataset, monkeypatch):
     """The warning names the caller's file, not that of the check."""
-    monkeypatch.setattr(distribution, "first_batch_devices", lambda *_: ("CPU:2",))
+    monkeypatch.setattr(dti.distribution, "first_batch_devices", lambda *_: ("CPU:2",))
     strategy = tf.distribute.OneDeviceStrategy("CPU:0")
     with pytest.warns(RuntimeWarning, match="The first batch arrived on CPU:2") as caught:
         feed(dataset, strategy=strategy)

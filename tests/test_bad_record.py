@@ -17,16 +17,7 @@ from commands import fails, run
 from conftest import BACKENDS, DALI, TF_DATA, jpeg, numbered_examples, spec_of, write_tfrecord
 from models import fit, make_model
 
-from dali_tf_input import (
-    Checks,
-    DaliOptions,
-    DatasetSpec,
-    InputError,
-    Preprocess,
-    TfDataOptions,
-    bad_record,
-    build_index,
-)
+import dali_tf_input as dti
 from dali_tf_input.bad_record import BadRecordError, FailedInput, explain
 from dali_tf_input.distribution import distribute
 from dali_tf_input.order import shuffle
@@ -55,14 +46,14 @@ def write(folder, changes, *, bad=BAD, skip=()):
     for part in range(FILES):
         write_tfrecord(folder / f"train-{part}", examples[part * COUNT : (part + 1) * COUNT])
     if skip:
-        checks = Checks(verify="schema")
-        build_index(folder / "train-0", checks, on_bad="skip", max_bad_fraction=1)
-    build_index(folder / "train-*")
-    return DatasetSpec.from_files(folder / "train-*")
+        checks = dti.Checks(verify="schema")
+        dti.build_index(folder / "train-0", checks, on_bad="skip", max_bad_fraction=1)
+    dti.build_index(folder / "train-*")
+    return dti.DatasetSpec.from_files(folder / "train-*")
 
 
 def training(dataset, order="global", **changes):
-    return spec_of(dataset, order, Preprocess.for_training(8), **changes)
+    return spec_of(dataset, order, dti.Preprocess.for_training(8), **changes)
 
 
 def feed(dataset, backend, order="global", *, batch_size=4, options=None, **changes):
@@ -71,7 +62,7 @@ def feed(dataset, backend, order="global", *, batch_size=4, options=None, **chan
 
 
 def feed_evaluation(dataset, backend, *, batch_size=8):
-    spec = spec_of(dataset, "sequential", Preprocess.for_evaluation(8), repeat=False)
+    spec = spec_of(dataset, "sequential", dti.Preprocess.for_evaluation(8), repeat=False)
     return distribute(spec, BACKENDS[backend], global_batch_size=batch_size)
 
 
@@ -122,7 +113,7 @@ def test_the_error_names_the_record(tmp_path, backend, order, damage):
     assert reason in text
     command = "-m dali_tf_input.index --verify=decode --on_bad=skip"
     assert text.endswith(f"{command} '{tmp_path}/train-*'")
-    assert isinstance(caught.value, InputError)
+    assert isinstance(caught.value, dti.InputError)
     assert isinstance(caught.value.__cause__, tf.errors.OpError)
     assert (caught.value.file, caught.value.bad_record.record) == (f"{tmp_path}/train-1", 23)
 
@@ -157,9 +148,9 @@ def test_a_plan_leads_to_the_record(tmp_path, monkeypatch, backend, block):
     too.
     """
     checked = []
-    check = bad_record._Search._check
+    check = dti.bad_record._Search._check
     monkeypatch.setattr(
-        bad_record._Search, "_check", lambda *given: checked.append(given[1]) or check(*given)
+        dti.bad_record._Search, "_check", lambda *given: checked.append(given[1]) or check(*given)
     )
     dataset = write(tmp_path, TEXT)
     files = {"shuffle_block_size": block, "first_of_files": np.array([0, COUNT, 2 * COUNT])}
@@ -179,8 +170,10 @@ def test_a_plan_leads_to_the_record(tmp_path, monkeypatch, backend, block):
 def test_dali_names_file_and_byte(tmp_path, monkeypatch):
     """Where DALI reads there is no plan: its message is enough, and nothing else is checked."""
     dataset = write(tmp_path, TRUNCATED)
-    fed = feed(dataset, "dali", "buffer", options=DaliOptions(device="cpu", decode="full"))
-    monkeypatch.setattr(bad_record._Search, "check_first_bad", lambda *_: pytest.fail("searched"))
+    fed = feed(dataset, "dali", "buffer", options=dti.DaliOptions(device="cpu", decode="full"))
+    monkeypatch.setattr(
+        dti.bad_record._Search, "check_first_bad", lambda *_: pytest.fail("searched")
+    )
     with pytest.raises(BadRecordError) as caught:
         train_on(fed)
     file = str(tmp_path / "train-1")
@@ -236,7 +229,7 @@ def test_numbers_count_what_the_index_skips(tmp_path):
 def test_a_file_that_is_damaged_while_it_is_read(tmp_path):
     """The data's CRC fails in the middle of training."""
     dataset = dataclasses.replace(write(tmp_path, {}), states=())
-    one_by_one = TfDataOptions(num_parallel_reads=1)
+    one_by_one = dti.TfDataOptions(num_parallel_reads=1)
     fed = feed(dataset, "tf_data", "buffer", options=one_by_one, buffer_size=1)
     with open(dataset.files[2], "r+b") as stream:
         stream.seek(5000)
@@ -277,7 +270,7 @@ def test_a_file_that_changes_after_it_was_described(tmp_path, backend, order, da
             stream.write(b"\xff")
     else:
         os.truncate(file, ends[damage])
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(dti.InputError) as caught:
         train_on(fed)
     text = str(caught.value)
     assert f"-m dali_tf_input.index --verify=decode --on_bad=skip '{tmp_path}/train-*'" in text
@@ -289,7 +282,7 @@ def test_a_file_that_changes_after_it_was_described(tmp_path, backend, order, da
     assert caught.value.file == str(file)
     if damage in ("cut in a record", "length"):  # else all that is missing comes after the others
         listed = []
-        build_index(
+        dti.build_index(
             tmp_path / "train-*",
             on_bad="skip",
             max_bad_fraction=1,
@@ -314,10 +307,10 @@ def test_another_file_in_its_place(tmp_path, backend, order):
     (tmp_path / "other").write_bytes((tmp_path / "other").read_bytes() + whole)
     os.replace(tmp_path / "other", file)
     changed = rf"train-1 changed since it was indexed \(then {len(whole):,} bytes, now "
-    with pytest.raises(InputError, match=changed) as caught:
+    with pytest.raises(dti.InputError, match=changed) as caught:
         train_on(fed)
     assert "-m dali_tf_input.index --verify=decode" in str(caught.value)
-    with pytest.raises(InputError, match=changed):
+    with pytest.raises(dti.InputError, match=changed):
         feed(dataset, backend, order)
 
 
@@ -337,7 +330,7 @@ def test_an_index_that_goes_or_is_replaced(tmp_path, backend, order):
         labels = [batch[1].numpy() for batch in itertools.islice(fed.dataset, NUM_CLASSES // 4)]
         assert sorted(np.concatenate(labels)) == list(range(NUM_CLASSES))
     with pytest.raises(
-        InputError, match=r"train-0\.idx changed since `DatasetSpec.from_files` read"
+        dti.InputError, match=r"train-0\.idx changed since `DatasetSpec.from_files` read"
     ):
         feed(dataset, "tf_data")
 
@@ -374,7 +367,7 @@ def test_from_another_folder(tmp_path, monkeypatch):
     """Files that were named from a folder that the program left since."""
     write(tmp_path, TEXT)
     monkeypatch.chdir(tmp_path)
-    fed = feed(DatasetSpec.from_files("train-*"), "dali", "buffer", buffer_size=8)
+    fed = feed(dti.DatasetSpec.from_files("train-*"), "dali", "buffer", buffer_size=8)
     monkeypatch.chdir("/")
     with pytest.raises(BadRecordError) as caught:
         train_on(fed)
@@ -397,7 +390,7 @@ def test_the_command_checks_as_before(tmp_path):
         ("--verify=decode --decoder=tf_data", DALI, "--force"),
     ):
         index("--max_bad_fraction=1", *flags.split(), pattern)
-        command = bad_record.skip_command(DatasetSpec.from_files(pattern), options)
+        command = dti.bad_record.skip_command(dti.DatasetSpec.from_files(pattern), options)
         head = "dali_tf_input.index --verify=decode --on_bad=skip"
         assert command.partition(" -m ")[2] == f"{head} {expected} {pattern!r}"
 
@@ -484,7 +477,7 @@ def test_training_resumes_after_the_record_is_skipped(tmp_path):
     message = "The index skips 1 more records than the saved state: resuming at step "
     assert message in process.stderr
     assert "Traceback" not in process.stderr
-    build_index(tmp_path / "train-*", force=True)  # and back: that is another set of records
+    dti.build_index(tmp_path / "train-*", force=True)  # and back: that is another set of records
     fails(train_by_script(tmp_path, *flags), "`records` was 119, is 120")
 
 
@@ -502,10 +495,10 @@ def test_the_command_has_what_the_spec_was_made_with(tmp_path, keys, offset, arg
         for one in numbered_examples(100)
     ]
     examples[7][keys[0]] = b"text"
-    build_index(write_tfrecord(file, examples))
+    dti.build_index(write_tfrecord(file, examples))
     arguments = {"image_key": keys[0], "label_key": keys[1], "label_offset": offset}
     with pytest.raises(BadRecordError) as caught:
-        train_on(feed(DatasetSpec.from_files(file, **arguments), "tf_data"))
+        train_on(feed(dti.DatasetSpec.from_files(file, **arguments), "tf_data"))
     assert str(caught.value).endswith(f"--on_bad=skip {argument} {file}")
     output = index("--verify=decode", "--decoder=dali", *argument.split(), file)
     assert "1 record (1.00%), listed in bad_records.jsonl" in output

@@ -19,34 +19,22 @@ from conftest import (
     write_tfrecord,
 )
 
-from dali_tf_input import (
-    AUTOTUNE,
-    CenterCrop,
-    Checks,
-    DaliOptions,
-    DatasetSpec,
-    InputError,
-    Preprocess,
-    ResizeRandomCrop,
-    TfDataOptions,
-    build_index,
-    find_files,
-)
+import dali_tf_input as dti
 from dali_tf_input.backends.dali import decoder_hints
 from dali_tf_input.index.files import index_command
 from dali_tf_input.index.tfrecord import frame_record
 from support.flags import describe_work
 
-from_files = DatasetSpec.from_files
+from_files = dti.DatasetSpec.from_files
 IMAGE = jpeg(9, 9)
 
 
 def test_for_training():
-    preprocess = Preprocess.for_training(224)
-    assert preprocess.crop == ResizeRandomCrop(resize=(256, 256))
+    preprocess = dti.Preprocess.for_training(224)
+    assert preprocess.crop == dti.ResizeRandomCrop(resize=(256, 256))
     assert preprocess.mirror_probability == 0.5
     assert preprocess.image_shape == (224, 224, 3)
-    assert Preprocess.for_training(224, layout="CHW").image_shape == (3, 224, 224)
+    assert dti.Preprocess.for_training(224, layout="CHW").image_shape == (3, 224, 224)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +43,7 @@ def test_for_training():
 )
 def test_normalization_by_name(normalization, black, white):
     """What the red channel of black and white becomes."""
-    for make in (Preprocess.for_training, Preprocess.for_evaluation):
+    for make in (dti.Preprocess.for_training, dti.Preprocess.for_evaluation):
         preprocess = make((32, 48), normalization=normalization)
         assert preprocess.image_size == (32, 48)
         mean, std = preprocess.mean[0], preprocess.std[0]
@@ -64,40 +52,40 @@ def test_normalization_by_name(normalization, black, white):
 
 def test_every_field_of_preprocess_has_a_default():
     """The whole image, resized."""
-    assert describe_work(Preprocess()) == "decode, NoCrop(), 224x224, normalize, float32 HWC"
-    work = describe_work(Preprocess.for_training((32, 48), normalization=None, antialias=True))
+    assert describe_work(dti.Preprocess()) == "decode, NoCrop(), 224x224, normalize, float32 HWC"
+    work = describe_work(dti.Preprocess.for_training((32, 48), normalization=None, antialias=True))
     crop = "ResizeRandomCrop(resize=(37, 55)), 32x48"
     assert work == f"decode, {crop}, antialias, mirror, float32 HWC"
 
 
 def test_for_evaluation():
-    preprocess = Preprocess.for_evaluation(112, layout="CHW")
-    assert preprocess.crop == CenterCrop(resize_shorter=128)
+    preprocess = dti.Preprocess.for_evaluation(112, layout="CHW")
+    assert preprocess.crop == dti.CenterCrop(resize_shorter=128)
     assert preprocess.mirror_probability == 0
     assert preprocess.image_shape == (3, 112, 112)
 
 
 def test_specs_are_frozen(dataset):
-    for spec in (dataset, Preprocess.for_training(), DALI, TF_DATA):
+    for spec in (dataset, dti.Preprocess.for_training(), DALI, TF_DATA):
         field = dataclasses.fields(spec)[0].name
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(spec, field, None)
 
 
-TRAINING = Preprocess.for_training(224)
+TRAINING = dti.Preprocess.for_training(224)
 train, evaluate = (
     functools.partial(dataclasses.replace, preprocess)
-    for preprocess in (TRAINING, Preprocess.for_evaluation(224))
+    for preprocess in (TRAINING, dti.Preprocess.for_evaluation(224))
 )
-cpu, gpu = (functools.partial(DaliOptions, device=device) for device in ("cpu", "gpu"))
-tf_data = TfDataOptions
+cpu, gpu = (functools.partial(dti.DaliOptions, device=device) for device in ("cpu", "gpu"))
+tf_data = dti.TfDataOptions
 
 
 @pytest.mark.parametrize(
     ("make", "arguments", "message"),
     [
-        (ResizeRandomCrop, {"resize": (0, 9)}, "`resize` must be at least 1 pixel"),
-        (CenterCrop, {"resize_shorter": 0}, "`resize_shorter` must be at least 1 pixel"),
+        (dti.ResizeRandomCrop, {"resize": (0, 9)}, "`resize` must be at least 1 pixel"),
+        (dti.CenterCrop, {"resize_shorter": 0}, "`resize_shorter` must be at least 1 pixel"),
         (train, {"image_size": (0, 1)}, "`image_size` must be at least 1 pixel"),
         (train, {"image_size": (224, 257)}, "`resize` must not be below `image_size`"),
         (evaluate, {"image_size": (257, 1)}, "`resize_shorter` must not be below `image_size`"),
@@ -110,7 +98,7 @@ tf_data = TfDataOptions
         (train, {"std": (1.0, 0.0, 1.0)}, "`std` must be above 0 in every channel"),
         (train, {"mean": (1.0,)}, "`mean` must be 3 values"),
         (train, {"layout": "NHWC"}, "`layout` must be one of 'HWC', 'CHW', got 'NHWC'"),
-        (DaliOptions, {"device": "cuda"}, "`device` must be one of 'cpu', 'gpu', got 'cuda'"),
+        (dti.DaliOptions, {"device": "cuda"}, "`device` must be one of 'cpu', 'gpu', got 'cuda'"),
         (cpu, {"num_threads": 0}, "`num_threads` must be at least 1 or None"),
         (cpu, {"prefetch_queue_depth": 0}, "`prefetch_queue_depth` must be at least 1"),
         (cpu, {"read_mode": "fast"}, "must be one of 'mmap', 'plain', 'direct', got 'fast'"),
@@ -129,7 +117,7 @@ def test_refuses(make, arguments, message):
 
 
 def test_autotune_is_tensorflows():
-    assert AUTOTUNE == tf.data.AUTOTUNE
+    assert dti.AUTOTUNE == tf.data.AUTOTUNE
 
 
 @pytest.mark.parametrize(
@@ -164,7 +152,7 @@ def test_from_files_without_an_index(tmp_path):
     dataset = write_dataset(tmp_path, [2, 3, 1])
     first = dataset.files[1]
     os.unlink(dataset.index_files[1])
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(dti.InputError) as caught:
         from_files(str(tmp_path / "train-*"))
     text = str(caught.value)
     assert text.startswith(f"1 of 3 files have no index, the first is {first}. Index them: ")
@@ -196,7 +184,7 @@ def test_from_files_without_an_index(tmp_path):
 )
 def test_from_files_with_other_features(tmp_path, example, keys, message):
     file = write_tfrecord(tmp_path / "train", [example])
-    build_index(file)
+    dti.build_index(file)
     with refused(message):
         from_files(file, image_key=keys[0], label_key=keys[1])
 
@@ -213,7 +201,7 @@ def test_from_files_without_a_label_in_some_records(tmp_path):
     """DALI would serve any number for it."""
     write_tfrecord(tmp_path / "train-0", [{"image": IMAGE, "label": 1}])
     file = write_tfrecord(tmp_path / "train-1", [{"image": IMAGE}, {"image": IMAGE, "label": 1}])
-    build_index(tmp_path / "train-*")
+    dti.build_index(tmp_path / "train-*")
     with refused(f"`label_key` 'label' is not in record 0 of {file}"):
         from_files(tmp_path / "train-*")
 
@@ -221,9 +209,9 @@ def test_from_files_without_a_label_in_some_records(tmp_path):
 def test_label_offset(tmp_path):
     examples = [{"image": IMAGE, "label": label} for label in (1, 3, 1000)]
     file = write_tfrecord(tmp_path / "train", examples)
-    build_index(file)
-    for checks, num_classes in ((Checks(), None), (Checks(verify="schema"), 3)):
-        build_index(file, checks)
+    dti.build_index(file)
+    for checks, num_classes in ((dti.Checks(), None), (dti.Checks(verify="schema"), 3)):
+        dti.build_index(file, checks)
         assert from_files(file).label_range == (1, 1000)
         dataset = from_files(file, label_offset=1)
         assert (dataset.label_range, dataset.num_classes) == ((0, 999), num_classes)
@@ -235,8 +223,8 @@ def test_what_is_known_of_some_files_is_not_known(tmp_path):
     examples = [{"image": IMAGE, "label": 5, "coarse": number} for number in range(4)]
     for name in ("train-0", "train-1"):
         write_tfrecord(tmp_path / name, examples)
-    build_index(tmp_path / "train-0", Checks(verify="decode", decoder="dali"))
-    build_index(tmp_path / "train-1")
+    dti.build_index(tmp_path / "train-0", dti.Checks(verify="decode", decoder="dali"))
+    dti.build_index(tmp_path / "train-1")
     dataset = from_files(tmp_path / "train-?")
     assert (dataset.num_classes, dataset.largest_image) == (None, None)
     with refused("`label_offset` must be at most the lowest label, 5, got 6"):
@@ -251,10 +239,10 @@ def test_largest_image(tmp_path):
     for number, size in enumerate([(20, 90), (70, 30)]):
         examples = [{"image": image, "label": 1} for image in (jpeg(*size), IMAGE)]
         write_tfrecord(tmp_path / f"train-{number}", examples)
-    build_index(tmp_path / "train-*", Checks(verify="decode", decoder="dali"))
+    dti.build_index(tmp_path / "train-*", dti.Checks(verify="decode", decoder="dali"))
     dataset = from_files(tmp_path / "train-*")
     assert dataset.largest_image == (70, 90)
-    spec = spec_of(dataset, "global", Preprocess.for_training(16))
+    spec = spec_of(dataset, "global", dti.Preprocess.for_training(16))
     upsampling = {"jpeg_fancy_upsampling": True}
     hints = {**upsampling, "preallocate_height_hint": 70, "preallocate_width_hint": 90}
     assert decoder_hints(spec, gpu()) == hints
@@ -270,7 +258,7 @@ def test_from_files_looks_into_every_file(tmp_path):
     """DALI would serve whatever its memory holds for a label of another kind."""
     dataset = write_dataset(tmp_path, [2, 1, 2, 2])
     other = {"image/encoded": IMAGE, "image/class/label": "dog"}
-    build_index(write_tfrecord(dataset.files[1], [other]))
+    dti.build_index(write_tfrecord(dataset.files[1], [other]))
     with refused(f"found bytes_list of 1 in {dataset.files[1]}"):
         from_files(dataset.files)
 
@@ -278,7 +266,7 @@ def test_from_files_looks_into_every_file(tmp_path):
 def test_from_files_of_no_examples(tmp_path):
     file = tmp_path / "train"
     file.write_bytes(frame_record(b"\xff\xff\xff"))
-    build_index(file)
+    dti.build_index(file)
     with refused(r"not Examples with features.*-m dali_tf_input.index .*--verify=schema"):
         from_files(file)
 
@@ -289,9 +277,9 @@ def test_behind_a_link(tmp_path, monkeypatch):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "cwd" / "link").symlink_to(tmp_path / "there" / "sub")
     write_tfrecord(tmp_path / "there" / "data" / "t-0", numbered_examples(3))
-    build_index(write_tfrecord(tmp_path / "data" / "t-0", numbered_examples(1)))
+    dti.build_index(write_tfrecord(tmp_path / "data" / "t-0", numbered_examples(1)))
     monkeypatch.chdir(tmp_path / "cwd")
-    build_index("link/../data/t-0")
+    dti.build_index("link/../data/t-0")
     dataset = from_files("link/../data/t-*")
     assert dataset.num_records == 3
     monkeypatch.chdir("/")
@@ -309,10 +297,10 @@ def test_the_command_for_many_files_of_odd_names(tmp_path):
         write_tfrecord(folder / f"t[1]*-{number}", numbered_examples(1)) for number in range(5)
     ]
     write_tfrecord(folder / "t1x-7", numbered_examples(1))  # the names would match it as patterns
-    with pytest.raises(InputError, match="5 of 5 files have no index") as caught:
+    with pytest.raises(dti.InputError, match="5 of 5 files have no index") as caught:
         from_files(files)
     pattern = re.search("-m dali_tf_input.index '(.*)'$", str(caught.value))[1]
-    assert list(find_files(pattern)) == files
+    assert list(dti.find_files(pattern)) == files
     patterns = [f"{tmp_path}/train-{number}*" for number in range(5)]
     command = f"-m dali_tf_input.index '{tmp_path}/train-*'"
     assert index_command(patterns).partition(" ")[2] == command

@@ -61,51 +61,53 @@ def build(stream: Stream, options: DaliOptions, device_id: int | None) -> tf.dat
     ]
     if not spec.repeat:
         outputs.append(((batch_size,), tf.float32))
-    make_pipeline = functools.partial(build_pipeline, stream, options, device_id)
-    return make_dataset(make_pipeline, outputs, stream, options, device_id)
+    return make_dataset(build_pipeline(stream, options, device_id), outputs, stream, options)
 
 
 def make_dataset(
-    make_pipeline: Callable[[], dali.Pipeline],
+    pipeline: dali.Pipeline,
     outputs: list[tuple[tuple[int, ...], tf.DType]],
     stream: Stream,
     options: DaliOptions,
-    device_id: int | None,
 ) -> tf.data.Dataset:
     """Returns the dataset of a pipeline whose `outputs` have these (shape, type)."""
     dali_tf = import_plugin()
     guard_strategies()
-    pipeline = make_pipeline()
+    on_gpu = options.device == "gpu"
     try:
-        # TensorFlow aborts the process (SIGABRT) when a pipeline cannot be built; DALI's Python
-        # raises. So one is built here and dropped: DALIDataset takes its description only.
-        make_pipeline().build()
+        # TensorFlow aborts the process (SIGABRT) when a pipeline cannot be built or finds no
+        # memory; DALI's Python raises. DALIDataset takes a pipeline's description only.
+        pipeline.build()
+        if on_gpu and not stream.spec.has_fixed_order:
+            pipeline.run()
     except RuntimeError as error:
-        raise InputError(f"DALI cannot build the pipeline: {error}") from error
+        advice = " Is its memory in use? See nvidia-smi; a smaller batch needs less." * on_gpu
+        raise InputError(f"DALI cannot build the pipeline: {error}{advice}") from error
     arguments = {  # all, as DALIDataset's own defaults would override the pipeline's
         "pipeline": pipeline,
         "batch_size": stream.batch_size,
         "num_threads": pipeline.num_threads,
-        "device_id": device_id,
+        "device_id": pipeline.device_id,
         "prefetch_queue_depth": options.prefetch_queue_depth,
         "fail_on_device_mismatch": False,
         "output_shapes": tuple(shape for shape, _ in outputs),
         "output_dtypes": tuple(dtype for _, dtype in outputs),
     }
     if not stream.spec.has_fixed_order:
-        return dali_tf.DALIDataset(**arguments)
-    with tf.device("CPU:0"):
-        packed = pack_records(stream)
-    if options.device == "gpu":
-        # DALI's documentation wants inputs on the dataset's own device; not tried on a GPU yet.
-        packed = packed.apply(tf.data.experimental.copy_to_device(tf.zeros(()).device))
-    dataset = dali_tf.experimental.DALIDatasetWithInputs(
-        input_datasets={PACKED: packed}, **arguments
-    )
+        dataset = dali_tf.DALIDataset(**arguments)
+    else:
+        with tf.device("CPU:0"):
+            packed = pack_records(stream)
+        if on_gpu:
+            # DALI's documentation wants inputs on the dataset's device; not tried on a GPU yet.
+            packed = packed.apply(tf.data.experimental.copy_to_device(tf.zeros(()).device))
+        inputs = {"input_datasets": {PACKED: packed}}
+        dataset = dali_tf.experimental.DALIDatasetWithInputs(**inputs, **arguments)
+    dataset._pipeline_instance = None  # else it holds a second pipeline, and its memory
     if not stream.spec.repeat:
         # It says that it is infinite. Keras would ask for one batch too many and count it.
         per_epoch = stream.steps.per_epoch
-        if options.device == "cpu":
+        if not on_gpu:
             return dataset.apply(tf.data.experimental.assert_cardinality(per_epoch))
         # No transformation can follow on a GPU.
         dataset.cardinality = lambda: tf.constant(per_epoch, tf.int64)

@@ -157,8 +157,7 @@ class JsonWorker:
 def serve(answer: Callable[[Any], Any]) -> None:
     """Answers each line of JSON on stdin with a line on stdout: the other side of `JsonWorker`.
 
-    Args:
-      answer: a function from a question to an answer; called after a first, empty answer.
+    A first, empty answer says that it is ready.
     """
     die_with_parent()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")

@@ -23,20 +23,12 @@ from conftest import (
     write_tfrecord,
 )
 
-from dali_tf_input import (
-    DaliOptions,
-    DatasetSpec,
-    Preprocess,
-    ResizeRandomCrop,
-    Shard,
-    TfDataOptions,
-    build_index,
-)
+import dali_tf_input as dti
 from dali_tf_input.backends import dali, tf_data
 from dali_tf_input.backends.reading import Stream
 from dali_tf_input.dataset import choose_options, make_dataset
 
-SERIAL = TfDataOptions(
+SERIAL = dti.TfDataOptions(
     num_parallel_reads=1, num_parallel_calls=1, prefetch_batches=0, autotune=False
 )
 TWO_BACKENDS, BACKENDS = BACKENDS, BACKENDS | {"tf_data_serial": SERIAL}
@@ -45,12 +37,12 @@ two_backends = pytest.mark.parametrize("options", TWO_BACKENDS.values(), ids=TWO
 
 
 def evaluation(dataset, size=24, **changes):
-    preprocess = dataclasses.replace(Preprocess.for_evaluation(size), **changes)
+    preprocess = dataclasses.replace(dti.Preprocess.for_evaluation(size), **changes)
     return spec_of(dataset, "sequential", preprocess)
 
 
 def training(dataset, size=24, *, buffer_size=8, seed=0, **changes):
-    preprocess = dataclasses.replace(Preprocess.for_training(size), **changes)
+    preprocess = dataclasses.replace(dti.Preprocess.for_training(size), **changes)
     return spec_of(dataset, "buffer", preprocess, buffer_size=buffer_size, seed=seed)
 
 
@@ -62,7 +54,11 @@ def serve(spec, options, count, **arguments):
 @backends
 @pytest.mark.parametrize("layout", ["HWC", "CHW"])
 def test_element_spec_is_true(dataset, options, layout):
-    changes = {"image_size": (20, 28), "crop": ResizeRandomCrop(resize=(30, 40)), "layout": layout}
+    changes = {
+        "image_size": (20, 28),
+        "crop": dti.ResizeRandomCrop(resize=(30, 40)),
+        "layout": layout,
+    }
     made = make_dataset(training(dataset, **changes), options, batch_size=4)
     shape = (4, 20, 28, 3) if layout == "HWC" else (4, 3, 20, 28)
     expected = (tf.TensorSpec(shape, tf.float32), tf.TensorSpec((4,), tf.int64))
@@ -82,18 +78,18 @@ def test_sequential_order_goes_round(dataset, options):
 @pytest.mark.parametrize(
     "options",
     [
-        DaliOptions(device="cpu", read_mode="plain"),
-        DaliOptions(device="cpu", read_mode="direct"),
-        DaliOptions(device="cpu", read_ahead=True),
-        TfDataOptions(read_buffer_bytes=1),
-        TfDataOptions(read_buffer_bytes=1 << 24),
+        dti.DaliOptions(device="cpu", read_mode="plain"),
+        dti.DaliOptions(device="cpu", read_mode="direct"),
+        dti.DaliOptions(device="cpu", read_ahead=True),
+        dti.TfDataOptions(read_buffer_bytes=1),
+        dti.TfDataOptions(read_buffer_bytes=1 << 24),
     ],
     ids=repr,
 )
 @pytest.mark.parametrize("order", ["sequential", "buffer", "global"])
 def test_how_it_is_read_changes_nothing(dataset, options, order):
     spec = dataclasses.replace(evaluation(dataset), order=order)
-    default = TF_DATA if isinstance(options, TfDataOptions) else DALI
+    default = TF_DATA if isinstance(options, dti.TfDataOptions) else DALI
     (images, labels), expected = (serve(spec, each, 8, batch_size=4) for each in (options, default))
     np.testing.assert_array_equal(images, expected[0])
     np.testing.assert_array_equal(labels, expected[1])
@@ -104,7 +100,7 @@ def test_how_it_is_read_changes_nothing(dataset, options, order):
 def test_shards_read_their_records(dataset, options, num_shards):
     """Shard boundaries fall inside files too; each shard reads its own records, in every pass."""
     for shard_id in range(num_shards):
-        shard = Shard(shard_id, num_shards)
+        shard = dti.Shard(shard_id, num_shards)
         own = list(shard.records(24))
         _, labels = serve(evaluation(dataset), options, 2 * len(own), batch_size=1, shard=shard)
         assert labels.tolist() == own + own
@@ -122,7 +118,7 @@ def test_dali_buffer_shuffles_within_its_shard(dataset):
     """DALI's buffer holds records of two passes at their border; over many passes each record comes
     equally often.
     """
-    _, labels = serve(training(dataset), DALI, 40, batch_size=6, shard=Shard(1, 2))
+    _, labels = serve(training(dataset), DALI, 40, batch_size=6, shard=dti.Shard(1, 2))
     counts = collections.Counter(labels.tolist())
     assert set(counts) == set(range(12, 24))
     assert labels[:12].tolist() != list(range(12, 24))
@@ -144,7 +140,7 @@ def test_serial_and_parallel_tf_data_are_equal(dataset):
     """The serial row of the comparison does the same work: with one file at a time the same pixels
     come out.
     """
-    parallel = serve(training(dataset), TfDataOptions(num_parallel_reads=1), 4, batch_size=6)
+    parallel = serve(training(dataset), dti.TfDataOptions(num_parallel_reads=1), 4, batch_size=6)
     for one, other in zip(parallel, serve(training(dataset), SERIAL, 4, batch_size=6), strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -153,12 +149,12 @@ def test_dali_dataset_equals_the_bare_pipeline(dataset):
     """Two ways, one answer: what DALIDataset yields is what pipe.run() yields, random crops and
     mirrors included.
     """
-    spec, options = training(dataset, seed=3), DaliOptions(device="cpu", num_threads=2)
+    spec, options = training(dataset, seed=3), dti.DaliOptions(device="cpu", num_threads=2)
     pipeline = dali.build_pipeline(
-        Stream(spec=spec, batch_size=5, shard=Shard(1, 2)), options, None
+        Stream(spec=spec, batch_size=5, shard=dti.Shard(1, 2)), options, None
     )
     pipeline.build()
-    iterator = iter(make_dataset(spec, options, batch_size=5, shard=Shard(1, 2)))
+    iterator = iter(make_dataset(spec, options, batch_size=5, shard=dti.Shard(1, 2)))
     for _ in range(8):
         bare_images, bare_labels = (output.as_array() for output in pipeline.run())
         images, labels = next(iterator)
@@ -172,9 +168,9 @@ def test_pixels_are_right(tmp_path, options, layout):
     """Against arithmetic by hand: a gray ramp of 4 pixels, not resized, mirrored, normalized."""
     ramp = np.broadcast_to(np.uint8([[10, 60, 160, 250]]), (4, 4))
     dataset = write_indexed(tmp_path / "train", [{"image": encode(ramp), "label": 1}])
-    preprocess = Preprocess(
+    preprocess = dti.Preprocess(
         image_size=(4, 4),
-        crop=ResizeRandomCrop(resize=(4, 4)),
+        crop=dti.ResizeRandomCrop(resize=(4, 4)),
         mirror_probability=1.0,
         mean=(0.0, 10.0, 20.0),
         std=(1.0, 2.0, 4.0),
@@ -204,8 +200,8 @@ def test_crops_and_mirrors_are_uniform(coordinates, options):
     other.
     """
     raw = {"mirror_probability": 0.25, "mean": (0, 0, 0), "std": (1, 1, 1)}
-    crop = ResizeRandomCrop(resize=(8, 8))
-    spec = spec_of(coordinates, "sequential", Preprocess(image_size=(6, 4), crop=crop, **raw))
+    crop = dti.ResizeRandomCrop(resize=(8, 8))
+    spec = spec_of(coordinates, "sequential", dti.Preprocess(image_size=(6, 4), crop=crop, **raw))
     images, _ = serve(spec, options, 300, batch_size=16)
     images = np.rint(images / 30).astype(int)
     mirrored = images[:, 0, 0, 1] > images[:, 0, -1, 1]
@@ -223,11 +219,11 @@ def test_crops_and_mirrors_are_uniform(coordinates, options):
 @two_backends
 def test_shards_draw_different_crops(coordinates, options):
     preprocess = dataclasses.replace(
-        Preprocess.for_training(4), crop=ResizeRandomCrop(resize=(8, 8))
+        dti.Preprocess.for_training(4), crop=dti.ResizeRandomCrop(resize=(8, 8))
     )
     spec = spec_of(coordinates, "sequential", preprocess)
     first, second = (
-        serve(spec, options, 4, batch_size=8, shard=Shard(number, 2))[0] for number in range(2)
+        serve(spec, options, 4, batch_size=8, shard=dti.Shard(number, 2))[0] for number in range(2)
     )
     assert not np.array_equal(first, second)
 
@@ -238,9 +234,9 @@ def test_make_dataset_refuses(dataset, options):
     with refused("`batch_size` must be at most the 24 records of shard 0 of 1"):
         make_dataset(spec, options, batch_size=25)
     with refused("`batch_size` must be at most the 8 records of shard 1 of 3"):
-        make_dataset(spec, options, batch_size=9, shard=Shard(1, 3))
+        make_dataset(spec, options, batch_size=9, shard=dti.Shard(1, 3))
     with refused("Shard 0 of 25 is empty"):
-        make_dataset(spec, options, batch_size=1, shard=Shard(0, 25))
+        make_dataset(spec, options, batch_size=1, shard=dti.Shard(0, 25))
     with refused("`device_id` is for"):
         make_dataset(spec, options, batch_size=1, device_id=0)
 
@@ -261,15 +257,15 @@ def test_what_dali_refuses_is_a_python_error(dataset, tmp_path):
 
 def test_a_gpu_where_there_is_none(dataset):
     with refused("needs GPU 0, but TensorFlow sees 0 GPUs"):
-        make_dataset(training(dataset), DaliOptions(device="gpu"), batch_size=2)
-    assert isinstance(choose_options(), TfDataOptions)
+        make_dataset(training(dataset), dti.DaliOptions(device="gpu"), batch_size=2)
+    assert isinstance(choose_options(), dti.TfDataOptions)
 
 
 def test_many_small_files(tmp_path):
     """Files of one record, and a shard that spans several of them."""
     dataset = write_dataset(tmp_path, [1] * 9)
     for options in BACKENDS.values():
-        _, labels = serve(evaluation(dataset), options, 2, batch_size=3, shard=Shard(1, 3))
+        _, labels = serve(evaluation(dataset), options, 2, batch_size=3, shard=dti.Shard(1, 3))
         assert labels.tolist() == [3, 4, 5, 3, 4, 5]
 
 
@@ -277,9 +273,9 @@ def test_files_whose_names_sort_otherwise_are_numbered_by_path(tmp_path):
     for name, first in (("b", 2), ("a", 0)):
         write_tfrecord(tmp_path / name, numbered_examples(2, first=first))
     files = [str(tmp_path / "b"), str(tmp_path / "a")]
-    build_index(files)
+    dti.build_index(files)
     for options in BACKENDS.values():
-        _, labels = serve(evaluation(DatasetSpec.from_files(files)), options, 1, batch_size=4)
+        _, labels = serve(evaluation(dti.DatasetSpec.from_files(files)), options, 1, batch_size=4)
         assert labels.tolist() == [0, 1, 2, 3]
 
 
@@ -304,7 +300,7 @@ def test_runs_around_what_is_skipped(tmp_path):
     for mask in range(1, 1 << 7):
         kept = [position for position in range(7) if mask >> position & 1]
         part.write_text("".join(lines[position] for position in kept))
-        described = DatasetSpec(
+        described = dti.DatasetSpec(
             files=("a", "b"),
             index_files=(str(part), str(whole)),
             records_per_file=(len(kept), 7),
@@ -314,7 +310,7 @@ def test_runs_around_what_is_skipped(tmp_path):
         )
         records = [*((0, number) for number in kept), *((1, number) for number in range(7))]
         for num_shards in (1, 2, 3, 5):
-            for shard in (Shard(number, num_shards) for number in range(num_shards)):
+            for shard in (dti.Shard(number, num_shards) for number in range(num_shards)):
                 read = []
                 for file, offset, count in zip(*tf_data._list_runs(described, shard), strict=True):
                     first = offsets.index(offset)

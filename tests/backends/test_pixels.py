@@ -11,15 +11,7 @@ from conftest import BACKENDS, TF_DATA, backends, jpeg, spec_of, take, write_ind
 from PIL import Image
 from test_parity import CROPS
 
-from dali_tf_input import (
-    BadRecordError,
-    Checks,
-    DatasetSpec,
-    IndexFaultsError,
-    Preprocess,
-    build_index,
-    distribute,
-)
+import dali_tf_input as dti
 from dali_tf_input.dataset import make_dataset
 
 SIZES = [(40, 60), (33, 33), (25, 90), (90, 25), (32, 32), (200, 150)]
@@ -57,7 +49,7 @@ def test_the_images_of_pngs(tmp_path, options):
     assert (pixels.stores_pixels, encoded.stores_pixels) == (True, False)
     orders = ("global", "sequential") if options is TF_DATA else ("global", "buffer")
     for order, crop in itertools.product(orders, CROPS.values()):
-        preprocess = dataclasses.replace(Preprocess.for_training(24), crop=crop)
+        preprocess = dataclasses.replace(dti.Preprocess.for_training(24), crop=crop)
         made = [
             take(make_dataset(spec_of(one, order, preprocess), options, batch_size=4), 5)
             for one in (pixels, encoded)
@@ -84,19 +76,23 @@ def test_sizes_that_do_not_fit(tmp_path, changes, found):
     dataset = write_indexed(tmp_path / "train", held)
     named = []
     for level in ("schema", "decode"):
-        with pytest.raises(IndexFaultsError):
-            checks = Checks(verify=level)
-            build_index(tmp_path / "train", checks, on_bad_record=lambda _, bad: named.append(bad))
+        with pytest.raises(dti.IndexFaultsError):
+            checks = dti.Checks(verify=level)
+            dti.build_index(
+                tmp_path / "train", checks, on_bad_record=lambda _, bad: named.append(bad)
+            )
     assert [(bad.record, bad.reason) for bad in named] == [(5, "pixels size")] * 2
-    with pytest.raises(BadRecordError, match=f"record 5, byte .* pixels size: .*{found}"):
+    with pytest.raises(dti.BadRecordError, match=f"record 5, byte .* pixels size: .*{found}"):
         raise_first(dataset)
-    build_index(tmp_path / "train", Checks(verify="decode"), on_bad="skip", max_bad_fraction=0.1)
-    assert DatasetSpec.from_files(tmp_path / "train").num_records == len(held) - 1
+    dti.build_index(
+        tmp_path / "train", dti.Checks(verify="decode"), on_bad="skip", max_bad_fraction=0.1
+    )
+    assert dti.DatasetSpec.from_files(tmp_path / "train").num_records == len(held) - 1
 
 
 def raise_first(dataset):
-    train = distribute(
-        spec_of(dataset, "global", Preprocess.for_training(24)), TF_DATA, global_batch_size=4
+    train = dti.distribute(
+        spec_of(dataset, "global", dti.Preprocess.for_training(24)), TF_DATA, global_batch_size=4
     )
     with train.explain_errors():
         for _ in train.dataset.repeat().take(20):
@@ -106,9 +102,9 @@ def raise_first(dataset):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_decode_of_all_levels(tmp_path, backend):
     held = [example(one, n) for n, one in enumerate(images())]
-    dataset = write_indexed(tmp_path / "train", held, Checks(verify="decode"))
+    dataset = write_indexed(tmp_path / "train", held, dti.Checks(verify="decode"))
     assert (dataset.largest_image, dataset.num_classes) == ((200, 150), 12)
-    spec = spec_of(dataset, "sequential", Preprocess.for_evaluation(24), repeat=False)
+    spec = spec_of(dataset, "sequential", dti.Preprocess.for_evaluation(24), repeat=False)
     batches = list(make_dataset(spec, BACKENDS[backend], batch_size=4))
     assert np.concatenate([labels for _, labels, _ in batches]).tolist() == list(range(12))
 
@@ -126,15 +122,15 @@ def test_make_tfrecords_stores_pixels(tmp_path):
     assert process.returncode == 0, process.stderr
     process = run("make_tfrecords.py", *flags, tmp_path / "photos", tmp_path / "two")
     assert process.returncode == 0, process.stderr
-    build_index(tmp_path / "two" / "*-of-*")
+    dti.build_index(tmp_path / "two" / "*-of-*")
     source = tmp_path / "two" / "*-of-*"
     process = run("make_tfrecords.py", *flags, "--store=pixels", source, tmp_path / "three")
     assert process.returncode == 0, process.stderr
     for folder, shapes in (("one", {(32, 48), (30, 20)}), ("three", {(40, 60), (30, 20)})):
         files = tmp_path / folder / "*-of-*"
-        report = build_index(files, Checks(verify="decode"))
+        report = dti.build_index(files, dti.Checks(verify="decode"))
         assert report.summary.images.formats == {"pixels": 4}
-        dataset = DatasetSpec.from_files(files)
+        dataset = dti.DatasetSpec.from_files(files)
         found = [dataset.read(number) for number in range(4)]
         sides = {(one["image/height"][0], one["image/width"][0]) for one in found}
         assert sides == shapes

@@ -122,9 +122,10 @@ def test_a_broken_environment(tmp_path, site, what, found):
     ("smi", "what", "found"),
     [
         ("echo 'Failed to initialize NVML: version mismatch'; exit 18", "driver", "NVML: version"),
+        ("echo 'NVIDIA H100, 515.65, 9 MiB, 80 MiB'", "driver", "CUDA 12 needs driver 525"),
         ("echo 'NVIDIA H100, 550.1'", "TensorFlow's GPUs", "0 of 1"),
     ],
-    ids=["driver", "gpu_that_tensorflow_does_not_see"],
+    ids=["driver", "old_driver", "gpu_that_tensorflow_does_not_see"],
 )
 def test_a_broken_gpu(tmp_path, smi, what, found):
     code, lines = examine(tmp_path, smi=smi)

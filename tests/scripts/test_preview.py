@@ -5,18 +5,7 @@ import pytest
 from commands import load, run
 from PIL import Image
 
-from dali_tf_input import (
-    DatasetSpec,
-    InputSpec,
-    NoCrop,
-    Preprocess,
-    RandomCrop,
-    RandomResizedCrop,
-    ResizeRandomCrop,
-    TfDataOptions,
-    denormalize,
-    make_dataset,
-)
+import dali_tf_input as dti
 
 FILES = "--files=data/sample/train-*"
 
@@ -49,16 +38,16 @@ def test_denormalize(dataset, dtype, layout):
     """What any spec makes of an image comes back as what uint8 makes of it."""
     made = []
     for changes in ({"dtype": dtype, "layout": layout}, {"dtype": "uint8"}):
-        preprocess = Preprocess(
+        preprocess = dti.Preprocess(
             image_size=(20, 30),
-            crop=NoCrop(),
+            crop=dti.NoCrop(),
             mirror_probability=0,
             mean=(9.0, 20.0, 30.0),
             **changes,
         )
-        spec = InputSpec(dataset=dataset, preprocess=preprocess, order="sequential")
-        images, _ = next(iter(make_dataset(spec, TfDataOptions(), batch_size=4)))
-        made.append(denormalize(images.numpy(), preprocess))
+        spec = dti.InputSpec(dataset=dataset, preprocess=preprocess, order="sequential")
+        images, _ = next(iter(dti.make_dataset(spec, dti.TfDataOptions(), batch_size=4)))
+        made.append(dti.denormalize(images.numpy(), preprocess))
     assert made[0].shape == made[1].shape == (4, 20, 30, 3)
     assert made[0].dtype == np.float32
     # Of rounding to whole numbers, and of values between 4 and 8 in the type, times the largest
@@ -73,7 +62,9 @@ def test_denormalize(dataset, dtype, layout):
 
 
 @pytest.mark.parametrize(
-    "crop", [ResizeRandomCrop(resize=(60, 60)), RandomResizedCrop(), RandomCrop()], ids=repr
+    "crop",
+    [dti.ResizeRandomCrop(resize=(60, 60)), dti.RandomResizedCrop(), dti.RandomCrop()],
+    ids=repr,
 )
 def test_preview_shows_the_originals_of_its_images(sample_folder, crop):
     """An original, cut at its frame, mirrored where it says so, and resized by Pillow, is what the
@@ -81,14 +72,16 @@ def test_preview_shows_the_originals_of_its_images(sample_folder, crop):
     """
     preview = load("preview.py")
 
-    dataset = DatasetSpec.from_files(str(sample_folder / "data/sample/train-*"))
-    preprocess = Preprocess(image_size=(48, 48), crop=crop, mirror_probability=0.5, antialias=True)
-    spec = InputSpec(dataset=dataset, preprocess=preprocess, order="global", seed=3)
-    images, _ = next(iter(make_dataset(spec, TfDataOptions(), batch_size=12)))
-    seen = denormalize(images.numpy(), preprocess)
+    dataset = dti.DatasetSpec.from_files(str(sample_folder / "data/sample/train-*"))
+    preprocess = dti.Preprocess(
+        image_size=(48, 48), crop=crop, mirror_probability=0.5, antialias=True
+    )
+    spec = dti.InputSpec(dataset=dataset, preprocess=preprocess, order="global", seed=3)
+    images, _ = next(iter(dti.make_dataset(spec, dti.TfDataOptions(), batch_size=12)))
+    seen = dti.denormalize(images.numpy(), preprocess)
     mirrors = set()
-    for place, encoded in enumerate(preview.read_encoded(spec, 12)):
-        original, box, mirrored = preview.open_original(encoded, spec, place)
+    for place, original in enumerate(preview.read_originals(spec, 12)):
+        box, mirrored = preview.find_crop(original, spec, place)
         top, left, height, width = box
         box = (left, top, left + width, top + height)
         cut = original.resize((48, 48), Image.Resampling.BILINEAR, box=box)

@@ -6,29 +6,19 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dali_tf_input import (
-    DaliOptions,
-    InputError,
-    InputSpec,
-    Preprocess,
-    RandomCrop,
-    RandomResizedCrop,
-    ResizeRandomCrop,
-    TfDataOptions,
-    make_dataset,
-)
+import dali_tf_input as dti
 from dali_tf_input.index.example import decode_example
 from dali_tf_input.index.tfrecord import read_record
 from support.throughput import stages
 from support.throughput.stages import STAGES
 
-OPTIONS = {"tf_data": TfDataOptions(), "dali": DaliOptions(device="cpu")}
+OPTIONS = {"tf_data": dti.TfDataOptions(), "dali": dti.DaliOptions(device="cpu")}
 
 
 def build(spec, options, stage):
     with tf.device("CPU:0"):
         if stage is None:
-            return make_dataset(spec, options, batch_size=6)
+            return dti.make_dataset(spec, options, batch_size=6)
         return stages.make_dataset(stage, spec, options, batch_size=6)
 
 
@@ -41,9 +31,9 @@ def first(spec, options, stage):
 @pytest.mark.parametrize("order", ["sequential", "buffer", "global"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_cut_serves_one_number_for_each_image(dataset, backend, order, stage):
-    spec = InputSpec(dataset=dataset, preprocess=Preprocess.for_training(16), order=order)
+    spec = dti.InputSpec(dataset=dataset, preprocess=dti.Preprocess.for_training(16), order=order)
     if backend == "dali" and stage == "read" and order != "global":
-        with pytest.raises(InputError, match="DALI's own reader reads and parses"):
+        with pytest.raises(dti.InputError, match="DALI's own reader reads and parses"):
             build(spec, OPTIONS[backend], stage)
         return
     numbers = first(spec, OPTIONS[backend], stage)
@@ -55,10 +45,12 @@ def test_what_is_read_and_parsed(dataset):
     """In the order of the files: the sizes of the records, and those of the images plus their
     labels.
     """
-    spec = InputSpec(dataset=dataset, preprocess=Preprocess.for_training(16), order="sequential")
+    spec = dti.InputSpec(
+        dataset=dataset, preprocess=dti.Preprocess.for_training(16), order="sequential"
+    )
     offsets = dataset.index(0)[:, 0].tolist()
     records = [read_record(dataset.files[0], offset) for offset in offsets]
-    found = first(spec, TfDataOptions(), "read").numpy()[: len(records)]
+    found = first(spec, dti.TfDataOptions(), "read").numpy()[: len(records)]
     assert found.tolist() == list(map(len, records))
     images = [decode_example(record)["image/encoded"][1][0] for record in records]
     for options in OPTIONS.values():
@@ -71,18 +63,18 @@ def test_what_is_read_and_parsed(dataset):
 @pytest.mark.parametrize(
     ("crop", "antialias"),
     [
-        (ResizeRandomCrop(resize=(20, 20)), True),
-        (RandomResizedCrop(), False),
-        (RandomCrop(), False),
+        (dti.ResizeRandomCrop(resize=(20, 20)), True),
+        (dti.RandomResizedCrop(), False),
+        (dti.RandomCrop(), False),
     ],
 )
 def test_the_last_cut_holds_the_corners_of_the_whole_pipelines_images(
     dataset, backend, decode, crop, antialias
 ):
-    preprocess = Preprocess(
+    preprocess = dti.Preprocess(
         image_size=(16, 16), crop=crop, mirror_probability=0.0, antialias=antialias
     )
-    spec = InputSpec(dataset=dataset, preprocess=preprocess, order="global", seed=5)
+    spec = dti.InputSpec(dataset=dataset, preprocess=preprocess, order="global", seed=5)
     options = dataclasses.replace(OPTIONS[backend], decode=decode)
     images, _ = first(spec, options, None)
     np.testing.assert_array_equal(first(spec, options, "normalize"), images[:, 0, 0, 0])

@@ -22,7 +22,6 @@ TOOLS = {
     "profile_stages.py": ("--json", ["--seconds=0.05", "--repeats=1"]),
     "tune.py": ("--out", ["--seconds=1"]),
     "preview.py": ("--out", []),
-    "gpu_check.py": ("--out", ["--rehearse", "--parts=pixels"]),
     "soak.py": ("--json", ["--images=1000", "--evaluations=10", "--datasets=20"]),
 }
 SMALL = ["--batch_size=1", "--image_size=8"]
@@ -68,14 +67,15 @@ def test_outputs_that_cannot_be_written(script, sample_folder, tmp_path):
         ("tune.py", ["--seconds=0"], "`seconds` must be at least 1, got 0"),
         ("tune.py", ["--backends=dali_gpu"], "`backends` must be of tf_data, dali_cpu on this"),
         ("tune.py", ["--out=x.txt"], "`out` must end in .json"),
-        ("tune.py", ["--out=x.json", "--json=x.json"], "name the same file, x.json"),
         ("tune.py", ["--decode=region"], "tune.py chooses `decode` itself"),
         ("tune.py", ["--replicas=0"], "`replicas` must be at least 1, got 0"),
         ("preview.py", ["--num_images=0"], "`num_images` must be at least 1"),
         ("preview.py", ["--out=x.jpg"], "`out` must end in .png"),
         ("preview.py", ["--evaluation", "--crop=random_crop"], "--evaluation crops the center"),
         ("gpu_check.py", [], "There is no NVIDIA GPU here"),
-        ("gpu_check.py", ["--parts=all"], "`parts` must be of tests, pixels"),
+        ("gpu_check.py", ["--parts=all"], "`parts` must be of probe, pixels"),
+        ("gpu_check.py", ["--files=none-*"], "No file matches 'none-*'"),
+        ("gpu_check.py", ["--rehearse", "--out=/proc/self/none"], "/proc/self/none"),
         ("gpu_check.py", ["--rehearse"], "A rehearsal is not a result"),
         ("soak.py", ["--images=10"], "`images` must be at least 1,000, got 10"),
         ("soak.py", ["--backends=torch"], "`backends` must be of tf_data, dali_cpu on this"),
@@ -263,10 +263,10 @@ def test_a_measuring_process_that_dies_or_hangs(sample_folder, monkeypatch, tmp_
         with pytest.raises(CandidateError, match="no answer within 2 s"):
             measurer.measure(base, seconds=3)
         monkeypatch.setattr(candidates, "_LIMIT", 60)
-        with pytest.raises(InputError, match="The measuring process died repeatedly"):
-            for _ in range(6):
-                with pytest.raises(CandidateError):
-                    measurer.measure(base, seconds=2)
+        for _ in range(6):  # over one after the other
+            with pytest.raises(CandidateError, match="SIGSEGV"):
+                measurer.measure(base, seconds=2)
+        assert measurer.measure(base, seconds=10)["seconds"] == 10
 
 
 def test_a_worker_that_does_not_start():
@@ -315,23 +315,16 @@ def test_soak(tmp_path):
 
 
 @pytest.mark.slow
-def test_gpu_check_rehearsed(sample_folder, tmp_path):
-    """All parts on the CPU, in two runs that share their file; a file of another machine is
-    refused.
-    """
-    files, out = "--files=data/sample/validation-*", tmp_path / "rehearsal.json"
-    arguments = [files, "--rehearse", f"--out={out}", "--seconds=0.1", "--repeats=1"]
-    for parts in ("tests,pixels", "throughput,hw_decoder_load,training"):
-        process = run("gpu_check.py", *arguments, f"--parts={parts}", cwd=sample_folder)
-        assert "This was a rehearsal on the CPU" in process.stdout
-        assert process.returncode == 0, (process.stdout, process.stderr)
-    report = json.loads(out.read_text())
-    assert tuple(report["parts"]) == load("gpu_check.py").PARTS
-    assert all(found["passed"] for found in report["parts"].values())
-    report["cores"] += 1
-    out.write_text(json.dumps(report))
-    process = run("gpu_check.py", *arguments, "--parts=pixels", cwd=sample_folder)
-    fails(process, "is not a result to add to: it is of another machine")
+@pytest.mark.parametrize("part", load("gpu_check.py").PARTS)
+def test_gpu_check_rehearsed(sample_folder, tmp_path, part):
+    """Each part on the CPU, by itself."""
+    arguments = ["--files=data/sample/validation-*", "--rehearse", f"--out={tmp_path}/rehearsal"]
+    process = run("gpu_check.py", *arguments, f"--parts={part}", cwd=sample_folder)
+    assert "This was a rehearsal on the CPU" in process.stdout
+    assert process.returncode == 0, (process.stdout, process.stderr)
+    (written,) = (tmp_path / "rehearsal").iterdir()
+    report = json.loads(written.read_text())
+    assert (written.stem, report["passed"], report["rehearsal"]) == (part, True, True)
 
 
 @pytest.mark.slow

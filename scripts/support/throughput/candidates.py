@@ -6,14 +6,12 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from dali_tf_input import AUTOTUNE, DaliOptions, InputError, TfDataOptions, Window
+from dali_tf_input import AUTOTUNE, DaliOptions, TfDataOptions, Window
 from support import processes
 from support.flags import BACKENDS, FileFlags, WorkFlags
 
 _WORKER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "worker.py")
 _LIMIT = 120  # seconds beyond a window after which a process counts as hung
-_TRIES = 2  # a process that died once says nothing about the candidate
-_CRASHES = 3 * _TRIES  # in a row, after which something other than a candidate is wrong
 
 
 @dataclass(frozen=True)
@@ -24,8 +22,8 @@ class Candidate:
       options: of either backend.
       order: how the records are mixed.
       variant: "dataset", what the package makes; "bare", its DALI pipeline without TensorFlow;
-        "by_hand", the same work written by hand; "device", whole batches copied to the GPU; or a
-        stage after which the pipeline is cut, see `stages`.
+        "by_hand", the same work written by hand; "device", whole batches copied to the GPU; one of
+        `experiments`; or a stage after which the pipeline is cut, see `stages`.
     """
 
     options: DaliOptions | TfDataOptions
@@ -68,7 +66,6 @@ class Measurer(processes.JsonWorker):
         words = [sys.executable, _WORKER, *files.as_arguments(), *work.as_arguments(), *arguments]
         path = os.pathsep.join([processes.SCRIPTS, os.environ.get("PYTHONPATH", "")])
         super().__init__(words, environment={"PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "3"})
-        self._crashes = 0
 
     def measure(
         self, candidate: Candidate, *, seconds: float, warmup_batches: int = 0, fresh: bool = True
@@ -82,29 +79,26 @@ class Measurer(processes.JsonWorker):
           fresh: whether to make the pipeline again if it is the one that was measured last.
 
         Returns:
-          window (the fields of `Window`), first_batch_seconds, peak_memory_bytes.
+          window (the fields of `Window`), first_batch_seconds, peak_memory_bytes and
+          gpu_memory_bytes, which is 0 unless DALI works on a GPU.
 
         Raises:
           CandidateError: the candidate is refused, or the process died over it twice, or hung.
-          InputError: the process died over one candidate after the other.
         """
         task = {"candidate": candidate.to_json(), "seconds": seconds}
         task |= {"warmup_batches": warmup_batches, "fresh": fresh}
-        for attempt in range(_TRIES):
+        try:
             try:
                 answer = self.ask(task, seconds=_LIMIT + 10 * seconds)
             except processes.WorkerDied as error:
-                self._crashes += 1
-                if self._crashes >= _CRASHES:
-                    raise InputError(f"The measuring process died repeatedly: {error}") from error
-                if attempt == _TRIES - 1 or "no answer" in str(error):
-                    raise CandidateError(str(error)) from error
-                continue
-            self._crashes = 0
-            if "error" in answer:
-                raise CandidateError(answer["error"])
-            return answer
-        raise AssertionError("unreachable")
+                if "no answer" in str(error):
+                    raise
+                answer = self.ask(task, seconds=_LIMIT + 10 * seconds)  # once says nothing
+        except processes.WorkerDied as error:
+            raise CandidateError(str(error)) from error
+        if "error" in answer:
+            raise CandidateError(answer["error"])
+        return answer
 
 
 def images_per_second(answer: dict[str, Any]) -> float:

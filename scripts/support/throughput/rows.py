@@ -42,35 +42,41 @@ ROWS = {
     )
 }
 
-# Pairs of rows that answer a question.
-_QUESTIONS = (
-    ("tf_data", "tf_data_by_hand", "the package on tf.data, to the same written by hand"),
-    ("dali_cpu_bare", "dali_cpu_by_hand", "the package's DALI pipeline, to one written by hand"),
-    ("dali_cpu", "dali_cpu_bare", "DALI on CPU as a dataset, to its bare pipe.run()"),
-    ("dali_gpu", "dali_gpu_bare", "DALI on GPU as a dataset, to its bare pipe.run()"),
-    ("tf_data", "tf_data_plain", "the compiled operation, to TensorFlow's operations"),
-    ("tf_data_global", "tf_data", "tf.data in global order, to a buffer"),
-    ("dali_cpu_global", "dali_cpu", "DALI on CPU in global order, to a buffer"),
-    ("dali_gpu_global", "dali_gpu", "DALI on GPU in global order, to a buffer"),
-    ("tf_data", "tf_data_serial", "tf.data in parallel, to serial"),
-    ("dali_gpu", "tf_data", "DALI on GPU, to tf.data"),
-    ("dali_gpu", "tf_data_serial", "DALI on GPU, to serial tf.data (6.13 in the 2018 example)"),
+# Pairs of rows that answer a question, and the ratio that is aimed at.
+_QUESTIONS: tuple[tuple[str, str, str, float | None], ...] = (
+    ("tf_data", "tf_data_by_hand", "the package on tf.data, to the same written by hand", None),
+    ("dali_cpu_bare", "dali_cpu_by_hand", "the package's DALI pipeline, to one by hand", None),
+    ("dali_cpu", "dali_cpu_bare", "DALI on CPU as a dataset, to its bare pipe.run()", None),
+    ("dali_gpu", "dali_gpu_bare", "DALI on GPU as a dataset, to its bare pipe.run()", 0.95),
+    ("tf_data", "tf_data_plain", "the compiled operation, to TensorFlow's operations", None),
+    ("tf_data_global", "tf_data", "tf.data in global order, to a buffer", None),
+    ("dali_cpu_global", "dali_cpu", "DALI on CPU in global order, to a buffer", None),
+    ("dali_gpu_global", "dali_gpu", "DALI on GPU in global order, to a buffer", 0.9),
+    ("tf_data", "tf_data_serial", "tf.data in parallel, to serial", None),
+    ("dali_gpu", "tf_data", "DALI on GPU, to tf.data", 3),
+    ("dali_gpu", "tf_data_serial", "DALI on GPU, to serial tf.data (as the 2018 example)", 6.13),
 )
 
 
 def measure_rows(
-    names: list[str], files: FileFlags, work: WorkFlags, *, repeats: int, **window: Any
+    names: list[str],
+    files: FileFlags,
+    work: WorkFlags,
+    *arguments: str,
+    repeats: int,
+    **window: Any,
 ) -> dict[str, list[dict[str, Any]]]:
     """Measures rows in turn, round by round, each in a process that is paused between its turns.
 
     Returns:
-      The windows of each row, as `Measurer.measure` returns them; it also takes `window`.
+      The windows of each row, as `Measurer.measure` returns them; it also takes `window`, and
+      `Measurer` takes `arguments`.
 
     Raises:
       InputError: a row cannot be measured.
     """
     with contextlib.ExitStack() as stack:
-        measurers = {name: stack.enter_context(Measurer(files, work)) for name in names}
+        measurers = {name: stack.enter_context(Measurer(files, work, *arguments)) for name in names}
         windows: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
 
         def measure(name: str) -> dict[str, Any]:
@@ -106,8 +112,10 @@ def ratios(windows: list[dict[str, Any]], others: list[dict[str, Any]]) -> Stats
 def conclusions(windows: dict[str, list[dict[str, Any]]]) -> list[str]:
     """Returns a sentence for each pair of rows that answers a question."""
     sentences = []
-    for name, other, question in _QUESTIONS:
+    for name, other, question, target in _QUESTIONS:
         if name in windows and other in windows:
             stats = ratios(windows[name], windows[other])
-            sentences.append(f"{question}: {cli.format_stats(stats)}")
+            verdict = "met" if stats.median >= (target or 0) else "missed"
+            aim = f"; target {target}: {verdict}" if target else ""
+            sentences.append(f"{question}: {cli.format_stats(stats)}{aim}")
     return sentences

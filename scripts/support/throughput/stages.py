@@ -99,6 +99,5 @@ def _make_by_dali(stage: str, stream: Any, options: DaliOptions) -> Any:
         number = fn.reshape(fn.cast(number, dtype=types.FLOAT), shape=[])
         return (number.gpu() if options.device == "gpu" else number,)
 
-    pipeline = partial(dali.make_pipeline, define, stream, options, device_id)
-    served = [((stream.batch_size,), tf.float32)]
-    return dali.make_dataset(pipeline, served, stream, options, device_id)
+    pipeline = dali.make_pipeline(define, stream, options, device_id)
+    return dali.make_dataset(pipeline, [((stream.batch_size,), tf.float32)], stream, options)

@@ -53,15 +53,9 @@ WORKS = (
 
 
 def run(dataset: DatasetSpec, files: FileFlags, arguments: list[str]) -> dict:
-    """Measures all of `WORKS` and prints the table.
+    """Measures all of `WORKS`; prints the table and returns the report of each.
 
-    Args:
-      dataset: whose images are used, as they are or resized.
-      files: the flags that name them.
-      arguments: further flags of compare_throughput.py, for each work.
-
-    Returns:
-      Each work's report, as compare_throughput.py writes it.
+    `arguments` are further flags of compare_throughput.py, for each work.
     """
     reports, lines = {}, []
     with tempfile.TemporaryDirectory() as folder:
@@ -78,12 +72,12 @@ def run(dataset: DatasetSpec, files: FileFlags, arguments: list[str]) -> dict:
     return reports
 
 
-def compare_rows(rows: list[str], arguments: list[str], *, seconds: float | None = None) -> dict:
-    """Runs compare_throughput.py, for at most `seconds`; returns its report."""
+def compare_rows(rows: list[str], arguments: list[str]) -> dict:
+    """Runs compare_throughput.py; returns its report."""
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "rows.json")
         flags = [f"--backends={','.join(rows)}", f"--json={path}"]
-        processes.call_script("compare_throughput.py", *arguments, *flags, seconds=seconds)
+        processes.call_script("compare_throughput.py", *arguments, *flags)
         with open(path, encoding="utf-8") as stream:
             return json.load(stream)
 

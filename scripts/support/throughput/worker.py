@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from dali_tf_input import DaliOptions, InputError, InputSpec, measure
-from support import cli, processes
+from support import cli, machine, processes
 from support.flags import FileFlags, WorkFlags
-from support.throughput import reference, stages
+from support.throughput import experiments, reference, stages
 from support.throughput.candidates import Candidate
 
 FLAGS = cli.Flags()
@@ -39,6 +39,8 @@ def make_batches(candidate: Candidate, spec: InputSpec, batch_size: int) -> Iter
         device_id = 0 if options.device == "gpu" else None
         stream = Stream(spec=spec, **shared)
         return run_pipeline(import_dali().build_pipeline(stream, options, device_id))
+    if variant in experiments.EXPERIMENTS:
+        return iter(experiments.make_dataset(variant, spec, options, **shared))
     if variant in stages.STAGES:
         return iter(stages.make_dataset(variant, spec, options, **shared))
     batches = iter(make_dataset(spec, options, **shared))
@@ -77,8 +79,10 @@ class Pipelines:
         from dali_tf_input.bad_record import FailedInput, explain
 
         candidate = Candidate.from_json(task.pop("candidate"))
+        # TensorFlow may see no GPU where DALI does.
+        on_gpu = candidate.backend == "dali_gpu" and candidate.variant not in ("bare", "on_cpu")
         try:
-            with tf.device("GPU:0" if candidate.backend == "dali_gpu" else "CPU:0"):
+            with tf.device("GPU:0" if on_gpu else "CPU:0"):
                 return self._measure(candidate, **task)
         except tf.errors.OpError as error:
             failed = FailedInput(self._spec, candidate.options, None, self._batch_size)
@@ -104,6 +108,8 @@ class Pipelines:
         )
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
         found = {"first_batch_seconds": self._first_batch_seconds, "peak_memory_bytes": peak}
+        on_gpu = candidate.backend == "dali_gpu"
+        found["gpu_memory_bytes"] = machine.gpu_memory() if on_gpu else 0
         return {"window": dataclasses.asdict(window), **found}
 
 
