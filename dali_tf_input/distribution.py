@@ -6,6 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from dali_tf_input import replicas
 from dali_tf_input.bad_record import FailedInput, explain
 from dali_tf_input.dataset import choose_options, make_dataset
 from dali_tf_input.epochs import Padded, add, end_epochs
@@ -13,15 +14,6 @@ from dali_tf_input.errors import Count, InputError, checked
 from dali_tf_input.keras_input import Distributed
 from dali_tf_input.options import DaliOptions, Options
 from dali_tf_input.order import EpochSteps, StartStep
-from dali_tf_input.replicas import (
-    OneDeviceDataset,
-    check_strategy,
-    cuda_device_id,
-    input_options,
-    is_gpu,
-    list_devices,
-    short_name,
-)
 from dali_tf_input.sharding import Shard, replica_batch_size
 from dali_tf_input.spec import InputSpec
 
@@ -92,7 +84,7 @@ def distribute(
         is larger than the data, DALI's device is not that of the replicas, `make_dataset` refuses,
         or the first batch cannot be made.
     """
-    strategy = check_strategy(strategy)
+    strategy = replicas.check_strategy(strategy)
     options = options or choose_options()
     num_replicas = strategy.num_replicas_in_sync if strategy else 1
     batch_size = replica_batch_size(
@@ -107,16 +99,16 @@ def distribute(
         padded=not spec.repeat,
     )
     start = StartStep(start_step)
-    devices = list_devices(strategy, options)
+    devices = replicas.list_devices(strategy, options)
     on_gpu = isinstance(options, DaliOptions) and options.device == "gpu"
-    if on_gpu and not all(is_gpu(device) for device in devices):
+    if on_gpu and not all(replicas.is_gpu(device) for device in devices):
         raise InputError(
             "DaliOptions(device='gpu') needs every replica on a GPU, but the replicas are on"
             f" {', '.join(devices)}. Use DaliOptions(device='cpu') or TfDataOptions(); or, if there"
             " is a GPU that TensorFlow does not see, pip install 'tensorflow[and-cuda]'"
         )
     on_replica = on_gpu or (
-        isinstance(options, DaliOptions) and not any(is_gpu(device) for device in devices)
+        isinstance(options, DaliOptions) and not any(replicas.is_gpu(device) for device in devices)
     )
     several_workers = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
 
@@ -128,7 +120,7 @@ def distribute(
                 options,
                 batch_size=batch_size,
                 shard=shard,
-                device_id=cuda_device_id(device) if on_gpu else None,
+                device_id=replicas.cuda_device_id(device) if on_gpu else None,
                 start_step=start,
             )
 
@@ -138,13 +130,13 @@ def distribute(
     elif several_workers:
         dataset = _make_worker_dataset(strategy, options, make_shard, local_replicas=len(devices))
     elif isinstance(strategy, tf.distribute.OneDeviceStrategy) and isinstance(options, DaliOptions):
-        dataset = OneDeviceDataset(make_shard(Shard(0, 1)))
+        dataset = replicas.OneDeviceDataset(make_shard(Shard(0, 1)))
     else:
         dataset = strategy.distribute_datasets_from_function(
             lambda context: make_shard(
                 Shard(context.input_pipeline_id, context.num_input_pipelines)
             ),
-            input_options(strategy, options, on_replica=on_replica),
+            replicas.input_options(strategy, options, on_replica=on_replica),
         )
     try:
         found = first_batch_devices(dataset, strategy)
@@ -250,4 +242,4 @@ def first_batch_devices(dataset: Any, strategy: tf.distribute.Strategy | None) -
             raise InputError(
                 f"A replica's images are on {image.device}, but their labels on {label.device}."
             )
-    return tuple(short_name(image.device) for image in replica_images)
+    return tuple(replicas.short_name(image.device) for image in replica_images)

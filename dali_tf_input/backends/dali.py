@@ -3,6 +3,7 @@
 import functools
 import importlib
 import os
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -73,16 +74,18 @@ def make_dataset(
     """Returns the dataset of a pipeline whose `outputs` have these (shape, type)."""
     dali_tf = import_plugin()
     guard_strategies()
-    on_gpu = options.device == "gpu"
+    packed, on_gpu = None, options.device == "gpu"
+    if stream.spec.has_fixed_order:
+        with tf.device("CPU:0"):
+            packed = pack_records(stream)
     try:
-        # TensorFlow aborts the process (SIGABRT) when a pipeline cannot be built or finds no
-        # memory; DALI's Python raises. DALIDataset takes a pipeline's description only.
+        # TensorFlow aborts the process (SIGABRT) when a pipeline cannot be built; DALI's Python
+        # raises. DALIDataset takes a pipeline's description only.
         pipeline.build()
-        if on_gpu and not stream.spec.has_fixed_order:
-            pipeline.run()
     except RuntimeError as error:
-        advice = " Is its memory in use? See nvidia-smi; a smaller batch needs less." * on_gpu
-        raise InputError(f"DALI cannot build the pipeline: {error}{advice}") from error
+        raise InputError(f"DALI cannot build the pipeline: {error}") from error
+    if on_gpu:
+        check_memory(pipeline, packed)
     arguments = {  # all, as DALIDataset's own defaults would override the pipeline's
         "pipeline": pipeline,
         "batch_size": stream.batch_size,
@@ -93,11 +96,9 @@ def make_dataset(
         "output_shapes": tuple(shape for shape, _ in outputs),
         "output_dtypes": tuple(dtype for _, dtype in outputs),
     }
-    if not stream.spec.has_fixed_order:
+    if packed is None:
         dataset = dali_tf.DALIDataset(**arguments)
     else:
-        with tf.device("CPU:0"):
-            packed = pack_records(stream)
         if on_gpu:
             # DALI's documentation wants inputs on the dataset's device; not tried on a GPU yet.
             packed = packed.apply(tf.data.experimental.copy_to_device(tf.zeros(()).device))
@@ -112,6 +113,23 @@ def make_dataset(
         # No transformation can follow on a GPU.
         dataset.cardinality = lambda: tf.constant(per_epoch, tf.int64)
     return dataset
+
+
+def check_memory(pipeline: dali.Pipeline, packed: tf.data.Dataset | None) -> None:
+    """Runs a built pipeline once, as TensorFlow would abort where memory does not suffice.
+
+    Other errors are left to the iterator, which names the record. `packed` is what it is fed.
+    """
+    try:
+        if packed is not None:
+            batch = list(packed.take(pipeline.max_batch_size).as_numpy_iterator())
+            for _ in range(pipeline.input_feed_count(PACKED)):
+                pipeline.feed_input(PACKED, batch)
+        pipeline.run()
+    except RuntimeError as error:
+        if re.search("memory|alloc", str(error)):
+            text = "See nvidia-smi: who uses it? A smaller batch needs less"
+            raise InputError(f"The GPU's memory does not suffice: {error}. {text}.") from error
 
 
 def guard_strategies() -> None:

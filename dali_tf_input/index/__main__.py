@@ -47,30 +47,14 @@ _DECODER = FLAGS.choice("decoder", "both", get_args(Decoder), "What decodes at -
 _MAX_PIXELS = FLAGS.integer("max_pixels", MAX_PIXELS, "Height x width above which an image is bad.")
 _NUM_PROCESSES = FLAGS.integer("num_processes", None, "Processes; by default one per core.")
 
-_CHECK_FLAGS = (
-    _VERIFY,
-    _MAX_BAD_FRACTION,
-    _IMAGE_KEY,
-    _LABEL_KEY,
-    _LABEL_OFFSET,
-    _NUM_CLASSES,
-    _DECODER,
-    _MAX_PIXELS,
-)
+# What `Checks` has too.
+_CHECK_FLAGS = (_VERIFY, _IMAGE_KEY, _LABEL_KEY, _LABEL_OFFSET, _NUM_CLASSES, _DECODER, _MAX_PIXELS)
 _SECONDS_BETWEEN_LINES = 10  # of progress, without a terminal
 
 
 def main(patterns: list[str]) -> int:
     """Indexes the files that match `patterns`; returns the exit code."""
-    checks = Checks(
-        verify=_VERIFY.value,
-        image_key=_IMAGE_KEY.value,
-        label_key=_LABEL_KEY.value,
-        label_offset=_LABEL_OFFSET.value,
-        num_classes=_NUM_CLASSES.value,
-        decoder=_DECODER.value,
-        max_pixels=_MAX_PIXELS.value,
-    )
+    checks = Checks(**{flag.name: flag.value for flag in _CHECK_FLAGS})
     refusal = None
     with IndexProgress(names_all=_ON_BAD.value == "error") as progress:
         try:
@@ -161,7 +145,7 @@ def _remedy(patterns: list[str]) -> str:
             f"{BAD_RECORDS_NAME} lists the bad records of indexed files; --on_bad=error names those"
             " of the others. Fix the files, or allow more with --max_bad_fraction."
         )
-    given = [flag for flag in _CHECK_FLAGS if flag.value != flag.default]
+    given = [flag for flag in (*_CHECK_FLAGS, _MAX_BAD_FRACTION) if flag.value != flag.default]
     arguments = [*(f"--{flag.name}={flag.value}" for flag in given), "--on_bad=skip"]
     fix = index_command(patterns, index_dir=_INDEX_DIR.value, arguments=arguments)
     return f"Those files were not indexed. Fix them, or skip the bad records: {fix}"

@@ -3,6 +3,7 @@ each other.
 """
 
 import collections
+import contextlib
 import dataclasses
 
 import numpy as np
@@ -25,6 +26,7 @@ from conftest import (
 
 import dali_tf_input as dti
 from dali_tf_input.backends import dali, tf_data
+from dali_tf_input.backends.dali_reading import pack_records
 from dali_tf_input.backends.reading import Stream
 from dali_tf_input.dataset import choose_options, make_dataset
 
@@ -244,6 +246,29 @@ def test_make_dataset_refuses(dataset, options):
 def test_make_dataset_refuses_other_options(dataset):
     with refused("`options` must be a DaliOptions, a TfDataOptions or None, got 'dali'"):
         make_dataset(training(dataset), "dali", batch_size=1)
+
+
+@pytest.mark.parametrize("order", ["buffer", "global"])
+@pytest.mark.parametrize("said", [None, "CUDA: out of memory", "nvJPEG: damaged"])
+def test_memory_is_tried_before_tensorflow_aborts(dataset, order, said, monkeypatch):
+    """As on a GPU: one batch by DALI alone. Other errors are left to the iterator."""
+    spec = dataclasses.replace(training(dataset), order=order)
+    stream = Stream(spec=spec, batch_size=5)
+    pipeline = dali.build_pipeline(stream, dti.DaliOptions(device="cpu"), None)
+    pipeline.build()
+    packed = pack_records(stream) if order == "global" else None
+    outputs, run = [], type(pipeline).run
+
+    def run_or_fail(self):
+        if said:
+            raise RuntimeError(said)
+        outputs.extend(run(self))
+
+    monkeypatch.setattr(type(pipeline), "run", run_or_fail)
+    refusal = refused("The GPU's memory does not suffice: CUDA: out of memory. See nvidia-smi")
+    with refusal if said and "memory" in said else contextlib.nullcontext():
+        dali.check_memory(pipeline, packed)
+    assert [len(one) for one in outputs] == ([] if said else [5, 5])
 
 
 def test_what_dali_refuses_is_a_python_error(dataset, tmp_path):
