@@ -41,15 +41,11 @@ def main(arguments: list[str]) -> int:
         worst = max(worst, float(difference.max()))
         labels_equal &= bool((labels == other_labels).all())
     mean, compared = float(np.mean(means)), f"{len(means) * batch_size} evaluation images"
+    text = f"{compared}: mean absolute difference {mean:.6f} of 255, largest {worst:.4f}"
     if mean > _MOST.value or not labels_equal:
-        raise InputError(
-            f"DALI and tf.data differ in {compared}: mean absolute difference {mean:.4f} of"
-            f" 255, over {_MOST.value}; labels equal: {labels_equal}."
-        )
-    print(
-        f"DALI and tf.data agree in {compared}: mean absolute difference {mean:.6f} of 255, "
-        f"largest {worst:.4f}"
-    )
+        text += f"; --most is {_MOST.value}; labels equal: {labels_equal}"
+        raise InputError(f"DALI and tf.data differ in {text}.")
+    print(f"DALI and tf.data agree in {text}")
     return 0
 
 

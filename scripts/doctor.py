@@ -55,7 +55,9 @@ print("serves a batch on the", device.upper())
 _TRY_MEMORY_GROWTH = """import dali_tf_input; dali_tf_input.enable_memory_growth()
 print("on, as distribute() needs it: TensorFlow leaves memory to DALI")"""
 _TRY_KERNEL = "from dali_tf_input.backends.tf_native import load; load(); print('native')"
-_TRY_VIDEO = "import ctypes; ctypes.CDLL('libnvcuvid.so.1'); print('its library is there')"
+_TRY_ENGINES = """import ctypes, pynvml
+pynvml.nvmlInit(); pynvml.nvmlDeviceGetJpgUtilization(pynvml.nvmlDeviceGetHandleByIndex(0))
+ctypes.CDLL('libnvcuvid.so.1'); print('its engines and its library are there')"""
 _COUNT_GPUS = {
     "TensorFlow": "import tensorflow; print(len(tensorflow.config.list_physical_devices('GPU')))",
     "DALI": "import nvidia.dali as dali; print(dali.backend.GetCUDADeviceCount())",
@@ -175,9 +177,11 @@ def examine_gpus(trier: Trier, imported: list[str]) -> Generator[Finding, None, 
         elif works and gpus and expected < len(gpus):
             text += f" of {len(gpus)}, those of CUDA_VISIBLE_DEVICES"
         yield check(f"{name}'s GPUs", works, text, fix)
-    works, text = trier.attempt(_TRY_VIDEO) if gpus else (True, "")
     if gpus:  # nvJPEG leaves the decoder out without a word
+        works, text = trier.attempt(_TRY_ENGINES)
         fix = "" if works else "in a container: docker run -e NVIDIA_DRIVER_CAPABILITIES=all ..."
+        if "Not Supported" in text:
+            text, fix = "this GPU has none (A100, H100 and later do): decoded by CUDA cores", ""
         yield Finding("ok" if works else "warning", "hardware JPEG decoder", text, fix)
     if os.environ.get("TF_FORCE_GPU_ALLOW_GROWTH") == "false":
         found = "TF_FORCE_GPU_ALLOW_GROWTH=false: TensorFlow takes all memory of a GPU"

@@ -211,10 +211,9 @@ def check_throughput(dataset: dti.DatasetSpec) -> dict[str, Any]:
 def check_experiments(dataset: dti.DatasetSpec) -> dict[str, Any]:
     """Measures other ways of feeding, and shares of the hardware decoder, beside the default."""
     ways = {}
-    for order in ("buffer", "global"):
-        for name in ("dataset", *experiments.EXPERIMENTS):
-            if order == "global" or name not in experiments.FIXED_ORDER:
-                ways[f"{order}, {name}"] = make_candidate(order, name)
+    for order, names in (("buffer", experiments.ANY_ORDER), ("global", experiments.EXPERIMENTS)):
+        for name in ("dataset", *names):
+            ways[f"{order}, {name}"] = make_candidate(order, name)
     for load in () if _REHEARSE.value else (0.0, 0.25, 0.5, 0.75, 1.0):
         ways[f"hw_decoder_load={load}"] = make_candidate(hw_decoder_load=load)
     return compare(dataset, ways)

@@ -2,9 +2,11 @@
 helpers.
 """
 
+import fcntl
 import gc
 import io
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -194,10 +196,16 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> dti.DatasetSpec:
 @pytest.fixture(scope="session")
 def sample_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which data/sample holds a small, indexed piece of the sample data."""
-    folder = tmp_path_factory.mktemp("sample")
-    out = folder / "data" / "sample"
-    script = SCRIPTS / "make_sample_tfrecords.py"
-    command = [sys.executable, script, "--num_images=96", "--num_validation_images=32", out]
-    subprocess.run(command, check=True, capture_output=True)
-    dti.build_index(out / "*-of-*")
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # one of the processes makes it, each has a copy
+        base = base.parent
+    made, folder = base / "sample_of_all", tmp_path_factory.mktemp("sample")
+    with open(base / "sample_lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            script = SCRIPTS / "make_sample_tfrecords.py"
+            command = [sys.executable, script, "--num_images=96", "--num_validation_images=32"]
+            subprocess.run([*command, made], check=True, capture_output=True)
+    shutil.copytree(made, folder / "data" / "sample")
+    dti.build_index(folder / "data" / "sample" / "*-of-*")
     return folder

@@ -1,7 +1,6 @@
 """What only a machine with an NVIDIA GPU can show: `make test-gpu`.
 
-Their names say which part of `make gpu-check` runs them. GPU_TESTS_ON=cpu rehearses them on the
-CPU, to see that they run.
+Parts of `make gpu-check` run them by name. GPU_TESTS_ON=cpu rehearses them, to see that they run.
 """
 
 import dataclasses

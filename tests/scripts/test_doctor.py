@@ -100,13 +100,7 @@ def test_a_sound_environment(tmp_path):
         (OTHER_VERSION, "plugin", "1.0, compiled for another DALI than 2.4"),
         (NOT_INSTALLED, "plugin", "nvidia-dali-tf-plugin-cuda120 is not installed"),
     ],
-    ids=[
-        "no_dali",
-        "plugin_of_other_tf",
-        "plugin_that_crashes",
-        "plugin_of_other_dali",
-        "no_plugin",
-    ],
+    ids=["no_dali", "other_tf", "crash", "other_dali", "no_plugin"],
 )
 def test_a_broken_environment(tmp_path, site, what, found):
     code, lines = examine(tmp_path, site=site)
@@ -217,6 +211,16 @@ def test_gpus_that_are_left_to_others(monkeypatch, tmp_path, visible, tensorflow
     assert [(line.state, line.found) for line in lines] == found
     if visible == "":
         assert lines[0].fix == "unset CUDA_VISIBLE_DEVICES"
+
+
+@pytest.mark.parametrize("text", ["libnvcuvid.so.1: cannot open", "NVMLError: Not Supported"])
+def test_a_gpu_without_its_jpeg_decoder(monkeypatch, tmp_path, text):
+    write_smi(tmp_path, "echo 'NVIDIA H100, 550.1'")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    doctor = load("doctor.py")
+    trier = types.SimpleNamespace(attempt=lambda code: (False, text))
+    found = {line.what: line for line in doctor.examine_gpus(trier, [])}["hardware JPEG decoder"]
+    assert (found.state, "docker run" in found.fix) == ("warning", "Not" not in text)
 
 
 def test_a_driver_that_hangs(monkeypatch, tmp_path):
