@@ -20,7 +20,7 @@ INDEX_FLAG := $(if $(INDEX_DIR),--index_dir='$(INDEX_DIR)')
 READY := $(INSTALLED) $(if $(DATA),,$(SAMPLE)/.complete)
 INDEX := @$(RUN) -m dali_tf_input.index $(INDEX_FLAG) '$(FILES)'
 COMMON := --files='$(FILES)' $(INDEX_FLAG)
-PYTEST := $(RUN) -m pytest -n 4 --dist=worksteal
+PYTEST := $(RUN) -m pytest --dist=worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help install data index compare train doctor profile tune preview soak gpu-check
@@ -78,10 +78,10 @@ doctor: $(INSTALLED)  ## What of this installation works; with DATA= also files 
 	@$(RUN) scripts/doctor.py $(if $(DATA),$(COMMON)) $(ARGS)
 
 test: $(DEVELOPED)  ## Run the tests (also: make test-slow, make test-gpu)
-	@$(PYTEST) $(ARGS)
+	@$(PYTEST) -n 3 $(ARGS)
 
 test-slow: $(DEVELOPED)  ## Run the tests that take long because they must
-	@$(PYTEST) -m 'slow and not gpu' $(ARGS)
+	@$(PYTEST) -n 4 -m 'slow and not gpu' $(ARGS)
 
 test-gpu: $(DEVELOPED)  ## Run the tests that need an NVIDIA GPU
 	@$(RUN) -m pytest -m gpu $(ARGS)
