@@ -45,9 +45,8 @@ _OF_INPUT = re.compile(
     r"|Input dataset was expected to contain \d+ element"
 )
 _NO_WORDS = re.compile(
-    r"^\s*(\[\[.*|<stack traces.*|Detected at node.*|Graph execution error:|Current pipeline"
-    r" object.*"
-    r"|while executing.*|in /.*|C\+\+ context.*|Critical error.*|encountered:|\[Op:.*"
+    r"^\s*(\[\[.*|<stack traces.*|Detected at node.*|Graph execution error:|\[Op:.*|encountered:"
+    r"|Current pipeline object.*|while executing.*|in /.*|C\+\+ context.*|Critical error.*"
     r"|which was used in .*|Error DALI_ERROR.*|)\s*$"
 )
 _CHANGED = "changed since it was indexed"
@@ -240,18 +239,15 @@ class _Search:
     """
 
     def __init__(self, failed: FailedInput, seconds: float, *, label: int | None = None) -> None:
-        self.failed = failed
-        self._label = label
-        self.dataset = failed.spec.dataset
+        self.failed, self.dataset = failed, failed.spec.dataset
+        self._label, self._seconds = label, seconds
         self.checked: set[int] = set()
         entries = _read_entries(self.dataset)
         largest = [entry.checked_by.get("max_pixels", MAX_PIXELS) for entry in entries]
         decoder: Decoder = "dali" if isinstance(failed.options, DaliOptions) else "tf_data"
         max_pixels = max(largest, default=MAX_PIXELS)
-        self._decode = make_trial_decode(
-            Checks(verify="decode", decoder=decoder, max_pixels=max_pixels)
-        )
-        self._seconds = seconds
+        checks = Checks(verify="decode", decoder=decoder, max_pixels=max_pixels)
+        self._decode = make_trial_decode(checks)
 
     def check_extent_in(self, message: str) -> tuple[str, BadRecord] | None:
         """Checks the record that DALI's message names by file and byte."""

@@ -182,23 +182,22 @@ class DatasetSpec:
             command=index_command(files, index_dir=index_dir, arguments=["--verify=schema"]),
         )
         held = [file for file in found if entries[file].records]  # DALI refuses an empty index
-        labels = [
-            entries[file].labels if entries[file].checked_by.get("label_key") == label_key else None
-            for file in held
-        ]
-        # What is known of only some files is not known.
-        known = contents.merge_labels([one for one in labels if one]) if all(labels) else None
+
+        def collect(what: str, name: str, key: str) -> list[Any]:
+            """Returns what is known of each file; nothing if it is not known of all."""
+            checked = [entries[file] for file in held if entries[file].checked_by.get(name) == key]
+            found = [one for one in (getattr(entry, what) for entry in checked) if one]
+            return found if len(found) == len(held) else []
+
+        known = contents.merge_labels(collect("labels", "label_key", label_key))
+        sized = contents.merge_images(collect("images", "image_key", image_key))
         found_range = summary.features[label_key].range
-        if found_range and found_range[0] < label_offset:
+        low, high = found_range or (label_offset, 0)
+        if low < label_offset:
             raise InputError(
-                f"`label_offset` must be at most the lowest label, {found_range[0]}, got "
+                f"`label_offset` must be at most the lowest label, {low}, got "
                 f"{label_offset}: it is subtracted from every label, and classes count from 0."
             )
-        images = [
-            entries[file].images if entries[file].checked_by.get("image_key") == image_key else None
-            for file in held
-        ]
-        sized = contents.merge_images([one for one in images if one]) if all(images) else None
         by_file = dict(zip(found, index_files, strict=True))
         return cls(
             files=tuple(held),
@@ -212,11 +211,7 @@ class DatasetSpec:
             image_key=image_key,
             label_key=label_key,
             label_offset=label_offset,
-            label_range=(
-                (found_range[0] - label_offset, found_range[1] - label_offset)
-                if found_range
-                else None
-            ),
+            label_range=found_range and (low - label_offset, high - label_offset),
             num_classes=known.num_classes if known else None,
             largest_image=sized.largest_size if sized else None,
         )

@@ -125,9 +125,7 @@ def train_by_script(folder, *arguments):
 
 @pytest.mark.slow
 def test_the_command_fixes_it(tmp_path):
-    """Trained by the script; the command that it prints is run as it stands, by the interpreter of
-    this environment.
-    """
+    """Trained by the script; the command that it prints is run as it stands."""
     write(tmp_path, TEXT)
     process = train_by_script(tmp_path, "--backend=dali_cpu", "--epochs=1")
     assert process.returncode == 1
@@ -144,9 +142,7 @@ def test_the_command_fixes_it(tmp_path):
 @backends
 @pytest.mark.parametrize("block", [1, 7])
 def test_a_plan_leads_to_the_record(tmp_path, monkeypatch, backend, block):
-    """Of 120 records those of a few steps are checked, whatever the epoch: so it is with a million
-    too.
-    """
+    """Only the records of a few steps are checked, whatever the epoch."""
     checked = []
     check = dti.bad_record._Search._check
     monkeypatch.setattr(
@@ -181,9 +177,7 @@ def test_dali_names_file_and_byte(tmp_path, monkeypatch):
 
 
 def test_what_dali_refuses_and_others_do_not(tmp_path):
-    """A byte anywhere in a valid record: DALI is believed, and the number counts what the index
-    skips.
-    """
+    """DALI names any byte of it; its number counts what the index skips."""
     dataset = write(tmp_path, {}, skip=(2, 5))
     offset, size = dataset.index(0)[10]
     message = f"Failed to decode sample #3 : {{}} at index {offset + size // 2}\nno"
@@ -197,9 +191,7 @@ def test_what_dali_refuses_and_others_do_not(tmp_path):
 
 @pytest.mark.slow
 def test_two_replicas(tmp_path):
-    """In a process of its own: what failed in the middle of a step leaves TensorFlow's collectives
-    behind for good.
-    """
+    """In a process of its own: a failed step leaves collectives behind."""
     write(tmp_path, TEXT)
     flags = ["--backend=tf_data", "--replicas=2", "--global_batch_size=4"]
     process = train_by_script(tmp_path, *flags)
@@ -347,9 +339,7 @@ def test_index_copies_that_go_are_made_again(tmp_path, monkeypatch):
 
 @backends
 def test_steps_of_its_own(tmp_path, backend):
-    """An evaluation, a prediction and a second `fit` count from 0, and accumulated gradients count
-    less than one a batch.
-    """
+    """Evaluation and prediction count from 0, accumulated gradients less than one a batch."""
     dataset = write(tmp_path, TRUNCATED if backend == "dali" else TEXT)
     fed = feed(dataset, backend, batch_size=2)
     validation = feed_evaluation(dataset, backend, batch_size=2)
@@ -377,9 +367,7 @@ def test_from_another_folder(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_command_checks_as_before(tmp_path):
-    """What an index skipped by checks of its own stays skipped; what was decoded before is decoded
-    again.
-    """
+    """What an index skipped stays skipped; what was decoded before is decoded again."""
     write(tmp_path, {"image/class/label": 9999})
     pattern = str(tmp_path / "train-*")
     both = "--num_classes=300 --decoder=tf_data --max_pixels=1000000"
@@ -425,9 +413,7 @@ def test_other_errors_stay_as_they_are(dataset):
 
 
 def test_an_error_of_the_model_stays_as_it_is(tmp_path):
-    """Though its text holds Python's stack, in which there are paths of this package, and a batch
-    from the input.
-    """
+    """Though its text holds a stack with paths of this package, and a batch."""
     dataset = write(tmp_path / "dali_records", {})
     gather = keras.layers.Lambda(
         lambda images: tf.gather(tf.reshape(images, (-1, 192)), [192], axis=1), (1,)
@@ -462,9 +448,7 @@ def test_training_and_validation_are_told_apart(tmp_path, backend, resumed, bad)
 
 @pytest.mark.slow
 def test_training_resumes_after_the_record_is_skipped(tmp_path):
-    """With --resume: the state is that of the same files with one record more, and training
-    continues at the same place.
-    """
+    """With --resume: training continues at the same place, on one record less."""
     write(tmp_path, TEXT)
     flags = [f"--resume={tmp_path}/run", "--save_every=1", "--backend=tf_data"]
     flags += ["--global_batch_size=8", "--epochs=3"]

@@ -81,9 +81,7 @@ def test_each_batch_is_on_its_replicas_device(dataset, options, make_strategy):
 @backends
 @strategies
 def test_an_epoch_is_every_record_once(dataset, options, make_strategy):
-    """24 records in steps of 8: three steps, over all replicas each record once, each replica its
-    own shard.
-    """
+    """24 records in steps of 8: each once, each replica its own shard."""
     strategy = make_strategy()
     fed = distribute(spec_of(dataset), options, strategy=strategy, global_batch_size=8)
     assert fed.steps_per_epoch == 3
@@ -102,9 +100,7 @@ def test_shuffled_replicas_stay_disjoint(dataset, options):
 
 @backends
 def test_the_remainder_is_not_lost(tmp_path, options):
-    """11 records, 2 replicas, steps of 4: two whole steps an epoch; the second pass goes on where
-    the first stopped.
-    """
+    """11 records, steps of 4: the second pass goes on where the first stopped."""
     strategy = mirrored()
     spec = spec_of(write_dataset(tmp_path, [4, 7]))
     fed = distribute(spec, options, strategy=strategy, global_batch_size=4)
@@ -117,9 +113,7 @@ def test_the_remainder_is_not_lost(tmp_path, options):
 @backends
 @strategies
 def test_iterators_come_and_go(dataset, options, make_strategy):
-    """TensorFlow's MultiDeviceIterator over a DALIDataset ends the process when it is dropped; ours
-    must not use it.
-    """
+    """TensorFlow's MultiDeviceIterator over a DALIDataset ends the process when dropped."""
     strategy = make_strategy()
     for _ in range(3):
         fed = distribute(
@@ -136,9 +130,7 @@ def test_iterators_come_and_go(dataset, options, make_strategy):
 @backends
 @strategies
 def test_fit_learns(dataset, options, make_strategy):
-    """Keras `fit` with validation from the other backend: the loss of a linear model on 24 labels
-    falls.
-    """
+    """Keras `fit`, validated by the other backend: the loss on 24 labels falls."""
     strategy = make_strategy()
     train = distribute(spec_of(dataset, "buffer"), options, strategy=strategy, global_batch_size=8)
     evaluation = make_spec(dataset, "sequential", Preprocess.for_evaluation(24))
@@ -207,9 +199,7 @@ def test_distribute_refuses(dataset, options):
 
 
 def test_an_empty_shard(tmp_path):
-    """One record for two replicas: refused as a batch larger than the data, before a replica could
-    wait for nothing.
-    """
+    """Refused as a batch larger than the data, before a replica waits for nothing."""
     spec = spec_of(write_dataset(tmp_path, [1]))
     with refused("at most the number of records, 1, got 2"):
         distribute(spec, TF_DATA, strategy=mirrored(), global_batch_size=2)

@@ -19,9 +19,7 @@ if not tf.config.list_physical_devices("GPU"):
 
 @pytest.mark.slow
 def test_examples_run(tmp_path):
-    """As they stand, one after the other; the multi-GPU example on two logical CPU devices where
-    there is no GPU.
-    """
+    """As they stand; the multi-GPU example on two logical CPU devices where there is no GPU."""
     for number in range(96):
         photo = tmp_path / "photos" / f"class {number % 6}" / f"{number}.jpg"
         photo.parent.mkdir(parents=True, exist_ok=True)

@@ -37,6 +37,9 @@ _MAX_BAD_FRACTION = FLAGS.number(
     "max_bad_fraction", 0.01, "With --on_bad=skip, the largest part that may be skipped."
 )
 _FORCE = FLAGS.boolean("force", False, "Check every file, also unchanged ones.")
+_ALLOW_MISSING = FLAGS.boolean(
+    "allow_missing", False, "Go on if a set X-00003-of-01024 lacks files."
+)
 _IMAGE_KEY = FLAGS.string("image_key", None, "Feature key of the image; by default found.")
 _LABEL_KEY = FLAGS.string("label_key", None, "Feature key of the label; by default found.")
 _LABEL_OFFSET = FLAGS.integer(
@@ -65,6 +68,7 @@ def main(patterns: list[str]) -> int:
                 on_bad=_ON_BAD.value,
                 max_bad_fraction=_MAX_BAD_FRACTION.value,
                 force=_FORCE.value,
+                allow_missing=_ALLOW_MISSING.value,
                 num_processes=_NUM_PROCESSES.value,
                 on_bad_record=progress.print_bad_record,
                 on_progress=progress.update,
@@ -145,7 +149,11 @@ def _remedy(patterns: list[str]) -> str:
             f"{BAD_RECORDS_NAME} lists the bad records of indexed files; --on_bad=error names those"
             " of the others. Fix the files, or allow more with --max_bad_fraction."
         )
-    given = [flag for flag in (*_CHECK_FLAGS, _MAX_BAD_FRACTION) if flag.value != flag.default]
+    given = [
+        flag
+        for flag in (*_CHECK_FLAGS, _MAX_BAD_FRACTION, _ALLOW_MISSING)
+        if flag.value != flag.default
+    ]
     arguments = [*(f"--{flag.name}={flag.value}" for flag in given), "--on_bad=skip"]
     fix = index_command(patterns, index_dir=_INDEX_DIR.value, arguments=arguments)
     return f"Those files were not indexed. Fix them, or skip the bad records: {fix}"

@@ -21,7 +21,7 @@ from dali_tf_input.errors import Count, InputError, Part, Path, checked
 from dali_tf_input.index import contents
 from dali_tf_input.index.checks import Checks
 from dali_tf_input.index.example import decode_example
-from dali_tf_input.index.files import find_files, index_files_of
+from dali_tf_input.index.files import check_complete, find_files, index_files_of
 from dali_tf_input.index.folder import IndexFolder
 from dali_tf_input.index.pool import run_jobs
 from dali_tf_input.index.tfrecord import BadRecord, find_records, read_data
@@ -84,6 +84,7 @@ def build_index(
     on_bad: OnBad = "error",
     max_bad_fraction: Part = 0.01,
     force: bool = False,
+    allow_missing: bool = False,
     num_processes: Count | None = None,
     on_bad_record: Callable[[str, BadRecord], None] | None = None,
     on_progress: Callable[[Progress], None] | None = None,
@@ -106,6 +107,7 @@ def build_index(
         of all records, of all bytes, or (counting files without any valid record) of all files.
         From then on, files with bad records are not indexed.
       force: check every file, also unchanged ones, and exactly as deeply as `checks` says.
+      allow_missing: index sets of numbered files (``train-00003-of-01024``) that lack some.
       num_processes: how many processes; None is one per core, at most one per file.
       on_bad_record: called at the end with each path and bad record, in the order of the files;
         without it the error names the first.
@@ -117,10 +119,12 @@ def build_index(
     Raises:
       IndexFaultsError: see `on_bad` and `max_bad_fraction`. All other files are indexed
         nevertheless.
-      InputError: no file matches, the index folder cannot be written or is full, the feature keys
-        are not found, or a process failed.
+      InputError: no file matches, one of a set is missing, the index folder cannot be written or
+        is full, the feature keys are not found, or a process failed.
     """
     found = find_files(files)
+    if not allow_missing:
+        check_complete(found)
     checks = _with_keys(checks or Checks(), found)
     index_files = index_files_of(found, index_dir=index_dir)
     by_folder: dict[str, dict[str, str]] = {}  # index folder -> base name -> file
@@ -132,20 +136,18 @@ def build_index(
             IndexFolder(folder, by_name, checks, force=force, stack=stack)
             for folder, by_name in by_folder.items()
         ]
-        run = _Run(folders, on_bad=on_bad, max_bad_fraction=max_bad_fraction)
+        run = _Run(folders, on_bad, max_bad_fraction)
         run.check_files(num_processes or len(os.sched_getaffinity(0)), on_progress)
         return run.conclude(on_bad_record)
 
 
+@dataclass
 class _Run:
     """One run over some folders."""
 
-    def __init__(
-        self, folders: list[IndexFolder], *, on_bad: OnBad, max_bad_fraction: float
-    ) -> None:
-        self._folders = folders
-        self._on_bad = on_bad
-        self._max_bad_fraction = max_bad_fraction
+    _folders: list[IndexFolder]
+    _on_bad: OnBad
+    _max_bad_fraction: float
 
     def check_files(
         self, num_processes: int, on_progress: Callable[[Progress], None] | None

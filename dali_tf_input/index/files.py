@@ -17,13 +17,8 @@ MANIFEST_NAME = "index_manifest.json"  # beside the index files
 BAD_RECORDS_NAME = "bad_records.jsonl"  # beside the manifest
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
-_COPY_COMMANDS = {
-    "gs": "gcloud storage cp",
-    "s3": "aws s3 cp",
-    "http": "curl -O",
-    "https": "curl -O",
-    "hdfs": "hdfs dfs -get",
-}
+_NUMBERED = re.compile(r"(.*-)(\d{5,})-of-(\d{5,})(.*)", re.DOTALL)  # TF-slim's, tfds' files
+_COPY_COMMANDS = {"gs": "gcloud storage cp", "s3": "aws s3 cp", "https": "curl -O"}
 
 
 def find_files(files: Path | Sequence[Path]) -> tuple[str, ...]:
@@ -77,6 +72,22 @@ def find_files(files: Path | Sequence[Path]) -> tuple[str, ...]:
     if not found:
         raise InputError("`files` must name at least one TFRecord file, got none.")
     return tuple(sorted(found.values()))
+
+
+def check_complete(files: Sequence[str]) -> None:
+    """Raises InputError if a set of numbered files (``train-00003-of-01024``) lacks one."""
+    sets: dict[tuple[str, str, str], dict[int, str]] = {}
+    for file in files:
+        if name := _NUMBERED.fullmatch(file):
+            sets.setdefault((name[1], name[3], name[4]), {})[int(name[2])] = file
+    for (start, count, end), named in sets.items():
+        for number in range(int(count)):
+            path = f"{start}{number:0{len(count)}}-of-{count}{end}"
+            if number not in named and not os.path.exists(path):
+                raise InputError(
+                    f"{path} is missing, of the set of {next(iter(named.values()))}: restore it, or"
+                    " go on without it by --allow_missing (in Python, allow_missing=True)."
+                )
 
 
 def index_files_of(files: Sequence[str], *, index_dir: Path | None = None) -> tuple[str, ...]:

@@ -342,6 +342,26 @@ def test_a_call_names_the_first_bad_record(files, train):
         build_index(train, CRC, on_bad="skip", max_bad_fraction=0)
 
 
+@pytest.mark.parametrize("name", ["train-{:05}-of-00003", "x-train.tfrecord-{:05}-of-00003"])
+def test_a_missing_file_of_a_set(tmp_path, name):
+    """As after a download that ended early. To name a part of a whole set is no mistake."""
+    files = [
+        write_tfrecord(tmp_path / name.format(n), numbered_examples(2, first=2 * n))
+        for n in range(3)
+    ]
+    assert build_index(files[:2]).written == 2
+    os.unlink(files[1])
+    said = f"{files[1]} is missing, of the set of {files[0]}: restore it, or .*--allow_missing"
+    for given in (files[:1], tmp_path / "*-of-*"):
+        with refused(said):
+            build_index(given)
+    assert build_index(tmp_path / "*-of-*", allow_missing=True).summary.records == 4
+    command = [SCRIPTS / "index_tfrecords.py", tmp_path / "*-of-*"]
+    assert python(*command).returncode == 1
+    assert python(*command, "--allow_missing").returncode == 0
+    assert from_files(tmp_path / "*-of-*").num_records == 4
+
+
 def test_a_file_without_records_alone(tmp_path):
     (tmp_path / "train").write_bytes(b"")
     build_index(tmp_path / "train", **SKIP)
@@ -689,9 +709,7 @@ def test_fuzzed_examples(tmp_path):
 
 
 def test_a_touched_file_is_checked_as_deeply_as_before(files, train):
-    """Or its bad records would come back with the next `make train`, which asks for the default
-    only.
-    """
+    """Or its bad records would come back with the next run at the default level."""
     ruin_data(files[1], 2)
     index_with_faults(train, CRC, **SKIP)
     os.utime(files[1])

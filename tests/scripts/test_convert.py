@@ -139,9 +139,7 @@ def test_make_tfrecords_replaces_sets_whole_or_not_at_all(tmp_path, photos):
 
 @pytest.mark.slow
 def test_make_tfrecords_of_any_image(tmp_path):
-    """What becomes of each kind: as it was, JPEG, RGB, upright, smaller; what cannot be read is
-    left out and listed.
-    """
+    """Kept, or made JPEG, RGB, upright, smaller; the unreadable are left out and listed."""
     zoo = image_zoo()
     (tmp_path / "photos" / "all").mkdir(parents=True)
     for name, (encoded, _, _) in zoo.items():
@@ -228,9 +226,7 @@ def test_sixteen_bits_a_pixel_are_scaled(tmp_path):
 
 
 def test_make_tfrecords_from_tfrecords(tmp_path):
-    """Shuffled again, over other files, every record once; bad ones left out; unknown features kept;
-    smaller if asked for.
-    """
+    """Every record once, shuffled again; bad ones left out; unknown features kept."""
     examples = numbered_examples(50)
     for number, example in enumerate(examples):
         example |= {"note": f"record {number}", "image/height": -1}
@@ -324,9 +320,7 @@ def test_make_tfrecords_never_takes_away_what_is_not_its_own(tmp_path, photos):
 
 
 def test_make_tfrecords_of_odd_names_and_depths(tmp_path):
-    """Bytes that are no UTF-8 and line breaks in names; pixels whose range nothing tells are left
-    out, not made black.
-    """
+    """Names that are no UTF-8; pixels whose range nothing tells are left out."""
     root = os.fsencode(tmp_path / "photos")
     for name in (b"c\xff/a\xff.jpg", b"c\xff/a\nb.jpg", b"d/bad\xff.jpg", b"d/good.jpg"):
         path = Path(os.fsdecode(os.path.join(root, name)))
@@ -392,9 +386,7 @@ def test_a_converter_killed_alone_leaves_nothing_running(tmp_path, photos):
 
 
 def command_of(process):
-    """Returns the words of a process's command; none where it is gone, or only waits for its parent
-    to notice.
-    """
+    """Returns the words of a process's command; none where it is gone or a zombie."""
     try:
         return Path(f"/proc/{process}/cmdline").read_text()
     except OSError:

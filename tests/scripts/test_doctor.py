@@ -266,9 +266,7 @@ def test_cores(monkeypatch, tmp_path):
 
 
 def test_what_is_tried():
-    """One process while all goes well; one that fails, dies or hangs is told, and the next try has
-    a fresh one.
-    """
+    """A process that fails, dies or hangs is told, and the next try has a fresh one."""
     doctor = load("doctor.py")
     trier = doctor.Trier()
     assert trier.attempt("import os; print('noise'); print(os.getpid())")[0]

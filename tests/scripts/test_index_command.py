@@ -36,9 +36,7 @@ def test_index(tmp_path):
 
 
 def test_index_of_good_and_bad_files(tmp_path):
-    """The good files are indexed, each bad one is named, nothing is left of them, and the exit code
-    is 1.
-    """
+    """The good files are indexed, each bad one is named, and the exit code is 1."""
     write_tfrecord(tmp_path / "a", numbered_examples(3))
     cut = write_tfrecord(tmp_path / "b", numbered_examples(2))
     os.truncate(cut, os.path.getsize(cut) - 1)

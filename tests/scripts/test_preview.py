@@ -67,9 +67,7 @@ def test_denormalize(dataset, dtype, layout):
     ids=repr,
 )
 def test_preview_shows_the_originals_of_its_images(sample_folder, crop):
-    """An original, cut at its frame, mirrored where it says so, and resized by Pillow, is what the
-    model is shown to see.
-    """
+    """An original, cut at its frame, mirrored and resized by Pillow, is what is shown."""
     preview = load("preview.py")
 
     dataset = dti.DatasetSpec.from_files(str(sample_folder / "data/sample/train-*"))

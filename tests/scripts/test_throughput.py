@@ -105,9 +105,7 @@ def test_sweep(sample_folder, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_compare_throughput_reports_a_row_that_dies(tmp_path):
-    """A record that no decoder can read ends the measurement with an error, not with a hang or a
-    half-written table.
-    """
+    """Undecodable records end it with an error, without a hang or half a table."""
     examples = numbered_examples(8)
     examples[3]["image/encoded"] = b"this is no image"
     file = write_tfrecord(tmp_path / "train", examples)
@@ -132,9 +130,7 @@ def test_compare_images(sample_folder, layout):
 
 
 def test_by_hand_does_the_same_work(sample_folder):
-    """The hand-written baseline yields what the package's does, in kind; its decode and resize are
-    the same operations.
-    """
+    """The baseline by hand yields what the package's does, by the same operations."""
     from dali_tf_input import InputSpec, Preprocess, TfDataOptions
     from dali_tf_input.dataset import make_dataset
     from support.throughput import reference
