@@ -25,6 +25,11 @@ from .index.tfrecord import BadRecord as BadRecord
 from .input_profile import EpochProfile as EpochProfile
 from .input_profile import InputProfile as InputProfile
 from .keras_input import Distributed as Distributed
+from .labels import ClassLabel as ClassLabel
+from .labels import MultiHot as MultiHot
+from .labels import SegmentationMask as SegmentationMask
+from .labels import Stored as Stored
+from .labels import Values as Values
 from .options import AUTOTUNE as AUTOTUNE
 from .options import DaliOptions as DaliOptions
 from .options import TfDataOptions as TfDataOptions
@@ -51,6 +56,7 @@ __all__ = [
     "BadRecordError",
     "CenterCrop",
     "Checks",
+    "ClassLabel",
     "Crop",
     "DaliOptions",
     "DatasetSpec",
@@ -61,16 +67,20 @@ __all__ = [
     "InputError",
     "InputProfile",
     "InputSpec",
+    "MultiHot",
     "NoCrop",
     "Preprocess",
     "RandomCrop",
     "RandomResizedCrop",
     "ResizeRandomCrop",
     "Resume",
+    "SegmentationMask",
     "Shard",
     "StartStep",
     "Stats",
+    "Stored",
     "TfDataOptions",
+    "Values",
     "Window",
     "build_index",
     "choose_options",

@@ -20,13 +20,14 @@ import tensorflow as tf
 
 from dali_tf_input.dataset_spec import DatasetSpec
 from dali_tf_input.errors import InputError
-from dali_tf_input.index.checks import MAX_PIXELS, BadImage, Checks, Decoder
-from dali_tf_input.index.contents import KEY_PRESETS, FileEntry, find_schema_problem
+from dali_tf_input.index.checks import MAX_PIXELS, BadImage, Checks, Decoder, check_mask
+from dali_tf_input.index.contents import KEY_PRESETS, FileEntry, find_schema_problem, find_size
 from dali_tf_input.index.example import decode_example
 from dali_tf_input.index.files import index_command, index_dir_of
 from dali_tf_input.index.manifest import Manifest
 from dali_tf_input.index.tfrecord import BadRecord, find_records, read_record
 from dali_tf_input.index.trial_decode import make_trial_decode
+from dali_tf_input.labels import ClassLabel, MultiHot, Values
 from dali_tf_input.options import DaliOptions, TfDataOptions
 from dali_tf_input.order import EpochSteps, Integers, list_records
 from dali_tf_input.sharding import Shard
@@ -109,7 +110,7 @@ def explain(
     _logger.warning("The input failed: searching for the bad record (%.0f s at most).", seconds)
     lines = (line.strip() for line in reversed(message.splitlines()) if not _NO_WORDS.match(line))
     words = next(lines, "no message")
-    commands = [skip_command(failed.spec.dataset, failed.options) for failed in inputs]
+    commands = [skip_command(failed.spec, failed.options) for failed in inputs]
     searches = [_Search(failed, search_seconds) for failed in inputs]
     changes = (failed.spec.dataset.find_change() for failed in inputs)
     change = next(filter(None, changes), None)
@@ -165,15 +166,29 @@ def find_label(inputs: Sequence[FailedInput], label: int) -> str | None:
 
 
 def skip_command(
-    dataset: DatasetSpec, options: DaliOptions | TfDataOptions, num_classes: int | None = None
+    spec: InputSpec, options: DaliOptions | TfDataOptions, num_classes: int | None = None
 ) -> str:
     """Returns the command that skips everything in a dataset that is bad for a backend."""
+    dataset, label = spec.dataset, spec.label
     decoder = "dali" if isinstance(options, DaliOptions) else "tf_data"
     arguments = ["--verify=decode", "--on_bad=skip"]
-    if (dataset.image_key, dataset.label_key) not in KEY_PRESETS.values():
-        arguments += [f"--image_key={dataset.image_key}", f"--label_key={dataset.label_key}"]
-    if dataset.label_offset:
-        arguments.append(f"--label_offset={dataset.label_offset}")
+    key = label.key if label else dataset.label_key
+    if (dataset.image_key, key) not in KEY_PRESETS.values():
+        arguments.append(f"--image_key={dataset.image_key}")
+        arguments += [f"--label_key={key}"] if key else []
+    if isinstance(label, MultiHot):
+        arguments.append("--label=multi_hot")
+        num_classes = label.num_classes
+    elif isinstance(label, Values):
+        arguments += ["--label=values", f"--label_size={label.size}"]
+    elif label is None:
+        arguments.append("--label=none")
+    elif label.vocabulary:
+        arguments.append("--vocabulary=labels.txt")
+    if spec.mask:
+        arguments.append(f"--mask_key={spec.mask.key}")
+    if label and not isinstance(label, Values) and label.offset:
+        arguments.append(f"--label_offset={label.offset}")
     entries = _read_entries(dataset)
     # As the files were checked before:
     for name, default in (("num_classes", None), ("decoder", "both"), ("max_pixels", MAX_PIXELS)):
@@ -287,17 +302,25 @@ class _Search:
             features = decode_example(read_record(where.file, where.offset))
         except (InputError, OSError) as error:
             return "unreadable", str(error)
+        label, mask = self.failed.spec.label, self.failed.spec.mask
         problem = find_schema_problem(
-            features, image_key=dataset.image_key, label_key=dataset.label_key
+            features,
+            image_key=dataset.image_key,
+            label=None if self._label is not None else label,
+            mask_key=mask.key if mask else None,
         )
         if problem:
             return problem
-        if self._label is not None:
-            held = features[dataset.label_key][1][0] - dataset.label_offset
+        if self._label is not None and isinstance(label, ClassLabel) and not label.vocabulary:
+            held = features[label.key or ""][1][0] - (label.offset or 0)
             return (_LABEL, "") if held == self._label else None
         try:
-            if not dataset.stores_pixels:
-                self._decode(features[dataset.image_key][1][0])
+            if dataset.stores_pixels:
+                size = [*(find_size(features) or ())]
+            else:
+                _, *size = self._decode(features[dataset.image_key][1][0])
+            if mask:
+                check_mask(features[mask.key][1][0], size, self._decode)
         except BadImage as bad:
             return bad.reason, bad.detail
         return None

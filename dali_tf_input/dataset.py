@@ -46,16 +46,18 @@ def make_dataset(
 
     Returns:
       A dataset of (image, label): image `spec.preprocess.dtype` (batch_size,
-      *spec.preprocess.image_shape), label int64 (batch_size,), or float32 (batch_size,
-      spec.one_hot). With `spec.repeat` False it is one pass, with sample weights as a third value
-      (see `InputSpec`). Otherwise it is infinite. With order "global" an epoch is whole steps of
-      all shards, in which no record comes twice. With the other orders every pass over the shard
-      serves each of its records once; the remainder that does not fill a batch opens the next pass.
+      *spec.preprocess.image_shape), label `spec.label.dtype` (batch_size, *spec.label.shape). With
+      `spec.repeat` False it is one pass, with sample weights as a third value (see `InputSpec`).
+      `spec.arrange` says what comes out where there is more. Otherwise it is infinite. With order
+      "global" an epoch is whole steps of all shards, in which no record comes twice. With the other
+      orders every pass over the shard serves each of its records once; the remainder that does not
+      fill a batch opens the next pass.
 
       DALI's dataset has two limits. On a GPU it must be made and iterated under the `tf.device` of
-      its GPU, and no transformation (`map`, `take`, ...) can follow it. And no strategy may
-      distribute it (nor Keras `fit` under one), because TensorFlow's way of doing so crashes: that
-      is an InputError. `distribute` has another way.
+      its GPU, no transformation (`map`, `take`, ...) can follow it, and what would be dictionaries
+      is a tuple in the order of `spec.outputs`: `spec.arrange` makes them of it. And no strategy
+      may distribute it (nor Keras `fit` under one), because TensorFlow's way of doing so crashes:
+      that is an InputError. `distribute` has another way.
 
     Raises:
       InputError: the batch is larger than the shard, the shard is empty, a GPU is asked for where
@@ -205,5 +207,5 @@ def _check_start_step(spec: InputSpec, step: int, global_batch_size: int) -> Non
 def _drop_padding(*batch: tf.Tensor) -> tuple[tf.Tensor, ...]:
     """Leaves out the images of weight 0; the others weigh 1, as there is no padding to outweigh."""
     count = tf.math.count_nonzero(batch[-1])
-    *values, weights = (value[:count] for value in batch)
+    *values, weights = tf.nest.map_structure(lambda value: value[:count], batch)
     return (*values, tf.ones_like(weights))

@@ -3,17 +3,24 @@
 import bisect
 import functools
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from dali_tf_input.errors import InputError, Path, check, check_fields, checked
 from dali_tf_input.index import contents
-from dali_tf_input.index.contents import Feature, FileEntry
+from dali_tf_input.index.contents import Feature
 from dali_tf_input.index.example import decode_example
-from dali_tf_input.index.files import absolute, find_files, index_command, index_files_of
+from dali_tf_input.index.files import (
+    absolute,
+    find_files,
+    index_command,
+    index_dir_of,
+    index_files_of,
+)
 from dali_tf_input.index.manifest import find_change, read_entries
 from dali_tf_input.index.tfrecord import read_record
+from dali_tf_input.labels import ClassLabel, Label, Lengths, Values, describe_list
 from dali_tf_input.order import Integers, parse_index, read_index
 
 
@@ -43,16 +50,17 @@ class DatasetSpec:
       records_per_file: how many records each index holds.
       skipped_per_file: how many bad records each index skips.
       image_key: feature key of the encoded image, a bytes_list of one value.
-      label_key: feature key of the label, an int64_list of one value.
+      label_key: feature key of the label; None if records hold none that is known.
       label_offset: subtracted from every stored label, so that classes count from 0.
       label_range: lowest and highest label that comes out, of the records that the index step
-        read: all from level "schema" on, else a sample; None if not known.
-      num_classes: how many different labels there are, if all files were checked at level "schema"
-        with this key and they form at most 1000 runs; else None.
+        read: all from level "schema" on, else a sample; None if not known, or not integers.
+      class_counts: the classes that occur and how many records of each, if all files were checked
+        at level "schema" with this key and there are at most 10,000; else None.
       largest_image: (height, width) in pixels of the tallest and of the widest image, from level
         "decode" on; else None. DALI's GPU decoder allocates memory for it.
       states: (size in bytes, time of modification in nanoseconds, CRC-32C of the index) of each
         file when it was checked, so that later changes are noticed; () notices none.
+      features: what the records hold by key, as far as the index step read them.
     """
 
     files: tuple[str, ...]
@@ -60,12 +68,13 @@ class DatasetSpec:
     records_per_file: tuple[int, ...]
     skipped_per_file: tuple[int, ...]
     image_key: str
-    label_key: str
+    label_key: str | None
     label_offset: int = 0
     label_range: tuple[int, int] | None = None
-    num_classes: int | None = None
+    class_counts: tuple[tuple[int, int], ...] | None = None
     largest_image: tuple[int, int] | None = None
     states: tuple[tuple[int, int, int], ...] = ()
+    features: dict[str, Feature] = field(default_factory=dict, hash=False, repr=False)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -82,6 +91,21 @@ class DatasetSpec:
     def num_records(self) -> int:
         """How many records all files hold together, without skipped ones."""
         return sum(self.records_per_file)
+
+    @property
+    def num_classes(self) -> int | None:
+        """How many different labels there are, if `class_counts` are known."""
+        return None if self.class_counts is None else len(self.class_counts)
+
+    @property
+    def label(self) -> Label | None:
+        """The kind of label that the records leave no doubt about; None for others."""
+        found = self.features.get(self.label_key or "")
+        if found and found.kinds == ("int64_list",) and found.lengths == (1, 1):
+            return ClassLabel(key=self.label_key)
+        if found and found.kinds == ("float_list",) and found.lengths[0] == found.lengths[1]:
+            return Values(key=self.label_key, size=found.lengths[0])
+        return None
 
     @property
     def stores_pixels(self) -> bool:
@@ -124,6 +148,46 @@ class DatasetSpec:
         features = decode_example(read_record(where.file, where.offset))
         return {key: values for key, (_, values) in features.items()}
 
+    def dtype_of(self, key: str) -> str:
+        """Returns the type of a feature's values: "string", "float32" or "int64"."""
+        kinds = self.features[key].kinds if key in self.features else ()
+        return {"bytes_list": "string", "float_list": "float32"}.get("".join(kinds), "int64")
+
+    def check_feature(self, name: str, key: str, kinds: Collection[str], lengths: Lengths) -> None:
+        """Checks that records hold a list of one of `kinds` at `key`, as far as they were read.
+
+        Raises:
+          InputError: one does not; `name` is the argument that named the key.
+        """
+
+        def fits(feature: Feature | None) -> bool:
+            if feature is None or not {*feature.kinds} <= {*kinds}:
+                return False
+            return lengths[0] <= feature.lengths[0] and feature.lengths[1] <= lengths[1]
+
+        if not self.features:
+            return  # made by hand
+        if key not in self.features:
+            raise contents.name_missing(name, key, self.features)
+        found = self.features[key]
+        if fits(found) and found.first_without is None:
+            return
+        folder = index_dir_of(self.files[0], self.index_files[0])
+        command = index_command(self.files, index_dir=folder, arguments=["--verify=schema"])
+        entries = read_entries(self.files, self.index_files, self.files)
+        for file, entry in zip(self.files, entries, strict=True):
+            one = entry.features.get(key)
+            if one is None or one.first_without is not None:
+                record = one.first_without if one else 0
+                problem = f"is not in record {record} of {file}"
+            elif not fits(one):
+                kinds_found = " or ".join(kind or "an empty feature" for kind in one.kinds)
+                due = describe_list([*kinds], lengths)
+                problem = f"must be {due}, found {kinds_found} of {one.lengths[1]} in {file}"
+            else:
+                continue
+            raise InputError(f"`{name}` '{key}' {problem}. To see all that is wrong: {command}")
+
     def find_change(self) -> str | None:
         """Returns how the first file that changed differs from what was indexed; None if none."""
         for file, state in zip(self.files, self.states, strict=False):
@@ -155,32 +219,44 @@ class DatasetSpec:
           index_dir: the folder of the index files; None means beside each file, as ``<file>.idx``.
           image_key: feature key of the image; None finds TF-slim's "image/encoded" or tfds'
             "image".
-          label_key: feature key of the integer label; None finds TF-slim's "image/class/label" or
-            tfds' "label".
+          label_key: feature key of the label; None finds TF-slim's "image/class/label" or tfds'
+            "label".
           label_offset: the label of the first class as stored, subtracted from every label; 1 for
             TF-slim's ImageNet.
 
         Raises:
           InputError: no file matches, an index is missing, a file or its index changed, a record
-            lacks a feature or holds another kind of it, or a label is below `label_offset`.
+            lacks the image, or a label is below `label_offset`. `InputSpec` checks labels.
         """
         # Absolute: a program may change its folder before the files are read.
         found = tuple(map(absolute, find_files(files)))
         index_files = tuple(map(absolute, index_files_of(found, index_dir=index_dir)))
         entries = dict(zip(found, read_entries(found, index_files, files), strict=True))
         summary = contents.summarize(entries)
+        command = index_command(files, index_dir=index_dir, arguments=["--verify=schema"])
         if not summary.records:
             raise InputError(
                 f"All {summary.skipped:,} records of these {summary.files:,} files are skipped: the"
                 " index has no valid records."
             )
-        image_key, label_key = _check_keys(
-            entries,
-            summary.features,
-            image_key=image_key,
-            label_key=label_key,
-            command=index_command(files, index_dir=index_dir, arguments=["--verify=schema"]),
+        features = summary.features
+        if not features:
+            raise InputError(
+                "The first records of these files are not Examples with features. To see what they"
+                f" are: {command}"
+            )
+        for file, entry in entries.items():
+            if entry.records and not entry.parsed:
+                text = f"The first record of {file} is not a tf.train.Example"
+                raise InputError(f"{text}. To see all that is wrong: {command}")
+        for name, key in (("image_key", image_key), ("label_key", label_key)):
+            if key and key not in features:
+                raise contents.name_missing(name, key, features)
+        image_key, label_key = contents.find_keys(
+            features, image_key=image_key, label_key=label_key
         )
+        if not image_key:
+            raise contents.name_keys(features)
         held = [file for file in found if entries[file].records]  # DALI refuses an empty index
 
         def collect(what: str, name: str, key: str) -> list[Any]:
@@ -189,17 +265,18 @@ class DatasetSpec:
             found = [one for one in (getattr(entry, what) for entry in checked) if one]
             return found if len(found) == len(held) else []
 
-        known = contents.merge_labels(collect("labels", "label_key", label_key))
+        known = contents.merge_labels(collect("labels", "label_key", label_key or ""))
         sized = contents.merge_images(collect("images", "image_key", image_key))
-        found_range = summary.features[label_key].range
+        label = features.get(label_key or "")
+        found_range = label.range if label and label.kinds == ("int64_list",) else None
         low, high = found_range or (label_offset, 0)
         if low < label_offset:
             raise InputError(
-                f"`label_offset` must be at most the lowest label, {low}, got "
+                f"`label_offset` must be at most the lowest label, {low:g}, got "
                 f"{label_offset}: it is subtracted from every label, and classes count from 0."
             )
         by_file = dict(zip(found, index_files, strict=True))
-        return cls(
+        made = cls(
             files=tuple(held),
             index_files=tuple(by_file[file] for file in held),
             records_per_file=tuple(entries[file].records for file in held),
@@ -211,60 +288,17 @@ class DatasetSpec:
             image_key=image_key,
             label_key=label_key,
             label_offset=label_offset,
-            label_range=found_range and (low - label_offset, high - label_offset),
-            num_classes=known.num_classes if known else None,
+            label_range=found_range and (int(low) - label_offset, int(high) - label_offset),
+            class_counts=known.counts and tuple((one - label_offset, n) for one, n in known.counts)
+            if known
+            else None,
             largest_image=sized.largest_size if sized else None,
+            features=features,
         )
+        made.check_feature("image_key", image_key, ("bytes_list",), (1, 1))
+        return made
 
 
 @functools.lru_cache(64)  # not those of thousands of files at once
 def _read_index(index_file: str, crc: int | None, num_records: int) -> Integers:
     return parse_index(read_index(index_file, crc=crc), index_file, num_records)
-
-
-def _check_keys(
-    entries: dict[str, FileEntry],
-    features: dict[str, Feature],
-    *,
-    image_key: str | None,
-    label_key: str | None,
-    command: str,
-) -> tuple[str, str]:
-    """Completes the two keys and checks that records hold an image and a label."""
-    if not features:
-        raise InputError(
-            "The first records of these files are not Examples with features. To see what they"
-            f" are: {command}"
-        )
-    held = ", ".join(f"'{key}'" for key in features)
-    for name, key in (("image_key", image_key), ("label_key", label_key)):
-        if key and key not in features:
-            raise InputError(f"`{name}` '{key}' is not in the records, which hold {held}.")
-    image_key, label_key = contents.find_keys(features, image_key=image_key, label_key=label_key)
-    if not image_key or not label_key:
-        raise contents.name_keys(features)
-    keys = {"image_key": image_key, "label_key": label_key}
-    for _, name, kind in contents.REQUIRED:
-        for file, entry in entries.items():
-            if entry.records:
-                problem = _find_problem(name, keys[name], kind, file, entry)
-                if problem:
-                    raise InputError(f"{problem}. To see all that is wrong: {command}")
-    return image_key, label_key
-
-
-def _find_problem(name: str, key: str, kind: str, file: str, entry: FileEntry) -> str | None:
-    """Returns what is wrong with one feature of a file's records, as far as they were read."""
-    feature = entry.features.get(key)
-    if not entry.parsed:
-        return f"The first record of {file} is not a tf.train.Example"
-    if feature is None or feature.first_without is not None:
-        record = feature.first_without if feature else 0
-        return f"`{name}` '{key}' is not in record {record} of {file}"
-    if feature.kinds != (kind,) or feature.lengths != (1, 1):
-        kinds = " or ".join(kind or "an empty feature" for kind in feature.kinds)
-        return (
-            f"`{name}` '{key}' must be {kind} of 1 value, found {kinds} of {feature.lengths[1]} in"
-            f" {file}"
-        )
-    return None

@@ -71,9 +71,10 @@ def distribute(
 
     Returns:
       The dataset and what belongs to it. Each replica gets images `spec.preprocess.dtype`
-      (global_batch_size / replicas, *spec.preprocess.image_shape) and labels int64
-      (global_batch_size / replicas,) or one-hot; with `spec.repeat` False also sample weights
-      float32 (global_batch_size / replicas,). With order "global" an epoch is num_records //
+      (global_batch_size / replicas, *spec.preprocess.image_shape) and labels `spec.label.dtype`
+      (global_batch_size / replicas, *spec.label.shape); with `spec.repeat` False also sample
+      weights float32 (global_batch_size / replicas,). With more they are arranged as
+      `spec.arrange` says. With order "global" an epoch is num_records //
       global_batch_size steps in which no record comes twice; the remainder, other records each
       time, is left out. With "buffer" and "sequential" the remainder opens the next epoch. With
       `spec.repeat` False there is one pass of num_records / global_batch_size steps, rounded up; on
@@ -232,14 +233,11 @@ def _make_worker_dataset(
 def first_batch_devices(dataset: Any, strategy: tf.distribute.Strategy | None) -> tuple[str, ...]:
     """Takes one batch and returns the device of each replica's images, such as "GPU:0"."""
     try:
-        images, labels, *_ = next(iter(dataset))
+        batch = tf.nest.flatten(next(iter(dataset)))
     except tf.errors.OpError as error:
         raise InputError(f"The first batch cannot be made: {error.message}") from error
-    replica_images = strategy.experimental_local_results(images) if strategy else (images,)
-    replica_labels = strategy.experimental_local_results(labels) if strategy else (labels,)
-    for image, label in zip(replica_images, replica_labels, strict=True):
-        if image.device != label.device:
-            raise InputError(
-                f"A replica's images are on {image.device}, but their labels on {label.device}."
-            )
-    return tuple(replicas.short_name(image.device) for image in replica_images)
+    values = [strategy.experimental_local_results(one) if strategy else (one,) for one in batch]
+    devices = [[replicas.short_name(part.device) for part in parts] for parts in values]
+    if any(found != devices[0] for found in devices):
+        raise InputError(f"A replica's values are on several devices: {devices}.")
+    return tuple(devices[0])

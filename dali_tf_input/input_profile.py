@@ -104,7 +104,7 @@ class InputProfile(keras.callbacks.Callback):  # type: ignore[misc]
             )
         if self._batch is None:
             self._batch = next(iter(self._dataset))
-            first = self._batch[0]
+            first = keras.tree.flatten(self._batch)[0]
             parts = strategy.experimental_local_results(first) if strategy else (first,)
             self._images = sum(len(part) for part in parts)
         self._traced = False

@@ -11,7 +11,7 @@ import tensorflow as tf
 from dali_tf_input.bad_record import FailedInput, explain, find_label, skip_command
 from dali_tf_input.epochs import EpochDataset, Epochs
 from dali_tf_input.errors import InputError
-from dali_tf_input.options import Options
+from dali_tf_input.options import DaliOptions, Options
 from dali_tf_input.order import StartStep
 from dali_tf_input.replicas import check_keras, is_gpu, strategy_of
 from dali_tf_input.spec import InputSpec
@@ -126,7 +126,9 @@ class Distributed(NamedTuple):
             fails.
         """
         self._check_one_pass(model)
-        exact = _without_padding(model) if self._is_padded else contextlib.nullcontext()
+        if not (self.spec.label or self.spec.mask):
+            raise InputError("To evaluate needs labels or masks: this input has none.")
+        exact = _without_padding(model) if self._is_weighted else contextlib.nullcontext()
         with self.explain_errors(model), exact:
             found: dict[str, float] = model.evaluate(self.dataset, return_dict=True, **arguments)
         return found
@@ -150,11 +152,25 @@ class Distributed(NamedTuple):
             rows = model.predict(self.dataset, **arguments)
         return keras.tree.map_structure(lambda one: one[: self.spec.dataset.num_records], rows)
 
+    def unpack(self, batch: Any) -> Any:
+        """Returns a batch as (x, y, sample weights), see `InputSpec.arrange`.
+
+        That is what `dataset` yields, but for DALI on a GPU, whose batches cannot be mapped: where
+        there is more than (image, label, weight) call this in a custom loop, or in `train_step`.
+        """
+        flat = isinstance(self.options, DaliOptions) and self.options.device == "gpu"
+        return self.spec.arrange(batch) if flat and self.spec.is_structured else batch
+
     @property
-    def _is_padded(self) -> bool:
-        """Whether images of weight 0 fill the last step of a pass."""
+    def _is_weighted(self) -> bool:
+        """Whether Keras must not see the weights of a pass.
+
+        Because images of weight 0 fill the last step; or because there are masks, of which a loss
+        with `ignore_class` takes no weight per image.
+        """
         padding = self.steps_per_epoch * self.global_batch_size - self.spec.dataset.num_records
-        return padding > 0 and (len(self.devices) > 1 or is_gpu(self.devices[0]))
+        padded = padding > 0 and (len(self.devices) > 1 or is_gpu(self.devices[0]))
+        return padded or self.spec.mask is not None
 
     def _check_labels(self, model: keras.Model) -> None:
         """Raises InputError if a classifier has fewer outputs than there are labels."""
@@ -170,7 +186,7 @@ class Distributed(NamedTuple):
                 )
 
     def _label_remedy(self, num_classes: int) -> str:
-        skip = skip_command(self.spec.dataset, self.options, num_classes)
+        skip = skip_command(self.spec, self.options, num_classes)
         return (
             "Where labels count from 1, pass label_offset=1 to DatasetSpec.from_files. To skip the"
             f" records of other labels: {skip}"
@@ -255,7 +271,7 @@ def as_validation(
     if not isinstance(validation, Distributed):
         raise InputError(f"`validation` must be what `distribute` returned, got {validation!r}.")
     validation._check_one_pass(model)
-    if not validation._is_padded:
+    if not validation._is_weighted:
         return {"validation_data": validation.dataset}
     every, steps = arguments.pop("validation_freq", 1), arguments.pop("validation_steps", None)
     callbacks = keras.tree.flatten(arguments.get("callbacks") or [])
@@ -279,15 +295,17 @@ class _Validation(keras.callbacks.Callback):  # type: ignore[misc]
 
 @contextlib.contextmanager
 def _without_padding(model: keras.Model) -> Iterator[None]:
-    """Lets the model's `test_step` see records only, each of weight 1."""
+    """Lets the model's `test_step` see records only, and no weights."""
     test_step, jit_compile = model.test_step, model.jit_compile
 
     def step_of_records(data: Any) -> Any:
         is_record = tf.not_equal(data[-1], 0)
-        *parts, weights = (tf.boolean_mask(part, is_record) for part in data)
+        parts = keras.tree.map_structure(
+            lambda part: tf.boolean_mask(part, is_record), (*data[:-1],)
+        )
         return tf.cond(
             tf.reduce_any(is_record),
-            lambda: test_step((*parts, tf.ones_like(weights))),
+            lambda: test_step(parts),
             model.get_metrics_result,  # of a replica that has nothing left
         )
 

@@ -4,12 +4,15 @@ A `*Spec` and a `Preprocess` say what comes out, the same for every backend; an 
 fast. Everything is checked in Python when it is made, before any pipeline exists.
 """
 
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal
 
+from dali_tf_input import labels
 from dali_tf_input.dataset_spec import DatasetSpec
 from dali_tf_input.errors import Count, InputError, Within, check, check_fields
-from dali_tf_input.labels import ClassLabel
+from dali_tf_input.index.contents import name_keys
+from dali_tf_input.labels import ClassLabel, Label, MultiHot, SegmentationMask, Stored
 from dali_tf_input.preprocess import Preprocess
 
 Order = Literal["sequential", "buffer", "global"]
@@ -41,11 +44,16 @@ class InputSpec:
         is a CPU's the last batch is short and all weights are 1. Otherwise padding of weight 0
         fills the last step, and records weigh a constant of at least 1, such that Keras's mean
         loss over all batches, with its default reduction, is the mean over the records.
-      one_hot: number of classes n: labels come out as float32 (n,), 1 at the label and 0 elsewhere,
-        and all 0 for a label out of range (index level "schema" finds those); None leaves them
-        int64.
-      label_smoothing: part of the 1 that is spread evenly over all classes, in [0, 1); needs
-        `one_hot`.
+      label: what a label is and how it comes out: a `ClassLabel`, `MultiHot` or `Values`; None for
+        images without labels.
+      class_weight: weights of the classes in the loss, by class, 1 for others; or "balanced",
+        records / (classes * records of the class), for records that were indexed at level
+        "schema". Batches then hold sample weights, which work under strategies and on DALI, as
+        Keras's own `class_weight` does not.
+      record_ids: whether the numbers of the records come out too, int64, in [0, num_records):
+        `dataset.locate` and `dataset.read` take them.
+      mask: the mask that comes out too, with the crop and the mirror of its image.
+      features: further features that come out as they are stored, by their keys.
     """
 
     dataset: DatasetSpec
@@ -55,8 +63,11 @@ class InputSpec:
     seed: int = 0
     shuffle_block_size: Count = 1
     repeat: bool = True
-    one_hot: Count | None = None
-    label_smoothing: float = 0.0
+    label: Label | None = field(default_factory=ClassLabel)
+    class_weight: dict[int, float] | Literal["balanced"] | None = field(default=None, hash=False)
+    record_ids: bool = False
+    mask: SegmentationMask | None = None
+    features: dict[str, Stored] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -71,7 +82,44 @@ class InputSpec:
                 " that serves each record once."
             )
         check(0 <= self.seed < 2**31, "seed", "in [0, 2**31)", self.seed)
-        self.label.check(self.dataset.label_range[1] if self.dataset.label_range else 0)
+        self._check_label()
+        if self.mask:
+            self.dataset.check_feature("mask.key", self.mask.key, ("bytes_list",), (1, 1))
+            if self.preprocess.auto_augment or self.preprocess.apply_orientation:
+                raise InputError(
+                    "`mask` works without `auto_augment` and `apply_orientation` only."
+                )
+        for key, stored in self.features.items():
+            if key in ("image", "label", "mask", "record_id", "weight"):
+                raise InputError(f"`features` '{key}' would hide the value of that name.")
+            found = self.dataset.features.get(key)
+            kind = "".join(found.kinds[-1:]) if found else ""  # a list without values comes first
+            kinds = (kind,) if stored.padding is None else (kind, "")
+            self.dataset.check_feature("features", key, kinds, stored.lengths)
+
+    def _check_label(self) -> None:
+        """Completes `label` by what the dataset knows and checks it."""
+        label, dataset = self.label, self.dataset
+        if self.class_weight is not None and not (self.repeat and isinstance(label, ClassLabel)):
+            raise InputError("`class_weight` is for training (`repeat` True) with a ClassLabel.")
+        if label is None:
+            return
+        key = label.key or dataset.label_key
+        if key is None:
+            raise name_keys(dataset.features)
+        label = replace(label, key=key)
+        dataset.check_feature("label_key", key, label.kinds, label.lengths)
+        if not isinstance(label, labels.Values):
+            offset = dataset.label_offset if label.offset is None else label.offset
+            label = replace(label, offset=offset)
+            found = dataset.label_range if key == dataset.label_key else None
+            if isinstance(label, MultiHot):
+                check(label.num_classes is not None, "num_classes", "given for MultiHot", None)
+            count = label.num_classes if label.dtype == "float32" else None
+            if found and count and "int64_list" in label.kinds:
+                highest = found[1] + dataset.label_offset - offset
+                check(highest < count, "num_classes", f"above the highest label, {highest}", count)
+        object.__setattr__(self, "label", label)
 
     @property
     def has_fixed_order(self) -> bool:
@@ -79,11 +127,36 @@ class InputSpec:
         return self.order == "global" or not self.repeat
 
     @property
-    def label(self) -> ClassLabel:
-        """How labels are stored, and what comes out of them."""
-        return ClassLabel(
-            key=self.dataset.label_key,
-            offset=self.dataset.label_offset,
-            one_hot=self.one_hot,
-            smoothing=self.label_smoothing,
-        )
+    def outputs(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and type of all that comes out of a record, by name."""
+        found: dict[str, tuple[tuple[int, ...], str]]
+        found = {"image": (self.preprocess.image_shape, str(self.preprocess.dtype))}
+        if self.label:
+            found["label"] = (self.label.shape, self.label.dtype)
+        if self.mask:
+            found["mask"] = (self.preprocess.image_size, "int32")
+        if self.class_weight is not None or not self.repeat:
+            found["weight"] = ((), "float32")
+        if self.record_ids:
+            found["record_id"] = ((), "int64")
+        for key, stored in self.features.items():
+            found[key] = (stored.shape, self.dataset.dtype_of(key))
+        return found
+
+    def arrange(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        """Arranges values, in the order of `outputs`, as Keras takes them: (x, y, sample weight).
+
+        x is the image, or with `record_ids` or `features` a dictionary of "image", "record_id" and
+        the keys; y the label or the mask, or a dictionary of both. What there is none of is left
+        out.
+        """
+        named = dict(zip(self.outputs, values, strict=True))
+        weights = [named.pop("weight")] if "weight" in named else []
+        targets = {name: named.pop(name) for name in ("label", "mask") if name in named}
+        parts = [part for part in (named, targets) if part]
+        return (*(part if len(part) > 1 else next(iter(part.values())) for part in parts), *weights)
+
+    @property
+    def is_structured(self) -> bool:
+        """Whether `arrange` makes dictionaries."""
+        return self.record_ids or bool(self.features) or bool(self.label and self.mask)

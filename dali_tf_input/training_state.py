@@ -95,7 +95,6 @@ def make_fingerprint(spec: InputSpec, global_batch_size: int) -> dict[str, Any]:
         "skipped": sum(dataset.skipped_per_file),
         "files": files.hexdigest()[:16],
         "index": index.hexdigest()[:16],
-        "label_offset": dataset.label_offset,
         **fields,
         **preprocess,
         "global_batch_size": global_batch_size,

@@ -107,10 +107,11 @@ def find_crop(image: Image.Image, spec: InputSpec, slot: int) -> tuple[Any, bool
     """Returns the region (top, left, height, width) of an image, and whether it is mirrored."""
     import tensorflow as tf
 
-    from dali_tf_input.backends.reading import draw_uniforms
+    from dali_tf_input.backends.reading import Stream, draw_uniforms
     from dali_tf_input.backends.tf_images import find_region
 
-    uniforms, _ = draw_uniforms(spec, tf.constant(0, tf.int64), tf.constant(slot, tf.int64))
+    stream = Stream(spec=spec, batch_size=1)
+    uniforms, _ = draw_uniforms(stream, tf.constant(slot, tf.int64))
     region = find_region(tf.constant([image.height, image.width]), uniforms, spec.preprocess)
     mirrored = bool(uniforms[0] < spec.preprocess.mirror_probability)
     return (*region.start.numpy(), *region.extent.numpy()), mirrored

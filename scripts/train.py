@@ -41,8 +41,9 @@ def main(arguments: list[str]) -> int:
         preprocess=dataclasses.replace(preprocess, auto_augment=_TRAIN.auto_augment.value),
         order=_TRAIN.order.value,
         seed=_TRAIN.seed.value,
-        one_hot=num_classes if soft else None,
-        label_smoothing=_TRAIN.label_smoothing.value,
+        label=dti.ClassLabel(
+            num_classes=num_classes, one_hot=bool(soft), smoothing=_TRAIN.label_smoothing.value
+        ),
     )
     options = BACKENDS.get(_TRAIN.backend.value)
     if _TRAIN.options.value:

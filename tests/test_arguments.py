@@ -34,8 +34,9 @@ WRONG = {
             "order": ("random", 1, None, ["global"]),
             "preprocess": (None, "training", 224),
             "repeat": ("no", 0, None),
-            "one_hot": (50.0, "50", 0, True),
-            "label_smoothing": (float("nan"), "0.1", None),
+            "label": ("class", 7, dti.ClassLabel),
+            "record_ids": (1, "yes", None),
+            "class_weight": ("even", {-1: 1.0}, {0: float("nan")}),
             "buffer_size": (0, 1.5, 10**12),
             "shuffle_block_size": (0, 2.0),
         }.items()
@@ -55,6 +56,14 @@ WRONG = {
             "auto_augment": (True, "auto"),
         }.items()
         for value in values
+    ],
+    "labels": [
+        (lambda _, **changes: dti.ClassLabel(**{"one_hot": True, "num_classes": 4, **changes}), *one)
+        for one in (
+            *(("num_classes", value) for value in (50.0, "50", 0, True, None)),
+            *(("smoothing", value) for value in (float("nan"), "0.1", None, 1.0)),
+            ("vocabulary", ("a", "a")),
+        )
     ],
     "crops": [
         (lambda _, **changes: dti.RandomResizedCrop(**changes), "num_attempts", 1.5),

@@ -7,7 +7,7 @@ import tensorflow as tf
 from conftest import BACKENDS, spec_of
 from models import FROM_LOGITS, make_model
 
-from dali_tf_input import InputProfile, Preprocess
+from dali_tf_input import ClassLabel, InputProfile, Preprocess
 from dali_tf_input.distribution import distribute
 
 BATCH, STEPS, CLASSES = 6, 4, 24
@@ -86,7 +86,8 @@ def class_weight(fed):
 
 def one_hot(fed):
     loss = keras.losses.CategoricalCrossentropy(from_logits=True)
-    smooth = fed.feed(order="global", one_hot=CLASSES, label_smoothing=0.1)
+    label = ClassLabel(num_classes=CLASSES, one_hot=True, smoothing=0.1)
+    smooth = fed.feed(order="global", label=label)
     fed.fit(data=smooth.dataset, loss=loss)
 
 

@@ -186,7 +186,7 @@ def test_from_files_with_other_features(tmp_path, example, keys, message):
     file = write_tfrecord(tmp_path / "train", [example])
     dti.build_index(file)
     with refused(message):
-        from_files(file, image_key=keys[0], label_key=keys[1])
+        spec_of(from_files(file, image_key=keys[0], label_key=keys[1]), "global", TRAINING)
 
 
 def test_from_files_finds_the_keys(tmp_path):
@@ -202,8 +202,10 @@ def test_from_files_without_a_label_in_some_records(tmp_path):
     write_tfrecord(tmp_path / "train-0", [{"image": IMAGE, "label": 1}])
     file = write_tfrecord(tmp_path / "train-1", [{"image": IMAGE}, {"image": IMAGE, "label": 1}])
     dti.build_index(tmp_path / "train-*")
+    records = from_files(tmp_path / "train-*")
     with refused(f"`label_key` 'label' is not in record 0 of {file}"):
-        from_files(tmp_path / "train-*")
+        spec_of(records, "global", TRAINING)
+    assert spec_of(records, "global", TRAINING, label=None).label is None
 
 
 def test_label_offset(tmp_path):
@@ -259,8 +261,9 @@ def test_from_files_looks_into_every_file(tmp_path):
     dataset = write_dataset(tmp_path, [2, 1, 2, 2])
     other = {"image/encoded": IMAGE, "image/class/label": "dog"}
     dti.build_index(write_tfrecord(dataset.files[1], [other]))
+    records = from_files(dataset.files)
     with refused(f"found bytes_list of 1 in {dataset.files[1]}"):
-        from_files(dataset.files)
+        spec_of(records, "global", TRAINING)
 
 
 def test_from_files_of_no_examples(tmp_path):

@@ -14,7 +14,7 @@ from nvidia.dali import fn, types
 from nvidia.dali.data_node import DataNode
 
 from dali_tf_input.backends.dali_images import check_supported, prepare_images
-from dali_tf_input.backends.dali_reading import PACKED, define_inputs, pack_records
+from dali_tf_input.backends.dali_reading import PACKED, define_inputs, pack_records, reads_by_itself
 from dali_tf_input.backends.reading import Stream
 from dali_tf_input.errors import InputError
 from dali_tf_input.labels import ClassLabel
@@ -47,22 +47,28 @@ def build(stream: Stream, options: DaliOptions, device_id: int | None) -> tf.dat
 
     It works on another device than that of `options` too, but then TensorFlow copies each batch.
     Fixed orders are read by tf.data, in the same order and with the same random numbers as
-    `tf_data.build`, and passed to DALI; otherwise DALI reads. `device_id` is the CUDA device that
-    decodes; None for `options.device` "cpu".
+    `tf_data.build`, and passed to DALI; so is what is more than an image and an integer. Otherwise
+    DALI reads. `device_id` is the CUDA device that decodes; None for `options.device` "cpu". On a
+    GPU, where nothing can be mapped, batches are tuples in the order of `spec.outputs`.
 
     Raises:
       InputError: DALI does not support `spec`, or refuses the pipeline.
     """
     spec, batch_size = stream.spec, stream.batch_size
     check_supported(spec.preprocess)
-    image_type = tf.as_dtype(spec.preprocess.dtype)
-    outputs = [
-        ((batch_size, *spec.preprocess.image_shape), image_type),
-        ((batch_size, *spec.label.shape), tf.as_dtype(spec.label.dtype)),
-    ]
-    if not spec.repeat:
-        outputs.append(((batch_size,), tf.float32))
-    return make_dataset(build_pipeline(stream, options, device_id), outputs, stream, options)
+    outputs = []
+    for name, (shape, dtype) in spec.outputs.items():
+        if dtype == "string":
+            raise InputError(
+                f"DALI does not support strings, as `features` '{name}': use TfDataOptions(), or"
+                " `record_ids` and dataset.read(id)."
+            )
+        outputs.append(((batch_size, *shape), tf.as_dtype(dtype)))
+    pipeline = build_pipeline(stream, options, device_id)
+    dataset = make_dataset(pipeline, outputs, stream, options)
+    if not spec.is_structured or options.device == "gpu":
+        return dataset
+    return dataset.map(lambda *values: spec.arrange(values))
 
 
 def make_dataset(
@@ -75,7 +81,7 @@ def make_dataset(
     dali_tf = import_plugin()
     guard_strategies()
     packed, on_gpu = None, options.device == "gpu"
-    if stream.spec.has_fixed_order:
+    if not reads_by_itself(stream.spec):
         with tf.device("CPU:0"):
             packed = pack_records(stream)
     try:
@@ -181,17 +187,19 @@ def build_pipeline(stream: Stream, options: DaliOptions, device_id: int | None) 
     spec = stream.spec
 
     def define() -> tuple[DataNode, ...]:
-        encoded, labels, weights, uniforms = define_inputs(stream, options)
-        images = prepare_images(
-            encoded,
-            uniforms,
+        values = define_inputs(stream, options)
+        if reads_by_itself(spec) and isinstance(spec.label, ClassLabel):
+            values["label"] = prepare_labels(values["label"], spec.label)
+        values["image"] = prepare_images(
+            values["image"],
+            values["uniforms"],
             spec.preprocess,
             decode="none" if spec.dataset.stores_pixels else options.resolved_decode,
             device=decoder_device(options),
             hints=decoder_hints(spec, options),
         )
-        others = [prepare_labels(labels, spec.label)] + ([] if spec.repeat else [weights])
-        return (images, *(node.gpu() if options.device == "gpu" else node for node in others))
+        nodes = (values[name] for name in spec.outputs)
+        return tuple(node.gpu() if options.device == "gpu" else node for node in nodes)
 
     conditionals = spec.preprocess.auto_augment is not None
     return make_pipeline(define, stream, options, device_id, conditionals=conditionals)
@@ -223,11 +231,11 @@ def prepare_labels(labels: DataNode, kind: ClassLabel) -> DataNode:
     labels = fn.reshape(labels, shape=[])
     if kind.offset:
         labels = fn.cast(labels - kind.offset, dtype=types.INT64)
-    if kind.one_hot is not None:
+    if kind.one_hot:
         on_value, off_value = kind.one_hot_values
         labels = fn.one_hot(
             fn.cast(labels, dtype=types.INT32),
-            num_classes=kind.one_hot,
+            num_classes=kind.num_classes,
             on_value=on_value,
             off_value=off_value,
             dtype=types.FLOAT,

@@ -1,4 +1,9 @@
-"""How DALI gets records: by its own reader, or packed by tf.data for fixed orders."""
+"""How DALI gets records: by its own reader, or packed by tf.data.
+
+tf.data packs fixed orders, and whatever is more than an image and an integer.
+"""
+
+import math
 
 import tensorflow as tf
 from nvidia.dali import fn, types
@@ -6,71 +11,96 @@ from nvidia.dali import tfrecord as dali_tfrecord
 from nvidia.dali.data_node import DataNode
 
 from dali_tf_input.backends import reading
+from dali_tf_input.backends.parsing import parse_record
 from dali_tf_input.backends.reading import Stream
+from dali_tf_input.backends.tf_data import read_records
+from dali_tf_input.backends.tf_images import prepare_mask
 from dali_tf_input.index.contents import SIDE_KEYS
+from dali_tf_input.labels import ClassLabel
 from dali_tf_input.options import DaliOptions, TfDataOptions
 from dali_tf_input.spec import InputSpec
 
 PACKED = "packed"  # the input of a pipeline that tf.data reads for
+_TYPES = {"int64": types.INT64, "int32": types.INT32, "float32": types.FLOAT}
+
+
+def reads_by_itself(spec: InputSpec) -> bool:
+    """Whether DALI's own reader serves: images and integers, in an order of its own."""
+    label = spec.label
+    plain = isinstance(label, ClassLabel) and not label.vocabulary
+    return plain and not spec.has_fixed_order and [*spec.outputs] == ["image", "label"]
 
 
 def pack_records(stream: Stream) -> tf.data.Dataset:
     """Returns a dataset of one uint8 vector per image: DALI's dataset takes one tensor per input.
 
-    The image, then label (8 bytes), sample weight (4 bytes), random numbers (4 bytes each), and for
-    pixels their shape (12 bytes). Decoders stop at the end of an image; slicing it out would copy
-    it, byte by byte in DALI's slice.
+    The image, and then all of `_list_tail`. Decoders stop at the end of an image; slicing it out
+    would copy it, byte by byte in DALI's slice. Masks are few bytes once they are cropped, and come
+    out the same from both backends.
     """
     spec = stream.spec
 
     @tf.autograph.experimental.do_not_convert
-    def pack(key: tf.Tensor, record: tf.Tensor) -> tf.Tensor:
-        encoded, label = reading.parse_record(record, spec.dataset)
-        epoch, slot = reading.describe_key(key, stream)
-        uniforms, _ = reading.draw_uniforms(spec, epoch, slot)
-        weight = tf.ones(()) if spec.repeat else reading.weight_of(slot, stream.steps)
-        tail = [label, weight, uniforms]
-        if spec.dataset.stores_pixels:
-            tail.append(tf.shape(encoded))
-        else:
-            encoded = tf.io.decode_raw(encoded, tf.uint8)
-        parts = [encoded, *(tf.bitcast(part, tf.uint8) for part in tail)]
+    def pack(key: tf.Tensor, record: tf.Tensor, *number: tf.Tensor) -> tf.Tensor:
+        values = parse_record(record, spec)
+        image = values["image"]
+        values |= reading.find_weight(stream, key)
+        values |= dict(zip(["record_id"], number, strict=False))
+        uniforms, _ = reading.draw_uniforms(stream, key)
+        values["uniforms"] = uniforms
+        if spec.mask:
+            values["mask"] = prepare_mask(values["mask"], uniforms, spec)
+        values["image"] = tf.shape(image)
+        parts = [image if spec.dataset.stores_pixels else tf.io.decode_raw(image, tf.uint8)]
+        parts += [tf.bitcast(values[name], tf.uint8) for name, *_ in _list_tail(spec)]
         return tf.concat([tf.reshape(part, [-1]) for part in parts], 0)
 
-    records = reading.read_fixed_order(stream, TfDataOptions())
+    records = read_records(stream, TfDataOptions())
     packed = records.map(pack, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
     return packed.prefetch(stream.batch_size)
 
 
-def define_inputs(
-    stream: Stream, options: DaliOptions
-) -> tuple[DataNode, DataNode, DataNode | None, DataNode]:
-    """Defines what a pipeline reads: encoded images, labels as stored, weights, random numbers."""
-    if stream.spec.has_fixed_order:
+def _list_tail(spec: InputSpec) -> list[tuple[str, tuple[int, ...], str]]:
+    """Returns name, shape and type of what follows an image; of stored pixels also their shape."""
+    tail = [(name, *one) for name, one in spec.outputs.items() if name != "image"]
+    tail.append(("uniforms", (spec.preprocess.num_uniforms,), "float32"))
+    return [*tail, *([("image", (3,), "int32")] if spec.dataset.stores_pixels else [])]
+
+
+def define_inputs(stream: Stream, options: DaliOptions) -> dict[str, DataNode]:
+    """Defines what a pipeline reads, by name: the outputs, before preprocessing, and "uniforms".
+
+    Labels of DALI's own reader are as stored, others as they come out.
+    """
+    if not reads_by_itself(stream.spec):
         return _unpack(stream.spec)
     encoded, labels = _read(stream, options)
     shape = [stream.spec.preprocess.num_uniforms]
-    return encoded, labels, None, fn.random.uniform(range=[0.0, 1.0], shape=shape)
+    uniforms = fn.random.uniform(range=[0.0, 1.0], shape=shape)
+    return {"image": encoded, "label": labels, "uniforms": uniforms}
 
 
-def _unpack(spec: InputSpec) -> tuple[DataNode, DataNode, DataNode, DataNode]:
+def _unpack(spec: InputSpec) -> dict[str, DataNode]:
     """Defines the input that `pack_records` packs."""
     packed = fn.external_source(name=PACKED, device="cpu", dtype=types.UINT8, ndim=1, batch=False)
-    size = packed.shape()[0]
-    end = size - 12 if spec.dataset.stores_pixels else size
-    start = end - (12 + 4 * spec.preprocess.num_uniforms)
-    labels = fn.reinterpret(packed[start : start + 8], dtype=types.INT64)
-    weights = fn.reinterpret(packed[start + 8 : start + 12], dtype=types.FLOAT)
-    uniforms = fn.reinterpret(packed[start + 12 : end], dtype=types.FLOAT)
+    values, size = {"image": packed}, packed.shape()[0]
+    after = 0  # bytes that follow
+    for name, shape, dtype in reversed(_list_tail(spec)):
+        count = math.prod(shape) * tf.as_dtype(dtype).size
+        part = packed[size - after - count : size - after if after else size]
+        part = fn.reinterpret(part, dtype=_TYPES[dtype])
+        values[name] = part if len(shape) == 1 else fn.reshape(part, shape=list(shape))
+        after += count
     if spec.dataset.stores_pixels:
-        shape = fn.reinterpret(packed[end:size], dtype=types.INT32)
-        packed = fn.reshape(packed[0:start], shape=shape, layout="HWC")
-    return packed, labels, fn.reshape(weights, shape=[]), uniforms
+        pixels = packed[0 : size - after]
+        values["image"] = fn.reshape(pixels, shape=values["image"], layout="HWC")
+    return values
 
 
 def _read(stream: Stream, options: DaliOptions) -> tuple[DataNode, DataNode]:
     """Defines the reader of a shard; returns encoded images and labels."""
     spec, shard, dataset = stream.spec, stream.shard, stream.spec.dataset
+    label_key = (spec.label and spec.label.key) or ""
     number = dali_tfrecord.FixedLenFeature([1], dali_tfrecord.int64, -1)
     sides = SIDE_KEYS if dataset.stores_pixels else ()
     features = fn.readers.tfrecord(
@@ -78,7 +108,7 @@ def _read(stream: Stream, options: DaliOptions) -> tuple[DataNode, DataNode]:
         index_path=reading.hold_indexes(dataset),
         features={
             dataset.image_key: dali_tfrecord.FixedLenFeature((), dali_tfrecord.string, ""),
-            **dict.fromkeys((dataset.label_key, *sides), number),
+            **dict.fromkeys((label_key, *sides), number),
         },
         random_shuffle=spec.order == "buffer",
         initial_fill=spec.buffer_size,
@@ -94,4 +124,4 @@ def _read(stream: Stream, options: DaliOptions) -> tuple[DataNode, DataNode]:
     if sides:
         shape = fn.cat(*(features[side] for side in sides), types.Constant([3], dtype=types.INT64))
         images = fn.reshape(images, shape=fn.cast(shape, dtype=types.INT32), layout="HWC")
-    return images, features[dataset.label_key]
+    return images, features[label_key]

@@ -17,7 +17,6 @@ import tensorflow as tf
 from dali_tf_input.backends.tf_native import load, uses_native
 from dali_tf_input.dataset_spec import DatasetSpec
 from dali_tf_input.errors import InputError
-from dali_tf_input.index.contents import SIDE_KEYS
 from dali_tf_input.index.manifest import find_change
 from dali_tf_input.index.tfrecord import read_record
 from dali_tf_input.options import TfDataOptions
@@ -72,8 +71,8 @@ def read_fixed_order(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
 
     Returns:
       A dataset of (key, record): key int64, from which `describe_key` computes epoch and slot;
-      record a serialized Example. Infinite if `spec.repeat`, else one pass, padded to whole steps
-      by repeating the last record.
+      record a serialized Example. With `spec.record_ids` of (key, record, its number). Infinite if
+      `spec.repeat`, else one pass, padded to whole steps by repeating the last record.
     """
     spec, batch_size, dataset = stream.spec, stream.batch_size, stream.spec.dataset
     steps, start_step, per_epoch = stream.steps, stream.start_step, stream.steps.per_epoch
@@ -117,7 +116,8 @@ def read_fixed_order(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
         records = tf.data.experimental.from_variant(variant, tf.TensorSpec((), tf.string))
         first = epoch * _STRIDE
         keys = tf.data.Dataset.range(first + step * batch_size, first + per_epoch * batch_size)
-        return tf.data.Dataset.zip(keys, records)
+        ids = [tf.data.Dataset.from_tensor_slices(numbers)] if spec.record_ids else []
+        return tf.data.Dataset.zip(keys, records, *ids)
 
     if not spec.repeat:
         return tf.data.Dataset.from_tensors((np.int64(0), np.int64(0))).flat_map(read_epoch)
@@ -215,28 +215,6 @@ def _close(stack: contextlib.ExitStack, owner: int) -> None:
         stack.close()
 
 
-def parse_record(record: tf.Tensor, dataset: DatasetSpec) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns the image and the label as stored of a serialized Example.
-
-    The image is encoded, a scalar string, or uint8 (height, width, 3) if pixels are stored.
-    """
-    features = {dataset.image_key: tf.io.FixedLenFeature((), tf.string)}
-    features |= dict.fromkeys(
-        (dataset.label_key, *(SIDE_KEYS if dataset.stores_pixels else ())),
-        tf.io.FixedLenFeature((), tf.int64),
-    )
-    parsed = tf.io.parse_single_example(record, features)
-    image, label = parsed[dataset.image_key], parsed[dataset.label_key]
-    if dataset.stores_pixels:
-        shape = tf.stack([*(parsed[key] for key in SIDE_KEYS), 3])
-        pixels = tf.io.decode_raw(image, tf.uint8)
-        fits = tf.equal(tf.size(pixels, tf.int64), tf.reduce_prod(tf.maximum(shape, 0)))
-        check = tf.Assert(fits, ["corrupted record: not the pixels of", shape])
-        with tf.control_dependencies([check]):
-            image = tf.reshape(pixels, shape)
-    return image, label
-
-
 def describe_key(key: tf.Tensor, stream: Stream) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns (epoch, slot) of a key of `read_fixed_order`, int64; the slot is over all shards."""
     batch_size, shard = stream.batch_size, stream.shard
@@ -246,17 +224,31 @@ def describe_key(key: tf.Tensor, stream: Stream) -> tuple[tf.Tensor, tf.Tensor]:
     return epoch, (step * shard.num_shards + shard.shard_id) * batch_size + within
 
 
-def draw_uniforms(
-    spec: InputSpec, epoch: tf.Tensor, slot: tf.Tensor
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns what is random about an image, a function of (seed, epoch, slot) alone.
+def draw_uniforms(stream: Stream, key: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns what is random about the image of a key.
+
+    In a fixed order it is a function of (seed, epoch, slot), in others of (seed, shard, position in
+    the stream): a parallel map calls in no fixed order, so a generator with a state would not
+    repeat.
 
     Returns:
       float32 (spec.preprocess.num_uniforms,) in [0, 1), and an int64 (2,) seed for augmentation.
     """
-    seed = tf.stack([tf.constant(spec.seed, tf.int64), epoch * _STRIDE + slot])
+    spec, shard = stream.spec, stream.shard
+    if spec.has_fixed_order:
+        epoch, slot = describe_key(key, stream)
+        seed = tf.stack([tf.constant(spec.seed, tf.int64), epoch * _STRIDE + slot])
+    else:
+        seed = tf.stack([tf.constant(spec.seed * shard.num_shards + shard.shard_id, tf.int64), key])
     uniforms = tf.random.stateless_uniform((spec.preprocess.num_uniforms,), seed=seed)
     return uniforms, tf.stack([seed[0], ~seed[1]])
+
+
+def find_weight(stream: Stream, key: tf.Tensor) -> dict[str, tf.Tensor]:
+    """Returns the sample weight of a key in one pass; nothing for training."""
+    if stream.spec.repeat:
+        return {}
+    return {"weight": weight_of(describe_key(key, stream)[1], stream.steps)}
 
 
 def weight_of(slot: tf.Tensor, steps: EpochSteps) -> tf.Tensor:

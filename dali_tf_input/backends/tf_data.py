@@ -11,14 +11,14 @@ from typing import Any
 import tensorflow as tf
 
 from dali_tf_input.backends import reading
+from dali_tf_input.backends.parsing import parse_record
 from dali_tf_input.backends.reading import Stream
 from dali_tf_input.backends.tf_augment import make_augmentation
-from dali_tf_input.backends.tf_images import check_supported, prepare_image
+from dali_tf_input.backends.tf_images import check_supported, prepare_image, prepare_mask
 from dali_tf_input.backends.tf_native import finish_region, uses_native
 from dali_tf_input.crops import Region
 from dali_tf_input.dataset_spec import DatasetSpec
 from dali_tf_input.errors import InputError
-from dali_tf_input.labels import ClassLabel
 from dali_tf_input.options import AUTOTUNE, TfDataOptions
 from dali_tf_input.preprocess import Preprocess
 from dali_tf_input.sharding import Shard
@@ -44,7 +44,10 @@ def build(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
 
 
 def read_records(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
-    """Returns a dataset of (key, record): an int64 number and a serialized Example."""
+    """Returns a dataset of (key, record): an int64 number and a serialized Example.
+
+    With `spec.record_ids` the record's own number follows.
+    """
     spec, shard = stream.spec, stream.shard
     if options.service is not None:
         if spec.order != "buffer":
@@ -54,18 +57,18 @@ def read_records(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
                 " TfDataOptions() without a service."
             )
         # A count would have to be the same on all workers: the key has no meaning here.
-        return _read(spec, options, shard).map(lambda record: (tf.constant(0, tf.int64), record))
+        return _read(spec, options, shard).map(lambda *record: (tf.constant(0, tf.int64), *record))
     if spec.has_fixed_order:
         return reading.read_fixed_order(stream, options)
-    return _read(spec, options, shard).repeat().enumerate()
+    records = _read(spec, options, shard).repeat()
+    if not spec.record_ids:
+        return records.enumerate()
+    return records.enumerate().map(lambda key, record: (key, *record))
 
 
-def make_prepare(
-    stream: Stream, options: TfDataOptions
-) -> Callable[[tf.Tensor, tf.Tensor], tuple[tf.Tensor, ...]]:
+def make_prepare(stream: Stream, options: TfDataOptions) -> Callable[..., tuple[Any, ...]]:
     """Returns the function that makes of (key, record) what comes out."""
-    spec, shard, preprocess = stream.spec, stream.shard, stream.spec.preprocess
-    shard_seed = tf.constant(spec.seed * shard.num_shards + shard.shard_id, tf.int64)
+    spec, preprocess = stream.spec, stream.spec.preprocess
     augmentation = make_augmentation(preprocess) if preprocess.auto_augment else None
     decode = options.resolve_decode(resizes_plainly=preprocess.resizes_plainly)
     native = uses_native(options.kernel)
@@ -73,42 +76,27 @@ def make_prepare(
         native = _ask_service(options, native=native)
 
     @tf.autograph.experimental.do_not_convert
-    def prepare(key: tf.Tensor, record: tf.Tensor) -> tuple[tf.Tensor, ...]:
-        encoded, label = reading.parse_record(record, spec.dataset)
+    def prepare(key: tf.Tensor, record: tf.Tensor, *number: tf.Tensor) -> tuple[Any, ...]:
+        values = parse_record(record, spec)
         if options.service is not None:
             # Many processes share no count, so no seed could repeat. Raw operations, because
             # `tf.random.set_seed` would seed the others, and each pass on a worker draw the same.
             draw = partial(tf.raw_ops.RandomUniform, dtype=tf.float32, seed=0, seed2=0)
             uniforms = draw(shape=[preprocess.num_uniforms])
             augment_seed = tf.cast(2**30 * draw(shape=[2]), tf.int64)
-        elif spec.has_fixed_order:
-            epoch, slot = reading.describe_key(key, stream)
-            uniforms, augment_seed = reading.draw_uniforms(spec, epoch, slot)
         else:
-            # A function of (seed, shard, position in the stream): a parallel map calls in no fixed
-            # order, so a generator with a state would not repeat.
-            seed = tf.stack([shard_seed, key])
-            uniforms = tf.random.stateless_uniform((preprocess.num_uniforms,), seed=seed)
-            augment_seed = tf.stack([shard_seed, ~key])
+            uniforms, augment_seed = reading.draw_uniforms(stream, key)
         augment = (lambda image: augmentation(image, augment_seed)) if augmentation else None
-        image = prepare_image(
-            encoded, uniforms, preprocess, decode=decode, augment=augment, native=native
+        values["image"] = prepare_image(
+            values["image"], uniforms, preprocess, decode=decode, augment=augment, native=native
         )
-        label = prepare_label(label, spec.label)
-        return (
-            (image, label) if spec.repeat else (image, label, reading.weight_of(slot, stream.steps))
-        )
+        if spec.mask:
+            values["mask"] = prepare_mask(values["mask"], uniforms, spec)
+        values |= reading.find_weight(stream, key)
+        values |= dict(zip(["record_id"], number, strict=False))
+        return spec.arrange([values[name] for name in spec.outputs])
 
     return prepare
-
-
-def prepare_label(label: tf.Tensor, kind: ClassLabel) -> tf.Tensor:
-    """Makes of a label as stored, int64 (), what comes out."""
-    if kind.offset:
-        label -= kind.offset
-    if kind.one_hot is not None:
-        label = tf.one_hot(label, kind.one_hot, *kind.one_hot_values, dtype=tf.float32)
-    return label
 
 
 def prepare_batches(
@@ -201,15 +189,20 @@ def _ask_service(options: TfDataOptions, *, native: bool) -> bool:
 
 
 def _read(spec: InputSpec, options: TfDataOptions, shard: Shard) -> tf.data.Dataset:
-    """Returns the serialized records of a shard, once each, in the order that `spec` asks for."""
-    numbers, offsets, counts = _list_runs(spec.dataset, shard)
+    """Returns the serialized records of a shard, once each, in the order that `spec` asks for.
+
+    With `spec.record_ids` as (record, its number).
+    """
+    numbers, offsets, counts, firsts = _list_runs(spec.dataset, shard)
     states = reading.states_of(spec.dataset)[numbers]
     files = [spec.dataset.files[number] for number in numbers]
-    runs = (files, states, tf.constant(offsets, tf.int64), tf.constant(counts, tf.int64))
-    dataset = tf.data.Dataset.from_tensor_slices(runs)
+    runs = (tf.constant(one, tf.int64) for one in (offsets, counts, firsts))
+    dataset = tf.data.Dataset.from_tensor_slices((files, states, *runs))
 
     @tf.autograph.experimental.do_not_convert
-    def read(file: tf.Tensor, state: tf.Tensor, offset: tf.Tensor, count: tf.Tensor) -> Any:
+    def read(
+        file: tf.Tensor, state: tf.Tensor, offset: tf.Tensor, count: tf.Tensor, first: tf.Tensor
+    ) -> Any:
         file = file[None]
         if options.service is None:  # its workers cannot call this process
             file = tf.ensure_shape(
@@ -224,7 +217,10 @@ def _read(spec: InputSpec, options: TfDataOptions, shard: Shard) -> tf.data.Data
         run = tf.data.experimental.from_variant(variant, tf.TensorSpec((), tf.string)).take(count)
         # In a file that was cut, TensorFlow is at the end without an error: later records would
         # follow.
-        return run.apply(tf.data.experimental.assert_cardinality(count))
+        run = run.apply(tf.data.experimental.assert_cardinality(count))
+        if not spec.record_ids:
+            return run
+        return tf.data.Dataset.zip(run, tf.data.Dataset.range(first, first + count))
 
     if spec.order == "sequential":
         return dataset.flat_map(read)
@@ -258,32 +254,32 @@ def _shuffle(dataset: tf.data.Dataset, buffer_size: int, seed: int | None) -> tf
     return tf.data.experimental.from_variant(variant, dataset.element_spec)
 
 
-def _list_runs(dataset: DatasetSpec, shard: Shard) -> tuple[list[int], list[int], list[int]]:
-    """Returns the runs that a shard reads: number of the file, first byte, records of each.
+def _list_runs(dataset: DatasetSpec, shard: Shard) -> tuple[list[int], ...]:
+    """Returns the runs that a shard reads: of each the file's number, first byte, records, first.
 
     If no record of a file is skipped, its part of the shard is one run.
     """
     records = shard.records(dataset.num_records)
-    files, offsets, counts = [], [], []
-    first = 0  # the number, among all records, of the file's first
+    files, offsets, counts, firsts = [], [], [], []
+    before = 0  # records of the files before
     per_file = zip(dataset.records_per_file, dataset.skipped_per_file, strict=True)
     for file, (num_records, skipped) in enumerate(per_file):
-        start, stop = max(records.start - first, 0), min(records.stop - first, num_records)
-        first += num_records
-        if start >= stop:
-            continue
-        if start == 0 and not skipped:
+        start, stop = max(records.start - before, 0), min(records.stop - before, num_records)
+        extents = [] if start == 0 and not skipped else dataset.index(file)[start:stop].tolist()
+        if start < stop and not extents:
             files.append(file)
             offsets.append(0)
             counts.append(stop)
-            continue
+            firsts.append(before)
         end = None  # the byte where the run ends so far
-        for offset, size in dataset.index(file)[start:stop].tolist():
+        for number, (offset, size) in enumerate(extents, before + start):
             if offset == end:
                 counts[-1] += 1
             else:
                 files.append(file)
                 offsets.append(offset)
                 counts.append(1)
+                firsts.append(number)
             end = offset + size
-    return files, offsets, counts
+        before += num_records
+    return files, offsets, counts, firsts

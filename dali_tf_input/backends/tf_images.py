@@ -10,6 +10,7 @@ import tensorflow as tf
 from dali_tf_input.backends.tf_native import finish_region
 from dali_tf_input.crops import Region, Uniforms
 from dali_tf_input.preprocess import DCT_METHOD, Preprocess
+from dali_tf_input.spec import InputSpec
 
 _KERNELS = {"bilinear": "triangle", "bicubic": "keyscubic"}
 
@@ -59,6 +60,24 @@ def prepare_image(
     if augment:
         image = tf.cast(augment(image), tf.float32)
     return normalize_image(image, uniforms, preprocess)
+
+
+def prepare_mask(mask: tf.Tensor, uniforms: tf.Tensor, spec: InputSpec) -> tf.Tensor:
+    """Crops, resizes and mirrors a mask as its image: int32 (*spec.preprocess.image_size).
+
+    Args:
+      mask: uint8 (height, width, 1), of the image's size.
+      uniforms: those of the image.
+      spec: what is done with the image, and the value of pixels outside it.
+    """
+    plain = dataclasses.replace(spec.preprocess, interpolation="nearest", antialias=False)
+    ignore = spec.mask.ignore if spec.mask else 0
+    region = find_region(tf.shape(mask)[:2], uniforms, plain)
+    # Shifted, as what is outside is filled with 0.
+    shifted = tf.cast(mask, tf.float32) - ignore
+    mask = resize_region(shifted, region, plain, whole=True) + ignore
+    mask = mirror_image(tf.cast(mask, tf.int32), uniforms, plain)
+    return tf.ensure_shape(mask[..., 0], plain.image_size)
 
 
 def resample_image(
@@ -230,9 +249,9 @@ def resize_region(
 
 
 def crop_to(image: tf.Tensor, start: tf.Tensor, extent: tf.Tensor | tuple[int, int]) -> tf.Tensor:
-    """Returns a region of whole pixels of an image (height, width, 3)."""
+    """Returns a region of whole pixels of an image (height, width, channels)."""
     begin = tf.concat([tf.cast(start, tf.int32), [0]], 0)
-    return tf.slice(image, begin, tf.concat([extent, [3]], 0))
+    return tf.slice(image, begin, tf.concat([extent, [-1]], 0))
 
 
 def gather_nearest(
@@ -277,14 +296,19 @@ def to_uint8(image: tf.Tensor) -> tf.Tensor:
     return tf.cast(tf.clip_by_value(tf.floor(image + 0.5), 0, 255), tf.uint8)
 
 
+def mirror_image(image: tf.Tensor, uniforms: tf.Tensor, preprocess: Preprocess) -> tf.Tensor:
+    """Mirrors an image (height, width, channels), or does not, as its random numbers say."""
+    if preprocess.mirror_probability == 1:
+        return tf.reverse(image, [1])
+    if preprocess.mirror_probability == 0:
+        return image
+    mirrored = Uniforms.split(uniforms).mirror[0] < preprocess.mirror_probability
+    return tf.cond(mirrored, lambda: tf.reverse(image, [1]), lambda: image)
+
+
 def normalize_image(image: tf.Tensor, uniforms: tf.Tensor, preprocess: Preprocess) -> tf.Tensor:
     """Mirrors, normalizes and casts a float32 image (height, width, 3); sets its layout."""
-    if preprocess.mirror_probability == 1:
-        image = tf.reverse(image, [1])
-    elif preprocess.mirror_probability > 0:
-        mirrored = Uniforms.split(uniforms).mirror[0] < preprocess.mirror_probability
-        unmirrored = image
-        image = tf.cond(mirrored, lambda: tf.reverse(unmirrored, [1]), lambda: unmirrored)
+    image = mirror_image(image, uniforms, preprocess)
     if preprocess.dtype == "uint8":
         image = to_uint8(image)
     else:

@@ -28,6 +28,7 @@ from dali_tf_input.index.checks import MAX_PIXELS, Checks, Decoder
 from dali_tf_input.index.contents import KEY_PRESETS, LEVELS, Images, Labels, Summary, find_keys
 from dali_tf_input.index.files import BAD_RECORDS_NAME, index_command
 from dali_tf_input.index.tfrecord import BadRecord
+from dali_tf_input.labels import LabelKind
 
 FLAGS = command.Flags()
 _INDEX_DIR = FLAGS.string("index_dir", None, "Folder for the indexes; by default beside each file.")
@@ -46,18 +47,27 @@ _LABEL_OFFSET = FLAGS.integer(
     "label_offset", 0, "Label of the first class; 1 for TF-slim's ImageNet."
 )
 _NUM_CLASSES = FLAGS.integer("num_classes", None, "Number of classes, to check labels against.")
+_LABEL = FLAGS.choice("label", "class", get_args(LabelKind), "What a label is.")
+_LABEL_SIZE = FLAGS.integer("label_size", None, "With --label=values, how many numbers.")
+_VOCABULARY = FLAGS.string("vocabulary", None, "File of the names that labels are, one per line.")
+_MASK_KEY = FLAGS.string("mask_key", None, "Feature key of the segmentation mask, if there is one.")
 _DECODER = FLAGS.choice("decoder", "both", get_args(Decoder), "What decodes at --verify=decode.")
 _MAX_PIXELS = FLAGS.integer("max_pixels", MAX_PIXELS, "Height x width above which an image is bad.")
 _NUM_PROCESSES = FLAGS.integer("num_processes", None, "Processes; by default one per core.")
 
 # What `Checks` has too.
-_CHECK_FLAGS = (_VERIFY, _IMAGE_KEY, _LABEL_KEY, _LABEL_OFFSET, _NUM_CLASSES, _DECODER, _MAX_PIXELS)
+_LABEL_FLAGS = (_LABEL, _LABEL_KEY, _LABEL_OFFSET, _LABEL_SIZE, _NUM_CLASSES)
+_CHECK_FLAGS = (_VERIFY, _IMAGE_KEY, *_LABEL_FLAGS, _MASK_KEY, _DECODER, _MAX_PIXELS)
 _SECONDS_BETWEEN_LINES = 10  # of progress, without a terminal
 
 
 def main(patterns: list[str]) -> int:
     """Indexes the files that match `patterns`; returns the exit code."""
-    checks = Checks(**{flag.name: flag.value for flag in _CHECK_FLAGS})
+    names = None
+    if _VOCABULARY.value:
+        with open(_VOCABULARY.value, encoding="utf-8") as stream:
+            names = tuple(stream.read().splitlines())
+    checks = Checks(**{flag.name: flag.value for flag in _CHECK_FLAGS}, vocabulary=names)
     refusal = None
     with IndexProgress(names_all=_ON_BAD.value == "error") as progress:
         try:
@@ -151,7 +161,7 @@ def _remedy(patterns: list[str]) -> str:
         )
     given = [
         flag
-        for flag in (*_CHECK_FLAGS, _MAX_BAD_FRACTION, _ALLOW_MISSING)
+        for flag in (*_CHECK_FLAGS, _VOCABULARY, _MAX_BAD_FRACTION, _ALLOW_MISSING)
         if flag.value != flag.default
     ]
     arguments = [*(f"--{flag.name}={flag.value}" for flag in given), "--on_bad=skip"]
@@ -205,8 +215,10 @@ def _describe_labels(summary: Summary) -> str:
         part = "all" if found.records == summary.records else "a sample of"
         known = f"in {part} {format_count(found.records, 'record')}"
     first, last = found.range
+    longest = summary.features[key].lengths[1] if key in summary.features else 1
+    known += f", up to {longest:,} in a record" if longest > 1 else ""
     hint = " (train with label_offset=1)" if first == 1 and _LABEL_OFFSET.value == 0 else ""
-    return f"{first:,} to {last:,}, {known}{hint}"
+    return f"{first:,g} to {last:,g}, {known}{hint}"
 
 
 def _describe_images(images: Images) -> str:

@@ -265,7 +265,7 @@ def _with_keys(checks: Checks, files: Sequence[str]) -> Checks:
             image_key, label_key = contents.find_keys(
                 features, image_key=checks.image_key, label_key=checks.label_key
             )
-            if image_key and label_key:
+            if image_key and (label_key or checks.label == "none"):
                 return dataclasses.replace(checks, image_key=image_key, label_key=label_key)
             held.update(features)
     if held:

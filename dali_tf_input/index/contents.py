@@ -8,11 +8,15 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 
 from dali_tf_input.errors import InputError
+from dali_tf_input.labels import Features, Label, find_label_problem
 
 Level = Literal["framing", "crc", "schema", "decode"]
+Range = tuple[int | float, int | float]
 _Number = Annotated[int, msgspec.Meta(ge=0)]  # of a manifest, which may be forged
 
 LEVELS: tuple[Level, ...] = get_args(Level)  # each one checks what the one before does, and more
+
+MOST_CLASSES = 10_000  # that are counted
 
 # An image as it is in memory, uint8 (height, width, 3) in RGB, and the keys of its sides.
 PIXELS_KEY, SIDE_KEYS = "image/pixels", ("image/height", "image/width")
@@ -23,9 +27,6 @@ KEY_PRESETS = {
     "tfds": ("image", "label"),
     "raw pixels": (PIXELS_KEY, "image/class/label"),
 }
-
-# What a record must hold, as (what, argument that names its key, kind of list of one value).
-REQUIRED = (("image", "image_key", "bytes_list"), ("label", "label_key", "int64_list"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,33 +40,32 @@ class Feature:
       records: how many records have the key.
       first_without: number of the first record, in its file, that lacks the key; None if all have
         it.
-      range: lowest and highest value, if all are int64_lists of one value; else None.
+      range: lowest and highest value, if all are lists of numbers with a value; else None.
     """
 
     kinds: tuple[str, ...]
     lengths: tuple[_Number, _Number]
     records: _Number
     first_without: int | None = None
-    range: tuple[int, int] | None = None
+    range: Range | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Labels:
-    """The labels as stored, over the records that were checked.
+    """The integer labels as stored, over the records that were checked.
 
     Attributes:
       range: lowest and highest.
-      runs: the labels that occur, as runs (first, last) of consecutive numbers; None above 1000
-        runs.
+      counts: the labels that occur, in order, and in how many places; None above 10,000 labels.
     """
 
     range: tuple[int, int]
-    runs: tuple[tuple[int, int], ...] | None
+    counts: tuple[tuple[int, _Number], ...] | None = None
 
     @property
     def num_classes(self) -> int | None:
         """How many different labels occur."""
-        return None if self.runs is None else sum(last - first + 1 for first, last in self.runs)
+        return None if self.counts is None else len(self.counts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,50 +134,63 @@ class Summary:
 def find_keys(
     features: Iterable[str], *, image_key: str | None, label_key: str | None
 ) -> tuple[str | None, str | None]:
-    """Completes the two keys with the first of `KEY_PRESETS` that fits `features`."""
+    """Completes the two keys with the first of `KEY_PRESETS` that fits `features`.
+
+    None is a key that is not found; records may hold no label.
+    """
     held = set(features)
-    for image, label in KEY_PRESETS.values():
-        image, label = image_key or image, label_key or label
+    presets = [(image_key or image, label_key or label) for image, label in KEY_PRESETS.values()]
+    for image, label in presets:
         if image in held and label in held:
             return image, label
-    return image_key, label_key
+    return next((image for image, _ in presets if image in held), image_key), label_key
+
+
+def name_missing(name: str, key: str, held: Iterable[str]) -> InputError:
+    """Returns the error for a feature key that no record holds; `name` is its argument."""
+    names = ", ".join(f"'{one}'" for one in held)
+    return InputError(f"`{name}` '{key}' is not in the records, which hold {names}.")
 
 
 def name_keys(held: Iterable[str]) -> InputError:
     """Returns the error for records that hold other features than those of `KEY_PRESETS`."""
     return InputError(
         f"The records hold {', '.join(map(repr, sorted(held)[:30]))}, not the keys of"
-        f" {' or '.join(KEY_PRESETS)}: name the two with `image_key` and `label_key`."
+        f" {' or '.join(KEY_PRESETS)}: name the two with `image_key` and `label_key`, or pass"
+        " label=None (--label=none) where there are no labels."
     )
 
 
 def find_schema_problem(
-    features: Mapping[str, tuple[str, Sequence[Any]]], *, image_key: str, label_key: str
+    features: Features, *, image_key: str, label: Label | None, mask_key: str | None = None
 ) -> tuple[str, str] | None:
-    """Returns (reason, detail) if a record does not hold one image and one integer label.
+    """Returns (reason, detail) if a record does not hold one image, and its label and mask.
 
     Args:
       features: kind and values by key, as `decode_example` returns them.
       image_key: feature key of the image.
-      label_key: feature key of the label.
+      label: what the label must be, with its key; None for none.
+      mask_key: feature key of the mask; None for none.
     """
-    keys = {"image_key": image_key, "label_key": label_key}
-    for what, name, kind in REQUIRED:
-        key = keys[name]
+    for what, key in (("image", image_key), ("mask", mask_key)):
+        if key is None:
+            continue
+        name = f"`{what}_key` '{key}'"
         if key not in features:
             held = ", ".join(f"'{held}'" for held in sorted(features)[:20]) or "no features"
-            return f"{what} missing", f"`{name}` '{key}' is not in this record, which holds {held}."
+            return f"{what} missing", f"{name} is not in this record, which holds {held}."
         found, values = features[key]
-        if found != kind or len(values) != 1:
-            found = found or "an empty feature"
-            detail = f"`{name}` '{key}' must be {kind} of 1 value, found {found} of {len(values)}."
-            return f"{what} kind", detail
-    if not features[image_key][1][0]:
-        return "empty image", f"`image_key` '{image_key}' holds 0 bytes."
-    return None if image_key != PIXELS_KEY or find_size(features) else _wrong_size(features)
+        if found != "bytes_list" or len(values) != 1:
+            detail = f"found {found or 'an empty feature'} of {len(values)}."
+            return f"{what} kind", f"{name} must be bytes_list of 1 value, {detail}"
+        if not values[0]:
+            return f"empty {what}", f"{name} holds 0 bytes."
+    if image_key == PIXELS_KEY and not find_size(features):
+        return _wrong_size(features)
+    return find_label_problem(label, features) if label else None
 
 
-def find_size(features: Mapping[str, tuple[str, Sequence[Any]]]) -> tuple[int, int] | None:
+def find_size(features: Features) -> tuple[int, int] | None:
     """Returns height and width of an image that is stored as pixels; None if they do not fit."""
     (kind, height), (other, width) = (features.get(key, ("", [0])) for key in SIDE_KEYS)
     if {kind, other} != {"int64_list"} or len(height) != 1 or len(width) != 1:
@@ -186,7 +199,7 @@ def find_size(features: Mapping[str, tuple[str, Sequence[Any]]]) -> tuple[int, i
     return (height[0], width[0]) if fits else None
 
 
-def _wrong_size(features: Mapping[str, tuple[str, Sequence[Any]]]) -> tuple[str, str]:
+def _wrong_size(features: Features) -> tuple[str, str]:
     sides = " and ".join(f"'{key}' {list(features.get(key, ('', []))[1])}" for key in SIDE_KEYS)
     found = f"found {len(features[PIXELS_KEY][1][0]):,}"
     return "pixels size", f"'{PIXELS_KEY}' must hold 3 bytes for each pixel of {sides}, {found}."
@@ -199,18 +212,19 @@ def summarize(entries: Mapping[str, FileEntry]) -> Summary:
     parsed = [(file, entry) for file, entry in sorted(entries.items()) if entry.parsed]
     for key in sorted({key for _, entry in parsed for key in entry.features}):
         found = [entry.features[key] for _, entry in parsed if key in entry.features]
+        for file, entry in parsed:
+            record = entry.features[key].first_without if key in entry.features else 0
+            if record is not None:
+                without[key] = (file, record)
+                break
         shortest, longest = zip(*(feature.lengths for feature in found), strict=True)
         features[key] = Feature(
             kinds=tuple(sorted({kind for feature in found for kind in feature.kinds})),
             lengths=(min(shortest), max(longest)),
             records=sum(feature.records for feature in found),
             range=merge_ranges([feature.range for feature in found]),
+            first_without=without[key][1] if key in without else None,
         )
-        for file, entry in parsed:
-            record = entry.features[key].first_without if key in entry.features else 0
-            if record is not None:
-                without[key] = (file, record)
-                break
     values = entries.values()
     levels = Counter(entry.verified for entry in values)
     return Summary(
@@ -226,7 +240,7 @@ def summarize(entries: Mapping[str, FileEntry]) -> Summary:
     )
 
 
-def merge_ranges(ranges: Sequence[tuple[int, int] | None]) -> tuple[int, int] | None:
+def merge_ranges(ranges: Sequence[Range | None]) -> Range | None:
     """Returns the lowest and the highest of some ranges; None if one of them is."""
     known = [one for one in ranges if one]
     if len(known) < len(ranges):
@@ -238,22 +252,14 @@ def merge_labels(found: list[Labels]) -> Labels | None:
     """Returns the labels of several files together; None of none."""
     if not found:
         return None
-    runs: tuple[tuple[int, int], ...] | None = None
-    if all(labels.runs is not None for labels in found):
-        runs = tuple(merge_runs(run for labels in found for run in labels.runs or ()))
-    whole = merge_ranges([labels.range for labels in found])
-    return Labels(range=whole, runs=runs) if whole else None
-
-
-def merge_runs(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Joins runs (first, last) of integers that overlap or touch; returns them in order."""
-    merged: list[tuple[int, int]] = []
-    for first, last in sorted(runs):
-        if merged and first <= merged[-1][1] + 1:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], last))
-        else:
-            merged.append((first, last))
-    return merged
+    counts: tuple[tuple[int, int], ...] | None = None
+    if all(labels.counts is not None for labels in found):
+        total: Counter[int] = Counter()
+        for labels in found:
+            total.update(dict(labels.counts or ()))
+        counts = tuple(sorted(total.items())) if len(total) <= MOST_CLASSES else None
+    lows, highs = zip(*(labels.range for labels in found), strict=True)
+    return Labels(range=(min(lows), max(highs)), counts=counts)
 
 
 def merge_images(found: list[Images]) -> Images | None:

@@ -10,14 +10,17 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from dali_tf_input.errors import InputError
 
-FeatureValue = bytes | str | int
+FeatureValue = bytes | str | int | float | Sequence[int] | Sequence[float]
 
 _LARGE = 1 << 20  # bytes; what is larger is not parsed as a whole
 _PAYLOAD = 0x0A  # field 1 with a length: a value of bytes, or packed numbers
 
 
 def encode_example(features: Mapping[str, FeatureValue]) -> bytes:
-    """Serializes `features`, one value each: bytes and str as bytes_list, int as int64_list."""
+    """Serializes `features`, each one value or a list of them, by the type of the first.
+
+    bytes and str become a bytes_list, float a float_list, int an int64_list, an empty list none.
+    """
     return _serialize(_EXAMPLE(), features)
 
 
@@ -128,11 +131,12 @@ def _serialize(example: Any, features: Mapping[str, FeatureValue]) -> bytes:
     for key, value in features.items():
         feature = example.features.feature[key]
         feature.Clear()
-        if isinstance(value, int):
-            feature.int64_list.value.append(value)
-        else:
-            encoded = os.fsencode(value) if isinstance(value, str) else value
-            feature.bytes_list.value.append(encoded)
+        values = [os.fsencode(value) if isinstance(value, str) else value]
+        if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+            values = [*value]
+        kinds = {bytes: feature.bytes_list, float: feature.float_list}
+        if values:
+            kinds.get(type(values[0]), feature.int64_list).value.extend(values)
     return bytes(example.SerializeToString(deterministic=True))
 
 

@@ -1,21 +1,23 @@
 """Checking one TFRecord file: which of its records are valid, and what they hold."""
 
 import contextlib
+import math
 import os
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, BinaryIO
 
 import google_crc32c
 
 from dali_tf_input.errors import InputError
 from dali_tf_input.index import contents
-from dali_tf_input.index.checks import BadImage, Checks, TrialDecode
+from dali_tf_input.index.checks import BadImage, Checks, TrialDecode, check_mask
 from dali_tf_input.index.contents import FileEntry
 from dali_tf_input.index.example import decode_example
 from dali_tf_input.index.tfrecord import BadRecord, find_records, has_valid_data, read_data
+from dali_tf_input.labels import Features
 
 _MOST_DATA_BYTES = 1 << 28  # parsing takes five times a record's size; protobuf ends at 2 GiB
 # What is read of each batch of records (4096 at most) below level "schema": a part that costs less
@@ -24,7 +26,7 @@ _MOST_SAMPLED = 32
 _MOST_SAMPLED_BYTES = 1 << 20
 _MOST_FIRST_BYTES = 1 << 26  # of one record
 _MOST_KEYS = 1000
-_MOST_RUNS = 1000
+_MOST_RANGED = 1024  # values of a list whose range is noted
 _PROGRESS_SECONDS = 0.2
 
 
@@ -143,7 +145,7 @@ class _Content:
         on_decode: Callable[[int], None],
     ) -> None:
         self._checks = checks
-        self._image_key, self._label_key = checks.image_key or "", checks.label_key or ""
+        self._image_key, self._label = checks.image_key or "", checks.stored_label
         self._decode = decode
         self._crashing = crashing
         self._on_decode = on_decode
@@ -189,23 +191,25 @@ class _Content:
             )
         return None
 
-    def _check_features(self, features: dict[str, tuple[str, Sequence[Any]]], number: int) -> None:
+    def _check_features(self, features: Features, number: int) -> None:
         """Checks and notes the features of record `number`; raises BadImage for a bad one."""
         problem = contents.find_schema_problem(
-            features, image_key=self._image_key, label_key=self._label_key
-        ) or self._find_label_problem(features)
+            features, image_key=self._image_key, label=self._label, mask_key=self._checks.mask_key
+        )
         if problem:
             raise BadImage(*problem)
         if self._checks.verify == "decode":
             image_format, height, width = self._find_image(features, number)
             self._formats[image_format] += 1
             self._largest = (max(self._largest[0], height), max(self._largest[1], width))
+            if self._checks.mask_key:
+                mask = features[self._checks.mask_key][1][0]
+                check_mask(mask, (height, width), self._decode)
         self._note_features(features, number)
-        self._labels.append(features[self._label_key][1][0])
+        if self._label and "int64_list" in self._label.kinds and self._checks.label != "values":
+            self._labels.extend(features[self._label.key or ""][1])
 
-    def _find_image(
-        self, features: dict[str, tuple[str, Sequence[Any]]], number: int
-    ) -> tuple[str, int, int]:
+    def _find_image(self, features: Features, number: int) -> tuple[str, int, int]:
         if self._image_key == contents.PIXELS_KEY:
             return "pixels", *(contents.find_size(features) or (0, 0))
         if number in self._crashing:
@@ -214,20 +218,7 @@ class _Content:
         assert self._decode
         return self._decode(features[self._image_key][1][0])
 
-    def _find_label_problem(
-        self, features: dict[str, tuple[str, Sequence[Any]]]
-    ) -> tuple[str, str] | None:
-        """Returns (reason, detail) if the label is out of range."""
-        checks = self._checks
-        label = features[self._label_key][1][0]
-        last = None if checks.num_classes is None else checks.label_offset + checks.num_classes - 1
-        if label < checks.label_offset or (last is not None and label > last):
-            first = checks.label_offset
-            bound = f"at least {first}" if last is None else f"in {first} to {last}"
-            return "label range", f"`label_key` '{self._label_key}' must be {bound}, found {label}."
-        return None
-
-    def _note_features(self, features: dict[str, tuple[str, Sequence[Any]]], number: int) -> None:
+    def _note_features(self, features: Features, number: int) -> None:
         if not self.parsed:
             self._first_parsed = number
         held = 0
@@ -246,6 +237,9 @@ class _Content:
             if kind == "int64_list" and len(values) == 1:
                 low, high = known[5] or (values[0], values[0])
                 known[5] = (min(low, values[0]), max(high, values[0]))
+            elif kind in ("int64_list", "float_list") and len(values) <= _MOST_RANGED:
+                finite = [*filter(math.isfinite, values), *(known[5] or ())]
+                known[5] = (min(finite), max(finite)) if finite else None
             held += 1
         if held < len(self._features):
             for key, known in self._features.items():
@@ -260,7 +254,7 @@ class _Content:
                 lengths=(shortest, longest),
                 records=records,
                 first_without=first_without,
-                range=found if shortest == longest == 1 and kinds == {"int64_list"} else None,
+                range=found if len(kinds - {""}) == 1 and longest <= _MOST_RANGED else None,
             )
             for key, (kinds, shortest, longest, records, first_without, found) in sorted(
                 self._features.items()
@@ -270,9 +264,9 @@ class _Content:
     def labels(self) -> contents.Labels | None:
         if not self._labels:
             return None
-        runs = contents.merge_runs((label, label) for label in set(self._labels))
-        kept = tuple(runs) if len(runs) <= _MOST_RUNS else None
-        return contents.Labels(range=(runs[0][0], runs[-1][1]), runs=kept)
+        counts = tuple(sorted(Counter(self._labels).items()))
+        kept = counts if len(counts) <= contents.MOST_CLASSES else None
+        return contents.Labels(range=(counts[0][0], counts[-1][0]), counts=kept)
 
     def images(self) -> contents.Images | None:
         if not self._formats:
@@ -282,7 +276,7 @@ class _Content:
         )
 
 
-def _parse(data: bytes) -> dict[str, tuple[str, Sequence[Any]]]:
+def _parse(data: bytes) -> Features:
     try:
         return decode_example(data)
     except InputError as error:

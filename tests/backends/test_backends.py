@@ -336,11 +336,15 @@ def test_runs_around_what_is_skipped(tmp_path):
         records = [*((0, number) for number in kept), *((1, number) for number in range(7))]
         for num_shards in (1, 2, 3, 5):
             for shard in (dti.Shard(number, num_shards) for number in range(num_shards)):
-                read = []
-                for file, offset, count in zip(*tf_data._list_runs(described, shard), strict=True):
+                read, numbers = [], []
+                for file, offset, count, at in zip(
+                    *tf_data._list_runs(described, shard), strict=True
+                ):
                     first = offsets.index(offset)
                     read += [(file, first + number) for number in range(count)]
-                assert read == [records[position] for position in shard.records(len(records))]
+                    numbers += range(at, at + count)
+                assert numbers == [*shard.records(len(records))]
+                assert read == [records[position] for position in numbers]
 
 
 @pytest.mark.slow

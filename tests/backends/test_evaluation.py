@@ -9,7 +9,7 @@ import tensorflow as tf
 from conftest import TF_DATA, backends, spec_of, write_dataset
 from models import fit, make_model
 
-from dali_tf_input import Preprocess, Shard
+from dali_tf_input import ClassLabel, Preprocess, Shard
 from dali_tf_input.dataset import make_dataset
 from dali_tf_input.distribution import distribute
 
@@ -78,9 +78,10 @@ def test_evaluate(datasets, options, num_replicas):
 def test_validation_in_fit(datasets, options):
     dataset = datasets[23]
     model = make_classifier(one_hot=True)
-    spec = spec_of(dataset, "global", Preprocess.for_training(16), one_hot=23)
+    label = ClassLabel(num_classes=23, one_hot=True)
+    spec = spec_of(dataset, "global", Preprocess.for_training(16), label=label)
     train = distribute(spec, options, global_batch_size=5)
-    validation = distribute(evaluation_spec(dataset, one_hot=23), options, global_batch_size=10)
+    validation = distribute(evaluation_spec(dataset, label=label), options, global_batch_size=10)
     history = fit(model, train, epochs=2, validation_data=validation.dataset)
     found = [history["val_loss"][-1], history["val_accuracy"][-1]]
     np.testing.assert_allclose(found, plain_pass(dataset, model), rtol=2e-5)

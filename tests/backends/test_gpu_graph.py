@@ -8,7 +8,7 @@ from conftest import DALI, spec_of
 from nvidia.dali import backend
 from test_parity import CROPS
 
-from dali_tf_input import DaliOptions, Preprocess
+from dali_tf_input import ClassLabel, DaliOptions, Preprocess
 from dali_tf_input.backends.dali import build_pipeline
 from dali_tf_input.backends.reading import Stream
 
@@ -48,11 +48,12 @@ def find_mistakes(pipeline):
 def test_every_node_is_where_it_may_be(dataset, order):
     """For every crop and decode; of the outputs each comes with every order and most crops."""
     outputs = itertools.cycle(OUTPUTS)
+    label = ClassLabel(num_classes=24, one_hot=True)
     for crop, decode in itertools.product(CROPS.values(), ("full", "region")):
         changes = {"crop": crop, "mirror_probability": 0.5, **next(outputs)}
         how = {"order": "sequential", "repeat": False} if order == "pass" else {"order": order}
         preprocess = Preprocess(image_size=(80, 72), **changes)
-        spec = spec_of(dataset, how.pop("order"), preprocess, one_hot=24, **how)
+        spec = spec_of(dataset, how.pop("order"), preprocess, label=label, **how)
         options = DaliOptions(device="gpu", decode=decode, hw_decoder_load=0.5)
         pipeline = build_pipeline(Stream(spec=spec, batch_size=4), options, 0)
         assert list(find_mistakes(pipeline)) == []

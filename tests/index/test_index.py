@@ -24,11 +24,12 @@ from conftest import (
     numbered_examples,
     refused,
     scan_records,
+    spec_of,
     valid_images,
     write_tfrecord,
 )
 
-from dali_tf_input import Checks, DatasetSpec, IndexFaultsError, build_index, find_files
+from dali_tf_input import Checks, DatasetSpec, IndexFaultsError, Preprocess, build_index, find_files
 from dali_tf_input.index import file_check
 from dali_tf_input.index.build import IndexReport
 from dali_tf_input.index.example import encode_example
@@ -433,7 +434,8 @@ def test_what_the_manifest_says(tmp_path):
     }
     assert summary.without == {"extra": (str(tmp_path / "train-0"), 0)}
     labels, images = summary.labels, summary.images
-    assert (labels.range, labels.runs, labels.num_classes) == ((0, 4), ((0, 1), (3, 4)), 4)
+    assert (labels.range, labels.num_classes) == ((0, 4), 4)
+    assert labels.counts == ((0, 1), (1, 1), (3, 1), (4, 1))
     assert images.formats == {"JPEG": 2, "grayscale JPEG": 2}
     assert images.largest_size == (40, 90)
     document = json.loads((tmp_path / "index_manifest.json").read_text())
@@ -763,7 +765,7 @@ def test_a_bad_first_record_hides_nothing(tmp_path):
     for level in ("framing", "crc"):
         build_index(file, Checks(verify=level), force=True, **SKIP)
         with refused("`label_key` 'label' is not in record 1 of"):
-            from_files(file)
+            spec_of(from_files(file), "global", Preprocess())
     _, faults = index_with_faults(file, SCHEMA, **SKIP)
     assert faults == [("train", 0, "data CRC"), ("train", 1, "label missing")]
     assert from_files(file).label_range == (2, 3)
@@ -822,8 +824,8 @@ ODD_ENTRIES = [
     {"features": []},
     {"features": {"a": {}}},
     {"features": {"a": FEATURE}},
-    {"labels": {"range": [1], "runs": None, "changes": 0}},
-    {"labels": {"range": [1, 2], "runs": [[1]], "changes": 0}},
+    {"labels": {"range": [1], "counts": None, "changes": 0}},
+    {"labels": {"range": [1, 2], "counts": [[1]], "changes": 0}},
     {"images": {}},
     {"folder": 3},
 ]

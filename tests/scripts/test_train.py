@@ -100,7 +100,7 @@ def test_mixup_and_cutmix():
         (["--global_batch_size=9", "--replicas=2"], "multiple of the 2 replicas"),
         (["--epochs=0"], "`epochs` must be at least 1, got 0"),
         (["--mixup=-1"], "`mixup` must be at least 0"),
-        (["--label_smoothing=1"], "`label_smoothing` must be in [0, 1), got 1.0"),
+        (["--label_smoothing=1"], "`smoothing` must be in [0, 1), got 1.0"),
         (["--replicas=0"], "`replicas` must be at least 1"),
         (["--save=model.h5"], "`save` must end in .keras, got model.h5"),
         (["--save={}/no/model.keras"], "there is no folder"),

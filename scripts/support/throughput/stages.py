@@ -32,7 +32,8 @@ def make_dataset(
 def _make_by_tf_data(stage: str, stream: Any, options: TfDataOptions) -> Any:
     import tensorflow as tf
 
-    from dali_tf_input.backends import reading, tf_data, tf_images, tf_native
+    from dali_tf_input.backends import tf_data, tf_images, tf_native
+    from dali_tf_input.backends.parsing import parse_record
 
     spec, preprocess = stream.spec, stream.spec.preprocess
     decode = options.resolve_decode(resizes_plainly=preprocess.resizes_plainly)
@@ -43,9 +44,12 @@ def _make_by_tf_data(stage: str, stream: Any, options: TfDataOptions) -> Any:
     def cut(key: Any, record: Any) -> Any:
         if stage == "read":
             return tf.cast(tf.strings.length(record), tf.float32)
-        encoded, label = reading.parse_record(record, spec.dataset)
+        values = parse_record(record, spec)
+        encoded = values["image"]
         if stage == "parse":
-            return tf.cast(tf.cast(tf.strings.length(encoded), tf.int64) + label, tf.float32)
+            return tf.cast(tf.strings.length(encoded), tf.float32) + tf.cast(
+                values["label"], tf.float32
+            )
         seed = tf.stack([tf.constant(spec.seed, tf.int64), key])
         uniforms = tf.random.stateless_uniform((preprocess.num_uniforms,), seed=seed)
         if stage == "decode":

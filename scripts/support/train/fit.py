@@ -1,6 +1,7 @@
 """Training a small network with Keras: what train.py does once its flags are checked."""
 
 import contextlib
+import dataclasses
 import shlex
 
 import keras
@@ -40,7 +41,7 @@ def train_model(
             preprocess=dti.Preprocess.for_evaluation(flags.image_size.value),
             order="sequential",
             repeat=False,
-            one_hot=spec.one_hot,
+            label=dataclasses.replace(spec.label, smoothing=0.0),
         )
         # A service cannot serve a fixed order.
         own = dti.TfDataOptions() if flags.service.value else train.options
@@ -50,7 +51,7 @@ def train_model(
         network = make_network(flags.image_size.value, num_classes)
         model = MixupCutmix(network, mixup=flags.mixup.value, cutmix=flags.cutmix.value)
         sparse = keras.losses.SparseCategoricalCrossentropy
-        loss = keras.losses.CategoricalCrossentropy if spec.one_hot else sparse
+        loss = keras.losses.CategoricalCrossentropy if spec.label.one_hot else sparse
         optimizer = keras.optimizers.Adam(flags.learning_rate.value)
         model.compile(optimizer, loss=loss(from_logits=True), weighted_metrics=["accuracy"])
     epochs, resume = flags.epochs.value, None

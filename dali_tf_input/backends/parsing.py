@@ -1,0 +1,130 @@
+"""What a record holds, with TensorFlow for both backends: image, label, mask, further features."""
+
+from typing import Any
+
+import tensorflow as tf
+
+from dali_tf_input.dataset_spec import DatasetSpec
+from dali_tf_input.index.contents import SIDE_KEYS
+from dali_tf_input.labels import ClassLabel, Label, MultiHot, Values, class_weights
+from dali_tf_input.spec import InputSpec
+
+
+def parse_record(record: tf.Tensor, spec: InputSpec) -> dict[str, tf.Tensor]:
+    """Returns what comes out of a serialized Example, by the names of `spec.outputs`.
+
+    The image is as it is stored: encoded, a scalar string, or uint8 (height, width, 3) if pixels
+    are. The mask is uint8 (height, width, 1). Weights of classes are included, but not record ids.
+    """
+    dataset, label = spec.dataset, spec.label
+    features: dict[str, Any] = {dataset.image_key: tf.io.FixedLenFeature((), tf.string)}
+    if dataset.stores_pixels:
+        features |= dict.fromkeys(SIDE_KEYS, tf.io.FixedLenFeature((), tf.int64))
+    if spec.mask:
+        features[spec.mask.key] = tf.io.FixedLenFeature((), tf.string)
+    for key, stored in spec.features.items():
+        features[key] = _stored_as(dataset, key, stored.shape, stored.padding is not None)
+    if label:
+        varies = isinstance(label, MultiHot)
+        shape = label.shape if isinstance(label, Values) else ()
+        wanted = _stored_as(dataset, label.key or "", shape, varies)
+        features[label.key or ""] = features.get(label.key or "", wanted)
+    parsed = tf.io.parse_single_example(record, features)
+    image, values = parsed[dataset.image_key], {}
+    if dataset.stores_pixels:
+        shape = tf.stack([*(parsed[key] for key in SIDE_KEYS), 3])
+        image = _reshape_pixels(image, shape, "corrupted record: not the pixels of")
+    values["image"] = image
+    if label:
+        values |= _prepare_label(parsed[label.key or ""], label, spec)
+    if spec.mask:
+        values["mask"] = _decode_mask(parsed[spec.mask.key], _size_of(image))
+    for key, stored in spec.features.items():
+        value = parsed[key]
+        if stored.padding is not None:
+            missing = (stored.size or 0) - tf.size(value)
+            value = tf.pad(value, [[0, missing]], constant_values=stored.padding)
+        values[key] = tf.ensure_shape(value, stored.shape)
+    return values
+
+
+def _stored_as(dataset: DatasetSpec, key: str, shape: tuple[int, ...], varies: bool) -> Any:
+    dtype = tf.as_dtype(dataset.dtype_of(key))
+    return tf.io.RaggedFeature(dtype) if varies else tf.io.FixedLenFeature(shape, dtype)
+
+
+def _prepare_label(value: tf.Tensor, label: Label, spec: InputSpec) -> dict[str, tf.Tensor]:
+    """Makes of a label as stored what comes out, and the weight of its class if there is one."""
+    if isinstance(label, Values):
+        return {"label": tf.cast(value, tf.float32)}
+    if isinstance(label, ClassLabel) and label.vocabulary:
+        found = tf.equal(value, tf.constant(label.vocabulary))
+        known = tf.Assert(tf.reduce_any(found), ["corrupted record: unknown label", value])
+        with tf.control_dependencies([known]):
+            value = tf.argmax(found)
+    elif label.offset:
+        value -= label.offset
+    if isinstance(label, MultiHot):
+        holds = tf.reduce_all((value >= 0) & (value < label.num_classes))
+        check = tf.Assert(holds, ["corrupted record: a label out of range", value])
+        with tf.control_dependencies([check]):
+            ones = tf.ones_like(value, tf.float32)
+        zeros = tf.zeros(label.shape)
+        return {"label": tf.tensor_scatter_nd_max(zeros, value[:, None], ones)}
+    values = {"label": value}
+    if spec.class_weight is not None:
+        known_range = spec.dataset.label_range or (0, 0)
+        count = max(label.num_classes or 1, known_range[1] + 1)
+        table = class_weights(spec.class_weight, spec.dataset.class_counts, count)
+        inside = tf.clip_by_value(value, 0, len(table) - 1)
+        weight = tf.gather(tf.constant(table, tf.float32), inside)
+        values["weight"] = tf.where(tf.equal(inside, value), weight, 1.0)
+    if label.one_hot:
+        made = tf.one_hot(value, label.num_classes, *label.one_hot_values, dtype=tf.float32)
+        values["label"] = made
+    return values
+
+
+def _reshape_pixels(data: tf.Tensor, shape: tf.Tensor, problem: str) -> tf.Tensor:
+    """Returns raw bytes as uint8 of a shape, int64 (3,), which they must fit."""
+    pixels = tf.io.decode_raw(data, tf.uint8)
+    fits = tf.equal(tf.size(pixels, tf.int64), tf.reduce_prod(tf.maximum(shape, 0)))
+    with tf.control_dependencies([tf.Assert(fits, [problem, shape])]):
+        return tf.reshape(pixels, shape)
+
+
+def _size_of(image: tf.Tensor) -> tf.Tensor:
+    """Returns height and width of an image as `parse_record` returns it, int64 (2,)."""
+    if image.dtype == tf.uint8:
+        return tf.shape(image, tf.int64)[:2]
+
+    def of_jpeg() -> tf.Tensor:
+        return tf.io.extract_jpeg_shape(image, tf.int64)[:2]
+
+    def of_png() -> tf.Tensor:  # its header: width and height, big endian, from byte 16 on
+        sides = tf.io.decode_raw(tf.strings.substr(image, 16, 8), tf.int32, little_endian=False)
+        return tf.reverse(tf.cast(sides, tf.int64), [0])
+
+    return tf.ensure_shape(tf.cond(tf.io.is_jpeg(image), of_jpeg, of_png), (2,))
+
+
+def _decode_mask(data: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
+    """Decodes a mask, which must be of its image's size: uint8 (height, width, 1)."""
+    problem = "corrupted record: not the mask of an image of"
+
+    def decode() -> tf.Tensor:
+        # A PNG of other bits or colors would come out as shades of gray, not as classes.
+        holds = tf.equal(tf.strings.substr(data, 24, 2), b"\x08\x00")
+        with tf.control_dependencies(
+            [tf.Assert(holds, ["corrupted record: mask is not 8-bit gray"])]
+        ):
+            mask = tf.io.decode_png(data, channels=1)
+        fits = tf.reduce_all(tf.equal(tf.shape(mask, tf.int64)[:2], size))
+        with tf.control_dependencies([tf.Assert(fits, [problem, size])]):
+            return tf.identity(mask)
+
+    is_png = tf.equal(
+        tf.strings.substr(data, 0, tf.minimum(4, tf.strings.length(data))), b"\x89PNG"
+    )
+    shape = tf.concat([size, [1]], 0)
+    return tf.cond(is_png, decode, lambda: _reshape_pixels(data, shape, problem))

@@ -1,0 +1,274 @@
+"""Labels of every kind, record ids, masks and further features: the same from both backends."""
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import DALI, TF_DATA, backends, encode, refused, spec_of, write_tfrecord
+from PIL import Image
+
+import dali_tf_input as dti
+from dali_tf_input import ClassLabel, MultiHot, SegmentationMask, Stored, Values
+
+COUNTS = (5, 12, 7)
+RECORDS = sum(COUNTS)
+NAMES = ("cat", "dog", "horse")
+ORDERS = ("global", "pass", "buffer", "sequential")
+SMALL = dti.Preprocess(image_size=(8, 8), dtype="uint8")
+LABELS = {
+    "class": ClassLabel(key="class", num_classes=3, one_hot=True, smoothing=0.3),
+    "name": ClassLabel(key="name", vocabulary=NAMES),
+    "multi_hot": MultiHot(key="list", num_classes=90, offset=1),
+    "values": Values(key="box", size=4),
+    "integers": Values(key="pair", size=2),
+    "none": None,
+}
+
+
+def list_of(number: int) -> list[int]:
+    """The classes of a record: none, one, or 80; they count from 1."""
+    return [[], [number + 1], [*range(3, 83)]][number % 3]
+
+
+def make_example(number: int) -> dict:
+    random = np.random.default_rng(number)
+    # Of odd sides: then no pixel lies exactly between two, where rounding decides.
+    image = random.integers(0, 256, (19 + 2 * (number % 9), 41 - 2 * (number % 7), 3), np.uint8)
+    mask = image[..., 0] if number % 2 else image[..., 0].tobytes()
+    return {
+        "image": encode(image),
+        "class": number % 3,
+        "name": NAMES[number % 3],
+        "list": list_of(number),
+        "box": [number / 8, 0.5, -1.0, 2.0],
+        "pair": [number, -number],
+        "mask": encode(Image.fromarray(mask)) if number % 2 else mask,
+        "filename": f"{number}.png",
+        "scores": [0.5] * (number % 4),
+    }
+
+
+def expect_label(kind: str, number: int):
+    if kind == "class":
+        return np.eye(3, dtype=np.float32)[number % 3] * np.float32(0.7) + np.float32(0.1)
+    if kind == "multi_hot":
+        hot = np.zeros(90, np.float32)
+        hot[[one - 1 for one in list_of(number)]] = 1
+        return hot
+    expected = {"name": number % 3, "values": make_example(number)["box"]}
+    return expected.get(kind, [number, -number])
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("records")
+    for position, count in enumerate(COUNTS):
+        first = sum(COUNTS[:position])
+        examples = [make_example(number) for number in range(first, first + count)]
+        write_tfrecord(folder / f"train-{position}", examples)
+    dti.build_index(folder / "train-*")
+    return dti.DatasetSpec.from_files(folder / "train-*")
+
+
+def feed(records, options, order, *, num_replicas=1, batch_size=4, **changes):
+    preprocess = changes.pop("preprocess", SMALL)
+    if order == "pass":
+        order, changes = "sequential", {**changes, "repeat": False}
+    devices = [f"CPU:{number}" for number in range(num_replicas)]
+    return dti.distribute(
+        spec_of(records, order, preprocess, **changes),
+        options,
+        strategy=tf.distribute.MirroredStrategy(devices) if num_replicas > 1 else None,
+        global_batch_size=batch_size,
+    )
+
+
+def elements(fed, steps):
+    """The values of the records of some steps, over all replicas, each with its name."""
+    rows = []
+    for _, batch in zip(range(steps), fed.dataset, strict=False):
+        parts = keras.tree.flatten(batch)
+        split = [
+            fed.strategy.experimental_local_results(one) if fed.strategy else [one] for one in parts
+        ]
+        for replica in zip(*split, strict=True):
+            arranged = keras.tree.pack_sequence_as(batch, replica)
+            x, *others = arranged
+            named = dict(x) if isinstance(x, dict) else {"image": x}
+            if fed.spec.label or fed.spec.mask:
+                y, *others = others
+                named |= y if isinstance(y, dict) else {"label" if fed.spec.label else "mask": y}
+            named |= dict(zip(["weight"], others, strict=False))
+            arrays = {name: value.numpy() for name, value in named.items()}
+            rows += [
+                {name: array[row] for name, array in arrays.items()}
+                for row in range(len(arrays["image"]))
+            ]
+    return rows
+
+
+CASES = [(kind, order, 1) for kind in LABELS for order in ("global", "sequential")]
+CASES += [("multi_hot", order, count) for order in ORDERS for count in (1, 2)]
+
+
+@pytest.mark.parametrize(("kind", "order", "num_replicas"), CASES)
+@backends
+def test_labels(records, options, kind, order, num_replicas):
+    """Every kind comes out as it was stored, with its own record, in every order."""
+    how = {"label": LABELS[kind], "record_ids": True, "num_replicas": num_replicas}
+    fed = feed(records, options, order, **how)
+    rows = elements(fed, fed.steps_per_epoch)
+    found = sorted(int(row["record_id"]) for row in rows if row.get("weight", 1))
+    if order != "buffer" and (order != "sequential" or num_replicas == 1):
+        assert found == [*range(RECORDS)]
+    assert len({*found}) == len(found) or order == "buffer"
+    for row in rows:
+        number = int(row["record_id"])
+        assert ("label" in row) == (kind != "none")
+        if kind != "none":
+            np.testing.assert_allclose(row["label"], expect_label(kind, number), atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["multi_hot", "none"])
+@backends
+def test_a_step_of_any_epoch(records, options, kind):
+    """What comes out of a step is the same, wherever training starts."""
+    label, features = LABELS[kind], {"pair": Stored(size=2)}
+    whole = feed(records, options, "global", label=label, record_ids=True, features=features)
+    later = dti.distribute(whole.spec, options, global_batch_size=4, start_step=8)
+    steps = [*whole.dataset, *whole.dataset]
+    for one, other in zip(steps[8:], later.dataset, strict=False):
+        keras.tree.map_structure(np.testing.assert_array_equal, one, other)
+    numbers = [number for one in steps for number in one[0]["record_id"].numpy()]
+    assert sorted(numbers) == sorted([*range(RECORDS)] * 2)
+
+
+MASK = SegmentationMask(key="mask", ignore=7)
+CROPS = {
+    "resize": dti.NoCrop(),
+    "random": dti.ResizeRandomCrop(resize=(24, 24)),
+    "resized": dti.RandomResizedCrop(),
+    "center": dti.CenterCrop(resize_shorter=20),
+    "padded": dti.RandomCrop(),
+}
+
+
+@pytest.mark.parametrize("crop", CROPS)
+@backends
+def test_masks_stay_with_their_images(records, options, crop):
+    """A mask that is one of the image's own channels is that channel of what comes out."""
+    preprocess = dti.Preprocess(
+        image_size=(16, 30 if crop == "padded" else 16),
+        crop=CROPS[crop],
+        interpolation="nearest",
+        mirror_probability=0.5,
+        dtype="uint8",
+    )
+    how = {"label": None, "mask": MASK, "preprocess": preprocess}
+    fed = feed(records, options, "global", **how)
+    rows = [row for _ in range(3) for row in elements(fed, 6)]
+    assert len(rows) == 3 * RECORDS
+    padding = 0
+    for row in rows:
+        red, mask = row["image"][..., 0].astype(np.int32), row["mask"]
+        assert (mask.shape, mask.dtype) == (preprocess.image_size, np.int32)
+        outside = (row["image"] == 0).all(-1) & (mask == MASK.ignore)
+        padding += outside.sum()
+        np.testing.assert_array_equal(np.where(outside, 0, mask), red)
+    assert bool(padding) == (crop == "padded")
+
+
+def test_masks_are_the_same_from_both(records):
+    """With any resize of the images, and for images of the training preprocessing."""
+    preprocess = dti.Preprocess.for_training(16, antialias=True)
+    how = {"label": LABELS["class"], "mask": MASK, "preprocess": preprocess}
+    one, other = (elements(feed(records, options, "pass", **how), 6) for options in (DALI, TF_DATA))
+    for row, twin in zip(one, other, strict=True):
+        np.testing.assert_array_equal(row["mask"], twin["mask"])
+        assert row.keys() == {"image", "label", "mask", "weight"}
+
+
+@backends
+def test_further_features(records, options):
+    """As they are stored; those of fewer values are padded."""
+    features = {"pair": Stored(size=2), "scores": Stored(size=4, padding=-1.0), "class": Stored()}
+    fed = feed(records, options, "pass", features=features, label=LABELS["name"])
+    for number, row in enumerate(elements(fed, 6)):
+        scores = [0.5] * (number % 4)
+        assert row["pair"].tolist() == [number, -number]
+        assert row["scores"].tolist() == [*scores, *[-1.0] * (4 - len(scores))]
+        assert (row["class"], row["label"]) == (number % 3, number % 3)
+        assert records.read(number)["filename"] == [f"{number}.png".encode()]
+
+
+def test_strings(records):
+    how = {"label": None, "features": {"filename": Stored()}}
+    fed = feed(records, TF_DATA, "pass", **how)
+    names = [row["filename"] for row in elements(fed, 6)]
+    assert names == [f"{number}.png".encode() for number in range(RECORDS)]
+    with refused("DALI does not support strings, as `features` 'filename': use TfDataOptions"):
+        feed(records, DALI, "pass", **how)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@backends
+def test_class_weight(records, options, num_replicas):
+    """Weights of classes are sample weights, in every order and with one-hot labels."""
+    label = ClassLabel(key="class", num_classes=4, one_hot=True)
+    for order, given in (("global", {0: 2.0, 2: 0.5}), ("buffer", {1: 0.0})):
+        how = {"label": label, "class_weight": given, "num_replicas": num_replicas}
+        for row in elements(feed(records, options, order, **how), 6):
+            assert row["weight"] == given.get(int(row["label"].argmax()), 1.0)
+
+
+def test_balanced_weights(records, tmp_path):
+    """As scikit-learn computes them; every class has the same weight in all."""
+    examples = [{"image": encode(np.zeros((4, 4, 3))), "label": 5 + (n == 0)} for n in range(8)]
+    file = write_tfrecord(tmp_path / "train", examples)
+    dti.build_index(file)
+    unchecked = dti.DatasetSpec.from_files(file, label_offset=5)
+    spec = spec_of(unchecked, "global", SMALL, class_weight="balanced")
+    with refused("`class_weight` 'balanced' needs the classes of all records: .*--verify=schema"):
+        dti.make_dataset(spec, TF_DATA, batch_size=8)
+    dti.build_index(file, dti.Checks(verify="schema"))
+    checked = dti.DatasetSpec.from_files(file, label_offset=5)
+    assert checked.class_counts == ((0, 7), (1, 1))
+    rows = elements(feed(checked, TF_DATA, "global", batch_size=8, class_weight="balanced"), 1)
+    assert sorted(float(row["weight"]) for row in rows) == pytest.approx([4 / 7] * 7 + [4.0])
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("task", ["multi_label", "regression", "segmentation", "weighted"])
+@backends
+def test_keras_trains(records, options, task, num_replicas):
+    """Keras trains and evaluates on each kind of target, under a strategy too."""
+    layers, losses = keras.layers, keras.losses
+    head = [layers.Flatten(), layers.Dense(90)]
+    how, loss = {"label": LABELS["multi_hot"]}, losses.BinaryCrossentropy(from_logits=True)
+    if task == "regression":
+        head[1], how, loss = layers.Dense(4), {"label": LABELS["values"]}, losses.MeanSquaredError()
+    if task == "segmentation":
+        head, how = [layers.Conv2D(256, 1)], {"label": None, "mask": MASK}
+        loss = losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=7)
+    if task == "weighted":
+        how = {"label": LABELS["name"], "class_weight": {0: 3.0}}
+        loss = losses.SparseCategoricalCrossentropy(from_logits=True)
+    how["preprocess"] = dti.Preprocess.for_training(8)
+    train = feed(records, options, "global", num_replicas=num_replicas, **how)
+    how.pop("class_weight", None)
+    held_out = feed(records, options, "pass", num_replicas=num_replicas, batch_size=10, **how)
+    keras.utils.set_random_seed(0)
+    with train.strategy.scope() if train.strategy else contextlib.nullcontext():
+        model = keras.Sequential(
+            [keras.Input((8, 8, 3)), layers.Conv2D(4, 3, padding="same"), *head]
+        )
+        model.compile("adam", loss)
+    if train.strategy:
+        held_out = dti.distribute(
+            held_out.spec, options, strategy=train.strategy, global_batch_size=10
+        )
+    history = train.fit(model, epochs=2, validation=held_out, verbose=0)
+    assert history["val_loss"][1] < history["val_loss"][0]
+    assert len(held_out.predict(model, verbose=0)) == RECORDS
