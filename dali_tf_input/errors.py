@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-_NAMES = {bool: "True or False", str: "text", bytes: "bytes", type(None): "None"}
+_NAMES = {bool: "True or False", str: "text", bytes: "bytes", type(None): "None", dict: "a dict"}
 
 
 class InputError(ValueError):
@@ -152,7 +152,7 @@ def _conform(value: Any, hint: Any) -> Any:
         return float(value)
     if origin is collections.abc.Callable:
         _require(callable(value), "a function")
-    elif isinstance(origin or hint, type) and origin is not dict:
+    elif isinstance(origin or hint, type):
         kind = origin or hint
         name = "a path" if kind is os.PathLike else _NAMES.get(kind, _with_article(kind.__name__))
         _require(isinstance(value, kind), name)

@@ -120,11 +120,20 @@ class InputSpec:
                 highest = found[1] + dataset.label_offset - offset
                 check(highest < count, "num_classes", f"above the highest label, {highest}", count)
         object.__setattr__(self, "label", label)
+        self.class_weights()  # raises if they are none
 
     @property
     def has_fixed_order(self) -> bool:
         """Whether each step's records are fixed: with order "global", or in one pass."""
         return self.order == "global" or not self.repeat
+
+    def class_weights(self) -> list[float]:
+        """Returns the weight of each class, from 0 on; none without `class_weight`."""
+        if self.class_weight is None or not isinstance(self.label, ClassLabel):
+            return []
+        known = self.dataset.label_range or (0, 0)
+        count = max(self.label.num_classes or 1, known[1] + 1)
+        return labels.class_weights(self.class_weight, self.dataset.class_counts, count)
 
     @property
     def outputs(self) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -10,7 +10,7 @@ import sys
 import numpy as np
 
 from dali_tf_input import DaliOptions, InputError, InputSpec, Preprocess, TfDataOptions
-from support import cli, first_batches
+from support import cli, pictures
 from support.flags import FileFlags
 
 FLAGS = cli.Flags()
@@ -30,16 +30,16 @@ def main(arguments: list[str]) -> int:
     num_images = min(_NUM_IMAGES.value, dataset.num_records)
     batch_size = min(64, num_images)
     dali, tf_data = (
-        first_batches.make_batches(spec, options, batch_size)
+        pictures.make_batches(spec, options, batch_size)
         for options in (DaliOptions(device="cpu"), TfDataOptions())
     )
     means, worst, labels_equal = [], 0.0, True
     for _ in range(num_images // batch_size):
-        (images, labels), (other_images, other_labels) = next(dali), next(tf_data)
-        difference = np.abs(images - other_images)
+        one, other = next(dali), next(tf_data)
+        difference = np.abs(one["image"] - other["image"])
         means.append(float(difference.mean()))
         worst = max(worst, float(difference.max()))
-        labels_equal &= bool((labels == other_labels).all())
+        labels_equal &= bool((one["label"] == other["label"]).all())
     mean, compared = float(np.mean(means)), f"{len(means) * batch_size} evaluation images"
     text = f"{compared}: mean absolute difference {mean:.6f} of 255, largest {worst:.4f}"
     if mean > _MOST.value or not labels_equal:

@@ -1,43 +1,60 @@
-"""Predicts the class of images with a Keras model that was trained on this package's input.
+"""Predicts the class of images, or of records, with a Keras model trained on this package's input.
 
 MODEL is a file that Keras saved (train.py --save=MODEL), whose outputs are logits. Images are
 preprocessed as in evaluation, at the size of the model's input. Images that cannot be read are
-named, the others are predicted nevertheless, and the exit code is 1.
+named, the others are predicted nevertheless, and the exit code is 1. Of TFRecords (--files) it
+shows how many predictions are right, and the mistakes that the model was surest of.
 
 usage: predict.py [flags] MODEL IMAGE...
+       predict.py --files=GLOB [--csv=FILE] [--sheet=FILE] [flags] MODEL
 
 example: python scripts/predict.py --labels=records/labels.txt model.keras photo.jpg another.jpg
 """
 
+import csv
 import sys
+from typing import Any
 
+import dali_tf_input as dti
 from dali_tf_input import InputError, Preprocess
-from support import cli
-from support.flags import BACKENDS
-from support.train.label_names import read_names
+from support import cli, pictures
+from support.flags import BACKENDS, FileFlags
+from support.label_names import read_names
 
 FLAGS = cli.Flags()
 _LABELS = FLAGS.string("labels", None, "File with the name of label i in line i + 1.")
 _TOP = FLAGS.integer("top", 5, "How many classes are shown for each image.", 1)
 _BACKEND = FLAGS.choice("backend", "tf_data", list(BACKENDS), "What feeds the model.")
 _BATCH_SIZE = FLAGS.integer("batch_size", 32, "Images in a batch.", 1)
+_FILES = FileFlags(FLAGS)
+_CSV = FLAGS.string("csv", None, "Of records, a file for id, file, label, prediction, probability.")
+_SHEET = FLAGS.string("sheet", None, "Of records, a .png for pictures of the worst mistakes.")
+
+_MISTAKES = 12  # that are shown
 
 
 def main(arguments: list[str]) -> int:
-    if len(arguments) < 2:
+    if len(arguments) < 2 and not (arguments and _FILES.files.value):
         raise InputError("Name the model and at least one image: predict.py MODEL IMAGE...")
     path, *images = arguments
+    if images and _FILES.files.value:
+        raise InputError(f"Name images or records (--files), got both: {images[0]}.")
+    cli.check_writable(_CSV, suffix=".csv")
+    cli.check_writable(_SHEET, suffix=".png")
+    dataset = None if images else _FILES.dataset()
     names = read_names(_LABELS.value) if _LABELS.value else None
+    if dataset and not names:
+        names = pictures.find_names(dataset) or None
     tf = cli.import_tensorflow()
-    from dali_tf_input import enable_memory_growth, iterate_batches
-
-    enable_memory_growth()
+    dti.enable_memory_growth()
     model, height = load_model(path)
     if names and len(names) < model.output_shape[-1]:
         raise InputError(
             f"`labels` {_LABELS.value} names {len(names):,} labels, and {path} has "
             f"{model.output_shape[-1]:,} classes."
         )
+    if dataset:
+        return predict_records(dataset, model, Preprocess.for_evaluation(height), names or [])
     failed = 0
 
     def report(position: int, reason: str) -> None:
@@ -46,7 +63,7 @@ def main(arguments: list[str]) -> int:
         print(f"error: {images[position]}: {reason}", file=sys.stderr)
 
     rows = []
-    batches = iterate_batches(
+    batches = dti.iterate_batches(
         images,
         Preprocess.for_evaluation(height),
         BACKENDS[_BACKEND.value],
@@ -62,6 +79,53 @@ def main(arguments: list[str]) -> int:
     if rows:
         cli.print_table(("image", "classes"), rows)
     return 1 if failed else 0
+
+
+def predict_records(
+    dataset: dti.DatasetSpec, model: Any, preprocess: Preprocess, names: list[str]
+) -> int:
+    """Predicts all records; prints and writes what came out."""
+    import tensorflow as tf
+
+    spec = dti.InputSpec(
+        dataset=dataset, preprocess=preprocess, order="sequential", repeat=False, record_ids=True
+    )
+    options = BACKENDS[_BACKEND.value]
+    fed = dti.distribute(spec, options, global_batch_size=_BATCH_SIZE.value)
+    rows = []
+    with fed.explain_errors():
+        steps = map(fed.unpack, fed.dataset)
+        for x, labels, _ in cli.progress(steps, what="predicting", total=fed.steps_per_epoch):
+            probabilities = tf.nn.softmax(model(x["image"], training=False)).numpy()
+            best = probabilities.argmax(1)
+            columns = (x["record_id"].numpy(), labels.numpy(), best, probabilities.max(1))
+            rows += zip(*(column.tolist() for column in columns), strict=True)
+    rows = rows[: dataset.num_records]  # without padding
+    if _CSV.value:
+        with open(_CSV.value, "w", encoding="utf-8", newline="") as stream:
+            writer = csv.writer(stream)
+            writer.writerow(("id", "file", "label", "prediction", "probability"))
+            for record, label, best, probability in rows:
+                file = dataset.locate(record).file
+                writer.writerow((record, file, label, best, f"{probability:.6f}"))
+    right = sum(label == best for _, label, best, _ in rows)
+    print(f"right  {right:,} of {len(rows):,} records, {right / len(rows):.2%}")
+    wrong = sorted((row for row in rows if row[1] != row[2]), key=lambda row: -row[3])[:_MISTAKES]
+    shown = []
+    for record, label, best, probability in wrong:
+        label, best = (pictures.name_label(one, names) for one in (label, best))
+        where = dataset.locate(record)
+        place = f"{where.number:,} of {where.file}"
+        shown.append((str(record), label, best, f"{probability:.1%}", place))
+    if shown:
+        cli.print_table(("id", "label", "prediction", "probability", "record"), shown)
+    if _SHEET.value:
+        pictures.draw_sheet(
+            [pictures.read_image(dataset, int(row[0])) for row in shown],
+            [f"{row[0]}: {row[1]}\ntaken for {row[2]}, {row[3]}" for row in shown],
+            path=_SHEET.value,
+        )
+    return 0
 
 
 def load_model(path: str) -> tuple:

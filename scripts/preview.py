@@ -1,16 +1,14 @@
 """Shows what the model sees: a contact sheet of images after preprocessing, from both backends.
 
-Each row: the original with the region that is taken and its label, tf.data's image and DALI's. A
-fourth picture, their amplified difference, is shown only if they differ visibly. The images are the
-first of an epoch of order "global": the same records, crops and mirrors for both. Values outside of
-0..255 are clipped.
+Each row: the original with the region that is taken and its label, tf.data's image and DALI's, both
+with their mask in colors (--mask_key). A fourth picture, their amplified difference, is shown only
+if they differ visibly. The images are the first of an epoch of order "global": the same records,
+crops and mirrors for both. Values outside of 0..255 are clipped.
 
 example: python scripts/preview.py --files='path/train-*' --crop=random_resized_crop --out=sheet.png
 """
 
 import dataclasses
-import io
-import os
 import sys
 import textwrap
 from typing import Any
@@ -18,15 +16,13 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from dali_tf_input import DaliOptions, InputError, InputSpec, Preprocess, Shard, TfDataOptions
-from dali_tf_input.index.contents import SIDE_KEYS
-from dali_tf_input.order import EpochSteps, list_records
-from support import cli, first_batches
-from support.flags import FileFlags, WorkFlags, describe_work
-from support.train.label_names import read_names
+from dali_tf_input import DaliOptions, InputError, InputSpec, Preprocess, TfDataOptions
+from support import cli, pictures
+from support.flags import FileFlags, LabelFlags, WorkFlags, describe_work
 
 FLAGS = cli.Flags()
 _FILES = FileFlags(FLAGS)
+_LABELS = LabelFlags(FLAGS)
 _WORK = WorkFlags(FLAGS)
 _OUT = FLAGS.string("out", "sheet.png", "File for the contact sheet, a .png.")
 _NUM_IMAGES = FLAGS.integer("num_images", 8, "How many images are shown, at most.", 1)
@@ -51,15 +47,14 @@ def main(arguments: list[str]) -> int:
     cli.import_tensorflow()
     decode = _WORK.decode.value
     dali = DaliOptions(device="cpu", decode="auto" if decode == "scaled" else decode)
-    (images, labels), (others, other_labels) = (
-        next(first_batches.make_batches(spec, options, num_images))
+    batch, other = (
+        next(pictures.make_batches(spec, options, num_images))
         for options in (TfDataOptions(decode=decode), dali)
     )
-    if (labels != other_labels).any():
-        text = f"The backends serve other records: {labels}, {other_labels}. Please report this."
-        raise InputError(text)
-    difference = np.abs(images - others)
-    draw(spec, name_labels(labels, spec), images, others)
+    if any((one != other[name]).any() for name, one in batch.items() if name != "image"):
+        raise InputError(f"The backends serve other records: {batch}, {other}. Please report this.")
+    difference = np.abs(batch["image"] - other["image"])
+    draw(spec, batch, other["image"])
     work = describe_work(spec.preprocess)
     print(f"images      {num_images} of {spec.dataset.num_records:,}: {work}")
     print(f"difference  mean {difference.mean():.4f} of 255, largest {difference.max():.2f}")
@@ -80,27 +75,14 @@ def make_spec() -> InputSpec:
     changes = {flag.name: flag.value for flag in (_INTERPOLATION, _LAYOUT, _AUTO_AUGMENT)}
     changes["image_size"] = (height, _IMAGE_WIDTH.value or height)
     preprocess = dataclasses.replace(preprocess, **changes)
-    seed = _SEED.value
-    return InputSpec(dataset=_FILES.dataset(), preprocess=preprocess, order="global", seed=seed)
-
-
-def read_originals(spec: InputSpec, num_images: int) -> list[Image.Image]:
-    """Returns the images that come first in an epoch, as they are stored."""
-    dataset = spec.dataset
-    steps = EpochSteps(
-        num_records=dataset.num_records, batch_size=num_images, num_shards=1, padded=False
+    return InputSpec(
+        dataset=_FILES.dataset(),
+        preprocess=preprocess,
+        order="global",
+        seed=_SEED.value,
+        record_ids=True,
+        **_LABELS.outputs(),
     )
-    records = list_records(dataset.records_per_file, steps=steps, shard=Shard(), seed=spec.seed)
-    originals = []
-    for record in records[:num_images].tolist():
-        features = dataset.read(record)
-        stored = features[dataset.image_key][0]
-        if dataset.stores_pixels:
-            height, width = (features[key][0] for key in SIDE_KEYS)
-            originals.append(Image.frombytes("RGB", (width, height), stored))
-        else:
-            originals.append(Image.open(io.BytesIO(stored)).convert("RGB"))
-    return originals
 
 
 def find_crop(image: Image.Image, spec: InputSpec, slot: int) -> tuple[Any, bool]:
@@ -117,22 +99,28 @@ def find_crop(image: Image.Image, spec: InputSpec, slot: int) -> tuple[Any, bool
     return (*region.start.numpy(), *region.extent.numpy()), mirrored
 
 
-def name_labels(labels: Any, spec: InputSpec) -> list[str]:
-    """Returns the labels as text, with their names if there is a labels.txt."""
-    path = os.path.join(os.path.dirname(spec.dataset.files[0]), "labels.txt")
-    names = dict(enumerate(read_names(path))) if os.path.exists(path) else {}
-    return [f"{label} {names.get(label, '')}".strip() for label in labels.tolist()]
+def lay_over(image: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """Returns an image in 0..255 with its mask in colors; class 0 is left as it is."""
+    import matplotlib
+
+    colors = 255 * matplotlib.colormaps["tab20"](mask % 20)[..., :3]
+    return np.where((mask > 0)[..., None], 0.5 * image + 0.5 * colors, image)
 
 
-def draw(spec: InputSpec, labels: list[str], images: np.ndarray, others: np.ndarray) -> None:
-    """Draws the contact sheet of both backends' images and saves it."""
+def draw(spec: InputSpec, batch: dict[str, np.ndarray], others: np.ndarray) -> None:
+    """Draws the contact sheet of tf.data's batch and DALI's images and saves it."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     from matplotlib.patches import Rectangle
 
+    images, names = batch["image"], pictures.find_names(spec.dataset)
     difference = np.abs(images - others)
+    if spec.mask:
+        images, others = (
+            np.stack([*map(lay_over, made, batch["mask"])]) for made in (images, others)
+        )
     differs = [one.max() >= _VISIBLE for one in difference]
     columns = 3 + any(differs)
     across = 1 if len(images) <= 4 else 2
@@ -143,12 +131,14 @@ def draw(spec: InputSpec, labels: list[str], images: np.ndarray, others: np.ndar
     figure, all_axes = plt.subplots(down, across * columns, **layout)
     for axes in all_axes.flat:
         axes.set_axis_off()
-    for number, image in enumerate(read_originals(spec, len(images))):
+    for number, record in enumerate(batch["record_id"].tolist()):
+        image = pictures.read_image(spec.dataset, record)
+        label = pictures.name_label(batch["label"][number], names) if spec.label else ""
         (top, left, high, wide), mirrored = find_crop(image, spec, number)
         row, start = number // across, number % across * columns
         remark = ", mirrored" if mirrored else ""
         shown = {
-            f"{labels[number]}\n{image.width}x{image.height}{remark}": np.asarray(image),
+            f"{label}\n{image.width}x{image.height}{remark}": np.asarray(image),
             "tf.data": images[number],
             "DALI" if differs[number] else "DALI: the same": others[number],
         }

@@ -16,8 +16,8 @@ import sys
 import dali_tf_input as dti
 from support import cli
 from support.flags import BACKENDS
+from support.label_names import read_names
 from support.train.flags import TrainFlags
-from support.train.label_names import read_names
 
 FLAGS = cli.Flags()
 _TRAIN = TrainFlags(FLAGS)

@@ -44,6 +44,7 @@ INDEX = [
 INDEX += ["folder", "build", "trial_decode", "worker", "__main__"]
 BACKENDS = [
     "tf_native",
+    "parsing",
     "reading",
     "tf_augment",
     "tf_images",
@@ -52,8 +53,8 @@ BACKENDS = [
     "dali_reading",
     "dali",
 ]
-SUPPORT = ["cli", "processes", "machine", "first_batches", "flags", "plots", "train", "convert"]
-SUPPORT += ["throughput"]
+SUPPORT = ["cli", "processes", "machine", "label_names", "pictures", "flags", "plots", "train"]
+SUPPORT += ["convert", "throughput"]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 TENSORFLOW_FROM = FLOOR_OF["backends"]
 FRAMEWORKS = {"tensorflow", "keras", "nvidia"}

@@ -17,7 +17,7 @@ from dali_tf_input import Checks, DatasetSpec, InputError, build_index, load_opt
 from dali_tf_input.index.file_check import check_file
 from dali_tf_input.index.folder import _read_lines
 from dali_tf_input.training_state import read_state
-from support.train.label_names import read_names
+from support.label_names import read_names
 
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "0"))
 JSON = st.recursive(

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from dali_tf_input.dataset_spec import DatasetSpec
 from dali_tf_input.index.contents import SIDE_KEYS
-from dali_tf_input.labels import ClassLabel, Label, MultiHot, Values, class_weights
+from dali_tf_input.labels import ClassLabel, Label, MultiHot, Values
 from dali_tf_input.spec import InputSpec
 
 
@@ -72,10 +72,7 @@ def _prepare_label(value: tf.Tensor, label: Label, spec: InputSpec) -> dict[str,
         zeros = tf.zeros(label.shape)
         return {"label": tf.tensor_scatter_nd_max(zeros, value[:, None], ones)}
     values = {"label": value}
-    if spec.class_weight is not None:
-        known_range = spec.dataset.label_range or (0, 0)
-        count = max(label.num_classes or 1, known_range[1] + 1)
-        table = class_weights(spec.class_weight, spec.dataset.class_counts, count)
+    if table := spec.class_weights():
         inside = tf.clip_by_value(value, 0, len(table) - 1)
         weight = tf.gather(tf.constant(table, tf.float32), inside)
         values["weight"] = tf.where(tf.equal(inside, value), weight, 1.0)

@@ -1,11 +1,13 @@
 """Flags that several commands share: which records are read, and what is done to each image."""
 
 import dataclasses
-from typing import Any
+from typing import Any, get_args
 
 import dali_tf_input as dti
+from dali_tf_input.labels import LabelKind
 from support import machine
 from support.cli import Flags
+from support.label_names import read_names
 
 # What users call the backends on the command line.
 BACKENDS: dict[str, dti.DaliOptions | dti.TfDataOptions] = {
@@ -92,6 +94,34 @@ class FileFlags:
         others = (self.index_dir, self.image_key, self.label_key, self.label_offset)
         given = [f"--{flag.name}={flag.value}" for flag in others if flag.value]
         return [*(f"--files={pattern}" for pattern in self.files.value), *given]
+
+
+class LabelFlags:
+    """The flags that say what records hold beside the image."""
+
+    def __init__(self, flags: Flags) -> None:
+        kinds = get_args(LabelKind)
+        self.label = flags.choice("label", "class", kinds, "What a label is.")
+        text = "Number of classes, or of values with --label=values."
+        self.label_size = flags.integer("label_size", None, text, 1)
+        text = "File of the names that labels are stored as, one per line."
+        self.vocabulary = flags.string("vocabulary", None, text)
+        self.mask_key = flags.string("mask_key", None, "Feature key of the segmentation mask.")
+
+    def outputs(self) -> dict[str, Any]:
+        """Returns what an `InputSpec` says of labels and masks."""
+        kind, size, mask_key = self.label.value, self.label_size.value, self.mask_key.value
+        if kind in ("multi_hot", "values") and size is None:
+            raise dti.InputError(f"--label={kind} needs --label_size=N.")
+        names = read_names(self.vocabulary.value) if self.vocabulary.value else None
+        label: Any = dti.ClassLabel(vocabulary=names)
+        if kind != "class":
+            made = {
+                "multi_hot": dti.MultiHot(num_classes=size),
+                "values": dti.Values(size=size or 1),
+            }
+            label = made.get(kind)
+        return {"label": label, "mask": dti.SegmentationMask(key=mask_key) if mask_key else None}
 
 
 class WorkFlags:

@@ -128,17 +128,3 @@ def plot_soak(report: dict, parts: dict[str, str], *, path: str) -> None:
             axes.grid(axis="y", alpha=0.3)
         panes[0].set_ylabel("memory of the process, MB")
         panes[0].legend(frameon=False, loc="lower right")
-
-
-def plot_orders(orders: dict, *, path: str) -> None:
-    """Plots when each stored record is served: an even cloud is perfect mixing."""
-    note = "Colors are classes; computed, not measured."
-    title = "20,000 records stored class by class: when each is served"
-    with _figure(path, title, note, (4 * len(orders), 4.4), len(orders)) as (_, panes):
-        for axes, (name, order) in zip(panes, orders.items(), strict=True):
-            colors = order // 1000 % 20
-            axes.scatter(range(len(order)), order, s=1, c=colors, cmap="tab20", rasterized=True)
-            classes = len(set((order[:256] // 1000).tolist()))
-            axes.set_title(f"{name}\n{classes} of 20 classes in the first batch", fontsize=11)
-            axes.set_xlabel("place in the epoch")
-        panes[0].set_ylabel("place in the files")

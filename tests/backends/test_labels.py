@@ -1,6 +1,7 @@
 """Labels of every kind, record ids, masks and further features: the same from both backends."""
 
 import contextlib
+import dataclasses
 
 import keras
 import numpy as np
@@ -229,9 +230,8 @@ def test_balanced_weights(records, tmp_path):
     file = write_tfrecord(tmp_path / "train", examples)
     dti.build_index(file)
     unchecked = dti.DatasetSpec.from_files(file, label_offset=5)
-    spec = spec_of(unchecked, "global", SMALL, class_weight="balanced")
     with refused("`class_weight` 'balanced' needs the classes of all records: .*--verify=schema"):
-        dti.make_dataset(spec, TF_DATA, batch_size=8)
+        spec_of(unchecked, "global", SMALL, class_weight="balanced")
     dti.build_index(file, dti.Checks(verify="schema"))
     checked = dti.DatasetSpec.from_files(file, label_offset=5)
     assert checked.class_counts == ((0, 7), (1, 1))
@@ -272,3 +272,79 @@ def test_keras_trains(records, options, task, num_replicas):
     history = train.fit(model, epochs=2, validation=held_out, verbose=0)
     assert history["val_loss"][1] < history["val_loss"][0]
     assert len(held_out.predict(model, verbose=0)) == RECORDS
+
+
+GRAY, RGB = np.zeros((5, 5), np.uint8), np.zeros((19, 41, 3), np.uint8)
+BAD = {  # what is stored instead: kind of label, reason, level of checking, whether training stops
+    "no list": ({"list": None}, "multi_hot", "label missing", "schema", False),
+    "out of range": ({"list": [1, 91]}, "multi_hot", "label range", "schema", True),
+    "below the offset": ({"list": [0]}, "multi_hot", "label range", "schema", True),
+    "floats": ({"class": 0.5}, "class", "label kind", "schema", True),
+    "two classes": ({"class": [0, 1]}, "class", "label kind", "schema", True),
+    "unknown name": ({"name": "cow"}, "name", "label range", "schema", True),
+    "short": ({"box": [0.5] * 3}, "values", "label kind", "schema", True),
+    "not a number": ({"box": [float("nan")] * 4}, "values", "label range", "schema", False),
+    "no mask": ({"mask": None}, "none", "mask missing", "schema", True),
+    "other size": ({"mask": encode(Image.fromarray(GRAY))}, "none", "mask kind", "decode", True),
+    "colors": ({"mask": encode(Image.fromarray(RGB))}, "none", "mask kind", "decode", True),
+    "few bytes": ({"mask": bytes(99)}, "none", "mask kind", "decode", True),
+}
+
+
+def checks_of(kind: str, level: str) -> dti.Checks:
+    label = LABELS[kind]
+    known = {"label_key": label.key if label else None, "label": kind, "verify": level}
+    if kind == "multi_hot":
+        known |= {"num_classes": 90, "label_offset": 1}
+    if kind == "values":
+        known["label_size"] = 4
+    if kind == "name":
+        known |= {"label": "class", "vocabulary": NAMES}
+    return dti.Checks(**known, mask_key="mask" if kind == "none" else None, decoder="tf_data")
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_records(records, tmp_path, name):
+    """The index names them and leaves them out; at run time the record is named."""
+    change, kind, reason, level, stops = BAD[name]
+    examples = [make_example(number) for number in range(18)]
+    examples[9] = {key: one for key, one in (examples[9] | change).items() if one is not None}
+    file = write_tfrecord(tmp_path / "train", examples)
+    dti.build_index(file)
+    how = {"label": LABELS[kind], "mask": MASK if kind == "none" else None}
+    unchecked = dataclasses.replace(
+        dti.DatasetSpec.from_files(file), features=records.features, label_range=None
+    )
+    for options in (DALI, TF_DATA) if stops else ():
+        with pytest.raises(dti.BadRecordError) as caught:  # by `distribute`, if it reads so far
+            fed = feed(unchecked, options, "pass", **how)
+            with fed.explain_errors():
+                list(fed.dataset)
+        assert (caught.value.bad_record.record, caught.value.bad_record.reason) == (9, reason)
+        flags = {"multi_hot": "--label=multi_hot --label_offset=1 --num_classes=90"}
+        flags |= {"values": "--label=values --label_size=4", "name": "--vocabulary=labels.txt"}
+        flags |= {"none": "--label=none --mask_key=mask"}
+        assert flags.get(kind, "--label_key=class") in str(caught.value)
+    with pytest.raises(
+        dti.IndexFaultsError, match=f"record 9, byte .*: {reason}: `(label|mask)_key"
+    ):
+        dti.build_index(file, checks_of(kind, level))
+    dti.build_index(file, checks_of(kind, level), on_bad="skip", max_bad_fraction=0.1)
+    good = feed(dti.DatasetSpec.from_files(file), TF_DATA, "pass", **how)
+    assert len(elements(good, 9)) == 17
+
+
+@pytest.mark.parametrize("kind", LABELS)
+def test_what_the_manifest_says(records, tmp_path, kind):
+    examples = [make_example(number) for number in range(18)]
+    file = write_tfrecord(tmp_path / "train", examples)
+    summary = dti.build_index(file, checks_of(kind, "schema")).summary
+    if kind == "multi_hot":
+        assert summary.labels.range == (3 - 1, 82)
+        assert dict(summary.labels.counts)[50] == 6
+        assert summary.features["list"].lengths == (0, 80)
+    if kind == "values":
+        assert summary.features["box"].range == (-1.0, 17 / 8)
+        assert summary.labels is None
+    if kind == "class":
+        assert summary.labels.counts == ((0, 6), (1, 6), (2, 6))

@@ -6,6 +6,7 @@ from commands import load, run
 from PIL import Image
 
 import dali_tf_input as dti
+from support import pictures
 
 FILES = "--files=data/sample/train-*"
 
@@ -74,11 +75,13 @@ def test_preview_shows_the_originals_of_its_images(sample_folder, crop):
     preprocess = dti.Preprocess(
         image_size=(48, 48), crop=crop, mirror_probability=0.5, antialias=True
     )
-    spec = dti.InputSpec(dataset=dataset, preprocess=preprocess, order="global", seed=3)
-    images, _ = next(iter(dti.make_dataset(spec, dti.TfDataOptions(), batch_size=12)))
-    seen = dti.denormalize(images.numpy(), preprocess)
+    how = {"preprocess": preprocess, "order": "global", "seed": 3, "record_ids": True}
+    spec = dti.InputSpec(dataset=dataset, **how)
+    batch = next(pictures.make_batches(spec, dti.TfDataOptions(), 12))
+    seen = batch["image"]
     mirrors = set()
-    for place, original in enumerate(preview.read_originals(spec, 12)):
+    for place, record in enumerate(batch["record_id"].tolist()):
+        original = pictures.read_image(dataset, record)
         box, mirrored = preview.find_crop(original, spec, place)
         top, left, height, width = box
         box = (left, top, left + width, top + height)

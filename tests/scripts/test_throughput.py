@@ -67,9 +67,6 @@ def test_benchmarks_refuse(tmp_path):
     said = "`num_files` must be whole numbers of at least 1, got 4,x"
     fails(run("benchmark_index.py", "--num_files=4,x"), said)
     fails(run("benchmark_index.py", f"--json={tmp_path}/no/x.json"), "there is no folder")
-    fails(run("benchmark_order.py", "--num_files=0"), "`num_files` must be at least 1")
-    fails(run("benchmark_order.py", "--shards=a"), "`shards` must be whole numbers, got a")
-    fails(run("benchmark_order.py", "--plot=x.svg"), "`plot` must end in .png, got x.svg")
 
 
 @pytest.mark.slow
@@ -171,15 +168,3 @@ def test_a_measurer_dies_with_its_parent(sample_folder):
     while child.exists() and "State:\tZ" not in child.read_text():
         assert time.monotonic() < deadline, "the measurer outlived its parent"
         time.sleep(0.1)
-
-
-@pytest.mark.slow
-def test_benchmark_order(tmp_path):
-    arguments = ["--num_records=700", "--num_files=3", "--shards=1,3"]
-    process = run("benchmark_order.py", *arguments, f"--plot={tmp_path}/order.png")
-    assert (process.returncode, process.stderr) == (0, "")
-    lines = [line.split() for line in process.stdout.splitlines()]
-    shards = [line[1] for line in lines if line[:1] == ["global"]]
-    assert shards[:2] == ["1", "3"]
-    assert ["global", "20", "20", "20.0"] in [line[:4] for line in lines]
-    assert Image.open(tmp_path / "order.png").width > 1000

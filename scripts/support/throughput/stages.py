@@ -87,9 +87,10 @@ def _make_by_dali(stage: str, stream: Any, options: DaliOptions) -> Any:
     decode = options.resolved_decode
 
     def define() -> Any:
-        encoded, labels, _, uniforms = dali_reading.define_inputs(stream, options)
+        values = dali_reading.define_inputs(stream, options)
+        encoded, uniforms = values["image"], values["uniforms"]
         if stage == "parse":
-            number = encoded.shape()[0] + labels[0]
+            number = encoded.shape()[0] + fn.reshape(values["label"], shape=[])
         else:
             device, hints = dali.decoder_device(options), dali.decoder_hints(spec, options)
             images, region = dali_images.decode_images(
