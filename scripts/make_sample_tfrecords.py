@@ -72,8 +72,8 @@ def make_record(seed_and_number: tuple[int, int]) -> Record:
     image = draw_image(random, class_name)
     encoded = encode_image(random, image, grayscale=number % _GRAYSCALE_EVERY == 0)
     size, filename = (image.height, image.width), f"sample_{number:07d}.jpg"
-    about = {"label": label, "text": class_name, "filename": filename}
-    features = image_features(encoded, size, key="image/encoded", **about)
+    features = image_features(encoded, size, key="image/encoded", filename=filename)
+    features |= {"image/class/label": label, "image/class/text": class_name}
     return Record(encode_example(features), filename)
 
 

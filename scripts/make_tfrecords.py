@@ -1,9 +1,11 @@
 """Turns images into TFRecords with TF-slim's keys, or TFRecords into better ones.
 
-SOURCE is a folder with one sub-folder of images per class, or a file or pattern of indexed
-TFRecords. It writes OUT/train-00000-of-00004, ..., OUT/validation-00000-of-00001 and OUT/labels.txt
-(line i + 1 names label i; labels follow the sorted order of the sub-folders, from 0). Records are
-shuffled over all files by --seed.
+SOURCE is a folder with one sub-folder of images per class; or a table.csv or table.jsonl with the
+path of each image and any of label (an integer or a name), labels (integers, separated by spaces or
+a JSON list), values (numbers) and mask (the path of a PNG); or a file or pattern of indexed
+TFRecords, or of compressed ones (GZIP, ZLIB). It writes OUT/train-00000-of-00004, ...,
+OUT/validation-00000-of-00001 and OUT/labels.txt (line i + 1 names label i; labels follow the sorted
+order of the sub-folders, from 0). Records are shuffled over all files by --seed.
 
 TFRecords keep their splits, by name: validation-*, or tfds' *-validation.tfrecord-*; all others are
 training. Files of a test split among others are refused.
@@ -28,14 +30,15 @@ import sys
 import tempfile
 from typing import get_args
 
-from dali_tf_input import DatasetSpec, InputError
+from dali_tf_input import DatasetSpec, InputError, find_files
 from dali_tf_input.index.checks import Decoder
 from dali_tf_input.index.contents import PIXELS_KEY, SIDE_KEYS
 from dali_tf_input.index.example import decode_example, encode_example, replace_features
 from dali_tf_input.index.tfrecord import read_data
 from support import cli
-from support.convert import writer
-from support.convert.images import Conversion, UnreadableImage, convert_image
+from support.convert import table, writer
+from support.convert.images import Conversion, UnreadableImage, convert_image, convert_mask
+from support.convert.inflate import inflate_files
 
 FLAGS = cli.Flags()
 _VALIDATION_FRACTION = FLAGS.number(
@@ -79,7 +82,7 @@ def main(arguments: list[str]) -> int:
     flags = (_RESIZE_SHORTER, _QUALITY, _APPLY_ORIENTATION, _DECODER, _STORE)
     conversion = Conversion(*(flag.value for flag in flags))
     kept = array.array("Q")  # records of a validation split that stays what it is
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         catalog = os.path.join(folder, "catalog")
         if os.path.isdir(source):
             labels, ignored = find_classes(source, skip_empty=_SKIP_UNREADABLE.value)
@@ -89,10 +92,20 @@ def main(arguments: list[str]) -> int:
                 print(f"ignored: {files} that do not end in {', '.join(_SUFFIXES)}")
             make_record = functools.partial(record_of_image, catalog, conversion)
             fraction = 0.1 if fraction is None else fraction
+        elif source.endswith(table.SUFFIXES):
+            labels, rows = table.list_rows(source, catalog)
+            groups = [rows]
+            make_record = functools.partial(record_of_image, catalog, conversion)
+            fraction = 0.1 if fraction is None else fraction
         else:
             keys = {flag.name: flag.value for flag in (_INDEX_DIR, _IMAGE_KEY, _LABEL_KEY)}
-            dataset = DatasetSpec.from_files(source, **keys)
-            labels = read_labels(dataset)
+            # As large as what it replaces, so beside it.
+            beside = os.path.dirname(os.path.abspath(out))
+            os.makedirs(beside, exist_ok=True)
+            inflated = tempfile.TemporaryDirectory(dir=beside, prefix=".inflated-")
+            plain = inflate_files(source, stack.enter_context(inflated))
+            dataset = DatasetSpec.from_files(plain, **keys)
+            labels = read_labels(os.path.dirname(find_files(source)[0]))
             if os.path.realpath(out) in map(os.path.realpath, map(os.path.dirname, dataset.files)):
                 text = "holds the TFRecords to be read: name another folder to write to"
                 raise InputError(f"{out} {text}.")
@@ -152,7 +165,7 @@ def is_image(name: str) -> bool:
 
 
 def list_images(image_root: str, class_names: list[str], catalog: str) -> list[array.array]:
-    """Writes a line [label, path] per image to `catalog`; returns each class's line starts.
+    """Writes a line [features, path, None] per image to `catalog`; returns classes' line starts.
 
     The start of its line, 8 bytes, is all that is kept in memory of an image.
     """
@@ -160,9 +173,11 @@ def list_images(image_root: str, class_names: list[str], catalog: str) -> list[a
     with open(catalog, "xb") as stream:
         for label, class_name in enumerate(class_names):
             folder, starts = os.path.join(image_root, class_name), array.array("Q")
+            features = {"image/class/label": label, "image/class/text": class_name}
             for name in sorted(filter(is_image, os.listdir(folder))):
                 starts.append(stream.tell())
-                stream.write(json.dumps([label, os.path.join(folder, name)]).encode() + b"\n")
+                line = [features, os.path.join(folder, name), None]
+                stream.write(json.dumps(line).encode() + b"\n")
             groups.append(starts)
     return groups
 
@@ -195,10 +210,10 @@ def list_records(dataset: DatasetSpec, catalog: str) -> tuple[array.array, array
     return train, validation
 
 
-def read_labels(dataset: DatasetSpec) -> list[str] | None:
-    """Returns the lines of labels.txt beside the first file, if there is one."""
+def read_labels(folder: str) -> list[str] | None:
+    """Returns the lines of labels.txt in a folder, if there is one."""
     with contextlib.suppress(FileNotFoundError):
-        path = os.path.join(os.path.dirname(dataset.files[0]), writer.LABELS_NAME)
+        path = os.path.join(folder, writer.LABELS_NAME)
         with open(path, encoding="utf-8", errors="surrogateescape") as stream:
             return stream.read().splitlines()
     return None
@@ -225,18 +240,19 @@ def split_items(
 
 
 def record_of_image(catalog: str, conversion: Conversion, start: int) -> writer.Record:
-    """Reads one image; its class is the name of its folder."""
-    label, name = read_line(catalog, start)
+    """Reads one image, and its mask if it has one."""
+    features, name, mask = read_line(catalog, start)
     try:
         with open(name, "rb") as stream:
             image = convert_image(stream.read(), conversion)
+        if mask:
+            with open(mask, "rb") as stream:
+                features[table.KEYS["mask"]] = convert_mask(stream.read(), image)
     except (UnreadableImage, OSError) as error:
         return writer.Record(None, name, (str(error),))
-    folder, filename = os.path.split(name)
-    size, text = (image.height, image.width), os.path.basename(folder)
     key = PIXELS_KEY if conversion.store == "pixels" else "image/encoded"
-    about = {"key": key, "label": label, "text": text, "filename": filename}
-    features = writer.image_features(image.encoded, size, **about)
+    about = {"key": key, "filename": os.path.basename(name)}
+    features |= writer.image_features(image.encoded, (image.height, image.width), **about)
     return writer.Record(encode_example(features), name, image.notes)
 
 

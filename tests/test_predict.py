@@ -1,5 +1,6 @@
 """Prediction and serving: the pixels that the model was evaluated with, whatever feeds it."""
 
+import csv
 import dataclasses
 
 import keras
@@ -17,11 +18,14 @@ from conftest import (
     refused,
     spec_of,
     take,
+    write_dataset,
     write_indexed,
 )
+from PIL import Image
 
 from dali_tf_input import DaliOptions, Preprocess
 from dali_tf_input.dataset import make_dataset
+from dali_tf_input.distribution import distribute
 from dali_tf_input.predict import export_saved_model, export_triton, iterate_batches
 
 EVALUATION = Preprocess.for_evaluation(32)
@@ -152,6 +156,35 @@ def test_predict_script(model, tmp_path):
     assert sum(name in process.stdout for name in ("ant", "bee", "cat", "dog")) == 2
     process = run_cold(*command, tmp_path / "good.jpg")
     assert (process.returncode, process.stderr) == (0, "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["tf_data", "dali_cpu"])
+def test_predict_script_on_records(model, tmp_path, backend):
+    """Every record once, with its own label; the mistakes it was surest of first."""
+    model.save(tmp_path / "model.keras")
+    dataset = write_dataset(tmp_path, [5, 6])
+    files = {"csv": tmp_path / "out.csv", "sheet": tmp_path / "out.png"}
+    flags = [f"--{name}={path}" for name, path in files.items()]
+    flags += [f"--files={tmp_path}/train-*", f"--backend={backend}", "--batch_size=4"]
+    process = run("predict.py", *flags, tmp_path / "model.keras")
+    assert (process.returncode, process.stderr) == (0, "")
+    table = list(csv.DictReader(files["csv"].open()))
+    assert [int(row["id"]) for row in table] == [int(row["label"]) for row in table] == [*range(11)]
+    assert [row["file"] for row in table] == [dataset.locate(one).file for one in range(11)]
+    spec = spec_of(dataset, "sequential", EVALUATION, repeat=False)
+    held_out = distribute(spec, TF_DATA, global_batch_size=11)
+    expected = tf.nn.softmax(held_out.predict(model, verbose=0)).numpy()
+    found = [float(row["probability"]) for row in table]
+    np.testing.assert_allclose(found, expected.max(1), atol=1e-4)
+    predicted = [int(row["prediction"]) for row in table]
+    right = sum(one == number for number, one in enumerate(predicted))
+    lines = process.stdout.splitlines()
+    assert lines[0] == f"right  {right} of 11 records, {right / 11:.2%}"
+    wrong = [row for row in table if row["label"] != row["prediction"]]
+    assert lines[2].split()[0] == max(wrong, key=lambda row: float(row["probability"]))["id"]
+    assert Image.open(files["sheet"]).width > 600
+    fails(run("predict.py", *flags, tmp_path / "model.keras", "a.jpg"), "images or records")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from dali_tf_input.backends.tf_images import decode_image
 from dali_tf_input.dataset_spec import DatasetSpec
 from dali_tf_input.index.contents import SIDE_KEYS
 from dali_tf_input.labels import ClassLabel, Label, MultiHot, Values
@@ -102,7 +103,11 @@ def _size_of(image: tf.Tensor) -> tf.Tensor:
         sides = tf.io.decode_raw(tf.strings.substr(image, 16, 8), tf.int32, little_endian=False)
         return tf.reverse(tf.cast(sides, tf.int64), [0])
 
-    return tf.ensure_shape(tf.cond(tf.io.is_jpeg(image), of_jpeg, of_png), (2,))
+    def of_others() -> tf.Tensor:
+        is_png = tf.equal(tf.strings.substr(image, 1, 3), "PNG")
+        return tf.cond(is_png, of_png, lambda: tf.shape(decode_image(image), tf.int64)[:2])
+
+    return tf.ensure_shape(tf.cond(tf.io.is_jpeg(image), of_jpeg, of_others), (2,))
 
 
 def _decode_mask(data: tf.Tensor, size: tf.Tensor) -> tf.Tensor:

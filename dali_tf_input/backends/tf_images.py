@@ -37,7 +37,7 @@ def prepare_image(
     """Makes of one encoded image what the model sees.
 
     Args:
-      encoded: a scalar string, the bytes of a JPEG or PNG file; or pixels, see `parse_record`.
+      encoded: a scalar string, the bytes of an image file; or pixels, see `parse_record`.
       uniforms: float32 (preprocess.num_uniforms,) in [0, 1): they decide what is random.
       preprocess: what to do.
       decode: how much of a JPEG is decoded; see `TfDataOptions`.
@@ -135,10 +135,21 @@ def resample_image(
 
 
 def decode_image(encoded: tf.Tensor) -> tf.Tensor:
-    """Decodes a JPEG or PNG, a scalar string, to uint8 RGB (height, width, 3)."""
+    """Decodes a JPEG, PNG, BMP or WebP, a scalar string, to uint8 RGB (height, width, 3)."""
     if encoded.dtype == tf.uint8:
         return encoded
-    return tf.io.decode_jpeg(encoded, channels=3, dct_method=DCT_METHOD)
+    start = tf.strings.substr(encoded, 0, tf.minimum(2, tf.strings.length(encoded)))
+
+    def decode_other() -> tf.Tensor:
+        image = tf.io.decode_image(encoded, channels=3, expand_animations=False)
+        return tf.ensure_shape(image, (None, None, 3))
+
+    return tf.cond(
+        tf.reduce_any(tf.equal(start, [b"BM", b"RI"])),  # BMP, and the RIFF of WebP
+        decode_other,
+        # PNG too. `decode_image` has no `dct_method`.
+        lambda: tf.io.decode_jpeg(encoded, channels=3, dct_method=DCT_METHOD),
+    )
 
 
 def decode_region(

@@ -21,7 +21,7 @@ from dali_tf_input.errors import Count, InputError, Part, Path, checked
 from dali_tf_input.index import contents
 from dali_tf_input.index.checks import Checks
 from dali_tf_input.index.example import decode_example
-from dali_tf_input.index.files import check_complete, find_files, index_files_of
+from dali_tf_input.index.files import check_complete, find_files, find_records_lost, index_files_of
 from dali_tf_input.index.folder import IndexFolder
 from dali_tf_input.index.pool import run_jobs
 from dali_tf_input.index.tfrecord import BadRecord, find_records, read_data
@@ -107,7 +107,8 @@ def build_index(
         of all records, of all bytes, or (counting files without any valid record) of all files.
         From then on, files with bad records are not indexed.
       force: check every file, also unchanged ones, and exactly as deeply as `checks` says.
-      allow_missing: index sets of numbered files (``train-00003-of-01024``) that lack some.
+      allow_missing: index sets of numbered files (``train-00003-of-01024``) that lack some, and
+        files that hold fewer records than tfds' ``dataset_info.json`` says.
       num_processes: how many processes; None is one per core, at most one per file.
       on_bad_record: called at the end with each path and bad record, in the order of the files;
         without it the error names the first.
@@ -136,7 +137,7 @@ def build_index(
             IndexFolder(folder, by_name, checks, force=force, stack=stack)
             for folder, by_name in by_folder.items()
         ]
-        run = _Run(folders, on_bad, max_bad_fraction)
+        run = _Run(folders, on_bad, max_bad_fraction, allow_missing)
         run.check_files(num_processes or len(os.sched_getaffinity(0)), on_progress)
         return run.conclude(on_bad_record)
 
@@ -148,6 +149,7 @@ class _Run:
     _folders: list[IndexFolder]
     _on_bad: OnBad
     _max_bad_fraction: float
+    _allow_missing: bool
 
     def check_files(
         self, num_processes: int, on_progress: Callable[[Progress], None] | None
@@ -220,6 +222,7 @@ class _Run:
             for folder in self._folders
             for name, entry in folder.entries.items()
         }
+        held = {file: entry.records + entry.skipped for file, entry in entries.items()}
         report = IndexReport(
             summary=contents.summarize(entries),
             written=sum(len(folder.entries) - folder.unchanged for folder in self._folders),
@@ -233,6 +236,9 @@ class _Run:
             refusal += f"; the first: {first.rstrip('.')}. Fix the file{way}."
         if refusal:
             raise IndexFaultsError(refusal, report)
+        lost = None if self._allow_missing else find_records_lost(held)
+        if lost:
+            raise InputError(lost)
         return report
 
     def _find_excess(self) -> str:

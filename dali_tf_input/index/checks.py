@@ -34,8 +34,8 @@ class Checks:
     Attributes:
       verify: the depth. "framing": lengths, their CRCs, the file's end; no data is read. "crc": the
         CRCs of the data too. "schema": each record is an Example with one image and its label, and
-        the label is in range. "decode": the image is a JPEG or PNG of at most `max_pixels`, and
-        decodes; its mask is of its size.
+        the label is in range. "decode": the image is a JPEG, PNG, BMP or WebP of at most
+        `max_pixels`, and decodes; its mask is of its size.
       image_key: feature key of the encoded image; None tries those of `contents.KEY_PRESETS`.
       label_key: feature key of the label; None as above.
       label_offset: the label of the first class as stored; lower ones are bad. TF-slim's ImageNet

@@ -1,6 +1,7 @@
 """Which files are meant, where their indexes are, and the command that makes them."""
 
 import glob
+import json
 import os
 import re
 import shlex
@@ -8,7 +9,7 @@ import shutil
 import stat
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from dali_tf_input.errors import InputError, Path
 
@@ -18,6 +19,7 @@ BAD_RECORDS_NAME = "bad_records.jsonl"  # beside the manifest
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
 _NUMBERED = re.compile(r"(.*-)(\d{5,})-of-(\d{5,})(.*)", re.DOTALL)  # TF-slim's, tfds' files
+_TFDS_FILE = re.compile(r"-(\w+)\.\w+-(\d{5,})-of-\d{5,}$")
 _COPY_COMMANDS = {"gs": "gcloud storage cp", "s3": "aws s3 cp", "https": "curl -O"}
 
 
@@ -88,6 +90,29 @@ def check_complete(files: Sequence[str]) -> None:
                     f"{path} is missing, of the set of {next(iter(named.values()))}: restore it, or"
                     " go on without it by --allow_missing (in Python, allow_missing=True)."
                 )
+
+
+def find_records_lost(records: Mapping[str, int]) -> str | None:
+    """Returns how a file falls short of tfds' ``dataset_info.json``; None if none does.
+
+    `records` says how many each file holds, bad ones included.
+    """
+    for folder in {os.path.dirname(file) for file in records}:
+        try:
+            with open(os.path.join(folder, "dataset_info.json"), "rb") as stream:
+                splits = json.load(stream)["splits"]
+            due = {one["name"]: [int(count) for count in one["shardLengths"]] for one in splits}
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        for file in sorted(one for one in records if os.path.dirname(one) == folder):
+            name = _TFDS_FILE.search(file)
+            counts = due.get(name[1], []) if name else []
+            number = int(name[2]) if name else 0
+            if number < len(counts) and records[file] < counts[number]:
+                short = f"holds {records[file]:,} records, {counts[number]:,} by dataset_info.json"
+                way = "--allow_missing (in Python, allow_missing=True)"
+                return f"{file} {short}: restore it, or go on by {way}."
+    return None
 
 
 def index_files_of(files: Sequence[str], *, index_dir: Path | None = None) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 import re
 
 # The pattern of the first bytes, the name, what to do.
-_UNPACK = "DALI reads uncompressed files only: unpack it with "
+_UNPACK = "DALI reads uncompressed files only: unpack it with make_tfrecords.py or "
 _MAKE_TFRECORDS = "Make TFRecords of images with scripts/make_tfrecords.py of the repository."
 _ZLIB = (
     "`python3 -c 'import sys, zlib; sys.stdout.buffer.write(zlib.decompress("

@@ -13,7 +13,7 @@ from dali_tf_input.index.foreign import name_content
 from dali_tf_input.preprocess import DCT_METHOD
 
 # What both backends decode to the same pixels. TensorFlow or DALI refuses each other format.
-_FORMATS = ("JPEG", "PNG")
+_FORMATS = ("JPEG", "PNG", "BMP", "WebP")
 _NAMES = {"WEBP": "WebP", "MPO": "JPEG"}  # MPO: a JPEG followed by further pictures, from cameras
 _END_OF_JPEG = b"\xff\xd9"
 # Of 255, on average. Both decode what they agree about to the same bits.
@@ -24,8 +24,8 @@ def make_trial_decode(checks: Checks) -> TrialDecode:
     """Makes the function that judges one encoded image, by `decoder` and `max_pixels`.
 
     It returns (format, height, width), the format one of "JPEG", "grayscale JPEG", "CMYK JPEG",
-    "YCCK JPEG" and "PNG", the size in pixels. It raises `BadImage` for anything else and for what
-    cannot be decoded.
+    "YCCK JPEG", "PNG", "BMP" and "WebP", the size in pixels. It raises `BadImage` for anything else
+    and for what cannot be decoded.
     """
     makers = {"dali": _make_dali_decoder, "tf_data": _make_tf_data_decoder}
     decoders = [make() for name, make in makers.items() if checks.decoder in (name, "both")]
@@ -52,7 +52,7 @@ def read_header(encoded: bytes) -> tuple[str, int, int]:
     """Returns the format of an image, its height and its width, without decoding it.
 
     Raises:
-      BadImage: it is neither a JPEG nor a PNG; the reason names what it is.
+      BadImage: it is of another format; the reason names what it is.
     """
     try:
         with Image.open(io.BytesIO(encoded)) as image:
@@ -67,11 +67,15 @@ def read_header(encoded: bytes) -> tuple[str, int, int]:
     if kind not in _FORMATS:
         raise BadImage(
             f"{kind} image",
-            f"expected a JPEG or PNG, which both backends decode, found {kind}, {width}x{height}.",
+            f"expected a JPEG, PNG, BMP or WebP, which both backends decode, found {kind},"
+            f" {width}x{height}.",
         )
-    if kind == "PNG" and animated:
-        detail = "expected one image, found a PNG of several, of which DALI and TensorFlow decode"
-        raise BadImage("animated PNG", f"{detail} different ones.")
+    if animated and kind in ("PNG", "WebP"):
+        detail = f"expected one image, found a {kind} of several, of which DALI and TensorFlow do"
+        raise BadImage(f"animated {kind}", f"{detail} not decode the same.")
+    if kind == "BMP" and mode not in ("RGB", "RGBA", "L"):
+        detail = "TensorFlow takes the indexes of a palette for shades of gray."
+        raise BadImage("BMP with a palette", detail)
     if kind == "JPEG" and mode == "CMYK":
         kind = "YCCK JPEG" if transform == 2 else "CMYK JPEG"
     elif kind == "JPEG" and mode == "L":
@@ -97,7 +101,7 @@ def _describe_content(encoded: bytes, error: Exception) -> tuple[str, str]:
 def _compare(first: Any, second: Any) -> None:
     """Raises BadImage if two decoders make different images, by every eighth pixel each way."""
     if first.shape != second.shape:
-        detail = f"DALI decodes it to {first.shape}, tf.io.decode_jpeg to {second.shape}."
+        detail = f"DALI decodes it to {first.shape}, TensorFlow to {second.shape}."
         raise BadImage("decoders disagree", detail)
     few, others = (one[::8, ::8].astype(np.int16) for one in (first, second))
     difference = float(np.abs(few - others).mean())
@@ -112,9 +116,12 @@ def _make_tf_data_decoder() -> Callable[[bytes], Any]:
 
     def decode(encoded: bytes) -> Any:
         try:
-            made = tf.io.decode_jpeg(tf.constant(encoded), channels=3, dct_method=DCT_METHOD)
+            if encoded[:2] in (b"BM", b"RI"):
+                made = tf.io.decode_image(encoded, channels=3, expand_animations=False)
+            else:
+                made = tf.io.decode_jpeg(encoded, channels=3, dct_method=DCT_METHOD)
         except tf.errors.OpError as error:
-            return f"tf.io.decode_jpeg refuses it: {error.message.rpartition('}} ')[2]}"
+            return f"TensorFlow's decoder refuses it: {error.message.rpartition('}} ')[2]}"
         return made.numpy()
 
     return decode

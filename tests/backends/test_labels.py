@@ -275,19 +275,20 @@ def test_keras_trains(records, options, task, num_replicas):
 
 
 GRAY, RGB = np.zeros((5, 5), np.uint8), np.zeros((19, 41, 3), np.uint8)
-BAD = {  # what is stored instead: kind of label, reason, level of checking, whether training stops
-    "no list": ({"list": None}, "multi_hot", "label missing", "schema", False),
-    "out of range": ({"list": [1, 91]}, "multi_hot", "label range", "schema", True),
-    "below the offset": ({"list": [0]}, "multi_hot", "label range", "schema", True),
-    "floats": ({"class": 0.5}, "class", "label kind", "schema", True),
-    "two classes": ({"class": [0, 1]}, "class", "label kind", "schema", True),
-    "unknown name": ({"name": "cow"}, "name", "label range", "schema", True),
-    "short": ({"box": [0.5] * 3}, "values", "label kind", "schema", True),
-    "not a number": ({"box": [float("nan")] * 4}, "values", "label range", "schema", False),
-    "no mask": ({"mask": None}, "none", "mask missing", "schema", True),
-    "other size": ({"mask": encode(Image.fromarray(GRAY))}, "none", "mask kind", "decode", True),
-    "colors": ({"mask": encode(Image.fromarray(RGB))}, "none", "mask kind", "decode", True),
-    "few bytes": ({"mask": bytes(99)}, "none", "mask kind", "decode", True),
+BOTH = (DALI, TF_DATA)
+BAD = {  # what is stored instead, kind of label, reason, level of checking, where training stops
+    "no list": ({"list": None}, "multi_hot", "label missing", "schema", ()),
+    "out of range": ({"list": [1, 91]}, "multi_hot", "label range", "schema", BOTH),
+    "below the offset": ({"list": [0]}, "multi_hot", "label range", "schema", (TF_DATA,)),
+    "floats": ({"class": 0.5}, "class", "label kind", "schema", (TF_DATA,)),
+    "two classes": ({"class": [0, 1]}, "class", "label kind", "schema", (TF_DATA,)),
+    "unknown name": ({"name": "cow"}, "name", "label range", "schema", (TF_DATA,)),
+    "short": ({"box": [0.5] * 3}, "values", "label kind", "schema", (TF_DATA,)),
+    "not a number": ({"box": [float("nan")] * 4}, "values", "label range", "schema", ()),
+    "no mask": ({"mask": None}, "none", "mask missing", "schema", (TF_DATA,)),
+    "other size": ({"mask": encode(Image.fromarray(GRAY))}, "none", "mask kind", "decode", BOTH),
+    "colors": ({"mask": encode(Image.fromarray(RGB))}, "none", "mask kind", "decode", (TF_DATA,)),
+    "few bytes": ({"mask": bytes(99)}, "none", "mask kind", "decode", (TF_DATA,)),
 }
 
 
@@ -334,17 +335,17 @@ def test_bad_records(records, tmp_path, name):
     assert len(elements(good, 9)) == 17
 
 
-@pytest.mark.parametrize("kind", LABELS)
-def test_what_the_manifest_says(records, tmp_path, kind):
-    examples = [make_example(number) for number in range(18)]
-    file = write_tfrecord(tmp_path / "train", examples)
-    summary = dti.build_index(file, checks_of(kind, "schema")).summary
-    if kind == "multi_hot":
-        assert summary.labels.range == (3 - 1, 82)
-        assert dict(summary.labels.counts)[50] == 6
-        assert summary.features["list"].lengths == (0, 80)
-    if kind == "values":
-        assert summary.features["box"].range == (-1.0, 17 / 8)
-        assert summary.labels is None
-    if kind == "class":
-        assert summary.labels.counts == ((0, 6), (1, 6), (2, 6))
+def test_what_the_manifest_says(tmp_path):
+    """Ranges, the records of each class, the longest list; and the kind that it offers."""
+    file = write_tfrecord(tmp_path / "train", [make_example(number) for number in range(18)])
+    summary = dti.build_index(file, checks_of("multi_hot", "schema")).summary
+    assert summary.labels.range == (2, 82)
+    assert (dict(summary.labels.counts)[50], summary.labels.num_classes) == (6, 81)
+    assert summary.features["list"].lengths == (0, 80)
+    assert dti.DatasetSpec.from_files(file, label_key="list").label is None
+    summary = dti.build_index(file, checks_of("values", "schema")).summary
+    assert (summary.features["box"].range, summary.labels) == ((-1.0, 17 / 8), None)
+    assert dti.DatasetSpec.from_files(file, label_key="box").label == LABELS["values"]
+    summary = dti.build_index(file, checks_of("class", "schema")).summary
+    assert summary.labels.counts == ((0, 6), (1, 6), (2, 6))
+    assert dti.DatasetSpec.from_files(file, label_key="class").label == ClassLabel(key="class")

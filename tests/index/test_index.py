@@ -363,6 +363,27 @@ def test_a_missing_file_of_a_set(tmp_path, name):
     assert from_files(tmp_path / "*-of-*").num_records == 4
 
 
+def test_records_that_tfds_counted(tmp_path):
+    """As after a copy that was cut at the end of a record. Damaged records count as there."""
+    files = [tmp_path / f"x-train.tfrecord-{number:05}-of-00002" for number in range(2)]
+    for number, file in enumerate(files):
+        write_tfrecord(file, numbered_examples(3, first=3 * number))
+    splits = [{"name": "train", "shardLengths": ["3", "4"]}]
+    about = tmp_path / "dataset_info.json"
+    about.write_text(json.dumps({"name": "x", "splits": splits}))
+    with refused(f"{files[1]} holds 3 records, 4 by dataset_info.json: restore .*--allow_missing"):
+        build_index(tmp_path / "x-train*")
+    assert build_index(tmp_path / "x-train*", allow_missing=True).summary.records == 6
+    for text in (
+        "{",
+        "[]",
+        '{"splits": 1}',
+        json.dumps({"splits": [splits[0] | {"name": "test"}]}),
+    ):
+        about.write_text(text)
+        assert build_index(tmp_path / "x-train*").summary.records == 6
+
+
 def test_a_file_without_records_alone(tmp_path):
     (tmp_path / "train").write_bytes(b"")
     build_index(tmp_path / "train", **SKIP)

@@ -1,5 +1,6 @@
 """Making TFRecords: of images, of TFRecords, of samples."""
 
+import gzip
 import io
 import json
 import os
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 
 import kilobytes
@@ -489,3 +491,111 @@ def test_sample_data_follows_the_seed(tmp_path):
         assert process.returncode == 0
     first, same, other = ((tmp_path / out / "train-00000-of-00001").read_bytes() for out in "abc")
     assert first == same != other
+
+
+TABLE = [
+    {"path": "a.jpg", "label": "dog", "labels": [0, 2], "values": [0.5, -1.0], "mask": "a.png"},
+    {"path": "b.jpg", "label": "ant", "labels": [], "values": [1.0, 2.0], "mask": "b.png"},
+]
+
+
+@pytest.fixture
+def table_folder(tmp_path):
+    """Two images with masks: a gray one, and one with a palette, whose indexes are classes."""
+    for name, mode in (("a", "L"), ("b", "P")):
+        (tmp_path / f"{name}.jpg").write_bytes(jpeg(20, 30))
+        mask = Image.frombytes("L", (30, 20), bytes(range(200)) * 3)
+        if mode == "P":
+            mask.putpalette([value for one in range(256) for value in (255 - one, 0, one)])
+        mask.save(tmp_path / f"{name}.png")
+    return tmp_path
+
+
+def write_table(folder, kind, table):
+    path = folder / f"table.{kind}"
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in table))
+    else:
+        lists = [
+            {
+                key: " ".join(map(str, one)) if isinstance(one, list) else one
+                for key, one in row.items()
+            }
+            for row in table
+        ]
+        lines = [",".join(map(str, row.values())) for row in lists]
+        path.write_text("\n".join([",".join(table[0]), *lines]))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_a_table(table_folder, kind):
+    """Everything that it names is in the records; names become integers by labels.txt."""
+    path = write_table(table_folder, kind, TABLE)
+    out = table_folder / "out"
+    process = convert("--validation_fraction=0", "--resize_shorter=10", path, out)
+    assert (process.returncode, process.stderr) == (0, "")
+    assert (out / "labels.txt").read_text() == "ant\ndog\n"
+    for features in read_features(out / "train-00000-of-00001"):
+        name = features["image/filename"][1][0].decode()
+        row = next(row for row in TABLE if row["path"] == name)
+        assert features["image/class/label"][1] == [["ant", "dog"].index(row["label"])]
+        assert [*features["image/class/labels"][1]] == row["labels"]
+        assert [*features["image/values"][1]] == row["values"]
+        mask = Image.open(io.BytesIO(features["image/segmentation/class/encoded"][1][0]))
+        assert (mask.mode, mask.size) == ("L", (15, 10))
+        stored = np.frombuffer(bytes(range(200)) * 3, np.uint8).reshape(20, 30)
+        assert set(np.asarray(mask).ravel()) <= set(stored.ravel())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"labels": ["x"]}, "row 1: `labels` must be whole numbers, got "),
+        ({"values": ["1", "one"]}, "row 1: `values` must be numbers, got "),
+        ({"other": 1}, "row 1: expected path and, as in the first row, any of label, labels, "),
+    ],
+)
+def test_tables_that_are_refused(table_folder, change, said):
+    for kind in ("csv", "jsonl"):
+        path = write_table(table_folder, kind, [TABLE[0] | change])
+        fails(convert(path, table_folder / "out"), said)
+    path.write_text("{")
+    fails(convert(path, table_folder / "out"), "row 1: no JSON")
+    path.write_text("")
+    fails(convert(path, table_folder / "out"), "has no rows")
+
+
+@pytest.mark.parametrize(
+    ("mask", "said"),
+    [(b"text", "its mask: cannot identify"), (jpeg(20, 30), "its mask is of mode RGB")],
+)
+def test_masks_that_are_refused(table_folder, mask, said):
+    """The image is left out, and the reason listed."""
+    (table_folder / "a.png").write_bytes(mask)
+    path, out = write_table(table_folder, "csv", TABLE), table_folder / "out"
+    assert rows(convert("--validation_fraction=0", path, out).stdout)["train"] == "1 image"
+    (line,) = (out / "unreadable_images.jsonl").read_text().splitlines()
+    assert said in json.loads(line)["reason"]
+
+
+def test_compressed_tfrecords(tmp_path, photos):
+    """As TensorFlow writes them with `compression_type`; they keep their splits and labels.txt."""
+    convert(photos, tmp_path / "out")
+    for kind, compress in (("gz", gzip.compress), ("zlib", zlib.compress)):
+        folder = tmp_path / kind
+        folder.mkdir()
+        (folder / "labels.txt").write_text((tmp_path / "out" / "labels.txt").read_text())
+        for file in (tmp_path / "out").glob("*-of-*"):
+            (folder / file.name).write_bytes(compress(file.read_bytes()))
+        process = convert(folder / "*-of-*", tmp_path / f"{kind}-out")
+        assert (process.returncode, process.stderr) == (0, "")
+        assert counts(process) == ("16 images", "2 images")
+        damaged = folder / file.name
+        damaged.write_bytes(damaged.read_bytes()[:-9])
+        fails(
+            convert(folder / "*-of-*", tmp_path / "new"), f"{damaged} is damaged: it is cut short"
+        )
+        damaged.write_bytes(file.read_bytes())
+        fails(convert(folder / "*-of-*", tmp_path / "new"), "is not compressed, others are")
+        assert sorted(one.name for one in tmp_path.iterdir() if "inflated" in one.name) == []

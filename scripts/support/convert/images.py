@@ -97,6 +97,29 @@ def _convert(image: ImageFile.ImageFile, encoded: bytes, conversion: Conversion)
     return Converted(stream.getvalue(), pixels.height, pixels.width, tuple(reasons))
 
 
+def convert_mask(encoded: bytes, image: Converted) -> bytes:
+    """Returns a mask as a grayscale PNG of its image's size; raw bytes of that size as they are.
+
+    Raises:
+      UnreadableImage: it is of colors, damaged, or its image was turned.
+    """
+    size = (image.width, image.height)
+    if len(encoded) == image.width * image.height and not encoded.startswith(b"\x89PNG"):
+        return encoded
+    if "turned upright" in image.notes:
+        raise UnreadableImage("its image was turned upright, and the mask may not be")
+    try:
+        with Image.open(io.BytesIO(encoded)) as mask:
+            if mask.mode not in ("L", "P"):  # indexes of a palette are classes
+                raise UnreadableImage(f"its mask is of mode {mask.mode}, not of one 8-bit channel")
+            pixels = mask.resize(size, Image.Resampling.NEAREST)
+    except (OSError, ValueError, SyntaxError) as error:
+        raise UnreadableImage(f"its mask: {error}") from error
+    stream = io.BytesIO()
+    Image.frombytes("L", size, pixels.tobytes()).save(stream, "PNG")
+    return stream.getvalue()
+
+
 @functools.cache
 def _trial_decode(decoder: Decoder) -> TrialDecode:
     return make_trial_decode(Checks(verify="decode", decoder=decoder))

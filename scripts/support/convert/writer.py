@@ -76,14 +76,12 @@ class Written:
 
 
 def image_features(
-    image: bytes, size: tuple[int, int], *, key: str, label: int, text: str, filename: str
+    image: bytes, size: tuple[int, int], *, key: str, filename: str
 ) -> dict[str, FeatureValue]:
     """Returns one image's features under TF-slim's keys; `size` is its height and width."""
     return {
         key: image,
         "image/format": "RGB" if key == PIXELS_KEY else "JPEG",
-        "image/class/label": label,
-        "image/class/text": text,
         "image/height": size[0],
         "image/width": size[1],
         "image/filename": filename,

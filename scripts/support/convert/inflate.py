@@ -1,0 +1,46 @@
+"""Compressed TFRecords, inflated so that they can be indexed."""
+
+import os
+import zlib
+
+from dali_tf_input import Checks, InputError, build_index, find_files
+from dali_tf_input.index.foreign import name_content
+from support import cli
+
+_EITHER = 47  # zlib's code for both headers
+
+
+def inflate_files(source: str, folder: str) -> str:
+    """Inflates GZIP and ZLIB files into `folder` and indexes them; returns a pattern of theirs.
+
+    Returns `source` if none of its files is compressed. All or none must be.
+
+    Raises:
+      InputError: some are not compressed, or one is damaged.
+    """
+    files = find_files(source)
+    kinds = {}
+    for file in files:
+        with open(file, "rb") as stream:
+            named = name_content(stream.read(64))
+        kinds[file] = named[0] if named and named[0] in ("GZIP file", "ZLIB file") else ""
+    if not any(kinds.values()):
+        return source
+    plain = [file for file, kind in kinds.items() if not kind]
+    if plain:
+        raise InputError(f"{plain[0]} is not compressed, others are: name them one kind at a time.")
+    for file in cli.progress(files, what="inflating", total=len(files)):
+        path = os.path.join(folder, os.path.basename(file).removesuffix(".gz"))
+        try:
+            with open(file, "rb") as stream, open(path, "xb") as inflated:
+                inflate = zlib.decompressobj(_EITHER)
+                while chunk := inflate.unused_data or stream.read(1 << 20):
+                    inflate = zlib.decompressobj(_EITHER) if inflate.eof else inflate
+                    inflated.write(inflate.decompress(chunk))
+                if not inflate.eof:
+                    raise zlib.error("it is cut short")
+        except zlib.error as error:
+            raise InputError(f"{file} is damaged: {error}.") from error
+    pattern = os.path.join(folder, "*")
+    build_index(pattern, Checks(verify="crc"), allow_missing=True)
+    return pattern

@@ -1,0 +1,84 @@
+"""Images that a table names: a CSV or JSON-lines file with their labels, values and masks."""
+
+import array
+import csv
+import json
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from dali_tf_input import InputError
+
+# Columns beside "path", and the feature keys that hold them; that of masks is DeepLab's.
+KEYS = {
+    "label": "image/class/label",
+    "labels": "image/class/labels",
+    "values": "image/values",
+    "mask": "image/segmentation/class/encoded",
+}
+SUFFIXES = (".csv", ".jsonl")
+
+
+def list_rows(table: str, catalog: str) -> tuple[list[str] | None, array.array]:
+    """Writes a line [features, path, path of the mask] per row to the file `catalog`.
+
+    A row has a path, relative to the table's folder, and any of: "label", an integer or a name;
+    "labels", integers; "values", numbers; "mask", the path of a PNG or of raw bytes. In a CSV
+    several numbers are separated by spaces.
+
+    Returns:
+      The names of the classes, sorted, if labels are names; and where the lines start.
+
+    Raises:
+      InputError: a row lacks its path or another row's column, or holds what is no number.
+    """
+    folder, starts, columns = os.path.dirname(os.path.abspath(table)), array.array("Q"), None
+    texts = {str(row.get("label", 0)) for _, row in _read_rows(table)}
+    names = None if all(text.lstrip("-").isdigit() for text in texts) else sorted(texts)
+    with open(catalog, "xb") as stream:
+        for number, row in _read_rows(table):
+            columns = columns or set(row)
+            if set(row) != columns or "path" not in row or not {*row} <= {"path", *KEYS}:
+                held, known = ", ".join(map(str, row)), ", ".join(KEYS)
+                text = f"expected path and, as in the first row, any of {known}, found {held}"
+                raise InputError(f"{table}: row {number}: {text}.")
+            features: dict[str, Any] = {}
+            if "label" in row:
+                text = str(row["label"])
+                features[KEYS["label"]] = names.index(text) if names else int(text)
+                features |= {"image/class/text": text} if names else {}
+            for column, kind in (("labels", int), ("values", float)):
+                if column in row:
+                    features[KEYS[column]] = _numbers(f"{table}: row {number}", row, column, kind)
+            mask = os.path.join(folder, row["mask"]) if "mask" in row else None
+            starts.append(stream.tell())
+            line = [features, os.path.join(folder, row["path"]), mask]
+            stream.write(json.dumps(line).encode() + b"\n")
+    if not starts:
+        raise InputError(f"{table} has no rows.")
+    return names, starts
+
+
+def _read_rows(table: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields the rows with their numbers, from 1; of a CSV without its header."""
+    with open(table, encoding="utf-8", newline="") as stream:
+        if table.endswith(".csv"):
+            yield from enumerate(csv.DictReader(stream), 1)
+            return
+        for number, line in enumerate(stream, 1):
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise InputError(f"{table}: row {number}: no JSON: {error}.") from error
+            if not isinstance(row, dict):
+                raise InputError(f"{table}: row {number}: expected an object, found {line[:40]!r}.")
+            yield number, row
+
+
+def _numbers(where: str, row: dict[str, Any], column: str, kind: Callable[[Any], Any]) -> list[Any]:
+    held = row[column]
+    try:
+        return [kind(one) for one in (held.split() if isinstance(held, str) else held)]
+    except (TypeError, ValueError) as error:
+        what = "whole numbers" if kind is int else "numbers"
+        raise InputError(f"{where}: `{column}` must be {what}, got {held!r}.") from error
