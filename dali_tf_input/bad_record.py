@@ -311,6 +311,12 @@ class _Search:
         )
         if problem:
             return problem
+        for key, stored in self.failed.spec.features.items():
+            kind, values = features.get(key, ("nothing", []))
+            low, high = stored.lengths
+            if not low <= len(values) <= high or (not kind and low):
+                due = f"{low} to {high} values, found {len(values)}"
+                return "feature length", f"`features` '{key}' must be {due}."
         if self._label is not None and isinstance(label, ClassLabel) and not label.vocabulary:
             held = features[label.key or ""][1][0] - (label.offset or 0)
             return (_LABEL, "") if held == self._label else None

@@ -280,7 +280,9 @@ def examine_files(files: list[str]) -> Iterator[Finding]:
     else:
         yield Finding("ok", "records", count)
     low, high = dataset.label_range or (None, None)
-    if dataset.num_classes is None:
+    if dataset.label_key is None or (dataset.features and low is None):
+        yield Finding("ok", "labels", "not one integer: InputSpec(label=...) says what they are")
+    elif dataset.num_classes is None:
         keys = (_FILES.image_key, _FILES.label_key, _FILES.label_offset)
         arguments = [f"--{flag.name}={flag.value}" for flag in keys if flag.value]
         arguments += ["--verify=schema", *(["--on_bad=skip"] if skipped else [])]

@@ -24,7 +24,7 @@ try:
     import numpy as np
 
     import dali_tf_input as dti
-    from support import cli, first_batches, machine, processes
+    from support import cli, machine, pictures, processes
     from support.flags import FileFlags, WorkFlags, check_list
     from support.throughput import experiments, rows, sweep
     from support.throughput.candidates import Candidate, CandidateError, Measurer, images_per_second
@@ -171,16 +171,17 @@ def check_pixels(dataset: dti.DatasetSpec) -> dict[str, Any]:
     found, preprocess = run_tests("pixels"), dti.Preprocess.for_training(224)
     spec = dti.InputSpec(dataset=dataset, preprocess=preprocess, order="global")
     options, batch_size = make_options(), min(64, dataset.num_records)
-    (images, labels), (others, other_labels) = (
-        next(first_batches.make_batches(spec, one, batch_size))
-        for one in (options, dti.TfDataOptions())
+    batch, other = (
+        next(pictures.make_batches(spec, one, batch_size)) for one in (options, dti.TfDataOptions())
     )
     with tf.device(f"{options.device}:0"):
         shared = {"spec": spec, "options": options, "batch_size": batch_size}
         plain = next(iter(experiments.make_dataset("plain_upsampling", **shared)))[0]
     plain = dti.denormalize(plain.numpy(), preprocess)
-    mean, plain_mean = (float(np.abs(one - others).mean()) for one in (images, plain))
-    equal = bool((labels == other_labels).all())
+    mean, plain_mean = (
+        float(np.abs(one - other["image"]).mean()) for one in (batch["image"], plain)
+    )
+    equal = bool((batch["label"] == other["label"]).all())
     text = f"{mean:.2f} of 255 from tf.data's; {plain_mean:.2f} with plain chroma upsampling"
     passed = found["passed"] and equal and mean < _LARGEST_MEAN
     found |= {"labels_equal": equal, "mean": mean, "plain_mean": plain_mean}

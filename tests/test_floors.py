@@ -44,10 +44,10 @@ INDEX = [
 INDEX += ["folder", "build", "trial_decode", "worker", "__main__"]
 BACKENDS = [
     "tf_native",
-    "parsing",
     "reading",
     "tf_augment",
     "tf_images",
+    "parsing",
     "dali_images",
     "tf_data",
     "dali_reading",

@@ -3,9 +3,11 @@
 import functools
 import re
 
+import numpy as np
 import pytest
 from commands import python
 from conftest import ROOT, jpeg
+from PIL import Image
 
 README = (ROOT / "README.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
@@ -36,6 +38,31 @@ def test_examples_run(tmp_path):
     several = run("-c", TWO_REPLICAS + EXAMPLES[1])
     assert several.returncode == 0, several.stderr
     assert "('CPU:0', 'CPU:1')" in several.stdout or "GPU:0" in several.stdout
+
+
+@pytest.mark.slow
+def test_the_page_on_labels_runs(tmp_path):
+    """Several labels, regression, segmentation and class weights, from the table that it names."""
+    rows = ["path,label,labels,values,mask"]
+    for number in range(40):
+        (tmp_path / f"{number}.jpg").write_bytes(jpeg(80, 96, seed=number))
+        mask = Image.fromarray(np.full((80, 96), number % 3, np.uint8))
+        mask.save(tmp_path / f"{number}.png")
+        classes = " ".join(map(str, range(number % 4)))
+        rows.append(f"{number}.jpg,{number % 2},{classes},0.1 0.2 {number / 40},{number}.png")
+    (tmp_path / "photos.csv").write_text("\n".join(rows))
+    page = (ROOT / "docs" / "labels.md").read_text()
+    (command,) = re.findall(r"`python (scripts/make_tfrecords\.py [^`]+)`", page)
+    script, *arguments = command.split()
+    made = python(ROOT / script, *arguments, cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    process = python("-c", example, cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.count("loss: ") >= 3
+    shape, filename = process.stdout.splitlines()[-2:]
+    assert shape.startswith("(16, 64, 64, 3) [")
+    assert re.fullmatch(r"\[b'\d+\.jpg'\]", filename)
 
 
 def test_quickstart_comes_first_and_is_short():

@@ -18,23 +18,23 @@ def parse_record(record: tf.Tensor, spec: InputSpec) -> dict[str, tf.Tensor]:
     are. The mask is uint8 (height, width, 1). Weights of classes are included, but not record ids.
     """
     dataset, label = spec.dataset, spec.label
-    features: dict[str, Any] = {dataset.image_key: tf.io.FixedLenFeature((), tf.string)}
-    if dataset.stores_pixels:
-        features |= dict.fromkeys(SIDE_KEYS, tf.io.FixedLenFeature((), tf.int64))
-    if spec.mask:
-        features[spec.mask.key] = tf.io.FixedLenFeature((), tf.string)
+    wanted: dict[str, Any] = {}  # of a key that is asked for twice the last one counts
     for key, stored in spec.features.items():
-        features[key] = _stored_as(dataset, key, stored.shape, stored.padding is not None)
+        wanted[key] = _stored_as(dataset, key, stored.shape, stored.padding is not None)
     if label:
-        varies = isinstance(label, MultiHot)
         shape = label.shape if isinstance(label, Values) else ()
-        wanted = _stored_as(dataset, label.key or "", shape, varies)
-        features[label.key or ""] = features.get(label.key or "", wanted)
-    parsed = tf.io.parse_single_example(record, features)
+        varies = isinstance(label, MultiHot)
+        wanted[label.key or ""] = _stored_as(dataset, label.key or "", shape, varies)
+    if spec.mask:
+        wanted[spec.mask.key] = tf.io.FixedLenFeature((), tf.string)
+    if dataset.stores_pixels:
+        wanted |= dict.fromkeys(SIDE_KEYS, tf.io.FixedLenFeature((), tf.int64))
+    wanted[dataset.image_key] = tf.io.FixedLenFeature((), tf.string)
+    parsed = tf.io.parse_single_example(record, wanted)
     image, values = parsed[dataset.image_key], {}
     if dataset.stores_pixels:
-        shape = tf.stack([*(parsed[key] for key in SIDE_KEYS), 3])
-        image = _reshape_pixels(image, shape, "corrupted record: not the pixels of")
+        size = tf.stack([*(parsed[key] for key in SIDE_KEYS), 3])
+        image = _reshape_pixels(image, size, "corrupted record: not the pixels of")
     values["image"] = image
     if label:
         values |= _prepare_label(parsed[label.key or ""], label, spec)
@@ -43,9 +43,12 @@ def parse_record(record: tf.Tensor, spec: InputSpec) -> dict[str, tf.Tensor]:
     for key, stored in spec.features.items():
         value = parsed[key]
         if stored.padding is not None:
+            value = tf.reshape(value, [-1])
             missing = (stored.size or 0) - tf.size(value)
-            value = tf.pad(value, [[0, missing]], constant_values=stored.padding)
-        values[key] = tf.ensure_shape(value, stored.shape)
+            problem = f"corrupted record: over {stored.size} values in {key}"
+            with tf.control_dependencies([tf.Assert(missing >= 0, [problem])]):
+                value = tf.pad(value, [[0, missing]], constant_values=stored.padding)
+        values[key] = tf.reshape(value, stored.shape)
     return values
 
 

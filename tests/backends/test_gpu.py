@@ -182,6 +182,20 @@ def test_pixels_of_global_order_are_the_cpus(dataset, crop, antialias):
         assert difference.max() < 8  # another image differs by 60
 
 
+def test_pixels_come_with_what_else_there_is(dataset):
+    """Labels, weights, record ids and features of a batch; on a GPU `unpack` arranges them."""
+    label = dti.ClassLabel(num_classes=24, one_hot=True)
+    others = {"record_ids": True, "features": {"image/class/label": dti.Stored(size=1)}}
+    preprocess = dti.Preprocess.for_training(32)
+    how = {"label": label, "class_weight": {1: 2.0}, **others}
+    spec = spec_of(dataset, "global", preprocess, **how)
+    one, other = (distribute(spec, options, global_batch_size=6) for options in (GPU, TF_DATA))
+    for batch, expected in zip(map(one.unpack, one.dataset), other.dataset, strict=True):
+        assert KIND in batch[0].pop("image").device
+        expected[0].pop("image")
+        keras.tree.map_structure(np.testing.assert_array_equal, batch, expected)
+
+
 @pytest.mark.parametrize("mirrored", [False, True])
 def test_devices_evaluate_each_record_once(dataset, mirrored):
     strategy = tf.distribute.MirroredStrategy(names_of_devices()) if mirrored else None

@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import io
+import itertools
 
 import keras
 import numpy as np
@@ -12,6 +14,10 @@ from PIL import Image
 
 import dali_tf_input as dti
 from dali_tf_input import ClassLabel, MultiHot, SegmentationMask, Stored, Values
+from dali_tf_input.index.checks import BadImage, check_mask
+from dali_tf_input.index.contents import find_schema_problem
+from dali_tf_input.index.example import decode_example, encode_example
+from dali_tf_input.index.trial_decode import make_trial_decode
 
 COUNTS = (5, 12, 7)
 RECORDS = sum(COUNTS)
@@ -192,6 +198,17 @@ def test_masks_are_the_same_from_both(records):
 
 
 @backends
+def test_features_that_are_too_long(records, options):
+    """The record is named, where the index step did not see it."""
+    dataset = dataclasses.replace(records, features={})
+    how = {"features": {"list": Stored(size=9, padding=0)}, "label": LABELS["class"]}
+    with pytest.raises(
+        dti.BadRecordError, match="`features` 'list' must be 0 to 9 values, found 80"
+    ):
+        list(feed(dataset, options, "pass", **how).dataset)
+
+
+@backends
 def test_further_features(records, options):
     """As they are stored; those of fewer values are padded."""
     features = {"pair": Stored(size=2), "scores": Stored(size=4, padding=-1.0), "class": Stored()}
@@ -239,8 +256,20 @@ def test_balanced_weights(records, tmp_path):
     assert sorted(float(row["weight"]) for row in rows) == pytest.approx([4 / 7] * 7 + [4.0])
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2])
-@pytest.mark.parametrize("task", ["multi_label", "regression", "segmentation", "weighted"])
+TASKS = ("multi_label", "regression", "segmentation", "weighted")
+
+
+@pytest.mark.parametrize(
+    ("task", "num_replicas"),
+    [
+        ("segmentation", 1),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in itertools.product(TASKS, (1, 2))
+            if one != ("segmentation", 1)
+        ),
+    ],
+)
 @backends
 def test_keras_trains(records, options, task, num_replicas):
     """Keras trains and evaluates on each kind of target, under a strategy too."""
@@ -275,20 +304,19 @@ def test_keras_trains(records, options, task, num_replicas):
 
 
 GRAY, RGB = np.zeros((5, 5), np.uint8), np.zeros((19, 41, 3), np.uint8)
-BOTH = (DALI, TF_DATA)
-BAD = {  # what is stored instead, kind of label, reason, level of checking, where training stops
-    "no list": ({"list": None}, "multi_hot", "label missing", "schema", ()),
-    "out of range": ({"list": [1, 91]}, "multi_hot", "label range", "schema", BOTH),
-    "below the offset": ({"list": [0]}, "multi_hot", "label range", "schema", (TF_DATA,)),
-    "floats": ({"class": 0.5}, "class", "label kind", "schema", (TF_DATA,)),
-    "two classes": ({"class": [0, 1]}, "class", "label kind", "schema", (TF_DATA,)),
-    "unknown name": ({"name": "cow"}, "name", "label range", "schema", (TF_DATA,)),
-    "short": ({"box": [0.5] * 3}, "values", "label kind", "schema", (TF_DATA,)),
-    "not a number": ({"box": [float("nan")] * 4}, "values", "label range", "schema", ()),
-    "no mask": ({"mask": None}, "none", "mask missing", "schema", (TF_DATA,)),
-    "other size": ({"mask": encode(Image.fromarray(GRAY))}, "none", "mask kind", "decode", BOTH),
-    "colors": ({"mask": encode(Image.fromarray(RGB))}, "none", "mask kind", "decode", (TF_DATA,)),
-    "few bytes": ({"mask": bytes(99)}, "none", "mask kind", "decode", (TF_DATA,)),
+BAD = {  # what is stored instead, kind of label, reason, level of checking, whether training stops
+    "no list": ({"list": None}, "multi_hot", "label missing", "schema", False),
+    "out of range": ({"list": [1, 91]}, "multi_hot", "label range", "schema", True),
+    "below the offset": ({"list": [0]}, "multi_hot", "label range", "schema", True),
+    "floats": ({"class": 0.5}, "class", "label kind", "schema", True),
+    "two classes": ({"class": [0, 1]}, "class", "label kind", "schema", True),
+    "unknown name": ({"name": "cow"}, "name", "label range", "schema", True),
+    "short": ({"box": [0.5] * 3}, "values", "label kind", "schema", True),
+    "not a number": ({"box": [float("nan")] * 4}, "values", "label range", "schema", False),
+    "no mask": ({"mask": None}, "none", "mask missing", "schema", True),
+    "other size": ({"mask": encode(Image.fromarray(GRAY))}, "none", "mask kind", "decode", True),
+    "colors": ({"mask": encode(Image.fromarray(RGB))}, "none", "mask kind", "decode", True),
+    "few bytes": ({"mask": bytes(99)}, "none", "mask kind", "decode", True),
 }
 
 
@@ -304,35 +332,71 @@ def checks_of(kind: str, level: str) -> dti.Checks:
     return dti.Checks(**known, mask_key="mask" if kind == "none" else None, decoder="tf_data")
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_records(records, tmp_path, name):
-    """The index names them and leaves them out; at run time the record is named."""
-    change, kind, reason, level, stops = BAD[name]
+def write_bad(folder, name):
+    """Writes 18 records, of which number 9 is bad; returns their file, and what an input takes."""
+    change, kind, *_ = BAD[name]
     examples = [make_example(number) for number in range(18)]
     examples[9] = {key: one for key, one in (examples[9] | change).items() if one is not None}
-    file = write_tfrecord(tmp_path / "train", examples)
-    dti.build_index(file)
     how = {"label": LABELS[kind], "mask": MASK if kind == "none" else None}
-    unchecked = dataclasses.replace(
-        dti.DatasetSpec.from_files(file), features=records.features, label_range=None
-    )
-    for options in (DALI, TF_DATA) if stops else ():
-        with pytest.raises(dti.BadRecordError) as caught:  # by `distribute`, if it reads so far
-            fed = feed(unchecked, options, "pass", **how)
-            with fed.explain_errors():
-                list(fed.dataset)
-        assert (caught.value.bad_record.record, caught.value.bad_record.reason) == (9, reason)
-        flags = {"multi_hot": "--label=multi_hot --label_offset=1 --num_classes=90"}
-        flags |= {"values": "--label=values --label_size=4", "name": "--vocabulary=labels.txt"}
-        flags |= {"none": "--label=none --mask_key=mask"}
-        assert flags.get(kind, "--label_key=class") in str(caught.value)
+    return write_tfrecord(folder / "train", examples), how
+
+
+QUICK = ("out of range", "short")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*QUICK, *(pytest.param(one, marks=pytest.mark.slow) for one in BAD if one not in QUICK)],
+)
+def test_the_index_step_names_bad_records(tmp_path, name):
+    """And leaves them out."""
+    _, kind, reason, level, _ = BAD[name]
+    file, how = write_bad(tmp_path, name)
+    checks = checks_of(kind, level)
     with pytest.raises(
         dti.IndexFaultsError, match=f"record 9, byte .*: {reason}: `(label|mask)_key"
     ):
-        dti.build_index(file, checks_of(kind, level))
-    dti.build_index(file, checks_of(kind, level), on_bad="skip", max_bad_fraction=0.1)
-    good = feed(dti.DatasetSpec.from_files(file), TF_DATA, "pass", **how)
-    assert len(elements(good, 9)) == 17
+        dti.build_index(file, checks)
+    dti.build_index(file, checks, on_bad="skip", max_bad_fraction=0.1)
+    spec = spec_of(dti.DatasetSpec.from_files(file), "sequential", SMALL, repeat=False, **how)
+    assert len([*dti.make_dataset(spec, TF_DATA, batch_size=1)]) == 17
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_each_fault_has_its_reason(name):
+    change, kind, reason, level, _ = BAD[name]
+    example = {key: one for key, one in (make_example(9) | change).items() if one is not None}
+    features, checks = decode_example(encode_example(example)), checks_of(kind, level)
+    about = {"label": checks.stored_label, "mask_key": checks.mask_key}
+    found = find_schema_problem(features, image_key="image", **about)
+    if level == "decode":
+        assert found is None
+        size = Image.open(io.BytesIO(example["image"])).size[::-1]
+        with pytest.raises(BadImage) as caught:
+            check_mask(example["mask"], size, make_trial_decode(checks))
+        found = caught.value.args
+    assert found[0] == reason
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, (*_, stops) in BAD.items() if stops])
+@backends
+def test_training_names_bad_records(records, tmp_path, options, name):
+    """Where the index step did not look: with the command that would have found them."""
+    _, kind, reason, *_ = BAD[name]
+    file, how = write_bad(tmp_path, name)
+    dti.build_index(file)
+    found = {"features": records.features, "label_range": None}
+    unchecked = dataclasses.replace(dti.DatasetSpec.from_files(file), **found)
+    with pytest.raises(dti.BadRecordError) as caught:  # by `distribute`, if it reads so far
+        fed = feed(unchecked, options, "pass", **how)
+        with fed.explain_errors():
+            list(fed.dataset)
+    assert (caught.value.bad_record.record, caught.value.bad_record.reason) == (9, reason)
+    flags = {"multi_hot": "--label=multi_hot --label_offset=1 --num_classes=90"}
+    flags |= {"values": "--label=values --label_size=4", "name": "--vocabulary=labels.txt"}
+    flags |= {"none": "--label=none --mask_key=mask"}
+    assert flags.get(kind, "--label_key=class") in str(caught.value)
 
 
 def test_what_the_manifest_says(tmp_path):

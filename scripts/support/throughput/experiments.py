@@ -25,13 +25,13 @@ def make_dataset(name: str, spec: InputSpec, options: DaliOptions, *, batch_size
     from dali_tf_input.backends import dali, dali_reading
     from dali_tf_input.backends.reading import Stream
 
-    stream, tail = Stream(spec=spec, batch_size=batch_size), 12 + 4 * spec.preprocess.num_uniforms
+    stream, tail = Stream(spec=spec, batch_size=batch_size), 8 + 4 * spec.preprocess.num_uniforms
     copy, unpack = tf.data.experimental.copy_to_device, dali_reading._unpack
     source, hints = dali_reading.fn.external_source, dali.decoder_hints
 
-    def slice_off(*arguments: Any) -> tuple[Any, ...]:
-        packed, *others = unpack(*arguments)
-        return packed[0 : packed.shape()[0] - tail], *others
+    def slice_off(*arguments: Any) -> dict[str, Any]:
+        values = unpack(*arguments)
+        return values | {"image": values["image"][0 : values["image"].shape()[0] - tail]}
 
     def upsample_plainly(*arguments: Any) -> dict[str, Any]:
         return hints(*arguments) | {"jpeg_fancy_upsampling": False}
