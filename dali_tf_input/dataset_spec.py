@@ -249,9 +249,6 @@ class DatasetSpec:
             if entry.records and not entry.parsed:
                 text = f"The first record of {file} is not a tf.train.Example"
                 raise InputError(f"{text}. To see all that is wrong: {command}")
-        for name, key in (("image_key", image_key), ("label_key", label_key)):
-            if key and key not in features:
-                raise contents.name_missing(name, key, features)
         image_key, label_key = contents.find_keys(
             features, image_key=image_key, label_key=label_key
         )

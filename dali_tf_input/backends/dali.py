@@ -17,7 +17,6 @@ from dali_tf_input.backends.dali_images import check_supported, prepare_images
 from dali_tf_input.backends.dali_reading import PACKED, define_inputs, pack_records, reads_by_itself
 from dali_tf_input.backends.reading import Stream
 from dali_tf_input.errors import InputError
-from dali_tf_input.labels import ClassLabel
 from dali_tf_input.options import DaliOptions
 from dali_tf_input.preprocess import Preprocess
 from dali_tf_input.spec import InputSpec
@@ -188,8 +187,6 @@ def build_pipeline(stream: Stream, options: DaliOptions, device_id: int | None) 
 
     def define() -> tuple[DataNode, ...]:
         values = define_inputs(stream, options)
-        if reads_by_itself(spec) and isinstance(spec.label, ClassLabel):
-            values["label"] = prepare_labels(values["label"], spec.label)
         values["image"] = prepare_images(
             values["image"],
             values["uniforms"],
@@ -224,23 +221,6 @@ def make_pipeline(
             seed=stream.spec.seed * shard.num_shards + shard.shard_id,
             prefetch_queue_depth=options.prefetch_queue_depth,
         )
-
-
-def prepare_labels(labels: DataNode, kind: ClassLabel) -> DataNode:
-    """Makes of labels as stored, int64 (1,), what comes out."""
-    labels = fn.reshape(labels, shape=[])
-    if kind.offset:
-        labels = fn.cast(labels - kind.offset, dtype=types.INT64)
-    if kind.one_hot:
-        on_value, off_value = kind.one_hot_values
-        labels = fn.one_hot(
-            fn.cast(labels, dtype=types.INT32),
-            num_classes=kind.num_classes,
-            on_value=on_value,
-            off_value=off_value,
-            dtype=types.FLOAT,
-        )
-    return labels
 
 
 def define_serving_pipeline(

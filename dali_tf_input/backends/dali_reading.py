@@ -27,7 +27,7 @@ _TYPES = {"int64": types.INT64, "int32": types.INT32, "float32": types.FLOAT}
 def reads_by_itself(spec: InputSpec) -> bool:
     """Whether DALI's own reader serves: images and integers, in an order of its own."""
     label = spec.label
-    plain = isinstance(label, ClassLabel) and not label.vocabulary
+    plain = isinstance(label, ClassLabel) and not (label.vocabulary or label.one_hot)
     return plain and not spec.has_fixed_order and [*spec.outputs] == ["image", "label"]
 
 
@@ -68,16 +68,11 @@ def _list_tail(spec: InputSpec) -> list[tuple[str, tuple[int, ...], str]]:
 
 
 def define_inputs(stream: Stream, options: DaliOptions) -> dict[str, DataNode]:
-    """Defines what a pipeline reads, by name: the outputs, before preprocessing, and "uniforms".
-
-    Labels of DALI's own reader are as stored, others as they come out.
-    """
+    """Defines what a pipeline reads, by name: the outputs, with encoded images, and "uniforms"."""
     if not reads_by_itself(stream.spec):
         return _unpack(stream.spec)
-    encoded, labels = _read(stream, options)
     shape = [stream.spec.preprocess.num_uniforms]
-    uniforms = fn.random.uniform(range=[0.0, 1.0], shape=shape)
-    return {"image": encoded, "label": labels, "uniforms": uniforms}
+    return {**_read(stream, options), "uniforms": fn.random.uniform(range=[0.0, 1.0], shape=shape)}
 
 
 def _unpack(spec: InputSpec) -> dict[str, DataNode]:
@@ -97,10 +92,10 @@ def _unpack(spec: InputSpec) -> dict[str, DataNode]:
     return values
 
 
-def _read(stream: Stream, options: DaliOptions) -> tuple[DataNode, DataNode]:
-    """Defines the reader of a shard; returns encoded images and labels."""
-    spec, shard, dataset = stream.spec, stream.shard, stream.spec.dataset
-    label_key = (spec.label and spec.label.key) or ""
+def _read(stream: Stream, options: DaliOptions) -> dict[str, DataNode]:
+    """Defines the reader of a shard; returns encoded images, and labels as they come out."""
+    spec, shard, dataset, label = stream.spec, stream.shard, stream.spec.dataset, stream.spec.label
+    assert isinstance(label, ClassLabel)
     number = dali_tfrecord.FixedLenFeature([1], dali_tfrecord.int64, -1)
     sides = SIDE_KEYS if dataset.stores_pixels else ()
     features = fn.readers.tfrecord(
@@ -108,7 +103,7 @@ def _read(stream: Stream, options: DaliOptions) -> tuple[DataNode, DataNode]:
         index_path=reading.hold_indexes(dataset),
         features={
             dataset.image_key: dali_tfrecord.FixedLenFeature((), dali_tfrecord.string, ""),
-            **dict.fromkeys((label_key, *sides), number),
+            **dict.fromkeys((str(label.key), *sides), number),
         },
         random_shuffle=spec.order == "buffer",
         initial_fill=spec.buffer_size,
@@ -124,4 +119,7 @@ def _read(stream: Stream, options: DaliOptions) -> tuple[DataNode, DataNode]:
     if sides:
         shape = fn.cat(*(features[side] for side in sides), types.Constant([3], dtype=types.INT64))
         images = fn.reshape(images, shape=fn.cast(shape, dtype=types.INT32), layout="HWC")
-    return images, features[label_key]
+    labels = fn.reshape(features[label.key], shape=[])
+    if label.offset:
+        labels = fn.cast(labels - label.offset, dtype=types.INT64)
+    return {"image": images, "label": labels}
