@@ -42,7 +42,9 @@ def main(arguments: list[str]) -> int:
         order=_TRAIN.order.value,
         seed=_TRAIN.seed.value,
         label=dti.ClassLabel(
-            num_classes=num_classes, one_hot=bool(soft), smoothing=_TRAIN.label_smoothing.value
+            num_classes=num_classes if soft else None,
+            one_hot=bool(soft),
+            smoothing=_TRAIN.label_smoothing.value,
         ),
     )
     options = BACKENDS.get(_TRAIN.backend.value)

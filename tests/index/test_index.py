@@ -430,7 +430,7 @@ def test_deeper_levels(tmp_path):
         assert reasons(level) == (0, {})  # covered by the last run
     large = dict.fromkeys((0, 9), "too many pixels")
     assert reasons("decode", max_pixels=100) == (1, schema | {8: "text"} | large)
-    texts = dict.fromkeys(range(10), "label missing") | {0: "label kind"}
+    texts = dict.fromkeys(range(10), "label missing") | {0: "label kind", 6: "empty image"}
     assert reasons("schema", label_key="text") == (1, texts | missing | crc)
 
 
