@@ -378,7 +378,8 @@ def test_the_command_checks_as_before(tmp_path):
         ("--verify=decode --decoder=tf_data", DALI, "--force"),
     ):
         index("--max_bad_fraction=1", *flags.split(), pattern)
-        command = dti.bad_record.skip_command(dti.DatasetSpec.from_files(pattern), options)
+        spec = spec_of(dti.DatasetSpec.from_files(pattern), "global", dti.Preprocess())
+        command = dti.bad_record.skip_command(spec, options)
         head = "dali_tf_input.index --verify=decode --on_bad=skip"
         assert command.partition(" -m ")[2] == f"{head} {expected} {pattern!r}"
 
