@@ -90,6 +90,7 @@ class InputSpec:
                     "`mask` works without `auto_augment` and `apply_orientation` only."
                 )
         for key, stored in self.features.items():
+            check(isinstance(stored, Stored), "features", "Stored(...) by keys", self.features)
             if key in ("image", "label", "mask", "record_id", "weight"):
                 raise InputError(f"`features` '{key}' would hide the value of that name.")
             found = self.dataset.features.get(key)

@@ -36,6 +36,8 @@ WRONG = {
             "repeat": ("no", 0, None),
             "label": ("class", 7, dti.ClassLabel),
             "record_ids": (1, "yes", None),
+            "features": (["a"], {"image/encoded": 3}, {"label": dti.Stored()}),
+            "mask": ("mask", True),
             "class_weight": ("even", {-1: 1.0}, {0: float("nan")}),
             "buffer_size": (0, 1.5, 10**12),
             "shuffle_block_size": (0, 2.0),
