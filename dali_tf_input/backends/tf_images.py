@@ -93,8 +93,8 @@ def resample_image(
     With `finish` it returns ``finish(image, region, ratio=...)`` of the decoded image instead.
     """
 
-    def resample_whole() -> tf.Tensor:
-        image = decode_image(encoded)
+    def resample_whole(decode_whole: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
+        image = decode_whole(encoded)
         region = find_region(tf.shape(image)[:2], uniforms, preprocess)
         if finish:
             return finish(image, region, ratio=1)
@@ -114,7 +114,8 @@ def resample_image(
         # result was worse than a plain resize with antialias, which then has too little left to
         # resize.
         excess = tf.minimum(tf.reduce_min(excess), tf.sqrt(tf.reduce_prod(excess)) / 1.25)
-        unscaled = resample_whole if preprocess.resizes_plainly else resample_part
+        whole = partial(resample_whole, _decode_jpeg)
+        unscaled = whole if preprocess.resizes_plainly else resample_part
         branches = [unscaled, *(partial(resample_part, ratio) for ratio in (2, 4, 8))]
         reached = excess >= tf.constant([2, 4, 8], tf.float64)
         return tf.switch_case(tf.reduce_sum(tf.cast(reached, tf.int32)), branches)
@@ -127,10 +128,11 @@ def resample_image(
     elif decode == "scaled" and takes_pixels:
         decode = "region"  # pixels are taken as they are: there is nothing to scale
     if decode == "full":
-        image = resample_whole()
+        image = resample_whole(decode_image)
     else:
         jpeg = resample_scaled if decode == "scaled" else resample_part
-        image = tf.cond(tf.io.is_jpeg(encoded), jpeg, resample_whole)
+        other = partial(resample_whole, _decode_other)
+        image = tf.cond(tf.io.is_jpeg(encoded), jpeg, other)
     return image if finish else tf.ensure_shape(image, (*preprocess.image_size, 3))
 
 
@@ -138,18 +140,18 @@ def decode_image(encoded: tf.Tensor) -> tf.Tensor:
     """Decodes a JPEG, PNG, BMP or WebP, a scalar string, to uint8 RGB (height, width, 3)."""
     if encoded.dtype == tf.uint8:
         return encoded
-    start = tf.strings.substr(encoded, 0, tf.minimum(2, tf.strings.length(encoded)))
-
-    def decode_other() -> tf.Tensor:
-        image = tf.io.decode_image(encoded, channels=3, expand_animations=False)
-        return tf.ensure_shape(image, (None, None, 3))
-
     return tf.cond(
-        tf.reduce_any(tf.equal(start, [b"BM", b"RI"])),  # BMP, and the RIFF of WebP
-        decode_other,
-        # PNG too. `decode_image` has no `dct_method`.
-        lambda: tf.io.decode_jpeg(encoded, channels=3, dct_method=DCT_METHOD),
+        tf.io.is_jpeg(encoded), lambda: _decode_jpeg(encoded), lambda: _decode_other(encoded)
     )
+
+
+def _decode_jpeg(encoded: tf.Tensor) -> tf.Tensor:
+    return tf.io.decode_jpeg(encoded, channels=3, dct_method=DCT_METHOD)
+
+
+def _decode_other(encoded: tf.Tensor) -> tf.Tensor:
+    image = tf.io.decode_image(encoded, channels=3, expand_animations=False)  # no `dct_method`
+    return tf.ensure_shape(image, (None, None, 3))
 
 
 def decode_region(

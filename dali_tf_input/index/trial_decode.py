@@ -116,10 +116,10 @@ def _make_tf_data_decoder() -> Callable[[bytes], Any]:
 
     def decode(encoded: bytes) -> Any:
         try:
-            if encoded[:2] in (b"BM", b"RI"):
-                made = tf.io.decode_image(encoded, channels=3, expand_animations=False)
-            else:
+            if encoded.startswith(b"\xff\xd8\xff"):
                 made = tf.io.decode_jpeg(encoded, channels=3, dct_method=DCT_METHOD)
+            else:
+                made = tf.io.decode_image(encoded, channels=3, expand_animations=False)
         except tf.errors.OpError as error:
             return f"TensorFlow's decoder refuses it: {error.message.rpartition('}} ')[2]}"
         return made.numpy()

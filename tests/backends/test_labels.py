@@ -256,19 +256,12 @@ def test_balanced_weights(records, tmp_path):
     assert sorted(float(row["weight"]) for row in rows) == pytest.approx([4 / 7] * 7 + [4.0])
 
 
-TASKS = ("multi_label", "regression", "segmentation", "weighted")
+TASKS = [("multi_label", 1), ("regression", 1), ("segmentation", 2), ("weighted", 2)]
 
 
 @pytest.mark.parametrize(
     ("task", "num_replicas"),
-    [
-        ("segmentation", 1),
-        *(
-            pytest.param(*one, marks=pytest.mark.slow)
-            for one in itertools.product(TASKS, (1, 2))
-            if one != ("segmentation", 1)
-        ),
-    ],
+    [("segmentation", 1), *(pytest.param(*one, marks=pytest.mark.slow) for one in TASKS)],
 )
 @backends
 def test_keras_trains(records, options, task, num_replicas):
@@ -341,12 +334,8 @@ def write_bad(folder, name):
     return write_tfrecord(folder / "train", examples), how
 
 
-QUICK = ("out of range", "short")
-
-
 @pytest.mark.parametrize(
-    "name",
-    [*QUICK, *(pytest.param(one, marks=pytest.mark.slow) for one in BAD if one not in QUICK)],
+    "name", ["out of range", "short", pytest.param("other size", marks=pytest.mark.slow)]
 )
 def test_the_index_step_names_bad_records(tmp_path, name):
     """And leaves them out."""
@@ -378,10 +367,14 @@ def test_each_fault_has_its_reason(name):
     assert found[0] == reason
 
 
+STOPPING = [name for name, (*_, stops) in BAD.items() if stops]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, (*_, stops) in BAD.items() if stops])
-@backends
-def test_training_names_bad_records(records, tmp_path, options, name):
+@pytest.mark.parametrize(
+    ("name", "options"), zip(STOPPING, itertools.cycle((DALI, TF_DATA)), strict=False)
+)
+def test_training_names_bad_records(records, tmp_path, name, options):
     """Where the index step did not look: with the command that would have found them."""
     _, kind, reason, *_ = BAD[name]
     file, how = write_bad(tmp_path, name)
