@@ -41,7 +41,7 @@ _STEPS_AHEAD = 12  # that pipelines may have read when they fail: queues, and `s
 # Python stack, whose paths may hold any word: its lines are removed first.
 _STACK = re.compile(r'^ *File ".*\n(?: {4,}.*\n)?', re.MULTILINE)
 _OF_INPUT = re.compile(
-    r"DALI_ERROR|nvidia\.dali\.fn|nvImageCodec|daliPipeline|Jpeg|JPEG|DecodePng|Parse\w*Example"
+    r"DALI_ERROR|nvidia\.dali\.fn|nvImageCodec|daliPipeline|Jpeg|JPEG|Decode(?:Png|Image)|Parse\w*Example"
     r"|(corrupted|truncated) record|Error in user-defined function passed to"
     r"|Input dataset was expected to contain \d+ element"
 )

@@ -256,15 +256,19 @@ def test_balanced_weights(records, tmp_path):
     assert sorted(float(row["weight"]) for row in rows) == pytest.approx([4 / 7] * 7 + [4.0])
 
 
-TASKS = [("multi_label", 1), ("regression", 1), ("segmentation", 2), ("weighted", 2)]
+SLOWLY = [
+    ("multi_label", 1, DALI),
+    ("regression", 1, TF_DATA),
+    ("segmentation", 2, DALI),
+    ("weighted", 2, TF_DATA),
+]
 
 
 @pytest.mark.parametrize(
-    ("task", "num_replicas"),
-    [("segmentation", 1), *(pytest.param(*one, marks=pytest.mark.slow) for one in TASKS)],
+    ("task", "num_replicas", "options"),
+    [("segmentation", 1, TF_DATA), *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOWLY)],
 )
-@backends
-def test_keras_trains(records, options, task, num_replicas):
+def test_keras_trains(records, task, num_replicas, options):
     """Keras trains and evaluates on each kind of target, under a strategy too."""
     layers, losses = keras.layers, keras.losses
     head = [layers.Flatten(), layers.Dense(90)]
