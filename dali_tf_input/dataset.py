@@ -109,7 +109,7 @@ def import_dali() -> Any:
 
 @checked
 def make_normalization(preprocess: Preprocess) -> keras.layers.Layer:
-    """Makes the Keras layer that normalizes uint8 images: (x - mean) / std per RGB channel.
+    """Makes the Keras layer that normalizes uint8 images: (x - mean) / std per channel.
 
     Put it first in the model. Batches of uint8 take a quarter of the bytes on their way to the
     device.
@@ -130,7 +130,7 @@ def denormalize(images: Any, preprocess: Preprocess) -> npt.NDArray[np.float32]:
       preprocess: what made them.
 
     Returns:
-      float32 (n, height, width, 3), neither rounded nor clipped: "bicubic" may leave 0..255.
+      float32 (n, height, width, channels), neither rounded nor clipped: "bicubic" may leave 0..255.
     """
     values = np.asarray(images).astype(np.float32)
     if preprocess.layout == "CHW":

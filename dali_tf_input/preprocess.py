@@ -8,6 +8,7 @@ from dali_tf_input.crops import CenterCrop, Crop, NoCrop, ResizeRandomCrop
 from dali_tf_input.errors import InputError, Part, Pixels, check, check_fields, checked
 
 Layout = Literal["HWC", "CHW"]
+Channels = Literal[1, 3]
 Interpolation = Literal["bilinear", "bicubic", "nearest"]
 DType = Literal["float32", "float16", "bfloat16", "uint8"]
 AutoAugment = Literal["trivial", "rand"]
@@ -16,6 +17,9 @@ AutoAugment = Literal["trivial", "rand"]
 # Source: (0.485, 0.456, 0.406) and (0.229, 0.224, 0.225) of torchvision's examples, times 255.
 IMAGENET_MEAN = (123.675, 116.28, 103.53)
 IMAGENET_STD = (58.395, 57.12, 57.375)
+
+# How much red, green and blue count in a gray value. Source: ITU-R BT.601, as JPEG and Pillow.
+LUMA = (0.299, 0.587, 0.114)
 
 # What comes out: by ImageNet's statistics, or a range, by mean and standard deviation.
 Normalization = Literal["imagenet", "0..1", "-1..1"]
@@ -39,20 +43,22 @@ DCT_METHOD = "INTEGER_ACCURATE"
 class Preprocess:
     """Everything between an encoded image and what the model sees.
 
-    In order: decode, `crop`, augment, mirror, (x - `mean`) / `std`.
+    In order: decode to RGB, `crop`, augment, to gray if `channels` is 1, mirror, (x - `mean`) /
+    `std`.
 
     Attributes:
       image_size: (height, width) of the output in pixels.
       crop: how the region is chosen, and resized to `image_size`.
       mirror_probability: how likely an image is mirrored left to right, in [0, 1]; 0 and 1 are
         exact.
-      mean: subtracted from each RGB channel, in 0..255 units; unused if `dtype` is "uint8".
-      std: each RGB channel is divided by it, in 0..255 units, above 0; unused if `dtype` is
+      mean: a number per channel, subtracted from it, in 0..255 units; unused if `dtype` is "uint8".
+      std: a number per channel that divides it, in 0..255 units, above 0; unused if `dtype` is
         "uint8".
       layout: axes of one output image, "HWC" (TensorFlow's usual) or "CHW".
       interpolation: how pixels are resized. "bicubic" is Keys's kernel with a = -0.5.
       antialias: whether the resize widens its filter when it shrinks. False is `tf.image.resize`'s
         default and what TF-slim trained with, and it costs less. Must be False for "nearest".
+      channels: 3 for RGB; 1 for gray, 0.299 R + 0.587 G + 0.114 B.
       apply_orientation: whether images are turned upright by their EXIF orientation. DALI only:
         TensorFlow does not read it.
       dtype: type of the output. "uint8" is not normalized but rounded to whole numbers in 0..255;
@@ -68,11 +74,12 @@ class Preprocess:
     image_size: tuple[Pixels, Pixels] = (224, 224)
     crop: Crop = _WHOLE
     mirror_probability: Part = 0.0
-    mean: tuple[float, float, float] = IMAGENET_MEAN
-    std: tuple[float, float, float] = IMAGENET_STD
+    mean: tuple[float, ...] = IMAGENET_MEAN
+    std: tuple[float, ...] = IMAGENET_STD
     layout: Layout = "HWC"
     interpolation: Interpolation = "bilinear"
     antialias: bool = False
+    channels: Channels = 3
     apply_orientation: bool = False
     dtype: DType = "float32"
     auto_augment: AutoAugment | None = None
@@ -82,6 +89,9 @@ class Preprocess:
             names = ", ".join(kind.__name__ for kind in Crop.__subclasses__())
             raise InputError(f"`crop` must be one of {names}, got {self.crop!r}.")
         check_fields(self)
+        rule = f"one number for each of `channels`={self.channels}"
+        check(len(self.mean) == self.channels, "mean", rule, self.mean)
+        check(len(self.std) == self.channels, "std", rule, self.std)
         check(min(self.std) > 0, "std", "above 0 in every channel", self.std)
         if self.dtype != "uint8" and max(self.std) < 1:
             raise InputError(
@@ -97,7 +107,8 @@ class Preprocess:
     def image_shape(self) -> tuple[int, int, int]:
         """The shape of one output image, in the order of `layout`."""
         height, width = self.image_size
-        return (height, width, 3) if self.layout == "HWC" else (3, height, width)
+        channels = self.channels
+        return (height, width, channels) if self.layout == "HWC" else (channels, height, width)
 
     @property
     def resizes_plainly(self) -> bool:
@@ -132,6 +143,7 @@ class Preprocess:
         normalization: Normalization | None = "imagenet",
         layout: Layout = "HWC",
         antialias: bool = False,
+        channels: Channels = 3,
     ) -> "Preprocess":
         """Resizes to 8/7 of `image_size` (256 for 224), crops at random, mirrors half, normalizes.
 
@@ -145,6 +157,7 @@ class Preprocess:
             preprocessing.
           layout: axes of one output image, "HWC" or "CHW".
           antialias: see `Preprocess`.
+          channels: 3 for RGB, 1 for gray.
         """
         height, width = _height_and_width(image_size)
         return cls(
@@ -153,7 +166,8 @@ class Preprocess:
             mirror_probability=0.5,
             layout=layout,
             antialias=antialias,
-            **_statistics_of(normalization),
+            channels=channels,
+            **_statistics_of(normalization, channels),
         )
 
     @classmethod
@@ -165,6 +179,7 @@ class Preprocess:
         normalization: Normalization | None = "imagenet",
         layout: Layout = "HWC",
         antialias: bool = False,
+        channels: Channels = 3,
     ) -> "Preprocess":
         """Resizes the shorter side to 8/7 of `image_size`, crops the center, normalizes.
 
@@ -174,6 +189,7 @@ class Preprocess:
           normalization: see `for_training`.
           layout: axes of one output image, "HWC" or "CHW".
           antialias: see `Preprocess`.
+          channels: 3 for RGB, 1 for gray.
         """
         height, width = _height_and_width(image_size)
         return cls(
@@ -181,7 +197,8 @@ class Preprocess:
             crop=CenterCrop(resize_shorter=_resize_for(max(height, width))),
             layout=layout,
             antialias=antialias,
-            **_statistics_of(normalization),
+            channels=channels,
+            **_statistics_of(normalization, channels),
         )
 
 
@@ -189,11 +206,14 @@ def _height_and_width(image_size: int | tuple[int, int]) -> tuple[int, int]:
     return (image_size, image_size) if isinstance(image_size, int) else image_size
 
 
-def _statistics_of(normalization: Normalization | None) -> dict[str, Any]:
-    if normalization == "imagenet":
+def _statistics_of(normalization: Normalization | None, channels: Channels) -> dict[str, Any]:
+    if normalization != "imagenet":
+        mean, std = _NORMALIZATIONS[normalization]
+        return {"mean": (mean,) * channels, "std": (std,) * channels}
+    if channels == 3:
         return {}  # the default
-    mean, std = _NORMALIZATIONS[normalization]
-    return {"mean": (mean,) * 3, "std": (std,) * 3}
+    gray = sum(weight * mean for weight, mean in zip(LUMA, IMAGENET_MEAN, strict=True))
+    return {"mean": (gray,), "std": (sum(IMAGENET_STD) / 3,)}
 
 
 def _resize_for(image_size: int) -> int:

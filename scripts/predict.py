@@ -47,14 +47,14 @@ def main(arguments: list[str]) -> int:
         names = pictures.find_names(dataset) or None
     tf = cli.import_tensorflow()
     dti.enable_memory_growth()
-    model, height = load_model(path)
+    model, preprocess = load_model(path)
     if names and len(names) < model.output_shape[-1]:
         raise InputError(
             f"`labels` {_LABELS.value} names {len(names):,} labels, and {path} has "
             f"{model.output_shape[-1]:,} classes."
         )
     if dataset:
-        return predict_records(dataset, model, Preprocess.for_evaluation(height), names or [])
+        return predict_records(dataset, model, preprocess, names or [])
     failed = 0
 
     def report(position: int, reason: str) -> None:
@@ -64,11 +64,7 @@ def main(arguments: list[str]) -> int:
 
     rows = []
     batches = dti.iterate_batches(
-        images,
-        Preprocess.for_evaluation(height),
-        BACKENDS[_BACKEND.value],
-        batch_size=_BATCH_SIZE.value,
-        on_bad=report,
+        images, preprocess, BACKENDS[_BACKEND.value], batch_size=_BATCH_SIZE.value, on_bad=report
     )
     for positions, batch in batches:
         probabilities = tf.nn.softmax(model(batch, training=False)).numpy()
@@ -129,10 +125,10 @@ def predict_records(
 
 
 def load_model(path: str) -> tuple:
-    """Loads a model; returns it and the height of its input images.
+    """Loads a model; returns it and what is done to its input images.
 
     Raises:
-      InputError: it is not a saved model from square images to logits.
+      InputError: it is not a saved model from square images, RGB or gray, to logits.
     """
     import keras
 
@@ -142,12 +138,13 @@ def load_model(path: str) -> tuple:
         words = str(error).splitlines()[0]
         raise InputError(f"{path} is not a model that Keras saved: {words}") from error
     shape = model.input_shape if isinstance(model.input_shape, tuple) else ()
-    height = shape[1] if len(shape) == 4 else None
-    if not height or shape[1:] != (height, height, 3):
-        raise InputError(f"{path} takes {shape[1:]}: it must take square images, (n, n, 3).")
+    height, channels = (shape[1], shape[3]) if len(shape) == 4 else (None, None)
+    if not height or shape[2] != height or channels not in (1, 3):
+        rule = "it must take square images, (n, n, 3) or (n, n, 1)"
+        raise InputError(f"{path} takes {shape[1:]}: {rule}.")
     if not isinstance(model.output_shape, tuple) or not model.output_shape[-1]:
         raise InputError(f"{path} returns {model.output_shape}: it must return logits of classes.")
-    return model, height
+    return model, Preprocess.for_evaluation(height, channels=channels)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from nvidia.dali.data_node import DataNode
 from nvidia.dali.pipeline import do_not_convert
 
 from dali_tf_input.crops import Region, Uniforms
-from dali_tf_input.preprocess import RAND_AUGMENT_MAGNITUDE, RAND_AUGMENT_OPS, Preprocess
+from dali_tf_input.preprocess import LUMA, RAND_AUGMENT_MAGNITUDE, RAND_AUGMENT_OPS, Preprocess
 
 _INTERPOLATIONS = {
     "bilinear": types.INTERP_LINEAR,
@@ -53,6 +53,8 @@ def prepare_images(
     images = resize_regions(images, region, preprocess, decode=decode)
     if preprocess.auto_augment is not None:
         images = augment_images(images, preprocess)
+    if preprocess.channels == 1:
+        images = _to_gray(images)
     return normalize_images(images, uniforms, preprocess)
 
 
@@ -124,7 +126,7 @@ def augment_images(images: DataNode, preprocess: Preprocess) -> DataNode:
 
 
 def normalize_images(images: DataNode, uniforms: DataNode, preprocess: Preprocess) -> DataNode:
-    """Mirrors, normalizes and casts images (height, width, 3) in 0..255; sets their layout."""
+    """Mirrors, normalizes and casts images (height, width, channels) in 0..255; sets the layout."""
     mirrored = Uniforms.split(uniforms).mirror < preprocess.mirror_probability
     mirror = fn.reshape(fn.cast(mirrored, dtype=types.INT32), shape=[])
     if preprocess.dtype == "uint8":
@@ -138,6 +140,16 @@ def normalize_images(images: DataNode, uniforms: DataNode, preprocess: Preproces
         output_layout=preprocess.layout,
         dtype=_DTYPES[preprocess.dtype],
     )
+
+
+@do_not_convert
+def _to_gray(images: DataNode) -> DataNode:
+    images = fn.cast(images, dtype=types.FLOAT)
+    red, green, blue = (
+        fn.slice(images, one, 1, axes=(2,)) * types.Constant(LUMA[one], dtype=types.FLOAT)
+        for one in range(3)
+    )
+    return red + green + blue
 
 
 def _to_uint8(images: DataNode) -> DataNode:

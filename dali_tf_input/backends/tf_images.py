@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from dali_tf_input.backends.tf_native import finish_region
 from dali_tf_input.crops import Region, Uniforms
-from dali_tf_input.preprocess import DCT_METHOD, Preprocess
+from dali_tf_input.preprocess import DCT_METHOD, LUMA, Preprocess
 from dali_tf_input.spec import InputSpec
 
 _KERNELS = {"bilinear": "triangle", "bicubic": "keyscubic"}
@@ -50,8 +50,16 @@ def prepare_image(
     if not native:
         image = resample_image(encoded, uniforms, preprocess, decode=decode)
         image = to_uint8(image) if augment else image
-    elif augment:
-        plain = dataclasses.replace(preprocess, dtype="uint8", layout="HWC", mirror_probability=0)
+    elif augment or preprocess.channels == 1:
+        plain = Preprocess(
+            image_size=preprocess.image_size,
+            crop=preprocess.crop,
+            interpolation=preprocess.interpolation,
+            antialias=preprocess.antialias,
+            mean=(0, 0, 0),
+            std=(1, 1, 1),
+            dtype="uint8" if augment else "float32",
+        )
         image = prepare_image(encoded, uniforms, plain, decode=decode, native=True)
     else:
         mirrored = Uniforms.split(uniforms).mirror[0] < preprocess.mirror_probability
@@ -59,6 +67,9 @@ def prepare_image(
         return resample_image(encoded, uniforms, preprocess, decode=decode, finish=finish)
     if augment:
         image = tf.cast(augment(image), tf.float32)
+    if preprocess.channels == 1:
+        red, green, blue = (image[..., one : one + 1] * LUMA[one] for one in range(3))
+        image = red + green + blue
     return normalize_image(image, uniforms, preprocess)
 
 
@@ -320,14 +331,14 @@ def mirror_image(image: tf.Tensor, uniforms: tf.Tensor, preprocess: Preprocess) 
 
 
 def normalize_image(image: tf.Tensor, uniforms: tf.Tensor, preprocess: Preprocess) -> tf.Tensor:
-    """Mirrors, normalizes and casts a float32 image (height, width, 3); sets its layout."""
+    """Mirrors, normalizes and casts a float32 image (height, width, channels); sets its layout."""
     image = mirror_image(image, uniforms, preprocess)
     if preprocess.dtype == "uint8":
         image = to_uint8(image)
     else:
         # One constant per element: broadcasting three numbers over an image takes TensorFlow a
         # quarter of the time of everything else.
-        shape = (*preprocess.image_size, 3)
+        shape = (*preprocess.image_size, preprocess.channels)
         mean = tf.broadcast_to(tf.constant(preprocess.mean, tf.float32), shape)
         scale = tf.broadcast_to(1 / tf.constant(preprocess.std, tf.float32), shape)
         image = tf.cast((image - mean) * scale, preprocess.dtype)

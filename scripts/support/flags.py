@@ -58,8 +58,9 @@ def describe_work(preprocess: dti.Preprocess) -> str:
     parts += [preprocess.interpolation] if preprocess.interpolation != "bilinear" else []
     parts += ["antialias"] if preprocess.antialias else []
     parts += [f"{preprocess.auto_augment} augment"] if preprocess.auto_augment else []
+    parts += ["gray"] if preprocess.channels == 1 else []
     parts += ["mirror"] if preprocess.mirror_probability else []
-    normalizes = (*preprocess.mean, *preprocess.std) != (0.0, 0.0, 0.0, 1.0, 1.0, 1.0)
+    normalizes = (set(preprocess.mean), set(preprocess.std)) != ({0.0}, {1.0})
     parts += ["normalize"] if preprocess.dtype != "uint8" and normalizes else []
     return ", ".join([*parts, f"{preprocess.dtype} {preprocess.layout}"])
 

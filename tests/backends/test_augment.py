@@ -37,6 +37,8 @@ def take(records, options, count, *, seed=0, **changes):
 @backends
 def test_augments(records, options, kind):
     (original,) = take(records, options, 16)[:1]
+    gray = take(records, options, 16, auto_augment=kind, channels=1, mean=(0,), std=(1,))
+    assert gray.shape == (16, *SIZE, 1)
     made = take(records, options, 128, auto_augment=kind)
     assert made.shape == (128, *SIZE, 3)
     assert made.dtype == np.uint8

@@ -154,6 +154,18 @@ def test_same_pixels(images, odd_images, crop, interpolation, antialias, decode)
     assert difference.max() <= largest
 
 
+@crops
+def test_gray_is_the_luma_of_rgb(images, crop):
+    """Of the resized image, by every way of making it."""
+    rgb = dataclasses.replace(RAW, crop=crop)
+    gray = dataclasses.replace(rgb, channels=1, mean=(0,), std=(1,))
+    numbers = draw(rgb, len(images))
+    for make in (by_dali, by_tensorflow, functools.partial(by_tensorflow, native=False)):
+        of_rgb, made = (make(images, numbers, one) for one in (rgb, gray))
+        np.testing.assert_allclose(made[..., 0], of_rgb @ [0.299, 0.587, 0.114], atol=1e-3)
+        assert made.shape == (len(images), 80, 72, 1)
+
+
 @makers
 @pytest.mark.parametrize("antialias", [False, True])
 @crops
@@ -277,17 +289,24 @@ def take_batch(records, options, **changes):
     return images
 
 
+@pytest.mark.parametrize("channels", [3, 1])
 @pytest.mark.parametrize("layout", ["HWC", "CHW"])
 @backends
-def test_output_types(records, options, layout):
-    full = take_batch(records, options, layout=layout).numpy()
-    half = take_batch(records, options, layout=layout, dtype="float16")
+def test_output_types(records, options, layout, channels):
+    imagenet = {"mean": (123.675, 116.28, 103.53), "std": (58.395, 57.12, 57.375)}
+    if channels == 1:
+        imagenet = {"mean": (117.037605,), "std": (57.63,)}
+    made = Preprocess.for_evaluation(24, layout=layout, channels=channels)
+    assert made.mean == pytest.approx(imagenet["mean"])
+    assert made.std == pytest.approx(imagenet["std"])
+    work = {"layout": layout, "channels": channels, **imagenet}
+    full = take_batch(records, options, **work).numpy()
+    half = take_batch(records, options, **work, dtype="float16")
     assert half.dtype == tf.float16
     np.testing.assert_allclose(half.numpy().astype(np.float32), full, atol=2e-3)
-    small = take_batch(records, options, layout=layout, dtype="uint8")
+    small = take_batch(records, options, **work, dtype="uint8")
     assert small.dtype == tf.uint8
-    imagenet = {"mean": (123.675, 116.28, 103.53), "std": (58.395, 57.12, 57.375)}
-    normalized = make_normalization(dataclasses.replace(RAW, layout=layout, **imagenet))
+    normalized = make_normalization(dataclasses.replace(RAW, **work))
     np.testing.assert_allclose(normalized(tf.cast(small, tf.float32)).numpy(), full, atol=0.51 / 57)
     assert isinstance(normalized, keras.layers.Layer)
 
@@ -355,7 +374,9 @@ raw, cpu = functools.partial(dataclasses.replace, RAW), functools.partial(DaliOp
         (raw, {"interpolation": "nearest", "antialias": True}, "`antialias` has no meaning for"),
         (raw, {"std": (0.2, 0.2, 0.2)}, r"`std` is in 0..255 units, got .*0..1 by 255"),
         (raw, {"std": (float("nan"), 1, 1)}, "`std` must be a finite number"),
-        (raw, {"mean": (1, 2, 3, 4)}, "`mean` must be 3 values"),
+        (raw, {"mean": (1, 2, 3, 4)}, "`mean` must be one number for each of `channels`=3, got"),
+        (raw, {"channels": 1}, "`mean` must be one number for each of `channels`=1, got"),
+        (raw, {"channels": 4}, "`channels` must be one of 1, 3, got 4"),
         (TfDataOptions, {"decode": "on"}, "one of 'auto', 'full', 'region', 'scaled', got 'on'"),
         (cpu, {"decode": "on"}, "`decode` must be one of 'auto', 'full', 'region', got 'on'"),
     ],
