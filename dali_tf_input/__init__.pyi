@@ -2,6 +2,7 @@ from .bad_record import BadRecordError as BadRecordError
 from .benchmark import Stats as Stats
 from .benchmark import Window as Window
 from .benchmark import measure as measure
+from .cache import Cache as Cache
 from .crops import CenterCrop as CenterCrop
 from .crops import Crop as Crop
 from .crops import NoCrop as NoCrop
@@ -54,6 +55,7 @@ __all__ = [
     "IMAGENET_STD",
     "BadRecord",
     "BadRecordError",
+    "Cache",
     "CenterCrop",
     "Checks",
     "ClassLabel",

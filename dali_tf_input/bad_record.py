@@ -18,14 +18,15 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from dali_tf_input.cache import local_copy
 from dali_tf_input.dataset_spec import DatasetSpec
 from dali_tf_input.errors import InputError
 from dali_tf_input.index.checks import MAX_PIXELS, BadImage, Checks, Decoder, check_mask
 from dali_tf_input.index.contents import KEY_PRESETS, FileEntry, find_schema_problem, find_size
 from dali_tf_input.index.example import decode_example
-from dali_tf_input.index.files import index_command, index_dir_of
+from dali_tf_input.index.files import index_command
 from dali_tf_input.index.manifest import Manifest
-from dali_tf_input.index.tfrecord import BadRecord, find_records, read_record
+from dali_tf_input.index.tfrecord import BadRecord, find_records
 from dali_tf_input.index.trial_decode import make_trial_decode
 from dali_tf_input.labels import ClassLabel, MultiHot, Values
 from dali_tf_input.options import DaliOptions, TfDataOptions
@@ -198,8 +199,7 @@ def skip_command(
         arguments += [f"--{name}={value}" for value in values if len(values) == 1]
     if any(entry.verified == "decode" for entry in entries):
         arguments.append("--force")  # a file whose bytes rotted counts as unchanged
-    index_dir = index_dir_of(dataset.files[0], dataset.index_files[0])
-    return index_command(dataset.files, index_dir=index_dir, arguments=arguments)
+    return index_command(dataset.files, index_dir=dataset.index_dir, arguments=arguments)
 
 
 def _read_entries(dataset: DatasetSpec) -> list[FileEntry]:
@@ -298,8 +298,7 @@ class _Search:
         self.checked.add(record)
         dataset = self.dataset
         try:
-            where = dataset.locate(record)
-            features = decode_example(read_record(where.file, where.offset))
+            features = decode_example(dataset.read_data(record))
         except (InputError, OSError) as error:
             return "unreadable", str(error)
         label, mask = self.failed.spec.label, self.failed.spec.mask
@@ -336,7 +335,8 @@ class _Search:
         file, _, offset, size = self.dataset.locate(record)
         number = 0
         try:
-            with open(file, "rb") as stream:
+            status = self.dataset.status(self.dataset.files.index(file))
+            with local_copy(file, status, self.dataset.cache) as path, open(path, "rb") as stream:
                 for found in find_records(file, stream.fileno()):
                     if isinstance(found, BadRecord):
                         found = [(found.offset, found.size)]

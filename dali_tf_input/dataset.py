@@ -3,6 +3,7 @@
 import importlib
 import logging
 import os
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -12,6 +13,7 @@ import tensorflow as tf
 
 from dali_tf_input.backends import tf_data
 from dali_tf_input.backends.reading import MAX_EPOCHS, Stream
+from dali_tf_input.backends.remote_reading import fetch_all, localize
 from dali_tf_input.errors import BatchSize, InputError, check, checked
 from dali_tf_input.options import DaliOptions, Options, TfDataOptions
 from dali_tf_input.order import StartStep
@@ -77,6 +79,9 @@ def make_dataset(
         )
     if spec.repeat:
         check_batch(batch_size, shard=shard, num_records=num_records)
+    if spec.dataset.etags:
+        local = localize if spec.has_fixed_order else fetch_all
+        spec = replace(spec, dataset=local(spec.dataset))
     start_step = start_step or StartStep()
     _check_start_step(spec, start_step.step, batch_size * num_shards)
     stream = Stream(spec=spec, batch_size=batch_size, shard=shard, start_step=start_step)

@@ -3,24 +3,29 @@
 import bisect
 import functools
 import itertools
+import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from dali_tf_input.errors import InputError, Path, check, check_fields, checked
+from dali_tf_input.cache import Cache, make_cache
+from dali_tf_input.errors import Count, InputError, Path, check, check_fields, checked
 from dali_tf_input.index import contents
 from dali_tf_input.index.contents import Feature
 from dali_tf_input.index.example import decode_example
-from dali_tf_input.index.files import (
-    absolute,
-    find_files,
-    index_command,
-    index_dir_of,
-    index_files_of,
-)
-from dali_tf_input.index.manifest import find_change, read_entries
-from dali_tf_input.index.tfrecord import read_record
+from dali_tf_input.index.files import absolute, find_files, index_command, index_files_of
+from dali_tf_input.index.manifest import find_change, find_change_of_object, read_entries
+from dali_tf_input.index.mirror import find_local
+from dali_tf_input.index.tfrecord import read_record, unframe_record
 from dali_tf_input.labels import ClassLabel, Label, Lengths, Values, describe_list
+from dali_tf_input.object_store import (
+    RETRY_SECONDS,
+    Part,
+    Status,
+    find_statuses,
+    is_url,
+    read_parts,
+)
 from dali_tf_input.order import Integers, parse_index, read_index
 
 
@@ -45,8 +50,8 @@ class DatasetSpec:
     """The records there are. Made by `from_files`, which checks them.
 
     Attributes:
-      files: absolute paths of the TFRecord files that hold records, sorted.
-      index_files: absolute path of each file's index.
+      files: absolute paths, or URLs, of the TFRecord files that hold records, sorted.
+      index_files: absolute path of each file's index, or of a local copy of it.
       records_per_file: how many records each index holds.
       skipped_per_file: how many bad records each index skips.
       image_key: feature key of the encoded image, a bytes_list of one value.
@@ -60,6 +65,10 @@ class DatasetSpec:
         "decode" on; else None. DALI's GPU decoder allocates memory for it.
       states: (size in bytes, time of modification in nanoseconds, CRC-32C of the index) of each
         file when it was checked, so that later changes are noticed; () notices none.
+      etags: versions of the objects, of files in a store; () of local files.
+      index_dir: the folder of the index files as it was named; None is beside each file.
+      cache: where objects are kept, if they are.
+      retry_seconds: how long an object is asked for whose store does not answer.
       features: what the records hold by key, as far as the index step read them.
     """
 
@@ -74,6 +83,10 @@ class DatasetSpec:
     class_counts: tuple[tuple[int, int], ...] | None = None
     largest_image: tuple[int, int] | None = None
     states: tuple[tuple[int, int, int], ...] = ()
+    etags: tuple[str, ...] = ()
+    index_dir: str | None = None
+    cache: Cache | None = None
+    retry_seconds: float = RETRY_SECONDS
     features: dict[str, Feature] = field(default_factory=dict, hash=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -144,9 +157,25 @@ class DatasetSpec:
           InputError: it is damaged.
           OSError: its file cannot be read.
         """
-        where = self.locate(record)
-        features = decode_example(read_record(where.file, where.offset))
+        features = decode_example(self.read_data(record))
         return {key: values for key, (_, values) in features.items()}
+
+    def read_data(self, record: int) -> bytes:
+        """Reads a record, by its number: a serialized Example; raises as `read`."""
+        file, _, offset, size = self.locate(record)
+        status = self.status(self.files.index(file))
+        path = self.cache.find(file, status) if self.cache and status else None
+        if status is None or path:
+            return read_record(path or file, offset)
+        part = Part(file, status.etag, offset, offset + size)
+        data = unframe_record(*read_parts([part], retry_seconds=self.retry_seconds))
+        if data is None:
+            raise InputError(f"{file}: byte {offset}: the record does not fit its CRC.")
+        return data
+
+    def status(self, file: int) -> Status | None:
+        """Returns the version of an object, by the number of its file; None of a local file."""
+        return Status(self.states[file][0], self.etags[file]) if self.etags else None
 
     def dtype_of(self, key: str) -> str:
         """Returns the type of a feature's values: "string", "float32" or "int64"."""
@@ -172,9 +201,9 @@ class DatasetSpec:
         found = self.features[key]
         if fits(found) and found.first_without is None:
             return
-        folder = index_dir_of(self.files[0], self.index_files[0])
-        command = index_command(self.files, index_dir=folder, arguments=["--verify=schema"])
-        entries = read_entries(self.files, self.index_files, self.files)
+        place, arguments = self.index_dir, ["--verify=schema"]
+        command = index_command(self.files, index_dir=place, arguments=arguments)
+        entries = read_entries(self.files, self.index_files, self.files, place)
         for file, entry in zip(self.files, entries, strict=True):
             one = entry.features.get(key)
             if one is None or one.first_without is not None:
@@ -190,8 +219,11 @@ class DatasetSpec:
 
     def find_change(self) -> str | None:
         """Returns how the first file that changed differs from what was indexed; None if none."""
-        for file, state in zip(self.files, self.states, strict=False):
-            change = find_change(file, *state[:2])
+        there = find_statuses(self.files) if self.etags else {}
+        for number, (file, state) in enumerate(zip(self.files, self.states, strict=False)):
+            status = self.status(number)
+            change = find_change(file, *state[:2]) if status is None else None
+            change = find_change_of_object(file, there.get(file), status) if status else change
             if change:
                 return change
         return None
@@ -206,6 +238,9 @@ class DatasetSpec:
         image_key: str | None = None,
         label_key: str | None = None,
         label_offset: int = 0,
+        cache_dir: Path | None = None,
+        cache_bytes: Count | None = None,
+        retry_seconds: float = RETRY_SECONDS,
     ) -> "DatasetSpec":
         """Describes indexed TFRecord files by the manifest beside their indexes.
 
@@ -215,23 +250,33 @@ class DatasetSpec:
         DALI serves an arbitrary number.
 
         Args:
-          files: a path, a glob pattern or several of them. Index files that match are ignored.
-          index_dir: the folder of the index files; None means beside each file, as ``<file>.idx``.
+          files: a path, a URL of an object (s3://, gs://, az://, https://), a pattern, or several
+            of them. Index files that match are ignored.
+          index_dir: the folder of the index files, which may be in a store; None means beside each
+            file, as ``<file>.idx``.
           image_key: feature key of the image; None finds TF-slim's "image/encoded" or tfds'
             "image".
           label_key: feature key of the label; None finds TF-slim's "image/class/label" or tfds'
             "label".
           label_offset: the label of the first class as stored, subtracted from every label; 1 for
             TF-slim's ImageNet.
+          cache_dir: a local folder that keeps objects of a store; None reads parts of them each
+            time, which order "buffer" cannot.
+          cache_bytes: the most that `cache_dir` takes, at least 1; needed with it.
+          retry_seconds: how long an object is asked for whose store does not answer.
 
         Raises:
           InputError: no file matches, an index is missing, a file or its index changed, a record
             lacks the image, or a label is below `label_offset`. `InputSpec` checks labels.
         """
-        # Absolute: a program may change its folder before the files are read.
-        found = tuple(map(absolute, find_files(files)))
+        found = tuple(map(absolute, find_files(files)))  # a program may change its folder
+        stores = {is_url(file) for file in found}
+        check(len(stores) == 1, "files", "all local, or all in a store", files)
+        cache = make_cache(cache_dir, cache_bytes, retry_seconds) if stores == {True} else None
         index_files = tuple(map(absolute, index_files_of(found, index_dir=index_dir)))
-        entries = dict(zip(found, read_entries(found, index_files, files), strict=True))
+        index_files = find_local(index_files)
+        read = read_entries(found, index_files, files, index_dir)
+        entries = dict(zip(found, read, strict=True))
         summary = contents.summarize(entries)
         command = index_command(files, index_dir=index_dir, arguments=["--verify=schema"])
         if not summary.records:
@@ -281,6 +326,10 @@ class DatasetSpec:
                 (entries[file].size, entries[file].mtime_ns, entries[file].index_crc)
                 for file in held
             ),
+            etags=tuple(entries[file].etag or "" for file in held) if stores == {True} else (),
+            index_dir=None if index_dir is None else absolute(os.fspath(index_dir)),
+            cache=cache,
+            retry_seconds=retry_seconds,
             skipped_per_file=tuple(entries[file].skipped for file in held),
             image_key=image_key,
             label_key=label_key,

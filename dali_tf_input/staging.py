@@ -5,6 +5,7 @@ process that is killed leaves its staging folder behind. The kernel has then rel
 the folder, which tells the next run that it may remove it.
 """
 
+import atexit
 import contextlib
 import errno
 import fcntl
@@ -81,6 +82,19 @@ class Staging:
     def commit(self, name: str, target: str | None = None) -> None:
         """Renames the file `name` to `target`, by default its own name in `folder`. Atomic."""
         os.replace(self.path(name), target or os.path.join(self.folder, name))
+
+
+def make_process_folder(parent: str) -> Staging:
+    """Makes a folder in `parent` that goes with the process; later ones remove what it left."""
+    with contextlib.ExitStack() as stack:
+        staging = stack.enter_context(Staging(parent, "Name another folder, or set TMPDIR."))
+        atexit.register(_close, stack.pop_all(), os.getpid())
+    return staging
+
+
+def _close(stack: contextlib.ExitStack, owner: int) -> None:
+    if os.getpid() == owner:  # not in a fork
+        stack.close()
 
 
 @contextlib.contextmanager

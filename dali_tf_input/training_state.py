@@ -73,7 +73,7 @@ def make_fingerprint(spec: InputSpec, global_batch_size: int) -> dict[str, Any]:
     """Returns what must stay the same for the order of the records, and what is made of them."""
     dataset = spec.dataset
     names = [os.path.basename(file) for file in dataset.files]
-    sizes = [os.path.getsize(file) for file in dataset.files]
+    sizes = [state[0] for state in dataset.states] or [*map(os.path.getsize, dataset.files)]
     files = hashlib.sha256(json.dumps(sorted(zip(names, sizes, strict=True))).encode())
     index = hashlib.sha256(
         json.dumps([dataset.records_per_file, dataset.skipped_per_file]).encode()

@@ -96,7 +96,7 @@ tf_data = dti.TfDataOptions
             "`mirror_probability` must be a finite number",
         ),
         (train, {"std": (1.0, 0.0, 1.0)}, "`std` must be above 0 in every channel"),
-        (train, {"mean": (1.0,)}, "`mean` must be 3 values"),
+        (train, {"mean": (1.0,)}, "`mean` must be one number for each of `channels`=3"),
         (train, {"layout": "NHWC"}, "`layout` must be one of 'HWC', 'CHW', got 'NHWC'"),
         (dti.DaliOptions, {"device": "cuda"}, "`device` must be one of 'cpu', 'gpu', got 'cuda'"),
         (cpu, {"num_threads": 0}, "`num_threads` must be at least 1 or None"),

@@ -1,7 +1,6 @@
 """Reads records in the order of a plan, with tf.data for both backends."""
 
 import atexit
-import contextlib
 import functools
 import gc
 import os
@@ -14,16 +13,18 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from dali_tf_input.backends.remote_reading import make_remote_read
 from dali_tf_input.backends.tf_native import load, uses_native
 from dali_tf_input.dataset_spec import DatasetSpec
 from dali_tf_input.errors import InputError
 from dali_tf_input.index.manifest import find_change
 from dali_tf_input.index.tfrecord import read_record
+from dali_tf_input.object_store import MOST_REQUESTS
 from dali_tf_input.options import TfDataOptions
 from dali_tf_input.order import EpochSteps, Integers, StartStep, list_records
 from dali_tf_input.sharding import Shard
 from dali_tf_input.spec import InputSpec
-from dali_tf_input.staging import Staging
+from dali_tf_input.staging import make_process_folder
 
 _STRIDE = 1 << 40  # between the keys of two epochs
 MAX_EPOCHS = 1 << 22
@@ -91,10 +92,15 @@ def read_fixed_order(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
         counts = tf.constant(dataset.records_per_file, tf.int64)
         file_of = tf.repeat(tf.range(len(indexes)), counts)
         extents = tf.constant(np.concatenate(indexes))
-    read = make_read(options, names, states, file_of, extents)
+    if dataset.etags:
+        read = make_remote_read(dataset, options, names, file_of, extents)
+    else:
+        read = make_read(options, names, states, file_of, extents)
     mean_bytes = int(extents[:, 1].numpy().mean())
     parallel = options.num_parallel_reads
     chunk = int(np.clip(_CHUNK_BYTES // max(1, mean_bytes), 1, _CHUNK))
+    if dataset.etags and spec.order == "global":  # whose records are no neighbors
+        chunk = max(1, MOST_REQUESTS // parallel)
 
     def list_epoch(epoch: int, step: int, names: Any, states: Any, counts: Any) -> Integers:
         check_states(names, states)
@@ -172,6 +178,8 @@ def states_of(dataset: DatasetSpec) -> Integers:
 
     int64 (files, 2); -1 where they are unknown.
     """
+    if dataset.etags:  # each request names the version that it expects
+        return np.full((len(dataset.files), 2), -1)
     return np.array(dataset.states or [(-1, -1, -1)] * len(dataset.files), np.int64)[:, :2]
 
 
@@ -200,19 +208,12 @@ def hold_indexes(dataset: DatasetSpec) -> list[str]:
 @functools.cache
 def _copy_indexes(dataset: DatasetSpec) -> list[str]:
     folder = os.path.join(tempfile.gettempdir(), f"dali_tf_input-{os.getuid()}")
-    with contextlib.ExitStack() as stack:
-        staging = stack.enter_context(Staging(folder, "Set TMPDIR to another folder."))
-        held = [staging.path(f"{file}.idx") for file in range(len(dataset.files))]
-        for file, path in enumerate(held):
-            with open(path, "wb") as stream:
-                stream.write(dataset.index_text(file))
-        atexit.register(_close, stack.pop_all(), os.getpid())
+    staging = make_process_folder(folder)
+    held = [staging.path(f"{file}.idx") for file in range(len(dataset.files))]
+    for file, path in enumerate(held):
+        with open(path, "wb") as stream:
+            stream.write(dataset.index_text(file))
     return held
-
-
-def _close(stack: contextlib.ExitStack, owner: int) -> None:
-    if os.getpid() == owner:  # not in a fork
-        stack.close()
 
 
 def describe_key(key: tf.Tensor, stream: Stream) -> tuple[tf.Tensor, tf.Tensor]:

@@ -11,10 +11,13 @@ records, and bad_records.jsonl lists them.
 example: python -m dali_tf_input.index --verify=decode --on_bad=skip 'path/train-*-of-*'
 """
 
+import contextlib
 import os
 import sys
 import time
-from typing import get_args
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from typing import Any, get_args
 
 from rich import filesize
 from rich.console import Console
@@ -22,7 +25,9 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
 from dali_tf_input import command
+from dali_tf_input.cache import make_cache
 from dali_tf_input.command import format_count
+from dali_tf_input.errors import InputError
 from dali_tf_input.index.build import IndexFaultsError, IndexReport, OnBad, Progress, build_index
 from dali_tf_input.index.checks import MAX_PIXELS, Checks, Decoder
 from dali_tf_input.index.contents import KEY_PRESETS, LEVELS, Images, Labels, Summary, find_keys
@@ -53,11 +58,15 @@ _VOCABULARY = FLAGS.string("vocabulary", None, "File of the names that labels ar
 _MASK_KEY = FLAGS.string("mask_key", None, "Feature key of the segmentation mask, if there is one.")
 _DECODER = FLAGS.choice("decoder", "both", get_args(Decoder), "What decodes at --verify=decode.")
 _MAX_PIXELS = FLAGS.integer("max_pixels", MAX_PIXELS, "Height x width above which an image is bad.")
+_CACHE_DIR = FLAGS.string("cache_dir", None, "Local folder that keeps the objects of a store.")
+_CACHE_BYTES = FLAGS.integer("cache_bytes", None, "The most bytes that --cache_dir takes.")
+_DASK = FLAGS.string("dask", None, "Address of a Dask scheduler, tcp://host:8786, to work there.")
 _NUM_PROCESSES = FLAGS.integer("num_processes", None, "Processes; by default one per core.")
 
 # What `Checks` has too.
 _LABEL_FLAGS = (_LABEL, _LABEL_KEY, _LABEL_OFFSET, _LABEL_SIZE, _NUM_CLASSES)
 _CHECK_FLAGS = (_VERIFY, _IMAGE_KEY, *_LABEL_FLAGS, _MASK_KEY, _DECODER, _MAX_PIXELS)
+_SECONDS_TO_CONNECT = 10
 _SECONDS_BETWEEN_LINES = 10  # of progress, without a terminal
 
 
@@ -69,7 +78,8 @@ def main(patterns: list[str]) -> int:
             names = tuple(stream.read().splitlines())
     checks = Checks(**{flag.name: flag.value for flag in _CHECK_FLAGS}, vocabulary=names)
     refusal = None
-    with IndexProgress(names_all=_ON_BAD.value == "error") as progress:
+    names_all = _ON_BAD.value == "error"
+    with connect(_DASK.value) as executor, IndexProgress(names_all=names_all) as progress:
         try:
             report = build_index(
                 patterns,
@@ -80,6 +90,8 @@ def main(patterns: list[str]) -> int:
                 force=_FORCE.value,
                 allow_missing=_ALLOW_MISSING.value,
                 num_processes=_NUM_PROCESSES.value,
+                executor=executor,
+                cache=make_cache(_CACHE_DIR.value, _CACHE_BYTES.value),
                 on_bad_record=progress.print_bad_record,
                 on_progress=progress.update,
             )
@@ -90,6 +102,29 @@ def main(patterns: list[str]) -> int:
         print(f"error: {refusal}. {_remedy(patterns)}", file=sys.stderr)
         return 1
     return 0
+
+
+@contextlib.contextmanager
+def connect(address: str | None) -> Iterator[Executor | None]:
+    """Gives the executor of a Dask cluster; None without an address.
+
+    Raises:
+      InputError: Dask is not installed, or no scheduler answers.
+    """
+    if address is None:
+        yield None
+        return
+    try:
+        from distributed import Client
+    except ImportError as error:
+        text = f"--dask needs Dask: {error}. Install it: pip install distributed"
+        raise InputError(text) from error
+    try:
+        client: Any = Client(address, timeout=_SECONDS_TO_CONNECT)  # type: ignore[no-untyped-call]
+    except (OSError, ValueError) as error:
+        raise InputError(f"No Dask scheduler answers at {address}: {error}") from error
+    with client:
+        yield client.get_executor(pure=False)
 
 
 class IndexProgress:

@@ -8,23 +8,28 @@ in it is not read, by either backend. All that later steps need to know is kept 
 import contextlib
 import dataclasses
 import os
+import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
 
-from dali_tf_input.errors import Count, InputError, Part, Path, checked
+from dali_tf_input import errors, object_store
+from dali_tf_input.cache import Cache
+from dali_tf_input.errors import Count, InputError, Path, checked
 from dali_tf_input.index import contents
 from dali_tf_input.index.checks import Checks
 from dali_tf_input.index.example import decode_example
 from dali_tf_input.index.files import check_complete, find_files, find_records_lost, index_files_of
 from dali_tf_input.index.folder import IndexFolder
-from dali_tf_input.index.pool import run_jobs
+from dali_tf_input.index.pool import run_elsewhere, run_jobs
 from dali_tf_input.index.tfrecord import BadRecord, find_records, read_data
+from dali_tf_input.object_store import Part, Status
 
 OnBad = Literal["error", "skip"]
 
@@ -33,6 +38,7 @@ _COMMIT_SECONDS = 5  # of work that a killed run loses at most
 _MOST_KEY_FILES = 16
 _MOST_KEY_RECORDS = 8
 _MOST_KEY_BYTES = 1 << 26
+_FIRST_BYTES = 1 << 20  # of an object of a store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,10 +88,12 @@ def build_index(
     *,
     index_dir: Path | None = None,
     on_bad: OnBad = "error",
-    max_bad_fraction: Part = 0.01,
+    max_bad_fraction: errors.Part = 0.01,
     force: bool = False,
     allow_missing: bool = False,
     num_processes: Count | None = None,
+    executor: Executor | None = None,
+    cache: Cache | None = None,
     on_bad_record: Callable[[str, BadRecord], None] | None = None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> IndexReport:
@@ -96,10 +104,11 @@ def build_index(
     run continues from there. Several runs at once over one folder do no harm.
 
     Args:
-      files: paths or glob patterns.
+      files: paths, URLs of objects, or patterns of either.
       checks: how deeply to check. An unchanged file that was checked as deeply before is not
         checked again. A file that changed is checked at least as deeply as before.
-      index_dir: the folder for indexes and manifest; None is beside each file.
+      index_dir: the folder for indexes and manifest, which may be in a store; None is beside each
+        file.
       on_bad: "error": files with bad records are not indexed; `IndexFaultsError` is raised. "skip":
         indexes skip bad records, and ``bad_records.jsonl`` beside the manifest lists them, one JSON
         object per line: file, record, offset, size, reason, detail.
@@ -110,6 +119,10 @@ def build_index(
       allow_missing: index sets of numbered files (``train-00003-of-01024``) that lack some, and
         files that hold fewer records than tfds' ``dataset_info.json`` says.
       num_processes: how many processes; None is one per core, at most one per file.
+      executor: runs the work instead, a file at a time, as Dask's `Client.get_executor()` does on
+        other machines; they need this package and the same paths or URLs.
+      cache: keeps the objects that are read; without it they are temporary files while they are
+        checked.
       on_bad_record: called at the end with each path and bad record, in the order of the files;
         without it the error names the first.
       on_progress: called now and then, by any thread, one at a time.
@@ -126,7 +139,8 @@ def build_index(
     found = find_files(files)
     if not allow_missing:
         check_complete(found)
-    checks = _with_keys(checks or Checks(), found)
+    statuses = object_store.find_statuses(found)
+    checks = _with_keys(checks or Checks(), found, statuses)
     index_files = index_files_of(found, index_dir=index_dir)
     by_folder: dict[str, dict[str, str]] = {}  # index folder -> base name -> file
     for file, index_file in zip(found, index_files, strict=True):
@@ -134,11 +148,13 @@ def build_index(
         by_folder.setdefault(folder, {})[os.path.basename(file)] = file
     with contextlib.ExitStack() as stack:
         folders = [
-            IndexFolder(folder, by_name, checks, force=force, stack=stack)
+            IndexFolder(
+                folder, by_name, checks, force=force, statuses=statuses, cache=cache, stack=stack
+            )
             for folder, by_name in by_folder.items()
         ]
         run = _Run(folders, on_bad, max_bad_fraction, allow_missing)
-        run.check_files(num_processes or len(os.sched_getaffinity(0)), on_progress)
+        run.check_files(executor or num_processes or len(os.sched_getaffinity(0)), on_progress)
         return run.conclude(on_bad_record)
 
 
@@ -152,12 +168,14 @@ class _Run:
     _allow_missing: bool
 
     def check_files(
-        self, num_processes: int, on_progress: Callable[[Progress], None] | None
+        self, workers: int | Executor, on_progress: Callable[[Progress], None] | None
     ) -> None:
         """Checks all files that need it, and commits every few seconds what is done."""
         owners = [(folder, name) for folder in self._folders for name in folder.jobs]
         jobs = [folder.jobs[name] for folder, name in owners]
-        num_bytes = sum(os.path.getsize(job.file) for job in jobs)
+        num_bytes = sum(
+            job.status.size if job.status else os.path.getsize(job.file) for job in jobs
+        )
         done = Progress(files=0, num_files=len(jobs), records=0, bytes=0, num_bytes=num_bytes)
         lock = threading.Lock()
 
@@ -174,7 +192,11 @@ class _Run:
                     on_progress(done)
 
         next_commit = time.monotonic() + _COMMIT_SECONDS
-        for number, answer in run_jobs(jobs, num_processes, advance):
+        if isinstance(workers, int):
+            answers = run_jobs(jobs, workers, advance)
+        else:
+            answers = run_elsewhere(jobs, workers, advance)
+        for number, answer in answers:
             folder, name = owners[number]
             if "unreadable" in answer:
                 folder.unreadable[name] = answer["unreadable"]
@@ -261,13 +283,13 @@ class _Run:
         return ""
 
 
-def _with_keys(checks: Checks, files: Sequence[str]) -> Checks:
+def _with_keys(checks: Checks, files: Sequence[str], statuses: Mapping[str, Status]) -> Checks:
     """Completes the feature keys, if the level needs them, from the first records."""
     if checks.verify in ("framing", "crc"):
         return checks
     held: set[str] = set()
     for file in files[:_MOST_KEY_FILES]:
-        for features in _first_features(file):
+        for features in _first_features(file, statuses.get(file)):
             image_key, label_key = contents.find_keys(
                 features, image_key=checks.image_key, label_key=checks.label_key
             )
@@ -283,9 +305,18 @@ def _with_keys(checks: Checks, files: Sequence[str]) -> Checks:
     )
 
 
-def _first_features(file: str) -> Iterator[dict[str, tuple[str, Sequence[Any]]]]:
+def _first_features(
+    file: str, status: Status | None
+) -> Iterator[dict[str, tuple[str, Sequence[Any]]]]:
     """Yields the features of the first valid records of a file."""
-    with contextlib.suppress(OSError), open(file, "rb") as stream:
+    with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+        if status:
+            start = [Part(file, status.etag, 0, min(status.size, _FIRST_BYTES))]
+            stream: Any = stack.enter_context(tempfile.TemporaryFile())
+            stream.write(object_store.read_parts(start)[0])
+            stream.flush()
+        else:
+            stream = stack.enter_context(open(file, "rb"))
         for found in find_records(file, stream.fileno()):
             for extent in [] if isinstance(found, BadRecord) else found[:_MOST_KEY_RECORDS]:
                 data = read_data(stream.fileno(), *extent) if extent[1] < _MOST_KEY_BYTES else None

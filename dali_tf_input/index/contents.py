@@ -82,7 +82,8 @@ class FileEntry:
 
     Attributes:
       size: bytes of the file when it was indexed.
-      mtime_ns: its time of modification then, in nanoseconds.
+      mtime_ns: its time of modification then, in nanoseconds; 0 for an object of a store.
+      etag: the version of an object; None for a file.
       records: how many records the index holds.
       skipped: how many bad records it skips; ``bad_records.jsonl`` lists them.
       skipped_bytes: bytes of the file that they take.
@@ -99,6 +100,7 @@ class FileEntry:
 
     size: _Number
     mtime_ns: int
+    etag: str | None = None
     records: _Number
     skipped: _Number
     skipped_bytes: _Number

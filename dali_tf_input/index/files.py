@@ -10,31 +10,37 @@ import stat
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+from dali_tf_input import object_store
 from dali_tf_input.errors import InputError, Path
+from dali_tf_input.object_store import is_url
 
 INDEX_SUFFIX = ".idx"
 MANIFEST_NAME = "index_manifest.json"  # beside the index files
 BAD_RECORDS_NAME = "bad_records.jsonl"  # beside the manifest
 
-_URL = re.compile(r"([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
 _NUMBERED = re.compile(r"(.*-)(\d{5,})-of-(\d{5,})(.*)", re.DOTALL)  # TF-slim's, tfds' files
 _TFDS_FILE = re.compile(r"-(\w+)\.\w+-(\d{5,})-of-\d{5,}$")
-_COPY_COMMANDS = {"gs": "gcloud storage cp", "s3": "aws s3 cp", "https": "curl -O"}
 
 
 def find_files(files: Path | Sequence[Path]) -> tuple[str, ...]:
-    """Expands paths and glob patterns to TFRecord files, sorted by path. Indexes are ignored.
+    """Expands paths, URLs and patterns to TFRecord files, sorted by path. Indexes are ignored.
 
     A file that is found twice, by whatever spelling or link of its path, counts once.
 
     Raises:
-      InputError: a path does not exist, is a directory or a URL, or a pattern matches no file.
+      InputError: a path does not exist or is a directory, or a pattern matches no file.
     """
-    found: dict[tuple[int, int], str] = {}  # by device and inode: one stat for each file
+    found: dict[Any, str] = {}  # by device and inode: one stat for each file; or by URL
     patterns = _patterns(files)
     for pattern in patterns:
-        _check_no_url(pattern)
+        if is_url(pattern):
+            urls = {url: url for url in object_store.find_objects(pattern) if not _is_ours(url)}
+            if not urls:
+                raise InputError(f"No object matches '{pattern}'.")
+            found |= urls
+            continue
         expanded = os.path.expanduser(pattern)
         if os.path.isdir(expanded):
             example = os.path.join(pattern, "*-of-*")
@@ -46,10 +52,7 @@ def find_files(files: Path | Sequence[Path]) -> tuple[str, ...]:
             paths = sorted(glob.glob(expanded), key=lambda path: (os.path.islink(path), path))
         matches = 0
         for path in paths:
-            if path.endswith(INDEX_SUFFIX) or os.path.basename(path) in (
-                MANIFEST_NAME,
-                BAD_RECORDS_NAME,
-            ):
+            if _is_ours(path):
                 # A shell expands a pattern to these too.
                 matches += path == expanded and len(patterns) > 1
                 continue
@@ -83,9 +86,14 @@ def check_complete(files: Sequence[str]) -> None:
         if name := _NUMBERED.fullmatch(file):
             sets.setdefault((name[1], name[3], name[4]), {})[int(name[2])] = file
     for (start, count, end), named in sets.items():
-        for number in range(int(count)):
-            path = f"{start}{number:0{len(count)}}-of-{count}{end}"
-            if number not in named and not os.path.exists(path):
+        missing = [
+            f"{start}{number:0{len(count)}}-of-{count}{end}"
+            for number in range(int(count))
+            if number not in named
+        ]
+        there = object_store.find_statuses(missing)
+        for path in missing:
+            if path not in there and not os.path.exists(path):
                 raise InputError(
                     f"{path} is missing, of the set of {next(iter(named.values()))}: restore it, or"
                     " go on without it by --allow_missing (in Python, allow_missing=True)."
@@ -99,8 +107,7 @@ def find_records_lost(records: Mapping[str, int]) -> str | None:
     """
     for folder in {os.path.dirname(file) for file in records}:
         try:
-            with open(os.path.join(folder, "dataset_info.json"), "rb") as stream:
-                splits = json.load(stream)["splits"]
+            splits = json.loads(_read(os.path.join(folder, "dataset_info.json")))["splits"]
             due = {one["name"]: [int(count) for count in one["shardLengths"]] for one in splits}
         except (OSError, ValueError, KeyError, TypeError):
             continue
@@ -129,13 +136,8 @@ def index_files_of(files: Sequence[str], *, index_dir: Path | None = None) -> tu
             f"`index_dir` {index_dir} cannot hold the index of {count} files that are all named"
             f" {name}."
         )
-    folder = os.path.expanduser(index_dir)
+    folder = absolute(os.fspath(index_dir)) if is_url(index_dir) else os.path.expanduser(index_dir)
     return tuple(os.path.join(folder, os.path.basename(file) + INDEX_SUFFIX) for file in files)
-
-
-def index_dir_of(file: str, index_file: str) -> str | None:
-    """Returns the `index_dir` with which `index_files_of` returns `index_file` for `file`."""
-    return None if index_file == file + INDEX_SUFFIX else os.path.dirname(index_file) or "."
 
 
 def python_command() -> str:
@@ -167,10 +169,25 @@ def index_command(
 
 def absolute(path: str) -> str:
     """Returns an absolute path of the same file; keeps "..", which may follow a link."""
+    if is_url(path):
+        return path
     path = os.path.expanduser(path)
     if ".." in path.split(os.sep):
         return os.path.join(os.getcwd(), path)
     return os.path.abspath(path)
+
+
+def _read(path: str) -> bytes:
+    if is_url(path):
+        return b"".join(object_store.read_whole(object_store.find_objects(path)))
+    with open(path, "rb") as stream:
+        return stream.read()
+
+
+def _is_ours(path: str) -> bool:
+    """Whether the index step made a file."""
+    names = (MANIFEST_NAME, BAD_RECORDS_NAME)
+    return path.endswith(INDEX_SUFFIX) or os.path.basename(path) in names
 
 
 def _is_utf8(path: str) -> bool:
@@ -187,7 +204,7 @@ def _shorten(folder: str, names: list[str]) -> list[str]:
     if len(names) == 1 or not start:
         return paths
     start, rest = os.path.join(folder, start), len(start)
-    if os.path.exists(paths[0]):  # names of files, not patterns
+    if not is_url(folder) and os.path.exists(paths[0]):  # names of files, not patterns
         start = glob.escape(start)
     return [start + ("*-of-*" if all("-of-" in name[rest:] for name in names) else "*")]
 
@@ -196,14 +213,3 @@ def _patterns(files: Path | Sequence[Path]) -> list[str]:
     return [
         os.fspath(file) for file in ([files] if isinstance(files, str | os.PathLike) else files)
     ]
-
-
-def _check_no_url(path: str) -> None:
-    found = _URL.match(path)
-    if found:
-        copy = _COPY_COMMANDS.get(found[1].lower())
-        command = f" (`{copy}`)" if copy else ""
-        raise InputError(
-            f"{path} is a URL, and TFRecords are read from file systems only: copy the files to a"
-            f" local disk first{command}, or mount them as a folder."
-        )

@@ -7,13 +7,17 @@ import json
 import os
 from collections.abc import Iterator
 
+from dali_tf_input import object_store
+from dali_tf_input.cache import Cache
 from dali_tf_input.errors import InputError
 from dali_tf_input.index.checks import Checks
 from dali_tf_input.index.contents import LEVELS, FileEntry
-from dali_tf_input.index.files import BAD_RECORDS_NAME, INDEX_SUFFIX, MANIFEST_NAME, index_dir_of
+from dali_tf_input.index.files import BAD_RECORDS_NAME, INDEX_SUFFIX, MANIFEST_NAME, absolute
 from dali_tf_input.index.manifest import Manifest, find_staleness
+from dali_tf_input.index.mirror import local_folder, refresh, upload
 from dali_tf_input.index.pool import Job
 from dali_tf_input.index.tfrecord import BadRecord
+from dali_tf_input.object_store import Status, is_url
 from dali_tf_input.staging import Staging, locked
 
 
@@ -34,35 +38,37 @@ class IndexFolder:
 
     def __init__(
         self,
-        folder: str,
+        place: str,
         files: dict[str, str],
         checks: Checks,
         *,
         force: bool,
+        statuses: dict[str, Status],
+        cache: Cache | None,
         stack: contextlib.ExitStack,
     ) -> None:
         self.files = files
-        self._folder = folder
-        self._known = _read_manifest(folder).entries
+        self._statuses, self._cache = statuses, cache
+        self._place, self._folder = place, local_folder(place)  # the second one is local
+        refresh(place)
+        self._known = _read_manifest(self._folder).entries
         self.entries: dict[str, FileEntry] = {}
         to_check: dict[str, Checks] = {}
-        for name, file in files.items():
+        for name in files:
             entry = self._known.get(name)
             self._check_folder_of(name, entry)
             satisfied = entry and not force and checks.satisfied_by(entry)
-            if entry and satisfied and not find_staleness(file, self._index_file(name), entry):
+            if entry and satisfied and not self._find_staleness(name, entry):
                 self.entries[name] = entry
             else:
                 to_check[name] = _at_least_as_before(checks, None if force else entry)
-        self._removed = {
-            name
-            for name, entry in self._known.items()
-            if name not in files and self._is_gone(name, entry)
-        }
+        self._removed = self._find_removed()
         self.unchanged, self.removed = len(self.entries), len(self._removed)
         remedy = "Name another folder with `index_dir` (--index_dir)."
         self._staging = (
-            stack.enter_context(Staging(folder, remedy)) if to_check or self._removed else None
+            stack.enter_context(Staging(self._folder, remedy))
+            if to_check or self._removed
+            else None
         )
         self.jobs = {
             name: self._make_job(number, name, checks)
@@ -106,6 +112,8 @@ class IndexFolder:
             bad_records=bad_records,
             mark=mark,
             checks=dataclasses.asdict(checks),
+            status=self._statuses.get(self.files[name]),
+            cache=dataclasses.asdict(self._cache) if self._cache else None,
         )
 
     def _index_file(self, name: str) -> str:
@@ -113,29 +121,54 @@ class IndexFolder:
 
     def _folder_of(self, name: str) -> str | None:
         """Returns where the entry says that the file is: None if beside the index."""
-        file = self.files[name]
-        beside = index_dir_of(file, self._index_file(name)) is None
-        return None if beside else os.path.dirname(os.path.abspath(file))
+        folder = os.path.dirname(absolute(self.files[name]))
+        return None if folder == absolute(self._place) else folder
 
     def _check_folder_of(self, name: str, entry: FileEntry | None) -> None:
         """Refuses to replace the index of another file of the same name."""
         if entry and entry.folder and entry.folder != self._folder_of(name):
             other = os.path.join(entry.folder, name)
-            if os.path.exists(other) and not os.path.samefile(other, self.files[name]):
+            if _exists(other) and not _is_same(other, self.files[name]):
                 raise InputError(
-                    f"`index_dir` {self._folder} holds the index of {other}, which that of "
+                    f"`index_dir` {self._place} holds the index of {other}, which that of "
                     f"{self.files[name]} would replace: name another folder for one of them."
                 )
 
-    def _is_gone(self, name: str, entry: FileEntry) -> bool:
-        """Whether a file was removed, and not its whole folder, which may be unmounted."""
-        folder = entry.folder or self._folder
-        return os.path.isdir(folder) and not os.path.exists(os.path.join(folder, name))
+    def _find_removed(self) -> set[str]:
+        """Returns the files that were removed, unless with their folder, which may be unmounted."""
+        others = self._known.keys() - self.files.keys()
+        paths = {n: os.path.join(self._known[n].folder or self._place, n) for n in others}
+        there = object_store.find_statuses(paths.values())
+        return {
+            name
+            for name, path in paths.items()
+            if path not in there
+            and (is_url(path) or os.path.isdir(os.path.dirname(path)))
+            and not os.path.exists(path)
+        }
+
+    def _find_staleness(self, name: str, entry: FileEntry) -> str | None:
+        file = self.files[name]
+        return find_staleness(file, self._index_file(name), entry, self._statuses.get(file))
 
     def _commit(self, entries: dict[str, FileEntry]) -> None:
         """Renames the indexes of `entries` into place and then adds the entries to the manifest."""
         if self._staging is None or not (entries or self._removed):
             return
+        while True:
+            new = self._commit_here(entries)
+            if self._place == self._folder:
+                break
+            indexes = (name + INDEX_SUFFIX for name in [*new, *self._removed])
+            if upload(self._place, [*indexes, BAD_RECORDS_NAME, MANIFEST_NAME]):
+                break
+            refresh(self._place)  # another run has written its manifest
+        self.entries |= new
+        self._removed = set()
+
+    def _commit_here(self, entries: dict[str, FileEntry]) -> dict[str, FileEntry]:
+        """Commits to the local folder; returns the entries that are new."""
+        assert self._staging is not None
         with locked(self._folder):
             manifest = _read_manifest(self._folder)
             new: dict[str, FileEntry] = {}
@@ -151,7 +184,8 @@ class IndexFolder:
                 if name in manifest.entries and manifest.entries[name].skipped
             }
             for name in new:
-                os.replace(self.jobs[name].index, self._index_file(name))
+                if os.path.exists(self.jobs[name].index):  # not at the second try
+                    os.replace(self.jobs[name].index, self._index_file(name))
             manifest.entries |= new
             for name in self._removed:
                 manifest.entries.pop(name, None)
@@ -162,13 +196,12 @@ class IndexFolder:
                 self._write_bad_records(new, relisted)
             manifest.write(self._staging.path(MANIFEST_NAME))
             self._staging.commit(MANIFEST_NAME)
-        self.entries |= new
-        self._removed = set()
+        return new
 
     def _is_deeper(self, name: str, other: FileEntry, entry: FileEntry) -> bool:
         if LEVELS.index(other.verified) <= LEVELS.index(entry.verified):
             return False
-        return find_staleness(self.files[name], self._index_file(name), other) is None
+        return self._find_staleness(name, other) is None
 
     def _write_bad_records(self, new: dict[str, FileEntry], relisted: set[str]) -> None:
         """Rewrites ``bad_records.jsonl`` with new lines for the files in `relisted`."""
@@ -192,6 +225,14 @@ class IndexFolder:
 
     def _staged_bad_records(self, name: str) -> Iterator[tuple[str, str]]:
         return _read_lines(self.jobs[name].bad_records, without=set())
+
+
+def _exists(path: str) -> bool:
+    return os.path.exists(path) or bool(object_store.find_statuses([path]))
+
+
+def _is_same(one: str, other: str) -> bool:
+    return one == other if is_url(one) or is_url(other) else os.path.samefile(one, other)
 
 
 def _at_least_as_before(checks: Checks, entry: FileEntry | None) -> Checks:

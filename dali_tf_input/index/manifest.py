@@ -15,11 +15,13 @@ from typing import Literal
 import google_crc32c
 import msgspec
 
+from dali_tf_input import object_store
 from dali_tf_input.errors import InputError, Path
 from dali_tf_input.index.checks import Checks
 from dali_tf_input.index.contents import FileEntry, Summary, summarize
-from dali_tf_input.index.files import MANIFEST_NAME, index_command, index_dir_of
+from dali_tf_input.index.files import MANIFEST_NAME, index_command
 from dali_tf_input.index.tfrecord import record_size
+from dali_tf_input.object_store import Status, is_url
 
 
 class _Document(msgspec.Struct):
@@ -73,7 +75,10 @@ class Manifest:
 
 
 def read_entries(
-    files: Sequence[str], index_files: Sequence[str], patterns: Path | Sequence[Path]
+    files: Sequence[str],
+    index_files: Sequence[str],
+    patterns: Path | Sequence[Path],
+    index_dir: Path | None,
 ) -> list[FileEntry]:
     """Returns what is known of each file, after checking that it and its index are unchanged.
 
@@ -82,7 +87,7 @@ def read_entries(
         holds the command that fixes it, by `patterns`, as the user named the files, where they are
         many.
     """
-    index_dir = index_dir_of(files[0], index_files[0])
+    statuses = object_store.find_statuses(files)
     manifests: dict[str, Manifest] = {}
     entries, stale = [], []
     for file, index_file in zip(files, index_files, strict=True):
@@ -94,7 +99,7 @@ def read_entries(
                 command = index_command(patterns, index_dir=index_dir)
                 raise InputError(f"{error} Index again: {command}") from error
         entry = manifests[folder].entries.get(os.path.basename(file))
-        reason = find_staleness(file, index_file, entry)
+        reason = find_staleness(file, index_file, entry, statuses.get(file))
         if reason:
             stale.append((file, index_file, reason, entry))
         elif entry:
@@ -129,16 +134,33 @@ def find_change(file: str, size: int, mtime_ns: int) -> str | None:
     return f"{file} changed since it was indexed ({sizes})"
 
 
+def find_change_of_object(url: str, now: Status | None, then: Status) -> str | None:
+    """Returns how an object differs from when it was indexed; None if it does not."""
+    if now == then:
+        return None
+    if now is None:
+        return f"{url} cannot be read: no such object"
+    return f"{url} changed since it was indexed (then {then.size:,} bytes, now {now.size:,})"
+
+
 _NO_INDEX = "there is no index"
 _EXTENT = re.compile(rb"(\d{1,18}) (\d{1,18})")
 
 
-def find_staleness(file: str, index_file: str, entry: FileEntry | None) -> str | None:
-    """Returns why `index_file` must not be used for `file` as it is now; None if it may be."""
+def find_staleness(
+    file: str, index_file: str, entry: FileEntry | None, status: Status | None
+) -> str | None:
+    """Returns why `index_file` must not be used for `file` as it is now; None if it may be.
+
+    `status` is that of an object of a store.
+    """
     if entry is None:  # an index of another tool, or of a run that was killed
         known = os.path.exists(index_file)
         return "the manifest has no entry for this index" if known else _NO_INDEX
-    changed = find_change(file, entry.size, entry.mtime_ns)
+    if is_url(file):
+        changed = find_change_of_object(file, status, Status(entry.size, entry.etag or ""))
+    else:
+        changed = find_change(file, entry.size, entry.mtime_ns)
     if changed:
         return changed
     try:
@@ -148,7 +170,7 @@ def find_staleness(file: str, index_file: str, entry: FileEntry | None) -> str |
         return _NO_INDEX
     if google_crc32c.value(text) != entry.index_crc or text.count(b"\n") != entry.records:
         return "this index is not the one that the manifest describes"
-    if not entry.records:
+    if not entry.records or is_url(file):
         return None
     # Size and time may be those of another file, copied with its times: check two records.
     descriptor = os.open(file, os.O_RDONLY)

@@ -9,12 +9,16 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Executor, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import IO, Any
 
+from dali_tf_input import __version__
 from dali_tf_input.errors import InputError
+from dali_tf_input.index.files import absolute
+from dali_tf_input.object_store import Status
 
 # A plain command, which works whatever the calling program is and has imported. Its import path is
 # made absolute now, as the caller may change its folder.
@@ -25,6 +29,7 @@ _CODE = (
 
 # How a process ends over an image that its decoder cannot take.
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+_KEPT_SECONDS = 30  # that a process waits for an executor's next task
 _LONGEST_DECODE = 900  # seconds over one image after which the worker ends itself, by SIGALRM
 
 # Records that must not be decoded: number in the file -> (reason, detail).
@@ -33,13 +38,18 @@ Crashing = dict[int, tuple[str, str]]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A file to check, by the fields of a `checks.Checks`, and where to put what is found."""
+    """A file to check, by the fields of a `checks.Checks`, and where to put what is found.
+
+    An object of a store has a `status`; `cache` are the fields of a `Cache` that keeps it.
+    """
 
     file: str
     index: str
     bad_records: str
     mark: str  # the number of the record that the worker decodes, 8 bytes
     checks: dict[str, Any]
+    status: Status | None = None
+    cache: dict[str, Any] | None = None
 
 
 def run_jobs(
@@ -60,20 +70,14 @@ def run_jobs(
     """
     if not jobs:
         return
-    local, workers, stopped = threading.local(), [], threading.Event()
+    local, seats, stopped = threading.local(), list[_Seat](), threading.Event()
 
     def work(job: Job) -> dict[str, Any]:
-        crashing: Crashing = {}
-        while True:
-            worker: _Worker | None = getattr(local, "worker", None)
-            if worker is None or worker.is_dead:
-                worker = local.worker = _Worker()
-                workers.append(worker)
-            if stopped.is_set():
-                worker.kill()
-            answer = worker.run(job, crashing, on_progress)
-            if answer is not None:
-                return answer
+        if not hasattr(local, "seat"):
+            local.seat = _Seat()
+            seats.append(local.seat)
+        seat: _Seat = local.seat
+        return seat.run(job, on_progress, stopped)
 
     pool = ThreadPoolExecutor(min(num_processes, len(jobs)))
     try:
@@ -85,11 +89,110 @@ def run_jobs(
             yield futures[future], answer
     finally:
         stopped.set()
-        for worker in list(workers):
-            worker.kill()
+        for seat in list(seats):
+            seat.kill()
         pool.shutdown(cancel_futures=True)
-        for worker in workers:
+        for seat in seats:
+            seat.close()
+
+
+def run_elsewhere(
+    jobs: Sequence[Job], executor: Executor, on_progress: Callable[[int, int], None]
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Runs `jobs` by an executor, perhaps on other machines; yields as `run_jobs` does.
+
+    Files must be objects of a store, or on a file system that all machines share.
+
+    Raises:
+      InputError: the executor fails, or another version of this package is installed there.
+    """
+    jobs = [dataclasses.replace(job, file=absolute(job.file)) for job in jobs]
+    futures = {executor.submit(_check_here, job, __version__): n for n, job in enumerate(jobs)}
+    try:
+        for future in as_completed(futures):
+            job = jobs[futures[future]]
+            try:
+                answer, index, bad_records = future.result()
+            except InputError:
+                raise
+            except Exception as error:  # of the executor's own kinds
+                raise InputError(f"The executor failed at {job.file}: {error!r}") from error
+            for path, data in ((job.index, index), (job.bad_records, bad_records)):
+                with open(path, "wb") as stream:
+                    stream.write(data)
+            if "error" in answer:
+                raise InputError(f"{job.file}: its worker cannot write: {answer['error'][1]}")
+            entry = answer.get("entry", {"records": 0, "size": 0})
+            on_progress(entry["records"], entry["size"])
+            yield futures[future], answer
+    finally:
+        for future in futures:
+            future.cancel()
+
+
+def _check_here(job: Job, version: str) -> tuple[dict[str, Any], bytes, bytes]:
+    """Returns the answer to a job, its index and its bad records."""
+    if version != __version__:
+        text = f"A worker has dali_tf_input {__version__}, this program {version}"
+        raise InputError(f"{text}: install the same version everywhere.")
+    with tempfile.TemporaryDirectory(prefix="dali_tf_input-") as folder:
+        index, bad_records, mark = (os.path.join(folder, name) for name in ("idx", "bad", "mark"))
+        here = dataclasses.replace(job, index=index, bad_records=bad_records, mark=mark)
+        with _KEPT.lock:
+            answer = _KEPT.run(here, lambda *_: None, threading.Event())
+        timer = threading.Timer(_KEPT_SECONDS, _KEPT.close_if_idle)
+        timer.daemon = True
+        timer.start()
+        return answer, _read_if_there(index), _read_if_there(bad_records)
+
+
+def _read_if_there(path: str) -> bytes:
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as stream:
+        return stream.read()
+    return b""
+
+
+class _Seat:
+    """Has one process work at a time, and another one where that dies."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._workers: list[_Worker] = []
+        self._last_used = 0.0
+
+    def run(
+        self, job: Job, on_progress: Callable[[int, int], None], stopped: threading.Event
+    ) -> dict[str, Any]:
+        """Returns the answer to a job."""
+        crashing: Crashing = {}
+        while True:
+            if not self._workers or self._workers[-1].is_dead:
+                self._workers.append(_Worker())
+            if stopped.is_set():
+                self.kill()
+            answer = self._workers[-1].run(job, crashing, on_progress)
+            self._last_used = time.monotonic()
+            if answer is not None:
+                return answer
+
+    def close_if_idle(self) -> None:
+        """Ends the process if no job came for a while."""
+        with self.lock:
+            if time.monotonic() >= self._last_used + _KEPT_SECONDS:
+                self.kill()
+                self.close()
+
+    def kill(self) -> None:
+        for worker in self._workers[-1:]:
+            worker.kill()
+
+    def close(self) -> None:
+        for worker in self._workers:
             worker.close()
+        self._workers = []
+
+
+_KEPT = _Seat()  # of a process that an executor runs
 
 
 class _Worker:

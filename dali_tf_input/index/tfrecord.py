@@ -145,9 +145,14 @@ def read_data(descriptor: int, offset: int, size: int) -> bytes | None:
             return None
         pieces.append(piece)
         left -= len(piece)
-    body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-    data = body[:-FOOTER_SIZE]
-    return data if body[-FOOTER_SIZE:] == _UINT32.pack(masked_crc(data)) else None
+    return _check_body(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+
+
+def unframe_record(record: bytes, *, check_crc: bool = True) -> bytes | None:
+    """Returns the data of a whole record, or None if a length or a CRC is wrong."""
+    if _size_of(record[:HEADER_SIZE]) != len(record):
+        return None
+    return _check_body(record[HEADER_SIZE:]) if check_crc else record[HEADER_SIZE:-FOOTER_SIZE]
 
 
 def read_record(file: str, offset: int) -> bytes:
@@ -175,6 +180,11 @@ def record_size(descriptor: int, offset: int) -> int | None:
     header = os.pread(descriptor, HEADER_SIZE, offset)
     size = _size_of(header)
     return size if size is not None and offset + size <= os.fstat(descriptor).st_size else None
+
+
+def _check_body(body: bytes) -> bytes | None:
+    data = body[:-FOOTER_SIZE]
+    return data if body[-FOOTER_SIZE:] == _UINT32.pack(masked_crc(data)) else None
 
 
 def _hop(

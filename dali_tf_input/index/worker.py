@@ -16,11 +16,13 @@ from typing import Any, TextIO
 
 import msgspec
 
+from dali_tf_input.cache import Cache, local_copy
 from dali_tf_input.errors import InputError
 from dali_tf_input.index.checks import Checks, TrialDecode
 from dali_tf_input.index.contents import PIXELS_KEY
 from dali_tf_input.index.file_check import check_file
 from dali_tf_input.index.tfrecord import BadRecord
+from dali_tf_input.object_store import Status
 from dali_tf_input.staging import WRITE_ERRORS
 
 
@@ -77,8 +79,10 @@ def _run(
                     os.pwrite(mark.fileno(), number.to_bytes(8, "little"), 0)
                     signal.setitimer(signal.ITIMER_REAL, task["longest_decode"])  # SIGALRM ends it
 
+            status = Status(*task["status"]) if task["status"] else None
+            cache = Cache(**task["cache"]) if task["cache"] else None
             entry = check_file(
-                file,
+                stack.enter_context(local_copy(file, status, cache)),
                 index,
                 checks,
                 decode=decode,
@@ -87,6 +91,8 @@ def _run(
                 on_bad_record=on_bad_record,
                 on_progress=lambda records, size: _answer(answers, {"progress": [records, size]}),
             )
+            if status:
+                entry = dataclasses.replace(entry, mtime_ns=0, etag=status.etag)
     except InputError as error:
         return {"unreadable": str(error)}
     except OSError as error:

@@ -1,0 +1,329 @@
+"""Objects of a store (S3, GCS, Azure, https), named by URLs: listed, read in parts, written.
+
+The library is obstore; credentials and endpoints are what it finds in its own usual environment
+variables. Requests that fail for a while are repeated.
+"""
+
+import asyncio
+import atexit
+import contextlib
+import datetime
+import fnmatch
+import functools
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from dali_tf_input.errors import InputError
+
+RETRY_SECONDS = 300.0
+_SCHEMES = ("s3", "gs", "az", "http", "https")
+_URL = re.compile(r"([a-z][a-z0-9+.-]+)://([^/]*)/?(.*)", re.IGNORECASE | re.DOTALL)
+_PART_BYTES, _PARTS = 1 << 23, 4  # of a download, and how many are under way
+MOST_REQUESTS = 64  # of small objects under way
+_MOST_GAP = 1 << 14  # bytes between neighbors that are read along
+_FIRST_BACKOFF, _MOST_BACKOFF = 0.1, 10.0  # seconds between two tries
+
+_ending = threading.Event()
+_logger = logging.getLogger("dali_tf_input")
+
+
+class Status(NamedTuple):
+    """The version of an object: its size in bytes and its etag or generation."""
+
+    size: int
+    etag: str
+
+
+class Part(NamedTuple):
+    """Bytes [start, end) of an object of the version `etag`."""
+
+    url: str
+    etag: str
+    start: int
+    end: int
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is the URL of an object."""
+    return bool(_URL.match(os.fspath(path)))
+
+
+def find_objects(pattern: str) -> dict[str, Status]:
+    """Returns the objects that a URL names, which may be a pattern, in one listing; sorted.
+
+    Raises:
+      InputError: they cannot be listed.
+    """
+    scheme, bucket, key = _split(pattern)
+    base = f"{scheme}://{bucket}/"
+    if scheme.startswith("http") or not re.search(r"[*?[]", key):
+        found = _repeat(pattern, lambda: _find_one(base, key))
+    else:
+        folder = re.split(r"[*?[]", key, maxsplit=1)[0].rpartition("/")[0]
+        found = _repeat(pattern, lambda: _list(base, folder or None, key))
+    named = ((base + one["path"], Status(one["size"], one["e_tag"] or "")) for one in found)
+    return dict(sorted(named))
+
+
+def list_folder(folder: str) -> dict[str, Status]:
+    """Returns the objects directly in a folder by their base names; none if there is no folder."""
+    found = find_objects(f"{folder.rstrip('/')}/*")
+    return {url.rpartition("/")[2]: status for url, status in found.items()}
+
+
+def find_statuses(urls: Iterable[str]) -> dict[str, Status]:
+    """Returns the versions of those objects that there are, by a listing of each folder."""
+    wanted = {url for url in urls if is_url(url)}
+    found: dict[str, Status] = {}
+    for folder in {url.rpartition("/")[0] for url in wanted}:
+        if folder.startswith("http"):
+            for url in wanted:
+                found |= find_objects(url)
+        else:
+            named = list_folder(folder).items()
+            found |= {f"{folder}/{name}": status for name, status in named}
+    return {url: found[url] for url in wanted & found.keys()}
+
+
+def read_parts(parts: Sequence[Part], *, retry_seconds: float = RETRY_SECONDS) -> list[bytes]:
+    """Returns parts of objects, read at the same time.
+
+    What fails for a while is read again, for `retry_seconds`.
+
+    Raises:
+      InputError: an object is gone, changed, or cannot be read.
+    """
+
+    async def read_all() -> list[bytes]:
+        limit, failed = asyncio.Semaphore(MOST_REQUESTS), asyncio.Event()
+        waiting = (_read_part(part, retry_seconds, limit, failed) for part in parts)
+        found = await asyncio.gather(*waiting, return_exceptions=True)
+        errors = (one for one in found if isinstance(one, BaseException))
+        if error := next(errors, None):
+            raise error
+        return [one for one in found if isinstance(one, bytes)]
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(read_all())
+    with ThreadPoolExecutor(1) as thread:  # a notebook runs a loop of its own
+        return thread.submit(lambda: asyncio.run(read_all())).result()
+
+
+def read_merged(parts: Sequence[Part], *, retry_seconds: float) -> list[bytes]:
+    """Returns what `read_parts` does, but asks once for parts that are neighbors."""
+    merged: list[Part] = []
+    places: dict[int, tuple[int, int]] = {}  # of a part: which request, and where in it
+    for number in sorted(range(len(parts)), key=parts.__getitem__):
+        part, last = parts[number], merged[-1] if merged else None
+        if last and part[:2] == last[:2] and last.start <= part.start <= last.end + _MOST_GAP:
+            merged[-1] = last._replace(end=max(last.end, part.end))
+        else:
+            merged.append(part)
+        places[number] = (len(merged) - 1, part.start - merged[-1].start)
+    data = read_parts(merged, retry_seconds=retry_seconds)
+    found = []
+    for number, part in enumerate(parts):
+        request, start = places[number]
+        found.append(data[request][start : start + part.end - part.start])
+    return found
+
+
+def read_whole(objects: dict[str, Status]) -> list[bytes]:
+    """Returns the bytes of small objects."""
+    return read_parts([Part(url, one.etag, 0, one.size) for url, one in objects.items()])
+
+
+def download(url: str, status: Status, descriptor: int, retry_seconds: float) -> None:
+    """Writes an object to an open file.
+
+    Raises:
+      InputError: as `read_parts`.
+      OSError: the file cannot be written.
+    """
+    starts = range(0, status.size, _PART_BYTES)
+    for first in range(0, len(starts), _PARTS):
+        parts = [
+            Part(url, status.etag, start, min(start + _PART_BYTES, status.size))
+            for start in starts[first : first + _PARTS]
+        ]
+        for part, data in zip(parts, read_parts(parts, retry_seconds=retry_seconds), strict=True):
+            os.pwrite(descriptor, data, part.start)
+
+
+def write(url: str, path: str, *, replaces: str | None = None) -> bool:
+    """Writes a file as an object, whole or not at all; returns whether it did.
+
+    With `replaces`, the etag of the object that there is, or "" for none, only in its place.
+    """
+    scheme, bucket, key = _split(url)
+    mode: Any = {None: "overwrite", "": "create"}.get(replaces, {"e_tag": replaces})
+    errors = _library().exceptions
+
+    def put() -> bool:
+        with open(path, "rb") as stream:
+            try:
+                _store(f"{scheme}://{bucket}/").put(key, stream, mode=mode)
+            except (errors.PreconditionError, errors.AlreadyExistsError, FileExistsError):
+                return False
+        return True
+
+    return bool(_repeat(url, put))
+
+
+def delete(url: str) -> None:
+    """Removes an object."""
+    scheme, bucket, key = _split(url)
+    _repeat(url, lambda: _store(f"{scheme}://{bucket}/").delete(key))
+
+
+async def _read_part(
+    part: Part, retry_seconds: float, limit: asyncio.Semaphore, failed: asyncio.Event
+) -> bytes:
+    """Reads a part; gives up where another one has `failed`."""
+    deadline = time.monotonic() + retry_seconds
+    scheme, bucket, key = _split(part.url)
+    options: dict[str, Any] = {"range": (part.start, part.end)}
+    if part.etag:
+        options["if_match"] = part.etag
+    backoff = _FIRST_BACKOFF
+    while part.end > part.start:
+        with _explained(part.url, failed):
+            try:
+                async with limit:
+                    result = await _store(f"{scheme}://{bucket}/").get_async(key, options=options)
+                    data = bytes(await result.bytes_async())
+                if len(data) == part.end - part.start:
+                    return data
+                problem = f"{len(data):,} bytes came of {part.end - part.start:,}"
+            except _library().exceptions.GenericError as error:
+                if not _passes(error):
+                    raise
+                problem = _words(error)
+        if time.monotonic() + backoff > deadline or _ending.is_set() or failed.is_set():
+            failed.set()
+            raise InputError(f"{part.url} cannot be read for {retry_seconds:g} s: {problem}.")
+        await asyncio.sleep(backoff)
+        backoff = min(2 * backoff, _MOST_BACKOFF)
+    return b""
+
+
+def _split(url: str) -> tuple[str, str, str]:
+    found = _URL.match(url)
+    assert found
+    scheme, bucket, key = found[1].lower(), found[2], found[3]
+    if scheme not in _SCHEMES:
+        known = ", ".join(f"{one}://" for one in _SCHEMES)
+        raise InputError(f"{url}: objects are read from {known}, got {scheme}://.")
+    if not bucket or not key:
+        raise InputError(f"{url} must name a bucket and an object: {scheme}://BUCKET/NAME.")
+    return scheme, bucket, key
+
+
+def _library() -> Any:
+    try:
+        import obstore
+    except ImportError as error:
+        raise InputError(
+            f"URLs need the package obstore: {error}. Install it: pip install obstore (Python 3.11"
+            " or later)"
+        ) from error
+    return obstore
+
+
+@functools.cache
+def _store(base: str) -> Any:
+    atexit.register(_ending.set)  # or a thread that waits for a store would keep the process
+    endpoints = (os.environ.get(name, "") for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT"))
+    plain = base.startswith("http:") or any(one.startswith("http:") for one in endpoints)
+    return _library().store.from_url(
+        base,
+        client_options={"allow_http": True} if plain else {},
+        retry_config={"retry_timeout": datetime.timedelta(seconds=2)},
+    )
+
+
+def _find_one(base: str, key: str) -> list[Any]:
+    try:
+        return [_store(base).head(key)]
+    except FileNotFoundError as error:
+        if "NoSuchBucket" in str(error):
+            raise
+        return []
+
+
+def _list(base: str, folder: str | None, pattern: str) -> list[Any]:
+    """Returns the objects of a folder whose keys fit a pattern, in which "*" ends at a slash."""
+    depth, fits = pattern.count("/"), re.compile(fnmatch.translate(pattern)).match
+    pages = _store(base).list(prefix=folder, chunk_size=1000)
+    return [
+        one
+        for page in pages
+        for one in page
+        if one["path"].count("/") == depth and fits(one["path"])
+    ]
+
+
+def _repeat(url: str, action: Callable[[], Any]) -> Any:
+    """Returns what `action` does, repeated while it fails for a while."""
+    deadline, backoff = time.monotonic() + RETRY_SECONDS, _FIRST_BACKOFF
+    while True:
+        with _explained(url):
+            try:
+                return action()
+            except _library().exceptions.GenericError as error:
+                late = time.monotonic() + backoff > deadline
+                if not _passes(error) or late or _ending.wait(backoff):
+                    raise
+                if backoff == _FIRST_BACKOFF:
+                    text = "%s does not answer: trying again, for %.0f s at most: %s"
+                    _logger.warning(text, url, RETRY_SECONDS, _words(error))
+        backoff = min(2 * backoff, _MOST_BACKOFF)
+
+
+def _passes(error: Exception) -> bool:
+    """Whether another try may succeed."""
+    status = _find_status_code(error)
+    return status in ("408", "429") or status.startswith("5") or "HTTP error" in str(error)
+
+
+def _find_status_code(error: Exception) -> str:
+    found = re.search(r"status code: (\d+)", str(error))
+    return found[1] if found else ""
+
+
+def _words(error: Exception) -> str:
+    """Returns what an error says, without the answer's body and how it came about."""
+    return re.split(r"\n|: <", str(error), maxsplit=1)[0].strip().rstrip(":")
+
+
+@contextlib.contextmanager
+def _explained(url: str, failed: asyncio.Event | None = None) -> Iterator[None]:
+    """Turns errors of the store into InputError; sets `failed`."""
+    scheme, bucket, _ = _split(url)
+    exceptions = _library().exceptions
+    try:
+        yield
+    except (exceptions.BaseError, FileNotFoundError, PermissionError) as error:
+        if failed:
+            failed.set()
+        words, status = str(error), _find_status_code(error)
+        problem = _words(error)
+        if isinstance(error, exceptions.PreconditionError):
+            raise InputError(f"{url} changed since it was indexed: index it again.") from None
+        if "NoSuchBucket" in words:
+            problem = f"there is no bucket {bucket}"
+        elif isinstance(error, FileNotFoundError):
+            problem = "no such object"
+        elif isinstance(error, PermissionError) or status in ("401", "403"):
+            names = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}.get(scheme, "")
+            way = f": check the credentials, environment variables {names}..." if names else ""
+            problem = f"no permission{way}"
+        raise InputError(f"{url} cannot be read: {problem}.") from None

@@ -1,0 +1,103 @@
+"""An S3 server for tests, and a proxy before it that delays, refuses, cuts and counts."""
+
+import contextlib
+import http.client
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+BUCKET = "bucket"
+OWNER = "AWS4-HMAC-SHA256 Credential=secret/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
+
+
+@contextlib.contextmanager
+def run_server():
+    """Gives the port of moto's S3 server, a process of its own, with one bucket."""
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": ""}, **silent)
+    try:
+        while True:
+            with contextlib.suppress(OSError):
+                ask(port, "PUT", f"/{BUCKET}")
+                break
+            assert process.poll() is None
+            time.sleep(0.05)
+        yield port
+    finally:
+        process.kill()
+        process.wait()
+
+
+def ask(port, method, path, body=None, headers=None):
+    """Returns the answer to a request, and its body."""
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    connection.request(method, path, body, headers or {"Authorization": OWNER})
+    answer = connection.getresponse()
+    return answer, answer.read()
+
+
+class Proxy:
+    """Passes requests on.
+
+    Attributes:
+      fault: called with method and path before a request; returns what happens to it: None, a
+        status such as "503", "cut" (the connection ends within the body) or "short" (the body).
+      seen: the requests so far, as "GET /bucket/name".
+    """
+
+    def __init__(self, port):
+        proxy = self
+        self.fault, self.seen = (lambda method, path: None), []
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def answer(self):
+                proxy.seen.append(f"{self.command} {self.path}")
+                fault = proxy.fault(self.command, self.path)
+                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                if fault and fault.isdigit():
+                    self.send_response(int(fault))
+                    self.send_header("Content-Length", "0")
+                    self.end_headers()
+                    return
+                answer, data = ask(port, self.command, self.path, body, dict(self.headers))
+                self.send_response(answer.status)
+                for name, value in answer.getheaders():
+                    if name.lower() not in ("transfer-encoding", "connection", "content-length"):
+                        self.send_header(name, value)
+                kept = data[: len(data) // 2] if fault in ("short", "cut") else data
+                size = len(kept if fault == "short" else data)
+                size = answer.getheader("Content-Length") if self.command == "HEAD" else size
+                self.send_header("Content-Length", size)
+                self.end_headers()
+                self.wfile.write(kept)
+                if fault == "cut":
+                    self.close_connection = True
+                    self.connection.shutdown(socket.SHUT_RDWR)
+
+            do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = answer  # noqa: N815
+
+            def log_message(self, *_):
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.port = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def gets(self, name):
+        """Returns how many requests read an object whose name holds `name`."""
+        return sum(bool(re.match(rf"GET /{BUCKET}/.*{name}", one)) for one in self.seen)
+
+    def close(self):
+        self._server.shutdown()
+        self._server.server_close()

@@ -1,0 +1,346 @@
+"""TFRecords in an object store: the same records as local ones, in every weather."""
+
+import concurrent.futures
+import dataclasses
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import TF_DATA, backends, refused, spec_of, write_dataset
+from stores import BUCKET, Proxy, ask, run_server
+
+import dali_tf_input as dti
+from dali_tf_input import object_store
+from dali_tf_input.cache import Cache
+from dali_tf_input.dataset import make_dataset
+from dali_tf_input.index import pool
+from dali_tf_input.index.__main__ import connect
+from dali_tf_input.training_state import make_fingerprint
+
+COUNTS = [5, 12, 7]
+SMALL = dti.Preprocess.for_training(16)
+
+
+@pytest.fixture(scope="module")
+def server():
+    with run_server() as port:
+        yield port
+
+
+@pytest.fixture
+def proxy(server, monkeypatch, tmp_path):
+    proxy = Proxy(server)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "secret")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # for local copies of indexes
+    monkeypatch.setattr("tempfile.tempdir", None)
+    object_store._store.cache_clear()
+    yield proxy
+    object_store._store.cache_clear()
+    monkeypatch.undo()
+    proxy.close()
+
+
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def stored(proxy, server, dataset):
+    """The URL of a folder that holds the files of `dataset`."""
+    folder = f"set{next(_numbers)}"
+    for file in dataset.files:
+        data = Path(file).read_bytes()
+        ask(server, "PUT", f"/{BUCKET}/{folder}/{os.path.basename(file)}", data)
+    return f"s3://{BUCKET}/{folder}"
+
+
+def take_pass(dataset, options, order="sequential", batches=None, **changes):
+    """Returns images and labels of some batches, by default those of one pass."""
+    changes |= {} if batches else {"repeat": False}
+    spec = spec_of(dataset, order, SMALL, **changes)
+    made = iter(make_dataset(spec, options, batch_size=4))
+    taken = [next(made) for _ in range(batches)] if batches else list(made)
+    return [np.concatenate([batch[part].numpy() for batch in taken]) for part in (0, 1)]
+
+
+def same(one, other):
+    return all((a == b).all() for a, b in zip(one, other, strict=True))
+
+
+@backends
+def test_records_are_those_of_local_files(dataset, stored, tmp_path, options):
+    """In order "global" over three epochs, in one pass, and in order "buffer"; read by ranges, with
+    a cache that fills, and with one that holds everything.
+    """
+    dti.build_index(f"{stored}/train-*")
+    cached = {"cache_dir": tmp_path / "cache", "cache_bytes": 1 << 30}
+    for keep in ({}, cached, cached):
+        far = dti.DatasetSpec.from_files(f"{stored}/train-*", **keep)
+        assert far.locate(23)[1:] == dataset.locate(23)[1:]
+        assert far.read(23) == dataset.read(23)
+        assert same(take_pass(far, options), take_pass(dataset, options))
+        for order in ("global", "buffer"):
+            if order == "buffer" and not keep:
+                with refused(r"`cache_bytes` [\d,]+, this order .* use order 'global'"):
+                    take_pass(far, options, order, 1)
+                continue
+            given = [take_pass(one, options, order, 18) for one in (far, dataset)]
+            assert same(*given)
+    specs = [spec_of(one, "global", SMALL) for one in (far, dataset)]
+    prints = [make_fingerprint(spec, 8) for spec in specs]
+    assert prints[0] == prints[1]  # `Resume` goes on with either
+
+
+def test_index_is_that_of_local_files(dataset, stored, proxy, tmp_path):
+    """Beside the objects, in another folder of the store, in a local one; cheap the second time."""
+    other = f"{stored}-index"
+    for place in (None, other, str(tmp_path / "index")):
+        for written in (3, 0):
+            proxy.seen.clear()
+            report = dti.build_index(f"{stored}/train-*", index_dir=place)
+            assert (report.written, report.unchanged) == (written, 3 - written)
+        assert proxy.gets("train-.*-of-00003$") == 0
+        far = dti.DatasetSpec.from_files(f"{stored}/train-*", index_dir=place)
+        for one, index_file in zip(far.index_files, dataset.index_files, strict=True):
+            assert Path(one).read_bytes() == Path(index_file).read_bytes()
+        assert far.records_per_file == tuple(COUNTS)
+        command = f"index .*{place}" if place else r"index --verify=schema 's3://.*train-0000\*"
+        with refused(command):
+            far.check_feature("image_key", "image/class/label", ("bytes_list",), (1, 1))
+
+
+def test_bad_records_and_objects_that_go(stored, server, dataset, proxy):
+    data = bytearray(Path(dataset.files[2]).read_bytes())
+    data[len(data) // 2] ^= 1
+    name = f"/{BUCKET}/{stored.rpartition('/')[2]}/train-00002-of-00003"
+    ask(server, "PUT", name, bytes(data))
+    with pytest.raises(
+        dti.IndexFaultsError, match=f"1 bad record in 1 of 3 .*{stored}/train-00002"
+    ):
+        dti.build_index(f"{stored}/train-*", dti.Checks(verify="crc"))
+    skips = {"on_bad": "skip", "max_bad_fraction": 0.5}
+    report = dti.build_index(f"{stored}/train-*", dti.Checks(verify="crc"), **skips)
+    assert (report.summary.records, report.summary.skipped) == (23, 1)
+    listed = [one for one in proxy.seen if "PUT" in one and "bad_records.jsonl" in one]
+    assert len(listed) == 1
+    far = dti.DatasetSpec.from_files(f"{stored}/train-*")
+    ask(server, "PUT", name, Path(dataset.files[2]).read_bytes())
+    for check in (lambda: take_pass(far, TF_DATA), lambda: dti.DatasetSpec.from_files(far.files)):
+        with refused("train-00002-of-00003 changed since it was indexed"):
+            check()
+    report = dti.build_index(f"{stored}/train-*", **skips)
+    assert (report.summary.records, report.summary.skipped, report.written) == (24, 0, 1)
+    assert ask(server, "GET", f"{name.rpartition('/')[0]}/bad_records.jsonl")[0].status == 404
+    ask(server, "DELETE", name)
+    with refused("train-00002-of-00003 is missing"):
+        dti.build_index(f"{stored}/train-*")
+    report = dti.build_index(f"{stored}/train-*", allow_missing=True)
+    assert (report.summary.records, report.removed) == (17, 1)
+
+
+@backends
+def test_a_record_that_stops_training_is_named(stored, server, dataset, options, tmp_path):
+    data = Path(dataset.files[1]).read_bytes()
+    offset = int(dataset.index(1)[4, 0])
+    name = f"/{BUCKET}/{stored.rpartition('/')[2]}/train-00001-of-00003"
+    ask(server, "PUT", name, data[: offset + 100] + bytes(50) + data[offset + 150 :])
+    dti.build_index(f"{stored}/train-*")
+    far = dti.DatasetSpec.from_files(f"{stored}/train-*")
+    with pytest.raises(dti.BadRecordError) as caught:
+        fed = dti.distribute(spec_of(far, "global", SMALL), options, global_batch_size=8)
+        with fed.explain_errors():
+            list(zip(fed.dataset, range(3), strict=False))
+    assert (caught.value.file, caught.value.bad_record.record) == (
+        f"{stored}/train-00001-of-00003",
+        4,
+    )
+    assert f"index --verify=decode --on_bad=skip '{stored}/train-" in str(caught.value)
+
+
+def test_requests_that_fail_are_repeated(dataset, stored, proxy):
+    """Of each kind one in 20: every record comes once."""
+    dti.build_index(f"{stored}/train-*")
+    far = dti.DatasetSpec.from_files(f"{stored}/train-*")
+    counter, faults = itertools.count(), ("503", "429", "cut", "short")
+
+    def fail(method, path):
+        number = next(counter)
+        return faults[number // 5 % 4] if number % 5 == 0 and "of-00003" in path else None
+
+    proxy.fault = fail
+    before = len(proxy.seen)
+    labels = take_pass(far, TF_DATA, "global", 18)[1]
+    assert len(proxy.seen) - before > 18
+    np.testing.assert_array_equal(labels, take_pass(dataset, TF_DATA, "global", 18)[1])
+    proxy.fault = lambda method, path: "cut" if next(counter) % 5 == 0 else None
+    assert dti.build_index(f"{stored}/train-*", force=True).written == 3
+
+
+def test_a_store_that_stays_down(stored, proxy):
+    """Names the object and the cause after `retry_seconds`; a refusal at once."""
+    dti.build_index(f"{stored}/train-*")
+    far = dti.DatasetSpec.from_files(f"{stored}/train-*", retry_seconds=0.5)
+    proxy.fault = lambda method, path: "503" if "of-00003" in path else None
+    with refused(rf"{stored}/train-0000.* cannot be read for 0.5 s: .*503"):
+        far.read(3)
+    with pytest.raises(tf.errors.OpError, match=rf"{stored}/train-0000.* cannot be read for"):
+        take_pass(far, TF_DATA)
+    proxy.fault = lambda method, path: "403"
+    far = dataclasses.replace(far, retry_seconds=1e6)
+    for check in (lambda: far.read(3), lambda: dti.build_index(f"{stored}/train-*")):
+        with pytest.raises(dti.InputError, match=r"no permission: .*AWS_") as caught:
+            check()
+        assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ("ftp://host/train-*", r"objects are read from s3://, .*, got ftp://"),
+        ("s3://nobucket-here/train-*", "there is no bucket nobucket-here"),
+        (f"s3://{BUCKET}/none-*", "No object matches"),
+        (f"s3://{BUCKET}/none", "No object matches"),
+        (f"s3://{BUCKET}", r"must name a bucket and an object"),
+    ],
+)
+def test_what_is_not_there(proxy, files, message):
+    with refused(message):
+        dti.build_index(files)
+    with refused(message):
+        dti.DatasetSpec.from_files(files)
+
+
+def test_without_the_library(proxy, monkeypatch):
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with refused("pip install obstore"):
+        dti.DatasetSpec.from_files("s3://bucket/train-*")
+
+
+@pytest.fixture
+def objects(stored):
+    return object_store.find_objects(f"{stored}/train-*")
+
+
+def test_cache_keeps_what_fits(objects, tmp_path, proxy):
+    """The least recently used goes first, and the folder never holds more than it may."""
+    (one, two, three), sizes = objects, [status.size for status in objects.values()]
+    cache = Cache(folder=str(tmp_path / "cache"), max_bytes=sizes[0] + sizes[1] + sizes[2] - 1)
+
+    def fetch(url):
+        path = cache.fetch(url, objects[url])
+        assert os.path.getsize(path) == objects[url].size
+        held = sum(entry.stat().st_size for entry in os.scandir(cache.folder))
+        assert held <= cache.max_bytes
+        return path
+
+    first, second = fetch(one), fetch(two)
+    os.utime(first, (1, 1))  # long ago
+    fetch(three)
+    assert (os.path.exists(first), os.path.exists(second)) == (False, True)
+    proxy.seen.clear()
+    fetch(two)
+    assert not proxy.seen
+    changed = objects[two]._replace(etag='"other"')
+    with refused("changed since it was indexed"):
+        cache.fetch(two, changed)
+    assert not [name for name in os.listdir(cache.folder) if name.endswith(".part")]
+    small = dataclasses.replace(cache, max_bytes=10)
+    with refused("`cache_bytes` 10 cannot hold s3://.* raise it"):
+        small.fetch(one, objects[one])
+    (tmp_path / "file").write_text("")
+    with refused("`cache_dir` .* cannot be written: .* Name another"):
+        dataclasses.replace(cache, folder=f"{tmp_path}/file").fetch(one, objects[one])
+
+
+FETCH = """
+import sys
+from dali_tf_input.cache import Cache
+from dali_tf_input.object_store import Status
+folder, url, size, etag = sys.argv[1:]
+print(Cache(folder=folder, max_bytes=1 << 30).fetch(url, Status(int(size), etag)))
+"""
+
+
+def start_fetch(folder, url, status):
+    command = [sys.executable, "-c", FETCH, str(folder), url, str(status.size), status.etag]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def test_processes_share_a_cache(objects, tmp_path, proxy):
+    """They download an object once, also after one is killed on the way."""
+    url, status = next(iter(objects.items()))
+    asked, go_on = concurrent.futures.Future(), concurrent.futures.Future()
+
+    def wait(method, path):
+        if not asked.done():
+            asked.set_result(path)
+            go_on.result()
+
+    proxy.fault = wait
+    first = start_fetch(tmp_path, url, status)
+    asked.result()
+    others = [start_fetch(tmp_path, url, status) for _ in range(2)]
+    time.sleep(0.2)  # not needed: they may come late
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
+    go_on.set_result(None)
+    paths = {process.communicate()[0].strip() for process in others}
+    assert [os.path.join(tmp_path, name) for name in os.listdir(tmp_path)] == list(paths)
+    assert proxy.gets(url.rpartition("/")[2]) == 2  # that of the one that was killed, and another
+
+
+def test_index_by_an_executor(dataset, stored, tmp_path):
+    """The same bytes as by processes of its own, also of bad records; errors are told."""
+    (tmp_path / "set").mkdir()
+    local = write_dataset(tmp_path / "set", [3, 4])
+    damaged = Path(local.files[0])
+    damaged.write_bytes(damaged.read_bytes()[:-5])
+    for files in (f"{stored}/train-*", tmp_path / "set" / "train-*"):
+        made = {}
+        with concurrent.futures.ThreadPoolExecutor(2) as executor:
+            for name, how in (("own", {}), ("executor", {"executor": executor})):
+                folder = tmp_path / name
+                dti.build_index(files, index_dir=folder, on_bad="skip", max_bad_fraction=1.0, **how)
+                made[name] = {path.name: path.read_bytes() for path in folder.iterdir()}
+        assert made["own"] == made["executor"]
+        assert "index_manifest.json" in made["own"]
+    assert "bad_records.jsonl" in made["own"]
+
+    class Broken(concurrent.futures.ThreadPoolExecutor):
+        def submit(self, *_):
+            return super().submit(lambda: 1 / 0)
+
+    with Broken(1) as executor, refused("The executor failed at .*ZeroDivisionError"):
+        dti.build_index(files, force=True, executor=executor)
+    with refused("A worker has dali_tf_input .*, this program 0.0: install the same"):
+        pool._check_here(pool.Job(file="", index="", bad_records="", mark="", checks={}), "0.0")
+    with refused("No Dask scheduler answers at nowhere://"), connect("nowhere://x:1"):
+        pass
+
+
+@pytest.mark.slow
+def test_index_by_dask(stored, tmp_path):
+    """By three workers, of which one is killed."""
+    from distributed import Client, LocalCluster
+
+    checks = dti.Checks(verify="decode", decoder="tf_data")
+    dti.build_index(f"{stored}/train-*", checks, index_dir=tmp_path / "own")
+    with (
+        LocalCluster(n_workers=3, threads_per_worker=1, dashboard_address=None) as cluster,
+        Client(cluster) as client,
+        connect(cluster.scheduler_address) as executor,
+    ):
+        (victim, *_) = client.run(os.getpid).values()
+        os.kill(victim, signal.SIGKILL)
+        dti.build_index(f"{stored}/train-*", checks, index_dir=tmp_path / "dask", executor=executor)
+    for path in (tmp_path / "own").iterdir():
+        assert path.read_bytes() == (tmp_path / "dask" / path.name).read_bytes()
