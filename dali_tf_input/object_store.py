@@ -4,7 +4,6 @@ The library is obstore; credentials and endpoints are what it finds in its own u
 variables. Requests that fail for a while are repeated.
 """
 
-import asyncio
 import atexit
 import contextlib
 import datetime
@@ -16,7 +15,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.pool import ThreadPool
 from typing import Any, NamedTuple
 
 from dali_tf_input.errors import InputError
@@ -25,7 +24,7 @@ RETRY_SECONDS = 300.0
 _SCHEMES = ("s3", "gs", "az", "http", "https")
 _URL = re.compile(r"([a-z][a-z0-9+.-]+)://([^/]*)/?(.*)", re.IGNORECASE | re.DOTALL)
 _PART_BYTES, _PARTS = 1 << 23, 4  # of a download, and how many are under way
-MOST_REQUESTS = 64  # of small objects under way
+MOST_REQUESTS = 64  # under way in a process
 _MOST_GAP = 1 << 14  # bytes between neighbors that are read along
 _FIRST_BACKOFF, _MOST_BACKOFF = 0.1, 10.0  # seconds between two tries
 
@@ -99,22 +98,9 @@ def read_parts(parts: Sequence[Part], *, retry_seconds: float = RETRY_SECONDS) -
     Raises:
       InputError: an object is gone, changed, or cannot be read.
     """
-
-    async def read_all() -> list[bytes]:
-        limit, failed = asyncio.Semaphore(MOST_REQUESTS), asyncio.Event()
-        waiting = (_read_part(part, retry_seconds, limit, failed) for part in parts)
-        found = await asyncio.gather(*waiting, return_exceptions=True)
-        errors = (one for one in found if isinstance(one, BaseException))
-        if error := next(errors, None):
-            raise error
-        return [one for one in found if isinstance(one, bytes)]
-
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(read_all())
-    with ThreadPoolExecutor(1) as thread:  # a notebook runs a loop of its own
-        return thread.submit(lambda: asyncio.run(read_all())).result()
+    failed = threading.Event()
+    read = functools.partial(_read_part, retry_seconds=retry_seconds, failed=failed)
+    return [*map(read, parts)] if len(parts) == 1 else _pool(os.getpid()).map(read, parts, 1)
 
 
 def read_merged(parts: Sequence[Part], *, retry_seconds: float) -> list[bytes]:
@@ -184,12 +170,21 @@ def delete(url: str) -> None:
     _repeat(url, lambda: _store(f"{scheme}://{bucket}/").delete(key))
 
 
-async def _read_part(
-    part: Part, retry_seconds: float, limit: asyncio.Semaphore, failed: asyncio.Event
-) -> bytes:
+@functools.cache
+def _pool(_: int) -> ThreadPool:
+    """Returns the threads of a process that wait for objects."""
+    pool = ThreadPool(MOST_REQUESTS)
+    atexit.register(pool.terminate)
+    # Before TensorFlow ends: who waits for a store must not keep the process.
+    threading._register_atexit(_ending.set)  # type: ignore[attr-defined]
+    return pool
+
+
+def _read_part(part: Part, *, retry_seconds: float, failed: threading.Event) -> bytes:
     """Reads a part; gives up where another one has `failed`."""
     deadline = time.monotonic() + retry_seconds
     scheme, bucket, key = _split(part.url)
+    store = _store(f"{scheme}://{bucket}/")
     options: dict[str, Any] = {"range": (part.start, part.end)}
     if part.etag:
         options["if_match"] = part.etag
@@ -197,9 +192,7 @@ async def _read_part(
     while part.end > part.start:
         with _explained(part.url, failed):
             try:
-                async with limit:
-                    result = await _store(f"{scheme}://{bucket}/").get_async(key, options=options)
-                    data = bytes(await result.bytes_async())
+                data = bytes(store.get(key, options=options).bytes())
                 if len(data) == part.end - part.start:
                     return data
                 problem = f"{len(data):,} bytes came of {part.end - part.start:,}"
@@ -207,10 +200,10 @@ async def _read_part(
                 if not _passes(error):
                     raise
                 problem = _words(error)
-        if time.monotonic() + backoff > deadline or _ending.is_set() or failed.is_set():
+        late = time.monotonic() + backoff > deadline
+        if late or failed.is_set() or _ending.wait(backoff):
             failed.set()
             raise InputError(f"{part.url} cannot be read for {retry_seconds:g} s: {problem}.")
-        await asyncio.sleep(backoff)
         backoff = min(2 * backoff, _MOST_BACKOFF)
     return b""
 
@@ -240,7 +233,6 @@ def _library() -> Any:
 
 @functools.cache
 def _store(base: str) -> Any:
-    atexit.register(_ending.set)  # or a thread that waits for a store would keep the process
     endpoints = (os.environ.get(name, "") for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT"))
     plain = base.startswith("http:") or any(one.startswith("http:") for one in endpoints)
     return _library().store.from_url(
@@ -305,7 +297,7 @@ def _words(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def _explained(url: str, failed: asyncio.Event | None = None) -> Iterator[None]:
+def _explained(url: str, failed: threading.Event | None = None) -> Iterator[None]:
     """Turns errors of the store into InputError; sets `failed`."""
     scheme, bucket, _ = _split(url)
     exceptions = _library().exceptions
