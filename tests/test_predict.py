@@ -211,8 +211,8 @@ def test_predict_script_with_other_labels(model, tmp_path, labels, error):
 
 @pytest.mark.slow
 def test_predict_script_with_a_model_of_other_inputs(tmp_path):
-    for number, shape in enumerate([(16, 16, 1), (16, 24, 3), (7,), (None, None, 3)]):
+    for number, shape in enumerate([(16, 16, 2), (16, 24, 3), (7,), (None, None, 3)]):
         file = tmp_path / f"{number}.keras"
         keras.Sequential([keras.layers.Input(shape), keras.layers.Dense(4)]).save(file)
         process = run("predict.py", file, tmp_path / "good.jpg")
-        fails(process, f"{file} takes {shape}: it must take square images, (n, n, 3)")
+        fails(process, f"{file} takes {shape}: it must take square images, (n, n, 3) or (n, n, 1)")

@@ -376,7 +376,7 @@ STOPPING = [name for name, (*_, stops) in BAD.items() if stops]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "options"), zip(STOPPING, itertools.cycle((DALI, TF_DATA)), strict=False)
+    ("name", "options"), list(zip(STOPPING, itertools.cycle((DALI, TF_DATA)), strict=False))
 )
 def test_training_names_bad_records(records, tmp_path, name, options):
     """Where the index step did not look: with the command that would have found them."""
