@@ -28,6 +28,27 @@ MOST_REQUESTS = 64  # under way in a process
 _MOST_GAP = 1 << 14  # bytes between neighbors that are read along
 _FIRST_BACKOFF, _MOST_BACKOFF = 0.1, 10.0  # seconds between two tries
 
+# What the words of an error mean, of the store or of the library.
+_CAUSES = (
+    (r"NoSuchBucket|ContainerNotFound|bucket does not exist", "there is no bucket {bucket}"),
+    (r"is wrong; expecting '([^']+)'", "the bucket is in region {found}: set AWS_REGION"),
+    (r"redirect without LOCATION|Redirect<", "the bucket is in another region: set AWS_REGION"),
+    (r"RequestTimeTooSkewed|RequestExpired|NotValidYet", "this machine's clock is wrong: set it"),
+    (
+        r"InvalidCertificate\(\s*(\w+)",
+        "the certificate of {host} is not trusted ({found}): name a file with its issuer's by"
+        " AWS_CA_BUNDLE",
+    ),
+    (r"performing \w+ http://169\.254\.169\.254|metadata\.google", "no credentials{names}"),
+    (
+        r"InvalidAccessKeyId|SignatureDoesNotMatch|ExpiredToken|InvalidToken",
+        "the store does not take the credentials ({found}){names}",
+    ),
+    (r"status code: 40[13]", "no permission{names}"),
+    (r'"dns error"', "no host {host} is known{names}"),
+    (r"ConnectionRefused", "{host} refuses connections{names}"),
+)
+
 _ending = threading.Event()
 _logger = logging.getLogger("dali_tf_input")
 
@@ -53,7 +74,7 @@ def is_url(path: str | os.PathLike[str]) -> bool:
     return bool(_URL.match(os.fspath(path)))
 
 
-def find_objects(pattern: str) -> dict[str, Status]:
+def find_objects(pattern: str, *, retry_seconds: float = RETRY_SECONDS) -> dict[str, Status]:
     """Returns the objects that a URL names, which may be a pattern, in one listing; sorted.
 
     Raises:
@@ -62,10 +83,10 @@ def find_objects(pattern: str) -> dict[str, Status]:
     scheme, bucket, key = _split(pattern)
     base = f"{scheme}://{bucket}/"
     if scheme.startswith("http") or not re.search(r"[*?[]", key):
-        found = _repeat(pattern, lambda: _find_one(base, key))
+        found = _repeat(pattern, lambda: _find_one(base, key), retry_seconds)
     else:
         folder = re.split(r"[*?[]", key, maxsplit=1)[0].rpartition("/")[0]
-        found = _repeat(pattern, lambda: _list(base, folder or None, key))
+        found = _repeat(pattern, lambda: _list(base, folder or None, key), retry_seconds)
     named = ((base + one["path"], Status(one["size"], one["e_tag"] or "")) for one in found)
     return dict(sorted(named))
 
@@ -184,7 +205,6 @@ def _read_part(part: Part, *, retry_seconds: float, failed: threading.Event) -> 
     """Reads a part; gives up where another one has `failed`."""
     deadline = time.monotonic() + retry_seconds
     scheme, bucket, key = _split(part.url)
-    store = _store(f"{scheme}://{bucket}/")
     options: dict[str, Any] = {"range": (part.start, part.end)}
     if part.etag:
         options["if_match"] = part.etag
@@ -192,6 +212,7 @@ def _read_part(part: Part, *, retry_seconds: float, failed: threading.Event) -> 
     while part.end > part.start:
         with _explained(part.url, failed):
             try:
+                store = _store(f"{scheme}://{bucket}/")
                 data = bytes(store.get(key, options=options).bytes())
                 if len(data) == part.end - part.start:
                     return data
@@ -199,7 +220,7 @@ def _read_part(part: Part, *, retry_seconds: float, failed: threading.Event) -> 
             except _library().exceptions.GenericError as error:
                 if not _passes(error):
                     raise
-                problem = _words(error)
+                problem = _cause(part.url, error)
         late = time.monotonic() + backoff > deadline
         if late or failed.is_set() or _ending.wait(backoff):
             failed.set()
@@ -235,10 +256,13 @@ def _library() -> Any:
 def _store(base: str) -> Any:
     endpoints = (os.environ.get(name, "") for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT"))
     plain = base.startswith("http:") or any(one.startswith("http:") for one in endpoints)
+    client: dict[str, Any] = {"allow_http": True} if plain else {}
+    issuers = os.environ.get("AWS_CA_BUNDLE") or os.environ.get("SSL_CERT_FILE")
+    if issuers:
+        with open(issuers, "rb") as stream:
+            client["root_certificate"] = stream.read()
     return _library().store.from_url(
-        base,
-        client_options={"allow_http": True} if plain else {},
-        retry_config={"retry_timeout": datetime.timedelta(seconds=2)},
+        base, client_options=client, retry_config={"retry_timeout": datetime.timedelta(seconds=2)}
     )
 
 
@@ -249,6 +273,10 @@ def _find_one(base: str, key: str) -> list[Any]:
         if "NoSuchBucket" in str(error):
             raise
         return []
+    except _library().exceptions.BaseError as error:
+        if not base.startswith("http") and not _passes(error):
+            next(iter(_store(base).list(prefix=key)), None)  # its answer says why, a head's cannot
+        raise
 
 
 def _list(base: str, folder: str | None, pattern: str) -> list[Any]:
@@ -263,9 +291,9 @@ def _list(base: str, folder: str | None, pattern: str) -> list[Any]:
     ]
 
 
-def _repeat(url: str, action: Callable[[], Any]) -> Any:
+def _repeat(url: str, action: Callable[[], Any], retry_seconds: float = RETRY_SECONDS) -> Any:
     """Returns what `action` does, repeated while it fails for a while."""
-    deadline, backoff = time.monotonic() + RETRY_SECONDS, _FIRST_BACKOFF
+    deadline, backoff = time.monotonic() + retry_seconds, _FIRST_BACKOFF
     while True:
         with _explained(url):
             try:
@@ -276,46 +304,42 @@ def _repeat(url: str, action: Callable[[], Any]) -> Any:
                     raise
                 if backoff == _FIRST_BACKOFF:
                     text = "%s does not answer: trying again, for %.0f s at most: %s"
-                    _logger.warning(text, url, RETRY_SECONDS, _words(error))
+                    _logger.warning(text, url, retry_seconds, _cause(url, error))
         backoff = min(2 * backoff, _MOST_BACKOFF)
 
 
 def _passes(error: Exception) -> bool:
     """Whether another try may succeed."""
-    status = _find_status_code(error)
-    return status in ("408", "429") or status.startswith("5") or "HTTP error" in str(error)
+    found = re.search(r"status code: (408|429|5..)|HTTP error", str(error))
+    return bool(found) and "InvalidCertificate" not in str(error)
 
 
-def _find_status_code(error: Exception) -> str:
-    found = re.search(r"status code: (\d+)", str(error))
-    return found[1] if found else ""
-
-
-def _words(error: Exception) -> str:
-    """Returns what an error says, without the answer's body and how it came about."""
-    return re.split(r"\n|: <", str(error), maxsplit=1)[0].strip().rstrip(":")
+def _cause(url: str, error: Exception) -> str:
+    """Returns what is wrong, and how to mend it; never the body of an answer."""
+    text = str(error)
+    scheme, bucket, _ = _split(url)
+    prefix = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}.get(scheme)
+    names = f": check the environment variables {prefix}*" if prefix else ""
+    host = re.search(r"https?://([^/\s]+)", text)
+    for pattern, cause in _CAUSES:
+        found = re.search(pattern, text, re.DOTALL)
+        if found:
+            named = {"host": host[1] if host else bucket, "found": found[found.lastindex or 0]}
+            return cause.format(bucket=bucket, names=names, **named)
+    if isinstance(error, FileNotFoundError):
+        return "no such object"
+    return re.split(r"\n|: <", text, maxsplit=1)[0].strip().rstrip(":")
 
 
 @contextlib.contextmanager
 def _explained(url: str, failed: threading.Event | None = None) -> Iterator[None]:
     """Turns errors of the store into InputError; sets `failed`."""
-    scheme, bucket, _ = _split(url)
     exceptions = _library().exceptions
     try:
         yield
     except (exceptions.BaseError, FileNotFoundError, PermissionError) as error:
         if failed:
             failed.set()
-        words, status = str(error), _find_status_code(error)
-        problem = _words(error)
         if isinstance(error, exceptions.PreconditionError):
             raise InputError(f"{url} changed since it was indexed: index it again.") from None
-        if "NoSuchBucket" in words:
-            problem = f"there is no bucket {bucket}"
-        elif isinstance(error, FileNotFoundError):
-            problem = "no such object"
-        elif isinstance(error, PermissionError) or status in ("401", "403"):
-            names = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}.get(scheme, "")
-            way = f": check the credentials, environment variables {names}..." if names else ""
-            problem = f"no permission{way}"
-        raise InputError(f"{url} cannot be read: {problem}.") from None
+        raise InputError(f"{url} cannot be read: {_cause(url, error)}.") from None

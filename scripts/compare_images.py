@@ -26,7 +26,8 @@ def main(arguments: list[str]) -> int:
     dataset = _FILES.dataset()
     cli.import_tensorflow()
     preprocess = Preprocess.for_evaluation(layout=_LAYOUT.value, antialias=_ANTIALIAS.value)
-    spec = InputSpec(dataset=dataset, preprocess=preprocess, order="sequential")
+    one_pass = {"order": "sequential", "repeat": False}  # as stores need it, too
+    spec = InputSpec(dataset=dataset, preprocess=preprocess, **one_pass)
     num_images = min(_NUM_IMAGES.value, dataset.num_records)
     batch_size = min(64, num_images)
     dali, tf_data = (

@@ -8,7 +8,6 @@ work written by hand.
 example: python scripts/compare_throughput.py --files='path/train-*' --seconds=2
 """
 
-import os
 import sys
 
 from dali_tf_input import InputError, Stats, Window
@@ -43,7 +42,7 @@ def main(arguments: list[str]) -> int:
     dataset = _FILES.dataset()
     spec = _WORK.spec(dataset, "buffer")
     about = machine.describe()
-    names = choose_rows(about["gpus"])
+    names = choose_rows(about["gpus"], order="global" if dataset.etags else "buffer")
     machine.print_lines(about)
     if _SWEEP.value:
         given = [flag.name for flag in (*_WORK.all[1:], _BACKENDS, _PLOT) if flag.present]
@@ -53,7 +52,7 @@ def main(arguments: list[str]) -> int:
         measured = [f"--{flag.name}={flag.value}" for flag in flags]
         cli.write_json(_JSON, sweep.run(dataset, _FILES, measured))
         return 0
-    size = sum(map(os.path.getsize, dataset.files))
+    size = sum(size for size, *_ in dataset.states)
     files = cli.format_count(len(dataset.files), "file")
     kilobytes = f"{size / dataset.num_records / 1e3:,.0f} KB each"
     print(f"records   {dataset.num_records:,} in {files}, {kilobytes}")
@@ -77,13 +76,15 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def choose_rows(gpus: list[str]) -> list[str]:
-    """Returns the rows to measure; those that need a GPU only if TensorFlow sees one."""
+def choose_rows(gpus: list[str], order: str) -> list[str]:
+    """Returns the rows to measure, of `order` unless others were asked for; those that need a GPU
+    only if TensorFlow sees one.
+    """
     usable = bool(gpus) and machine.count_gpus_of_tensorflow() > 0
     if _BACKENDS.value is None:
         if gpus and not usable:
             print("The GPU rows are left out: TensorFlow sees no GPU. See docs/install.md.")
-        usual = [name for name, row in ROWS.items() if row.candidate.order == "buffer"]
+        usual = [name for name, row in ROWS.items() if row.candidate.order == order]
         return [name for name in usual if usable or not name.startswith("dali_gpu")]
     names = check_list("backends", _BACKENDS.value, list(ROWS))
     if not usable and any(name.startswith("dali_gpu") for name in names):

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Generator, Iterator
 from typing import Literal, NamedTuple
 
-from dali_tf_input import InputError
+from dali_tf_input import InputError, object_store
 from dali_tf_input.index.files import index_command
 from support import cli, machine, processes
 from support.flags import FileFlags
@@ -29,6 +29,7 @@ FLAGS = cli.Flags()
 _FILES = FileFlags(FLAGS)
 
 _SECONDS = 120  # for each try
+_STORE_SECONDS = 5  # for the answer of a store
 _REINSTALL = "rm -rf .venv && make install"
 # How lines of TensorFlow's and DALI's messages begin that follow the one that says what is wrong.
 _NO_WORDS = ("[[", "Current pipeline object", "C++ context", "[frame ", "<stack traces")
@@ -266,6 +267,8 @@ def cpu_quota(path: str = "/sys/fs/cgroup/cpu.max") -> float | None:
 def examine_files(files: list[str]) -> Iterator[Finding]:
     """Checks TFRecord files and their indexes."""
     try:
+        for url in filter(object_store.is_url, files):
+            object_store.find_objects(url, retry_seconds=_STORE_SECONDS)
         dataset = _FILES.dataset(files)
     except (InputError, OSError) as error:
         yield check("records", False, str(error), fix_records(str(error), files))
@@ -297,7 +300,7 @@ def examine_files(files: list[str]) -> Iterator[Finding]:
 def fix_records(error: str, files: list[str]) -> str:
     """Returns the command that fixes what is wrong with records, or that shows more."""
     named = re.search(r"\S*python\S* -m dali_tf_input\.index .*", error)
-    if named or "://" in files[0]:
+    if named or object_store.is_url(files[0]):
         return named[0] if named else ""
     paths = [os.path.abspath(os.path.expanduser(file)) for file in files]
     folder = paths[0] if os.path.isdir(paths[0]) else os.path.dirname(paths[0])

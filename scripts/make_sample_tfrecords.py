@@ -59,13 +59,16 @@ def main(arguments: list[str]) -> int:
     if numbers[num_train:]:
         splits.append(Split(name="validation", items=numbers[num_train:], num_files=1))
     shared = {"labels": _CLASS_NAMES, "overwrite": _OVERWRITE.value}
-    print_written(out, write_splits(out, splits, make_record, **shared), len(_CLASS_NAMES))
+    print_written(out, write_splits(out, splits, make_records, **shared), len(_CLASS_NAMES))
     return 0
 
 
-def make_record(seed_and_number: tuple[int, int]) -> Record:
-    """Draws one image; its class and all else follow from (seed, number)."""
-    seed, number = seed_and_number
+def make_records(items: list[tuple[int, int]]) -> list[Record]:
+    """Draws images; the class and all else of each follow from (seed, number)."""
+    return [make_record(*item) for item in items]
+
+
+def make_record(seed: int, number: int) -> Record:
     random = np.random.default_rng([seed, number])
     label = int(random.integers(len(_CLASS_NAMES)))
     class_name = _CLASS_NAMES[label]

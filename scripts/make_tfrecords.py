@@ -32,13 +32,13 @@ from typing import get_args
 
 from dali_tf_input import DatasetSpec, InputError, find_files
 from dali_tf_input.index.checks import Decoder
-from dali_tf_input.index.contents import PIXELS_KEY, SIDE_KEYS
-from dali_tf_input.index.example import decode_example, encode_example, replace_features
-from dali_tf_input.index.tfrecord import read_data
+from dali_tf_input.index.cluster import connect_dask
+from dali_tf_input.object_store import is_url
 from support import cli
-from support.convert import table, writer
-from support.convert.images import Conversion, UnreadableImage, convert_image, convert_mask
+from support.convert import records, table, writer
+from support.convert.images import Conversion
 from support.convert.inflate import inflate_files
+from support.label_names import LABELS_NAME, find_label_file
 
 FLAGS = cli.Flags()
 _VALIDATION_FRACTION = FLAGS.number(
@@ -60,6 +60,7 @@ _SKIP_UNREADABLE = FLAGS.boolean(
     "skip_unreadable", False, "Leave out class folders that hold no image, instead of stopping."
 )
 _NUM_PROCESSES = FLAGS.integer("num_processes", None, "Processes; by default one per core.", 1)
+_DASK = FLAGS.string("dask", None, "Address of a Dask scheduler, tcp://host:8786, to work there.")
 _OVERWRITE = FLAGS.boolean("overwrite", False, "Replace OUT if it holds such a set already.")
 _IMAGE_KEY = FLAGS.string("image_key", None, "Feature key of the image in TFRecords; else found.")
 _LABEL_KEY = FLAGS.string("label_key", None, "Feature key of the label in TFRecords; else found.")
@@ -78,6 +79,8 @@ def main(arguments: list[str]) -> int:
     if not 1 <= _QUALITY.value <= 100:
         raise InputError(f"`quality` must be in [1, 100], got {_QUALITY.value}.")
     source, out = map(os.path.expanduser, arguments)
+    if is_url(out):
+        raise InputError(f"{out}: a set is written to a local folder, and copied from there.")
     writer.check_folder(os.path.abspath(out), overwrite=_OVERWRITE.value)
     flags = (_RESIZE_SHORTER, _QUALITY, _APPLY_ORIENTATION, _DECODER, _STORE)
     conversion = Conversion(*(flag.value for flag in flags))
@@ -90,12 +93,12 @@ def main(arguments: list[str]) -> int:
             if ignored:
                 files = cli.format_count(ignored, "file")
                 print(f"ignored: {files} that do not end in {', '.join(_SUFFIXES)}")
-            make_record = functools.partial(record_of_image, catalog, conversion)
+            make_records = functools.partial(records.make_records_of_images, conversion)
             fraction = 0.1 if fraction is None else fraction
         elif source.endswith(table.SUFFIXES):
             labels, rows = table.list_rows(source, catalog)
             groups = [rows]
-            make_record = functools.partial(record_of_image, catalog, conversion)
+            make_records = functools.partial(records.make_records_of_images, conversion)
             fraction = 0.1 if fraction is None else fraction
         else:
             keys = {flag.name: flag.value for flag in (_INDEX_DIR, _IMAGE_KEY, _LABEL_KEY)}
@@ -105,23 +108,30 @@ def main(arguments: list[str]) -> int:
             inflated = tempfile.TemporaryDirectory(dir=beside, prefix=".inflated-")
             plain = inflate_files(source, stack.enter_context(inflated))
             dataset = DatasetSpec.from_files(plain, **keys)
-            labels = read_labels(os.path.dirname(find_files(source)[0]))
+            named = find_label_file(find_files(source)[0])
+            labels = named and named.decode(errors="surrogateescape").splitlines()
             if os.path.realpath(out) in map(os.path.realpath, map(os.path.dirname, dataset.files)):
                 text = "holds the TFRecords to be read: name another folder to write to"
                 raise InputError(f"{out} {text}.")
             train, validation = list_records(dataset, catalog)
-            image_key = dataset.image_key
-            make_record = functools.partial(record_of_record, catalog, conversion, image_key)
+            make_records = functools.partial(
+                records.make_records_of_records, conversion, dataset.image_key
+            )
             groups = [train + validation]
             if fraction is None and train and validation:
                 groups, kept = [train], validation
         train, validation = split_items(groups, kept, fraction or 0.0, _SEED.value)
-        splits = [writer.Split(name="train", items=train, num_files=_NUM_FILES.value)]
-        if validation:
-            num_files = _NUM_VALIDATION_FILES.value
-            splits.append(writer.Split(name="validation", items=validation, num_files=num_files))
+        numbers = {"train": _NUM_FILES.value, "validation": _NUM_VALIDATION_FILES.value}
+        splits = [
+            writer.Split(name=name, items=records.Catalog(catalog, starts), num_files=numbers[name])
+            for name, starts in (("train", train), ("validation", validation))
+            if starts or name == "train"
+        ]
         shared = {"num_processes": _NUM_PROCESSES.value, "overwrite": _OVERWRITE.value}
-        written = writer.write_splits(out, splits, make_record, labels=labels, **shared)
+        executor = stack.enter_context(connect_dask(_DASK.value))
+        written = writer.write_splits(
+            out, splits, make_records, labels=labels, executor=executor, **shared
+        )
     writer.print_written(out, written, None if labels is None else len(labels))
     return 0
 
@@ -136,7 +146,7 @@ def find_classes(image_root: str, *, skip_empty: bool) -> tuple[list[str], int]:
     broken = [name for name in class_names if "\n" in name]
     if broken:
         raise InputError(
-            f"{broken[0]!r}: a line break in the name of a class, which {writer.LABELS_NAME} cannot"
+            f"{broken[0]!r}: a line break in the name of a class, which {LABELS_NAME} cannot"
             " hold: rename the folder."
         )
     others, empty = 0, {}
@@ -165,10 +175,7 @@ def is_image(name: str) -> bool:
 
 
 def list_images(image_root: str, class_names: list[str], catalog: str) -> list[array.array]:
-    """Writes a line [features, path, None] per image to `catalog`; returns classes' line starts.
-
-    The start of its line, 8 bytes, is all that is kept in memory of an image.
-    """
+    """Writes a line [features, path, None] per image to `catalog`; returns classes' line starts."""
     groups = []
     with open(catalog, "xb") as stream:
         for label, class_name in enumerate(class_names):
@@ -183,7 +190,7 @@ def list_images(image_root: str, class_names: list[str], catalog: str) -> list[a
 
 
 def list_records(dataset: DatasetSpec, catalog: str) -> tuple[array.array, array.array]:
-    """Writes a line [offset, size, path] per record to the file `catalog`.
+    """Writes a line [file, etag or None, offset, size] per record to the file `catalog`.
 
     Returns:
       Where the lines start: of the records of training and of validation, by the names of the
@@ -204,19 +211,11 @@ def list_records(dataset: DatasetSpec, catalog: str) -> tuple[array.array, array
     with open(catalog, "xb") as stream:
         for number, file in enumerate(dataset.files):
             starts = validation if splits[file] == "validation" else train
-            for offset, size in dataset.index(number).tolist():
+            etag = dataset.etags[number] if dataset.etags else None
+            for extent in dataset.index(number).tolist():
                 starts.append(stream.tell())
-                stream.write(json.dumps([offset, size, file]).encode() + b"\n")
+                stream.write(json.dumps([file, etag, *extent]).encode() + b"\n")
     return train, validation
-
-
-def read_labels(folder: str) -> list[str] | None:
-    """Returns the lines of labels.txt in a folder, if there is one."""
-    with contextlib.suppress(FileNotFoundError):
-        path = os.path.join(folder, writer.LABELS_NAME)
-        with open(path, encoding="utf-8", errors="surrogateescape") as stream:
-            return stream.read().splitlines()
-    return None
 
 
 def split_items(
@@ -237,57 +236,6 @@ def split_items(
     generator.shuffle(train)
     generator.shuffle(validation)
     return train, validation
-
-
-def record_of_image(catalog: str, conversion: Conversion, start: int) -> writer.Record:
-    """Reads one image, and its mask if it has one."""
-    features, name, mask = read_line(catalog, start)
-    try:
-        with open(name, "rb") as stream:
-            image = convert_image(stream.read(), conversion)
-        if mask:
-            with open(mask, "rb") as stream:
-                features[table.KEYS["mask"]] = convert_mask(stream.read(), image)
-    except (UnreadableImage, OSError) as error:
-        return writer.Record(None, name, (str(error),))
-    key = PIXELS_KEY if conversion.store == "pixels" else "image/encoded"
-    about = {"key": key, "filename": os.path.basename(name)}
-    features |= writer.image_features(image.encoded, (image.height, image.width), **about)
-    return writer.Record(encode_example(features), name, image.notes)
-
-
-def record_of_record(
-    catalog: str, conversion: Conversion, image_key: str, start: int
-) -> writer.Record:
-    """Reads one record; changes only the features of an image that is re-encoded."""
-    offset, size, path = read_line(catalog, start)
-    source = f"{path} at byte {offset}"
-    with open(path, "rb") as stream:
-        data = read_data(stream.fileno(), offset, size)
-    if data is None:
-        return writer.Record(None, source, ("the data of this record does not fit its CRC",))
-    try:
-        features = decode_example(data)
-        encoded = features[image_key][1][0]
-        image = convert_image(encoded, conversion)
-    except (UnreadableImage, InputError, KeyError, IndexError) as error:
-        return writer.Record(None, source, (str(error),))
-    if conversion.store == "pixels":
-        about = dict(zip(SIDE_KEYS, (image.height, image.width), strict=True))
-        changes = {PIXELS_KEY: image.encoded, **about, "image/format": "RGB"}
-        data = replace_features(data, changes, without=image_key)
-    elif image.encoded != encoded:
-        changes = {"image/height": image.height, "image/width": image.width, "image/format": "JPEG"}
-        changes = {key: value for key, value in changes.items() if key in features}
-        data = replace_features(data, {image_key: image.encoded, **changes})
-    return writer.Record(data, source, image.notes)
-
-
-def read_line(catalog: str, start: int) -> list:
-    """Returns what the line of the catalog holds that starts at byte `start`."""
-    with open(catalog, "rb") as stream:
-        stream.seek(start)
-        return json.loads(stream.readline())
 
 
 if __name__ == "__main__":

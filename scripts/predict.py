@@ -19,7 +19,7 @@ import dali_tf_input as dti
 from dali_tf_input import InputError, Preprocess
 from support import cli, pictures
 from support.flags import BACKENDS, FileFlags
-from support.label_names import read_names
+from support.label_names import find_names, read_names
 
 FLAGS = cli.Flags()
 _LABELS = FLAGS.string("labels", None, "File with the name of label i in line i + 1.")
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
     dataset = None if images else _FILES.dataset()
     names = read_names(_LABELS.value) if _LABELS.value else None
     if dataset and not names:
-        names = pictures.find_names(dataset) or None
+        names = find_names(dataset.files[0]) or None
     tf = cli.import_tensorflow()
     dti.enable_memory_growth()
     model, preprocess = load_model(path)

@@ -19,6 +19,7 @@ from PIL import Image
 from dali_tf_input import DaliOptions, InputError, InputSpec, Preprocess, TfDataOptions
 from support import cli, pictures
 from support.flags import FileFlags, LabelFlags, WorkFlags, describe_work
+from support.label_names import find_names
 
 FLAGS = cli.Flags()
 _FILES = FileFlags(FLAGS)
@@ -115,7 +116,7 @@ def draw(spec: InputSpec, batch: dict[str, np.ndarray], others: np.ndarray) -> N
     import matplotlib.pyplot as plt
     from matplotlib.patches import Rectangle
 
-    images, names = batch["image"], pictures.find_names(spec.dataset)
+    images, names = batch["image"], find_names(spec.dataset.files[0])
     difference = np.abs(images - others)
     if spec.mask:
         images, others = (

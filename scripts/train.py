@@ -10,13 +10,12 @@ example: python scripts/train.py --files='path/train-*' --validation_files='path
 """
 
 import dataclasses
-import os
 import sys
 
 import dali_tf_input as dti
 from support import cli
 from support.flags import BACKENDS
-from support.label_names import read_names
+from support.label_names import find_names
 from support.train.flags import TrainFlags
 
 FLAGS = cli.Flags()
@@ -62,14 +61,14 @@ def main(arguments: list[str]) -> int:
 
 def count_classes(records: dti.DatasetSpec) -> int:
     """Returns the number of lines in labels.txt, or the highest label plus 1."""
-    path = os.path.join(os.path.dirname(records.files[0]), "labels.txt")
-    if os.path.exists(path):
-        return len(read_names(path))
+    names = find_names(records.files[0])
+    if names:
+        return len(names)
     if records.label_range and records.num_classes:  # not of a sample
         return records.label_range[1] + 1
     raise dti.InputError(
-        f"The number of classes is unknown: there is no {path}. Pass --num_classes=N, or index with"
-        " --verify=schema."
+        f"The number of classes is unknown: there is no labels.txt beside {records.files[0]}."
+        " Pass --num_classes=N, or index with --verify=schema."
     )
 
 

@@ -1,15 +1,27 @@
 """An S3 server for tests, and a proxy before it that delays, refuses, cuts and counts."""
 
 import contextlib
+import datetime
 import http.client
 import os
 import re
 import socket
+import ssl
 import subprocess
 import sys
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import (
+    BaseHTTPRequestHandler,
+    HTTPServer,
+    SimpleHTTPRequestHandler,
+    ThreadingHTTPServer,
+)
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 
 BUCKET = "bucket"
 OWNER = "AWS4-HMAC-SHA256 Credential=secret/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
@@ -44,12 +56,34 @@ def ask(port, method, path, body=None, headers=None):
     return answer, answer.read()
 
 
+@contextlib.contextmanager
+def run_tls_server(certificate):
+    """Gives the port of an https server that has nothing; writes its own certificate."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
+    now, names = datetime.datetime.now(datetime.UTC), x509.SubjectAlternativeName
+    built = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+    built = built.not_valid_before(now).not_valid_after(now + datetime.timedelta(days=1))
+    built = built.add_extension(names([x509.DNSName("localhost")]), critical=False)
+    pem, formats = serialization.Encoding.PEM, serialization.PrivateFormat
+    text = key.private_bytes(pem, formats.PKCS8, serialization.NoEncryption())
+    certificate.write_bytes(built.sign(key, hashes.SHA256()).public_bytes(pem) + text)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    with HTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        yield server.server_port
+        server.shutdown()
+
+
 class Proxy:
     """Passes requests on.
 
     Attributes:
       fault: called with method and path before a request; returns what happens to it: None, a
-        status such as "503", "cut" (the connection ends within the body) or "short" (the body).
+        status and the store's words such as "503" or "403 AccessDenied", "cut" (the connection ends
+        within the body) or "short" (the body).
       seen: the requests so far, as "GET /bucket/name".
     """
 
@@ -64,10 +98,12 @@ class Proxy:
                 proxy.seen.append(f"{self.command} {self.path}")
                 fault = proxy.fault(self.command, self.path)
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                if fault and fault.isdigit():
-                    self.send_response(int(fault))
-                    self.send_header("Content-Length", "0")
+                if fault and fault[:3].isdigit():
+                    words = b"" if self.command == "HEAD" else f"<Error>{fault[4:]}".encode()
+                    self.send_response(int(fault[:3]))
+                    self.send_header("Content-Length", str(len(words)))
                     self.end_headers()
+                    self.wfile.write(words)
                     return
                 answer, data = ask(port, self.command, self.path, body, dict(self.headers))
                 self.send_response(answer.status)

@@ -2,27 +2,31 @@
 
 import concurrent.futures
 import dataclasses
+import gzip
 import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
+import commands
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import TF_DATA, backends, refused, spec_of, write_dataset
-from stores import BUCKET, Proxy, ask, run_server
+from conftest import SCRIPTS, TF_DATA, backends, refused, spec_of, write_dataset
+from stores import BUCKET, Proxy, ask, run_server, run_tls_server
 
 import dali_tf_input as dti
 from dali_tf_input import object_store
 from dali_tf_input.cache import Cache
 from dali_tf_input.dataset import make_dataset
-from dali_tf_input.index import pool
-from dali_tf_input.index.__main__ import connect
+from dali_tf_input.index import cluster
 from dali_tf_input.training_state import make_fingerprint
+from support.convert import elsewhere
 
 COUNTS = [5, 12, 7]
 SMALL = dti.Preprocess.for_training(16)
@@ -185,19 +189,23 @@ def test_requests_that_fail_are_repeated(dataset, stored, proxy):
     assert dti.build_index(f"{stored}/train-*", force=True).written == 3
 
 
-def test_a_store_that_stays_down(stored, proxy):
+def test_a_store_that_stays_down(stored, dataset, proxy):
     """Names the object and the cause after `retry_seconds`; a refusal at once."""
     dti.build_index(f"{stored}/train-*")
     far = dti.DatasetSpec.from_files(f"{stored}/train-*", retry_seconds=0.5)
     proxy.fault = lambda method, path: "503" if "of-00003" in path else None
     with refused(rf"{stored}/train-0000.* cannot be read for 0.5 s: .*503"):
         far.read(3)
+    left = iter(range(20))
+    proxy.fault = lambda method, path: "503" if next(left, None) is not None else None
+    assert dataclasses.replace(far, retry_seconds=300).read(3) == dataset.read(3)  # it came back
+    proxy.fault = lambda method, path: "503" if "of-00003" in path else None
     with pytest.raises(tf.errors.OpError, match=rf"{stored}/train-0000.* cannot be read for"):
         take_pass(far, TF_DATA)
     proxy.fault = lambda method, path: "403"
     far = dataclasses.replace(far, retry_seconds=1e6)
     for check in (lambda: far.read(3), lambda: dti.build_index(f"{stored}/train-*")):
-        with pytest.raises(dti.InputError, match=r"no permission: .*AWS_") as caught:
+        with pytest.raises(dti.InputError, match=r"no permission: .*AWS_\*") as caught:
             check()
         assert "secret" not in str(caught.value)
 
@@ -217,6 +225,51 @@ def test_what_is_not_there(proxy, files, message):
         dti.build_index(files)
     with refused(message):
         dti.DatasetSpec.from_files(files)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("403 AccessDenied", r"no permission: check the environment variables AWS_\*"),
+        ("403 InvalidAccessKeyId", r"does not take the credentials \(InvalidAccessKeyId\)"),
+        ("403 RequestTimeTooSkewed", "this machine's clock is wrong"),
+        ("400 region 'us-east-1' is wrong; expecting 'eu-west-1'", "is in region eu-west-1: set"),
+        ("301", "the bucket is in another region: set AWS_REGION"),
+    ],
+)
+def test_what_a_store_says(proxy, fault, message):
+    """Is said with what to do about it, for an object as for a pattern, and by doctor.py."""
+    proxy.fault = lambda method, path: fault
+    for url in (f"s3://{BUCKET}/a", f"s3://{BUCKET}/a*"):
+        with refused(message):
+            object_store.find_objects(url)
+    (finding,) = commands.load("doctor.py").examine_files([url])
+    assert (finding.what, finding.state) == ("records", "broken")
+    assert re.search(message, finding.found)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "message"),
+    [
+        ("http://127.0.0.1:1", "127.0.0.1:1 refuses connections"),
+        ("http://nowhere.invalid", "no host nowhere.invalid is known"),
+    ],
+)
+def test_a_store_that_is_not_reached(proxy, monkeypatch, endpoint, message):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    with refused(message):
+        object_store.find_objects(f"s3://{BUCKET}/a", retry_seconds=0)
+
+
+def test_a_certificate(proxy, monkeypatch, tmp_path):
+    """Is trusted if AWS_CA_BUNDLE names it."""
+    with run_tls_server(tmp_path / "certificate") as port:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"https://localhost:{port}")
+        with refused(r"certificate of localhost:\d+ is not trusted \(UnknownIssuer\): .*CA_BUNDLE"):
+            object_store.find_objects(f"s3://{BUCKET}/a")
+        monkeypatch.setenv("AWS_CA_BUNDLE", str(tmp_path / "certificate"))
+        object_store._store.cache_clear()
+        assert object_store.find_objects(f"s3://{BUCKET}/a") == {}
 
 
 def test_without_the_library(proxy, monkeypatch):
@@ -322,25 +375,123 @@ def test_index_by_an_executor(dataset, stored, tmp_path):
     with Broken(1) as executor, refused("The executor failed at .*ZeroDivisionError"):
         dti.build_index(files, force=True, executor=executor)
     with refused("A worker has dali_tf_input .*, this program 0.0: install the same"):
-        pool._check_here(pool.Job(file="", index="", bad_records="", mark="", checks={}), "0.0")
-    with refused("No Dask scheduler answers at nowhere://"), connect("nowhere://x:1"):
+        cluster._check_here(
+            cluster.Job(file="", index="", bad_records="", mark="", checks={}), "0.0"
+        )
+    with refused("No Dask scheduler answers at nowhere://"), cluster.connect_dask("nowhere://x:1"):
         pass
 
 
+def test_a_decoder_that_crashes_a_converter():
+    """Takes down a child process of the worker, not the worker."""
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        work = elsewhere.submit(executor, exec, "import os; os.abort()")
+        with refused(r"the process died \(SIGABRT\)"):
+            work()
+        assert elsewhere.submit(executor, sorted, [3, 1, 2])() == [1, 2, 3]
+        with refused(r"0.0: .* must have dali_tf_input .* and be started with PYTHONPATH="):
+            raise cluster.explain_executor(
+                ImportError(), "0.0", ", and be started with PYTHONPATH="
+            )
+
+
 @pytest.mark.slow
-def test_index_by_dask(stored, tmp_path):
-    """By three workers, of which one is killed."""
+def test_commands_take_urls(stored, dataset, server, tmp_path):
+    ask(server, "PUT", f"/{BUCKET}/{stored.rpartition('/')[2]}/labels.txt", b"a\n" * 24)
+    dti.build_index(f"{stored}/train-*")
+    files = f"--files={stored}/train-*"
+    cached = [f"--cache_dir={tmp_path}/cache", "--cache_bytes=1000000"]
+    for words in (
+        ["train.py", "--epochs=1", "--image_size=16", "--global_batch_size=8"],
+        ["train.py", "--epochs=1", "--image_size=16", "--global_batch_size=8", "--order=buffer"],
+        ["preview.py", f"--out={tmp_path}/sheet.png", "--image_size=16"],
+        ["compare_images.py"],
+    ):
+        keep = cached if "--order=buffer" in words else []
+        process = commands.run(*words, files, *keep)
+        assert (process.returncode, process.stderr) == (0, ""), words
+
+
+@pytest.mark.slow
+def test_convert_from_a_store(stored, dataset, server, tmp_path):
+    """Makes what it makes of local files, of compressed ones too."""
+    dti.build_index(f"{stored}/train-*")
+    name = f"{stored.rpartition('/')[2]}-gz"
+    data = gzip.compress(Path(dataset.files[1]).read_bytes())
+    ask(server, "PUT", f"/{BUCKET}/{name}/train-00000-of-00001.gz", data)
+    arguments = ["--num_files=2", "--validation_fraction=0.2"]
+    pairs = {
+        "all": (f"{stored}/train-*", f"{os.path.dirname(dataset.files[0])}/train-*"),
+        "one": (f"s3://{BUCKET}/{name}/train-*", dataset.files[1]),
+    }
+    for what, sources in pairs.items():
+        made = []
+        for number, source in enumerate(sources):
+            out = tmp_path / f"{what}{number}"
+            process = commands.run("make_tfrecords.py", *arguments, source, out)
+            assert (process.returncode, process.stderr) == (0, "")
+            made.append({path.name: path.read_bytes() for path in out.iterdir()})
+        assert made[0] == made[1]
+    process = commands.run("make_tfrecords.py", sources[0], f"s3://{BUCKET}/out")
+    commands.fails(process, "a set is written to a local folder")
+
+
+@pytest.mark.slow
+def test_a_program_ends_while_the_store_is_down(stored, proxy, tmp_path):
+    """It does not wait for `retry_seconds`."""
+    dti.build_index(f"{stored}/train-*")
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM.format(files=f"{stored}/train-*"))
+    down, asked = threading.Event(), threading.Event()
+
+    def fault(method, path):
+        asked.set() if down.is_set() and "of-00003" in path else None
+        return "503" if down.is_set() else None
+
+    proxy.fault = fault
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen([sys.executable, program], **pipes) as process:
+        process.stdout.readline()  # the first batch came
+        down.set()
+        assert asked.wait(120)
+        process.communicate(b"end\n", timeout=120)
+
+
+PROGRAM = """
+import dali_tf_input as dti
+dataset = dti.DatasetSpec.from_files("{files}")
+spec = dti.InputSpec(dataset=dataset, preprocess=dti.Preprocess.for_training(16), order="global")
+fed = dti.distribute(spec, dti.TfDataOptions(), global_batch_size=8)
+iterator = iter(fed.dataset)
+next(iterator)
+print("first", flush=True)
+import threading
+threading.Thread(target=lambda: [None for _ in iterator], daemon=True).start()
+input()
+"""
+
+
+@pytest.mark.slow
+def test_work_by_dask(stored, tmp_path, monkeypatch):
+    """Index and converter, by three workers, of which one is killed."""
     from distributed import Client, LocalCluster
 
     checks = dti.Checks(verify="decode", decoder="tf_data")
     dti.build_index(f"{stored}/train-*", checks, index_dir=tmp_path / "own")
+    monkeypatch.setenv("PYTHONPATH", str(SCRIPTS))
     with (
-        LocalCluster(n_workers=3, threads_per_worker=1, dashboard_address=None) as cluster,
-        Client(cluster) as client,
-        connect(cluster.scheduler_address) as executor,
+        LocalCluster(n_workers=3, threads_per_worker=1, dashboard_address=None) as dask,
+        Client(dask) as client,
+        cluster.connect_dask(dask.scheduler_address) as executor,
     ):
         (victim, *_) = client.run(os.getpid).values()
         os.kill(victim, signal.SIGKILL)
         dti.build_index(f"{stored}/train-*", checks, index_dir=tmp_path / "dask", executor=executor)
+        for name, where in (("here", ()), ("there", (f"--dask={dask.scheduler_address}",))):
+            words = ["make_tfrecords.py", "--num_files=2", f"--index_dir={tmp_path}/dask", *where]
+            process = commands.run(*words, f"{stored}/train-*", tmp_path / name)
+            assert (process.returncode, process.stderr) == (0, "")
+    for path in (tmp_path / "here").iterdir():
+        assert path.read_bytes() == (tmp_path / "there" / path.name).read_bytes()
     for path in (tmp_path / "own").iterdir():
         assert path.read_bytes() == (tmp_path / "dask" / path.name).read_bytes()

@@ -11,13 +11,10 @@ records, and bad_records.jsonl lists them.
 example: python -m dali_tf_input.index --verify=decode --on_bad=skip 'path/train-*-of-*'
 """
 
-import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator
-from concurrent.futures import Executor
-from typing import Any, get_args
+from typing import get_args
 
 from rich import filesize
 from rich.console import Console
@@ -27,9 +24,9 @@ from rich.progress import Progress as Bar
 from dali_tf_input import command
 from dali_tf_input.cache import make_cache
 from dali_tf_input.command import format_count
-from dali_tf_input.errors import InputError
 from dali_tf_input.index.build import IndexFaultsError, IndexReport, OnBad, Progress, build_index
 from dali_tf_input.index.checks import MAX_PIXELS, Checks, Decoder
+from dali_tf_input.index.cluster import connect_dask
 from dali_tf_input.index.contents import KEY_PRESETS, LEVELS, Images, Labels, Summary, find_keys
 from dali_tf_input.index.files import BAD_RECORDS_NAME, index_command
 from dali_tf_input.index.tfrecord import BadRecord
@@ -66,7 +63,6 @@ _NUM_PROCESSES = FLAGS.integer("num_processes", None, "Processes; by default one
 # What `Checks` has too.
 _LABEL_FLAGS = (_LABEL, _LABEL_KEY, _LABEL_OFFSET, _LABEL_SIZE, _NUM_CLASSES)
 _CHECK_FLAGS = (_VERIFY, _IMAGE_KEY, *_LABEL_FLAGS, _MASK_KEY, _DECODER, _MAX_PIXELS)
-_SECONDS_TO_CONNECT = 10
 _SECONDS_BETWEEN_LINES = 10  # of progress, without a terminal
 
 
@@ -79,7 +75,7 @@ def main(patterns: list[str]) -> int:
     checks = Checks(**{flag.name: flag.value for flag in _CHECK_FLAGS}, vocabulary=names)
     refusal = None
     names_all = _ON_BAD.value == "error"
-    with connect(_DASK.value) as executor, IndexProgress(names_all=names_all) as progress:
+    with connect_dask(_DASK.value) as executor, IndexProgress(names_all=names_all) as progress:
         try:
             report = build_index(
                 patterns,
@@ -102,29 +98,6 @@ def main(patterns: list[str]) -> int:
         print(f"error: {refusal}. {_remedy(patterns)}", file=sys.stderr)
         return 1
     return 0
-
-
-@contextlib.contextmanager
-def connect(address: str | None) -> Iterator[Executor | None]:
-    """Gives the executor of a Dask cluster; None without an address.
-
-    Raises:
-      InputError: Dask is not installed, or no scheduler answers.
-    """
-    if address is None:
-        yield None
-        return
-    try:
-        from distributed import Client
-    except ImportError as error:
-        text = f"--dask needs Dask: {error}. Install it: pip install distributed"
-        raise InputError(text) from error
-    try:
-        client: Any = Client(address, timeout=_SECONDS_TO_CONNECT)  # type: ignore[no-untyped-call]
-    except (OSError, ValueError) as error:
-        raise InputError(f"No Dask scheduler answers at {address}: {error}") from error
-    with client:
-        yield client.get_executor(pure=False)
 
 
 class IndexProgress:

@@ -24,10 +24,11 @@ from dali_tf_input.cache import Cache
 from dali_tf_input.errors import Count, InputError, Path, checked
 from dali_tf_input.index import contents
 from dali_tf_input.index.checks import Checks
+from dali_tf_input.index.cluster import run_elsewhere
 from dali_tf_input.index.example import decode_example
 from dali_tf_input.index.files import check_complete, find_files, find_records_lost, index_files_of
 from dali_tf_input.index.folder import IndexFolder
-from dali_tf_input.index.pool import run_elsewhere, run_jobs
+from dali_tf_input.index.pool import run_jobs
 from dali_tf_input.index.tfrecord import BadRecord, find_records, read_data
 from dali_tf_input.object_store import Part, Status
 

@@ -1,5 +1,6 @@
 """Which files are meant, where their indexes are, and the command that makes them."""
 
+import errno
 import glob
 import json
 import os
@@ -107,7 +108,7 @@ def find_records_lost(records: Mapping[str, int]) -> str | None:
     """
     for folder in {os.path.dirname(file) for file in records}:
         try:
-            splits = json.loads(_read(os.path.join(folder, "dataset_info.json")))["splits"]
+            splits = json.loads(read_file(os.path.join(folder, "dataset_info.json")))["splits"]
             due = {one["name"]: [int(count) for count in one["shardLengths"]] for one in splits}
         except (OSError, ValueError, KeyError, TypeError):
             continue
@@ -177,9 +178,13 @@ def absolute(path: str) -> str:
     return os.path.abspath(path)
 
 
-def _read(path: str) -> bytes:
+def read_file(path: str) -> bytes:
+    """Returns what a file holds, or an object; raises FileNotFoundError if there is none."""
     if is_url(path):
-        return b"".join(object_store.read_whole(object_store.find_objects(path)))
+        found = object_store.find_objects(path)
+        if not found:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        return object_store.read_whole(found)[0]
     with open(path, "rb") as stream:
         return stream.read()
 

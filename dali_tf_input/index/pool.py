@@ -11,13 +11,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import IO, Any
 
-from dali_tf_input import __version__
 from dali_tf_input.errors import InputError
-from dali_tf_input.index.files import absolute
 from dali_tf_input.object_store import Status
 
 # A plain command, which works whatever the calling program is and has imported. Its import path is
@@ -29,7 +27,7 @@ _CODE = (
 
 # How a process ends over an image that its decoder cannot take.
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
-_KEPT_SECONDS = 30  # that a process waits for an executor's next task
+KEPT_SECONDS = 30  # that a process waits for an executor's next task
 _LONGEST_DECODE = 900  # seconds over one image after which the worker ends itself, by SIGALRM
 
 # Records that must not be decoded: number in the file -> (reason, detail).
@@ -70,13 +68,13 @@ def run_jobs(
     """
     if not jobs:
         return
-    local, seats, stopped = threading.local(), list[_Seat](), threading.Event()
+    local, seats, stopped = threading.local(), list[Seat](), threading.Event()
 
     def work(job: Job) -> dict[str, Any]:
         if not hasattr(local, "seat"):
-            local.seat = _Seat()
+            local.seat = Seat()
             seats.append(local.seat)
-        seat: _Seat = local.seat
+        seat: Seat = local.seat
         return seat.run(job, on_progress, stopped)
 
     pool = ThreadPoolExecutor(min(num_processes, len(jobs)))
@@ -96,63 +94,7 @@ def run_jobs(
             seat.close()
 
 
-def run_elsewhere(
-    jobs: Sequence[Job], executor: Executor, on_progress: Callable[[int, int], None]
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Runs `jobs` by an executor, perhaps on other machines; yields as `run_jobs` does.
-
-    Files must be objects of a store, or on a file system that all machines share.
-
-    Raises:
-      InputError: the executor fails, or another version of this package is installed there.
-    """
-    jobs = [dataclasses.replace(job, file=absolute(job.file)) for job in jobs]
-    futures = {executor.submit(_check_here, job, __version__): n for n, job in enumerate(jobs)}
-    try:
-        for future in as_completed(futures):
-            job = jobs[futures[future]]
-            try:
-                answer, index, bad_records = future.result()
-            except InputError:
-                raise
-            except Exception as error:  # of the executor's own kinds
-                raise InputError(f"The executor failed at {job.file}: {error!r}") from error
-            for path, data in ((job.index, index), (job.bad_records, bad_records)):
-                with open(path, "wb") as stream:
-                    stream.write(data)
-            if "error" in answer:
-                raise InputError(f"{job.file}: its worker cannot write: {answer['error'][1]}")
-            entry = answer.get("entry", {"records": 0, "size": 0})
-            on_progress(entry["records"], entry["size"])
-            yield futures[future], answer
-    finally:
-        for future in futures:
-            future.cancel()
-
-
-def _check_here(job: Job, version: str) -> tuple[dict[str, Any], bytes, bytes]:
-    """Returns the answer to a job, its index and its bad records."""
-    if version != __version__:
-        text = f"A worker has dali_tf_input {__version__}, this program {version}"
-        raise InputError(f"{text}: install the same version everywhere.")
-    with tempfile.TemporaryDirectory(prefix="dali_tf_input-") as folder:
-        index, bad_records, mark = (os.path.join(folder, name) for name in ("idx", "bad", "mark"))
-        here = dataclasses.replace(job, index=index, bad_records=bad_records, mark=mark)
-        with _KEPT.lock:
-            answer = _KEPT.run(here, lambda *_: None, threading.Event())
-        timer = threading.Timer(_KEPT_SECONDS, _KEPT.close_if_idle)
-        timer.daemon = True
-        timer.start()
-        return answer, _read_if_there(index), _read_if_there(bad_records)
-
-
-def _read_if_there(path: str) -> bytes:
-    with contextlib.suppress(FileNotFoundError), open(path, "rb") as stream:
-        return stream.read()
-    return b""
-
-
-class _Seat:
+class Seat:
     """Has one process work at a time, and another one where that dies."""
 
     def __init__(self) -> None:
@@ -178,21 +120,20 @@ class _Seat:
     def close_if_idle(self) -> None:
         """Ends the process if no job came for a while."""
         with self.lock:
-            if time.monotonic() >= self._last_used + _KEPT_SECONDS:
+            if time.monotonic() >= self._last_used + KEPT_SECONDS:
                 self.kill()
                 self.close()
 
     def kill(self) -> None:
+        """Kills the process."""
         for worker in self._workers[-1:]:
             worker.kill()
 
     def close(self) -> None:
+        """Waits for the processes, which have ended or will."""
         for worker in self._workers:
             worker.close()
         self._workers = []
-
-
-_KEPT = _Seat()  # of a process that an executor runs
 
 
 class _Worker:

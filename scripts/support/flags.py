@@ -69,13 +69,18 @@ class FileFlags:
     """The flags that say which records are read."""
 
     def __init__(self, flags: Flags) -> None:
-        text = "Indexed TFRecord files, a path or pattern; repeatable."
+        text = "Indexed TFRecord files, a path, URL or pattern; repeatable."
         self.files = flags.strings("files", text)
         text = "Folder of the indexes; else beside the files."
         self.index_dir = flags.string("index_dir", None, text)
         self.image_key = flags.string("image_key", None, "Feature key of the image; else found.")
         self.label_key = flags.string("label_key", None, "Feature key of the label; else found.")
         self.label_offset = flags.integer("label_offset", 0, "Label of the first class as stored.")
+        text = "Local folder that keeps the objects of a store."
+        self.cache_dir = flags.string("cache_dir", None, text)
+        text = "The most bytes that --cache_dir takes."
+        self.cache_bytes = flags.integer("cache_bytes", None, text, 1)
+        self._all = [flag for name, flag in vars(self).items() if name != "files"]
 
     def dataset(self, files: list[str] | None = None) -> dti.DatasetSpec:
         """Describes the records in `files`, by default those of --files."""
@@ -83,17 +88,12 @@ class FileFlags:
         if not files:
             raise dti.InputError("Name the TFRecord files: --files='path/train-*'")
         return dti.DatasetSpec.from_files(
-            files[0] if len(files) == 1 else files,
-            index_dir=self.index_dir.value,
-            image_key=self.image_key.value,
-            label_key=self.label_key.value,
-            label_offset=self.label_offset.value,
+            files[0] if len(files) == 1 else files, **{flag.name: flag.value for flag in self._all}
         )
 
     def as_arguments(self) -> list[str]:
         """Returns these flags as arguments for a command that has them too."""
-        others = (self.index_dir, self.image_key, self.label_key, self.label_offset)
-        given = [f"--{flag.name}={flag.value}" for flag in others if flag.value]
+        given = [f"--{flag.name}={flag.value}" for flag in self._all if flag.value]
         return [*(f"--files={pattern}" for pattern in self.files.value), *given]
 
 

@@ -1,6 +1,11 @@
 """labels.txt: the name of label i in line i + 1."""
 
+import os
+
 from dali_tf_input import InputError
+from dali_tf_input.index.files import read_file
+
+LABELS_NAME = "labels.txt"
 
 
 def read_names(path: str) -> list[str]:
@@ -10,10 +15,28 @@ def read_names(path: str) -> list[str]:
       InputError: the file cannot be read, or names nothing.
     """
     try:
-        with open(path, encoding="utf-8", errors="replace") as stream:
-            names = [line.strip() for line in stream.read().rstrip().splitlines()]
+        with open(path, "rb") as stream:
+            return _parse(stream.read(), path)
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def find_names(file: str) -> list[str]:
+    """Returns the names in labels.txt beside a TFRecord file; none if it is not there."""
+    found = find_label_file(file)
+    return [] if found is None else _parse(found, LABELS_NAME)
+
+
+def find_label_file(file: str) -> bytes | None:
+    """Returns what labels.txt holds beside a TFRecord file, local or in a store."""
+    try:
+        return read_file(os.path.join(os.path.dirname(file), LABELS_NAME))
+    except FileNotFoundError:
+        return None
+
+
+def _parse(text: bytes, path: str) -> list[str]:
+    names = [line.strip() for line in text.decode(errors="replace").rstrip().splitlines()]
     if not names:
         raise InputError(
             f"{path} names no label: it needs one name per line. Write them, or remove it."

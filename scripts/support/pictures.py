@@ -1,7 +1,6 @@
 """What a backend makes, as images that can be compared and shown; and images as they are stored."""
 
 import io
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +9,6 @@ from PIL import Image
 
 import dali_tf_input as dti
 from dali_tf_input.index.contents import SIDE_KEYS
-from support.label_names import read_names
 
 
 def make_batches(
@@ -38,12 +36,6 @@ def read_image(dataset: dti.DatasetSpec, record: int) -> Image.Image:
         return Image.open(io.BytesIO(stored)).convert("RGB")
     height, width = (features[key][0] for key in SIDE_KEYS)
     return Image.frombytes("RGB", (width, height), stored)
-
-
-def find_names(dataset: dti.DatasetSpec) -> list[str]:
-    """Returns the names of the classes, if there is a labels.txt beside the files."""
-    path = os.path.join(os.path.dirname(dataset.files[0]), "labels.txt")
-    return read_names(path) if os.path.exists(path) else []
 
 
 def name_label(label: Any, names: list[str]) -> str:

@@ -7,7 +7,7 @@ import gc
 from support.convert.writer import Record
 
 
-def make_kilobyte(number: int) -> Record:
-    if not number:
+def make_kilobytes(numbers: list[int]) -> list[Record]:
+    if not numbers[0]:
         gc.collect()
-    return Record(bytes([number % 256]) * 1000, str(number))
+    return [Record(bytes([number % 256]) * 1000, str(number)) for number in numbers]

@@ -415,7 +415,7 @@ def test_the_number_of_files_follows_the_size(tmp_path, photos, monkeypatch):
         Split(name="train", items=range(900), num_files=None),
         Split(name="validation", items=range(20), num_files=None),
     ]
-    written = write_splits(str(tmp_path / "out"), splits, kilobytes.make_kilobyte, labels=None)
+    written = write_splits(str(tmp_path / "out"), splits, kilobytes.make_kilobytes, labels=None)
     assert (written.num_files, written.records) == (6 + 1, {"train": 900, "validation": 20})
     sizes = [os.path.getsize(path) for path in sorted((tmp_path / "out").glob("train-*"))]
     assert len(sizes) == 6

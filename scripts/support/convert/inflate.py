@@ -3,7 +3,8 @@
 import os
 import zlib
 
-from dali_tf_input import Checks, InputError, build_index, find_files
+from dali_tf_input import Checks, InputError, build_index, find_files, object_store
+from dali_tf_input.cache import local_copy
 from dali_tf_input.index.foreign import name_content
 from support import cli
 
@@ -19,10 +20,9 @@ def inflate_files(source: str, folder: str) -> str:
       InputError: some are not compressed, or one is damaged.
     """
     files = find_files(source)
-    kinds = {}
+    statuses, kinds = object_store.find_statuses(files), {}
     for file in files:
-        with open(file, "rb") as stream:
-            named = name_content(stream.read(64))
+        named = name_content(_read_start(file, statuses.get(file)))
         kinds[file] = named[0] if named and named[0] in ("GZIP file", "ZLIB file") else ""
     if not any(kinds.values()):
         return source
@@ -32,7 +32,11 @@ def inflate_files(source: str, folder: str) -> str:
     for file in cli.progress(files, what="inflating", total=len(files)):
         path = os.path.join(folder, os.path.basename(file).removesuffix(".gz"))
         try:
-            with open(file, "rb") as stream, open(path, "xb") as inflated:
+            with (
+                local_copy(file, statuses.get(file), None) as local,
+                open(local, "rb") as stream,
+                open(path, "xb") as inflated,
+            ):
                 inflate = zlib.decompressobj(_EITHER)
                 while chunk := inflate.unused_data or stream.read(1 << 20):
                     inflate = zlib.decompressobj(_EITHER) if inflate.eof else inflate
@@ -44,3 +48,11 @@ def inflate_files(source: str, folder: str) -> str:
     pattern = os.path.join(folder, "*")
     build_index(pattern, Checks(verify="crc"), allow_missing=True)
     return pattern
+
+
+def _read_start(file: str, status: object_store.Status | None) -> bytes:
+    if status is None:
+        with open(file, "rb") as stream:
+            return stream.read(64)
+    part = object_store.Part(file, status.etag, 0, min(64, status.size))
+    return object_store.read_parts([part])[0]

@@ -1,6 +1,7 @@
 """Writing sets of TFRecord files, in parallel, whole or not at all."""
 
 import collections
+import functools
 import glob
 import itertools
 import json
@@ -11,7 +12,7 @@ import secrets
 import shutil
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -26,8 +27,9 @@ from dali_tf_input.index.files import BAD_RECORDS_NAME, MANIFEST_NAME, index_com
 from dali_tf_input.index.tfrecord import frame_record
 from dali_tf_input.staging import Staging
 from support import cli, processes
+from support.convert import elsewhere
+from support.label_names import LABELS_NAME
 
-LABELS_NAME = "labels.txt"
 UNREADABLE_NAME = "unreadable_images.jsonl"
 _OUR_FILE = re.compile(r"(train|validation)-\d{5}-of-\d{5}(\.idx)?")
 
@@ -64,6 +66,10 @@ class Record(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
+MakeRecords = Callable[[list[Any]], list[Record]]
+Result = Callable[[], list[Record]]  # waits for it
+
+
 @dataclass(kw_only=True)
 class Written:
     """What `write_splits` did."""
@@ -91,10 +97,11 @@ def image_features(
 def write_splits(
     folder: str,
     splits: Sequence[Split],
-    make_record: Callable[[Any], Record],
+    make_records: MakeRecords,
     *,
     labels: Sequence[str] | None,
     num_processes: int | None = None,
+    executor: Executor | None = None,
     overwrite: bool = False,
 ) -> Written:
     """Writes every split's files and the names of the labels, and renames the folder at the end.
@@ -106,9 +113,10 @@ def write_splits(
     Args:
       folder: a new or an empty folder; with `overwrite` also one that holds such a set.
       splits: what to write.
-      make_record: makes of one item its record; picklable, as it runs in other processes.
+      make_records: makes of some items their records; picklable, as it runs in other processes.
       labels: the name of each label, for ``labels.txt``; None writes none.
-      num_processes: how many; None is one for each core.
+      num_processes: how many; None is one for each core of this machine.
+      executor: what runs them, perhaps on other machines; None starts them here.
       overwrite: whether a set is replaced.
 
     Raises:
@@ -130,9 +138,15 @@ def write_splits(
         # Spawned: a process forked from one with threads may wait forever.
         context, written = multiprocessing.get_context("spawn"), Written()
         pool = ProcessPoolExecutor(most, mp_context=context, initializer=_begin)
+
+        def submit(items: list[Any]) -> Result:
+            if executor:
+                return elsewhere.submit(executor, make_records, items)
+            return pool.submit(make_records, items).result
+
         try:
             for split in splits:
-                _write_split(pool, made, split, make_record, written)
+                _write_split(functools.partial(_in_order, submit, 4 * most), made, split, written)
         except BrokenProcessPool as error:
             raise InputError(
                 "A process that reads images died: there may be too little memory, or an image may"
@@ -160,17 +174,12 @@ def _begin() -> None:
 
 
 def _write_split(
-    pool: ProcessPoolExecutor,
-    folder: str,
-    split: Split,
-    make_record: Callable[[Any], Record],
-    written: Written,
+    make: Callable[[Sequence[Any]], Iterator[Record]], folder: str, split: Split, written: Written
 ) -> None:
     """Writes the files of one split and adds to `written`. Empty files are dropped."""
-    num_files = split.num_files or _choose_num_files(pool, split.items, make_record)
+    num_files = split.num_files or _choose_num_files(make, split.items)
     count, unreadable = len(split.items), os.path.join(folder, UNREADABLE_NAME)
-    made = _in_order(pool, split.items, make_record)
-    records = cli.progress(made, what=f"writing {split.name}", total=count)
+    records = cli.progress(make(split.items), what=f"writing {split.name}", total=count)
     paths, written.records[split.name] = [], 0
     with open(unreadable, "a", encoding="utf-8") as skipped:
         for file_id in range(num_files):
@@ -260,29 +269,24 @@ def print_written(folder: str, written: Written, num_classes: int | None) -> Non
 
 
 def _in_order(
-    pool: ProcessPoolExecutor, items: Sequence[Any], make_record: Callable[[Any], Record]
+    submit: Callable[[list[Any]], Result], most: int, items: Sequence[Any]
 ) -> Iterator[Record]:
-    """Yields the record of each item, in order, working a few chunks ahead."""
-    ahead: collections.deque[Future[list[Record]]] = collections.deque()
+    """Yields the record of each item, in order, working `most` chunks ahead."""
+    ahead: collections.deque[Result] = collections.deque()
     for start in range(0, len(items), _CHUNK_ITEMS):
-        chunk = items[start : start + _CHUNK_ITEMS]
-        ahead.append(pool.submit(_make_chunk, make_record, chunk))
-        if len(ahead) >= 4 * len(os.sched_getaffinity(0)):
-            yield from ahead.popleft().result()
+        ahead.append(submit(items[start : start + _CHUNK_ITEMS]))
+        if len(ahead) >= most:
+            yield from ahead.popleft()()
     while ahead:
-        yield from ahead.popleft().result()
-
-
-def _make_chunk(make_record: Callable[[Any], Record], items: Sequence[Any]) -> list[Record]:
-    return [make_record(item) for item in items]
+        yield from ahead.popleft()()
 
 
 def _choose_num_files(
-    pool: ProcessPoolExecutor, items: Sequence[Any], make_record: Callable[[Any], Record]
+    make: Callable[[Sequence[Any]], Iterator[Record]], items: Sequence[Any]
 ) -> int:
     """Returns the number of files of 100 to 200 MB, by the records of sampled items."""
     step = max(1, len(items) // _SAMPLED_ITEMS)
-    sizes = [len(record.data or b"") for record in _in_order(pool, items[::step], make_record)]
+    sizes = [len(record.data or b"") for record in make(items[::step])]
     mean = sum(sizes) / len(sizes)
     return max(1, min(len(items), round(mean * len(items) / _FILE_BYTES)))
 

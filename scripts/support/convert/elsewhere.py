@@ -1,0 +1,82 @@
+"""Runs a converter's work by an executor, perhaps on other machines."""
+
+import base64
+import pickle
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import Any
+
+from dali_tf_input import InputError, __version__
+from dali_tf_input.index.cluster import explain_executor
+from support import processes
+
+_CODE = (
+    "import sys; sys.path.insert(0, sys.argv[1])\n"
+    "from support import processes; from support.convert import elsewhere\n"
+    "processes.serve(elsewhere.answer)"
+)
+_KEPT_SECONDS = 60  # that a process waits for the next chunk
+_LONGEST_CHUNK = 3600  # seconds
+
+_local = threading.local()
+
+
+def submit(executor: Executor, work: Callable[[list], list], items: list) -> Callable[[], list]:
+    """Has an executor do work; returns what waits for its result, or raises InputError."""
+    future = executor.submit(_run_apart, work, __version__, items)
+
+    def wait() -> list:
+        try:
+            return future.result()
+        except InputError:
+            raise
+        except Exception as error:  # of the executor's own kinds
+            needs = f", and be started with PYTHONPATH={processes.SCRIPTS}"
+            raise explain_executor(error, _name(items), needs) from error
+
+    return wait
+
+
+def _run_apart(work: Callable[[list], list], version: str, items: list) -> list:
+    """Returns what `work` makes of items, in a process of its own: a decoder may crash."""
+    if version != __version__:
+        text = f"A worker has dali_tf_input {__version__}, this program {version}"
+        raise InputError(f"{text}: install the same version everywhere.")
+    if not hasattr(_local, "worker"):
+        _local.worker = processes.JsonWorker(
+            [sys.executable, "-c", _CODE, processes.SCRIPTS],
+            environment={"CUDA_VISIBLE_DEVICES": ""},  # TensorFlow would take a GPU's memory
+        )
+    question = base64.b64encode(pickle.dumps((work, items))).decode()
+    try:
+        try:
+            found = _local.worker.ask(question, seconds=_LONGEST_CHUNK)
+        except processes.WorkerDied:  # it waited for too long, perhaps
+            found = _local.worker.ask(question, seconds=_LONGEST_CHUNK)
+    except processes.WorkerDied as error:
+        raise InputError(f"At {_name(items)}, or soon after it: {error}") from error
+    made, problem = pickle.loads(base64.b64decode(found))
+    if problem:
+        raise InputError(problem)
+    return made
+
+
+def _name(items: list) -> str:
+    """Returns the path in the first item."""
+    return next((str(part) for part in items[0] if isinstance(part, str)), str(items[0]))
+
+
+def answer(question: str) -> str:
+    """Does what `_run_apart` asks for, in the process that it starts."""
+    signal.alarm(0)
+    work, items = pickle.loads(base64.b64decode(question))
+    made: Any = ([], None)
+    try:
+        made = (work(items), None)
+    except InputError as error:
+        made = ([], str(error))
+    signal.alarm(_KEPT_SECONDS)
+    return base64.b64encode(pickle.dumps(made)).decode()

@@ -1,0 +1,105 @@
+"""What becomes of each item of a catalog: an image file, or a record of a TFRecord file."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dali_tf_input import InputError
+from dali_tf_input.index.contents import PIXELS_KEY, SIDE_KEYS
+from dali_tf_input.index.example import decode_example, encode_example, replace_features
+from dali_tf_input.index.tfrecord import read_data, unframe_record
+from dali_tf_input.object_store import RETRY_SECONDS, Part, read_merged
+from support.convert import table, writer
+from support.convert.images import Conversion, UnreadableImage, convert_image, convert_mask
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """Items of a file with a line of JSON for each, by the bytes where their lines start.
+
+    The start, 8 bytes, is all that is kept in memory of an item.
+    """
+
+    path: str
+    starts: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, which: Any) -> list:
+        items = []
+        with open(self.path, "rb") as stream:
+            for start in self.starts[which]:
+                stream.seek(start)
+                items.append(json.loads(stream.readline()))
+        return items
+
+
+def make_records_of_images(conversion: Conversion, items: list) -> list[writer.Record]:
+    """Reads images, items [features, path, path of the mask or None]."""
+    return [_record_of_image(conversion, *item) for item in items]
+
+
+def _record_of_image(
+    conversion: Conversion, features: dict, name: str, mask: str | None
+) -> writer.Record:
+    try:
+        with open(name, "rb") as stream:
+            image = convert_image(stream.read(), conversion)
+        if mask:
+            with open(mask, "rb") as stream:
+                features[table.KEYS["mask"]] = convert_mask(stream.read(), image)
+    except (UnreadableImage, OSError) as error:
+        return writer.Record(None, name, (str(error),))
+    key = PIXELS_KEY if conversion.store == "pixels" else "image/encoded"
+    about = {"key": key, "filename": os.path.basename(name)}
+    features |= writer.image_features(image.encoded, (image.height, image.width), **about)
+    return writer.Record(encode_example(features), name, image.notes)
+
+
+def make_records_of_records(
+    conversion: Conversion, image_key: str, items: list
+) -> list[writer.Record]:
+    """Reads records, items [file, etag of the object or None, offset, size].
+
+    Only the features of images that are re-encoded change.
+    """
+    parts = [Part(file, etag or "", start, start + size) for file, etag, start, size in items]
+    if items[0][1] is None:
+        data = [_read_locally(part) for part in parts]
+    else:
+        found = read_merged(parts, retry_seconds=RETRY_SECONDS)
+        data = [unframe_record(record) for record in found]
+    return [
+        _record_of_record(conversion, image_key, f"{part.url} at byte {part.start}", one)
+        for part, one in zip(parts, data, strict=True)
+    ]
+
+
+def _read_locally(part: Part) -> bytes | None:
+    with open(part.url, "rb") as stream:
+        return read_data(stream.fileno(), part.start, part.end - part.start)
+
+
+def _record_of_record(
+    conversion: Conversion, image_key: str, source: str, data: bytes | None
+) -> writer.Record:
+    if data is None:
+        return writer.Record(None, source, ("the data of this record does not fit its CRC",))
+    try:
+        features = decode_example(data)
+        encoded = features[image_key][1][0]
+        image = convert_image(encoded, conversion)
+    except (UnreadableImage, InputError, KeyError, IndexError) as error:
+        return writer.Record(None, source, (str(error),))
+    if conversion.store == "pixels":
+        about = dict(zip(SIDE_KEYS, (image.height, image.width), strict=True))
+        changes = {PIXELS_KEY: image.encoded, **about, "image/format": "RGB"}
+        data = replace_features(data, changes, without=image_key)
+    elif image.encoded != encoded:
+        changes = {"image/height": image.height, "image/width": image.width, "image/format": "JPEG"}
+        changes = {key: value for key, value in changes.items() if key in features}
+        data = replace_features(data, {image_key: image.encoded, **changes})
+    return writer.Record(data, source, image.notes)
