@@ -4,7 +4,6 @@ The library is obstore; credentials and endpoints are what it finds in its own u
 variables. Requests that fail for a while are repeated.
 """
 
-import atexit
 import contextlib
 import datetime
 import fnmatch
@@ -15,7 +14,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from multiprocessing.pool import ThreadPool
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from dali_tf_input.errors import InputError
@@ -27,6 +26,8 @@ _PART_BYTES, _PARTS = 1 << 23, 4  # of a download, and how many are under way
 MOST_REQUESTS = 64  # under way in a process
 _MOST_GAP = 1 << 14  # bytes between neighbors that are read along
 _FIRST_BACKOFF, _MOST_BACKOFF = 0.1, 10.0  # seconds between two tries
+# The library's own, before those: it doubles, with jitter.
+_BACKOFF = {"init_backoff": datetime.timedelta(milliseconds=10)}
 
 # What the words of an error mean, of the store or of the library.
 _CAUSES = (
@@ -91,6 +92,11 @@ def find_objects(pattern: str, *, retry_seconds: float = RETRY_SECONDS) -> dict[
     return dict(sorted(named))
 
 
+def find_all(patterns: Iterable[str]) -> list[dict[str, Status]]:
+    """Returns what `find_objects` does of each pattern; they are asked for at the same time."""
+    return _map(find_objects, [*patterns])
+
+
 def list_folder(folder: str) -> dict[str, Status]:
     """Returns the objects directly in a folder by their base names; none if there is no folder."""
     found = find_objects(f"{folder.rstrip('/')}/*")
@@ -101,13 +107,9 @@ def find_statuses(urls: Iterable[str]) -> dict[str, Status]:
     """Returns the versions of those objects that there are, by a listing of each folder."""
     wanted = {url for url in urls if is_url(url)}
     found: dict[str, Status] = {}
-    for folder in {url.rpartition("/")[0] for url in wanted}:
-        if folder.startswith("http"):
-            for url in wanted:
-                found |= find_objects(url)
-        else:
-            named = list_folder(folder).items()
-            found |= {f"{folder}/{name}": status for name, status in named}
+    folders = {url if url.startswith("http") else f"{url.rpartition('/')[0]}/*" for url in wanted}
+    for one in find_all(folders):
+        found |= one
     return {url: found[url] for url in wanted & found.keys()}
 
 
@@ -121,7 +123,7 @@ def read_parts(parts: Sequence[Part], *, retry_seconds: float = RETRY_SECONDS) -
     """
     failed = threading.Event()
     read = functools.partial(_read_part, retry_seconds=retry_seconds, failed=failed)
-    return [*map(read, parts)] if len(parts) == 1 else _pool(os.getpid()).map(read, parts, 1)
+    return _map(read, parts)
 
 
 def read_merged(parts: Sequence[Part], *, retry_seconds: float) -> list[bytes]:
@@ -191,14 +193,18 @@ def delete(url: str) -> None:
     _repeat(url, lambda: _store(f"{scheme}://{bucket}/").delete(key))
 
 
+def _map(work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+    return [*map(work, items)] if len(items) < 2 else [*_pool(os.getpid()).map(work, items)]
+
+
 @functools.cache
-def _pool(_: int) -> ThreadPool:
-    """Returns the threads of a process that wait for objects."""
-    pool = ThreadPool(MOST_REQUESTS)
-    atexit.register(pool.terminate)
-    # Before TensorFlow ends: who waits for a store must not keep the process.
+def _pool(_: int) -> ThreadPoolExecutor:
+    """Returns the threads of a process that wait for objects.
+
+    A program that ends waits for what they do: its iterators, which it drops then, wait for them.
+    """
     threading._register_atexit(_ending.set)  # type: ignore[attr-defined]
-    return pool
+    return ThreadPoolExecutor(MOST_REQUESTS)
 
 
 def _read_part(part: Part, *, retry_seconds: float, failed: threading.Event) -> bytes:
@@ -210,6 +216,8 @@ def _read_part(part: Part, *, retry_seconds: float, failed: threading.Event) -> 
         options["if_match"] = part.etag
     backoff = _FIRST_BACKOFF
     while part.end > part.start:
+        if _ending.is_set():
+            raise InputError(f"{part.url} is not read any more: the program ends.")
         with _explained(part.url, failed):
             try:
                 store = _store(f"{scheme}://{bucket}/")

@@ -437,16 +437,22 @@ def test_convert_from_a_store(stored, dataset, server, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_program_ends_while_the_store_is_down(stored, proxy, tmp_path):
-    """It does not wait for `retry_seconds`."""
+@pytest.mark.parametrize("store", ["down", "slow"])
+def test_a_program_ends(stored, proxy, tmp_path, store):
+    """It waits neither for `retry_seconds` nor, for ever, for what it asked for."""
     dti.build_index(f"{stored}/train-*")
     program = tmp_path / "program.py"
     program.write_text(PROGRAM.format(files=f"{stored}/train-*"))
-    down, asked = threading.Event(), threading.Event()
+    down, asked, answers = (threading.Event() for _ in range(3))
 
     def fault(method, path):
-        asked.set() if down.is_set() and "of-00003" in path else None
-        return "503" if down.is_set() else None
+        if not down.is_set() or "of-00003" not in path:
+            return None
+        asked.set()
+        if store == "down":
+            return "503"
+        answers.wait()
+        return None
 
     proxy.fault = fault
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
@@ -454,7 +460,11 @@ def test_a_program_ends_while_the_store_is_down(stored, proxy, tmp_path):
         process.stdout.readline()  # the first batch came
         down.set()
         assert asked.wait(120)
-        process.communicate(b"end\n", timeout=120)
+        process.stdin.write(b"end\n")
+        process.stdin.close()
+        time.sleep(1)  # not needed: it may end later
+        answers.set()
+        process.wait(120)
 
 
 PROGRAM = """

@@ -99,8 +99,8 @@ def read_fixed_order(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
     mean_bytes = int(extents[:, 1].numpy().mean())
     parallel = options.num_parallel_reads
     chunk = int(np.clip(_CHUNK_BYTES // max(1, mean_bytes), 1, _CHUNK))
-    if dataset.etags and spec.order == "global":  # whose records are no neighbors
-        chunk = max(1, MOST_REQUESTS // parallel)
+    if dataset.etags and spec.order == "global":  # a request for each record
+        chunk = max(chunk, MOST_REQUESTS // parallel)
 
     def list_epoch(epoch: int, step: int, names: Any, states: Any, counts: Any) -> Integers:
         check_states(names, states)

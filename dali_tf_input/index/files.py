@@ -35,9 +35,10 @@ def find_files(files: Path | Sequence[Path]) -> tuple[str, ...]:
     """
     found: dict[Any, str] = {}  # by device and inode: one stat for each file; or by URL
     patterns = _patterns(files)
+    objects = iter(object_store.find_all(filter(is_url, patterns)))
     for pattern in patterns:
         if is_url(pattern):
-            urls = {url: url for url in object_store.find_objects(pattern) if not _is_ours(url)}
+            urls = {url: url for url in next(objects) if not _is_ours(url)}
             if not urls:
                 raise InputError(f"No object matches '{pattern}'.")
             found |= urls

@@ -1,0 +1,190 @@
+"""Measures records in a store some milliseconds away, against the same local files.
+
+A server on this machine holds the files and answers each request late; it takes CPU time from the
+same cores. Rows: nothing cached; a cache that holds everything; nothing cached over requests of
+which 1 in 20 fails; and the index command, against a plain download of the same objects.
+
+example: python scripts/benchmark_store.py --files='path/train-*' --milliseconds=30
+"""
+
+import asyncio
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+from dali_tf_input import InputError, Stats
+from dali_tf_input.object_store import Part, Status, find_objects, read_parts
+from support import cli, machine, processes
+from support.flags import BACKENDS, FileFlags, WorkFlags
+from support.throughput.candidates import Candidate, CandidateError, Measurer
+from support.throughput.rows import rates, ratios
+
+FLAGS = cli.Flags()
+_FILES = FileFlags(FLAGS)
+_WORK = WorkFlags(FLAGS)
+_MILLISECONDS = FLAGS.number("milliseconds", 30.0, "How late each answer comes.")
+_SECONDS = FLAGS.number("seconds", 4.0, "Length of each measured window.", 0.01)
+_REPEATS = FLAGS.integer("repeats", 5, "Measured windows of each row.", 1)
+_BACKEND = FLAGS.choice("backend", "tf_data", list(BACKENDS), "What feeds the network.")
+_JSON = FLAGS.string("json", None, "File for the results.")
+
+_TARGETS = {"far": 0.9, "cached": 0.98, "failing": 0.7, "index": 0.8}
+_FAILING = 20  # one in so many
+_PART_BYTES = 1 << 23
+_REQUEST = re.compile(rb"/(\w+)/(\S+) .*?(?:range: bytes=(\d+)-(\d+)|\r\n\r\n)", re.S | re.I)
+_HEAD = (
+    "HTTP/1.1 {status} X\r\nContent-Length: {size}\r\nETag: 1\r\nLast-Modified: Thu, 01 Jan 2026"
+    " 00:00:00 GMT\r\nContent-Range: bytes {first}-{last}/{total}\r\n\r\n"
+)
+
+
+def main(arguments: list[str]) -> int:
+    if arguments[:1] == ["serve"]:  # how this command starts its server
+        asyncio.run(serve(arguments[1:]))
+        return 0
+    cli.check_no_arguments(arguments)
+    cli.check_writable(_JSON)
+    dataset, about = _FILES.dataset(), machine.describe()
+    machine.print_lines(about)
+    with tempfile.TemporaryDirectory() as folder, run_server(dataset.files) as base:
+        named = [os.path.basename(file) for file in dataset.files]
+        urls = {kind: [f"{base}/{kind}/{one}" for one in named] for kind in ("good", "flaky")}
+        cache = [f"--cache_dir={folder}/cache", f"--cache_bytes={1 << 40}"]
+        for kind, ones in urls.items():
+            run_index(*ones, f"--index_dir={folder}/{kind}", *(cache if kind == "good" else []))
+        found = measure_training(
+            local=_FILES.as_arguments(),
+            far=as_flags(urls["good"], f"{folder}/good"),
+            cached=[*as_flags(urls["good"], f"{folder}/good"), *cache],
+            failing=as_flags(urls["flaky"], f"{folder}/flaky"),
+        )
+        found["index"] = measure_index(urls["good"], folder)
+    lines = []
+    for name, (ratio, what) in found.items():
+        target = _TARGETS.get(name)
+        verdict = f"{target} {'met' if ratio.median >= target else 'missed'}" if target else ""
+        lines.append((name, cli.format_stats(ratio), what, verdict))
+    print()
+    cli.print_table(("records", "ratio", "measured", "target"), lines)
+    rows = {name: {**vars(ratio), "measured": what} for name, (ratio, what) in found.items()}
+    cli.write_json(_JSON, {**about, "milliseconds": _MILLISECONDS.value, "rows": rows})
+    return 0
+
+
+def as_flags(urls: list[str], index_dir: str) -> list[str]:
+    return [f"--index_dir={index_dir}", *(f"--files={url}" for url in urls)]
+
+
+def measure_training(**given: list[str]) -> dict[str, tuple[Stats, str]]:
+    """Measures order "global" over files that flags name; returns ratios, and images/s.
+
+    The ratios are to "local", that of "failing" is to "far".
+    """
+    candidate = Candidate(_WORK.with_decode(BACKENDS[_BACKEND.value]), "global")
+    windows: dict[str, list[dict]] = {name: [] for name in given}
+    with contextlib.ExitStack() as stack:
+        measurers = {}
+        for name, flags in given.items():
+            files = SimpleNamespace(as_arguments=lambda flags=flags: flags)
+            measurers[name] = stack.enter_context(Measurer(files, _WORK))
+        turns = [name for _ in range(_REPEATS.value + 1) for name in given]
+        for name in cli.progress(turns, what="measuring", total=len(turns)):
+            try:
+                shared = {"seconds": _SECONDS.value, "warmup_batches": 16, "fresh": False}
+                windows[name].append(measurers[name].measure(candidate, **shared))
+            except CandidateError as error:
+                raise InputError(f"{name} cannot be measured: {error}") from error
+            measurers[name].pause()
+    counted = {name: measured[1:] for name, measured in windows.items()}  # the first round fills
+    return {
+        name: (
+            ratios(measured, counted["far" if name == "failing" else "local"]),
+            f"{Stats.of(rates(measured)).median:,.0f} images/s",
+        )
+        for name, measured in counted.items()
+    }
+
+
+def measure_index(urls: list[str], folder: str) -> tuple[Stats, str]:
+    """Returns how fast the index command is, as part of a plain download, and its rate."""
+    objects = {url: status for one in urls for url, status in find_objects(one).items()}
+    speeds, size = [], sum(status.size for status in objects.values())
+    for _ in cli.progress(range(_REPEATS.value), what="indexing", total=_REPEATS.value):
+        plain = download(objects)
+        speeds.append((plain, run_index(*urls, "--force", f"--index_dir={folder}/index")))
+    ratio = Stats.of([plain / index for plain, index in speeds])
+    return ratio, f"{size / Stats.of([index for _, index in speeds]).median / 1e6:,.0f} MB/s"
+
+
+def download(objects: dict[str, Status]) -> float:
+    """Returns the seconds that it takes to read objects, as many parts at once as there may be."""
+    start = time.perf_counter()
+    for url, (size, etag) in objects.items():
+        starts = range(0, size, _PART_BYTES)
+        read_parts([Part(url, etag, one, min(one + _PART_BYTES, size)) for one in starts])
+    return time.perf_counter() - start
+
+
+def run_index(*arguments: str) -> float:
+    """Runs the index command; returns its seconds."""
+    start = time.perf_counter()
+    code, _, errors = processes.call([sys.executable, "-m", "dali_tf_input.index", *arguments])
+    if code:
+        raise InputError(f"The index command failed: {errors}")
+    return time.perf_counter() - start
+
+
+@contextlib.contextmanager
+def run_server(files: tuple[str, ...]) -> Iterator[str]:
+    """Gives the URL of a server of `files`, a process of its own."""
+    words = [sys.executable, os.path.abspath(__file__), f"--milliseconds={_MILLISECONDS.value}"]
+    process = processes.start([*words, "serve", *files], stdout=subprocess.PIPE)
+    try:
+        yield f"http://127.0.0.1:{process.stdout.readline().strip()}"
+    finally:
+        processes.kill(process)
+
+
+async def serve(files: list[str]) -> None:
+    """Serves ranges of `files`, as /good/NAME and /flaky/NAME, until it is killed."""
+    processes.die_with_parent()
+    count, paths = 0, {os.path.basename(file).encode(): file for file in files}
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal count
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                request = await reader.readuntil(b"\r\n\r\n")
+                kind, name, first, last = _REQUEST.search(request).groups()
+                await asyncio.sleep(_MILLISECONDS.value / 1000)
+                count += 1
+                fails = kind == b"flaky" and count % _FAILING == 0
+                if name not in paths:
+                    writer.write(b"HTTP/1.1 404 X\r\nContent-Length: 0\r\n\r\n")
+                    continue
+                with open(paths[name], "rb") as stream:
+                    total = os.path.getsize(stream.name)
+                    start, end = int(first or 0), min(int(last or total), total - 1)
+                    size = 0 if fails else end + 1 - start
+                    named = {"first": start, "last": end, "total": total, "size": size}
+                    status = 503 if fails else 206 if first else 200
+                    writer.write(_HEAD.format(status=status, **named).encode())
+                    await writer.drain()
+                    if size and request.startswith(b"GET"):
+                        loop = asyncio.get_running_loop()
+                        await loop.sendfile(writer.transport, stream, start, size)
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await server.serve_forever()
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main, FLAGS))
