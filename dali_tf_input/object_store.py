@@ -26,8 +26,6 @@ _PART_BYTES, _PARTS = 1 << 23, 4  # of a download, and how many are under way
 MOST_REQUESTS = 64  # under way in a process
 _MOST_GAP = 1 << 14  # bytes between neighbors that are read along
 _FIRST_BACKOFF, _MOST_BACKOFF = 0.1, 10.0  # seconds between two tries
-# The library's own, before those: it doubles, with jitter.
-_BACKOFF = {"init_backoff": datetime.timedelta(milliseconds=10)}
 
 # What the words of an error mean, of the store or of the library.
 _CAUSES = (
@@ -50,7 +48,9 @@ _CAUSES = (
     (r"ConnectionRefused", "{host} refuses connections{names}"),
 )
 
+# A program that ends waits for its threads: its iterators, which it drops then, wait for them.
 _ending = threading.Event()
+threading._register_atexit(_ending.set)  # type: ignore[attr-defined]
 _logger = logging.getLogger("dali_tf_input")
 
 
@@ -88,8 +88,7 @@ def find_objects(pattern: str, *, retry_seconds: float = RETRY_SECONDS) -> dict[
     else:
         folder = re.split(r"[*?[]", key, maxsplit=1)[0].rpartition("/")[0]
         found = _repeat(pattern, lambda: _list(base, folder or None, key), retry_seconds)
-    named = ((base + one["path"], Status(one["size"], one["e_tag"] or "")) for one in found)
-    return dict(sorted(named))
+    return dict(sorted(found))
 
 
 def find_all(patterns: Iterable[str]) -> list[dict[str, Status]]:
@@ -106,10 +105,8 @@ def list_folder(folder: str) -> dict[str, Status]:
 def find_statuses(urls: Iterable[str]) -> dict[str, Status]:
     """Returns the versions of those objects that there are, by a listing of each folder."""
     wanted = {url for url in urls if is_url(url)}
-    found: dict[str, Status] = {}
     folders = {url if url.startswith("http") else f"{url.rpartition('/')[0]}/*" for url in wanted}
-    for one in find_all(folders):
-        found |= one
+    found = {url: status for one in find_all(folders) for url, status in one.items()}
     return {url: found[url] for url in wanted & found.keys()}
 
 
@@ -123,7 +120,7 @@ def read_parts(parts: Sequence[Part], *, retry_seconds: float = RETRY_SECONDS) -
     """
     failed = threading.Event()
     read = functools.partial(_read_part, retry_seconds=retry_seconds, failed=failed)
-    return _map(read, parts)
+    return [*map(bytes, _map(read, parts))]
 
 
 def read_merged(parts: Sequence[Part], *, retry_seconds: float) -> list[bytes]:
@@ -137,8 +134,7 @@ def read_merged(parts: Sequence[Part], *, retry_seconds: float) -> list[bytes]:
         else:
             merged.append(part)
         places[number] = (len(merged) - 1, part.start - merged[-1].start)
-    data = read_parts(merged, retry_seconds=retry_seconds)
-    found = []
+    data, found = read_parts(merged, retry_seconds=retry_seconds), []
     for number, part in enumerate(parts):
         request, start = places[number]
         found.append(data[request][start : start + part.end - part.start])
@@ -157,14 +153,15 @@ def download(url: str, status: Status, descriptor: int, retry_seconds: float) ->
       InputError: as `read_parts`.
       OSError: the file cannot be written.
     """
-    starts = range(0, status.size, _PART_BYTES)
-    for first in range(0, len(starts), _PARTS):
-        parts = [
-            Part(url, status.etag, start, min(start + _PART_BYTES, status.size))
-            for start in starts[first : first + _PARTS]
-        ]
-        for part, data in zip(parts, read_parts(parts, retry_seconds=retry_seconds), strict=True):
-            os.pwrite(descriptor, data, part.start)
+    failed = threading.Event()
+
+    def fetch(start: int) -> None:
+        part = Part(url, status.etag, start, min(start + _PART_BYTES, status.size))
+        data = _read_part(part, retry_seconds=retry_seconds, failed=failed)
+        os.pwrite(descriptor, data, start)
+
+    with ThreadPoolExecutor(_PARTS) as pool:
+        list(pool.map(fetch, range(0, status.size, _PART_BYTES)))
 
 
 def write(url: str, path: str, *, replaces: str | None = None) -> bool:
@@ -199,16 +196,12 @@ def _map(work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
 
 @functools.cache
 def _pool(_: int) -> ThreadPoolExecutor:
-    """Returns the threads of a process that wait for objects.
-
-    A program that ends waits for what they do: its iterators, which it drops then, wait for them.
-    """
-    threading._register_atexit(_ending.set)  # type: ignore[attr-defined]
+    """Returns the threads of a process that wait for objects."""
     return ThreadPoolExecutor(MOST_REQUESTS)
 
 
-def _read_part(part: Part, *, retry_seconds: float, failed: threading.Event) -> bytes:
-    """Reads a part; gives up where another one has `failed`."""
+def _read_part(part: Part, *, retry_seconds: float, failed: threading.Event) -> Any:
+    """Returns a buffer with a part; gives up where another one has `failed`."""
     deadline = time.monotonic() + retry_seconds
     scheme, bucket, key = _split(part.url)
     options: dict[str, Any] = {"range": (part.start, part.end)}
@@ -221,7 +214,7 @@ def _read_part(part: Part, *, retry_seconds: float, failed: threading.Event) -> 
         with _explained(part.url, failed):
             try:
                 store = _store(f"{scheme}://{bucket}/")
-                data = bytes(store.get(key, options=options).bytes())
+                data = store.get(key, options=options).bytes()
                 if len(data) == part.end - part.start:
                     return data
                 problem = f"{len(data):,} bytes came of {part.end - part.start:,}"
@@ -274,9 +267,9 @@ def _store(base: str) -> Any:
     )
 
 
-def _find_one(base: str, key: str) -> list[Any]:
+def _find_one(base: str, key: str) -> list[tuple[str, Status]]:
     try:
-        return [_store(base).head(key)]
+        return [_named(base, _store(base).head(key))]
     except FileNotFoundError as error:
         if "NoSuchBucket" in str(error):
             raise
@@ -287,16 +280,20 @@ def _find_one(base: str, key: str) -> list[Any]:
         raise
 
 
-def _list(base: str, folder: str | None, pattern: str) -> list[Any]:
+def _list(base: str, folder: str | None, pattern: str) -> list[tuple[str, Status]]:
     """Returns the objects of a folder whose keys fit a pattern, in which "*" ends at a slash."""
     depth, fits = pattern.count("/"), re.compile(fnmatch.translate(pattern)).match
     pages = _store(base).list(prefix=folder, chunk_size=1000)
     return [
-        one
+        _named(base, one)
         for page in pages
         for one in page
         if one["path"].count("/") == depth and fits(one["path"])
     ]
+
+
+def _named(base: str, about: Any) -> tuple[str, Status]:
+    return base + about["path"], Status(about["size"], about["e_tag"] or "")
 
 
 def _repeat(url: str, action: Callable[[], Any], retry_seconds: float = RETRY_SECONDS) -> Any:

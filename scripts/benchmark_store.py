@@ -2,7 +2,8 @@
 
 A server on this machine holds the files and answers each request late; it takes CPU time from the
 same cores. Rows: nothing cached; a cache that holds everything; nothing cached over requests of
-which 1 in 20 fails; and the index command, against a plain download of the same objects.
+which 1 in 20 fails; and the index command, against a plain download of the same objects
+to files.
 
 example: python scripts/benchmark_store.py --files='path/train-*' --milliseconds=30
 """
@@ -16,10 +17,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 from dali_tf_input import InputError, Stats
-from dali_tf_input.object_store import Part, Status, find_objects, read_parts
+from dali_tf_input.object_store import RETRY_SECONDS, Status, download, find_objects
 from support import cli, machine, processes
 from support.flags import BACKENDS, FileFlags, WorkFlags
 from support.throughput.candidates import Candidate, CandidateError, Measurer
@@ -36,7 +38,6 @@ _JSON = FLAGS.string("json", None, "File for the results.")
 
 _TARGETS = {"far": 0.9, "cached": 0.98, "failing": 0.7, "index": 0.8}
 _FAILING = 20  # one in so many
-_PART_BYTES = 1 << 23
 _REQUEST = re.compile(rb"/(\w+)/(\S+) .*?(?:range: bytes=(\d+)-(\d+)|\r\n\r\n)", re.S | re.I)
 _HEAD = (
     "HTTP/1.1 {status} X\r\nContent-Length: {size}\r\nETag: 1\r\nLast-Modified: Thu, 01 Jan 2026"
@@ -116,18 +117,22 @@ def measure_index(urls: list[str], folder: str) -> tuple[Stats, str]:
     objects = {url: status for one in urls for url, status in find_objects(one).items()}
     speeds, size = [], sum(status.size for status in objects.values())
     for _ in cli.progress(range(_REPEATS.value), what="indexing", total=_REPEATS.value):
-        plain = download(objects)
+        plain = download_all(objects)
         speeds.append((plain, run_index(*urls, "--force", f"--index_dir={folder}/index")))
     ratio = Stats.of([plain / index for plain, index in speeds])
     return ratio, f"{size / Stats.of([index for _, index in speeds]).median / 1e6:,.0f} MB/s"
 
 
-def download(objects: dict[str, Status]) -> float:
-    """Returns the seconds that it takes to read objects, as many parts at once as there may be."""
+def download_all(objects: dict[str, Status]) -> float:
+    """Returns the seconds that it takes to download objects to files, one on each core at once."""
+
+    def one(url: str) -> None:
+        with tempfile.TemporaryFile() as stream:
+            download(url, objects[url], stream.fileno(), RETRY_SECONDS)
+
     start = time.perf_counter()
-    for url, (size, etag) in objects.items():
-        starts = range(0, size, _PART_BYTES)
-        read_parts([Part(url, etag, one, min(one + _PART_BYTES, size)) for one in starts])
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(one, objects))
     return time.perf_counter() - start
 
 
