@@ -129,36 +129,27 @@ def make_set(folder: str, num_files: int, record_bytes: int) -> None:
 
 def time_index(*arguments: str) -> tuple[float, int]:
     """Runs the index command; returns its seconds and the peak memory of its processes."""
-    start = time.perf_counter()
-    command = [sys.executable, "-m", "dali_tf_input.index", *arguments]
-    process = processes.start(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     most, finished = 0, threading.Event()
 
     def watch() -> None:
         nonlocal most
         while not finished.wait(0.05):
-            most = max(most, memory_of_tree(process.pid))
+            most = max(most, memory_of_children())
 
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        output = process.communicate()[0]
-        seconds = time.perf_counter() - start
+        return processes.run_index(*arguments), most
     finally:
-        processes.kill(process)
         finished.set()
         watcher.join()
-    if process.returncode:
-        raise InputError(f"The index command failed: {output}")
-    return seconds, most
 
 
-def memory_of_tree(root: int) -> int:
-    """Returns the memory of a process and its children in bytes; what they share counts once."""
+def memory_of_children() -> int:
+    """Returns the memory of this process's children in bytes; what they share counts once."""
     try:
-        parent = psutil.Process(root)
-        tree = [parent, *parent.children(recursive=True)]
-        return sum(process.memory_full_info().pss for process in tree)
+        children = psutil.Process().children(recursive=True)
+        return sum(process.memory_full_info().pss for process in children)
     except psutil.Error:
         return 0  # one of them has just ended
 

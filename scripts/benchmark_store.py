@@ -18,14 +18,13 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
-from dali_tf_input import InputError, Stats
+from dali_tf_input import Stats
 from dali_tf_input.object_store import RETRY_SECONDS, Status, download, find_objects
 from support import cli, machine, processes
 from support.flags import BACKENDS, FileFlags, WorkFlags
-from support.throughput.candidates import Candidate, CandidateError, Measurer
-from support.throughput.rows import rates, ratios
+from support.throughput.candidates import Candidate
+from support.throughput.rows import measure_in_turn, rates, ratios
 
 FLAGS = cli.Flags()
 _FILES = FileFlags(FLAGS)
@@ -58,7 +57,9 @@ def main(arguments: list[str]) -> int:
         urls = {kind: [f"{base}/{kind}/{one}" for one in named] for kind in ("good", "flaky")}
         cache = [f"--cache_dir={folder}/cache", f"--cache_bytes={1 << 40}"]
         for kind, ones in urls.items():
-            run_index(*ones, f"--index_dir={folder}/{kind}", *(cache if kind == "good" else []))
+            processes.run_index(
+                *ones, f"--index_dir={folder}/{kind}", *(cache if kind == "good" else [])
+            )
         found = measure_training(
             local=_FILES.as_arguments(),
             far=as_flags(urls["good"], f"{folder}/good"),
@@ -88,27 +89,15 @@ def measure_training(**given: list[str]) -> dict[str, tuple[Stats, str]]:
     The ratios are to "local", that of "failing" is to "far".
     """
     candidate = Candidate(_WORK.with_decode(BACKENDS[_BACKEND.value]), "global")
-    windows: dict[str, list[dict]] = {name: [] for name in given}
-    with contextlib.ExitStack() as stack:
-        measurers = {}
-        for name, flags in given.items():
-            files = SimpleNamespace(as_arguments=lambda flags=flags: flags)
-            measurers[name] = stack.enter_context(Measurer(files, _WORK))
-        turns = [name for _ in range(_REPEATS.value + 1) for name in given]
-        for name in cli.progress(turns, what="measuring", total=len(turns)):
-            try:
-                shared = {"seconds": _SECONDS.value, "warmup_batches": 16, "fresh": False}
-                windows[name].append(measurers[name].measure(candidate, **shared))
-            except CandidateError as error:
-                raise InputError(f"{name} cannot be measured: {error}") from error
-            measurers[name].pause()
-    counted = {name: measured[1:] for name, measured in windows.items()}  # the first round fills
+    rows = {name: (candidate, [*flags, *_WORK.as_arguments()]) for name, flags in given.items()}
+    window = {"seconds": _SECONDS.value, "warmup_batches": 16}
+    windows = measure_in_turn(rows, repeats=_REPEATS.value, **window)
     return {
         name: (
-            ratios(measured, counted["far" if name == "failing" else "local"]),
+            ratios(measured, windows["far" if name == "failing" else "local"]),
             f"{Stats.of(rates(measured)).median:,.0f} images/s",
         )
-        for name, measured in counted.items()
+        for name, measured in windows.items()
     }
 
 
@@ -118,7 +107,7 @@ def measure_index(urls: list[str], folder: str) -> tuple[Stats, str]:
     speeds, size = [], sum(status.size for status in objects.values())
     for _ in cli.progress(range(_REPEATS.value), what="indexing", total=_REPEATS.value):
         plain = download_all(objects)
-        speeds.append((plain, run_index(*urls, "--force", f"--index_dir={folder}/index")))
+        speeds.append((plain, processes.run_index(*urls, "--force", f"--index_dir={folder}/index")))
     ratio = Stats.of([plain / index for plain, index in speeds])
     return ratio, f"{size / Stats.of([index for _, index in speeds]).median / 1e6:,.0f} MB/s"
 
@@ -133,15 +122,6 @@ def download_all(objects: dict[str, Status]) -> float:
     start = time.perf_counter()
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         list(pool.map(one, objects))
-    return time.perf_counter() - start
-
-
-def run_index(*arguments: str) -> float:
-    """Runs the index command; returns its seconds."""
-    start = time.perf_counter()
-    code, _, errors = processes.call([sys.executable, "-m", "dali_tf_input.index", *arguments])
-    if code:
-        raise InputError(f"The index command failed: {errors}")
     return time.perf_counter() - start
 
 

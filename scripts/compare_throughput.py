@@ -2,18 +2,17 @@
 
 Each row runs in a process of its own. The processes are measured in turn, round by round, and
 paused between their turns, so that whatever else the machine does affects all of them alike. First
-both backends are shown to make the same images. --sweep measures six kinds of work against the same
-work written by hand.
+both backends are shown to make the same images.
 
 example: python scripts/compare_throughput.py --files='path/train-*' --seconds=2
 """
 
+import os
 import sys
 
 from dali_tf_input import InputError, Stats, Window
 from support import cli, machine, plots, processes
 from support.flags import FileFlags, WorkFlags, check_list, describe_work
-from support.throughput import sweep
 from support.throughput.rows import ROWS, conclusions, measure_rows, rates, ratios
 
 FLAGS = cli.Flags()
@@ -25,12 +24,11 @@ _REPEATS = FLAGS.integer("repeats", 5, "Measured windows of each row.", 1)
 _WARMUP_BATCHES = FLAGS.integer(
     "warmup_batches", 16, "Batches before each window, beyond queues.", 0
 )
-_SWEEP = FLAGS.boolean("sweep", False, "Measure six kinds of work, against the same by hand.")
 _JSON = FLAGS.string("json", None, "File for the results.")
 _PLOT = FLAGS.string("plot", None, "File for the plot, a .png.")
 
 _REFERENCE = "tf_data"
-_LIMIT = 600  # seconds for the comparison of images
+_MOST_DIFFERENCE = 0.01  # of 255, on average
 _COLUMNS = ("backend", "images/s", "min", "max", f"x {_REFERENCE}", "CPU s / 1000")
 _COLUMNS += ("first batch s", "peak MB", "what")
 
@@ -44,14 +42,6 @@ def main(arguments: list[str]) -> int:
     about = machine.describe()
     names = choose_rows(about["gpus"], order="global" if dataset.etags else "buffer")
     machine.print_lines(about)
-    if _SWEEP.value:
-        given = [flag.name for flag in (*_WORK.all[1:], _BACKENDS, _PLOT) if flag.present]
-        if given:
-            raise InputError(f"--sweep chooses --{given[0]} itself.")
-        flags = (_SECONDS, _REPEATS, _WARMUP_BATCHES, _WORK.batch_size)
-        measured = [f"--{flag.name}={flag.value}" for flag in flags]
-        cli.write_json(_JSON, sweep.run(dataset, _FILES, measured))
-        return 0
     size = sum(size for size, *_ in dataset.states)
     files = cli.format_count(len(dataset.files), "file")
     kilobytes = f"{size / dataset.num_records / 1e3:,.0f} KB each"
@@ -97,14 +87,15 @@ def choose_rows(gpus: list[str], order: str) -> list[str]:
 
 def compare_images() -> str:
     """Compares the backends' evaluation images in another process; an error if they differ."""
-    try:
-        arguments = _FILES.as_arguments()
-        return processes.call_script("compare_images.py", *arguments, seconds=_LIMIT).strip()
-    except InputError as error:
+    words = [sys.executable, os.path.join(processes.SCRIPTS, "preview.py"), *_FILES.as_arguments()]
+    words += ["--evaluation", "--out=", "--num_images=256", f"--most={_MOST_DIFFERENCE}"]
+    code, output, errors = processes.call(words)
+    if code:
         raise InputError(
             "The backends' images were not shown to be the same, so their speeds mean nothing. "
-            f"{error}"
-        ) from error
+            f"{errors.strip() or processes.how_it_ended(code)}"
+        )
+    return f"DALI's to tf.data's: {output.rpartition('difference')[2].strip()}"
 
 
 def summarize(name: str, windows: dict[str, list[dict]]) -> dict:

@@ -9,6 +9,7 @@ of it briefly on the CPU.
 example: python scripts/gpu_check.py --files='path/train-*' --parts=probe,pixels
 """
 
+import io
 import json
 import os
 import re
@@ -25,8 +26,9 @@ try:
 
     import dali_tf_input as dti
     from support import cli, machine, pictures, processes
+    from support.convert.writer import write_images
     from support.flags import FileFlags, WorkFlags, check_list
-    from support.throughput import experiments, rows, sweep
+    from support.throughput import experiments, rows
     from support.throughput.candidates import Candidate, CandidateError, Measurer, images_per_second
 except ModuleNotFoundError as error:
     sys.exit(f"error: {sys.executable} lacks {error.name}: install it, or see docs/install.md.")
@@ -42,6 +44,7 @@ _PART = FLAGS.string("part", None, "For the processes that this one starts: what
 
 _LIMIT = 480  # seconds that a part may take
 _WINDOWS, _BRIEFLY = (2.0, 3), (0.1, 1)  # seconds of a measured window, and how many
+_RESIZED = 256  # images of each size, at most
 _LARGEST_MEAN = 3.0  # of 255: nvJPEG's inverse DCT and upsampling differ from libjpeg-turbo's
 
 
@@ -122,7 +125,8 @@ def compare(dataset: dti.DatasetSpec, ways: dict[str, Candidate]) -> dict[str, A
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
     texts: dict[str, str] = {}
     seconds, repeats = _BRIEFLY if _REHEARSE.value else _WINDOWS
-    with Measurer(_FILES, _WORK, f"--batch_size={choose_batch_size(dataset)}") as measurer:
+    flags = (*_FILES.as_arguments(), *_WORK.as_arguments())
+    with Measurer(*flags, f"--batch_size={choose_batch_size(dataset)}") as measurer:
         for _ in range(repeats):
             for name in [name for name in ways if "FAILED" not in texts.get(name, "")]:
                 try:
@@ -188,6 +192,19 @@ def check_pixels(dataset: dti.DatasetSpec) -> dict[str, Any]:
     return {**found, "passed": passed, "text": f"{found['text']}\n  {text}"}
 
 
+def write_resized(
+    dataset: dti.DatasetSpec, size: tuple[int, int], folder: str, num_records: int
+) -> str:
+    """Writes images of `dataset`, resized to (height, width), as TFRecords; returns a pattern."""
+    images = []
+    for record in range(0, dataset.num_records, -(-dataset.num_records // _RESIZED)):
+        stream = io.BytesIO()
+        pictures.read_image(dataset, record).resize(size[::-1]).save(stream, "JPEG", quality=90)
+        images.append(stream.getvalue())
+    out = os.path.join(folder, str(size[0]))
+    return write_images(out, images, num_records=num_records, num_files=1)
+
+
 def check_throughput(dataset: dti.DatasetSpec) -> dict[str, Any]:
     """Measures rows in turn, by the size of batches and of images."""
     dali, usual = f"dali_{make_options().device}", choose_batch_size(dataset)
@@ -200,7 +217,7 @@ def check_throughput(dataset: dti.DatasetSpec) -> dict[str, Any]:
         for size, batch in (*(((256, 341), batch) for batch in batches), ((1080, 1920), usual)):
             flags, at_least = cli.Flags(), 16 if _REHEARSE.value else 2048
             files = FileFlags(flags)
-            flags(["", f"--files={sweep.write_resized(dataset, size, folder, at_least=at_least)}"])
+            flags(["", f"--files={write_resized(dataset, size, folder, at_least)}"])
             windows = rows.measure_rows(names, files, _WORK, f"--batch_size={batch}", **window)
             rates = {name: dti.Stats.of(rows.rates(one)) for name, one in windows.items()}
             shown = ", ".join(f"{name} {stats.median:,.0f}" for name, stats in rates.items())

@@ -116,11 +116,12 @@ def predict_records(
     if shown:
         cli.print_table(("id", "label", "prediction", "probability", "record"), shown)
     if _SHEET.value:
-        pictures.draw_sheet(
-            [pictures.read_image(dataset, int(row[0])) for row in shown],
-            [f"{row[0]}: {row[1]}\ntaken for {row[2]}, {row[3]}" for row in shown],
-            path=_SHEET.value,
-        )
+        tiles: list[Any] = []
+        for record, label, best, sure, _ in shown:
+            image = pictures.read_image(dataset, int(record))
+            title = f"{record}: {label}\ntaken for {best}, {sure}"
+            tiles.append(pictures.Tile(title, image))
+        pictures.draw_sheet(tiles, path=_SHEET.value)
     return 0
 
 

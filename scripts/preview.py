@@ -3,14 +3,14 @@
 Each row: the original with the region that is taken and its label, tf.data's image and DALI's, both
 with their mask in colors (--mask_key). A fourth picture, their amplified difference, is shown only
 if they differ visibly. The images are the first of an epoch of order "global": the same records,
-crops and mirrors for both. Values outside of 0..255 are clipped.
+crops and mirrors for both. Values outside of 0..255 are clipped. With --most the exit code is 1 if
+the backends differ by more; --out= draws no sheet.
 
 example: python scripts/preview.py --files='path/train-*' --crop=random_resized_crop --out=sheet.png
 """
 
 import dataclasses
 import sys
-import textwrap
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ FLAGS = cli.Flags()
 _FILES = FileFlags(FLAGS)
 _LABELS = LabelFlags(FLAGS)
 _WORK = WorkFlags(FLAGS)
+_MOST = FLAGS.number("most", None, "Largest mean difference that passes, of 255.")
 _OUT = FLAGS.string("out", "sheet.png", "File for the contact sheet, a .png.")
 _NUM_IMAGES = FLAGS.integer("num_images", 8, "How many images are shown, at most.", 1)
 _EVALUATION = FLAGS.boolean("evaluation", False, "Show the preprocessing of evaluation.")
@@ -55,13 +56,18 @@ def main(arguments: list[str]) -> int:
     if any((one != other[name]).any() for name, one in batch.items() if name != "image"):
         raise InputError(f"The backends serve other records: {batch}, {other}. Please report this.")
     difference = np.abs(batch["image"] - other["image"])
-    draw(spec, batch, other["image"])
+    if _OUT.value:
+        draw(spec, batch, other["image"])
     work = describe_work(spec.preprocess)
     print(f"images      {num_images} of {spec.dataset.num_records:,}: {work}")
-    print(f"difference  mean {difference.mean():.4f} of 255, largest {difference.max():.2f}")
+    mean = difference.mean()
+    print(f"difference  mean {mean:.4f} of 255, largest {difference.max():.2f}")
     if spec.preprocess.auto_augment:
         print("            each backend draws its own augmentation, so these images differ")
-    print(f"sheet       in {_OUT.value}")
+    if _OUT.value:
+        print(f"sheet       in {_OUT.value}")
+    if _MOST.value is not None and mean > _MOST.value:
+        raise InputError(f"The backends' images differ by {mean:.6f}, --most is {_MOST.value}.")
     return 0
 
 
@@ -110,12 +116,6 @@ def lay_over(image: np.ndarray, mask: np.ndarray) -> np.ndarray:
 
 def draw(spec: InputSpec, batch: dict[str, np.ndarray], others: np.ndarray) -> None:
     """Draws the contact sheet of tf.data's batch and DALI's images and saves it."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from matplotlib.patches import Rectangle
-
     images, names = batch["image"], find_names(spec.dataset.files[0])
     difference = np.abs(images - others)
     if spec.mask:
@@ -123,40 +123,32 @@ def draw(spec: InputSpec, batch: dict[str, np.ndarray], others: np.ndarray) -> N
             np.stack([*map(lay_over, made, batch["mask"])]) for made in (images, others)
         )
     differs = [one.max() >= _VISIBLE for one in difference]
-    columns = 3 + any(differs)
-    across = 1 if len(images) <= 4 else 2
-    down = -(-len(images) // across)
-    height, width = spec.preprocess.image_size
-    inches = 2.6 * across * columns * min(2.0, max(0.5, width / height))
-    layout = {"figsize": (inches, 2.9 * down + 0.9), "squeeze": False, "layout": "constrained"}
-    figure, all_axes = plt.subplots(down, across * columns, **layout)
-    for axes in all_axes.flat:
-        axes.set_axis_off()
+    tiles: list[pictures.Tile | None] = []
     for number, record in enumerate(batch["record_id"].tolist()):
         image = pictures.read_image(spec.dataset, record)
         label = pictures.name_label(batch["label"][number], names) if spec.label else ""
-        (top, left, high, wide), mirrored = find_crop(image, spec, number)
-        row, start = number // across, number % across * columns
-        remark = ", mirrored" if mirrored else ""
-        shown = {
-            f"{label}\n{image.width}x{image.height}{remark}": np.asarray(image),
-            "tf.data": images[number],
-            "DALI" if differs[number] else "DALI: the same": others[number],
-        }
+        box, mirrored = find_crop(image, spec, number)
+        text = f"{label}\n{image.width}x{image.height}{', mirrored' if mirrored else ''}"
+        tiles.append(pictures.Tile(text, image, box))
+        tiles.append(pictures.Tile("tf.data", as_pixels(images[number])))
+        text = "DALI" if differs[number] else "DALI: the same"
+        tiles.append(pictures.Tile(text, as_pixels(others[number])))
         if differs[number]:
             mean, most = difference[number].mean(), difference[number].max()
             text = f"difference x {_AMPLIFY}\nmean {mean:.2f}, largest {most:.0f} of 255"
-            shown[text] = _AMPLIFY * difference[number]
-        for axes, (text, pixels) in zip(all_axes[row, start:], shown.items(), strict=False):
-            axes.imshow(np.clip(np.floor(pixels + 0.5), 0, 255).astype(np.uint8))
-            axes.set_title(text, fontsize=9)
-        box = {"fill": False, "edgecolor": "#ff3b30", "linewidth": 2}
-        frame = Rectangle((left - 0.5, top - 0.5), wide, high, **box)
-        all_axes[row, start].add_patch(frame)
-    text = "\n".join(textwrap.wrap(describe_work(spec.preprocess), 30 * columns * across))
-    figure.suptitle(f"What the model sees\n{text}", fontsize=10)
-    figure.savefig(_OUT.value, dpi=90)
-    plt.close(figure)
+            tiles.append(pictures.Tile(text, as_pixels(_AMPLIFY * difference[number])))
+        elif any(differs):
+            tiles.append(None)
+    height, width = spec.preprocess.image_size
+    across = (3 + any(differs)) * (1 if len(images) <= 4 else 2)
+    shared = {"across": across, "aspect": width / height}
+    title = f"What the model sees: {describe_work(spec.preprocess)}"
+    pictures.draw_sheet(tiles, path=_OUT.value, title=title, **shared)
+
+
+def as_pixels(image: np.ndarray) -> np.ndarray:
+    """Returns an image in 0..255 as uint8."""
+    return np.clip(np.floor(image + 0.5), 0, 255).astype(np.uint8)
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def measure_stages(backends: list[str], *, has_gpu: bool) -> dict[str, dict[str,
         stages = (*stages, "dataset", *(["device"] if has_gpu and name != "dali_gpu" else []))
         windows[name] = {stage: [] for stage in stages}
     turns = [(name, stage) for name, cuts in windows.items() for stage in cuts] * _REPEATS.value
-    with Measurer(_FILES, _WORK) as measurer:
+    with Measurer(*_FILES.as_arguments(), *_WORK.as_arguments()) as measurer:
         for name, stage in cli.progress(turns, what="cutting", total=len(turns)):
             cut = Candidate(_WORK.options(name), _ORDER.value, variant=stage)
             try:

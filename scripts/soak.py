@@ -12,10 +12,8 @@ example: python scripts/soak.py --images=100000 --backends=tf_data --json=soak.j
 import ctypes
 import gc
 import io
-import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -43,6 +41,7 @@ _PART = FLAGS.string("part", None, "For the processes that this one starts: PART
 
 _RECORDS, _SIZE, _BATCH_SIZE = 8192, 32, 256  # small images: growth does not depend on their size
 _SAMPLES = 200  # of a stream
+_LIMIT = 3600  # seconds for each
 _WARM = 0.2  # of each part is not judged: caches and allocators fill
 # Largest growth after that: of a stream, a part of its memory; else bytes of each.
 _BOUNDS = {"stream": 0.02, "evaluations": 50_000, "datasets": 50_000}
@@ -71,9 +70,8 @@ class Sample(NamedTuple):
 def main(arguments: list[str]) -> int:
     cli.check_no_arguments(arguments)
     if _PART.value:
-        processes.die_with_parent()
-        for sample in run_part(*_PART.value.split(",")):
-            print(json.dumps(sample), flush=True)
+        samples_of_part = run_part(*_PART.value.split(","))
+        processes.serve(lambda _: next(samples_of_part))
         return 0
     cli.check_writable(_JSON)
     cli.check_writable(_PLOT, suffix=".png")
@@ -123,23 +121,14 @@ def collect(part: str, backend: str, files: list[str]) -> list[Sample]:
     """Runs a part in a process of its own; returns its samples."""
     numbers = [f"--{one.name}={one.value}" for one in (_IMAGES, _EVALUATIONS, _DATASETS, _ORDER)]
     words = [sys.executable, os.path.abspath(__file__), f"--part={part},{backend}"]
-    what, environment = f"{backend}, {PARTS[part]}", {**os.environ, "MALLOC_ARENA_MAX": "1"}
-    with tempfile.TemporaryFile("w+") as log:
-        pipes = {"stdout": subprocess.PIPE, "stderr": log, "env": environment}
-        process = processes.start([*words, *numbers, *files], **pipes)
+    what, total = f"{backend}, {PARTS[part]}", how_many(part)[1]
+    one_arena = {"environment": {"MALLOC_ARENA_MAX": "1"}}
+    with processes.JsonWorker([*words, *numbers, *files], **one_arena) as worker:
+        turns = cli.progress(range(total), what=what, total=total)
         try:
-            # DALI prints to stdout too.
-            lines = (json.loads(line) for line in process.stdout if line.startswith("["))
-            shown = cli.progress(lines, what=what, total=how_many(part)[1])
-            samples = [Sample(*values) for values in shown]
-            process.wait()
-        finally:
-            processes.kill(process)
-        if process.returncode:
-            log.seek(0)
-            how = processes.how_it_ended(process.returncode)
-            raise InputError(f"{what}: ended with {how}. {log.read().strip()[-2000:]}")
-    return samples
+            return [Sample(*worker.ask("next", seconds=_LIMIT)) for _ in turns]
+        except processes.WorkerDied as error:
+            raise InputError(f"{what}: {error}") from error
 
 
 def run_part(part: str, backend: str) -> Iterator[Sample]:

@@ -52,7 +52,8 @@ def main(arguments: list[str]) -> int:
     cores = max(1, about["cores"] // replicas)
     print(f"records   {spec.dataset.num_records:,}, order {spec.order}, {cores} cores per replica")
     defaults = [Candidate(_WORK.options(name), spec.order) for name in backends]
-    with Measurer(_FILES, _WORK, f"--cores={cores}") as measurer, cli.status("tuning") as status:
+    flags = (*_FILES.as_arguments(), *_WORK.as_arguments(), f"--cores={cores}")
+    with Measurer(*flags) as measurer, cli.status("tuning") as status:
         measurer.start()
         tuner = Tuner(measurer, status)
         default = tuner.find_fastest(defaults)

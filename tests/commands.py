@@ -18,7 +18,7 @@ from support import cli
 
 _numbers = itertools.count()
 # What uses TensorFlow itself runs in a process of its own.
-WARM = {"train.py", "preview.py", "compare_images.py", "predict.py"}
+WARM = {"train.py", "preview.py", "predict.py"}
 WARM |= {"soak.py", "gpu_check.py"}
 COLD = {"make_tfrecords.py", "make_sample_tfrecords.py"}  # their processes import them by name
 

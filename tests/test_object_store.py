@@ -405,7 +405,6 @@ def test_commands_take_urls(stored, dataset, server, tmp_path):
         ["train.py", "--epochs=1", "--image_size=16", "--global_batch_size=8"],
         ["train.py", "--epochs=1", "--image_size=16", "--global_batch_size=8", "--order=buffer"],
         ["preview.py", f"--out={tmp_path}/sheet.png", "--image_size=16"],
-        ["compare_images.py"],
     ):
         keep = cached if "--order=buffer" in words else []
         process = commands.run(*words, files, *keep)

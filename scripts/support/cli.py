@@ -108,7 +108,7 @@ def status(what: str) -> Status:
 def check_writable(flag: Any, *, suffix: str = "") -> None:
     """Raises InputError if a flag names a file that cannot be written."""
     path, name = flag.value, f"`{flag.name}`"
-    if path is None:
+    if not path:
         return
     folder = os.path.dirname(path) or "."
     if suffix and not path.endswith(suffix):

@@ -1,8 +1,9 @@
 """What a backend makes, as images that can be compared and shown; and images as they are stored."""
 
 import io
+import textwrap
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -49,20 +50,37 @@ def name_label(label: Any, names: list[str]) -> str:
     return ", ".join(f"{value:.3g}" for value in label[:6])
 
 
-def draw_sheet(images: list[Image.Image], titles: list[str], *, path: str) -> None:
-    """Draws images with their titles, four in a row."""
+class Tile(NamedTuple):
+    """A picture of a sheet: uint8 (height, width, 3); box: (top, left, height, width) in it."""
+
+    title: str
+    pixels: Any
+    box: Any = None
+
+
+def draw_sheet(
+    tiles: list[Tile | None], *, path: str, across: int = 4, aspect: float = 1.0, title: str = ""
+) -> None:
+    """Draws tiles, `across` in a row; None leaves a gap. `aspect` is the width over the height."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    down = max(1, -(-len(images) // 4))
-    figure, axes = plt.subplots(down, 4, figsize=(12, 3.3 * down), squeeze=False)
+    down = max(1, -(-len(tiles) // across))
+    size = (2.6 * across * min(2.0, max(0.5, aspect)), 2.9 * down + 0.4 * bool(title) + 0.5)
+    figure, axes = plt.subplots(down, across, figsize=size, squeeze=False, layout="constrained")
     for one in axes.flat:
         one.set_axis_off()
-    for one, image, title in zip(axes.flat, images, titles, strict=False):
-        one.imshow(image)
-        one.set_title(title, fontsize=9)
-    figure.tight_layout()
+    for one, tile in zip(axes.flat, tiles, strict=False):
+        if tile:
+            one.imshow(tile.pixels)
+            one.set_title(tile.title, fontsize=9)
+        if tile and tile.box:
+            top, left, height, width = tile.box
+            style = {"fill": False, "edgecolor": "#ff3b30", "linewidth": 2}
+            one.add_patch(plt.Rectangle((left - 0.5, top - 0.5), width, height, **style))
+    if title:
+        figure.suptitle("\n".join(textwrap.wrap(title, 30 * across)), fontsize=10)
     figure.savefig(path, dpi=90)
     plt.close(figure)

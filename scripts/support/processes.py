@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,20 +54,17 @@ def call(
     return process.returncode, output, errors
 
 
-def call_script(name: str, *arguments: str, seconds: float | None = None) -> str:
-    """Runs a command of scripts/; returns what it printed.
+def run_index(*arguments: str) -> float:
+    """Runs the index command; returns its seconds.
 
     Raises:
-      InputError: it failed, or ran longer than `seconds`.
+      InputError: it failed.
     """
-    words = [sys.executable, os.path.join(SCRIPTS, name), *arguments]
-    try:
-        code, output, errors = call(words, seconds=seconds)
-    except subprocess.TimeoutExpired as error:
-        raise InputError(f"{name} did not end within {seconds:.0f} s.") from error
+    start = time.perf_counter()
+    code, output, errors = call([sys.executable, "-m", "dali_tf_input.index", *arguments])
     if code:
-        raise InputError(f"{name} failed: {errors.strip() or output.strip() or code}")
-    return output
+        raise InputError(f"The index command failed: {errors or output}")
+    return time.perf_counter() - start
 
 
 def how_it_ended(code: int) -> str:

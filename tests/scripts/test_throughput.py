@@ -70,37 +70,6 @@ def test_benchmarks_refuse(tmp_path):
 
 
 @pytest.mark.slow
-def test_sweep(sample_folder, monkeypatch, capsys):
-    """Two of its kinds of work, one on images that are resized first; all of them take minutes."""
-    monkeypatch.setattr(sys, "argv", [str(SCRIPTS / "compare_throughput.py")])
-    from support import cli
-    from support.flags import FileFlags
-    from support.throughput import sweep
-
-    one, other = sweep.WORKS[1], sweep.WORKS[3]
-    monkeypatch.setattr(sweep, "WORKS", (one._replace(pairs=one.pairs[:1]), other))
-    monkeypatch.setattr(sweep, "_IMAGES", 32)
-    files = str(sample_folder / "data/sample/train-*")
-    flags = cli.Flags()
-    file_flags = FileFlags(flags)
-    flags(["test", f"--files={files}"])
-    arguments = ["--seconds=0.1", "--repeats=1", "--warmup_batches=0"]
-    arguments += ["--batch_size=16", "--dtype=uint8"]
-    reports = sweep.run(DatasetSpec.from_files(files), file_flags, arguments)
-    assert [report["work"].count("uint8") for report in reports.values()] == [1, 1]
-    assert "antialias" in reports["the same, antialias, as they are"]["work"]
-    report = reports["1080x1920 to 224, scaled, (1080, 1920)"]
-    assert report["decode"] == "scaled"
-    table = capsys.readouterr().out
-    assert table.count("tf_data_plain") + table.count("_by_hand") >= 2
-    for flag, said in (
-        ("--antialias", "--sweep chooses --antialias itself"),
-        ("--batch_size=500", "at most the 96 records, got 500"),
-    ):
-        fails(run("compare_throughput.py", f"--files={files}", "--sweep", flag), said)
-
-
-@pytest.mark.slow
 def test_compare_throughput_reports_a_row_that_dies(tmp_path):
     """Undecodable records end it with an error, without a hang or half a table."""
     examples = numbered_examples(8)
@@ -115,15 +84,16 @@ def test_compare_throughput_reports_a_row_that_dies(tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["HWC", pytest.param("CHW", marks=pytest.mark.slow)])
-def test_compare_images(sample_folder, layout):
-    arguments = ["--files=data/sample/validation-*", f"--layout={layout}"]
-    process = run("compare_images.py", *arguments, cwd=sample_folder)
+def test_comparison_of_images(sample_folder, layout):
+    arguments = ["--files=data/sample/validation-*", f"--layout={layout}", "--evaluation"]
+    arguments += ["--num_images=256", "--out="]
+    process = run("preview.py", *arguments, "--most=0.01", cwd=sample_folder)
     assert process.returncode == 0, process.stderr
-    said = "DALI and tf.data agree in 32 evaluation images: mean absolute "
-    assert process.stdout.startswith(said)
-    strict = run("compare_images.py", *arguments, "--most=1e-9", cwd=sample_folder)
+    assert process.stdout.startswith("images      32 of 32: decode, CenterCrop")
+    assert not (sample_folder / "sheet.png").exists()
+    strict = run("preview.py", *arguments, "--most=1e-9", cwd=sample_folder)
     assert strict.returncode == 1
-    assert "DALI and tf.data differ in 32 evaluation images" in strict.stderr
+    assert "The backends' images differ by 0.00" in strict.stderr
 
 
 def test_by_hand_does_the_same_work(sample_folder):
@@ -148,14 +118,8 @@ def test_a_measurer_dies_with_its_parent(sample_folder):
     code = f"""if True:
         import os, signal, sys
         sys.path.insert(0, "{SCRIPTS}")
-        from support import cli
-        from support.flags import FileFlags, WorkFlags
         from support.throughput.candidates import Measurer
-        flags = cli.Flags()
-        files, work = FileFlags(flags), WorkFlags(flags)
-        flags(["test", "--files=data/sample/train-*"])
-        measurer = Measurer(files, work)
-        measurer._words += ["--batch_size=8"]
+        measurer = Measurer("--files=data/sample/train-*", "--batch_size=8")
         measurer.start()
         measurer.pause()
         print(measurer._process.pid, flush=True)

@@ -11,8 +11,7 @@ from commands import fails, load, run
 from conftest import SCRIPTS, numbered_examples, write_tfrecord
 
 from dali_tf_input import AUTOTUNE, DaliOptions, InputError, TfDataOptions
-from support import cli, processes
-from support.flags import FileFlags, WorkFlags
+from support import processes
 from support.throughput import candidates
 from support.throughput.candidates import Candidate, CandidateError, Measurer
 
@@ -247,12 +246,8 @@ def test_a_measuring_process_that_dies_or_hangs(sample_folder, monkeypatch, tmp_
     )
     monkeypatch.setattr(candidates, "_WORKER", str(script))
     monkeypatch.setattr(candidates, "_LIMIT", 60)
-    flags = cli.Flags()
-    files, work = FileFlags(flags), WorkFlags(flags)
-    flags(["test"])
-    measurer = Measurer(files, work)
     base = Candidate(TfDataOptions())
-    with measurer:
+    with Measurer() as measurer:
         assert measurer.measure(base, seconds=10)["candidate"] == base.to_json()
         with pytest.raises(CandidateError, match="refused"):
             measurer.measure(base, seconds=1)

@@ -8,7 +8,7 @@ from typing import Any
 
 from dali_tf_input import AUTOTUNE, DaliOptions, TfDataOptions, Window
 from support import processes
-from support.flags import BACKENDS, FileFlags, WorkFlags
+from support.flags import BACKENDS
 
 _WORKER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "worker.py")
 _LIMIT = 120  # seconds beyond a window after which a process counts as hung
@@ -61,9 +61,9 @@ class CandidateError(Exception):
 class Measurer(processes.JsonWorker):
     """A process that measures candidates (a context manager), restarted if it dies."""
 
-    def __init__(self, files: FileFlags, work: WorkFlags, *arguments: str) -> None:
-        """Makes a measurer, not started yet; `arguments` of worker.py override the flags."""
-        words = [sys.executable, _WORKER, *files.as_arguments(), *work.as_arguments(), *arguments]
+    def __init__(self, *arguments: str) -> None:
+        """Makes a measurer, not started yet; `arguments` are the flags of worker.py."""
+        words = [sys.executable, _WORKER, *arguments]
         path = os.pathsep.join([processes.SCRIPTS, os.environ.get("PYTHONPATH", "")])
         super().__init__(words, environment={"PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "3"})
 

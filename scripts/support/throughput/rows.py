@@ -59,32 +59,38 @@ _QUESTIONS: tuple[tuple[str, str, str, float | None], ...] = (
 
 
 def measure_rows(
-    names: list[str],
-    files: FileFlags,
-    work: WorkFlags,
-    *arguments: str,
-    repeats: int,
-    **window: Any,
+    names: list[str], files: FileFlags, work: WorkFlags, *arguments: str, **window: Any
+) -> dict[str, list[dict[str, Any]]]:
+    """Measures some of `ROWS`, see `measure_in_turn`; `arguments` override the flags."""
+    candidates = {}
+    for name in names:
+        options = work.with_decode(ROWS[name].candidate.options)
+        candidates[name] = dataclasses.replace(ROWS[name].candidate, options=options)
+    flags = [*files.as_arguments(), *work.as_arguments(), *arguments]
+    return measure_in_turn({name: (one, flags) for name, one in candidates.items()}, **window)
+
+
+def measure_in_turn(
+    rows: dict[str, tuple[Candidate, list[str]]], *, repeats: int, **window: Any
 ) -> dict[str, list[dict[str, Any]]]:
     """Measures rows in turn, round by round, each in a process that is paused between its turns.
 
     Returns:
-      The windows of each row, as `Measurer.measure` returns them; it also takes `window`, and
-      `Measurer` takes `arguments`.
+      The windows of each row, as `Measurer.measure` returns them, which takes `window`. A row is a
+      candidate and the flags of its `Measurer`.
 
     Raises:
       InputError: a row cannot be measured.
     """
     with contextlib.ExitStack() as stack:
-        measurers = {name: stack.enter_context(Measurer(files, work, *arguments)) for name in names}
-        windows: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+        measurers = {
+            name: stack.enter_context(Measurer(*flags)) for name, (_, flags) in rows.items()
+        }
+        names, windows = list(rows), {name: [] for name in rows}
 
         def measure(name: str) -> dict[str, Any]:
-            candidate = ROWS[name].candidate
-            options = work.with_decode(candidate.options)
-            candidate = dataclasses.replace(candidate, options=options)
             try:
-                return measurers[name].measure(candidate, fresh=False, **window)
+                return measurers[name].measure(rows[name][0], fresh=False, **window)
             except CandidateError as error:
                 raise InputError(f"{name} cannot be measured: {error}") from error
             finally:
