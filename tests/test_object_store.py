@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import errno
 import gzip
 import itertools
 import os
@@ -143,6 +144,16 @@ def test_bad_records_and_objects_that_go(stored, server, dataset, proxy):
             check()
     report = dti.build_index(f"{stored}/train-*", **skips)
     assert (report.summary.records, report.summary.skipped, report.written) == (24, 0, 1)
+
+    def change(method, path):  # while it is indexed
+        if method == "GET" and path == name and proxy.fault is change:
+            proxy.fault = lambda *_: None
+            ask(server, "PUT", name, Path(dataset.files[2]).read_bytes()[:-1])
+
+    proxy.fault = change
+    with pytest.raises(dti.IndexFaultsError, match="train-00002-of-00003 changed since"):
+        dti.build_index(f"{stored}/train-*", force=True)
+    ask(server, "PUT", name, Path(dataset.files[2]).read_bytes())
     assert ask(server, "GET", f"{name.rpartition('/')[0]}/bad_records.jsonl")[0].status == 404
     ask(server, "DELETE", name)
     with refused("train-00002-of-00003 is missing"):
@@ -283,7 +294,7 @@ def objects(stored):
     return object_store.find_objects(f"{stored}/train-*")
 
 
-def test_cache_keeps_what_fits(objects, tmp_path, proxy):
+def test_cache_keeps_what_fits(objects, tmp_path, proxy, monkeypatch):
     """The least recently used goes first, and the folder never holds more than it may."""
     (one, two, three), sizes = objects, [status.size for status in objects.values()]
     cache = Cache(folder=str(tmp_path / "cache"), max_bytes=sizes[0] + sizes[1] + sizes[2] - 1)
@@ -312,6 +323,15 @@ def test_cache_keeps_what_fits(objects, tmp_path, proxy):
     (tmp_path / "file").write_text("")
     with refused("`cache_dir` .* cannot be written: .* Name another"):
         dataclasses.replace(cache, folder=f"{tmp_path}/file").fetch(one, objects[one])
+
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+    full = dataclasses.replace(cache, folder=f"{tmp_path}/full")
+    with refused("/full cannot be written: No space .*Lower `cache_bytes`, or name another"):
+        full.fetch(one, objects[one])
+    assert not list(Path(full.folder).glob("*train*"))
 
 
 FETCH = """
