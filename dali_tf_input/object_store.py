@@ -126,7 +126,7 @@ def read_parts(parts: Sequence[Part], *, retry_seconds: float = RETRY_SECONDS) -
 def read_merged(parts: Sequence[Part], *, retry_seconds: float) -> list[bytes]:
     """Returns what `read_parts` does, but asks once for parts that are neighbors."""
     merged: list[Part] = []
-    places: dict[int, tuple[int, int]] = {}  # of a part: which request, and where in it
+    places = [(0, 0)] * len(parts)  # of a part: which request, and where in it
     for number in sorted(range(len(parts)), key=parts.__getitem__):
         part, last = parts[number], merged[-1] if merged else None
         if last and part[:2] == last[:2] and last.start <= part.start <= last.end + _MOST_GAP:
@@ -134,11 +134,9 @@ def read_merged(parts: Sequence[Part], *, retry_seconds: float) -> list[bytes]:
         else:
             merged.append(part)
         places[number] = (len(merged) - 1, part.start - merged[-1].start)
-    data, found = read_parts(merged, retry_seconds=retry_seconds), []
-    for number, part in enumerate(parts):
-        request, start = places[number]
-        found.append(data[request][start : start + part.end - part.start])
-    return found
+    data = read_parts(merged, retry_seconds=retry_seconds)
+    sizes = [part.end - part.start for part in parts]
+    return [data[n][start : start + size] for (n, start), size in zip(places, sizes, strict=True)]
 
 
 def read_whole(objects: dict[str, Status]) -> list[bytes]:
@@ -170,15 +168,22 @@ def write(url: str, path: str, *, replaces: str | None = None) -> bool:
     With `replaces`, the etag of the object that there is, or "" for none, only in its place.
     """
     scheme, bucket, key = _split(url)
-    mode: Any = {None: "overwrite", "": "create"}.get(replaces, {"e_tag": replaces})
     errors = _library().exceptions
+    taken = (errors.PreconditionError, errors.AlreadyExistsError, FileNotFoundError)
 
     def put() -> bool:
-        with open(path, "rb") as stream:
-            try:
-                _store(f"{scheme}://{bucket}/").put(key, stream, mode=mode)
-            except (errors.PreconditionError, errors.AlreadyExistsError, FileExistsError):
+        store = _store(f"{scheme}://{bucket}/")
+        mode: Any = {None: "overwrite", "": "create"}.get(replaces)
+        try:
+            if replaces:  # S3 and Azure compare the etag, GCS its number of the version
+                held = store.head(key)
+                mode = {name: held[name] for name in ("e_tag", "version") if held[name]}
+            if replaces and held["e_tag"] != replaces:
                 return False
+            with open(path, "rb") as stream:
+                store.put(key, stream, mode=mode)
+        except taken:
+            return False
         return True
 
     return bool(_repeat(url, put))
@@ -202,19 +207,16 @@ def _pool(_: int) -> ThreadPoolExecutor:
 
 def _read_part(part: Part, *, retry_seconds: float, failed: threading.Event) -> Any:
     """Returns a buffer with a part; gives up where another one has `failed`."""
-    deadline = time.monotonic() + retry_seconds
+    deadline, backoff = time.monotonic() + retry_seconds, _FIRST_BACKOFF
     scheme, bucket, key = _split(part.url)
-    options: dict[str, Any] = {"range": (part.start, part.end)}
-    if part.etag:
-        options["if_match"] = part.etag
-    backoff = _FIRST_BACKOFF
+    options: Any = {"range": (part.start, part.end)}
+    options |= {"if_match": part.etag} if part.etag else {}
     while part.end > part.start:
         if _ending.is_set():
             raise InputError(f"{part.url} is not read any more: the program ends.")
         with _explained(part.url, failed):
             try:
-                store = _store(f"{scheme}://{bucket}/")
-                data = store.get(key, options=options).bytes()
+                data = _store(f"{scheme}://{bucket}/").get(key, options=options).bytes()
                 if len(data) == part.end - part.start:
                     return data
                 problem = f"{len(data):,} bytes came of {part.end - part.start:,}"
@@ -255,11 +257,9 @@ def _library() -> Any:
 
 @functools.cache
 def _store(base: str) -> Any:
-    endpoints = (os.environ.get(name, "") for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT"))
-    plain = base.startswith("http:") or any(one.startswith("http:") for one in endpoints)
-    client: dict[str, Any] = {"allow_http": True} if plain else {}
-    issuers = os.environ.get("AWS_CA_BUNDLE") or os.environ.get("SSL_CERT_FILE")
-    if issuers:
+    named = [one for name, one in os.environ.items() if name.startswith(("AWS_", "GOOGLE_"))]
+    client: dict[str, Any] = {"allow_http": any("http://" in one for one in (base, *named))}
+    if issuers := os.environ.get("AWS_CA_BUNDLE") or os.environ.get("SSL_CERT_FILE"):
         with open(issuers, "rb") as stream:
             client["root_certificate"] = stream.read()
     return _library().store.from_url(

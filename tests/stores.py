@@ -77,8 +77,13 @@ def run_tls_server(certificate):
         server.shutdown()
 
 
+def generation(answer):
+    """Returns the number that GCS has for a version, here made of the etag; 0 for no object."""
+    return str(int((answer.getheader("ETag") or "0").strip('"')[:8], 16))
+
+
 class Proxy:
-    """Passes requests on.
+    """Passes requests on, for GCS too, whose XML is that of S3 but for the numbers of versions.
 
     Attributes:
       fault: called with method and path before a request; returns what happens to it: None, a
@@ -105,8 +110,14 @@ class Proxy:
                     self.end_headers()
                     self.wfile.write(words)
                     return
-                answer, data = ask(port, self.command, self.path, body, dict(self.headers))
+                headers = {"Authorization": OWNER, **self.headers}
+                wanted = headers.pop("x-goog-if-generation-match", None)
+                if wanted and wanted != generation(ask(port, "HEAD", self.path)[0]):
+                    self.send_error(412)
+                    return
+                answer, data = ask(port, self.command, self.path, body, headers)
                 self.send_response(answer.status)
+                self.send_header("x-goog-generation", generation(answer))
                 for name, value in answer.getheaders():
                     if name.lower() not in ("transfer-encoding", "connection", "content-length"):
                         self.send_header(name, value)

@@ -5,6 +5,7 @@ import dataclasses
 import errno
 import gzip
 import itertools
+import json
 import os
 import re
 import signal
@@ -121,6 +122,25 @@ def test_index_is_that_of_local_files(dataset, stored, proxy, tmp_path):
         command = f"index .*{place}" if place else r"index --verify=schema 's3://.*train-0000\*"
         with refused(command):
             far.check_feature("image_key", "image/class/label", ("bytes_list",), (1, 1))
+
+
+def test_gcs(dataset, stored, proxy, server, monkeypatch):
+    """Its own client, on a server that answers as GCS does where it differs from S3."""
+    account = {"gcs_base_url": f"http://127.0.0.1:{proxy.port}", "disable_oauth": True}
+    account |= dict.fromkeys(("client_email", "private_key", "private_key_id"), "")
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", json.dumps(account))
+    url = stored.replace("s3://", "gs://")
+    for part, total in (("train-0000[01]*", 17), ("train-*", 24)):
+        report = dti.build_index(f"{url}/{part}", allow_missing=True)
+        assert report.summary.records == total
+    far = dti.DatasetSpec.from_files(f"{url}/train-*")
+    assert same(take_pass(far, TF_DATA), take_pass(dataset, TF_DATA))
+    manifest = f"{url}/index_manifest.json"
+    (about,) = object_store.find_objects(manifest).values()
+    assert not object_store.write(manifest, dataset.files[0], replaces="")
+    assert not object_store.write(manifest, dataset.files[0], replaces='"other"')
+    assert object_store.write(manifest, dataset.files[0], replaces=about.etag)
+    assert not object_store.write(f"{url}/none", dataset.files[0], replaces=about.etag)
 
 
 def test_bad_records_and_objects_that_go(stored, server, dataset, proxy):
