@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from dali_tf_input import object_store
 from dali_tf_input.errors import InputError, Path, Within, check_fields
@@ -55,8 +55,10 @@ class Cache:
                 os.utime(path)
         return path
 
-    def fetch(self, url: str, status: Status) -> str:
+    def fetch(self, url: str, status: Status, **download: Any) -> str:
         """Returns the file of an object, downloaded if it is not here.
+
+        `download` are further arguments of `object_store.download`.
 
         Raises:
           InputError: the object cannot be read, or the folder cannot hold it.
@@ -72,18 +74,21 @@ class Cache:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)  # another process may download it
                 with contextlib.suppress(FileNotFoundError):
                     if _is_at(descriptor, path):
-                        self._download(url, status, descriptor, path)
+                        self._download(url, status, descriptor, path, **download)
             finally:
                 os.close(descriptor)
         return path
 
-    def _download(self, url: str, status: Status, descriptor: int, path: str) -> None:
+    def _download(
+        self, url: str, status: Status, descriptor: int, path: str, **download: Any
+    ) -> None:
         try:
             with locked(self.folder):
                 self._make_room(status.size, url)
                 if status.size:
                     os.posix_fallocate(descriptor, 0, status.size)
-            object_store.download(url, status, descriptor, self.retry_seconds)
+            download.setdefault("retry_seconds", self.retry_seconds)
+            object_store.download(url, status, descriptor, **download)
             os.replace(path + _PART, path)
         except BaseException as error:
             with contextlib.suppress(OSError):
@@ -136,16 +141,18 @@ def make_cache(
 
 
 @contextlib.contextmanager
-def local_copy(path: str, status: Status | None, cache: Cache | None) -> Iterator[str]:
+def local_copy(
+    path: str, status: Status | None, cache: Cache | None, **download: Any
+) -> Iterator[str]:
     """Gives the file at `path`; if it is an object, the cache's copy of it, or a temporary one."""
     if status is None:
         yield path
     elif cache:
-        yield cache.fetch(path, status)
+        yield cache.fetch(path, status, **download)
     else:
-        with tempfile.NamedTemporaryFile(prefix="dali_tf_input-") as stream:
-            object_store.download(path, status, stream.fileno(), object_store.RETRY_SECONDS)
-            yield stream.name
+        with tempfile.TemporaryFile() as stream:
+            object_store.download(path, status, stream.fileno(), **download)
+            yield f"/proc/self/fd/{stream.fileno()}"  # it has no name, so nobody must remove it
 
 
 @functools.cache

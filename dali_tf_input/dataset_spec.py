@@ -13,7 +13,7 @@ from dali_tf_input.errors import Count, InputError, Path, check, check_fields, c
 from dali_tf_input.index import contents
 from dali_tf_input.index.contents import Feature
 from dali_tf_input.index.example import decode_example
-from dali_tf_input.index.files import absolute, find_files, index_command, index_files_of
+from dali_tf_input.index.files import absolute, find_versions, index_command, index_files_of
 from dali_tf_input.index.manifest import find_change, find_change_of_object, read_entries
 from dali_tf_input.index.mirror import find_local
 from dali_tf_input.index.tfrecord import read_record, unframe_record
@@ -168,10 +168,10 @@ class DatasetSpec:
         if status is None or path:
             return read_record(path or file, offset)
         part = Part(file, status.etag, offset, offset + size)
-        data = unframe_record(*read_parts([part], retry_seconds=self.retry_seconds))
+        (data,) = read_parts([part], unframe_record, retry_seconds=self.retry_seconds)
         if data is None:
             raise InputError(f"{file}: byte {offset}: the record does not fit its CRC.")
-        return data
+        return bytes(data)
 
     def status(self, file: int) -> Status | None:
         """Returns the version of an object, by the number of its file; None of a local file."""
@@ -203,7 +203,8 @@ class DatasetSpec:
             return
         place, arguments = self.index_dir, ["--verify=schema"]
         command = index_command(self.files, index_dir=place, arguments=arguments)
-        entries = read_entries(self.files, self.index_files, self.files, place)
+        versions = {file: self.status(number) for number, file in enumerate(self.files)}
+        entries = read_entries(versions, self.index_files, self.files, place)
         for file, entry in zip(self.files, entries, strict=True):
             one = entry.features.get(key)
             if one is None or one.first_without is not None:
@@ -269,11 +270,12 @@ class DatasetSpec:
           InputError: no file matches, an index is missing, a file or its index changed, a record
             lacks the image, or a label is below `label_offset`. `InputSpec` checks labels.
         """
-        found = tuple(map(absolute, find_files(files)))  # a program may change its folder
+        # Absolute, as a program may change its folder.
+        found = {absolute(file): status for file, status in find_versions(files).items()}
         stores = {is_url(file) for file in found}
         check(len(stores) == 1, "files", "all local, or all in a store", files)
         cache = make_cache(cache_dir, cache_bytes, retry_seconds) if stores == {True} else None
-        index_files = tuple(map(absolute, index_files_of(found, index_dir=index_dir)))
+        index_files = tuple(map(absolute, index_files_of([*found], index_dir=index_dir)))
         index_files = find_local(index_files)
         read = read_entries(found, index_files, files, index_dir)
         entries = dict(zip(found, read, strict=True))

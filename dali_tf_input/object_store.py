@@ -22,8 +22,8 @@ from dali_tf_input.errors import InputError
 RETRY_SECONDS = 300.0
 _SCHEMES = ("s3", "gs", "az", "http", "https")
 _URL = re.compile(r"([a-z][a-z0-9+.-]+)://([^/]*)/?(.*)", re.IGNORECASE | re.DOTALL)
-_PART_BYTES, _PARTS = 1 << 23, 4  # of a download, and how many are under way
-MOST_REQUESTS = 64  # under way in a process
+_DOWNLOAD_REQUESTS, _DOWNLOAD_BYTES = 4, 1 << 23  # of an object, under way at once; of each
+_MOST_REQUESTS, _MOST_BYTES = 64, 3 << 24  # under way in a process
 _MOST_GAP = 1 << 14  # bytes between neighbors that are read along
 _FIRST_BACKOFF, _MOST_BACKOFF = 0.1, 10.0  # seconds between two tries
 
@@ -55,7 +55,7 @@ _logger = logging.getLogger("dali_tf_input")
 
 
 class Status(NamedTuple):
-    """The version of an object: its size in bytes and its etag or generation."""
+    """The version of an object: its size in bytes and its etag, without quotes."""
 
     size: int
     etag: str
@@ -93,7 +93,7 @@ def find_objects(pattern: str, *, retry_seconds: float = RETRY_SECONDS) -> dict[
 
 def find_all(patterns: Iterable[str]) -> list[dict[str, Status]]:
     """Returns what `find_objects` does of each pattern; they are asked for at the same time."""
-    return _map(find_objects, [*patterns])
+    return [*_pool(os.getpid()).map(find_objects, patterns)]
 
 
 def list_folder(folder: str) -> dict[str, Status]:
@@ -110,33 +110,41 @@ def find_statuses(urls: Iterable[str]) -> dict[str, Status]:
     return {url: found[url] for url in wanted & found.keys()}
 
 
-def read_parts(parts: Sequence[Part], *, retry_seconds: float = RETRY_SECONDS) -> list[bytes]:
-    """Returns parts of objects, read at the same time.
+def read_parts(
+    parts: Sequence[Part],
+    take: Callable[[memoryview], Any] = bytes,
+    *,
+    retry_seconds: float = RETRY_SECONDS,
+) -> list[Any]:
+    """Returns parts of objects, read at the same time; parts that are neighbors by one request.
 
-    What fails for a while is read again, for `retry_seconds`.
+    What fails for a while is read again, for `retry_seconds`. `take` makes of the bytes of a part
+    what is returned, in the thread that read them.
 
     Raises:
       InputError: an object is gone, changed, or cannot be read.
     """
-    failed = threading.Event()
-    read = functools.partial(_read_part, retry_seconds=retry_seconds, failed=failed)
-    return [*map(bytes, _map(read, parts))]
-
-
-def read_merged(parts: Sequence[Part], *, retry_seconds: float) -> list[bytes]:
-    """Returns what `read_parts` does, but asks once for parts that are neighbors."""
-    merged: list[Part] = []
-    places = [(0, 0)] * len(parts)  # of a part: which request, and where in it
+    requests: list[tuple[Part, list[int]]] = []  # what is asked for, and which parts it holds
     for number in sorted(range(len(parts)), key=parts.__getitem__):
-        part, last = parts[number], merged[-1] if merged else None
+        part, (last, numbers) = parts[number], requests[-1] if requests else (None, [])
         if last and part[:2] == last[:2] and last.start <= part.start <= last.end + _MOST_GAP:
-            merged[-1] = last._replace(end=max(last.end, part.end))
+            requests[-1] = (last._replace(end=max(last.end, part.end)), [*numbers, number])
         else:
-            merged.append(part)
-        places[number] = (len(merged) - 1, part.start - merged[-1].start)
-    data = read_parts(merged, retry_seconds=retry_seconds)
-    sizes = [part.end - part.start for part in parts]
-    return [data[n][start : start + size] for (n, start), size in zip(places, sizes, strict=True)]
+            requests.append((part, [number]))
+    failed, found = threading.Event(), [None] * len(parts)
+
+    def read(request: tuple[Part, list[int]]) -> None:
+        whole, numbers = request
+        data = memoryview(_read_part(whole, retry_seconds=retry_seconds, failed=failed))
+        for number in numbers:
+            _, _, start, end = parts[number]
+            found[number] = take(data[start - whole.start : end - whole.start])
+
+    if len(requests) == 1:
+        read(requests[0])
+    else:
+        list(_pool(os.getpid()).map(read, requests))
+    return found
 
 
 def read_whole(objects: dict[str, Status]) -> list[bytes]:
@@ -144,22 +152,34 @@ def read_whole(objects: dict[str, Status]) -> list[bytes]:
     return read_parts([Part(url, one.etag, 0, one.size) for url, one in objects.items()])
 
 
-def download(url: str, status: Status, descriptor: int, retry_seconds: float) -> None:
-    """Writes an object to an open file.
+def download(
+    url: str,
+    status: Status,
+    descriptor: int,
+    *,
+    retry_seconds: float = RETRY_SECONDS,
+    at_once: int = 1,
+    stopped: threading.Event | None = None,
+) -> None:
+    """Writes an object to an open file; ends early if `stopped`.
+
+    It holds 32 MiB of the object. Of many that are downloaded `at_once` it holds 48 MiB together.
 
     Raises:
       InputError: as `read_parts`.
       OSError: the file cannot be written.
     """
-    failed = threading.Event()
+    failed = stopped or threading.Event()
+    requests = min(_DOWNLOAD_REQUESTS, max(1, _MOST_REQUESTS // at_once))
+    size = min(_DOWNLOAD_BYTES, _MOST_BYTES // (at_once * requests))
 
     def fetch(start: int) -> None:
-        part = Part(url, status.etag, start, min(start + _PART_BYTES, status.size))
+        part = Part(url, status.etag, start, min(start + size, status.size))
         data = _read_part(part, retry_seconds=retry_seconds, failed=failed)
         os.pwrite(descriptor, data, start)
 
-    with ThreadPoolExecutor(_PARTS) as pool:
-        list(pool.map(fetch, range(0, status.size, _PART_BYTES)))
+    with ThreadPoolExecutor(requests) as pool:
+        list(pool.map(fetch, range(0, status.size, size)))
 
 
 def write(url: str, path: str, *, replaces: str | None = None) -> bool:
@@ -178,7 +198,7 @@ def write(url: str, path: str, *, replaces: str | None = None) -> bool:
             if replaces:  # S3 and Azure compare the etag, GCS its number of the version
                 held = store.head(key)
                 mode = {name: held[name] for name in ("e_tag", "version") if held[name]}
-            if replaces and held["e_tag"] != replaces:
+            if replaces and _named("", held)[1].etag != replaces:
                 return False
             with open(path, "rb") as stream:
                 store.put(key, stream, mode=mode)
@@ -195,14 +215,10 @@ def delete(url: str) -> None:
     _repeat(url, lambda: _store(f"{scheme}://{bucket}/").delete(key))
 
 
-def _map(work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-    return [*map(work, items)] if len(items) < 2 else [*_pool(os.getpid()).map(work, items)]
-
-
 @functools.cache
 def _pool(_: int) -> ThreadPoolExecutor:
     """Returns the threads of a process that wait for objects."""
-    return ThreadPoolExecutor(MOST_REQUESTS)
+    return ThreadPoolExecutor(_MOST_REQUESTS)
 
 
 def _read_part(part: Part, *, retry_seconds: float, failed: threading.Event) -> Any:
@@ -210,7 +226,8 @@ def _read_part(part: Part, *, retry_seconds: float, failed: threading.Event) -> 
     deadline, backoff = time.monotonic() + retry_seconds, _FIRST_BACKOFF
     scheme, bucket, key = _split(part.url)
     options: Any = {"range": (part.start, part.end)}
-    options |= {"if_match": part.etag} if part.etag else {}
+    if part.etag and not part.etag.startswith("W/"):  # a weak one matches nothing
+        options["if_match"] = f'"{part.etag}"'
     while part.end > part.start:
         if _ending.is_set():
             raise InputError(f"{part.url} is not read any more: the program ends.")
@@ -257,6 +274,10 @@ def _library() -> Any:
 
 @functools.cache
 def _store(base: str) -> Any:
+    # The library's own threads receive and decrypt. Fewer of them than cores pass less work around:
+    # 0.21 instead of 0.27 ms of CPU time for a read of 110 KB, seen on 2 cores.
+    cores = len(os.sched_getaffinity(0))
+    os.environ.setdefault("TOKIO_WORKER_THREADS", str(max(1, cores // 4)))
     named = [one for name, one in os.environ.items() if name.startswith(("AWS_", "GOOGLE_"))]
     client: dict[str, Any] = {"allow_http": any("http://" in one for one in (base, *named))}
     if issuers := os.environ.get("AWS_CA_BUNDLE") or os.environ.get("SSL_CERT_FILE"):
@@ -293,7 +314,8 @@ def _list(base: str, folder: str | None, pattern: str) -> list[tuple[str, Status
 
 
 def _named(base: str, about: Any) -> tuple[str, Status]:
-    return base + about["path"], Status(about["size"], about["e_tag"] or "")
+    # Azure's listings have etags without quotes, its other answers with them.
+    return base + about["path"], Status(about["size"], (about["e_tag"] or "").strip('"'))
 
 
 def _repeat(url: str, action: Callable[[], Any], retry_seconds: float = RETRY_SECONDS) -> Any:

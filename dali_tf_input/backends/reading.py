@@ -19,7 +19,6 @@ from dali_tf_input.dataset_spec import DatasetSpec
 from dali_tf_input.errors import InputError
 from dali_tf_input.index.manifest import find_change
 from dali_tf_input.index.tfrecord import read_record
-from dali_tf_input.object_store import MOST_REQUESTS
 from dali_tf_input.options import TfDataOptions
 from dali_tf_input.order import EpochSteps, Integers, StartStep, list_records
 from dali_tf_input.sharding import Shard
@@ -98,9 +97,8 @@ def read_fixed_order(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
         read = make_read(options, names, states, file_of, extents)
     mean_bytes = int(extents[:, 1].numpy().mean())
     parallel = options.num_parallel_reads
-    chunk = int(np.clip(_CHUNK_BYTES // max(1, mean_bytes), 1, _CHUNK))
-    if dataset.etags and spec.order == "global":  # a request for each record
-        chunk = max(chunk, MOST_REQUESTS // parallel)
+    most = 2 * _CHUNK if dataset.etags else _CHUNK  # more of them wait, and are neighbors
+    chunk = int(np.clip(_CHUNK_BYTES // max(1, mean_bytes), 1, most))
 
     def list_epoch(epoch: int, step: int, names: Any, states: Any, counts: Any) -> Integers:
         check_states(names, states)

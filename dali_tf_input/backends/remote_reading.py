@@ -14,7 +14,7 @@ import tensorflow as tf
 from dali_tf_input.dataset_spec import DatasetSpec
 from dali_tf_input.errors import InputError
 from dali_tf_input.index.tfrecord import unframe_record
-from dali_tf_input.object_store import Part, Status, read_merged
+from dali_tf_input.object_store import Part, Status, read_parts
 from dali_tf_input.options import TfDataOptions
 from dali_tf_input.order import Integers
 from dali_tf_input.staging import make_process_folder
@@ -37,17 +37,19 @@ def make_remote_read(
             Part(name.decode(), etag.decode(), start, start + size)
             for name, etag, (start, size) in zip(names, etags, extents.tolist(), strict=True)
         ]
-        records: list[bytes | None] = [None] * len(wanted)
+        unframe = functools.partial(unframe_record, check_crc=options.check_crc)
+        data: list[bytes | None] = [None] * len(wanted)
+        missing = [*range(len(wanted))]
         if cache:
             for place, (part, size) in enumerate(zip(wanted, sizes.tolist(), strict=True)):
                 path = cache.find(part.url, Status(size, part.etag))
                 with contextlib.suppress(FileNotFoundError):  # another one took its place
-                    records[place] = _read_at(path, part) if path else None
-        missing = [place for place, record in enumerate(records) if record is None]
-        found = read_merged([wanted[place] for place in missing], retry_seconds=retry_seconds)
+                    if path:
+                        data[place] = unframe(_read_at(path, part))
+                        missing.remove(place)
+        found = read_parts([wanted[one] for one in missing], unframe, retry_seconds=retry_seconds)
         for place, record in zip(missing, found, strict=True):
-            records[place] = record
-        data = [unframe_record(one or b"", check_crc=options.check_crc) for one in records]
+            data[place] = record
         for part, one in zip(wanted, data, strict=True):
             if one is None:
                 raise InputError(f"corrupted record: {part.url}, byte {part.start}: wrong CRC.")

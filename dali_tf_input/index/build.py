@@ -7,6 +7,7 @@ in it is not read, by either backend. All that later steps need to know is kept 
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import tempfile
 import threading
@@ -26,7 +27,12 @@ from dali_tf_input.index import contents
 from dali_tf_input.index.checks import Checks
 from dali_tf_input.index.cluster import run_elsewhere
 from dali_tf_input.index.example import decode_example
-from dali_tf_input.index.files import check_complete, find_files, find_records_lost, index_files_of
+from dali_tf_input.index.files import (
+    check_complete,
+    find_records_lost,
+    find_versions,
+    index_files_of,
+)
 from dali_tf_input.index.folder import IndexFolder
 from dali_tf_input.index.pool import run_jobs
 from dali_tf_input.index.tfrecord import BadRecord, find_records, read_data
@@ -119,7 +125,8 @@ def build_index(
       force: check every file, also unchanged ones, and exactly as deeply as `checks` says.
       allow_missing: index sets of numbered files (``train-00003-of-01024``) that lack some, and
         files that hold fewer records than tfds' ``dataset_info.json`` says.
-      num_processes: how many processes; None is one per core, at most one per file.
+      num_processes: how many processes; None is one per core, at most one per file. Objects below
+        level "decode" are read by as many threads instead, by default 8, which hold 48 MiB of them.
       executor: runs the work instead, a file at a time, as Dask's `Client.get_executor()` does on
         other machines; they need this package and the same paths or URLs.
       cache: keeps the objects that are read; without it they are temporary files while they are
@@ -137,11 +144,11 @@ def build_index(
       InputError: no file matches, one of a set is missing, the index folder cannot be written or
         is full, the feature keys are not found, or a process failed.
     """
-    found = find_files(files)
+    versions = find_versions(files)
+    found = [*versions]
     if not allow_missing:
         check_complete(found)
-    statuses = object_store.find_statuses(found)
-    checks = _with_keys(checks or Checks(), found, statuses)
+    checks = _with_keys(checks or Checks(), versions)
     index_files = index_files_of(found, index_dir=index_dir)
     by_folder: dict[str, dict[str, str]] = {}  # index folder -> base name -> file
     for file, index_file in zip(found, index_files, strict=True):
@@ -150,12 +157,12 @@ def build_index(
     with contextlib.ExitStack() as stack:
         folders = [
             IndexFolder(
-                folder, by_name, checks, force=force, statuses=statuses, cache=cache, stack=stack
+                folder, by_name, checks, force=force, versions=versions, cache=cache, stack=stack
             )
             for folder, by_name in by_folder.items()
         ]
         run = _Run(folders, on_bad, max_bad_fraction, allow_missing)
-        run.check_files(executor or num_processes or len(os.sched_getaffinity(0)), on_progress)
+        run.check_files(executor, num_processes, on_progress)
         return run.conclude(on_bad_record)
 
 
@@ -169,7 +176,10 @@ class _Run:
     _allow_missing: bool
 
     def check_files(
-        self, workers: int | Executor, on_progress: Callable[[Progress], None] | None
+        self,
+        executor: Executor | None,
+        num_processes: int | None,
+        on_progress: Callable[[Progress], None] | None,
     ) -> None:
         """Checks all files that need it, and commits every few seconds what is done."""
         owners = [(folder, name) for folder in self._folders for name in folder.jobs]
@@ -193,10 +203,10 @@ class _Run:
                     on_progress(done)
 
         next_commit = time.monotonic() + _COMMIT_SECONDS
-        if isinstance(workers, int):
-            answers = run_jobs(jobs, workers, advance)
+        if executor:
+            answers = run_elsewhere(jobs, executor, advance)
         else:
-            answers = run_elsewhere(jobs, workers, advance)
+            answers = run_jobs(jobs, num_processes, advance)
         for number, answer in answers:
             folder, name = owners[number]
             if "unreadable" in answer:
@@ -284,13 +294,13 @@ class _Run:
         return ""
 
 
-def _with_keys(checks: Checks, files: Sequence[str], statuses: Mapping[str, Status]) -> Checks:
+def _with_keys(checks: Checks, versions: Mapping[str, Status | None]) -> Checks:
     """Completes the feature keys, if the level needs them, from the first records."""
     if checks.verify in ("framing", "crc"):
         return checks
     held: set[str] = set()
-    for file in files[:_MOST_KEY_FILES]:
-        for features in _first_features(file, statuses.get(file)):
+    for file, status in itertools.islice(versions.items(), _MOST_KEY_FILES):
+        for features in _first_features(file, status):
             image_key, label_key = contents.find_keys(
                 features, image_key=checks.image_key, label_key=checks.label_key
             )

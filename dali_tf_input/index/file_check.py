@@ -35,6 +35,7 @@ def check_file(
     index: BinaryIO,
     checks: Checks,
     *,
+    name: str,
     decode: TrialDecode | None,
     crashing: dict[int, tuple[str, str]],
     on_decode: Callable[[int], None],
@@ -42,6 +43,8 @@ def check_file(
     on_progress: Callable[[int, int], None],
 ) -> FileEntry:
     """Reads a TFRecord file once, writes its `index` and reports its bad records, in their order.
+
+    Messages call it `name`.
 
     Memory does not grow with the number of records, except for one 8-byte label each from level
     "schema" on, for which `checks` has both keys. `crashing` are records that must not be decoded,
@@ -59,7 +62,7 @@ def check_file(
         content = _Content(checks, decode, crashing, on_decode)
         progress = _Progress(on_progress)
         crc, records, number, skipped, skipped_bytes = 0, 0, 0, 0, 0
-        for found in find_records(file, descriptor):
+        for found in find_records(name, descriptor):
             bad: list[BadRecord] = []
             extents: list[tuple[int, int]] = []
             if isinstance(found, BadRecord):
@@ -93,7 +96,7 @@ def check_file(
         after = os.stat(file)
         if (after.st_size, after.st_mtime_ns) != (status.st_size, status.st_mtime_ns):
             raise InputError(
-                f"{file} changed while it was indexed: wait until it is complete, then retry."
+                f"{name} changed while it was indexed: wait until it is complete, then retry."
             )
     finally:
         os.close(descriptor)

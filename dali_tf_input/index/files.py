@@ -15,7 +15,7 @@ from typing import Any
 
 from dali_tf_input import object_store
 from dali_tf_input.errors import InputError, Path
-from dali_tf_input.object_store import is_url
+from dali_tf_input.object_store import Status, is_url
 
 INDEX_SUFFIX = ".idx"
 MANIFEST_NAME = "index_manifest.json"  # beside the index files
@@ -26,22 +26,30 @@ _TFDS_FILE = re.compile(r"-(\w+)\.\w+-(\d{5,})-of-\d{5,}$")
 
 
 def find_files(files: Path | Sequence[Path]) -> tuple[str, ...]:
-    """Expands paths, URLs and patterns to TFRecord files, sorted by path. Indexes are ignored.
+    """Expands paths, URLs and patterns to TFRecord files, sorted by path; see `find_versions`."""
+    return tuple(find_versions(files))
+
+
+def find_versions(files: Path | Sequence[Path]) -> dict[str, Status | None]:
+    """Returns the TFRecord files that paths, URLs and patterns name, sorted by path.
+
+    With the versions of objects, None for local files. Indexes are ignored.
 
     A file that is found twice, by whatever spelling or link of its path, counts once.
 
     Raises:
       InputError: a path does not exist or is a directory, or a pattern matches no file.
     """
-    found: dict[Any, str] = {}  # by device and inode: one stat for each file; or by URL
+    found: dict[Any, str] = {}  # by device and inode: one stat for each file
+    versions: dict[str, Status | None] = {}
     patterns = _patterns(files)
     objects = iter(object_store.find_all(filter(is_url, patterns)))
     for pattern in patterns:
         if is_url(pattern):
-            urls = {url: url for url in next(objects) if not _is_ours(url)}
-            if not urls:
+            named = {url: one for url, one in next(objects).items() if not _is_ours(url)}
+            if not named:
                 raise InputError(f"No object matches '{pattern}'.")
-            found |= urls
+            versions |= named
             continue
         expanded = os.path.expanduser(pattern)
         if os.path.isdir(expanded):
@@ -76,9 +84,10 @@ def find_files(files: Path | Sequence[Path]) -> tuple[str, ...]:
         if not matches:
             folder = os.path.abspath(os.path.dirname(expanded) or ".")
             raise InputError(f"No file matches '{pattern}' (looked in {folder}).")
-    if not found:
+    versions |= dict.fromkeys(found.values())
+    if not versions:
         raise InputError("`files` must name at least one TFRecord file, got none.")
-    return tuple(sorted(found.values()))
+    return dict(sorted(versions.items()))
 
 
 def check_complete(files: Sequence[str]) -> None:
@@ -107,7 +116,7 @@ def find_records_lost(records: Mapping[str, int]) -> str | None:
 
     `records` says how many each file holds, bad ones included.
     """
-    for folder in {os.path.dirname(file) for file in records}:
+    for folder in {os.path.dirname(file) for file in records if _TFDS_FILE.search(file)}:
         try:
             splits = json.loads(read_file(os.path.join(folder, "dataset_info.json")))["splits"]
             due = {one["name"]: [int(count) for count in one["shardLengths"]] for one in splits}

@@ -5,7 +5,7 @@ import dataclasses
 import heapq
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from dali_tf_input import object_store
 from dali_tf_input.cache import Cache
@@ -19,6 +19,8 @@ from dali_tf_input.index.pool import Job
 from dali_tf_input.index.tfrecord import BadRecord
 from dali_tf_input.object_store import Status, is_url
 from dali_tf_input.staging import Staging, locked
+
+_MOST_COMMITS = 16  # of one run to a store, while others write there
 
 
 class IndexFolder:
@@ -43,12 +45,12 @@ class IndexFolder:
         checks: Checks,
         *,
         force: bool,
-        statuses: dict[str, Status],
+        versions: Mapping[str, Status | None],
         cache: Cache | None,
         stack: contextlib.ExitStack,
     ) -> None:
         self.files = files
-        self._statuses, self._cache = statuses, cache
+        self._versions, self._cache = versions, cache
         self._place, self._folder = place, local_folder(place)  # the second one is local
         refresh(place)
         self._known = _read_manifest(self._folder).entries
@@ -112,7 +114,7 @@ class IndexFolder:
             bad_records=bad_records,
             mark=mark,
             checks=dataclasses.asdict(checks),
-            status=self._statuses.get(self.files[name]),
+            status=self._versions.get(self.files[name]),
             cache=dataclasses.asdict(self._cache) if self._cache else None,
         )
 
@@ -149,20 +151,21 @@ class IndexFolder:
 
     def _find_staleness(self, name: str, entry: FileEntry) -> str | None:
         file = self.files[name]
-        return find_staleness(file, self._index_file(name), entry, self._statuses.get(file))
+        return find_staleness(file, self._index_file(name), entry, self._versions.get(file))
 
     def _commit(self, entries: dict[str, FileEntry]) -> None:
         """Renames the indexes of `entries` into place and then adds the entries to the manifest."""
         if self._staging is None or not (entries or self._removed):
             return
-        while True:
+        for _ in range(_MOST_COMMITS):
             new = self._commit_here(entries)
-            if self._place == self._folder:
-                break
             indexes = (name + INDEX_SUFFIX for name in [*new, *self._removed])
-            if upload(self._place, [*indexes, BAD_RECORDS_NAME, MANIFEST_NAME]):
+            names = [*indexes, BAD_RECORDS_NAME, MANIFEST_NAME]
+            if self._place == self._folder or upload(self._place, names):
                 break
             refresh(self._place)  # another run has written its manifest
+        else:
+            raise InputError(f"{self._place}: other runs keep replacing the manifest. Try again.")
         self.entries |= new
         self._removed = set()
 

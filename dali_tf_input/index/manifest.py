@@ -9,13 +9,12 @@ with a stale one.
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import google_crc32c
 import msgspec
 
-from dali_tf_input import object_store
 from dali_tf_input.errors import InputError, Path
 from dali_tf_input.index.checks import Checks
 from dali_tf_input.index.contents import FileEntry, Summary, summarize
@@ -75,22 +74,23 @@ class Manifest:
 
 
 def read_entries(
-    files: Sequence[str],
+    files: Mapping[str, Status | None],
     index_files: Sequence[str],
     patterns: Path | Sequence[Path],
     index_dir: Path | None,
 ) -> list[FileEntry]:
     """Returns what is known of each file, after checking that it and its index are unchanged.
 
+    `files` have the versions of objects.
+
     Raises:
       InputError: a file has no index or no entry, or the file or its index changed. The message
         holds the command that fixes it, by `patterns`, as the user named the files, where they are
         many.
     """
-    statuses = object_store.find_statuses(files)
     manifests: dict[str, Manifest] = {}
     entries, stale = [], []
-    for file, index_file in zip(files, index_files, strict=True):
+    for (file, status), index_file in zip(files.items(), index_files, strict=True):
         folder = os.path.dirname(index_file) or "."
         if folder not in manifests:
             try:
@@ -99,7 +99,7 @@ def read_entries(
                 command = index_command(patterns, index_dir=index_dir)
                 raise InputError(f"{error} Index again: {command}") from error
         entry = manifests[folder].entries.get(os.path.basename(file))
-        reason = find_staleness(file, index_file, entry, statuses.get(file))
+        reason = find_staleness(file, index_file, entry, status)
         if reason:
             stale.append((file, index_file, reason, entry))
         elif entry:

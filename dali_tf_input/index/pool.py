@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from dali_tf_input.errors import InputError
+from dali_tf_input.index.checks import Checks
+from dali_tf_input.index.worker import check_task
 from dali_tf_input.object_store import Status
 
 # A plain command, which works whatever the calling program is and has imported. Its import path is
@@ -27,6 +29,7 @@ _CODE = (
 
 # How a process ends over an image that its decoder cannot take.
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+_OBJECTS_AT_ONCE = 8  # of a store, by threads
 KEPT_SECONDS = 30  # that a process waits for an executor's next task
 _LONGEST_DECODE = 900  # seconds over one image after which the worker ends itself, by SIGALRM
 
@@ -51,11 +54,13 @@ class Job:
 
 
 def run_jobs(
-    jobs: Sequence[Job], num_processes: int, on_progress: Callable[[int, int], None]
+    jobs: Sequence[Job], num_processes: int | None, on_progress: Callable[[int, int], None]
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Runs `jobs` in up to `num_processes` processes.
+    """Runs `jobs` in up to `num_processes` processes; None is one per core.
 
-    `on_progress` is called with records and bytes since its last call, by any thread.
+    Objects that are not decoded are checked by as many threads of this process instead, by default
+    8: most of the time they wait. `on_progress` is called with records and bytes since its last
+    call, by any thread.
 
     Yields:
       (number of the job, answer of `worker`), in the order they are done. If decoding a record
@@ -69,15 +74,23 @@ def run_jobs(
     if not jobs:
         return
     local, seats, stopped = threading.local(), list[Seat](), threading.Event()
+    in_threads = all(job.status and job.checks["verify"] != "decode" for job in jobs)
+    at_once = num_processes or (_OBJECTS_AT_ONCE if in_threads else len(os.sched_getaffinity(0)))
+    at_once = min(at_once, len(jobs))
 
     def work(job: Job) -> dict[str, Any]:
+        if in_threads:
+            task = {**dataclasses.asdict(job), "crashing": {}}
+            return check_task(
+                task, Checks(**job.checks), None, on_progress, at_once=at_once, stopped=stopped
+            )
         if not hasattr(local, "seat"):
             local.seat = Seat()
             seats.append(local.seat)
         seat: Seat = local.seat
         return seat.run(job, on_progress, stopped)
 
-    pool = ThreadPoolExecutor(min(num_processes, len(jobs)))
+    pool = ThreadPoolExecutor(at_once)
     try:
         futures = {pool.submit(work, job): number for number, job in enumerate(jobs)}
         for future in as_completed(futures):

@@ -148,11 +148,13 @@ def read_data(descriptor: int, offset: int, size: int) -> bytes | None:
     return _check_body(pieces[0] if len(pieces) == 1 else b"".join(pieces))
 
 
-def unframe_record(record: bytes, *, check_crc: bool = True) -> bytes | None:
+def unframe_record(record: bytes | memoryview, *, check_crc: bool = True) -> bytes | None:
     """Returns the data of a whole record, or None if a length or a CRC is wrong."""
-    if _size_of(record[:HEADER_SIZE]) != len(record):
+    if _size_of(bytes(record[:HEADER_SIZE])) != len(record):
         return None
-    return _check_body(record[HEADER_SIZE:]) if check_crc else record[HEADER_SIZE:-FOOTER_SIZE]
+    data = bytes(record[HEADER_SIZE:-FOOTER_SIZE])
+    fits = not check_crc or record[-FOOTER_SIZE:] == _UINT32.pack(masked_crc(data))
+    return data if fits else None
 
 
 def read_record(file: str, offset: int) -> bytes:

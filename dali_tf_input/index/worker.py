@@ -8,10 +8,12 @@ damaged images do to it does not touch the program that called `build_index`.
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from typing import Any, TextIO
 
 import msgspec
@@ -49,12 +51,18 @@ def serve() -> None:
                 except InputError as error:  # a decoder is not installed
                     _answer(answers, {"unreadable": str(error)})
                     continue
-            _answer(answers, _run(task, checks, decoders.get(checks), answers))
+            on_progress = functools.partial(_tell_progress, answers)
+            _answer(answers, check_task(task, checks, decoders.get(checks), on_progress))
 
 
-def _run(
-    task: dict[str, Any], checks: Checks, decode: TrialDecode | None, answers: TextIO
+def check_task(
+    task: dict[str, Any],
+    checks: Checks,
+    decode: TrialDecode | None,
+    on_progress: Callable[[int, int], None],
+    **download: Any,
 ) -> dict[str, Any]:
+    """Checks a file; returns the answer. `download`: further arguments of `local_copy`."""
     file = task["file"]
     crashing = {
         int(number): (reason, detail) for number, (reason, detail) in task["crashing"].items()
@@ -63,7 +71,8 @@ def _run(
         with contextlib.ExitStack() as stack:
             index = stack.enter_context(open(task["index"], "wb"))
             mark = stack.enter_context(open(task["mark"], "wb", buffering=0)) if decode else None
-            stack.callback(signal.setitimer, signal.ITIMER_REAL, 0)
+            if decode:
+                stack.callback(signal.setitimer, signal.ITIMER_REAL, 0)
             bad_records: TextIO | None = None
 
             def on_bad_record(bad: BadRecord) -> None:
@@ -82,14 +91,15 @@ def _run(
             status = Status(*task["status"]) if task["status"] else None
             cache = Cache(**task["cache"]) if task["cache"] else None
             entry = check_file(
-                stack.enter_context(local_copy(file, status, cache)),
+                stack.enter_context(local_copy(file, status, cache, **download)),
                 index,
                 checks,
+                name=file,
                 decode=decode,
                 crashing=crashing,
                 on_decode=on_decode,
                 on_bad_record=on_bad_record,
-                on_progress=lambda records, size: _answer(answers, {"progress": [records, size]}),
+                on_progress=on_progress,
             )
             if status:
                 entry = dataclasses.replace(entry, mtime_ns=0, etag=status.etag)
@@ -100,6 +110,10 @@ def _run(
             return {"error": [error.errno, error.strerror]}
         return {"unreadable": f"{file} cannot be read: {error.strerror or error}"}
     return {"entry": msgspec.to_builtins(entry)}
+
+
+def _tell_progress(answers: TextIO, records: int, size: int) -> None:
+    _answer(answers, {"progress": [records, size]})
 
 
 def _answer(answers: TextIO, answer: dict[str, Any]) -> None:

@@ -3,8 +3,9 @@
 import os
 import zlib
 
-from dali_tf_input import Checks, InputError, build_index, find_files, object_store
+from dali_tf_input import Checks, InputError, build_index, object_store
 from dali_tf_input.cache import local_copy
+from dali_tf_input.index.files import find_versions
 from dali_tf_input.index.foreign import name_content
 from support import cli
 
@@ -19,10 +20,10 @@ def inflate_files(source: str, folder: str) -> str:
     Raises:
       InputError: some are not compressed, or one is damaged.
     """
-    files = find_files(source)
-    statuses, kinds = object_store.find_statuses(files), {}
+    statuses, kinds = find_versions(source), {}
+    files = [*statuses]
     for file in files:
-        named = name_content(_read_start(file, statuses.get(file)))
+        named = name_content(_read_start(file, statuses[file]))
         kinds[file] = named[0] if named and named[0] in ("GZIP file", "ZLIB file") else ""
     if not any(kinds.values()):
         return source
@@ -33,7 +34,7 @@ def inflate_files(source: str, folder: str) -> str:
         path = os.path.join(folder, os.path.basename(file).removesuffix(".gz"))
         try:
             with (
-                local_copy(file, statuses.get(file), None) as local,
+                local_copy(file, statuses[file], None) as local,
                 open(local, "rb") as stream,
                 open(path, "xb") as inflated,
             ):

@@ -10,7 +10,7 @@ from dali_tf_input import InputError
 from dali_tf_input.index.contents import PIXELS_KEY, SIDE_KEYS
 from dali_tf_input.index.example import decode_example, encode_example, replace_features
 from dali_tf_input.index.tfrecord import read_data, unframe_record
-from dali_tf_input.object_store import RETRY_SECONDS, Part, read_merged
+from dali_tf_input.object_store import Part, read_parts
 from support.convert import table, writer
 from support.convert.images import Conversion, UnreadableImage, convert_image, convert_mask
 
@@ -70,8 +70,7 @@ def make_records_of_records(
     if items[0][1] is None:
         data = [_read_locally(part) for part in parts]
     else:
-        found = read_merged(parts, retry_seconds=RETRY_SECONDS)
-        data = [unframe_record(record) for record in found]
+        data = read_parts(parts, unframe_record)
     return [
         _record_of_record(conversion, image_key, f"{part.url} at byte {part.start}", one)
         for part, one in zip(parts, data, strict=True)
