@@ -90,11 +90,12 @@ class Proxy:
         status and the store's words such as "503" or "403 AccessDenied", "cut" (the connection ends
         within the body) or "short" (the body).
       seen: the requests so far, as "GET /bucket/name".
+      edit: makes of an answer's body what is sent.
     """
 
     def __init__(self, port):
         proxy = self
-        self.fault, self.seen = (lambda method, path: None), []
+        self.fault, self.seen, self.edit = (lambda method, path: None), [], bytes
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
@@ -121,6 +122,7 @@ class Proxy:
                 for name, value in answer.getheaders():
                     if name.lower() not in ("transfer-encoding", "connection", "content-length"):
                         self.send_header(name, value)
+                data = proxy.edit(data)
                 kept = data[: len(data) // 2] if fault in ("short", "cut") else data
                 size = len(kept if fault == "short" else data)
                 size = answer.getheader("Content-Length") if self.command == "HEAD" else size

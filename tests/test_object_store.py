@@ -124,6 +124,52 @@ def test_index_is_that_of_local_files(dataset, stored, proxy, tmp_path):
             far.check_feature("image_key", "image/class/label", ("bytes_list",), (1, 1))
 
 
+def test_etags_without_quotes_in_listings(dataset, stored, proxy, tmp_path):
+    """As Azure has them; a manifest is replaced, and an object that changed is noticed."""
+
+    def edit(data):
+        return re.sub(rb"<ETag>\W*(?:&quot;)?(\w+)[^<]*", rb"<ETag>\1", data)
+
+    proxy.edit = edit
+    for verify in ("framing", "schema"):
+        assert dti.build_index(f"{stored}/train-*", dti.Checks(verify=verify)).written == 3
+    assert dti.build_index(f"{stored}/train-*").unchanged == 3
+    far = dti.DatasetSpec.from_files(f"{stored}/train-*")
+    assert '"' not in far.etags[0]
+    assert same(take_pass(far, TF_DATA), take_pass(dataset, TF_DATA))
+    wrong = dataclasses.replace(far, etags=("0", *far.etags[1:]))
+    with refused("train-00000-of-00003 changed since it was indexed"):
+        wrong.read(0)
+
+
+def test_objects_are_checked_at_the_same_time(stored, proxy):
+    """By threads: one object is not waited for before the next is asked for."""
+    all_asked = threading.Barrier(3)
+
+    def wait(method, path):
+        if method == "GET" and "of-00003" in path:
+            all_asked.wait(timeout=300)
+
+    proxy.fault = wait
+    for verify in ("framing", "crc"):
+        report = dti.build_index(
+            f"{stored}/train-*", dti.Checks(verify=verify), num_processes=3, force=True
+        )
+        assert report.written == 3
+
+
+def test_a_store_that_never_takes_the_manifest(stored, proxy):
+    """Ends the run: others may always be faster, but not for ever."""
+    dti.build_index(f"{stored}/train-*")
+
+    def refuse(method, path):
+        return "412" if method == "PUT" and path.endswith("index_manifest.json") else None
+
+    proxy.fault = refuse
+    with refused("other runs keep replacing the manifest"):
+        dti.build_index(f"{stored}/train-*", force=True)
+
+
 def test_gcs(dataset, stored, proxy, server, monkeypatch):
     """Its own client, on a server that answers as GCS does where it differs from S3."""
     account = {"gcs_base_url": f"http://127.0.0.1:{proxy.port}", "disable_oauth": True}
