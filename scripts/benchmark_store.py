@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from dali_tf_input import Stats, build_index
+from dali_tf_input import Stats, Window, build_index
 from dali_tf_input.object_store import Status, download, find_objects
 from support import cli, machine, processes
 from support.flags import BACKENDS, FileFlags, WorkFlags
@@ -100,7 +100,7 @@ def measure_training(**given: list[str]) -> dict[str, tuple[Stats, str]]:
         words = f"{Stats.of(rates(measured)).median:,.0f} images/s"
         found[name] = (ratios(measured, against), words)
     costs = [
-        [window.cpu_seconds_per_1000_images for window in windows[name]]
+        [Window(**one["window"]).cpu_seconds_per_1000_images for one in windows[name]]
         for name in ("local", "far")
     ]
     words = f"{statistics.median(costs[1]):.2f} ms an image"

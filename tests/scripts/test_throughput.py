@@ -44,6 +44,21 @@ def test_compare_throughput(sample_folder, tmp_path):
     assert Image.open(tmp_path / "plot.png").width > 800
 
 
+@pytest.mark.slow
+def test_benchmark_store(sample_folder, tmp_path):
+    """Each row with its ratio; the images came from the server."""
+    arguments = ["--files=data/sample/train-*", "--seconds=0.2", "--repeats=2", "--batch_size=16"]
+    arguments += ["--milliseconds=1", f"--json={tmp_path}/store.json"]
+    process = run("benchmark_store.py", *arguments, cwd=sample_folder)
+    assert (process.returncode, process.stderr) == (0, "")
+    rows = json.loads((tmp_path / "store.json").read_text())["rows"]
+    names = ["local", "far", "cached", "failing", "far, CPU time without the server's", "index"]
+    assert list(rows) == names
+    for name, row in rows.items():
+        assert 0 < row["minimum"] <= row["median"] <= row["maximum"]
+        assert f"\n{name} " in process.stdout
+
+
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
