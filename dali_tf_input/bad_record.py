@@ -38,7 +38,7 @@ _logger = logging.getLogger("dali_tf_input")
 
 _SEARCH_SECONDS = 60.0
 _STEPS_AHEAD = 12  # that pipelines may have read when they fail: queues, and `steps_per_execution`
-# What errors of reading, parsing and decoding say, and those of a model do not. Keras adds the
+# Words of reading, parsing and decoding errors that model errors lack. Keras adds the
 # Python stack, whose paths may hold any word: its lines are removed first.
 _STACK = re.compile(r'^ *File ".*\n(?: {4,}.*\n)?', re.MULTILINE)
 _OF_INPUT = re.compile(
@@ -94,7 +94,7 @@ def explain(
 
     Args:
       error: what TensorFlow raised.
-      inputs: the inputs that may have failed: that of training, that of validation.
+      inputs: the inputs that may have failed: training, validation.
       search_seconds: how long to search each of them.
 
     Returns:
@@ -115,10 +115,8 @@ def explain(
     searches = [_Search(failed, search_seconds) for failed in inputs]
     changes = (failed.spec.dataset.find_change() for failed in inputs)
     change = next(filter(None, changes), None)
-    changed = InputError(
-        f"The input failed: {change}. Restore what is missing, or index again:"
-        f" {'; '.join(commands)}"
-    )
+    text = f"The input failed: {change}. Restore what is missing, or index again:"
+    changed = InputError(f"{text} {'; '.join(commands)}")
     if change and _CHANGED in message:
         return changed
     # Search all records that the step determines before any full scan. The step may not be the one
@@ -153,12 +151,11 @@ def explain(
 
 
 def find_label(inputs: Sequence[FailedInput], label: int) -> str | None:
-    """Returns which record has a label that came out of one of the inputs, as file and number."""
+    """Returns the file and number of a record that has this label in one of the inputs."""
     with contextlib.suppress(OSError, InputError):
         for failed in inputs:
-            records = itertools.chain(
-                _likely_records(failed), range(failed.spec.dataset.num_records)
-            )
+            every = range(failed.spec.dataset.num_records)
+            records = itertools.chain(_likely_records(failed), every)
             search = _Search(failed, _SEARCH_SECONDS, label=label)
             found = search.check_first_bad(records)
             if found and found[1].reason == _LABEL:
@@ -219,12 +216,8 @@ def _likely_records(failed: FailedInput) -> list[int]:
     spec, _, step, global_batch_size = failed
     if not spec.has_fixed_order or step is None:
         return []
-    steps = EpochSteps(
-        num_records=spec.dataset.num_records,
-        batch_size=global_batch_size,
-        num_shards=1,
-        padded=not spec.repeat,
-    )
+    shared = {"num_records": spec.dataset.num_records, "batch_size": global_batch_size}
+    steps = EpochSteps(**shared, num_shards=1, padded=not spec.repeat)
     seed = spec.seed if spec.order == "global" else None
     orders: dict[int, Integers] = {}  # by epoch
     records: list[int] = []

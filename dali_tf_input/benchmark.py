@@ -84,9 +84,8 @@ def measure(
             measured_batches += 1
             elapsed = clock() - start
     except StopIteration as error:
-        raise InputError(
-            "`batches` ended before the window did: measure a dataset that repeats."
-        ) from error
+        text = "`batches` ended before the window did: measure a dataset that repeats."
+        raise InputError(text) from error
     return Window(
         measured_batches=measured_batches,
         batch_size=batch_size,

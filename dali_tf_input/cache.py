@@ -7,17 +7,20 @@ import functools
 import hashlib
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from dali_tf_input import object_store
 from dali_tf_input.errors import InputError, Path, Within, check_fields
-from dali_tf_input.object_store import Status
+from dali_tf_input.object_store import MOST_REQUESTS, RETRY_SECONDS, Part, Status, read_part
 from dali_tf_input.staging import locked
 
 _PART = ".part"  # an object that is being downloaded
+# Requests for one object at a time, and their sizes; what many objects hold together.
+_REQUESTS, _PART_BYTES, _MOST_BYTES = 4, 1 << 23, 3 << 24
 _TOUCH_SECONDS = 60  # between notes that a file is in use
 
 
@@ -26,17 +29,17 @@ class Cache:
     """Where objects are kept.
 
     Those least recently used go first. A file is named by its object's URL and version, is as long
-    as the object, and comes into being whole. Processes that want the same object wait for one.
+    as the object, and appears when complete. One process downloads an object, others wait.
 
     Attributes:
       folder: on a local disk; made if there is none.
       max_bytes: the most that the folder takes.
-      retry_seconds: how long an object is asked for whose store does not answer.
+      retry_seconds: how long to retry an object whose store does not answer.
     """
 
     folder: str
     max_bytes: Annotated[int, Within(1)]
-    retry_seconds: Annotated[float, Within(0)] = object_store.RETRY_SECONDS
+    retry_seconds: Annotated[float, Within(0)] = RETRY_SECONDS
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -58,7 +61,7 @@ class Cache:
     def fetch(self, url: str, status: Status, **download: Any) -> str:
         """Returns the file of an object, downloaded if it is not here.
 
-        `download` are further arguments of `object_store.download`.
+        `download` are further arguments of `download_to`.
 
         Raises:
           InputError: the object cannot be read, or the folder cannot hold it.
@@ -88,7 +91,7 @@ class Cache:
                 if status.size:
                     os.posix_fallocate(descriptor, 0, status.size)
             download.setdefault("retry_seconds", self.retry_seconds)
-            object_store.download(url, status, descriptor, **download)
+            download_to(url, status, descriptor, **download)
             os.replace(path + _PART, path)
         except BaseException as error:
             with contextlib.suppress(OSError):
@@ -129,7 +132,7 @@ class Cache:
 
 
 def make_cache(
-    folder: Path | None, max_bytes: int | None, retry_seconds: float = object_store.RETRY_SECONDS
+    folder: Path | None, max_bytes: int | None, retry_seconds: float = RETRY_SECONDS
 ) -> Cache | None:
     """Returns the cache that two arguments describe, if they do."""
     if folder is None and max_bytes is None:
@@ -147,12 +150,53 @@ def local_copy(
     """Gives the file at `path`; if it is an object, the cache's copy of it, or a temporary one."""
     if status is None:
         yield path
-    elif cache:
-        yield cache.fetch(path, status, **download)
-    else:
-        with tempfile.TemporaryFile() as stream:
-            object_store.download(path, status, stream.fileno(), **download)
-            yield f"/proc/self/fd/{stream.fileno()}"  # it has no name, so nobody must remove it
+        return
+    with contextlib.ExitStack() as stack:
+        stream: Any = None
+        while cache and not stream:
+            with contextlib.suppress(FileNotFoundError):  # another object took its place
+                stream = stack.enter_context(open(cache.fetch(path, status, **download), "rb"))
+        if not cache:
+            stream = stack.enter_context(tempfile.TemporaryFile())
+            try:
+                os.posix_fallocate(stream.fileno(), 0, max(1, status.size))
+                os.ftruncate(stream.fileno(), status.size)
+            except OSError as error:
+                text = f"There is no room for {path}, {status.size:,} bytes, in"
+                folder = tempfile.gettempdir()
+                raise InputError(f"{text} {folder}: {error.strerror}. Set TMPDIR.") from error
+            download_to(path, status, stream.fileno(), **download)
+        yield f"/proc/self/fd/{stream.fileno()}"  # it stays, whatever happens to its name
+
+
+def download_to(
+    url: str,
+    status: Status,
+    descriptor: int,
+    *,
+    retry_seconds: float = RETRY_SECONDS,
+    at_once: int = 1,
+    stopped: threading.Event | None = None,
+) -> None:
+    """Writes an object to an open file; ends early if `stopped`.
+
+    It holds 32 MiB of the object. Of many that are downloaded `at_once` it holds 48 MiB together.
+
+    Raises:
+      InputError: as `read_parts`.
+      OSError: the file cannot be written.
+    """
+    failed = threading.Event()
+    requests = min(_REQUESTS, max(1, MOST_REQUESTS // at_once))
+    size = min(_PART_BYTES, _MOST_BYTES // (at_once * requests))
+
+    def fetch(start: int) -> None:
+        part = Part(url, status.etag, start, min(start + size, status.size))
+        data = read_part(part, retry_seconds=retry_seconds, failed=failed, stopped=stopped)
+        os.pwrite(descriptor, data, start)
+
+    with ThreadPoolExecutor(requests) as pool:
+        list(pool.map(fetch, range(0, status.size, size)))
 
 
 @functools.cache

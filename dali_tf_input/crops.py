@@ -34,7 +34,7 @@ class Ops(Protocol):
 
 
 class Uniforms(NamedTuple):
-    """The random numbers in [0, 1) that decide about one image, by what they decide.
+    """The random numbers in [0, 1) for one image, named by what they decide.
 
     Attributes:
       mirror: (1,), whether the image is mirrored.
@@ -181,10 +181,8 @@ class RandomResizedCrop(Crop):
         """Returns the region of one image."""
         height, width = size[0:1], size[1:2]
         (low_area, high_area), (low_ratio, high_ratio) = self.area_range, self.aspect_ratio_range
-        areas, ratios = (
-            uniforms.attempts[: self.num_attempts],
-            uniforms.attempts[self.num_attempts :],
-        )
+        attempts, count = uniforms.attempts, self.num_attempts
+        areas, ratios = attempts[:count], attempts[count:]
         area = (low_area + areas * (high_area - low_area)) * height * width
         low, high = math.log(low_ratio), math.log(high_ratio)
         ratio = ops.exp(low + ratios * (high - low))
@@ -192,9 +190,7 @@ class RandomResizedCrop(Crop):
         widths = ops.maximum(ops.floor(ops.sqrt(area * ratio) + 0.5), 1.0)
         # The first attempt that fits has the highest score. Scores differ, so at most one is
         # chosen.
-        scores = ops.constant(
-            [float(self.num_attempts - number) for number in range(self.num_attempts)]
-        )
+        scores = ops.constant([float(count - number) for number in range(count)])
         scores = ops.where(heights <= height, ops.where(widths <= width, scores, 0.0), 0.0)
         best = ops.max(scores)
         chosen = ops.where(scores == best, 1.0, 0.0)
@@ -259,7 +255,5 @@ class NoCrop(Crop):
 
 def _check_not_below(name: str, resize: tuple[int, int], image_size: tuple[int, int]) -> None:
     if resize[0] < image_size[0] or resize[1] < image_size[1]:
-        raise InputError(
-            f"`{name}` must not be below `image_size` {image_size}, got {resize}: resize to more or"
-            " crop less."
-        )
+        text = f"`{name}` must not be below `image_size` {image_size}, got {resize}"
+        raise InputError(f"{text}: resize to more or crop less.")

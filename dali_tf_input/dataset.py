@@ -50,16 +50,16 @@ def make_dataset(
       A dataset of (image, label): image `spec.preprocess.dtype` (batch_size,
       *spec.preprocess.image_shape), label `spec.label.dtype` (batch_size, *spec.label.shape). With
       `spec.repeat` False it is one pass, with sample weights as a third value (see `InputSpec`).
-      `spec.arrange` says what comes out where there is more. Otherwise it is infinite. With order
+      Otherwise it is infinite. `spec.arrange` says what comes out where there is more. With order
       "global" an epoch is whole steps of all shards, in which no record comes twice. With the other
       orders every pass over the shard serves each of its records once; the remainder that does not
       fill a batch opens the next pass.
 
       DALI's dataset has two limits. On a GPU it must be made and iterated under the `tf.device` of
-      its GPU, no transformation (`map`, `take`, ...) can follow it, and what would be dictionaries
-      is a tuple in the order of `spec.outputs`: `spec.arrange` makes them of it. And no strategy
+      its GPU, no transformation (`map`, `take`, ...) can follow it, and instead of dictionaries
+      it yields tuples in order of `spec.outputs`: `spec.arrange` converts them. And no strategy
       may distribute it (nor Keras `fit` under one), because TensorFlow's way of doing so crashes:
-      that is an InputError. `distribute` has another way.
+      this is an InputError. Use `distribute` instead.
 
     Raises:
       InputError: the batch is larger than the shard, the shard is empty, a GPU is asked for where

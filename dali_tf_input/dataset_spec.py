@@ -18,14 +18,7 @@ from dali_tf_input.index.manifest import find_change, find_change_of_object, rea
 from dali_tf_input.index.mirror import find_local
 from dali_tf_input.index.tfrecord import read_record, unframe_record
 from dali_tf_input.labels import ClassLabel, Label, Lengths, Values, describe_list
-from dali_tf_input.object_store import (
-    RETRY_SECONDS,
-    Part,
-    Status,
-    find_statuses,
-    is_url,
-    read_parts,
-)
+from dali_tf_input.object_store import RETRY_SECONDS, Part, Status, find_statuses, read_parts
 from dali_tf_input.order import Integers, parse_index, read_index
 
 
@@ -34,7 +27,7 @@ class Extent(NamedTuple):
 
     Attributes:
       file: its TFRecord file.
-      number: which one it is of the file's records that are not skipped, from 0.
+      number: its position in the file, from 0, not counting skipped records.
       offset: the byte at which it starts.
       size: in bytes, with its frame.
     """
@@ -68,7 +61,7 @@ class DatasetSpec:
       etags: versions of the objects, of files in a store; () of local files.
       index_dir: the folder of the index files as it was named; None is beside each file.
       cache: where objects are kept, if they are.
-      retry_seconds: how long an object is asked for whose store does not answer.
+      retry_seconds: how long to retry an object whose store does not answer.
       features: what the records hold by key, as far as the index step read them.
     """
 
@@ -112,7 +105,7 @@ class DatasetSpec:
 
     @property
     def label(self) -> Label | None:
-        """The kind of label that the records leave no doubt about; None for others."""
+        """The kind of label, if the records determine it; else None."""
         found = self.features.get(self.label_key or "")
         if found and found.kinds == ("int64_list",) and found.lengths == (1, 1):
             return ClassLabel(key=self.label_key)
@@ -264,7 +257,7 @@ class DatasetSpec:
           cache_dir: a local folder that keeps objects of a store; None reads parts of them each
             time, which order "buffer" cannot.
           cache_bytes: the most that `cache_dir` takes, at least 1; needed with it.
-          retry_seconds: how long an object is asked for whose store does not answer.
+          retry_seconds: how long to retry an object whose store does not answer.
 
         Raises:
           InputError: no file matches, an index is missing, a file or its index changed, a record
@@ -272,7 +265,7 @@ class DatasetSpec:
         """
         # Absolute, as a program may change its folder.
         found = {absolute(file): status for file, status in find_versions(files).items()}
-        stores = {is_url(file) for file in found}
+        stores = {status is not None for status in found.values()}
         check(len(stores) == 1, "files", "all local, or all in a store", files)
         cache = make_cache(cache_dir, cache_bytes, retry_seconds) if stores == {True} else None
         index_files = tuple(map(absolute, index_files_of([*found], index_dir=index_dir)))
@@ -296,9 +289,8 @@ class DatasetSpec:
             if entry.records and not entry.parsed:
                 text = f"The first record of {file} is not a tf.train.Example"
                 raise InputError(f"{text}. To see all that is wrong: {command}")
-        image_key, label_key = contents.find_keys(
-            features, image_key=image_key, label_key=label_key
-        )
+        keys = {"image_key": image_key, "label_key": label_key}
+        image_key, label_key = contents.find_keys(features, **keys)
         if not image_key:
             raise contents.name_keys(features)
         held = [file for file in found if entries[file].records]  # DALI refuses an empty index

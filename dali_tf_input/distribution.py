@@ -218,14 +218,11 @@ def _make_worker_dataset(
 
     def make_worker(context: tf.distribute.InputContext) -> tf.data.Dataset:
         first = context.input_pipeline_id * local_replicas
-        shards = [
-            make_shard(Shard(first + number, strategy.num_replicas_in_sync))
-            for number in range(local_replicas)
-        ]
+        count = strategy.num_replicas_in_sync
+        shards = [make_shard(Shard(first + one, count)) for one in range(local_replicas)]
         # The replicas of a worker get its batches in turn.
-        return tf.data.Dataset.choose_from_datasets(
-            shards, tf.data.Dataset.range(local_replicas).repeat()
-        )
+        turns = tf.data.Dataset.range(local_replicas).repeat()
+        return tf.data.Dataset.choose_from_datasets(shards, turns)
 
     return strategy.distribute_datasets_from_function(make_worker)
 

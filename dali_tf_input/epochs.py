@@ -19,7 +19,7 @@ class _Use:
 
     most: int
     taken: int = 0  # by Python
-    # Whether a function of TensorFlow's was given the iterator. What that took is not known, and
+    # Whether a `tf.function` was given the iterator. How much it took is not known, and
     # counts as the epoch: Keras counts the batches itself.
     by_graph: bool = False
 
@@ -33,12 +33,12 @@ class Epochs:
     """A dataset without end, served epoch by epoch.
 
     One iterator of TensorFlow's serves all epochs: a new one would start DALI's pipeline and
-    tf.data's threads again, and repeat the order of "buffer". But an epoch of which a loop in
-    Python took some batches only starts again, with a new iterator: Keras takes one batch to build
-    a model. Where the order is not fixed, that holds until the first epoch was used up. After a
+    tf.data's threads again, and repeat the order of "buffer". But if a Python loop takes only
+    part of an epoch, that epoch starts again with a new iterator: Keras takes one batch to build
+    a model. If the order is not fixed, this applies only until one epoch was used up. After a
     `fit` that was interrupted the next epoch starts where the iterator is.
 
-    In a `tf.function` a loop over it has no end, nor have transformations but `map` and `prefetch`:
+    In a `tf.function` a loop over it never ends, nor do transformations but `map` and `prefetch`:
     use `take`, which starts at the same step each time.
     """
 

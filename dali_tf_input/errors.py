@@ -35,7 +35,7 @@ class Within:
       low: the smallest value.
       high: the largest.
       unit: what a message adds to a bound.
-      also: a value that is allowed besides.
+      also: one more allowed value.
     """
 
     low: float

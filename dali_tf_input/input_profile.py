@@ -38,12 +38,12 @@ class EpochProfile(NamedTuple):
 
     @property
     def wait(self) -> float:
-        """The part of a step that the model waits for input, in [0, 1)."""
+        """The fraction of a step spent waiting for input, in [0, 1)."""
         return max(0.0, 1 - self.cached_step_seconds / self.step_seconds) if self.steps else 0.0
 
 
 class InputProfile(keras.callbacks.Callback):  # type: ignore[misc]
-    """Measures which part of a step the model waits for input, against the step on a cached batch.
+    """Measures the fraction of a step spent waiting for input, against steps on a cached batch.
 
     Use it as ``train.fit(model, epochs=..., profile=InputProfile(train))``, or as the first of
     `callbacks`. Its `epochs` hold an `EpochProfile` per epoch. Keras's progress bar, History and
@@ -129,9 +129,8 @@ class InputProfile(keras.callbacks.Callback):  # type: ignore[misc]
             step_seconds = self._sum[1] / self._sum[0]
             logs["images_per_second"] = self._images / step_seconds
             if self.epochs and self.epochs[-1].steps:
-                logs["input_wait"] = max(
-                    0.0, 1 - self.epochs[-1].cached_step_seconds / step_seconds
-                )
+                cached = self.epochs[-1].cached_step_seconds
+                logs["input_wait"] = max(0.0, 1 - cached / step_seconds)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Measures the same steps on the cached batch."""
@@ -147,9 +146,8 @@ class InputProfile(keras.callbacks.Callback):  # type: ignore[misc]
             return
         seconds = sum(seconds for _, seconds in calls) / len(calls) / per_call
         time.sleep(min(_LONGEST_PAUSE, self._queued * seconds))  # until the input's queues are full
-        found = EpochProfile(
-            epoch, len(calls) * per_call, seconds, self._time_cached_step(per_call)
-        )
+        cached = self._time_cached_step(per_call)
+        found = EpochProfile(epoch, len(calls) * per_call, seconds, cached)
         self.epochs.append(found)
         if logs is not None:
             logs |= {"images_per_second": self._images / seconds, "input_wait": found.wait}
@@ -159,10 +157,8 @@ class InputProfile(keras.callbacks.Callback):  # type: ignore[misc]
         held = [*self.model.variables, *self.model.metrics_variables]
         for optimizer in _optimizers_of(self.model):
             held += optimizer.variables
-        before = [
-            (variable, variable.numpy())
-            for variable in {id(variable): variable for variable in held}.values()
-        ]
+        different = {id(variable): variable for variable in held}.values()
+        before = [(variable, variable.numpy()) for variable in different]
         calls = -(-self._cached_steps // per_call)
         batches: Any = [self._batch]
         if per_call > 1:  # then Keras needs an iterator of TensorFlow's own
@@ -195,12 +191,7 @@ def _optimizers_of(model: keras.Model) -> list[Any]:
     """Returns the optimizers of a model: that of `compile`, and those among its attributes."""
     found = [model.optimizer]
     for value in vars(model).values():
-        values = (
-            value.values()
-            if isinstance(value, dict)
-            else value
-            if isinstance(value, list | tuple)
-            else [value]
-        )
+        value = [*value.values()] if isinstance(value, dict) else value
+        values = value if isinstance(value, list | tuple) else [value]
         found += [each for each in values if isinstance(each, keras.optimizers.Optimizer)]
     return found

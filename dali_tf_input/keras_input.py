@@ -28,7 +28,7 @@ class Distributed(NamedTuple):
     Attributes:
       dataset: what Keras `fit` or a custom loop iterates: a `tf.data.Dataset`, or under a strategy
         a `tf.distribute.DistributedDataset`. It ends with its epoch, and the next iterator serves
-        the next epoch; an epoch of which only some batches were taken starts again. Its `repeat()`
+        the next epoch; a partly consumed epoch starts again. Its `repeat()`
         has no end. Under MultiWorkerMirroredStrategy it has none either. With `spec.repeat` False
         it is TensorFlow's own, of one pass.
       steps_per_epoch: how many global batches one pass over the records fills; rounded up if
@@ -93,10 +93,8 @@ class Distributed(NamedTuple):
                 f" and be 1 on several replicas, got {per_call}."
             )
         callbacks = keras.tree.flatten(arguments.pop("callbacks", None) or [])
-        arguments |= {
-            "epochs": epochs,
-            "callbacks": [profile, *callbacks] if profile else callbacks,
-        }
+        callbacks = [profile, *callbacks] if profile else callbacks
+        arguments |= {"epochs": epochs, "callbacks": callbacks}
         if resume is not None:
             histories = resume.fit(model, validation=validation, **arguments)
         else:
@@ -165,7 +163,7 @@ class Distributed(NamedTuple):
     def _is_weighted(self) -> bool:
         """Whether Keras must not see the weights of a pass.
 
-        Because images of weight 0 fill the last step; or because there are masks, of which a loss
+        Either images of weight 0 fill the last step, or there are masks, for which a loss
         with `ignore_class` takes no weight per image.
         """
         padding = self.steps_per_epoch * self.global_batch_size - self.spec.dataset.num_records
@@ -247,10 +245,8 @@ class Distributed(NamedTuple):
             counted = _count_steps(model)
             step = None if done is None or counted is None else start + counted - done
             inputs = [FailedInput(self.spec, self.options, step, self.global_batch_size)]
-            inputs += [
-                FailedInput(other.spec, other.options, None, other.global_batch_size)
-                for other in others
-            ]
+            for one in others:
+                inputs.append(FailedInput(one.spec, one.options, None, one.global_batch_size))
             label = _LABEL_RANGE.search(str(error.message))
             if label:
                 where = find_label(inputs, int(label[1])) or "A record"

@@ -1,4 +1,4 @@
-"""What records hold beside the image: how it is stored, and what comes out of it."""
+"""What records hold besides the image: how it is stored and what comes out."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -226,10 +226,8 @@ def class_weights(
     """
     if given == "balanced":
         if counts is None:
-            raise InputError(
-                "`class_weight` 'balanced' needs the classes of all records: index them with"
-                " --verify=schema."
-            )
+            text = "`class_weight` 'balanced' needs the classes of all records"
+            raise InputError(f"{text}: index them with --verify=schema.")
         total = sum(count for _, count in counts)
         given = {label: total / (len(counts) * count) for label, count in counts}
     for label, weight in given.items():

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import Any, NamedTuple
 
 from dali_tf_input.errors import InputError
@@ -22,12 +23,12 @@ from dali_tf_input.errors import InputError
 RETRY_SECONDS = 300.0
 _SCHEMES = ("s3", "gs", "az", "http", "https")
 _URL = re.compile(r"([a-z][a-z0-9+.-]+)://([^/]*)/?(.*)", re.IGNORECASE | re.DOTALL)
-_DOWNLOAD_REQUESTS, _DOWNLOAD_BYTES = 4, 1 << 23  # of an object, under way at once; of each
-_MOST_REQUESTS, _MOST_BYTES = 64, 3 << 24  # under way in a process
+MOST_REQUESTS = 64  # under way in a process
 _MOST_GAP = 1 << 14  # bytes between neighbors that are read along
+_CHANGED = "{} changed since it was indexed: index it again."
 _FIRST_BACKOFF, _MOST_BACKOFF = 0.1, 10.0  # seconds between two tries
 
-# What the words of an error mean, of the store or of the library.
+# What the words of a store's or the library's errors mean.
 _CAUSES = (
     (r"NoSuchBucket|ContainerNotFound|bucket does not exist", "there is no bucket {bucket}"),
     (r"is wrong; expecting '([^']+)'", "the bucket is in region {found}: set AWS_REGION"),
@@ -49,7 +50,7 @@ _CAUSES = (
 )
 
 # A program that ends waits for its threads: its iterators, which it drops then, wait for them.
-_ending = threading.Event()
+_ending = Event()
 threading._register_atexit(_ending.set)  # type: ignore[attr-defined]
 _logger = logging.getLogger("dali_tf_input")
 
@@ -93,7 +94,9 @@ def find_objects(pattern: str, *, retry_seconds: float = RETRY_SECONDS) -> dict[
 
 def find_all(patterns: Iterable[str]) -> list[dict[str, Status]]:
     """Returns what `find_objects` does of each pattern; they are asked for at the same time."""
-    return [*_pool(os.getpid()).map(find_objects, patterns)]
+    patterns = [*patterns]
+    run = map if len(patterns) == 1 else _pool(os.getpid()).map
+    return [*run(find_objects, patterns)]
 
 
 def list_folder(folder: str) -> dict[str, Status]:
@@ -103,7 +106,7 @@ def list_folder(folder: str) -> dict[str, Status]:
 
 
 def find_statuses(urls: Iterable[str]) -> dict[str, Status]:
-    """Returns the versions of those objects that there are, by a listing of each folder."""
+    """Returns the versions of the objects that exist, from a listing of each folder."""
     wanted = {url for url in urls if is_url(url)}
     folders = {url if url.startswith("http") else f"{url.rpartition('/')[0]}/*" for url in wanted}
     found = {url: status for one in find_all(folders) for url, status in one.items()}
@@ -118,7 +121,7 @@ def read_parts(
 ) -> list[Any]:
     """Returns parts of objects, read at the same time; parts that are neighbors by one request.
 
-    What fails for a while is read again, for `retry_seconds`. `take` makes of the bytes of a part
+    Temporary failures are retried for `retry_seconds`. `take` converts the bytes of a part to
     what is returned, in the thread that read them.
 
     Raises:
@@ -131,11 +134,11 @@ def read_parts(
             requests[-1] = (last._replace(end=max(last.end, part.end)), [*numbers, number])
         else:
             requests.append((part, [number]))
-    failed, found = threading.Event(), [None] * len(parts)
+    failed, found = Event(), [None] * len(parts)
 
     def read(request: tuple[Part, list[int]]) -> None:
         whole, numbers = request
-        data = memoryview(_read_part(whole, retry_seconds=retry_seconds, failed=failed))
+        data = memoryview(read_part(whole, retry_seconds=retry_seconds, failed=failed))
         for number in numbers:
             _, _, start, end = parts[number]
             found[number] = take(data[start - whole.start : end - whole.start])
@@ -152,40 +155,10 @@ def read_whole(objects: dict[str, Status]) -> list[bytes]:
     return read_parts([Part(url, one.etag, 0, one.size) for url, one in objects.items()])
 
 
-def download(
-    url: str,
-    status: Status,
-    descriptor: int,
-    *,
-    retry_seconds: float = RETRY_SECONDS,
-    at_once: int = 1,
-    stopped: threading.Event | None = None,
-) -> None:
-    """Writes an object to an open file; ends early if `stopped`.
-
-    It holds 32 MiB of the object. Of many that are downloaded `at_once` it holds 48 MiB together.
-
-    Raises:
-      InputError: as `read_parts`.
-      OSError: the file cannot be written.
-    """
-    failed = stopped or threading.Event()
-    requests = min(_DOWNLOAD_REQUESTS, max(1, _MOST_REQUESTS // at_once))
-    size = min(_DOWNLOAD_BYTES, _MOST_BYTES // (at_once * requests))
-
-    def fetch(start: int) -> None:
-        part = Part(url, status.etag, start, min(start + size, status.size))
-        data = _read_part(part, retry_seconds=retry_seconds, failed=failed)
-        os.pwrite(descriptor, data, start)
-
-    with ThreadPoolExecutor(requests) as pool:
-        list(pool.map(fetch, range(0, status.size, size)))
-
-
 def write(url: str, path: str, *, replaces: str | None = None) -> bool:
     """Writes a file as an object, whole or not at all; returns whether it did.
 
-    With `replaces`, the etag of the object that there is, or "" for none, only in its place.
+    With `replaces`, an etag or "" for none, it replaces only the object of that etag.
     """
     scheme, bucket, key = _split(url)
     errors = _library().exceptions
@@ -218,22 +191,29 @@ def delete(url: str) -> None:
 @functools.cache
 def _pool(_: int) -> ThreadPoolExecutor:
     """Returns the threads of a process that wait for objects."""
-    return ThreadPoolExecutor(_MOST_REQUESTS)
+    return ThreadPoolExecutor(MOST_REQUESTS)
 
 
-def _read_part(part: Part, *, retry_seconds: float, failed: threading.Event) -> Any:
-    """Returns a buffer with a part; gives up where another one has `failed`."""
+def read_part(
+    part: Part, *, retry_seconds: float, failed: Event, stopped: Event | None = None
+) -> Any:
+    """Returns a buffer with a part; gives up where another one has `failed`, or when `stopped`."""
+    stopped = stopped or _ending
     deadline, backoff = time.monotonic() + retry_seconds, _FIRST_BACKOFF
     scheme, bucket, key = _split(part.url)
     options: Any = {"range": (part.start, part.end)}
-    if part.etag and not part.etag.startswith("W/"):  # a weak one matches nothing
+    is_weak = part.etag.startswith("W/")  # then it matches nothing
+    if part.etag and not is_weak:
         options["if_match"] = f'"{part.etag}"'
     while part.end > part.start:
-        if _ending.is_set():
-            raise InputError(f"{part.url} is not read any more: the program ends.")
+        if stopped.is_set() or _ending.is_set():
+            raise InputError(f"{part.url} is no longer read: the run ends.")
         with _explained(part.url, failed):
             try:
-                data = _store(f"{scheme}://{bucket}/").get(key, options=options).bytes()
+                answer = _store(f"{scheme}://{bucket}/").get(key, options=options)
+                data = answer.bytes()
+                if is_weak and _named("", answer.meta)[1].etag != part.etag:
+                    raise InputError(_CHANGED.format(part.url))
                 if len(data) == part.end - part.start:
                     return data
                 problem = f"{len(data):,} bytes came of {part.end - part.start:,}"
@@ -242,7 +222,7 @@ def _read_part(part: Part, *, retry_seconds: float, failed: threading.Event) -> 
                     raise
                 problem = _cause(part.url, error)
         late = time.monotonic() + backoff > deadline
-        if late or failed.is_set() or _ending.wait(backoff):
+        if late or failed.is_set() or stopped.wait(backoff):
             failed.set()
             raise InputError(f"{part.url} cannot be read for {retry_seconds:g} s: {problem}.")
         backoff = min(2 * backoff, _MOST_BACKOFF)
@@ -305,12 +285,8 @@ def _list(base: str, folder: str | None, pattern: str) -> list[tuple[str, Status
     """Returns the objects of a folder whose keys fit a pattern, in which "*" ends at a slash."""
     depth, fits = pattern.count("/"), re.compile(fnmatch.translate(pattern)).match
     pages = _store(base).list(prefix=folder, chunk_size=1000)
-    return [
-        _named(base, one)
-        for page in pages
-        for one in page
-        if one["path"].count("/") == depth and fits(one["path"])
-    ]
+    found = (one for page in pages for one in page if one["path"].count("/") == depth)
+    return [_named(base, one) for one in found if fits(one["path"])]
 
 
 def _named(base: str, about: Any) -> tuple[str, Status]:
@@ -319,7 +295,7 @@ def _named(base: str, about: Any) -> tuple[str, Status]:
 
 
 def _repeat(url: str, action: Callable[[], Any], retry_seconds: float = RETRY_SECONDS) -> Any:
-    """Returns what `action` does, repeated while it fails for a while."""
+    """Returns what `action` does, retried after temporary failures."""
     deadline, backoff = time.monotonic() + retry_seconds, _FIRST_BACKOFF
     while True:
         with _explained(url):
@@ -342,7 +318,7 @@ def _passes(error: Exception) -> bool:
 
 
 def _cause(url: str, error: Exception) -> str:
-    """Returns what is wrong, and how to mend it; never the body of an answer."""
+    """Returns what is wrong, and how to fix it; never the body of an answer."""
     text = str(error)
     scheme, bucket, _ = _split(url)
     prefix = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}.get(scheme)
@@ -359,7 +335,7 @@ def _cause(url: str, error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def _explained(url: str, failed: threading.Event | None = None) -> Iterator[None]:
+def _explained(url: str, failed: Event | None = None) -> Iterator[None]:
     """Turns errors of the store into InputError; sets `failed`."""
     exceptions = _library().exceptions
     try:
@@ -368,5 +344,5 @@ def _explained(url: str, failed: threading.Event | None = None) -> Iterator[None
         if failed:
             failed.set()
         if isinstance(error, exceptions.PreconditionError):
-            raise InputError(f"{url} changed since it was indexed: index it again.") from None
+            raise InputError(_CHANGED.format(url)) from None
         raise InputError(f"{url} cannot be read: {_cause(url, error)}.") from None

@@ -61,14 +61,11 @@ class DaliOptions:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.read_ahead and self.read_mode != "mmap":
-            raise InputError(
-                f"`read_ahead` is for `read_mode` 'mmap' only, got {self.read_mode!r}."
-            )
+            text = "`read_ahead` is for `read_mode` 'mmap' only, got"
+            raise InputError(f"{text} {self.read_mode!r}.")
         if self.hw_decoder_load is not None and self.device == "cpu":
-            raise InputError(
-                f"`hw_decoder_load` is for `device` 'gpu' only, got {self.hw_decoder_load}: leave"
-                " it None."
-            )
+            text = f"`hw_decoder_load` is for `device` 'gpu' only, got {self.hw_decoder_load}"
+            raise InputError(f"{text}: leave it None.")
         if (self.device, self.decode) == ("gpu", "region"):
             text = "decode='region' may crash on H100-class cards (nvImageCodec issue 55)"
             warnings.warn(f"{text}: try it first.", stacklevel=3)
@@ -106,7 +103,7 @@ class TfDataOptions:
         `antialias` they are closer to a Lanczos resize. "auto" never chooses it.
       kernel: what resizes, crops, mirrors and normalizes. "native" is this package's own operation,
         one pass over the image, compiled where the package is installed with a C++ compiler;
-        "tensorflow" are TensorFlow's operations; "auto" is the first of them that is there. The
+        "tensorflow" are TensorFlow's operations; "auto" is the first available one. The
         pixels are the same, but for rounding.
       service: address of a tf.data service, "grpc://host:port", whose workers read, decode and
         preprocess instead of this process; None works here. For order "buffer": each record comes
@@ -137,10 +134,8 @@ class TfDataOptions:
         return self.decode
 
 
-_BACKENDS: dict[str, type[DaliOptions | TfDataOptions]] = {
-    "dali": DaliOptions,
-    "tf_data": TfDataOptions,
-}
+_Kind = type[DaliOptions] | type[TfDataOptions]
+_BACKENDS: dict[str, _Kind] = {"dali": DaliOptions, "tf_data": TfDataOptions}
 
 
 @checked

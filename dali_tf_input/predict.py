@@ -38,7 +38,7 @@ def iterate_batches(
       preprocess: what to do, without randomness: see `Preprocess.for_evaluation`.
       options: which backend; None is tf.data.
       batch_size: images in each batch, at least 1; the last batch holds the rest.
-      on_bad: called with the position in `images` and the reason of each that is skipped.
+      on_bad: called with the position in `images` and the reason for each skipped one.
 
     Yields:
       (positions in `images`, `preprocess.dtype` (len(positions), *preprocess.image_shape)).

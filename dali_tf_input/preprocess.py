@@ -98,9 +98,8 @@ class Preprocess:
                 f"`std` is in 0..255 units, got {self.std}: multiply values meant for 0..1 by 255."
             )
         if self.antialias and self.interpolation == "nearest":
-            raise InputError(
-                "`antialias` has no meaning for interpolation 'nearest': set it to False."
-            )
+            text = "`antialias` has no meaning for interpolation 'nearest'"
+            raise InputError(f"{text}: set it to False.")
         self.crop.check(self.image_size)
 
     @property
@@ -118,7 +117,7 @@ class Preprocess:
 
     @property
     def num_uniforms(self) -> int:
-        """How many random numbers in [0, 1) decide about one image; see `Uniforms`."""
+        """How many random numbers in [0, 1) one image needs; see `Uniforms`."""
         return 3 + self.crop.num_attempt_uniforms
 
     def check_supported(self, backend: str, *, dtypes: Collection[str], orientation: bool) -> None:
@@ -160,15 +159,10 @@ class Preprocess:
           channels: 3 for RGB, 1 for gray.
         """
         height, width = _height_and_width(image_size)
-        return cls(
-            image_size=(height, width),
-            crop=ResizeRandomCrop(resize=(_resize_for(height), _resize_for(width))),
-            mirror_probability=0.5,
-            layout=layout,
-            antialias=antialias,
-            channels=channels,
-            **_statistics_of(normalization, channels),
-        )
+        crop = ResizeRandomCrop(resize=(_resize_for(height), _resize_for(width)))
+        shared: dict[str, Any] = {"layout": layout, "antialias": antialias, "channels": channels}
+        shared |= {"crop": crop, **_statistics_of(normalization, channels)}
+        return cls(image_size=(height, width), mirror_probability=0.5, **shared)
 
     @classmethod
     @checked
@@ -192,14 +186,10 @@ class Preprocess:
           channels: 3 for RGB, 1 for gray.
         """
         height, width = _height_and_width(image_size)
-        return cls(
-            image_size=(height, width),
-            crop=CenterCrop(resize_shorter=_resize_for(max(height, width))),
-            layout=layout,
-            antialias=antialias,
-            channels=channels,
-            **_statistics_of(normalization, channels),
-        )
+        crop = CenterCrop(resize_shorter=_resize_for(max(height, width)))
+        shared: dict[str, Any] = {"layout": layout, "antialias": antialias, "channels": channels}
+        shared |= {"crop": crop, **_statistics_of(normalization, channels)}
+        return cls(image_size=(height, width), **shared)
 
 
 def _height_and_width(image_size: int | tuple[int, int]) -> tuple[int, int]:

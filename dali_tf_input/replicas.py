@@ -34,11 +34,8 @@ def scope_of(model: keras.Model) -> Any:
 
 def check_strategy(strategy: tf.distribute.Strategy | None) -> tf.distribute.Strategy | None:
     """Returns `strategy`, or None for TensorFlow's default; refuses unsupported ones."""
-    supported = (
-        tf.distribute.OneDeviceStrategy
-        | tf.distribute.MirroredStrategy
-        | tf.distribute.MultiWorkerMirroredStrategy
-    )
+    multi = tf.distribute.MultiWorkerMirroredStrategy
+    supported = tf.distribute.OneDeviceStrategy | tf.distribute.MirroredStrategy | multi
     if strategy is None or isinstance(strategy, supported):
         return strategy
     if not tf.distribute.has_strategy() and strategy is tf.distribute.get_strategy():

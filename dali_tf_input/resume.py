@@ -112,9 +112,8 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
                 )
                 return
         if changed:
-            differences = "; ".join(
-                f"`{name}` was {then.get(name)}, is {now[name]}" for name in changed
-            )
+            words = (f"`{name}` was {then.get(name)}, is {now[name]}" for name in changed)
+            differences = "; ".join(words)
             raise InputError(
                 f"{os.path.join(self._folder, STATE_NAME)} belongs to training on other input: "
                 f"{differences}. Use the same input, or start in another folder."
@@ -135,10 +134,8 @@ class Resume(keras.callbacks.Callback):  # type: ignore[misc]
         if not self._state:
             return
         if not model.trainable_variables or not model.compiled:
-            raise InputError(
-                "`model` must be compiled and have its variables: call it on one batch of images"
-                " first."
-            )
+            text = "`model` must be compiled and have its variables"
+            raise InputError(f"{text}: call it on one batch of images first.")
         path = os.path.join(self._folder, self._state.weights)
         if self._state.optimizer != type(model.optimizer).__name__:
             raise InputError(

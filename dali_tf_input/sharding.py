@@ -29,10 +29,10 @@ class Shard:
 
     def records(self, num_records: int) -> range:
         """Returns the numbers, among `num_records` records, of those in this shard."""
-        return range(
-            num_records * self.shard_id // self.num_shards,
-            num_records * (self.shard_id + 1) // self.num_shards,
+        first, end = (
+            num_records * one // self.num_shards for one in (self.shard_id, self.shard_id + 1)
         )
+        return range(first, end)
 
 
 @checked

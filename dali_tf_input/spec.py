@@ -20,7 +20,7 @@ Order = Literal["sequential", "buffer", "global"]
 
 @dataclass(frozen=True, kw_only=True)
 class InputSpec:
-    """All of what comes out, equal for both backends.
+    """All that comes out, the same on both backends.
 
     Attributes:
       dataset: the records there are.
@@ -86,9 +86,8 @@ class InputSpec:
         if self.mask:
             self.dataset.check_feature("mask.key", self.mask.key, ("bytes_list",), (1, 1))
             if self.preprocess.auto_augment or self.preprocess.apply_orientation:
-                raise InputError(
-                    "`mask` works without `auto_augment` and `apply_orientation` only."
-                )
+                text = "`mask` works without `auto_augment` and `apply_orientation` only."
+                raise InputError(text)
         for key, stored in self.features.items():
             check(isinstance(stored, Stored), "features", "Stored(...) by keys", self.features)
             if key in ("image", "label", "mask", "record_id", "weight"):

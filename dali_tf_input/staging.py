@@ -85,7 +85,7 @@ class Staging:
 
 
 def make_process_folder(parent: str) -> Staging:
-    """Makes a folder in `parent` that goes with the process; later ones remove what it left."""
+    """Makes a folder in `parent` that is removed when this process ends, or by a later one."""
     with contextlib.ExitStack() as stack:
         staging = stack.enter_context(Staging(parent, "Name another folder, or set TMPDIR."))
         atexit.register(_close, stack.pop_all(), os.getpid())

@@ -63,9 +63,8 @@ def read_state(folder: str, *, end: int) -> State | None:
             f"{path}: the weights it names are gone: {error.filename}. Start in another folder."
         ) from error
     except (msgspec.MsgspecError, UnicodeDecodeError, OSError, RecursionError) as error:
-        raise InputError(
-            f"{path} is not a state of training: {error}. Start in another folder."
-        ) from error
+        text = f"{path} is not a state of training: {error}"
+        raise InputError(f"{text}. Start in another folder.") from error
     return state
 
 
@@ -75,9 +74,8 @@ def make_fingerprint(spec: InputSpec, global_batch_size: int) -> dict[str, Any]:
     names = [os.path.basename(file) for file in dataset.files]
     sizes = [state[0] for state in dataset.states] or [*map(os.path.getsize, dataset.files)]
     files = hashlib.sha256(json.dumps(sorted(zip(names, sizes, strict=True))).encode())
-    index = hashlib.sha256(
-        json.dumps([dataset.records_per_file, dataset.skipped_per_file]).encode()
-    )
+    counts = [dataset.records_per_file, dataset.skipped_per_file]
+    index = hashlib.sha256(json.dumps(counts).encode())
     for index_file in dataset.index_files:
         with open(index_file, "rb") as stream:
             index.update(stream.read())

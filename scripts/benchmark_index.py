@@ -26,9 +26,7 @@ from dali_tf_input.index.tfrecord import frame_record
 from support import cli, machine, processes
 
 FLAGS = cli.Flags()
-_NUM_FILES = FLAGS.list(
-    "num_files", ["128", "1024", "8192"], "Files of each row of the first table."
-)
+_NUM_FILES = FLAGS.list("num_files", ["128", "1024", "8192"], "Files of each row of table 1.")
 _RECORDS = FLAGS.integer("records_per_file", 1250, "Records in each of them.", 1)
 _FILES = FLAGS.strings("files", "TFRecords of images for the second table.")
 _REPEATS = FLAGS.integer("repeats", 5, "How often each row is measured.", 1)

@@ -21,7 +21,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from dali_tf_input import Stats, Window, build_index
-from dali_tf_input.object_store import Status, download, find_objects
+from dali_tf_input.cache import download_to
+from dali_tf_input.object_store import Status, find_objects
 from support import cli, machine, processes
 from support.flags import BACKENDS, FileFlags, WorkFlags
 from support.throughput.candidates import Candidate
@@ -58,9 +59,8 @@ def main(arguments: list[str]) -> int:
         urls = {kind: [f"{base}/{kind}/{one}" for one in named] for kind in ("good", "flaky")}
         cache = [f"--cache_dir={folder}/cache", f"--cache_bytes={1 << 40}"]
         for kind, ones in urls.items():
-            processes.run_index(
-                *ones, f"--index_dir={folder}/{kind}", *(cache if kind == "good" else [])
-            )
+            given = [f"--index_dir={folder}/{kind}", *(cache if kind == "good" else [])]
+            processes.run_index(*ones, *given)
         found = measure_training(
             local=_FILES.as_arguments(),
             far=as_flags(urls["good"], f"{folder}/good"),
@@ -125,7 +125,7 @@ def download_all(objects: dict[str, Status]) -> float:
 
     def one(url: str) -> None:
         with tempfile.TemporaryFile() as stream:
-            download(url, objects[url], stream.fileno())
+            download_to(url, objects[url], stream.fileno())
 
     start = time.perf_counter()
     with ThreadPoolExecutor(8) as pool:

@@ -21,9 +21,7 @@ _WORK = WorkFlags(FLAGS)
 _BACKENDS = FLAGS.list("backends", None, f"Rows to measure, of {', '.join(ROWS)}; else the usual.")
 _SECONDS = FLAGS.number("seconds", 4.0, "Length of each measured window.", 0.01)
 _REPEATS = FLAGS.integer("repeats", 5, "Measured windows of each row.", 1)
-_WARMUP_BATCHES = FLAGS.integer(
-    "warmup_batches", 16, "Batches before each window, beyond queues.", 0
-)
+_WARMUP_BATCHES = FLAGS.integer("warmup_batches", 16, "Batches before each window.", 0)
 _JSON = FLAGS.string("json", None, "File for the results.")
 _PLOT = FLAGS.string("plot", None, "File for the plot, a .png.")
 

@@ -1,6 +1,6 @@
-"""Says what of this installation works, and how to fix what does not.
+"""Says what works in this installation, and how to fix the rest.
 
-Everything that could end a process is tried in another one, so that a crash is a line of the
+Everything that could crash runs in another process, so that a crash is a line of the
 report. Each line is ok, a warning or broken, and has the command that fixes it. With --files it
 checks these files and their indexes too. The exit code is 1 if something is broken.
 

@@ -114,9 +114,8 @@ def main(arguments: list[str]) -> int:
                 text = "holds the TFRecords to be read: name another folder to write to"
                 raise InputError(f"{out} {text}.")
             train, validation = list_records(dataset, catalog)
-            make_records = functools.partial(
-                records.make_records_of_records, conversion, dataset.image_key
-            )
+            convert = records.make_records_of_records
+            make_records = functools.partial(convert, conversion, dataset.image_key)
             groups = [train + validation]
             if fraction is None and train and validation:
                 groups, kept = [train], validation
@@ -128,10 +127,8 @@ def main(arguments: list[str]) -> int:
             if starts or name == "train"
         ]
         shared = {"num_processes": _NUM_PROCESSES.value, "overwrite": _OVERWRITE.value}
-        executor = stack.enter_context(connect_dask(_DASK.value))
-        written = writer.write_splits(
-            out, splits, make_records, labels=labels, executor=executor, **shared
-        )
+        shared |= {"executor": stack.enter_context(connect_dask(_DASK.value)), "labels": labels}
+        written = writer.write_splits(out, splits, make_records, **shared)
     writer.print_written(out, written, None if labels is None else len(labels))
     return 0
 

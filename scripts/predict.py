@@ -2,7 +2,7 @@
 
 MODEL is a file that Keras saved (train.py --save=MODEL), whose outputs are logits. Images are
 preprocessed as in evaluation, at the size of the model's input. Images that cannot be read are
-named, the others are predicted nevertheless, and the exit code is 1. Of TFRecords (--files) it
+named, the others are still predicted, and the exit code is 1. For TFRecords (--files) it
 shows how many predictions are right, and the mistakes that the model was surest of.
 
 usage: predict.py [flags] MODEL IMAGE...

@@ -1,7 +1,7 @@
 """Says what each stage of the input costs.
 
 The real pipeline is cut after each stage, and the cuts are measured in turn, round by round. A
-stage costs what its cut takes more than the one before it. scripts/tune.py finds faster options.
+stage's cost is its cut's time minus the previous cut's. scripts/tune.py finds faster options.
 
 example: python scripts/profile_stages.py --files='path/train-*' --backends=tf_data
 """

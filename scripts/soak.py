@@ -1,4 +1,4 @@
-"""Shows that the input does not grow: memory, threads and file descriptors over long runs.
+"""Shows that memory, threads and file descriptors do not grow over long runs.
 
 Each part runs in a process of its own, for each backend: a stream of small images; a model that is
 evaluated again and again; datasets that are made, iterated once and dropped. Memory is the resident

@@ -2,7 +2,7 @@
 
 Only what changes the speed and not the pixels is tried. As many combinations as the time allows
 start in short windows; round by round the slower half is dropped. The last one left is measured
-against the default in rounds of its own. Only if it is faster beyond noise (signed-rank test, 5%),
+against the default in separate rounds. If it is faster beyond noise (signed-rank test, 5%),
 it is written; otherwise the default is. `load_options` and train.py --options read the file. With
 --replicas=N one pipeline is measured on its share of the cores.
 
@@ -88,10 +88,8 @@ def list_rivals(default: Candidate, cores: int, *, plainly: bool) -> list[Candid
         changes |= {"read_mode": ["plain"]} if default.order == "buffer" else {}
     values = ([getattr(options, name), *others] for name, others in changes.items())
     combined = (dict(zip(changes, one, strict=True)) for one in itertools.product(*values))
-    return [
-        dataclasses.replace(default, options=dataclasses.replace(options, **one))
-        for one in combined
-    ]
+    replace = dataclasses.replace
+    return [replace(default, options=replace(options, **one)) for one in combined]
 
 
 def is_faster(ratios: list[float]) -> bool:

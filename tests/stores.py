@@ -11,12 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from http.server import (
-    BaseHTTPRequestHandler,
-    HTTPServer,
-    SimpleHTTPRequestHandler,
-    ThreadingHTTPServer,
-)
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -70,7 +65,7 @@ def run_tls_server(certificate):
     certificate.write_bytes(built.sign(key, hashes.SHA256()).public_bytes(pem) + text)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate)
-    with HTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:
         server.socket = context.wrap_socket(server.socket, server_side=True)
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         yield server.server_port
@@ -96,6 +91,7 @@ class Proxy:
     def __init__(self, port):
         proxy = self
         self.fault, self.seen, self.edit = (lambda method, path: None), [], bytes
+        self.weak = ""  # what is put before an etag
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
@@ -120,6 +116,7 @@ class Proxy:
                 self.send_response(answer.status)
                 self.send_header("x-goog-generation", generation(answer))
                 for name, value in answer.getheaders():
+                    value = f"{proxy.weak}{value}" if name == "ETag" else value
                     if name.lower() not in ("transfer-encoding", "connection", "content-length"):
                         self.send_header(name, value)
                 data = proxy.edit(data)

@@ -7,19 +7,12 @@ import gc
 import itertools
 import logging
 
+import conftest
 import numpy as np
 import pytest
 import tensorflow as tf
 from commands import python
-from conftest import (
-    DALI,
-    TF_DATA,
-    backends,
-    numbered_examples,
-    refused,
-    write_dataset,
-    write_indexed,
-)
+from conftest import DALI, TF_DATA, backends, refused, write_dataset, write_indexed
 from conftest import spec_of as make_spec
 from models import fit, make_model
 
@@ -215,7 +208,7 @@ def test_a_gpu_where_there_is_none(dataset, make_strategy):
 @backends
 def test_a_first_batch_that_cannot_be_made(tmp_path, options):
     """Garbage instead of an image: a Python error that names the record, not an aborted process."""
-    examples = numbered_examples(6)
+    examples = conftest.numbered_examples(6)
     examples[1]["image/encoded"] = b"this is no image"
     spec = spec_of(write_indexed(tmp_path / "train", examples))
     with refused(r"train: record 1, byte \d+: text: .*-m dali_tf_input.index "):

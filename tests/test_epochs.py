@@ -7,20 +7,12 @@ import dataclasses
 import itertools
 import warnings
 
+import conftest
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import (
-    BACKENDS,
-    TF_DATA,
-    backends,
-    numbered_examples,
-    refused,
-    spec_of,
-    write_dataset,
-    write_tfrecord,
-)
+from conftest import BACKENDS, TF_DATA, backends, refused, spec_of, write_dataset, write_tfrecord
 from models import FROM_LOGITS, make_model
 
 from dali_tf_input import DatasetSpec, InputProfile, Preprocess, Resume, StartStep, build_index
@@ -244,7 +236,7 @@ def test_labels_that_count_from_1(tmp_path, is_known):
     """Known beforehand, by a sample, or by what TensorFlow says of a batch."""
     write_dataset(tmp_path, [8, 8])
     for file in tmp_path.glob("train-*-of-?????"):
-        write_tfrecord(file, numbered_examples(8, first=1))
+        write_tfrecord(file, conftest.numbered_examples(8, first=1))
     build_index(tmp_path / "train-*")
     records = DatasetSpec.from_files(tmp_path / "train-*")
     said = "Labels run from 1 to 8, the model has 8 outputs, for labels 0 to 7"

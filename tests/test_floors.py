@@ -40,10 +40,8 @@ INDEX = [
     "checks",
     "file_check",
     "manifest",
-    "pool",
-    "cluster",
 ]
-INDEX += ["folder", "build", "trial_decode", "worker", "__main__"]
+INDEX += ["trial_decode", "worker", "pool", "cluster", "folder", "build", "__main__"]
 BACKENDS = [
     "tf_native",
     "remote_reading",
@@ -52,10 +50,8 @@ BACKENDS = [
     "tf_images",
     "parsing",
     "dali_images",
-    "tf_data",
-    "dali_reading",
-    "dali",
 ]
+BACKENDS += ["tf_data", "dali_reading", "dali"]
 SUPPORT = ["cli", "processes", "machine", "label_names", "pictures", "flags", "plots", "train"]
 SUPPORT += ["convert", "throughput"]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
@@ -63,12 +59,8 @@ TENSORFLOW_FROM = FLOOR_OF["backends"]
 FRAMEWORKS = {"tensorflow", "keras", "nvidia"}
 # Frameworks below that floor: what decodes images to see whether they can be decoded.
 EXCEPTIONS = {("index.trial_decode", "tensorflow"), ("index.trial_decode", "nvidia")}
-DALI_ROOMS = {
-    "backends.dali",
-    "backends.dali_reading",
-    "backends.dali_images",
-    "index.trial_decode",
-}
+DALI_ROOMS = {f"backends.{room}" for room in ("dali", "dali_reading", "dali_images")}
+DALI_ROOMS |= {"index.trial_decode"}
 
 
 def modules_in(folder):
@@ -249,6 +241,6 @@ def test_rooms_are_small():
 
 def test_budget():
     """Fewer lines are a feature. The budget is 8,500, 4,000 and 10,000: these are what is held."""
-    for folder, most in ((PACKAGE, 10_300), (SCRIPTS, 5260), (ROOT / "tests", 11_600)):
+    for folder, most in ((PACKAGE, 10_290), (SCRIPTS, 5255), (ROOT / "tests", 11_600)):
         lines = sum(len(path.read_text().splitlines()) for path in folder.rglob("*.py"))
         assert lines <= most, f"{folder.name}: {lines}"

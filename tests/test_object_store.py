@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import commands
@@ -126,11 +127,7 @@ def test_index_is_that_of_local_files(dataset, stored, proxy, tmp_path):
 
 def test_etags_without_quotes_in_listings(dataset, stored, proxy, tmp_path):
     """As Azure has them; a manifest is replaced, and an object that changed is noticed."""
-
-    def edit(data):
-        return re.sub(rb"<ETag>\W*(?:&quot;)?(\w+)[^<]*", rb"<ETag>\1", data)
-
-    proxy.edit = edit
+    proxy.edit = partial(re.sub, rb"<ETag>\W*(?:&quot;)?(\w+)[^<]*", rb"<ETag>\1")
     for verify in ("framing", "schema"):
         assert dti.build_index(f"{stored}/train-*", dti.Checks(verify=verify)).written == 3
     assert dti.build_index(f"{stored}/train-*").unchanged == 3
@@ -140,6 +137,20 @@ def test_etags_without_quotes_in_listings(dataset, stored, proxy, tmp_path):
     wrong = dataclasses.replace(far, etags=("0", *far.etags[1:]))
     with refused("train-00000-of-00003 changed since it was indexed"):
         wrong.read(0)
+
+
+def test_weak_etags(stored, proxy, server, dataset):
+    """They cannot be asked for; an object that changed is noticed by its answer."""
+    url = f"{stored.replace('s3:/', f'http://127.0.0.1:{proxy.port}')}/train-00000-of-00003"
+    proxy.weak = "W/"
+    near = dti.DatasetSpec.from_files(dataset.files[0])
+    dti.build_index(url, index_dir=f"{stored}-index", allow_missing=True)
+    far = dti.DatasetSpec.from_files(url, index_dir=f"{stored}-index")
+    assert far.read(1) == near.read(1)
+    path = url.partition(str(proxy.port))[2]
+    ask(server, "PUT", path, Path(dataset.files[0]).read_bytes() + b"!")
+    with refused("train-00000-of-00003 changed since it was indexed"):
+        far.read(1)
 
 
 def test_objects_are_checked_at_the_same_time(stored, proxy):
@@ -158,16 +169,53 @@ def test_objects_are_checked_at_the_same_time(stored, proxy):
         assert report.written == 3
 
 
-def test_a_store_that_never_takes_the_manifest(stored, proxy):
-    """Ends the run: others may always be faster, but not for ever."""
-    dti.build_index(f"{stored}/train-*")
+def test_an_object_that_fails_alone(stored, proxy):
+    """The others are indexed."""
+    proxy.fault = lambda method, path: "404" if "train-00001" in path and method == "GET" else None
+    with pytest.raises(dti.IndexFaultsError, match=r"train-00001.* no such object") as caught:
+        dti.build_index(f"{stored}/train-*")
+    assert caught.value.report.written == 2
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, BrokenPipeError])
+@pytest.mark.parametrize("at_file", [False, True])
+def test_an_index_run_that_is_interrupted(stored, proxy, error, at_file):
+    """It does not wait until a store is back that is down."""
+
+    def stay_down(method, path):
+        return "503" if method == "GET" and re.search("train-0000[12]", path) else None
+
+    def interrupt(progress):
+        if progress.files or not at_file:
+            raise error
+
+    proxy.fault = stay_down
+    with pytest.raises(error):
+        dti.build_index(f"{stored}/train-*", on_progress=interrupt)
+
+
+def test_a_store_that_never_takes_the_manifest(stored, proxy, dataset):
+    """Ends the run: others may always be faster, but not for ever. The next one does it all."""
 
     def refuse(method, path):
         return "412" if method == "PUT" and path.endswith("index_manifest.json") else None
 
     proxy.fault = refuse
     with refused("other runs keep replacing the manifest"):
-        dti.build_index(f"{stored}/train-*", force=True)
+        dti.build_index(f"{stored}/train-*")
+    proxy.fault = lambda method, path: None
+    assert dti.build_index(f"{stored}/train-*").written == 3
+    far = dti.DatasetSpec.from_files(f"{stored}/train-*")
+    assert [far.index(n).tolist() for n in range(3)] == [
+        dataset.index(n).tolist() for n in range(3)
+    ]
+
+
+def test_a_cache_for_one_object_at_a_time(stored, dataset, tmp_path):
+    cache = Cache(
+        folder=str(tmp_path / "cache"), max_bytes=max(map(os.path.getsize, dataset.files))
+    )
+    assert dti.build_index(f"{stored}/train-*", cache=cache).written == 3
 
 
 def test_gcs(dataset, stored, proxy, server, monkeypatch):
@@ -240,10 +288,8 @@ def test_a_record_that_stops_training_is_named(stored, server, dataset, options,
         fed = dti.distribute(spec_of(far, "global", SMALL), options, global_batch_size=8)
         with fed.explain_errors():
             list(zip(fed.dataset, range(3), strict=False))
-    assert (caught.value.file, caught.value.bad_record.record) == (
-        f"{stored}/train-00001-of-00003",
-        4,
-    )
+    place = caught.value.file, caught.value.bad_record.record
+    assert place == (f"{stored}/train-00001-of-00003", 4)
     assert f"index --verify=decode --on_bad=skip '{stored}/train-" in str(caught.value)
 
 

@@ -4,20 +4,11 @@ both backends.
 
 import dataclasses
 
+import conftest
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import (
-    BACKENDS,
-    TF_DATA,
-    backends,
-    jpeg,
-    refused,
-    spec_of,
-    take,
-    valid_images,
-    write_indexed,
-)
+from conftest import BACKENDS, TF_DATA, backends, jpeg, refused, spec_of, take, write_indexed
 
 from dali_tf_input import Checks, Preprocess, RandomResizedCrop, Shard
 from dali_tf_input.dataset import make_dataset
@@ -164,7 +155,7 @@ def test_iterators_start_at_the_start_step(dataset, options):
 
 def test_both_backends_train_on_the_same_images(tmp_path):
     """In global order crops and mirrors are the same too; images of every kind that is read."""
-    images = valid_images() + [jpeg(90, 70, seed=2)] * 4
+    images = conftest.valid_images() + [jpeg(90, 70, seed=2)] * 4
     examples = [{"image": image, "label": number} for number, image in enumerate(images)]
     dataset = write_indexed(tmp_path / "train", examples)
     raw = {"mean": (0, 0, 0), "std": (1, 1, 1), "image_size": (32, 24)}

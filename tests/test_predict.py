@@ -3,24 +3,14 @@
 import csv
 import dataclasses
 
+import conftest
 import keras
 import numpy as np
 import nvidia.dali as dali
 import pytest
 import tensorflow as tf
 from commands import fails, run, run_cold
-from conftest import (
-    DALI,
-    TF_DATA,
-    image_zoo,
-    jpeg,
-    numbered_examples,
-    refused,
-    spec_of,
-    take,
-    write_dataset,
-    write_indexed,
-)
+from conftest import DALI, TF_DATA, image_zoo, jpeg, refused, spec_of, take, write_indexed
 from PIL import Image
 
 from dali_tf_input import DaliOptions, Preprocess
@@ -36,7 +26,7 @@ backends = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.fixture(scope="module")
 def evaluated(tmp_path_factory):
     """Ten encoded images, and what a dataset makes of them in evaluation."""
-    examples = numbered_examples(10)
+    examples = conftest.numbered_examples(10)
     dataset = write_indexed(tmp_path_factory.mktemp("predict") / "train", examples)
     spec = spec_of(dataset, "sequential", EVALUATION)
     images, _ = take(make_dataset(spec, TF_DATA, batch_size=10), 1)
@@ -163,7 +153,7 @@ def test_predict_script(model, tmp_path):
 def test_predict_script_on_records(model, tmp_path, backend):
     """Every record once, with its own label; the mistakes it was surest of first."""
     model.save(tmp_path / "model.keras")
-    dataset = write_dataset(tmp_path, [5, 6])
+    dataset = conftest.write_dataset(tmp_path, [5, 6])
     files = {"csv": tmp_path / "out.csv", "sheet": tmp_path / "out.png"}
     flags = [f"--{name}={path}" for name, path in files.items()]
     flags += [f"--files={tmp_path}/train-*", f"--backend={backend}", "--batch_size=4"]

@@ -5,19 +5,10 @@ import functools
 import os
 import re
 
+import conftest
 import pytest
 import tensorflow as tf
-from conftest import (
-    DALI,
-    TF_DATA,
-    jpeg,
-    numbered_examples,
-    refused,
-    spec_of,
-    write_dataset,
-    write_indexed,
-    write_tfrecord,
-)
+from conftest import DALI, jpeg, numbered_examples, refused, spec_of, write_dataset, write_tfrecord
 
 import dali_tf_input as dti
 from dali_tf_input.backends.dali import decoder_hints
@@ -66,7 +57,7 @@ def test_for_evaluation():
 
 
 def test_specs_are_frozen(dataset):
-    for spec in (dataset, dti.Preprocess.for_training(), DALI, TF_DATA):
+    for spec in (dataset, dti.Preprocess.for_training(), DALI, conftest.TF_DATA):
         field = dataclasses.fields(spec)[0].name
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(spec, field, None)
@@ -192,7 +183,9 @@ def test_from_files_with_other_features(tmp_path, example, keys, message):
 def test_from_files_finds_the_keys(tmp_path):
     slim, tfds = ("image/encoded", "image/class/label"), ("image", "label")
     for name, keys in (("slim", slim), ("tfds", tfds)):
-        dataset = write_indexed(tmp_path / name, [{keys[0]: IMAGE, keys[1]: 1, "other": 3}])
+        dataset = conftest.write_indexed(
+            tmp_path / name, [{keys[0]: IMAGE, keys[1]: 1, "other": 3}]
+        )
         assert (dataset.image_key, dataset.label_key) == keys
     assert from_files(tmp_path / "tfds", image_key="image", label_key="label") == dataset
 

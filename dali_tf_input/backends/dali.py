@@ -44,9 +44,9 @@ def import_plugin() -> Any:
 def build(stream: Stream, options: DaliOptions, device_id: int | None) -> tf.data.Dataset:
     """Builds the dataset of one shard, placed on the current `tf.device`.
 
-    It works on another device than that of `options` too, but then TensorFlow copies each batch.
+    It also works on a device other than `options` name, but then TensorFlow copies each batch.
     Fixed orders are read by tf.data, in the same order and with the same random numbers as
-    `tf_data.build`, and passed to DALI; so is what is more than an image and an integer. Otherwise
+    `tf_data.build`, and passed to DALI; so is anything beyond an image and an integer. Otherwise
     DALI reads. `device_id` is the CUDA device that decodes; None for `options.device` "cpu". On a
     GPU, where nothing can be mapped, batches are tuples in the order of `spec.outputs`.
 
@@ -142,7 +142,7 @@ def guard_strategies() -> None:
 
     They would read them through TensorFlow's MultiDeviceIterator, which frees a DALIDataset while a
     thread still reads it: the process dies (SIGSEGV) when an iterator is dropped. No method of a
-    dataset is called on that way alone, so it is the strategies' methods that check.
+    dataset is called only on that path, so the strategies' methods do the check.
     """
     owner = next(one for one in tf.distribute.Strategy.__mro__ if _GUARDED in vars(one))
     distribute, from_function = getattr(owner, _GUARDED), owner.distribute_datasets_from_function

@@ -11,11 +11,8 @@ from nvidia.dali.pipeline import do_not_convert
 from dali_tf_input.crops import Region, Uniforms
 from dali_tf_input.preprocess import LUMA, RAND_AUGMENT_MAGNITUDE, RAND_AUGMENT_OPS, Preprocess
 
-_INTERPOLATIONS = {
-    "bilinear": types.INTERP_LINEAR,
-    "bicubic": types.INTERP_CUBIC,
-    "nearest": types.INTERP_NN,
-}
+_INTERPOLATIONS = {"bilinear": types.INTERP_LINEAR, "bicubic": types.INTERP_CUBIC}
+_INTERPOLATIONS["nearest"] = types.INTERP_NN
 _DTYPES = {"float32": types.FLOAT, "float16": types.FLOAT16, "uint8": types.UINT8}
 
 Decode = Literal["full", "region", "none"]
@@ -35,7 +32,7 @@ def prepare_images(
     device: str,
     hints: dict[str, int | float],
 ) -> DataNode:
-    """Makes of images what the model sees: as `tf_images.prepare_image`, but for a batch.
+    """Preprocesses images as `tf_images.prepare_image` does, but for a batch.
 
     With `auto_augment` only within a pipeline definition that enables conditionals.
 
@@ -47,9 +44,8 @@ def prepare_images(
       device: "cpu", or "mixed" to decode on the GPU and continue there.
       hints: further arguments of the decoder.
     """
-    images, region = decode_images(
-        encoded, uniforms, preprocess, decode=decode, device=device, hints=hints
-    )
+    shared = {"decode": decode, "device": device, "hints": hints}
+    images, region = decode_images(encoded, uniforms, preprocess, **shared)
     images = resize_regions(images, region, preprocess, decode=decode)
     if preprocess.auto_augment is not None:
         images = augment_images(images, preprocess)
@@ -78,12 +74,8 @@ def decode_images(
     region = find_region(size, uniforms, preprocess)
     if decode == "none":
         return encoded.gpu() if device == "mixed" else encoded, region
-    decoding = {
-        "device": device,
-        "output_type": types.RGB,
-        "adjust_orientation": orientation,
-        **hints,
-    }
+    decoding = {"device": device, "output_type": types.RGB, **hints}
+    decoding["adjust_orientation"] = orientation
     if decode == "full":
         return fn.decoders.image(encoded, **decoding), region
     first, extent = source_window(size, region, preprocess)

@@ -1,6 +1,6 @@
 """How DALI gets records: by its own reader, or packed by tf.data.
 
-tf.data packs fixed orders, and whatever is more than an image and an integer.
+tf.data packs fixed orders, and anything beyond an image and an integer.
 """
 
 import math

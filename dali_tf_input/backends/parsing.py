@@ -18,7 +18,7 @@ def parse_record(record: tf.Tensor, spec: InputSpec) -> dict[str, tf.Tensor]:
     are. The mask is uint8 (height, width, 1). Weights of classes are included, but not record ids.
     """
     dataset, label = spec.dataset, spec.label
-    wanted: dict[str, Any] = {}  # of a key that is asked for twice the last one counts
+    wanted: dict[str, Any] = {}  # if a key is requested twice, the last one counts
     for key, stored in spec.features.items():
         wanted[key] = _stored_as(dataset, key, stored.shape, stored.padding is not None)
     if label:
@@ -58,7 +58,7 @@ def _stored_as(dataset: DatasetSpec, key: str, shape: tuple[int, ...], varies: b
 
 
 def _prepare_label(value: tf.Tensor, label: Label, spec: InputSpec) -> dict[str, tf.Tensor]:
-    """Makes of a label as stored what comes out, and the weight of its class if there is one."""
+    """Converts a stored label to its output, with the weight of its class if there is one."""
     if isinstance(label, Values):
         return {"label": tf.cast(value, tf.float32)}
     if isinstance(label, ClassLabel) and label.vocabulary:
@@ -128,8 +128,7 @@ def _decode_mask(data: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
         with tf.control_dependencies([tf.Assert(fits, [problem, size])]):
             return tf.identity(mask)
 
-    is_png = tf.equal(
-        tf.strings.substr(data, 0, tf.minimum(4, tf.strings.length(data))), b"\x89PNG"
-    )
+    start = tf.strings.substr(data, 0, tf.minimum(4, tf.strings.length(data)))
+    is_png = tf.equal(start, b"\x89PNG")
     shape = tf.concat([size, [1]], 0)
     return tf.cond(is_png, decode, lambda: _reshape_pixels(data, shape, problem))

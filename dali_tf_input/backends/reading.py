@@ -85,7 +85,7 @@ def read_fixed_order(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
         shuffle_block_size=spec.shuffle_block_size,
     )
     # TensorFlow never frees a function given to `numpy_function`, nor what the function holds. So
-    # what is large are tensors, which the dataset holds and which are freed with it.
+    # large values are tensors, which the dataset holds and which are freed with it.
     with tf.device("CPU:0"):
         names, states = tf.constant(dataset.files), tf.constant(states_of(dataset))
         counts = tf.constant(dataset.records_per_file, tf.int64)
@@ -110,7 +110,7 @@ def read_fixed_order(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
         numbers.set_shape((None,))
         records = tf.data.Dataset.from_tensor_slices(numbers).batch(chunk)
         records = records.map(read, num_parallel_calls=parallel, deterministic=True).unbatch()
-        # A thread that waits for storage is none of those that decode, which are as many as cores.
+        # Threads waiting for storage must not take decoding threads, which are as many as cores.
         variant = tf.raw_ops.PrivateThreadPoolDataset(
             input_dataset=tf.data.experimental.to_variant(records),
             num_threads=parallel,
@@ -224,7 +224,7 @@ def describe_key(key: tf.Tensor, stream: Stream) -> tuple[tf.Tensor, tf.Tensor]:
 
 
 def draw_uniforms(stream: Stream, key: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns what is random about the image of a key.
+    """Draws the random numbers for a key's image.
 
     In a fixed order it is a function of (seed, epoch, slot), in others of (seed, shard, position in
     the stream): a parallel map calls in no fixed order, so a generator with a state would not

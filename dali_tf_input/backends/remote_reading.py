@@ -73,7 +73,7 @@ def _read_at(path: str, part: Part) -> bytes:
 def localize(dataset: DatasetSpec) -> DatasetSpec:
     """Returns a dataset of local files if the cache holds all objects; else the same.
 
-    The files are links in a folder of this process: they stay where the cache drops them. What the
+    The files are links in a folder of this process: they stay if the cache drops them. What the
     cache lacks and can hold is downloaded meanwhile.
     """
     if not dataset.etags or not dataset.cache:
@@ -102,7 +102,7 @@ _link_folder = functools.cache(make_process_folder)
 
 @functools.cache
 def _fill(dataset: DatasetSpec) -> None:
-    """Downloads to the cache what it lacks, beside all else."""
+    """Downloads what the cache lacks, in the background."""
     threading.Thread(target=_fetch, args=(dataset,), daemon=True).start()
 
 

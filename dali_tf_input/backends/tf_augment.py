@@ -23,19 +23,16 @@ def make_augmentation(preprocess: Preprocess) -> Callable[[tf.Tensor, tf.Tensor]
     The operations are those of DALI's `auto_aug`, at the same strengths, as far as Keras has them.
     They differ in this: Keras's brightness adds where DALI's multiplies; Keras draws a strength
     evenly from a range where DALI takes one of 31 steps of it, in TrivialAugment and in the
-    contrast of both; in TrivialAugment Keras posterizes to 2..8 bits, each as often, DALI by its
+    contrast of both; in TrivialAugment Keras posterizes to 2..8 bits uniformly, DALI by its
     steps.
 
     Returns:
       A function of an image, uint8 (*preprocess.image_size, 3), and a seed, int64 (2,), to an image
       of the same type and shape: the same for the same seed.
     """
-    operations = (
-        _trivial(preprocess.image_size)
-        if preprocess.auto_augment == "trivial"
-        else _rand(preprocess.image_size)
-    )
-    num_ops = 1 if preprocess.auto_augment == "trivial" else RAND_AUGMENT_OPS
+    is_trivial = preprocess.auto_augment == "trivial"
+    operations = (_trivial if is_trivial else _rand)(preprocess.image_size)
+    num_ops = 1 if is_trivial else RAND_AUGMENT_OPS
     shape = (*preprocess.image_size, 3)
 
     def augment(image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
@@ -58,9 +55,8 @@ class _Seeds(keras.random.SeedGenerator):
     """A generator of seeds that follow from a given one, without a state that calls share."""
 
     def __init__(self, seed: tf.Tensor) -> None:
-        self._seeds = tf.unstack(
-            tf.cast(tf.random.experimental.stateless_split(seed, 4), tf.uint32)
-        )
+        seeds = tf.random.experimental.stateless_split(seed, 4)
+        self._seeds = tf.unstack(tf.cast(seeds, tf.uint32))
 
     def next(self, ordered: bool = True) -> tf.Tensor:
         return self._seeds.pop()
@@ -81,15 +77,13 @@ def _layer(layer: layers.Layer) -> Operation:
 
 
 def _either(*layers: layers.Layer) -> Operation:
-    """Returns an operation that is one of `layers`, each as often."""
+    """Returns an operation that applies a random one of `layers`."""
     operations = [_layer(layer) for layer in layers]
 
     def operate(image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
         seeds = tf.random.experimental.stateless_split(seed, 2)
         chosen = tf.random.stateless_uniform((), seeds[0], maxval=len(operations), dtype=tf.int32)
-        return tf.switch_case(
-            chosen, [_bind(operation, image, seeds[1]) for operation in operations]
-        )
+        return tf.switch_case(chosen, [_bind(one, image, seeds[1]) for one in operations])
 
     return operate
 
@@ -136,12 +130,8 @@ def _rand(size: tuple[int, int]) -> list[Operation]:
     """RandAugment's set at one strength; the largest strengths are the paper's and DALI's."""
     strength = RAND_AUGMENT_MAGNITUDE / (RAND_AUGMENT_BINS - 1)
     warp: dict[str, Any] = {"fill_mode": "constant", "fill_value": 128.0}
-    shift, shear, turn, enhance = (
-        100 / 224 * strength,
-        0.3 * strength,
-        30 / 360 * strength,
-        0.9 * strength,
-    )
+    shift, shear = 100 / 224 * strength, 0.3 * strength
+    turn, enhance = 30 / 360 * strength, 0.9 * strength
     bits = round(8 - 4 * strength)
     threshold = 256 * (1 - strength)
 
@@ -151,9 +141,8 @@ def _rand(size: tuple[int, int]) -> list[Operation]:
     def enhanced(
         layer: type[layers.Layer], at: Callable[[float], float], **arguments: Any
     ) -> Operation:
-        return _either(
-            *(layer((at(factor), at(factor)), **arguments) for factor in (1 - enhance, 1 + enhance))
-        )
+        factors = (at(1 - enhance), at(1 + enhance))
+        return _either(*(layer((one, one), **arguments) for one in factors))
 
     return [
         _either(*(layers.RandomTranslation(0.0, (x, x), **warp) for x in (-shift, shift))),

@@ -67,7 +67,7 @@ def read_records(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
 
 
 def make_prepare(stream: Stream, options: TfDataOptions) -> Callable[..., tuple[Any, ...]]:
-    """Returns the function that makes of (key, record) what comes out."""
+    """Returns the function that maps (key, record) to what comes out."""
     spec, preprocess = stream.spec, stream.spec.preprocess
     augmentation = make_augmentation(preprocess) if preprocess.auto_augment else None
     decode = options.resolve_decode(resizes_plainly=preprocess.resizes_plainly)
@@ -215,7 +215,7 @@ def _read(spec: InputSpec, options: TfDataOptions, shard: Shard) -> tf.data.Data
             byte_offsets=[offset],
         )
         run = tf.data.experimental.from_variant(variant, tf.TensorSpec((), tf.string)).take(count)
-        # In a file that was cut, TensorFlow is at the end without an error: later records would
+        # In a file that was cut, TensorFlow ends without an error: later records would
         # follow.
         run = run.apply(tf.data.experimental.assert_cardinality(count))
         if not spec.record_ids:
@@ -239,7 +239,7 @@ def _read(spec: InputSpec, options: TfDataOptions, shard: Shard) -> tf.data.Data
 
 
 def _shuffle(dataset: tf.data.Dataset, buffer_size: int, seed: int | None) -> tf.data.Dataset:
-    """Shuffles, differently in each pass; with seed None whatever `tf.random.set_seed` was told."""
+    """Shuffles differently in each pass; with seed None, `tf.random.set_seed` has no effect."""
     if seed is not None:
         return dataset.shuffle(buffer_size, seed=seed, reshuffle_each_iteration=True)
     specs = tf.nest.flatten(dataset.element_spec)
@@ -255,7 +255,7 @@ def _shuffle(dataset: tf.data.Dataset, buffer_size: int, seed: int | None) -> tf
 
 
 def _list_runs(dataset: DatasetSpec, shard: Shard) -> tuple[list[int], ...]:
-    """Returns the runs that a shard reads: of each the file's number, first byte, records, first.
+    """Returns the runs that a shard reads: for each file number, first byte, records, first one.
 
     If no record of a file is skipped, its part of the shard is one run.
     """

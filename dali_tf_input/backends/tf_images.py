@@ -20,9 +20,8 @@ Ratio = Literal[1, 2, 4, 8]
 
 def check_supported(preprocess: Preprocess) -> None:
     """Raises InputError for a `preprocess` that this backend does not support."""
-    preprocess.check_supported(
-        "tf.data", dtypes=("float32", "float16", "bfloat16", "uint8"), orientation=False
-    )
+    dtypes = ("float32", "float16", "bfloat16", "uint8")
+    preprocess.check_supported("tf.data", dtypes=dtypes, orientation=False)
 
 
 def prepare_image(
@@ -34,7 +33,7 @@ def prepare_image(
     augment: Callable[[tf.Tensor], tf.Tensor] | None = None,
     native: bool = False,
 ) -> tf.Tensor:
-    """Makes of one encoded image what the model sees.
+    """Preprocesses one encoded image for the model.
 
     Args:
       encoded: a scalar string, the bytes of an image file; or pixels, see `parse_record`.
@@ -131,9 +130,8 @@ def resample_image(
         reached = excess >= tf.constant([2, 4, 8], tf.float64)
         return tf.switch_case(tf.reduce_sum(tf.cast(reached, tf.int32)), branches)
 
-    takes_pixels = (
-        preprocess.crop.sampling == "crop_and_pad" or preprocess.interpolation == "nearest"
-    )
+    samples = preprocess.crop.sampling, preprocess.interpolation
+    takes_pixels = "crop_and_pad" in samples or "nearest" in samples
     if encoded.dtype == tf.uint8:
         decode = "full"
     elif decode == "scaled" and takes_pixels:
@@ -321,7 +319,7 @@ def to_uint8(image: tf.Tensor) -> tf.Tensor:
 
 
 def mirror_image(image: tf.Tensor, uniforms: tf.Tensor, preprocess: Preprocess) -> tf.Tensor:
-    """Mirrors an image (height, width, channels), or does not, as its random numbers say."""
+    """Mirrors an image (height, width, channels) if its random numbers say so."""
     if preprocess.mirror_probability == 1:
         return tf.reverse(image, [1])
     if preprocess.mirror_probability == 0:

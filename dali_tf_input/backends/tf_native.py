@@ -57,7 +57,7 @@ def uses_native(kernel: Kernel) -> bool:
 def finish_region(
     image: tf.Tensor, region: Region, preprocess: Preprocess, mirrored: tf.Tensor, *, ratio: int
 ) -> tf.Tensor:
-    """Makes of a region of an image, uint8 (height, width, 3), what the model sees.
+    """Preprocesses a region of an image, uint8 (height, width, 3), for the model.
 
     The image is decoded at 1 / `ratio`, as a whole or in part, and the region in its coordinates.
     """

@@ -40,14 +40,10 @@ _MAX_BAD_FRACTION = FLAGS.number(
     "max_bad_fraction", 0.01, "With --on_bad=skip, the largest part that may be skipped."
 )
 _FORCE = FLAGS.boolean("force", False, "Check every file, also unchanged ones.")
-_ALLOW_MISSING = FLAGS.boolean(
-    "allow_missing", False, "Go on if a set X-00003-of-01024 lacks files."
-)
-_IMAGE_KEY = FLAGS.string("image_key", None, "Feature key of the image; by default found.")
+_ALLOW_MISSING = FLAGS.boolean("allow_missing", False, "Go on if a set X-00003-of-01024 has gaps.")
+_IMAGE_KEY = FLAGS.string("image_key", None, "Feature key of the image; found by default.")
 _LABEL_KEY = FLAGS.string("label_key", None, "Feature key of the label; by default found.")
-_LABEL_OFFSET = FLAGS.integer(
-    "label_offset", 0, "Label of the first class; 1 for TF-slim's ImageNet."
-)
+_LABEL_OFFSET = FLAGS.integer("label_offset", 0, "Label of the first class; TF-slim's ImageNet: 1.")
 _NUM_CLASSES = FLAGS.integer("num_classes", None, "Number of classes, to check labels against.")
 _LABEL = FLAGS.choice("label", "class", get_args(LabelKind), "What a label is.")
 _LABEL_SIZE = FLAGS.integer("label_size", None, "With --label=values, how many numbers.")
@@ -58,7 +54,7 @@ _MAX_PIXELS = FLAGS.integer("max_pixels", MAX_PIXELS, "Height x width above whic
 _CACHE_DIR = FLAGS.string("cache_dir", None, "Local folder that keeps the objects of a store.")
 _CACHE_BYTES = FLAGS.integer("cache_bytes", None, "The most bytes that --cache_dir takes.")
 _DASK = FLAGS.string("dask", None, "Address of a Dask scheduler, tcp://host:8786, to work there.")
-_NUM_PROCESSES = FLAGS.integer("num_processes", None, "Processes; by default one per core.")
+_NUM_PROCESSES = FLAGS.integer("num_processes", None, "Processes; else one per core, or 8 threads.")
 
 # What `Checks` has too.
 _LABEL_FLAGS = (_LABEL, _LABEL_KEY, _LABEL_OFFSET, _LABEL_SIZE, _NUM_CLASSES)
@@ -139,7 +135,7 @@ class IndexProgress:
             print(f"indexing: {text}", file=sys.stderr, flush=True)
 
     def print_bad_record(self, file: str, bad: BadRecord) -> None:
-        """Prints one bad record as one line; if they are skipped, only what no index can skip."""
+        """Prints a bad record as one line; with skip, only those that no index can skip."""
         if self._names_all or bad.reason == "unreadable":
             self._console.print(bad.describe(file), highlight=False, markup=False, soft_wrap=True)
 
@@ -167,11 +163,8 @@ def _remedy(patterns: list[str]) -> str:
             f"{BAD_RECORDS_NAME} lists the bad records of indexed files; --on_bad=error names those"
             " of the others. Fix the files, or allow more with --max_bad_fraction."
         )
-    given = [
-        flag
-        for flag in (*_CHECK_FLAGS, _VOCABULARY, _MAX_BAD_FRACTION, _ALLOW_MISSING)
-        if flag.value != flag.default
-    ]
+    flags = (*_CHECK_FLAGS, _VOCABULARY, _MAX_BAD_FRACTION, _ALLOW_MISSING)
+    given = [flag for flag in flags if flag.value != flag.default]
     arguments = [*(f"--{flag.name}={flag.value}" for flag in given), "--on_bad=skip"]
     fix = index_command(patterns, index_dir=_INDEX_DIR.value, arguments=arguments)
     return f"Those files were not indexed. Fix them, or skip the bad records: {fix}"
@@ -180,11 +173,8 @@ def _remedy(patterns: list[str]) -> str:
 def _describe(summary: Summary) -> list[tuple[str, str]]:
     """Returns the rows that say what the indexed files hold."""
     levels = [f"{level} {format_count(count, 'file')}" for level, count in summary.verified.items()]
-    rows = [
-        ("records", f"{summary.records:,}"),
-        ("size", filesize.decimal(summary.size)),
-        ("verified", ", ".join(levels)),
-    ]
+    rows = [("records", f"{summary.records:,}"), ("size", filesize.decimal(summary.size))]
+    rows.append(("verified", ", ".join(levels)))
     if summary.skipped:
         part = summary.skipped / (summary.skipped + summary.records)
         count = format_count(summary.skipped, "record")

@@ -106,9 +106,9 @@ def build_index(
 ) -> IndexReport:
     """Indexes the TFRecord files that changed since they were indexed, and writes the manifest.
 
-    Files are checked by several processes. Each index, and then the manifest, is renamed into place
-    when it is complete: a run that is killed leaves old or new files, never half ones, and the next
-    run continues from there. Several runs at once over one folder do no harm.
+    Files are checked by several processes or threads. Each index, and then the manifest, is renamed
+    into place when it is complete: a run that is killed leaves old or new files, never half ones,
+    and the next run continues from there. Several runs at once over one folder do no harm.
 
     Args:
       files: paths, URLs of objects, or patterns of either.
@@ -125,8 +125,8 @@ def build_index(
       force: check every file, also unchanged ones, and exactly as deeply as `checks` says.
       allow_missing: index sets of numbered files (``train-00003-of-01024``) that lack some, and
         files that hold fewer records than tfds' ``dataset_info.json`` says.
-      num_processes: how many processes; None is one per core, at most one per file. Objects below
-        level "decode" are read by as many threads instead, by default 8, which hold 48 MiB of them.
+      num_processes: how many processes; None is one per core, at most one per file. Objects are
+        checked at level "framing" by as many threads instead, by default 8, which hold 48 MiB.
       executor: runs the work instead, a file at a time, as Dask's `Client.get_executor()` does on
         other machines; they need this package and the same paths or URLs.
       cache: keeps the objects that are read; without it they are temporary files while they are
@@ -184,9 +184,8 @@ class _Run:
         """Checks all files that need it, and commits every few seconds what is done."""
         owners = [(folder, name) for folder in self._folders for name in folder.jobs]
         jobs = [folder.jobs[name] for folder, name in owners]
-        num_bytes = sum(
-            job.status.size if job.status else os.path.getsize(job.file) for job in jobs
-        )
+        sizes = (job.status.size if job.status else os.path.getsize(job.file) for job in jobs)
+        num_bytes = sum(sizes)
         done = Progress(files=0, num_files=len(jobs), records=0, bytes=0, num_bytes=num_bytes)
         lock = threading.Lock()
 
@@ -207,17 +206,18 @@ class _Run:
             answers = run_elsewhere(jobs, executor, advance)
         else:
             answers = run_jobs(jobs, num_processes, advance)
-        for number, answer in answers:
-            folder, name = owners[number]
-            if "unreadable" in answer:
-                folder.unreadable[name] = answer["unreadable"]
-            else:
-                entry = msgspec.convert(answer["entry"], contents.FileEntry)
-                (folder.faulty if entry.skipped else folder.valid)[name] = entry
-            advance(0, 0, files=1)
-            if time.monotonic() > next_commit:
-                self._commit()
-                next_commit = time.monotonic() + _COMMIT_SECONDS
+        with contextlib.closing(answers):  # what is under way ends with an error here
+            for number, answer in answers:
+                folder, name = owners[number]
+                if "unreadable" in answer:
+                    folder.unreadable[name] = answer["unreadable"]
+                else:
+                    entry = msgspec.convert(answer["entry"], contents.FileEntry)
+                    (folder.faulty if entry.skipped else folder.valid)[name] = entry
+                advance(0, 0, files=1)
+                if time.monotonic() > next_commit:
+                    self._commit()
+                    next_commit = time.monotonic() + _COMMIT_SECONDS
         self._commit()
 
     def _commit(self) -> None:
@@ -250,11 +250,9 @@ class _Run:
             refusal = f"{reasons['unreadable']:,} of {num_files:,} files cannot be read"
         elif self._on_bad == "skip":
             refusal = self._find_excess()
-        entries = {
-            folder.files[name]: entry
-            for folder in self._folders
-            for name, entry in folder.entries.items()
-        }
+        entries: dict[str, contents.FileEntry] = {}
+        for folder in self._folders:
+            entries |= {folder.files[name]: entry for name, entry in folder.entries.items()}
         held = {file: entry.records + entry.skipped for file, entry in entries.items()}
         report = IndexReport(
             summary=contents.summarize(entries),
@@ -275,11 +273,10 @@ class _Run:
         return report
 
     def _find_excess(self) -> str:
-        """Returns by which count the bad part exceeds `max_bad_fraction`; "" if by none."""
+        """Returns how the bad part exceeds `max_bad_fraction`; "" if it does not."""
         # A bad record may be half a file, and a file of another kind has no records to count.
-        entries = [
-            entry for folder in self._folders for entry in (folder.entries | folder.faulty).values()
-        ]
+        all_entries = [folder.entries | folder.faulty for folder in self._folders]
+        entries = [entry for one in all_entries for entry in one.values()]
         bad = sum(entry.skipped for entry in entries)
         skipped_bytes = sum(entry.skipped_bytes for entry in entries)
         counts = {

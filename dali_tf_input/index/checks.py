@@ -86,7 +86,7 @@ class Checks:
         return made if self.label == "class" else None
 
     def depends_on(self) -> dict[str, Any]:
-        """Returns what the outcome depends on beside the level: what a `FileEntry` keeps."""
+        """Returns what the outcome depends on besides the level, for the `FileEntry`."""
         values = {name: getattr(self, name) for name in _DEPENDS_ON[self.verify]}
         return {name: list(one) if isinstance(one, tuple) else one for name, one in values.items()}
 

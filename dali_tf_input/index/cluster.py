@@ -6,7 +6,7 @@ import logging
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Executor, Future, as_completed
 from typing import Any
 
@@ -23,7 +23,7 @@ _KEPT = Seat()  # of a process that an executor runs
 
 def run_elsewhere(
     jobs: Sequence[Job], executor: Executor, on_progress: Callable[[int, int], None]
-) -> Iterator[tuple[int, dict[str, Any]]]:
+) -> Generator[tuple[int, dict[str, Any]], None, None]:
     """Runs `jobs` by an executor, perhaps on other machines; yields as `run_jobs` does.
 
     Files must be objects of a store, or on a file system that all machines share.

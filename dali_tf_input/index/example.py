@@ -58,9 +58,8 @@ def decode_example(data: bytes) -> dict[str, tuple[str, Sequence[Any]]]:
             features[key] = (kind, getattr(feature, kind).value if kind else [])
         return features
     except DecodeError as error:
-        raise InputError(
-            f"{len(data)} bytes that are not a serialized tf.train.Example: {error}"
-        ) from error
+        text = f"{len(data)} bytes that are not a serialized tf.train.Example"
+        raise InputError(f"{text}: {error}") from error
 
 
 def _read_outline(outline: Any) -> tuple[str, Sequence[Any]]:
@@ -146,9 +145,8 @@ def _make_classes(*, outline: bool) -> dict[str, Any]:
     In a descriptor pool of their own, so that TensorFlow can register the same names beside it.
     With `outline` a feature's lists stay bytes, which look the same on the wire.
     """
-    proto = descriptor_pb2.FileDescriptorProto(
-        name="example.proto", package="tensorflow", syntax="proto3"
-    )
+    proto = descriptor_pb2.FileDescriptorProto(name="example.proto", package="tensorflow")
+    proto.syntax = "proto3"
     field = descriptor_pb2.FieldDescriptorProto
 
     def add_message(
@@ -179,14 +177,12 @@ def _make_classes(*, outline: bool) -> dict[str, Any]:
             kind_field.oneof_index = 0
     entry_name = ".tensorflow.Features.FeatureEntry"
     features = add_message("Features", ("feature", 1, many, message_type, entry_name))
-    entry = features.nested_type.add(
-        name="FeatureEntry"
-    )  # what protoc makes of map<string, Feature>
+    # What protoc makes of map<string, Feature>.
+    entry = features.nested_type.add(name="FeatureEntry")
     entry.options.map_entry = not outline
     entry.field.add(name="key", number=1, label=one, type=field.TYPE_STRING)
-    entry.field.add(
-        name="value", number=2, label=one, type=message_type, type_name=".tensorflow.Feature"
-    )
+    feature_name = ".tensorflow.Feature"
+    entry.field.add(name="value", number=2, label=one, type=message_type, type_name=feature_name)
     add_message("Example", ("features", 1, one, message_type, ".tensorflow.Features"))
     pool = descriptor_pool.DescriptorPool()
     pool.Add(proto)

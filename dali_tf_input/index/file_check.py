@@ -18,10 +18,11 @@ from dali_tf_input.index.contents import FileEntry
 from dali_tf_input.index.example import decode_example
 from dali_tf_input.index.tfrecord import BadRecord, find_records, has_valid_data, read_data
 from dali_tf_input.labels import Features
+from dali_tf_input.object_store import is_url
 
 _MOST_DATA_BYTES = 1 << 28  # parsing takes five times a record's size; protobuf ends at 2 GiB
 # What is read of each batch of records (4096 at most) below level "schema": a part that costs less
-# than to find them.
+# than finding them.
 _MOST_SAMPLED = 32
 _MOST_SAMPLED_BYTES = 1 << 20
 _MOST_FIRST_BYTES = 1 << 26  # of one record
@@ -35,7 +36,7 @@ def check_file(
     index: BinaryIO,
     checks: Checks,
     *,
-    name: str,
+    name: str | None = None,
     decode: TrialDecode | None,
     crashing: dict[int, tuple[str, str]],
     on_decode: Callable[[int], None],
@@ -44,7 +45,7 @@ def check_file(
 ) -> FileEntry:
     """Reads a TFRecord file once, writes its `index` and reports its bad records, in their order.
 
-    Messages call it `name`.
+    Messages call it `name`, by default `file`.
 
     Memory does not grow with the number of records, except for one 8-byte label each from level
     "schema" on, for which `checks` has both keys. `crashing` are records that must not be decoded,
@@ -56,6 +57,7 @@ def check_file(
       InputError: the file changed in the meantime.
       OSError: it cannot be read, or `index` cannot be written.
     """
+    name = name or file
     descriptor = os.open(file, os.O_RDONLY)
     try:
         status = os.fstat(descriptor)
@@ -94,10 +96,10 @@ def check_file(
             skipped_bytes += sum(wrong.size for wrong in bad)
         progress.flush()
         after = os.stat(file)
-        if (after.st_size, after.st_mtime_ns) != (status.st_size, status.st_mtime_ns):
-            raise InputError(
-                f"{name} changed while it was indexed: wait until it is complete, then retry."
-            )
+        same = (after.st_size, after.st_mtime_ns) == (status.st_size, status.st_mtime_ns)
+        if not same and not is_url(name):  # use changes the time of a cached object's file
+            problem = f"{name} changed while it was indexed"
+            raise InputError(f"{problem}: wait until it is complete, then retry.")
     finally:
         os.close(descriptor)
     return FileEntry(
@@ -154,9 +156,8 @@ class _Content:
         self._on_decode = on_decode
         self.parsed = 0
         self._first_parsed = 0
-        self._features: dict[
-            str, list[Any]
-        ] = {}  # kinds, shortest, longest, records, first without, range
+        # Of a key: kinds, shortest, longest, records, first without, range.
+        self._features: dict[str, list[Any]] = {}
         self._labels = array("q")
         self._largest = (0, 0)
         self._formats: Counter[str] = Counter()
@@ -189,9 +190,8 @@ class _Content:
                 raise BadImage("data CRC", "the data of this record does not fit its CRC.")
             self._check_features(_parse(data), number)
         except BadImage as bad:
-            return BadRecord(
-                record=number, offset=offset, size=size, reason=bad.reason, detail=bad.detail
-            )
+            why = {"reason": bad.reason, "detail": bad.detail}
+            return BadRecord(record=number, offset=offset, size=size, **why)
         return None
 
     def _check_features(self, features: Features, number: int) -> None:
@@ -274,9 +274,8 @@ class _Content:
     def images(self) -> contents.Images | None:
         if not self._formats:
             return None
-        return contents.Images(
-            formats=dict(self._formats.most_common()), largest_size=self._largest
-        )
+        formats = dict(self._formats.most_common())
+        return contents.Images(formats=formats, largest_size=self._largest)
 
 
 def _parse(data: bytes) -> Features:

@@ -54,9 +54,8 @@ def find_versions(files: Path | Sequence[Path]) -> dict[str, Status | None]:
         expanded = os.path.expanduser(pattern)
         if os.path.isdir(expanded):
             example = os.path.join(pattern, "*-of-*")
-            raise InputError(
-                f"{pattern} is a directory: name the files in it, such as '{example}'."
-            )
+            text = f"{pattern} is a directory: name the files in it, such as"
+            raise InputError(f"{text} '{example}'.")
         paths = [expanded]
         if not os.path.exists(expanded):  # links come after the files that they point to
             paths = sorted(glob.glob(expanded), key=lambda path: (os.path.islink(path), path))
@@ -97,11 +96,8 @@ def check_complete(files: Sequence[str]) -> None:
         if name := _NUMBERED.fullmatch(file):
             sets.setdefault((name[1], name[3], name[4]), {})[int(name[2])] = file
     for (start, count, end), named in sets.items():
-        missing = [
-            f"{start}{number:0{len(count)}}-of-{count}{end}"
-            for number in range(int(count))
-            if number not in named
-        ]
+        numbers = sorted({*range(int(count))} - named.keys())
+        missing = [f"{start}{one:0{len(count)}}-of-{count}{end}" for one in numbers]
         there = object_store.find_statuses(missing)
         for path in missing:
             if path not in there and not os.path.exists(path):
@@ -143,10 +139,8 @@ def index_files_of(files: Sequence[str], *, index_dir: Path | None = None) -> tu
         return tuple(file + INDEX_SUFFIX for file in files)
     name, count = Counter(os.path.basename(file) for file in files).most_common(1)[0]
     if count > 1:
-        raise InputError(
-            f"`index_dir` {index_dir} cannot hold the index of {count} files that are all named"
-            f" {name}."
-        )
+        text = f"`index_dir` {index_dir} cannot hold the index of {count} files"
+        raise InputError(f"{text} that are all named {name}.")
     folder = absolute(os.fspath(index_dir)) if is_url(index_dir) else os.path.expanduser(index_dir)
     return tuple(os.path.join(folder, os.path.basename(file) + INDEX_SUFFIX) for file in files)
 
@@ -225,6 +219,5 @@ def _shorten(folder: str, names: list[str]) -> list[str]:
 
 
 def _patterns(files: Path | Sequence[Path]) -> list[str]:
-    return [
-        os.fspath(file) for file in ([files] if isinstance(files, str | os.PathLike) else files)
-    ]
+    files = [files] if isinstance(files, str | os.PathLike) else files
+    return [os.fspath(file) for file in files]

@@ -5,6 +5,7 @@ import dataclasses
 import heapq
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 
 from dali_tf_input import object_store
@@ -67,15 +68,11 @@ class IndexFolder:
         self._removed = self._find_removed()
         self.unchanged, self.removed = len(self.entries), len(self._removed)
         remedy = "Name another folder with `index_dir` (--index_dir)."
-        self._staging = (
-            stack.enter_context(Staging(self._folder, remedy))
-            if to_check or self._removed
-            else None
-        )
-        self.jobs = {
-            name: self._make_job(number, name, checks)
-            for number, (name, checks) in enumerate(to_check.items())
-        }
+        self._staging: Staging | None = None
+        if to_check or self._removed:
+            self._staging = stack.enter_context(Staging(self._folder, remedy))
+        numbered = enumerate(to_check.items())
+        self.jobs = {name: self._make_job(number, name, one) for number, (name, one) in numbered}
         self.valid: dict[str, FileEntry] = {}
         self.faulty: dict[str, FileEntry] = {}
         self.unreadable: dict[str, str] = {}
@@ -87,16 +84,14 @@ class IndexFolder:
 
     def commit_faulty(self) -> None:
         """Commits files with bad records: indexes that skip them, and the list of them."""
-        self._commit(
-            {name: entry for name, entry in self.faulty.items() if name not in self.entries}
-        )
+        new = self.faulty.keys() - self.entries.keys()
+        self._commit({name: self.faulty[name] for name in sorted(new)})
 
     def bad_records_of(self, name: str) -> Iterator[BadRecord]:
         """Yields the bad records of a file that was checked."""
         if name in self.unreadable:
-            yield BadRecord(
-                record=None, offset=0, size=0, reason="unreadable", detail=self.unreadable[name]
-            )
+            why = {"reason": "unreadable", "detail": self.unreadable[name]}
+            yield BadRecord(record=None, offset=0, size=0, **why)
             return
         for _, line in self._staged_bad_records(name):
             values = json.loads(line)
@@ -158,11 +153,12 @@ class IndexFolder:
         if self._staging is None or not (entries or self._removed):
             return
         for _ in range(_MOST_COMMITS):
-            new = self._commit_here(entries)
-            indexes = (name + INDEX_SUFFIX for name in [*new, *self._removed])
-            names = [*indexes, BAD_RECORDS_NAME, MANIFEST_NAME]
-            if self._place == self._folder or upload(self._place, names):
-                break
+            with locked(self._folder):
+                new = self._commit_here(entries)
+                indexes = (name + INDEX_SUFFIX for name in [*new, *self._removed])
+                names = [*indexes, BAD_RECORDS_NAME, MANIFEST_NAME]
+                if self._place == self._folder or upload(self._place, names):
+                    break
             refresh(self._place)  # another run has written its manifest
         else:
             raise InputError(f"{self._place}: other runs keep replacing the manifest. Try again.")
@@ -170,35 +166,33 @@ class IndexFolder:
         self._removed = set()
 
     def _commit_here(self, entries: dict[str, FileEntry]) -> dict[str, FileEntry]:
-        """Commits to the local folder; returns the entries that are new."""
+        """Commits to the local folder, which is locked; returns the entries that are new."""
         assert self._staging is not None
-        with locked(self._folder):
-            manifest = _read_manifest(self._folder)
-            new: dict[str, FileEntry] = {}
-            for name, entry in entries.items():
-                other = manifest.entries.get(name)
-                if other and other != self._known.get(name) and self._is_deeper(name, other, entry):
-                    self.entries[name] = other  # another run checked it in the meantime
-                else:
-                    new[name] = dataclasses.replace(entry, folder=self._folder_of(name))
-            relisted = {
-                name
-                for name in [*new, *self._removed]
-                if name in manifest.entries and manifest.entries[name].skipped
-            }
-            for name in new:
-                if os.path.exists(self.jobs[name].index):  # not at the second try
-                    os.replace(self.jobs[name].index, self._index_file(name))
-            manifest.entries |= new
-            for name in self._removed:
-                manifest.entries.pop(name, None)
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(self._index_file(name))
-            relisted |= {name for name, entry in new.items() if entry.skipped}
-            if relisted:
-                self._write_bad_records(new, relisted)
-            manifest.write(self._staging.path(MANIFEST_NAME))
-            self._staging.commit(MANIFEST_NAME)
+        manifest = _read_manifest(self._folder)
+        new: dict[str, FileEntry] = {}
+        for name, entry in entries.items():
+            other = manifest.entries.get(name)
+            if other and other != self._known.get(name) and self._is_deeper(name, other, entry):
+                self.entries[name] = other  # another run checked it in the meantime
+            else:
+                new[name] = dataclasses.replace(entry, folder=self._folder_of(name))
+        listed = {name for name, entry in manifest.entries.items() if entry.skipped}
+        relisted = listed & {*new, *self._removed}
+        for name in new:
+            if self._place == self._folder:
+                os.replace(self.jobs[name].index, self._index_file(name))
+            else:  # it may be needed again
+                shutil.copyfile(self.jobs[name].index, self._index_file(name))
+        manifest.entries |= new
+        for name in self._removed:
+            manifest.entries.pop(name, None)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._index_file(name))
+        relisted |= {name for name, entry in new.items() if entry.skipped}
+        if relisted:
+            self._write_bad_records(new, relisted)
+        manifest.write(self._staging.path(MANIFEST_NAME))
+        self._staging.commit(MANIFEST_NAME)
         return new
 
     def _is_deeper(self, name: str, other: FileEntry, entry: FileEntry) -> bool:

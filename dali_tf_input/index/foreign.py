@@ -1,4 +1,4 @@
-"""What a file may be that is no TFRecord file, or an image that is none, by its first bytes."""
+"""Names what non-TFRecord files and non-image bytes are, by their first bytes."""
 
 import re
 

@@ -85,7 +85,7 @@ def read_entries(
 
     Raises:
       InputError: a file has no index or no entry, or the file or its index changed. The message
-        holds the command that fixes it, by `patterns`, as the user named the files, where they are
+        holds the command that fixes it, with `patterns`, as the user named the files, if there are
         many.
     """
     manifests: dict[str, Manifest] = {}

@@ -16,7 +16,7 @@ _ETAGS_NAME = ".etags.json"  # of what a mirror holds, by name
 
 
 def local_folder(folder: str) -> str:
-    """Returns where the index files of a folder are: of a folder in a store, its mirror."""
+    """Returns where a folder's index files are: for a folder in a store, its mirror."""
     if not is_url(folder):
         return folder
     name = hashlib.sha256(folder.rstrip("/").encode()).hexdigest()[:20]
@@ -28,19 +28,14 @@ def refresh(folder: str) -> None:
     mirror = local_folder(folder)
     if mirror == folder:
         return
-    names = (MANIFEST_NAME, BAD_RECORDS_NAME)
-    found = {
-        name: status
-        for name, status in object_store.list_folder(folder).items()
-        if name in names or name.endswith(INDEX_SUFFIX)
-    }
+    listed = object_store.list_folder(folder)
+    found = {name: status for name, status in listed.items() if _is_index(name)}
     try:
         os.makedirs(mirror, mode=0o700, exist_ok=True)
         with locked(mirror):
             held = _read_etags(mirror)
-            for name in held.keys() - found.keys():
-                if os.path.exists(os.path.join(mirror, name)):
-                    os.unlink(os.path.join(mirror, name))
+            for name in filter(_is_index, set(os.listdir(mirror)) - found.keys()):
+                os.unlink(os.path.join(mirror, name))
             new = {name: one for name, one in found.items() if held.get(name) != one.etag}
             data = object_store.read_whole({f"{folder}/{name}": new[name] for name in new})
             for name, one in zip(new, data, strict=True):
@@ -58,10 +53,8 @@ def find_local(index_files: Sequence[str]) -> tuple[str, ...]:
     """Returns where the index files are, after bringing those of a store here."""
     for folder in {os.path.dirname(index_file) for index_file in index_files}:
         refresh(folder)
-    return tuple(
-        os.path.join(local_folder(os.path.dirname(one)), os.path.basename(one))
-        for one in index_files
-    )
+    places = map(os.path.split, index_files)
+    return tuple(os.path.join(local_folder(folder), name) for folder, name in places)
 
 
 def upload(folder: str, names: list[str]) -> bool:
@@ -72,6 +65,8 @@ def upload(folder: str, names: list[str]) -> bool:
     """
     mirror = local_folder(folder)
     held = _read_etags(mirror)
+    # Until all is written, these files of the mirror count as others than those of the store.
+    _write_etags(mirror, {name: etag for name, etag in held.items() if name not in names})
     for name in names:
         replaces = held.get(name, "") if name == MANIFEST_NAME else None
         path = os.path.join(mirror, name)
@@ -84,6 +79,10 @@ def upload(folder: str, names: list[str]) -> bool:
     etags = {name: found[name].etag for name in names if name in found}
     _write_etags(mirror, {name: etag for name, etag in held.items() if name in found} | etags)
     return True
+
+
+def _is_index(name: str) -> bool:
+    return name in (MANIFEST_NAME, BAD_RECORDS_NAME) or name.endswith(INDEX_SUFFIX)
 
 
 def _read_etags(mirror: str) -> dict[str, str]:

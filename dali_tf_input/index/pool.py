@@ -1,4 +1,4 @@
-"""Starts, feeds and reaps the processes that check files for `build_index`."""
+"""Runs the processes, or the threads, that check files for `build_index`."""
 
 import contextlib
 import dataclasses
@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import IO, Any
@@ -55,10 +55,10 @@ class Job:
 
 def run_jobs(
     jobs: Sequence[Job], num_processes: int | None, on_progress: Callable[[int, int], None]
-) -> Iterator[tuple[int, dict[str, Any]]]:
+) -> Generator[tuple[int, dict[str, Any]], None, None]:
     """Runs `jobs` in up to `num_processes` processes; None is one per core.
 
-    Objects that are not decoded are checked by as many threads of this process instead, by default
+    Objects are checked at level "framing" by as many threads of this process instead, by default
     8: most of the time they wait. `on_progress` is called with records and bytes since its last
     call, by any thread.
 
@@ -74,16 +74,16 @@ def run_jobs(
     if not jobs:
         return
     local, seats, stopped = threading.local(), list[Seat](), threading.Event()
-    in_threads = all(job.status and job.checks["verify"] != "decode" for job in jobs)
+    in_threads = all(job.status and job.checks["verify"] == "framing" for job in jobs)
     at_once = num_processes or (_OBJECTS_AT_ONCE if in_threads else len(os.sched_getaffinity(0)))
+    for job in jobs:
+        if job.cache and job.status:  # the cache must hold what is being read
+            at_once = max(1, min(at_once, job.cache["max_bytes"] // max(1, job.status.size)))
     at_once = min(at_once, len(jobs))
 
     def work(job: Job) -> dict[str, Any]:
         if in_threads:
-            task = {**dataclasses.asdict(job), "crashing": {}}
-            return check_task(
-                task, Checks(**job.checks), None, on_progress, at_once=at_once, stopped=stopped
-            )
+            return _check_here(job, on_progress, at_once=at_once, stopped=stopped)
         if not hasattr(local, "seat"):
             local.seat = Seat()
             seats.append(local.seat)
@@ -107,8 +107,31 @@ def run_jobs(
             seat.close()
 
 
+def _check_here(
+    job: Job, on_progress: Callable[[int, int], None], *, at_once: int, stopped: threading.Event
+) -> dict[str, Any]:
+    """Returns the answer to a job, in this thread. What `on_progress` raises is no fault of its."""
+    problems: list[Exception] = []
+
+    def tell(records: int, size: int) -> None:
+        if stopped.is_set():
+            raise InputError("The run ends.")
+        try:
+            on_progress(records, size)
+        except Exception as error:
+            problems.append(error)
+            raise
+
+    task = {**dataclasses.asdict(job), "crashing": {}}
+    shared = {"at_once": at_once, "stopped": stopped}
+    answer = check_task(task, Checks(**job.checks), None, tell, **shared)
+    if problems:
+        raise problems[0]
+    return answer
+
+
 class Seat:
-    """Has one process work at a time, and another one where that dies."""
+    """Runs one process at a time, and starts another if it dies."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -209,9 +232,8 @@ class _Worker:
                 detail = f"decoding it did not end within {_LONGEST_DECODE} s."
                 crashing[number] = ("hangs the decoder", detail)
                 return None
-        return {
-            "unreadable": f"{job.file}: the process that checked it was ended by {ended_by.name}."
-        }
+        text = f"{job.file}: the process that checked it was ended by {ended_by.name}."
+        return {"unreadable": text}
 
     def close(self) -> None:
         for stream in (self._process.stdin, self._process.stdout):

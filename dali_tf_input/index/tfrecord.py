@@ -71,9 +71,8 @@ def masked_crc(data: bytes) -> int:
 def frame_record(data: bytes) -> bytes:
     """Returns `data` as one record: length, CRC of the length, data, CRC of the data."""
     length = _UINT64.pack(len(data))
-    return b"".join(
-        (length, _UINT32.pack(masked_crc(length)), data, _UINT32.pack(masked_crc(data)))
-    )
+    crcs = (_UINT32.pack(masked_crc(one)) for one in (length, data))
+    return b"".join((length, next(crcs), data, next(crcs)))
 
 
 def find_records(file: str, descriptor: int) -> Iterator[list[tuple[int, int]] | BadRecord]:
@@ -243,7 +242,7 @@ def _find_header(descriptor: int, start: int, file_size: int) -> int:
 
 
 def _find_lengths(chunk: bytes) -> list[tuple[int, int]]:
-    """Returns where a length below 4 GB stands with its CRC, and the length; in any bytes as fast.
+    """Finds lengths below 4 GB with their CRC: (position, length); equally fast on any bytes.
 
     A CRC is linear: that of 8 bytes is the XOR of what each of them contributes, so that two
     lookups by 16 bits give it for all places at once.
@@ -300,20 +299,16 @@ def _describe_damage(
     record: int | None = number
     if len(header) < HEADER_SIZE:
         reason = "cut short" if any(header) else "trailing bytes"
-        detail = (
-            f"expected a record header of {HEADER_SIZE} bytes, found the end of the file after "
-        )
-        detail += f"{len(header)}."
+        detail = f"expected a record header of {HEADER_SIZE} bytes, found the end of the file"
+        detail += f" after {len(header)}."
     elif size is not None and start + size > file_size:
         reason = "cut short" if end == file_size else "length beyond the file"
         detail = f"expected a record of {size} bytes, found the end of the file after "
         detail += f"{file_size - start}."
     elif size is not None:
         reason = "data CRC"
-        detail = (
-            "the data of this record does not fit its CRC, and no record follows at its end, byte "
-        )
-        detail += f"{start + size}."
+        detail = "the data of this record does not fit its CRC, and no record follows at its end,"
+        detail += f" byte {start + size}."
     else:
         length, stored_crc = _HEADER.unpack(header)
         at_the_end = end == file_size and length + FRAME_SIZE != file_size - start

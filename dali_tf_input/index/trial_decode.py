@@ -12,7 +12,7 @@ from dali_tf_input.index.checks import BadImage, Checks, TrialDecode
 from dali_tf_input.index.foreign import name_content
 from dali_tf_input.preprocess import DCT_METHOD
 
-# What both backends decode to the same pixels. TensorFlow or DALI refuses each other format.
+# What both backends decode to the same pixels. TensorFlow or DALI refuses all others.
 _FORMATS = ("JPEG", "PNG", "BMP", "WebP")
 _NAMES = {"WEBP": "WebP", "MPO": "JPEG"}  # MPO: a JPEG followed by further pictures, from cameras
 _END_OF_JPEG = b"\xff\xd9"
@@ -99,7 +99,7 @@ def _describe_content(encoded: bytes, error: Exception) -> tuple[str, str]:
 
 
 def _compare(first: Any, second: Any) -> None:
-    """Raises BadImage if two decoders make different images, by every eighth pixel each way."""
+    """Raises BadImage if two decoders disagree, judged by every eighth pixel each way."""
     if first.shape != second.shape:
         detail = f"DALI decodes it to {first.shape}, TensorFlow to {second.shape}."
         raise BadImage("decoders disagree", detail)

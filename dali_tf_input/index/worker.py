@@ -3,7 +3,8 @@
 It gets a file as a line of JSON on stdin and answers with lines of JSON on stdout: {"progress":
 [records, bytes]} now and then, and at last {"entry": ...}, {"unreadable": text}, or {"error":
 [errno, text]} if writing fails. It is a process of its own because decoders are C code: what
-damaged images do to it does not touch the program that called `build_index`.
+damaged images do to it does not touch the program that called `build_index`. What decodes nothing
+may call `check_task` in its own process.
 """
 
 import contextlib
@@ -64,9 +65,7 @@ def check_task(
 ) -> dict[str, Any]:
     """Checks a file; returns the answer. `download`: further arguments of `local_copy`."""
     file = task["file"]
-    crashing = {
-        int(number): (reason, detail) for number, (reason, detail) in task["crashing"].items()
-    }
+    crashing = {int(number): tuple(why) for number, why in task["crashing"].items()}
     try:
         with contextlib.ExitStack() as stack:
             index = stack.enter_context(open(task["index"], "wb"))

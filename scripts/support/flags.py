@@ -117,10 +117,8 @@ class LabelFlags:
         names = read_names(self.vocabulary.value) if self.vocabulary.value else None
         label: Any = dti.ClassLabel(vocabulary=names)
         if kind != "class":
-            made = {
-                "multi_hot": dti.MultiHot(num_classes=size),
-                "values": dti.Values(size=size or 1),
-            }
+            made = {"multi_hot": dti.MultiHot(num_classes=size)}
+            made["values"] = dti.Values(size=size or 1)
             label = made.get(kind)
         return {"label": label, "mask": dti.SegmentationMask(key=mask_key) if mask_key else None}
 
@@ -145,9 +143,8 @@ class WorkFlags:
 
     def preprocess(self) -> dti.Preprocess:
         """Returns what is done to each training image."""
-        preprocess = dti.Preprocess.for_training(
-            self.image_size.value, antialias=self.antialias.value
-        )
+        size, antialias = self.image_size.value, self.antialias.value
+        preprocess = dti.Preprocess.for_training(size, antialias=antialias)
         center = dti.CenterCrop(resize_shorter=preprocess.crop.resize[0])
         crops = (preprocess.crop, dti.RandomResizedCrop(), dti.RandomCrop(), center, dti.NoCrop())
         crop = crops[_CROPS.index(self.crop.value)]

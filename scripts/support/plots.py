@@ -75,10 +75,8 @@ def plot_stages(report: dict, *, names: dict[str, str], path: str) -> None:
         f" after each stage. {report['work']}; {report['num_records']:,} records, order"
         f" {report['order']}, batch {report['batch_size']}. {machine.describe_in_a_line(report)}."
     )
-    panels = {
-        "seconds": "seconds per 1000 images",
-        "cpu": "CPU seconds per 1000 images, all threads",
-    }
+    panels = {"seconds": "seconds per 1000 images"}
+    panels["cpu"] = "CPU seconds per 1000 images, all threads"
     title, size = "What each stage of the input costs", (13, 2.8 + 0.8 * len(stages))
     with _figure(path, title, note, size, panes=2) as (figure, panes):
         colors = dict(zip(names, plt.get_cmap("tab10").colors, strict=False))

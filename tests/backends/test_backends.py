@@ -6,23 +6,12 @@ import collections
 import contextlib
 import dataclasses
 
+import conftest
 import numpy as np
 import pytest
 import tensorflow as tf
 from commands import python
-from conftest import (
-    BACKENDS,
-    DALI,
-    TF_DATA,
-    encode,
-    numbered_examples,
-    refused,
-    spec_of,
-    take,
-    write_dataset,
-    write_indexed,
-    write_tfrecord,
-)
+from conftest import BACKENDS, DALI, TF_DATA, encode, refused, spec_of, write_dataset, write_indexed
 
 import dali_tf_input as dti
 from dali_tf_input.backends import dali, tf_data
@@ -50,17 +39,14 @@ def training(dataset, size=24, *, buffer_size=8, seed=0, **changes):
 
 def serve(spec, options, count, **arguments):
     """Returns the images and labels of the first `count` batches."""
-    return take(make_dataset(spec, options, **arguments), count)
+    return conftest.take(make_dataset(spec, options, **arguments), count)
 
 
 @backends
 @pytest.mark.parametrize("layout", ["HWC", "CHW"])
 def test_element_spec_is_true(dataset, options, layout):
-    changes = {
-        "image_size": (20, 28),
-        "crop": dti.ResizeRandomCrop(resize=(30, 40)),
-        "layout": layout,
-    }
+    changes = {"image_size": (20, 28), "layout": layout}
+    changes["crop"] = dti.ResizeRandomCrop(resize=(30, 40))
     made = make_dataset(training(dataset, **changes), options, batch_size=4)
     shape = (4, 20, 28, 3) if layout == "HWC" else (4, 3, 20, 28)
     expected = (tf.TensorSpec(shape, tf.float32), tf.TensorSpec((4,), tf.int64))
@@ -296,7 +282,7 @@ def test_many_small_files(tmp_path):
 
 def test_files_whose_names_sort_otherwise_are_numbered_by_path(tmp_path):
     for name, first in (("b", 2), ("a", 0)):
-        write_tfrecord(tmp_path / name, numbered_examples(2, first=first))
+        conftest.write_tfrecord(tmp_path / name, conftest.numbered_examples(2, first=first))
     files = [str(tmp_path / "b"), str(tmp_path / "a")]
     dti.build_index(files)
     for options in BACKENDS.values():

@@ -20,10 +20,8 @@ PREPROCESS = Preprocess.for_evaluation(16)
 def datasets(tmp_path_factory):
     """1, 7 and 23 records."""
     root = tmp_path_factory.mktemp("evaluation")
-    return {
-        sum(counts): write_dataset(root / str(sum(counts)), counts)
-        for counts in ([1], [7], [5, 11, 7])
-    }
+    all_counts = ([1], [7], [5, 11, 7])
+    return {sum(one): write_dataset(root / str(sum(one)), one) for one in all_counts}
 
 
 def evaluation_spec(dataset, **changes):

@@ -7,23 +7,13 @@ import functools
 import io
 import itertools
 
+import conftest
 import keras
 import numpy as np
 import nvidia.dali as dali
 import pytest
 import tensorflow as tf
-from conftest import (
-    DALI,
-    TF_DATA,
-    backends,
-    encode,
-    jpeg,
-    numbered_examples,
-    refused,
-    spec_of,
-    valid_images,
-    write_indexed,
-)
+from conftest import DALI, TF_DATA, backends, encode, jpeg, refused, spec_of, valid_images
 from nvidia.dali import fn, types
 from PIL import Image
 
@@ -278,7 +268,9 @@ def test_orientation():
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory):
-    return write_indexed(tmp_path_factory.mktemp("parity") / "train", numbered_examples(12))
+    return conftest.write_indexed(
+        tmp_path_factory.mktemp("parity") / "train", conftest.numbered_examples(12)
+    )
 
 
 def take_batch(records, options, **changes):

@@ -41,10 +41,8 @@ def as_png(image):
 def test_the_images_of_pngs(tmp_path, options):
     """In every order the same."""
     pixels = write_indexed(tmp_path / "a", [example(one, n) for n, one in enumerate(images())])
-    pngs = [
-        {"image/encoded": as_png(one), "image/class/label": number}
-        for number, one in enumerate(images())
-    ]
+    pairs = enumerate(images())
+    pngs = [{"image/encoded": as_png(one), "image/class/label": number} for number, one in pairs]
     encoded = write_indexed(tmp_path / "b", pngs)
     assert (pixels.stores_pixels, encoded.stores_pixels) == (True, False)
     orders = ("global", "sequential") if options is TF_DATA else ("global", "buffer")

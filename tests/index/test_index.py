@@ -13,21 +13,11 @@ import sys
 import time
 from pathlib import Path
 
+import conftest
 import numpy as np
 import pytest
 from commands import python
-from conftest import (
-    SCRIPTS,
-    encode,
-    image_zoo,
-    jpeg,
-    numbered_examples,
-    refused,
-    scan_records,
-    spec_of,
-    valid_images,
-    write_tfrecord,
-)
+from conftest import SCRIPTS, encode, jpeg, numbered_examples, refused, spec_of, write_tfrecord
 
 from dali_tf_input import Checks, DatasetSpec, IndexFaultsError, Preprocess, build_index, find_files
 from dali_tf_input.index import file_check
@@ -46,10 +36,8 @@ from_files = DatasetSpec.from_files
 @pytest.fixture
 def files(tmp_path):
     """Three files of 4, 5 and 6 records."""
-    return [
-        write_tfrecord(tmp_path / f"train-{number}", numbered_examples(4 + number))
-        for number in range(3)
-    ]
+    paths = [(n, tmp_path / f"train-{n}") for n in range(3)]
+    return [write_tfrecord(path, numbered_examples(4 + n)) for n, path in paths]
 
 
 @pytest.fixture
@@ -104,7 +92,7 @@ def hidden(folder):
 
 
 def places(file):
-    return list(scan_records(str(file)))
+    return list(conftest.scan_records(str(file)))
 
 
 def ruin(file, position):
@@ -472,7 +460,7 @@ def test_what_the_manifest_says(tmp_path):
 
 @pytest.mark.parametrize("decoder", ["dali", "tf_data", "both"])
 def test_decode_names_what_is_no_good_image(tmp_path, decoder):
-    zoo = image_zoo()
+    zoo = conftest.image_zoo()
     write_tfrecord(tmp_path / "train", [{"image": one, "label": 1} for one, _, _ in zoo.values()])
     checks = Checks(verify="decode", decoder=decoder)
     report, faults = index_with_faults(tmp_path / "train", checks, **SKIP)
@@ -706,7 +694,7 @@ def test_fuzzed_examples(tmp_path):
     backends' checks never crash.
     """
     generator = random.Random(3)
-    images = valid_images()
+    images = conftest.valid_images()
     records = [encode_example({"image": images[0], "label": 1})]
     for _ in range(1500):
         example = {"image": generator.choice(images), "label": generator.randrange(10)}

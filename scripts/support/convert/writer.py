@@ -216,9 +216,8 @@ def write_images(folder: str, images: Iterable[bytes], *, num_records: int, num_
 
     The label of a record is the number of its image.
     """
-    examples = [
-        {"image/encoded": image, "image/class/label": label} for label, image in enumerate(images)
-    ]
+    numbered = enumerate(images)
+    examples = [{"image/encoded": one, "image/class/label": n} for n, one in numbered]
     records = itertools.cycle([frame_record(encode_example(example)) for example in examples])
     os.makedirs(folder, exist_ok=True)
     for number in range(num_files):

@@ -47,9 +47,8 @@ def _make_by_tf_data(stage: str, stream: Any, options: TfDataOptions) -> Any:
         values = parse_record(record, spec)
         encoded = values["image"]
         if stage == "parse":
-            return tf.cast(tf.strings.length(encoded), tf.float32) + tf.cast(
-                values["label"], tf.float32
-            )
+            label = tf.cast(values["label"], tf.float32)
+            return tf.cast(tf.strings.length(encoded), tf.float32) + label
         seed = tf.stack([tf.constant(spec.seed, tf.int64), key])
         uniforms = tf.random.stateless_uniform((preprocess.num_uniforms,), seed=seed)
         if stage == "decode":
@@ -60,11 +59,8 @@ def _make_by_tf_data(stage: str, stream: Any, options: TfDataOptions) -> Any:
                 part = partial(tf_images.decode_region, encoded, uniforms, preprocess)
                 image = tf.cond(tf.io.is_jpeg(encoded), lambda: part()[0], whole)
         elif native:
-            work = (
-                preprocess
-                if stage == "normalize"
-                else dataclasses.replace(preprocess, **unfinished)
-            )
+            changes = {} if stage == "normalize" else unfinished
+            work = dataclasses.replace(preprocess, **changes)
             image = tf_images.prepare_image(encoded, uniforms, work, decode=decode, native=True)
         else:
             image = tf_images.resample_image(encoded, uniforms, preprocess, decode=decode)

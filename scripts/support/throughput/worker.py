@@ -103,9 +103,8 @@ class Pipelines:
             self._candidate = candidate
             # Fills the queues; tf.data's tuning settles.
             measure(self._batches, batch_size=size, seconds=seconds / 4, warmup_batches=4)
-        window = measure(
-            self._batches, batch_size=size, seconds=seconds, warmup_batches=warmup_batches
-        )
+        given = {"batch_size": size, "seconds": seconds, "warmup_batches": warmup_batches}
+        window = measure(self._batches, **given)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
         found = {"first_batch_seconds": self._first_batch_seconds, "peak_memory_bytes": peak}
         on_gpu = candidate.backend == "dali_gpu"
