@@ -44,7 +44,7 @@ def import_plugin() -> Any:
 def build(stream: Stream, options: DaliOptions, device_id: int | None) -> tf.data.Dataset:
     """Builds the dataset of one shard, placed on the current `tf.device`.
 
-    It also works on a device other than `options` name, but then TensorFlow copies each batch.
+    It also works on another device than the one in `options`, but TensorFlow copies each batch.
     Fixed orders are read by tf.data, in the same order and with the same random numbers as
     `tf_data.build`, and passed to DALI; so is anything beyond an image and an integer. Otherwise
     DALI reads. `device_id` is the CUDA device that decodes; None for `options.device` "cpu". On a

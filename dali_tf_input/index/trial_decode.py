@@ -12,7 +12,7 @@ from dali_tf_input.index.checks import BadImage, Checks, TrialDecode
 from dali_tf_input.index.foreign import name_content
 from dali_tf_input.preprocess import DCT_METHOD
 
-# What both backends decode to the same pixels. TensorFlow or DALI refuses all others.
+# What both backends decode to the same pixels; one of them refuses any other format.
 _FORMATS = ("JPEG", "PNG", "BMP", "WebP")
 _NAMES = {"WEBP": "WebP", "MPO": "JPEG"}  # MPO: a JPEG followed by further pictures, from cameras
 _END_OF_JPEG = b"\xff\xd9"
