@@ -110,7 +110,7 @@ def run_jobs(
 def _check_here(
     job: Job, on_progress: Callable[[int, int], None], *, at_once: int, stopped: threading.Event
 ) -> dict[str, Any]:
-    """Returns the answer to a job, in this thread. What `on_progress` raises is no fault of its."""
+    """Checks a file in this thread; returns the answer. Raises what `on_progress` raises."""
     problems: list[Exception] = []
 
     def tell(records: int, size: int) -> None:
