@@ -264,7 +264,7 @@ def _store(base: str) -> Any:
         with open(issuers, "rb") as stream:
             client["root_certificate"] = stream.read()
     return _library().store.from_url(
-        base, client_options=client, retry_config={"retry_timeout": datetime.timedelta(seconds=2)}
+        base, client_options=client, retry_config={"retry_timeout": datetime.timedelta(seconds=0.5)}
     )
 
 

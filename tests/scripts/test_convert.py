@@ -90,6 +90,7 @@ def set_bytes(folder):
     return {path.name: path.read_bytes() for path in paths}
 
 
+@pytest.mark.slow
 def test_make_tfrecords_follows_the_seed(tmp_path, photos):
     """Whatever the number of processes."""
     for out, seed, processes in (("a", 1, 1), ("b", 1, 3), ("c", 2, 2)):
@@ -579,6 +580,7 @@ def test_masks_that_are_refused(table_folder, mask, said):
     assert said in json.loads(line)["reason"]
 
 
+@pytest.mark.slow
 def test_compressed_tfrecords(tmp_path, photos):
     """As TensorFlow writes them with `compression_type`; they keep their splits and labels.txt."""
     convert(photos, tmp_path / "out")

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import fails, rows, run
+from commands import fails, rows, run, run_cold
 from conftest import jpeg, numbered_examples, write_tfrecord
 
 from dali_tf_input import DatasetSpec, InputError
@@ -118,7 +118,8 @@ def test_index_without_files(tmp_path):
 def test_index_imports_no_tensorflow(tmp_path):
     write_tfrecord(tmp_path / "a", numbered_examples(1))
     (tmp_path / "tensorflow.py").write_text("raise SystemExit('TensorFlow was imported')")
-    assert run("index_tfrecords.py", tmp_path / "a", PYTHONPATH=str(tmp_path)).returncode == 0
+    process = run_cold("index_tfrecords.py", tmp_path / "a", PYTHONPATH=str(tmp_path))
+    assert process.returncode == 0
 
 
 def run_printed(text):

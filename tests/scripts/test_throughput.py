@@ -98,7 +98,8 @@ def test_compare_throughput_reports_a_row_that_dies(tmp_path):
     assert not (tmp_path / "result.json").exists()
 
 
-@pytest.mark.parametrize("layout", ["HWC", pytest.param("CHW", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["HWC", "CHW"])
 def test_comparison_of_images(sample_folder, layout):
     arguments = ["--files=data/sample/validation-*", f"--layout={layout}", "--evaluation"]
     arguments += ["--num_images=256", "--out="]
