@@ -255,7 +255,7 @@ def _shuffle(dataset: tf.data.Dataset, buffer_size: int, seed: int | None) -> tf
 
 
 def _list_runs(dataset: DatasetSpec, shard: Shard) -> tuple[list[int], ...]:
-    """Returns the runs that a shard reads: for each file number, first byte, records, first one.
+    """Returns the runs of a shard: of each its file, first byte, count of records, first record.
 
     If no record of a file is skipped, its part of the shard is one run.
     """
