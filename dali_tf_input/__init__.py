@@ -1,6 +1,6 @@
 """TensorFlow input pipelines on NVIDIA DALI's TFRecord readers, with tf.data doing the same work.
 
-Everything a user needs is here: ``from dali_tf_input import DatasetSpec, distribute``. Importing
+Everything a user needs is here: ``from dali_tf_input import Records, load``. Importing
 the package brings neither TensorFlow nor DALI; names that need them load them when they are first
 used.
 """

@@ -21,9 +21,10 @@ from typing import Any
 
 import psutil
 
-from dali_tf_input import InputError, Stats, find_files
-from dali_tf_input.index.tfrecord import frame_record
+from dali_tf_input import InputError, find_files
+from dali_tf_input.records.tfrecord import frame_record
 from support import cli, machine, processes
+from support.benchmark import Stats
 
 FLAGS = cli.Flags()
 _NUM_FILES = FLAGS.list("num_files", ["128", "1024", "8192"], "Files of each row of table 1.")

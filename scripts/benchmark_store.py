@@ -20,10 +20,11 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from dali_tf_input import Stats, Window, build_index
-from dali_tf_input.cache import download_to
-from dali_tf_input.object_store import Status, find_objects
+from dali_tf_input import build_index
+from dali_tf_input.storage.copies import download_to
+from dali_tf_input.storage.objects import Status, find_objects
 from support import cli, machine, processes
+from support.benchmark import Stats, Window
 from support.flags import BACKENDS, FileFlags, WorkFlags
 from support.throughput.candidates import Candidate
 from support.throughput.rows import measure_in_turn, rates, ratios

@@ -10,8 +10,9 @@ example: python scripts/compare_throughput.py --files='path/train-*' --seconds=2
 import os
 import sys
 
-from dali_tf_input import InputError, Stats, Window
+from dali_tf_input import InputError
 from support import cli, machine, plots, processes
+from support.benchmark import Stats, Window
 from support.flags import FileFlags, WorkFlags, check_list, describe_work
 from support.throughput.rows import ROWS, conclusions, measure_rows, rates, ratios
 

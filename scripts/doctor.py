@@ -20,8 +20,9 @@ import sys
 from collections.abc import Generator, Iterator
 from typing import Literal, NamedTuple
 
-from dali_tf_input import InputError, object_store
-from dali_tf_input.index.files import index_command
+from dali_tf_input import InputError
+from dali_tf_input.records.paths import index_command
+from dali_tf_input.storage import objects
 from support import cli, machine, processes
 from support.flags import FileFlags
 
@@ -54,7 +55,7 @@ assert device in batch.device.lower()
 print("serves a batch on the", device.upper())
 """
 _TRY_MEMORY_GROWTH = """import dali_tf_input; dali_tf_input.enable_memory_growth()
-print("on, as distribute() needs it: TensorFlow leaves memory to DALI")"""
+print("on, as load() needs it: TensorFlow leaves memory to DALI")"""
 _TRY_KERNEL = "from dali_tf_input.backends.tf_native import load; load(); print('native')"
 _TRY_ENGINES = """import ctypes, pynvml
 pynvml.nvmlInit(); pynvml.nvmlDeviceGetJpgUtilization(pynvml.nvmlDeviceGetHandleByIndex(0))
@@ -267,8 +268,8 @@ def cpu_quota(path: str = "/sys/fs/cgroup/cpu.max") -> float | None:
 def examine_files(files: list[str]) -> Iterator[Finding]:
     """Checks TFRecord files and their indexes."""
     try:
-        for url in filter(object_store.is_url, files):
-            object_store.find_objects(url, retry_seconds=_STORE_SECONDS)
+        for url in filter(objects.is_url, files):
+            objects.find_objects(url, retry_seconds=_STORE_SECONDS)
         dataset = _FILES.dataset(files)
     except (InputError, OSError) as error:
         yield check("records", False, str(error), fix_records(str(error), files))
@@ -300,7 +301,7 @@ def examine_files(files: list[str]) -> Iterator[Finding]:
 def fix_records(error: str, files: list[str]) -> str:
     """Returns the command that fixes what is wrong with records, or that shows more."""
     named = re.search(r"\S*python\S* -m dali_tf_input\.index .*", error)
-    if named or object_store.is_url(files[0]):
+    if named or objects.is_url(files[0]):
         return named[0] if named else ""
     paths = [os.path.abspath(os.path.expanduser(file)) for file in files]
     folder = paths[0] if os.path.isdir(paths[0]) else os.path.dirname(paths[0])

@@ -115,12 +115,12 @@ def make_candidate(order: str = "buffer", variant: str = "dataset", **changes: A
     return Candidate(make_options(**changes), order, variant)
 
 
-def choose_batch_size(dataset: dti.DatasetSpec) -> int:
+def choose_batch_size(dataset: dti.Records) -> int:
     """Returns 256, or what a rehearsal or the records allow."""
     return min(8 if _REHEARSE.value else 256, dataset.num_records)
 
 
-def compare(dataset: dti.DatasetSpec, ways: dict[str, Candidate]) -> dict[str, Any]:
+def compare(dataset: dti.Records, ways: dict[str, Candidate]) -> dict[str, Any]:
     """Measures candidates in turn, in one process; one that dies does not end it."""
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
     texts: dict[str, str] = {}
@@ -154,7 +154,7 @@ def run_tests(part: str) -> dict[str, Any]:
     return {"passed": code == 0, "text": text, "output": output[-20000:]}
 
 
-def check_probe(_: dti.DatasetSpec) -> dict[str, Any]:
+def check_probe(_: dti.Records) -> dict[str, Any]:
     """Tries what may crash; keeps what the decoder says of its hardware."""
     found, bare = run_tests("probe"), start_part("alone", DALI_NVIMGCODEC_LOG_LEVEL="3")
     said = re.findall(r".*(?:HW|hardware).*decoder.*", bare.get("stderr", ""), re.IGNORECASE)
@@ -162,18 +162,18 @@ def check_probe(_: dti.DatasetSpec) -> dict[str, Any]:
     return {"passed": passed, "text": "\n  ".join([*text, *dict.fromkeys(said)]), "tests": found}
 
 
-def check_alone(dataset: dti.DatasetSpec) -> dict[str, Any]:
+def check_alone(dataset: dti.Records) -> dict[str, Any]:
     """Measures what needs no GPU of TensorFlow's: the bare pipeline, and a dataset on the CPU."""
     ways = {"bare pipe.run()": "bare", "dataset on the CPU": "on_cpu"}
     return compare(dataset, {name: make_candidate(variant=way) for name, way in ways.items()})
 
 
-def check_pixels(dataset: dti.DatasetSpec) -> dict[str, Any]:
+def check_pixels(dataset: dti.Records) -> dict[str, Any]:
     """Runs the tests; compares real training images with tf.data's, by both ways of upsampling."""
     import tensorflow as tf
 
     found, preprocess = run_tests("pixels"), dti.Preprocess.for_training(224)
-    spec = dti.InputSpec(dataset=dataset, preprocess=preprocess, order="global")
+    spec = dti.InputSpec(records=dataset, preprocess=preprocess, order="global")
     options, batch_size = make_options(), min(64, dataset.num_records)
     batch, other = (
         next(pictures.make_batches(spec, one, batch_size)) for one in (options, dti.TfDataOptions())
@@ -193,7 +193,7 @@ def check_pixels(dataset: dti.DatasetSpec) -> dict[str, Any]:
 
 
 def write_resized(
-    dataset: dti.DatasetSpec, size: tuple[int, int], folder: str, num_records: int
+    dataset: dti.Records, size: tuple[int, int], folder: str, num_records: int
 ) -> str:
     """Writes images of `dataset`, resized to (height, width), as TFRecords; returns a pattern."""
     images = []
@@ -205,7 +205,7 @@ def write_resized(
     return write_images(out, images, num_records=num_records, num_files=1)
 
 
-def check_throughput(dataset: dti.DatasetSpec) -> dict[str, Any]:
+def check_throughput(dataset: dti.Records) -> dict[str, Any]:
     """Measures rows in turn, by the size of batches and of images."""
     dali, usual = f"dali_{make_options().device}", choose_batch_size(dataset)
     names = ["tf_data_serial", "tf_data", f"{dali}_bare", dali, f"{dali}_global"]
@@ -226,7 +226,7 @@ def check_throughput(dataset: dti.DatasetSpec) -> dict[str, Any]:
     return {"passed": True, "text": "\n  ".join(texts), "details": details}
 
 
-def check_experiments(dataset: dti.DatasetSpec) -> dict[str, Any]:
+def check_experiments(dataset: dti.Records) -> dict[str, Any]:
     """Measures other ways of feeding, and shares of the hardware decoder, beside the default."""
     ways = {}
     for order, names in (("buffer", experiments.ANY_ORDER), ("global", experiments.EXPERIMENTS)):
@@ -237,7 +237,7 @@ def check_experiments(dataset: dti.DatasetSpec) -> dict[str, Any]:
     return compare(dataset, ways)
 
 
-def check_training(dataset: dti.DatasetSpec) -> dict[str, Any]:
+def check_training(dataset: dti.Records) -> dict[str, Any]:
     """Trains a ResNet-50 (rehearsed: a MobileNet): which part of the step it waits for input."""
     import keras
     import tensorflow as tf
@@ -252,7 +252,7 @@ def check_training(dataset: dti.DatasetSpec) -> dict[str, Any]:
     details, texts = {}, []
     keras.mixed_precision.set_global_policy("float32" if small else "mixed_float16")
     preprocess = dti.Preprocess.for_training(size)
-    spec = dti.InputSpec(dataset=dataset, preprocess=preprocess, order="buffer")
+    spec = dti.InputSpec(records=dataset, preprocess=preprocess, order="buffer")
     for name, one, devices in cases:
         keras.utils.clear_session()
         strategy = tf.distribute.MirroredStrategy(devices) if devices else None
@@ -261,7 +261,7 @@ def check_training(dataset: dti.DatasetSpec) -> dict[str, Any]:
             make = keras.applications.MobileNet if small else keras.applications.ResNet50
             model = make(input_shape=(size, size, 3), weights=None, classes=1001)
             model.compile("sgd", "sparse_categorical_crossentropy")
-        train = dti.distribute(spec, one, strategy=strategy, global_batch_size=batch_size)
+        train = dti.load(spec, one, strategy=strategy, batch_size=batch_size)
         profile = dti.InputProfile(train, cached_steps=4 if small else 20)
         arguments = {"steps_per_epoch": steps, "shuffle": False, "verbose": 0}
         model.fit(train.dataset.repeat(), epochs=2, callbacks=[profile], **arguments)
@@ -271,7 +271,7 @@ def check_training(dataset: dti.DatasetSpec) -> dict[str, Any]:
     return {"passed": True, "text": "\n  ".join(texts), "details": details}
 
 
-def check_memory(dataset: dti.DatasetSpec) -> dict[str, Any]:
+def check_memory(dataset: dti.Records) -> dict[str, Any]:
     """Runs the tests; measures what the decoder's memory hints take of the GPU."""
     found, texts = run_tests("memory"), []
     for hints in (True, False):  # each in a process of its own

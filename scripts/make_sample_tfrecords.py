@@ -19,7 +19,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from dali_tf_input import InputError
-from dali_tf_input.index.example import encode_example
+from dali_tf_input.records.example import encode_example
 from support import cli
 from support.convert.writer import Record, Split, image_features, print_written, write_splits
 

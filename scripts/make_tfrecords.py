@@ -30,10 +30,10 @@ import sys
 import tempfile
 from typing import get_args
 
-from dali_tf_input import DatasetSpec, InputError, find_files
-from dali_tf_input.index.checks import Decoder
+from dali_tf_input import InputError, Records, find_files
 from dali_tf_input.index.cluster import connect_dask
-from dali_tf_input.object_store import is_url
+from dali_tf_input.records.schema import Decoder
+from dali_tf_input.storage.objects import is_url
 from support import cli
 from support.convert import records, table, writer
 from support.convert.images import Conversion
@@ -107,7 +107,7 @@ def main(arguments: list[str]) -> int:
             os.makedirs(beside, exist_ok=True)
             inflated = tempfile.TemporaryDirectory(dir=beside, prefix=".inflated-")
             plain = inflate_files(source, stack.enter_context(inflated))
-            dataset = DatasetSpec.from_files(plain, **keys)
+            dataset = Records.from_files(plain, **keys)
             named = find_label_file(find_files(source)[0])
             labels = named and named.decode(errors="surrogateescape").splitlines()
             if os.path.realpath(out) in map(os.path.realpath, map(os.path.dirname, dataset.files)):
@@ -186,7 +186,7 @@ def list_images(image_root: str, class_names: list[str], catalog: str) -> list[a
     return groups
 
 
-def list_records(dataset: DatasetSpec, catalog: str) -> tuple[array.array, array.array]:
+def list_records(dataset: Records, catalog: str) -> tuple[array.array, array.array]:
     """Writes a line [file, etag or None, offset, size] per record to the file `catalog`.
 
     Returns:

@@ -78,16 +78,16 @@ def main(arguments: list[str]) -> int:
 
 
 def predict_records(
-    dataset: dti.DatasetSpec, model: Any, preprocess: Preprocess, names: list[str]
+    dataset: dti.Records, model: Any, preprocess: Preprocess, names: list[str]
 ) -> int:
     """Predicts all records; prints and writes what came out."""
     import tensorflow as tf
 
     spec = dti.InputSpec(
-        dataset=dataset, preprocess=preprocess, order="sequential", repeat=False, record_ids=True
+        records=dataset, preprocess=preprocess, order="sequential", repeat=False, record_ids=True
     )
     options = BACKENDS[_BACKEND.value]
-    fed = dti.distribute(spec, options, global_batch_size=_BATCH_SIZE.value)
+    fed = dti.load(spec, options, batch_size=_BATCH_SIZE.value)
     rows = []
     with fed.explain_errors():
         steps = map(fed.unpack, fed.dataset)

@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
     cli.check_no_arguments(arguments)
     cli.check_writable(_OUT, suffix=".png")
     spec = make_spec()
-    num_images = min(_NUM_IMAGES.value, spec.dataset.num_records)
+    num_images = min(_NUM_IMAGES.value, spec.records.num_records)
     cli.import_tensorflow()
     decode = _WORK.decode.value
     dali = DaliOptions(device="cpu", decode="auto" if decode == "scaled" else decode)
@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> int:
     if _OUT.value:
         draw(spec, batch, other["image"])
     work = describe_work(spec.preprocess)
-    print(f"images      {num_images} of {spec.dataset.num_records:,}: {work}")
+    print(f"images      {num_images} of {spec.records.num_records:,}: {work}")
     mean = difference.mean()
     print(f"difference  mean {mean:.4f} of 255, largest {difference.max():.2f}")
     if spec.preprocess.auto_augment:
@@ -83,7 +83,7 @@ def make_spec() -> InputSpec:
     changes["image_size"] = (height, _IMAGE_WIDTH.value or height)
     preprocess = dataclasses.replace(preprocess, **changes)
     return InputSpec(
-        dataset=_FILES.dataset(),
+        records=_FILES.dataset(),
         preprocess=preprocess,
         order="global",
         seed=_SEED.value,
@@ -116,7 +116,7 @@ def lay_over(image: np.ndarray, mask: np.ndarray) -> np.ndarray:
 
 def draw(spec: InputSpec, batch: dict[str, np.ndarray], others: np.ndarray) -> None:
     """Draws the contact sheet of tf.data's batch and DALI's images and saves it."""
-    images, names = batch["image"], find_names(spec.dataset.files[0])
+    images, names = batch["image"], find_names(spec.records.files[0])
     difference = np.abs(images - others)
     if spec.mask:
         images, others = (
@@ -125,7 +125,7 @@ def draw(spec: InputSpec, batch: dict[str, np.ndarray], others: np.ndarray) -> N
     differs = [one.max() >= _VISIBLE for one in difference]
     tiles: list[pictures.Tile | None] = []
     for number, record in enumerate(batch["record_id"].tolist()):
-        image = pictures.read_image(spec.dataset, record)
+        image = pictures.read_image(spec.records, record)
         label = pictures.name_label(batch["label"][number], names) if spec.label else ""
         box, mirrored = find_crop(image, spec, number)
         text = f"{label}\n{image.width}x{image.height}{', mirrored' if mirrored else ''}"

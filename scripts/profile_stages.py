@@ -11,8 +11,9 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from dali_tf_input import InputError, Stats, Window
+from dali_tf_input import InputError
 from support import cli, plots
+from support.benchmark import Stats, Window
 from support.flags import FileFlags, WorkFlags, backends_flag, begin, describe_work
 from support.throughput.candidates import Candidate, CandidateError, Measurer, images_per_second
 from support.throughput.stages import STAGES
@@ -48,8 +49,8 @@ def main(arguments: list[str]) -> int:
     cli.check_writable(_PLOT, suffix=".png")
     spec = _WORK.spec(_FILES.dataset(), _ORDER.value)
     about, backends = begin(_BACKENDS.value)
-    files = cli.format_count(len(spec.dataset.files), "file")
-    print(f"records   {spec.dataset.num_records:,} in {files}, order {spec.order}")
+    files = cli.format_count(len(spec.records.files), "file")
+    print(f"records   {spec.records.num_records:,} in {files}, order {spec.order}")
     stages = measure_stages(backends, has_gpu=about["tensorflow_gpus"] > 0)
     print()
     lines = (line for name, rows in stages.items() for line in format_stages(name, rows))
@@ -60,7 +61,7 @@ def main(arguments: list[str]) -> int:
     flags = (_WORK.batch_size, _WORK.crop, _WORK.image_size, _WORK.antialias, _WORK.dtype, _ORDER)
     given = [f"--{flag.name}={str(flag.value).lower()}" for flag in flags if flag.present]
     print(f"faster options: scripts/tune.py {shlex.join([*_FILES.as_arguments(), *given])}")
-    report = {**about, "num_records": spec.dataset.num_records}
+    report = {**about, "num_records": spec.records.num_records}
     report |= {"work": describe_work(spec.preprocess)}
     report |= {one.name: one.value for one in (_WORK.batch_size, _ORDER, _SECONDS, _REPEATS)}
     report |= {"stages": stages}

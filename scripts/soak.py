@@ -136,20 +136,20 @@ def run_part(part: str, backend: str) -> Iterator[Sample]:
     cli.import_tensorflow()
     import keras
 
-    from dali_tf_input import distribute, enable_memory_growth
+    from dali_tf_input import enable_memory_growth, load
 
     gc.freeze()  # samples collect garbage: not again and again among what was imported
     enable_memory_growth()
     dataset = _FILES.dataset()
     batch_size = min(_BATCH_SIZE, dataset.num_records)
     work, num_samples = how_many(part)
-    spec = InputSpec(dataset=dataset, preprocess=Preprocess.for_training(24), order=_ORDER.value)
+    spec = InputSpec(records=dataset, preprocess=Preprocess.for_training(24), order=_ORDER.value)
     if part == "evaluations":
         preprocess = Preprocess.for_evaluation(24)
-        spec = InputSpec(dataset=dataset, preprocess=preprocess, order="sequential", repeat=False)
+        spec = InputSpec(records=dataset, preprocess=preprocess, order="sequential", repeat=False)
 
     def make() -> Any:
-        return distribute(spec, BACKENDS[backend], global_batch_size=batch_size).dataset
+        return load(spec, BACKENDS[backend], batch_size=batch_size).dataset
 
     if part == "stream":
         batches, done = iter(make().repeat()), 0

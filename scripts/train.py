@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
     preprocess = dti.Preprocess.for_training(_TRAIN.image_size.value)
     soft = _TRAIN.mixup.value or _TRAIN.cutmix.value or _TRAIN.label_smoothing.value
     spec = dti.InputSpec(
-        dataset=records,
+        records=records,
         preprocess=dataclasses.replace(preprocess, auto_augment=_TRAIN.auto_augment.value),
         order=_TRAIN.order.value,
         seed=_TRAIN.seed.value,
@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> int:
     return train_model(_TRAIN, spec, options, num_classes)
 
 
-def count_classes(records: dti.DatasetSpec) -> int:
+def count_classes(records: dti.Records) -> int:
     """Returns the number of lines in labels.txt, or the highest label plus 1."""
     names = find_names(records.files[0])
     if names:

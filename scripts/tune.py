@@ -19,8 +19,9 @@ import sys
 import time
 from typing import Any
 
-from dali_tf_input import AUTOTUNE, InputError, Stats, TfDataOptions, save_options
+from dali_tf_input import AUTOTUNE, InputError, TfDataOptions, save_options
 from support import cli
+from support.benchmark import Stats
 from support.flags import FileFlags, WorkFlags, backends_flag, begin, describe_work
 from support.throughput.candidates import Candidate, CandidateError, Measurer, images_per_second
 
@@ -50,7 +51,7 @@ def main(arguments: list[str]) -> int:
     about, backends = begin(_BACKENDS.value)
     replicas = _REPLICAS.value or max(1, about["tensorflow_gpus"])
     cores = max(1, about["cores"] // replicas)
-    print(f"records   {spec.dataset.num_records:,}, order {spec.order}, {cores} cores per replica")
+    print(f"records   {spec.records.num_records:,}, order {spec.order}, {cores} cores per replica")
     defaults = [Candidate(_WORK.options(name), spec.order) for name in backends]
     flags = (*_FILES.as_arguments(), *_WORK.as_arguments(), f"--cores={cores}")
     with Measurer(*flags) as measurer, cli.status("tuning") as status:

@@ -14,6 +14,7 @@ import sys
 import warm
 from conftest import SCRIPTS
 
+from dali_tf_input.cli import index as cli_index
 from support import cli
 
 _numbers = itertools.count()
@@ -51,12 +52,13 @@ def _run(script, *arguments, cwd=None, **environment):
         environment = {**os.environ, **environment}
         return warm.run([SCRIPTS / script, *arguments], cwd=cwd, env=environment)
     output, errors, before = io.StringIO(), io.StringIO(), os.getcwd()
-    module, argv = load(script), sys.argv
+    module, argv = cli_index if script == "index" else load(script), sys.argv
     try:
         os.chdir(cwd or before)
         sys.argv = [str(SCRIPTS / script), *arguments]
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
-            code = cli.run(module.main, module.FLAGS, arguments)
+            main = module.index if script == "index" else module.main
+            code = cli.run(main, module.FLAGS, arguments)
     finally:
         os.chdir(before)
         sys.argv = argv

@@ -16,8 +16,8 @@ import pytest
 from PIL import Image
 
 import dali_tf_input as dti
-from dali_tf_input.index.example import encode_example
-from dali_tf_input.index.tfrecord import BadRecord, find_records, frame_record
+from dali_tf_input.records.example import encode_example
+from dali_tf_input.records.tfrecord import BadRecord, find_records, frame_record
 from support.cli import import_tensorflow
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -156,14 +156,14 @@ def numbered_examples(count: int, *, first: int = 0) -> list[dict]:
     ]
 
 
-def write_indexed(file: Path, examples: list[dict], checks=None, **arguments) -> dti.DatasetSpec:
+def write_indexed(file: Path, examples: list[dict], checks=None, **arguments) -> dti.Records:
     """Writes and indexes one TFRecord file; `checks` and `arguments` are for `build_index`."""
     write_tfrecord(file, examples)
     dti.build_index(file, checks, **arguments)
-    return dti.DatasetSpec.from_files(file)
+    return dti.Records.from_files(file)
 
 
-def write_dataset(folder: Path, counts: list[int]) -> dti.DatasetSpec:
+def write_dataset(folder: Path, counts: list[int]) -> dti.Records:
     """Writes and indexes one TFRecord file for each count; labels number the records through all
     files.
     """
@@ -172,13 +172,13 @@ def write_dataset(folder: Path, counts: list[int]) -> dti.DatasetSpec:
         file = folder / f"train-{position:05d}-of-{len(counts):05d}"
         write_tfrecord(file, numbered_examples(count, first=sum(counts[:position])))
     dti.build_index(folder / "train-*")
-    return dti.DatasetSpec.from_files(folder / "train-*")
+    return dti.Records.from_files(folder / "train-*")
 
 
 def spec_of(
-    dataset: dti.DatasetSpec, order: str, preprocess: dti.Preprocess, **changes
+    dataset: dti.Records, order: str, preprocess: dti.Preprocess, **changes
 ) -> dti.InputSpec:
-    return dti.InputSpec(dataset=dataset, preprocess=preprocess, order=order, **changes)
+    return dti.InputSpec(records=dataset, preprocess=preprocess, order=order, **changes)
 
 
 def take(batches, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -189,7 +189,7 @@ def take(batches, count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.fixture(scope="session")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> dti.DatasetSpec:
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> dti.Records:
     """24 records in three files of different lengths."""
     return write_dataset(tmp_path_factory.mktemp("records"), [5, 12, 7])
 

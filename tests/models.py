@@ -20,7 +20,7 @@ def make_model(
 
 
 def fit(model, train, epochs=1, **arguments):
-    """Trains on what `distribute` returned; returns the history."""
+    """Trains on what `load` returned; returns the history."""
     own = {"steps_per_epoch": train.steps_per_epoch, "shuffle": False, "verbose": 0}
     arguments = own | arguments
     return model.fit(train.dataset.repeat(), epochs=epochs, **arguments).history

@@ -20,12 +20,12 @@ def spec_of(dataset, **changes):
 
 
 def feed(dataset, **changes):
-    arguments = {"global_batch_size": 4, "options": dti.TfDataOptions(), **changes}
-    return dti.distribute(spec_of(dataset), **arguments)
+    arguments = {"batch_size": 4, "options": dti.TfDataOptions(), **changes}
+    return dti.load(spec_of(dataset), **arguments)
 
 
 WRONG = {
-    "global_batch_size": [(feed, "global_batch_size", value) for value in (4.0, "4", None, True, 0)],
+    "batch_size": [(feed, "batch_size", value) for value in (4.0, "4", None, True, 0)],
     "start_step": [(feed, "start_step", value) for value in (1.0, "1", None, -1, np.float64(1))],
     "spec": [
         (spec_of, name, value)
@@ -94,8 +94,8 @@ WRONG = {
         (lambda _, **changes: dti.Shard(**changes), "shard_id", "0"),
         (lambda _, **changes: dti.Checks(**changes), "verify", 1),
         (lambda _, **changes: dti.Checks(**changes), "max_pixels", 1e6),
-        (lambda _, **changes: dti.DatasetSpec.from_files(**changes), "files", None),
-        (lambda _, **changes: dti.DatasetSpec.from_files(**changes), "files", 5),
+        (lambda _, **changes: dti.Records.from_files(**changes), "files", None),
+        (lambda _, **changes: dti.Records.from_files(**changes), "files", 5),
         (lambda _, **changes: dti.build_index(**changes), "files", [None]),
         (lambda _, **changes: dti.build_index("x", **changes), "checks", "crc"),
         (lambda _, **changes: dti.build_index("x", **changes), "num_processes", 2.5),
@@ -107,7 +107,7 @@ WRONG = {
         (lambda data, **changes: dti.make_dataset(spec_of(data), batch_size=1, **changes), "options", 0),
         (lambda data, **changes: dti.make_dataset(spec_of(data), **changes), "batch_size", 4.0),
         (lambda data, **changes: dti.make_dataset(spec_of(data), batch_size=1, **changes), "shard", 0),
-        (lambda data, **changes: dti.distribute(global_batch_size=1, **changes), "spec", "data"),
+        (lambda data, **changes: dti.load(batch_size=1, **changes), "spec", "data"),
         (feed, "strategy", "mirrored"),
         (feed, "options", 0),
     ],
@@ -123,9 +123,9 @@ def test_wrong_calls_name_the_argument(dataset, call, name, value):
 
 @pytest.mark.parametrize("options", [dti.TfDataOptions(), dti.DaliOptions(device="cpu")])
 def test_integers_of_numpy_are_integers(dataset, options):
-    fed = feed(dataset, options=options, global_batch_size=np.int64(4), start_step=np.int32(1))
+    fed = feed(dataset, options=options, batch_size=np.int64(4), start_step=np.int32(1))
     assert next(iter(fed.dataset))[1].shape == (4,)
-    assert type(fed.global_batch_size) is int
+    assert type(fed.batch_size) is int
     assert spec_of(dataset, seed=np.uint8(3)).seed == 3
     size = dataclasses.replace(TRAINING, image_size=[np.int64(8), 8]).image_size
     assert size == (8, 8)
@@ -137,7 +137,7 @@ def test_an_evaluation_in_absurd_batches_is_refused(dataset):
     with pytest.raises(
         dti.InputError, match="`batch_size` must be at most 65,536, got 1000000000000"
     ):
-        dti.distribute(spec, dti.TfDataOptions(), global_batch_size=10**12)
+        dti.load(spec, dti.TfDataOptions(), batch_size=10**12)
 
 
 def test_sequences_that_make_their_images_late(dataset):

@@ -161,7 +161,7 @@ def test_import_brings_no_framework():
         import dali_tf_input
         heavy = {"tensorflow", "keras", "nvidia", "numpy", "rich", "absl", "PIL", "google"}
         assert not heavy & {name.split(".")[0] for name in sys.modules}
-        from dali_tf_input import Checks, DaliOptions, DatasetSpec, InputSpec, Preprocess, build_index
+        from dali_tf_input import Checks, DaliOptions, Records, InputSpec, Preprocess, build_index
         heavy = {"tensorflow", "keras", "nvidia"}
         assert not heavy & {name.split(".")[0] for name in sys.modules}
     """
@@ -188,13 +188,13 @@ def test_every_name_is_there_and_known_to_type_checkers(tmp_path):
         textwrap.dedent("""
             import keras  # type: ignore[import-untyped, unused-ignore]
 
-            from dali_tf_input import (Checks, DaliOptions, DatasetSpec, InputProfile, InputSpec, Preprocess, Resume, TfDataOptions, build_index, distribute, enable_memory_growth, iterate_batches)
+            from dali_tf_input import Checks, DaliOptions, Records, InputProfile, InputSpec, Preprocess, Resume, TfDataOptions, build_index, load, enable_memory_growth, iterate_batches
 
             enable_memory_growth()
             build_index("data/*", Checks(verify="schema"))
-            records = DatasetSpec.from_files("data/*")
-            spec = InputSpec(dataset=records, preprocess=Preprocess.for_training(224), order="global")
-            train = distribute(spec, TfDataOptions(), global_batch_size=32)
+            records = Records.from_files("data/*")
+            spec = InputSpec(records=records, preprocess=Preprocess.for_training(224), order="global")
+            train = load(spec, TfDataOptions(), batch_size=32)
             steps: int = train.steps_per_epoch
             options = DaliOptions(device="cpu", decode="region")
             model = keras.Sequential()
@@ -222,13 +222,13 @@ def test_every_name_is_there_and_known_to_type_checkers(tmp_path):
     ("line", "expected"),
     [
         ("dti.", set(dali_tf_input.__all__)),
-        ("dti.DatasetSpec.", {"from_files"}),
-        ("dti.distribute(spec, global_batch_size=8).", {"dataset", "fit", "evaluate", "predict"}),
+        ("dti.Records.", {"from_files"}),
+        ("dti.load(spec, batch_size=8).", {"dataset", "fit", "evaluate", "predict"}),
         ("train.dataset.", {"repeat", "cardinality", "next_step", "take"}),
     ],
 )
 def test_an_editor_completes(line, expected):
-    code = f"import dali_tf_input as dti\ntrain: dti.Distributed\n{line}"
+    code = f"import dali_tf_input as dti\ntrain: dti.Input\n{line}"
     project = jedi.Project(ROOT, sys_path=[str(ROOT), *sys.path])
     names = {one.name for one in jedi.Script(code, project=project).complete(3, len(line))}
     assert expected <= names

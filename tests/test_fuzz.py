@@ -13,10 +13,10 @@ from conftest import numbered_examples, write_dataset, write_tfrecord
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dali_tf_input import Checks, DatasetSpec, InputError, build_index, load_options
-from dali_tf_input.index.file_check import check_file
-from dali_tf_input.index.folder import _read_lines
-from dali_tf_input.training_state import read_state
+from dali_tf_input import Checks, InputError, Records, build_index, load_options
+from dali_tf_input.index.commit import _read_lines
+from dali_tf_input.index.scan import check_file
+from dali_tf_input.training.training_state import read_state
 from support.label_names import read_names
 
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "0"))
@@ -91,7 +91,7 @@ def folder(tmp_path):
 
 
 def read_set(folder):
-    dataset = DatasetSpec.from_files(folder / "train-?????-of-?????")
+    dataset = Records.from_files(folder / "train-?????-of-?????")
     for file in range(len(dataset.files)):
         dataset.index(file)
     return dataset.num_records

@@ -15,9 +15,9 @@ from test_readme import EXAMPLES
 WITHOUT_PLUGIN = """
 import sys
 sys.modules["nvidia.dali.plugin.tf"] = None  # as if it were not installed
-from dali_tf_input import DaliOptions, DatasetSpec, InputError, InputSpec, Preprocess, make_dataset
-dataset = DatasetSpec.from_files("data/sample/train-*")
-spec = InputSpec(dataset=dataset, preprocess=Preprocess.for_training(32), order="global")
+from dali_tf_input import DaliOptions, Records, InputError, InputSpec, Preprocess, make_dataset
+dataset = Records.from_files("data/sample/train-*")
+spec = InputSpec(records=dataset, preprocess=Preprocess.for_training(32), order="global")
 try:
     make_dataset(spec, DaliOptions(device="cpu"), batch_size=4)
 except InputError as error:

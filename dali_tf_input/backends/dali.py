@@ -17,9 +17,9 @@ from dali_tf_input.backends.dali_images import check_supported, prepare_images
 from dali_tf_input.backends.dali_reading import PACKED, define_inputs, pack_records, reads_by_itself
 from dali_tf_input.backends.reading import Stream
 from dali_tf_input.errors import InputError
-from dali_tf_input.options import DaliOptions
-from dali_tf_input.preprocess import Preprocess
-from dali_tf_input.spec import InputSpec
+from dali_tf_input.spec.input import InputSpec
+from dali_tf_input.spec.options import DaliOptions
+from dali_tf_input.spec.preprocess import Preprocess
 
 _GUARDED = "experimental_distribute_dataset"
 
@@ -154,7 +154,7 @@ def guard_strategies() -> None:
             raise InputError(
                 "No strategy may distribute a dataset of DALI's, as Keras does with a model that"
                 " was made under a strategy's scope: TensorFlow would crash. Pass the strategy:"
-                " distribute(spec, options, strategy=strategy, global_batch_size=...)."
+                " load(spec, options, strategy=strategy, batch_size=...)."
             )
         return dataset
 
@@ -191,7 +191,7 @@ def build_pipeline(stream: Stream, options: DaliOptions, device_id: int | None) 
             values["image"],
             values["uniforms"],
             spec.preprocess,
-            decode="none" if spec.dataset.stores_pixels else options.resolved_decode,
+            decode="none" if spec.records.stores_pixels else options.resolved_decode,
             device=decoder_device(options),
             hints=decoder_hints(spec, options),
         )
@@ -265,7 +265,7 @@ def decoder_hints(spec: InputSpec, options: DaliOptions) -> dict[str, int | floa
     hints: dict[str, int | float] = {} if load is None else {"hw_decoder_load": load}
     if options.resolved_decode == "full":  # as libjpeg-turbo does; nvJPEG's regions cannot yet
         hints["jpeg_fancy_upsampling"] = True
-    if options.memory_hints and (size := spec.dataset.largest_image):
+    if options.memory_hints and (size := spec.records.largest_image):
         hints["preallocate_height_hint"], hints["preallocate_width_hint"] = size
     return hints
 

@@ -8,8 +8,8 @@ from nvidia.dali.auto_aug import rand_augment, trivial_augment
 from nvidia.dali.data_node import DataNode
 from nvidia.dali.pipeline import do_not_convert
 
-from dali_tf_input.crops import Region, Uniforms
-from dali_tf_input.preprocess import LUMA, RAND_AUGMENT_MAGNITUDE, RAND_AUGMENT_OPS, Preprocess
+from dali_tf_input.spec.crops import Region, Uniforms
+from dali_tf_input.spec.preprocess import LUMA, RAND_AUGMENT_MAGNITUDE, RAND_AUGMENT_OPS, Preprocess
 
 _INTERPOLATIONS = {"bilinear": types.INTERP_LINEAR, "bicubic": types.INTERP_CUBIC}
 _INTERPOLATIONS["nearest"] = types.INTERP_NN

@@ -15,10 +15,10 @@ from dali_tf_input.backends.parsing import parse_record
 from dali_tf_input.backends.reading import Stream
 from dali_tf_input.backends.tf_data import read_records
 from dali_tf_input.backends.tf_images import prepare_mask
-from dali_tf_input.index.contents import SIDE_KEYS
-from dali_tf_input.labels import ClassLabel
-from dali_tf_input.options import DaliOptions, TfDataOptions
-from dali_tf_input.spec import InputSpec
+from dali_tf_input.records.labels import ClassLabel
+from dali_tf_input.records.schema import SIDE_KEYS
+from dali_tf_input.spec.input import InputSpec
+from dali_tf_input.spec.options import DaliOptions, TfDataOptions
 
 PACKED = "packed"  # the input of a pipeline that tf.data reads for
 _TYPES = {"int64": types.INT64, "int32": types.INT32, "float32": types.FLOAT}
@@ -51,7 +51,7 @@ def pack_records(stream: Stream) -> tf.data.Dataset:
         if spec.mask:
             values["mask"] = prepare_mask(values["mask"], uniforms, spec)
         values["image"] = tf.shape(image)
-        parts = [image if spec.dataset.stores_pixels else tf.io.decode_raw(image, tf.uint8)]
+        parts = [image if spec.records.stores_pixels else tf.io.decode_raw(image, tf.uint8)]
         parts += [tf.bitcast(values[name], tf.uint8) for name, *_ in _list_tail(spec)]
         return tf.concat([tf.reshape(part, [-1]) for part in parts], 0)
 
@@ -64,7 +64,7 @@ def _list_tail(spec: InputSpec) -> list[tuple[str, tuple[int, ...], str]]:
     """Returns name, shape and type of what follows an image; of stored pixels also their shape."""
     tail = [(name, *one) for name, one in spec.outputs.items() if name != "image"]
     tail.append(("uniforms", (spec.preprocess.num_uniforms,), "float32"))
-    return [*tail, *([("image", (3,), "int32")] if spec.dataset.stores_pixels else [])]
+    return [*tail, *([("image", (3,), "int32")] if spec.records.stores_pixels else [])]
 
 
 def define_inputs(stream: Stream, options: DaliOptions) -> dict[str, DataNode]:
@@ -86,7 +86,7 @@ def _unpack(spec: InputSpec) -> dict[str, DataNode]:
         part = fn.reinterpret(part, dtype=_TYPES[dtype])
         values[name] = part if len(shape) == 1 else fn.reshape(part, shape=list(shape))
         after += count
-    if spec.dataset.stores_pixels:
+    if spec.records.stores_pixels:
         pixels = packed[0 : size - after]
         values["image"] = fn.reshape(pixels, shape=values["image"], layout="HWC")
     return values
@@ -94,7 +94,7 @@ def _unpack(spec: InputSpec) -> dict[str, DataNode]:
 
 def _read(stream: Stream, options: DaliOptions) -> dict[str, DataNode]:
     """Defines the reader of a shard; returns encoded images, and labels as they come out."""
-    spec, shard, dataset, label = stream.spec, stream.shard, stream.spec.dataset, stream.spec.label
+    spec, shard, dataset, label = stream.spec, stream.shard, stream.spec.records, stream.spec.label
     assert isinstance(label, ClassLabel)
     number = dali_tfrecord.FixedLenFeature([1], dali_tfrecord.int64, -1)
     sides = SIDE_KEYS if dataset.stores_pixels else ()

@@ -5,10 +5,10 @@ from typing import Any
 import tensorflow as tf
 
 from dali_tf_input.backends.tf_images import decode_image
-from dali_tf_input.dataset_spec import DatasetSpec
-from dali_tf_input.index.contents import SIDE_KEYS
-from dali_tf_input.labels import ClassLabel, Label, MultiHot, Values
-from dali_tf_input.spec import InputSpec
+from dali_tf_input.records.labels import ClassLabel, Label, MultiHot, Values
+from dali_tf_input.records.records import Records
+from dali_tf_input.records.schema import SIDE_KEYS
+from dali_tf_input.spec.input import InputSpec
 
 
 def parse_record(record: tf.Tensor, spec: InputSpec) -> dict[str, tf.Tensor]:
@@ -17,7 +17,7 @@ def parse_record(record: tf.Tensor, spec: InputSpec) -> dict[str, tf.Tensor]:
     The image is as it is stored: encoded, a scalar string, or uint8 (height, width, 3) if pixels
     are. The mask is uint8 (height, width, 1). Weights of classes are included, but not record ids.
     """
-    dataset, label = spec.dataset, spec.label
+    dataset, label = spec.records, spec.label
     wanted: dict[str, Any] = {}  # if a key is requested twice, the last one counts
     for key, stored in spec.features.items():
         wanted[key] = _stored_as(dataset, key, stored.shape, stored.padding is not None)
@@ -52,7 +52,7 @@ def parse_record(record: tf.Tensor, spec: InputSpec) -> dict[str, tf.Tensor]:
     return values
 
 
-def _stored_as(dataset: DatasetSpec, key: str, shape: tuple[int, ...], varies: bool) -> Any:
+def _stored_as(dataset: Records, key: str, shape: tuple[int, ...], varies: bool) -> Any:
     dtype = tf.as_dtype(dataset.dtype_of(key))
     return tf.io.RaggedFeature(dtype) if varies else tf.io.FixedLenFeature(shape, dtype)
 

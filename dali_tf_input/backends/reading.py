@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from dali_tf_input.backends.remote_reading import make_remote_read
+from dali_tf_input.backends.remote import make_remote_read
 from dali_tf_input.backends.tf_native import load, uses_native
-from dali_tf_input.dataset_spec import DatasetSpec
 from dali_tf_input.errors import InputError
-from dali_tf_input.index.manifest import find_change
-from dali_tf_input.index.tfrecord import read_record
-from dali_tf_input.options import TfDataOptions
-from dali_tf_input.order import EpochSteps, Integers, StartStep, list_records
-from dali_tf_input.sharding import Shard
-from dali_tf_input.spec import InputSpec
-from dali_tf_input.staging import make_process_folder
+from dali_tf_input.records.index_file import Integers
+from dali_tf_input.records.manifest import find_change
+from dali_tf_input.records.records import Records
+from dali_tf_input.records.tfrecord import read_record
+from dali_tf_input.spec.input import InputSpec
+from dali_tf_input.spec.options import TfDataOptions
+from dali_tf_input.spec.order import EpochSteps, Shard, StartStep, list_records
+from dali_tf_input.storage.staging import make_process_folder
 
 _STRIDE = 1 << 40  # between the keys of two epochs
 MAX_EPOCHS = 1 << 22
@@ -59,7 +59,7 @@ class Stream:
     def steps(self) -> EpochSteps:
         """The steps of an epoch."""
         return EpochSteps(
-            num_records=self.spec.dataset.num_records,
+            num_records=self.spec.records.num_records,
             batch_size=self.batch_size,
             num_shards=self.shard.num_shards,
             padded=not self.spec.repeat,
@@ -74,7 +74,7 @@ def read_fixed_order(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
       record a serialized Example. With `spec.record_ids` of (key, record, its number). Infinite if
       `spec.repeat`, else one pass, padded to whole steps by repeating the last record.
     """
-    spec, batch_size, dataset = stream.spec, stream.batch_size, stream.spec.dataset
+    spec, batch_size, dataset = stream.spec, stream.batch_size, stream.spec.records
     steps, start_step, per_epoch = stream.steps, stream.start_step, stream.steps.per_epoch
     indexes = [dataset.index(file) for file in range(len(dataset.files))]
     list_them = partial(
@@ -171,7 +171,7 @@ def make_read(
     return read_by_python
 
 
-def states_of(dataset: DatasetSpec) -> Integers:
+def states_of(dataset: Records) -> Integers:
     """Returns size in bytes and time of modification in ns of each file when it was indexed.
 
     int64 (files, 2); -1 where they are unknown.
@@ -190,7 +190,7 @@ def check_states(names: Any, states: Integers) -> Any:
     return names
 
 
-def hold_indexes(dataset: DatasetSpec) -> list[str]:
+def hold_indexes(dataset: Records) -> list[str]:
     """Copies the indexes to a folder that the process removes when it ends; returns their paths.
 
     DALI reads them again for each iterator: one that is gone ends the process, and one that was
@@ -204,7 +204,7 @@ def hold_indexes(dataset: DatasetSpec) -> list[str]:
 
 
 @functools.cache
-def _copy_indexes(dataset: DatasetSpec) -> list[str]:
+def _copy_indexes(dataset: Records) -> list[str]:
     folder = os.path.join(tempfile.gettempdir(), f"dali_tf_input-{os.getuid()}")
     staging = make_process_folder(folder)
     held = [staging.path(f"{file}.idx") for file in range(len(dataset.files))]

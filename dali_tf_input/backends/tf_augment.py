@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 from keras import layers
 
-from dali_tf_input.preprocess import (
+from dali_tf_input.spec.preprocess import (
     RAND_AUGMENT_BINS,
     RAND_AUGMENT_MAGNITUDE,
     RAND_AUGMENT_OPS,

@@ -16,13 +16,13 @@ from dali_tf_input.backends.reading import Stream
 from dali_tf_input.backends.tf_augment import make_augmentation
 from dali_tf_input.backends.tf_images import check_supported, prepare_image, prepare_mask
 from dali_tf_input.backends.tf_native import finish_region, uses_native
-from dali_tf_input.crops import Region
-from dali_tf_input.dataset_spec import DatasetSpec
 from dali_tf_input.errors import InputError
-from dali_tf_input.options import AUTOTUNE, TfDataOptions
-from dali_tf_input.preprocess import Preprocess
-from dali_tf_input.sharding import Shard
-from dali_tf_input.spec import InputSpec
+from dali_tf_input.records.records import Records
+from dali_tf_input.spec.crops import Region
+from dali_tf_input.spec.input import InputSpec
+from dali_tf_input.spec.options import AUTOTUNE, TfDataOptions
+from dali_tf_input.spec.order import Shard
+from dali_tf_input.spec.preprocess import Preprocess
 
 _logger = logging.getLogger("dali_tf_input")
 
@@ -193,9 +193,9 @@ def _read(spec: InputSpec, options: TfDataOptions, shard: Shard) -> tf.data.Data
 
     With `spec.record_ids` as (record, its number).
     """
-    numbers, offsets, counts, firsts = _list_runs(spec.dataset, shard)
-    states = reading.states_of(spec.dataset)[numbers]
-    files = [spec.dataset.files[number] for number in numbers]
+    numbers, offsets, counts, firsts = _list_runs(spec.records, shard)
+    states = reading.states_of(spec.records)[numbers]
+    files = [spec.records.files[number] for number in numbers]
     runs = (tf.constant(one, tf.int64) for one in (offsets, counts, firsts))
     dataset = tf.data.Dataset.from_tensor_slices((files, states, *runs))
 
@@ -254,7 +254,7 @@ def _shuffle(dataset: tf.data.Dataset, buffer_size: int, seed: int | None) -> tf
     return tf.data.experimental.from_variant(variant, dataset.element_spec)
 
 
-def _list_runs(dataset: DatasetSpec, shard: Shard) -> tuple[list[int], ...]:
+def _list_runs(dataset: Records, shard: Shard) -> tuple[list[int], ...]:
     """Returns the runs of a shard: of each its file, first byte, count of records, first record.
 
     If no record of a file is skipped, its part of the shard is one run.

@@ -8,9 +8,10 @@ from typing import Literal
 import tensorflow as tf
 
 from dali_tf_input.backends.tf_native import finish_region
-from dali_tf_input.crops import Region, Uniforms
-from dali_tf_input.preprocess import DCT_METHOD, LUMA, Preprocess
-from dali_tf_input.spec import InputSpec
+from dali_tf_input.records.schema import DCT_METHOD
+from dali_tf_input.spec.crops import Region, Uniforms
+from dali_tf_input.spec.input import InputSpec
+from dali_tf_input.spec.preprocess import LUMA, Preprocess
 
 _KERNELS = {"bilinear": "triangle", "bicubic": "keyscubic"}
 

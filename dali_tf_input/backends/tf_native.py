@@ -7,10 +7,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from dali_tf_input.crops import Region
 from dali_tf_input.errors import InputError
-from dali_tf_input.options import Kernel
-from dali_tf_input.preprocess import Preprocess
+from dali_tf_input.spec.crops import Region
+from dali_tf_input.spec.options import Kernel
+from dali_tf_input.spec.preprocess import Preprocess
 
 _logger = logging.getLogger("dali_tf_input")
 _KERNELS = {"nearest": 0, "bilinear": 1, "bicubic": 2}  # `Kernel` in native/resample.h

@@ -20,23 +20,24 @@ from typing import Any, Literal
 
 import msgspec
 
-from dali_tf_input import errors, object_store
-from dali_tf_input.cache import Cache
+from dali_tf_input import errors
 from dali_tf_input.errors import Count, InputError, Path, checked
-from dali_tf_input.index import contents
-from dali_tf_input.index.checks import Checks
 from dali_tf_input.index.cluster import run_elsewhere
-from dali_tf_input.index.example import decode_example
-from dali_tf_input.index.files import (
+from dali_tf_input.index.commit import IndexFolder
+from dali_tf_input.index.workers import run_jobs
+from dali_tf_input.records import contents, schema
+from dali_tf_input.records.example import decode_example
+from dali_tf_input.records.paths import (
     check_complete,
     find_records_lost,
     find_versions,
     index_files_of,
 )
-from dali_tf_input.index.folder import IndexFolder
-from dali_tf_input.index.pool import run_jobs
-from dali_tf_input.index.tfrecord import BadRecord, find_records, read_data
-from dali_tf_input.object_store import Part, Status
+from dali_tf_input.records.schema import Checks
+from dali_tf_input.records.tfrecord import BadRecord, find_records, read_data
+from dali_tf_input.storage import objects
+from dali_tf_input.storage.copies import Cache
+from dali_tf_input.storage.objects import Part, Status
 
 OnBad = Literal["error", "skip"]
 
@@ -298,16 +299,16 @@ def _with_keys(checks: Checks, versions: Mapping[str, Status | None]) -> Checks:
     held: set[str] = set()
     for file, status in itertools.islice(versions.items(), _MOST_KEY_FILES):
         for features in _first_features(file, status):
-            image_key, label_key = contents.find_keys(
+            image_key, label_key = schema.find_keys(
                 features, image_key=checks.image_key, label_key=checks.label_key
             )
             if image_key and (label_key or checks.label == "none"):
                 return dataclasses.replace(checks, image_key=image_key, label_key=label_key)
             held.update(features)
     if held:
-        raise contents.name_keys(held)
+        raise schema.name_keys(held)
     # No record can be read: the run will say what is wrong.
-    image_key, label_key = next(iter(contents.KEY_PRESETS.values()))
+    image_key, label_key = next(iter(schema.KEY_PRESETS.values()))
     return dataclasses.replace(
         checks, image_key=checks.image_key or image_key, label_key=checks.label_key or label_key
     )
@@ -321,7 +322,7 @@ def _first_features(
         if status:
             start = [Part(file, status.etag, 0, min(status.size, _FIRST_BYTES))]
             stream: Any = stack.enter_context(tempfile.TemporaryFile())
-            stream.write(object_store.read_parts(start)[0])
+            stream.write(objects.read_parts(start)[0])
             stream.flush()
         else:
             stream = stack.enter_context(open(file, "rb"))

@@ -12,8 +12,8 @@ from typing import Any
 
 from dali_tf_input import __version__
 from dali_tf_input.errors import InputError
-from dali_tf_input.index.files import absolute
-from dali_tf_input.index.pool import KEPT_SECONDS, Job, Seat
+from dali_tf_input.index.workers import KEPT_SECONDS, Job, Seat
+from dali_tf_input.records.paths import absolute
 
 _SECONDS_TO_CONNECT = 10
 

@@ -19,14 +19,13 @@ from typing import Any, TextIO
 
 import msgspec
 
-from dali_tf_input.cache import Cache, local_copy
 from dali_tf_input.errors import InputError
-from dali_tf_input.index.checks import Checks, TrialDecode
-from dali_tf_input.index.contents import PIXELS_KEY
-from dali_tf_input.index.file_check import check_file
-from dali_tf_input.index.tfrecord import BadRecord
-from dali_tf_input.object_store import Status
-from dali_tf_input.staging import WRITE_ERRORS
+from dali_tf_input.index.scan import check_file
+from dali_tf_input.records.schema import PIXELS_KEY, Checks, TrialDecode
+from dali_tf_input.records.tfrecord import BadRecord
+from dali_tf_input.storage.copies import Cache, local_copy
+from dali_tf_input.storage.objects import Status
+from dali_tf_input.storage.staging import WRITE_ERRORS
 
 
 def serve() -> None:
@@ -44,7 +43,7 @@ def serve() -> None:
                 # this level needs them.
                 from PIL import Image
 
-                from dali_tf_input.index.trial_decode import make_trial_decode
+                from dali_tf_input.index.decoders import make_trial_decode
 
                 Image.MAX_IMAGE_PIXELS = None  # in this process `max_pixels` is the limit
                 try:

@@ -15,8 +15,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.status import Status
 from rich.table import Table
 
-from dali_tf_input import InputError, Stats, command
-from dali_tf_input.command import Flags, check_no_arguments, format_count, format_seconds
+from dali_tf_input import InputError
+from dali_tf_input.cli import command
+from dali_tf_input.cli.command import Flags, check_no_arguments, format_count, format_seconds
+from support.benchmark import Stats
 
 __all__ = ["Flags", "check_no_arguments", "format_count", "format_seconds"]
 

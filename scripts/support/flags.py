@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, get_args
 
 import dali_tf_input as dti
-from dali_tf_input.labels import LabelKind
+from dali_tf_input.records.labels import LabelKind
 from support import machine
 from support.cli import Flags
 from support.label_names import read_names
@@ -82,12 +82,12 @@ class FileFlags:
         self.cache_bytes = flags.integer("cache_bytes", None, text, 1)
         self._all = [flag for name, flag in vars(self).items() if name != "files"]
 
-    def dataset(self, files: list[str] | None = None) -> dti.DatasetSpec:
+    def dataset(self, files: list[str] | None = None) -> dti.Records:
         """Describes the records in `files`, by default those of --files."""
         files = self.files.value if files is None else files
         if not files:
             raise dti.InputError("Name the TFRecord files: --files='path/train-*'")
-        return dti.DatasetSpec.from_files(
+        return dti.Records.from_files(
             files[0] if len(files) == 1 else files, **{flag.name: flag.value for flag in self._all}
         )
 
@@ -150,7 +150,7 @@ class WorkFlags:
         crop = crops[_CROPS.index(self.crop.value)]
         return dataclasses.replace(preprocess, crop=crop, dtype=self.dtype.value)
 
-    def spec(self, dataset: dti.DatasetSpec, order: str) -> dti.InputSpec:
+    def spec(self, dataset: dti.Records, order: str) -> dti.InputSpec:
         """Returns what is measured.
 
         Raises:
@@ -161,7 +161,7 @@ class WorkFlags:
                 f"`batch_size` must be at most the {dataset.num_records} records, got "
                 f"{self.batch_size.value}: name more files, or --batch_size={dataset.num_records}."
             )
-        return dti.InputSpec(dataset=dataset, preprocess=self.preprocess(), order=order)
+        return dti.InputSpec(records=dataset, preprocess=self.preprocess(), order=order)
 
     def options(self, name: str) -> dti.DaliOptions | dti.TfDataOptions:
         """Returns the default options of a backend, with --decode."""

@@ -3,7 +3,7 @@
 import os
 
 from dali_tf_input import InputError
-from dali_tf_input.index.files import read_file
+from dali_tf_input.records.paths import read_file
 
 LABELS_NAME = "labels.txt"
 

@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 
 import dali_tf_input as dti
-from dali_tf_input.index.contents import SIDE_KEYS
+from dali_tf_input.records.schema import SIDE_KEYS
 
 
 def make_batches(
@@ -19,7 +19,7 @@ def make_batches(
 
     Of `spec` "label", "mask", "record_id" as they come out, if they do.
     """
-    fed = dti.distribute(spec, options, global_batch_size=batch_size)
+    fed = dti.load(spec, options, batch_size=batch_size)
     for x, *others in map(fed.unpack, fed.dataset):
         named = dict(x) if isinstance(x, dict) else {"image": x}
         if others and (spec.label or spec.mask):
@@ -29,7 +29,7 @@ def make_batches(
         yield batch | {"image": dti.denormalize(batch["image"], spec.preprocess)}
 
 
-def read_image(dataset: dti.DatasetSpec, record: int) -> Image.Image:
+def read_image(dataset: dti.Records, record: int) -> Image.Image:
     """Returns the image of a record, as it is stored."""
     features = dataset.read(record)
     stored = features[dataset.image_key][0]

@@ -15,9 +15,9 @@ from conftest import BACKENDS, DALI, TF_DATA, encode, refused, spec_of, write_da
 
 import dali_tf_input as dti
 from dali_tf_input.backends import dali, tf_data
+from dali_tf_input.backends.build import choose_options, make_dataset
 from dali_tf_input.backends.dali_reading import pack_records
 from dali_tf_input.backends.reading import Stream
-from dali_tf_input.dataset import choose_options, make_dataset
 
 SERIAL = dti.TfDataOptions(
     num_parallel_reads=1, num_parallel_calls=1, prefetch_batches=0, autotune=False
@@ -286,7 +286,7 @@ def test_files_whose_names_sort_otherwise_are_numbered_by_path(tmp_path):
     files = [str(tmp_path / "b"), str(tmp_path / "a")]
     dti.build_index(files)
     for options in BACKENDS.values():
-        _, labels = serve(evaluation(dti.DatasetSpec.from_files(files)), options, 1, batch_size=4)
+        _, labels = serve(evaluation(dti.Records.from_files(files)), options, 1, batch_size=4)
         assert labels.tolist() == [0, 1, 2, 3]
 
 
@@ -311,7 +311,7 @@ def test_runs_around_what_is_skipped(tmp_path):
     for mask in range(1, 1 << 7):
         kept = [position for position in range(7) if mask >> position & 1]
         part.write_text("".join(lines[position] for position in kept))
-        described = dti.DatasetSpec(
+        described = dti.Records(
             files=("a", "b"),
             index_files=(str(part), str(whole)),
             records_per_file=(len(kept), 7),
@@ -340,9 +340,9 @@ def test_a_process_that_ends_while_it_reads(tmp_path, options):
     write_dataset(tmp_path, [2] * 60)  # opened one after the other, all the time
     code = f"""if True:
         import dali_tf_input as dti
-        records = dti.DatasetSpec.from_files({str(tmp_path / "train-*-of-?????")!r})
+        records = dti.Records.from_files({str(tmp_path / "train-*-of-?????")!r})
         preprocess = dti.Preprocess.for_training(16)
-        spec = dti.InputSpec(dataset=records, preprocess=preprocess, order="buffer", buffer_size=8)
+        spec = dti.InputSpec(records=records, preprocess=preprocess, order="buffer", buffer_size=8)
         iterator = iter(dti.make_dataset(spec, dti.{options!r}, batch_size=8))
         for _ in range(30):
             next(iterator)

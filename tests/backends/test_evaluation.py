@@ -10,8 +10,8 @@ from conftest import TF_DATA, backends, spec_of, write_dataset
 from models import fit, make_model
 
 from dali_tf_input import ClassLabel, Preprocess, Shard
-from dali_tf_input.dataset import make_dataset
-from dali_tf_input.distribution import distribute
+from dali_tf_input.backends.build import make_dataset
+from dali_tf_input.training.load import load
 
 PREPROCESS = Preprocess.for_evaluation(16)
 
@@ -65,7 +65,7 @@ def test_evaluate(datasets, options, num_replicas):
     model = make_classifier(strategy)
     for num_records, batch_size, with_steps in ((1, 6, False), (7, 6, True), (23, 12, False)):
         spec = evaluation_spec(datasets[num_records])
-        evaluation = distribute(spec, options, strategy=strategy, global_batch_size=batch_size)
+        evaluation = load(spec, options, strategy=strategy, batch_size=batch_size)
         assert evaluation.steps_per_epoch == -(-num_records // batch_size)
         steps = evaluation.steps_per_epoch if with_steps else None  # the pass ends by itself
         found = model.evaluate(evaluation.dataset, steps=steps, verbose=0)
@@ -78,8 +78,8 @@ def test_validation_in_fit(datasets, options):
     model = make_classifier(one_hot=True)
     label = ClassLabel(num_classes=23, one_hot=True)
     spec = spec_of(dataset, "global", Preprocess.for_training(16), label=label)
-    train = distribute(spec, options, global_batch_size=5)
-    validation = distribute(evaluation_spec(dataset, label=label), options, global_batch_size=10)
+    train = load(spec, options, batch_size=5)
+    validation = load(evaluation_spec(dataset, label=label), options, batch_size=10)
     history = fit(model, train, epochs=2, validation_data=validation.dataset)
     found = [history["val_loss"][-1], history["val_accuracy"][-1]]
     np.testing.assert_allclose(found, plain_pass(dataset, model), rtol=2e-5)

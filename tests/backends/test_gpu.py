@@ -19,8 +19,8 @@ from models import fit, make_model
 
 import dali_tf_input as dti
 from dali_tf_input.backends import dali
-from dali_tf_input.dataset import choose_options
-from dali_tf_input.distribution import distribute, enable_memory_growth
+from dali_tf_input.backends.build import choose_options
+from dali_tf_input.training.load import enable_memory_growth, load
 from support.machine import gpu_memory
 from support.throughput import experiments
 
@@ -56,10 +56,10 @@ from support.throughput import experiments
 dti.enable_memory_growth()
 GPU = dti.DaliOptions(device="{GPU.device}")
 def spec(order, preprocess):
-    return dti.InputSpec(dataset=dti.DatasetSpec.from_files(FILES), preprocess=preprocess, order=order)
+    return dti.InputSpec(records=dti.Records.from_files(FILES), preprocess=preprocess, order=order)
 def first(options):
     made = spec("sequential", dti.Preprocess.for_evaluation(32))
-    return next(iter(dti.distribute(made, options, global_batch_size=24).dataset))[0].numpy()
+    return next(iter(dti.load(made, options, batch_size=24).dataset))[0].numpy()
 """
 
 
@@ -93,7 +93,7 @@ def test_probe_ways_of_feeding(dataset, name):
         dataset,
         f"""
         made = spec("global", dti.Preprocess.for_training(32))
-        expected = iter(dti.distribute(made, dti.TfDataOptions(), global_batch_size=6).dataset.repeat())
+        expected = iter(dti.load(made, dti.TfDataOptions(), batch_size=6).dataset.repeat())
         expected = [next(expected) for _ in range(3)]
         with tf.device(GPU.device + ":0"):
             dataset = experiments.make_dataset("{name}", made, GPU, batch_size=6)
@@ -121,7 +121,7 @@ def test_pixels_are_near_the_cpus(dataset, layout):
     images = []
     spec = evaluation(dataset, layout=layout, std=(1.0, 1.0, 1.0))
     for options in (GPU, DALI):
-        fed = distribute(spec, options, global_batch_size=24)
+        fed = load(spec, options, batch_size=24)
         batch, labels = next(iter(fed.dataset))
         assert labels.numpy().tolist() == list(range(24))
         images.append(batch.numpy())
@@ -141,9 +141,7 @@ def test_pixels_are_near_the_cpus(dataset, layout):
 def test_devices_of_batches(dataset, make_strategy):
     strategy = make_strategy()
     num_replicas = strategy.num_replicas_in_sync if strategy else 1
-    fed = distribute(
-        evaluation(dataset), GPU, strategy=strategy, global_batch_size=2 * num_replicas
-    )
+    fed = load(evaluation(dataset), GPU, strategy=strategy, batch_size=2 * num_replicas)
     assert fed.devices == tuple(f"{KIND}:{replica}" for replica in range(num_replicas))
     for _ in range(3):
         iterator = iter(fed.dataset.repeat())
@@ -170,7 +168,7 @@ def test_pixels_of_global_order_are_the_cpus(dataset, crop, antialias):
     preprocess = dti.Preprocess(crop=crop, mirror_probability=0.5, **changes)
     spec = spec_of(dataset, "global", preprocess, seed=3)
     made = [
-        iter(distribute(spec, options, global_batch_size=6, start_step=2).dataset.repeat())
+        iter(load(spec, options, batch_size=6, start_step=2).dataset.repeat())
         for options in (GPU, TF_DATA)
     ]
     for _ in range(6):
@@ -189,7 +187,7 @@ def test_pixels_come_with_what_else_there_is(dataset):
     preprocess = dti.Preprocess.for_training(32)
     how = {"label": label, "class_weight": {1: 2.0}, **others}
     spec = spec_of(dataset, "global", preprocess, **how)
-    one, other = (distribute(spec, options, global_batch_size=6) for options in (GPU, TF_DATA))
+    one, other = (load(spec, options, batch_size=6) for options in (GPU, TF_DATA))
     for batch, expected in zip(map(one.unpack, one.dataset), other.dataset, strict=True):
         assert KIND in batch[0].pop("image").device
         expected[0].pop("image")
@@ -201,11 +199,11 @@ def test_devices_evaluate_each_record_once(dataset, mirrored):
     strategy = tf.distribute.MirroredStrategy(names_of_devices()) if mirrored else None
     num_replicas = strategy.num_replicas_in_sync if strategy else 1
     spec = dataclasses.replace(evaluation(dataset), repeat=False)
-    fed = distribute(spec, GPU, strategy=strategy, global_batch_size=5 * num_replicas)
+    fed = load(spec, GPU, strategy=strategy, batch_size=5 * num_replicas)
     keras.utils.set_random_seed(0)
     model = make_model(32, 24, strategy=strategy)
     found = model.evaluate(fed.dataset, verbose=0)
-    other = distribute(spec, TF_DATA, strategy=strategy, global_batch_size=5 * num_replicas)
+    other = load(spec, TF_DATA, strategy=strategy, batch_size=5 * num_replicas)
     expected = model.evaluate(other.dataset)
     np.testing.assert_allclose(found, expected, rtol=0.05)  # nvJPEG's pixels are others, by little
 
@@ -221,7 +219,7 @@ def test_devices_evaluate_each_record_once(dataset, mirrored):
 )
 def test_pixels_of_every_type(dataset, changes):
     preprocess = dataclasses.replace(dti.Preprocess.for_training(32), **changes)
-    fed = distribute(spec_of(dataset, "buffer", preprocess), GPU, global_batch_size=8)
+    fed = load(spec_of(dataset, "buffer", preprocess), GPU, batch_size=8)
     images, _ = next(iter(fed.dataset))
     assert images.dtype == tf.as_dtype(preprocess.dtype)
     assert KIND in images.device
@@ -230,8 +228,8 @@ def test_pixels_of_every_type(dataset, changes):
 def test_memory_does_not_grow(dataset):
     """Training and evaluation in turn, with TensorFlow and DALI on one device."""
     spec = spec_of(dataset, "buffer", dti.Preprocess.for_training(32))
-    train = distribute(spec, GPU, global_batch_size=8)
-    validation = distribute(evaluation(dataset), GPU, global_batch_size=8)
+    train = load(spec, GPU, batch_size=8)
+    validation = load(evaluation(dataset), GPU, batch_size=8)
     model = make_model(32, 1, loss="mse")
     used = []
     for _ in range(20):

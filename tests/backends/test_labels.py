@@ -14,10 +14,9 @@ from PIL import Image
 
 import dali_tf_input as dti
 from dali_tf_input import ClassLabel, MultiHot, SegmentationMask, Stored, Values
-from dali_tf_input.index.checks import BadImage, check_mask
-from dali_tf_input.index.contents import find_schema_problem
-from dali_tf_input.index.example import decode_example, encode_example
-from dali_tf_input.index.trial_decode import make_trial_decode
+from dali_tf_input.index.decoders import make_trial_decode
+from dali_tf_input.records.example import decode_example, encode_example
+from dali_tf_input.records.schema import BadImage, check_mask, find_schema_problem
 
 COUNTS = (5, 12, 7)
 RECORDS = sum(COUNTS)
@@ -76,7 +75,7 @@ def records(tmp_path_factory):
         examples = [make_example(number) for number in range(first, first + count)]
         write_tfrecord(folder / f"train-{position}", examples)
     dti.build_index(folder / "train-*")
-    return dti.DatasetSpec.from_files(folder / "train-*")
+    return dti.Records.from_files(folder / "train-*")
 
 
 def feed(records, options, order, *, num_replicas=1, batch_size=4, **changes):
@@ -84,11 +83,11 @@ def feed(records, options, order, *, num_replicas=1, batch_size=4, **changes):
     if order == "pass":
         order, changes = "sequential", {**changes, "repeat": False}
     devices = [f"CPU:{number}" for number in range(num_replicas)]
-    return dti.distribute(
+    return dti.load(
         spec_of(records, order, preprocess, **changes),
         options,
         strategy=tf.distribute.MirroredStrategy(devices) if num_replicas > 1 else None,
-        global_batch_size=batch_size,
+        batch_size=batch_size,
     )
 
 
@@ -144,7 +143,7 @@ def test_a_step_of_any_epoch(records, options, kind):
     """What comes out of a step is the same, wherever training starts."""
     label, features = LABELS[kind], {"pair": Stored(size=2)}
     whole = feed(records, options, "global", label=label, record_ids=True, features=features)
-    later = dti.distribute(whole.spec, options, global_batch_size=4, start_step=8)
+    later = dti.load(whole.spec, options, batch_size=4, start_step=8)
     steps = [*whole.dataset, *whole.dataset]
     for one, other in zip(steps[8:], later.dataset, strict=False):
         keras.tree.map_structure(np.testing.assert_array_equal, one, other)
@@ -246,11 +245,11 @@ def test_balanced_weights(records, tmp_path):
     examples = [{"image": encode(np.zeros((4, 4, 3))), "label": 5 + (n == 0)} for n in range(8)]
     file = write_tfrecord(tmp_path / "train", examples)
     dti.build_index(file)
-    unchecked = dti.DatasetSpec.from_files(file, label_offset=5)
+    unchecked = dti.Records.from_files(file, label_offset=5)
     with refused("`class_weight` 'balanced' needs the classes of all records: .*--verify=schema"):
         spec_of(unchecked, "global", SMALL, class_weight="balanced")
     dti.build_index(file, dti.Checks(verify="schema"))
-    checked = dti.DatasetSpec.from_files(file, label_offset=5)
+    checked = dti.Records.from_files(file, label_offset=5)
     assert checked.class_counts == ((0, 7), (1, 1))
     rows = elements(feed(checked, TF_DATA, "global", batch_size=8, class_weight="balanced"), 1)
     assert sorted(float(row["weight"]) for row in rows) == pytest.approx([4 / 7] * 7 + [4.0])
@@ -292,9 +291,7 @@ def test_keras_trains(records, task, num_replicas, options):
         )
         model.compile("adam", loss)
     if train.strategy:
-        held_out = dti.distribute(
-            held_out.spec, options, strategy=train.strategy, global_batch_size=10
-        )
+        held_out = dti.load(held_out.spec, options, strategy=train.strategy, batch_size=10)
     history = train.fit(model, epochs=2, validation=held_out, verbose=0)
     assert history["val_loss"][1] < history["val_loss"][0]
     assert len(held_out.predict(model, verbose=0)) == RECORDS
@@ -351,7 +348,7 @@ def test_the_index_step_names_bad_records(tmp_path, name):
     ):
         dti.build_index(file, checks)
     dti.build_index(file, checks, on_bad="skip", max_bad_fraction=0.1)
-    spec = spec_of(dti.DatasetSpec.from_files(file), "sequential", SMALL, repeat=False, **how)
+    spec = spec_of(dti.Records.from_files(file), "sequential", SMALL, repeat=False, **how)
     assert len([*dti.make_dataset(spec, TF_DATA, batch_size=1)]) == 17
 
 
@@ -384,8 +381,8 @@ def test_training_names_bad_records(records, tmp_path, name, options):
     file, how = write_bad(tmp_path, name)
     dti.build_index(file)
     found = {"features": records.features, "label_range": None}
-    unchecked = dataclasses.replace(dti.DatasetSpec.from_files(file), **found)
-    with pytest.raises(dti.BadRecordError) as caught:  # by `distribute`, if it reads so far
+    unchecked = dataclasses.replace(dti.Records.from_files(file), **found)
+    with pytest.raises(dti.BadRecordError) as caught:  # by `load`, if it reads so far
         fed = feed(unchecked, options, "pass", **how)
         with fed.explain_errors():
             list(fed.dataset)
@@ -403,10 +400,10 @@ def test_what_the_manifest_says(tmp_path):
     assert summary.labels.range == (2, 82)
     assert (dict(summary.labels.counts)[50], summary.labels.num_classes) == (6, 81)
     assert summary.features["list"].lengths == (0, 80)
-    assert dti.DatasetSpec.from_files(file, label_key="list").label is None
+    assert dti.Records.from_files(file, label_key="list").label is None
     summary = dti.build_index(file, checks_of("values", "schema")).summary
     assert (summary.features["box"].range, summary.labels) == ((-1.0, 17 / 8), None)
-    assert dti.DatasetSpec.from_files(file, label_key="box").label == LABELS["values"]
+    assert dti.Records.from_files(file, label_key="box").label == LABELS["values"]
     summary = dti.build_index(file, checks_of("class", "schema")).summary
     assert summary.labels.counts == ((0, 6), (1, 6), (2, 6))
-    assert dti.DatasetSpec.from_files(file, label_key="class").label == ClassLabel(key="class")
+    assert dti.Records.from_files(file, label_key="class").label == ClassLabel(key="class")

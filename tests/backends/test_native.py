@@ -15,7 +15,7 @@ from test_parity import CROPS, RAW, by_tensorflow, draw
 
 from dali_tf_input import InputError, Preprocess, RandomCrop, TfDataOptions
 from dali_tf_input.backends import tf_native
-from dali_tf_input.dataset import make_dataset
+from dali_tf_input.backends.build import make_dataset
 
 NATIVE = ROOT / "dali_tf_input/backends/native"
 # Of 255. TensorFlow's bicubic resize of whole images takes its weights from a table of 1024.

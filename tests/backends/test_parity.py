@@ -29,7 +29,7 @@ from dali_tf_input import (
     TfDataOptions,
 )
 from dali_tf_input.backends import dali_images, tf_images
-from dali_tf_input.dataset import make_dataset, make_normalization
+from dali_tf_input.backends.build import make_dataset, make_normalization
 
 SELDOM_FITS = RandomResizedCrop(
     area_range=(0.9, 1.0), aspect_ratio_range=(0.5, 2.0), num_attempts=2

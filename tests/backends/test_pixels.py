@@ -12,7 +12,7 @@ from PIL import Image
 from test_parity import CROPS
 
 import dali_tf_input as dti
-from dali_tf_input.dataset import make_dataset
+from dali_tf_input.backends.build import make_dataset
 
 SIZES = [(40, 60), (33, 33), (25, 90), (90, 25), (32, 32), (200, 150)]
 
@@ -85,12 +85,12 @@ def test_sizes_that_do_not_fit(tmp_path, changes, found):
     dti.build_index(
         tmp_path / "train", dti.Checks(verify="decode"), on_bad="skip", max_bad_fraction=0.1
     )
-    assert dti.DatasetSpec.from_files(tmp_path / "train").num_records == len(held) - 1
+    assert dti.Records.from_files(tmp_path / "train").num_records == len(held) - 1
 
 
 def raise_first(dataset):
-    train = dti.distribute(
-        spec_of(dataset, "global", dti.Preprocess.for_training(24)), TF_DATA, global_batch_size=4
+    train = dti.load(
+        spec_of(dataset, "global", dti.Preprocess.for_training(24)), TF_DATA, batch_size=4
     )
     with train.explain_errors():
         for _ in train.dataset.repeat().take(20):
@@ -128,7 +128,7 @@ def test_make_tfrecords_stores_pixels(tmp_path):
         files = tmp_path / folder / "*-of-*"
         report = dti.build_index(files, dti.Checks(verify="decode"))
         assert report.summary.images.formats == {"pixels": 4}
-        dataset = dti.DatasetSpec.from_files(files)
+        dataset = dti.Records.from_files(files)
         found = [dataset.read(number) for number in range(4)]
         sides = {(one["image/height"][0], one["image/width"][0]) for one in found}
         assert sides == shapes

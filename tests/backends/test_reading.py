@@ -13,7 +13,7 @@ from test_native import compile_native, needs_compiler
 
 from dali_tf_input import InputError, TfDataOptions, build_index
 from dali_tf_input.backends.reading import make_read
-from dali_tf_input.index.tfrecord import read_record
+from dali_tf_input.records.tfrecord import read_record
 
 kernels = pytest.mark.parametrize("kernel", ["native", "tensorflow"])
 FAILURES = (tf.errors.OpError, InputError)  # in a dataset all are OpErrors
@@ -178,8 +178,8 @@ def test_slow_reads_overlap(tmp_path, kernel):
         import ctypes
         from dali_tf_input import *
         from dali_tf_input.backends.reading import Stream, read_fixed_order
-        dataset = DatasetSpec.from_files({list(dataset.files)!r})
-        spec = InputSpec(dataset=dataset, preprocess=Preprocess.for_training(8), order="global")
+        dataset = Records.from_files({list(dataset.files)!r})
+        spec = InputSpec(records=dataset, preprocess=Preprocess.for_training(8), order="global")
         stream = read_fixed_order(Stream(spec=spec, batch_size=8), TfDataOptions(kernel={kernel!r}))
         print(len(list(stream.take(400))), ctypes.CDLL(None).most_reads())
     """

@@ -12,8 +12,8 @@ import tensorflow as tf
 from conftest import SCRIPTS, refused, spec_of
 
 from dali_tf_input import Preprocess, TfDataOptions
-from dali_tf_input.dataset import make_dataset
-from dali_tf_input.distribution import distribute
+from dali_tf_input.backends.build import make_dataset
+from dali_tf_input.training.load import load
 
 SMALL = Preprocess.for_training(16)
 
@@ -69,7 +69,7 @@ def test_each_record_once_a_pass(dataset, service):
     ]
     assert any((image != record[0]).any() for image in record[1:])  # other crops of the same record
     spec, options = spec_of(dataset, "buffer", SMALL), TfDataOptions(service=address)
-    train = distribute(spec, options, global_batch_size=8)
+    train = load(spec, options, batch_size=8)
     assert train.steps_per_epoch == 3
 
 

@@ -9,9 +9,9 @@ import tensorflow as tf
 from conftest import backends, numbered_examples, scan_records, spec_of, take, write_tfrecord
 from models import FROM_LOGITS, fit
 
-from dali_tf_input import Checks, DatasetSpec, Preprocess, Shard, build_index
-from dali_tf_input.dataset import make_dataset
-from dali_tf_input.distribution import distribute
+from dali_tf_input import Checks, Preprocess, Records, Shard, build_index
+from dali_tf_input.backends.build import make_dataset
+from dali_tf_input.training.load import load
 
 NUM_RECORDS = 303
 TRUNCATED, TEXT, FLIPPED = (0, 4, 5, 50, 302), 151, 260  # at the ends, side by side, and alone
@@ -32,7 +32,7 @@ def records(tmp_path_factory):
         stream.seek(list(scan_records(stream.name))[FLIPPED - 202][0])
         stream.write(b"\xff")
     build_index(folder / "train-?", Checks(verify="decode"), on_bad="skip", max_bad_fraction=0.1)
-    return DatasetSpec.from_files(folder / "train-?")
+    return Records.from_files(folder / "train-?")
 
 
 class Counting(keras.Model):
@@ -59,7 +59,7 @@ def test_training_through_bad_records(records, options):
     """Every valid record is seen once in each epoch, no bad one ever."""
     assert records.num_records == NUM_RECORDS - len(BAD)
     spec = spec_of(records, "buffer", Preprocess.for_training(8), buffer_size=64)
-    train = distribute(spec, options, global_batch_size=37)
+    train = load(spec, options, batch_size=37)
     assert train.steps_per_epoch == 8
     model = Counting(NUM_RECORDS)
     model.compile("sgd", FROM_LOGITS)

@@ -19,18 +19,18 @@ import pytest
 from commands import python
 from conftest import SCRIPTS, encode, jpeg, numbered_examples, refused, spec_of, write_tfrecord
 
-from dali_tf_input import Checks, DatasetSpec, IndexFaultsError, Preprocess, build_index, find_files
-from dali_tf_input.index import file_check
+from dali_tf_input import Checks, IndexFaultsError, Preprocess, Records, build_index, find_files
+from dali_tf_input.index import scan
 from dali_tf_input.index.build import IndexReport
-from dali_tf_input.index.example import encode_example
-from dali_tf_input.index.manifest import Manifest
-from dali_tf_input.index.tfrecord import frame_record, masked_crc, read_data
+from dali_tf_input.records.example import encode_example
+from dali_tf_input.records.manifest import Manifest
+from dali_tf_input.records.tfrecord import frame_record, masked_crc, read_data
 
 CRC, SCHEMA, DECODE = (Checks(verify=level) for level in ("crc", "schema", "decode"))
 SKIP = {"on_bad": "skip", "max_bad_fraction": 1}
 TINY = {"image": b"x", "label": 1}
 ONE = numbered_examples(1)
-from_files = DatasetSpec.from_files
+from_files = Records.from_files
 
 
 @pytest.fixture
@@ -345,7 +345,7 @@ def test_a_missing_file_of_a_set(tmp_path, name):
         with refused(said):
             build_index(given)
     assert build_index(tmp_path / "*-of-*", allow_missing=True).summary.records == 4
-    command = [SCRIPTS / "index_tfrecords.py", tmp_path / "*-of-*"]
+    command = [SCRIPTS / "index", tmp_path / "*-of-*"]
     assert python(*command).returncode == 1
     assert python(*command, "--allow_missing").returncode == 0
     assert from_files(tmp_path / "*-of-*").num_records == 4
@@ -576,7 +576,9 @@ def test_a_listener_that_fails_ends_the_run(long_file):
 
 KILLED = """if True:
     import sys
-    from dali_tf_input.index import Checks, build, build_index
+    from dali_tf_input.records.schema import Checks
+    from dali_tf_input.backends.tf_data import build
+    from dali_tf_input.index.build import build_index
     build._COMMIT_SECONDS = 0.02
     build_index(sys.argv[1], Checks(verify="crc"), force=True, on_bad="skip")
 """
@@ -740,7 +742,7 @@ def test_a_run_does_not_undo_what_another_found_meanwhile(files, train, tmp_path
 
     def run_another(progress):
         if not codes:
-            codes.append(python(SCRIPTS / "index_tfrecords.py", *flags, train).returncode)
+            codes.append(python(SCRIPTS / "index", *flags, train).returncode)
 
     report = build_index(train, on_progress=run_another)
     assert codes == [0]
@@ -783,8 +785,8 @@ def test_a_bad_first_record_hides_nothing(tmp_path):
 CRASHING = """if True:
     import os, signal, sys, time
     sys.path[:] = sys.argv[1:]
-    from dali_tf_input.index import trial_decode
-    make_decode = trial_decode.make_trial_decode
+    from dali_tf_input.index import decoders
+    make_decode = decoders.make_trial_decode
 
     def make_crashing_decode(checks):
         decode = make_decode(checks)
@@ -798,7 +800,7 @@ CRASHING = """if True:
 
         return crash
 
-    trial_decode.make_trial_decode = make_crashing_decode
+    decoders.make_trial_decode = make_crashing_decode
     from dali_tf_input.index.worker import serve
     serve()
 """
@@ -905,13 +907,9 @@ def test_framing_reads_the_data_of_a_sample(tmp_path, monkeypatch, size, count, 
     examples = [{"image": bytes(size), "label": number} for number in range(count)]
     file = write_tfrecord(tmp_path / "train", examples)
     read = []
-    monkeypatch.setattr(
-        file_check, "read_data", lambda *place: read.append(place) or read_data(*place)
-    )
+    monkeypatch.setattr(scan, "read_data", lambda *place: read.append(place) or read_data(*place))
     listeners = {"on_decode": print, "on_bad_record": print, "on_progress": lambda *_: None}
-    entry = file_check.check_file(
-        file, io.BytesIO(), Checks(), decode=None, crashing={}, **listeners
-    )
+    entry = scan.check_file(file, io.BytesIO(), Checks(), decode=None, crashing={}, **listeners)
     assert entry.parsed == len(read) == sampled
     label = entry.features["label"]
     assert (label.range, label.first_without) == ((0, count - 1), None)

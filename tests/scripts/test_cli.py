@@ -61,13 +61,7 @@ def is_running(process):
     "arguments",
     [
         ["make_sample_tfrecords.py", "--num_images=4096", "{}/out"],
-        [
-            "index_tfrecords.py",
-            "--force",
-            "--verify=decode",
-            "--index_dir={}",
-            "data/sample/train-*",
-        ],
+        ["index", "--force", "--verify=decode", "--index_dir={}", "data/sample/train-*"],
         ["compare_throughput.py", "--files=data/sample/train-*"],
         ["soak.py", "--images=100000"],
     ],

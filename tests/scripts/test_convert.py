@@ -21,8 +21,8 @@ from conftest import SCRIPTS, image_zoo, jpeg, numbered_examples, scan_records, 
 from index.test_formats import LOSSLESS
 from PIL import Image
 
-from dali_tf_input.index.example import decode_example
-from dali_tf_input.index.tfrecord import read_record
+from dali_tf_input.records.example import decode_example
+from dali_tf_input.records.tfrecord import read_record
 from support.convert.writer import find_split
 
 
@@ -199,7 +199,7 @@ def test_make_tfrecords_of_any_image(tmp_path):
         image = Image.open(io.BytesIO(record["image/encoded"][1][0]))
         assert image.size in ((45, 30), (30, 45), (8, 8))
         assert image.getexif().get(0x0112, 1) == 1
-    process = run("index_tfrecords.py", "--verify=decode", tmp_path / "out" / "train-*")
+    process = run("index", "--verify=decode", tmp_path / "out" / "train-*")
     assert process.returncode == 0, process.stderr  # all that is written can be trained on
 
 
@@ -240,7 +240,7 @@ def test_make_tfrecords_from_tfrecords(tmp_path):
     source = tmp_path / "old-*"
     process = convert(source, tmp_path / "new")
     fails(process, "2 of 2 files have no index", "-m dali_tf_input.index ")
-    assert run("index_tfrecords.py", source).returncode == 0
+    assert run("index", source).returncode == 0
     arguments = ["--decoder=dali", "--num_files=5", "--validation_fraction=0.2", source]
     process = run("make_tfrecords.py", *arguments, tmp_path / "new")
     assert (process.returncode, process.stderr) == (0, "")
@@ -272,7 +272,7 @@ def test_make_tfrecords_from_tfrecords(tmp_path):
 
 def test_tfrecords_keep_their_splits(tmp_path, photos):
     assert convert("--validation_fraction=0.3", photos, tmp_path / "old").returncode == 0
-    assert run("index_tfrecords.py", f"{tmp_path}/old/*-of-*").returncode == 0
+    assert run("index", f"{tmp_path}/old/*-of-*").returncode == 0
     process = convert("--num_files=2", f"{tmp_path}/old/*-of-*", tmp_path / "new")
     assert counts(process) == ("13 images", "5 images")
 
@@ -296,7 +296,7 @@ def test_splits_are_known_by_the_names_of_slim_and_tfds(tmp_path):
         file = tmp_path / f"test-photos-{split}.tfrecord-00000-of-00001"
         write_tfrecord(file, numbered_examples(count))
     pattern = f"{tmp_path}/*.tfrecord-?????-of-?????"
-    assert run("index_tfrecords.py", pattern).returncode == 0
+    assert run("index", pattern).returncode == 0
     said = "is of a test split by its name, and 2 of 3 files are not"
     fails(convert(pattern, tmp_path / "out"), said)
     assert not (tmp_path / "out").exists()
@@ -361,7 +361,7 @@ def test_files_without_a_readable_image_are_none(tmp_path):
     train = [name for name in names if name.startswith("train")]
     assert train == [f"train-{number:05d}-of-{len(train):05d}" for number in range(len(train))]
     assert 1 <= len(train) <= 2
-    assert run("index_tfrecords.py", f"{tmp_path}/out/*-of-*").returncode == 0
+    assert run("index", f"{tmp_path}/out/*-of-*").returncode == 0
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from commands import fails, run
 from conftest import SCRIPTS
 
 from dali_tf_input import DaliOptions, InputError, InputSpec, Preprocess, TfDataOptions
-from dali_tf_input.distribution import distribute
+from dali_tf_input.training.load import load
 
 
 def start(folder, *arguments, workers=2, which=None):
@@ -175,17 +175,17 @@ class ParameterServerStrategyV2(TPUStrategy):
 
 @pytest.mark.parametrize("strategy", [TPUStrategy(), ParameterServerStrategyV2()])
 def test_strategies_that_are_not_served(dataset, strategy):
-    spec = InputSpec(dataset=dataset, preprocess=Preprocess.for_training(16), order="global")
+    spec = InputSpec(records=dataset, preprocess=Preprocess.for_training(16), order="global")
     said = rf"several hosts\), got a {type(strategy).__name__}\. TPUs are fed from their host"
     with pytest.raises(InputError, match=said):
-        distribute(spec, TfDataOptions(), strategy=strategy, global_batch_size=4)
+        load(spec, TfDataOptions(), strategy=strategy, batch_size=4)
 
 
 def test_keras_says_what_to_do(dataset):
     """`fit` refuses a worker's batches, and its message says why."""
     import keras
 
-    from dali_tf_input.distribution import _WorkerDataset
+    from dali_tf_input.training.load import _WorkerDataset
 
     model = keras.Sequential([keras.layers.Dense(1)])
     model.compile("sgd", "mse")
@@ -200,10 +200,10 @@ def test_several_replicas_of_a_worker(dataset):
     shard.
     """
     from dali_tf_input import Shard
-    from dali_tf_input.dataset import make_dataset
-    from dali_tf_input.distribution import _make_worker_dataset
+    from dali_tf_input.backends.build import make_dataset
+    from dali_tf_input.training.load import _make_worker_dataset
 
-    spec = InputSpec(dataset=dataset, preprocess=Preprocess.for_training(16), order="global")
+    spec = InputSpec(records=dataset, preprocess=Preprocess.for_training(16), order="global")
 
     class Strategy:
         """What `_make_worker_dataset` asks of a strategy: two workers with two replicas each, this

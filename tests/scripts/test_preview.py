@@ -46,7 +46,7 @@ def test_denormalize(dataset, dtype, layout):
             mean=(9.0, 20.0, 30.0),
             **changes,
         )
-        spec = dti.InputSpec(dataset=dataset, preprocess=preprocess, order="sequential")
+        spec = dti.InputSpec(records=dataset, preprocess=preprocess, order="sequential")
         images, _ = next(iter(dti.make_dataset(spec, dti.TfDataOptions(), batch_size=4)))
         made.append(dti.denormalize(images.numpy(), preprocess))
     assert made[0].shape == made[1].shape == (4, 20, 30, 3)
@@ -71,12 +71,12 @@ def test_preview_shows_the_originals_of_its_images(sample_folder, crop):
     """An original, cut at its frame, mirrored and resized by Pillow, is what is shown."""
     preview = load("preview.py")
 
-    dataset = dti.DatasetSpec.from_files(str(sample_folder / "data/sample/train-*"))
+    dataset = dti.Records.from_files(str(sample_folder / "data/sample/train-*"))
     preprocess = dti.Preprocess(
         image_size=(48, 48), crop=crop, mirror_probability=0.5, antialias=True
     )
     how = {"preprocess": preprocess, "order": "global", "seed": 3, "record_ids": True}
-    spec = dti.InputSpec(dataset=dataset, **how)
+    spec = dti.InputSpec(records=dataset, **how)
     batch = next(pictures.make_batches(spec, dti.TfDataOptions(), 12))
     seen = batch["image"]
     mirrors = set()

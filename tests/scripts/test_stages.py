@@ -7,8 +7,8 @@ import pytest
 import tensorflow as tf
 
 import dali_tf_input as dti
-from dali_tf_input.index.example import decode_example
-from dali_tf_input.index.tfrecord import read_record
+from dali_tf_input.records.example import decode_example
+from dali_tf_input.records.tfrecord import read_record
 from support.throughput import stages
 from support.throughput.stages import STAGES
 
@@ -31,7 +31,7 @@ def first(spec, options, stage):
 @pytest.mark.parametrize("order", ["sequential", "buffer", "global"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_cut_serves_one_number_for_each_image(dataset, backend, order, stage):
-    spec = dti.InputSpec(dataset=dataset, preprocess=dti.Preprocess.for_training(16), order=order)
+    spec = dti.InputSpec(records=dataset, preprocess=dti.Preprocess.for_training(16), order=order)
     if backend == "dali" and stage == "read" and order != "global":
         with pytest.raises(dti.InputError, match="DALI's own reader reads and parses"):
             build(spec, OPTIONS[backend], stage)
@@ -46,7 +46,7 @@ def test_what_is_read_and_parsed(dataset):
     labels.
     """
     spec = dti.InputSpec(
-        dataset=dataset, preprocess=dti.Preprocess.for_training(16), order="sequential"
+        records=dataset, preprocess=dti.Preprocess.for_training(16), order="sequential"
     )
     offsets = dataset.index(0)[:, 0].tolist()
     records = [read_record(dataset.files[0], offset) for offset in offsets]
@@ -74,7 +74,7 @@ def test_the_last_cut_holds_the_corners_of_the_whole_pipelines_images(
     preprocess = dti.Preprocess(
         image_size=(16, 16), crop=crop, mirror_probability=0.0, antialias=antialias
     )
-    spec = dti.InputSpec(dataset=dataset, preprocess=preprocess, order="global", seed=5)
+    spec = dti.InputSpec(records=dataset, preprocess=preprocess, order="global", seed=5)
     options = dataclasses.replace(OPTIONS[backend], decode=decode)
     images, _ = first(spec, options, None)
     np.testing.assert_array_equal(first(spec, options, "normalize"), images[:, 0, 0, 0])

@@ -13,7 +13,7 @@ from commands import fails, run
 from conftest import SCRIPTS, numbered_examples, write_tfrecord
 from PIL import Image
 
-from dali_tf_input import DatasetSpec
+from dali_tf_input import Records
 
 
 @pytest.mark.slow
@@ -90,7 +90,7 @@ def test_compare_throughput_reports_a_row_that_dies(tmp_path):
     examples = numbered_examples(8)
     examples[3]["image/encoded"] = b"this is no image"
     file = write_tfrecord(tmp_path / "train", examples)
-    assert run("index_tfrecords.py", file).returncode == 0
+    assert run("index", file).returncode == 0
     arguments = [f"--files={file}", "--batch_size=4", f"--json={tmp_path}/result.json"]
     process = run("compare_throughput.py", *arguments)
     assert process.returncode == 1
@@ -115,11 +115,11 @@ def test_comparison_of_images(sample_folder, layout):
 def test_by_hand_does_the_same_work(sample_folder):
     """The baseline by hand yields what the package's does, by the same operations."""
     from dali_tf_input import InputSpec, Preprocess, TfDataOptions
-    from dali_tf_input.dataset import make_dataset
+    from dali_tf_input.backends.build import make_dataset
     from support.throughput import reference
 
-    records = DatasetSpec.from_files(str(sample_folder / "data/sample/train-*"))
-    spec = InputSpec(dataset=records, preprocess=Preprocess.for_training(224), order="buffer")
+    records = Records.from_files(str(sample_folder / "data/sample/train-*"))
+    spec = InputSpec(records=records, preprocess=Preprocess.for_training(224), order="buffer")
     ours = make_dataset(spec, TfDataOptions(), batch_size=96)
     theirs = reference.make_dataset(spec, batch_size=96)
     assert ours.element_spec == theirs.element_spec

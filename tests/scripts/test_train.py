@@ -96,8 +96,8 @@ def test_mixup_and_cutmix():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--global_batch_size=97"], "at most the number of records, 96, got 97"),
-        (["--global_batch_size=9", "--replicas=2"], "multiple of the 2 replicas"),
+        (["--batch_size=97"], "at most the number of records, 96, got 97"),
+        (["--batch_size=9", "--replicas=2"], "multiple of the 2 replicas"),
         (["--epochs=0"], "`epochs` must be at least 1, got 0"),
         (["--mixup=-1"], "`mixup` must be at least 0"),
         (["--label_smoothing=1"], "`smoothing` must be in [0, 1), got 1.0"),
@@ -126,8 +126,8 @@ def test_train_needs_files_and_classes(dataset):
 def test_labels_that_do_not_name_all_classes(tmp_path):
     """Names in whatever encoding count; too few of them are an error before training, not in it."""
     file = write_tfrecord(tmp_path / "train", numbered_examples(8))
-    assert run("index_tfrecords.py", file, "--verify=schema").returncode == 0
-    arguments = [f"--files={file}", "--epochs=1", "--image_size=8", "--global_batch_size=4"]
+    assert run("index", file, "--verify=schema").returncode == 0
+    arguments = [f"--files={file}", "--epochs=1", "--image_size=8", "--batch_size=4"]
     (tmp_path / "labels.txt").write_text("a\nb\n")
     said = (
         "There are 2 classes by labels.txt, and labels go up to 7: --num_classes must be above it"

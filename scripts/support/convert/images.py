@@ -7,8 +7,8 @@ from typing import Literal, NamedTuple
 
 from PIL import Image, ImageFile, ImageOps
 
-from dali_tf_input.index.checks import BadImage, Checks, Decoder, TrialDecode
-from dali_tf_input.index.trial_decode import make_trial_decode
+from dali_tf_input.index.decoders import make_trial_decode
+from dali_tf_input.records.schema import BadImage, Checks, Decoder, TrialDecode
 
 _MOST_JPEG_PIXELS = 65535
 _ORIENTATION = 0x0112  # the EXIF tag; 1 is upright

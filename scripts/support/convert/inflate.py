@@ -3,10 +3,11 @@
 import os
 import zlib
 
-from dali_tf_input import Checks, InputError, build_index, object_store
-from dali_tf_input.cache import local_copy
-from dali_tf_input.index.files import find_versions
-from dali_tf_input.index.foreign import name_content
+from dali_tf_input import Checks, InputError, build_index
+from dali_tf_input.records.foreign import name_content
+from dali_tf_input.records.paths import find_versions
+from dali_tf_input.storage import objects
+from dali_tf_input.storage.copies import local_copy
 from support import cli
 
 _EITHER = 47  # zlib's code for both headers
@@ -51,9 +52,9 @@ def inflate_files(source: str, folder: str) -> str:
     return pattern
 
 
-def _read_start(file: str, status: object_store.Status | None) -> bytes:
+def _read_start(file: str, status: objects.Status | None) -> bytes:
     if status is None:
         with open(file, "rb") as stream:
             return stream.read(64)
-    part = object_store.Part(file, status.etag, 0, min(64, status.size))
-    return object_store.read_parts([part])[0]
+    part = objects.Part(file, status.etag, 0, min(64, status.size))
+    return objects.read_parts([part])[0]

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from dali_tf_input import InputError
-from dali_tf_input.index.contents import PIXELS_KEY, SIDE_KEYS
-from dali_tf_input.index.example import decode_example, encode_example, replace_features
-from dali_tf_input.index.tfrecord import read_data, unframe_record
-from dali_tf_input.object_store import Part, read_parts
+from dali_tf_input.records.example import decode_example, encode_example, replace_features
+from dali_tf_input.records.schema import PIXELS_KEY, SIDE_KEYS
+from dali_tf_input.records.tfrecord import read_data, unframe_record
+from dali_tf_input.storage.objects import Part, read_parts
 from support.convert import table, writer
 from support.convert.images import Conversion, UnreadableImage, convert_image, convert_mask
 

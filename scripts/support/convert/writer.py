@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 from rich import filesize
 
 from dali_tf_input import InputError, build_index
-from dali_tf_input.command import format_count, print_rows
-from dali_tf_input.index.contents import PIXELS_KEY
-from dali_tf_input.index.example import FeatureValue, encode_example
-from dali_tf_input.index.files import BAD_RECORDS_NAME, MANIFEST_NAME, index_command
-from dali_tf_input.index.tfrecord import frame_record
-from dali_tf_input.staging import Staging
+from dali_tf_input.cli.command import format_count, print_rows
+from dali_tf_input.records.example import FeatureValue, encode_example
+from dali_tf_input.records.paths import BAD_RECORDS_NAME, MANIFEST_NAME, index_command
+from dali_tf_input.records.schema import PIXELS_KEY
+from dali_tf_input.records.tfrecord import frame_record
+from dali_tf_input.storage.staging import Staging
 from support import cli, processes
 from support.convert import elsewhere
 from support.label_names import LABELS_NAME

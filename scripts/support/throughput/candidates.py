@@ -6,8 +6,9 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from dali_tf_input import AUTOTUNE, DaliOptions, TfDataOptions, Window
+from dali_tf_input import AUTOTUNE, DaliOptions, TfDataOptions
 from support import processes
+from support.benchmark import Window
 from support.flags import BACKENDS
 
 _WORKER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "worker.py")

@@ -25,7 +25,7 @@ def make_dataset(spec: dti.InputSpec, *, batch_size: int) -> Any:
     # Constants of the full shape, because broadcasting over the channels is slow in TensorFlow.
     mean = tf.broadcast_to(preprocess.mean, shape)
     std = tf.broadcast_to(preprocess.std, shape)
-    image_key, label_key = spec.dataset.image_key, spec.dataset.label_key
+    image_key, label_key = spec.records.image_key, spec.records.label_key
     keys = {image_key: tf.string, label_key: tf.int64}
     wanted = {key: tf.io.FixedLenFeature([], kind) for key, kind in keys.items()}
 
@@ -60,7 +60,7 @@ def make_dataset(spec: dti.InputSpec, *, batch_size: int) -> Any:
             image = tf.cast((image - mean) / std, preprocess.dtype)
         return image, features[label_key]
 
-    dataset = tf.data.TFRecordDataset(list(spec.dataset.files), num_parallel_reads=tf.data.AUTOTUNE)
+    dataset = tf.data.TFRecordDataset(list(spec.records.files), num_parallel_reads=tf.data.AUTOTUNE)
     dataset = dataset.shuffle(spec.buffer_size).repeat()
     dataset = dataset.map(prepare, num_parallel_calls=tf.data.AUTOTUNE)
     return dataset.batch(batch_size, drop_remainder=True).prefetch(tf.data.AUTOTUNE)
@@ -72,7 +72,7 @@ def make_pipeline(spec: dti.InputSpec, *, batch_size: int, num_threads: int) -> 
     from nvidia.dali import fn, types
     from nvidia.dali import tfrecord as dali_tfrecord
 
-    preprocess, dataset = spec.preprocess, spec.dataset
+    preprocess, dataset = spec.preprocess, spec.records
     crop, size = preprocess.crop, preprocess.image_size
     dtypes = {"float32": types.FLOAT, "float16": types.FLOAT16, "uint8": types.UINT8}
     raw = preprocess.dtype == "uint8"

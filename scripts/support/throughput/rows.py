@@ -4,8 +4,9 @@ import contextlib
 import dataclasses
 from typing import Any, NamedTuple
 
-from dali_tf_input import DaliOptions, InputError, Stats, TfDataOptions
+from dali_tf_input import DaliOptions, InputError, TfDataOptions
 from support import cli
+from support.benchmark import Stats
 from support.flags import FileFlags, WorkFlags
 from support.throughput.candidates import Candidate, CandidateError, Measurer, images_per_second
 

@@ -8,8 +8,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from dali_tf_input import DaliOptions, InputError, InputSpec, measure
+from dali_tf_input import DaliOptions, InputError, InputSpec
 from support import cli, machine, processes
+from support.benchmark import measure
 from support.flags import FileFlags, WorkFlags
 from support.throughput import experiments, reference, stages
 from support.throughput.candidates import Candidate
@@ -24,8 +25,8 @@ def make_batches(candidate: Candidate, spec: InputSpec, batch_size: int) -> Iter
     """Returns an infinite iterator over the batches of a candidate."""
     import tensorflow as tf
 
+    from dali_tf_input.backends.build import import_dali, make_dataset
     from dali_tf_input.backends.reading import Stream
-    from dali_tf_input.dataset import import_dali, make_dataset
 
     options, variant = candidate.options, candidate.variant
     spec = dataclasses.replace(spec, order=candidate.order)
@@ -76,7 +77,7 @@ class Pipelines:
         """Measures a window, as `Measurer.measure` says."""
         import tensorflow as tf
 
-        from dali_tf_input.bad_record import FailedInput, explain
+        from dali_tf_input.training.failures import FailedInput, explain
 
         candidate = Candidate.from_json(task.pop("candidate"))
         # TensorFlow may see no GPU where DALI does.

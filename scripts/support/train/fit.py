@@ -28,16 +28,16 @@ def train_model(
     strategy = worker_loop.make_strategy() if by_loop else make_strategy(flags.replicas.value)
     is_chief = not by_loop or strategy.cluster_resolver.task_id == 0
     keras.utils.set_random_seed(flags.seed.value)
-    shared = {"strategy": strategy, "global_batch_size": flags.global_batch_size.value}
-    train = dti.distribute(spec, options, **shared)
+    shared = {"strategy": strategy, "batch_size": flags.batch_size.value}
+    train = dti.load(spec, options, **shared)
     print(f"input       {train.options!r}")
     print(f"replicas    {len(train.devices)}: {', '.join(train.devices)}")
     steps = f"{train.steps_per_epoch:,} steps per epoch"
-    print(f"training    {spec.dataset.num_records:,} records, {num_classes} classes, {steps}")
+    print(f"training    {spec.records.num_records:,} records, {num_classes} classes, {steps}")
     validation = None
     if flags.validation_files.value:
         held_out = dti.InputSpec(
-            dataset=flags.records.dataset(flags.validation_files.value),
+            records=flags.records.dataset(flags.validation_files.value),
             preprocess=dti.Preprocess.for_evaluation(flags.image_size.value),
             order="sequential",
             repeat=False,
@@ -45,7 +45,7 @@ def train_model(
         )
         # A service cannot serve a fixed order.
         own = dti.TfDataOptions() if flags.service.value else train.options
-        validation = dti.distribute(held_out, own, **shared)
+        validation = dti.load(held_out, own, **shared)
         print(f"validation  {held_out.dataset.num_records:,} records")
     with strategy.scope() if strategy else contextlib.nullcontext():
         network = make_network(flags.image_size.value, num_classes)
@@ -99,7 +99,7 @@ def advise(flags: TrainFlags, profile: dti.InputProfile) -> str:
         return f"{text} A faster input would gain at most that."
     replicas = flags.replicas.value
     words = [*flags.records.as_arguments(), f"--image_size={flags.image_size.value}"]
-    words += [f"--batch_size={flags.global_batch_size.value // replicas}"]
+    words += [f"--batch_size={flags.batch_size.value // replicas}"]
     command = shlex.join([*words, f"--order={flags.order.value}"])
     return (
         f"{text}\n  what costs:      scripts/profile_stages.py {command}"

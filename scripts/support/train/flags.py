@@ -23,7 +23,7 @@ class TrainFlags:
         self.strategy = flags.choice(
             "strategy", "mirrored", strategies, "multi_worker: TF_CONFIG says which worker this is."
         )
-        self.global_batch_size = flags.integer("global_batch_size", 32, "Images in a step.", 1)
+        self.batch_size = flags.integer("batch_size", 32, "Images in a step.", 1)
         self.epochs = flags.integer("epochs", 12, "Passes over the training records.", 1)
         self.image_size = flags.integer("image_size", 96, "Height and width of the images.", 1)
         self.learning_rate = flags.number("learning_rate", 2e-3, "Learning rate of Adam.")

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dali_tf_input import Distributed, InputError, Resume
+from dali_tf_input import Input, InputError, Resume
 
 _EXAMPLE = (
     '{"cluster": {"worker": ["host0:12345", "host1:12345"]}, "task": {"type": "worker", "index":'
@@ -60,8 +60,8 @@ def check_agreement(strategy: tf.distribute.Strategy, step: int) -> None:
 def fit(
     strategy: tf.distribute.Strategy,
     model: keras.Model,
-    train: Distributed,
-    validation: Distributed | None,
+    train: Input,
+    validation: Input | None,
     resume: Resume | None,
     *,
     epochs: int,
@@ -69,7 +69,7 @@ def fit(
     """Trains a compiled model until `epochs` epochs are done; validates after each.
 
     Returns:
-      What `Distributed.fit` returns; nothing if all epochs were done before.
+      What `Input.fit` returns; nothing if all epochs were done before.
     """
     first, per_epoch = train.start_step.step, train.steps_per_epoch
     check_agreement(strategy, first)  # before the weights are read, by all workers together
@@ -82,7 +82,7 @@ def fit(
     callbacks = keras.callbacks.CallbackList(
         [history], add_progbar=True, model=model, verbose=2, epochs=epochs, steps=per_epoch
     )
-    train_step, validation_step = _make_steps(strategy, model, train.global_batch_size)
+    train_step, validation_step = _make_steps(strategy, model, train.batch_size)
     batches = iter(train.dataset)
     callbacks.on_train_begin()
     for epoch in range(first // per_epoch, epochs):
@@ -105,7 +105,7 @@ def fit(
 
 
 def _make_steps(
-    strategy: tf.distribute.Strategy, model: keras.Model, global_batch_size: int
+    strategy: tf.distribute.Strategy, model: keras.Model, batch_size: int
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Returns a training step (mean loss and accuracy) and a validation step (sums)."""
     per_example = type(model.loss)(from_logits=True, reduction="none")
@@ -119,10 +119,10 @@ def _make_steps(
         def step(images: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             with tf.GradientTape() as tape:
                 logits = model(images, training=True)
-                mean = tf.reduce_sum(per_example(labels, logits)) / global_batch_size
+                mean = tf.reduce_sum(per_example(labels, logits)) / batch_size
             gradient = tape.gradient(mean, model.trainable_variables)
             model.optimizer.apply(gradient, model.trainable_variables)
-            return mean, tf.reduce_sum(_is_correct(labels, logits)) / global_batch_size
+            return mean, tf.reduce_sum(_is_correct(labels, logits)) / batch_size
 
         return reduce(strategy.run(step, args=batch))
 

@@ -1,0 +1,1 @@
+"""The command line: flags, one call, and what is printed."""

@@ -1,0 +1,231 @@
+"""Indexes TFRecord files: where each valid record is, and a manifest of what the files hold.
+
+usage: python -m dali_tf_input.index [flags] FILE_OR_GLOB...
+
+Each index, with a line "offset size" in bytes per record, is written beside its file as FILE.idx,
+or into --index_dir, together with index_manifest.json. Files that did not change since they were
+indexed are not read again. With --on_bad=error every bad record is named, files with bad records
+are not indexed, all others are, and the exit code is 1. With --on_bad=skip the indexes skip bad
+records, and bad_records.jsonl lists them.
+
+example: python -m dali_tf_input.index --verify=decode --on_bad=skip 'path/train-*-of-*'
+"""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import get_args
+
+from rich import filesize
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bar
+
+from dali_tf_input.cli import command
+from dali_tf_input.cli.command import format_count
+from dali_tf_input.index.build import IndexFaultsError, IndexReport, OnBad, Progress, build_index
+from dali_tf_input.index.cluster import connect_dask
+from dali_tf_input.records.contents import Images, Labels, Summary
+from dali_tf_input.records.labels import LabelKind
+from dali_tf_input.records.paths import BAD_RECORDS_NAME, index_command
+from dali_tf_input.records.schema import KEY_PRESETS, LEVELS, MAX_PIXELS, Checks, Decoder, find_keys
+from dali_tf_input.records.tfrecord import BadRecord
+from dali_tf_input.storage.copies import make_cache
+
+FLAGS = command.Flags()
+_INDEX_DIR = FLAGS.string("index_dir", None, "Folder for the indexes; by default beside each file.")
+_VERIFY = FLAGS.choice("verify", "framing", LEVELS, "How deeply each record is checked.")
+_ON_BAD = FLAGS.choice("on_bad", "error", get_args(OnBad), "What happens to bad records.")
+_MAX_BAD_FRACTION = FLAGS.number(
+    "max_bad_fraction", 0.01, "With --on_bad=skip, the largest part that may be skipped."
+)
+_FORCE = FLAGS.boolean("force", False, "Check every file, also unchanged ones.")
+_ALLOW_MISSING = FLAGS.boolean("allow_missing", False, "Go on if a set X-00003-of-01024 has gaps.")
+_IMAGE_KEY = FLAGS.string("image_key", None, "Feature key of the image; found by default.")
+_LABEL_KEY = FLAGS.string("label_key", None, "Feature key of the label; found by default.")
+_LABEL_OFFSET = FLAGS.integer("label_offset", 0, "Label of the first class; TF-slim's ImageNet: 1.")
+_NUM_CLASSES = FLAGS.integer("num_classes", None, "Number of classes, to check labels against.")
+_LABEL = FLAGS.choice("label", "class", get_args(LabelKind), "What a label is.")
+_LABEL_SIZE = FLAGS.integer("label_size", None, "With --label=values, how many numbers.")
+_VOCABULARY = FLAGS.string("vocabulary", None, "File of the names that labels are, one per line.")
+_MASK_KEY = FLAGS.string("mask_key", None, "Feature key of the segmentation mask, if there is one.")
+_DECODER = FLAGS.choice("decoder", "both", get_args(Decoder), "What decodes at --verify=decode.")
+_MAX_PIXELS = FLAGS.integer("max_pixels", MAX_PIXELS, "Height x width above which an image is bad.")
+_CACHE_DIR = FLAGS.string("cache_dir", None, "Local folder that keeps the objects of a store.")
+_CACHE_BYTES = FLAGS.integer("cache_bytes", None, "The most bytes that --cache_dir takes.")
+_DASK = FLAGS.string("dask", None, "Address of a Dask scheduler, tcp://host:8786, to work there.")
+_NUM_PROCESSES = FLAGS.integer("num_processes", None, "Processes; else one per core, or 8 threads.")
+
+# What `Checks` has too.
+_LABEL_FLAGS = (_LABEL, _LABEL_KEY, _LABEL_OFFSET, _LABEL_SIZE, _NUM_CLASSES)
+_CHECK_FLAGS = (_VERIFY, _IMAGE_KEY, *_LABEL_FLAGS, _MASK_KEY, _DECODER, _MAX_PIXELS)
+_SECONDS_BETWEEN_LINES = 10  # of progress, without a terminal
+
+
+def index(patterns: list[str]) -> int:
+    """Indexes the files that match `patterns`; returns the exit code."""
+    names = None
+    if _VOCABULARY.value:
+        with open(_VOCABULARY.value, encoding="utf-8") as stream:
+            names = tuple(stream.read().splitlines())
+    checks = Checks(**{flag.name: flag.value for flag in _CHECK_FLAGS}, vocabulary=names)
+    refusal = None
+    names_all = _ON_BAD.value == "error"
+    with connect_dask(_DASK.value) as executor, IndexProgress(names_all=names_all) as progress:
+        try:
+            report = build_index(
+                patterns,
+                checks,
+                index_dir=_INDEX_DIR.value,
+                on_bad=_ON_BAD.value,
+                max_bad_fraction=_MAX_BAD_FRACTION.value,
+                force=_FORCE.value,
+                allow_missing=_ALLOW_MISSING.value,
+                num_processes=_NUM_PROCESSES.value,
+                executor=executor,
+                cache=make_cache(_CACHE_DIR.value, _CACHE_BYTES.value),
+                on_bad_record=progress.print_bad_record,
+                on_progress=progress.update,
+            )
+        except IndexFaultsError as error:
+            report, refusal = error.report, error
+    print_report(report)
+    if refusal:
+        print(f"error: {refusal}. {_remedy(patterns)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; `arguments` are by default those of this process."""
+    return command.run(index, FLAGS, arguments)
+
+
+class IndexProgress:
+    """Progress of an index run on stderr: a bar on a terminal, else a line every ten seconds."""
+
+    def __init__(self, *, names_all: bool) -> None:
+        self._names_all = names_all
+        self._console = Console(stderr=True)
+        self._start = time.monotonic()
+        self._next_line = self._start + _SECONDS_BETWEEN_LINES
+        self._bar = Bar(
+            TextColumn("indexing"),
+            BarColumn(bar_width=30),
+            TextColumn("{task.fields[text]}"),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task("indexing", total=None, text="")
+
+    def __enter__(self) -> "IndexProgress":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def update(self, state: Progress) -> None:
+        """Shows the progress of a run."""
+        seconds = max(time.monotonic() - self._start, 1e-9)
+        left = seconds * (state.num_bytes - state.bytes) / max(state.bytes, 1)
+        text = (
+            f"{state.files:,} of {state.num_files:,} files, {state.records:,} records, "
+            f"{state.bytes / seconds / 1e6:,.0f} MB/s, {command.format_seconds(left)} left"
+        )
+        self._bar.update(self._task, total=state.num_bytes, completed=state.bytes, text=text)
+        if not self._console.is_terminal and time.monotonic() > self._next_line:
+            self._next_line = time.monotonic() + _SECONDS_BETWEEN_LINES
+            print(f"indexing: {text}", file=sys.stderr, flush=True)
+
+    def print_bad_record(self, file: str, bad: BadRecord) -> None:
+        """Prints a bad record as one line; with skip, only those that no index can skip."""
+        if self._names_all or bad.reason == "unreadable":
+            self._console.print(bad.describe(file), highlight=False, markup=False, soft_wrap=True)
+
+
+def print_report(report: IndexReport) -> None:
+    """Prints what was done and what the files hold."""
+    done = [f"{report.written:,} indexed"]
+    done += [f"{report.unchanged:,} unchanged"] if report.unchanged else []
+    done += [f"{report.removed:,} gone"] if report.removed else []
+    done += [f"{report.bad_files:,} with bad records"] if report.bad_files else []
+    rows = [("files", ", ".join(done))]
+    if report.summary.files:
+        rows += _describe(report.summary)
+    command.print_rows(rows)
+    if report.reasons:
+        print()
+        command.print_rows([("bad records", "how many")])
+        command.print_rows([(reason, f"{count:,}") for reason, count in report.reasons.items()])
+
+
+def _remedy(patterns: list[str]) -> str:
+    """Returns what to do about bad records."""
+    if _ON_BAD.value == "skip":
+        return (
+            f"{BAD_RECORDS_NAME} lists the bad records of indexed files; --on_bad=error names those"
+            " of the others. Fix the files, or allow more with --max_bad_fraction."
+        )
+    flags = (*_CHECK_FLAGS, _VOCABULARY, _MAX_BAD_FRACTION, _ALLOW_MISSING)
+    given = [flag for flag in flags if flag.value != flag.default]
+    arguments = [*(f"--{flag.name}={flag.value}" for flag in given), "--on_bad=skip"]
+    fix = index_command(patterns, index_dir=_INDEX_DIR.value, arguments=arguments)
+    return f"Those files were not indexed. Fix them, or skip the bad records: {fix}"
+
+
+def _describe(summary: Summary) -> list[tuple[str, str]]:
+    """Returns the rows that say what the indexed files hold."""
+    levels = [f"{level} {format_count(count, 'file')}" for level, count in summary.verified.items()]
+    rows = [("records", f"{summary.records:,}"), ("size", filesize.decimal(summary.size))]
+    rows.append(("verified", ", ".join(levels)))
+    if summary.skipped:
+        part = summary.skipped / (summary.skipped + summary.records)
+        count = format_count(summary.skipped, "record")
+        rows.append(("skipped", f"{count} ({part:.2%}), listed in {BAD_RECORDS_NAME}"))
+    if summary.features:
+        rows.append(("features", _describe_features(summary)))
+    labels = _describe_labels(summary)
+    if labels:
+        rows.append(("labels", labels))
+    if summary.images:
+        rows.append(("images", _describe_images(summary.images)))
+    return rows
+
+
+def _describe_features(summary: Summary) -> str:
+    """Names the feature keys, the writer that uses them, and those that not every record has."""
+    presets = [name for name, keys in KEY_PRESETS.items() if set(keys) <= set(summary.features)]
+    keys = list(summary.features)
+    text = f"{presets[0]}: " if presets else ""
+    text += ", ".join(keys[:12]) + (f" and {len(keys) - 12:,} more" if len(keys) > 12 else "")
+    for key, (file, record) in list(summary.without.items())[:3]:
+        first = f"record {record:,} of {os.path.basename(file)}"
+        text += f"; {key} not in all, first missing in {first}"
+    return text
+
+
+def _describe_labels(summary: Summary) -> str:
+    _, key = find_keys(summary.features, image_key=_IMAGE_KEY.value, label_key=_LABEL_KEY.value)
+    found = summary.labels or summary.features.get(key or "")
+    if not found or not found.range:
+        return ""
+    if isinstance(found, Labels):
+        count = found.num_classes
+        known = f"{count:,} classes" if count else "more classes than are counted"
+    else:
+        part = "all" if found.records == summary.records else "a sample of"
+        known = f"in {part} {format_count(found.records, 'record')}"
+    first, last = found.range
+    longest = summary.features[key].lengths[1] if key in summary.features else 1
+    known += f", up to {longest:,} in a record" if longest > 1 else ""
+    hint = " (train with label_offset=1)" if first == 1 and _LABEL_OFFSET.value == 0 else ""
+    return f"{first:,g} to {last:,g}, {known}{hint}"
+
+
+def _describe_images(images: Images) -> str:
+    height, width = images.largest_size
+    formats = ", ".join(f"{name} {count:,}" for name, count in images.formats.items())
+    return f"{formats}; largest height {height:,}, largest width {width:,}"

@@ -1,0 +1,273 @@
+"""One folder of index files: which are up to date, and how new ones are committed."""
+
+import contextlib
+import dataclasses
+import heapq
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+
+from dali_tf_input.errors import InputError
+from dali_tf_input.index.workers import Job
+from dali_tf_input.records.contents import FileEntry
+from dali_tf_input.records.manifest import Manifest, find_staleness
+from dali_tf_input.records.mirror import local_folder, refresh, upload
+from dali_tf_input.records.paths import BAD_RECORDS_NAME, INDEX_SUFFIX, MANIFEST_NAME, absolute
+from dali_tf_input.records.schema import LEVELS, Checks
+from dali_tf_input.records.tfrecord import BadRecord
+from dali_tf_input.storage import objects
+from dali_tf_input.storage.copies import Cache
+from dali_tf_input.storage.objects import Status, is_url
+from dali_tf_input.storage.staging import Staging, locked
+
+_MOST_COMMITS = 16  # of one run to a store, while others write there
+
+
+class IndexFolder:
+    """What one folder of indexes holds, which files have to be checked, and what was found.
+
+    Attributes:
+      files: path of each TFRecord file of this run, by its base name.
+      entries: by base name, what the manifest says: of unchanged files from the start, of others
+        once they are committed.
+      jobs: what has to be checked, by base name.
+      unchanged: how many files were already indexed.
+      removed: how many files of earlier runs no longer exist.
+      valid: entries of checked files without bad records that are not committed yet.
+      faulty: entries of checked files with bad records, committed or not.
+      unreadable: files that could not be checked, and why.
+    """
+
+    def __init__(
+        self,
+        place: str,
+        files: dict[str, str],
+        checks: Checks,
+        *,
+        force: bool,
+        versions: Mapping[str, Status | None],
+        cache: Cache | None,
+        stack: contextlib.ExitStack,
+    ) -> None:
+        self.files = files
+        self._versions, self._cache = versions, cache
+        self._place, self._folder = place, local_folder(place)  # the second one is local
+        refresh(place)
+        self._known = _read_manifest(self._folder).entries
+        self.entries: dict[str, FileEntry] = {}
+        to_check: dict[str, Checks] = {}
+        for name in files:
+            entry = self._known.get(name)
+            self._check_folder_of(name, entry)
+            satisfied = entry and not force and _satisfies(entry, checks)
+            if entry and satisfied and not self._find_staleness(name, entry):
+                self.entries[name] = entry
+            else:
+                to_check[name] = _at_least_as_before(checks, None if force else entry)
+        self._removed = self._find_removed()
+        self.unchanged, self.removed = len(self.entries), len(self._removed)
+        remedy = "Name another folder with `index_dir` (--index_dir)."
+        self._staging: Staging | None = None
+        if to_check or self._removed:
+            self._staging = stack.enter_context(Staging(self._folder, remedy))
+        numbered = enumerate(to_check.items())
+        self.jobs = {name: self._make_job(number, name, one) for number, (name, one) in numbered}
+        self.valid: dict[str, FileEntry] = {}
+        self.faulty: dict[str, FileEntry] = {}
+        self.unreadable: dict[str, str] = {}
+
+    def commit_valid(self) -> None:
+        """Commits files without bad records; removes indexes of files that are gone."""
+        self._commit(self.valid)
+        self.valid = {}
+
+    def commit_faulty(self) -> None:
+        """Commits files with bad records: indexes that skip them, and the list of them."""
+        new = self.faulty.keys() - self.entries.keys()
+        self._commit({name: self.faulty[name] for name in sorted(new)})
+
+    def bad_records_of(self, name: str) -> Iterator[BadRecord]:
+        """Yields the bad records of a file that was checked."""
+        if name in self.unreadable:
+            why = {"reason": "unreadable", "detail": self.unreadable[name]}
+            yield BadRecord(record=None, offset=0, size=0, **why)
+            return
+        for _, line in self._staged_bad_records(name):
+            values = json.loads(line)
+            del values["file"]
+            yield BadRecord(**values)
+
+    def _make_job(self, number: int, name: str, checks: Checks) -> Job:
+        assert self._staging is not None
+        index, bad_records, mark = (
+            self._staging.path(f"{number}{suffix}") for suffix in (INDEX_SUFFIX, ".bad", ".mark")
+        )
+        return Job(
+            file=self.files[name],
+            index=index,
+            bad_records=bad_records,
+            mark=mark,
+            checks=dataclasses.asdict(checks),
+            status=self._versions.get(self.files[name]),
+            cache=dataclasses.asdict(self._cache) if self._cache else None,
+        )
+
+    def _index_file(self, name: str) -> str:
+        return os.path.join(self._folder, name + INDEX_SUFFIX)
+
+    def _folder_of(self, name: str) -> str | None:
+        """Returns where the entry says that the file is: None if beside the index."""
+        folder = os.path.dirname(absolute(self.files[name]))
+        return None if folder == absolute(self._place) else folder
+
+    def _check_folder_of(self, name: str, entry: FileEntry | None) -> None:
+        """Refuses to replace the index of another file of the same name."""
+        if entry and entry.folder and entry.folder != self._folder_of(name):
+            other = os.path.join(entry.folder, name)
+            if _exists(other) and not _is_same(other, self.files[name]):
+                raise InputError(
+                    f"`index_dir` {self._place} holds the index of {other}, which that of "
+                    f"{self.files[name]} would replace: name another folder for one of them."
+                )
+
+    def _find_removed(self) -> set[str]:
+        """Returns the files that were removed, unless with their folder, which may be unmounted."""
+        others = self._known.keys() - self.files.keys()
+        paths = {n: os.path.join(self._known[n].folder or self._place, n) for n in others}
+        there = objects.find_statuses(paths.values())
+        return {
+            name
+            for name, path in paths.items()
+            if path not in there
+            and (is_url(path) or os.path.isdir(os.path.dirname(path)))
+            and not os.path.exists(path)
+        }
+
+    def _find_staleness(self, name: str, entry: FileEntry) -> str | None:
+        file = self.files[name]
+        return find_staleness(file, self._index_file(name), entry, self._versions.get(file))
+
+    def _commit(self, entries: dict[str, FileEntry]) -> None:
+        """Renames the indexes of `entries` into place and then adds the entries to the manifest."""
+        if self._staging is None or not (entries or self._removed):
+            return
+        for _ in range(_MOST_COMMITS):
+            with locked(self._folder):
+                new = self._commit_here(entries)
+                indexes = (name + INDEX_SUFFIX for name in [*new, *self._removed])
+                names = [*indexes, BAD_RECORDS_NAME, MANIFEST_NAME]
+                if self._place == self._folder or upload(self._place, names):
+                    break
+            refresh(self._place)  # another run has written its manifest
+        else:
+            raise InputError(f"{self._place}: other runs keep replacing the manifest. Try again.")
+        self.entries |= new
+        self._removed = set()
+
+    def _commit_here(self, entries: dict[str, FileEntry]) -> dict[str, FileEntry]:
+        """Commits to the local folder, which is locked; returns the entries that are new."""
+        assert self._staging is not None
+        manifest = _read_manifest(self._folder)
+        new: dict[str, FileEntry] = {}
+        for name, entry in entries.items():
+            other = manifest.entries.get(name)
+            if other and other != self._known.get(name) and self._is_deeper(name, other, entry):
+                self.entries[name] = other  # another run checked it in the meantime
+            else:
+                new[name] = dataclasses.replace(entry, folder=self._folder_of(name))
+        listed = {name for name, entry in manifest.entries.items() if entry.skipped}
+        relisted = listed & {*new, *self._removed}
+        for name in new:
+            if self._place == self._folder:
+                os.replace(self.jobs[name].index, self._index_file(name))
+            else:  # it may be needed again
+                shutil.copyfile(self.jobs[name].index, self._index_file(name))
+        manifest.entries |= new
+        for name in self._removed:
+            manifest.entries.pop(name, None)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._index_file(name))
+        relisted |= {name for name, entry in new.items() if entry.skipped}
+        if relisted:
+            self._write_bad_records(new, relisted)
+        manifest.write(self._staging.path(MANIFEST_NAME))
+        self._staging.commit(MANIFEST_NAME)
+        return new
+
+    def _is_deeper(self, name: str, other: FileEntry, entry: FileEntry) -> bool:
+        if LEVELS.index(other.verified) <= LEVELS.index(entry.verified):
+            return False
+        return self._find_staleness(name, other) is None
+
+    def _write_bad_records(self, new: dict[str, FileEntry], relisted: set[str]) -> None:
+        """Rewrites ``bad_records.jsonl`` with new lines for the files in `relisted`."""
+        assert self._staging is not None
+        path = os.path.join(self._folder, BAD_RECORDS_NAME)
+        fresh = (
+            line
+            for name in sorted(relisted)
+            if name in new and new[name].skipped
+            for line in self._staged_bad_records(name)
+        )
+        with open(self._staging.path(BAD_RECORDS_NAME), "w", encoding="utf-8") as stream:
+            old = _read_lines(path, without=relisted) if os.path.isfile(path) else iter(())
+            merged = heapq.merge(old, fresh, key=lambda item: item[0])
+            stream.writelines(line for _, line in merged)
+            empty = stream.tell() == 0
+        if not empty:
+            self._staging.commit(BAD_RECORDS_NAME)
+        elif os.path.exists(path):
+            os.unlink(path)
+
+    def _staged_bad_records(self, name: str) -> Iterator[tuple[str, str]]:
+        return _read_lines(self.jobs[name].bad_records, without=set())
+
+
+def _satisfies(entry: FileEntry, checks: Checks) -> bool:
+    """Whether the run that made `entry` checked everything that `checks` ask for."""
+    if LEVELS.index(entry.verified) < LEVELS.index(checks.verify):
+        return False
+    return all(
+        entry.checked_by.get(name, getattr(Checks, name)) == value
+        or (name == "decoder" and entry.checked_by.get(name) == "both")
+        for name, value in checks.depends_on().items()
+    )
+
+
+def _exists(path: str) -> bool:
+    return os.path.exists(path) or bool(objects.find_statuses([path]))
+
+
+def _is_same(one: str, other: str) -> bool:
+    return one == other if is_url(one) or is_url(other) else os.path.samefile(one, other)
+
+
+def _at_least_as_before(checks: Checks, entry: FileEntry | None) -> Checks:
+    """Returns the checks for a file: those asked for, or the deeper ones of the run before.
+
+    Otherwise a shallower run would re-admit bad records of a file that was merely touched.
+    """
+    if entry is None or LEVELS.index(entry.verified) <= LEVELS.index(checks.verify):
+        return checks
+    return Checks(**{"verify": entry.verified, **entry.checked_by, **checks.depends_on()})
+
+
+def _read_lines(path: str, *, without: set[str]) -> Iterator[tuple[str, str]]:
+    """Yields (file, line) of a list of bad records, except for some files and for foreign lines."""
+    with open(path, encoding="utf-8", errors="replace") as stream:
+        for line in stream:
+            try:
+                file = json.loads(line)["file"]
+            except (ValueError, KeyError, TypeError, RecursionError):
+                continue
+            if isinstance(file, str) and file not in without:
+                yield file, line
+
+
+def _read_manifest(folder: str) -> Manifest:
+    """Reads a manifest to continue from; if it cannot be read, every file is checked again."""
+    try:
+        return Manifest.read(folder)
+    except InputError:
+        return Manifest({})

@@ -1,0 +1,152 @@
+"""Decoding one image as training will, to find out beforehand which images cannot be decoded."""
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from dali_tf_input.errors import InputError
+from dali_tf_input.records.foreign import name_content
+from dali_tf_input.records.schema import DCT_METHOD, BadImage, Checks, TrialDecode
+
+# What both backends decode to the same pixels; one of them refuses any other format.
+_FORMATS = ("JPEG", "PNG", "BMP", "WebP")
+_NAMES = {"WEBP": "WebP", "MPO": "JPEG"}  # MPO: a JPEG followed by further pictures, from cameras
+_END_OF_JPEG = b"\xff\xd9"
+# Of 255, on average. Both decode what they agree about to the same bits.
+_MOST_DIFFERENCE = 1.0
+
+
+def make_trial_decode(checks: Checks) -> TrialDecode:
+    """Makes the function that judges one encoded image, by `decoder` and `max_pixels`.
+
+    It returns (format, height, width), the format one of "JPEG", "grayscale JPEG", "CMYK JPEG",
+    "YCCK JPEG", "PNG", "BMP" and "WebP", the size in pixels. It raises `BadImage` for anything else
+    and for what cannot be decoded.
+    """
+    makers = {"dali": _make_dali_decoder, "tf_data": _make_tf_data_decoder}
+    decoders = [make() for name, make in makers.items() if checks.decoder in (name, "both")]
+
+    def decode(encoded: bytes) -> tuple[str, int, int]:
+        image_format, height, width = read_header(encoded)
+        if height * width > checks.max_pixels:
+            size = f"{width}x{height} in {len(encoded):,} bytes"
+            raise BadImage("too many pixels", f"{size}: over {checks.max_pixels:,} pixels.")
+        made = [one(encoded) for one in decoders]
+        for refusal in made:
+            if isinstance(refusal, str):
+                cut = image_format.endswith("JPEG") and _END_OF_JPEG not in encoded[-64:]
+                kind = image_format.rpartition(" ")[2]
+                raise BadImage(f"{'truncated' if cut else 'damaged'} {kind}", refusal)
+        if len(made) > 1:
+            _compare(*made)
+        return image_format, height, width
+
+    return decode
+
+
+def read_header(encoded: bytes) -> tuple[str, int, int]:
+    """Returns the format of an image, its height and its width, without decoding it.
+
+    Raises:
+      BadImage: it is of another format; the reason names what it is.
+    """
+    try:
+        with Image.open(io.BytesIO(encoded)) as image:
+            (width, height), mode = image.size, image.mode
+            kind = _NAMES.get(str(image.format), str(image.format))
+            transform = image.info.get("adobe_transform")
+            animated = getattr(image, "is_animated", False)
+    except Image.DecompressionBombError as error:
+        raise BadImage("too many pixels", str(error)) from error
+    except Exception as error:  # Pillow's readers raise nearly anything over damaged bytes
+        raise BadImage(*_describe_content(encoded, error)) from error
+    if kind not in _FORMATS:
+        raise BadImage(
+            f"{kind} image",
+            f"expected a JPEG, PNG, BMP or WebP, which both backends decode, found {kind},"
+            f" {width}x{height}.",
+        )
+    if animated and kind in ("PNG", "WebP"):
+        detail = f"expected one image, found a {kind} of several, of which DALI and TensorFlow do"
+        raise BadImage(f"animated {kind}", f"{detail} not decode the same.")
+    if kind == "BMP" and mode not in ("RGB", "RGBA", "L"):
+        detail = "TensorFlow takes the indexes of a palette for shades of gray."
+        raise BadImage("BMP with a palette", detail)
+    if kind == "JPEG" and mode == "CMYK":
+        kind = "YCCK JPEG" if transform == 2 else "CMYK JPEG"
+    elif kind == "JPEG" and mode == "L":
+        kind = "grayscale JPEG"
+    return kind, height, width
+
+
+def _describe_content(encoded: bytes, error: Exception) -> tuple[str, str]:
+    """Returns (reason, detail) for bytes that no image format claims."""
+    count, start = f"{len(encoded):,}", encoded[:64]
+    if encoded[:2] == b"\xff\xd8":
+        words = str(error).partition(" <")[0]
+        return "damaged JPEG", f"the header of this JPEG of {count} bytes cannot be read: {words}"
+    if not any(encoded):
+        return "zero bytes", f"expected an encoded image, found {count} bytes of zero."
+    name, _ = name_content(start) or ("not an image", "")
+    if name in ("text", "HTML page", "XML document"):
+        return name, f"expected an encoded image, found {start[:40]!r} ..."
+    starts = f"{count} bytes that start with {start[:8].hex(' ')}"
+    return name, f"expected an encoded image, found {starts}."
+
+
+def _compare(first: Any, second: Any) -> None:
+    """Raises BadImage if two decoders disagree, judged by every eighth pixel each way."""
+    if first.shape != second.shape:
+        detail = f"DALI decodes it to {first.shape}, TensorFlow to {second.shape}."
+        raise BadImage("decoders disagree", detail)
+    few, others = (one[::8, ::8].astype(np.int16) for one in (first, second))
+    difference = float(np.abs(few - others).mean())
+    if difference > _MOST_DIFFERENCE:
+        detail = f"DALI's pixels and TensorFlow's differ by {difference:.0f} of 255 on average."
+        raise BadImage("decoders disagree", detail)
+
+
+def _make_tf_data_decoder() -> Callable[[bytes], Any]:
+    # Imported here because TensorFlow takes seconds, and only this decoder needs it.
+    import tensorflow as tf
+
+    def decode(encoded: bytes) -> Any:
+        try:
+            if encoded.startswith(b"\xff\xd8\xff"):
+                made = tf.io.decode_jpeg(encoded, channels=3, dct_method=DCT_METHOD)
+            else:
+                made = tf.io.decode_image(encoded, channels=3, expand_animations=False)
+        except tf.errors.OpError as error:
+            return f"TensorFlow's decoder refuses it: {error.message.rpartition('}} ')[2]}"
+        return made.numpy()
+
+    return decode
+
+
+def _make_dali_decoder() -> Callable[[bytes], Any]:
+    # nvImageCodec is what DALI decodes with; unlike a DALI pipeline it continues after a bad image.
+    # Imported here because it need not be installed to check with TensorFlow alone.
+    try:
+        from nvidia import nvimgcodec
+    except ImportError as error:
+        raise InputError(
+            f"To decode as DALI does needs nvImageCodec: {error}. Install it: pip install"
+            " nvidia-dali-cuda120; or check with TensorFlow alone: --decoder=tf_data"
+        ) from error
+
+    decoder = nvimgcodec.Decoder(
+        device_id=nvimgcodec.NVIMGCODEC_DEVICE_CPU_ONLY,
+        backends=[nvimgcodec.Backend(nvimgcodec.BackendKind.CPU_ONLY)],
+        max_num_cpu_threads=1,
+    )
+    color = nvimgcodec.ColorSpec.SRGB
+    parameters: Any = nvimgcodec.DecodeParams(apply_exif_orientation=False, color_spec=color)
+
+    def decode(encoded: bytes) -> Any:
+        image = decoder.decode(encoded, params=parameters)
+        return "DALI's decoder (nvImageCodec) refuses it." if image is None else np.asarray(image)
+
+    return decode

@@ -1,0 +1,285 @@
+"""Checking one TFRecord file: which of its records are valid, and what they hold."""
+
+import contextlib
+import math
+import os
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+import google_crc32c
+
+from dali_tf_input.errors import InputError
+from dali_tf_input.records import contents, schema
+from dali_tf_input.records.contents import FileEntry
+from dali_tf_input.records.example import decode_example
+from dali_tf_input.records.labels import Features
+from dali_tf_input.records.schema import BadImage, Checks, TrialDecode, check_mask
+from dali_tf_input.records.tfrecord import BadRecord, find_records, has_valid_data, read_data
+from dali_tf_input.storage.objects import is_url
+
+_MOST_DATA_BYTES = 1 << 28  # parsing takes five times a record's size; protobuf ends at 2 GiB
+# What is read of each batch of records (4096 at most) below level "schema": a part that costs less
+# than finding them.
+_MOST_SAMPLED = 32
+_MOST_SAMPLED_BYTES = 1 << 20
+_MOST_FIRST_BYTES = 1 << 26  # of one record
+_MOST_KEYS = 1000
+_MOST_RANGED = 1024  # values of a list whose range is noted
+_PROGRESS_SECONDS = 0.2
+
+
+def check_file(
+    file: str,
+    index: BinaryIO,
+    checks: Checks,
+    *,
+    name: str | None = None,
+    decode: TrialDecode | None,
+    crashing: dict[int, tuple[str, str]],
+    on_decode: Callable[[int], None],
+    on_bad_record: Callable[[BadRecord], None],
+    on_progress: Callable[[int, int], None],
+) -> FileEntry:
+    """Reads a TFRecord file once, writes its `index` and reports its bad records, in their order.
+
+    Messages call it `name`, by default `file`.
+
+    Memory does not grow with the number of records, except for one 8-byte label each from level
+    "schema" on, for which `checks` has both keys. `crashing` are records that must not be decoded,
+    as that ended or hung a process: number in the file -> (reason, detail). `on_decode` gets the
+    number of each record before it is decoded; `on_progress` now and then records and bytes since
+    the last call.
+
+    Raises:
+      InputError: the file changed in the meantime.
+      OSError: it cannot be read, or `index` cannot be written.
+    """
+    name = name or file
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        status = os.fstat(descriptor)
+        content = _Content(checks, decode, crashing, on_decode)
+        progress = _Progress(on_progress)
+        crc, records, number, skipped, skipped_bytes = 0, 0, 0, 0, 0
+        for found in find_records(name, descriptor):
+            bad: list[BadRecord] = []
+            extents: list[tuple[int, int]] = []
+            if isinstance(found, BadRecord):
+                bad.append(found)
+                progress.add(0, found.size)
+                number += 1
+            elif checks.verify == "framing":
+                extents = found
+                progress.add(len(found), sum(size for _, size in found))
+                number += len(found)
+            else:
+                for extent in found:
+                    wrong = content.check(descriptor, extent, number)
+                    if wrong:
+                        bad.append(wrong)
+                    else:
+                        extents.append(extent)
+                    progress.add(1, extent[1])
+                    number += 1
+            if checks.verify in ("framing", "crc") and not isinstance(found, BadRecord):
+                content.sample(descriptor, found, number - len(found))
+            for wrong in bad:
+                on_bad_record(wrong)
+            text = "".join(map("%d %d\n".__mod__, extents)).encode()
+            index.write(text)
+            crc = google_crc32c.extend(crc, text)
+            records += len(extents)
+            skipped += len(bad)
+            skipped_bytes += sum(wrong.size for wrong in bad)
+        progress.flush()
+        after = os.stat(file)
+        same = (after.st_size, after.st_mtime_ns) == (status.st_size, status.st_mtime_ns)
+        if not same and not is_url(name):  # use changes the time of a cached object's file
+            problem = f"{name} changed while it was indexed"
+            raise InputError(f"{problem}: wait until it is complete, then retry.")
+    finally:
+        os.close(descriptor)
+    return FileEntry(
+        size=status.st_size,
+        mtime_ns=status.st_mtime_ns,
+        records=records,
+        skipped=skipped,
+        skipped_bytes=skipped_bytes,
+        index_crc=crc,
+        verified=checks.verify,
+        checked_by=checks.depends_on(),
+        parsed=content.parsed,
+        features=content.features(),
+        labels=content.labels(),
+        images=content.images(),
+    )
+
+
+class _Progress:
+    """Reports progress a few times per second, not for every record."""
+
+    def __init__(self, on_progress: Callable[[int, int], None]) -> None:
+        self._on_progress = on_progress
+        self._records, self._bytes = 0, 0
+        self._next = time.monotonic() + _PROGRESS_SECONDS
+
+    def add(self, records: int, size: int) -> None:
+        self._records += records
+        self._bytes += size
+        if time.monotonic() > self._next:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._records or self._bytes:
+            self._on_progress(self._records, self._bytes)
+        self._records, self._bytes = 0, 0
+        self._next = time.monotonic() + _PROGRESS_SECONDS
+
+
+class _Content:
+    """Checks the data of records one by one and sums up what they hold."""
+
+    def __init__(
+        self,
+        checks: Checks,
+        decode: TrialDecode | None,
+        crashing: dict[int, tuple[str, str]],
+        on_decode: Callable[[int], None],
+    ) -> None:
+        self._checks = checks
+        self._image_key, self._label = checks.image_key or "", checks.stored_label
+        self._decode = decode
+        self._crashing = crashing
+        self._on_decode = on_decode
+        self.parsed = 0
+        self._first_parsed = 0
+        # Of a key: kinds, shortest, longest, records, first without, range.
+        self._features: dict[str, list[Any]] = {}
+        self._labels = array("q")
+        self._largest = (0, 0)
+        self._formats: Counter[str] = Counter()
+
+    def sample(self, descriptor: int, extents: list[tuple[int, int]], first: int) -> None:
+        """Notes the features of some of the records from number `first` on; judges nothing."""
+        last, size = len(extents) - 1, sum(size for _, size in extents)
+        most = min(last, _MOST_SAMPLED - 1, _MOST_SAMPLED_BYTES * last // max(size, 1))
+        for row in sorted({part * last // max(most, 1) for part in range(most + 1)}):
+            data = None
+            if extents[row][1] <= _MOST_FIRST_BYTES:
+                data = read_data(descriptor, *extents[row])
+            with contextlib.suppress(InputError):  # level "schema" says what it is
+                if data:
+                    self._note_features(decode_example(data), first + row)
+
+    def check(self, descriptor: int, extent: tuple[int, int], number: int) -> BadRecord | None:
+        """Returns what is wrong with record `number` at `extent` (offset, size), if anything."""
+        offset, size = extent
+        try:
+            if self._checks.verify == "crc" or size > _MOST_DATA_BYTES:
+                if not has_valid_data(descriptor, offset, size):
+                    raise BadImage("data CRC", "the data of this record does not fit its CRC.")
+                if self._checks.verify != "crc":
+                    detail = f"expected at most {_MOST_DATA_BYTES} bytes, the most that is parsed"
+                    raise BadImage("too large", f"{detail}, found {size}.")
+                return None
+            data = read_data(descriptor, offset, size)
+            if data is None:
+                raise BadImage("data CRC", "the data of this record does not fit its CRC.")
+            self._check_features(_parse(data), number)
+        except BadImage as bad:
+            why = {"reason": bad.reason, "detail": bad.detail}
+            return BadRecord(record=number, offset=offset, size=size, **why)
+        return None
+
+    def _check_features(self, features: Features, number: int) -> None:
+        """Checks and notes the features of record `number`; raises BadImage for a bad one."""
+        problem = schema.find_schema_problem(
+            features, image_key=self._image_key, label=self._label, mask_key=self._checks.mask_key
+        )
+        if problem:
+            raise BadImage(*problem)
+        if self._checks.verify == "decode":
+            image_format, height, width = self._find_image(features, number)
+            self._formats[image_format] += 1
+            self._largest = (max(self._largest[0], height), max(self._largest[1], width))
+            if self._checks.mask_key:
+                mask = features[self._checks.mask_key][1][0]
+                check_mask(mask, (height, width), self._decode)
+        self._note_features(features, number)
+        if self._label and "int64_list" in self._label.kinds and self._checks.label != "values":
+            self._labels.extend(features[self._label.key or ""][1])
+
+    def _find_image(self, features: Features, number: int) -> tuple[str, int, int]:
+        if self._image_key == schema.PIXELS_KEY:
+            return "pixels", *(schema.find_size(features) or (0, 0))
+        if number in self._crashing:
+            raise BadImage(*self._crashing[number])
+        self._on_decode(number)
+        assert self._decode
+        return self._decode(features[self._image_key][1][0])
+
+    def _note_features(self, features: Features, number: int) -> None:
+        if not self.parsed:
+            self._first_parsed = number
+        held = 0
+        for key, (kind, values) in features.items():
+            known = self._features.get(key)
+            if known is None:
+                if len(self._features) >= _MOST_KEYS:
+                    continue
+                first_without = self._first_parsed if self.parsed else None
+                known = [set(), len(values), len(values), 0, first_without, None]
+                self._features[key] = known
+            known[0].add(kind)
+            known[1] = min(known[1], len(values))
+            known[2] = max(known[2], len(values))
+            known[3] += 1
+            if kind == "int64_list" and len(values) == 1:
+                low, high = known[5] or (values[0], values[0])
+                known[5] = (min(low, values[0]), max(high, values[0]))
+            elif kind in ("int64_list", "float_list") and len(values) <= _MOST_RANGED:
+                finite = [*filter(math.isfinite, values), *(known[5] or ())]
+                known[5] = (min(finite), max(finite)) if finite else None
+            held += 1
+        if held < len(self._features):
+            for key, known in self._features.items():
+                if known[4] is None and key not in features:
+                    known[4] = number
+        self.parsed += 1
+
+    def features(self) -> dict[str, contents.Feature]:
+        return {
+            key: contents.Feature(
+                kinds=tuple(sorted(kinds)),
+                lengths=(shortest, longest),
+                records=records,
+                first_without=first_without,
+                range=found if len(kinds - {""}) == 1 and longest <= _MOST_RANGED else None,
+            )
+            for key, (kinds, shortest, longest, records, first_without, found) in sorted(
+                self._features.items()
+            )
+        }
+
+    def labels(self) -> contents.Labels | None:
+        if not self._labels:
+            return None
+        counts = tuple(sorted(Counter(self._labels).items()))
+        kept = counts if len(counts) <= contents.MOST_CLASSES else None
+        return contents.Labels(range=(counts[0][0], counts[-1][0]), counts=kept)
+
+    def images(self) -> contents.Images | None:
+        if not self._formats:
+            return None
+        formats = dict(self._formats.most_common())
+        return contents.Images(formats=formats, largest_size=self._largest)
+
+
+def _parse(data: bytes) -> Features:
+    try:
+        return decode_example(data)
+    except InputError as error:
+        raise BadImage("not an Example", str(error)) from error

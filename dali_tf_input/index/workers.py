@@ -1,0 +1,258 @@
+"""Runs the processes, or the threads, that check files for `build_index`."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from typing import IO, Any
+
+from dali_tf_input.errors import InputError
+from dali_tf_input.index.worker import check_task
+from dali_tf_input.records.schema import Checks
+from dali_tf_input.storage.objects import Status
+
+# A plain command, which works whatever the calling program is and has imported. Its import path is
+# made absolute now, as the caller may change its folder.
+_PATH = [os.path.abspath(entry) for entry in sys.path]
+_CODE = (
+    "import sys; sys.path[:] = sys.argv[1:]; from dali_tf_input.index.worker import serve; serve()"
+)
+
+# How a process ends over an image that its decoder cannot take.
+_CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+_OBJECTS_AT_ONCE = 8  # of a store, by threads
+KEPT_SECONDS = 30  # that a process waits for an executor's next task
+_LONGEST_DECODE = 900  # seconds over one image after which the worker ends itself, by SIGALRM
+
+# Records that must not be decoded: number in the file -> (reason, detail).
+Crashing = dict[int, tuple[str, str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A file to check, by the fields of a `checks.Checks`, and where to put what is found.
+
+    An object of a store has a `status`; `cache` are the fields of a `Cache` that keeps it.
+    """
+
+    file: str
+    index: str
+    bad_records: str
+    mark: str  # the number of the record that the worker decodes, 8 bytes
+    checks: dict[str, Any]
+    status: Status | None = None
+    cache: dict[str, Any] | None = None
+
+
+def run_jobs(
+    jobs: Sequence[Job], num_processes: int | None, on_progress: Callable[[int, int], None]
+) -> Generator[tuple[int, dict[str, Any]], None, None]:
+    """Runs `jobs` in up to `num_processes` processes; None is one per core.
+
+    Objects are checked at level "framing" by as many threads of this process instead, by default
+    8: most of the time they wait. `on_progress` is called with records and bytes since its last
+    call, by any thread.
+
+    Yields:
+      (number of the job, answer of `worker`), in the order they are done. If decoding a record
+      crashes or hangs a process, another one checks the file without that record. A process that is
+      killed in another way answers {"unreadable": ...}, and another one continues.
+
+    Raises:
+      InputError: a process ended with an error: something is missing in this installation.
+      OSError: what is made cannot be written.
+    """
+    if not jobs:
+        return
+    local, seats, stopped = threading.local(), list[Seat](), threading.Event()
+    in_threads = all(job.status and job.checks["verify"] == "framing" for job in jobs)
+    at_once = num_processes or (_OBJECTS_AT_ONCE if in_threads else len(os.sched_getaffinity(0)))
+    for job in jobs:
+        if job.cache and job.status:  # the cache must hold what is being read
+            at_once = max(1, min(at_once, job.cache["max_bytes"] // max(1, job.status.size)))
+    at_once = min(at_once, len(jobs))
+
+    def work(job: Job) -> dict[str, Any]:
+        if in_threads:
+            return _check_here(job, on_progress, at_once=at_once, stopped=stopped)
+        if not hasattr(local, "seat"):
+            local.seat = Seat()
+            seats.append(local.seat)
+        seat: Seat = local.seat
+        return seat.run(job, on_progress, stopped)
+
+    pool = ThreadPoolExecutor(at_once)
+    try:
+        futures = {pool.submit(work, job): number for number, job in enumerate(jobs)}
+        for future in as_completed(futures):
+            answer = future.result()
+            if "error" in answer:
+                raise OSError(*answer["error"])
+            yield futures[future], answer
+    finally:
+        stopped.set()
+        for seat in list(seats):
+            seat.kill()
+        pool.shutdown(cancel_futures=True)
+        for seat in seats:
+            seat.close()
+
+
+def _check_here(
+    job: Job, on_progress: Callable[[int, int], None], *, at_once: int, stopped: threading.Event
+) -> dict[str, Any]:
+    """Checks a file in this thread; returns the answer. Raises what `on_progress` raises."""
+    problems: list[Exception] = []
+
+    def tell(records: int, size: int) -> None:
+        if stopped.is_set():
+            raise InputError("The run ends.")
+        try:
+            on_progress(records, size)
+        except Exception as error:
+            problems.append(error)
+            raise
+
+    task = {**dataclasses.asdict(job), "crashing": {}}
+    shared = {"at_once": at_once, "stopped": stopped}
+    answer = check_task(task, Checks(**job.checks), None, tell, **shared)
+    if problems:
+        raise problems[0]
+    return answer
+
+
+class Seat:
+    """Runs one process at a time, and starts another if it dies."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._workers: list[_Worker] = []
+        self._last_used = 0.0
+
+    def run(
+        self, job: Job, on_progress: Callable[[int, int], None], stopped: threading.Event
+    ) -> dict[str, Any]:
+        """Returns the answer to a job."""
+        crashing: Crashing = {}
+        while True:
+            if not self._workers or self._workers[-1].is_dead:
+                self._workers.append(_Worker())
+            if stopped.is_set():
+                self.kill()
+            answer = self._workers[-1].run(job, crashing, on_progress)
+            self._last_used = time.monotonic()
+            if answer is not None:
+                return answer
+
+    def close_if_idle(self) -> None:
+        """Ends the process if no job came for a while."""
+        with self.lock:
+            if time.monotonic() >= self._last_used + KEPT_SECONDS:
+                self.kill()
+                self.close()
+
+    def kill(self) -> None:
+        """Kills the process."""
+        for worker in self._workers[-1:]:
+            worker.kill()
+
+    def close(self) -> None:
+        """Waits for the processes, which have ended or will."""
+        for worker in self._workers:
+            worker.close()
+        self._workers = []
+
+
+class _Worker:
+    """One process."""
+
+    def __init__(self) -> None:
+        self.is_dead = False
+        self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `close`)
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _CODE, *_PATH],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            start_new_session=True,  # Ctrl-C reaches the caller alone, which ends this process
+            # Images are decoded on the CPU: GPUs and their memory are left to training.
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"},
+        )
+
+    def run(
+        self, job: Job, crashing: Crashing, on_progress: Callable[[int, int], None]
+    ) -> dict[str, Any] | None:
+        """Returns the answer to a job; None if it is to be run again by another process."""
+        assert self._process.stdin and self._process.stdout
+        task = {**dataclasses.asdict(job), "crashing": crashing, "longest_decode": _LONGEST_DECODE}
+        with contextlib.suppress(BrokenPipeError):  # it died; its exit status says how
+            self._process.stdin.write(json.dumps(task).encode() + b"\n")
+            self._process.stdin.flush()
+        for line in self._process.stdout:
+            try:
+                answer: dict[str, Any] = json.loads(line)
+            except ValueError:
+                self.kill()
+                raise InputError(
+                    f"The indexing process answered {line[:80]!r}: is a module shadowed in "
+                    f"{os.getcwd()}?"
+                ) from None
+            if "progress" not in answer:
+                return answer
+            on_progress(*answer["progress"])
+        self.is_dead = True
+        status = self._process.wait()
+        if status >= 0:
+            self._stderr.seek(0)
+            last_words = self._stderr.read().decode(errors="replace").strip().splitlines()[-1:]
+            words = " ".join(last_words) or f"exit status {status}"
+            raise InputError(f"The indexing process stopped at {job.file}: {words}")
+        return self._judge(job, signal.Signals(-status), crashing)
+
+    def _judge(
+        self, job: Job, ended_by: signal.Signals, crashing: Crashing
+    ) -> dict[str, Any] | None:
+        """Blames the record that was decoded last, if that can have ended the process."""
+        number = _read_mark(job)
+        if number is not None and number not in crashing:
+            if ended_by in _CRASHES:
+                detail = f"decoding it ended the process: {ended_by.name}."
+                crashing[number] = ("crashes the decoder", detail)
+                return None
+            if ended_by == signal.SIGALRM:
+                detail = f"decoding it did not end within {_LONGEST_DECODE} s."
+                crashing[number] = ("hangs the decoder", detail)
+                return None
+        text = f"{job.file}: the process that checked it was ended by {ended_by.name}."
+        return {"unreadable": text}
+
+    def close(self) -> None:
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream:
+                with contextlib.suppress(BrokenPipeError):
+                    stream.close()
+        self._process.wait()
+        self._stderr.close()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def _read_mark(job: Job) -> int | None:
+    """Returns the record that was decoded last; None before the first. Forgets it."""
+    try:
+        with open(job.mark, "rb") as stream:
+            mark = stream.read()
+        os.unlink(job.mark)
+    except FileNotFoundError:
+        return None
+    return int.from_bytes(mark, "little") if mark else None

@@ -1,0 +1,1 @@
+"""What TFRecord files are and hold, and where each record is."""

@@ -1,0 +1,187 @@
+"""What TFRecord files hold, as the index run found it: each file, and all together."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import msgspec
+
+from dali_tf_input.records.schema import LEVELS, Level
+
+Range = tuple[int | float, int | float]
+_Number = Annotated[int, msgspec.Meta(ge=0)]  # of a manifest, which may be forged
+
+MOST_CLASSES = 10_000  # that are counted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feature:
+    """One feature key, over the records whose features were read.
+
+    Attributes:
+      kinds: the kinds of list found, sorted: "bytes_list", "float_list", "int64_list", or "" for a
+        feature without a value.
+      lengths: shortest and longest list.
+      records: how many records have the key.
+      first_without: number of the first record, in its file, that lacks the key; None if all have
+        it.
+      range: lowest and highest value, if all are lists of numbers with a value; else None.
+    """
+
+    kinds: tuple[str, ...]
+    lengths: tuple[_Number, _Number]
+    records: _Number
+    first_without: int | None = None
+    range: Range | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Labels:
+    """The integer labels as stored, over the records that were checked.
+
+    Attributes:
+      range: lowest and highest.
+      counts: the labels that occur, in order, and in how many places; None above 10,000 labels.
+    """
+
+    range: tuple[int, int]
+    counts: tuple[tuple[int, _Number], ...] | None = None
+
+    @property
+    def num_classes(self) -> int | None:
+        """How many different labels occur."""
+        return None if self.counts is None else len(self.counts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Images:
+    """The images that were checked; the largest height and the largest width among them."""
+
+    formats: dict[str, _Number]
+    largest_size: tuple[_Number, _Number]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileEntry:
+    """What is known of one file; what the manifest holds of it.
+
+    Attributes:
+      size: bytes of the file when it was indexed.
+      mtime_ns: its time of modification then, in nanoseconds; 0 for an object of a store.
+      etag: the version of an object; None for a file.
+      records: how many records the index holds.
+      skipped: how many bad records it skips; ``bad_records.jsonl`` lists them.
+      skipped_bytes: bytes of the file that they take.
+      index_crc: CRC-32C of the index file's bytes.
+      verified: the level of checking.
+      checked_by: what else the checks depended on (keys, label range, decoders), so that a run that
+        asks for the same need not check again.
+      parsed: of how many records the features were read: below "schema", of a sample.
+      features: by key.
+      folder: absolute path of the file's folder, if that is not the folder of the index.
+      labels: from level "schema" on.
+      images: from level "decode" on.
+    """
+
+    size: _Number
+    mtime_ns: int
+    etag: str | None = None
+    records: _Number
+    skipped: _Number
+    skipped_bytes: _Number
+    index_crc: _Number
+    verified: Level
+    checked_by: dict[str, Any] = field(default_factory=dict)
+    parsed: _Number
+    features: dict[str, Feature]
+    folder: str | None = None
+    labels: Labels | None = None
+    images: Images | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What several files hold together: sums and merges of their entries.
+
+    `without` gives, for a key that only some records have, the (file, record number) of the first
+    that lacks it.
+    """
+
+    files: int
+    records: int
+    skipped: int
+    size: int
+    verified: dict[str, int]
+    features: dict[str, Feature]
+    without: dict[str, tuple[str, int]]
+    labels: Labels | None
+    images: Images | None
+
+
+def summarize(entries: Mapping[str, FileEntry]) -> Summary:
+    """Returns what `entries`, by file, hold together."""
+    features: dict[str, Feature] = {}
+    without: dict[str, tuple[str, int]] = {}
+    parsed = [(file, entry) for file, entry in sorted(entries.items()) if entry.parsed]
+    for key in sorted({key for _, entry in parsed for key in entry.features}):
+        found = [entry.features[key] for _, entry in parsed if key in entry.features]
+        for file, entry in parsed:
+            record = entry.features[key].first_without if key in entry.features else 0
+            if record is not None:
+                without[key] = (file, record)
+                break
+        shortest, longest = zip(*(feature.lengths for feature in found), strict=True)
+        features[key] = Feature(
+            kinds=tuple(sorted({kind for feature in found for kind in feature.kinds})),
+            lengths=(min(shortest), max(longest)),
+            records=sum(feature.records for feature in found),
+            range=merge_ranges([feature.range for feature in found]),
+            first_without=without[key][1] if key in without else None,
+        )
+    values = entries.values()
+    levels = Counter(entry.verified for entry in values)
+    return Summary(
+        files=len(entries),
+        records=sum(entry.records for entry in values),
+        skipped=sum(entry.skipped for entry in values),
+        size=sum(entry.size for entry in values),
+        verified={level: levels[level] for level in LEVELS if levels[level]},
+        features=features,
+        without=without,
+        labels=merge_labels([entry.labels for entry in values if entry.labels]),
+        images=merge_images([entry.images for entry in values if entry.images]),
+    )
+
+
+def merge_ranges(ranges: Sequence[Range | None]) -> Range | None:
+    """Returns the lowest and the highest of some ranges; None if one of them is."""
+    known = [one for one in ranges if one]
+    if len(known) < len(ranges):
+        return None
+    return min(low for low, _ in known), max(high for _, high in known)
+
+
+def merge_labels(found: list[Labels]) -> Labels | None:
+    """Returns the labels of several files together; None of none."""
+    if not found:
+        return None
+    counts: tuple[tuple[int, int], ...] | None = None
+    if all(labels.counts is not None for labels in found):
+        total: Counter[int] = Counter()
+        for labels in found:
+            total.update(dict(labels.counts or ()))
+        counts = tuple(sorted(total.items())) if len(total) <= MOST_CLASSES else None
+    lows, highs = zip(*(labels.range for labels in found), strict=True)
+    return Labels(range=(min(lows), max(highs)), counts=counts)
+
+
+def merge_images(found: list[Images]) -> Images | None:
+    """Returns the images of several files together; None of none."""
+    if not found:
+        return None
+    formats: Counter[str] = Counter()
+    for images in found:
+        formats.update(images.formats)
+    heights, widths = zip(*(images.largest_size for images in found), strict=True)
+    return Images(formats=dict(formats.most_common()), largest_size=(max(heights), max(widths)))

@@ -1,0 +1,41 @@
+"""The index of a TFRecord file: a line with the offset and the size of each record, in bytes."""
+
+import google_crc32c
+import numpy as np
+import numpy.typing as npt
+
+from dali_tf_input.errors import InputError
+
+Integers = npt.NDArray[np.int64]
+
+_FRAME_SIZE = 16  # bytes of a record without data
+_CHANGED = "{} changed since `Records.from_files` read it: {}. Make the records again."
+
+
+def read_index(index_file: str, *, crc: int | None = None) -> bytes:
+    """Reads an index file; InputError if it cannot be read or `crc`, its CRC-32C, changed."""
+    try:
+        with open(index_file, "rb") as stream:
+            text = stream.read()
+        if crc is not None and google_crc32c.value(text) != crc:
+            raise ValueError(f"its CRC-32C was {crc}")
+        return text
+    except (OSError, ValueError) as error:
+        raise InputError(_CHANGED.format(index_file, error)) from error
+
+
+def parse_index(text: bytes, index_file: str, num_records: int) -> Integers:
+    """Returns offset and size in bytes of each record, in the order of the file: int64 (n, 2).
+
+    Raises:
+      InputError: what `read_index` returned is damaged, or holds another number of records.
+    """
+    try:
+        extents = np.array(text.split(), dtype=np.int64).reshape(-1, 2)
+        if (extents < (0, _FRAME_SIZE)).any():
+            raise ValueError(f"an offset is below 0, or a size below {_FRAME_SIZE}")
+        if len(extents) != num_records:
+            raise ValueError(f"then {num_records} records, now {len(extents)}")
+    except (ValueError, OverflowError) as error:
+        raise InputError(_CHANGED.format(index_file, error)) from error
+    return extents

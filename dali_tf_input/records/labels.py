@@ -1,0 +1,236 @@
+"""What records hold besides the image: how it is stored and what comes out."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+from dali_tf_input.errors import Count, InputError, Within, check, check_fields
+
+LabelKind = Literal["class", "multi_hot", "values", "none"]
+Features = Mapping[str, tuple[str, Sequence[Any]]]  # kind and values by key, of one record
+Lengths = tuple[int, float]  # the fewest and the most values of a list
+
+_NUMBERS = ("int64_list", "float_list")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassLabel:
+    """One class, stored as an integer, or as a name.
+
+    Attributes:
+      key: its feature key; None is the one that `Records` found.
+      num_classes: how many classes there are; None is the number of names, or unknown.
+      offset: subtracted from every integer, so that classes count from 0; None is the
+        `label_offset` of the `Records`.
+      vocabulary: the names of the classes in their order, for labels stored as names.
+      one_hot: labels come out as float32 (num_classes,), 1 at the class and 0 elsewhere, and all 0
+        for a label out of range (index level "schema" finds those); else as int64 ().
+      smoothing: part of the 1 that is spread evenly over all classes, in [0, 1); needs `one_hot`.
+    """
+
+    key: str | None = None
+    num_classes: Count | None = None
+    offset: int | None = None
+    vocabulary: tuple[str, ...] | None = None
+    one_hot: bool = False
+    smoothing: float = 0.0
+    lengths: ClassVar[Lengths] = (1, 1)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        names = self.vocabulary or ()
+        check(len({*names}) == len(names), "vocabulary", "names that differ", names)
+        object.__setattr__(self, "num_classes", self.num_classes or len(names) or None)
+        check(0 <= self.smoothing < 1, "smoothing", "in [0, 1)", self.smoothing)
+        if self.one_hot and not self.num_classes:
+            raise InputError("`one_hot` needs `num_classes`.")
+        if self.smoothing and not self.one_hot:
+            raise InputError("`smoothing` needs `one_hot`.")
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of list that store it."""
+        return ("bytes_list",) if self.vocabulary else ("int64_list",)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of one label."""
+        return (self.num_classes or 0,) if self.one_hot else ()
+
+    @property
+    def dtype(self) -> str:
+        """The type of one label."""
+        return "float32" if self.one_hot else "int64"
+
+    @property
+    def one_hot_values(self) -> tuple[float, float]:
+        """What a one-hot label holds at its class, and elsewhere."""
+        rest = self.smoothing / (self.num_classes or 1)
+        return 1 - self.smoothing + rest, rest
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiHot:
+    """Any number of classes, stored as a list of integers, which may be empty.
+
+    Labels come out as float32 (num_classes,), 1 at each class of the list and 0 elsewhere.
+
+    Attributes:
+      num_classes: how many classes there are; None, for the index step only, sets no limit.
+      key: its feature key; None is the one that `Records` found.
+      offset: see `ClassLabel`.
+    """
+
+    num_classes: Count | None
+    key: str | None = None
+    offset: int | None = None
+    kinds: ClassVar[tuple[str, ...]] = ("int64_list", "")
+    lengths: ClassVar[Lengths] = (0, math.inf)
+    dtype: ClassVar[str] = "float32"
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of one label."""
+        return (self.num_classes or 0,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Values:
+    """A vector of numbers, to be predicted by regression; it comes out as float32 (size,).
+
+    Attributes:
+      size: how many numbers, at least 1.
+      key: its feature key, of a float_list or an int64_list; None is the one that `Records`
+        found.
+    """
+
+    size: Count
+    key: str | None = None
+    kinds: ClassVar[tuple[str, ...]] = _NUMBERS
+    dtype: ClassVar[str] = "float32"
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @property
+    def lengths(self) -> Lengths:
+        """How many values a record holds."""
+        return self.size, self.size
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of one label."""
+        return (self.size,)
+
+
+Label = ClassLabel | MultiHot | Values
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentationMask:
+    """A class for each pixel: it gets the crop, the resize (nearest) and the mirror of its image.
+
+    It is stored as a PNG of one channel, or as raw bytes, a uint8 for each pixel, of the image's
+    size. It comes out as int32 (height, width).
+
+    Attributes:
+      key: its feature key.
+      ignore: the value of pixels that a crop adds outside the image, in [0, 255].
+    """
+
+    key: str
+    ignore: Annotated[int, Within(0, 255)] = 255
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """A feature that comes out as it is stored: int64, float32 or string.
+
+    Attributes:
+      size: how many values come out, as a vector; None is one value, as a scalar.
+      padding: what fills the vector where a record holds fewer values; None refuses those.
+    """
+
+    size: Count | None = None
+    padding: int | float | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.padding is not None and self.size is None:
+            raise InputError("`padding` needs `size`.")
+
+    @property
+    def lengths(self) -> Lengths:
+        """How many values a record holds."""
+        size = self.size or 1
+        return (size if self.padding is None else 0), size
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of what comes out for one record."""
+        return () if self.size is None else (self.size,)
+
+
+def describe_list(kinds: Sequence[str], lengths: Lengths) -> str:
+    """Returns such as "int64_list of 1 value"."""
+    low, high = lengths
+    count = "any number" if high == math.inf else f"{high}" if low == high else f"{low} to {high}"
+    return f"{' or '.join(filter(None, kinds))} of {count} value{'' if high == 1 else 's'}"
+
+
+def find_label_problem(label: Label, features: Features) -> tuple[str, str] | None:
+    """Returns (reason, detail) if a record does not hold such a label; its key must be known."""
+    key = label.key or ""
+    if key not in features:
+        held = ", ".join(f"'{held}'" for held in sorted(features)[:20]) or "no features"
+        return "label missing", f"`label_key` '{key}' is not in this record, which holds {held}."
+    found, values = features[key]
+    low, high = label.lengths
+    if found not in label.kinds or not low <= len(values) <= high:
+        due, found = describe_list(label.kinds, label.lengths), found or "an empty feature"
+        return "label kind", f"`label_key` '{key}' must be {due}, found {found} of {len(values)}."
+    if isinstance(label, Values):
+        wrong = next((value for value in values if not math.isfinite(value)), None)
+        bound = "finite"
+    elif isinstance(label, ClassLabel) and label.vocabulary:
+        names = {name.encode() for name in label.vocabulary}
+        wrong = next((value for value in values if value not in names), None)
+        bound = f"one of the {len(names)} names of the vocabulary"
+    else:
+        first, count = label.offset or 0, label.num_classes
+        last = None if count is None else first + count - 1
+        beyond = (one for one in values if one < first or (last is not None and one > last))
+        wrong, bound = next(beyond, None), f"in {first} to {last}"
+        bound = bound if count else f"at least {first}"
+    if wrong is None:
+        return None
+    return "label range", f"`label_key` '{key}' must be {bound}, found {wrong!r}."
+
+
+def class_weights(
+    given: Mapping[int, float] | Literal["balanced"],
+    counts: Sequence[tuple[int, int]] | None,
+    num_classes: int,
+) -> list[float]:
+    """Returns the weight of each class; 1 for those that are not given.
+
+    "balanced" is records / (classes * records of the class), as in scikit-learn; `counts` are the
+    classes that occur, and the records of each.
+    """
+    if given == "balanced":
+        if counts is None:
+            text = "`class_weight` 'balanced' needs the classes of all records"
+            raise InputError(f"{text}: index them with --verify=schema.")
+        total = sum(count for _, count in counts)
+        given = {label: total / (len(counts) * count) for label, count in counts}
+    for label, weight in given.items():
+        holds = isinstance(label, int) and label >= 0 and math.isfinite(weight) and weight >= 0
+        check(holds, "class_weight", "weights of at least 0, by classes from 0", given)
+    return [given.get(label, 1.0) for label in range(max([num_classes - 1, *given]) + 1)]

@@ -1,0 +1,97 @@
+"""Local copies of index files that are in a store: read there, and written back as a whole."""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+
+from dali_tf_input.errors import InputError
+from dali_tf_input.records.paths import BAD_RECORDS_NAME, INDEX_SUFFIX, MANIFEST_NAME
+from dali_tf_input.storage import objects
+from dali_tf_input.storage.objects import is_url
+from dali_tf_input.storage.staging import locked, write_whole
+
+_ETAGS_NAME = ".etags.json"  # of what a mirror holds, by name
+
+
+def local_folder(folder: str) -> str:
+    """Returns where a folder's index files are: for a folder in a store, its mirror."""
+    if not is_url(folder):
+        return folder
+    name = hashlib.sha256(folder.rstrip("/").encode()).hexdigest()[:20]
+    return os.path.join(tempfile.gettempdir(), f"dali_tf_input-{os.getuid()}", f"index-{name}")
+
+
+def refresh(folder: str) -> None:
+    """Brings the mirror of a folder in a store up to date; does nothing for a local folder."""
+    mirror = local_folder(folder)
+    if mirror == folder:
+        return
+    listed = objects.list_folder(folder)
+    found = {name: status for name, status in listed.items() if _is_index(name)}
+    try:
+        os.makedirs(mirror, mode=0o700, exist_ok=True)
+        with locked(mirror):
+            held = _read_etags(mirror)
+            for name in filter(_is_index, set(os.listdir(mirror)) - found.keys()):
+                os.unlink(os.path.join(mirror, name))
+            new = {name: one for name, one in found.items() if held.get(name) != one.etag}
+            data = objects.read_whole({f"{folder}/{name}": new[name] for name in new})
+            for name, one in zip(new, data, strict=True):
+                with open(os.path.join(mirror, f"{name}.new"), "wb") as stream:
+                    stream.write(one)
+                os.replace(stream.name, os.path.join(mirror, name))
+            _write_etags(mirror, {name: status.etag for name, status in found.items()})
+    except OSError as error:
+        raise InputError(
+            f"Cannot write to {mirror}: {error.strerror}. Set TMPDIR to another folder."
+        ) from error
+
+
+def find_local(index_files: Sequence[str]) -> tuple[str, ...]:
+    """Returns where the index files are, after bringing those of a store here."""
+    for folder in {os.path.dirname(index_file) for index_file in index_files}:
+        refresh(folder)
+    places = map(os.path.split, index_files)
+    return tuple(os.path.join(local_folder(folder), name) for folder, name in places)
+
+
+def upload(folder: str, names: list[str]) -> bool:
+    """Writes index files of the mirror to the folder in its store, in turn; removes those gone.
+
+    Returns whether the last one, the manifest, could be written: another run may have written one
+    since the mirror was refreshed.
+    """
+    mirror = local_folder(folder)
+    held = _read_etags(mirror)
+    # Until all is written, these files of the mirror count as others than those of the store.
+    _write_etags(mirror, {name: etag for name, etag in held.items() if name not in names})
+    for name in names:
+        replaces = held.get(name, "") if name == MANIFEST_NAME else None
+        path = os.path.join(mirror, name)
+        if not os.path.exists(path):
+            if name in held:
+                objects.delete(f"{folder}/{name}")
+        elif not objects.write(f"{folder}/{name}", path, replaces=replaces):
+            return False
+    found = objects.list_folder(folder)
+    etags = {name: found[name].etag for name in names if name in found}
+    _write_etags(mirror, {name: etag for name, etag in held.items() if name in found} | etags)
+    return True
+
+
+def _is_index(name: str) -> bool:
+    return name in (MANIFEST_NAME, BAD_RECORDS_NAME) or name.endswith(INDEX_SUFFIX)
+
+
+def _read_etags(mirror: str) -> dict[str, str]:
+    try:
+        with open(os.path.join(mirror, _ETAGS_NAME), encoding="utf-8") as stream:
+            return dict(json.load(stream))
+    except (OSError, ValueError):
+        return {}
+
+
+def _write_etags(mirror: str, etags: dict[str, str]) -> None:
+    write_whole(os.path.join(mirror, _ETAGS_NAME), json.dumps(etags))

@@ -1,0 +1,242 @@
+"""Prediction and serving with the preprocessing that a model was evaluated with."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+
+from dali_tf_input.backends import tf_images
+from dali_tf_input.backends.build import check_gpu, import_dali
+from dali_tf_input.backends.tf_native import uses_native
+from dali_tf_input.errors import BatchSize, InputError, Path, check, checked
+from dali_tf_input.index.decoders import make_trial_decode
+from dali_tf_input.records.schema import BadImage, Checks
+from dali_tf_input.spec.options import DaliOptions, Device, TfDataOptions
+from dali_tf_input.spec.preprocess import Preprocess
+from dali_tf_input.storage.staging import Staging
+from dali_tf_input.training.strategies import check_keras
+
+_TRITON_TYPES = {"float32": "TYPE_FP32", "float16": "TYPE_FP16", "uint8": "TYPE_UINT8"}
+
+
+@checked
+def iterate_batches(
+    images: Sequence[bytes | Path],
+    preprocess: Preprocess,
+    options: DaliOptions | TfDataOptions | None = None,
+    *,
+    batch_size: BatchSize = 32,
+    on_bad: Callable[[int, str], None] | None = None,
+) -> Iterator[tuple[list[int], tf.Tensor]]:
+    """Yields preprocessed images in batches; skips those that cannot be decoded.
+
+    Args:
+      images: encoded images, or paths of their files.
+      preprocess: what to do, without randomness: see `Preprocess.for_evaluation`.
+      options: which backend; None is tf.data.
+      batch_size: images in each batch, at least 1; the last batch holds the rest.
+      on_bad: called with the position in `images` and the reason for each skipped one.
+
+    Yields:
+      (positions in `images`, `preprocess.dtype` (len(positions), *preprocess.image_shape)).
+
+    Raises:
+      InputError: `preprocess` is random, or the backend does not support it.
+    """
+    _check_deterministic(preprocess)
+    if isinstance(options, DaliOptions):
+        if options.device == "gpu":
+            check_gpu(0)
+        decode = make_trial_decode(Checks(decoder="dali"))
+        prepare = _prepare_by_dali(preprocess, options, batch_size)
+    else:
+        decode = make_trial_decode(Checks(decoder="tf_data"))
+        prepare = _prepare_by_tf(preprocess)
+    positions: list[int] = []
+    batch: list[bytes] = []
+    for position, image in enumerate(images):
+        try:
+            encoded = image if isinstance(image, bytes) else _read(image)
+            decode(encoded)
+        except (BadImage, OSError) as error:
+            if on_bad:
+                words = f"{error.reason}: {error.detail}" if isinstance(error, BadImage) else error
+                on_bad(position, str(words))
+            continue
+        positions.append(position)
+        batch.append(encoded)
+        if len(batch) == batch_size:
+            yield positions, prepare(batch)
+            positions, batch = [], []
+    if batch:
+        yield positions, prepare(batch)
+
+
+@checked
+def export_saved_model(model: keras.Model, preprocess: Preprocess, folder: Path) -> None:
+    """Writes `model` as a TensorFlow SavedModel that takes and preprocesses encoded images.
+
+    So a served model cannot be fed differently from the one that was evaluated.
+
+    Args:
+      model: takes a batch of `preprocess.image_shape`.
+      preprocess: see `iterate_batches`.
+      folder: where the SavedModel goes. Its signature "serving_default" takes string (batch,), JPEG
+        or PNG, and returns what `model` does.
+
+    Raises:
+      InputError: `preprocess` is random.
+    """
+    check_keras("export_saved_model")
+    _check_deterministic(preprocess)
+    archive = keras.export.ExportArchive()
+    archive.track(model)
+    prepare = _prepare_one_by_tf(preprocess, native=False)  # it is loaded where there is no library
+    signature = tf.TensorSpec(preprocess.image_shape, tf.as_dtype(preprocess.dtype))
+
+    def serve(encoded: tf.Tensor) -> tf.Tensor:
+        return model(tf.map_fn(prepare, encoded, fn_output_signature=signature), training=False)
+
+    encoded = tf.TensorSpec((None,), tf.string, name="encoded")
+    archive.add_endpoint(name="serve", fn=serve, input_signature=[encoded])
+    archive.write_out(os.fspath(folder), verbose=False)
+
+
+@checked
+def export_triton(
+    preprocess: Preprocess, folder: Path, *, device: Device = "gpu", max_batch_size: BatchSize = 64
+) -> None:
+    """Writes the preprocessing as a model of Triton's DALI backend.
+
+    That is ``<folder>/config.pbtxt`` and ``<folder>/1/model.dali``.
+
+    Args:
+      preprocess: see `iterate_batches`.
+      folder: a new folder in Triton's model repository; its name is the model's.
+      device: "gpu" or "cpu", where Triton runs it. "gpu" needs a GPU on this machine.
+      max_batch_size: largest batch that Triton makes, at least 1.
+
+    Raises:
+      InputError: `preprocess` is random or not supported by DALI, or `folder` exists.
+    """
+    _check_deterministic(preprocess)
+    types = ", ".join(map(repr, _TRITON_TYPES))
+    check(preprocess.dtype in _TRITON_TYPES, "dtype", f"one of {types}", repr(preprocess.dtype))
+    folder = os.path.abspath(folder)
+    if os.path.lexists(folder):
+        raise InputError(f"{folder} exists already: name a new folder.")
+    dims = list(preprocess.image_shape)
+    config = f"""name: "{os.path.basename(folder)}"
+backend: "dali"
+max_batch_size: {max_batch_size}
+input [ {{ name: "encoded", data_type: TYPE_UINT8, dims: [ -1 ], allow_ragged_batch: true }} ]
+output [ {{ name: "images", data_type: {_TRITON_TYPES[preprocess.dtype]}, dims: {dims} }} ]
+instance_group [ {{ kind: KIND_{device.upper()} }} ]
+"""
+    try:
+        pipeline = import_dali().define_serving_pipeline(
+            preprocess, DaliOptions(device=device), batch_size=max_batch_size
+        )
+        serialized = pipeline.serialize()
+    except RuntimeError as error:
+        raise InputError(
+            f"DALI cannot define the pipeline here: {error} A pipeline for a GPU needs a machine"
+            " with a GPU; or pass device='cpu'."
+        ) from error
+    with Staging(os.path.dirname(folder), "Name another folder.") as staging:
+        made = staging.path("model")
+        os.makedirs(os.path.join(made, "1"))
+        with open(os.path.join(made, "1", "model.dali"), "wb") as stream:
+            stream.write(serialized)
+        with open(os.path.join(made, "config.pbtxt"), "w", encoding="utf-8") as text:
+            text.write(config)
+        staging.commit("model", folder)
+
+
+@checked
+def make_normalization(preprocess: Preprocess) -> keras.layers.Layer:
+    """Makes the Keras layer that normalizes uint8 images: (x - mean) / std per channel.
+
+    Put it first in the model. Batches of uint8 take a quarter of the bytes on their way to the
+    device.
+    """
+    return keras.layers.Normalization(
+        axis=-1 if preprocess.layout == "HWC" else 1,
+        mean=preprocess.mean,
+        variance=[std**2 for std in preprocess.std],
+    )
+
+
+@checked
+def denormalize(images: Any, preprocess: Preprocess) -> npt.NDArray[np.float32]:
+    """Returns images as they can be shown: what `make_dataset` serves, back in 0..255.
+
+    Args:
+      images: `preprocess.dtype` (n, *preprocess.image_shape), a tensor or an array.
+      preprocess: what made them.
+
+    Returns:
+      float32 (n, height, width, channels), neither rounded nor clipped: "bicubic" may leave 0..255.
+    """
+    values = np.asarray(images).astype(np.float32)
+    if preprocess.layout == "CHW":
+        values = values.transpose(0, 2, 3, 1)
+    if preprocess.dtype == "uint8":
+        return values
+    std, mean = (np.array(one, np.float32) for one in (preprocess.std, preprocess.mean))
+    shown: npt.NDArray[np.float32] = values * std + mean
+    return shown
+
+
+def _check_deterministic(preprocess: Preprocess) -> None:
+    mirrors = preprocess.mirror_probability not in (0, 1)
+    if mirrors or preprocess.auto_augment or preprocess.crop.is_random:
+        raise InputError(
+            "`preprocess` must not be random, as in Preprocess.for_evaluation: no random crop, no"
+            " mirror probability between 0 and 1, no `auto_augment`."
+        )
+
+
+def _read(path: Path) -> bytes:
+    with open(os.path.expanduser(path), "rb") as stream:
+        return stream.read()
+
+
+def _prepare_by_tf(preprocess: Preprocess) -> Callable[[list[bytes]], tf.Tensor]:
+    encoded = tf.TensorSpec((), tf.string)
+    prepare = _prepare_one_by_tf(preprocess, native=uses_native("auto"))
+    one = tf.function(prepare, input_signature=[encoded])
+    return lambda batch: tf.stack([one(tf.constant(encoded)) for encoded in batch])
+
+
+def _prepare_one_by_tf(preprocess: Preprocess, *, native: bool) -> Callable[[tf.Tensor], tf.Tensor]:
+    """Returns a function of one encoded image, a scalar string."""
+    tf_images.check_supported(preprocess)
+
+    @tf.autograph.experimental.do_not_convert
+    def prepare(encoded: tf.Tensor) -> tf.Tensor:
+        uniforms = tf.zeros(preprocess.num_uniforms)
+        return tf_images.prepare_image(encoded, uniforms, preprocess, native=native)
+
+    return prepare
+
+
+def _prepare_by_dali(
+    preprocess: Preprocess, options: DaliOptions, batch_size: int
+) -> Callable[[list[bytes]], tf.Tensor]:
+    pipeline: Any = import_dali().define_serving_pipeline(
+        preprocess, options, batch_size=batch_size
+    )
+    pipeline.build()
+
+    def prepare(batch: list[bytes]) -> tf.Tensor:
+        arrays = [np.frombuffer(encoded, np.uint8) for encoded in batch]
+        pipeline.feed_input("encoded", arrays)
+        (images,) = pipeline.run()
+        return tf.constant((images.as_cpu() if options.device == "gpu" else images).as_array())
+
+    return prepare

@@ -1,0 +1,1 @@
+"""What a model is fed: frozen descriptions that both backends read."""

@@ -1,0 +1,196 @@
+"""How fast a model is fed: the type of the options is the choice of the backend."""
+
+import dataclasses
+import json
+import os
+import warnings
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from dali_tf_input.errors import InputError, Part, Path, Within, check, check_fields, checked
+from dali_tf_input.storage.staging import write_whole
+
+Device = Literal["cpu", "gpu"]
+DaliDecode = Literal["auto", "full", "region"]
+ReadMode = Literal["mmap", "plain", "direct"]
+TfDataDecode = Literal["auto", "full", "region", "scaled"]
+Kernel = Literal["auto", "native", "tensorflow"]
+
+AUTOTUNE = -1  # tf.data.AUTOTUNE, without importing TensorFlow
+_OR_AUTOTUNE = " or AUTOTUNE (-1)"
+
+_FORMAT = "dali_tf_input options"
+_VERSION = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class DaliOptions:
+    """How the DALI backend works.
+
+    Attributes:
+      device: "gpu" decodes with nvJPEG ("mixed") and leaves the batches on the GPU; "cpu" needs no
+        GPU.
+      decode: how much of an image is decoded. "region" decodes only what the crop needs, "full" the
+        whole image, "auto" the faster: "region" on the CPU; "full" on a GPU, where decoding regions
+        was reported to crash on H100-class cards (nvImageCodec issue 55). The pixels are the same.
+      num_threads: CPU threads of each pipeline, at most 1024; None divides this process's cores
+        among the shards.
+      prefetch_queue_depth: batches made ahead, in [1, 1024]. The default is DALI's own.
+      read_mode: how DALI's own reader reads, so not for fixed orders. "mmap" maps the files;
+        "plain" reads them, as DALI's documentation recommends for network file systems; "direct"
+        reads past the page cache (O_DIRECT), for data much larger than memory.
+      read_ahead: whether "mmap" maps all pages of a file at once.
+      hw_decoder_load: share in [0, 1] of the images that the GPU's hardware JPEG decoder gets,
+        where there is one (A100 and later); the multiprocessors decode the others. None is DALI's
+        default, 0.65. For device "gpu" only.
+      memory_hints: whether the GPU's decoder allocates memory for the largest image at the start,
+        if the manifest knows its size (index level "decode"). For device "gpu".
+    """
+
+    device: Device
+    decode: DaliDecode = "auto"
+    num_threads: Annotated[int, Within(1, 1024)] | None = None
+    prefetch_queue_depth: Annotated[int, Within(1, 1024)] = 2
+    read_mode: ReadMode = "mmap"
+    read_ahead: bool = False
+    hw_decoder_load: Part | None = None
+    memory_hints: bool = True
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.read_ahead and self.read_mode != "mmap":
+            text = "`read_ahead` is for `read_mode` 'mmap' only, got"
+            raise InputError(f"{text} {self.read_mode!r}.")
+        if self.hw_decoder_load is not None and self.device == "cpu":
+            text = f"`hw_decoder_load` is for `device` 'gpu' only, got {self.hw_decoder_load}"
+            raise InputError(f"{text}: leave it None.")
+        if (self.device, self.decode) == ("gpu", "region"):
+            text = "decode='region' may crash on H100-class cards (nvImageCodec issue 55)"
+            warnings.warn(f"{text}: try it first.", stacklevel=3)
+
+    @property
+    def resolved_decode(self) -> Literal["full", "region"]:
+        """`decode`, with "auto" resolved."""
+        if self.decode == "auto":
+            return "region" if self.device == "cpu" else "full"
+        return self.decode
+
+
+@dataclass(frozen=True, kw_only=True)
+class TfDataOptions:
+    """How the tf.data backend works; AUTOTUNE (-1) leaves a number to tf.data.
+
+    Attributes:
+      num_parallel_reads: reads at the same time, in [1, 1024]; with order "buffer", of as many
+        files. More hides the latency of slow storage: 16 reads of 5 ms are 3,200 records/s. 16 is
+        within noise of 1 and 4 on a warm page cache.
+      read_buffer_bytes: bytes read from an open file at a time, in [1, 2**30], for orders that are
+        not fixed. The default is four times tf.data's own and holds two ImageNet records.
+      check_crc: whether the CRC of each record of a fixed order is checked as it is read.
+      num_parallel_calls: images decoded at the same time; AUTOTUNE, or at least 1. 1 is a serial
+        map.
+      prefetch_batches: batches made ahead; AUTOTUNE, or at least 0. 2 is as fast as AUTOTUNE, which
+        was seen to let the queue grow to 3 GB when training paused now and then.
+      autotune: False switches off tf.data's tuning and its rewriting of serial maps into parallel
+        ones.
+      decode: how much of a JPEG is decoded. "region" decodes only what the crop needs, "full" the
+        whole image, "auto" the faster: "full" if the whole image is resized bilinearly without
+        antialias, else "region". The pixels are the same. "scaled" decodes the region at 1/2, 1/4
+        or 1/8 where it has that many times the pixels needed each way and 1.56 times that in all:
+        for images much larger than the model's. Its pixels differ, DALI cannot make them, and with
+        `antialias` they are closer to a Lanczos resize. "auto" never chooses it.
+      kernel: what resizes, crops, mirrors and normalizes. "native" is this package's own operation,
+        one pass over the image, compiled where the package is installed with a C++ compiler;
+        "tensorflow" are TensorFlow's operations; "auto" is the first available one. The
+        pixels are the same, but for rounding.
+      service: address of a tf.data service, "grpc://host:port", whose workers read, decode and
+        preprocess instead of this process; None works here. For order "buffer": each record comes
+        once per pass, in an order and with crops that no seed repeats. If a worker dies, TensorFlow
+        waits up to an hour for it to be restarted at its address, and its records may be missing
+        from that pass. `scripts/data_service.py` of the repository starts a service.
+    """
+
+    num_parallel_reads: Annotated[int, Within(1, 1024)] = 16
+    read_buffer_bytes: Annotated[int, Within(1, 1 << 30)] = 1 << 20
+    check_crc: bool = True
+    num_parallel_calls: Annotated[int, Within(1, 1 << 16, _OR_AUTOTUNE, AUTOTUNE)] = AUTOTUNE
+    prefetch_batches: Annotated[int, Within(0, 1 << 16, _OR_AUTOTUNE, AUTOTUNE)] = 2
+    autotune: bool = True
+    decode: TfDataDecode = "auto"
+    kernel: Kernel = "auto"
+    service: str | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        holds = self.service is None or self.service.startswith("grpc://")
+        check(holds, "service", "an address like 'grpc://host:5050'", repr(self.service))
+
+    def resolve_decode(self, *, resizes_plainly: bool) -> Literal["full", "region", "scaled"]:
+        """Returns `decode`, with "auto" resolved; for `resizes_plainly` see `Preprocess`."""
+        if self.decode == "auto":
+            return "full" if resizes_plainly else "region"
+        return self.decode
+
+
+_Kind = type[DaliOptions] | type[TfDataOptions]
+_BACKENDS: dict[str, _Kind] = {"dali": DaliOptions, "tf_data": TfDataOptions}
+
+
+@checked
+def save_options(
+    options: DaliOptions | TfDataOptions, path: Path, *, about: dict[str, Any] | None = None
+) -> None:
+    """Writes options as JSON, for `load_options`.
+
+    Args:
+      options: what is written, with all fields.
+      path: the file; it is replaced as a whole, or not at all.
+      about: further JSON values that say how the options were found; `load_options` ignores them.
+    """
+    backend = next(name for name, kind in _BACKENDS.items() if isinstance(options, kind))
+    document = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "backend": backend,
+        "options": dataclasses.asdict(options),
+        "about": about or {},
+    }
+    write_whole(os.fspath(path), json.dumps(document, indent=2) + "\n")
+
+
+@checked
+def load_options(path: Path) -> DaliOptions | TfDataOptions:
+    """Reads options that `save_options` wrote; missing fields take defaults.
+
+    Raises:
+      InputError: the file is missing, is not such a file, or holds an unknown field or a wrong
+        value.
+    """
+    try:
+        with open(path, "rb") as stream:
+            document = msgspec.json.decode(stream.read(), type=_Document)
+    except (OSError, msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"{path} is not an options file of this version: {error}. Write one with"
+            " `save_options`, or with scripts/tune.py --files=GLOB --out=FILE of the repository."
+        ) from error
+    kind = _BACKENDS[document.backend]
+    unknown = set(document.options) - {field.name for field in dataclasses.fields(kind)}
+    if unknown:
+        raise InputError(f"{path}: {kind.__name__} has no field `{min(unknown)}`. Tune again.")
+    try:
+        return msgspec.convert(document.options, kind)
+    except msgspec.MsgspecError as error:
+        raise InputError(f"{path}: {error}") from error
+
+
+Options = DaliOptions | TfDataOptions
+
+
+class _Document(msgspec.Struct):
+    format: Literal["dali_tf_input options"]
+    version: Literal[2]
+    backend: Literal["dali", "tf_data"]
+    options: dict[str, Any]

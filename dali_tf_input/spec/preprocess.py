@@ -1,0 +1,207 @@
+"""What the model sees of an image: which part, at which size, as which numbers."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dali_tf_input.errors import InputError, Part, Pixels, check, check_fields, checked
+from dali_tf_input.spec.crops import CenterCrop, Crop, NoCrop, ResizeRandomCrop
+
+Layout = Literal["HWC", "CHW"]
+Channels = Literal[1, 3]
+Interpolation = Literal["bilinear", "bicubic", "nearest"]
+DType = Literal["float32", "float16", "bfloat16", "uint8"]
+AutoAugment = Literal["trivial", "rand"]
+
+# Mean and standard deviation of ImageNet's training images per RGB channel, in 0..255 units.
+# Source: (0.485, 0.456, 0.406) and (0.229, 0.224, 0.225) of torchvision's examples, times 255.
+IMAGENET_MEAN = (123.675, 116.28, 103.53)
+IMAGENET_STD = (58.395, 57.12, 57.375)
+
+# How much red, green and blue count in a gray value. Source: ITU-R BT.601, as JPEG and Pillow.
+LUMA = (0.299, 0.587, 0.114)
+
+# What comes out: by ImageNet's statistics, or a range, by mean and standard deviation.
+Normalization = Literal["imagenet", "0..1", "-1..1"]
+_NORMALIZATIONS: dict[Normalization | None, tuple[float, float]] = {
+    "0..1": (0.0, 255.0),
+    "-1..1": (127.5, 127.5),
+    None: (0.0, 1.0),
+}
+
+_WHOLE = NoCrop()
+
+# RandAugment applies two operations per image at magnitude 9 of 0..30. Source: RandAugment (arXiv
+# 1909.13719), ResNet-50 on ImageNet; the bins are torchvision's and DALI's.
+RAND_AUGMENT_OPS, RAND_AUGMENT_MAGNITUDE, RAND_AUGMENT_BINS = 2, 9, 31
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preprocess:
+    """Everything between an encoded image and what the model sees.
+
+    In order: decode to RGB, `crop`, augment, to gray if `channels` is 1, mirror, (x - `mean`) /
+    `std`.
+
+    Attributes:
+      image_size: (height, width) of the output in pixels.
+      crop: how the region is chosen, and resized to `image_size`.
+      mirror_probability: how likely an image is mirrored left to right, in [0, 1]; 0 and 1 are
+        exact.
+      mean: a number per channel, subtracted from it, in 0..255 units; unused if `dtype` is "uint8".
+      std: a number per channel that divides it, in 0..255 units, above 0; unused if `dtype` is
+        "uint8".
+      layout: axes of one output image, "HWC" (TensorFlow's usual) or "CHW".
+      interpolation: how pixels are resized. "bicubic" is Keys's kernel with a = -0.5.
+      antialias: whether the resize widens its filter when it shrinks. False is `tf.image.resize`'s
+        default and what TF-slim trained with, and it costs less. Must be False for "nearest".
+      channels: 3 for RGB; 1 for gray, 0.299 R + 0.587 G + 0.114 B.
+      apply_orientation: whether images are turned upright by their EXIF orientation. DALI only:
+        TensorFlow does not read it.
+      dtype: type of the output. "uint8" is not normalized but rounded to whole numbers in 0..255;
+        `make_normalization` returns the layer that normalizes in the model. "bfloat16" is for
+        tf.data only: DALI has none.
+      auto_augment: None, or what is applied to the uint8 image after the crop. "trivial" is
+        TrivialAugment's wide set (arXiv 2103.10158), one random operation at a random strength;
+        "rand" is RandAugment (arXiv 1909.13719), two random operations at magnitude 9 of 30. The
+        operations are DALI's `auto_aug` or Keras's layers; docs/preprocessing.md says how they
+        differ.
+    """
+
+    image_size: tuple[Pixels, Pixels] = (224, 224)
+    crop: Crop = _WHOLE
+    mirror_probability: Part = 0.0
+    mean: tuple[float, ...] = IMAGENET_MEAN
+    std: tuple[float, ...] = IMAGENET_STD
+    layout: Layout = "HWC"
+    interpolation: Interpolation = "bilinear"
+    antialias: bool = False
+    channels: Channels = 3
+    apply_orientation: bool = False
+    dtype: DType = "float32"
+    auto_augment: AutoAugment | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.crop, Crop) or type(self.crop) is Crop:
+            names = ", ".join(kind.__name__ for kind in Crop.__subclasses__())
+            raise InputError(f"`crop` must be one of {names}, got {self.crop!r}.")
+        check_fields(self)
+        rule = f"one number for each of `channels`={self.channels}"
+        check(len(self.mean) == self.channels, "mean", rule, self.mean)
+        check(len(self.std) == self.channels, "std", rule, self.std)
+        check(min(self.std) > 0, "std", "above 0 in every channel", self.std)
+        if self.dtype != "uint8" and max(self.std) < 1:
+            raise InputError(
+                f"`std` is in 0..255 units, got {self.std}: multiply values meant for 0..1 by 255."
+            )
+        if self.antialias and self.interpolation == "nearest":
+            text = "`antialias` has no meaning for interpolation 'nearest'"
+            raise InputError(f"{text}: set it to False.")
+        self.crop.check(self.image_size)
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """The shape of one output image, in the order of `layout`."""
+        height, width = self.image_size
+        channels = self.channels
+        return (height, width, channels) if self.layout == "HWC" else (channels, height, width)
+
+    @property
+    def resizes_plainly(self) -> bool:
+        """Whether the image is resized bilinearly without antialias and then cropped."""
+        plain = self.interpolation == "bilinear" and not self.antialias
+        return plain and self.crop.sampling == "resize_then_crop"
+
+    @property
+    def num_uniforms(self) -> int:
+        """How many random numbers in [0, 1) one image needs; see `Uniforms`."""
+        return 3 + self.crop.num_attempt_uniforms
+
+    def check_supported(self, backend: str, *, dtypes: Collection[str], orientation: bool) -> None:
+        """Raises InputError for the first value that a backend does not support."""
+        if self.dtype not in dtypes:
+            raise InputError(
+                f"{backend} does not support `dtype` {self.dtype!r}: use"
+                f" {', '.join(map(repr, dtypes))}, or the other backend."
+            )
+        if self.apply_orientation and not orientation:
+            raise InputError(
+                f"{backend} does not support `apply_orientation` True: use False, or the other"
+                " backend. Or turn the images once: scripts/make_tfrecords.py --apply_orientation."
+            )
+
+    @classmethod
+    @checked
+    def for_training(
+        cls,
+        image_size: Pixels | tuple[Pixels, Pixels] = 224,
+        *,
+        normalization: Normalization | None = "imagenet",
+        layout: Layout = "HWC",
+        antialias: bool = False,
+        channels: Channels = 3,
+    ) -> "Preprocess":
+        """Resizes to 8/7 of `image_size` (256 for 224), crops at random, mirrors half, normalizes.
+
+        The ratio of 256 to 224 and the mirroring are those of AlexNet's and VGG's ImageNet
+        training.
+
+        Args:
+          image_size: height and width of the output in pixels, or (height, width).
+          normalization: "imagenet": by the mean and standard deviation of ImageNet; "0..1" and
+            "-1..1": to that range; None: 0 to 255 as they are, for models that bring their own
+            preprocessing.
+          layout: axes of one output image, "HWC" or "CHW".
+          antialias: see `Preprocess`.
+          channels: 3 for RGB, 1 for gray.
+        """
+        height, width = _height_and_width(image_size)
+        crop = ResizeRandomCrop(resize=(_resize_for(height), _resize_for(width)))
+        shared: dict[str, Any] = {"layout": layout, "antialias": antialias, "channels": channels}
+        shared |= {"crop": crop, **_statistics_of(normalization, channels)}
+        return cls(image_size=(height, width), mirror_probability=0.5, **shared)
+
+    @classmethod
+    @checked
+    def for_evaluation(
+        cls,
+        image_size: Pixels | tuple[Pixels, Pixels] = 224,
+        *,
+        normalization: Normalization | None = "imagenet",
+        layout: Layout = "HWC",
+        antialias: bool = False,
+        channels: Channels = 3,
+    ) -> "Preprocess":
+        """Resizes the shorter side to 8/7 of `image_size`, crops the center, normalizes.
+
+        Args:
+          image_size: height and width of the output in pixels, or (height, width), of which the
+            larger one counts for the resize.
+          normalization: see `for_training`.
+          layout: axes of one output image, "HWC" or "CHW".
+          antialias: see `Preprocess`.
+          channels: 3 for RGB, 1 for gray.
+        """
+        height, width = _height_and_width(image_size)
+        crop = CenterCrop(resize_shorter=_resize_for(max(height, width)))
+        shared: dict[str, Any] = {"layout": layout, "antialias": antialias, "channels": channels}
+        shared |= {"crop": crop, **_statistics_of(normalization, channels)}
+        return cls(image_size=(height, width), **shared)
+
+
+def _height_and_width(image_size: int | tuple[int, int]) -> tuple[int, int]:
+    return (image_size, image_size) if isinstance(image_size, int) else image_size
+
+
+def _statistics_of(normalization: Normalization | None, channels: Channels) -> dict[str, Any]:
+    if normalization != "imagenet":
+        mean, std = _NORMALIZATIONS[normalization]
+        return {"mean": (mean,) * channels, "std": (std,) * channels}
+    if channels == 3:
+        return {}  # the default
+    gray = sum(weight * mean for weight, mean in zip(LUMA, IMAGENET_MEAN, strict=True))
+    return {"mean": (gray,), "std": (sum(IMAGENET_STD) / 3,)}
+
+
+def _resize_for(image_size: int) -> int:
+    return round(image_size * 256 / 224)

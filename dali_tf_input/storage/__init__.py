@@ -1,0 +1,1 @@
+"""Files and objects: written whole or not at all, read by ranges, copied."""

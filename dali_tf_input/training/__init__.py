@@ -1,0 +1,1 @@
+"""Feeding Keras: one pipeline per replica, epochs, resuming, and what went wrong."""

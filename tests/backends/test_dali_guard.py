@@ -1,0 +1,66 @@
+"""No strategy takes a dataset of DALI's through TensorFlow's MultiDeviceIterator, which crashes."""
+
+import keras
+import pytest
+import tensorflow as tf
+
+from dali_tf_input import DaliOptions, InputError, InputSpec, Preprocess, load, make_dataset
+
+OPTIONS = DaliOptions(device="cpu")
+STRATEGIES = [
+    lambda: tf.distribute.OneDeviceStrategy("CPU:0"),
+    lambda: tf.distribute.MirroredStrategy(["CPU:0"]),
+    lambda: tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]),
+]
+MADE = {
+    "distribute": lambda spec: load(spec, OPTIONS, batch_size=4).dataset,
+    "make_dataset": lambda spec: make_dataset(spec, OPTIONS, batch_size=4),
+    "mapped": lambda spec: make_dataset(spec, OPTIONS, batch_size=4).map(lambda *batch: batch),
+}
+
+
+@pytest.fixture
+def spec(dataset):
+    return InputSpec(records=dataset, preprocess=Preprocess.for_training(8), order="global")
+
+
+@pytest.mark.parametrize("make", MADE.values(), ids=MADE)
+@pytest.mark.parametrize("make_strategy", STRATEGIES)
+@pytest.mark.parametrize("built", [False, True])
+def test_keras_cannot_distribute_dalis_dataset(spec, make, make_strategy, built):
+    """What Keras does with a model that was made under a strategy's scope."""
+    with tf.device("CPU:0"):
+        batches = make(spec)
+    with make_strategy().scope():
+        layers = [keras.layers.Flatten(), keras.layers.Dense(24)]
+        model = keras.Sequential([keras.layers.Input((8, 8, 3))] * built + layers)
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    with pytest.raises(InputError, match=r"Pass the strategy: distribute\(spec, options, strategy"):
+        model.fit(batches, steps_per_epoch=1, verbose=0)
+
+
+@pytest.mark.parametrize("make_strategy", STRATEGIES)
+def test_nor_can_a_function_that_makes_it(spec, make_strategy):
+    """Unless nothing is fetched, which needs no MultiDeviceIterator: what `load` does."""
+    with pytest.raises(InputError, match="No strategy may distribute a dataset of DALI's"):
+        make_strategy().distribute_datasets_from_function(
+            lambda context: make_dataset(spec, OPTIONS, batch_size=4)
+        )
+    fed = load(spec, OPTIONS, strategy=make_strategy(), batch_size=4)
+    assert len(next(iter(fed.dataset))) == 2
+
+
+@pytest.mark.parametrize("make", MADE.values(), ids=MADE)
+def test_without_a_strategy_keras_takes_it(spec, make):
+    with tf.device("CPU:0"):
+        batches = make(spec)
+    model = keras.Sequential([keras.layers.Flatten(), keras.layers.Dense(24)])
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.fit(batches, steps_per_epoch=2, verbose=0)
+
+
+def test_other_datasets_are_distributed_as_before(spec):
+    make_dataset(spec, OPTIONS, batch_size=4)
+    strategy = STRATEGIES[1]()
+    made = strategy.experimental_distribute_dataset(tf.data.Dataset.range(4).batch(2))
+    assert next(iter(made)).numpy().tolist() == [0, 1]

@@ -1,0 +1,173 @@
+"""`python -m dali_tf_input.index`: what it prints, and the commands that it prints."""
+
+import json
+import os
+import re
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from commands import fails, rows, run, run_cold
+from conftest import jpeg, numbered_examples, write_tfrecord
+
+from dali_tf_input import InputError, Records
+
+
+def test_index(tmp_path):
+    good = write_tfrecord(tmp_path / "train-0", numbered_examples(3))
+    process = run("index", tmp_path / "train-*")
+    assert process.returncode == 0
+    assert process.stderr == ""
+    names = [line.split()[0] for line in process.stdout.splitlines()]
+    assert names == ["files", "records", "size", "verified", "features", "labels"]
+    assert rows(process.stdout)["labels"] == "0 to 2, in all 3 records"
+    shown = rows(process.stdout)
+    assert (shown["files"], shown["records"]) == ("1 indexed", "3")
+    assert shown["verified"] == "framing 1 file"
+    assert shown["features"] == "TF-slim: image/class/label, image/encoded"
+    assert len(Path(good + ".idx").read_text().splitlines()) == 3
+    for flags, said in (([], "0 indexed, 1 unchanged"), (["--force"], "1 indexed")):
+        process = run("index", *flags, tmp_path / "train-*")
+        assert rows(process.stdout)["files"] == said
+    shown = rows(run("index", "--verify=decode", tmp_path / "train-*").stdout)
+    assert shown["labels"] == "0 to 2, 3 classes"
+    assert shown["images"] == "JPEG 3; largest height 44, largest width 52"
+
+
+def test_index_of_good_and_bad_files(tmp_path):
+    """The good files are indexed, each bad one is named, and the exit code is 1."""
+    write_tfrecord(tmp_path / "a", numbered_examples(3))
+    cut = write_tfrecord(tmp_path / "b", numbered_examples(2))
+    os.truncate(cut, os.path.getsize(cut) - 1)
+    (tmp_path / "c").write_bytes(b"\x1f\x8b rest of a gzip file")
+    (tmp_path / "d").touch()
+    process = run("index", f"--index_dir={tmp_path}/index", tmp_path / "?")
+    assert process.returncode == 1
+    lines = process.stderr.splitlines()
+    assert len(lines) == 4
+    assert lines[0].startswith(f"{cut}: record 1, byte ")
+    assert "cut short: expected a record of" in lines[0]
+    assert lines[1].startswith(f"{tmp_path}/c: GZIP file: ")
+    assert f"gunzip -c {tmp_path}/c > {tmp_path}/c.tfrecord" in lines[1]
+    assert lines[2] == f"{tmp_path}/d: empty file: expected records, found an empty file."
+    said = "error: 3 bad records in 3 of 4 files. Those files were not indexed."
+    assert lines[3].startswith(said)
+    fix = f"-m dali_tf_input.index --on_bad=skip --index_dir={tmp_path}/index '{tmp_path}/?'"
+    assert lines[3].endswith(fix)
+    assert rows(process.stdout)["files"] == "1 indexed, 3 with bad records"
+    assert rows(process.stdout)["GZIP file"] == "1"
+    assert sorted(os.listdir(tmp_path / "index")) == ["a.idx", "index_manifest.json"]
+
+
+@pytest.mark.slow
+def test_index_skips_bad_records(tmp_path):
+    examples = numbered_examples(100)
+    examples[40]["image/encoded"] = b"404 not found"
+    write_tfrecord(tmp_path / "train", examples)
+    assert run("index", tmp_path / "train").returncode == 0
+    process = run("index", "--verify=decode", tmp_path / "train")
+    fails(process, "record 40, byte ", bad_records=True)
+    process = run("index", "--verify=decode", "--on_bad=skip", tmp_path / "train")
+    assert (process.returncode, process.stderr) == (0, "")
+    assert rows(process.stdout)["skipped"] == "1 record (1.00%), listed in bad_records.jsonl"
+    assert json.loads((tmp_path / "bad_records.jsonl").read_text())["record"] == 40
+    flags = ["--verify=decode", "--on_bad=skip", "--max_bad_fraction=0.001", "--force"]
+    process = run("index", *flags, tmp_path / "train")
+    said = "1 of 100 records are bad, 1.00%, over `max_bad_fraction` 0.10%"
+    fails(process, said, "--max_bad_fraction")
+    assert Records.from_files(tmp_path / "train").num_records == 99  # as it was before
+
+
+def test_index_hints_at_labels_from_1(tmp_path):
+    write_tfrecord(
+        tmp_path / "train", [{"image": jpeg(9, 9), "label": label} for label in (1, 2, 5)]
+    )
+    for level, known in (("framing", "in all 3 records"), ("schema", "3 classes")):
+        process = run("index", f"--verify={level}", tmp_path / "train")
+        assert rows(process.stdout)["labels"] == f"1 to 5, {known} (train with label_offset=1)"
+    flags = ["--verify=schema", "--label_offset=1", "--num_classes=4", "--force"]
+    process = run("index", *flags, tmp_path / "train")
+    fails(process, "label range: `label_key` 'label' must be in 1 to 4, found 5", bad_records=True)
+
+
+def test_index_progress_without_a_terminal(capsys, monkeypatch):
+    """Plain lines, and only where it takes long; on a terminal a bar, which the terminal shows."""
+    from dali_tf_input.cli import index as command
+    from dali_tf_input.index.build import Progress
+
+    with command.IndexProgress(names_all=True) as progress:
+        done = Progress(files=1, num_files=1024, records=1250, bytes=10**8, num_bytes=10**9)
+        progress.update(done)
+        assert capsys.readouterr().err == ""
+        later = time.monotonic() + 20
+        monkeypatch.setattr(command.time, "monotonic", lambda: later)
+        progress.update(done)
+    line = capsys.readouterr().err
+    assert line.startswith("indexing: 1 of 1,024 files, 1,250 records, 5 MB/s, 3 min ")
+    assert line.endswith(" s left\n")
+
+
+def test_index_without_files(tmp_path):
+    fails(run("index", tmp_path / "none-*"), "No file matches")
+    fails(run("index"), "at least one TFRecord file")
+    fails(run("index", tmp_path), "is a directory")
+    fails(run("index", "hdfs://host/train-*"), "from s3://, gs://, az://, http://")
+
+
+def test_index_imports_no_tensorflow(tmp_path):
+    write_tfrecord(tmp_path / "a", numbered_examples(1))
+    (tmp_path / "tensorflow.py").write_text("raise SystemExit('TensorFlow was imported')")
+    process = run_cold("index", tmp_path / "a", PYTHONPATH=str(tmp_path))
+    assert process.returncode == 0
+
+
+def run_printed(text):
+    """Runs the last index command in `text` as it is, from another folder."""
+    command = re.findall(r"\S+ -m dali_tf_input\.index .*", text.strip())[-1]
+    words = ["bash", "-c", command]
+    return subprocess.run(words, cwd="/", capture_output=True, text=True, check=False)
+
+
+def test_printed_commands_fix(tmp_path):
+    """The command in a message is run as it is, and fixes the problem."""
+    # Faults by given checks stay faults by the command that leaves them out.
+    write_tfrecord(
+        tmp_path / "a file's name", [{"photo": jpeg(9, 9), "class": label} for label in range(200)]
+    )
+    arguments = ("--verify=schema", "--num_classes=199", "--image_key=photo", "--label_key=class")
+    process = run("index", *arguments, tmp_path / "a file's name")
+    fails(process, "label range", bad_records=True)
+    fixed = run_printed(process.stderr)
+    assert (fixed.returncode, fixed.stderr) == (0, "")
+    dataset = Records.from_files(tmp_path / "a file's name", image_key="photo", label_key="class")
+    assert (dataset.num_records, dataset.label_range) == (199, (0, 198))
+    # Many files that changed, in a folder that holds other things too; the keys are those of
+    # before.
+    (tmp_path / "set").mkdir()
+    for number in range(5):
+        write_tfrecord(
+            tmp_path / "set" / f"train-{number}-of-5", [{"photo": jpeg(9, 9), "class": 1}] * 300
+        )
+    pattern = f"{tmp_path}/set/*-of-*"
+    assert run("index", *arguments, pattern).returncode == 0
+    (tmp_path / "set" / "labels.txt").write_text("a\nb\n")
+    for path in (tmp_path / "set").glob("*-of-5"):
+        os.utime(path)
+    with pytest.raises(InputError) as caught:
+        Records.from_files(pattern, image_key="photo", label_key="class")
+    fixed = run_printed(str(caught.value))
+    assert (fixed.returncode, fixed.stderr) == (0, "")
+    assert rows(fixed.stdout)["verified"] == "schema 5 files"
+    dataset = Records.from_files(pattern, image_key="photo", label_key="class")
+    assert dataset.label_range == (1, 1)
+
+
+def test_a_shell_expands_a_pattern_to_indexes_too(tmp_path):
+    """The second time; they are passed over, as those that a pattern matches are."""
+    for number in range(2):
+        write_tfrecord(tmp_path / f"train-{number}", numbered_examples(2))
+    for _ in range(2):
+        process = run("index", *sorted(tmp_path.iterdir()))
+        assert process.returncode == 0, process.stderr
+    fails(run("index", tmp_path / "train-0.idx"), "No file matches")

@@ -1,0 +1,75 @@
+import itertools
+
+import pytest
+
+from dali_tf_input import InputError
+from support.benchmark import Stats, Window, measure
+
+
+class Clock:
+    """A clock that stands still until a batch is taken."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def batches(clock, seconds_per_batch):
+    for seconds in seconds_per_batch:
+        clock.now += seconds
+        yield "batch"
+
+
+def test_measure_counts_whole_batches_after_the_warmup():
+    clock, cpu_clock = Clock(), itertools.count(5.0, 3.0).__next__
+    # Two slow warm-up batches, then 0.5 s each: the window of 2.2 s ends with the fifth batch, at
+    # 2.5 s.
+    stream = batches(clock, itertools.chain([50.0, 50.0], itertools.repeat(0.5)))
+    window = measure(
+        stream, batch_size=8, seconds=2.2, warmup_batches=2, clock=clock, cpu_clock=cpu_clock
+    )
+    assert window == Window(measured_batches=5, batch_size=8, seconds=2.5, cpu_seconds=3.0)
+    assert window.images == 40
+    assert window.images_per_second == 16.0
+    assert window.cpu_seconds_per_1000_images == 75.0
+
+
+def test_measure_is_no_mean_of_rates():
+    """One stall must weigh as long as it lasted: 4 batches in 4 s, not the mean of 10, 10, 10 and
+    0.27 a second.
+    """
+    clock = Clock()
+    how = {"seconds": 1.0, "warmup_batches": 0, "clock": clock, "cpu_clock": clock}
+    window = measure(batches(clock, [0.1, 0.1, 0.1, 3.7]), batch_size=1, **how)
+    assert window.images_per_second == pytest.approx(1.0)
+
+
+def test_measure_takes_one_batch_at_least():
+    clock = Clock()
+    how = {"seconds": 0.001, "warmup_batches": 0, "clock": clock, "cpu_clock": clock}
+    window = measure(batches(clock, [9.0]), batch_size=4, **how)
+    assert (window.measured_batches, window.seconds) == (1, 9.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch_size": 0}, "`batch_size` must be at least 1"),
+        ({"seconds": 0}, "`seconds` must be above 0"),
+        ({"warmup_batches": -1}, "`warmup_batches` must be at least 0"),
+        ({}, "`batches` ended before the window did"),
+    ],
+)
+def test_measure_refuses(arguments, message):
+    with pytest.raises(InputError, match=message):
+        measure(
+            iter(["batch"]), **{"batch_size": 1, "seconds": 1e9, "warmup_batches": 0, **arguments}
+        )
+
+
+def test_spread():
+    assert Stats.of([3.0, 1.0, 2.0]) == Stats(median=2.0, minimum=1.0, maximum=3.0)
+    assert Stats.of([1.0, 2.0]).median == 1.5
+    assert Stats.of([7.0]) == Stats(median=7.0, minimum=7.0, maximum=7.0)

@@ -1,0 +1,78 @@
+"""Which shard reads which records, and which batches they can fill."""
+
+import pytest
+from conftest import refused
+
+from dali_tf_input import Shard
+from dali_tf_input.spec.order import check_batch, replica_batch_size, steps_per_epoch
+
+
+@pytest.mark.parametrize("num_shards", range(1, 12))
+def test_shards_are_a_partition(num_shards):
+    for num_records in range(31):
+        shards = [
+            Shard(shard_id, num_shards).records(num_records) for shard_id in range(num_shards)
+        ]
+        assert [record for shard in shards for record in shard] == list(range(num_records))
+        assert max(map(len, shards)) - min(map(len, shards)) <= 1
+
+
+def test_every_replica_can_fill_its_batch():
+    """Whatever `replica_batch_size` lets through, the smallest shard can serve."""
+    for num_records in range(1, 31):
+        for num_replicas in range(1, 9):
+            for batch_size in range(num_replicas, num_records + 1, num_replicas):
+                batch_size = replica_batch_size(
+                    batch_size, num_replicas=num_replicas, num_records=num_records
+                )
+                assert batch_size * num_replicas == batch_size
+                for shard_id in range(num_replicas):
+                    check_batch(
+                        batch_size, shard=Shard(shard_id, num_replicas), num_records=num_records
+                    )
+
+
+@pytest.mark.parametrize(
+    ("shard_id", "num_shards", "message"),
+    [
+        (0, 0, "`num_shards` must be at least 1, got 0"),
+        (2, 2, r"`shard_id` must be in \[0, 2\), got 2"),
+        (-1, 2, r"`shard_id` must be in \[0, 2\), got -1"),
+    ],
+)
+def test_shard_refuses(shard_id, num_shards, message):
+    with refused(message):
+        Shard(shard_id, num_shards)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "shard", "message"),
+    [
+        (0, Shard(0, 1), "`batch_size` must be at least 1, got 0"),
+        (6, Shard(0, 1), "at most the 5 records of shard 0 of 1"),
+        (2, Shard(0, 5), "at most the 1 records of shard 0 of 5"),
+        (1, Shard(0, 6), "Shard 0 of 6 is empty: there are only 5 records"),
+    ],
+)
+def test_check_batch_refuses(batch_size, shard, message):
+    with refused(message):
+        check_batch(batch_size, shard=shard, num_records=5)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "num_replicas", "message"),
+    [
+        (0, 1, "`batch_size` must be at least 1, got 0"),
+        (7, 2, "multiple of the 2 replicas, got 7: use 6 or 8"),
+        (2, 3, "multiple of the 3 replicas, got 2: use 3"),
+        (102, 2, "at most the number of records, 100, got 102"),
+    ],
+)
+def test_replica_batch_size_refuses(batch_size, num_replicas, message):
+    with refused(message):
+        replica_batch_size(batch_size, num_replicas=num_replicas, num_records=100)
+
+
+def test_steps_per_epoch():
+    assert [steps_per_epoch(10, batch) for batch in (1, 3, 5, 10)] == [10, 3, 2, 1]
+    assert steps_per_epoch(1_281_167, 256) == 5004

@@ -1,0 +1,302 @@
+"""What a dataset, a preprocessing and an input are, and what is refused."""
+
+import dataclasses
+import functools
+import os
+import re
+
+import conftest
+import pytest
+import tensorflow as tf
+from conftest import DALI, jpeg, numbered_examples, refused, spec_of, write_dataset, write_tfrecord
+
+import dali_tf_input as dti
+from dali_tf_input.backends.dali import decoder_hints
+from dali_tf_input.records.paths import index_command
+from dali_tf_input.records.tfrecord import frame_record
+from support.flags import describe_work
+
+from_files = dti.Records.from_files
+IMAGE = jpeg(9, 9)
+
+
+def test_for_training():
+    preprocess = dti.Preprocess.for_training(224)
+    assert preprocess.crop == dti.ResizeRandomCrop(resize=(256, 256))
+    assert preprocess.mirror_probability == 0.5
+    assert preprocess.image_shape == (224, 224, 3)
+    assert dti.Preprocess.for_training(224, layout="CHW").image_shape == (3, 224, 224)
+
+
+@pytest.mark.parametrize(
+    ("normalization", "black", "white"),
+    [(None, 0, 255), ("0..1", 0, 1), ("-1..1", -1, 1), ("imagenet", -2.1179, 2.2489)],
+)
+def test_normalization_by_name(normalization, black, white):
+    """What the red channel of black and white becomes."""
+    for make in (dti.Preprocess.for_training, dti.Preprocess.for_evaluation):
+        preprocess = make((32, 48), normalization=normalization)
+        assert preprocess.image_size == (32, 48)
+        mean, std = preprocess.mean[0], preprocess.std[0]
+        assert ((0 - mean) / std, (255 - mean) / std) == pytest.approx((black, white), abs=1e-4)
+
+
+def test_every_field_of_preprocess_has_a_default():
+    """The whole image, resized."""
+    assert describe_work(dti.Preprocess()) == "decode, NoCrop(), 224x224, normalize, float32 HWC"
+    work = describe_work(dti.Preprocess.for_training((32, 48), normalization=None, antialias=True))
+    crop = "ResizeRandomCrop(resize=(37, 55)), 32x48"
+    assert work == f"decode, {crop}, antialias, mirror, float32 HWC"
+
+
+def test_for_evaluation():
+    preprocess = dti.Preprocess.for_evaluation(112, layout="CHW")
+    assert preprocess.crop == dti.CenterCrop(resize_shorter=128)
+    assert preprocess.mirror_probability == 0
+    assert preprocess.image_shape == (3, 112, 112)
+
+
+def test_specs_are_frozen(dataset):
+    for spec in (dataset, dti.Preprocess.for_training(), DALI, conftest.TF_DATA):
+        field = dataclasses.fields(spec)[0].name
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(spec, field, None)
+
+
+TRAINING = dti.Preprocess.for_training(224)
+train, evaluate = (
+    functools.partial(dataclasses.replace, preprocess)
+    for preprocess in (TRAINING, dti.Preprocess.for_evaluation(224))
+)
+cpu, gpu = (functools.partial(dti.DaliOptions, device=device) for device in ("cpu", "gpu"))
+tf_data = dti.TfDataOptions
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "message"),
+    [
+        (dti.ResizeRandomCrop, {"resize": (0, 9)}, "`resize` must be at least 1 pixel"),
+        (dti.CenterCrop, {"resize_shorter": 0}, "`resize_shorter` must be at least 1 pixel"),
+        (train, {"image_size": (0, 1)}, "`image_size` must be at least 1 pixel"),
+        (train, {"image_size": (224, 257)}, "`resize` must not be below `image_size`"),
+        (evaluate, {"image_size": (257, 1)}, "`resize_shorter` must not be below `image_size`"),
+        (train, {"mirror_probability": 1.5}, r"`mirror_probability` must be in \[0, 1\], got 1.5"),
+        (
+            train,
+            {"mirror_probability": float("nan")},
+            "`mirror_probability` must be a finite number",
+        ),
+        (train, {"std": (1.0, 0.0, 1.0)}, "`std` must be above 0 in every channel"),
+        (train, {"mean": (1.0,)}, "`mean` must be one number for each of `channels`=3"),
+        (train, {"layout": "NHWC"}, "`layout` must be one of 'HWC', 'CHW', got 'NHWC'"),
+        (dti.DaliOptions, {"device": "cuda"}, "`device` must be one of 'cpu', 'gpu', got 'cuda'"),
+        (cpu, {"num_threads": 0}, "`num_threads` must be at least 1 or None"),
+        (cpu, {"prefetch_queue_depth": 0}, "`prefetch_queue_depth` must be at least 1"),
+        (cpu, {"read_mode": "fast"}, "must be one of 'mmap', 'plain', 'direct', got 'fast'"),
+        (cpu, {"read_mode": "plain", "read_ahead": True}, "`read_ahead` is for `read_mode` 'mmap'"),
+        (cpu, {"hw_decoder_load": 0.5}, "`hw_decoder_load` is for `device` 'gpu' only, got 0.5"),
+        (gpu, {"hw_decoder_load": 1.5}, r"`hw_decoder_load` must be in \[0, 1\] or None, got 1.5"),
+        (tf_data, {"num_parallel_reads": 0}, "`num_parallel_reads` must be at least 1"),
+        (tf_data, {"read_buffer_bytes": 0}, "`read_buffer_bytes` must be at least 1, got 0"),
+        (tf_data, {"num_parallel_calls": 0}, "`num_parallel_calls` must be at least 1 or AUTOTUNE"),
+        (tf_data, {"prefetch_batches": -2}, "`prefetch_batches` must be at least 0 or AUTOTUNE"),
+    ],
+)
+def test_refuses(make, arguments, message):
+    with refused(message):
+        make(**arguments)
+
+
+def test_autotune_is_tensorflows():
+    assert dti.AUTOTUNE == tf.data.AUTOTUNE
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"order": "shuffled"}, "one of 'sequential', 'buffer', 'global', got 'shuffled'"),
+        ({"buffer_size": 0}, "`buffer_size` must be at least 1"),
+        ({"seed": -1}, r"`seed` must be in \[0, 2\*\*31\)"),
+        ({"seed": 2**31}, r"`seed` must be in \[0, 2\*\*31\)"),
+    ],
+)
+def test_input_spec_refuses(dataset, changes, message):
+    with refused(message):
+        spec_of(dataset, preprocess=TRAINING, **{"order": "buffer", **changes})
+
+
+def test_from_files(tmp_path):
+    """By paths and by patterns, as strings or not."""
+    dataset = write_dataset(tmp_path, [2, 3])
+    names = ["train-00000-of-00002", "train-00001-of-00002"]
+    assert dataset.files == tuple(f"{tmp_path}/{name}" for name in names)
+    assert dataset.index_files == tuple(file + ".idx" for file in dataset.files)
+    assert dataset.records_per_file == (2, 3)
+    assert dataset.num_records == 5
+    assert from_files(str(tmp_path / "train-*")) == dataset
+    assert from_files([tmp_path / name for name in names]) == dataset
+    with refused("No file matches"):
+        from_files(str(tmp_path / "validation-*"))
+
+
+def test_from_files_without_an_index(tmp_path):
+    dataset = write_dataset(tmp_path, [2, 3, 1])
+    first = dataset.files[1]
+    os.unlink(dataset.index_files[1])
+    with pytest.raises(dti.InputError) as caught:
+        from_files(str(tmp_path / "train-*"))
+    text = str(caught.value)
+    assert text.startswith(f"1 of 3 files have no index, the first is {first}. Index them: ")
+    assert text.endswith(f"python -m dali_tf_input.index {first}")
+
+
+@pytest.mark.parametrize(
+    ("example", "keys", "message"),
+    [
+        (
+            {"a": b"x", "b": 1},
+            ("a", None),
+            "hold 'a', 'b', not the keys of TF-slim or tfds or raw pixels: name",
+        ),
+        ({"a": b"x", "b": 1}, ("a", "c"), "`label_key` 'c' is not in the records, .* 'a', 'b'"),
+        ({"image/encoded": b"x"}, (None, None), "hold 'image/encoded', not the keys of TF-slim or"),
+        ({}, (None, None), "not Examples with features"),
+        (
+            {"image": b"x", "label": "dog"},
+            (None, None),
+            "'label' must be int64_list of 1 value, found bytes_list of 1 in .*--verify=schema",
+        ),
+        (
+            {"image": 7, "label": 7},
+            (None, None),
+            "'image' must be bytes_list of 1 value, found int",
+        ),
+    ],
+)
+def test_from_files_with_other_features(tmp_path, example, keys, message):
+    file = write_tfrecord(tmp_path / "train", [example])
+    dti.build_index(file)
+    with refused(message):
+        spec_of(from_files(file, image_key=keys[0], label_key=keys[1]), "global", TRAINING)
+
+
+def test_from_files_finds_the_keys(tmp_path):
+    slim, tfds = ("image/encoded", "image/class/label"), ("image", "label")
+    for name, keys in (("slim", slim), ("tfds", tfds)):
+        dataset = conftest.write_indexed(
+            tmp_path / name, [{keys[0]: IMAGE, keys[1]: 1, "other": 3}]
+        )
+        assert (dataset.image_key, dataset.label_key) == keys
+    assert from_files(tmp_path / "tfds", image_key="image", label_key="label") == dataset
+
+
+def test_from_files_without_a_label_in_some_records(tmp_path):
+    """DALI would serve any number for it."""
+    write_tfrecord(tmp_path / "train-0", [{"image": IMAGE, "label": 1}])
+    file = write_tfrecord(tmp_path / "train-1", [{"image": IMAGE}, {"image": IMAGE, "label": 1}])
+    dti.build_index(tmp_path / "train-*")
+    records = from_files(tmp_path / "train-*")
+    with refused(f"`label_key` 'label' is not in record 0 of {file}"):
+        spec_of(records, "global", TRAINING)
+    assert spec_of(records, "global", TRAINING, label=None).label is None
+
+
+def test_label_offset(tmp_path):
+    examples = [{"image": IMAGE, "label": label} for label in (1, 3, 1000)]
+    file = write_tfrecord(tmp_path / "train", examples)
+    dti.build_index(file)
+    for checks, num_classes in ((dti.Checks(), None), (dti.Checks(verify="schema"), 3)):
+        dti.build_index(file, checks)
+        assert from_files(file).label_range == (1, 1000)
+        dataset = from_files(file, label_offset=1)
+        assert (dataset.label_range, dataset.num_classes) == ((0, 999), num_classes)
+        with refused("`label_offset` must be at most the lowest label, 1, got 2"):
+            from_files(file, label_offset=2)
+
+
+def test_what_is_known_of_some_files_is_not_known(tmp_path):
+    examples = [{"image": IMAGE, "label": 5, "coarse": number} for number in range(4)]
+    for name in ("train-0", "train-1"):
+        write_tfrecord(tmp_path / name, examples)
+    dti.build_index(tmp_path / "train-0", dti.Checks(verify="decode", decoder="dali"))
+    dti.build_index(tmp_path / "train-1")
+    dataset = from_files(tmp_path / "train-?")
+    assert (dataset.num_classes, dataset.largest_image) == (None, None)
+    with refused("`label_offset` must be at most the lowest label, 5, got 6"):
+        from_files(tmp_path / "train-?", label_offset=6)
+    assert from_files(tmp_path / "train-0").num_classes == 1
+    coarse = from_files(tmp_path / "train-0", image_key="image", label_key="coarse")
+    assert (coarse.label_range, coarse.num_classes) == ((0, 3), None)
+    assert coarse.largest_image == (9, 9)
+
+
+def test_largest_image(tmp_path):
+    for number, size in enumerate([(20, 90), (70, 30)]):
+        examples = [{"image": image, "label": 1} for image in (jpeg(*size), IMAGE)]
+        write_tfrecord(tmp_path / f"train-{number}", examples)
+    dti.build_index(tmp_path / "train-*", dti.Checks(verify="decode", decoder="dali"))
+    dataset = from_files(tmp_path / "train-*")
+    assert dataset.largest_image == (70, 90)
+    spec = spec_of(dataset, "global", dti.Preprocess.for_training(16))
+    upsampling = {"jpeg_fancy_upsampling": True}
+    hints = {**upsampling, "preallocate_height_hint": 70, "preallocate_width_hint": 90}
+    assert decoder_hints(spec, gpu()) == hints
+    assert decoder_hints(spec, cpu()) == {}
+    assert decoder_hints(spec, gpu(memory_hints=False)) == upsampling
+    with pytest.warns(UserWarning, match="H100-class cards .nvImageCodec issue 55.: try it first"):
+        assert decoder_hints(spec, gpu(memory_hints=False, decode="region")) == {}
+    load = {"hw_decoder_load": 0.0}
+    assert decoder_hints(spec, gpu(memory_hints=False, **load)) == load | upsampling
+
+
+def test_from_files_looks_into_every_file(tmp_path):
+    """DALI would serve whatever its memory holds for a label of another kind."""
+    dataset = write_dataset(tmp_path, [2, 1, 2, 2])
+    other = {"image/encoded": IMAGE, "image/class/label": "dog"}
+    dti.build_index(write_tfrecord(dataset.files[1], [other]))
+    records = from_files(dataset.files)
+    with refused(f"found bytes_list of 1 in {dataset.files[1]}"):
+        spec_of(records, "global", TRAINING)
+
+
+def test_from_files_of_no_examples(tmp_path):
+    file = tmp_path / "train"
+    file.write_bytes(frame_record(b"\xff\xff\xff"))
+    dti.build_index(file)
+    with refused(r"not Examples with features.*-m dali_tf_input.index .*--verify=schema"):
+        from_files(file)
+
+
+def test_behind_a_link(tmp_path, monkeypatch):
+    """The folder above a link's is that of where it leads, and not of where it stands."""
+    for folder in ("cwd", "there/sub", "there/data", "data"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "cwd" / "link").symlink_to(tmp_path / "there" / "sub")
+    write_tfrecord(tmp_path / "there" / "data" / "t-0", numbered_examples(3))
+    dti.build_index(write_tfrecord(tmp_path / "data" / "t-0", numbered_examples(1)))
+    monkeypatch.chdir(tmp_path / "cwd")
+    dti.build_index("link/../data/t-0")
+    dataset = from_files("link/../data/t-*")
+    assert dataset.num_records == 3
+    monkeypatch.chdir("/")
+    assert os.path.samefile(dataset.files[0], tmp_path / "there" / "data" / "t-0")
+    assert os.path.isabs(dataset.index_files[0])
+
+
+def test_the_command_for_many_files_of_odd_names(tmp_path):
+    """It is a pattern of exactly these, whatever of a pattern is in their names; a pattern that is
+    given stays one.
+    """
+    folder = tmp_path / "d [v2]"
+    folder.mkdir()
+    files = [
+        write_tfrecord(folder / f"t[1]*-{number}", numbered_examples(1)) for number in range(5)
+    ]
+    write_tfrecord(folder / "t1x-7", numbered_examples(1))  # the names would match it as patterns
+    with pytest.raises(dti.InputError, match="5 of 5 files have no index") as caught:
+        from_files(files)
+    pattern = re.search("-m dali_tf_input.index '(.*)'$", str(caught.value))[1]
+    assert list(dti.find_files(pattern)) == files
+    patterns = [f"{tmp_path}/train-{number}*" for number in range(5)]
+    command = f"-m dali_tf_input.index '{tmp_path}/train-*'"
+    assert index_command(patterns).partition(" ")[2] == command

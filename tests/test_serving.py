@@ -1,0 +1,208 @@
+"""Prediction and serving: the pixels that the model was evaluated with, whatever feeds it."""
+
+import csv
+import dataclasses
+
+import conftest
+import keras
+import numpy as np
+import nvidia.dali as dali
+import pytest
+import tensorflow as tf
+from commands import fails, run, run_cold
+from conftest import DALI, TF_DATA, image_zoo, jpeg, refused, spec_of, take, write_indexed
+from PIL import Image
+
+from dali_tf_input import DaliOptions, Preprocess
+from dali_tf_input.backends.build import make_dataset
+from dali_tf_input.serving import export_saved_model, export_triton, iterate_batches
+from dali_tf_input.training.load import load
+
+EVALUATION = Preprocess.for_evaluation(32)
+OPTIONS = {"dali": DALI, "tf_data": TF_DATA, "none": None}
+backends = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory):
+    """Ten encoded images, and what a dataset makes of them in evaluation."""
+    examples = conftest.numbered_examples(10)
+    dataset = write_indexed(tmp_path_factory.mktemp("predict") / "train", examples)
+    spec = spec_of(dataset, "sequential", EVALUATION)
+    images, _ = take(make_dataset(spec, TF_DATA, batch_size=10), 1)
+    return [example["image/encoded"] for example in examples], images
+
+
+@pytest.fixture(scope="module")
+def model():
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(4)]
+    return keras.Sequential([keras.layers.Input((32, 32, 3)), *layers])
+
+
+@backends
+def test_the_pixels_of_evaluation(evaluated, options):
+    encoded, expected = evaluated
+    batches = list(iterate_batches(encoded, EVALUATION, options, batch_size=4))
+    assert [positions for positions, _ in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    images = np.concatenate([images.numpy() for _, images in batches])
+    np.testing.assert_allclose(images, expected, atol=1e-3)
+
+
+@backends
+def test_an_unreadable_image_is_reported_and_not_fatal(tmp_path, options):
+    zoo = image_zoo()
+    images = [encoded for encoded, _, _ in zoo.values()]
+    for position, image in enumerate(images[:2]):
+        (tmp_path / f"{position}.jpg").write_bytes(image)
+        images[position] = tmp_path / f"{position}.jpg"
+    images.append(tmp_path / "missing.jpg")
+    bad = {}
+    arguments = {"batch_size": 3, "on_bad": bad.__setitem__}
+    batches = list(iterate_batches(images, EVALUATION, options, **arguments))
+    sound = [number for number, (_, image_format, _) in enumerate(zoo.values()) if image_format]
+    assert [position for positions, _ in batches for position in positions] == sound
+    assert sorted(bad) == [number for number in range(len(images)) if number not in sound]
+    assert "No such file" in bad[len(images) - 1]
+
+
+def test_a_saved_model_takes_bytes(evaluated, model, tmp_path):
+    """Bytes in, the logits that the model gives for the evaluation's pixels out."""
+    encoded, images = evaluated
+    export_saved_model(model, EVALUATION, tmp_path / "saved")
+    served = tf.saved_model.load(str(tmp_path / "saved")).signatures["serving_default"]
+    (logits,) = served(encoded=tf.constant(encoded)).values()
+    np.testing.assert_allclose(logits.numpy(), model(images).numpy(), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "layout"), [("float32", "HWC"), ("float16", "CHW"), ("uint8", "HWC")]
+)
+def test_triton(evaluated, tmp_path, dtype, layout):
+    """The serialized pipeline, taken up again as Triton does, makes the same pixels; the config
+    names its input and shape.
+    """
+    encoded, _ = evaluated
+    preprocess = dataclasses.replace(EVALUATION, dtype=dtype, layout=layout)
+    export_triton(preprocess, tmp_path / "preprocess", device="cpu", max_batch_size=16)
+    config = (tmp_path / "preprocess" / "config.pbtxt").read_text()
+    kind = {"float32": "TYPE_FP32", "float16": "TYPE_FP16", "uint8": "TYPE_UINT8"}[dtype]
+    assert f"data_type: {kind}, dims: {list(preprocess.image_shape)}" in config
+    assert 'name: "preprocess"\nbackend: "dali"\nmax_batch_size: 16\n' in config
+    pipeline = dali.Pipeline.deserialize(filename=str(tmp_path / "preprocess" / "1" / "model.dali"))
+    pipeline.build()
+    pipeline.feed_input("encoded", [np.frombuffer(image, np.uint8) for image in encoded])
+    (images,) = pipeline.run()
+    ((_, expected),) = iterate_batches(encoded, preprocess, TF_DATA)
+    made, atol = images.as_array().astype(float), 1 if dtype == "uint8" else 2e-3
+    np.testing.assert_allclose(made, expected.numpy().astype(float), atol=atol)
+    with refused("preprocess exists already"):
+        export_triton(preprocess, tmp_path / "preprocess")
+
+
+def test_refuses(model, tmp_path):
+    training = Preprocess.for_training(32)
+    for make in (
+        lambda: list(iterate_batches([b"x"], training)),
+        lambda: export_saved_model(model, training, tmp_path / "x"),
+        lambda: export_triton(training, tmp_path / "x"),
+    ):
+        with refused("`preprocess` must not be random"):
+            make()
+    with refused("`batch_size` must be at least 1"):
+        list(iterate_batches([b"x"], EVALUATION, batch_size=0))
+    with refused(r"`dtype` must be one of .*, got 'bfloat16'"):
+        export_triton(dataclasses.replace(EVALUATION, dtype="bfloat16"), tmp_path / "x")
+    brain = dataclasses.replace(EVALUATION, dtype="bfloat16")
+    with refused("DALI does not support `dtype` 'bfloat16'"):
+        list(iterate_batches([jpeg(9, 9)], brain, DALI))
+    with refused("`device` must be one of 'cpu', 'gpu', got 'tpu'"):
+        export_triton(EVALUATION, tmp_path / "x", device="tpu")
+    with refused("`max_batch_size` must be at least 1, got 0"):
+        export_triton(EVALUATION, tmp_path / "x", max_batch_size=0)
+    with refused("needs GPU 0, but TensorFlow sees 0 GPUs"):
+        list(iterate_batches([jpeg(9, 9)], EVALUATION, DaliOptions(device="gpu")))
+    assert not (tmp_path / "x").exists()
+
+
+def test_triton_for_a_gpu_takes_a_gpu(tmp_path):
+    with refused("A pipeline for a GPU needs a machine with a GPU; or pass device='cpu'"):
+        export_triton(EVALUATION, tmp_path / "preprocess")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_predict_script(model, tmp_path):
+    model.save(tmp_path / "model.keras")
+    (tmp_path / "labels.txt").write_text("ant\nbee\ncat\ndog\n")
+    (tmp_path / "good.jpg").write_bytes(jpeg(40, 50))
+    (tmp_path / "bad.jpg").write_text("no image")
+    command = ["predict.py", f"--labels={tmp_path}/labels.txt", "--top=2", tmp_path / "model.keras"]
+    process = run(*command, tmp_path / "good.jpg", tmp_path / "bad.jpg")
+    assert process.returncode == 1
+    message = "text: expected an encoded image, found b'no image' ..."
+    assert process.stderr == f"error: {tmp_path}/bad.jpg: {message}\n"
+    assert f"{tmp_path}/good.jpg" in process.stdout
+    assert sum(name in process.stdout for name in ("ant", "bee", "cat", "dog")) == 2
+    process = run_cold(*command, tmp_path / "good.jpg")
+    assert (process.returncode, process.stderr) == (0, "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["tf_data", "dali_cpu"])
+def test_predict_script_on_records(model, tmp_path, backend):
+    """Every record once, with its own label; the mistakes it was surest of first."""
+    model.save(tmp_path / "model.keras")
+    dataset = conftest.write_dataset(tmp_path, [5, 6])
+    files = {"csv": tmp_path / "out.csv", "sheet": tmp_path / "out.png"}
+    flags = [f"--{name}={path}" for name, path in files.items()]
+    flags += [f"--files={tmp_path}/train-*", f"--backend={backend}", "--batch_size=4"]
+    process = run("predict.py", *flags, tmp_path / "model.keras")
+    assert (process.returncode, process.stderr) == (0, "")
+    table = list(csv.DictReader(files["csv"].open()))
+    assert [int(row["id"]) for row in table] == [int(row["label"]) for row in table] == [*range(11)]
+    assert [row["file"] for row in table] == [dataset.locate(one).file for one in range(11)]
+    spec = spec_of(dataset, "sequential", EVALUATION, repeat=False)
+    held_out = load(spec, TF_DATA, batch_size=11)
+    expected = tf.nn.softmax(held_out.predict(model, verbose=0)).numpy()
+    found = [float(row["probability"]) for row in table]
+    np.testing.assert_allclose(found, expected.max(1), atol=1e-4)
+    predicted = [int(row["prediction"]) for row in table]
+    right = sum(one == number for number, one in enumerate(predicted))
+    lines = process.stdout.splitlines()
+    assert lines[0] == f"right  {right} of 11 records, {right / 11:.2%}"
+    wrong = [row for row in table if row["label"] != row["prediction"]]
+    assert lines[2].split()[0] == max(wrong, key=lambda row: float(row["probability"]))["id"]
+    assert Image.open(files["sheet"]).width > 600
+    fails(run("predict.py", *flags, tmp_path / "model.keras", "a.jpg"), "images or records")
+
+
+@pytest.mark.parametrize(
+    ("labels", "error"),
+    [
+        (b"ant\nbee\n", "names 2 labels, and "),
+        (b"\n\n", "names no label"),
+        (None, "cannot be read: No such file"),
+        (b"\xe9\nb\nc\nd\n", ""),
+    ],
+)
+def test_predict_script_with_other_labels(model, tmp_path, labels, error):
+    model.save(tmp_path / "model.keras")
+    (tmp_path / "good.jpg").write_bytes(jpeg(40, 50))
+    if labels is not None:
+        (tmp_path / "labels.txt").write_bytes(labels)
+    files = [tmp_path / "model.keras", tmp_path / "good.jpg"]
+    process = run("predict.py", f"--labels={tmp_path}/labels.txt", *files)
+    if error:
+        fails(process, error)
+    else:
+        assert (process.returncode, process.stderr) == (0, "")
+
+
+@pytest.mark.slow
+def test_predict_script_with_a_model_of_other_inputs(tmp_path):
+    for number, shape in enumerate([(16, 16, 2), (16, 24, 3), (7,), (None, None, 3)]):
+        file = tmp_path / f"{number}.keras"
+        keras.Sequential([keras.layers.Input(shape), keras.layers.Dense(4)]).save(file)
+        process = run("predict.py", file, tmp_path / "good.jpg")
+        fails(process, f"{file} takes {shape}: it must take square images, (n, n, 3) or (n, n, 1)")
