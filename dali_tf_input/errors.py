@@ -3,13 +3,14 @@
 import collections.abc
 import contextlib
 import dataclasses
+import difflib
 import functools
 import inspect
 import math
 import operator
 import os
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from numbers import Real
 from types import UnionType
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union
@@ -67,6 +68,19 @@ def check(holds: bool, name: str, rule: str, value: object) -> None:
     """Raises InputError unless the rule for the argument `name` holds for its value."""
     if not holds:
         raise InputError(f"`{name}` must be {rule}, got {value}.")
+
+
+class WrongCallError(InputError, TypeError):
+    """An argument that a function does not have."""
+
+
+def check_keywords(function: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Raises an error that names the nearest known argument, unless all given are known."""
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1, 0.5)
+            hint = f" Did you mean `{near[0]}`?" if near else f" It has {', '.join(sorted(known))}."
+            raise WrongCallError(f"{function}() has no argument `{name}`.{hint}")
 
 
 def check_fields(spec: Any) -> None:

@@ -2,6 +2,7 @@
 
 import bisect
 import functools
+import glob
 import itertools
 import os
 from collections.abc import Collection, Sequence
@@ -111,6 +112,18 @@ class Records:
             return ClassLabel(key=self.label_key)
         if found and found.kinds == ("float_list",) and found.lengths[0] == found.lengths[1]:
             return Values(key=self.label_key, size=found.lengths[0])
+        return None
+
+    @property
+    def class_names(self) -> tuple[str, ...] | None:
+        """The names in ``labels.txt``, or tfds' ``label.labels.txt``, beside the files."""
+        if self.etags:
+            return None
+        folder = glob.escape(os.path.dirname(self.files[0]))
+        for name in ("labels.txt", "label.labels.txt"):
+            for path in glob.glob(os.path.join(folder, name)):
+                with open(path, encoding="utf-8") as stream:
+                    return tuple(stream.read().splitlines())
         return None
 
     @property
