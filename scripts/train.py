@@ -47,8 +47,6 @@ def main(arguments: list[str]) -> int:
         ),
     )
     options = BACKENDS.get(_TRAIN.backend.value)
-    if _TRAIN.options.value:
-        options = dti.load_options(_TRAIN.options.value)
     if _TRAIN.service.value:
         if isinstance(options, dti.DaliOptions):
             raise dti.InputError(f"--service is for the tf.data backend, got {options!r}.")

@@ -19,7 +19,8 @@ import sys
 import time
 from typing import Any
 
-from dali_tf_input import AUTOTUNE, InputError, TfDataOptions, save_options
+from dali_tf_input import InputError, TfDataOptions, save_options
+from dali_tf_input.spec.options import AUTOTUNE
 from support import cli
 from support.benchmark import Stats
 from support.flags import FileFlags, WorkFlags, backends_flag, begin, describe_work

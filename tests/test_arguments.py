@@ -9,6 +9,7 @@ import tensorflow as tf
 from conftest import jpeg
 
 import dali_tf_input as dti
+from support.benchmark import measure
 
 TRAINING = dti.Preprocess.for_training(8)
 
@@ -102,7 +103,7 @@ WRONG = {
         (lambda _, **changes: dti.load_options(**changes), "path", 3),
         (lambda _, **changes: dti.Preprocess.for_training(**changes), "image_size", "224"),
         (lambda _, **changes: next(dti.iterate_batches([b""], TRAINING, **changes)), "batch_size", 1.5),
-        (lambda _, **changes: dti.measure(iter(()), batch_size=1, warmup_batches=0, **changes),
+        (lambda _, **changes: measure(iter(()), batch_size=1, warmup_batches=0, **changes),
          "seconds", "1"),
         (lambda data, **changes: dti.make_dataset(spec_of(data), batch_size=1, **changes), "options", 0),
         (lambda data, **changes: dti.make_dataset(spec_of(data), **changes), "batch_size", 4.0),

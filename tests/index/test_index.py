@@ -19,11 +19,12 @@ import pytest
 from commands import python
 from conftest import SCRIPTS, encode, jpeg, numbered_examples, refused, spec_of, write_tfrecord
 
-from dali_tf_input import Checks, IndexFaultsError, Preprocess, Records, build_index, find_files
+from dali_tf_input import Checks, Preprocess, Records, build_index
 from dali_tf_input.index import scan
-from dali_tf_input.index.build import IndexReport
+from dali_tf_input.index.build import IndexFaultsError, IndexReport
 from dali_tf_input.records.example import encode_example
 from dali_tf_input.records.manifest import Manifest
+from dali_tf_input.records.paths import find_files
 from dali_tf_input.records.tfrecord import frame_record, masked_crc, read_data
 
 CRC, SCHEMA, DECODE = (Checks(verify=level) for level in ("crc", "schema", "decode"))

@@ -12,8 +12,9 @@ from conftest import DALI, jpeg, numbered_examples, refused, spec_of, write_data
 
 import dali_tf_input as dti
 from dali_tf_input.backends.dali import decoder_hints
-from dali_tf_input.records.paths import index_command
+from dali_tf_input.records.paths import find_files, index_command
 from dali_tf_input.records.tfrecord import frame_record
+from dali_tf_input.spec.options import AUTOTUNE
 from support.flags import describe_work
 
 from_files = dti.Records.from_files
@@ -108,7 +109,7 @@ def test_refuses(make, arguments, message):
 
 
 def test_autotune_is_tensorflows():
-    assert dti.AUTOTUNE == tf.data.AUTOTUNE
+    assert AUTOTUNE == tf.data.AUTOTUNE
 
 
 @pytest.mark.parametrize(
@@ -296,7 +297,7 @@ def test_the_command_for_many_files_of_odd_names(tmp_path):
     with pytest.raises(dti.InputError, match="5 of 5 files have no index") as caught:
         from_files(files)
     pattern = re.search("-m dali_tf_input.index '(.*)'$", str(caught.value))[1]
-    assert list(dti.find_files(pattern)) == files
+    assert list(find_files(pattern)) == files
     patterns = [f"{tmp_path}/train-{number}*" for number in range(5)]
     command = f"-m dali_tf_input.index '{tmp_path}/train-*'"
     assert index_command(patterns).partition(" ")[2] == command
