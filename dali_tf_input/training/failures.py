@@ -5,7 +5,6 @@ arithmetic: the step that failed determines its records, which are then checked 
 """
 
 import contextlib
-import logging
 import os
 from collections.abc import Iterator
 
@@ -32,8 +31,6 @@ from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.options import DaliOptions, Options
 from dali_tf_input.spec.order import EpochSteps, Shard, list_records
 from dali_tf_input.storage.copies import local_copy
-
-_logger = logging.getLogger("dali_tf_input")
 
 _STEPS_AHEAD = 12  # that pipelines may have read when they fail: queues, and `steps_per_execution`
 
@@ -62,6 +59,7 @@ def explain(
     *,
     batch_size: int,
     step: int,
+    of_input: bool | None = None,
     num_classes: int | None = None,
 ) -> InputError | None:
     """Finds the record that stopped an input.
@@ -71,12 +69,13 @@ def explain(
       spec: the batches to produce.
       options: of which backend; its decoder judges the records.
       batch_size: images in a step of all replicas.
-      step: steps of training that were done.
+      step: steps that were done.
+      of_input: whether the error is the input's, and not the model's; None if that is not known.
       num_classes: of the model, if it is known; labels must be below.
 
     Returns:
-      A `BadRecordError`; an InputError if a file changed; None if the records around the step are
-      sound, so that the error may be the model's.
+      A `BadRecordError`; another InputError if a file changed, or if no bad record is found and the
+      error is the input's; else None.
     """
     if isinstance(error, tf.errors.ResourceExhaustedError | tf.errors.CancelledError):
         return None
@@ -85,27 +84,34 @@ def explain(
         text = f"The input failed: {change}. Restore what is missing, or index again: {command}"
         return InputError(text)
     check = _RecordCheck(spec, options, num_classes)
+    # A model's error is that of the batch that it was given, not of a later one.
+    ahead = 0 if of_input is False else _STEPS_AHEAD
     try:
-        for record in _list_likely_records(spec, batch_size, step):
+        for record in _list_likely_records(spec, batch_size, step, ahead):
             problem = check.find_problem(record)
             if problem:
                 file, bad_record = _locate(spec, record, problem)
-                remedy = f"Skip bad records: {command}"
-                if problem[0] == "label range":
-                    remedy = (
-                        "Where labels count from 1, pass label=ClassLabel(offset=1) to the spec."
-                        " Otherwise the model needs more outputs, or the record a sound label."
-                    )
-                return BadRecordError(file, bad_record, remedy)
+                return BadRecordError(file, bad_record, _remedy(problem[0], command))
     except (OSError, InputError) as problem:
         return InputError(
             f"The input failed, and its files cannot be checked: {problem} Restore what is missing,"
             f" or index the remaining files: {command}"
         )
-    _logger.warning(
-        "If a record stopped the input, this finds it: %s", skip_command(spec, options, on_bad="")
+    if not of_input:
+        return None
+    return InputError(
+        f"The input failed after step {step:,} ({type(error).__name__}), and no bad record is near"
+        f" it. To check all records: {skip_command(spec, options, on_bad='')}"
     )
-    return None
+
+
+def _remedy(reason: str, command: str) -> str:
+    if reason != "label range":
+        return f"Skip bad records: {command}"
+    return (
+        "Where labels count from 1, pass label=ClassLabel(offset=1) to the spec. Otherwise the"
+        " model needs more outputs, or the record another label."
+    )
 
 
 def skip_command(spec: InputSpec, options: Options, *, on_bad: str = "--on_bad=skip") -> str:
@@ -155,7 +161,7 @@ def _read_entries(spec: InputSpec) -> list[FileEntry]:
     return []
 
 
-def _list_likely_records(spec: InputSpec, batch_size: int, step: int) -> Iterator[int]:
+def _list_likely_records(spec: InputSpec, batch_size: int, step: int, ahead: int) -> Iterator[int]:
     """Yields the records of the step that failed and of those around it, the likeliest first."""
     if not spec.has_fixed_order:
         return
@@ -163,7 +169,7 @@ def _list_likely_records(spec: InputSpec, batch_size: int, step: int) -> Iterato
     steps = EpochSteps(
         num_records=num_records, batch_size=batch_size, num_shards=1, padded=not spec.repeat
     )
-    numbers = [step, step - 1, *range(step + 1, step + _STEPS_AHEAD + 1)]
+    numbers = [step, step - 1, *range(step + 1, step + ahead + 1)]
     epochs = {number // steps.per_epoch for number in numbers if number >= 0}
     orders = {
         epoch: list_records(

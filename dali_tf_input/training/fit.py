@@ -10,6 +10,47 @@ from dali_tf_input.training.resume import Arrays, Resume, State
 from dali_tf_input.training.strategies import scope_of
 
 
+class StepCounter(keras.callbacks.Callback):
+    """Counts the batches of an evaluation or prediction, and knows what Keras is doing.
+
+    Attributes:
+      tested: batches that an evaluation or prediction has done; None if there is none under way.
+      in_step: whether Keras has its batch and works on it: an error is not the input's then.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tested: int | None = None
+        self.in_step = False
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Notes that a step begins."""
+        self.in_step = True
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Notes that a step is done."""
+        self.in_step = False
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Notes that an evaluation begins."""
+        self.tested, self.in_step = 0, False
+
+    def on_test_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Notes that a step begins."""
+        self.in_step = True
+
+    def on_test_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Counts a step."""
+        self.tested, self.in_step = batch + 1, False
+
+    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Notes that the evaluation is over."""
+        self.tested = None
+
+    on_predict_begin, on_predict_end = on_test_begin, on_test_end
+    on_predict_batch_begin, on_predict_batch_end = on_test_batch_begin, on_test_batch_end
+
+
 class Training(keras.callbacks.CallbackList):
     """The callbacks of one training, which begins and ends once for them.
 
@@ -21,6 +62,7 @@ class Training(keras.callbacks.CallbackList):
     Attributes:
       step: steps of training that are done.
       history: Keras's History of all epochs.
+      counter: what Keras is doing.
     """
 
     def __init__(
@@ -34,7 +76,7 @@ class Training(keras.callbacks.CallbackList):
         arrays: Arrays,
         resume: Resume | None,
     ) -> None:
-        self.history = keras.callbacks.History()
+        self.history, self.counter = keras.callbacks.History(), StepCounter()
         self._watchers = [*callbacks, self.history]
         self._state, self._arrays, self._resume = state, arrays, resume
         self.step, self._epochs = state.step, epochs
@@ -42,7 +84,7 @@ class Training(keras.callbacks.CallbackList):
         self._epoch_start = 0
         self._raw_weights: list[Any] = []
         super().__init__(
-            self._watchers,
+            [*self._watchers, self.counter],
             add_progbar=verbose != 0,
             model=model,
             verbose=verbose,

@@ -1,6 +1,5 @@
 """An input that Keras trains on, evaluates and predicts: what `load` returns."""
 
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -18,7 +17,7 @@ from dali_tf_input.spec.options import DaliOptions, Options
 from dali_tf_input.spec.order import EpochSteps, Position, Shard
 from dali_tf_input.training import strategies
 from dali_tf_input.training.failures import explain
-from dali_tf_input.training.fit import Training
+from dali_tf_input.training.fit import StepCounter, Training
 from dali_tf_input.training.profile import ImagesPerSecond, InputProfile, profile_input
 from dali_tf_input.training.resume import Resume, State
 
@@ -102,20 +101,16 @@ class Input:
             file, its number and the command that skips it.
         """
         start, served = self._step, 0
-
-        def count_steps() -> int:
-            return start + served
-
-        with self._explained(count_steps):  # DALI reads ahead when an iterator is made
-            iterator = iter(self.dataset)
-        while served < self.steps_per_epoch:  # DALI's own reader on a GPU has no end
-            try:
-                with self._explained(count_steps):
-                    batch = next(iterator)
-            except StopIteration:
-                return
-            yield batch
-            served += 1
+        try:
+            iterator = iter(self.dataset)  # here already DALI reads
+            while served < self.steps_per_epoch:  # DALI's own reader on a GPU has no end
+                batch = next(iterator, None)
+                if batch is None:
+                    return
+                yield batch
+                served += 1
+        except tf.errors.OpError as error:
+            raise self.explain(error, start + served) from error
 
     def __repr__(self) -> str:
         """Says in one line what it is, and what Keras takes of it."""
@@ -175,8 +170,7 @@ class Input:
             spec = dataclasses.replace(spec, class_weight=class_weight)  # Keras's maps the dataset
         held_out = arguments.pop("validation_data", None) if validation is None else validation
         if isinstance(held_out, Input):
-            held_out._check_evaluation(model)
-            held_out = held_out.dataset
+            held_out.check_evaluation(model)
         elif validation is not None:
             raise InputError(f"`validation` must be what `load` returned, got {validation!r}.")
         steps = arguments.pop("steps_per_epoch", None) or self.steps_per_epoch
@@ -215,18 +209,17 @@ class Input:
         def fit_part(**part: Any) -> None:
             positions = [Position(training.step + offset) for _ in self.devices]
             dataset = self._make_dataset(spec, positions, endless=True)
-            model.fit(
-                dataset,
-                validation_data=held_out,
-                shuffle=False,
-                verbose=verbose,
-                **part,
-                **arguments,
-            )
+            valid = getattr(held_out, "dataset", held_out)
+            shared = {"validation_data": valid, "shuffle": False, "verbose": verbose}
+            model.fit(dataset, **shared, **part, **arguments)
 
         try:
-            with self._explained(lambda: training.step + offset, model):
-                return training.run(fit_part)
+            return training.run(fit_part)
+        except tf.errors.OpError as error:
+            failed, step = self, training.step + offset
+            if training.counter.tested is not None and isinstance(held_out, Input):
+                failed, step = held_out, training.counter.tested
+            raise failed.explain(error, step, model, training.counter) from error
         finally:
             done = training.step + offset
             self._step = done if steps != self.steps_per_epoch else done + -done % steps
@@ -242,9 +235,8 @@ class Input:
           BadRecordError: (an InputError) a record stops the input.
           InputError: this input is for training, has no labels, or belongs to another strategy.
         """
-        self._check_evaluation(model)
-        with self._explained(lambda: 0, model):
-            return model.evaluate(self.dataset, **{"return_dict": True, **arguments})
+        self.check_evaluation(model)
+        return self._run_pass(model, model.evaluate, {"return_dict": True, **arguments})
 
     def predict(self, model: keras.Model, **arguments: Any) -> Any:
         """Predicts one pass with a Keras model.
@@ -261,8 +253,7 @@ class Input:
           InputError: this input is for training, or belongs to another strategy.
         """
         self._check_pass(model)
-        with self._explained(lambda: 0, model):
-            return model.predict(self.dataset, **arguments)
+        return self._run_pass(model, model.predict, arguments)
 
     @checked
     def profile(self, model: keras.Model, *, steps: Count = 50) -> InputProfile:
@@ -356,7 +347,8 @@ class Input:
                 " InputSpec.for_evaluation(...)."
             )
 
-    def _check_evaluation(self, model: keras.Model) -> None:
+    def check_evaluation(self, model: keras.Model) -> None:
+        """Raises InputError unless this input can evaluate `model`."""
         self._check_pass(model)
         if not (self.spec.label or self.spec.mask):
             raise InputError("To evaluate needs labels or masks: this input has none.")
@@ -371,25 +363,44 @@ class Input:
                 " label=ClassLabel(offset=1) to the spec. Otherwise the model needs more outputs."
             )
 
-    @contextlib.contextmanager
-    def _explained(
-        self, count_steps: Callable[[], int], model: keras.Model | None = None
-    ) -> Iterator[None]:
-        """Names a record that stops the input."""
+    def _run_pass(
+        self, model: keras.Model, run: Callable[..., Any], arguments: dict[str, Any]
+    ) -> Any:
+        """Returns what `model.evaluate` or `model.predict` does."""
+        counter = StepCounter()
+        callbacks = keras.tree.flatten(arguments.pop("callbacks", None) or [])
         try:
-            yield
+            return run(self.dataset, callbacks=[*callbacks, counter], **arguments)
         except tf.errors.OpError as error:
-            explained = explain(
-                error,
-                self.spec,
-                self.options,
-                batch_size=self.batch_size,
-                step=count_steps(),
-                num_classes=None if model is None else _count_classes(model),
-            )
-            if explained is None:
-                raise
-            raise explained from error
+            raise self.explain(error, counter.tested or 0, model, counter) from error
+
+    def explain(
+        self,
+        error: tf.errors.OpError,
+        step: int,
+        model: keras.Model | None = None,
+        counter: StepCounter | None = None,
+    ) -> Exception:
+        """Returns what to raise for an error of TensorFlow's: a record by name, if one is to blame.
+
+        Args:
+          error: raised while this input was iterated.
+          step: batches that were served before; in training, since it began.
+          model: that was fed, if there was one.
+          counter: what Keras was doing.
+        """
+        # On other backends Keras takes its batches within a step.
+        known = counter is None or keras.backend.backend() == "tensorflow"
+        explained = explain(
+            error,
+            self.spec,
+            self.options,
+            batch_size=self.batch_size,
+            step=step,
+            of_input=not (counter and counter.in_step) if known else None,
+            num_classes=None if model is None else _count_classes(model),
+        )
+        return explained or error
 
 
 def _count_classes(model: keras.Model) -> int | None:

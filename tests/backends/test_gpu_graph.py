@@ -10,6 +10,7 @@ from test_parity import CROPS
 
 from dali_tf_input import ClassLabel, DaliOptions, Preprocess
 from dali_tf_input.backends.dali import build_pipeline
+from dali_tf_input.backends.dali_reading import reads_by_itself
 from dali_tf_input.backends.reading import Stream
 
 REGISTERED = {
@@ -48,19 +49,23 @@ def find_mistakes(pipeline):
 def test_every_node_is_where_it_may_be(dataset, order):
     """For every crop and decode; of the outputs each comes with every order and most crops."""
     outputs = itertools.cycle(OUTPUTS)
-    label = ClassLabel(num_classes=24, one_hot=True)
+    # DALI's own reader serves order "buffer", with integers only.
+    label = ClassLabel() if order == "buffer" else ClassLabel(num_classes=24, one_hot=True)
     for crop, decode in itertools.product(CROPS.values(), ("full", "region")):
         changes = {"crop": crop, "mirror_probability": 0.5, **next(outputs)}
         how = {"order": "sequential", "repeat": False} if order == "pass" else {"order": order}
         preprocess = Preprocess(image_size=(80, 72), **changes)
         spec = spec_of(dataset, how.pop("order"), preprocess, label=label, **how)
         options = DaliOptions(device="gpu", decode=decode, hw_decoder_load=0.5)
-        pipeline = build_pipeline(Stream(spec=spec, batch_size=4), options, 0)
+        by_itself = reads_by_itself(spec, options)
+        assert by_itself == (order == "buffer")
+        stream = Stream(spec=spec, batch_size=4)
+        pipeline = build_pipeline(stream, options, 0, by_itself=by_itself)
         assert list(find_mistakes(pipeline)) == []
 
 
 def test_mistakes_are_found(dataset):
     """A pipeline for the CPU has its outputs elsewhere."""
     spec = spec_of(dataset, "global", dataclasses.replace(Preprocess.for_training(16)))
-    pipeline = build_pipeline(Stream(spec=spec, batch_size=4), DALI, None)
+    pipeline = build_pipeline(Stream(spec=spec, batch_size=4), DALI, None, by_itself=False)
     assert set(find_mistakes(pipeline)) == {"an output is on the cpu"}
