@@ -74,7 +74,7 @@ def make_dataset(
         )
     if spec.repeat:
         check_batch(batch_size, shard=shard, num_records=num_records)
-    if spec.records.etags:
+    if spec.records.is_remote:
         local = localize if spec.has_fixed_order else fetch_all
         spec = replace(spec, records=local(spec.records))
     start_step = start_step or StartStep()

@@ -87,17 +87,17 @@ def read_fixed_order(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
     # TensorFlow never frees a function given to `numpy_function`, nor what the function holds. So
     # large values are tensors, which the dataset holds and which are freed with it.
     with tf.device("CPU:0"):
-        names, states = tf.constant(dataset.files), tf.constant(states_of(dataset))
-        counts = tf.constant(dataset.records_per_file, tf.int64)
+        names, states = tf.constant(dataset.paths), tf.constant(states_of(dataset))
+        counts = tf.constant([file.num_records for file in dataset.files], tf.int64)
         file_of = tf.repeat(tf.range(len(indexes)), counts)
         extents = tf.constant(np.concatenate(indexes))
-    if dataset.etags:
+    if dataset.is_remote:
         read = make_remote_read(dataset, options, names, file_of, extents)
     else:
         read = make_read(options, names, states, file_of, extents)
     mean_bytes = int(extents[:, 1].numpy().mean())
     parallel = options.num_parallel_reads
-    most = 2 * _CHUNK if dataset.etags else _CHUNK  # more of them wait, and are neighbors
+    most = 2 * _CHUNK if dataset.is_remote else _CHUNK  # more of them wait, and are neighbors
     chunk = int(np.clip(_CHUNK_BYTES // max(1, mean_bytes), 1, most))
 
     def list_epoch(epoch: int, step: int, names: Any, states: Any, counts: Any) -> Integers:
@@ -174,11 +174,11 @@ def make_read(
 def states_of(dataset: Records) -> Integers:
     """Returns size in bytes and time of modification in ns of each file when it was indexed.
 
-    int64 (files, 2); -1 where they are unknown.
+    int64 (files, 2); -1 for stored objects.
     """
-    if dataset.etags:  # each request names the version that it expects
+    if dataset.is_remote:  # each request names the version that it expects
         return np.full((len(dataset.files), 2), -1)
-    return np.array(dataset.states or [(-1, -1, -1)] * len(dataset.files), np.int64)[:, :2]
+    return np.array([(file.size, file.mtime_ns) for file in dataset.files], np.int64)
 
 
 def check_states(names: Any, states: Integers) -> Any:
@@ -210,7 +210,7 @@ def _copy_indexes(dataset: Records) -> list[str]:
     held = [staging.path(f"{file}.idx") for file in range(len(dataset.files))]
     for file, path in enumerate(held):
         with open(path, "wb") as stream:
-            stream.write(dataset.index_text(file))
+            stream.write(dataset.files[file].index_text())
     return held
 
 

@@ -195,7 +195,7 @@ def _read(spec: InputSpec, options: TfDataOptions, shard: Shard) -> tf.data.Data
     """
     numbers, offsets, counts, firsts = _list_runs(spec.records, shard)
     states = reading.states_of(spec.records)[numbers]
-    files = [spec.records.files[number] for number in numbers]
+    files = [spec.records.files[number].path for number in numbers]
     runs = (tf.constant(one, tf.int64) for one in (offsets, counts, firsts))
     dataset = tf.data.Dataset.from_tensor_slices((files, states, *runs))
 
@@ -262,8 +262,8 @@ def _list_runs(dataset: Records, shard: Shard) -> tuple[list[int], ...]:
     records = shard.records(dataset.num_records)
     files, offsets, counts, firsts = [], [], [], []
     before = 0  # records of the files before
-    per_file = zip(dataset.records_per_file, dataset.skipped_per_file, strict=True)
-    for file, (num_records, skipped) in enumerate(per_file):
+    for file, indexed in enumerate(dataset.files):
+        num_records, skipped = indexed.num_records, indexed.num_skipped
         start, stop = max(records.start - before, 0), min(records.stop - before, num_records)
         extents = [] if start == 0 and not skipped else dataset.index(file)[start:stop].tolist()
         if start < stop and not extents:

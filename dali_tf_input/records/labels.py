@@ -1,28 +1,34 @@
-"""What records hold besides the image: how it is stored and what comes out."""
+"""The labels, masks and further features of records: how they are stored and what comes out."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from dali_tf_input.errors import Count, InputError, Within, check, check_fields
+from dali_tf_input.errors import Count, InputError, Within, check, checked
 
 LabelKind = Literal["class", "multi_hot", "values", "none"]
 Features = Mapping[str, tuple[str, Sequence[Any]]]  # kind and values by key, of one record
 Lengths = tuple[int, float]  # the fewest and the most values of a list
 
 _NUMBERS = ("int64_list", "float_list")
+_OUTPUT_FIELDS = ("one_hot", "smoothing")
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class ClassLabel:
     """One class, stored as an integer, or as a name.
 
+    Example:
+      >>> ClassLabel(offset=1)  # stored labels count from 1, as in TF-slim's ImageNet
+      >>> ClassLabel(vocabulary=("cat", "dog"))  # labels are stored as names
+
     Attributes:
-      key: its feature key; None is the one that `Records` found.
+      key: its feature key; None finds TF-slim's "image/class/label" or tfds' "label".
       num_classes: how many classes there are; None is the number of names, or unknown.
-      offset: subtracted from every integer, so that classes count from 0; None is the
-        `label_offset` of the `Records`.
+      offset: the stored label of the first class, which is subtracted from every label so that
+        classes count from 0.
       vocabulary: the names of the classes in their order, for labels stored as names.
       one_hot: labels come out as float32 (num_classes,), 1 at the class and 0 elsewhere, and all 0
         for a label out of range (index level "schema" finds those); else as int64 ().
@@ -31,14 +37,13 @@ class ClassLabel:
 
     key: str | None = None
     num_classes: Count | None = None
-    offset: int | None = None
+    offset: int = 0
     vocabulary: tuple[str, ...] | None = None
     one_hot: bool = False
     smoothing: float = 0.0
     lengths: ClassVar[Lengths] = (1, 1)
 
     def __post_init__(self) -> None:
-        check_fields(self)
         names = self.vocabulary or ()
         check(len({*names}) == len(names), "vocabulary", "names that differ", names)
         object.__setattr__(self, "num_classes", self.num_classes or len(names) or None)
@@ -47,6 +52,11 @@ class ClassLabel:
             raise InputError("`one_hot` needs `num_classes`.")
         if self.smoothing and not self.one_hot:
             raise InputError("`smoothing` needs `one_hot`.")
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether records store classes as integers."""
+        return not self.vocabulary
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -70,6 +80,7 @@ class ClassLabel:
         return 1 - self.smoothing + rest, rest
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class MultiHot:
     """Any number of classes, stored as a list of integers, which may be empty.
@@ -78,19 +89,17 @@ class MultiHot:
 
     Attributes:
       num_classes: how many classes there are; None, for the index step only, sets no limit.
-      key: its feature key; None is the one that `Records` found.
+      key: see `ClassLabel`.
       offset: see `ClassLabel`.
     """
 
     num_classes: Count | None
     key: str | None = None
-    offset: int | None = None
+    offset: int = 0
     kinds: ClassVar[tuple[str, ...]] = ("int64_list", "")
     lengths: ClassVar[Lengths] = (0, math.inf)
+    is_integer: ClassVar[bool] = True
     dtype: ClassVar[str] = "float32"
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -98,23 +107,21 @@ class MultiHot:
         return (self.num_classes or 0,)
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Values:
     """A vector of numbers, to be predicted by regression; it comes out as float32 (size,).
 
     Attributes:
       size: how many numbers, at least 1.
-      key: its feature key, of a float_list or an int64_list; None is the one that `Records`
-        found.
+      key: its feature key, of a float_list or an int64_list; None as for `ClassLabel`.
     """
 
     size: Count
     key: str | None = None
     kinds: ClassVar[tuple[str, ...]] = _NUMBERS
+    is_integer: ClassVar[bool] = False
     dtype: ClassVar[str] = "float32"
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     @property
     def lengths(self) -> Lengths:
@@ -128,8 +135,33 @@ class Values:
 
 
 Label = ClassLabel | MultiHot | Values
+_KINDS: dict[str, type[Label]] = {"class": ClassLabel, "multi_hot": MultiHot, "values": Values}
 
 
+def label_to_json(label: Label | None) -> dict[str, Any] | None:
+    """Returns how a label is stored, as JSON values; None for no label.
+
+    How it comes out, `one_hot` and `smoothing` of a `ClassLabel`, is omitted.
+    """
+    if label is None:
+        return None
+    kind = next(name for name, known in _KINDS.items() if isinstance(label, known))
+    fields = {name: value for name, value in vars(label).items() if name not in _OUTPUT_FIELDS}
+    names = fields.get("vocabulary")
+    return {"kind": kind, **fields, **({"vocabulary": [*names]} if names else {})}
+
+
+def label_from_json(values: Mapping[str, Any] | None) -> Label | None:
+    """Returns the label that `label_to_json` described; raises InputError for anything else."""
+    if values is None:
+        return None
+    fields = dict(values)
+    kind = fields.pop("kind", None)
+    check(kind in _KINDS, "kind", f"one of {', '.join(_KINDS)}", kind)
+    return _KINDS[kind](**fields)
+
+
+@checked
 @dataclass(frozen=True, kw_only=True)
 class SegmentationMask:
     """A class for each pixel: it gets the crop, the resize (nearest) and the mirror of its image.
@@ -145,10 +177,8 @@ class SegmentationMask:
     key: str
     ignore: Annotated[int, Within(0, 255)] = 255
 
-    def __post_init__(self) -> None:
-        check_fields(self)
 
-
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Stored:
     """A feature that comes out as it is stored: int64, float32 or string.
@@ -162,7 +192,6 @@ class Stored:
     padding: int | float | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self)
         if self.padding is not None and self.size is None:
             raise InputError("`padding` needs `size`.")
 
@@ -190,12 +219,12 @@ def find_label_problem(label: Label, features: Features) -> tuple[str, str] | No
     key = label.key or ""
     if key not in features:
         held = ", ".join(f"'{held}'" for held in sorted(features)[:20]) or "no features"
-        return "label missing", f"`label_key` '{key}' is not in this record, which holds {held}."
+        return "label missing", f"`label.key` '{key}' is not in this record, which holds {held}."
     found, values = features[key]
     low, high = label.lengths
     if found not in label.kinds or not low <= len(values) <= high:
         due, found = describe_list(label.kinds, label.lengths), found or "an empty feature"
-        return "label kind", f"`label_key` '{key}' must be {due}, found {found} of {len(values)}."
+        return "label kind", f"`label.key` '{key}' must be {due}, found {found} of {len(values)}."
     if isinstance(label, Values):
         wrong = next((value for value in values if not math.isfinite(value)), None)
         bound = "finite"
@@ -204,14 +233,14 @@ def find_label_problem(label: Label, features: Features) -> tuple[str, str] | No
         wrong = next((value for value in values if value not in names), None)
         bound = f"one of the {len(names)} names of the vocabulary"
     else:
-        first, count = label.offset or 0, label.num_classes
+        first, count = label.offset, label.num_classes
         last = None if count is None else first + count - 1
         beyond = (one for one in values if one < first or (last is not None and one > last))
         wrong, bound = next(beyond, None), f"in {first} to {last}"
         bound = bound if count else f"at least {first}"
     if wrong is None:
         return None
-    return "label range", f"`label_key` '{key}' must be {bound}, found {wrong!r}."
+    return "label range", f"`label.key` '{key}' must be {bound}, found {wrong!r}."
 
 
 def class_weights(

@@ -113,7 +113,7 @@ def explain(
     message = _STACK.sub("", str(error.message or ""))
     if isinstance(error, tf.errors.ResourceExhaustedError | tf.errors.CancelledError):
         return None
-    named = (file in message for failed in inputs for file in failed.spec.records.files)
+    named = (file in message for failed in inputs for file in failed.spec.records.paths)
     if not _OF_INPUT.search(message) and not any(named):
         return None
     seconds = search_seconds * len(inputs)
@@ -179,7 +179,7 @@ def skip_command(
     dataset, label = spec.records, spec.label
     decoder = "dali" if isinstance(options, DaliOptions) else "tf_data"
     arguments = ["--verify=decode", "--on_bad=skip"]
-    key = label.key if label else dataset.label_key
+    key = label.key if label else None
     if (dataset.image_key, key) not in KEY_PRESETS.values():
         arguments.append(f"--image_key={dataset.image_key}")
         arguments += [f"--label_key={key}"] if key else []
@@ -199,23 +199,26 @@ def skip_command(
     entries = _read_entries(dataset)
     # As the files were checked before:
     for name, default in (("num_classes", None), ("decoder", "both"), ("max_pixels", MAX_PIXELS)):
-        values = {entry.checked_by.get(name, default) for entry in entries} - {default}
+        before = [
+            {**entry.checked_by, **(entry.checked_by.get("label") or {})} for entry in entries
+        ]
+        values = {known.get(name, default) for known in before} - {default}
         values -= {"dali", "tf_data"} - {decoder}  # the other one accepted the record
         values = {num_classes} if num_classes and name == "num_classes" else values
         arguments += [f"--{name}={value}" for value in values if len(values) == 1]
     if any(entry.verified == "decode" for entry in entries):
         arguments.append("--force")  # a file whose bytes rotted counts as unchanged
-    return index_command(dataset.files, index_dir=dataset.index_dir, arguments=arguments)
+    return index_command(dataset.paths, index_dir=dataset.index_dir, arguments=arguments)
 
 
 def _read_entries(dataset: Records) -> list[FileEntry]:
     """Returns what the manifests say of the files of a dataset; nothing if they cannot be read."""
-    folders = [os.path.dirname(index_file) for index_file in dataset.index_files]
+    folders = [os.path.dirname(file.index_file) for file in dataset.files]
     try:
         manifests = {folder: Manifest.read(folder).entries for folder in set(folders)}
     except InputError:
         return []
-    places = zip(folders, dataset.files, strict=True)
+    places = zip(folders, dataset.paths, strict=True)
     found = (manifests[folder].get(os.path.basename(file)) for folder, file in places)
     return [entry for entry in found if entry]
 
@@ -238,7 +241,7 @@ def _likely_records(failed: FailedInput) -> list[int]:
             continue
         if epoch not in orders:
             orders[epoch] = list_records(
-                spec.records.records_per_file,
+                [file.num_records for file in spec.records.files],
                 steps=steps,
                 shard=Shard(),
                 seed=seed,
@@ -269,14 +272,14 @@ class _Search:
     def check_extent_in(self, message: str) -> tuple[str, BadRecord] | None:
         """Checks the record that DALI's message names by file and byte."""
         extent = _DALI_EXTENT.search(message)
-        if not extent or extent[1] not in self.dataset.files:
+        if not extent or extent[1] not in self.dataset.paths:
             return None
-        file = self.dataset.files.index(extent[1])
+        file = self.dataset.paths.index(extent[1])
         offsets = self.dataset.index(file)[:, 0]
         row = int(np.searchsorted(offsets, int(extent[2]), side="right")) - 1
         if row < 0:
             return None
-        record = sum(self.dataset.records_per_file[:file]) + row
+        record = sum(indexed.num_records for indexed in self.dataset.files[:file]) + row
         # If the decoder here accepts it, believe DALI.
         problem = self._check(record) or ("damaged image", "DALI refused to decode it.")
         return extent[1], self._locate(record, problem)
@@ -337,7 +340,7 @@ class _Search:
         file, _, offset, size = self.dataset.locate(record)
         number = 0
         try:
-            status = self.dataset.status(self.dataset.files.index(file))
+            status = self.dataset.files[self.dataset.paths.index(file)].status
             with local_copy(file, status, self.dataset.cache) as path, open(path, "rb") as stream:
                 for found in find_records(file, stream.fileno()):
                     if isinstance(found, BadRecord):

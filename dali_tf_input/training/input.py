@@ -172,7 +172,7 @@ class Input(NamedTuple):
 
     def _check_labels(self, model: keras.Model) -> None:
         """Raises InputError if a classifier has fewer outputs than there are labels."""
-        known, shape = self.spec.records.label_range, getattr(model, "output_shape", None)
+        known, shape = self.spec.label_range, getattr(model, "output_shape", None)
         loss = getattr(model, "loss", None)
         name = str(getattr(loss, "name", None) or getattr(loss, "__name__", loss))
         if known and "sparse_categorical" in name and isinstance(shape, tuple):
@@ -186,7 +186,7 @@ class Input(NamedTuple):
     def _label_remedy(self, num_classes: int) -> str:
         skip = skip_command(self.spec, self.options, num_classes)
         return (
-            "Where labels count from 1, pass label_offset=1 to Records.from_files. To skip the"
+            "Where labels count from 1, pass label=ClassLabel(offset=1) to InputSpec. To skip the"
             f" records of other labels: {skip}"
         )
 

@@ -71,18 +71,17 @@ def read_state(folder: str, *, end: int) -> State | None:
 def make_fingerprint(spec: InputSpec, batch_size: int) -> dict[str, Any]:
     """Returns what must stay the same for the order of the records, and what is made of them."""
     dataset = spec.records
-    names = [os.path.basename(file) for file in dataset.files]
-    sizes = [state[0] for state in dataset.states] or [*map(os.path.getsize, dataset.files)]
-    files = hashlib.sha256(json.dumps(sorted(zip(names, sizes, strict=True))).encode())
-    counts = [dataset.records_per_file, dataset.skipped_per_file]
+    sizes = [(os.path.basename(file.path), file.size) for file in dataset.files]
+    files = hashlib.sha256(json.dumps(sorted(sizes)).encode())
+    counts = [(file.num_records, file.num_skipped) for file in dataset.files]
     index = hashlib.sha256(json.dumps(counts).encode())
-    for index_file in dataset.index_files:
-        with open(index_file, "rb") as stream:
+    for file in dataset.files:
+        with open(file.index_file, "rb") as stream:
             index.update(stream.read())
     fields = {
         field.name: repr(getattr(spec, field.name))
         for field in dataclasses.fields(spec)
-        if field.name not in ("dataset", "preprocess", "buffer_size")
+        if field.name not in ("records", "preprocess", "buffer_size")
     }
     preprocess = {
         f"preprocess.{field.name}": repr(getattr(spec.preprocess, field.name))
@@ -90,7 +89,7 @@ def make_fingerprint(spec: InputSpec, batch_size: int) -> dict[str, Any]:
     }
     return {
         "records": dataset.num_records,
-        "skipped": sum(dataset.skipped_per_file),
+        "skipped": dataset.num_skipped,
         "files": files.hexdigest()[:16],
         "index": index.hexdigest()[:16],
         **fields,

@@ -6,7 +6,8 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from dali_tf_input import AUTOTUNE, DaliOptions, TfDataOptions
+from dali_tf_input import DaliOptions, TfDataOptions
+from dali_tf_input.spec.options import AUTOTUNE
 from support import processes
 from support.benchmark import Window
 from support.flags import BACKENDS

@@ -46,7 +46,7 @@ def train_model(
         # A service cannot serve a fixed order.
         own = dti.TfDataOptions() if flags.service.value else train.options
         validation = dti.load(held_out, own, **shared)
-        print(f"validation  {held_out.dataset.num_records:,} records")
+        print(f"validation  {held_out.records.num_records:,} records")
     with strategy.scope() if strategy else contextlib.nullcontext():
         network = make_network(flags.image_size.value, num_classes)
         model = MixupCutmix(network, mixup=flags.mixup.value, cutmix=flags.cutmix.value)

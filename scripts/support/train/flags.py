@@ -15,7 +15,6 @@ class TrainFlags:
         )
         backends = ["auto", *BACKENDS]
         self.backend = flags.choice("backend", "auto", backends, "What feeds the network.")
-        self.options = flags.string("options", None, "Options of tune.py, instead of --backend.")
         self.replicas = flags.integer(
             "replicas", 1, "Copies of the network: GPUs, else CPU devices.", 1
         )
@@ -59,8 +58,6 @@ class TrainFlags:
                 "--mixup, --cutmix, --replicas and --profile_input are for --strategy=mirrored"
                 " only."
             )
-        if self.options.value and self.backend.present:
-            raise InputError("--options says which backend it is: leave out --backend.")
         if self.resume.value and self.order.value != "global":
             raise InputError(f"--resume needs --order=global, got {self.order.value}.")
         if self.save_every.value is not None and not self.resume.value:
