@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import fails, rows, run, run_cold
-from conftest import jpeg, numbered_examples, write_tfrecord
+from commands import fails, python, rows, run
+from conftest import ROOT, jpeg, numbered_examples, write_tfrecord
 
 from dali_tf_input import InputError, Records
 
@@ -85,10 +85,10 @@ def test_index_hints_at_labels_from_1(tmp_path):
     )
     for level, known in (("framing", "in all 3 records"), ("schema", "3 classes")):
         process = run("index", f"--verify={level}", tmp_path / "train")
-        assert rows(process.stdout)["labels"] == f"1 to 5, {known} (train with label_offset=1)"
+        assert rows(process.stdout)["labels"] == f"1 to 5, {known} (train with ClassLabel(offset=1))"
     flags = ["--verify=schema", "--label_offset=1", "--num_classes=4", "--force"]
     process = run("index", *flags, tmp_path / "train")
-    fails(process, "label range: `label_key` 'label' must be in 1 to 4, found 5", bad_records=True)
+    fails(process, "label range: `label.key` 'label' must be in 1 to 4, found 5", bad_records=True)
 
 
 def test_index_progress_without_a_terminal(capsys, monkeypatch):
@@ -118,8 +118,11 @@ def test_index_without_files(tmp_path):
 def test_index_imports_no_tensorflow(tmp_path):
     write_tfrecord(tmp_path / "a", numbered_examples(1))
     (tmp_path / "tensorflow.py").write_text("raise SystemExit('TensorFlow was imported')")
-    process = run_cold("index", tmp_path / "a", PYTHONPATH=str(tmp_path))
-    assert process.returncode == 0
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    environment = {**os.environ, "PYTHONPATH": path}
+    process = python("-m", "dali_tf_input.index", tmp_path / "a", env=environment)
+    assert process.returncode == 0, process.stderr
+    assert "TensorFlow was imported" in python("-c", "import tensorflow", env=environment).stderr
 
 
 def run_printed(text):
@@ -140,8 +143,8 @@ def test_printed_commands_fix(tmp_path):
     fails(process, "label range", bad_records=True)
     fixed = run_printed(process.stderr)
     assert (fixed.returncode, fixed.stderr) == (0, "")
-    dataset = Records.from_files(tmp_path / "a file's name", image_key="photo", label_key="class")
-    assert (dataset.num_records, dataset.label_range) == (199, (0, 198))
+    dataset = Records.from_files(tmp_path / "a file's name", image_key="photo")
+    assert (dataset.num_records, dataset.features["class"].range) == (199, (0, 198))
     # Many files that changed, in a folder that holds other things too; the keys are those of
     # before.
     (tmp_path / "set").mkdir()
@@ -155,12 +158,12 @@ def test_printed_commands_fix(tmp_path):
     for path in (tmp_path / "set").glob("*-of-5"):
         os.utime(path)
     with pytest.raises(InputError) as caught:
-        Records.from_files(pattern, image_key="photo", label_key="class")
+        Records.from_files(pattern, image_key="photo")
     fixed = run_printed(str(caught.value))
     assert (fixed.returncode, fixed.stderr) == (0, "")
     assert rows(fixed.stdout)["verified"] == "schema 5 files"
-    dataset = Records.from_files(pattern, image_key="photo", label_key="class")
-    assert dataset.label_range == (1, 1)
+    dataset = Records.from_files(pattern, image_key="photo")
+    assert dataset.features["class"].range == (1, 1)
 
 
 def test_a_shell_expands_a_pattern_to_indexes_too(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 from commands import load, run_cold
 from conftest import jpeg, write_dataset, write_tfrecord
 
-from dali_tf_input import Checks, InputError, build_index
+from dali_tf_input import Checks, ClassLabel, InputError, build_index
 from support import machine
 
 # Run by Python as it starts: what an import of the plugin meets.
@@ -331,7 +331,7 @@ def test_what_is_wrong_with_records_is_fixed_by_its_own_command(tmp_path, monkey
     assert "got hdfs://" in finding.found
     assert not finding.fix
     other = write_tfrecord(tmp_path / "other", [{"jpg": jpeg(8, 8), "cls": 1}])
-    build_index(other, Checks(verify="schema", image_key="jpg", label_key="cls"))
+    build_index(other, Checks(verify="schema", image_key="jpg", label=ClassLabel(key="cls")))
     (finding,) = doctor.examine_files([other])
     assert finding.fix == f"scripts/doctor.py --files={other} --image_key=KEY --label_key=KEY"
     bad = write_tfrecord(tmp_path / "bad", [{"image": b"", "label": 1}])

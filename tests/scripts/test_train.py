@@ -105,7 +105,7 @@ def test_mixup_and_cutmix():
         (["--save=model.h5"], "`save` must end in .keras, got model.h5"),
         (["--save={}/no/model.keras"], "there is no folder"),
         (["--save={}/file/m.keras"], "there is no folder {}/file"),
-        (["--label_key=label"], "`label_key` 'label' is not in the records, which hold"),
+        (["--label_key=label"], "`label.key` 'label' is not in the records, which hold"),
         (["--save_every=2"], "--save_every is for --resume=FOLDER"),
     ],
 )
