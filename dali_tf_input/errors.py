@@ -10,7 +10,7 @@ import math
 import operator
 import os
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from numbers import Real
 from types import UnionType
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union
@@ -31,7 +31,7 @@ class InputError(ValueError):
     """
 
 
-class CallError(InputError, TypeError):
+class WrongCallError(InputError, TypeError):
     """A call with an argument that the function does not have, or without a required one."""
 
 
@@ -82,7 +82,7 @@ def checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     NumPy's integers become Python's, and lists that stand for tuples become tuples. The call raises
     InputError for a value of another type, not finite, or out of the bounds of its annotation, and
-    CallError for a wrong keyword, naming the nearest right one.
+    WrongCallError for a wrong keyword, naming the nearest right one.
     """
     if isinstance(function, type):
         function.__init__ = checked(function.__init__)  # type: ignore[misc]
@@ -106,14 +106,13 @@ def checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return call
 
 
-def check_keywords(function: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raises CallError for the first of `given` that is not an argument of `function`."""
-    known = list(known)
+def check_keywords(function: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Raises WrongCallError for the first of `given` that is not an argument of `function`."""
     for name in given:
         if name not in known:
             nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             hint = f"Did you mean `{nearest[0]}`?" if nearest else f"It has {_list_names(known)}."
-            raise CallError(f"{function}() has no argument `{name}`. {hint}")
+            raise WrongCallError(f"{function}() has no argument `{name}`. {hint}")
 
 
 def _explain_call(
@@ -131,20 +130,22 @@ def _explain_call(
     if inspect.Parameter.VAR_KEYWORD not in kinds.values():
         try:
             check_keywords(function, kwargs, single)
-        except CallError as error:
+        except WrongCallError as error:
             return error
     if len(args) > len(positional):
         first = f"only {_list_names(positional)}" if positional else "nothing"
         rest = _list_names(name for name in single if name not in positional)
         hint = f" Name the others: {rest}." if rest else ""
-        return CallError(f"{function}() takes {first} by position, got {len(args)} values.{hint}")
+        return WrongCallError(
+            f"{function}() takes {first} by position, got {len(args)} values.{hint}"
+        )
     given = positional[: len(args)]
     twice = [name for name in given if name in kwargs]
     if twice:
-        return CallError(f"{function}() got `{twice[0]}` twice, by position and by name.")
+        return WrongCallError(f"{function}() got `{twice[0]}` twice, by position and by name.")
     required = [name for name in single if signature.parameters[name].default is _EMPTY]
     missing = [name for name in required if name not in (*given, *kwargs)]
-    return CallError(f"{function}() needs {_list_names(missing)}.")
+    return WrongCallError(f"{function}() needs {_list_names(missing)}.")
 
 
 def _list_names(names: Iterable[str]) -> str:

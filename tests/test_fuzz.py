@@ -10,13 +10,13 @@ import time
 
 import pytest
 from conftest import numbered_examples, write_dataset, write_tfrecord
+from dali_tf_input.training.training_state import read_state
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dali_tf_input import Checks, ClassLabel, InputError, Records, build_index
 from dali_tf_input.index.commit import _read_lines
 from dali_tf_input.index.scan import check_file
-from dali_tf_input.training.training_state import read_state
 from support.label_names import read_names
 
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "0"))

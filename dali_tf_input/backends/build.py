@@ -1,7 +1,6 @@
 """From a spec to a tf.data dataset: the one place where the backend is chosen."""
 
 import importlib
-import logging
 import os
 from dataclasses import replace
 from typing import Any
@@ -14,9 +13,7 @@ from dali_tf_input.backends.remote import fetch_all, localize
 from dali_tf_input.errors import BatchSize, InputError, check, checked
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.options import DaliOptions, Options, TfDataOptions
-from dali_tf_input.spec.order import Shard, StartStep, check_batch
-
-_logger = logging.getLogger("dali_tf_input")
+from dali_tf_input.spec.order import Position, Shard, check_step
 
 
 @checked
@@ -27,69 +24,100 @@ def make_dataset(
     batch_size: BatchSize,
     shard: Shard = Shard(0, 1),
     device_id: int | None = None,
-    start_step: StartStep | None = None,
+    start_step: int = 0,
+    endless: bool = False,
 ) -> tf.data.Dataset:
-    """Makes the dataset of one shard. Prefer `load`: it sets device and shard.
+    """Makes the plain dataset of one shard, for a custom loop, several hosts, or JAX.
+
+    Prefer `load`, which feeds all replicas of a strategy, where it applies.
+
+    Example:
+    ```python
+    spec = dti.InputSpec.for_training("records/train-*", 224)
+    dataset = dti.make_dataset(spec, batch_size=32, shard=dti.Shard(host, num_hosts))
+    for epoch in range(90):
+        for images, labels in dataset:  # the next epoch of this shard
+            ...
+    ```
 
     Args:
-      spec: what comes out, the same for both backends.
-      options: how; its type is the choice of the backend. None chooses as `choose_options` does.
-      batch_size: images in each batch, from 1 to the number of records in the shard; any number if
-        `spec.repeat` is False.
+      spec: the batches to produce, the same on both backends.
+      options: how; its type is the choice of the backend. None is DALI on a GPU that TensorFlow
+        sees, else tf.data.
+      batch_size: images in each batch of this shard. Training needs at least `batch_size *
+        shard.num_shards` records.
       shard: which records are read.
       device_id: the CUDA device of a GPU pipeline, in [0, number of GPUs); None is 0. Only with
         ``DaliOptions(device="gpu")``.
-      start_step: at which step each iterator starts, with order "global"; None is the first.
+      start_step: the step at which the first iterator starts, at least 0; steps have `batch_size *
+        shard.num_shards` records. Not with order "buffer".
+      endless: whether an iterator goes on with the next epoch where one ends, without starting a
+        pipeline again.
 
     Returns:
       A dataset of (image, label): image `spec.preprocess.dtype` (batch_size,
-      *spec.preprocess.image_shape), label `spec.label.dtype` (batch_size, *spec.label.shape). With
-      `spec.repeat` False it is one pass, with sample weights as a third value (see `InputSpec`).
-      Otherwise it is infinite. `spec.arrange` says what comes out where there is more. With order
-      "global" an epoch is whole steps of all shards, in which no record comes twice. With the other
-      orders every pass over the shard serves each of its records once; the remainder that does not
-      fill a batch opens the next pass.
+      *spec.preprocess.image_shape), label `spec.label.dtype` (batch_size, *spec.label.shape);
+      `spec.arrange` says what it yields where there is more.
 
-      DALI's dataset has two limits. On a GPU it must be made and iterated under the `tf.device` of
-      its GPU, no transformation (`map`, `take`, ...) can follow it, and instead of dictionaries
-      it yields tuples in order of `spec.outputs`: `spec.arrange` converts them. And no strategy
-      may distribute it (nor Keras `fit` under one), because TensorFlow's way of doing so crashes:
-      this is an InputError. Use `load` instead.
+      It is one epoch long, in which no record comes twice; the remainder, which fills no step of
+      all shards, is left out. Each new iterator serves the next epoch. `repeat()` has no end, and
+      starts a pipeline for each epoch; `endless` starts one. With `spec.repeat` False each iterator
+      serves the same pass, each record once, and the last batch holds the remainder.
+
+      On a GPU DALI's dataset must be made and iterated under the `tf.device` of its GPU, and no
+      transformation (`map`, `take`, ...) can follow it. With order "buffer" DALI's own reader
+      reads, which has no end: its cardinality is infinite, and what does not fill a batch opens
+      the next epoch. What needs a transformation (`spec.repeat` False, record ids, features, label
+      and mask) is on the CPU instead. No strategy may distribute DALI's datasets (nor Keras's
+      `fit` under one), because TensorFlow's way of doing so crashes: this is an InputError.
 
     Raises:
-      InputError: the batch is larger than the shard, the shard is empty, a GPU is asked for where
-        there is none, or the backend does not support `spec`. All before TensorFlow gets a
-        pipeline.
+      InputError: an argument is out of range, there are not enough records for a step, a GPU is
+        asked for where there is none, or the backend does not support `spec`. All before
+        TensorFlow gets a pipeline.
     """
-    options = options or choose_options()
+    return build_dataset(
+        spec,
+        options or choose_options(),
+        batch_size=batch_size,
+        shard=shard,
+        device_id=device_id,
+        position=Position(start_step),
+        endless=endless,
+    )
+
+
+def build_dataset(
+    spec: InputSpec,
+    options: Options,
+    *,
+    batch_size: int,
+    shard: Shard,
+    device_id: int | None,
+    position: Position,
+    endless: bool,
+) -> tf.data.Dataset:
+    """Makes the dataset of one shard that starts at `position`, see `make_dataset`."""
     change = spec.records.find_change()
     if change:
         raise InputError(f"{change}. Make the spec again: Records.from_files(...)")
-    num_records, num_shards = spec.records.num_records, shard.num_shards
-    if spec.order == "global" and batch_size * num_shards > num_records:
-        raise InputError(
-            f"`batch_size` {batch_size} in {num_shards} shards is a step of"
-            f" {batch_size * num_shards} records, more than the {num_records} there are: an epoch"
-            " of order 'global' would have no step."
-        )
     if spec.repeat:
-        check_batch(batch_size, shard=shard, num_records=num_records)
+        check_step(batch_size, num_shards=shard.num_shards, num_records=spec.records.num_records)
     if spec.records.is_remote:
         local = localize if spec.has_fixed_order else fetch_all
         spec = replace(spec, records=local(spec.records))
-    start_step = start_step or StartStep()
-    _check_start_step(spec, start_step.step, batch_size * num_shards)
-    stream = Stream(spec=spec, batch_size=batch_size, shard=shard, start_step=start_step)
+    stream = Stream(
+        spec=spec, batch_size=batch_size, shard=shard, position=position, endless=endless
+    )
+    _check_position(stream)
     if isinstance(options, DaliOptions) and options.device == "gpu":
         check_gpu(device_id or 0)
         return import_dali().build(stream, options, device_id or 0)
     if device_id is not None:
         raise InputError(f"`device_id` is for DaliOptions(device='gpu') only, got {device_id}.")
     if isinstance(options, DaliOptions):
-        dataset = import_dali().build(stream, options, None)
-    else:
-        dataset = tf_data.build(stream, options)
-    return dataset if spec.repeat or num_shards > 1 else dataset.map(_drop_padding)
+        return import_dali().build(stream, options, None)
+    return tf_data.build(stream, options)
 
 
 def import_dali() -> Any:
@@ -110,16 +138,11 @@ def import_dali() -> Any:
 def choose_options() -> Options:
     """Chooses the backend for this machine: DALI on the GPU if TensorFlow sees one, else tf.data.
 
-    On the CPU tf.data is the faster of the two (docs/benchmarks.md). The choice is logged (logger
-    "dali_tf_input", level INFO).
+    On the CPU tf.data is the faster of the two (docs/benchmarks.md).
     """
-    options: Options
     if tf.config.list_physical_devices("GPU"):
-        options, reason = DaliOptions(device="gpu"), "TensorFlow sees a GPU"
-    else:
-        options, reason = TfDataOptions(), "TensorFlow sees no GPU"
-    _logger.info("options=None: %s, so %r.", reason, options)
-    return options
+        return DaliOptions(device="gpu")
+    return TfDataOptions()
 
 
 def check_gpu(device_id: int) -> None:
@@ -143,34 +166,42 @@ def check_gpu(device_id: int) -> None:
             f"DaliOptions(device='gpu') needs GPU {device_id}, but DALI sees {dali_gpus} GPUs."
             " Check the driver with nvidia-smi, or use DaliOptions(device='cpu')."
         )
-    if os.environ.get("TF_FORCE_GPU_ALLOW_GROWTH") == "false":  # overrides what a program asks for
+    enable_memory_growth()
+
+
+def enable_memory_growth() -> None:
+    """Makes TensorFlow take GPU memory only as needed, which leaves some for DALI.
+
+    Raises:
+      InputError: it is too late, as TensorFlow has initialized its devices, or forbidden.
+    """
+    name, set_growth = "TF_FORCE_GPU_ALLOW_GROWTH", "tf.config.experimental.set_memory_growth"
+    forced = os.environ.get(name)  # overrides what a program asks for
+    if forced == "false":
         raise InputError(
-            "TF_FORCE_GPU_ALLOW_GROWTH=false makes TensorFlow take all memory of a GPU and leaves"
-            " none for DALI: unset TF_FORCE_GPU_ALLOW_GROWTH"
+            f"{name}=false makes TensorFlow take all memory of a GPU and leaves none for DALI:"
+            f" unset {name}"
         )
-    if not tf.config.experimental.get_memory_growth(gpus[device_id]):
+    growth = tf.config.experimental
+    try:
+        for gpu in tf.config.list_physical_devices("GPU"):
+            if forced != "true" and not growth.get_memory_growth(gpu):
+                growth.set_memory_growth(gpu, True)
+    except RuntimeError as error:
         raise InputError(
             "TensorFlow takes all memory of a GPU unless its memory growth is on, and leaves none"
-            " for DALI: call dali_tf_input.enable_memory_growth() before anything else uses"
-            " TensorFlow."
-        )
+            " for DALI. It is too late to turn it on: a strategy, a model or a tensor was made"
+            f" before. Start the program with {name}=true, or call {set_growth}(gpu, True) for each"
+            " GPU first."
+        ) from error
 
 
-def _check_start_step(spec: InputSpec, step: int, batch_size: int) -> None:
-    if step and spec.order != "global":
+def _check_position(stream: Stream) -> None:
+    spec, step, per_epoch = stream.spec, stream.position.step, stream.steps.per_epoch
+    if step % per_epoch and not spec.has_fixed_order:
         raise InputError(
-            f"Only order 'global' can start at a step, got step {step} with order {spec.order!r},"
-            " whose order is not fixed."
+            f"Order 'buffer' can start at the first step of an epoch only, one in {per_epoch}, got"
+            f" step {step}: use order 'global'."
         )
-    per_epoch = spec.records.num_records // batch_size
-    end = MAX_EPOCHS * per_epoch if spec.order == "global" else 1
-    holds = isinstance(step, int) and 0 <= step < end
-    check(holds, "start_step", f"an int in [0, {end})", repr(step))
-
-
-@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-def _drop_padding(*batch: tf.Tensor) -> tuple[tf.Tensor, ...]:
-    """Leaves out the images of weight 0; the others weigh 1, as there is no padding to outweigh."""
-    count = tf.math.count_nonzero(batch[-1])
-    *values, weights = tf.nest.map_structure(lambda value: value[:count], batch)
-    return (*values, tf.ones_like(weights))
+    end = MAX_EPOCHS * per_epoch if spec.repeat else 1
+    check(0 <= step < end, "start_step", f"in [0, {end})", step)

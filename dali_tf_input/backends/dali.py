@@ -5,14 +5,17 @@ import importlib
 import os
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import nvidia.dali as dali
 import tensorflow as tf
 from nvidia.dali import fn, types
 from nvidia.dali.data_node import DataNode
 
+from dali_tf_input.backends import reading
+from dali_tf_input.backends.dali_guard import guard_strategies
 from dali_tf_input.backends.dali_images import check_supported, prepare_images
 from dali_tf_input.backends.dali_reading import PACKED, define_inputs, pack_records, reads_by_itself
 from dali_tf_input.backends.reading import Stream
@@ -20,8 +23,6 @@ from dali_tf_input.errors import InputError
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.options import DaliOptions
 from dali_tf_input.spec.preprocess import Preprocess
-
-_GUARDED = "experimental_distribute_dataset"
 
 
 def import_plugin() -> Any:
@@ -44,11 +45,10 @@ def import_plugin() -> Any:
 def build(stream: Stream, options: DaliOptions, device_id: int | None) -> tf.data.Dataset:
     """Builds the dataset of one shard, placed on the current `tf.device`.
 
-    It also works on another device than the one in `options`, but TensorFlow copies each batch.
-    Fixed orders are read by tf.data, in the same order and with the same random numbers as
-    `tf_data.build`, and passed to DALI; so is anything beyond an image and an integer. Otherwise
-    DALI reads. `device_id` is the CUDA device that decodes; None for `options.device` "cpu". On a
-    GPU, where nothing can be mapped, batches are tuples in the order of `spec.outputs`.
+    tf.data reads the records, in the same order and with the same random numbers as
+    `tf_data.build`, and passes them to DALI; only on a GPU, with order "buffer", DALI's own reader
+    reads images with integer labels. `device_id` is the CUDA device that decodes; None for
+    `options.device` "cpu".
 
     Raises:
       InputError: DALI does not support `spec`, or refuses the pipeline.
@@ -60,37 +60,50 @@ def build(stream: Stream, options: DaliOptions, device_id: int | None) -> tf.dat
         if dtype == "string":
             raise InputError(
                 f"DALI does not support strings, as `features` '{name}': use TfDataOptions(), or"
-                " `record_ids` and dataset.read(id)."
+                " `record_ids` and records.read(id)."
             )
         outputs.append(((batch_size, *shape), tf.as_dtype(dtype)))
-    pipeline = build_pipeline(stream, options, device_id)
-    dataset = make_dataset(pipeline, outputs, stream, options)
-    if not spec.is_structured or options.device == "gpu":
-        return dataset
-    return dataset.map(lambda *values: spec.arrange(values))
+    define = functools.partial(build_pipeline, stream, options, device_id)
+    if options.device == "gpu" and not spec.is_mapped:
+        return make_dataset(define, outputs, stream, options)
+    with tf.device("CPU:0"):
+        dataset = make_dataset(define, outputs, stream, options)
+        if spec.is_structured:
+            dataset = dataset.map(
+                lambda *values: spec.arrange(dict(zip(spec.outputs, values, strict=True)))
+            )
+        if not spec.repeat:
+            dataset = drop_padding(dataset, stream)
+        return reading.with_cardinality(dataset, stream)
+
+
+def drop_padding(dataset: tf.data.Dataset, stream: Stream) -> tf.data.Dataset:
+    """Returns a pass whose last batch ends with the last record; DALI's batches are all full."""
+    last, remainder = divmod(stream.num_images, stream.batch_size)
+
+    @tf.autograph.experimental.do_not_convert
+    def cut(number: tf.Tensor, batch: Any) -> Any:
+        count = tf.where(number == last, np.int64(remainder), stream.batch_size)
+        return tf.nest.map_structure(lambda values: values[:count], batch)
+
+    return dataset.enumerate().map(cut)
 
 
 def make_dataset(
-    pipeline: dali.Pipeline,
-    outputs: list[tuple[tuple[int, ...], tf.DType]],
+    define: Callable[[], dali.Pipeline],
+    outputs: Sequence[tuple[tuple[int, ...], tf.DType]],
     stream: Stream,
     options: DaliOptions,
 ) -> tf.data.Dataset:
     """Returns the dataset of a pipeline whose `outputs` have these (shape, type)."""
     dali_tf = import_plugin()
-    guard_strategies()
-    packed, on_gpu = None, options.device == "gpu"
-    if not reads_by_itself(stream.spec):
+    guard_strategies((dali_tf.DALIDataset, dali_tf.experimental.DALIDatasetWithInputs))
+    packed = None
+    if not reads_by_itself(stream.spec, options):
         with tf.device("CPU:0"):
             packed = pack_records(stream)
-    try:
-        # TensorFlow aborts the process (SIGABRT) when a pipeline cannot be built; DALI's Python
-        # raises. DALIDataset takes a pipeline's description only.
-        pipeline.build()
-    except RuntimeError as error:
-        raise InputError(f"DALI cannot build the pipeline: {error}") from error
-    if on_gpu:
-        check_memory(pipeline, packed)
+    check_pipeline(define(), packed if options.device == "gpu" else None)
+    pipeline = define()  # not built: the dataset keeps it, and needs no more than its definition
     arguments = {  # all, as DALIDataset's own defaults would override the pipeline's
         "pipeline": pipeline,
         "batch_size": stream.batch_size,
@@ -102,29 +115,31 @@ def make_dataset(
         "output_dtypes": tuple(dtype for _, dtype in outputs),
     }
     if packed is None:
-        dataset = dali_tf.DALIDataset(**arguments)
-    else:
-        if on_gpu:
-            # DALI's documentation wants inputs on the dataset's device; not tried on a GPU yet.
-            packed = packed.apply(tf.data.experimental.copy_to_device(tf.zeros(()).device))
-        inputs = {"input_datasets": {PACKED: packed}}
-        dataset = dali_tf.experimental.DALIDatasetWithInputs(**inputs, **arguments)
-    dataset._pipeline_instance = None  # else it holds a second pipeline, and its memory
-    if not stream.spec.repeat:
-        # It says that it is infinite. Keras would ask for one batch too many and count it.
-        per_epoch = stream.steps.per_epoch
-        if not on_gpu:
-            return dataset.apply(tf.data.experimental.assert_cardinality(per_epoch))
-        # No transformation can follow on a GPU.
-        dataset.cardinality = lambda: tf.constant(per_epoch, tf.int64)
-    return dataset
+        return dali_tf.DALIDataset(**arguments)
+    if options.device == "gpu" and not stream.spec.is_mapped:
+        # DALI's documentation wants inputs on the dataset's device; not tried on a GPU yet.
+        packed = packed.apply(tf.data.experimental.copy_to_device(tf.zeros(()).device))
+    inputs = {"input_datasets": {PACKED: packed}}
+    return dali_tf.experimental.DALIDatasetWithInputs(**inputs, **arguments)
 
 
-def check_memory(pipeline: dali.Pipeline, packed: tf.data.Dataset | None) -> None:
-    """Runs a built pipeline once, as TensorFlow would abort where memory does not suffice.
+def check_pipeline(pipeline: dali.Pipeline, packed: tf.data.Dataset | None) -> None:
+    """Builds a pipeline, and on a GPU runs it once: what raises here, TensorFlow aborts at.
 
-    Other errors are left to the iterator, which names the record. `packed` is what it is fed.
+    Args:
+      pipeline: not built yet.
+      packed: what feeds a pipeline on a GPU; None does not run it.
+
+    Raises:
+      InputError: DALI refuses the pipeline, or the GPU's memory does not suffice. Errors of
+        records are left to the iterator.
     """
+    try:
+        pipeline.build()
+    except RuntimeError as error:
+        raise InputError(f"DALI cannot build the pipeline: {error}") from error
+    if pipeline.device_id is None:
+        return
     try:
         if packed is not None:
             batch = list(packed.take(pipeline.max_batch_size).as_numpy_iterator())
@@ -135,50 +150,6 @@ def check_memory(pipeline: dali.Pipeline, packed: tf.data.Dataset | None) -> Non
         if re.search("memory|alloc", str(error)):
             text = "See nvidia-smi: who uses it? A smaller batch needs less"
             raise InputError(f"The GPU's memory does not suffice: {error}. {text}.") from error
-
-
-def guard_strategies() -> None:
-    """Makes strategies refuse DALI's datasets, also those that are mapped, batched and so on.
-
-    They would read them through TensorFlow's MultiDeviceIterator, which frees a DALIDataset while a
-    thread still reads it: the process dies (SIGSEGV) when an iterator is dropped. No method of a
-    dataset is called only on that path, so the strategies' methods do the check.
-    """
-    owner = next(one for one in tf.distribute.Strategy.__mro__ if _GUARDED in vars(one))
-    distribute, from_function = getattr(owner, _GUARDED), owner.distribute_datasets_from_function
-    if hasattr(distribute, "refuses_dali"):
-        return
-
-    def refuse(dataset: Any) -> Any:
-        if _holds_dali(dataset):
-            raise InputError(
-                "No strategy may distribute a dataset of DALI's, as Keras does with a model that"
-                " was made under a strategy's scope: TensorFlow would crash. Pass the strategy:"
-                " load(spec, options, strategy=strategy, batch_size=...)."
-            )
-        return dataset
-
-    @functools.wraps(distribute)
-    def distribute_dataset(self: Any, dataset: Any, options: Any = None) -> Any:
-        by_default = type(self).__name__.startswith("_Default")  # it leaves the dataset as it is
-        return distribute(self, dataset if by_default else refuse(dataset), options)
-
-    @functools.wraps(from_function)
-    def distribute_function(self: Any, dataset_fn: Any, options: Any = None) -> Any:
-        fetches = options is None or options.experimental_fetch_to_device
-        checked = (lambda context: refuse(dataset_fn(context))) if fetches else dataset_fn
-        return from_function(self, checked, options)
-
-    distribute_dataset.refuses_dali = True  # type: ignore[attr-defined]
-    setattr(owner, _GUARDED, distribute_dataset)
-    owner.distribute_datasets_from_function = distribute_function
-
-
-def _holds_dali(dataset: Any) -> bool:
-    kinds = type(dataset).__mro__
-    if any("nvidia.dali" in str(kind.__module__) for kind in kinds):
-        return True
-    return isinstance(dataset, tf.data.Dataset) and any(map(_holds_dali, dataset._inputs()))
 
 
 def build_pipeline(stream: Stream, options: DaliOptions, device_id: int | None) -> dali.Pipeline:

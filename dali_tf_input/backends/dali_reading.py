@@ -1,7 +1,4 @@
-"""How DALI gets records: by its own reader, or packed by tf.data.
-
-tf.data packs fixed orders, and anything beyond an image and an integer.
-"""
+"""How DALI gets records: packed by tf.data, or by its own reader."""
 
 import math
 
@@ -13,7 +10,6 @@ from nvidia.dali.data_node import DataNode
 from dali_tf_input.backends import reading
 from dali_tf_input.backends.parsing import parse_record
 from dali_tf_input.backends.reading import Stream
-from dali_tf_input.backends.tf_data import read_records
 from dali_tf_input.backends.tf_images import prepare_mask
 from dali_tf_input.records.labels import ClassLabel
 from dali_tf_input.records.schema import SIDE_KEYS
@@ -24,11 +20,12 @@ PACKED = "packed"  # the input of a pipeline that tf.data reads for
 _TYPES = {"int64": types.INT64, "int32": types.INT32, "float32": types.FLOAT}
 
 
-def reads_by_itself(spec: InputSpec) -> bool:
-    """Whether DALI's own reader serves: images and integers, in an order of its own."""
+def reads_by_itself(spec: InputSpec, options: DaliOptions) -> bool:
+    """Whether DALI's own reader serves: images and integers, in an order of its own, on a GPU."""
     label = spec.label
     plain = isinstance(label, ClassLabel) and not (label.vocabulary or label.one_hot)
-    return plain and not spec.has_fixed_order and [*spec.outputs] == ["image", "label"]
+    is_simple = plain and [*spec.outputs] == ["image", "label"]
+    return options.device == "gpu" and spec.order == "buffer" and is_simple
 
 
 def pack_records(stream: Stream) -> tf.data.Dataset:
@@ -44,7 +41,6 @@ def pack_records(stream: Stream) -> tf.data.Dataset:
     def pack(key: tf.Tensor, record: tf.Tensor, *number: tf.Tensor) -> tf.Tensor:
         values = parse_record(record, spec)
         image = values["image"]
-        values |= reading.find_weight(stream, key)
         values |= dict(zip(["record_id"], number, strict=False))
         uniforms, _ = reading.draw_uniforms(stream, key)
         values["uniforms"] = uniforms
@@ -55,8 +51,11 @@ def pack_records(stream: Stream) -> tf.data.Dataset:
         parts += [tf.bitcast(values[name], tf.uint8) for name, *_ in _list_tail(spec)]
         return tf.concat([tf.reshape(part, [-1]) for part in parts], 0)
 
-    records = read_records(stream, TfDataOptions())
+    records = reading.read_records(stream, TfDataOptions())
     packed = records.map(pack, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+    if not spec.repeat:  # DALI leaves out a batch that is not full
+        num_batches = -(-stream.num_images // stream.batch_size)
+        packed = packed.repeat().take(num_batches * stream.batch_size)
     return packed.prefetch(stream.batch_size)
 
 
@@ -69,7 +68,7 @@ def _list_tail(spec: InputSpec) -> list[tuple[str, tuple[int, ...], str]]:
 
 def define_inputs(stream: Stream, options: DaliOptions) -> dict[str, DataNode]:
     """Defines what a pipeline reads, by name: the outputs, with encoded images, and "uniforms"."""
-    if not reads_by_itself(stream.spec):
+    if not reads_by_itself(stream.spec, options):
         return _unpack(stream.spec)
     shape = [stream.spec.preprocess.num_uniforms]
     return {**_read(stream, options), "uniforms": fn.random.uniform(range=[0.0, 1.0], shape=shape)}

@@ -2,9 +2,10 @@
 
 import atexit
 import functools
-import gc
 import os
 import tempfile
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,21 +23,60 @@ from dali_tf_input.records.records import Records
 from dali_tf_input.records.tfrecord import read_record
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.options import TfDataOptions
-from dali_tf_input.spec.order import EpochSteps, Shard, StartStep, list_records
+from dali_tf_input.spec.order import EpochSteps, Position, Shard, list_records
 from dali_tf_input.storage.staging import make_process_folder
 
 _STRIDE = 1 << 40  # between the keys of two epochs
 MAX_EPOCHS = 1 << 22
+# Calls into Python at the same time; how long there are none before a program ends.
+_MOST_CALLS, _QUIET_SECONDS = 1024, 0.02
 _CHUNK, _CHUNK_BYTES = 16, 1 << 22  # most records, and bytes, that a reader reads in one go
 
+# Reads an epoch, by its number, from a step on.
+ReadEpoch = Callable[[tf.Tensor, tf.Tensor], tf.data.Dataset]
 
-@atexit.register
-def _drop_iterators() -> None:
-    # A thread in a `numpy_function` would wait for Python for ever, and the process for it; and
-    # DALI, which is unloaded later, must have no pipeline left.
-    for one in gc.get_objects():
-        if issubclass(type(one), tf.data.Iterator):
-            vars(one).clear()
+
+class _Callbacks:
+    """Calls from TensorFlow's threads into Python, which must be over before Python ends.
+
+    A thread that asks for Python while it shuts down never comes back, and TensorFlow waits for its
+    threads where an iterator is still alive. So calls fail once the program ends, and the end waits
+    until there are none.
+    """
+
+    def __init__(self) -> None:
+        self._running = threading.Semaphore(_MOST_CALLS)
+        self._registered = self._ended = False
+        self._calls = 0
+
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns `function` as `tf.numpy_function` may call it."""
+        if not self._registered:
+            self._registered = True
+            atexit.register(self._end)
+
+        @functools.wraps(function)
+        def call(*arguments: Any) -> Any:
+            self._calls += 1
+            with self._running:
+                if self._ended:
+                    raise RuntimeError("The program ends.")
+                return function(*arguments)
+
+        return call
+
+    def _end(self) -> None:
+        self._ended = True
+        for _ in range(_MOST_CALLS):
+            self._running.acquire()
+        self._running.release(_MOST_CALLS)
+        calls = -1
+        while calls != self._calls:  # queues fill up with errors, and then nothing calls any more
+            calls = self._calls
+            time.sleep(_QUIET_SECONDS)
+
+
+_callbacks = _Callbacks()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,16 +84,23 @@ class Stream:
     """What one pipeline serves.
 
     Attributes:
-      spec: what comes out.
-      batch_size: images in each batch; at most the shard's records, unless `spec.repeat` is False.
+      spec: the batches to produce.
+      batch_size: images in each batch of this shard.
       shard: which records are read.
-      start_step: where each iterator starts, for order "global".
+      position: where the next iterator starts.
+      endless: whether an iterator goes on with the next epoch where one ends.
     """
 
     spec: InputSpec
     batch_size: int
     shard: Shard = Shard()
-    start_step: StartStep = field(default_factory=StartStep)
+    position: Position = field(default_factory=Position)
+    endless: bool = False
+
+    @property
+    def num_images(self) -> int:
+        """How many images an epoch of this shard has."""
+        return len(self.steps.slots(self.shard.shard_id))
 
     @property
     def steps(self) -> EpochSteps:
@@ -66,77 +113,194 @@ class Stream:
         )
 
 
-def read_fixed_order(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
-    """Reads the records of a stream of fixed order, as `order.list_records` says.
+def with_cardinality(dataset: tf.data.Dataset, stream: Stream) -> tf.data.Dataset:
+    """Returns `dataset`, which says how many batches it has."""
+    if stream.endless:
+        count = int(tf.data.INFINITE_CARDINALITY)
+    elif stream.position.step % stream.steps.per_epoch:  # the first epoch is a part of one
+        return dataset
+    else:
+        count = -(-stream.num_images // stream.batch_size)
+    return dataset.apply(tf.data.experimental.assert_cardinality(count))
+
+
+def read_records(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
+    """Reads the records of a shard, epoch after epoch.
+
+    Each iterator serves one epoch, the next one that nobody has served; or, if `stream.endless`,
+    that epoch and all after it. One pass (`spec.repeat` False) serves each record once.
 
     Returns:
-      A dataset of (key, record): key int64, from which `describe_key` computes epoch and slot;
-      record a serialized Example. With `spec.record_ids` of (key, record, its number). Infinite if
-      `spec.repeat`, else one pass, padded to whole steps by repeating the last record.
+      A dataset of (key, record): key int64, different for each image of each epoch and the same on
+      every backend and for any number of shards; record a serialized Example. With
+      `spec.record_ids` of (key, record, its number).
     """
-    spec, batch_size, dataset = stream.spec, stream.batch_size, stream.spec.records
-    steps, start_step, per_epoch = stream.steps, stream.start_step, stream.steps.per_epoch
-    indexes = [dataset.index(file) for file in range(len(dataset.files))]
-    list_them = partial(
+    spec, position, per_epoch = stream.spec, stream.position, stream.steps.per_epoch
+    read_epoch = (read_planned if spec.has_fixed_order else read_buffer)(stream, options)
+    if not spec.repeat:
+        start = np.int64(0)
+        return tf.data.Dataset.from_tensors((start, start)).flat_map(read_epoch)
+    if stream.endless:
+        first_epoch, first_step = divmod(position.step, per_epoch)
+        epochs = tf.data.Dataset.range(first_epoch, MAX_EPOCHS)
+        epochs = epochs.map(
+            lambda epoch: (epoch, tf.where(epoch == first_epoch, np.int64(first_step), 0))
+        )
+        return epochs.flat_map(read_epoch)
+    next_epoch = _callbacks.wrap(lambda: np.int64(position.next_epoch(per_epoch)))
+
+    @tf.autograph.experimental.do_not_convert
+    def start_epoch(_: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        step = tf.ensure_shape(tf.numpy_function(next_epoch, [], tf.int64), ())
+        return step // per_epoch, step % per_epoch
+
+    return tf.data.Dataset.from_tensors(0).map(start_epoch).flat_map(read_epoch)
+
+
+def read_planned(stream: Stream, options: TfDataOptions) -> ReadEpoch:
+    """Returns the function that reads an epoch from a step on, as `order.list_records` says."""
+    spec, records = stream.spec, stream.spec.records
+    steps, shard = stream.steps, stream.shard
+    indexes = [records.index(file) for file in range(len(records.files))]
+    list_numbers = partial(
         list_records,
         steps=steps,
-        shard=stream.shard,
+        shard=shard,
         seed=spec.seed if spec.order == "global" else None,
         shuffle_block_size=spec.shuffle_block_size,
     )
     # TensorFlow never frees a function given to `numpy_function`, nor what the function holds. So
     # large values are tensors, which the dataset holds and which are freed with it.
     with tf.device("CPU:0"):
-        names, states = tf.constant(dataset.paths), tf.constant(states_of(dataset))
-        counts = tf.constant([file.num_records for file in dataset.files], tf.int64)
+        names, states = tf.constant(records.paths), tf.constant(states_of(records))
+        counts = tf.constant([file.num_records for file in records.files], tf.int64)
         file_of = tf.repeat(tf.range(len(indexes)), counts)
         extents = tf.constant(np.concatenate(indexes))
-    if dataset.is_remote:
-        read = make_remote_read(dataset, options, names, file_of, extents)
+    if records.is_remote:
+        read = make_remote_read(records, options, names, file_of, extents)
     else:
         read = make_read(options, names, states, file_of, extents)
     mean_bytes = int(extents[:, 1].numpy().mean())
     parallel = options.num_parallel_reads
-    most = 2 * _CHUNK if dataset.is_remote else _CHUNK  # more of them wait, and are neighbors
+    most = 2 * _CHUNK if records.is_remote else _CHUNK  # more of them wait, and are neighbors
     chunk = int(np.clip(_CHUNK_BYTES // max(1, mean_bytes), 1, most))
 
-    def list_epoch(epoch: int, step: int, names: Any, states: Any, counts: Any) -> Integers:
+    def list_epoch(epoch: int, step: int, names: Any, states: Any, counts: Any) -> Any:
         check_states(names, states)
-        return list_them(counts, epoch=int(epoch), start_step=int(step))
+        slots = steps.slots(shard.shard_id, start_step=int(step))
+        return int(epoch) * _STRIDE + slots, list_numbers(
+            counts, epoch=int(epoch), start_step=int(step)
+        )
+
+    list_epoch = _callbacks.wrap(list_epoch)
 
     @tf.autograph.experimental.do_not_convert
     def read_epoch(epoch: tf.Tensor, step: tf.Tensor) -> tf.data.Dataset:
-        numbers = tf.numpy_function(list_epoch, [epoch, step, names, states, counts], tf.int64)
-        numbers.set_shape((None,))
-        records = tf.data.Dataset.from_tensor_slices(numbers).batch(chunk)
-        records = records.map(read, num_parallel_calls=parallel, deterministic=True).unbatch()
+        given = [epoch, step, names, states, counts]
+        listed = tf.numpy_function(list_epoch, given, (tf.int64, tf.int64))
+        keys, numbers = (tf.ensure_shape(values, (None,)) for values in listed)
+        encoded = tf.data.Dataset.from_tensor_slices(numbers).batch(chunk)
+        encoded = encoded.map(read, num_parallel_calls=parallel, deterministic=True).unbatch()
         # Threads waiting for storage must not take decoding threads, which are as many as cores.
         variant = tf.raw_ops.PrivateThreadPoolDataset(
-            input_dataset=tf.data.experimental.to_variant(records),
+            input_dataset=tf.data.experimental.to_variant(encoded),
             num_threads=parallel,
             output_types=[tf.string],
             output_shapes=[()],
         )
-        records = tf.data.experimental.from_variant(variant, tf.TensorSpec((), tf.string))
-        first = epoch * _STRIDE
-        keys = tf.data.Dataset.range(first + step * batch_size, first + per_epoch * batch_size)
+        encoded = tf.data.experimental.from_variant(variant, tf.TensorSpec((), tf.string))
         ids = [tf.data.Dataset.from_tensor_slices(numbers)] if spec.record_ids else []
-        return tf.data.Dataset.zip(keys, records, *ids)
+        return tf.data.Dataset.zip(tf.data.Dataset.from_tensor_slices(keys), encoded, *ids)
 
-    if not spec.repeat:
-        return tf.data.Dataset.from_tensors((np.int64(0), np.int64(0))).flat_map(read_epoch)
+    return read_epoch
+
+
+def read_buffer(stream: Stream, options: TfDataOptions) -> ReadEpoch:
+    """Returns the function that reads an epoch of order "buffer".
+
+    The files of the shard come in a new order, `num_parallel_reads` at a time, and each next record
+    is drawn from the buffer. The order is a function of (seed, epoch), for the same number of
+    shards and `num_parallel_reads`.
+    """
+    spec, steps, shard = stream.spec, stream.steps, stream.shard
+    runs = list_runs(stream)
+    num_runs = len(runs)
+    with tf.device("CPU:0"):
+        slots = tf.constant(steps.slots(shard.shard_id))
 
     @tf.autograph.experimental.do_not_convert
-    def list_epochs(_: tf.Tensor) -> tf.data.Dataset:
-        # Read when an iterator makes its first batch.
-        start = tf.numpy_function(lambda: np.int64(start_step.step), [], tf.int64)
-        start.set_shape(())
-        first_epoch = start // per_epoch
-        return tf.data.Dataset.range(first_epoch, MAX_EPOCHS).map(
-            lambda epoch: (epoch, tf.where(epoch == first_epoch, start % per_epoch, 0))
-        )
+    def read_epoch(epoch: tf.Tensor, step: tf.Tensor) -> tf.data.Dataset:
+        seeds = tf.stack([tf.constant(spec.seed, tf.int64), -1 - epoch])
+        encoded = interleave(shuffle(runs, num_runs, seeds), stream, options)
+        encoded = shuffle(encoded, spec.buffer_size, seeds)
+        keys = tf.data.Dataset.from_tensor_slices(slots + epoch * _STRIDE)
+        zipped = tf.data.Dataset.zip(keys, encoded)
+        return zipped.map(lambda key, record: (key, *record)) if spec.record_ids else zipped
 
-    return tf.data.Dataset.from_tensors(0).flat_map(list_epochs).flat_map(read_epoch)
+    return read_epoch
+
+
+def list_runs(stream: Stream) -> tf.data.Dataset:
+    """Returns the runs of neighboring records of a shard: file, state, offset, count, first."""
+    numbers, offsets, counts, firsts = _list_runs(stream.spec.records, stream.shard)
+    states = states_of(stream.spec.records)[numbers]
+    files = [stream.spec.records.files[number].path for number in numbers]
+    runs = (tf.constant(values, tf.int64) for values in (offsets, counts, firsts))
+    return tf.data.Dataset.from_tensor_slices((files, states, *runs))
+
+
+def interleave(runs: tf.data.Dataset, stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
+    """Returns the serialized records of `runs`, several files in turn.
+
+    With `spec.record_ids` as (record, its number).
+    """
+    check = _callbacks.wrap(check_states)
+
+    @tf.autograph.experimental.do_not_convert
+    def read(
+        file: tf.Tensor, state: tf.Tensor, offset: tf.Tensor, count: tf.Tensor, first: tf.Tensor
+    ) -> Any:
+        file = file[None]
+        if options.service is None:  # its workers cannot call this process
+            file = tf.ensure_shape(tf.numpy_function(check, [file, state[None]], tf.string), (1,))
+        variant = tf.raw_ops.TFRecordDatasetV2(
+            filenames=file,
+            compression_type="",
+            buffer_size=options.read_buffer_bytes,
+            byte_offsets=[offset],
+        )
+        run = tf.data.experimental.from_variant(variant, tf.TensorSpec((), tf.string)).take(count)
+        # In a file that was cut, TensorFlow ends without an error: later records would follow.
+        run = run.apply(tf.data.experimental.assert_cardinality(count))
+        if not stream.spec.record_ids:
+            return run
+        return tf.data.Dataset.zip(run, tf.data.Dataset.range(first, first + count))
+
+    if options.num_parallel_reads == 1:
+        return runs.flat_map(read)
+    return runs.interleave(
+        read,
+        cycle_length=options.num_parallel_reads,
+        num_parallel_calls=tf.data.AUTOTUNE,
+        deterministic=True,
+    )
+
+
+def shuffle(dataset: tf.data.Dataset, buffer_size: int, seeds: Any) -> tf.data.Dataset:
+    """Shuffles by two seeds, which may be tensors; (0, 0) differs each time.
+
+    Unlike `Dataset.shuffle` it does not depend on `tf.random.set_seed`.
+    """
+    specs = tf.nest.flatten(dataset.element_spec)
+    variant = tf.raw_ops.ShuffleDataset(
+        input_dataset=tf.data.experimental.to_variant(dataset),
+        buffer_size=buffer_size,
+        seed=seeds[0],
+        seed2=seeds[1],
+        output_types=[spec.dtype for spec in specs],
+        output_shapes=[spec.shape for spec in specs],
+    )
+    return tf.data.experimental.from_variant(variant, dataset.element_spec)
 
 
 def make_read(
@@ -157,7 +321,8 @@ def make_read(
             native(numbers, check_crc=options.check_crc), (None,)
         )
 
-    def read(names: Any, states: Integers, offsets: Integers) -> Any:
+    @_callbacks.wrap
+    def read_by_name(names: Any, states: Integers, offsets: Integers) -> Any:
         files = map(os.fsdecode, check_states(names, states))
         return np.array([*map(read_record, files, offsets.tolist())], object)
 
@@ -166,7 +331,7 @@ def make_read(
         files = tf.gather(file_of, numbers)
         offsets = tf.gather(extents, numbers)[:, 0]
         given = [tf.gather(names, files), tf.gather(states, files), offsets]
-        return tf.ensure_shape(tf.numpy_function(read, given, tf.string), (None,))
+        return tf.ensure_shape(tf.numpy_function(read_by_name, given, tf.string), (None,))
 
     return read_by_python
 
@@ -214,48 +379,45 @@ def _copy_indexes(dataset: Records) -> list[str]:
     return held
 
 
-def describe_key(key: tf.Tensor, stream: Stream) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns (epoch, slot) of a key of `read_fixed_order`, int64; the slot is over all shards."""
-    batch_size, shard = stream.batch_size, stream.shard
-    epoch = key // _STRIDE
-    number = key - epoch * _STRIDE
-    step, within = number // batch_size, number % batch_size
-    return epoch, (step * shard.num_shards + shard.shard_id) * batch_size + within
-
-
 def draw_uniforms(stream: Stream, key: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Draws the random numbers for a key's image.
-
-    In a fixed order it is a function of (seed, epoch, slot), in others of (seed, shard, position in
-    the stream): a parallel map calls in no fixed order, so a generator with a state would not
-    repeat.
+    """Draws the random numbers for a key's image, a function of (seed, key).
 
     Returns:
       float32 (spec.preprocess.num_uniforms,) in [0, 1), and an int64 (2,) seed for augmentation.
     """
-    spec, shard = stream.spec, stream.shard
-    if spec.has_fixed_order:
-        epoch, slot = describe_key(key, stream)
-        seed = tf.stack([tf.constant(spec.seed, tf.int64), epoch * _STRIDE + slot])
-    else:
-        seed = tf.stack([tf.constant(spec.seed * shard.num_shards + shard.shard_id, tf.int64), key])
-    uniforms = tf.random.stateless_uniform((spec.preprocess.num_uniforms,), seed=seed)
-    return uniforms, tf.stack([seed[0], ~seed[1]])
+    seed = tf.constant(stream.spec.seed, tf.int64)
+    uniforms = tf.random.stateless_uniform(
+        (stream.spec.preprocess.num_uniforms,), seed=tf.stack([seed, key])
+    )
+    return uniforms, tf.stack([seed, ~key])
 
 
-def find_weight(stream: Stream, key: tf.Tensor) -> dict[str, tf.Tensor]:
-    """Returns the sample weight of a key in one pass; nothing for training."""
-    if stream.spec.repeat:
-        return {}
-    return {"weight": weight_of(describe_key(key, stream)[1], stream.steps)}
+def _list_runs(dataset: Records, shard: Shard) -> tuple[list[int], ...]:
+    """Returns the runs of a shard: of each its file, first byte, count of records, first record.
 
-
-def weight_of(slot: tf.Tensor, steps: EpochSteps) -> tf.Tensor:
-    """Returns the sample weight of a slot: 0 for padding; the mean of all weights is 1.
-
-    Keras divides the loss of each batch by all images in it, including padding; with these weights
-    the result is the mean over the records.
+    If no record of a file is skipped, its part of the shard is one run.
     """
-    served = steps.per_epoch * steps.batch_size * steps.num_shards
-    weight = tf.constant(served / steps.num_records, tf.float32)
-    return tf.where(slot < steps.num_records, weight, 0.0)
+    records = shard.records(dataset.num_records)
+    files, offsets, counts, firsts = [], [], [], []
+    before = 0  # records of the files before
+    for file, indexed in enumerate(dataset.files):
+        num_records, skipped = indexed.num_records, indexed.num_skipped
+        start, stop = max(records.start - before, 0), min(records.stop - before, num_records)
+        extents = [] if start == 0 and not skipped else dataset.index(file)[start:stop].tolist()
+        if start < stop and not extents:
+            files.append(file)
+            offsets.append(0)
+            counts.append(stop)
+            firsts.append(before)
+        end = None  # the byte where the run ends so far
+        for number, (offset, size) in enumerate(extents, before + start):
+            if offset == end:
+                counts[-1] += 1
+            else:
+                files.append(file)
+                offsets.append(offset)
+                counts.append(1)
+                firsts.append(number)
+            end = offset + size
+        before += num_records
+    return files, offsets, counts, firsts

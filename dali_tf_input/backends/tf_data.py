@@ -1,11 +1,8 @@
 """The tf.data backend: the same records and pixels as DALI, with TensorFlow's operations."""
 
-import logging
 import queue
-import socket
 import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import tensorflow as tf
@@ -15,25 +12,16 @@ from dali_tf_input.backends.parsing import parse_record
 from dali_tf_input.backends.reading import Stream
 from dali_tf_input.backends.tf_augment import make_augmentation
 from dali_tf_input.backends.tf_images import check_supported, prepare_image, prepare_mask
-from dali_tf_input.backends.tf_native import finish_region, uses_native
+from dali_tf_input.backends.tf_native import uses_native
 from dali_tf_input.errors import InputError
-from dali_tf_input.records.records import Records
-from dali_tf_input.spec.crops import Region
 from dali_tf_input.spec.input import InputSpec
-from dali_tf_input.spec.options import AUTOTUNE, TfDataOptions
-from dali_tf_input.spec.order import Shard
-from dali_tf_input.spec.preprocess import Preprocess
-
-_logger = logging.getLogger("dali_tf_input")
+from dali_tf_input.spec.options import TfDataOptions
 
 _SERVICE_SECONDS = 60  # for a worker's first answer
 
 
 def build(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
     """Builds the dataset of one shard, in the order in which the data moves.
-
-    With order "buffer" the files of the shard are read in a new random order each pass,
-    `num_parallel_reads` at a time.
 
     Raises:
       InputError: this backend does not support `spec`, or the service does not answer.
@@ -48,22 +36,18 @@ def read_records(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
 
     With `spec.record_ids` the record's own number follows.
     """
-    spec, shard = stream.spec, stream.shard
-    if options.service is not None:
-        if spec.order != "buffer":
-            raise InputError(
-                f"`service` is for order 'buffer', got {spec.order!r}: the service's workers divide"
-                " the records among themselves, so no order can be fixed. Use order 'buffer', or"
-                " TfDataOptions() without a service."
-            )
-        # A count would have to be the same on all workers: the key has no meaning here.
-        return _read(spec, options, shard).map(lambda *record: (tf.constant(0, tf.int64), *record))
-    if spec.has_fixed_order:
-        return reading.read_fixed_order(stream, options)
-    records = _read(spec, options, shard).repeat()
-    if not spec.record_ids:
-        return records.enumerate()
-    return records.enumerate().map(lambda key, record: (key, *record))
+    if options.service is None:
+        return reading.read_records(stream, options)
+    check_service(stream.spec, options.service)
+    runs = reading.list_runs(stream)
+    records = reading.interleave(reading.shuffle(runs, len(runs), (0, 0)), stream, options)
+    records = reading.shuffle(records, stream.spec.buffer_size, (0, 0))
+
+    @tf.autograph.experimental.do_not_convert
+    def add_key(*record: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        return (tf.cast(1e6 * tf.timestamp(), tf.int64), *record)  # many processes share no count
+
+    return records.map(add_key)
 
 
 def make_prepare(stream: Stream, options: TfDataOptions) -> Callable[..., tuple[Any, ...]]:
@@ -71,30 +55,20 @@ def make_prepare(stream: Stream, options: TfDataOptions) -> Callable[..., tuple[
     spec, preprocess = stream.spec, stream.spec.preprocess
     augmentation = make_augmentation(preprocess) if preprocess.auto_augment else None
     decode = options.resolve_decode(resizes_plainly=preprocess.resizes_plainly)
-    native = uses_native(options.kernel)
-    if options.service is not None:
-        native = _ask_service(options, native=native)
+    native = options.service is None and uses_native(options.kernel)
 
     @tf.autograph.experimental.do_not_convert
     def prepare(key: tf.Tensor, record: tf.Tensor, *number: tf.Tensor) -> tuple[Any, ...]:
         values = parse_record(record, spec)
-        if options.service is not None:
-            # Many processes share no count, so no seed could repeat. Raw operations, because
-            # `tf.random.set_seed` would seed the others, and each pass on a worker draw the same.
-            draw = partial(tf.raw_ops.RandomUniform, dtype=tf.float32, seed=0, seed2=0)
-            uniforms = draw(shape=[preprocess.num_uniforms])
-            augment_seed = tf.cast(2**30 * draw(shape=[2]), tf.int64)
-        else:
-            uniforms, augment_seed = reading.draw_uniforms(stream, key)
+        uniforms, augment_seed = reading.draw_uniforms(stream, key)
         augment = (lambda image: augmentation(image, augment_seed)) if augmentation else None
         values["image"] = prepare_image(
             values["image"], uniforms, preprocess, decode=decode, augment=augment, native=native
         )
         if spec.mask:
             values["mask"] = prepare_mask(values["mask"], uniforms, spec)
-        values |= reading.find_weight(stream, key)
         values |= dict(zip(["record_id"], number, strict=False))
-        return spec.arrange([values[name] for name in spec.outputs])
+        return spec.arrange(values)
 
     return prepare
 
@@ -109,10 +83,14 @@ def prepare_batches(
         dataset = records.map(prepare, num_parallel_calls=options.num_parallel_calls)
     if options.service is not None:
         # Each pass is a job of its own, whose runs of files go to whichever worker is free.
-        dataset = dataset.apply(_distribute(options)).repeat()
-    dataset = dataset.batch(stream.batch_size, drop_remainder=True)
-    count = tf.data.INFINITE_CARDINALITY if stream.spec.repeat else stream.steps.per_epoch
-    dataset = dataset.apply(tf.data.experimental.assert_cardinality(count))
+        service = tf.data.experimental.service
+        dataset = dataset.apply(service.distribute(service.ShardingPolicy.DYNAMIC, options.service))
+        dataset = dataset.batch(stream.batch_size, drop_remainder=True)
+        dataset = dataset.take(stream.steps.per_epoch)
+        dataset = dataset.repeat() if stream.endless else dataset
+    else:
+        dataset = dataset.batch(stream.batch_size, drop_remainder=stream.spec.repeat)
+    dataset = reading.with_cardinality(dataset, stream)
     if options.prefetch_batches != 0:
         dataset = dataset.prefetch(options.prefetch_batches)
     tf_options = tf.data.Options()
@@ -122,164 +100,34 @@ def prepare_batches(
     return dataset.with_options(tf_options)
 
 
-def _distribute(options: TfDataOptions) -> Any:
-    service = tf.data.experimental.service
-    return service.distribute(service.ShardingPolicy.DYNAMIC, options.service)
-
-
-def _ask_service(options: TfDataOptions, *, native: bool) -> bool:
-    """Returns whether a tf.data service has the compiled operations, if `native` wants them.
-
-    Raises:
-      InputError: no dispatcher or no worker answers, for which TensorFlow would wait forever.
-    """
-    address = options.service or ""
-    host, _, port = address.removeprefix("grpc://").rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=10).close()
-    except (OSError, ValueError) as error:
+def check_service(spec: InputSpec, address: str) -> None:
+    """Raises InputError unless a tf.data service answers, for which TensorFlow waits forever."""
+    if spec.order != "buffer":
         raise InputError(
-            f"There is no tf.data service at {address}: {error}. Start one: scripts/data_service.py"
-            " --role=dispatcher, and workers: scripts/data_service.py --role=worker"
-            " --dispatcher=HOST:5050"
-        ) from error
-    answers: queue.SimpleQueue[tf.errors.OpError | None] = queue.SimpleQueue()
-    zeros = tf.zeros(2, tf.float64)
-    finish = partial(
-        finish_region,
-        region=Region(zeros, zeros + 1, zeros, zeros),
-        preprocess=Preprocess.for_evaluation(1),
-        mirrored=False,
-        ratio=1,
-    )
+            f"`service` is for order 'buffer', got {spec.order!r}: the service's workers divide"
+            " the records among themselves, so no order can be fixed. Use order 'buffer', or"
+            " TfDataOptions() without a service."
+        )
+    service = tf.data.experimental.service
+    ask = service.distribute(service.ShardingPolicy.OFF, address)
+    answers: queue.SimpleQueue[str] = queue.SimpleQueue()
 
-    def ask() -> None:
-        image = tf.data.Dataset.from_tensors(tf.zeros((1, 1, 3), tf.uint8))
+    def wait_for_answer() -> None:
         try:
-            # The dispatcher, too, makes the dataset, as it divides the records.
-            next(iter((image.map(finish) if native else image).apply(_distribute(options))))
-            answers.put(None)
+            next(iter(tf.data.Dataset.range(1).apply(ask)))
+            answers.put("")
         except tf.errors.OpError as error:
-            answers.put(error)
+            answers.put(f": {error.message}")
 
     # In a thread, as the call cannot be interrupted.
-    threading.Thread(target=ask, daemon=True).start()
+    threading.Thread(target=wait_for_answer, daemon=True).start()
     try:
-        failure = answers.get(timeout=_SERVICE_SECONDS)
+        problem = answers.get(timeout=_SERVICE_SECONDS)
     except queue.Empty:
+        problem = f" within {_SERVICE_SECONDS} s."
+    if problem:
         raise InputError(
-            f"No worker of the tf.data service at {address} answers this machine within "
-            f"{_SERVICE_SECONDS} s. Start workers with an --address that it can reach: "
-            f"scripts/data_service.py --role=worker --dispatcher={host}:{port}"
-        ) from None
-    if failure is None:
-        return native
-    if not native or not isinstance(failure, tf.errors.NotFoundError):
-        raise InputError(
-            f"The tf.data service at {address} does not serve this program: {failure.message}"
-        ) from failure
-    problem = f"The tf.data service at {address} lacks the compiled operations"
-    if options.kernel == "native":
-        raise InputError(
-            f"{problem}: start dispatcher and workers by scripts/data_service.py where this version"
-            " was installed with a compiler, or use TfDataOptions(kernel='auto')."
-        ) from failure
-    _logger.warning("%s: TensorFlow's operations preprocess, which takes longer.", problem)
-    return False
-
-
-def _read(spec: InputSpec, options: TfDataOptions, shard: Shard) -> tf.data.Dataset:
-    """Returns the serialized records of a shard, once each, in the order that `spec` asks for.
-
-    With `spec.record_ids` as (record, its number).
-    """
-    numbers, offsets, counts, firsts = _list_runs(spec.records, shard)
-    states = reading.states_of(spec.records)[numbers]
-    files = [spec.records.files[number].path for number in numbers]
-    runs = (tf.constant(one, tf.int64) for one in (offsets, counts, firsts))
-    dataset = tf.data.Dataset.from_tensor_slices((files, states, *runs))
-
-    @tf.autograph.experimental.do_not_convert
-    def read(
-        file: tf.Tensor, state: tf.Tensor, offset: tf.Tensor, count: tf.Tensor, first: tf.Tensor
-    ) -> Any:
-        file = file[None]
-        if options.service is None:  # its workers cannot call this process
-            file = tf.ensure_shape(
-                tf.numpy_function(reading.check_states, [file, state[None]], tf.string), (1,)
-            )
-        variant = tf.raw_ops.TFRecordDatasetV2(
-            filenames=file,
-            compression_type="",
-            buffer_size=options.read_buffer_bytes,
-            byte_offsets=[offset],
+            f"No worker of a tf.data service at {address} answers{problem} Start a dispatcher, and"
+            " workers with an address that this machine can reach: scripts/data_service.py"
+            f" --role=worker --dispatcher={address.removeprefix('grpc://')}"
         )
-        run = tf.data.experimental.from_variant(variant, tf.TensorSpec((), tf.string)).take(count)
-        # In a file that was cut, TensorFlow ends without an error: later records would
-        # follow.
-        run = run.apply(tf.data.experimental.assert_cardinality(count))
-        if not spec.record_ids:
-            return run
-        return tf.data.Dataset.zip(run, tf.data.Dataset.range(first, first + count))
-
-    if spec.order == "sequential":
-        return dataset.flat_map(read)
-    seed = None if options.service is not None else spec.seed
-    dataset = _shuffle(dataset, len(files), seed)
-    if options.num_parallel_reads == 1:
-        dataset = dataset.flat_map(read)
-    else:
-        dataset = dataset.interleave(
-            read,
-            cycle_length=options.num_parallel_reads,
-            num_parallel_calls=AUTOTUNE,
-            deterministic=True,
-        )
-    return _shuffle(dataset, spec.buffer_size, seed)
-
-
-def _shuffle(dataset: tf.data.Dataset, buffer_size: int, seed: int | None) -> tf.data.Dataset:
-    """Shuffles differently in each pass; with seed None, `tf.random.set_seed` has no effect."""
-    if seed is not None:
-        return dataset.shuffle(buffer_size, seed=seed, reshuffle_each_iteration=True)
-    specs = tf.nest.flatten(dataset.element_spec)
-    variant = tf.raw_ops.ShuffleDataset(
-        input_dataset=tf.data.experimental.to_variant(dataset),
-        buffer_size=buffer_size,
-        seed=0,
-        seed2=0,
-        output_types=[spec.dtype for spec in specs],
-        output_shapes=[spec.shape for spec in specs],
-    )
-    return tf.data.experimental.from_variant(variant, dataset.element_spec)
-
-
-def _list_runs(dataset: Records, shard: Shard) -> tuple[list[int], ...]:
-    """Returns the runs of a shard: of each its file, first byte, count of records, first record.
-
-    If no record of a file is skipped, its part of the shard is one run.
-    """
-    records = shard.records(dataset.num_records)
-    files, offsets, counts, firsts = [], [], [], []
-    before = 0  # records of the files before
-    for file, indexed in enumerate(dataset.files):
-        num_records, skipped = indexed.num_records, indexed.num_skipped
-        start, stop = max(records.start - before, 0), min(records.stop - before, num_records)
-        extents = [] if start == 0 and not skipped else dataset.index(file)[start:stop].tolist()
-        if start < stop and not extents:
-            files.append(file)
-            offsets.append(0)
-            counts.append(stop)
-            firsts.append(before)
-        end = None  # the byte where the run ends so far
-        for number, (offset, size) in enumerate(extents, before + start):
-            if offset == end:
-                counts[-1] += 1
-            else:
-                files.append(file)
-                offsets.append(offset)
-                counts.append(1)
-                firsts.append(number)
-            end = offset + size
-        before += num_records
-    return files, offsets, counts, firsts

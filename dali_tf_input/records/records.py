@@ -2,6 +2,7 @@
 
 import bisect
 import functools
+import glob
 import itertools
 import os
 from collections.abc import Collection, Sequence
@@ -129,6 +130,18 @@ class Records:
     def paths(self) -> tuple[str, ...]:
         """The path or URL of each file."""
         return tuple(file.path for file in self.files)
+
+    @property
+    def class_names(self) -> tuple[str, ...] | None:
+        """The names in ``labels.txt``, or tfds' ``label.labels.txt``, beside the files."""
+        if self.is_remote:
+            return None
+        folder = glob.escape(os.path.dirname(self.files[0].path))
+        for name in ("labels.txt", "label.labels.txt"):
+            for path in glob.glob(os.path.join(folder, name)):
+                with open(path, encoding="utf-8") as stream:
+                    return tuple(stream.read().splitlines())
+        return None
 
     @property
     def stores_pixels(self) -> bool:

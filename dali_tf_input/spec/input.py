@@ -5,7 +5,7 @@ fast. Everything is checked in Python when it is made, before any pipeline exist
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
@@ -56,22 +56,17 @@ class InputSpec:
       order: "global" (training): in each epoch every order of the records is equally likely (with
         `shuffle_block_size`, every order of the blocks), the same one on both backends and for any
         number of replicas, a function of (seed, epoch). "buffer" (training from slow disks): each
-        next record is drawn at random from a buffer, which the next record of the files then fills;
-        DALI reads the files in their order, tf.data in a new order each pass and
-        `num_parallel_reads` of them in turn, and so mixes better. "sequential" (evaluation): the
-        order of the files.
+        next record is drawn at random from a buffer, which the next record of the files then fills.
+        The files come in a new order each epoch, several in turn; DALI's own reader, on a GPU,
+        reads them in their order. "sequential" (evaluation): the order of the files.
       buffer_size: records in that buffer, at least 1, for each pipeline. It holds encoded images:
         1024 of ImageNet's take 113 MB. The default is DALI's own (`initial_fill`).
-      seed: makes order, crops and mirrors repeatable, in [0, 2**31). Order "buffer" repeats on the
-        same backend with the same number of replicas and, for tf.data, the same
-        `num_parallel_reads` and `tf.random.set_seed`.
+      seed: makes order, crops and mirrors repeatable, in [0, 2**31). Order "buffer" repeats with
+        the same number of replicas and the same `num_parallel_reads`.
       shuffle_block_size: for order "global" on storage that is slow to seek: this many neighbors in
         a file stay together, at least 1.
       repeat: False is one pass that serves each record once, for evaluation; order "sequential"
-        only. Batches then hold a third value, sample weights float32 (batch,). On one replica that
-        is a CPU's the last batch is short and all weights are 1. Otherwise padding of weight 0
-        fills the last step, and records weigh a constant of at least 1, such that Keras's mean
-        loss over all batches, with its default reduction, is the mean over the records.
+        only. The last batch holds the remainder; on several replicas some may have none of it.
       label: what a label is and how it comes out: a `ClassLabel`, `MultiHot` or `Values`; None for
         images without labels.
       class_weight: weights of the classes in the loss, by class, 1 for others; or "balanced",
@@ -273,8 +268,8 @@ class InputSpec:
 
     @property
     def has_fixed_order(self) -> bool:
-        """Whether each step's records are fixed: with order "global", or in one pass."""
-        return self.order == "global" or not self.repeat
+        """Whether the records of each step are fixed, as with all orders but "buffer"."""
+        return self.order != "buffer"
 
     def class_weights(self) -> list[float]:
         """Returns the weight of each class, from 0 on; none without `class_weight`."""
@@ -293,7 +288,7 @@ class InputSpec:
             found["label"] = (self.label.shape, self.label.dtype)
         if self.mask:
             found["mask"] = (self.preprocess.image_size, "int32")
-        if self.class_weight is not None or not self.repeat:
+        if self.class_weight is not None:
             found["weight"] = ((), "float32")
         if self.record_ids:
             found["record_id"] = ((), "int64")
@@ -301,14 +296,13 @@ class InputSpec:
             found[key] = (stored.shape, self.records.dtype_of(key))
         return found
 
-    def arrange(self, values: Sequence[Any]) -> tuple[Any, ...]:
-        """Arranges values, in the order of `outputs`, as Keras takes them: (x, y, sample weight).
+    def arrange(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Arranges values by name, see `outputs`, as Keras takes them: (x, y, sample weight).
 
         x is the image, or with `record_ids` or `features` a dictionary of "image", "record_id" and
-        the keys; y the label or the mask, or a dictionary of both. What there is none of is left
-        out.
+        the keys; y the label or the mask, or a dictionary of both. Absent values are omitted.
         """
-        named = dict(zip(self.outputs, values, strict=True))
+        named = {name: values[name] for name in self.outputs}
         weights = [named.pop("weight")] if "weight" in named else []
         targets = {name: named.pop(name) for name in ("label", "mask") if name in named}
         parts = [part for part in (named, targets) if part]
@@ -318,3 +312,11 @@ class InputSpec:
     def is_structured(self) -> bool:
         """Whether `arrange` makes dictionaries."""
         return self.record_ids or bool(self.features) or bool(self.label and self.mask)
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether batches are transformed once more, which a GPU's DALI dataset cannot be.
+
+        Those of a pass, whose last one is shorter, and those with more than (image, label, weight).
+        """
+        return self.is_structured or not self.repeat

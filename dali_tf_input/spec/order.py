@@ -3,12 +3,13 @@
 Arithmetic only: the same arguments give the same order on every machine and backend.
 """
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from dali_tf_input.errors import BatchSize, Count, InputError, check, checked
+from dali_tf_input.errors import Count, InputError, check, checked
 from dali_tf_input.records.index_file import Integers
 
 
@@ -42,28 +43,16 @@ class Shard:
         return range(first, end)
 
 
-@checked
-def check_batch(batch_size: BatchSize, *, shard: Shard, num_records: int) -> None:
-    """Checks that a shard can fill a batch.
-
-    Raises:
-      InputError: `batch_size` is below 1, the shard is empty, or it holds fewer records than a
-        batch.
-    """
-    shard_records = len(shard.records(num_records))
-    if shard_records == 0:
-        raise InputError(
-            f"Shard {shard.shard_id} of {shard.num_shards} is empty: there are only {num_records} "
-            f"records. Use at most {num_records} shards (replicas)."
-        )
-    part = f"{shard_records} records of shard {shard.shard_id} of {shard.num_shards}"
-    rule = f"at most the {part} ({num_records} records in all)"
-    check(batch_size <= shard_records, "batch_size", rule, batch_size)
+def check_step(batch_size: int, *, num_shards: int, num_records: int) -> None:
+    """Raises InputError if there are not enough records for a step of all shards."""
+    part = f" in each of {num_shards} shards" if num_shards > 1 else ""
+    rule = f"at most {num_records // num_shards:,}{part}, as there are {num_records:,} records"
+    check(batch_size * num_shards <= num_records, "batch_size", rule, batch_size)
 
 
 @checked
 def replica_batch_size(batch_size: Count, *, num_replicas: int, num_records: int | None) -> int:
-    """Returns the batch size of each replica; `num_records` None is for passes that are padded.
+    """Returns the batch size of each replica; `num_records` None is for evaluation.
 
     Raises:
       InputError: `batch_size` is below 1, larger than the data, or not a multiple of
@@ -82,26 +71,23 @@ def replica_batch_size(batch_size: Count, *, num_replicas: int, num_records: int
     return batch_size // num_replicas
 
 
-def steps_per_epoch(num_records: int, batch_size: int) -> int:
-    """Returns how many whole global batches `num_records` records fill.
-
-    The remainder, fewer than `batch_size` records, is left out of the epoch. With order
-    "global" it is other records in each epoch; with the other orders it opens the next epoch.
-    """
-    return num_records // batch_size
-
-
-@dataclass
-class StartStep:
-    """The step at which new iterators start, shared by datasets and the step counter.
-
-    It is read when an iterator's first batch is made: set it before `iter`.
+class Position:
+    """Where the next iterator of a training dataset starts.
 
     Attributes:
-      step: global steps done since training began, at least 0.
+      step: steps of training before it, at least 0.
     """
 
-    step: int = 0
+    def __init__(self, step: int = 0) -> None:
+        self.step = step
+        self._lock = threading.Lock()
+
+    def next_epoch(self, steps_per_epoch: int) -> int:
+        """Returns the step at which an iterator starts now; the next one starts an epoch later."""
+        with self._lock:
+            start = self.step
+            self.step = (start // steps_per_epoch + 1) * steps_per_epoch
+        return start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +98,7 @@ class EpochSteps:
       num_records: records of the dataset, at least 1.
       batch_size: images in a shard's batch, at least 1.
       num_shards: how many shards make a step.
-      padded: True pads the remainder to a last step, False leaves it out.
+      padded: True makes a last, shorter step of the remainder, False leaves it out.
     """
 
     num_records: int
@@ -132,11 +118,11 @@ class EpochSteps:
 
         With global batches of g images, step s serves the slots [s * g, (s + 1) * g), and shard i
         serves the i-th part of them: what a step serves does not depend on the number of shards.
-        Slots from `num_records` on are padding.
         """
         steps = np.arange(start_step, self.per_epoch, dtype=np.int64)[:, None]
         first = (steps * self.num_shards + shard_id) * self.batch_size
-        return (first + np.arange(self.batch_size, dtype=np.int64)).ravel()
+        slots = (first + np.arange(self.batch_size, dtype=np.int64)).ravel()
+        return slots[slots < self.num_records]
 
 
 def shuffle(
@@ -190,10 +176,10 @@ def list_records(
     of 8.
 
     Returns:
-      int64 numbers of records, counted over all files; padding repeats the last. With `seed` None
-      they are in the order of the files, else in that of `shuffle`.
+      int64 numbers of records, counted over all files. With `seed` None they are in the order of
+      the files, else in that of `shuffle`.
     """
-    slots = np.minimum(steps.slots(shard.shard_id, start_step=start_step), steps.num_records - 1)
+    slots = steps.slots(shard.shard_id, start_step=start_step)
     if seed is None:
         return slots
     order = shuffle(

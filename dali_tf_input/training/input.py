@@ -1,138 +1,250 @@
 """An input that Keras trains on, evaluates and predicts: what `load` returns."""
 
 import contextlib
-import re
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+import dataclasses
+import functools
+import inspect
+import itertools
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import keras
 import tensorflow as tf
 
-from dali_tf_input.errors import InputError
+from dali_tf_input.backends.build import build_dataset
+from dali_tf_input.errors import Count, InputError, check_keywords, checked
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.options import DaliOptions, Options
-from dali_tf_input.spec.order import StartStep
-from dali_tf_input.training.epochs import EpochDataset, Epochs
-from dali_tf_input.training.failures import FailedInput, explain, find_label, skip_command
-from dali_tf_input.training.strategies import check_keras, is_gpu, strategy_of
+from dali_tf_input.spec.order import EpochSteps, Position, Shard
+from dali_tf_input.training import strategies
+from dali_tf_input.training.failures import explain
+from dali_tf_input.training.fit import Training
+from dali_tf_input.training.profile import ImagesPerSecond, InputProfile, profile_input
+from dali_tf_input.training.resume import Resume, State
 
-# What TensorFlow says on a CPU; on a GPU the loss is not a number.
-_LABEL_RANGE = re.compile(
-    r"label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)"
-)
+# Arguments of `model.fit` that the input itself gives, or that go with arrays only.
+_NOT_FOR_FIT = ("x", "y", "batch_size", "sample_weight", "validation_split")
 
 
-class Input(NamedTuple):
-    """What `load` returns; ``dataset, steps, *_ = load(...)`` unpacks it.
+class Input:
+    """An input that Keras trains on, evaluates and predicts; made by `load`.
+
+    Iterating it serves one epoch, the next one each time; its length is the number of steps of an
+    epoch. `fit` goes on with the epoch after the last one that was served.
+
+    Example:
+    ```python
+    train = dti.load(dti.InputSpec.for_training("records/train-*", 224), batch_size=256)
+    train.fit(model, epochs=2)
+    for images, labels in train:  # the third epoch
+        ...
+    model.fit(train.dataset, epochs=2)  # Keras's own, the fourth and the fifth
+    ```
 
     Attributes:
-      dataset: what Keras `fit` or a custom loop iterates: a `tf.data.Dataset`, or under a strategy
-        a `tf.distribute.DistributedDataset`. It ends with its epoch, and the next iterator serves
-        the next epoch; a partly consumed epoch starts again. Its `repeat()`
-        has no end. Under MultiWorkerMirroredStrategy it has none either. With `spec.repeat` False
-        it is TensorFlow's own, of one pass.
-      steps_per_epoch: how many global batches one pass over the records fills; rounded up if
-        `spec.repeat` is False.
-      options: the options used; the chosen ones if None was given.
-      devices: the device on which each replica's first batch arrived.
-      start_step: where each new iterator of the dataset starts, with order "global"; `Resume` sets
-        it.
-      spec: what comes out.
-      batch_size: images in a step.
+      spec: the batches it produces.
+      options: the backend and how fast; the chosen one if None was given.
+      batch_size: images in a step of all replicas.
+      steps_per_epoch: how many steps an epoch has. In training the remainder, which fills no step,
+        is left out; one pass for evaluation is rounded up.
+      strategy: whose replicas are fed; None for plain TensorFlow.
+      devices: the device of each replica, such as "GPU:0".
     """
 
-    dataset: EpochDataset
-    steps_per_epoch: int
-    options: Options
-    devices: tuple[str, ...]
-    start_step: StartStep
-    spec: InputSpec
-    batch_size: int
-    strategy: tf.distribute.Strategy | None = None
+    def __init__(
+        self,
+        spec: InputSpec,
+        options: Options,
+        *,
+        batch_size: int,
+        strategy: tf.distribute.Strategy | None,
+        devices: tuple[str, ...],
+        start_step: int,
+    ) -> None:
+        self.spec, self.options = spec, options
+        self.batch_size, self.strategy, self.devices = batch_size, strategy, devices
+        self.steps_per_epoch = EpochSteps(
+            num_records=spec.records.num_records,
+            batch_size=batch_size,
+            num_shards=1,
+            padded=not spec.repeat,
+        ).per_epoch
+        # Each replica counts its own epochs, as their iterators start at different times.
+        self._positions = [Position(start_step) for _ in devices]
+
+    @property
+    def num_records(self) -> int:
+        """How many records there are."""
+        return self.spec.records.num_records
+
+    @property
+    def class_names(self) -> tuple[str, ...] | None:
+        """The names of the classes in their order, if they are known."""
+        return getattr(self.spec.label, "vocabulary", None) or self.spec.records.class_names
+
+    @functools.cached_property
+    def dataset(self) -> tf.data.Dataset:
+        """A `tf.data.Dataset`, or a `tf.distribute.DistributedDataset`, for Keras or a loop.
+
+        It is one epoch long, and each new iterator serves the next epoch; see `make_dataset`.
+        """
+        return self._make_dataset(self.spec, self._positions, endless=False)
+
+    def __len__(self) -> int:
+        """Returns the number of steps in an epoch."""
+        return self.steps_per_epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yields the batches of the next epoch; a record that stops it is named.
+
+        Raises:
+          BadRecordError: (an InputError) a record cannot be read or decoded. The message has its
+            file, its number and the command that skips it.
+        """
+        start = self._step
+        iterator = iter(self.dataset)
+        for number in itertools.count():
+            if number == self.steps_per_epoch:  # DALI's own reader on a GPU has no end
+                return
+            try:
+                with self._explained(functools.partial(operator.add, start, number)):
+                    batch = next(iterator)
+            except StopIteration:
+                return
+            yield batch
+
+    def __repr__(self) -> str:
+        """Says in one line what it is, and what Keras takes of it."""
+        backend = "tf.data"
+        if isinstance(self.options, DaliOptions):
+            backend = f"DALI ({self.options.device.upper()})"
+        kind = "train" if self.spec.repeat else "valid"
+        return (
+            f"<dali_tf_input.Input of {self.num_records:,} records, {self.steps_per_epoch:,} steps"
+            f" of {self.batch_size}, by {backend} for {', '.join(self.devices)}; Keras takes its"
+            f" `dataset`: {kind}.dataset>"
+        )
 
     def fit(
         self,
         model: keras.Model,
         *,
-        epochs: int,
+        epochs: int = 1,
         validation: "Input | None" = None,
-        resume: Any = None,
-        profile: keras.callbacks.Callback | None = None,
+        resume: "Resume | str | None" = None,
+        profile: bool = False,
         **arguments: Any,
-    ) -> dict[str, list[float]]:
+    ) -> keras.callbacks.History:
         """Trains a Keras model: `model.fit` with what belongs to this input.
 
-        A further call continues with the next epoch of the records; with order "buffer" and
-        `class_weight`, for which Keras maps the dataset, it starts again.
+        A further call goes on with the next epoch of the records. One pipeline serves all epochs.
 
         Args:
           model: compiled; made under the strategy's scope if there is a strategy.
           epochs: how many; with `resume` in all, including those before.
-          validation: what `load` returned for validation, which follows each epoch.
-          resume: a `Resume` of this input, which saves the state and continues from it.
-          profile: an `InputProfile` of this input: images/s and the wait for input in the progress
-            bar and in all logs.
-          **arguments: further ones for `model.fit`, such as callbacks.
+          validation: what `load` returned for evaluation, which follows each epoch.
+          resume: a folder, or a `Resume`, that keeps the state; training continues from it.
+          profile: whether images per second are measured, "images_per_second" in all logs.
+          **arguments: further ones for `model.fit`, such as `callbacks`. `class_weight` works under
+            strategies too. `initial_epoch` is the first epoch of the records as well.
 
         Returns:
-          Each value that Keras logs, by epoch; empty if `resume` has nothing left to do.
+          Keras's History, of all epochs, also of those before a resume.
 
         Raises:
-          InputError: the model belongs to another strategy, an argument to another input, or the
-            input fails (see `explain_errors`).
+          BadRecordError: (an InputError) a record stops the input.
+          InputError: this input is one pass for evaluation, the model belongs to another strategy,
+            its labels do not fit, an argument is not one of `model.fit`, or `resume` refuses (see
+            `Resume.restore`).
         """
         self._check_model(model)
-        self._check_labels(model)
-        for name, value in (("Resume(folder, train)", resume), ("InputProfile(train)", profile)):
-            if value is not None and getattr(value, "train", None) is not self:
-                raise InputError(f"Expected {name} of this input, `train`, got {value!r}.")
-        per_call = model.steps_per_execution
-        if self.steps_per_epoch % per_call or (per_call > 1 and len(self.devices) > 1):
+        if not self.spec.repeat:
             raise InputError(
-                f"`steps_per_execution` must divide the {self.steps_per_epoch} steps of an epoch,"
-                f" and be 1 on several replicas, got {per_call}."
+                "`fit` needs an input for training, InputSpec.for_training(...); this one is a pass"
+                " for evaluation: train.fit(model, validation=valid)."
+            )
+        known = {*inspect.signature(keras.Model.fit).parameters} - {"self", *_NOT_FOR_FIT}
+        check_keywords("fit", arguments, known)
+        self._check_labels(model)
+        spec = self.spec
+        if (class_weight := arguments.pop("class_weight", None)) is not None:
+            spec = dataclasses.replace(spec, class_weight=class_weight)  # Keras's maps the dataset
+        held_out = arguments.pop("validation_data", None) if validation is None else validation
+        if isinstance(held_out, Input):
+            held_out._check_evaluation(model)
+            held_out = held_out.dataset
+        elif validation is not None:
+            raise InputError(f"`validation` must be what `load` returned, got {validation!r}.")
+        steps = arguments.pop("steps_per_epoch", None) or self.steps_per_epoch
+        resume = Resume(resume) if isinstance(resume, str) else resume
+        state = State(arguments.pop("initial_epoch", 0) * steps, steps, "", {})
+        arrays: Any = {}
+        if resume is not None:
+            first = state.step
+            state, arrays = resume.restore(
+                model, spec, batch_size=self.batch_size, steps_per_epoch=steps
+            )
+            state.step = state.step or first
+        offset = 0  # by how much the records are ahead, as earlier calls have used epochs
+        if resume is None:
+            offset = max(0, self._step - state.step)
+        if not spec.has_fixed_order:
+            offset += -(state.step + offset) % self.steps_per_epoch
+        per_call = model.steps_per_execution
+        if steps % per_call or state.step % per_call or (per_call > 1 and len(self.devices) > 1):
+            raise InputError(
+                f"`steps_per_execution` must divide the {steps} steps of an epoch and the"
+                f" {state.step} that are done, and be 1 on several replicas, got {per_call}."
             )
         callbacks = keras.tree.flatten(arguments.pop("callbacks", None) or [])
-        callbacks = [profile, *callbacks] if profile else callbacks
-        arguments |= {"epochs": epochs, "callbacks": callbacks}
-        if resume is not None:
-            histories = resume.fit(model, validation=validation, **arguments)
-        else:
-            if validation is not None:
-                arguments |= as_validation(validation, model, arguments)
-            with self.explain_errors(model, *([validation] if validation else [])):
-                histories = [model.fit(self.dataset, shuffle=False, **arguments)]
-        found: dict[str, list[float]] = {}
-        for history in histories:
-            for name, values in history.history.items():
-                found.setdefault(name, []).extend(values)
-        return found
+        verbose = arguments.pop("verbose", "auto")
+        training = Training(
+            model,
+            [ImagesPerSecond(self.batch_size), *callbacks] if profile else callbacks,
+            epochs=epochs,
+            verbose=verbose,
+            state=state,
+            arrays=arrays,
+            resume=resume,
+        )
+
+        def fit_part(**part: Any) -> None:
+            positions = [Position(training.step + offset) for _ in self.devices]
+            dataset = self._make_dataset(spec, positions, endless=True)
+            model.fit(
+                dataset,
+                validation_data=held_out,
+                shuffle=False,
+                verbose=verbose,
+                **part,
+                **arguments,
+            )
+
+        try:
+            with self._explained(lambda: training.step + offset, model):
+                return training.run(fit_part)
+        finally:
+            done = training.step + offset
+            self._step = done if steps != self.steps_per_epoch else done + -done % steps
 
     def evaluate(self, model: keras.Model, **arguments: Any) -> dict[str, float]:
-        """Evaluates a Keras model on one pass (`spec.repeat` False): loss and metrics by name.
-
-        They are those of the records, each of weight 1, also where padding fills the last step: on
-        several replicas, or a GPU. There this call traces the model again, without XLA. Keras's own
-        `evaluate` counts the padding in plain `metrics`, and in `weighted_metrics` that are counts.
+        """Evaluates a Keras model on one pass: loss and metrics by name, each record once.
 
         Args:
           model: compiled.
           **arguments: further ones for `model.evaluate`.
 
         Raises:
-          InputError: `spec.repeat` is True, the model belongs to another strategy, or the input
-            fails.
+          BadRecordError: (an InputError) a record stops the input.
+          InputError: this input is for training, has no labels, or belongs to another strategy.
         """
-        self._check_one_pass(model)
-        if not (self.spec.label or self.spec.mask):
-            raise InputError("To evaluate needs labels or masks: this input has none.")
-        exact = _without_padding(model) if self._is_weighted else contextlib.nullcontext()
-        with self.explain_errors(model), exact:
-            found: dict[str, float] = model.evaluate(self.dataset, return_dict=True, **arguments)
-        return found
+        self._check_evaluation(model)
+        with self._explained(lambda: 0, model):
+            return model.evaluate(self.dataset, **{"return_dict": True, **arguments})
 
     def predict(self, model: keras.Model, **arguments: Any) -> Any:
-        """Predicts one pass (`spec.repeat` False) with a Keras model.
+        """Predicts one pass with a Keras model.
 
         Args:
           model: any whose outputs have a row per image.
@@ -142,77 +254,87 @@ class Input(NamedTuple):
           What `model.predict` returns: one row per record, in the order of the records.
 
         Raises:
-          InputError: `spec.repeat` is True, the model belongs to another strategy, or the input
-            fails.
+          BadRecordError: (an InputError) a record stops the input.
+          InputError: this input is for training, or belongs to another strategy.
         """
-        self._check_one_pass(model)
-        with self.explain_errors(model):
-            rows = model.predict(self.dataset, **arguments)
-        return keras.tree.map_structure(lambda one: one[: self.spec.records.num_records], rows)
+        self._check_pass(model)
+        with self._explained(lambda: 0, model):
+            return model.predict(self.dataset, **arguments)
 
-    def unpack(self, batch: Any) -> Any:
-        """Returns a batch as (x, y, sample weights), see `InputSpec.arrange`.
+    @checked
+    def profile(self, model: keras.Model, *, steps: Count = 50) -> InputProfile:
+        """Measures how much of a training step is spent waiting for this input.
 
-        That is what `dataset` yields, but for DALI on a GPU, whose batches cannot be mapped: where
-        there is more than (image, label, weight) call this in a custom loop, or in `train_step`.
+        It times steps on the input and as many on one batch of it; the model is as before
+        afterwards. On a CPU the model also runs slower while input is made beside it; that counts
+        as waiting.
+
+        Args:
+          model: compiled and trained for at least a step, with steps_per_execution=1.
+          steps: how many of each, at least 1.
+
+        Raises:
+          InputError: the model is not as above, or belongs to another strategy.
         """
-        flat = isinstance(self.options, DaliOptions) and self.options.device == "gpu"
-        return self.spec.arrange(batch) if flat and self.spec.is_structured else batch
-
-    @property
-    def _is_weighted(self) -> bool:
-        """Whether Keras must not see the weights of a pass.
-
-        Either images of weight 0 fill the last step, or there are masks, for which a loss
-        with `ignore_class` takes no weight per image.
-        """
-        padding = self.steps_per_epoch * self.batch_size - self.spec.records.num_records
-        padded = padding > 0 and (len(self.devices) > 1 or is_gpu(self.devices[0]))
-        return padded or self.spec.mask is not None
-
-    def _check_labels(self, model: keras.Model) -> None:
-        """Raises InputError if a classifier has fewer outputs than there are labels."""
-        known, shape = self.spec.label_range, getattr(model, "output_shape", None)
-        loss = getattr(model, "loss", None)
-        name = str(getattr(loss, "name", None) or getattr(loss, "__name__", loss))
-        if known and "sparse_categorical" in name and isinstance(shape, tuple):
-            outputs = shape[-1]
-            if isinstance(outputs, int) and outputs <= known[1]:
-                raise InputError(
-                    f"Labels run from {known[0]} to {known[1]}, the model has {outputs} outputs,"
-                    f" for labels 0 to {outputs - 1}. {self._label_remedy(outputs)}"
-                )
-
-    def _label_remedy(self, num_classes: int) -> str:
-        skip = skip_command(self.spec, self.options, num_classes)
-        return (
-            "Where labels count from 1, pass label=ClassLabel(offset=1) to InputSpec. To skip the"
-            f" records of other labels: {skip}"
+        self._check_model(model)
+        positions = [Position(self._step) for _ in self.devices]
+        return profile_input(
+            iter(self._make_dataset(self.spec, positions, endless=True)),
+            model,
+            batch_size=self.batch_size,
+            steps=steps,
         )
 
-    def _check_one_pass(self, model: keras.Model) -> None:
-        self._check_model(model)
-        if self.spec.repeat:
-            raise InputError(
-                "To evaluate or predict needs a pass that serves each record once:"
-                " InputSpec(..., order='sequential', repeat=False)."
-            )
+    @property
+    def _step(self) -> int:
+        """The step at which the next epoch starts."""
+        return max(position.step for position in self._positions)
+
+    @_step.setter
+    def _step(self, step: int) -> None:
+        for position in self._positions:
+            position.step = step
+
+    def _make_dataset(self, spec: InputSpec, positions: list[Position], *, endless: bool) -> Any:
+        """Makes the dataset of all replicas, which start at `positions`."""
+        strategy, options, devices = self.strategy, self.options, self.devices
+        decodes_on_gpu = isinstance(options, DaliOptions) and options.device == "gpu"
+        on_replica = isinstance(options, DaliOptions) and not any(map(strategies.is_gpu, devices))
+        on_replica = on_replica or (decodes_on_gpu and not spec.is_mapped)
+        on_replica = on_replica and not isinstance(strategy, tf.distribute.OneDeviceStrategy)
+
+        def make_shard(shard: Shard) -> tf.data.Dataset:
+            device = devices[shard.shard_id]
+            with tf.device(device if on_replica else "CPU:0"):
+                return build_dataset(
+                    spec,
+                    options,
+                    batch_size=self.batch_size // len(devices),
+                    shard=shard,
+                    device_id=strategies.cuda_device_id(device) if decodes_on_gpu else None,
+                    position=positions[shard.shard_id],
+                    endless=endless,
+                )
+
+        if strategy is None:
+            return make_shard(Shard(0, 1))
+        return strategy.distribute_datasets_from_function(
+            lambda context: make_shard(
+                Shard(context.input_pipeline_id, context.num_input_pipelines)
+            ),
+            strategies.input_options(strategy, options, on_replica=on_replica),
+        )
 
     def _check_model(self, model: keras.Model) -> None:
         """Raises InputError unless Keras runs `model` on the devices that this input feeds."""
-        if isinstance(self.strategy, tf.distribute.MultiWorkerMirroredStrategy):
-            raise InputError(
-                "Keras's fit, evaluate and predict do not work under MultiWorkerMirroredStrategy:"
-                " use a custom loop, as in docs/distributed_training.md."
-            )
         if not isinstance(model, keras.Model):
             raise InputError(
                 f"`model` must be a keras.Model, got {type(model)}: for models of tf_keras call"
                 " model.fit(train.dataset), their own."
             )
         if self.strategy is not None:
-            check_keras("A strategy")
-        own = strategy_of(model)
+            strategies.check_keras("A strategy")
+        own = strategies.strategy_of(model)
         if own is not self.strategy:
             if self.strategy is None:
                 name = type(own).__name__
@@ -221,99 +343,54 @@ class Input(NamedTuple):
                 remedy = "make and compile it in `with strategy.scope():`"
             raise InputError(f"`model` was made under another strategy than this input: {remedy}.")
 
+    def _check_pass(self, model: keras.Model) -> None:
+        self._check_model(model)
+        if self.spec.repeat:
+            raise InputError(
+                "To evaluate or predict needs a pass that serves each record once:"
+                " InputSpec.for_evaluation(...)."
+            )
+
+    def _check_evaluation(self, model: keras.Model) -> None:
+        self._check_pass(model)
+        if not (self.spec.label or self.spec.mask):
+            raise InputError("To evaluate needs labels or masks: this input has none.")
+
+    def _check_labels(self, model: keras.Model) -> None:
+        """Raises InputError if a classifier has fewer outputs than there are labels."""
+        label_range, outputs = self.spec.label_range, _count_classes(model)
+        if label_range and outputs and outputs <= label_range[1]:
+            raise InputError(
+                f"Labels run from {label_range[0]} to {label_range[1]}, the model has {outputs}"
+                f" outputs, for labels 0 to {outputs - 1}. Where labels count from 1, pass"
+                " label=ClassLabel(offset=1) to the spec. Otherwise the model needs more outputs."
+            )
+
     @contextlib.contextmanager
-    def explain_errors(self, model: keras.Model | None = None, *others: "Input") -> Iterator[None]:
-        """Names a record that stops the input: ``with train.explain_errors(model): ...``.
-
-        Args:
-          model: the compiled Keras model that is trained; its optimizer counts the steps. Without
-            it more records have to be checked.
-          *others: further inputs that are iterated, such as that of validation.
-
-        Raises:
-          BadRecordError: (an InputError) a record cannot be read or decoded. The message holds its
-            file, its number and the command that skips it.
-          InputError: the input failed, but no bad record was found within a minute.
-        """
-        start = self.dataset.next_step if isinstance(self.dataset, Epochs) else 0
-        done = _count_steps(model)
+    def _explained(
+        self, count_steps: Callable[[], int], model: keras.Model | None = None
+    ) -> Iterator[None]:
+        """Names a record that stops the input."""
         try:
             yield
         except tf.errors.OpError as error:
-            counted = _count_steps(model)
-            step = None if done is None or counted is None else start + counted - done
-            inputs = [FailedInput(self.spec, self.options, step, self.batch_size)]
-            for one in others:
-                inputs.append(FailedInput(one.spec, one.options, None, one.batch_size))
-            label = _LABEL_RANGE.search(str(error.message))
-            if label:
-                where = find_label(inputs, int(label[1])) or "A record"
-                raise InputError(
-                    f"{where} has label {label[1]}, the model's classes are 0 to"
-                    f" {int(label[2]) - 1}. {self._label_remedy(int(label[2]))}"
-                ) from error
-            found = explain(error, inputs)
-            if found is None:
+            explained = explain(
+                error,
+                self.spec,
+                self.options,
+                batch_size=self.batch_size,
+                step=count_steps(),
+                num_classes=None if model is None else _count_classes(model),
+            )
+            if explained is None:
                 raise
-            raise found from error
+            raise explained from error
 
 
-def as_validation(
-    validation: Input, model: keras.Model, arguments: dict[str, Any]
-) -> dict[str, Any]:
-    """Returns the arguments of `model.fit` that validate: the data, or callbacks with one more."""
-    if not isinstance(validation, Input):
-        raise InputError(f"`validation` must be what `load` returned, got {validation!r}.")
-    validation._check_one_pass(model)
-    if not validation._is_weighted:
-        return {"validation_data": validation.dataset}
-    every, steps = arguments.pop("validation_freq", 1), arguments.pop("validation_steps", None)
-    callbacks = keras.tree.flatten(arguments.get("callbacks") or [])
-    return {"callbacks": [_Validation(validation, every, steps), *callbacks]}
-
-
-class _Validation(keras.callbacks.Callback):  # type: ignore[misc]
-    """Validates at the end of an epoch, before other callbacks, where Keras would count padding."""
-
-    def __init__(self, held_out: Input, every: Any, steps: int | None) -> None:
-        super().__init__()
-        self._held_out, self._every, self._steps = held_out, every, steps
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        every = self._every
-        if (epoch + 1) % every == 0 if isinstance(every, int) else epoch + 1 in every:
-            found = self._held_out.evaluate(self.model, steps=self._steps, verbose=0)
-            if logs is not None:
-                logs |= {f"val_{name}": value for name, value in found.items()}
-
-
-@contextlib.contextmanager
-def _without_padding(model: keras.Model) -> Iterator[None]:
-    """Lets the model's `test_step` see records only, and no weights."""
-    test_step, jit_compile = model.test_step, model.jit_compile
-
-    def step_of_records(data: Any) -> Any:
-        is_record = tf.not_equal(data[-1], 0)
-        parts = keras.tree.map_structure(
-            lambda part: tf.boolean_mask(part, is_record), (*data[:-1],)
-        )
-        return tf.cond(
-            tf.reduce_any(is_record),
-            lambda: test_step(parts),
-            model.get_metrics_result,  # of a replica that has nothing left
-        )
-
-    model.test_step, model.jit_compile = step_of_records, False
-    model.make_test_function(force=True)
-    try:
-        yield
-    finally:
-        del model.test_step
-        model.jit_compile = jit_compile
-        model.make_test_function(force=True)
-
-
-def _count_steps(model: keras.Model | None) -> int | None:
-    """Returns how many steps the model's optimizer has made; None without one."""
-    iterations = getattr(getattr(model, "optimizer", None), "iterations", None)
-    return None if iterations is None else int(keras.ops.convert_to_numpy(iterations))
+def _count_classes(model: keras.Model) -> int | None:
+    """Returns how many classes a model with a sparse cross-entropy tells apart; else None."""
+    loss, shape = getattr(model, "loss", None), getattr(model, "output_shape", None)
+    name = str(getattr(loss, "name", None) or getattr(loss, "__name__", loss))
+    if "sparse_categorical" not in name or not isinstance(shape, tuple):
+        return None
+    return shape[-1] if isinstance(shape[-1], int) else None

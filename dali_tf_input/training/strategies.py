@@ -1,4 +1,4 @@
-"""Where the replicas of a strategy are, and what its input must be like."""
+"""The replicas of a strategy: their devices, and how TensorFlow hands them their batches."""
 
 import contextlib
 from typing import Any
@@ -8,6 +8,9 @@ import tensorflow as tf
 
 from dali_tf_input.errors import InputError
 from dali_tf_input.spec.options import DaliOptions, Options, TfDataOptions
+
+_SUPPORTED = (tf.distribute.OneDeviceStrategy, tf.distribute.MirroredStrategy)
+_HOSTS = tf.distribute.MultiWorkerMirroredStrategy
 
 
 def check_keras(what: str) -> None:
@@ -21,9 +24,9 @@ def check_keras(what: str) -> None:
 
 
 def strategy_of(model: keras.Model) -> tf.distribute.Strategy | None:
-    """Returns the strategy of the scope in which a model was made; None is none."""
+    """Returns the strategy of the scope in which a model was made; None if there was none."""
     strategy = getattr(model, "distribute_strategy", None)  # Keras on JAX or PyTorch has none
-    return None if type(strategy).__name__.startswith("_Default") else strategy
+    return strategy if isinstance(strategy, (*_SUPPORTED, _HOSTS)) else None
 
 
 def scope_of(model: keras.Model) -> Any:
@@ -34,16 +37,19 @@ def scope_of(model: keras.Model) -> Any:
 
 def check_strategy(strategy: tf.distribute.Strategy | None) -> tf.distribute.Strategy | None:
     """Returns `strategy`, or None for TensorFlow's default; refuses unsupported ones."""
-    multi = tf.distribute.MultiWorkerMirroredStrategy
-    supported = tf.distribute.OneDeviceStrategy | tf.distribute.MirroredStrategy | multi
-    if strategy is None or isinstance(strategy, supported):
+    if strategy is None or (isinstance(strategy, _SUPPORTED) and not isinstance(strategy, _HOSTS)):
         return strategy
     if not tf.distribute.has_strategy() and strategy is tf.distribute.get_strategy():
         return None
+    lower = "make_dataset(spec, batch_size=..., shard=Shard(host, num_hosts))"
+    if isinstance(strategy, _HOSTS):
+        raise InputError(
+            "Keras's fit does not work under a MultiWorkerMirroredStrategy, so `load` does not take"
+            f" it. Feed a custom loop on each host with {lower}: docs/distributed_training.md."
+        )
     raise InputError(
-        "`strategy` must be None, a OneDeviceStrategy, a MirroredStrategy (several GPUs) or a"
-        f" MultiWorkerMirroredStrategy (several hosts), got a {type(strategy).__name__}. TPUs are"
-        " fed from their host: strategy.distribute_datasets_from_function(...) with make_dataset."
+        "`strategy` must be None, a OneDeviceStrategy or a MirroredStrategy (several GPUs), got a"
+        f" {type(strategy).__name__}. Feed others with {lower}."
     )
 
 
@@ -59,39 +65,15 @@ def input_options(
     strategy: tf.distribute.Strategy, options: Options, *, on_replica: bool
 ) -> tf.distribute.InputOptions:
     """Returns the options that give a MirroredStrategy one pipeline per replica."""
+    # Never fetched from DALI: TensorFlow's MultiDeviceIterator would, see backends/dali_guard.py.
+    fetches = isinstance(options, TfDataOptions)
     if isinstance(strategy, tf.distribute.OneDeviceStrategy):
-        return tf.distribute.InputOptions()  # it allows no other
+        return tf.distribute.InputOptions(experimental_fetch_to_device=fetches)
     return tf.distribute.InputOptions(
         experimental_replication_mode=tf.distribute.InputReplicationMode.PER_REPLICA,
         experimental_place_dataset_on_device=on_replica,
-        # Never for DALI: fetching uses TensorFlow's MultiDeviceIterator, which frees a DALIDataset
-        # while a thread still reads it: the process crashes (SIGSEGV) when an iterator is dropped.
-        # Seen with TensorFlow 2.21 and DALI 2.4.
-        experimental_fetch_to_device=isinstance(options, TfDataOptions),
+        experimental_fetch_to_device=fetches,
     )
-
-
-class OneDeviceDataset(tf.data.Dataset, tf.distribute.DistributedDataset):
-    """A DALI dataset that counts as distributed, so that Keras iterates it where it is.
-
-    OneDeviceStrategy would read it through its MultiDeviceIterator; see `input_options`.
-    """
-
-    def __init__(self, dataset: tf.data.Dataset) -> None:
-        self._dataset = dataset
-        super().__init__(tf.data.experimental.to_variant(dataset))
-
-    def _inputs(self) -> list[tf.data.Dataset]:
-        return [self._dataset]
-
-    @property
-    def element_spec(self) -> Any:
-        """The types and shapes of its elements."""
-        return self._dataset.element_spec
-
-    def cardinality(self) -> tf.Tensor:
-        """Returns the number of its batches."""
-        return self._dataset.cardinality()
 
 
 def cuda_device_id(device: str) -> int:

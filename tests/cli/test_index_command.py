@@ -85,7 +85,9 @@ def test_index_hints_at_labels_from_1(tmp_path):
     )
     for level, known in (("framing", "in all 3 records"), ("schema", "3 classes")):
         process = run("index", f"--verify={level}", tmp_path / "train")
-        assert rows(process.stdout)["labels"] == f"1 to 5, {known} (train with ClassLabel(offset=1))"
+        assert (
+            rows(process.stdout)["labels"] == f"1 to 5, {known} (train with ClassLabel(offset=1))"
+        )
     flags = ["--verify=schema", "--label_offset=1", "--num_classes=4", "--force"]
     process = run("index", *flags, tmp_path / "train")
     fails(process, "label range: `label.key` 'label' must be in 1 to 4, found 5", bad_records=True)

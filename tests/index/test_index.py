@@ -18,7 +18,7 @@ import conftest
 import numpy as np
 import pytest
 from commands import python
-from conftest import SCRIPTS, encode, jpeg, numbered_examples, refused, spec_of, write_tfrecord
+from conftest import encode, jpeg, numbered_examples, refused, spec_of, write_tfrecord
 
 from dali_tf_input import Checks, ClassLabel, Preprocess, Records, build_index
 from dali_tf_input.index import scan

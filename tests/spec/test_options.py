@@ -1,9 +1,9 @@
 """Options as a Python expression, as tune.py prints them."""
 
 import pytest
-from tune import as_python
 
 import dali_tf_input as dti
+from tune import as_python
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_further_fields_of_preprocess(make):
 
 
 def test_for_training_describes_the_input(dataset):
-    pattern = os.path.commonprefix(dataset.paths) + "*"
+    pattern = os.path.join(os.path.dirname(dataset.paths[0]), "train-*")
     spec = dti.InputSpec.for_training(pattern)
     assert spec == dti.InputSpec(
         records=dataset, preprocess=dti.Preprocess.for_training(224), order="global"

@@ -1,0 +1,184 @@
+"""Training as one run of Keras's `fit`, in as many calls of it as resuming takes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from dali_tf_input.training.resume import Arrays, Resume, State
+from dali_tf_input.training.strategies import scope_of
+
+
+class Training(keras.callbacks.CallbackList):
+    """The callbacks of one training, which begins and ends once for them.
+
+    Keras's `fit` cannot begin in the middle of an epoch, so the rest of an epoch that was
+    interrupted is a call of its own. What callbacks see of it is one training: batches are counted
+    from the start of the epoch, its logs cover all of it, and `on_train_begin` and `on_train_end`
+    are called once.
+
+    Attributes:
+      step: steps of training that are done.
+      history: Keras's History of all epochs.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        callbacks: Sequence[keras.callbacks.Callback],
+        *,
+        epochs: int,
+        verbose: Any,
+        state: State,
+        arrays: Arrays,
+        resume: Resume | None,
+    ) -> None:
+        self.history = keras.callbacks.History()
+        self._watchers = [*callbacks, self.history]
+        self._state, self._arrays, self._resume = state, arrays, resume
+        self.step, self._epochs = state.step, epochs
+        self._batches_before = 0  # of the epoch, in earlier calls of `fit`
+        self._epoch_start = 0
+        self._raw_weights: list[Any] = []
+        super().__init__(
+            self._watchers,
+            add_progbar=verbose != 0,
+            model=model,
+            verbose=verbose,
+            epochs=epochs,
+            steps=state.steps_per_epoch,
+        )
+        self._last_logs: Any = None
+
+    def run(self, fit_part: Any) -> keras.callbacks.History:
+        """Trains until all epochs are done, or a callback stops it.
+
+        `fit_part` calls `model.fit`; it gets the arguments that say from where to where.
+        """
+        steps, model = self._state.steps_per_epoch, self.model
+        self._begin()
+        stopped = self._state.stopped and len(self._watchers) > 1
+        if stopped or self.step >= self._epochs * steps:
+            model.optimizer.finalize_variable_values(model.trainable_variables)
+        while not stopped and self.step < self._epochs * steps:
+            epoch, self._batches_before = divmod(self.step, steps)
+            is_part = self._batches_before > 0 and epoch + 1 < self._epochs
+            before = self.step
+            fit_part(
+                initial_epoch=epoch,
+                epochs=epoch + 1 if self._batches_before else self._epochs,
+                steps_per_epoch=steps - self._batches_before,
+                callbacks=self,
+            )
+            stopped = model.stop_training or self.step == before
+            if is_part and not stopped:
+                # `fit` ends by replacing the weights by their averages, if the optimizer keeps any.
+                with scope_of(model):
+                    for variable, value in zip(
+                        model.trainable_variables, self._raw_weights, strict=True
+                    ):
+                        variable.assign(value)
+        super().on_train_end(self._last_logs)
+        return self.history
+
+    def _begin(self) -> None:
+        """Begins for all callbacks, and tells them what happened before."""
+        super().on_train_begin()
+        self._initial = [_plain_attributes(callback) for callback in self._watchers]
+        replayed = [
+            callback
+            for callback in self._watchers
+            if callback is self.history
+            or (isinstance(callback, keras.callbacks.CSVLogger) and not callback.append)
+        ]
+        for epoch, logs in self._state.logs:
+            for callback in replayed:
+                callback.on_epoch_end(epoch, dict(logs))
+            self._last_logs = logs
+        saved = [dict(attributes) for _, attributes in self._state.callbacks]
+        for name, array in self._arrays.items():
+            kind, *place = name.split("/")
+            if kind == "callback":
+                saved[int(place[0])].setdefault(place[1], []).append(array)
+        names = [name for name, _ in self._state.callbacks]
+        for callback, name, attributes in zip(self._watchers, names, saved, strict=False):
+            if type(callback).__name__ == name:
+                vars(callback).update(attributes)
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Does nothing: `run` has begun the training."""
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Notes the logs: `run` ends the training."""
+        self._last_logs = logs
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Continues the metrics of an epoch that was interrupted."""
+        self._epoch_start = epoch * self._state.steps_per_epoch
+        metrics = [value for name, value in self._arrays.items() if name.startswith("metric/")]
+        if self._batches_before and metrics:
+            with scope_of(self.model):
+                for variable, value in zip(self.model.metrics_variables, metrics, strict=True):
+                    variable.assign(value)
+        super().on_epoch_begin(epoch, logs)
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Passes on the number of the batch in its epoch."""
+        super().on_train_batch_begin(batch + self._batches_before, logs)
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Counts the step, and saves when due."""
+        batch += self._batches_before
+        self.step = self._epoch_start + batch + 1
+        super().on_train_batch_end(batch, logs)
+        is_last = batch + 1 >= self._state.steps_per_epoch  # it is saved at the epoch's end
+        if self._resume and self._resume.is_due(self.step) and not is_last:
+            self._save(with_metrics=True)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Saves, including what the callbacks changed."""
+        super().on_epoch_end(epoch, logs)
+        self._batches_before = 0
+        self._raw_weights = []
+        scalars = {
+            name: float(value) for name, value in (logs or {}).items() if np.ndim(value) == 0
+        }
+        self._state.logs.append((epoch, scalars))
+        self._state.stopped = bool(self.model.stop_training)
+        if self._resume:
+            self._raw_weights = [
+                keras.ops.convert_to_numpy(variable) for variable in self.model.trainable_variables
+            ]
+            self._save(with_metrics=False)
+
+    def _save(self, *, with_metrics: bool) -> None:
+        arrays: Arrays = {}
+        if with_metrics:
+            for number, variable in enumerate(self.model.metrics_variables):
+                arrays[f"metric/{number:04d}"] = keras.ops.convert_to_numpy(variable)
+        callbacks = []
+        for number, callback in enumerate(self._watchers):
+            changed = {
+                name: value
+                for name, value in _plain_attributes(callback).items()
+                if name not in self._initial[number] or value != self._initial[number][name]
+            }
+            callbacks.append((type(callback).__name__, changed))
+            for name, value in vars(callback).items():
+                if isinstance(value, list) and value and isinstance(value[0], np.ndarray):
+                    for place, array in enumerate(value):
+                        arrays[f"callback/{number}/{name}/{place:04d}"] = array
+        self._state.step, self._state.callbacks = self.step, callbacks
+        if self._resume:
+            self._resume.save(self.model, self._state, arrays)
+
+
+def _plain_attributes(callback: keras.callbacks.Callback) -> dict[str, Any]:
+    """Returns the public attributes of a callback that are numbers, text or None."""
+    attributes = {}
+    for name, value in vars(callback).items():
+        value = value.item() if isinstance(value, np.generic) else value
+        if not name.startswith("_") and isinstance(value, bool | int | float | str | type(None)):
+            attributes[name] = value
+    return attributes
