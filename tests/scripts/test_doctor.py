@@ -80,8 +80,8 @@ def line_of(lines, what):
 
 def test_a_sound_environment(tmp_path):
     dataset = write_dataset(tmp_path / "records", [5, 12, 7])
-    build_index(dataset.files, Checks(verify="schema"))
-    code, lines = examine(tmp_path, *(f"--files={file}" for file in dataset.files))
+    build_index(dataset.paths, Checks(verify="schema"))
+    code, lines = examine(tmp_path, *(f"--files={file}" for file in dataset.paths))
     assert code == 0
     assert lines[-1].startswith("0 things broken, ")
     bad = [line for line in lines[:-1] if line.split()[0] != "ok" and "->" not in line]

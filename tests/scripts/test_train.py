@@ -118,7 +118,7 @@ def test_train_refuses(sample_folder, tmp_path, arguments, message):
 def test_train_needs_files_and_classes(dataset):
     fails(run("train.py"), "Name the TFRecord files: --files='path/train-*'")
     fails(run("train.py", "--files=none-*"), "No file matches 'none-*'")
-    process = run("train.py", f"--files={dataset.files[0]}")
+    process = run("train.py", f"--files={dataset.paths[0]}")
     fails(process, "The number of classes is unknown: there is no")
 
 

@@ -317,6 +317,69 @@ def test_what_is_known_of_some_files_is_not_known(tmp_path):
     assert coarse.records.largest_image == (9, 9)
 
 
+STORED = {"image": IMAGE, "class": 3, "name": "dog", "list": [1, 5], "box": [0.5, -1.0]}
+
+
+@pytest.mark.parametrize(
+    ("label", "bad", "message", "known"),
+    [
+        (
+            dti.ClassLabel(key="class", offset=1, num_classes=3),
+            {"class": 4},
+            "label range: `label.key` 'class' must be in 1 to 3, found 4",
+            ((2, 2), ((2, 2),)),
+        ),
+        (
+            dti.ClassLabel(key="class", offset=1),
+            {"class": 0},
+            "label range: `label.key` 'class' must be at least 1, found 0",
+            ((2, 2), ((2, 2),)),
+        ),
+        (
+            dti.ClassLabel(key="name", vocabulary=("cat", "dog")),
+            {"name": "cow"},
+            "label range: `label.key` 'name' must be one of the 2 names of the vocabulary, found b",
+            (None, None),
+        ),
+        (
+            dti.MultiHot(key="list", num_classes=6),
+            {"list": [2, 6]},
+            "label range: `label.key` 'list' must be in 0 to 5, found 6",
+            ((1, 5), ((1, 2), (5, 2))),
+        ),
+        (
+            dti.Values(key="box", size=2),
+            {"box": [0.5]},
+            "label kind: `label.key` 'box' must be int64_list or float_list of 2 values, found",
+            (None, None),
+        ),
+        (None, {"image": ""}, "empty image: `image_key` 'image' holds 0 bytes", (None, None)),
+    ],
+    ids=["class", "without a number of classes", "name", "multi-hot", "values", "none"],
+)
+def test_one_label_object(tmp_path, label, bad, message, known):
+    """`Checks` and `InputSpec` take the same one; a second run with it has nothing to do."""
+    file = write_tfrecord(tmp_path / "train", [STORED, STORED | bad, STORED])
+    checks = dti.Checks(verify="schema", label=label)
+    with refused(f"record 1, byte .*: {message}"):
+        dti.build_index(file, checks)
+    assert dti.build_index(file, checks, on_bad="skip", max_bad_fraction=0.5).written == 1
+    assert dti.build_index(file, checks, on_bad="skip", max_bad_fraction=0.5).unchanged == 1
+    spec = describe(file, label=label)
+    assert spec.label == label
+    assert (spec.label_range, spec.class_counts) == known
+
+
+def test_what_comes_out_of_a_label_is_not_checked_again(tmp_path):
+    """A one-hot label is stored as any other."""
+    file = write_tfrecord(tmp_path / "train", [{"image": IMAGE, "label": 1}])
+    dti.build_index(file, dti.Checks(verify="schema", label=dti.ClassLabel(num_classes=3)))
+    label = dti.ClassLabel(num_classes=3, one_hot=True, smoothing=0.1)
+    assert dti.build_index(file, dti.Checks(verify="schema", label=label)).unchanged == 1
+    label = dti.ClassLabel(num_classes=2)
+    assert dti.build_index(file, dti.Checks(verify="schema", label=label)).written == 1
+
+
 def test_largest_image(tmp_path):
     for number, size in enumerate([(20, 90), (70, 30)]):
         examples = [{"image": image, "label": 1} for image in (jpeg(*size), IMAGE)]

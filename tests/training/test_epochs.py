@@ -13,10 +13,18 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from conftest import BACKENDS, TF_DATA, backends, refused, spec_of, write_dataset, write_tfrecord
+from dali_tf_input.training.epochs import end_epochs
 from models import FROM_LOGITS, make_model
 
-from dali_tf_input import InputProfile, Preprocess, Records, Resume, StartStep, build_index
-from dali_tf_input.training.epochs import end_epochs
+from dali_tf_input import (
+    ClassLabel,
+    InputProfile,
+    Preprocess,
+    Records,
+    Resume,
+    StartStep,
+    build_index,
+)
 from dali_tf_input.training.load import load
 
 NUM_RECORDS, BATCH = 24, 5  # 4 steps an epoch, and a remainder
@@ -241,12 +249,14 @@ def test_labels_that_count_from_1(tmp_path, is_known):
     records = Records.from_files(tmp_path / "train-*")
     said = "Labels run from 1 to 8, the model has 8 outputs, for labels 0 to 7"
     if not is_known:
-        records = dataclasses.replace(records, label_range=None)
+        feature = dataclasses.replace(records.features["image/class/label"], range=None)
+        features = {**records.features, "image/class/label": feature}
+        records = dataclasses.replace(records, features=features)
         said = "train-0000.*: record 7, byte .* has label 8, the model's classes are 0 to 7"
-    with refused(rf"{said}\. Where labels count from 1, pass label_offset=1 to .*--num_classes=8"):
+    with refused(rf"{said}\. Where labels count from 1, pass label=ClassLabel.offset=1. to"):
         feed(records, TF_DATA).fit(make_model(8, 8), epochs=1, verbose=0)
-    records = Records.from_files(tmp_path / "train-*", label_offset=1)
-    assert feed(records, TF_DATA).fit(make_model(8, 8), epochs=1, verbose=0)
+    label = ClassLabel(offset=1)
+    assert feed(records, TF_DATA, label=label).fit(make_model(8, 8), epochs=1, verbose=0)
 
 
 def test_transformations_on_a_gpu_are_refused(dataset):
