@@ -111,11 +111,9 @@ def check_keywords(function: str, given: Iterable[str], known: Collection[str]) 
     for name in given:
         if name not in known:
             nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = (
-                f"Did you mean `{nearest[0]}`?"
-                if nearest
-                else f"It has {_list_names(known) or 'none'}."
-            )
+            hint = f"It has {_list_names(known) or 'none'}."
+            if nearest:
+                hint = f"Did you mean `{nearest[0]}`?"
             raise WrongCallError(f"{function}() has no argument `{name}`. {hint}")
 
 

@@ -114,8 +114,11 @@ def make_label() -> Label | None:
         return MultiHot(**integers)
     names = None
     if _VOCABULARY.value:
-        with open(_VOCABULARY.value, encoding="utf-8") as stream:
-            names = tuple(stream.read().splitlines())
+        try:
+            with open(_VOCABULARY.value, encoding="utf-8") as stream:
+                names = tuple(stream.read().splitlines())
+        except UnicodeDecodeError as error:
+            raise InputError(f"`vocabulary` {_VOCABULARY.value} is not UTF-8: {error}.") from error
     return ClassLabel(**integers, vocabulary=names)
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Annotated, Any, ClassVar, Literal
 
 from dali_tf_input.errors import Count, InputError, Within, check, checked
@@ -12,6 +13,7 @@ Features = Mapping[str, tuple[str, Sequence[Any]]]  # kind and values by key, of
 Lengths = tuple[int, float]  # the fewest and the most values of a list
 
 _NUMBERS = ("int64_list", "float_list")
+_MAX_WEIGHTED = 1 << 20  # classes with weights, which are a list
 _OUTPUT_FIELDS = ("one_hot", "smoothing")
 
 
@@ -259,7 +261,9 @@ def class_weights(
             raise InputError(f"{text}: index them with --verify=schema.")
         total = sum(count for _, count in counts)
         given = {label: total / (len(counts) * count) for label, count in counts}
+    rule = f"finite weights of at least 0, by classes in [0, {_MAX_WEIGHTED:,})"
     for label, weight in given.items():
-        holds = isinstance(label, int) and label >= 0 and math.isfinite(weight) and weight >= 0
-        check(holds, "class_weight", "weights of at least 0, by classes from 0", given)
+        is_class = isinstance(label, int) and 0 <= label < _MAX_WEIGHTED
+        is_weight = isinstance(weight, Real) and 0 <= weight < math.inf
+        check(is_class and is_weight, "class_weight", rule, given)
     return [given.get(label, 1.0) for label in range(max([num_classes - 1, *given]) + 1)]

@@ -7,6 +7,7 @@ fast. Everything is checked in Python when it is made, before any pipeline exist
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Annotated, Any, Literal
 
 from dali_tf_input.errors import (
@@ -26,6 +27,7 @@ from dali_tf_input.records.labels import (
     MultiHot,
     SegmentationMask,
     Stored,
+    Values,
     class_weights,
 )
 from dali_tf_input.records.records import Records
@@ -116,6 +118,10 @@ class InputSpec:
                 raise InputError(f"`features` '{key}' would hide the value of that name.")
             found = self.records.features.get(key)
             kind = "".join(found.kinds[-1:]) if found else ""  # a list without values comes first
+            numbers = {"int64_list": int, "float_list": Real}.get(kind, type(None))
+            holds = stored.padding is None or not kind or isinstance(stored.padding, numbers)
+            rule = f"a value like those of '{key}', {self.records.dtype_of(key)}"
+            check(holds, "padding", rule, stored.padding)
             kinds = (kind,) if stored.padding is None else (kind, "")
             self.records.check_feature("features", key, kinds, stored.lengths)
 
@@ -132,7 +138,11 @@ class InputSpec:
             raise unknown_keys_error(records.features)
         label = replace(label, key=key)
         object.__setattr__(self, "label", label)
-        records.check_feature("label.key", key, label.kinds, label.lengths)
+        kinds = label.kinds
+        if isinstance(label, Values) and key in records.features:  # lists of one kind are parsed
+            stored = [kind for kind in kinds if kind in records.features[key].kinds]
+            kinds = tuple(stored[:1]) or kinds
+        records.check_feature("label.key", key, kinds, label.lengths)
         if isinstance(label, MultiHot):
             check(label.num_classes is not None, "num_classes", "given for MultiHot", None)
         if self.label_range and isinstance(label, ClassLabel | MultiHot):

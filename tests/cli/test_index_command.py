@@ -93,6 +93,35 @@ def test_index_hints_at_labels_from_1(tmp_path):
     fails(process, "label range: `label.key` 'label' must be in 1 to 4, found 5", bad_records=True)
 
 
+def test_index_makes_the_label_of_its_flags(tmp_path):
+    """Each kind of label, and the flags that are for another one."""
+    example = {"image": jpeg(9, 9), "label": [2, 4], "name": "dog", "pair": [0.5, 1.0]}
+    write_tfrecord(tmp_path / "train", [example])
+    names, latin = tmp_path / "names.txt", tmp_path / "latin.txt"
+    names.write_text("cat\ndog\n")
+    latin.write_bytes(b"caf\xe9\n")
+    for flags, known in (
+        (
+            ["--label=multi_hot", "--label_offset=2", "--num_classes=3"],
+            "2 to 4, 2 classes, up to 2",
+        ),
+        (["--label=values", "--label_size=2", "--label_key=pair"], "0.5 to 1, in all 1 record, up"),
+        ([f"--vocabulary={names}", "--label_key=name"], None),
+        (["--label=none"], "2 to 4, in all 1 record, up to 2 in a record"),
+    ):
+        process = run("index", "--verify=schema", *flags, tmp_path / "train")
+        assert process.returncode == 0, process.stderr
+        assert rows(process.stdout).get("labels", "").startswith(known or "")
+    for flags, message in (
+        (["--label=values"], "--label=values needs --label_size, how many numbers."),
+        (["--label_size=2"], "`label_size` is for --label=values only, got --label=class."),
+        (["--label=none", f"--vocabulary={names}"], "`vocabulary` is for --label=class only, got"),
+        (["--num_classes=0"], "`num_classes` must be at least 1 or None, got 0."),
+        ([f"--vocabulary={latin}"], f"`vocabulary` {latin} is not UTF-8: "),
+    ):
+        fails(run("index", "--verify=schema", *flags, tmp_path / "train"), message)
+
+
 def test_index_progress_without_a_terminal(capsys, monkeypatch):
     """Plain lines, and only where it takes long; on a terminal a bar, which the terminal shows."""
     from dali_tf_input.cli import index as command

@@ -380,6 +380,38 @@ def test_what_comes_out_of_a_label_is_not_checked_again(tmp_path):
     assert dti.build_index(file, dti.Checks(verify="schema", label=label)).written == 1
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"label": dti.Values(key="mixed", size=2)},
+            "'mixed' must be int64_list of 2 values, found",
+        ),
+        (
+            {"features": {"list": dti.Stored(size=3, padding=0.5)}},
+            "like those of 'list', int64, got",
+        ),
+        (
+            {"features": {"name": dti.Stored(size=3, padding=0)}},
+            "like those of 'name', string, got 0",
+        ),
+        (
+            {"class_weight": {0: "1"}},
+            r"`class_weight` must be finite weights .* in \[0, 1,048,576\)",
+        ),
+        (
+            {"class_weight": {10**9: 1.0}},
+            r"`class_weight` must be finite weights of at least 0, by",
+        ),
+    ],
+)
+def test_outputs_that_records_do_not_hold(tmp_path, fields, message):
+    examples = [STORED | {"mixed": mixed} for mixed in ([1, 2], [0.5, 2.0])]
+    dti.build_index(write_tfrecord(tmp_path / "train", examples))
+    with refused(message):
+        describe(tmp_path / "train", **{"label": dti.ClassLabel(key="class"), **fields})
+
+
 def test_largest_image(tmp_path):
     for number, size in enumerate([(20, 90), (70, 30)]):
         examples = [{"image": image, "label": 1} for image in (jpeg(*size), IMAGE)]
