@@ -13,6 +13,13 @@ Features = Mapping[str, tuple[str, Sequence[Any]]]  # kind and values by key, of
 Lengths = tuple[int, float]  # the fewest and the most values of a list
 
 _NUMBERS = ("int64_list", "float_list")
+# What to do where records hold another label than a `ClassLabel` without options.
+_COUNT_FROM_1 = " Where labels count from 1, pass ClassLabel(offset=1) (--label_offset=1)."
+_OTHER_LABELS = {
+    "bytes_list": " Names need ClassLabel(vocabulary=...) (--vocabulary).",
+    "int64_list": " Lists need MultiHot (--label=multi_hot).",
+    "float_list": " Numbers need Values (--label=values).",
+}
 _MAX_WEIGHTED = 1 << 20  # classes with weights, which are a list
 _OUTPUT_FIELDS = ("one_hot", "smoothing")
 
@@ -89,6 +96,9 @@ class MultiHot:
 
     Labels come out as float32 (num_classes,), 1 at each class of the list and 0 elsewhere.
 
+    Example:
+      >>> MultiHot(key="image/class/labels", num_classes=80)
+
     Attributes:
       num_classes: how many classes there are; None, for the index step only, sets no limit.
       key: see `ClassLabel`.
@@ -113,6 +123,9 @@ class MultiHot:
 @dataclass(frozen=True, kw_only=True)
 class Values:
     """A vector of numbers, to be predicted by regression; it comes out as float32 (size,).
+
+    Example:
+      >>> Values(key="image/values", size=4)
 
     Attributes:
       size: how many numbers, at least 1.
@@ -171,6 +184,9 @@ class SegmentationMask:
     It is stored as a PNG of one channel, or as raw bytes, a uint8 for each pixel, of the image's
     size. It comes out as int32 (height, width).
 
+    Example:
+      >>> SegmentationMask(key="image/segmentation/class/encoded")
+
     Attributes:
       key: its feature key.
       ignore: the value of pixels that a crop adds outside the image, in [0, 255].
@@ -184,6 +200,9 @@ class SegmentationMask:
 @dataclass(frozen=True, kw_only=True)
 class Stored:
     """A feature that comes out as it is stored: int64, float32 or string.
+
+    Example:
+      >>> Stored(size=40, padding=-1.0)  # float32 (40,), shorter lists are padded
 
     Attributes:
       size: how many values come out, as a vector; None is one value, as a scalar.
@@ -219,30 +238,33 @@ def describe_list(kinds: Sequence[str], lengths: Lengths) -> str:
 def find_label_problem(label: Label, features: Features) -> tuple[str, str] | None:
     """Returns (reason, detail) if a record does not hold such a label; its key must be known."""
     key = label.key or ""
+    name = f"`label.key` '{key}'"
     if key not in features:
         held = ", ".join(f"'{held}'" for held in sorted(features)[:20]) or "no features"
-        return "label missing", f"`label.key` '{key}' is not in this record, which holds {held}."
-    found, values = features[key]
+        return "label missing", f"{name} is not in this record, which holds {held}."
+    kind, values = features[key]
     low, high = label.lengths
-    if found not in label.kinds or not low <= len(values) <= high:
-        due, found = describe_list(label.kinds, label.lengths), found or "an empty feature"
-        return "label kind", f"`label.key` '{key}' must be {due}, found {found} of {len(values)}."
+    if kind not in label.kinds or not low <= len(values) <= high:
+        due, found = describe_list(label.kinds, label.lengths), kind or "an empty feature"
+        detail = f"{name} must be {due}, found {found} of {len(values)}."
+        if isinstance(label, ClassLabel):
+            detail += _OTHER_LABELS.get(kind, "")
+        return "label kind", detail
     if isinstance(label, Values):
         wrong = next((value for value in values if not math.isfinite(value)), None)
-        bound = "finite"
+        rule, hint = "finite", ""
     elif isinstance(label, ClassLabel) and label.vocabulary:
         names = {name.encode() for name in label.vocabulary}
         wrong = next((value for value in values if value not in names), None)
-        bound = f"one of the {len(names)} names of the vocabulary"
+        rule, hint = f"one of the {len(names)} names of the vocabulary", ""
     else:
-        first, count = label.offset, label.num_classes
-        last = None if count is None else first + count - 1
-        beyond = (one for one in values if one < first or (last is not None and one > last))
-        wrong, bound = next(beyond, None), f"in {first} to {last}"
-        bound = bound if count else f"at least {first}"
+        first, count = label.offset, label.num_classes or math.inf
+        wrong = next((value for value in values if not first <= value < first + count), None)
+        rule = f"in {first} to {first + count - 1}" if label.num_classes else f"at least {first}"
+        hint = _COUNT_FROM_1 if (first, wrong) == (0, count) else ""
     if wrong is None:
         return None
-    return "label range", f"`label.key` '{key}' must be {bound}, found {wrong!r}."
+    return "label range", f"{name} must be {rule}, found {wrong!r}.{hint}"
 
 
 def class_weights(

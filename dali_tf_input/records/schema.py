@@ -1,4 +1,4 @@
-"""What is checked of TFRecord files, and how deeply."""
+"""The levels of checking TFRecord files, and what each one checks."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -50,7 +50,11 @@ TrialDecode = Callable[[bytes], tuple[str, int, int]]
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Checks:
-    """What is checked of every record.
+    """Describes what is checked of every record.
+
+    Example:
+      >>> build_index("records/*", Checks(verify="decode"), on_bad="skip")
+      >>> build_index("records/*", Checks(verify="schema", label=ClassLabel(offset=1)))
 
     Attributes:
       verify: the depth. "framing": lengths, their CRCs, the file's end; no data is read. "crc": the

@@ -1,4 +1,4 @@
-"""How the part of an image that the model sees is chosen: one class for each way.
+"""The crops: one class for each way to choose the part of an image that the model sees.
 
 A crop plans its own region, once for both backends: `plan` is written in the few operations of
 `Ops`, which each backend provides. To add a crop, see docs/extending.md.

@@ -5,6 +5,7 @@ from typing import Any, get_args
 
 import dali_tf_input as dti
 from dali_tf_input.records.labels import LabelKind
+from dali_tf_input.spec.crops import NoCrop
 from support import machine
 from support.cli import Flags
 from support.label_names import read_names
@@ -151,7 +152,7 @@ class WorkFlags:
         size, antialias = self.image_size.value, self.antialias.value
         preprocess = dti.Preprocess.for_training(size, antialias=antialias, dtype=self.dtype.value)
         center = dti.CenterCrop(resize_shorter=preprocess.crop.resize[0])
-        crops = (preprocess.crop, dti.RandomResizedCrop(), dti.RandomCrop(), center, dti.NoCrop())
+        crops = (preprocess.crop, dti.RandomResizedCrop(), dti.RandomCrop(), center, NoCrop())
         crop = crops[_CROPS.index(self.crop.value)]
         return dataclasses.replace(preprocess, crop=crop)
 

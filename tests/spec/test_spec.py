@@ -12,6 +12,8 @@ from conftest import DALI, jpeg, numbered_examples, refused, spec_of, write_data
 
 import dali_tf_input as dti
 from dali_tf_input.backends.dali import decoder_hints
+from dali_tf_input.records.example import decode_example, encode_example
+from dali_tf_input.records.labels import find_label_problem
 from dali_tf_input.records.paths import find_files, index_command
 from dali_tf_input.records.tfrecord import frame_record
 from dali_tf_input.spec.options import AUTOTUNE
@@ -368,6 +370,23 @@ def test_one_label_object(tmp_path, label, bad, message, known):
     spec = describe(file, label=label)
     assert spec.label == label
     assert (spec.label_range, spec.class_counts) == known
+
+
+@pytest.mark.parametrize(
+    ("stored", "hint"),
+    [
+        (3, "found 3. Where labels count from 1, pass ClassLabel.offset=1. .--label_offset=1.[.]$"),
+        (4, "found 4[.]$"),
+        (-1, "found -1[.]$"),
+        ("dog", "found bytes_list of 1. Names need ClassLabel.vocabulary=.... .--vocabulary.[.]$"),
+        ([1, 2], "found int64_list of 2. Lists need MultiHot .--label=multi_hot.[.]$"),
+        (0.5, "found float_list of 1. Numbers need Values .--label=values.[.]$"),
+    ],
+)
+def test_a_bad_label_hints_at_the_right_one(stored, hint):
+    features = decode_example(encode_example({"label": stored}))
+    _, detail = find_label_problem(dti.ClassLabel(key="label", num_classes=3), features)
+    assert re.search(hint, detail), detail
 
 
 def test_what_comes_out_of_a_label_is_not_checked_again(tmp_path):
