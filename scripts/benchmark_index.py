@@ -21,7 +21,8 @@ from typing import Any
 
 import psutil
 
-from dali_tf_input import InputError, find_files
+from dali_tf_input import InputError
+from dali_tf_input.records.paths import find_files
 from dali_tf_input.records.tfrecord import frame_record
 from support import cli, machine, processes
 from support.benchmark import Stats

@@ -25,7 +25,10 @@ try:
     import numpy as np
 
     import dali_tf_input as dti
+    from dali_tf_input.backends.build import enable_memory_growth
+    from dali_tf_input.serving import denormalize
     from support import cli, machine, pictures, processes
+    from support.benchmark import Stats
     from support.convert.writer import write_images
     from support.flags import FileFlags, WorkFlags, check_list
     from support.throughput import experiments, rows
@@ -134,7 +137,7 @@ def compare(dataset: dti.Records, ways: dict[str, Candidate]) -> dict[str, Any]:
                 except CandidateError as error:
                     texts[name] = f"{name}: FAILED: {str(error).splitlines()[0]}"
                     continue
-                rate = dti.Stats.of(list(map(images_per_second, answers[name]))).median
+                rate = Stats.of(list(map(images_per_second, answers[name]))).median
                 memory = answers[name][-1]["gpu_memory_bytes"]
                 held = f", {memory / 1e6:,.0f} MB of the GPU in use" if memory else ""
                 texts[name] = f"{name}: {rate:,.0f} images/s{held}"
@@ -181,7 +184,7 @@ def check_pixels(dataset: dti.Records) -> dict[str, Any]:
     with tf.device(f"{options.device}:0"):
         shared = {"spec": spec, "options": options, "batch_size": batch_size}
         plain = next(iter(experiments.make_dataset("plain_upsampling", **shared)))[0]
-    plain = dti.denormalize(plain.numpy(), preprocess)
+    plain = denormalize(plain.numpy(), preprocess)
     mean, plain_mean = (
         float(np.abs(one - other["image"]).mean()) for one in (batch["image"], plain)
     )
@@ -219,7 +222,7 @@ def check_throughput(dataset: dti.Records) -> dict[str, Any]:
             files = FileFlags(flags)
             flags(["", f"--files={write_resized(dataset, size, folder, at_least)}"])
             windows = rows.measure_rows(names, files, _WORK, f"--batch_size={batch}", **window)
-            rates = {name: dti.Stats.of(rows.rates(one)) for name, one in windows.items()}
+            rates = {name: Stats.of(rows.rates(one)) for name, one in windows.items()}
             shown = ", ".join(f"{name} {stats.median:,.0f}" for name, stats in rates.items())
             texts += [f"{size}, batch {batch}: {shown}", *rows.conclusions(windows)]
             details[f"{size}, {batch}"] = windows
@@ -242,7 +245,7 @@ def check_training(dataset: dti.Records) -> dict[str, Any]:
     import keras
     import tensorflow as tf
 
-    dti.enable_memory_growth()
+    enable_memory_growth()
     small, options = _REHEARSE.value, make_options()
     gpus = [one.name for one in tf.config.list_logical_devices(options.device.upper())]
     cases: list[tuple[str, Any, list[str]]] = [("tf_data", dti.TfDataOptions(), [])]
@@ -262,12 +265,11 @@ def check_training(dataset: dti.Records) -> dict[str, Any]:
             model = make(input_shape=(size, size, 3), weights=None, classes=1001)
             model.compile("sgd", "sparse_categorical_crossentropy")
         train = dti.load(spec, one, strategy=strategy, batch_size=batch_size)
-        profile = dti.InputProfile(train, cached_steps=4 if small else 20)
-        arguments = {"steps_per_epoch": steps, "shuffle": False, "verbose": 0}
-        model.fit(train.dataset.repeat(), epochs=2, callbacks=[profile], **arguments)
-        last = profile.epochs[-1]
-        details[name], rate = last._asdict(), batch_size / last.step_seconds
-        texts.append(f"{name}: {rate:,.0f} images/s, waits {last.wait:.0%}")
+        train.fit(model, steps_per_epoch=2, verbose=0)
+        profile = train.profile(model, steps=steps)
+        details[name] = profile._asdict()
+        rate = profile.images_per_second
+        texts.append(f"{name}: {rate:,.0f} images/s, waits {profile.wait:.0%}")
     return {"passed": True, "text": "\n  ".join(texts), "details": details}
 
 

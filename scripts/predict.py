@@ -17,6 +17,7 @@ from typing import Any
 
 import dali_tf_input as dti
 from dali_tf_input import InputError, Preprocess
+from dali_tf_input.backends.build import enable_memory_growth
 from support import cli, pictures
 from support.flags import BACKENDS, FileFlags
 from support.label_names import find_names, read_names
@@ -46,7 +47,7 @@ def main(arguments: list[str]) -> int:
     if dataset and not names:
         names = find_names(dataset.paths[0]) or None
     tf = cli.import_tensorflow()
-    dti.enable_memory_growth()
+    enable_memory_growth()
     model, preprocess = load_model(path)
     if names and len(names) < model.output_shape[-1]:
         raise InputError(
@@ -87,14 +88,11 @@ def predict_records(
     options = BACKENDS[_BACKEND.value]
     fed = dti.load(spec, options, batch_size=_BATCH_SIZE.value)
     rows = []
-    with fed.explain_errors():
-        steps = map(fed.unpack, fed.dataset)
-        for x, labels, _ in cli.progress(steps, what="predicting", total=fed.steps_per_epoch):
-            probabilities = tf.nn.softmax(model(x["image"], training=False)).numpy()
-            best = probabilities.argmax(1)
-            columns = (x["record_id"].numpy(), labels.numpy(), best, probabilities.max(1))
-            rows += zip(*(column.tolist() for column in columns), strict=True)
-    rows = rows[: dataset.num_records]  # without padding
+    for x, labels in cli.progress(fed, what="predicting", total=len(fed)):
+        probabilities = tf.nn.softmax(model(x["image"], training=False)).numpy()
+        best = probabilities.argmax(1)
+        columns = (x["record_id"].numpy(), labels.numpy(), best, probabilities.max(1))
+        rows += zip(*(column.tolist() for column in columns), strict=True)
     if _CSV.value:
         with open(_CSV.value, "w", encoding="utf-8", newline="") as stream:
             writer = csv.writer(stream)

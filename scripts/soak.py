@@ -136,7 +136,8 @@ def run_part(part: str, backend: str) -> Iterator[Sample]:
     cli.import_tensorflow()
     import keras
 
-    from dali_tf_input import enable_memory_growth, load
+    from dali_tf_input import load, make_dataset
+    from dali_tf_input.backends.build import enable_memory_growth
 
     gc.freeze()  # samples collect garbage: not again and again among what was imported
     enable_memory_growth()
@@ -152,7 +153,10 @@ def run_part(part: str, backend: str) -> Iterator[Sample]:
         return load(spec, BACKENDS[backend], batch_size=batch_size).dataset
 
     if part == "stream":
-        batches, done = iter(make().repeat()), 0
+        batches, done = (
+            iter(make_dataset(spec, BACKENDS[backend], batch_size=batch_size, endless=True)),
+            0,
+        )
         for number in range(num_samples):
             while done < (number + 1) * work / num_samples:
                 next(batches)

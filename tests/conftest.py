@@ -5,6 +5,7 @@ helpers.
 import fcntl
 import gc
 import io
+import itertools
 import os
 import shutil
 import subprocess
@@ -182,8 +183,11 @@ def spec_of(
 
 
 def take(batches, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the images and the labels of the first `count` batches, each joined."""
-    iterator = iter(batches)
+    """Returns the images and the labels of the first `count` batches, each joined.
+
+    Of as many epochs as it takes.
+    """
+    iterator = (batch for _ in itertools.count() for batch in batches)
     taken = [next(iterator) for _ in range(count)]
     return tuple(np.concatenate([batch[part].numpy() for batch in taken]) for part in (0, 1))
 

@@ -188,7 +188,8 @@ def test_every_name_is_there_and_known_to_type_checkers(tmp_path):
         textwrap.dedent("""
             import keras  # type: ignore[import-untyped, unused-ignore]
 
-            from dali_tf_input import Checks, DaliOptions, Records, InputProfile, InputSpec, Preprocess, Resume, TfDataOptions, build_index, load, enable_memory_growth, iterate_batches
+            from dali_tf_input import Checks, DaliOptions, Records, InputProfile, InputSpec, Preprocess, Resume, TfDataOptions, build_index, load, iterate_batches
+            from dali_tf_input.backends.build import enable_memory_growth
 
             enable_memory_growth()
             build_index("data/*", Checks(verify="schema"))

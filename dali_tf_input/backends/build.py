@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from dali_tf_input.backends import tf_data
+from dali_tf_input.backends import tf_data, tf_images
 from dali_tf_input.backends.reading import MAX_EPOCHS, Stream
 from dali_tf_input.backends.remote import fetch_all, localize
 from dali_tf_input.errors import BatchSize, InputError, check, checked
@@ -98,9 +98,10 @@ def build_dataset(
     endless: bool,
 ) -> tf.data.Dataset:
     """Makes the dataset of one shard that starts at `position`, see `make_dataset`."""
-    change = spec.records.find_change()
-    if change:
-        raise InputError(f"{change}. Make the spec again: Records.from_files(...)")
+    on_gpu = isinstance(options, DaliOptions) and options.device == "gpu"
+    if device_id is not None and not on_gpu:
+        raise InputError(f"`device_id` is for DaliOptions(device='gpu') only, got {device_id}.")
+    check_input(spec, options, device_id=device_id or 0)
     if spec.repeat:
         check_step(batch_size, num_shards=shard.num_shards, num_records=spec.records.num_records)
     if spec.records.is_remote:
@@ -110,14 +111,29 @@ def build_dataset(
         spec=spec, batch_size=batch_size, shard=shard, position=position, endless=endless
     )
     _check_position(stream)
-    if isinstance(options, DaliOptions) and options.device == "gpu":
-        check_gpu(device_id or 0)
-        return import_dali().build(stream, options, device_id or 0)
-    if device_id is not None:
-        raise InputError(f"`device_id` is for DaliOptions(device='gpu') only, got {device_id}.")
-    if isinstance(options, DaliOptions):
-        return import_dali().build(stream, options, None)
-    return tf_data.build(stream, options)
+    if not isinstance(options, DaliOptions):
+        return tf_data.build(stream, options)
+    return import_dali().build(stream, options, (device_id or 0) if on_gpu else None)
+
+
+def check_input(spec: InputSpec, options: Options, *, device_id: int = 0) -> None:
+    """Checks what can be checked before there is a pipeline.
+
+    Raises:
+      InputError: a file changed, the backend does not support `spec` or is not installed, or there
+        is no such GPU.
+    """
+    change = spec.records.find_change()
+    if change:
+        raise InputError(f"{change}. Make the spec again: Records.from_files(...)")
+    if not isinstance(options, DaliOptions):
+        tf_images.check_supported(spec.preprocess)
+        return
+    dali = import_dali()
+    dali.import_plugin()
+    dali.check_spec(spec)
+    if options.device == "gpu":
+        check_gpu(device_id)
 
 
 def import_dali() -> Any:

@@ -42,6 +42,17 @@ def import_plugin() -> Any:
         ) from error
 
 
+def check_spec(spec: InputSpec) -> None:
+    """Raises InputError for a spec that DALI does not support."""
+    check_supported(spec.preprocess)
+    for name, (_, dtype) in spec.outputs.items():
+        if dtype == "string":
+            raise InputError(
+                f"DALI does not support strings, as `features` '{name}': use TfDataOptions(), or"
+                " `record_ids` and records.read(id)."
+            )
+
+
 def build(stream: Stream, options: DaliOptions, device_id: int | None) -> tf.data.Dataset:
     """Builds the dataset of one shard, placed on the current `tf.device`.
 
@@ -51,23 +62,18 @@ def build(stream: Stream, options: DaliOptions, device_id: int | None) -> tf.dat
     `options.device` "cpu".
 
     Raises:
-      InputError: DALI does not support `spec`, or refuses the pipeline.
+      InputError: DALI refuses the pipeline.
     """
-    spec, batch_size = stream.spec, stream.batch_size
-    check_supported(spec.preprocess)
-    outputs = []
-    for name, (shape, dtype) in spec.outputs.items():
-        if dtype == "string":
-            raise InputError(
-                f"DALI does not support strings, as `features` '{name}': use TfDataOptions(), or"
-                " `record_ids` and records.read(id)."
-            )
-        outputs.append(((batch_size, *shape), tf.as_dtype(dtype)))
-    define = functools.partial(build_pipeline, stream, options, device_id)
+    spec = stream.spec
+    outputs = [
+        ((stream.batch_size, *shape), tf.as_dtype(dtype)) for shape, dtype in spec.outputs.values()
+    ]
+    by_itself = reads_by_itself(spec, options)
+    define = functools.partial(build_pipeline, stream, options, device_id, by_itself=by_itself)
     if options.device == "gpu" and not spec.is_mapped:
-        return make_dataset(define, outputs, stream, options)
+        return make_dataset(define, outputs, stream, options, by_itself=by_itself)
     with tf.device("CPU:0"):
-        dataset = make_dataset(define, outputs, stream, options)
+        dataset = make_dataset(define, outputs, stream, options, by_itself=by_itself)
         if spec.is_structured:
             dataset = dataset.map(
                 lambda *values: spec.arrange(dict(zip(spec.outputs, values, strict=True)))
@@ -94,15 +100,20 @@ def make_dataset(
     outputs: Sequence[tuple[tuple[int, ...], tf.DType]],
     stream: Stream,
     options: DaliOptions,
+    *,
+    by_itself: bool,
 ) -> tf.data.Dataset:
-    """Returns the dataset of a pipeline whose `outputs` have these (shape, type)."""
+    """Returns the dataset of a pipeline whose `outputs` have these (shape, type).
+
+    `define` returns a pipeline, not yet built, that reads `by_itself` or is fed by tf.data.
+    """
     dali_tf = import_plugin()
     guard_strategies((dali_tf.DALIDataset, dali_tf.experimental.DALIDatasetWithInputs))
     packed = None
-    if not reads_by_itself(stream.spec, options):
+    if not by_itself:
         with tf.device("CPU:0"):
             packed = pack_records(stream)
-    check_pipeline(define(), packed if options.device == "gpu" else None)
+    check_pipeline(define(), packed, runs=options.device == "gpu")
     pipeline = define()  # not built: the dataset keeps it, and needs no more than its definition
     arguments = {  # all, as DALIDataset's own defaults would override the pipeline's
         "pipeline": pipeline,
@@ -123,12 +134,13 @@ def make_dataset(
     return dali_tf.experimental.DALIDatasetWithInputs(**inputs, **arguments)
 
 
-def check_pipeline(pipeline: dali.Pipeline, packed: tf.data.Dataset | None) -> None:
+def check_pipeline(pipeline: dali.Pipeline, packed: tf.data.Dataset | None, *, runs: bool) -> None:
     """Builds a pipeline, and on a GPU runs it once: what raises here, TensorFlow aborts at.
 
     Args:
       pipeline: not built yet.
-      packed: what feeds a pipeline on a GPU; None does not run it.
+      packed: what feeds it; None if it reads by itself.
+      runs: whether it is run.
 
     Raises:
       InputError: DALI refuses the pipeline, or the GPU's memory does not suffice. Errors of
@@ -138,7 +150,7 @@ def check_pipeline(pipeline: dali.Pipeline, packed: tf.data.Dataset | None) -> N
         pipeline.build()
     except RuntimeError as error:
         raise InputError(f"DALI cannot build the pipeline: {error}") from error
-    if pipeline.device_id is None:
+    if not runs:
         return
     try:
         if packed is not None:
@@ -152,12 +164,14 @@ def check_pipeline(pipeline: dali.Pipeline, packed: tf.data.Dataset | None) -> N
             raise InputError(f"The GPU's memory does not suffice: {error}. {text}.") from error
 
 
-def build_pipeline(stream: Stream, options: DaliOptions, device_id: int | None) -> dali.Pipeline:
+def build_pipeline(
+    stream: Stream, options: DaliOptions, device_id: int | None, *, by_itself: bool
+) -> dali.Pipeline:
     """Defines the pipeline of one shard, not yet built, whose outputs are what `build` returns."""
     spec = stream.spec
 
     def define() -> tuple[DataNode, ...]:
-        values = define_inputs(stream, options)
+        values = define_inputs(stream, options, by_itself=by_itself)
         values["image"] = prepare_images(
             values["image"],
             values["uniforms"],

@@ -5,7 +5,8 @@ a thread still reads it: the process dies (SIGSEGV) when an iterator is dropped.
 TensorFlow 2.21 and DALI 2.4; tests/backends/test_dali_guard.py fails when that is cured, and then
 this module can go. No public hook is called on that path only. So two methods of
 `tf.distribute.Strategy` are replaced by ones that check their dataset first, and the datasets that
-one is made of are found by a private method.
+one is made of are found by a private method. What a OneDeviceStrategy may be given instead must be
+both a tf.data and a distributed dataset, as Keras asks for both, and so defines that method.
 """
 
 import functools
@@ -68,3 +69,19 @@ def is_made_of(dataset: Any, kinds: tuple[type, ...]) -> bool:
     if not isinstance(dataset, tf.data.Dataset):
         return False
     return any(is_made_of(source, kinds) for source in dataset._inputs())
+
+
+class OneDeviceDataset(tf.data.Dataset, tf.distribute.DistributedDataset):
+    """A DALI dataset that counts as distributed, so that Keras iterates it where it is."""
+
+    def __init__(self, dataset: tf.data.Dataset) -> None:
+        self._dataset = dataset
+        super().__init__(tf.data.experimental.to_variant(dataset))
+
+    def _inputs(self) -> list[tf.data.Dataset]:
+        return [self._dataset]
+
+    @property
+    def element_spec(self) -> Any:
+        """The types and shapes of its elements."""
+        return self._dataset.element_spec

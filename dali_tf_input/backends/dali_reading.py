@@ -66,9 +66,9 @@ def _list_tail(spec: InputSpec) -> list[tuple[str, tuple[int, ...], str]]:
     return [*tail, *([("image", (3,), "int32")] if spec.records.stores_pixels else [])]
 
 
-def define_inputs(stream: Stream, options: DaliOptions) -> dict[str, DataNode]:
+def define_inputs(stream: Stream, options: DaliOptions, *, by_itself: bool) -> dict[str, DataNode]:
     """Defines what a pipeline reads, by name: the outputs, with encoded images, and "uniforms"."""
-    if not reads_by_itself(stream.spec, options):
+    if not by_itself:
         return _unpack(stream.spec)
     shape = [stream.spec.preprocess.num_uniforms]
     return {**_read(stream, options), "uniforms": fn.random.uniform(range=[0.0, 1.0], shape=shape)}

@@ -374,6 +374,7 @@ def _copy_indexes(dataset: Records) -> list[str]:
     staging = make_process_folder(folder)
     held = [staging.path(f"{file}.idx") for file in range(len(dataset.files))]
     for file, path in enumerate(held):
+        dataset.index(file)  # raises if it is no index: DALI would stop silently where it is not
         with open(path, "wb") as stream:
             stream.write(dataset.files[file].index_text())
     return held

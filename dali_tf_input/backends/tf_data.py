@@ -1,6 +1,7 @@
 """The tf.data backend: the same records and pixels as DALI, with TensorFlow's operations."""
 
 import queue
+import socket
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ from dali_tf_input.backends import reading
 from dali_tf_input.backends.parsing import parse_record
 from dali_tf_input.backends.reading import Stream
 from dali_tf_input.backends.tf_augment import make_augmentation
-from dali_tf_input.backends.tf_images import check_supported, prepare_image, prepare_mask
+from dali_tf_input.backends.tf_images import prepare_image, prepare_mask
 from dali_tf_input.backends.tf_native import uses_native
 from dali_tf_input.errors import InputError
 from dali_tf_input.spec.input import InputSpec
@@ -24,9 +25,8 @@ def build(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
     """Builds the dataset of one shard, in the order in which the data moves.
 
     Raises:
-      InputError: this backend does not support `spec`, or the service does not answer.
+      InputError: the service does not answer.
     """
-    check_supported(stream.spec.preprocess)
     records = read_records(stream, options)
     return prepare_batches(records, make_prepare(stream, options), stream, options)
 
@@ -38,7 +38,7 @@ def read_records(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
     """
     if options.service is None:
         return reading.read_records(stream, options)
-    check_service(stream.spec, options.service)
+    check_service(stream.spec, options)
     runs = reading.list_runs(stream)
     records = reading.interleave(reading.shuffle(runs, len(runs), (0, 0)), stream, options)
     records = reading.shuffle(records, stream.spec.buffer_size, (0, 0))
@@ -100,14 +100,28 @@ def prepare_batches(
     return dataset.with_options(tf_options)
 
 
-def check_service(spec: InputSpec, address: str) -> None:
+def check_service(spec: InputSpec, options: TfDataOptions) -> None:
     """Raises InputError unless a tf.data service answers, for which TensorFlow waits forever."""
+    address = options.service or ""
+    if options.kernel == "native":
+        raise InputError(
+            "A tf.data service works with TensorFlow's operations: use kernel='auto', got 'native'."
+        )
     if spec.order != "buffer":
         raise InputError(
             f"`service` is for order 'buffer', got {spec.order!r}: the service's workers divide"
             " the records among themselves, so no order can be fixed. Use order 'buffer', or"
             " TfDataOptions() without a service."
         )
+    host, _, port = address.removeprefix("grpc://").rpartition(":")
+    start = "Start one: scripts/data_service.py --role="
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"There is no tf.data service at {address}: {error}. {start}dispatcher, and workers:"
+            f" {start[11:]}worker --dispatcher=HOST:5050"
+        ) from error
     service = tf.data.experimental.service
     ask = service.distribute(service.ShardingPolicy.OFF, address)
     answers: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -127,7 +141,6 @@ def check_service(spec: InputSpec, address: str) -> None:
         problem = f" within {_SERVICE_SECONDS} s."
     if problem:
         raise InputError(
-            f"No worker of a tf.data service at {address} answers{problem} Start a dispatcher, and"
-            " workers with an address that this machine can reach: scripts/data_service.py"
-            f" --role=worker --dispatcher={address.removeprefix('grpc://')}"
+            f"No worker of the tf.data service at {address} answers{problem} Start workers with an"
+            f" --address that this machine can reach: {start[11:]}worker --dispatcher={host}:{port}"
         )

@@ -4,8 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import itertools
-import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from dali_tf_input.backends.build import build_dataset
+from dali_tf_input.backends.dali_guard import OneDeviceDataset
 from dali_tf_input.errors import Count, InputError, check_keywords, checked
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.options import DaliOptions, Options
@@ -102,17 +101,21 @@ class Input:
           BadRecordError: (an InputError) a record cannot be read or decoded. The message has its
             file, its number and the command that skips it.
         """
-        start = self._step
-        iterator = iter(self.dataset)
-        for number in itertools.count():
-            if number == self.steps_per_epoch:  # DALI's own reader on a GPU has no end
-                return
+        start, served = self._step, 0
+
+        def count_steps() -> int:
+            return start + served
+
+        with self._explained(count_steps):  # DALI reads ahead when an iterator is made
+            iterator = iter(self.dataset)
+        while served < self.steps_per_epoch:  # DALI's own reader on a GPU has no end
             try:
-                with self._explained(functools.partial(operator.add, start, number)):
+                with self._explained(count_steps):
                     batch = next(iterator)
             except StopIteration:
                 return
             yield batch
+            served += 1
 
     def __repr__(self) -> str:
         """Says in one line what it is, and what Keras takes of it."""
@@ -301,7 +304,6 @@ class Input:
         decodes_on_gpu = isinstance(options, DaliOptions) and options.device == "gpu"
         on_replica = isinstance(options, DaliOptions) and not any(map(strategies.is_gpu, devices))
         on_replica = on_replica or (decodes_on_gpu and not spec.is_mapped)
-        on_replica = on_replica and not isinstance(strategy, tf.distribute.OneDeviceStrategy)
 
         def make_shard(shard: Shard) -> tf.data.Dataset:
             device = devices[shard.shard_id]
@@ -318,6 +320,9 @@ class Input:
 
         if strategy is None:
             return make_shard(Shard(0, 1))
+        is_dali = isinstance(options, DaliOptions)
+        if is_dali and isinstance(strategy, tf.distribute.OneDeviceStrategy):
+            return OneDeviceDataset(make_shard(Shard(0, 1)))
         return strategy.distribute_datasets_from_function(
             lambda context: make_shard(
                 Shard(context.input_pipeline_id, context.num_input_pipelines)

@@ -6,7 +6,7 @@ import warnings
 
 import tensorflow as tf
 
-from dali_tf_input.backends.build import choose_options
+from dali_tf_input.backends.build import check_input, choose_options
 from dali_tf_input.errors import Count, InputError, check, checked
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.options import DaliOptions, Options
@@ -60,7 +60,8 @@ def load(
     Raises:
       InputError: `spec` is no `InputSpec`, the strategy is not supported, the replicas do not
         divide the batch, the batch is larger than the data, DALI's device is not that of the
-        replicas, or `start_step` is out of range.
+        replicas, `start_step` is out of range, a file changed, or the backend does not support
+        `spec`.
     """
     strategy = strategies.check_strategy(strategy)
     if options is None:
@@ -76,6 +77,7 @@ def load(
     devices = strategies.list_devices(strategy, options)
     if isinstance(options, DaliOptions):
         _check_devices(options, devices)
+    check_input(spec, options)
     return Input(
         spec,
         options,

@@ -65,14 +65,13 @@ def input_options(
     strategy: tf.distribute.Strategy, options: Options, *, on_replica: bool
 ) -> tf.distribute.InputOptions:
     """Returns the options that give a MirroredStrategy one pipeline per replica."""
-    # Never fetched from DALI: TensorFlow's MultiDeviceIterator would, see backends/dali_guard.py.
-    fetches = isinstance(options, TfDataOptions)
     if isinstance(strategy, tf.distribute.OneDeviceStrategy):
-        return tf.distribute.InputOptions(experimental_fetch_to_device=fetches)
+        return tf.distribute.InputOptions()  # it allows no other
     return tf.distribute.InputOptions(
         experimental_replication_mode=tf.distribute.InputReplicationMode.PER_REPLICA,
         experimental_place_dataset_on_device=on_replica,
-        experimental_fetch_to_device=fetches,
+        # Not from DALI: TensorFlow's MultiDeviceIterator would fetch, see backends/dali_guard.py.
+        experimental_fetch_to_device=isinstance(options, TfDataOptions),
     )
 
 

@@ -10,6 +10,7 @@ from PIL import Image
 
 import dali_tf_input as dti
 from dali_tf_input.records.schema import SIDE_KEYS
+from dali_tf_input.serving import denormalize
 
 
 def make_batches(
@@ -26,7 +27,7 @@ def make_batches(
             y = others[0]
             named |= y if isinstance(y, dict) else {"label" if spec.label else "mask": y}
         batch = {name: value.numpy() for name, value in named.items()}
-        yield batch | {"image": dti.denormalize(batch["image"], spec.preprocess)}
+        yield batch | {"image": denormalize(batch["image"], spec.preprocess)}
 
 
 def read_image(dataset: dti.Records, record: int) -> Image.Image:

@@ -9,10 +9,11 @@ import tensorflow as tf
 from conftest import BACKENDS, DALI, backends, jpeg, refused, spec_of, write_indexed
 from conftest import take as take_batches
 
-from dali_tf_input import NoCrop, Preprocess
+from dali_tf_input import Preprocess
 from dali_tf_input.backends.build import make_dataset
 from dali_tf_input.backends.tf_augment import make_augmentation
 from dali_tf_input.serving import iterate_batches
+from dali_tf_input.spec.crops import NoCrop
 
 SIZE = (96, 80)
 PLAIN = Preprocess(image_size=SIZE, crop=NoCrop(), mirror_probability=0, dtype="uint8")

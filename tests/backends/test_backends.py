@@ -5,6 +5,7 @@ each other.
 import collections
 import contextlib
 import dataclasses
+import functools
 
 import conftest
 import google_crc32c
@@ -15,7 +16,7 @@ from commands import python
 from conftest import BACKENDS, DALI, TF_DATA, encode, refused, spec_of, write_dataset, write_indexed
 
 import dali_tf_input as dti
-from dali_tf_input.backends import dali, tf_data
+from dali_tf_input.backends import dali, reading
 from dali_tf_input.backends.build import choose_options, make_dataset
 from dali_tf_input.backends.dali_reading import pack_records
 from dali_tf_input.backends.reading import Stream
@@ -62,7 +63,7 @@ def test_sequential_order_goes_round(dataset, options):
     nothing comes twice.
     """
     _, labels = serve(evaluation(dataset), options, 10, batch_size=5)
-    assert labels.tolist() == [position % 24 for position in range(50)]
+    assert labels.tolist() == [position % 20 for position in range(50)]
 
 
 @pytest.mark.parametrize(
@@ -88,11 +89,12 @@ def test_how_it_is_read_changes_nothing(dataset, options, order):
 @backends
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 5])
 def test_shards_read_their_records(dataset, options, num_shards):
-    """Shard boundaries fall inside files too; each shard reads its own records, in every pass."""
+    """Each shard has its part of each step, the same in every epoch."""
+    steps = 24 // num_shards
     for shard_id in range(num_shards):
         shard = dti.Shard(shard_id, num_shards)
-        own = list(shard.records(24))
-        _, labels = serve(evaluation(dataset), options, 2 * len(own), batch_size=1, shard=shard)
+        own = [num_shards * step + shard_id for step in range(steps)]
+        _, labels = serve(evaluation(dataset), options, 2 * steps, batch_size=1, shard=shard)
         assert labels.tolist() == own + own
 
 
@@ -137,14 +139,15 @@ def test_serial_and_parallel_tf_data_are_equal(dataset):
 
 def test_dali_dataset_equals_the_bare_pipeline(dataset):
     """Two ways, one answer: what DALIDataset yields is what pipe.run() yields, random crops and
-    mirrors included.
+    mirrors included. With DALI's own reader, which serves on a GPU.
     """
     spec, options = training(dataset, seed=3), dti.DaliOptions(device="cpu", num_threads=2)
-    pipeline = dali.build_pipeline(
-        Stream(spec=spec, batch_size=5, shard=dti.Shard(1, 2)), options, None
-    )
+    stream = Stream(spec=spec, batch_size=5, shard=dti.Shard(1, 2))
+    define = functools.partial(dali.build_pipeline, stream, options, None, by_itself=True)
+    pipeline = define()
     pipeline.build()
-    iterator = iter(make_dataset(spec, options, batch_size=5, shard=dti.Shard(1, 2)))
+    outputs = [((5, 24, 24, 3), tf.float32), ((5,), tf.int64)]
+    iterator = iter(dali.make_dataset(define, outputs, stream, options, by_itself=True))
     for _ in range(8):
         bare_images, bare_labels = (output.as_array() for output in pipeline.run())
         images, labels = next(iterator)
@@ -221,11 +224,15 @@ def test_shards_draw_different_crops(coordinates, options):
 @backends
 def test_make_dataset_refuses(dataset, options):
     spec = training(dataset)
-    with refused("`batch_size` must be at most the 24 records of shard 0 of 1"):
+    with refused("`batch_size` must be at most 24, as there are 24 records, got 25"):
         make_dataset(spec, options, batch_size=25)
-    with refused("`batch_size` must be at most the 8 records of shard 1 of 3"):
+    with refused(
+        "`batch_size` must be at most 8 in each of 3 shards, as there are 24 records, got 9"
+    ):
         make_dataset(spec, options, batch_size=9, shard=dti.Shard(1, 3))
-    with refused("Shard 0 of 25 is empty"):
+    with refused(
+        "`batch_size` must be at most 0 in each of 25 shards, as there are 24 records, got 1"
+    ):
         make_dataset(spec, options, batch_size=1, shard=dti.Shard(0, 25))
     with refused("`device_id` is for"):
         make_dataset(spec, options, batch_size=1, device_id=0)
@@ -242,9 +249,9 @@ def test_memory_is_tried_before_tensorflow_aborts(dataset, order, said, monkeypa
     """As on a GPU: one batch by DALI alone. Other errors are left to the iterator."""
     spec = dataclasses.replace(training(dataset), order=order)
     stream = Stream(spec=spec, batch_size=5)
-    pipeline = dali.build_pipeline(stream, dti.DaliOptions(device="cpu"), None)
-    pipeline.build()
-    packed = pack_records(stream) if order == "global" else None
+    by_itself = order == "buffer"
+    pipeline = dali.build_pipeline(stream, DALI, None, by_itself=by_itself)
+    packed = None if by_itself else pack_records(stream)
     outputs, run = [], type(pipeline).run
 
     def run_or_fail(self):
@@ -255,18 +262,17 @@ def test_memory_is_tried_before_tensorflow_aborts(dataset, order, said, monkeypa
     monkeypatch.setattr(type(pipeline), "run", run_or_fail)
     refusal = refused("The GPU's memory does not suffice: CUDA: out of memory. See nvidia-smi")
     with refusal if said and "memory" in said else contextlib.nullcontext():
-        dali.check_memory(pipeline, packed)
+        dali.check_pipeline(pipeline, packed, runs=True)
     assert [len(one) for one in outputs] == ([] if said else [5, 5])
 
 
-def test_what_dali_refuses_is_a_python_error(dataset, tmp_path):
-    """DALIDataset would end the process on this one: indexes without a line."""
-    (tmp_path / "empty.idx").touch()
-    empty = {"index_file": str(tmp_path / "empty.idx"), "index_crc": 0}
-    files = tuple(dataclasses.replace(file, **empty) for file in dataset.files)
+def test_what_dali_refuses_is_a_python_error(dataset, tmp_path, monkeypatch):
+    """DALIDataset would end the process on this one: a file that is gone."""
+    stream = Stream(spec=training(dataset), batch_size=2)
+    define = functools.partial(dali.build_pipeline, stream, DALI, None, by_itself=True)
+    monkeypatch.setattr(reading, "hold_indexes", lambda _: [str(tmp_path / "gone.idx")] * 3)
     with refused("DALI cannot build the pipeline"):
-        spec = training(dataclasses.replace(dataset, files=files))
-        make_dataset(spec, DALI, batch_size=2)
+        dali.make_dataset(define, [], stream, DALI, by_itself=True)
 
 
 def test_a_gpu_where_there_is_none(dataset):
@@ -332,7 +338,7 @@ def test_runs_around_what_is_skipped(tmp_path):
             for shard in (dti.Shard(number, num_shards) for number in range(num_shards)):
                 read, numbers = [], []
                 for file, offset, count, at in zip(
-                    *tf_data._list_runs(described, shard), strict=True
+                    *reading._list_runs(described, shard), strict=True
                 ):
                     first = offsets.index(offset)
                     read += [(file, first + number) for number in range(count)]

@@ -35,7 +35,7 @@ def test_keras_cannot_distribute_dalis_dataset(spec, make, make_strategy, built)
         layers = [keras.layers.Flatten(), keras.layers.Dense(24)]
         model = keras.Sequential([keras.layers.Input((8, 8, 3))] * built + layers)
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    with pytest.raises(InputError, match=r"Pass the strategy: distribute\(spec, options, strategy"):
+    with pytest.raises(InputError, match=r"Pass the strategy: load\(spec, options, batch_size"):
         model.fit(batches, steps_per_epoch=1, verbose=0)
 
 

@@ -19,8 +19,9 @@ from models import fit, make_model
 
 import dali_tf_input as dti
 from dali_tf_input.backends import dali
-from dali_tf_input.backends.build import choose_options
-from dali_tf_input.training.load import enable_memory_growth, load
+from dali_tf_input.backends.build import choose_options, enable_memory_growth
+from dali_tf_input.spec.crops import NoCrop
+from dali_tf_input.training.load import load
 from support.machine import gpu_memory
 from support.throughput import experiments
 
@@ -53,7 +54,7 @@ from support import cli
 tf = cli.import_tensorflow()
 import dali_tf_input as dti
 from support.throughput import experiments
-dti.enable_memory_growth()
+enable_memory_growth()
 GPU = dti.DaliOptions(device="{GPU.device}")
 def spec(order, preprocess):
     return dti.InputSpec(records=dti.Records.from_files(FILES), preprocess=preprocess, order=order)
@@ -156,7 +157,7 @@ CROPS = [
     dti.RandomResizedCrop(),
     dti.RandomCrop(),
     dti.CenterCrop(resize_shorter=36),
-    dti.NoCrop(),
+    NoCrop(),
 ]
 
 

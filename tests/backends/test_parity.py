@@ -21,7 +21,6 @@ from dali_tf_input import (
     CenterCrop,
     ClassLabel,
     DaliOptions,
-    NoCrop,
     Preprocess,
     RandomCrop,
     RandomResizedCrop,
@@ -29,7 +28,9 @@ from dali_tf_input import (
     TfDataOptions,
 )
 from dali_tf_input.backends import dali_images, tf_images
-from dali_tf_input.backends.build import make_dataset, make_normalization
+from dali_tf_input.backends.build import make_dataset
+from dali_tf_input.serving import make_normalization
+from dali_tf_input.spec.crops import NoCrop
 
 SELDOM_FITS = RandomResizedCrop(
     area_range=(0.9, 1.0), aspect_ratio_range=(0.5, 2.0), num_attempts=2

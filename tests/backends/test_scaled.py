@@ -11,8 +11,9 @@ from conftest import encode, jpeg, valid_images
 from PIL import Image
 from test_parity import CROPS, RAW, UNMIRRORED, by_tensorflow, draw
 
-from dali_tf_input import CenterCrop, NoCrop, RandomResizedCrop, TfDataOptions
+from dali_tf_input import CenterCrop, RandomResizedCrop, TfDataOptions
 from dali_tf_input.backends import tf_images
+from dali_tf_input.spec.crops import NoCrop
 
 PLANS = ("scaled", "full")
 # 4 to 25 times 80 x 72: every ratio.

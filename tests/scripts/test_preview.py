@@ -6,6 +6,8 @@ from commands import load, run
 from PIL import Image
 
 import dali_tf_input as dti
+from dali_tf_input.serving import denormalize
+from dali_tf_input.spec.crops import NoCrop
 from support import pictures
 
 FILES = "--files=data/sample/train-*"
@@ -41,14 +43,14 @@ def test_denormalize(dataset, dtype, layout):
     for changes in ({"dtype": dtype, "layout": layout}, {"dtype": "uint8"}):
         preprocess = dti.Preprocess(
             image_size=(20, 30),
-            crop=dti.NoCrop(),
+            crop=NoCrop(),
             mirror_probability=0,
             mean=(9.0, 20.0, 30.0),
             **changes,
         )
         spec = dti.InputSpec(records=dataset, preprocess=preprocess, order="sequential")
         images, _ = next(iter(dti.make_dataset(spec, dti.TfDataOptions(), batch_size=4)))
-        made.append(dti.denormalize(images.numpy(), preprocess))
+        made.append(denormalize(images.numpy(), preprocess))
     assert made[0].shape == made[1].shape == (4, 20, 30, 3)
     assert made[0].dtype == np.float32
     # Of rounding to whole numbers, and of values between 4 and 8 in the type, times the largest

@@ -10,7 +10,8 @@ import pytest
 from commands import fails, load, run
 from conftest import SCRIPTS, numbered_examples, write_tfrecord
 
-from dali_tf_input import AUTOTUNE, DaliOptions, InputError, TfDataOptions
+from dali_tf_input import DaliOptions, InputError, TfDataOptions
+from dali_tf_input.spec.options import AUTOTUNE
 from support import processes
 from support.throughput import candidates
 from support.throughput.candidates import Candidate, CandidateError, Measurer

@@ -27,6 +27,7 @@ from stores import BUCKET, Proxy, ask, run_server, run_tls_server
 import dali_tf_input as dti
 from dali_tf_input.backends.build import make_dataset
 from dali_tf_input.index import cluster
+from dali_tf_input.index.build import IndexFaultsError
 from dali_tf_input.storage import objects
 from dali_tf_input.storage.copies import Cache
 from support.convert import elsewhere
@@ -174,7 +175,7 @@ def test_objects_are_checked_at_the_same_time(stored, proxy):
 def test_an_object_that_fails_alone(stored, proxy):
     """The others are indexed."""
     proxy.fault = lambda method, path: "404" if "train-00001" in path and method == "GET" else None
-    with pytest.raises(dti.IndexFaultsError, match=r"train-00001.* no such object") as caught:
+    with pytest.raises(IndexFaultsError, match=r"train-00001.* no such object") as caught:
         dti.build_index(f"{stored}/train-*")
     assert caught.value.report.written == 2
 
@@ -239,9 +240,7 @@ def test_bad_records_and_objects_that_go(stored, server, dataset, proxy):
     data[len(data) // 2] ^= 1
     name = f"/{BUCKET}/{stored.rpartition('/')[2]}/train-00002-of-00003"
     ask(server, "PUT", name, bytes(data))
-    with pytest.raises(
-        dti.IndexFaultsError, match=f"1 bad record in 1 of 3 .*{stored}/train-00002"
-    ):
+    with pytest.raises(IndexFaultsError, match=f"1 bad record in 1 of 3 .*{stored}/train-00002"):
         dti.build_index(f"{stored}/train-*", dti.Checks(verify="crc"))
     skips = {"on_bad": "skip", "max_bad_fraction": 0.5}
     report = dti.build_index(f"{stored}/train-*", dti.Checks(verify="crc"), **skips)
@@ -262,7 +261,7 @@ def test_bad_records_and_objects_that_go(stored, server, dataset, proxy):
             ask(server, "PUT", name, Path(dataset.paths[2]).read_bytes()[:-1])
 
     proxy.fault = change
-    with pytest.raises(dti.IndexFaultsError, match="train-00002-of-00003 changed since"):
+    with pytest.raises(IndexFaultsError, match="train-00002-of-00003 changed since"):
         dti.build_index(f"{stored}/train-*", force=True)
     ask(server, "PUT", name, Path(dataset.paths[2]).read_bytes())
     assert ask(server, "GET", f"{name.rpartition('/')[0]}/bad_records.jsonl")[0].status == 404

@@ -49,7 +49,7 @@ spec = dti.InputSpec(records=records, preprocess=center, order="sequential", rep
 held_out = dti.load(spec, OPTIONS, batch_size=10)
 model, plain = make_model(), make_model()
 history = feed().fit(model, epochs=2, validation=held_out, verbose=0)
-assert len(history["loss"]) == len(history["val_accuracy"]) == 2, history
+assert len(history.history["loss"]) == len(history.history["val_accuracy"]) == 2, history
 plain.fit(feed().dataset, epochs=2, shuffle=False, verbose=0)
 np.testing.assert_allclose(weights(model), weights(plain), rtol=1e-5, atol=1e-6)
 logits = held_out.predict(model, verbose=0)
@@ -92,7 +92,7 @@ steps = records.num_records // 8
 labels = [label for shard in shards for _, batch in shard.take(steps) for label in batch.numpy()]
 assert sorted(labels) == list(range(24)), labels
 history = make_model().fit(shards[0], steps_per_epoch=steps, epochs=2, shuffle=False, verbose=0)
-assert len(history.history["loss"]) == 2
+assert len(history.history.history["loss"]) == 2
 """
 
 LEGACY = """
@@ -101,7 +101,7 @@ import tf_keras
 model = tf_keras.Sequential([tf_keras.layers.Flatten(), tf_keras.layers.Dense(24)])
 model.compile("sgd", tf_keras.losses.SparseCategoricalCrossentropy(from_logits=True))
 train = feed()
-assert len(model.fit(train.dataset, epochs=3, verbose=0).history["loss"]) == 3
+assert len(model.fit(train.dataset, epochs=3, verbose=0).history.history["loss"]) == 3
 assert int(model.optimizer.iterations) == 3 * train.steps_per_epoch == 12
 refused("for models of tf_keras call model.fit(train.dataset)", train.fit, model, epochs=1)
 """

@@ -136,8 +136,8 @@ def test_fit_learns(dataset, options, make_strategy):
         validation_data=validation.dataset,
         validation_steps=validation.steps_per_epoch,
     )
-    assert history["loss"][-1] < 0.7 * history["loss"][0]
-    assert len(history["val_loss"]) == 12
+    assert history.history["loss"][-1] < 0.7 * history.history["loss"][0]
+    assert len(history.history["val_loss"]) == 12
 
 
 @backends

@@ -86,7 +86,7 @@ def test_right_to_within_5_points(made, model, overlapped, wait):
             dataset, steps_per_epoch=steps, epochs=3, verbose=0, shuffle=False, callbacks=[profile]
         )
         assert [epoch.epoch for epoch in profile.epochs] == [0, 1, 2]
-        assert history.history["input_wait"] == [epoch.wait for epoch in profile.epochs]
+        assert history.history.history["input_wait"] == [epoch.wait for epoch in profile.epochs]
         # The median, as one epoch may meet a hiccup of the machine.
         found = statistics.median(epoch.wait for epoch in profile.epochs)
         if found == pytest.approx(wait, abs=0.05):

@@ -25,7 +25,8 @@ def make_dataset(name: str, spec: InputSpec, options: DaliOptions, *, batch_size
     from dali_tf_input.backends import dali, dali_reading
     from dali_tf_input.backends.reading import Stream
 
-    stream, tail = Stream(spec=spec, batch_size=batch_size), 8 + 4 * spec.preprocess.num_uniforms
+    stream = Stream(spec=spec, batch_size=batch_size, endless=True)
+    tail = 8 + 4 * spec.preprocess.num_uniforms
     copy, unpack = tf.data.experimental.copy_to_device, dali_reading._unpack
     source, hints = dali_reading.fn.external_source, dali.decoder_hints
 

@@ -17,13 +17,14 @@ def make_dataset(
     stage: str, spec: InputSpec, options: DaliOptions | TfDataOptions, *, batch_size: int
 ) -> Any:
     """Returns an infinite dataset of float32 (batch_size,), cut after `stage`."""
+    from dali_tf_input.backends import dali_reading
     from dali_tf_input.backends.reading import Stream
 
-    stream = Stream(spec=spec, batch_size=batch_size)
+    stream = Stream(spec=spec, batch_size=batch_size, endless=True)
     if isinstance(options, TfDataOptions):
         return _make_by_tf_data(stage, stream, options)
     if stage == "read":  # by tf.data, which reads for DALI
-        if not spec.has_fixed_order:
+        if dali_reading.reads_by_itself(spec, options):
             raise InputError("DALI's own reader reads and parses in one step: there is no 'read'.")
         return _make_by_tf_data(stage, stream, TfDataOptions())
     return _make_by_dali(stage, stream, options)
@@ -32,7 +33,7 @@ def make_dataset(
 def _make_by_tf_data(stage: str, stream: Any, options: TfDataOptions) -> Any:
     import tensorflow as tf
 
-    from dali_tf_input.backends import tf_data, tf_images, tf_native
+    from dali_tf_input.backends import reading, tf_data, tf_images, tf_native
     from dali_tf_input.backends.parsing import parse_record
 
     spec, preprocess = stream.spec, stream.spec.preprocess
@@ -49,8 +50,7 @@ def _make_by_tf_data(stage: str, stream: Any, options: TfDataOptions) -> Any:
         if stage == "parse":
             label = tf.cast(values["label"], tf.float32)
             return tf.cast(tf.strings.length(encoded), tf.float32) + label
-        seed = tf.stack([tf.constant(spec.seed, tf.int64), key])
-        uniforms = tf.random.stateless_uniform((preprocess.num_uniforms,), seed=seed)
+        uniforms, _ = reading.draw_uniforms(stream, key)
         if stage == "decode":
             whole = partial(tf_images.decode_image, encoded)
             if decode == "full":
@@ -80,10 +80,10 @@ def _make_by_dali(stage: str, stream: Any, options: DaliOptions) -> Any:
 
     device_id = 0 if options.device == "gpu" else None
     spec, preprocess = stream.spec, stream.spec.preprocess
-    decode = options.resolved_decode
+    decode, by_itself = options.resolved_decode, dali_reading.reads_by_itself(spec, options)
 
     def define() -> Any:
-        values = dali_reading.define_inputs(stream, options)
+        values = dali_reading.define_inputs(stream, options, by_itself=by_itself)
         encoded, uniforms = values["image"], values["uniforms"]
         if stage == "parse":
             number = encoded.shape()[0] + fn.reshape(values["label"], shape=[])
@@ -100,5 +100,6 @@ def _make_by_dali(stage: str, stream: Any, options: DaliOptions) -> Any:
         number = fn.reshape(fn.cast(number, dtype=types.FLOAT), shape=[])
         return (number.gpu() if options.device == "gpu" else number,)
 
-    pipeline = dali.make_pipeline(define, stream, options, device_id)
-    return dali.make_dataset(pipeline, [((stream.batch_size,), tf.float32)], stream, options)
+    make = partial(dali.make_pipeline, define, stream, options, device_id)
+    outputs = [((stream.batch_size,), tf.float32)]
+    return dali.make_dataset(make, outputs, stream, options, by_itself=by_itself)

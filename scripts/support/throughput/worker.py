@@ -39,12 +39,14 @@ def make_batches(candidate: Candidate, spec: InputSpec, batch_size: int) -> Iter
     if variant == "bare":
         device_id = 0 if options.device == "gpu" else None
         stream = Stream(spec=spec, **shared)
-        return run_pipeline(import_dali().build_pipeline(stream, options, device_id))
+        return run_pipeline(
+            import_dali().build_pipeline(stream, options, device_id, by_itself=True)
+        )
     if variant in experiments.EXPERIMENTS:
         return iter(experiments.make_dataset(variant, spec, options, **shared))
     if variant in stages.STAGES:
         return iter(stages.make_dataset(variant, spec, options, **shared))
-    batches = iter(make_dataset(spec, options, **shared))
+    batches = iter(make_dataset(spec, options, endless=True, **shared))
     return copy_to_gpu(tf, batches) if variant == "device" else batches
 
 
@@ -77,7 +79,7 @@ class Pipelines:
         """Measures a window, as `Measurer.measure` says."""
         import tensorflow as tf
 
-        from dali_tf_input.training.failures import FailedInput, explain
+        from dali_tf_input.training.failures import explain
 
         candidate = Candidate.from_json(task.pop("candidate"))
         # TensorFlow may see no GPU where DALI does.
@@ -86,8 +88,9 @@ class Pipelines:
             with tf.device("GPU:0" if on_gpu else "CPU:0"):
                 return self._measure(candidate, **task)
         except tf.errors.OpError as error:
-            failed = FailedInput(self._spec, candidate.options, None, self._batch_size)
-            return {"error": str(explain(error, [failed]) or error.message)}
+            spec = dataclasses.replace(self._spec, order=candidate.order)
+            given = {"batch_size": self._batch_size, "step": 0}
+            return {"error": str(explain(error, spec, candidate.options, **given) or error.message)}
         except (InputError, RuntimeError) as error:
             return {"error": str(error)}
 
@@ -119,7 +122,7 @@ def main(arguments: list[str]) -> None:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: _CORES.value])
     spec = _WORK.spec(_FILES, "buffer")
     cli.import_tensorflow()
-    from dali_tf_input import enable_memory_growth
+    from dali_tf_input.backends.build import enable_memory_growth
 
     enable_memory_growth()
     processes.serve(Pipelines(spec, _WORK.batch_size.value).answer)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import shlex
+from typing import Any
 
 import keras
 import numpy as np
@@ -23,18 +24,11 @@ def train_model(
     num_classes: int,
 ) -> int:
     """Trains; returns the exit code."""
-    dti.enable_memory_growth()
     by_loop = flags.strategy.value == "multi_worker"
     strategy = worker_loop.make_strategy() if by_loop else make_strategy(flags.replicas.value)
-    is_chief = not by_loop or strategy.cluster_resolver.task_id == 0
     keras.utils.set_random_seed(flags.seed.value)
-    shared = {"strategy": strategy, "batch_size": flags.batch_size.value}
-    train = dti.load(spec, options, **shared)
-    print(f"input       {train.options!r}")
-    print(f"replicas    {len(train.devices)}: {', '.join(train.devices)}")
-    steps = f"{train.steps_per_epoch:,} steps per epoch"
-    print(f"training    {spec.records.num_records:,} records, {num_classes} classes, {steps}")
-    validation = None
+    batch_size, epochs = flags.batch_size.value, flags.epochs.value
+    held_out = None
     if flags.validation_files.value:
         held_out = dti.InputSpec(
             records=flags.records.dataset(flags.validation_files.value),
@@ -43,59 +37,55 @@ def train_model(
             repeat=False,
             label=dataclasses.replace(spec.label, smoothing=0.0),
         )
-        # A service cannot serve a fixed order.
-        own = dti.TfDataOptions() if flags.service.value else train.options
-        validation = dti.load(held_out, own, **shared)
-        print(f"validation  {held_out.records.num_records:,} records")
     with strategy.scope() if strategy else contextlib.nullcontext():
         network = make_network(flags.image_size.value, num_classes)
         model = MixupCutmix(network, mixup=flags.mixup.value, cutmix=flags.cutmix.value)
         sparse = keras.losses.SparseCategoricalCrossentropy
         loss = keras.losses.CategoricalCrossentropy if spec.label.one_hot else sparse
         optimizer = keras.optimizers.Adam(flags.learning_rate.value)
-        model.compile(optimizer, loss=loss(from_logits=True), weighted_metrics=["accuracy"])
-    epochs, resume = flags.epochs.value, None
+        model.compile(optimizer, loss=loss(from_logits=True), metrics=["accuracy"])
+    model(np.zeros((1, *spec.preprocess.image_size, 3), np.float32))  # creates its variables
+    resume = None
     if flags.resume.value:
-        every = flags.save_every.value
-        resume = dti.Resume(flags.resume.value, train, save_every=every, is_chief=is_chief)
-        if resume.step:
-            where = f"step {resume.step:,} of {epochs * train.steps_per_epoch:,}"
-            print(f"resume      after {where}, from {flags.resume.value}")
-        model(np.zeros((1, *spec.preprocess.image_size, 3), np.float32))  # creates its variables
-    profile = dti.InputProfile(train) if flags.profile_input.value else None
+        resume = dti.Resume(flags.resume.value, save_every=flags.save_every.value)
+    num_records = spec.records.num_records
+    print(f"training    {num_records:,} records, {num_classes} classes")
+    if held_out:
+        print(f"validation  {held_out.records.num_records:,} records")
+    train, is_chief = None, not by_loop or strategy.cluster_resolver.task_id == 0
     if by_loop:
-        with train.explain_errors(model, *([validation] if validation else [])):
-            done = worker_loop.fit(strategy, model, train, validation, resume, epochs=epochs)
+        given = {"batch_size": batch_size, "epochs": epochs, "resume": resume}
+        history = worker_loop.fit(strategy, model, spec, held_out, options, **given)
     else:
-        shared = {"epochs": epochs, "validation": validation, "resume": resume, "verbose": 2}
-        done = train.fit(model, profile=profile, **shared)
-    if not done:
-        print(f"Nothing to do: {train.start_step.step // train.steps_per_epoch} epochs are done.")
-    else:
-        losses = done["loss"]
+        shared = {"strategy": strategy, "batch_size": batch_size}
+        train = dti.load(spec, options, **shared)
+        print(f"input       {train!r}")
+        # A service cannot serve a fixed order.
+        own = dti.TfDataOptions() if flags.service.value else train.options
+        valid = dti.load(held_out, own, **shared) if held_out else None
+        profile = flags.profile_input.value
+        given = {"validation": valid, "resume": resume, "profile": profile, "verbose": 2}
+        history = train.fit(model, epochs=epochs, **given).history
+    losses = history.get("loss", [])
+    if losses:
         print(f"training loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} epochs")
-        if validation:
-            accuracy = done["val_accuracy"][-1]
-            chance = f"guessing would give about {1 / num_classes:.1%}"
-            print(f"validation accuracy {accuracy:.1%}; {chance}")
-    if done and profile:
-        print(advise(flags, profile))
+    if losses and held_out:
+        chance = f"guessing would give about {1 / num_classes:.1%}"
+        print(f"validation accuracy {history['val_accuracy'][-1]:.1%}; {chance}")
+    if flags.profile_input.value and train:
+        print(advise(flags, train.profile(model)))
     if flags.save.value and is_chief:
         network.save(flags.save.value)
         print(f"model in {flags.save.value}")
     return 0
 
 
-def advise(flags: TrainFlags, profile: dti.InputProfile) -> str:
-    """Says whether a faster input would help, by the epochs after the first."""
-    epochs = [epoch for epoch in profile.epochs if epoch.steps]
-    if not epochs:
-        return "input: too few steps per epoch to say whether the network waits for it."
-    step, cached = np.mean([epoch[2:] for epoch in epochs[1:] or epochs], axis=0)
-    wait = max(0.0, 1 - cached / step)
-    took = f"{1000 * step:.1f} ms ({1000 * cached:.1f} ms on a cached batch)"
-    text = f"input: the network waits for it {wait:.0%} of a step of {took}."
-    if wait < _LITTLE:
+def advise(flags: TrainFlags, profile: Any) -> str:
+    """Says whether a faster input would help."""
+    step, cached = 1000 * profile.step_seconds, 1000 * profile.cached_step_seconds
+    took = f"{step:.1f} ms ({cached:.1f} ms on a cached batch)"
+    text = f"input: the network waits for it {profile.wait:.0%} of a step of {took}."
+    if profile.wait < _LITTLE:
         return f"{text} A faster input would gain at most that."
     replicas = flags.replicas.value
     words = [*flags.records.as_arguments(), f"--image_size={flags.image_size.value}"]

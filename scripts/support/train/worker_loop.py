@@ -3,14 +3,22 @@
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from dali_tf_input import Input, InputError, Resume
+from dali_tf_input import (
+    DaliOptions,
+    InputError,
+    InputSpec,
+    Resume,
+    Shard,
+    TfDataOptions,
+    make_dataset,
+)
 
 _EXAMPLE = (
     '{"cluster": {"worker": ["host0:12345", "host1:12345"]}, "task": {"type": "worker", "index":'
@@ -60,48 +68,73 @@ def check_agreement(strategy: tf.distribute.Strategy, step: int) -> None:
 def fit(
     strategy: tf.distribute.Strategy,
     model: keras.Model,
-    train: Input,
-    validation: Input | None,
-    resume: Resume | None,
+    spec: InputSpec,
+    held_out: InputSpec | None,
+    options: DaliOptions | TfDataOptions | None,
     *,
+    batch_size: int,
     epochs: int,
+    resume: Resume | None,
 ) -> dict[str, list[float]]:
     """Trains a compiled model until `epochs` epochs are done; validates after each.
 
+    Each worker reads its own shard of the records.
+
     Returns:
-      What `Input.fit` returns; nothing if all epochs were done before.
+      What Keras's `fit` would log, by epoch; nothing if all epochs were done before.
     """
-    first, per_epoch = train.start_step.step, train.steps_per_epoch
-    check_agreement(strategy, first)  # before the weights are read, by all workers together
+    num_workers, worker = strategy.num_replicas_in_sync, strategy.cluster_resolver.task_id
+    if batch_size % num_workers:
+        raise InputError(f"`batch_size` must be a multiple of {num_workers}, got {batch_size}.")
+    shared = {"batch_size": batch_size // num_workers, "shard": Shard(worker, num_workers)}
+    per_epoch, state = spec.records.num_records // batch_size, None
     if resume:
-        resume.set_model(model)
-        resume.restore(model)
+        state, _ = resume.restore(model, spec, batch_size=batch_size)
+    first = state.step if state else 0
+    check_agreement(strategy, first)
     if first >= epochs * per_epoch:
         return {}
+    dataset = make_dataset(spec, options, start_step=first, endless=True, **shared)
     history = keras.callbacks.History()
     callbacks = keras.callbacks.CallbackList(
         [history], add_progbar=True, model=model, verbose=2, epochs=epochs, steps=per_epoch
     )
-    train_step, validation_step = _make_steps(strategy, model, train.batch_size)
-    batches = iter(train.dataset)
+    train_step, validation_step = _make_steps(strategy, model, batch_size)
+    batches = iter(dataset)
     callbacks.on_train_begin()
     for epoch in range(first // per_epoch, epochs):
         callbacks.on_epoch_begin(epoch)
-        steps = per_epoch - max(0, first - epoch * per_epoch)
+        steps = range(max(first, epoch * per_epoch), (epoch + 1) * per_epoch)
         totals = np.zeros(2)
-        for _ in range(steps):
+        for step in steps:
             totals += [float(value) for value in train_step(next(batches))]
-            if resume:
-                resume.count_step()
-        logs = {"accuracy": totals[1] / steps, "loss": totals[0] / steps}
-        if validation:
-            sums, evaluation = np.zeros(3), iter(validation.dataset)
-            for _ in range(validation.steps_per_epoch):
-                sums += [float(value) for value in validation_step(next(evaluation))]
+            is_due = state and (resume.is_due(step + 1) or step + 1 == steps.stop)
+            if is_due and worker == 0:
+                state.step = step + 1
+                resume.save(model, state)
+        logs = {"accuracy": totals[1] / len(steps), "loss": totals[0] / len(steps)}
+        if held_out:
+            sums = np.zeros(3)
+            for batch in _pad(make_dataset(held_out, options, **shared), held_out, batch_size):
+                sums += [float(value) for value in validation_step(batch)]
             logs |= {"val_accuracy": sums[1] / sums[2], "val_loss": sums[0] / sums[2]}
         callbacks.on_epoch_end(epoch, logs)
     callbacks.on_train_end()
     return dict(history.history)
+
+
+def _pad(dataset: tf.data.Dataset, spec: InputSpec, batch_size: int) -> Iterator[tuple[Any, ...]]:
+    """Yields (images, labels, weights), as many on each worker; padding has weight 0."""
+    steps, worker_batch = -(-spec.records.num_records // batch_size), None
+    iterator = iter(dataset)
+    for _ in range(steps):
+        batch = next(iterator, None)
+        if batch is None:  # the others still have records
+            images, labels = (values[:1] for values in worker_batch)
+            yield images, labels, tf.zeros(1)
+        else:
+            worker_batch = batch
+            yield *batch, tf.ones(len(batch[0]))
 
 
 def _make_steps(
