@@ -55,10 +55,9 @@ profile: $(READY)  ## What each stage of the input costs: make profile DATA='pat
 	@mkdir -p results
 	@$(RUN) scripts/profile_stages.py $(COMMON) --json=results/stages.json --plot=results/stages.png $(ARGS)
 
-tune: $(READY)  ## The fastest options for this machine and these files, in results/tuned.json
+tune: $(READY)  ## The fastest options for this machine and these files
 	$(INDEX) > /dev/null
-	@mkdir -p results
-	@$(RUN) scripts/tune.py $(COMMON) --out=results/tuned.json $(ARGS)
+	@$(RUN) scripts/tune.py $(COMMON) $(ARGS)
 
 preview: $(READY)  ## What the model sees: a contact sheet in results/preview.png
 	$(INDEX) > /dev/null

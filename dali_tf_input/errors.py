@@ -10,7 +10,7 @@ import math
 import operator
 import os
 import typing
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from numbers import Real
 from types import UnionType
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union
@@ -18,6 +18,9 @@ from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
+_SEVERAL = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_FIELDS = "__dataclass_fields__"
+_EMPTY = inspect.Parameter.empty
 _NAMES = {bool: "True or False", str: "text", bytes: "bytes", type(None): "None", dict: "a dict"}
 
 
@@ -26,6 +29,10 @@ class InputError(ValueError):
 
     The message says what is wrong, where, and, if a command fixes it, which one.
     """
+
+
+class WrongCallError(InputError, TypeError):
+    """A call with an argument that the function does not have, or without a required one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,48 +77,81 @@ def check(holds: bool, name: str, rule: str, value: object) -> None:
         raise InputError(f"`{name}` must be {rule}, got {value}.")
 
 
-class WrongCallError(InputError, TypeError):
-    """An argument that a function does not have."""
-
-
-def check_keywords(function: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Raises an error that names the nearest known argument, unless all given are known."""
-    for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1, 0.5)
-            hint = f" Did you mean `{near[0]}`?" if near else f" It has {', '.join(sorted(known))}."
-            raise WrongCallError(f"{function}() has no argument `{name}`.{hint}")
-
-
-def check_fields(spec: Any) -> None:
-    """Checks the fields of a frozen dataclass by their annotations.
-
-    NumPy's integers become Python's, and lists that stand for tuples become tuples.
-
-    Raises:
-      InputError: a value is of another type, not finite, or out of the bounds of its annotation.
-    """
-    hints = _hints_of(spec.__class__)
-    for field in dataclasses.fields(spec):
-        value = _check(field.name, getattr(spec, field.name), hints[field.name])
-        object.__setattr__(spec, field.name, value)
-
-
 def checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Makes a function check its arguments by their annotations, as `check_fields` does."""
+    """Makes a function, or a dataclass, check its arguments by their annotations.
+
+    NumPy's integers become Python's, and lists that stand for tuples become tuples. The call raises
+    InputError for a value of another type, not finite, or out of the bounds of its annotation, and
+    WrongCallError for a wrong keyword, naming the nearest right one.
+    """
+    if isinstance(function, type):
+        function.__init__ = checked(function.__init__)  # type: ignore[misc]
+        return function
     signature = inspect.signature(function)
-    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    plain = {name for name, one in signature.parameters.items() if one.kind not in several}
+    plain = {name for name, known in signature.parameters.items() if known.kind not in _SEVERAL}
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        bound = signature.bind(*args, **kwargs)
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            name = function.__qualname__.removesuffix(".__init__")
+            raise _explain_call(name, signature, args, kwargs) from error
         hints = _hints_of(function)
-        for name in bound.arguments.keys() & hints.keys() & plain:
-            bound.arguments[name] = _check(name, bound.arguments[name], hints[name])
+        for name, value in bound.arguments.items():
+            if name in plain and name in hints:
+                bound.arguments[name] = _check(name, value, hints[name])
         return function(*bound.args, **bound.kwargs)
 
     return call
+
+
+def check_keywords(function: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Raises WrongCallError for the first of `given` that is not an argument of `function`."""
+    for name in given:
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"It has {_list_names(known) or 'none'}."
+            if nearest:
+                hint = f"Did you mean `{nearest[0]}`?"
+            raise WrongCallError(f"{function}() has no argument `{name}`. {hint}")
+
+
+def _explain_call(
+    function: str,
+    signature: inspect.Signature,
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+) -> InputError:
+    """Returns the error for arguments that do not fit a signature."""
+    names = [name for name in signature.parameters if name not in ("self", "cls")]
+    args = args[len(signature.parameters) - len(names) :]
+    kinds = {name: signature.parameters[name].kind for name in names}
+    single = [name for name in names if kinds[name] not in _SEVERAL]
+    positional = [name for name in single if kinds[name] != inspect.Parameter.KEYWORD_ONLY]
+    if inspect.Parameter.VAR_KEYWORD not in kinds.values():
+        try:
+            check_keywords(function, kwargs, single)
+        except WrongCallError as error:
+            return error
+    if len(args) > len(positional):
+        first = f"only {_list_names(positional)}" if positional else "nothing"
+        rest = _list_names(name for name in single if name not in positional)
+        hint = f" Name the others: {rest}." if rest else ""
+        return WrongCallError(
+            f"{function}() takes {first} by position, got {len(args)} values.{hint}"
+        )
+    given = positional[: len(args)]
+    twice = [name for name in given if name in kwargs]
+    if twice:
+        return WrongCallError(f"{function}() got `{twice[0]}` twice, by position and by name.")
+    required = [name for name in single if signature.parameters[name].default is _EMPTY]
+    missing = [name for name in required if name not in (*given, *kwargs)]
+    return WrongCallError(f"{function}() needs {_list_names(missing)}.")
+
+
+def _list_names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 @functools.cache
@@ -169,6 +209,10 @@ def _conform(value: Any, hint: Any) -> Any:
     elif isinstance(origin or hint, type):
         kind = origin or hint
         name = "a path" if kind is os.PathLike else _NAMES.get(kind, _with_article(kind.__name__))
+        subclasses: list[type] = kind.__subclasses__() if hasattr(kind, _FIELDS) else []
+        if subclasses:  # of Crop
+            name = f"one of {', '.join(subclass.__name__ for subclass in subclasses)}"
+            _require(type(value) is not kind, name)
         _require(isinstance(value, kind), name)
     return value
 

@@ -55,8 +55,8 @@ def main(arguments: list[str]) -> int:
     cli.check_writable(_JSON)
     dataset, about = _FILES.dataset(), machine.describe()
     machine.print_lines(about)
-    with tempfile.TemporaryDirectory() as folder, run_server(dataset.files) as base:
-        named = [os.path.basename(file) for file in dataset.files]
+    with tempfile.TemporaryDirectory() as folder, run_server(dataset.paths) as base:
+        named = [os.path.basename(file) for file in dataset.paths]
         urls = {kind: [f"{base}/{kind}/{one}" for one in named] for kind in ("good", "flaky")}
         cache = [f"--cache_dir={folder}/cache", f"--cache_bytes={1 << 40}"]
         for kind, ones in urls.items():

@@ -36,12 +36,12 @@ def main(arguments: list[str]) -> int:
     cli.check_no_arguments(arguments)
     cli.check_writable(_JSON)
     cli.check_writable(_PLOT, suffix=".png")
-    dataset = _FILES.dataset()
-    spec = _WORK.spec(dataset, "buffer")
+    spec = _WORK.spec(_FILES, "buffer")
+    dataset = spec.records
     about = machine.describe()
-    names = choose_rows(about["gpus"], order="global" if dataset.etags else "buffer")
+    names = choose_rows(about["gpus"], order="global" if dataset.is_remote else "buffer")
     machine.print_lines(about)
-    size = sum(size for size, *_ in dataset.states)
+    size = sum(file.size for file in dataset.files)
     files = cli.format_count(len(dataset.files), "file")
     kilobytes = f"{size / dataset.num_records / 1e3:,.0f} KB each"
     print(f"records   {dataset.num_records:,} in {files}, {kilobytes}")

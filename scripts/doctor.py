@@ -20,7 +20,7 @@ import sys
 from collections.abc import Generator, Iterator
 from typing import Literal, NamedTuple
 
-from dali_tf_input import InputError
+from dali_tf_input import InputError, InputSpec
 from dali_tf_input.records.paths import index_command
 from dali_tf_input.storage import objects
 from support import cli, machine, processes
@@ -274,25 +274,28 @@ def examine_files(files: list[str]) -> Iterator[Finding]:
     except (InputError, OSError) as error:
         yield check("records", False, str(error), fix_records(str(error), files))
         return
-    skipped = sum(dataset.skipped_per_file)
+    skipped = dataset.num_skipped
     count = f"{dataset.num_records:,} in {cli.format_count(len(dataset.files), 'file')}"
     if skipped:
-        folders = sorted({os.path.dirname(file) for file in dataset.index_files})
+        folders = sorted({os.path.dirname(file.index_file) for file in dataset.files})
         reports = shlex.join(os.path.join(folder, "bad_records.jsonl") for folder in folders)
         fix = f"head {reports}    # what is skipped, and why"
         yield Finding("warning", "records", f"{count}, {skipped:,} skipped", fix)
     else:
         yield Finding("ok", "records", count)
-    low, high = dataset.label_range or (None, None)
-    if dataset.label_key is None or (dataset.features and low is None):
+    try:
+        spec = InputSpec.for_evaluation(dataset, label=_FILES.label())
+    except InputError:
         yield Finding("ok", "labels", "not one integer: InputSpec(label=...) says what they are")
-    elif dataset.num_classes is None:
+        return
+    low, high = spec.label_range or (None, None)
+    if spec.class_counts is None:
         keys = (_FILES.image_key, _FILES.label_key, _FILES.label_offset)
         arguments = [f"--{flag.name}={flag.value}" for flag in keys if flag.value]
         arguments += ["--verify=schema", *(["--on_bad=skip"] if skipped else [])]
         pattern = files[0] if len(files) == 1 else files
         fix = index_command(pattern, index_dir=_FILES.index_dir.value, arguments=arguments)
-        known = f"{low} to {high}, " if dataset.label_range else ""
+        known = f"{low} to {high}, " if spec.label_range else ""
         yield Finding("warning", "labels", f"{known}not every record was checked", fix)
     else:
         yield Finding("ok", "labels", f"{low} to {high}")
@@ -314,7 +317,7 @@ def fix_records(error: str, files: list[str]) -> str:
     if " are skipped" in error:
         listed = os.path.join(_FILES.index_dir.value or folder, "bad_records.jsonl")
         return f"head {shlex.quote(listed)}"
-    if "_key`" in error or "label_offset`" in error:
+    if "_key`" in error or "`label." in error:
         return f"scripts/doctor.py --files={shlex.quote(paths[0])} --image_key=KEY --label_key=KEY"
     return f"ls -l {quoted}"
 

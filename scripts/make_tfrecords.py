@@ -64,7 +64,6 @@ _NUM_PROCESSES = FLAGS.integer("num_processes", None, "Processes; by default one
 _DASK = FLAGS.string("dask", None, "Address of a Dask scheduler, tcp://host:8786, to work there.")
 _OVERWRITE = FLAGS.boolean("overwrite", False, "Replace OUT if it holds such a set already.")
 _IMAGE_KEY = FLAGS.string("image_key", None, "Feature key of the image in TFRecords; else found.")
-_LABEL_KEY = FLAGS.string("label_key", None, "Feature key of the label in TFRecords; else found.")
 _INDEX_DIR = FLAGS.string("index_dir", None, "Folder of TFRecords' indexes; else beside each file.")
 
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
@@ -102,7 +101,7 @@ def main(arguments: list[str]) -> int:
             make_records = functools.partial(records.make_records_of_images, conversion)
             fraction = 0.1 if fraction is None else fraction
         else:
-            keys = {flag.name: flag.value for flag in (_INDEX_DIR, _IMAGE_KEY, _LABEL_KEY)}
+            keys = {flag.name: flag.value for flag in (_INDEX_DIR, _IMAGE_KEY)}
             # As large as what it replaces, so beside it.
             beside = os.path.dirname(os.path.abspath(out))
             os.makedirs(beside, exist_ok=True)
@@ -111,7 +110,7 @@ def main(arguments: list[str]) -> int:
             dataset = Records.from_files(plain, **keys)
             named = find_label_file(find_files(source)[0])
             labels = named and named.decode(errors="surrogateescape").splitlines()
-            if os.path.realpath(out) in map(os.path.realpath, map(os.path.dirname, dataset.files)):
+            if os.path.realpath(out) in map(os.path.realpath, map(os.path.dirname, dataset.paths)):
                 text = "holds the TFRecords to be read: name another folder to write to"
                 raise InputError(f"{out} {text}.")
             train, validation = list_records(dataset, catalog)
@@ -197,7 +196,7 @@ def list_records(dataset: Records, catalog: str) -> tuple[array.array, array.arr
     Raises:
       InputError: files of a test split are among others, and would become training data.
     """
-    splits = {file: writer.find_split(file) for file in dataset.files}
+    splits = {file: writer.find_split(file) for file in dataset.paths}
     tests = [file for file, split in splits.items() if split == "test"]
     if tests and len(tests) < len(splits):
         others = f"{len(splits) - len(tests):,} of {len(splits):,} files are not"
@@ -208,11 +207,10 @@ def list_records(dataset: Records, catalog: str) -> tuple[array.array, array.arr
     train, validation = array.array("Q"), array.array("Q")
     with open(catalog, "xb") as stream:
         for number, file in enumerate(dataset.files):
-            starts = validation if splits[file] == "validation" else train
-            etag = dataset.etags[number] if dataset.etags else None
+            starts = validation if splits[file.path] == "validation" else train
             for extent in dataset.index(number).tolist():
                 starts.append(stream.tell())
-                stream.write(json.dumps([file, etag, *extent]).encode() + b"\n")
+                stream.write(json.dumps([file.path, file.etag, *extent]).encode() + b"\n")
     return train, validation
 
 

@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
     dataset = None if images else _FILES.dataset()
     names = read_names(_LABELS.value) if _LABELS.value else None
     if dataset and not names:
-        names = find_names(dataset.files[0]) or None
+        names = find_names(dataset.paths[0]) or None
     tf = cli.import_tensorflow()
     enable_memory_growth()
     model, preprocess = load_model(path)
@@ -84,9 +84,7 @@ def predict_records(
     """Predicts all records; prints and writes what came out."""
     import tensorflow as tf
 
-    spec = dti.InputSpec(
-        records=dataset, preprocess=preprocess, order="sequential", repeat=False, record_ids=True
-    )
+    spec = dti.InputSpec.for_evaluation(dataset, preprocess, label=_FILES.label(), record_ids=True)
     options = BACKENDS[_BACKEND.value]
     fed = dti.load(spec, options, batch_size=_BATCH_SIZE.value)
     rows = []

@@ -88,7 +88,7 @@ def make_spec() -> InputSpec:
         order="global",
         seed=_SEED.value,
         record_ids=True,
-        **_LABELS.outputs(),
+        **_LABELS.outputs(_FILES),
     )
 
 
@@ -116,7 +116,7 @@ def lay_over(image: np.ndarray, mask: np.ndarray) -> np.ndarray:
 
 def draw(spec: InputSpec, batch: dict[str, np.ndarray], others: np.ndarray) -> None:
     """Draws the contact sheet of tf.data's batch and DALI's images and saves it."""
-    images, names = batch["image"], find_names(spec.records.files[0])
+    images, names = batch["image"], find_names(spec.records.paths[0])
     difference = np.abs(images - others)
     if spec.mask:
         images, others = (

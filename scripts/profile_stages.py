@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
     cli.check_no_arguments(arguments)
     cli.check_writable(_JSON)
     cli.check_writable(_PLOT, suffix=".png")
-    spec = _WORK.spec(_FILES.dataset(), _ORDER.value)
+    spec = _WORK.spec(_FILES, _ORDER.value)
     about, backends = begin(_BACKENDS.value)
     files = cli.format_count(len(spec.records.files), "file")
     print(f"records   {spec.records.num_records:,} in {files}, order {spec.order}")

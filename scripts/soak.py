@@ -23,7 +23,7 @@ import numpy as np
 import psutil
 from PIL import Image
 
-from dali_tf_input import InputError, InputSpec, Preprocess
+from dali_tf_input import InputError, InputSpec
 from support import cli, plots, processes
 from support.convert.writer import write_images
 from support.flags import BACKENDS, FileFlags, backends_flag, begin
@@ -144,10 +144,10 @@ def run_part(part: str, backend: str) -> Iterator[Sample]:
     dataset = _FILES.dataset()
     batch_size = min(_BATCH_SIZE, dataset.num_records)
     work, num_samples = how_many(part)
-    spec = InputSpec(records=dataset, preprocess=Preprocess.for_training(24), order=_ORDER.value)
+    fields = {"label": _FILES.label()}
+    spec = InputSpec.for_training(dataset, 24, order=_ORDER.value, **fields)
     if part == "evaluations":
-        preprocess = Preprocess.for_evaluation(24)
-        spec = InputSpec(records=dataset, preprocess=preprocess, order="sequential", repeat=False)
+        spec = InputSpec.for_evaluation(dataset, 24, **fields)
 
     def make() -> Any:
         return load(spec, BACKENDS[backend], batch_size=batch_size).dataset

@@ -26,26 +26,25 @@ def main(arguments: list[str]) -> int:
     cli.check_no_arguments(arguments)
     _TRAIN.check()
     records = _TRAIN.records.dataset()
-    num_classes = _TRAIN.num_classes.value or count_classes(records)
-    if records.label_range and records.label_range[1] >= num_classes:
+    spec = dti.InputSpec.for_training(
+        records,
+        _TRAIN.image_size.value,
+        auto_augment=_TRAIN.auto_augment.value,
+        order=_TRAIN.order.value,
+        seed=_TRAIN.seed.value,
+        label=_TRAIN.records.label(),
+    )
+    num_classes = _TRAIN.num_classes.value or count_classes(spec)
+    if spec.label_range and spec.label_range[1] >= num_classes:
         source = "--num_classes" if _TRAIN.num_classes.value else "labels.txt"
         raise dti.InputError(
             f"There are {num_classes:,} classes by {source}, and labels go up to "
-            f"{records.label_range[1]:,}: --num_classes must be above it."
+            f"{spec.label_range[1]:,}: --num_classes must be above it."
         )
-    preprocess = dti.Preprocess.for_training(_TRAIN.image_size.value)
-    soft = _TRAIN.mixup.value or _TRAIN.cutmix.value or _TRAIN.label_smoothing.value
-    spec = dti.InputSpec(
-        records=records,
-        preprocess=dataclasses.replace(preprocess, auto_augment=_TRAIN.auto_augment.value),
-        order=_TRAIN.order.value,
-        seed=_TRAIN.seed.value,
-        label=dti.ClassLabel(
-            num_classes=num_classes if soft else None,
-            one_hot=bool(soft),
-            smoothing=_TRAIN.label_smoothing.value,
-        ),
-    )
+    smoothing = _TRAIN.label_smoothing.value
+    if _TRAIN.mixup.value or _TRAIN.cutmix.value or smoothing:
+        fields = {"num_classes": num_classes, "one_hot": True, "smoothing": smoothing}
+        spec = dataclasses.replace(spec, label=_TRAIN.records.label(**fields))
     options = BACKENDS.get(_TRAIN.backend.value)
     if _TRAIN.service.value:
         if isinstance(options, dti.DaliOptions):
@@ -57,15 +56,16 @@ def main(arguments: list[str]) -> int:
     return train_model(_TRAIN, spec, options, num_classes)
 
 
-def count_classes(records: dti.Records) -> int:
+def count_classes(spec: dti.InputSpec) -> int:
     """Returns the number of lines in labels.txt, or the highest label plus 1."""
-    names = find_names(records.files[0])
+    file = spec.records.paths[0]
+    names = find_names(file)
     if names:
         return len(names)
-    if records.label_range and records.num_classes:  # not of a sample
-        return records.label_range[1] + 1
+    if spec.label_range and spec.class_counts:  # not of a sample
+        return spec.label_range[1] + 1
     raise dti.InputError(
-        f"The number of classes is unknown: there is no labels.txt beside {records.files[0]}."
+        f"The number of classes is unknown: there is no labels.txt beside {file}."
         " Pass --num_classes=N, or index with --verify=schema."
     )
 

@@ -3,23 +3,22 @@
 Only what changes the speed and not the pixels is tried. As many combinations as the time allows
 start in short windows; round by round the slower half is dropped. The last one left is measured
 against the default in separate rounds. If it is faster beyond noise (signed-rank test, 5%),
-it is written; otherwise the default is. `load_options` and train.py --options read the file. With
---replicas=N one pipeline is measured on its share of the cores.
+it is printed, as a Python expression to paste; otherwise the default is. With --replicas=N one
+pipeline is measured on its share of the cores.
 
-example: python scripts/tune.py --files='path/train-*' --seconds=300 --out=tuned.json
+example: python scripts/tune.py --files='path/train-*' --seconds=300
 """
 
 import dataclasses
 import itertools
 import math
 import random
-import shlex
 import statistics
 import sys
 import time
 from typing import Any
 
-from dali_tf_input import InputError, TfDataOptions, save_options
+from dali_tf_input import DaliOptions, InputError, TfDataOptions
 from dali_tf_input.spec.options import AUTOTUNE
 from support import cli
 from support.benchmark import Stats
@@ -33,7 +32,6 @@ _ORDER = FLAGS.choice("order", "global", ["global", "buffer"], "How the records 
 _BACKENDS = backends_flag(FLAGS)
 _SECONDS = FLAGS.number("seconds", 120.0, "How long to measure.", 1)
 _REPLICAS = FLAGS.integer("replicas", None, "Replicas that share the cores; else GPUs, or 1.", 1)
-_OUT = FLAGS.string("out", "tuned.json", "File for the options that were found.")
 _JSON = FLAGS.string("json", None, "File for everything that was measured.")
 
 _COLUMNS = ("setting", "images/s", "x default", "min", "max", "windows", "verdict")
@@ -46,9 +44,8 @@ def main(arguments: list[str]) -> int:
     cli.check_no_arguments(arguments)
     if _WORK.decode.present:
         raise InputError("tune.py chooses `decode` itself: leave out --decode.")
-    cli.check_writable(_OUT, suffix=".json")
     cli.check_writable(_JSON)
-    spec = _WORK.spec(_FILES.dataset(), _ORDER.value)
+    spec = _WORK.spec(_FILES, _ORDER.value)
     about, backends = begin(_BACKENDS.value)
     replicas = _REPLICAS.value or max(1, about["tensorflow_gpus"])
     cores = max(1, about["cores"] // replicas)
@@ -211,6 +208,13 @@ def format_rows(tuner: Tuner, verdicts: dict[Candidate, str]) -> list[tuple[str,
     return lines
 
 
+def as_python(options: DaliOptions | TfDataOptions) -> str:
+    """Returns the expression that makes `options`, to be pasted: without defaults."""
+    fields = ((field, getattr(options, field.name)) for field in dataclasses.fields(options))
+    given = [f"{field.name}={value!r}" for field, value in fields if value != field.default]
+    return f"{type(options).__name__}({', '.join(given)})"
+
+
 def report(
     tuner: Tuner, winner: Candidate, default: Candidate, ratios: list[float], about: dict[str, Any]
 ) -> int:
@@ -236,9 +240,10 @@ def report(
     about |= {"order": _ORDER.value, "batch_size": _WORK.batch_size.value}
     about |= {"work": describe_work(_WORK.preprocess()), "default": default.to_json()}
     about |= {"gain_over_default": vars(stats) if better else {"median": 1.0}}
-    save_options((winner if better else default).options, _OUT.value, about=about)
-    print(f"options   in {_OUT.value}: scripts/train.py --options={shlex.quote(_OUT.value)}")
+    chosen = (winner if better else default).options
+    print(f"options   {as_python(chosen)}")
     if _JSON.value:
+        about |= {"options": dataclasses.asdict(chosen)}
         trials = [{**one.to_json(), "images_per_second": v} for one, v in tuner.rates.items()]
         trials += [{**one.to_json(), "refused": text} for one, text in tuner.refused.items()]
         cli.write_json(_JSON, {**about, "ratios": ratios, "trials": trials})

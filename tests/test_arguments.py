@@ -16,7 +16,7 @@ TRAINING = dti.Preprocess.for_training(8)
 
 def spec_of(dataset, **changes):
     return dti.InputSpec(
-        **{"dataset": dataset, "preprocess": TRAINING, "order": "global", **changes}
+        **{"records": dataset, "preprocess": TRAINING, "order": "global", **changes}
     )
 
 
@@ -89,8 +89,8 @@ WRONG = {
         for value in values
     ],
     "others": [
-        (lambda _, **changes: spec_of(**changes), "dataset", "train-*"),
-        (lambda _, **changes: spec_of(**changes), "dataset", None),
+        (lambda data, **changes: spec_of(data, **changes), "records", "train-*"),
+        (lambda data, **changes: spec_of(data, **changes), "records", None),
         (lambda _, **changes: dti.Shard(**changes), "num_shards", 2.0),
         (lambda _, **changes: dti.Shard(**changes), "shard_id", "0"),
         (lambda _, **changes: dti.Checks(**changes), "verify", 1),
@@ -100,7 +100,10 @@ WRONG = {
         (lambda _, **changes: dti.build_index(**changes), "files", [None]),
         (lambda _, **changes: dti.build_index("x", **changes), "checks", "crc"),
         (lambda _, **changes: dti.build_index("x", **changes), "num_processes", 2.5),
-        (lambda _, **changes: dti.load_options(**changes), "path", 3),
+        (lambda _, **changes: dti.Checks(**changes), "label", "class"),
+        (lambda _, **changes: dti.MultiHot(num_classes=3, **changes), "offset", 1.5),
+        (lambda _, **changes: dti.InputSpec.for_training(**changes), "records", 5),
+        (lambda data, **changes: dti.InputSpec.for_training(data, **changes), "preprocess", "224"),
         (lambda _, **changes: dti.Preprocess.for_training(**changes), "image_size", "224"),
         (lambda _, **changes: next(dti.iterate_batches([b""], TRAINING, **changes)), "batch_size", 1.5),
         (lambda _, **changes: measure(iter(()), batch_size=1, warmup_batches=0, **changes),
@@ -157,12 +160,3 @@ def test_sequences_that_make_their_images_late(dataset):
     assert made == []
     next(batches)
     assert made == [0]
-
-
-def test_a_slow_input_is_warned_of_where_it_is_made(dataset, monkeypatch):
-    """The warning names the caller's file, not that of the check."""
-    monkeypatch.setattr(dti.distribution, "first_batch_devices", lambda *_: ("CPU:2",))
-    strategy = tf.distribute.OneDeviceStrategy("CPU:0")
-    with pytest.warns(RuntimeWarning, match="The first batch arrived on CPU:2") as caught:
-        feed(dataset, strategy=strategy)
-    assert caught[0].filename == __file__

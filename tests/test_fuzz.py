@@ -10,13 +10,13 @@ import time
 
 import pytest
 from conftest import numbered_examples, write_dataset, write_tfrecord
+from dali_tf_input.training.training_state import read_state
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dali_tf_input import Checks, InputError, Records, build_index, load_options
+from dali_tf_input import Checks, ClassLabel, InputError, Records, build_index
 from dali_tf_input.index.commit import _read_lines
 from dali_tf_input.index.scan import check_file
-from dali_tf_input.training.training_state import read_state
 from support.label_names import read_names
 
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "0"))
@@ -151,7 +151,8 @@ def test_index(folder):
 def test_tfrecord(tmp_path):
     path = tmp_path / "train"
     write_tfrecord(path, numbered_examples(3))
-    checks = Checks(verify="schema", image_key="image/encoded", label_key="image/class/label")
+    label = ClassLabel(key="image/class/label")
+    checks = Checks(verify="schema", image_key="image/encoded", label=label)
 
     def read(data):
         path.write_bytes(data)
@@ -189,18 +190,6 @@ def test_state(tmp_path):
         assert found is None or os.path.dirname(found.weights) == ""
 
     fuzz(changed_bytes(json.dumps(state).encode()) | changed_json(state), read)
-
-
-def test_options(tmp_path):
-    path = tmp_path / "options.json"
-    document = {"format": "dali_tf_input options", "version": 2, "backend": "dali"}
-    document["options"] = {"device": "cpu", "num_threads": 2, "read_mode": "mmap"}
-
-    def read(data):
-        path.write_bytes(data)
-        load_options(path)
-
-    fuzz(changed_bytes(json.dumps(document).encode()) | changed_json(document), read)
 
 
 def test_label_names(tmp_path):

@@ -104,7 +104,7 @@ def build_dataset(
     check_input(spec, options, device_id=device_id or 0)
     if spec.repeat:
         check_step(batch_size, num_shards=shard.num_shards, num_records=spec.records.num_records)
-    if spec.records.etags:
+    if spec.records.is_remote:
         local = localize if spec.has_fixed_order else fetch_all
         spec = replace(spec, records=local(spec.records))
     stream = Stream(

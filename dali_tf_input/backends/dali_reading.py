@@ -98,7 +98,7 @@ def _read(stream: Stream, options: DaliOptions) -> dict[str, DataNode]:
     number = dali_tfrecord.FixedLenFeature([1], dali_tfrecord.int64, -1)
     sides = SIDE_KEYS if dataset.stores_pixels else ()
     features = fn.readers.tfrecord(
-        path=list(dataset.files),
+        path=list(dataset.paths),
         index_path=reading.hold_indexes(dataset),
         features={
             dataset.image_key: dali_tfrecord.FixedLenFeature((), dali_tfrecord.string, ""),

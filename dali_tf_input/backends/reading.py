@@ -172,17 +172,17 @@ def read_planned(stream: Stream, options: TfDataOptions) -> ReadEpoch:
     # TensorFlow never frees a function given to `numpy_function`, nor what the function holds. So
     # large values are tensors, which the dataset holds and which are freed with it.
     with tf.device("CPU:0"):
-        names, states = tf.constant(records.files), tf.constant(states_of(records))
-        counts = tf.constant(records.records_per_file, tf.int64)
+        names, states = tf.constant(records.paths), tf.constant(states_of(records))
+        counts = tf.constant([file.num_records for file in records.files], tf.int64)
         file_of = tf.repeat(tf.range(len(indexes)), counts)
         extents = tf.constant(np.concatenate(indexes))
-    if records.etags:
+    if records.is_remote:
         read = make_remote_read(records, options, names, file_of, extents)
     else:
         read = make_read(options, names, states, file_of, extents)
     mean_bytes = int(extents[:, 1].numpy().mean())
     parallel = options.num_parallel_reads
-    most = 2 * _CHUNK if records.etags else _CHUNK  # more of them wait, and are neighbors
+    most = 2 * _CHUNK if records.is_remote else _CHUNK  # more of them wait, and are neighbors
     chunk = int(np.clip(_CHUNK_BYTES // max(1, mean_bytes), 1, most))
 
     def list_epoch(epoch: int, step: int, names: Any, states: Any, counts: Any) -> Any:
@@ -244,7 +244,7 @@ def list_runs(stream: Stream) -> tf.data.Dataset:
     """Returns the runs of neighboring records of a shard: file, state, offset, count, first."""
     numbers, offsets, counts, firsts = _list_runs(stream.spec.records, stream.shard)
     states = states_of(stream.spec.records)[numbers]
-    files = [stream.spec.records.files[number] for number in numbers]
+    files = [stream.spec.records.files[number].path for number in numbers]
     runs = (tf.constant(values, tf.int64) for values in (offsets, counts, firsts))
     return tf.data.Dataset.from_tensor_slices((files, states, *runs))
 
@@ -339,11 +339,11 @@ def make_read(
 def states_of(dataset: Records) -> Integers:
     """Returns size in bytes and time of modification in ns of each file when it was indexed.
 
-    int64 (files, 2); -1 where they are unknown.
+    int64 (files, 2); -1 for stored objects.
     """
-    if dataset.etags:  # each request names the version that it expects
+    if dataset.is_remote:  # each request names the version that it expects
         return np.full((len(dataset.files), 2), -1)
-    return np.array(dataset.states or [(-1, -1, -1)] * len(dataset.files), np.int64)[:, :2]
+    return np.array([(file.size, file.mtime_ns) for file in dataset.files], np.int64)
 
 
 def check_states(names: Any, states: Integers) -> Any:
@@ -376,7 +376,7 @@ def _copy_indexes(dataset: Records) -> list[str]:
     for file, path in enumerate(held):
         dataset.index(file)  # raises if it is no index: DALI would stop silently where it is not
         with open(path, "wb") as stream:
-            stream.write(dataset.index_text(file))
+            stream.write(dataset.files[file].index_text())
     return held
 
 
@@ -401,8 +401,8 @@ def _list_runs(dataset: Records, shard: Shard) -> tuple[list[int], ...]:
     records = shard.records(dataset.num_records)
     files, offsets, counts, firsts = [], [], [], []
     before = 0  # records of the files before
-    per_file = zip(dataset.records_per_file, dataset.skipped_per_file, strict=True)
-    for file, (num_records, skipped) in enumerate(per_file):
+    for file, indexed in enumerate(dataset.files):
+        num_records, skipped = indexed.num_records, indexed.num_skipped
         start, stop = max(records.start - before, 0), min(records.stop - before, num_records)
         extents = [] if start == 0 and not skipped else dataset.index(file)[start:stop].tolist()
         if start < stop and not extents:

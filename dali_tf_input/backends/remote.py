@@ -29,7 +29,8 @@ def make_remote_read(
 ) -> Callable[[tf.Tensor], tf.Tensor]:
     """Returns what `make_read` does, for objects of a store: from the cache, or by ranges."""
     with tf.device("CPU:0"):
-        etags, sizes = tf.constant(dataset.etags), tf.constant([one[0] for one in dataset.states])
+        etags = tf.constant([file.etag for file in dataset.files])
+        sizes = tf.constant([file.size for file in dataset.files])
     cache, retry_seconds = dataset.cache, dataset.retry_seconds
 
     def read(names: Any, etags: Any, sizes: Integers, extents: Integers) -> Any:
@@ -76,25 +77,22 @@ def localize(dataset: Records) -> Records:
     The files are links in a folder of this process: they stay if the cache drops them. What the
     cache lacks and can hold is downloaded meanwhile.
     """
-    if not dataset.etags or not dataset.cache:
+    if not dataset.is_remote or not dataset.cache:
         return dataset
-    found = []
-    for number, url in enumerate(dataset.files):
-        status = dataset.status(number)
-        found.append(status and dataset.cache.find(url, status))
+    found = [file.status and dataset.cache.find(file.path, file.status) for file in dataset.files]
     if not all(found):
-        if sum(size for size, *_ in dataset.states) <= dataset.cache.max_bytes:
+        if sum(file.size for file in dataset.files) <= dataset.cache.max_bytes:
             _fill(dataset)
         return dataset
     folder = _link_folder(dataset.cache.folder)
-    links, states = [], []
-    for path, (size, _, crc) in zip(found, dataset.states, strict=True):
+    files = []
+    for path, file in zip(found, dataset.files, strict=True):
         link = folder.path(os.path.basename(path or ""))
         with contextlib.suppress(FileExistsError):
             os.link(path or "", link)
-        links.append(link)
-        states.append((size, os.stat(link).st_mtime_ns, crc))
-    return dataclasses.replace(dataset, files=tuple(links), states=tuple(states), etags=())
+        mtime_ns = os.stat(link).st_mtime_ns
+        files.append(dataclasses.replace(file, path=link, mtime_ns=mtime_ns, etag=None))
+    return dataclasses.replace(dataset, files=tuple(files))
 
 
 _link_folder = functools.cache(make_process_folder)
@@ -112,7 +110,7 @@ def fetch_all(dataset: Records) -> Records:
     Raises:
       InputError: there is no cache, or it cannot hold all.
     """
-    size = sum(size for size, *_ in dataset.states)
+    size = sum(file.size for file in dataset.files)
     if not dataset.cache or size > dataset.cache.max_bytes:
         raise InputError(
             f"Without a cache that holds all objects, `cache_bytes` {size:,}, this order is not"
@@ -124,7 +122,6 @@ def fetch_all(dataset: Records) -> Records:
 
 
 def _fetch(dataset: Records) -> None:
-    for number, url in enumerate(dataset.files):
-        status = dataset.status(number)
-        if status and dataset.cache:
-            dataset.cache.fetch(url, status)
+    for file in dataset.files:
+        if file.status and dataset.cache:
+            dataset.cache.fetch(file.path, file.status)

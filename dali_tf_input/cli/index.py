@@ -24,10 +24,11 @@ from rich.progress import Progress as Bar
 
 from dali_tf_input.cli import command
 from dali_tf_input.cli.command import format_count
+from dali_tf_input.errors import InputError
 from dali_tf_input.index.build import IndexFaultsError, IndexReport, OnBad, Progress, build_index
 from dali_tf_input.index.cluster import connect_dask
-from dali_tf_input.records.contents import Images, Labels, Summary
-from dali_tf_input.records.labels import LabelKind
+from dali_tf_input.records.contents import Images, Summary
+from dali_tf_input.records.labels import ClassLabel, Label, LabelKind, MultiHot, Values
 from dali_tf_input.records.paths import BAD_RECORDS_NAME, index_command
 from dali_tf_input.records.schema import KEY_PRESETS, LEVELS, MAX_PIXELS, Checks, Decoder, find_keys
 from dali_tf_input.records.tfrecord import BadRecord
@@ -57,19 +58,14 @@ _CACHE_BYTES = FLAGS.integer("cache_bytes", None, "The most bytes that --cache_d
 _DASK = FLAGS.string("dask", None, "Address of a Dask scheduler, tcp://host:8786, to work there.")
 _NUM_PROCESSES = FLAGS.integer("num_processes", None, "Processes; else one per core, or 8 threads.")
 
-# What `Checks` has too.
-_LABEL_FLAGS = (_LABEL, _LABEL_KEY, _LABEL_OFFSET, _LABEL_SIZE, _NUM_CLASSES)
-_CHECK_FLAGS = (_VERIFY, _IMAGE_KEY, *_LABEL_FLAGS, _MASK_KEY, _DECODER, _MAX_PIXELS)
+_LABEL_FLAGS = (_LABEL, _LABEL_KEY, _LABEL_OFFSET, _LABEL_SIZE, _NUM_CLASSES, _VOCABULARY)
+_CHECK_FLAGS = (_VERIFY, _IMAGE_KEY, _MASK_KEY, _DECODER, _MAX_PIXELS)  # fields of `Checks`
 _SECONDS_BETWEEN_LINES = 10  # of progress, without a terminal
 
 
 def index(patterns: list[str]) -> int:
     """Indexes the files that match `patterns`; returns the exit code."""
-    names = None
-    if _VOCABULARY.value:
-        with open(_VOCABULARY.value, encoding="utf-8") as stream:
-            names = tuple(stream.read().splitlines())
-    checks = Checks(**{flag.name: flag.value for flag in _CHECK_FLAGS}, vocabulary=names)
+    checks = Checks(**{flag.name: flag.value for flag in _CHECK_FLAGS}, label=make_label())
     refusal = None
     names_all = _ON_BAD.value == "error"
     with connect_dask(_DASK.value) as executor, IndexProgress(names_all=names_all) as progress:
@@ -95,6 +91,35 @@ def index(patterns: list[str]) -> int:
         print(f"error: {refusal}. {_remedy(patterns)}", file=sys.stderr)
         return 1
     return 0
+
+
+def make_label() -> Label | None:
+    """Returns what records must hold by the flags.
+
+    Raises:
+      InputError: a flag is missing, or is for another kind of label.
+    """
+    kind, key = _LABEL.value, _LABEL_KEY.value
+    for flag, right in ((_LABEL_SIZE, "values"), (_VOCABULARY, "class")):
+        if flag.value is not None and kind != right:
+            raise InputError(f"`{flag.name}` is for --label={right} only, got --label={kind}.")
+    if kind == "none":
+        return None
+    if kind == "values":
+        if _LABEL_SIZE.value is None:
+            raise InputError("--label=values needs --label_size, how many numbers.")
+        return Values(key=key, size=_LABEL_SIZE.value)
+    integers = {"key": key, "num_classes": _NUM_CLASSES.value, "offset": _LABEL_OFFSET.value}
+    if kind == "multi_hot":
+        return MultiHot(**integers)
+    names = None
+    if _VOCABULARY.value:
+        try:
+            with open(_VOCABULARY.value, encoding="utf-8") as stream:
+                names = tuple(stream.read().splitlines())
+        except UnicodeDecodeError as error:
+            raise InputError(f"`vocabulary` {_VOCABULARY.value} is not UTF-8: {error}.") from error
+    return ClassLabel(**integers, vocabulary=names)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -169,7 +194,7 @@ def _remedy(patterns: list[str]) -> str:
             f"{BAD_RECORDS_NAME} lists the bad records of indexed files; --on_bad=error names those"
             " of the others. Fix the files, or allow more with --max_bad_fraction."
         )
-    flags = (*_CHECK_FLAGS, _VOCABULARY, _MAX_BAD_FRACTION, _ALLOW_MISSING)
+    flags = (*_CHECK_FLAGS, *_LABEL_FLAGS, _MAX_BAD_FRACTION, _ALLOW_MISSING)
     given = [flag for flag in flags if flag.value != flag.default]
     arguments = [*(f"--{flag.name}={flag.value}" for flag in given), "--on_bad=skip"]
     fix = index_command(patterns, index_dir=_INDEX_DIR.value, arguments=arguments)
@@ -209,19 +234,18 @@ def _describe_features(summary: Summary) -> str:
 
 def _describe_labels(summary: Summary) -> str:
     _, key = find_keys(summary.features, image_key=_IMAGE_KEY.value, label_key=_LABEL_KEY.value)
-    found = summary.labels or summary.features.get(key or "")
-    if not found or not found.range:
+    feature = summary.features.get(key or "")
+    if not feature or not feature.range:
         return ""
-    if isinstance(found, Labels):
-        count = found.num_classes
-        known = f"{count:,} classes" if count else "more classes than are counted"
+    if feature.counts is not None:
+        known = f"{len(feature.counts):,} classes"
     else:
-        part = "all" if found.records == summary.records else "a sample of"
-        known = f"in {part} {format_count(found.records, 'record')}"
-    first, last = found.range
-    longest = summary.features[key].lengths[1] if key in summary.features else 1
+        part = "all" if feature.records == summary.records else "a sample of"
+        known = f"in {part} {format_count(feature.records, 'record')}"
+    first, last = feature.range
+    longest = feature.lengths[1]
     known += f", up to {longest:,} in a record" if longest > 1 else ""
-    hint = " (train with label_offset=1)" if first == 1 and _LABEL_OFFSET.value == 0 else ""
+    hint = " (train with ClassLabel(offset=1))" if first == 1 and not _LABEL_OFFSET.value else ""
     return f"{first:,g} to {last:,g}, {known}{hint}"
 
 

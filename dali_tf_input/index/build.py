@@ -297,21 +297,18 @@ def _with_keys(checks: Checks, versions: Mapping[str, Status | None]) -> Checks:
     if checks.verify in ("framing", "crc"):
         return checks
     held: set[str] = set()
+    keys = {"image_key": checks.image_key, "label_key": checks.label.key if checks.label else None}
     for file, status in itertools.islice(versions.items(), _MOST_KEY_FILES):
         for features in _first_features(file, status):
-            image_key, label_key = schema.find_keys(
-                features, image_key=checks.image_key, label_key=checks.label_key
-            )
-            if image_key and (label_key or checks.label == "none"):
-                return dataclasses.replace(checks, image_key=image_key, label_key=label_key)
+            image_key, label_key = schema.find_keys(features, **keys)
+            if image_key and (label_key or checks.label is None):
+                return checks.with_keys(image_key, label_key)
             held.update(features)
     if held:
-        raise schema.name_keys(held)
+        raise schema.unknown_keys_error(held)
     # No record can be read: the run will say what is wrong.
     image_key, label_key = next(iter(schema.KEY_PRESETS.values()))
-    return dataclasses.replace(
-        checks, image_key=checks.image_key or image_key, label_key=checks.label_key or label_key
-    )
+    return checks.with_keys(keys["image_key"] or image_key, keys["label_key"] or label_key)
 
 
 def _first_features(

@@ -108,7 +108,7 @@ class IndexFolder:
             index=index,
             bad_records=bad_records,
             mark=mark,
-            checks=dataclasses.asdict(checks),
+            checks=checks.to_json(),
             status=self._versions.get(self.files[name]),
             cache=dataclasses.asdict(self._cache) if self._cache else None,
         )
@@ -229,7 +229,7 @@ def _satisfies(entry: FileEntry, checks: Checks) -> bool:
     if LEVELS.index(entry.verified) < LEVELS.index(checks.verify):
         return False
     return all(
-        entry.checked_by.get(name, getattr(Checks, name)) == value
+        entry.checked_by.get(name) == value
         or (name == "decoder" and entry.checked_by.get(name) == "both")
         for name, value in checks.depends_on().items()
     )
@@ -250,7 +250,8 @@ def _at_least_as_before(checks: Checks, entry: FileEntry | None) -> Checks:
     """
     if entry is None or LEVELS.index(entry.verified) <= LEVELS.index(checks.verify):
         return checks
-    return Checks(**{"verify": entry.verified, **entry.checked_by, **checks.depends_on()})
+    before = {"verify": entry.verified, **entry.checked_by}
+    return Checks.from_json({**before, **checks.depends_on()})
 
 
 def _read_lines(path: str, *, without: set[str]) -> Iterator[tuple[str, str]]:

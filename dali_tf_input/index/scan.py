@@ -113,7 +113,6 @@ def check_file(
         checked_by=checks.depends_on(),
         parsed=content.parsed,
         features=content.features(),
-        labels=content.labels(),
         images=content.images(),
     )
 
@@ -150,7 +149,9 @@ class _Content:
         on_decode: Callable[[int], None],
     ) -> None:
         self._checks = checks
-        self._image_key, self._label = checks.image_key or "", checks.stored_label
+        self._image_key, self._label = checks.image_key or "", checks.label
+        counted = self._label if checks.verify in ("schema", "decode") else None
+        self._counted_key = counted.key if counted and counted.is_integer else None
         self._decode = decode
         self._crashing = crashing
         self._on_decode = on_decode
@@ -209,8 +210,8 @@ class _Content:
                 mask = features[self._checks.mask_key][1][0]
                 check_mask(mask, (height, width), self._decode)
         self._note_features(features, number)
-        if self._label and "int64_list" in self._label.kinds and self._checks.label != "values":
-            self._labels.extend(features[self._label.key or ""][1])
+        if self._counted_key:
+            self._labels.extend(features[self._counted_key][1])
 
     def _find_image(self, features: Features, number: int) -> tuple[str, int, int]:
         if self._image_key == schema.PIXELS_KEY:
@@ -258,18 +259,16 @@ class _Content:
                 records=records,
                 first_without=first_without,
                 range=found if len(kinds - {""}) == 1 and longest <= _MOST_RANGED else None,
+                counts=self._count_labels() if key == self._counted_key else None,
             )
             for key, (kinds, shortest, longest, records, first_without, found) in sorted(
                 self._features.items()
             )
         }
 
-    def labels(self) -> contents.Labels | None:
-        if not self._labels:
-            return None
+    def _count_labels(self) -> contents.Counts | None:
         counts = tuple(sorted(Counter(self._labels).items()))
-        kept = counts if len(counts) <= contents.MOST_CLASSES else None
-        return contents.Labels(range=(counts[0][0], counts[-1][0]), counts=kept)
+        return counts if len(counts) <= contents.MAX_CLASSES else None
 
     def images(self) -> contents.Images | None:
         if not self._formats:

@@ -36,7 +36,7 @@ def serve() -> None:
     with contextlib.suppress(BrokenPipeError):  # whoever asked is gone
         for line in sys.stdin:
             task = json.loads(line)
-            checks = Checks(**task["checks"])
+            checks = Checks.from_json(task["checks"])
             encoded = checks.image_key != PIXELS_KEY or checks.mask_key
             if checks.verify == "decode" and encoded and checks not in decoders:
                 # Imported here because Pillow, DALI's codecs and TensorFlow take seconds, and only

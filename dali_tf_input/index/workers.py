@@ -39,7 +39,7 @@ Crashing = dict[int, tuple[str, str]]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A file to check, by the fields of a `checks.Checks`, and where to put what is found.
+    """A file to check, by `Checks.to_json`, and where to put what is found.
 
     An object of a store has a `status`; `cache` are the fields of a `Cache` that keeps it.
     """
@@ -124,7 +124,7 @@ def _check_here(
 
     task = {**dataclasses.asdict(job), "crashing": {}}
     shared = {"at_once": at_once, "stopped": stopped}
-    answer = check_task(task, Checks(**job.checks), None, tell, **shared)
+    answer = check_task(task, Checks.from_json(job.checks), None, tell, **shared)
     if problems:
         raise problems[0]
     return answer

@@ -1,1 +1,1 @@
-"""What TFRecord files are and hold, and where each record is."""
+"""TFRecord files: their format, their contents, and the location of each record."""

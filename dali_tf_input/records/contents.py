@@ -1,4 +1,4 @@
-"""What TFRecord files hold, as the index run found it: each file, and all together."""
+"""The contents of TFRecord files, as an index run found them: of each file, and of all."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,9 @@ from dali_tf_input.records.schema import LEVELS, Level
 Range = tuple[int | float, int | float]
 _Number = Annotated[int, msgspec.Meta(ge=0)]  # of a manifest, which may be forged
 
-MOST_CLASSES = 10_000  # that are counted
+Counts = tuple[tuple[int, _Number], ...]
+
+MAX_CLASSES = 10_000  # that are counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,8 @@ class Feature:
       first_without: number of the first record, in its file, that lacks the key; None if all have
         it.
       range: lowest and highest value, if all are lists of numbers with a value; else None.
+      counts: of the label that level "schema" checked, if it holds integers: the ones that occur,
+        in order, and how often; None above 10,000 different ones.
     """
 
     kinds: tuple[str, ...]
@@ -34,24 +38,7 @@ class Feature:
     records: _Number
     first_without: int | None = None
     range: Range | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Labels:
-    """The integer labels as stored, over the records that were checked.
-
-    Attributes:
-      range: lowest and highest.
-      counts: the labels that occur, in order, and in how many places; None above 10,000 labels.
-    """
-
-    range: tuple[int, int]
-    counts: tuple[tuple[int, _Number], ...] | None = None
-
-    @property
-    def num_classes(self) -> int | None:
-        """How many different labels occur."""
-        return None if self.counts is None else len(self.counts)
+    counts: Counts | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +67,6 @@ class FileEntry:
       parsed: of how many records the features were read: below "schema", of a sample.
       features: by key.
       folder: absolute path of the file's folder, if that is not the folder of the index.
-      labels: from level "schema" on.
       images: from level "decode" on.
     """
 
@@ -96,7 +82,6 @@ class FileEntry:
     parsed: _Number
     features: dict[str, Feature]
     folder: str | None = None
-    labels: Labels | None = None
     images: Images | None = None
 
 
@@ -115,7 +100,6 @@ class Summary:
     verified: dict[str, int]
     features: dict[str, Feature]
     without: dict[str, tuple[str, int]]
-    labels: Labels | None
     images: Images | None
 
 
@@ -137,6 +121,7 @@ def summarize(entries: Mapping[str, FileEntry]) -> Summary:
             lengths=(min(shortest), max(longest)),
             records=sum(feature.records for feature in found),
             range=merge_ranges([feature.range for feature in found]),
+            counts=merge_counts([feature.counts for feature in found]),
             first_without=without[key][1] if key in without else None,
         )
     values = entries.values()
@@ -149,7 +134,6 @@ def summarize(entries: Mapping[str, FileEntry]) -> Summary:
         verified={level: levels[level] for level in LEVELS if levels[level]},
         features=features,
         without=without,
-        labels=merge_labels([entry.labels for entry in values if entry.labels]),
         images=merge_images([entry.images for entry in values if entry.images]),
     )
 
@@ -162,18 +146,14 @@ def merge_ranges(ranges: Sequence[Range | None]) -> Range | None:
     return min(low for low, _ in known), max(high for _, high in known)
 
 
-def merge_labels(found: list[Labels]) -> Labels | None:
-    """Returns the labels of several files together; None of none."""
-    if not found:
-        return None
-    counts: tuple[tuple[int, int], ...] | None = None
-    if all(labels.counts is not None for labels in found):
-        total: Counter[int] = Counter()
-        for labels in found:
-            total.update(dict(labels.counts or ()))
-        counts = tuple(sorted(total.items())) if len(total) <= MOST_CLASSES else None
-    lows, highs = zip(*(labels.range for labels in found), strict=True)
-    return Labels(range=(min(lows), max(highs)), counts=counts)
+def merge_counts(counts: Sequence[Counts | None]) -> Counts | None:
+    """Returns how often each integer occurs in all; None if that is unknown of some."""
+    total: Counter[int] = Counter()
+    for known in counts:
+        if known is None:
+            return None
+        total.update(dict(known))
+    return tuple(sorted(total.items())) if len(total) <= MAX_CLASSES else None
 
 
 def merge_images(found: list[Images]) -> Images | None:

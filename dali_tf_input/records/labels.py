@@ -1,28 +1,43 @@
-"""What records hold besides the image: how it is stored and what comes out."""
+"""The labels, masks and further features of records: how they are stored and what comes out."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Annotated, Any, ClassVar, Literal
 
-from dali_tf_input.errors import Count, InputError, Within, check, check_fields
+from dali_tf_input.errors import Count, InputError, Within, check, checked
 
 LabelKind = Literal["class", "multi_hot", "values", "none"]
 Features = Mapping[str, tuple[str, Sequence[Any]]]  # kind and values by key, of one record
 Lengths = tuple[int, float]  # the fewest and the most values of a list
 
 _NUMBERS = ("int64_list", "float_list")
+# What to do where records hold another label than a `ClassLabel` without options.
+_COUNT_FROM_1 = " Where labels count from 1, pass ClassLabel(offset=1) (--label_offset=1)."
+_OTHER_LABELS = {
+    "bytes_list": " Names need ClassLabel(vocabulary=...) (--vocabulary).",
+    "int64_list": " Lists need MultiHot (--label=multi_hot).",
+    "float_list": " Numbers need Values (--label=values).",
+}
+_MAX_WEIGHTED = 1 << 20  # classes with weights, which are a list
+_OUTPUT_FIELDS = ("one_hot", "smoothing")
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class ClassLabel:
     """One class, stored as an integer, or as a name.
 
+    Example:
+      >>> ClassLabel(offset=1)  # stored labels count from 1, as in TF-slim's ImageNet
+      >>> ClassLabel(vocabulary=("cat", "dog"))  # labels are stored as names
+
     Attributes:
-      key: its feature key; None is the one that `Records` found.
+      key: its feature key; None finds TF-slim's "image/class/label" or tfds' "label".
       num_classes: how many classes there are; None is the number of names, or unknown.
-      offset: subtracted from every integer, so that classes count from 0; None is the
-        `label_offset` of the `Records`.
+      offset: the stored label of the first class, which is subtracted from every label so that
+        classes count from 0.
       vocabulary: the names of the classes in their order, for labels stored as names.
       one_hot: labels come out as float32 (num_classes,), 1 at the class and 0 elsewhere, and all 0
         for a label out of range (index level "schema" finds those); else as int64 ().
@@ -31,14 +46,13 @@ class ClassLabel:
 
     key: str | None = None
     num_classes: Count | None = None
-    offset: int | None = None
+    offset: int = 0
     vocabulary: tuple[str, ...] | None = None
     one_hot: bool = False
     smoothing: float = 0.0
     lengths: ClassVar[Lengths] = (1, 1)
 
     def __post_init__(self) -> None:
-        check_fields(self)
         names = self.vocabulary or ()
         check(len({*names}) == len(names), "vocabulary", "names that differ", names)
         object.__setattr__(self, "num_classes", self.num_classes or len(names) or None)
@@ -47,6 +61,11 @@ class ClassLabel:
             raise InputError("`one_hot` needs `num_classes`.")
         if self.smoothing and not self.one_hot:
             raise InputError("`smoothing` needs `one_hot`.")
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether records store classes as integers."""
+        return not self.vocabulary
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -70,27 +89,29 @@ class ClassLabel:
         return 1 - self.smoothing + rest, rest
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class MultiHot:
     """Any number of classes, stored as a list of integers, which may be empty.
 
     Labels come out as float32 (num_classes,), 1 at each class of the list and 0 elsewhere.
 
+    Example:
+      >>> MultiHot(key="image/class/labels", num_classes=80)
+
     Attributes:
       num_classes: how many classes there are; None, for the index step only, sets no limit.
-      key: its feature key; None is the one that `Records` found.
+      key: see `ClassLabel`.
       offset: see `ClassLabel`.
     """
 
     num_classes: Count | None
     key: str | None = None
-    offset: int | None = None
+    offset: int = 0
     kinds: ClassVar[tuple[str, ...]] = ("int64_list", "")
     lengths: ClassVar[Lengths] = (0, math.inf)
+    is_integer: ClassVar[bool] = True
     dtype: ClassVar[str] = "float32"
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -98,23 +119,24 @@ class MultiHot:
         return (self.num_classes or 0,)
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Values:
     """A vector of numbers, to be predicted by regression; it comes out as float32 (size,).
 
+    Example:
+      >>> Values(key="image/values", size=4)
+
     Attributes:
       size: how many numbers, at least 1.
-      key: its feature key, of a float_list or an int64_list; None is the one that `Records`
-        found.
+      key: its feature key, of a float_list or an int64_list; None as for `ClassLabel`.
     """
 
     size: Count
     key: str | None = None
     kinds: ClassVar[tuple[str, ...]] = _NUMBERS
+    is_integer: ClassVar[bool] = False
     dtype: ClassVar[str] = "float32"
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     @property
     def lengths(self) -> Lengths:
@@ -128,14 +150,42 @@ class Values:
 
 
 Label = ClassLabel | MultiHot | Values
+_KINDS: dict[str, type[Label]] = {"class": ClassLabel, "multi_hot": MultiHot, "values": Values}
 
 
+def label_to_json(label: Label | None) -> dict[str, Any] | None:
+    """Returns how a label is stored, as JSON values; None for no label.
+
+    How it comes out, `one_hot` and `smoothing` of a `ClassLabel`, is omitted.
+    """
+    if label is None:
+        return None
+    kind = next(name for name, known in _KINDS.items() if isinstance(label, known))
+    fields = {name: value for name, value in vars(label).items() if name not in _OUTPUT_FIELDS}
+    names = fields.get("vocabulary")
+    return {"kind": kind, **fields, **({"vocabulary": [*names]} if names else {})}
+
+
+def label_from_json(values: Mapping[str, Any] | None) -> Label | None:
+    """Returns the label that `label_to_json` described; raises InputError for anything else."""
+    if values is None:
+        return None
+    fields = dict(values)
+    kind = fields.pop("kind", None)
+    check(kind in _KINDS, "kind", f"one of {', '.join(_KINDS)}", kind)
+    return _KINDS[kind](**fields)
+
+
+@checked
 @dataclass(frozen=True, kw_only=True)
 class SegmentationMask:
     """A class for each pixel: it gets the crop, the resize (nearest) and the mirror of its image.
 
     It is stored as a PNG of one channel, or as raw bytes, a uint8 for each pixel, of the image's
     size. It comes out as int32 (height, width).
+
+    Example:
+      >>> SegmentationMask(key="image/segmentation/class/encoded")
 
     Attributes:
       key: its feature key.
@@ -145,13 +195,14 @@ class SegmentationMask:
     key: str
     ignore: Annotated[int, Within(0, 255)] = 255
 
-    def __post_init__(self) -> None:
-        check_fields(self)
 
-
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Stored:
     """A feature that comes out as it is stored: int64, float32 or string.
+
+    Example:
+      >>> Stored(size=40, padding=-1.0)  # float32 (40,), shorter lists are padded
 
     Attributes:
       size: how many values come out, as a vector; None is one value, as a scalar.
@@ -162,7 +213,6 @@ class Stored:
     padding: int | float | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self)
         if self.padding is not None and self.size is None:
             raise InputError("`padding` needs `size`.")
 
@@ -188,30 +238,33 @@ def describe_list(kinds: Sequence[str], lengths: Lengths) -> str:
 def find_label_problem(label: Label, features: Features) -> tuple[str, str] | None:
     """Returns (reason, detail) if a record does not hold such a label; its key must be known."""
     key = label.key or ""
+    name = f"`label.key` '{key}'"
     if key not in features:
         held = ", ".join(f"'{held}'" for held in sorted(features)[:20]) or "no features"
-        return "label missing", f"`label_key` '{key}' is not in this record, which holds {held}."
-    found, values = features[key]
+        return "label missing", f"{name} is not in this record, which holds {held}."
+    kind, values = features[key]
     low, high = label.lengths
-    if found not in label.kinds or not low <= len(values) <= high:
-        due, found = describe_list(label.kinds, label.lengths), found or "an empty feature"
-        return "label kind", f"`label_key` '{key}' must be {due}, found {found} of {len(values)}."
+    if kind not in label.kinds or not low <= len(values) <= high:
+        due, found = describe_list(label.kinds, label.lengths), kind or "an empty feature"
+        detail = f"{name} must be {due}, found {found} of {len(values)}."
+        if isinstance(label, ClassLabel):
+            detail += _OTHER_LABELS.get(kind, "")
+        return "label kind", detail
     if isinstance(label, Values):
         wrong = next((value for value in values if not math.isfinite(value)), None)
-        bound = "finite"
+        rule, hint = "finite", ""
     elif isinstance(label, ClassLabel) and label.vocabulary:
         names = {name.encode() for name in label.vocabulary}
         wrong = next((value for value in values if value not in names), None)
-        bound = f"one of the {len(names)} names of the vocabulary"
+        rule, hint = f"one of the {len(names)} names of the vocabulary", ""
     else:
-        first, count = label.offset or 0, label.num_classes
-        last = None if count is None else first + count - 1
-        beyond = (one for one in values if one < first or (last is not None and one > last))
-        wrong, bound = next(beyond, None), f"in {first} to {last}"
-        bound = bound if count else f"at least {first}"
+        first, count = label.offset, label.num_classes or math.inf
+        wrong = next((value for value in values if not first <= value < first + count), None)
+        rule = f"in {first} to {first + count - 1}" if label.num_classes else f"at least {first}"
+        hint = _COUNT_FROM_1 if (first, wrong) == (0, count) else ""
     if wrong is None:
         return None
-    return "label range", f"`label_key` '{key}' must be {bound}, found {wrong!r}."
+    return "label range", f"{name} must be {rule}, found {wrong!r}.{hint}"
 
 
 def class_weights(
@@ -230,7 +283,9 @@ def class_weights(
             raise InputError(f"{text}: index them with --verify=schema.")
         total = sum(count for _, count in counts)
         given = {label: total / (len(counts) * count) for label, count in counts}
+    rule = f"finite weights of at least 0, by classes in [0, {_MAX_WEIGHTED:,})"
     for label, weight in given.items():
-        holds = isinstance(label, int) and label >= 0 and math.isfinite(weight) and weight >= 0
-        check(holds, "class_weight", "weights of at least 0, by classes from 0", given)
+        is_class = isinstance(label, int) and 0 <= label < _MAX_WEIGHTED
+        is_weight = isinstance(weight, Real) and 0 <= weight < math.inf
+        check(is_class and is_weight, "class_weight", rule, given)
     return [given.get(label, 1.0) for label in range(max([num_classes - 1, *given]) + 1)]

@@ -25,7 +25,7 @@ from dali_tf_input.storage.objects import Status, is_url
 
 class _Document(msgspec.Struct):
     format: Literal["dali_tf_input index manifest"]
-    version: Literal[2]
+    version: Literal[3]
     files: dict[str, FileEntry]
     whole: Summary
 
@@ -49,7 +49,8 @@ class Manifest:
                 document = json.load(stream)
             files = msgspec.convert(document, _Document).files
             for name, entry in files.items():
-                Checks(**{"verify": entry.verified, **entry.checked_by})  # raises if there is none
+                # Raises if there are no such checks.
+                Checks.from_json({"verify": entry.verified, **entry.checked_by})
                 # Indexes of files that are gone are removed by these names.
                 if name != os.path.basename(name) or name in ("", ".", ".."):
                     raise ValueError(f"{name!r} is not the name of a file in this folder")
@@ -65,7 +66,7 @@ class Manifest:
         """Writes the manifest to the new file `path`."""
         document = _Document(
             "dali_tf_input index manifest",
-            2,
+            3,
             {name: self.entries[name] for name in sorted(self.entries)},
             summarize(self.entries),
         )

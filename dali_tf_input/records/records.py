@@ -1,4 +1,4 @@
-"""The records there are: indexed TFRecord files, and where each record is."""
+"""The indexed TFRecord files of a dataset and the location of each record."""
 
 import bisect
 import functools
@@ -9,12 +9,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from dali_tf_input.errors import Count, InputError, Path, check, check_fields, checked
+from dali_tf_input.errors import Count, InputError, Path, check, checked
 from dali_tf_input.records import contents, schema
 from dali_tf_input.records.contents import Feature
 from dali_tf_input.records.example import decode_example
 from dali_tf_input.records.index_file import Integers, parse_index, read_index
-from dali_tf_input.records.labels import ClassLabel, Label, Lengths, Values, describe_list
+from dali_tf_input.records.labels import Lengths, describe_list
 from dali_tf_input.records.manifest import find_change, find_change_of_object, read_entries
 from dali_tf_input.records.mirror import find_local
 from dali_tf_input.records.paths import absolute, find_versions, index_command, index_files_of
@@ -24,7 +24,7 @@ from dali_tf_input.storage.objects import RETRY_SECONDS, Part, Status, find_stat
 
 
 class Extent(NamedTuple):
-    """Where a record is.
+    """The location of a record.
 
     Attributes:
       file: its TFRecord file.
@@ -40,86 +40,103 @@ class Extent(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Records:
-    """The records there are. Made by `from_files`, which checks them.
+class IndexedFile:
+    """A TFRecord file and its index, as they were when the file was indexed.
 
     Attributes:
-      files: absolute paths, or URLs, of the TFRecord files that hold records, sorted.
-      index_files: absolute path of each file's index, or of a local copy of it.
-      records_per_file: how many records each index holds.
-      skipped_per_file: how many bad records each index skips.
-      image_key: feature key of the encoded image, a bytes_list of one value.
-      label_key: feature key of the label; None if records hold none that is known.
-      label_offset: subtracted from every stored label, so that classes count from 0.
-      label_range: lowest and highest label that comes out, of the records that the index step
-        read: all from level "schema" on, else a sample; None if not known, or not integers.
-      class_counts: the classes that occur and how many records of each, if all files were checked
-        at level "schema" with this key and there are at most 10,000; else None.
-      largest_image: (height, width) in pixels of the tallest and of the widest image, from level
-        "decode" on; else None. DALI's GPU decoder allocates memory for it.
-      states: (size in bytes, time of modification in nanoseconds, CRC-32C of the index) of each
-        file when it was checked, so that later changes are noticed; () notices none.
-      etags: versions of the objects, of files in a store; () of local files.
-      index_dir: the folder of the index files as it was named; None is beside each file.
-      cache: where objects are kept, if they are.
-      retry_seconds: how long to retry an object whose store does not answer.
-      features: what the records hold by key, as far as the index step read them.
+      path: absolute path or URL of the file.
+      index_file: absolute path of its index, or of a local copy of it.
+      num_records: how many records the index holds.
+      num_skipped: how many bad records it skips.
+      size: bytes of the file.
+      mtime_ns: its time of modification in nanoseconds; 0 for a stored object.
+      index_crc: CRC-32C of the index.
+      etag: the version of a stored object; None for a local file.
     """
 
-    files: tuple[str, ...]
-    index_files: tuple[str, ...]
-    records_per_file: tuple[int, ...]
-    skipped_per_file: tuple[int, ...]
+    path: str
+    index_file: str
+    num_records: int
+    num_skipped: int
+    size: int
+    mtime_ns: int
+    index_crc: int
+    etag: str | None = None
+
+    @property
+    def status(self) -> Status | None:
+        """The version of a stored object; None for a local file."""
+        return None if self.etag is None else Status(self.size, self.etag)
+
+    def index_text(self) -> bytes:
+        """Reads the index; raises InputError if it changed."""
+        return read_index(self.index_file, crc=self.index_crc)
+
+    def index(self) -> Integers:
+        """Returns offset and size in bytes of each record: int64 (num_records, 2)."""
+        return parse_index(self.index_text(), self.index_file, self.num_records)
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class Records:
+    """The indexed TFRecord files of a dataset. Made by `from_files`, which checks them.
+
+    Example:
+      >>> records = Records.from_files("records/train-*")
+      >>> records.num_records
+      >>> records.read(0)["image/class/label"]
+
+    Attributes:
+      files: the files that hold records, sorted by path.
+      image_key: feature key of the encoded image, a bytes_list of one value.
+      largest_image: (height, width) in pixels of the tallest and of the widest image, from level
+        "decode" on; else None. DALI's GPU decoder allocates memory for it.
+      index_dir: the folder of the index files as it was named; None is beside each file.
+      cache: the local copies of stored objects, if they are kept.
+      retry_seconds: how long to retry an object whose store does not answer.
+      features: what the records hold by key, as far as the index step read them: all records from
+        level "schema" on, else a sample.
+    """
+
+    files: tuple[IndexedFile, ...]
     image_key: str
-    label_key: str | None
-    label_offset: int = 0
-    label_range: tuple[int, int] | None = None
-    class_counts: tuple[tuple[int, int], ...] | None = None
     largest_image: tuple[int, int] | None = None
-    states: tuple[tuple[int, int, int], ...] = ()
-    etags: tuple[str, ...] = ()
     index_dir: str | None = None
     cache: Cache | None = None
     retry_seconds: float = RETRY_SECONDS
     features: dict[str, Feature] = field(default_factory=dict, hash=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_fields(self)
         if not self.files:
             raise InputError("`files` must name at least one TFRecord file, got none.")
-        for name in ("index_files", "records_per_file", "skipped_per_file", "states"):
-            if len(getattr(self, name)) != len(self.files) and (self.states or name != "states"):
-                raise InputError(
-                    f"`{name}` must have one entry per file, {len(self.files)}, got "
-                    f"{len(getattr(self, name))}."
-                )
 
     @property
     def num_records(self) -> int:
         """How many records all files hold together, without skipped ones."""
-        return sum(self.records_per_file)
+        return sum(file.num_records for file in self.files)
 
     @property
-    def num_classes(self) -> int | None:
-        """How many different labels there are, if `class_counts` are known."""
-        return None if self.class_counts is None else len(self.class_counts)
+    def num_skipped(self) -> int:
+        """How many bad records the indexes skip."""
+        return sum(file.num_skipped for file in self.files)
 
     @property
-    def label(self) -> Label | None:
-        """The kind of label, if the records determine it; else None."""
-        found = self.features.get(self.label_key or "")
-        if found and found.kinds == ("int64_list",) and found.lengths == (1, 1):
-            return ClassLabel(key=self.label_key)
-        if found and found.kinds == ("float_list",) and found.lengths[0] == found.lengths[1]:
-            return Values(key=self.label_key, size=found.lengths[0])
-        return None
+    def is_remote(self) -> bool:
+        """Whether the files are stored objects."""
+        return self.files[0].etag is not None
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The path or URL of each file."""
+        return tuple(file.path for file in self.files)
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
         """The names in ``labels.txt``, or tfds' ``label.labels.txt``, beside the files."""
-        if self.etags:
+        if self.is_remote:
             return None
-        folder = glob.escape(os.path.dirname(self.files[0]))
+        folder = glob.escape(os.path.dirname(self.files[0].path))
         for name in ("labels.txt", "label.labels.txt"):
             for path in glob.glob(os.path.join(folder, name)):
                 with open(path, encoding="utf-8") as stream:
@@ -131,30 +148,25 @@ class Records:
         """Whether images are stored as pixels, see `make_tfrecords.py --store=pixels`."""
         return self.image_key == schema.PIXELS_KEY
 
-    def index_text(self, file: int) -> bytes:
-        """Reads the index of a file, by its number; raises InputError if it changed."""
-        return read_index(self.index_files[file], crc=self._index_crc(file))
-
-    def _index_crc(self, file: int) -> int | None:
-        return self.states[file][2] if self.states else None
-
-    def index(self, file: int) -> Integers:
+    def index(self, number: int) -> Integers:
         """Returns offset and size in bytes of each record of a file: int64 (records, 2)."""
-        text = self.index_text(file)
-        return parse_index(text, self.index_files[file], self.records_per_file[file])
+        return self.files[number].index()
 
     def locate(self, record: int) -> Extent:
-        """Returns where a record is, by its number over all files, in [0, num_records)."""
+        """Returns the location of a record, by its number over all files, in [0, num_records)."""
+        file, number = self._find_file(record)
+        return Extent(file.path, number, *_read_index(file)[number].tolist())
+
+    def _find_file(self, record: int) -> tuple[IndexedFile, int]:
+        """Returns the file of a record, and the number of the record in it."""
         check(0 <= record < self.num_records, "record", f"in [0, {self.num_records})", record)
-        file = bisect.bisect_right(self._ends, record)
-        count = self.records_per_file[file]
-        number = record - self._ends[file] + count
-        index = _read_index(self.index_files[file], self._index_crc(file), count)
-        return Extent(self.files[file], number, *index[number].tolist())
+        position = bisect.bisect_right(self._ends, record)
+        file = self.files[position]
+        return file, record - self._ends[position] + file.num_records
 
     @functools.cached_property
     def _ends(self) -> list[int]:
-        return [*itertools.accumulate(self.records_per_file)]
+        return [*itertools.accumulate(file.num_records for file in self.files)]
 
     def read(self, record: int) -> dict[str, Sequence[Any]]:
         """Reads a record, by its number: feature keys and their values, bytes, int or float.
@@ -168,20 +180,16 @@ class Records:
 
     def read_data(self, record: int) -> bytes:
         """Reads a record, by its number: a serialized Example; raises as `read`."""
-        file, _, offset, size = self.locate(record)
-        status = self.status(self.files.index(file))
-        path = self.cache.find(file, status) if self.cache and status else None
-        if status is None or path:
-            return read_record(path or file, offset)
-        part = Part(file, status.etag, offset, offset + size)
+        file, number = self._find_file(record)
+        offset, size = _read_index(file)[number].tolist()
+        copy = self.cache.find(file.path, file.status) if self.cache and file.status else None
+        if file.etag is None or copy:
+            return read_record(copy or file.path, offset)
+        part = Part(file.path, file.etag, offset, offset + size)
         (data,) = read_parts([part], unframe_record, retry_seconds=self.retry_seconds)
         if data is None:
-            raise InputError(f"{file}: byte {offset}: the record does not fit its CRC.")
+            raise InputError(f"{file.path}: byte {offset}: the record does not fit its CRC.")
         return bytes(data)
-
-    def status(self, file: int) -> Status | None:
-        """Returns the version of an object, by the number of its file; None of a local file."""
-        return Status(self.states[file][0], self.etags[file]) if self.etags else None
 
     def dtype_of(self, key: str) -> str:
         """Returns the type of a feature's values: "string", "float32" or "int64"."""
@@ -203,34 +211,35 @@ class Records:
         if not self.features:
             return  # made by hand
         if key not in self.features:
-            raise schema.name_missing(name, key, self.features)
-        found = self.features[key]
-        if fits(found) and found.first_without is None:
+            raise schema.missing_key_error(name, key, self.features)
+        if fits(self.features[key]) and self.features[key].first_without is None:
             return
         place, arguments = self.index_dir, ["--verify=schema"]
-        command = index_command(self.files, index_dir=place, arguments=arguments)
-        versions = {file: self.status(number) for number, file in enumerate(self.files)}
-        entries = read_entries(versions, self.index_files, self.files, place)
-        for file, entry in zip(self.files, entries, strict=True):
-            one = entry.features.get(key)
-            if one is None or one.first_without is not None:
-                record = one.first_without if one else 0
-                problem = f"is not in record {record} of {file}"
-            elif not fits(one):
-                kinds_found = " or ".join(kind or "an empty feature" for kind in one.kinds)
+        command = index_command(self.paths, index_dir=place, arguments=arguments)
+        statuses = {file.path: file.status for file in self.files}
+        index_files = [file.index_file for file in self.files]
+        entries = read_entries(statuses, index_files, self.paths, place)
+        for path, entry in zip(self.paths, entries, strict=True):
+            feature = entry.features.get(key)
+            if feature is None or feature.first_without is not None:
+                record = feature.first_without if feature else 0
+                problem = f"is not in record {record} of {path}"
+            elif not fits(feature):
+                kinds_found = " or ".join(kind or "an empty feature" for kind in feature.kinds)
                 due = describe_list([*kinds], lengths)
-                problem = f"must be {due}, found {kinds_found} of {one.lengths[1]} in {file}"
+                problem = f"must be {due}, found {kinds_found} of {feature.lengths[1]} in {path}"
             else:
                 continue
             raise InputError(f"`{name}` '{key}' {problem}. To see all that is wrong: {command}")
 
     def find_change(self) -> str | None:
         """Returns how the first file that changed differs from what was indexed; None if none."""
-        there = find_statuses(self.files) if self.etags else {}
-        for number, (file, state) in enumerate(zip(self.files, self.states, strict=False)):
-            status = self.status(number)
-            change = find_change(file, *state[:2]) if status is None else None
-            change = find_change_of_object(file, there.get(file), status) if status else change
+        statuses = find_statuses(self.paths) if self.is_remote else {}
+        for file in self.files:
+            if file.status is None:
+                change = find_change(file.path, file.size, file.mtime_ns)
+            else:
+                change = find_change_of_object(file.path, statuses.get(file.path), file.status)
             if change:
                 return change
         return None
@@ -243,8 +252,6 @@ class Records:
         *,
         index_dir: Path | None = None,
         image_key: str | None = None,
-        label_key: str | None = None,
-        label_offset: int = 0,
         cache_dir: Path | None = None,
         cache_bytes: Count | None = None,
         retry_seconds: float = RETRY_SECONDS,
@@ -263,95 +270,75 @@ class Records:
             file, as ``<file>.idx``.
           image_key: feature key of the image; None finds TF-slim's "image/encoded" or tfds'
             "image".
-          label_key: feature key of the label; None finds TF-slim's "image/class/label" or tfds'
-            "label".
-          label_offset: the label of the first class as stored, subtracted from every label; 1 for
-            TF-slim's ImageNet.
           cache_dir: a local folder that keeps objects of a store; None reads parts of them each
             time, which order "buffer" cannot.
           cache_bytes: the most that `cache_dir` takes, at least 1; needed with it.
           retry_seconds: how long to retry an object whose store does not answer.
 
         Raises:
-          InputError: no file matches, an index is missing, a file or its index changed, a record
-            lacks the image, or a label is below `label_offset`. `InputSpec` checks labels.
+          InputError: no file matches, an index is missing, a file or its index changed, or a
+            record lacks the image. `InputSpec` checks labels.
         """
         # Absolute, as a program may change its folder.
-        found = {absolute(file): status for file, status in find_versions(files).items()}
-        stores = {status is not None for status in found.values()}
-        check(len(stores) == 1, "files", "all local, or all in a store", files)
-        cache = make_cache(cache_dir, cache_bytes, retry_seconds) if stores == {True} else None
-        index_files = tuple(map(absolute, index_files_of([*found], index_dir=index_dir)))
+        statuses = {absolute(file): status for file, status in find_versions(files).items()}
+        is_remote = {status is not None for status in statuses.values()}
+        check(len(is_remote) == 1, "files", "all local, or all in a store", files)
+        cache = make_cache(cache_dir, cache_bytes, retry_seconds) if is_remote == {True} else None
+        index_files = tuple(map(absolute, index_files_of([*statuses], index_dir=index_dir)))
         index_files = find_local(index_files)
-        read = read_entries(found, index_files, files, index_dir)
-        entries = dict(zip(found, read, strict=True))
-        summary = contents.summarize(entries)
+        entries = read_entries(statuses, index_files, files, index_dir)
+        summary = contents.summarize(dict(zip(statuses, entries, strict=True)))
         command = index_command(files, index_dir=index_dir, arguments=["--verify=schema"])
         if not summary.records:
             raise InputError(
                 f"All {summary.skipped:,} records of these {summary.files:,} files are skipped: the"
                 " index has no valid records."
             )
-        features = summary.features
-        if not features:
+        if not summary.features:
             raise InputError(
                 "The first records of these files are not Examples with features. To see what they"
                 f" are: {command}"
             )
-        for file, entry in entries.items():
+        for file, entry in zip(statuses, entries, strict=True):
             if entry.records and not entry.parsed:
                 text = f"The first record of {file} is not a tf.train.Example"
                 raise InputError(f"{text}. To see all that is wrong: {command}")
-        keys = {"image_key": image_key, "label_key": label_key}
-        image_key, label_key = schema.find_keys(features, **keys)
+        image_key, _ = schema.find_keys(summary.features, image_key=image_key, label_key=None)
         if not image_key:
-            raise schema.name_keys(features)
-        held = [file for file in found if entries[file].records]  # DALI refuses an empty index
-
-        def collect(what: str, name: str, key: str) -> list[Any]:
-            """Returns what is known of each file; nothing if it is not known of all."""
-            checked = [entries[file] for file in held if entries[file].checked_by.get(name) == key]
-            found = [one for one in (getattr(entry, what) for entry in checked) if one]
-            return found if len(found) == len(held) else []
-
-        known = contents.merge_labels(collect("labels", "label_key", label_key or ""))
-        sized = contents.merge_images(collect("images", "image_key", image_key))
-        label = features.get(label_key or "")
-        found_range = label.range if label and label.kinds == ("int64_list",) else None
-        low, high = found_range or (label_offset, 0)
-        if low < label_offset:
-            raise InputError(
-                f"`label_offset` must be at most the lowest label, {low:g}, got "
-                f"{label_offset}: it is subtracted from every label, and classes count from 0."
+            raise schema.unknown_keys_error(summary.features)
+        indexed = [
+            IndexedFile(
+                path=path,
+                index_file=index_file,
+                num_records=entry.records,
+                num_skipped=entry.skipped,
+                size=entry.size,
+                mtime_ns=entry.mtime_ns,
+                index_crc=entry.index_crc,
+                etag=entry.etag,
             )
-        by_file = dict(zip(found, index_files, strict=True))
-        made = cls(
-            files=tuple(held),
-            index_files=tuple(by_file[file] for file in held),
-            records_per_file=tuple(entries[file].records for file in held),
-            states=tuple(
-                (entries[file].size, entries[file].mtime_ns, entries[file].index_crc)
-                for file in held
-            ),
-            etags=tuple(entries[file].etag or "" for file in held) if stores == {True} else (),
+            for path, index_file, entry in zip(statuses, index_files, entries, strict=True)
+            if entry.records  # DALI refuses an empty index
+        ]
+        images = [
+            entry.images
+            for entry in entries
+            if entry.images and entry.checked_by.get("image_key") == image_key
+        ]
+        largest = contents.merge_images(images) if len(images) == len(indexed) else None
+        records = cls(
+            files=tuple(indexed),
+            image_key=image_key,
+            largest_image=largest.largest_size if largest else None,
             index_dir=None if index_dir is None else absolute(os.fspath(index_dir)),
             cache=cache,
             retry_seconds=retry_seconds,
-            skipped_per_file=tuple(entries[file].skipped for file in held),
-            image_key=image_key,
-            label_key=label_key,
-            label_offset=label_offset,
-            label_range=found_range and (int(low) - label_offset, int(high) - label_offset),
-            class_counts=known.counts and tuple((one - label_offset, n) for one, n in known.counts)
-            if known
-            else None,
-            largest_image=sized.largest_size if sized else None,
-            features=features,
+            features=summary.features,
         )
-        made.check_feature("image_key", image_key, ("bytes_list",), (1, 1))
-        return made
+        records.check_feature("image_key", image_key, ("bytes_list",), (1, 1))
+        return records
 
 
 @functools.lru_cache(64)  # not those of thousands of files at once
-def _read_index(index_file: str, crc: int | None, num_records: int) -> Integers:
-    return parse_index(read_index(index_file, crc=crc), index_file, num_records)
+def _read_index(file: IndexedFile) -> Integers:
+    return file.index()

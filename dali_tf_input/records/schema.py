@@ -1,12 +1,18 @@
-"""What is checked of TFRecord files, and how deeply."""
+"""The levels of checking TFRecord files, and what each one checks."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-from dali_tf_input.errors import Count, InputError, check_fields
-from dali_tf_input.records import labels
-from dali_tf_input.records.labels import Features, Label, LabelKind, find_label_problem
+from dali_tf_input.errors import Count, InputError, checked
+from dali_tf_input.records.labels import (
+    ClassLabel,
+    Features,
+    Label,
+    find_label_problem,
+    label_from_json,
+    label_to_json,
+)
 
 Level = Literal["framing", "crc", "schema", "decode"]
 Decoder = Literal["both", "dali", "tf_data"]
@@ -29,8 +35,7 @@ KEY_PRESETS = {
 # Both backends decode JPEGs with this DCT (libjpeg-turbo's "islow"), and so to the same bits.
 DCT_METHOD = "INTEGER_ACCURATE"
 
-_LABEL = ("label_key", "label_offset", "num_classes", "label", "label_size", "vocabulary")
-_SCHEMA = ("image_key", *_LABEL, "mask_key")
+_SCHEMA = ("image_key", "label", "mask_key")
 _DEPENDS_ON: dict[Level, tuple[str, ...]] = {
     "framing": (),
     "crc": (),
@@ -42,9 +47,14 @@ _DEPENDS_ON: dict[Level, tuple[str, ...]] = {
 TrialDecode = Callable[[bytes], tuple[str, int, int]]
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Checks:
-    """What is checked of every record.
+    """Describes what is checked of every record.
+
+    Example:
+      >>> build_index("records/*", Checks(verify="decode"), on_bad="skip")
+      >>> build_index("records/*", Checks(verify="schema", label=ClassLabel(offset=1)))
 
     Attributes:
       verify: the depth. "framing": lengths, their CRCs, the file's end; no data is read. "crc": the
@@ -52,14 +62,9 @@ class Checks:
         the label is in range. "decode": the image is a JPEG, PNG, BMP or WebP of at most
         `max_pixels`, and decodes; its mask is of its size.
       image_key: feature key of the encoded image; None tries those of `schema.KEY_PRESETS`.
-      label_key: feature key of the label; None as above.
-      label_offset: the label of the first class as stored; lower ones are bad. TF-slim's ImageNet
-        counts from 1.
-      num_classes: labels from ``label_offset + num_classes`` on are bad; None sets no such limit.
-      label: what a label is: "class", one integer (with `vocabulary`, one name); "multi_hot", a
-        list of integers of any length; "values", `label_size` numbers; "none".
-      label_size: how many numbers, for "values" only.
-      vocabulary: the names of the classes, for "class" only.
+      label: what every record must hold: a `ClassLabel`, `MultiHot` (with `num_classes` None,
+        without an upper limit) or `Values`; None for no label. Integers below its `offset` are bad,
+        and so are those from ``offset + num_classes`` on, if it says how many classes there are.
       mask_key: feature key of the segmentation mask; None is none.
       decoder: what decodes at "decode": "dali" (nvImageCodec, as in DALI's CPU operators),
         "tf_data" (`tf.io.decode_jpeg`), or "both", which must both succeed. They disagree on some
@@ -70,40 +75,31 @@ class Checks:
 
     verify: Level = "framing"
     image_key: str | None = None
-    label_key: str | None = None
-    label_offset: int = 0
-    num_classes: Count | None = None
-    label: LabelKind = "class"
-    label_size: Count | None = None
-    vocabulary: tuple[str, ...] | None = None
+    label: Label | None = field(default_factory=ClassLabel)
     mask_key: str | None = None
     decoder: Decoder = "both"
     max_pixels: Count = MAX_PIXELS
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-        for name, kind in (("label_size", "values"), ("vocabulary", "class")):
-            if getattr(self, name) is not None and self.label != kind:
-                raise InputError(f"`{name}` is for `label` {kind!r} only, got {self.label!r}.")
-        if self.label == "values" and self.label_size is None:
-            raise InputError("`label` 'values' needs `label_size`, how many numbers.")
+    def with_keys(self, image_key: str, label_key: str | None) -> "Checks":
+        """Returns the same checks with the keys of the image and of the label."""
+        label = self.label and replace(self.label, key=label_key)
+        return replace(self, image_key=image_key, label=label)
 
-    @property
-    def stored_label(self) -> labels.Label | None:
-        """What a label must be."""
-        key, count, offset = self.label_key, self.num_classes, self.label_offset
-        if self.label == "multi_hot":
-            return labels.MultiHot(key=key, num_classes=count, offset=offset)
-        if self.label == "values":
-            return labels.Values(key=key, size=self.label_size or 1)
-        names = self.vocabulary
-        made = labels.ClassLabel(key=key, num_classes=count, offset=offset, vocabulary=names)
-        return made if self.label == "class" else None
+    def to_json(self) -> dict[str, Any]:
+        """Returns all fields as JSON values."""
+        return {**vars(self), "label": label_to_json(self.label)}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Checks":
+        """Returns the checks that `to_json` described; raises InputError if there are none."""
+        fields = dict(values)
+        if "label" in fields:
+            fields["label"] = label_from_json(fields["label"])
+        return cls(**fields)
 
     def depends_on(self) -> dict[str, Any]:
         """Returns what the outcome depends on besides the level, for the `FileEntry`."""
-        values = {name: getattr(self, name) for name in _DEPENDS_ON[self.verify]}
-        return {name: list(one) if isinstance(one, tuple) else one for name, one in values.items()}
+        return {name: self.to_json()[name] for name in _DEPENDS_ON[self.verify]}
 
 
 class BadImage(Exception):  # noqa: N818 (a verdict, not an error)
@@ -139,25 +135,26 @@ def find_keys(
     None is a key that is not found; records may hold no label.
     """
     held = set(features)
-    presets = [(image_key or image, label_key or label) for image, label in KEY_PRESETS.values()]
+    paired = sorted(KEY_PRESETS.values(), key=lambda keys: keys[0] != image_key)
+    presets = [(image_key or image, label_key or label) for image, label in paired]
     for image, label in presets:
         if image in held and label in held:
             return image, label
     return next((image for image, _ in presets if image in held), image_key), label_key
 
 
-def name_missing(name: str, key: str, held: Iterable[str]) -> InputError:
+def missing_key_error(name: str, key: str, held: Iterable[str]) -> InputError:
     """Returns the error for a feature key that no record holds; `name` is its argument."""
     names = ", ".join(f"'{one}'" for one in held)
     return InputError(f"`{name}` '{key}' is not in the records, which hold {names}.")
 
 
-def name_keys(held: Iterable[str]) -> InputError:
+def unknown_keys_error(held: Iterable[str]) -> InputError:
     """Returns the error for records that hold other features than those of `KEY_PRESETS`."""
     return InputError(
         f"The records hold {', '.join(map(repr, sorted(held)[:30]))}, not the keys of"
-        f" {' or '.join(KEY_PRESETS)}: name the two with `image_key` and `label_key`, or pass"
-        " label=None (--label=none) where there are no labels."
+        f" {' or '.join(KEY_PRESETS)}: name the two with `image_key` (--image_key) and"
+        " label=ClassLabel(key=...) (--label_key), or pass label=None (--label=none) for none."
     )
 
 

@@ -1,1 +1,1 @@
-"""What a model is fed: frozen descriptions that both backends read."""
+"""Frozen descriptions of a model's input, which both backends read."""

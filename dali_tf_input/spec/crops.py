@@ -1,4 +1,4 @@
-"""How the part of an image that the model sees is chosen: one class for each way.
+"""The crops: one class for each way to choose the part of an image that the model sees.
 
 A crop plans its own region, once for both backends: `plan` is written in the few operations of
 `Ops`, which each backend provides. To add a crop, see docs/extending.md.
@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol
 
-from dali_tf_input.errors import InputError, Pixels, Within, check, check_fields
+from dali_tf_input.errors import InputError, Pixels, Within, check, checked
 
 Sampling = Literal["resize_then_crop", "crop_then_resize", "crop_and_pad"]
 
@@ -77,6 +77,7 @@ class Region(NamedTuple):
         return cls(corner * size / resized, out * size / resized, resized, corner)
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Crop:
     """How the part of the image that the model sees is chosen. Base class of all crops.
@@ -91,9 +92,6 @@ class Crop:
 
     sampling: ClassVar[Sampling] = "resize_then_crop"
     is_random: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     @property
     def num_attempt_uniforms(self) -> int:
@@ -115,6 +113,7 @@ class Crop:
         return Region.of_resized(size, out, out * 0.0, out)
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class ResizeRandomCrop(Crop):
     """Resizes the whole image to a fixed size, then crops at a random position.
@@ -140,6 +139,7 @@ class ResizeRandomCrop(Crop):
         return Region.of_resized(size, resized, corner, out)
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class RandomResizedCrop(Crop):
     """Crops a region of random area and aspect ratio and resizes it, as Inception and ResNet train.
@@ -164,7 +164,6 @@ class RandomResizedCrop(Crop):
     num_attempts: Annotated[int, Within(1, 100)] = 10
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         low, high = self.area_range
         rule = "(smallest, largest), both in (0, 1]"
         check(0 < low <= high <= 1, "area_range", rule, self.area_range)
@@ -205,6 +204,7 @@ class RandomResizedCrop(Crop):
         return Region(start, extent, out, out * 0.0)
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class RandomCrop(Crop):
     """Crops a region of the image size at a random position, at the original scale.
@@ -223,6 +223,7 @@ class RandomCrop(Crop):
         return Region(start, out + size * 0.0, size, start)
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class CenterCrop(Crop):
     """Resizes the image until its shorter side has a given length, then crops the center.
@@ -248,6 +249,7 @@ class CenterCrop(Crop):
         return Region.of_resized(size, resized, corner, out)
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class NoCrop(Crop):
     """Resizes the whole image to the image size, ignoring its aspect ratio."""

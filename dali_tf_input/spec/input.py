@@ -1,29 +1,59 @@
-"""What a model is fed: a frozen description that both backends read.
+"""The description of a model's input, which both backends read.
 
 A `*Spec` and a `Preprocess` say what comes out, the same for every backend; an `*Options` says how
 fast. Everything is checked in Python when it is made, before any pipeline exists.
 """
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Annotated, Any, Literal
 
-from dali_tf_input.errors import Count, InputError, Within, check, check_fields
-from dali_tf_input.records import labels
-from dali_tf_input.records.labels import ClassLabel, Label, MultiHot, SegmentationMask, Stored
+from dali_tf_input.errors import (
+    Count,
+    InputError,
+    Path,
+    Pixels,
+    Within,
+    check,
+    check_keywords,
+    checked,
+)
+from dali_tf_input.records.contents import Counts, Feature
+from dali_tf_input.records.labels import (
+    ClassLabel,
+    Label,
+    MultiHot,
+    SegmentationMask,
+    Stored,
+    Values,
+    class_weights,
+)
 from dali_tf_input.records.records import Records
-from dali_tf_input.records.schema import name_keys
+from dali_tf_input.records.schema import find_keys, unknown_keys_error
 from dali_tf_input.spec.preprocess import Preprocess
 
 Order = Literal["sequential", "buffer", "global"]
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class InputSpec:
-    """All that comes out, the same on both backends.
+    """Describes the batches to produce, independent of the backend.
+
+    `for_training` and `for_evaluation` make the usual ones.
+
+    Example:
+      >>> spec = InputSpec(
+      ...     records=Records.from_files("records/train-*"),
+      ...     preprocess=Preprocess.for_training(224),
+      ...     order="global",
+      ...     label=ClassLabel(offset=1),
+      ... )
 
     Attributes:
-      records: the records there are.
+      records: the records to read.
       preprocess: what the model sees of them.
       order: "global" (training): in each epoch every order of the records is equally likely (with
         `shuffle_block_size`, every order of the blocks), the same one on both backends and for any
@@ -65,7 +95,6 @@ class InputSpec:
     features: dict[str, Stored] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        check_fields(self)
         if self.shuffle_block_size > 1 and self.order != "global":
             raise InputError(
                 f"`shuffle_block_size` is for order 'global' only, got {self.shuffle_block_size}"
@@ -89,33 +118,163 @@ class InputSpec:
                 raise InputError(f"`features` '{key}' would hide the value of that name.")
             found = self.records.features.get(key)
             kind = "".join(found.kinds[-1:]) if found else ""  # a list without values comes first
+            numbers = {"int64_list": int, "float_list": Real}.get(kind, type(None))
+            holds = stored.padding is None or not kind or isinstance(stored.padding, numbers)
+            rule = f"a value like those of '{key}', {self.records.dtype_of(key)}"
+            check(holds, "padding", rule, stored.padding)
             kinds = (kind,) if stored.padding is None else (kind, "")
             self.records.check_feature("features", key, kinds, stored.lengths)
 
     def _check_label(self) -> None:
-        """Completes `label` by what the dataset knows and checks it."""
+        """Completes the key of `label` and checks what the records are known to hold."""
         label, records = self.label, self.records
         if self.class_weight is not None and not (self.repeat and isinstance(label, ClassLabel)):
             raise InputError("`class_weight` is for training (`repeat` True) with a ClassLabel.")
         if label is None:
             return
-        key = label.key or records.label_key
+        keys = {"image_key": records.image_key, "label_key": label.key}
+        _, key = find_keys(records.features, **keys)
         if key is None:
-            raise name_keys(records.features)
+            raise unknown_keys_error(records.features)
         label = replace(label, key=key)
-        records.check_feature("label_key", key, label.kinds, label.lengths)
-        if not isinstance(label, labels.Values):
-            offset = records.label_offset if label.offset is None else label.offset
-            label = replace(label, offset=offset)
-            found = records.label_range if key == records.label_key else None
-            if isinstance(label, MultiHot):
-                check(label.num_classes is not None, "num_classes", "given for MultiHot", None)
-            count = label.num_classes if label.dtype == "float32" else None
-            if found and count and "int64_list" in label.kinds:
-                highest = found[1] + records.label_offset - offset
-                check(highest < count, "num_classes", f"above the highest label, {highest}", count)
         object.__setattr__(self, "label", label)
+        kinds = label.kinds
+        if isinstance(label, Values) and key in records.features:  # lists of one kind are parsed
+            stored = [kind for kind in kinds if kind in records.features[key].kinds]
+            kinds = tuple(stored[:1]) or kinds
+        records.check_feature("label.key", key, kinds, label.lengths)
+        if isinstance(label, MultiHot):
+            check(label.num_classes is not None, "num_classes", "given for MultiHot", None)
+        if self.label_range and isinstance(label, ClassLabel | MultiHot):
+            lowest, highest = self.label_range
+            if lowest < 0:
+                raise InputError(
+                    f"`label.offset` must be at most the lowest label, {lowest + label.offset}, got"
+                    f" {label.offset}: it is subtracted from every label, and classes count from 0."
+                )
+            count = label.num_classes if label.dtype == "float32" else None
+            if count:
+                rule = f"above the highest label, {highest}"
+                check(highest < count, "num_classes", rule, count)
         self.class_weights()  # raises if they are none
+
+    @property
+    def label_range(self) -> tuple[int, int] | None:
+        """Lowest and highest class that the index step saw, after the label's offset.
+
+        Of all records from level "schema" on, else of a sample. None if labels are not integers, or
+        if nothing is known of them.
+        """
+        feature, offset = self._label_feature
+        if feature is None or feature.range is None:
+            return None
+        return int(feature.range[0]) - offset, int(feature.range[1]) - offset
+
+    @property
+    def class_counts(self) -> Counts | None:
+        """The classes that occur, after the label's offset, and how often each.
+
+        None unless all files were indexed at level "schema" with this label, or if there are more
+        than 10,000 classes.
+        """
+        feature, offset = self._label_feature
+        if feature is None or feature.counts is None:
+            return None
+        return tuple((label - offset, count) for label, count in feature.counts)
+
+    @property
+    def _label_feature(self) -> tuple[Feature | None, int]:
+        """What is known of the label's feature, if it holds integers; and the label's offset."""
+        label = self.label
+        if not isinstance(label, ClassLabel | MultiHot) or not label.is_integer:
+            return None, 0
+        return self.records.features.get(label.key or ""), label.offset
+
+    @classmethod
+    @checked
+    def for_training(
+        cls,
+        records: Records | Path | Sequence[Path],
+        preprocess: Preprocess | Pixels | tuple[Pixels, Pixels] = 224,
+        **fields: Any,
+    ) -> "InputSpec":
+        """Describes training input: all records in a new random order each epoch, without end.
+
+        Images are those of `Preprocess.for_training`: resized to 8/7 of the size, cropped at
+        random, half of them mirrored, normalized.
+
+        Example:
+          >>> spec = InputSpec.for_training("records/train-*", 224)
+          >>> spec = InputSpec.for_training(
+          ...     "records/train-*", 224, crop=RandomResizedCrop(), auto_augment="rand", seed=1
+          ... )
+
+        Args:
+          records: indexed TFRecord files, a path, a URL, a pattern or several of them, as
+            `Records.from_files` takes them; or a `Records`.
+          preprocess: height and width of the images in pixels, or (height, width), or a
+            `Preprocess`.
+          **fields: further fields of `InputSpec`, such as `label` and `seed`; of `Preprocess`, such
+            as `crop` and `dtype`, which replace those of `preprocess`; and `normalization`, see
+            `Preprocess.for_training`. `order` and `repeat` are "global" and True by default.
+
+        Raises:
+          InputError: as `Records.from_files`; or a field is unknown or has a wrong value.
+        """
+        fields = {"order": "global", "repeat": True, **fields}
+        return cls._make("for_training", records, preprocess, fields)
+
+    @classmethod
+    @checked
+    def for_evaluation(
+        cls,
+        records: Records | Path | Sequence[Path],
+        preprocess: Preprocess | Pixels | tuple[Pixels, Pixels] = 224,
+        **fields: Any,
+    ) -> "InputSpec":
+        """Describes evaluation input: one pass over all records, in the order of the files.
+
+        Images are those of `Preprocess.for_evaluation`: the shorter side resized to 8/7 of the
+        size, cropped in the center, normalized.
+
+        Example:
+          >>> spec = InputSpec.for_evaluation("records/validation-*", 224)
+          >>> spec = InputSpec.for_evaluation("records/test-*", 224, record_ids=True)
+
+        Args:
+          records: as in `for_training`.
+          preprocess: as in `for_training`.
+          **fields: as in `for_training`, but `order` and `repeat` are "sequential" and False by
+            default.
+
+        Raises:
+          InputError: as in `for_training`.
+        """
+        fields = {"order": "sequential", "repeat": False, **fields}
+        return cls._make("for_evaluation", records, preprocess, fields)
+
+    @classmethod
+    def _make(
+        cls,
+        name: Literal["for_training", "for_evaluation"],
+        records: Records | Path | Sequence[Path],
+        preprocess: Preprocess | int | tuple[int, int],
+        fields: dict[str, Any],
+    ) -> "InputSpec":
+        own = {field.name for field in dataclasses.fields(cls)}
+        of_preprocess = {field.name for field in dataclasses.fields(Preprocess)} | {"normalization"}
+        check_keywords(f"InputSpec.{name}", fields, [*own, *of_preprocess])
+        changes = {key: value for key, value in fields.items() if key in of_preprocess}
+        if isinstance(preprocess, Preprocess):
+            preprocess = preprocess.with_fields(**changes)
+        elif name == "for_training":
+            preprocess = Preprocess.for_training(preprocess, **changes)
+        else:
+            preprocess = Preprocess.for_evaluation(preprocess, **changes)
+        if not isinstance(records, Records):
+            records = Records.from_files(records)
+        rest = {key: value for key, value in fields.items() if key in own}
+        return cls(records=records, preprocess=preprocess, **rest)
 
     @property
     def has_fixed_order(self) -> bool:
@@ -126,9 +285,9 @@ class InputSpec:
         """Returns the weight of each class, from 0 on; none without `class_weight`."""
         if self.class_weight is None or not isinstance(self.label, ClassLabel):
             return []
-        known = self.records.label_range or (0, 0)
-        count = max(self.label.num_classes or 1, known[1] + 1)
-        return labels.class_weights(self.class_weight, self.records.class_counts, count)
+        _, highest = self.label_range or (0, 0)
+        count = max(self.label.num_classes or 1, highest + 1)
+        return class_weights(self.class_weight, self.class_counts, count)
 
     @property
     def outputs(self) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -171,8 +330,3 @@ class InputSpec:
         Those of a pass, whose last one is shorter, and those with more than (image, label, weight).
         """
         return self.is_structured or not self.repeat
-
-    @property
-    def label_range(self) -> tuple[int, int] | None:
-        """The lowest and the highest label as they come out, if the index knows them."""
-        return self.records.label_range

@@ -1,16 +1,10 @@
-"""How fast a model is fed: the type of the options is the choice of the backend."""
+"""The options of the backends. Their type is the choice of the backend."""
 
-import dataclasses
-import json
-import os
 import warnings
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-import msgspec
-
-from dali_tf_input.errors import InputError, Part, Path, Within, check, check_fields, checked
-from dali_tf_input.storage.staging import write_whole
+from dali_tf_input.errors import InputError, Part, Within, check, checked
 
 Device = Literal["cpu", "gpu"]
 DaliDecode = Literal["auto", "full", "region"]
@@ -21,13 +15,14 @@ Kernel = Literal["auto", "native", "tensorflow"]
 AUTOTUNE = -1  # tf.data.AUTOTUNE, without importing TensorFlow
 _OR_AUTOTUNE = " or AUTOTUNE (-1)"
 
-_FORMAT = "dali_tf_input options"
-_VERSION = 2
 
-
+@checked
 @dataclass(frozen=True, kw_only=True)
 class DaliOptions:
     """How the DALI backend works.
+
+    Example:
+      >>> options = DaliOptions(device="gpu", prefetch_queue_depth=4)
 
     Attributes:
       device: "gpu" decodes with nvJPEG ("mixed") and leaves the batches on the GPU; "cpu" needs no
@@ -59,7 +54,6 @@ class DaliOptions:
     memory_hints: bool = True
 
     def __post_init__(self) -> None:
-        check_fields(self)
         if self.read_ahead and self.read_mode != "mmap":
             text = "`read_ahead` is for `read_mode` 'mmap' only, got"
             raise InputError(f"{text} {self.read_mode!r}.")
@@ -68,7 +62,7 @@ class DaliOptions:
             raise InputError(f"{text}: leave it None.")
         if (self.device, self.decode) == ("gpu", "region"):
             text = "decode='region' may crash on H100-class cards (nvImageCodec issue 55)"
-            warnings.warn(f"{text}: try it first.", stacklevel=3)
+            warnings.warn(f"{text}: try it first.", stacklevel=4)
 
     @property
     def resolved_decode(self) -> Literal["full", "region"]:
@@ -78,9 +72,13 @@ class DaliOptions:
         return self.decode
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class TfDataOptions:
     """How the tf.data backend works; AUTOTUNE (-1) leaves a number to tf.data.
+
+    Example:
+      >>> options = TfDataOptions(num_parallel_reads=64)  # for slow storage
 
     Attributes:
       num_parallel_reads: reads at the same time, in [1, 1024]; with order "buffer", of as many
@@ -123,7 +121,6 @@ class TfDataOptions:
     service: str | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self)
         holds = self.service is None or self.service.startswith("grpc://")
         check(holds, "service", "an address like 'grpc://host:5050'", repr(self.service))
 
@@ -134,63 +131,4 @@ class TfDataOptions:
         return self.decode
 
 
-_Kind = type[DaliOptions] | type[TfDataOptions]
-_BACKENDS: dict[str, _Kind] = {"dali": DaliOptions, "tf_data": TfDataOptions}
-
-
-@checked
-def save_options(
-    options: DaliOptions | TfDataOptions, path: Path, *, about: dict[str, Any] | None = None
-) -> None:
-    """Writes options as JSON, for `load_options`.
-
-    Args:
-      options: what is written, with all fields.
-      path: the file; it is replaced as a whole, or not at all.
-      about: further JSON values that say how the options were found; `load_options` ignores them.
-    """
-    backend = next(name for name, kind in _BACKENDS.items() if isinstance(options, kind))
-    document = {
-        "format": _FORMAT,
-        "version": _VERSION,
-        "backend": backend,
-        "options": dataclasses.asdict(options),
-        "about": about or {},
-    }
-    write_whole(os.fspath(path), json.dumps(document, indent=2) + "\n")
-
-
-@checked
-def load_options(path: Path) -> DaliOptions | TfDataOptions:
-    """Reads options that `save_options` wrote; missing fields take defaults.
-
-    Raises:
-      InputError: the file is missing, is not such a file, or holds an unknown field or a wrong
-        value.
-    """
-    try:
-        with open(path, "rb") as stream:
-            document = msgspec.json.decode(stream.read(), type=_Document)
-    except (OSError, msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise InputError(
-            f"{path} is not an options file of this version: {error}. Write one with"
-            " `save_options`, or with scripts/tune.py --files=GLOB --out=FILE of the repository."
-        ) from error
-    kind = _BACKENDS[document.backend]
-    unknown = set(document.options) - {field.name for field in dataclasses.fields(kind)}
-    if unknown:
-        raise InputError(f"{path}: {kind.__name__} has no field `{min(unknown)}`. Tune again.")
-    try:
-        return msgspec.convert(document.options, kind)
-    except msgspec.MsgspecError as error:
-        raise InputError(f"{path}: {error}") from error
-
-
 Options = DaliOptions | TfDataOptions
-
-
-class _Document(msgspec.Struct):
-    format: Literal["dali_tf_input options"]
-    version: Literal[2]
-    backend: Literal["dali", "tf_data"]
-    options: dict[str, Any]

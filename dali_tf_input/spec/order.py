@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dali_tf_input.errors import Count, InputError, check, check_fields, checked
+from dali_tf_input.errors import Count, InputError, check, checked
 from dali_tf_input.records.index_file import Integers
 
 
+@checked
 @dataclass(frozen=True)
 class Shard:
     """The part of the records that one pipeline reads.
@@ -31,7 +32,6 @@ class Shard:
     num_shards: Count = 1
 
     def __post_init__(self) -> None:
-        check_fields(self)
         holds = 0 <= self.shard_id < self.num_shards
         check(holds, "shard_id", f"in [0, {self.num_shards})", self.shard_id)
 

@@ -1,10 +1,11 @@
-"""What the model sees of an image: which part, at which size, as which numbers."""
+"""The preprocessing between an encoded image and the model's input."""
 
+import dataclasses
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dali_tf_input.errors import InputError, Part, Pixels, check, check_fields, checked
+from dali_tf_input.errors import InputError, Part, Pixels, check, check_keywords, checked
 from dali_tf_input.spec.crops import CenterCrop, Crop, NoCrop, ResizeRandomCrop
 
 Layout = Literal["HWC", "CHW"]
@@ -36,6 +37,7 @@ _WHOLE = NoCrop()
 RAND_AUGMENT_OPS, RAND_AUGMENT_MAGNITUDE, RAND_AUGMENT_BINS = 2, 9, 31
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Preprocess:
     """Everything between an encoded image and what the model sees.
@@ -82,10 +84,6 @@ class Preprocess:
     auto_augment: AutoAugment | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.crop, Crop) or type(self.crop) is Crop:
-            names = ", ".join(kind.__name__ for kind in Crop.__subclasses__())
-            raise InputError(f"`crop` must be one of {names}, got {self.crop!r}.")
-        check_fields(self)
         rule = f"one number for each of `channels`={self.channels}"
         check(len(self.mean) == self.channels, "mean", rule, self.mean)
         check(len(self.std) == self.channels, "std", rule, self.std)
@@ -137,29 +135,29 @@ class Preprocess:
         image_size: Pixels | tuple[Pixels, Pixels] = 224,
         *,
         normalization: Normalization | None = "imagenet",
-        layout: Layout = "HWC",
-        antialias: bool = False,
-        channels: Channels = 3,
+        **fields: Any,
     ) -> "Preprocess":
         """Resizes to 8/7 of `image_size` (256 for 224), crops at random, mirrors half, normalizes.
 
         The ratio of 256 to 224 and the mirroring are those of AlexNet's and VGG's ImageNet
         training.
 
+        Example:
+          >>> preprocess = Preprocess.for_training(224)
+          >>> preprocess = Preprocess.for_training((224, 320), crop=RandomResizedCrop(), channels=1)
+
         Args:
           image_size: height and width of the output in pixels, or (height, width).
           normalization: "imagenet": by the mean and standard deviation of ImageNet; "0..1" and
             "-1..1": to that range; None: 0 to 255 as they are, for models that bring their own
             preprocessing.
-          layout: axes of one output image, "HWC" or "CHW".
-          antialias: see `Preprocess`.
-          channels: 3 for RGB, 1 for gray.
+          **fields: further fields of `Preprocess`. `mean` and `std` replace those of
+            `normalization`.
         """
         height, width = _height_and_width(image_size)
         crop = ResizeRandomCrop(resize=(_resize_for(height), _resize_for(width)))
-        shared: dict[str, Any] = {"layout": layout, "antialias": antialias, "channels": channels}
-        shared |= {"crop": crop, **_statistics_of(normalization, channels)}
-        return cls(image_size=(height, width), mirror_probability=0.5, **shared)
+        fields = {"crop": crop, "mirror_probability": 0.5, **fields}
+        return cls._make("for_training", (height, width), normalization, fields)
 
     @classmethod
     @checked
@@ -168,39 +166,59 @@ class Preprocess:
         image_size: Pixels | tuple[Pixels, Pixels] = 224,
         *,
         normalization: Normalization | None = "imagenet",
-        layout: Layout = "HWC",
-        antialias: bool = False,
-        channels: Channels = 3,
+        **fields: Any,
     ) -> "Preprocess":
         """Resizes the shorter side to 8/7 of `image_size`, crops the center, normalizes.
+
+        Example:
+          >>> preprocess = Preprocess.for_evaluation(224)
+          >>> preprocess = Preprocess.for_evaluation(224, normalization="-1..1", layout="CHW")
 
         Args:
           image_size: height and width of the output in pixels, or (height, width), of which the
             larger one counts for the resize.
           normalization: see `for_training`.
-          layout: axes of one output image, "HWC" or "CHW".
-          antialias: see `Preprocess`.
-          channels: 3 for RGB, 1 for gray.
+          **fields: see `for_training`.
         """
         height, width = _height_and_width(image_size)
-        crop = CenterCrop(resize_shorter=_resize_for(max(height, width)))
-        shared: dict[str, Any] = {"layout": layout, "antialias": antialias, "channels": channels}
-        shared |= {"crop": crop, **_statistics_of(normalization, channels)}
-        return cls(image_size=(height, width), **shared)
+        fields = {"crop": CenterCrop(resize_shorter=_resize_for(max(height, width))), **fields}
+        return cls._make("for_evaluation", (height, width), normalization, fields)
+
+    @classmethod
+    def _make(
+        cls,
+        name: str,
+        image_size: tuple[int, int],
+        normalization: Normalization | None,
+        fields: dict[str, Any],
+    ) -> "Preprocess":
+        known = ["normalization", *(field.name for field in dataclasses.fields(cls))]
+        check_keywords(f"Preprocess.{name}", fields, known)
+        statistics = _statistics_of(normalization, fields.get("channels", 3))
+        return cls(image_size=image_size, **{**statistics, **fields})
+
+    def with_fields(self, **fields: Any) -> "Preprocess":
+        """Returns a copy with other fields, and with the mean and std of a `normalization`."""
+        if "normalization" in fields:
+            channels = fields.get("channels", self.channels)
+            fields = {**_statistics_of(fields.pop("normalization"), channels), **fields}
+        return dataclasses.replace(self, **fields)
 
 
 def _height_and_width(image_size: int | tuple[int, int]) -> tuple[int, int]:
     return (image_size, image_size) if isinstance(image_size, int) else image_size
 
 
-def _statistics_of(normalization: Normalization | None, channels: Channels) -> dict[str, Any]:
-    if normalization != "imagenet":
-        mean, std = _NORMALIZATIONS[normalization]
-        return {"mean": (mean,) * channels, "std": (std,) * channels}
-    if channels == 3:
-        return {}  # the default
-    gray = sum(weight * mean for weight, mean in zip(LUMA, IMAGENET_MEAN, strict=True))
-    return {"mean": (gray,), "std": (sum(IMAGENET_STD) / 3,)}
+@checked
+def _statistics_of(normalization: Normalization | None, channels: Any) -> dict[str, Any]:
+    if channels == 1 and normalization == "imagenet":
+        gray = sum(weight * mean for weight, mean in zip(LUMA, IMAGENET_MEAN, strict=True))
+        return {"mean": (gray,), "std": (sum(IMAGENET_STD) / 3,)}
+    if normalization == "imagenet":
+        return {"mean": IMAGENET_MEAN, "std": IMAGENET_STD}
+    mean, std = _NORMALIZATIONS[normalization]
+    count = 1 if channels == 1 else 3
+    return {"mean": (mean,) * count, "std": (std,) * count}
 
 
 def _resize_for(image_size: int) -> int:

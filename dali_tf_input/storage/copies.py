@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from dali_tf_input.errors import InputError, Path, Within, check_fields
+from dali_tf_input.errors import InputError, Path, Within, checked
 from dali_tf_input.storage.objects import MOST_REQUESTS, RETRY_SECONDS, Part, Status, read_part
 from dali_tf_input.storage.staging import locked
 
@@ -24,6 +24,7 @@ _REQUESTS, _PART_BYTES, _MOST_BYTES = 4, 1 << 23, 3 << 24
 _TOUCH_SECONDS = 60  # between notes that a file is in use
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Cache:
     """Where objects are kept.
@@ -40,9 +41,6 @@ class Cache:
     folder: str
     max_bytes: Annotated[int, Within(1)]
     retry_seconds: Annotated[float, Within(0)] = RETRY_SECONDS
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     def find(self, url: str, status: Status) -> str | None:
         """Returns the file of an object, which now counts as used; None if it is not here."""

@@ -140,22 +140,25 @@ def skip_command(spec: InputSpec, options: Options, *, on_bad: str = "--on_bad=s
     entries = _read_entries(spec)
     # As the files were checked before:
     for name, default in (("num_classes", None), ("decoder", "both"), ("max_pixels", MAX_PIXELS)):
-        values = {entry.checked_by.get(name, default) for entry in entries} - {default}
+        before = [
+            {**entry.checked_by, **(entry.checked_by.get("label") or {})} for entry in entries
+        ]
+        values = {checks.get(name, default) for checks in before} - {default}
         values -= {"dali", "tf_data"} - {decoder}  # the other one accepted the record
         values = {num_classes} if num_classes and name == "num_classes" else values
         arguments += [f"--{name}={value}" for value in values if len(values) == 1]
     if any(entry.verified == "decode" for entry in entries):
         arguments.append("--force")  # a file whose bytes rotted counts as unchanged
-    return index_command(records.files, index_dir=records.index_dir, arguments=arguments)
+    return index_command(records.paths, index_dir=records.index_dir, arguments=arguments)
 
 
 def _read_entries(spec: InputSpec) -> list[FileEntry]:
     """Returns what the manifests say of the files; nothing if they cannot be read."""
     records = spec.records
-    folders = [os.path.dirname(index_file) for index_file in records.index_files]
+    folders = [os.path.dirname(file.index_file) for file in records.files]
     with contextlib.suppress(InputError):
         manifests = {folder: Manifest.read(folder).entries for folder in set(folders)}
-        places = zip(folders, records.files, strict=True)
+        places = zip(folders, records.paths, strict=True)
         entries = (manifests[folder].get(os.path.basename(file)) for folder, file in places)
         return [entry for entry in entries if entry]
     return []
@@ -173,7 +176,7 @@ def _list_likely_records(spec: InputSpec, batch_size: int, step: int, ahead: int
     epochs = {number // steps.per_epoch for number in numbers if number >= 0}
     orders = {
         epoch: list_records(
-            spec.records.records_per_file,
+            [file.num_records for file in spec.records.files],
             steps=steps,
             shard=Shard(),
             seed=spec.seed if spec.order == "global" else None,
@@ -248,7 +251,7 @@ def _locate(spec: InputSpec, record: int, problem: tuple[str, str]) -> tuple[str
     """Returns a record's file, and its number there, counted as the index step counts."""
     file, _, offset, size = spec.records.locate(record)
     number = 0
-    status = spec.records.status(spec.records.files.index(file))
+    status = spec.records.files[spec.records.paths.index(file)].status
     with local_copy(file, status, spec.records.cache) as path, open(path, "rb") as stream:
         for found in find_records(file, stream.fileno()):
             extents = [(found.offset, found.size)] if isinstance(found, BadRecord) else found

@@ -261,13 +261,12 @@ class Resume:
 def make_fingerprint(spec: InputSpec, batch_size: int) -> dict[str, Any]:
     """Returns what must stay the same for the order of the records, and what is made of them."""
     records = spec.records
-    names = [os.path.basename(file) for file in records.files]
-    sizes = [state[0] for state in records.states] or [*map(os.path.getsize, records.files)]
-    files = hashlib.sha256(json.dumps(sorted(zip(names, sizes, strict=True))).encode())
-    counts = [records.records_per_file, records.skipped_per_file]
+    sizes = [(os.path.basename(file.path), file.size) for file in records.files]
+    files = hashlib.sha256(json.dumps(sorted(sizes)).encode())
+    counts = [(file.num_records, file.num_skipped) for file in records.files]
     index = hashlib.sha256(json.dumps(counts).encode())
-    for index_file in records.index_files:
-        with open(index_file, "rb") as stream:
+    for file in records.files:
+        with open(file.index_file, "rb") as stream:
             index.update(stream.read())
     fields = {
         field.name: repr(getattr(spec, field.name))
@@ -280,7 +279,7 @@ def make_fingerprint(spec: InputSpec, batch_size: int) -> dict[str, Any]:
     }
     return {
         "records": records.num_records,
-        "skipped": sum(records.skipped_per_file),
+        "skipped": records.num_skipped,
         "files": files.hexdigest()[:16],
         "index": index.hexdigest()[:16],
         **fields,

@@ -82,15 +82,19 @@ class FileFlags:
         text = "The most bytes that --cache_dir takes."
         self.cache_bytes = flags.integer("cache_bytes", None, text, 1)
         self._all = [flag for name, flag in vars(self).items() if name != "files"]
+        self._of_records = [self.index_dir, self.image_key, self.cache_dir, self.cache_bytes]
 
     def dataset(self, files: list[str] | None = None) -> dti.Records:
         """Describes the records in `files`, by default those of --files."""
         files = self.files.value if files is None else files
         if not files:
             raise dti.InputError("Name the TFRecord files: --files='path/train-*'")
-        return dti.Records.from_files(
-            files[0] if len(files) == 1 else files, **{flag.name: flag.value for flag in self._all}
-        )
+        arguments = {flag.name: flag.value for flag in self._of_records}
+        return dti.Records.from_files(files[0] if len(files) == 1 else files, **arguments)
+
+    def label(self, **fields: Any) -> dti.ClassLabel:
+        """Returns the label that the records hold; `fields` are further ones of it."""
+        return dti.ClassLabel(key=self.label_key.value, offset=self.label_offset.value, **fields)
 
     def as_arguments(self) -> list[str]:
         """Returns these flags as arguments for a command that has them too."""
@@ -110,17 +114,18 @@ class LabelFlags:
         self.vocabulary = flags.string("vocabulary", None, text)
         self.mask_key = flags.string("mask_key", None, "Feature key of the segmentation mask.")
 
-    def outputs(self) -> dict[str, Any]:
+    def outputs(self, files: FileFlags) -> dict[str, Any]:
         """Returns what an `InputSpec` says of labels and masks."""
         kind, size, mask_key = self.label.value, self.label_size.value, self.mask_key.value
         if kind in ("multi_hot", "values") and size is None:
             raise dti.InputError(f"--label={kind} needs --label_size=N.")
         names = read_names(self.vocabulary.value) if self.vocabulary.value else None
-        label: Any = dti.ClassLabel(vocabulary=names)
-        if kind != "class":
-            made = {"multi_hot": dti.MultiHot(num_classes=size)}
-            made["values"] = dti.Values(size=size or 1)
-            label = made.get(kind)
+        key, offset = files.label_key.value, files.label_offset.value
+        label: Any = files.label(vocabulary=names) if kind == "class" else None
+        if kind == "multi_hot":
+            label = dti.MultiHot(key=key, offset=offset, num_classes=size)
+        elif kind == "values":
+            label = dti.Values(key=key, size=size)
         return {"label": label, "mask": dti.SegmentationMask(key=mask_key) if mask_key else None}
 
 
@@ -145,24 +150,26 @@ class WorkFlags:
     def preprocess(self) -> dti.Preprocess:
         """Returns what is done to each training image."""
         size, antialias = self.image_size.value, self.antialias.value
-        preprocess = dti.Preprocess.for_training(size, antialias=antialias)
+        preprocess = dti.Preprocess.for_training(size, antialias=antialias, dtype=self.dtype.value)
         center = dti.CenterCrop(resize_shorter=preprocess.crop.resize[0])
         crops = (preprocess.crop, dti.RandomResizedCrop(), dti.RandomCrop(), center, NoCrop())
         crop = crops[_CROPS.index(self.crop.value)]
-        return dataclasses.replace(preprocess, crop=crop, dtype=self.dtype.value)
+        return dataclasses.replace(preprocess, crop=crop)
 
-    def spec(self, dataset: dti.Records, order: str) -> dti.InputSpec:
+    def spec(self, files: FileFlags, order: str) -> dti.InputSpec:
         """Returns what is measured.
 
         Raises:
           InputError: the records do not fill a batch.
         """
-        if self.batch_size.value > dataset.num_records:
+        records = files.dataset()
+        if self.batch_size.value > records.num_records:
             raise dti.InputError(
-                f"`batch_size` must be at most the {dataset.num_records} records, got "
-                f"{self.batch_size.value}: name more files, or --batch_size={dataset.num_records}."
+                f"`batch_size` must be at most the {records.num_records} records, got "
+                f"{self.batch_size.value}: name more files, or --batch_size={records.num_records}."
             )
-        return dti.InputSpec(records=dataset, preprocess=self.preprocess(), order=order)
+        fields = {"order": order, "label": files.label()}
+        return dti.InputSpec.for_training(records, self.preprocess(), **fields)
 
     def options(self, name: str) -> dti.DaliOptions | dti.TfDataOptions:
         """Returns the default options of a backend, with --decode."""

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 
 import conftest
+import google_crc32c
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -19,6 +20,7 @@ from dali_tf_input.backends import dali, reading
 from dali_tf_input.backends.build import choose_options, make_dataset
 from dali_tf_input.backends.dali_reading import pack_records
 from dali_tf_input.backends.reading import Stream
+from dali_tf_input.records.records import IndexedFile
 
 SERIAL = dti.TfDataOptions(
     num_parallel_reads=1, num_parallel_calls=1, prefetch_batches=0, autotune=False
@@ -300,7 +302,7 @@ def test_files_whose_names_sort_otherwise_are_numbered_by_path(tmp_path):
 @backends
 def test_label_offset(dataset, options):
     """Taken from every label, after it is read; the dtype stays."""
-    spec = evaluation(dataclasses.replace(dataset, label_offset=-1000))
+    spec = dataclasses.replace(evaluation(dataset), label=dti.ClassLabel(offset=-1000))
     _, labels = serve(spec, options, 1, batch_size=24)
     assert labels.dtype == np.int64
     assert labels.tolist() == list(range(1000, 1024))
@@ -318,14 +320,19 @@ def test_runs_around_what_is_skipped(tmp_path):
     for mask in range(1, 1 << 7):
         kept = [position for position in range(7) if mask >> position & 1]
         part.write_text("".join(lines[position] for position in kept))
-        described = dti.Records(
-            files=("a", "b"),
-            index_files=(str(part), str(whole)),
-            records_per_file=(len(kept), 7),
-            skipped_per_file=(7 - len(kept), 0),
-            image_key="image",
-            label_key="label",
-        )
+        files = [
+            IndexedFile(
+                path=str(index),
+                index_file=str(index),
+                num_records=count,
+                num_skipped=7 - count,
+                size=sum(sizes),
+                mtime_ns=0,
+                index_crc=google_crc32c.value(index.read_bytes()),
+            )
+            for index, count in ((part, len(kept)), (whole, 7))
+        ]
+        described = dti.Records(files=files, image_key="image")
         records = [*((0, number) for number in kept), *((1, number) for number in range(7))]
         for num_shards in (1, 2, 3, 5):
             for shard in (dti.Shard(number, num_shards) for number in range(num_shards)):

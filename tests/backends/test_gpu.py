@@ -67,7 +67,7 @@ def first(options):
 def probe(dataset, code):
     """Runs code in a process of its own, as it may crash."""
     environment = {**os.environ, "PYTHONPATH": f"{SCRIPTS}:{os.environ.get('PYTHONPATH', '')}"}
-    words = f"FILES = {list(dataset.files)!r}\n{PROBE}\n{textwrap.dedent(code)}"
+    words = f"FILES = {list(dataset.paths)!r}\n{PROBE}\n{textwrap.dedent(code)}"
     process = python("-c", words, env=environment)
     assert process.returncode == 0, process.stderr
 

@@ -247,13 +247,13 @@ def test_balanced_weights(records, tmp_path):
     examples = [{"image": encode(np.zeros((4, 4, 3))), "label": 5 + (n == 0)} for n in range(8)]
     file = write_tfrecord(tmp_path / "train", examples)
     dti.build_index(file)
-    unchecked = dti.Records.from_files(file, label_offset=5)
+    how = {"class_weight": "balanced", "label": ClassLabel(offset=5)}
     with refused("`class_weight` 'balanced' needs the classes of all records: .*--verify=schema"):
-        spec_of(unchecked, "global", SMALL, class_weight="balanced")
+        spec_of(dti.Records.from_files(file), "global", SMALL, **how)
     dti.build_index(file, dti.Checks(verify="schema"))
-    checked = dti.Records.from_files(file, label_offset=5)
-    assert checked.class_counts == ((0, 7), (1, 1))
-    rows = elements(feed(checked, TF_DATA, "global", batch_size=8, class_weight="balanced"), 1)
+    fed = feed(dti.Records.from_files(file), TF_DATA, "global", batch_size=8, **how)
+    assert fed.spec.class_counts == ((0, 7), (1, 1))
+    rows = elements(fed, 1)
     assert sorted(float(row["weight"]) for row in rows) == pytest.approx([4 / 7] * 7 + [4.0])
 
 
@@ -317,15 +317,8 @@ BAD = {  # what is stored instead, kind of label, reason, level of checking, whe
 
 
 def checks_of(kind: str, level: str) -> dti.Checks:
-    label = LABELS[kind]
-    known = {"label_key": label.key if label else None, "label": kind, "verify": level}
-    if kind == "multi_hot":
-        known |= {"num_classes": 90, "label_offset": 1}
-    if kind == "values":
-        known["label_size"] = 4
-    if kind == "name":
-        known |= {"label": "class", "vocabulary": NAMES}
-    return dti.Checks(**known, mask_key="mask" if kind == "none" else None, decoder="tf_data")
+    mask_key = "mask" if kind == "none" else None
+    return dti.Checks(verify=level, label=LABELS[kind], mask_key=mask_key, decoder="tf_data")
 
 
 def write_bad(folder, name):
@@ -345,7 +338,7 @@ def test_the_index_step_names_bad_records(tmp_path, name):
     _, kind, reason, level, _ = BAD[name]
     file, how = write_bad(tmp_path, name)
     checks = checks_of(kind, level)
-    with pytest.raises(IndexFaultsError, match=f"record 9, byte .*: {reason}: `(label|mask)_key"):
+    with pytest.raises(IndexFaultsError, match=f"record 9, byte .*: {reason}: `(label.|mask_)key"):
         dti.build_index(file, checks)
     dti.build_index(file, checks, on_bad="skip", max_bad_fraction=0.1)
     spec = spec_of(dti.Records.from_files(file), "sequential", SMALL, repeat=False, **how)
@@ -357,7 +350,7 @@ def test_each_fault_has_its_reason(name):
     change, kind, reason, level, _ = BAD[name]
     example = {key: one for key, one in (make_example(9) | change).items() if one is not None}
     features, checks = decode_example(encode_example(example)), checks_of(kind, level)
-    about = {"label": checks.stored_label, "mask_key": checks.mask_key}
+    about = {"label": checks.label, "mask_key": checks.mask_key}
     found = find_schema_problem(features, image_key="image", **about)
     if level == "decode":
         assert found is None
@@ -380,8 +373,10 @@ def test_training_names_bad_records(records, tmp_path, name, options):
     _, kind, reason, *_ = BAD[name]
     file, how = write_bad(tmp_path, name)
     dti.build_index(file)
-    found = {"features": records.features, "label_range": None}
-    unchecked = dataclasses.replace(dti.Records.from_files(file), **found)
+    features = {
+        key: dataclasses.replace(feature, range=None) for key, feature in records.features.items()
+    }
+    unchecked = dataclasses.replace(dti.Records.from_files(file), features=features)
     with pytest.raises(dti.BadRecordError) as caught:  # by `load`, if it reads so far
         fed = feed(unchecked, options, "pass", **how)
         list(fed)
@@ -393,16 +388,19 @@ def test_training_names_bad_records(records, tmp_path, name, options):
 
 
 def test_what_the_manifest_says(tmp_path):
-    """Ranges, the records of each class, the longest list; and the kind that it offers."""
+    """Ranges, the records of each class, the longest list."""
     file = write_tfrecord(tmp_path / "train", [make_example(number) for number in range(18)])
     summary = dti.build_index(file, checks_of("multi_hot", "schema")).summary
-    assert summary.labels.range == (2, 82)
-    assert (dict(summary.labels.counts)[50], summary.labels.num_classes) == (6, 81)
-    assert summary.features["list"].lengths == (0, 80)
-    assert dti.Records.from_files(file, label_key="list").label is None
-    summary = dti.build_index(file, checks_of("values", "schema")).summary
-    assert (summary.features["box"].range, summary.labels) == ((-1.0, 17 / 8), None)
-    assert dti.Records.from_files(file, label_key="box").label == LABELS["values"]
-    summary = dti.build_index(file, checks_of("class", "schema")).summary
-    assert summary.labels.counts == ((0, 6), (1, 6), (2, 6))
-    assert dti.Records.from_files(file, label_key="class").label == ClassLabel(key="class")
+    feature = summary.features["list"]
+    assert (feature.range, feature.lengths) == ((2, 82), (0, 80))
+    assert (dict(feature.counts)[50], len(feature.counts)) == (6, 81)
+    spec = spec_of(dti.Records.from_files(file), "global", SMALL, label=LABELS["multi_hot"])
+    assert (spec.label_range, len(spec.class_counts)) == ((1, 81), 81)
+    features = dti.build_index(file, checks_of("values", "schema")).summary.features
+    assert features["box"].range == (-1.0, 17 / 8)
+    assert {feature.counts for feature in features.values()} == {None}
+    for kind in ("values", "integers"):
+        spec = spec_of(dti.Records.from_files(file), "global", SMALL, label=LABELS[kind])
+        assert (spec.label_range, spec.class_counts) == (None, None)
+    features = dti.build_index(file, checks_of("class", "schema")).summary.features
+    assert features["class"].counts == ((0, 6), (1, 6), (2, 6))

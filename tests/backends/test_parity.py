@@ -317,7 +317,9 @@ def test_one_hot_labels(records, options, smoothing):
 
 
 def test_one_hot_refuses(records):
-    checked = dataclasses.replace(records, label_range=(0, 11))
+    feature = dataclasses.replace(records.features["image/class/label"], range=(0, 11))
+    features = {**records.features, "image/class/label": feature}
+    checked = dataclasses.replace(records, features=features)
     with refused("`num_classes` must be above the highest label, 11, got 11"):
         spec_of(checked, "sequential", RAW, label=ClassLabel(num_classes=11, one_hot=True))
     for changes, needed in (({"one_hot": True}, "num_classes"), ({"smoothing": 0.1}, "one_hot")):

@@ -178,7 +178,7 @@ def test_slow_reads_overlap(tmp_path, kernel):
         import ctypes
         from dali_tf_input import *
         from dali_tf_input.backends.reading import Stream, read_fixed_order
-        dataset = Records.from_files({list(dataset.files)!r})
+        dataset = Records.from_files({list(dataset.paths)!r})
         spec = InputSpec(records=dataset, preprocess=Preprocess.for_training(8), order="global")
         stream = read_fixed_order(Stream(spec=spec, batch_size=8), TfDataOptions(kernel={kernel!r}))
         print(len(list(stream.take(400))), ctypes.CDLL(None).most_reads())

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import fails, rows, run, run_cold
-from conftest import jpeg, numbered_examples, write_tfrecord
+from commands import fails, python, rows, run
+from conftest import ROOT, jpeg, numbered_examples, write_tfrecord
 
 from dali_tf_input import InputError, Records
 
@@ -85,10 +85,41 @@ def test_index_hints_at_labels_from_1(tmp_path):
     )
     for level, known in (("framing", "in all 3 records"), ("schema", "3 classes")):
         process = run("index", f"--verify={level}", tmp_path / "train")
-        assert rows(process.stdout)["labels"] == f"1 to 5, {known} (train with label_offset=1)"
+        assert (
+            rows(process.stdout)["labels"] == f"1 to 5, {known} (train with ClassLabel(offset=1))"
+        )
     flags = ["--verify=schema", "--label_offset=1", "--num_classes=4", "--force"]
     process = run("index", *flags, tmp_path / "train")
-    fails(process, "label range: `label_key` 'label' must be in 1 to 4, found 5", bad_records=True)
+    fails(process, "label range: `label.key` 'label' must be in 1 to 4, found 5", bad_records=True)
+
+
+def test_index_makes_the_label_of_its_flags(tmp_path):
+    """Each kind of label, and the flags that are for another one."""
+    example = {"image": jpeg(9, 9), "label": [2, 4], "name": "dog", "pair": [0.5, 1.0]}
+    write_tfrecord(tmp_path / "train", [example])
+    names, latin = tmp_path / "names.txt", tmp_path / "latin.txt"
+    names.write_text("cat\ndog\n")
+    latin.write_bytes(b"caf\xe9\n")
+    for flags, known in (
+        (
+            ["--label=multi_hot", "--label_offset=2", "--num_classes=3"],
+            "2 to 4, 2 classes, up to 2",
+        ),
+        (["--label=values", "--label_size=2", "--label_key=pair"], "0.5 to 1, in all 1 record, up"),
+        ([f"--vocabulary={names}", "--label_key=name"], None),
+        (["--label=none"], "2 to 4, in all 1 record, up to 2 in a record"),
+    ):
+        process = run("index", "--verify=schema", *flags, tmp_path / "train")
+        assert process.returncode == 0, process.stderr
+        assert rows(process.stdout).get("labels", "").startswith(known or "")
+    for flags, message in (
+        (["--label=values"], "--label=values needs --label_size, how many numbers."),
+        (["--label_size=2"], "`label_size` is for --label=values only, got --label=class."),
+        (["--label=none", f"--vocabulary={names}"], "`vocabulary` is for --label=class only, got"),
+        (["--num_classes=0"], "`num_classes` must be at least 1 or None, got 0."),
+        ([f"--vocabulary={latin}"], f"`vocabulary` {latin} is not UTF-8: "),
+    ):
+        fails(run("index", "--verify=schema", *flags, tmp_path / "train"), message)
 
 
 def test_index_progress_without_a_terminal(capsys, monkeypatch):
@@ -118,8 +149,11 @@ def test_index_without_files(tmp_path):
 def test_index_imports_no_tensorflow(tmp_path):
     write_tfrecord(tmp_path / "a", numbered_examples(1))
     (tmp_path / "tensorflow.py").write_text("raise SystemExit('TensorFlow was imported')")
-    process = run_cold("index", tmp_path / "a", PYTHONPATH=str(tmp_path))
-    assert process.returncode == 0
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    environment = {**os.environ, "PYTHONPATH": path}
+    process = python("-m", "dali_tf_input.index", tmp_path / "a", env=environment)
+    assert process.returncode == 0, process.stderr
+    assert "TensorFlow was imported" in python("-c", "import tensorflow", env=environment).stderr
 
 
 def run_printed(text):
@@ -140,8 +174,8 @@ def test_printed_commands_fix(tmp_path):
     fails(process, "label range", bad_records=True)
     fixed = run_printed(process.stderr)
     assert (fixed.returncode, fixed.stderr) == (0, "")
-    dataset = Records.from_files(tmp_path / "a file's name", image_key="photo", label_key="class")
-    assert (dataset.num_records, dataset.label_range) == (199, (0, 198))
+    dataset = Records.from_files(tmp_path / "a file's name", image_key="photo")
+    assert (dataset.num_records, dataset.features["class"].range) == (199, (0, 198))
     # Many files that changed, in a folder that holds other things too; the keys are those of
     # before.
     (tmp_path / "set").mkdir()
@@ -155,12 +189,12 @@ def test_printed_commands_fix(tmp_path):
     for path in (tmp_path / "set").glob("*-of-5"):
         os.utime(path)
     with pytest.raises(InputError) as caught:
-        Records.from_files(pattern, image_key="photo", label_key="class")
+        Records.from_files(pattern, image_key="photo")
     fixed = run_printed(str(caught.value))
     assert (fixed.returncode, fixed.stderr) == (0, "")
     assert rows(fixed.stdout)["verified"] == "schema 5 files"
-    dataset = Records.from_files(pattern, image_key="photo", label_key="class")
-    assert dataset.label_range == (1, 1)
+    dataset = Records.from_files(pattern, image_key="photo")
+    assert dataset.features["class"].range == (1, 1)
 
 
 def test_a_shell_expands_a_pattern_to_indexes_too(tmp_path):

@@ -11,15 +11,16 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import conftest
 import numpy as np
 import pytest
 from commands import python
-from conftest import SCRIPTS, encode, jpeg, numbered_examples, refused, spec_of, write_tfrecord
+from conftest import encode, jpeg, numbered_examples, refused, spec_of, write_tfrecord
 
-from dali_tf_input import Checks, Preprocess, Records, build_index
+from dali_tf_input import Checks, ClassLabel, Preprocess, Records, build_index
 from dali_tf_input.index import scan
 from dali_tf_input.index.build import IndexFaultsError, IndexReport
 from dali_tf_input.records.example import encode_example
@@ -154,9 +155,9 @@ def test_a_part_of_the_files_leaves_the_others(train, tmp_path):
     assert from_files(tmp_path / "*-?").num_records == 16
 
 
-def change_version(file):
+def change_version(file, version):
     manifest = manifest_of(file)
-    manifest.write_text(manifest.read_text().replace('"version":2', '"version":99'))
+    manifest.write_text(manifest.read_text().replace('"version":3', f'"version":{version}'))
 
 
 @pytest.mark.parametrize(
@@ -167,7 +168,10 @@ def change_version(file):
         (lambda file: index_of(file).unlink(), "^1 of 3 files have no index, ", "train-1"),
         (lambda file: index_of(file).write_text("0 17\n" * 5), "is not the one that", "train-1"),
         (lambda file: manifest_of(file).unlink(), "no entry for this index", r"train-\*'"),
-        (change_version, "manifest.json is not .*Invalid enum value 99 .*version", r"train-\?'"),
+        *(
+            (partial(change_version, version=version), f"not an .* value {version} ", r"train-\?'")
+            for version in (2, 99)
+        ),
     ],
 )
 def test_what_changed_is_refused_and_fixed(files, train, spoil, message, named):
@@ -267,7 +271,8 @@ def test_bad_records_are_skipped(files, train, tmp_path):
     assert [(one["offset"], one["size"]) for one in listed] == [found[1], found[3]]
     assert all(one["detail"] for one in listed)
     dataset = from_files(train)
-    assert (dataset.records_per_file, dataset.skipped_per_file) == ((4, 3, 6), (0, 2, 0))
+    counts = [(file.num_records, file.num_skipped) for file in dataset.files]
+    assert counts == [(4, 0), (3, 2), (6, 0)]
     # Another run finds nothing to do, whatever it asks for, and leaves the index as it is; but what
     # it finds indexed counts too.
     assert build_index(train).unchanged == 3
@@ -317,9 +322,9 @@ def test_too_many_bad_records_are_refused(tmp_path, what):
     assert not (tmp_path / "bad_records.jsonl").exists()
     records = build_index(train, CRC, on_bad="skip", max_bad_fraction=0.9).summary.records
     assert records == {"records": 291, "bytes": 294, "files": 98 * 98}[what]
-    dataset = from_files(train, image_key="image", label_key="label")
+    dataset = from_files(train, image_key="image")
     assert dataset.num_records == records  # files without any record are no part of it
-    assert 0 not in dataset.records_per_file
+    assert all(file.num_records for file in dataset.files)
 
 
 def test_a_call_names_the_first_bad_record(files, train):
@@ -346,7 +351,7 @@ def test_a_missing_file_of_a_set(tmp_path, name):
         with refused(said):
             build_index(given)
     assert build_index(tmp_path / "*-of-*", allow_missing=True).summary.records == 4
-    command = [SCRIPTS / "index", tmp_path / "*-of-*"]
+    command = ["-m", "dali_tf_input.index", tmp_path / "*-of-*"]
     assert python(*command).returncode == 1
     assert python(*command, "--allow_missing").returncode == 0
     assert from_files(tmp_path / "*-of-*").num_records == 4
@@ -402,8 +407,8 @@ def test_deeper_levels(tmp_path):
     ruined[40] ^= 1
     file.write_bytes(b"".join([*records, frame_record(b"\xff\xff"), bytes(ruined)]))
 
-    def reasons(level, **changes):
-        checks = Checks(verify=level, num_classes=5, **changes)
+    def reasons(level, key=None, **changes):
+        checks = Checks(verify=level, label=ClassLabel(num_classes=5, key=key), **changes)
         report, faults = index_with_faults(file, checks, **SKIP)
         return report.written, {record: reason for _, record, reason in faults}
 
@@ -420,7 +425,7 @@ def test_deeper_levels(tmp_path):
     large = dict.fromkeys((0, 9), "too many pixels")
     assert reasons("decode", max_pixels=100) == (1, schema | {8: "text"} | large)
     texts = dict.fromkeys(range(10), "label missing") | {0: "label kind", 6: "empty image"}
-    assert reasons("schema", label_key="text") == (1, texts | missing | crc)
+    assert reasons("schema", key="text") == (1, texts | missing | crc)
 
 
 def test_what_the_manifest_says(tmp_path):
@@ -443,13 +448,13 @@ def test_what_the_manifest_says(tmp_path):
         "label": (("int64_list",), (1, 1), 4),
     }
     assert summary.without == {"extra": (str(tmp_path / "train-0"), 0)}
-    labels, images = summary.labels, summary.images
-    assert (labels.range, labels.num_classes) == ((0, 4), 4)
-    assert labels.counts == ((0, 1), (1, 1), (3, 1), (4, 1))
+    label, images = summary.features["label"], summary.images
+    assert label.range == (0, 4)
+    assert label.counts == ((0, 1), (1, 1), (3, 1), (4, 1))
     assert images.formats == {"JPEG": 2, "grayscale JPEG": 2}
     assert images.largest_size == (40, 90)
     document = json.loads((tmp_path / "index_manifest.json").read_text())
-    assert document["version"] == 2
+    assert document["version"] == 3
     assert document["whole"]["records"] == 4
     assert document["whole"]["features"]["extra"]["records"] == 1
     entry = document["files"]["train-1"]
@@ -477,9 +482,10 @@ def test_keys_that_no_preset_has(tmp_path):
     said = "hold 'class', 'photo', not the keys of TF-slim or tfds or raw pixels: name the two"
     with refused(said):
         build_index(file, SCHEMA)
-    keys = {"image_key": "photo", "label_key": "class"}
-    assert build_index(file, Checks(verify="schema", **keys)).written == 1
-    assert from_files(file, **keys).label_range == (1, 1)
+    label = ClassLabel(key="class")
+    assert build_index(file, Checks(verify="schema", image_key="photo", label=label)).written == 1
+    records = from_files(file, image_key="photo")
+    assert spec_of(records, "global", Preprocess(), label=label).label_range == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -502,7 +508,7 @@ def test_refuses(files, arguments, message):
     [
         ({"verify": "all"}, "must be one of 'framing', 'crc', 'schema', 'decode', got 'all'"),
         ({"decoder": "gpu"}, "`decoder` must be one of 'both', 'dali', 'tf_data', got 'gpu'"),
-        ({"num_classes": 0}, "`num_classes` must be at least 1 or None, got 0"),
+        ({"label": "class"}, "`label` must be a ClassLabel, a MultiHot, a Values or None, got"),
         ({"max_pixels": 0}, "`max_pixels` must be at least 1, got 0"),
     ],
 )
@@ -653,7 +659,7 @@ def test_runs_at_once_do_no_harm(tmp_path):
     ]
     for run in runs:
         assert (run.communicate()[1], run.returncode) == (b"", 0)
-    dataset = from_files(tmp_path / "*-??", image_key="image", label_key="label")
+    dataset = from_files(tmp_path / "*-??", image_key="image")
     assert dataset.num_records == 40 * 300
     assert hidden(tmp_path) == []
 
@@ -743,7 +749,7 @@ def test_a_run_does_not_undo_what_another_found_meanwhile(files, train, tmp_path
 
     def run_another(progress):
         if not codes:
-            codes.append(python(SCRIPTS / "index", *flags, train).returncode)
+            codes.append(python("-m", "dali_tf_input.index", *flags, train).returncode)
 
     report = build_index(train, on_progress=run_another)
     assert codes == [0]
@@ -776,11 +782,11 @@ def test_a_bad_first_record_hides_nothing(tmp_path):
     ruin(file, 30)
     for level in ("framing", "crc"):
         build_index(file, Checks(verify=level), force=True, **SKIP)
-        with refused("`label_key` 'label' is not in record 1 of"):
+        with refused("`label.key` 'label' is not in record 1 of"):
             spec_of(from_files(file), "global", Preprocess())
     _, faults = index_with_faults(file, SCHEMA, **SKIP)
     assert faults == [("train", 0, "data CRC"), ("train", 1, "label missing")]
-    assert from_files(file).label_range == (2, 3)
+    assert from_files(file).features["label"].range == (2, 3)
 
 
 CRASHING = """if True:
@@ -810,8 +816,8 @@ CRASHING = """if True:
 @pytest.mark.parametrize(("fault", "bad"), [("crashes", (2, 7)), ("hangs", (4,))])
 def test_a_record_that_ends_the_decoder(tmp_path, monkeypatch, fault, bad):
     """It is named and skipped, and so is a second one; the caller does not notice."""
-    monkeypatch.setattr("dali_tf_input.index.pool._CODE", CRASHING)
-    monkeypatch.setattr("dali_tf_input.index.pool._LONGEST_DECODE", 2)
+    monkeypatch.setattr("dali_tf_input.index.workers._CODE", CRASHING)
+    monkeypatch.setattr("dali_tf_input.index.workers._LONGEST_DECODE", 2)
     examples = numbered_examples(9)
     for number in bad:
         examples[number]["image/encoded"] += fault.encode()
@@ -823,7 +829,7 @@ def test_a_record_that_ends_the_decoder(tmp_path, monkeypatch, fault, bad):
     assert report.summary.records == 12 - len(bad)
 
 
-FEATURE = {"kinds": ["x"], "lengths": [], "records": 1, "first_without": None}
+FEATURE = {"kinds": ["x"], "lengths": [1, 1], "records": 1, "first_without": None}
 ODD_ENTRIES = [
     {"records": 4},
     {"records": 99},
@@ -835,9 +841,14 @@ ODD_ENTRIES = [
     {"checked_by": None},
     {"features": []},
     {"features": {"a": {}}},
-    {"features": {"a": FEATURE}},
-    {"labels": {"range": [1], "counts": None, "changes": 0}},
-    {"labels": {"range": [1, 2], "counts": [[1]], "changes": 0}},
+    {"features": {"a": {**FEATURE, "lengths": []}}},
+    {"features": {"a": {**FEATURE, "range": [1]}}},
+    {"features": {"a": {**FEATURE, "counts": [[1]]}}},
+    {"features": {"a": {**FEATURE, "counts": [[1, -1]]}}},
+    {"checked_by": {"label": 5}},
+    {"checked_by": {"label": {"kind": ["class"]}}},
+    {"checked_by": {"label": {"kind": "class", "size": 1}}},
+    {"checked_by": {"decoders": 1}},
     {"images": {}},
     {"folder": 3},
 ]

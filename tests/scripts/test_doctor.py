@@ -11,7 +11,7 @@ import pytest
 from commands import load, run_cold
 from conftest import jpeg, write_dataset, write_tfrecord
 
-from dali_tf_input import Checks, InputError, build_index
+from dali_tf_input import Checks, ClassLabel, InputError, build_index
 from support import machine
 
 # Run by Python as it starts: what an import of the plugin meets.
@@ -80,8 +80,8 @@ def line_of(lines, what):
 
 def test_a_sound_environment(tmp_path):
     dataset = write_dataset(tmp_path / "records", [5, 12, 7])
-    build_index(dataset.files, Checks(verify="schema"))
-    code, lines = examine(tmp_path, *(f"--files={file}" for file in dataset.files))
+    build_index(dataset.paths, Checks(verify="schema"))
+    code, lines = examine(tmp_path, *(f"--files={file}" for file in dataset.paths))
     assert code == 0
     assert lines[-1].startswith("0 things broken, ")
     bad = [line for line in lines[:-1] if line.split()[0] != "ok" and "->" not in line]
@@ -331,7 +331,7 @@ def test_what_is_wrong_with_records_is_fixed_by_its_own_command(tmp_path, monkey
     assert "got hdfs://" in finding.found
     assert not finding.fix
     other = write_tfrecord(tmp_path / "other", [{"jpg": jpeg(8, 8), "cls": 1}])
-    build_index(other, Checks(verify="schema", image_key="jpg", label_key="cls"))
+    build_index(other, Checks(verify="schema", image_key="jpg", label=ClassLabel(key="cls")))
     (finding,) = doctor.examine_files([other])
     assert finding.fix == f"scripts/doctor.py --files={other} --image_key=KEY --label_key=KEY"
     bad = write_tfrecord(tmp_path / "bad", [{"image": b"", "label": 1}])

@@ -49,7 +49,7 @@ def test_what_is_read_and_parsed(dataset):
         records=dataset, preprocess=dti.Preprocess.for_training(16), order="sequential"
     )
     offsets = dataset.index(0)[:, 0].tolist()
-    records = [read_record(dataset.files[0], offset) for offset in offsets]
+    records = [read_record(dataset.paths[0], offset) for offset in offsets]
     found = first(spec, dti.TfDataOptions(), "read").numpy()[: len(records)]
     assert found.tolist() == list(map(len, records))
     images = [decode_example(record)["image/encoded"][1][0] for record in records]

@@ -105,7 +105,7 @@ def test_mixup_and_cutmix():
         (["--save=model.h5"], "`save` must end in .keras, got model.h5"),
         (["--save={}/no/model.keras"], "there is no folder"),
         (["--save={}/file/m.keras"], "there is no folder {}/file"),
-        (["--label_key=label"], "`label_key` 'label' is not in the records, which hold"),
+        (["--label_key=label"], "`label.key` 'label' is not in the records, which hold"),
         (["--save_every=2"], "--save_every is for --resume=FOLDER"),
     ],
 )
@@ -118,7 +118,7 @@ def test_train_refuses(sample_folder, tmp_path, arguments, message):
 def test_train_needs_files_and_classes(dataset):
     fails(run("train.py"), "Name the TFRecord files: --files='path/train-*'")
     fails(run("train.py", "--files=none-*"), "No file matches 'none-*'")
-    process = run("train.py", f"--files={dataset.files[0]}")
+    process = run("train.py", f"--files={dataset.paths[0]}")
     fails(process, "The number of classes is unknown: there is no")
 
 

@@ -21,11 +21,11 @@ def test_every_replica_can_fill_its_batch():
     """Whatever `replica_batch_size` lets through, the smallest shard can serve."""
     for num_records in range(1, 31):
         for num_replicas in range(1, 9):
-            for batch_size in range(num_replicas, num_records + 1, num_replicas):
+            for global_size in range(num_replicas, num_records + 1, num_replicas):
                 batch_size = replica_batch_size(
-                    batch_size, num_replicas=num_replicas, num_records=num_records
+                    global_size, num_replicas=num_replicas, num_records=num_records
                 )
-                assert batch_size * num_replicas == batch_size
+                assert batch_size * num_replicas == global_size
                 for shard_id in range(num_replicas):
                     check_batch(
                         batch_size, shard=Shard(shard_id, num_replicas), num_records=num_records

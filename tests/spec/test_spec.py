@@ -12,12 +12,16 @@ from conftest import DALI, jpeg, numbered_examples, refused, spec_of, write_data
 
 import dali_tf_input as dti
 from dali_tf_input.backends.dali import decoder_hints
+from dali_tf_input.records.example import decode_example, encode_example
+from dali_tf_input.records.labels import find_label_problem
 from dali_tf_input.records.paths import find_files, index_command
 from dali_tf_input.records.tfrecord import frame_record
 from dali_tf_input.spec.options import AUTOTUNE
 from support.flags import describe_work
 
 from_files = dti.Records.from_files
+describe = dti.InputSpec.for_training
+TRAINING = dti.Preprocess.for_training(224)
 IMAGE = jpeg(9, 9)
 
 
@@ -27,6 +31,81 @@ def test_for_training():
     assert preprocess.mirror_probability == 0.5
     assert preprocess.image_shape == (224, 224, 3)
     assert dti.Preprocess.for_training(224, layout="CHW").image_shape == (3, 224, 224)
+
+
+@pytest.mark.parametrize("make", [dti.Preprocess.for_training, dti.Preprocess.for_evaluation])
+def test_further_fields_of_preprocess(make):
+    """Any field replaces the default; `mean` and `std` those of `normalization`."""
+    values = {
+        "crop": dti.RandomResizedCrop(),
+        "mirror_probability": 0.25,
+        "layout": "CHW",
+        "interpolation": "bicubic",
+        "antialias": True,
+        "channels": 1,
+        "apply_orientation": True,
+        "dtype": "uint8",
+        "auto_augment": "rand",
+        "mean": (1.0,),
+        "std": (2.0,),
+    }
+    assert {"image_size", *values} == {field.name for field in dataclasses.fields(TRAINING)}
+    assert make(32, normalization="-1..1", **values) == dti.Preprocess(
+        image_size=(32, 32), **values
+    )
+    for name in {*values} - {"channels", "mean", "std"}:
+        expected = dataclasses.replace(make(32), **{name: values[name]})
+        assert make(32, **{name: values[name]}) == expected
+
+
+def test_for_training_describes_the_input(dataset):
+    pattern = os.path.join(os.path.dirname(dataset.paths[0]), "train-*")
+    spec = dti.InputSpec.for_training(pattern)
+    assert spec == dti.InputSpec(
+        records=dataset, preprocess=dti.Preprocess.for_training(224), order="global"
+    )
+    assert spec == dti.InputSpec.for_training(list(dataset.paths), (224, 224))
+    assert spec == dti.InputSpec.for_training(dataset, dti.Preprocess.for_training(224))
+
+
+def test_for_evaluation_describes_the_input(dataset):
+    spec = dti.InputSpec.for_evaluation(dataset, (32, 48))
+    preprocess = dti.Preprocess.for_evaluation((32, 48))
+    assert spec == spec_of(dataset, "sequential", preprocess, repeat=False)
+    assert dti.InputSpec.for_evaluation(dataset, preprocess, repeat=True).repeat
+    assert dti.InputSpec.for_training(dataset, 32, order="buffer", buffer_size=9).buffer_size == 9
+
+
+@pytest.mark.parametrize("name", ["for_training", "for_evaluation"])
+@pytest.mark.parametrize("as_object", [False, True])
+def test_fields_of_both(dataset, name, as_object):
+    """Of `Preprocess`, on top of a size or of an object, and of `InputSpec`."""
+    make, preprocess = getattr(dti.InputSpec, name), getattr(dti.Preprocess, name)(32)
+    changes = {"crop": dti.RandomResizedCrop(), "mirror_probability": 0, "dtype": "float16"}
+    fields = {"seed": 1, "record_ids": True, "label": dti.ClassLabel(offset=-3)}
+    spec = make(dataset, preprocess if as_object else 32, normalization="0..1", **changes, **fields)
+    statistics = {"mean": (0.0,) * 3, "std": (255.0,) * 3}
+    assert spec.preprocess == dataclasses.replace(preprocess, **changes, **statistics)
+    assert (spec.seed, spec.record_ids, spec.label_range) == (1, True, (3, 26))
+    gray = make(dataset, preprocess if as_object else 32, channels=1, normalization="imagenet")
+    assert gray.preprocess == getattr(dti.Preprocess, name)(32, channels=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fields", "message"),
+    [
+        ((), {"image_size": 32}, "for_training.. got `image_size` twice, by position and by name"),
+        ((), {"order": "random"}, "`order` must be one of"),
+        ((), {"normalization": "tf"}, "`normalization` must be one of 'imagenet', '0..1'"),
+        ((TRAINING,), {"normalization": []}, "`normalization` must be one of 'imagenet', '0..1'"),
+        ((), {"channels": 2}, "`channels` must be one of 1, 3, got 2"),
+        (("224",), {}, "`preprocess` must be a Preprocess, an integer or 2 values, got '224'"),
+        ((0,), {}, "`preprocess` must be a Preprocess, at least 1 pixel each way or 2 values"),
+    ],
+)
+def test_for_training_refuses(dataset, arguments, fields, message):
+    with refused(message):
+        dti.InputSpec.for_training(dataset, *arguments, **fields)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +143,6 @@ def test_specs_are_frozen(dataset):
             setattr(spec, field, None)
 
 
-TRAINING = dti.Preprocess.for_training(224)
 train, evaluate = (
     functools.partial(dataclasses.replace, preprocess)
     for preprocess in (TRAINING, dti.Preprocess.for_evaluation(224))
@@ -130,10 +208,15 @@ def test_from_files(tmp_path):
     """By paths and by patterns, as strings or not."""
     dataset = write_dataset(tmp_path, [2, 3])
     names = ["train-00000-of-00002", "train-00001-of-00002"]
-    assert dataset.files == tuple(f"{tmp_path}/{name}" for name in names)
-    assert dataset.index_files == tuple(file + ".idx" for file in dataset.files)
-    assert dataset.records_per_file == (2, 3)
-    assert dataset.num_records == 5
+    assert dataset.paths == tuple(f"{tmp_path}/{name}" for name in names)
+    for file, count in zip(dataset.files, (2, 3), strict=True):
+        assert file.index_file == file.path + ".idx"
+        status = os.stat(file.path)
+        assert (file.size, file.mtime_ns) == (status.st_size, status.st_mtime_ns)
+        assert (file.num_records, file.num_skipped, file.etag) == (count, 0, None)
+    assert (dataset.num_records, dataset.num_skipped, dataset.is_remote) == (5, 0, False)
+    assert dataset.locate(3)[:2] == (dataset.paths[1], 1)
+    assert dataset.read(3)["image/class/label"] == [3]
     assert from_files(str(tmp_path / "train-*")) == dataset
     assert from_files([tmp_path / name for name in names]) == dataset
     with refused("No file matches"):
@@ -142,8 +225,8 @@ def test_from_files(tmp_path):
 
 def test_from_files_without_an_index(tmp_path):
     dataset = write_dataset(tmp_path, [2, 3, 1])
-    first = dataset.files[1]
-    os.unlink(dataset.index_files[1])
+    first = dataset.files[1].path
+    os.unlink(dataset.files[1].index_file)
     with pytest.raises(dti.InputError) as caught:
         from_files(str(tmp_path / "train-*"))
     text = str(caught.value)
@@ -159,7 +242,7 @@ def test_from_files_without_an_index(tmp_path):
             ("a", None),
             "hold 'a', 'b', not the keys of TF-slim or tfds or raw pixels: name",
         ),
-        ({"a": b"x", "b": 1}, ("a", "c"), "`label_key` 'c' is not in the records, .* 'a', 'b'"),
+        ({"a": b"x", "b": 1}, ("a", "c"), "`label.key` 'c' is not in the records, .* 'a', 'b'"),
         ({"image/encoded": b"x"}, (None, None), "hold 'image/encoded', not the keys of TF-slim or"),
         ({}, (None, None), "not Examples with features"),
         (
@@ -178,7 +261,8 @@ def test_from_files_with_other_features(tmp_path, example, keys, message):
     file = write_tfrecord(tmp_path / "train", [example])
     dti.build_index(file)
     with refused(message):
-        spec_of(from_files(file, image_key=keys[0], label_key=keys[1]), "global", TRAINING)
+        records = from_files(file, image_key=keys[0])
+        spec_of(records, "global", TRAINING, label=dti.ClassLabel(key=keys[1]))
 
 
 def test_from_files_finds_the_keys(tmp_path):
@@ -187,8 +271,8 @@ def test_from_files_finds_the_keys(tmp_path):
         dataset = conftest.write_indexed(
             tmp_path / name, [{keys[0]: IMAGE, keys[1]: 1, "other": 3}]
         )
-        assert (dataset.image_key, dataset.label_key) == keys
-    assert from_files(tmp_path / "tfds", image_key="image", label_key="label") == dataset
+        assert (dataset.image_key, spec_of(dataset, "global", TRAINING).label.key) == keys
+    assert from_files(tmp_path / "tfds", image_key="image") == dataset
 
 
 def test_from_files_without_a_label_in_some_records(tmp_path):
@@ -197,7 +281,7 @@ def test_from_files_without_a_label_in_some_records(tmp_path):
     file = write_tfrecord(tmp_path / "train-1", [{"image": IMAGE}, {"image": IMAGE, "label": 1}])
     dti.build_index(tmp_path / "train-*")
     records = from_files(tmp_path / "train-*")
-    with refused(f"`label_key` 'label' is not in record 0 of {file}"):
+    with refused(f"`label.key` 'label' is not in record 0 of {file}"):
         spec_of(records, "global", TRAINING)
     assert spec_of(records, "global", TRAINING, label=None).label is None
 
@@ -206,13 +290,17 @@ def test_label_offset(tmp_path):
     examples = [{"image": IMAGE, "label": label} for label in (1, 3, 1000)]
     file = write_tfrecord(tmp_path / "train", examples)
     dti.build_index(file)
-    for checks, num_classes in ((dti.Checks(), None), (dti.Checks(verify="schema"), 3)):
+    counts = ((0, 1), (2, 1), (999, 1))
+    for checks, known in ((dti.Checks(), None), (dti.Checks(verify="schema"), counts)):
         dti.build_index(file, checks)
-        assert from_files(file).label_range == (1, 1000)
-        dataset = from_files(file, label_offset=1)
-        assert (dataset.label_range, dataset.num_classes) == ((0, 999), num_classes)
-        with refused("`label_offset` must be at most the lowest label, 1, got 2"):
-            from_files(file, label_offset=2)
+        assert describe(file).label_range == (1, 1000)
+        spec = describe(file, label=dti.ClassLabel(offset=1))
+        assert (spec.label_range, spec.class_counts) == ((0, 999), known)
+        for label in (dti.ClassLabel, functools.partial(dti.MultiHot, num_classes=2000)):
+            with refused("`label.offset` must be at most the lowest label, 1, got 2: it is"):
+                describe(file, label=label(offset=2))
+    values = describe(file, label=dti.Values(size=1))
+    assert (values.label_range, values.class_counts) == (None, None)
 
 
 def test_what_is_known_of_some_files_is_not_known(tmp_path):
@@ -221,14 +309,126 @@ def test_what_is_known_of_some_files_is_not_known(tmp_path):
         write_tfrecord(tmp_path / name, examples)
     dti.build_index(tmp_path / "train-0", dti.Checks(verify="decode", decoder="dali"))
     dti.build_index(tmp_path / "train-1")
-    dataset = from_files(tmp_path / "train-?")
-    assert (dataset.num_classes, dataset.largest_image) == (None, None)
-    with refused("`label_offset` must be at most the lowest label, 5, got 6"):
-        from_files(tmp_path / "train-?", label_offset=6)
-    assert from_files(tmp_path / "train-0").num_classes == 1
-    coarse = from_files(tmp_path / "train-0", image_key="image", label_key="coarse")
-    assert (coarse.label_range, coarse.num_classes) == ((0, 3), None)
-    assert coarse.largest_image == (9, 9)
+    spec = describe(tmp_path / "train-?")
+    assert (spec.class_counts, spec.records.largest_image) == (None, None)
+    with refused("`label.offset` must be at most the lowest label, 5, got 6"):
+        describe(tmp_path / "train-?", label=dti.ClassLabel(offset=6))
+    assert describe(tmp_path / "train-0").class_counts == ((5, 4),)
+    coarse = describe(tmp_path / "train-0", label=dti.ClassLabel(key="coarse"))
+    assert (coarse.label_range, coarse.class_counts) == ((0, 3), None)
+    assert coarse.records.largest_image == (9, 9)
+
+
+STORED = {"image": IMAGE, "class": 3, "name": "dog", "list": [1, 5], "box": [0.5, -1.0]}
+
+
+@pytest.mark.parametrize(
+    ("label", "bad", "message", "known"),
+    [
+        (
+            dti.ClassLabel(key="class", offset=1, num_classes=3),
+            {"class": 4},
+            "label range: `label.key` 'class' must be in 1 to 3, found 4",
+            ((2, 2), ((2, 2),)),
+        ),
+        (
+            dti.ClassLabel(key="class", offset=1),
+            {"class": 0},
+            "label range: `label.key` 'class' must be at least 1, found 0",
+            ((2, 2), ((2, 2),)),
+        ),
+        (
+            dti.ClassLabel(key="name", vocabulary=("cat", "dog")),
+            {"name": "cow"},
+            "label range: `label.key` 'name' must be one of the 2 names of the vocabulary, found b",
+            (None, None),
+        ),
+        (
+            dti.MultiHot(key="list", num_classes=6),
+            {"list": [2, 6]},
+            "label range: `label.key` 'list' must be in 0 to 5, found 6",
+            ((1, 5), ((1, 2), (5, 2))),
+        ),
+        (
+            dti.Values(key="box", size=2),
+            {"box": [0.5]},
+            "label kind: `label.key` 'box' must be int64_list or float_list of 2 values, found",
+            (None, None),
+        ),
+        (None, {"image": ""}, "empty image: `image_key` 'image' holds 0 bytes", (None, None)),
+    ],
+    ids=["class", "without a number of classes", "name", "multi-hot", "values", "none"],
+)
+def test_one_label_object(tmp_path, label, bad, message, known):
+    """`Checks` and `InputSpec` take the same one; a second run with it has nothing to do."""
+    file = write_tfrecord(tmp_path / "train", [STORED, STORED | bad, STORED])
+    checks = dti.Checks(verify="schema", label=label)
+    with refused(f"record 1, byte .*: {message}"):
+        dti.build_index(file, checks)
+    assert dti.build_index(file, checks, on_bad="skip", max_bad_fraction=0.5).written == 1
+    assert dti.build_index(file, checks, on_bad="skip", max_bad_fraction=0.5).unchanged == 1
+    spec = describe(file, label=label)
+    assert spec.label == label
+    assert (spec.label_range, spec.class_counts) == known
+
+
+@pytest.mark.parametrize(
+    ("stored", "hint"),
+    [
+        (3, "found 3. Where labels count from 1, pass ClassLabel.offset=1. .--label_offset=1.[.]$"),
+        (4, "found 4[.]$"),
+        (-1, "found -1[.]$"),
+        ("dog", "found bytes_list of 1. Names need ClassLabel.vocabulary=.... .--vocabulary.[.]$"),
+        ([1, 2], "found int64_list of 2. Lists need MultiHot .--label=multi_hot.[.]$"),
+        (0.5, "found float_list of 1. Numbers need Values .--label=values.[.]$"),
+    ],
+)
+def test_a_bad_label_hints_at_the_right_one(stored, hint):
+    features = decode_example(encode_example({"label": stored}))
+    _, detail = find_label_problem(dti.ClassLabel(key="label", num_classes=3), features)
+    assert re.search(hint, detail), detail
+
+
+def test_what_comes_out_of_a_label_is_not_checked_again(tmp_path):
+    """A one-hot label is stored as any other."""
+    file = write_tfrecord(tmp_path / "train", [{"image": IMAGE, "label": 1}])
+    dti.build_index(file, dti.Checks(verify="schema", label=dti.ClassLabel(num_classes=3)))
+    label = dti.ClassLabel(num_classes=3, one_hot=True, smoothing=0.1)
+    assert dti.build_index(file, dti.Checks(verify="schema", label=label)).unchanged == 1
+    label = dti.ClassLabel(num_classes=2)
+    assert dti.build_index(file, dti.Checks(verify="schema", label=label)).written == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"label": dti.Values(key="mixed", size=2)},
+            "'mixed' must be int64_list of 2 values, found",
+        ),
+        (
+            {"features": {"list": dti.Stored(size=3, padding=0.5)}},
+            "like those of 'list', int64, got",
+        ),
+        (
+            {"features": {"name": dti.Stored(size=3, padding=0)}},
+            "like those of 'name', string, got 0",
+        ),
+        (
+            {"class_weight": {0: "1"}},
+            r"`class_weight` must be finite weights .* in \[0, 1,048,576\)",
+        ),
+        (
+            {"class_weight": {10**9: 1.0}},
+            r"`class_weight` must be finite weights of at least 0, by",
+        ),
+    ],
+)
+def test_outputs_that_records_do_not_hold(tmp_path, fields, message):
+    examples = [STORED | {"mixed": mixed} for mixed in ([1, 2], [0.5, 2.0])]
+    dti.build_index(write_tfrecord(tmp_path / "train", examples))
+    with refused(message):
+        describe(tmp_path / "train", **{"label": dti.ClassLabel(key="class"), **fields})
 
 
 def test_largest_image(tmp_path):
@@ -254,9 +454,9 @@ def test_from_files_looks_into_every_file(tmp_path):
     """DALI would serve whatever its memory holds for a label of another kind."""
     dataset = write_dataset(tmp_path, [2, 1, 2, 2])
     other = {"image/encoded": IMAGE, "image/class/label": "dog"}
-    dti.build_index(write_tfrecord(dataset.files[1], [other]))
-    records = from_files(dataset.files)
-    with refused(f"found bytes_list of 1 in {dataset.files[1]}"):
+    dti.build_index(write_tfrecord(dataset.paths[1], [other]))
+    records = from_files(dataset.paths)
+    with refused(f"found bytes_list of 1 in {dataset.paths[1]}"):
         spec_of(records, "global", TRAINING)
 
 
@@ -280,8 +480,8 @@ def test_behind_a_link(tmp_path, monkeypatch):
     dataset = from_files("link/../data/t-*")
     assert dataset.num_records == 3
     monkeypatch.chdir("/")
-    assert os.path.samefile(dataset.files[0], tmp_path / "there" / "data" / "t-0")
-    assert os.path.isabs(dataset.index_files[0])
+    assert os.path.samefile(dataset.paths[0], tmp_path / "there" / "data" / "t-0")
+    assert os.path.isabs(dataset.files[0].index_file)
 
 
 def test_the_command_for_many_files_of_odd_names(tmp_path):

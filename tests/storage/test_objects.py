@@ -65,7 +65,7 @@ _numbers = itertools.count()
 def stored(proxy, server, dataset):
     """The URL of a folder that holds the files of `dataset`."""
     folder = f"set{next(_numbers)}"
-    for file in dataset.files:
+    for file in dataset.paths:
         data = Path(file).read_bytes()
         ask(server, "PUT", f"/{BUCKET}/{folder}/{os.path.basename(file)}", data)
     return f"s3://{BUCKET}/{folder}"
@@ -118,9 +118,10 @@ def test_index_is_that_of_local_files(dataset, stored, proxy, tmp_path):
             assert (report.written, report.unchanged) == (written, 3 - written)
         assert proxy.gets("train-.*-of-00003$") == 0
         far = dti.Records.from_files(f"{stored}/train-*", index_dir=place)
-        for one, index_file in zip(far.index_files, dataset.index_files, strict=True):
-            assert Path(one).read_bytes() == Path(index_file).read_bytes()
-        assert far.records_per_file == tuple(COUNTS)
+        for file, local in zip(far.files, dataset.files, strict=True):
+            assert file.index_text() == local.index_text()
+            assert file.num_records == local.num_records
+        assert far.is_remote
         command = f"index .*{place}" if place else r"index --verify=schema 's3://.*train-0000\*"
         with refused(command):
             far.check_feature("image_key", "image/class/label", ("bytes_list",), (1, 1))
@@ -133,9 +134,10 @@ def test_etags_without_quotes_in_listings(dataset, stored, proxy, tmp_path):
         assert dti.build_index(f"{stored}/train-*", dti.Checks(verify=verify)).written == 3
     assert dti.build_index(f"{stored}/train-*").unchanged == 3
     far = dti.Records.from_files(f"{stored}/train-*")
-    assert '"' not in far.etags[0]
+    assert '"' not in far.files[0].etag
     assert same(take_pass(far, TF_DATA), take_pass(dataset, TF_DATA))
-    wrong = dataclasses.replace(far, etags=("0", *far.etags[1:]))
+    other = dataclasses.replace(far.files[0], etag="0")
+    wrong = dataclasses.replace(far, files=(other, *far.files[1:]))
     with refused("train-00000-of-00003 changed since it was indexed"):
         wrong.read(0)
 
@@ -144,12 +146,12 @@ def test_weak_etags(stored, proxy, server, dataset):
     """They cannot be asked for; an object that changed is noticed by its answer."""
     url = f"{stored.replace('s3:/', f'http://127.0.0.1:{proxy.port}')}/train-00000-of-00003"
     proxy.weak = "W/"
-    near = dti.Records.from_files(dataset.files[0])
+    near = dti.Records.from_files(dataset.paths[0])
     dti.build_index(url, index_dir=f"{stored}-index", allow_missing=True)
     far = dti.Records.from_files(url, index_dir=f"{stored}-index")
     assert far.read(1) == near.read(1)
     path = url.partition(str(proxy.port))[2]
-    ask(server, "PUT", path, Path(dataset.files[0]).read_bytes() + b"!")
+    ask(server, "PUT", path, Path(dataset.paths[0]).read_bytes() + b"!")
     with refused("train-00000-of-00003 changed since it was indexed"):
         far.read(1)
 
@@ -209,7 +211,7 @@ def test_a_store_that_never_takes_the_manifest(stored, proxy, dataset):
 
 def test_a_cache_for_one_object_at_a_time(stored, dataset, tmp_path):
     cache = Cache(
-        folder=str(tmp_path / "cache"), max_bytes=max(map(os.path.getsize, dataset.files))
+        folder=str(tmp_path / "cache"), max_bytes=max(map(os.path.getsize, dataset.paths))
     )
     assert dti.build_index(f"{stored}/train-*", cache=cache).written == 3
 
@@ -227,14 +229,14 @@ def test_gcs(dataset, stored, proxy, server, monkeypatch):
     assert same(take_pass(far, TF_DATA), take_pass(dataset, TF_DATA))
     manifest = f"{url}/index_manifest.json"
     (about,) = objects.find_objects(manifest).values()
-    assert not objects.write(manifest, dataset.files[0], replaces="")
-    assert not objects.write(manifest, dataset.files[0], replaces='"other"')
-    assert objects.write(manifest, dataset.files[0], replaces=about.etag)
-    assert not objects.write(f"{url}/none", dataset.files[0], replaces=about.etag)
+    assert not objects.write(manifest, dataset.paths[0], replaces="")
+    assert not objects.write(manifest, dataset.paths[0], replaces='"other"')
+    assert objects.write(manifest, dataset.paths[0], replaces=about.etag)
+    assert not objects.write(f"{url}/none", dataset.paths[0], replaces=about.etag)
 
 
 def test_bad_records_and_objects_that_go(stored, server, dataset, proxy):
-    data = bytearray(Path(dataset.files[2]).read_bytes())
+    data = bytearray(Path(dataset.paths[2]).read_bytes())
     data[len(data) // 2] ^= 1
     name = f"/{BUCKET}/{stored.rpartition('/')[2]}/train-00002-of-00003"
     ask(server, "PUT", name, bytes(data))
@@ -246,8 +248,8 @@ def test_bad_records_and_objects_that_go(stored, server, dataset, proxy):
     listed = [one for one in proxy.seen if "PUT" in one and "bad_records.jsonl" in one]
     assert len(listed) == 1
     far = dti.Records.from_files(f"{stored}/train-*")
-    ask(server, "PUT", name, Path(dataset.files[2]).read_bytes())
-    for check in (lambda: take_pass(far, TF_DATA), lambda: dti.Records.from_files(far.files)):
+    ask(server, "PUT", name, Path(dataset.paths[2]).read_bytes())
+    for check in (lambda: take_pass(far, TF_DATA), lambda: dti.Records.from_files(far.paths)):
         with refused("train-00002-of-00003 changed since it was indexed"):
             check()
     report = dti.build_index(f"{stored}/train-*", **skips)
@@ -256,12 +258,12 @@ def test_bad_records_and_objects_that_go(stored, server, dataset, proxy):
     def change(method, path):  # while it is indexed
         if method == "GET" and path == name and proxy.fault is change:
             proxy.fault = lambda *_: None
-            ask(server, "PUT", name, Path(dataset.files[2]).read_bytes()[:-1])
+            ask(server, "PUT", name, Path(dataset.paths[2]).read_bytes()[:-1])
 
     proxy.fault = change
     with pytest.raises(IndexFaultsError, match="train-00002-of-00003 changed since"):
         dti.build_index(f"{stored}/train-*", force=True)
-    ask(server, "PUT", name, Path(dataset.files[2]).read_bytes())
+    ask(server, "PUT", name, Path(dataset.paths[2]).read_bytes())
     assert ask(server, "GET", f"{name.rpartition('/')[0]}/bad_records.jsonl")[0].status == 404
     ask(server, "DELETE", name)
     with refused("train-00002-of-00003 is missing"):
@@ -272,7 +274,7 @@ def test_bad_records_and_objects_that_go(stored, server, dataset, proxy):
 
 @backends
 def test_a_record_that_stops_training_is_named(stored, server, dataset, options, tmp_path):
-    data = Path(dataset.files[1]).read_bytes()
+    data = Path(dataset.paths[1]).read_bytes()
     offset = int(dataset.index(1)[4, 0])
     name = f"/{BUCKET}/{stored.rpartition('/')[2]}/train-00001-of-00003"
     ask(server, "PUT", name, data[: offset + 100] + bytes(50) + data[offset + 150 :])
@@ -480,7 +482,7 @@ def test_index_by_an_executor(dataset, stored, tmp_path):
     """The same bytes as by processes of its own, also of bad records; errors are told."""
     (tmp_path / "set").mkdir()
     local = write_dataset(tmp_path / "set", [3, 4])
-    damaged = Path(local.files[0])
+    damaged = Path(local.paths[0])
     damaged.write_bytes(damaged.read_bytes()[:-5])
     for files in (f"{stored}/train-*", tmp_path / "set" / "train-*"):
         made = {}
@@ -541,12 +543,12 @@ def test_convert_from_a_store(stored, dataset, server, tmp_path):
     """Makes what it makes of local files, of compressed ones too."""
     dti.build_index(f"{stored}/train-*")
     name = f"{stored.rpartition('/')[2]}-gz"
-    data = gzip.compress(Path(dataset.files[1]).read_bytes())
+    data = gzip.compress(Path(dataset.paths[1]).read_bytes())
     ask(server, "PUT", f"/{BUCKET}/{name}/train-00000-of-00001.gz", data)
     arguments = ["--num_files=2", "--validation_fraction=0.2"]
     pairs = {
-        "all": (f"{stored}/train-*", f"{os.path.dirname(dataset.files[0])}/train-*"),
-        "one": (f"s3://{BUCKET}/{name}/train-*", dataset.files[1]),
+        "all": (f"{stored}/train-*", f"{os.path.dirname(dataset.paths[0])}/train-*"),
+        "one": (f"s3://{BUCKET}/{name}/train-*", dataset.paths[1]),
     }
     for what, sources in pairs.items():
         made = []

@@ -181,7 +181,7 @@ def test_what_dali_refuses_and_others_do_not(tmp_path):
     dataset = write(tmp_path, {}, skip=(2, 5))
     offset, size = dataset.index(0)[10]
     message = f"Failed to decode sample #3 : {{}} at index {offset + size // 2}\nno"
-    found = explain_message(dataset, message.format(dataset.files[0]))
+    found = explain_message(dataset, message.format(dataset.paths[0]))
     assert isinstance(found, BadRecordError)
     bad = found.bad_record
     assert (bad.record, bad.offset, bad.reason) == (12, offset, "damaged image")
@@ -223,7 +223,7 @@ def test_a_file_that_is_damaged_while_it_is_read(tmp_path):
     dataset = dataclasses.replace(write(tmp_path, {}), states=())
     one_by_one = dti.TfDataOptions(num_parallel_reads=1)
     fed = feed(dataset, "tf_data", "buffer", options=one_by_one, buffer_size=1)
-    with open(dataset.files[2], "r+b") as stream:
+    with open(dataset.paths[2], "r+b") as stream:
         stream.seek(5000)
         stream.write(b"\xff\0\xff")
     with stops(r"train-2: record \d+, byte [\d,]+: unreadable: "):
@@ -314,7 +314,7 @@ def test_an_index_that_goes_or_is_replaced(tmp_path, backend, order):
     """What `load` checked is out of reach: each iterator serves every record once."""
     dataset = write(tmp_path, {})
     fed = feed(dataset, backend, order, **({"buffer_size": 8} if order == "buffer" else {}))
-    cut, replaced, removed = map(Path, dataset.index_files)
+    cut, replaced, removed = (Path(file.index_file) for file in dataset.files)
     os.truncate(cut, 20)
     replaced.write_bytes(removed.read_bytes())
     removed.unlink()
@@ -394,7 +394,7 @@ def test_the_command_checks_as_before(tmp_path):
 def test_what_dali_says(tmp_path, text):
     dataset = write(tmp_path, TEXT)
     offset, _ = dataset.index(1)[23]
-    message = text.format(dataset.files[1], offset)
+    message = text.format(dataset.paths[1], offset)
     found = explain_message(dataset, message, "buffer", search_seconds=0)
     assert isinstance(found, BadRecordError)
     assert found.bad_record.record == 23
@@ -481,9 +481,10 @@ def test_the_command_has_what_the_spec_was_made_with(tmp_path, keys, offset, arg
     ]
     examples[7][keys[0]] = b"text"
     dti.build_index(write_tfrecord(file, examples))
-    arguments = {"image_key": keys[0], "label_key": keys[1], "label_offset": offset}
+    label = dti.ClassLabel(key=keys[1], offset=offset)
+    records = dti.Records.from_files(file, image_key=keys[0])
     with pytest.raises(BadRecordError) as caught:
-        train_on(feed(dti.Records.from_files(file, **arguments), "tf_data"))
+        train_on(feed(records, "tf_data", label=label))
     assert str(caught.value).endswith(f"--on_bad=skip {argument} {file}")
     output = index("--verify=decode", "--decoder=dali", *argument.split(), file)
     assert "1 record (1.00%), listed in bad_records.jsonl" in output

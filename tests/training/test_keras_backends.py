@@ -110,7 +110,7 @@ refused("for models of tf_keras call model.fit(train.dataset)", train.fit, model
 def run(module, code, dataset, tmp_path, backend, **environment):
     if importlib.util.find_spec(module) is None:
         pytest.skip(f"{module} is not installed")
-    files = os.path.join(os.path.dirname(dataset.files[0]), "train-*-of-?????")
+    files = os.path.join(os.path.dirname(dataset.paths[0]), "train-*-of-?????")
     paths = [path for path in os.environ["PYTHONPATH"].split(os.pathsep) if path != WITHOUT_JAX]
     path = os.pathsep.join([str(ROOT), *paths])
     environment = {**os.environ, "PYTHONPATH": path, **environment}

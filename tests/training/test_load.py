@@ -245,7 +245,7 @@ def test_tf_data_needs_no_dali(dataset):
         sys.modules["nvidia.dali"] = None  # any import of it fails
         from dali_tf_input import Records, InputSpec, Preprocess, TfDataOptions
         from dali_tf_input.training.load import load
-        records = Records.from_files({list(dataset.files)!r})
+        records = Records.from_files({list(dataset.paths)!r})
         spec = InputSpec(records=records, preprocess=Preprocess.for_training(24), order="buffer")
         print(load(spec, TfDataOptions(), batch_size=8).steps_per_epoch)
     """

@@ -151,7 +151,7 @@ def test_training_of_two_replicas_comes_out_the_same(dataset, backend):
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
         from dali_tf_input import Records
         import test_input_profile as test
-        test.train_twice(Records.from_files({list(dataset.files)!r}), test.BACKENDS[{backend!r}], 2)
+        test.train_twice(Records.from_files({list(dataset.paths)!r}), test.BACKENDS[{backend!r}], 2)
     """
     process = warm.run(["-c", code], cwd=TESTS)
     assert process.returncode == 0, process.stderr

@@ -25,7 +25,7 @@ def make_dataset(spec: dti.InputSpec, *, batch_size: int) -> Any:
     # Constants of the full shape, because broadcasting over the channels is slow in TensorFlow.
     mean = tf.broadcast_to(preprocess.mean, shape)
     std = tf.broadcast_to(preprocess.std, shape)
-    image_key, label_key = spec.records.image_key, spec.records.label_key
+    image_key, label_key = spec.records.image_key, spec.label.key
     keys = {image_key: tf.string, label_key: tf.int64}
     wanted = {key: tf.io.FixedLenFeature([], kind) for key, kind in keys.items()}
 
@@ -60,7 +60,7 @@ def make_dataset(spec: dti.InputSpec, *, batch_size: int) -> Any:
             image = tf.cast((image - mean) / std, preprocess.dtype)
         return image, features[label_key]
 
-    dataset = tf.data.TFRecordDataset(list(spec.records.files), num_parallel_reads=tf.data.AUTOTUNE)
+    dataset = tf.data.TFRecordDataset(list(spec.records.paths), num_parallel_reads=tf.data.AUTOTUNE)
     dataset = dataset.shuffle(spec.buffer_size).repeat()
     dataset = dataset.map(prepare, num_parallel_calls=tf.data.AUTOTUNE)
     return dataset.batch(batch_size, drop_remainder=True).prefetch(tf.data.AUTOTUNE)
@@ -72,7 +72,7 @@ def make_pipeline(spec: dti.InputSpec, *, batch_size: int, num_threads: int) -> 
     from nvidia.dali import fn, types
     from nvidia.dali import tfrecord as dali_tfrecord
 
-    preprocess, dataset = spec.preprocess, spec.records
+    preprocess, dataset, label_key = spec.preprocess, spec.records, spec.label.key
     crop, size = preprocess.crop, preprocess.image_size
     dtypes = {"float32": types.FLOAT, "float16": types.FLOAT16, "uint8": types.UINT8}
     raw = preprocess.dtype == "uint8"
@@ -81,11 +81,11 @@ def make_pipeline(spec: dti.InputSpec, *, batch_size: int, num_threads: int) -> 
     pipeline = dali.Pipeline(batch_size=batch_size, num_threads=num_threads, device_id=None, seed=0)
     with pipeline:
         features = fn.readers.tfrecord(
-            path=list(dataset.files),
-            index_path=list(dataset.index_files),
+            path=list(dataset.paths),
+            index_path=[file.index_file for file in dataset.files],
             features={
                 dataset.image_key: dali_tfrecord.FixedLenFeature((), dali_tfrecord.string, ""),
-                dataset.label_key: dali_tfrecord.FixedLenFeature([1], dali_tfrecord.int64, -1),
+                label_key: dali_tfrecord.FixedLenFeature([1], dali_tfrecord.int64, -1),
             },
             random_shuffle=True,
             initial_fill=spec.buffer_size,
@@ -121,5 +121,5 @@ def make_pipeline(spec: dti.InputSpec, *, batch_size: int, num_threads: int) -> 
             out_of_bounds_policy="pad",  # of images that are smaller than the crop
             **position,
         )
-        pipeline.set_outputs(images, features[dataset.label_key])
+        pipeline.set_outputs(images, features[label_key])
     return pipeline

@@ -120,7 +120,7 @@ def main(arguments: list[str]) -> None:
     cli.check_no_arguments(arguments)
     if _CORES.value:  # before anything counts them
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: _CORES.value])
-    spec = _WORK.spec(_FILES.dataset(), "buffer")
+    spec = _WORK.spec(_FILES, "buffer")
     cli.import_tensorflow()
     from dali_tf_input.backends.build import enable_memory_growth
 
