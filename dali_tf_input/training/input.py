@@ -209,6 +209,8 @@ class Input:
         def fit_part(**part: Any) -> None:
             positions = [Position(training.step + offset) for _ in self.devices]
             dataset = self._make_dataset(spec, positions, endless=True)
+            if self.strategy is None:
+                training.build_metrics(dataset.element_spec)
             valid = getattr(held_out, "dataset", held_out)
             shared = {"validation_data": valid, "shuffle": False, "verbose": verbose}
             model.fit(dataset, **shared, **part, **arguments)
