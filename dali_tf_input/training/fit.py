@@ -12,27 +12,17 @@ from dali_tf_input.training.strategies import scope_of
 
 
 class StepCounter(keras.callbacks.Callback):
-    """Counts the batches of an evaluation or prediction, and knows what Keras is doing.
+    """Counts the batches of an evaluation or prediction, and knows the logs of an epoch.
 
     Attributes:
       tested: batches that an evaluation or prediction has done; None if there is none under way.
-      in_step: whether Keras has its batch and works on it: an error is not the input's then.
       epoch_logs: the logs of the last epoch, with what the callbacks before this one added.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.tested: int | None = None
-        self.in_step = False
         self.epoch_logs: dict[str, Any] = {}
-
-    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Notes that a step begins."""
-        self.in_step = True
-
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Notes that a step is done."""
-        self.in_step = False
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes the logs."""
@@ -40,22 +30,18 @@ class StepCounter(keras.callbacks.Callback):
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Notes that an evaluation begins."""
-        self.tested, self.in_step = 0, False
-
-    def on_test_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Notes that a step begins."""
-        self.in_step = True
+        self.tested = 0
 
     def on_test_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Counts a step."""
-        self.tested, self.in_step = batch + 1, False
+        self.tested = batch + 1
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
         """Notes that the evaluation is over."""
         self.tested = None
 
-    on_predict_begin, on_predict_end = on_test_begin, on_test_end
-    on_predict_batch_begin, on_predict_batch_end = on_test_batch_begin, on_test_batch_end
+    on_predict_begin, on_predict_batch_end = on_test_begin, on_test_batch_end
+    on_predict_end = on_test_end
 
 
 class Training(keras.callbacks.CallbackList):
@@ -69,7 +55,7 @@ class Training(keras.callbacks.CallbackList):
     Attributes:
       step: steps of training that are done.
       history: Keras's History of all epochs.
-      counter: what Keras is doing.
+      counter: counts the batches of validation.
     """
 
     def __init__(
