@@ -18,7 +18,6 @@ from dali_tf_input.records.example import decode_example
 from dali_tf_input.records.labels import Features
 from dali_tf_input.records.schema import BadImage, Checks, TrialDecode, check_mask
 from dali_tf_input.records.tfrecord import BadRecord, find_records, has_valid_data, read_data
-from dali_tf_input.storage.objects import is_url
 
 _MOST_DATA_BYTES = 1 << 28  # parsing takes five times a record's size; protobuf ends at 2 GiB
 # What is read of each batch of records (4096 at most) below level "schema": a part that costs less
@@ -97,7 +96,7 @@ def check_file(
         progress.flush()
         after = os.stat(file)
         same = (after.st_size, after.st_mtime_ns) == (status.st_size, status.st_mtime_ns)
-        if not same and not is_url(name):  # use changes the time of a cached object's file
+        if not same:
             problem = f"{name} changed while it was indexed"
             raise InputError(f"{problem}: wait until it is complete, then retry.")
     finally:

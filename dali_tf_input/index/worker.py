@@ -23,7 +23,7 @@ from dali_tf_input.errors import InputError
 from dali_tf_input.index.scan import check_file
 from dali_tf_input.records.schema import PIXELS_KEY, Checks, TrialDecode
 from dali_tf_input.records.tfrecord import BadRecord
-from dali_tf_input.storage.copies import Cache, local_copy
+from dali_tf_input.storage.copies import local_copy
 from dali_tf_input.storage.objects import Status
 from dali_tf_input.storage.staging import WRITE_ERRORS
 
@@ -87,9 +87,8 @@ def check_task(
                     signal.setitimer(signal.ITIMER_REAL, task["longest_decode"])  # SIGALRM ends it
 
             status = Status(*task["status"]) if task["status"] else None
-            cache = Cache(**task["cache"]) if task["cache"] else None
             entry = check_file(
-                stack.enter_context(local_copy(file, status, cache, **download)),
+                stack.enter_context(local_copy(file, status, task["cache_dir"], **download)),
                 index,
                 checks,
                 name=file,

@@ -41,7 +41,7 @@ Crashing = dict[int, tuple[str, str]]
 class Job:
     """A file to check, by the fields of a `checks.Checks`, and where to put what is found.
 
-    An object of a store has a `status`; `cache` are the fields of a `Cache` that keeps it.
+    A stored object has a `status`, and perhaps a `cache_dir` for its copy.
     """
 
     file: str
@@ -50,7 +50,7 @@ class Job:
     mark: str  # the number of the record that the worker decodes, 8 bytes
     checks: dict[str, Any]
     status: Status | None = None
-    cache: dict[str, Any] | None = None
+    cache_dir: str | None = None
 
 
 def run_jobs(
@@ -76,9 +76,6 @@ def run_jobs(
     local, seats, stopped = threading.local(), list[Seat](), threading.Event()
     in_threads = all(job.status and job.checks["verify"] == "framing" for job in jobs)
     at_once = num_processes or (_OBJECTS_AT_ONCE if in_threads else len(os.sched_getaffinity(0)))
-    for job in jobs:
-        if job.cache and job.status:  # the cache must hold what is being read
-            at_once = max(1, min(at_once, job.cache["max_bytes"] // max(1, job.status.size)))
     at_once = min(at_once, len(jobs))
 
     def work(job: Job) -> dict[str, Any]:

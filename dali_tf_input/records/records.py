@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from dali_tf_input.errors import Count, InputError, Path, check, check_fields, checked
+from dali_tf_input.errors import InputError, Path, check, check_fields, checked
 from dali_tf_input.records import contents, schema
 from dali_tf_input.records.contents import Feature
 from dali_tf_input.records.example import decode_example
@@ -18,7 +18,7 @@ from dali_tf_input.records.manifest import find_change, find_change_of_object, r
 from dali_tf_input.records.mirror import find_local
 from dali_tf_input.records.paths import absolute, find_versions, index_command, index_files_of
 from dali_tf_input.records.tfrecord import read_record, unframe_record
-from dali_tf_input.storage.copies import Cache, make_cache
+from dali_tf_input.storage.copies import drop_copy, find_copy, resolve_cache_dir
 from dali_tf_input.storage.objects import RETRY_SECONDS, Part, Status, find_statuses, read_parts
 
 
@@ -60,7 +60,7 @@ class Records:
         file when it was checked, so that later changes are noticed; () notices none.
       etags: versions of the objects, of files in a store; () of local files.
       index_dir: the folder of the index files as it was named; None is beside each file.
-      cache: where objects are kept, if they are.
+      cache_dir: the folder of complete local copies of objects; None reads parts of them.
       retry_seconds: how long to retry an object whose store does not answer.
       features: what the records hold by key, as far as the index step read them.
     """
@@ -78,7 +78,7 @@ class Records:
     states: tuple[tuple[int, int, int], ...] = ()
     etags: tuple[str, ...] = ()
     index_dir: str | None = None
-    cache: Cache | None = None
+    cache_dir: str | None = None
     retry_seconds: float = RETRY_SECONDS
     features: dict[str, Feature] = field(default_factory=dict, hash=False, repr=False)
 
@@ -157,9 +157,14 @@ class Records:
         """Reads a record, by its number: a serialized Example; raises as `read`."""
         file, _, offset, size = self.locate(record)
         status = self.status(self.files.index(file))
-        path = self.cache.find(file, status) if self.cache and status else None
-        if status is None or path:
-            return read_record(path or file, offset)
+        if status is None:
+            return read_record(file, offset)
+        copy = find_copy(file, status, self.cache_dir) if self.cache_dir else None
+        if copy:
+            try:
+                return read_record(copy, offset)
+            except (InputError, OSError):  # the object may be sound
+                drop_copy(file, status, self.cache_dir or "")
         part = Part(file, status.etag, offset, offset + size)
         (data,) = read_parts([part], unframe_record, retry_seconds=self.retry_seconds)
         if data is None:
@@ -233,7 +238,6 @@ class Records:
         label_key: str | None = None,
         label_offset: int = 0,
         cache_dir: Path | None = None,
-        cache_bytes: Count | None = None,
         retry_seconds: float = RETRY_SECONDS,
     ) -> "Records":
         """Describes indexed TFRecord files by the manifest beside their indexes.
@@ -254,9 +258,9 @@ class Records:
             "label".
           label_offset: the label of the first class as stored, subtracted from every label; 1 for
             TF-slim's ImageNet.
-          cache_dir: a local folder that keeps objects of a store; None reads parts of them each
-            time, which order "buffer" cannot.
-          cache_bytes: the most that `cache_dir` takes, at least 1; needed with it.
+          cache_dir: a local folder for complete copies of stored objects, which processes may
+            share. Every order then reads the copies. None reads ranges of the objects, which order
+            "buffer" cannot.
           retry_seconds: how long to retry an object whose store does not answer.
 
         Raises:
@@ -267,7 +271,6 @@ class Records:
         found = {absolute(file): status for file, status in find_versions(files).items()}
         stores = {status is not None for status in found.values()}
         check(len(stores) == 1, "files", "all local, or all in a store", files)
-        cache = make_cache(cache_dir, cache_bytes, retry_seconds) if stores == {True} else None
         index_files = tuple(map(absolute, index_files_of([*found], index_dir=index_dir)))
         index_files = find_local(index_files)
         read = read_entries(found, index_files, files, index_dir)
@@ -322,7 +325,7 @@ class Records:
             ),
             etags=tuple(entries[file].etag or "" for file in held) if stores == {True} else (),
             index_dir=None if index_dir is None else absolute(os.fspath(index_dir)),
-            cache=cache,
+            cache_dir=resolve_cache_dir(cache_dir) if stores == {True} else None,
             retry_seconds=retry_seconds,
             skipped_per_file=tuple(entries[file].skipped for file in held),
             image_key=image_key,

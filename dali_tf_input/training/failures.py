@@ -338,7 +338,10 @@ class _Search:
         number = 0
         try:
             status = self.dataset.status(self.dataset.files.index(file))
-            with local_copy(file, status, self.dataset.cache) as path, open(path, "rb") as stream:
+            with (
+                local_copy(file, status, self.dataset.cache_dir) as path,
+                open(path, "rb") as stream,
+            ):
                 for found in find_records(file, stream.fileno()):
                     if isinstance(found, BadRecord):
                         found = [(found.offset, found.size)]

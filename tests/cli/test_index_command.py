@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import fails, rows, run, run_cold
+from commands import fails, python, rows, run
 from conftest import jpeg, numbered_examples, write_tfrecord
 
 from dali_tf_input import InputError, Records
@@ -118,8 +118,10 @@ def test_index_without_files(tmp_path):
 def test_index_imports_no_tensorflow(tmp_path):
     write_tfrecord(tmp_path / "a", numbered_examples(1))
     (tmp_path / "tensorflow.py").write_text("raise SystemExit('TensorFlow was imported')")
-    process = run_cold("index", tmp_path / "a", PYTHONPATH=str(tmp_path))
-    assert process.returncode == 0
+    path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
+    environment = {**os.environ, "PYTHONPATH": path}
+    process = python("-m", "dali_tf_input.index", tmp_path / "a", env=environment)
+    assert process.returncode == 0, process.stderr
 
 
 def run_printed(text):

@@ -17,13 +17,14 @@ import conftest
 import numpy as np
 import pytest
 from commands import python
-from conftest import SCRIPTS, encode, jpeg, numbered_examples, refused, spec_of, write_tfrecord
+from conftest import encode, jpeg, numbered_examples, refused, spec_of, write_tfrecord
 
-from dali_tf_input import Checks, IndexFaultsError, Preprocess, Records, build_index, find_files
+from dali_tf_input import Checks, Preprocess, Records, build_index
 from dali_tf_input.index import scan
-from dali_tf_input.index.build import IndexReport
+from dali_tf_input.index.build import IndexFaultsError, IndexReport
 from dali_tf_input.records.example import encode_example
 from dali_tf_input.records.manifest import Manifest
+from dali_tf_input.records.paths import find_files
 from dali_tf_input.records.tfrecord import frame_record, masked_crc, read_data
 
 CRC, SCHEMA, DECODE = (Checks(verify=level) for level in ("crc", "schema", "decode"))
@@ -345,7 +346,7 @@ def test_a_missing_file_of_a_set(tmp_path, name):
         with refused(said):
             build_index(given)
     assert build_index(tmp_path / "*-of-*", allow_missing=True).summary.records == 4
-    command = [SCRIPTS / "index", tmp_path / "*-of-*"]
+    command = ["-m", "dali_tf_input.index", tmp_path / "*-of-*"]
     assert python(*command).returncode == 1
     assert python(*command, "--allow_missing").returncode == 0
     assert from_files(tmp_path / "*-of-*").num_records == 4
@@ -742,7 +743,7 @@ def test_a_run_does_not_undo_what_another_found_meanwhile(files, train, tmp_path
 
     def run_another(progress):
         if not codes:
-            codes.append(python(SCRIPTS / "index", *flags, train).returncode)
+            codes.append(python("-m", "dali_tf_input.index", *flags, train).returncode)
 
     report = build_index(train, on_progress=run_another)
     assert codes == [0]
@@ -809,8 +810,8 @@ CRASHING = """if True:
 @pytest.mark.parametrize(("fault", "bad"), [("crashes", (2, 7)), ("hangs", (4,))])
 def test_a_record_that_ends_the_decoder(tmp_path, monkeypatch, fault, bad):
     """It is named and skipped, and so is a second one; the caller does not notice."""
-    monkeypatch.setattr("dali_tf_input.index.pool._CODE", CRASHING)
-    monkeypatch.setattr("dali_tf_input.index.pool._LONGEST_DECODE", 2)
+    monkeypatch.setattr("dali_tf_input.index.workers._CODE", CRASHING)
+    monkeypatch.setattr("dali_tf_input.index.workers._LONGEST_DECODE", 2)
     examples = numbered_examples(9)
     for number in bad:
         examples[number]["image/encoded"] += fault.encode()
