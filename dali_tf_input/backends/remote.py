@@ -14,7 +14,7 @@ from dali_tf_input.records.records import Records
 from dali_tf_input.records.tfrecord import unframe_record
 from dali_tf_input.spec.options import TfDataOptions
 from dali_tf_input.storage.copies import fetch_copies
-from dali_tf_input.storage.objects import Part, Status, read_parts
+from dali_tf_input.storage.objects import Part, Status, close_at_exit, read_parts
 
 
 def make_remote_read(
@@ -25,6 +25,7 @@ def make_remote_read(
     extents: tf.Tensor,
 ) -> Callable[[tf.Tensor], tf.Tensor]:
     """Returns what `make_read` does, for stored objects, of which it reads ranges."""
+    close_at_exit()
     with tf.device("CPU:0"):
         etags = tf.constant(dataset.etags)
     retry_seconds, check_crc = dataset.retry_seconds, options.check_crc

@@ -166,10 +166,11 @@ class Records:
             except (InputError, OSError):  # the object may be sound
                 drop_copy(file, status, self.cache_dir or "")
         part = Part(file, status.etag, offset, offset + size)
-        (data,) = read_parts([part], unframe_record, retry_seconds=self.retry_seconds)
+        (framed,) = read_parts([part], retry_seconds=self.retry_seconds)
+        data = unframe_record(framed)
         if data is None:
             raise InputError(f"{file}: byte {offset}: the record does not fit its CRC.")
-        return bytes(data)
+        return data
 
     def status(self, file: int) -> Status | None:
         """Returns the version of an object, by the number of its file; None of a local file."""

@@ -25,7 +25,7 @@ from dali_tf_input.storage.objects import (
     Part,
     Status,
     is_url,
-    read_part,
+    read_in_turn,
 )
 from dali_tf_input.storage.staging import locked
 
@@ -220,14 +220,10 @@ def download_to(
       InputError: as `read_parts`.
       OSError: the file cannot be written.
     """
-    failed = threading.Event()
-    requests = min(_REQUESTS, max(1, MOST_REQUESTS // at_once))
-    size = min(_PART_BYTES, _MOST_BYTES // (at_once * requests))
-
-    def fetch(start: int) -> None:
-        part = Part(url, status.etag, start, min(start + size, status.size))
-        data = read_part(part, retry_seconds=retry_seconds, failed=failed, stopped=stopped)
+    num_ahead = min(_REQUESTS, max(1, MOST_REQUESTS // at_once))
+    size = min(_PART_BYTES, _MOST_BYTES // (at_once * num_ahead))
+    starts = range(0, status.size, size)
+    parts = (Part(url, status.etag, start, min(start + size, status.size)) for start in starts)
+    reads = read_in_turn(parts, num_ahead=num_ahead, retry_seconds=retry_seconds, stopped=stopped)
+    for start, data in zip(starts, reads, strict=True):
         os.pwrite(descriptor, data, start)
-
-    with ThreadPoolExecutor(requests) as pool:
-        list(pool.map(fetch, range(0, status.size, size)))

@@ -25,9 +25,9 @@ class Store(MemoryStore):
 
     reads = 0
 
-    def get(self, path, *, options):
+    def get_async(self, path, *, options):
         self.reads += 1
-        return super().get(path, options=options)
+        return super().get_async(path, options=options)
 
 
 @pytest.fixture

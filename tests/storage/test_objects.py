@@ -307,13 +307,13 @@ def test_a_store_that_stays_down(stored, dataset, proxy):
     dti.build_index(f"{stored}/train-*")
     far = dti.Records.from_files(f"{stored}/train-*", retry_seconds=0.5)
     proxy.fault = lambda method, path: "503" if "of-00003" in path else None
-    with refused(rf"{stored}/train-0000.* cannot be read for 0.5 s: .*503"):
+    with refused(rf"{stored}/train-0000.* cannot be read \(tried for 0.\d s\): .*503"):
         far.read(3)
     left = iter(range(20))
     proxy.fault = lambda method, path: "503" if next(left, None) is not None else None
     assert dataclasses.replace(far, retry_seconds=300).read(3) == dataset.read(3)  # it came back
     proxy.fault = lambda method, path: "503" if "of-00003" in path else None
-    with pytest.raises(tf.errors.OpError, match=rf"{stored}/train-0000.* cannot be read for"):
+    with pytest.raises(tf.errors.OpError, match=rf"{stored}/train-0000.* cannot be read"):
         take_pass(far, TF_DATA)
     proxy.fault = lambda method, path: "403"
     far = dataclasses.replace(far, retry_seconds=1e6)
