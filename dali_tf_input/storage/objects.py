@@ -297,7 +297,9 @@ def _close() -> None:
         client.close()
 
 
-def _wait(future: concurrent.futures.Future[Any], stopped: threading.Event | None = None) -> Any:
+def _wait(
+    future: concurrent.futures.Future[_Result], stopped: threading.Event | None = None
+) -> _Result:
     """Returns the result of a coroutine; cancels it when `stopped` or interrupted."""
     try:
         while stopped:
@@ -305,8 +307,7 @@ def _wait(future: concurrent.futures.Future[Any], stopped: threading.Event | Non
                 raise InputError("Objects are no longer read: the run ends.")
             if concurrent.futures.wait([future], _POLL_SECONDS).done:
                 break
-        result: _Result = future.result()
-        return result
+        return future.result()
     except concurrent.futures.CancelledError:
         raise InputError("Objects are no longer read: the program ends.") from None
     except BaseException:
