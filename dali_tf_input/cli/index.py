@@ -24,8 +24,8 @@ from rich.progress import Progress as Bar
 
 from dali_tf_input.cli import command
 from dali_tf_input.cli.command import format_count
+from dali_tf_input.cli.dask import connect_dask
 from dali_tf_input.index.build import IndexFaultsError, IndexReport, OnBad, Progress, build_index
-from dali_tf_input.index.cluster import connect_dask
 from dali_tf_input.records.contents import Images, Labels, Summary
 from dali_tf_input.records.labels import LabelKind
 from dali_tf_input.records.paths import BAD_RECORDS_NAME, index_command

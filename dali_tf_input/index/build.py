@@ -22,9 +22,8 @@ import msgspec
 
 from dali_tf_input import errors
 from dali_tf_input.errors import Count, InputError, Path, checked
-from dali_tf_input.index.cluster import run_elsewhere
 from dali_tf_input.index.commit import IndexFolder
-from dali_tf_input.index.workers import run_jobs
+from dali_tf_input.index.workers import run_in_executor, run_jobs
 from dali_tf_input.records import contents, schema
 from dali_tf_input.records.example import decode_example
 from dali_tf_input.records.paths import (
@@ -214,7 +213,7 @@ class _Run:
 
         next_commit = time.monotonic() + _COMMIT_SECONDS
         if executor:
-            answers = run_elsewhere(jobs, executor, advance)
+            answers = run_in_executor(jobs, executor, advance)
         else:
             answers = run_jobs(jobs, num_processes, advance)
         with contextlib.closing(answers):  # what is under way ends with an error here

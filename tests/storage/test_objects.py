@@ -24,7 +24,8 @@ from stores import BUCKET, Proxy, ask, run_server, run_tls_server
 
 import dali_tf_input as dti
 from dali_tf_input.backends.build import make_dataset
-from dali_tf_input.index import cluster
+from dali_tf_input.cli.dask import connect_dask
+from dali_tf_input.index import workers
 from dali_tf_input.index.build import IndexFaultsError
 from dali_tf_input.storage import objects
 from dali_tf_input.training.training_state import make_fingerprint
@@ -415,10 +416,10 @@ def test_index_by_an_executor(dataset, stored, tmp_path):
     with Broken(1) as executor, refused("The executor failed at .*ZeroDivisionError"):
         dti.build_index(files, force=True, executor=executor)
     with refused("A worker has dali_tf_input .*, this program 0.0: install the same"):
-        cluster._check_here(
-            cluster.Job(file="", index="", bad_records="", mark="", checks={}), "0.0"
+        workers._check_there(
+            workers.Job(file="", index="", bad_records="", mark="", checks={}), "0.0"
         )
-    with refused("No Dask scheduler answers at nowhere://"), cluster.connect_dask("nowhere://x:1"):
+    with refused("No Dask scheduler answers at nowhere://"), connect_dask("nowhere://x:1"):
         pass
 
 
@@ -430,7 +431,7 @@ def test_a_decoder_that_crashes_a_converter():
             work()
         assert elsewhere.submit(executor, sorted, [3, 1, 2])() == [1, 2, 3]
         with refused(r"0.0: .* must have dali_tf_input .* and be started with PYTHONPATH="):
-            raise cluster.explain_executor(
+            raise workers.explain_executor(
                 ImportError(), "0.0", ", and be started with PYTHONPATH="
             )
 
@@ -531,7 +532,7 @@ def test_work_by_dask(stored, tmp_path, monkeypatch):
     with (
         LocalCluster(n_workers=3, threads_per_worker=1, dashboard_address=None) as dask,
         Client(dask) as client,
-        cluster.connect_dask(dask.scheduler_address) as executor,
+        connect_dask(dask.scheduler_address) as executor,
     ):
         (victim, *_) = client.run(os.getpid).values()
         os.kill(victim, signal.SIGKILL)
