@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import gc
 import gzip
 import itertools
 import json
@@ -19,7 +20,7 @@ import commands
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import SCRIPTS, TF_DATA, backends, refused, spec_of, write_dataset
+from conftest import ROOT, SCRIPTS, TF_DATA, backends, refused, spec_of, write_dataset
 from stores import BUCKET, Proxy, ask, run_server, run_tls_server
 
 import dali_tf_input as dti
@@ -52,6 +53,9 @@ def proxy(server, monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", None)
     objects._store.cache_clear()
     yield proxy
+    # Iterators that died with their tests end their reads while the store answers, not by retries.
+    proxy.fault = lambda method, path: None
+    gc.collect()
     objects._store.cache_clear()
     monkeypatch.undo()
     proxy.close()
@@ -521,27 +525,77 @@ input()
 """
 
 
-@pytest.mark.slow
-def test_work_by_dask(stored, tmp_path, monkeypatch):
-    """Index and converter, by three workers, of which one is killed."""
+@pytest.fixture
+def dask(monkeypatch):
+    """A scheduler on this machine with three workers, and their processes."""
     from distributed import Client, LocalCluster
 
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(SCRIPTS)]))
+    cluster = LocalCluster(n_workers=3, threads_per_worker=1, dashboard_address=None)
+    with cluster, Client(cluster) as client:
+        yield cluster.scheduler_address, list(client.run(os.getpid).values())
+
+
+@pytest.mark.slow
+def test_index_by_dask(stored, tmp_path, dask):
+    """By three workers, of which one is killed."""
+    address, (victim, *_) = dask
     checks = dti.Checks(verify="decode", decoder="tf_data")
     dti.build_index(f"{stored}/train-*", checks, index_dir=tmp_path / "own")
-    monkeypatch.setenv("PYTHONPATH", str(SCRIPTS))
-    with (
-        LocalCluster(n_workers=3, threads_per_worker=1, dashboard_address=None) as dask,
-        Client(dask) as client,
-        connect_dask(dask.scheduler_address) as executor,
-    ):
-        (victim, *_) = client.run(os.getpid).values()
+    with connect_dask(address) as executor:
         os.kill(victim, signal.SIGKILL)
         dti.build_index(f"{stored}/train-*", checks, index_dir=tmp_path / "dask", executor=executor)
-        for name, where in (("here", ()), ("there", (f"--dask={dask.scheduler_address}",))):
-            words = ["make_tfrecords.py", "--num_files=2", f"--index_dir={tmp_path}/dask", *where]
-            process = commands.run(*words, f"{stored}/train-*", tmp_path / name)
-            assert (process.returncode, process.stderr) == (0, "")
-    for path in (tmp_path / "here").iterdir():
-        assert path.read_bytes() == (tmp_path / "there" / path.name).read_bytes()
     for path in (tmp_path / "own").iterdir():
         assert path.read_bytes() == (tmp_path / "dask" / path.name).read_bytes()
+
+
+@pytest.mark.slow
+def test_convert_by_dask(stored, tmp_path, dask):
+    dti.build_index(f"{stored}/train-*")
+    for name, where in (("here", ()), ("there", (f"--dask={dask[0]}",))):
+        words = ["make_tfrecords.py", "--num_files=2", *where]
+        process = commands.run(*words, f"{stored}/train-*", tmp_path / name)
+        assert (process.returncode, process.stderr) == (0, "")
+    for path in (tmp_path / "here").iterdir():
+        assert path.read_bytes() == (tmp_path / "there" / path.name).read_bytes()
+
+
+SCHEDULER = """
+import asyncio
+from distributed import Scheduler
+
+async def serve():
+    async with Scheduler(host="127.0.0.1", port=0, dashboard=False) as scheduler:
+        print(scheduler.address, flush=True)
+        await scheduler.finished()
+
+asyncio.run(serve())
+"""
+
+
+@pytest.mark.slow
+def test_a_dask_scheduler_that_dies_ends_the_run(dataset, tmp_path):
+    command = [sys.executable, "-c", SCHEDULER]
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as scheduler,
+        connect_dask(scheduler.stdout.readline().strip()) as executor,
+    ):
+        threading.Timer(1, scheduler.kill).start()  # there are no workers: the run waits
+        with refused("The executor failed at .*: its scheduler is gone"):
+            dti.build_index(dataset.files, index_dir=tmp_path, executor=executor)
+
+
+def test_a_seat_whose_process_waited_for_too_long(dataset, tmp_path, monkeypatch):
+    """Another one does the work; a thread of an executor keeps one, and no two share it."""
+    short = "from dali_tf_input.index import worker; worker._IDLE_SECONDS = 0.2; serve()"
+    code = workers._CODE.replace("serve()", short)
+    monkeypatch.setattr(workers, "_CODE", code)
+    monkeypatch.setattr(workers, "_idle_seats", [])
+    with concurrent.futures.ThreadPoolExecutor(2) as executor:
+        for _ in range(2):
+            report = dti.build_index(
+                dataset.files, index_dir=tmp_path, executor=executor, force=True
+            )
+            assert report.written == 3
+            time.sleep(0.5)
+    assert 1 <= len(workers._idle_seats) <= 2
