@@ -13,8 +13,9 @@ from dali_tf_input.records.index_file import Integers
 from dali_tf_input.records.records import Records
 from dali_tf_input.records.tfrecord import unframe_record
 from dali_tf_input.spec.options import TfDataOptions
+from dali_tf_input.storage.client import close_at_exit
 from dali_tf_input.storage.copies import fetch_copies
-from dali_tf_input.storage.objects import Part, Status, close_at_exit, read_parts
+from dali_tf_input.storage.objects import Part, Status, read_parts
 
 
 def make_remote_read(

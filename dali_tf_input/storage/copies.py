@@ -19,14 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from dali_tf_input.errors import InputError, Path
-from dali_tf_input.storage.objects import (
-    MOST_REQUESTS,
-    RETRY_SECONDS,
-    Part,
-    Status,
-    is_url,
-    read_in_turn,
-)
+from dali_tf_input.storage.client import MOST_REQUESTS
+from dali_tf_input.storage.objects import RETRY_SECONDS, Part, Status, is_url, read_in_turn
 from dali_tf_input.storage.staging import locked
 
 _FOLDER = "dali_tf_input"

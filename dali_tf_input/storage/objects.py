@@ -1,12 +1,9 @@
 """Stored objects (S3, GCS, Azure, https), named by URLs: listed, read by ranges, written.
 
-obstore does the work. It finds credentials and endpoints in its usual environment variables. Its
-coroutines run in one thread of this module, which a caller waits for and which ends with the
-program.
+obstore does the work. It finds credentials and endpoints in its usual environment variables.
 """
 
 import asyncio
-import atexit
 import concurrent.futures
 import datetime
 import fnmatch
@@ -20,13 +17,14 @@ import threading
 import time
 import urllib.parse
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from dali_tf_input.errors import InputError
+from dali_tf_input.storage.causes import find_cause
+from dali_tf_input.storage.client import gather, library, requests_at_once, run, submit, wait
 
 RETRY_SECONDS = 300.0
-MOST_REQUESTS = 64  # under way in a process
 _SCHEMES = ("s3", "gs", "az", "http", "https")
 _URL = re.compile(r"([a-z][a-z0-9+.-]+)://([^/]*)/?(.*)", re.IGNORECASE | re.DOTALL)
 _WILDCARD = re.compile(r"[*?[]")
@@ -35,39 +33,6 @@ _MODIFIED = "modified "  # starts the version of an object whose server has no e
 _CHANGED = "{} changed since it was indexed: index it again."
 # obstore repeats a failed request for the first time; then we do, between pauses that double.
 _OBSTORE_SECONDS, _FIRST_PAUSE, _MOST_PAUSE = 2.0, 1.0, 10.0
-_POLL_SECONDS = 0.2
-
-# Patterns in error messages, the cause to report, and whether it may be temporary.
-_CAUSES = (
-    (r"NoSuchBucket|ContainerNotFound|bucket does not exist", "there is no bucket {bucket}", False),
-    (r"is wrong; expecting '([^']+)'", "the bucket is in region {found}: set AWS_REGION", False),
-    (
-        r"redirect without LOCATION|Redirect<",
-        "the bucket is in another region: set AWS_REGION",
-        False,
-    ),
-    (
-        r"RequestTimeTooSkewed|RequestExpired|NotValidYet",
-        "this machine's clock is wrong: set it",
-        False,
-    ),
-    (
-        r"InvalidCertificate\(\s*(\w+)",
-        "the certificate of {host} is not trusted ({found}): name a file with its issuer's by"
-        " AWS_CA_BUNDLE",
-        False,
-    ),
-    (r"performing \w+ http://169\.254\.169\.254|metadata\.google", "no credentials{names}", True),
-    (
-        r"InvalidAccessKeyId|SignatureDoesNotMatch|ExpiredToken|InvalidToken",
-        "the store does not take the credentials ({found}){names}",
-        False,
-    ),
-    (r"status code: 40[13]", "no permission{names}", False),
-    (r"status code: 4(?!04|08|29)\d\d [\w ]*", "the store refuses the request ({found})", False),
-    (r'"dns error"', "no host {host} is known{names}", True),
-    (r"ConnectionRefused", "{host} refuses connections{names}", True),
-)
 
 _logger = logging.getLogger("dali_tf_input")
 
@@ -104,12 +69,12 @@ def find_objects(pattern: str, *, retry_seconds: float = RETRY_SECONDS) -> dict[
     Raises:
       InputError: they cannot be listed.
     """
-    return _run(_find(pattern, retry_seconds))
+    return run(_find(pattern, retry_seconds))
 
 
 def find_all(patterns: Iterable[str]) -> list[dict[str, Status]]:
     """Returns what `find_objects` does of each pattern; they are asked for at the same time."""
-    return _run(_gather([_find(pattern, RETRY_SECONDS) for pattern in patterns]))
+    return run(gather([_find(pattern, RETRY_SECONDS) for pattern in patterns]))
 
 
 def list_folder(folder: str) -> dict[str, Status]:
@@ -145,7 +110,7 @@ def read_parts(parts: Sequence[Part], *, retry_seconds: float = RETRY_SECONDS) -
         else:
             requests.append(part)
         request_of[number] = len(requests) - 1
-    answers = _run(_gather([_read(request, retry_seconds) for request in requests]))
+    answers = run(gather([_read(request, retry_seconds) for request in requests]))
     return [
         answers[number][part.start - requests[number].start : part.end - requests[number].start]
         for part, number in zip(parts, request_of, strict=True)
@@ -173,11 +138,11 @@ def read_in_turn(
     futures = deque[concurrent.futures.Future[memoryview]]()
     try:
         for part in parts:
-            futures.append(_submit(_read(part, retry_seconds)))
+            futures.append(submit(_read(part, retry_seconds)))
             if len(futures) == num_ahead:
-                yield _wait(futures.popleft(), stopped)
+                yield wait(futures.popleft(), stopped)
         while futures:
-            yield _wait(futures.popleft(), stopped)
+            yield wait(futures.popleft(), stopped)
     finally:
         for future in futures:
             future.cancel()
@@ -189,7 +154,7 @@ def write(url: str, path: str, *, replaces: str | None = None) -> bool:
     With `replaces`, an etag or "" for none, it replaces only the object of that etag.
     """
     base, key = _split(url)
-    errors = _library().exceptions
+    errors = library().exceptions
     taken = (errors.PreconditionError, errors.AlreadyExistsError, FileNotFoundError)
 
     async def put() -> bool:
@@ -208,125 +173,16 @@ def write(url: str, path: str, *, replaces: str | None = None) -> bool:
             return False
         return True
 
-    return _run(_retry(url, put, RETRY_SECONDS, "written"))
+    return run(_retry(url, put, RETRY_SECONDS, "written"))
 
 
 def delete(url: str) -> None:
     """Removes an object."""
     base, key = _split(url)
-    _run(_retry(url, lambda: _store(base, RETRY_SECONDS).delete_async(key), RETRY_SECONDS))
-
-
-def close_at_exit() -> None:
-    """Has reads end at exit, before the exit handlers run that were registered earlier.
-
-    A program that ends would otherwise wait for its iterators, and they for their objects.
-    """
-    atexit.unregister(_close)
-    atexit.register(_close)
+    run(_retry(url, lambda: _store(base, RETRY_SECONDS).delete_async(key), RETRY_SECONDS))
 
 
 _Result = TypeVar("_Result")
-
-
-class _Client:
-    """The thread in which obstore's coroutines run."""
-
-    def __init__(self) -> None:
-        self.pid = os.getpid()
-        self.is_closed = False
-        self.lock = threading.Lock()
-        self.loop = asyncio.new_event_loop()
-        self.requests = asyncio.Semaphore(MOST_REQUESTS)
-        name = "dali_tf_input objects"
-        self.thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
-        self.thread.start()
-        close_at_exit()
-
-    def submit(self, work: Coroutine[Any, Any, _Result]) -> concurrent.futures.Future[_Result]:
-        """Starts a coroutine."""
-        with self.lock:
-            problem = ""
-            if self.pid != os.getpid():
-                problem = (
-                    "This process was forked from one that had used a store, which cannot be"
-                    " continued: start processes by 'spawn' or 'forkserver', or use the store in"
-                    " forked processes only."
-                )
-            elif self.is_closed:
-                problem = "No more objects are read: the program ends."
-            if problem:
-                work.close()
-                raise InputError(problem)
-            return asyncio.run_coroutine_threadsafe(work, self.loop)
-
-    def close(self) -> None:
-        """Cancels what is under way."""
-
-        async def cancel_all() -> None:
-            tasks = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-        if self.pid != os.getpid():
-            return
-        with self.lock:
-            if self.is_closed:
-                return
-            self.is_closed = True
-            cancelled = asyncio.run_coroutine_threadsafe(cancel_all(), self.loop)
-        cancelled.result()
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join()
-
-
-_client_lock = threading.Lock()
-_clients: list[_Client] = []  # at most one
-
-
-def _submit(work: Coroutine[Any, Any, _Result]) -> concurrent.futures.Future[_Result]:
-    with _client_lock:
-        if not _clients:
-            _clients.append(_Client())
-    return _clients[0].submit(work)
-
-
-def _close() -> None:
-    for client in _clients:
-        client.close()
-
-
-def _wait(
-    future: concurrent.futures.Future[_Result], stopped: threading.Event | None = None
-) -> _Result:
-    """Returns the result of a coroutine; cancels it when `stopped` or interrupted."""
-    try:
-        while stopped:
-            if stopped.is_set():
-                raise InputError("Objects are no longer read: the run ends.")
-            if concurrent.futures.wait([future], _POLL_SECONDS).done:
-                break
-        return future.result()
-    except concurrent.futures.CancelledError:
-        raise InputError("Objects are no longer read: the program ends.") from None
-    except BaseException:
-        future.cancel()
-        raise
-
-
-def _run(work: Coroutine[Any, Any, _Result]) -> _Result:
-    return _wait(_submit(work))
-
-
-async def _gather(works: Sequence[Coroutine[Any, Any, _Result]]) -> list[_Result]:
-    """Returns all results; the first error cancels the others."""
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 async def _read(part: Part, retry_seconds: float) -> memoryview:
@@ -374,8 +230,8 @@ async def _find_one(store: Any, key: str) -> list[Any]:
         return [await store.head_async(key)]
     except FileNotFoundError:
         return []
-    except _library().exceptions.BaseError:
-        if not isinstance(store, _library().store.HTTPStore):
+    except library().exceptions.BaseError:
+        if not isinstance(store, library().store.HTTPStore):
             async for _ in store.list(prefix=key):  # its answer says why, a head's cannot
                 break
         raise
@@ -404,7 +260,7 @@ async def _list(store: Any, pattern: str) -> list[Any]:
 
 
 async def _list_folders(store: Any, prefixes: Sequence[str]) -> list[Any]:
-    return await _gather([_list_folder(store, prefix) for prefix in prefixes])
+    return await gather([_list_folder(store, prefix) for prefix in prefixes])
 
 
 async def _list_folder(store: Any, prefix: str) -> Any:
@@ -429,17 +285,6 @@ def _split(url: str) -> tuple[str, str]:
     return f"{scheme}://{bucket}/", key
 
 
-def _library() -> Any:
-    try:
-        import obstore
-    except ImportError as error:
-        raise InputError(
-            f"URLs need the package obstore: {error}. Install it: pip install obstore (Python 3.11"
-            " or later)"
-        ) from error
-    return obstore
-
-
 @functools.cache
 def _store(base: str, retry_seconds: float) -> Any:
     named = [value for name, value in os.environ.items() if name.startswith(("AWS_", "GOOGLE_"))]
@@ -454,7 +299,7 @@ def _store(base: str, retry_seconds: float) -> Any:
             break
     seconds = datetime.timedelta(seconds=min(retry_seconds, _OBSTORE_SECONDS))
     retries = {"retry_timeout": seconds, "max_retries": 100}
-    return _library().store.from_url(base, client_options=client, retry_config=retries)
+    return library().store.from_url(base, client_options=client, retry_config=retries)
 
 
 def _status_of(about: Any) -> Status:
@@ -471,18 +316,18 @@ async def _retry(
     Raises:
       InputError: what is wrong with the object at `url`.
     """
-    errors = _library().exceptions
+    errors = library().exceptions
     start, pause = time.monotonic(), _FIRST_PAUSE
     while True:
         try:
-            async with _clients[0].requests:
+            async with requests_at_once():
                 return await action()
         except InputError:
             raise
         except errors.PreconditionError:
             raise InputError(_CHANGED.format(url)) from None
         except (errors.BaseError, OSError, ValueError) as error:
-            cause, is_temporary = _find_cause(url, error)
+            cause, is_temporary = find_cause(url, error)
         seconds = time.monotonic() - start
         if not is_temporary or seconds + pause > retry_seconds:
             tried = f" (tried for {seconds:.1f} s)" if is_temporary else ""
@@ -492,21 +337,3 @@ async def _retry(
             _logger.warning(text, url, verb, retry_seconds, cause)
         await asyncio.sleep(random.uniform(0.5, 1) * pause)
         pause = min(2 * pause, _MOST_PAUSE)
-
-
-def _find_cause(url: str, error: Exception) -> tuple[str, bool]:
-    """Returns what is wrong, and whether it may be temporary; never the body of an answer."""
-    text = str(error)
-    match = _URL.match(url)
-    scheme, bucket = (match[1].lower(), match[2]) if match else ("", "")
-    prefix = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}.get(scheme)
-    names = f": check the environment variables {prefix}*" if prefix else ""
-    host = re.search(r"https?://([^/\s]+)", text)
-    for pattern, cause, is_temporary in _CAUSES:
-        if found := re.search(pattern, text, re.DOTALL):
-            about = {"host": host[1] if host else bucket, "found": found[found.lastindex or 0]}
-            return cause.format(bucket=bucket, names=names, **about), is_temporary
-    if isinstance(error, FileNotFoundError):
-        return "no such object", False
-    words = re.split(r"\n|: <", text, maxsplit=1)[0].rpartition(" - ")[2].strip().rstrip(":")
-    return words, isinstance(error, _library().exceptions.GenericError | ConnectionError)
