@@ -257,7 +257,7 @@ def _locate(spec: InputSpec, record: int, problem: tuple[str, str]) -> tuple[str
     file, _, offset, size = spec.records.locate(record)
     number = 0
     status = spec.records.files[spec.records.paths.index(file)].status
-    with local_copy(file, status, spec.records.cache) as path, open(path, "rb") as stream:
+    with local_copy(file, status, spec.records.cache_dir) as path, open(path, "rb") as stream:
         for found in find_records(file, stream.fileno()):
             extents = [(found.offset, found.size)] if isinstance(found, BadRecord) else found
             before = sum(start + max(1, length) <= offset for start, length in extents)
