@@ -73,6 +73,7 @@ def _layer(layer: layers.Layer) -> Operation:
         return layer.transform_images(batch, transformation, training=True)[0]
 
     layer.backend.set_backend("tensorflow")  # whatever trains the model
+    layer.dtype_policy = "float32"  # whatever Keras's global policy is
     return operate
 
 

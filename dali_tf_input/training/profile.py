@@ -23,7 +23,7 @@ class ImagesPerSecond(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Forgets the epoch before."""
-        self._first = (-1, 0.0)
+        self._first = self._last = (-1, 0.0)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes the time."""

@@ -4,7 +4,7 @@ import pytest
 from conftest import refused
 
 from dali_tf_input import Shard
-from dali_tf_input.spec.order import check_batch, replica_batch_size, steps_per_epoch
+from dali_tf_input.spec.order import check_step, replica_batch_size
 
 
 @pytest.mark.parametrize("num_shards", range(1, 12))
@@ -26,10 +26,7 @@ def test_every_replica_can_fill_its_batch():
                     global_size, num_replicas=num_replicas, num_records=num_records
                 )
                 assert batch_size * num_replicas == global_size
-                for shard_id in range(num_replicas):
-                    check_batch(
-                        batch_size, shard=Shard(shard_id, num_replicas), num_records=num_records
-                    )
+                check_step(batch_size, num_shards=num_replicas, num_records=num_records)
 
 
 @pytest.mark.parametrize(
@@ -46,17 +43,16 @@ def test_shard_refuses(shard_id, num_shards, message):
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "shard", "message"),
+    ("batch_size", "num_shards", "message"),
     [
-        (0, Shard(0, 1), "`batch_size` must be at least 1, got 0"),
-        (6, Shard(0, 1), "at most the 5 records of shard 0 of 1"),
-        (2, Shard(0, 5), "at most the 1 records of shard 0 of 5"),
-        (1, Shard(0, 6), "Shard 0 of 6 is empty: there are only 5 records"),
+        (6, 1, "`batch_size` must be at most 5, as there are 5 records, got 6"),
+        (2, 4, "`batch_size` must be at most 1 in each of 4 shards, as there are 5 records, got 2"),
+        (1, 6, "`batch_size` must be at most 0 in each of 6 shards, as there are 5 records, got 1"),
     ],
 )
-def test_check_batch_refuses(batch_size, shard, message):
+def test_check_step_refuses(batch_size, num_shards, message):
     with refused(message):
-        check_batch(batch_size, shard=shard, num_records=5)
+        check_step(batch_size, num_shards=num_shards, num_records=5)
 
 
 @pytest.mark.parametrize(
@@ -71,8 +67,3 @@ def test_check_batch_refuses(batch_size, shard, message):
 def test_replica_batch_size_refuses(batch_size, num_replicas, message):
     with refused(message):
         replica_batch_size(batch_size, num_replicas=num_replicas, num_records=100)
-
-
-def test_steps_per_epoch():
-    assert [steps_per_epoch(10, batch) for batch in (1, 3, 5, 10)] == [10, 3, 2, 1]
-    assert steps_per_epoch(1_281_167, 256) == 5004

@@ -200,7 +200,7 @@ def test_processes_share_a_folder(tmp_path, is_killed):
 @pytest.fixture
 def stored(store, dataset):
     """Indexed records in the store."""
-    for file in dataset.files:
+    for file in dataset.paths:
         store.put(f"set/{os.path.basename(file)}", Path(file).read_bytes())
     pattern = "s3://bucket/set/train-*"
     dti.build_index(pattern)
@@ -210,7 +210,7 @@ def stored(store, dataset):
 def test_a_damaged_copy_is_dropped_and_fetched_again(stored, dataset, tmp_path, caplog):
     """The store's object is read meanwhile; another load then has a sound copy."""
     far = dti.Records.from_files(stored, cache_dir=tmp_path)
-    (path, *_) = remote.localize(far).files
+    (path, *_) = remote.localize(far).paths
     damaged = bytearray(Path(path).read_bytes())
     damaged[len(damaged) // 2] ^= 1
     Path(path).write_bytes(damaged)
@@ -219,8 +219,8 @@ def test_a_damaged_copy_is_dropped_and_fetched_again(stored, dataset, tmp_path, 
     assert "train-00000-of-00003 in " in caplog.text
     assert " was damaged and is removed" in caplog.text
     assert not os.path.exists(path)
-    assert remote.localize(far).files[0] == path
-    assert Path(path).read_bytes() == Path(dataset.files[0]).read_bytes()
+    assert remote.localize(far).paths[0] == path
+    assert Path(path).read_bytes() == Path(dataset.paths[0]).read_bytes()
 
 
 def test_copies_that_others_fetch_again_are_not_changed_files(stored, tmp_path):

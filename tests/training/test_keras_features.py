@@ -7,7 +7,7 @@ import tensorflow as tf
 from conftest import BACKENDS, spec_of
 from models import FROM_LOGITS, make_model
 
-from dali_tf_input import ClassLabel, InputProfile, Preprocess
+from dali_tf_input import ClassLabel, Preprocess
 from dali_tf_input.training.load import load
 
 BATCH, STEPS, CLASSES = 6, 4, 24
@@ -23,8 +23,9 @@ class Fed:
         held_out = spec_of(records, "sequential", Preprocess.for_evaluation(8), repeat=False)
         self.held_out = load(held_out, options, batch_size=10)
 
-    def feed(self, **changes):
-        spec = spec_of(self.records, preprocess=Preprocess.for_training(8), **changes)
+    def feed(self, *, auto_augment=None, **changes):
+        preprocess = Preprocess.for_training(8, auto_augment=auto_augment)
+        spec = spec_of(self.records, preprocess=preprocess, **changes)
         return load(spec, self.options, batch_size=BATCH)
 
     @property
@@ -75,11 +76,12 @@ def run_eagerly(fed):
 
 
 def class_weight(fed):
-    """Weights that are all 0 teach nothing."""
+    """Weights that are all 0 teach nothing, by either `fit`."""
     model = make_model(8, CLASSES)
     before = model.get_weights()
     weights = dict.fromkeys(range(CLASSES), 0.0)
     model.fit(fed.dataset, class_weight=weights, shuffle=False, verbose=0)
+    fed.train.fit(model, class_weight=weights, verbose=0)
     for one, other in zip(before, model.get_weights(), strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -182,28 +184,27 @@ def reduce_lr_on_plateau(fed):
 
 
 def tensorboard(fed):
-    """With the profile before it, whose numbers it logs too."""
-    fed.fit(
-        epochs=1,
-        data=fed.feed(order="global").dataset.repeat().take(16),
-        callbacks=[
-            InputProfile(fed.train, cached_steps=1),
-            keras.callbacks.TensorBoard(str(fed.folder / "board")),
-        ],
-    )
+    """With the rate before it, which it logs too."""
+    board = keras.callbacks.TensorBoard(str(fed.folder / "board"))
+    fed.train.fit(make_model(8, CLASSES), callbacks=[board], profile=True, verbose=0)
     (events,) = (fed.folder / "board" / "train").glob("events*")
     logged = events.read_bytes()
-    for name in ("loss", "images_per_second", "input_wait"):
+    for name in ("loss", "images_per_second"):
         assert f"epoch_{name}".encode() in logged, name
 
 
-def progress_of_batches(fed):
-    """What the progress bar shows: images/s from the second step on."""
-    shown = []
-    note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda _, logs: shown.append(logs))
-    fed.fit(callbacks=[InputProfile(fed.train, cached_steps=1), note])
-    assert ["images_per_second" in logs for logs in shown] == [False, True, True, True]
-    assert all(logs["images_per_second"] > 0 for logs in shown[1:])
+def auto_augment(fed):
+    """Under a global policy of mixed precision too."""
+    for policy in ("mixed_float16", "mixed_bfloat16"):
+        keras.mixed_precision.set_global_policy(policy)
+        try:
+            for kind in ("trivial", "rand"):
+                train = fed.feed(order="global", auto_augment=kind)
+                images = next(iter(train))[0]
+                assert images.dtype == tf.float32
+                assert np.isfinite(images).all()
+        finally:
+            keras.mixed_precision.set_global_policy("float32")
 
 
 def custom_loop(fed):
@@ -278,7 +279,7 @@ CHECKS = [
     *(element_spec, cardinality, mixed_precision, steps_per_execution, jit_compile, run_eagerly),
     *(class_weight, one_hot, buffer_order, validation_data, evaluate, predict, unbuilt_model),
     *(own_train_step, train_on_batch, model_checkpoint, backup_and_restore, early_stopping),
-    *(csv_logger, reduce_lr_on_plateau, tensorboard, progress_of_batches, custom_loop),
+    *(csv_logger, reduce_lr_on_plateau, tensorboard, auto_augment, custom_loop),
     *(loop_in_a_function, take, map_, unbatch, cache, save, enumerate_, as_numpy_iterator, zip_),
     adapt,
 ]

@@ -14,7 +14,9 @@ from dali_tf_input.training.profile import ImagesPerSecond, InputProfile, profil
 
 
 def feed(dataset, options=TF_DATA, **changes):
-    return load(spec_of(dataset, "global", Preprocess.for_training(8)), options, batch_size=6, **changes)
+    return load(
+        spec_of(dataset, "global", Preprocess.for_training(8)), options, batch_size=6, **changes
+    )
 
 
 def test_images_per_second_by_a_fake_clock():
@@ -113,7 +115,10 @@ def test_a_slow_input_and_a_slow_model(dataset):
 
         def train_step(self, data):
             images, labels = data
-            sleep = tf.numpy_function(lambda: np.float32(time.sleep(self._seconds) or 0), [], tf.float32)
+            sleep = tf.numpy_function(
+                lambda: np.float32(time.sleep(self._seconds) or 0), [], tf.float32
+            )
+            sleep = tf.ensure_shape(sleep, ())
             return super().train_step((images + sleep, labels))
 
     def wait(model_seconds, input_seconds):
