@@ -13,10 +13,11 @@ import typing
 from collections.abc import Callable, Collection, Iterable, Mapping
 from numbers import Real
 from types import UnionType
-from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, overload
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_T = TypeVar("_T")
 
 _SEVERAL = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _FIELDS = "__dataclass_fields__"
@@ -62,7 +63,8 @@ class Within:
 
 Path = str | os.PathLike[str]
 Count = Annotated[int, Within(1)]
-BatchSize = Annotated[int, Within(1, 1 << 16)]
+MAX_BATCH_SIZE = 1 << 16
+BatchSize = Annotated[int, Within(1, MAX_BATCH_SIZE)]
 Pixels = Annotated[int, Within(1, 65_535, " pixel each way")]
 Part = Annotated[float, Within(0, 1)]
 
@@ -77,7 +79,11 @@ def check(holds: bool, name: str, rule: str, value: object) -> None:
         raise InputError(f"`{name}` must be {rule}, got {value}.")
 
 
-def checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
+@overload
+def checked(function: type[_T]) -> type[_T]: ...
+@overload
+def checked(function: Callable[_P, _R]) -> Callable[_P, _R]: ...
+def checked(function: Any) -> Any:
     """Makes a function, or a dataclass, check its arguments by their annotations.
 
     NumPy's integers become Python's, and lists that stand for tuples become tuples. The call raises
@@ -91,7 +97,7 @@ def checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
     plain = {name for name, known in signature.parameters.items() if known.kind not in _SEVERAL}
 
     @functools.wraps(function)
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def call(*args: Any, **kwargs: Any) -> Any:
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:

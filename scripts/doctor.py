@@ -54,7 +54,8 @@ assert batch.shape == (2, 3) and float(tf.reduce_min(batch)) >= 5
 assert device in batch.device.lower()
 print("serves a batch on the", device.upper())
 """
-_TRY_MEMORY_GROWTH = """import dali_tf_input; dali_tf_input.enable_memory_growth()
+_TRY_MEMORY_GROWTH = """from dali_tf_input.backends.build import enable_memory_growth
+enable_memory_growth()
 print("on, as load() needs it: TensorFlow leaves memory to DALI")"""
 _TRY_KERNEL = "from dali_tf_input.backends.tf_native import load; load(); print('native')"
 _TRY_ENGINES = """import ctypes, pynvml

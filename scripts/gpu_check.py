@@ -25,7 +25,6 @@ try:
     import numpy as np
 
     import dali_tf_input as dti
-    from dali_tf_input.backends.build import enable_memory_growth
     from dali_tf_input.serving import denormalize
     from support import cli, machine, pictures, processes
     from support.benchmark import Stats
@@ -244,6 +243,8 @@ def check_training(dataset: dti.Records) -> dict[str, Any]:
     """Trains a ResNet-50 (rehearsed: a MobileNet): which part of the step it waits for input."""
     import keras
     import tensorflow as tf
+
+    from dali_tf_input.backends.build import enable_memory_growth
 
     enable_memory_growth()
     small, options = _REHEARSE.value, make_options()

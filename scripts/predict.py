@@ -17,7 +17,6 @@ from typing import Any
 
 import dali_tf_input as dti
 from dali_tf_input import InputError, Preprocess
-from dali_tf_input.backends.build import enable_memory_growth
 from support import cli, pictures
 from support.flags import BACKENDS, FileFlags
 from support.label_names import find_names, read_names
@@ -47,6 +46,8 @@ def main(arguments: list[str]) -> int:
     if dataset and not names:
         names = find_names(dataset.paths[0]) or None
     tf = cli.import_tensorflow()
+    from dali_tf_input.backends.build import enable_memory_growth
+
     enable_memory_growth()
     model, preprocess = load_model(path)
     if names and len(names) < model.output_shape[-1]:

@@ -141,22 +141,20 @@ def run_part(part: str, backend: str) -> Iterator[Sample]:
 
     gc.freeze()  # samples collect garbage: not again and again among what was imported
     enable_memory_growth()
-    dataset = _FILES.dataset()
-    batch_size = min(_BATCH_SIZE, dataset.num_records)
+    records = _FILES.dataset()
+    batch_size = min(_BATCH_SIZE, records.num_records)
     work, num_samples = how_many(part)
     fields = {"label": _FILES.label()}
-    spec = InputSpec.for_training(dataset, 24, order=_ORDER.value, **fields)
+    spec = InputSpec.for_training(records, 24, order=_ORDER.value, **fields)
     if part == "evaluations":
-        spec = InputSpec.for_evaluation(dataset, 24, **fields)
+        spec = InputSpec.for_evaluation(records, 24, **fields)
 
     def make() -> Any:
         return load(spec, BACKENDS[backend], batch_size=batch_size).dataset
 
     if part == "stream":
-        batches, done = (
-            iter(make_dataset(spec, BACKENDS[backend], batch_size=batch_size, endless=True)),
-            0,
-        )
+        dataset = make_dataset(spec, BACKENDS[backend], batch_size=batch_size, endless=True)
+        batches, done = iter(dataset), 0
         for number in range(num_samples):
             while done < (number + 1) * work / num_samples:
                 next(batches)

@@ -84,7 +84,8 @@ def list_rivals(default: Candidate, cores: int, *, plainly: bool) -> list[Candid
         # Decoding regions was reported to crash on some GPUs.
         on_gpu = options.device == "gpu"
         changes |= {"hw_decoder_load": [0.0, 0.5, 0.75, 0.9]} if on_gpu else {"decode": ["full"]}
-        changes |= {"read_mode": ["plain"]} if default.order == "buffer" else {}
+        reads_by_itself = on_gpu and default.order == "buffer"
+        changes |= {"read_mode": ["plain"]} if reads_by_itself else {}
     values = ([getattr(options, name), *others] for name, others in changes.items())
     combined = (dict(zip(changes, one, strict=True)) for one in itertools.product(*values))
     replace = dataclasses.replace

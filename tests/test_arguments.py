@@ -138,9 +138,8 @@ def test_integers_of_numpy_are_integers(dataset, options):
 
 def test_an_evaluation_in_absurd_batches_is_refused(dataset):
     spec = spec_of(dataset, order="sequential", repeat=False)
-    with pytest.raises(
-        dti.InputError, match="`batch_size` must be at most 65,536, got 1000000000000"
-    ):
+    said = "`batch_size` must be at most 65,536 on each replica, got 1000000000000"
+    with pytest.raises(dti.InputError, match=said):
         dti.load(spec, dti.TfDataOptions(), batch_size=10**12)
 
 

@@ -1,6 +1,4 @@
-"""The rooms of the package and of scripts/support, and what each may import: only from lower
-floors.
-"""
+"""The rooms of the package: a room imports only from rooms above it, and what loads when."""
 
 import ast
 import os
@@ -11,151 +9,49 @@ from pathlib import Path
 import jedi
 import pytest
 from commands import python
-from conftest import ROOT, SCRIPTS
+from conftest import ROOT
 
-import dali_tf_input
+import dali_tf_input as dti
 
-PACKAGE = Path(dali_tf_input.__file__).parent
-
-FLOORS = [
-    {"errors"},
-    {"crops", "labels", "sharding", "benchmark", "staging", "command", "object_store"},
-    {"preprocess", "options", "order", "cache"},
-    {"index"},
-    {"dataset_spec"},
-    {"spec"},
-    {"backends", "replicas"},
-    {"dataset", "bad_record", "epochs", "training_state"},
-    {"keras_input", "predict"},
-    {"distribution", "resume", "input_profile"},
-]
-# Inside the two wings, from the ground up.
-INDEX = [
-    "foreign",
-    "tfrecord",
-    "example",
-    "contents",
-    "files",
-    "mirror",
-    "checks",
-    "file_check",
-    "manifest",
-]
-INDEX += ["trial_decode", "worker", "pool", "cluster", "folder", "build", "__main__"]
-BACKENDS = [
-    "tf_native",
-    "remote_reading",
-    "reading",
-    "tf_augment",
-    "tf_images",
-    "parsing",
-    "dali_images",
-]
-BACKENDS += ["tf_data", "dali_reading", "dali"]
-SUPPORT = ["cli", "processes", "machine", "label_names", "pictures", "flags", "plots", "train"]
-SUPPORT += ["convert", "throughput"]
-FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-TENSORFLOW_FROM = FLOOR_OF["backends"]
-FRAMEWORKS = {"tensorflow", "keras", "nvidia"}
-# Frameworks below that floor: what decodes images to see whether they can be decoded.
-EXCEPTIONS = {("index.trial_decode", "tensorflow"), ("index.trial_decode", "nvidia")}
-DALI_ROOMS = {f"backends.{room}" for room in ("dali", "dali_reading", "dali_images")}
-DALI_ROOMS |= {"index.trial_decode"}
+PACKAGE = Path(dti.__file__).parent
+ROOMS = ["errors", "storage", "records", "spec", "index", "backends", "training", "serving", "cli"]
+UPWARDS = {("index/__main__.py", "cli")}  # ``python -m dali_tf_input.index``
+# Imported when they are used: optional packages, and what takes seconds or serves few.
+LATE = {"obstore", "distributed", "nvidia", "tensorflow", "PIL", "numpy"}
+LATE_ROOMS = {"index.decoders"}  # it brings TensorFlow
 
 
-def modules_in(folder):
-    """Yields the dotted name of each module in a folder, without __init__, and its tree."""
-    for path in sorted(folder.rglob("*.py")):
-        name = ".".join(path.relative_to(folder).with_suffix("").parts)
-        if not name.endswith("__init__") or "." in name:
-            yield name.removesuffix(".__init__"), ast.parse(path.read_text())
-
-
-def imports_of(tree, package):
-    """Returns (module, whether at the top level) for each import; the package's by their names."""
-    found = []
+def imports_of(path):
+    """Yields (module, name, whether it stands in a function) for each import of a file."""
+    tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
-        names = []
         if isinstance(node, ast.Import):
-            names = [name.name for name in node.names]
+            yield from ((alias.name, "", node not in tree.body) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            names = [node.module]
-            if node.module == package or (
-                node.module.count(".") == 1 and node.module.endswith("backends")
-            ):
-                names = [f"{node.module}.{name.name}" for name in node.names]
-        found += [(name.removeprefix(f"{package}."), node in tree.body) for name in names]
-    return found
+            assert node.level == 0, f"{path}: a relative import"
+            yield from ((node.module, alias.name, node not in tree.body) for alias in node.names)
 
 
-def test_every_room_has_a_floor():
-    rooms = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()}
-    assert rooms - {"__init__", "__pycache__", "py"} == set(FLOOR_OF)
-    for wing, modules in (("index", INDEX), ("backends", BACKENDS)):
-        assert {path.stem for path in (PACKAGE / wing).glob("*.py")} - {"__init__"} == set(modules)
-    rooms = {path.stem for path in (SCRIPTS / "support").iterdir()} - {"__init__", "__pycache__"}
-    assert rooms == set(SUPPORT)
+def test_rooms_import_only_from_rooms_above():
+    """Also inside functions, where only optional and slow modules are imported."""
+    found = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert found - {"__init__", "__pycache__"} == set(ROOMS)
+    for path in [*PACKAGE.glob("[a-z]*.py"), *PACKAGE.glob("*/*.py")]:
+        file = path.relative_to(PACKAGE).as_posix()
+        room = file.split("/")[0].removesuffix(".py")
+        for module, name, is_late in imports_of(path):
+            package, *parts = [*module.split("."), name]
+            if package == "dali_tf_input" and parts != ["__version__"]:
+                rank = ROOMS.index(parts[0])
+                allowed = rank <= ROOMS.index(room) or (file, parts[0]) in UPWARDS
+                assert allowed, f"{file} imports {module}"
+                assert not is_late or ".".join(parts[:2]) in LATE_ROOMS, f"{file}: {module} late"
+            elif is_late:
+                assert package in LATE, f"{file} imports {module} late"
 
 
-def test_imports_point_down():
-    """In whatever place of a module they stand."""
-    for name, tree in modules_in(PACKAGE):
-        room, _, inside = name.partition(".")
-        for module, _ in imports_of(tree, "dali_tf_input"):
-            other, _, within = module.partition(".")
-            if other not in FLOOR_OF or module == "backends.tf_data":
-                continue
-            if other == room:
-                order = {"index": INDEX, "backends": BACKENDS}[room]
-                if inside and within in order:
-                    assert order.index(within) < order.index(inside), f"{name} imports {module}"
-            else:
-                assert FLOOR_OF[other] < FLOOR_OF[room], f"{name} imports {module}"
-
-
-def test_support_imports_point_down():
-    for name, tree in modules_in(SCRIPTS / "support"):
-        room = name.partition(".")[0]
-        for module, _ in imports_of(tree, "support"):
-            other = module.partition(".")[0]
-            if other in SUPPORT and other != room:
-                assert SUPPORT.index(other) < SUPPORT.index(room), f"{name} imports {module}"
-    for path in SCRIPTS.glob("*.py"):
-        modules = {module for module, _ in imports_of(ast.parse(path.read_text()), "support")}
-        assert not modules & {other.stem for other in SCRIPTS.glob("*.py")}, path.name
-
-
-def test_frameworks_stay_on_their_floors():
-    for name, tree in modules_in(PACKAGE):
-        for module, _ in imports_of(tree, "dali_tf_input"):
-            framework = module.split(".")[0]
-            imports = f"{name} imports {module}"
-            if framework in FRAMEWORKS and (name, framework) not in EXCEPTIONS:
-                assert FLOOR_OF[name.partition(".")[0]] >= TENSORFLOW_FROM, imports
-            if framework == "nvidia":
-                assert name in DALI_ROOMS, imports
-
-
-def test_only_frameworks_are_imported_lazily():
-    """What takes seconds and not everyone needs; DALI need not be installed."""
-    lazy = {
-        (name, module)
-        for name, tree in modules_in(PACKAGE)
-        for module, top in imports_of(tree, "dali_tf_input")
-        if not top
-    }
-    assert lazy == {
-        ("index.worker", "index.trial_decode"),
-        ("index.worker", "PIL"),
-        ("index.tfrecord", "numpy"),  # for damaged files only
-        ("object_store", "obstore"),  # these two: extras
-        ("index.cluster", "distributed"),
-        ("index.trial_decode", "tensorflow"),
-        ("index.trial_decode", "nvidia"),
-    }
-
-
-def test_import_brings_no_framework():
+def test_the_package_brings_no_framework():
+    """Not even where files are indexed or a spec is made."""
     code = """if True:
         import sys
         import dali_tf_input
@@ -172,76 +68,83 @@ def test_import_brings_no_framework():
 def test_import_takes_less_than_a_tenth_of_a_second():
     """In CPU time, the best of five: a busy machine makes it slower, but no faster."""
     clock = "time.process_time()"
-    code = f"import time; t = {clock}; import dali_tf_input; print({clock} - t)"
+    code = f"import time; start = {clock}; import dali_tf_input; print({clock} - start)"
     assert min(float(python("-c", code).stdout) for _ in range(5)) < 0.1
 
 
+def test_public_names_are_few_and_documented():
+    """Each loads and has a docstring of its own."""
+    assert len(dti.__all__) <= 25
+    for name in dti.__all__:
+        value = getattr(dti, name)
+        assert value.__doc__ and not value.__doc__.startswith(f"{name}("), name
+
+
+USER = """
+import keras  # type: ignore[import-untyped, unused-ignore]
+
+import dali_tf_input as dti
+
+dti.build_index("records/*-of-*", dti.Checks(verify="schema"))
+records = dti.Records.from_files("records/train-*")
+spec = dti.InputSpec.for_training(records, 224, crop=dti.RandomResizedCrop(), seed=1)
+held_out = dti.InputSpec.for_evaluation("records/validation-*", 224)
+train = dti.load(spec, dti.TfDataOptions(), batch_size=256)
+valid = dti.load(held_out, dti.DaliOptions(device="cpu", decode="region"), batch_size=256)
+steps: int = train.steps_per_epoch
+names: tuple[str, ...] | None = train.class_names
+model = keras.Sequential()
+history = train.fit(model, epochs=90, validation=valid, resume="runs/1", profile=True)
+train.fit(model, epochs=90, resume=dti.Resume("runs/2", save_every=1000))
+accuracy: float = valid.evaluate(model)["accuracy"]
+wait: float = train.profile(model, steps=20).wait
+for images, labels in train:
+    pass
+for images, labels in dti.make_dataset(spec, batch_size=32, shard=dti.Shard(0, 2)):
+    pass
+for positions, images in dti.iterate_batches(["a.jpg"], dti.Preprocess.for_evaluation(224)):
+    first: int = positions[0]
+reveal_type(spec.preprocess.crop)
+reveal_type(train)
+"""
+
+
 @pytest.mark.slow
-def test_every_name_is_there_and_known_to_type_checkers(tmp_path):
-    """The names load, are documented, and a user's file that uses them passes mypy --strict."""
-    names = dali_tf_input.__all__
-    assert len(names) > 40
-    for name in names:
-        assert getattr(dali_tf_input, name) is not None
-    user = tmp_path / "user.py"
-    user.write_text(
-        textwrap.dedent("""
-            import keras  # type: ignore[import-untyped, unused-ignore]
-
-            from dali_tf_input import Checks, DaliOptions, Records, InputProfile, InputSpec, Preprocess, Resume, TfDataOptions, build_index, load, iterate_batches
-            from dali_tf_input.backends.build import enable_memory_growth
-
-            enable_memory_growth()
-            build_index("data/*", Checks(verify="schema"))
-            records = Records.from_files("data/*")
-            spec = InputSpec(records=records, preprocess=Preprocess.for_training(224), order="global")
-            train = load(spec, TfDataOptions(), batch_size=32)
-            steps: int = train.steps_per_epoch
-            options = DaliOptions(device="cpu", decode="region")
-            model = keras.Sequential()
-            profile, resume = InputProfile(train), Resume("run", train)
-            for positions, images in iterate_batches(["a.jpg"], Preprocess.for_evaluation(224)):
-                first: int = positions[0]
-            history: dict[str, list[float]] = train.fit(model, epochs=2, resume=resume, profile=profile)
-            for images, labels in train.dataset:
-                pass
-            reveal_type(spec.preprocess.crop)
-            reveal_type(train.dataset)
-            """)
-    )
+def test_type_checkers_know_the_names(tmp_path):
+    """A user's file passes mypy --strict; a wrong type in it does not."""
     (tmp_path / "none.ini").write_text("[mypy]\nfollow_imports_for_stubs = true\n")
     flags = ["--follow-imports=silent", f"--cache-dir={tmp_path}/cache"]
     flags += ["--strict", f"--config-file={tmp_path}/none.ini"]
     environment = {**os.environ, "MYPYPATH": str(ROOT)}
-    process = python("-m", "mypy", *flags, user, cwd=tmp_path, env=environment)
+
+    def check(code):
+        user = tmp_path / "user.py"
+        user.write_text(code)
+        return python("-m", "mypy", *flags, user, cwd=tmp_path, env=environment)
+
+    process = check(USER)
     assert process.returncode == 0, process.stdout
-    for kind in ("crops.Crop", "epochs.EpochDataset"):
+    for kind in ("spec.crops.Crop", "training.input.Input"):
         assert f'Revealed type is "dali_tf_input.{kind}"' in process.stdout
+    process = check(USER.replace("batch_size=32", "batch_size='32'"))
+    assert 'incompatible type "str"' in process.stdout
 
 
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("dti.", set(dali_tf_input.__all__)),
+        ("dti.", set(dti.__all__)),
         ("dti.Records.", {"from_files"}),
-        ("dti.load(spec, batch_size=8).", {"dataset", "fit", "evaluate", "predict"}),
-        ("train.dataset.", {"repeat", "cardinality", "next_step", "take"}),
+        ("dti.InputSpec.", {"for_training", "for_evaluation"}),
+        ("dti.load(spec, batch_size=8).", {"dataset", "fit", "evaluate", "predict", "profile"}),
+        ("train.", {"steps_per_epoch", "num_records", "class_names", "options", "devices"}),
     ],
 )
 def test_an_editor_completes(line, expected):
-    code = f"import dali_tf_input as dti\ntrain: dti.Input\n{line}"
+    code = textwrap.dedent(f"""
+        import dali_tf_input as dti
+        train: dti.Input
+        {line}""")
     project = jedi.Project(ROOT, sys_path=[str(ROOT), *sys.path])
-    names = {one.name for one in jedi.Script(code, project=project).complete(3, len(line))}
-    assert expected <= names
-
-
-def test_rooms_are_small():
-    for path in [*PACKAGE.rglob("*.py"), *SCRIPTS.rglob("*.py")]:
-        assert len(path.read_text().splitlines()) <= 350, path.name
-
-
-def test_budget():
-    """Fewer lines are a feature. The budget is 8,500, 4,000 and 10,000: these are what is held."""
-    for folder, most in ((PACKAGE, 10_290), (SCRIPTS, 5255), (ROOT / "tests", 11_600)):
-        lines = sum(len(path.read_text().splitlines()) for path in folder.rglob("*.py"))
-        assert lines <= most, f"{folder.name}: {lines}"
+    completions = jedi.Script(code, project=project).complete(4, len(line))
+    assert expected <= {completion.name for completion in completions}

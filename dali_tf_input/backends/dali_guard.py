@@ -68,7 +68,7 @@ def is_made_of(dataset: Any, kinds: tuple[type, ...]) -> bool:
         return True
     if not isinstance(dataset, tf.data.Dataset):
         return False
-    return any(is_made_of(source, kinds) for source in dataset._inputs())
+    return any(is_made_of(source, kinds) for source in dataset._inputs())  # noqa: SLF001
 
 
 class OneDeviceDataset(tf.data.Dataset, tf.distribute.DistributedDataset):

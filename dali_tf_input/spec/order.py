@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dali_tf_input.errors import Count, InputError, check, checked
+from dali_tf_input.errors import MAX_BATCH_SIZE, Count, InputError, check, checked
 from dali_tf_input.records.index_file import Integers
 
 
@@ -55,8 +55,8 @@ def replica_batch_size(batch_size: Count, *, num_replicas: int, num_records: int
     """Returns the batch size of each replica; `num_records` None is for evaluation.
 
     Raises:
-      InputError: `batch_size` is below 1, larger than the data, or not a multiple of
-        `num_replicas`.
+      InputError: `batch_size` is below 1, larger than the data, above 65,536 on each replica, or
+        not a multiple of `num_replicas`.
     """
     if batch_size % num_replicas:
         below = batch_size // num_replicas * num_replicas
@@ -68,7 +68,10 @@ def replica_batch_size(batch_size: Count, *, num_replicas: int, num_records: int
     holds = num_records is None or batch_size <= num_records
     rule = f"at most the number of records, {num_records}"
     check(holds, "batch_size", rule, batch_size)
-    return batch_size // num_replicas
+    per_replica = batch_size // num_replicas
+    rule = f"at most {MAX_BATCH_SIZE:,} on each replica"
+    check(per_replica <= MAX_BATCH_SIZE, "batch_size", rule, batch_size)
+    return per_replica
 
 
 class Position:

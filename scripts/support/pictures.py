@@ -16,12 +16,11 @@ from dali_tf_input.serving import denormalize
 def make_batches(
     spec: dti.InputSpec, options: Any, batch_size: int
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Yields the batches of a backend by name; "image" is (n, height, width, 3) in 0..255.
+    """Yields one epoch of a backend's batches by name.
 
-    Of `spec` "label", "mask", "record_id" as they come out, if they do.
+    "image" is (n, height, width, 3) in 0..255; "label", "mask" and "record_id" are as in `spec`.
     """
-    fed = dti.load(spec, options, batch_size=batch_size)
-    for x, *others in map(fed.unpack, fed.dataset):
+    for x, *others in dti.load(spec, options, batch_size=batch_size):
         named = dict(x) if isinstance(x, dict) else {"image": x}
         if others and (spec.label or spec.mask):
             y = others[0]

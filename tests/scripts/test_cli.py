@@ -72,7 +72,8 @@ def test_ctrl_c_ends_a_command_and_all_that_it_started(sample_folder, tmp_path, 
     script, *rest = (argument.format(tmp_path) for argument in arguments)
     code = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
     code += "os.execv(sys.executable, sys.argv[1:])"  # what runs the tests may have it ignored
-    words = [sys.executable, "-c", code, sys.executable, SCRIPTS / script, *rest]
+    program = ["-m", "dali_tf_input.index"] if script == "index" else [SCRIPTS / script]
+    words = [sys.executable, "-c", code, sys.executable, *program, *rest]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(words, cwd=sample_folder, start_new_session=True, **pipes)
     children = []

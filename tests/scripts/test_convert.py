@@ -18,7 +18,7 @@ import pytest
 import tensorflow as tf
 from commands import fails, rows, run
 from conftest import SCRIPTS, image_zoo, jpeg, numbered_examples, scan_records, write_tfrecord
-from index.test_formats import LOSSLESS
+from index.test_decoders import LOSSLESS
 from PIL import Image
 
 from dali_tf_input.records.example import decode_example

@@ -3,6 +3,7 @@ and end together.
 """
 
 import contextlib
+import importlib
 import json
 import os
 import re
@@ -18,8 +19,7 @@ import warm
 from commands import fails, run
 from conftest import SCRIPTS
 
-from dali_tf_input import DaliOptions, InputError, InputSpec, Preprocess, TfDataOptions
-from dali_tf_input.training.load import load
+from dali_tf_input import InputError, InputSpec, TfDataOptions, load
 
 
 def start(folder, *arguments, workers=2, which=None):
@@ -173,61 +173,36 @@ class ParameterServerStrategyV2(TPUStrategy):
     """Stands for the real one, which needs a cluster."""
 
 
-@pytest.mark.parametrize("strategy", [TPUStrategy(), ParameterServerStrategyV2()])
-def test_strategies_that_are_not_served(dataset, strategy):
-    spec = InputSpec(records=dataset, preprocess=Preprocess.for_training(16), order="global")
-    said = rf"several hosts\), got a {type(strategy).__name__}\. TPUs are fed from their host"
+class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
+    """Stands for the real one, which waits for other processes."""
+
+    num_replicas_in_sync = 4
+
+    def __init__(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("strategy", "said"),
+    [
+        (TPUStrategy(), r"got a TPUStrategy\. Feed others with make_dataset"),
+        (ParameterServerStrategyV2(), r"got a ParameterServerStrategyV2\. Feed others with make_"),
+        (MultiWorkerMirroredStrategy(), "Feed a custom loop on each host with make_dataset"),
+    ],
+)
+def test_strategies_that_are_not_served(dataset, strategy, said):
+    spec = InputSpec.for_training(dataset, 16)
     with pytest.raises(InputError, match=said):
         load(spec, TfDataOptions(), strategy=strategy, batch_size=4)
 
 
-def test_keras_says_what_to_do(dataset):
-    """`fit` refuses a worker's batches, and its message says why."""
-    import keras
-
-    from dali_tf_input.training.load import _WorkerDataset
-
-    model = keras.Sequential([keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-    batches = _WorkerDataset(tf.data.Dataset.from_tensors((tf.ones((1, 1)), tf.ones((1, 1)))))
-    said = "for a custom loop: Keras's fit and evaluate do not work under MultiWorkerMirrored"
-    with pytest.raises(ValueError, match=said):
-        model.fit(batches)
-
-
-def test_several_replicas_of_a_worker(dataset):
-    """TensorFlow deals a worker's batches to its replicas in turn: each gets those of its own
-    shard.
-    """
-    from dali_tf_input import Shard
-    from dali_tf_input.backends.build import make_dataset
-    from dali_tf_input.training.load import _make_worker_dataset
-
-    spec = InputSpec(records=dataset, preprocess=Preprocess.for_training(16), order="global")
-
-    class Strategy:
-        """What `_make_worker_dataset` asks of a strategy: two workers with two replicas each, this
-        is the second.
-        """
-
-        num_replicas_in_sync = 4
-        cluster_resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
-            tf.train.ClusterSpec({"chief": ["a:1"], "worker": ["b:1"]}),
-            task_type="worker",
-            task_id=0,
-        )
-
-        def distribute_datasets_from_function(self, make):
-            numbers = {"num_input_pipelines": 2, "input_pipeline_id": 1}
-            return make(tf.distribute.InputContext(**numbers, num_replicas_in_sync=4))
-
-    def make_shard(shard):
-        return make_dataset(spec, TfDataOptions(), batch_size=2, shard=shard)
-
-    served = iter(_make_worker_dataset(Strategy(), TfDataOptions(), make_shard, local_replicas=2))
-    shards = [iter(make_shard(Shard(number, 4))) for number in (2, 3)]
-    for turn in range(6):
-        np.testing.assert_array_equal(next(served)[1], next(shards[turn % 2])[1])
-    said = r"DALI feeds one replica per process .*, this process has 2: start one process per GPU"
-    with pytest.raises(InputError, match=said):
-        _make_worker_dataset(Strategy(), DaliOptions(device="cpu"), make_shard, local_replicas=2)
+def test_a_worker_has_one_replica(monkeypatch):
+    """The loop gives a worker one shard, and all of its replicas would train on the same batch."""
+    cluster = {"worker": ["a:1", "b:1"]}
+    config = {"cluster": cluster, "task": {"type": "worker", "index": 0}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+    name = "MultiWorkerMirroredStrategy"
+    monkeypatch.setattr(tf.distribute, name, MultiWorkerMirroredStrategy)
+    worker_loop = importlib.import_module("support.train.worker_loop")
+    with pytest.raises(InputError, match="2 workers have 4: start one process per GPU"):
+        worker_loop.make_strategy()

@@ -20,7 +20,7 @@ def test_train_on_two_replicas(sample_folder, backend):
     process = run_cold("train.py", *arguments, "--learning_rate=0.005", cwd=sample_folder)
     assert process.returncode == 0, process.stderr
     assert process.stderr == ""  # quiet when nothing is wrong
-    assert "replicas    2: CPU:0, CPU:1" in process.stdout
+    assert re.search(r"^input +.* for CPU:0, CPU:1; ", process.stdout, re.MULTILINE)
     assert re.findall(r"^Epoch (\d)/5$", process.stdout, re.MULTILINE) == list("12345")
     losses = list(map(float, re.findall(r" - loss: ([\d.]+)", process.stdout)))
     assert len(losses) == 5
@@ -46,11 +46,12 @@ def test_train_resumes(sample_folder, tmp_path):
     second = run("train.py", *arguments, "--epochs=2", "--replicas=2", cwd=sample_folder)
     assert second.returncode == 0, second.stderr
     assert second.stderr == ""
-    assert f"resume      after step 3 of 6, from {tmp_path}/run" in second.stdout
     assert "Epoch 2/2" in second.stdout
     assert "Epoch 1/2" not in second.stdout
     done = run("train.py", *arguments, "--epochs=2", cwd=sample_folder)
-    assert "Nothing to do: 2 epochs are done." in done.stdout
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Epoch " not in done.stdout
+    assert "in 2 epochs" in done.stdout
     process = run("train.py", *arguments, "--epochs=3", "--seed=1", cwd=sample_folder)
     fails(process, "`seed` was 0, is 1")
     process = run("train.py", *arguments, "--order=buffer", cwd=sample_folder)

@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 import dali_tf_input as dti
+from dali_tf_input.backends.build import choose_options
 from support.train import worker_loop
 from support.train.flags import TrainFlags
 from support.train.mixup import MixupCutmix
@@ -30,11 +31,9 @@ def train_model(
     batch_size, epochs = flags.batch_size.value, flags.epochs.value
     held_out = None
     if flags.validation_files.value:
-        held_out = dti.InputSpec(
-            records=flags.records.dataset(flags.validation_files.value),
-            preprocess=dti.Preprocess.for_evaluation(flags.image_size.value),
-            order="sequential",
-            repeat=False,
+        held_out = dti.InputSpec.for_evaluation(
+            flags.records.dataset(flags.validation_files.value),
+            flags.image_size.value,
             label=dataclasses.replace(spec.label, smoothing=0.0),
         )
     with strategy.scope() if strategy else contextlib.nullcontext():
@@ -58,7 +57,7 @@ def train_model(
         history = worker_loop.fit(strategy, model, spec, held_out, options, **given)
     else:
         shared = {"strategy": strategy, "batch_size": batch_size}
-        train = dti.load(spec, options, **shared)
+        train = dti.load(spec, options or choose_options(), **shared)
         print(f"input       {train!r}")
         # A service cannot serve a fixed order.
         own = dti.TfDataOptions() if flags.service.value else train.options

@@ -44,9 +44,25 @@ def make_strategy() -> tf.distribute.MultiWorkerMirroredStrategy:
     # TensorFlow waits in C++ and lets no Python run: the default action of Ctrl-C ends the process.
     handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        return tf.distribute.MultiWorkerMirroredStrategy()
+        strategy = tf.distribute.MultiWorkerMirroredStrategy()
     finally:
         signal.signal(signal.SIGINT, handler)
+    if strategy.num_replicas_in_sync != len(workers):
+        raise InputError(
+            f"Each worker must have one replica, but {len(workers)} workers have"
+            f" {strategy.num_replicas_in_sync}: start one process per GPU, each with its own"
+            " CUDA_VISIBLE_DEVICES."
+        )
+    return strategy
+
+
+def read_step(resume: Resume | None) -> int:
+    """Returns the step of the state that this worker sees; 0 if there is none, or a damaged one."""
+    try:
+        with open(os.path.join(resume.folder, "state.json"), encoding="utf-8") as stream:
+            return int(json.load(stream)["step"])
+    except (AttributeError, OSError, ValueError, KeyError, TypeError):
+        return 0
 
 
 def check_agreement(strategy: tf.distribute.Strategy, step: int) -> None:
@@ -88,10 +104,12 @@ def fit(
         raise InputError(f"`batch_size` must be a multiple of {num_workers}, got {batch_size}.")
     shared = {"batch_size": batch_size // num_workers, "shard": Shard(worker, num_workers)}
     per_epoch, state = spec.records.num_records // batch_size, None
+    check_agreement(strategy, read_step(resume))  # all workers read the weights, or none
     if resume:
         state, _ = resume.restore(model, spec, batch_size=batch_size)
     first = state.step if state else 0
-    check_agreement(strategy, first)
+    if first:
+        print(f"resume      after step {first:,} of {epochs * per_epoch:,}, from {resume.folder}")
     if first >= epochs * per_epoch:
         return {}
     dataset = make_dataset(spec, options, start_step=first, endless=True, **shared)
