@@ -108,7 +108,6 @@ def test_records_are_those_of_local_files(dataset, stored, tmp_path, options):
             assert same(*given)
 
 
-@pytest.mark.xfail(reason="the fingerprint compares a repr of the records", strict=False)
 def test_fingerprint_is_that_of_local_files(dataset, stored):
     """`Resume` goes on with either."""
     dti.build_index(f"{stored}/train-*")
