@@ -101,30 +101,27 @@ def resample_image(
 ) -> tf.Tensor:
     """Decodes an image and resizes its region: float32 (*preprocess.image_size, 3) in 0..255.
 
-    With `finish` it returns ``finish(image, region, ratio=...)`` of the decoded image instead.
+    With `finish` it returns ``finish(image, region)`` of the decoded image instead.
     """
 
     def resample_whole(decode_whole: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
         image = decode_whole(encoded)
         region = find_region(tf.shape(image)[:2], uniforms, preprocess)
         if finish:
-            return finish(image, region, ratio=1)
+            return finish(image, region)
         return resize_region(image, region, preprocess, whole=True)
 
     def resample_part(ratio: Ratio = 1) -> tf.Tensor:
         image, region = decode_region(encoded, uniforms, preprocess, ratio=ratio)
         if finish:
-            return finish(image, region, ratio=ratio)
+            return finish(image, region)
         return resize_region(image, region, preprocess, whole=False, ratio=ratio)
 
     def resample_scaled() -> tf.Tensor:
         size = tf.io.extract_jpeg_shape(encoded)[:2]
         region = find_region(size, uniforms, preprocess)
         excess = region.extent / tf.constant(preprocess.image_size, tf.float64)
-        # Enough pixels each way, and half as many again in all (1.25 each way). With fewer the
-        # result was worse than a plain resize with antialias, which then has too little left to
-        # resize.
-        excess = tf.minimum(tf.reduce_min(excess), tf.sqrt(tf.reduce_prod(excess)) / 1.25)
+        excess = tf.reduce_min(excess)
         whole = partial(resample_whole, _decode_jpeg)
         unscaled = whole if preprocess.resizes_plainly else resample_part
         branches = [unscaled, *(partial(resample_part, ratio) for ratio in (2, 4, 8))]
@@ -249,7 +246,7 @@ def resize_region(
     size, interpolation = preprocess.image_size, preprocess.interpolation
     plain = interpolation == "bilinear" and not preprocess.antialias
     if ratio > 1:
-        return scale_and_translate(image, region, preprocess, ratio=ratio)
+        return scale_and_translate(image, region, preprocess)
     if preprocess.crop.sampling == "crop_then_resize":
         image = crop_to(image, region.start, tf.cast(region.extent, tf.int32))
         if interpolation == "nearest":
@@ -289,29 +286,21 @@ def gather_nearest(
     return tf.cast(tf.gather(image, tf.cast(tf.floor(columns), tf.int32), axis=1), tf.float32)
 
 
-def scale_and_translate(
-    image: tf.Tensor, region: Region, preprocess: Preprocess, *, ratio: Ratio = 1
-) -> tf.Tensor:
+def scale_and_translate(image: tf.Tensor, region: Region, preprocess: Preprocess) -> tf.Tensor:
     """Resizes a region that starts and ends between pixels; returns float32."""
     # Cropped first: positions are float32 below, and more exact where they are small.
     first, last = source_window(tf.shape(image)[:2], region, preprocess)
     image = crop_to(image, first, last - first + 1)
     step = region.extent / tf.constant(preprocess.image_size, tf.float64)
     start = region.start - tf.cast(first, tf.float64)
-    kernel = _KERNELS[preprocess.interpolation]
-    if ratio > 1 and preprocess.antialias:
-        # The decoder has smoothed once: a triangle on top of that was 2 dB worse than a single one
-        # (PSNR), this kernel is 2 dB better.
-        kernel = "lanczos3"
-    image = tf.raw_ops.ScaleAndTranslate(
+    return tf.raw_ops.ScaleAndTranslate(
         images=image[None],
         size=preprocess.image_size,
         scale=tf.cast(1 / step, tf.float32),
         translation=tf.cast(-start / step, tf.float32),
-        kernel_type=kernel,
+        kernel_type=_KERNELS[preprocess.interpolation],
         antialias=preprocess.antialias,
     )[0]
-    return tf.clip_by_value(image, 0, 255) if kernel == "lanczos3" else image
 
 
 def to_uint8(image: tf.Tensor) -> tf.Tensor:

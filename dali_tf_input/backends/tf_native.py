@@ -14,7 +14,7 @@ from dali_tf_input.spec.preprocess import Preprocess
 
 _logger = logging.getLogger("dali_tf_input")
 _KERNELS = {"nearest": 0, "bilinear": 1, "bicubic": 2}  # `Kernel` in native/resample.h
-_LANCZOS3, _COPY = 3, 4
+_COPY = 3
 
 
 @functools.cache
@@ -55,12 +55,9 @@ def uses_native(kernel: Kernel) -> bool:
 
 
 def finish_region(
-    image: tf.Tensor, region: Region, preprocess: Preprocess, mirrored: tf.Tensor, *, ratio: int
+    image: tf.Tensor, region: Region, preprocess: Preprocess, mirrored: tf.Tensor
 ) -> tf.Tensor:
-    """Preprocesses a region of an image, uint8 (height, width, 3), for the model.
-
-    The image is decoded at 1 / `ratio`, as a whole or in part, and the region in its coordinates.
-    """
+    """Preprocesses a region of an image, uint8 (height, width, 3), for the model."""
     is_uint8, sampling = preprocess.dtype == "uint8", preprocess.crop.sampling
     mean, std = ((0.0,) * 3, (1.0,) * 3) if is_uint8 else (preprocess.mean, preprocess.std)
     kernel = _COPY if sampling == "crop_and_pad" else _KERNELS[preprocess.interpolation]
@@ -70,7 +67,7 @@ def finish_region(
         mirrored,
         height=preprocess.image_size[0],
         width=preprocess.image_size[1],
-        kernel=_LANCZOS3 if ratio > 1 and preprocess.antialias else kernel,
+        kernel=kernel,
         antialias=preprocess.antialias,
         clip=sampling == "crop_then_resize",
         chw=preprocess.layout == "CHW",

@@ -96,9 +96,8 @@ class TfDataOptions:
       decode: how much of a JPEG is decoded. "region" decodes only what the crop needs, "full" the
         whole image, "auto" the faster: "full" if the whole image is resized bilinearly without
         antialias, else "region". The pixels are the same. "scaled" decodes the region at 1/2, 1/4
-        or 1/8 where it has that many times the pixels needed each way and 1.56 times that in all:
-        for images much larger than the model's. Its pixels differ, DALI cannot make them, and with
-        `antialias` they are closer to a Lanczos resize. "auto" never chooses it.
+        or 1/8 where it has that many times the pixels needed each way: for images much larger than
+        the model's. Its pixels differ, and DALI cannot make them. "auto" never chooses it.
       kernel: what resizes, crops, mirrors and normalizes. "native" is this package's own operation,
         one pass over the image, compiled where the package is installed with a C++ compiler;
         "tensorflow" are TensorFlow's operations; "auto" is the first available one. The

@@ -104,9 +104,10 @@ def explain(
         )
     if not of_input:
         return None
+    found = "no bad record is near it" if spec.has_fixed_order else "order 'buffer' has no plan"
     return InputError(
-        f"The input failed after step {step:,} ({type(error).__name__}), and no bad record is near"
-        f" it. To check all records: {skip_command(spec, options, on_bad='')}"
+        f"The input failed after step {step:,} ({type(error).__name__}), and {found}. To check all"
+        f" records: {skip_command(spec, options, on_bad='')}"
     )
 
 

@@ -119,9 +119,9 @@ class Input:
             backend = f"DALI ({self.options.device.upper()})"
         kind = "train" if self.spec.repeat else "valid"
         return (
-            f"<dali_tf_input.Input of {self.num_records:,} records, {self.steps_per_epoch:,} steps"
-            f" of {self.batch_size}, by {backend} for {', '.join(self.devices)}; Keras takes its"
-            f" `dataset`: {kind}.dataset>"
+            f"<dali_tf_input.Input of {self.num_records:,} records, {self.steps_per_epoch:,}"
+            f" steps of {self.batch_size} per epoch, by {backend} for {', '.join(self.devices)};"
+            f" Keras takes its `dataset`: {kind}.dataset>"
         )
 
     def fit(

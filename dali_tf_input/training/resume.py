@@ -119,6 +119,9 @@ class Resume:
         """
         if not spec.has_fixed_order:
             raise InputError(f"Resuming needs a fixed `order`, 'global', got {spec.order!r}.")
+        if not model.trainable_variables or not model.compiled:
+            text = "`model` must be compiled and have its variables"
+            raise InputError(f"{text}: call it on one batch of images first.")
         self._check_writable()
         steps_per_epoch = steps_per_epoch or spec.records.num_records // batch_size
         fingerprint = make_fingerprint(spec, batch_size)
@@ -244,9 +247,6 @@ class Resume:
 
     def _load_weights(self, model: keras.Model, state: State) -> None:
         path = self._path(f"step-{self._weights_step}.weights.h5")
-        if not model.trainable_variables or not model.compiled:
-            text = "`model` must be compiled and have its variables"
-            raise InputError(f"{text}: call it on one batch of images first.")
         optimizer = type(model.optimizer).__name__
         if state.optimizer != optimizer:
             raise InputError(

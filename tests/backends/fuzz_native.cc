@@ -33,7 +33,7 @@ int main(int, char** arguments) {
     }
     Work work;
     work.height = 1 + below(below(4) ? 40 : 300), work.width = 1 + below(below(4) ? 40 : 300);
-    work.kernel = static_cast<Kernel>(below(5)), work.output = static_cast<Output>(below(4));
+    work.kernel = static_cast<Kernel>(below(4)), work.output = static_cast<Output>(below(4));
     work.antialias = below(2), work.clip = below(2), work.chw = below(2);
     if (Check(work, image)) {
       ++refused;

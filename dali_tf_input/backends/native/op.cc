@@ -45,8 +45,8 @@ void* CreatePrepare(TF_OpKernelConstruction* context) {
   if (!TF_GetCode(status)) TF_OpKernelConstruction_GetAttrType(context, "T", &type, status);
   if (!TF_GetCode(status)) TF_OpKernelConstruction_GetAttrFloatList(context, "mean", work->mean, 3, status);
   if (!TF_GetCode(status)) TF_OpKernelConstruction_GetAttrFloatList(context, "scale", work->scale, 3, status);
-  if (!TF_GetCode(status) && (height < 1 || width < 1 || height > 65535 || width > 65535 || kernel < 0 || kernel > 4)) {
-    TF_SetStatus(status, kInvalidArgument, "height and width must be in [1, 65535], kernel in [0, 4]");
+  if (!TF_GetCode(status) && (height < 1 || width < 1 || height > 65535 || width > 65535 || kernel < 0 || kernel > 3)) {
+    TF_SetStatus(status, kInvalidArgument, "height and width must be in [1, 65535], kernel in [0, 3]");
   }
   work->height = static_cast<int>(height), work->width = static_cast<int>(width);
   work->kernel = static_cast<dali_tf_input::Kernel>(kernel);

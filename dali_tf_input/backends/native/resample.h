@@ -22,7 +22,7 @@
 
 namespace dali_tf_input {
 
-enum Kernel { kNearest = 0, kTriangle = 1, kCubic = 2, kLanczos3 = 3, kCopy = 4 };  // kCopy pads with zeros
+enum Kernel { kNearest = 0, kTriangle = 1, kCubic = 2, kCopy = 3 };  // kCopy pads with zeros
 enum Output { kFloat32 = 0, kFloat16 = 1, kBfloat16 = 2, kUint8 = 3 };
 
 // What is done to every image of a pipeline.
@@ -60,12 +60,6 @@ inline double Weight(Kernel kernel, double x) {
     case kCubic:  // Keys, a = -0.5
       if (x < 1) return (1.5 * x - 2.5) * x * x + 1;
       return x < 2 ? ((-0.5 * x + 2.5) * x - 4) * x + 2 : 0;
-    case kLanczos3: {
-      if (x >= 3) return 0;
-      if (x <= 1e-3) return 1;
-      const double pi_x = 3.14159265358979323846 * x;
-      return 3 * std::sin(pi_x) * std::sin(pi_x / 3) / (pi_x * pi_x);
-    }
     default:
       return 1;
   }
@@ -163,7 +157,6 @@ DALI_TF_INPUT_CLONES void Run(const Work& work, const Image& image, const Taps& 
   const int64_t line = 3 * image.width, used = 3 * static_cast<int64_t>(columns.high - columns.low);
   const bool is_uint8 = work.output == kUint8;
   const Pixel mean = {work.mean[0], work.mean[1], work.mean[2], 0}, scale = {work.scale[0], work.scale[1], work.scale[2], 0};
-  const float lowest = work.kernel == kLanczos3 ? 0 : -INFINITY, highest = work.kernel == kLanczos3 ? 255 : INFINITY;
   for (int y = 0; y < work.height; ++y) {
     if (work.kernel == kCopy) {
       const int64_t from = static_cast<int64_t>(image.start[0]) + y, left = static_cast<int64_t>(image.start[1]);
@@ -207,9 +200,6 @@ DALI_TF_INPUT_CLONES void Run(const Work& work, const Image& image, const Taps& 
           for (int t = 0; t < columns.count; ++t) sum += weight[t] * *reinterpret_cast<const Pixel*>(from + 3 * t);
         }
         weight += columns.count;
-        if (work.kernel == kLanczos3) {
-          for (int c = 0; c < 4; ++c) sum[c] = std::min(std::max(sum[c], lowest), highest);
-        }
         if (!is_uint8) sum = (sum - mean) * scale;
         *reinterpret_cast<Pixel*>(row + 3 * x) = sum;  // the next pixel overwrites the fourth value
       }
