@@ -80,7 +80,7 @@ class FileFlags:
         text = "Local folder for copies of stored objects."
         self.cache_dir = flags.string("cache_dir", None, text)
         self._all = [flag for name, flag in vars(self).items() if name != "files"]
-        self._of_records = [self.index_dir, self.image_key, self.cache_dir, self.cache_bytes]
+        self._of_records = [self.index_dir, self.image_key, self.cache_dir]
 
     def dataset(self, files: list[str] | None = None) -> dti.Records:
         """Describes the records in `files`, by default those of --files."""
