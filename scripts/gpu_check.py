@@ -25,7 +25,6 @@ try:
     import numpy as np
 
     import dali_tf_input as dti
-    from dali_tf_input.serving import denormalize
     from support import cli, machine, pictures, processes
     from support.benchmark import Stats
     from support.convert.writer import write_images
@@ -173,6 +172,8 @@ def check_alone(dataset: dti.Records) -> dict[str, Any]:
 def check_pixels(dataset: dti.Records) -> dict[str, Any]:
     """Runs the tests; compares real training images with tf.data's, by both ways of upsampling."""
     import tensorflow as tf
+
+    from dali_tf_input.serving import denormalize
 
     found, preprocess = run_tests("pixels"), dti.Preprocess.for_training(224)
     spec = dti.InputSpec(records=dataset, preprocess=preprocess, order="global")

@@ -224,7 +224,9 @@ class Input:
             raise failed.explain(error, step, model) from error
         finally:
             done = training.step + offset
-            self._step = done if steps != self.steps_per_epoch else done + -done % steps
+            if steps == self.steps_per_epoch or not spec.has_fixed_order:
+                done += -done % self.steps_per_epoch  # the rest of the epoch is left out
+            self._step = done
 
     def evaluate(self, model: keras.Model, **arguments: Any) -> dict[str, float]:
         """Evaluates a Keras model on one pass: loss and metrics by name, each record once.

@@ -10,7 +10,6 @@ from PIL import Image
 
 import dali_tf_input as dti
 from dali_tf_input.records.schema import SIDE_KEYS
-from dali_tf_input.serving import denormalize
 
 
 def make_batches(
@@ -20,6 +19,8 @@ def make_batches(
 
     "image" is (n, height, width, 3) in 0..255; "label", "mask" and "record_id" are as in `spec`.
     """
+    from dali_tf_input.serving import denormalize
+
     for x, *others in dti.load(spec, options, batch_size=batch_size):
         named = dict(x) if isinstance(x, dict) else {"image": x}
         if others and (spec.label or spec.mask):

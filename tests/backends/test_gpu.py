@@ -145,12 +145,10 @@ def test_devices_of_batches(dataset, make_strategy):
     num_replicas = strategy.num_replicas_in_sync if strategy else 1
     fed = load(evaluation(dataset), GPU, strategy=strategy, batch_size=2 * num_replicas)
     assert fed.devices == tuple(f"{KIND}:{replica}" for replica in range(num_replicas))
+    local = strategy.experimental_local_results if strategy else lambda value: (value,)
     for _ in range(3):
-        iterator = iter(fed.dataset.repeat())
-        for _ in range(4):
-            images, labels = next(iterator)
-        local = strategy.experimental_local_results if strategy else lambda value: (value,)
-        assert all(KIND in value.device for value in (*local(images), *local(labels)))
+        for images, labels in fed.dataset:
+            assert all(KIND in value.device for value in (*local(images), *local(labels)))
 
 
 CROPS = [
