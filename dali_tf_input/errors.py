@@ -213,6 +213,8 @@ def _conform(value: Any, hint: Any) -> Any:
         if subclasses:  # of Crop
             name = f"one of {', '.join(subclass.__name__ for subclass in subclasses)}"
             _require(type(value) is not kind, name)
+        if example := getattr(kind, "EXAMPLE", ""):
+            name = f"{name}, such as {example}"
         _require(isinstance(value, kind), name)
     return value
 

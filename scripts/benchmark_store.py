@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder, run_server(dataset.paths) as base:
         named = [os.path.basename(file) for file in dataset.paths]
         urls = {kind: [f"{base}/{kind}/{one}" for one in named] for kind in ("good", "flaky")}
-        cache = [f"--cache_dir={folder}/cache", f"--cache_bytes={1 << 40}"]
+        cache = [f"--cache_dir={folder}/cache"]
         for kind, ones in urls.items():
             given = [f"--index_dir={folder}/{kind}", *(cache if kind == "good" else [])]
             processes.run_index(*ones, *given)

@@ -31,7 +31,7 @@ import tempfile
 from typing import get_args
 
 from dali_tf_input import InputError, Records
-from dali_tf_input.index.cluster import connect_dask
+from dali_tf_input.cli.dask import connect_dask
 from dali_tf_input.records.paths import find_files
 from dali_tf_input.records.schema import Decoder
 from dali_tf_input.storage.objects import is_url

@@ -21,6 +21,4 @@ def make_model(
 
 def fit(model, train, epochs=1, **arguments):
     """Trains on what `load` returned; returns the history."""
-    own = {"steps_per_epoch": train.steps_per_epoch, "shuffle": False, "verbose": 0}
-    arguments = own | arguments
-    return model.fit(train.dataset.repeat(), epochs=epochs, **arguments).history
+    return train.fit(model, epochs=epochs, verbose=0, **arguments).history

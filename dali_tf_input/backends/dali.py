@@ -1,5 +1,6 @@
 """The DALI backend: one DALI pipeline per shard, on the CPU or on one GPU, as a tf.data dataset."""
 
+import contextlib
 import functools
 import importlib
 import os
@@ -72,7 +73,7 @@ def build(stream: Stream, options: DaliOptions, device_id: int | None) -> tf.dat
     define = functools.partial(build_pipeline, stream, options, device_id, by_itself=by_itself)
     if options.device == "gpu" and not spec.is_mapped:
         return make_dataset(define, outputs, stream, options, by_itself=by_itself)
-    with tf.device("CPU:0"):
+    with tf.device("CPU:0") if options.device == "gpu" else contextlib.nullcontext():
         dataset = make_dataset(define, outputs, stream, options, by_itself=by_itself)
         if spec.is_structured:
             dataset = dataset.map(

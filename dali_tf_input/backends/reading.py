@@ -3,7 +3,6 @@
 import atexit
 import functools
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from dali_tf_input.records.tfrecord import read_record
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.options import TfDataOptions
 from dali_tf_input.spec.order import EpochSteps, Position, Shard, list_records
-from dali_tf_input.storage.staging import make_process_folder
+from dali_tf_input.storage.staging import make_process_folder, private_folder
 
 _STRIDE = 1 << 40  # between the keys of two epochs
 MAX_EPOCHS = 1 << 22
@@ -370,8 +369,7 @@ def hold_indexes(dataset: Records) -> list[str]:
 
 @functools.cache
 def _copy_indexes(dataset: Records) -> list[str]:
-    folder = os.path.join(tempfile.gettempdir(), f"dali_tf_input-{os.getuid()}")
-    staging = make_process_folder(folder)
+    staging = make_process_folder(private_folder())
     held = [staging.path(f"{file}.idx") for file in range(len(dataset.files))]
     for file, path in enumerate(held):
         dataset.index(file)  # raises if it is no index: DALI would stop silently where it is not

@@ -24,15 +24,14 @@ from rich.progress import Progress as Bar
 
 from dali_tf_input.cli import command
 from dali_tf_input.cli.command import format_count
+from dali_tf_input.cli.dask import connect_dask
 from dali_tf_input.errors import InputError
 from dali_tf_input.index.build import IndexFaultsError, IndexReport, OnBad, Progress, build_index
-from dali_tf_input.index.cluster import connect_dask
 from dali_tf_input.records.contents import Images, Summary
 from dali_tf_input.records.labels import ClassLabel, Label, LabelKind, MultiHot, Values
 from dali_tf_input.records.paths import BAD_RECORDS_NAME, index_command
 from dali_tf_input.records.schema import KEY_PRESETS, LEVELS, MAX_PIXELS, Checks, Decoder, find_keys
 from dali_tf_input.records.tfrecord import BadRecord
-from dali_tf_input.storage.copies import make_cache
 
 FLAGS = command.Flags()
 _INDEX_DIR = FLAGS.string("index_dir", None, "Folder for the indexes; by default beside each file.")
@@ -53,8 +52,7 @@ _VOCABULARY = FLAGS.string("vocabulary", None, "File of the names that labels ar
 _MASK_KEY = FLAGS.string("mask_key", None, "Feature key of the segmentation mask, if there is one.")
 _DECODER = FLAGS.choice("decoder", "both", get_args(Decoder), "What decodes at --verify=decode.")
 _MAX_PIXELS = FLAGS.integer("max_pixels", MAX_PIXELS, "Height x width above which an image is bad.")
-_CACHE_DIR = FLAGS.string("cache_dir", None, "Local folder that keeps the objects of a store.")
-_CACHE_BYTES = FLAGS.integer("cache_bytes", None, "The most bytes that --cache_dir takes.")
+_CACHE_DIR = FLAGS.string("cache_dir", None, "Local folder for copies of stored objects.")
 _DASK = FLAGS.string("dask", None, "Address of a Dask scheduler, tcp://host:8786, to work there.")
 _NUM_PROCESSES = FLAGS.integer("num_processes", None, "Processes; else one per core, or 8 threads.")
 
@@ -80,7 +78,7 @@ def index(patterns: list[str]) -> int:
                 allow_missing=_ALLOW_MISSING.value,
                 num_processes=_NUM_PROCESSES.value,
                 executor=executor,
-                cache=make_cache(_CACHE_DIR.value, _CACHE_BYTES.value),
+                cache_dir=_CACHE_DIR.value,
                 on_bad_record=progress.print_bad_record,
                 on_progress=progress.update,
             )

@@ -22,9 +22,8 @@ import msgspec
 
 from dali_tf_input import errors
 from dali_tf_input.errors import Count, InputError, Path, checked
-from dali_tf_input.index.cluster import run_elsewhere
 from dali_tf_input.index.commit import IndexFolder
-from dali_tf_input.index.workers import run_jobs
+from dali_tf_input.index.workers import run_in_executor, run_jobs
 from dali_tf_input.records import contents, schema
 from dali_tf_input.records.example import decode_example
 from dali_tf_input.records.paths import (
@@ -36,7 +35,7 @@ from dali_tf_input.records.paths import (
 from dali_tf_input.records.schema import Checks
 from dali_tf_input.records.tfrecord import BadRecord, find_records, read_data
 from dali_tf_input.storage import objects
-from dali_tf_input.storage.copies import Cache
+from dali_tf_input.storage.copies import check_room, resolve_cache_dir
 from dali_tf_input.storage.objects import Part, Status
 
 OnBad = Literal["error", "skip"]
@@ -101,7 +100,7 @@ def build_index(
     allow_missing: bool = False,
     num_processes: Count | None = None,
     executor: Executor | None = None,
-    cache: Cache | None = None,
+    cache_dir: Path | None = None,
     on_bad_record: Callable[[str, BadRecord], None] | None = None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> IndexReport:
@@ -130,8 +129,8 @@ def build_index(
         checked at level "framing" by as many threads instead, by default 8, which hold 48 MiB.
       executor: runs the work instead, a file at a time, as Dask's `Client.get_executor()` does on
         other machines; they need this package and the same paths or URLs.
-      cache: keeps the objects that are read; without it they are temporary files while they are
-        checked.
+      cache_dir: a local folder for complete copies of the objects; None copies each one to a
+        temporary file while it is checked.
       on_bad_record: called at the end with each path and bad record, in the order of the files;
         without it the error names the first.
       on_progress: called now and then, by any thread, one at a time.
@@ -155,10 +154,17 @@ def build_index(
     for file, index_file in zip(found, index_files, strict=True):
         folder = os.path.dirname(index_file) or "."
         by_folder.setdefault(folder, {})[os.path.basename(file)] = file
+    copies = resolve_cache_dir(cache_dir)
     with contextlib.ExitStack() as stack:
         folders = [
             IndexFolder(
-                folder, by_name, checks, force=force, versions=versions, cache=cache, stack=stack
+                folder,
+                by_name,
+                checks,
+                force=force,
+                versions=versions,
+                cache_dir=copies,
+                stack=stack,
             )
             for folder, by_name in by_folder.items()
         ]
@@ -187,6 +193,9 @@ class _Run:
         jobs = [folder.jobs[name] for folder, name in owners]
         sizes = (job.status.size if job.status else os.path.getsize(job.file) for job in jobs)
         num_bytes = sum(sizes)
+        objects_to_read = {job.file: job.status for job in jobs if job.status and job.cache_dir}
+        if objects_to_read:
+            check_room(objects_to_read, jobs[0].cache_dir or "")
         done = Progress(files=0, num_files=len(jobs), records=0, bytes=0, num_bytes=num_bytes)
         lock = threading.Lock()
 
@@ -204,7 +213,7 @@ class _Run:
 
         next_commit = time.monotonic() + _COMMIT_SECONDS
         if executor:
-            answers = run_elsewhere(jobs, executor, advance)
+            answers = run_in_executor(jobs, executor, advance)
         else:
             answers = run_jobs(jobs, num_processes, advance)
         with contextlib.closing(answers):  # what is under way ends with an error here

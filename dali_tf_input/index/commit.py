@@ -17,7 +17,6 @@ from dali_tf_input.records.paths import BAD_RECORDS_NAME, INDEX_SUFFIX, MANIFEST
 from dali_tf_input.records.schema import LEVELS, Checks
 from dali_tf_input.records.tfrecord import BadRecord
 from dali_tf_input.storage import objects
-from dali_tf_input.storage.copies import Cache
 from dali_tf_input.storage.objects import Status, is_url
 from dali_tf_input.storage.staging import Staging, locked
 
@@ -47,11 +46,11 @@ class IndexFolder:
         *,
         force: bool,
         versions: Mapping[str, Status | None],
-        cache: Cache | None,
+        cache_dir: str | None,
         stack: contextlib.ExitStack,
     ) -> None:
         self.files = files
-        self._versions, self._cache = versions, cache
+        self._versions, self._cache_dir = versions, cache_dir
         self._place, self._folder = place, local_folder(place)  # the second one is local
         refresh(place)
         self._known = _read_manifest(self._folder).entries
@@ -110,7 +109,7 @@ class IndexFolder:
             mark=mark,
             checks=checks.to_json(),
             status=self._versions.get(self.files[name]),
-            cache=dataclasses.asdict(self._cache) if self._cache else None,
+            cache_dir=self._cache_dir,
         )
 
     def _index_file(self, name: str) -> str:

@@ -8,8 +8,8 @@ import numpy as np
 from PIL import Image
 
 from dali_tf_input.errors import InputError
-from dali_tf_input.records.foreign import name_content
 from dali_tf_input.records.schema import DCT_METHOD, BadImage, Checks, TrialDecode
+from dali_tf_input.records.tfrecord import name_content
 
 # What both backends decode to the same pixels; one of them refuses any other format.
 _FORMATS = ("JPEG", "PNG", "BMP", "WebP")

@@ -14,18 +14,21 @@ import google_crc32c
 from dali_tf_input.errors import InputError
 from dali_tf_input.records import contents, schema
 from dali_tf_input.records.contents import FileEntry
-from dali_tf_input.records.example import decode_example
+from dali_tf_input.records.example import MAX_BYTES, decode_example
 from dali_tf_input.records.labels import Features
 from dali_tf_input.records.schema import BadImage, Checks, TrialDecode, check_mask
-from dali_tf_input.records.tfrecord import BadRecord, find_records, has_valid_data, read_data
-from dali_tf_input.storage.objects import is_url
+from dali_tf_input.records.tfrecord import (
+    FRAME_SIZE,
+    BadRecord,
+    find_records,
+    has_valid_data,
+    read_data,
+)
 
-_MOST_DATA_BYTES = 1 << 28  # parsing takes five times a record's size; protobuf ends at 2 GiB
 # What is read of each batch of records (4096 at most) below level "schema": a part that costs less
 # than finding them.
 _MOST_SAMPLED = 32
 _MOST_SAMPLED_BYTES = 1 << 20
-_MOST_FIRST_BYTES = 1 << 26  # of one record
 _MOST_KEYS = 1000
 _MOST_RANGED = 1024  # values of a list whose range is noted
 _PROGRESS_SECONDS = 0.2
@@ -97,7 +100,7 @@ def check_file(
         progress.flush()
         after = os.stat(file)
         same = (after.st_size, after.st_mtime_ns) == (status.st_size, status.st_mtime_ns)
-        if not same and not is_url(name):  # use changes the time of a cached object's file
+        if not same:
             problem = f"{name} changed while it was indexed"
             raise InputError(f"{problem}: wait until it is complete, then retry.")
     finally:
@@ -169,7 +172,7 @@ class _Content:
         most = min(last, _MOST_SAMPLED - 1, _MOST_SAMPLED_BYTES * last // max(size, 1))
         for row in sorted({part * last // max(most, 1) for part in range(most + 1)}):
             data = None
-            if extents[row][1] <= _MOST_FIRST_BYTES:
+            if extents[row][1] <= MAX_BYTES:
                 data = read_data(descriptor, *extents[row])
             with contextlib.suppress(InputError):  # level "schema" says what it is
                 if data:
@@ -179,12 +182,12 @@ class _Content:
         """Returns what is wrong with record `number` at `extent` (offset, size), if anything."""
         offset, size = extent
         try:
-            if self._checks.verify == "crc" or size > _MOST_DATA_BYTES:
+            if self._checks.verify == "crc" or size - FRAME_SIZE > MAX_BYTES:
                 if not has_valid_data(descriptor, offset, size):
                     raise BadImage("data CRC", "the data of this record does not fit its CRC.")
                 if self._checks.verify != "crc":
-                    detail = f"expected at most {_MOST_DATA_BYTES} bytes, the most that is parsed"
-                    raise BadImage("too large", f"{detail}, found {size}.")
+                    detail = f"expected at most {MAX_BYTES:,} bytes of data, found "
+                    raise BadImage("too large", f"{detail}{size - FRAME_SIZE:,}.")
                 return None
             data = read_data(descriptor, offset, size)
             if data is None:

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import json
 import os
+import select
 import signal
 import sys
 from collections.abc import Callable
@@ -23,18 +24,24 @@ from dali_tf_input.errors import InputError
 from dali_tf_input.index.scan import check_file
 from dali_tf_input.records.schema import PIXELS_KEY, Checks, TrialDecode
 from dali_tf_input.records.tfrecord import BadRecord
-from dali_tf_input.storage.copies import Cache, local_copy
+from dali_tf_input.storage.copies import local_copy
 from dali_tf_input.storage.objects import Status
 from dali_tf_input.storage.staging import WRITE_ERRORS
 
+IDLE_STATUS = 3  # how a process ends that no task came to for a while
+_IDLE_SECONDS = 30
+
 
 def serve() -> None:
-    """Answers tasks until stdin ends."""
+    """Answers tasks until stdin ends, or none comes for 30 s."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # decoders print: keep that out of the answers
     decoders: dict[Checks, TrialDecode] = {}
     with contextlib.suppress(BrokenPipeError):  # whoever asked is gone
-        for line in sys.stdin:
+        while select.select([sys.stdin], [], [], _IDLE_SECONDS)[0]:
+            line = sys.stdin.readline()  # a task comes when the one before is answered
+            if not line:
+                return
             task = json.loads(line)
             checks = Checks.from_json(task["checks"])
             encoded = checks.image_key != PIXELS_KEY or checks.mask_key
@@ -53,6 +60,7 @@ def serve() -> None:
                     continue
             on_progress = functools.partial(_tell_progress, answers)
             _answer(answers, check_task(task, checks, decoders.get(checks), on_progress))
+        sys.exit(IDLE_STATUS)
 
 
 def check_task(
@@ -87,9 +95,8 @@ def check_task(
                     signal.setitimer(signal.ITIMER_REAL, task["longest_decode"])  # SIGALRM ends it
 
             status = Status(*task["status"]) if task["status"] else None
-            cache = Cache(**task["cache"]) if task["cache"] else None
             entry = check_file(
-                stack.enter_context(local_copy(file, status, cache, **download)),
+                stack.enter_context(local_copy(file, status, task["cache_dir"], **download)),
                 index,
                 checks,
                 name=file,

@@ -1,4 +1,4 @@
-"""Runs the processes, or the threads, that check files for `build_index`."""
+"""Runs the processes, the threads, or the executor that check files for `build_index`."""
 
 import contextlib
 import dataclasses
@@ -9,14 +9,15 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import CancelledError, Executor, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import IO, Any
 
+from dali_tf_input import __version__
 from dali_tf_input.errors import InputError
-from dali_tf_input.index.worker import check_task
+from dali_tf_input.index.worker import IDLE_STATUS, check_task
+from dali_tf_input.records.paths import absolute
 from dali_tf_input.records.schema import Checks
 from dali_tf_input.storage.objects import Status
 
@@ -30,7 +31,6 @@ _CODE = (
 # How a process ends over an image that its decoder cannot take.
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 _OBJECTS_AT_ONCE = 8  # of a store, by threads
-KEPT_SECONDS = 30  # that a process waits for an executor's next task
 _LONGEST_DECODE = 900  # seconds over one image after which the worker ends itself, by SIGALRM
 
 # Records that must not be decoded: number in the file -> (reason, detail).
@@ -41,7 +41,7 @@ Crashing = dict[int, tuple[str, str]]
 class Job:
     """A file to check, by `Checks.to_json`, and where to put what is found.
 
-    An object of a store has a `status`; `cache` are the fields of a `Cache` that keeps it.
+    A stored object has a `status`, and perhaps a `cache_dir` for its copy.
     """
 
     file: str
@@ -50,7 +50,7 @@ class Job:
     mark: str  # the number of the record that the worker decodes, 8 bytes
     checks: dict[str, Any]
     status: Status | None = None
-    cache: dict[str, Any] | None = None
+    cache_dir: str | None = None
 
 
 def run_jobs(
@@ -76,9 +76,6 @@ def run_jobs(
     local, seats, stopped = threading.local(), list[Seat](), threading.Event()
     in_threads = all(job.status and job.checks["verify"] == "framing" for job in jobs)
     at_once = num_processes or (_OBJECTS_AT_ONCE if in_threads else len(os.sched_getaffinity(0)))
-    for job in jobs:
-        if job.cache and job.status:  # the cache must hold what is being read
-            at_once = max(1, min(at_once, job.cache["max_bytes"] // max(1, job.status.size)))
     at_once = min(at_once, len(jobs))
 
     def work(job: Job) -> dict[str, Any]:
@@ -130,13 +127,81 @@ def _check_here(
     return answer
 
 
+def run_in_executor(
+    jobs: Sequence[Job], executor: Executor, on_progress: Callable[[int, int], None]
+) -> Generator[tuple[int, dict[str, Any]], None, None]:
+    """Runs `jobs` by an executor, perhaps on other machines; yields as `run_jobs` does.
+
+    Files must be stored objects, or on a file system that all machines share.
+
+    Raises:
+      InputError: the executor fails, or another version of this package is installed there.
+    """
+    jobs = [dataclasses.replace(job, file=absolute(job.file)) for job in jobs]
+    futures = {executor.submit(_check_there, job, __version__): n for n, job in enumerate(jobs)}
+    try:
+        for future in as_completed(futures):
+            job = jobs[futures[future]]
+            try:
+                answer, index, bad_records = future.result()
+            except InputError:
+                raise
+            except (Exception, CancelledError) as error:  # of the executor's own kinds
+                raise explain_executor(error, job.file) from error
+            for path, data in ((job.index, index), (job.bad_records, bad_records)):
+                with open(path, "wb") as stream:
+                    stream.write(data)
+            if "error" in answer:
+                raise InputError(f"{job.file}: its worker cannot write: {answer['error'][1]}")
+            entry = answer.get("entry", {"records": 0, "size": 0})
+            on_progress(entry["records"], entry["size"])
+            yield futures[future], answer
+    finally:
+        for future in futures:
+            future.cancel()
+
+
+def explain_executor(error: BaseException, where: str, needs: str = "") -> InputError:
+    """Returns what to raise for an error of an executor's own; `needs`: what else it must have."""
+    words = repr(error)
+    if isinstance(error, CancelledError) or type(error).__name__ == "CommClosedError":
+        words = "its scheduler is gone"
+    elif isinstance(error, ImportError) or "deserialization of the task graph" in words:
+        words = f"its scheduler and workers must have dali_tf_input {__version__}{needs}"
+    return InputError(f"The executor failed at {where}: {words}.")
+
+
+_idle_seats: list["Seat"] = []  # of a process that an executor runs: one for each of its threads
+
+
+def _check_there(job: Job, version: str) -> tuple[dict[str, Any], bytes, bytes]:
+    """Returns the answer to a job, its index and its bad records."""
+    if version != __version__:
+        text = f"A worker has dali_tf_input {__version__}, this program {version}"
+        raise InputError(f"{text}: install the same version everywhere.")
+    try:
+        seat = _idle_seats.pop()
+    except IndexError:
+        seat = Seat()
+    with tempfile.TemporaryDirectory(prefix="dali_tf_input-") as folder:
+        index, bad_records, mark = (os.path.join(folder, name) for name in ("idx", "bad", "mark"))
+        here = dataclasses.replace(job, index=index, bad_records=bad_records, mark=mark)
+        answer = seat.run(here, lambda *_: None, threading.Event())
+        _idle_seats.append(seat)
+        return answer, _read_if_there(index), _read_if_there(bad_records)
+
+
+def _read_if_there(path: str) -> bytes:
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as stream:
+        return stream.read()
+    return b""
+
+
 class Seat:
-    """Runs one process at a time, and starts another if it dies."""
+    """Runs one process at a time, and starts another if it ends."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
         self._workers: list[_Worker] = []
-        self._last_used = 0.0
 
     def run(
         self, job: Job, on_progress: Callable[[int, int], None], stopped: threading.Event
@@ -145,20 +210,13 @@ class Seat:
         crashing: Crashing = {}
         while True:
             if not self._workers or self._workers[-1].is_dead:
+                self.close()
                 self._workers.append(_Worker())
             if stopped.is_set():
                 self.kill()
             answer = self._workers[-1].run(job, crashing, on_progress)
-            self._last_used = time.monotonic()
             if answer is not None:
                 return answer
-
-    def close_if_idle(self) -> None:
-        """Ends the process if no job came for a while."""
-        with self.lock:
-            if time.monotonic() >= self._last_used + KEPT_SECONDS:
-                self.kill()
-                self.close()
 
     def kill(self) -> None:
         """Kills the process."""
@@ -211,6 +269,8 @@ class _Worker:
             on_progress(*answer["progress"])
         self.is_dead = True
         status = self._process.wait()
+        if status == IDLE_STATUS:  # it had waited for this job for too long
+            return None
         if status >= 0:
             self._stderr.seek(0)
             last_words = self._stderr.read().decode(errors="replace").strip().splitlines()[-1:]

@@ -6,14 +6,12 @@ from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
-from google.protobuf.unknown_fields import UnknownFieldSet
 
 from dali_tf_input.errors import InputError
 
 FeatureValue = bytes | str | int | float | Sequence[int] | Sequence[float]
 
-_LARGE = 1 << 20  # bytes; what is larger is not parsed as a whole
-_PAYLOAD = 0x0A  # field 1 with a length: a value of bytes, or packed numbers
+MAX_BYTES = 1 << 26  # parsing takes up to 26 times as much memory
 
 
 def encode_example(features: Mapping[str, FeatureValue]) -> bytes:
@@ -39,20 +37,15 @@ def decode_example(data: bytes) -> dict[str, tuple[str, Sequence[Any]]]:
     Returns:
       For each feature key its kind ("bytes_list", "float_list", "int64_list", or "" for a feature
       without a value) and the sequence of its values, which stay in the message: as Python's
-      objects they would take five times the memory. Of a list of over 1 MiB with more than one
-      value it is a range of as many numbers: the values would take up to 16 times its memory.
+      objects they would take five times the memory.
 
     Raises:
-      InputError: `data` is not a serialized Example.
+      InputError: `data` is not a serialized Example, or larger than 64 MiB.
     """
-    features: dict[str, tuple[str, Sequence[Any]]] = {}
+    if len(data) > MAX_BYTES:
+        raise InputError(f"an Example must be at most {MAX_BYTES:,} bytes, found {len(data):,}.")
     try:
-        if len(data) > _LARGE:
-            for entry in _OUTLINE.FromString(data).features.feature:
-                if len(UnknownFieldSet(entry)):
-                    raise DecodeError("an entry holds unknown fields.")
-                features[entry.key] = _read_outline(entry.value)
-            return features
+        features: dict[str, tuple[str, Sequence[Any]]] = {}
         for key, feature in _EXAMPLE.FromString(data).features.feature.items():
             kind = feature.WhichOneof("kind") or ""
             features[key] = (kind, getattr(feature, kind).value if kind else [])
@@ -60,70 +53,6 @@ def decode_example(data: bytes) -> dict[str, tuple[str, Sequence[Any]]]:
     except DecodeError as error:
         text = f"{len(data)} bytes that are not a serialized tf.train.Example"
         raise InputError(f"{text}: {error}") from error
-
-
-def _read_outline(outline: Any) -> tuple[str, Sequence[Any]]:
-    """Returns kind and values of a feature whose lists were left as they are on the wire."""
-    lists = [(kind, data) for kind in _LISTS for data in getattr(outline, kind)]
-    if not lists:
-        return "", []
-    if len(lists) > 1:
-        raise DecodeError("a feature holds several lists.")
-    ((kind, data),) = lists
-    if len(data) <= _LARGE:
-        return kind, _LISTS[kind].FromString(data).value
-    num_values = start = end = 0
-    while end < len(data):
-        if data[end] != _PAYLOAD:  # a list that no writer of TFRecords writes
-            return kind, _LISTS[kind].FromString(data).value
-        length, start = _read_varint(data, end + 1)
-        end = start + length
-        if end > len(data):
-            raise DecodeError("a list is cut short.")
-        num_values += 1 if kind == "bytes_list" else _count_numbers(kind, data, start, end)
-    if num_values > 1:
-        return kind, range(num_values)
-    return kind, [data[start:end]] if kind == "bytes_list" else _LISTS[kind].FromString(data).value
-
-
-def _count_numbers(kind: str, data: bytes, start: int, end: int) -> int:
-    """Returns how many numbers are packed in ``data[start:end]``."""
-    if kind == "float_list":
-        if (end - start) % 4:
-            raise DecodeError("a float is cut short.")
-        return (end - start) // 4
-    count = 0
-    while start < end:  # in parts, each up to the end of a number
-        stop = min(start + _LARGE, end)
-        while stop < end and data[stop - 1] > 0x7F:
-            stop += 1
-        header = bytes([_PAYLOAD]) + _write_varint(stop - start)
-        count += len(_LISTS[kind].FromString(header + data[start:stop]).value)
-        start = stop
-    return count
-
-
-def _read_varint(data: bytes, position: int) -> tuple[int, int]:
-    """Returns a number, 7 bits in each byte, lowest first, and the position after it."""
-    value = data[position] if position < len(data) else 0x80
-    if value < 0x80:
-        return value, position + 1
-    value = 0
-    for shift in range(0, 64, 7):
-        byte = data[position] if position < len(data) else 0x80
-        position += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, position
-    raise DecodeError("a length is cut short.")
-
-
-def _write_varint(value: int) -> bytes:
-    encoded = bytearray()
-    while value > 0x7F:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*encoded, value])
 
 
 def _serialize(example: Any, features: Mapping[str, FeatureValue]) -> bytes:
@@ -139,11 +68,10 @@ def _serialize(example: Any, features: Mapping[str, FeatureValue]) -> bytes:
     return bytes(example.SerializeToString(deterministic=True))
 
 
-def _make_classes(*, outline: bool) -> dict[str, Any]:
-    """Builds tf.train.Example's message classes. Source: tensorflow/core/example/*.proto.
+def _make_class() -> Any:
+    """Builds tf.train.Example's message class. Source: tensorflow/core/example/*.proto.
 
-    In a descriptor pool of their own, so that TensorFlow can register the same names beside it.
-    With `outline` a feature's lists stay bytes, which look the same on the wire.
+    In a descriptor pool of its own, so that TensorFlow can register the same names beside it.
     """
     proto = descriptor_pb2.FileDescriptorProto(name="example.proto", package="tensorflow")
     proto.syntax = "proto3"
@@ -164,34 +92,28 @@ def _make_classes(*, outline: bool) -> dict[str, Any]:
     add_message("FloatList", ("value", 1, many, field.TYPE_FLOAT, ""))
     add_message("Int64List", ("value", 1, many, field.TYPE_INT64, ""))
     lists = {"bytes_list": "BytesList", "float_list": "FloatList", "int64_list": "Int64List"}
-    kinds = [
-        (name, number, many, field.TYPE_BYTES, "")
-        if outline
-        else (name, number, one, message_type, f".tensorflow.{lists[name]}")
-        for number, name in enumerate(lists, 1)
-    ]
-    feature = add_message("Feature", *kinds)
-    if not outline:
-        feature.oneof_decl.add(name="kind")
-        for kind_field in feature.field:
-            kind_field.oneof_index = 0
+    feature = add_message(
+        "Feature",
+        *(
+            (name, number, one, message_type, f".tensorflow.{lists[name]}")
+            for number, name in enumerate(lists, 1)
+        ),
+    )
+    feature.oneof_decl.add(name="kind")
+    for kind_field in feature.field:
+        kind_field.oneof_index = 0
     entry_name = ".tensorflow.Features.FeatureEntry"
     features = add_message("Features", ("feature", 1, many, message_type, entry_name))
     # What protoc makes of map<string, Feature>.
     entry = features.nested_type.add(name="FeatureEntry")
-    entry.options.map_entry = not outline
+    entry.options.map_entry = True
     entry.field.add(name="key", number=1, label=one, type=field.TYPE_STRING)
     feature_name = ".tensorflow.Feature"
     entry.field.add(name="value", number=2, label=one, type=message_type, type_name=feature_name)
     add_message("Example", ("features", 1, one, message_type, ".tensorflow.Features"))
     pool = descriptor_pool.DescriptorPool()
     pool.Add(proto)
-    return {
-        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"tensorflow.{kind}"))
-        for name, kind in {"example": "Example", **lists}.items()
-    }
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("tensorflow.Example"))
 
 
-_LISTS = _make_classes(outline=False)
-_EXAMPLE = _LISTS.pop("example")
-_OUTLINE = _make_classes(outline=True)["example"]
+_EXAMPLE = _make_class()

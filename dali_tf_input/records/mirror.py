@@ -3,14 +3,13 @@
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Sequence
 
 from dali_tf_input.errors import InputError
 from dali_tf_input.records.paths import BAD_RECORDS_NAME, INDEX_SUFFIX, MANIFEST_NAME
 from dali_tf_input.storage import objects
 from dali_tf_input.storage.objects import is_url
-from dali_tf_input.storage.staging import locked, write_whole
+from dali_tf_input.storage.staging import locked, private_folder, write_whole
 
 _ETAGS_NAME = ".etags.json"  # of what a mirror holds, by name
 
@@ -20,7 +19,7 @@ def local_folder(folder: str) -> str:
     if not is_url(folder):
         return folder
     name = hashlib.sha256(folder.rstrip("/").encode()).hexdigest()[:20]
-    return os.path.join(tempfile.gettempdir(), f"dali_tf_input-{os.getuid()}", f"index-{name}")
+    return os.path.join(private_folder(), f"index-{name}")
 
 
 def refresh(folder: str) -> None:

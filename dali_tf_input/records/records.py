@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from dali_tf_input.errors import Count, InputError, Path, check, checked
+from dali_tf_input.errors import InputError, Path, check, checked
 from dali_tf_input.records import contents, schema
 from dali_tf_input.records.contents import Feature
 from dali_tf_input.records.example import decode_example
@@ -19,7 +19,7 @@ from dali_tf_input.records.manifest import find_change, find_change_of_object, r
 from dali_tf_input.records.mirror import find_local
 from dali_tf_input.records.paths import absolute, find_versions, index_command, index_files_of
 from dali_tf_input.records.tfrecord import read_record, unframe_record
-from dali_tf_input.storage.copies import Cache, make_cache
+from dali_tf_input.storage.copies import drop_copy, find_copy, resolve_cache_dir
 from dali_tf_input.storage.objects import RETRY_SECONDS, Part, Status, find_statuses, read_parts
 
 
@@ -93,7 +93,7 @@ class Records:
       largest_image: (height, width) in pixels of the tallest and of the widest image, from level
         "decode" on; else None. DALI's GPU decoder allocates memory for it.
       index_dir: the folder of the index files as it was named; None is beside each file.
-      cache: the local copies of stored objects, if they are kept.
+      cache_dir: the folder of complete local copies of stored objects; None reads parts of them.
       retry_seconds: how long to retry an object whose store does not answer.
       features: what the records hold by key, as far as the index step read them: all records from
         level "schema" on, else a sample.
@@ -103,7 +103,7 @@ class Records:
     image_key: str
     largest_image: tuple[int, int] | None = None
     index_dir: str | None = None
-    cache: Cache | None = None
+    cache_dir: str | None = None
     retry_seconds: float = RETRY_SECONDS
     features: dict[str, Feature] = field(default_factory=dict, hash=False, repr=False)
 
@@ -182,14 +182,20 @@ class Records:
         """Reads a record, by its number: a serialized Example; raises as `read`."""
         file, number = self._find_file(record)
         offset, size = _read_index(file)[number].tolist()
-        copy = self.cache.find(file.path, file.status) if self.cache and file.status else None
-        if file.etag is None or copy:
-            return read_record(copy or file.path, offset)
+        if file.status is None or file.etag is None:
+            return read_record(file.path, offset)
+        copy = find_copy(file.path, file.status, self.cache_dir) if self.cache_dir else None
+        if copy:
+            try:
+                return read_record(copy, offset)
+            except (InputError, OSError):  # the object may be sound
+                drop_copy(file.path, file.status, self.cache_dir or "")
         part = Part(file.path, file.etag, offset, offset + size)
-        (data,) = read_parts([part], unframe_record, retry_seconds=self.retry_seconds)
+        (framed,) = read_parts([part], retry_seconds=self.retry_seconds)
+        data = unframe_record(framed)
         if data is None:
             raise InputError(f"{file.path}: byte {offset}: the record does not fit its CRC.")
-        return bytes(data)
+        return data
 
     def dtype_of(self, key: str) -> str:
         """Returns the type of a feature's values: "string", "float32" or "int64"."""
@@ -253,7 +259,6 @@ class Records:
         index_dir: Path | None = None,
         image_key: str | None = None,
         cache_dir: Path | None = None,
-        cache_bytes: Count | None = None,
         retry_seconds: float = RETRY_SECONDS,
     ) -> "Records":
         """Describes indexed TFRecord files by the manifest beside their indexes.
@@ -270,9 +275,9 @@ class Records:
             file, as ``<file>.idx``.
           image_key: feature key of the image; None finds TF-slim's "image/encoded" or tfds'
             "image".
-          cache_dir: a local folder that keeps objects of a store; None reads parts of them each
-            time, which order "buffer" cannot.
-          cache_bytes: the most that `cache_dir` takes, at least 1; needed with it.
+          cache_dir: a local folder for complete copies of stored objects, which processes may
+            share. Every order then reads the copies. None reads ranges of the objects, which order
+            "buffer" cannot.
           retry_seconds: how long to retry an object whose store does not answer.
 
         Raises:
@@ -283,7 +288,6 @@ class Records:
         statuses = {absolute(file): status for file, status in find_versions(files).items()}
         is_remote = {status is not None for status in statuses.values()}
         check(len(is_remote) == 1, "files", "all local, or all in a store", files)
-        cache = make_cache(cache_dir, cache_bytes, retry_seconds) if is_remote == {True} else None
         index_files = tuple(map(absolute, index_files_of([*statuses], index_dir=index_dir)))
         index_files = find_local(index_files)
         entries = read_entries(statuses, index_files, files, index_dir)
@@ -331,7 +335,7 @@ class Records:
             image_key=image_key,
             largest_image=largest.largest_size if largest else None,
             index_dir=None if index_dir is None else absolute(os.fspath(index_dir)),
-            cache=cache,
+            cache_dir=resolve_cache_dir(cache_dir) if is_remote == {True} else None,
             retry_seconds=retry_seconds,
             features=summary.features,
         )

@@ -14,16 +14,15 @@ a record are in bytes and cover all four parts, as in DALI's index files.
 
 import functools
 import os
+import re
 import shlex
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import google_crc32c
 
 from dali_tf_input.errors import InputError
-from dali_tf_input.records.foreign import name_content
 
 HEADER_SIZE, FOOTER_SIZE = 12, 4  # length and its CRC; the CRC of the data
 FRAME_SIZE = HEADER_SIZE + FOOTER_SIZE
@@ -35,7 +34,30 @@ _BATCH_RECORDS = 4096  # records per list that `find_records` yields
 _PAGE_BYTES = 4096  # of memory and disk
 _BLOCK_BYTES = 1 << 16
 _CHUNK_BYTES = 1 << 22  # read at a time when bytes are summed up
-_SEARCH_BYTES = 1 << 18  # when they are searched: what NumPy makes of them stays in the cache
+_ZEROS = re.compile(rb"\0\0\0\0+")
+
+# The pattern of the first bytes, the name, what to do.
+_UNPACK = "DALI reads uncompressed files only: unpack it with make_tfrecords.py or "
+_MAKE_TFRECORDS = "Make TFRecords of images with scripts/make_tfrecords.py of the repository."
+_ZLIB = (
+    "`python3 -c 'import sys, zlib; sys.stdout.buffer.write(zlib.decompress("
+    "sys.stdin.buffer.read()))' < {file} > {file}.tfrecord`."
+)
+_FOREIGN_CONTENT = tuple(
+    (re.compile(start), name, remedy)
+    for start, name, remedy in (
+        (rb"\x1f\x8b", "GZIP file", _UNPACK + "`gunzip -c {file} > {file}.tfrecord`."),
+        (rb"\x78[\x01\x5e\x9c\xda]", "ZLIB file", _UNPACK + _ZLIB),
+        (rb"\x28\xb5\x2f\xfd", "Zstandard file", _UNPACK + "`unzstd {file}`."),
+        (rb"PK\x03\x04", "ZIP archive", "Unpack it."),
+        (rb"version https://git-lfs", "Git LFS pointer", "Fetch the file with `git lfs pull`."),
+        (rb"\s*(?i:<!doctype|<html|<head|<body)", "HTML page", "A download saved a web page."),
+        (rb"\s*<\?xml", "XML document", "A download saved an error message."),
+        (rb"\xff\xd8\xff", "JPEG image", _MAKE_TFRECORDS),
+        (rb"\x89PNG", "PNG image", _MAKE_TFRECORDS),
+        (rb"[\t\r\n\x20-\x7e]+\Z", "text", "Name only the TFRecords, such as 'path/*-of-*'."),
+    )
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +83,14 @@ class BadRecord:
         """Returns a line that says what is wrong, and where."""
         place = "" if self.record is None else f"record {self.record:,}, byte {self.offset:,}: "
         return f"{file}: {place}{self.reason}: {self.detail}"
+
+
+def name_content(start: bytes) -> tuple[str, str] | None:
+    """Names well-known content by its first bytes: (name, what to do), None if unknown."""
+    for pattern, name, remedy in _FOREIGN_CONTENT:
+        if pattern.match(start):
+            return name, remedy
+    return None
 
 
 def masked_crc(data: bytes) -> int:
@@ -231,51 +261,25 @@ def _find_header(descriptor: int, start: int, file_size: int) -> int:
     position, size = start, _PAGE_BYTES  # small at first: the next record is often near
     while position + FRAME_SIZE <= file_size:
         chunk = os.pread(descriptor, size, position)
-        size = min(4 * size, _SEARCH_BYTES)
+        size = min(4 * size, _CHUNK_BYTES)
         if len(chunk) < HEADER_SIZE:
             break  # the file has been cut in the meantime
-        for candidate, length in _find_lengths(chunk):
-            if position + candidate + length + FRAME_SIZE <= file_size:
+        for candidate in _find_candidates(chunk):
+            record = _size_of(chunk[candidate : candidate + HEADER_SIZE])
+            if record and position + candidate + record <= file_size:
                 return position + candidate
         position += len(chunk) - HEADER_SIZE + 1
     return file_size
 
 
-def _find_lengths(chunk: bytes) -> list[tuple[int, int]]:
-    """Finds lengths below 4 GB with their CRC: (position, length); equally fast on any bytes.
-
-    A CRC is linear: that of 8 bytes is the XOR of what each of them contributes, so that two
-    lookups by 16 bits give it for all places at once.
-    """
-    import numpy as np  # only for damaged files
-
-    low_parts, high_parts, crc_of_zero = _crc_tables()
-    count = len(chunk) - HEADER_SIZE + 1
-    four = np.empty(count + 8, np.uint32)  # the 32 bits from each byte on
-    for phase in range(4):
-        part = four[phase::4]
-        part[:] = np.frombuffer(chunk, np.dtype("<u4"), len(part), phase)
-    # The upper half of the length is zero, and its CRC is not, also where all is zero.
-    places = np.flatnonzero((four[4 : count + 4] == 0) & (four[8 : count + 8] != 0))
-    lengths, stored = four.take(places), four[8:].take(places) - np.uint32(_CRC_MASK)
-    crcs = low_parts.take(lengths & 0xFFFF) ^ high_parts.take(lengths >> 16)
-    found = crcs == (stored >> 17 | stored << 15) ^ crc_of_zero
-    return list(zip(places[found].tolist(), lengths[found].tolist(), strict=True))
-
-
-@functools.cache
-def _crc_tables() -> tuple[Any, Any, Any]:
-    """Returns what the two halves of a length below 4 GB contribute to its CRC, and that of 0."""
-    import numpy as np
-
-    def crcs(byte: int) -> Any:
-        values = (google_crc32c.value(_UINT64.pack(value << 8 * byte)) for value in range(256))
-        return np.fromiter(values, np.uint32)
-
-    zero = np.uint32(google_crc32c.value(bytes(8)))
-    halves = [(crcs(byte) ^ zero, crcs(byte + 1) ^ zero) for byte in (0, 2)]
-    low, high = ((upper[:, None] ^ lower[None, :]).ravel() for lower, upper in halves)
-    return low, high, zero
+def _find_candidates(chunk: bytes) -> Iterator[int]:
+    """Yields where a length below 4 GB may start: its upper half is zero, its CRC is not."""
+    for zeros in _ZEROS.finditer(chunk):
+        # The upper half ends in these zeros, at most 3 bytes before the last one.
+        first = max(zeros.start() + 4, zeros.end() - 3)
+        for crc in range(first, min(zeros.end(), len(chunk) - 4) + 1):
+            if crc >= 8:
+                yield crc - 8
 
 
 def _find_foreign_file(file: str, descriptor: int, file_size: int) -> BadRecord | None:

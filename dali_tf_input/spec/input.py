@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from dali_tf_input.errors import (
     Count,
@@ -81,6 +81,7 @@ class InputSpec:
       features: further features that come out as they are stored, by their keys.
     """
 
+    EXAMPLE: ClassVar[str] = "InputSpec.for_training('records/train-*', 224)"
     records: Records
     preprocess: Preprocess
     order: Order

@@ -1,161 +1,191 @@
-"""A folder of whole objects on a local disk, shared by the processes of a machine."""
+"""Complete local copies of stored objects, in a folder that several processes may share.
+
+A copy is at ``<cache_dir>/dali_tf_input/<hash of the URL>/<hash of the version>-<name>``. It gets
+that name when it is complete. Files of any other name, or in any other place, are left alone.
+"""
 
 import contextlib
 import errno
-import fcntl
-import functools
 import hashlib
+import logging
 import os
+import re
+import secrets
+import shutil
 import tempfile
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
-from dali_tf_input.errors import InputError, Path, Within, checked
-from dali_tf_input.storage.objects import MOST_REQUESTS, RETRY_SECONDS, Part, Status, read_part
+from dali_tf_input.errors import InputError, Path
+from dali_tf_input.storage.client import MOST_REQUESTS
+from dali_tf_input.storage.objects import RETRY_SECONDS, Part, Status, is_url, read_in_turn
 from dali_tf_input.storage.staging import locked
 
-_PART = ".part"  # an object that is being downloaded
+_FOLDER = "dali_tf_input"
+_OURS = re.compile(r"[0-9a-f]{20}-.*|\.part-[0-9a-f]{16}", re.DOTALL)
+_MOST_NAME = 100  # characters of an object's name that a copy's name ends with
+# All copies have this modification time (in 2001), so that one that is fetched again looks the same
+# to the programs that read it.
+_MTIME_NS = 10**18
+_COPIES_AT_ONCE = 8
 # Requests for one object at a time, and their sizes; what many objects hold together.
 _REQUESTS, _PART_BYTES, _MOST_BYTES = 4, 1 << 23, 3 << 24
-_TOUCH_SECONDS = 60  # between notes that a file is in use
+
+_logger = logging.getLogger("dali_tf_input")
 
 
-@checked
-@dataclass(frozen=True, kw_only=True)
-class Cache:
-    """Where objects are kept.
+def resolve_cache_dir(cache_dir: Path | None) -> str | None:
+    """Returns the absolute path of a folder for copies; raises InputError for a URL."""
+    if cache_dir is None:
+        return None
+    if is_url(cache_dir):
+        raise InputError(f"`cache_dir` must be a local folder, got {cache_dir}.")
+    return os.path.abspath(os.path.expanduser(cache_dir))
 
-    Those least recently used go first. A file is named by its object's URL and version, is as long
-    as the object, and appears when complete. One process downloads an object, others wait.
 
-    Attributes:
-      folder: on a local disk; made if there is none.
-      max_bytes: the most that the folder takes.
-      retry_seconds: how long to retry an object whose store does not answer.
+def find_copy(url: str, status: Status, cache_dir: str) -> str | None:
+    """Returns the path of the copy of an object; None if there is none of its size."""
+    path = _path_of(url, status, cache_dir)
+    try:
+        return path if os.stat(path).st_size == status.size else None
+    except OSError:
+        return None
+
+
+def drop_copy(url: str, status: Status, cache_dir: str) -> None:
+    """Removes a damaged copy, so that it is fetched again."""
+    with contextlib.suppress(OSError):
+        os.unlink(_path_of(url, status, cache_dir))
+        _logger.warning("The copy of %s in %s was damaged and is removed.", url, cache_dir)
+
+
+def check_room(objects: Mapping[str, Status], cache_dir: str) -> int:
+    """Returns how many bytes of objects have no copy yet.
+
+    Raises:
+      InputError: they do not fit on the disk.
     """
+    missing = [one for url, one in objects.items() if not find_copy(url, one, cache_dir)]
+    needed = sum(status.size for status in missing)
+    if not missing:
+        return 0
+    try:
+        os.makedirs(cache_dir, exist_ok=True)
+        free = shutil.disk_usage(cache_dir).free
+    except OSError as error:
+        raise _explain(error, cache_dir) from error
+    if needed > free:
+        raise InputError(
+            f"`cache_dir` {cache_dir} cannot hold {len(missing):,} objects: they need {needed:,}"
+            f" bytes, {free:,} are free. Name a folder on a larger disk, or none."
+        )
+    return needed
 
-    folder: str
-    max_bytes: Annotated[int, Within(1)]
-    retry_seconds: Annotated[float, Within(0)] = RETRY_SECONDS
 
-    def find(self, url: str, status: Status) -> str | None:
-        """Returns the file of an object, which now counts as used; None if it is not here."""
-        path = self._path(url, status)
+def fetch_copies(
+    objects: Mapping[str, Status], cache_dir: str, *, retry_seconds: float = RETRY_SECONDS
+) -> list[str]:
+    """Returns the paths of copies of all objects, after fetching those that are missing.
+
+    Raises:
+      InputError: they do not fit on the disk, or an object cannot be read.
+    """
+    needed = check_room(objects, cache_dir)
+    if needed > 0:
+        free = shutil.disk_usage(cache_dir).free
+        text = "Copying %s bytes of objects to %s, where %s bytes are free."
+        _logger.warning(text, f"{needed:,}", cache_dir, f"{free:,}")
+    stopped = threading.Event()
+    download: dict[str, Any] = {"at_once": _COPIES_AT_ONCE, "stopped": stopped}
+
+    def fetch(item: tuple[str, Status]) -> str:
+        return fetch_copy(*item, cache_dir, retry_seconds=retry_seconds, **download)
+
+    with ThreadPoolExecutor(_COPIES_AT_ONCE) as pool:
         try:
-            if os.stat(path).st_size != status.size:
-                return None
-        except OSError:
-            return None
-        if time.monotonic() > _touched().get(path, 0) + _TOUCH_SECONDS:
-            _touched()[path] = time.monotonic()
-            with contextlib.suppress(OSError):
-                os.utime(path)
-        return path
-
-    def fetch(self, url: str, status: Status, **download: Any) -> str:
-        """Returns the file of an object, downloaded if it is not here.
-
-        `download` are further arguments of `download_to`.
-
-        Raises:
-          InputError: the object cannot be read, or the folder cannot hold it.
-        """
-        path = self._path(url, status)
-        while not self.find(url, status):
-            try:
-                os.makedirs(self.folder, exist_ok=True)
-                descriptor = os.open(path + _PART, os.O_CREAT | os.O_RDWR, 0o644)
-            except OSError as error:
-                raise self._unwritable(error) from error
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX)  # another process may download it
-                with contextlib.suppress(FileNotFoundError):
-                    if _is_at(descriptor, path):
-                        self._download(url, status, descriptor, path, **download)
-            finally:
-                os.close(descriptor)
-        return path
-
-    def _download(
-        self, url: str, status: Status, descriptor: int, path: str, **download: Any
-    ) -> None:
-        try:
-            with locked(self.folder):
-                self._make_room(status.size, url)
-                if status.size:
-                    os.posix_fallocate(descriptor, 0, status.size)
-            download.setdefault("retry_seconds", self.retry_seconds)
-            download_to(url, status, descriptor, **download)
-            os.replace(path + _PART, path)
-        except BaseException as error:
-            with contextlib.suppress(OSError):
-                os.unlink(path + _PART)
-            if isinstance(error, OSError):
-                raise self._unwritable(error) from error
+            return list(pool.map(fetch, objects.items()))
+        except BaseException:
+            stopped.set()
             raise
 
-    def _make_room(self, size: int, url: str) -> None:
-        """Removes files until another `size` bytes fit."""
-        held = []
-        for entry in os.scandir(self.folder):
-            with contextlib.suppress(FileNotFoundError):
-                if entry.is_file():
-                    held.append((entry.stat().st_mtime_ns, entry.stat().st_size, entry.path))
-        total = size + sum(one for _, one, _ in held)
-        for _, one, path in sorted(held):
-            if total <= self.max_bytes:
-                return
-            if not path.endswith(_PART) or _is_abandoned(path):
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
-                total -= one
-        if total > self.max_bytes:
-            raise InputError(
-                f"`cache_bytes` {self.max_bytes:,} cannot hold {url} of {size:,} bytes beside what"
-                " is being downloaded: raise it."
-            )
 
-    def _path(self, url: str, status: Status) -> str:
-        version = hashlib.sha256(f"{url}\n{status.etag}".encode()).hexdigest()[:20]
-        return os.path.join(self.folder, f"{version}-{url.rpartition('/')[2]}")
+def fetch_copy(url: str, status: Status, cache_dir: str, **download: Any) -> str:
+    """Returns the path of the copy of an object, after fetching it if it is missing.
 
-    def _unwritable(self, error: OSError) -> InputError:
-        text = f"`cache_dir` {self.folder} cannot be written: {error.strerror}"
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        return InputError(f"{text}. {'Lower `cache_bytes`, or n' if full else 'N'}ame another.")
+    Older versions of the object are then removed. `download` are further arguments of
+    `download_to`.
+
+    Raises:
+      InputError: the object cannot be read, or the folder cannot be written.
+    """
+    path = _path_of(url, status, cache_dir)
+    folder = os.path.dirname(path)
+    if find_copy(url, status, cache_dir):
+        return path
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with locked(folder):  # another process may be fetching it
+            if not find_copy(url, status, cache_dir):
+                _fetch(url, status, path, **download)
+                _remove_all_but(path)
+    except OSError as error:
+        if not find_copy(url, status, cache_dir):  # nor has another process made one
+            raise _explain(error, cache_dir) from error
+    return path
 
 
-def make_cache(
-    folder: Path | None, max_bytes: int | None, retry_seconds: float = RETRY_SECONDS
-) -> Cache | None:
-    """Returns the cache that two arguments describe, if they do."""
-    if folder is None and max_bytes is None:
-        return None
-    if folder is None or max_bytes is None:
-        raise InputError("`cache_dir` and `cache_bytes` need each other.")
-    path = os.path.abspath(os.path.expanduser(folder))
-    return Cache(folder=path, max_bytes=max_bytes, retry_seconds=retry_seconds)
+def _fetch(url: str, status: Status, path: str, **download: Any) -> None:
+    part = os.path.join(os.path.dirname(path), f".part-{secrets.token_hex(8)}")
+    try:
+        with open(part, "xb", buffering=0) as stream:
+            if status.size:
+                os.posix_fallocate(stream.fileno(), 0, status.size)
+            download_to(url, status, stream.fileno(), **download)
+            os.fsync(stream.fileno())
+        os.utime(part, ns=(_MTIME_NS, _MTIME_NS))
+        os.replace(part, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(part)
+        raise
+
+
+def _remove_all_but(path: str) -> None:
+    """Removes older versions of an object, and what a killed process left of it."""
+    folder, kept = os.path.split(path)
+    for name in os.listdir(folder):
+        if name != kept and _OURS.fullmatch(name):
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.join(folder, name))
+
+
+def _path_of(url: str, status: Status, cache_dir: str) -> str:
+    url_hash, version = (
+        hashlib.sha256(text.encode()).hexdigest()[:20] for text in (url, status.etag)
+    )
+    name = f"{version}-{url.rpartition('/')[2][-_MOST_NAME:]}"
+    return os.path.join(cache_dir, _FOLDER, url_hash, name)
+
+
+def _explain(error: OSError, cache_dir: str) -> InputError:
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    way = "Free some space, or name another." if is_full else "Name another."
+    return InputError(f"`cache_dir` {cache_dir} cannot be written: {error.strerror}. {way}")
 
 
 @contextlib.contextmanager
 def local_copy(
-    path: str, status: Status | None, cache: Cache | None, **download: Any
+    path: str, status: Status | None, cache_dir: str | None, **download: Any
 ) -> Iterator[str]:
-    """Gives the file at `path`; if it is an object, the cache's copy of it, or a temporary one."""
+    """Yields a local path: `path` itself, or that of a copy of the object, or a temporary one."""
     if status is None:
         yield path
-        return
-    with contextlib.ExitStack() as stack:
-        stream: Any = None
-        while cache and not stream:
-            with contextlib.suppress(FileNotFoundError):  # another object took its place
-                stream = stack.enter_context(open(cache.fetch(path, status, **download), "rb"))
-        if not cache:
-            stream = stack.enter_context(tempfile.TemporaryFile())
+    elif cache_dir is not None:
+        yield fetch_copy(path, status, cache_dir, **download)
+    else:
+        with tempfile.TemporaryFile() as stream:
             try:
                 os.posix_fallocate(stream.fileno(), 0, max(1, status.size))
                 os.ftruncate(stream.fileno(), status.size)
@@ -164,7 +194,7 @@ def local_copy(
                 folder = tempfile.gettempdir()
                 raise InputError(f"{text} {folder}: {error.strerror}. Set TMPDIR.") from error
             download_to(path, status, stream.fileno(), **download)
-        yield f"/proc/self/fd/{stream.fileno()}"  # it stays, whatever happens to its name
+            yield f"/proc/self/fd/{stream.fileno()}"
 
 
 def download_to(
@@ -184,33 +214,10 @@ def download_to(
       InputError: as `read_parts`.
       OSError: the file cannot be written.
     """
-    failed = threading.Event()
-    requests = min(_REQUESTS, max(1, MOST_REQUESTS // at_once))
-    size = min(_PART_BYTES, _MOST_BYTES // (at_once * requests))
-
-    def fetch(start: int) -> None:
-        part = Part(url, status.etag, start, min(start + size, status.size))
-        data = read_part(part, retry_seconds=retry_seconds, failed=failed, stopped=stopped)
+    num_ahead = min(_REQUESTS, max(1, MOST_REQUESTS // at_once))
+    size = min(_PART_BYTES, _MOST_BYTES // (at_once * num_ahead))
+    starts = range(0, status.size, size)
+    parts = (Part(url, status.etag, start, min(start + size, status.size)) for start in starts)
+    reads = read_in_turn(parts, num_ahead=num_ahead, retry_seconds=retry_seconds, stopped=stopped)
+    for start, data in zip(starts, reads, strict=True):
         os.pwrite(descriptor, data, start)
-
-    with ThreadPoolExecutor(requests) as pool:
-        list(pool.map(fetch, range(0, status.size, size)))
-
-
-@functools.cache
-def _touched() -> dict[str, float]:
-    return {}
-
-
-def _is_at(descriptor: int, path: str) -> bool:
-    """Whether an open file still is the one that is being made at `path`."""
-    return os.path.samestat(os.fstat(descriptor), os.stat(path + _PART))
-
-
-def _is_abandoned(path: str) -> bool:
-    try:
-        with open(path, "rb") as stream:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    except OSError:
-        return False

@@ -1,62 +1,49 @@
-"""Objects of a store (S3, GCS, Azure, https), named by URLs: listed, read in parts, written.
+"""Stored objects (S3, GCS, Azure, https), named by URLs: listed, read by ranges, written.
 
-The library is obstore; credentials and endpoints are what it finds in its own usual environment
-variables. Requests that fail for a while are repeated.
+obstore does the work. It finds credentials and endpoints in its usual environment variables.
 """
 
-import contextlib
+import asyncio
+import concurrent.futures
 import datetime
 import fnmatch
 import functools
 import logging
 import os
+import pathlib
+import random
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from threading import Event
-from typing import Any, NamedTuple
+import urllib.parse
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from dali_tf_input.errors import InputError
+from dali_tf_input.storage.causes import find_cause
+from dali_tf_input.storage.client import gather, library, requests_at_once, run, submit, wait
 
 RETRY_SECONDS = 300.0
 _SCHEMES = ("s3", "gs", "az", "http", "https")
 _URL = re.compile(r"([a-z][a-z0-9+.-]+)://([^/]*)/?(.*)", re.IGNORECASE | re.DOTALL)
-MOST_REQUESTS = 64  # under way in a process
-_MOST_GAP = 1 << 14  # bytes between neighbors that are read along
+_WILDCARD = re.compile(r"[*?[]")
+_MOST_GAP = 1 << 14  # bytes between neighboring parts that are read along
+_MODIFIED = "modified "  # starts the version of an object whose server has no etags
 _CHANGED = "{} changed since it was indexed: index it again."
-_FIRST_BACKOFF, _MOST_BACKOFF = 0.1, 10.0  # seconds between two tries
+# obstore repeats a failed request for the first time; then we do, between pauses that double.
+_OBSTORE_SECONDS, _FIRST_PAUSE, _MOST_PAUSE = 2.0, 1.0, 10.0
 
-# What the words of a store's or the library's errors mean.
-_CAUSES = (
-    (r"NoSuchBucket|ContainerNotFound|bucket does not exist", "there is no bucket {bucket}"),
-    (r"is wrong; expecting '([^']+)'", "the bucket is in region {found}: set AWS_REGION"),
-    (r"redirect without LOCATION|Redirect<", "the bucket is in another region: set AWS_REGION"),
-    (r"RequestTimeTooSkewed|RequestExpired|NotValidYet", "this machine's clock is wrong: set it"),
-    (
-        r"InvalidCertificate\(\s*(\w+)",
-        "the certificate of {host} is not trusted ({found}): name a file with its issuer's by"
-        " AWS_CA_BUNDLE",
-    ),
-    (r"performing \w+ http://169\.254\.169\.254|metadata\.google", "no credentials{names}"),
-    (
-        r"InvalidAccessKeyId|SignatureDoesNotMatch|ExpiredToken|InvalidToken",
-        "the store does not take the credentials ({found}){names}",
-    ),
-    (r"status code: 40[13]", "no permission{names}"),
-    (r'"dns error"', "no host {host} is known{names}"),
-    (r"ConnectionRefused", "{host} refuses connections{names}"),
-)
-
-# A program that ends waits for its threads: its iterators, which it drops then, wait for them.
-_ending = Event()
-threading._register_atexit(_ending.set)  # type: ignore[attr-defined]
 _logger = logging.getLogger("dali_tf_input")
 
 
 class Status(NamedTuple):
-    """The version of an object: its size in bytes and its etag, without quotes."""
+    """The version of an object.
+
+    Attributes:
+      size: in bytes.
+      etag: without quotes; "modified " and a time if its server has no etags.
+    """
 
     size: int
     etag: str
@@ -77,82 +64,88 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 
 
 def find_objects(pattern: str, *, retry_seconds: float = RETRY_SECONDS) -> dict[str, Status]:
-    """Returns the objects that a URL names, which may be a pattern, in one listing; sorted.
+    """Returns the objects that a URL names, which may be a pattern; sorted.
 
     Raises:
       InputError: they cannot be listed.
     """
-    scheme, bucket, key = _split(pattern)
-    base = f"{scheme}://{bucket}/"
-    if scheme.startswith("http") or not re.search(r"[*?[]", key):
-        found = _repeat(pattern, lambda: _find_one(base, key), retry_seconds)
-    else:
-        folder = re.split(r"[*?[]", key, maxsplit=1)[0].rpartition("/")[0]
-        found = _repeat(pattern, lambda: _list(base, folder or None, key), retry_seconds)
-    return dict(sorted(found))
+    return run(_find(pattern, retry_seconds))
 
 
 def find_all(patterns: Iterable[str]) -> list[dict[str, Status]]:
     """Returns what `find_objects` does of each pattern; they are asked for at the same time."""
-    patterns = [*patterns]
-    run = map if len(patterns) == 1 else _pool(os.getpid()).map
-    return [*run(find_objects, patterns)]
+    return run(gather([_find(pattern, RETRY_SECONDS) for pattern in patterns]))
 
 
 def list_folder(folder: str) -> dict[str, Status]:
     """Returns the objects directly in a folder by their base names; none if there is no folder."""
-    found = find_objects(f"{folder.rstrip('/')}/*")
-    return {url.rpartition("/")[2]: status for url, status in found.items()}
+    listed = find_objects(f"{folder.rstrip('/')}/*")
+    return {url.rpartition("/")[2]: status for url, status in listed.items()}
 
 
 def find_statuses(urls: Iterable[str]) -> dict[str, Status]:
     """Returns the versions of the objects that exist, from a listing of each folder."""
     wanted = {url for url in urls if is_url(url)}
+    if not wanted:
+        return {}
     folders = {url if url.startswith("http") else f"{url.rpartition('/')[0]}/*" for url in wanted}
-    found = {url: status for one in find_all(folders) for url, status in one.items()}
-    return {url: found[url] for url in wanted & found.keys()}
+    listed = {url: status for objects in find_all(folders) for url, status in objects.items()}
+    return {url: listed[url] for url in wanted & listed.keys()}
 
 
-def read_parts(
-    parts: Sequence[Part],
-    take: Callable[[memoryview], Any] = bytes,
-    *,
-    retry_seconds: float = RETRY_SECONDS,
-) -> list[Any]:
-    """Returns parts of objects, read at the same time; parts that are neighbors by one request.
+def read_parts(parts: Sequence[Part], *, retry_seconds: float = RETRY_SECONDS) -> list[memoryview]:
+    """Returns parts of objects, read at the same time; neighboring parts by one request.
 
-    Temporary failures are retried for `retry_seconds`. `take` converts the bytes of a part to
-    what is returned, in the thread that read them.
+    Temporary failures are retried for `retry_seconds`.
 
     Raises:
       InputError: an object is gone, changed, or cannot be read.
     """
-    requests: list[tuple[Part, list[int]]] = []  # what is asked for, and which parts it holds
+    requests: list[Part] = []
+    request_of = [0] * len(parts)  # the number of the request that holds a part
     for number in sorted(range(len(parts)), key=parts.__getitem__):
-        part, (last, numbers) = parts[number], requests[-1] if requests else (None, [])
-        if last and part[:2] == last[:2] and last.start <= part.start <= last.end + _MOST_GAP:
-            requests[-1] = (last._replace(end=max(last.end, part.end)), [*numbers, number])
+        part, last = parts[number], requests[-1] if requests else None
+        if last and part[:2] == last[:2] and part.start <= last.end + _MOST_GAP:
+            requests[-1] = last._replace(end=max(last.end, part.end))
         else:
-            requests.append((part, [number]))
-    failed, found = Event(), [None] * len(parts)
-
-    def read(request: tuple[Part, list[int]]) -> None:
-        whole, numbers = request
-        data = memoryview(read_part(whole, retry_seconds=retry_seconds, failed=failed))
-        for number in numbers:
-            _, _, start, end = parts[number]
-            found[number] = take(data[start - whole.start : end - whole.start])
-
-    if len(requests) == 1:
-        read(requests[0])
-    else:
-        list(_pool(os.getpid()).map(read, requests))
-    return found
+            requests.append(part)
+        request_of[number] = len(requests) - 1
+    answers = run(gather([_read(request, retry_seconds) for request in requests]))
+    return [
+        answers[number][part.start - requests[number].start : part.end - requests[number].start]
+        for part, number in zip(parts, request_of, strict=True)
+    ]
 
 
 def read_whole(objects: dict[str, Status]) -> list[bytes]:
     """Returns the bytes of small objects."""
-    return read_parts([Part(url, one.etag, 0, one.size) for url, one in objects.items()])
+    parts = [Part(url, status.etag, 0, status.size) for url, status in objects.items()]
+    return [bytes(data) for data in read_parts(parts)]
+
+
+def read_in_turn(
+    parts: Iterable[Part],
+    *,
+    num_ahead: int,
+    retry_seconds: float,
+    stopped: threading.Event | None = None,
+) -> Iterator[memoryview]:
+    """Yields parts of objects in their order, while the next `num_ahead` - 1 are requested.
+
+    Raises:
+      InputError: as `read_parts`, or `stopped` is set.
+    """
+    futures = deque[concurrent.futures.Future[memoryview]]()
+    try:
+        for part in parts:
+            futures.append(submit(_read(part, retry_seconds)))
+            if len(futures) == num_ahead:
+                yield wait(futures.popleft(), stopped)
+        while futures:
+            yield wait(futures.popleft(), stopped)
+    finally:
+        for future in futures:
+            future.cancel()
 
 
 def write(url: str, path: str, *, replaces: str | None = None) -> bool:
@@ -160,189 +153,187 @@ def write(url: str, path: str, *, replaces: str | None = None) -> bool:
 
     With `replaces`, an etag or "" for none, it replaces only the object of that etag.
     """
-    scheme, bucket, key = _split(url)
-    errors = _library().exceptions
+    base, key = _split(url)
+    errors = library().exceptions
     taken = (errors.PreconditionError, errors.AlreadyExistsError, FileNotFoundError)
 
-    def put() -> bool:
-        store = _store(f"{scheme}://{bucket}/")
+    async def put() -> bool:
+        store = _store(base, RETRY_SECONDS)
         mode: Any = {None: "overwrite", "": "create"}.get(replaces)
         try:
             if replaces:  # S3 and Azure compare the etag, GCS its number of the version
-                held = store.head(key)
-                mode = {name: held[name] for name in ("e_tag", "version") if held[name]}
-            if replaces and _named("", held)[1].etag != replaces:
-                return False
-            with open(path, "rb") as stream:
-                store.put(key, stream, mode=mode)
+                about = await store.head_async(key)
+                if _status_of(about).etag != replaces:
+                    return False
+                mode = {name: about[name] for name in ("e_tag", "version") if about[name]}
+            # An upload in several parts cannot be conditional.
+            in_parts = None if mode == "overwrite" else False
+            await store.put_async(key, pathlib.Path(path), mode=mode, use_multipart=in_parts)
         except taken:
             return False
         return True
 
-    return bool(_repeat(url, put))
+    return run(_retry(url, put, RETRY_SECONDS, "written"))
 
 
 def delete(url: str) -> None:
     """Removes an object."""
-    scheme, bucket, key = _split(url)
-    _repeat(url, lambda: _store(f"{scheme}://{bucket}/").delete(key))
+    base, key = _split(url)
+    run(_retry(url, lambda: _store(base, RETRY_SECONDS).delete_async(key), RETRY_SECONDS))
 
 
-@functools.cache
-def _pool(_: int) -> ThreadPoolExecutor:
-    """Returns the threads of a process that wait for objects."""
-    return ThreadPoolExecutor(MOST_REQUESTS)
+_Result = TypeVar("_Result")
 
 
-def read_part(
-    part: Part, *, retry_seconds: float, failed: Event, stopped: Event | None = None
-) -> Any:
-    """Returns a buffer with a part; gives up where another one has `failed`, or when `stopped`."""
-    stopped = stopped or _ending
-    deadline, backoff = time.monotonic() + retry_seconds, _FIRST_BACKOFF
-    scheme, bucket, key = _split(part.url)
+async def _read(part: Part, retry_seconds: float) -> memoryview:
+    if part.end == part.start:
+        return memoryview(b"")
+    base, key = _split(part.url)
     options: Any = {"range": (part.start, part.end)}
-    is_weak = part.etag.startswith("W/")  # then it matches nothing
-    if part.etag and not is_weak:
+    # Stores compare only strong etags.
+    is_compared = bool(part.etag) and not part.etag.startswith(("W/", _MODIFIED))
+    if is_compared:
         options["if_match"] = f'"{part.etag}"'
-    while part.end > part.start:
-        if stopped.is_set() or _ending.is_set():
-            raise InputError(f"{part.url} is no longer read: the run ends.")
-        with _explained(part.url, failed):
-            try:
-                answer = _store(f"{scheme}://{bucket}/").get(key, options=options)
-                data = answer.bytes()
-                if is_weak and _named("", answer.meta)[1].etag != part.etag:
-                    raise InputError(_CHANGED.format(part.url))
-                if len(data) == part.end - part.start:
-                    return data
-                problem = f"{len(data):,} bytes came of {part.end - part.start:,}"
-            except _library().exceptions.GenericError as error:
-                if not _passes(error):
-                    raise
-                problem = _cause(part.url, error)
-        late = time.monotonic() + backoff > deadline
-        if late or failed.is_set() or stopped.wait(backoff):
-            failed.set()
-            raise InputError(f"{part.url} cannot be read for {retry_seconds:g} s: {problem}.")
-        backoff = min(2 * backoff, _MOST_BACKOFF)
-    return b""
+
+    async def get() -> memoryview:
+        answer = await _store(base, retry_seconds).get_async(key, options=options)
+        if not is_compared and _status_of(answer.meta).etag != part.etag:
+            raise InputError(_CHANGED.format(part.url))
+        data = await answer.bytes_async()
+        if len(data) != part.end - part.start:
+            raise ConnectionError(f"{len(data):,} bytes came of {part.end - part.start:,}")
+        return memoryview(data)
+
+    return await _retry(part.url, get, retry_seconds)
 
 
-def _split(url: str) -> tuple[str, str, str]:
-    found = _URL.match(url)
-    assert found
-    scheme, bucket, key = found[1].lower(), found[2], found[3]
-    if scheme not in _SCHEMES:
-        known = ", ".join(f"{one}://" for one in _SCHEMES)
-        raise InputError(f"{url}: objects are read from {known}, got {scheme}://.")
-    if not bucket or not key:
-        raise InputError(f"{url} must name a bucket and an object: {scheme}://BUCKET/NAME.")
-    return scheme, bucket, key
+async def _find(pattern: str, retry_seconds: float) -> dict[str, Status]:
+    base, key = _split(pattern)
+    is_pattern = bool(_WILDCARD.search(key)) and not base.startswith("http")
+
+    async def find() -> list[Any]:
+        store = _store(base, retry_seconds)
+        return await (_list(store, key) if is_pattern else _find_one(store, key))
+
+    objects = await _retry(pattern, find, retry_seconds, "listed")
+    if not is_pattern:
+        return {pattern: _status_of(objects[0])} if objects else {}
+    return {base + about["path"]: _status_of(about) for about in sorted(objects, key=_path_of)}
 
 
-def _library() -> Any:
+def _path_of(about: Any) -> str:
+    return str(about["path"])
+
+
+async def _find_one(store: Any, key: str) -> list[Any]:
     try:
-        import obstore
-    except ImportError as error:
-        raise InputError(
-            f"URLs need the package obstore: {error}. Install it: pip install obstore (Python 3.11"
-            " or later)"
-        ) from error
-    return obstore
-
-
-@functools.cache
-def _store(base: str) -> Any:
-    # The library's own threads receive and decrypt. Fewer of them than cores pass less work around:
-    # 0.21 instead of 0.27 ms of CPU time for a read of 110 KB, seen on 2 cores.
-    cores = len(os.sched_getaffinity(0))
-    os.environ.setdefault("TOKIO_WORKER_THREADS", str(max(1, cores // 4)))
-    named = [one for name, one in os.environ.items() if name.startswith(("AWS_", "GOOGLE_"))]
-    client: dict[str, Any] = {"allow_http": any("http://" in one for one in (base, *named))}
-    if issuers := os.environ.get("AWS_CA_BUNDLE") or os.environ.get("SSL_CERT_FILE"):
-        with open(issuers, "rb") as stream:
-            client["root_certificate"] = stream.read()
-    return _library().store.from_url(
-        base, client_options=client, retry_config={"retry_timeout": datetime.timedelta(seconds=0.5)}
-    )
-
-
-def _find_one(base: str, key: str) -> list[tuple[str, Status]]:
-    try:
-        return [_named(base, _store(base).head(key))]
-    except FileNotFoundError as error:
-        if "NoSuchBucket" in str(error):
-            raise
+        return [await store.head_async(key)]
+    except FileNotFoundError:
         return []
-    except _library().exceptions.BaseError as error:
-        if not base.startswith("http") and not _passes(error):
-            next(iter(_store(base).list(prefix=key)), None)  # its answer says why, a head's cannot
+    except library().exceptions.BaseError:
+        if not isinstance(store, library().store.HTTPStore):
+            async for _ in store.list(prefix=key):  # its answer says why, a head's cannot
+                break
         raise
 
 
-def _list(base: str, folder: str | None, pattern: str) -> list[tuple[str, Status]]:
-    """Returns the objects of a folder whose keys fit a pattern, in which "*" ends at a slash."""
-    depth, fits = pattern.count("/"), re.compile(fnmatch.translate(pattern)).match
-    pages = _store(base).list(prefix=folder, chunk_size=1000)
-    found = (one for page in pages for one in page if one["path"].count("/") == depth)
-    return [_named(base, one) for one in found if fits(one["path"])]
+async def _list(store: Any, pattern: str) -> list[Any]:
+    """Returns the objects whose keys fit a pattern, in which "*" ends at a slash.
+
+    It lists the folders that fit, one level after the other, not all that is below them.
+    """
+    *folders, name = pattern.split("/")
+    prefixes = [""]
+    for folder in folders:
+        if _WILDCARD.search(folder):
+            listings = await _list_folders(store, prefixes)
+            below = [prefix for listing in listings for prefix in listing["common_prefixes"]]
+            fits = re.compile(fnmatch.translate(folder)).match
+            prefixes = [prefix for prefix in below if fits(prefix.rpartition("/")[2])]
+        else:
+            prefixes = [f"{prefix}/{folder}" if prefix else folder for prefix in prefixes]
+    fits = re.compile(fnmatch.translate(name)).match
+    objects = [
+        about for listing in await _list_folders(store, prefixes) for about in listing["objects"]
+    ]
+    return [about for about in objects if fits(about["path"].rpartition("/")[2])]
 
 
-def _named(base: str, about: Any) -> tuple[str, Status]:
-    # Azure's listings have etags without quotes, its other answers with them.
-    return base + about["path"], Status(about["size"], (about["e_tag"] or "").strip('"'))
+async def _list_folders(store: Any, prefixes: Sequence[str]) -> list[Any]:
+    return await gather([_list_folder(store, prefix) for prefix in prefixes])
 
 
-def _repeat(url: str, action: Callable[[], Any], retry_seconds: float = RETRY_SECONDS) -> Any:
-    """Returns what `action` does, retried after temporary failures."""
-    deadline, backoff = time.monotonic() + retry_seconds, _FIRST_BACKOFF
-    while True:
-        with _explained(url):
+async def _list_folder(store: Any, prefix: str) -> Any:
+    return await store.list_with_delimiter_async(prefix or None)
+
+
+def _split(url: str) -> tuple[str, str]:
+    """Returns the URL of a bucket or a host, and a key in it."""
+    match = _URL.match(url)
+    assert match
+    scheme, bucket, key = match[1].lower(), match[2], match[3]
+    if scheme not in _SCHEMES:
+        known = ", ".join(f"{name}://" for name in _SCHEMES)
+        raise InputError(f"{url}: objects are read from {known}, got {scheme}://.")
+    if not bucket or not key:
+        raise InputError(f"{url} must name a bucket and an object: {scheme}://BUCKET/NAME.")
+    if scheme.startswith("http"):
+        if "?" in key:
+            place = f"{scheme}://{bucket}/{key.partition('?')[0]}"
+            raise InputError(f"{place}?...: URLs with a query, as presigned ones, are not read.")
+        key = urllib.parse.unquote(key)  # the library quotes it
+    return f"{scheme}://{bucket}/", key
+
+
+@functools.cache
+def _store(base: str, retry_seconds: float) -> Any:
+    named = [value for name, value in os.environ.items() if name.startswith(("AWS_", "GOOGLE_"))]
+    client: dict[str, Any] = {"allow_http": any("http://" in value for value in (base, *named))}
+    for variable in ("AWS_CA_BUNDLE", "SSL_CERT_FILE"):
+        if issuers := os.environ.get(variable):
             try:
-                return action()
-            except _library().exceptions.GenericError as error:
-                late = time.monotonic() + backoff > deadline
-                if not _passes(error) or late or _ending.wait(backoff):
-                    raise
-                if backoff == _FIRST_BACKOFF:
-                    text = "%s does not answer: trying again, for %.0f s at most: %s"
-                    _logger.warning(text, url, retry_seconds, _cause(url, error))
-        backoff = min(2 * backoff, _MOST_BACKOFF)
+                client["root_certificate"] = pathlib.Path(issuers).read_bytes()
+            except OSError as error:
+                problem = f"{variable} names {issuers}, which cannot be read: {error.strerror}."
+                raise InputError(problem) from error
+            break
+    seconds = datetime.timedelta(seconds=min(retry_seconds, _OBSTORE_SECONDS))
+    retries = {"retry_timeout": seconds, "max_retries": 100}
+    return library().store.from_url(base, client_options=client, retry_config=retries)
 
 
-def _passes(error: Exception) -> bool:
-    """Whether another try may succeed."""
-    found = re.search(r"status code: (408|429|5..)|HTTP error", str(error))
-    return bool(found) and "InvalidCertificate" not in str(error)
+def _status_of(about: Any) -> Status:
+    # Azure's listings have etags without quotes, its other answers with them.
+    etag = (about["e_tag"] or "").strip('"')
+    return Status(about["size"], etag or f"{_MODIFIED}{about['last_modified'].isoformat()}")
 
 
-def _cause(url: str, error: Exception) -> str:
-    """Returns what is wrong, and how to fix it; never the body of an answer."""
-    text = str(error)
-    scheme, bucket, _ = _split(url)
-    prefix = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}.get(scheme)
-    names = f": check the environment variables {prefix}*" if prefix else ""
-    host = re.search(r"https?://([^/\s]+)", text)
-    for pattern, cause in _CAUSES:
-        found = re.search(pattern, text, re.DOTALL)
-        if found:
-            named = {"host": host[1] if host else bucket, "found": found[found.lastindex or 0]}
-            return cause.format(bucket=bucket, names=names, **named)
-    if isinstance(error, FileNotFoundError):
-        return "no such object"
-    return re.split(r"\n|: <", text, maxsplit=1)[0].strip().rstrip(":")
+async def _retry(
+    url: str, action: Callable[[], Awaitable[_Result]], retry_seconds: float, verb: str = "read"
+) -> _Result:
+    """Returns what `action` does, retried after temporary failures for `retry_seconds`.
 
-
-@contextlib.contextmanager
-def _explained(url: str, failed: Event | None = None) -> Iterator[None]:
-    """Turns errors of the store into InputError; sets `failed`."""
-    exceptions = _library().exceptions
-    try:
-        yield
-    except (exceptions.BaseError, FileNotFoundError, PermissionError) as error:
-        if failed:
-            failed.set()
-        if isinstance(error, exceptions.PreconditionError):
+    Raises:
+      InputError: what is wrong with the object at `url`.
+    """
+    errors = library().exceptions
+    start, pause = time.monotonic(), _FIRST_PAUSE
+    while True:
+        try:
+            async with requests_at_once():
+                return await action()
+        except InputError:
+            raise
+        except errors.PreconditionError:
             raise InputError(_CHANGED.format(url)) from None
-        raise InputError(f"{url} cannot be read: {_cause(url, error)}.") from None
+        except (errors.BaseError, OSError, ValueError) as error:
+            cause, is_temporary = find_cause(url, error)
+        seconds = time.monotonic() - start
+        if not is_temporary or seconds + pause > retry_seconds:
+            tried = f" (tried for {seconds:.1f} s)" if is_temporary else ""
+            raise InputError(f"{url} cannot be {verb}{tried}: {cause}.")
+        if pause == _FIRST_PAUSE:
+            text = "%s cannot be %s: trying again, for %.0f s at most: %s"
+            _logger.warning(text, url, verb, retry_seconds, cause)
+        await asyncio.sleep(random.uniform(0.5, 1) * pause)
+        pause = min(2 * pause, _MOST_PAUSE)

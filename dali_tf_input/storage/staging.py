@@ -13,6 +13,8 @@ import glob
 import os
 import secrets
 import shutil
+import stat
+import tempfile
 from collections.abc import Iterator
 from types import TracebackType
 
@@ -82,6 +84,31 @@ class Staging:
     def commit(self, name: str, target: str | None = None) -> None:
         """Renames the file `name` to `target`, by default its own name in `folder`. Atomic."""
         os.replace(self.path(name), target or os.path.join(self.folder, name))
+
+
+def private_folder() -> str:
+    """Returns this user's folder in the folder for temporary files; no one else may use it.
+
+    Raises:
+      InputError: something else has its name, as another user may have arranged.
+    """
+    path = os.path.join(tempfile.gettempdir(), f"dali_tf_input-{os.getuid()}")
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, mode=0o700)
+        status = os.lstat(path)
+        is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+        if not is_ours or status.st_mode & 0o022:
+            raise InputError(
+                f"{path} must be a folder that belongs to you and that only you can write. Remove"
+                " it, or set TMPDIR to another folder."
+            )
+        os.chmod(path, 0o700)
+    except OSError as error:
+        raise InputError(
+            f"Cannot write to {path}: {error.strerror}. Set TMPDIR to another folder."
+        ) from error
+    return path
 
 
 def make_process_folder(parent: str) -> Staging:

@@ -6,6 +6,7 @@ arithmetic: the step that failed determines its records, which are then checked 
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 
 import tensorflow as tf
@@ -32,6 +33,11 @@ from dali_tf_input.spec.options import DaliOptions, Options
 from dali_tf_input.spec.order import EpochSteps, Shard, list_records
 from dali_tf_input.storage.copies import local_copy
 
+# How TensorFlow names the operation that gets a batch, if that one failed: eagerly, or in a graph.
+_OF_INPUT = re.compile(
+    r"__wrapped__(IteratorGetNext|MakeIterator)"
+    r"|(at node |\[\[)(MultiDevice)?IteratorGetNext\w*( |\]\])"
+)
 _STEPS_AHEAD = 12  # that pipelines may have read when they fail: queues, and `steps_per_execution`
 
 
@@ -59,7 +65,6 @@ def explain(
     *,
     batch_size: int,
     step: int,
-    of_input: bool | None = None,
     num_classes: int | None = None,
 ) -> InputError | None:
     """Finds the record that stopped an input.
@@ -70,7 +75,6 @@ def explain(
       options: of which backend; its decoder judges the records.
       batch_size: images in a step of all replicas.
       step: steps that were done.
-      of_input: whether the error is the input's, and not the model's; None if that is not known.
       num_classes: of the model, if it is known; labels must be below.
 
     Returns:
@@ -84,8 +88,9 @@ def explain(
         text = f"The input failed: {change}. Restore what is missing, or index again: {command}"
         return InputError(text)
     check = _RecordCheck(spec, options, num_classes)
+    of_input = bool(_OF_INPUT.search(str(error.message)))
     # A model's error is that of the batch that it was given, not of a later one.
-    ahead = 0 if of_input is False else _STEPS_AHEAD
+    ahead = _STEPS_AHEAD if of_input else 0
     try:
         for record in _list_likely_records(spec, batch_size, step, ahead):
             problem = check.find_problem(record)
@@ -252,7 +257,7 @@ def _locate(spec: InputSpec, record: int, problem: tuple[str, str]) -> tuple[str
     file, _, offset, size = spec.records.locate(record)
     number = 0
     status = spec.records.files[spec.records.paths.index(file)].status
-    with local_copy(file, status, spec.records.cache) as path, open(path, "rb") as stream:
+    with local_copy(file, status, spec.records.cache_dir) as path, open(path, "rb") as stream:
         for found in find_records(file, stream.fileno()):
             extents = [(found.offset, found.size)] if isinstance(found, BadRecord) else found
             before = sum(start + max(1, length) <= offset for start, length in extents)

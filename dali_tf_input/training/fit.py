@@ -1,5 +1,6 @@
 """Training as one run of Keras's `fit`, in as many calls of it as resuming takes."""
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,44 +12,36 @@ from dali_tf_input.training.strategies import scope_of
 
 
 class StepCounter(keras.callbacks.Callback):
-    """Counts the batches of an evaluation or prediction, and knows what Keras is doing.
+    """Counts the batches of an evaluation or prediction, and knows the logs of an epoch.
 
     Attributes:
       tested: batches that an evaluation or prediction has done; None if there is none under way.
-      in_step: whether Keras has its batch and works on it: an error is not the input's then.
+      epoch_logs: the logs of the last epoch, with what the callbacks before this one added.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.tested: int | None = None
-        self.in_step = False
+        self.epoch_logs: dict[str, Any] = {}
 
-    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Notes that a step begins."""
-        self.in_step = True
-
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Notes that a step is done."""
-        self.in_step = False
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Notes the logs."""
+        self.epoch_logs = dict(logs or {})
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Notes that an evaluation begins."""
-        self.tested, self.in_step = 0, False
-
-    def on_test_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Notes that a step begins."""
-        self.in_step = True
+        self.tested = 0
 
     def on_test_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Counts a step."""
-        self.tested, self.in_step = batch + 1, False
+        self.tested = batch + 1
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
         """Notes that the evaluation is over."""
         self.tested = None
 
-    on_predict_begin, on_predict_end = on_test_begin, on_test_end
-    on_predict_batch_begin, on_predict_batch_end = on_test_batch_begin, on_test_batch_end
+    on_predict_begin, on_predict_batch_end = on_test_begin, on_test_batch_end
+    on_predict_end = on_test_end
 
 
 class Training(keras.callbacks.CallbackList):
@@ -62,7 +55,7 @@ class Training(keras.callbacks.CallbackList):
     Attributes:
       step: steps of training that are done.
       history: Keras's History of all epochs.
-      counter: what Keras is doing.
+      counter: counts the batches of validation.
     """
 
     def __init__(
@@ -143,10 +136,24 @@ class Training(keras.callbacks.CallbackList):
             kind, *place = name.split("/")
             if kind == "callback":
                 saved[int(place[0])].setdefault(place[1], []).append(array)
-        names = [name for name, _ in self._state.callbacks]
-        for callback, name, attributes in zip(self._watchers, names, saved, strict=False):
-            if type(callback).__name__ == name:
-                vars(callback).update(attributes)
+        by_class: dict[str, list[dict[str, Any]]] = {}
+        for (name, _), attributes in zip(self._state.callbacks, saved, strict=True):
+            by_class.setdefault(name, []).append(attributes)
+        for callback in self._watchers:
+            if waiting := by_class.get(type(callback).__name__):
+                vars(callback).update(waiting.pop(0))
+
+    def build_metrics(self, element_spec: Any) -> None:
+        """Builds the metrics of an epoch that goes on, which Keras builds in its first step."""
+        saved = sum(name.startswith("metric/") for name in self._arrays)
+        if not self._batches_before or len(self.model.metrics_variables) == saved:
+            return
+        x, *targets = keras.tree.map_structure(
+            lambda spec: np.zeros((1, *spec.shape[1:]), spec.dtype.as_numpy_dtype), element_spec
+        )
+        y, *weights = targets or [None]
+        outputs = self.model(x, training=False)
+        self.model.compute_metrics(x, y, outputs, *weights)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Does nothing: `run` has begun the training."""
@@ -183,9 +190,8 @@ class Training(keras.callbacks.CallbackList):
         super().on_epoch_end(epoch, logs)
         self._batches_before = 0
         self._raw_weights = []
-        scalars = {
-            name: float(value) for name, value in (logs or {}).items() if np.ndim(value) == 0
-        }
+        logged = self.counter.epoch_logs.items()
+        scalars = {name: float(value) for name, value in logged if np.ndim(value) == 0}
         self._state.logs.append((epoch, scalars))
         self._state.stopped = bool(self.model.stop_training)
         if self._resume:
@@ -217,10 +223,14 @@ class Training(keras.callbacks.CallbackList):
 
 
 def _plain_attributes(callback: keras.callbacks.Callback) -> dict[str, Any]:
-    """Returns the public attributes of a callback that are numbers, text or None."""
-    attributes = {}
+    """Returns the public attributes of a callback that are numbers, text or None.
+
+    Without the arguments of its constructor: they are what the caller wants now.
+    """
+    attributes, arguments = {}, inspect.signature(type(callback)).parameters
     for name, value in vars(callback).items():
         value = value.item() if isinstance(value, np.generic) else value
-        if not name.startswith("_") and isinstance(value, bool | int | float | str | type(None)):
+        is_own = not name.startswith("_") and name not in arguments
+        if is_own and isinstance(value, bool | int | float | str | type(None)):
             attributes[name] = value
     return attributes

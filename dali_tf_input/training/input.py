@@ -209,6 +209,8 @@ class Input:
         def fit_part(**part: Any) -> None:
             positions = [Position(training.step + offset) for _ in self.devices]
             dataset = self._make_dataset(spec, positions, endless=True)
+            if self.strategy is None:
+                training.build_metrics(dataset.element_spec)
             valid = getattr(held_out, "dataset", held_out)
             shared = {"validation_data": valid, "shuffle": False, "verbose": verbose}
             model.fit(dataset, **shared, **part, **arguments)
@@ -219,7 +221,7 @@ class Input:
             failed, step = self, training.step + offset
             if training.counter.tested is not None and isinstance(held_out, Input):
                 failed, step = held_out, training.counter.tested
-            raise failed.explain(error, step, model, training.counter) from error
+            raise failed.explain(error, step, model) from error
         finally:
             done = training.step + offset
             self._step = done if steps != self.steps_per_epoch else done + -done % steps
@@ -372,14 +374,10 @@ class Input:
         try:
             return run(self.dataset, callbacks=[*callbacks, counter], **arguments)
         except tf.errors.OpError as error:
-            raise self.explain(error, counter.tested or 0, model, counter) from error
+            raise self.explain(error, counter.tested or 0, model) from error
 
     def explain(
-        self,
-        error: tf.errors.OpError,
-        step: int,
-        model: keras.Model | None = None,
-        counter: StepCounter | None = None,
+        self, error: tf.errors.OpError, step: int, model: keras.Model | None = None
     ) -> Exception:
         """Returns what to raise for an error of TensorFlow's: a record by name, if one is to blame.
 
@@ -387,17 +385,13 @@ class Input:
           error: raised while this input was iterated.
           step: batches that were served before; in training, since it began.
           model: that was fed, if there was one.
-          counter: what Keras was doing.
         """
-        # On other backends Keras takes its batches within a step.
-        known = counter is None or keras.backend.backend() == "tensorflow"
         explained = explain(
             error,
             self.spec,
             self.options,
             batch_size=self.batch_size,
             step=step,
-            of_input=not (counter and counter.in_step) if known else None,
             num_classes=None if model is None else _count_classes(model),
         )
         return explained or error

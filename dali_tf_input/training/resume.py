@@ -132,9 +132,13 @@ class Resume:
         self._load_weights(model, state)
         try:
             with np.load(self._path(f"step-{self._weights_step}.npz")) as stored:
-                return state, dict(stored)
+                arrays = dict(stored)
         except FileNotFoundError:
             return state, {}
+        with scope_of(model):
+            for number, variable in enumerate(_list_seeds(model)):
+                variable.assign(arrays.pop(f"seed/{number:04d}"))
+        return state, arrays
 
     def is_due(self, step: int) -> bool:
         """Whether it is time to save, by `save_every`."""
@@ -146,11 +150,15 @@ class Resume:
         Raises:
           InputError: it cannot be written; the previous state remains.
         """
+        seeds = {
+            f"seed/{number:04d}": keras.ops.convert_to_numpy(variable)
+            for number, variable in enumerate(_list_seeds(model))
+        }
         names = [f"step-{state.step}.weights.h5", f"step-{state.step}.npz"]
         partial = [self._path(f"partial.{name.partition('.')[2]}") for name in names]
         try:
             model.save_weights(partial[0], overwrite=True)
-            np.savez(partial[1], **(arrays or {}))
+            np.savez(partial[1], **seeds, **(arrays or {}))
             for path, name in zip(partial, names, strict=True):
                 os.replace(path, self._path(name))
             document = {**msgspec.to_builtins(state), "weights": names[0]}
@@ -256,6 +264,12 @@ class Resume:
                 f"{path} is damaged, or belongs to another model or optimizer: {error} Use the same"
                 " model, or start in another folder."
             ) from error
+
+
+def _list_seeds(model: keras.Model) -> list[keras.Variable]:
+    """Returns the state of random layers such as Dropout, which is not among the weights."""
+    others = {id(variable) for variable in [*model.weights, *model.metrics_variables]}
+    return [variable for variable in model.variables if id(variable) not in others]
 
 
 def make_fingerprint(spec: InputSpec, batch_size: int) -> dict[str, Any]:

@@ -77,10 +77,8 @@ class FileFlags:
         self.image_key = flags.string("image_key", None, "Feature key of the image; else found.")
         self.label_key = flags.string("label_key", None, "Feature key of the label; else found.")
         self.label_offset = flags.integer("label_offset", 0, "Label of the first class as stored.")
-        text = "Local folder that keeps the objects of a store."
+        text = "Local folder for copies of stored objects."
         self.cache_dir = flags.string("cache_dir", None, text)
-        text = "The most bytes that --cache_dir takes."
-        self.cache_bytes = flags.integer("cache_bytes", None, text, 1)
         self._all = [flag for name, flag in vars(self).items() if name != "files"]
         self._of_records = [self.index_dir, self.image_key, self.cache_dir, self.cache_bytes]
 

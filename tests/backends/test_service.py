@@ -130,9 +130,7 @@ def test_no_worker(dataset, monkeypatch):
     dispatcher, line = start("--role=dispatcher", "--port=0")
     address = line.split()[-1]
     try:
-        with refused(
-            f"No worker of the tf.data service at {address} answers within 2 s. Start "
-        ):
+        with refused(f"No worker of the tf.data service at {address} answers within 2 s. Start "):
             make(dataset, address)
     finally:
         dispatcher.kill()

@@ -3,23 +3,36 @@ that `fit` trains.
 """
 
 import contextlib
+import functools
 import gc
 import itertools
 import logging
 
 import conftest
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from commands import python
-from conftest import DALI, TF_DATA, backends, refused, write_dataset, write_indexed
+from conftest import (
+    DALI,
+    TF_DATA,
+    backends,
+    numbered_examples,
+    refused,
+    write_dataset,
+    write_indexed,
+    write_tfrecord,
+)
 from conftest import spec_of as make_spec
-from models import fit, make_model
+from models import FROM_LOGITS, fit, make_model
 
-from dali_tf_input import DaliOptions, Preprocess
+import dali_tf_input as dti
+from dali_tf_input import DaliOptions, InputSpec, Preprocess, make_dataset
 from dali_tf_input.backends import dali as dali_backend
 from dali_tf_input.backends.build import check_gpu
-from dali_tf_input.training.load import enable_memory_growth, load
+from dali_tf_input.training import strategies as strategies_module
+from dali_tf_input.training.load import _say, load
 
 
 def none():
@@ -47,8 +60,8 @@ def per_replica(strategy, values):
 
 
 def labels_by_replica(fed, strategy, steps):
-    """Returns, for each replica, the labels of each step."""
-    iterator = iter(fed.dataset.repeat())
+    """Returns, for each replica, the labels of each step, of as many epochs as it takes."""
+    iterator = (batch for _ in itertools.count() for batch in fed)
     batches = [per_replica(strategy, next(iterator)[1]) for _ in range(steps)]
     return [[one.numpy().tolist() for one in batch] for batch in zip(*batches, strict=True)]
 
@@ -74,13 +87,16 @@ def test_each_batch_is_on_its_replicas_device(dataset, options, make_strategy):
 @backends
 @strategies
 def test_an_epoch_is_every_record_once(dataset, options, make_strategy):
-    """24 records in steps of 8: each once, each replica its own shard."""
+    """24 records in steps of 8: each once, each replica its part of each step."""
     strategy = make_strategy()
     fed = load(spec_of(dataset), options, strategy=strategy, batch_size=8)
     assert fed.steps_per_epoch == 3
-    share = 24 // len(fed.devices)
-    expected = [list(range(share * i, share * (i + 1))) for i in range(len(fed.devices))]
-    assert records_by_replica(fed, strategy, 3) == expected
+    share = 8 // len(fed.devices)
+    steps = [
+        [[*range(8 * step, 8 * step + 8)][share * i :][:share] for step in range(3)]
+        for i in range(len(fed.devices))
+    ]
+    assert labels_by_replica(fed, strategy, 3) == steps
 
 
 @backends
@@ -89,17 +105,6 @@ def test_shuffled_replicas_stay_disjoint(dataset, options):
     fed = load(spec_of(dataset, "buffer"), options, strategy=strategy, batch_size=8)
     by_replica = list(map(set, records_by_replica(fed, strategy, 12)))
     assert by_replica == [set(range(12)), set(range(12, 24))]
-
-
-@backends
-def test_the_remainder_is_not_lost(tmp_path, options):
-    """11 records, steps of 4: the second pass goes on where the first stopped."""
-    strategy = mirrored()
-    spec = spec_of(write_dataset(tmp_path, [4, 7]))
-    fed = load(spec, options, strategy=strategy, batch_size=4)
-    assert fed.steps_per_epoch == 2
-    expected = [[[0, 1], [2, 3], [4, 0]], [[5, 6], [7, 8], [9, 10]]]
-    assert labels_by_replica(fed, strategy, 3) == expected
 
 
 @pytest.mark.slow
@@ -124,20 +129,14 @@ def test_fit_learns(dataset, options, make_strategy):
     """Keras `fit`, validated by the other backend: the loss on 24 labels falls."""
     strategy = make_strategy()
     train = load(spec_of(dataset, "buffer"), options, strategy=strategy, batch_size=8)
-    evaluation = make_spec(dataset, "sequential", Preprocess.for_evaluation(24))
+    evaluation = InputSpec.for_evaluation(dataset, 24)
     other = TF_DATA if options == DALI else DALI
     validation = load(evaluation, other, strategy=strategy, batch_size=12)
     adam = {"class_name": "adam", "config": {"learning_rate": 3e-3}}  # made in the scope
     model = make_model(24, 24, strategy=strategy, optimizer=adam)
-    history = fit(
-        model,
-        train,
-        epochs=12,
-        validation_data=validation.dataset,
-        validation_steps=validation.steps_per_epoch,
-    )
-    assert history.history["loss"][-1] < 0.7 * history.history["loss"][0]
-    assert len(history.history["val_loss"]) == 12
+    history = fit(model, train, epochs=12, validation=validation)
+    assert history["loss"][-1] < 0.7 * history["loss"][0]
+    assert len(history["val_loss"]) == 12
 
 
 @backends
@@ -165,28 +164,27 @@ def test_the_default_strategy_is_none(dataset):
     assert fed.devices == ("CPU:0",)
 
 
-def test_no_options_chooses_and_says_so(dataset, caplog):
-    with caplog.at_level(logging.INFO, "dali_tf_input"):
+def test_no_options_chooses_and_says_so_once(dataset, caplog):
+    """Where people see it: as a warning, unless the program shows more of what is logged."""
+    _say.cache_clear()
+    for _ in range(2):
         fed = load(spec_of(dataset), batch_size=6)
     assert fed.options == TF_DATA
-    assert "options=None: TensorFlow sees no GPU, so TfDataOptions(" in caplog.text
+    assert "by tf.data for CPU:0" in repr(fed)
+    said = [record for record in caplog.records if record.name == "dali_tf_input"]
+    assert [record.levelno for record in said] == [logging.WARNING]
+    assert "The input is made by TfDataOptions(" in caplog.text
 
 
 @backends
-def test_distribute_refuses(dataset, options):
+def test_load_refuses(dataset, options):
     spec, strategy = spec_of(dataset), mirrored()
     for batch_size, message in (
-        (7, "multiple of the 2 replicas, got 7: use 6 or 8"),
         (26, "at most the number of records, 24, got 26"),
         (0, "must be at least 1, got 0"),
     ):
         with refused(message):
             load(spec, options, strategy=strategy, batch_size=batch_size)
-    unsupported = tf.distribute.experimental.CentralStorageStrategy()
-    with refused(
-        "must be None, .* MirroredStrategy .several GPUs. .*, got a CentralStorageStrategy"
-    ):
-        load(spec, options, strategy=unsupported, batch_size=6)
 
 
 def test_an_empty_shard(tmp_path):
@@ -210,31 +208,140 @@ def test_a_first_batch_that_cannot_be_made(tmp_path, options):
     examples[1]["image/encoded"] = b"this is no image"
     spec = spec_of(write_indexed(tmp_path / "train", examples))
     with refused(r"train: record 1, byte \d+: text: .*-m dali_tf_input.index "):
-        load(spec, options, batch_size=4)
+        next(iter(load(spec, options, batch_size=4)))
 
 
-def test_memory_growth():
-    assert enable_memory_growth() == len(tf.config.list_physical_devices("GPU"))
+class FakeGpus:
+    """TensorFlow with a GPU made up: what it says of memory growth."""
+
+    def __init__(self, *, growth, is_late=False):
+        self.growth, self.is_late = growth, is_late
+
+    def install(self, monkeypatch):
+        monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: ["one"])
+        experimental = tf.config.experimental
+        monkeypatch.setattr(experimental, "get_memory_growth", lambda gpu: self.growth)
+        monkeypatch.setattr(experimental, "set_memory_growth", self.set_growth)
+        monkeypatch.setattr(dali_backend, "count_gpus", lambda: 1)
+
+    def set_growth(self, gpu, value):
+        if self.is_late:
+            raise RuntimeError("Physical devices cannot be modified after being initialized")
+        self.growth = value
 
 
 @pytest.mark.parametrize(
-    ("growth", "force", "message"),
+    ("gpus", "force", "message"),
     [
-        (True, None, None),
-        (False, None, "unless its memory growth is on, .*: call dali_tf_input.enable_memory"),
-        (True, "false", "TF_FORCE_GPU_ALLOW_GROWTH=false makes TensorFlow take all memory"),
+        (FakeGpus(growth=True), None, None),
+        (FakeGpus(growth=False), None, None),
+        (FakeGpus(growth=False, is_late=True), "true", None),
+        (
+            FakeGpus(growth=False, is_late=True),
+            None,
+            "too late .* with TF_FORCE_GPU_ALLOW_GROWTH=tr",
+        ),
+        (FakeGpus(growth=True), "false", "TF_FORCE_GPU_ALLOW_GROWTH=false makes TensorFlow take"),
     ],
 )
-def test_a_gpu_whose_memory_tensorflow_takes(monkeypatch, growth, force, message):
-    """With a GPU made up; DALI would end the process where no memory is left."""
-    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: ["one"])
-    monkeypatch.setattr(tf.config.experimental, "get_memory_growth", lambda gpu: growth)
-    monkeypatch.setattr(dali_backend, "count_gpus", lambda: 1)
+def test_memory_growth_is_turned_on(monkeypatch, gpus, force, message):
+    """Where it still can be; DALI would end the process where no memory is left."""
+    gpus.install(monkeypatch)
     monkeypatch.delenv("TF_FORCE_GPU_ALLOW_GROWTH", raising=False)
     if force:
         monkeypatch.setenv("TF_FORCE_GPU_ALLOW_GROWTH", force)
     with refused(message) if message else contextlib.nullcontext():
         check_gpu(0)
+    assert gpus.growth or message or force == "true"
+
+
+def test_batches_of_the_cpu_for_gpus_are_warned_of(dataset, monkeypatch):
+    """The warning names the caller's file, not that of the check."""
+    monkeypatch.setattr(strategies_module, "list_devices", lambda *_: ("GPU:0",))
+    with pytest.warns(RuntimeWarning, match="every batch is copied while its step waits") as caught:
+        load(spec_of(dataset), DALI, batch_size=4)
+    assert caught[0].filename == __file__
+
+
+def test_several_hosts_have_their_own_way(dataset, monkeypatch):
+    for kind in ("MultiWorkerMirroredStrategy", "experimental.CentralStorageStrategy"):
+        made = functools.reduce(getattr, kind.split("."), tf.distribute)
+        with refused(r"make_dataset\(spec, batch_size=..., shard=Shard\(host, num_hosts\)\)"):
+            load(spec_of(dataset), TF_DATA, batch_size=4, strategy=object.__new__(made))
+
+
+def test_what_is_typed_first(dataset, tmp_path):
+    """One sentence each, that names the way."""
+    spec = dti.InputSpec.for_training(dataset, 8)
+    valid_spec = dti.InputSpec.for_evaluation(dataset, 8)
+    train, valid = (load(one, TF_DATA, batch_size=6) for one in (spec, valid_spec))
+    plain, strategy = make_model(8, 24), mirrored()
+    scoped = make_model(8, 24, strategy=strategy)
+    replicated = load(spec, TF_DATA, batch_size=6, strategy=strategy)
+    several = make_model(8, 24, steps_per_execution=3)
+    for message, call in {
+        r"`spec` must be an InputSpec, such as InputSpec.for_training\(.*\), got 'records/train-\*'":
+            lambda: load("records/train-*", batch_size=6),
+        "`spec` must be an InputSpec, such as": lambda: load(train, batch_size=6),
+        r"load\(\) has no argument `global_batch_size`. Did you mean `batch_size`":
+            lambda: load(spec, global_batch_size=6),
+        r"load\(\) needs `batch_size`": lambda: load(spec),
+        "multiple of the 2 replicas, got 7: use 6 or 8":
+            lambda: load(spec, TF_DATA, batch_size=7, strategy=strategy),
+        "`fit` needs an input for training.* train.fit\\(model, validation=valid\\)":
+            lambda: valid.fit(plain),
+        r"To evaluate or predict needs a pass .*: InputSpec.for_evaluation\(":
+            lambda: train.evaluate(plain),
+        "To evaluate or predict needs a pass": lambda: train.predict(plain),
+        r"needs a pass that serves each record once.*": lambda: train.fit(plain, validation=train),
+        "`validation` must be what `load` returned": lambda: train.fit(plain, validation=valid.dataset),
+        r"fit\(\) has no argument `epoch`. Did you mean `epochs`": lambda: train.fit(plain, epoch=3),
+        r"fit\(\) has no argument `x`": lambda: train.fit(plain, x=3),
+        "under another strategy than this input: make and compile it in `with strat":
+            lambda: replicated.fit(plain),
+        r"load\(..., strategy=...\) needs the MirroredStrategy of the model": lambda: train.fit(scoped),
+        "`steps_per_execution` must divide the 4 steps of an epoch .* got 3": lambda: train.fit(several),
+        r"`model` must be a keras.Model, got .*model.fit\(train.dataset\)": lambda: train.fit("model"),
+        "files have no index, the first is .* Index them: ":
+            lambda: dti.InputSpec.for_training(write_tfrecord(tmp_path / "new", numbered_examples(2))),
+    }.items():  # fmt: skip
+        with refused(message):
+            call()
+    assert int(plain.optimizer.iterations.numpy()) == 0
+
+
+@pytest.mark.parametrize("options", [DALI, TF_DATA], ids=["dali", "tf_data"])
+@pytest.mark.parametrize("make_strategy", STRATEGIES, ids=lambda make: make.__name__)
+def test_the_six_lines(tmp_path, options, make_strategy):
+    """From files to a trained model, by this package's `fit` and by Keras's; both evaluate alike."""
+    for split, count in (("train", 24), ("validation", 19)):
+        write_tfrecord(tmp_path / f"{split}-00000-of-00001", numbered_examples(count))
+    strategy = make_strategy()
+    model = make_model(8, 24, strategy=strategy, metrics=["accuracy"])
+    dti.build_index(f"{tmp_path}/*-of-*")
+    shared = {"batch_size": 8, "strategy": strategy}
+    train = dti.load(dti.InputSpec.for_training(f"{tmp_path}/train-*", 8), options, **shared)
+    valid = dti.load(dti.InputSpec.for_evaluation(f"{tmp_path}/valid*", 8), options, **shared)
+    history = train.fit(model, epochs=2, validation=valid, resume=str(tmp_path / "run"), verbose=0)
+    assert isinstance(history, keras.callbacks.History)
+    assert len(history.history["val_accuracy"]) == len(history.history["loss"]) == 2
+    own = {"validation_data": valid.dataset, "shuffle": False, "verbose": 0}
+    history = model.fit(train.dataset, epochs=2, **own)
+    assert int(model.optimizer.iterations.numpy()) == 4 * len(train)
+    logits = valid.predict(model, verbose=0)
+    images = np.concatenate(
+        [batch[0] for batch in make_dataset(valid.spec, TF_DATA, batch_size=19)]
+    )
+    np.testing.assert_allclose(logits, model(images, training=False), rtol=1e-3, atol=1e-3)
+    expected = {
+        "accuracy": np.mean(logits.argmax(axis=1) == np.arange(19)),
+        "loss": float(FROM_LOGITS(np.arange(19), logits)),
+    }
+    assert valid.evaluate(model, verbose=0) == pytest.approx(expected, rel=1e-4)
+    assert history.history["val_loss"][-1] == pytest.approx(expected["loss"], rel=1e-4)
+    assert model.evaluate(valid.dataset, verbose=0, return_dict=True) == pytest.approx(
+        expected, rel=1e-4
+    )
 
 
 @pytest.mark.slow
@@ -244,7 +351,7 @@ def test_tf_data_needs_no_dali(dataset):
         import sys
         sys.modules["nvidia.dali"] = None  # any import of it fails
         from dali_tf_input import Records, InputSpec, Preprocess, TfDataOptions
-        from dali_tf_input.training.load import load
+        from dali_tf_input.training.load import _say, load
         records = Records.from_files({list(dataset.paths)!r})
         spec = InputSpec(records=records, preprocess=Preprocess.for_training(24), order="buffer")
         print(load(spec, TfDataOptions(), batch_size=8).steps_per_epoch)

@@ -1,70 +1,29 @@
-"""Training that was killed continues as if it had not been: the same records and weights."""
+"""Training that was stopped anywhere continues as if it had not been: to Keras's eyes too."""
 
+import contextlib
 import dataclasses
 import json
 import os
 import signal
 import textwrap
 
-import h5py
 import keras
 import numpy as np
 import pytest
-import warm
-from conftest import BACKENDS, TF_DATA, jpeg, refused, spec_of, write_dataset, write_indexed
+import tensorflow as tf
+from commands import python
+from conftest import BACKENDS, DALI, TF_DATA, jpeg, refused, spec_of, write_dataset, write_indexed
 from models import make_model
 
-from dali_tf_input import Preprocess
-from dali_tf_input.training.load import load
-from dali_tf_input.training.resume import Resume
+from dali_tf_input import Preprocess, Resume, load
 
-# Trains, and writes a line for each step that was done: the labels, which number the records, and
-# what the images add up to.
-PROGRAM = textwrap.dedent("""
-    import os, sys, time
-    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
-    import keras, numpy as np, tensorflow as tf
-    from dali_tf_input import DaliOptions, Records, InputSpec, Preprocess, TfDataOptions
-    from dali_tf_input.training.load import load
-    from dali_tf_input.training.resume import Resume
+SMALL = Preprocess.for_training(16)
+ANTIALIASED = dataclasses.replace(SMALL, antialias=True)
+EPOCHS, BATCH, STEPS = 3, 5, 4  # 24 records
 
-    files, folder, log, backend, save_every, kill_at = sys.argv[1:]
-    options = DaliOptions(device="cpu") if backend == "dali" else TfDataOptions()
-    tf.config.experimental.enable_op_determinism()
-    keras.utils.set_random_seed(0)
-    spec = InputSpec(records=Records.from_files(files), preprocess=Preprocess.for_training(16), order="global", seed=3)
-    train = load(spec, options, batch_size=5)
 
-    class Logged(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.dense = keras.layers.Dense(24)
-        def call(self, images):
-            return self.dense(keras.ops.reshape(images, (-1, 768)))
-        def train_step(self, data):
-            images, labels = data
-            note = tf.numpy_function(note_step, [labels, tf.reduce_sum(images)], tf.int64)
-            with tf.control_dependencies([note]):
-                return super().train_step(data)
-
-    lines = []
-    def note_step(labels, total):
-        lines.append(f"{labels.tolist()} {total!r}")
-        return np.int64(0)
-
-    class Log(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            with open(log, "a") as stream:
-                stream.write(f"{resume.step} {lines[-1]}\\n")
-            if resume.step == int(kill_at):
-                os.kill(os.getpid(), 9)
-
-    model = Logged()
-    model(np.zeros((1, 16, 16, 3), np.float32))
-    model.compile(keras.optimizers.Adam(1e-3), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    resume = Resume(folder, train, save_every=int(save_every))
-    resume.fit(model, epochs=3, verbose=0, callbacks=[Log()])
-""")
+class Crash(BaseException):
+    """What stands for kill -9: nothing catches it, so that nothing cleans up."""
 
 
 @pytest.fixture(scope="module")
@@ -72,121 +31,293 @@ def records(tmp_path_factory):
     return write_dataset(tmp_path_factory.mktemp("resume"), [5, 12, 7])
 
 
-def train(records, tmp_path, backend, *, save_every, kill_at):
-    """Runs the program; returns its exit code."""
-    files = os.path.join(os.path.dirname(records.paths[0]), "train-*")
-    folders = [tmp_path / "run", tmp_path / "log"]
-    process = warm.run(["-c", PROGRAM, files, *folders, backend, save_every, kill_at])
-    assert process.returncode in (0, -signal.SIGKILL), process.stderr
-    return process.returncode
+def feed(records, options=TF_DATA, *, batch_size=BATCH, strategy=None, order="global", **changes):
+    spec = spec_of(records, order, changes.pop("preprocess", SMALL), **changes)
+    return load(spec, options, batch_size=batch_size, strategy=strategy)
+
+
+def make_network(strategy=None, *, use_ema=True):
+    """Returns a model whose weights depend on everything: dropout, momentum, averages."""
+    keras.utils.set_random_seed(3)
+    layers = [keras.layers.Flatten(), keras.layers.Dropout(0.3), keras.layers.Dense(8)]
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        optimizer = keras.optimizers.Adam(0.01, use_ema=use_ema, ema_momentum=0.8)
+    return make_model(16, 24, *layers, strategy=strategy, optimizer=optimizer, metrics=["accuracy"])
+
+
+class Watchers:
+    """Keras's callbacks that know something of the epochs before, and what they have to show."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        best = str(folder / "best.weights.h5")
+        self.stop = keras.callbacks.EarlyStopping("loss", patience=1, restore_best_weights=True)
+        self.checkpoint = keras.callbacks.ModelCheckpoint(
+            best, "accuracy", save_best_only=True, save_weights_only=True
+        )
+        self.slow_down = keras.callbacks.ReduceLROnPlateau("loss", 0.5, patience=1, min_delta=1e9)
+        self.log = keras.callbacks.CSVLogger(str(folder / "log.csv"))
+        self.begun = []
+        count = keras.callbacks.LambdaCallback(
+            on_train_begin=lambda logs: self.begun.append("begin"),
+            on_train_end=lambda logs: self.begun.append("end"),
+        )
+        self.all = [self.stop, self.checkpoint, self.slow_down, self.log, count]
+
+    def shown(self):
+        """Returns all that can be compared; wall times and file times aside."""
+        return {
+            "stop": (self.stop.best, self.stop.wait, self.stop.best_epoch, self.stop.stopped_epoch),
+            "best": self.checkpoint.best,
+            "plateau": (self.slow_down.best, self.slow_down.wait),
+            "csv": (self.folder / "log.csv").read_text(),
+            "calls": self.begun,
+        }
+
+
+def run(records, folder, *, options=TF_DATA, strategy=None, epochs=EPOCHS, first=(), **changes):
+    """Trains until the end, or until it crashes; returns the model, its history and watchers."""
+    folder.mkdir(exist_ok=True)
+    resume = changes.pop("resume", None) or Resume(folder / "run", save_every=1)
+    model, watchers = make_network(strategy, **changes), Watchers(folder)
+    train = feed(records, options, strategy=strategy, batch_size=BATCH * (2 if strategy else 1))
+    history = train.fit(
+        model, epochs=epochs, resume=resume, callbacks=[*first, *watchers.all], verbose=0
+    )
+    return model, history, watchers
+
+
+def crash_at_step(step):
+    seen = []
+
+    def count(batch, logs):
+        seen.append(batch)
+        if len(seen) == step:
+            raise Crash
+
+    return [keras.callbacks.LambdaCallback(on_train_batch_end=count)]
+
+
+def crash_in(monkeypatch, owner, name, call):
+    """Crashes in the n-th call of a function, before it does anything."""
+    function, calls = getattr(owner, name), []
+
+    def crash_or_call(*arguments, **more):
+        calls.append(1)
+        if len(calls) == call:
+            raise Crash
+        return function(*arguments, **more)
+
+    monkeypatch.setattr(owner, name, crash_or_call)
+
+
+def assert_same(whole, resumed):
+    """Weights to the bit; History; what callbacks know and write."""
+    (model, history, watchers), (again, other, others) = whole, resumed
+    for variable, value in zip(model.variables, again.variables, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value.numpy(), variable.path)
+    pairs = zip(model.optimizer.variables, again.optimizer.variables, strict=True)
+    for variable, value in pairs:
+        np.testing.assert_array_equal(variable.numpy(), value.numpy(), variable.path)
+    assert history.epoch == other.epoch
+    assert history.history == other.history
+    assert watchers.shown() == others.shown()
+
+
+CRASHES = {
+    "after the first step": ("step", 1),
+    "in an epoch": ("step", 2),
+    "at the end of an epoch": ("step", 4),
+    "in the second epoch": ("step", 7),
+    "in the last step": ("step", 12),
+    "before the first weights": ("replace", 1),
+    "between weights and arrays": ("replace", 2),
+    "before the first state": ("replace", 3),
+    "before a later state": ("replace", 9),
+    "before old weights are removed": ("unlink", 3),
+}
+
+
+@pytest.fixture(scope="module")
+def whole(records, tmp_path_factory):
+    return run(records, tmp_path_factory.mktemp("whole"))
+
+
+@pytest.mark.parametrize("crash", CRASHES.values(), ids=CRASHES)
+def test_after_a_crash(records, whole, tmp_path, monkeypatch, crash):
+    what, number = crash
+    first = crash_at_step(number) if what == "step" else ()
+    with monkeypatch.context() as patch, pytest.raises(Crash):
+        if what != "step":
+            crash_in(patch, os, what, number)
+        run(records, tmp_path, first=first)
+    assert_same(whole, run(records, tmp_path))
+    # A run that is done is called again: nothing changes.
+    assert_same(whole, run(records, tmp_path))
+    left = {name.rpartition(".")[2] for name in os.listdir(tmp_path / "run")}
+    assert left == {"json", "h5", "npz"}
+    assert len(os.listdir(tmp_path / "run")) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["dali", "mixed precision", "two replicas", "eagerly"])
+def test_crashes_in_other_trainings(records, tmp_path, how):
+    strategy, changes = None, {}
+    if how == "dali":
+        changes["options"] = DALI
+    if how == "two replicas":
+        strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    if how == "mixed precision":
+        keras.mixed_precision.set_global_policy("mixed_float16")
+    try:
+        expected = run(records, tmp_path / "whole", strategy=strategy, **changes)
+        for step in (1, 3, 2):  # each counts from where the one before stopped
+            with pytest.raises(Crash):
+                first = crash_at_step(step)
+                run(records, tmp_path / "crashed", strategy=strategy, first=first, **changes)
+        assert_same(expected, run(records, tmp_path / "crashed", strategy=strategy, **changes))
+    finally:
+        keras.mixed_precision.set_global_policy("float32")
+
+
+# Trains in a process of its own, and ends it.
+PROGRAM = textwrap.dedent("""
+    import os, sys
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+    import keras, numpy as np
+    import dali_tf_input as dti
+
+    files, folder, backend, kill_at = sys.argv[1:]
+    options = dti.DaliOptions(device="cpu") if backend == "dali" else dti.TfDataOptions()
+    keras.utils.set_random_seed(0)
+    train = dti.load(dti.InputSpec.for_training(files, 16, seed=3), options, batch_size=5)
+    layers = [keras.layers.Input((16, 16, 3)), keras.layers.Flatten(), keras.layers.Dense(24)]
+    model = keras.Sequential(layers)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(1e-3), loss)
+
+    def end(batch, logs):
+        if model.optimizer.iterations == int(kill_at):
+            os.kill(os.getpid(), 9)
+
+    kill = keras.callbacks.LambdaCallback(on_train_batch_end=end)
+    resume = dti.Resume(folder, save_every=1)
+    train.fit(model, epochs=3, resume=resume, callbacks=[kill], verbose=0)
+    print([float(np.sum(np.abs(weight))) for weight in model.get_weights()])
+""")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_killed_at_any_step(records, tmp_path, backend):
-    """Three kills, in the middle of epochs and at a bound; the last line of each step is that of
-    training without a stop.
-    """
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    for folder in (whole, killed):
-        folder.mkdir()
-    assert train(records, whole, backend, save_every=1, kill_at=-1) == 0
-    for kill_at, save_every in ((2, 1), (4, 1), (9, 2)):
-        code = train(records, killed, backend, save_every=save_every, kill_at=kill_at)
-        assert code == -signal.SIGKILL
-    assert train(records, killed, backend, save_every=1, kill_at=-1) == 0
-    expected = dict(line.split(" ", 1) for line in (whole / "log").read_text().splitlines())
-    assert list(expected) == [str(step) for step in range(1, 13)]
-    lines = [line.split(" ", 1) for line in (killed / "log").read_text().splitlines()]
-    assert {step for step, _ in lines} == set(expected)
-    for step, line in lines:
-        assert line == expected[step]  # records and pixels; a step that was done again too
-    one, other = (weights_of(folder / "run") for folder in (whole, killed))
-    assert one.keys() == other.keys()
-    for name in one:
-        np.testing.assert_array_equal(one[name], other[name])  # the optimizer's state among them
+def test_killed(records, tmp_path, backend):
+    """By kill -9, in the middle of epochs and at a bound."""
+    files = os.path.join(os.path.dirname(records.paths[0]), "train-*-of-?????")
+
+    def train(folder, kill_at):
+        return python("-c", PROGRAM, files, tmp_path / folder, backend, kill_at)
+
+    expected = train("whole", -1)
+    assert expected.returncode == 0, expected.stderr
+    for kill_at in (2, 4, 9):
+        assert train("killed", kill_at).returncode == -signal.SIGKILL
+    assert train("killed", -1).stdout == expected.stdout
 
 
-def weights_of(folder):
-    """Returns every array in the weights that a state names."""
-    state = json.loads((folder / "state.json").read_text())
-    assert state["step"] == 12
-    assert sorted(os.listdir(folder)) == ["state.json", state["weights"]]
-    found = {}
+def test_what_callbacks_see(records, tmp_path):
+    """A resumed epoch goes on at its next batch; training begins and ends once."""
+    seen = []
 
-    def keep(name, item):
-        if isinstance(item, h5py.Dataset):
-            found[name] = item[()]
+    def note(what):
+        return lambda number=None, logs=None: seen.append((what, number))
 
-    with h5py.File(folder / state["weights"]) as stream:
-        stream.visititems(keep)
-    assert any("optimizer" in name for name in found)
-    return found
-
-
-SMALL = Preprocess.for_training(16)
-ANTIALIASED = dataclasses.replace(SMALL, antialias=True)
-
-
-def make(records, folder, *, batch_size=4, save_every=None, order="global", **changes):
-    spec = spec_of(records, order, changes.pop("preprocess", SMALL), **changes)
-    fed = load(spec, TF_DATA, batch_size=batch_size)
-    return Resume(folder, fed, save_every=save_every)
+    watch = keras.callbacks.LambdaCallback(
+        on_train_begin=lambda logs: seen.append("begin"),
+        on_train_end=lambda logs: seen.append("end"),
+        on_epoch_begin=note("epoch"),
+        on_train_batch_begin=note("batch"),
+    )
+    with pytest.raises(Crash):
+        run(records, tmp_path, epochs=2, first=crash_at_step(3))
+    _, history, _ = run(records, tmp_path, epochs=2, first=[watch])
+    batches = [("batch", number) for number in range(STEPS)]
+    assert seen == ["begin", ("epoch", 0), *batches[2:], ("epoch", 1), *batches, "end"]
+    assert history.epoch == [0, 1]
 
 
-def small_model(outputs=24, optimizer="adam", **compiled):
-    return make_model(16, outputs, optimizer=optimizer, **compiled)
+def test_more_epochs_later(records, tmp_path):
+    """As in one run: also the averages of weights, which the end of a run puts in their place."""
+    resume = {"resume": Resume(tmp_path / "run")}
+    expected, history, _ = run(records, tmp_path / "whole", epochs=3, resume=Resume(tmp_path / "a"))
+    run(records, tmp_path / "parts", epochs=1, **resume)
+    model, again, _ = run(records, tmp_path / "parts", epochs=3, **resume)
+    for variable, value in zip(expected.variables, model.variables, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value.numpy())
+    assert again.history == history.history
+
+
+def test_a_training_that_was_stopped_early_is_done(records, tmp_path):
+    def stop():
+        return keras.callbacks.EarlyStopping("loss", patience=0, min_delta=1e9)
+
+    def train(*callbacks):
+        given = {"resume": str(tmp_path), "callbacks": [*callbacks], "verbose": 0}
+        return feed(records).fit(make_network(), epochs=5, **given).epoch
+
+    assert train(stop()) == [0, 1]
+    assert train(stop()) == [0, 1]
+    assert train() == [0, 1, 2, 3, 4]  # without what stopped it, it goes on
+
+
+def test_one_callback_and_one_folder(records, tmp_path):
+    """No list is needed, and text names the folder; initial_epoch counts where nothing is saved."""
+    stop = keras.callbacks.TerminateOnNaN()
+    given = {"resume": str(tmp_path), "callbacks": stop, "verbose": 0}
+    history = feed(records).fit(make_network(), epochs=2, initial_epoch=1, **given)
+    assert history.epoch == [1]
+    assert feed(records).fit(make_network(), epochs=3, initial_epoch=0, **given).epoch == [1, 2]
+
+
+def make_resume(folder, **changes):
+    return Resume(folder, **changes)
 
 
 def save_state(records, folder, **changes):
-    """Saves a state of step 0."""
-    first = make(records, folder, **changes)
-    first.set_model(small_model())
-    first.save()
-
-
-def test_epochs_in_all(records, tmp_path):
-    model, folder = small_model(), tmp_path / "half"
-
-    def epochs(resume, num_epochs):
-        return [history.epoch for history in resume.fit(model, epochs=num_epochs, verbose=0)]
-
-    assert epochs(make(records, tmp_path), 2) == [[0, 1]]
-    again = make(records, tmp_path)
-    assert again.step == 12
-    assert epochs(again, 5) == [[2, 3, 4]]
-    assert epochs(make(records, tmp_path), 5) == []
-    half = make(records, folder, save_every=4)
-    half.train.start_step.step = 4
-    half.set_model(model)
-    half.save()
-    model = small_model()
-    assert epochs(make(records, folder), 3) == [[0], [1, 2]]
+    """Saves the state of a training of one epoch."""
+    train = feed(records, **changes)
+    train.fit(make_network(), resume=Resume(folder), verbose=0)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"seed": 1}, "`seed` was 0, is 1"),
-        ({"batch_size": 6}, "`batch_size` was 4, is 6"),
+        ({"batch_size": 6}, "`batch_size` was 5, is 6"),
         ({"preprocess": ANTIALIASED}, "`preprocess.antialias` was False, is True. Use the same"),
         ({"shuffle_block_size": 2}, "`shuffle_block_size` was 1, is 2"),
         ({"order": "buffer"}, "Resuming needs a fixed `order`, 'global', got 'buffer'"),
-        ({"save_every": 0}, "`save_every` must be at least 1 or None, got 0"),
     ],
 )
 def test_what_changed_is_refused(records, tmp_path, changes, message):
     save_state(records, tmp_path)
-    make(records, tmp_path)
     with refused(message):
-        make(records, tmp_path, **changes)
+        save_state(records, tmp_path, **changes)
+
+
+def test_other_steps_are_refused(records, tmp_path):
+    save_state(records, tmp_path)
+    with refused("`steps_per_epoch` was 4, is 3"):
+        feed(records).fit(make_network(), epochs=2, steps_per_epoch=3, resume=str(tmp_path))
+    with refused("`save_every` must be at least 1 or None, got 0"):
+        Resume(tmp_path, save_every=0)
 
 
 def test_other_records_are_refused(records, tmp_path):
     save_state(records, tmp_path)
     fewer = dataclasses.replace(records, files=records.files[:2])
-    with refused(r"`records` was 24, is 17; `files` was .*\. Use the same input, or start in ano"):
-        make(fewer, tmp_path)
+    with refused(
+        r"`records` was 24, is 17; .*`files` was .*\. Use the same input, or start in ano"
+    ):
+        save_state(fewer, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -196,74 +327,79 @@ def test_other_records_are_refused(records, tmp_path):
 def test_a_damaged_state_is_refused(records, tmp_path, text):
     (tmp_path / "state.json").write_text(text)
     with refused("is not a state of training"):
-        make(records, tmp_path)
+        save_state(records, tmp_path)
 
 
 def test_interrupted_and_resumed_in_one_process(records, tmp_path):
-    """As in a notebook: what was done after the state is done again, no step is lost."""
+    """As in a notebook: steps after the saved state are done again, none is lost."""
+    model, resume, steps = make_network(), Resume(tmp_path, save_every=3), []
 
-    class Interrupt(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            if resume.step == 9:
-                raise KeyboardInterrupt
+    def interrupt(batch, logs):
+        steps.append(batch)
+        if len(steps) == 5:
+            raise KeyboardInterrupt
 
-    resume, model = make(records, tmp_path, save_every=4), small_model()
+    given = {"epochs": 2, "resume": resume, "verbose": 0}
+    train = feed(records)
     with pytest.raises(KeyboardInterrupt):
-        resume.fit(model, epochs=2, verbose=0, callbacks=[Interrupt()])
-    assert (resume.step, int(model.optimizer.iterations)) == (9, 9)
-    resume.fit(model, epochs=2, verbose=0)
-    assert (resume.step, int(model.optimizer.iterations)) == (12, 12)
-
-
-def test_what_callbacks_change_at_an_epochs_end_is_saved(records, tmp_path):
-    def slow_down(epoch, logs):
-        model.optimizer.learning_rate = 1e-3 / 10 ** (epoch + 1)
-
-    slower = keras.callbacks.LambdaCallback(on_epoch_end=slow_down)
-    model, restored = small_model(), small_model()
-    make(records, tmp_path).fit(model, epochs=2, verbose=0, callbacks=[slower])
-    make(records, tmp_path).restore(restored)
-    np.testing.assert_allclose(float(restored.optimizer.learning_rate), 1e-5)
+        stop = keras.callbacks.LambdaCallback(on_train_batch_end=interrupt)
+        train.fit(model, callbacks=[stop], **given)
+    assert int(model.optimizer.iterations) == 5
+    assert train.fit(model, **given).epoch == [0, 1]
+    assert int(model.optimizer.iterations) == 8
 
 
 def test_steps_per_execution(records, tmp_path):
-    resume = make(records, tmp_path, save_every=2)
-    resume.fit(small_model(steps_per_execution=3), epochs=1, verbose=0)
-    assert resume.step == 6
-    with refused("must divide the 6 steps of an epoch and the 6 that are done, got 4"):
-        make(records, tmp_path).fit(small_model(steps_per_execution=4), epochs=2)
+    model = make_model(16, 24, steps_per_execution=2)
+    train = feed(records)
+    train.fit(model, epochs=1, resume=Resume(tmp_path, save_every=2), verbose=0)
+    assert json.loads((tmp_path / "state.json").read_text())["step"] == 4
+    with refused("must divide the 4 steps of an epoch and the 4 that are done, .* got 3"):
+        model = make_model(16, 24, steps_per_execution=3)
+        feed(records).fit(model, epochs=2, resume=str(tmp_path))
 
 
 def test_files_that_a_kill_left_behind_go(records, tmp_path):
     (tmp_path / "step-3.weights.h5").write_text("left")
     (tmp_path / "mine.h5").write_text("not ours")
-    make(records, tmp_path).fit(small_model(), epochs=1, verbose=0)
-    assert sorted(os.listdir(tmp_path)) == ["mine.h5", "state.json", "step-6.weights.h5"]
+    save_state(records, tmp_path)
+    names = ["mine.h5", "state.json", "step-4.npz", "step-4.weights.h5"]
+    assert sorted(os.listdir(tmp_path)) == names
 
 
 def test_weights_that_do_not_fit(records, tmp_path):
-    make(records, tmp_path).fit(small_model(), epochs=1, verbose=0)
-    weights = tmp_path / "step-6.weights.h5"
-    amsgrad = keras.optimizers.Adam(amsgrad=True)
-    damaged = r"step-6.weights.h5 is damaged, or belongs to another model"
+    save_state(records, tmp_path)
+    weights = tmp_path / "step-4.weights.h5"
+    damaged = r"step-4.weights.h5 is damaged, or belongs to another model"
+
+    def train(model, **arguments):
+        feed(records).fit(model, epochs=2, resume=str(tmp_path), verbose=0, **arguments)
+
+    other = make_model(16, 25, optimizer=keras.optimizers.Adam(use_ema=True))
+    sgd, amsgrad = make_model(16, 24), keras.optimizers.Adam(amsgrad=True, use_ema=True)
     for model, message in (
-        (small_model(25), damaged),
-        (small_model(optimizer="sgd"), "training with Adam, the model is compiled with SGD"),
-        (small_model(optimizer=amsgrad), "damaged, or belongs to another model or optimizer"),
+        (other, damaged),
+        (sgd, "training with Adam, the model is compiled with SGD"),
+        (make_model(16, 24, optimizer=amsgrad), "belongs to another model or optimizer"),
+        (keras.Sequential([keras.layers.Flatten()]), "must be compiled and have its variables"),
     ):
         with refused(message):
-            make(records, tmp_path).fit(model, epochs=2)
-    with refused("`steps_per_epoch` follows from the state: omit it"):
-        make(records, tmp_path).fit(small_model(), epochs=2, steps_per_epoch=3)
+            train(model)
     weights.write_bytes(weights.read_bytes()[:999])
     with refused(damaged):
-        make(records, tmp_path).fit(small_model(), epochs=2)
+        train(make_network())
+    weights.unlink()
+    with refused(r"the weights it names are gone: .*step-4.weights.h5"):
+        train(make_network())
+    (tmp_path / "file").write_text("")
+    with refused("Cannot keep the state of training in"):
+        save_state(records, tmp_path / "file" / "run")
 
 
 def test_a_disk_that_is_full(records, tmp_path, monkeypatch):
     """The state before stays, and nothing half-written beside it."""
-    resume, model = make(records, tmp_path), small_model()
-    resume.fit(model, epochs=1, verbose=0)
+    save_state(records, tmp_path)
+    model, train = make_network(), feed(records)
     before = sorted(os.listdir(tmp_path))
 
     def fill(path, overwrite):
@@ -271,17 +407,13 @@ def test_a_disk_that_is_full(records, tmp_path, monkeypatch):
             stream.write("half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(model, "save_weights", fill)
-    with refused(r"The state of training cannot be saved in .*: .*No space left on device"):
-        resume.fit(model, epochs=2, verbose=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "save_weights", fill)
+        with refused(r"The state of training cannot be saved in .*: .*No space left on device"):
+            train.fit(model, epochs=2, resume=str(tmp_path), verbose=0)
     assert sorted(os.listdir(tmp_path)) == before
-    assert make(records, tmp_path).step == 6
-    # there is space again: in the same process too it goes on from what was saved
-    monkeypatch.undo()
-    assert resume.step == 12
-    resume.fit(model, epochs=2, verbose=0)
-    assert (resume.step, int(model.optimizer.iterations)) == (12, 12)
-    assert make(records, tmp_path).step == 12
+    # There is space again.
+    assert train.fit(model, epochs=2, resume=str(tmp_path), verbose=0).epoch == [0, 1]
 
 
 def test_records_in_another_order_are_refused(tmp_path):
@@ -292,20 +424,4 @@ def test_records_in_another_order_are_refused(tmp_path):
     save_state(dataset, tmp_path / "run", batch_size=1)
     dataset = write_indexed(tmp_path / "train", examples[::-1], force=True)
     with refused("`index` was"):
-        make(dataset, tmp_path / "run", batch_size=1)
-
-
-def test_a_model_without_variables(records, tmp_path):
-    save_state(records, tmp_path)
-    with refused("must be compiled and have its variables"):
-        make(records, tmp_path).fit(keras.Sequential([keras.layers.Flatten()]), epochs=1)
-
-
-def test_weights_that_are_gone(records, tmp_path):
-    save_state(records, tmp_path)
-    next(tmp_path.glob("*.h5")).unlink()
-    with refused(r"the weights it names are gone: .*step-0.weights.h5"):
-        make(records, tmp_path)
-    (tmp_path / "file").write_text("")
-    with refused("Cannot keep the state of training in"):
-        make(records, tmp_path / "file" / "run")
+        save_state(dataset, tmp_path / "run", batch_size=1)

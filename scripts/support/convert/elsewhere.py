@@ -10,7 +10,7 @@ from concurrent.futures import Executor
 from typing import Any
 
 from dali_tf_input import InputError, __version__
-from dali_tf_input.index.cluster import explain_executor
+from dali_tf_input.index.workers import explain_executor
 from support import processes
 
 _CODE = (

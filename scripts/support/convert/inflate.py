@@ -4,8 +4,8 @@ import os
 import zlib
 
 from dali_tf_input import Checks, InputError, build_index
-from dali_tf_input.records.foreign import name_content
 from dali_tf_input.records.paths import find_versions
+from dali_tf_input.records.tfrecord import name_content
 from dali_tf_input.storage import objects
 from dali_tf_input.storage.copies import local_copy
 from support import cli

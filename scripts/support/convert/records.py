@@ -70,7 +70,7 @@ def make_records_of_records(
     if items[0][1] is None:
         data = [_read_locally(part) for part in parts]
     else:
-        data = read_parts(parts, unframe_record)
+        data = [*map(unframe_record, read_parts(parts))]
     return [
         _record_of_record(conversion, image_key, f"{part.url} at byte {part.start}", one)
         for part, one in zip(parts, data, strict=True)

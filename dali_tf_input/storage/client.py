@@ -1,0 +1,145 @@
+"""The thread that runs obstore's coroutines, which callers wait for and which ends at exit."""
+
+import asyncio
+import atexit
+import concurrent.futures
+import os
+import threading
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+from dali_tf_input.errors import InputError
+
+MOST_REQUESTS = 64  # under way in a process
+_POLL_SECONDS = 0.2
+
+
+def library() -> Any:
+    """Returns obstore; raises InputError if it is not installed."""
+    try:
+        import obstore
+    except ImportError as error:
+        raise InputError(
+            f"URLs need the package obstore: {error}. Install it: pip install obstore (Python 3.11"
+            " or later)"
+        ) from error
+    return obstore
+
+
+def close_at_exit() -> None:
+    """Has reads end at exit, before the exit handlers run that were registered earlier.
+
+    A program that ends would otherwise wait for its iterators, and they for their objects.
+    """
+    atexit.unregister(_close)
+    atexit.register(_close)
+
+
+_Result = TypeVar("_Result")
+
+
+class _Client:
+    """The thread in which obstore's coroutines run."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.is_closed = False
+        self.lock = threading.Lock()
+        self.loop = asyncio.new_event_loop()
+        self.requests = asyncio.Semaphore(MOST_REQUESTS)
+        name = "dali_tf_input objects"
+        self.thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self.thread.start()
+        close_at_exit()
+
+    def submit(self, work: Coroutine[Any, Any, _Result]) -> concurrent.futures.Future[_Result]:
+        """Starts a coroutine."""
+        with self.lock:
+            problem = ""
+            if self.pid != os.getpid():
+                problem = (
+                    "This process was forked from one that had used a store, which cannot be"
+                    " continued: start processes by 'spawn' or 'forkserver', or use the store in"
+                    " forked processes only."
+                )
+            elif self.is_closed:
+                problem = "No more objects are read: the program ends."
+            if problem:
+                work.close()
+                raise InputError(problem)
+            return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def close(self) -> None:
+        """Cancels what is under way."""
+
+        async def cancel_all() -> None:
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        if self.pid != os.getpid():
+            return
+        with self.lock:
+            if self.is_closed:
+                return
+            self.is_closed = True
+            cancelled = asyncio.run_coroutine_threadsafe(cancel_all(), self.loop)
+        cancelled.result()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+
+
+_client_lock = threading.Lock()
+_clients: list[_Client] = []  # at most one
+
+
+def submit(work: Coroutine[Any, Any, _Result]) -> concurrent.futures.Future[_Result]:
+    """Starts a coroutine in the thread; raises InputError after a fork and at exit."""
+    with _client_lock:
+        if not _clients:
+            _clients.append(_Client())
+    return _clients[0].submit(work)
+
+
+def _close() -> None:
+    for client in _clients:
+        client.close()
+
+
+def wait(
+    future: concurrent.futures.Future[_Result], stopped: threading.Event | None = None
+) -> _Result:
+    """Returns the result of a coroutine; cancels it when `stopped` or interrupted."""
+    try:
+        while stopped:
+            if stopped.is_set():
+                raise InputError("Objects are no longer read: the run ends.")
+            if concurrent.futures.wait([future], _POLL_SECONDS).done:
+                break
+        return future.result()
+    except concurrent.futures.CancelledError:
+        raise InputError("Objects are no longer read: the program ends.") from None
+    except BaseException:
+        future.cancel()
+        raise
+
+
+def run(work: Coroutine[Any, Any, _Result]) -> _Result:
+    """Returns the result of a coroutine."""
+    return wait(submit(work))
+
+
+async def gather(works: Sequence[Coroutine[Any, Any, _Result]]) -> list[_Result]:
+    """Returns all results; the first error cancels the others."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def requests_at_once() -> asyncio.Semaphore:
+    """Returns what limits the requests of all coroutines."""
+    return _clients[0].requests
