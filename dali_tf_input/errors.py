@@ -29,6 +29,11 @@ class InputError(ValueError):
     """A mistake in what this package was given: a file or an argument.
 
     The message says what is wrong, where, and, if a command fixes it, which one.
+
+    Example:
+      >>> Shard(2, num_shards=2)
+      Traceback (most recent call last):
+      dali_tf_input.errors.InputError: `shard_id` must be in [0, 2), got 2
     """
 
 

@@ -34,6 +34,10 @@ def iterate_batches(
 ) -> Iterator[tuple[list[int], tf.Tensor]]:
     """Yields preprocessed images in batches; skips those that cannot be decoded.
 
+    Example:
+      >>> for positions, images in iterate_batches(paths, Preprocess.for_evaluation(224)):
+      ...     scores = model.predict_on_batch(images)
+
     Args:
       images: encoded images, or paths of their files.
       preprocess: what to do, without randomness: see `Preprocess.for_evaluation`.
@@ -81,6 +85,9 @@ def export_saved_model(model: keras.Model, preprocess: Preprocess, folder: Path)
     """Writes `model` as a TensorFlow SavedModel that takes and preprocesses encoded images.
 
     So a served model cannot be fed differently from the one that was evaluated.
+
+    Example:
+      >>> export_saved_model(model, Preprocess.for_evaluation(224), "served/1")
 
     Args:
       model: takes a batch of `preprocess.image_shape`.

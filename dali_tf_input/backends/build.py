@@ -32,13 +32,11 @@ def make_dataset(
     Prefer `load`, which feeds all replicas of a strategy, where it applies.
 
     Example:
-    ```python
-    spec = dti.InputSpec.for_training("records/train-*", 224)
-    dataset = dti.make_dataset(spec, batch_size=32, shard=dti.Shard(host, num_hosts))
-    for epoch in range(90):
-        for images, labels in dataset:  # the next epoch of this shard
-            ...
-    ```
+      >>> spec = InputSpec.for_training("records/train-*", 224)
+      >>> dataset = make_dataset(spec, batch_size=4, shard=Shard(0, 2))  # the first of two hosts
+      >>> for epoch in range(3):
+      ...     for images, labels in dataset:  # the next epoch of this shard
+      ...         pass
 
     Args:
       spec: the batches to produce, the same on both backends.

@@ -110,6 +110,10 @@ def build_index(
     into place when it is complete: a run that is killed leaves old or new files, never half ones,
     and the next run continues from there. Several runs at once over one folder do no harm.
 
+    Example:
+      >>> report = build_index(["records/train-*", "records/validation-*"])
+      >>> report = build_index("records/train-*", Checks(verify="decode"), on_bad="skip")
+
     Args:
       files: paths, URLs of objects, or patterns of either.
       checks: how deeply to check. An unchanged file that was checked as deeply before is not

@@ -30,8 +30,8 @@ class ClassLabel:
     """One class, stored as an integer, or as a name.
 
     Example:
-      >>> ClassLabel(offset=1)  # stored labels count from 1, as in TF-slim's ImageNet
-      >>> ClassLabel(vocabulary=("cat", "dog"))  # labels are stored as names
+      >>> label = ClassLabel(offset=1)  # stored labels count from 1, as in TF-slim's ImageNet
+      >>> label = ClassLabel(vocabulary=("cat", "dog"))  # labels are stored as names
 
     Attributes:
       key: its feature key; None finds TF-slim's "image/class/label" or tfds' "label".
@@ -97,7 +97,7 @@ class MultiHot:
     Labels come out as float32 (num_classes,), 1 at each class of the list and 0 elsewhere.
 
     Example:
-      >>> MultiHot(key="image/class/labels", num_classes=80)
+      >>> label = MultiHot(key="image/class/labels", num_classes=80)
 
     Attributes:
       num_classes: how many classes there are; None, for the index step only, sets no limit.
@@ -125,7 +125,7 @@ class Values:
     """A vector of numbers, to be predicted by regression; it comes out as float32 (size,).
 
     Example:
-      >>> Values(key="image/values", size=4)
+      >>> label = Values(key="image/values", size=4)
 
     Attributes:
       size: how many numbers, at least 1.
@@ -185,7 +185,7 @@ class SegmentationMask:
     size. It comes out as int32 (height, width).
 
     Example:
-      >>> SegmentationMask(key="image/segmentation/class/encoded")
+      >>> label = SegmentationMask(key="image/segmentation/class/encoded")
 
     Attributes:
       key: its feature key.
@@ -202,7 +202,7 @@ class Stored:
     """A feature that comes out as it is stored: int64, float32 or string.
 
     Example:
-      >>> Stored(size=40, padding=-1.0)  # float32 (40,), shorter lists are padded
+      >>> feature = Stored(size=40, padding=-1.0)  # float32 (40,), shorter lists are padded
 
     Attributes:
       size: how many values come out, as a vector; None is one value, as a scalar.

@@ -85,7 +85,9 @@ class Records:
     Example:
       >>> records = Records.from_files("records/train-*")
       >>> records.num_records
+      24
       >>> records.read(0)["image/class/label"]
+      [1]
 
     Attributes:
       files: the files that hold records, sorted by path.

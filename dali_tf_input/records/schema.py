@@ -53,8 +53,9 @@ class Checks:
     """Describes what is checked of every record.
 
     Example:
-      >>> build_index("records/*", Checks(verify="decode"), on_bad="skip")
-      >>> build_index("records/*", Checks(verify="schema", label=ClassLabel(offset=1)))
+      >>> report = build_index("records/*", Checks(verify="decode"), on_bad="skip")
+      >>> checks = Checks(verify="schema", label=ClassLabel(offset=1))
+      >>> report = build_index("records/*", checks)
 
     Attributes:
       verify: the depth. "framing": lengths, their CRCs, the file's end; no data is read. "crc": the

@@ -121,6 +121,9 @@ class ResizeRandomCrop(Crop):
     Each of the (H - h + 1) * (W - w + 1) positions of an h x w crop in the H x W image is equally
     likely.
 
+    Example:
+      >>> preprocess = Preprocess.for_training(224, crop=ResizeRandomCrop(resize=(256, 256)))
+
     Attributes:
       resize: (height, width) in pixels that every image is resized to; at least the image size.
     """
@@ -150,6 +153,10 @@ class RandomResizedCrop(Crop):
     likely everywhere. If none fits, the region is the largest centered one whose aspect ratio is in
     range. Pixels outside of the region do not count in the resize. Source: torchvision's
     `RandomResizedCrop`, including the defaults.
+
+    Example:
+      >>> crop = RandomResizedCrop(area_range=(0.25, 1.0))
+      >>> preprocess = Preprocess.for_training(224, crop=crop)
 
     Attributes:
       area_range: smallest and largest part of the image's area, in (0, 1].
@@ -211,6 +218,9 @@ class RandomCrop(Crop):
 
     Each position is equally likely. An image that is smaller, in height or width or both, is
     centered and padded with zeros (before normalization).
+
+    Example:
+      >>> preprocess = Preprocess.for_training(224, crop=RandomCrop())
     """
 
     sampling: ClassVar[Sampling] = "crop_and_pad"
@@ -230,6 +240,9 @@ class CenterCrop(Crop):
 
     The aspect ratio is kept. The longer side is rounded to whole pixels (half up). If the margin is
     odd, the larger part of it is cut off below or at the right.
+
+    Example:
+      >>> preprocess = Preprocess.for_evaluation(224, crop=CenterCrop(resize_shorter=256))
 
     Attributes:
       resize_shorter: length of the shorter side in pixels; at least the image size.

@@ -23,6 +23,10 @@ class Shard:
     by at most one. Source: DALI's reader divides in the same way (``start_index`` in its
     ``loader.h``).
 
+    Example:
+      >>> Shard(0, num_shards=4).records(1000)
+      range(0, 250)
+
     Attributes:
       shard_id: which shard this pipeline reads, in [0, num_shards).
       num_shards: into how many shards the records are divided, at least 1.

@@ -45,6 +45,10 @@ class Preprocess:
     In order: decode to RGB, `crop`, augment, to gray if `channels` is 1, mirror, (x - `mean`) /
     `std`.
 
+    Example:
+      >>> Preprocess(image_size=(224, 224), crop=RandomCrop(), layout="CHW").image_shape
+      (3, 224, 224)
+
     Attributes:
       image_size: (height, width) of the output in pixels.
       crop: how the region is chosen, and resized to `image_size`.

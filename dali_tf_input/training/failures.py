@@ -44,6 +44,12 @@ _STEPS_AHEAD = 12  # that pipelines may have read when they fail: queues, and `s
 class BadRecordError(InputError):
     """A record stopped the input.
 
+    Example:
+      >>> try:
+      ...     history = train.fit(model, verbose=0)
+      ... except BadRecordError as error:
+      ...     print(error.file, error.bad_record.record)
+
     Attributes:
       file: the TFRecord file.
       bad_record: what is wrong and where; its number counts from 0 and includes skipped records.

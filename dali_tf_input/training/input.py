@@ -32,13 +32,11 @@ class Input:
     epoch. `fit` goes on with the epoch after the last one that was served.
 
     Example:
-    ```python
-    train = dti.load(dti.InputSpec.for_training("records/train-*", 224), batch_size=256)
-    train.fit(model, epochs=2)
-    for images, labels in train:  # the third epoch
-        ...
-    model.fit(train.dataset, epochs=2)  # Keras's own, the fourth and the fifth
-    ```
+      >>> train = load(InputSpec.for_training("records/train-*", 224), batch_size=8)
+      >>> history = train.fit(model, epochs=2, verbose=0)
+      >>> for images, labels in train:  # the third epoch
+      ...     pass
+      >>> history = model.fit(train.dataset, epochs=2, verbose=0)  # Keras's own, the next two
 
     Attributes:
       spec: the batches it produces.

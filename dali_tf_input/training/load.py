@@ -33,11 +33,10 @@ def load(
     sends each batch to its replica ahead of time.
 
     Example:
-    ```python
-    train = dti.load(dti.InputSpec.for_training("records/train-*", 224), batch_size=256)
-    valid = dti.load(dti.InputSpec.for_evaluation("records/validation-*", 224), batch_size=256)
-    train.fit(model, epochs=90, validation=valid)
-    ```
+      >>> train = load(InputSpec.for_training("records/train-*", 224), batch_size=8)
+      >>> valid = load(InputSpec.for_evaluation("records/validation-*", 224), batch_size=8)
+      >>> history = train.fit(model, epochs=2, validation=valid, verbose=0)
+      >>> loss = model.evaluate(valid.dataset, verbose=0)
 
     Args:
       spec: the batches to produce.

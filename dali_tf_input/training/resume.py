@@ -55,12 +55,13 @@ class State(msgspec.Struct):
 class Resume:
     """Saves the state of training in a folder, and resumes from it after any interruption.
 
-    `Input.fit` takes one, or the folder alone:
+    `Input.fit` takes one, or the folder alone.
 
-    ```python
-    train.fit(model, epochs=90, resume="runs/1")
-    train.fit(model, epochs=90, resume=dti.Resume("runs/1", save_every=1000))
-    ```
+    Example:
+      >>> train = load(InputSpec.for_training("records/train-*", 224), batch_size=8)
+      >>> history = train.fit(model, epochs=2, resume="runs/1", verbose=0)
+      >>> resume = Resume("runs/2", save_every=1000)  # also after each thousand steps
+      >>> history = train.fit(model, epochs=2, resume=resume, verbose=0)
 
     A resumed run sees the records that it would have seen, in the same order, with the same crops
     and mirrors, on either backend and with any number of replicas; nothing before them is read.

@@ -1,0 +1,46 @@
+"""The examples in the docstrings of the public names run, each in a folder of records."""
+
+import doctest
+
+import keras
+import pytest
+
+import dali_tf_input as dti
+from conftest import jpeg, write_tfrecord
+
+NAMES = sorted(dti.__all__)
+
+
+@pytest.fixture
+def names(tmp_path, monkeypatch):
+    """What the examples are about: 24 records for each split, 3 files of images, and a model."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "records").mkdir()
+    for split in ("train", "validation", "test"):
+        examples = [
+            {"image/encoded": jpeg(240, 320, seed=label), "image/class/label": label}
+            for label in range(1, 25)
+        ]
+        write_tfrecord(f"records/{split}-00000-of-00001", examples)
+    dti.build_index("records/*-of-*")
+    paths = [tmp_path / f"{number}.jpg" for number in range(3)]
+    for path in paths:
+        path.write_bytes(jpeg(240, 320))
+    model = keras.Sequential(
+        [keras.layers.Input((224, 224, 3)), keras.layers.GlobalMaxPool2D(), keras.layers.Dense(25)]
+    )
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    train = dti.load(dti.InputSpec.for_training("records/train-*", 224), batch_size=8)
+    values = {"paths": paths, "model": model, "train": train}
+    return values | {name: getattr(dti, name) for name in NAMES}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_examples_run(name, names):
+    found = doctest.DocTestFinder().find(getattr(dti, name), name)
+    examples = [example for example in found if example.examples]
+    assert examples, f"{name} shows no example"
+    runner = doctest.DocTestRunner(optionflags=doctest.IGNORE_EXCEPTION_DETAIL)
+    for example in examples:
+        example.globs = dict(names)
+        assert not runner.run(example).failed, f"see the output: {example.name}"
