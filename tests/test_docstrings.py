@@ -4,9 +4,9 @@ import doctest
 
 import keras
 import pytest
+from conftest import jpeg, write_tfrecord
 
 import dali_tf_input as dti
-from conftest import jpeg, write_tfrecord
 
 NAMES = sorted(dti.__all__)
 
