@@ -65,6 +65,11 @@ class DaliOptions:
             warnings.warn(f"{text}: try it first.", stacklevel=4)
 
     @property
+    def backend(self) -> str:
+        """Its name, for people."""
+        return f"DALI ({self.device.upper()})"
+
+    @property
     def resolved_decode(self) -> Literal["full", "region"]:
         """`decode`, with "auto" resolved."""
         if self.decode == "auto":
@@ -122,6 +127,11 @@ class TfDataOptions:
     def __post_init__(self) -> None:
         holds = self.service is None or self.service.startswith("grpc://")
         check(holds, "service", "an address like 'grpc://host:5050'", repr(self.service))
+
+    @property
+    def backend(self) -> str:
+        """Its name, for people."""
+        return "tf.data"
 
     def resolve_decode(self, *, resizes_plainly: bool) -> Literal["full", "region", "scaled"]:
         """Returns `decode`, with "auto" resolved; for `resizes_plainly` see `Preprocess`."""

@@ -112,14 +112,11 @@ class Input:
 
     def __repr__(self) -> str:
         """Says in one line what it is, and what Keras takes of it."""
-        backend = "tf.data"
-        if isinstance(self.options, DaliOptions):
-            backend = f"DALI ({self.options.device.upper()})"
         kind = "train" if self.spec.repeat else "valid"
         return (
             f"<dali_tf_input.Input of {self.num_records:,} records, {self.steps_per_epoch:,}"
-            f" steps of {self.batch_size} per epoch, by {backend} for {', '.join(self.devices)};"
-            f" Keras takes its `dataset`: {kind}.dataset>"
+            f" steps of {self.batch_size} per epoch, by {self.options.backend} for"
+            f" {', '.join(self.devices)}; Keras takes its `dataset`: {kind}.dataset>"
         )
 
     def fit(

@@ -63,9 +63,8 @@ def load(
         `spec`.
     """
     strategy = strategies.check_strategy(strategy)
-    if options is None:
-        options = choose_options()
-        _say(f"The input is made by {options!r}.")
+    is_chosen = options is None
+    options = options or choose_options()
     num_replicas = strategy.num_replicas_in_sync if strategy else 1
     replica_batch_size(
         batch_size,
@@ -77,6 +76,8 @@ def load(
     if isinstance(options, DaliOptions):
         _check_devices(options, devices)
     check_input(spec, options)
+    if is_chosen:
+        _say(f"`options` is None: the input is made by {options.backend}.")
     return Input(
         spec,
         options,

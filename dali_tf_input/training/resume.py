@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import warnings
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import keras
 import msgspec
@@ -41,8 +41,8 @@ class State(msgspec.Struct):
       stopped: whether a callback stopped the training.
     """
 
-    step: int
-    steps_per_epoch: int
+    step: Annotated[int, msgspec.Meta(ge=0)]
+    steps_per_epoch: Annotated[int, msgspec.Meta(ge=1)]
     optimizer: str
     fingerprint: dict[str, Any]
     logs: list[tuple[int, Logs]] = []
