@@ -1,8 +1,11 @@
 """No strategy takes a dataset of DALI's through TensorFlow's MultiDeviceIterator, which crashes."""
 
+import signal
+
 import keras
 import pytest
 import tensorflow as tf
+from commands import python
 
 from dali_tf_input import DaliOptions, InputError, InputSpec, Preprocess, load, make_dataset
 
@@ -17,6 +20,32 @@ MADE = {
     "make_dataset": lambda spec: make_dataset(spec, OPTIONS, batch_size=4),
     "mapped": lambda spec: make_dataset(spec, OPTIONS, batch_size=4).map(lambda *batch: batch),
 }
+# Without this package: a strategy reads numbers of DALI's, and its iterators are dropped.
+UNGUARDED = """
+import gc
+
+import nvidia.dali.plugin.tf as dali_tf
+import tensorflow as tf
+from nvidia.dali import fn, pipeline_def
+
+@pipeline_def(batch_size=4, num_threads=1, device_id=None)
+def numbers():
+    return fn.random.uniform(range=[0.0, 1.0], shape=[64, 64, 3])
+
+def make(context):
+    with tf.device("CPU:0"):
+        return dali_tf.DALIDataset(
+            numbers(), batch_size=4, num_threads=1, device_id=None,
+            output_shapes=(4, 64, 64, 3), output_dtypes=tf.float32,
+        )
+
+strategy = tf.distribute.MirroredStrategy(["CPU:0"])
+for _ in range(100):
+    iterator = iter(strategy.distribute_datasets_from_function(make))
+    next(iterator)
+    del iterator
+    gc.collect()
+"""
 
 
 @pytest.fixture
@@ -57,6 +86,12 @@ def test_without_a_strategy_keras_takes_it(spec, make):
     model = keras.Sequential([keras.layers.Flatten(), keras.layers.Dense(24)])
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     model.fit(batches, steps_per_epoch=2, verbose=0)
+
+
+def test_tensorflow_still_needs_the_guard():
+    """When this fails, the crash is cured: dali_guard.py can go."""
+    process = python("-c", UNGUARDED)
+    assert process.returncode in (-signal.SIGSEGV, -signal.SIGABRT), process.stderr
 
 
 def test_other_datasets_are_distributed_as_before(spec):
