@@ -99,7 +99,7 @@ def checked(function: Any) -> Any:
         function.__init__ = checked(function.__init__)  # type: ignore[misc]
         return function
     signature = inspect.signature(function)
-    plain = {name for name, known in signature.parameters.items() if known.kind not in _SEVERAL}
+    plain = {name for name, param in signature.parameters.items() if param.kind not in _SEVERAL}
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -117,9 +117,9 @@ def checked(function: Any) -> Any:
     return call
 
 
-def check_keywords(function: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Raises WrongCallError for the first of `given` that is not an argument of `function`."""
-    for name in given:
+def check_keywords(function: str, names: Iterable[str], known: Collection[str]) -> None:
+    """Raises WrongCallError for the first of `names` that is not an argument of `function`."""
+    for name in names:
         if name not in known:
             nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             hint = f"It has {_list_names(known) or 'none'}."
@@ -152,12 +152,12 @@ def _explain_call(
         return WrongCallError(
             f"{function}() takes {first} by position, got {len(args)} values.{hint}"
         )
-    given = positional[: len(args)]
-    twice = [name for name in given if name in kwargs]
+    by_position = positional[: len(args)]
+    twice = [name for name in by_position if name in kwargs]
     if twice:
         return WrongCallError(f"{function}() got `{twice[0]}` twice, by position and by name.")
     required = [name for name in single if signature.parameters[name].default is _EMPTY]
-    missing = [name for name in required if name not in (*given, *kwargs)]
+    missing = [name for name in required if name not in (*by_position, *kwargs)]
     return WrongCallError(f"{function}() needs {_list_names(missing)}.")
 
 
@@ -192,7 +192,7 @@ def _conform(value: Any, hint: Any) -> Any:
     if origin in (Union, UnionType):
         return _conform_to_one_of(value, arguments)
     if origin is Literal:
-        known = any(type(value) is type(one) and value == one for one in arguments)
+        known = any(type(value) is type(literal) and value == literal for literal in arguments)
         _require(known, f"one of {', '.join(map(repr, arguments))}")
         return value
     if origin in (tuple, collections.abc.Sequence):
@@ -202,9 +202,9 @@ def _conform(value: Any, hint: Any) -> Any:
             return tuple(map(_conform, value, arguments))
         _require(listed, "a sequence")
         if origin is tuple:
-            return tuple(_conform(one, arguments[0]) for one in value)
-        for one in value if isinstance(value, list | tuple) else ():  # others may make them late
-            _conform(one, arguments[0])
+            return tuple(_conform(item, arguments[0]) for item in value)
+        for item in value if isinstance(value, list | tuple) else ():  # others may make them late
+            _conform(item, arguments[0])
         return value
     if hint is int:
         with contextlib.suppress(TypeError):

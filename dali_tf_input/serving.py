@@ -155,11 +155,11 @@ instance_group [ {{ kind: KIND_{device.upper()} }} ]
             " with a GPU; or pass device='cpu'."
         ) from error
     with Staging(os.path.dirname(folder), "Name another folder.") as staging:
-        made = staging.path("model")
-        os.makedirs(os.path.join(made, "1"))
-        with open(os.path.join(made, "1", "model.dali"), "wb") as stream:
+        model_dir = staging.path("model")
+        os.makedirs(os.path.join(model_dir, "1"))
+        with open(os.path.join(model_dir, "1", "model.dali"), "wb") as stream:
             stream.write(serialized)
-        with open(os.path.join(made, "config.pbtxt"), "w", encoding="utf-8") as text:
+        with open(os.path.join(model_dir, "config.pbtxt"), "w", encoding="utf-8") as text:
             text.write(config)
         staging.commit("model", folder)
 
@@ -194,7 +194,7 @@ def denormalize(images: Any, preprocess: Preprocess) -> npt.NDArray[np.float32]:
         values = values.transpose(0, 2, 3, 1)
     if preprocess.dtype == "uint8":
         return values
-    std, mean = (np.array(one, np.float32) for one in (preprocess.std, preprocess.mean))
+    std, mean = (np.array(statistic, np.float32) for statistic in (preprocess.std, preprocess.mean))
     shown: npt.NDArray[np.float32] = values * std + mean
     return shown
 
@@ -216,8 +216,8 @@ def _read(path: Path) -> bytes:
 def _prepare_by_tf(preprocess: Preprocess) -> Callable[[list[bytes]], tf.Tensor]:
     encoded = tf.TensorSpec((), tf.string)
     prepare = _prepare_one_by_tf(preprocess, native=uses_native("auto"))
-    one = tf.function(prepare, input_signature=[encoded])
-    return lambda batch: tf.stack([one(tf.constant(encoded)) for encoded in batch])
+    prepare_one = tf.function(prepare, input_signature=[encoded])
+    return lambda batch: tf.stack([prepare_one(tf.constant(encoded)) for encoded in batch])
 
 
 def _prepare_one_by_tf(preprocess: Preprocess, *, native: bool) -> Callable[[tf.Tensor], tf.Tensor]:

@@ -109,19 +109,19 @@ def summarize(entries: Mapping[str, FileEntry]) -> Summary:
     without: dict[str, tuple[str, int]] = {}
     parsed = [(file, entry) for file, entry in sorted(entries.items()) if entry.parsed]
     for key in sorted({key for _, entry in parsed for key in entry.features}):
-        found = [entry.features[key] for _, entry in parsed if key in entry.features]
+        file_features = [entry.features[key] for _, entry in parsed if key in entry.features]
         for file, entry in parsed:
             record = entry.features[key].first_without if key in entry.features else 0
             if record is not None:
                 without[key] = (file, record)
                 break
-        shortest, longest = zip(*(feature.lengths for feature in found), strict=True)
+        shortest, longest = zip(*(feature.lengths for feature in file_features), strict=True)
         features[key] = Feature(
-            kinds=tuple(sorted({kind for feature in found for kind in feature.kinds})),
+            kinds=tuple(sorted({kind for feature in file_features for kind in feature.kinds})),
             lengths=(min(shortest), max(longest)),
-            records=sum(feature.records for feature in found),
-            range=merge_ranges([feature.range for feature in found]),
-            counts=merge_counts([feature.counts for feature in found]),
+            records=sum(feature.records for feature in file_features),
+            range=merge_ranges([feature.range for feature in file_features]),
+            counts=merge_counts([feature.counts for feature in file_features]),
             first_without=without[key][1] if key in without else None,
         )
     values = entries.values()
@@ -140,7 +140,7 @@ def summarize(entries: Mapping[str, FileEntry]) -> Summary:
 
 def merge_ranges(ranges: Sequence[Range | None]) -> Range | None:
     """Returns the lowest and the highest of some ranges; None if one of them is."""
-    known = [one for one in ranges if one]
+    known = [bounds for bounds in ranges if bounds]
     if len(known) < len(ranges):
         return None
     return min(low for low, _ in known), max(high for _, high in known)
@@ -149,19 +149,19 @@ def merge_ranges(ranges: Sequence[Range | None]) -> Range | None:
 def merge_counts(counts: Sequence[Counts | None]) -> Counts | None:
     """Returns how often each integer occurs in all; None if that is unknown of some."""
     total: Counter[int] = Counter()
-    for known in counts:
-        if known is None:
+    for file_counts in counts:
+        if file_counts is None:
             return None
-        total.update(dict(known))
+        total.update(dict(file_counts))
     return tuple(sorted(total.items())) if len(total) <= MAX_CLASSES else None
 
 
-def merge_images(found: list[Images]) -> Images | None:
+def merge_images(file_images: list[Images]) -> Images | None:
     """Returns the images of several files together; None of none."""
-    if not found:
+    if not file_images:
         return None
     formats: Counter[str] = Counter()
-    for images in found:
+    for images in file_images:
         formats.update(images.formats)
-    heights, widths = zip(*(images.largest_size for images in found), strict=True)
+    heights, widths = zip(*(images.largest_size for images in file_images), strict=True)
     return Images(formats=dict(formats.most_common()), largest_size=(max(heights), max(widths)))

@@ -87,15 +87,16 @@ def _make_class() -> Any:
             )
         return message
 
-    one, many, message_type = field.LABEL_OPTIONAL, field.LABEL_REPEATED, field.TYPE_MESSAGE
-    add_message("BytesList", ("value", 1, many, field.TYPE_BYTES, ""))
-    add_message("FloatList", ("value", 1, many, field.TYPE_FLOAT, ""))
-    add_message("Int64List", ("value", 1, many, field.TYPE_INT64, ""))
+    optional, repeated = field.LABEL_OPTIONAL, field.LABEL_REPEATED
+    message_type = field.TYPE_MESSAGE
+    add_message("BytesList", ("value", 1, repeated, field.TYPE_BYTES, ""))
+    add_message("FloatList", ("value", 1, repeated, field.TYPE_FLOAT, ""))
+    add_message("Int64List", ("value", 1, repeated, field.TYPE_INT64, ""))
     lists = {"bytes_list": "BytesList", "float_list": "FloatList", "int64_list": "Int64List"}
     feature = add_message(
         "Feature",
         *(
-            (name, number, one, message_type, f".tensorflow.{lists[name]}")
+            (name, number, optional, message_type, f".tensorflow.{lists[name]}")
             for number, name in enumerate(lists, 1)
         ),
     )
@@ -103,14 +104,16 @@ def _make_class() -> Any:
     for kind_field in feature.field:
         kind_field.oneof_index = 0
     entry_name = ".tensorflow.Features.FeatureEntry"
-    features = add_message("Features", ("feature", 1, many, message_type, entry_name))
+    features = add_message("Features", ("feature", 1, repeated, message_type, entry_name))
     # What protoc makes of map<string, Feature>.
     entry = features.nested_type.add(name="FeatureEntry")
     entry.options.map_entry = True
-    entry.field.add(name="key", number=1, label=one, type=field.TYPE_STRING)
+    entry.field.add(name="key", number=1, label=optional, type=field.TYPE_STRING)
     feature_name = ".tensorflow.Feature"
-    entry.field.add(name="value", number=2, label=one, type=message_type, type_name=feature_name)
-    add_message("Example", ("features", 1, one, message_type, ".tensorflow.Features"))
+    entry.field.add(
+        name="value", number=2, label=optional, type=message_type, type_name=feature_name
+    )
+    add_message("Example", ("features", 1, optional, message_type, ".tensorflow.Features"))
     pool = descriptor_pool.DescriptorPool()
     pool.Add(proto)
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("tensorflow.Example"))

@@ -160,7 +160,7 @@ def label_to_json(label: Label | None) -> dict[str, Any] | None:
     """
     if label is None:
         return None
-    kind = next(name for name, known in _KINDS.items() if isinstance(label, known))
+    kind = next(name for name, label_class in _KINDS.items() if isinstance(label, label_class))
     fields = {name: value for name, value in vars(label).items() if name not in _OUTPUT_FIELDS}
     names = fields.get("vocabulary")
     return {"kind": kind, **fields, **({"vocabulary": [*names]} if names else {})}
@@ -240,13 +240,13 @@ def find_label_problem(label: Label, features: Features) -> tuple[str, str] | No
     key = label.key or ""
     name = f"`label.key` '{key}'"
     if key not in features:
-        held = ", ".join(f"'{held}'" for held in sorted(features)[:20]) or "no features"
-        return "label missing", f"{name} is not in this record, which holds {held}."
+        keys = ", ".join(f"'{feature}'" for feature in sorted(features)[:20]) or "no features"
+        return "label missing", f"{name} is not in this record, which holds {keys}."
     kind, values = features[key]
     low, high = label.lengths
     if kind not in label.kinds or not low <= len(values) <= high:
-        due, found = describe_list(label.kinds, label.lengths), kind or "an empty feature"
-        detail = f"{name} must be {due}, found {found} of {len(values)}."
+        expected, actual = describe_list(label.kinds, label.lengths), kind or "an empty feature"
+        detail = f"{name} must be {expected}, found {actual} of {len(values)}."
         if isinstance(label, ClassLabel):
             detail += _OTHER_LABELS.get(kind, "")
         return "label kind", detail
@@ -268,7 +268,7 @@ def find_label_problem(label: Label, features: Features) -> tuple[str, str] | No
 
 
 def class_weights(
-    given: Mapping[int, float] | Literal["balanced"],
+    class_weight: Mapping[int, float] | Literal["balanced"],
     counts: Sequence[tuple[int, int]] | None,
     num_classes: int,
 ) -> list[float]:
@@ -277,15 +277,17 @@ def class_weights(
     "balanced" is records / (classes * records of the class), as in scikit-learn; `counts` are the
     classes that occur, and the records of each.
     """
-    if given == "balanced":
+    if class_weight == "balanced":
         if counts is None:
             text = "`class_weight` 'balanced' needs the classes of all records"
             raise InputError(f"{text}: index them with --verify=schema.")
         total = sum(count for _, count in counts)
-        given = {label: total / (len(counts) * count) for label, count in counts}
+        class_weight = {label: total / (len(counts) * count) for label, count in counts}
     rule = f"finite weights of at least 0, by classes in [0, {_MAX_WEIGHTED:,})"
-    for label, weight in given.items():
+    for label, weight in class_weight.items():
         is_class = isinstance(label, int) and 0 <= label < _MAX_WEIGHTED
         is_weight = isinstance(weight, Real) and 0 <= weight < math.inf
-        check(is_class and is_weight, "class_weight", rule, given)
-    return [given.get(label, 1.0) for label in range(max([num_classes - 1, *given]) + 1)]
+        check(is_class and is_weight, "class_weight", rule, class_weight)
+    return [
+        class_weight.get(label, 1.0) for label in range(max([num_classes - 1, *class_weight]) + 1)
+    ]

@@ -28,20 +28,24 @@ def refresh(folder: str) -> None:
     if mirror == folder:
         return
     listed = objects.list_folder(folder)
-    found = {name: status for name, status in listed.items() if _is_index(name)}
+    statuses = {name: status for name, status in listed.items() if _is_index(name)}
     try:
         os.makedirs(mirror, mode=0o700, exist_ok=True)
         with locked(mirror):
-            held = _read_etags(mirror)
-            for name in filter(_is_index, set(os.listdir(mirror)) - found.keys()):
+            old_etags = _read_etags(mirror)
+            for name in filter(_is_index, set(os.listdir(mirror)) - statuses.keys()):
                 os.unlink(os.path.join(mirror, name))
-            new = {name: one for name, one in found.items() if held.get(name) != one.etag}
+            new = {
+                name: status
+                for name, status in statuses.items()
+                if old_etags.get(name) != status.etag
+            }
             data = objects.read_whole({f"{folder}/{name}": new[name] for name in new})
-            for name, one in zip(new, data, strict=True):
+            for name, content in zip(new, data, strict=True):
                 with open(os.path.join(mirror, f"{name}.new"), "wb") as stream:
-                    stream.write(one)
+                    stream.write(content)
                 os.replace(stream.name, os.path.join(mirror, name))
-            _write_etags(mirror, {name: status.etag for name, status in found.items()})
+            _write_etags(mirror, {name: status.etag for name, status in statuses.items()})
     except OSError as error:
         raise InputError(
             f"Cannot write to {mirror}: {error.strerror}. Set TMPDIR to another folder."
@@ -63,20 +67,20 @@ def upload(folder: str, names: list[str]) -> bool:
     since the mirror was refreshed.
     """
     mirror = local_folder(folder)
-    held = _read_etags(mirror)
+    old_etags = _read_etags(mirror)
     # Until all is written, these files of the mirror count as others than those of the store.
-    _write_etags(mirror, {name: etag for name, etag in held.items() if name not in names})
+    _write_etags(mirror, {name: etag for name, etag in old_etags.items() if name not in names})
     for name in names:
-        replaces = held.get(name, "") if name == MANIFEST_NAME else None
+        replaces = old_etags.get(name, "") if name == MANIFEST_NAME else None
         path = os.path.join(mirror, name)
         if not os.path.exists(path):
-            if name in held:
+            if name in old_etags:
                 objects.delete(f"{folder}/{name}")
         elif not objects.write(f"{folder}/{name}", path, replaces=replaces):
             return False
-    found = objects.list_folder(folder)
-    etags = {name: found[name].etag for name in names if name in found}
-    _write_etags(mirror, {name: etag for name, etag in held.items() if name in found} | etags)
+    listed = objects.list_folder(folder)
+    etags = {name: listed[name].etag for name in names if name in listed}
+    _write_etags(mirror, {name: etag for name, etag in old_etags.items() if name in listed} | etags)
     return True
 
 

@@ -40,16 +40,18 @@ def find_versions(files: Path | Sequence[Path]) -> dict[str, Status | None]:
     Raises:
       InputError: a path does not exist or is a directory, or a pattern matches no file.
     """
-    found: dict[Any, str] = {}  # by device and inode: one stat for each file
+    local_files: dict[Any, str] = {}  # by device and inode: one stat for each file
     versions: dict[str, Status | None] = {}
     patterns = _patterns(files)
     listings = iter(objects.find_all(filter(is_url, patterns)))
     for pattern in patterns:
         if is_url(pattern):
-            named = {url: one for url, one in next(listings).items() if not _is_ours(url)}
-            if not named:
+            remote_files = {
+                url: version for url, version in next(listings).items() if not _is_ours(url)
+            }
+            if not remote_files:
                 raise InputError(f"No object matches '{pattern}'.")
-            versions |= named
+            versions |= remote_files
             continue
         expanded = os.path.expanduser(pattern)
         if os.path.isdir(expanded):
@@ -78,12 +80,12 @@ def find_versions(files: Path | Sequence[Path]) -> dict[str, Status | None]:
                     " file."
                 ) from error
             if stat.S_ISREG(status.st_mode):
-                found.setdefault((status.st_dev, status.st_ino), path)
+                local_files.setdefault((status.st_dev, status.st_ino), path)
                 matches += 1
         if not matches:
             folder = os.path.abspath(os.path.dirname(expanded) or ".")
             raise InputError(f"No file matches '{pattern}' (looked in {folder}).")
-    versions |= dict.fromkeys(found.values())
+    versions |= dict.fromkeys(local_files.values())
     if not versions:
         raise InputError("`files` must name at least one TFRecord file, got none.")
     return dict(sorted(versions.items()))
@@ -95,15 +97,15 @@ def check_complete(files: Sequence[str]) -> None:
     for file in files:
         if name := _NUMBERED.fullmatch(file):
             sets.setdefault((name[1], name[3], name[4]), {})[int(name[2])] = file
-    for (start, count, end), named in sets.items():
-        numbers = sorted({*range(int(count))} - named.keys())
-        missing = [f"{start}{one:0{len(count)}}-of-{count}{end}" for one in numbers]
-        there = objects.find_statuses(missing)
+    for (start, count, end), shards in sets.items():
+        numbers = sorted({*range(int(count))} - shards.keys())
+        missing = [f"{start}{number:0{len(count)}}-of-{count}{end}" for number in numbers]
+        statuses = objects.find_statuses(missing)
         for path in missing:
-            if path not in there and not os.path.exists(path):
+            if path not in statuses and not os.path.exists(path):
                 raise InputError(
-                    f"{path} is missing, of the set of {next(iter(named.values()))}: restore it, or"
-                    " go on without it by --allow_missing (in Python, allow_missing=True)."
+                    f"{path} is missing, of the set of {next(iter(shards.values()))}: restore it,"
+                    " or go on without it by --allow_missing (in Python, allow_missing=True)."
                 )
 
 
@@ -115,10 +117,12 @@ def find_records_lost(records: Mapping[str, int]) -> str | None:
     for folder in {os.path.dirname(file) for file in records if _TFDS_FILE.search(file)}:
         try:
             splits = json.loads(read_file(os.path.join(folder, "dataset_info.json")))["splits"]
-            due = {one["name"]: [int(count) for count in one["shardLengths"]] for one in splits}
+            due = {
+                split["name"]: [int(count) for count in split["shardLengths"]] for split in splits
+            }
         except (OSError, ValueError, KeyError, TypeError):
             continue
-        for file in sorted(one for one in records if os.path.dirname(one) == folder):
+        for file in sorted(path for path in records if os.path.dirname(path) == folder):
             name = _TFDS_FILE.search(file)
             counts = due.get(name[1], []) if name else []
             number = int(name[2]) if name else 0
@@ -147,8 +151,8 @@ def index_files_of(files: Sequence[str], *, index_dir: Path | None = None) -> tu
 
 def python_command() -> str:
     """Returns how a shell starts this Python: "python" if that finds it, else its path."""
-    found = shutil.which("python")
-    is_this = found and os.path.dirname(found) == os.path.dirname(sys.executable)
+    python = shutil.which("python")
+    is_this = python and os.path.dirname(python) == os.path.dirname(sys.executable)
     return "python" if is_this else shlex.quote(sys.executable)
 
 
@@ -185,10 +189,10 @@ def absolute(path: str) -> str:
 def read_file(path: str) -> bytes:
     """Returns what a file holds, or an object; raises FileNotFoundError if there is none."""
     if is_url(path):
-        found = objects.find_objects(path)
-        if not found:
+        statuses = objects.find_objects(path)
+        if not statuses:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-        return objects.read_whole(found)[0]
+        return objects.read_whole(statuses)[0]
     with open(path, "rb") as stream:
         return stream.read()
 

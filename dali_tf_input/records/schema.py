@@ -115,17 +115,20 @@ class BadImage(Exception):  # noqa: N818 (a verdict, not an error)
 def check_mask(mask: bytes, size: Sequence[int], decode: TrialDecode | None) -> None:
     """Raises BadImage unless a mask is of its image's `size`: height and width in pixels."""
     height, width = size
-    found = f"{len(mask):,} bytes"
+    actual = f"{len(mask):,} bytes"
     if mask.startswith(b"\x89PNG"):
         assert decode
-        _, *held = decode(mask)
-        found = f"a PNG of {held[1]}x{held[0]} pixels, bit depth and color type {[*mask[24:26]]}"
-        if held == [*size] and mask[24:26] == b"\x08\x00":
+        _, *mask_size = decode(mask)
+        actual = (
+            f"a PNG of {mask_size[1]}x{mask_size[0]} pixels,"
+            f" bit depth and color type {[*mask[24:26]]}"
+        )
+        if mask_size == [*size] and mask[24:26] == b"\x08\x00":
             return
     elif len(mask) == height * width:
         return
-    due = f"a grayscale PNG of 8 bits of {width}x{height} pixels, or a byte for each pixel"
-    raise BadImage("mask kind", f"`mask_key`: expected {due}, found {found}.")
+    expected = f"a grayscale PNG of 8 bits of {width}x{height} pixels, or a byte for each pixel"
+    raise BadImage("mask kind", f"`mask_key`: expected {expected}, found {actual}.")
 
 
 def find_keys(
@@ -135,25 +138,25 @@ def find_keys(
 
     None is a key that is not found; records may hold no label.
     """
-    held = set(features)
+    feature_keys = set(features)
     paired = sorted(KEY_PRESETS.values(), key=lambda keys: keys[0] != image_key)
     presets = [(image_key or image, label_key or label) for image, label in paired]
     for image, label in presets:
-        if image in held and label in held:
+        if image in feature_keys and label in feature_keys:
             return image, label
-    return next((image for image, _ in presets if image in held), image_key), label_key
+    return next((image for image, _ in presets if image in feature_keys), image_key), label_key
 
 
-def missing_key_error(name: str, key: str, held: Iterable[str]) -> InputError:
+def missing_key_error(name: str, key: str, feature_keys: Iterable[str]) -> InputError:
     """Returns the error for a feature key that no record holds; `name` is its argument."""
-    names = ", ".join(f"'{one}'" for one in held)
+    names = ", ".join(f"'{feature_key}'" for feature_key in feature_keys)
     return InputError(f"`{name}` '{key}' is not in the records, which hold {names}.")
 
 
-def unknown_keys_error(held: Iterable[str]) -> InputError:
+def unknown_keys_error(feature_keys: Iterable[str]) -> InputError:
     """Returns the error for records that hold other features than those of `KEY_PRESETS`."""
     return InputError(
-        f"The records hold {', '.join(map(repr, sorted(held)[:30]))}, not the keys of"
+        f"The records hold {', '.join(map(repr, sorted(feature_keys)[:30]))}, not the keys of"
         f" {' or '.join(KEY_PRESETS)}: name the two with `image_key` (--image_key) and"
         " label=ClassLabel(key=...) (--label_key), or pass label=None (--label=none) for none."
     )
@@ -175,11 +178,11 @@ def find_schema_problem(
             continue
         name = f"`{what}_key` '{key}'"
         if key not in features:
-            held = ", ".join(f"'{held}'" for held in sorted(features)[:20]) or "no features"
-            return f"{what} missing", f"{name} is not in this record, which holds {held}."
-        found, values = features[key]
-        if found != "bytes_list" or len(values) != 1:
-            detail = f"found {found or 'an empty feature'} of {len(values)}."
+            keys = ", ".join(f"'{feature}'" for feature in sorted(features)[:20]) or "no features"
+            return f"{what} missing", f"{name} is not in this record, which holds {keys}."
+        kind, values = features[key]
+        if kind != "bytes_list" or len(values) != 1:
+            detail = f"found {kind or 'an empty feature'} of {len(values)}."
             return f"{what} kind", f"{name} must be bytes_list of 1 value, {detail}"
         if not values[0]:
             return f"empty {what}", f"{name} holds 0 bytes."
@@ -199,5 +202,5 @@ def find_size(features: Features) -> tuple[int, int] | None:
 
 def _wrong_size(features: Features) -> tuple[str, str]:
     sides = " and ".join(f"'{key}' {list(features.get(key, ('', []))[1])}" for key in SIDE_KEYS)
-    found = f"found {len(features[PIXELS_KEY][1][0]):,}"
-    return "pixels size", f"'{PIXELS_KEY}' must hold 3 bytes for each pixel of {sides}, {found}."
+    actual = f"found {len(features[PIXELS_KEY][1][0]):,}"
+    return "pixels size", f"'{PIXELS_KEY}' must hold 3 bytes for each pixel of {sides}, {actual}."

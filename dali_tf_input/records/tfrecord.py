@@ -101,7 +101,7 @@ def masked_crc(data: bytes) -> int:
 def frame_record(data: bytes) -> bytes:
     """Returns `data` as one record: length, CRC of the length, data, CRC of the data."""
     length = _UINT64.pack(len(data))
-    crcs = (_UINT32.pack(masked_crc(one)) for one in (length, data))
+    crcs = (_UINT32.pack(masked_crc(part)) for part in (length, data))
     return b"".join((length, next(crcs), data, next(crcs)))
 
 
@@ -285,10 +285,10 @@ def _find_candidates(chunk: bytes) -> Iterator[int]:
 def _find_foreign_file(file: str, descriptor: int, file_size: int) -> BadRecord | None:
     """Names the kind of a file that does not start with a record, if its first bytes tell."""
     start = os.pread(descriptor, 64, 0)
-    found = name_content(start)
-    if found is None:
+    content = name_content(start)
+    if content is None:
         return None
-    name, remedy = found
+    name, remedy = content
     detail = f"expected a TFRecord header, found {start[:4].hex(' ')} ... "
     detail += remedy.format(file=shlex.quote(file))
     return BadRecord(record=None, offset=0, size=file_size, reason=name, detail=detail)

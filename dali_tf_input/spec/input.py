@@ -117,8 +117,9 @@ class InputSpec:
             check(isinstance(stored, Stored), "features", "Stored(...) by keys", self.features)
             if key in ("image", "label", "mask", "record_id", "weight"):
                 raise InputError(f"`features` '{key}' would hide the value of that name.")
-            found = self.records.features.get(key)
-            kind = "".join(found.kinds[-1:]) if found else ""  # a list without values comes first
+            feature = self.records.features.get(key)
+            # A list without values comes first.
+            kind = "".join(feature.kinds[-1:]) if feature else ""
             numbers = {"int64_list": int, "float_list": Real}.get(kind, type(None))
             holds = stored.padding is None or not kind or isinstance(stored.padding, numbers)
             rule = f"a value like those of '{key}', {self.records.dtype_of(key)}"
@@ -293,19 +294,19 @@ class InputSpec:
     @property
     def outputs(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shape and type of all that comes out of a record, by name."""
-        found: dict[str, tuple[tuple[int, ...], str]]
-        found = {"image": (self.preprocess.image_shape, str(self.preprocess.dtype))}
+        outputs: dict[str, tuple[tuple[int, ...], str]]
+        outputs = {"image": (self.preprocess.image_shape, str(self.preprocess.dtype))}
         if self.label:
-            found["label"] = (self.label.shape, self.label.dtype)
+            outputs["label"] = (self.label.shape, self.label.dtype)
         if self.mask:
-            found["mask"] = (self.preprocess.image_size, "int32")
+            outputs["mask"] = (self.preprocess.image_size, "int32")
         if self.class_weight is not None:
-            found["weight"] = ((), "float32")
+            outputs["weight"] = ((), "float32")
         if self.record_ids:
-            found["record_id"] = ((), "int64")
+            outputs["record_id"] = ((), "int64")
         for key, stored in self.features.items():
-            found[key] = (stored.shape, self.records.dtype_of(key))
-        return found
+            outputs[key] = (stored.shape, self.records.dtype_of(key))
+        return outputs
 
     def arrange(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
         """Arranges values by name, see `outputs`, as Keras takes them: (x, y, sample weight).
@@ -313,10 +314,10 @@ class InputSpec:
         x is the image, or with `record_ids` or `features` a dictionary of "image", "record_id" and
         the keys; y the label or the mask, or a dictionary of both. Absent values are omitted.
         """
-        named = {name: values[name] for name in self.outputs}
-        weights = [named.pop("weight")] if "weight" in named else []
-        targets = {name: named.pop(name) for name in ("label", "mask") if name in named}
-        parts = [part for part in (named, targets) if part]
+        inputs = {name: values[name] for name in self.outputs}
+        weights = [inputs.pop("weight")] if "weight" in inputs else []
+        targets = {name: inputs.pop(name) for name in ("label", "mask") if name in inputs}
+        parts = [part for part in (inputs, targets) if part]
         return (*(part if len(part) > 1 else next(iter(part.values())) for part in parts), *weights)
 
     @property

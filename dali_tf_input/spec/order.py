@@ -42,7 +42,7 @@ class Shard:
     def records(self, num_records: int) -> range:
         """Returns the numbers, among `num_records` records, of those in this shard."""
         first, end = (
-            num_records * one // self.num_shards for one in (self.shard_id, self.shard_id + 1)
+            num_records * shard // self.num_shards for shard in (self.shard_id, self.shard_id + 1)
         )
         return range(first, end)
 

@@ -46,9 +46,9 @@ def find_cause(url: str, error: Exception) -> tuple[str, bool]:
     names = f": check the environment variables {prefix}*" if prefix else ""
     host = re.search(r"https?://([^/\s]+)", text)
     for pattern, cause, is_temporary in _CAUSES:
-        if found := re.search(pattern, text, re.DOTALL):
-            about = {"host": host[1] if host else bucket, "found": found[found.lastindex or 0]}
-            return cause.format(bucket=bucket, names=names, **about), is_temporary
+        if match := re.search(pattern, text, re.DOTALL):
+            fields = {"host": host[1] if host else bucket, "found": match[match.lastindex or 0]}
+            return cause.format(bucket=bucket, names=names, **fields), is_temporary
     if isinstance(error, FileNotFoundError):
         return "no such object", False
     words = re.split(r"\n|: <", text, maxsplit=1)[0].rpartition(" - ")[2].strip().rstrip(":")

@@ -67,7 +67,7 @@ def check_room(objects: Mapping[str, Status], cache_dir: str) -> int:
     Raises:
       InputError: they do not fit on the disk.
     """
-    missing = [one for url, one in objects.items() if not find_copy(url, one, cache_dir)]
+    missing = [status for url, status in objects.items() if not find_copy(url, status, cache_dir)]
     needed = sum(status.size for status in missing)
     if not missing:
         return 0
@@ -154,9 +154,9 @@ def _fetch(url: str, status: Status, path: str, **download: Any) -> None:
 
 def _remove_all_but(path: str) -> None:
     """Removes older versions of an object, and what a killed process left of it."""
-    folder, kept = os.path.split(path)
+    folder, current_name = os.path.split(path)
     for name in os.listdir(folder):
-        if name != kept and _OURS.fullmatch(name):
+        if name != current_name and _OURS.fullmatch(name):
             with contextlib.suppress(OSError):
                 os.unlink(os.path.join(folder, name))
 

@@ -85,12 +85,14 @@ def list_folder(folder: str) -> dict[str, Status]:
 
 def find_statuses(urls: Iterable[str]) -> dict[str, Status]:
     """Returns the versions of the objects that exist, from a listing of each folder."""
-    wanted = {url for url in urls if is_url(url)}
-    if not wanted:
+    remote_urls = {url for url in urls if is_url(url)}
+    if not remote_urls:
         return {}
-    folders = {url if url.startswith("http") else f"{url.rpartition('/')[0]}/*" for url in wanted}
+    folders = {
+        url if url.startswith("http") else f"{url.rpartition('/')[0]}/*" for url in remote_urls
+    }
     listed = {url: status for objects in find_all(folders) for url, status in objects.items()}
-    return {url: listed[url] for url in wanted & listed.keys()}
+    return {url: listed[url] for url in remote_urls & listed.keys()}
 
 
 def read_parts(parts: Sequence[Part], *, retry_seconds: float = RETRY_SECONDS) -> list[memoryview]:
@@ -155,21 +157,21 @@ def write(url: str, path: str, *, replaces: str | None = None) -> bool:
     """
     base, key = _split(url)
     errors = library().exceptions
-    taken = (errors.PreconditionError, errors.AlreadyExistsError, FileNotFoundError)
+    conflicts = (errors.PreconditionError, errors.AlreadyExistsError, FileNotFoundError)
 
     async def put() -> bool:
         store = _store(base, RETRY_SECONDS)
         mode: Any = {None: "overwrite", "": "create"}.get(replaces)
         try:
             if replaces:  # S3 and Azure compare the etag, GCS its number of the version
-                about = await store.head_async(key)
-                if _status_of(about).etag != replaces:
+                meta = await store.head_async(key)
+                if _status_of(meta).etag != replaces:
                     return False
-                mode = {name: about[name] for name in ("e_tag", "version") if about[name]}
+                mode = {name: meta[name] for name in ("e_tag", "version") if meta[name]}
             # An upload in several parts cannot be conditional.
             in_parts = None if mode == "overwrite" else False
             await store.put_async(key, pathlib.Path(path), mode=mode, use_multipart=in_parts)
-        except taken:
+        except conflicts:
             return False
         return True
 
@@ -218,11 +220,11 @@ async def _find(pattern: str, retry_seconds: float) -> dict[str, Status]:
     objects = await _retry(pattern, find, retry_seconds, "listed")
     if not is_pattern:
         return {pattern: _status_of(objects[0])} if objects else {}
-    return {base + about["path"]: _status_of(about) for about in sorted(objects, key=_path_of)}
+    return {base + meta["path"]: _status_of(meta) for meta in sorted(objects, key=_path_of)}
 
 
-def _path_of(about: Any) -> str:
-    return str(about["path"])
+def _path_of(meta: Any) -> str:
+    return str(meta["path"])
 
 
 async def _find_one(store: Any, key: str) -> list[Any]:
@@ -254,9 +256,9 @@ async def _list(store: Any, pattern: str) -> list[Any]:
             prefixes = [f"{prefix}/{folder}" if prefix else folder for prefix in prefixes]
     fits = re.compile(fnmatch.translate(name)).match
     objects = [
-        about for listing in await _list_folders(store, prefixes) for about in listing["objects"]
+        meta for listing in await _list_folders(store, prefixes) for meta in listing["objects"]
     ]
-    return [about for about in objects if fits(about["path"].rpartition("/")[2])]
+    return [meta for meta in objects if fits(meta["path"].rpartition("/")[2])]
 
 
 async def _list_folders(store: Any, prefixes: Sequence[str]) -> list[Any]:
@@ -287,8 +289,8 @@ def _split(url: str) -> tuple[str, str]:
 
 @functools.cache
 def _store(base: str, retry_seconds: float) -> Any:
-    named = [value for name, value in os.environ.items() if name.startswith(("AWS_", "GOOGLE_"))]
-    client: dict[str, Any] = {"allow_http": any("http://" in value for value in (base, *named))}
+    settings = [value for name, value in os.environ.items() if name.startswith(("AWS_", "GOOGLE_"))]
+    client: dict[str, Any] = {"allow_http": any("http://" in value for value in (base, *settings))}
     for variable in ("AWS_CA_BUNDLE", "SSL_CERT_FILE"):
         if issuers := os.environ.get(variable):
             try:
@@ -302,10 +304,10 @@ def _store(base: str, retry_seconds: float) -> Any:
     return library().store.from_url(base, client_options=client, retry_config=retries)
 
 
-def _status_of(about: Any) -> Status:
+def _status_of(meta: Any) -> Status:
     # Azure's listings have etags without quotes, its other answers with them.
-    etag = (about["e_tag"] or "").strip('"')
-    return Status(about["size"], etag or f"{_MODIFIED}{about['last_modified'].isoformat()}")
+    etag = (meta["e_tag"] or "").strip('"')
+    return Status(meta["size"], etag or f"{_MODIFIED}{meta['last_modified'].isoformat()}")
 
 
 async def _retry(
