@@ -138,8 +138,8 @@ def normalize_images(images: DataNode, uniforms: DataNode, preprocess: Preproces
 def _to_gray(images: DataNode) -> DataNode:
     images = fn.cast(images, dtype=types.FLOAT)
     red, green, blue = (
-        fn.slice(images, one, 1, axes=(2,)) * types.Constant(LUMA[one], dtype=types.FLOAT)
-        for one in range(3)
+        fn.slice(images, channel, 1, axes=(2,)) * types.Constant(LUMA[channel], dtype=types.FLOAT)
+        for channel in range(3)
     )
     return red + green + blue
 

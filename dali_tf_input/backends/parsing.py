@@ -18,19 +18,19 @@ def parse_record(record: tf.Tensor, spec: InputSpec) -> dict[str, tf.Tensor]:
     are. The mask is uint8 (height, width, 1). Weights of classes are included, but not record ids.
     """
     dataset, label = spec.records, spec.label
-    wanted: dict[str, Any] = {}  # if a key is requested twice, the last one counts
+    features: dict[str, Any] = {}  # if a key is requested twice, the last one counts
     for key, stored in spec.features.items():
-        wanted[key] = _stored_as(dataset, key, stored.shape, stored.padding is not None)
+        features[key] = _stored_as(dataset, key, stored.shape, stored.padding is not None)
     if label:
         shape = label.shape if isinstance(label, Values) else ()
         varies = isinstance(label, MultiHot)
-        wanted[label.key or ""] = _stored_as(dataset, label.key or "", shape, varies)
+        features[label.key or ""] = _stored_as(dataset, label.key or "", shape, varies)
     if spec.mask:
-        wanted[spec.mask.key] = tf.io.FixedLenFeature((), tf.string)
+        features[spec.mask.key] = tf.io.FixedLenFeature((), tf.string)
     if dataset.stores_pixels:
-        wanted |= dict.fromkeys(SIDE_KEYS, tf.io.FixedLenFeature((), tf.int64))
-    wanted[dataset.image_key] = tf.io.FixedLenFeature((), tf.string)
-    parsed = tf.io.parse_single_example(record, wanted)
+        features |= dict.fromkeys(SIDE_KEYS, tf.io.FixedLenFeature((), tf.int64))
+    features[dataset.image_key] = tf.io.FixedLenFeature((), tf.string)
+    parsed = tf.io.parse_single_example(record, features)
     image, values = parsed[dataset.image_key], {}
     if dataset.stores_pixels:
         size = tf.stack([*(parsed[key] for key in SIDE_KEYS), 3])
@@ -62,10 +62,10 @@ def _prepare_label(value: tf.Tensor, label: Label, spec: InputSpec) -> dict[str,
     if isinstance(label, Values):
         return {"label": tf.cast(value, tf.float32)}
     if isinstance(label, ClassLabel) and label.vocabulary:
-        found = tf.equal(value, tf.constant(label.vocabulary))
-        known = tf.Assert(tf.reduce_any(found), ["corrupted record: unknown label", value])
+        matches = tf.equal(value, tf.constant(label.vocabulary))
+        known = tf.Assert(tf.reduce_any(matches), ["corrupted record: unknown label", value])
         with tf.control_dependencies([known]):
-            value = tf.argmax(found)
+            value = tf.argmax(matches)
     elif label.offset:
         value -= label.offset
     if isinstance(label, MultiHot):
@@ -81,8 +81,8 @@ def _prepare_label(value: tf.Tensor, label: Label, spec: InputSpec) -> dict[str,
         weight = tf.gather(tf.constant(table, tf.float32), inside)
         values["weight"] = tf.where(tf.equal(inside, value), weight, 1.0)
     if label.one_hot:
-        made = tf.one_hot(value, label.num_classes, *label.one_hot_values, dtype=tf.float32)
-        values["label"] = made
+        one_hot = tf.one_hot(value, label.num_classes, *label.one_hot_values, dtype=tf.float32)
+        values["label"] = one_hot
     return values
 
 

@@ -84,7 +84,9 @@ def _either(*layers: layers.Layer) -> Operation:
     def operate(image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
         seeds = tf.random.experimental.stateless_split(seed, 2)
         chosen = tf.random.stateless_uniform((), seeds[0], maxval=len(operations), dtype=tf.int32)
-        return tf.switch_case(chosen, [_bind(one, image, seeds[1]) for one in operations])
+        return tf.switch_case(
+            chosen, [_bind(operation, image, seeds[1]) for operation in operations]
+        )
 
     return operate
 
@@ -143,7 +145,7 @@ def _rand(size: tuple[int, int]) -> list[Operation]:
         layer: type[layers.Layer], at: Callable[[float], float], **arguments: Any
     ) -> Operation:
         factors = (at(1 - enhance), at(1 + enhance))
-        return _either(*(layer((one, one), **arguments) for one in factors))
+        return _either(*(layer((factor, factor), **arguments) for factor in factors))
 
     return [
         _either(*(layers.RandomTranslation(0.0, (x, x), **warp) for x in (-shift, shift))),

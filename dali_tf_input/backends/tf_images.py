@@ -68,7 +68,9 @@ def prepare_image(
     if augment:
         image = tf.cast(augment(image), tf.float32)
     if preprocess.channels == 1:
-        red, green, blue = (image[..., one : one + 1] * LUMA[one] for one in range(3))
+        red, green, blue = (
+            image[..., channel : channel + 1] * LUMA[channel] for channel in range(3)
+        )
         image = red + green + blue
     return normalize_image(image, uniforms, preprocess)
 

@@ -72,7 +72,7 @@ def finish_region(
         clip=sampling == "crop_then_resize",
         chw=preprocess.layout == "CHW",
         mean=mean,
-        scale=[1 / one for one in std],
+        scale=[1 / value for value in std],
         T=preprocess.dtype,
     )
     return tf.ensure_shape(prepared, preprocess.image_shape)

@@ -153,10 +153,10 @@ class IndexProgress:
     def update(self, state: Progress) -> None:
         """Shows the progress of a run."""
         seconds = max(time.monotonic() - self._start, 1e-9)
-        left = seconds * (state.num_bytes - state.bytes) / max(state.bytes, 1)
+        seconds_left = seconds * (state.num_bytes - state.bytes) / max(state.bytes, 1)
         text = (
             f"{state.files:,} of {state.num_files:,} files, {state.records:,} records, "
-            f"{state.bytes / seconds / 1e6:,.0f} MB/s, {command.format_seconds(left)} left"
+            f"{state.bytes / seconds / 1e6:,.0f} MB/s, {command.format_seconds(seconds_left)} left"
         )
         self._bar.update(self._task, total=state.num_bytes, completed=state.bytes, text=text)
         if not self._console.is_terminal and time.monotonic() > self._next_line:
@@ -193,8 +193,8 @@ def _remedy(patterns: list[str]) -> str:
             " of the others. Fix the files, or allow more with --max_bad_fraction."
         )
     flags = (*_CHECK_FLAGS, *_LABEL_FLAGS, _MAX_BAD_FRACTION, _ALLOW_MISSING)
-    given = [flag for flag in flags if flag.value != flag.default]
-    arguments = [*(f"--{flag.name}={flag.value}" for flag in given), "--on_bad=skip"]
+    changed_flags = [flag for flag in flags if flag.value != flag.default]
+    arguments = [*(f"--{flag.name}={flag.value}" for flag in changed_flags), "--on_bad=skip"]
     fix = index_command(patterns, index_dir=_INDEX_DIR.value, arguments=arguments)
     return f"Those files were not indexed. Fix them, or skip the bad records: {fix}"
 
@@ -236,15 +236,15 @@ def _describe_labels(summary: Summary) -> str:
     if not feature or not feature.range:
         return ""
     if feature.counts is not None:
-        known = f"{len(feature.counts):,} classes"
+        details = f"{len(feature.counts):,} classes"
     else:
         part = "all" if feature.records == summary.records else "a sample of"
-        known = f"in {part} {format_count(feature.records, 'record')}"
+        details = f"in {part} {format_count(feature.records, 'record')}"
     first, last = feature.range
     longest = feature.lengths[1]
-    known += f", up to {longest:,} in a record" if longest > 1 else ""
+    details += f", up to {longest:,} in a record" if longest > 1 else ""
     hint = " (train with ClassLabel(offset=1))" if first == 1 and not _LABEL_OFFSET.value else ""
-    return f"{first:,g} to {last:,g}, {known}{hint}"
+    return f"{first:,g} to {last:,g}, {details}{hint}"
 
 
 def _describe_images(images: Images) -> str:

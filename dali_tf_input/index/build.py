@@ -149,13 +149,13 @@ def build_index(
         is full, the feature keys are not found, or a process failed.
     """
     versions = find_versions(files)
-    found = [*versions]
+    paths = [*versions]
     if not allow_missing:
-        check_complete(found)
+        check_complete(paths)
     checks = _with_keys(checks or Checks(), versions)
-    index_files = index_files_of(found, index_dir=index_dir)
+    index_files = index_files_of(paths, index_dir=index_dir)
     by_folder: dict[str, dict[str, str]] = {}  # index folder -> base name -> file
-    for file, index_file in zip(found, index_files, strict=True):
+    for file, index_file in zip(paths, index_files, strict=True):
         folder = os.path.dirname(index_file) or "."
         by_folder.setdefault(folder, {})[os.path.basename(file)] = file
     copies = resolve_cache_dir(cache_dir)
@@ -267,7 +267,7 @@ class _Run:
         entries: dict[str, contents.FileEntry] = {}
         for folder in self._folders:
             entries |= {folder.files[name]: entry for name, entry in folder.entries.items()}
-        held = {file: entry.records + entry.skipped for file, entry in entries.items()}
+        record_counts = {file: entry.records + entry.skipped for file, entry in entries.items()}
         report = IndexReport(
             summary=contents.summarize(entries),
             written=sum(len(folder.entries) - folder.unchanged for folder in self._folders),
@@ -281,7 +281,7 @@ class _Run:
             refusal += f"; the first: {first.rstrip('.')}. Fix the file{way}."
         if refusal:
             raise IndexFaultsError(refusal, report)
-        lost = None if self._allow_missing else find_records_lost(held)
+        lost = None if self._allow_missing else find_records_lost(record_counts)
         if lost:
             raise InputError(lost)
         return report
@@ -290,7 +290,7 @@ class _Run:
         """Returns how the bad part exceeds `max_bad_fraction`; "" if it does not."""
         # A bad record may be half a file, and a file of another kind has no records to count.
         all_entries = [folder.entries | folder.faulty for folder in self._folders]
-        entries = [entry for one in all_entries for entry in one.values()]
+        entries = [entry for folder_entries in all_entries for entry in folder_entries.values()]
         bad = sum(entry.skipped for entry in entries)
         skipped_bytes = sum(entry.skipped_bytes for entry in entries)
         counts = {
@@ -309,16 +309,16 @@ def _with_keys(checks: Checks, versions: Mapping[str, Status | None]) -> Checks:
     """Completes the feature keys, if the level needs them, from the first records."""
     if checks.verify in ("framing", "crc"):
         return checks
-    held: set[str] = set()
+    feature_keys: set[str] = set()
     keys = {"image_key": checks.image_key, "label_key": checks.label.key if checks.label else None}
     for file, status in itertools.islice(versions.items(), _MOST_KEY_FILES):
         for features in _first_features(file, status):
             image_key, label_key = schema.find_keys(features, **keys)
             if image_key and (label_key or checks.label is None):
                 return checks.with_keys(image_key, label_key)
-            held.update(features)
-    if held:
-        raise schema.unknown_keys_error(held)
+            feature_keys.update(features)
+    if feature_keys:
+        raise schema.unknown_keys_error(feature_keys)
     # No record can be read: the run will say what is wrong.
     image_key, label_key = next(iter(schema.KEY_PRESETS.values()))
     return checks.with_keys(keys["image_key"] or image_key, keys["label_key"] or label_key)
@@ -336,11 +336,11 @@ def _first_features(
             stream.flush()
         else:
             stream = stack.enter_context(open(file, "rb"))
-        for found in find_records(file, stream.fileno()):
-            for extent in [] if isinstance(found, BadRecord) else found[:_MOST_KEY_RECORDS]:
+        for batch in find_records(file, stream.fileno()):
+            for extent in [] if isinstance(batch, BadRecord) else batch[:_MOST_KEY_RECORDS]:
                 data = read_data(stream.fileno(), *extent) if extent[1] < _MOST_KEY_BYTES else None
                 with contextlib.suppress(InputError):
                     if data is not None:
                         yield decode_example(data)
-            if not isinstance(found, BadRecord) and found:
+            if not isinstance(batch, BadRecord) and batch:
                 return

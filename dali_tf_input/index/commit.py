@@ -71,7 +71,10 @@ class IndexFolder:
         if to_check or self._removed:
             self._staging = stack.enter_context(Staging(self._folder, remedy))
         numbered = enumerate(to_check.items())
-        self.jobs = {name: self._make_job(number, name, one) for number, (name, one) in numbered}
+        self.jobs = {
+            name: self._make_job(number, name, file_checks)
+            for number, (name, file_checks) in numbered
+        }
         self.valid: dict[str, FileEntry] = {}
         self.faulty: dict[str, FileEntry] = {}
         self.unreadable: dict[str, str] = {}
@@ -123,10 +126,10 @@ class IndexFolder:
     def _check_folder_of(self, name: str, entry: FileEntry | None) -> None:
         """Refuses to replace the index of another file of the same name."""
         if entry and entry.folder and entry.folder != self._folder_of(name):
-            other = os.path.join(entry.folder, name)
-            if _exists(other) and not _is_same(other, self.files[name]):
+            other_file = os.path.join(entry.folder, name)
+            if _exists(other_file) and not _is_same(other_file, self.files[name]):
                 raise InputError(
-                    f"`index_dir` {self._place} holds the index of {other}, which that of "
+                    f"`index_dir` {self._place} holds the index of {other_file}, which that of "
                     f"{self.files[name]} would replace: name another folder for one of them."
                 )
 
@@ -134,11 +137,11 @@ class IndexFolder:
         """Returns the files that were removed, unless with their folder, which may be unmounted."""
         others = self._known.keys() - self.files.keys()
         paths = {n: os.path.join(self._known[n].folder or self._place, n) for n in others}
-        there = objects.find_statuses(paths.values())
+        statuses = objects.find_statuses(paths.values())
         return {
             name
             for name, path in paths.items()
-            if path not in there
+            if path not in statuses
             and (is_url(path) or os.path.isdir(os.path.dirname(path)))
             and not os.path.exists(path)
         }
@@ -238,8 +241,8 @@ def _exists(path: str) -> bool:
     return os.path.exists(path) or bool(objects.find_statuses([path]))
 
 
-def _is_same(one: str, other: str) -> bool:
-    return one == other if is_url(one) or is_url(other) else os.path.samefile(one, other)
+def _is_same(first: str, second: str) -> bool:
+    return first == second if is_url(first) or is_url(second) else os.path.samefile(first, second)
 
 
 def _at_least_as_before(checks: Checks, entry: FileEntry | None) -> Checks:

@@ -34,14 +34,14 @@ def make_trial_decode(checks: Checks) -> TrialDecode:
         if height * width > checks.max_pixels:
             size = f"{width}x{height} in {len(encoded):,} bytes"
             raise BadImage("too many pixels", f"{size}: over {checks.max_pixels:,} pixels.")
-        made = [one(encoded) for one in decoders]
-        for refusal in made:
-            if isinstance(refusal, str):
+        results = [decoder(encoded) for decoder in decoders]
+        for result in results:
+            if isinstance(result, str):
                 cut = image_format.endswith("JPEG") and _END_OF_JPEG not in encoded[-64:]
                 kind = image_format.rpartition(" ")[2]
-                raise BadImage(f"{'truncated' if cut else 'damaged'} {kind}", refusal)
-        if len(made) > 1:
-            _compare(*made)
+                raise BadImage(f"{'truncated' if cut else 'damaged'} {kind}", result)
+        if len(results) > 1:
+            _compare(*results)
         return image_format, height, width
 
     return decode
@@ -102,8 +102,8 @@ def _compare(first: Any, second: Any) -> None:
     if first.shape != second.shape:
         detail = f"DALI decodes it to {first.shape}, TensorFlow to {second.shape}."
         raise BadImage("decoders disagree", detail)
-    few, others = (one[::8, ::8].astype(np.int16) for one in (first, second))
-    difference = float(np.abs(few - others).mean())
+    first_pixels, second_pixels = (image[::8, ::8].astype(np.int16) for image in (first, second))
+    difference = float(np.abs(first_pixels - second_pixels).mean())
     if difference > _MOST_DIFFERENCE:
         detail = f"DALI's pixels and TensorFlow's differ by {difference:.0f} of 255 on average."
         raise BadImage("decoders disagree", detail)
@@ -116,12 +116,12 @@ def _make_tf_data_decoder() -> Callable[[bytes], Any]:
     def decode(encoded: bytes) -> Any:
         try:
             if encoded.startswith(b"\xff\xd8\xff"):
-                made = tf.io.decode_jpeg(encoded, channels=3, dct_method=DCT_METHOD)
+                image = tf.io.decode_jpeg(encoded, channels=3, dct_method=DCT_METHOD)
             else:
-                made = tf.io.decode_image(encoded, channels=3, expand_animations=False)
+                image = tf.io.decode_image(encoded, channels=3, expand_animations=False)
         except tf.errors.OpError as error:
             return f"TensorFlow's decoder refuses it: {error.message.rpartition('}} ')[2]}"
-        return made.numpy()
+        return image.numpy()
 
     return decode
 

@@ -67,19 +67,19 @@ def check_file(
         content = _Content(checks, decode, crashing, on_decode)
         progress = _Progress(on_progress)
         crc, records, number, skipped, skipped_bytes = 0, 0, 0, 0, 0
-        for found in find_records(name, descriptor):
+        for batch in find_records(name, descriptor):
             bad: list[BadRecord] = []
             extents: list[tuple[int, int]] = []
-            if isinstance(found, BadRecord):
-                bad.append(found)
-                progress.add(0, found.size)
+            if isinstance(batch, BadRecord):
+                bad.append(batch)
+                progress.add(0, batch.size)
                 number += 1
             elif checks.verify == "framing":
-                extents = found
-                progress.add(len(found), sum(size for _, size in found))
-                number += len(found)
+                extents = batch
+                progress.add(len(batch), sum(size for _, size in batch))
+                number += len(batch)
             else:
-                for extent in found:
+                for extent in batch:
                     wrong = content.check(descriptor, extent, number)
                     if wrong:
                         bad.append(wrong)
@@ -87,8 +87,8 @@ def check_file(
                         extents.append(extent)
                     progress.add(1, extent[1])
                     number += 1
-            if checks.verify in ("framing", "crc") and not isinstance(found, BadRecord):
-                content.sample(descriptor, found, number - len(found))
+            if checks.verify in ("framing", "crc") and not isinstance(batch, BadRecord):
+                content.sample(descriptor, batch, number - len(batch))
             for wrong in bad:
                 on_bad_record(wrong)
             text = "".join(map("%d %d\n".__mod__, extents)).encode()
@@ -169,8 +169,8 @@ class _Content:
     def sample(self, descriptor: int, extents: list[tuple[int, int]], first: int) -> None:
         """Notes the features of some of the records from number `first` on; judges nothing."""
         last, size = len(extents) - 1, sum(size for _, size in extents)
-        most = min(last, _MOST_SAMPLED - 1, _MOST_SAMPLED_BYTES * last // max(size, 1))
-        for row in sorted({part * last // max(most, 1) for part in range(most + 1)}):
+        num_gaps = min(last, _MOST_SAMPLED - 1, _MOST_SAMPLED_BYTES * last // max(size, 1))
+        for row in sorted({part * last // max(num_gaps, 1) for part in range(num_gaps + 1)}):
             data = None
             if extents[row][1] <= MAX_BYTES:
                 data = read_data(descriptor, *extents[row])
@@ -228,30 +228,30 @@ class _Content:
     def _note_features(self, features: Features, number: int) -> None:
         if not self.parsed:
             self._first_parsed = number
-        held = 0
+        num_noted = 0
         for key, (kind, values) in features.items():
-            known = self._features.get(key)
-            if known is None:
+            stats = self._features.get(key)
+            if stats is None:
                 if len(self._features) >= _MOST_KEYS:
                     continue
                 first_without = self._first_parsed if self.parsed else None
-                known = [set(), len(values), len(values), 0, first_without, None]
-                self._features[key] = known
-            known[0].add(kind)
-            known[1] = min(known[1], len(values))
-            known[2] = max(known[2], len(values))
-            known[3] += 1
+                stats = [set(), len(values), len(values), 0, first_without, None]
+                self._features[key] = stats
+            stats[0].add(kind)
+            stats[1] = min(stats[1], len(values))
+            stats[2] = max(stats[2], len(values))
+            stats[3] += 1
             if kind == "int64_list" and len(values) == 1:
-                low, high = known[5] or (values[0], values[0])
-                known[5] = (min(low, values[0]), max(high, values[0]))
+                low, high = stats[5] or (values[0], values[0])
+                stats[5] = (min(low, values[0]), max(high, values[0]))
             elif kind in ("int64_list", "float_list") and len(values) <= _MOST_RANGED:
-                finite = [*filter(math.isfinite, values), *(known[5] or ())]
-                known[5] = (min(finite), max(finite)) if finite else None
-            held += 1
-        if held < len(self._features):
-            for key, known in self._features.items():
-                if known[4] is None and key not in features:
-                    known[4] = number
+                finite = [*filter(math.isfinite, values), *(stats[5] or ())]
+                stats[5] = (min(finite), max(finite)) if finite else None
+            num_noted += 1
+        if num_noted < len(self._features):
+            for key, stats in self._features.items():
+                if stats[4] is None and key not in features:
+                    stats[4] = number
         self.parsed += 1
 
     def features(self) -> dict[str, contents.Feature]:
@@ -261,10 +261,10 @@ class _Content:
                 lengths=(shortest, longest),
                 records=records,
                 first_without=first_without,
-                range=found if len(kinds - {""}) == 1 and longest <= _MOST_RANGED else None,
+                range=value_range if len(kinds - {""}) == 1 and longest <= _MOST_RANGED else None,
                 counts=self._count_labels() if key == self._counted_key else None,
             )
-            for key, (kinds, shortest, longest, records, first_without, found) in sorted(
+            for key, (kinds, shortest, longest, records, first_without, value_range) in sorted(
                 self._features.items()
             )
         }

@@ -110,9 +110,9 @@ def explain(
         )
     if not of_input:
         return None
-    found = "no bad record is near it" if spec.has_fixed_order else "order 'buffer' has no plan"
+    reason = "no bad record is near it" if spec.has_fixed_order else "order 'buffer' has no plan"
     return InputError(
-        f"The input failed after step {step:,} ({type(error).__name__}), and {found}. To check all"
+        f"The input failed after step {step:,} ({type(error).__name__}), and {reason}. To check all"
         f" records: {skip_command(spec, options, on_bad='')}"
     )
 
@@ -265,8 +265,8 @@ def _locate(spec: InputSpec, record: int, problem: tuple[str, str]) -> tuple[str
     number = 0
     status = spec.records.files[spec.records.paths.index(file)].status
     with local_copy(file, status, spec.records.cache_dir) as path, open(path, "rb") as stream:
-        for found in find_records(file, stream.fileno()):
-            extents = [(found.offset, found.size)] if isinstance(found, BadRecord) else found
+        for batch in find_records(file, stream.fileno()):
+            extents = [(batch.offset, batch.size)] if isinstance(batch, BadRecord) else batch
             before = sum(start + max(1, length) <= offset for start, length in extents)
             number += before
             if before < len(extents):
