@@ -86,8 +86,7 @@ class Records:
       >>> records = Records.from_files("records/train-*")
       >>> records.num_records
       24
-      >>> records.read(0)["image/class/label"]
-      [1]
+      >>> label = records.read(0)["image/class/label"]
 
     Attributes:
       files: the files that hold records, sorted by path.
