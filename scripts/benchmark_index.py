@@ -129,17 +129,17 @@ def make_set(folder: str, num_files: int, record_bytes: int) -> None:
 
 def time_index(*arguments: str) -> tuple[float, int]:
     """Runs the index command; returns its seconds and the peak memory of its processes."""
-    most, finished = 0, threading.Event()
+    peak, finished = 0, threading.Event()
 
     def watch() -> None:
-        nonlocal most
+        nonlocal peak
         while not finished.wait(0.05):
-            most = max(most, memory_of_children())
+            peak = max(peak, memory_of_children())
 
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        return processes.run_index(*arguments), most
+        return processes.run_index(*arguments), peak
     finally:
         finished.set()
         watcher.join()

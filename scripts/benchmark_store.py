@@ -56,27 +56,27 @@ def main(arguments: list[str]) -> int:
     dataset, about = _FILES.dataset(), machine.describe()
     machine.print_lines(about)
     with tempfile.TemporaryDirectory() as folder, run_server(dataset.paths) as base:
-        named = [os.path.basename(file) for file in dataset.paths]
-        urls = {kind: [f"{base}/{kind}/{one}" for one in named] for kind in ("good", "flaky")}
+        names = [os.path.basename(file) for file in dataset.paths]
+        urls = {kind: [f"{base}/{kind}/{file}" for file in names] for kind in ("good", "flaky")}
         cache = [f"--cache_dir={folder}/cache"]
-        for kind, ones in urls.items():
-            given = [f"--index_dir={folder}/{kind}", *(cache if kind == "good" else [])]
-            processes.run_index(*ones, *given)
-        found = measure_training(
+        for kind, kind_urls in urls.items():
+            index_flags = [f"--index_dir={folder}/{kind}", *(cache if kind == "good" else [])]
+            processes.run_index(*kind_urls, *index_flags)
+        results = measure_training(
             local=_FILES.as_arguments(),
             far=as_flags(urls["good"], f"{folder}/good"),
             cached=[*as_flags(urls["good"], f"{folder}/good"), *cache],
             failing=as_flags(urls["flaky"], f"{folder}/flaky"),
         )
-        found["index"] = measure_index(urls["good"], folder)
+        results["index"] = measure_index(urls["good"], folder)
     lines = []
-    for name, (ratio, what) in found.items():
+    for name, (ratio, what) in results.items():
         target = _TARGETS.get(name)
         verdict = f"{target} {'met' if ratio.median >= target else 'missed'}" if target else ""
         lines.append((name, cli.format_stats(ratio), what, verdict))
     print()
     cli.print_table(("records", "ratio", "measured", "target"), lines)
-    rows = {name: {**vars(ratio), "measured": what} for name, (ratio, what) in found.items()}
+    rows = {name: {**vars(ratio), "measured": what} for name, (ratio, what) in results.items()}
     cli.write_json(_JSON, {**about, "milliseconds": _MILLISECONDS.value, "rows": rows})
     return 0
 
@@ -85,33 +85,36 @@ def as_flags(urls: list[str], index_dir: str) -> list[str]:
     return [f"--index_dir={index_dir}", *(f"--files={url}" for url in urls)]
 
 
-def measure_training(**given: list[str]) -> dict[str, tuple[Stats, str]]:
+def measure_training(**row_flags: list[str]) -> dict[str, tuple[Stats, str]]:
     """Measures order "global" over files that flags name; returns ratios, and images/s.
 
     The ratios are to "local", that of "failing" is to "far". What a server elsewhere would leave of
     the speed is the ratio of this process's CPU times.
     """
     candidate = Candidate(_WORK.with_decode(BACKENDS[_BACKEND.value]), "global")
-    rows = {name: (candidate, [*flags, *_WORK.as_arguments()]) for name, flags in given.items()}
+    rows = {name: (candidate, [*flags, *_WORK.as_arguments()]) for name, flags in row_flags.items()}
     window = {"seconds": _SECONDS.value, "warmup_batches": 16}
     windows = measure_in_turn(rows, repeats=_REPEATS.value, **window)
-    found = {}
+    results = {}
     for name, measured in windows.items():
         against = windows["far" if name == "failing" else "local"]
         words = f"{Stats.of(rates(measured)).median:,.0f} images/s"
-        found[name] = (ratios(measured, against), words)
+        results[name] = (ratios(measured, against), words)
     costs = [
-        [Window(**one["window"]).cpu_seconds_per_1000_images for one in windows[name]]
+        [
+            Window(**measurement["window"]).cpu_seconds_per_1000_images
+            for measurement in windows[name]
+        ]
         for name in ("local", "far")
     ]
     words = f"{statistics.median(costs[1]):.2f} ms an image"
     cpu = Stats.of([local / far for local, far in zip(*costs, strict=True)])
-    return found | {"far, CPU time without the server's": (cpu, words)}
+    return results | {"far, CPU time without the server's": (cpu, words)}
 
 
 def measure_index(urls: list[str], folder: str) -> tuple[Stats, str]:
     """Returns how fast `build_index` is, as part of a plain download, and its rate."""
-    objects = {url: status for one in urls for url, status in find_objects(one).items()}
+    objects = {url: status for pattern in urls for url, status in find_objects(pattern).items()}
     speeds, size = [], sum(status.size for status in objects.values())
     for _ in cli.progress(range(_REPEATS.value), what="indexing", total=_REPEATS.value):
         plain, start = download_all(objects), time.perf_counter()

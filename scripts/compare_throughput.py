@@ -100,14 +100,14 @@ def compare_images() -> str:
 def summarize(name: str, windows: dict[str, list[dict]]) -> dict:
     """Returns what the table shows of one row."""
     measured, reference = windows[name], windows.get(_REFERENCE)
-    cpu = [Window(**one["window"]).cpu_seconds_per_1000_images for one in measured]
+    cpu = [Window(**measurement["window"]).cpu_seconds_per_1000_images for measurement in measured]
     return {
         "what": ROWS[name].what,
         "images_per_second": vars(Stats.of(rates(measured))),
         "ratio_to_tf_data": vars(ratios(measured, reference)) if reference else None,
         "cpu_seconds_per_1000_images": Stats.of(cpu).median,
         "first_batch_seconds": measured[0]["first_batch_seconds"],
-        "peak_memory_bytes": max(one["peak_memory_bytes"] for one in measured),
+        "peak_memory_bytes": max(measurement["peak_memory_bytes"] for measurement in measured),
     }
 
 

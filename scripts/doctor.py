@@ -163,19 +163,20 @@ def examine_gpus(trier: Trier, imported: list[str]) -> Generator[Finding, None, 
     """
     gpus = yield from examine_driver()
     seen = {name: trier.attempt(_COUNT_GPUS[name]) for name in imported}
-    if not gpus and all(found == (True, "0") for found in seen.values()):
+    if not gpus and all(result == (True, "0") for result in seen.values()):
         if gpus is None:
-            found = "none (there is no nvidia-smi): tf.data and DALI's CPU operators are used"
-            yield Finding("ok", "GPUs", found)
+            message = "none (there is no nvidia-smi): tf.data and DALI's CPU operators are used"
+            yield Finding("ok", "GPUs", message)
         return False
-    most = max((int(text) for works, text in seen.values() if works), default=0)
+    max_seen = max((int(text) for works, text in seen.values() if works), default=0)
     hidden = "CUDA_VISIBLE_DEVICES" in os.environ
-    expected = most if hidden and most else len(gpus or ()) or most  # some may be hidden on purpose
+    # Some may be hidden on purpose.
+    expected = max_seen if hidden and max_seen else len(gpus or ()) or max_seen
     gpu_install = f"{_REINSTALL} GPU=1"
     for name, (works, text) in seen.items():
         fix = gpu_install
         if works and int(text) != expected:
-            fix = "unset CUDA_VISIBLE_DEVICES" if hidden and not most else gpu_install
+            fix = "unset CUDA_VISIBLE_DEVICES" if hidden and not max_seen else gpu_install
             works, text = False, f"{text} of {expected}"
         elif works and gpus and expected < len(gpus):
             text += f" of {len(gpus)}, those of CUDA_VISIBLE_DEVICES"
@@ -187,10 +188,10 @@ def examine_gpus(trier: Trier, imported: list[str]) -> Generator[Finding, None, 
             text, fix = "this GPU has none (A100, H100 and later do): decoded by CUDA cores", ""
         yield Finding("ok" if works else "warning", "hardware JPEG decoder", text, fix)
     if os.environ.get("TF_FORCE_GPU_ALLOW_GROWTH") == "false":
-        found = "TF_FORCE_GPU_ALLOW_GROWTH=false: TensorFlow takes all memory of a GPU"
-        yield check("memory growth", False, found, "unset TF_FORCE_GPU_ALLOW_GROWTH")
+        message = "TF_FORCE_GPU_ALLOW_GROWTH=false: TensorFlow takes all memory of a GPU"
+        yield check("memory growth", False, message, "unset TF_FORCE_GPU_ALLOW_GROWTH")
         return False
-    if len(seen) < 2 or any(found != (True, str(expected)) for found in seen.values()):
+    if len(seen) < 2 or any(result != (True, str(expected)) for result in seen.values()):
         return False
     works, text = trier.attempt(_TRY_MEMORY_GROWTH)
     yield check("memory growth", works, text, gpu_install)
@@ -237,14 +238,14 @@ def examine_cores() -> Iterator[Finding]:
     usable, total = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     quota, allowed = cpu_quota(), cpus_allowed()
     if usable < min(total, allowed or total):
-        found = f"this process may use {usable} of {total}"
+        text = f"this process may use {usable} of {total}"
         fix = f"taskset -cp 0-{total - 1} $$    # in this shell, before anything is started"
-        yield Finding("warning", "cores", found, fix)
+        yield Finding("warning", "cores", text, fix)
     elif quota and quota < usable:
-        found = f"{usable}, but the container's quota leaves {quota:g}: threads wait for each other"
+        text = f"{usable}, but the container's quota leaves {quota:g}: threads wait for each other"
         last = max(0, int(quota) - 1)
         fix = f"docker run --cpuset-cpus=0-{last}    # cores instead of a quota"
-        yield Finding("warning", "cores", found, fix)
+        yield Finding("warning", "cores", text, fix)
     else:
         remark = f" of {total}, all of this container" if usable < total else ""
         yield Finding("ok", "cores", f"{usable}{remark}")
@@ -304,9 +305,9 @@ def examine_files(files: list[str]) -> Iterator[Finding]:
 
 def fix_records(error: str, files: list[str]) -> str:
     """Returns the command that fixes what is wrong with records, or that shows more."""
-    named = re.search(r"\S*python\S* -m dali_tf_input\.index .*", error)
-    if named or objects.is_url(files[0]):
-        return named[0] if named else ""
+    match = re.search(r"\S*python\S* -m dali_tf_input\.index .*", error)
+    if match or objects.is_url(files[0]):
+        return match[0] if match else ""
     paths = [os.path.abspath(os.path.expanduser(file)) for file in files]
     folder = paths[0] if os.path.isdir(paths[0]) else os.path.dirname(paths[0])
     quoted = shlex.quote(folder)

@@ -76,12 +76,12 @@ def main(arguments: list[str]) -> int:
     failed = []
     for part in parts:
         start = time.monotonic()
-        found = start_part(part)
+        result = start_part(part)
         with open(os.path.join(_OUT.value, f"{part}.json"), "w", encoding="utf-8") as stream:
-            json.dump({**about, "rehearsal": _REHEARSE.value, **found}, stream, indent=2)
+            json.dump({**about, "rehearsal": _REHEARSE.value, **result}, stream, indent=2)
         took = cli.format_seconds(time.monotonic() - start)
-        print(f"{part:<12} {found['text']}  ({took})", flush=True)
-        failed += [] if found["passed"] else [part]
+        print(f"{part:<12} {result['text']}  ({took})", flush=True)
+        failed += [] if result["passed"] else [part]
     if _REHEARSE.value:
         print("This was a rehearsal on the CPU: it says nothing about a GPU.")
     print(f"results in {_OUT.value}")
@@ -137,8 +137,8 @@ def compare(dataset: dti.Records, ways: dict[str, Candidate]) -> dict[str, Any]:
                     continue
                 rate = Stats.of(list(map(images_per_second, answers[name]))).median
                 memory = answers[name][-1]["gpu_memory_bytes"]
-                held = f", {memory / 1e6:,.0f} MB of the GPU in use" if memory else ""
-                texts[name] = f"{name}: {rate:,.0f} images/s{held}"
+                usage = f", {memory / 1e6:,.0f} MB of the GPU in use" if memory else ""
+                texts[name] = f"{name}: {rate:,.0f} images/s{usage}"
     passed = all("FAILED" not in text for text in texts.values())
     return {"passed": passed, "text": "\n  ".join(texts.values()), "details": answers}
 
@@ -157,10 +157,14 @@ def run_tests(part: str) -> dict[str, Any]:
 
 def check_probe(_: dti.Records) -> dict[str, Any]:
     """Tries what may crash; keeps what the decoder says of its hardware."""
-    found, bare = run_tests("probe"), start_part("alone", DALI_NVIMGCODEC_LOG_LEVEL="3")
-    said = re.findall(r".*(?:HW|hardware).*decoder.*", bare.get("stderr", ""), re.IGNORECASE)
-    passed, text = found["passed"] and bare["passed"], [found["text"], bare["text"]]
-    return {"passed": passed, "text": "\n  ".join([*text, *dict.fromkeys(said)]), "tests": found}
+    tests, bare = run_tests("probe"), start_part("alone", DALI_NVIMGCODEC_LOG_LEVEL="3")
+    messages = re.findall(r".*(?:HW|hardware).*decoder.*", bare.get("stderr", ""), re.IGNORECASE)
+    passed, text = tests["passed"] and bare["passed"], [tests["text"], bare["text"]]
+    return {
+        "passed": passed,
+        "text": "\n  ".join([*text, *dict.fromkeys(messages)]),
+        "tests": tests,
+    }
 
 
 def check_alone(dataset: dti.Records) -> dict[str, Any]:
@@ -175,24 +179,25 @@ def check_pixels(dataset: dti.Records) -> dict[str, Any]:
 
     from dali_tf_input.serving import denormalize
 
-    found, preprocess = run_tests("pixels"), dti.Preprocess.for_training(224)
+    result, preprocess = run_tests("pixels"), dti.Preprocess.for_training(224)
     spec = dti.InputSpec(records=dataset, preprocess=preprocess, order="global")
     options, batch_size = make_options(), min(64, dataset.num_records)
     batch, other = (
-        next(pictures.make_batches(spec, one, batch_size)) for one in (options, dti.TfDataOptions())
+        next(pictures.make_batches(spec, backend_options, batch_size))
+        for backend_options in (options, dti.TfDataOptions())
     )
     with tf.device(f"{options.device}:0"):
         shared = {"spec": spec, "options": options, "batch_size": batch_size}
         plain = next(iter(experiments.make_dataset("plain_upsampling", **shared)))[0]
     plain = denormalize(plain.numpy(), preprocess)
     mean, plain_mean = (
-        float(np.abs(one - other["image"]).mean()) for one in (batch["image"], plain)
+        float(np.abs(images - other["image"]).mean()) for images in (batch["image"], plain)
     )
     equal = bool((batch["label"] == other["label"]).all())
     text = f"{mean:.2f} of 255 from tf.data's; {plain_mean:.2f} with plain chroma upsampling"
-    passed = found["passed"] and equal and mean < _LARGEST_MEAN
-    found |= {"labels_equal": equal, "mean": mean, "plain_mean": plain_mean}
-    return {**found, "passed": passed, "text": f"{found['text']}\n  {text}"}
+    passed = result["passed"] and equal and mean < _LARGEST_MEAN
+    result |= {"labels_equal": equal, "mean": mean, "plain_mean": plain_mean}
+    return {**result, "passed": passed, "text": f"{result['text']}\n  {text}"}
 
 
 def write_resized(
@@ -222,7 +227,7 @@ def check_throughput(dataset: dti.Records) -> dict[str, Any]:
             files = FileFlags(flags)
             flags(["", f"--files={write_resized(dataset, size, folder, at_least)}"])
             windows = rows.measure_rows(names, files, _WORK, f"--batch_size={batch}", **window)
-            rates = {name: Stats.of(rows.rates(one)) for name, one in windows.items()}
+            rates = {name: Stats.of(rows.rates(measured)) for name, measured in windows.items()}
             shown = ", ".join(f"{name} {stats.median:,.0f}" for name, stats in rates.items())
             texts += [f"{size}, batch {batch}: {shown}", *rows.conclusions(windows)]
             details[f"{size}, {batch}"] = windows
@@ -249,7 +254,7 @@ def check_training(dataset: dti.Records) -> dict[str, Any]:
 
     enable_memory_growth()
     small, options = _REHEARSE.value, make_options()
-    gpus = [one.name for one in tf.config.list_logical_devices(options.device.upper())]
+    gpus = [device.name for device in tf.config.list_logical_devices(options.device.upper())]
     cases: list[tuple[str, Any, list[str]]] = [("tf_data", dti.TfDataOptions(), [])]
     cases += [("dali", options, []), ("dali, mirrored", options, gpus[:1])]
     cases += [(f"dali, {len(gpus)} GPUs", options, gpus)] if len(gpus) > 1 else []
@@ -258,7 +263,7 @@ def check_training(dataset: dti.Records) -> dict[str, Any]:
     keras.mixed_precision.set_global_policy("float32" if small else "mixed_float16")
     preprocess = dti.Preprocess.for_training(size)
     spec = dti.InputSpec(records=dataset, preprocess=preprocess, order="buffer")
-    for name, one, devices in cases:
+    for name, backend_options, devices in cases:
         keras.utils.clear_session()
         strategy = tf.distribute.MirroredStrategy(devices) if devices else None
         batch_size = max(1, len(devices)) * (4 if small else choose_batch_size(dataset))
@@ -266,7 +271,7 @@ def check_training(dataset: dti.Records) -> dict[str, Any]:
             make = keras.applications.MobileNet if small else keras.applications.ResNet50
             model = make(input_shape=(size, size, 3), weights=None, classes=1001)
             model.compile("sgd", "sparse_categorical_crossentropy")
-        train = dti.load(spec, one, strategy=strategy, batch_size=batch_size)
+        train = dti.load(spec, backend_options, strategy=strategy, batch_size=batch_size)
         train.fit(model, steps_per_epoch=2, verbose=0)
         profile = train.profile(model, steps=steps)
         details[name] = profile._asdict()
@@ -277,12 +282,12 @@ def check_training(dataset: dti.Records) -> dict[str, Any]:
 
 def check_memory(dataset: dti.Records) -> dict[str, Any]:
     """Runs the tests; measures what the decoder's memory hints take of the GPU."""
-    found, texts = run_tests("memory"), []
+    result, texts = run_tests("memory"), []
     for hints in (True, False):  # each in a process of its own
         name = f"memory_hints={hints}"
-        found[name] = compare(dataset, {name: make_candidate(memory_hints=hints)})
-        texts.append(found[name]["text"])
-    return {**found, "text": "\n  ".join([found["text"], *texts])}
+        result[name] = compare(dataset, {name: make_candidate(memory_hints=hints)})
+        texts.append(result[name]["text"])
+    return {**result, "text": "\n  ".join([result["text"], *texts])}
 
 
 if __name__ == "__main__":

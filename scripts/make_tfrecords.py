@@ -84,7 +84,7 @@ def main(arguments: list[str]) -> int:
     writer.check_folder(os.path.abspath(out), overwrite=_OVERWRITE.value)
     flags = (_RESIZE_SHORTER, _QUALITY, _APPLY_ORIENTATION, _DECODER, _STORE)
     conversion = Conversion(*(flag.value for flag in flags))
-    kept = array.array("Q")  # records of a validation split that stays what it is
+    kept_validation = array.array("Q")  # records of a validation split that stays what it is
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         catalog = os.path.join(folder, "catalog")
         if os.path.isdir(source):
@@ -108,8 +108,8 @@ def main(arguments: list[str]) -> int:
             inflated = tempfile.TemporaryDirectory(dir=beside, prefix=".inflated-")
             plain = inflate_files(source, stack.enter_context(inflated))
             dataset = Records.from_files(plain, **keys)
-            named = find_label_file(find_files(source)[0])
-            labels = named and named.decode(errors="surrogateescape").splitlines()
+            label_data = find_label_file(find_files(source)[0])
+            labels = label_data and label_data.decode(errors="surrogateescape").splitlines()
             if os.path.realpath(out) in map(os.path.realpath, map(os.path.dirname, dataset.paths)):
                 text = "holds the TFRecords to be read: name another folder to write to"
                 raise InputError(f"{out} {text}.")
@@ -118,8 +118,8 @@ def main(arguments: list[str]) -> int:
             make_records = functools.partial(convert, conversion, dataset.image_key)
             groups = [train + validation]
             if fraction is None and train and validation:
-                groups, kept = [train], validation
-        train, validation = split_items(groups, kept, fraction or 0.0, _SEED.value)
+                groups, kept_validation = [train], validation
+        train, validation = split_items(groups, kept_validation, fraction or 0.0, _SEED.value)
         numbers = {"train": _NUM_FILES.value, "validation": _NUM_VALIDATION_FILES.value}
         splits = [
             writer.Split(name=name, items=records.Catalog(catalog, starts), num_files=numbers[name])
@@ -148,11 +148,11 @@ def find_classes(image_root: str, *, skip_empty: bool) -> tuple[list[str], int]:
         )
     others, empty = 0, {}
     for name in class_names:
-        held = os.listdir(os.path.join(image_root, name))
-        images = sum(map(is_image, held))
-        others += len(held) - images
+        files = os.listdir(os.path.join(image_root, name))
+        images = sum(map(is_image, files))
+        others += len(files) - images
         if not images:
-            suffixes = sorted({os.path.splitext(one)[1] or one for one in held})
+            suffixes = sorted({os.path.splitext(file)[1] or file for file in files})
             empty[name] = f"{name} ({', '.join(suffixes[:5]) or 'empty'})"
     if empty and not skip_empty:
         raise InputError(
@@ -215,15 +215,15 @@ def list_records(dataset: Records, catalog: str) -> tuple[array.array, array.arr
 
 
 def split_items(
-    groups: list[array.array], kept: array.array, validation_fraction: float, seed: int
+    groups: list[array.array], kept_validation: array.array, validation_fraction: float, seed: int
 ) -> tuple[array.array, array.array]:
     """Shuffles; returns the items of the train split and of the validation split.
 
-    Validation gets `kept`, and the nearest whole number to `validation_fraction` of each group, but
-    never the whole group.
+    Validation gets `kept_validation`, and the nearest whole number to `validation_fraction` of each
+    group, but never the whole group.
     """
     generator = random.Random(seed)
-    train, validation = array.array("Q"), kept[:]
+    train, validation = array.array("Q"), kept_validation[:]
     for items in groups:
         generator.shuffle(items)
         count = min(round(len(items) * validation_fraction), len(items) - 1)

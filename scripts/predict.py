@@ -106,7 +106,7 @@ def predict_records(
     wrong = sorted((row for row in rows if row[1] != row[2]), key=lambda row: -row[3])[:_MISTAKES]
     shown = []
     for record, label, best, probability in wrong:
-        label, best = (pictures.name_label(one, names) for one in (label, best))
+        label, best = (pictures.name_label(class_id, names) for class_id in (label, best))
         where = dataset.locate(record)
         place = f"{where.number:,} of {where.file}"
         shown.append((str(record), label, best, f"{probability:.1%}", place))

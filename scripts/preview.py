@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int:
         next(pictures.make_batches(spec, options, num_images))
         for options in (TfDataOptions(decode=decode), dali)
     )
-    if any((one != other[name]).any() for name, one in batch.items() if name != "image"):
+    if any((values != other[name]).any() for name, values in batch.items() if name != "image"):
         raise InputError(f"The backends serve other records: {batch}, {other}. Please report this.")
     difference = np.abs(batch["image"] - other["image"])
     if _OUT.value:
@@ -120,9 +120,9 @@ def draw(spec: InputSpec, batch: dict[str, np.ndarray], others: np.ndarray) -> N
     difference = np.abs(images - others)
     if spec.mask:
         images, others = (
-            np.stack([*map(lay_over, made, batch["mask"])]) for made in (images, others)
+            np.stack([*map(lay_over, pixels, batch["mask"])]) for pixels in (images, others)
         )
-    differs = [one.max() >= _VISIBLE for one in difference]
+    differs = [pixels.max() >= _VISIBLE for pixels in difference]
     tiles: list[pictures.Tile | None] = []
     for number, record in enumerate(batch["record_id"].tolist()):
         image = pictures.read_image(spec.records, record)
@@ -134,8 +134,8 @@ def draw(spec: InputSpec, batch: dict[str, np.ndarray], others: np.ndarray) -> N
         text = "DALI" if differs[number] else "DALI: the same"
         tiles.append(pictures.Tile(text, as_pixels(others[number])))
         if differs[number]:
-            mean, most = difference[number].mean(), difference[number].max()
-            text = f"difference x {_AMPLIFY}\nmean {mean:.2f}, largest {most:.0f} of 255"
+            mean, largest = difference[number].mean(), difference[number].max()
+            text = f"difference x {_AMPLIFY}\nmean {mean:.2f}, largest {largest:.0f} of 255"
             tiles.append(pictures.Tile(text, as_pixels(_AMPLIFY * difference[number])))
         elif any(differs):
             tiles.append(None)

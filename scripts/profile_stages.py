@@ -59,11 +59,11 @@ def main(arguments: list[str]) -> int:
     for name, rows in stages.items():
         print(conclude(name, rows))
     flags = (_WORK.batch_size, _WORK.crop, _WORK.image_size, _WORK.antialias, _WORK.dtype, _ORDER)
-    given = [f"--{flag.name}={str(flag.value).lower()}" for flag in flags if flag.present]
-    print(f"faster options: scripts/tune.py {shlex.join([*_FILES.as_arguments(), *given])}")
+    tune_flags = [f"--{flag.name}={str(flag.value).lower()}" for flag in flags if flag.present]
+    print(f"faster options: scripts/tune.py {shlex.join([*_FILES.as_arguments(), *tune_flags])}")
     report = {**about, "num_records": spec.records.num_records}
     report |= {"work": describe_work(spec.preprocess)}
-    report |= {one.name: one.value for one in (_WORK.batch_size, _ORDER, _SECONDS, _REPEATS)}
+    report |= {flag.name: flag.value for flag in (_WORK.batch_size, _ORDER, _SECONDS, _REPEATS)}
     report |= {"stages": stages}
     cli.write_json(_JSON, report)
     if _PLOT.value:
@@ -100,8 +100,10 @@ def summarize(windows: dict[str, list[dict]]) -> dict[str, dict]:
     reached = {"seconds": 0.0, "cpu": 0.0}
     before = [0.0] * len(next(iter(windows.values())))
     for stage, measured in windows.items():
-        seconds = [1000 / images_per_second(one) for one in measured]
-        cpu = [Window(**one["window"]).cpu_seconds_per_1000_images for one in measured]
+        seconds = [1000 / images_per_second(measurement) for measurement in measured]
+        cpu = [
+            Window(**measurement["window"]).cpu_seconds_per_1000_images for measurement in measured
+        ]
         differences = [now - then for now, then in zip(seconds, before, strict=True)]
         row: dict[str, Any] = {"images_per_second": 1000 / Stats.of(seconds).median}
         row["differences"] = vars(Stats.of(differences))

@@ -88,12 +88,12 @@ def main(arguments: list[str]) -> int:
     for part, backend in runs:
         verdicts[part][backend] = judge(part, samples[part][backend])
     print()
-    cli.print_table(_COLUMNS, [format_row(part, one, verdicts[part][one]) for part, one in runs])
+    cli.print_table(_COLUMNS, [format_row(part, name, verdicts[part][name]) for part, name in runs])
     report = {**about, "order": _ORDER.value, "verdicts": verdicts, "samples": samples}
     cli.write_json(_JSON, report)
     if _PLOT.value:
         plots.plot_soak(report, PARTS, path=_PLOT.value)
-    grown = [f"{one}, {PARTS[part]}" for part, one in runs if not verdicts[part][one]["passed"]]
+    grown = [f"{name}, {PARTS[part]}" for part, name in runs if not verdicts[part][name]["passed"]]
     if grown:
         raise InputError(f"grows beyond its bound: {'; '.join(grown)}.")
     return 0
@@ -119,7 +119,7 @@ def how_many(part: str) -> tuple[int, int]:
 
 def collect(part: str, backend: str, files: list[str]) -> list[Sample]:
     """Runs a part in a process of its own; returns its samples."""
-    numbers = [f"--{one.name}={one.value}" for one in (_IMAGES, _EVALUATIONS, _DATASETS, _ORDER)]
+    numbers = [f"--{flag.name}={flag.value}" for flag in (_IMAGES, _EVALUATIONS, _DATASETS, _ORDER)]
     words = [sys.executable, os.path.abspath(__file__), f"--part={part},{backend}"]
     what, total = f"{backend}, {PARTS[part]}", how_many(part)[1]
     one_arena = {"environment": {"MALLOC_ARENA_MAX": "1"}}
@@ -179,20 +179,23 @@ def judge(part: str, samples: list[Sample]) -> dict[str, Any]:
     warm = samples[int(_WARM * len(samples)) :]
     tenth = max(1, len(warm) // 10)
     (start, first), (end, last) = (
-        [statistics.median(one[field] for one in some) for field in (0, 1)]
-        for some in (warm[:tenth], warm[-tenth:])
+        [statistics.median(sample[field] for sample in span) for field in (0, 1)]
+        for span in (warm[:tenth], warm[-tenth:])
     )
     # Threads and descriptors come and go: growth is what every later state exceeds.
     early, late = warm[: max(1, len(warm) // 2)], warm[-tenth:]
     counts = {
-        name: (max(getattr(one, name) for one in early), min(getattr(one, name) for one in late))
+        name: (
+            max(getattr(sample, name) for sample in early),
+            min(getattr(sample, name) for sample in late),
+        )
         for name in ("threads", "descriptors")
     }
     change = (last - first) / (first if part == "stream" else end - start)
     grew = any(after > before for before, after in counts.values())
-    found = {"done": samples[-1].done, "warm_bytes": first, "last_bytes": last, "change": change}
+    growth = {"done": samples[-1].done, "warm_bytes": first, "last_bytes": last, "change": change}
     passed = change <= _BOUNDS[part] and not grew
-    return {**found, "bound": _BOUNDS[part], **counts, "passed": passed}
+    return {**growth, "bound": _BOUNDS[part], **counts, "passed": passed}
 
 
 def format_row(part: str, name: str, verdict: dict[str, Any]) -> tuple[str, ...]:

@@ -56,9 +56,15 @@ def main(arguments: list[str]) -> int:
         measurer.start()
         tuner = Tuner(measurer, status)
         default = tuner.find_fastest(defaults)
-        near = [one for one in defaults if tuner.best_rate(one) >= 0.7 * tuner.best_rate(default)]
+        near = [
+            candidate
+            for candidate in defaults
+            if tuner.best_rate(candidate) >= 0.7 * tuner.best_rate(default)
+        ]
         plainly = spec.preprocess.resizes_plainly
-        rivals = {rival for one in near for rival in list_rivals(one, cores, plainly=plainly)}
+        rivals = {
+            rival for candidate in near for rival in list_rivals(candidate, cores, plainly=plainly)
+        }
         winner = tuner.halve(sorted(rivals - {default}, key=repr))
         ratios = tuner.compare(winner, default)
     return report(tuner, winner, default, ratios, {**about, "replicas": replicas})
@@ -87,9 +93,9 @@ def list_rivals(default: Candidate, cores: int, *, plainly: bool) -> list[Candid
         reads_by_itself = on_gpu and default.order == "buffer"
         changes |= {"read_mode": ["plain"]} if reads_by_itself else {}
     values = ([getattr(options, name), *others] for name, others in changes.items())
-    combined = (dict(zip(changes, one, strict=True)) for one in itertools.product(*values))
+    combined = (dict(zip(changes, choice, strict=True)) for choice in itertools.product(*values))
     replace = dataclasses.replace
-    return [replace(default, options=replace(options, **one)) for one in combined]
+    return [replace(default, options=replace(options, **fields)) for fields in combined]
 
 
 def is_faster(ratios: list[float]) -> bool:
@@ -166,22 +172,24 @@ class Tuner:
                     break
                 scores[rival] = self.measure(rival, seconds)
             if len(scores) < len(rivals):  # the time is up: the best of what was measured longest
-                rivals = [one for one in rivals if one in self.rates] or rivals
-                return max(rivals, key=lambda one: Stats.of(self.rates.get(one, [0])).median)
-            rivals.sort(key=lambda one: -scores[one])
+                rivals = [candidate for candidate in rivals if candidate in self.rates] or rivals
+                return max(
+                    rivals, key=lambda candidate: Stats.of(self.rates.get(candidate, [0])).median
+                )
+            rivals.sort(key=lambda candidate: -scores[candidate])
             rivals, seconds = rivals[: len(rivals) // 2], 2 * seconds
         return rivals[0]
 
     def compare(self, rival: Candidate, default: Candidate) -> list[float]:
         """Measures a rival against the default, round by round; returns its ratios of images/s."""
-        least, most = _FINAL_ROUNDS
+        min_rounds, max_rounds = _FINAL_ROUNDS
         ratios: list[float] = []
-        for number in range(most):
+        for number in range(max_rounds):
             # With little time, it is exceeded by a quarter.
-            if self.left() < (-_SECONDS.value / 4 if number < least else 0):
+            if self.left() < (-_SECONDS.value / 4 if number < min_rounds else 0):
                 break
             turn = [default, rival][:: 1 if number % 2 else -1]
-            rates = {one: self.measure(one, 2 * _WINDOW) for one in turn}
+            rates = {candidate: self.measure(candidate, 2 * _WINDOW) for candidate in turn}
             if rates[rival] and rates[default]:
                 ratios.append(rates[rival] / rates[default])
         return ratios
@@ -194,26 +202,26 @@ def describe(candidate: Candidate) -> str:
 
 def format_rows(tuner: Tuner, verdicts: dict[Candidate, str]) -> list[tuple[str, ...]]:
     """Returns the lines of the table: what was compared, the ten fastest, what was refused."""
-    rates = {one: Stats.of(values) for one, values in tuner.rates.items()}
+    rates = {candidate: Stats.of(values) for candidate, values in tuner.rates.items()}
     base = rates[next(iter(verdicts))].median
-    by_rate = sorted(rates, key=lambda one: -rates[one].median)
+    by_rate = sorted(rates, key=lambda candidate: -rates[candidate].median)
     lines = []
-    for one in by_rate:
-        if one in verdicts or one in by_rate[:10]:
-            stats, windows = rates[one], str(len(tuner.rates[one]))
+    for candidate in by_rate:
+        if candidate in verdicts or candidate in by_rate[:10]:
+            stats, windows = rates[candidate], str(len(tuner.rates[candidate]))
             ratios = (f"{v / base:.2f}" for v in (stats.median, stats.minimum, stats.maximum))
-            verdict = verdicts.get(one, "")
-            lines.append((describe(one), f"{stats.median:,.0f}", *ratios, windows, verdict))
-    for one, reason in tuner.refused.items():
-        lines.append((describe(one), *("-",) * 5, f"refused: {reason.splitlines()[0]}"))
+            verdict = verdicts.get(candidate, "")
+            lines.append((describe(candidate), f"{stats.median:,.0f}", *ratios, windows, verdict))
+    for candidate, reason in tuner.refused.items():
+        lines.append((describe(candidate), *("-",) * 5, f"refused: {reason.splitlines()[0]}"))
     return lines
 
 
 def as_python(options: DaliOptions | TfDataOptions) -> str:
     """Returns the expression that makes `options`, to be pasted: without defaults."""
     fields = ((field, getattr(options, field.name)) for field in dataclasses.fields(options))
-    given = [f"{field.name}={value!r}" for field, value in fields if value != field.default]
-    return f"{type(options).__name__}({', '.join(given)})"
+    arguments = [f"{field.name}={value!r}" for field, value in fields if value != field.default]
+    return f"{type(options).__name__}({', '.join(arguments)})"
 
 
 def report(
@@ -245,8 +253,12 @@ def report(
     print(f"options   {as_python(chosen)}")
     if _JSON.value:
         about |= {"options": dataclasses.asdict(chosen)}
-        trials = [{**one.to_json(), "images_per_second": v} for one, v in tuner.rates.items()]
-        trials += [{**one.to_json(), "refused": text} for one, text in tuner.refused.items()]
+        trials = [
+            {**candidate.to_json(), "images_per_second": v} for candidate, v in tuner.rates.items()
+        ]
+        trials += [
+            {**candidate.to_json(), "refused": text} for candidate, text in tuner.refused.items()
+        ]
         cli.write_json(_JSON, {**about, "ratios": ratios, "trials": trials})
     return 0
 

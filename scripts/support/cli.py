@@ -53,19 +53,19 @@ def import_tensorflow() -> Any:
 def quiet_stderr() -> Iterator[None]:
     """Holds back what is written to file descriptor 2, also by C++; shows it if the body raises."""
     sys.stderr.flush()
-    kept = os.dup(2)
+    saved_stderr = os.dup(2)
     with tempfile.TemporaryFile() as held_back:
         os.dup2(held_back.fileno(), 2)
         try:
             yield
         except BaseException:
             held_back.seek(0)
-            os.write(kept, held_back.read())
+            os.write(saved_stderr, held_back.read())
             raise
         finally:
             sys.stderr.flush()
-            os.dup2(kept, 2)
-            os.close(kept)
+            os.dup2(saved_stderr, 2)
+            os.close(saved_stderr)
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

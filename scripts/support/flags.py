@@ -25,7 +25,7 @@ def backends_flag(flags: Flags) -> Any:
     return flags.list("backends", None, f"Of {names}; else all that work here.")
 
 
-def begin(given: list[str] | None) -> tuple[dict[str, Any], list[str]]:
+def begin(backends: list[str] | None) -> tuple[dict[str, Any], list[str]]:
     """Prints and returns what this machine is, and the backends to use: those given, or all it has.
 
     Raises:
@@ -34,22 +34,22 @@ def begin(given: list[str] | None) -> tuple[dict[str, Any], list[str]]:
     about = machine.describe()
     about["tensorflow_gpus"] = machine.count_gpus_of_tensorflow() if about["gpus"] else 0
     here = [name for name in BACKENDS if about["tensorflow_gpus"] or name != "dali_gpu"]
-    names = check_list("backends", given, here, " on this machine")
+    names = check_list("backends", backends, here, " on this machine")
     machine.print_lines(about)
     return about, names
 
 
-def check_list(name: str, given: list[str] | None, known: list[str], where: str = "") -> list[str]:
+def check_list(name: str, values: list[str] | None, known: list[str], where: str = "") -> list[str]:
     """Returns what a list flag names, each once; all that is known if it is not given.
 
     Raises:
       InputError: something unknown is named, or nothing.
     """
-    unknown = [one for one in given or [] if one not in known]
-    if unknown or given == []:
+    unknown = [value for value in values or [] if value not in known]
+    if unknown or values == []:
         got = ", ".join(unknown) or "none"
         raise dti.InputError(f"`{name}` must be of {', '.join(known)}{where}, got {got}.")
-    return list(dict.fromkeys(given or known))
+    return list(dict.fromkeys(values or known))
 
 
 def describe_work(preprocess: dti.Preprocess) -> str:
@@ -96,8 +96,8 @@ class FileFlags:
 
     def as_arguments(self) -> list[str]:
         """Returns these flags as arguments for a command that has them too."""
-        given = [f"--{flag.name}={flag.value}" for flag in self._all if flag.value]
-        return [*(f"--files={pattern}" for pattern in self.files.value), *given]
+        arguments = [f"--{flag.name}={flag.value}" for flag in self._all if flag.value]
+        return [*(f"--files={pattern}" for pattern in self.files.value), *arguments]
 
 
 class LabelFlags:

@@ -23,8 +23,8 @@ def read_names(path: str) -> list[str]:
 
 def find_names(file: str) -> list[str]:
     """Returns the names in labels.txt beside a TFRecord file; none if it is not there."""
-    found = find_label_file(file)
-    return [] if found is None else _parse(found, LABELS_NAME)
+    text = find_label_file(file)
+    return [] if text is None else _parse(text, LABELS_NAME)
 
 
 def find_label_file(file: str) -> bytes | None:

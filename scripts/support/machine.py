@@ -46,7 +46,9 @@ def print_lines(about: dict) -> None:
     """Prints what `describe` found, in two lines."""
     gpus = ", ".join(about["gpus"]) or "none"
     print(f"machine   {about['cpu']}, {about['cores']} cores; GPU: {gpus}")
-    print("software  " + ", ".join(f"{name} {one}" for name, one in about["versions"].items()))
+    print(
+        "software  " + ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    )
 
 
 def describe_in_a_line(about: dict) -> str:
@@ -59,8 +61,8 @@ def describe_in_a_line(about: dict) -> str:
 
 def _cpu_name() -> str:
     with open("/proc/cpuinfo", encoding="utf-8") as stream:
-        found = re.search(r"^model name\s*: (.+)$", stream.read(), re.MULTILINE)
-    return found[1] if found else platform.machine()
+        match = re.search(r"^model name\s*: (.+)$", stream.read(), re.MULTILINE)
+    return match[1] if match else platform.machine()
 
 
 def ask_driver(what: str) -> tuple[bool, str] | None:
@@ -87,8 +89,8 @@ def count_gpus_of_tensorflow() -> int:
     """
     code = "import tensorflow as tf; print('gpus', len(tf.config.list_physical_devices('GPU')))"
     output = _ask([sys.executable, "-c", code], "TensorFlow does not count its GPUs", "")[1]
-    found = re.search(r"^gpus (\d+)$", output, re.MULTILINE)
-    return int(found[1]) if found else 0
+    match = re.search(r"^gpus (\d+)$", output, re.MULTILINE)
+    return int(match[1]) if match else 0
 
 
 def _ask(words: list[str], what: str, why: str) -> tuple[int, str, str]:

@@ -22,11 +22,11 @@ def make_batches(
     from dali_tf_input.serving import denormalize
 
     for x, *others in dti.load(spec, options, batch_size=batch_size):
-        named = dict(x) if isinstance(x, dict) else {"image": x}
+        tensors = dict(x) if isinstance(x, dict) else {"image": x}
         if others and (spec.label or spec.mask):
             y = others[0]
-            named |= y if isinstance(y, dict) else {"label" if spec.label else "mask": y}
-        batch = {name: value.numpy() for name, value in named.items()}
+            tensors |= y if isinstance(y, dict) else {"label" if spec.label else "mask": y}
+        batch = {name: value.numpy() for name, value in tensors.items()}
         yield batch | {"image": denormalize(batch["image"], spec.preprocess)}
 
 
@@ -47,7 +47,8 @@ def name_label(label: Any, names: list[str]) -> str:
         return f"{label} {names[label]}" if known else str(label)
     if set(np.unique(label)) <= {0.0, 1.0}:
         classes = np.flatnonzero(label)[:6].tolist()
-        return ", ".join(names[one] if one < len(names) else str(one) for one in classes) or "none"
+        texts = (names[index] if index < len(names) else str(index) for index in classes)
+        return ", ".join(texts) or "none"
     return ", ".join(f"{value:.3g}" for value in label[:6])
 
 
@@ -71,16 +72,16 @@ def draw_sheet(
     down = max(1, -(-len(tiles) // across))
     size = (2.6 * across * min(2.0, max(0.5, aspect)), 2.9 * down + 0.4 * bool(title) + 0.5)
     figure, axes = plt.subplots(down, across, figsize=size, squeeze=False, layout="constrained")
-    for one in axes.flat:
-        one.set_axis_off()
-    for one, tile in zip(axes.flat, tiles, strict=False):
+    for ax in axes.flat:
+        ax.set_axis_off()
+    for ax, tile in zip(axes.flat, tiles, strict=False):
         if tile:
-            one.imshow(tile.pixels)
-            one.set_title(tile.title, fontsize=9)
+            ax.imshow(tile.pixels)
+            ax.set_title(tile.title, fontsize=9)
         if tile and tile.box:
             top, left, height, width = tile.box
             style = {"fill": False, "edgecolor": "#ff3b30", "linewidth": 2}
-            one.add_patch(plt.Rectangle((left - 0.5, top - 0.5), width, height, **style))
+            ax.add_patch(plt.Rectangle((left - 0.5, top - 0.5), width, height, **style))
     if title:
         figure.suptitle("\n".join(textwrap.wrap(title, 30 * across)), fontsize=10)
     figure.savefig(path, dpi=90)

@@ -21,9 +21,9 @@ def _figure(
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, panes, figsize=size, sharey=True, layout="constrained")
-    for one in figure.axes:
-        one.spines[["top", "right"]].set_visible(False)
-        one.set_axisbelow(True)
+    for ax in figure.axes:
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.set_axisbelow(True)
     figure.suptitle(title, fontsize=14, fontweight="bold")
     width = int(12 * figure.get_size_inches()[0])
     figure.supxlabel("\n".join(textwrap.wrap(note, width)), fontsize=8, color="#444444")
@@ -50,7 +50,7 @@ def plot_throughput(report: dict, *, path: str) -> None:
             speed = row["images_per_second"]
             middle = speed["median"]
             spread = [[middle - speed["minimum"]], [speed["maximum"] - middle]]
-            color = next((one for key, one in _COLORS.items() if name.startswith(key)), "gray")
+            color = next((value for key, value in _COLORS.items() if name.startswith(key)), "gray")
             pale = name.endswith(("_bare", "_by_hand", "_serial"))
             axes.barh(position, middle, color=color, alpha=0.45 if pale else 1.0)
             axes.errorbar(middle, position, xerr=spread, color="black", capsize=4, linewidth=1)
@@ -113,14 +113,17 @@ def plot_soak(report: dict, parts: dict[str, str], *, path: str) -> None:
     size = (4 * len(parts), 4.2)
     with _figure(path, "Memory over a long run", note, size, len(parts)) as (_, panes):
         samples = report["samples"]
-        most = max(one[1] for rows in samples.values() for some in rows.values() for one in some)
+        peak = max(
+            sample[1] for rows in samples.values() for run in rows.values() for sample in run
+        )
         for axes, (part, title) in zip(panes, parts.items(), strict=True):
-            for name, some in samples[part].items():
-                done, memory = [one[0] for one in some], [one[1] / 1e6 for one in some]
+            for name, run in samples[part].items():
+                done = [sample[0] for sample in run]
+                memory = [sample[1] / 1e6 for sample in run]
                 axes.plot(done, memory, color=_COLORS.get(name, "gray"), linewidth=1.6, label=name)
             axes.axvspan(0, 0.2 * max(done), color="#dddddd", alpha=0.6, linewidth=0)
             axes.set_xlim(0, max(done))
-            axes.set_ylim(0, 1.1 * most / 1e6)
+            axes.set_ylim(0, 1.1 * peak / 1e6)
             axes.set_xlabel(title)
             axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
             axes.grid(axis="y", alpha=0.3)

@@ -53,15 +53,15 @@ def _run_apart(work: Callable[[list], list], version: str, items: list) -> list:
     question = base64.b64encode(pickle.dumps((work, items))).decode()
     try:
         try:
-            found = _local.worker.ask(question, seconds=_LONGEST_CHUNK)
+            reply = _local.worker.ask(question, seconds=_LONGEST_CHUNK)
         except processes.WorkerDied:  # it waited for too long, perhaps
-            found = _local.worker.ask(question, seconds=_LONGEST_CHUNK)
+            reply = _local.worker.ask(question, seconds=_LONGEST_CHUNK)
     except processes.WorkerDied as error:
         raise InputError(f"At {_name(items)}, or soon after it: {error}") from error
-    made, problem = pickle.loads(base64.b64decode(found))
+    results, problem = pickle.loads(base64.b64decode(reply))
     if problem:
         raise InputError(problem)
-    return made
+    return results
 
 
 def _name(items: list) -> str:
@@ -73,10 +73,10 @@ def answer(question: str) -> str:
     """Does what `_run_apart` asks for, in the process that it starts."""
     signal.alarm(0)
     work, items = pickle.loads(base64.b64decode(question))
-    made: Any = ([], None)
+    reply: Any = ([], None)
     try:
-        made = (work(items), None)
+        reply = (work(items), None)
     except InputError as error:
-        made = ([], str(error))
+        reply = ([], str(error))
     signal.alarm(_KEPT_SECONDS)
-    return base64.b64encode(pickle.dumps(made)).decode()
+    return base64.b64encode(pickle.dumps(reply)).decode()

@@ -24,8 +24,8 @@ def inflate_files(source: str, folder: str) -> str:
     statuses, kinds = find_versions(source), {}
     files = [*statuses]
     for file in files:
-        named = name_content(_read_start(file, statuses[file]))
-        kinds[file] = named[0] if named and named[0] in ("GZIP file", "ZLIB file") else ""
+        content = name_content(_read_start(file, statuses[file]))
+        kinds[file] = content[0] if content and content[0] in ("GZIP file", "ZLIB file") else ""
     if not any(kinds.values()):
         return source
     plain = [file for file, kind in kinds.items() if not kind]

@@ -72,8 +72,8 @@ def make_records_of_records(
     else:
         data = [*map(unframe_record, read_parts(parts))]
     return [
-        _record_of_record(conversion, image_key, f"{part.url} at byte {part.start}", one)
-        for part, one in zip(parts, data, strict=True)
+        _record_of_record(conversion, image_key, f"{part.url} at byte {part.start}", record)
+        for part, record in zip(parts, data, strict=True)
     ]
 
 

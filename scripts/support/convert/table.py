@@ -39,8 +39,8 @@ def list_rows(table: str, catalog: str) -> tuple[list[str] | None, array.array]:
         for number, row in _read_rows(table):
             columns = columns or set(row)
             if set(row) != columns or "path" not in row or not {*row} <= {"path", *KEYS}:
-                held, known = ", ".join(map(str, row)), ", ".join(KEYS)
-                text = f"expected path and, as in the first row, any of {known}, found {held}"
+                got, known = ", ".join(map(str, row)), ", ".join(KEYS)
+                text = f"expected path and, as in the first row, any of {known}, found {got}"
                 raise InputError(f"{table}: row {number}: {text}.")
             features: dict[str, Any] = {}
             if "label" in row:
@@ -76,9 +76,9 @@ def _read_rows(table: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _numbers(where: str, row: dict[str, Any], column: str, kind: Callable[[Any], Any]) -> list[Any]:
-    held = row[column]
+    value = row[column]
     try:
-        return [kind(one) for one in (held.split() if isinstance(held, str) else held)]
+        return [kind(number) for number in (value.split() if isinstance(value, str) else value)]
     except (TypeError, ValueError) as error:
         what = "whole numbers" if kind is int else "numbers"
-        raise InputError(f"{where}: `{column}` must be {what}, got {held!r}.") from error
+        raise InputError(f"{where}: `{column}` must be {what}, got {value!r}.") from error

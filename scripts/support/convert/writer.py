@@ -131,13 +131,13 @@ def write_splits(
             raise InputError(f"{text}: ask for 1 to {count}.")
     check_folder(folder, overwrite=overwrite)
     with Staging(os.path.dirname(folder), "Name another folder.") as staging:
-        made = staging.path("set")
-        os.mkdir(made)
+        staged = staging.path("set")
+        os.mkdir(staged)
         num_chunks = sum(-(-len(split.items) // _CHUNK_ITEMS) for split in splits)
-        most = min(num_processes or len(os.sched_getaffinity(0)), num_chunks)
+        num_workers = min(num_processes or len(os.sched_getaffinity(0)), num_chunks)
         # Spawned: a process forked from one with threads may wait forever.
         context, written = multiprocessing.get_context("spawn"), Written()
-        pool = ProcessPoolExecutor(most, mp_context=context, initializer=_begin)
+        pool = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_begin)
 
         def submit(items: list[Any]) -> Result:
             if executor:
@@ -146,7 +146,9 @@ def write_splits(
 
         try:
             for split in splits:
-                _write_split(functools.partial(_in_order, submit, 4 * most), made, split, written)
+                _write_split(
+                    functools.partial(_in_order, submit, 4 * num_workers), staged, split, written
+                )
         except BrokenProcessPool as error:
             raise InputError(
                 "A process that reads images died: there may be too little memory, or an image may"
@@ -156,7 +158,7 @@ def write_splits(
             pool.shutdown(cancel_futures=True)
         if labels is not None:
             names = "".join(f"{name}\n" for name in labels)
-            with open(os.path.join(made, LABELS_NAME), "xb") as stream:
+            with open(os.path.join(staged, LABELS_NAME), "xb") as stream:
                 stream.write(names.encode(errors="surrogateescape"))
         _put_in_place(staging, folder)
     return written
@@ -217,7 +219,7 @@ def write_images(folder: str, images: Iterable[bytes], *, num_records: int, num_
     The label of a record is the number of its image.
     """
     numbered = enumerate(images)
-    examples = [{"image/encoded": one, "image/class/label": n} for n, one in numbered]
+    examples = [{"image/encoded": image, "image/class/label": n} for n, image in numbered]
     records = itertools.cycle([frame_record(encode_example(example)) for example in examples])
     os.makedirs(folder, exist_ok=True)
     for number in range(num_files):
@@ -268,13 +270,13 @@ def print_written(folder: str, written: Written, num_classes: int | None) -> Non
 
 
 def _in_order(
-    submit: Callable[[list[Any]], Result], most: int, items: Sequence[Any]
+    submit: Callable[[list[Any]], Result], max_ahead: int, items: Sequence[Any]
 ) -> Iterator[Record]:
-    """Yields the record of each item, in order, working `most` chunks ahead."""
+    """Yields the record of each item, in order, working `max_ahead` chunks ahead."""
     ahead: collections.deque[Result] = collections.deque()
     for start in range(0, len(items), _CHUNK_ITEMS):
         ahead.append(submit(items[start : start + _CHUNK_ITEMS]))
-        if len(ahead) >= most:
+        if len(ahead) >= max_ahead:
             yield from ahead.popleft()()
     while ahead:
         yield from ahead.popleft()()

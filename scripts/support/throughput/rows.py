@@ -68,7 +68,8 @@ def measure_rows(
         options = work.with_decode(ROWS[name].candidate.options)
         candidates[name] = dataclasses.replace(ROWS[name].candidate, options=options)
     flags = [*files.as_arguments(), *work.as_arguments(), *arguments]
-    return measure_in_turn({name: (one, flags) for name, one in candidates.items()}, **window)
+    rows = {name: (candidate, flags) for name, candidate in candidates.items()}
+    return measure_in_turn(rows, **window)
 
 
 def measure_in_turn(

@@ -89,8 +89,10 @@ class Pipelines:
                 return self._measure(candidate, **task)
         except tf.errors.OpError as error:
             spec = dataclasses.replace(self._spec, order=candidate.order)
-            given = {"batch_size": self._batch_size, "step": 0}
-            return {"error": str(explain(error, spec, candidate.options, **given) or error.message)}
+            context = {"batch_size": self._batch_size, "step": 0}
+            return {
+                "error": str(explain(error, spec, candidate.options, **context) or error.message)
+            }
         except (InputError, RuntimeError) as error:
             return {"error": str(error)}
 
@@ -107,13 +109,13 @@ class Pipelines:
             self._candidate = candidate
             # Fills the queues; tf.data's tuning settles.
             measure(self._batches, batch_size=size, seconds=seconds / 4, warmup_batches=4)
-        given = {"batch_size": size, "seconds": seconds, "warmup_batches": warmup_batches}
-        window = measure(self._batches, **given)
+        settings = {"batch_size": size, "seconds": seconds, "warmup_batches": warmup_batches}
+        window = measure(self._batches, **settings)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
-        found = {"first_batch_seconds": self._first_batch_seconds, "peak_memory_bytes": peak}
+        details = {"first_batch_seconds": self._first_batch_seconds, "peak_memory_bytes": peak}
         on_gpu = candidate.backend == "dali_gpu"
-        found["gpu_memory_bytes"] = machine.gpu_memory() if on_gpu else 0
-        return {"window": dataclasses.asdict(window), **found}
+        details["gpu_memory_bytes"] = machine.gpu_memory() if on_gpu else 0
+        return {"window": dataclasses.asdict(window), **details}
 
 
 def main(arguments: list[str]) -> None:

@@ -53,8 +53,8 @@ def train_model(
         print(f"validation  {held_out.records.num_records:,} records")
     train, is_chief = None, not by_loop or strategy.cluster_resolver.task_id == 0
     if by_loop:
-        given = {"batch_size": batch_size, "epochs": epochs, "resume": resume}
-        history = worker_loop.fit(strategy, model, spec, held_out, options, **given)
+        settings = {"batch_size": batch_size, "epochs": epochs, "resume": resume}
+        history = worker_loop.fit(strategy, model, spec, held_out, options, **settings)
     else:
         shared = {"strategy": strategy, "batch_size": batch_size}
         train = dti.load(spec, options or choose_options(), **shared)
@@ -63,8 +63,8 @@ def train_model(
         own = dti.TfDataOptions() if flags.service.value else train.options
         valid = dti.load(held_out, own, **shared) if held_out else None
         profile = flags.profile_input.value
-        given = {"validation": valid, "resume": resume, "profile": profile, "verbose": 2}
-        history = train.fit(model, epochs=epochs, **given).history
+        settings = {"validation": valid, "resume": resume, "profile": profile, "verbose": 2}
+        history = train.fit(model, epochs=epochs, **settings).history
     losses = history.get("loss", [])
     if losses:
         print(f"training loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} epochs")
