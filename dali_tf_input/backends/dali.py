@@ -204,9 +204,20 @@ def make_pipeline(
             batch_size=stream.batch_size,
             num_threads=options.num_threads or max(1, cores // shard.num_shards),
             device_id=device_id,
-            seed=stream.spec.seed * shard.num_shards + shard.shard_id,
+            seed=_find_seed(stream),
             prefetch_queue_depth=options.prefetch_queue_depth,
         )
+
+
+def _find_seed(stream: Stream) -> int | None:
+    """Returns the seed of DALI's own random numbers: of its reader, and of `auto_augment`.
+
+    A pipeline that starts anew for each epoch would augment each epoch alike: None draws a seed at
+    each start.
+    """
+    if stream.spec.preprocess.auto_augment and not stream.endless:
+        return None
+    return stream.spec.seed * stream.shard.num_shards + stream.shard.shard_id
 
 
 def define_serving_pipeline(

@@ -125,11 +125,18 @@ class EpochSteps:
 
         With global batches of g images, step s serves the slots [s * g, (s + 1) * g), and shard i
         serves the i-th part of them: what a step serves does not depend on the number of shards.
+        Of a shorter step the first parts have at most one image more than the last ones:
+        TensorFlow's convolutions on a CPU may fail on a batch of no images.
         """
-        steps = np.arange(start_step, self.per_epoch, dtype=np.int64)[:, None]
+        num_full_steps = self.num_records // (self.batch_size * self.num_shards)
+        steps = np.arange(start_step, num_full_steps, dtype=np.int64)[:, None]
         first = (steps * self.num_shards + shard_id) * self.batch_size
         slots = (first + np.arange(self.batch_size, dtype=np.int64)).ravel()
-        return slots[slots < self.num_records]
+        if not self.padded or start_step > num_full_steps:
+            return slots
+        done = num_full_steps * self.batch_size * self.num_shards
+        remainder = np.arange(done, self.num_records, dtype=np.int64)
+        return np.concatenate([slots, np.array_split(remainder, self.num_shards)[shard_id]])
 
 
 def shuffle(

@@ -71,7 +71,7 @@ class Preprocess:
         TrivialAugment's wide set (arXiv 2103.10158), one random operation at a random strength;
         "rand" is RandAugment (arXiv 1909.13719), two random operations at magnitude 9 of 30. The
         operations are DALI's `auto_aug` or Keras's layers; docs/preprocessing.md says how they
-        differ.
+        differ. On DALI they are a function of `seed` in `Input.fit` and with `endless` only.
     """
 
     image_size: tuple[Pixels, Pixels] = (224, 224)

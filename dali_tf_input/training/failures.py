@@ -102,7 +102,7 @@ def explain(
             problem = check.find_problem(record)
             if problem:
                 file, bad_record = _locate(spec, record, problem)
-                return BadRecordError(file, bad_record, _remedy(problem[0], command))
+                return BadRecordError(file, bad_record, _remedy(problem[0], spec, command))
     except (OSError, InputError) as problem:
         return InputError(
             f"The input failed, and its files cannot be checked: {problem} Restore what is missing,"
@@ -117,8 +117,9 @@ def explain(
     )
 
 
-def _remedy(reason: str, command: str) -> str:
-    if reason != "label range":
+def _remedy(reason: str, spec: InputSpec, command: str) -> str:
+    counts = isinstance(spec.label, ClassLabel) and spec.label.is_integer
+    if reason != "label range" or not counts:
         return f"Skip bad records: {command}"
     return (
         "Where labels count from 1, pass label=ClassLabel(offset=1) to the spec. Otherwise the"

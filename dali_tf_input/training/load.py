@@ -42,8 +42,9 @@ def load(
       spec: the batches to produce.
       options: how; its type is the choice of the backend. None is DALI on a GPU that TensorFlow
         sees, else tf.data; what was chosen is logged, and the result says it.
-      batch_size: images in a step over all replicas: a multiple of their number, and for training
-        at most the number of records.
+      batch_size: images in a step over all replicas: a multiple of their number, and at most the
+        number of records, except for evaluation on one replica. The last step of an evaluation
+        is divided evenly.
       strategy: None (or TensorFlow's default strategy), a OneDeviceStrategy, or a
         MirroredStrategy, which remains in TensorFlow's per-replica mode afterwards, also for other
         datasets. Several hosts use `make_dataset`.
@@ -69,7 +70,7 @@ def load(
     replica_batch_size(
         batch_size,
         num_replicas=num_replicas,
-        num_records=spec.records.num_records if spec.repeat else None,
+        num_records=spec.records.num_records if spec.repeat or num_replicas > 1 else None,
     )
     check(start_step >= 0, "start_step", "at least 0", start_step)
     devices = strategies.list_devices(strategy, options)

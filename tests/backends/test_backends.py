@@ -357,7 +357,7 @@ def test_a_process_that_ends_while_it_reads(tmp_path, options):
         records = dti.Records.from_files({str(tmp_path / "train-*-of-?????")!r})
         preprocess = dti.Preprocess.for_training(16)
         spec = dti.InputSpec(records=records, preprocess=preprocess, order="buffer", buffer_size=8)
-        iterator = iter(dti.make_dataset(spec, dti.{options!r}, batch_size=8))
+        iterator = iter(dti.make_dataset(spec, dti.{options!r}, batch_size=8, endless=True))
         for _ in range(30):
             next(iterator)
     """

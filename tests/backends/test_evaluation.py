@@ -63,7 +63,10 @@ def test_evaluate(datasets, options, num_replicas):
     elif num_replicas:
         strategy = tf.distribute.MirroredStrategy([f"CPU:{n}" for n in range(num_replicas)])
     model = make_classifier(strategy)
-    for num_records, batch_size, with_steps in ((1, 6, False), (7, 6, True), (23, 12, False)):
+    evaluations = [(7, 6, True), (23, 12, False)]
+    if num_replicas not in (2, 3):  # Keras adds up the first batches of replicas, which must match
+        evaluations.append((1, 6, False))
+    for num_records, batch_size, with_steps in evaluations:
         spec = evaluation_spec(datasets[num_records])
         evaluation = load(spec, options, strategy=strategy, batch_size=batch_size)
         assert evaluation.steps_per_epoch == -(-num_records // batch_size)

@@ -51,7 +51,7 @@ def service():
 
 def make(dataset, address, order="buffer"):
     spec = spec_of(dataset, order, SMALL)
-    return make_dataset(spec, TfDataOptions(service=address), batch_size=4)
+    return make_dataset(spec, TfDataOptions(service=address), batch_size=4, endless=True)
 
 
 @pytest.mark.slow
