@@ -10,7 +10,7 @@ import sysconfig
 
 import pytest
 from conftest import ROOT, jpeg
-from test_readme import EXAMPLES
+from test_readme import QUICKSTART
 
 WITHOUT_PLUGIN = """
 import sys
@@ -80,7 +80,7 @@ def test_wheel_in_another_folder(python, sample_folder, tmp_path):
             shutil.copy(file, tmp_path / "data/sample")
     (tmp_path / "photo.jpg").write_bytes(jpeg(120, 160))
     (tmp_path / "records").symlink_to("data/sample")
-    quickstart = EXAMPLES[0].replace("classes=6", "classes=8")  # as the sample has
+    quickstart = QUICKSTART.replace("classes=6", "classes=8")  # as the sample has
     index = execute(python, tmp_path, "-m", "dali_tf_input.index", "data/sample/*-of-*")
     assert "indexed" in index
     execute(python, tmp_path, "-c", quickstart)

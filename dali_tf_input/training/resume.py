@@ -229,7 +229,7 @@ class Resume:
             if lost == now["skipped"] - then["skipped"] > 0:
                 epoch, done = divmod(state.step, state.steps_per_epoch)
                 state.step = epoch * steps_per_epoch + min(done, steps_per_epoch - 1)
-                state.steps_per_epoch = steps_per_epoch
+                state.steps_per_epoch, state.fingerprint = steps_per_epoch, now
                 _logger.warning(
                     "The index skips %d more records than the saved state: resuming at step %d, in"
                     " a new order.",
