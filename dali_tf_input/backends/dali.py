@@ -212,8 +212,8 @@ def make_pipeline(
 def _find_seed(stream: Stream) -> int | None:
     """Returns the seed of DALI's own random numbers: of its reader, and of `auto_augment`.
 
-    A pipeline that starts anew for each epoch would augment each epoch alike: None draws a seed at
-    each start.
+    If a pipeline starts for each epoch, a fixed seed would augment all epochs alike. So it is None:
+    each start draws one.
     """
     if stream.spec.preprocess.auto_augment and not stream.endless:
         return None
