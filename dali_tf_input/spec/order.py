@@ -56,7 +56,7 @@ def check_step(batch_size: int, *, num_shards: int, num_records: int) -> None:
 
 @checked
 def replica_batch_size(batch_size: Count, *, num_replicas: int, num_records: int | None) -> int:
-    """Returns the batch size of each replica; `num_records` None is for evaluation.
+    """Returns the batch size of each replica; `num_records` None sets no limit.
 
     Raises:
       InputError: `batch_size` is below 1, larger than the data, above 65,536 on each replica, or

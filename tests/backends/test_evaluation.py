@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import TF_DATA, backends, spec_of, write_dataset
+from conftest import TF_DATA, backends, refused, spec_of, write_dataset
 from models import fit, make_model
 
 from dali_tf_input import ClassLabel, Preprocess, Shard
@@ -73,6 +73,21 @@ def test_evaluate(datasets, options, num_replicas):
         steps = evaluation.steps_per_epoch if with_steps else None  # the pass ends by itself
         found = model.evaluate(evaluation.dataset, steps=steps, verbose=0)
         np.testing.assert_allclose(found, plain_pass(datasets[num_records], model), rtol=2e-5)
+
+
+def test_replicas_need_a_full_step(datasets):
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    with refused("`batch_size` must be at most the number of records, 7, got 8"):
+        load(evaluation_spec(datasets[7]), TF_DATA, strategy=strategy, batch_size=8)
+    assert load(evaluation_spec(datasets[7]), TF_DATA, batch_size=8).steps_per_epoch == 1
+
+
+def test_a_remainder_is_divided_evenly(datasets):
+    strategy = tf.distribute.MirroredStrategy([f"CPU:{n}" for n in range(3)])
+    evaluation = load(evaluation_spec(datasets[23]), TF_DATA, strategy=strategy, batch_size=12)
+    *_, (_, labels) = evaluation
+    parts = [part.numpy().tolist() for part in strategy.experimental_local_results(labels)]
+    assert parts == [[12, 13, 14, 15], [16, 17, 18, 19], [20, 21, 22]]
 
 
 @backends
