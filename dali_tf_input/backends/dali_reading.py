@@ -61,7 +61,7 @@ def pack_records(stream: Stream) -> tf.data.Dataset:
 
 def _list_tail(spec: InputSpec) -> list[tuple[str, tuple[int, ...], str]]:
     """Returns name, shape and type of what follows an image; of stored pixels also their shape."""
-    tail = [(name, *one) for name, one in spec.outputs.items() if name != "image"]
+    tail = [(name, *output) for name, output in spec.outputs.items() if name != "image"]
     tail.append(("uniforms", (spec.preprocess.num_uniforms,), "float32"))
     return [*tail, *([("image", (3,), "int32")] if spec.records.stores_pixels else [])]
 

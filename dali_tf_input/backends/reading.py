@@ -181,8 +181,8 @@ def read_planned(stream: Stream, options: TfDataOptions) -> ReadEpoch:
         read = make_read(options, names, states, file_of, extents)
     mean_bytes = int(extents[:, 1].numpy().mean())
     parallel = options.num_parallel_reads
-    most = 2 * _CHUNK if records.is_remote else _CHUNK  # more of them wait, and are neighbors
-    chunk = int(np.clip(_CHUNK_BYTES // max(1, mean_bytes), 1, most))
+    max_chunk = 2 * _CHUNK if records.is_remote else _CHUNK  # more of them wait, and are neighbors
+    chunk = int(np.clip(_CHUNK_BYTES // max(1, mean_bytes), 1, max_chunk))
 
     def list_epoch(epoch: int, step: int, names: Any, states: Any, counts: Any) -> Any:
         check_states(names, states)
@@ -360,22 +360,22 @@ def hold_indexes(dataset: Records) -> list[str]:
     DALI reads them again for each iterator: one that is gone ends the process, and one that was
     cut would lose records without an error.
     """
-    held = _copy_indexes(dataset)
-    if not all(map(os.path.exists, held)):  # someone emptied the folder
+    copies = _copy_indexes(dataset)
+    if not all(map(os.path.exists, copies)):  # someone emptied the folder
         _copy_indexes.cache_clear()
-        held = _copy_indexes(dataset)
-    return held
+        copies = _copy_indexes(dataset)
+    return copies
 
 
 @functools.cache
 def _copy_indexes(dataset: Records) -> list[str]:
     staging = make_process_folder(private_folder())
-    held = [staging.path(f"{file}.idx") for file in range(len(dataset.files))]
-    for file, path in enumerate(held):
+    copies = [staging.path(f"{file}.idx") for file in range(len(dataset.files))]
+    for file, path in enumerate(copies):
         dataset.index(file)  # raises if it is no index: DALI would stop silently where it is not
         with open(path, "wb") as stream:
             stream.write(dataset.files[file].index_text())
-    return held
+    return copies
 
 
 def draw_uniforms(stream: Stream, key: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
