@@ -35,7 +35,7 @@ def python(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     shutil.copytree(ROOT / "dali_tf_input", source / "dali_tf_input")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]

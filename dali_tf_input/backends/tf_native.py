@@ -1,8 +1,9 @@
 """The operation of `native/`: resize, crop, mirror, normalize, cast, in one pass over an image."""
 
 import functools
-import importlib.util
 import logging
+import pathlib
+import shlex
 from typing import Any
 
 import tensorflow as tf
@@ -11,6 +12,8 @@ from dali_tf_input.errors import InputError
 from dali_tf_input.spec.crops import Region
 from dali_tf_input.spec.options import Kernel
 from dali_tf_input.spec.preprocess import Preprocess
+
+LIBRARY = pathlib.Path(__file__).with_name("libdali_tf_input.so.1")
 
 _logger = logging.getLogger("dali_tf_input")
 _KERNELS = {"nearest": 0, "bilinear": 1, "bicubic": 2}  # `Kernel` in native/resample.h
@@ -24,18 +27,23 @@ def load() -> Any:
     Raises:
       InputError: it was not compiled, or does not work with this TensorFlow.
     """
-    spec = importlib.util.find_spec("dali_tf_input.backends._native")
-    problem = "it was not compiled, as there was no C++ compiler"
-    if spec and spec.origin:
+    problem = f"{LIBRARY} is not there, so it was not compiled"
+    if LIBRARY.exists():
         try:
-            library = tf.load_op_library(spec.origin)
+            library = tf.load_op_library(str(LIBRARY))
             assert library.dali_tf_input_prepare
             return library
         except (AttributeError, tf.errors.OpError) as error:
-            problem = f"{spec.origin} does not work with TensorFlow {tf.__version__}: {error}"
+            problem = f"{LIBRARY} does not work with TensorFlow {tf.__version__}: {error}"
+    clone = LIBRARY.parents[2]
+    compile_it = "with g++ installed, `pip install --force-reinstall --no-deps .` in a clone"
+    if (clone / "pyproject.toml").exists():
+        compile_it = f"with g++ installed, `pip install --no-deps -e {shlex.quote(str(clone))}`"
+        if clone == pathlib.Path.cwd():  # which comes before installed packages
+            compile_it += ", or start the program in another folder to use an installed package"
     raise InputError(
-        f"kernel='native' cannot be used: {problem}. With g++ installed: pip install"
-        " --force-reinstall --no-deps . (in a clone); or use TfDataOptions(kernel='tensorflow')."
+        f"kernel='native' cannot be used: {problem}. To compile it: {compile_it}. Or use"
+        " TfDataOptions(kernel='tensorflow')."
     )
 
 

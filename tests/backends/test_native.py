@@ -5,7 +5,7 @@ import logging
 import re
 import shutil
 import subprocess
-from importlib.machinery import ModuleSpec
+import sys
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from test_parity import CROPS, RAW, by_tensorflow, draw
 from dali_tf_input import InputError, Preprocess, RandomCrop, TfDataOptions
 from dali_tf_input.backends import tf_native
 from dali_tf_input.backends.build import make_dataset
+from dali_tf_input.records.tfrecord import frame_record
 
 NATIVE = ROOT / "dali_tf_input/backends/native"
 # Of 255. TensorFlow's bicubic resize of whole images takes its weights from a table of 1024.
@@ -132,15 +133,16 @@ def test_a_dataset_by_each_kernel(dataset):
 def test_without_the_library(dataset, monkeypatch, caplog):
     """One line says so, and TensorFlow's operations do the work."""
     tf_native.load.cache_clear(), tf_native.uses_native.cache_clear()
-    monkeypatch.setattr(tf_native.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(tf_native, "LIBRARY", ROOT / "dali_tf_input/backends/no library")
     spec = spec_of(dataset, "global", Preprocess.for_training(24))
     try:
         with caplog.at_level(logging.WARNING):
             for _ in range(2):
                 take(make_dataset(spec, TF_DATA, batch_size=6), 1)
         (line,) = (one.message for one in caplog.records if "preprocess" in one.message)
-        assert re.search("TensorFlow's operations preprocess.* not compiled.* g\\+\\+ .* pip", line)
-        with refused("kernel='native' cannot be used: it was not compiled.*kernel='tensorflow'"):
+        assert re.search("TensorFlow's operations preprocess.* not compiled.* g\\+\\+ ", line)
+        assert f"pip install --no-deps -e {ROOT}`" in line
+        with refused("kernel='native' cannot be used: /.* not there.*kernel='tensorflow'"):
             make_dataset(spec, TfDataOptions(kernel="native"), batch_size=6)
     finally:
         tf_native.load.cache_clear(), tf_native.uses_native.cache_clear()
@@ -155,7 +157,7 @@ def compile_native(out, *flags):
 @pytest.mark.slow
 def test_a_library_of_another_tensorflow(tmp_path, monkeypatch):
     """A function that it needs is not there: named, and no crash."""
-    library, source = tmp_path / "_native.so", shutil.copy(NATIVE / "op.cc", tmp_path)
+    library, source = tmp_path / "other.so.1", shutil.copy(NATIVE / "op.cc", tmp_path)
     written = (NATIVE / "api.h").read_text()
     (tmp_path / "api.h").write_text(written.replace("F(TF_GetInput,", "F(TF_GetInputV9,"))
     assert (tmp_path / "api.h").read_text() != written
@@ -163,8 +165,7 @@ def test_a_library_of_another_tensorflow(tmp_path, monkeypatch):
     tf_native.load.cache_clear()
     try:
         with monkeypatch.context() as patch:
-            spec = ModuleSpec("_native", None, origin=str(library))
-            patch.setattr(tf_native.importlib.util, "find_spec", lambda _: spec)
+            patch.setattr(tf_native, "LIBRARY", library)
             with pytest.raises(InputError, match=f"{library} does not work with TensorFlow 2"):
                 tf_native.load()
     finally:
@@ -189,3 +190,35 @@ def test_no_access_out_of_bounds(tmp_path):
     assert process.returncode == 0, process.stdout + process.stderr
     done, refused_regions = map(int, re.findall(r"\d+", process.stdout))
     assert done > 2500 and refused_regions > 300
+
+
+@needs_compiler
+def test_an_exit_and_no_memory(tmp_path):
+    """Threads may read until the process is gone; without memory a call fails, and frees all."""
+    program, file = tmp_path / "mock", tmp_path / "record"
+    compile_native(program, "-O1", "-pthread", ROOT / "tests/backends/mock_native.cc")
+    file.write_bytes(frame_record(bytes(5000)))
+    for _ in range(40):
+        assert subprocess.run([program, "exit", file], timeout=60).returncode == 0
+    process = subprocess.run(
+        [program, "memory", file], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert all(int(failures) > 3 for failures in process.stdout.split())
+
+
+WALK = """
+import importlib, pkgutil
+import dali_tf_input.backends as package
+for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+    if "native" in module.name or "lib" in module.name:
+        importlib.import_module(module.name)
+from dali_tf_input.backends.tf_native import LIBRARY, uses_native
+assert not any("lib" in m.name for m in pkgutil.walk_packages(package.__path__)), LIBRARY
+print(uses_native("native"))
+"""
+
+
+def test_python_cannot_import_the_library():
+    """What imports all modules, as freezers do, would load it before TensorFlow."""
+    process = subprocess.run([sys.executable, "-c", WALK], capture_output=True, text=True)
+    assert process.stdout == "True\n", process.stderr

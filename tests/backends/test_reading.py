@@ -2,6 +2,7 @@
 
 import os
 import resource
+import shutil
 import subprocess
 import sys
 
@@ -67,7 +68,38 @@ def test_damage_is_named(tmp_path, kernel):
         os.utime(file, ns=(status.st_mtime_ns, status.st_mtime_ns))
         with pytest.raises(FAILURES, match=f"{file}.* byte {offset}"):
             read([0, 1])
-    assert read([0])[0] == whole[12:156]
+    file.write_bytes(whole)
+    os.utime(file, ns=(status.st_mtime_ns, status.st_mtime_ns))
+    assert read([0, 1])[1] == whole[172:316]
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_file_that_was_restored(tmp_path, is_replaced):
+    """A file that was damaged, or cut, while it was open is read again once it is as before."""
+    file, copy = tmp_path / "train", tmp_path / "copy"
+    write_records(file, [b"0" * 50] * 3)
+    read = make_reader([file], "native")
+    assert len(read([0, 1, 2])) == 3
+    shutil.copy2(file, copy)
+    os.truncate(file, 100)
+    with pytest.raises(FAILURES, match=f"{file}.*(truncated|changed)"):
+        read([2])
+    if is_replaced:
+        os.replace(copy, file)
+    else:
+        shutil.copy2(copy, file)
+    assert len(read([0, 1, 2])) == 3
+
+
+def test_what_is_no_file(tmp_path):
+    """Neither a FIFO, which blocks who opens it, nor a name that C would cut."""
+    for name, message in ((str(tmp_path / "fifo"), "not a regular file"), ("a\0b", "NUL byte")):
+        if "NUL" not in message:
+            os.mkfifo(name)
+        given = ([name], np.full((1, 2), -1), np.zeros(1, np.int32), np.array([(0, 66)], np.int64))
+        read = make_read(TfDataOptions(kernel="native"), *map(tf.constant, given))
+        with pytest.raises(FAILURES, match=message):
+            read(tf.constant([0], tf.int64))
 
 
 def test_checksums_are_optional(tmp_path):
@@ -99,7 +131,7 @@ def test_files_that_change(tmp_path, kernel, change, message):
     change(file)
     if "Permission" in message and os.geteuid() == 0:
         pytest.skip("root may read everything")
-    with pytest.raises(FAILURES, match=f"{file} {message}.* index it again"):
+    with pytest.raises(FAILURES, match=f"{file} {message}.*"):
         read([0])
 
 
@@ -134,14 +166,17 @@ def test_more_files_than_may_be_open(tmp_path):
     files = [tmp_path / f"train-{number:03}" for number in range(100)]
     for number, file in enumerate(files):
         write_records(file, [b"%d" % number] * 3)
-    read = make_reader(files, "native")
+    read, unread = make_reader(files[1:], "native"), make_reader(files[:1], "native")
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken = max(map(int, os.listdir("/proc/self/fd")))
     resource.setrlimit(resource.RLIMIT_NOFILE, (taken + 40, before[1]))
     try:
         for _ in range(2):
-            read_all = read(np.random.default_rng(0).permutation(300))
-            assert sorted(map(int, read_all)) == sorted([*range(100)] * 3)
+            read_all = read(np.random.default_rng(0).permutation(297))
+            assert sorted(map(int, read_all)) == sorted([*range(1, 100)] * 3)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+        with pytest.raises(tf.errors.ResourceExhaustedError, match=r"Too many open.*ulimit -n"):
+            unread([0])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 

@@ -4,6 +4,8 @@
 #include "read.h"
 #include "resample.h"
 
+#include <algorithm>
+#include <new>
 #include <vector>
 
 namespace {
@@ -14,29 +16,64 @@ using dali_tf_input::Work;
 constexpr int kTypes[] = {1, 19, 14, 4};  // TF_DataType by `Output`: TF_FLOAT, TF_HALF, TF_BFLOAT16, TF_UINT8
 constexpr int kSizes[] = {4, 2, 2, 1};    // bytes
 constexpr int kString = 7;                // TF_STRING
-constexpr int kInvalidArgument = 3, kDataLoss = 15;  // TF_Code
 
-void GetInputs(TF_OpKernelContext* context, TF_Tensor** inputs, int count, TF_Status* status) {
-  for (int number = 0; number < count && !TF_GetCode(status); ++number) {
-    TF_GetInput(context, number, &inputs[number], status);
-  }
-}
+using dali_tf_input::Problem;
 
-void Finish(TF_OpKernelContext* context, TF_Tensor** inputs, int count, TF_Status* status) {
-  if (TF_GetCode(status)) TF_OpKernelContext_Failure(context, status);
-  for (int number = 0; number < count; ++number) {
-    if (inputs[number]) TF_DeleteTensor(inputs[number]);
+// The status and the inputs of a call, and its output; freed at the end, which reports the status.
+class Call {
+ public:
+  Call(TF_OpKernelContext* context, int count) : context_(context), count_(count), status(TF_NewStatus()) {
+    for (int number = 0; number < count && ok(); ++number) TF_GetInput(context, number, &inputs[number], status);
   }
-  TF_DeleteStatus(status);
-}
+
+  ~Call() {
+    if (!ok()) TF_OpKernelContext_Failure(context_, status);
+    for (int number = 0; number < count_; ++number) {
+      if (inputs[number]) TF_DeleteTensor(inputs[number]);
+    }
+    if (output_) TF_DeleteTensor(output_);
+    TF_DeleteStatus(status);
+  }
+
+  bool ok() const { return TF_GetCode(status) == 0; }
+
+  // Returns the output's memory; null, with the status set, if there is none.
+  void* Allocate(int type, const int64_t* shape, int dims, size_t bytes) {
+    output_ = TF_AllocateOutput(context_, 0, type, shape, dims, bytes, status);
+    return ok() ? TF_TensorData(output_) : nullptr;
+  }
+
+  // Does the work. An exception must not reach TensorFlow's C code: it would end the process.
+  template <typename Work>
+  void Run(Work work) {
+    if (!ok()) return;
+    try {
+      work();
+    } catch (const std::bad_alloc&) {
+      TF_SetStatus(status, dali_tf_input::kResourceExhausted, "dali_tf_input: there is no memory for this image or record.");
+    } catch (const std::exception& error) {
+      TF_SetStatus(status, dali_tf_input::kUnavailable, error.what());
+    }
+  }
+
+ private:
+  TF_OpKernelContext* context_;
+  int count_;
+  TF_Tensor* output_ = nullptr;
+
+ public:
+  TF_Status* status;
+  TF_Tensor* inputs[5] = {};
+};
 
 void* CreatePrepare(TF_OpKernelConstruction* context) {
-  Work* work = new Work;
+  Work* work = new (std::nothrow) Work;
   TF_Status* status = TF_NewStatus();
   int64_t height = 0, width = 0, kernel = 0;
   unsigned char antialias = 0, clip = 0, chw = 0;
   int type = 0;
-  TF_OpKernelConstruction_GetAttrInt64(context, "height", &height, status);
+  if (!work) TF_SetStatus(status, dali_tf_input::kResourceExhausted, "dali_tf_input: there is no memory.");
+  if (!TF_GetCode(status)) TF_OpKernelConstruction_GetAttrInt64(context, "height", &height, status);
   if (!TF_GetCode(status)) TF_OpKernelConstruction_GetAttrInt64(context, "width", &width, status);
   if (!TF_GetCode(status)) TF_OpKernelConstruction_GetAttrInt64(context, "kernel", &kernel, status);
   if (!TF_GetCode(status)) TF_OpKernelConstruction_GetAttrBool(context, "antialias", &antialias, status);
@@ -46,15 +83,19 @@ void* CreatePrepare(TF_OpKernelConstruction* context) {
   if (!TF_GetCode(status)) TF_OpKernelConstruction_GetAttrFloatList(context, "mean", work->mean, 3, status);
   if (!TF_GetCode(status)) TF_OpKernelConstruction_GetAttrFloatList(context, "scale", work->scale, 3, status);
   if (!TF_GetCode(status) && (height < 1 || width < 1 || height > 65535 || width > 65535 || kernel < 0 || kernel > 3)) {
-    TF_SetStatus(status, kInvalidArgument, "height and width must be in [1, 65535], kernel in [0, 3]");
+    const char* text = "height and width must be in [1, 65535], kernel in [0, 3]";
+    TF_SetStatus(status, dali_tf_input::kInvalidArgument, text);
   }
-  work->height = static_cast<int>(height), work->width = static_cast<int>(width);
-  work->kernel = static_cast<dali_tf_input::Kernel>(kernel);
-  work->antialias = antialias, work->clip = clip, work->chw = chw;
-  for (int output = 0; output < 4; ++output) {
-    if (kTypes[output] == type) work->output = static_cast<dali_tf_input::Output>(output);
+  if (TF_GetCode(status)) {
+    TF_OpKernelConstruction_Failure(context, status);
+  } else {
+    work->height = static_cast<int>(height), work->width = static_cast<int>(width);
+    work->kernel = static_cast<dali_tf_input::Kernel>(kernel);
+    work->antialias = antialias, work->clip = clip, work->chw = chw;
+    for (int output = 0; output < 4; ++output) {
+      if (kTypes[output] == type) work->output = static_cast<dali_tf_input::Output>(output);
+    }
   }
-  if (TF_GetCode(status)) TF_OpKernelConstruction_Failure(context, status);
   TF_DeleteStatus(status);
   return work;
 }
@@ -64,12 +105,11 @@ void DeletePrepare(void* work) { delete static_cast<Work*>(work); }
 // Its inputs: image, region (start, then extent, each y, x), whether it is mirrored.
 void ComputePrepare(void* kernel, TF_OpKernelContext* context) {
   const Work& work = *static_cast<Work*>(kernel);
-  TF_Status* status = TF_NewStatus();
-  TF_Tensor* inputs[3] = {};
-  GetInputs(context, inputs, 3, status);
-  const char* wrong = nullptr;
-  Image image;
-  if (!TF_GetCode(status)) {
+  Call call(context, 3);
+  call.Run([&] {
+    TF_Tensor** inputs = call.inputs;
+    const char* wrong = nullptr;
+    Image image;
     if (TF_NumDims(inputs[0]) != 3 || TF_Dim(inputs[0], 2) != 3) {
       wrong = "the image must be of shape (height, width, 3)";
     } else if (TF_TensorElementCount(inputs[1]) != 4 || TF_TensorElementCount(inputs[2]) != 1) {
@@ -82,21 +122,17 @@ void ComputePrepare(void* kernel, TF_OpKernelContext* context) {
       image.mirror = *static_cast<const bool*>(TF_TensorData(inputs[2]));
       wrong = dali_tf_input::Check(work, image);
     }
-  }
-  if (wrong) TF_SetStatus(status, kInvalidArgument, wrong);
-  if (!TF_GetCode(status)) {
+    if (wrong) return TF_SetStatus(call.status, dali_tf_input::kInvalidArgument, wrong);
     int64_t shape[3] = {work.height, work.width, 3};
     if (work.chw) shape[0] = 3, shape[1] = work.height, shape[2] = work.width;
     const size_t bytes = static_cast<size_t>(3) * work.height * work.width * kSizes[work.output];
-    TF_Tensor* out = TF_AllocateOutput(context, 0, kTypes[work.output], shape, 3, bytes, status);
-    if (!TF_GetCode(status)) dali_tf_input::Prepare(work, image, TF_TensorData(out));
-    if (out) TF_DeleteTensor(out);
-  }
-  Finish(context, inputs, 3, status);
+    if (void* out = call.Allocate(kTypes[work.output], shape, 3, bytes)) dali_tf_input::Prepare(work, image, out);
+  });
 }
 
+// Never destroyed: threads may still read when the process exits.
 dali_tf_input::Files& OpenFiles() {
-  static dali_tf_input::Files files;
+  static auto& files = *new dali_tf_input::Files;
   return files;
 }
 
@@ -108,16 +144,14 @@ void* CreateRead(TF_OpKernelConstruction* context) {
   if (TF_GetCode(status)) TF_OpKernelConstruction_Failure(context, status);
   TF_DeleteStatus(status);
   OpenFiles().AddReader();
-  return new bool(check_crc);
+  static bool kernels[] = {false, true};
+  return &kernels[check_crc != 0];
 }
 
-void DeleteRead(void* kernel) {
-  OpenFiles().RemoveReader();
-  delete static_cast<bool*>(kernel);
-}
+void DeleteRead(void*) { OpenFiles().RemoveReader(); }
 
 // The records of some files, and the reader of them. What is wrong is said in the words of `reading.check_states` and
-// `index.tfrecord`.
+// `records.tfrecord`.
 struct Records {
   const char* names;  // TF_TString each
   size_t name_size;
@@ -127,48 +161,65 @@ struct Records {
   const int64_t* extents;
   int64_t num_records;
 
-  // Returns "" or what is wrong; sets where a record is.
-  std::string Find(int64_t number, std::string* name, std::shared_ptr<dali_tf_input::File>* file) const {
+  // Opens the file of a record, and checks that the record is within it.
+  Problem Find(int64_t number, std::string* name, std::shared_ptr<dali_tf_input::File>* file) const {
     const int64_t of = number >= 0 && number < num_records ? file_of[number] : -1;
     if (of < 0 || of >= num_files || extents[2 * number] < 0 || extents[2 * number + 1] < dali_tf_input::kAround) {
-      return "no such record: " + std::to_string(number);
+      return {dali_tf_input::kInvalidArgument, "no such record: " + std::to_string(number)};
     }
     const auto* given = reinterpret_cast<const TF_TString*>(names + name_size * static_cast<size_t>(of));
     name->assign(TF_StringGetDataPointer(given), TF_StringGetSize(given));
-    const int64_t size = states[2 * of], mtime = states[2 * of + 1];
-    *file = OpenFiles().Open(*name, size, mtime);
-    if (!*file) return *name + " cannot be read: " + std::strerror(errno) + ": index it again.";
-    if (size < 0 || ((*file)->size == size && (*file)->mtime == mtime)) return "";
-    return *name + " changed since it was indexed (then " + std::to_string(size) + " bytes, now " +
-           std::to_string((*file)->size) + "): index it again.";
+    Problem problem = OpenFiles().Open(*name, states[2 * of], states[2 * of + 1], file);
+    if (!problem.text.empty()) return problem;
+    return dali_tf_input::CheckExtent(**file, *name, extents[2 * number], extents[2 * number + 1]);
   }
 
-  std::string Read(const int64_t* numbers, int64_t count, bool check_crc, char* records) const {
-    static const dali_tf_input::Crc crc;
-    std::string name;
-    std::shared_ptr<dali_tf_input::File> file;
-    std::vector<uint8_t> bytes;
-    for (const bool ahead : {true, false}) {
-      for (int64_t place = 0; place < count; ++place) {
-        std::string wrong = Find(numbers[place], &name, &file);
-        if (!wrong.empty()) return wrong;
-        const int64_t offset = extents[2 * numbers[place]], size = extents[2 * numbers[place] + 1];
-        if (!dali_tf_input::Holds(*file, offset, size)) {
-          return name + ": truncated record at byte " + std::to_string(offset) + ". Index the file again.";
-        }
-        if (ahead) {
-          posix_fadvise(file->descriptor, offset, size, POSIX_FADV_WILLNEED);
-          continue;
-        }
-        if (bytes.size() < static_cast<size_t>(size)) bytes.resize(static_cast<size_t>(size));
-        wrong = dali_tf_input::ReadRecord(*file, name, offset, size, check_crc ? &crc : nullptr, bytes.data());
-        if (!wrong.empty()) return wrong;
-        TF_StringCopy(reinterpret_cast<TF_TString*>(records + name_size * static_cast<size_t>(place)),
-                      reinterpret_cast<const char*>(bytes.data()) + dali_tf_input::kHeader,
-                      static_cast<size_t>(size - dali_tf_input::kAround));
-      }
+  // Reads records into TF_TStrings, a few at a time: their files are held open.
+  Problem Read(const int64_t* numbers, int64_t count, bool check_crc, char* records) const {
+    constexpr int64_t kAtOnce = 32;
+    Problem problem;
+    for (int64_t start = 0; start < count && problem.text.empty(); start += kAtOnce) {
+      const int64_t few = std::min(kAtOnce, count - start);
+      problem = ReadFew(numbers + start, few, check_crc, records + name_size * static_cast<size_t>(start));
     }
-    return "";
+    return problem;
+  }
+
+  Problem ReadFew(const int64_t* numbers, int64_t count, bool check_crc, char* records) const {
+    static const auto& crc = *new dali_tf_input::Crc;
+    std::vector<std::string> paths(static_cast<size_t>(count));
+    std::vector<std::shared_ptr<dali_tf_input::File>> files(static_cast<size_t>(count));
+    std::vector<uint8_t> bytes;
+    for (int64_t place = 0; place < count; ++place) {
+      Problem problem = Find(numbers[place], &paths[place], &files[place]);
+      if (!problem.text.empty() && files[place]) {  // it may have been cut, and restored since
+        OpenFiles().Forget(paths[place], files[place]);
+        problem = Find(numbers[place], &paths[place], &files[place]);
+      }
+      if (!problem.text.empty()) return problem;
+      const int64_t* extent = extents + 2 * numbers[place];
+      posix_fadvise(files[place]->descriptor, extent[0], extent[1], POSIX_FADV_WILLNEED);
+    }
+    for (int64_t place = 0; place < count; ++place) {
+      std::string& path = paths[place];
+      std::shared_ptr<dali_tf_input::File>& file = files[place];
+      const int64_t offset = extents[2 * numbers[place]], size = extents[2 * numbers[place] + 1];
+      if (bytes.size() < static_cast<size_t>(size)) bytes.resize(static_cast<size_t>(size));
+      const auto read = [&] {
+        return dali_tf_input::ReadRecord(*file, path, offset, size, check_crc ? &crc : nullptr, bytes.data());
+      };
+      Problem problem = read();
+      if (!problem.text.empty()) {
+        OpenFiles().Forget(path, file);
+        problem = Find(numbers[place], &path, &file);
+        if (problem.text.empty()) problem = read();
+      }
+      if (!problem.text.empty()) return problem;
+      TF_StringCopy(reinterpret_cast<TF_TString*>(records + name_size * static_cast<size_t>(place)),
+                    reinterpret_cast<const char*>(bytes.data()) + dali_tf_input::kHeader,
+                    static_cast<size_t>(size - dali_tf_input::kAround));
+    }
+    return {};
   }
 };
 
@@ -176,34 +227,28 @@ struct Records {
 // int64 (f, 2); the file of each record, int32 (n,); offset and size of each in bytes, int64 (n, 2); the numbers of the
 // records to read, int64 (k,).
 void ComputeRead(void* kernel, TF_OpKernelContext* context) {
-  TF_Status* status = TF_NewStatus();
-  TF_Tensor* inputs[5] = {};
-  GetInputs(context, inputs, 5, status);
-  if (!TF_GetCode(status)) {
-    Records held;
-    held.num_files = TF_TensorElementCount(inputs[0]), held.num_records = TF_TensorElementCount(inputs[2]);
+  Call call(context, 5);
+  call.Run([&] {
+    TF_Tensor** inputs = call.inputs;
+    Records records;
+    records.num_files = TF_TensorElementCount(inputs[0]), records.num_records = TF_TensorElementCount(inputs[2]);
     const int64_t count = TF_TensorElementCount(inputs[4]);
-    if (held.num_files < 1 || TF_TensorElementCount(inputs[1]) != 2 * held.num_files ||
-        TF_TensorElementCount(inputs[3]) != 2 * held.num_records) {
-      TF_SetStatus(status, kInvalidArgument, "a state for each file and an extent for each record are needed");
-    } else {
-      held.names = static_cast<const char*>(TF_TensorData(inputs[0]));
-      held.name_size = TF_TensorByteSize(inputs[0]) / static_cast<size_t>(held.num_files);
-      held.states = static_cast<const int64_t*>(TF_TensorData(inputs[1]));
-      held.file_of = static_cast<const int32_t*>(TF_TensorData(inputs[2]));
-      held.extents = static_cast<const int64_t*>(TF_TensorData(inputs[3]));
-      const size_t bytes = held.name_size * static_cast<size_t>(count);
-      TF_Tensor* out = TF_AllocateOutput(context, 0, kString, &count, 1, bytes, status);
-      if (!TF_GetCode(status)) {
-        const auto* numbers = static_cast<const int64_t*>(TF_TensorData(inputs[4]));
-        const bool check_crc = *static_cast<bool*>(kernel);
-        const std::string wrong = held.Read(numbers, count, check_crc, static_cast<char*>(TF_TensorData(out)));
-        if (!wrong.empty()) TF_SetStatus(status, kDataLoss, wrong.c_str());
-      }
-      if (out) TF_DeleteTensor(out);
+    if (records.num_files < 1 || TF_TensorElementCount(inputs[1]) != 2 * records.num_files ||
+        TF_TensorElementCount(inputs[3]) != 2 * records.num_records) {
+      const char* text = "a state for each file and an extent for each record are needed";
+      return TF_SetStatus(call.status, dali_tf_input::kInvalidArgument, text);
     }
-  }
-  Finish(context, inputs, 5, status);
+    records.names = static_cast<const char*>(TF_TensorData(inputs[0]));
+    records.name_size = TF_TensorByteSize(inputs[0]) / static_cast<size_t>(records.num_files);
+    records.states = static_cast<const int64_t*>(TF_TensorData(inputs[1]));
+    records.file_of = static_cast<const int32_t*>(TF_TensorData(inputs[2]));
+    records.extents = static_cast<const int64_t*>(TF_TensorData(inputs[3]));
+    void* out = call.Allocate(kString, &count, 1, records.name_size * static_cast<size_t>(count));
+    if (!out) return;
+    const auto* numbers = static_cast<const int64_t*>(TF_TensorData(inputs[4]));
+    const Problem problem = records.Read(numbers, count, *static_cast<bool*>(kernel), static_cast<char*>(out));
+    if (!problem.text.empty()) TF_SetStatus(call.status, problem.code, problem.text.c_str());
+  });
 }
 
 void SetUnknownShape(TF_ShapeInferenceContext* context, TF_Status* status) {

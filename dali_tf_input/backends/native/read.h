@@ -106,6 +106,40 @@ class Crc {
 
 inline uint32_t Masked(uint32_t crc) { return (crc >> 15 | crc << 17) + 0xA282EAD8u; }
 
+// What is wrong, and the TF_Code that says so; nothing if the text is empty.
+struct Problem {
+  int code = 0;
+  std::string text;
+};
+
+// Values of TF_Code.
+constexpr int kInvalidArgument = 3, kNotFound = 5, kPermissionDenied = 7, kResourceExhausted = 8, kFailedPrecondition = 9,
+              kUnavailable = 14, kDataLoss = 15;
+
+// Returns what a system call reported about a file. Only a file that is gone or replaced needs another index.
+inline Problem SystemProblem(const std::string& name, int error) {
+  const std::string text = name + " cannot be read: " + std::strerror(error);
+  switch (error) {
+    case EMFILE:
+    case ENFILE:
+      return {kResourceExhausted, text + ": raise the limit of open files (ulimit -n)."};
+    case ENOMEM:
+      return {kResourceExhausted, text + "."};
+    case EACCES:
+    case EPERM:
+      return {kPermissionDenied, text + "."};
+    case ENOENT:
+    case ENOTDIR:
+      return {kNotFound, text + ": index it again."};
+    default:
+      return {kUnavailable, text + "."};
+  }
+}
+
+inline Problem BadRecord(const std::string& name, const char* what, int64_t offset) {
+  return {kDataLoss, name + ": " + what + " record at byte " + std::to_string(offset) + ". Index the file again."};
+}
+
 // A file that is open, and what it was when it was opened.
 struct File {
   int descriptor;
@@ -134,83 +168,102 @@ class Files {
     if (--readers_ == 0) open_.clear();
   }
 
-  // Returns null and sets `errno` if the file cannot be opened. A file that changed since it was opened is what it was.
-  std::shared_ptr<File> Open(const std::string& name, int64_t size, int64_t mtime) {
+  // Opens a file, or takes it as it was when it was opened. Its size and time are those of the index, or -1.
+  Problem Open(const std::string& name, int64_t size, int64_t mtime, std::shared_ptr<File>* file) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      auto found = open_.find(name);
-      if (found != open_.end()) {
-        const File& file = *found->second.first;
-        if (size < 0 || (file.size == size && file.mtime == mtime)) {
-          found->second.second = ++time_;
-          return found->second.first;
+      auto entry = open_.find(name);
+      if (entry != open_.end()) {
+        const File& known = *entry->second.file;
+        if (size < 0 || (known.size == size && known.mtime == mtime)) {
+          entry->second.used = ++time_;
+          *file = entry->second.file;
+          return {};
         }
-        open_.erase(found);  // it may have been replaced
+        open_.erase(entry);  // it may have been replaced
       }
     }
+    if (name.find('\0') != std::string::npos) return {kInvalidArgument, "the name of a file holds a NUL byte"};
     int descriptor = -1;
-    while ((descriptor = open(name.c_str(), O_RDONLY | O_CLOEXEC)) < 0) {
-      if (errno == EINTR) continue;
+    while ((descriptor = open(name.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)) < 0) {  // a FIFO would block
+      const int error = errno;
+      if (error == EINTR) continue;
       std::lock_guard<std::mutex> lock(mutex_);
-      if (errno != EMFILE || !Drop()) return nullptr;
+      if (error != EMFILE || !Drop()) return SystemProblem(name, error);
     }
+    *file = std::make_shared<File>(descriptor, 0, 0);
     struct stat status;
-    if (fstat(descriptor, &status) != 0) {
-      const int problem = errno;
-      close(descriptor);
-      errno = problem;
-      return nullptr;
+    if (fstat(descriptor, &status) != 0) return SystemProblem(name, errno);
+    if (!S_ISREG(status.st_mode)) return {kFailedPrecondition, name + " is not a regular file: index it again."};
+    (*file)->size = status.st_size;
+    (*file)->mtime = status.st_mtim.tv_sec * int64_t{1000000000} + status.st_mtim.tv_nsec;
+    if (size >= 0 && ((*file)->size != size || (*file)->mtime != mtime)) {
+      return {kFailedPrecondition, name + " changed since it was indexed (then " + std::to_string(size) + " bytes, now " +
+                                       std::to_string((*file)->size) + "): index it again."};
     }
-    const int64_t now = status.st_mtim.tv_sec * int64_t{1000000000} + status.st_mtim.tv_nsec;
-    auto file = std::make_shared<File>(descriptor, status.st_size, now);
     std::lock_guard<std::mutex> lock(mutex_);
     while (open_.size() >= most_ && Drop()) continue;
-    open_[name] = {file, ++time_};
-    return file;
+    open_[name] = {*file, ++time_};
+    return {};
+  }
+
+  // Has the next `Open` open the file anew, unless another thread has done so.
+  void Forget(const std::string& name, const std::shared_ptr<File>& file) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto entry = open_.find(name);
+    if (entry != open_.end() && entry->second.file == file) open_.erase(entry);
   }
 
  private:
+  struct Entry {
+    std::shared_ptr<File> file;
+    int64_t used;
+  };
+
   // Drops the file that was used least recently; returns whether there was one.
   bool Drop() {
     if (open_.empty()) return false;
     auto oldest = open_.begin();
-    for (auto one = open_.begin(); one != open_.end(); ++one) {
-      if (one->second.second < oldest->second.second) oldest = one;
+    for (auto entry = open_.begin(); entry != open_.end(); ++entry) {
+      if (entry->second.used < oldest->second.used) oldest = entry;
     }
     open_.erase(oldest);
     return true;
   }
 
   std::mutex mutex_;
-  std::unordered_map<std::string, std::pair<std::shared_ptr<File>, int64_t>> open_;
+  std::unordered_map<std::string, Entry> open_;
   size_t most_ = 1024;
   int64_t time_ = 0;
   int readers_ = 0;
 };
 
-// Returns whether an extent is within a file as it is now; a wrong index must not ask for any amount of memory.
-inline bool Holds(const File& file, int64_t offset, int64_t size) {
+// Checks that an extent is within a file as it is now: a wrong index must not ask for any amount of memory.
+inline Problem CheckExtent(const File& file, const std::string& name, int64_t offset, int64_t size) {
   struct stat status;
-  return (size <= file.size && offset <= file.size - size) ||
-         (fstat(file.descriptor, &status) == 0 && size <= status.st_size && offset <= status.st_size - size);
+  if (size <= file.size && offset <= file.size - size) return {};
+  if (fstat(file.descriptor, &status) != 0) return SystemProblem(name, errno);
+  if (size <= status.st_size && offset <= status.st_size - size) return {};
+  return BadRecord(name, "truncated", offset);
 }
 
-// Reads the record of `size` bytes at `offset` into `bytes`. Returns "" or what is wrong.
-inline std::string ReadRecord(const File& file, const std::string& name, int64_t offset, int64_t size, const Crc* crc,
-                              uint8_t* bytes) {
+// Reads the record of `size` bytes at `offset` into `bytes`, and checks it; its CRCs if there is a `crc`.
+inline Problem ReadRecord(const File& file, const std::string& name, int64_t offset, int64_t size, const Crc* crc,
+                          uint8_t* bytes) {
   for (int64_t done = 0; done < size;) {
     const ssize_t got = pread(file.descriptor, bytes + done, static_cast<size_t>(size - done), offset + done);
     if (got < 0 && errno == EINTR) continue;
-    if (got < 0) return name + " cannot be read: " + std::strerror(errno) + " at byte " + std::to_string(offset) + ".";
-    if (got == 0) return name + ": truncated record at byte " + std::to_string(offset) + ". Index the file again.";
+    if (got < 0) return SystemProblem(name, errno);
+    if (got == 0) return BadRecord(name, "truncated", offset);
     done += got;
   }
   uint64_t length;
-  uint32_t expected;
-  std::memcpy(&length, bytes, 8), std::memcpy(&expected, bytes + size - kFooter, 4);
-  const bool whole = length == static_cast<uint64_t>(size - kAround) &&
-                     (!crc || Masked((*crc)(bytes + kHeader, static_cast<size_t>(length))) == expected);
-  return whole ? "" : name + ": corrupted record at byte " + std::to_string(offset) + ". Index the file again.";
+  uint32_t length_crc, data_crc;
+  std::memcpy(&length, bytes, 8), std::memcpy(&length_crc, bytes + 8, 4), std::memcpy(&data_crc, bytes + size - kFooter, 4);
+  const bool is_whole = length == static_cast<uint64_t>(size - kAround) &&
+                        (!crc || (Masked((*crc)(bytes, 8)) == length_crc &&
+                                  Masked((*crc)(bytes + kHeader, static_cast<size_t>(length))) == data_crc));
+  return is_whole ? Problem{} : BadRecord(name, "corrupted", offset);
 }
 
 }  // namespace dali_tf_input

@@ -1,0 +1,182 @@
+// Runs the operations of op.cc on a stand-in for TensorFlow's C API that counts what is not freed.
+//
+//   exit FILE      the process exits while threads read, and deletes the kernel last
+//   memory FILE    `operator new` fails at the first, second, ... call of each operation
+#include "op.cc"
+
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <thread>
+
+static std::atomic<long> alive{0}, until_failure{-1};
+
+void* operator new(size_t size) {
+  if (until_failure.load() >= 0 && until_failure.fetch_sub(1) == 0) throw std::bad_alloc();
+  if (void* memory = std::malloc(size ? size : 1)) return memory;
+  throw std::bad_alloc();
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, size_t) noexcept { std::free(memory); }
+
+struct TF_Status {
+  int code = 0;
+  char text[512] = "";
+};
+struct TF_TString {
+  char* data;
+  size_t size;
+};
+struct TF_Tensor {
+  int64_t dims[3];
+  int count;
+  size_t bytes;
+  void* data;
+  bool is_string;
+};
+struct TF_OpKernelContext {
+  TF_Tensor inputs[5];
+  TF_Status failure;
+};
+
+static TF_Status* NewStatus() { return ++alive, new (std::malloc(sizeof(TF_Status))) TF_Status; }
+static void DeleteStatus(TF_Status* status) { --alive, std::free(status); }
+static void SetStatus(TF_Status* status, int code, const char* text) {
+  status->code = code;
+  std::snprintf(status->text, sizeof status->text, "%s", text);
+}
+static int GetCode(const TF_Status* status) { return status->code; }
+static TF_Tensor* NewTensor(const TF_Tensor& value) {
+  return ++alive, new (std::malloc(sizeof(TF_Tensor))) TF_Tensor(value);
+}
+static void GetInput(TF_OpKernelContext* context, int number, TF_Tensor** tensor, TF_Status*) {
+  *tensor = NewTensor(context->inputs[number]);
+  (*tensor)->is_string = false;  // the context owns what it holds
+  (*tensor)->data = context->inputs[number].data;
+  (*tensor)->bytes = context->inputs[number].bytes;
+}
+static TF_Tensor* AllocateOutput(TF_OpKernelContext*, int, int type, const int64_t* shape, int, size_t bytes, TF_Status*) {
+  TF_Tensor tensor{{shape[0]}, 1, bytes, std::calloc(1, bytes), type == kString};
+  ++alive;
+  return NewTensor(tensor);
+}
+static bool IsOutput(const TF_Tensor* tensor, const TF_OpKernelContext* context) {
+  for (const TF_Tensor& input : context->inputs) {
+    if (input.data == tensor->data) return false;
+  }
+  return true;
+}
+static thread_local TF_OpKernelContext* current;
+static void DeleteTensor(TF_Tensor* tensor) {
+  if (IsOutput(tensor, current)) {
+    auto* strings = static_cast<TF_TString*>(tensor->data);
+    for (size_t place = 0; tensor->is_string && place < tensor->bytes / sizeof(TF_TString); ++place) {
+      std::free(strings[place].data);
+    }
+    std::free(tensor->data), --alive;
+  }
+  --alive, std::free(tensor);
+}
+static void Failure(TF_OpKernelContext* context, TF_Status* status) { context->failure = *status; }
+static void StringCopy(TF_TString* string, const char* from, size_t size) {
+  string->data = static_cast<char*>(std::malloc(size ? size : 1)), string->size = size;
+  std::memcpy(string->data, from, size);
+}
+
+static void Install() {
+  TF_NewStatus = NewStatus, TF_DeleteStatus = DeleteStatus, TF_SetStatus = SetStatus, TF_GetCode = GetCode;
+  TF_GetInput = GetInput, TF_AllocateOutput = AllocateOutput, TF_DeleteTensor = DeleteTensor;
+  TF_OpKernelContext_Failure = Failure, TF_StringCopy = StringCopy;
+  TF_StringGetDataPointer = [](const TF_TString* string) -> const char* { return string->data; };
+  TF_StringGetSize = [](const TF_TString* string) { return string->size; };
+  TF_TensorByteSize = [](const TF_Tensor* tensor) { return tensor->bytes; };
+  TF_TensorData = [](const TF_Tensor* tensor) { return tensor->data; };
+  TF_NumDims = [](const TF_Tensor* tensor) { return tensor->count; };
+  TF_Dim = [](const TF_Tensor* tensor, int dim) { return tensor->dims[dim]; };
+  TF_OpKernelConstruction_GetAttrBool = [](TF_OpKernelConstruction*, const char*, unsigned char* value, TF_Status*) {
+    *value = 0;  // CRCs are not checked
+  };
+  TF_TensorElementCount = [](const TF_Tensor* tensor) {
+    int64_t count = 1;
+    for (int dim = 0; dim < tensor->count; ++dim) count *= tensor->dims[dim];
+    return count;
+  };
+}
+
+// A file of one record of `size` bytes, and what a reader of it gets.
+struct ReadCall {
+  TF_TString name;
+  int64_t state[2] = {-1, -1}, extent[2], number = 0;
+  int32_t file = 0;
+  TF_OpKernelContext context;
+
+  ReadCall(char* path, int64_t size) : name{path, std::strlen(path)}, extent{0, size} {
+    context.inputs[0] = {{1}, 1, sizeof name, &name, true};
+    context.inputs[1] = {{1, 2}, 2, sizeof state, state, false};
+    context.inputs[2] = {{1}, 1, sizeof file, &file, false};
+    context.inputs[3] = {{1, 2}, 2, sizeof extent, extent, false};
+    context.inputs[4] = {{1}, 1, sizeof number, &number, false};
+  }
+  void Run(void* kernel) {
+    current = &context;
+    ComputeRead(kernel, &context);
+  }
+};
+
+static void* reader;
+
+static void Wait() { std::this_thread::sleep_for(std::chrono::milliseconds(10)); }
+
+static int ExitWhileReading(char* path, int64_t size) {
+  for (int number = 0; number < 4; ++number) {
+    std::thread([=] {
+      ReadCall call(path, size);
+      while (true) call.Run(reader);
+    }).detach();
+  }
+  Wait();
+  return 0;
+}
+
+static int FailAtEachAllocation(char* path, int64_t size) {
+  ReadCall read(path, size);
+  Work work;
+  work.height = work.width = 8, work.kernel = dali_tf_input::Kernel(1);
+  std::vector<uint8_t> pixels(3 * 9 * 9);
+  double region[4] = {0, 0, 9, 9};
+  bool mirror = false;
+  TF_OpKernelContext prepare;
+  prepare.inputs[0] = {{9, 9, 3}, 3, pixels.size(), pixels.data(), false};
+  prepare.inputs[1] = {{4}, 1, sizeof region, region, false};
+  prepare.inputs[2] = {{1}, 1, sizeof mirror, &mirror, false};
+  int failures[2] = {};
+  for (int which = 0; which < 2; ++which) {
+    for (long at = 0;; ++at) {
+      const long before = alive;
+      DeleteRead(reader), reader = CreateRead(nullptr);  // closes all files
+      current = which ? &prepare : &read.context, current->failure = {};
+      until_failure = at;
+      which ? ComputePrepare(&work, &prepare) : ComputeRead(reader, &read.context);
+      const bool has_failed = until_failure.exchange(-1) < 0;
+      if (alive != before) return std::printf("%ld left at %ld\n", alive - before, at), 1;
+      if (!has_failed) {
+        if (current->failure.code) return std::printf("%s\n", current->failure.text), 1;
+        break;
+      }
+      if (current->failure.code != 8) return std::printf("code %d at %ld\n", current->failure.code, at), 1;
+      ++failures[which];
+    }
+  }
+  std::printf("%d %d\n", failures[0], failures[1]);
+  return 0;
+}
+
+int main(int, char** arguments) {
+  Install();
+  std::atexit([] { Wait(), DeleteRead(reader); });  // after the destructors of what `CreateRead` made
+  reader = CreateRead(nullptr);
+  struct stat status;
+  if (stat(arguments[2], &status) != 0) return 2;
+  const bool exits = std::string(arguments[1]) == "exit";
+  return exits ? ExitWhileReading(arguments[2], status.st_size) : FailAtEachAllocation(arguments[2], status.st_size);
+}
