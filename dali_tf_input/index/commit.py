@@ -18,7 +18,7 @@ from dali_tf_input.records.schema import LEVELS, Checks
 from dali_tf_input.records.tfrecord import BadRecord
 from dali_tf_input.storage import objects
 from dali_tf_input.storage.objects import Status, is_url
-from dali_tf_input.storage.staging import Staging, locked
+from dali_tf_input.storage.staging import Staging, locked, replace
 
 _MOST_COMMITS = 16  # of one run to a store, while others write there
 
@@ -180,11 +180,12 @@ class IndexFolder:
                 new[name] = dataclasses.replace(entry, folder=self._folder_of(name))
         listed = {name for name, entry in manifest.entries.items() if entry.skipped}
         relisted = listed & {*new, *self._removed}
-        for name in new:
-            if self._place == self._folder:
-                os.replace(self.jobs[name].index, self._index_file(name))
-            else:  # it may be needed again
-                shutil.copyfile(self.jobs[name].index, self._index_file(name))
+        indexes = {self.jobs[name].index: self._index_file(name) for name in new}
+        if self._place == self._folder:
+            replace(indexes)
+        else:  # they may be needed again
+            for staged, target in indexes.items():
+                shutil.copyfile(staged, target)
         manifest.entries |= new
         for name in self._removed:
             manifest.entries.pop(name, None)

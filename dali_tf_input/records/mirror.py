@@ -9,7 +9,7 @@ from dali_tf_input.errors import InputError
 from dali_tf_input.records.paths import BAD_RECORDS_NAME, INDEX_SUFFIX, MANIFEST_NAME
 from dali_tf_input.storage import objects
 from dali_tf_input.storage.objects import is_url
-from dali_tf_input.storage.staging import locked, private_folder, write_whole
+from dali_tf_input.storage.staging import locked, private_folder, replace, write_whole
 
 _ETAGS_NAME = ".etags.json"  # of what a mirror holds, by name
 
@@ -44,11 +44,12 @@ def refresh(folder: str) -> None:
             for name, content in zip(new, data, strict=True):
                 with open(os.path.join(mirror, f"{name}.new"), "wb") as stream:
                     stream.write(content)
-                os.replace(stream.name, os.path.join(mirror, name))
+            paths = [os.path.join(mirror, name) for name in new]
+            replace({f"{path}.new": path for path in paths})
             _write_etags(mirror, {name: status.etag for name, status in statuses.items()})
     except OSError as error:
         raise InputError(
-            f"Cannot write to {mirror}: {error.strerror}. Set TMPDIR to another folder."
+            f"Cannot write to {mirror}: {error.strerror}. Set XDG_CACHE_HOME to another folder."
         ) from error
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from dali_tf_input.errors import InputError, Path
 from dali_tf_input.storage.client import MOST_REQUESTS
 from dali_tf_input.storage.objects import RETRY_SECONDS, Part, Status, is_url, read_in_turn
-from dali_tf_input.storage.staging import locked
+from dali_tf_input.storage.staging import locked, replace
 
 _FOLDER = "dali_tf_input"
 _OURS = re.compile(r"[0-9a-f]{20}-.*|\.part-[0-9a-f]{16}", re.DOTALL)
@@ -143,9 +143,8 @@ def _fetch(url: str, status: Status, path: str, **download: Any) -> None:
             if status.size:
                 os.posix_fallocate(stream.fileno(), 0, status.size)
             download_to(url, status, stream.fileno(), **download)
-            os.fsync(stream.fileno())
         os.utime(part, ns=(_MTIME_NS, _MTIME_NS))
-        os.replace(part, path)
+        replace({part: path})
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(part)

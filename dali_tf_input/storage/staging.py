@@ -1,21 +1,26 @@
 """Writing files whole or not at all: made in a staging folder, renamed when done.
 
-`os.replace` within one file system is atomic, so a reader sees the old file or the new one. A
-process that is killed leaves its staging folder behind. The kernel has then released the lock on
-the folder, which tells the next run that it may remove it.
+`os.replace` within one file system is atomic, so a reader sees the old file or the new one. Our
+`replace` also survives a loss of power: contents reach the disk before names. A process that is
+killed leaves its staging folder behind. The kernel has then released the lock on the folder, which
+tells the next run that it may remove it.
 """
 
 import atexit
 import contextlib
 import errno
 import fcntl
+import functools
 import glob
+import hashlib
 import os
+import platform
 import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 
 from dali_tf_input.errors import InputError
@@ -23,14 +28,46 @@ from dali_tf_input.errors import InputError
 # Errors of the place that is written to, not of what is read.
 WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
-_PREFIX = ".staging-"
+# Locks may be seen by one host only. Then what another host left is abandoned after this time.
+_SECONDS_ELSEWHERE = 30 * 24 * 3600
+
+
+def replace(targets: Mapping[str, str]) -> None:
+    """Renames files or folders, given new path by old, each whole whatever happens.
+
+    After a loss of power a new path holds all of its contents, or is what it was before. When this
+    returns, the new paths are on the disk, so what is written or removed next cannot precede them.
+    """
+    for source in targets:
+        for folder, _, names in os.walk(source):
+            for name in names:
+                _sync(os.path.join(folder, name))
+            _sync(folder)
+        if not os.path.isdir(source):
+            _sync(source)
+    for source, target in targets.items():
+        os.replace(source, target)
+    for folder in {os.path.dirname(target) or "." for target in targets.values()}:
+        _sync(folder)
+
+
+def _sync(path: str) -> None:
+    """Waits until the contents of a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that have no such thing
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def write_whole(path: str, text: str) -> None:
     """Writes a text file as a whole: a reader, or a crash, never sees half of it."""
     with open(f"{path}.new", "w", encoding="utf-8") as stream:
         stream.write(text)
-    os.replace(f"{path}.new", path)
+    replace({f"{path}.new": path})
 
 
 class Staging:
@@ -44,14 +81,14 @@ class Staging:
     def __init__(self, folder: str, remedy: str) -> None:
         self.folder = folder
         self._remedy = remedy
-        self._path = os.path.join(folder, f"{_PREFIX}{secrets.token_hex(8)}")
+        self._path = os.path.join(folder, f"{_prefix()}{secrets.token_hex(8)}")
         try:
             os.makedirs(folder, exist_ok=True)
             with locked(folder):  # or another run could remove the new folder
                 os.mkdir(self._path)
                 self._lock = os.open(self._path, os.O_RDONLY)
                 _flock(self._lock, fcntl.LOCK_EX)
-                for other in glob.glob(os.path.join(glob.escape(folder), _PREFIX + "*")):
+                for other in glob.glob(os.path.join(glob.escape(folder), ".staging-*")):
                     if other != self._path:
                         _remove_if_abandoned(other)
         except OSError as error:
@@ -82,39 +119,55 @@ class Staging:
         return os.path.join(self._path, name)
 
     def commit(self, name: str, target: str | None = None) -> None:
-        """Renames the file `name` to `target`, by default its own name in `folder`. Atomic."""
-        os.replace(self.path(name), target or os.path.join(self.folder, name))
+        """Renames `name` to `target`, by default its own name in `folder`, as `replace` does."""
+        replace({self.path(name): target or os.path.join(self.folder, name)})
 
 
 def private_folder() -> str:
-    """Returns this user's folder in the folder for temporary files; no one else may use it.
+    """Returns a folder that no one but this user may use.
+
+    It is in the user's cache folder, ``$XDG_CACHE_HOME`` or ``~/.cache``. If that cannot be
+    written, it is a new folder for temporary files, removed when the process ends.
 
     Raises:
-      InputError: something else has its name, as another user may have arranged.
+      InputError: the folder belongs to someone else, or others may write to it.
     """
-    path = os.path.join(tempfile.gettempdir(), f"dali_tf_input-{os.getuid()}")
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    path = os.path.join(cache, "dali_tf_input")
     try:
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(path, mode=0o700)
+        if not os.path.isabs(cache):
+            return _temporary_folder()
+        os.makedirs(path, mode=0o700, exist_ok=True)
         status = os.lstat(path)
         is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
         if not is_ours or status.st_mode & 0o022:
             raise InputError(
                 f"{path} must be a folder that belongs to you and that only you can write. Remove"
-                " it, or set TMPDIR to another folder."
+                " it, or set XDG_CACHE_HOME to another folder."
             )
         os.chmod(path, 0o700)
+    except OSError:
+        return _temporary_folder()
+    return path if os.access(path, os.W_OK) else _temporary_folder()
+
+
+@functools.cache
+def _temporary_folder() -> str:
+    try:
+        folder = tempfile.mkdtemp(prefix="dali_tf_input-")
     except OSError as error:
-        raise InputError(
-            f"Cannot write to {path}: {error.strerror}. Set TMPDIR to another folder."
-        ) from error
-    return path
+        text = f"Cannot write to {tempfile.gettempdir()}: {error.strerror}."
+        raise InputError(f"{text} Set TMPDIR to another folder.") from error
+    stack = contextlib.ExitStack()
+    stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(_close, stack, os.getpid())
+    return folder
 
 
 def make_process_folder(parent: str) -> Staging:
     """Makes a folder in `parent` that is removed when this process ends, or by a later one."""
     with contextlib.ExitStack() as stack:
-        staging = stack.enter_context(Staging(parent, "Name another folder, or set TMPDIR."))
+        staging = stack.enter_context(Staging(parent, "Set XDG_CACHE_HOME to another folder."))
         atexit.register(_close, stack.pop_all(), os.getpid())
     return staging
 
@@ -136,7 +189,16 @@ def locked(folder: str) -> Iterator[None]:
         os.close(descriptor)
 
 
+def _prefix() -> str:
+    """Returns how the names of this host's staging folders start."""
+    return f".staging-{hashlib.sha256(platform.node().encode()).hexdigest()[:8]}-"
+
+
 def _remove_if_abandoned(path: str) -> None:
+    if not os.path.basename(path).startswith(_prefix()):
+        with contextlib.suppress(OSError):
+            if time.time() - os.stat(path).st_mtime < _SECONDS_ELSEWHERE:
+                return
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError:

@@ -16,7 +16,7 @@ import numpy as np
 
 from dali_tf_input.errors import Count, InputError, Path, checked
 from dali_tf_input.spec.input import InputSpec
-from dali_tf_input.storage.staging import write_whole
+from dali_tf_input.storage.staging import replace, write_whole
 from dali_tf_input.training.strategies import scope_of
 
 _STATE_NAME = "state.json"
@@ -163,8 +163,7 @@ class Resume:
         try:
             model.save_weights(partial[0], overwrite=True)
             np.savez(partial[1], **seeds, **(arrays or {}))
-            for path, name in zip(partial, names, strict=True):
-                os.replace(path, self._path(name))
+            replace(dict(zip(partial, map(self._path, names), strict=True)))
             document = {**msgspec.to_builtins(state), "weights": names[0]}
             write_whole(self._path(_STATE_NAME), json.dumps(document, indent=2))
         except OSError as error:

@@ -49,8 +49,7 @@ def proxy(server, monkeypatch, tmp_path):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "secret")
     monkeypatch.setenv("AWS_REGION", "us-east-1")
-    monkeypatch.setenv("TMPDIR", str(tmp_path))  # for local copies of indexes
-    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # for local copies of indexes
     objects._store.cache_clear()
     yield proxy
     # Iterators that died with their tests end their reads while the store answers, not by retries.

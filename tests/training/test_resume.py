@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 from commands import python
 from conftest import BACKENDS, DALI, TF_DATA, jpeg, refused, spec_of, write_dataset, write_indexed
+from disk import Disk
 from models import make_model
 
 from dali_tf_input import Preprocess, Resume, load
@@ -425,3 +426,16 @@ def test_records_in_another_order_are_refused(tmp_path):
     dataset = write_indexed(tmp_path / "train", examples[::-1], force=True)
     with refused("`index` was"):
         save_state(dataset, tmp_path / "run", batch_size=1)
+
+
+def test_a_loss_of_power(records, tmp_path, monkeypatch):
+    """Weights are on the disk before the state that names them, and it before older ones go."""
+    disk = Disk(monkeypatch)
+    run(records, tmp_path, epochs=2)
+    disk.check_is_before(".weights.h5", "state.json")
+    calls = [(what, os.path.basename(path)) for what, path in disk.calls]
+    removed = next(
+        n for n, (what, name) in enumerate(calls) if (what, name[:4]) == ("unlink", "step")
+    )
+    assert ("rename", str(tmp_path / "run/state.json")) in disk.calls[:removed]
+    assert disk.calls[removed - 1] == ("sync", str(tmp_path / "run"))

@@ -25,7 +25,7 @@ from dali_tf_input.records.example import FeatureValue, encode_example
 from dali_tf_input.records.paths import BAD_RECORDS_NAME, MANIFEST_NAME, index_command
 from dali_tf_input.records.schema import PIXELS_KEY
 from dali_tf_input.records.tfrecord import frame_record
-from dali_tf_input.storage.staging import Staging
+from dali_tf_input.storage.staging import Staging, replace
 from support import cli, processes
 from support.convert import elsewhere
 from support.label_names import LABELS_NAME
@@ -295,7 +295,7 @@ def _choose_num_files(
 def _put_in_place(staging: Staging, folder: str) -> None:
     """Renames the finished set to `folder`. An earlier set is first renamed aside."""
     if os.path.isdir(folder) and os.listdir(folder):
-        os.replace(folder, f"{folder}.replaced-{secrets.token_hex(4)}")
+        replace({folder: f"{folder}.replaced-{secrets.token_hex(4)}"})
     staging.commit("set", folder)
     # That of this run, and of runs that were killed here.
     for path in glob.glob(glob.escape(folder) + ".replaced-*"):
