@@ -71,8 +71,8 @@ def make_dataset(
 
     Raises:
       InputError: an argument is out of range, there are not enough records for a step, a GPU is
-        asked for where there is none, or the backend does not support `spec`. All before
-        TensorFlow gets a pipeline.
+        asked for where there is none, the backend does not support `spec`, or it is called inside
+        a tf.function. All before TensorFlow gets a pipeline.
     """
     return build_dataset(
         spec,
@@ -97,6 +97,10 @@ def build_dataset(
 ) -> tf.data.Dataset:
     """Makes the dataset of one shard that starts at `position`, see `make_dataset`."""
     on_gpu = isinstance(options, DaliOptions) and options.device == "gpu"
+    if tf.inside_function():
+        raise InputError(
+            "A dataset cannot be made inside a tf.function: make it before, and pass it in."
+        )
     if device_id is not None and not on_gpu:
         raise InputError(f"`device_id` is for DaliOptions(device='gpu') only, got {device_id}.")
     check_input(spec, options, device_id=device_id or 0)

@@ -63,7 +63,9 @@ def _prepare_label(value: tf.Tensor, label: Label, spec: InputSpec) -> dict[str,
         return {"label": tf.cast(value, tf.float32)}
     if isinstance(label, ClassLabel) and label.vocabulary:
         matches = tf.equal(value, tf.constant(label.vocabulary))
-        known = tf.Assert(tf.reduce_any(matches), ["corrupted record: unknown label", value])
+        # A message must be UTF-8; records may hold anything.
+        shown = tf.strings.unicode_transcode(tf.strings.substr(value, 0, 50), "UTF-8", "UTF-8")
+        known = tf.Assert(tf.reduce_any(matches), ["corrupted record: unknown label", shown])
         with tf.control_dependencies([known]):
             value = tf.argmax(matches)
     elif label.offset:

@@ -143,7 +143,12 @@ class InputSpec:
         kinds = label.kinds
         if isinstance(label, Values) and key in records.features:  # lists of one kind are parsed
             stored = [kind for kind in kinds if kind in records.features[key].kinds]
-            kinds = tuple(stored[:1]) or kinds
+            if len(stored) > 1:
+                raise InputError(
+                    f"`label.key` '{key}' holds {' and '.join(stored)} in different records, of"
+                    " which Values needs one: write all records with one type."
+                )
+            kinds = tuple(stored) or kinds
         records.check_feature("label.key", key, kinds, label.lengths)
         if isinstance(label, MultiHot):
             check(label.num_classes is not None, "num_classes", "given for MultiHot", None)

@@ -55,18 +55,9 @@ class _Client:
     def submit(self, work: Coroutine[Any, Any, _Result]) -> concurrent.futures.Future[_Result]:
         """Starts a coroutine."""
         with self.lock:
-            problem = ""
-            if self.pid != os.getpid():
-                problem = (
-                    "This process was forked from one that had used a store, which cannot be"
-                    " continued: start processes by 'spawn' or 'forkserver', or use the store in"
-                    " forked processes only."
-                )
-            elif self.is_closed:
-                problem = "No more objects are read: the program ends."
-            if problem:
+            if self.is_closed:
                 work.close()
-                raise InputError(problem)
+                raise InputError("No more objects are read: the program ends.")
             return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def close(self) -> None:
@@ -96,6 +87,13 @@ _clients: list[_Client] = []  # at most one
 
 def submit(work: Coroutine[Any, Any, _Result]) -> concurrent.futures.Future[_Result]:
     """Starts a coroutine in the thread; raises InputError after a fork and at exit."""
+    if _clients and _clients[0].pid != os.getpid():  # before any lock: the parent may have held it
+        work.close()
+        raise InputError(
+            "This process was forked from one that had used a store, which cannot be continued:"
+            " start processes by 'spawn' or 'forkserver', or use the store in forked processes"
+            " only."
+        )
     with _client_lock:
         if not _clients:
             _clients.append(_Client())

@@ -277,6 +277,11 @@ def _split(url: str) -> tuple[str, str]:
     if scheme not in _SCHEMES:
         known = ", ".join(f"{name}://" for name in _SCHEMES)
         raise InputError(f"{url}: objects are read from {known}, got {scheme}://.")
+    if "@" in bucket:
+        raise InputError(
+            f"{scheme}://...@{bucket.rpartition('@')[2]}/{key}: a URL with a user name or a"
+            " password is not read. Name credentials by environment variables."
+        )
     if not bucket or not key:
         raise InputError(f"{url} must name a bucket and an object: {scheme}://BUCKET/NAME.")
     if scheme.startswith("http"):

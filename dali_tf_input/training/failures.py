@@ -31,12 +31,15 @@ from dali_tf_input.records.tfrecord import BadRecord, find_records
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.options import DaliOptions, Options
 from dali_tf_input.spec.order import EpochSteps, Shard, list_records
-from dali_tf_input.storage.copies import local_copy
+from dali_tf_input.storage.copies import find_copy, local_copy
 
 # How TensorFlow names the operation that gets a batch, if that one failed: eagerly, or in a graph.
 _OF_INPUT = re.compile(
     r"__wrapped__(IteratorGetNext|MakeIterator)"
     r"|(at node |\[\[)(MultiDevice)?IteratorGetNext\w*( |\]\])"
+)
+_NO_COPY = (
+    "The input failed: the copy of {} in {} was damaged or removed. Run again: it is fetched anew."
 )
 _STEPS_AHEAD = 12  # that pipelines may have read when they fail: queues, and `steps_per_execution`
 
@@ -93,6 +96,8 @@ def explain(
     if change := spec.records.find_change():
         text = f"The input failed: {change}. Restore what is missing, or index again: {command}"
         return InputError(text)
+    if url := _find_missing_copy(spec):
+        return InputError(_NO_COPY.format(url, spec.records.cache_dir))
     check = _RecordCheck(spec, options, num_classes)
     of_input = bool(_OF_INPUT.search(str(error.message)))
     # A model's error is that of the batch that it was given, not of a later one.
@@ -108,17 +113,40 @@ def explain(
             f"The input failed, and its files cannot be checked: {problem} Restore what is missing,"
             f" or index the remaining files: {command}"
         )
+    if url := _find_missing_copy(spec):  # the check has removed a damaged one
+        return InputError(_NO_COPY.format(url, spec.records.cache_dir))
     if not of_input:
         return None
     reason = "no bad record is near it" if spec.has_fixed_order else "order 'buffer' has no plan"
     return InputError(
         f"The input failed after step {step:,} ({type(error).__name__}), and {reason}. To check all"
-        f" records: {skip_command(spec, options, on_bad='')}"
+        f" records: {skip_command(spec, options, on_bad='')}{_copies_remedy(spec)}"
+    )
+
+
+def _find_missing_copy(spec: InputSpec) -> str | None:
+    """Returns a stored object of which `cache_dir` has no copy any more; None if there is none."""
+    records = spec.records
+    if records.cache_dir:
+        for file in records.files:
+            if file.status and not find_copy(file.path, file.status, records.cache_dir):
+                return file.path
+    return None
+
+
+def _copies_remedy(spec: InputSpec) -> str:
+    if not spec.records.cache_dir:
+        return ""
+    return (
+        f" If it finds none, a copy in {spec.records.cache_dir} is damaged: remove the folder"
+        " dali_tf_input there, and run again."
     )
 
 
 def _remedy(reason: str, spec: InputSpec, command: str) -> str:
     counts = isinstance(spec.label, ClassLabel) and spec.label.is_integer
+    if reason == "label type":
+        return "Write all records with one type of values."
     if reason != "label range" or not counts:
         return f"Skip bad records: {command}"
     return (
@@ -236,6 +264,11 @@ class _RecordCheck:
         )
         if problem:
             return problem
+        if isinstance(self._label, Values):
+            key = self._label.key or ""
+            due = "float_list" if records.dtype_of(key) == "float32" else "int64_list"
+            if features[key][0] != due:
+                return "label type", f"'{key}' must be {due}, as before, found {features[key][0]}."
         for key, stored in spec.features.items():
             kind, values = features.get(key, ("nothing", []))
             low, high = stored.lengths

@@ -1,6 +1,7 @@
 """Local copies of objects: complete or absent, shared by processes, and beside other files."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import refused
+from conftest import TF_DATA, refused, spec_of
 from obstore.store import MemoryStore
 
 import dali_tf_input as dti
@@ -221,6 +222,37 @@ def test_a_damaged_copy_is_dropped_and_fetched_again(stored, dataset, tmp_path, 
     assert not os.path.exists(path)
     assert remote.localize(far).paths[0] == path
     assert Path(path).read_bytes() == Path(dataset.paths[0]).read_bytes()
+
+
+@pytest.mark.parametrize("order", ["global", "buffer"])
+@pytest.mark.parametrize("what", ["damaged", "removed"])
+def test_a_copy_that_is_damaged_or_removed_while_it_is_read(stored, tmp_path, order, what):
+    """The message names it, and the next run has a sound one; the store's object is not blamed."""
+    far = dti.Records.from_files(stored, cache_dir=tmp_path)
+    spec = spec_of(far, order, dti.Preprocess(image_size=(16, 16)))
+
+    def run():
+        return sum(1 for _ in dti.load(spec, TF_DATA, batch_size=4))
+
+    train = dti.load(spec, TF_DATA, batch_size=4)
+    steps = sum(1 for _ in train)
+    path = Path(remote.localize(far).paths[0])
+    if what == "removed":
+        shutil.rmtree(tmp_path)
+    else:
+        status, damaged = path.stat(), bytearray(path.read_bytes())
+        damaged[len(damaged) // 2] ^= 1
+        path.write_bytes(damaged)
+        os.utime(path, ns=(status.st_mtime_ns, status.st_mtime_ns))
+    with pytest.raises(dti.InputError) as caught:
+        list(train)
+    text = str(caught.value)
+    if order == "buffer" and what == "damaged":
+        assert "a copy in" in text and "remove the folder dali_tf_input there" in text
+        shutil.rmtree(tmp_path / "dali_tf_input")
+    else:
+        assert re.search("the copy of s3://.*train-0.* damaged or removed. Run again", text)
+    assert run() == steps
 
 
 def test_copies_that_others_fetch_again_are_not_changed_files(stored, tmp_path):

@@ -84,6 +84,8 @@ def test_an_error_names_the_object_that_failed(store):
     ("url", "message"),
     [
         ("https://host/a?X-Signature=secret", r"https://host/a\?...: URLs with a query"),
+        ("https://me:secret@host/a", "https://...@host/a: a URL with a user name or a password"),
+        ("s3://key:secret@bucket/a", "s3://...@bucket/a: a URL with a user name or a password"),
         ("s3://bucket/a//b", "s3://bucket/a//b cannot be listed: .*empty path segment"),
         ("s3://bucket/a/../b", "cannot be listed: .*illegal character sequence"),
     ],
@@ -124,16 +126,20 @@ PROGRAM = """
 import os, sys
 from obstore.store import MemoryStore
 from dali_tf_input import InputError
-from dali_tf_input.storage import objects
+from dali_tf_input.storage import client, objects
 
 async def find_one(store, key):
     await store.put_async(key, b"abc")
     return [await store.head_async(key)]
 
 objects._store, objects._find_one = lambda *_: MemoryStore(), find_one
-if sys.argv[1] == "parent reads":
+if sys.argv[1] != "nobody reads":
     objects.find_objects("s3://bucket/a")
+if sys.argv[1] == "another thread reads":  # and holds the lock
+    client._clients[0].lock.acquire()
 child = os.fork()
+if child and client._clients and client._clients[0].lock.locked():
+    client._clients[0].lock.release()
 try:
     text = str([*objects.find_objects("s3://bucket/a")])
 except InputError as error:
@@ -144,7 +150,7 @@ if child:
 """
 
 
-@pytest.mark.parametrize("first", ["parent reads", "nobody reads"])
+@pytest.mark.parametrize("first", ["parent reads", "another thread reads", "nobody reads"])
 def test_a_forked_child_does_not_hang(first):
     """It reads if its parent has not; else it is told why it cannot. Both end."""
     command = [sys.executable, "-c", PROGRAM, first]

@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from commands import fails, run
-from conftest import BACKENDS, DALI, TF_DATA, jpeg, numbered_examples, spec_of, write_tfrecord
+from conftest import (
+    BACKENDS,
+    DALI,
+    TF_DATA,
+    jpeg,
+    numbered_examples,
+    spec_of,
+    write_indexed,
+    write_tfrecord,
+)
 from models import make_model
 
 import dali_tf_input as dti
@@ -410,3 +419,33 @@ def test_the_command_has_what_the_spec_was_made_with(tmp_path, keys, offset, arg
     assert str(caught.value).endswith(f"--on_bad=skip {argument} {file}")
     output = index("--verify=decode", "--decoder=dali", *argument.split(), file)
     assert "1 record (1.00%), listed in bad_records.jsonl" in output
+
+
+@pytest.mark.parametrize("options", BACKENDS.values(), ids=BACKENDS)
+def test_labels_that_are_not_utf8(tmp_path, options):
+    """TensorFlow's message would hold the record's bytes, and then not be text."""
+    examples = [{**example, "name": b"cat"} for example in numbered_examples(8)]
+    examples[5]["name"] = b"\xff\xfe"
+    records = write_indexed(tmp_path / "train", examples)
+    label = dti.ClassLabel(key="name", vocabulary=("cat", "dog"))
+    spec = spec_of(records, "global", dti.Preprocess(image_size=(8, 8)), label=label)
+    with pytest.raises(dti.BadRecordError, match=r"record 5, .* of the vocabulary, found b'\\xff"):
+        list(dti.load(spec, options, batch_size=4))
+
+
+@pytest.mark.parametrize("options", BACKENDS.values(), ids=BACKENDS)
+@pytest.mark.parametrize("is_known", [True, False])
+def test_values_of_two_types(tmp_path, options, is_known):
+    """Each is a sound record, so no index helps: it is said what does."""
+    examples = [{**example, "score": [3]} for example in numbered_examples(8)]
+    examples[5]["score"] = [0.5]
+    records = write_indexed(tmp_path / "train", examples, dti.Checks(verify="schema"))
+    said = "'score' holds int64_list and float_list in different records, .* with one type"
+    if not is_known:
+        feature = dataclasses.replace(records.features["score"], kinds=("int64_list",))
+        records = dataclasses.replace(records, features={**records.features, "score": feature})
+        said = "record 5, .*: label type: 'score' must be int64_list.* Write all records with one"
+    with pytest.raises(dti.InputError, match=said):
+        label = dti.Values(key="score", size=1)
+        spec = spec_of(records, "global", dti.Preprocess(image_size=(8, 8)), label=label)
+        list(dti.load(spec, options, batch_size=4))

@@ -358,3 +358,13 @@ def test_tf_data_needs_no_dali(dataset):
     """
     process = python("-c", code)
     assert process.stdout.strip() == "3", process.stderr
+
+
+def test_load_inside_a_function(dataset):
+    @tf.function
+    def step():
+        return load(make_spec(dataset, "global", Preprocess.for_training(8)), batch_size=4).dataset
+
+    text = "A dataset cannot be made inside a tf.function: make it before, and pass it in"
+    with pytest.raises(Exception, match=text):  # TensorFlow wraps it
+        step()
