@@ -40,7 +40,8 @@ from dali_tf_input.storage.objects import Part, Status
 
 OnBad = Literal["error", "skip"]
 
-_COMMIT_SECONDS = 5  # of work that a killed run loses at most
+# Work that a killed run loses, in seconds; or, if commits take long, so many times as long as one.
+_COMMIT_SECONDS, _COMMIT_RATIO = 5, 20
 # Where feature keys are looked for:
 _MOST_KEY_FILES = 16
 _MOST_KEY_RECORDS = 8
@@ -229,9 +230,10 @@ class _Run:
                     entry = msgspec.convert(answer["entry"], contents.FileEntry)
                     (folder.faulty if entry.skipped else folder.valid)[name] = entry
                 advance(0, 0, files=1)
-                if time.monotonic() > next_commit:
+                if (start := time.monotonic()) > next_commit:
                     self._commit()
-                    next_commit = time.monotonic() + _COMMIT_SECONDS
+                    end = time.monotonic()
+                    next_commit = end + max(_COMMIT_SECONDS, _COMMIT_RATIO * (end - start))
         self._commit()
 
     def _commit(self) -> None:

@@ -24,16 +24,20 @@ def read_index(index_file: str, *, crc: int | None = None) -> bytes:
         raise InputError(_CHANGED.format(index_file, error)) from error
 
 
-def parse_index(text: bytes, index_file: str, num_records: int) -> Integers:
+def parse_index(text: bytes, index_file: str, num_records: int, file_size: int) -> Integers:
     """Returns offset and size in bytes of each record, in the order of the file: int64 (n, 2).
 
     Raises:
-      InputError: what `read_index` returned is damaged, or holds another number of records.
+      InputError: what `read_index` returned is damaged, holds another number of records, or records
+        that overlap, or end beyond the `file_size` bytes of their file.
     """
     try:
         extents = np.array(text.split(), dtype=np.int64).reshape(-1, 2)
-        if (extents < (0, _FRAME_SIZE)).any():
-            raise ValueError(f"an offset is below 0, or a size below {_FRAME_SIZE}")
+        if (extents < (0, _FRAME_SIZE)).any() or (extents > file_size).any():
+            raise ValueError(f"an extent is not in [0, {file_size}], or below {_FRAME_SIZE} bytes")
+        starts, ends = extents[:, 0], extents.sum(1)
+        if (starts[1:] < ends[:-1]).any() or (ends[-1:] > file_size).any():
+            raise ValueError(f"records overlap, or end beyond {file_size} bytes")
         if len(extents) != num_records:
             raise ValueError(f"then {num_records} records, now {len(extents)}")
     except (ValueError, OverflowError) as error:

@@ -2,6 +2,7 @@
 
 import errno
 import glob
+import itertools
 import json
 import os
 import re
@@ -21,6 +22,7 @@ INDEX_SUFFIX = ".idx"
 MANIFEST_NAME = "index_manifest.json"  # beside the index files
 BAD_RECORDS_NAME = "bad_records.jsonl"  # beside the manifest
 
+_MOST_MISSING = 100_000  # files of a set that are looked for
 _NUMBERED = re.compile(r"(.*-)(\d{5,})-of-(\d{5,})(.*)", re.DOTALL)  # TF-slim's, tfds' files
 _TFDS_FILE = re.compile(r"-(\w+)\.\w+-(\d{5,})-of-\d{5,}$")
 
@@ -98,7 +100,9 @@ def check_complete(files: Sequence[str]) -> None:
         if name := _NUMBERED.fullmatch(file):
             sets.setdefault((name[1], name[3], name[4]), {})[int(name[2])] = file
     for (start, count, end), shards in sets.items():
-        numbers = sorted({*range(int(count))} - shards.keys())
+        others = (number for number in range(int(count)) if number not in shards)
+        # A name may claim any number of files.
+        numbers = itertools.islice(others, _MOST_MISSING)
         missing = [f"{start}{number:0{len(count)}}-of-{count}{end}" for number in numbers]
         statuses = objects.find_statuses(missing)
         for path in missing:

@@ -74,7 +74,7 @@ class IndexedFile:
 
     def index(self) -> Integers:
         """Returns offset and size in bytes of each record: int64 (num_records, 2)."""
-        return parse_index(self.index_text(), self.index_file, self.num_records)
+        return parse_index(self.index_text(), self.index_file, self.num_records, self.size)
 
 
 @checked

@@ -1,11 +1,14 @@
 """Reads by extent: by the compiled operation and by Python, the same records and the same errors."""
 
+import dataclasses
 import os
 import resource
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
+import google_crc32c
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -13,7 +16,7 @@ from conftest import refused, write_indexed
 from test_native import compile_native, needs_compiler
 
 from dali_tf_input import InputError, TfDataOptions, build_index
-from dali_tf_input.backends.reading import make_read
+from dali_tf_input.backends.reading import hold_indexes, make_read
 from dali_tf_input.records.tfrecord import read_record
 
 kernels = pytest.mark.parametrize("kernel", ["native", "tensorflow"])
@@ -241,3 +244,42 @@ def test_locate_and_read(dataset):
     for wrong in (-1, dataset.num_records):
         with refused(rf"`record` must be in \[0, {dataset.num_records}\), got {wrong}"):
             dataset.locate(wrong)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b"\n", b"\nx\n"),  # DALI's own reader would stop there, and begin again
+        (b"\n", b"\n0 100\n"),
+        (b"0 ", b"-5 "),
+        (b"0 ", b"99999999 "),
+        (b"0 ", b"9223372036854775807 "),
+        (b"0 ", b"0x0 "),
+        (b" ", b" 1"),
+    ],
+)
+def test_a_forged_index(dataset, tmp_path, old, new):
+    """Its manifest vouches for it: it is parsed and checked before anything reads by it."""
+    first = dataset.files[0]
+    text = Path(first.index_file).read_bytes().replace(old, new, 1)
+    (tmp_path / "forged.idx").write_bytes(text)
+    crc = google_crc32c.value(text)
+    changes = {"index_file": str(tmp_path / "forged.idx"), "index_crc": crc}
+    files = (dataclasses.replace(first, **changes), *dataset.files[1:])
+    forged = dataclasses.replace(dataset, files=files)
+    with refused(f"{tmp_path}/forged.idx changed since"):
+        hold_indexes(forged)
+    with refused(f"{tmp_path}/forged.idx changed since"):
+        forged.index(0)
+
+
+def test_what_dali_reads_by(dataset, tmp_path):
+    """Spaces and signs that Python reads as numbers reach DALI as plain ones."""
+    first = dataset.files[0]
+    whole = Path(first.index_file).read_bytes()
+    text = b"\v" + whole.replace(b" ", b" \f+", 1)
+    (tmp_path / "odd.idx").write_bytes(text)
+    changes = {"index_file": str(tmp_path / "odd.idx"), "index_crc": google_crc32c.value(text)}
+    files = (dataclasses.replace(first, **changes), *dataset.files[1:])
+    (path, *_) = hold_indexes(dataclasses.replace(dataset, files=files))
+    assert Path(path).read_bytes() == whole

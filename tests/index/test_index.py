@@ -351,6 +351,10 @@ def test_a_missing_file_of_a_set(tmp_path, name):
         with refused(said):
             build_index(given)
     assert build_index(tmp_path / "*-of-*", allow_missing=True).summary.records == 4
+    huge = write_tfrecord(tmp_path / "huge-00000-of-999999999", numbered_examples(1))
+    with refused("huge-000000001-of-999999999 is missing, of the set of"):
+        build_index(huge)
+    os.unlink(huge)
     command = ["-m", "dali_tf_input.index", tmp_path / "*-of-*"]
     assert python(*command).returncode == 1
     assert python(*command, "--allow_missing").returncode == 0
@@ -584,9 +588,9 @@ def test_a_listener_that_fails_ends_the_run(long_file):
 KILLED = """if True:
     import sys
     from dali_tf_input.records.schema import Checks
-    from dali_tf_input.backends.tf_data import build
-    from dali_tf_input.index.build import build_index
-    build._COMMIT_SECONDS = 0.02
+    import dali_tf_input.index.build as build
+    from dali_tf_input import build_index
+    build._COMMIT_SECONDS, build._COMMIT_RATIO = 0.02, 0
     build_index(sys.argv[1], Checks(verify="crc"), force=True, on_bad="skip")
 """
 

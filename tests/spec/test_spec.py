@@ -404,7 +404,7 @@ def test_what_comes_out_of_a_label_is_not_checked_again(tmp_path):
     [
         (
             {"label": dti.Values(key="mixed", size=2)},
-            "'mixed' must be int64_list of 2 values, found",
+            "'mixed' holds int64_list and float_list in different records",
         ),
         (
             {"features": {"list": dti.Stored(size=3, padding=0.5)}},

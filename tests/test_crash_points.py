@@ -1,0 +1,191 @@
+"""kill -9 at each change of the disk, one after the other: nothing half-written, and the next run
+ends as if there had been none.
+
+``CRASH_POINTS=50 pytest -m slow tests/test_crash_points.py`` tries 50 of each kind of run.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, SCRIPTS, jpeg, numbered_examples, write_dataset, write_tfrecord
+
+from dali_tf_input import Records, build_index
+
+POINTS = int(os.environ.get("CRASH_POINTS", "5"))
+KILL = """
+import os, runpy, signal, sys
+changes, kill_at = 0, int(sys.argv.pop(1))
+
+def watch(name):
+    original = getattr(os, name)
+
+    def change(*arguments, **more):
+        global changes
+        if changes == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        changes += 1
+        return original(*arguments, **more)
+
+    setattr(os, name, change)
+
+def watch_disk():
+    for name in ("replace", "rename", "unlink", "rmdir", "mkdir", "fsync", "utime"):
+        watch(name)
+"""
+INDEX = """
+from dali_tf_input import Checks, build_index
+checks = Checks(verify="crc")
+watch_disk()
+build_index(sys.argv[1], checks, num_processes=1, on_bad="skip", force=True, max_bad_fraction=0.5)
+"""
+CONVERT = """
+sys.argv.pop(0)
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+watch_disk()
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as error:
+    assert not error.code, error
+"""
+COPY = """
+from obstore.store import MemoryStore
+from dali_tf_input.storage import objects
+from dali_tf_input.storage.copies import fetch_copies
+store = MemoryStore()
+objects._store = lambda *_: store
+for number in range(4):
+    store.put(f"set/{number}", bytes([number]) * 100_000)
+listed = objects.find_objects("s3://bucket/set/*")
+watch_disk()
+fetch_copies(listed, sys.argv[1])
+"""
+RESUME = """
+from dali_tf_input import InputSpec, Preprocess, TfDataOptions, load
+import keras
+keras.utils.set_random_seed(0)
+spec = InputSpec.for_training(sys.argv[1], Preprocess(image_size=(8, 8)), order="global")
+model = keras.Sequential([keras.layers.Input((8, 8, 3)), keras.layers.Flatten(), keras.layers.Dense(12)])
+loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+model.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss)
+watch_disk()
+train = load(spec, TfDataOptions(), batch_size=4)
+from dali_tf_input import Resume
+train.fit(model, epochs=3, resume=Resume(sys.argv[2], save_every=1), verbose=0)
+print([value.tobytes().hex() for value in model.get_weights()])
+"""
+
+
+def run(program, kill_at, *arguments):
+    """Runs a program that is killed before change `kill_at`; returns its output and changes."""
+    program = f"{KILL}\n{program}\nprint(changes)"
+    command = [sys.executable, "-c", program, str(kill_at), *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    process = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert process.returncode in (0, -signal.SIGKILL), process.stderr
+    assert (process.returncode == 0) == (kill_at < 0), f"no change {kill_at}"
+    return process.stdout.splitlines()
+
+
+def points(num_changes):
+    """Returns at most POINTS changes, evenly spread."""
+    return sorted({number * num_changes // POINTS for number in range(POINTS)})
+
+
+@pytest.mark.slow
+def test_index(tmp_path):
+    for number in range(3):
+        examples = numbered_examples(12)
+        file = Path(write_tfrecord(tmp_path / f"train-{number}", examples))
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+    files = tmp_path / "train-?"
+
+    def indexes():
+        return {path.name: path.read_bytes() for path in tmp_path.glob("*.idx")}
+
+    build_index(files)
+    old = indexes()
+    (*_, num_changes) = run(INDEX, -1, files)
+    new = indexes()
+    assert new != old
+    for point in points(int(num_changes)):
+        build_index(files, force=True)
+        run(INDEX, point, files)
+        assert all(text in (old[name], new[name]) for name, text in indexes().items())
+        json.loads((tmp_path / "index_manifest.json").read_text())
+        run(INDEX, -1, files)
+        assert indexes() == new
+        assert Records.from_files(files).num_records == 33
+        assert not list(tmp_path.glob(".staging-*"))
+
+
+@pytest.mark.slow
+def test_convert(tmp_path):
+    """A new set takes the place of an earlier one, or the earlier one is still there."""
+    for kind in ("old", "new"):
+        for label in ("cat", "dog"):
+            (tmp_path / kind / label).mkdir(parents=True)
+            for number in range(4 if kind == "old" else 6):
+                (tmp_path / kind / label / f"{number}.jpg").write_bytes(jpeg(20, 20, seed=number))
+    out = tmp_path / "sets/photos"
+    out.parent.mkdir()
+    command = [SCRIPTS / "make_tfrecords.py", "--num_processes=1", "--overwrite"]
+
+    def read_set(folder):
+        files = sorted(path for path in folder.glob("*-of-*") if path.suffix != ".idx")
+        return [path.read_bytes() for path in files]
+
+    def convert(kind, kill_at=-1):
+        return run(CONVERT, kill_at, *command, tmp_path / kind, out)
+
+    convert("new")
+    new = read_set(out)
+    shutil.rmtree(out)
+    convert("old")
+    old = read_set(out)
+    shutil.copytree(out, tmp_path / "before")
+    (*_, num_changes) = convert("new")
+    for point in points(int(num_changes)):
+        shutil.rmtree(out)
+        shutil.copytree(tmp_path / "before", out)
+        convert("new", point)
+        held = [read_set(path) for path in out.parent.iterdir() if path.name.startswith("photos")]
+        assert old in held or new in held  # also if it was renamed aside
+        convert("new")
+        assert read_set(out) == new
+        assert os.listdir(out.parent) == ["photos"]
+
+
+@pytest.mark.slow
+def test_copy(tmp_path):
+    (tmp_path / "dali_tf_input").mkdir()
+    for mine in ("mine", "dali_tf_input/mine"):
+        (tmp_path / mine).write_text("mine")
+    (*_, num_changes) = run(COPY, -1, tmp_path)
+    for point in points(int(num_changes)):
+        for folder in (tmp_path / "dali_tf_input").glob("?" * 20):
+            shutil.rmtree(folder)
+        run(COPY, point, tmp_path)
+        run(COPY, -1, tmp_path)
+        copies = sorted((tmp_path / "dali_tf_input").glob("*/*"), key=lambda path: path.name[-1])
+        assert [path.read_bytes() for path in copies] == [bytes([n]) * 100_000 for n in range(4)]
+        assert (tmp_path / "mine").exists() and (tmp_path / "dali_tf_input/mine").exists()
+
+
+@pytest.mark.slow
+def test_resume(tmp_path):
+    """Twice killed, and continued: the weights of the training that was not."""
+    write_dataset(tmp_path / "set", [12])
+    files = tmp_path / "set/train-*-of-?????"
+    weights, num_changes = run(RESUME, -1, files, tmp_path / "whole")
+    for point in points(int(num_changes)):
+        run(RESUME, point, files, tmp_path / "killed")
+        assert run(RESUME, -1, files, tmp_path / "killed")[0] == weights
+        shutil.rmtree(tmp_path / "killed")
