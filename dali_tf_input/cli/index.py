@@ -64,7 +64,7 @@ _SECONDS_BETWEEN_LINES = 10  # of progress, without a terminal
 def index(patterns: list[str]) -> int:
     """Indexes the files that match `patterns`; returns the exit code."""
     checks = Checks(**{flag.name: flag.value for flag in _CHECK_FLAGS}, label=make_label())
-    refusal = None
+    refusal: IndexFaultsError | None = None
     names_all = _ON_BAD.value == "error"
     with connect_dask(_DASK.value) as executor, IndexProgress(names_all=names_all) as progress:
         try:
@@ -86,7 +86,7 @@ def index(patterns: list[str]) -> int:
             report, refusal = error.report, error
     print_report(report)
     if refusal:
-        print(f"error: {refusal}. {_remedy(patterns)}", file=sys.stderr)
+        print(f"error: {refusal}. {_remedy(patterns, refusal.mistake)}", file=sys.stderr)
         return 1
     return 0
 
@@ -185,8 +185,10 @@ def print_report(report: IndexReport) -> None:
         command.print_rows([(reason, f"{count:,}") for reason, count in report.reasons.items()])
 
 
-def _remedy(patterns: list[str]) -> str:
+def _remedy(patterns: list[str], mistake: str) -> str:
     """Returns what to do about bad records."""
+    if mistake:
+        return f"Those files were not indexed. {mistake}"
     if _ON_BAD.value == "skip":
         return (
             f"{BAD_RECORDS_NAME} lists the bad records of indexed files; --on_bad=error names those"

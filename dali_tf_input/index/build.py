@@ -26,6 +26,7 @@ from dali_tf_input.index.commit import IndexFolder
 from dali_tf_input.index.workers import run_in_executor, run_jobs
 from dali_tf_input.records import contents, schema
 from dali_tf_input.records.example import decode_example
+from dali_tf_input.records.labels import COUNT_FROM_1
 from dali_tf_input.records.paths import (
     check_complete,
     find_records_lost,
@@ -42,6 +43,8 @@ OnBad = Literal["error", "skip"]
 
 # Work that a killed run loses, in seconds; or, if commits take long, so many times as long as one.
 _COMMIT_SECONDS, _COMMIT_RATIO = 5, 20
+# How reasons start of records that may be sound, but do not fit the checks.
+_MISFITS = ("label", "mask", "image missing", "image kind", "empty mask")
 # Where feature keys are looked for:
 _MOST_KEY_FILES = 16
 _MOST_KEY_RECORDS = 8
@@ -82,11 +85,16 @@ class IndexReport:
 
 
 class IndexFaultsError(InputError):
-    """Raised by `build_index` for bad records that are not skipped; `report` says what was done."""
+    """Raised by `build_index` for bad records that are not skipped.
 
-    def __init__(self, text: str, report: IndexReport) -> None:
+    Attributes:
+      report: what was done.
+      mistake: what is more likely wrong than the records, which then must not be skipped; or "".
+    """
+
+    def __init__(self, text: str, report: IndexReport, mistake: str = "") -> None:
         super().__init__(text)
-        self.report = report
+        self.report, self.mistake = report, mistake
 
 
 @checked
@@ -173,7 +181,7 @@ def build_index(
             )
             for folder, by_name in by_folder.items()
         ]
-        run = _Run(folders, on_bad, max_bad_fraction, allow_missing)
+        run = _Run(folders, on_bad, max_bad_fraction, allow_missing, checks)
         run.check_files(executor, num_processes, on_progress)
         return run.conclude(on_bad_record)
 
@@ -186,6 +194,8 @@ class _Run:
     _on_bad: OnBad
     _max_bad_fraction: float
     _allow_missing: bool
+    _checks: Checks
+    _is_above_last: bool = False  # whether a label is one more than `num_classes` allows
 
     def check_files(
         self,
@@ -229,6 +239,9 @@ class _Run:
                 else:
                     entry = msgspec.convert(answer["entry"], contents.FileEntry)
                     (folder.faulty if entry.skipped else folder.valid)[name] = entry
+                    if entry.skipped and not self._is_above_last:
+                        bad_records = folder.bad_records_of(name)
+                        self._is_above_last = any(COUNT_FROM_1 in bad.detail for bad in bad_records)
                 advance(0, 0, files=1)
                 if (start := time.monotonic()) > next_commit:
                     self._commit()
@@ -240,7 +253,7 @@ class _Run:
         """Commits files without bad records; with "skip" also others, unless too many."""
         for folder in self._folders:
             folder.commit_valid()
-        if self._on_bad == "skip" and not self._find_excess():
+        if self._on_bad == "skip" and not (self._find_excess() or self._counts_from_1()):
             for folder in self._folders:
                 folder.commit_faulty()
 
@@ -266,6 +279,8 @@ class _Run:
             refusal = f"{reasons['unreadable']:,} of {num_files:,} files cannot be read"
         elif self._on_bad == "skip":
             refusal = self._find_excess()
+            if not refusal and self._counts_from_1():
+                refusal = f"{num_bad:,} records have labels that only seem to be out of range"
         entries: dict[str, contents.FileEntry] = {}
         for folder in self._folders:
             entries |= {folder.files[name]: entry for name, entry in folder.entries.items()}
@@ -278,21 +293,44 @@ class _Run:
             reasons=dict(reasons.most_common()),
             bad_files=len(bad_files),
         )
+        mistake = self._find_mistake(reasons) if refusal else ""
         if refusal and first and not on_bad_record:  # nobody was told
             way = ", or pass on_bad='skip'" if self._on_bad == "error" else ""
-            refusal += f"; the first: {first.rstrip('.')}. Fix the file{way}."
+            refusal += f"; the first: {first.rstrip('.')}. {mistake or f'Fix the file{way}.'}"
         if refusal:
-            raise IndexFaultsError(refusal, report)
+            raise IndexFaultsError(refusal, report, mistake)
         lost = None if self._allow_missing else find_records_lost(record_counts)
         if lost:
             raise InputError(lost)
         return report
 
+    def _find_mistake(self, reasons: Mapping[str, int]) -> str:
+        """Returns what is wrong with the checks, if records do not fit them but are sound."""
+        if self._counts_from_1():
+            return "Labels count from 1: pass ClassLabel(offset=1) (--label_offset=1)."
+        misfits = sum(n for reason, n in reasons.items() if reason.startswith(_MISFITS))
+        entries = [entry for folder in self._folders for entry in folder.all_entries.values()]
+        num_records = sum(entry.records + entry.skipped for entry in entries)
+        if not misfits or misfits <= self._max_bad_fraction * num_records:
+            return ""
+        return (
+            f"{misfits:,} of {num_records:,} records do not hold what the checks name. Name what"
+            " they hold: --image_key, --mask_key, --label (class, multi_hot, values or none),"
+            " --label_key, --label_offset, --num_classes, --vocabulary (in Python, Checks(...))."
+        )
+
+    def _counts_from_1(self) -> bool:
+        """Whether labels are in 1 to `num_classes` where 0 to `num_classes` - 1 is expected."""
+        if not self._is_above_last or self._checks.label is None:
+            return False
+        entries = (entry for folder in self._folders for entry in folder.all_entries.values())
+        labels = [entry.features.get(self._checks.label.key or "") for entry in entries]
+        return all(label is None or not label.range or label.range[0] > 0 for label in labels)
+
     def _find_excess(self) -> str:
         """Returns how the bad part exceeds `max_bad_fraction`; "" if it does not."""
         # A bad record may be half a file, and a file of another kind has no records to count.
-        all_entries = [folder.entries | folder.faulty for folder in self._folders]
-        entries = [entry for folder_entries in all_entries for entry in folder_entries.values()]
+        entries = [entry for folder in self._folders for entry in folder.all_entries.values()]
         bad = sum(entry.skipped for entry in entries)
         skipped_bytes = sum(entry.skipped_bytes for entry in entries)
         counts = {

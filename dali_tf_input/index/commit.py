@@ -79,6 +79,11 @@ class IndexFolder:
         self.faulty: dict[str, FileEntry] = {}
         self.unreadable: dict[str, str] = {}
 
+    @property
+    def all_entries(self) -> dict[str, FileEntry]:
+        """What is known of each file, also of those that are not committed."""
+        return self.entries | self.valid | self.faulty
+
     def commit_valid(self) -> None:
         """Commits files without bad records; removes indexes of files that are gone."""
         self._commit(self.valid)

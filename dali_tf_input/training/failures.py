@@ -147,12 +147,16 @@ def _remedy(reason: str, spec: InputSpec, command: str) -> str:
     counts = isinstance(spec.label, ClassLabel) and spec.label.is_integer
     if reason == "label type":
         return "Write all records with one type of values."
-    if reason != "label range" or not counts:
-        return f"Skip bad records: {command}"
-    return (
-        "Where labels count from 1, pass label=ClassLabel(offset=1) to the spec. Otherwise the"
-        " model needs more outputs, or the record another label."
-    )
+    if reason == "feature length":
+        return "Where records may hold fewer, pass Stored(padding=...), where more, more `size`."
+    if reason == "label range" and counts:
+        return (
+            "Where labels count from 1, pass label=ClassLabel(offset=1) to the spec. Otherwise the"
+            " model needs more outputs, or the record another label."
+        )
+    if reason.startswith(("label", "mask")):
+        return f"If the spec is right and the record wrong, skip such records: {command}"
+    return f"Skip bad records: {command}"
 
 
 def skip_command(spec: InputSpec, options: Options, *, on_bad: str = "--on_bad=skip") -> str:

@@ -765,6 +765,7 @@ def test_a_run_does_not_undo_what_another_found_meanwhile(files, train, tmp_path
 def test_what_is_skipped_is_kept_when_a_run_ends_early(files, train, monkeypatch):
     """As with kill -9: what was committed is not checked again, files with faults included."""
     monkeypatch.setattr("dali_tf_input.index.build._COMMIT_SECONDS", 0)
+    monkeypatch.setattr("dali_tf_input.index.build._COMMIT_RATIO", 0)
     for file in files:
         ruin_data(file, 2)
 

@@ -17,12 +17,21 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from commands import fails, rows, run
-from conftest import SCRIPTS, image_zoo, jpeg, numbered_examples, scan_records, write_tfrecord
+from conftest import (
+    SCRIPTS,
+    image_zoo,
+    jpeg,
+    numbered_examples,
+    refused,
+    scan_records,
+    write_tfrecord,
+)
 from index.test_decoders import LOSSLESS
 from PIL import Image
 
 from dali_tf_input.records.example import decode_example
 from dali_tf_input.records.tfrecord import read_record
+from support.convert.table import list_rows
 from support.convert.writer import find_split
 
 
@@ -601,3 +610,44 @@ def test_compressed_tfrecords(tmp_path, photos):
         damaged.write_bytes(file.read_bytes())
         fails(convert(folder / "*-of-*", tmp_path / "new"), "is not compressed, others are")
         assert sorted(one.name for one in tmp_path.iterdir() if "inflated" in one.name) == []
+
+
+@pytest.mark.parametrize(
+    ("labels", "expected"),
+    [
+        (["2", "10", "1"], [2, 10, 1]),
+        (["2", "10.0", "1.0"], [2, 10, 1]),  # as pandas writes a column that had a gap
+        (["b", "a", "b"], [1, 0, 1]),
+        (["-1", "0", "1"], [-1, 0, 1]),
+        (["2", "", "1"], "row 2: `label` is empty"),
+        (["2", None, "1"], "row 2: `label` is empty"),
+        (
+            ["2", "x", "1"],
+            "number in all rows, or a name in all, found '2' in row 1 and 'x' in row 2",
+        ),
+        (["x", "1.5", "7"], "found '7' in row 3 and 'x' in row 1"),
+        (["1", "nan", "7"], "found '1' in row 1 and 'nan' in row 2"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_labels_of_a_table(tmp_path, kind, labels, expected):
+    """Numbers are numbers however they are written, and never turn into names."""
+    table, names = [{"path": "a.jpg", "label": label} for label in labels], None
+    path = write_table(tmp_path, kind, table)
+    if kind == "csv":
+        path.write_text(path.read_text().replace(",None", ""))
+    catalog = str(tmp_path / "catalog")
+    if isinstance(expected, str):
+        with refused(expected):
+            list_rows(str(path), catalog)
+        return
+    names, starts = list_rows(str(path), catalog)
+    lines = [json.loads(line) for line in Path(catalog).read_text().splitlines()]
+    assert [features["image/class/label"] for features, *_ in lines] == expected
+    assert len(starts) == 3 and names == (["a", "b"] if "a" in labels else None)
+
+
+def test_a_row_that_is_too_long(tmp_path):
+    (tmp_path / "table.csv").write_text("path,label\na,1\nb,1,2\n")
+    with refused("table.csv: row 2 has more values than the header"):
+        list_rows(str(tmp_path / "table.csv"), str(tmp_path / "catalog"))

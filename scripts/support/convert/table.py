@@ -30,11 +30,11 @@ def list_rows(table: str, catalog: str) -> tuple[list[str] | None, array.array]:
       The names of the classes, sorted, if labels are names; and where the lines start.
 
     Raises:
-      InputError: a row lacks its path or another row's column, or holds what is no number.
+      InputError: a row lacks its path or another row's column, has an empty one, holds what is no
+        number, or has a number as its label where another row has a name.
     """
     folder, starts, columns = os.path.dirname(os.path.abspath(table)), array.array("Q"), None
-    texts = {str(row.get("label", 0)) for _, row in _read_rows(table)}
-    names = None if all(text.lstrip("-").isdigit() for text in texts) else sorted(texts)
+    names = _find_names(table)
     with open(catalog, "xb") as stream:
         for number, row in _read_rows(table):
             columns = columns or set(row)
@@ -44,9 +44,11 @@ def list_rows(table: str, catalog: str) -> tuple[list[str] | None, array.array]:
                 raise InputError(f"{table}: row {number}: {text}.")
             features: dict[str, Any] = {}
             if "label" in row:
-                text = str(row["label"])
-                features[KEYS["label"]] = names.index(text) if names else int(text)
-                features |= {"image/class/text": text} if names else {}
+                if names:
+                    text = str(row["label"])
+                    features |= {KEYS["label"]: names.index(text), "image/class/text": text}
+                else:
+                    features[KEYS["label"]] = _as_integer(row["label"])
             for column, kind in (("labels", int), ("values", float)):
                 if column in row:
                     features[KEYS[column]] = _numbers(f"{table}: row {number}", row, column, kind)
@@ -59,11 +61,41 @@ def list_rows(table: str, catalog: str) -> tuple[list[str] | None, array.array]:
     return names, starts
 
 
+def _find_names(table: str) -> list[str] | None:
+    """Returns the names that labels are, sorted; None if they are integers."""
+    names, first_number, first_name = set[str](), None, None
+    for number, row in _read_rows(table):
+        if "label" not in row:
+            continue
+        if _as_integer(row["label"]) is None:
+            first_name = first_name or (number, row["label"])
+            names.add(str(row["label"]))
+        else:
+            first_number = first_number or (number, row["label"])
+        if first_name and first_number:
+            rows = " and ".join(f"{label!r} in row {n}" for n, label in (first_number, first_name))
+            text = f"{table}: `label` must be a number in all rows, or a name in all, found {rows}."
+            raise InputError(f"{text} To use numbers as names, add a letter to all.")
+    return sorted(names) or None
+
+
+def _as_integer(label: Any) -> int | None:
+    """Returns a label as an integer, also "1.0" as pandas writes it; None if it is a name."""
+    try:
+        value = float(label)
+    except (TypeError, ValueError):
+        return None
+    return int(value) if value.is_integer() and not isinstance(label, bool) else None
+
+
 def _read_rows(table: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yields the rows with their numbers, from 1; of a CSV without its header."""
     with open(table, encoding="utf-8", newline="") as stream:
         if table.endswith(".csv"):
-            yield from enumerate(csv.DictReader(stream), 1)
+            for number, row in enumerate(csv.DictReader(stream), 1):
+                if None in row:
+                    raise InputError(f"{table}: row {number} has more values than the header.")
+                yield number, _check_row(table, number, row)
             return
         for number, line in enumerate(stream, 1):
             try:
@@ -72,7 +104,15 @@ def _read_rows(table: str) -> Iterator[tuple[int, dict[str, Any]]]:
                 raise InputError(f"{table}: row {number}: no JSON: {error}.") from error
             if not isinstance(row, dict):
                 raise InputError(f"{table}: row {number}: expected an object, found {line[:40]!r}.")
-            yield number, row
+            yield number, _check_row(table, number, row)
+
+
+def _check_row(table: str, number: int, row: dict[str, Any]) -> dict[str, Any]:
+    """Returns a row; raises InputError if a value is missing. A record may have no `labels`."""
+    for column, value in row.items():
+        if value is None or (value == "" and column != "labels"):
+            raise InputError(f"{table}: row {number}: `{column}` is empty.")
+    return row
 
 
 def _numbers(where: str, row: dict[str, Any], column: str, kind: Callable[[Any], Any]) -> list[Any]:
