@@ -21,6 +21,7 @@ from dali_tf_input.records.paths import MANIFEST_NAME, index_command
 from dali_tf_input.records.schema import Checks
 from dali_tf_input.records.tfrecord import record_size
 from dali_tf_input.storage.objects import Status, is_url
+from dali_tf_input.storage.staging import locked
 
 
 class _Document(msgspec.Struct):
@@ -89,22 +90,27 @@ def read_entries(
         holds the command that fixes it, with `patterns`, as the user named the files, if there are
         many.
     """
-    manifests: dict[str, Manifest] = {}
-    entries, stale = [], []
-    for (file, status), index_file in zip(files.items(), index_files, strict=True):
-        folder = os.path.dirname(index_file) or "."
-        if folder not in manifests:
+    folders = {os.path.dirname(index_file) or "." for index_file in index_files}
+    for is_last in (False, True):
+        manifests: dict[str, Manifest] = {}
+        for folder in folders:
             try:
                 manifests[folder] = Manifest.read(folder)
             except InputError as error:
                 command = index_command(patterns, index_dir=index_dir)
                 raise InputError(f"{error} Index again: {command}") from error
-        entry = manifests[folder].entries.get(os.path.basename(file))
-        reason = find_staleness(file, index_file, entry, status)
-        if reason:
-            stale.append((file, index_file, reason, entry))
-        elif entry:
-            entries.append(entry)
+        entries, stale = [], []
+        for (file, status), index_file in zip(files.items(), index_files, strict=True):
+            folder = os.path.dirname(index_file) or "."
+            entry = manifests[folder].entries.get(os.path.basename(file))
+            if reason := find_staleness(file, index_file, entry, status):
+                stale.append((file, index_file, reason, entry))
+            elif entry:
+                entries.append(entry)
+        if stale and not is_last:  # an index run may be replacing indexes and their manifest
+            for folder in filter(os.path.isdir, folders):
+                with locked(folder):
+                    pass
     if stale:
         file, index_file, reason, _ = stale[0]
         if reason == _NO_INDEX:

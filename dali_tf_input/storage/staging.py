@@ -194,6 +194,24 @@ def _prefix() -> str:
     return f".staging-{hashlib.sha256(platform.node().encode()).hexdigest()[:8]}-"
 
 
+@contextlib.contextmanager
+def locked_if_free(folder: str) -> Iterator[bool]:
+    """Yields whether nobody holds a lock on `folder`, and then holds it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_free = True
+    except BlockingIOError:
+        is_free = False
+    except OSError:  # no locks on this file system
+        is_free = True
+    try:
+        yield is_free
+    finally:
+        _flock(descriptor, fcntl.LOCK_UN)  # a fork of the program may hold it open
+        os.close(descriptor)
+
+
 def _remove_if_abandoned(path: str) -> None:
     if not os.path.basename(path).startswith(_prefix()):
         with contextlib.suppress(OSError):

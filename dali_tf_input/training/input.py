@@ -1,5 +1,6 @@
 """An input that Keras trains on, evaluates and predicts: what `load` returns."""
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -168,8 +169,25 @@ class Input:
             held_out.check_evaluation(model)
         elif validation is not None:
             raise InputError(f"`validation` must be what `load` returned, got {validation!r}.")
-        steps = arguments.pop("steps_per_epoch", None) or self.steps_per_epoch
         resume = Resume(resume) if isinstance(resume, str) else resume
+        with resume.hold() if resume else contextlib.nullcontext():
+            return self._train(
+                model, spec, held_out, resume, epochs=epochs, profile=profile, arguments=arguments
+            )
+
+    def _train(
+        self,
+        model: keras.Model,
+        spec: InputSpec,
+        held_out: Any,
+        resume: Resume | None,
+        *,
+        epochs: int,
+        profile: bool,
+        arguments: dict[str, Any],
+    ) -> keras.callbacks.History:
+        """Does what `fit` says, with arguments that were checked."""
+        steps = arguments.pop("steps_per_epoch", None) or self.steps_per_epoch
         state = State(arguments.pop("initial_epoch", 0) * steps, steps, "", {})
         arrays: Any = {}
         if resume is not None:

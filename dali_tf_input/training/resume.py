@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import warnings
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import keras
@@ -16,7 +17,7 @@ import numpy as np
 
 from dali_tf_input.errors import Count, InputError, Path, checked
 from dali_tf_input.spec.input import InputSpec
-from dali_tf_input.storage.staging import replace, write_whole
+from dali_tf_input.storage.staging import locked_if_free, replace, write_whole
 from dali_tf_input.training.strategies import scope_of
 
 _STATE_NAME = "state.json"
@@ -143,6 +144,22 @@ class Resume:
             for number, variable in enumerate(_list_seeds(model)):
                 variable.assign(arrays.pop(f"seed/{number:04d}"))
         return state, arrays
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Keeps other trainings out of the folder.
+
+        Raises:
+          InputError: one is using it, or it cannot be written to.
+        """
+        self._check_writable()
+        with locked_if_free(self.folder) as is_free:
+            if not is_free:
+                raise InputError(
+                    f"Another training that runs now keeps its state in {self.folder}: wait until"
+                    " it has ended, or name another folder."
+                )
+            yield
 
     def is_due(self, step: int) -> bool:
         """Whether it is time to save, by `save_every`."""

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from dali_tf_input.records.example import encode_example
 from dali_tf_input.records.manifest import Manifest
 from dali_tf_input.records.paths import find_files
 from dali_tf_input.records.tfrecord import frame_record, masked_crc, read_data
+from dali_tf_input.storage.staging import Staging
 
 CRC, SCHEMA, DECODE = (Checks(verify=level) for level in ("crc", "schema", "decode"))
 SKIP = {"on_bad": "skip", "max_bad_fraction": 1}
@@ -955,3 +957,27 @@ def test_from_another_folder_with_modules_of_the_same_name(files, tmp_path):
     for words in ([tmp_path / "program.py"], ["-c", head + index]):
         process = python(*words, cwd=tmp_path)
         assert (process.stdout, process.stderr) == ("3\n", "")
+
+
+def test_records_are_read_while_indexes_are_replaced(files, train, monkeypatch):
+    """New indexes stand there before their manifest: who reads waits for it."""
+    build_index(train)
+    ruin_data(files[0], 1)
+    replaced, counts = threading.Event(), []
+    commit = Staging.commit
+
+    def commit_late(staging, name, *target):
+        if name == "index_manifest.json":
+            replaced.set()
+            time.sleep(0.3)  # the reader has all the time to meet them
+        commit(staging, name, *target)
+
+    monkeypatch.setattr(Staging, "commit", commit_late)
+    index = threading.Thread(
+        target=build_index, args=(train, CRC), kwargs={"num_processes": 1, **SKIP}
+    )
+    index.start()
+    assert replaced.wait(60)
+    counts.append(from_files(train).num_records)
+    index.join()
+    assert counts == [from_files(train).num_records]

@@ -439,3 +439,16 @@ def test_a_loss_of_power(records, tmp_path, monkeypatch):
     )
     assert ("rename", str(tmp_path / "run/state.json")) in disk.calls[:removed]
     assert disk.calls[removed - 1] == ("sync", str(tmp_path / "run"))
+
+
+def test_two_trainings_in_one_folder(records, tmp_path):
+    """The second one is refused while the first one runs, and changes nothing."""
+
+    def train_too(batch, logs):
+        with refused(f"Another training that runs now keeps its state in {tmp_path}/run: wait"):
+            train.fit(network, resume=str(tmp_path / "run"), verbose=0)
+
+    train, network = feed(records, batch_size=BATCH), make_network()
+    whole = run(records, tmp_path / "alone", epochs=1)
+    first = [keras.callbacks.LambdaCallback(on_train_batch_end=train_too)]
+    assert_same(whole, run(records, tmp_path, epochs=1, first=first))
