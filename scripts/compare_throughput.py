@@ -14,6 +14,7 @@ from dali_tf_input import InputError
 from support import cli, machine, plots, processes
 from support.benchmark import Stats, Window
 from support.flags import FileFlags, WorkFlags, check_list, describe_work
+from support.throughput.peers import PEERS
 from support.throughput.rows import ROWS, conclusions, measure_rows, rates, ratios
 
 FLAGS = cli.Flags()
@@ -74,7 +75,8 @@ def choose_rows(gpus: list[str], order: str) -> list[str]:
         if gpus and not usable:
             print("The GPU rows are left out: TensorFlow sees no GPU. See docs/install.md.")
         usual = [name for name, row in ROWS.items() if row.candidate.order == order]
-        return [name for name in usual if usable or not name.startswith("dali_gpu")]
+        left_out = ("" if usable else "dali_gpu", *PEERS)
+        return [name for name in usual if not name.startswith(tuple(filter(None, left_out)))]
     names = check_list("backends", _BACKENDS.value, list(ROWS))
     if not usable and any(name.startswith("dali_gpu") for name in names):
         raise InputError(

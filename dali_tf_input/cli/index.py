@@ -4,9 +4,9 @@ usage: python -m dali_tf_input.index [flags] FILE_OR_GLOB...
 
 Each index, with a line "offset size" in bytes per record, is written beside its file as FILE.idx,
 or into --index_dir, together with index_manifest.json. Files that did not change since they were
-indexed are not read again. With --on_bad=error every bad record is named, files with bad records
-are not indexed, all others are, and the exit code is 1. With --on_bad=skip the indexes skip bad
-records, and bad_records.jsonl lists them.
+indexed are not read again. With --on_bad=error bad records are named, 20 of each kind, files with
+bad records are not indexed, all others are, and the exit code is 1. With --on_bad=skip the indexes
+skip bad records, and bad_records.jsonl lists them.
 
 example: python -m dali_tf_input.index --verify=decode --on_bad=skip 'path/train-*-of-*'
 """
@@ -14,6 +14,7 @@ example: python -m dali_tf_input.index --verify=decode --on_bad=skip 'path/train
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import get_args
 
@@ -58,6 +59,7 @@ _NUM_PROCESSES = FLAGS.integer("num_processes", None, "Processes; else one per c
 
 _LABEL_FLAGS = (_LABEL, _LABEL_KEY, _LABEL_OFFSET, _LABEL_SIZE, _NUM_CLASSES, _VOCABULARY)
 _CHECK_FLAGS = (_VERIFY, _IMAGE_KEY, _MASK_KEY, _DECODER, _MAX_PIXELS)  # fields of `Checks`
+_MOST_NAMED = 20  # lines for each reason; a wrong flag makes all records bad
 _SECONDS_BETWEEN_LINES = 10  # of progress, without a terminal
 
 
@@ -130,6 +132,7 @@ class IndexProgress:
 
     def __init__(self, *, names_all: bool) -> None:
         self._names_all = names_all
+        self._named = Counter[str]()
         self._console = Console(stderr=True)
         self._start = time.monotonic()
         self._next_line = self._start + _SECONDS_BETWEEN_LINES
@@ -165,8 +168,13 @@ class IndexProgress:
 
     def print_bad_record(self, file: str, bad: BadRecord) -> None:
         """Prints a bad record as one line; with skip, only those that no index can skip."""
-        if self._names_all or bad.reason == "unreadable":
+        if not self._names_all and bad.reason != "unreadable":
+            return
+        self._named[bad.reason] += 1
+        if self._named[bad.reason] <= _MOST_NAMED:
             self._console.print(bad.describe(file), highlight=False, markup=False, soft_wrap=True)
+        elif self._named[bad.reason] == _MOST_NAMED + 1:
+            self._console.print(f"more are counted below: {bad.reason}", highlight=False)
 
 
 def print_report(report: IndexReport) -> None:

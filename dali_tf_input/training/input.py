@@ -150,7 +150,7 @@ class Input:
           BadRecordError: (an InputError) a record stops the input.
           InputError: this input is one pass for evaluation, the model belongs to another strategy,
             its labels do not fit, an argument is not one of `model.fit`, or `resume` refuses (see
-            `Resume.restore`).
+            `Resume.restore`), also while another training uses its folder.
         """
         self._check_model(model)
         if not self.spec.repeat:

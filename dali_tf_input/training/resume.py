@@ -69,7 +69,8 @@ class Resume:
     Weights, optimizer, metrics, History and callbacks go on as if nothing had happened. The folder
     holds the weights of the model and the optimizer (``step-<n>.weights.h5``), arrays of metrics
     and callbacks (``step-<n>.npz``) and ``state.json``, which is renamed into place last: a process
-    that is killed at any moment leaves a complete state. Steps after the saved one are repeated.
+    that is killed, or a machine that loses power, at any moment leaves a complete state. Steps
+    after the saved one are repeated. One training at a time may use the folder.
 
     If the index skips more records than before (``--on_bad=skip``, after a bad record stopped
     training), the order differs: training resumes at the same point of the epoch, in which some

@@ -205,3 +205,15 @@ def test_a_shell_expands_a_pattern_to_indexes_too(tmp_path):
         process = run("index", *sorted(tmp_path.iterdir()))
         assert process.returncode == 0, process.stderr
     fails(run("index", tmp_path / "train-0.idx"), "No file matches")
+
+
+def test_many_bad_records_are_counted(tmp_path):
+    """A wrong flag makes all records bad: 20 of a kind are named."""
+    examples = [{"image/encoded": b"x", "image/class/label": number} for number in range(50)]
+    write_tfrecord(tmp_path / "train", examples)
+    process = run("index", "--verify=schema", "--num_classes=20", tmp_path / "train")
+    assert process.returncode == 1
+    named = [line for line in process.stderr.splitlines() if ": label range: " in line]
+    assert len(named) == 20
+    assert "more are counted below: label range" in process.stderr
+    assert "30 of 50 records do not hold what the checks name" in process.stderr

@@ -148,3 +148,18 @@ def test_a_measurer_dies_with_its_parent(sample_folder):
     while child.exists() and "State:\tZ" not in child.read_text():
         assert time.monotonic() < deadline, "the measurer outlived its parent"
         time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ("decode_only", "the package on tf.data, to decoding alone: "),
+        ("grain", "error: grain cannot be measured: No module named 'grain'. pip install grain"),
+    ],
+)
+@pytest.mark.slow
+def test_other_packages(sample_folder, row, said):
+    arguments = ["--files=data/sample/train-*", "--seconds=0.1", "--repeats=1", "--batch_size=16"]
+    flags = [f"--backends=tf_data,{row}", "--warmup_batches=1"]
+    process = run("compare_throughput.py", *arguments, *flags, cwd=sample_folder)
+    assert said in process.stdout + process.stderr

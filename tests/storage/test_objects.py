@@ -425,6 +425,21 @@ def test_index_by_an_executor(dataset, stored, tmp_path):
         pass
 
 
+def test_an_executor_works_in_parallel(dataset, tmp_path, monkeypatch):
+    """As many files at a time as it has threads, and no thread is left."""
+    together, run = threading.Barrier(3), workers.Seat.run
+
+    def run_together(*arguments):
+        together.wait(60)
+        return run(*arguments)
+
+    monkeypatch.setattr(workers.Seat, "run", run_together)
+    before = threading.active_count()
+    with concurrent.futures.ThreadPoolExecutor(3) as executor:
+        assert dti.build_index(dataset.paths, index_dir=tmp_path, executor=executor).written == 3
+    assert threading.active_count() == before
+
+
 def test_a_decoder_that_crashes_a_converter():
     """Takes down a child process of the worker, not the worker."""
     with concurrent.futures.ThreadPoolExecutor(1) as executor:

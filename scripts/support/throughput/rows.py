@@ -9,6 +9,7 @@ from support import cli
 from support.benchmark import Stats
 from support.flags import FileFlags, WorkFlags
 from support.throughput.candidates import Candidate, CandidateError, Measurer, images_per_second
+from support.throughput.peers import PEERS
 
 # The 2018 example's baseline: one image after another, nothing made ahead.
 _SERIAL = TfDataOptions(
@@ -19,7 +20,7 @@ _TF, _CPU, _GPU = TfDataOptions(), DaliOptions(device="cpu"), DaliOptions(device
 
 
 class Row(NamedTuple):
-    """One row. Those of order "global" are measured only on request."""
+    """One row. Those of order "global" and of other packages are measured only on request."""
 
     candidate: Candidate
     what: str
@@ -40,6 +41,7 @@ ROWS = {
         ("dali_gpu_bare", _GPU, "buffer", "bare", "DALI on GPU, without TensorFlow"),
         ("dali_gpu", _GPU, "buffer", "dataset", "this package on DALI, GPU"),
         ("dali_gpu_global", _GPU, "global", "dataset", "DALI on GPU, order global"),
+        *((name, _TF, "buffer", name, what) for name, what in PEERS.items()),
     )
 }
 
@@ -54,6 +56,9 @@ _QUESTIONS: tuple[tuple[str, str, str, float | None], ...] = (
     ("dali_cpu_global", "dali_cpu", "DALI on CPU in global order, to a buffer", None),
     ("dali_gpu_global", "dali_gpu", "DALI on GPU in global order, to a buffer", 0.9),
     ("tf_data", "tf_data_serial", "tf.data in parallel, to serial", None),
+    ("tf_data", "decode_only", "the package on tf.data, to decoding alone", None),
+    ("tf_data", "grain", "the package on tf.data, to Grain and OpenCV", None),
+    ("tf_data", "torch", "the package on tf.data, to PyTorch and OpenCV", None),
     ("dali_gpu", "tf_data", "DALI on GPU, to tf.data", 3),
     ("dali_gpu", "tf_data_serial", "DALI on GPU, to serial tf.data (as the 2018 example)", 6.13),
 )

@@ -12,7 +12,7 @@ from dali_tf_input import DaliOptions, InputError, InputSpec
 from support import cli, machine, processes
 from support.benchmark import measure
 from support.flags import FileFlags, WorkFlags
-from support.throughput import experiments, reference, stages
+from support.throughput import experiments, peers, reference, stages
 from support.throughput.candidates import Candidate
 
 FLAGS = cli.Flags()
@@ -44,6 +44,8 @@ def make_batches(candidate: Candidate, spec: InputSpec, batch_size: int) -> Iter
         )
     if variant in experiments.EXPERIMENTS:
         return iter(experiments.make_dataset(variant, spec, options, **shared))
+    if variant in peers.PEERS:
+        return peers.make_batches(variant, spec, **shared)
     if variant in stages.STAGES:
         return iter(stages.make_dataset(variant, spec, options, **shared))
     batches = iter(make_dataset(spec, options, endless=True, **shared))

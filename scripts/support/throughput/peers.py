@@ -1,0 +1,128 @@
+"""The same input by other packages, installed by hand: Grain, PyTorch, and decoding alone.
+
+Each reads the same JPEGs, from memory, and does the work of the spec with OpenCV: decode, resize,
+random crop, mirror, normalize. They are what a user of these packages would write, tuned as their
+documentation says.
+"""
+
+import itertools
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+import dali_tf_input as dti
+
+PEERS = {
+    "decode_only": "decoding alone, TensorFlow in parallel",
+    "grain": "Grain and OpenCV, threads",
+    "torch": "PyTorch's DataLoader and OpenCV, workers",
+}
+
+
+def make_batches(name: str, spec: dti.InputSpec, *, batch_size: int) -> Iterator[Any]:
+    """Returns an infinite iterator over batches of images (batch_size, height, width, 3).
+
+    "decode_only" yields how many images it decoded instead.
+
+    Raises:
+      InputError: the package is not installed, or the spec's work is not written for it.
+    """
+    try:
+        return iter(globals()[f"_{name}"](spec, batch_size))
+    except ImportError as error:
+        needs = {"grain": "grain opencv-python-headless", "torch": "torch opencv-python-headless"}
+        raise dti.InputError(f"{error}. pip install {needs.get(name, 'tensorflow')}") from error
+
+
+def _decode_only(spec: dti.InputSpec, batch_size: int) -> Any:
+    import tensorflow as tf
+
+    key = spec.records.image_key
+
+    @tf.autograph.experimental.do_not_convert
+    def decode(record: Any) -> Any:
+        features = tf.io.parse_single_example(record, {key: tf.io.FixedLenFeature([], tf.string)})
+        return tf.shape(tf.io.decode_jpeg(features[key], 3, dct_method="INTEGER_ACCURATE"))
+
+    dataset = tf.data.TFRecordDataset(list(spec.records.paths), num_parallel_reads=tf.data.AUTOTUNE)
+    dataset = dataset.shuffle(spec.buffer_size).repeat()
+    dataset = dataset.map(decode, num_parallel_calls=tf.data.AUTOTUNE)
+    return dataset.batch(batch_size).prefetch(tf.data.AUTOTUNE)
+
+
+def _grain(spec: dti.InputSpec, batch_size: int) -> Any:
+    import grain
+
+    prepare = _Preparation(spec)
+    threads = len(os.sched_getaffinity(0)) + 1
+    dataset = grain.MapDataset.source(_read_images(spec)).shuffle(seed=0).repeat()
+    dataset = dataset.random_map(prepare, seed=0).to_iter_dataset(
+        grain.ReadOptions(num_threads=threads, prefetch_buffer_size=4 * batch_size)
+    )
+    return dataset.batch(batch_size, drop_remainder=True)
+
+
+def _torch(spec: dti.InputSpec, batch_size: int) -> Iterator[Any]:
+    import torch
+
+    loader = torch.utils.data.DataLoader(
+        _TorchImages(_read_images(spec), _Preparation(spec)),
+        batch_size,
+        shuffle=True,
+        drop_last=True,
+        num_workers=len(os.sched_getaffinity(0)),
+        persistent_workers=True,
+    )
+    return itertools.chain.from_iterable(itertools.repeat(loader))
+
+
+class _TorchImages:
+    """A map-style dataset, as PyTorch's loader takes it."""
+
+    def __init__(self, images: list[bytes], prepare: "_Preparation") -> None:
+        self._images, self._prepare = images, prepare
+        self._random = np.random.default_rng()
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def __getitem__(self, number: int) -> np.ndarray:
+        return self._prepare(self._images[number], self._random)
+
+
+def _read_images(spec: dti.InputSpec) -> list[bytes]:
+    records = spec.records
+    return [records.read(number)[records.image_key][0] for number in range(records.num_records)]
+
+
+class _Preparation:
+    """Decodes and preprocesses an image with OpenCV, which antialiases by `INTER_AREA`."""
+
+    def __init__(self, spec: dti.InputSpec) -> None:
+        import cv2
+
+        cv2.setNumThreads(0)
+        preprocess = spec.preprocess
+        if not isinstance(preprocess.crop, dti.ResizeRandomCrop) or preprocess.dtype != "float32":
+            text = "only resize, random crop and float32 are written for other packages"
+            raise dti.InputError(f"{text}: leave out grain and torch.")
+        self._resize, self._size = preprocess.crop.resize, preprocess.image_size
+        self._area = preprocess.antialias
+        self._mean, self._std = np.float32(preprocess.mean), np.float32(preprocess.std)
+
+    def __call__(self, data: bytes, random: np.random.Generator) -> np.ndarray:
+        """Returns float32 (height, width, 3)."""
+        import cv2
+
+        image = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR_RGB)
+        (height, width), (out_height, out_width) = self._resize, self._size
+        method = cv2.INTER_AREA if self._area else cv2.INTER_LINEAR
+        image = cv2.resize(image, (width, height), interpolation=method)
+        y = int(random.integers(height - out_height + 1))
+        x = int(random.integers(width - out_width + 1))
+        image = image[y : y + out_height, x : x + out_width]
+        if random.random() < 0.5:
+            image = image[:, ::-1]
+        return (image - self._mean) / self._std
