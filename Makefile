@@ -18,7 +18,7 @@ FILES := $(or $(DATA),$(SAMPLE)/train-*)
 VALIDATION_FILES := $(if $(DATA),$(VALIDATION),$(SAMPLE)/validation-*)
 INDEX_FLAG := $(if $(INDEX_DIR),--index_dir='$(INDEX_DIR)')
 READY := $(INSTALLED) $(if $(DATA),,$(SAMPLE)/.complete)
-INDEX := @$(RUN) -m dali_tf_input.index $(INDEX_FLAG) '$(FILES)'
+INDEX := @$(RUN) -m dali_tf_input index $(INDEX_FLAG) '$(FILES)'
 COMMON := --files='$(FILES)' $(INDEX_FLAG)
 PYTEST := $(RUN) -m pytest --dist=worksteal
 
@@ -39,7 +39,7 @@ install: $(INSTALLED)  ## Set up .venv: TensorFlow, DALI, the plugin, this packa
 data: $(SAMPLE)/.complete  ## Make the sample TFRecords in data/sample
 
 index: $(READY)  ## Index TFRecords: make index DATA='path/train-*'
-	@$(RUN) -m dali_tf_input.index $(INDEX_FLAG) $(ARGS) '$(or $(DATA),$(SAMPLE)/*-of-*)'
+	@$(RUN) -m dali_tf_input index $(INDEX_FLAG) $(ARGS) '$(or $(DATA),$(SAMPLE)/*-of-*)'
 
 compare: $(READY)  ## The main job: images/s of every way to feed TensorFlow; table, JSON and plot in results/
 	$(INDEX)
@@ -62,10 +62,10 @@ tune: $(READY)  ## The fastest options for this machine and these files
 preview: $(READY)  ## What the model sees: a contact sheet in results/preview.png
 	$(INDEX) > /dev/null
 	@mkdir -p results
-	@$(RUN) scripts/preview.py $(COMMON) --out=results/preview.png $(ARGS)
+	@$(RUN) -m dali_tf_input preview $(COMMON) --out=results/preview.png $(ARGS)
 
 soak: $(INSTALLED)  ## A million images through each backend, and more: that nothing grows
-	@$(if $(DATA),$(RUN) -m dali_tf_input.index $(INDEX_FLAG) '$(DATA)' > /dev/null)
+	@$(if $(DATA),$(RUN) -m dali_tf_input index $(INDEX_FLAG) '$(DATA)' > /dev/null)
 	@mkdir -p results
 	@$(RUN) scripts/soak.py $(if $(DATA),$(COMMON)) --json=results/soak.json --plot=results/soak.png $(ARGS)
 
@@ -74,7 +74,7 @@ gpu-check: $(READY)  ## On a machine with a GPU: check and measure all of it, in
 	@$(RUN) scripts/gpu_check.py $(COMMON) $(ARGS)
 
 doctor: $(INSTALLED)  ## What of this installation works; with DATA= also files and indexes
-	@$(RUN) scripts/doctor.py $(if $(DATA),$(COMMON)) $(ARGS)
+	@$(RUN) -m dali_tf_input doctor $(if $(DATA),$(COMMON)) $(ARGS)
 
 test: $(DEVELOPED)  ## Run the tests (also: make test-slow, make test-gpu)
 	@$(PYTEST) -n 3 $(ARGS)
@@ -110,7 +110,7 @@ $(DEVELOPED): pyproject.toml scripts/install.sh
 	@PYTHON='$(PYTHON)' scripts/install.sh '$(VENV)' dev $(if $(GPU),gpu)
 	@touch $@ $(INSTALLED)
 
-$(SAMPLE)/.complete: scripts/make_sample_tfrecords.py scripts/support/convert/writer.py | $(INSTALLED)
+$(SAMPLE)/.complete: scripts/make_sample_tfrecords.py dali_tf_input/cli/convert/writer.py | $(INSTALLED)
 	@$(RUN) scripts/make_sample_tfrecords.py --overwrite $(SAMPLE)
-	@$(RUN) -m dali_tf_input.index '$(SAMPLE)/*-of-*'
+	@$(RUN) -m dali_tf_input index '$(SAMPLE)/*-of-*'
 	@touch $@

@@ -22,12 +22,12 @@ from typing import Any
 import psutil
 
 from dali_tf_input import InputError
+from dali_tf_input.cli import command, machine, processes
 from dali_tf_input.records.paths import find_files
 from dali_tf_input.records.tfrecord import frame_record
-from support import cli, machine, processes
-from support.benchmark import Stats
+from support.benchmark import Stats, format_stats
 
-FLAGS = cli.Flags()
+FLAGS = command.Flags()
 _NUM_FILES = FLAGS.list("num_files", ["128", "1024", "8192"], "Files of each row of table 1.")
 _RECORDS = FLAGS.integer("records_per_file", 1250, "Records in each of them.", 1)
 _FILES = FLAGS.strings("files", "TFRecords of images for the second table.")
@@ -50,18 +50,18 @@ _COLUMNS += ("unchanged, s", "x tfrecord2idx")
 
 
 def main(arguments: list[str]) -> int:
-    cli.check_no_arguments(arguments)
+    command.check_no_arguments(arguments)
     numbers = [int(number) if number.isdecimal() else 0 for number in _NUM_FILES.value]
     if not numbers or min(numbers) < 1:
         got = ",".join(_NUM_FILES.value) or "none"
         raise InputError(f"`num_files` must be whole numbers of at least 1, got {got}.")
-    cli.check_writable(_JSON)
+    command.check_writable(_JSON)
     report = {**machine.describe(), "repeats": _REPEATS.value}
     with tempfile.TemporaryDirectory() as folder:
         report["sets"] = measure_sets(folder, numbers)
     if _FILES.value:
         report["levels"] = measure_levels(find_files(_FILES.value))
-    cli.write_json(_JSON, report)
+    command.write_json(_JSON, report)
     return 0
 
 
@@ -81,13 +81,13 @@ def measure_sets(folder: str, numbers: list[int]) -> dict[str, Any]:
         took, peaks, again = zip(*runs[number], strict=True)
         seconds, unchanged, records = Stats.of(took), Stats.of(again), number * _RECORDS.value
         ratio = theirs * number / seconds.median
-        line = [f"{number:,}", f"{records:,}", f"{size:,}", cli.format_stats(seconds)]
+        line = [f"{number:,}", f"{records:,}", f"{size:,}", format_stats(seconds)]
         line += [f"{records / seconds.median / 1e6:.2f}", f"{max(peaks) / 1e6:.0f}"]
-        line += [cli.format_stats(unchanged), f"{ratio:,.0f}"]
+        line += [format_stats(unchanged), f"{ratio:,.0f}"]
         lines.append(line)
         row = rows[number] = {"records": records, "record_bytes": size, "memory_bytes": max(peaks)}
         row |= {"seconds": vars(seconds), "unchanged": vars(unchanged), "times_tfrecord2idx": ratio}
-    cli.print_table(_COLUMNS, lines)
+    command.print_table(_COLUMNS, lines)
     print(f"tfrecord2idx: {theirs:.2f} s a file; its column is that, times the files")
     return {"rows": rows, "tfrecord2idx_seconds_per_file": theirs}
 
@@ -107,10 +107,10 @@ def measure_levels(files: Sequence[str]) -> dict[str, Any]:
         stats = Stats.of(values)
         results[name] = {**vars(stats), "records": records, "bytes": size}
         rates = (f"{size / stats.median / 1e6:,.0f}", f"{records / stats.median:,.0f}")
-        lines.append((name, cli.format_stats(stats), *rates))
+        lines.append((name, format_stats(stats), *rates))
     what = f"level, over {records:,} images, {size / 1e6:,.0f} MB"
     print()
-    cli.print_table((what, "seconds", "MB/s", "images/s"), lines)
+    command.print_table((what, "seconds", "MB/s", "images/s"), lines)
     return results
 
 
@@ -120,7 +120,7 @@ def make_set(folder: str, num_files: int, record_bytes: int) -> None:
     data = generator.randbytes(2 * record_bytes)
     os.mkdir(folder)
     what = f"making {num_files:,} files"
-    for number in cli.progress(range(num_files), what=what, total=num_files):
+    for number in command.progress(range(num_files), what=what, total=num_files):
         bounds = (record_bytes // 2, record_bytes * 3 // 2)
         sizes = (generator.randint(*bounds) for _ in range(_RECORDS.value))
         with open(os.path.join(folder, f"train-{number:05d}-of-{num_files:05d}"), "wb") as stream:
@@ -167,4 +167,4 @@ def time_tfrecord2idx(folder: str) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, FLAGS))
+    sys.exit(command.run(main, FLAGS))

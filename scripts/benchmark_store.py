@@ -21,15 +21,15 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from dali_tf_input import build_index
+from dali_tf_input.cli import command, machine, processes
+from dali_tf_input.cli.flags import BACKENDS, FileFlags, WorkFlags
 from dali_tf_input.storage.copies import download_to
 from dali_tf_input.storage.objects import Status, find_objects
-from support import cli, machine, processes
-from support.benchmark import Stats, Window
-from support.flags import BACKENDS, FileFlags, WorkFlags
+from support.benchmark import Stats, Window, format_stats
 from support.throughput.candidates import Candidate
 from support.throughput.rows import measure_in_turn, rates, ratios
 
-FLAGS = cli.Flags()
+FLAGS = command.Flags()
 _FILES = FileFlags(FLAGS)
 _WORK = WorkFlags(FLAGS)
 _MILLISECONDS = FLAGS.number("milliseconds", 30.0, "How late each answer comes.")
@@ -51,8 +51,8 @@ def main(arguments: list[str]) -> int:
     if arguments[:1] == ["serve"]:  # how this command starts its server
         asyncio.run(serve(arguments[1:]))
         return 0
-    cli.check_no_arguments(arguments)
-    cli.check_writable(_JSON)
+    command.check_no_arguments(arguments)
+    command.check_writable(_JSON)
     dataset, about = _FILES.dataset(), machine.describe()
     machine.print_lines(about)
     with tempfile.TemporaryDirectory() as folder, run_server(dataset.paths) as base:
@@ -73,11 +73,11 @@ def main(arguments: list[str]) -> int:
     for name, (ratio, what) in results.items():
         target = _TARGETS.get(name)
         verdict = f"{target} {'met' if ratio.median >= target else 'missed'}" if target else ""
-        lines.append((name, cli.format_stats(ratio), what, verdict))
+        lines.append((name, format_stats(ratio), what, verdict))
     print()
-    cli.print_table(("records", "ratio", "measured", "target"), lines)
+    command.print_table(("records", "ratio", "measured", "target"), lines)
     rows = {name: {**vars(ratio), "measured": what} for name, (ratio, what) in results.items()}
-    cli.write_json(_JSON, {**about, "milliseconds": _MILLISECONDS.value, "rows": rows})
+    command.write_json(_JSON, {**about, "milliseconds": _MILLISECONDS.value, "rows": rows})
     return 0
 
 
@@ -116,7 +116,7 @@ def measure_index(urls: list[str], folder: str) -> tuple[Stats, str]:
     """Returns how fast `build_index` is, as part of a plain download, and its rate."""
     objects = {url: status for pattern in urls for url, status in find_objects(pattern).items()}
     speeds, size = [], sum(status.size for status in objects.values())
-    for _ in cli.progress(range(_REPEATS.value), what="indexing", total=_REPEATS.value):
+    for _ in command.progress(range(_REPEATS.value), what="indexing", total=_REPEATS.value):
         plain, start = download_all(objects), time.perf_counter()
         build_index(urls, index_dir=f"{folder}/index", force=True, allow_missing=True)
         speeds.append((plain, time.perf_counter() - start))
@@ -195,4 +195,4 @@ class Answers(asyncio.Protocol):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, FLAGS))
+    sys.exit(command.run(main, FLAGS))

@@ -7,17 +7,17 @@ both backends are shown to make the same images.
 example: python scripts/compare_throughput.py --files='path/train-*' --seconds=2
 """
 
-import os
 import sys
 
 from dali_tf_input import InputError
-from support import cli, machine, plots, processes
+from dali_tf_input.cli import command, machine, processes
+from dali_tf_input.cli.flags import FileFlags, WorkFlags, check_list, describe_work
+from support import plots
 from support.benchmark import Stats, Window
-from support.flags import FileFlags, WorkFlags, check_list, describe_work
 from support.throughput.peers import PEERS
 from support.throughput.rows import ROWS, conclusions, measure_rows, rates, ratios
 
-FLAGS = cli.Flags()
+FLAGS = command.Flags()
 _FILES = FileFlags(FLAGS)
 _WORK = WorkFlags(FLAGS)
 _BACKENDS = FLAGS.list("backends", None, f"Rows to measure, of {', '.join(ROWS)}; else the usual.")
@@ -34,16 +34,16 @@ _COLUMNS += ("first batch s", "peak MB", "what")
 
 
 def main(arguments: list[str]) -> int:
-    cli.check_no_arguments(arguments)
-    cli.check_writable(_JSON)
-    cli.check_writable(_PLOT, suffix=".png")
+    command.check_no_arguments(arguments)
+    command.check_writable(_JSON)
+    command.check_writable(_PLOT, suffix=".png")
     spec = _WORK.spec(_FILES, "buffer")
     dataset = spec.records
     about = machine.describe()
     names = choose_rows(about["gpus"], order="global" if dataset.is_remote else "buffer")
     machine.print_lines(about)
     size = sum(file.size for file in dataset.files)
-    files = cli.format_count(len(dataset.files), "file")
+    files = command.format_count(len(dataset.files), "file")
     kilobytes = f"{size / dataset.num_records / 1e3:,.0f} KB each"
     print(f"records   {dataset.num_records:,} in {files}, {kilobytes}")
     print(f"work      {describe_work(spec.preprocess)}, batch {_WORK.batch_size.value}")
@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
     windows = measure_rows(names, _FILES, _WORK, **shared)
     rows = {name: summarize(name, windows) for name in names}
     print()
-    cli.print_table(_COLUMNS, [format_row(name, row) for name, row in rows.items()])
+    command.print_table(_COLUMNS, [format_row(name, row) for name, row in rows.items()])
     print()
     print("\n".join(conclusions(windows)))
     report = {**about, **shared, "files": list(_FILES.files.value), "bytes": size}
@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> int:
     report |= {"options": {name: repr(ROWS[name].candidate.options) for name in rows}}
     report |= {"decode": _WORK.decode.value, "batch_size": _WORK.batch_size.value}
     report |= {"rows": rows, "windows": windows}
-    cli.write_json(_JSON, report)
+    command.write_json(_JSON, report)
     if _PLOT.value:
         plots.plot_throughput(report, path=_PLOT.value)
     return 0
@@ -88,7 +88,7 @@ def choose_rows(gpus: list[str], order: str) -> list[str]:
 
 def compare_images() -> str:
     """Compares the backends' evaluation images in another process; an error if they differ."""
-    words = [sys.executable, os.path.join(processes.SCRIPTS, "preview.py"), *_FILES.as_arguments()]
+    words = [sys.executable, "-m", "dali_tf_input", "preview", *_FILES.as_arguments()]
     words += ["--evaluation", "--out=", "--num_images=256", f"--most={_MOST_DIFFERENCE}"]
     code, output, errors = processes.call(words)
     if code:
@@ -128,4 +128,4 @@ def format_row(name: str, row: dict) -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, FLAGS))
+    sys.exit(command.run(main, FLAGS))

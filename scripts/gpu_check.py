@@ -25,17 +25,17 @@ try:
     import numpy as np
 
     import dali_tf_input as dti
-    from support import cli, machine, pictures, processes
+    from dali_tf_input.cli import command, machine, pictures, processes
+    from dali_tf_input.cli.convert.writer import write_images
+    from dali_tf_input.cli.flags import FileFlags, WorkFlags, check_list
     from support.benchmark import Stats
-    from support.convert.writer import write_images
-    from support.flags import FileFlags, WorkFlags, check_list
     from support.throughput import experiments, rows
     from support.throughput.candidates import Candidate, CandidateError, Measurer, images_per_second
 except ModuleNotFoundError as error:
     sys.exit(f"error: {sys.executable} lacks {error.name}: install it, or see docs/install.md.")
 
 PARTS = ("probe", "pixels", "devices", "throughput", "experiments", "training", "memory")
-FLAGS = cli.Flags()
+FLAGS = command.Flags()
 _FILES = FileFlags(FLAGS)
 _WORK = WorkFlags(FLAGS)
 _PARTS = FLAGS.list("parts", None, f"Of {', '.join(PARTS)}; by default all.")
@@ -50,12 +50,12 @@ _LARGEST_MEAN = 3.0  # of 255: nvJPEG's inverse DCT and upsampling differ from l
 
 
 def main(arguments: list[str]) -> int:
-    cli.check_no_arguments(arguments)
+    command.check_no_arguments(arguments)
     dataset = _FILES.dataset()
     os.environ["PYTHONPATH"] = os.pathsep.join([os.environ.get("PYTHONPATH", ""), _ROOT])
     if _PART.value:
         processes.die_with_parent()
-        cli.import_tensorflow()
+        command.import_tensorflow()
         check = globals().get(f"check_{_PART.value}", lambda _: run_tests(_PART.value))
         print(json.dumps(check(dataset)), flush=True)
         return 0
@@ -79,7 +79,7 @@ def main(arguments: list[str]) -> int:
         result = start_part(part)
         with open(os.path.join(_OUT.value, f"{part}.json"), "w", encoding="utf-8") as stream:
             json.dump({**about, "rehearsal": _REHEARSE.value, **result}, stream, indent=2)
-        took = cli.format_seconds(time.monotonic() - start)
+        took = command.format_seconds(time.monotonic() - start)
         print(f"{part:<12} {result['text']}  ({took})", flush=True)
         failed += [] if result["passed"] else [part]
     if _REHEARSE.value:
@@ -223,7 +223,7 @@ def check_throughput(dataset: dti.Records) -> dict[str, Any]:
     window: dict[str, Any] = {"seconds": seconds, "warmup_batches": 4, "repeats": repeats}
     with tempfile.TemporaryDirectory() as folder:
         for size, batch in (*(((256, 341), batch) for batch in batches), ((1080, 1920), usual)):
-            flags, at_least = cli.Flags(), 16 if _REHEARSE.value else 2048
+            flags, at_least = command.Flags(), 16 if _REHEARSE.value else 2048
             files = FileFlags(flags)
             flags(["", f"--files={write_resized(dataset, size, folder, at_least)}"])
             windows = rows.measure_rows(names, files, _WORK, f"--batch_size={batch}", **window)
@@ -291,4 +291,4 @@ def check_memory(dataset: dti.Records) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, FLAGS))
+    sys.exit(command.run(main, FLAGS))

@@ -19,11 +19,17 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from dali_tf_input import InputError
+from dali_tf_input.cli import command
+from dali_tf_input.cli.convert.writer import (
+    Record,
+    Split,
+    image_features,
+    print_written,
+    write_splits,
+)
 from dali_tf_input.records.example import encode_example
-from support import cli
-from support.convert.writer import Record, Split, image_features, print_written, write_splits
 
-FLAGS = cli.Flags()
+FLAGS = command.Flags()
 _NUM_IMAGES = FLAGS.integer("num_images", 1024, "Images in the train split.", 1)
 _NUM_VALIDATION_IMAGES = FLAGS.integer("num_validation_images", 256, "In the validation split.", 0)
 _NUM_FILES = FLAGS.integer("num_files", 4, "Files of the train split; validation is one file.", 1)
@@ -159,4 +165,4 @@ def _ground_texture() -> np.ndarray:
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    sys.exit(cli.run(main, FLAGS))
+    sys.exit(command.run(main, FLAGS))

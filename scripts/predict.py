@@ -17,11 +17,11 @@ from typing import Any
 
 import dali_tf_input as dti
 from dali_tf_input import InputError, Preprocess
-from support import cli, pictures
-from support.flags import BACKENDS, FileFlags
-from support.label_names import find_names, read_names
+from dali_tf_input.cli import command, pictures
+from dali_tf_input.cli.flags import BACKENDS, FileFlags
+from dali_tf_input.cli.label_names import find_names, read_names
 
-FLAGS = cli.Flags()
+FLAGS = command.Flags()
 _LABELS = FLAGS.string("labels", None, "File with the name of label i in line i + 1.")
 _TOP = FLAGS.integer("top", 5, "How many classes are shown for each image.", 1)
 _BACKEND = FLAGS.choice("backend", "tf_data", list(BACKENDS), "What feeds the model.")
@@ -39,13 +39,13 @@ def main(arguments: list[str]) -> int:
     path, *images = arguments
     if images and _FILES.files.value:
         raise InputError(f"Name images or records (--files), got both: {images[0]}.")
-    cli.check_writable(_CSV, suffix=".csv")
-    cli.check_writable(_SHEET, suffix=".png")
+    command.check_writable(_CSV, suffix=".csv")
+    command.check_writable(_SHEET, suffix=".png")
     dataset = None if images else _FILES.dataset()
     names = read_names(_LABELS.value) if _LABELS.value else None
     if dataset and not names:
         names = find_names(dataset.paths[0]) or None
-    tf = cli.import_tensorflow()
+    tf = command.import_tensorflow()
     from dali_tf_input.backends.build import enable_memory_growth
 
     enable_memory_growth()
@@ -75,7 +75,7 @@ def main(arguments: list[str]) -> int:
             shown = (f"{names[label] if names else label} {row[label]:.1%}" for label in best)
             rows.append((images[position], ", ".join(shown)))
     if rows:
-        cli.print_table(("image", "classes"), rows)
+        command.print_table(("image", "classes"), rows)
     return 1 if failed else 0
 
 
@@ -89,7 +89,7 @@ def predict_records(
     options = BACKENDS[_BACKEND.value]
     fed = dti.load(spec, options, batch_size=_BATCH_SIZE.value)
     rows = []
-    for x, labels in cli.progress(fed, what="predicting", total=len(fed)):
+    for x, labels in command.progress(fed, what="predicting", total=len(fed)):
         probabilities = tf.nn.softmax(model(x["image"], training=False)).numpy()
         best = probabilities.argmax(1)
         columns = (x["record_id"].numpy(), labels.numpy(), best, probabilities.max(1))
@@ -111,7 +111,7 @@ def predict_records(
         place = f"{where.number:,} of {where.file}"
         shown.append((str(record), label, best, f"{probability:.1%}", place))
     if shown:
-        cli.print_table(("id", "label", "prediction", "probability", "record"), shown)
+        command.print_table(("id", "label", "prediction", "probability", "record"), shown)
     if _SHEET.value:
         tiles: list[Any] = []
         for record, label, best, sure, _ in shown:
@@ -146,4 +146,4 @@ def load_model(path: str) -> tuple:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, FLAGS))
+    sys.exit(command.run(main, FLAGS))

@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from dali_tf_input import InputError
-from support import cli, plots
+from dali_tf_input.cli import command
+from dali_tf_input.cli.flags import FileFlags, WorkFlags, backends_flag, begin, describe_work
+from support import plots
 from support.benchmark import Stats, Window
-from support.flags import FileFlags, WorkFlags, backends_flag, begin, describe_work
 from support.throughput.candidates import Candidate, CandidateError, Measurer, images_per_second
 from support.throughput.stages import STAGES
 
-FLAGS = cli.Flags()
+FLAGS = command.Flags()
 _FILES = FileFlags(FLAGS)
 _WORK = WorkFlags(FLAGS)
 _ORDER = FLAGS.choice("order", "global", ["global", "buffer"], "How the records are mixed.")
@@ -44,17 +45,17 @@ NAMES = {
 
 
 def main(arguments: list[str]) -> int:
-    cli.check_no_arguments(arguments)
-    cli.check_writable(_JSON)
-    cli.check_writable(_PLOT, suffix=".png")
+    command.check_no_arguments(arguments)
+    command.check_writable(_JSON)
+    command.check_writable(_PLOT, suffix=".png")
     spec = _WORK.spec(_FILES, _ORDER.value)
     about, backends = begin(_BACKENDS.value)
-    files = cli.format_count(len(spec.records.files), "file")
+    files = command.format_count(len(spec.records.files), "file")
     print(f"records   {spec.records.num_records:,} in {files}, order {spec.order}")
     stages = measure_stages(backends, has_gpu=about["tensorflow_gpus"] > 0)
     print()
     lines = (line for name, rows in stages.items() for line in format_stages(name, rows))
-    cli.print_table(_COLUMNS, lines)
+    command.print_table(_COLUMNS, lines)
     print()
     for name, rows in stages.items():
         print(conclude(name, rows))
@@ -65,7 +66,7 @@ def main(arguments: list[str]) -> int:
     report |= {"work": describe_work(spec.preprocess)}
     report |= {flag.name: flag.value for flag in (_WORK.batch_size, _ORDER, _SECONDS, _REPEATS)}
     report |= {"stages": stages}
-    cli.write_json(_JSON, report)
+    command.write_json(_JSON, report)
     if _PLOT.value:
         plots.plot_stages(report, names=NAMES, path=_PLOT.value)
     return 0
@@ -81,7 +82,7 @@ def measure_stages(backends: list[str], *, has_gpu: bool) -> dict[str, dict[str,
         windows[name] = {stage: [] for stage in stages}
     turns = [(name, stage) for name, cuts in windows.items() for stage in cuts] * _REPEATS.value
     with Measurer(*_FILES.as_arguments(), *_WORK.as_arguments()) as measurer:
-        for name, stage in cli.progress(turns, what="cutting", total=len(turns)):
+        for name, stage in command.progress(turns, what="cutting", total=len(turns)):
             cut = Candidate(_WORK.options(name), _ORDER.value, variant=stage)
             try:
                 windows[name][stage].append(measurer.measure(cut, seconds=_SECONDS.value))
@@ -138,4 +139,4 @@ def conclude(name: str, rows: dict[str, dict]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, FLAGS))
+    sys.exit(command.run(main, FLAGS))

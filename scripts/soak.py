@@ -24,11 +24,12 @@ import psutil
 from PIL import Image
 
 from dali_tf_input import InputError, InputSpec
-from support import cli, plots, processes
-from support.convert.writer import write_images
-from support.flags import BACKENDS, FileFlags, backends_flag, begin
+from dali_tf_input.cli import command, processes
+from dali_tf_input.cli.convert.writer import write_images
+from dali_tf_input.cli.flags import BACKENDS, FileFlags, backends_flag, begin
+from support import plots
 
-FLAGS = cli.Flags()
+FLAGS = command.Flags()
 _FILES = FileFlags(FLAGS)
 _IMAGES = FLAGS.integer("images", 1_000_000, "Images streamed through each backend.", 1000)
 _EVALUATIONS = FLAGS.integer("evaluations", 50, "Evaluations in one process.", 10)
@@ -68,13 +69,13 @@ class Sample(NamedTuple):
 
 
 def main(arguments: list[str]) -> int:
-    cli.check_no_arguments(arguments)
+    command.check_no_arguments(arguments)
     if _PART.value:
         samples_of_part = run_part(*_PART.value.split(","))
         processes.serve(lambda _: next(samples_of_part))
         return 0
-    cli.check_writable(_JSON)
-    cli.check_writable(_PLOT, suffix=".png")
+    command.check_writable(_JSON)
+    command.check_writable(_PLOT, suffix=".png")
     about, backends = begin(_BACKENDS.value)
     runs = [(part, backend) for part in PARTS for backend in backends]
     samples: dict[str, dict[str, list[Sample]]] = {part: {} for part in PARTS}
@@ -88,9 +89,11 @@ def main(arguments: list[str]) -> int:
     for part, backend in runs:
         verdicts[part][backend] = judge(part, samples[part][backend])
     print()
-    cli.print_table(_COLUMNS, [format_row(part, name, verdicts[part][name]) for part, name in runs])
+    command.print_table(
+        _COLUMNS, [format_row(part, name, verdicts[part][name]) for part, name in runs]
+    )
     report = {**about, "order": _ORDER.value, "verdicts": verdicts, "samples": samples}
-    cli.write_json(_JSON, report)
+    command.write_json(_JSON, report)
     if _PLOT.value:
         plots.plot_soak(report, PARTS, path=_PLOT.value)
     grown = [f"{name}, {PARTS[part]}" for part, name in runs if not verdicts[part][name]["passed"]]
@@ -124,7 +127,7 @@ def collect(part: str, backend: str, files: list[str]) -> list[Sample]:
     what, total = f"{backend}, {PARTS[part]}", how_many(part)[1]
     one_arena = {"environment": {"MALLOC_ARENA_MAX": "1"}}
     with processes.JsonWorker([*words, *numbers, *files], **one_arena) as worker:
-        turns = cli.progress(range(total), what=what, total=total)
+        turns = command.progress(range(total), what=what, total=total)
         try:
             return [Sample(*worker.ask("next", seconds=_LIMIT)) for _ in turns]
         except processes.WorkerDied as error:
@@ -133,7 +136,7 @@ def collect(part: str, backend: str, files: list[str]) -> list[Sample]:
 
 def run_part(part: str, backend: str) -> Iterator[Sample]:
     """Does the work of a part in this process; yields samples."""
-    cli.import_tensorflow()
+    command.import_tensorflow()
     import keras
 
     from dali_tf_input import load, make_dataset
@@ -214,4 +217,4 @@ def format_row(part: str, name: str, verdict: dict[str, Any]) -> tuple[str, ...]
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, FLAGS))
+    sys.exit(command.run(main, FLAGS))

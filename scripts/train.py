@@ -13,17 +13,17 @@ import dataclasses
 import sys
 
 import dali_tf_input as dti
-from support import cli
-from support.flags import BACKENDS
-from support.label_names import find_names
+from dali_tf_input.cli import command
+from dali_tf_input.cli.flags import BACKENDS
+from dali_tf_input.cli.label_names import find_names
 from support.train.flags import TrainFlags
 
-FLAGS = cli.Flags()
+FLAGS = command.Flags()
 _TRAIN = TrainFlags(FLAGS)
 
 
 def main(arguments: list[str]) -> int:
-    cli.check_no_arguments(arguments)
+    command.check_no_arguments(arguments)
     _TRAIN.check()
     records = _TRAIN.records.dataset()
     spec = dti.InputSpec.for_training(
@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> int:
         if isinstance(options, dti.DaliOptions):
             raise dti.InputError(f"--service is for the tf.data backend, got {options!r}.")
         options = dataclasses.replace(options or dti.TfDataOptions(), service=_TRAIN.service.value)
-    cli.import_tensorflow()  # only now: it takes seconds
+    command.import_tensorflow()  # only now: it takes seconds
     from support.train.fit import train_model
 
     return train_model(_TRAIN, spec, options, num_classes)
@@ -71,4 +71,4 @@ def count_classes(spec: dti.InputSpec) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, FLAGS))
+    sys.exit(command.run(main, FLAGS))

@@ -19,13 +19,13 @@ import time
 from typing import Any
 
 from dali_tf_input import DaliOptions, InputError, TfDataOptions
+from dali_tf_input.cli import command
+from dali_tf_input.cli.flags import FileFlags, WorkFlags, backends_flag, begin, describe_work
 from dali_tf_input.spec.options import AUTOTUNE
-from support import cli
-from support.benchmark import Stats
-from support.flags import FileFlags, WorkFlags, backends_flag, begin, describe_work
+from support.benchmark import Stats, format_stats
 from support.throughput.candidates import Candidate, CandidateError, Measurer, images_per_second
 
-FLAGS = cli.Flags()
+FLAGS = command.Flags()
 _FILES = FileFlags(FLAGS)
 _WORK = WorkFlags(FLAGS)
 _ORDER = FLAGS.choice("order", "global", ["global", "buffer"], "How the records are mixed.")
@@ -41,10 +41,10 @@ _FINAL_ROUNDS = (8, 60)  # at least, where there is time, and at most
 
 
 def main(arguments: list[str]) -> int:
-    cli.check_no_arguments(arguments)
+    command.check_no_arguments(arguments)
     if _WORK.decode.present:
         raise InputError("tune.py chooses `decode` itself: leave out --decode.")
-    cli.check_writable(_JSON)
+    command.check_writable(_JSON)
     spec = _WORK.spec(_FILES, _ORDER.value)
     about, backends = begin(_BACKENDS.value)
     replicas = _REPLICAS.value or max(1, about["tensorflow_gpus"])
@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
     print(f"records   {spec.records.num_records:,}, order {spec.order}, {cores} cores per replica")
     defaults = [Candidate(_WORK.options(name), spec.order) for name in backends]
     flags = (*_FILES.as_arguments(), *_WORK.as_arguments(), f"--cores={cores}")
-    with Measurer(*flags) as measurer, cli.status("tuning") as status:
+    with Measurer(*flags) as measurer, command.status("tuning") as status:
         measurer.start()
         tuner = Tuner(measurer, status)
         default = tuner.find_fastest(defaults)
@@ -138,7 +138,7 @@ class Tuner:
         """Measures a window; returns its images/s, 0 if the candidate is refused."""
         if candidate in self.refused:
             return 0.0
-        left = cli.format_seconds(max(0.0, self.left()))
+        left = command.format_seconds(max(0.0, self.left()))
         self._status.update(f"tuning, {left} left: {describe(candidate)}")
         try:
             rate = images_per_second(self._measurer.measure(candidate, seconds=seconds))
@@ -233,10 +233,10 @@ def report(
     if ratios:
         verdicts[winner] = "faster" if better else "not faster beyond noise"
     print()
-    cli.print_table(_COLUMNS, format_rows(tuner, verdicts))
+    command.print_table(_COLUMNS, format_rows(tuner, verdicts))
     print()
     text = f"times the images/s of {default.backend}'s default, in {len(ratios)} rounds"
-    gain = f"{cli.format_stats(stats)} {text}"
+    gain = f"{format_stats(stats)} {text}"
     if better:
         print(f"chosen    {describe(winner)}")
         print(f"gain      {gain}")
@@ -245,7 +245,9 @@ def report(
         if ratios:
             print(f"closest   {describe(winner)}: {gain}")
     tried = len(tuner.rates) + len(tuner.refused.keys() - tuner.rates)
-    print(f"tried     {tried:,} settings in {cli.format_seconds(_SECONDS.value - tuner.left())}")
+    print(
+        f"tried     {tried:,} settings in {command.format_seconds(_SECONDS.value - tuner.left())}"
+    )
     about |= {"order": _ORDER.value, "batch_size": _WORK.batch_size.value}
     about |= {"work": describe_work(_WORK.preprocess()), "default": default.to_json()}
     about |= {"gain_over_default": vars(stats) if better else {"median": 1.0}}
@@ -259,9 +261,9 @@ def report(
         trials += [
             {**candidate.to_json(), "refused": text} for candidate, text in tuner.refused.items()
         ]
-        cli.write_json(_JSON, {**about, "ratios": ratios, "trials": trials})
+        command.write_json(_JSON, {**about, "ratios": ratios, "trials": trials})
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, FLAGS))
+    sys.exit(command.run(main, FLAGS))

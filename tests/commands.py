@@ -12,21 +12,25 @@ import subprocess
 import sys
 
 import warm
-from conftest import SCRIPTS
+from conftest import ROOT, SCRIPTS
 
-from dali_tf_input.cli import index as cli_index
-from support import cli
+from dali_tf_input.cli import command
 
 _numbers = itertools.count()
+CLI = ROOT / "dali_tf_input/cli"
+PACKAGE = {"index", "convert", "preview", "doctor", "service"}  # the others are scripts
 # What uses TensorFlow itself runs in a process of its own.
-WARM = {"train.py", "preview.py", "predict.py"}
-WARM |= {"soak.py", "gpu_check.py"}
-COLD = {"make_tfrecords.py", "make_sample_tfrecords.py"}  # their processes import them by name
+WARM = {"train.py", "preview", "predict.py", "soak.py", "gpu_check.py"}
+COLD = {"make_sample_tfrecords.py"}  # its processes import it by name
+SHIM = "import sys; from dali_tf_input.cli.main import main; sys.exit(main(sys.argv[1:]))"
 
 
 def load(script):
     """Imports a command as a new module, with flags of its own."""
-    spec = importlib.util.spec_from_file_location(f"command_{next(_numbers)}", SCRIPTS / script)
+    path = SCRIPTS / script
+    if script in PACKAGE:
+        path = CLI / ("convert/convert.py" if script == "convert" else f"{script}.py")
+    spec = importlib.util.spec_from_file_location(f"command_{next(_numbers)}", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
@@ -50,15 +54,15 @@ def _run(script, *arguments, cwd=None, **environment):
         return run_cold(script, *arguments, cwd=cwd, **environment)
     if script in WARM or environment:
         environment = {**os.environ, **environment}
-        return warm.run([SCRIPTS / script, *arguments], cwd=cwd, env=environment)
+        words = ["-c", SHIM, script] if script in PACKAGE else [SCRIPTS / script]
+        return warm.run([*words, *arguments], cwd=cwd, env=environment)
     output, errors, before = io.StringIO(), io.StringIO(), os.getcwd()
-    module, argv = cli_index if script == "index" else load(script), sys.argv
+    module, argv = load(script), sys.argv
     try:
         os.chdir(cwd or before)
         sys.argv = [str(SCRIPTS / script), *arguments]
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
-            main = module.index if script == "index" else module.main
-            code = cli.run(main, module.FLAGS, arguments)
+            code = command.run(module.main, module.FLAGS, arguments)
     finally:
         os.chdir(before)
         sys.argv = argv
@@ -75,7 +79,8 @@ def python(*arguments, timeout=300, **options):
 
 def run_cold(script, *arguments, cwd=None, **environment):
     """Runs a command by its command line; returns the finished process."""
-    return python(SCRIPTS / script, *arguments, cwd=cwd, env={**os.environ, **environment})
+    words = ["-m", "dali_tf_input", script] if script in PACKAGE else [SCRIPTS / script]
+    return python(*words, *arguments, cwd=cwd, env={**os.environ, **environment})
 
 
 def fails(process, *parts, bad_records=False):

@@ -17,9 +17,9 @@ import pytest
 from PIL import Image
 
 import dali_tf_input as dti
+from dali_tf_input.cli.command import import_tensorflow
 from dali_tf_input.records.example import encode_example
 from dali_tf_input.records.tfrecord import BadRecord, find_records, frame_record
-from support.cli import import_tensorflow
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "scripts"

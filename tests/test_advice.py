@@ -88,7 +88,7 @@ CASES = {
 def follow(folder, text):
     """Runs the commands that a message names; returns their messages."""
     commands = re.findall(
-        r"-m dali_tf_input\.index ((?:'[^']*'|[^'\s])+(?: (?:'[^']*'|[^'\s])+)*)", text
+        r"-m dali_tf_input index ((?:'[^']*'|[^'\s])+(?: (?:'[^']*'|[^'\s])+)*)", text
     )
     return [index(folder, *shlex.split(command)) for command in commands]
 
@@ -96,7 +96,7 @@ def follow(folder, text):
 def index(folder, *flags):
     import sys
 
-    command = [sys.executable, "-m", "dali_tf_input.index", *flags]
+    command = [sys.executable, "-m", "dali_tf_input", "index", *flags]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert process.returncode in (0, 1), process.stderr

@@ -13,13 +13,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, SCRIPTS, jpeg, numbered_examples, write_dataset, write_tfrecord
+from conftest import ROOT, jpeg, numbered_examples, write_dataset, write_tfrecord
 
 from dali_tf_input import Records, build_index
 
 POINTS = int(os.environ.get("CRASH_POINTS", "5"))
 KILL = """
-import os, runpy, signal, sys
+import os, signal, sys
 changes, kill_at = 0, int(sys.argv.pop(1))
 
 def watch(name):
@@ -45,13 +45,10 @@ watch_disk()
 build_index(sys.argv[1], checks, num_processes=1, on_bad="skip", force=True, max_bad_fraction=0.5)
 """
 CONVERT = """
-sys.argv.pop(0)
-sys.path.insert(0, os.path.dirname(sys.argv[0]))
+from dali_tf_input.cli.convert import convert
+from dali_tf_input.cli.main import main
 watch_disk()
-try:
-    runpy.run_path(sys.argv[0], run_name="__main__")
-except SystemExit as error:
-    assert not error.code, error
+assert main(sys.argv[1:]) == 0
 """
 COPY = """
 from obstore.store import MemoryStore
@@ -137,7 +134,7 @@ def test_convert(tmp_path):
                 (tmp_path / kind / label / f"{number}.jpg").write_bytes(jpeg(20, 20, seed=number))
     out = tmp_path / "sets/photos"
     out.parent.mkdir()
-    command = [SCRIPTS / "make_tfrecords.py", "--num_processes=1", "--overwrite"]
+    command = ["convert", "--num_processes=1", "--overwrite"]
 
     def read_set(folder):
         files = sorted(path for path in folder.glob("*-of-*") if path.suffix != ".idx")

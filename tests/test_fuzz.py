@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dali_tf_input import Checks, ClassLabel, InputError, Records, Resume, build_index
+from dali_tf_input.cli.label_names import read_names
 from dali_tf_input.index.commit import _read_lines
 from dali_tf_input.index.scan import check_file
 from dali_tf_input.training.resume import State
-from support.label_names import read_names
 
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "0"))
 JSON = st.recursive(

@@ -32,10 +32,9 @@ def test_examples_run(tmp_path):
         photo = tmp_path / "photos" / f"class {number % 6}" / f"{number}.jpg"
         photo.parent.mkdir(parents=True, exist_ok=True)
         photo.write_bytes(jpeg(120, 160, seed=number))
-    (command,) = re.findall(r"`python (scripts/make_tfrecords\.py [^`]+)`", README)
-    script, *arguments = command.split()
+    (command,) = re.findall(r"`dali-tf-input (convert [^`]+)`", README)
     run = functools.partial(python, cwd=tmp_path)
-    written = run(ROOT / script, *arguments)
+    written = run("-m", "dali_tf_input", *command.split())
     assert written.returncode == 0, written.stderr
     six_lines = SIX_LINES
     for long, short in ((", 224)", ", 96)"), ("batch_size=256", "batch_size=32")):
@@ -67,9 +66,8 @@ def test_the_page_on_labels_runs(tmp_path):
         rows.append(f"{number}.jpg,{number % 2},{classes},0.1 0.2 {number / 40},{number}.png")
     (tmp_path / "photos.csv").write_text("\n".join(rows))
     page = (ROOT / "docs" / "labels.md").read_text()
-    (command,) = re.findall(r"`python (scripts/make_tfrecords\.py [^`]+)`", page)
-    script, *arguments = command.split()
-    made = python(ROOT / script, *arguments, cwd=tmp_path)
+    (command,) = re.findall(r"`dali-tf-input (convert [^`]+)`", page)
+    made = python("-m", "dali_tf_input", *command.split(), cwd=tmp_path)
     assert made.returncode == 0, made.stderr
     (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     process = python("-c", example, cwd=tmp_path)

@@ -81,7 +81,7 @@ def test_wheel_in_another_folder(python, sample_folder, tmp_path):
     (tmp_path / "photo.jpg").write_bytes(jpeg(120, 160))
     (tmp_path / "records").symlink_to("data/sample")
     quickstart = QUICKSTART.replace("classes=6", "classes=8")  # as the sample has
-    index = execute(python, tmp_path, "-m", "dali_tf_input.index", "data/sample/*-of-*")
+    index = execute(python, tmp_path, "-m", "dali_tf_input", "index", "data/sample/*-of-*")
     assert "indexed" in index
     execute(python, tmp_path, "-c", quickstart)
     execute(python, tmp_path, "-c", WITHOUT_DALI + quickstart)

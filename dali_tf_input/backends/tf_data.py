@@ -114,7 +114,7 @@ def check_service(spec: InputSpec, options: TfDataOptions) -> None:
             " TfDataOptions() without a service."
         )
     host, _, port = address.removeprefix("grpc://").rpartition(":")
-    start = "Start one: scripts/data_service.py --role="
+    start = "Start one: dali-tf-input service --role="
     try:
         socket.create_connection((host, int(port)), timeout=10).close()
     except (OSError, ValueError) as error:

@@ -1,6 +1,6 @@
 """Indexes TFRecord files: where each valid record is, and a manifest of what the files hold.
 
-usage: python -m dali_tf_input.index [flags] FILE_OR_GLOB...
+usage: dali-tf-input index [flags] FILE_OR_PATTERN...
 
 Each index, with a line "offset size" in bytes per record, is written beside its file as FILE.idx,
 or into --index_dir, together with index_manifest.json. Files that did not change since they were
@@ -8,14 +8,13 @@ indexed are not read again. With --on_bad=error bad records are named, 20 of eac
 bad records are not indexed, all others are, and the exit code is 1. With --on_bad=skip the indexes
 skip bad records, and bad_records.jsonl lists them.
 
-example: python -m dali_tf_input.index --verify=decode --on_bad=skip 'path/train-*-of-*'
+example: dali-tf-input index --verify=decode --on_bad=skip 'path/train-*-of-*'
 """
 
 import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
 from typing import get_args
 
 from rich import filesize
@@ -63,7 +62,7 @@ _MOST_NAMED = 20  # lines for each reason; a wrong flag makes all records bad
 _SECONDS_BETWEEN_LINES = 10  # of progress, without a terminal
 
 
-def index(patterns: list[str]) -> int:
+def main(patterns: list[str]) -> int:
     """Indexes the files that match `patterns`; returns the exit code."""
     checks = Checks(**{flag.name: flag.value for flag in _CHECK_FLAGS}, label=make_label())
     refusal: IndexFaultsError | None = None
@@ -120,11 +119,6 @@ def make_label() -> Label | None:
         except UnicodeDecodeError as error:
             raise InputError(f"`vocabulary` {_VOCABULARY.value} is not UTF-8: {error}.") from error
     return ClassLabel(**integers, vocabulary=names)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; `arguments` are by default those of this process."""
-    return command.run(index, FLAGS, arguments)
 
 
 class IndexProgress:

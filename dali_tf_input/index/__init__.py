@@ -1,6 +1,6 @@
 """The index step: what `tfrecord2idx` does, with checks, a manifest, and no TensorFlow.
 
-Command: ``python -m dali_tf_input.index --help``. From Python: `build_index`.
+Command: ``dali-tf-input index --help``. From Python: `build_index`.
 """
 
 from dali_tf_input.index.build import IndexFaultsError, IndexReport, build_index

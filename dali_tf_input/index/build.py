@@ -26,7 +26,7 @@ from dali_tf_input.index.commit import IndexFolder
 from dali_tf_input.index.workers import run_in_executor, run_jobs
 from dali_tf_input.records import contents, schema
 from dali_tf_input.records.example import decode_example
-from dali_tf_input.records.labels import COUNT_FROM_1
+from dali_tf_input.records.labels import COUNT_FROM_1, ClassLabel, MultiHot
 from dali_tf_input.records.paths import (
     check_complete,
     find_records_lost,
@@ -43,6 +43,7 @@ OnBad = Literal["error", "skip"]
 
 # Work that a killed run loses, in seconds; or, if commits take long, so many times as long as one.
 _COMMIT_SECONDS, _COMMIT_RATIO = 5, 20
+_RECORDS_PER_CLASS = 3  # from which on a class is missing by chance in 5% of balanced sets
 # How reasons start of records that may be sound, but do not fit the checks.
 _MISFITS = ("label", "mask", "image missing", "image kind", "empty mask")
 # Where feature keys are looked for:
@@ -320,12 +321,20 @@ class _Run:
         )
 
     def _counts_from_1(self) -> bool:
-        """Whether labels are in 1 to `num_classes` where 0 to `num_classes` - 1 is expected."""
-        if not self._is_above_last or self._checks.label is None:
+        """Whether labels are in 1 to `num_classes` where 0 to `num_classes` - 1 is expected.
+
+        Only where there are so many records that class 0 is hardly missing by chance.
+        """
+        label = self._checks.label
+        if not self._is_above_last or not isinstance(label, ClassLabel | MultiHot):
             return False
-        entries = (entry for folder in self._folders for entry in folder.all_entries.values())
-        labels = [entry.features.get(self._checks.label.key or "") for entry in entries]
-        return all(label is None or not label.range or label.range[0] > 0 for label in labels)
+        entries = [entry for folder in self._folders for entry in folder.all_entries.values()]
+        features = [entry.features.get(label.key or "") for entry in entries]
+        num_records = sum(entry.records + entry.skipped for entry in entries)
+        has_many = num_records >= _RECORDS_PER_CLASS * (label.num_classes or 0)
+        return has_many and all(
+            not feature or not feature.range or feature.range[0] > 0 for feature in features
+        )
 
     def _find_excess(self) -> str:
         """Returns how the bad part exceeds `max_bad_fraction`; "" if it does not."""

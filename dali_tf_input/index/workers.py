@@ -161,13 +161,13 @@ def run_in_executor(
             future.cancel()
 
 
-def explain_executor(error: BaseException, where: str, needs: str = "") -> InputError:
-    """Returns what to raise for an error of an executor's own; `needs`: what else it must have."""
+def explain_executor(error: BaseException, where: str) -> InputError:
+    """Returns what to raise for an error of an executor's own."""
     words = repr(error)
     if isinstance(error, CancelledError) or type(error).__name__ == "CommClosedError":
         words = "its scheduler is gone"
     elif isinstance(error, ImportError) or "deserialization of the task graph" in words:
-        words = f"its scheduler and workers must have dali_tf_input {__version__}{needs}"
+        words = f"its scheduler and workers must have dali_tf_input {__version__}"
     return InputError(f"The executor failed at {where}: {words}.")
 
 

@@ -160,6 +160,13 @@ def python_command() -> str:
     return "python" if is_this else shlex.quote(sys.executable)
 
 
+def program() -> str:
+    """Returns how a shell starts this package's commands."""
+    script = shutil.which("dali-tf-input")
+    is_this = script and os.path.dirname(script) == os.path.dirname(sys.executable)
+    return "dali-tf-input" if is_this else f"{python_command()} -m dali_tf_input"
+
+
 def index_command(
     files: Path | Sequence[Path], *, index_dir: Path | None = None, arguments: Sequence[str] = ()
 ) -> str:
@@ -177,7 +184,7 @@ def index_command(
     paths = [path for folder, names in by_folder.items() for path in _shorten(folder, names)]
     if index_dir:
         arguments = [*arguments, f"--index_dir={absolute(os.fspath(index_dir))}"]
-    return f"{python_command()} -m dali_tf_input.index {shlex.join([*arguments, *paths])}"
+    return f"{program()} index {shlex.join([*arguments, *paths])}"
 
 
 def absolute(path: str) -> str:

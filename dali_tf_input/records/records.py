@@ -146,7 +146,7 @@ class Records:
 
     @property
     def stores_pixels(self) -> bool:
-        """Whether images are stored as pixels, see `make_tfrecords.py --store=pixels`."""
+        """Whether images are stored as pixels, see ``dali-tf-input convert --store=pixels``."""
         return self.image_key == schema.PIXELS_KEY
 
     def index(self, number: int) -> Integers:

@@ -37,8 +37,8 @@ _CHUNK_BYTES = 1 << 22  # read at a time when bytes are summed up
 _ZEROS = re.compile(rb"\0\0\0\0+")
 
 # The pattern of the first bytes, the name, what to do.
-_UNPACK = "DALI reads uncompressed files only: unpack it with make_tfrecords.py or "
-_MAKE_TFRECORDS = "Make TFRecords of images with scripts/make_tfrecords.py of the repository."
+_UNPACK = "DALI reads uncompressed files only: unpack it with dali-tf-input convert or "
+_MAKE_TFRECORDS = "Make TFRecords of images with dali-tf-input convert."
 _ZLIB = (
     "`python3 -c 'import sys, zlib; sys.stdout.buffer.write(zlib.decompress("
     "sys.stdin.buffer.read()))' < {file} > {file}.tfrecord`."

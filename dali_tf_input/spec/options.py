@@ -111,7 +111,7 @@ class TfDataOptions:
         preprocess instead of this process; None works here. For order "buffer": each record comes
         once per pass, in an order and with crops that no seed repeats. If a worker dies, TensorFlow
         waits up to an hour for it to be restarted at its address, and its records may be missing
-        from that pass. `scripts/data_service.py` of the repository starts a service.
+        from that pass. `dali-tf-input service` starts one.
     """
 
     num_parallel_reads: Annotated[int, Within(1, 1024)] = 16

@@ -129,7 +129,7 @@ class Preprocess:
         if self.apply_orientation and not orientation:
             raise InputError(
                 f"{backend} does not support `apply_orientation` True: use False, or the other"
-                " backend. Or turn the images once: scripts/make_tfrecords.py --apply_orientation."
+                " backend. Or turn the images once: dali-tf-input convert --apply_orientation."
             )
 
     @classmethod

@@ -92,3 +92,8 @@ def measure(
         seconds=elapsed,
         cpu_seconds=cpu_clock() - cpu_start,
     )
+
+
+def format_stats(stats: Stats) -> str:
+    """Returns "median (minimum to maximum)"."""
+    return f"{stats.median:.2f} ({stats.minimum:.2f} to {stats.maximum:.2f})"

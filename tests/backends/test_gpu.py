@@ -21,8 +21,8 @@ import dali_tf_input as dti
 from dali_tf_input import load
 from dali_tf_input.backends import dali
 from dali_tf_input.backends.build import choose_options, enable_memory_growth
+from dali_tf_input.cli.machine import gpu_memory
 from dali_tf_input.spec.crops import NoCrop
-from support.machine import gpu_memory
 from support.throughput import experiments
 
 pytestmark = pytest.mark.gpu
@@ -50,8 +50,8 @@ def evaluation(dataset, **changes):
 PROBE = f"""
 import gc
 import numpy as np
-from support import cli
-tf = cli.import_tensorflow()
+from dali_tf_input.cli import command
+tf = command.import_tensorflow()
 import dali_tf_input as dti
 from dali_tf_input.backends.build import enable_memory_growth
 from support.throughput import experiments

@@ -342,7 +342,9 @@ def test_what_a_backend_cannot_do_is_refused(records):
         "DALI does not support `dtype` 'bfloat16': use 'float32', 'float16', 'uint8', or "
     ):
         take_batch(records, DALI, dtype="bfloat16")
-    with refused("tf.data does not support `apply_orientation` True: .*py --apply_orientation"):
+    with refused(
+        "tf.data does not support `apply_orientation` True: .*convert --apply_orientation"
+    ):
         take_batch(records, TF_DATA, apply_orientation=True)
     take_batch(records, DALI, apply_orientation=True)
 

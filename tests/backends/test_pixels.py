@@ -108,7 +108,7 @@ def test_a_decode_of_all_levels(tmp_path, backend):
 
 
 @pytest.mark.slow
-def test_make_tfrecords_stores_pixels(tmp_path):
+def test_convert_stores_pixels(tmp_path):
     """From images and from TFRecords: what Pillow decodes, resized where it is larger."""
     for number, size in enumerate([(40, 60), (30, 20)]):
         (tmp_path / "photos" / f"class {number}").mkdir(parents=True)
@@ -116,13 +116,13 @@ def test_make_tfrecords_stores_pixels(tmp_path):
             (tmp_path / "photos" / f"class {number}" / name).write_bytes(jpeg(*size))
     flags = ["--validation_fraction=0", "--num_files=1", "--num_processes=1"]
     resized = ["--store=pixels", "--resize_shorter=32"]
-    process = run("make_tfrecords.py", *flags, *resized, tmp_path / "photos", tmp_path / "one")
+    process = run("convert", *flags, *resized, tmp_path / "photos", tmp_path / "one")
     assert process.returncode == 0, process.stderr
-    process = run("make_tfrecords.py", *flags, tmp_path / "photos", tmp_path / "two")
+    process = run("convert", *flags, tmp_path / "photos", tmp_path / "two")
     assert process.returncode == 0, process.stderr
     dti.build_index(tmp_path / "two" / "*-of-*")
     source = tmp_path / "two" / "*-of-*"
-    process = run("make_tfrecords.py", *flags, "--store=pixels", source, tmp_path / "three")
+    process = run("convert", *flags, "--store=pixels", source, tmp_path / "three")
     assert process.returncode == 0, process.stderr
     for folder, shapes in (("one", {(32, 48), (30, 20)}), ("three", {(40, 60), (30, 20)})):
         files = tmp_path / folder / "*-of-*"
@@ -137,6 +137,6 @@ def test_make_tfrecords_stores_pixels(tmp_path):
     expected = np.asarray(Image.open(io.BytesIO(jpeg(30, 20))).convert("RGB"))
     assert small["image/pixels"][0] == expected.tobytes()
     process = run(
-        "preview.py", f"--files={files}", f"--out={tmp_path / 'sheet.png'}", "--num_images=4"
+        "preview", f"--files={files}", f"--out={tmp_path / 'sheet.png'}", "--num_images=4"
     )
     assert process.returncode == 0, process.stderr

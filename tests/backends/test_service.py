@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import SCRIPTS, refused, spec_of
+from conftest import refused, spec_of
 
 from dali_tf_input import Preprocess, TfDataOptions
 from dali_tf_input.backends.build import make_dataset
@@ -21,7 +21,7 @@ SMALL = Preprocess.for_training(16)
 def start(*arguments):
     """Starts a server; returns the process and the line that says it is there."""
     process = subprocess.Popen(
-        [sys.executable, SCRIPTS / "data_service.py", *arguments],
+        [sys.executable, "-m", "dali_tf_input", "service", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

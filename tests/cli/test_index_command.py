@@ -1,4 +1,4 @@
-"""`python -m dali_tf_input.index`: what it prints, and the commands that it prints."""
+"""`python -m dali_tf_input index`: what it prints, and the commands that it prints."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def test_index_of_good_and_bad_files(tmp_path):
     assert lines[2] == f"{tmp_path}/d: empty file: expected records, found an empty file."
     said = "error: 3 bad records in 3 of 4 files. Those files were not indexed."
     assert lines[3].startswith(said)
-    fix = f"-m dali_tf_input.index --on_bad=skip --index_dir={tmp_path}/index '{tmp_path}/?'"
+    fix = f"-m dali_tf_input index --on_bad=skip --index_dir={tmp_path}/index '{tmp_path}/?'"
     assert lines[3].endswith(fix)
     assert rows(process.stdout)["files"] == "1 indexed, 3 with bad records"
     assert rows(process.stdout)["GZIP file"] == "1"
@@ -151,14 +151,14 @@ def test_index_imports_no_tensorflow(tmp_path):
     (tmp_path / "tensorflow.py").write_text("raise SystemExit('TensorFlow was imported')")
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     environment = {**os.environ, "PYTHONPATH": path}
-    process = python("-m", "dali_tf_input.index", tmp_path / "a", env=environment)
+    process = python("-m", "dali_tf_input", "index", tmp_path / "a", env=environment)
     assert process.returncode == 0, process.stderr
     assert "TensorFlow was imported" in python("-c", "import tensorflow", env=environment).stderr
 
 
 def run_printed(text):
     """Runs the last index command in `text` as it is, from another folder."""
-    command = re.findall(r"\S+ -m dali_tf_input\.index .*", text.strip())[-1]
+    command = re.findall(r"\S+ -m dali_tf_input index .*", text.strip())[-1]
     words = ["bash", "-c", command]
     return subprocess.run(words, cwd="/", capture_output=True, text=True, check=False)
 

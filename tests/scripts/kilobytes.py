@@ -4,7 +4,7 @@ second.
 
 import gc
 
-from support.convert.writer import Record
+from dali_tf_input.cli.convert.writer import Record
 
 
 def make_kilobytes(numbers: list[int]) -> list[Record]:

@@ -12,15 +12,15 @@ from conftest import ROOT, SCRIPTS
 from rich.cells import cell_len
 from rich.console import Console
 
-from support import cli
+from dali_tf_input.cli import command
 
 
 @pytest.mark.parametrize("width", [200, 48, 47, 33])
 def test_tables_are_never_cut(capsys, monkeypatch, width):
     """On a narrow terminal headers and texts are folded."""
     terminal = {"force_terminal": True, "color_system": None, "width": width, "height": 25}
-    monkeypatch.setattr(cli, "Console", lambda **given: Console(**{**terminal, **given}))
-    cli.print_table(
+    monkeypatch.setattr(command, "Console", lambda **given: Console(**{**terminal, **given}))
+    command.print_table(
         ("setting", "x default", "images/s so far"),
         [("num_reads=16, 文件=4", "1.05", "12,345"), ("none", "-", "1")],
     )
@@ -36,7 +36,7 @@ def test_tables_show_what_is_in_them(capsys):
         ("[/opt/dali/x.cc:12] Assert :smile:", "-", "12", "1", "2"),
         ("[bold]", "1", "2", "3", ""),
     ]
-    cli.print_table(("what", "one header", "two headers", "n", "more"), rows)
+    command.print_table(("what", "one header", "two headers", "n", "more"), rows)
     header, *lines = capsys.readouterr().out.splitlines()
     assert header.split() == ["what", "one", "header", "two", "headers", "n", "more"]
     assert lines[0].split() == ["[/opt/dali/x.cc:12]", "Assert", ":smile:", "-", "12", "1", "2"]
@@ -72,7 +72,7 @@ def test_ctrl_c_ends_a_command_and_all_that_it_started(sample_folder, tmp_path, 
     script, *rest = (argument.format(tmp_path) for argument in arguments)
     code = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
     code += "os.execv(sys.executable, sys.argv[1:])"  # what runs the tests may have it ignored
-    program = ["-m", "dali_tf_input.index"] if script == "index" else [SCRIPTS / script]
+    program = ["-m", "dali_tf_input", "index"] if script == "index" else [SCRIPTS / script]
     words = [sys.executable, "-c", code, sys.executable, *program, *rest]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(words, cwd=sample_folder, start_new_session=True, **pipes)

@@ -29,10 +29,10 @@ from conftest import (
 from index.test_decoders import LOSSLESS
 from PIL import Image
 
+from dali_tf_input.cli.convert.table import list_rows
+from dali_tf_input.cli.convert.writer import find_split
 from dali_tf_input.records.example import decode_example
 from dali_tf_input.records.tfrecord import read_record
-from support.convert.table import list_rows
-from support.convert.writer import find_split
 
 
 def read_features(file):
@@ -41,7 +41,7 @@ def read_features(file):
 
 def convert(*arguments):
     """Without asking decoders, as TensorFlow takes seconds to import in each process."""
-    return run("make_tfrecords.py", "--decoder=none", *arguments)
+    return run("convert", "--decoder=none", *arguments)
 
 
 def counts(process):
@@ -62,13 +62,13 @@ def photos(tmp_path_factory):
     return root
 
 
-def test_make_tfrecords(tmp_path, photos):
+def test_convert(tmp_path, photos):
     process = convert("--validation_fraction=0.2", "--num_files=3", photos, tmp_path / "out")
     assert (process.returncode, process.stderr) == (0, "")
     shown = rows(process.stdout)
     assert (shown["train"], shown["validation"], shown["classes"]) == ("15 images", "3 images", "3")
     assert shown["files"].startswith("4, ")
-    assert shown["next:"].partition(" ")[2] == f"-m dali_tf_input.index '{tmp_path}/out/*-of-*'"
+    assert shown["next:"].partition(" ")[2] == f"-m dali_tf_input index '{tmp_path}/out/*-of-*'"
     files = [f"train-0000{number}-of-00003" for number in range(3)]
     names = ["labels.txt", *files, "validation-00000-of-00001"]
     assert sorted(os.listdir(tmp_path / "out")) == names
@@ -100,7 +100,7 @@ def set_bytes(folder):
 
 
 @pytest.mark.slow
-def test_make_tfrecords_follows_the_seed(tmp_path, photos):
+def test_convert_follows_the_seed(tmp_path, photos):
     """Whatever the number of processes."""
     for out, seed, processes in (("a", 1, 1), ("b", 1, 3), ("c", 2, 2)):
         arguments = (f"--seed={seed}", f"--num_processes={processes}", "--num_files=2")
@@ -110,7 +110,7 @@ def test_make_tfrecords_follows_the_seed(tmp_path, photos):
     assert first == same != other
 
 
-def test_make_tfrecords_refuses(tmp_path, photos):
+def test_convert_refuses(tmp_path, photos):
     out = tmp_path / "out"
     (tmp_path / "empty" / "class").mkdir(parents=True)
     (tmp_path / "bad" / "class").mkdir(parents=True)
@@ -133,7 +133,7 @@ def test_make_tfrecords_refuses(tmp_path, photos):
     assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == []
 
 
-def test_make_tfrecords_replaces_sets_whole_or_not_at_all(tmp_path, photos):
+def test_convert_replaces_sets_whole_or_not_at_all(tmp_path, photos):
     out = tmp_path / "out"
     assert convert("--num_files=3", photos, out).returncode == 0
     before = set_bytes(out)
@@ -150,7 +150,7 @@ def test_make_tfrecords_replaces_sets_whole_or_not_at_all(tmp_path, photos):
 
 
 @pytest.mark.slow
-def test_make_tfrecords_of_any_image(tmp_path):
+def test_convert_of_any_image(tmp_path):
     """Kept, or made JPEG, RGB, upright, smaller; the unreadable are left out and listed."""
     zoo = image_zoo()
     (tmp_path / "photos" / "all").mkdir(parents=True)
@@ -164,7 +164,7 @@ def test_make_tfrecords_of_any_image(tmp_path):
     (tmp_path / "photos" / "all" / "lossless.jpg").write_bytes(LOSSLESS)
     (tmp_path / "photos" / "all" / "notes.txt").write_text("not an image")
     arguments = ("--validation_fraction=0", tmp_path / "photos", tmp_path / "out")
-    process = run("make_tfrecords.py", "--num_processes=1", *arguments)
+    process = run("convert", "--num_processes=1", *arguments)
     assert (process.returncode, process.stderr) == (0, "")
     assert "ignored: 1 file that do not end in" in process.stdout
     lines = (tmp_path / "out" / "unreadable_images.jsonl").read_text().splitlines()
@@ -203,7 +203,7 @@ def test_make_tfrecords_of_any_image(tmp_path):
     written = tmp_path / "out" / "train-00000-of-00001"
     assert max(record["image/height"][1][0] for record in read_features(written)) == 90
     flags = ["--decoder=dali", "--resize_shorter=30", "--quality=80", "--overwrite"]
-    process = run("make_tfrecords.py", *flags, *arguments)
+    process = run("convert", *flags, *arguments)
     for record in read_features(written):
         image = Image.open(io.BytesIO(record["image/encoded"][1][0]))
         assert image.size in ((45, 30), (30, 45), (8, 8))
@@ -237,7 +237,7 @@ def test_sixteen_bits_a_pixel_are_scaled(tmp_path):
     assert np.abs(image - gray / 256).mean() < 2
 
 
-def test_make_tfrecords_from_tfrecords(tmp_path):
+def test_convert_from_tfrecords(tmp_path):
     """Every record once, shuffled again; bad ones left out; unknown features kept."""
     examples = numbered_examples(50)
     for number, example in enumerate(examples):
@@ -248,10 +248,10 @@ def test_make_tfrecords_from_tfrecords(tmp_path):
     (tmp_path / "labels.txt").write_text("".join(f"class {number}\n" for number in range(50)))
     source = tmp_path / "old-*"
     process = convert(source, tmp_path / "new")
-    fails(process, "2 of 2 files have no index", "-m dali_tf_input.index ")
+    fails(process, "2 of 2 files have no index", "-m dali_tf_input index ")
     assert run("index", source).returncode == 0
     arguments = ["--decoder=dali", "--num_files=5", "--validation_fraction=0.2", source]
-    process = run("make_tfrecords.py", *arguments, tmp_path / "new")
+    process = run("convert", *arguments, tmp_path / "new")
     assert (process.returncode, process.stderr) == (0, "")
     names = sorted(path.name for path in (tmp_path / "new").glob("*-of-*"))
     files = [f"train-0000{number}-of-00005" for number in range(5)]
@@ -320,7 +320,7 @@ def test_splits_are_known_by_the_names_of_slim_and_tfds(tmp_path):
         assert {find_split(name) for name in names} == {split}
 
 
-def test_make_tfrecords_never_takes_away_what_is_not_its_own(tmp_path, photos):
+def test_convert_never_takes_away_what_is_not_its_own(tmp_path, photos):
     out = tmp_path / "out"
     assert convert(photos, out).returncode == 0
     (out / "train-notes.md").write_text("mine")
@@ -331,7 +331,7 @@ def test_make_tfrecords_never_takes_away_what_is_not_its_own(tmp_path, photos):
     fails(convert("--overwrite", photos, out), "holds train-00000-of-00009, which is no part")
 
 
-def test_make_tfrecords_of_odd_names_and_depths(tmp_path):
+def test_convert_of_odd_names_and_depths(tmp_path):
     """Names that are no UTF-8; pixels whose range nothing tells are left out."""
     root = os.fsencode(tmp_path / "photos")
     for name in (b"c\xff/a\xff.jpg", b"c\xff/a\nb.jpg", b"d/bad\xff.jpg", b"d/good.jpg"):
@@ -417,8 +417,8 @@ def test_the_number_of_files_follows_the_size(tmp_path, photos, monkeypatch):
     unreachable = [iterator]
     unreachable.append(unreachable)
     del iterator, unreachable
-    from support.convert import writer
-    from support.convert.writer import Record, Split, write_splits
+    from dali_tf_input.cli.convert import writer
+    from dali_tf_input.cli.convert.writer import Record, Split, write_splits
 
     monkeypatch.setattr(writer, "_FILE_BYTES", 150_000)
     splits = [
@@ -434,9 +434,9 @@ def test_the_number_of_files_follows_the_size(tmp_path, photos, monkeypatch):
 
 
 @pytest.mark.slow
-def test_make_tfrecords_killed_at_any_moment(tmp_path, photos):
+def test_convert_killed_at_any_moment(tmp_path, photos):
     """The set is there whole, the old one or the new one, or not at all; the next run clears up."""
-    command = [sys.executable, SCRIPTS / "make_tfrecords.py", "--overwrite", "--num_files=4"]
+    command = [sys.executable, "-m", "dali_tf_input", "convert", "--overwrite", "--num_files=4"]
     command += ["--decoder=none", photos, tmp_path / "out"]
     subprocess.run([*command, "--seed=0"], check=True, capture_output=True)
     start = time.perf_counter()

@@ -3,6 +3,7 @@ command that mends it.
 """
 
 import contextlib
+import importlib.metadata
 import os
 import shutil
 import types
@@ -12,7 +13,8 @@ from commands import load, run_cold
 from conftest import jpeg, write_dataset, write_tfrecord
 
 from dali_tf_input import Checks, ClassLabel, InputError, build_index
-from support import machine
+from dali_tf_input.cli import machine
+from dali_tf_input.records.paths import program, python_command
 
 # Run by Python as it starts: what an import of the plugin meets.
 HINDRANCE = """
@@ -61,13 +63,13 @@ def examine(tmp_path, *arguments, site="", smi=None):
     if smi is not None:
         write_smi(tmp_path / "bin", smi)
     path = f"{tmp_path}/site:{os.environ.get('PYTHONPATH', '')}"
-    process = run_cold("doctor.py", *arguments, PYTHONPATH=path, PATH=f"{tmp_path}/bin")
+    process = run_cold("doctor", *arguments, PYTHONPATH=path, PATH=f"{tmp_path}/bin")
     assert process.stderr == ""
     return process.returncode, process.stdout.splitlines()
 
 
 def import_doctor():
-    doctor = load("doctor.py")
+    doctor = load("doctor")
     doctor.FLAGS(["test"])
     return doctor
 
@@ -98,16 +100,15 @@ def test_a_sound_environment(tmp_path):
         (hinder(PLUGIN, "raise ImportError('undefined _Z')"), "plugin", "undefined _Z"),
         (hinder(PLUGIN, "import os; os.kill(os.getpid(), 11)"), "plugin", "died (SIGSEGV)"),
         (OTHER_VERSION, "plugin", "1.0, compiled for another DALI than 2.4"),
-        (NOT_INSTALLED, "plugin", "nvidia-dali-tf-plugin-cuda120 is not installed"),
     ],
-    ids=["no_dali", "other_tf", "crash", "other_dali", "no_plugin"],
+    ids=["no_dali", "other_tf", "crash", "other_dali"],
 )
 def test_a_broken_environment(tmp_path, site, what, found):
     code, lines = examine(tmp_path, site=site)
     state, line, fix = line_of(lines, what)
     assert (code, state) == (1, "broken")
     assert found in line
-    assert fix.strip().removesuffix(" GPU=1") == "-> rm -rf .venv && make install"
+    assert "make install" in fix or "pip install" in fix
     assert lines[-1].startswith("1 thing broken")
 
 
@@ -131,7 +132,7 @@ def test_a_broken_gpu(tmp_path, smi, what, found):
 @pytest.mark.parametrize(("force", "state"), [(None, "ok"), ("true", "ok"), ("false", "broken")])
 def test_memory_growth_and_a_pipeline_on_the_gpu(monkeypatch, tmp_path, force, state):
     """What would be tried where both see the GPU; the answers are made up here."""
-    doctor = load("doctor.py")
+    doctor = load("doctor")
     tried = []
 
     class Trier(doctor.Trier):
@@ -162,13 +163,13 @@ def test_memory_growth_and_a_pipeline_on_the_gpu(monkeypatch, tmp_path, force, s
     assert any("enable_memory_growth" in code for code in tried) == (state == "ok")
     monkeypatch.setattr(Trier, "attempt", lambda _, code: ("DALIDataset(" not in code, "no"))
     *_, pipeline = doctor.examine_plugin(trier, on_gpu=False)
-    assert pipeline[2:] == ("no", "rm -rf .venv && make install GPU=1")
+    assert pipeline[2:] == ("no", doctor._install_plugin())
     assert pipeline.state == "broken"
 
 
 def test_gpus_that_only_the_libraries_see(monkeypatch, tmp_path):
     """As in a container without nvidia-smi."""
-    doctor = load("doctor.py")
+    doctor = load("doctor")
 
     class Trier(doctor.Trier):
         def attempt(self, code):
@@ -179,7 +180,9 @@ def test_gpus_that_only_the_libraries_see(monkeypatch, tmp_path):
     dali, tensorflow = sorted(doctor.examine_gpus(Trier(), ["TensorFlow", "DALI"]))[::-1]
     assert (dali.what, dali.state) == ("DALI's GPUs", "ok")
     assert (tensorflow.what, tensorflow.found) == ("TensorFlow's GPUs", "0 of 2")
-    assert tensorflow.fix == "rm -rf .venv && make install GPU=1"
+    assert tensorflow.fix == doctor.reinstall(
+        "tensorflow[and-cuda]", "nvidia-dali-cuda120", on_gpu=True
+    )
 
 
 ONE_OF_8 = ("ok", "1 of 8, those of CUDA_VISIBLE_DEVICES")
@@ -196,7 +199,7 @@ ONE_OF_8 = ("ok", "1 of 8, those of CUDA_VISIBLE_DEVICES")
     ],
 )
 def test_gpus_that_are_left_to_others(monkeypatch, tmp_path, visible, tensorflow, dali, found):
-    doctor = load("doctor.py")
+    doctor = load("doctor")
     write_smi(tmp_path, "for gpu in 1 2 3 4 5 6 7 8; do echo 'NVIDIA H100, 550.1'; done")
     monkeypatch.setenv("PATH", str(tmp_path))
     if visible is None:
@@ -217,14 +220,14 @@ def test_gpus_that_are_left_to_others(monkeypatch, tmp_path, visible, tensorflow
 def test_a_gpu_without_its_jpeg_decoder(monkeypatch, tmp_path, text):
     write_smi(tmp_path, "echo 'NVIDIA H100, 550.1'")
     monkeypatch.setenv("PATH", str(tmp_path))
-    doctor = load("doctor.py")
+    doctor = load("doctor")
     trier = types.SimpleNamespace(attempt=lambda code: (False, text))
     found = {line.what: line for line in doctor.examine_gpus(trier, [])}["hardware JPEG decoder"]
     assert (found.state, "docker run" in found.fix) == ("warning", "Not" not in text)
 
 
 def test_a_driver_that_hangs(monkeypatch, tmp_path):
-    doctor = load("doctor.py")
+    doctor = load("doctor")
     write_smi(tmp_path, f"exec {shutil.which('sleep')} 99", shell=shutil.which("sh"))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(machine, "_SECONDS", 1)
@@ -237,7 +240,7 @@ def test_a_driver_that_hangs(monkeypatch, tmp_path):
 
 
 def test_cores(monkeypatch, tmp_path):
-    doctor = load("doctor.py")
+    doctor = load("doctor")
     quota = tmp_path / "cpu.max"
     allowed = tmp_path / "cpuset"
     for text, number in (("0-3,8\n", 5), ("2", 1), ("0-7", 8), ("", None)):
@@ -267,7 +270,7 @@ def test_cores(monkeypatch, tmp_path):
 
 def test_what_is_tried():
     """A process that fails, dies or hangs is told, and the next try has a fresh one."""
-    doctor = load("doctor.py")
+    doctor = load("doctor")
     trier = doctor.Trier()
     assert trier.attempt("import os; print('noise'); print(os.getpid())")[0]
     first = trier.attempt("import os; print(os.getpid())")
@@ -290,7 +293,7 @@ def test_what_is_tried():
 
 
 def test_what_hangs_is_told(monkeypatch):
-    doctor = load("doctor.py")
+    doctor = load("doctor")
     trier = doctor.Trier()
     assert trier.attempt("print('well')") == (True, "well")
     monkeypatch.setattr(doctor, "_SECONDS", 1)
@@ -303,7 +306,7 @@ def test_files_that_are_not_well(tmp_path):
     (finding,) = doctor.examine_files([file])
     assert (finding.what, finding.state) == ("records", "broken")
     assert "have no index" in finding.found
-    assert finding.fix.endswith(f"python -m dali_tf_input.index {file}")
+    assert finding.fix.endswith(f"python -m dali_tf_input index {file}")
     (finding,) = doctor.examine_files([f"{tmp_path}/none-*"])
     assert (finding.what, finding.state) == ("records", "broken")
     assert finding.fix.startswith(f"ls {tmp_path} ")
@@ -312,7 +315,7 @@ def test_files_that_are_not_well(tmp_path):
     assert (code, lines[-1].split(",")[0]) == (0, "0 things broken")
     state, _, fix = line_of(lines, "labels")
     assert state == "warning"
-    assert fix.endswith(f"python -m dali_tf_input.index --verify=schema {file}")
+    assert fix.endswith(f"python -m dali_tf_input index --verify=schema {file}")
 
 
 def test_what_is_wrong_with_records_is_fixed_by_its_own_command(tmp_path, monkeypatch):
@@ -323,17 +326,17 @@ def test_what_is_wrong_with_records_is_fixed_by_its_own_command(tmp_path, monkey
     build_index(file, Checks(verify="schema"), on_bad="skip", max_bad_fraction=1)
     os.utime(file, (1, 1))
     (finding,) = doctor.examine_files([file])
-    assert finding.fix.endswith(f"python -m dali_tf_input.index --on_bad=skip {file}")
+    assert finding.fix.endswith(f"python -m dali_tf_input index --on_bad=skip {file}")
     assert finding.found.endswith(finding.fix)
     (finding,) = doctor.examine_files([str(tmp_path)])
-    assert finding.fix == f"scripts/doctor.py --files='{tmp_path}/*-of-*'"
+    assert finding.fix == f"{program()} doctor --files='{tmp_path}/*-of-*'"
     (finding,) = doctor.examine_files(["hdfs://host/train-*"])
     assert "got hdfs://" in finding.found
     assert not finding.fix
     other = write_tfrecord(tmp_path / "other", [{"jpg": jpeg(8, 8), "cls": 1}])
     build_index(other, Checks(verify="schema", image_key="jpg", label=ClassLabel(key="cls")))
     (finding,) = doctor.examine_files([other])
-    assert finding.fix == f"scripts/doctor.py --files={other} --image_key=KEY --label_key=KEY"
+    assert finding.fix == f"{program()} doctor --files={other} --image_key=KEY --label_key=KEY"
     bad = write_tfrecord(tmp_path / "bad", [{"image": b"", "label": 1}])
     build_index(bad, Checks(verify="schema"), on_bad="skip", max_bad_fraction=1)
     (finding,) = doctor.examine_files([bad])
@@ -355,6 +358,37 @@ def test_files_that_lost_records(tmp_path, monkeypatch):
 
 
 def test_flags():
-    process = run_cold("doctor.py", "stray")
+    process = run_cold("doctor", "stray")
     assert (process.returncode, process.stdout) == (1, "")
     assert process.stderr.startswith("error: Unknown arguments: stray")
+
+
+@pytest.mark.parametrize("is_clone", [True, False])
+def test_a_fix_is_for_the_environment_it_runs_in(tmp_path, monkeypatch, is_clone):
+    """`make install` in a clone's own; pip in any other, which is never removed."""
+    doctor = load("doctor")
+    monkeypatch.setattr(doctor.sys, "prefix", str(tmp_path / ".venv"))
+    if is_clone:
+        (tmp_path / "scripts").mkdir()
+        (tmp_path / "scripts/install.sh").write_text("")
+    fix = doctor.reinstall("tensorflow", on_gpu=True)
+    clone_fix = f"cd {tmp_path} && rm -rf .venv && make install GPU=1"
+    pip_fix = f"{python_command()} -m pip install --force-reinstall tensorflow"
+    assert fix == (clone_fix if is_clone else pip_fix)
+
+
+def test_the_plugin_is_optional(monkeypatch):
+    """Without it tf.data works: no more than a warning, with the command that compiles it."""
+    doctor = load("doctor")
+
+    def version(package):
+        if "plugin" in package:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return "2.4"
+
+    monkeypatch.setattr(doctor.importlib.metadata, "version", version)
+    monkeypatch.setattr(doctor.sys, "prefix", "/usr")
+    (finding,) = doctor.examine_plugin(None, on_gpu=False)
+    assert (finding.state, finding.what) == ("warning", "plugin")
+    assert "tf.data alone works" in finding.found
+    assert "pip install --no-build-isolation" in finding.fix

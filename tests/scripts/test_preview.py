@@ -6,9 +6,9 @@ from commands import load, run
 from PIL import Image
 
 import dali_tf_input as dti
+from dali_tf_input.cli import pictures
 from dali_tf_input.serving import denormalize
 from dali_tf_input.spec.crops import NoCrop
-from support import pictures
 
 FILES = "--files=data/sample/train-*"
 
@@ -26,7 +26,7 @@ FILES = "--files=data/sample/train-*"
 )
 def test_preview(sample_folder, tmp_path, arguments, largest):
     """The sheet, without a difference where the backends agree."""
-    process = run("preview.py", FILES, f"--out={tmp_path}/sheet.png", *arguments, cwd=sample_folder)
+    process = run("preview", FILES, f"--out={tmp_path}/sheet.png", *arguments, cwd=sample_folder)
     assert (process.returncode, process.stderr) == (0, "")
     line = next(line for line in process.stdout.splitlines() if line.startswith("difference"))
     assert float(line.split()[2]) <= largest
@@ -71,7 +71,7 @@ def test_denormalize(dataset, dtype, layout):
 )
 def test_preview_shows_the_originals_of_its_images(sample_folder, crop):
     """An original, cut at its frame, mirrored and resized by Pillow, is what is shown."""
-    preview = load("preview.py")
+    preview = load("preview")
 
     dataset = dti.Records.from_files(str(sample_folder / "data/sample/train-*"))
     preprocess = dti.Preprocess(

@@ -12,8 +12,8 @@ from commands import fails, load, python, run
 from conftest import SCRIPTS, numbered_examples, write_tfrecord
 
 from dali_tf_input import DaliOptions, InputError, TfDataOptions
+from dali_tf_input.cli import processes
 from dali_tf_input.spec.options import AUTOTUNE
-from support import processes
 from support.throughput import candidates
 from support.throughput.candidates import Candidate, CandidateError, Measurer
 
@@ -22,14 +22,14 @@ FILES = "--files=data/sample/train-*"
 TOOLS = {
     "profile_stages.py": ("--json", ["--seconds=0.05", "--repeats=1"]),
     "tune.py": ("--json", ["--seconds=1"]),
-    "preview.py": ("--out", []),
+    "preview": ("--out", []),
     "soak.py": ("--json", ["--images=1000", "--evaluations=10", "--datasets=20"]),
 }
 SMALL = ["--batch_size=1", "--image_size=8"]
 
 
 def output(script, folder):
-    return f"{TOOLS[script][0]}={folder}/out{'.png' if script == 'preview.py' else '.json'}"
+    return f"{TOOLS[script][0]}={folder}/out{'.png' if script == 'preview' else '.json'}"
 
 
 @pytest.mark.parametrize("script", TOOLS)
@@ -69,9 +69,9 @@ def test_outputs_that_cannot_be_written(script, sample_folder, tmp_path):
         ("tune.py", ["--backends=dali_gpu"], "`backends` must be of tf_data, dali_cpu on this"),
         ("tune.py", ["--decode=region"], "tune.py chooses `decode` itself"),
         ("tune.py", ["--replicas=0"], "`replicas` must be at least 1, got 0"),
-        ("preview.py", ["--num_images=0"], "`num_images` must be at least 1"),
-        ("preview.py", ["--out=x.jpg"], "`out` must end in .png"),
-        ("preview.py", ["--evaluation", "--crop=random_crop"], "--evaluation crops the center"),
+        ("preview", ["--num_images=0"], "`num_images` must be at least 1"),
+        ("preview", ["--out=x.jpg"], "`out` must end in .png"),
+        ("preview", ["--evaluation", "--crop=random_crop"], "--evaluation crops the center"),
         ("gpu_check.py", [], "There is no NVIDIA GPU here"),
         ("gpu_check.py", ["--parts=all"], "`parts` must be of probe, pixels"),
         ("gpu_check.py", ["--rehearse", "--out=/proc/self/none"], "/proc/self/none"),
@@ -241,7 +241,7 @@ def test_a_measuring_process_that_dies_or_hangs(sample_folder, monkeypatch, tmp_
     script.write_text(
         "import os, sys, time\n"
         f"sys.path.insert(0, {str(SCRIPTS)!r})\n"
-        "from support import processes\n"
+        "from dali_tf_input.cli import processes\n"
         "def answer(task):\n"
         "    if task['seconds'] == 3: time.sleep(1000)\n"
         "    if task['seconds'] == 2: os.kill(os.getpid(), 11)\n"

@@ -12,12 +12,12 @@ from conftest import DALI, jpeg, numbered_examples, refused, spec_of, write_data
 
 import dali_tf_input as dti
 from dali_tf_input.backends.dali import decoder_hints
+from dali_tf_input.cli.flags import describe_work
 from dali_tf_input.records.example import decode_example, encode_example
 from dali_tf_input.records.labels import find_label_problem
 from dali_tf_input.records.paths import find_files, index_command
 from dali_tf_input.records.tfrecord import frame_record
 from dali_tf_input.spec.options import AUTOTUNE
-from support.flags import describe_work
 
 from_files = dti.Records.from_files
 describe = dti.InputSpec.for_training
@@ -231,7 +231,7 @@ def test_from_files_without_an_index(tmp_path):
         from_files(str(tmp_path / "train-*"))
     text = str(caught.value)
     assert text.startswith(f"1 of 3 files have no index, the first is {first}. Index them: ")
-    assert text.endswith(f"python -m dali_tf_input.index {first}")
+    assert text.endswith(f"python -m dali_tf_input index {first}")
 
 
 @pytest.mark.parametrize(
@@ -464,7 +464,7 @@ def test_from_files_of_no_examples(tmp_path):
     file = tmp_path / "train"
     file.write_bytes(frame_record(b"\xff\xff\xff"))
     dti.build_index(file)
-    with refused(r"not Examples with features.*-m dali_tf_input.index .*--verify=schema"):
+    with refused(r"not Examples with features.*-m dali_tf_input index .*--verify=schema"):
         from_files(file)
 
 
@@ -496,8 +496,8 @@ def test_the_command_for_many_files_of_odd_names(tmp_path):
     write_tfrecord(folder / "t1x-7", numbered_examples(1))  # the names would match it as patterns
     with pytest.raises(dti.InputError, match="5 of 5 files have no index") as caught:
         from_files(files)
-    pattern = re.search("-m dali_tf_input.index '(.*)'$", str(caught.value))[1]
+    pattern = re.search("-m dali_tf_input index '(.*)'$", str(caught.value))[1]
     assert list(find_files(pattern)) == files
     patterns = [f"{tmp_path}/train-{number}*" for number in range(5)]
-    command = f"-m dali_tf_input.index '{tmp_path}/train-*'"
+    command = f"-m dali_tf_input index '{tmp_path}/train-*'"
     assert index_command(patterns).partition(" ")[2] == command

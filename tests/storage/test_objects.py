@@ -25,12 +25,12 @@ from stores import BUCKET, Proxy, ask, run_server, run_tls_server
 
 import dali_tf_input as dti
 from dali_tf_input.backends.build import make_dataset
+from dali_tf_input.cli.convert import elsewhere
 from dali_tf_input.cli.dask import connect_dask
 from dali_tf_input.index import workers
 from dali_tf_input.index.build import IndexFaultsError
 from dali_tf_input.storage import objects
 from dali_tf_input.training.resume import make_fingerprint
-from support.convert import elsewhere
 
 COUNTS = [5, 12, 7]
 SMALL = dti.Preprocess.for_training(16)
@@ -359,7 +359,7 @@ def test_what_a_store_says(proxy, fault, message):
     for url in (f"s3://{BUCKET}/a", f"s3://{BUCKET}/a*"):
         with refused(message):
             objects.find_objects(url)
-    (finding,) = commands.load("doctor.py").examine_files([url])
+    (finding,) = commands.load("doctor").examine_files([url])
     assert (finding.what, finding.state) == ("records", "broken")
     assert re.search(message, finding.found)
 
@@ -447,10 +447,8 @@ def test_a_decoder_that_crashes_a_converter():
         with refused(r"the process died \(SIGABRT\)"):
             work()
         assert elsewhere.submit(executor, sorted, [3, 1, 2])() == [1, 2, 3]
-        with refused(r"0.0: .* must have dali_tf_input .* and be started with PYTHONPATH="):
-            raise workers.explain_executor(
-                ImportError(), "0.0", ", and be started with PYTHONPATH="
-            )
+        with refused(r"0.0: .* must have dali_tf_input "):
+            raise workers.explain_executor(ImportError(), "0.0")
 
 
 @pytest.mark.slow
@@ -462,7 +460,7 @@ def test_commands_take_urls(stored, dataset, server, tmp_path):
     for words in (
         ["train.py", "--epochs=1", "--image_size=16", "--batch_size=8"],
         ["train.py", "--epochs=1", "--image_size=16", "--batch_size=8", "--order=buffer"],
-        ["preview.py", f"--out={tmp_path}/sheet.png", "--image_size=16"],
+        ["preview", f"--out={tmp_path}/sheet.png", "--image_size=16"],
     ):
         keep = cached if "--order=buffer" in words else []
         process = commands.run(*words, files, *keep)
@@ -487,11 +485,11 @@ def test_convert_from_a_store(stored, dataset, server, tmp_path):
         made = []
         for number, source in enumerate(sources):
             out = tmp_path / f"{what}{number}"
-            process = commands.run("make_tfrecords.py", *arguments, source, out)
+            process = commands.run("convert", *arguments, source, out)
             assert (process.returncode, process.stderr) == (0, "")
             made.append({path.name: path.read_bytes() for path in out.iterdir()})
         assert made[0] == made[1]
-    process = commands.run("make_tfrecords.py", sources[0], f"s3://{BUCKET}/out")
+    process = commands.run("convert", sources[0], f"s3://{BUCKET}/out")
     commands.fails(process, "a set is written to a local folder")
 
 
@@ -568,7 +566,7 @@ def test_index_by_dask(stored, tmp_path, dask):
 def test_convert_by_dask(stored, tmp_path, dask):
     dti.build_index(f"{stored}/train-*")
     for name, where in (("here", ()), ("there", (f"--dask={dask[0]}",))):
-        words = ["make_tfrecords.py", "--num_files=2", *where]
+        words = ["convert", "--num_files=2", *where]
         process = commands.run(*words, f"{stored}/train-*", tmp_path / name)
         assert (process.returncode, process.stderr) == (0, "")
     for path in (tmp_path / "here").iterdir():

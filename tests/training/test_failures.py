@@ -39,7 +39,7 @@ DAMAGES = {
     "empty": ({"image/encoded": b""}, "empty image: `image_key` 'image/encoded' holds 0 bytes."),
 }
 backends = pytest.mark.parametrize("backend", BACKENDS)
-SKIP = "-m dali_tf_input.index --verify=decode --on_bad=skip"
+SKIP = "-m dali_tf_input index --verify=decode --on_bad=skip"
 
 
 def write(folder, changes, *, bad=BAD, skip=()):

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from dali_tf_input import DaliOptions, TfDataOptions
+from dali_tf_input.cli import processes
+from dali_tf_input.cli.flags import BACKENDS
 from dali_tf_input.spec.options import AUTOTUNE
-from support import processes
 from support.benchmark import Window
-from support.flags import BACKENDS
 
+SCRIPTS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _WORKER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "worker.py")
 _LIMIT = 120  # seconds beyond a window after which a process counts as hung
 
@@ -66,7 +67,7 @@ class Measurer(processes.JsonWorker):
     def __init__(self, *arguments: str) -> None:
         """Makes a measurer, not started yet; `arguments` are the flags of worker.py."""
         words = [sys.executable, _WORKER, *arguments]
-        path = os.pathsep.join([processes.SCRIPTS, os.environ.get("PYTHONPATH", "")])
+        path = os.pathsep.join([SCRIPTS, os.environ.get("PYTHONPATH", "")])
         super().__init__(words, environment={"PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "3"})
 
     def measure(

@@ -5,9 +5,9 @@ import dataclasses
 from typing import Any, NamedTuple
 
 from dali_tf_input import DaliOptions, InputError, TfDataOptions
-from support import cli
-from support.benchmark import Stats
-from support.flags import FileFlags, WorkFlags
+from dali_tf_input.cli import command
+from dali_tf_input.cli.flags import FileFlags, WorkFlags
+from support.benchmark import Stats, format_stats
 from support.throughput.candidates import Candidate, CandidateError, Measurer, images_per_second
 from support.throughput.peers import PEERS
 
@@ -103,10 +103,10 @@ def measure_in_turn(
             finally:
                 measurers[name].pause()
 
-        for name in cli.progress(names, what="starting", total=len(names)):
+        for name in command.progress(names, what="starting", total=len(names)):
             measure(name)  # not counted: caches fill, tf.data's tuning settles
         turns = [name for number in range(repeats) for name in names[:: 1 if number % 2 else -1]]
-        for name in cli.progress(turns, what="measuring", total=len(turns)):
+        for name in command.progress(turns, what="measuring", total=len(turns)):
             windows[name].append(measure(name))
     return windows
 
@@ -130,5 +130,5 @@ def conclusions(windows: dict[str, list[dict[str, Any]]]) -> list[str]:
             stats = ratios(windows[name], windows[other])
             verdict = "met" if stats.median >= (target or 0) else "missed"
             aim = f"; target {target}: {verdict}" if target else ""
-            sentences.append(f"{question}: {cli.format_stats(stats)}{aim}")
+            sentences.append(f"{question}: {format_stats(stats)}{aim}")
     return sentences

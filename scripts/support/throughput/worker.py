@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from dali_tf_input import DaliOptions, InputError, InputSpec
-from support import cli, machine, processes
+from dali_tf_input.cli import command, machine, processes
+from dali_tf_input.cli.flags import FileFlags, WorkFlags
 from support.benchmark import measure
-from support.flags import FileFlags, WorkFlags
 from support.throughput import experiments, peers, reference, stages
 from support.throughput.candidates import Candidate
 
-FLAGS = cli.Flags()
+FLAGS = command.Flags()
 _FILES = FileFlags(FLAGS)
 _WORK = WorkFlags(FLAGS)
 _CORES = FLAGS.integer("cores", None, "How many of the cores to use; by default all.", 1)
@@ -121,11 +121,11 @@ class Pipelines:
 
 
 def main(arguments: list[str]) -> None:
-    cli.check_no_arguments(arguments)
+    command.check_no_arguments(arguments)
     if _CORES.value:  # before anything counts them
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: _CORES.value])
     spec = _WORK.spec(_FILES, "buffer")
-    cli.import_tensorflow()
+    command.import_tensorflow()
     from dali_tf_input.backends.build import enable_memory_growth
 
     enable_memory_growth()
@@ -133,4 +133,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, FLAGS))
+    sys.exit(command.run(main, FLAGS))

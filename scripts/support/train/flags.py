@@ -1,14 +1,14 @@
 """The flags of train.py, and what can be checked of them before TensorFlow is imported."""
 
 from dali_tf_input import InputError
-from support import cli
-from support.flags import BACKENDS, FileFlags
+from dali_tf_input.cli import command
+from dali_tf_input.cli.flags import BACKENDS, FileFlags
 
 
 class TrainFlags:
     """The flags of train.py."""
 
-    def __init__(self, flags: cli.Flags) -> None:
+    def __init__(self, flags: command.Flags) -> None:
         self.records = FileFlags(flags)
         self.validation_files = flags.strings(
             "validation_files", "TFRecords of the validation split."
@@ -63,4 +63,4 @@ class TrainFlags:
         if self.save_every.value is not None and not self.resume.value:
             raise InputError("--save_every is for --resume=FOLDER, which is not given.")
         if not multi_worker:  # of several workers one saves, and only its machine needs the folder
-            cli.check_writable(self.save, suffix=".keras")
+            command.check_writable(self.save, suffix=".keras")

@@ -15,7 +15,6 @@ from typing import Any
 
 from dali_tf_input import InputError
 
-SCRIPTS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _START_SECONDS = 600  # for TensorFlow's start on a busy machine
 
@@ -54,6 +53,11 @@ def call(
     return process.returncode, output, errors
 
 
+def with_same_path(code: str) -> list[str]:
+    """Returns the words that run Python code where modules are found as they are here."""
+    return [sys.executable, "-c", f"import sys; sys.path[:] = sys.argv[1:]\n{code}", *sys.path]
+
+
 def run_index(*arguments: str) -> float:
     """Runs the index command; returns its seconds.
 
@@ -61,7 +65,7 @@ def run_index(*arguments: str) -> float:
       InputError: it failed.
     """
     start = time.perf_counter()
-    code, output, errors = call([sys.executable, "-m", "dali_tf_input.index", *arguments])
+    code, output, errors = call([sys.executable, "-m", "dali_tf_input", "index", *arguments])
     if code:
         raise InputError(f"The index command failed: {errors or output}")
     return time.perf_counter() - start

@@ -15,9 +15,9 @@ shrinks larger ones. PNG, WebP, BMP, TIFF and GIF become JPEG, CMYK becomes RGB.
 decoded is skipped and listed in OUT/unreadable_images.jsonl. All other features of TFRecords are
 kept.
 
-usage: make_tfrecords.py [flags] SOURCE OUT
+usage: dali-tf-input convert [flags] SOURCE OUT
 
-example: python scripts/make_tfrecords.py --resize_shorter=320 photos/ records/
+example: dali-tf-input convert --resize_shorter=320 photos/ records/
 """
 
 import array
@@ -26,22 +26,21 @@ import functools
 import json
 import os
 import random
-import sys
 import tempfile
 from typing import get_args
 
 from dali_tf_input import InputError, Records
+from dali_tf_input.cli import command
+from dali_tf_input.cli.convert import records, table, writer
+from dali_tf_input.cli.convert.images import Conversion
+from dali_tf_input.cli.convert.inflate import inflate_files
 from dali_tf_input.cli.dask import connect_dask
+from dali_tf_input.cli.label_names import LABELS_NAME, find_label_file
 from dali_tf_input.records.paths import find_files
 from dali_tf_input.records.schema import Decoder
 from dali_tf_input.storage.objects import is_url
-from support import cli
-from support.convert import records, table, writer
-from support.convert.images import Conversion
-from support.convert.inflate import inflate_files
-from support.label_names import LABELS_NAME, find_label_file
 
-FLAGS = cli.Flags()
+FLAGS = command.Flags()
 _VALIDATION_FRACTION = FLAGS.number(
     "validation_fraction", None, "Part of each class for validation; 0.1, or TFRecords' own splits."
 )
@@ -70,6 +69,7 @@ _SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 
 
 def main(arguments: list[str]) -> int:
+    """Makes the set; returns the exit code."""
     if len(arguments) != 2:
         got = f"got {len(arguments)} arguments"
         raise InputError(f"Name the folder of images and the folder to write to, {got}.")
@@ -87,11 +87,12 @@ def main(arguments: list[str]) -> int:
     kept_validation = array.array("Q")  # records of a validation split that stays what it is
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         catalog = os.path.join(folder, "catalog")
+        labels: list[str] | None
         if os.path.isdir(source):
-            labels, ignored = find_classes(source, skip_empty=_SKIP_UNREADABLE.value)
-            groups = list_images(source, labels, catalog)
+            class_names, ignored = find_classes(source, skip_empty=_SKIP_UNREADABLE.value)
+            labels, groups = class_names, list_images(source, class_names, catalog)
             if ignored:
-                files = cli.format_count(ignored, "file")
+                files = command.format_count(ignored, "file")
                 print(f"ignored: {files} that do not end in {', '.join(_SUFFIXES)}")
             make_records = functools.partial(records.make_records_of_images, conversion)
             fraction = 0.1 if fraction is None else fraction
@@ -109,7 +110,9 @@ def main(arguments: list[str]) -> int:
             plain = inflate_files(source, stack.enter_context(inflated))
             dataset = Records.from_files(plain, **keys)
             label_data = find_label_file(find_files(source)[0])
-            labels = label_data and label_data.decode(errors="surrogateescape").splitlines()
+            labels = None
+            if label_data:
+                labels = label_data.decode(errors="surrogateescape").splitlines()
             if os.path.realpath(out) in map(os.path.realpath, map(os.path.dirname, dataset.paths)):
                 text = "holds the TFRecords to be read: name another folder to write to"
                 raise InputError(f"{out} {text}.")
@@ -168,10 +171,11 @@ def find_classes(image_root: str, *, skip_empty: bool) -> tuple[list[str], int]:
 
 
 def is_image(name: str) -> bool:
+    """Whether a file is an image by its name."""
     return name.lower().endswith(_SUFFIXES) and not name.startswith(".")
 
 
-def list_images(image_root: str, class_names: list[str], catalog: str) -> list[array.array]:
+def list_images(image_root: str, class_names: list[str], catalog: str) -> "list[array.array[int]]":
     """Writes a line [features, path, None] per image to `catalog`; returns classes' line starts."""
     groups = []
     with open(catalog, "xb") as stream:
@@ -186,7 +190,7 @@ def list_images(image_root: str, class_names: list[str], catalog: str) -> list[a
     return groups
 
 
-def list_records(dataset: Records, catalog: str) -> tuple[array.array, array.array]:
+def list_records(dataset: Records, catalog: str) -> "tuple[array.array[int], array.array[int]]":
     """Writes a line [file, etag or None, offset, size] per record to the file `catalog`.
 
     Returns:
@@ -215,8 +219,11 @@ def list_records(dataset: Records, catalog: str) -> tuple[array.array, array.arr
 
 
 def split_items(
-    groups: list[array.array], kept_validation: array.array, validation_fraction: float, seed: int
-) -> tuple[array.array, array.array]:
+    groups: "list[array.array[int]]",
+    kept_validation: "array.array[int]",
+    validation_fraction: float,
+    seed: int,
+) -> "tuple[array.array[int], array.array[int]]":
     """Shuffles; returns the items of the train split and of the validation split.
 
     Validation gets `kept_validation`, and the nearest whole number to `validation_fraction` of each
@@ -232,7 +239,3 @@ def split_items(
     generator.shuffle(train)
     generator.shuffle(validation)
     return train, validation
-
-
-if __name__ == "__main__":
-    sys.exit(cli.run(main, FLAGS))

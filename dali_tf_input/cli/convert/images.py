@@ -22,7 +22,7 @@ class UnreadableImage(Exception):  # noqa: N818 (a verdict, not an error)
 
 
 class Conversion(NamedTuple):
-    """What is done to images: see the flags of make_tfrecords.py."""
+    """What is done to images: see the flags of the command."""
 
     resize_shorter: int | None = None
     quality: int = 95
@@ -61,10 +61,11 @@ def convert_image(encoded: bytes, conversion: Conversion) -> Converted:
 def _convert(image: ImageFile.ImageFile, encoded: bytes, conversion: Conversion) -> Converted:
     turned = image.getexif().get(_ORIENTATION, 1) not in (0, 1)
     shorter = min(image.size)
-    too_large = conversion.resize_shorter is not None and shorter > conversion.resize_shorter
+    most = conversion.resize_shorter or shorter
+    too_large = shorter > most
     reasons = [f"{image.format} made JPEG"] if image.format not in ("JPEG", "MPO") else []
     reasons += [f"{image.mode} made RGB"] if not reasons and image.mode not in ("RGB", "L") else []
-    reasons += [f"resized to {conversion.resize_shorter}"] if too_large else []
+    reasons += [f"resized to {most}"] if too_large else []
     changes = reasons or conversion.apply_orientation or conversion.store == "pixels"
     reasons += ["turned upright"] if turned and changes else []
     stores_pixels = conversion.store == "pixels"
@@ -78,13 +79,12 @@ def _convert(image: ImageFile.ImageFile, encoded: bytes, conversion: Conversion)
         width, height = image.size
         return Converted(encoded, height, width, ("EXIF orientation kept",) if turned else ())
     if too_large:
-        scale = conversion.resize_shorter / shorter
-        size = tuple(max(1, round(side * scale)) for side in image.size)
+        width, height = (max(1, round(side * most / shorter)) for side in image.size)
         # JPEGs decode faster at a fraction; twice as large loses nothing visible.
-        image.draft(None, (2 * size[0], 2 * size[1]))
+        image.draft(None, (2 * width, 2 * height))
     pixels = _as_rgb(image)
     if too_large:
-        pixels = pixels.resize(size, Image.Resampling.LANCZOS)
+        pixels = pixels.resize((width, height), Image.Resampling.LANCZOS)
     pixels = ImageOps.exif_transpose(pixels)
     if stores_pixels:
         pixels = pixels.convert("RGB")

@@ -20,15 +20,15 @@ from typing import Any, NamedTuple
 from rich import filesize
 
 from dali_tf_input import InputError, build_index
+from dali_tf_input.cli import command, processes
 from dali_tf_input.cli.command import format_count, print_rows
+from dali_tf_input.cli.convert import elsewhere
+from dali_tf_input.cli.label_names import LABELS_NAME
 from dali_tf_input.records.example import FeatureValue, encode_example
 from dali_tf_input.records.paths import BAD_RECORDS_NAME, MANIFEST_NAME, index_command
 from dali_tf_input.records.schema import PIXELS_KEY
 from dali_tf_input.records.tfrecord import frame_record
 from dali_tf_input.storage.staging import Staging, replace
-from support import cli, processes
-from support.convert import elsewhere
-from support.label_names import LABELS_NAME
 
 UNREADABLE_NAME = "unreadable_images.jsonl"
 _OUR_FILE = re.compile(r"(train|validation)-\d{5}-of-\d{5}(\.idx)?")
@@ -181,7 +181,7 @@ def _write_split(
     """Writes the files of one split and adds to `written`. Empty files are dropped."""
     num_files = split.num_files or _choose_num_files(make, split.items)
     count, unreadable = len(split.items), os.path.join(folder, UNREADABLE_NAME)
-    records = cli.progress(make(split.items), what=f"writing {split.name}", total=count)
+    records = command.progress(make(split.items), what=f"writing {split.name}", total=count)
     paths, written.records[split.name] = [], 0
     with open(unreadable, "a", encoding="utf-8") as skipped:
         for file_id in range(num_files):
@@ -219,7 +219,9 @@ def write_images(folder: str, images: Iterable[bytes], *, num_records: int, num_
     The label of a record is the number of its image.
     """
     numbered = enumerate(images)
-    examples = [{"image/encoded": image, "image/class/label": n} for n, image in numbered]
+    examples: list[dict[str, FeatureValue]] = [
+        {"image/encoded": image, "image/class/label": n} for n, image in numbered
+    ]
     records = itertools.cycle([frame_record(encode_example(example)) for example in examples])
     os.makedirs(folder, exist_ok=True)
     for number in range(num_files):
@@ -275,7 +277,7 @@ def _in_order(
     """Yields the record of each item, in order, working `max_ahead` chunks ahead."""
     ahead: collections.deque[Result] = collections.deque()
     for start in range(0, len(items), _CHUNK_ITEMS):
-        ahead.append(submit(items[start : start + _CHUNK_ITEMS]))
+        ahead.append(submit([*items[start : start + _CHUNK_ITEMS]]))
         if len(ahead) >= max_ahead:
             yield from ahead.popleft()()
     while ahead:

@@ -7,16 +7,26 @@ from dataclasses import dataclass
 from typing import Any
 
 from dali_tf_input import InputError
-from dali_tf_input.records.example import decode_example, encode_example, replace_features
+from dali_tf_input.cli.convert import table, writer
+from dali_tf_input.cli.convert.images import (
+    Conversion,
+    UnreadableImage,
+    convert_image,
+    convert_mask,
+)
+from dali_tf_input.records.example import (
+    FeatureValue,
+    decode_example,
+    encode_example,
+    replace_features,
+)
 from dali_tf_input.records.schema import PIXELS_KEY, SIDE_KEYS
 from dali_tf_input.records.tfrecord import read_data, unframe_record
 from dali_tf_input.storage.objects import Part, read_parts
-from support.convert import table, writer
-from support.convert.images import Conversion, UnreadableImage, convert_image, convert_mask
 
 
 @dataclass(frozen=True)
-class Catalog:
+class Catalog(Sequence[Any]):
     """Items of a file with a line of JSON for each, by the bytes where their lines start.
 
     The start, 8 bytes, is all that is kept in memory of an item.
@@ -28,7 +38,7 @@ class Catalog:
     def __len__(self) -> int:
         return len(self.starts)
 
-    def __getitem__(self, which: Any) -> list:
+    def __getitem__(self, which: Any) -> list[Any]:
         items = []
         with open(self.path, "rb") as stream:
             for start in self.starts[which]:
@@ -37,13 +47,13 @@ class Catalog:
         return items
 
 
-def make_records_of_images(conversion: Conversion, items: list) -> list[writer.Record]:
+def make_records_of_images(conversion: Conversion, items: list[Any]) -> list[writer.Record]:
     """Reads images, items [features, path, path of the mask or None]."""
     return [_record_of_image(conversion, *item) for item in items]
 
 
 def _record_of_image(
-    conversion: Conversion, features: dict, name: str, mask: str | None
+    conversion: Conversion, features: dict[str, Any], name: str, mask: str | None
 ) -> writer.Record:
     try:
         with open(name, "rb") as stream:
@@ -60,7 +70,7 @@ def _record_of_image(
 
 
 def make_records_of_records(
-    conversion: Conversion, image_key: str, items: list
+    conversion: Conversion, image_key: str, items: list[Any]
 ) -> list[writer.Record]:
     """Reads records, items [file, etag of the object or None, offset, size].
 
@@ -95,6 +105,7 @@ def _record_of_record(
         return writer.Record(None, source, (str(error),))
     if conversion.store == "pixels":
         about = dict(zip(SIDE_KEYS, (image.height, image.width), strict=True))
+        changes: dict[str, FeatureValue]
         changes = {PIXELS_KEY: image.encoded, **about, "image/format": "RGB"}
         data = replace_features(data, changes, without=image_key)
     elif image.encoded != encoded:

@@ -1,14 +1,15 @@
 """Flags that several commands share: which records are read, and what is done to each image."""
 
 import dataclasses
+import re
 from typing import Any, get_args
 
 import dali_tf_input as dti
+from dali_tf_input.cli import machine
+from dali_tf_input.cli.command import Flags
+from dali_tf_input.cli.label_names import read_names
 from dali_tf_input.records.labels import LabelKind
 from dali_tf_input.spec.crops import NoCrop
-from support import machine
-from support.cli import Flags
-from support.label_names import read_names
 
 # What users call the backends on the command line.
 BACKENDS: dict[str, dti.DaliOptions | dti.TfDataOptions] = {
@@ -55,7 +56,8 @@ def check_list(name: str, values: list[str] | None, known: list[str], where: str
 def describe_work(preprocess: dti.Preprocess) -> str:
     """Returns what is done to each image, in a line."""
     height, width = preprocess.image_size
-    parts = ["decode", repr(preprocess.crop), f"{height}x{width}"]
+    crop = re.sub(r"\d+\.\d{4,}", lambda number: f"{float(number[0]):.3g}", repr(preprocess.crop))
+    parts = ["decode", crop, f"{height}x{width}"]
     parts += [preprocess.interpolation] if preprocess.interpolation != "bilinear" else []
     parts += ["antialias"] if preprocess.antialias else []
     parts += [f"{preprocess.auto_augment} augment"] if preprocess.auto_augment else []
@@ -149,8 +151,10 @@ class WorkFlags:
         """Returns what is done to each training image."""
         size, antialias = self.image_size.value, self.antialias.value
         preprocess = dti.Preprocess.for_training(size, antialias=antialias, dtype=self.dtype.value)
-        center = dti.CenterCrop(resize_shorter=preprocess.crop.resize[0])
-        crops = (preprocess.crop, dti.RandomResizedCrop(), dti.RandomCrop(), center, NoCrop())
+        default = preprocess.crop
+        assert isinstance(default, dti.ResizeRandomCrop)
+        center = dti.CenterCrop(resize_shorter=default.resize[0])
+        crops = (default, dti.RandomResizedCrop(), dti.RandomCrop(), center, NoCrop())
         crop = crops[_CROPS.index(self.crop.value)]
         return dataclasses.replace(preprocess, crop=crop)
 

@@ -5,7 +5,7 @@ same paths as training does. Then: train.py --order=buffer --service=grpc://HOST
 is stopped (Ctrl-C, SIGTERM). A worker that died must be restarted with the same address and port:
 training waits for it.
 
-example: python scripts/data_service.py --role=worker --dispatcher=host0:5050
+example: dali-tf-input service --role=worker --dispatcher=host0:5050
 """
 
 import itertools
@@ -16,9 +16,10 @@ import sys
 import time
 
 from dali_tf_input import InputError
-from support import cli
+from dali_tf_input.cli import command
+from dali_tf_input.records.paths import program
 
-FLAGS = cli.Flags()
+FLAGS = command.Flags()
 _ROLE = FLAGS.choice("role", None, ["dispatcher", "worker"], "What this process is.")
 _PORT = FLAGS.integer(
     "port", None, "Port to serve at; else 5050, or 5051 for a worker; 0 chooses one."
@@ -28,7 +29,8 @@ _ADDRESS = FLAGS.string("address", None, "Name of this machine for others; else 
 
 
 def main(arguments: list[str]) -> int:
-    cli.check_no_arguments(arguments)
+    """Serves until it is stopped."""
+    command.check_no_arguments(arguments)
     role, dispatcher = _ROLE.value, (_DISPATCHER.value or "").removeprefix("grpc://")
     if not role:
         raise InputError("Name the role: --role=dispatcher or --role=worker.")
@@ -40,7 +42,7 @@ def main(arguments: list[str]) -> int:
     check_free(port)
     if dispatcher:
         wait_for(dispatcher)
-    tf = cli.import_tensorflow()
+    tf = command.import_tensorflow()
     from dali_tf_input.backends.tf_native import uses_native
 
     uses_native("auto")  # what datasets hold must be known to both roles
@@ -79,7 +81,7 @@ def wait_for(dispatcher: str, *, seconds: float = 60) -> None:
         except OSError as error:
             if time.monotonic() > deadline:
                 text = f"No dispatcher answers at {dispatcher}: {error}. Start it: "
-                raise InputError(f"{text}data_service.py --role=dispatcher") from error
+                raise InputError(f"{text}{program()} service --role=dispatcher") from error
             if not attempt:
                 print(f"waiting for the dispatcher at {dispatcher}", flush=True)
             time.sleep(1)
@@ -94,7 +96,3 @@ def check_free(port: int) -> None:
         except OSError as error:
             text = f"Port {port} cannot be used: {error}. Name another with --port."
             raise InputError(text) from error
-
-
-if __name__ == "__main__":
-    sys.exit(cli.run(main, FLAGS))

@@ -10,9 +10,10 @@ import shlex
 import shutil
 import subprocess
 import sys
+from typing import Any
 
 from dali_tf_input import InputError
-from support import processes
+from dali_tf_input.cli import processes
 
 _SECONDS = 120  # for an answer
 _PACKAGES = {
@@ -24,7 +25,7 @@ _PACKAGES = {
 }
 
 
-def describe() -> dict:
+def describe() -> dict[str, Any]:
     """Returns this command, date, CPU, cores that this process may use, GPUs and versions."""
     versions = {"Python": platform.python_version()} | dict.fromkeys(_PACKAGES, "none")
     for name, package in _PACKAGES.items():
@@ -42,7 +43,7 @@ def describe() -> dict:
     }
 
 
-def print_lines(about: dict) -> None:
+def print_lines(about: dict[str, Any]) -> None:
     """Prints what `describe` found, in two lines."""
     gpus = ", ".join(about["gpus"]) or "none"
     print(f"machine   {about['cpu']}, {about['cores']} cores; GPU: {gpus}")
@@ -51,7 +52,7 @@ def print_lines(about: dict) -> None:
     )
 
 
-def describe_in_a_line(about: dict) -> str:
+def describe_in_a_line(about: dict[str, Any]) -> str:
     """Returns machine, main versions and date, for the foot of a plot."""
     gpus = ", ".join(about["gpus"]) or "no GPU"
     versions = about["versions"]
@@ -97,7 +98,7 @@ def _ask(words: list[str], what: str, why: str) -> tuple[int, str, str]:
     try:
         return processes.call(words, seconds=_SECONDS)
     except subprocess.TimeoutExpired as error:
-        text = f"{what} within {_SECONDS} s: {why}See scripts/doctor.py."
+        text = f"{what} within {_SECONDS} s: {why}See dali-tf-input doctor."
         raise InputError(text) from error
 
 

@@ -4,11 +4,11 @@ import os
 import zlib
 
 from dali_tf_input import Checks, InputError, build_index
+from dali_tf_input.cli import command
 from dali_tf_input.records.paths import find_versions
 from dali_tf_input.records.tfrecord import name_content
 from dali_tf_input.storage import objects
 from dali_tf_input.storage.copies import local_copy
-from support import cli
 
 _EITHER = 47  # zlib's code for both headers
 
@@ -31,7 +31,7 @@ def inflate_files(source: str, folder: str) -> str:
     plain = [file for file, kind in kinds.items() if not kind]
     if plain:
         raise InputError(f"{plain[0]} is not compressed, others are: name them one kind at a time.")
-    for file in cli.progress(files, what="inflating", total=len(files)):
+    for file in command.progress(files, what="inflating", total=len(files)):
         path = os.path.join(folder, os.path.basename(file).removesuffix(".gz"))
         try:
             with (
@@ -57,4 +57,4 @@ def _read_start(file: str, status: objects.Status | None) -> bytes:
         with open(file, "rb") as stream:
             return stream.read(64)
     part = objects.Part(file, status.etag, 0, min(64, status.size))
-    return objects.read_parts([part])[0]
+    return bytes(objects.read_parts([part])[0])

@@ -3,51 +3,51 @@
 import base64
 import pickle
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import Any
 
 from dali_tf_input import InputError, __version__
+from dali_tf_input.cli import processes
 from dali_tf_input.index.workers import explain_executor
-from support import processes
 
-_CODE = (
-    "import sys; sys.path.insert(0, sys.argv[1])\n"
-    "from support import processes; from support.convert import elsewhere\n"
-    "processes.serve(elsewhere.answer)"
-)
+_CODE = """
+from dali_tf_input.cli import processes
+from dali_tf_input.cli.convert import elsewhere
+processes.serve(elsewhere.answer)
+"""
 _KEPT_SECONDS = 60  # that a process waits for the next chunk
 _LONGEST_CHUNK = 3600  # seconds
 
 _local = threading.local()
 
 
-def submit(executor: Executor, work: Callable[[list], list], items: list) -> Callable[[], list]:
+def submit(
+    executor: Executor, work: Callable[[list[Any]], list[Any]], items: list[Any]
+) -> Callable[[], list[Any]]:
     """Has an executor do work; returns what waits for its result, or raises InputError."""
     future = executor.submit(_run_apart, work, __version__, items)
 
-    def wait() -> list:
+    def wait() -> list[Any]:
         try:
             return future.result()
         except InputError:
             raise
         except Exception as error:  # of the executor's own kinds
-            needs = f", and be started with PYTHONPATH={processes.SCRIPTS}"
-            raise explain_executor(error, _name(items), needs) from error
+            raise explain_executor(error, _name(items)) from error
 
     return wait
 
 
-def _run_apart(work: Callable[[list], list], version: str, items: list) -> list:
+def _run_apart(work: Callable[[list[Any]], list[Any]], version: str, items: list[Any]) -> list[Any]:
     """Returns what `work` makes of items, in a process of its own: a decoder may crash."""
     if version != __version__:
         text = f"A worker has dali_tf_input {__version__}, this program {version}"
         raise InputError(f"{text}: install the same version everywhere.")
     if not hasattr(_local, "worker"):
         _local.worker = processes.JsonWorker(
-            [sys.executable, "-c", _CODE, processes.SCRIPTS],
+            processes.with_same_path(_CODE),
             environment={"CUDA_VISIBLE_DEVICES": ""},  # TensorFlow would take a GPU's memory
         )
     question = base64.b64encode(pickle.dumps((work, items))).decode()
@@ -58,13 +58,14 @@ def _run_apart(work: Callable[[list], list], version: str, items: list) -> list:
             reply = _local.worker.ask(question, seconds=_LONGEST_CHUNK)
     except processes.WorkerDied as error:
         raise InputError(f"At {_name(items)}, or soon after it: {error}") from error
+    results: list[Any]
     results, problem = pickle.loads(base64.b64decode(reply))
     if problem:
         raise InputError(problem)
     return results
 
 
-def _name(items: list) -> str:
+def _name(items: list[Any]) -> str:
     """Returns the path in the first item."""
     return next((str(part) for part in items[0] if isinstance(part, str)), str(items[0]))
 

@@ -19,7 +19,7 @@ KEYS = {
 SUFFIXES = (".csv", ".jsonl")
 
 
-def list_rows(table: str, catalog: str) -> tuple[list[str] | None, array.array]:
+def list_rows(table: str, catalog: str) -> "tuple[list[str] | None, array.array[int]]":
     """Writes a line [features, path, path of the mask] per row to the file `catalog`.
 
     A row has a path, relative to the table's folder, and any of: "label", an integer or a name;

@@ -4,7 +4,7 @@ Everything that could crash runs in another process, so that a crash is a line o
 report. Each line is ok, a warning or broken, and has the command that fixes it. With --files it
 checks these files and their indexes too. The exit code is 1 if something is broken.
 
-example: python scripts/doctor.py --files='path/train-*'
+example: dali-tf-input doctor --files='path/train-*'
 """
 
 import collections
@@ -21,17 +21,16 @@ from collections.abc import Generator, Iterator
 from typing import Literal, NamedTuple
 
 from dali_tf_input import InputError, InputSpec
-from dali_tf_input.records.paths import index_command
+from dali_tf_input.cli import command, machine, processes
+from dali_tf_input.cli.flags import FileFlags
+from dali_tf_input.records.paths import index_command, program, python_command
 from dali_tf_input.storage import objects
-from support import cli, machine, processes
-from support.flags import FileFlags
 
-FLAGS = cli.Flags()
+FLAGS = command.Flags()
 _FILES = FileFlags(FLAGS)
 
 _SECONDS = 120  # for each try
 _STORE_SECONDS = 5  # for the answer of a store
-_REINSTALL = "rm -rf .venv && make install"
 # How lines of TensorFlow's and DALI's messages begin that follow the one that says what is wrong.
 _NO_WORDS = ("[[", "Current pipeline object", "C++ context", "[frame ", "<stack traces")
 _OLDEST, _NEWEST = (3, 10), (3, 13)  # Python; see pyproject.toml
@@ -66,11 +65,16 @@ _COUNT_GPUS = {
     "DALI": "import nvidia.dali as dali; print(dali.backend.GetCUDADeviceCount())",
 }
 
+_PACKAGES = {  # module and package
+    "TensorFlow": ("tensorflow", "tensorflow"),
+    "Keras": ("keras", "keras"),
+    "DALI": ("nvidia.dali", "nvidia-dali-cuda120"),
+}
+
 # Runs the code of each question; answers whether that worked, and what it printed.
 _TRIER = """
-import contextlib, io, sys, traceback
-sys.path.insert(0, sys.argv[1])
-from support import processes
+import contextlib, io, traceback
+from dali_tf_input.cli import processes
 def attempt(code):
     printed = io.StringIO()
     try:
@@ -98,8 +102,7 @@ class Trier(processes.JsonWorker):
     def __init__(self) -> None:
         # Other jobs may use the GPUs: take little of their memory.
         environment = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
-        words = [sys.executable, "-c", _TRIER, processes.SCRIPTS]
-        super().__init__(words, environment=environment)
+        super().__init__(processes.with_same_path(_TRIER), environment=environment)
 
     def attempt(self, code: str) -> tuple[bool, str]:
         """Runs code; returns whether it worked, and its last line or what is wrong."""
@@ -114,7 +117,8 @@ class Trier(processes.JsonWorker):
 
 
 def main(arguments: list[str]) -> int:
-    cli.check_no_arguments(arguments)
+    """Prints the report; returns the exit code."""
+    command.check_no_arguments(arguments)
     states: collections.Counter[str] = collections.Counter()
     for finding in examine():
         states[finding.state] += 1
@@ -122,27 +126,26 @@ def main(arguments: list[str]) -> int:
         if finding.fix:
             print(f"{'':<7}  {'':<21}  -> {finding.fix}")
     broken, warnings = states["broken"], states["warning"]
-    print(f"{cli.format_count(broken, 'thing')} broken, {cli.format_count(warnings, 'warning')}.")
+    count = command.format_count
+    print(f"{count(broken, 'thing')} broken, {count(warnings, 'warning')}.")
     return 1 if broken else 0
 
 
-def check(what: str, works: bool, found: str, fix: str | None = None) -> Finding:
-    """Returns ok, or broken with a fix: by default to install everything again."""
-    if works:
-        return Finding("ok", what, found)
-    return Finding("broken", what, found, _reinstall() if fix is None else fix)
+def check(what: str, works: bool, found: str, fix: str) -> Finding:
+    """Returns ok, or broken with a fix."""
+    return Finding("ok", what, found) if works else Finding("broken", what, found, fix)
 
 
 def examine() -> Iterator[Finding]:
     """Yields the lines, in the order in which things build on each other."""
     fits = _OLDEST <= sys.version_info[:2] <= _NEWEST
-    yield check("Python", fits, platform.python_version(), f"{_REINSTALL} PYTHON=python3.12")
+    yield check("Python", fits, platform.python_version(), "use Python 3.10 to 3.13")
     works = {}
-    with Trier() as trier:
-        packages = {"TensorFlow": "tensorflow", "Keras": "keras", "DALI": "nvidia.dali"}
-        for name, module in packages.items():
+    trier = Trier()
+    with trier:
+        for name, (module, package) in _PACKAGES.items():
             works[name], text = trier.attempt(f"import {module}; print({module}.__version__)")
-            yield check(name, works[name], text)
+            yield check(name, works[name], text, reinstall(package))
         imported = [name for name in _COUNT_GPUS if works[name]]
         if works["TensorFlow"]:
             compiled, text = trier.attempt(_TRY_KERNEL)
@@ -172,7 +175,7 @@ def examine_gpus(trier: Trier, imported: list[str]) -> Generator[Finding, None, 
     hidden = "CUDA_VISIBLE_DEVICES" in os.environ
     # Some may be hidden on purpose.
     expected = max_seen if hidden and max_seen else len(gpus or ()) or max_seen
-    gpu_install = f"{_REINSTALL} GPU=1"
+    gpu_install = reinstall("tensorflow[and-cuda]", "nvidia-dali-cuda120", on_gpu=True)
     for name, (works, text) in seen.items():
         fix = gpu_install
         if works and int(text) != expected:
@@ -221,16 +224,19 @@ def examine_plugin(trier: Trier, *, on_gpu: bool) -> Iterator[Finding]:
     try:
         dali, plugin = map(importlib.metadata.version, packages)
     except importlib.metadata.PackageNotFoundError as error:
-        yield check("plugin", False, f"{error.name} is not installed")
+        text = f"{error.name} is not installed: tf.data alone works (DaliOptions needs it)"
+        yield Finding("warning", "plugin", text, _install_plugin())
         return
     if dali != plugin:
-        yield check("plugin", False, f"{plugin}, compiled for another DALI than {dali}")
+        text = f"{plugin}, compiled for another DALI than {dali}"
+        yield check("plugin", False, text, _install_plugin())
         return
     works, text = trier.attempt(_TRY_PLUGIN)
-    yield check("plugin", works, f"{plugin} {text}")
+    yield check("plugin", works, f"{plugin} {text}", _install_plugin())
     tries = {"pipeline": None} | ({"GPU pipeline": 0} if on_gpu else {})
     for what, device_id in tries.items() if works else ():
-        yield check(what, *trier.attempt(_TRY_PIPELINE.format(device_id=device_id)))
+        works, text = trier.attempt(_TRY_PIPELINE.format(device_id=device_id))
+        yield check(what, works, text, _install_plugin())
 
 
 def examine_cores() -> Iterator[Finding]:
@@ -277,7 +283,7 @@ def examine_files(files: list[str]) -> Iterator[Finding]:
         yield check("records", False, str(error), fix_records(str(error), files))
         return
     skipped = dataset.num_skipped
-    count = f"{dataset.num_records:,} in {cli.format_count(len(dataset.files), 'file')}"
+    count = f"{dataset.num_records:,} in {command.format_count(len(dataset.files), 'file')}"
     if skipped:
         folders = sorted({os.path.dirname(file.index_file) for file in dataset.files})
         reports = shlex.join(os.path.join(folder, "bad_records.jsonl") for folder in folders)
@@ -305,7 +311,7 @@ def examine_files(files: list[str]) -> Iterator[Finding]:
 
 def fix_records(error: str, files: list[str]) -> str:
     """Returns the command that fixes what is wrong with records, or that shows more."""
-    match = re.search(r"\S*python\S* -m dali_tf_input\.index .*", error)
+    match = re.search(r"(\S*python\S* -m dali_tf_input|dali-tf-input) index .*", error)
     if match or objects.is_url(files[0]):
         return match[0] if match else ""
     paths = [os.path.abspath(os.path.expanduser(file)) for file in files]
@@ -315,25 +321,41 @@ def fix_records(error: str, files: list[str]) -> str:
         return f"ls {quoted}    # what is there? then --files='path/train-*'"
     if folder == paths[0]:
         pattern = os.path.join(glob.escape(folder), "*-of-*")
-        return f"scripts/doctor.py --files={shlex.quote(pattern)}"
+        return f"{program()} doctor --files={shlex.quote(pattern)}"
     if " are skipped" in error:
         listed = os.path.join(_FILES.index_dir.value or folder, "bad_records.jsonl")
         return f"head {shlex.quote(listed)}"
     if "_key`" in error or "`label." in error:
-        return f"scripts/doctor.py --files={shlex.quote(paths[0])} --image_key=KEY --label_key=KEY"
+        keys = "--image_key=KEY --label_key=KEY"
+        return f"{program()} doctor --files={shlex.quote(paths[0])} {keys}"
     return f"ls -l {quoted}"
 
 
-def _reinstall() -> str:
-    """Returns the command that reinstalls everything, with CUDA where there is a GPU."""
-    return f"{_REINSTALL} GPU=1" if shutil.which("nvidia-smi") else _REINSTALL
+def reinstall(*packages: str, on_gpu: bool = False) -> str:
+    """Returns the command that installs packages again, in the environment that this runs in."""
+    if clone := _find_clone():
+        gpu = " GPU=1" if on_gpu or shutil.which("nvidia-smi") else ""
+        return f"cd {shlex.quote(clone)} && rm -rf .venv && make install{gpu}"
+    return f"{python_command()} -m pip install --force-reinstall {shlex.join(packages)}"
+
+
+def _install_plugin() -> str:
+    """Returns the command that compiles DALI's TensorFlow plugin, which pip does not do alone."""
+    if _find_clone():
+        return reinstall()
+    flags = "--no-build-isolation --no-cache-dir --force-reinstall --no-deps"
+    command = f"{python_command()} -m pip install {flags} nvidia-dali-tf-plugin-cuda120"
+    return f"{command}    # needs g++ and CUDA's headers: docs/install.md"
+
+
+def _find_clone() -> str | None:
+    """Returns the clone whose `make install` made this environment; None in any other."""
+    clone = os.path.dirname(sys.prefix)
+    has_installer = os.path.exists(os.path.join(clone, "scripts", "install.sh"))
+    return clone if has_installer and os.path.basename(sys.prefix) == ".venv" else None
 
 
 def last_line(text: str) -> str:
     """Returns the last line that says something."""
     lines = (line.strip() for line in reversed(text.splitlines()))
     return next((line for line in lines if line and not line.startswith(_NO_WORDS)), "no message")
-
-
-if __name__ == "__main__":
-    sys.exit(cli.run(main, FLAGS))

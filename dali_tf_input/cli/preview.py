@@ -6,22 +6,22 @@ if they differ visibly. The images are the first of an epoch of order "global": 
 crops and mirrors for both. Values outside of 0..255 are clipped. With --most the exit code is 1 if
 the backends differ by more; --out= draws no sheet.
 
-example: python scripts/preview.py --files='path/train-*' --crop=random_resized_crop --out=sheet.png
+example: dali-tf-input preview --files='path/train-*' --crop=random_resized_crop --out=sheet.png
 """
 
+import colorsys
 import dataclasses
-import sys
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from dali_tf_input import DaliOptions, InputError, InputSpec, Preprocess, TfDataOptions
-from support import cli, pictures
-from support.flags import FileFlags, LabelFlags, WorkFlags, describe_work
-from support.label_names import find_names
+from dali_tf_input.cli import command, pictures
+from dali_tf_input.cli.flags import FileFlags, LabelFlags, WorkFlags, describe_work
+from dali_tf_input.cli.label_names import find_names
 
-FLAGS = cli.Flags()
+FLAGS = command.Flags()
 _FILES = FileFlags(FLAGS)
 _LABELS = LabelFlags(FLAGS)
 _WORK = WorkFlags(FLAGS)
@@ -37,16 +37,19 @@ _INTERPOLATION = FLAGS.choice(
 )
 _SEED = FLAGS.integer("seed", 0, "Decides which images are shown, and their crops and mirrors.", 0)
 
+# Hues far from each other for neighboring classes.
+_MASK_COLORS = 255 * np.array([colorsys.hsv_to_rgb(n * 0.618 % 1, 0.9, 1.0) for n in range(20)])
 _AMPLIFY = 32  # the factor of the difference
 _VISIBLE = 1.0  # of 255: a smaller largest difference has no picture
 
 
 def main(arguments: list[str]) -> int:
-    cli.check_no_arguments(arguments)
-    cli.check_writable(_OUT, suffix=".png")
+    """Draws the sheet; returns the exit code."""
+    command.check_no_arguments(arguments)
+    command.check_writable(_OUT, suffix=".png")
     spec = make_spec()
     num_images = min(_NUM_IMAGES.value, spec.records.num_records)
-    cli.import_tensorflow()
+    command.import_tensorflow()
     decode = _WORK.decode.value
     dali = DaliOptions(device="cpu", decode="auto" if decode == "scaled" else decode)
     batch, other = (
@@ -61,9 +64,10 @@ def main(arguments: list[str]) -> int:
     work = describe_work(spec.preprocess)
     print(f"images      {num_images} of {spec.records.num_records:,}: {work}")
     mean = difference.mean()
-    print(f"difference  mean {mean:.4f} of 255, largest {difference.max():.2f}")
     if spec.preprocess.auto_augment:
-        print("            each backend draws its own augmentation, so these images differ")
+        print("difference  not shown: each backend draws its own augmentations")
+    else:
+        print(f"difference  mean {mean:.4f} of 255, largest {difference.max():.2f}")
     if _OUT.value:
         print(f"sheet       in {_OUT.value}")
     if _MOST.value is not None and mean > _MOST.value:
@@ -108,21 +112,22 @@ def find_crop(image: Image.Image, spec: InputSpec, slot: int) -> tuple[Any, bool
 
 def lay_over(image: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """Returns an image in 0..255 with its mask in colors; class 0 is left as it is."""
-    import matplotlib
-
-    colors = 255 * matplotlib.colormaps["tab20"](mask % 20)[..., :3]
+    colors = _MASK_COLORS[mask % len(_MASK_COLORS)]
     return np.where((mask > 0)[..., None], 0.5 * image + 0.5 * colors, image)
 
 
 def draw(spec: InputSpec, batch: dict[str, np.ndarray], others: np.ndarray) -> None:
     """Draws the contact sheet of tf.data's batch and DALI's images and saves it."""
-    images, names = batch["image"], find_names(spec.records.paths[0])
+    names = [*(spec.records.class_names or find_names(spec.records.paths[0]))]
+    images = batch["image"]
     difference = np.abs(images - others)
     if spec.mask:
         images, others = (
             np.stack([*map(lay_over, pixels, batch["mask"])]) for pixels in (images, others)
         )
-    differs = [pixels.max() >= _VISIBLE for pixels in difference]
+    # Each backend draws its own augmentations, which are no difference between the two.
+    is_drawn = spec.preprocess.auto_augment is not None
+    differs = [not is_drawn and pixels.max() >= _VISIBLE for pixels in difference]
     tiles: list[pictures.Tile | None] = []
     for number, record in enumerate(batch["record_id"].tolist()):
         image = pictures.read_image(spec.records, record)
@@ -131,7 +136,7 @@ def draw(spec: InputSpec, batch: dict[str, np.ndarray], others: np.ndarray) -> N
         text = f"{label}\n{image.width}x{image.height}{', mirrored' if mirrored else ''}"
         tiles.append(pictures.Tile(text, image, box))
         tiles.append(pictures.Tile("tf.data", as_pixels(images[number])))
-        text = "DALI" if differs[number] else "DALI: the same"
+        text = "DALI" if differs[number] or is_drawn else "DALI: the same"
         tiles.append(pictures.Tile(text, as_pixels(others[number])))
         if differs[number]:
             mean, largest = difference[number].mean(), difference[number].max()
@@ -141,15 +146,10 @@ def draw(spec: InputSpec, batch: dict[str, np.ndarray], others: np.ndarray) -> N
             tiles.append(None)
     height, width = spec.preprocess.image_size
     across = (3 + any(differs)) * (1 if len(images) <= 4 else 2)
-    shared = {"across": across, "aspect": width / height}
     title = f"What the model sees: {describe_work(spec.preprocess)}"
-    pictures.draw_sheet(tiles, path=_OUT.value, title=title, **shared)
+    pictures.draw_sheet(tiles, path=_OUT.value, title=title, across=across, aspect=width / height)
 
 
 def as_pixels(image: np.ndarray) -> np.ndarray:
     """Returns an image in 0..255 as uint8."""
     return np.clip(np.floor(image + 0.5), 0, 255).astype(np.uint8)
-
-
-if __name__ == "__main__":
-    sys.exit(cli.run(main, FLAGS))

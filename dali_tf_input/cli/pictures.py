@@ -1,0 +1,123 @@
+"""What a backend makes, as images that can be compared and shown; and images as they are stored."""
+
+import functools
+import io
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+import dali_tf_input as dti
+from dali_tf_input.records.schema import SIDE_KEYS
+
+_SIDE, _GAP, _LINE = 240, 16, 20  # pixels: height of a picture, space between them, line of text
+
+
+def make_batches(
+    spec: dti.InputSpec, options: Any, batch_size: int
+) -> Iterator[dict[str, np.ndarray]]:
+    """Yields one epoch of a backend's batches by name.
+
+    "image" is (n, height, width, 3) in 0..255; "label", "mask" and "record_id" are as in `spec`.
+    """
+    from dali_tf_input.serving import denormalize
+
+    for x, *others in dti.load(spec, options, batch_size=batch_size):
+        tensors = dict(x) if isinstance(x, dict) else {"image": x}
+        if others and (spec.label or spec.mask):
+            y = others[0]
+            tensors |= y if isinstance(y, dict) else {"label" if spec.label else "mask": y}
+        batch = {name: value.numpy() for name, value in tensors.items()}
+        yield batch | {"image": denormalize(batch["image"], spec.preprocess)}
+
+
+def read_image(dataset: dti.Records, record: int) -> Image.Image:
+    """Returns the image of a record, as it is stored."""
+    features = dataset.read(record)
+    stored = features[dataset.image_key][0]
+    if not dataset.stores_pixels:
+        return Image.open(io.BytesIO(stored)).convert("RGB")
+    height, width = (features[key][0] for key in SIDE_KEYS)
+    return Image.frombytes("RGB", (width, height), stored)
+
+
+def name_label(label: Any, names: list[str]) -> str:
+    """Returns a label as text: a class and its name, several classes, or numbers."""
+    if np.ndim(label) == 0:
+        known = 0 <= label < len(names)
+        return f"{label} {names[label]}" if known else str(label)
+    if set(np.unique(label)) <= {0.0, 1.0}:
+        classes = np.flatnonzero(label)[:6].tolist()
+        texts = (names[index] if index < len(names) else str(index) for index in classes)
+        return ", ".join(texts) or "none"
+    return ", ".join(f"{value:.3g}" for value in label[:6])
+
+
+class Tile(NamedTuple):
+    """A picture of a sheet: uint8 (height, width, 3); box: (top, left, height, width) in it."""
+
+    title: str
+    pixels: Any
+    box: Any = None
+
+
+def draw_sheet(
+    tiles: Sequence[Tile | None],
+    *,
+    path: str,
+    across: int = 4,
+    aspect: float = 1.0,
+    title: str = "",
+) -> None:
+    """Draws tiles, `across` in a row; None leaves a gap. `aspect` is the width over the height."""
+    width, height = round(_SIDE * min(2.0, max(0.5, aspect))), _SIDE
+    texts = [_wrap(tile.title, width) if tile else [] for tile in tiles]
+    text_height = _LINE * max(map(len, texts), default=0) + _GAP // 2
+    header = _wrap(title, across * (width + _GAP) - _GAP) if title else []
+    top = _GAP + _LINE * len(header) + (_GAP if header else 0)
+    down = max(1, -(-len(tiles) // across))
+    size = (_GAP + across * (width + _GAP), top + down * (text_height + height + _GAP))
+    sheet = Image.new("RGB", size, "white")
+    draw = ImageDraw.Draw(sheet)
+    draw.multiline_text((_GAP, _GAP), "\n".join(header), fill="black", font=_font(), spacing=4)
+    for number, (tile, lines) in enumerate(zip(tiles, texts, strict=True)):
+        if tile is None:
+            continue
+        left = _GAP + number % across * (width + _GAP)
+        y = top + number // across * (text_height + height + _GAP)
+        draw.multiline_text((left, y), "\n".join(lines), fill="black", font=_font(), spacing=4)
+        _paste(sheet, draw, tile, (left, y + text_height), (width, height))
+    sheet.save(path)
+
+
+def _paste(
+    sheet: Image.Image,
+    draw: ImageDraw.ImageDraw,
+    tile: Tile,
+    place: tuple[int, int],
+    size: tuple[int, int],
+) -> None:
+    """Puts a picture, and its box, as large as it fits into a sheet."""
+    pixels = tile.pixels
+    picture = pixels if isinstance(pixels, Image.Image) else Image.fromarray(np.squeeze(pixels))
+    scale = min(size[0] / picture.width, size[1] / picture.height)
+    shown = (max(1, round(picture.width * scale)), max(1, round(picture.height * scale)))
+    enlarged = Image.Resampling.NEAREST if scale > 2 else Image.Resampling.LANCZOS
+    sheet.paste(picture.convert("RGB").resize(shown, enlarged), place)
+    if tile.box:
+        top, left, height, width = (scale * float(value) for value in tile.box)
+        corner = (place[0] + left, place[1] + top)
+        draw.rectangle((*corner, corner[0] + width, corner[1] + height), outline="#ff3b30", width=3)
+
+
+def _wrap(text: str, width: int) -> list[str]:
+    """Breaks text into lines of at most `width` pixels, at spaces where there are some."""
+    most = max(1, int(width / _font().getlength("0")))
+    return [part for line in text.splitlines() for part in textwrap.wrap(line, most) or [""]]
+
+
+@functools.cache
+def _font() -> Any:
+    return ImageFont.load_default(_LINE - 6)
