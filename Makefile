@@ -64,10 +64,8 @@ preview: $(READY)  ## What the model sees: a contact sheet in results/preview.pn
 	@mkdir -p results
 	@$(RUN) -m dali_tf_input preview $(COMMON) --out=results/preview.png $(ARGS)
 
-soak: $(INSTALLED)  ## A million images through each backend, and more: that nothing grows
-	@$(if $(DATA),$(RUN) -m dali_tf_input index $(INDEX_FLAG) '$(DATA)' > /dev/null)
-	@mkdir -p results
-	@$(RUN) scripts/soak.py $(if $(DATA),$(COMMON)) --json=results/soak.json --plot=results/soak.png $(ARGS)
+soak: $(DEVELOPED)  ## Epochs, evaluations and datasets by the hundred: that nothing grows
+	@$(PYTEST) -m slow tests/test_memory.py $(ARGS)
 
 gpu-check: $(READY)  ## On a machine with a GPU: check and measure all of it, in docs/results/gpu
 	$(INDEX) > /dev/null

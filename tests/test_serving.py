@@ -1,7 +1,7 @@
 """Prediction and serving: the pixels that the model was evaluated with, whatever feeds it."""
 
-import csv
 import dataclasses
+import re
 
 import conftest
 import keras
@@ -9,14 +9,25 @@ import numpy as np
 import nvidia.dali as dali
 import pytest
 import tensorflow as tf
-from commands import fails, run, run_cold
-from conftest import DALI, TF_DATA, image_zoo, jpeg, refused, spec_of, take, write_indexed
+from commands import python
+from conftest import (
+    DALI,
+    ROOT,
+    TF_DATA,
+    image_zoo,
+    jpeg,
+    numbered_examples,
+    refused,
+    spec_of,
+    take,
+    write_indexed,
+    write_tfrecord,
+)
 from PIL import Image
 
-from dali_tf_input import DaliOptions, Preprocess
+from dali_tf_input import DaliOptions, Preprocess, build_index
 from dali_tf_input.backends.build import make_dataset
 from dali_tf_input.serving import export_saved_model, export_triton, iterate_batches
-from dali_tf_input.training.load import load
 
 EVALUATION = Preprocess.for_evaluation(32)
 OPTIONS = {"dali": DALI, "tf_data": TF_DATA, "none": None}
@@ -132,77 +143,21 @@ def test_triton_for_a_gpu_takes_a_gpu(tmp_path):
 
 
 @pytest.mark.slow
-def test_predict_script(model, tmp_path):
+def test_the_recipe_of_mistakes(model, tmp_path):
+    """The page's program, on a model that errs: the sheet shows the mistakes it was surest of."""
+    page = (ROOT / "docs/serving.md").read_text()
+    recipes = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (recipe,) = (recipe for recipe in recipes if "sheet" in recipe)
+    examples = [
+        {**example, "image/class/label": number % 4}
+        for number, example in enumerate(numbered_examples(30))
+    ]
+    (tmp_path / "records").mkdir()
+    build_index(write_tfrecord(tmp_path / "records/validation-00000-of-00001", examples))
     model.save(tmp_path / "model.keras")
-    (tmp_path / "labels.txt").write_text("ant\nbee\ncat\ndog\n")
-    (tmp_path / "good.jpg").write_bytes(jpeg(40, 50))
-    (tmp_path / "bad.jpg").write_text("no image")
-    command = ["predict.py", f"--labels={tmp_path}/labels.txt", "--top=2", tmp_path / "model.keras"]
-    process = run(*command, tmp_path / "good.jpg", tmp_path / "bad.jpg")
-    assert process.returncode == 1
-    message = "text: expected an encoded image, found b'no image' ..."
-    assert process.stderr == f"error: {tmp_path}/bad.jpg: {message}\n"
-    assert f"{tmp_path}/good.jpg" in process.stdout
-    assert sum(name in process.stdout for name in ("ant", "bee", "cat", "dog")) == 2
-    process = run_cold(*command, tmp_path / "good.jpg")
-    assert (process.returncode, process.stderr) == (0, "")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["tf_data", "dali_cpu"])
-def test_predict_script_on_records(model, tmp_path, backend):
-    """Every record once, with its own label; the mistakes it was surest of first."""
-    model.save(tmp_path / "model.keras")
-    dataset = conftest.write_dataset(tmp_path, [5, 6])
-    files = {"csv": tmp_path / "out.csv", "sheet": tmp_path / "out.png"}
-    flags = [f"--{name}={path}" for name, path in files.items()]
-    flags += [f"--files={tmp_path}/train-*", f"--backend={backend}", "--batch_size=4"]
-    process = run("predict.py", *flags, tmp_path / "model.keras")
-    assert (process.returncode, process.stderr) == (0, "")
-    table = list(csv.DictReader(files["csv"].open()))
-    assert [int(row["id"]) for row in table] == [int(row["label"]) for row in table] == [*range(11)]
-    assert [row["file"] for row in table] == [dataset.locate(one).file for one in range(11)]
-    spec = spec_of(dataset, "sequential", EVALUATION, repeat=False)
-    held_out = load(spec, TF_DATA, batch_size=11)
-    expected = tf.nn.softmax(held_out.predict(model, verbose=0)).numpy()
-    found = [float(row["probability"]) for row in table]
-    np.testing.assert_allclose(found, expected.max(1), atol=1e-4)
-    predicted = [int(row["prediction"]) for row in table]
-    right = sum(one == number for number, one in enumerate(predicted))
-    lines = process.stdout.splitlines()
-    assert lines[0] == f"right  {right} of 11 records, {right / 11:.2%}"
-    wrong = [row for row in table if row["label"] != row["prediction"]]
-    assert lines[2].split()[0] == max(wrong, key=lambda row: float(row["probability"]))["id"]
-    assert Image.open(files["sheet"]).width > 600
-    fails(run("predict.py", *flags, tmp_path / "model.keras", "a.jpg"), "images or records")
-
-
-@pytest.mark.parametrize(
-    ("labels", "error"),
-    [
-        (b"ant\nbee\n", "names 2 labels, and "),
-        (b"\n\n", "names no label"),
-        (None, "cannot be read: No such file"),
-        (b"\xe9\nb\nc\nd\n", ""),
-    ],
-)
-def test_predict_script_with_other_labels(model, tmp_path, labels, error):
-    model.save(tmp_path / "model.keras")
-    (tmp_path / "good.jpg").write_bytes(jpeg(40, 50))
-    if labels is not None:
-        (tmp_path / "labels.txt").write_bytes(labels)
-    files = [tmp_path / "model.keras", tmp_path / "good.jpg"]
-    process = run("predict.py", f"--labels={tmp_path}/labels.txt", *files)
-    if error:
-        fails(process, error)
-    else:
-        assert (process.returncode, process.stderr) == (0, "")
-
-
-@pytest.mark.slow
-def test_predict_script_with_a_model_of_other_inputs(tmp_path):
-    for number, shape in enumerate([(16, 16, 2), (16, 24, 3), (7,), (None, None, 3)]):
-        file = tmp_path / f"{number}.keras"
-        keras.Sequential([keras.layers.Input(shape), keras.layers.Dense(4)]).save(file)
-        process = run("predict.py", file, tmp_path / "good.jpg")
-        fails(process, f"{file} takes {shape}: it must take square images, (n, n, 3) or (n, n, 1)")
+    start = "import keras\nmodel = keras.saving.load_model('model.keras')\n"
+    recipe = recipe.replace(", 224)", ", 32)")
+    process = python("-c", f"{start}{recipe}print(worst.tolist())", cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+    assert re.search(r"\[\d+(, \d+)+\]$", process.stdout.strip())
+    assert Image.open(tmp_path / "mistakes.png").width == 960

@@ -209,7 +209,7 @@ class Seat:
         """Returns the answer to a job."""
         crashing: Crashing = {}
         while True:
-            if not self._workers or self._workers[-1].is_dead:
+            if not self._workers or self._workers[-1].is_outdated:
                 self.close()
                 self._workers.append(_Worker())
             if stopped.is_set():
@@ -234,7 +234,8 @@ class _Worker:
     """One process."""
 
     def __init__(self) -> None:
-        self.is_dead = False
+        self._is_dead = False
+        self._environment = dict(os.environ)
         self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `close`)
         self._process = subprocess.Popen(
             [sys.executable, "-c", _CODE, *_PATH],
@@ -243,8 +244,13 @@ class _Worker:
             stderr=self._stderr,
             start_new_session=True,  # Ctrl-C reaches the caller alone, which ends this process
             # Images are decoded on the CPU: GPUs and their memory are left to training.
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"},
+            env={**self._environment, "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"},
         )
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the process has ended, or knows other environment variables than this one."""
+        return self._is_dead or self._environment != dict(os.environ)
 
     def run(
         self, job: Job, crashing: Crashing, on_progress: Callable[[int, int], None]
@@ -267,7 +273,7 @@ class _Worker:
             if "progress" not in answer:
                 return answer
             on_progress(*answer["progress"])
-        self.is_dead = True
+        self._is_dead = True
         status = self._process.wait()
         if status == IDLE_STATUS:  # it had waited for this job for too long
             return None

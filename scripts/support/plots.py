@@ -102,30 +102,3 @@ def plot_stages(report: dict, *, names: dict[str, str], path: str) -> None:
         panes[0].invert_yaxis()
         handles, labels = panes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside right upper", frameon=False)
-
-
-def plot_soak(report: dict, parts: dict[str, str], *, path: str) -> None:
-    """Plots the memory of each part's processes over its work; the gray warm-up was not judged."""
-    note = (
-        "Each line is a process of its own: its resident memory, with TensorFlow, after"
-        f" malloc_trim. Images in order {report['order']}. {machine.describe_in_a_line(report)}."
-    )
-    size = (4 * len(parts), 4.2)
-    with _figure(path, "Memory over a long run", note, size, len(parts)) as (_, panes):
-        samples = report["samples"]
-        peak = max(
-            sample[1] for rows in samples.values() for run in rows.values() for sample in run
-        )
-        for axes, (part, title) in zip(panes, parts.items(), strict=True):
-            for name, run in samples[part].items():
-                done = [sample[0] for sample in run]
-                memory = [sample[1] / 1e6 for sample in run]
-                axes.plot(done, memory, color=_COLORS.get(name, "gray"), linewidth=1.6, label=name)
-            axes.axvspan(0, 0.2 * max(done), color="#dddddd", alpha=0.6, linewidth=0)
-            axes.set_xlim(0, max(done))
-            axes.set_ylim(0, 1.1 * peak / 1e6)
-            axes.set_xlabel(title)
-            axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-            axes.grid(axis="y", alpha=0.3)
-        panes[0].set_ylabel("memory of the process, MB")
-        panes[0].legend(frameon=False, loc="lower right")

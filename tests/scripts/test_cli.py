@@ -63,7 +63,6 @@ def is_running(process):
         ["make_sample_tfrecords.py", "--num_images=4096", "{}/out"],
         ["index", "--force", "--verify=decode", "--index_dir={}", "data/sample/train-*"],
         ["compare_throughput.py", "--files=data/sample/train-*"],
-        ["soak.py", "--images=100000"],
     ],
     ids=lambda given: given[0].partition(".")[0],
 )

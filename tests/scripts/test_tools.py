@@ -23,7 +23,6 @@ TOOLS = {
     "profile_stages.py": ("--json", ["--seconds=0.05", "--repeats=1"]),
     "tune.py": ("--json", ["--seconds=1"]),
     "preview": ("--out", []),
-    "soak.py": ("--json", ["--images=1000", "--evaluations=10", "--datasets=20"]),
 }
 SMALL = ["--batch_size=1", "--image_size=8"]
 
@@ -35,8 +34,7 @@ def output(script, folder):
 @pytest.mark.parametrize("script", TOOLS)
 def test_no_files_and_no_index(script, tmp_path):
     out, short = output(script, tmp_path), TOOLS[script][1]
-    if script != "soak.py":  # which makes images if none are named
-        fails(run(script, *short, out), "Name the TFRecord files: --files=")
+    fails(run(script, *short, out), "Name the TFRecord files: --files=")
     pattern = f"--files={tmp_path}/none-*"
     fails(run(script, pattern, *short, out), f"No file matches '{tmp_path}/none-*'")
     file = write_tfrecord(tmp_path / "train", numbered_examples(2))
@@ -76,8 +74,6 @@ def test_outputs_that_cannot_be_written(script, sample_folder, tmp_path):
         ("gpu_check.py", ["--parts=all"], "`parts` must be of probe, pixels"),
         ("gpu_check.py", ["--rehearse", "--out=/proc/self/none"], "/proc/self/none"),
         ("gpu_check.py", ["--rehearse"], "A rehearsal is not a result"),
-        ("soak.py", ["--images=10"], "`images` must be at least 1,000, got 10"),
-        ("soak.py", ["--backends=torch"], "`backends` must be of tf_data, dali_cpu on this"),
     ],
 )
 def test_bad_flags(sample_folder, script, arguments, message):
@@ -272,44 +268,6 @@ def test_a_worker_that_does_not_start():
         InputError, match=r"does not start: the process died .exit code 1.: .*no way"
     ):
         processes.JsonWorker(["python", "-c", "raise SystemExit('no way')"]).start()
-
-
-def test_soak_judges():
-    """Flat passes; memory that climbs, or threads and descriptors that stay, do not."""
-    soak = load("soak.py")
-
-    def passes(part, memory, threads=lambda n: 5, files=lambda n: 7):
-        samples = [soak.Sample(n + 1, memory(n), threads(n), files(n)) for n in range(100)]
-        return soak.judge(part, samples)["passed"]
-
-    def flat(n):
-        return 10**9 + (n % 3) * 10**6
-
-    assert passes("stream", flat)
-    assert passes("evaluations", flat)
-    assert passes("datasets", lambda n: flat(n) + min(n, 20) * 10**8)  # the warm-up is not judged
-    assert passes("stream", flat, threads=lambda n: 5 + n % 2, files=lambda n: 7 + n % 3)
-    assert not passes("stream", lambda n: 10**9 + n * 4 * 10**5)
-    assert not passes("evaluations", lambda n: flat(n) + n * 10**5)
-    assert not passes("datasets", flat, threads=lambda n: 5 + n // 30)
-    assert not passes("datasets", flat, files=lambda n: 7 + n // 60)
-    assert passes("evaluations", lambda n: 10**9 + n * 49_000)
-    assert not passes("evaluations", lambda n: 10**9 + n * 51_000)
-
-
-@pytest.mark.slow
-def test_soak(tmp_path):
-    """A short one: nothing grows, and the report and the plot say so."""
-    arguments = ["--images=60000", "--evaluations=20", "--datasets=30", "--backends=tf_data"]
-    arguments += [f"--json={tmp_path}/soak.json", f"--plot={tmp_path}/soak.png"]
-    process = run("soak.py", *arguments, NO_COLOR="1", TERM="dumb")
-    report = json.loads((tmp_path / "soak.json").read_text())
-    grew = [part for part, rows in report["verdicts"].items() if not rows["tf_data"]["passed"]]
-    assert "stream" not in grew
-    assert "\x1b" not in process.stdout
-    assert process.stdout.count("flat") == 3 - len(grew)
-    assert process.returncode == bool(grew)
-    assert (tmp_path / "soak.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow

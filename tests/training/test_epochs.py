@@ -3,14 +3,12 @@
 import contextlib
 import gc
 import itertools
-import os
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from commands import python
-from conftest import BACKENDS, DALI, TF_DATA, backends, refused, spec_of
+from conftest import DALI, TF_DATA, backends, refused, spec_of
 from models import make_model
 
 from dali_tf_input import Preprocess, load, make_dataset
@@ -242,32 +240,3 @@ def test_keras_says_what_it_takes(dataset):
     with pytest.raises(ValueError, match=r"Keras takes its `dataset`: train\.dataset>") as caught:
         make_model(8, 24).fit(train)
     assert len(str(caught.value)) < 300
-
-
-FLAT = """if True:
-    import os, sys
-    import dali_tf_input as dti
-    options = {"dali": dti.DaliOptions(device="cpu"), "tf_data": dti.TfDataOptions()}[sys.argv[2]]
-    spec = dti.InputSpec.for_training(sys.argv[1], 16, order=sys.argv[3])
-    train = dti.load(spec, options, batch_size=8)
-    for epoch in range(301):
-        for batch in train:
-            pass
-        if epoch in (100, 300):
-            (memory,) = (line for line in open("/proc/self/status") if line.startswith("VmRSS"))
-            folders = (f"/proc/self/{name}" for name in ("fd", "task"))
-            print(memory.split()[1], *(len(os.listdir(folder)) for folder in folders))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("order", ["global", "buffer"])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_many_epochs_take_no_more_memory(dataset, backend, order):
-    """Nor descriptors, nor threads: 200 epochs after the first 100."""
-    files = os.path.join(os.path.dirname(dataset.paths[0]), "train-*-of-?????")
-    process = python("-c", FLAT, files, backend, order)
-    assert process.returncode == 0, process.stderr
-    (before, *counts), (after, *counts_after) = map(str.split, process.stdout.splitlines())
-    assert int(after) - int(before) < 200 * 50  # KB: an epoch keeps nothing of its batches
-    assert counts == counts_after
