@@ -20,7 +20,7 @@ INDEX_FLAG := $(if $(INDEX_DIR),--index_dir='$(INDEX_DIR)')
 READY := $(INSTALLED) $(if $(DATA),,$(SAMPLE)/.complete)
 INDEX := @$(RUN) -m dali_tf_input index $(INDEX_FLAG) '$(FILES)'
 COMMON := --files='$(FILES)' $(INDEX_FLAG)
-PYTEST := $(RUN) -m pytest --dist=worksteal
+PYTEST := $(RUN) -m pytest --dist=worksteal --durations=10
 
 .DEFAULT_GOAL := help
 .PHONY: help install data index compare train doctor profile tune preview soak gpu-check
@@ -100,11 +100,11 @@ clean:  ## Remove everything that was made: .venv, data/sample, results, caches
 	rm -rf .venv data/sample results build *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(if $(PYTHON_SITE),,$(INSTALLED)): pyproject.toml scripts/install.sh
+$(if $(PYTHON_SITE),,$(INSTALLED)): pyproject.toml setup.py scripts/install.sh
 	@PYTHON='$(PYTHON)' scripts/install.sh '$(VENV)' $(if $(GPU),gpu)
 	@touch $@
 
-$(DEVELOPED): pyproject.toml scripts/install.sh
+$(DEVELOPED): pyproject.toml setup.py scripts/install.sh
 	@PYTHON='$(PYTHON)' scripts/install.sh '$(VENV)' dev $(if $(GPU),gpu)
 	@touch $@ $(INSTALLED)
 
