@@ -20,7 +20,7 @@ _numbers = itertools.count()
 CLI = ROOT / "dali_tf_input/cli"
 PACKAGE = {"index", "convert", "preview", "doctor", "service"}  # the others are scripts
 # What uses TensorFlow itself runs in a process of its own.
-WARM = {"train.py", "preview", "gpu_check.py"}
+WARM = {"train.py", "train_multi_worker.py", "preview", "gpu_check.py"}
 COLD = {"make_sample_tfrecords.py"}  # its processes import it by name
 SHIM = "import sys; from dali_tf_input.cli.main import main; sys.exit(main(sys.argv[1:]))"
 

@@ -26,9 +26,9 @@ def start(folder, *arguments, workers=2, which=None):
     """Starts the training script, once for each worker, or some of them; without workers once, on
     two replicas.
     """
-    command = [SCRIPTS / "train.py", "--files=data/sample/train-*", "--image_size=32", *arguments]
+    command = ["--files=data/sample/train-*", "--image_size=32", *arguments]
     if not workers:
-        return [warm.Program([*command, "--replicas=2"], cwd=folder)]
+        return [warm.Program([SCRIPTS / "train.py", *command, "--replicas=2"], cwd=folder)]
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(workers)]
         for one in sockets:
@@ -36,7 +36,7 @@ def start(folder, *arguments, workers=2, which=None):
         cluster = {"worker": [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]}
     programs = []
     for index in which or range(workers):
-        words = [*(str(part).format(index) for part in command), "--strategy=multi_worker"]
+        words = [SCRIPTS / "train_multi_worker.py", *(str(part).format(index) for part in command)]
         config = {"cluster": cluster, "task": {"type": "worker", "index": index}}
         environment = {**os.environ, "TF_CONFIG": json.dumps(config)}
         programs.append(warm.Program(words, cwd=folder, env=environment))
@@ -155,8 +155,8 @@ def test_workers_that_do_not_share_the_folder(sample_folder, tmp_path):
     ],
 )
 def test_a_wrong_config_is_refused(sample_folder, config):
-    arguments = ["--files=data/sample/train-*", "--strategy=multi_worker"]
-    process = run("train.py", *arguments, cwd=sample_folder, TF_CONFIG=config)
+    arguments = ["--files=data/sample/train-*"]
+    process = run("train_multi_worker.py", *arguments, cwd=sample_folder, TF_CONFIG=config)
     fails(process, "error: Each worker needs the environment variable TF_CONFIG")
 
 
@@ -203,6 +203,6 @@ def test_a_worker_has_one_replica(monkeypatch):
     monkeypatch.setenv("TF_CONFIG", json.dumps(config))
     name = "MultiWorkerMirroredStrategy"
     monkeypatch.setattr(tf.distribute, name, MultiWorkerMirroredStrategy)
-    worker_loop = importlib.import_module("support.train.worker_loop")
+    worker_loop = importlib.import_module("train_multi_worker")
     with pytest.raises(InputError, match="2 workers have 4: start one process per GPU"):
         worker_loop.make_strategy()

@@ -1,14 +1,21 @@
-"""A training loop for MultiWorkerMirroredStrategy, under which Keras's `fit` fails."""
+"""Trains a small network on several hosts, by a loop: Keras's `fit` fails under this strategy.
+
+Start it on each host, or once for each GPU with its own CUDA_VISIBLE_DEVICES; TF_CONFIG says which
+worker a process is, and where all are. Each worker reads its own shard of the records. With
+--resume all continue from a folder that they share. An example to copy from.
+
+example: TF_CONFIG='{"cluster": {"worker": ["host0:12345", "host1:12345"]}, "task": {"type":
+  "worker", "index": 0}}' python scripts/train_multi_worker.py --files='path/train-*'
+"""
 
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import keras
 import numpy as np
-import tensorflow as tf
 
 from dali_tf_input import (
     DaliOptions,
@@ -19,11 +26,71 @@ from dali_tf_input import (
     TfDataOptions,
     make_dataset,
 )
+from dali_tf_input.cli import command
+from dali_tf_input.cli.flags import BACKENDS, FileFlags
+from dali_tf_input.cli.label_names import find_names
+
+FLAGS = command.Flags()
+_RECORDS = FileFlags(FLAGS)
+_VALIDATION_FILES = FLAGS.strings("validation_files", "TFRecords of the validation split.")
+_BACKEND = FLAGS.choice("backend", "auto", ["auto", *BACKENDS], "What feeds the network.")
+_BATCH_SIZE = FLAGS.integer("batch_size", 32, "Images in a step of all workers.", 1)
+_EPOCHS = FLAGS.integer("epochs", 12, "Passes over the training records.", 1)
+_IMAGE_SIZE = FLAGS.integer("image_size", 96, "Height and width of the images.", 1)
+_NUM_CLASSES = FLAGS.integer("num_classes", None, "Number of classes; else of labels.txt.", 1)
+_RESUME = FLAGS.string("resume", None, "Folder that keeps the state of training.")
+_SAVE_EVERY = FLAGS.integer("save_every", None, "Steps between saves; else an epoch.", 1)
+_SAVE = FLAGS.string("save", None, "File for the trained model, a .keras.")
+
+tf = command.import_tensorflow()  # without its start-up messages
+import keras  # noqa: E402
 
 _EXAMPLE = (
     '{"cluster": {"worker": ["host0:12345", "host1:12345"]}, "task": {"type": "worker", "index":'
     " 0}}"
 )
+
+
+def main(arguments: list[str]) -> int:
+    command.check_no_arguments(arguments)
+    spec = InputSpec.for_training(_RECORDS.dataset(), _IMAGE_SIZE.value, label=_RECORDS.label())
+    num_classes = _NUM_CLASSES.value or len(find_names(spec.records.paths[0]))
+    if not num_classes:
+        raise InputError("The number of classes is unknown: pass --num_classes=N.")
+    held_out = None
+    if _VALIDATION_FILES.value:
+        records = _RECORDS.dataset(_VALIDATION_FILES.value)
+        label = _RECORDS.label()
+        held_out = InputSpec.for_evaluation(records, _IMAGE_SIZE.value, label=label)
+    strategy = make_strategy()
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        model = make_network(_IMAGE_SIZE.value, num_classes)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(2e-3), loss, metrics=["accuracy"])
+    model(np.zeros((1, *spec.preprocess.image_size, 3), np.float32))  # creates its variables
+    resume = Resume(_RESUME.value, save_every=_SAVE_EVERY.value) if _RESUME.value else None
+    settings = {"batch_size": _BATCH_SIZE.value, "epochs": _EPOCHS.value, "resume": resume}
+    history = fit(strategy, model, spec, held_out, BACKENDS.get(_BACKEND.value), **settings)
+    if losses := history.get("loss"):
+        print(f"training loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} epochs")
+    if _SAVE.value and strategy.cluster_resolver.task_id == 0:
+        model.save(_SAVE.value)
+        print(f"model in {_SAVE.value}")
+    return 0
+
+
+def make_network(image_size: int, num_classes: int) -> keras.Model:
+    """Returns a small convolutional network from normalized images to `num_classes` logits."""
+    layers = [keras.layers.Input((image_size, image_size, 3))]
+    for filters in (16, 32, 64, 96):
+        layers += [
+            keras.layers.Conv2D(filters, 3, strides=2, padding="same", use_bias=False),
+            keras.layers.BatchNormalization(momentum=0.9),
+            keras.layers.ReLU(),
+        ]
+    layers += [keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(num_classes)]
+    return keras.Sequential(layers)
 
 
 def make_strategy() -> tf.distribute.MultiWorkerMirroredStrategy:
@@ -193,3 +260,7 @@ def _is_correct(labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
     """Returns 1.0 for each correctly classified image, else 0.0; labels are numbers or one-hot."""
     classes = labels if len(labels.shape) == 1 else tf.argmax(labels, 1)
     return tf.cast(tf.equal(classes, tf.argmax(logits, 1)), tf.float32)
+
+
+if __name__ == "__main__":
+    sys.exit(command.run(main, FLAGS))
