@@ -1,11 +1,11 @@
 """Trains a small network on several hosts, by a loop: Keras's `fit` fails under this strategy.
 
-Start it on each host, or once for each GPU with its own CUDA_VISIBLE_DEVICES; TF_CONFIG says which
-worker a process is, and where all are. Each worker reads its own shard of the records. With
+Start it on each host, or once for each GPU with its own CUDA_VISIBLE_DEVICES. TF_CONFIG says which
+worker a process is, and where all are: '{"cluster": {"worker": ["host0:12345", "host1:12345"]},
+"task": {"type": "worker", "index": 0}}'. Each worker reads its own shard of the records. With
 --resume all continue from a folder that they share. An example to copy from.
 
-example: TF_CONFIG='{"cluster": {"worker": ["host0:12345", "host1:12345"]}, "task": {"type":
-  "worker", "index": 0}}' python scripts/train_multi_worker.py --files='path/train-*'
+example: python scripts/train_multi_worker.py --files='path/train-*' --resume=/shared/run
 """
 
 import json
