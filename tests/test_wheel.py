@@ -3,6 +3,8 @@ it.
 """
 
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -56,6 +58,7 @@ def python(tmp_path_factory):
 def execute(python, folder, *words):
     """Runs Python in `folder`, which is not the clone; returns what it printed."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment["PATH"] = environment["PATH"].replace(f"{ROOT}/tests/no_gpu:", "")
     process = subprocess.run(
         [python, *words],
         cwd=folder,
@@ -65,7 +68,7 @@ def execute(python, folder, *words):
         timeout=300,
         check=False,
     )
-    assert process.returncode == 0, process.stderr
+    assert process.returncode == 0, process.stderr + process.stdout
     return process.stdout
 
 
@@ -91,3 +94,24 @@ def test_wheel_in_another_folder(python, sample_folder, tmp_path):
     refusal = execute(python, tmp_path, "-c", WITHOUT_PLUGIN)
     assert "nvidia-dali-tf-plugin-cuda120" in refusal
     assert "pip install" in refusal
+
+
+@pytest.mark.slow
+def test_the_command_of_a_pip_user(python, tmp_path):
+    """From photos to a sheet, by the commands that the wheel installs; each message names them."""
+    for number in range(24):
+        photo = tmp_path / "photos" / ("cat" if number % 2 else "dog") / f"{number}.jpg"
+        photo.parent.mkdir(parents=True, exist_ok=True)
+        photo.write_bytes(jpeg(60, 80, seed=number))
+    program = python.parent / "dali-tf-input"
+    assert "index    where each record is" in execute(program, tmp_path)
+    for name in ("index", "convert", "preview", "doctor", "service"):
+        assert f"\n\nexample: dali-tf-input {name} " in execute(program, tmp_path, name, "--help")
+    written = execute(program, tmp_path, "convert", "photos", "records")
+    (command,) = re.findall(r"^next: .*(dali_tf_input|dali-tf-input) (index .*)$", written, re.M)
+    assert "24" in execute(program, tmp_path, *shlex.split(command[1]))
+    preview = ["preview", "--files=records/train-*-of-?????", "--num_images=2", "--image_size=32"]
+    execute(program, tmp_path, *preview)
+    assert (tmp_path / "sheet.png").exists()
+    report = execute(program, tmp_path, "doctor", "--files=records/train-*-of-?????")
+    assert "0 things broken" in report
