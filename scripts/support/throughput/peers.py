@@ -110,7 +110,8 @@ class _Preparation:
             raise dti.InputError(f"{text}: leave out grain and torch.")
         self._resize, self._size = preprocess.crop.resize, preprocess.image_size
         self._area = preprocess.antialias
-        self._mean, self._std = np.float32(preprocess.mean), np.float32(preprocess.std)
+        self._mean = np.float32(preprocess.mean)
+        self._scale = 1 / np.float32(preprocess.std)
 
     def __call__(self, data: bytes, random: np.random.Generator) -> np.ndarray:
         """Returns float32 (height, width, 3)."""
@@ -125,4 +126,5 @@ class _Preparation:
         image = image[y : y + out_height, x : x + out_width]
         if random.random() < 0.5:
             image = image[:, ::-1]
-        return (image - self._mean) / self._std
+        normalized = np.subtract(image, self._mean, dtype=np.float32)
+        return np.multiply(normalized, self._scale, out=normalized)
