@@ -22,7 +22,7 @@ import msgspec
 
 from dali_tf_input.errors import InputError
 from dali_tf_input.index.scan import check_file
-from dali_tf_input.records.schema import PIXELS_KEY, Checks, TrialDecode
+from dali_tf_input.records.schema import PIXELS_KEY, BadImage, Checks, TrialDecode
 from dali_tf_input.records.tfrecord import BadRecord
 from dali_tf_input.storage.copies import local_copy
 from dali_tf_input.storage.objects import Status
@@ -78,6 +78,7 @@ def check_task(
             index = stack.enter_context(open(task["index"], "wb"))
             mark = stack.enter_context(open(task["mark"], "wb", buffering=0)) if decode else None
             if decode:
+                decode = stack.enter_context(_Journal(task["mark"] + ".decoded", decode))
                 stack.callback(signal.setitimer, signal.ITIMER_REAL, 0)
             bad_records: TextIO | None = None
 
@@ -115,6 +116,40 @@ def check_task(
             return {"error": [error.errno, error.strerror]}
         return {"unreadable": f"{file} cannot be read: {error.strerror or error}"}
     return {"entry": msgspec.to_builtins(entry)}
+
+
+class _Journal:
+    """Decodes images, and keeps the outcomes in a file, in turn (a context manager).
+
+    A process that starts again, as a record ended the one before, takes them from there.
+    """
+
+    def __init__(self, path: str, decode: TrialDecode) -> None:
+        self._decode = decode
+        self._written = open(path, "ab", buffering=0)  # noqa: SIM115 (closed in `__exit__`)
+        self._outcomes = open(path, "rb")  # noqa: SIM115
+
+    def __enter__(self) -> "_Journal":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._written.close()
+        self._outcomes.close()
+
+    def __call__(self, encoded: bytes) -> tuple[str, int, int]:
+        outcome = None
+        with contextlib.suppress(ValueError):  # none, or one that was cut off
+            outcome = json.loads(self._outcomes.readline())
+        if outcome is None:
+            try:
+                outcome = self._decode(encoded)
+            except BadImage as bad:
+                outcome = {"reason": bad.reason, "detail": bad.detail}
+            self._written.write(json.dumps(outcome).encode() + b"\n")
+            self._outcomes.seek(0, os.SEEK_END)
+        if isinstance(outcome, dict):
+            raise BadImage(**outcome)
+        return tuple(outcome)
 
 
 def _tell_progress(answers: TextIO, records: int, size: int) -> None:

@@ -810,6 +810,8 @@ CRASHING = """if True:
                 os.kill(os.getpid(), signal.SIGSEGV)
             while b"hangs" in encoded:
                 time.sleep(1)
+            with open(os.environ["COUNT"], "a") as stream:
+                stream.write("x")
             return decode(encoded)
 
         return crash
@@ -822,7 +824,11 @@ CRASHING = """if True:
 
 @pytest.mark.parametrize(("fault", "bad"), [("crashes", (2, 7)), ("hangs", (4,))])
 def test_a_record_that_ends_the_decoder(tmp_path, monkeypatch, fault, bad):
-    """It is named and skipped, and so is a second one; the caller does not notice."""
+    """It is named and skipped, and so is a second one; the caller does not notice.
+
+    No other record is decoded twice.
+    """
+    monkeypatch.setenv("COUNT", str(tmp_path / "count"))
     monkeypatch.setattr("dali_tf_input.index.workers._CODE", CRASHING)
     monkeypatch.setattr("dali_tf_input.index.workers._LONGEST_DECODE", 2)
     examples = numbered_examples(9)
@@ -834,6 +840,7 @@ def test_a_record_that_ends_the_decoder(tmp_path, monkeypatch, fault, bad):
     report, faults = index_with_faults(tmp_path / "train-?", checks, num_processes=1, **SKIP)
     assert faults == [("train-0", number, f"{fault} the decoder") for number in bad]
     assert report.summary.records == 12 - len(bad)
+    assert len((tmp_path / "count").read_text()) == 12 - len(bad)
 
 
 FEATURE = {"kinds": ["x"], "lengths": [1, 1], "records": 1, "first_without": None}
