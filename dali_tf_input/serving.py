@@ -1,5 +1,6 @@
 """Prediction and serving with the preprocessing that a model was evaluated with."""
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from dali_tf_input.spec.preprocess import Preprocess
 from dali_tf_input.storage.staging import Staging
 from dali_tf_input.training.strategies import check_keras
 
+_logger = logging.getLogger("dali_tf_input")
 _TRITON_TYPES = {"float32": "TYPE_FP32", "float16": "TYPE_FP16", "uint8": "TYPE_UINT8"}
 
 
@@ -43,7 +45,8 @@ def iterate_batches(
       preprocess: what to do, without randomness: see `Preprocess.for_evaluation`.
       options: which backend; None is tf.data.
       batch_size: images in each batch, at least 1; the last batch holds the rest.
-      on_bad: called with the position in `images` and the reason for each skipped one.
+      on_bad: called with the position in `images` and the reason for each skipped one; None logs a
+        warning.
 
     Yields:
       (positions in `images`, `preprocess.dtype` (len(positions), *preprocess.image_shape)).
@@ -67,9 +70,12 @@ def iterate_batches(
             encoded = image if isinstance(image, bytes) else _read(image)
             decode(encoded)
         except (BadImage, OSError) as error:
+            words = f"{error.reason}: {error.detail}" if isinstance(error, BadImage) else str(error)
             if on_bad:
-                words = f"{error.reason}: {error.detail}" if isinstance(error, BadImage) else error
-                on_bad(position, str(words))
+                on_bad(position, words)
+            else:
+                name = f"image {position}" if isinstance(image, bytes) else image
+                _logger.warning("%s is skipped: %s", name, words)
             continue
         positions.append(position)
         batch.append(encoded)
@@ -92,14 +98,15 @@ def export_saved_model(model: keras.Model, preprocess: Preprocess, folder: Path)
     Args:
       model: takes a batch of `preprocess.image_shape`.
       preprocess: see `iterate_batches`.
-      folder: where the SavedModel goes. Its signature "serving_default" takes string (batch,), JPEG
-        or PNG, and returns what `model` does.
+      folder: a new folder for the SavedModel. Its signature "serving_default" takes string
+        (batch,), JPEG or PNG, and returns what `model` does.
 
     Raises:
-      InputError: `preprocess` is random.
+      InputError: `preprocess` is random, or `folder` exists.
     """
     check_keras("export_saved_model")
     _check_deterministic(preprocess)
+    folder = _new_folder(folder)
     archive = keras.export.ExportArchive()
     archive.track(model)
     prepare = _prepare_one_by_tf(preprocess, native=False)  # it is loaded where there is no library
@@ -110,7 +117,9 @@ def export_saved_model(model: keras.Model, preprocess: Preprocess, folder: Path)
 
     encoded = tf.TensorSpec((None,), tf.string, name="encoded")
     archive.add_endpoint(name="serve", fn=serve, input_signature=[encoded])
-    archive.write_out(os.fspath(folder), verbose=False)
+    with Staging(os.path.dirname(folder), "Name another folder.") as staging:
+        archive.write_out(staging.path("model"), verbose=False)
+        staging.commit("model", folder)
 
 
 @checked
@@ -133,9 +142,7 @@ def export_triton(
     _check_deterministic(preprocess)
     types = ", ".join(map(repr, _TRITON_TYPES))
     check(preprocess.dtype in _TRITON_TYPES, "dtype", f"one of {types}", repr(preprocess.dtype))
-    folder = os.path.abspath(folder)
-    if os.path.lexists(folder):
-        raise InputError(f"{folder} exists already: name a new folder.")
+    folder = _new_folder(folder)
     dims = list(preprocess.image_shape)
     config = f"""name: "{os.path.basename(folder)}"
 backend: "dali"
@@ -162,6 +169,14 @@ instance_group [ {{ kind: KIND_{device.upper()} }} ]
         with open(os.path.join(model_dir, "config.pbtxt"), "w", encoding="utf-8") as text:
             text.write(config)
         staging.commit("model", folder)
+
+
+def _new_folder(folder: Path) -> str:
+    """Returns the absolute path of a folder; raises InputError if it exists."""
+    folder = os.path.abspath(folder)
+    if os.path.lexists(folder):
+        raise InputError(f"{folder} exists already: name a new folder.")
+    return folder
 
 
 @checked

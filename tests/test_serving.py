@@ -161,3 +161,21 @@ def test_the_recipe_of_mistakes(model, tmp_path):
     assert process.returncode == 0, process.stderr
     assert re.search(r"\[\d+(, \d+)+\]$", process.stdout.strip())
     assert Image.open(tmp_path / "mistakes.png").width == 960
+
+
+def test_a_served_model_is_not_replaced(model, tmp_path):
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved/mine").write_text("mine")
+    with refused(f"{tmp_path}/saved exists already: name a new folder"):
+        export_saved_model(model, EVALUATION, tmp_path / "saved")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["mine", "saved"]
+
+
+def test_images_are_not_skipped_without_a_word(caplog, tmp_path):
+    """Without `on_bad` a warning names each."""
+    images = [tmp_path / "none.jpg", b"text", jpeg(9, 9)]
+    (batch,) = iterate_batches(images, EVALUATION)
+    assert batch[0] == [2]
+    first, second = (record.message for record in caplog.records)
+    assert re.search(f"{tmp_path}/none.jpg is skipped: .*No such file", first)
+    assert second.startswith("image 1 is skipped: text: expected an encoded image")
