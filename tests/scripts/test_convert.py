@@ -651,3 +651,34 @@ def test_a_row_that_is_too_long(tmp_path):
     (tmp_path / "table.csv").write_text("path,label\na,1\nb,1,2\n")
     with refused("table.csv: row 2 has more values than the header"):
         list_rows(str(tmp_path / "table.csv"), str(tmp_path / "catalog"))
+
+
+def test_folders_of_splits(tmp_path, photos):
+    """They stay what they are, with the same labels in both; other classes are refused."""
+    for split in ("train", "val"):
+        for number, name in enumerate(("ant", "zebra")):
+            folder = tmp_path / "photos" / split / name
+            folder.mkdir(parents=True)
+            for photo in range(3 if split == "train" else 1):
+                (folder / f"{split}{photo}.jpg").write_bytes(jpeg(20, 30 + number))
+    process = convert(tmp_path / "photos", tmp_path / "out")
+    assert (process.returncode, process.stderr) == (0, "")
+    assert counts(process) == ("6 images", "2 images")
+    for split, prefix in (("train", b"train"), ("validation", b"val")):
+        for features in read_features(tmp_path / f"out/{split}-00000-of-00001"):
+            assert features["image/filename"][1][0].startswith(prefix)
+            names = {b"ant": 0, b"zebra": 1}
+            assert features["image/class/label"][1] == [names[features["image/class/text"][1][0]]]
+    flags = ["--validation_fraction=0.5", tmp_path / "photos", tmp_path / "new"]
+    fails(convert(*flags), "val is the validation split: leave out --validation_fraction")
+    (tmp_path / "photos/val/bee").mkdir()
+    fails(
+        convert(tmp_path / "photos", tmp_path / "new"), "holds classes that training does not: bee"
+    )
+    (tmp_path / "photos/val/bee").rmdir()
+    shutil.rmtree(tmp_path / "photos/val/ant")
+    fails(convert(tmp_path / "photos", tmp_path / "new"), "lacks classes of training: ant")
+    (tmp_path / "photos/test").mkdir()
+    fails(
+        convert(tmp_path / "photos", tmp_path / "new"), "holds test, train, val: splits are made of"
+    )

@@ -1,11 +1,12 @@
 """Turns images into TFRecords with TF-slim's keys, or TFRecords into better ones.
 
-SOURCE is a folder with one sub-folder of images per class; or a table.csv or table.jsonl with the
-path of each image and any of label (an integer or a name), labels (integers, separated by spaces or
-a JSON list), values (numbers) and mask (the path of a PNG); or a file or pattern of indexed
-TFRecords, or of compressed ones (GZIP, ZLIB). It writes OUT/train-00000-of-00004, ...,
-OUT/validation-00000-of-00001 and OUT/labels.txt (line i + 1 names label i; labels follow the sorted
-order of the sub-folders, from 0). Records are shuffled over all files by --seed.
+SOURCE is a folder with one sub-folder of images per class, or with two of these, train and val,
+which are kept as splits; or a table.csv or table.jsonl with the path of each image and any of label
+(an integer or a name), labels (integers, separated by spaces or a JSON list), values (numbers) and
+mask (the path of a PNG); or a file or pattern of indexed TFRecords, or of compressed ones (GZIP,
+ZLIB). It writes OUT/train-00000-of-00004, ..., OUT/validation-00000-of-00001 and OUT/labels.txt
+(line i + 1 names label i; labels follow the sorted order of the sub-folders, from 0). Records are
+shuffled over all files by --seed.
 
 TFRecords keep their splits, by name: validation-*, or tfds' *-validation.tfrecord-*; all others are
 training. Files of a test split among others are refused.
@@ -65,6 +66,7 @@ _OVERWRITE = FLAGS.boolean("overwrite", False, "Replace OUT if it holds such a s
 _IMAGE_KEY = FLAGS.string("image_key", None, "Feature key of the image in TFRecords; else found.")
 _INDEX_DIR = FLAGS.string("index_dir", None, "Folder of TFRecords' indexes; else beside each file.")
 
+_VALIDATION_NAMES = ("val", "valid", "validation")
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 
 
@@ -89,8 +91,18 @@ def main(arguments: list[str]) -> int:
         catalog = os.path.join(folder, "catalog")
         labels: list[str] | None
         if os.path.isdir(source):
-            class_names, ignored = find_classes(source, skip_empty=_SKIP_UNREADABLE.value)
-            labels, groups = class_names, list_images(source, class_names, catalog)
+            roots = find_split_folders(source)
+            root, held_out = roots.get("train", source), roots.get("validation")
+            class_names, ignored = find_classes(root, skip_empty=_SKIP_UNREADABLE.value)
+            labels, groups = class_names, list_images(root, class_names, catalog)
+            if held_out:
+                if fraction is not None:
+                    text = f"{held_out} is the validation split: leave out"
+                    raise InputError(f"{text} --validation_fraction.")
+                fraction = 0.0
+                check_same_classes(held_out, class_names)
+                for starts in list_images(held_out, class_names, catalog):
+                    kept_validation += starts
             if ignored:
                 files = command.format_count(ignored, "file")
                 print(f"ignored: {files} that do not end in {', '.join(_SUFFIXES)}")
@@ -136,6 +148,37 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
+def find_split_folders(source: str) -> dict[str, str]:
+    """Returns the folders of the splits that `source` holds; none if its folders are classes.
+
+    Raises:
+      InputError: there are splits, but not one of training and one of validation.
+    """
+    names = {entry.name for entry in os.scandir(source) if entry.is_dir()}
+    names = {name for name in names if not name.startswith(".")}
+    if not names or not names <= {"train", *_VALIDATION_NAMES, "test"}:
+        return {}
+    held_out = sorted(names & {*_VALIDATION_NAMES})
+    if "train" not in names or len(held_out) != 1 or "test" in names:
+        raise InputError(
+            f"{source} holds {', '.join(sorted(names))}: splits are made of a folder train and one"
+            f" of {', '.join(_VALIDATION_NAMES)}. Convert others by themselves."
+        )
+    return {"train": os.path.join(source, "train"), "validation": os.path.join(source, held_out[0])}
+
+
+def check_same_classes(folder: str, class_names: list[str]) -> None:
+    """Raises InputError if a split has classes that training lacks, or lacks one of them."""
+    names = {entry.name for entry in os.scandir(folder) if entry.is_dir()}
+    names = {name for name in names if not name.startswith(".")}
+    for problem, missing in (
+        ("holds classes that training does not", names - {*class_names}),
+        ("lacks classes of training", {*class_names} - names),
+    ):
+        if missing:
+            raise InputError(f"{folder} {problem}: {', '.join(sorted(missing)[:10])}.")
+
+
 def find_classes(image_root: str, *, skip_empty: bool) -> tuple[list[str], int]:
     """Returns the names of the classes, sorted, and how many files in them are no images.
 
@@ -178,7 +221,7 @@ def is_image(name: str) -> bool:
 def list_images(image_root: str, class_names: list[str], catalog: str) -> "list[array.array[int]]":
     """Writes a line [features, path, None] per image to `catalog`; returns classes' line starts."""
     groups = []
-    with open(catalog, "xb") as stream:
+    with open(catalog, "ab") as stream:
         for label, class_name in enumerate(class_names):
             folder, starts = os.path.join(image_root, class_name), array.array("Q")
             features = {"image/class/label": label, "image/class/text": class_name}
