@@ -56,7 +56,7 @@ def run_tls_server(certificate):
     """Gives the port of an https server that has nothing; writes its own certificate."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
-    now, names = datetime.datetime.now(datetime.UTC), x509.SubjectAlternativeName
+    now, names = datetime.datetime.now(datetime.timezone.utc), x509.SubjectAlternativeName
     built = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
     built = built.not_valid_before(now).not_valid_after(now + datetime.timedelta(days=1))
     built = built.add_extension(names([x509.DNSName("localhost")]), critical=False)

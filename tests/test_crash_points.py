@@ -163,6 +163,7 @@ def test_convert(tmp_path):
 
 @pytest.mark.slow
 def test_copy(tmp_path):
+    pytest.importorskip("obstore")
     (tmp_path / "dali_tf_input").mkdir()
     for mine in ("mine", "dali_tf_input/mine"):
         (tmp_path / mine).write_text("mine")
