@@ -187,7 +187,9 @@ def coordinates(tmp_path_factory):
     return write_indexed(tmp_path_factory.mktemp("coordinates") / "train", examples)
 
 
-@two_backends
+@pytest.mark.parametrize(
+    "options", [TF_DATA, pytest.param(DALI, marks=pytest.mark.slow)], ids=["tf_data", "dali"]
+)
 def test_crops_and_mirrors_are_uniform(coordinates, options):
     """Each of the 3 x 5 positions of a 6x4 crop in 8x8, mirrored or not, is drawn as often as any
     other.
