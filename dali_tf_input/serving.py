@@ -18,6 +18,7 @@ from dali_tf_input.index.decoders import make_trial_decode
 from dali_tf_input.records.schema import BadImage, Checks
 from dali_tf_input.spec.options import DaliOptions, Device, TfDataOptions
 from dali_tf_input.spec.preprocess import Preprocess
+from dali_tf_input.storage.objects import is_url
 from dali_tf_input.storage.staging import Staging
 from dali_tf_input.training.strategies import check_keras
 
@@ -102,7 +103,7 @@ def export_saved_model(model: keras.Model, preprocess: Preprocess, folder: Path)
         (batch,), JPEG or PNG, and returns what `model` does.
 
     Raises:
-      InputError: `preprocess` is random, or `folder` exists.
+      InputError: `preprocess` is random, or `folder` exists or is a URL.
     """
     check_keras("export_saved_model")
     _check_deterministic(preprocess)
@@ -172,7 +173,8 @@ instance_group [ {{ kind: KIND_{device.upper()} }} ]
 
 
 def _new_folder(folder: Path) -> str:
-    """Returns the absolute path of a folder; raises InputError if it exists."""
+    """Returns the absolute path of a folder; raises InputError if it exists, or is a URL."""
+    check(not is_url(folder), "folder", "a local one, to be copied from there", folder)
     folder = os.path.abspath(folder)
     if os.path.lexists(folder):
         raise InputError(f"{folder} exists already: name a new folder.")

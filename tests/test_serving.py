@@ -169,6 +169,8 @@ def test_a_served_model_is_not_replaced(model, tmp_path):
     with refused(f"{tmp_path}/saved exists already: name a new folder"):
         export_saved_model(model, EVALUATION, tmp_path / "saved")
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["mine", "saved"]
+    with refused("`folder` must be a local one, to be copied from there, got gs://bucket/model"):
+        export_saved_model(model, EVALUATION, "gs://bucket/model")
 
 
 def test_images_are_not_skipped_without_a_word(caplog, tmp_path):

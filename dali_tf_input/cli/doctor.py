@@ -149,8 +149,7 @@ def examine() -> Iterator[Finding]:
         imported = [name for name in _COUNT_GPUS if works[name]]
         if works["TensorFlow"]:
             compiled, text = trier.attempt(_TRY_KERNEL)
-            fix = "" if compiled else "pip install --force-reinstall --no-deps .    # with g++"
-            yield Finding("ok" if compiled else "warning", "kernel", text, fix)
+            yield Finding("ok" if compiled else "warning", "kernel", text)  # it says what to do
         on_gpu = yield from examine_gpus(trier, imported)
         if len(imported) == 2:
             yield from examine_plugin(trier, on_gpu=on_gpu)
@@ -187,6 +186,8 @@ def examine_gpus(trier: Trier, imported: list[str]) -> Generator[Finding, None, 
     if gpus:  # nvJPEG leaves the decoder out without a word
         works, text = trier.attempt(_TRY_ENGINES)
         fix = "" if works else "in a container: docker run -e NVIDIA_DRIVER_CAPABILITIES=all ..."
+        if "No module named" in text:
+            text, fix = "unknown", f"{python_command()} -m pip install nvidia-ml-py"
         if "Not Supported" in text:
             text, fix = "this GPU has none (A100, H100 and later do): decoded by CUDA cores", ""
         yield Finding("ok" if works else "warning", "hardware JPEG decoder", text, fix)

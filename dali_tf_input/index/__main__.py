@@ -1,4 +1,4 @@
-"""``dali-tf-input index``: the same as ``dali-tf-input index``."""
+"""``python -m dali_tf_input.index``: the same as ``dali-tf-input index``."""
 
 import sys
 

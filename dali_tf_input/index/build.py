@@ -248,12 +248,17 @@ class _Run:
                     self._commit()
                     end = time.monotonic()
                     next_commit = end + max(_COMMIT_SECONDS, _COMMIT_RATIO * (end - start))
-        self._commit()
+        self._commit(is_last=True)
 
-    def _commit(self) -> None:
-        """Commits files without bad records; with "skip" also others, unless too many."""
+    def _commit(self, *, is_last: bool = False) -> None:
+        """Commits files without bad records; with "skip" also others, unless too many.
+
+        Where a label is one too high, they wait for the last commit: labels may count from 1.
+        """
         for folder in self._folders:
             folder.commit_valid()
+        if self._is_above_last and not is_last:
+            return
         if self._on_bad == "skip" and not (self._find_excess() or self._counts_from_1()):
             for folder in self._folders:
                 folder.commit_faulty()

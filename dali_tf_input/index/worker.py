@@ -15,7 +15,7 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TextIO
 
 import msgspec
@@ -78,7 +78,8 @@ def check_task(
             index = stack.enter_context(open(task["index"], "wb"))
             mark = stack.enter_context(open(task["mark"], "wb", buffering=0)) if decode else None
             if decode:
-                decode = stack.enter_context(_Journal(task["mark"] + ".decoded", decode))
+                journal = _Journal(task["mark"] + ".decoded", decode, crashing)
+                decode = stack.enter_context(journal)
                 stack.callback(signal.setitimer, signal.ITIMER_REAL, 0)
             bad_records: TextIO | None = None
 
@@ -92,6 +93,7 @@ def check_task(
 
             def on_decode(number: int) -> None:
                 if mark:  # the parent reads it if this process crashes
+                    journal.number = number
                     os.pwrite(mark.fileno(), number.to_bytes(8, "little"), 0)
                     signal.setitimer(signal.ITIMER_REAL, task["longest_decode"])  # SIGALRM ends it
 
@@ -119,15 +121,18 @@ def check_task(
 
 
 class _Journal:
-    """Decodes images, and keeps the outcomes in a file, in turn (a context manager).
+    """Decodes images, and keeps the outcomes in a file (a context manager).
 
-    A process that starts again, as a record ended the one before, takes them from there.
+    A process that starts again, as a record ended the one before, takes them from there. `number`
+    is the record whose images come next; what `crashing` records left is passed over, as they are
+    not decoded again.
     """
 
-    def __init__(self, path: str, decode: TrialDecode) -> None:
-        self._decode = decode
+    def __init__(self, path: str, decode: TrialDecode, crashing: Collection[int]) -> None:
+        self._decode, self._crashing = decode, crashing
         self._written = open(path, "ab", buffering=0)  # noqa: SIM115 (closed in `__exit__`)
         self._outcomes = open(path, "rb")  # noqa: SIM115
+        self.number = 0
 
     def __enter__(self) -> "_Journal":
         return self
@@ -137,19 +142,25 @@ class _Journal:
         self._outcomes.close()
 
     def __call__(self, encoded: bytes) -> tuple[str, int, int]:
-        outcome = None
-        with contextlib.suppress(ValueError):  # none, or one that was cut off
-            outcome = json.loads(self._outcomes.readline())
+        outcome = self._next_outcome()
         if outcome is None:
             try:
                 outcome = self._decode(encoded)
             except BadImage as bad:
                 outcome = {"reason": bad.reason, "detail": bad.detail}
-            self._written.write(json.dumps(outcome).encode() + b"\n")
+            self._written.write(json.dumps([self.number, outcome]).encode() + b"\n")
             self._outcomes.seek(0, os.SEEK_END)
         if isinstance(outcome, dict):
             raise BadImage(**outcome)
         return tuple(outcome)
+
+    def _next_outcome(self) -> Any:
+        while line := self._outcomes.readline():
+            with contextlib.suppress(ValueError):  # a line that was cut off
+                number, outcome = json.loads(line)
+                if number not in self._crashing:
+                    return outcome
+        return None
 
 
 def _tell_progress(answers: TextIO, records: int, size: int) -> None:

@@ -9,7 +9,7 @@ from dali_tf_input.errors import InputError
 from dali_tf_input.records.paths import BAD_RECORDS_NAME, INDEX_SUFFIX, MANIFEST_NAME
 from dali_tf_input.storage import objects
 from dali_tf_input.storage.objects import is_url
-from dali_tf_input.storage.staging import locked, private_folder, replace, write_whole
+from dali_tf_input.storage.staging import host_hash, locked, private_folder, replace, write_whole
 
 _ETAGS_NAME = ".etags.json"  # of what a mirror holds, by name
 
@@ -19,7 +19,8 @@ def local_folder(folder: str) -> str:
     if not is_url(folder):
         return folder
     name = hashlib.sha256(folder.rstrip("/").encode()).hexdigest()[:20]
-    return os.path.join(private_folder(), f"index-{name}")
+    # Other hosts may share the user's folder, and not see the locks.
+    return os.path.join(private_folder(), f"index-{host_hash()}-{name}")
 
 
 def refresh(folder: str) -> None:

@@ -189,15 +189,20 @@ def locked(folder: str) -> Iterator[None]:
         os.close(descriptor)
 
 
+def host_hash() -> str:
+    """Returns what tells this host's files from another's, in a folder that both see."""
+    return hashlib.sha256(platform.node().encode()).hexdigest()[:8]
+
+
 def _prefix() -> str:
     """Returns how the names of this host's staging folders start."""
-    return f".staging-{hashlib.sha256(platform.node().encode()).hexdigest()[:8]}-"
+    return f".staging-{host_hash()}-"
 
 
 @contextlib.contextmanager
-def locked_if_free(folder: str) -> Iterator[bool]:
-    """Yields whether nobody holds a lock on `folder`, and then holds it."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def locked_if_free(path: str) -> Iterator[bool]:
+    """Yields whether nobody holds a lock on a file, which is made, and then holds it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         is_free = True

@@ -154,7 +154,7 @@ class Resume:
           InputError: one is using it, or it cannot be written to.
         """
         self._check_writable()
-        with locked_if_free(self.folder) as is_free:
+        with locked_if_free(self._path(".lock")) as is_free:
             if not is_free:
                 raise InputError(
                     f"Another training that runs now keeps its state in {self.folder}: wait until"

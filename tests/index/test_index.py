@@ -22,7 +22,7 @@ from commands import python
 from conftest import encode, jpeg, numbered_examples, refused, spec_of, write_tfrecord
 
 from dali_tf_input import Checks, ClassLabel, Preprocess, Records, build_index
-from dali_tf_input.index import scan
+from dali_tf_input.index import scan, worker
 from dali_tf_input.index.build import IndexFaultsError, IndexReport
 from dali_tf_input.records.example import encode_example
 from dali_tf_input.records.manifest import Manifest
@@ -990,3 +990,28 @@ def test_records_are_read_while_indexes_are_replaced(files, train, monkeypatch):
     counts.append(from_files(train).num_records)
     index.join()
     assert counts == [from_files(train).num_records]
+
+
+def test_what_a_crash_left_is_not_taken_for_the_next_record(tmp_path):
+    """Of a record whose image was decoded before its mask ended the process."""
+    path = str(tmp_path / "journal")
+    with worker._Journal(path, lambda data: ("JPEG", len(data), 1), {}) as journal:
+        for journal.number, data in ((4, b"1234"), (5, b"12345")):
+            assert journal(data) == ("JPEG", len(data), 1)
+    with worker._Journal(path, lambda data: ("PNG", len(data), 1), {5: ("crashes", "")}) as journal:
+        assert journal(b"1234") == ("JPEG", 4, 1)
+        journal.number = 6
+        assert journal(b"123456") == ("PNG", 6, 1)
+
+
+def test_labels_from_1_are_not_indexed_on_the_way(tmp_path, monkeypatch):
+    """Early commits, of few records, cannot know: files with such labels wait."""
+    monkeypatch.setattr("dali_tf_input.index.build._COMMIT_SECONDS", 0)
+    monkeypatch.setattr("dali_tf_input.index.build._COMMIT_RATIO", 0)
+    for file in range(6):
+        examples = [{**TINY, "label": label + 1} for label in range(10)]
+        write_tfrecord(tmp_path / f"train-{file}", examples)
+    checks = Checks(verify="schema", label=ClassLabel(num_classes=10))
+    with pytest.raises(IndexFaultsError, match=r"only seem to be out of range.*count from 1"):
+        build_index(tmp_path / "train-?", checks, num_processes=1, **SKIP)
+    assert not list(tmp_path.glob("*.idx"))

@@ -29,10 +29,12 @@ from conftest import (
 from index.test_decoders import LOSSLESS
 from PIL import Image
 
+from dali_tf_input.cli.convert import writer
 from dali_tf_input.cli.convert.table import list_rows
 from dali_tf_input.cli.convert.writer import find_split
 from dali_tf_input.records.example import decode_example
 from dali_tf_input.records.tfrecord import read_record
+from dali_tf_input.storage.staging import Staging
 
 
 def read_features(file):
@@ -672,13 +674,69 @@ def test_folders_of_splits(tmp_path, photos):
     flags = ["--validation_fraction=0.5", tmp_path / "photos", tmp_path / "new"]
     fails(convert(*flags), "val is the validation split: leave out --validation_fraction")
     (tmp_path / "photos/val/bee").mkdir()
+    (tmp_path / "photos/val/bee/1.jpg").write_bytes(jpeg(20, 30))
     fails(
         convert(tmp_path / "photos", tmp_path / "new"), "holds classes that training does not: bee"
     )
-    (tmp_path / "photos/val/bee").rmdir()
+    shutil.rmtree(tmp_path / "photos/val/bee")
     shutil.rmtree(tmp_path / "photos/val/ant")
     fails(convert(tmp_path / "photos", tmp_path / "new"), "lacks classes of training: ant")
     (tmp_path / "photos/test").mkdir()
     fails(
         convert(tmp_path / "photos", tmp_path / "new"), "holds test, train, val: splits are made of"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "said"),
+    [
+        ("a.csv", b'path,label\na.jpg,"a\nb"\n', r"row 1: `label` holds a line break: 'a\\nb'"),
+        ("a.csv", b"path,label\na.jpg,caf\xe9\n", "a.csv is not UTF-8: .*Save it as UTF-8"),
+        ("a.jsonl", b'{"path": 5, "label": 1}\n', "row 1: `path` must be a path, got 5"),
+        (
+            "a.jsonl",
+            b'{"path": "a", "labels": [1.5]}\n',
+            r"`labels` must be whole numbers, got \[1.5",
+        ),
+        ("a.csv", b"path,label\na.jpg,007\nb.jpg,7\n", "found '7' in row 2 and '007' in row 1"),
+    ],
+)
+def test_tables_that_would_lose_something(tmp_path, name, data, said):
+    (tmp_path / name).write_bytes(data)
+    with refused(said):
+        list_rows(str(tmp_path / name), str(tmp_path / "catalog"))
+
+
+def test_a_table_that_excel_wrote(tmp_path):
+    """With a mark before its first column that is not seen."""
+    (tmp_path / "a.csv").write_text("path,label\na.jpg,3\n", encoding="utf-8-sig")
+    names, starts = list_rows(str(tmp_path / "a.csv"), str(tmp_path / "catalog"))
+    assert names is None and len(starts) == 1
+
+
+def test_a_split_without_images(tmp_path, photos):
+    for split in ("train", "val"):
+        for name in ("ant", "bee"):
+            (tmp_path / "photos" / split / name).mkdir(parents=True)
+            suffix = "jpg" if split == "train" else "heic"
+            (tmp_path / "photos" / split / name / f"1.{suffix}").write_bytes(jpeg(20, 30))
+    fails(convert(tmp_path / "photos", tmp_path / "out"), "2 of 2 class folders hold no file that")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_earlier_set_comes_back_if_the_new_one_cannot_take_its_place(tmp_path, monkeypatch):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set/old").write_text("old")
+    rename = os.replace
+
+    def fail_at_the_new(source, target):
+        if ".staging-" in source:
+            raise OSError(5, "Input/output error")
+        rename(source, target)
+
+    with pytest.raises(OSError, match="output error"), Staging(str(tmp_path), "") as staging:
+        os.makedirs(staging.path("set"))
+        monkeypatch.setattr(os, "replace", fail_at_the_new)
+        writer._put_in_place(staging, str(tmp_path / "set"))
+    assert (tmp_path / "set/old").read_text() == "old"
+    assert os.listdir(tmp_path) == ["set"]

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import textwrap
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -17,6 +18,7 @@ from disk import Disk
 from models import make_model
 
 from dali_tf_input import Preprocess, Resume, load
+from dali_tf_input.storage.staging import Staging
 
 SMALL = Preprocess.for_training(16)
 ANTIALIASED = dataclasses.replace(SMALL, antialias=True)
@@ -155,9 +157,10 @@ def test_after_a_crash(records, whole, tmp_path, monkeypatch, crash):
     assert_same(whole, run(records, tmp_path))
     # A run that is done is called again: nothing changes.
     assert_same(whole, run(records, tmp_path))
-    left = {name.rpartition(".")[2] for name in os.listdir(tmp_path / "run")}
+    names = [name for name in os.listdir(tmp_path / "run") if name != ".lock"]
+    left = {name.rpartition(".")[2] for name in names}
     assert left == {"json", "h5", "npz"}
-    assert len(os.listdir(tmp_path / "run")) == 3
+    assert len(names) == 3
 
 
 @pytest.mark.slow
@@ -364,7 +367,7 @@ def test_files_that_a_kill_left_behind_go(records, tmp_path):
     (tmp_path / "step-3.weights.h5").write_text("left")
     (tmp_path / "mine.h5").write_text("not ours")
     save_state(records, tmp_path)
-    names = ["mine.h5", "state.json", "step-4.npz", "step-4.weights.h5"]
+    names = [".lock", "mine.h5", "state.json", "step-4.npz", "step-4.weights.h5"]
     assert sorted(os.listdir(tmp_path)) == names
 
 
@@ -452,3 +455,11 @@ def test_two_trainings_in_one_folder(records, tmp_path):
     whole = run(records, tmp_path / "alone", epochs=1)
     first = [keras.callbacks.LambdaCallback(on_train_batch_end=train_too)]
     assert_same(whole, run(records, tmp_path, epochs=1, first=first))
+
+
+def test_the_folder_takes_other_files_while_training_holds_it(tmp_path):
+    """As when a callback exports the model into it."""
+    with Resume(tmp_path).hold(), Staging(str(tmp_path), "") as staging:
+        (Path(staging.path("model"))).write_text("1")
+        staging.commit("model")
+    assert (tmp_path / "model").read_text() == "1"

@@ -100,7 +100,10 @@ def main(arguments: list[str]) -> int:
                     text = f"{held_out} is the validation split: leave out"
                     raise InputError(f"{text} --validation_fraction.")
                 fraction = 0.0
-                check_same_classes(held_out, class_names)
+                skips = _SKIP_UNREADABLE.value
+                held_out_names, more_ignored = find_classes(held_out, skip_empty=skips)
+                ignored += more_ignored
+                check_same_classes(held_out, held_out_names, class_names, may_lack=skips)
                 for starts in list_images(held_out, class_names, catalog):
                     kept_validation += starts
             if ignored:
@@ -167,15 +170,15 @@ def find_split_folders(source: str) -> dict[str, str]:
     return {"train": os.path.join(source, "train"), "validation": os.path.join(source, held_out[0])}
 
 
-def check_same_classes(folder: str, class_names: list[str]) -> None:
-    """Raises InputError if a split has classes that training lacks, or lacks one of them."""
-    names = {entry.name for entry in os.scandir(folder) if entry.is_dir()}
-    names = {name for name in names if not name.startswith(".")}
-    for problem, missing in (
-        ("holds classes that training does not", names - {*class_names}),
-        ("lacks classes of training", {*class_names} - names),
+def check_same_classes(
+    folder: str, names: list[str], class_names: list[str], *, may_lack: bool
+) -> None:
+    """Raises InputError if the classes of a split are not those of training, or may not be less."""
+    for problem, missing, is_allowed in (
+        ("holds classes that training does not", {*names} - {*class_names}, False),
+        ("lacks classes of training", {*class_names} - {*names}, may_lack),
     ):
-        if missing:
+        if missing and not is_allowed:
             raise InputError(f"{folder} {problem}: {', '.join(sorted(missing)[:10])}.")
 
 
@@ -225,7 +228,8 @@ def list_images(image_root: str, class_names: list[str], catalog: str) -> "list[
         for label, class_name in enumerate(class_names):
             folder, starts = os.path.join(image_root, class_name), array.array("Q")
             features = {"image/class/label": label, "image/class/text": class_name}
-            for name in sorted(filter(is_image, os.listdir(folder))):
+            names = os.listdir(folder) if os.path.isdir(folder) else []
+            for name in sorted(filter(is_image, names)):
                 starts.append(stream.tell())
                 line = [features, os.path.join(folder, name), None]
                 stream.write(json.dumps(line).encode() + b"\n")

@@ -4,6 +4,7 @@ import array
 import csv
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -49,7 +50,7 @@ def list_rows(table: str, catalog: str) -> "tuple[list[str] | None, array.array[
                     features |= {KEYS["label"]: names.index(text), "image/class/text": text}
                 else:
                     features[KEYS["label"]] = _as_integer(row["label"])
-            for column, kind in (("labels", int), ("values", float)):
+            for column, kind in (("labels", _as_whole), ("values", float)):
                 if column in row:
                     features[KEYS[column]] = _numbers(f"{table}: row {number}", row, column, kind)
             mask = os.path.join(folder, row["mask"]) if "mask" in row else None
@@ -85,12 +86,23 @@ def _as_integer(label: Any) -> int | None:
         value = float(label)
     except (TypeError, ValueError):
         return None
+    if isinstance(label, str) and re.match(r"-?0\d", label):  # 007 is not 7
+        return None
     return int(value) if value.is_integer() and not isinstance(label, bool) else None
 
 
 def _read_rows(table: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yields the rows with their numbers, from 1; of a CSV without its header."""
-    with open(table, encoding="utf-8", newline="") as stream:
+    try:
+        yield from _parse_rows(table)
+    except UnicodeDecodeError as error:
+        raise InputError(f"{table} is not UTF-8: {error}. Save it as UTF-8.") from error
+    except csv.Error as error:
+        raise InputError(f"{table} is no CSV: {error}.") from error
+
+
+def _parse_rows(table: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    with open(table, encoding="utf-8-sig", newline="") as stream:
         if table.endswith(".csv"):
             for number, row in enumerate(csv.DictReader(stream), 1):
                 if None in row:
@@ -112,6 +124,10 @@ def _check_row(table: str, number: int, row: dict[str, Any]) -> dict[str, Any]:
     for column, value in row.items():
         if value is None or (value == "" and column != "labels"):
             raise InputError(f"{table}: row {number}: `{column}` is empty.")
+        if column in ("path", "mask") and not isinstance(value, str):
+            raise InputError(f"{table}: row {number}: `{column}` must be a path, got {value!r}.")
+    if len(str(row.get("label", "")).splitlines()) > 1:
+        raise InputError(f"{table}: row {number}: `label` holds a line break: {row['label']!r}.")
     return row
 
 
@@ -120,5 +136,12 @@ def _numbers(where: str, row: dict[str, Any], column: str, kind: Callable[[Any],
     try:
         return [kind(number) for number in (value.split() if isinstance(value, str) else value)]
     except (TypeError, ValueError) as error:
-        what = "whole numbers" if kind is int else "numbers"
+        what = "numbers" if kind is float else "whole numbers"
         raise InputError(f"{where}: `{column}` must be {what}, got {value!r}.") from error
+
+
+def _as_whole(number: Any) -> int:
+    """Returns an integer; raises ValueError if a part of it would be lost."""
+    if isinstance(number, float) and not number.is_integer():
+        raise ValueError(f"{number} is not whole")
+    return int(number)

@@ -297,8 +297,15 @@ def _choose_num_files(
 def _put_in_place(staging: Staging, folder: str) -> None:
     """Renames the finished set to `folder`. An earlier set is first renamed aside."""
     if os.path.isdir(folder) and os.listdir(folder):
-        replace({folder: f"{folder}.replaced-{secrets.token_hex(4)}"})
-    staging.commit("set", folder)
+        aside = f"{folder}.replaced-{secrets.token_hex(4)}"
+        try:
+            replace({folder: aside, staging.path("set"): folder})  # both are on the disk before
+        except OSError:
+            if os.path.exists(aside) and not os.path.exists(folder):
+                os.replace(aside, folder)
+            raise
+    else:
+        staging.commit("set", folder)
     # That of this run, and of runs that were killed here.
     for path in glob.glob(glob.escape(folder) + ".replaced-*"):
         if re.fullmatch(r".*\.replaced-[0-9a-f]{8}", path, re.DOTALL):
