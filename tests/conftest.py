@@ -43,6 +43,10 @@ def pytest_configure(config: pytest.Config) -> None:
         # Tests that need no GPU must come out the same where there is one.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ["PATH"] = f"{ROOT}/tests/no_gpu:{os.environ['PATH']}"
+    # Messages come out the same in an environment that is activated.
+    folders = os.environ["PATH"].split(os.pathsep)
+    folders = [folder for folder in folders if not os.path.exists(f"{folder}/dali-tf-input")]
+    os.environ["PATH"] = os.pathsep.join(folders)
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 3)
 

@@ -17,7 +17,7 @@ from conftest import ROOT, jpeg, numbered_examples, write_dataset, write_tfrecor
 
 from dali_tf_input import Records, build_index
 
-POINTS = int(os.environ.get("CRASH_POINTS", "5"))
+POINTS = int(os.environ.get("CRASH_POINTS", "3"))
 KILL = """
 import os, signal, sys
 changes, kill_at = 0, int(sys.argv.pop(1))

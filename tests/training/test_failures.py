@@ -320,7 +320,7 @@ def test_the_command_checks_as_before(tmp_path):
         index("--max_bad_fraction=1", *flags.split(), pattern)
         spec = spec_of(dti.Records.from_files(pattern), "global", dti.Preprocess())
         command = skip_command(spec, options)
-        head = "dali_tf_input.index --verify=decode --on_bad=skip"
+        head = "dali_tf_input index --verify=decode --on_bad=skip"
         assert command.partition(" -m ")[2] == f"{head} {expected} {pattern!r}"
 
 
