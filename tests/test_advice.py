@@ -1,4 +1,4 @@
-"""What messages advise never costs data: it is followed on a copy, and no sound record is missing."""
+"""What messages advise never costs data: each remedy is followed on a copy."""
 
 import os
 import re

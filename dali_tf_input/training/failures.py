@@ -39,7 +39,7 @@ _OF_INPUT = re.compile(
     r"|(at node |\[\[)(MultiDevice)?IteratorGetNext\w*( |\]\])"
 )
 _NO_COPY = (
-    "The input failed: the copy of {} in {} was damaged or removed. Run again: it is fetched anew."
+    "The input failed: the copy of {} in {} was damaged or removed. Run again, it is then fetched."
 )
 _STEPS_AHEAD = 12  # that pipelines may have read when they fail: queues, and `steps_per_execution`
 

@@ -1,4 +1,4 @@
-"""The compiled operation: the pixels of TensorFlow's operations, and no read or write out of bounds."""
+"""The compiled operation: TensorFlow's pixels, and no access out of bounds."""
 
 import dataclasses
 import logging

@@ -1,4 +1,4 @@
-"""Reads by extent: by the compiled operation and by Python, the same records and the same errors."""
+"""Reads by extent, by the compiled operation and by Python: the same records and errors."""
 
 import dataclasses
 import os

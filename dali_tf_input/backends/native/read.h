@@ -207,7 +207,7 @@ class Files {
     return {};
   }
 
-  // Has the next `Open` open the file anew, unless another thread has done so.
+  // Has the next `Open` open the file again, unless another thread has done so.
   void Forget(const std::string& name, const std::shared_ptr<File>& file) {
     std::lock_guard<std::mutex> lock(mutex_);
     auto entry = open_.find(name);
