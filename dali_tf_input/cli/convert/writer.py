@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import re
 import secrets
-import shutil
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
@@ -309,4 +308,4 @@ def _put_in_place(staging: Staging, folder: str) -> None:
     # That of this run, and of runs that were killed here.
     for path in glob.glob(glob.escape(folder) + ".replaced-*"):
         if re.fullmatch(r".*\.replaced-[0-9a-f]{8}", path, re.DOTALL):
-            shutil.rmtree(path)
+            os.replace(path, staging.path(os.path.basename(path)))  # removed with it, unseen
