@@ -199,6 +199,12 @@ def take(batches, count: int) -> tuple[np.ndarray, np.ndarray]:
     return tuple(np.concatenate([batch[part].numpy() for batch in taken]) for part in (0, 1))
 
 
+@pytest.fixture
+def one_worker(monkeypatch):
+    """One process decodes: each imports TensorFlow and DALI, which takes seconds."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
+
+
 @pytest.fixture(scope="session")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> dti.Records:
     """24 records in three files of different lengths."""

@@ -3,14 +3,15 @@
 import os
 import re
 import shlex
-import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TF_DATA, numbered_examples, spec_of, write_tfrecord
+from commands import run
+from conftest import TF_DATA, numbered_examples, spec_of, write_tfrecord
 
 import dali_tf_input as dti
 
+pytestmark = pytest.mark.usefixtures("one_worker")
 COUNT = 300
 NAMES = [f"class {number}".encode() for number in range(10)]
 KEY = "image/class/label"
@@ -94,11 +95,7 @@ def follow(folder, text):
 
 
 def index(folder, *flags):
-    import sys
-
-    command = [sys.executable, "-m", "dali_tf_input", "index", *flags]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    process = run("index", *flags, cwd=folder)
     assert process.returncode in (0, 1), process.stderr
     return process.stderr
 

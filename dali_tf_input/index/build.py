@@ -231,7 +231,7 @@ class _Run:
         if executor:
             answers = run_in_executor(jobs, executor, advance)
         else:
-            answers = run_jobs(jobs, num_processes, advance)
+            answers = run_jobs(jobs, num_processes, advance, num_bytes=num_bytes)
         with contextlib.closing(answers):  # what is under way ends with an error here
             for number, answer in answers:
                 folder, name = owners[number]

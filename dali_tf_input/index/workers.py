@@ -31,6 +31,7 @@ _CODE = (
 # How a process ends over an image that its decoder cannot take.
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 _OBJECTS_AT_ONCE = 8  # of a store, by threads
+_FEW_BYTES = 1 << 24  # are checked before a process has started
 _LONGEST_DECODE = 900  # seconds over one image after which the worker ends itself, by SIGALRM
 
 # Records that must not be decoded: number in the file -> (reason, detail).
@@ -54,13 +55,17 @@ class Job:
 
 
 def run_jobs(
-    jobs: Sequence[Job], num_processes: int | None, on_progress: Callable[[int, int], None]
+    jobs: Sequence[Job],
+    num_processes: int | None,
+    on_progress: Callable[[int, int], None],
+    *,
+    num_bytes: int,
 ) -> Generator[tuple[int, dict[str, Any]], None, None]:
-    """Runs `jobs` in up to `num_processes` processes; None is one per core.
+    """Runs `jobs` in up to `num_processes` processes, or threads; None is one per core.
 
-    Objects are checked at level "framing" by as many threads of this process instead, by default
-    8: most of the time they wait. `on_progress` is called with records and bytes since its last
-    call, by any thread.
+    Threads of this process check instead, below level "decode", if the files have few `num_bytes`
+    together; and objects at level "framing", by default 8 at once: most of the time they wait.
+    `on_progress` is called with records and bytes since its last call, by any thread.
 
     Yields:
       (number of the job, answer of `worker`), in the order they are done. If decoding a record
@@ -74,8 +79,10 @@ def run_jobs(
     if not jobs:
         return
     local, seats, stopped = threading.local(), list[Seat](), threading.Event()
-    in_threads = all(job.status and job.checks["verify"] == "framing" for job in jobs)
-    at_once = num_processes or (_OBJECTS_AT_ONCE if in_threads else len(os.sched_getaffinity(0)))
+    levels = {job.checks["verify"] for job in jobs}
+    waits = levels == {"framing"} and all(job.status for job in jobs)
+    in_threads = waits or ("decode" not in levels and num_bytes <= _FEW_BYTES)
+    at_once = num_processes or (_OBJECTS_AT_ONCE if waits else len(os.sched_getaffinity(0)))
     at_once = min(at_once, len(jobs))
 
     def work(job: Job) -> dict[str, Any]:

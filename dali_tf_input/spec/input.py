@@ -274,10 +274,10 @@ class InputSpec:
         changes = {key: value for key, value in fields.items() if key in of_preprocess}
         if isinstance(preprocess, Preprocess):
             preprocess = preprocess.with_fields(**changes)
-        elif name == "for_training":
-            preprocess = Preprocess.for_training(preprocess, **changes)
         else:
-            preprocess = Preprocess.for_evaluation(preprocess, **changes)
+            image_size = changes.pop("image_size", preprocess)
+            make = getattr(Preprocess, name)
+            preprocess = make(image_size, **changes)
         if not isinstance(records, Records):
             records = Records.from_files(records)
         rest = {key: value for key, value in fields.items() if key in own}

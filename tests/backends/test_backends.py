@@ -183,7 +183,7 @@ def coordinates(tmp_path_factory):
     """An 8x8 image whose red channel says the row of a pixel and whose green channel its column."""
     pixels = np.zeros((8, 8, 3), np.uint8)
     pixels[..., 0], pixels[..., 1] = np.arange(8)[:, None] * 30, np.arange(8)[None, :] * 30
-    examples = [{"image": encode(pixels), "label": number} for number in range(16)]
+    examples = [{"image": encode(pixels), "label": number} for number in range(480)]
     return write_indexed(tmp_path_factory.mktemp("coordinates") / "train", examples)
 
 

@@ -5,11 +5,11 @@ import logging
 import re
 import shutil
 import subprocess
-import sys
 
 import numpy as np
 import pytest
 import tensorflow as tf
+import warm
 from conftest import ROOT, TF_DATA, jpeg, refused, spec_of, take, valid_images
 from test_parity import CROPS, RAW, by_tensorflow, draw
 
@@ -220,5 +220,5 @@ print(uses_native("native"))
 
 def test_python_cannot_import_the_library():
     """What imports all modules, as freezers do, would load it before TensorFlow."""
-    process = subprocess.run([sys.executable, "-c", WALK], capture_output=True, text=True)
+    process = warm.run(["-c", WALK])
     assert process.stdout == "True\n", process.stderr

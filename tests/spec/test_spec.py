@@ -87,6 +87,8 @@ def test_fields_of_both(dataset, name, as_object):
     statistics = {"mean": (0.0,) * 3, "std": (255.0,) * 3}
     assert spec.preprocess == dataclasses.replace(preprocess, **changes, **statistics)
     assert (spec.seed, spec.record_ids, spec.label_range) == (1, True, (3, 26))
+    size = (32, 48)  # by its name, too
+    assert make(dataset, image_size=size).preprocess == getattr(dti.Preprocess, name)(size)
     gray = make(dataset, preprocess if as_object else 32, channels=1, normalization="imagenet")
     assert gray.preprocess == getattr(dti.Preprocess, name)(32, channels=1)
 
@@ -94,7 +96,6 @@ def test_fields_of_both(dataset, name, as_object):
 @pytest.mark.parametrize(
     ("arguments", "fields", "message"),
     [
-        ((), {"image_size": 32}, "for_training.. got `image_size` twice, by position and by name"),
         ((), {"order": "random"}, "`order` must be one of"),
         ((), {"normalization": "tf"}, "`normalization` must be one of 'imagenet', '0..1'"),
         ((TRAINING,), {"normalization": []}, "`normalization` must be one of 'imagenet', '0..1'"),

@@ -3,7 +3,9 @@
 import dataclasses
 import itertools
 import os
+import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import keras
@@ -28,6 +30,7 @@ from dali_tf_input.spec.order import shuffle
 from dali_tf_input.training import failures
 from dali_tf_input.training.failures import explain, skip_command
 
+pytestmark = pytest.mark.usefixtures("one_worker")
 COUNT, FILES = 40, 3
 NUM_CLASSES = COUNT * FILES
 BAD = 63  # of all records: number 23 of the second file
@@ -118,7 +121,9 @@ def test_a_buffer_has_no_plan(tmp_path, backend):
         train_on(feed(records, backend, "buffer", buffer_size=8))
     assert not isinstance(caught.value, dti.BadRecordError)
     command = str(caught.value).rpartition("records: ")[2]
-    found = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    _, _, _, *arguments = shlex.split(command)
+    assert command.startswith(f"{sys.executable} -m dali_tf_input index ")
+    found = run(*arguments)
     assert f"{tmp_path}/train-1: record 23, byte " in found.stderr
 
 
