@@ -53,11 +53,11 @@ train: $(READY)  ## Train a small network: make train DATA='path/train-*' VALIDA
 profile: $(READY)  ## What each stage of the input costs: make profile DATA='path/train-*'
 	$(INDEX) > /dev/null
 	@mkdir -p results
-	@$(RUN) scripts/profile_stages.py $(COMMON) --json=results/stages.json --plot=results/stages.png $(ARGS)
+	@$(RUN) scripts/compare_throughput.py --stages --seconds=1 $(COMMON) --json=results/stages.json --plot=results/stages.png $(ARGS)
 
 tune: $(READY)  ## The fastest options for this machine and these files
 	$(INDEX) > /dev/null
-	@$(RUN) scripts/tune.py $(COMMON) $(ARGS)
+	@$(RUN) scripts/compare_throughput.py --tune --seconds=1 $(COMMON) $(ARGS)
 
 preview: $(READY)  ## What the model sees: a contact sheet in results/preview.png
 	$(INDEX) > /dev/null

@@ -2,27 +2,41 @@
 
 Each row runs in a process of its own. The processes are measured in turn, round by round, and
 paused between their turns, so that whatever else the machine does affects all of them alike. First
-both backends are shown to make the same images.
+both backends are shown to make the same images. --stages says what each stage of a backend costs
+instead, and --tune finds faster options for this machine and these files.
 
 example: python scripts/compare_throughput.py --files='path/train-*' --seconds=2
 """
 
 import sys
+from typing import Any
 
 from dali_tf_input import InputError
 from dali_tf_input.cli import command, machine, processes
-from dali_tf_input.cli.flags import FileFlags, WorkFlags, check_list, describe_work
+from dali_tf_input.cli.flags import BACKENDS, FileFlags, WorkFlags, check_list, describe_work
 from support import plots
 from support.benchmark import Stats, Window
+from support.throughput import costs, tuning
 from support.throughput.peers import PEERS
 from support.throughput.rows import ROWS, conclusions, measure_rows, rates, ratios
 
 FLAGS = command.Flags()
 _FILES = FileFlags(FLAGS)
 _WORK = WorkFlags(FLAGS)
-_BACKENDS = FLAGS.list("backends", None, f"Rows to measure, of {', '.join(ROWS)}; else the usual.")
+_STAGES = FLAGS.boolean("stages", False, "Say what each stage of a backend costs instead.")
+_TUNE = FLAGS.boolean("tune", False, "Find faster options of the fastest backend instead.")
+_BACKENDS = FLAGS.list(
+    "backends",
+    None,
+    f"Rows to measure, of {', '.join(ROWS)}; else the usual. With --stages or --tune of"
+    f" {', '.join(BACKENDS)}; else all that work here.",
+)
+_ORDER = FLAGS.choice(
+    "order", "global", ["global", "buffer"], "With --stages or --tune: how records are mixed."
+)
+_REPLICAS = FLAGS.integer("replicas", None, "With --tune: how many share the cores; else GPUs.", 1)
 _SECONDS = FLAGS.number("seconds", 4.0, "Length of each measured window.", 0.01)
-_REPEATS = FLAGS.integer("repeats", 5, "Measured windows of each row.", 1)
+_REPEATS = FLAGS.integer("repeats", 5, "Measured windows of each row, stage or setting.", 1)
 _WARMUP_BATCHES = FLAGS.integer("warmup_batches", 16, "Batches before each window.", 0)
 _JSON = FLAGS.string("json", None, "File for the results.")
 _PLOT = FLAGS.string("plot", None, "File for the plot, a .png.")
@@ -37,6 +51,20 @@ def main(arguments: list[str]) -> int:
     command.check_no_arguments(arguments)
     command.check_writable(_JSON)
     command.check_writable(_PLOT, suffix=".png")
+    check_flags()
+    window: dict[str, Any] = {flag.name: flag.value for flag in (_SECONDS, _REPEATS)}
+    if _STAGES.value or _TUNE.value:
+        given = (_FILES, _WORK, _ORDER.value, _BACKENDS.value)
+        if _STAGES.value:
+            report = costs.report_costs(*given, **window)
+        else:
+            report = tuning.tune(*given, replicas=_REPLICAS.value, **window)
+        report |= {**window, "work": describe_work(_WORK.preprocess())}
+        report |= {"batch_size": _WORK.batch_size.value}
+        command.write_json(_JSON, report)
+        if _PLOT.value:
+            plots.plot_stages(report, names=costs.NAMES, path=_PLOT.value)
+        return 0
     spec = _WORK.spec(_FILES, "buffer")
     dataset = spec.records
     about = machine.describe()
@@ -48,7 +76,7 @@ def main(arguments: list[str]) -> int:
     print(f"records   {dataset.num_records:,} in {files}, {kilobytes}")
     print(f"work      {describe_work(spec.preprocess)}, batch {_WORK.batch_size.value}")
     print(f"images    {compare_images()}")
-    shared = {flag.name: flag.value for flag in (_SECONDS, _REPEATS, _WARMUP_BATCHES)}
+    shared = {**window, _WARMUP_BATCHES.name: _WARMUP_BATCHES.value}
     windows = measure_rows(names, _FILES, _WORK, **shared)
     rows = {name: summarize(name, windows) for name in names}
     print()
@@ -64,6 +92,18 @@ def main(arguments: list[str]) -> int:
     if _PLOT.value:
         plots.plot_throughput(report, path=_PLOT.value)
     return 0
+
+
+def check_flags() -> None:
+    """Raises InputError for flags that do not go together."""
+    if _STAGES.value and _TUNE.value:
+        raise InputError("--stages and --tune are two runs: give one of them.")
+    if _TUNE.value and _PLOT.value:
+        raise InputError("--tune has no plot: leave out --plot.")
+    if _ORDER.present and not (_STAGES.value or _TUNE.value):
+        raise InputError("--order is of --stages and --tune: the rows name their order.")
+    if _REPLICAS.present and not _TUNE.value:
+        raise InputError("--replicas is of --tune: leave it out.")
 
 
 def choose_rows(gpus: list[str], order: str) -> list[str]:

@@ -175,10 +175,10 @@ def advise(profile: Any) -> str:
         return f"{text} A faster input would gain at most that."
     words = [*_RECORDS.as_arguments(), f"--image_size={_IMAGE_SIZE.value}"]
     words += [f"--batch_size={_BATCH_SIZE.value // _REPLICAS.value}", f"--order={_ORDER.value}"]
-    flags = shlex.join(words)
+    command_line = f"scripts/compare_throughput.py {shlex.join(words)}"
     return (
-        f"{text}\n  what costs:      scripts/profile_stages.py {flags}"
-        f"\n  faster options:  scripts/tune.py {flags} --replicas={_REPLICAS.value}"
+        f"{text}\n  what costs:      {command_line} --stages"
+        f"\n  faster options:  {command_line} --tune --replicas={_REPLICAS.value}"
     )
 
 

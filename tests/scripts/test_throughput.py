@@ -49,7 +49,7 @@ def test_benchmark_store(sample_folder, tmp_path):
     """Each row with its ratio; the images came from the server."""
     arguments = ["--files=data/sample/train-*", "--seconds=0.2", "--repeats=2", "--batch_size=16"]
     arguments += ["--milliseconds=1", f"--json={tmp_path}/store.json"]
-    process = run("benchmark_store.py", *arguments, cwd=sample_folder)
+    process = run("benchmarks/store.py", *arguments, cwd=sample_folder)
     assert (process.returncode, process.stderr) == (0, "")
     rows = json.loads((tmp_path / "store.json").read_text())["rows"]
     names = ["local", "far", "cached", "failing", "far, CPU time without the server's", "index"]
@@ -80,8 +80,8 @@ def test_compare_throughput_refuses(sample_folder, tmp_path, argument, message):
 def test_benchmarks_refuse(tmp_path):
     fails(run("compare_throughput.py"), "Name the TFRecord files")
     said = "`num_files` must be whole numbers of at least 1, got 4,x"
-    fails(run("benchmark_index.py", "--num_files=4,x"), said)
-    fails(run("benchmark_index.py", f"--json={tmp_path}/no/x.json"), "there is no folder")
+    fails(run("benchmarks/index.py", "--num_files=4,x"), said)
+    fails(run("benchmarks/index.py", f"--json={tmp_path}/no/x.json"), "there is no folder")
 
 
 @pytest.mark.slow

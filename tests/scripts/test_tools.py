@@ -13,17 +13,23 @@ from conftest import SCRIPTS, numbered_examples, write_tfrecord
 from dali_tf_input import DaliOptions, InputError, TfDataOptions
 from dali_tf_input.cli import processes
 from dali_tf_input.spec.options import AUTOTUNE
-from support.throughput import candidates
+from support.throughput import candidates, costs, tuning
 from support.throughput.candidates import Candidate, CandidateError, Measurer
 
 FILES = "--files=data/sample/train-*"
 # Each command that reads records, the flag that names its output, and flags that make it short.
 TOOLS = {
-    "profile_stages.py": ("--json", ["--seconds=0.05", "--repeats=1"]),
-    "tune.py": ("--json", ["--seconds=0.05", "--repeats=1"]),
+    "--stages": ("--json", ["--seconds=0.05", "--repeats=1"]),
+    "--tune": ("--json", ["--seconds=0.05", "--repeats=1"]),
     "preview": ("--out", []),
 }
 SMALL = ["--batch_size=1", "--image_size=8"]
+
+
+def run_tool(tool, *arguments, **options):
+    """Runs a command, or compare_throughput.py with a flag that says what to do instead."""
+    words = ["compare_throughput.py", tool] if tool.startswith("--") else [tool]
+    return run(*words, *arguments, **options)
 
 
 def output(script, folder):
@@ -33,11 +39,11 @@ def output(script, folder):
 @pytest.mark.parametrize("script", TOOLS)
 def test_no_files_and_no_index(script, tmp_path):
     out, short = output(script, tmp_path), TOOLS[script][1]
-    fails(run(script, *short, out), "Name the TFRecord files: --files=")
+    fails(run_tool(script, *short, out), "Name the TFRecord files: --files=")
     pattern = f"--files={tmp_path}/none-*"
-    fails(run(script, pattern, *short, out), f"No file matches '{tmp_path}/none-*'")
+    fails(run_tool(script, pattern, *short, out), f"No file matches '{tmp_path}/none-*'")
     file = write_tfrecord(tmp_path / "train", numbered_examples(2))
-    process = run(script, f"--files={file}", *short, out)
+    process = run_tool(script, f"--files={file}", *short, out)
     fails(
         process, f"1 of 1 files have no index, the first is {file}. Index them: ", f"index {file}"
     )
@@ -49,23 +55,29 @@ def test_outputs_that_cannot_be_written(script, sample_folder, tmp_path):
     """Said before anything is measured; not even root can write to the kernel's folder."""
     name = TOOLS[script][0].lstrip("-")
     for folder, said in ((tmp_path / "none", "there is no folder"), ("/proc/self", "cannot be")):
-        process = run(script, FILES, *TOOLS[script][1], output(script, folder), cwd=sample_folder)
+        process = run_tool(
+            script, FILES, *TOOLS[script][1], output(script, folder), cwd=sample_folder
+        )
         fails(process, f"`{name}` {folder}/out", said)
         assert process.stdout == ""
-    fails(run(script, FILES, "stray", cwd=sample_folder), "Unknown arguments: stray")
+    fails(run_tool(script, FILES, "stray", cwd=sample_folder), "Unknown arguments: stray")
 
 
 @pytest.mark.parametrize(
     ("script", "arguments", "message"),
     [
-        ("profile_stages.py", ["--seconds=0"], "`seconds` must be at least 0.01, got 0"),
-        ("profile_stages.py", ["--repeats=0"], "`repeats` must be at least 1, got 0"),
-        ("profile_stages.py", ["--plot=x.svg"], "`plot` must end in .png, got x.svg"),
-        ("profile_stages.py", ["--batch_size=97"], "at most the 96 records, got 97"),
-        ("tune.py", ["--repeats=0"], "`repeats` must be at least 1, got 0"),
-        ("tune.py", ["--backends=dali_gpu"], "`backends` must be of tf_data, dali_cpu on this"),
-        ("tune.py", ["--decode=region"], "tune.py chooses `decode` itself"),
-        ("tune.py", ["--replicas=0"], "`replicas` must be at least 1, got 0"),
+        ("--stages", ["--seconds=0"], "`seconds` must be at least 0.01, got 0"),
+        ("--stages", ["--repeats=0"], "`repeats` must be at least 1, got 0"),
+        ("--stages", ["--plot=x.svg"], "`plot` must end in .png, got x.svg"),
+        ("--stages", ["--batch_size=97"], "at most the 96 records, got 97"),
+        ("--tune", ["--repeats=0"], "`repeats` must be at least 1, got 0"),
+        ("--tune", ["--backends=dali_gpu"], "`backends` must be of tf_data, dali_cpu on this"),
+        ("--tune", ["--decode=region"], "--tune chooses `decode` itself"),
+        ("--tune", ["--replicas=0"], "`replicas` must be at least 1, got 0"),
+        ("--tune", ["--stages"], "--stages and --tune are two runs"),
+        ("--tune", ["--plot=x.png"], "--tune has no plot"),
+        ("--stages", ["--replicas=2"], "--replicas is of --tune"),
+        ("compare_throughput.py", ["--order=buffer"], "--order is of --stages and --tune"),
         ("preview", ["--num_images=0"], "`num_images` must be at least 1"),
         ("preview", ["--out=x.jpg"], "`out` must end in .png"),
         ("preview", ["--evaluation", "--crop=random_crop"], "--evaluation crops the center"),
@@ -76,10 +88,14 @@ def test_outputs_that_cannot_be_written(script, sample_folder, tmp_path):
     ],
 )
 def test_bad_flags(sample_folder, script, arguments, message):
-    fails(run(script, FILES, *arguments, cwd=sample_folder), message)
+    fails(run_tool(script, FILES, *arguments, cwd=sample_folder), message)
 
 
-@pytest.mark.parametrize("path", sorted(SCRIPTS.glob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path",
+    sorted([*SCRIPTS.glob("*.py"), *SCRIPTS.glob("benchmarks/*.py")]),
+    ids=lambda path: path.name,
+)
 def test_help(path):
     """Lists all flags, without importing a framework, and ends with an example.
 
@@ -91,7 +107,7 @@ def test_help(path):
     if path.name != "train_multi_worker.py":
         assert all(line.startswith("import time:") for line in lines)
         assert not {line.split()[-1] for line in lines} & {"tensorflow", "keras", "nvidia.dali"}
-    module = load(path.name)
+    module = load(path)
     for name in module.FLAGS:
         assert re.search(rf"--(\[no\])?{name}\b", process.stdout), name
     assert re.search(r"\n\nexample: python (scripts/|-m dali).*(\n  .*)?\n\Z", process.stdout)
@@ -106,32 +122,29 @@ def windows(*seconds):
 
 def test_stages_never_add_up_to_more_than_the_whole():
     """A cut that is faster than the one before by chance costs nothing; the shares sum to 1."""
-    profile = load("profile_stages.py")
     made = {"read": windows(1, 2, 1), "decode": windows(3, 3, 5), "resize": windows(2.9, 2.8, 5)}
-    rows = profile.summarize(made | {"dataset": windows(4, 4, 5)})
-    costs = {stage: row["seconds"] for stage, row in rows.items()}
-    assert costs == pytest.approx({"read": 1, "decode": 2, "resize": 0, "dataset": 1})
+    rows = costs.summarize(made | {"dataset": windows(4, 4, 5)})
+    seconds = {stage: row["seconds"] for stage, row in rows.items()}
+    assert seconds == pytest.approx({"read": 1, "decode": 2, "resize": 0, "dataset": 1})
     assert sum(row["share"] for row in rows.values()) == pytest.approx(1)
     assert rows["decode"]["cpu"] == pytest.approx(4)
     assert rows["dataset"]["images_per_second"] == pytest.approx(250)
-    assert profile.conclude("tf_data", rows) == "tf_data: decode costs most, 50% of the time."
+    assert costs.conclude("tf_data", rows) == "tf_data: decode costs most, 50% of the time."
 
 
 def test_a_setting_is_chosen_if_its_slowest_round_beats_the_default():
     """The fastest of those; noise that overlaps keeps the default, and so does what is refused."""
-    tune = load("tune.py")
     default, *settings = (Candidate(TfDataOptions(num_parallel_reads=n)) for n in (16, 1, 2, 3, 4))
     rates = dict(zip(settings, ([101, 150, 99], [103, 104, 105], [110, 111, 112], []), strict=True))
-    assert tune.choose({default: [100, 102, 98], **rates}, default) == settings[2]
-    assert tune.choose({default: [100, 115, 120], **rates}, default) == default
+    assert tuning.choose({default: [100, 102, 98], **rates}, default) == settings[2]
+    assert tuning.choose({default: [100, 115, 120], **rates}, default) == default
 
 
 def test_settings_leave_the_pixels_and_are_few():
-    tune = load("tune.py")
     for options in (TfDataOptions(), DaliOptions(device="cpu"), DaliOptions(device="gpu")):
         for plainly in (True, False):
             default = Candidate(options)
-            settings = tune.list_settings(default, 4, plainly=plainly)
+            settings = tuning.list_settings(default, 4, plainly=plainly)
             assert 4 <= len(settings) <= 12 and default not in settings
             assert len({*settings}) == len(settings)
             assert all(setting.options.decode != "scaled" for setting in settings)
@@ -207,11 +220,11 @@ def test_gpu_check_rehearsed(sample_folder, tmp_path, part):
 
 
 @pytest.mark.slow
-def test_profile_stages(sample_folder, tmp_path):
+def test_stages(sample_folder, tmp_path):
     """The table, the plot, the sentence."""
     arguments = [FILES, "--batch_size=16", "--image_size=32", "--seconds=0.1", "--repeats=1"]
     outputs = [f"--json={tmp_path}/stages.json", f"--plot={tmp_path}/stages.png"]
-    process = run("profile_stages.py", *arguments, *outputs, cwd=sample_folder)
+    process = run("compare_throughput.py", "--stages", *arguments, *outputs, cwd=sample_folder)
     assert (process.returncode, process.stderr) == (0, "")
     report = json.loads((tmp_path / "stages.json").read_text())
     stages = ["read", "parse", "decode", "resize", "normalize", "dataset"]
@@ -221,9 +234,8 @@ def test_profile_stages(sample_folder, tmp_path):
     assert re.search("^tf_data: [a-z ]+ costs most, [0-9]+% of the time", process.stdout, re.M)
     assert (tmp_path / "stages.png").stat().st_size > 10_000
     arguments = [*arguments, "--backends=dali_cpu", "--order=buffer"]
-    process = run("profile_stages.py", *arguments, cwd=sample_folder)
+    process = run("compare_throughput.py", "--stages", *arguments, cwd=sample_folder)
     assert "read and parse" in process.stdout
-    assert f"tune.py '{FILES}' --batch_size=16 --image_size=32 --order=buffer" in process.stdout
     assert "tf_data" not in process.stdout
 
 
@@ -233,7 +245,9 @@ def test_tune(sample_folder, tmp_path):
     report = tmp_path / "all.json"
     arguments = [FILES, "--batch_size=16", "--image_size=32", "--seconds=0.2", "--backends=tf_data"]
     arguments += ["--repeats=2"]
-    process = run("tune.py", *arguments, f"--json={report}", cwd=sample_folder)
+    process = run(
+        "compare_throughput.py", "--tune", *arguments, f"--json={report}", cwd=sample_folder
+    )
     assert (process.returncode, process.stderr) == (0, "")
     assert "\ntf_data: default " in process.stdout
     assert len(json.loads(report.read_text())["trials"]) >= 2

@@ -1,9 +1,9 @@
-"""Options as a Python expression, as tune.py prints them."""
+"""Options as a Python expression, as `compare_throughput.py --tune` prints them."""
 
 import pytest
 
 import dali_tf_input as dti
-from tune import as_python
+from support.throughput.tuning import as_python
 
 
 @pytest.mark.parametrize(

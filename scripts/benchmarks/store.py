@@ -4,7 +4,7 @@ A server on this machine holds the files and answers each request late; it takes
 same cores. Rows: nothing cached; a cache that holds everything; nothing cached over requests of
 which 1 in 20 fails; and the index step, against a plain download of the same objects to files.
 
-example: python scripts/benchmark_store.py --files='path/train-*' --milliseconds=30
+example: python scripts/benchmarks/store.py --files='path/train-*' --milliseconds=30
 """
 
 import asyncio
@@ -19,12 +19,15 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from dali_tf_input import build_index
 from dali_tf_input.cli import command, machine, processes
 from dali_tf_input.cli.flags import BACKENDS, FileFlags, WorkFlags
 from dali_tf_input.storage.copies import download_to
 from dali_tf_input.storage.objects import Status, find_objects
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 from support.benchmark import Stats, Window, format_stats
 from support.throughput.candidates import Candidate
 from support.throughput.rows import measure_in_turn, rates, ratios

@@ -1,31 +1,18 @@
-"""Finds options that feed this machine faster from these files.
+"""Faster options for this machine and these files, for `compare_throughput.py --tune`.
 
 At most twelve settings of the fastest backend are measured against its default, in turn, round by
 round. Only what changes the speed and not the pixels is tried. A setting is chosen only if its
-slowest round beats the default's median; it is printed as a Python expression to paste. With
---replicas=N one pipeline is measured on its share of the cores.
-
-example: python scripts/tune.py --files='path/train-*' --seconds=2 --repeats=7
+slowest round beats the default's median.
 """
 
 import dataclasses
-import sys
+from typing import Any
 
 from dali_tf_input import DaliOptions, InputError, TfDataOptions
 from dali_tf_input.cli import command
-from dali_tf_input.cli.flags import FileFlags, WorkFlags, backends_flag, begin, describe_work
+from dali_tf_input.cli.flags import BACKENDS, FileFlags, WorkFlags, begin
 from support.benchmark import Stats
 from support.throughput.candidates import Candidate, CandidateError, Measurer, images_per_second
-
-FLAGS = command.Flags()
-_FILES = FileFlags(FLAGS)
-_WORK = WorkFlags(FLAGS)
-_ORDER = FLAGS.choice("order", "global", ["global", "buffer"], "How the records are mixed.")
-_BACKENDS = backends_flag(FLAGS)
-_SECONDS = FLAGS.number("seconds", 1.0, "Length of each measured window.", 0.01)
-_REPEATS = FLAGS.integer("repeats", 5, "Measured windows of each setting.", 1)
-_REPLICAS = FLAGS.integer("replicas", None, "Replicas that share the cores; else GPUs, or 1.", 1)
-_JSON = FLAGS.string("json", None, "File for everything that was measured.")
 
 _COLUMNS = ("setting", "images/s", "min", "max", "x default", "")
 _MOST_SETTINGS = 12
@@ -33,26 +20,34 @@ _MOST_SETTINGS = 12
 Rates = dict[Candidate, list[float]]  # images/s of each window; none of those that are refused
 
 
-def main(arguments: list[str]) -> int:
-    command.check_no_arguments(arguments)
-    if _WORK.decode.present:
-        raise InputError("tune.py chooses `decode` itself: leave out --decode.")
-    command.check_writable(_JSON)
-    spec = _WORK.spec(_FILES, _ORDER.value)
-    about, backends = begin(_BACKENDS.value)
-    replicas = _REPLICAS.value or max(1, about["tensorflow_gpus"])
+def tune(
+    files: FileFlags,
+    work: WorkFlags,
+    order: str,
+    backends: list[str] | None,
+    *,
+    replicas: int | None,
+    **window: Any,
+) -> dict[str, Any]:
+    """Chooses options, prints them as Python, and returns what was measured.
+
+    `replicas` share the cores, by default one for each GPU; `window`: seconds and repeats.
+    """
+    if work.decode.present:
+        raise InputError("--tune chooses `decode` itself: leave out --decode.")
+    spec = work.spec(files, order)
+    about, names = begin(backends)
+    replicas = replicas or max(1, about["tensorflow_gpus"])
     cores = max(1, about["cores"] // replicas)
-    print(f"records   {spec.records.num_records:,}, order {spec.order}, {cores} cores per replica")
-    defaults = [Candidate(_WORK.options(name), spec.order) for name in backends]
-    flags = (*_FILES.as_arguments(), *_WORK.as_arguments(), f"--cores={cores}")
-    with Measurer(*flags) as measurer:
-        rates = measure(measurer, defaults, repeats=1)
+    print(f"records   {spec.records.num_records:,}, order {order}, {cores} cores per replica")
+    defaults = [Candidate(work.options(name), order) for name in names]
+    with Measurer(*files.as_arguments(), *work.as_arguments(), f"--cores={cores}") as measurer:
+        rates = measure(measurer, defaults, **window | {"repeats": 1})
         if not any(rates.values()):
             raise InputError("No backend could be measured.")
         default = max(defaults, key=lambda candidate: max(rates[candidate], default=0))
-        plainly = spec.preprocess.resizes_plainly
-        settings = list_settings(default, cores, plainly=plainly)
-        rates = measure(measurer, [default, *settings], repeats=_REPEATS.value)
+        settings = list_settings(default, cores, plainly=spec.preprocess.resizes_plainly)
+        rates = measure(measurer, [default, *settings], **window)
     chosen = choose(rates, default)
     print()
     command.print_table(_COLUMNS, [format_row(candidate, rates, chosen) for candidate in rates])
@@ -60,13 +55,11 @@ def main(arguments: list[str]) -> int:
     if chosen == default:
         print("chosen    the default: no setting's slowest round beats its median")
     print(f"options   {as_python(chosen.options)}")
-    report = {**about, "replicas": replicas, "order": _ORDER.value, "options": repr(chosen.options)}
-    report |= {"work": describe_work(_WORK.preprocess()), "batch_size": _WORK.batch_size.value}
     trials = [
         {**candidate.to_json(), "images_per_second": values} for candidate, values in rates.items()
     ]
-    command.write_json(_JSON, {**report, "trials": trials})
-    return 0
+    shared = {"replicas": replicas, "order": order, "options": repr(chosen.options)}
+    return {**about, **shared, "trials": trials}
 
 
 def list_settings(default: Candidate, cores: int, *, plainly: bool) -> list[Candidate]:
@@ -100,7 +93,9 @@ def list_settings(default: Candidate, cores: int, *, plainly: bool) -> list[Cand
     ]
 
 
-def measure(measurer: Measurer, candidates: list[Candidate], *, repeats: int) -> Rates:
+def measure(
+    measurer: Measurer, candidates: list[Candidate], *, seconds: float, repeats: int
+) -> Rates:
     """Measures candidates in turn, round by round, in one process that starts again if it dies."""
     rates: Rates = {candidate: [] for candidate in candidates}
     refused: set[Candidate] = set()
@@ -113,7 +108,7 @@ def measure(measurer: Measurer, candidates: list[Candidate], *, repeats: int) ->
         if candidate in refused:
             continue
         try:
-            window = measurer.measure(candidate, seconds=_SECONDS.value)
+            window = measurer.measure(candidate, seconds=seconds)
             rates[candidate].append(images_per_second(window))
         except CandidateError as error:
             refused.add(candidate)
@@ -135,7 +130,7 @@ def choose(rates: Rates, default: Candidate) -> Candidate:
 
 def describe(candidate: Candidate) -> str:
     """Returns a candidate's backend, and how it differs from its default."""
-    return f"{candidate.backend}: {candidate.describe(_WORK.options(candidate.backend))}"
+    return f"{candidate.backend}: {candidate.describe(BACKENDS[candidate.backend])}"
 
 
 def format_row(candidate: Candidate, rates: Rates, chosen: Candidate) -> tuple[str, ...]:
@@ -154,7 +149,3 @@ def as_python(options: DaliOptions | TfDataOptions) -> str:
     fields = ((field, getattr(options, field.name)) for field in dataclasses.fields(options))
     arguments = [f"{field.name}={value!r}" for field, value in fields if value != field.default]
     return f"{type(options).__name__}({', '.join(arguments)})"
-
-
-if __name__ == "__main__":
-    sys.exit(command.run(main, FLAGS))

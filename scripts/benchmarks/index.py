@@ -5,7 +5,7 @@ the whole command including its start, and the memory of all its processes. The 
 --files, checks real images at each level. The rows take turns, so that a slow moment of the machine
 affects them all.
 
-example: python scripts/benchmark_index.py --num_files=128,1024 --files='path/train-*'
+example: python scripts/benchmarks/index.py --num_files=128,1024 --files='path/train-*'
 """
 
 import os
@@ -25,6 +25,8 @@ from dali_tf_input import InputError
 from dali_tf_input.cli import command, machine, processes
 from dali_tf_input.records.paths import find_files
 from dali_tf_input.records.tfrecord import frame_record
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 from support.benchmark import Stats, format_stats
 
 FLAGS = command.Flags()
