@@ -67,9 +67,10 @@ preview: $(READY)  ## What the model sees: a contact sheet in results/preview.pn
 soak: $(DEVELOPED)  ## Epochs, evaluations and datasets by the hundred: that nothing grows
 	@$(PYTEST) -m slow tests/test_memory.py $(ARGS)
 
-gpu-check: $(READY)  ## On a machine with a GPU: check and measure all of it, in docs/results/gpu
+gpu-check: $(READY)  ## On a machine with a GPU: check and measure all of it, in results/gpu.json
 	$(INDEX) > /dev/null
-	@$(RUN) scripts/gpu_check.py $(COMMON) $(ARGS)
+	@mkdir -p results
+	@$(RUN) scripts/gpu_check.py $(COMMON) --out=results/gpu.json $(ARGS)
 
 doctor: $(INSTALLED)  ## What of this installation works; with DATA= also files and indexes
 	@$(RUN) -m dali_tf_input doctor $(if $(DATA),$(COMMON)) $(ARGS)

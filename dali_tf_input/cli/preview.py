@@ -26,6 +26,7 @@ _FILES = FileFlags(FLAGS)
 _LABELS = LabelFlags(FLAGS)
 _WORK = WorkFlags(FLAGS)
 _MOST = FLAGS.number("most", None, "Largest mean difference that passes, of 255.")
+_DEVICE = FLAGS.choice("device", "cpu", ["cpu", "gpu"], "Where DALI's images are made.")
 _OUT = FLAGS.string("out", "sheet.png", "File for the contact sheet, a .png.")
 _NUM_IMAGES = FLAGS.integer("num_images", 8, "How many images are shown, at most.", 1)
 _EVALUATION = FLAGS.boolean("evaluation", False, "Show the preprocessing of evaluation.")
@@ -51,7 +52,7 @@ def main(arguments: list[str]) -> int:
     num_images = min(_NUM_IMAGES.value, spec.records.num_records)
     command.import_tensorflow()
     decode = _WORK.decode.value
-    dali = DaliOptions(device="cpu", decode="auto" if decode == "scaled" else decode)
+    dali = DaliOptions(device=_DEVICE.value, decode="auto" if decode == "scaled" else decode)
     batch, other = (
         next(pictures.make_batches(spec, options, num_images))
         for options in (TfDataOptions(decode=decode), dali)

@@ -273,15 +273,13 @@ class InputSpec:
         check_keywords(f"InputSpec.{name}", fields, [*own, *of_preprocess])
         changes = {key: value for key, value in fields.items() if key in of_preprocess}
         if isinstance(preprocess, Preprocess):
-            preprocess = preprocess.with_fields(**changes)
+            made = preprocess.with_fields(**changes)
         else:
-            image_size = changes.pop("image_size", preprocess)
-            make = getattr(Preprocess, name)
-            preprocess = make(image_size, **changes)
+            made = getattr(Preprocess, name)(changes.pop("image_size", preprocess), **changes)
         if not isinstance(records, Records):
             records = Records.from_files(records)
         rest = {key: value for key, value in fields.items() if key in own}
-        return cls(records=records, preprocess=preprocess, **rest)
+        return cls(records=records, preprocess=made, **rest)
 
     @property
     def has_fixed_order(self) -> bool:

@@ -83,7 +83,11 @@ def test_outputs_that_cannot_be_written(script, sample_folder, tmp_path):
         ("preview", ["--evaluation", "--crop=random_crop"], "--evaluation crops the center"),
         ("gpu_check.py", [], "There is no NVIDIA GPU here"),
         ("gpu_check.py", ["--parts=all"], "`parts` must be of probe, pixels"),
-        ("gpu_check.py", ["--rehearse", "--out=/proc/self/none"], "/proc/self/none"),
+        (
+            "gpu_check.py",
+            ["--rehearse", "--out=/proc/self/none"],
+            "`out` /proc/self/none cannot be",
+        ),
         ("gpu_check.py", ["--rehearse"], "A rehearsal is not a result"),
     ],
 )
@@ -210,13 +214,22 @@ def test_a_worker_that_does_not_start():
 @pytest.mark.parametrize("part", load("gpu_check.py").PARTS)
 def test_gpu_check_rehearsed(sample_folder, tmp_path, part):
     """Each part on the CPU, by itself."""
-    arguments = ["--files=data/sample/validation-*", "--rehearse", f"--out={tmp_path}/rehearsal"]
+    out = tmp_path / "rehearsal.json"
+    arguments = ["--files=data/sample/validation-*", "--rehearse", f"--out={out}"]
     process = run("gpu_check.py", *arguments, f"--parts={part}", cwd=sample_folder)
     assert "This was a rehearsal on the CPU" in process.stdout
     assert process.returncode == 0, (process.stdout, process.stderr)
-    (written,) = (tmp_path / "rehearsal").iterdir()
-    report = json.loads(written.read_text())
-    assert (written.stem, report["passed"], report["rehearsal"]) == (part, True, True)
+    report = json.loads(out.read_text())
+    assert report["rehearsal"] and list(report["parts"]) == [part]
+    assert all(result["code"] == 0 and result["output"] for result in report["parts"][part])
+
+
+def test_a_command_that_dies():
+    """How it ended is a result, with what it said before."""
+    gpu_check = load("gpu_check.py")
+    gpu_check.FLAGS(["", FILES, "--rehearse"])
+    result = gpu_check.run(["-c", "import os; print('begun', flush=True); os.abort()"])
+    assert (result["code"], result["output"]) == (-6, "begun\n")
 
 
 @pytest.mark.slow
