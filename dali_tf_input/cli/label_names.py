@@ -1,11 +1,13 @@
-"""labels.txt: the name of label i in line i + 1."""
+"""labels.txt: the name of label i in line i + 1; label.labels.txt, as tfds writes it, too."""
 
+import contextlib
 import os
 
 from dali_tf_input import InputError
 from dali_tf_input.records.paths import read_file
 
 LABELS_NAME = "labels.txt"
+_OF_TFDS = "label.labels.txt"
 
 
 def read_names(path: str) -> list[str]:
@@ -22,17 +24,17 @@ def read_names(path: str) -> list[str]:
 
 
 def find_names(file: str) -> list[str]:
-    """Returns the names in labels.txt beside a TFRecord file; none if it is not there."""
+    """Returns the names beside a TFRecord file; none if there are none."""
     text = find_label_file(file)
     return [] if text is None else _parse(text, LABELS_NAME)
 
 
 def find_label_file(file: str) -> bytes | None:
     """Returns what labels.txt holds beside a TFRecord file, local or in a store."""
-    try:
-        return read_file(os.path.join(os.path.dirname(file), LABELS_NAME))
-    except FileNotFoundError:
-        return None
+    for name in (LABELS_NAME, _OF_TFDS):
+        with contextlib.suppress(FileNotFoundError):
+            return read_file(os.path.join(os.path.dirname(file), name))
+    return None
 
 
 def _parse(text: bytes, path: str) -> list[str]:
