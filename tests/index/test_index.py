@@ -638,6 +638,7 @@ def test_a_parent_killed_alone_takes_its_workers_along(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", KILLED, tmp_path / "train"])
     while not (workers := children_of(process.pid)) and process.poll() is None:
         time.sleep(0.01)
+    assert workers
     process.kill()
     process.wait()
     deadline = time.monotonic() + 10

@@ -1,6 +1,8 @@
 """What the commands share: tables, Ctrl-C, and what make and install.sh say."""
 
+import importlib.util
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -8,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from commands import load
 from conftest import ROOT, SCRIPTS
 from rich.cells import cell_len
 from rich.console import Console
@@ -113,3 +116,26 @@ def test_make_help():
     process = subprocess.run(["make", "-C", ROOT], capture_output=True, text=True, check=True)
     for verb in ("install", "data", "index", "compare", "train", "test", "test-slow", "docs"):
         assert f"make {verb} " in process.stdout
+
+
+VERBS = ("index", "compare", "train", "profile", "tune", "preview", "soak", "gpu-check", "doctor")
+VERBS += ("test", "test-slow", "test-gpu", "check", "format", "docs")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_verbs_of_make(tmp_path, verb):
+    """Each runs a command that is there, with flags that it knows."""
+    words = ["make", "-n", "-C", ROOT, verb, "DATA=x-*", f"PYTHON_SITE={tmp_path}", "PYTHON=true"]
+    process = subprocess.run(words, capture_output=True, text=True, check=True)
+    lines = [line for line in process.stdout.splitlines() if f"PYTHONPATH='{tmp_path}" in line]
+    assert lines
+    for line in lines:
+        name, *arguments = shlex.split(line.partition(" true ")[2].partition(">")[0])
+        if name == "-m":
+            name, *arguments = arguments
+            assert importlib.util.find_spec(name)
+            if name != "dali_tf_input":
+                continue
+            name, *arguments = arguments
+        command = load(name.removeprefix("scripts/"))
+        command.FLAGS(["", *arguments])
