@@ -84,10 +84,12 @@ test-slow: $(DEVELOPED)  ## Run the tests that take long because they must
 test-gpu: $(DEVELOPED)  ## Run the tests that need an NVIDIA GPU
 	@$(RUN) -m pytest -m gpu $(ARGS)
 
-check: $(DEVELOPED)  ## Check style, types and the import floors; changes nothing
+check: $(DEVELOPED)  ## Check style, types, spelling and the import floors; changes nothing
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
 	$(RUN) -m mypy
+	$(RUN) -m codespell_lib dali_tf_input scripts tests docs *.md Makefile
+	$(or $(PYTHON_SITE),$(VENV))/bin/shellcheck .ci/run scripts/*.sh
 	$(RUN) -m pytest -q tests/test_floors.py
 
 format: $(DEVELOPED)  ## Format the code; the only verb that edits

@@ -43,7 +43,7 @@ _PLOT = FLAGS.string("plot", None, "File for the plot, a .png.")
 
 _REFERENCE = "tf_data"
 _MOST_DIFFERENCE = 0.01  # of 255, on average
-_COLUMNS = ("backend", "images/s", "min", "max", f"x {_REFERENCE}", "CPU s / 1000")
+_COLUMNS: tuple[str, ...] = ("backend", "images/s", "min", "max", f"x {_REFERENCE}", "CPU s / 1000")
 _COLUMNS += ("first batch s", "peak MB", "what")
 
 

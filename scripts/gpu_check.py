@@ -102,8 +102,10 @@ def list_commands(part: str, device: str) -> list[list[str]]:
             dali: ANY_ORDER,
             f"{dali}_global": [n for n in EXPERIMENTS if n not in ANY_ORDER],
         }
-        rows = [[row, *(f"{dali}_{name}" for name in names)] for row, names in by_order.items()]
-        return [[*compare, f"--backends={','.join(names)}"] for names in rows]
+        return [
+            [*compare, f"--backends={','.join([row, *(f'{dali}_{name}' for name in names)])}"]
+            for row, names in by_order.items()
+        ]
     if part == "tune":
         return [[*compare, "--tune", f"--backends={dali}"]]
     small = ["--network=MobileNet", "--batch_size=4", "--image_size=32", "--steps=20"]
@@ -117,8 +119,10 @@ def run(words: list[str]) -> dict[str, Any]:
     start = time.monotonic()
     environment = {**os.environ, "GPU_TESTS_ON": "cpu" if _REHEARSE.value else "gpu"}
     try:
-        shared = {"seconds": _LIMIT, "environment": environment}
-        code, output, errors = processes.call([sys.executable, *words], **shared)
+        words_of_python = [sys.executable, *words]
+        code, output, errors = processes.call(
+            words_of_python, seconds=_LIMIT, environment=environment
+        )
     except subprocess.TimeoutExpired:
         code, output, errors = 1, "", f"no answer within {_LIMIT} s"
     last = f"DIED: {processes.how_it_ended(code)}: {errors.strip()[-500:]}" if code else ""

@@ -42,8 +42,9 @@ _RESUME = FLAGS.string("resume", None, "Folder that keeps the state of training.
 _SAVE_EVERY = FLAGS.integer("save_every", None, "Steps between saves; else an epoch.", 1)
 _SAVE = FLAGS.string("save", None, "File for the trained model, a .keras.")
 
-tf = command.import_tensorflow()  # without its start-up messages
+command.import_tensorflow()  # without its start-up messages
 import keras  # noqa: E402
+import tensorflow as tf  # noqa: E402
 
 _EXAMPLE = (
     '{"cluster": {"worker": ["host0:12345", "host1:12345"]}, "task": {"type": "worker", "index":'
@@ -125,10 +126,12 @@ def make_strategy() -> tf.distribute.MultiWorkerMirroredStrategy:
 
 def read_step(resume: Resume | None) -> int:
     """Returns the step of the state that this worker sees; 0 if there is none, or a damaged one."""
+    if not resume:
+        return 0
     try:
         with open(os.path.join(resume.folder, "state.json"), encoding="utf-8") as stream:
             return int(json.load(stream)["step"])
-    except (AttributeError, OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError):
         return 0
 
 
@@ -170,13 +173,12 @@ def fit(
     if batch_size % num_workers:
         raise InputError(f"`batch_size` must be a multiple of {num_workers}, got {batch_size}.")
     shared = {"batch_size": batch_size // num_workers, "shard": Shard(worker, num_workers)}
-    per_epoch, state = spec.records.num_records // batch_size, None
+    per_epoch, first = spec.records.num_records // batch_size, 0
     check_agreement(strategy, read_step(resume))  # all workers read the weights, or none
     if resume:
         state, _ = resume.restore(model, spec, batch_size=batch_size)
-    first = state.step if state else 0
-    if first:
-        print(f"resume      after step {first:,} of {epochs * per_epoch:,}, from {resume.folder}")
+        if first := state.step:
+            print(f"resume      after step {first:,} of {epochs * per_epoch:,} by {resume.folder}")
     if first >= epochs * per_epoch:
         return {}
     dataset = make_dataset(spec, options, start_step=first, endless=True, **shared)
@@ -193,8 +195,8 @@ def fit(
         totals = np.zeros(2)
         for step in steps:
             totals += [float(value) for value in train_step(next(batches))]
-            is_due = state and (resume.is_due(step + 1) or step + 1 == steps.stop)
-            if is_due and worker == 0:
+            is_last = step + 1 == steps.stop
+            if resume and worker == 0 and (resume.is_due(step + 1) or is_last):
                 state.step = step + 1
                 resume.save(model, state)
         logs = {"accuracy": totals[1] / len(steps), "loss": totals[0] / len(steps)}
@@ -210,16 +212,16 @@ def fit(
 
 def _pad(dataset: tf.data.Dataset, spec: InputSpec, batch_size: int) -> Iterator[tuple[Any, ...]]:
     """Yields (images, labels, weights), as many on each worker; padding has weight 0."""
-    steps, worker_batch = -(-spec.records.num_records // batch_size), None
-    iterator = iter(dataset)
-    for _ in range(steps):
+    iterator, last = iter(dataset), None
+    for _ in range(-(-spec.records.num_records // batch_size)):
         batch = next(iterator, None)
-        if batch is None:  # the others still have records
-            images, labels = (values[:1] for values in worker_batch)
-            yield images, labels, tf.zeros(1)
-        else:
-            worker_batch = batch
-            yield *batch, tf.ones(len(batch[0]))
+        last = batch or last
+        assert last, "each worker has at least a batch"
+        images, labels = last
+        if batch:
+            yield images, labels, tf.ones(len(images))
+        else:  # the others still have records
+            yield images[:1], labels[:1], tf.zeros(1)
 
 
 def _make_steps(

@@ -140,7 +140,8 @@ def test_a_mistake_is_told_from_bad_records(tmp_path, case):
         *_, last = text.strip().splitlines()
         assert re.search(ADVICE[case].rpartition(".*")[2], last)
         assert more or re.search(ADVICE[case], text, re.DOTALL)
-        assert "--on_bad=skip" not in text and "--max_bad_fraction" not in text
+        assert "--on_bad=skip" not in text
+        assert "--max_bad_fraction" not in text
         assert not list(tmp_path.glob("*.idx"))
 
 

@@ -175,7 +175,8 @@ def test_copy(tmp_path):
         run(COPY, -1, tmp_path)
         copies = sorted((tmp_path / "dali_tf_input").glob("*/*"), key=lambda path: path.name[-1])
         assert [path.read_bytes() for path in copies] == [bytes([n]) * 100_000 for n in range(4)]
-        assert (tmp_path / "mine").exists() and (tmp_path / "dali_tf_input/mine").exists()
+        assert (tmp_path / "mine").exists()
+        assert (tmp_path / "dali_tf_input/mine").exists()
 
 
 @pytest.mark.slow

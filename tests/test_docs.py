@@ -84,7 +84,8 @@ def test_the_picture_of_the_rooms_is_the_package():
         for entry in PACKAGE.iterdir()
         if entry.name not in ("__pycache__", "py.typed") and not entry.name.startswith("__")
     }
-    assert len(rooms) == len({*rooms}) and {*rooms} == entries
+    assert len(rooms) == len({*rooms})
+    assert {*rooms} == entries
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

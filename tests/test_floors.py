@@ -81,7 +81,8 @@ def test_public_names_are_few_and_documented():
     assert len(dti.__all__) <= 25
     for name in dti.__all__:
         value = getattr(dti, name)
-        assert value.__doc__ and not value.__doc__.startswith(f"{name}("), name
+        assert value.__doc__, name
+        assert not value.__doc__.startswith(f"{name}("), name
 
 
 USER = """

@@ -11,12 +11,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from dali_tf_input import InputError
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _START_SECONDS = 600  # for TensorFlow's start on a busy machine
+
+_Worker = TypeVar("_Worker", bound="JsonWorker")
 
 
 def die_with_parent() -> None:
@@ -91,7 +93,7 @@ class JsonWorker:
         self._words, self._environment = list(words), {**os.environ, **(environment or {})}
         self._process: Any = None
 
-    def __enter__(self) -> "JsonWorker":
+    def __enter__(self: _Worker) -> _Worker:
         return self
 
     def __exit__(self, *_: object) -> None:

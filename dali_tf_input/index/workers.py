@@ -263,7 +263,8 @@ class _Worker:
         self, job: Job, crashing: Crashing, on_progress: Callable[[int, int], None]
     ) -> dict[str, Any] | None:
         """Returns the answer to a job; None if it is to be run again by another process."""
-        assert self._process.stdin and self._process.stdout
+        assert self._process.stdin
+        assert self._process.stdout
         task = {**dataclasses.asdict(job), "crashing": crashing, "longest_decode": _LONGEST_DECODE}
         with contextlib.suppress(BrokenPipeError):  # it died; its exit status says how
             self._process.stdin.write(json.dumps(task).encode() + b"\n")

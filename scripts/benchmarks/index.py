@@ -47,7 +47,14 @@ _LEVELS = {
     "decode, tf.data's": ["--verify=decode", "--decoder=tf_data"],
     "decode, both": ["--verify=decode"],
 }
-_COLUMNS = ("files", "records", "bytes each", "seconds", "M records/s", "MB memory")
+_COLUMNS: tuple[str, ...] = (
+    "files",
+    "records",
+    "bytes each",
+    "seconds",
+    "M records/s",
+    "MB memory",
+)
 _COLUMNS += ("unchanged, s", "x tfrecord2idx")
 
 
@@ -80,7 +87,7 @@ def measure_sets(folder: str, numbers: list[int]) -> dict[str, Any]:
     theirs = time_tfrecord2idx(os.path.join(folder, str(numbers[0])))
     lines, rows = [], {}
     for number, size in sizes.items():
-        took, peaks, again = zip(*runs[number], strict=True)
+        took, peaks, again = map(list, zip(*runs[number], strict=True))
         seconds, unchanged, records = Stats.of(took), Stats.of(again), number * _RECORDS.value
         ratio = theirs * number / seconds.median
         line = [f"{number:,}", f"{records:,}", f"{size:,}", format_stats(seconds)]
@@ -163,7 +170,7 @@ def time_tfrecord2idx(folder: str) -> float:
     files = files[:_TFRECORD2IDX_FILES]
     start = time.perf_counter()
     for file in files:
-        words = [sys.executable, tool, file, f"{file}.theirs"]
+        words = [sys.executable, str(tool), str(file), f"{file}.theirs"]
         subprocess.run(words, check=True, capture_output=True)
     return (time.perf_counter() - start) / len(files)
 

@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from dali_tf_input import build_index
 from dali_tf_input.cli import command, machine, processes
@@ -145,6 +146,7 @@ def run_server(files: tuple[str, ...]) -> Iterator[str]:
     """Gives the URL of a server of `files`, a process of its own."""
     words = [sys.executable, os.path.abspath(__file__), f"--milliseconds={_MILLISECONDS.value}"]
     process = processes.start([*words, "serve", *files], stdout=subprocess.PIPE)
+    assert process.stdout
     try:
         yield f"http://127.0.0.1:{process.stdout.readline().strip()}"
     finally:
@@ -173,7 +175,7 @@ class Answers(asyncio.Protocol):
     def __init__(self, loop: asyncio.AbstractEventLoop, files: dict[bytes, memoryview]) -> None:
         self._loop, self._files, self._asked = loop, files, b""
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
+    def connection_made(self, transport: Any) -> None:
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
@@ -182,7 +184,9 @@ class Answers(asyncio.Protocol):
             self._loop.call_later(_MILLISECONDS.value / 1000, self._answer, request)
 
     def _answer(self, request: bytes) -> None:
-        method, kind, name, first, last = _REQUEST.match(request).groups()
+        asked = _REQUEST.match(request)
+        assert asked
+        method, kind, name, first, last = asked.groups()
         Answers.count += 1
         if name not in self._files:
             self._transport.write(b"HTTP/1.1 404 X\r\nContent-Length: 0\r\n\r\n")

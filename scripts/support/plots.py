@@ -79,7 +79,7 @@ def plot_stages(report: dict, *, names: dict[str, str], path: str) -> None:
     panels["cpu"] = "CPU seconds per 1000 images, all threads"
     title, size = "What each stage of the input costs", (13, 2.8 + 0.8 * len(stages))
     with _figure(path, title, note, size, panes=2) as (figure, panes):
-        colors = dict(zip(names, plt.get_cmap("tab10").colors, strict=False))
+        colors = dict(zip(names, plt.color_sequences["tab10"], strict=False))
         for axes, (measure, unit) in zip(panes, panels.items(), strict=True):
             widest = max(sum(row[measure] for row in rows.values()) for rows in stages.values())
             for position, rows in enumerate(stages.values()):

@@ -646,7 +646,8 @@ def test_labels_of_a_table(tmp_path, kind, labels, expected):
     names, starts = list_rows(str(path), catalog)
     lines = [json.loads(line) for line in Path(catalog).read_text().splitlines()]
     assert [features["image/class/label"] for features, *_ in lines] == expected
-    assert len(starts) == 3 and names == (["a", "b"] if "a" in labels else None)
+    assert len(starts) == 3
+    assert names == (["a", "b"] if "a" in labels else None)
 
 
 def test_a_row_that_is_too_long(tmp_path):
@@ -711,7 +712,8 @@ def test_a_table_that_excel_wrote(tmp_path):
     """With a mark before its first column that is not seen."""
     (tmp_path / "a.csv").write_text("path,label\na.jpg,3\n", encoding="utf-8-sig")
     names, starts = list_rows(str(tmp_path / "a.csv"), str(tmp_path / "catalog"))
-    assert names is None and len(starts) == 1
+    assert names is None
+    assert len(starts) == 1
 
 
 def test_a_split_without_images(tmp_path, photos):

@@ -30,7 +30,7 @@ class Candidate:
     """
 
     options: DaliOptions | TfDataOptions
-    order: str = "global"
+    order: Any = "global"
     variant: str = "dataset"
 
     @property

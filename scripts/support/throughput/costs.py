@@ -14,7 +14,15 @@ from support.benchmark import Stats, Window
 from support.throughput.candidates import Candidate, CandidateError, Measurer, images_per_second
 from support.throughput.stages import STAGES
 
-_COLUMNS = ("backend", "stage", "images/s so far", "s / 1000", "min", "max", "share")
+_COLUMNS: tuple[str, ...] = (
+    "backend",
+    "stage",
+    "images/s so far",
+    "s / 1000",
+    "min",
+    "max",
+    "share",
+)
 _COLUMNS += ("CPU s / 1000",)
 
 # What the stages are called.

@@ -21,6 +21,7 @@ ANY_ORDER = ("prefetch", "on_cpu", "plain_upsampling")
 def make_dataset(name: str, spec: InputSpec, options: DaliOptions, *, batch_size: int) -> Any:
     """Returns an infinite dataset of images and labels, made in another way."""
     import tensorflow as tf
+    from nvidia.dali import fn
 
     from dali_tf_input.backends import dali, dali_reading
     from dali_tf_input.backends.reading import Stream
@@ -28,7 +29,7 @@ def make_dataset(name: str, spec: InputSpec, options: DaliOptions, *, batch_size
     stream = Stream(spec=spec, batch_size=batch_size, endless=True)
     tail = 8 + 4 * spec.preprocess.num_uniforms
     copy, unpack = tf.data.experimental.copy_to_device, dali_reading._unpack
-    source, hints = dali_reading.fn.external_source, dali.decoder_hints
+    source, hints = fn.external_source, dali.decoder_hints
 
     def slice_off(*arguments: Any) -> dict[str, Any]:
         values = unpack(*arguments)
@@ -47,7 +48,7 @@ def make_dataset(name: str, spec: InputSpec, options: DaliOptions, *, batch_size
         "on_cpu": tf.device("CPU:0"),
         "plain_upsampling": patch.object(dali, "decoder_hints", upsample_plainly),
         "prefetch_records": patch.object(tf.data.experimental, "copy_to_device", copy_ahead),
-        "fed_on_gpu": patch.object(dali_reading.fn, "external_source", feed_device),
+        "fed_on_gpu": patch.object(fn, "external_source", feed_device),
         "no_tail": patch.object(dali_reading, "_unpack", slice_off),
     }
     with ways.get(name, contextlib.nullcontext()):

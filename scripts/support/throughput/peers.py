@@ -110,8 +110,8 @@ class _Preparation:
             raise dti.InputError(f"{text}: leave out grain and torch.")
         self._resize, self._size = preprocess.crop.resize, preprocess.image_size
         self._area = preprocess.antialias
-        self._mean = np.float32(preprocess.mean)
-        self._scale = 1 / np.float32(preprocess.std)
+        self._mean = np.array(preprocess.mean, np.float32)
+        self._scale = 1 / np.array(preprocess.std, np.float32)
 
     def __call__(self, data: bytes, random: np.random.Generator) -> np.ndarray:
         """Returns float32 (height, width, 3)."""

@@ -25,11 +25,12 @@ def make_dataset(spec: dti.InputSpec, *, batch_size: int) -> Any:
     # Constants of the full shape, because broadcasting over the channels is slow in TensorFlow.
     mean = tf.broadcast_to(preprocess.mean, shape)
     std = tf.broadcast_to(preprocess.std, shape)
+    assert spec.label
     image_key, label_key = spec.records.image_key, spec.label.key
     keys = {image_key: tf.string, label_key: tf.int64}
     wanted = {key: tf.io.FixedLenFeature([], kind) for key, kind in keys.items()}
 
-    def resize_and_crop(image):
+    def resize_and_crop(image: Any) -> Any:
         match crop:
             case dti.ResizeRandomCrop(resize=resize):
                 return tf.image.random_crop(tf.image.resize(image, resize, **resizing), shape)
@@ -50,7 +51,7 @@ def make_dataset(spec: dti.InputSpec, *, batch_size: int) -> Any:
                 raise _refuse(crop)
 
     @tf.autograph.experimental.do_not_convert
-    def prepare(record):
+    def prepare(record: Any) -> Any:
         features = tf.io.parse_single_example(record, wanted)
         image = tf.io.decode_jpeg(features[image_key], channels=3, dct_method="INTEGER_ACCURATE")
         image = tf.image.random_flip_left_right(resize_and_crop(image))
@@ -72,6 +73,7 @@ def make_pipeline(spec: dti.InputSpec, *, batch_size: int, num_threads: int) -> 
     from nvidia.dali import fn, types
     from nvidia.dali import tfrecord as dali_tfrecord
 
+    assert spec.label
     preprocess, dataset, label_key = spec.preprocess, spec.records, spec.label.key
     crop, size = preprocess.crop, preprocess.image_size
     dtypes = {"float32": types.FLOAT, "float16": types.FLOAT16, "uint8": types.UINT8}

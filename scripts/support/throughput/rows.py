@@ -27,23 +27,24 @@ class Row(NamedTuple):
     what: str
 
 
+_TABLE: tuple[tuple[str, DaliOptions | TfDataOptions, str, str, str], ...] = (
+    ("tf_data_serial", _SERIAL, "buffer", "dataset", "tf.data, one image after another"),
+    ("tf_data_by_hand", _TF, "buffer", "by_hand", "tf.data in parallel, written by hand"),
+    ("tf_data", _TF, "buffer", "dataset", "this package on tf.data"),
+    ("tf_data_plain", _PLAIN, "buffer", "dataset", "the same by TensorFlow's operations"),
+    ("dali_cpu_by_hand", _CPU, "buffer", "by_hand", "DALI on CPU, written by hand, bare"),
+    ("dali_cpu_bare", _CPU, "buffer", "bare", "DALI on CPU, without TensorFlow"),
+    ("dali_cpu", _CPU, "buffer", "dataset", "this package on DALI, CPU"),
+    ("tf_data_global", _TF, "global", "dataset", "tf.data, order global"),
+    ("dali_cpu_global", _CPU, "global", "dataset", "DALI on CPU, order global"),
+    ("dali_gpu_bare", _GPU, "buffer", "bare", "DALI on GPU, without TensorFlow"),
+    ("dali_gpu", _GPU, "buffer", "dataset", "this package on DALI, GPU"),
+    ("dali_gpu_global", _GPU, "global", "dataset", "DALI on GPU, order global"),
+    *((name, _TF, "buffer", name, what) for name, what in PEERS.items()),
+)
 ROWS = {
     name: Row(Candidate(options, order, variant), what)
-    for name, options, order, variant, what in (
-        ("tf_data_serial", _SERIAL, "buffer", "dataset", "tf.data, one image after another"),
-        ("tf_data_by_hand", _TF, "buffer", "by_hand", "tf.data in parallel, written by hand"),
-        ("tf_data", _TF, "buffer", "dataset", "this package on tf.data"),
-        ("tf_data_plain", _PLAIN, "buffer", "dataset", "the same by TensorFlow's operations"),
-        ("dali_cpu_by_hand", _CPU, "buffer", "by_hand", "DALI on CPU, written by hand, bare"),
-        ("dali_cpu_bare", _CPU, "buffer", "bare", "DALI on CPU, without TensorFlow"),
-        ("dali_cpu", _CPU, "buffer", "dataset", "this package on DALI, CPU"),
-        ("tf_data_global", _TF, "global", "dataset", "tf.data, order global"),
-        ("dali_cpu_global", _CPU, "global", "dataset", "DALI on CPU, order global"),
-        ("dali_gpu_bare", _GPU, "buffer", "bare", "DALI on GPU, without TensorFlow"),
-        ("dali_gpu", _GPU, "buffer", "dataset", "this package on DALI, GPU"),
-        ("dali_gpu_global", _GPU, "global", "dataset", "DALI on GPU, order global"),
-        *((name, _TF, "buffer", name, what) for name, what in PEERS.items()),
-    )
+    for name, options, order, variant, what in _TABLE
 }
 
 # Measured on request alone, and by gpu_check.py.
@@ -104,7 +105,8 @@ def measure_in_turn(
         measurers = {
             name: stack.enter_context(Measurer(*flags)) for name, (_, flags) in rows.items()
         }
-        names, windows = list(rows), {name: [] for name in rows}
+        names = list(rows)
+        windows: dict[str, list[dict[str, Any]]] = {name: [] for name in rows}
 
         def measure(name: str) -> dict[str, Any]:
             try:

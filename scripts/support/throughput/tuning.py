@@ -70,7 +70,7 @@ def list_settings(default: Candidate, cores: int, *, plainly: bool) -> list[Cand
     options = default.options
     threads = [max(1, cores // 2), cores, cores + 1, 2 * cores]
     if isinstance(options, TfDataOptions):
-        changes = {
+        changes: dict[str, list[Any]] = {
             "num_parallel_calls": threads,
             "num_parallel_reads": [1, 4, 64],
             "decode": ["region" if plainly else "full"],

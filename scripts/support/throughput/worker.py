@@ -36,13 +36,13 @@ def make_batches(candidate: Candidate, spec: InputSpec, batch_size: int) -> Iter
         return run_pipeline(reference.make_pipeline(spec, num_threads=threads, **shared))
     if variant == "by_hand":
         return iter(reference.make_dataset(spec, **shared))
-    if variant == "bare":
+    if variant == "bare" and isinstance(options, DaliOptions):
         device_id = 0 if options.device == "gpu" else None
         stream = Stream(spec=spec, **shared)
         return run_pipeline(
             import_dali().build_pipeline(stream, options, device_id, by_itself=True)
         )
-    if variant in experiments.EXPERIMENTS:
+    if variant in experiments.EXPERIMENTS and isinstance(options, DaliOptions):
         return iter(experiments.make_dataset(variant, spec, options, **shared))
     if variant in peers.PEERS:
         return peers.make_batches(variant, spec, **shared)
@@ -111,8 +111,9 @@ class Pipelines:
             self._candidate = candidate
             # Fills the queues; tf.data's tuning settles.
             measure(self._batches, batch_size=size, seconds=seconds / 4, warmup_batches=4)
-        settings = {"batch_size": size, "seconds": seconds, "warmup_batches": warmup_batches}
-        window = measure(self._batches, **settings)
+        window = measure(
+            self._batches, batch_size=size, seconds=seconds, warmup_batches=warmup_batches
+        )
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
         details = {"first_batch_seconds": self._first_batch_seconds, "peak_memory_bytes": peak}
         on_gpu = candidate.backend == "dali_gpu"
