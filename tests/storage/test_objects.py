@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.parse
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +21,7 @@ import commands
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import ROOT, SCRIPTS, TF_DATA, backends, refused, spec_of, write_dataset
+from conftest import ROOT, SCRIPTS, TF_DATA, backends, jpeg, refused, spec_of, write_dataset
 from stores import BUCKET, Proxy, ask, run_server, run_tls_server
 
 import dali_tf_input as dti
@@ -503,6 +504,33 @@ def test_convert_from_a_store(stored, dataset, server, tmp_path):
         assert made[0] == made[1]
     process = commands.run("convert", sources[0], f"s3://{BUCKET}/out")
     commands.fails(process, "a set is written to a local folder")
+
+
+@pytest.mark.parametrize("splits", [("",), ("train/", "val/")], ids=["classes", "splits"])
+def test_convert_folders_of_a_store(stored, server, tmp_path, splits):
+    """Makes what it makes of a local folder, to the byte; names what cannot be read."""
+    name = f"photos{len(splits)}"
+    for split in splits:
+        for number, kind in enumerate(("a cat", "b+dog")):
+            folder = tmp_path / "photos" / split / kind
+            folder.mkdir(parents=True)
+            for image in range(4 + number):
+                data = jpeg(40, 50, seed=image) if image else b"no image"
+                (folder / f"{image}.jpg").write_bytes(data)
+                path = urllib.parse.quote(f"/{BUCKET}/{name}/{split}{kind}/{image}.jpg")
+                ask(server, "PUT", path, data)
+    made = []
+    for number, source in enumerate((tmp_path / "photos", f"s3://{BUCKET}/{name}/")):
+        process = commands.run("convert", "--decoder=none", source, tmp_path / f"out{number}")
+        assert (process.returncode, process.stderr) == (0, "")
+        files = {path.name: path.read_bytes() for path in (tmp_path / f"out{number}").iterdir()}
+        bad = files.pop("unreadable_images.jsonl").decode().splitlines()
+        assert len(bad) == 2 * len(splits)
+        assert all(f"{str(source).rstrip('/')}/" in line for line in bad)
+        made.append(files)
+    assert made[0] == made[1]
+    process = commands.run("convert", f"s3://{BUCKET}/none{name}/", tmp_path / "none")
+    commands.fails(process, f"s3://{BUCKET}/none{name} has no sub-folders of images")
 
 
 @pytest.mark.slow

@@ -1,12 +1,12 @@
 """Turns images into TFRecords with TF-slim's keys, or TFRecords into better ones.
 
-SOURCE is a folder with one sub-folder of images per class, or with two of these, train and val,
-which are kept as splits; or a table.csv or table.jsonl with the path of each image and any of label
-(an integer or a name), labels (integers, separated by spaces or a JSON list), values (numbers) and
-mask (the path of a PNG); or a file or pattern of indexed TFRecords, or of compressed ones (GZIP,
-ZLIB). It writes OUT/train-00000-of-00004, ..., OUT/validation-00000-of-00001 and OUT/labels.txt
-(line i + 1 names label i; labels follow the sorted order of the sub-folders, from 0). Records are
-shuffled over all files by --seed.
+SOURCE is a folder, also of a store, with one sub-folder of images per class, or with two of these,
+train and val, which are kept as splits; or a table.csv or table.jsonl with the path of each image
+and any of label (an integer or a name), labels (integers, separated by spaces or a JSON list),
+values (numbers) and mask (the path of a PNG); or a file or pattern of indexed TFRecords, or of
+compressed ones (GZIP, ZLIB). It writes OUT/train-00000-of-00004, ...,
+OUT/validation-00000-of-00001 and OUT/labels.txt (line i + 1 names label i; labels follow the sorted
+order of the sub-folders, from 0). Records are shuffled over all files by --seed.
 
 TFRecords keep their splits, by name: validation-*, or tfds' *-validation.tfrecord-*; all others are
 training. Files of a test split among others are refused.
@@ -32,11 +32,11 @@ from typing import get_args
 
 from dali_tf_input import InputError, Records
 from dali_tf_input.cli import command
-from dali_tf_input.cli.convert import records, table, writer
+from dali_tf_input.cli.convert import folders, records, table, writer
 from dali_tf_input.cli.convert.images import Conversion
 from dali_tf_input.cli.convert.inflate import inflate_files
 from dali_tf_input.cli.dask import connect_dask
-from dali_tf_input.cli.label_names import LABELS_NAME, find_label_file
+from dali_tf_input.cli.label_names import find_label_file
 from dali_tf_input.records.paths import find_files
 from dali_tf_input.records.schema import Decoder
 from dali_tf_input.storage.objects import is_url
@@ -66,9 +66,6 @@ _OVERWRITE = FLAGS.boolean("overwrite", False, "Replace OUT if it holds such a s
 _IMAGE_KEY = FLAGS.string("image_key", None, "Feature key of the image in TFRecords; else found.")
 _INDEX_DIR = FLAGS.string("index_dir", None, "Folder of TFRecords' indexes; else beside each file.")
 
-_VALIDATION_NAMES = ("val", "valid", "validation")
-_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
-
 
 def main(arguments: list[str]) -> int:
     """Makes the set; returns the exit code."""
@@ -90,27 +87,11 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         catalog = os.path.join(folder, "catalog")
         labels: list[str] | None
-        if os.path.isdir(source):
-            roots = find_split_folders(source)
-            root, held_out = roots.get("train", source), roots.get("validation")
-            class_names, ignored = find_classes(root, skip_empty=_SKIP_UNREADABLE.value)
-            labels, groups = class_names, list_images(root, class_names, catalog)
-            if held_out:
-                if fraction is not None:
-                    text = f"{held_out} is the validation split: leave out"
-                    raise InputError(f"{text} --validation_fraction.")
-                fraction = 0.0
-                skips = _SKIP_UNREADABLE.value
-                held_out_names, more_ignored = find_classes(held_out, skip_empty=skips)
-                ignored += more_ignored
-                check_same_classes(held_out, held_out_names, class_names, may_lack=skips)
-                for starts in list_images(held_out, class_names, catalog):
-                    kept_validation += starts
-            if ignored:
-                files = command.format_count(ignored, "file")
-                print(f"ignored: {files} that do not end in {', '.join(_SUFFIXES)}")
+        if folders.is_folder(source):
+            shared = {"skip_empty": _SKIP_UNREADABLE.value, "validation_fraction": fraction}
+            labels, groups, kept_validation = folders.list_images(source, catalog, **shared)
             make_records = functools.partial(records.make_records_of_images, conversion)
-            fraction = 0.1 if fraction is None else fraction
+            fraction = 0.1 if fraction is None and not kept_validation else fraction
         elif source.endswith(table.SUFFIXES):
             labels, rows = table.list_rows(source, catalog)
             groups = [rows]
@@ -149,92 +130,6 @@ def main(arguments: list[str]) -> int:
         written = writer.write_splits(out, splits, make_records, **shared)
     writer.print_written(out, written, None if labels is None else len(labels))
     return 0
-
-
-def find_split_folders(source: str) -> dict[str, str]:
-    """Returns the folders of the splits that `source` holds; none if its folders are classes.
-
-    Raises:
-      InputError: there are splits, but not one of training and one of validation.
-    """
-    names = {entry.name for entry in os.scandir(source) if entry.is_dir()}
-    names = {name for name in names if not name.startswith(".")}
-    if not names or not names <= {"train", *_VALIDATION_NAMES, "test"}:
-        return {}
-    held_out = sorted(names & {*_VALIDATION_NAMES})
-    if "train" not in names or len(held_out) != 1 or "test" in names:
-        raise InputError(
-            f"{source} holds {', '.join(sorted(names))}: splits are made of a folder train and one"
-            f" of {', '.join(_VALIDATION_NAMES)}. Convert others by themselves."
-        )
-    return {"train": os.path.join(source, "train"), "validation": os.path.join(source, held_out[0])}
-
-
-def check_same_classes(
-    folder: str, names: list[str], class_names: list[str], *, may_lack: bool
-) -> None:
-    """Raises InputError if the classes of a split are not those of training, or may not be less."""
-    for problem, missing, is_allowed in (
-        ("holds classes that training does not", {*names} - {*class_names}, False),
-        ("lacks classes of training", {*class_names} - {*names}, may_lack),
-    ):
-        if missing and not is_allowed:
-            raise InputError(f"{folder} {problem}: {', '.join(sorted(missing)[:10])}.")
-
-
-def find_classes(image_root: str, *, skip_empty: bool) -> tuple[list[str], int]:
-    """Returns the names of the classes, sorted, and how many files in them are no images.
-
-    The classes are the sub-folders that are not hidden.
-    """
-    folders = [entry.name for entry in os.scandir(image_root) if entry.is_dir()]
-    class_names = sorted(name for name in folders if not name.startswith("."))
-    broken = [name for name in class_names if "\n" in name]
-    if broken:
-        raise InputError(
-            f"{broken[0]!r}: a line break in the name of a class, which {LABELS_NAME} cannot"
-            " hold: rename the folder."
-        )
-    others, empty = 0, {}
-    for name in class_names:
-        files = os.listdir(os.path.join(image_root, name))
-        images = sum(map(is_image, files))
-        others += len(files) - images
-        if not images:
-            suffixes = sorted({os.path.splitext(file)[1] or file for file in files})
-            empty[name] = f"{name} ({', '.join(suffixes[:5]) or 'empty'})"
-    if empty and not skip_empty:
-        raise InputError(
-            f"{len(empty)} of {len(class_names)} class folders hold no file that ends in"
-            f" {', '.join(_SUFFIXES)}: {', '.join(list(empty.values())[:50])}. Convert their"
-            " images, or leave these classes out with --skip_unreadable."
-        )
-    class_names = [name for name in class_names if name not in empty]
-    if not class_names:
-        text = "put the images of each class into its own"
-        raise InputError(f"{image_root} has no sub-folders of images: {text}.")
-    return class_names, others
-
-
-def is_image(name: str) -> bool:
-    """Whether a file is an image by its name."""
-    return name.lower().endswith(_SUFFIXES) and not name.startswith(".")
-
-
-def list_images(image_root: str, class_names: list[str], catalog: str) -> "list[array.array[int]]":
-    """Writes a line [features, path, None] per image to `catalog`; returns classes' line starts."""
-    groups = []
-    with open(catalog, "ab") as stream:
-        for label, class_name in enumerate(class_names):
-            folder, starts = os.path.join(image_root, class_name), array.array("Q")
-            features = {"image/class/label": label, "image/class/text": class_name}
-            names = os.listdir(folder) if os.path.isdir(folder) else []
-            for name in sorted(filter(is_image, names)):
-                starts.append(stream.tell())
-                line = [features, os.path.join(folder, name), None]
-                stream.write(json.dumps(line).encode() + b"\n")
-            groups.append(starts)
-    return groups
 
 
 def list_records(dataset: Records, catalog: str) -> "tuple[array.array[int], array.array[int]]":

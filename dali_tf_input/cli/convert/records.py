@@ -22,7 +22,7 @@ from dali_tf_input.records.example import (
 )
 from dali_tf_input.records.schema import PIXELS_KEY, SIDE_KEYS
 from dali_tf_input.records.tfrecord import read_data, unframe_record
-from dali_tf_input.storage.objects import Part, read_parts
+from dali_tf_input.storage.objects import Part, Status, read_parts, read_whole
 
 
 @dataclass(frozen=True)
@@ -48,16 +48,30 @@ class Catalog(Sequence[Any]):
 
 
 def make_records_of_images(conversion: Conversion, items: list[Any]) -> list[writer.Record]:
-    """Reads images, items [features, path, path of the mask or None]."""
-    return [_record_of_image(conversion, *item) for item in items]
+    """Reads images, items [features, path, path of the mask or None, status or None].
+
+    A stored object has a status.
+    """
+    stored = {name: Status(*status) for _, name, _, status in items if status}
+    data = dict(zip(stored, read_whole(stored), strict=True)) if stored else {}
+    return [
+        _record_of_image(conversion, features, name, mask, data.get(name))
+        for features, name, mask, _ in items
+    ]
 
 
 def _record_of_image(
-    conversion: Conversion, features: dict[str, Any], name: str, mask: str | None
+    conversion: Conversion,
+    features: dict[str, Any],
+    name: str,
+    mask: str | None,
+    encoded: bytes | None,
 ) -> writer.Record:
     try:
-        with open(name, "rb") as stream:
-            image = convert_image(stream.read(), conversion)
+        if encoded is None:
+            with open(name, "rb") as stream:
+                encoded = stream.read()
+        image = convert_image(encoded, conversion)
         if mask:
             with open(mask, "rb") as stream:
                 features[table.KEYS["mask"]] = convert_mask(stream.read(), image)

@@ -55,7 +55,7 @@ def list_rows(table: str, catalog: str) -> "tuple[list[str] | None, array.array[
                     features[KEYS[column]] = _numbers(f"{table}: row {number}", row, column, kind)
             mask = os.path.join(folder, row["mask"]) if "mask" in row else None
             starts.append(stream.tell())
-            line = [features, os.path.join(folder, row["path"]), mask]
+            line = [features, os.path.join(folder, row["path"]), mask, None]
             stream.write(json.dumps(line).encode() + b"\n")
     if not starts:
         raise InputError(f"{table} has no rows.")
