@@ -188,11 +188,10 @@ def make_normalization(preprocess: Preprocess) -> keras.layers.Layer:
     Put it first in the model. Batches of uint8 take a quarter of the bytes on their way to the
     device.
     """
-    return keras.layers.Normalization(
-        axis=-1 if preprocess.layout == "HWC" else 1,
-        mean=preprocess.mean,
-        variance=[std**2 for std in preprocess.std],
-    )
+    axis, shape = (-1, (1, 1, 1, -1)) if preprocess.layout == "HWC" else (1, (1, -1, 1, 1))
+    mean, std = (np.reshape(values, shape) for values in (preprocess.mean, preprocess.std))
+    # As arrays of all axes, because Keras 3.10 takes no others in CHW; lists, to be saved.
+    return keras.layers.Normalization(axis=axis, mean=mean.tolist(), variance=(std**2).tolist())
 
 
 @checked

@@ -165,7 +165,7 @@ def shuffle(
     if shuffle_block_size == 1 or first_of_files is None:
         order: Integers = np.argsort(raw(num_records), kind="stable")
         return order
-    phase = int(raw(1)[0] % shuffle_block_size)
+    phase = int(raw(1)[0]) % shuffle_block_size  # NumPy 1 would divide floats
     lengths = np.diff(np.append(first_of_files, num_records))
     in_file = np.arange(num_records, dtype=np.int64) - np.repeat(first_of_files, lengths)
     starts = (in_file == 0) | ((in_file - phase) % shuffle_block_size == 0)

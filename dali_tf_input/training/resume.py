@@ -224,7 +224,10 @@ class Resume:
                 raise ValueError(f"the weights are called {name!r}")
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        except (
+            *(OSError, ValueError, TypeError, AttributeError, RecursionError),
+            msgspec.MsgspecError,
+        ) as error:
             raise InputError(
                 f"{path} is not a state of training: {error}. Start in another folder."
             ) from error
