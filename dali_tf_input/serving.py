@@ -187,11 +187,22 @@ def make_normalization(preprocess: Preprocess) -> keras.layers.Layer:
 
     Put it first in the model. Batches of uint8 take a quarter of the bytes on their way to the
     device.
+
+    Raises:
+      InputError: the layout is "CHW", and Keras is older than 3.14, which normalizes the last axis
+        only.
     """
-    axis, shape = (-1, (1, 1, 1, -1)) if preprocess.layout == "HWC" else (1, (1, -1, 1, 1))
-    mean, std = (np.reshape(values, shape) for values in (preprocess.mean, preprocess.std))
-    # As arrays of all axes, because Keras 3.10 takes no others in CHW; lists, to be saved.
-    return keras.layers.Normalization(axis=axis, mean=mean.tolist(), variance=(std**2).tolist())
+    version = tuple(map(int, keras.__version__.split(".")[:2]))
+    if preprocess.layout == "CHW" and version < (3, 14):
+        raise InputError(
+            f"Keras {keras.__version__} cannot normalize layout 'CHW': pip install 'keras>=3.14',"
+            " which needs Python 3.11, or use layout 'HWC'."
+        )
+    return keras.layers.Normalization(
+        axis=-1 if preprocess.layout == "HWC" else 1,
+        mean=preprocess.mean,
+        variance=[std**2 for std in preprocess.std],
+    )
 
 
 @checked
