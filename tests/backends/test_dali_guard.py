@@ -89,9 +89,9 @@ def test_without_a_strategy_keras_takes_it(spec, make):
 
 
 def test_tensorflow_still_needs_the_guard():
-    """When this fails, the crash is cured: dali_guard.py can go."""
-    process = python("-c", UNGUARDED)
-    assert process.returncode in (-signal.SIGSEGV, -signal.SIGABRT), process.stderr
+    """When this fails, the crash is cured: dali_guard.py can go. A busy machine may miss it."""
+    codes = (python("-c", UNGUARDED).returncode for _ in range(5))
+    assert any(code in (-signal.SIGSEGV, -signal.SIGABRT) for code in codes)
 
 
 def test_other_datasets_are_distributed_as_before(spec):
