@@ -515,7 +515,7 @@ def test_convert_folders_of_a_store(stored, server, tmp_path, splits):
             folder = tmp_path / "photos" / split / kind
             folder.mkdir(parents=True)
             for image in range(4 + number):
-                data = jpeg(40, 50, seed=image) if image else b"no image"
+                data = jpeg(40, 50, seed=image) if image else b"no image"[: 8 * number]
                 (folder / f"{image}.jpg").write_bytes(data)
                 path = urllib.parse.quote(f"/{BUCKET}/{name}/{split}{kind}/{image}.jpg")
                 ask(server, "PUT", path, data)
@@ -530,7 +530,9 @@ def test_convert_folders_of_a_store(stored, server, tmp_path, splits):
         made.append(files)
     assert made[0] == made[1]
     process = commands.run("convert", f"s3://{BUCKET}/none{name}/", tmp_path / "none")
-    commands.fails(process, f"s3://{BUCKET}/none{name} has no sub-folders of images")
+    commands.fails(
+        process, f"s3://{BUCKET}/none{name} is no object, and has no sub-folders of images"
+    )
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ _SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 
 
 def is_folder(source: str) -> bool:
-    """Whether a source is a folder; a URL is one that is no pattern, table, or object."""
+    """Whether a source is a folder; a URL is one that is no pattern and no object."""
     if not is_url(source) or source.startswith("http"):
         return os.path.isdir(source)
     is_pattern = re.search(r"[*?[]", source)
@@ -146,7 +146,8 @@ def _find_classes(tree: Tree, root: str, *, skip_empty: bool) -> tuple[list[str]
     class_names = [name for name in class_names if name not in empty]
     if not class_names:
         text = "put the images of each class into its own"
-        raise InputError(f"{root} has no sub-folders of images: {text}.")
+        no_object = "is no object, and " if is_url(root) else ""
+        raise InputError(f"{root} {no_object}has no sub-folders of images: {text}.")
     return class_names, others
 
 

@@ -53,7 +53,9 @@ def make_records_of_images(conversion: Conversion, items: list[Any]) -> list[wri
     A stored object has a status.
     """
     stored = {name: Status(*status) for _, name, _, status in items if status}
-    data = dict(zip(stored, read_whole(stored), strict=True)) if stored else {}
+    holding = {name: status for name, status in stored.items() if status.size}
+    data = dict.fromkeys(stored, b"")  # an empty object has no range to ask for
+    data |= zip(holding, read_whole(holding), strict=True)
     return [
         _record_of_image(conversion, features, name, mask, data.get(name))
         for features, name, mask, _ in items
