@@ -3,6 +3,7 @@
 import signal
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from commands import python
@@ -85,7 +86,9 @@ def test_without_a_strategy_keras_takes_it(spec, make):
         batches = make(spec)
     model = keras.Sequential([keras.layers.Flatten(), keras.layers.Dense(24)])
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    model.fit(batches, steps_per_epoch=2, verbose=0)
+    history = model.fit(batches, steps_per_epoch=2, verbose=0).history
+    assert int(model.optimizer.iterations.numpy()) == 2
+    assert np.isfinite(history["loss"]).all()
 
 
 def test_tensorflow_still_needs_the_guard():

@@ -157,9 +157,7 @@ def test_threads_fetch_an_object_once(store, tmp_path):
 
 FETCH = """
 import os, sys
-import dali_tf_input as dti
-from dali_tf_input.backends import remote
-from dali_tf_input.storage import copies, objects
+from dali_tf_input.storage import copies
 from dali_tf_input.storage.objects import Status
 
 folder, url, when = sys.argv[1:]

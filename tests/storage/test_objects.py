@@ -292,15 +292,18 @@ def test_requests_that_fail_are_repeated(dataset, stored, proxy):
     """Of each kind one in 20: every record comes once."""
     dti.build_index(f"{stored}/train-*")
     far = dti.Records.from_files(f"{stored}/train-*")
-    counter, faults = itertools.count(), ("503", "429", "cut", "short")
+    counter, faults, came = itertools.count(), ("503", "429", "cut", "short"), set()
 
     def fail(method, path):
         number = next(counter)
-        return faults[number // 5 % 4] if number % 5 == 0 and "of-00003" in path else None
+        if number % 5 or "of-00003" not in path:
+            return None
+        came.add(faults[number // 5 % 4])
+        return faults[number // 5 % 4]
 
     proxy.fault = fail
     labels = take_pass(far, TF_DATA, "global", 96)[1]
-    assert next(counter) > 40  # each kind of fault came
+    assert came == set(faults)
     np.testing.assert_array_equal(labels, take_pass(dataset, TF_DATA, "global", 96)[1])
     proxy.fault = lambda method, path: "cut" if next(counter) % 5 == 0 else None
     assert dti.build_index(f"{stored}/train-*", force=True).written == 3
@@ -563,7 +566,7 @@ def test_a_program_ends(stored, proxy, tmp_path, store):
         process.stdin.close()
         time.sleep(1)  # not needed: it may end later
         answers.set()
-        process.wait(120)
+        assert process.wait(120) == 0
 
 
 PROGRAM = """
