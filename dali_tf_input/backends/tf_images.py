@@ -1,13 +1,14 @@
 """Preprocessing of one image with TensorFlow: the same pixels as `dali_images` makes."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Literal
 
 import tensorflow as tf
 
-from dali_tf_input.backends.tf_native import finish_region
+from dali_tf_input.backends import tf_native
 from dali_tf_input.records.schema import DCT_METHOD
 from dali_tf_input.spec.crops import Region, Uniforms
 from dali_tf_input.spec.input import InputSpec
@@ -62,9 +63,7 @@ def prepare_image(
         )
         image = prepare_image(encoded, uniforms, plain, decode=decode, native=True)
     else:
-        mirrored = Uniforms.split(uniforms).mirror[0] < preprocess.mirror_probability
-        finish = partial(finish_region, preprocess=preprocess, mirrored=mirrored)
-        return resample_image(encoded, uniforms, preprocess, decode=decode, finish=finish)
+        return prepare_natively(encoded, uniforms, preprocess, decode=decode)
     if augment:
         image = tf.cast(augment(image), tf.float32)
     if preprocess.channels == 1:
@@ -73,6 +72,27 @@ def prepare_image(
         )
         image = red + green + blue
     return normalize_image(image, uniforms, preprocess)
+
+
+def prepare_natively(
+    encoded: tf.Tensor, uniforms: tf.Tensor, preprocess: Preprocess, *, decode: Decode
+) -> tf.Tensor:
+    """Does all of `prepare_image` by the compiled operations, but for what they do not decode."""
+
+    def finish_decoded() -> tf.Tensor:
+        mirrored = Uniforms.split(uniforms).mirror[0] < preprocess.mirror_probability
+        finish = partial(tf_native.finish_region, preprocess=preprocess, mirrored=mirrored)
+        return resample_image(encoded, uniforms, preprocess, decode=decode, finish=finish)
+
+    if encoded.dtype == tf.uint8 or not tf_native.decodes(preprocess.crop):
+        return finish_decoded()
+    scaled = decode == "scaled" and not preprocess.takes_pixels
+    whole = decode == "full" or (scaled and preprocess.resizes_plainly)
+    image, is_done = tf_native.decode(
+        encoded, uniforms, preprocess, whole=whole, most=2 if scaled else math.inf
+    )
+    image = tf.cond(is_done, lambda: image, finish_decoded)
+    return tf.ensure_shape(image, preprocess.image_shape)
 
 
 def prepare_mask(mask: tf.Tensor, uniforms: tf.Tensor, spec: InputSpec) -> tf.Tensor:
@@ -130,11 +150,9 @@ def resample_image(
         reached = excess >= tf.constant([2, 4, 8], tf.float64)
         return tf.switch_case(tf.reduce_sum(tf.cast(reached, tf.int32)), branches)
 
-    samples = preprocess.crop.sampling, preprocess.interpolation
-    takes_pixels = "crop_and_pad" in samples or "nearest" in samples
     if encoded.dtype == tf.uint8:
         decode = "full"
-    elif decode == "scaled" and takes_pixels:
+    elif decode == "scaled" and preprocess.takes_pixels:
         decode = "region"  # pixels are taken as they are: there is nothing to scale
     if decode == "full":
         image = resample_whole(decode_image)

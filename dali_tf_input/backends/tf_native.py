@@ -1,7 +1,8 @@
-"""The operation of `native/`: resize, crop, mirror, normalize, cast, in one pass over an image."""
+"""The operations of `native/`: decode, resize, crop, mirror, normalize, cast, in one pass over an image."""
 
 import functools
 import logging
+import math
 import pathlib
 import shlex
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import tensorflow as tf
 
 from dali_tf_input.errors import InputError
-from dali_tf_input.spec.crops import Region
+from dali_tf_input.spec import crops
+from dali_tf_input.spec.crops import Crop, Region
 from dali_tf_input.spec.options import Kernel
 from dali_tf_input.spec.preprocess import Preprocess
 
@@ -18,6 +20,14 @@ LIBRARY = pathlib.Path(__file__).with_name("libdali_tf_input.so.1")
 _logger = logging.getLogger("dali_tf_input")
 _KERNELS = {"nearest": 0, "bilinear": 1, "bicubic": 2}  # `Kernel` in native/resample.h
 _COPY = 3
+# `Crop` in native/region.h.
+_CROPS: tuple[type[Crop], ...] = (
+    crops.NoCrop,
+    crops.CenterCrop,
+    crops.ResizeRandomCrop,
+    crops.RandomResizedCrop,
+    crops.RandomCrop,
+)
 
 
 @functools.cache
@@ -66,21 +76,65 @@ def finish_region(
     image: tf.Tensor, region: Region, preprocess: Preprocess, mirrored: tf.Tensor
 ) -> tf.Tensor:
     """Preprocesses a region of an image, uint8 (height, width, 3), for the model."""
+    place = tf.concat([region.start, region.extent], 0)
+    prepared = load().dali_tf_input_prepare(image, place, mirrored, **_attributes(preprocess))
+    return tf.ensure_shape(prepared, preprocess.image_shape)
+
+
+def decodes(crop: Crop) -> bool:
+    """Returns whether `decode` knows a crop: those of this package."""
+    return type(crop) in _CROPS
+
+
+def decode(
+    encoded: tf.Tensor, uniforms: tf.Tensor, preprocess: Preprocess, *, whole: bool, most: float
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Decodes a JPEG and preprocesses it for the model.
+
+    Args:
+      encoded: a scalar string, the bytes of an image file.
+      uniforms: the image's random numbers, float32 (preprocess.num_uniforms,).
+      preprocess: what to do, with a crop that `decodes`.
+      whole: whether all of the file must be sound, or only what is needed of it.
+      most: pixels of the image for one of the output, each way: of images that have this many or
+        more, none is decoded.
+
+    Returns:
+      The image, and whether it was decoded: if not, the first means nothing. What is not decoded is
+      no baseline JPEG, or not sound in a way that libjpeg-turbo would report.
+    """
+    what = describe(preprocess, whole=whole, most=most)
+    prepared, is_done = load().dali_tf_input_decode(
+        encoded, uniforms, tf.constant(what, tf.float64), **_attributes(preprocess)
+    )
+    return prepared, is_done
+
+
+def describe(preprocess: Preprocess, *, whole: bool, most: float) -> tuple[float, ...]:
+    """Returns the numbers by which the operation knows what to do; see native/region.h."""
+    crop = preprocess.crop
+    numbers: tuple[float, ...] = ()
+    if isinstance(crop, crops.CenterCrop):
+        numbers = (crop.resize_shorter,)
+    elif isinstance(crop, crops.ResizeRandomCrop):
+        numbers = crop.resize
+    elif isinstance(crop, crops.RandomResizedCrop):
+        ratios = crop.aspect_ratio_range
+        numbers = (*crop.area_range, *map(math.log, ratios), *ratios)
+    return (_CROPS.index(type(crop)), whole, most, preprocess.mirror_probability, *numbers)
+
+
+def _attributes(preprocess: Preprocess) -> dict[str, Any]:
     is_uint8, sampling = preprocess.dtype == "uint8", preprocess.crop.sampling
     mean, std = ((0.0,) * 3, (1.0,) * 3) if is_uint8 else (preprocess.mean, preprocess.std)
-    kernel = _COPY if sampling == "crop_and_pad" else _KERNELS[preprocess.interpolation]
-    prepared = load().dali_tf_input_prepare(
-        image,
-        tf.concat([region.start, region.extent], 0),
-        mirrored,
-        height=preprocess.image_size[0],
-        width=preprocess.image_size[1],
-        kernel=kernel,
-        antialias=preprocess.antialias,
-        clip=sampling == "crop_then_resize",
-        chw=preprocess.layout == "CHW",
-        mean=mean,
-        scale=[1 / value for value in std],
-        T=preprocess.dtype,
-    )
-    return tf.ensure_shape(prepared, preprocess.image_shape)
+    return {
+        "height": preprocess.image_size[0],
+        "width": preprocess.image_size[1],
+        "kernel": _COPY if sampling == "crop_and_pad" else _KERNELS[preprocess.interpolation],
+        "antialias": preprocess.antialias,
+        "clip": sampling == "crop_then_resize",
+        "chw": preprocess.layout == "CHW",
+        "mean": mean,
+        "scale": [1 / value for value in std],
+        "T": preprocess.dtype,
+    }

@@ -115,6 +115,11 @@ class Preprocess:
         return plain and self.crop.sampling == "resize_then_crop"
 
     @property
+    def takes_pixels(self) -> bool:
+        """Whether pixels are taken as they are, not resampled."""
+        return self.crop.sampling == "crop_and_pad" or self.interpolation == "nearest"
+
+    @property
     def num_uniforms(self) -> int:
         """How many random numbers in [0, 1) one image needs; see `Uniforms`."""
         return 3 + self.crop.num_attempt_uniforms

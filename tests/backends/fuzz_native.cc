@@ -22,7 +22,6 @@ int main(int, char** arguments) {
     image.height = kind[0], image.width = kind[1], image.mirror = below(2);
     std::vector<uint8_t> pixels(3 * image.height * image.width);
     for (auto& pixel : pixels) pixel = static_cast<uint8_t>(random());
-    image.pixels = pixels.data();
     for (int axis = 0; axis < 2; ++axis) {
       const double size = static_cast<double>(kind[axis]);
       image.extent[axis] = size * part();
@@ -41,7 +40,7 @@ int main(int, char** arguments) {
     }
     // Of its very size, so that a write beyond it is found.
     std::vector<uint8_t> out(static_cast<size_t>(3) * work.height * work.width * sizes[work.output]);
-    Prepare(work, image, out.data());
+    Prepare(work, image, pixels.data(), out.data());
     const float* values = reinterpret_cast<const float*>(out.data());
     for (size_t place = 0; work.output == kFloat32 && place < out.size() / 4; ++place) {
       if (!(values[place] > -200 && values[place] < 500)) return std::printf("found %g\n", values[place]), 1;

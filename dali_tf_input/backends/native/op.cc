@@ -1,10 +1,15 @@
-// TensorFlow's operations DaliTfInputRead: a record of a file whose extent is known (read.h), and DaliTfInputPrepare: a
-// decoded image and a region of it to what the model sees (resample.h).
+// TensorFlow's operations DaliTfInputRead: records of files whose extents are known (read.h); DaliTfInputPrepare: a
+// decoded image and a region of it to what the model sees (resample.h); and DaliTfInputDecode: a JPEG (jpeg.h) and random
+// numbers (region.h) to the same.
 #include "api.h"
+#include "jpeg.h"
 #include "read.h"
+#include "region.h"
 #include "resample.h"
 
 #include <algorithm>
+#include <memory>
+#include <mutex>
 #include <new>
 #include <vector>
 
@@ -15,11 +20,11 @@ using dali_tf_input::Work;
 
 constexpr int kTypes[] = {1, 19, 14, 4};  // TF_DataType by `Output`: TF_FLOAT, TF_HALF, TF_BFLOAT16, TF_UINT8
 constexpr int kSizes[] = {4, 2, 2, 1};    // bytes
-constexpr int kString = 7;                // TF_STRING
+constexpr int kString = 7, kBool = 10;    // TF_STRING, TF_BOOL
 
 using dali_tf_input::Problem;
 
-// The status and the inputs of a call, and its output; freed at the end, which reports the status.
+// The status and the inputs of a call, and its outputs; freed at the end, which reports the status.
 class Call {
  public:
   Call(TF_OpKernelContext* context, int count) : context_(context), count_(count), status(TF_NewStatus()) {
@@ -31,17 +36,29 @@ class Call {
     for (int number = 0; number < count_; ++number) {
       if (inputs[number]) TF_DeleteTensor(inputs[number]);
     }
-    if (output_) TF_DeleteTensor(output_);
+    for (TF_Tensor* output : outputs_) {
+      if (output) TF_DeleteTensor(output);
+    }
     TF_DeleteStatus(status);
   }
 
   bool ok() const { return TF_GetCode(status) == 0; }
 
-  // Returns the output's memory; null, with the status set, if there is none.
-  void* Allocate(int type, const int64_t* shape, int dims, size_t bytes) {
-    output_ = TF_AllocateOutput(context_, 0, type, shape, dims, bytes, status);
-    return ok() ? TF_TensorData(output_) : nullptr;
+  // Returns the memory of an output; null, with the status set, if there is none.
+  void* Allocate(int number, int type, const int64_t* shape, int dims, size_t bytes) {
+    outputs_[number] = TF_AllocateOutput(context_, number, type, shape, dims, bytes, status);
+    return ok() ? TF_TensorData(outputs_[number]) : nullptr;
   }
+
+  // Allocates an image, the first output.
+  void* AllocateImage(const Work& work) {
+    int64_t shape[3] = {work.height, work.width, 3};
+    if (work.chw) shape[0] = 3, shape[1] = work.height, shape[2] = work.width;
+    const size_t bytes = static_cast<size_t>(3) * work.height * work.width * kSizes[work.output];
+    return Allocate(0, kTypes[work.output], shape, 3, bytes);
+  }
+
+  bool HasOutput(int number) const { return outputs_[number]; }
 
   // Does the work. An exception must not reach TensorFlow's C code: it would end the process.
   template <typename Work>
@@ -59,15 +76,17 @@ class Call {
  private:
   TF_OpKernelContext* context_;
   int count_;
-  TF_Tensor* output_ = nullptr;
+  TF_Tensor* outputs_[2] = {};
 
  public:
   TF_Status* status;
   TF_Tensor* inputs[5] = {};
 };
 
-void* CreatePrepare(TF_OpKernelConstruction* context) {
-  Work* work = new (std::nothrow) Work;
+// Creates a kernel, a `Work` or more than that.
+template <typename Kernel>
+void* Create(TF_OpKernelConstruction* context) {
+  Kernel* work = new (std::nothrow) Kernel;
   TF_Status* status = TF_NewStatus();
   int64_t height = 0, width = 0, kernel = 0;
   unsigned char antialias = 0, clip = 0, chw = 0;
@@ -100,7 +119,10 @@ void* CreatePrepare(TF_OpKernelConstruction* context) {
   return work;
 }
 
-void DeletePrepare(void* work) { delete static_cast<Work*>(work); }
+template <typename Kernel>
+void Delete(void* kernel) {
+  delete static_cast<Kernel*>(kernel);
+}
 
 // Its inputs: image, region (start, then extent, each y, x), whether it is mirrored.
 void ComputePrepare(void* kernel, TF_OpKernelContext* context) {
@@ -116,17 +138,106 @@ void ComputePrepare(void* kernel, TF_OpKernelContext* context) {
       wrong = "the region must be 4 numbers, the mirror 1";
     } else {
       const double* region = static_cast<const double*>(TF_TensorData(inputs[1]));
-      image.pixels = static_cast<const uint8_t*>(TF_TensorData(inputs[0]));
       image.height = TF_Dim(inputs[0], 0), image.width = TF_Dim(inputs[0], 1);
       image.start[0] = region[0], image.start[1] = region[1], image.extent[0] = region[2], image.extent[1] = region[3];
       image.mirror = *static_cast<const bool*>(TF_TensorData(inputs[2]));
       wrong = dali_tf_input::Check(work, image);
     }
     if (wrong) return TF_SetStatus(call.status, dali_tf_input::kInvalidArgument, wrong);
-    int64_t shape[3] = {work.height, work.width, 3};
-    if (work.chw) shape[0] = 3, shape[1] = work.height, shape[2] = work.width;
-    const size_t bytes = static_cast<size_t>(3) * work.height * work.width * kSizes[work.output];
-    if (void* out = call.Allocate(kTypes[work.output], shape, 3, bytes)) dali_tf_input::Prepare(work, image, out);
+    if (void* out = call.AllocateImage(work)) {
+      dali_tf_input::Prepare(work, image, static_cast<const uint8_t*>(TF_TensorData(inputs[0])), out);
+    }
+  });
+}
+
+// What decodes one image at a time, with its memory.
+struct Decoding {
+#if defined(DALI_TF_INPUT_JPEG)
+  dali_tf_input::jpeg::Decoder decoder;
+#endif
+  std::vector<uint8_t> lines;
+};
+
+struct DecodeKernel : Work {
+  // Returns one that is idle, or a new one.
+  std::unique_ptr<Decoding> Take() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (idle_.empty()) return std::make_unique<Decoding>();
+    std::unique_ptr<Decoding> decoding = std::move(idle_.back());
+    idle_.pop_back();
+    return decoding;
+  }
+
+  void Return(std::unique_ptr<Decoding> decoding) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    idle_.push_back(std::move(decoding));
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<Decoding>> idle_;
+};
+
+#if defined(DALI_TF_INPUT_JPEG)
+// Decodes the lines that a resampler needs, a few at a time, and has it fill the output; returns false if the file is
+// refused, or needs more than kMostBytes.
+bool DecodeLines(Decoding* decoding, dali_tf_input::Resampler* resampler, bool is_whole) {
+  constexpr size_t kMostBytes = 32 << 20;
+  const dali_tf_input::Taps &rows = resampler->rows, &columns = resampler->columns;
+  const int left = columns.low & ~15;
+  const size_t stride = 3 * static_cast<size_t>(columns.high - left) + 64, bytes = stride * static_cast<size_t>(rows.count);
+  if (bytes > kMostBytes) return false;
+  if (decoding->lines.size() < bytes) decoding->lines.resize(bytes);
+  struct Sink {
+    uint8_t* At(int line) const { return lines + stride * static_cast<size_t>(line % resampler.rows.count); }
+    uint8_t* Want(int line) const { return resampler.Needs(line) ? At(line) : nullptr; }
+    void Take(int line) { resampler.Fill(line, left, [this](int number) { return At(number); }); }
+    dali_tf_input::Resampler& resampler;
+    uint8_t* lines;
+    size_t stride;
+    int left;
+  } sink = {*resampler, decoding->lines.data(), stride, left};
+  return decoding->decoder.Decode({rows.low, left, rows.high, columns.high}, is_whole, sink) && resampler->IsDone();
+}
+#endif
+
+// Its inputs: an encoded image; the random numbers of it, float (n,); what to do, double: the crop, whether all of the
+// file must be sound, the most pixels of the image for one of the output, and the numbers of the crop (region.h).
+// Its outputs: the image, of no known content unless the second, whether it was decoded, is true.
+void ComputeDecode(void* kernel, TF_OpKernelContext* context) {
+  DecodeKernel& work = *static_cast<DecodeKernel*>(kernel);
+  Call call(context, 3);
+  call.Run([&] {
+    TF_Tensor** inputs = call.inputs;
+    const int64_t count = TF_TensorElementCount(inputs[1]), numbers = TF_TensorElementCount(inputs[2]);
+    const double* what = static_cast<const double*>(TF_TensorData(inputs[2]));
+    const int crop = numbers > 3 && what[0] >= 0 && what[0] <= dali_tf_input::kRandomCrop ? static_cast<int>(what[0]) : -1;
+    if (TF_TensorElementCount(inputs[0]) != 1 || count < 3 || crop < 0 || numbers != 3 + dali_tf_input::kNumbers[crop]) {
+      return TF_SetStatus(call.status, dali_tf_input::kInvalidArgument, "one image, its random numbers and a crop are needed");
+    }
+    bool is_done = false;
+#if defined(DALI_TF_INPUT_JPEG)
+    const auto* encoded = static_cast<const TF_TString*>(TF_TensorData(inputs[0]));
+    std::unique_ptr<Decoding> decoding = work.Take();
+    dali_tf_input::jpeg::Decoder& decoder = decoding->decoder;
+    if (decoder.Open(reinterpret_cast<const uint8_t*>(TF_StringGetDataPointer(encoded)), TF_StringGetSize(encoded))) {
+      Image image;
+      image.height = decoder.height, image.width = decoder.width;
+      dali_tf_input::FindRegion(work, static_cast<dali_tf_input::Crop>(crop), what + 3,
+                                static_cast<const float*>(TF_TensorData(inputs[1])), count, &image);
+      const double excess = std::min(image.extent[0] / work.height, image.extent[1] / work.width);
+      if (excess < what[2] && !dali_tf_input::Check(work, image)) {
+        void* out = call.AllocateImage(work);
+        if (!out) return;
+        dali_tf_input::Resampler resampler(work, image, out);
+        is_done = DecodeLines(decoding.get(), &resampler, what[1] != 0);
+      }
+    }
+    work.Return(std::move(decoding));
+#endif
+    const int64_t none[3] = {0, 0, 0};
+    if (!call.HasOutput(0) && !call.Allocate(0, kTypes[work.output], none, 3, 0) && !call.ok()) return;
+    if (void* flag = call.Allocate(1, kBool, nullptr, 0, 1)) *static_cast<bool*>(flag) = is_done;
   });
 }
 
@@ -243,7 +354,7 @@ void ComputeRead(void* kernel, TF_OpKernelContext* context) {
     records.states = static_cast<const int64_t*>(TF_TensorData(inputs[1]));
     records.file_of = static_cast<const int32_t*>(TF_TensorData(inputs[2]));
     records.extents = static_cast<const int64_t*>(TF_TensorData(inputs[3]));
-    void* out = call.Allocate(kString, &count, 1, records.name_size * static_cast<size_t>(count));
+    void* out = call.Allocate(0, kString, &count, 1, records.name_size * static_cast<size_t>(count));
     if (!out) return;
     const auto* numbers = static_cast<const int64_t*>(TF_TensorData(inputs[4]));
     const Problem problem = records.Read(numbers, count, *static_cast<bool*>(kernel), static_cast<char*>(out));
@@ -255,11 +366,11 @@ void SetUnknownShape(TF_ShapeInferenceContext* context, TF_Status* status) {
   TF_ShapeInferenceContextSetUnknownShape(context, status);
 }
 
-void Register(const char* name, std::initializer_list<const char*> inputs, const char* output,
+void Register(const char* name, std::initializer_list<const char*> inputs, std::initializer_list<const char*> outputs,
               std::initializer_list<const char*> attributes, TF_KernelBuilder* kernel) {
   TF_OpDefinitionBuilder* builder = TF_NewOpDefinitionBuilder(name);
   for (const char* input : inputs) TF_OpDefinitionBuilderAddInput(builder, input);
-  TF_OpDefinitionBuilderAddOutput(builder, output);
+  for (const char* output : outputs) TF_OpDefinitionBuilderAddOutput(builder, output);
   for (const char* attribute : attributes) TF_OpDefinitionBuilderAddAttr(builder, attribute);
   TF_OpDefinitionBuilderSetShapeInferenceFunction(builder, SetUnknownShape);
   TF_Status* status = TF_NewStatus();
@@ -271,13 +382,15 @@ void Register(const char* name, std::initializer_list<const char*> inputs, const
 // Registers the operations when the library is loaded; does nothing where TensorFlow has no such API.
 __attribute__((constructor)) void RegisterAll() {
   if (!LookUp()) return;
+  const auto image = {"height: int", "width: int", "kernel: int", "antialias: bool", "clip: bool", "chw: bool",
+                      "mean: list(float)", "scale: list(float)", "T: {float, half, bfloat16, uint8}"};
   Register("DaliTfInputRead",
-           {"names: string", "states: int64", "file_of: int32", "extents: int64", "numbers: int64"}, "records: string",
+           {"names: string", "states: int64", "file_of: int32", "extents: int64", "numbers: int64"}, {"records: string"},
            {"check_crc: bool"}, TF_NewKernelBuilder("DaliTfInputRead", "CPU", CreateRead, ComputeRead, DeleteRead));
-  Register("DaliTfInputPrepare", {"image: uint8", "region: double", "mirror: bool"}, "prepared: T",
-           {"height: int", "width: int", "kernel: int", "antialias: bool", "clip: bool", "chw: bool", "mean: list(float)",
-            "scale: list(float)", "T: {float, half, bfloat16, uint8}"},
-           TF_NewKernelBuilder("DaliTfInputPrepare", "CPU", CreatePrepare, ComputePrepare, DeletePrepare));
+  Register("DaliTfInputPrepare", {"image: uint8", "region: double", "mirror: bool"}, {"prepared: T"}, image,
+           TF_NewKernelBuilder("DaliTfInputPrepare", "CPU", Create<Work>, ComputePrepare, Delete<Work>));
+  Register("DaliTfInputDecode", {"encoded: string", "uniforms: float", "what: double"}, {"prepared: T", "is_done: bool"}, image,
+           TF_NewKernelBuilder("DaliTfInputDecode", "CPU", Create<DecodeKernel>, ComputeDecode, Delete<DecodeKernel>));
 }
 
 }  // namespace

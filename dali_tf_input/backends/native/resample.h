@@ -38,13 +38,13 @@ struct Work {
 
 // What differs from image to image. The region is in pixels of the image, y then x.
 struct Image {
-  const uint8_t* pixels = nullptr;  // height x width x 3
   int64_t height = 0, width = 0;
   double start[2] = {0, 0}, extent[2] = {0, 0};
   bool mirror = false;
 };
 
-// The weights of the source pixels along one axis: those of output i start at source pixel first[i].
+// The weights of the source pixels along one axis: those of output i start at source pixel first[i]. Of rows, first[i]
+// does not decrease.
 struct Taps {
   int count = 0;
   std::vector<int> first;
@@ -65,8 +65,25 @@ inline double Weight(Kernel kernel, double x) {
   }
 }
 
+// Of pixels that are taken as they are from `start` on: outside of the axis they weigh nothing.
+inline Taps MakeCopyTaps(int outputs, int64_t size, double start, bool reversed) {
+  Taps taps;
+  taps.count = 1, taps.first.resize(outputs), taps.weights.resize(outputs);
+  taps.low = static_cast<int>(size);
+  for (int output = 0; output < outputs; ++output) {
+    const int place = reversed ? outputs - 1 - output : output;
+    const int64_t from = static_cast<int64_t>(start) + output, inside = std::min(std::max(from, int64_t{0}), size - 1);
+    taps.first[place] = static_cast<int>(inside);
+    taps.weights[place] = from == inside ? 1.0f : 0.0f;
+    taps.low = std::min(taps.low, taps.first[place]);
+    taps.high = std::max(taps.high, taps.first[place] + 1);
+  }
+  return taps;
+}
+
 // Computes the taps of `outputs` pixels that show [start, start + extent) of an axis of `size` pixels.
 inline Taps MakeTaps(const Work& work, int outputs, int64_t size, double start, double extent, bool reversed) {
+  if (work.kernel == kCopy) return MakeCopyTaps(outputs, size, start, reversed);
   const double step = extent / outputs;
   const double stretch = work.antialias ? std::max(step, 1.0) : 1.0;
   const double radius = stretch * (work.kernel == kNearest ? 0 : work.kernel);
@@ -150,74 +167,55 @@ DALI_TF_INPUT_INLINE void WriteRow(const float* row, T* out, const Work& work, i
   }
 }
 
-// Fills one output image. `out` has room for height * width * 3 values; `source` and `row` for the columns in use and
-// for the output's width, times 3, plus 1.
-DALI_TF_INPUT_CLONES void Run(const Work& work, const Image& image, const Taps& rows, const Taps& columns, float* source,
-                              float* row, void* out) {
-  const int64_t line = 3 * image.width, used = 3 * static_cast<int64_t>(columns.high - columns.low);
+// Fills line y of the output from the source lines of its taps, each from column `left` on. `source` and `row` have room
+// for the columns in use and for the output's width, times 3, plus 1.
+DALI_TF_INPUT_CLONES void FillLine(const Work& work, const Taps& rows, const Taps& columns, const uint8_t* const* lines,
+                                   int left, int y, float* source, float* row, void* out) {
+  const int64_t used = 3 * static_cast<int64_t>(columns.high - columns.low), from = 3 * static_cast<int64_t>(columns.low - left);
   const bool is_uint8 = work.output == kUint8;
   const Pixel mean = {work.mean[0], work.mean[1], work.mean[2], 0}, scale = {work.scale[0], work.scale[1], work.scale[2], 0};
-  for (int y = 0; y < work.height; ++y) {
-    if (work.kernel == kCopy) {
-      const int64_t from = static_cast<int64_t>(image.start[0]) + y, left = static_cast<int64_t>(image.start[1]);
-      for (int x = 0; x < work.width; ++x) {
-        const int64_t column = left + (image.mirror ? work.width - 1 - x : x);
-        const bool inside = from >= 0 && from < image.height && column >= 0 && column < image.width;
-        for (int c = 0; c < 3; ++c) {
-          const float value = inside ? image.pixels[from * line + 3 * column + c] : 0.0f;
-          row[3 * x + c] = is_uint8 ? value : (value - work.mean[c]) * work.scale[c];
-        }
-      }
+  const float* weights = &rows.weights[static_cast<size_t>(y) * rows.count];
+  const uint8_t* pixels = lines[0] + from;
+  int tap = 1;
+  if (rows.count == 1) {
+    for (int64_t x = 0; x < used; ++x) source[x] = weights[0] * pixels[x];
+  } else {
+    // Two taps are a line between two pixels: equal ones stay what they are.
+    const uint8_t* next = lines[1] + from;
+    if (rows.count == 2) {
+      for (int64_t x = 0; x < used; ++x) source[x] = pixels[x] + weights[1] * (next[x] - pixels[x]);
     } else {
-      const float* weights = &rows.weights[static_cast<size_t>(y) * rows.count];
-      const uint8_t* pixels = image.pixels + rows.first[y] * line + 3 * columns.low;
-      int tap = 0;
-      if (rows.count == 1) {
-        for (int64_t x = 0; x < used; ++x) source[x] = weights[0] * pixels[x];
-        tap = 1;
-      } else {
-        // Two taps are a line between two pixels: equal ones stay what they are.
-        const uint8_t* next = pixels + line;
-        if (rows.count == 2) {
-          for (int64_t x = 0; x < used; ++x) source[x] = pixels[x] + weights[1] * (next[x] - pixels[x]);
-        } else {
-          for (int64_t x = 0; x < used; ++x) source[x] = weights[0] * pixels[x] + weights[1] * next[x];
-        }
-        tap = 2;
-      }
-      for (; tap < rows.count; ++tap) {
-        const uint8_t* next = pixels + tap * line;
-        for (int64_t x = 0; x < used; ++x) source[x] += weights[tap] * next[x];
-      }
-      const float* weight = columns.weights.data();
-      for (int x = 0; x < work.width; ++x) {
-        const float* from = source + 3 * (columns.first[x] - columns.low);
-        Pixel sum = {0, 0, 0, 0};
-        if (columns.count == 2) {
-          sum = *reinterpret_cast<const Pixel*>(from);
-          sum += weight[1] * (*reinterpret_cast<const Pixel*>(from + 3) - sum);
-        } else {
-          for (int t = 0; t < columns.count; ++t) sum += weight[t] * *reinterpret_cast<const Pixel*>(from + 3 * t);
-        }
-        weight += columns.count;
-        if (!is_uint8) sum = (sum - mean) * scale;
-        *reinterpret_cast<Pixel*>(row + 3 * x) = sum;  // the next pixel overwrites the fourth value
-      }
+      for (int64_t x = 0; x < used; ++x) source[x] = weights[0] * pixels[x] + weights[1] * next[x];
     }
-    switch (work.output) {
-      case kFloat32:
-        WriteRow(row, static_cast<float*>(out), work, y, [](float value) { return value; });
-        break;
-      case kFloat16:
-        WriteRow(row, static_cast<uint16_t*>(out), work, y, ToHalf);
-        break;
-      case kBfloat16:
-        WriteRow(row, static_cast<uint16_t*>(out), work, y, ToBfloat16);
-        break;
-      case kUint8:
-        WriteRow(row, static_cast<uint8_t*>(out), work, y, ToUint8);
-        break;
+    tap = 2;
+  }
+  for (; tap < rows.count; ++tap) {
+    const uint8_t* next = lines[tap] + from;
+    for (int64_t x = 0; x < used; ++x) source[x] += weights[tap] * next[x];
+  }
+  const float* weight = columns.weights.data();
+  for (int x = 0; x < work.width; ++x) {
+    const float* at = source + 3 * (columns.first[x] - columns.low);
+    Pixel sum = {0, 0, 0, 0};
+    if (columns.count == 2) {
+      sum = *reinterpret_cast<const Pixel*>(at);
+      sum += weight[1] * (*reinterpret_cast<const Pixel*>(at + 3) - sum);
+    } else {
+      for (int t = 0; t < columns.count; ++t) sum += weight[t] * *reinterpret_cast<const Pixel*>(at + 3 * t);
     }
+    weight += columns.count;
+    if (!is_uint8) sum = (sum - mean) * scale;
+    *reinterpret_cast<Pixel*>(row + 3 * x) = sum;  // the next pixel overwrites the fourth value
+  }
+  switch (work.output) {
+    case kFloat32:
+      return WriteRow(row, static_cast<float*>(out), work, y, [](float value) { return value; });
+    case kFloat16:
+      return WriteRow(row, static_cast<uint16_t*>(out), work, y, ToHalf);
+    case kBfloat16:
+      return WriteRow(row, static_cast<uint16_t*>(out), work, y, ToBfloat16);
+    case kUint8:
+      return WriteRow(row, static_cast<uint8_t*>(out), work, y, ToUint8);
   }
 }
 
@@ -239,16 +237,41 @@ inline const char* Check(const Work& work, const Image& image) {
   return nullptr;
 }
 
-// Does the work on an image that `Check` accepts.
-inline void Prepare(const Work& work, const Image& image, void* out) {
-  Taps rows, columns;
-  if (work.kernel != kCopy) {
-    rows = MakeTaps(work, work.height, image.height, image.start[0], image.extent[0], false);
-    columns = MakeTaps(work, work.width, image.width, image.start[1], image.extent[1], image.mirror);
+// Does the work on an image that `Check` accepts, line by line.
+class Resampler {
+ public:
+  Resampler(const Work& work, const Image& image, void* out)
+      : rows(MakeTaps(work, work.height, image.height, image.start[0], image.extent[0], false)),
+        columns(MakeTaps(work, work.width, image.width, image.start[1], image.extent[1], image.mirror)),
+        work_(work), out_(out), lines_(static_cast<size_t>(rows.count)),
+        source_(3 * static_cast<size_t>(columns.high - columns.low) + 1), row_(3 * static_cast<size_t>(work.width) + 1) {}
+
+  // Returns whether all of the output is there; if not, whether it needs a line, and later ones only.
+  bool IsDone() const { return next_ == work_.height; }
+  bool Needs(int line) const { return !IsDone() && line >= rows.first[next_]; }
+
+  // Fills what the lines up to this one allow. `get(line)` returns a line, one of the last `rows.count`, from `left` on.
+  template <typename Get>
+  void Fill(int line, int left, Get get) {
+    for (; !IsDone() && rows.first[next_] + rows.count - 1 <= line; ++next_) {
+      for (int tap = 0; tap < rows.count; ++tap) lines_[static_cast<size_t>(tap)] = get(rows.first[next_] + tap);
+      FillLine(work_, rows, columns, lines_.data(), left, next_, source_.data(), row_.data(), out_);
+    }
   }
-  std::vector<float> source(3 * static_cast<size_t>(columns.high - columns.low) + 1);
-  std::vector<float> row(3 * static_cast<size_t>(work.width) + 1);
-  Run(work, image, rows, columns, source.data(), row.data(), out);
+
+  const Taps rows, columns;
+
+ private:
+  const Work& work_;
+  void* out_;
+  int next_ = 0;  // line of the output
+  std::vector<const uint8_t*> lines_;
+  std::vector<float> source_, row_;
+};
+
+// Does the work on an image of which all pixels are there: height x width x 3.
+inline void Prepare(const Work& work, const Image& image, const uint8_t* pixels, void* out) {
+  Resampler(work, image, out).Fill(static_cast<int>(image.height) - 1, 0, [&](int line) { return pixels + 3 * image.width * line; });
 }
 
 }  // namespace dali_tf_input

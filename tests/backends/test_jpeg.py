@@ -1,0 +1,231 @@
+"""The compiled JPEG decoder: libjpeg-turbo's pixels, or refused."""
+
+import dataclasses
+import io
+import os
+import re
+import subprocess
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import ROOT, TF_DATA, encode, image_zoo, jpeg, spec_of, take
+from PIL import Image
+from test_native import NATIVE, compile_native, needs_compiler
+from test_parity import CROPS, RAW, draw
+
+from dali_tf_input import Preprocess, ResizeRandomCrop
+from dali_tf_input.backends import tf_images, tf_native
+from dali_tf_input.backends.build import make_dataset
+from dali_tf_input.spec.crops import Crop, NoCrop, Region, Uniforms
+
+with open("/proc/cpuinfo", encoding="ascii") as stream:
+    HAS_AVX2 = {"avx2", "bmi2"} <= set(stream.read().split())
+pytestmark = pytest.mark.skipif(not HAS_AVX2, reason="this processor has no AVX2")
+SIZES = [
+    (375, 500),
+    (97, 130),
+    (130, 97),
+    (33, 47),
+    (8, 8),
+    (16, 17),
+    (1, 1),
+    (1, 50),
+    (50, 1),
+    (9, 5),
+]
+KINDS = {
+    "4:4:4": {"subsampling": 0},
+    "4:2:2": {"subsampling": 1},
+    "4:2:0": {"subsampling": 2},
+    "best": {"subsampling": 2, "quality": 100},
+    "worst": {"subsampling": 2, "quality": 3},
+    "restarts": {"subsampling": 2, "restart_marker_blocks": 3},
+    "rows": {"subsampling": 1, "restart_marker_rows": 1},
+    "optimized": {"subsampling": 2, "optimize": True},
+    "metadata": {"exif": b"Exif\0\0" + bytes(99), "icc_profile": bytes(70_000), "comment": b"x"},
+    "wide tables": {"qtables": [[300 + place for place in range(64)]] * 2},
+}
+
+
+def make_image(height, width, mode="RGB"):
+    return Image.open(io.BytesIO(jpeg(height, width, seed=height))).convert(mode)
+
+
+def decode(encoded, *, whole=True):
+    """Returns all pixels of a JPEG, or None if it is refused."""
+    height, width = 8, 8
+    try:
+        height, width, _ = tf.io.extract_jpeg_shape(encoded).numpy()
+    except tf.errors.InvalidArgumentError:
+        pass
+    preprocess = Preprocess(
+        image_size=(int(height), int(width)), crop=NoCrop(), mirror_probability=0, dtype="uint8"
+    )
+    preprocess = dataclasses.replace(preprocess, interpolation="nearest")
+    uniforms = tf.zeros(preprocess.num_uniforms)
+    image, is_done = tf_native.decode(encoded, uniforms, preprocess, whole=whole, most=np.inf)
+    return image.numpy() if is_done else None
+
+
+def decode_by_tensorflow(encoded):
+    """Returns the pixels, or None if it is refused."""
+    try:
+        return tf.io.decode_jpeg(encoded, channels=3, dct_method="INTEGER_ACCURATE").numpy()
+    except tf.errors.InvalidArgumentError:
+        return None
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "gray"])
+def test_it_has_the_pixels_of_libjpeg_turbo(kind):
+    for height, width in SIZES:
+        image = make_image(height, width, "L" if kind == "gray" else "RGB")
+        encoded = encode(image, "JPEG", **KINDS.get(kind, {}))
+        pixels = decode(encoded)
+        if pixels is None:  # there libjpeg repeats colors
+            assert width <= 4
+            assert kind not in ("4:4:4", "gray")
+        else:
+            np.testing.assert_array_equal(pixels, decode_by_tensorflow(encoded))
+
+
+def test_what_it_refuses():
+    image = make_image(40, 60)
+    sound = encode(image, "JPEG", subsampling=2)
+    frame = sound.index(b"\xff\xc0") + 4
+    for encoded in (
+        encode(image, "JPEG", progressive=True),
+        encode(image.convert("CMYK"), "JPEG"),
+        encode(image, "PNG"),
+        sound[:-1],
+        sound[:-2] + b"\xff\xd0\xff\xd9",
+        sound[:-2] + bytes(4) + sound[-2:],
+        sound[:frame] + b"\x0c" + sound[frame + 1 :],  # 12 bits
+        sound[: frame + 1] + b"\xff\xff" + sound[frame + 3 :],  # 65,535 lines
+        b"",
+        b"\xff\xd8\xff",
+    ):
+        assert decode(encoded) is None
+    assert decode(sound + b"trailing") is not None
+    assert decode(sound[:-2] + b"\xff\xd0\xff\xd9", whole=False) is not None
+
+
+def test_cut_at_every_byte():
+    """Refused as by TensorFlow; of a part, only what was whole is taken."""
+    sound = encode(make_image(40, 60), "JPEG", subsampling=2, restart_marker_blocks=5)
+    expected = decode_by_tensorflow(sound)
+    for length in range(len(sound)):
+        assert decode(sound[:length]) is None
+        part = decode(sound[:length], whole=False)
+        if part is not None:
+            np.testing.assert_array_equal(part, expected)
+
+
+@pytest.mark.parametrize("plan", ["full", "region", "scaled"])
+@pytest.mark.parametrize("crop", CROPS.values(), ids=CROPS)
+def test_the_same_images(crop, plan, monkeypatch):
+    """Decoded by it or by TensorFlow, and whatever it refuses: the same to the bit."""
+    sizes = [(375, 500), (97, 300), (720, 1280), (33, 47), (1, 50)]
+    images = [jpeg(*size, seed=number) for number, size in enumerate(sizes)]
+    images += [file for file, image_format, _ in image_zoo().values() if image_format]
+    for changes in ({}, {"antialias": True}, {"dtype": "uint8", "layout": "CHW"}):
+        preprocess = dataclasses.replace(RAW, crop=crop, **changes)
+        numbers = draw(preprocess, len(images))
+        made = []
+        for decodes in (tf_native.decodes, lambda crop: False):
+            monkeypatch.setattr(tf_native, "decodes", decodes)
+            prepare = tf.function(tf_images.prepare_image, autograph=False)
+            made.append(
+                [
+                    prepare(
+                        tf.constant(image), tf.constant(drawn), preprocess, decode=plan, native=True
+                    ).numpy()
+                    for image, drawn in zip(images, numbers, strict=True)
+                ]
+            )
+            monkeypatch.undo()
+        for image, other in zip(*made, strict=True):
+            np.testing.assert_array_equal(image, other)
+
+
+class ArrayOps:
+    """`crops.Ops` on arrays of one axis for each of many images, the last axis."""
+
+    floor, exp, sqrt = np.floor, np.exp, np.sqrt
+    minimum, maximum, where = np.minimum, np.maximum, staticmethod(np.where)
+
+    def constant(self, values):
+        return np.array(values, np.float64)[:, None]
+
+    def max(self, values):
+        return values.max(axis=0, keepdims=True)
+
+    def sum(self, values):
+        return values.sum(axis=0, keepdims=True)
+
+    def concat(self, first, second):
+        return np.concatenate([first, second])
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("crop", CROPS.values(), ids=CROPS)
+def test_a_million_regions(tmp_path, crop):
+    """Its plan of a crop is the one of spec/crops.py, which the DALI backend has too."""
+    program = tmp_path / "regions"
+    compile_native(program, "-O3", "-ffp-contract=off", ROOT / "tests/backends/find_regions.cc")
+    preprocess = dataclasses.replace(RAW, crop=crop)
+    count, generator = 1_000_000, np.random.default_rng(3)
+    sizes = generator.integers(1, 2000, (count, 2)).astype(np.float64)
+    uniforms = draw(preprocess, count)
+    kind, _, _, *numbers = tf_native.describe(preprocess, whole=True, most=2)
+    head = np.array([kind, *preprocess.image_size, len(numbers), uniforms.shape[1], *numbers])
+    rows = np.concatenate([sizes.view(np.uint8), uniforms.view(np.uint8)], axis=1)
+    given = head.tobytes() + rows.tobytes()
+    process = subprocess.run([program], input=given, capture_output=True, timeout=300, check=True)
+    found = np.frombuffer(process.stdout).reshape(count, 5).T
+    out = np.array(preprocess.image_size, np.float64)[:, None]
+    named = Uniforms.split(uniforms.T.astype(np.float64))
+    region = crop.plan(sizes.T, out, named, ArrayOps())
+    np.testing.assert_array_equal(found[:2], np.broadcast_to(region.start, (2, count)))
+    np.testing.assert_array_equal(found[2:4], np.broadcast_to(region.extent, (2, count)))
+    np.testing.assert_array_equal(found[4], uniforms[:, 0] < 0.5)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TopLeft(Crop):
+    """A crop of a user's own."""
+
+    def plan(self, size, out, uniforms, ops):
+        return Region(size * 0.0, out, out, out * 0.0)
+
+
+def test_crops_of_ones_own_are_not_its(dataset):
+    preprocess = Preprocess(image_size=(8, 8), crop=TopLeft(), mirror_probability=0)
+    images, _ = take(
+        make_dataset(spec_of(dataset, "sequential", preprocess), TF_DATA, batch_size=4), 1
+    )
+    assert images.shape == (4, 8, 8, 3)
+    assert not tf_native.decodes(TopLeft())
+    assert tf_native.decodes(ResizeRandomCrop(resize=(9, 9)))
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/usr/include/jpeglib.h"), reason="there is no libjpeg")
+def test_damaged_files(tmp_path):
+    """What it takes, libjpeg takes without a warning, and makes the same of; under the sanitizers."""
+    program = tmp_path / "fuzz"
+    checks = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1"]
+    compile_native(program, *checks, ROOT / "tests/backends/fuzz_jpeg.cc", "-ljpeg")
+    photos = []
+    for kind, how in KINDS.items():
+        photos.append(tmp_path / f"{kind}.jpg")
+        photos[-1].write_bytes(encode(make_image(60, 90), "JPEG", **how))
+    command = [program, "300000", str(os.getpid()), *photos]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=tmp_path)
+    assert process.returncode == 0, process.stdout + process.stderr
+    rounds, sound, taken, windows, _ = map(int, re.findall(r"\b\d+\b", process.stdout))
+    assert rounds == 300_000
+    assert min(sound, taken, windows) > 20_000
+    assert NATIVE.exists()
