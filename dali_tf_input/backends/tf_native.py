@@ -1,4 +1,4 @@
-"""The operations of `native/`: decode, resize, crop, mirror, normalize, cast, in one pass over an image."""
+"""The operations of `native/`: from a JPEG, or a decoded image, to what the model sees, in one pass."""
 
 import functools
 import logging

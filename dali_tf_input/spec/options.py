@@ -104,7 +104,8 @@ class TfDataOptions:
         or 1/8 where it has that many times the pixels needed each way: for images much larger than
         the model's. Its pixels differ, and DALI cannot make them. "auto" never chooses it.
       kernel: what resizes, crops, mirrors and normalizes. "native" is this package's own operation,
-        one pass over the image, compiled where the package is installed with a C++ compiler;
+        one pass over the image, compiled where the package is installed with a C++ compiler; on
+        x86-64 with AVX2 it decodes baseline JPEGs too, to the same pixels;
         "tensorflow" are TensorFlow's operations; "auto" is the first available one. The
         pixels are the same, but for rounding.
       service: address of a tf.data service, "grpc://host:port", whose workers read, decode and

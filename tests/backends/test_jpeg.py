@@ -1,5 +1,6 @@
 """The compiled JPEG decoder: libjpeg-turbo's pixels, or refused."""
 
+import contextlib
 import dataclasses
 import io
 import os
@@ -55,10 +56,8 @@ def make_image(height, width, mode="RGB"):
 def decode(encoded, *, whole=True):
     """Returns all pixels of a JPEG, or None if it is refused."""
     height, width = 8, 8
-    try:
+    with contextlib.suppress(tf.errors.InvalidArgumentError):
         height, width, _ = tf.io.extract_jpeg_shape(encoded).numpy()
-    except tf.errors.InvalidArgumentError:
-        pass
     preprocess = Preprocess(
         image_size=(int(height), int(width)), crop=NoCrop(), mirror_probability=0, dtype="uint8"
     )
