@@ -1,4 +1,4 @@
-"""The operations of `native/`: from a JPEG, or a decoded image, to what the model sees, in one pass."""
+"""The operations of `native/`: from a JPEG or a decoded image to what the model sees."""
 
 import functools
 import logging
