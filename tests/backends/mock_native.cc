@@ -1,12 +1,14 @@
 // Runs the operations of op.cc on a stand-in for TensorFlow's C API that counts what is not freed.
 //
 //   exit FILE      the process exits while threads read, and deletes the kernel last
-//   memory FILE    `operator new` fails at the first, second, ... call of each operation
+//   memory FILE JPEG    `operator new` fails at the first, second, ... call of each operation
 #include "op.cc"
 
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
+#include <fstream>
+#include <iterator>
 #include <thread>
 
 static std::atomic<long> alive{0}, until_failure{-1};
@@ -16,6 +18,14 @@ void* operator new(size_t size) {
   if (void* memory = std::malloc(size ? size : 1)) return memory;
   throw std::bad_alloc();
 }
+void* operator new(size_t size, std::align_val_t alignment) {
+  if (until_failure.load() >= 0 && until_failure.fetch_sub(1) == 0) throw std::bad_alloc();
+  const size_t multiple = static_cast<size_t>(alignment);
+  if (void* memory = std::aligned_alloc(multiple, (size + multiple - 1) / multiple * multiple)) return memory;
+  throw std::bad_alloc();
+}
+void operator delete(void* memory, std::align_val_t) noexcept { std::free(memory); }
+void operator delete(void* memory, size_t, std::align_val_t) noexcept { std::free(memory); }
 void operator delete(void* memory) noexcept { std::free(memory); }
 void operator delete(void* memory, size_t) noexcept { std::free(memory); }
 
@@ -55,8 +65,8 @@ static void GetInput(TF_OpKernelContext* context, int number, TF_Tensor** tensor
   (*tensor)->data = context->inputs[number].data;
   (*tensor)->bytes = context->inputs[number].bytes;
 }
-static TF_Tensor* AllocateOutput(TF_OpKernelContext*, int, int type, const int64_t* shape, int, size_t bytes, TF_Status*) {
-  TF_Tensor tensor{{shape[0]}, 1, bytes, std::calloc(1, bytes), type == kString};
+static TF_Tensor* AllocateOutput(TF_OpKernelContext*, int, int type, const int64_t* shape, int dims, size_t bytes, TF_Status*) {
+  TF_Tensor tensor{{dims ? shape[0] : 1}, 1, bytes, std::calloc(1, bytes), type == kString};
   ++alive;
   return NewTensor(tensor);
 }
@@ -138,7 +148,7 @@ static int ExitWhileReading(char* path, int64_t size) {
   return 0;
 }
 
-static int FailAtEachAllocation(char* path, int64_t size) {
+static int FailAtEachAllocation(char* path, int64_t size, const char* image) {
   ReadCall read(path, size);
   Work work;
   work.height = work.width = 8, work.kernel = dali_tf_input::Kernel(1);
@@ -149,14 +159,26 @@ static int FailAtEachAllocation(char* path, int64_t size) {
   prepare.inputs[0] = {{9, 9, 3}, 3, pixels.size(), pixels.data(), false};
   prepare.inputs[1] = {{4}, 1, sizeof region, region, false};
   prepare.inputs[2] = {{1}, 1, sizeof mirror, &mirror, false};
-  int failures[2] = {};
-  for (int which = 0; which < 2; ++which) {
+  std::ifstream stream(image, std::ios::binary);
+  std::vector<char> bytes{std::istreambuf_iterator<char>(stream), std::istreambuf_iterator<char>()};
+  TF_TString encoded{bytes.data(), bytes.size()};
+  float uniforms[3] = {};
+  double what[4] = {0, 1, 1e9, 0};
+  TF_OpKernelContext decode;
+  decode.inputs[0] = {{1}, 1, sizeof encoded, &encoded, true};
+  decode.inputs[1] = {{3}, 1, sizeof uniforms, uniforms, false};
+  decode.inputs[2] = {{4}, 1, sizeof what, what, false};
+  TF_OpKernelContext* contexts[] = {&read.context, &prepare, &decode};
+  int failures[3] = {};
+  for (int which = 0; which < 3; ++which) {
     for (long at = 0;; ++at) {
       const long before = alive;
       DeleteRead(reader), reader = CreateRead(nullptr);  // closes all files
-      current = which ? &prepare : &read.context, current->failure = {};
+      DecodeKernel decoder;
+      static_cast<Work&>(decoder) = work;
+      current = contexts[which], current->failure = {};
       until_failure = at;
-      which ? ComputePrepare(&work, &prepare) : ComputeRead(reader, &read.context);
+      which == 0 ? ComputeRead(reader, current) : which == 1 ? ComputePrepare(&work, current) : ComputeDecode(&decoder, current);
       const bool has_failed = until_failure.exchange(-1) < 0;
       if (alive != before) return std::printf("%ld left at %ld\n", alive - before, at), 1;
       if (!has_failed) {
@@ -167,7 +189,7 @@ static int FailAtEachAllocation(char* path, int64_t size) {
       ++failures[which];
     }
   }
-  std::printf("%d %d\n", failures[0], failures[1]);
+  std::printf("%d %d %d\n", failures[0], failures[1], failures[2]);
   return 0;
 }
 
@@ -178,5 +200,5 @@ int main(int, char** arguments) {
   struct stat status;
   if (stat(arguments[2], &status) != 0) return 2;
   const bool exits = std::string(arguments[1]) == "exit";
-  return exits ? ExitWhileReading(arguments[2], status.st_size) : FailAtEachAllocation(arguments[2], status.st_size);
+  return exits ? ExitWhileReading(arguments[2], status.st_size) : FailAtEachAllocation(arguments[2], status.st_size, arguments[3]);
 }
