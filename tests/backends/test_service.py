@@ -115,6 +115,7 @@ def test_a_service_of_tensorflows_own(dataset):
         address = process.stdout.readline().strip()
         batches = iter(make(dataset, address))
         labels = np.concatenate([next(batches)[1] for _ in range(6)])
+        del batches  # before the dispatcher: TensorFlow's prefetching would wait for it forever
         assert sorted(labels.tolist()) == list(range(24))
         options = TfDataOptions(service=address, kernel="native")
         with refused("works with TensorFlow's operations: use kernel='auto', got 'native'"):
