@@ -4,6 +4,7 @@
 //
 // What jpeg.h takes must be what libjpeg takes without a warning, and come out the same. A window that it takes must be
 // the same lines of libjpeg's, which may find damage below. Seeds: images of all kinds that libjpeg encodes, and the files.
+// A damaged file that takes jpeg.h along branches that none took before becomes a seed (g++ -fsanitize-coverage=trace-pc).
 #include <csetjmp>
 #include <cstdio>
 #include <cstdlib>
@@ -22,6 +23,30 @@ typedef std::string Bytes;
 
 static std::mt19937_64 source;
 static int Below(int bound) { return static_cast<int>(source() % static_cast<uint64_t>(bound)); }
+
+// How often each pair of places in jpeg.h followed each other for a file, and the bits of all files' counts.
+static uint8_t edges[1 << 16], all_edges[1 << 16];
+static bool is_counting = false;
+
+extern "C" __attribute__((no_sanitize_coverage)) void __sanitizer_cov_trace_pc() {
+  static uintptr_t before = 0;
+  const uintptr_t here = reinterpret_cast<uintptr_t>(__builtin_return_address(0));
+  uint8_t& edge = edges[(here ^ before) % sizeof edges];
+  before = here << 1;
+  if (is_counting && edge < 255) ++edge;
+}
+
+// Whether the last file went where none went before, or a number of times that has another highest bit.
+static bool IsNew() {
+  bool is_new = false;
+  for (size_t at = 0; at < sizeof edges; ++at) {
+    if (!edges[at]) continue;
+    const uint8_t highest = static_cast<uint8_t>(1 << (31 - __builtin_clz(edges[at])));
+    is_new |= !(all_edges[at] & highest);
+    all_edges[at] |= highest, edges[at] = 0;
+  }
+  return is_new;
+}
 
 struct Errors : jpeg_error_mgr {
   std::jmp_buf jump;
@@ -168,15 +193,20 @@ int main(int count, char** arguments) {
   Decoder decoder;
   Reference reference;
   std::vector<uint8_t> pixels;
-  long taken = 0, windows = 0, whole = 0, refused_sound = 0;
+  long taken = 0, windows = 0, whole = 0, refused_sound = 0, found = 0;
+  const long sound = static_cast<long>(seeds.size());
   for (long round = 0; round < rounds; ++round) {
-    const bool is_sound = round < static_cast<long>(seeds.size());
-    const Bytes& seed = seeds[is_sound ? static_cast<size_t>(round) : source() % seeds.size()];
+    const bool is_sound = round < sound;
+    const Bytes seed = seeds[is_sound ? static_cast<size_t>(round) : source() % seeds.size()];
     const Bytes file = is_sound ? seed : Damage(seed, seeds[files + source() % (seeds.size() - files)]);
     reference.Decode(file);
     const char* wrong = nullptr;
+    is_counting = true;
+    const bool is_taken = Take(&decoder, file, {}, true, &pixels);
+    is_counting = false;
+    if (IsNew() && !is_sound && file.size() > 4 && file.size() < 20'000) seeds.push_back(file), ++found;
     whole += reference.is_whole && !reference.warnings;
-    if (Take(&decoder, file, {}, true, &pixels)) {
+    if (is_taken) {
       ++taken;
       if (!reference.is_whole) wrong = "libjpeg refuses it";
       else if (reference.warnings) wrong = "libjpeg warns";
@@ -205,6 +235,6 @@ int main(int count, char** arguments) {
       return 1;
     }
   }
-  std::printf("%ld rounds: libjpeg took %ld without a warning, jpeg.h %ld, and %ld windows; %ld of the seeds refused\n", rounds,
-              whole, taken, windows, refused_sound);
+  std::printf("%ld rounds: libjpeg took %ld without a warning, jpeg.h %ld, and %ld windows; %ld of %ld sound seeds refused,"
+              " %ld found\n", rounds, whole, taken, windows, refused_sound, sound, found);
 }

@@ -217,6 +217,7 @@ def test_damaged_files(tmp_path):
     """What it takes, libjpeg takes without a warning, and makes the same of; under sanitizers."""
     program = tmp_path / "fuzz"
     checks = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1"]
+    checks.append("-fsanitize-coverage=trace-pc")
     compile_native(program, *checks, ROOT / "tests/backends/fuzz_jpeg.cc", "-ljpeg")
     photos = []
     for kind, how in KINDS.items():
@@ -225,6 +226,49 @@ def test_damaged_files(tmp_path):
     command = [program, "300000", str(os.getpid()), *photos]
     process = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=tmp_path)
     assert process.returncode == 0, process.stdout + process.stderr
-    rounds, sound, taken, windows, _ = map(int, re.findall(r"\b\d+\b", process.stdout))
+    rounds, sound, taken, windows, *_, found = map(int, re.findall(r"\b\d+\b", process.stdout))
+    assert found > 100  # files that led where none had led before
     assert rounds == 300_000
     assert min(sound, taken, windows) > 20_000
+
+
+def damage(encoded, random):
+    """Returns a file with one to three bits, bytes or short runs of bytes changed."""
+    data = bytearray(encoded)
+    for _ in range(random.integers(1, 4)):
+        at, length = random.integers(len(data)), random.integers(1, 9)
+        new = (
+            bytes([data[at] ^ 1 << random.integers(8)]),
+            random.bytes(1),
+            b"\xff",
+            b"",
+            bytes(data[at : at + length]) * 2,
+        )[random.integers(5)]
+        data[at : at + max(1, length * (len(new) != 1))] = new
+    return bytes(data)
+
+
+@pytest.mark.slow
+def test_damaged_files_by_tensorflow():
+    """What it takes, TensorFlow's own libjpeg-turbo takes, and makes the same of."""
+    assert compare_damaged(10_000, seed=os.getpid()) > 500
+
+
+def compare_damaged(rounds, *, seed):
+    """Returns how many damaged files were taken."""
+    random = np.random.default_rng(seed)
+    images = [encode(make_image(24, 40), "JPEG", **how) for how in KINDS.values()]
+    images.append(encode(make_image(24, 40, "L"), "JPEG"))
+    taken = 0
+    for number in range(rounds):
+        encoded = damage(images[number % len(images)], random)
+        with contextlib.suppress(tf.errors.InvalidArgumentError):
+            if not 0 < tf.reduce_prod(tf.io.extract_jpeg_shape(encoded)) <= 1 << 18:
+                continue
+        pixels = decode(encoded)
+        if pixels is not None:
+            taken += 1
+            expected = decode_by_tensorflow(encoded)
+            assert expected is not None, encoded
+            np.testing.assert_array_equal(pixels, expected, encoded.hex())
+    return taken

@@ -1,9 +1,11 @@
 import itertools
+import multiprocessing
+import time
 
 import pytest
 
 from dali_tf_input import InputError
-from support.benchmark import Stats, Window, measure
+from support.benchmark import Stats, Window, measure, used_cpu_seconds
 
 
 class Clock:
@@ -67,6 +69,24 @@ def test_measure_refuses(arguments, message):
         measure(
             iter(["batch"]), **{"batch_size": 1, "seconds": 1e9, "warmup_batches": 0, **arguments}
         )
+
+
+def work_and_wait(connection):
+    while time.process_time() < 0.5:
+        pass
+    connection.send(None)
+    connection.recv()
+
+
+def test_cpu_time_counts_workers():
+    ours, theirs = multiprocessing.Pipe()
+    before = used_cpu_seconds()
+    process = multiprocessing.get_context("spawn").Process(target=work_and_wait, args=(theirs,))
+    process.start()
+    ours.recv()
+    assert used_cpu_seconds() - before > 0.4
+    ours.send(None)
+    process.join()
 
 
 def test_spread():

@@ -30,9 +30,36 @@ def test_preview(sample_folder, tmp_path, arguments, largest):
     assert (process.returncode, process.stderr) == (0, "")
     line = next(line for line in process.stdout.splitlines() if line.startswith("difference"))
     assert float(line.split()[2]) <= largest
-    sheet = np.asarray(Image.open(tmp_path / "sheet.png").convert("L"))
-    assert min(sheet.shape) > 300
-    assert 0 < (sheet < 10).mean() < 0.6
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        assert min(sheet.size) > 300
+
+
+def test_the_sheet_shows_each_tile_in_its_place(tmp_path):
+    """Row by row, as large as it fits, its aspect ratio kept, with its box."""
+    colors = {"wide": (200, 0, 0), "high": (0, 150, 0), "even": (0, 0, 250), "boxed": (250, 250, 0)}
+    sizes = {"wide": (20, 40), "high": (40, 20), "even": (30, 30), "boxed": (400, 400)}
+    wide, high, even, boxed = (
+        pictures.Tile(name, np.full((*sizes[name], 3), color, np.uint8))
+        for name, color in colors.items()
+    )
+    boxed = boxed._replace(box=(100, 100, 200, 200))
+    path = str(tmp_path / "sheet.png")
+    pictures.draw_sheet([wide, high, even, None, boxed], path=path, across=2, title="Five places")
+    sheet = np.asarray(Image.open(path))
+    first, last = {}, {}  # (y, x) of the corners of what is shown
+    for name, color in colors.items():
+        places = np.argwhere((sheet == color).all(-1))
+        first[name], last[name] = places.min(0), places.max(0) + 1
+        height, width = last[name] - first[name]
+        assert abs(width / height - sizes[name][1] / sizes[name][0]) < 0.02
+    side = last["boxed"][0] - first["boxed"][0]
+    assert side == last["wide"][1] - first["wide"][1] == last["high"][0] - first["high"][0]
+    y, x = (np.array([first[name][axis] for name in colors]) for axis in (0, 1))
+    assert y[0] == y[1] < y[2] < y[3]
+    assert x[0] == x[2] == x[3] < x[1]
+    box = np.argwhere((sheet == (255, 59, 48)).all(-1)) - first["boxed"]
+    np.testing.assert_allclose(box.min(0), side / 4, atol=3)
+    np.testing.assert_allclose(box.max(0), side * 3 / 4, atol=3)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "uint8"])

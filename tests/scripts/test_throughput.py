@@ -164,6 +164,7 @@ def test_a_measurer_dies_with_its_parent(sample_folder):
     ("row", "said"),
     [
         ("decode_only", "the package on tf.data, to decoding alone: "),
+        ("decode_simplejpeg", "cannot be measured: No module named 'simplejpeg'. pip install simp"),
         ("grain", "error: grain cannot be measured: No module named 'grain'. pip install grain"),
     ],
 )

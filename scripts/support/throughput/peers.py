@@ -5,7 +5,9 @@ random crop, mirror, normalize. They are what a user of these packages would wri
 documentation says.
 """
 
+import concurrent.futures
 import itertools
+import math
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +18,7 @@ import dali_tf_input as dti
 
 PEERS = {
     "decode_only": "decoding alone, TensorFlow in parallel",
+    "decode_simplejpeg": "decoding alone, simplejpeg in threads",
     "grain": "Grain and OpenCV, threads",
     "torch": "PyTorch's DataLoader and OpenCV, workers",
 }
@@ -24,7 +27,7 @@ PEERS = {
 def make_batches(name: str, spec: dti.InputSpec, *, batch_size: int) -> Iterator[Any]:
     """Returns an infinite iterator over batches of images (batch_size, height, width, 3).
 
-    "decode_only" yields how many images it decoded instead.
+    Those that only decode yield as many of anything.
 
     Raises:
       InputError: the package is not installed, or the spec's work is not written for it.
@@ -33,7 +36,7 @@ def make_batches(name: str, spec: dti.InputSpec, *, batch_size: int) -> Iterator
         return iter(globals()[f"_{name}"](spec, batch_size))
     except ImportError as error:
         needs = {"grain": "grain opencv-python-headless", "torch": "torch opencv-python-headless"}
-        raise dti.InputError(f"{error}. pip install {needs.get(name, 'tensorflow')}") from error
+        raise dti.InputError(f"{error}. pip install {needs.get(name, 'simplejpeg')}") from error
 
 
 def _decode_only(spec: dti.InputSpec, batch_size: int) -> Any:
@@ -50,6 +53,22 @@ def _decode_only(spec: dti.InputSpec, batch_size: int) -> Any:
     dataset = dataset.shuffle(spec.buffer_size).repeat()
     dataset = dataset.map(decode, num_parallel_calls=tf.data.AUTOTUNE)
     return dataset.batch(batch_size).prefetch(tf.data.AUTOTUNE)
+
+
+def _decode_simplejpeg(spec: dti.InputSpec, batch_size: int) -> Iterator[Any]:
+    import simplejpeg
+
+    def decode(images: tuple[bytes, ...]) -> int:
+        return sum(simplejpeg.decode_jpeg(image).ndim == 3 for image in images)
+
+    threads = len(os.sched_getaffinity(0))
+    images = itertools.cycle(_read_images(spec))
+    batches = iter(lambda: tuple(itertools.islice(images, batch_size)), ())
+    pool = concurrent.futures.ThreadPoolExecutor(threads)
+    running = [pool.submit(decode, next(batches)) for _ in range(2 * threads)]
+    for batch in batches:
+        yield np.empty(running.pop(0).result())
+        running.append(pool.submit(decode, batch))
 
 
 def _grain(spec: dti.InputSpec, batch_size: int) -> Any:
@@ -105,11 +124,12 @@ class _Preparation:
 
         cv2.setNumThreads(0)
         preprocess = spec.preprocess
-        if not isinstance(preprocess.crop, dti.ResizeRandomCrop) or preprocess.dtype != "float32":
-            text = "only resize, random crop and float32 are written for other packages"
+        self._crop, self._size = preprocess.crop, preprocess.image_size
+        crops = (dti.ResizeRandomCrop, dti.RandomResizedCrop, dti.RandomCrop)
+        if not isinstance(self._crop, crops) or preprocess.dtype != "float32":
+            text = "only random crops and float32 are written for other packages"
             raise dti.InputError(f"{text}: leave out grain and torch.")
-        self._resize, self._size = preprocess.crop.resize, preprocess.image_size
-        self._area = preprocess.antialias
+        self._method = cv2.INTER_AREA if preprocess.antialias else cv2.INTER_LINEAR
         self._mean = np.array(preprocess.mean, np.float32)
         self._scale = 1 / np.array(preprocess.std, np.float32)
 
@@ -118,13 +138,39 @@ class _Preparation:
         import cv2
 
         image = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR_RGB)
-        (height, width), (out_height, out_width) = self._resize, self._size
-        method = cv2.INTER_AREA if self._area else cv2.INTER_LINEAR
-        image = cv2.resize(image, (width, height), interpolation=method)
-        y = int(random.integers(height - out_height + 1))
-        x = int(random.integers(width - out_width + 1))
-        image = image[y : y + out_height, x : x + out_width]
+        size, out = image.shape[:2], self._size
+        if isinstance(self._crop, dti.RandomResizedCrop):
+            image = _crop_at_random(image, _draw_size(size, self._crop, random), random)
+            image = cv2.resize(image, out[::-1], interpolation=self._method)
+        else:
+            if isinstance(self._crop, dti.ResizeRandomCrop):
+                image = cv2.resize(image, self._crop.resize[::-1], interpolation=self._method)
+            image = _crop_at_random(image, out, random)
         if random.random() < 0.5:
             image = image[:, ::-1]
         normalized = np.subtract(image, self._mean, dtype=np.float32)
         return np.multiply(normalized, self._scale, out=normalized)
+
+
+def _draw_size(
+    size: tuple[int, int], crop: dti.RandomResizedCrop, random: np.random.Generator
+) -> tuple[int, int]:
+    """Returns (height, width) of a region as torchvision's RandomResizedCrop draws it."""
+    for _ in range(crop.num_attempts):
+        area = size[0] * size[1] * random.uniform(*crop.area_range)
+        ratio = math.exp(random.uniform(*np.log(crop.aspect_ratio_range)))
+        height, width = round(math.sqrt(area / ratio)), round(math.sqrt(area * ratio))
+        if 0 < height <= size[0] and 0 < width <= size[1]:
+            return height, width
+    return size
+
+
+def _crop_at_random(
+    image: np.ndarray, size: tuple[int, int], random: np.random.Generator
+) -> np.ndarray:
+    """Returns `size` (height, width) of an image at a random position; larger ones as they are."""
+    y, x = (
+        int(random.integers(max(0, whole - part) + 1))
+        for whole, part in zip(image.shape, size, strict=False)
+    )
+    return image[y : y + size[0], x : x + size[1]]

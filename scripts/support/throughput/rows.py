@@ -69,6 +69,7 @@ _QUESTIONS: tuple[tuple[str, str, str, float | None], ...] = (
     ("dali_gpu_global", "dali_gpu", "DALI on GPU in global order, to a buffer", 0.9),
     ("tf_data", "tf_data_serial", "tf.data in parallel, to serial", None),
     ("tf_data", "decode_only", "the package on tf.data, to decoding alone", None),
+    ("tf_data", "decode_simplejpeg", "the package on tf.data, to decoding by simplejpeg", None),
     ("tf_data", "grain", "the package on tf.data, to Grain and OpenCV", None),
     ("tf_data", "torch", "the package on tf.data, to PyTorch and OpenCV", None),
     ("dali_gpu", "tf_data", "DALI on GPU, to tf.data", 3),
