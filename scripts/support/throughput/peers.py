@@ -61,14 +61,17 @@ def _decode_simplejpeg(spec: dti.InputSpec, batch_size: int) -> Iterator[Any]:
     def decode(images: tuple[bytes, ...]) -> int:
         return sum(simplejpeg.decode_jpeg(image).ndim == 3 for image in images)
 
+    def decode_all() -> Iterator[Any]:
+        for batch in batches:
+            running.append(pool.submit(decode, batch))
+            yield np.empty(running.pop(0).result())
+
     threads = len(os.sched_getaffinity(0))
     images = itertools.cycle(_read_images(spec))
     batches = iter(lambda: tuple(itertools.islice(images, batch_size)), ())
     pool = concurrent.futures.ThreadPoolExecutor(threads)
     running = [pool.submit(decode, next(batches)) for _ in range(2 * threads)]
-    for batch in batches:
-        yield np.empty(running.pop(0).result())
-        running.append(pool.submit(decode, batch))
+    return decode_all()
 
 
 def _grain(spec: dti.InputSpec, batch_size: int) -> Any:
