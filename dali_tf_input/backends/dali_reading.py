@@ -97,9 +97,10 @@ def _read(stream: Stream, options: DaliOptions) -> dict[str, DataNode]:
     assert isinstance(label, ClassLabel)
     number = dali_tfrecord.FixedLenFeature([1], dali_tfrecord.int64, -1)
     sides = SIDE_KEYS if dataset.stores_pixels else ()
+    indexes = reading.hold_indexes(dataset)
     features = fn.readers.tfrecord(
-        path=list(dataset.paths),
-        index_path=reading.hold_indexes(dataset),
+        path=[*indexes],
+        index_path=[*indexes.values()],
         features={
             dataset.image_key: dali_tfrecord.FixedLenFeature((), dali_tfrecord.string, ""),
             **dict.fromkeys((str(label.key), *sides), number),

@@ -172,7 +172,8 @@ def read_planned(stream: Stream, options: TfDataOptions) -> ReadEpoch:
     # large values are tensors, which the dataset holds and which are freed with it.
     with tf.device("CPU:0"):
         names, states = tf.constant(records.paths), tf.constant(states_of(records))
-        counts = tf.constant([file.num_records for file in records.files], tf.int64)
+        counts = tf.constant(records.counts, tf.int64)
+        ids = tf.constant(records.ids) if spec.record_ids and records.subset else None
         file_of = tf.repeat(tf.range(len(indexes)), counts)
         extents = tf.constant(np.concatenate(indexes))
     if records.is_remote:
@@ -208,8 +209,11 @@ def read_planned(stream: Stream, options: TfDataOptions) -> ReadEpoch:
             output_shapes=[()],
         )
         encoded = tf.data.experimental.from_variant(variant, tf.TensorSpec((), tf.string))
-        ids = [tf.data.Dataset.from_tensor_slices(numbers)] if spec.record_ids else []
-        return tf.data.Dataset.zip(tf.data.Dataset.from_tensor_slices(keys), encoded, *ids)
+        parts = [tf.data.Dataset.from_tensor_slices(keys), encoded]
+        if spec.record_ids:
+            served = numbers if ids is None else tf.gather(ids, numbers)
+            parts.append(tf.data.Dataset.from_tensor_slices(served))
+        return tf.data.Dataset.zip(*parts)
 
     return read_epoch
 
@@ -354,26 +358,31 @@ def check_states(names: Any, states: Integers) -> Any:
     return names
 
 
-def hold_indexes(dataset: Records) -> list[str]:
-    """Copies the indexes to a folder that the process removes when it ends; returns their paths.
+def hold_indexes(dataset: Records) -> dict[str, str]:
+    """Copies the indexes to a folder that the process removes when it ends.
 
     DALI reads them again for each iterator: one that is gone ends the process, and one that was
     cut would lose records without an error.
+
+    Returns:
+      The path of the copy for each file that has some of the records: DALI refuses an empty index.
     """
     copies = _copy_indexes(dataset)
-    if not all(map(os.path.exists, copies)):  # someone emptied the folder
+    if not all(map(os.path.exists, copies.values())):  # someone emptied the folder
         _copy_indexes.cache_clear()
         copies = _copy_indexes(dataset)
     return copies
 
 
 @functools.cache
-def _copy_indexes(dataset: Records) -> list[str]:
+def _copy_indexes(dataset: Records) -> dict[str, str]:
     staging = make_process_folder(private_folder())
-    copies = [staging.path(f"{file}.idx") for file in range(len(dataset.files))]
-    for file, path in zip(dataset.files, copies, strict=True):
-        # Checked, and written as DALI reads numbers: it stops silently where there is none.
-        np.savetxt(path, file.index(), "%d")
+    copies = {}
+    for number, file in enumerate(dataset.paths):
+        if dataset.counts[number]:
+            copies[file] = staging.path(f"{number}.idx")
+            # Checked, and written as DALI reads numbers: it stops silently where there is none.
+            np.savetxt(copies[file], dataset.index(number), "%d")
     return copies
 
 
@@ -391,31 +400,27 @@ def draw_uniforms(stream: Stream, key: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]
 
 
 def _list_runs(dataset: Records, shard: Shard) -> tuple[list[int], ...]:
-    """Returns the runs of a shard: of each its file, first byte, count of records, first record.
+    """Returns the runs of a shard: of each its file, first byte, count of records, first id.
 
-    If no record of a file is skipped, its part of the shard is one run.
+    If all records of a file are read, its part of the shard is one run.
     """
     records = shard.records(dataset.num_records)
-    files, offsets, counts, firsts = [], [], [], []
+    runs: tuple[list[int], ...] = ([], [], [], [])
     before = 0  # records of the files before
-    for file, indexed in enumerate(dataset.files):
-        num_records, skipped = indexed.num_records, indexed.num_skipped
-        start, stop = max(records.start - before, 0), min(records.stop - before, num_records)
-        extents = [] if start == 0 and not skipped else dataset.index(file)[start:stop].tolist()
-        if start < stop and not extents:
-            files.append(file)
-            offsets.append(0)
-            counts.append(stop)
-            firsts.append(before)
-        end = None  # the byte where the run ends so far
-        for number, (offset, size) in enumerate(extents, before + start):
-            if offset == end:
-                counts[-1] += 1
-            else:
-                files.append(file)
-                offsets.append(offset)
-                counts.append(1)
-                firsts.append(number)
-            end = offset + size
-        before += num_records
-    return files, offsets, counts, firsts
+    for number, (file, count) in enumerate(zip(dataset.files, dataset.counts, strict=True)):
+        start, stop = max(records.start - before, 0), min(records.stop - before, count)
+        if start >= stop:
+            rows = []
+        elif start == 0 and count == file.num_records and not file.num_skipped:
+            rows = [(number, 0, stop, dataset.ids[before])]
+        else:
+            extents = dataset.index(number)[start:stop]
+            is_first = np.append(True, extents[1:, 0] != extents[:-1].sum(1))
+            firsts = np.flatnonzero(is_first)
+            counts = np.diff(firsts, append=len(extents))
+            ids = dataset.ids[before + start + firsts]
+            rows = [*zip([number] * len(firsts), extents[firsts, 0], counts, ids, strict=True)]
+        for values, column in zip(runs, zip(*rows, strict=True) if rows else (), strict=False):
+            values += map(int, column)
+        before += count
+    return runs

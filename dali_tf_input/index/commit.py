@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dali_tf_input.errors import InputError
 from dali_tf_input.index.workers import Job
 from dali_tf_input.records.contents import FileEntry
+from dali_tf_input.records.labels import ClassLabel
 from dali_tf_input.records.manifest import Manifest, find_staleness
 from dali_tf_input.records.mirror import local_folder, refresh, upload
 from dali_tf_input.records.paths import BAD_RECORDS_NAME, INDEX_SUFFIX, MANIFEST_NAME, absolute
@@ -235,6 +236,9 @@ class IndexFolder:
 def _satisfies(entry: FileEntry, checks: Checks) -> bool:
     """Whether the run that made `entry` checked everything that `checks` ask for."""
     if LEVELS.index(entry.verified) < LEVELS.index(checks.verify):
+        return False
+    has_labels = checks.verify in ("schema", "decode") and isinstance(checks.label, ClassLabel)
+    if has_labels and entry.labels is None:  # of an earlier version
         return False
     return all(
         entry.checked_by.get(name) == value

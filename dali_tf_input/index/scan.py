@@ -15,7 +15,7 @@ from dali_tf_input.errors import InputError
 from dali_tf_input.records import contents, schema
 from dali_tf_input.records.contents import FileEntry
 from dali_tf_input.records.example import MAX_BYTES, decode_example
-from dali_tf_input.records.labels import Features
+from dali_tf_input.records.labels import ClassLabel, Features
 from dali_tf_input.records.schema import BadImage, Checks, TrialDecode, check_mask
 from dali_tf_input.records.tfrecord import (
     FRAME_SIZE,
@@ -117,6 +117,7 @@ def check_file(
         parsed=content.parsed,
         features=content.features(),
         images=content.images(),
+        labels=content.labels(),
     )
 
 
@@ -155,6 +156,9 @@ class _Content:
         self._image_key, self._label = checks.image_key or "", checks.label
         counted = self._label if checks.verify in ("schema", "decode") else None
         self._counted_key = counted.key if counted and counted.is_integer else None
+        self._class_label = counted if isinstance(counted, ClassLabel) else None
+        names = (self._class_label and self._class_label.vocabulary) or ()
+        self._classes = {name.encode(): number for number, name in enumerate(names)}
         self._decode = decode
         self._crashing = crashing
         self._on_decode = on_decode
@@ -215,6 +219,8 @@ class _Content:
         self._note_features(features, number)
         if self._counted_key:
             self._labels.extend(features[self._counted_key][1])
+        elif self._class_label:
+            self._labels.append(self._classes[features[self._class_label.key or ""][1][0]])
 
     def _find_image(self, features: Features, number: int) -> tuple[str, int, int]:
         if self._image_key == schema.PIXELS_KEY:
@@ -272,6 +278,9 @@ class _Content:
     def _count_labels(self) -> contents.Counts | None:
         counts = tuple(sorted(Counter(self._labels).items()))
         return counts if len(counts) <= contents.MAX_CLASSES else None
+
+    def labels(self) -> bytes | None:
+        return contents.pack_labels(self._labels) if self._class_label else None
 
     def images(self) -> contents.Images | None:
         if not self._formats:

@@ -6,7 +6,10 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
+from dali_tf_input.records.index_file import Integers
 from dali_tf_input.records.schema import LEVELS, Level
 
 Range = tuple[int | float, int | float]
@@ -68,6 +71,8 @@ class FileEntry:
       features: by key.
       folder: absolute path of the file's folder, if that is not the folder of the index.
       images: from level "decode" on.
+      labels: the class of each record in the index, from level "schema" on with a `ClassLabel`, as
+        it is stored; of names the position in the vocabulary. See `pack_labels`.
     """
 
     size: _Number
@@ -83,6 +88,7 @@ class FileEntry:
     features: dict[str, Feature]
     folder: str | None = None
     images: Images | None = None
+    labels: bytes | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,27 +109,31 @@ class Summary:
     images: Images | None
 
 
+def pack_labels(labels: npt.ArrayLike) -> bytes:
+    """Returns integers as bytes: how many each one takes, then all, little-endian."""
+    values = np.asarray(labels, np.int64)
+    low, high = (int(values.min()), int(values.max())) if values.size else (0, 0)
+    size = next(n for n in (1, 2, 4, 8) if -(1 << 8 * n - 1) <= low and high < 1 << 8 * n - 1)
+    return bytes([size]) + values.astype(f"<i{size}").tobytes()
+
+
+def unpack_labels(packed: bytes) -> Integers:
+    """Returns what `pack_labels` packed: int64 (n,); raises ValueError if it is damaged."""
+    return np.frombuffer(packed[1:], np.dtype(f"<i{packed[0]}" if packed else "")).astype(np.int64)
+
+
 def summarize(entries: Mapping[str, FileEntry]) -> Summary:
     """Returns what `entries`, by file, hold together."""
     features: dict[str, Feature] = {}
     without: dict[str, tuple[str, int]] = {}
     parsed = [(file, entry) for file, entry in sorted(entries.items()) if entry.parsed]
     for key in sorted({key for _, entry in parsed for key in entry.features}):
-        file_features = [entry.features[key] for _, entry in parsed if key in entry.features]
         for file, entry in parsed:
             record = entry.features[key].first_without if key in entry.features else 0
             if record is not None:
                 without[key] = (file, record)
                 break
-        shortest, longest = zip(*(feature.lengths for feature in file_features), strict=True)
-        features[key] = Feature(
-            kinds=tuple(sorted({kind for feature in file_features for kind in feature.kinds})),
-            lengths=(min(shortest), max(longest)),
-            records=sum(feature.records for feature in file_features),
-            range=merge_ranges([feature.range for feature in file_features]),
-            counts=merge_counts([feature.counts for feature in file_features]),
-            first_without=without[key][1] if key in without else None,
-        )
+        features[key] = merge_features([entry.features.get(key) for _, entry in parsed])
     values = entries.values()
     levels = Counter(entry.verified for entry in values)
     return Summary(
@@ -135,6 +145,21 @@ def summarize(entries: Mapping[str, FileEntry]) -> Summary:
         features=features,
         without=without,
         images=merge_images([entry.images for entry in values if entry.images]),
+    )
+
+
+def merge_features(features: Sequence[Feature | None]) -> Feature:
+    """Returns one feature key over several sets of records, of which some may lack it."""
+    known = [feature for feature in features if feature]
+    shortest, longest = zip(*(feature.lengths for feature in known), strict=True)
+    firsts = (feature.first_without if feature else 0 for feature in features)
+    return Feature(
+        kinds=tuple(sorted({kind for feature in known for kind in feature.kinds})),
+        lengths=(min(shortest), max(longest)),
+        records=sum(feature.records for feature in known),
+        range=merge_ranges([feature.range for feature in known]),
+        counts=merge_counts([feature.counts for feature in known]),
+        first_without=next((first for first in firsts if first is not None), None),
     )
 
 

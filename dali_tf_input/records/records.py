@@ -5,91 +5,48 @@ import functools
 import glob
 import itertools
 import os
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
 
 from dali_tf_input.errors import InputError, Path, check, checked
-from dali_tf_input.records import contents, schema
+from dali_tf_input.records import contents, schema, subsets
 from dali_tf_input.records.contents import Feature
 from dali_tf_input.records.example import decode_example
-from dali_tf_input.records.index_file import Integers, parse_index, read_index
+from dali_tf_input.records.index_file import Integers
+from dali_tf_input.records.indexed_file import Extent, IndexedFile
 from dali_tf_input.records.labels import Lengths, describe_list
 from dali_tf_input.records.manifest import find_change, find_change_of_object, read_entries
-from dali_tf_input.records.mirror import find_local
-from dali_tf_input.records.paths import absolute, find_versions, index_command, index_files_of
+from dali_tf_input.records.opening import read_fields
+from dali_tf_input.records.paths import index_command
+from dali_tf_input.records.subsets import Mask, Subset
 from dali_tf_input.records.tfrecord import read_record, unframe_record
-from dali_tf_input.storage.copies import drop_copy, find_copy, resolve_cache_dir
-from dali_tf_input.storage.objects import RETRY_SECONDS, Part, Status, find_statuses, read_parts
-
-
-class Extent(NamedTuple):
-    """The location of a record.
-
-    Attributes:
-      file: its TFRecord file.
-      number: its position in the file, from 0, not counting skipped records.
-      offset: the byte at which it starts.
-      size: in bytes, with its frame.
-    """
-
-    file: str
-    number: int
-    offset: int
-    size: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class IndexedFile:
-    """A TFRecord file and its index, as they were when the file was indexed.
-
-    Attributes:
-      path: absolute path or URL of the file.
-      index_file: absolute path of its index, or of a local copy of it.
-      num_records: how many records the index holds.
-      num_skipped: how many bad records it skips.
-      size: bytes of the file.
-      mtime_ns: its time of modification in nanoseconds; 0 for a stored object.
-      index_crc: CRC-32C of the index.
-      etag: the version of a stored object; None for a local file.
-    """
-
-    path: str
-    index_file: str
-    num_records: int
-    num_skipped: int
-    size: int
-    mtime_ns: int
-    index_crc: int
-    etag: str | None = None
-
-    @property
-    def status(self) -> Status | None:
-        """The version of a stored object; None for a local file."""
-        return None if self.etag is None else Status(self.size, self.etag)
-
-    def index_text(self) -> bytes:
-        """Reads the index; raises InputError if it changed."""
-        return read_index(self.index_file, crc=self.index_crc)
-
-    def index(self) -> Integers:
-        """Returns offset and size in bytes of each record: int64 (num_records, 2)."""
-        return parse_index(self.index_text(), self.index_file, self.num_records, self.size)
+from dali_tf_input.storage.copies import drop_copy, find_copy
+from dali_tf_input.storage.objects import RETRY_SECONDS, Part, find_statuses, read_parts
 
 
 @checked
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Records:
-    """The indexed TFRecord files of a dataset. Made by `from_files`, which checks them.
+    """The records of indexed TFRecord files, or some of them. Made by `from_files`.
+
+    A record's id is its number over all records of the files, from 0. It stays the same in every
+    subset. `split`, `take` and the like return `Records` too, which every function takes.
 
     Example:
       >>> records = Records.from_files("records/train-*")
       >>> records.num_records
       24
       >>> label = records.read(0)["image/class/label"]
+      >>> train, held_out = records.split(train=0.75, held_out=0.25).values()
+      >>> train.num_records + held_out.num_records
+      24
 
     Attributes:
-      files: the files that hold records, sorted by path.
+      files: the files, sorted by path.
+      subset: which of their records; None is all of them.
       image_key: feature key of the encoded image, a bytes_list of one value.
       largest_image: (height, width) in pixels of the tallest and of the widest image, from level
         "decode" on; else None. DALI's GPU decoder allocates memory for it.
@@ -107,15 +64,22 @@ class Records:
     cache_dir: str | None = None
     retry_seconds: float = RETRY_SECONDS
     features: dict[str, Feature] = field(default_factory=dict, hash=False, repr=False)
+    subset: Subset | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if not self.files:
             raise InputError("`files` must name at least one TFRecord file, got none.")
 
+    def __repr__(self) -> str:
+        """Says in one line how many records of which files."""
+        of = "" if self.subset is None else f" of {self._ends[-1]:,}"
+        files = f"{len(self.files):,} file{'s'[: len(self.files) - 1]}"
+        return f"<Records: {self.num_records:,}{of} in {files}, {self.files[0].path} first>"
+
     @property
     def num_records(self) -> int:
-        """How many records all files hold together, without skipped ones."""
-        return sum(file.num_records for file in self.files)
+        """How many records there are, without skipped ones."""
+        return self._ends[-1] if self.subset is None else len(self.ids)
 
     @property
     def num_skipped(self) -> int:
@@ -149,28 +113,219 @@ class Records:
         """Whether images are stored as pixels, see ``dali-tf-input convert --store=pixels``."""
         return self.image_key == schema.PIXELS_KEY
 
+    @functools.cached_property
+    def ids(self) -> Integers:
+        """The ids of the records, ascending: int64 (num_records,)."""
+        return np.arange(self._ends[-1]) if self.subset is None else np.flatnonzero(self._mask)
+
+    @functools.cached_property
+    def counts(self) -> list[int]:
+        """How many of the records are in each file."""
+        ends = self._ends if self.subset is None else np.searchsorted(self.ids, self._ends)
+        counts: list[int] = np.diff(ends, prepend=0).tolist()
+        return counts
+
+    @property
+    def labels(self) -> Integers:
+        """The class of each record as it is stored: int64 (num_records,), in the order of `ids`.
+
+        Raises:
+          InputError: a file was not indexed at level "schema" with a `ClassLabel`.
+        """
+        labels = []
+        for file in self.files:
+            try:
+                labels.append(contents.unpack_labels(file.labels or b""))
+                check(len(labels[-1]) == file.num_records, "labels", "one a record", file.path)
+            except (TypeError, ValueError) as error:
+                arguments = ["--verify=schema"]
+                command = index_command(self.paths, index_dir=self.index_dir, arguments=arguments)
+                text = f"The index of {file.path} does not have the label of each record"
+                raise InputError(f"{text}. Index again: {command}") from error
+        return np.concatenate(labels)[self._mask]
+
     def index(self, number: int) -> Integers:
-        """Returns offset and size in bytes of each record of a file: int64 (records, 2)."""
-        return self.files[number].index()
+        """Returns offset and size in bytes of each record of a file: int64 (counts[number], 2)."""
+        extents = self.files[number].index()
+        if self.subset is None:
+            return extents
+        end = self._ends[number]
+        return extents[self._mask[end - self.files[number].num_records : end]]
+
+    @checked
+    def take(self, amount: int | float, *, by_label: bool = False, seed: int = 0) -> "Records":
+        """Returns a random part of the records, the same for any order of the files.
+
+        Example:
+          >>> records = Records.from_files("records/train-*")
+          >>> records.take(6).num_records
+          6
+
+        Args:
+          amount: how many as an integer, at least 1; or a share of the records in (0, 1.0], which
+            chooses each record by itself: the number is about that share, and who was chosen
+            remains so when files are added.
+          by_label: whether each class has its share, to within one record.
+          seed: of the choice, in [0, 2**31). What `split` calls its first part is what `take`
+            returns for the same share and seed.
+
+        Raises:
+          InputError: as `split`; or there are not so many records.
+        """
+        classes = self.labels if by_label else None
+        places = subsets.draw_places(self.files, seed)[self._mask]
+        if isinstance(amount, float):
+            check(0 < amount <= 1, "amount", "a whole number, or a share in (0, 1.0]", amount)
+            mask = subsets.divide(places, [amount, 1 - amount], classes) == 0
+        else:
+            check(0 < amount <= self.num_records, "amount", f"in [1, {self.num_records:,}]", amount)
+            mask = subsets.take_first(places, amount, classes)
+        return self._keep(mask, "amount")
+
+    def split(
+        self, *, by_label: bool = False, seed: int = 0, **shares: float
+    ) -> "dict[str, Records]":
+        """Divides the records at random into parts, each record into one.
+
+        The name of its file, the byte at which it starts and the seed decide where a record
+        belongs. So it stays there when files are added, moved to another folder or indexed again.
+
+        Example:
+          >>> records = Records.from_files("records/train-*")
+          >>> parts = records.split(train=0.75, held_out=0.25)
+          >>> spec = InputSpec.for_training(parts["train"], 224)
+
+        Args:
+          by_label: whether each part has its share of each class, to within one record, and its
+            share of all. Files that are added then move a few records between the parts. Needs an
+            index of level "schema" with a `ClassLabel`.
+          seed: of the division, in [0, 2**31).
+          **shares: the share of each part, by its name; in (0, 1], and 1 together.
+
+        Returns:
+          The parts by their names.
+
+        Raises:
+          InputError: the shares are not as above, a part would be empty, or an index lacks labels.
+        """
+        subsets.check_shares(shares)
+        parts = self._divide([*shares], [*shares.values()], by_label, seed)
+        return dict(zip(shares, parts, strict=True))
+
+    def folds(
+        self, num_folds: int, *, by_label: bool = False, seed: int = 0
+    ) -> "list[tuple[Records, Records]]":
+        """Returns the (training, held out) records of each fold of a cross-validation.
+
+        Each record is held out once. Arguments and errors are those of `split`.
+
+        Example:
+          >>> records = Records.from_files("records/train-*")
+          >>> for train, held_out in records.folds(3):
+          ...     assert train.num_records + held_out.num_records == 24
+        """
+        check(num_folds >= 2, "num_folds", "at least 2", num_folds)
+        shares = [1 / num_folds] * num_folds
+        parts = self._divide(["num_folds"] * num_folds, shares, by_label, seed)
+        return [(self.exclude(part.ids), part) for part in parts]
+
+    def filter(self, *, labels: Iterable[int]) -> "Records":
+        """Returns the records of some classes, named by their stored labels.
+
+        Example:
+          >>> records = Records.from_files("records/train-*")
+          >>> some = records.filter(labels={3, 7})
+
+        Raises:
+          InputError: a class has no records, or an index lacks labels, see `labels`.
+        """
+        own, wanted = self.labels, sorted({*labels})
+        missing = np.setdiff1d(wanted, own).tolist()
+        rule = f"stored labels of these records, which run from {own.min()} to {own.max()}"
+        check(bool(wanted) and not missing, "labels", rule, missing[:10])
+        return self._keep(np.isin(own, wanted), "labels")
+
+    def select(self, ids: Iterable[int]) -> "Records":
+        """Returns the records with these ids; raises InputError if one is not among them."""
+        wanted = subsets.check_ids(ids, self._ends[-1])
+        missing = np.setdiff1d(wanted, self.ids)
+        rule = f"ids of these {self.num_records:,} records"
+        check(not len(missing), "ids", rule, ", ".join(map(str, missing[:10])))
+        return self._keep(np.isin(self.ids, wanted), "ids")
+
+    def exclude(self, ids: Iterable[int]) -> "Records":
+        """Returns the records without those of these ids, which need not be among them.
+
+        Raises:
+          InputError: an id is not one of these files, or no record remains.
+        """
+        unwanted = subsets.check_ids(ids, self._ends[-1])
+        return self._keep(~np.isin(self.ids, unwanted), "exclude")
+
+    def __add__(self, other: "Records") -> "Records":
+        """Returns the records of both, which share none. The ids count over the files of both.
+
+        Raises:
+          InputError: they share a record, or differ in how they are read.
+        """
+        if not isinstance(other, Records):
+            return NotImplemented
+        for name in ("image_key", "index_dir", "cache_dir", "is_remote"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            check(mine == theirs, name, f"the same for both, {mine!r}", repr(theirs))
+        files, mask = subsets.unite(self.files, self._mask, other.files, other._mask)
+        features, largest = self.features, self.largest_image
+        if files != self.files:
+            known = (self.features, other.features)
+            features = {
+                key: contents.merge_features([part.get(key) for part in known])
+                for key in sorted({*known[0], *known[1]})
+            }
+            sizes = [size for size in (largest, other.largest_image) if size]
+            heights, widths = zip(*sizes, strict=True) if len(sizes) == 2 else ((), ())
+            largest = (max(heights), max(widths)) if heights else None
+        subset = None if mask.all() else Subset.of(mask)
+        return replace(self, files=files, features=features, largest_image=largest, subset=subset)
+
+    def _divide(
+        self, names: Sequence[str], shares: Sequence[float], by_label: bool, seed: int
+    ) -> "list[Records]":
+        classes = self.labels if by_label else None
+        places = subsets.draw_places(self.files, seed)[self._mask]
+        parts = subsets.divide(places, shares, classes)
+        return [self._keep(parts == part, names[part]) for part in range(len(shares))]
+
+    def _keep(self, mask: Mask, name: str) -> "Records":
+        """Returns the records for which bool (num_records,) is True; `name` asked for them."""
+        if not mask.any():
+            raise InputError(f"`{name}` leaves none of these {self.num_records:,} records.")
+        whole = np.zeros(self._ends[-1], bool)
+        whole[self.ids[mask]] = True
+        return replace(self, subset=None if whole.all() else Subset.of(whole))
 
     def locate(self, record: int) -> Extent:
-        """Returns the location of a record, by its number over all files, in [0, num_records)."""
+        """Returns the location of a record, by its id."""
         file, number = self._find_file(record)
-        return Extent(file.path, number, *_read_index(file)[number].tolist())
+        return file.extent(number)
 
     def _find_file(self, record: int) -> tuple[IndexedFile, int]:
         """Returns the file of a record, and the number of the record in it."""
-        check(0 <= record < self.num_records, "record", f"in [0, {self.num_records})", record)
+        check(0 <= record < self._ends[-1], "record", f"in [0, {self._ends[-1]})", record)
         position = bisect.bisect_right(self._ends, record)
         file = self.files[position]
         return file, record - self._ends[position] + file.num_records
+
+    @property
+    def _mask(self) -> Mask:
+        """Whether each record of the files is one of these: bool, one for each id."""
+        return np.ones(self._ends[-1], bool) if self.subset is None else self.subset.mask
 
     @functools.cached_property
     def _ends(self) -> list[int]:
         return [*itertools.accumulate(file.num_records for file in self.files)]
 
     def read(self, record: int) -> dict[str, Sequence[Any]]:
-        """Reads a record, by its number: feature keys and their values, bytes, int or float.
+        """Reads a record, by its id: feature keys and their values, bytes, int or float.
 
         Raises:
           InputError: it is damaged.
@@ -180,9 +335,9 @@ class Records:
         return {key: values for key, (_, values) in features.items()}
 
     def read_data(self, record: int) -> bytes:
-        """Reads a record, by its number: a serialized Example; raises as `read`."""
+        """Reads a record, by its id: a serialized Example; raises as `read`."""
         file, number = self._find_file(record)
-        offset, size = _read_index(file)[number].tolist()
+        _, _, offset, size = file.extent(number)
         if file.status is None or file.etag is None:
             return read_record(file.path, offset)
         copy = find_copy(file.path, file.status, self.cache_dir) if self.cache_dir else None
@@ -285,65 +440,7 @@ class Records:
           InputError: no file matches, an index is missing, a file or its index changed, or a
             record lacks the image. `InputSpec` checks labels.
         """
-        # Absolute, as a program may change its folder.
-        statuses = {absolute(file): status for file, status in find_versions(files).items()}
-        is_remote = {status is not None for status in statuses.values()}
-        check(len(is_remote) == 1, "files", "all local, or all in a store", files)
-        index_files = tuple(map(absolute, index_files_of([*statuses], index_dir=index_dir)))
-        index_files = find_local(index_files)
-        entries = read_entries(statuses, index_files, files, index_dir)
-        summary = contents.summarize(dict(zip(statuses, entries, strict=True)))
-        command = index_command(files, index_dir=index_dir, arguments=["--verify=schema"])
-        if not summary.records:
-            raise InputError(
-                f"All {summary.skipped:,} records of these {summary.files:,} files are skipped: the"
-                " index has no valid records."
-            )
-        if not summary.features:
-            raise InputError(
-                "The first records of these files are not Examples with features. To see what they"
-                f" are: {command}"
-            )
-        for file, entry in zip(statuses, entries, strict=True):
-            if entry.records and not entry.parsed:
-                text = f"The first record of {file} is not a tf.train.Example"
-                raise InputError(f"{text}. To see all that is wrong: {command}")
-        image_key, _ = schema.find_keys(summary.features, image_key=image_key, label_key=None)
-        if not image_key:
-            raise schema.unknown_keys_error(summary.features)
-        indexed = [
-            IndexedFile(
-                path=path,
-                index_file=index_file,
-                num_records=entry.records,
-                num_skipped=entry.skipped,
-                size=entry.size,
-                mtime_ns=entry.mtime_ns,
-                index_crc=entry.index_crc,
-                etag=entry.etag,
-            )
-            for path, index_file, entry in zip(statuses, index_files, entries, strict=True)
-            if entry.records  # DALI refuses an empty index
-        ]
-        images = [
-            entry.images
-            for entry in entries
-            if entry.images and entry.checked_by.get("image_key") == image_key
-        ]
-        largest = contents.merge_images(images) if len(images) == len(indexed) else None
-        records = cls(
-            files=tuple(indexed),
-            image_key=image_key,
-            largest_image=largest.largest_size if largest else None,
-            index_dir=None if index_dir is None else absolute(os.fspath(index_dir)),
-            cache_dir=resolve_cache_dir(cache_dir) if is_remote == {True} else None,
-            retry_seconds=retry_seconds,
-            features=summary.features,
-        )
-        records.check_feature("image_key", image_key, ("bytes_list",), (1, 1))
+        fields = read_fields(files, index_dir=index_dir, image_key=image_key, cache_dir=cache_dir)
+        records = cls(**fields, retry_seconds=retry_seconds)
+        records.check_feature("image_key", records.image_key, ("bytes_list",), (1, 1))
         return records
-
-
-@functools.lru_cache(64)  # not those of thousands of files at once
-def _read_index(file: IndexedFile) -> Integers:
-    return file.index()

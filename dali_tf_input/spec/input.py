@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Annotated, Any, ClassVar, Literal
 
+import numpy as np
+
 from dali_tf_input.errors import (
     Count,
     InputError,
@@ -75,8 +77,8 @@ class InputSpec:
         records / (classes * records of the class), for records that were indexed at level
         "schema". Batches then hold sample weights, which work under strategies and on DALI, as
         Keras's own `class_weight` does not.
-      record_ids: whether the numbers of the records come out too, int64, in [0, num_records):
-        `records.locate` and `records.read` take them.
+      record_ids: whether the ids of the records come out too, int64: `records.locate` and
+        `records.read` take them.
       mask: the mask that comes out too, with the crop and the mirror of its image.
       features: further features that come out as they are stored, by their keys.
     """
@@ -187,7 +189,11 @@ class InputSpec:
         feature, offset = self._label_feature
         if feature is None or feature.counts is None:
             return None
-        return tuple((label - offset, count) for label, count in feature.counts)
+        counts = feature.counts
+        if self.records.subset and isinstance(self.label, ClassLabel):
+            labels = zip(*np.unique(self.records.labels, return_counts=True), strict=True)
+            counts = tuple((int(label), int(count)) for label, count in labels)
+        return tuple((label - offset, count) for label, count in counts)
 
     @property
     def _label_feature(self) -> tuple[Feature | None, int]:

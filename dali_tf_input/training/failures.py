@@ -221,7 +221,7 @@ def _list_likely_records(spec: InputSpec, batch_size: int, step: int, ahead: int
     epochs = {number // steps.per_epoch for number in numbers if number >= 0}
     orders = {
         epoch: list_records(
-            [file.num_records for file in spec.records.files],
+            spec.records.counts,
             steps=steps,
             shard=Shard(),
             seed=spec.seed if spec.order == "global" else None,
@@ -234,7 +234,8 @@ def _list_likely_records(spec: InputSpec, batch_size: int, step: int, ahead: int
     for number in numbers:
         epoch, within = divmod(number, steps.per_epoch)
         if epoch in orders:
-            yield from orders[epoch][within * batch_size :][:batch_size].tolist()
+            served = orders[epoch][within * batch_size :][:batch_size]
+            yield from spec.records.ids[served].tolist()
 
 
 class _RecordCheck:

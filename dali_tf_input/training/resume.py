@@ -243,10 +243,11 @@ class Resume:
     ) -> None:
         """Refuses the state of other input; adapts it if more records are skipped now."""
         then = state.fingerprint
-        changed = [name for name, value in now.items() if then.get(name) != value]
-        if set(changed) == {"records", "skipped", "index"}:
+        changed = [name for name, value in now.items() if then.get(name, "") != value]
+        if set(changed) - {"records", "subset"} == {"skipped", "index"}:
             lost = then["records"] - now["records"]
-            if lost == now["skipped"] - then["skipped"] > 0:
+            skipped = now["skipped"] - then["skipped"]
+            if lost == skipped > 0 or (now["subset"] and 0 <= lost <= skipped):
                 epoch, done = divmod(state.step, state.steps_per_epoch)
                 state.step = epoch * steps_per_epoch + min(done, steps_per_epoch - 1)
                 state.steps_per_epoch, state.fingerprint = steps_per_epoch, now
@@ -317,6 +318,7 @@ def make_fingerprint(spec: InputSpec, batch_size: int) -> dict[str, Any]:
         "skipped": records.num_skipped,
         "files": files.hexdigest()[:16],
         "index": index.hexdigest()[:16],
+        "subset": hashlib.sha256(records.ids.tobytes()).hexdigest()[:16] if records.subset else "",
         **fields,
         **preprocess,
         "batch_size": batch_size,

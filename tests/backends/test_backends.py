@@ -272,7 +272,9 @@ def test_what_dali_refuses_is_a_python_error(dataset, tmp_path, monkeypatch):
     """DALIDataset would end the process on this one: a file that is gone."""
     stream = Stream(spec=training(dataset), batch_size=2)
     define = functools.partial(dali.build_pipeline, stream, DALI, None, by_itself=True)
-    monkeypatch.setattr(reading, "hold_indexes", lambda _: [str(tmp_path / "gone.idx")] * 3)
+    monkeypatch.setattr(
+        reading, "hold_indexes", lambda _: dict.fromkeys(dataset.paths, str(tmp_path / "gone.idx"))
+    )
     with refused("DALI cannot build the pipeline"):
         dali.make_dataset(define, [], stream, DALI, by_itself=True)
 

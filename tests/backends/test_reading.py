@@ -281,5 +281,5 @@ def test_what_dali_reads_by(dataset, tmp_path):
     (tmp_path / "odd.idx").write_bytes(text)
     changes = {"index_file": str(tmp_path / "odd.idx"), "index_crc": google_crc32c.value(text)}
     files = (dataclasses.replace(first, **changes), *dataset.files[1:])
-    (path, *_) = hold_indexes(dataclasses.replace(dataset, files=files))
+    (path, *_) = hold_indexes(dataclasses.replace(dataset, files=files)).values()
     assert Path(path).read_bytes() == whole

@@ -1,0 +1,78 @@
+"""Opening indexed TFRecord files: what their manifests say, checked."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from dali_tf_input.errors import InputError, Path, check
+from dali_tf_input.records import contents, schema
+from dali_tf_input.records.indexed_file import IndexedFile
+from dali_tf_input.records.manifest import read_entries
+from dali_tf_input.records.mirror import find_local
+from dali_tf_input.records.paths import absolute, find_versions, index_command, index_files_of
+from dali_tf_input.storage.copies import resolve_cache_dir
+
+
+def read_fields(
+    files: Path | Sequence[Path],
+    *,
+    index_dir: Path | None,
+    image_key: str | None,
+    cache_dir: Path | None,
+) -> dict[str, Any]:
+    """Returns the fields of a `Records`, see `Records.from_files`."""
+    # Absolute, as a program may change its folder.
+    statuses = {absolute(file): status for file, status in find_versions(files).items()}
+    is_remote = {status is not None for status in statuses.values()}
+    check(len(is_remote) == 1, "files", "all local, or all in a store", files)
+    index_files = tuple(map(absolute, index_files_of([*statuses], index_dir=index_dir)))
+    index_files = find_local(index_files)
+    entries = read_entries(statuses, index_files, files, index_dir)
+    summary = contents.summarize(dict(zip(statuses, entries, strict=True)))
+    command = index_command(files, index_dir=index_dir, arguments=["--verify=schema"])
+    if not summary.records:
+        raise InputError(
+            f"All {summary.skipped:,} records of these {summary.files:,} files are skipped: the"
+            " index has no valid records."
+        )
+    if not summary.features:
+        raise InputError(
+            "The first records of these files are not Examples with features. To see what they"
+            f" are: {command}"
+        )
+    for file, entry in zip(statuses, entries, strict=True):
+        if entry.records and not entry.parsed:
+            text = f"The first record of {file} is not a tf.train.Example"
+            raise InputError(f"{text}. To see all that is wrong: {command}")
+    image_key, _ = schema.find_keys(summary.features, image_key=image_key, label_key=None)
+    if not image_key:
+        raise schema.unknown_keys_error(summary.features)
+    indexed = [
+        IndexedFile(
+            path=path,
+            index_file=index_file,
+            num_records=entry.records,
+            num_skipped=entry.skipped,
+            size=entry.size,
+            mtime_ns=entry.mtime_ns,
+            index_crc=entry.index_crc,
+            etag=entry.etag,
+            labels=entry.labels,
+        )
+        for path, index_file, entry in zip(statuses, index_files, entries, strict=True)
+        if entry.records  # DALI refuses an empty index
+    ]
+    images = [
+        entry.images
+        for entry in entries
+        if entry.images and entry.checked_by.get("image_key") == image_key
+    ]
+    largest = contents.merge_images(images) if len(images) == len(indexed) else None
+    return {
+        "files": tuple(indexed),
+        "image_key": image_key,
+        "largest_image": largest.largest_size if largest else None,
+        "index_dir": None if index_dir is None else absolute(os.fspath(index_dir)),
+        "cache_dir": resolve_cache_dir(cache_dir) if is_remote == {True} else None,
+        "features": summary.features,
+    }

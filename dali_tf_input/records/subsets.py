@@ -1,0 +1,141 @@
+"""Subsets of the records of some files: which records they are, and how records are divided."""
+
+import hashlib
+import itertools
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dali_tf_input.errors import InputError, check
+from dali_tf_input.records.index_file import Integers
+from dali_tf_input.records.indexed_file import IndexedFile
+
+Mask = npt.NDArray[np.bool_]
+Unsigned = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True)
+class Subset:
+    """Some of the records of a list of files: a bit for each of all, compressed.
+
+    Attributes:
+      bits: as `np.packbits` packs them, and then zlib.
+      num_all: of how many records.
+    """
+
+    bits: bytes
+    num_all: int
+
+    @classmethod
+    def of(cls, mask: Mask) -> "Subset":
+        """Makes the subset of the records for which bool (num_all,) is True."""
+        return cls(zlib.compress(np.packbits(mask).tobytes(), 1), len(mask))
+
+    @property
+    def mask(self) -> Mask:
+        """Whether each record belongs to the subset: bool (num_all,)."""
+        bits = np.frombuffer(zlib.decompress(self.bits), np.uint8)
+        mask: Mask = np.unpackbits(bits, count=self.num_all).astype(bool)
+        return mask
+
+
+def check_shares(shares: dict[str, float]) -> None:
+    """Raises InputError unless shares are positive and 1 together."""
+    for name, share in shares.items():
+        is_number = isinstance(share, int | float) and not isinstance(share, bool)
+        check(is_number and 0 < share <= 1, name, "a share in (0, 1]", share)
+    total = sum(shares.values())
+    check(abs(total - 1) < 1e-9, ", ".join(shares) or "shares", "1 together", f"{total:.6g}")
+
+
+def draw_places(files: Sequence[IndexedFile], seed: int) -> Unsigned:
+    """Draws an evenly distributed uint64 for each record, (num_all,).
+
+    It is a function of the seed, the name of the file without its folder, and the byte at which the
+    record starts: the same whatever other files there are, and which bad records are skipped.
+    """
+    check(0 <= seed < 2**31, "seed", "in [0, 2**31)", seed)
+    return np.concatenate([_draw_in_file(file, seed) for file in files])
+
+
+def _draw_in_file(file: IndexedFile, seed: int) -> Unsigned:
+    name = f"{seed}/{os.path.basename(file.path)}".encode()
+    key = np.uint64(int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little"))
+    # SplitMix64 (Steele, Lea and Flood, 2014), whose counter is the byte.
+    places = (file.index()[:, 0].astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    places += key
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        places = (places ^ (places >> np.uint64(shift))) * np.uint64(factor)
+    return places ^ (places >> np.uint64(31))
+
+
+def divide(places: Unsigned, shares: Sequence[float], classes: Integers | None) -> Integers:
+    """Divides records into parts; returns the number of the part of each, int64 (records,).
+
+    With `classes` each part gets its share of each class, to within one record.
+    """
+    bounds = [min(1.0, bound) for bound in itertools.accumulate(shares)][:-1]
+    if classes is None:  # the place alone decides
+        edges = np.array([min(2**64 - 1, round(bound * 2**64)) for bound in bounds], np.uint64)
+        parts: Integers = np.searchsorted(edges, places, side="right").astype(np.int64)
+        return parts
+    order = np.lexsort((places, classes))
+    _, counts = np.unique(classes, return_counts=True)
+    ends = np.cumsum(counts)
+    rank = np.arange(len(places)) - np.repeat(ends - counts, counts)
+    parts = np.zeros(len(places), np.int64)
+    for bound in bounds:
+        # Shares that are not whole add up over the classes, so that the parts' sizes are right.
+        quotas = np.diff(np.floor(ends * bound + 0.5), prepend=0)
+        parts[order] += rank >= np.repeat(quotas, counts)
+    return parts
+
+
+def take_first(places: Unsigned, count: int, classes: Integers | None) -> Mask:
+    """Returns True for `count` of the records, those at the first places: bool (records,)."""
+    if classes is not None:
+        share = count / len(places)
+        is_first: Mask = divide(places, [share, 1 - share], classes) == 0
+        return is_first
+    mask = np.zeros(len(places), bool)
+    mask[np.argpartition(places, count - 1)[:count]] = True
+    return mask
+
+
+def check_ids(ids: Iterable[int], num_all: int) -> Integers:
+    """Returns ids of records as int64 (n,); raises InputError if one is not in [0, num_all)."""
+    try:
+        given = np.asarray(ids if isinstance(ids, np.ndarray) else [*ids])
+    except (TypeError, ValueError):
+        raise InputError(f"`ids` must be ids of records, got {ids!r}.") from None
+    rule = f"integers in [0, {num_all:,}), ids of records"
+    check(given.ndim == 1 and (given.dtype.kind in "iu" or not given.size), "ids", rule, ids)
+    wrong = given[(given < 0) | (given >= num_all)]
+    check(not wrong.size, "ids", rule, ", ".join(map(str, wrong[:10])))
+    return given.astype(np.int64)
+
+
+def unite(
+    files: Sequence[IndexedFile], mask: Mask, others: Sequence[IndexedFile], other_mask: Mask
+) -> tuple[tuple[IndexedFile, ...], Mask]:
+    """Returns all files, sorted by path, and which of their records are in one of two subsets."""
+    masks: dict[IndexedFile, Mask] = {}
+    for file, part in [*_split(files, mask), *_split(others, other_mask)]:
+        if (masks.get(file, False) & part).any():
+            raise InputError(f"Both have the same records of {file.path}: each must come once.")
+        masks[file] = masks.get(file, False) | part
+    united = tuple(sorted(masks, key=lambda file: file.path))
+    if len({file.path for file in united}) < len(united):
+        text = "Both have a file that was indexed again in between"
+        raise InputError(f"{text}: make them from the same Records.from_files(...).")
+    return united, np.concatenate([masks[file] for file in united])
+
+
+def _split(files: Sequence[IndexedFile], mask: Mask) -> Iterator[tuple[IndexedFile, Mask]]:
+    ends = itertools.accumulate(file.num_records for file in files)
+    for file, end in zip(files, ends, strict=True):
+        yield file, mask[end - file.num_records : end]

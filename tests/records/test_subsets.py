@@ -1,0 +1,278 @@
+"""Subsets of records: splits, folds, filters and unions, and what both backends serve of them."""
+
+import dataclasses
+import itertools
+import os
+import shutil
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import (
+    DALI,
+    TF_DATA,
+    numbered_examples,
+    refused,
+    spec_of,
+    write_indexed,
+    write_tfrecord,
+)
+
+import dali_tf_input as dti
+from dali_tf_input.records.contents import pack_labels, unpack_labels
+from dali_tf_input.training.failures import BadRecordError
+
+SCHEMA = dti.Checks(verify="schema")
+SMALL = dti.Preprocess.for_training(16)
+
+
+def write_classes(folder, counts, *, num_classes=4):
+    """Writes files of `counts` records whose labels repeat; returns their records."""
+    folder.mkdir(exist_ok=True)
+    for number, count in enumerate(counts):
+        examples = numbered_examples(count, first=100 * number)
+        for position, example in enumerate(examples):
+            example["image/class/label"] = [(position * position + number) % num_classes]
+        write_tfrecord(folder / f"train-{number}", examples)
+    dti.build_index(folder / "train-*", SCHEMA)
+    return dti.Records.from_files(folder / "train-*")
+
+
+@pytest.fixture(scope="module")
+def classes(tmp_path_factory):
+    return write_classes(tmp_path_factory.mktemp("classes") / "records", [40, 1, 27, 32])
+
+
+def ids_of(records):
+    return records.ids.tolist()
+
+
+@pytest.mark.parametrize("by_label", [False, True])
+@pytest.mark.parametrize(
+    "shares", [{"train": 0.9, "held_out": 0.1}, {"a": 0.5, "b": 0.25, "c": 0.25}, {"all": 1.0}]
+)
+def test_each_record_is_in_one_part(classes, by_label, shares):
+    for seed in range(20):
+        parts = classes.split(by_label=by_label, seed=seed, **shares)
+        assert [*parts] == [*shares]
+        together = sorted(itertools.chain(*map(ids_of, parts.values())))
+        assert together == [*range(100)]
+        if by_label:
+            for name, part in parts.items():
+                assert part.num_records == round(100 * shares[name])
+                has, all_of = (np.bincount(some.labels, minlength=4) for some in (part, classes))
+                assert (abs(has - shares[name] * all_of) <= 1).all()
+    assert classes.split(seed=1, a=0.5, b=0.5)["a"] != classes.split(seed=2, a=0.5, b=0.5)["a"]
+
+
+def test_shares_are_met_on_average(classes):
+    """Of 200 seeds each record is in the first part about 60 times: six standard deviations."""
+    times = np.zeros(100)
+    for seed in range(200):
+        times[classes.split(seed=seed, first=0.3, rest=0.7)["first"].ids] += 1
+    assert abs(times.mean() - 60) < 6 * (42 / 100) ** 0.5
+    assert (abs(times - 60) < 6 * 42**0.5).all()
+
+
+def names_of(records):
+    """Returns (name of the file, byte) of each record."""
+    extents = map(records.locate, ids_of(records))
+    return {(os.path.basename(extent.file), extent.offset) for extent in extents}
+
+
+def test_a_record_stays_on_its_side(classes, tmp_path):
+    """When files are added before, moved to another folder, or indexed anew with a bad record."""
+    folder = tmp_path / "moved"
+    shutil.copytree(os.path.dirname(classes.paths[0]), folder)
+    before = classes.split(train=0.7, held_out=0.3)
+    write_tfrecord(folder / "train-", numbered_examples(30, first=900))
+    path = folder / "train-2"
+    data = bytearray(path.read_bytes())
+    bad = classes.files[2].index()[3]
+    data[bad[0] + bad[1] // 2] ^= 1
+    path.write_bytes(data)
+    checks = dataclasses.replace(SCHEMA, verify="schema")
+    dti.build_index(folder / "train-*", checks, on_bad="skip", max_bad_fraction=0.1)
+    after = dti.Records.from_files(folder / "train-*").split(train=0.7, held_out=0.3)
+    lost = {("train-2", int(bad[0]))}
+    for name, part in before.items():
+        assert names_of(part) - lost == {
+            place for place in names_of(after[name]) if place[0] != "train-"
+        }
+
+
+def test_folds(classes):
+    for by_label in (False, True):
+        folds = classes.folds(5, by_label=by_label)
+        assert sorted(itertools.chain(*(ids_of(held_out) for _, held_out in folds))) == [
+            *range(100)
+        ]
+        for train, held_out in folds:
+            assert sorted(ids_of(train) + ids_of(held_out)) == [*range(100)]
+
+
+def test_take_filter_select_exclude_add(classes):
+    assert classes.take(7).num_records == 7
+    assert {*ids_of(classes.take(7))} < {*ids_of(classes.take(8))}
+    assert classes.take(100) == classes.take(1.0) == classes
+    assert classes.take(0.3, seed=4) == classes.split(seed=4, first=0.3, rest=0.7)["first"]
+    shares = np.bincount(classes.take(50, by_label=True).labels) / np.bincount(classes.labels)
+    assert (abs(shares - 0.5) < 0.1).all()
+    some = classes.filter(labels={1, 3})
+    assert ids_of(some) == np.flatnonzero(np.isin(classes.labels, (1, 3))).tolist()
+    assert {*some.labels.tolist()} == {1, 3}
+    assert ids_of(classes.select([5, 3, 3, 99])) == [3, 5, 99]
+    assert ids_of(classes.exclude(np.arange(1, 99))) == [0, 99]
+    assert classes.exclude([]) == classes
+    parts = [*classes.split(a=0.5, b=0.3, c=0.2).values()]
+    assert parts[0] + parts[1] + parts[2] == classes
+    assert sum(part.counts[0] for part in parts) == 40
+    assert repr(classes.take(7)).startswith("<Records: 7 of 100 in 4 files, /")
+    for record in ids_of(parts[2]):  # ids are those of all records
+        assert parts[2].read(record) == classes.read(record)
+
+
+def test_records_of_other_files(classes, tmp_path):
+    other = write_classes(tmp_path / "another", [6, 5], num_classes=9)
+    first, second = classes.take(10), other.exclude([2])
+    both = first + second
+    assert both.num_records == 20
+    assert both.paths == tuple(sorted(classes.paths + other.paths))
+    images = [sorted(map(str, map(part.read, part.ids))) for part in (both, first, second)]
+    assert images[0] == sorted(images[1] + images[2])
+    spec = spec_of(both, "global", SMALL, record_ids=True)
+    assert spec.label_range == (0, 8)
+    assert sorted(serve(spec, TF_DATA, 4)) == ids_of(both)
+    with refused("Both have the same records of .*: each must come once"):
+        classes.take(10) + classes.take(3)
+    with refused("`image_key` must be the same for both, 'image/encoded', got 'b'"):
+        classes + dataclasses.replace(other, image_key="b")
+
+
+def serve(spec, options, batch_size, shards=1):
+    """Returns the ids that an epoch of all shards serves."""
+    ids = []
+    for shard in range(shards):
+        batches = dti.make_dataset(
+            spec, options, batch_size=batch_size, shard=dti.Shard(shard, shards)
+        )
+        ids += np.concatenate([batch["record_id"] for batch, *_ in batches]).tolist()
+    return ids
+
+
+@pytest.mark.parametrize("options", [TF_DATA, DALI], ids=["tf_data", "dali"])
+@pytest.mark.parametrize("order", ["sequential", "buffer", "global"])
+@pytest.mark.parametrize("num_records", [24, 61])
+def test_both_backends_serve_the_subset(classes, options, order, num_records):
+    records = classes.take(num_records, seed=num_records)
+    spec = spec_of(records, order, SMALL, record_ids=True)
+    for shards in (1, 2, 3):
+        size = num_records // shards
+        served = serve(spec, options, size, shards)
+        assert len({*served}) == len(served) == size * shards
+        assert {*served} <= {*ids_of(records)}
+    if order == "sequential":
+        single = dataclasses.replace(spec, repeat=False)
+        assert serve(single, options, 10) == ids_of(records)
+
+
+def test_the_labels_that_are_served(classes):
+    """The labels of the index are those of the records, and of their images."""
+    records = classes.take(30)
+    spec = spec_of(records, "global", SMALL, record_ids=True, label=dti.ClassLabel())
+    batches = dti.make_dataset(spec, TF_DATA, batch_size=10)
+    labels = dict(zip(ids_of(records), records.labels.tolist(), strict=True))
+    for batch, served in batches:
+        assert [labels[record] for record in batch["record_id"].numpy()] == served.numpy().tolist()
+
+
+def test_blocks_and_balanced_weights(classes):
+    records = classes.filter(labels=(0, 1)).take(20)
+    spec = spec_of(
+        records, "global", SMALL, shuffle_block_size=4, record_ids=True, class_weight="balanced"
+    )
+    assert sorted(serve(spec, TF_DATA, 20)) == ids_of(records)
+    counts = np.bincount(records.labels)
+    assert spec.class_counts == tuple(enumerate(counts.tolist()))
+    np.testing.assert_allclose(spec.class_weights()[:2], 20 / (2 * counts))
+
+
+def test_a_bad_record_of_a_subset_is_named(tmp_path):
+    examples = numbered_examples(12)
+    examples[7]["image/encoded"] = [b"no image"]
+    records = write_indexed(tmp_path / "train-0", examples).exclude(range(5))
+    for order in ("sequential", "global"):
+        batches = dti.load(spec_of(records, order, SMALL), TF_DATA, batch_size=2)
+        with pytest.raises(BadRecordError, match=r"train-0: record 7, byte"):
+            for _ in batches:
+                pass
+
+
+def test_resume_refuses_another_subset(classes, tmp_path):
+    def fit(records, epochs):
+        layers = tf.keras.layers
+        model = tf.keras.Sequential([layers.Input((16, 16, 3)), layers.Flatten(), layers.Dense(4)])
+        model.compile("sgd", tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        train = dti.load(spec_of(records, "global", SMALL), TF_DATA, batch_size=8)
+        train.fit(model, epochs=epochs, resume=str(tmp_path / "state"), verbose=0)
+
+    parts = classes.split(train=0.5, other=0.5)
+    fit(parts["train"], 1)
+    fit(parts["train"], 2)
+    with refused("belongs to training on other input: .*`subset` was"):
+        fit(parts["other"], 3)
+
+
+@pytest.mark.parametrize(
+    "values", [[], [0], [-1, 127], [128], [-(2**15), 2**15 - 1], [2**31], [-(2**63), 2**63 - 1]]
+)
+def test_packed_labels(values):
+    assert unpack_labels(pack_labels(values)).tolist() == values
+
+
+def test_names_as_labels(tmp_path):
+    examples = numbered_examples(5)
+    for number, example in enumerate(examples):
+        example["image/class/label"] = "dog" if number % 2 else "cat"
+    path = write_tfrecord(tmp_path / "train-0", examples)
+    label = dti.ClassLabel(vocabulary=("cat", "bird", "dog"))
+    dti.build_index(path, dti.Checks(verify="schema", label=label))
+    records = dti.Records.from_files(path)
+    assert records.labels.tolist() == [0, 2, 0, 2, 0]
+    assert ids_of(records.filter(labels=[2])) == [1, 3]
+
+
+def test_an_index_without_labels(tmp_path, dataset):
+    with refused("does not have the label of each record. Index again: .* --verify=schema"):
+        _ = dataset.labels
+    with refused("does not have the label of each record"):
+        dataset.split(by_label=True, a=0.5, b=0.5)
+    records = write_classes(tmp_path / "some", [4])
+    damaged = dataclasses.replace(records.files[0], labels=b"\x03abc")
+    with refused("does not have the label of each record"):
+        _ = dataclasses.replace(records, files=(damaged,)).labels
+
+
+def test_refuses(classes):
+    for message, call in {
+        "`train` must be a share in .0, 1., got 0": lambda: classes.split(train=0, a=1.0),
+        "`train, a` must be 1 together, got 0.9": lambda: classes.split(train=0.5, a=0.4),
+        "`shares` must be 1 together, got 0": classes.split,
+        "`seed` must be in .0, 2\*\*31.": lambda: classes.split(seed=-1, a=1.0),
+        "`b` leaves none of these 100 records": lambda: classes.split(a=0.9999999, b=0.0000001),
+        "`num_folds` must be at least 2, got 1": lambda: classes.folds(1),
+        "`amount` must be in .1, 100., got 101": lambda: classes.take(101),
+        "`amount` must be a whole number, or a share": lambda: classes.take(1.5),
+        "`amount` leaves none of these": lambda: classes.take(1e-9),
+        "run from 0 to 3, got .9.": lambda: classes.filter(labels={1, 9}),
+        "run from 0 to 3, got ..": lambda: classes.filter(labels=()),
+        "`ids` must be integers in .0, 100., ids of records, got 100": lambda: classes.select(
+            [100]
+        ),
+        "ids of records, got .1.5.": lambda: classes.exclude([1.5]),
+        "`exclude` leaves none": lambda: classes.exclude(range(100)),
+        "ids of these 5 records, got": lambda: classes.take(5).select(range(100)),
+        "`ids` leaves none": lambda: classes.select([]),
+    }.items():
+        with refused(message):
+            call()
