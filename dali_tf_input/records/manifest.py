@@ -6,7 +6,6 @@ base names, so that a folder can be moved as a whole. Everything that reads reco
 with a stale one.
 """
 
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -47,8 +46,7 @@ class Manifest:
         path = os.path.join(folder, MANIFEST_NAME)
         try:
             with open(path, "rb") as stream:
-                document = json.load(stream)
-            files = msgspec.convert(document, _Document).files
+                files = msgspec.json.decode(stream.read(), type=_Document).files
             for name, entry in files.items():
                 # Raises if there are no such checks.
                 Checks.from_json({"verify": entry.verified, **entry.checked_by})
