@@ -22,7 +22,7 @@ def names(tmp_path, monkeypatch):
             for label in range(1, 25)
         ]
         write_tfrecord(f"records/{split}-00000-of-00001", examples)
-    dti.build_index("records/*-of-*")
+    dti.build_index("records/*-of-*", dti.Checks(verify="schema"))
     paths = [tmp_path / f"{number}.jpg" for number in range(3)]
     for path in paths:
         path.write_bytes(jpeg(240, 320))

@@ -78,6 +78,16 @@ def test_the_page_on_labels_runs(tmp_path):
     assert re.fullmatch(r"\[b'\d+\.jpg'\]", filename)
 
 
+@pytest.mark.slow
+def test_the_page_on_subsets_runs(sample_folder, tmp_path):
+    (tmp_path / "records").symlink_to(sample_folder / "data" / "sample")
+    page = (ROOT / "docs" / "subsets.md").read_text()
+    examples = "".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
+    process = python("-c", examples, cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+    assert re.search(r"Extent\(file='.*/records/train-0000\d-of-00004', number=\d+", process.stdout)
+
+
 def test_the_front_door_comes_first_and_is_short():
     assert len(ast.parse(SIX_LINES).body) == 6
     assert len(README[: README.index(SIX_LINES)].splitlines()) <= 20

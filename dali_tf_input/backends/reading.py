@@ -104,12 +104,7 @@ class Stream:
     @property
     def steps(self) -> EpochSteps:
         """The steps of an epoch."""
-        return EpochSteps(
-            num_records=self.spec.records.num_records,
-            batch_size=self.batch_size,
-            num_shards=self.shard.num_shards,
-            padded=not self.spec.repeat,
-        )
+        return self.spec.steps(self.batch_size, num_shards=self.shard.num_shards)
 
 
 def with_cardinality(dataset: tf.data.Dataset, stream: Stream) -> tf.data.Dataset:
@@ -167,12 +162,14 @@ def read_planned(stream: Stream, options: TfDataOptions) -> ReadEpoch:
         shard=shard,
         seed=spec.seed if spec.order == "global" else None,
         shuffle_block_size=spec.shuffle_block_size,
+        repeats=spec.repeats,
     )
     # TensorFlow never frees a function given to `numpy_function`, nor what the function holds. So
     # large values are tensors, which the dataset holds and which are freed with it.
     with tf.device("CPU:0"):
         names, states = tf.constant(records.paths), tf.constant(states_of(records))
         counts = tf.constant(records.counts, tf.int64)
+        balance = [*map(tf.constant, spec.class_shares())] if spec.is_balanced else []
         ids = tf.constant(records.ids) if spec.record_ids and records.subset else None
         file_of = tf.repeat(tf.range(len(indexes)), counts)
         extents = tf.constant(np.concatenate(indexes))
@@ -185,18 +182,22 @@ def read_planned(stream: Stream, options: TfDataOptions) -> ReadEpoch:
     max_chunk = 2 * _CHUNK if records.is_remote else _CHUNK  # more of them wait, and are neighbors
     chunk = int(np.clip(_CHUNK_BYTES // max(1, mean_bytes), 1, max_chunk))
 
-    def list_epoch(epoch: int, step: int, names: Any, states: Any, counts: Any) -> Any:
+    def list_epoch(
+        epoch: int, step: int, names: Any, states: Any, counts: Any, *balance: Any
+    ) -> Any:
         check_states(names, states)
         slots = steps.slots(shard.shard_id, start_step=int(step))
-        return int(epoch) * _STRIDE + slots, list_numbers(
-            counts, epoch=int(epoch), start_step=int(step)
+        classes, shares = balance or (None, None)
+        numbers = list_numbers(
+            counts, epoch=int(epoch), start_step=int(step), classes=classes, shares=shares
         )
+        return int(epoch) * _STRIDE + slots, numbers
 
     list_epoch = _callbacks.wrap(list_epoch)
 
     @tf.autograph.experimental.do_not_convert
     def read_epoch(epoch: tf.Tensor, step: tf.Tensor) -> tf.data.Dataset:
-        given = [epoch, step, names, states, counts]
+        given = [epoch, step, names, states, counts, *balance]
         listed = tf.numpy_function(list_epoch, given, (tf.int64, tf.int64))
         keys, numbers = (tf.ensure_shape(values, (None,)) for values in listed)
         encoded = tf.data.Dataset.from_tensor_slices(numbers).batch(chunk)

@@ -68,6 +68,7 @@ def read_fields(
         if entry.images and entry.checked_by.get("image_key") == image_key
     ]
     largest = contents.merge_images(images) if len(images) == len(indexed) else None
+    label_keys = {(entry.checked_by.get("label") or {}).get("key") for entry in entries}
     return {
         "files": tuple(indexed),
         "image_key": image_key,
@@ -75,4 +76,5 @@ def read_fields(
         "index_dir": None if index_dir is None else absolute(os.fspath(index_dir)),
         "cache_dir": resolve_cache_dir(cache_dir) if is_remote == {True} else None,
         "features": summary.features,
+        "label_key": label_keys.pop() if len(label_keys) == 1 else None,
     }

@@ -4,6 +4,7 @@ import bisect
 import functools
 import glob
 import itertools
+import operator
 import os
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -47,6 +48,7 @@ class Records:
     Attributes:
       files: the files, sorted by path.
       subset: which of their records; None is all of them.
+      label_key: the feature key of `labels`; None if the index step did not read them.
       image_key: feature key of the encoded image, a bytes_list of one value.
       largest_image: (height, width) in pixels of the tallest and of the widest image, from level
         "decode" on; else None. DALI's GPU decoder allocates memory for it.
@@ -64,7 +66,8 @@ class Records:
     cache_dir: str | None = None
     retry_seconds: float = RETRY_SECONDS
     features: dict[str, Feature] = field(default_factory=dict, hash=False, repr=False)
-    subset: Subset | None = field(default=None, repr=False)
+    subset: Subset | None = None
+    label_key: str | None = None
 
     def __post_init__(self) -> None:
         if not self.files:
@@ -72,14 +75,19 @@ class Records:
 
     def __repr__(self) -> str:
         """Says in one line how many records of which files."""
-        of = "" if self.subset is None else f" of {self._ends[-1]:,}"
+        of = "" if self.subset is None else f" of {self.num_all:,}"
         files = f"{len(self.files):,} file{'s'[: len(self.files) - 1]}"
         return f"<Records: {self.num_records:,}{of} in {files}, {self.files[0].path} first>"
 
     @property
     def num_records(self) -> int:
         """How many records there are, without skipped ones."""
-        return self._ends[-1] if self.subset is None else len(self.ids)
+        return self.num_all if self.subset is None else len(self.ids)
+
+    @property
+    def num_all(self) -> int:
+        """How many records the files hold, in the subset or not; ids are below."""
+        return self._ends[-1]
 
     @property
     def num_skipped(self) -> int:
@@ -116,7 +124,7 @@ class Records:
     @functools.cached_property
     def ids(self) -> Integers:
         """The ids of the records, ascending: int64 (num_records,)."""
-        return np.arange(self._ends[-1]) if self.subset is None else np.flatnonzero(self._mask)
+        return np.arange(self.num_all) if self.subset is None else np.flatnonzero(self._mask)
 
     @functools.cached_property
     def counts(self) -> list[int]:
@@ -247,7 +255,7 @@ class Records:
 
     def select(self, ids: Iterable[int]) -> "Records":
         """Returns the records with these ids; raises InputError if one is not among them."""
-        wanted = subsets.check_ids(ids, self._ends[-1])
+        wanted = subsets.check_ids(ids, self.num_all)
         missing = np.setdiff1d(wanted, self.ids)
         rule = f"ids of these {self.num_records:,} records"
         check(not len(missing), "ids", rule, ", ".join(map(str, missing[:10])))
@@ -259,7 +267,7 @@ class Records:
         Raises:
           InputError: an id is not one of these files, or no record remains.
         """
-        unwanted = subsets.check_ids(ids, self._ends[-1])
+        unwanted = subsets.check_ids(ids, self.num_all)
         return self._keep(~np.isin(self.ids, unwanted), "exclude")
 
     def __add__(self, other: "Records") -> "Records":
@@ -270,7 +278,7 @@ class Records:
         """
         if not isinstance(other, Records):
             return NotImplemented
-        for name in ("image_key", "index_dir", "cache_dir", "is_remote"):
+        for name in ("image_key", "label_key", "index_dir", "cache_dir", "is_remote"):
             mine, theirs = getattr(self, name), getattr(other, name)
             check(mine == theirs, name, f"the same for both, {mine!r}", repr(theirs))
         files, mask = subsets.unite(self.files, self._mask, other.files, other._mask)
@@ -299,7 +307,7 @@ class Records:
         """Returns the records for which bool (num_records,) is True; `name` asked for them."""
         if not mask.any():
             raise InputError(f"`{name}` leaves none of these {self.num_records:,} records.")
-        whole = np.zeros(self._ends[-1], bool)
+        whole = np.zeros(self.num_all, bool)
         whole[self.ids[mask]] = True
         return replace(self, subset=None if whole.all() else Subset.of(whole))
 
@@ -310,7 +318,8 @@ class Records:
 
     def _find_file(self, record: int) -> tuple[IndexedFile, int]:
         """Returns the file of a record, and the number of the record in it."""
-        check(0 <= record < self._ends[-1], "record", f"in [0, {self._ends[-1]})", record)
+        check(0 <= record < self.num_all, "record", f"in [0, {self.num_all})", record)
+        record = operator.index(record)  # also of NumPy
         position = bisect.bisect_right(self._ends, record)
         file = self.files[position]
         return file, record - self._ends[position] + file.num_records
@@ -318,7 +327,7 @@ class Records:
     @property
     def _mask(self) -> Mask:
         """Whether each record of the files is one of these: bool, one for each id."""
-        return np.ones(self._ends[-1], bool) if self.subset is None else self.subset.mask
+        return np.ones(self.num_all, bool) if self.subset is None else self.subset.mask
 
     @functools.cached_property
     def _ends(self) -> list[int]:

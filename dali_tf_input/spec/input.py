@@ -23,6 +23,7 @@ from dali_tf_input.errors import (
     checked,
 )
 from dali_tf_input.records.contents import Counts, Feature
+from dali_tf_input.records.index_file import Integers
 from dali_tf_input.records.labels import (
     ClassLabel,
     Label,
@@ -34,6 +35,8 @@ from dali_tf_input.records.labels import (
 )
 from dali_tf_input.records.records import Records
 from dali_tf_input.records.schema import find_keys, unknown_keys_error
+from dali_tf_input.spec.balance import Balance, Shares, find_shares
+from dali_tf_input.spec.order import EpochSteps, Shard, list_records
 from dali_tf_input.spec.preprocess import Preprocess
 
 Order = Literal["sequential", "buffer", "global"]
@@ -77,6 +80,16 @@ class InputSpec:
         records / (classes * records of the class), for records that were indexed at level
         "schema". Batches then hold sample weights, which work under strategies and on DALI, as
         Keras's own `class_weight` does not.
+      balance: how often each class comes in an epoch, which is as long as ever; order "global"
+        only, for records that were indexed at level "schema". "class" is each class equally often;
+        a dict has the factor by class, above 0 and 1 for others, by which its records come more
+        often than others. Within a class each record comes equally often, or once more.
+      temperature: for classes of very different sizes: they come in proportion to
+        ``(records * factor) ** (1 / temperature)``, at least 1. 1 is as stored, and the larger, the
+        more alike. Source: Arivazhagan et al., 2019, https://arxiv.org/abs/1907.05019.
+      repeats: how many times each record comes in a batch, with as many crops and mirrors; an epoch
+        has as many fewer different ones. It must divide the batches. Order "global" only. Source:
+        Hoffer et al., 2019, https://arxiv.org/abs/1901.09335.
       record_ids: whether the ids of the records come out too, int64: `records.locate` and
         `records.read` take them.
       mask: the mask that comes out too, with the crop and the mirror of its image.
@@ -93,6 +106,9 @@ class InputSpec:
     repeat: bool = True
     label: Label | None = field(default_factory=ClassLabel)
     class_weight: dict[int, float] | Literal["balanced"] | None = field(default=None, hash=False)
+    balance: Balance = field(default=None, hash=False)
+    temperature: Annotated[float, Within(1)] = 1.0
+    repeats: Count = 1
     record_ids: bool = False
     mask: SegmentationMask | None = None
     features: dict[str, Stored] = field(default_factory=dict, hash=False)
@@ -110,6 +126,11 @@ class InputSpec:
             )
         check(0 <= self.seed < 2**31, "seed", "in [0, 2**31)", self.seed)
         self._check_label()
+        if self.order != "global" and (self.is_balanced or self.repeats > 1):
+            name = "balance" if self.is_balanced else "repeats"
+            raise InputError(f"`{name}` is for order 'global' only, got {self.order!r}.")
+        if self.is_balanced:
+            self.class_shares()  # raises if there are none
         if self.mask:
             self.records.check_feature("mask.key", self.mask.key, ("bytes_list",), (1, 1))
             if self.preprocess.auto_augment or self.preprocess.apply_orientation:
@@ -299,6 +320,63 @@ class InputSpec:
         _, highest = self.label_range or (0, 0)
         count = max(self.label.num_classes or 1, highest + 1)
         return class_weights(self.class_weight, self.class_counts, count)
+
+    @property
+    def is_balanced(self) -> bool:
+        """Whether classes come more or less often than they are stored."""
+        return self.balance is not None or self.temperature != 1
+
+    def class_shares(self) -> tuple[Integers, Shares]:
+        """Returns the class of each record, from 0, and how often each class comes, in proportion.
+
+        Classes here are those that occur, in the order of their labels.
+
+        Raises:
+          InputError: the labels are not known, or a class of `balance` has no records.
+        """
+        if self.shuffle_block_size > 1:
+            raise InputError("`balance` needs `shuffle_block_size` 1.")
+        return find_shares(self.records, self.label, self.balance, self.temperature)
+
+    def steps(self, batch_size: int, *, num_shards: int = 1) -> EpochSteps:
+        """Returns the steps of an epoch, for `batch_size` images in each shard's batch.
+
+        Raises:
+          InputError: `repeats` does not divide a step.
+        """
+        size = batch_size * num_shards
+        check(
+            size % self.repeats == 0,
+            "repeats",
+            f"a divisor of the {size} images of a step",
+            self.repeats,
+        )
+        return EpochSteps(
+            num_records=self.records.num_records,
+            batch_size=batch_size,
+            num_shards=num_shards,
+            padded=not self.repeat,
+        )
+
+    def list_ids(self, epoch: int, *, batch_size: int) -> Integers:
+        """Returns the ids of the records of an epoch in turn: step s has the s-th `batch_size`.
+
+        Order "buffer" has no such list.
+        """
+        classes, shares = self.class_shares() if self.is_balanced else (None, None)
+        served = list_records(
+            self.records.counts,
+            steps=self.steps(batch_size),
+            shard=Shard(),
+            seed=self.seed if self.order == "global" else None,
+            shuffle_block_size=self.shuffle_block_size,
+            epoch=epoch,
+            repeats=self.repeats,
+            classes=classes,
+            shares=shares,
+        )
+        ids: Integers = self.records.ids[served]
+        return ids
 
     @property
     def outputs(self) -> dict[str, tuple[tuple[int, ...], str]]:

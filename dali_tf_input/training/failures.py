@@ -30,7 +30,6 @@ from dali_tf_input.records.schema import (
 from dali_tf_input.records.tfrecord import BadRecord, find_records
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.options import DaliOptions, Options
-from dali_tf_input.spec.order import EpochSteps, Shard, list_records
 from dali_tf_input.storage.copies import find_copy, local_copy
 
 # How TensorFlow names the operation that gets a batch, if that one failed: eagerly, or in a graph.
@@ -213,29 +212,18 @@ def _list_likely_records(spec: InputSpec, batch_size: int, step: int, ahead: int
     """Yields the records of the step that failed and of those around it, the likeliest first."""
     if not spec.has_fixed_order:
         return
-    num_records = spec.records.num_records
-    steps = EpochSteps(
-        num_records=num_records, batch_size=batch_size, num_shards=1, padded=not spec.repeat
-    )
+    per_epoch = spec.steps(batch_size).per_epoch
     numbers = [step, step - 1, *range(step + 1, step + ahead + 1)]
-    epochs = {number // steps.per_epoch for number in numbers if number >= 0}
+    epochs = {number // per_epoch for number in numbers if number >= 0}
     orders = {
-        epoch: list_records(
-            spec.records.counts,
-            steps=steps,
-            shard=Shard(),
-            seed=spec.seed if spec.order == "global" else None,
-            shuffle_block_size=spec.shuffle_block_size,
-            epoch=epoch,
-        )
+        epoch: spec.list_ids(epoch, batch_size=batch_size)
         for epoch in epochs
         if spec.repeat or epoch == 0
     }
     for number in numbers:
-        epoch, within = divmod(number, steps.per_epoch)
+        epoch, within = divmod(number, per_epoch)
         if epoch in orders:
-            served = orders[epoch][within * batch_size :][:batch_size]
-            yield from spec.records.ids[served].tolist()
+            yield from orders[epoch][within * batch_size :][:batch_size].tolist()
 
 
 class _RecordCheck:

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from dali_tf_input.errors import InputError
 from dali_tf_input.training.resume import Arrays, Resume, State
 from dali_tf_input.training.strategies import scope_of
 
@@ -42,6 +43,28 @@ class StepCounter(keras.callbacks.Callback):
 
     on_predict_begin, on_predict_batch_end = on_test_begin, on_test_batch_end
     on_predict_end = on_test_end
+
+
+class StepCallback(keras.callbacks.Callback):
+    """A callback of `train.fit` that knows the number of each step, over all epochs of records."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._offset: int | None = None
+        self._steps = self._start = 0
+
+    def begin(self, offset: int, steps: int) -> None:
+        """Notes how to count: batch b of epoch e is step `offset` + e * `steps` + b."""
+        self._offset, self._steps = offset, steps
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Notes the first step of the epoch."""
+        if self._offset is None or self.model.steps_per_execution > 1:
+            name = type(self).__name__
+            raise InputError(
+                f"`{name}` works with train.fit(model, callbacks=[...]) and steps_per_execution=1."
+            )
+        self._start = self._offset + epoch * self._steps
 
 
 class Training(keras.callbacks.CallbackList):

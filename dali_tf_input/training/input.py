@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,13 +13,15 @@ import tensorflow as tf
 
 from dali_tf_input.backends.build import build_dataset
 from dali_tf_input.backends.dali_guard import OneDeviceDataset
-from dali_tf_input.errors import Count, InputError, check_keywords, checked
+from dali_tf_input.backends.reading import MAX_EPOCHS
+from dali_tf_input.errors import Count, InputError, check, check_keywords, checked
+from dali_tf_input.records.index_file import Integers
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.options import DaliOptions, Options
-from dali_tf_input.spec.order import EpochSteps, Position, Shard
+from dali_tf_input.spec.order import Position, Shard
 from dali_tf_input.training import strategies
 from dali_tf_input.training.failures import explain
-from dali_tf_input.training.fit import StepCounter, Training
+from dali_tf_input.training.fit import StepCallback, StepCounter, Training
 from dali_tf_input.training.profile import ImagesPerSecond, InputProfile, profile_input
 from dali_tf_input.training.resume import Resume, State
 
@@ -61,12 +64,7 @@ class Input:
     ) -> None:
         self.spec, self.options = spec, options
         self.batch_size, self.strategy, self.devices = batch_size, strategy, devices
-        self.steps_per_epoch = EpochSteps(
-            num_records=spec.records.num_records,
-            batch_size=batch_size,
-            num_shards=1,
-            padded=not spec.repeat,
-        ).per_epoch
+        self.steps_per_epoch = spec.steps(batch_size).per_epoch
         # Each replica counts its own epochs, as their iterators start at different times.
         self._positions = [Position(start_step) for _ in devices]
 
@@ -110,6 +108,63 @@ class Input:
                 served += 1
         except tf.errors.OpError as error:
             raise self.explain(error, start + served) from error
+
+    def records_of(self, step: int) -> Integers:
+        """Returns the ids of the records of a step of training, in the order of its images.
+
+        It is arithmetic: also for a step that is long past, of another process, or still to come,
+        as long as the spec and the batch size are the same. `batch_at` has the images.
+
+        Example:
+          >>> train = load(InputSpec.for_training("records/train-*", 224), batch_size=8)
+          >>> ids = train.records_of(81_233)  # of all replicas
+          >>> label = train.spec.records.read(ids[0])["image/class/label"]
+
+        Args:
+          step: from 0, counted as `start_step` of `load` and as `Resume` does, over all epochs.
+
+        Returns:
+          int64 (batch_size,); fewer in the last step of a pass for evaluation.
+
+        Raises:
+          InputError: order "buffer" has no plan, or there is no such step.
+        """
+        epoch, first = self._find_step(step)
+        ids = self.spec.list_ids(epoch, batch_size=self.batch_size)
+        return ids[first * self.batch_size :][: self.batch_size]
+
+    def batch_at(self, step: int) -> Any:
+        """Returns the batch of a step, of all replicas together: the same pixels as in training.
+
+        On a CPU they are the same to the bit. What comes next is not changed.
+
+        Args:
+          step: as for `records_of`.
+
+        Raises:
+          InputError: as `records_of`.
+          BadRecordError: (an InputError) a record cannot be read or decoded.
+        """
+        self._find_step(step)
+        one = Input(
+            self.spec,
+            self.options,
+            batch_size=self.batch_size,
+            strategy=None,
+            devices=self.devices[:1],
+            start_step=step if self.spec.repeat else 0,
+        )
+        skipped = 0 if self.spec.repeat else step
+        return next(itertools.islice(iter(one), skipped, None))
+
+    def _find_step(self, step: int) -> tuple[int, int]:
+        """Returns the epoch of a step, and its number there."""
+        if not self.spec.has_fixed_order:
+            text = "Order 'buffer' has no plan of its steps: use order 'global'."
+            raise InputError(text)
+        end = MAX_EPOCHS * self.steps_per_epoch if self.spec.repeat else self.steps_per_epoch
+        check(0 <= step < end, "step", f"in [0, {end:,})", step)
+        return divmod(step, self.steps_per_epoch)
 
     def __repr__(self) -> str:
         """Says in one line what it is, and what Keras takes of it."""
@@ -208,6 +263,9 @@ class Input:
                 f" {state.step} that are done, and be 1 on several replicas, got {per_call}."
             )
         callbacks = keras.tree.flatten(arguments.pop("callbacks", None) or [])
+        for callback in callbacks:
+            if isinstance(callback, StepCallback):
+                callback.begin(offset, steps)
         verbose = arguments.pop("verbose", "auto")
         training = Training(
             model,

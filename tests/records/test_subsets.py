@@ -258,7 +258,7 @@ def test_refuses(classes):
         "`train` must be a share in .0, 1., got 0": lambda: classes.split(train=0, a=1.0),
         "`train, a` must be 1 together, got 0.9": lambda: classes.split(train=0.5, a=0.4),
         "`shares` must be 1 together, got 0": classes.split,
-        "`seed` must be in .0, 2\*\*31.": lambda: classes.split(seed=-1, a=1.0),
+        r"`seed` must be in .0, 2\*\*31.": lambda: classes.split(seed=-1, a=1.0),
         "`b` leaves none of these 100 records": lambda: classes.split(a=0.9999999, b=0.0000001),
         "`num_folds` must be at least 2, got 1": lambda: classes.folds(1),
         "`amount` must be in .1, 100., got 101": lambda: classes.take(101),

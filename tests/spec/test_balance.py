@@ -1,0 +1,181 @@
+"""How often each class and each record comes: `balance`, `temperature` and `repeats`."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from conftest import DALI, TF_DATA, numbered_examples, refused, spec_of, write_indexed
+
+import dali_tf_input as dti
+from dali_tf_input.spec.balance import draw_balanced, share_out
+from dali_tf_input.spec.order import EpochSteps, Shard, list_records
+
+SMALL = dti.Preprocess.for_training(16)
+BOTH = pytest.mark.parametrize("options", [TF_DATA, DALI], ids=["tf_data", "dali"])
+
+
+@pytest.fixture(scope="module")
+def classes(tmp_path_factory):
+    """60 records: 36 of class 0 (stored as 1), 18 of class 1, 6 of class 2."""
+    examples = numbered_examples(60)
+    for number, example in enumerate(examples):
+        example["image/class/label"] = 3 if number % 10 == 0 else 1 + (number % 10 > 6)
+    file = tmp_path_factory.mktemp("classes") / "train-0"
+    label = dti.ClassLabel(offset=1)
+    return write_indexed(file, examples, dti.Checks(verify="schema", label=label))
+
+
+def spec_with(records, **fields):
+    label = dti.ClassLabel(offset=1)
+    return spec_of(records, "global", SMALL, label=label, record_ids=True, **fields)
+
+
+def list_epoch(num_records, batch_size, num_shards, **how):
+    """Returns what each shard serves in an epoch, (shards, images)."""
+    steps = EpochSteps(
+        num_records=num_records, batch_size=batch_size, num_shards=num_shards, padded=False
+    )
+    return np.array(
+        [
+            list_records([num_records], steps=steps, shard=Shard(shard, num_shards), seed=3, **how)
+            for shard in range(num_shards)
+        ]
+    )
+
+
+@pytest.mark.parametrize("num_shards", range(1, 9))
+def test_counts_are_exact(num_shards):
+    """Of classes and of records, for all small numbers of records and of shards."""
+    for num_records in range(num_shards, 65):
+        for batch_size in {1, 2, num_records // num_shards}:
+            for repeats in (1, 2, 4):
+                step = batch_size * num_shards
+                if step > num_records or step % repeats:
+                    continue
+                classes = np.arange(num_records) ** 2 % 5
+                classes = np.unique(classes, return_inverse=True)[1]
+                shares = np.arange(1.0, classes.max() + 2)
+                how = {"classes": classes, "shares": shares, "epoch": num_records}
+                served = list_epoch(num_records, batch_size, num_shards, repeats=repeats, **how)
+                total = num_records // step * step
+                assert served.size == total
+                expected = repeats * share_out(total // repeats, shares)
+                np.testing.assert_array_equal(
+                    np.bincount(classes[served].ravel(), minlength=len(shares)), expected
+                )
+                of_records = np.bincount(served.ravel(), minlength=num_records)
+                for number in range(len(shares)):
+                    own = of_records[classes == number]
+                    assert own.max() - own.min() <= repeats
+                # Each step has its records together, whatever the number of shards.
+                steps = served.reshape(num_shards, -1, batch_size).swapaxes(0, 1)
+                for one in steps.reshape(len(steps), -1):
+                    assert set(Counter(one.tolist()).values()) <= {
+                        repeats * times for times in range(1, 1 + len(one))
+                    }
+
+
+def test_any_number_of_shards_serves_the_same_steps():
+    classes = np.arange(48) % 3
+    how = {"classes": classes, "shares": np.array([1.0, 2.0, 5.0]), "repeats": 2}
+    epochs = [
+        list_epoch(48, 16 // shards, shards, **how).reshape(shards, 3, -1).swapaxes(0, 1)
+        for shards in (1, 2, 4, 8)
+    ]
+    for epoch in epochs:
+        np.testing.assert_array_equal(epoch.reshape(3, 16), epochs[0].reshape(3, 16))
+
+
+def test_which_records_come_once_more_is_drawn_anew():
+    """Over 300 epochs each of 10 records comes 1.5 times an epoch: five standard deviations."""
+    classes, quotas = np.zeros(10, np.int64), np.array([15])
+    times = np.zeros(10)
+    for epoch in range(300):
+        times += np.bincount(draw_balanced(classes, quotas, seed=1, epoch=epoch), minlength=10)
+    assert times.sum() == 300 * 15
+    assert (abs(times - 450) < 5 * (300 / 4) ** 0.5).all()
+
+
+@pytest.mark.parametrize("total", range(1, 30))
+def test_share_out(total):
+    shares = np.array([3.0, 0.5, 1e-9, 1.5])
+    parts = share_out(total, shares)
+    assert parts.sum() == total
+    assert (abs(parts - total * shares / 5) < 1).all()
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"balance": "class"}, [20, 20, 20]),
+        ({"balance": {2: 9.0}}, [20, 10, 30]),
+        ({"balance": {0: 0.5, 1: 1.0}}, [26, 26, 8]),
+        ({"temperature": 2.0}, [29, 20, 11]),
+        ({"temperature": 1e6}, [20, 20, 20]),
+        ({"balance": "class", "repeats": 3}, [21, 21, 18]),
+    ],
+)
+def test_classes_come_as_asked(classes, options, fields, expected):
+    train = dti.load(spec_with(classes, **fields), options, batch_size=12)
+    assert train.steps_per_epoch == 5
+    for epoch in range(2):
+        batches = [*train]
+        labels = np.concatenate([labels for _, labels in batches])
+        np.testing.assert_allclose(np.bincount(labels), expected, atol=1)
+        for number, (batch, _) in enumerate(batches):
+            ids = batch["record_id"].numpy()
+            assert ids.tolist() == train.records_of(5 * epoch + number).tolist()
+            if train.spec.repeats > 1:
+                assert {*Counter(ids.tolist()).values()} == {3}
+                images = batch["image"].numpy()
+                assert (images[0] != images[1]).any()  # another crop or mirror
+
+
+@BOTH
+@pytest.mark.parametrize("fields", [{}, {"balance": "class"}, {"repeats": 2, "temperature": 3.0}])
+def test_the_batch_of_a_step_again(classes, options, fields):
+    """To the bit, also of the next epoch, and without disturbing what comes next."""
+    train = dti.load(spec_with(classes, **fields), options, batch_size=8)
+    steps = [batch for _ in range(2) for batch in train]
+    for step in (0, 6, 7, 13):
+        (batch, labels), (again, same) = steps[step], train.batch_at(step)
+        for key, values in batch.items():
+            np.testing.assert_array_equal(values, again[key])
+        np.testing.assert_array_equal(labels, same)
+    assert next(iter(train))[0]["record_id"].numpy().tolist() == train.records_of(14).tolist()
+
+
+def test_the_batches_of_a_pass(classes):
+    valid = dti.load(
+        dti.InputSpec.for_evaluation(classes, 16, record_ids=True, label=dti.ClassLabel(offset=1)),
+        TF_DATA,
+        batch_size=25,
+    )
+    for step, (batch, _) in enumerate(valid):
+        np.testing.assert_array_equal(batch["image"], valid.batch_at(step)[0]["image"])
+        assert batch["record_id"].numpy().tolist() == valid.records_of(step).tolist()
+    with refused(r"`step` must be in \[0, 3\), got 3"):
+        valid.records_of(3)
+
+
+def test_refuses(classes, dataset):
+    for message, fields in {
+        "`balance` must be": {"balance": "classes"},
+        "a dict by classes that have records, got 3": {"balance": {3: 1.0}},
+        "a dict of factors above 0, got 0": {"balance": {0: 0}},
+        "`temperature` must be": {"temperature": 0.5},
+        "`repeats` must be": {"repeats": 0},
+        "`balance` needs `shuffle_block_size` 1": {"balance": "class", "shuffle_block_size": 2},
+    }.items():
+        with refused(message):
+            spec_with(classes, **fields)
+    for name, value in (("balance", "class"), ("repeats", 2)):
+        with refused(f"`{name}` is for order 'global' only, got 'buffer'"):
+            spec_of(classes, "buffer", SMALL, **{name: value})
+    with refused("the index none. Index with --verify=schema and the same label"):
+        spec_of(dataset, "global", SMALL, balance="class")
+    with refused("`repeats` must be a divisor of the 4 images of a step, got 3"):
+        dti.load(spec_with(classes, repeats=3), TF_DATA, batch_size=4)
+    with refused("Order 'buffer' has no plan of its steps"):
+        dti.load(spec_of(dataset, "buffer", SMALL), TF_DATA, batch_size=4).records_of(0)

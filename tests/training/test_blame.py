@@ -1,0 +1,179 @@
+"""`Blame`: the loss of each record, noted while a model trains."""
+
+import logging
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import DALI, TF_DATA, encode, refused, spec_of, write_indexed
+
+import dali_tf_input as dti
+from dali_tf_input.training import blame as module
+
+LOSS = "sparse_categorical_crossentropy"
+PREPROCESS = dti.Preprocess.for_training(16)
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """320 small images of four colors; ten have the label of another."""
+    random = np.random.default_rng(0)
+    colors = np.array([(200, 40, 40), (40, 200, 40), (40, 40, 200), (200, 200, 40)])
+    wrong = {*range(5, 320, 32)}
+    examples = []
+    for number in range(320):
+        color = number % 4
+        pixels = np.clip(colors[color] + random.normal(0, 30, (20, 20, 3)), 0, 255)
+        label = (color + (number in wrong)) % 4
+        image = encode(pixels.astype(np.uint8), "JPEG")
+        examples.append({"image/encoded": image, "image/class/label": label})
+    records = write_indexed(tmp_path_factory.mktemp("photos") / "train-0", examples)
+    return records, wrong
+
+
+def make_model(blame, loss=LOSS, strategy=None):
+    keras.utils.set_random_seed(0)
+    with (strategy or tf.distribute.get_strategy()).scope():
+        layers = keras.layers
+        model = keras.Sequential(
+            [
+                layers.Input((16, 16, 3)),
+                layers.GlobalAveragePooling2D(),
+                layers.Dense(16, activation="relu"),
+                layers.Dense(4, activation="softmax"),
+            ]
+        )
+        model.compile(keras.optimizers.Adam(0.02), loss, metrics=["accuracy", blame.metric])
+    return model
+
+
+@pytest.mark.parametrize("options", [TF_DATA, DALI], ids=["tf_data", "dali"])
+def test_mislabeled_photos_are_the_hardest(photos, options, tmp_path):
+    records, wrong = photos
+    train = dti.load(spec_of(records, "global", PREPROCESS), options, batch_size=32)
+    blame = dti.Blame(train, tmp_path / "blame", loss=LOSS)
+    history = train.fit(make_model(blame), epochs=8, callbacks=[blame], verbose=0)
+    assert len(wrong & {*blame.hardest(50).tolist()}) >= 8
+    assert blame.hardest(3).tolist() == np.argsort(-blame.losses)[:3].tolist()
+    assert history.history["largest_loss"][-1] > 1
+    again = dti.Blame(train, tmp_path / "blame", loss=LOSS)
+    np.testing.assert_array_equal(again.losses, blame.losses)
+    assert {entry.name for entry in (tmp_path / "blame").iterdir()} == {"blame.npz"}
+    rest = records.exclude(blame.hardest(10))
+    assert rest.num_records == 310
+
+
+def fit_one_epoch(records, folder, loss=LOSS, strategy=None, **fields):
+    """Trains an epoch at a learning rate of 0; returns its losses, by id."""
+    spec = spec_of(records, "global", PREPROCESS, **fields)
+    train = dti.load(spec, TF_DATA, batch_size=32, strategy=strategy)
+    blame = dti.Blame(train, folder, loss=loss)
+    model = make_model(blame, loss, strategy)
+    model.optimizer.learning_rate.assign(0)
+    train.fit(model, epochs=1, callbacks=[blame], verbose=0)
+    return model, train, blame
+
+
+def test_the_losses_are_those_of_the_model(photos, tmp_path):
+    model, train, blame = fit_one_epoch(photos[0].take(100), tmp_path)
+    seen = np.flatnonzero(~np.isnan(blame.losses))
+    assert len(seen) == 96
+    for step in range(3):
+        images, labels = train.batch_at(step)
+        expected = keras.losses.sparse_categorical_crossentropy(labels, model(images))
+        np.testing.assert_allclose(blame.losses[train.records_of(step)], expected, rtol=1e-4)
+
+
+def test_on_two_replicas_they_are_the_same(photos, tmp_path):
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    _, _, one = fit_one_epoch(photos[0], tmp_path / "1")
+    _, _, two = fit_one_epoch(photos[0], tmp_path / "2", strategy=strategy)
+    np.testing.assert_allclose(two.losses, one.losses, rtol=1e-4)
+
+
+def test_one_hot_labels_and_a_loss_object(photos, tmp_path):
+    label = dti.ClassLabel(one_hot=True, num_classes=4)
+    loss = keras.losses.CategoricalCrossentropy()
+    _, _, one_hot = fit_one_epoch(photos[0], tmp_path / "1", loss=loss, label=label)
+    _, _, plain = fit_one_epoch(photos[0], tmp_path / "2")
+    np.testing.assert_allclose(one_hot.losses, plain.losses, rtol=1e-4)
+
+
+def test_an_interrupted_run_goes_on(photos, tmp_path):
+    """Later steps are those of the resumed run, and belong to its records."""
+    spec = spec_of(photos[0], "global", PREPROCESS)
+
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if self.model.optimizer.iterations == 13:
+                raise KeyboardInterrupt
+
+    def fit(*callbacks):
+        train = dti.load(spec, TF_DATA, batch_size=32)
+        blame = dti.Blame(train, tmp_path / "blame", loss=LOSS)
+        model = make_model(blame)
+        resume = dti.Resume(tmp_path / "state", save_every=1)
+        train.fit(model, epochs=3, callbacks=[blame, *callbacks], resume=resume, verbose=0)
+        return blame
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(Stop())
+    blame = fit()
+    assert not np.isnan(blame.losses).any()
+
+
+def test_steps_that_stand_out(photos, tmp_path, caplog):
+    records, _ = photos
+    train = dti.load(spec_of(records, "global", PREPROCESS), TF_DATA, batch_size=32)
+    blame = dti.Blame(train, tmp_path, loss=LOSS)
+    model = make_model(blame)
+
+    class Spoil(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if self.model.optimizer.iterations == 115:
+                for weights in self.model.trainable_variables:
+                    weights.assign(50 * weights)
+
+    with caplog.at_level(logging.WARNING, "dali_tf_input"):
+        train.fit(model, epochs=12, callbacks=[Spoil(), blame], verbose=0)
+    assert blame.spikes[0][0] == 115
+    assert "Step 115 stands out: its loss was" in caplog.text
+    assert dti.Blame(train, tmp_path, loss=LOSS).spikes == blame.spikes
+
+
+def test_a_model_with_the_metric_is_saved(photos, tmp_path):
+    model, _, _ = fit_one_epoch(photos[0].take(32), tmp_path)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert "largest_loss" in loaded.evaluate(
+        np.zeros((32, 16, 16, 3)), np.zeros(32), verbose=0, return_dict=True
+    )
+
+
+def test_refuses(photos, dataset, tmp_path):
+    records, _ = photos
+    with refused("`Blame` needs to know the records of a step: use order 'global'"):
+        dti.Blame(
+            dti.load(spec_of(records, "buffer", PREPROCESS), batch_size=4), tmp_path, loss=LOSS
+        )
+    train = dti.load(spec_of(records, "global", PREPROCESS), TF_DATA, batch_size=32)
+    blame = dti.Blame(train, tmp_path / "blame", loss=LOSS)
+    model = make_model(blame)
+    with refused("`Blame` works with train.fit"):
+        model.fit(train.dataset, callbacks=[blame], verbose=0)
+    other = dti.Blame(train, tmp_path / "blame", loss=LOSS)
+    with refused("compile it with metrics=.blame.metric."):
+        train.fit(model, callbacks=[other], verbose=0)
+    train.fit(model, callbacks=[blame], verbose=0)
+    others = dti.load(spec_of(dataset, "global", PREPROCESS), TF_DATA, batch_size=4)
+    with refused("holds the losses of other records: name another folder"):
+        dti.Blame(others, tmp_path / "blame", loss=LOSS)
+    (tmp_path / "blame" / "blame.npz").write_bytes(b"PK\x03\x04 cut")
+    with refused(r"blame.npz cannot be read: .* Remove it"):
+        dti.Blame(train, tmp_path / "blame", loss=LOSS)
+    (tmp_path / "file").touch()
+    with refused("file/blame.npz cannot be read: .*Not a directory"):
+        dti.Blame(train, tmp_path / "file", loss=LOSS)
+    with refused("file cannot be written: File exists"):
+        module.write_losses(str(tmp_path / "file"), records, blame.losses, [])
