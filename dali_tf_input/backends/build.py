@@ -105,7 +105,7 @@ def build_dataset(
         raise InputError(f"`device_id` is for DaliOptions(device='gpu') only, got {device_id}.")
     check_input(spec, options, device_id=device_id or 0)
     if spec.repeat:
-        check_step(batch_size, num_shards=shard.num_shards, num_records=spec.records.num_records)
+        check_step(batch_size, num_shards=shard.num_shards, num_records=spec.records_per_epoch)
     if spec.records.is_remote:
         local = localize if spec.has_fixed_order else fetch_all
         spec = replace(spec, records=local(spec.records))

@@ -163,13 +163,15 @@ def read_planned(stream: Stream, options: TfDataOptions) -> ReadEpoch:
         seed=spec.seed if spec.order == "global" else None,
         shuffle_block_size=spec.shuffle_block_size,
         repeats=spec.repeats,
+        mixed=spec.mixture is not None,
     )
     # TensorFlow never frees a function given to `numpy_function`, nor what the function holds. So
     # large values are tensors, which the dataset holds and which are freed with it.
     with tf.device("CPU:0"):
         names, states = tf.constant(records.paths), tf.constant(states_of(records))
         counts = tf.constant(records.counts, tf.int64)
-        balance = [*map(tf.constant, spec.class_shares())] if spec.is_balanced else []
+        is_planned = spec.is_balanced or spec.mixture
+        balance = [*map(tf.constant, spec.class_shares())] if is_planned else []
         ids = tf.constant(records.ids) if spec.record_ids and records.subset else None
         file_of = tf.repeat(tf.range(len(indexes)), counts)
         extents = tf.constant(np.concatenate(indexes))

@@ -134,6 +134,11 @@ class Records:
         return counts
 
     @property
+    def first_ids(self) -> list[int]:
+        """The id of the first record of each file."""
+        return [0, *self._ends[:-1]]
+
+    @property
     def labels(self) -> Integers:
         """The class of each record as it is stored: int64 (num_records,), in the order of `ids`.
 

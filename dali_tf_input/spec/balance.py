@@ -1,6 +1,11 @@
-"""How often each class comes in an epoch."""
+"""How often each class, or each part of a mixture, comes in an epoch."""
 
+import functools
 import math
+import operator
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
 from numbers import Real
 from typing import Literal
 
@@ -66,6 +71,98 @@ def draw_balanced(classes: Integers, quotas: Integers, *, seed: int, epoch: int)
     within = np.arange(quotas.sum()) - np.repeat(np.cumsum(quotas) - quotas, quotas)
     rows = np.repeat(np.cumsum(counts) - counts, quotas) + within % np.repeat(counts, quotas)
     served: Integers = order[rows]
+    return served
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Parts of the records that come in exact proportions, see `InputSpec.for_training`.
+
+    Attributes:
+      records: of all parts.
+      parts: which share no record.
+      shares: of each part, positive, 1 together.
+    """
+
+    records: Records
+    parts: tuple[Records, ...]
+    shares: tuple[float, ...]
+
+    @classmethod
+    def of(cls, shares: Mapping[Records, float]) -> "Mixture":
+        """Makes the mixture of some parts by their shares.
+
+        Raises:
+          InputError: the shares are not positive or not 1 together, or parts share a record or
+            differ in how they are read.
+        """
+        check(bool(shares), "records", "parts by their shares", shares)
+        for part, share in shares.items():
+            check(isinstance(part, Records), "records", "a dict of Records", part)
+            is_number = isinstance(share, Real) and not isinstance(share, bool)
+            check(is_number and 0 < share <= 1, "records", "shares in (0, 1]", share)
+        total = math.fsum(shares.values())
+        check(abs(total - 1) < 1e-9, "records", "shares that are 1 together", f"{total:.6g}")
+        records = functools.reduce(operator.add, shares)
+        return cls(records, tuple(shares), tuple(map(float, shares.values())))
+
+    def __repr__(self) -> str:
+        """Says what an order depends on."""
+        shares = ", ".join(
+            f"{share:.6g} of {zlib.crc32(part.ids.tobytes()):08x} in {part.paths[0]}"
+            for part, share in zip(self.parts, self.shares, strict=True)
+        )
+        return f"<Mixture: {shares}>"
+
+    @property
+    def num_records(self) -> int:
+        """How many records an epoch has: those in which the first part comes once."""
+        return max(1, round(self.parts[0].num_records / self.shares[0]))
+
+    def find_parts(self, records: Records) -> Integers:
+        """Returns the number of the part of each of the records, which may be local copies now."""
+        if records.counts != self.records.counts:
+            raise InputError("`mixture` is of other records: describe the input again.")
+        first_ids = dict(zip(self.records.paths, self.records.first_ids, strict=True))
+        found = np.zeros(records.num_all, np.int64)
+        for number, part in enumerate(self.parts):
+            shifts = [
+                first_ids[path] - first
+                for path, first in zip(part.paths, part.first_ids, strict=True)
+            ]
+            found[part.ids + np.repeat(shifts, part.counts)] = number
+        return found[records.ids]
+
+
+def draw_mixed(parts: Integers, quotas: Integers, *, seed: int, epoch: int) -> Integers:
+    """Returns the records of an epoch in turn, of which each part has its quota, spread evenly.
+
+    Any stretch of the epoch has its share of each part, to within two. A part is served whole, in a
+    new order, before it begins again, in the middle of an epoch or over several.
+
+    Args:
+      parts: the part of each record, from 0; each has one at least.
+      quotas: int64 (parts,), how many of each part an epoch has.
+      seed: in [0, 2**31).
+      epoch: from 0.
+
+    Returns:
+      int64 (sum of `quotas`,).
+    """
+    places = [(np.arange(quota) + 0.5) / quota for quota in quotas.tolist() if quota]
+    drawn = []
+    for part, quota in enumerate(quotas.tolist()):
+        own = np.flatnonzero(parts == part)
+        first, end = epoch * quota, (epoch + 1) * quota
+        passes = range(first // len(own), -(-end // len(own)) if quota else 0)
+        orders = []
+        for number in passes:
+            raw = np.random.Philox(key=[seed + (part + 2) * 2**31, number]).random_raw
+            orders.append(own[np.argsort(raw(len(own)), kind="stable")])
+        if quota:
+            start = first - passes.start * len(own)
+            drawn.append(np.concatenate(orders)[start : start + quota])
+    served: Integers = np.concatenate(drawn)[np.argsort(np.concatenate(places), kind="stable")]
     return served
 
 

@@ -35,7 +35,7 @@ from dali_tf_input.records.labels import (
 )
 from dali_tf_input.records.records import Records
 from dali_tf_input.records.schema import find_keys, unknown_keys_error
-from dali_tf_input.spec.balance import Balance, Shares, find_shares
+from dali_tf_input.spec.balance import Balance, Mixture, Shares, find_shares
 from dali_tf_input.spec.order import EpochSteps, Shard, list_records
 from dali_tf_input.spec.preprocess import Preprocess
 
@@ -87,6 +87,7 @@ class InputSpec:
       temperature: for classes of very different sizes: they come in proportion to
         ``(records * factor) ** (1 / temperature)``, at least 1. 1 is as stored, and the larger, the
         more alike. Source: Arivazhagan et al., 2019, https://arxiv.org/abs/1907.05019.
+      mixture: the parts of `records` that come in exact proportions; made by `for_training`.
       repeats: how many times each record comes in a batch, with as many crops and mirrors; an epoch
         has as many fewer different ones. It must divide the batches. Order "global" only. Source:
         Hoffer et al., 2019, https://arxiv.org/abs/1901.09335.
@@ -108,6 +109,7 @@ class InputSpec:
     class_weight: dict[int, float] | Literal["balanced"] | None = field(default=None, hash=False)
     balance: Balance = field(default=None, hash=False)
     temperature: Annotated[float, Within(1)] = 1.0
+    mixture: Mixture | None = None
     repeats: Count = 1
     record_ids: bool = False
     mask: SegmentationMask | None = None
@@ -126,10 +128,11 @@ class InputSpec:
             )
         check(0 <= self.seed < 2**31, "seed", "in [0, 2**31)", self.seed)
         self._check_label()
-        if self.order != "global" and (self.is_balanced or self.repeats > 1):
-            name = "balance" if self.is_balanced else "repeats"
+        asked = {"balance": self.is_balanced, "mixture": self.mixture, "repeats": self.repeats > 1}
+        name = next((name for name, is_asked in asked.items() if is_asked), "")
+        if name and self.order != "global":
             raise InputError(f"`{name}` is for order 'global' only, got {self.order!r}.")
-        if self.is_balanced:
+        if self.is_balanced or self.mixture:
             self.class_shares()  # raises if there are none
         if self.mask:
             self.records.check_feature("mask.key", self.mask.key, ("bytes_list",), (1, 1))
@@ -228,7 +231,7 @@ class InputSpec:
     @checked
     def for_training(
         cls,
-        records: Records | Path | Sequence[Path],
+        records: Records | Path | Sequence[Path] | dict[Records, float],
         preprocess: Preprocess | Pixels | tuple[Pixels, Pixels] = 224,
         **fields: Any,
     ) -> "InputSpec":
@@ -245,7 +248,11 @@ class InputSpec:
 
         Args:
           records: indexed TFRecord files, a path, a URL, a pattern or several of them, as
-            `Records.from_files` takes them; or a `Records`.
+            `Records.from_files` takes them; or a `Records`; or a mixture, a dict of `Records` and
+            their shares, above 0 and 1 together, in which every stretch of an epoch has these
+            proportions, to within two records. A part is served whole, in a new order each time,
+            before it begins again; an epoch is as long as it takes to serve the first part once.
+            Parts have the same feature keys and one space of labels.
           preprocess: height and width of the images in pixels, or (height, width), or a
             `Preprocess`.
           **fields: further fields of `InputSpec`, such as `label` and `seed`; of `Preprocess`, such
@@ -291,7 +298,7 @@ class InputSpec:
     def _make(
         cls,
         name: Literal["for_training", "for_evaluation"],
-        records: Records | Path | Sequence[Path],
+        records: Records | Path | Sequence[Path] | dict[Records, float],
         preprocess: Preprocess | int | tuple[int, int],
         fields: dict[str, Any],
     ) -> "InputSpec":
@@ -303,7 +310,10 @@ class InputSpec:
             made = preprocess.with_fields(**changes)
         else:
             made = getattr(Preprocess, name)(changes.pop("image_size", preprocess), **changes)
-        if not isinstance(records, Records):
+        if isinstance(records, dict):
+            fields["mixture"] = Mixture.of(records)
+            records = fields["mixture"].records
+        elif not isinstance(records, Records):
             records = Records.from_files(records)
         rest = {key: value for key, value in fields.items() if key in own}
         return cls(records=records, preprocess=made, **rest)
@@ -329,14 +339,22 @@ class InputSpec:
     def class_shares(self) -> tuple[Integers, Shares]:
         """Returns the class of each record, from 0, and how often each class comes, in proportion.
 
-        Classes here are those that occur, in the order of their labels.
+        Classes here are those that occur, in the order of their labels; of a mixture its parts.
 
         Raises:
           InputError: the labels are not known, or a class of `balance` has no records.
         """
         if self.shuffle_block_size > 1:
-            raise InputError("`balance` needs `shuffle_block_size` 1.")
+            raise InputError("`balance` and a mixture need `shuffle_block_size` 1.")
+        if self.mixture:
+            check(not self.is_balanced, "balance", "None with a mixture", self.balance)
+            return self.mixture.find_parts(self.records), np.array(self.mixture.shares)
         return find_shares(self.records, self.label, self.balance, self.temperature)
+
+    @property
+    def records_per_epoch(self) -> int:
+        """How many records an epoch has, with the remainder that fills no step."""
+        return (self.mixture or self.records).num_records
 
     def steps(self, batch_size: int, *, num_shards: int = 1) -> EpochSteps:
         """Returns the steps of an epoch, for `batch_size` images in each shard's batch.
@@ -352,7 +370,7 @@ class InputSpec:
             self.repeats,
         )
         return EpochSteps(
-            num_records=self.records.num_records,
+            num_records=self.records_per_epoch,
             batch_size=batch_size,
             num_shards=num_shards,
             padded=not self.repeat,
@@ -363,7 +381,8 @@ class InputSpec:
 
         Order "buffer" has no such list.
         """
-        classes, shares = self.class_shares() if self.is_balanced else (None, None)
+        is_planned = self.is_balanced or self.mixture
+        classes, shares = self.class_shares() if is_planned else (None, None)
         served = list_records(
             self.records.counts,
             steps=self.steps(batch_size),
@@ -374,6 +393,7 @@ class InputSpec:
             repeats=self.repeats,
             classes=classes,
             shares=shares,
+            mixed=self.mixture is not None,
         )
         ids: Integers = self.records.ids[served]
         return ids

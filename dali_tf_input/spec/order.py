@@ -11,7 +11,7 @@ import numpy as np
 
 from dali_tf_input.errors import MAX_BATCH_SIZE, Count, InputError, check, checked
 from dali_tf_input.records.index_file import Integers
-from dali_tf_input.spec.balance import Shares, draw_balanced, share_out
+from dali_tf_input.spec.balance import Shares, draw_balanced, draw_mixed, share_out
 
 
 @checked
@@ -187,6 +187,7 @@ def list_records(
     repeats: int = 1,
     classes: Integers | None = None,
     shares: Shares | None = None,
+    mixed: bool = False,
 ) -> Integers:
     """Returns the records that a shard serves in an epoch from a step on, in turn.
 
@@ -204,6 +205,7 @@ def list_records(
       repeats: how many neighboring slots have the same record.
       classes: the class of each record; with `shares`.
       shares: how often each class comes, in proportion; None serves each record once.
+      mixed: the classes are the parts of a mixture, see `draw_mixed`.
 
     Returns:
       int64 numbers of records, counted over all files. With `seed` None they are in the order of
@@ -223,7 +225,11 @@ def list_records(
         )
     else:  # without the remainder, so that the counts of an epoch are exact
         total = steps.per_epoch * steps.batch_size * steps.num_shards // repeats
-        drawn = draw_balanced(classes, share_out(total, shares), seed=seed, epoch=epoch)
-        order = drawn[shuffle(total, seed=seed, epoch=epoch)]
+        quotas = share_out(total, shares)
+        if mixed:
+            order = draw_mixed(classes, quotas, seed=seed, epoch=epoch)
+        else:
+            order = draw_balanced(classes, quotas, seed=seed, epoch=epoch)
+            order = order[shuffle(total, seed=seed, epoch=epoch)]
     served: Integers = order[slots // repeats]
     return served

@@ -70,7 +70,7 @@ def load(
     replica_batch_size(
         batch_size,
         num_replicas=num_replicas,
-        num_records=spec.records.num_records if spec.repeat or num_replicas > 1 else None,
+        num_records=spec.records_per_epoch if spec.repeat or num_replicas > 1 else None,
     )
     check(start_step >= 0, "start_step", "at least 0", start_step)
     devices = strategies.list_devices(strategy, options)
