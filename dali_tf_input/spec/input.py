@@ -311,8 +311,8 @@ class InputSpec:
         else:
             made = getattr(Preprocess, name)(changes.pop("image_size", preprocess), **changes)
         if isinstance(records, dict):
-            fields["mixture"] = Mixture.of(records)
-            records = fields["mixture"].records
+            fields["mixture"] = mixture = Mixture.of(records)
+            records = mixture.records
         elif not isinstance(records, Records):
             records = Records.from_files(records)
         rest = {key: value for key, value in fields.items() if key in own}
