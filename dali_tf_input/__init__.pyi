@@ -19,7 +19,6 @@ from .spec.options import DaliOptions as DaliOptions
 from .spec.options import TfDataOptions as TfDataOptions
 from .spec.order import Shard as Shard
 from .spec.preprocess import Preprocess as Preprocess
-from .training.blame import Blame as Blame
 from .training.failures import BadRecordError as BadRecordError
 from .training.input import Input as Input
 from .training.load import load as load

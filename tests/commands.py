@@ -18,7 +18,7 @@ from dali_tf_input.cli import command
 
 _numbers = itertools.count()
 CLI = ROOT / "dali_tf_input/cli"
-PACKAGE = {"index", "convert", "preview", "doctor", "service"}  # the others are scripts
+PACKAGE = {"index", "convert", "preview", "explore", "doctor", "service"}  # the others are scripts
 # What uses TensorFlow itself runs in a process of its own.
 WARM = {"train.py", "train_multi_worker.py", "preview", "gpu_check.py"}
 COLD = {"make_sample_tfrecords.py"}  # its processes import it by name
@@ -29,7 +29,8 @@ def load(script):
     """Imports a command as a new module, with flags of its own."""
     path = SCRIPTS / script
     if script in PACKAGE:
-        path = CLI / ("convert/convert.py" if script == "convert" else f"{script}.py")
+        is_folder = (CLI / script).is_dir()
+        path = CLI / script / f"{script}.py" if is_folder else CLI / f"{script}.py"
     spec = importlib.util.spec_from_file_location(f"command_{next(_numbers)}", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module

@@ -13,6 +13,7 @@ _COMMANDS = {
     "index": "where each record is, and whether it is sound: the first step",
     "convert": "TFRecords from images, tables, or other TFRecords",
     "preview": "a picture of what the model sees",
+    "explore": "what records hold, and what of it would hurt training",
     "doctor": "what works in this installation, and how to fix the rest",
     "service": "a part of a tf.data service, on another machine",
 }
@@ -33,6 +34,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         known = ", ".join(_COMMANDS)
         print(f"error: there is no command '{name}', only {known}.{hint}", file=sys.stderr)
         return 1
-    package = "convert.convert" if name == "convert" else name
+    package = f"{name}.{name}" if name in ("convert", "explore") else name
     module = importlib.import_module(f"dali_tf_input.cli.{package}")
     return command.run(module.main, module.FLAGS, others)

@@ -3,7 +3,8 @@
 Each row: the original with the region that is taken and its label, tf.data's image and DALI's, both
 with their mask in colors (--mask_key). A fourth picture, their amplified difference, is shown only
 if they differ visibly. The images are the first of an epoch of order "global": the same records,
-crops and mirrors for both. Values outside of 0..255 are clipped. With --most the exit code is 1 if
+crops and mirrors for both. --records chooses them by their ids, --blame by the losses that
+`train.blame(folder)` noted. Values outside of 0..255 are clipped. With --most the exit code is 1 if
 the backends differ by more; --out= draws no sheet.
 
 example: dali-tf-input preview --files='path/train-*' --crop=random_resized_crop --out=sheet.png
@@ -16,10 +17,11 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from dali_tf_input import DaliOptions, InputError, InputSpec, Preprocess, TfDataOptions
+from dali_tf_input import DaliOptions, InputError, InputSpec, Preprocess, Records, TfDataOptions
 from dali_tf_input.cli import command, pictures
 from dali_tf_input.cli.flags import FileFlags, LabelFlags, WorkFlags, describe_work
 from dali_tf_input.cli.label_names import find_names
+from dali_tf_input.records.losses import read_losses
 
 FLAGS = command.Flags()
 _FILES = FileFlags(FLAGS)
@@ -29,6 +31,8 @@ _MOST = FLAGS.number("most", None, "Largest mean difference that passes, of 255.
 _DEVICE = FLAGS.choice("device", "cpu", ["cpu", "gpu"], "Where DALI's images are made.")
 _OUT = FLAGS.string("out", "sheet.png", "File for the contact sheet, a .png.")
 _NUM_IMAGES = FLAGS.integer("num_images", 8, "How many images are shown, at most.", 1)
+_RECORDS = FLAGS.list("records", None, "The ids of the records that are shown.")
+_BLAME = FLAGS.string("blame", None, "Folder of `train.blame`: show the records of largest loss.")
 _EVALUATION = FLAGS.boolean("evaluation", False, "Show the preprocessing of evaluation.")
 _LAYOUT = FLAGS.choice("layout", "HWC", ["HWC", "CHW"], "Axes of an image.")
 _AUTO_AUGMENT = FLAGS.choice("auto_augment", None, ["trivial", "rand"], "Augmentation.")
@@ -49,7 +53,9 @@ def main(arguments: list[str]) -> int:
     command.check_no_arguments(arguments)
     command.check_writable(_OUT, suffix=".png")
     spec = make_spec()
-    num_images = min(_NUM_IMAGES.value, spec.records.num_records)
+    num_images = spec.records.num_records
+    if not _RECORDS.value:
+        num_images = min(_NUM_IMAGES.value, num_images)
     command.import_tensorflow()
     decode = _WORK.decode.value
     dali = DaliOptions(device=_DEVICE.value, decode="auto" if decode == "scaled" else decode)
@@ -87,14 +93,31 @@ def make_spec() -> InputSpec:
     changes = {flag.name: flag.value for flag in (_INTERPOLATION, _LAYOUT, _AUTO_AUGMENT)}
     changes["image_size"] = (height, _IMAGE_WIDTH.value or height)
     preprocess = dataclasses.replace(preprocess, **changes)
+    records = _FILES.dataset()
+    ids = find_ids(records)
     return InputSpec(
-        records=_FILES.dataset(),
+        records=records.select(ids) if ids else records,
         preprocess=preprocess,
-        order="global",
+        order="sequential" if ids else "global",
         seed=_SEED.value,
         record_ids=True,
         **_LABELS.outputs(_FILES),
     )
+
+
+def find_ids(records: Records) -> list[int]:
+    """Returns the records that the flags ask for, if they do."""
+    if _BLAME.value:
+        losses, _ = read_losses(_BLAME.value, records)
+        seen = np.flatnonzero(~np.isnan(losses) & np.isin(np.arange(len(losses)), records.ids))
+        if not len(seen):
+            raise InputError(f"{_BLAME.value} has no losses yet: they are written each epoch.")
+        hardest: list[int] = seen[np.argsort(-losses[seen], kind="stable")].tolist()
+        return hardest[: _NUM_IMAGES.value]
+    try:
+        return [*map(int, _RECORDS.value or ())]
+    except ValueError:
+        raise InputError(f"`records` must be ids, as 3,7, got {_RECORDS.value}.") from None
 
 
 def find_crop(image: Image.Image, spec: InputSpec, slot: int) -> tuple[Any, bool]:
@@ -129,12 +152,17 @@ def draw(spec: InputSpec, batch: dict[str, np.ndarray], others: np.ndarray) -> N
     # Each backend draws its own augmentations, which are no difference between the two.
     is_drawn = spec.preprocess.auto_augment is not None
     differs = [not is_drawn and pixels.max() >= _VISIBLE for pixels in difference]
+    losses = read_losses(_BLAME.value, spec.records)[0] if _BLAME.value else None
     tiles: list[pictures.Tile | None] = []
     for number, record in enumerate(batch["record_id"].tolist()):
         image = pictures.read_image(spec.records, record)
         label = pictures.name_label(batch["label"][number], names) if spec.label else ""
         box, mirrored = find_crop(image, spec, number)
         text = f"{label}\n{image.width}x{image.height}{', mirrored' if mirrored else ''}"
+        if losses is not None:
+            text += f"\nid {record}, loss {losses[record]:.3g}"
+        elif _RECORDS.value:
+            text += f"\nid {record}"
         tiles.append(pictures.Tile(text, image, box))
         tiles.append(pictures.Tile("tf.data", as_pixels(images[number])))
         text = "DALI" if differs[number] or is_drawn else "DALI: the same"

@@ -1,45 +1,31 @@
 """The loss of each record, noted while a model trains: which records are hard, or mislabeled."""
 
 import functools
-import hashlib
-import json
 import logging
 import os
-import zipfile
 from typing import Any
 
 import keras
 import numpy as np
-import numpy.typing as npt
 import tensorflow as tf
 
 from dali_tf_input.errors import Count, InputError, Path, checked
 from dali_tf_input.records.index_file import Integers
-from dali_tf_input.records.records import Records
-from dali_tf_input.storage.staging import replace
+from dali_tf_input.records.losses import read_losses, write_losses
+from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.training.fit import StepCallback
-from dali_tf_input.training.input import Input
 
 _KEPT = 0.7  # of a record's loss, when it is seen again
 _USUAL_STEPS, _SPIKE = 100, 8.0  # how many steps are usual, and how far a spike is off
-_NAME = "blame.npz"
 
 _logger = logging.getLogger("dali_tf_input")
 
 
 class Blame(StepCallback):
-    """Notes the loss of each record while `train.fit` trains, without a further pass.
+    """Notes the loss of each record while `train.fit` trains; made by `Input.blame`.
 
     The model computes the losses of a batch by `metric`; which records they belong to is
     arithmetic, as the order of the records is planned.
-
-    Example:
-      >>> blame = Blame(train, "blame", loss="sparse_categorical_crossentropy")
-      >>> model.compile("sgd", "sparse_categorical_crossentropy", metrics=[blame.metric])
-      >>> history = train.fit(model, epochs=2, callbacks=[blame], verbose=0)
-      >>> hard = blame.hardest(3)  # the ids
-      >>> batch = train.batch_at(0)  # what a step that stood out was about
-      >>> rest = train.spec.records.exclude(hard)
 
     Attributes:
       losses: float32, one for each id of the records' files: how large the loss of the record was
@@ -49,23 +35,18 @@ class Blame(StepCallback):
         has the images.
     """
 
-    def __init__(self, train: Input, folder: Path, *, loss: Any) -> None:
-        """Takes up what the folder holds.
-
-        Args:
-          train: what is trained on, in a planned order.
-          folder: keeps ``blame.npz``, which is written as a whole at the end of each epoch.
-          loss: the loss that the model is compiled with.
-
-        Raises:
-          InputError: order "buffer" has no plan, or the folder belongs to other files.
-        """
+    def __init__(
+        self, spec: InputSpec, folder: Path, *, loss: Any, batch_size: int, num_replicas: int
+    ) -> None:
+        """Takes up what the folder holds, see `Input.blame`."""
         super().__init__()
-        if not train.spec.has_fixed_order:
-            raise InputError("`Blame` needs to know the records of a step: use order 'global'.")
-        self._train, self._folder, self._loss = train, os.fspath(folder), loss
-        self.losses, self.spikes = read_losses(self._folder, train.spec.records)
-        self._epoch, self._ids = -1, train.spec.records.ids[:0]
+        if not spec.has_fixed_order:
+            raise InputError("`blame` needs to know the records of a step: use order 'global'.")
+        self._spec, self._folder, self._loss = spec, os.fspath(folder), loss
+        self._batch_size, self._num_replicas = batch_size, num_replicas
+        self._per_epoch = spec.steps(batch_size).per_epoch
+        self.losses, self.spikes = read_losses(self._folder, spec.records)
+        self._epoch, self._ids = -1, spec.records.ids[:0]
         self._recent: list[float] = []
 
     @functools.cached_property
@@ -75,9 +56,7 @@ class Blame(StepCallback):
         Its value in the logs is the largest loss of the last batch.
         """
         return RecordLosses(
-            loss=self._loss,
-            batch_size=self._train.batch_size,
-            num_replicas=len(self._train.devices),
+            loss=self._loss, batch_size=self._batch_size, num_replicas=self._num_replicas
         )
 
     @checked
@@ -94,10 +73,10 @@ class Blame(StepCallback):
             raise InputError(f"{text}: compile it with metrics=[blame.metric].")
         losses = keras.ops.convert_to_numpy(self.metric.losses)
         step = self._start + batch
-        epoch, within = divmod(step, self._train.steps_per_epoch)
-        size = self._train.batch_size
+        epoch, within = divmod(step, self._per_epoch)
+        size = self._batch_size
         if epoch != self._epoch:
-            self._ids = self._train.spec.list_ids(epoch, batch_size=size)
+            self._ids = self._spec.list_ids(epoch, batch_size=size)
             self._epoch = epoch
         ids = self._ids[within * size :][:size]
         before = self.losses[ids]
@@ -125,7 +104,7 @@ class Blame(StepCallback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Writes what is known."""
-        write_losses(self._folder, self._train.spec.records, self.losses, self.spikes)
+        write_losses(self._folder, self._spec.records, self.losses, self.spikes)
 
 
 @keras.saving.register_keras_serializable(package="dali_tf_input")
@@ -170,50 +149,3 @@ class RecordLosses(keras.metrics.Metric):
             "num_replicas": self._num_replicas,
             "name": self.name,
         }
-
-
-def read_losses(
-    folder: str, records: Records
-) -> tuple[npt.NDArray[np.float32], list[tuple[int, float]]]:
-    """Returns what `Blame` keeps in a folder; losses are NaN where it has none.
-
-    Raises:
-      InputError: the folder belongs to other files, or is damaged.
-    """
-    path = os.path.join(folder, _NAME)
-    try:
-        with np.load(path) as stored:
-            about, losses, spikes = stored["about"], stored["losses"], stored["spikes"]
-    except FileNotFoundError:
-        return np.full(records.num_all, np.nan, np.float32), []
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise InputError(f"{path} cannot be read: {error}. Remove it, or name another.") from error
-    if str(about) != _describe(records) or losses.shape != (records.num_all,):
-        raise InputError(
-            f"{path} holds the losses of other records: name another folder, or the same files."
-        )
-    return losses, [(int(step), float(loss)) for step, loss in spikes]
-
-
-def write_losses(
-    folder: str, records: Records, losses: npt.NDArray[np.float32], spikes: list[tuple[int, float]]
-) -> None:
-    """Writes what `read_losses` reads, as a whole."""
-    path = os.path.join(folder, _NAME)
-    try:
-        os.makedirs(folder, exist_ok=True)
-        with open(f"{path}.new", "wb") as stream:
-            np.savez(
-                stream,
-                about=_describe(records),
-                losses=losses,
-                spikes=np.array(spikes, np.float64).reshape(-1, 2),
-            )
-        replace({f"{path}.new": path})
-    except OSError as error:
-        raise InputError(f"{folder} cannot be written: {error.strerror or error}.") from error
-
-
-def _describe(records: Records) -> str:
-    files = [(os.path.basename(file.path), file.index_crc) for file in records.files]
-    return hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16]

@@ -14,12 +14,13 @@ import tensorflow as tf
 from dali_tf_input.backends.build import build_dataset
 from dali_tf_input.backends.dali_guard import OneDeviceDataset
 from dali_tf_input.backends.reading import MAX_EPOCHS
-from dali_tf_input.errors import Count, InputError, check, check_keywords, checked
+from dali_tf_input.errors import Count, InputError, Path, check, check_keywords, checked
 from dali_tf_input.records.index_file import Integers
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.options import DaliOptions, Options
 from dali_tf_input.spec.order import Position, Shard
 from dali_tf_input.training import strategies
+from dali_tf_input.training.blame import Blame
 from dali_tf_input.training.failures import explain
 from dali_tf_input.training.fit import StepCallback, StepCounter, Training
 from dali_tf_input.training.profile import ImagesPerSecond, InputProfile, profile_input
@@ -156,6 +157,30 @@ class Input:
         )
         skipped = 0 if self.spec.repeat else step
         return next(itertools.islice(iter(one), skipped, None))
+
+    def blame(self, folder: Path, *, loss: Any) -> Blame:
+        """Returns a callback that notes the loss of each record while `fit` trains.
+
+        It takes no further pass: the model computes the losses of a batch by the metric
+        `blame.metric`, and which records they belong to is arithmetic.
+
+        Example:
+          >>> train = load(InputSpec.for_training("records/train-*", 224), batch_size=8)
+          >>> blame = train.blame("runs/blame", loss="sparse_categorical_crossentropy")
+          >>> model.compile("sgd", "sparse_categorical_crossentropy", metrics=[blame.metric])
+          >>> history = train.fit(model, epochs=2, callbacks=[blame], verbose=0)
+          >>> rest = train.spec.records.exclude(blame.hardest(3))
+
+        Args:
+          folder: keeps ``blame.npz``, four bytes a record, which is written as a whole at the end
+            of each epoch; a later run goes on with it.
+          loss: the loss that the model is compiled with.
+
+        Raises:
+          InputError: order "buffer" has no plan, or the folder belongs to other records.
+        """
+        size, replicas = self.batch_size, len(self.devices)
+        return Blame(self.spec, folder, loss=loss, batch_size=size, num_replicas=replicas)
 
     def _find_step(self, step: int) -> tuple[int, int]:
         """Returns the epoch of a step, and its number there."""

@@ -7,6 +7,7 @@ from PIL import Image
 
 import dali_tf_input as dti
 from dali_tf_input.cli import pictures
+from dali_tf_input.records.losses import write_losses
 from dali_tf_input.serving import denormalize
 from dali_tf_input.spec.crops import NoCrop
 
@@ -60,6 +61,26 @@ def test_the_sheet_shows_each_tile_in_its_place(tmp_path):
     box = np.argwhere((sheet == (255, 59, 48)).all(-1)) - first["boxed"]
     np.testing.assert_allclose(box.min(0), side / 4, atol=3)
     np.testing.assert_allclose(box.max(0), side * 3 / 4, atol=3)
+
+
+def test_the_records_that_are_asked_for(sample_folder, tmp_path):
+    """By their ids, or by their losses."""
+    records = dti.Records.from_files(str(sample_folder / "data/sample/train-*"))
+    losses = np.linspace(0, 1, records.num_all, dtype=np.float32)
+    losses[5], losses[7] = 9, np.nan
+    write_losses(str(tmp_path / "blame"), records, losses, [])
+    for flags, count in ((["--records=3,7,90"], 3), ([f"--blame={tmp_path}/blame"], 8)):
+        process = run("preview", FILES, f"--out={tmp_path}/sheet.png", *flags, cwd=sample_folder)
+        assert process.stdout.startswith(f"images      {count} of {count}: "), process.stderr
+    preview = load("preview")
+    preview.FLAGS(["preview", FILES, f"--blame={tmp_path}/blame", "--num_images=3"])
+    assert preview.find_ids(records) == [5, 95, 94]
+    for flags, message in (
+        (["--records=3,x"], "error: `records` must be ids, as 3,7, got ['3', 'x']."),
+        (["--records=96"], "error: `ids` must be integers in [0, 96), ids of records, got 96."),
+        ([f"--blame={tmp_path}/none"], "has no losses yet: they are written each epoch."),
+    ):
+        assert message in run("preview", FILES, *flags, cwd=sample_folder).stderr
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "uint8"])

@@ -166,7 +166,10 @@ def test_refuses(classes, dataset):
         "a dict of factors above 0, got 0": {"balance": {0: 0}},
         "`temperature` must be": {"temperature": 0.5},
         "`repeats` must be": {"repeats": 0},
-        "`balance` and a mixture need `shuffle_block_size` 1": {"balance": "class", "shuffle_block_size": 2},
+        "`balance` and a mixture need `shuffle_block_size` 1": {
+            "balance": "class",
+            "shuffle_block_size": 2,
+        },
     }.items():
         with refused(message):
             spec_with(classes, **fields)

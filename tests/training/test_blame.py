@@ -9,7 +9,7 @@ import tensorflow as tf
 from conftest import DALI, TF_DATA, encode, refused, spec_of, write_indexed
 
 import dali_tf_input as dti
-from dali_tf_input.training import blame as module
+from dali_tf_input.records.losses import write_losses
 
 LOSS = "sparse_categorical_crossentropy"
 PREPROCESS = dti.Preprocess.for_training(16)
@@ -52,12 +52,12 @@ def make_model(blame, loss=LOSS, strategy=None):
 def test_mislabeled_photos_are_the_hardest(photos, options, tmp_path):
     records, wrong = photos
     train = dti.load(spec_of(records, "global", PREPROCESS), options, batch_size=32)
-    blame = dti.Blame(train, tmp_path / "blame", loss=LOSS)
+    blame = train.blame(tmp_path / "blame", loss=LOSS)
     history = train.fit(make_model(blame), epochs=8, callbacks=[blame], verbose=0)
     assert len(wrong & {*blame.hardest(50).tolist()}) >= 8
     assert blame.hardest(3).tolist() == np.argsort(-blame.losses)[:3].tolist()
     assert history.history["largest_loss"][-1] > 1
-    again = dti.Blame(train, tmp_path / "blame", loss=LOSS)
+    again = train.blame(tmp_path / "blame", loss=LOSS)
     np.testing.assert_array_equal(again.losses, blame.losses)
     assert {entry.name for entry in (tmp_path / "blame").iterdir()} == {"blame.npz"}
     rest = records.exclude(blame.hardest(10))
@@ -68,7 +68,7 @@ def fit_one_epoch(records, folder, loss=LOSS, strategy=None, **fields):
     """Trains an epoch at a learning rate of 0; returns its losses, by id."""
     spec = spec_of(records, "global", PREPROCESS, **fields)
     train = dti.load(spec, TF_DATA, batch_size=32, strategy=strategy)
-    blame = dti.Blame(train, folder, loss=loss)
+    blame = train.blame(folder, loss=loss)
     model = make_model(blame, loss, strategy)
     model.optimizer.learning_rate.assign(0)
     train.fit(model, epochs=1, callbacks=[blame], verbose=0)
@@ -111,7 +111,7 @@ def test_an_interrupted_run_goes_on(photos, tmp_path):
 
     def fit(*callbacks):
         train = dti.load(spec, TF_DATA, batch_size=32)
-        blame = dti.Blame(train, tmp_path / "blame", loss=LOSS)
+        blame = train.blame(tmp_path / "blame", loss=LOSS)
         model = make_model(blame)
         resume = dti.Resume(tmp_path / "state", save_every=1)
         train.fit(model, epochs=3, callbacks=[blame, *callbacks], resume=resume, verbose=0)
@@ -126,7 +126,7 @@ def test_an_interrupted_run_goes_on(photos, tmp_path):
 def test_steps_that_stand_out(photos, tmp_path, caplog):
     records, _ = photos
     train = dti.load(spec_of(records, "global", PREPROCESS), TF_DATA, batch_size=32)
-    blame = dti.Blame(train, tmp_path, loss=LOSS)
+    blame = train.blame(tmp_path, loss=LOSS)
     model = make_model(blame)
 
     class Spoil(keras.callbacks.Callback):
@@ -139,7 +139,7 @@ def test_steps_that_stand_out(photos, tmp_path, caplog):
         train.fit(model, epochs=12, callbacks=[Spoil(), blame], verbose=0)
     assert blame.spikes[0][0] == 115
     assert "Step 115 stands out: its loss was" in caplog.text
-    assert dti.Blame(train, tmp_path, loss=LOSS).spikes == blame.spikes
+    assert train.blame(tmp_path, loss=LOSS).spikes == blame.spikes
 
 
 def test_a_model_with_the_metric_is_saved(photos, tmp_path):
@@ -153,27 +153,25 @@ def test_a_model_with_the_metric_is_saved(photos, tmp_path):
 
 def test_refuses(photos, dataset, tmp_path):
     records, _ = photos
-    with refused("`Blame` needs to know the records of a step: use order 'global'"):
-        dti.Blame(
-            dti.load(spec_of(records, "buffer", PREPROCESS), batch_size=4), tmp_path, loss=LOSS
-        )
+    with refused("`blame` needs to know the records of a step: use order 'global'"):
+        dti.load(spec_of(records, "buffer", PREPROCESS), batch_size=4).blame(tmp_path, loss=LOSS)
     train = dti.load(spec_of(records, "global", PREPROCESS), TF_DATA, batch_size=32)
-    blame = dti.Blame(train, tmp_path / "blame", loss=LOSS)
+    blame = train.blame(tmp_path / "blame", loss=LOSS)
     model = make_model(blame)
     with refused("`Blame` works with train.fit"):
         model.fit(train.dataset, callbacks=[blame], verbose=0)
-    other = dti.Blame(train, tmp_path / "blame", loss=LOSS)
+    other = train.blame(tmp_path / "blame", loss=LOSS)
     with refused("compile it with metrics=.blame.metric."):
         train.fit(model, callbacks=[other], verbose=0)
     train.fit(model, callbacks=[blame], verbose=0)
     others = dti.load(spec_of(dataset, "global", PREPROCESS), TF_DATA, batch_size=4)
     with refused("holds the losses of other records: name another folder"):
-        dti.Blame(others, tmp_path / "blame", loss=LOSS)
+        others.blame(tmp_path / "blame", loss=LOSS)
     (tmp_path / "blame" / "blame.npz").write_bytes(b"PK\x03\x04 cut")
     with refused(r"blame.npz cannot be read: .* Remove it"):
-        dti.Blame(train, tmp_path / "blame", loss=LOSS)
+        train.blame(tmp_path / "blame", loss=LOSS)
     (tmp_path / "file").touch()
     with refused("file/blame.npz cannot be read: .*Not a directory"):
-        dti.Blame(train, tmp_path / "file", loss=LOSS)
+        train.blame(tmp_path / "file", loss=LOSS)
     with refused("file cannot be written: File exists"):
-        module.write_losses(str(tmp_path / "file"), records, blame.losses, [])
+        write_losses(str(tmp_path / "file"), records, blame.losses, [])

@@ -1,0 +1,1 @@
+"""What records hold, and what of it would hurt training."""

@@ -1,0 +1,181 @@
+"""What records hold, as a table and as findings: what would hurt training."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dali_tf_input import Records
+from dali_tf_input.cli import command
+from dali_tf_input.records.index_file import Integers
+
+_TINY, _LARGE, _LONG = 32, 640, 3.0  # pixels of the shorter side, twice; an aspect ratio
+_RARE, _UNEVEN = 10, 10.0  # records of a class; how many times fewer than of the largest
+
+
+@dataclass
+class Set:
+    """The records that one --files names, and what is known of each.
+
+    Attributes:
+      name: as it was named.
+      records: those that are looked at.
+      labels: the class of each as it comes out; None if the index does not have them.
+      sizes: int64 (records, 2), height and width in pixels; 0 of what is no image.
+      sums: uint64 (records,), a hash of the encoded image.
+      num_bytes: int64 (records,), of the whole record.
+    """
+
+    name: str
+    records: Records
+    labels: Integers | None
+    sizes: Integers
+    sums: npt.NDArray[np.uint64]
+    num_bytes: Integers
+
+
+@dataclass
+class Finding:
+    """Something that would hurt training: what to know, what to do, and which records it is about.
+
+    `groups` are (set, position in it) of records that belong together.
+    """
+
+    name: str
+    text: str
+    groups: list[list[tuple[Set, int]]] = field(default_factory=list)
+
+
+def summarize(sets: list[Set], names: list[str]) -> Iterator[tuple[str, ...]]:
+    """Yields the rows of the table."""
+    yield ("records", *(f"{one.records.num_records:,}" for one in sets))
+    yield ("files", *(f"{len(one.records.files):,}" for one in sets))
+    yield ("bad ones skipped", *(f"{one.records.num_skipped:,}" for one in sets))
+    yield ("MB", *(f"{one.num_bytes.sum() / 1e6:,.1f}" for one in sets))
+    yield ("KB each", *(_spread(one.num_bytes / 1000) for one in sets))
+    yield ("height", *(_spread(one.sizes[:, 0]) for one in sets))
+    yield ("width", *(_spread(one.sizes[:, 1]) for one in sets))
+    shapes = [one.sizes[one.sizes.all(1)] for one in sets]
+    yield ("width to height", *(_spread(shape[:, 1] / shape[:, 0], ".2f") for shape in shapes))
+    yield ("classes", *(_describe_classes(one, names) for one in sets))
+
+
+def _spread(values: Any, form: str = ",.0f") -> str:
+    low, middle, high = np.quantile(values, (0, 0.5, 1)) if len(values) else (0, 0, 0)
+    return f"{middle:{form}} ({low:{form}} to {high:{form}})"
+
+
+def _describe_classes(one: Set, names: list[str]) -> str:
+    if one.labels is None:
+        return "- (index with --verify=schema)"
+    classes, counts = np.unique(one.labels, return_counts=True)
+    fewest = name_of(int(classes[counts.argmin()]), names)
+    return f"{len(classes):,}, of {counts.min():,} ({fewest}) to {counts.max():,} records"
+
+
+def name_of(label: int, names: list[str]) -> str:
+    """Returns a class as text."""
+    return names[label] if 0 <= label < len(names) else f"class {label}"
+
+
+def find_problems(sets: list[Set], names: list[str]) -> Iterator[Finding]:
+    """Yields what would hurt training, the worst first."""
+    for first, second in itertools.combinations(sets, 2):
+        yield from _find_leaks(first, second)
+    for one in sets:
+        yield from _find_copies(one)
+        yield from _find_sizes(one)
+        if one.labels is not None:
+            yield from _find_imbalance(one, one.labels, names)
+    yield from _find_order(sets[0])
+
+
+def _find_leaks(first: Set, second: Set) -> Iterator[Finding]:
+    shared, places, others = np.intersect1d(first.sums, second.sums, return_indices=True)
+    if len(shared):
+        text = (
+            f"{second.name}: {_count(len(shared))} also in {first.name}: leave them out of one of"
+        )
+        groups = [[(first, int(a)), (second, int(b))] for a, b in zip(places, others, strict=True)]
+        yield Finding("leaks", f"{text} the two, records.exclude(ids).", groups)
+
+
+def _find_copies(one: Set) -> Iterator[Finding]:
+    order = np.argsort(one.sums, kind="stable")
+    sums = one.sums[order]
+    starts = np.flatnonzero(np.append(True, sums[1:] != sums[:-1]))
+    groups = [part for part in np.split(order, starts[1:]) if len(part) > 1]
+    differ = 0
+    if one.labels is not None:
+        differ = sum(len({*one.labels[part].tolist()}) > 1 for part in groups)
+    if groups:
+        more = f", {differ:,} of them with different labels" if differ else ""
+        yield Finding(
+            "copies",
+            f"{one.name}: {_count(len(groups))} more than once{more}: leave the others out,"
+            " records.exclude(ids).",
+            [[(one, int(place)) for place in part] for part in groups],
+        )
+
+
+def _find_sizes(one: Set) -> Iterator[Finding]:
+    short, long = one.sizes.min(1), one.sizes.max(1)
+    is_image = short > 0
+    for name, where, text in (
+        ("unreadable", ~is_image, "of no known format: index with --verify=decode."),
+        ("tiny", is_image & (short < _TINY), f"below {_TINY} pixels, which say little."),
+        (
+            "long",
+            is_image & (long > _LONG * short),
+            f"more than {_LONG:g} times as long as wide, of which crops lose the most.",
+        ),
+    ):
+        places = np.flatnonzero(where)
+        if len(places):
+            groups = [[(one, int(place))] for place in places]
+            yield Finding(name, f"{one.name}: {_count(len(places))} {text}", groups)
+    if np.median(short) > _LARGE:
+        yield Finding(
+            "large",
+            f"{one.name}: half of the images over {_LARGE} pixels each way: stored smaller they are"
+            " read several times as fast, dali-tf-input convert --resize_shorter=320.",
+        )
+
+
+def _find_imbalance(one: Set, labels: Integers, names: list[str]) -> Iterator[Finding]:
+    classes, counts = np.unique(labels, return_counts=True)
+    few, most = int(counts.argmin()), int(counts.argmax())
+    if counts[most] > _UNEVEN * counts[few]:
+        yield Finding(
+            "imbalance",
+            f"{one.name}: {counts[few]:,} records of {name_of(int(classes[few]), names)},"
+            f" {counts[most]:,} of {name_of(int(classes[most]), names)}: balance='class' in the"
+            " spec serves them alike, temperature=2 goes half the way.",
+        )
+    rare = classes[counts < _RARE].tolist()
+    if rare:
+        listed = ", ".join(name_of(label, names) for label in rare[:5])
+        more = f" and of {len(rare) - 5:,} more classes" if len(rare) > 5 else ""
+        text = f"{one.name}: fewer than {_RARE} records of {listed}{more}"
+        yield Finding("rare", f"{text}: too few to learn from, or to judge by.")
+
+
+def _find_order(one: Set) -> Iterator[Finding]:
+    if one.labels is None or len(one.labels) < 100:
+        return
+    _, counts = np.unique(one.labels, return_counts=True)
+    expected = len(one.labels) * (1 - ((counts / counts.sum()) ** 2).sum())
+    changes = np.count_nonzero(np.diff(one.labels))
+    if changes < expected / 2:
+        yield Finding(
+            "sorted",
+            f"{one.name}: sorted by class, more or less: order 'buffer' would make batches of few"
+            " classes; order 'global', the default, does not mind.",
+        )
+
+
+def _count(number: int) -> str:
+    return command.format_count(number, "image")
