@@ -83,21 +83,27 @@ class Resume:
     """
 
     @checked
-    def __init__(self, folder: Path, *, save_every: Count | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, save_every: Count | None = None, allow_changed_data: bool = False
+    ) -> None:
         """Names a folder.
 
         Args:
           folder: where the state is kept; created when training begins.
           save_every: steps after which the state is saved, at least 1; None saves at the end of
             each epoch. Saving takes as long as writing the weights.
+          allow_changed_data: whether the records and the spec may differ from the saved ones.
+            Training then goes on at the same epoch, and at the same step in it if there still is
+            one, in the new order; what changed is logged. False refuses.
         """
         self.folder = os.path.abspath(os.path.expanduser(folder))
-        self.save_every = save_every
+        self.save_every, self.allow_changed_data = save_every, allow_changed_data
         self._saved_step = 0
 
     def __repr__(self) -> str:
         """Names the folder."""
-        return f"Resume({self.folder!r}, save_every={self.save_every})"
+        changes = ", allow_changed_data=True" if self.allow_changed_data else ""
+        return f"Resume({self.folder!r}, save_every={self.save_every}{changes})"
 
     def restore(
         self, model: keras.Model, spec: InputSpec, *, batch_size: int, steps_per_epoch: int = 0
@@ -241,31 +247,32 @@ class Resume:
     def _check_fingerprint(
         self, state: State, now: dict[str, Any], batch_size: int, steps_per_epoch: int
     ) -> None:
-        """Refuses the state of other input; adapts it if more records are skipped now."""
+        """Refuses the state of other input, or adapts it where that is allowed."""
         then = state.fingerprint
         changed = [name for name, value in now.items() if then.get(name, "") != value]
+        words = [f"`{name}` was {then.get(name)}, is {now[name]}" for name in changed]
+        if not changed and state.steps_per_epoch != steps_per_epoch:
+            words = [f"`steps_per_epoch` was {state.steps_per_epoch}, is {steps_per_epoch}"]
+        if not words:
+            return
+        why, allowed = "", self.allow_changed_data and "batch_size" not in changed
         if set(changed) - {"records", "subset"} == {"skipped", "index"}:
             lost = then["records"] - now["records"]
             skipped = now["skipped"] - then["skipped"]
             if lost == skipped > 0 or (now["subset"] and 0 <= lost <= skipped):
-                epoch, done = divmod(state.step, state.steps_per_epoch)
-                state.step = epoch * steps_per_epoch + min(done, steps_per_epoch - 1)
-                state.steps_per_epoch, state.fingerprint = steps_per_epoch, now
-                _logger.warning(
-                    "The index skips %d more records than the saved state: resuming at step %d, in"
-                    " a new order.",
-                    lost,
-                    state.step,
-                )
-                changed = []
-        words = [f"`{name}` was {then.get(name)}, is {now[name]}" for name in changed]
-        if not changed and state.steps_per_epoch != steps_per_epoch:
-            words = [f"`steps_per_epoch` was {state.steps_per_epoch}, is {steps_per_epoch}"]
-        if words:
+                why = f"The index skips {lost} more records than the saved state"
+        if allowed:
+            why = why or f"This is other input than the saved state's: {'; '.join(words)}"
+        if not why:
             raise InputError(
                 f"{self._path(_STATE_NAME)} belongs to training on other input:"
-                f" {'; '.join(words)}. Use the same input, or start in another folder."
+                f" {'; '.join(words)}. Use the same input, or start in another folder;"
+                " Resume(..., allow_changed_data=True) goes on with this one."
             )
+        epoch, done = divmod(state.step, state.steps_per_epoch)
+        state.step = epoch * steps_per_epoch + min(done, steps_per_epoch - 1)
+        state.steps_per_epoch, state.fingerprint = steps_per_epoch, now
+        _logger.warning("%s: resuming at step %d, in a new order.", why, state.step)
 
     def _load_weights(self, model: keras.Model, state: State) -> None:
         path = self._path(f"step-{self._weights_step}.weights.h5")

@@ -146,6 +146,30 @@ def test_the_batch_of_a_step_again(classes, options, fields):
     assert next(iter(train))[0]["record_id"].numpy().tolist() == train.records_of(14).tolist()
 
 
+@BOTH
+@pytest.mark.parametrize("fields", [{"balance": "class", "repeats": 2}, {"temperature": 2.0}])
+def test_resuming_at_any_step(classes, options, fields):
+    """From a step on, by one or two shards, everything is as if it had not stopped."""
+    spec = spec_with(classes.take(41), **fields)
+    train = dti.load(spec, options, batch_size=8)
+    whole = [batch for _ in range(2) for batch in train]
+    for start in (0, 3, 5, 7):
+        resumed = dti.load(spec, options, batch_size=8, start_step=start)
+        parts = [
+            dti.make_dataset(
+                spec, options, batch_size=4, shard=dti.Shard(n, 2), start_step=start, endless=True
+            )
+            for n in range(2)
+        ]
+        halves = zip(*parts, strict=False)
+        rest = [batch for _ in range(2) for batch in resumed]
+        for expected, batch, half in zip(whole[start:], rest, halves, strict=False):
+            np.testing.assert_array_equal(batch[0]["image"], expected[0]["image"])
+            np.testing.assert_array_equal(batch[1], expected[1])
+            joined = np.concatenate([images["image"] for images, _ in half])
+            np.testing.assert_array_equal(joined, expected[0]["image"])
+
+
 def test_the_batches_of_a_pass(classes):
     valid = dti.load(
         dti.InputSpec.for_evaluation(classes, 16, record_ids=True, label=dti.ClassLabel(offset=1)),

@@ -97,25 +97,33 @@ def test_both_backends_mix(photos, drawings, options):
     assert again[0]["record_id"].numpy().tolist() == train.records_of(11).tolist()
 
 
-def test_parts_of_one_set_and_resuming(photos, tmp_path):
+def test_parts_of_one_set_and_resuming(photos, tmp_path, caplog):
     """Subsets of the same files mix; training goes on at the same record, or says what changed."""
     halves = photos.split(first=0.5, rest=0.5)
     first, rest = halves.values()
     spec = mixture_of({first: 0.25, rest: 0.75})
     assert spec.records == photos
 
-    def fit(spec, epochs):
+    def fit(spec, epochs, **fields):
         layers = tf.keras.layers
         image = layers.Input((16, 16, 3), name="image")
         model = tf.keras.Model(image, layers.Dense(200)(layers.Flatten()(image)))
         model.compile("sgd", tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True))
         train = dti.load(spec, TF_DATA, batch_size=4)
-        return train.fit(model, epochs=epochs, resume=str(tmp_path / "state"), verbose=0)
+        resume = dti.Resume(tmp_path / "state", **fields)
+        return train.fit(model, epochs=epochs, resume=resume, verbose=0)
 
     fit(spec, 1)
     assert len(fit(spec, 2).epoch) == 2
     with refused("belongs to training on other input: `mixture` was <Mixture: 0.25 of"):
         fit(mixture_of({first: 0.5, rest: 0.5}), 3)
+    with caplog.at_level("WARNING", "dali_tf_input"):
+        history = fit(mixture_of({first: 0.5, rest: 0.5}), 4, allow_changed_data=True)
+    assert history.epoch == [0, 1, 2, 3]
+    steps = mixture_of({first: 0.5, rest: 0.5}).steps(4).per_epoch
+    assert "This is other input than the saved state's: `mixture` was <Mixture: 0.25" in caplog.text
+    assert f"resuming at step {2 * steps}, in a new order." in caplog.text
+    fit(mixture_of({first: 0.5, rest: 0.5}), 5)
 
 
 def test_refuses(photos, drawings, dataset):
