@@ -217,6 +217,26 @@ def test_a_store_that_never_takes_the_manifest(stored, proxy, dataset):
     ]
 
 
+def test_parts_of_stored_records(dataset, stored, tmp_path):
+    """The same records as of files, from parts of the objects and from copies."""
+    dti.build_index(f"{stored}/train-*")
+    for cache_dir in (None, tmp_path / "copies"):
+        far = dti.Records.from_files(f"{stored}/train-*", cache_dir=cache_dir)
+        first, rest = far.take(9), far.exclude(dataset.take(9).ids)
+        assert first.ids.tolist() == dataset.take(9).ids.tolist()
+        assert same(take_pass(first, TF_DATA), take_pass(dataset.take(9), TF_DATA))
+        how = {"record_ids": True, "seed": 3}
+        spec = dti.InputSpec.for_training({first: 0.5, rest: 0.5}, 16, **how)
+        train = dti.load(spec, TF_DATA, batch_size=6)
+        near = {dataset.take(9): 0.5, dataset.exclude(first.ids): 0.5}
+        expected = dti.load(dti.InputSpec.for_training(near, 16, **how), TF_DATA, batch_size=6)
+        assert len(train) == len(expected) == 3
+        for (batch, labels), (other, same_labels) in zip(train, expected, strict=True):
+            assert (batch["image"] == other["image"]).numpy().all()
+            assert labels.numpy().tolist() == same_labels.numpy().tolist()
+            assert batch["record_id"].numpy().tolist() == other["record_id"].numpy().tolist()
+
+
 def test_gcs(dataset, stored, proxy, server, monkeypatch):
     """Its own client, on a server that answers as GCS does where it differs from S3."""
     account = {"gcs_base_url": f"http://127.0.0.1:{proxy.port}", "disable_oauth": True}
