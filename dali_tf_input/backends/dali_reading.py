@@ -38,10 +38,9 @@ def pack_records(stream: Stream) -> tf.data.Dataset:
     spec = stream.spec
 
     @tf.autograph.experimental.do_not_convert
-    def pack(key: tf.Tensor, record: tf.Tensor, *number: tf.Tensor) -> tf.Tensor:
-        values = parse_record(record, spec)
+    def pack(key: tf.Tensor, record: tf.Tensor, *beside: tf.Tensor) -> tf.Tensor:
+        values = parse_record(record, spec, beside)
         image = values["image"]
-        values |= dict(zip(["record_id"], number, strict=False))
         uniforms, _ = reading.draw_uniforms(stream, key)
         values["uniforms"] = uniforms
         if spec.mask:

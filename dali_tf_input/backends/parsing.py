@@ -11,11 +11,15 @@ from dali_tf_input.records.schema import SIDE_KEYS
 from dali_tf_input.spec.input import InputSpec
 
 
-def parse_record(record: tf.Tensor, spec: InputSpec) -> dict[str, tf.Tensor]:
+def parse_record(
+    record: tf.Tensor, spec: InputSpec, beside: tuple[tf.Tensor, ...] = ()
+) -> dict[str, tf.Tensor]:
     """Returns what comes out of a serialized Example, by the names of `spec.outputs`.
 
+    `beside` are the values of `spec.beside_records`.
+
     The image is as it is stored: encoded, a scalar string, or uint8 (height, width, 3) if pixels
-    are. The mask is uint8 (height, width, 1). Weights of classes are included, but not record ids.
+    are. The mask is uint8 (height, width, 1). Weights of classes are included.
     """
     dataset, label = spec.records, spec.label
     features: dict[str, Any] = {}  # if a key is requested twice, the last one counts
@@ -36,8 +40,12 @@ def parse_record(record: tf.Tensor, spec: InputSpec) -> dict[str, tf.Tensor]:
         size = tf.stack([*(parsed[key] for key in SIDE_KEYS), 3])
         image = _reshape_pixels(image, size, "corrupted record: not the pixels of")
     values["image"] = image
-    if label:
+    others = dict(zip(spec.beside_records, beside, strict=True))
+    if "label" in others and isinstance(label, ClassLabel):
+        values |= _prepare_class(others.pop("label") - label.offset, label, spec)
+    elif label:
         values |= _prepare_label(parsed[label.key or ""], label, spec)
+    values |= others
     if spec.mask:
         values["mask"] = _decode_mask(parsed[spec.mask.key], _size_of(image))
     for key, stored in spec.features.items():
@@ -77,6 +85,11 @@ def _prepare_label(value: tf.Tensor, label: Label, spec: InputSpec) -> dict[str,
             ones = tf.ones_like(value, tf.float32)
         zeros = tf.zeros(label.shape)
         return {"label": tf.tensor_scatter_nd_max(zeros, value[:, None], ones)}
+    return _prepare_class(value, label, spec)
+
+
+def _prepare_class(value: tf.Tensor, label: ClassLabel, spec: InputSpec) -> dict[str, tf.Tensor]:
+    """Converts a class, from 0, to its output, with its weight if there is one."""
     values = {"label": value}
     if table := spec.class_weights():
         inside = tf.clip_by_value(value, 0, len(table) - 1)

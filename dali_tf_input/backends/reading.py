@@ -126,8 +126,8 @@ def read_records(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
 
     Returns:
       A dataset of (key, record): key int64, different for each image of each epoch and the same on
-      every backend and for any number of shards; record a serialized Example. With
-      `spec.record_ids` of (key, record, its number).
+      every backend and for any number of shards; record a serialized Example. What
+      `spec.beside_records` names follows, int64.
     """
     spec, position, per_epoch = stream.spec, stream.position, stream.steps.per_epoch
     read_epoch = (read_planned if spec.has_fixed_order else read_buffer)(stream, options)
@@ -172,7 +172,8 @@ def read_planned(stream: Stream, options: TfDataOptions) -> ReadEpoch:
         counts = tf.constant(records.counts, tf.int64)
         is_planned = spec.is_balanced or spec.mixture
         balance = [*map(tf.constant, spec.class_shares())] if is_planned else []
-        ids = tf.constant(records.ids) if spec.record_ids and records.subset else None
+        beside = {"record_id": lambda: records.ids, "label": lambda: records.labels}
+        tables = [tf.constant(beside[name]()) for name in spec.beside_records]
         file_of = tf.repeat(tf.range(len(indexes)), counts)
         extents = tf.constant(np.concatenate(indexes))
     if records.is_remote:
@@ -213,9 +214,8 @@ def read_planned(stream: Stream, options: TfDataOptions) -> ReadEpoch:
         )
         encoded = tf.data.experimental.from_variant(variant, tf.TensorSpec((), tf.string))
         parts = [tf.data.Dataset.from_tensor_slices(keys), encoded]
-        if spec.record_ids:
-            served = numbers if ids is None else tf.gather(ids, numbers)
-            parts.append(tf.data.Dataset.from_tensor_slices(served))
+        for table in tables:
+            parts.append(tf.data.Dataset.from_tensor_slices(tf.gather(table, numbers)))
         return tf.data.Dataset.zip(*parts)
 
     return read_epoch

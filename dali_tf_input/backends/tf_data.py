@@ -34,7 +34,7 @@ def build(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
 def read_records(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
     """Returns a dataset of (key, record): an int64 number and a serialized Example.
 
-    With `spec.record_ids` the record's own number follows.
+    What `spec.beside_records` names follows.
     """
     if options.service is None:
         return reading.read_records(stream, options)
@@ -58,8 +58,8 @@ def make_prepare(stream: Stream, options: TfDataOptions) -> Callable[..., tuple[
     native = options.service is None and uses_native(options.kernel)
 
     @tf.autograph.experimental.do_not_convert
-    def prepare(key: tf.Tensor, record: tf.Tensor, *number: tf.Tensor) -> tuple[Any, ...]:
-        values = parse_record(record, spec)
+    def prepare(key: tf.Tensor, record: tf.Tensor, *beside: tf.Tensor) -> tuple[Any, ...]:
+        values = parse_record(record, spec, beside)
         uniforms, augment_seed = reading.draw_uniforms(stream, key)
         augment = (lambda image: augmentation(image, augment_seed)) if augmentation else None
         values["image"] = prepare_image(
@@ -67,7 +67,6 @@ def make_prepare(stream: Stream, options: TfDataOptions) -> Callable[..., tuple[
         )
         if spec.mask:
             values["mask"] = prepare_mask(values["mask"], uniforms, spec)
-        values |= dict(zip(["record_id"], number, strict=False))
         return spec.arrange(values)
 
     return prepare

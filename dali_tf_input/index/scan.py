@@ -276,8 +276,7 @@ class _Content:
         }
 
     def _count_labels(self) -> contents.Counts | None:
-        counts = tuple(sorted(Counter(self._labels).items()))
-        return counts if len(counts) <= contents.MAX_CLASSES else None
+        return contents.count_classes(Counter(self._labels).items())
 
     def labels(self) -> bytes | None:
         return contents.pack_labels(self._labels) if self._class_label else None

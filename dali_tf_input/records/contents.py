@@ -1,7 +1,7 @@
 """The contents of TFRecord files, as an index run found them: of each file, and of all."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -178,7 +178,13 @@ def merge_counts(counts: Sequence[Counts | None]) -> Counts | None:
         if file_counts is None:
             return None
         total.update(dict(file_counts))
-    return tuple(sorted(total.items())) if len(total) <= MAX_CLASSES else None
+    return count_classes(total.items())
+
+
+def count_classes(counts: Iterable[tuple[int, int]]) -> Counts | None:
+    """Returns how often each integer occurs, in order; None of more than 10,000."""
+    known = tuple(sorted(counts))
+    return known if len(known) <= MAX_CLASSES else None
 
 
 def merge_images(file_images: list[Images]) -> Images | None:

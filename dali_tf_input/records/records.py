@@ -6,7 +6,7 @@ import glob
 import itertools
 import operator
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -49,6 +49,7 @@ class Records:
       files: the files, sorted by path.
       subset: which of their records; None is all of them.
       label_key: the feature key of `labels`; None if the index step did not read them.
+      relabeled: whether `labels` replace those that are stored, see `relabel`.
       image_key: feature key of the encoded image, a bytes_list of one value.
       largest_image: (height, width) in pixels of the tallest and of the widest image, from level
         "decode" on; else None. DALI's GPU decoder allocates memory for it.
@@ -68,6 +69,7 @@ class Records:
     features: dict[str, Feature] = field(default_factory=dict, hash=False, repr=False)
     subset: Subset | None = None
     label_key: str | None = None
+    relabeled: bool = False
 
     def __post_init__(self) -> None:
         if not self.files:
@@ -140,11 +142,14 @@ class Records:
 
     @property
     def labels(self) -> Integers:
-        """The class of each record as it is stored: int64 (num_records,), in the order of `ids`.
+        """The stored label of each record, or a new one: int64 (num_records,), as `ids`.
 
         Raises:
           InputError: a file was not indexed at level "schema" with a `ClassLabel`.
         """
+        return np.concatenate(self._labels_of_files())[self._mask]
+
+    def _labels_of_files(self) -> list[Integers]:
         labels = []
         for file in self.files:
             try:
@@ -155,7 +160,7 @@ class Records:
                 command = index_command(self.paths, index_dir=self.index_dir, arguments=arguments)
                 text = f"The index of {file.path} does not have the label of each record"
                 raise InputError(f"{text}. Index again: {command}") from error
-        return np.concatenate(labels)[self._mask]
+        return labels
 
     def index(self, number: int) -> Integers:
         """Returns offset and size in bytes of each record of a file: int64 (counts[number], 2)."""
@@ -163,7 +168,9 @@ class Records:
         if self.subset is None:
             return extents
         end = self._ends[number]
-        return extents[self._mask[end - self.files[number].num_records : end]]
+        first = end - self.files[number].num_records
+        start, stop = np.searchsorted(self.ids, (first, end))
+        return extents[self.ids[start:stop] - first]
 
     @checked
     def take(self, amount: int | float, *, by_label: bool = False, seed: int = 0) -> "Records":
@@ -275,6 +282,49 @@ class Records:
         unwanted = subsets.check_ids(ids, self.num_all)
         return self._keep(~np.isin(self.ids, unwanted), "exclude")
 
+    def relabel(
+        self, labels: Mapping[int, int] | None = None, *, ids: Mapping[int, int] | None = None
+    ) -> "Records":
+        """Returns these records with other labels, without writing them anew.
+
+        For a mixture whose parts count their classes differently, or for mislabeled records. Order
+        "buffer" serves stored labels only, and refuses these.
+
+        Example:
+          >>> records = Records.from_files("records/train-*")
+          >>> drawings = records.relabel({1: 101, 2: 102})
+          >>> corrected = records.relabel(ids={7: 3})
+
+        Args:
+          labels: the new label of a stored one; others stay.
+          ids: the new label of single records, by their ids.
+
+        Raises:
+          InputError: an id or a label does not occur, a new label is not an integer, or an index
+            lacks labels, see `labels`.
+        """
+        now = np.concatenate(self._labels_of_files())
+        changed = now.copy()
+        for label, new in (labels or {}).items():
+            check(bool((now == label).any()), "labels", "labels of these records", label)
+            changed[now == label] = subsets.check_label(new)
+        for record, new in (ids or {}).items():
+            changed[subsets.check_ids([record], self.num_all)] = subsets.check_label(new)
+        parts = np.split(changed, self._ends[:-1])
+        files = [
+            replace(file, labels=contents.pack_labels(part))
+            for file, part in zip(self.files, parts, strict=True)
+        ]
+        features = dict(self.features)
+        if self.label_key in features:
+            values, counts = np.unique(changed, return_counts=True)
+            features[self.label_key] = replace(
+                features[self.label_key],
+                range=(int(values[0]), int(values[-1])),
+                counts=contents.count_classes(zip(values.tolist(), counts.tolist(), strict=True)),
+            )
+        return replace(self, files=tuple(files), features=features, relabeled=True)
+
     def __add__(self, other: "Records") -> "Records":
         """Returns the records of both, which share none. The ids count over the files of both.
 
@@ -298,7 +348,14 @@ class Records:
             heights, widths = zip(*sizes, strict=True) if len(sizes) == 2 else ((), ())
             largest = (max(heights), max(widths)) if heights else None
         subset = None if mask.all() else Subset.of(mask)
-        return replace(self, files=files, features=features, largest_image=largest, subset=subset)
+        return replace(
+            self,
+            files=files,
+            features=features,
+            largest_image=largest,
+            subset=subset,
+            relabeled=self.relabeled or other.relabeled,
+        )
 
     def _divide(
         self, names: Sequence[str], shares: Sequence[float], by_label: bool, seed: int

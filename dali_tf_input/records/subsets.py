@@ -119,6 +119,14 @@ def check_ids(ids: Iterable[int], num_all: int) -> Integers:
     return given.astype(np.int64)
 
 
+def check_label(label: int) -> int:
+    """Returns a label as an int; raises InputError if it is none of 64 bits."""
+    try:
+        return int(np.array(label).astype(np.int64, casting="safe"))
+    except (TypeError, ValueError, OverflowError):
+        raise InputError(f"A new label must be an integer, got {label!r}.") from None
+
+
 def unite(
     files: Sequence[IndexedFile], mask: Mask, others: Sequence[IndexedFile], other_mask: Mask
 ) -> tuple[tuple[IndexedFile, ...], Mask]:
@@ -130,8 +138,8 @@ def unite(
         masks[file] = masks.get(file, False) | part
     united = tuple(sorted(masks, key=lambda file: file.path))
     if len({file.path for file in united}) < len(united):
-        text = "Both have a file that was indexed again in between"
-        raise InputError(f"{text}: make them from the same Records.from_files(...).")
+        text = "A file was indexed again in between, or has other labels in one of the two"
+        raise InputError(f"{text}: make both from one Records.from_files(...).relabel(...).")
     return united, np.concatenate([masks[file] for file in united])
 
 

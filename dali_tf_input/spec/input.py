@@ -132,6 +132,8 @@ class InputSpec:
         name = next((name for name, is_asked in asked.items() if is_asked), "")
         if name and self.order != "global":
             raise InputError(f"`{name}` is for order 'global' only, got {self.order!r}.")
+        if self.records.relabeled and self.label:
+            self._check_new_labels(self.label)
         if self.is_balanced or self.mixture:
             self.class_shares()  # raises if there are none
         if self.mask:
@@ -190,6 +192,14 @@ class InputSpec:
                 rule = f"above the highest label, {highest}"
                 check(highest < count, "num_classes", rule, count)
         self.class_weights()  # raises if they are none
+
+    def _check_new_labels(self, label: Label) -> None:
+        """Checks that labels can come from the index instead of the records."""
+        check(self.has_fixed_order, "order", "'global' for new labels", repr(self.order))
+        check(isinstance(label, ClassLabel), "label", "a ClassLabel for new labels", label)
+        key = self.records.label_key
+        check(label.key == key, "label.key", f"'{key}', as for the new labels", label.key)
+        _ = self.records.labels  # raises if an index lacks some
 
     @property
     def label_range(self) -> tuple[int, int] | None:
@@ -252,7 +262,8 @@ class InputSpec:
             their shares, above 0 and 1 together, in which every stretch of an epoch has these
             proportions, to within two records. A part is served whole, in a new order each time,
             before it begins again; an epoch is as long as it takes to serve the first part once.
-            Parts have the same feature keys and one space of labels.
+            Parts have the same feature keys; `Records.relabel` makes one space of
+            their labels.
           preprocess: height and width of the images in pixels, or (height, width), or a
             `Preprocess`.
           **fields: further fields of `InputSpec`, such as `label` and `seed`; of `Preprocess`, such
@@ -350,6 +361,12 @@ class InputSpec:
             check(not self.is_balanced, "balance", "None with a mixture", self.balance)
             return self.mixture.find_parts(self.records), np.array(self.mixture.shares)
         return find_shares(self.records, self.label, self.balance, self.temperature)
+
+    @property
+    def beside_records(self) -> tuple[str, ...]:
+        """What is read beside the records: "record_id", and "label" if it is a new one."""
+        new = ("label",) if self.records.relabeled and self.label else ()
+        return (("record_id",) if self.record_ids else ()) + new
 
     @property
     def records_per_epoch(self) -> int:

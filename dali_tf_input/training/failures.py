@@ -252,7 +252,7 @@ class _RecordCheck:
         problem = find_schema_problem(
             features,
             image_key=records.image_key,
-            label=self._label,
+            label=None if records.relabeled else self._label,
             mask_key=spec.mask.key if spec.mask else None,
         )
         if problem:

@@ -276,3 +276,83 @@ def test_refuses(classes):
     }.items():
         with refused(message):
             call()
+
+
+@pytest.mark.parametrize("options", [TF_DATA, DALI], ids=["tf_data", "dali"])
+def test_new_labels(classes, options):
+    """Of classes and of single records, in subsets, with an offset, one-hot and weights."""
+    records = classes.relabel({0: 10, 1: 10, 2: 11}, ids={5: 13}).take(60)
+    stored = dict(zip(ids_of(classes), classes.labels.tolist(), strict=True))
+    for order in ("global", "sequential"):
+        spec = spec_of(
+            records,
+            order,
+            SMALL,
+            record_ids=True,
+            label=dti.ClassLabel(offset=3),
+            class_weight={0: 2.0},
+        )
+        assert spec.label_range == (0, 10)
+        for batch, labels, weights in dti.make_dataset(spec, options, batch_size=20):
+            for record, label, weight in zip(
+                *map(np.array, (batch["record_id"], labels, weights)), strict=True
+            ):
+                new = 13 if record == 5 else {0: 10, 1: 10, 2: 11, 3: 3}[stored[record]]
+                assert label == new - 3
+                assert weight == 1 + (label == 0)
+    label = dti.ClassLabel(offset=3, num_classes=11, one_hot=True)
+    batches = dti.make_dataset(
+        spec_of(records, "global", SMALL, label=label), options, batch_size=60
+    )
+    ((_, one_hot),) = batches
+    assert sorted(one_hot.numpy().argmax(1) + 3) == sorted(records.labels)
+    balanced = spec_of(records, "global", SMALL, label=dti.ClassLabel(offset=3), balance="class")
+    _, counts = np.unique(
+        next(iter(dti.make_dataset(balanced, options, batch_size=60)))[1], return_counts=True
+    )
+    assert (counts == 60 // len(counts)).all()
+
+
+def test_a_mixture_of_two_spaces_of_labels(classes, tmp_path):
+    """The second set counts its classes from 0 too; a corrected record keeps its new label."""
+    other = write_classes(tmp_path / "another", [16], num_classes=2).relabel({0: 4, 1: 5})
+    first = classes.relabel(ids={0: 3})
+    spec = dti.InputSpec.for_training({first: 0.8, other: 0.2}, SMALL)
+    assert spec.label_range == (0, 5)
+    (_, labels), *_ = dti.load(spec, TF_DATA, batch_size=100)
+    assert (labels.numpy() >= 4).sum() == 20
+    (_, again), *_ = dti.load(
+        dti.InputSpec.for_training({classes: 0.8, other: 0.2}, SMALL), TF_DATA, batch_size=100
+    )
+    assert (labels.numpy() >= 4).tolist() == (again.numpy() >= 4).tolist()
+
+
+def test_a_bad_record_with_a_new_label_is_named(tmp_path):
+    examples = numbered_examples(12)
+    examples[7]["image/encoded"] = b"no image"
+    records = write_indexed(tmp_path / "train-0", examples, SCHEMA).relabel({3: 0})
+    spec = spec_of(records, "global", SMALL, label=dti.ClassLabel(num_classes=12))
+    with pytest.raises(BadRecordError, match=r"train-0: record 7, byte"):
+        for _ in dti.load(spec, TF_DATA, batch_size=2):
+            pass
+
+
+def test_relabel_refuses(classes, dataset):
+    for message, call in {
+        "`labels` must be labels of these records, got 9": lambda: classes.relabel({9: 1}),
+        "`ids` must be integers in .0, 100.": lambda: classes.relabel(ids={100: 1}),
+        "A new label must be an integer, got 'cat'": lambda: classes.relabel({1: "cat"}),
+        "A new label must be an integer, got 1.5": lambda: classes.relabel({1: 1.5}),
+        "does not have the label of each record": lambda: dataset.relabel({1: 2}),
+        "has other labels in one of the two": lambda: (
+            classes.take(4).relabel({0: 9}) + classes.exclude(classes.take(4).ids)
+        ),
+        "`order` must be 'global' for new labels, got 'buffer'": lambda: spec_of(
+            classes.relabel({0: 9}), "buffer", SMALL
+        ),
+        "`label` must be a ClassLabel for new labels": lambda: spec_of(
+            classes.relabel({0: 9}), "global", SMALL, label=dti.MultiHot(num_classes=10)
+        ),
+    }.items():
+        with refused(message):
+            call()
