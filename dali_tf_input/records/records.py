@@ -8,11 +8,11 @@ import operator
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
-from dali_tf_input.errors import InputError, Path, check, checked
+from dali_tf_input.errors import InputError, Path, Within, check, checked
 from dali_tf_input.records import contents, schema, subsets
 from dali_tf_input.records.contents import Feature
 from dali_tf_input.records.example import decode_example
@@ -202,6 +202,7 @@ class Records:
             mask = subsets.take_first(places, amount, classes)
         return self._keep(mask, "amount")
 
+    @checked
     def split(
         self, *, by_label: bool = False, seed: int = 0, **shares: float
     ) -> "dict[str, Records]":
@@ -232,8 +233,9 @@ class Records:
         parts = self._divide([*shares], [*shares.values()], by_label, seed)
         return dict(zip(shares, parts, strict=True))
 
+    @checked
     def folds(
-        self, num_folds: int, *, by_label: bool = False, seed: int = 0
+        self, num_folds: Annotated[int, Within(2)], *, by_label: bool = False, seed: int = 0
     ) -> "list[tuple[Records, Records]]":
         """Returns the (training, held out) records of each fold of a cross-validation.
 
@@ -244,11 +246,11 @@ class Records:
           >>> for train, held_out in records.folds(3):
           ...     assert train.num_records + held_out.num_records == 24
         """
-        check(num_folds >= 2, "num_folds", "at least 2", num_folds)
         shares = [1 / num_folds] * num_folds
         parts = self._divide(["num_folds"] * num_folds, shares, by_label, seed)
         return [(self.exclude(part.ids), part) for part in parts]
 
+    @checked
     def filter(self, *, labels: Iterable[int]) -> "Records":
         """Returns the records of some classes, named by their stored labels.
 
@@ -259,12 +261,14 @@ class Records:
         Raises:
           InputError: a class has no records, or an index lacks labels, see `labels`.
         """
-        own, wanted = self.labels, sorted({*labels})
+        own = self.labels
+        wanted = subsets.check_integers("labels", labels)
         missing = np.setdiff1d(wanted, own).tolist()
         rule = f"stored labels of these records, which run from {own.min()} to {own.max()}"
-        check(bool(wanted) and not missing, "labels", rule, missing[:10])
+        check(bool(len(wanted)) and not missing, "labels", rule, missing[:10])
         return self._keep(np.isin(own, wanted), "labels")
 
+    @checked
     def select(self, ids: Iterable[int]) -> "Records":
         """Returns the records with these ids; raises InputError if one is not among them."""
         wanted = subsets.check_ids(ids, self.num_all)
@@ -273,6 +277,7 @@ class Records:
         check(not len(missing), "ids", rule, ", ".join(map(str, missing[:10])))
         return self._keep(np.isin(self.ids, wanted), "ids")
 
+    @checked
     def exclude(self, ids: Iterable[int]) -> "Records":
         """Returns the records without those of these ids, which need not be among them.
 
@@ -282,6 +287,7 @@ class Records:
         unwanted = subsets.check_ids(ids, self.num_all)
         return self._keep(~np.isin(self.ids, unwanted), "exclude")
 
+    @checked
     def relabel(
         self, labels: Mapping[int, int] | None = None, *, ids: Mapping[int, int] | None = None
     ) -> "Records":
@@ -373,6 +379,7 @@ class Records:
         whole[self.ids[mask]] = True
         return replace(self, subset=None if whole.all() else Subset.of(whole))
 
+    @checked
     def locate(self, record: int) -> Extent:
         """Returns the location of a record, by its id."""
         file, number = self._find_file(record)
@@ -395,6 +402,7 @@ class Records:
     def _ends(self) -> list[int]:
         return [*itertools.accumulate(file.num_records for file in self.files)]
 
+    @checked
     def read(self, record: int) -> dict[str, Sequence[Any]]:
         """Reads a record, by its id: feature keys and their values, bytes, int or float.
 
@@ -405,6 +413,7 @@ class Records:
         features = decode_example(self.read_data(record))
         return {key: values for key, (_, values) in features.items()}
 
+    @checked
     def read_data(self, record: int) -> bytes:
         """Reads a record, by its id: a serialized Example; raises as `read`."""
         file, number = self._find_file(record)

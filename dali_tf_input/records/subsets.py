@@ -106,17 +106,24 @@ def take_first(places: Unsigned, count: int, classes: Integers | None) -> Mask:
     return mask
 
 
+def check_integers(name: str, values: Iterable[int]) -> Integers:
+    """Returns integers as int64 (n,); raises InputError if they are not."""
+    try:
+        given = np.asarray(values if isinstance(values, np.ndarray) else [*values])
+    except (TypeError, ValueError):
+        raise InputError(f"`{name}` must be a list of integers, got {values!r}.") from None
+    holds = given.ndim == 1 and (given.dtype.kind in "iu" or not given.size)
+    check(holds, name, "a list of integers", values)
+    return given.astype(np.int64)
+
+
 def check_ids(ids: Iterable[int], num_all: int) -> Integers:
     """Returns ids of records as int64 (n,); raises InputError if one is not in [0, num_all)."""
-    try:
-        given = np.asarray(ids if isinstance(ids, np.ndarray) else [*ids])
-    except (TypeError, ValueError):
-        raise InputError(f"`ids` must be ids of records, got {ids!r}.") from None
-    rule = f"integers in [0, {num_all:,}), ids of records"
-    check(given.ndim == 1 and (given.dtype.kind in "iu" or not given.size), "ids", rule, ids)
+    given = check_integers("ids", ids)
     wrong = given[(given < 0) | (given >= num_all)]
+    rule = f"in [0, {num_all:,}), ids of records"
     check(not wrong.size, "ids", rule, ", ".join(map(str, wrong[:10])))
-    return given.astype(np.int64)
+    return given
 
 
 def check_label(label: int) -> int:

@@ -260,16 +260,18 @@ def test_refuses(classes):
         "`shares` must be 1 together, got 0": classes.split,
         r"`seed` must be in .0, 2\*\*31.": lambda: classes.split(seed=-1, a=1.0),
         "`b` leaves none of these 100 records": lambda: classes.split(a=0.9999999, b=0.0000001),
-        "`num_folds` must be at least 2, got 1": lambda: classes.folds(1),
+        "`num_folds` must be .*2.*, got 1": lambda: classes.folds(1),
         "`amount` must be in .1, 100., got 101": lambda: classes.take(101),
         "`amount` must be a whole number, or a share": lambda: classes.take(1.5),
         "`amount` leaves none of these": lambda: classes.take(1e-9),
         "run from 0 to 3, got .9.": lambda: classes.filter(labels={1, 9}),
         "run from 0 to 3, got ..": lambda: classes.filter(labels=()),
-        "`ids` must be integers in .0, 100., ids of records, got 100": lambda: classes.select(
-            [100]
-        ),
-        "ids of records, got .1.5.": lambda: classes.exclude([1.5]),
+        "`ids` must be in .0, 100., ids of records, got 100": lambda: classes.select([100]),
+        "`ids` must be a list of integers, got .1.5.": lambda: classes.exclude([1.5]),
+        "`seed` must be ": lambda: classes.split(seed="1", a=1.0),
+        "`num_folds` must be ": lambda: classes.folds("3"),
+        "`labels` must be an Iterable, got 3": lambda: classes.filter(labels=3),
+        "`record` must be ": lambda: classes.locate("3"),
         "`exclude` leaves none": lambda: classes.exclude(range(100)),
         "ids of these 5 records, got": lambda: classes.take(5).select(range(100)),
         "`ids` leaves none": lambda: classes.select([]),
@@ -340,7 +342,7 @@ def test_a_bad_record_with_a_new_label_is_named(tmp_path):
 def test_relabel_refuses(classes, dataset):
     for message, call in {
         "`labels` must be labels of these records, got 9": lambda: classes.relabel({9: 1}),
-        "`ids` must be integers in .0, 100.": lambda: classes.relabel(ids={100: 1}),
+        "`ids` must be in .0, 100.": lambda: classes.relabel(ids={100: 1}),
         "A new label must be an integer, got 'cat'": lambda: classes.relabel({1: "cat"}),
         "A new label must be an integer, got 1.5": lambda: classes.relabel({1: 1.5}),
         "does not have the label of each record": lambda: dataset.relabel({1: 2}),
