@@ -163,6 +163,23 @@ def merge_features(features: Sequence[Feature | None]) -> Feature:
     )
 
 
+def merge_all_features(
+    first: Mapping[str, Feature], second: Mapping[str, Feature]
+) -> dict[str, Feature]:
+    """Returns what two sets of records hold together, by key."""
+    keys = sorted({*first, *second})
+    return {key: merge_features([first.get(key), second.get(key)]) for key in keys}
+
+
+def merge_sizes(
+    first: tuple[int, int] | None, second: tuple[int, int] | None
+) -> tuple[int, int] | None:
+    """Returns the largest height and the largest width; None if one is unknown."""
+    if not first or not second:
+        return None
+    return max(first[0], second[0]), max(first[1], second[1])
+
+
 def merge_ranges(ranges: Sequence[Range | None]) -> Range | None:
     """Returns the lowest and the highest of some ranges; None if one of them is."""
     known = [bounds for bounds in ranges if bounds]

@@ -14,7 +14,7 @@ import numpy as np
 
 from dali_tf_input.errors import InputError, Path, Within, check, checked
 from dali_tf_input.records import contents, schema, subsets
-from dali_tf_input.records.contents import Feature
+from dali_tf_input.records.contents import Counts, Feature
 from dali_tf_input.records.example import decode_example
 from dali_tf_input.records.index_file import Integers
 from dali_tf_input.records.indexed_file import Extent, IndexedFile
@@ -50,6 +50,7 @@ class Records:
       subset: which of their records; None is all of them.
       label_key: the feature key of `labels`; None if the index step did not read them.
       relabeled: whether `labels` replace those that are stored, see `relabel`.
+      lineage: the seeds of the divisions that this is a part of, so that the next one draws anew.
       image_key: feature key of the encoded image, a bytes_list of one value.
       largest_image: (height, width) in pixels of the tallest and of the widest image, from level
         "decode" on; else None. DALI's GPU decoder allocates memory for it.
@@ -70,6 +71,7 @@ class Records:
     subset: Subset | None = None
     label_key: str | None = None
     relabeled: bool = False
+    lineage: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         if not self.files:
@@ -149,6 +151,14 @@ class Records:
         """
         return np.concatenate(self._labels_of_files())[self._mask]
 
+    @functools.cached_property
+    def label_counts(self) -> Counts | None:
+        """The labels that occur, in order, and how often; None if an index lacks `labels`."""
+        if any(file.labels is None for file in self.files):
+            return None
+        pairs = zip(*np.unique(self.labels, return_counts=True), strict=True)
+        return tuple((int(label), int(count)) for label, count in pairs)
+
     def _labels_of_files(self) -> list[Integers]:
         labels = []
         for file in self.files:
@@ -186,21 +196,21 @@ class Records:
             chooses each record by itself: the number is about that share, and who was chosen
             remains so when files are added.
           by_label: whether each class has its share, to within one record.
-          seed: of the choice, in [0, 2**31). What `split` calls its first part is what `take`
-            returns for the same share and seed.
+          seed: of the choice, in [0, 2**31). A share is the first part of a `split` with the same
+            seed, unless by label.
 
         Raises:
           InputError: as `split`; or there are not so many records.
         """
-        classes = self.labels if by_label else None
-        places = subsets.draw_places(self.files, seed)[self._mask]
         if isinstance(amount, float):
             check(0 < amount <= 1, "amount", "a whole number, or a share in (0, 1.0]", amount)
-            mask = subsets.divide(places, [amount, 1 - amount], classes) == 0
-        else:
-            check(0 < amount <= self.num_records, "amount", f"in [1, {self.num_records:,}]", amount)
-            mask = subsets.take_first(places, amount, classes)
-        return self._keep(mask, "amount")
+            if amount == 1:
+                return self
+            return self._divide(["amount"], [amount, 1 - amount], by_label, seed)[0]
+        check(0 < amount <= self.num_records, "amount", f"in [1, {self.num_records:,}]", amount)
+        classes = self.labels if by_label else None
+        mask = subsets.take_first(self._draw(seed), amount, classes)
+        return self._keep(mask, "amount", seed)
 
     @checked
     def split(
@@ -246,9 +256,11 @@ class Records:
           >>> for train, held_out in records.folds(3):
           ...     assert train.num_records + held_out.num_records == 24
         """
+        rule = f"at most the {self.num_records:,} records"
+        check(num_folds <= self.num_records, "num_folds", rule, num_folds)
         shares = [1 / num_folds] * num_folds
         parts = self._divide(["num_folds"] * num_folds, shares, by_label, seed)
-        return [(self.exclude(part.ids), part) for part in parts]
+        return [(replace(self.exclude(part.ids), lineage=part.lineage), part) for part in parts]
 
     @checked
     def filter(self, *, labels: Iterable[int]) -> "Records":
@@ -321,15 +333,7 @@ class Records:
             replace(file, labels=contents.pack_labels(part))
             for file, part in zip(self.files, parts, strict=True)
         ]
-        features = dict(self.features)
-        if self.label_key in features:
-            values, counts = np.unique(changed, return_counts=True)
-            features[self.label_key] = replace(
-                features[self.label_key],
-                range=(int(values[0]), int(values[-1])),
-                counts=contents.count_classes(zip(values.tolist(), counts.tolist(), strict=True)),
-            )
-        return replace(self, files=tuple(files), features=features, relabeled=True)
+        return replace(self, files=tuple(files), relabeled=True)
 
     def __add__(self, other: "Records") -> "Records":
         """Returns the records of both, which share none. The ids count over the files of both.
@@ -343,16 +347,18 @@ class Records:
             mine, theirs = getattr(self, name), getattr(other, name)
             check(mine == theirs, name, f"the same for both, {mine!r}", repr(theirs))
         files, mask = subsets.unite(self.files, self._mask, other.files, other._mask)
-        features, largest = self.features, self.largest_image
-        if files != self.files:
-            known = (self.features, other.features)
-            features = {
-                key: contents.merge_features([part.get(key) for part in known])
-                for key in sorted({*known[0], *known[1]})
-            }
-            sizes = [size for size in (largest, other.largest_image) if size]
-            heights, widths = zip(*sizes, strict=True) if len(sizes) == 2 else ((), ())
-            largest = (max(heights), max(widths)) if heights else None
+        if len(files) in (len(self.files), len(other.files)):  # one has all
+            whole = self if len(files) == len(self.files) else other
+            features, largest = whole.features, whole.largest_image
+        elif len(files) == len(self.files) + len(other.files):
+            features = contents.merge_all_features(self.features, other.features)
+            largest = contents.merge_sizes(self.largest_image, other.largest_image)
+        else:
+            raise InputError(
+                "Each has files that the other has too, and files of its own: make both from one"
+                " Records.from_files(...) of all, by select(ids)."
+            )
+        lineages = sorted({self.lineage, other.lineage})
         subset = None if mask.all() else Subset.of(mask)
         return replace(
             self,
@@ -361,23 +367,31 @@ class Records:
             largest_image=largest,
             subset=subset,
             relabeled=self.relabeled or other.relabeled,
+            lineage="".join(lineages) if subset else "",
         )
+
+    def _draw(self, seed: int) -> subsets.Unsigned:
+        check(0 <= seed < 2**31, "seed", "in [0, 2**31)", seed)
+        return subsets.draw_places(self.files, f"{self.lineage}{seed}")[self._mask]
 
     def _divide(
         self, names: Sequence[str], shares: Sequence[float], by_label: bool, seed: int
     ) -> "list[Records]":
+        """Returns a part for each of `names`."""
         classes = self.labels if by_label else None
-        places = subsets.draw_places(self.files, seed)[self._mask]
-        parts = subsets.divide(places, shares, classes)
-        return [self._keep(parts == part, names[part]) for part in range(len(shares))]
+        parts = subsets.divide(self._draw(seed), shares, classes)
+        return [self._keep(parts == part, name, seed) for part, name in enumerate(names)]
 
-    def _keep(self, mask: Mask, name: str) -> "Records":
+    def _keep(self, mask: Mask, name: str, seed: int | None = None) -> "Records":
         """Returns the records for which bool (num_records,) is True; `name` asked for them."""
         if not mask.any():
             raise InputError(f"`{name}` leaves none of these {self.num_records:,} records.")
+        if mask.all():
+            return self
         whole = np.zeros(self.num_all, bool)
         whole[self.ids[mask]] = True
-        return replace(self, subset=None if whole.all() else Subset.of(whole))
+        lineage = self.lineage if seed is None else f"{self.lineage}{seed},"
+        return replace(self, subset=Subset.of(whole), lineage=lineage)
 
     @checked
     def locate(self, record: int) -> Extent:

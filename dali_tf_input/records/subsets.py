@@ -6,6 +6,7 @@ import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 import numpy as np
 import numpy.typing as npt
@@ -46,24 +47,23 @@ class Subset:
 def check_shares(shares: dict[str, float]) -> None:
     """Raises InputError unless shares are positive and 1 together."""
     for name, share in shares.items():
-        is_number = isinstance(share, int | float) and not isinstance(share, bool)
+        is_number = isinstance(share, Real) and not isinstance(share, bool)
         check(is_number and 0 < share <= 1, name, "a share in (0, 1]", share)
     total = sum(shares.values())
     check(abs(total - 1) < 1e-9, ", ".join(shares) or "shares", "1 together", f"{total:.6g}")
 
 
-def draw_places(files: Sequence[IndexedFile], seed: int) -> Unsigned:
+def draw_places(files: Sequence[IndexedFile], draw: str) -> Unsigned:
     """Draws an evenly distributed uint64 for each record, (num_all,).
 
-    It is a function of the seed, the name of the file without its folder, and the byte at which the
+    It is a function of `draw`, the name of the file without its folder, and the byte at which the
     record starts: the same whatever other files there are, and which bad records are skipped.
     """
-    check(0 <= seed < 2**31, "seed", "in [0, 2**31)", seed)
-    return np.concatenate([_draw_in_file(file, seed) for file in files])
+    return np.concatenate([_draw_in_file(file, draw) for file in files])
 
 
-def _draw_in_file(file: IndexedFile, seed: int) -> Unsigned:
-    name = f"{seed}/{os.path.basename(file.path)}".encode()
+def _draw_in_file(file: IndexedFile, draw: str) -> Unsigned:
+    name = f"{draw}/{os.path.basename(file.path)}".encode()
     key = np.uint64(int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little"))
     # SplitMix64 (Steele, Lea and Flood, 2014), whose counter is the byte.
     places = (file.index()[:, 0].astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
@@ -78,21 +78,37 @@ def divide(places: Unsigned, shares: Sequence[float], classes: Integers | None) 
 
     With `classes` each part gets its share of each class, to within one record.
     """
-    bounds = [min(1.0, bound) for bound in itertools.accumulate(shares)][:-1]
     if classes is None:  # the place alone decides
+        bounds = [min(1.0, bound) for bound in itertools.accumulate(shares)][:-1]
         edges = np.array([min(2**64 - 1, round(bound * 2**64)) for bound in bounds], np.uint64)
         parts: Integers = np.searchsorted(edges, places, side="right").astype(np.int64)
         return parts
     order = np.lexsort((places, classes))
     _, counts = np.unique(classes, return_counts=True)
-    ends = np.cumsum(counts)
-    rank = np.arange(len(places)) - np.repeat(ends - counts, counts)
+    rank = np.arange(len(places)) - np.repeat(np.cumsum(counts) - counts, counts)
     parts = np.zeros(len(places), np.int64)
-    for bound in bounds:
-        # Shares that are not whole add up over the classes, so that the parts' sizes are right.
-        quotas = np.diff(np.floor(ends * bound + 0.5), prepend=0)
-        parts[order] += rank >= np.repeat(quotas, counts)
+    for bound in np.cumsum(apportion(counts, shares), axis=1).T[:-1]:
+        parts[order] += rank >= np.repeat(bound, counts)
     return parts
+
+
+def apportion(counts: Integers, shares: Sequence[float]) -> Integers:
+    """Divides the records of each class; returns int64 (classes, parts), how many each part gets.
+
+    Each number is within one of the share. The records that are left over in a class go to the
+    parts that got the least so far, so that the parts' sizes fit their shares too.
+    """
+    due = counts[:, None] * np.array(shares)
+    given: Integers = np.floor(due + 1e-9).astype(np.int64)
+    behind = np.zeros(len(shares))
+    for row in range(len(counts)):
+        behind += due[row] - given[row]
+        num_left = int(counts[row] - given[row].sum())
+        is_open = due[row] > given[row] + 1e-9
+        neediest = np.argsort(-np.where(is_open, behind, -np.inf), kind="stable")[:num_left]
+        given[row, neediest] += 1
+        behind[neediest] -= 1
+    return given
 
 
 def take_first(places: Unsigned, count: int, classes: Integers | None) -> Mask:

@@ -22,7 +22,7 @@ from dali_tf_input.errors import (
     check_keywords,
     checked,
 )
-from dali_tf_input.records.contents import Counts, Feature
+from dali_tf_input.records.contents import MAX_CLASSES, Counts, Feature
 from dali_tf_input.records.index_file import Integers
 from dali_tf_input.records.labels import (
     ClassLabel,
@@ -209,6 +209,8 @@ class InputSpec:
         if nothing is known of them.
         """
         feature, offset = self._label_feature
+        if counts := self._label_counts:
+            return counts[0][0] - offset, counts[-1][0] - offset
         if feature is None or feature.range is None:
             return None
         return int(feature.range[0]) - offset, int(feature.range[1]) - offset
@@ -218,16 +220,22 @@ class InputSpec:
         """The classes that occur, after the label's offset, and how often each.
 
         None unless all files were indexed at level "schema" with this label, or if there are more
-        than 10,000 classes.
+        than 10,000 classes; and for a subset with a `MultiHot`.
         """
         feature, offset = self._label_feature
-        if feature is None or feature.counts is None:
+        counts = self._label_counts
+        if counts is None and feature and not self.records.subset:
+            counts = feature.counts
+        if counts is None or len(counts) > MAX_CLASSES:
             return None
-        counts = feature.counts
-        if self.records.subset and isinstance(self.label, ClassLabel):
-            labels = zip(*np.unique(self.records.labels, return_counts=True), strict=True)
-            counts = tuple((int(label), int(count)) for label, count in labels)
         return tuple((label - offset, count) for label, count in counts)
+
+    @property
+    def _label_counts(self) -> Counts | None:
+        """How often each label occurs in these very records, if the index has their labels."""
+        label, key = self.label, self.records.label_key
+        is_known = isinstance(label, ClassLabel) and label.is_integer and label.key == key
+        return self.records.label_counts if is_known else None
 
     @property
     def _label_feature(self) -> tuple[Feature | None, int]:

@@ -20,6 +20,7 @@ from conftest import (
 
 import dali_tf_input as dti
 from dali_tf_input.records.contents import pack_labels, unpack_labels
+from dali_tf_input.records.subsets import apportion
 from dali_tf_input.training.failures import BadRecordError
 
 SCHEMA = dti.Checks(verify="schema")
@@ -358,3 +359,86 @@ def test_relabel_refuses(classes, dataset):
     }.items():
         with refused(message):
             call()
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory):
+    """1,500 records in 3 files: enough to tell shares from accidents."""
+    folder = tmp_path_factory.mktemp("many")
+    (example,) = numbered_examples(1)
+    for number in range(3):
+        examples = [{**example, "image/class/label": place % 7} for place in range(500)]
+        write_tfrecord(folder / f"train-{number}", examples)
+    dti.build_index(folder / "train-*", SCHEMA)
+    return dti.Records.from_files(folder / "train-*")
+
+
+@pytest.mark.parametrize("by_label", [False, True])
+def test_parts_are_divided_again(many, by_label):
+    """With the same seed too: the second division is another draw. Five standard deviations."""
+
+    def has_share(part, whole, share):
+        spread = (whole.num_records * share * (1 - share)) ** 0.5
+        assert abs(part.num_records - whole.num_records * share) < 5 * spread
+        assert {*ids_of(part)} < {*ids_of(whole)}
+
+    parts = many.split(train=0.8, held_out=0.2, by_label=by_label)
+    for part in (*parts.values(), many.take(0.3), many.take(400), many.filter(labels={1, 2, 3})):
+        has_share(part.take(0.5, by_label=by_label), part, 0.5)
+        halves = part.split(a=0.5, b=0.5, by_label=by_label)
+        has_share(halves["a"], part, 0.5)
+        has_share(halves["a"].take(0.5), halves["a"], 0.5)
+        for train, held_out in part.folds(4, by_label=by_label):
+            has_share(held_out, part, 0.25)
+            has_share(train.take(0.5), train, 0.5)
+            has_share((train + held_out).take(0.5), part, 0.5)
+    assert many.take(0.5) == many.split(a=0.5, b=0.5)["a"]  # of the same set the same draw
+    assert parts["train"] + parts["held_out"] == many
+    assert (parts["train"] + parts["held_out"]).take(9) == many.take(9)
+
+
+def test_parts_by_label_are_within_one_record():
+    """Of each class and of all, for any number of parts and small classes too."""
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        counts = random.integers(1, 12, random.integers(1, 40))
+        shares = random.dirichlet(np.ones(random.integers(2, 9)))
+        if random.random() < 0.5:
+            shares = np.full(len(shares), 1 / len(shares))
+        given = apportion(counts, shares)
+        assert (given.sum(1) == counts).all()
+        assert (abs(given - counts[:, None] * shares) < 1).all()
+        assert abs(given.sum(0) - counts.sum() * shares).max() < 1.5
+
+
+def test_folds_of_small_classes_are_even(many):
+    ids = np.concatenate([np.flatnonzero(many.labels == label)[:3] for label in range(7)])
+    sizes = [held_out.num_records for _, held_out in many.select(ids).folds(5, by_label=True)]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_counts_and_ranges_are_those_of_the_subset(many):
+    some = many.filter(labels={2, 5})
+    label = dti.ClassLabel(offset=2, num_classes=4, one_hot=True)
+    assert spec_of(some, "global", SMALL, label=label).label_range == (0, 3)
+    assert spec_of(some, "global", SMALL).label_range == (2, 5)
+    half = many.exclude(range(0, 1500, 2))
+    weights = spec_of(half, "global", SMALL, class_weight="balanced").class_weights()
+    np.testing.assert_allclose(weights, 750 / (7 * np.bincount(half.labels)))
+
+
+def test_unions_of_overlapping_files(many):
+    first = dti.Records.from_files(many.paths[0])
+    both = first + many.exclude(range(500))
+    assert both == many
+    assert both.features == many.features
+    weights = [
+        spec_of(records, "global", SMALL, class_weight="balanced").class_weights()
+        for records in (both, many)
+    ]
+    assert weights[0] == weights[1]
+    one, other = (dti.Records.from_files([*paths]) for paths in (many.paths[:2], many.paths[1:]))
+    with refused("Each has files that the other has too, and files of its own"):
+        one.exclude(range(500, 1000)) + other
+    apart = first + dti.Records.from_files([*many.paths[1:]])
+    assert apart.features["image/class/label"] == many.features["image/class/label"]
