@@ -21,7 +21,7 @@ from dali_tf_input import DaliOptions, InputError, InputSpec, Preprocess, Record
 from dali_tf_input.cli import command, pictures
 from dali_tf_input.cli.flags import FileFlags, LabelFlags, WorkFlags, describe_work
 from dali_tf_input.cli.label_names import find_names
-from dali_tf_input.records.losses import read_losses
+from dali_tf_input.records.losses import find_hardest, read_losses
 
 FLAGS = command.Flags()
 _FILES = FileFlags(FLAGS)
@@ -109,11 +109,10 @@ def find_ids(records: Records) -> list[int]:
     """Returns the records that the flags ask for, if they do."""
     if _BLAME.value:
         losses, _ = read_losses(_BLAME.value, records)
-        seen = np.flatnonzero(~np.isnan(losses) & np.isin(np.arange(len(losses)), records.ids))
-        if not len(seen):
-            raise InputError(f"{_BLAME.value} has no losses yet: they are written each epoch.")
-        hardest: list[int] = seen[np.argsort(-losses[seen], kind="stable")].tolist()
-        return hardest[: _NUM_IMAGES.value]
+        hardest: list[int] = find_hardest(losses, records)[: _NUM_IMAGES.value].tolist()
+        if not hardest:
+            raise InputError(f"{_BLAME.value} has no losses: `train.blame` writes them each epoch.")
+        return hardest
     try:
         return [*map(int, _RECORDS.value or ())]
     except ValueError:

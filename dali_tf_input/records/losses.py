@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_tf_input.errors import InputError
+from dali_tf_input.records.index_file import Integers
 from dali_tf_input.records.records import Records
 from dali_tf_input.storage.staging import replace
 
@@ -27,15 +28,23 @@ def read_losses(
     try:
         with np.load(path) as stored:
             about, losses, spikes = stored["about"], stored["losses"], stored["spikes"]
+        if losses.dtype != np.float32 or spikes.dtype != np.float64 or spikes.shape[1:] != (2,):
+            raise ValueError("it holds other arrays")
     except FileNotFoundError:
         return np.full(records.num_all, np.nan, np.float32), []
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise InputError(f"{path} cannot be read: {error}. Remove it, or name another.") from error
     if str(about) != _describe(records) or losses.shape != (records.num_all,):
         raise InputError(
             f"{path} holds the losses of other records: name another folder, or the same files."
         )
     return losses, [(int(step), float(loss)) for step, loss in spikes]
+
+
+def find_hardest(losses: npt.NDArray[np.float32], records: Records) -> Integers:
+    """Returns the ids of those of the records that have a loss, the largest first."""
+    ids: Integers = records.ids[~np.isnan(losses[records.ids])]
+    return ids[np.argsort(-losses[ids], kind="stable")]
 
 
 def write_losses(

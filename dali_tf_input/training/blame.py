@@ -1,5 +1,6 @@
 """The loss of each record, noted while a model trains: which records are hard, or mislabeled."""
 
+import dataclasses
 import functools
 import logging
 import os
@@ -9,9 +10,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dali_tf_input.errors import Count, InputError, Path, checked
+from dali_tf_input.errors import Count, InputError, Path, check, checked
 from dali_tf_input.records.index_file import Integers
-from dali_tf_input.records.losses import read_losses, write_losses
+from dali_tf_input.records.losses import find_hardest, read_losses, write_losses
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.training.fit import StepCallback
 
@@ -42,10 +43,17 @@ class Blame(StepCallback):
         super().__init__()
         if not spec.has_fixed_order:
             raise InputError("`blame` needs to know the records of a step: use order 'global'.")
-        self._spec, self._folder, self._loss = spec, os.fspath(folder), loss
+        check(bool(os.fspath(folder)), "folder", "the path of a folder", repr(folder))
+        try:
+            self._loss = keras.losses.get(loss)
+        except (ValueError, TypeError) as error:
+            raise InputError(f"`loss` {loss!r} is no loss of Keras: {error}") from error
+        check(callable(self._loss), "loss", "a loss of Keras", repr(loss))
+        self._spec, self._folder = spec, os.path.abspath(os.path.expanduser(folder))
         self._batch_size, self._num_replicas = batch_size, num_replicas
         self._per_epoch = spec.steps(batch_size).per_epoch
         self.losses, self.spikes = read_losses(self._folder, spec.records)
+        self.save()  # now, and not after an epoch, it is said that a folder cannot be written
         self._epoch, self._ids = -1, spec.records.ids[:0]
         self._recent: list[float] = []
 
@@ -61,10 +69,18 @@ class Blame(StepCallback):
 
     @checked
     def hardest(self, num_records: Count = 50) -> Integers:
-        """Returns the ids of the records with the largest losses, the largest first."""
-        seen = np.flatnonzero(~np.isnan(self.losses))
-        ids: Integers = seen[np.argsort(-self.losses[seen], kind="stable")][:num_records]
-        return ids
+        """Returns the ids of the input's records with the largest losses, the largest first."""
+        return find_hardest(self.losses, self._spec.records)[:num_records]
+
+    def begin(self, offset: int, steps: int, spec: InputSpec, batch_size: int) -> None:
+        """Checks that it is the callback of what is trained on."""
+        same = dataclasses.replace(spec, class_weight=self._spec.class_weight) == self._spec
+        if not same or batch_size != self._batch_size:
+            raise InputError(
+                "This `blame` is of another input: its records or batches are not those of this"
+                " `fit`. Make it by the `blame` of the input that is fitted."
+            )
+        super().begin(offset, steps, spec, batch_size)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes the losses of a step."""
@@ -104,6 +120,10 @@ class Blame(StepCallback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Writes what is known."""
+        self.save()
+
+    def save(self) -> None:
+        """Writes what is known so far, as a whole."""
         write_losses(self._folder, self._spec.records, self.losses, self.spikes)
 
 
@@ -125,9 +145,7 @@ class RecordLosses(keras.metrics.Metric):
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
         """Notes the losses of a batch."""
-        compute = getattr(self._loss, "call", self._loss)
-        losses = keras.ops.cast(compute(y_true, y_pred), "float32")
-        losses = keras.ops.mean(keras.ops.reshape(losses, (keras.ops.shape(y_pred)[0], -1)), 1)
+        losses = self._compute(y_true, y_pred)
         size = self._batch_size // self._num_replicas
         losses = keras.ops.pad(losses, [[0, size]])[:size]  # an evaluation may have other batches
         if self._num_replicas > 1:  # the sum over the replicas joins them
@@ -136,6 +154,18 @@ class RecordLosses(keras.metrics.Metric):
             places = keras.ops.one_hot(replica, self._num_replicas)
             losses = keras.ops.reshape(places[:, None] * losses, (self._batch_size,))
         self.losses.assign(losses)
+
+    def _compute(self, y_true: Any, y_pred: Any) -> Any:
+        """Returns the loss of each image, as the model's own loss would have it."""
+        y_true, y_pred = (keras.ops.convert_to_tensor(y, "float32") for y in (y_true, y_pred))
+        if len(y_true.shape) + 1 == len(y_pred.shape) and y_pred.shape[-1] == 1:
+            y_true = y_true[..., None]  # as Keras does for labels (n,) and outputs (n, 1)
+        elif len(y_true.shape) == len(y_pred.shape) + 1 and y_true.shape[-1] == 1:
+            y_pred = y_pred[..., None]
+        losses = keras.ops.cast(getattr(self._loss, "call", self._loss)(y_true, y_pred), "float32")
+        if len(losses.shape) == 0:
+            raise InputError("`blame` needs a loss for each image: `loss` returns one of a batch.")
+        return keras.ops.mean(keras.ops.reshape(losses, (keras.ops.shape(y_pred)[0], -1)), 1)
 
     def result(self) -> Any:
         """Returns the largest loss of the last batch."""

@@ -8,6 +8,7 @@ import keras
 import numpy as np
 
 from dali_tf_input.errors import InputError
+from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.training.resume import Arrays, Resume, State
 from dali_tf_input.training.strategies import scope_of
 
@@ -46,16 +47,22 @@ class StepCounter(keras.callbacks.Callback):
 
 
 class StepCallback(keras.callbacks.Callback):
-    """A callback of `train.fit` that knows the number of each step, over all epochs of records."""
+    """A callback of `train.fit` that knows the number of each step, over all epochs of records.
+
+    Whenever `Resume` saves, `save` is called too.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._offset: int | None = None
         self._steps = self._start = 0
 
-    def begin(self, offset: int, steps: int) -> None:
-        """Notes how to count: batch b of epoch e is step `offset` + e * `steps` + b."""
+    def begin(self, offset: int, steps: int, spec: InputSpec, batch_size: int) -> None:
+        """Notes what is trained on: batch b of epoch e is step `offset` + e * `steps` + b."""
         self._offset, self._steps = offset, steps
+
+    def save(self) -> None:
+        """Writes what is known so far."""
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes the first step of the epoch."""
@@ -241,6 +248,9 @@ class Training(keras.callbacks.CallbackList):
                     for place, array in enumerate(value):
                         arrays[f"callback/{number}/{name}/{place:04d}"] = array
         self._state.step, self._state.callbacks = self.step, callbacks
+        for callback in self._watchers:
+            if isinstance(callback, StepCallback):
+                callback.save()
         if self._resume:
             self._resume.save(self.model, self._state, arrays)
 

@@ -110,6 +110,7 @@ class Input:
         except tf.errors.OpError as error:
             raise self.explain(error, start + served) from error
 
+    @checked
     def records_of(self, step: int) -> Integers:
         """Returns the ids of the records of a step of training, in the order of its images.
 
@@ -134,10 +135,12 @@ class Input:
         ids = self.spec.list_ids(epoch, batch_size=self.batch_size)
         return ids[first * self.batch_size :][: self.batch_size]
 
+    @checked
     def batch_at(self, step: int) -> Any:
         """Returns the batch of a step, of all replicas together: the same pixels as in training.
 
-        On a CPU they are the same to the bit. What comes next is not changed.
+        On a CPU they are the same to the bit, except for `auto_augment` on DALI, which draws anew.
+        What comes next is not changed.
 
         Args:
           step: as for `records_of`.
@@ -158,6 +161,7 @@ class Input:
         skipped = 0 if self.spec.repeat else step
         return next(itertools.islice(iter(one), skipped, None))
 
+    @checked
     def blame(self, folder: Path, *, loss: Any) -> Blame:
         """Returns a callback that notes the loss of each record while `fit` trains.
 
@@ -173,11 +177,13 @@ class Input:
 
         Args:
           folder: keeps ``blame.npz``, four bytes a record, which is written as a whole at the end
-            of each epoch; a later run goes on with it.
-          loss: the loss that the model is compiled with.
+            of each epoch and whenever `Resume` saves; a later run goes on with it.
+          loss: the loss that the model is compiled with: a name, a function, or a `Loss`.
 
         Raises:
-          InputError: order "buffer" has no plan, or the folder belongs to other records.
+          InputError: order "buffer" has no plan, `loss` is no loss of Keras, or the folder cannot
+            be written, is damaged or belongs to other records. `fit` raises it if the callback is
+            that of another input, or the model does not compute the metric.
         """
         size, replicas = self.batch_size, len(self.devices)
         return Blame(self.spec, folder, loss=loss, batch_size=size, num_replicas=replicas)
@@ -290,7 +296,7 @@ class Input:
         callbacks = keras.tree.flatten(arguments.pop("callbacks", None) or [])
         for callback in callbacks:
             if isinstance(callback, StepCallback):
-                callback.begin(offset, steps)
+                callback.begin(offset, steps, spec, self.batch_size)
         verbose = arguments.pop("verbose", "auto")
         training = Training(
             model,

@@ -78,7 +78,7 @@ def test_the_records_that_are_asked_for(sample_folder, tmp_path):
     for flags, message in (
         (["--records=3,x"], "error: `records` must be ids, as 3,7, got ['3', 'x']."),
         (["--records=96"], "error: `ids` must be in [0, 96), ids of records, got 96."),
-        ([f"--blame={tmp_path}/none"], "has no losses yet: they are written each epoch."),
+        ([f"--blame={tmp_path}/none"], "has no losses: `train.blame` writes them each epoch."),
     ):
         assert message in run("preview", FILES, *flags, cwd=sample_folder).stderr
 

@@ -28,7 +28,8 @@ def photos(tmp_path_factory):
         label = (color + (number in wrong)) % 4
         image = encode(pixels.astype(np.uint8), "JPEG")
         examples.append({"image/encoded": image, "image/class/label": label})
-    records = write_indexed(tmp_path_factory.mktemp("photos") / "train-0", examples)
+    checks = dti.Checks(verify="schema")
+    records = write_indexed(tmp_path_factory.mktemp("photos") / "train-0", examples, checks)
     return records, wrong
 
 
@@ -109,18 +110,19 @@ def test_an_interrupted_run_goes_on(photos, tmp_path):
             if self.model.optimizer.iterations == 13:
                 raise KeyboardInterrupt
 
-    def fit(*callbacks):
+    def fit(place, *callbacks):
         train = dti.load(spec, TF_DATA, batch_size=32)
-        blame = train.blame(tmp_path / "blame", loss=LOSS)
+        blame = train.blame(tmp_path / place / "blame", loss=LOSS)
         model = make_model(blame)
-        resume = dti.Resume(tmp_path / "state", save_every=1)
+        resume = dti.Resume(tmp_path / place / "state", save_every=1)
         train.fit(model, epochs=3, callbacks=[blame, *callbacks], resume=resume, verbose=0)
         return blame
 
+    whole = fit("whole")
     with pytest.raises(KeyboardInterrupt):
-        fit(Stop())
-    blame = fit()
-    assert not np.isnan(blame.losses).any()
+        fit("parts", Stop())
+    parts = fit("parts")
+    np.testing.assert_allclose(parts.losses, whole.losses, rtol=1e-3)
 
 
 def test_steps_that_stand_out(photos, tmp_path, caplog):
@@ -175,3 +177,90 @@ def test_refuses(photos, dataset, tmp_path):
         train.blame(tmp_path / "file", loss=LOSS)
     with refused("file cannot be written: File exists"):
         write_losses(str(tmp_path / "file"), records, blame.losses, [])
+
+
+LOSSES = {
+    "hinge": "hinge",
+    "poisson": "poisson",
+    "mse": "mse",
+    "huber": "huber",
+    "binary_crossentropy": "binary_crossentropy",
+    "object": keras.losses.BinaryCrossentropy(label_smoothing=0.1),
+    "own": lambda y_true, y_pred: keras.ops.square(y_true - y_pred),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_the_loss_of_an_image_is_that_of_a_batch_of_one(photos, tmp_path, loss):
+    """Labels are (n,), outputs (n, 1)."""
+    train = dti.load(spec_of(photos[0], "global", PREPROCESS), TF_DATA, batch_size=8)
+    metric = train.blame(tmp_path, loss=loss).metric
+    layers = keras.layers
+    model = keras.Sequential([layers.Input((3,)), layers.Dense(1, activation="sigmoid")])
+    model.compile("sgd", loss, metrics=[metric])
+    x = np.random.default_rng(1).normal(size=(8, 3))
+    y = np.arange(8) % 2
+    metric.update_state(y, model(x))
+    alone = [model.evaluate(x[n : n + 1], y[n : n + 1], verbose=0)[0] for n in range(8)]
+    model.evaluate(x, y, verbose=0)
+    np.testing.assert_allclose(metric.losses, alone, rtol=1e-4)
+    assert len({*np.round(alone, 4)}) > 4
+
+
+def test_a_blame_of_another_input(photos, tmp_path):
+    records, _ = photos
+    first, second = (
+        dti.load(
+            spec_of(records.filter(labels={label}), "global", PREPROCESS), TF_DATA, batch_size=8
+        )
+        for label in (0, 1)
+    )
+    blame = first.blame(tmp_path, loss=LOSS)
+    model = make_model(blame)
+    smaller = dti.load(first.spec, TF_DATA, batch_size=4)
+    for other in (second, smaller):
+        with refused("This `blame` is of another input"):
+            other.fit(model, callbacks=[blame], verbose=0)
+    again = dti.load(first.spec, TF_DATA, batch_size=8)
+    again.fit(model, callbacks=[blame], class_weight={0: 2.0}, verbose=0)
+    assert {*records.labels[blame.hardest(500)]} == {0}
+    rest = dti.load(first.spec, TF_DATA, batch_size=8).blame(tmp_path, loss=LOSS)
+    assert len(rest.hardest(500)) == len(blame.hardest(500))
+    assert not len(second.blame(tmp_path, loss=LOSS).hardest(500))
+
+
+def test_bad_folders_and_losses(photos, tmp_path, monkeypatch):
+    """All said before training begins."""
+    train = dti.load(spec_of(photos[0], "global", PREPROCESS), TF_DATA, batch_size=32)
+    (tmp_path / "file").touch()
+    for folder, message in (
+        ("", "`folder` must be the path of a folder, got ''"),
+        (None, "`folder` must be "),
+        (3, "`folder` must be "),
+        ("/proc/none", "/proc/none cannot be written"),
+        (tmp_path / "file", "Not a directory"),
+    ):
+        with refused(message):
+            train.blame(folder, loss=LOSS)
+    for loss in (None, 3, "no_such"):
+        with refused("`loss` .*a? ?loss of Keras"):
+            train.blame(tmp_path / "a", loss=loss)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    train.blame("~/home", loss=LOSS)
+    assert (tmp_path / "home" / "blame.npz").exists()
+    good = dict(np.load(tmp_path / "home" / "blame.npz"))
+    for damage in (
+        {"spikes": np.zeros(3)},
+        {"losses": good["losses"].astype(str)},
+        {"losses": good["losses"].astype(object)},
+    ):
+        np.savez(tmp_path / "home" / "blame.npz", **{**good, **damage})
+        with refused("blame.npz cannot be read: .* Remove it"):
+            train.blame("~/home", loss=LOSS)
+    np.save(tmp_path / "array.npy", np.zeros(3))
+    (tmp_path / "array.npy").rename(tmp_path / "home" / "blame.npz")
+    with refused("blame.npz cannot be read: .* Remove it"):
+        train.blame("~/home", loss=LOSS)
+    mean = train.blame(tmp_path / "m", loss=lambda y, p: keras.ops.mean(y - p[:, 0]))
+    with refused("`loss` returns one of a batch"):
+        mean.metric.update_state(np.zeros(32), np.zeros((32, 4)))
