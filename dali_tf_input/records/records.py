@@ -50,7 +50,8 @@ class Records:
       subset: which of their records; None is all of them.
       label_key: the feature key of `labels`; None if the index step did not read them.
       relabeled: whether `labels` replace those that are stored, see `relabel`.
-      lineage: the seeds of the divisions that this is a part of, so that the next one draws anew.
+      lineage: the seeds of the divisions that this is a part of, so that the next
+        division draws other numbers.
       image_key: feature key of the encoded image, a bytes_list of one value.
       largest_image: (height, width) in pixels of the tallest and of the widest image, from level
         "decode" on; else None. DALI's GPU decoder allocates memory for it.
@@ -110,14 +111,21 @@ class Records:
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
-        """The names in ``labels.txt``, or tfds' ``label.labels.txt``, beside the files."""
+        """The names in ``labels.txt``, or tfds' ``label.labels.txt``, beside the files.
+
+        Raises:
+          InputError: that file is not UTF-8.
+        """
         if self.is_remote:
             return None
         folder = glob.escape(os.path.dirname(self.files[0].path))
         for name in ("labels.txt", "label.labels.txt"):
             for path in glob.glob(os.path.join(folder, name)):
-                with open(path, encoding="utf-8") as stream:
-                    return tuple(stream.read().splitlines())
+                try:
+                    with open(path, encoding="utf-8") as stream:
+                        return tuple(stream.read().splitlines())
+                except UnicodeDecodeError as error:
+                    raise InputError(f"{path} is not UTF-8: {error}.") from error
         return None
 
     @property
@@ -168,8 +176,8 @@ class Records:
             except (TypeError, ValueError) as error:
                 arguments = ["--verify=schema"]
                 command = index_command(self.paths, index_dir=self.index_dir, arguments=arguments)
-                text = f"The index of {file.path} does not have the label of each record"
-                raise InputError(f"{text}. Index again: {command}") from error
+                text = f"The index of {file.path} does not have a class for each record"
+                raise InputError(f"{text}. If each has one, index again: {command}") from error
         return labels
 
     def index(self, number: int) -> Integers:
@@ -303,7 +311,7 @@ class Records:
     def relabel(
         self, labels: Mapping[int, int] | None = None, *, ids: Mapping[int, int] | None = None
     ) -> "Records":
-        """Returns these records with other labels, without writing them anew.
+        """Returns these records with other labels; the files are not changed.
 
         For a mixture whose parts count their classes differently, or for mislabeled records. Order
         "buffer" serves stored labels only, and refuses these.

@@ -3,6 +3,7 @@
 import functools
 import math
 import operator
+import os
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from dali_tf_input.records.index_file import Integers
 from dali_tf_input.records.labels import ClassLabel, Label
 from dali_tf_input.records.records import Records
 
+_MAX_FACTOR = 1_000_000
+_MAX_EPOCHS = 1000  # of all records, in one of a mixture
 Shares = npt.NDArray[np.float64]
 Balance = dict[int, float] | Literal["class"] | None
 
@@ -43,8 +46,8 @@ def find_shares(
         for value, factor in balance.items():
             check(value in places, "balance", "a dict by classes that have records", value)
             is_number = isinstance(factor, Real) and not isinstance(factor, bool)
-            holds = is_number and 0 < float(factor) < math.inf
-            check(holds, "balance", "a dict of factors above 0", factor)
+            rule = f"a dict of factors above 0, at most {_MAX_FACTOR:,}"
+            check(is_number and 0 < factor <= _MAX_FACTOR, "balance", rule, factor)
             factors[places[value]] = factor
     exponent = 0 if balance == "class" else 1 / temperature
     return classes, (counts * factors) ** exponent
@@ -53,8 +56,8 @@ def find_shares(
 def draw_balanced(classes: Integers, quotas: Integers, *, seed: int, epoch: int) -> Integers:
     """Returns records of which an epoch has a given number of each class, class by class.
 
-    Each record of a class comes as often as every other one, or once more; which ones do is drawn
-    anew in each epoch.
+    Each record of a class comes as often as every other one, or once more; which ones do is another
+    draw in each epoch.
 
     Args:
       classes: the class of each record, from 0; each has one at least.
@@ -104,15 +107,21 @@ class Mixture:
         total = math.fsum(shares.values())
         check(abs(total - 1) < 1e-9, "records", "shares that are 1 together", f"{total:.6g}")
         records = functools.reduce(operator.add, shares)
-        return cls(records, tuple(shares), tuple(map(float, shares.values())))
+        mixture = cls(records, tuple(shares), tuple(map(float, shares.values())))
+        if mixture.num_records > _MAX_EPOCHS * records.num_records:
+            raise InputError(
+                f"An epoch would have {mixture.num_records:,} records, as long as it takes to serve"
+                " the first part once: name a part of a larger share first."
+            )
+        return mixture
 
     def __repr__(self) -> str:
         """Says what an order depends on."""
-        shares = ", ".join(
-            f"{share:.6g} of {zlib.crc32(part.ids.tobytes()):08x} in {part.paths[0]}"
-            for part, share in zip(self.parts, self.shares, strict=True)
-        )
-        return f"<Mixture: {shares}>"
+        parts = []
+        for part, share in zip(self.parts, self.shares, strict=True):
+            ids = zlib.crc32(part.ids.tobytes())
+            parts.append(f"{share:.6g} of {ids:08x} in {os.path.basename(part.paths[0])}")
+        return f"<Mixture: {', '.join(parts)}>"
 
     @property
     def num_records(self) -> int:

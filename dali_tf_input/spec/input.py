@@ -128,7 +128,12 @@ class InputSpec:
             )
         check(0 <= self.seed < 2**31, "seed", "in [0, 2**31)", self.seed)
         self._check_label()
-        asked = {"balance": self.is_balanced, "mixture": self.mixture, "repeats": self.repeats > 1}
+        asked = {
+            "balance": self.balance is not None,
+            "temperature": self.temperature != 1,
+            "mixture": self.mixture is not None,
+            "repeats": self.repeats > 1,
+        }
         name = next((name for name, is_asked in asked.items() if is_asked), "")
         if name and self.order != "global":
             raise InputError(f"`{name}` is for order 'global' only, got {self.order!r}.")
@@ -366,7 +371,8 @@ class InputSpec:
         if self.shuffle_block_size > 1:
             raise InputError("`balance` and a mixture need `shuffle_block_size` 1.")
         if self.mixture:
-            check(not self.is_balanced, "balance", "None with a mixture", self.balance)
+            if self.is_balanced:
+                raise InputError("A mixture takes neither `balance` nor `temperature`.")
             return self.mixture.find_parts(self.records), np.array(self.mixture.shares)
         return find_shares(self.records, self.label, self.balance, self.temperature)
 

@@ -92,7 +92,8 @@ class Resume:
           folder: where the state is kept; created when training begins.
           save_every: steps after which the state is saved, at least 1; None saves at the end of
             each epoch. Saving takes as long as writing the weights.
-          allow_changed_data: whether the records and the spec may differ from the saved ones.
+          allow_changed_data: whether the records and the spec, but not the batch size, may differ
+            from the saved ones.
             Training then goes on at the same epoch, and at the same step in it if there still is
             one, in the new order; what changed is logged. False refuses.
         """
@@ -264,10 +265,11 @@ class Resume:
         if allowed:
             why = why or f"This is other input than the saved state's: {'; '.join(words)}"
         if not why:
+            remedy = "; Resume(..., allow_changed_data=True) goes on with this one"
+            remedy = "" if "batch_size" in changed else remedy
             raise InputError(
                 f"{self._path(_STATE_NAME)} belongs to training on other input:"
-                f" {'; '.join(words)}. Use the same input, or start in another folder;"
-                " Resume(..., allow_changed_data=True) goes on with this one."
+                f" {'; '.join(words)}. Use the same input, or start in another folder{remedy}."
             )
         epoch, done = divmod(state.step, state.steps_per_epoch)
         state.step = epoch * steps_per_epoch + min(done, steps_per_epoch - 1)

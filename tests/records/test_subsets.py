@@ -244,13 +244,15 @@ def test_names_as_labels(tmp_path):
 
 
 def test_an_index_without_labels(tmp_path, dataset):
-    with refused("does not have the label of each record. Index again: .* --verify=schema"):
+    with refused(
+        "does not have a class for each record. If each has one, index again: .* --verify=schema"
+    ):
         _ = dataset.labels
-    with refused("does not have the label of each record"):
+    with refused("does not have a class for each record"):
         dataset.split(by_label=True, a=0.5, b=0.5)
     records = write_classes(tmp_path / "some", [4])
     damaged = dataclasses.replace(records.files[0], labels=b"\x03abc")
-    with refused("does not have the label of each record"):
+    with refused("does not have a class for each record"):
         _ = dataclasses.replace(records, files=(damaged,)).labels
 
 
@@ -346,7 +348,7 @@ def test_relabel_refuses(classes, dataset):
         "`ids` must be in .0, 100.": lambda: classes.relabel(ids={100: 1}),
         "A new label must be an integer, got 'cat'": lambda: classes.relabel({1: "cat"}),
         "A new label must be an integer, got 1.5": lambda: classes.relabel({1: 1.5}),
-        "does not have the label of each record": lambda: dataset.relabel({1: 2}),
+        "does not have a class for each record": lambda: dataset.relabel({1: 2}),
         "has other labels in one of the two": lambda: (
             classes.take(4).relabel({0: 9}) + classes.exclude(classes.take(4).ids)
         ),

@@ -187,7 +187,9 @@ def test_refuses(classes, dataset):
     for message, fields in {
         "`balance` must be": {"balance": "classes"},
         "a dict by classes that have records, got 3": {"balance": {3: 1.0}},
-        "a dict of factors above 0, got 0": {"balance": {0: 0}},
+        "a dict of factors above 0, at most 1,000,000, got 0": {"balance": {0: 0}},
+        "a dict of factors above 0, at most 1,000,000, got 1e.308": {"balance": {0: 1e308}},
+        "at most 1,000,000, got 1000": {"balance": {0: 10**400}},
         "`temperature` must be": {"temperature": 0.5},
         "`repeats` must be": {"repeats": 0},
         "`balance` and a mixture need `shuffle_block_size` 1": {
@@ -197,7 +199,7 @@ def test_refuses(classes, dataset):
     }.items():
         with refused(message):
             spec_with(classes, **fields)
-    for name, value in (("balance", "class"), ("repeats", 2)):
+    for name, value in (("balance", "class"), ("temperature", 2.0), ("repeats", 2)):
         with refused(f"`{name}` is for order 'global' only, got 'buffer'"):
             spec_of(classes, "buffer", SMALL, **{name: value})
     with refused("the index none. Index with --verify=schema and the same label"):

@@ -11,6 +11,7 @@ from conftest import DALI, TF_DATA, numbered_examples, refused, spec_of, write_i
 import dali_tf_input as dti
 from dali_tf_input.spec.balance import Mixture, draw_mixed, share_out
 from dali_tf_input.spec.order import EpochSteps, Shard, list_records
+from dali_tf_input.training.resume import make_fingerprint
 
 SMALL = dti.Preprocess.for_training(16)
 
@@ -126,6 +127,18 @@ def test_parts_of_one_set_and_resuming(photos, tmp_path, caplog):
     fit(mixture_of({first: 0.5, rest: 0.5}), 5)
 
 
+def test_resuming_where_the_folder_was_moved(tmp_path):
+    """What the order depends on is the same in another folder."""
+    prints = []
+    for place in ("here", "there"):
+        (tmp_path / place).mkdir()
+        records = write_indexed(tmp_path / place / "photos-0", numbered_examples(10))
+        parts = records.split(a=0.5, b=0.5).values()
+        prints.append(make_fingerprint(mixture_of(dict.fromkeys(parts, 0.5)), 4))
+    assert prints[0] == prints[1]
+    assert "<Mixture: 0.5 of " in prints[0]["mixture"]
+
+
 def test_refuses(photos, drawings, dataset):
     for message, shares in {
         "`records` must be shares that are 1 together, got 0.9": {photos: 0.5, drawings: 0.4},
@@ -142,8 +155,11 @@ def test_refuses(photos, drawings, dataset):
             mixture_of(shares)
     with refused("`mixture` is for order 'global' only, got 'buffer'"):
         mixture_of({photos: 0.5, drawings: 0.5}, order="buffer")
-    with refused("`balance` must be None with a mixture, got class"):
-        mixture_of({photos: 0.5, drawings: 0.5}, balance="class")
+    for fields in ({"balance": "class"}, {"temperature": 2.0}):
+        with refused("A mixture takes neither `balance` nor `temperature`"):
+            mixture_of({photos: 0.5, drawings: 0.5}, **fields)
+    with refused("An epoch would have 30,000,000 records, as long as it takes to serve the first"):
+        mixture_of({photos: 1e-6, drawings: 1 - 1e-6})
     with refused("`batch_size` must be at most"):
         dti.load(mixture_of({photos: 0.5, drawings: 0.5}), TF_DATA, batch_size=64)
     mixture = Mixture.of({photos: 0.5, drawings: 0.5})

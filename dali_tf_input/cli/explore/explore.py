@@ -10,12 +10,10 @@ example: dali-tf-input explore --files='path/train-*' --files='path/validation-*
 
 import concurrent.futures
 import hashlib
-import io
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from dali_tf_input import InputError, Records
 from dali_tf_input.cli import command
@@ -23,8 +21,9 @@ from dali_tf_input.cli.explore.findings import Finding, Set, find_problems, summ
 from dali_tf_input.cli.explore.page import write_page
 from dali_tf_input.cli.flags import FileFlags
 from dali_tf_input.cli.label_names import find_names
+from dali_tf_input.index.decoders import read_header
 from dali_tf_input.records.example import decode_example
-from dali_tf_input.records.schema import find_size
+from dali_tf_input.records.schema import BadImage, find_size
 
 FLAGS = command.Flags()
 _FILES = FileFlags(FLAGS)
@@ -89,9 +88,9 @@ def _look_at_all(records: Records) -> Iterator[tuple[tuple[int, int], int]]:
         size = find_size(features) if records.stores_pixels else None
         if size is None:
             try:
-                with Image.open(io.BytesIO(data)) as image:
-                    size = (image.height, image.width)
-            except (OSError, ValueError, Image.DecompressionBombError):
+                _, height, width = read_header(data)
+                size = (height, width)
+            except BadImage:
                 size = (0, 0)
         return size, int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 

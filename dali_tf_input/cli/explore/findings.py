@@ -70,7 +70,7 @@ def _spread(values: Any, form: str = ",.0f") -> str:
 
 def _describe_classes(one: Set, names: list[str]) -> str:
     if one.labels is None:
-        return "- (index with --verify=schema)"
+        return "- (the index has no class of each record)"
     classes, counts = np.unique(one.labels, return_counts=True)
     fewest = name_of(int(classes[counts.argmin()]), names)
     return f"{len(classes):,}, of {counts.min():,} ({fewest}) to {counts.max():,} records"
@@ -94,13 +94,16 @@ def find_problems(sets: list[Set], names: list[str]) -> Iterator[Finding]:
 
 
 def _find_leaks(first: Set, second: Set) -> Iterator[Finding]:
-    shared, places, others = np.intersect1d(first.sums, second.sums, return_indices=True)
-    if len(shared):
-        text = (
-            f"{second.name}: {_count(len(shared))} also in {first.name}: leave them out of one of"
-        )
-        groups = [[(first, int(a)), (second, int(b))] for a, b in zip(places, others, strict=True)]
-        yield Finding("leaks", f"{text} the two, records.exclude(ids).", groups)
+    shared = np.intersect1d(first.sums, second.sums)
+    if not len(shared):
+        return
+    groups: list[list[tuple[Set, int]]] = [[] for _ in shared]
+    for one in (first, second):
+        places = np.flatnonzero(np.isin(one.sums, shared))
+        for place, group in zip(places, np.searchsorted(shared, one.sums[places]), strict=True):
+            groups[group].append((one, int(place)))
+    text = f"{second.name}: {_count(len(shared))} also in {first.name}: leave them out of one of"
+    yield Finding("leaks", f"{text} the two, records.exclude(ids).", groups)
 
 
 def _find_copies(one: Set) -> Iterator[Finding]:
@@ -125,7 +128,7 @@ def _find_sizes(one: Set) -> Iterator[Finding]:
     short, long = one.sizes.min(1), one.sizes.max(1)
     is_image = short > 0
     for name, where, text in (
-        ("unreadable", ~is_image, "of no known format: index with --verify=decode."),
+        ("unreadable", ~is_image, "of no format that is decoded: index with --verify=decode."),
         ("tiny", is_image & (short < _TINY), f"below {_TINY} pixels, which say little."),
         (
             "long",

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from dali_tf_input.cli import pictures
 from dali_tf_input.cli.explore.findings import Finding, Set, name_of, summarize
@@ -158,7 +159,7 @@ def _show(one: Set, place: int, names: list[str]) -> str:
     text = f"{label}{size}<br>id {record} of {html.escape(one.name[-30:])}"
     try:
         image = pictures.read_image(one.records, record)
-    except (OSError, ValueError):
+    except (OSError, ValueError, Image.DecompressionBombError):
         return f"<figure><figcaption>{text}</figcaption></figure>"
     image.thumbnail((_THUMBNAIL, _THUMBNAIL))
     stream = io.BytesIO()
