@@ -5,6 +5,7 @@ input.
 import json
 import os
 import re
+import sys
 
 import pytest
 from commands import fails, load, python, run
@@ -209,7 +210,7 @@ def test_a_worker_that_does_not_start():
     with pytest.raises(
         InputError, match=r"does not start: the process died .exit code 1.: .*no way"
     ):
-        processes.JsonWorker(["python", "-c", "raise SystemExit('no way')"]).start()
+        processes.JsonWorker([sys.executable, "-c", "raise SystemExit('no way')"]).start()
 
 
 @pytest.mark.slow
