@@ -21,6 +21,7 @@ from dali_tf_input.storage.staging import locked_if_free, replace, write_whole
 from dali_tf_input.training.strategies import scope_of
 
 _STATE_NAME = "state.json"
+_ALL, _STORED = "all", "as stored"  # of the records, of their labels
 _OURS = re.compile(r"step-\d+\.(weights\.h5|npz)")
 
 _logger = logging.getLogger("dali_tf_input")
@@ -250,8 +251,11 @@ class Resume:
     ) -> None:
         """Refuses the state of other input, or adapts it where that is allowed."""
         then = state.fingerprint
-        changed = [name for name, value in now.items() if then.get(name, "") != value]
-        words = [f"`{name}` was {then.get(name)}, is {now[name]}" for name in changed]
+        usual = {"subset": _ALL, "labels": _STORED}  # of states from before there were others
+        changed = [name for name, value in now.items() if then.get(name, usual.get(name)) != value]
+        words = [
+            f"`{name}` was {then.get(name, usual.get(name))}, is {now[name]}" for name in changed
+        ]
         if not changed and state.steps_per_epoch != steps_per_epoch:
             words = [f"`steps_per_epoch` was {state.steps_per_epoch}, is {steps_per_epoch}"]
         if not words:
@@ -260,7 +264,7 @@ class Resume:
         if set(changed) - {"records", "subset"} == {"skipped", "index"}:
             lost = then["records"] - now["records"]
             skipped = now["skipped"] - then["skipped"]
-            if lost == skipped > 0 or (now["subset"] and 0 <= lost <= skipped):
+            if lost == skipped > 0 or (now["subset"] != _ALL and 0 <= lost <= skipped):
                 why = f"The index skips {lost} more records than the saved state"
         if allowed:
             why = why or f"This is other input than the saved state's: {'; '.join(words)}"
@@ -322,12 +326,16 @@ def make_fingerprint(spec: InputSpec, batch_size: int) -> dict[str, Any]:
         f"preprocess.{field.name}": repr(getattr(spec.preprocess, field.name))
         for field in dataclasses.fields(spec.preprocess)
     }
+    labels = hashlib.sha256(records.labels.tobytes()) if records.relabeled else None
     return {
         "records": records.num_records,
         "skipped": records.num_skipped,
         "files": files.hexdigest()[:16],
         "index": index.hexdigest()[:16],
-        "subset": hashlib.sha256(records.ids.tobytes()).hexdigest()[:16] if records.subset else "",
+        "subset": hashlib.sha256(records.ids.tobytes()).hexdigest()[:16]
+        if records.subset
+        else _ALL,
+        "labels": labels.hexdigest()[:16] if labels else _STORED,
         **fields,
         **preprocess,
         "batch_size": batch_size,

@@ -222,6 +222,8 @@ def test_resume_refuses_another_subset(classes, tmp_path):
     fit(parts["train"], 2)
     with refused("belongs to training on other input: .*`subset` was"):
         fit(parts["other"], 3)
+    with refused("belongs to training on other input: `labels` was as stored, is "):
+        fit(parts["train"].relabel({0: 1}), 3)
 
 
 @pytest.mark.parametrize(
@@ -427,6 +429,18 @@ def test_counts_and_ranges_are_those_of_the_subset(many):
     half = many.exclude(range(0, 1500, 2))
     weights = spec_of(half, "global", SMALL, class_weight="balanced").class_weights()
     np.testing.assert_allclose(weights, 750 / (7 * np.bincount(half.labels)))
+
+
+def test_counts_of_several_classes_are_unknown_for_a_subset(tmp_path):
+    examples = numbered_examples(6)
+    for number, example in enumerate(examples):
+        example["image/class/label"] = [number % 2, 2]
+    label = dti.MultiHot(num_classes=3)
+    records = write_indexed(
+        tmp_path / "train-0", examples, dti.Checks(verify="schema", label=label)
+    )
+    assert spec_of(records, "global", SMALL, label=label).class_counts == ((0, 3), (1, 3), (2, 6))
+    assert spec_of(records.take(3), "global", SMALL, label=label).class_counts is None
 
 
 def test_unions_of_overlapping_files(many):
