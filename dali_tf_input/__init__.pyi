@@ -10,6 +10,15 @@ from .records.records import Records as Records
 from .records.schema import Checks as Checks
 from .serving import export_saved_model as export_saved_model
 from .serving import iterate_batches as iterate_batches
+from .spec.augment import Augmentation as Augmentation
+from .spec.augment import ColorJitter as ColorJitter
+from .spec.augment import GaussianBlur as GaussianBlur
+from .spec.augment import RandAugment as RandAugment
+from .spec.augment import RandomErasing as RandomErasing
+from .spec.augment import RandomGrayscale as RandomGrayscale
+from .spec.augment import Solarize as Solarize
+from .spec.augment import TrivialAugment as TrivialAugment
+from .spec.augment import VerticalMirror as VerticalMirror
 from .spec.crops import CenterCrop as CenterCrop
 from .spec.crops import RandomCrop as RandomCrop
 from .spec.crops import RandomResizedCrop as RandomResizedCrop

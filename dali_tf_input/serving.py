@@ -228,10 +228,10 @@ def denormalize(images: Any, preprocess: Preprocess) -> npt.NDArray[np.float32]:
 
 def _check_deterministic(preprocess: Preprocess) -> None:
     mirrors = preprocess.mirror_probability not in (0, 1)
-    if mirrors or preprocess.auto_augment or preprocess.crop.is_random:
+    if mirrors or preprocess.augment or preprocess.crop.is_random:
         raise InputError(
             "`preprocess` must not be random, as in Preprocess.for_evaluation: no random crop, no"
-            " mirror probability between 0 and 1, no `auto_augment`."
+            " mirror probability between 0 and 1, no `augment`."
         )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import dali_tf_input as dti
 from dali_tf_input.cli import command
-from dali_tf_input.cli.flags import BACKENDS, FileFlags
+from dali_tf_input.cli.flags import BACKENDS, FileFlags, augment_flag, find_augmentations
 from dali_tf_input.cli.label_names import find_names
 
 FLAGS = command.Flags()
@@ -28,7 +28,7 @@ _EPOCHS = FLAGS.integer("epochs", 12, "Passes over the training records.", 1)
 _IMAGE_SIZE = FLAGS.integer("image_size", 96, "Height and width of the images.", 1)
 _LEARNING_RATE = FLAGS.number("learning_rate", 2e-3, "Learning rate of Adam.")
 _NUM_CLASSES = FLAGS.integer("num_classes", None, "Number of classes; else found.", 1)
-_AUTO_AUGMENT = FLAGS.choice("auto_augment", None, ["trivial", "rand"], "Augmentation.")
+_AUGMENT = augment_flag(FLAGS)
 _ORDER = FLAGS.choice("order", "global", ["global", "buffer"], "How records are mixed.")
 _SERVICE = FLAGS.string("service", None, "tf.data service, grpc://host:port.")
 _RESUME = FLAGS.string("resume", None, "Folder that keeps the state of training.")
@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> int:
     spec = dti.InputSpec.for_training(
         _RECORDS.dataset(),
         _IMAGE_SIZE.value,
-        auto_augment=_AUTO_AUGMENT.value,
+        augment=find_augmentations(_AUGMENT.value),
         order=_ORDER.value,
         seed=_SEED.value,
         label=_RECORDS.label(),

@@ -56,7 +56,7 @@ WRONG = {
             "layout": ("NHWC", None, 3),
             "dtype": (np.float32, tf.float32, "float64"),
             "antialias": (1, "yes", None),
-            "auto_augment": (True, "auto"),
+            "augment": (True, "rand", dti.RandAugment(), (dti.RandAugment,), ("rand",)),
         }.items()
         for value in values
     ],

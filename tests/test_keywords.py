@@ -25,7 +25,7 @@ WRONG = {
     "MultiHot": ("classes", "num_classes"),
     "Preprocess": ("size", "image_size"),
     "Preprocess.for_evaluation": ("normalize", "normalization"),
-    "Preprocess.for_training": ("autoaugment", "auto_augment"),
+    "Preprocess.for_training": ("auto_augment", "augment"),
     "RandomCrop": ("xyz", ""),
     "RandomResizedCrop": ("area", "area_range"),
     "Records": ("file", "files"),

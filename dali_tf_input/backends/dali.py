@@ -5,7 +5,6 @@ import functools
 import importlib
 import os
 import re
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,6 +45,11 @@ def import_plugin() -> Any:
 def check_spec(spec: InputSpec) -> None:
     """Raises InputError for a spec that DALI does not support."""
     check_supported(spec.preprocess)
+    if spec.transform:
+        raise InputError(
+            "DALI does not support `transform`: make it a layer of the model, or use"
+            " TfDataOptions()."
+        )
     for name, (_, dtype) in spec.outputs.items():
         if dtype == "string":
             raise InputError(
@@ -177,6 +181,7 @@ def build_pipeline(
             values["image"],
             values["uniforms"],
             spec.preprocess,
+            rows=values.get("rows"),
             decode="none" if spec.records.stores_pixels else options.resolved_decode,
             device=decoder_device(options),
             hints=decoder_hints(spec, options),
@@ -184,7 +189,7 @@ def build_pipeline(
         nodes = (values[name] for name in spec.outputs)
         return tuple(node.gpu() if options.device == "gpu" else node for node in nodes)
 
-    conditionals = spec.preprocess.auto_augment is not None
+    conditionals = bool(spec.preprocess.augment)
     return make_pipeline(define, stream, options, device_id, conditionals=conditionals)
 
 
@@ -199,25 +204,13 @@ def make_pipeline(
     """Makes a pipeline, not yet built, of the outputs that `define` defines."""
     shard, cores = stream.shard, len(os.sched_getaffinity(0))
     make = dali.pipeline_def(define, enable_conditionals=conditionals)
-    with warnings.catch_warnings(record=conditionals):  # auto_aug uses names that DALI warns about
-        return make(
-            batch_size=stream.batch_size,
-            num_threads=options.num_threads or max(1, cores // shard.num_shards),
-            device_id=device_id,
-            seed=_find_seed(stream),
-            prefetch_queue_depth=options.prefetch_queue_depth,
-        )
-
-
-def _find_seed(stream: Stream) -> int | None:
-    """Returns the seed of DALI's own random numbers: of its reader, and of `auto_augment`.
-
-    If a pipeline starts for each epoch, a fixed seed would augment all epochs alike. So it is None:
-    each start draws one.
-    """
-    if stream.spec.preprocess.auto_augment and not stream.endless:
-        return None
-    return stream.spec.seed * stream.shard.num_shards + stream.shard.shard_id
+    return make(
+        batch_size=stream.batch_size,
+        num_threads=options.num_threads or max(1, cores // shard.num_shards),
+        device_id=device_id,
+        seed=stream.spec.seed * shard.num_shards + shard.shard_id,  # of DALI's own reader
+        prefetch_queue_depth=options.prefetch_queue_depth,
+    )
 
 
 def define_serving_pipeline(

@@ -4,12 +4,13 @@ from collections.abc import Collection
 from typing import Any, Literal
 
 from nvidia.dali import fn, math, types
-from nvidia.dali.auto_aug import rand_augment, trivial_augment
 from nvidia.dali.data_node import DataNode
 from nvidia.dali.pipeline import do_not_convert
 
+from dali_tf_input.backends.dali_augment import apply_rows
+from dali_tf_input.spec.colors import LUMA
 from dali_tf_input.spec.crops import Region, Uniforms
-from dali_tf_input.spec.preprocess import LUMA, RAND_AUGMENT_MAGNITUDE, RAND_AUGMENT_OPS, Preprocess
+from dali_tf_input.spec.preprocess import Preprocess
 
 _INTERPOLATIONS = {"bilinear": types.INTERP_LINEAR, "bicubic": types.INTERP_CUBIC}
 _INTERPOLATIONS["nearest"] = types.INTERP_NN
@@ -31,10 +32,11 @@ def prepare_images(
     decode: Decode,
     device: str,
     hints: dict[str, int | float],
+    rows: DataNode | None = None,
 ) -> DataNode:
     """Preprocesses images as `tf_images.prepare_image` does, but for a batch.
 
-    With `auto_augment` only within a pipeline definition that enables conditionals.
+    With `rows` only within a pipeline definition that enables conditionals.
 
     Args:
       encoded: uint8 (bytes,) each, a JPEG or PNG file, or pixels (height, width, 3); on the CPU.
@@ -43,12 +45,14 @@ def prepare_images(
       decode: how much of an image is decoded; "none" for pixels.
       device: "cpu", or "mixed" to decode on the GPU and continue there.
       hints: further arguments of the decoder.
+      rows: what `preprocess.augment` does, see `dali_augment`.
     """
     shared = {"decode": decode, "device": device, "hints": hints}
     images, region = decode_images(encoded, uniforms, preprocess, **shared)
     images = resize_regions(images, region, preprocess, decode=decode)
-    if preprocess.auto_augment is not None:
-        images = augment_images(images, preprocess)
+    if rows is not None:
+        program = preprocess.make_program()
+        images = apply_rows(_to_uint8(images), rows, program, preprocess.image_size)
     if preprocess.channels == 1:
         images = _to_gray(images)
     return normalize_images(images, uniforms, preprocess)
@@ -105,16 +109,6 @@ def resize_regions(
         resizing["roi_start"] = fn.cast(start, dtype=types.FLOAT)
         resizing["roi_end"] = fn.cast(start + extent, dtype=types.FLOAT)
     return fn.resize(images, **resizing)
-
-
-def augment_images(images: DataNode, preprocess: Preprocess) -> DataNode:
-    """Applies `preprocess.auto_augment` to images (height, width, 3) in 0..255; returns uint8."""
-    images = _to_uint8(images)
-    if preprocess.auto_augment == "trivial":
-        return trivial_augment.trivial_augment_wide(images)
-    return rand_augment.rand_augment(
-        images, n=RAND_AUGMENT_OPS, m=RAND_AUGMENT_MAGNITUDE, shape=preprocess.image_size
-    )
 
 
 def normalize_images(images: DataNode, uniforms: DataNode, preprocess: Preprocess) -> DataNode:

@@ -10,9 +10,11 @@ from nvidia.dali.data_node import DataNode
 from dali_tf_input.backends import reading
 from dali_tf_input.backends.parsing import parse_record
 from dali_tf_input.backends.reading import Stream
+from dali_tf_input.backends.tf_augment import draw_rows
 from dali_tf_input.backends.tf_images import prepare_mask
 from dali_tf_input.records.labels import ClassLabel
 from dali_tf_input.records.schema import SIDE_KEYS
+from dali_tf_input.spec.augment import ROW_SIZE
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.options import DaliOptions, TfDataOptions
 
@@ -24,7 +26,7 @@ def reads_by_itself(spec: InputSpec, options: DaliOptions) -> bool:
     """Whether DALI's own reader serves: images and integers, in an order of its own, on a GPU."""
     label = spec.label
     plain = isinstance(label, ClassLabel) and not (label.vocabulary or label.one_hot)
-    is_simple = plain and [*spec.outputs] == ["image", "label"]
+    is_simple = plain and [*spec.outputs] == ["image", "label"] and not spec.preprocess.augment
     return options.device == "gpu" and spec.order == "buffer" and is_simple
 
 
@@ -35,14 +37,16 @@ def pack_records(stream: Stream) -> tf.data.Dataset:
     would copy it, byte by byte in DALI's slice. Masks are few bytes once they are cropped, and come
     out the same from both backends.
     """
-    spec = stream.spec
+    spec, program = stream.spec, stream.spec.preprocess.make_program()
 
     @tf.autograph.experimental.do_not_convert
     def pack(key: tf.Tensor, record: tf.Tensor, *beside: tf.Tensor) -> tf.Tensor:
         values = parse_record(record, spec, beside)
         image = values["image"]
-        uniforms, _ = reading.draw_uniforms(stream, key)
+        uniforms, seed = reading.draw_uniforms(stream, key)
         values["uniforms"] = uniforms
+        if spec.preprocess.augment:
+            values["rows"] = draw_rows(program, seed)
         if spec.mask:
             values["mask"] = prepare_mask(values["mask"], uniforms, spec)
         values["image"] = tf.shape(image)
@@ -62,6 +66,8 @@ def _list_tail(spec: InputSpec) -> list[tuple[str, tuple[int, ...], str]]:
     """Returns name, shape and type of what follows an image; of stored pixels also their shape."""
     tail = [(name, *output) for name, output in spec.outputs.items() if name != "image"]
     tail.append(("uniforms", (spec.preprocess.num_uniforms,), "float32"))
+    if spec.preprocess.augment:
+        tail.append(("rows", (spec.preprocess.make_program().num_steps, ROW_SIZE), "float32"))
     return [*tail, *([("image", (3,), "int32")] if spec.records.stores_pixels else [])]
 
 

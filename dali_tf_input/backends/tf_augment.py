@@ -1,171 +1,198 @@
-"""Random augmentation by Keras's layers: TrivialAugment and RandAugment, one image at a time."""
+"""Augmentations with TensorFlow: the drawing of rows for both backends, and what rows do."""
 
 from collections.abc import Callable
-from typing import Any
 
-import keras
+import numpy as np
 import tensorflow as tf
-from keras import layers
 
-from dali_tf_input.spec.preprocess import (
-    RAND_AUGMENT_BINS,
-    RAND_AUGMENT_MAGNITUDE,
-    RAND_AUGMENT_OPS,
-    Preprocess,
-)
-
-Operation = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
+from dali_tf_input.spec.augment import Floats, Primitive, Program
+from dali_tf_input.spec.colors import LUMA
 
 
-def make_augmentation(preprocess: Preprocess) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
-    """Makes the function that does `preprocess.auto_augment`.
-
-    The operations are those of DALI's `auto_aug`, at the same strengths, as far as Keras has them.
-    They differ in this: Keras's brightness adds where DALI's multiplies; Keras draws a strength
-    evenly from a range where DALI takes one of 31 steps of it, in TrivialAugment and in the
-    contrast of both; in TrivialAugment Keras posterizes to 2..8 bits uniformly, DALI by its
-    steps.
+def draw_rows(program: Program, seed: tf.Tensor) -> tf.Tensor:
+    """Draws what is done to one image, a function of `seed`, int64 (2,).
 
     Returns:
-      A function of an image, uint8 (*preprocess.image_size, 3), and a seed, int64 (2,), to an image
-      of the same type and shape: the same for the same seed.
+      float32 (program.num_steps, ROW_SIZE), the rows of `program`, but that those of
+      `Primitive.ERASE` hold [top, left, bottom, right, seed of the noise, 0, fill, noise].
     """
-    is_trivial = preprocess.auto_augment == "trivial"
-    operations = (_trivial if is_trivial else _rand)(preprocess.image_size)
-    num_ops = 1 if is_trivial else RAND_AUGMENT_OPS
-    shape = (*preprocess.image_size, 3)
-
-    def augment(image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
-        image = tf.cast(image, tf.float32)
-        seeds = tf.random.experimental.stateless_split(seed, 2 * num_ops)
-        for number in range(num_ops):
-            chosen = tf.random.stateless_uniform(
-                (), seeds[2 * number], maxval=len(operations), dtype=tf.int32
-            )
-            image = tf.switch_case(
-                chosen, [_bind(operation, image, seeds[2 * number + 1]) for operation in operations]
-            )
-            image = tf.ensure_shape(tf.clip_by_value(tf.round(image), 0, 255), shape)
-        return tf.cast(image, tf.uint8)
-
-    return augment
+    uniforms = tf.random.stateless_uniform((program.num_uniforms,), seed)
+    count, steps = len(program.p), program.num_steps
+    of_order, of_row, places = tf.split(uniforms, [count, steps, 2 * steps])
+    order = pick(of_order, program.p, program.num_orders)
+    order = tf.gather(order, program.of_step)
+    first = tf.gather(program.first_rows, tf.maximum(order, 0), axis=1, batch_dims=1)
+    size = tf.gather(program.num_rows, tf.maximum(order, 0), axis=1, batch_dims=1)
+    number = pick(of_row, program.step_p, size)
+    is_done = (order >= 0) & (number >= 0)
+    rows = tf.gather(program.rows, tf.where(is_done, first + number, 0))
+    if Primitive.ERASE not in program.rows[:, 0]:
+        return rows
+    places = tf.reshape(places, (steps, 2))
+    corner = tf.floor(places * rows[:, 3:5]) + rows[:, 5:7]
+    noise_seed = tf.floor(tf.reduce_sum(places, 1, keepdims=True) * (1 << 23))
+    drawn = [rows[:, :1], corner, corner + rows[:, 1:3], noise_seed, rows[:, :1] * 0, rows[:, 7:]]
+    return tf.where(rows[:, :1] == Primitive.ERASE, tf.concat(drawn, 1), rows)
 
 
-class _Seeds(keras.random.SeedGenerator):
-    """A generator of seeds that follow from a given one, without a state that calls share."""
-
-    def __init__(self, seed: tf.Tensor) -> None:
-        seeds = tf.random.experimental.stateless_split(seed, 4)
-        self._seeds = tf.unstack(tf.cast(seeds, tf.uint32))
-
-    def next(self, ordered: bool = True) -> tf.Tensor:
-        return self._seeds.pop()
+def pick(uniforms: tf.Tensor, p: Floats, count: tf.Tensor) -> tf.Tensor:
+    """Returns one of `count` numbers for each uniform, with probability `p`; else -1."""
+    part = tf.math.divide_no_nan(uniforms, p)
+    number = tf.minimum(tf.cast(part * tf.cast(count, tf.float32), tf.int32), count - 1)
+    return tf.where(uniforms < p, number, -1)
 
 
-def _bind(operation: Operation, image: tf.Tensor, seed: tf.Tensor) -> Callable[[], tf.Tensor]:
-    return lambda: operation(image, seed)
-
-
-def _layer(layer: layers.Layer) -> Operation:
-    def operate(image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
-        batch = image[None]
-        transformation = layer.get_random_transformation(batch, training=True, seed=_Seeds(seed))
-        return layer.transform_images(batch, transformation, training=True)[0]
-
-    layer.backend.set_backend("tensorflow")  # whatever trains the model
-    layer.dtype_policy = "float32"  # whatever Keras's global policy is
-    return operate
-
-
-def _either(*layers: layers.Layer) -> Operation:
-    """Returns an operation that applies a random one of `layers`."""
-    operations = [_layer(layer) for layer in layers]
-
-    def operate(image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
-        seeds = tf.random.experimental.stateless_split(seed, 2)
-        chosen = tf.random.stateless_uniform((), seeds[0], maxval=len(operations), dtype=tf.int32)
-        return tf.switch_case(
-            chosen, [_bind(operation, image, seeds[1]) for operation in operations]
-        )
-
-    return operate
-
-
-def _with_margin(operation: Operation) -> Operation:
-    """Returns an operation that sees repeated pixels, not zeros, beyond the image's edges."""
-
-    def operate(image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
-        return operation(tf.pad(image, [[1, 1], [1, 1], [0, 0]], "SYMMETRIC"), seed)[1:-1, 1:-1]
-
-    return operate
-
-
-def _same(image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
+def apply_rows(image: tf.Tensor, rows: tf.Tensor, program: Program) -> tf.Tensor:
+    """Applies drawn rows to an image, uint8 (height, width, 3), as native/augment.h does."""
+    shape = image.shape
+    for step in range(program.num_steps):
+        row = rows[step]
+        primitives = [Primitive.NOTHING, *sorted({*program.rows_of_step(step)[:, 0]} - {0})]
+        numbers = np.searchsorted(primitives, np.arange(len(Primitive)))
+        branches = [_bind(_PRIMITIVES[Primitive(int(kind))], image, row[1:]) for kind in primitives]
+        chosen = tf.gather(np.int32(numbers), tf.cast(row[0], tf.int32))
+        image = tf.ensure_shape(tf.switch_case(chosen, branches), shape)
     return image
 
 
-def _trivial(size: tuple[int, int]) -> list[Operation]:
-    """TrivialAugment's wide set, with random strengths; the ranges are the paper's and DALI's."""
-    height, width = size
-    warp: dict[str, Any] = {"fill_mode": "constant", "fill_value": 128.0}
-    rows, columns = min(1.0, 32 / height), min(1.0, 32 / width)  # 32 pixels, as parts of the image
-    return [
-        _layer(
-            layers.RandomTranslation(height_factor=0.0, width_factor=(-columns, columns), **warp)
-        ),
-        _layer(layers.RandomTranslation(height_factor=(-rows, rows), width_factor=0.0, **warp)),
-        _layer(layers.RandomShear(x_factor=(0.0, 0.99), **warp)),  # either way
-        _layer(layers.RandomShear(y_factor=(0.0, 0.99), **warp)),
-        _layer(layers.RandomRotation((-135 / 360, 135 / 360), **warp)),
-        _layer(layers.RandomBrightness((-0.99, 0.99))),
-        _layer(layers.RandomContrast((0.99, 0.99))),
-        _layer(layers.RandomSaturation((_saturation(0.01), _saturation(1.99)), value_range=(0, 1))),
-        _with_margin(_layer(layers.RandomSharpness((0.01 / 2, 1.99 / 2)))),
-        _either(*(layers.RandomPosterization((bits, bits)) for bits in range(2, 9))),
-        _layer(layers.Solarization(threshold_factor=1.0)),
-        _layer(layers.Equalization()),
-        _layer(layers.AutoContrast()),
-        _same,
-    ]
+def _bind(
+    operate: Callable[[tf.Tensor, tf.Tensor], tf.Tensor], image: tf.Tensor, numbers: tf.Tensor
+) -> Callable[[], tf.Tensor]:
+    def branch() -> tf.Tensor:
+        result = operate(image, numbers)
+        if result.dtype == tf.uint8:
+            return result
+        return tf.cast(tf.clip_by_value(tf.floor(result + 0.5), 0, 255), tf.uint8)
+
+    return branch
 
 
-def _rand(size: tuple[int, int]) -> list[Operation]:
-    """RandAugment's set at one strength; the largest strengths are the paper's and DALI's."""
-    strength = RAND_AUGMENT_MAGNITUDE / (RAND_AUGMENT_BINS - 1)
-    warp: dict[str, Any] = {"fill_mode": "constant", "fill_value": 128.0}
-    shift, shear = 100 / 224 * strength, 0.3 * strength
-    turn, enhance = 30 / 360 * strength, 0.9 * strength
-    bits = round(8 - 4 * strength)
-    threshold = 256 * (1 - strength)
-
-    def both(layer: type[layers.Layer], value: float, **arguments: Any) -> Operation:
-        return _either(*(layer((signed, signed), **arguments) for signed in (-value, value)))
-
-    def enhanced(
-        layer: type[layers.Layer], at: Callable[[float], float], **arguments: Any
-    ) -> Operation:
-        factors = (at(1 - enhance), at(1 + enhance))
-        return _either(*(layer((factor, factor), **arguments) for factor in factors))
-
-    return [
-        _either(*(layers.RandomTranslation(0.0, (x, x), **warp) for x in (-shift, shift))),
-        _either(*(layers.RandomTranslation((y, y), 0.0, **warp) for y in (-shift, shift))),
-        _layer(layers.RandomShear(x_factor=(shear, shear), **warp)),  # either way
-        _layer(layers.RandomShear(y_factor=(shear, shear), **warp)),
-        both(layers.RandomRotation, turn, **warp),
-        both(layers.RandomBrightness, enhance),
-        _layer(layers.RandomContrast((enhance, enhance))),
-        enhanced(layers.RandomSaturation, _saturation, value_range=(0, 1)),
-        _with_margin(enhanced(layers.RandomSharpness, lambda factor: factor / 2)),
-        _layer(layers.RandomPosterization((bits, bits))),
-        # Not layers.Solarization: it draws from 0 on, whatever range it is given.
-        lambda image, seed: tf.where(image < threshold, image, 255 - image),
-        _layer(layers.Equalization()),
-        _layer(layers.AutoContrast()),
-        _same,
-    ]
+def _color(image: tf.Tensor, numbers: tf.Tensor) -> tf.Tensor:
+    matrix = tf.reshape(numbers, (3, 4))
+    return tf.tensordot(_float(image), matrix[:, :3], [[2], [1]]) + matrix[:, 3]
 
 
-def _saturation(factor: float) -> float:
-    """Returns what `RandomSaturation` calls a saturation times `factor`."""
-    return factor / (1 + factor)
+def _contrast(image: tf.Tensor, numbers: tf.Tensor) -> tf.Tensor:
+    mean = tf.tensordot(tf.reduce_mean(_float(image), (0, 1)), tf.constant(LUMA), 1)
+    return mean + numbers[0] * (_float(image) - mean)
+
+
+def _solarize(image: tf.Tensor, numbers: tf.Tensor) -> tf.Tensor:
+    return tf.where(_float(image) < numbers[0], image, 255 - image)
+
+
+def _posterize(image: tf.Tensor, numbers: tf.Tensor) -> tf.Tensor:
+    return tf.bitwise.bitwise_and(image, tf.cast(numbers[0], tf.uint8))
+
+
+def _add(image: tf.Tensor, numbers: tf.Tensor) -> tf.Tensor:
+    return tf.where(image < 128, _float(image) + numbers[0], _float(image))
+
+
+def _autocontrast(image: tf.Tensor, numbers: tf.Tensor) -> tf.Tensor:
+    values = _float(image)
+    low, high = (reduce(values, (0, 1)) for reduce in (tf.reduce_min, tf.reduce_max))
+    return tf.where(high > low, (values - low) * 255 / tf.maximum(high - low, 1), values)
+
+
+def _equalize(image: tf.Tensor, numbers: tf.Tensor) -> tf.Tensor:
+    channels = []
+    for channel in tf.unstack(tf.cast(image, tf.int32), axis=2):
+        sums = tf.cumsum(tf.math.bincount(tf.reshape(channel, [-1]), minlength=256, maxlength=256))
+        lowest = tf.reduce_min(tf.where(sums > 0, sums, sums[-1]))
+        rest = tf.cast(tf.maximum(sums[-1] - lowest, 1), tf.float32)
+        table = tf.cast(sums - lowest, tf.float32) * 255 / rest
+        table = tf.where(sums[-1] > lowest, table, tf.range(256.0))
+        channels.append(tf.gather(table, channel))
+    return tf.stack(channels, 2)
+
+
+def _filter(image: tf.Tensor, numbers: tf.Tensor) -> tf.Tensor:
+    kernel = tf.tile(tf.reshape(numbers[:9], (3, 3, 1, 1)), (1, 1, 3, 1))
+    return tf.nn.depthwise_conv2d(_widen(image, 1)[None], kernel, (1, 1, 1, 1), "VALID")[0]
+
+
+def _blur(image: tf.Tensor, numbers: tf.Tensor) -> tf.Tensor:
+    sigma = numbers[0]
+    radius = tf.cast(tf.math.ceil(3 * sigma), tf.int32)
+    weights = tf.exp(-0.5 * (tf.cast(tf.range(-radius, radius + 1), tf.float32) / sigma) ** 2)
+    weights = tf.tile((weights / tf.reduce_sum(weights))[:, None], (1, 3))
+    down, across = weights[:, None, :, None], weights[None, :, :, None]
+    image = _widen(image, radius)[None]
+    for kernel in (down, across):
+        image = tf.nn.depthwise_conv2d(image, kernel, (1, 1, 1, 1), "VALID")
+    return image[0]
+
+
+def _widen(image: tf.Tensor, margin: tf.Tensor | int) -> tf.Tensor:
+    """Returns a float image with a reflected margin, which may be wider than the image."""
+
+    def places(side: int) -> tf.Tensor:
+        period = max(2 * (side - 1), 1)
+        place = tf.math.floormod(tf.range(-margin, side + margin), period)
+        return tf.minimum(place, period - place) if side > 1 else place * 0
+
+    rows, columns = map(places, image.shape[:2])
+    return _float(tf.gather(tf.gather(image, rows), columns, axis=1))
+
+
+def _warp(image: tf.Tensor, numbers: tf.Tensor) -> tf.Tensor:
+    height, width = image.shape[:2]
+    x, y = tf.range(0.5, width)[None, :], tf.range(0.5, height)[:, None]
+    from_x = numbers[0] * x + (numbers[1] * y + numbers[2])
+    from_y = numbers[3] * x + (numbers[4] * y + numbers[5])
+
+    def look_up(column: tf.Tensor, line: tf.Tensor) -> tf.Tensor:
+        is_inside = (column >= 0) & (column < width) & (line >= 0) & (line < height)
+        places = tf.where(is_inside, line * width + column, 0)
+        pixels = tf.gather(tf.reshape(image, (-1, 3)), tf.cast(places, tf.int32))
+        return tf.where(is_inside[..., None], _float(pixels), numbers[6])
+
+    def interpolate() -> tf.Tensor:
+        left, top = tf.floor(from_x - 0.5), tf.floor(from_y - 0.5)
+        right_part = (from_x - 0.5 - left)[..., None]
+        bottom_part = (from_y - 0.5 - top)[..., None]
+        above, below = (
+            look_up(left, line) * (1 - right_part) + look_up(left + 1, line) * right_part
+            for line in (top, top + 1)
+        )
+        return above * (1 - bottom_part) + below * bottom_part
+
+    return tf.cond(
+        numbers[7] != 0, interpolate, lambda: look_up(tf.floor(from_x), tf.floor(from_y))
+    )
+
+
+def _erase(image: tf.Tensor, numbers: tf.Tensor) -> tf.Tensor:
+    height, width = image.shape[:2]
+    x, y = tf.range(0.0, width)[None, :], tf.range(0.0, height)[:, None]
+    top, left, bottom, right = tf.unstack(numbers[:4])
+    is_inside = (x >= left) & (x < right) & (y >= top) & (y < bottom)
+    hashed = tf.range(height * width * 3, dtype=tf.int64) + tf.cast(numbers[4], tf.int64)
+    hashed = tf.cast(hashed, tf.uint32)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        shifted = tf.bitwise.right_shift(hashed, tf.constant(shift, tf.uint32))
+        hashed = tf.bitwise.bitwise_xor(hashed, shifted) * tf.constant(factor, tf.uint32)
+    total = tf.reduce_sum(tf.cast(tf.bitcast(hashed, tf.uint8), tf.float32), 1)
+    noise = tf.reshape((total - 510) / 147.8, (height, width, 3))
+    return tf.where(is_inside[..., None], numbers[6:9] + numbers[9:12] * noise, _float(image))
+
+
+def _float(image: tf.Tensor) -> tf.Tensor:
+    return tf.cast(image, tf.float32)
+
+
+_PRIMITIVES: dict[Primitive, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
+    Primitive.NOTHING: lambda image, numbers: image,
+    Primitive.COLOR: _color,
+    Primitive.CONTRAST: _contrast,
+    Primitive.SOLARIZE: _solarize,
+    Primitive.POSTERIZE: _posterize,
+    Primitive.ADD: _add,
+    Primitive.AUTOCONTRAST: _autocontrast,
+    Primitive.EQUALIZE: _equalize,
+    Primitive.FILTER: _filter,
+    Primitive.BLUR: _blur,
+    Primitive.WARP: _warp,
+    Primitive.ERASE: _erase,
+}

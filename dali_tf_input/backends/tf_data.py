@@ -11,7 +11,7 @@ import tensorflow as tf
 from dali_tf_input.backends import reading
 from dali_tf_input.backends.parsing import parse_record
 from dali_tf_input.backends.reading import Stream
-from dali_tf_input.backends.tf_augment import make_augmentation
+from dali_tf_input.backends.tf_augment import draw_rows
 from dali_tf_input.backends.tf_images import prepare_image, prepare_mask
 from dali_tf_input.backends.tf_native import uses_native
 from dali_tf_input.errors import InputError
@@ -53,23 +53,55 @@ def read_records(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
 def make_prepare(stream: Stream, options: TfDataOptions) -> Callable[..., tuple[Any, ...]]:
     """Returns the function that maps (key, record) to what comes out."""
     spec, preprocess = stream.spec, stream.spec.preprocess
-    augmentation = make_augmentation(preprocess) if preprocess.auto_augment else None
+    program, transform = preprocess.make_program(), check_transform(spec)
     decode = options.resolve_decode(resizes_plainly=preprocess.resizes_plainly)
     native = options.service is None and uses_native(options.kernel)
 
     @tf.autograph.experimental.do_not_convert
     def prepare(key: tf.Tensor, record: tf.Tensor, *beside: tf.Tensor) -> tuple[Any, ...]:
         values = parse_record(record, spec, beside)
-        uniforms, augment_seed = reading.draw_uniforms(stream, key)
-        augment = (lambda image: augmentation(image, augment_seed)) if augmentation else None
+        uniforms, seed = reading.draw_uniforms(stream, key)
+        rows = draw_rows(program, seed) if preprocess.augment else None
         values["image"] = prepare_image(
-            values["image"], uniforms, preprocess, decode=decode, augment=augment, native=native
+            values["image"],
+            uniforms,
+            preprocess,
+            rows=rows,
+            transform=(lambda image: transform(image, ~seed)) if transform else None,
+            decode=decode,
+            native=native,
         )
         if spec.mask:
             values["mask"] = prepare_mask(values["mask"], uniforms, spec)
         return spec.arrange(values)
 
     return prepare
+
+
+def check_transform(spec: InputSpec) -> Callable[..., tf.Tensor] | None:
+    """Returns `spec.transform` as a graph, if there is one.
+
+    Raises:
+      InputError: it fails, or returns an image of another type or shape.
+    """
+    if spec.transform is None:
+        return None
+    image = tf.TensorSpec((*spec.preprocess.image_size, 3), tf.uint8)
+    try:
+        transform = tf.function(spec.transform)
+        made = transform.get_concrete_function(image, tf.TensorSpec((2,), tf.int64))
+    except Exception as error:  # whatever a user's function raises
+        raise InputError(f"`transform` fails: {type(error).__name__}: {error}") from error
+    outputs = made.structured_outputs
+    is_tensor = tf.is_tensor(outputs)
+    is_same = is_tensor and outputs.dtype == image.dtype
+    if not is_same or not outputs.shape.is_compatible_with(image.shape):
+        shown = f"{outputs.dtype.name} {outputs.shape}" if is_tensor else repr(outputs)
+        raise InputError(
+            f"`transform` must return an image like the one it gets, uint8 {image.shape}, got"
+            f" {shown}."
+        )
+    return made
 
 
 def prepare_batches(

@@ -9,10 +9,12 @@ from typing import Literal
 import tensorflow as tf
 
 from dali_tf_input.backends import tf_native
+from dali_tf_input.backends.tf_augment import apply_rows
 from dali_tf_input.records.schema import DCT_METHOD
+from dali_tf_input.spec.colors import LUMA
 from dali_tf_input.spec.crops import Region, Uniforms
 from dali_tf_input.spec.input import InputSpec
-from dali_tf_input.spec.preprocess import LUMA, Preprocess
+from dali_tf_input.spec.preprocess import Preprocess
 
 _KERNELS = {"bilinear": "triangle", "bicubic": "keyscubic"}
 
@@ -32,7 +34,8 @@ def prepare_image(
     preprocess: Preprocess,
     *,
     decode: Decode = "full",
-    augment: Callable[[tf.Tensor], tf.Tensor] | None = None,
+    rows: tf.Tensor | None = None,
+    transform: Callable[[tf.Tensor], tf.Tensor] | None = None,
     native: bool = False,
 ) -> tf.Tensor:
     """Preprocesses one encoded image for the model.
@@ -42,30 +45,40 @@ def prepare_image(
       uniforms: float32 (preprocess.num_uniforms,) in [0, 1): they decide what is random.
       preprocess: what to do.
       decode: how much of a JPEG is decoded; see `TfDataOptions`.
-      augment: applied to the uint8 image (*preprocess.image_size, 3), before the mirror.
+      rows: what `preprocess.augment` does, see `tf_augment`.
+      transform: changes the image, uint8 (*preprocess.image_size, 3), after `rows`.
       native: whether `tf_native` does all that follows decoding.
 
     Returns:
       `preprocess.dtype` of shape `preprocess.image_shape`.
     """
-    if not native:
-        image = resample_image(encoded, uniforms, preprocess, decode=decode)
-        image = to_uint8(image) if augment else image
-    elif augment or preprocess.channels == 1:
-        plain = Preprocess(
-            image_size=preprocess.image_size,
-            crop=preprocess.crop,
-            interpolation=preprocess.interpolation,
-            antialias=preprocess.antialias,
-            mean=(0, 0, 0),
-            std=(1, 1, 1),
-            dtype="uint8" if augment else "float32",
-        )
-        image = prepare_image(encoded, uniforms, plain, decode=decode, native=True)
-    else:
+    changes = rows is not None or transform is not None
+    if native and not changes and preprocess.channels == 3:
         return prepare_natively(encoded, uniforms, preprocess, decode=decode)
-    if augment:
-        image = tf.cast(augment(image), tf.float32)
+    plain = dataclasses.replace(
+        preprocess,
+        mirror_probability=0.0,
+        mean=(0, 0, 0),
+        std=(1, 1, 1),
+        channels=3,
+        layout="HWC",
+        dtype="uint8" if changes else "float32",
+    )
+    if native:
+        image = prepare_natively(encoded, uniforms, plain, decode=decode)
+    else:
+        image = resample_image(encoded, uniforms, preprocess, decode=decode)
+        image = to_uint8(image) if changes else image
+    if rows is not None and native and transform is None and preprocess.channels == 3:
+        mirrored = Uniforms.split(uniforms).mirror[0] < preprocess.mirror_probability
+        return tf_native.augment(image, rows, preprocess, mirrored)
+    if rows is not None and native:
+        image = tf_native.augment(image, rows, plain, tf.constant(False))
+    elif rows is not None:
+        image = apply_rows(image, rows, preprocess.make_program())
+    if transform is not None:
+        image = transform(image)
+    image = tf.cast(image, tf.float32)
     if preprocess.channels == 1:
         red, green, blue = (
             image[..., channel : channel + 1] * LUMA[channel] for channel in range(3)

@@ -81,6 +81,14 @@ def finish_region(
     return tf.ensure_shape(prepared, preprocess.image_shape)
 
 
+def augment(
+    image: tf.Tensor, rows: tf.Tensor, preprocess: Preprocess, mirrored: tf.Tensor
+) -> tf.Tensor:
+    """Applies drawn rows to an image after its crop, uint8, and prepares it for the model."""
+    prepared = load().dali_tf_input_augment(image, rows, mirrored, **_attributes(preprocess))
+    return tf.ensure_shape(prepared, preprocess.image_shape)
+
+
 def decodes(crop: Crop) -> bool:
     """Returns whether `decode` knows a crop: those of this package."""
     return type(crop) in _CROPS

@@ -17,6 +17,17 @@ BACKENDS: dict[str, dti.DaliOptions | dti.TfDataOptions] = {
     "dali_cpu": dti.DaliOptions(device="cpu"),
     "dali_gpu": dti.DaliOptions(device="gpu"),
 }
+# What users call the augmentations on the command line.
+AUGMENTATIONS: dict[str, dti.Augmentation] = {
+    "rand": dti.RandAugment(),
+    "trivial": dti.TrivialAugment(),
+    "jitter": dti.ColorJitter(brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1),
+    "grayscale": dti.RandomGrayscale(),
+    "blur": dti.GaussianBlur(),
+    "solarize": dti.Solarize(p=0.5),
+    "erasing": dti.RandomErasing(),
+    "vertical": dti.VerticalMirror(),
+}
 _CROPS = ("resize_random_crop", "random_resized_crop", "random_crop", "center_crop", "no_crop")
 
 
@@ -60,12 +71,23 @@ def describe_work(preprocess: dti.Preprocess) -> str:
     parts = ["decode", crop, f"{height}x{width}"]
     parts += [preprocess.interpolation] if preprocess.interpolation != "bilinear" else []
     parts += ["antialias"] if preprocess.antialias else []
-    parts += [f"{preprocess.auto_augment} augment"] if preprocess.auto_augment else []
+    parts += [type(augmentation).__name__ for augmentation in preprocess.augment]
     parts += ["gray"] if preprocess.channels == 1 else []
     parts += ["mirror"] if preprocess.mirror_probability else []
     normalizes = (set(preprocess.mean), set(preprocess.std)) != ({0.0}, {1.0})
     parts += ["normalize"] if preprocess.dtype != "uint8" and normalizes else []
     return ", ".join([*parts, f"{preprocess.dtype} {preprocess.layout}"])
+
+
+def augment_flag(flags: Flags) -> Any:
+    """Defines the flag whose value `find_augmentations` takes."""
+    return flags.list("augment", [], f"Augmentations in turn, of {', '.join(AUGMENTATIONS)}.")
+
+
+def find_augmentations(names: list[str]) -> tuple[dti.Augmentation, ...]:
+    """Returns the augmentations of `augment_flag`."""
+    names = check_list("augment", names, [*AUGMENTATIONS]) if names else []
+    return tuple(AUGMENTATIONS[name] for name in names)
 
 
 class FileFlags:

@@ -12,16 +12,24 @@ example: dali-tf-input preview --files='path/train-*' --crop=random_resized_crop
 
 import colorsys
 import dataclasses
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from PIL import Image
 
 from dali_tf_input import DaliOptions, InputError, InputSpec, Preprocess, Records, TfDataOptions
 from dali_tf_input.cli import command, pictures
-from dali_tf_input.cli.flags import FileFlags, LabelFlags, WorkFlags, describe_work
+from dali_tf_input.cli.flags import (
+    FileFlags,
+    LabelFlags,
+    WorkFlags,
+    augment_flag,
+    describe_work,
+    find_augmentations,
+)
 from dali_tf_input.cli.label_names import find_names
 from dali_tf_input.records.losses import find_hardest, read_losses
+from dali_tf_input.spec.recipes import Recipe
 
 FLAGS = command.Flags()
 _FILES = FileFlags(FLAGS)
@@ -35,7 +43,8 @@ _RECORDS = FLAGS.list("records", None, "The ids of the records that are shown.")
 _BLAME = FLAGS.string("blame", None, "Folder of `train.blame`: show the records of largest loss.")
 _EVALUATION = FLAGS.boolean("evaluation", False, "Show the preprocessing of evaluation.")
 _LAYOUT = FLAGS.choice("layout", "HWC", ["HWC", "CHW"], "Axes of an image.")
-_AUTO_AUGMENT = FLAGS.choice("auto_augment", None, ["trivial", "rand"], "Augmentation.")
+_AUGMENT = augment_flag(FLAGS)
+_RECIPE = FLAGS.choice("recipe", None, get_args(Recipe), "A published recipe's preprocessing.")
 _IMAGE_WIDTH = FLAGS.integer("image_width", None, "Width of the output; else --image_size.", 1)
 _INTERPOLATION = FLAGS.choice(
     "interpolation", "bilinear", ["bilinear", "bicubic", "nearest"], "How pixels are resized."
@@ -45,7 +54,7 @@ _SEED = FLAGS.integer("seed", 0, "Decides which images are shown, and their crop
 # Hues far from each other for neighboring classes.
 _MASK_COLORS = 255 * np.array([colorsys.hsv_to_rgb(n * 0.618 % 1, 0.9, 1.0) for n in range(20)])
 _AMPLIFY = 32  # the factor of the difference
-_VISIBLE = 1.0  # of 255: a smaller largest difference has no picture
+_VISIBLE_MEAN = 0.02  # of 255: a smaller mean difference has no picture
 
 
 def main(arguments: list[str]) -> int:
@@ -71,10 +80,7 @@ def main(arguments: list[str]) -> int:
     work = describe_work(spec.preprocess)
     print(f"images      {num_images} of {spec.records.num_records:,}: {work}")
     mean = difference.mean()
-    if spec.preprocess.auto_augment:
-        print("difference  not shown: each backend draws its own augmentations")
-    else:
-        print(f"difference  mean {mean:.4f} of 255, largest {difference.max():.2f}")
+    print(f"difference  mean {mean:.4f} of 255, largest {difference.max():.2f}")
     if _OUT.value:
         print(f"sheet       in {_OUT.value}")
     if _MOST.value is not None and mean > _MOST.value:
@@ -90,8 +96,13 @@ def make_spec() -> InputSpec:
             raise InputError("--evaluation crops the center: leave out --crop.")
         evaluation = Preprocess.for_evaluation(height, antialias=_WORK.antialias.value)
         preprocess = dataclasses.replace(evaluation, dtype=_WORK.dtype.value)
-    changes = {flag.name: flag.value for flag in (_INTERPOLATION, _LAYOUT, _AUTO_AUGMENT)}
+    changes = {flag.name: flag.value for flag in (_INTERPOLATION, _LAYOUT)}
     changes["image_size"] = (height, _IMAGE_WIDTH.value or height)
+    changes["augment"] = find_augmentations(_AUGMENT.value)
+    if _RECIPE.value:
+        made = Preprocess.for_training(changes["image_size"], recipe=_RECIPE.value)
+        of_recipe = ("crop", "interpolation", "antialias", "augment", "mirror_probability")
+        changes |= {name: getattr(made, name) for name in of_recipe}
     preprocess = dataclasses.replace(preprocess, **changes)
     records = _FILES.dataset()
     ids = find_ids(records)
@@ -148,9 +159,7 @@ def draw(spec: InputSpec, batch: dict[str, np.ndarray], others: np.ndarray) -> N
         images, others = (
             np.stack([*map(lay_over, pixels, batch["mask"])]) for pixels in (images, others)
         )
-    # Each backend draws its own augmentations, which are no difference between the two.
-    is_drawn = spec.preprocess.auto_augment is not None
-    differs = [not is_drawn and pixels.max() >= _VISIBLE for pixels in difference]
+    differs = [pixels.mean() >= _VISIBLE_MEAN for pixels in difference]
     losses = read_losses(_BLAME.value, spec.records)[0] if _BLAME.value else None
     tiles: list[pictures.Tile | None] = []
     for number, record in enumerate(batch["record_id"].tolist()):
@@ -164,7 +173,7 @@ def draw(spec: InputSpec, batch: dict[str, np.ndarray], others: np.ndarray) -> N
             text += f"\nid {record}"
         tiles.append(pictures.Tile(text, image, box))
         tiles.append(pictures.Tile("tf.data", as_pixels(images[number])))
-        text = "DALI" if differs[number] or is_drawn else "DALI: the same"
+        text = "DALI" if differs[number] else "DALI: the same"
         tiles.append(pictures.Tile(text, as_pixels(others[number])))
         if differs[number]:
             mean, largest = difference[number].mean(), difference[number].max()

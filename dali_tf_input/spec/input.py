@@ -5,7 +5,7 @@ fast. Everything is checked in Python when it is made, before any pipeline exist
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Annotated, Any, ClassVar, Literal
@@ -95,6 +95,11 @@ class InputSpec:
         `records.read` take them.
       mask: the mask that comes out too, with the crop and the mirror of its image.
       features: further features that come out as they are stored, by their keys.
+      transform: a function of one's own, for tf.data: ``transform(image, seed)`` gets the image
+        after its crop and `preprocess.augment`, uint8 (*preprocess.image_size, 3), and returns
+        another one of that type and shape, which is then mirrored and normalized. The seed, int64
+        (2,), is for `tf.random.stateless_*`: it differs from image to image and from epoch to
+        epoch, and is the same again after a resume.
     """
 
     EXAMPLE: ClassVar[str] = "InputSpec.for_training('records/train-*', 224)"
@@ -114,6 +119,7 @@ class InputSpec:
     record_ids: bool = False
     mask: SegmentationMask | None = None
     features: dict[str, Stored] = field(default_factory=dict, hash=False)
+    transform: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         if self.shuffle_block_size > 1 and self.order != "global":
@@ -143,9 +149,14 @@ class InputSpec:
             self.class_shares()  # raises if there are none
         if self.mask:
             self.records.check_feature("mask.key", self.mask.key, ("bytes_list",), (1, 1))
-            if self.preprocess.auto_augment or self.preprocess.apply_orientation:
-                text = "`mask` works without `auto_augment` and `apply_orientation` only."
-                raise InputError(text)
+            for augmentation in self.preprocess.augment:
+                if augmentation.is_geometric:
+                    name = type(augmentation).__name__
+                    raise InputError(
+                        f"`mask` works without {name} only, which moves the pixels of the image."
+                    )
+            if self.preprocess.apply_orientation:
+                raise InputError("`mask` works without `apply_orientation` only.")
         for key, stored in self.features.items():
             check(isinstance(stored, Stored), "features", "Stored(...) by keys", self.features)
             if key in ("image", "label", "mask", "record_id", "weight"):
@@ -266,7 +277,7 @@ class InputSpec:
         Example:
           >>> spec = InputSpec.for_training("records/train-*", 224)
           >>> spec = InputSpec.for_training(
-          ...     "records/train-*", 224, crop=RandomResizedCrop(), auto_augment="rand", seed=1
+          ...     "records/train-*", 224, crop=RandomResizedCrop(), augment=(RandAugment(),), seed=1
           ... )
 
         Args:
@@ -328,6 +339,8 @@ class InputSpec:
     ) -> "InputSpec":
         own = {field.name for field in dataclasses.fields(cls)}
         of_preprocess = {field.name for field in dataclasses.fields(Preprocess)} | {"normalization"}
+        if name == "for_training":
+            of_preprocess |= {"recipe"}
         check_keywords(f"InputSpec.{name}", fields, [*own, *of_preprocess])
         changes = {key: value for key, value in fields.items() if key in of_preprocess}
         if isinstance(preprocess, Preprocess):

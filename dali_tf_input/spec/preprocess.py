@@ -6,21 +6,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dali_tf_input.errors import InputError, Part, Pixels, check, check_keywords, checked
+from dali_tf_input.spec.augment import Augmentation, Program
+from dali_tf_input.spec.colors import IMAGENET_MEAN, IMAGENET_STD, LUMA
 from dali_tf_input.spec.crops import CenterCrop, Crop, NoCrop, ResizeRandomCrop
+from dali_tf_input.spec.recipes import Recipe, find_fields
 
 Layout = Literal["HWC", "CHW"]
 Channels = Literal[1, 3]
 Interpolation = Literal["bilinear", "bicubic", "nearest"]
 DType = Literal["float32", "float16", "bfloat16", "uint8"]
-AutoAugment = Literal["trivial", "rand"]
-
-# Mean and standard deviation of ImageNet's training images per RGB channel, in 0..255 units.
-# Source: (0.485, 0.456, 0.406) and (0.229, 0.224, 0.225) of torchvision's examples, times 255.
-IMAGENET_MEAN = (123.675, 116.28, 103.53)
-IMAGENET_STD = (58.395, 57.12, 57.375)
-
-# How much red, green and blue count in a gray value. Source: ITU-R BT.601, as JPEG and Pillow.
-LUMA = (0.299, 0.587, 0.114)
 
 # What comes out: by ImageNet's statistics, or a range, by mean and standard deviation.
 Normalization = Literal["imagenet", "0..1", "-1..1"]
@@ -32,17 +26,13 @@ _NORMALIZATIONS: dict[Normalization | None, tuple[float, float]] = {
 
 _WHOLE = NoCrop()
 
-# RandAugment applies two operations per image at magnitude 9 of 0..30. Source: RandAugment (arXiv
-# 1909.13719), ResNet-50 on ImageNet; the bins are torchvision's and DALI's.
-RAND_AUGMENT_OPS, RAND_AUGMENT_MAGNITUDE, RAND_AUGMENT_BINS = 2, 9, 31
-
 
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Preprocess:
     """Everything between an encoded image and what the model sees.
 
-    In order: decode to RGB, `crop`, augment, to gray if `channels` is 1, mirror, (x - `mean`) /
+    In order: decode to RGB, `crop`, `augment`, to gray if `channels` is 1, mirror, (x - `mean`) /
     `std`.
 
     Example:
@@ -67,11 +57,9 @@ class Preprocess:
       dtype: type of the output. "uint8" is not normalized but rounded to whole numbers in 0..255;
         `make_normalization` returns the layer that normalizes in the model. "bfloat16" is for
         tf.data only: DALI has none.
-      auto_augment: None, or what is applied to the uint8 image after the crop. "trivial" is
-        TrivialAugment's wide set (arXiv 2103.10158), one random operation at a random strength;
-        "rand" is RandAugment (arXiv 1909.13719), two random operations at magnitude 9 of 30. The
-        operations are DALI's `auto_aug` or Keras's layers; docs/preprocessing.md says how they
-        differ. On DALI they are a function of `seed` in `Input.fit` and with `endless` only.
+      augment: what changes the image at random after the crop, in this order, such as
+        ``(RandAugment(), RandomErasing(p=0.25))``; the image is rounded to uint8 before. A function
+        of `seed` and the record's place in the order, the same on both backends.
     """
 
     image_size: tuple[Pixels, Pixels] = (224, 224)
@@ -85,7 +73,7 @@ class Preprocess:
     channels: Channels = 3
     apply_orientation: bool = False
     dtype: DType = "float32"
-    auto_augment: AutoAugment | None = None
+    augment: tuple[Augmentation, ...] = ()
 
     def __post_init__(self) -> None:
         rule = f"one number for each of `channels`={self.channels}"
@@ -100,6 +88,11 @@ class Preprocess:
             text = "`antialias` has no meaning for interpolation 'nearest'"
             raise InputError(f"{text}: set it to False.")
         self.crop.check(self.image_size)
+        self.make_program()  # raises if an augmentation does not fit the image
+
+    def make_program(self) -> Program:
+        """Returns what `augment` draws for each image."""
+        return Program(self.augment, self.image_size)
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -144,6 +137,7 @@ class Preprocess:
         image_size: Pixels | tuple[Pixels, Pixels] = 224,
         *,
         normalization: Normalization | None = "imagenet",
+        recipe: Recipe | None = None,
         **fields: Any,
     ) -> "Preprocess":
         """Resizes to 8/7 of `image_size` (256 for 224), crops at random, mirrors half, normalizes.
@@ -154,18 +148,22 @@ class Preprocess:
         Example:
           >>> preprocess = Preprocess.for_training(224)
           >>> preprocess = Preprocess.for_training((224, 320), crop=RandomResizedCrop(), channels=1)
+          >>> preprocess = Preprocess.for_training(224, recipe="deit")
 
         Args:
           image_size: height and width of the output in pixels, or (height, width).
           normalization: "imagenet": by the mean and standard deviation of ImageNet; "0..1" and
             "-1..1": to that range; None: 0 to 255 as they are, for models that bring their own
             preprocessing.
+          recipe: the preprocessing that a published recipe trains with, instead of this resize and
+            crop; docs/recipes.md lists them.
           **fields: further fields of `Preprocess`. `mean` and `std` replace those of
-            `normalization`.
+            `normalization`, and all of them those of `recipe`.
         """
         height, width = _height_and_width(image_size)
         crop = ResizeRandomCrop(resize=(_resize_for(height), _resize_for(width)))
-        fields = {"crop": crop, "mirror_probability": 0.5, **fields}
+        usual = find_fields(recipe) if recipe else {"crop": crop, "mirror_probability": 0.5}
+        fields = {**usual, **fields}
         return cls._make("for_training", (height, width), normalization, fields)
 
     @classmethod
@@ -201,7 +199,7 @@ class Preprocess:
         normalization: Normalization | None,
         fields: dict[str, Any],
     ) -> "Preprocess":
-        known = ["normalization", *(field.name for field in dataclasses.fields(cls))]
+        known = ["normalization", "recipe", *(field.name for field in dataclasses.fields(cls))]
         check_keywords(f"Preprocess.{name}", fields, known)
         statistics = _statistics_of(normalization, fields.get("channels", 3))
         return cls(image_size=image_size, **{**statistics, **fields})

@@ -139,8 +139,7 @@ class Input:
     def batch_at(self, step: int) -> Any:
         """Returns the batch of a step, of all replicas together: the same pixels as in training.
 
-        On a CPU they are the same to the bit, except for `auto_augment` on DALI.
-        What comes next is not changed.
+        On a CPU they are the same to the bit. What comes next is not changed.
 
         Args:
           step: as for `records_of`.

@@ -79,8 +79,7 @@ class Resume:
 
     The state does not include TensorFlow's own random generators, private attributes of callbacks
     (such as the batches that `ModelCheckpoint(save_freq=n)` counts), or the bytes of the records:
-    files of the same names, sizes and indexes count as equal. `auto_augment` on DALI draws new
-    augmentations.
+    files of the same names, sizes and indexes count as equal.
     """
 
     @checked
@@ -251,7 +250,12 @@ class Resume:
     ) -> None:
         """Refuses the state of other input, or adapts it where that is allowed."""
         then = state.fingerprint
-        usual = {"subset": _ALL, "labels": _STORED}  # of states from before there were others
+        usual = {
+            "subset": _ALL,
+            "labels": _STORED,
+            "transform": "None",
+            "preprocess.augment": "()",
+        }  # of states from before there were others
         changed = [name for name, value in now.items() if then.get(name, usual.get(name)) != value]
         words = [
             f"`{name}` was {then.get(name, usual.get(name))}, is {now[name]}" for name in changed
@@ -320,8 +324,9 @@ def make_fingerprint(spec: InputSpec, batch_size: int) -> dict[str, Any]:
     fields = {
         field.name: repr(getattr(spec, field.name))
         for field in dataclasses.fields(spec)
-        if field.name not in ("records", "preprocess", "buffer_size")
+        if field.name not in ("records", "preprocess", "buffer_size", "transform")
     }
+    transform = getattr(spec.transform, "__qualname__", type(spec.transform).__name__)
     preprocess = {
         f"preprocess.{field.name}": repr(getattr(spec.preprocess, field.name))
         for field in dataclasses.fields(spec.preprocess)
@@ -337,6 +342,7 @@ def make_fingerprint(spec: InputSpec, batch_size: int) -> dict[str, Any]:
         else _ALL,
         "labels": labels.hexdigest()[:16] if labels else _STORED,
         **fields,
+        "transform": transform if spec.transform else "None",
         **preprocess,
         "batch_size": batch_size,
     }

@@ -213,8 +213,9 @@ def test_devices_evaluate_each_record_once(dataset, mirrored):
     [
         {"dtype": "uint8"},
         {"dtype": "float16"},
-        {"auto_augment": "trivial"},
-        {"auto_augment": "rand"},
+        {"augment": (dti.TrivialAugment(), dti.RandomErasing(p=1.0))},
+        {"augment": (dti.RandAugment(dialect="tf", magnitude_std=0.5),)},
+        {"augment": (dti.ColorJitter(brightness=0.4, contrast=0.4, hue=0.1), dti.GaussianBlur())},
     ],
 )
 def test_pixels_of_every_type(dataset, changes):

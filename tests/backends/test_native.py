@@ -13,7 +13,14 @@ import warm
 from conftest import ROOT, TF_DATA, jpeg, refused, spec_of, take, valid_images
 from test_parity import CROPS, RAW, by_tensorflow, draw
 
-from dali_tf_input import InputError, Preprocess, RandomCrop, TfDataOptions
+from dali_tf_input import (
+    InputError,
+    Preprocess,
+    RandomCrop,
+    RandomErasing,
+    TfDataOptions,
+    TrivialAugment,
+)
 from dali_tf_input.backends import tf_native
 from dali_tf_input.backends.build import make_dataset
 from dali_tf_input.records.tfrecord import frame_record
@@ -117,7 +124,11 @@ def test_regions_that_are_none(region, message):
 @pytest.mark.slow
 def test_a_dataset_by_each_kernel(dataset):
     """With augmentation too, and in evaluation; "auto" is the compiled one where it is there."""
-    for changes in ({}, {"auto_augment": "trivial"}, {"crop": RandomCrop(), "dtype": "uint8"}):
+    for changes in (
+        {},
+        {"augment": (TrivialAugment(), RandomErasing())},
+        {"crop": RandomCrop(), "dtype": "uint8"},
+    ):
         preprocess = dataclasses.replace(Preprocess.for_training(24), **changes)
         spec = spec_of(dataset, "global", preprocess)
         made = {

@@ -62,7 +62,7 @@ def test_train_resumes(sample_folder, tmp_path):
 @pytest.mark.slow
 def test_train_augments(sample_folder):
     arguments = [*SAMPLE, "--replicas=2", "--epochs=1", "--image_size=32"]
-    process = run("train.py", *arguments, "--auto_augment=trivial", cwd=sample_folder)
+    process = run("train.py", *arguments, "--augment=trivial,erasing", cwd=sample_folder)
     assert (process.returncode, process.stderr) == (0, "")
     assert "validation accuracy" in process.stdout
 

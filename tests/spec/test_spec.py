@@ -45,7 +45,7 @@ def test_further_fields_of_preprocess(make):
         "channels": 1,
         "apply_orientation": True,
         "dtype": "uint8",
-        "auto_augment": "rand",
+        "augment": (dti.RandAugment(),),
         "mean": (1.0,),
         "std": (2.0,),
     }

@@ -7,7 +7,7 @@ import tensorflow as tf
 from conftest import BACKENDS, spec_of
 from models import FROM_LOGITS, make_model
 
-from dali_tf_input import ClassLabel, Preprocess
+from dali_tf_input import ClassLabel, Preprocess, RandAugment
 from dali_tf_input.training.load import load
 
 BATCH, STEPS, CLASSES = 6, 4, 24
@@ -23,8 +23,8 @@ class Fed:
         held_out = spec_of(records, "sequential", Preprocess.for_evaluation(8), repeat=False)
         self.held_out = load(held_out, options, batch_size=10)
 
-    def feed(self, *, auto_augment=None, **changes):
-        preprocess = Preprocess.for_training(8, auto_augment=auto_augment)
+    def feed(self, *, augment=(), **changes):
+        preprocess = Preprocess.for_training(8, augment=augment)
         spec = spec_of(self.records, preprocess=preprocess, **changes)
         return load(spec, self.options, batch_size=BATCH)
 
@@ -207,12 +207,12 @@ def tensorboard(fed):
         assert f"epoch_{name}".encode() in logged, name
 
 
-def auto_augment(fed):
+def augment(fed):
     """Under a global policy of mixed precision too."""
-    for policy, kind in (("mixed_float16", "rand"), ("mixed_bfloat16", "trivial")):
+    for policy in ("mixed_float16", "mixed_bfloat16"):
         keras.mixed_precision.set_global_policy(policy)
         try:
-            images = next(iter(fed.feed(order="global", auto_augment=kind)))[0]
+            images = next(iter(fed.feed(order="global", augment=(RandAugment(),))))[0]
             assert images.dtype == tf.float32
             assert np.isfinite(images).all()
         finally:
@@ -291,7 +291,7 @@ CHECKS = [
     *(element_spec, cardinality, mixed_precision, steps_per_execution, jit_compile, run_eagerly),
     *(class_weight, one_hot, buffer_order, validation_data, evaluate, predict, unbuilt_model),
     *(own_train_step, train_on_batch, model_checkpoint, backup_and_restore, early_stopping),
-    *(csv_logger, reduce_lr_on_plateau, tensorboard, auto_augment, custom_loop),
+    *(csv_logger, reduce_lr_on_plateau, tensorboard, augment, custom_loop),
     *(loop_in_a_function, take, map_, unbatch, cache, save, enumerate_, as_numpy_iterator, zip_),
     adapt,
 ]

@@ -1,7 +1,8 @@
 // TensorFlow's operations DaliTfInputRead: records of files whose extents are known (read.h); DaliTfInputPrepare: a
 // decoded image and a region of it to what the model sees (resample.h); and DaliTfInputDecode: a JPEG (jpeg.h) and random
-// numbers (region.h) to the same.
+// numbers (region.h) to the same; and DaliTfInputAugment: an image after its crop and rows (augment.h) to the same.
 #include "api.h"
+#include "augment.h"
 #include "jpeg.h"
 #include "read.h"
 #include "region.h"
@@ -146,6 +147,30 @@ void ComputePrepare(void* kernel, TF_OpKernelContext* context) {
     if (wrong) return TF_SetStatus(call.status, dali_tf_input::kInvalidArgument, wrong);
     if (void* out = call.AllocateImage(work)) {
       dali_tf_input::Prepare(work, image, static_cast<const uint8_t*>(TF_TensorData(inputs[0])), out);
+    }
+  });
+}
+
+// Its inputs: image, of the output's size; rows of kRowSize numbers, float (n, kRowSize); whether it is mirrored.
+void ComputeAugment(void* kernel, TF_OpKernelContext* context) {
+  const Work& work = *static_cast<Work*>(kernel);
+  Call call(context, 3);
+  call.Run([&] {
+    TF_Tensor** inputs = call.inputs;
+    const int64_t count = TF_TensorElementCount(inputs[1]);
+    const auto* rows = static_cast<const float*>(TF_TensorData(inputs[1]));
+    const char* wrong = nullptr;
+    if (TF_NumDims(inputs[0]) != 3 || TF_Dim(inputs[0], 0) != work.height || TF_Dim(inputs[0], 1) != work.width || TF_Dim(inputs[0], 2) != 3) {
+      wrong = "the image must be of the output's size";
+    } else if (count % dali_tf_input::kRowSize || TF_TensorElementCount(inputs[2]) != 1) {
+      wrong = "rows must be of 13 numbers, the mirror 1";
+    } else {
+      wrong = dali_tf_input::CheckRows(rows, count);
+    }
+    if (wrong) return TF_SetStatus(call.status, dali_tf_input::kInvalidArgument, wrong);
+    if (void* out = call.AllocateImage(work)) {
+      const bool mirror = *static_cast<const bool*>(TF_TensorData(inputs[2]));
+      dali_tf_input::Augment(work, static_cast<const uint8_t*>(TF_TensorData(inputs[0])), rows, count / dali_tf_input::kRowSize, mirror, out);
     }
   });
 }
@@ -389,6 +414,8 @@ __attribute__((constructor)) void RegisterAll() {
            {"check_crc: bool"}, TF_NewKernelBuilder("DaliTfInputRead", "CPU", CreateRead, ComputeRead, DeleteRead));
   Register("DaliTfInputPrepare", {"image: uint8", "region: double", "mirror: bool"}, {"prepared: T"}, image,
            TF_NewKernelBuilder("DaliTfInputPrepare", "CPU", Create<Work>, ComputePrepare, Delete<Work>));
+  Register("DaliTfInputAugment", {"image: uint8", "rows: float", "mirror: bool"}, {"augmented: T"}, image,
+           TF_NewKernelBuilder("DaliTfInputAugment", "CPU", Create<Work>, ComputeAugment, Delete<Work>));
   Register("DaliTfInputDecode", {"encoded: string", "uniforms: float", "what: double"}, {"prepared: T", "is_done: bool"}, image,
            TF_NewKernelBuilder("DaliTfInputDecode", "CPU", Create<DecodeKernel>, ComputeDecode, Delete<DecodeKernel>));
 }

@@ -1,0 +1,331 @@
+// Changes of a uint8 image, height x width x 3, by the rows of `Primitive` in spec/augment.py, which says what each one
+// does; and the end of the pass, from bytes to what the model sees.
+#ifndef DALI_TF_INPUT_AUGMENT_H_
+#define DALI_TF_INPUT_AUGMENT_H_
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "resample.h"
+
+namespace dali_tf_input {
+
+constexpr int kRowSize = 13;
+enum Primitive {
+  kNothing, kColor, kContrast, kSolarize, kPosterize, kAdd, kAutocontrast, kEqualize, kFilter, kBlur, kWarp, kErase,
+  kNumPrimitives
+};
+
+class Augmenter {
+ public:
+  Augmenter(int height, int width) : height_(height), width_(width), size_(static_cast<size_t>(3) * height * width) {}
+
+  // Applies a row: its primitive and its 12 numbers. The result is in `pixels`.
+  void Apply(const float* row, std::vector<uint8_t>* pixels) {
+    const float* numbers = row + 1;
+    uint8_t* image = pixels->data();
+    switch (static_cast<int>(row[0])) {
+      case kColor:
+        return Color(numbers, image, size_);
+      case kContrast:
+        return Contrast(numbers[0], image);
+      case kSolarize:
+        return LookUp(image, [&](int value) { return static_cast<float>(static_cast<float>(value) < numbers[0] ? value : 255 - value); });
+      case kPosterize:
+        return LookUp(image, [&](int value) { return static_cast<float>(value & static_cast<int>(numbers[0])); });
+      case kAdd:
+        return LookUp(image, [&](int value) { return value < 128 ? static_cast<float>(value) + numbers[0] : static_cast<float>(value); });
+      case kAutocontrast:
+        return Autocontrast(image);
+      case kEqualize:
+        return Equalize(image);
+      case kFilter:
+        scratch_.resize(size_);
+        Filter(numbers, image, scratch_.data());
+        return pixels->swap(scratch_);
+      case kBlur:
+        return Blur(numbers[0], image);
+      case kWarp:
+        scratch_.resize(size_);
+        numbers[7] != 0 ? WarpBilinear(numbers, image, scratch_.data()) : WarpNearest(numbers, image, scratch_.data());
+        return pixels->swap(scratch_);
+      case kErase:
+        return Erase(numbers, image);
+    }
+  }
+
+ private:
+  static DALI_TF_INPUT_CLONES void Color(const float* matrix, uint8_t* image, size_t size) {
+    const float m[12] = {matrix[0], matrix[1], matrix[2], matrix[3], matrix[4],  matrix[5],
+                         matrix[6], matrix[7], matrix[8], matrix[9], matrix[10], matrix[11]};
+    for (size_t at = 0; at < size; at += 3) {
+      const float red = image[at], green = image[at + 1], blue = image[at + 2];
+      image[at] = ToUint8(m[0] * red + m[1] * green + m[2] * blue + m[3]);
+      image[at + 1] = ToUint8(m[4] * red + m[5] * green + m[6] * blue + m[7]);
+      image[at + 2] = ToUint8(m[8] * red + m[9] * green + m[10] * blue + m[11]);
+    }
+  }
+
+  // Replaces each value by that of a function of it.
+  template <typename Function>
+  void LookUp(uint8_t* image, Function function) const {
+    uint8_t table[256];
+    for (int value = 0; value < 256; ++value) table[value] = ToUint8(function(value));
+    for (size_t at = 0; at < size_; ++at) image[at] = table[image[at]];
+  }
+
+  // The same for each channel.
+  template <typename Function>
+  void LookUpChannels(uint8_t* image, Function function) const {
+    uint8_t tables[3][256];
+    for (int channel = 0; channel < 3; ++channel) {
+      for (int value = 0; value < 256; ++value) tables[channel][value] = ToUint8(function(channel, value));
+    }
+    for (size_t at = 0; at < size_; at += 3) {
+      image[at] = tables[0][image[at]], image[at + 1] = tables[1][image[at + 1]], image[at + 2] = tables[2][image[at + 2]];
+    }
+  }
+
+  void Contrast(float factor, uint8_t* image) const {
+    uint64_t sums[3] = {0, 0, 0};
+    for (size_t at = 0; at < size_; at += 3) sums[0] += image[at], sums[1] += image[at + 1], sums[2] += image[at + 2];
+    const double sum = 0.299 * static_cast<double>(sums[0]) + 0.587 * static_cast<double>(sums[1]) + 0.114 * static_cast<double>(sums[2]);
+    const float mean = static_cast<float>(sum / (static_cast<double>(size_) / 3));
+    LookUp(image, [&](int value) { return mean + factor * (static_cast<float>(value) - mean); });
+  }
+
+  void Autocontrast(uint8_t* image) const {
+    int low[3] = {255, 255, 255}, high[3] = {0, 0, 0};
+    for (size_t at = 0; at < size_; at += 3) {
+      for (int channel = 0; channel < 3; ++channel) {
+        low[channel] = std::min<int>(low[channel], image[at + static_cast<size_t>(channel)]);
+        high[channel] = std::max<int>(high[channel], image[at + static_cast<size_t>(channel)]);
+      }
+    }
+    LookUpChannels(image, [&](int channel, int value) {
+      const int range = high[channel] - low[channel];
+      return range ? static_cast<float>(value - low[channel]) * 255.0f / static_cast<float>(range) : static_cast<float>(value);
+    });
+  }
+
+  void Equalize(uint8_t* image) const {
+    int counts[3][256] = {}, lowest[3];
+    for (size_t at = 0; at < size_; at += 3) ++counts[0][image[at]], ++counts[1][image[at + 1]], ++counts[2][image[at + 2]];
+    const int total = static_cast<int>(size_ / 3);
+    for (int channel = 0; channel < 3; ++channel) {
+      int* sums = counts[channel];
+      lowest[channel] = *std::find_if(sums, sums + 256, [](int count) { return count > 0; });
+      for (int value = 1; value < 256; ++value) sums[value] += sums[value - 1];
+    }
+    LookUpChannels(image, [&](int channel, int value) {
+      const int rest = total - lowest[channel];
+      if (!rest) return static_cast<float>(value);
+      return static_cast<float>(counts[channel][value] - lowest[channel]) * 255.0f / static_cast<float>(rest);
+    });
+  }
+
+  // The place of a pixel that may be beyond the border, by up to a side: reflected, without the last pixel.
+  static int Reflect(int place, int side) {
+    if (side == 1) return 0;
+    const int period = 2 * (side - 1);
+    place = ((place % period) + period) % period;
+    return std::min(place, period - place);
+  }
+
+  void Filter(const float* kernel, const uint8_t* image, uint8_t* out) {
+    line_.resize(9 * (static_cast<size_t>(width_) + 2));
+    const size_t stride = 3 * static_cast<size_t>(width_);
+    for (int y = 0; y < height_; ++y) {
+      float* lines[3];
+      for (int tap = 0; tap < 3; ++tap) {
+        lines[tap] = line_.data() + static_cast<size_t>(tap) * (stride + 6);
+        Widen(image + stride * static_cast<size_t>(Reflect(y + tap - 1, height_)), 1, lines[tap]);
+      }
+      FilterLine(kernel, lines, out + stride * static_cast<size_t>(y), stride);
+    }
+  }
+
+  static DALI_TF_INPUT_CLONES void FilterLine(const float* kernel, float* const* lines, uint8_t* out, size_t stride) {
+    const float *above = lines[0], *at = lines[1], *below = lines[2];
+    for (size_t x = 0; x < stride; ++x) {
+      const float sum = kernel[0] * above[x] + kernel[1] * above[x + 3] + kernel[2] * above[x + 6] + kernel[3] * at[x] +
+                        kernel[4] * at[x + 3] + kernel[5] * at[x + 6] + kernel[6] * below[x] + kernel[7] * below[x + 3] +
+                        kernel[8] * below[x + 6];
+      out[x] = ToUint8(sum);
+    }
+  }
+
+  // Writes a line of the image, with `margin` reflected pixels at both ends, as floats.
+  void Widen(const uint8_t* line, int margin, float* out) const {
+    for (int x = -margin; x < 0; ++x) Copy(line, Reflect(x, width_), out + 3 * (x + margin));
+    for (int at = 0; at < 3 * width_; ++at) out[3 * margin + at] = line[at];
+    for (int x = width_; x < width_ + margin; ++x) Copy(line, Reflect(x, width_), out + 3 * (x + margin));
+  }
+
+  static void Copy(const uint8_t* line, int x, float* out) { out[0] = line[3 * x], out[1] = line[3 * x + 1], out[2] = line[3 * x + 2]; }
+
+  void Blur(float sigma, uint8_t* image) {
+    const int radius = static_cast<int>(std::ceil(3 * sigma));
+    std::vector<float> kernel(static_cast<size_t>(2 * radius) + 1);
+    float sum = 0;
+    for (int tap = -radius; tap <= radius; ++tap) {
+      const float distance = static_cast<float>(tap) / sigma;
+      sum += kernel[static_cast<size_t>(tap + radius)] = std::exp(-0.5f * distance * distance);
+    }
+    for (float& weight : kernel) weight /= sum;
+    const size_t stride = 3 * static_cast<size_t>(width_);
+    blurred_.assign(size_, 0.0f);  // down
+    for (int y = 0; y < height_; ++y) {
+      float* to = blurred_.data() + stride * static_cast<size_t>(y);
+      for (int tap = -radius; tap <= radius; ++tap) {
+        const uint8_t* from = image + stride * static_cast<size_t>(Reflect(y + tap, height_));
+        AddLine(kernel[static_cast<size_t>(tap + radius)], from, to, stride);
+      }
+    }
+    line_.resize(stride + 6 * static_cast<size_t>(radius));
+    row_.resize(stride);
+    for (int y = 0; y < height_; ++y) {  // across
+      const float* from = blurred_.data() + stride * static_cast<size_t>(y);
+      float* line = line_.data();
+      std::copy(from, from + stride, line + 3 * radius);
+      for (int x = 1; x <= radius; ++x) {
+        for (int channel = 0; channel < 3; ++channel) {
+          line[3 * (radius - x) + channel] = from[3 * Reflect(-x, width_) + channel];
+          line[3 * (radius + width_ - 1 + x) + channel] = from[3 * Reflect(width_ - 1 + x, width_) + channel];
+        }
+      }
+      SumLine(kernel.data(), 2 * radius + 1, line, row_.data(), image + stride * static_cast<size_t>(y), stride);
+    }
+  }
+
+  static DALI_TF_INPUT_CLONES void AddLine(float weight, const uint8_t* from, float* to, size_t stride) {
+    for (size_t x = 0; x < stride; ++x) to[x] += weight * from[x];
+  }
+
+  static DALI_TF_INPUT_CLONES void SumLine(const float* kernel, int taps, const float* line, float* row, uint8_t* out, size_t stride) {
+    std::memset(row, 0, stride * sizeof(float));
+    for (int tap = 0; tap < taps; ++tap) {
+      const float weight = kernel[tap], *from = line + 3 * tap;
+      for (size_t x = 0; x < stride; ++x) row[x] += weight * from[x];
+    }
+    for (size_t x = 0; x < stride; ++x) out[x] = ToUint8(row[x]);
+  }
+
+  void WarpNearest(const float* matrix, const uint8_t* image, uint8_t* out) const {
+    const uint8_t fill = ToUint8(matrix[6]);
+    for (int y = 0; y < height_; ++y) {
+      const float across = matrix[1] * (static_cast<float>(y) + 0.5f) + matrix[2], down = matrix[4] * (static_cast<float>(y) + 0.5f) + matrix[5];
+      for (int x = 0; x < width_; ++x, out += 3) {
+        const float from_x = std::floor(matrix[0] * (static_cast<float>(x) + 0.5f) + across);
+        const float from_y = std::floor(matrix[3] * (static_cast<float>(x) + 0.5f) + down);
+        if (from_x >= 0 && from_x < static_cast<float>(width_) && from_y >= 0 && from_y < static_cast<float>(height_)) {
+          const uint8_t* from = image + 3 * (static_cast<int64_t>(from_y) * width_ + static_cast<int64_t>(from_x));
+          out[0] = from[0], out[1] = from[1], out[2] = from[2];
+        } else {
+          out[0] = out[1] = out[2] = fill;
+        }
+      }
+    }
+  }
+
+  void WarpBilinear(const float* matrix, const uint8_t* image, uint8_t* out) const {
+    for (int y = 0; y < height_; ++y) {
+      for (int x = 0; x < width_; ++x, out += 3) {
+        const float at_x = static_cast<float>(x) + 0.5f, at_y = static_cast<float>(y) + 0.5f;
+        const float from_x = matrix[0] * at_x + matrix[1] * at_y + matrix[2] - 0.5f;
+        const float from_y = matrix[3] * at_x + matrix[4] * at_y + matrix[5] - 0.5f;
+        const float left = std::floor(from_x), top = std::floor(from_y), right_part = from_x - left, bottom_part = from_y - top;
+        float sum[3] = {0, 0, 0};
+        for (int corner = 0; corner < 4; ++corner) {
+          const float px = left + static_cast<float>(corner & 1), py = top + static_cast<float>(corner >> 1);
+          const float weight = (corner & 1 ? right_part : 1 - right_part) * (corner >> 1 ? bottom_part : 1 - bottom_part);
+          const bool is_inside = px >= 0 && px < static_cast<float>(width_) && py >= 0 && py < static_cast<float>(height_);
+          const uint8_t* from = is_inside ? image + 3 * (static_cast<int64_t>(py) * width_ + static_cast<int64_t>(px)) : nullptr;
+          for (int channel = 0; channel < 3; ++channel) sum[channel] += weight * (from ? static_cast<float>(from[channel]) : matrix[6]);
+        }
+        for (int channel = 0; channel < 3; ++channel) out[channel] = ToUint8(sum[channel]);
+      }
+    }
+  }
+
+  // The numbers of a drawn row: top, left, bottom, right, seed, nothing, and the fill and the noise of each channel.
+  void Erase(const float* numbers, uint8_t* image) const {
+    const int top = Inside(numbers[0], height_), left = Inside(numbers[1], width_);
+    const int bottom = Inside(numbers[2], height_), right = Inside(numbers[3], width_);
+    const float *fill = numbers + 6, *noise = numbers + 9;
+    const bool is_noise = noise[0] != 0 || noise[1] != 0 || noise[2] != 0;
+    const uint32_t seed = static_cast<uint32_t>(numbers[4]);
+    for (int y = top; y < bottom; ++y) {
+      for (int x = left; x < right; ++x) {
+        const uint32_t number = 3 * (static_cast<uint32_t>(y) * static_cast<uint32_t>(width_) + static_cast<uint32_t>(x));
+        for (uint32_t channel = 0; channel < 3; ++channel) {
+          const float deviation = is_noise ? noise[channel] * Normal(number + channel + seed) : 0.0f;
+          image[3 * (static_cast<size_t>(y) * static_cast<size_t>(width_) + static_cast<size_t>(x)) + channel] = ToUint8(fill[channel] + deviation);
+        }
+      }
+    }
+  }
+
+  static int Inside(float place, int side) { return static_cast<int>(std::min(std::max(place, 0.0f), static_cast<float>(side))); }
+
+  // A number that is normal but for its tails: the sum of the four bytes of a hash, murmur3's last steps.
+  static float Normal(uint32_t hash) {
+    hash ^= hash >> 16, hash *= 0x85ebca6bu, hash ^= hash >> 13, hash *= 0xc2b2ae35u, hash ^= hash >> 16;
+    const uint32_t sum = (hash & 255) + (hash >> 8 & 255) + (hash >> 16 & 255) + (hash >> 24);
+    return (static_cast<float>(sum) - 510.0f) / 147.8f;
+  }
+
+  const int height_, width_;
+  const size_t size_;
+  std::vector<uint8_t> scratch_;
+  std::vector<float> blurred_, line_, row_;
+};
+
+// Fills line y of the output from a line of bytes, mirrored or not. `row` has room for the line.
+DALI_TF_INPUT_CLONES inline void FinishLine(const Work& work, const uint8_t* line, bool mirror, int y, float* row, void* out) {
+  const bool is_uint8 = work.output == kUint8;
+  for (int x = 0; x < work.width; ++x) {
+    const uint8_t* from = line + 3 * (mirror ? work.width - 1 - x : x);
+    for (int channel = 0; channel < 3; ++channel) {
+      const float value = from[channel];
+      row[3 * x + channel] = is_uint8 ? value : (value - work.mean[channel]) * work.scale[channel];
+    }
+  }
+  switch (work.output) {
+    case kFloat32:
+      return WriteRow(row, static_cast<float*>(out), work, y, [](float value) { return value; });
+    case kFloat16:
+      return WriteRow(row, static_cast<uint16_t*>(out), work, y, ToHalf);
+    case kBfloat16:
+      return WriteRow(row, static_cast<uint16_t*>(out), work, y, ToBfloat16);
+    case kUint8:
+      return WriteRow(row, static_cast<uint8_t*>(out), work, y, ToUint8);
+  }
+}
+
+// Returns what is wrong with rows; nullptr if nothing is.
+inline const char* CheckRows(const float* rows, int64_t count) {
+  for (int64_t at = 0; at < count; ++at) {
+    if (!(std::abs(rows[at]) < 1 << 25)) return "the numbers of a row must be finite and below 2^25";
+    if (at % kRowSize == 0 && (rows[at] < 0 || rows[at] >= kNumPrimitives)) return "there is no such primitive";
+    if (at % kRowSize == 1 && rows[at - 1] == kBlur && !(rows[at] > 0 && rows[at] <= 30)) return "sigma must be in (0, 30]";
+    if (at % kRowSize == 5 && rows[at - 5] == kErase && rows[at] < 0) return "a seed must not be negative";
+  }
+  return nullptr;
+}
+
+// Applies rows to an image, mirrors, normalizes and casts it.
+inline void Augment(const Work& work, const uint8_t* image, const float* rows, int64_t num_rows, bool mirror, void* out) {
+  const size_t stride = 3 * static_cast<size_t>(work.width);
+  std::vector<uint8_t> pixels(image, image + stride * static_cast<size_t>(work.height));
+  Augmenter augmenter(work.height, work.width);
+  for (int64_t step = 0; step < num_rows; ++step) augmenter.Apply(rows + kRowSize * step, &pixels);
+  std::vector<float> row(stride + 1);
+  for (int y = 0; y < work.height; ++y) FinishLine(work, pixels.data() + stride * static_cast<size_t>(y), mirror, y, row.data(), out);
+}
+
+}  // namespace dali_tf_input
+#endif  // DALI_TF_INPUT_AUGMENT_H_

@@ -1,0 +1,565 @@
+"""Augmentations: random changes of an image after its crop, the same ones on both backends.
+
+An augmentation is a `Plan`: tables of equally likely rows, of which random numbers pick one for
+each of its steps. A row names a `Primitive` and its numbers, so backends know primitives only. To
+add an augmentation, see docs/extending.md.
+"""
+
+import enum
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dali_tf_input.errors import InputError, Part, Within, check, checked
+from dali_tf_input.spec.colors import IMAGENET_MEAN, IMAGENET_STD, LUMA
+
+Floats = npt.NDArray[np.float32]
+Integers = npt.NDArray[np.int32]
+Dialect = Literal["torchvision", "tf"]
+Byte = Annotated[float, Within(0, 255)]
+Sampling = Literal["nearest", "bilinear"]
+
+ROW_SIZE = 13  # a primitive and its numbers, at most 12
+_LEVELS = 256  # of a strength that is drawn from a range
+_NORMAL_LEVELS = 64  # of a magnitude that is drawn from a normal distribution
+_RECTANGLES = 2048
+_TF_SIDE = 224  # of the images for which TensorFlow's sizes in pixels are meant
+
+
+class Primitive(enum.IntEnum):
+    """What a row does to a uint8 image; results are rounded half up and clipped to 0..255.
+
+    The numbers of a row follow in brackets. Positions are in pixels; those of a corner are whole
+    numbers, and pixel p covers [p, p + 1).
+    """
+
+    NOTHING = 0
+    COLOR = 1  # [3x4]: each channel is a weighted sum of red, green, blue and 1
+    CONTRAST = 2  # [factor]: blends with the mean of the gray image
+    SOLARIZE = 3  # [threshold]: inverts values from the threshold on
+    POSTERIZE = 4  # [mask]: keeps the bits of a mask
+    ADD = 5  # [amount]: to values below 128
+    AUTOCONTRAST = 6  # stretches each channel to 0..255
+    EQUALIZE = 7  # makes the histogram of each channel even, as OpenCV's `equalizeHist`
+    FILTER = 8  # [3x3]: convolves; the border reflects without its last pixel
+    BLUR = 9  # [sigma]: Gaussian, within 3 sigma; the border as above
+    # [xx, xy, x, yx, yy, y, fill, bilinear]: the place in the image of a place in the output.
+    WARP = 10
+    # [height, width, positions down, positions across, top, left, fill of 3, noise of 3]: fills a
+    # rectangle, at a random position from (top, left) on, with the normal noise of a deviation.
+    ERASE = 11
+
+
+class Plan(NamedTuple):
+    """What an augmentation draws.
+
+    Attributes:
+      tables: rows, float32 (rows, ROW_SIZE) each, of which one is taken.
+      orders: tuples of the numbers of tables, as long as there are steps; one order is taken.
+      p: how likely anything is done.
+      step_p: how likely each step is done, if anything is.
+    """
+
+    tables: tuple[Floats, ...]
+    orders: tuple[tuple[int, ...], ...] = ((0,),)
+    p: float = 1.0
+    step_p: float = 1.0
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class Augmentation:
+    """A random change of an image. Base class of all augmentations.
+
+    Attributes:
+      is_geometric: whether pixels move, so that a mask would no longer fit.
+    """
+
+    is_geometric: ClassVar[bool] = False
+
+    def plan(self, image_size: tuple[int, int]) -> Plan:
+        """Returns what is drawn for an image of a size, (height, width).
+
+        Raises:
+          InputError: the augmentation does not fit the size.
+        """
+        raise NotImplementedError
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class RandAugment(Augmentation):
+    """Applies random operations at one magnitude (Cubuk et al., 2019, arXiv 1909.13719).
+
+    Each operation is drawn from all of them, with replacement, and has a random direction where it
+    has one.
+
+    Example:
+      >>> preprocess = Preprocess.for_training(224, augment=(RandAugment(magnitude=15),))
+      >>> as_timm = RandAugment(dialect="tf", magnitude=9, magnitude_std=0.5, p=0.5)
+
+    Attributes:
+      num_ops: how many operations are applied, in [1, 10].
+      magnitude: their strength in [0, 30]. "torchvision" counts to 30; "tf" to 10 and beyond, as
+        EfficientNet's 15 does.
+      magnitude_std: deviation of the magnitude, which is then drawn from a normal distribution for
+        each operation and clipped to [0, 10 or `magnitude`], or 30 for "torchvision".
+      increasing: whether all operations get stronger with the magnitude. False is for "tf" only:
+        the original, in which solarize and posterize get weaker, and 5.0 leaves colors alone.
+      dialect: whose operations and strengths: those of torchvision's `RandAugment`, 14; or those of
+        the TensorFlow models, 16, with `increasing` timm's 15.
+      p: how likely each operation is applied, in [0, 1]; timm's is 0.5.
+      fill: the value of pixels that a warp leaves empty, in 0..255; None is the dialect's, 0 for
+        "torchvision" and 128 for "tf".
+      interpolation: how warps take pixels.
+    """
+
+    is_geometric: ClassVar[bool] = True
+    num_ops: Annotated[int, Within(1, 10)] = 2
+    magnitude: Annotated[float, Within(0, 30)] = 9.0
+    magnitude_std: Annotated[float, Within(0, 100)] = 0.0
+    increasing: bool = True
+    dialect: Dialect = "torchvision"
+    p: Part = 1.0
+    fill: Byte | None = None
+    interpolation: Sampling = "nearest"
+
+    def __post_init__(self) -> None:
+        if not self.increasing and self.dialect == "torchvision":
+            raise InputError("`increasing` False is for `dialect` 'tf' only, got 'torchvision'.")
+
+    def plan(self, image_size: tuple[int, int]) -> Plan:
+        """Returns what is drawn for an image of a size."""
+        magnitudes = [self.magnitude]
+        if self.magnitude_std:
+            normal = NormalDist(self.magnitude, self.magnitude_std)
+            parts = ((level + 0.5) / _NORMAL_LEVELS for level in range(_NORMAL_LEVELS))
+            most = 30.0 if self.dialect == "torchvision" else max(10.0, self.magnitude)
+            magnitudes = [min(max(normal.inv_cdf(part), 0.0), most) for part in parts]
+        is_tf = self.dialect == "tf"
+        fill = (128.0 if is_tf else 0.0) if self.fill is None else self.fill
+        warp = _Warp(image_size, fill, self.interpolation == "bilinear")
+        if is_tf:
+            rows = [
+                row for magnitude in magnitudes for row in _tf(magnitude, warp, self.increasing)
+            ]
+        else:
+            rows = [row for magnitude in magnitudes for row in _torchvision(magnitude / 30, warp)]
+        return Plan((_table(rows),), ((0,) * self.num_ops,), step_p=self.p)
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class TrivialAugment(Augmentation):
+    """Applies one random operation at a random magnitude (Müller et al., 2021, arXiv 2103.10158).
+
+    The operations and strengths are the paper's "wide" ones, as torchvision's
+    `TrivialAugmentWide`: each of 14 operations and each of 31 magnitudes is equally likely.
+
+    Example:
+      >>> preprocess = Preprocess.for_training(224, augment=(TrivialAugment(),))
+
+    Attributes:
+      fill: the value of pixels that a warp leaves empty, in 0..255.
+      interpolation: how warps take pixels.
+    """
+
+    is_geometric: ClassVar[bool] = True
+    fill: Byte = 0.0
+    interpolation: Sampling = "nearest"
+
+    def plan(self, image_size: tuple[int, int]) -> Plan:
+        """Returns what is drawn for an image of a size."""
+        warp = _Warp(image_size, self.fill, self.interpolation == "bilinear")
+        rows = [row for level in range(31) for row in _torchvision(level / 30, warp, is_wide=True)]
+        return Plan((_table(rows),))
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class ColorJitter(Augmentation):
+    """Changes brightness, contrast, saturation and hue, in a random order, as torchvision's.
+
+    A factor is drawn evenly from [max(0, 1 - x), 1 + x].
+
+    Example:
+      >>> simclr = ColorJitter(brightness=0.8, contrast=0.8, saturation=0.8, hue=0.2, p=0.8)
+
+    Attributes:
+      brightness: how far the factor of all values is from 1, at most; at least 0.
+      contrast: the same for the distance of values to the mean of the gray image.
+      saturation: the same for the distance of values to gray.
+      hue: how far colors turn, at most, as a part of the circle, in [0, 0.5]. They turn in the YIQ
+        space, as DALI's do; torchvision's turn in HSV.
+      p: how likely an image is changed, in [0, 1].
+    """
+
+    brightness: Annotated[float, Within(0, 100)] = 0.0
+    contrast: Annotated[float, Within(0, 100)] = 0.0
+    saturation: Annotated[float, Within(0, 100)] = 0.0
+    hue: Annotated[float, Within(0, 0.5)] = 0.0
+    p: Part = 1.0
+
+    def plan(self, image_size: tuple[int, int]) -> Plan:
+        """Returns what is drawn for an image of a size."""
+
+        def table(strength: float, make: Callable[[float], Sequence[float]]) -> Floats:
+            return _table(map(make, _even(max(0.0, 1 - strength), 1 + strength)))
+
+        tables = []
+        if self.brightness:
+            tables.append(table(self.brightness, _brightness))
+        if self.contrast:
+            tables.append(table(self.contrast, _contrast))
+        if self.saturation:
+            tables.append(table(self.saturation, _saturation))
+        if self.hue:
+            tables.append(_table(map(_hue, _even(-self.hue, self.hue))))
+        return Plan(tuple(tables), _permutations(len(tables)), p=self.p)
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class RandomGrayscale(Augmentation):
+    """Takes the color out of some images, which keep three equal channels.
+
+    Attributes:
+      p: how likely an image becomes gray, in [0, 1]. Source: torchvision's default.
+    """
+
+    p: Part = 0.1
+
+    def plan(self, image_size: tuple[int, int]) -> Plan:
+        """Returns what is drawn for an image of a size."""
+        return Plan((_table([_saturation(0.0)]),), p=self.p)
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class GaussianBlur(Augmentation):
+    """Blurs some images.
+
+    Attributes:
+      p: how likely an image is blurred, in [0, 1].
+      sigma: smallest and largest deviation of the filter, in pixels, in (0, 30]; drawn evenly.
+        Source: torchvision's default, SimCLR's.
+    """
+
+    p: Part = 1.0
+    sigma: tuple[float, float] = (0.1, 2.0)
+
+    def __post_init__(self) -> None:
+        low, high = self.sigma
+        check(0 < low <= high <= 30, "sigma", "(smallest, largest), both in (0, 30]", self.sigma)
+
+    def plan(self, image_size: tuple[int, int]) -> Plan:
+        """Returns what is drawn for an image of a size."""
+        return Plan((_table((Primitive.BLUR, sigma) for sigma in _even(*self.sigma)),), p=self.p)
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class Solarize(Augmentation):
+    """Inverts the bright values of some images.
+
+    Attributes:
+      p: how likely an image is changed, in [0, 1].
+      threshold: values from this one on, in [0, 255], are inverted.
+    """
+
+    p: Part = 1.0
+    threshold: Byte = 128.0
+
+    def plan(self, image_size: tuple[int, int]) -> Plan:
+        """Returns what is drawn for an image of a size."""
+        return Plan((_table([(Primitive.SOLARIZE, self.threshold)]),), p=self.p)
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class RandomErasing(Augmentation):
+    """Fills a random rectangle of some images (Zhong et al., 2017, arXiv 1708.04896).
+
+    The area is drawn evenly and the aspect ratio log-evenly, again if the rectangle is not smaller
+    than the image; every position is equally likely.
+
+    Example:
+      >>> preprocess = Preprocess.for_training(224, augment=(RandomErasing(p=0.25),))
+
+    Attributes:
+      p: how likely an image is changed, in [0, 1].
+      area_range: smallest and largest area, as a part of the image's, in (0, 1).
+      aspect_ratio_range: smallest and largest height / width, above 0.
+      fill: "noise" is normal noise with the mean and the deviation of ImageNet's pixels, for each
+        pixel and channel; else one value, or red, green and blue, in 0..255.
+    """
+
+    p: Part = 0.5
+    area_range: tuple[float, float] = (0.02, 0.33)
+    aspect_ratio_range: tuple[float, float] = (0.3, 3.3)
+    fill: Literal["noise"] | Byte | tuple[Byte, Byte, Byte] = "noise"
+
+    def __post_init__(self) -> None:
+        low, high = self.area_range
+        check(
+            0 < low <= high < 1,
+            "area_range",
+            "(smallest, largest), both in (0, 1)",
+            self.area_range,
+        )
+        low, high = self.aspect_ratio_range
+        rule = "(smallest, largest), both above 0"
+        check(0 < low <= high < math.inf, "aspect_ratio_range", rule, self.aspect_ratio_range)
+
+    def plan(self, image_size: tuple[int, int]) -> Plan:
+        """Returns what is drawn for an image of a size."""
+        # Points that fill the unit square evenly; source: M. Roberts, "The unreasonable
+        # effectiveness of quasirandom sequences", the R2 sequence.
+        points = (0.5 + np.arange(_RECTANGLES)[:, None] * (0.7548776662, 0.5698402910)) % 1
+        height, width = image_size
+        low, high = self.area_range
+        areas = (low + points[:, 0] * (high - low)) * height * width
+        low, high = map(math.log, self.aspect_ratio_range)
+        ratios = np.exp(low + points[:, 1] * (high - low))
+        heights, widths = np.floor(np.sqrt([areas * ratios, areas / ratios]) + 0.5)
+        fits = (heights >= 1) & (widths >= 1) & (heights < height) & (widths < width)
+        if not fits.any():
+            raise InputError(
+                f"`area_range` {self.area_range} and `aspect_ratio_range`"
+                f" {self.aspect_ratio_range} give no rectangle that is smaller than the image,"
+                f" {height}x{width}."
+            )
+        filling = (*IMAGENET_MEAN, *IMAGENET_STD)
+        if not isinstance(self.fill, str):
+            fill = self.fill if isinstance(self.fill, tuple) else (self.fill,) * 3
+            filling = (*fill, 0.0, 0.0, 0.0)
+        rows = [
+            (Primitive.ERASE, tall, wide, height - tall + 1, width - wide + 1, 0, 0, *filling)
+            for tall, wide in zip(heights[fits], widths[fits], strict=True)
+        ]
+        return Plan((_table(rows),), p=self.p)
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class VerticalMirror(Augmentation):
+    """Mirrors some images top to bottom.
+
+    Attributes:
+      p: how likely an image is mirrored, in [0, 1].
+    """
+
+    is_geometric: ClassVar[bool] = True
+    p: Part = 0.5
+
+    def plan(self, image_size: tuple[int, int]) -> Plan:
+        """Returns what is drawn for an image of a size."""
+        return Plan((_table([_Warp(image_size).row(1, 0, 0, 0, -1, image_size[0])]),), p=self.p)
+
+
+class Program:
+    """The plans of several augmentations in a row, for one random number of each draw.
+
+    Attributes:
+      rows: float32 (rows, ROW_SIZE), those of all tables; the first one does nothing.
+      first_rows: int32 (steps, orders), where the table of a step begins in `rows`, by the order.
+      num_rows: int32 (steps, orders), how many rows that table has.
+      of_step: int32 (steps,), the augmentation that a step belongs to.
+      num_orders: int32 (augmentations,).
+      p: float32 (augmentations,).
+      step_p: float32 (steps,).
+    """
+
+    def __init__(self, augmentations: Sequence[Augmentation], image_size: tuple[int, int]) -> None:
+        plans = [augmentation.plan(image_size) for augmentation in augmentations]
+        plans = [plan for plan in plans if plan.tables]
+        most = max((len(plan.orders) for plan in plans), default=1)
+        tables = [_table([(Primitive.NOTHING,)])]
+        first_rows: list[list[int]] = []
+        num_rows: list[list[int]] = []
+        end = 1
+        for plan in plans:
+            counts = [len(table) for table in plan.tables]
+            firsts = [end + sum(counts[:number]) for number in range(len(counts))]
+            end += sum(counts)
+            tables += plan.tables
+            for places in zip(*plan.orders, strict=True):  # of each step
+                padded = [*places, *places[:1] * (most - len(places))]
+                first_rows.append([firsts[table] for table in padded])
+                num_rows.append([counts[table] for table in padded])
+        steps = [len(plan.orders[0]) for plan in plans]
+        self.rows: Floats = np.concatenate(tables)
+        self.first_rows, self.num_rows = _integers(first_rows), _integers(num_rows)
+        self.of_step = _integers(np.repeat(np.arange(len(plans)), steps))
+        self.num_orders = _integers([len(plan.orders) for plan in plans])
+        self.p: Floats = np.array([plan.p for plan in plans], np.float32)
+        self.step_p: Floats = np.repeat(
+            np.array([plan.step_p for plan in plans], np.float32), steps
+        )
+
+    @property
+    def num_steps(self) -> int:
+        """How many rows an image gets."""
+        return len(self.of_step)
+
+    @property
+    def num_uniforms(self) -> int:
+        """How many random numbers an image needs: of orders, of rows, of places (y, x)."""
+        return len(self.p) + 3 * self.num_steps
+
+    def rows_of_step(self, step: int) -> Floats:
+        """Returns the rows that a step may get, beside the one that does nothing."""
+        parts = {*zip(self.first_rows[step], self.num_rows[step], strict=True)}
+        return np.concatenate([self.rows[first : first + count] for first, count in parts])
+
+
+class _Warp:
+    """Makes rows of `Primitive.WARP` for images of a size."""
+
+    def __init__(
+        self, image_size: tuple[int, int], fill: float = 0.0, bilinear: bool = False
+    ) -> None:
+        self.height, self.width = image_size
+        self._end = (fill, float(bilinear))
+
+    def row(self, *matrix: float) -> tuple[float, ...]:
+        return (Primitive.WARP, *matrix, *self._end)
+
+    def shear(self, x: float, y: float) -> tuple[float, ...]:
+        return self.row(1, x, 0, y, 1, 0)
+
+    def shift(self, x: float, y: float) -> tuple[float, ...]:
+        return self.row(1, 0, x, 0, 1, y)
+
+    def turn(self, degrees: float) -> tuple[float, ...]:
+        """About the center."""
+        cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
+        x, y = self.width / 2, self.height / 2
+        return self.row(cos, sin, x - cos * x - sin * y, -sin, cos, y + sin * x - cos * y)
+
+
+def _torchvision(part: float, warp: _Warp, *, is_wide: bool = False) -> list[Sequence[float]]:
+    """Returns torchvision's 14 operations twice, in both directions.
+
+    Source: torchvision.transforms.autoaugment, `RandAugment` and `TrivialAugmentWide` (`is_wide`).
+
+    Args:
+      part: the magnitude, of the largest one.
+      warp: makes the warps.
+      is_wide: whether strengths are the wide ones.
+    """
+    shear, turn, enhance = (0.99, 135, 0.99) if is_wide else (0.3, 30, 0.9)
+    across, down = (32, 32) if is_wide else (warp.width * 150 / 331, warp.height * 150 / 331)
+    bits = 8 - round(part * (6 if is_wide else 4))
+    rows: list[Sequence[float]] = []
+    for sign in (-part, part):
+        rows += [
+            (Primitive.NOTHING,),
+            warp.shear(sign * shear, 0),
+            warp.shear(0, sign * shear),
+            warp.shift(int(sign * across), 0),
+            warp.shift(0, int(sign * down)),
+            warp.turn(sign * turn),
+            _brightness(1 + sign * enhance),
+            _saturation(1 + sign * enhance),
+            _contrast(1 + sign * enhance),
+            _sharpness(1 + sign * enhance),
+            _posterize(bits),
+            (Primitive.SOLARIZE, 255 * (1 - part)),
+            (Primitive.AUTOCONTRAST,),
+            (Primitive.EQUALIZE,),
+        ]
+    return rows
+
+
+def _tf(magnitude: float, warp: _Warp, increasing: bool) -> list[Sequence[float]]:
+    """Returns the operations of the TensorFlow models, or timm's, twice, in both directions.
+
+    Source: tensorflow/models, official/vision/ops/augment.py; with `increasing` timm.data's
+    `_RAND_INCREASING_TRANSFORMS`, which have no cutout.
+    """
+    part = magnitude / 10
+    bits, threshold = min(int(part * 4), 8), int(part * 256)
+    across, down = (part * 100 / _TF_SIDE * side for side in (warp.width, warp.height))
+    half = int(part * 40 / _TF_SIDE * min(warp.width, warp.height))
+    rows: list[Sequence[float]] = []
+    for sign in (-part, part):
+        factor = max(0.1, 1 + 0.9 * sign) if increasing else 0.1 + 1.8 * part
+        rows += [
+            (Primitive.AUTOCONTRAST,),
+            (Primitive.EQUALIZE,),
+            (Primitive.SOLARIZE, 0),  # inverts
+            warp.turn(sign * 30),
+            _posterize(max(4 - bits, 0) if increasing else bits),
+            (Primitive.SOLARIZE, max(256 - threshold, 0) if increasing else threshold),
+            (Primitive.ADD, min(128, int(part * 110)) if increasing else int(part * 110)),
+            _saturation(factor),
+            _contrast(factor),
+            _brightness(factor),
+            _sharpness(factor),
+            warp.shear(sign * 0.3, 0),
+            warp.shear(0, sign * 0.3),
+            warp.shift(math.copysign(across, sign), 0),
+            warp.shift(0, math.copysign(down, sign)),
+        ]
+        if not increasing:  # cutout: a square whose center is anywhere in the image
+            place = (warp.height, warp.width, -half, -half)
+            rows.append((Primitive.ERASE, 2 * half, 2 * half, *place, 128, 128, 128, 0, 0, 0))
+    return rows
+
+
+def _brightness(factor: float) -> Sequence[float]:
+    return _color(factor * np.eye(3))
+
+
+def _saturation(factor: float) -> Sequence[float]:
+    return _color(factor * np.eye(3) + (1 - factor) * np.tile(LUMA, (3, 1)))
+
+
+def _hue(turn: float) -> Sequence[float]:
+    """Returns the row that turns colors in the YIQ space by a part of the circle."""
+    to_yiq = np.array([LUMA, (0.595716, -0.274453, -0.321263), (0.211456, -0.522591, 0.311135)])
+    cos, sin = math.cos(2 * math.pi * turn), math.sin(2 * math.pi * turn)
+    return _color(np.linalg.inv(to_yiq) @ [[1, 0, 0], [0, cos, sin], [0, -sin, cos]] @ to_yiq)
+
+
+def _color(matrix: npt.NDArray[np.float64]) -> Sequence[float]:
+    return (Primitive.COLOR, *np.hstack([matrix, np.zeros((3, 1))]).ravel())
+
+
+def _contrast(factor: float) -> Sequence[float]:
+    return (Primitive.CONTRAST, factor)
+
+
+def _sharpness(factor: float) -> Sequence[float]:
+    """Returns the row that blends with a smoothed image. Source: Pillow's `ImageFilter.SMOOTH`."""
+    kernel = np.full((3, 3), (1 - factor) / 13)
+    kernel[1, 1] = (1 - factor) * 5 / 13 + factor
+    return (Primitive.FILTER, *kernel.ravel())
+
+
+def _posterize(bits: int) -> Sequence[float]:
+    return (Primitive.POSTERIZE, 256 - (1 << (8 - bits)))
+
+
+def _table(rows: Iterable[Sequence[float]]) -> Floats:
+    return np.array([(*row, *(0,) * (ROW_SIZE - len(row))) for row in rows], np.float32)
+
+
+def _integers(values: Any) -> Integers:
+    return np.array(values, np.int32)
+
+
+def _even(low: float, high: float) -> Any:
+    """Returns the middles of the levels of a range."""
+    return low + (np.arange(_LEVELS) + 0.5) / _LEVELS * (high - low)
+
+
+def _permutations(count: int) -> tuple[tuple[int, ...], ...]:
+    return tuple(itertools.permutations(range(count)))
