@@ -24,6 +24,7 @@ from .spec.crops import RandomCrop as RandomCrop
 from .spec.crops import RandomResizedCrop as RandomResizedCrop
 from .spec.crops import ResizeRandomCrop as ResizeRandomCrop
 from .spec.input import InputSpec as InputSpec
+from .spec.mix import Mix as Mix
 from .spec.options import DaliOptions as DaliOptions
 from .spec.options import TfDataOptions as TfDataOptions
 from .spec.order import Shard as Shard

@@ -16,7 +16,7 @@ from nvidia.dali.data_node import DataNode
 
 from dali_tf_input.backends import reading
 from dali_tf_input.backends.dali_guard import guard_strategies
-from dali_tf_input.backends.dali_images import check_supported, prepare_images
+from dali_tf_input.backends.dali_images import check_supported, mix_images, prepare_images
 from dali_tf_input.backends.dali_reading import PACKED, define_inputs, pack_records, reads_by_itself
 from dali_tf_input.backends.reading import Stream
 from dali_tf_input.errors import InputError
@@ -186,6 +186,8 @@ def build_pipeline(
             device=decoder_device(options),
             hints=decoder_hints(spec, options),
         )
+        if spec.mix:
+            values |= mix_images(values, spec.preprocess)
         nodes = (values[name] for name in spec.outputs)
         return tuple(node.gpu() if options.device == "gpu" else node for node in nodes)
 

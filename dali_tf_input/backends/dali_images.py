@@ -3,6 +3,7 @@
 from collections.abc import Collection
 from typing import Any, Literal
 
+import numpy as np
 from nvidia.dali import fn, math, types
 from nvidia.dali.data_node import DataNode
 from nvidia.dali.pipeline import do_not_convert
@@ -126,6 +127,39 @@ def normalize_images(images: DataNode, uniforms: DataNode, preprocess: Preproces
         output_layout=preprocess.layout,
         dtype=_DTYPES[preprocess.dtype],
     )
+
+
+@do_not_convert
+def mix_images(values: dict[str, DataNode], preprocess: Preprocess) -> dict[str, DataNode]:
+    """Mixes images and labels of a batch, as `tf_mix.mix_batch`.
+
+    Args:
+      values: by name the images for the model; their labels; on the CPU, "mix", see
+        `tf_mix.draw_mix`, and "partner", the place of each image's partner in the batch.
+      preprocess: has their size, layout and type.
+    """
+    images, labels, partner = values["image"], values["label"], values["partner"]
+    part = values["mix"][5]
+    labels = labels * part + fn.permute_batch(labels, indices=partner) * (1.0 - part)
+    drawn = values["mix"].gpu() if images.device == "gpu" else values["mix"]
+    height, width = preprocess.image_size
+    is_hwc = preprocess.layout == "HWC"
+    y, x = (
+        types.Constant(np.arange(side, dtype=np.float32).reshape(shape), device=images.device)
+        for side, shape in (
+            (height, (-1, 1, 1) if is_hwc else (1, -1, 1)),
+            (width, (1, -1, 1) if is_hwc else (1, 1, -1)),
+        )
+    )
+    inside = (y >= drawn[1]) & (y < drawn[3]) & (x >= drawn[2]) & (x < drawn[4])
+    weight = drawn[0] * (1.0 - fn.cast(inside, dtype=types.FLOAT))
+    partners = fn.cast(fn.permute_batch(images, indices=partner), dtype=types.FLOAT)
+    mixed = fn.cast(images, dtype=types.FLOAT) * weight + partners * (1.0 - weight)
+    if preprocess.dtype == "uint8":
+        mixed = _to_uint8(mixed)
+    else:
+        mixed = fn.cast(mixed, dtype=_DTYPES[preprocess.dtype])
+    return {"image": mixed, "label": labels}
 
 
 @do_not_convert

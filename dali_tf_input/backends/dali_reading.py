@@ -12,6 +12,7 @@ from dali_tf_input.backends.parsing import parse_record
 from dali_tf_input.backends.reading import Stream
 from dali_tf_input.backends.tf_augment import draw_rows
 from dali_tf_input.backends.tf_images import prepare_mask
+from dali_tf_input.backends.tf_mix import draw_mix
 from dali_tf_input.records.labels import ClassLabel
 from dali_tf_input.records.schema import SIDE_KEYS
 from dali_tf_input.spec.augment import ROW_SIZE
@@ -26,7 +27,11 @@ def reads_by_itself(spec: InputSpec, options: DaliOptions) -> bool:
     """Whether DALI's own reader serves: images and integers, in an order of its own, on a GPU."""
     label = spec.label
     plain = isinstance(label, ClassLabel) and not (label.vocabulary or label.one_hot)
-    is_simple = plain and [*spec.outputs] == ["image", "label"] and not spec.preprocess.augment
+    is_simple = (
+        plain
+        and [*spec.outputs] == ["image", "label"]
+        and not (spec.preprocess.augment or spec.mix)
+    )
     return options.device == "gpu" and spec.order == "buffer" and is_simple
 
 
@@ -49,6 +54,10 @@ def pack_records(stream: Stream) -> tf.data.Dataset:
             values["rows"] = draw_rows(program, seed)
         if spec.mask:
             values["mask"] = prepare_mask(values["mask"], uniforms, spec)
+        if spec.mix:
+            values["mix"] = draw_mix(stream, key)
+            place = reading.place_in_batch(stream, key)
+            values["partner"] = tf.cast(stream.batch_size - 1 - place, tf.int32)
         values["image"] = tf.shape(image)
         parts = [image if spec.records.stores_pixels else tf.io.decode_raw(image, tf.uint8)]
         parts += [tf.bitcast(values[name], tf.uint8) for name, *_ in _list_tail(spec)]
@@ -68,6 +77,8 @@ def _list_tail(spec: InputSpec) -> list[tuple[str, tuple[int, ...], str]]:
     tail.append(("uniforms", (spec.preprocess.num_uniforms,), "float32"))
     if spec.preprocess.augment:
         tail.append(("rows", (spec.preprocess.make_program().num_steps, ROW_SIZE), "float32"))
+    if spec.mix:
+        tail += [("mix", (6,), "float32"), ("partner", (), "int32")]
     return [*tail, *([("image", (3,), "int32")] if spec.records.stores_pixels else [])]
 
 

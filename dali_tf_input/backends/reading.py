@@ -402,6 +402,11 @@ def draw_uniforms(stream: Stream, key: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]
     return uniforms, tf.stack([seed, ~key])
 
 
+def place_in_batch(stream: Stream, key: tf.Tensor) -> tf.Tensor:
+    """Returns the place of a key's image in its batch, from 0: see `EpochSteps.slots`."""
+    return key % _STRIDE % stream.batch_size
+
+
 def _list_runs(dataset: Records, shard: Shard) -> tuple[list[int], ...]:
     """Returns the runs of a shard: of each its file, first byte, count of records, first id.
 

@@ -4,6 +4,7 @@ import queue
 import socket
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
@@ -13,6 +14,7 @@ from dali_tf_input.backends.parsing import parse_record
 from dali_tf_input.backends.reading import Stream
 from dali_tf_input.backends.tf_augment import draw_rows
 from dali_tf_input.backends.tf_images import prepare_image, prepare_mask
+from dali_tf_input.backends.tf_mix import draw_mix, mix_batch
 from dali_tf_input.backends.tf_native import uses_native
 from dali_tf_input.errors import InputError
 from dali_tf_input.spec.input import InputSpec
@@ -50,15 +52,15 @@ def read_records(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
     return records.map(add_key)
 
 
-def make_prepare(stream: Stream, options: TfDataOptions) -> Callable[..., tuple[Any, ...]]:
-    """Returns the function that maps (key, record) to what comes out."""
+def make_prepare(stream: Stream, options: TfDataOptions) -> Callable[..., Any]:
+    """Returns the function that maps (key, record) to what comes out, or to what is to be mixed."""
     spec, preprocess = stream.spec, stream.spec.preprocess
     program, transform = preprocess.make_program(), check_transform(spec)
     decode = options.resolve_decode(resizes_plainly=preprocess.resizes_plainly)
     native = options.service is None and uses_native(options.kernel)
 
     @tf.autograph.experimental.do_not_convert
-    def prepare(key: tf.Tensor, record: tf.Tensor, *beside: tf.Tensor) -> tuple[Any, ...]:
+    def prepare(key: tf.Tensor, record: tf.Tensor, *beside: tf.Tensor) -> Any:
         values = parse_record(record, spec, beside)
         uniforms, seed = reading.draw_uniforms(stream, key)
         rows = draw_rows(program, seed) if preprocess.augment else None
@@ -73,6 +75,8 @@ def make_prepare(stream: Stream, options: TfDataOptions) -> Callable[..., tuple[
         )
         if spec.mask:
             values["mask"] = prepare_mask(values["mask"], uniforms, spec)
+        if spec.mix:
+            return {**values, "mix": draw_mix(stream, key)}
         return spec.arrange(values)
 
     return prepare
@@ -121,6 +125,10 @@ def prepare_batches(
         dataset = dataset.repeat() if stream.endless else dataset
     else:
         dataset = dataset.batch(stream.batch_size, drop_remainder=stream.spec.repeat)
+    if stream.spec.mix:
+        native = uses_native(options.kernel)
+        mix = partial(mix_batch, spec=stream.spec, native=native)
+        dataset = dataset.map(mix, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
     dataset = reading.with_cardinality(dataset, stream)
     if options.prefetch_batches != 0:
         dataset = dataset.prefetch(options.prefetch_batches)
@@ -138,6 +146,9 @@ def check_service(spec: InputSpec, options: TfDataOptions) -> None:
         raise InputError(
             "A tf.data service works with TensorFlow's operations: use kernel='auto', got 'native'."
         )
+    if spec.mix:
+        text = "`mix` works without a service only, whose batches have no step. Use TfDataOptions()"
+        raise InputError(f"{text}.")
     if spec.order != "buffer":
         raise InputError(
             f"`service` is for order 'buffer', got {spec.order!r}: the service's workers divide"

@@ -89,6 +89,14 @@ def augment(
     return tf.ensure_shape(prepared, preprocess.image_shape)
 
 
+def mix(images: tf.Tensor, drawn: tf.Tensor, preprocess: Preprocess) -> tf.Tensor:
+    """Mixes the images of a batch in pairs, as `tf_mix.draw_mix` says."""
+    attributes = _attributes(preprocess)
+    del attributes["T"]  # that of the images
+    mixed = load().dali_tf_input_mix(images, drawn, **attributes)
+    return tf.ensure_shape(mixed, images.shape)
+
+
 def decodes(crop: Crop) -> bool:
     """Returns whether `decode` knows a crop: those of this package."""
     return type(crop) in _CROPS
@@ -133,8 +141,9 @@ def describe(preprocess: Preprocess, *, whole: bool, most: float) -> tuple[float
 
 
 def _attributes(preprocess: Preprocess) -> dict[str, Any]:
-    is_uint8, sampling = preprocess.dtype == "uint8", preprocess.crop.sampling
-    mean, std = ((0.0,) * 3, (1.0,) * 3) if is_uint8 else (preprocess.mean, preprocess.std)
+    sampling = preprocess.crop.sampling
+    normalizes = preprocess.dtype != "uint8" and preprocess.channels == 3
+    mean, std = (preprocess.mean, preprocess.std) if normalizes else ((0.0,) * 3, (1.0,) * 3)
     return {
         "height": preprocess.image_size[0],
         "width": preprocess.image_size[1],

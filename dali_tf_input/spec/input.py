@@ -36,6 +36,7 @@ from dali_tf_input.records.labels import (
 from dali_tf_input.records.records import Records
 from dali_tf_input.records.schema import find_keys, unknown_keys_error
 from dali_tf_input.spec.balance import Balance, Mixture, Shares, find_shares
+from dali_tf_input.spec.mix import Mix
 from dali_tf_input.spec.order import EpochSteps, Shard, list_records
 from dali_tf_input.spec.preprocess import Preprocess
 
@@ -100,6 +101,7 @@ class InputSpec:
         another one of that type and shape, which is then mirrored and normalized. The seed, int64
         (2,), is for `tf.random.stateless_*`: it differs from image to image and from epoch to
         epoch, and is the same again after a resume.
+      mix: how images of a batch are mixed, with their one-hot labels; for training.
     """
 
     EXAMPLE: ClassVar[str] = "InputSpec.for_training('records/train-*', 224)"
@@ -120,6 +122,7 @@ class InputSpec:
     mask: SegmentationMask | None = None
     features: dict[str, Stored] = field(default_factory=dict, hash=False)
     transform: Callable[..., Any] | None = None
+    mix: Mix | None = None
 
     def __post_init__(self) -> None:
         if self.shuffle_block_size > 1 and self.order != "global":
@@ -157,6 +160,8 @@ class InputSpec:
                     )
             if self.preprocess.apply_orientation:
                 raise InputError("`mask` works without `apply_orientation` only.")
+        if self.mix:
+            self._check_mix()
         for key, stored in self.features.items():
             check(isinstance(stored, Stored), "features", "Stored(...) by keys", self.features)
             if key in ("image", "label", "mask", "record_id", "weight"):
@@ -208,6 +213,21 @@ class InputSpec:
                 rule = f"above the highest label, {highest}"
                 check(highest < count, "num_classes", rule, count)
         self.class_weights()  # raises if they are none
+
+    def _check_mix(self) -> None:
+        """Checks that labels can be mixed."""
+        label = self.label
+        if self.mask or self.class_weight is not None or not self.repeat:
+            text = "`mix` is for training (`repeat` True) without `mask` and `class_weight`."
+            raise InputError(text)
+        if isinstance(label, ClassLabel) and not label.one_hot:
+            count = label.num_classes or (self.label_range[1] + 1 if self.label_range else "n")
+            raise InputError(
+                "`mix` needs labels that can be mixed:"
+                f" label=ClassLabel(one_hot=True, num_classes={count}), and a categorical loss."
+            )
+        if not isinstance(label, ClassLabel | MultiHot):
+            raise InputError(f"`mix` needs a ClassLabel or a MultiHot, got {label}.")
 
     def _check_new_labels(self, label: Label) -> None:
         """Checks that labels can come from the index instead of the records."""

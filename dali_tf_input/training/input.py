@@ -99,6 +99,7 @@ class Input:
             file, its number and the command that skips it.
         """
         start, served = self._step, 0
+        failure = tf.errors.OpError  # a name that still stands when the program ends
         try:
             iterator = iter(self.dataset)  # here already DALI reads
             while served < self.steps_per_epoch:  # DALI's own reader on a GPU has no end
@@ -107,7 +108,7 @@ class Input:
                     return
                 yield batch
                 served += 1
-        except tf.errors.OpError as error:
+        except failure as error:
             raise self.explain(error, start + served) from error
 
     @checked

@@ -8,7 +8,7 @@ from conftest import DALI, spec_of
 from nvidia.dali import backend
 from test_parity import CROPS
 
-from dali_tf_input import ClassLabel, DaliOptions, Preprocess
+from dali_tf_input import ClassLabel, DaliOptions, Mix, Preprocess
 from dali_tf_input.backends.dali import build_pipeline
 from dali_tf_input.backends.dali_reading import reads_by_itself
 from dali_tf_input.backends.reading import Stream
@@ -64,6 +64,17 @@ def test_every_node_is_where_it_may_be(dataset, order):
         stream = Stream(spec=spec, batch_size=4)
         pipeline = build_pipeline(stream, options, 0, by_itself=by_itself)
         assert list(find_mistakes(pipeline)) == []
+
+
+@pytest.mark.parametrize("changes", [{}, {"dtype": "uint8", "layout": "CHW"}])
+def test_mixed_batches_too(dataset, changes):
+    preprocess = Preprocess.for_training(32, augment=EVERYTHING, **changes)
+    label, mix = ClassLabel(num_classes=24, one_hot=True), Mix(mixup=0.8, cutmix=1.0)
+    spec = spec_of(dataset, "buffer", preprocess, label=label, mix=mix)
+    options = DaliOptions(device="gpu")
+    assert not reads_by_itself(spec, options)
+    pipeline = build_pipeline(Stream(spec=spec, batch_size=4), options, 0, by_itself=False)
+    assert list(find_mistakes(pipeline)) == []
 
 
 def test_mistakes_are_found(dataset):

@@ -46,6 +46,8 @@ typedef struct TF_ShapeInferenceContext TF_ShapeInferenceContext;
   F(TF_GetInput, void, (TF_OpKernelContext*, int, TF_Tensor**, TF_Status*))                                           \
   F(TF_AllocateOutput, TF_Tensor*,                                                                                    \
     (TF_OpKernelContext*, int, int, const int64_t*, int, size_t, TF_Status*))                                         \
+  F(TF_ForwardInputOrAllocateOutput, TF_Tensor*,                                                                      \
+    (TF_OpKernelContext*, const int*, int, int, const int64_t*, int, int*, TF_Status*))                               \
   F(TF_StringCopy, void, (TF_TString*, const char*, size_t))                                                          \
   F(TF_StringGetDataPointer, const char*, (const TF_TString*))                                                        \
   F(TF_StringGetSize, size_t, (const TF_TString*))                                                                    \

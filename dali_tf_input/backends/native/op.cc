@@ -1,14 +1,17 @@
 // TensorFlow's operations DaliTfInputRead: records of files whose extents are known (read.h); DaliTfInputPrepare: a
 // decoded image and a region of it to what the model sees (resample.h); and DaliTfInputDecode: a JPEG (jpeg.h) and random
-// numbers (region.h) to the same; and DaliTfInputAugment: an image after its crop and rows (augment.h) to the same.
+// numbers (region.h) to the same; and DaliTfInputAugment: an image after its crop and rows (augment.h) to the same; and
+// DaliTfInputMix: a batch of them, mixed in pairs (mix.h).
 #include "api.h"
 #include "augment.h"
 #include "jpeg.h"
+#include "mix.h"
 #include "read.h"
 #include "region.h"
 #include "resample.h"
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
 #include <mutex>
 #include <new>
@@ -57,6 +60,21 @@ class Call {
     if (work.chw) shape[0] = 3, shape[1] = work.height, shape[2] = work.width;
     const size_t bytes = static_cast<size_t>(3) * work.height * work.width * kSizes[work.output];
     return Allocate(0, kTypes[work.output], shape, 3, bytes);
+  }
+
+  // Returns the first input's memory as the first output's, or a copy of it.
+  void* ForwardImages(const int64_t* shape) {
+    TF_Tensor* images = inputs[0];
+    const void* from = TF_TensorData(images);
+    const size_t bytes = TF_TensorByteSize(images);
+    TF_DeleteTensor(images);  // a reference: with it nobody could have the memory alone
+    inputs[0] = nullptr;
+    int number = 0, forwarded = -1;
+    outputs_[0] = TF_ForwardInputOrAllocateOutput(context_, &number, 1, 0, shape, 4, &forwarded, status);
+    if (!ok()) return nullptr;
+    void* to = TF_TensorData(outputs_[0]);
+    if (forwarded < 0) std::memcpy(to, from, bytes);  // the caller still holds it
+    return to;
   }
 
   bool HasOutput(int number) const { return outputs_[number]; }
@@ -172,6 +190,34 @@ void ComputeAugment(void* kernel, TF_OpKernelContext* context) {
       const bool mirror = *static_cast<const bool*>(TF_TensorData(inputs[2]));
       dali_tf_input::Augment(work, static_cast<const uint8_t*>(TF_TensorData(inputs[0])), rows, count / dali_tf_input::kRowSize, mirror, out);
     }
+  });
+}
+
+// Its inputs: images, a batch; `draw_mix`'s six numbers. The images are mixed in their own memory if nobody else has it.
+void ComputeMix(void* kernel, TF_OpKernelContext* context) {
+  const Work& work = *static_cast<Work*>(kernel);
+  Call call(context, 2);
+  call.Run([&] {
+    TF_Tensor* images = call.inputs[0];
+    const size_t item = static_cast<size_t>(kSizes[work.output]);
+    int64_t shape[4] = {};
+    const char* wrong = nullptr;
+    if (TF_NumDims(images) != 4) {
+      wrong = "the images must be of 4 axes";
+    } else {
+      for (int axis = 0; axis < 4; ++axis) shape[axis] = TF_Dim(images, axis);
+      const int first = work.chw ? 2 : 1;
+      if (shape[first] != work.height || shape[first + 1] != work.width) wrong = "the images must be of the output's size";
+      if (TF_TensorElementCount(call.inputs[1]) != 6) wrong = "a mix is 6 numbers";
+    }
+    if (wrong) return TF_SetStatus(call.status, dali_tf_input::kInvalidArgument, wrong);
+    const auto* numbers = static_cast<const float*>(TF_TensorData(call.inputs[1]));
+    const auto inside = [](float place, int side) { return static_cast<int64_t>(std::min(std::max(place, 0.0f), static_cast<float>(side))); };
+    dali_tf_input::Mixing mixing;
+    mixing.weight = numbers[0];
+    mixing.top = inside(numbers[1], work.height), mixing.left = inside(numbers[2], work.width);
+    mixing.bottom = std::max(mixing.top, inside(numbers[3], work.height)), mixing.right = std::max(mixing.left, inside(numbers[4], work.width));
+    if (void* out = call.ForwardImages(shape)) dali_tf_input::Mix(work, mixing, shape[0], shape[work.chw ? 1 : 3], item, static_cast<char*>(out));
   });
 }
 
@@ -416,6 +462,8 @@ __attribute__((constructor)) void RegisterAll() {
            TF_NewKernelBuilder("DaliTfInputPrepare", "CPU", Create<Work>, ComputePrepare, Delete<Work>));
   Register("DaliTfInputAugment", {"image: uint8", "rows: float", "mirror: bool"}, {"augmented: T"}, image,
            TF_NewKernelBuilder("DaliTfInputAugment", "CPU", Create<Work>, ComputeAugment, Delete<Work>));
+  Register("DaliTfInputMix", {"images: T", "drawn: float"}, {"mixed: T"}, image,
+           TF_NewKernelBuilder("DaliTfInputMix", "CPU", Create<Work>, ComputeMix, Delete<Work>));
   Register("DaliTfInputDecode", {"encoded: string", "uniforms: float", "what: double"}, {"prepared: T", "is_done: bool"}, image,
            TF_NewKernelBuilder("DaliTfInputDecode", "CPU", Create<DecodeKernel>, ComputeDecode, Delete<DecodeKernel>));
 }

@@ -1,0 +1,72 @@
+"""Mixup and CutMix with TensorFlow: the drawing for both backends, and the mixing of a batch."""
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from dali_tf_input.backends import reading, tf_native
+from dali_tf_input.backends.reading import Stream
+from dali_tf_input.backends.tf_images import to_uint8
+from dali_tf_input.spec.input import InputSpec
+from dali_tf_input.spec.mix import NUM_UNIFORMS
+from dali_tf_input.spec.preprocess import Preprocess
+
+
+def draw_mix(stream: Stream, key: tf.Tensor) -> tf.Tensor:
+    """Draws how the batch of an image is mixed: the same for all images of the batch.
+
+    Args:
+      stream: has `spec.mix`.
+      key: the image's, see `reading.read_records`: batches begin at multiples of their size.
+
+    Returns:
+      float32 (6,): the part of an image in itself, outside the box of its partner; the box's top,
+      left, bottom and right in pixels; and the part of the image in its label.
+    """
+    mix = stream.spec.mix
+    assert mix
+    height, width = stream.spec.preprocess.image_size
+    seed = tf.constant(stream.spec.seed, tf.int64)
+    first = key - reading.place_in_batch(stream, key)
+    which, part, *center = tf.unstack(
+        tf.random.stateless_uniform((NUM_UNIFORMS,), tf.stack([~seed, ~first]))
+    )
+    quantiles = mix.quantiles()
+    is_mixed, is_cut = which < mix.p, which < mix.p * mix.cutmix_share
+    levels = quantiles.shape[1]
+    level = tf.minimum(tf.cast(part * levels, tf.int32), levels - 1)
+    rest = tf.gather(quantiles.ravel(), tf.where(is_cut, levels, 0) + level)
+    size = np.array([height, width], np.float32)
+    half = tf.floor(tf.sqrt(1 - rest) * size) / 2
+    middle = tf.floor(tf.stack(center) * size)
+    start = tf.clip_by_value(tf.math.ceil(middle - half), 0, size)
+    end = tf.clip_by_value(tf.math.ceil(middle + half), 0, size)
+    box = tf.where(is_cut, tf.concat([start, end], 0), 0.0)
+    area = tf.reduce_prod(box[2:] - box[:2]) / (height * width)
+    weight = tf.where(is_mixed & ~is_cut, rest, 1.0)
+    return tf.concat([[weight], box, [weight * (1 - area)]], 0)
+
+
+@tf.autograph.experimental.do_not_convert
+def mix_batch(values: dict[str, tf.Tensor], *, spec: InputSpec, native: bool) -> Any:
+    """Mixes a batch by name, each image with its partner from the other end; returns all of it."""
+    drawn, images, labels = values["mix"][0], values["image"], values["label"]
+    part = drawn[5]
+    mix = tf_native.mix if native else mix_images
+    values["image"] = mix(images, drawn, spec.preprocess)
+    values["label"] = part * labels + (1 - part) * tf.reverse(labels, [0])
+    return spec.arrange(values)
+
+
+def mix_images(images: tf.Tensor, drawn: tf.Tensor, preprocess: Preprocess) -> tf.Tensor:
+    """Returns the mixed images of a batch; see `draw_mix`."""
+    height, width = preprocess.image_size
+    weight, top, left, bottom, right, _ = tf.unstack(drawn)
+    y, x = tf.range(0.0, height)[:, None], tf.range(0.0, width)[None, :]
+    inside = (y >= top) & (y < bottom) & (x >= left) & (x < right)
+    inside = inside[..., None] if preprocess.layout == "HWC" else inside[None]
+    values = tf.cast(images, tf.float32)
+    partners = tf.reverse(values, [0])
+    mixed = tf.where(inside, partners, weight * values + (1 - weight) * partners)
+    return to_uint8(mixed) if preprocess.dtype == "uint8" else tf.cast(mixed, preprocess.dtype)

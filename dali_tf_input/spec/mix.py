@@ -1,0 +1,70 @@
+"""Mixup and CutMix: images of a batch mixed in pairs, with their labels."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import numpy as np
+
+from dali_tf_input.errors import InputError, Part, Within, checked
+from dali_tf_input.spec.augment import Floats
+
+Alpha = Annotated[float, Within(0, 100)]
+
+NUM_UNIFORMS = 4  # of a batch: which mix, how much, and where (y, x)
+_LEVELS = 1024  # of the part that is drawn from a Beta distribution
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class Mix:
+    """Mixes the first image of a batch with the last one, the second with the last but one, etc.
+
+    Mixup (Zhang et al., 2017, arXiv 1710.09412) blends two images; CutMix (Yun et al., 2019, arXiv
+    1905.04899) shows a rectangle of one in the other. Labels are mixed in the same parts, so they
+    must be one-hot: ``label=ClassLabel(one_hot=True, num_classes=n)``. A batch is mixed in one way,
+    a function of `seed` and the step; on several replicas each mixes its own part of the batch.
+
+    Example:
+      >>> label = ClassLabel(one_hot=True, num_classes=1000, smoothing=0.1)
+      >>> mix = Mix(mixup=0.8, cutmix=1.0)  # as DeiT and ConvNeXt
+      >>> spec = InputSpec.for_training("records/train-*", 224, label=label, mix=mix)
+
+    Attributes:
+      mixup: alpha of Mixup: the part of the first image is drawn from Beta(alpha, alpha), in
+        [0, 100]; 0 is no Mixup.
+      cutmix: the same for CutMix, where it is the part of the area that is left.
+      p: how likely a batch is mixed, in [0, 1].
+      switch: how likely a batch is mixed by CutMix if both are on, in [0, 1].
+    """
+
+    mixup: Alpha = 0.0
+    cutmix: Alpha = 0.0
+    p: Part = 1.0
+    switch: Part = 0.5
+
+    def __post_init__(self) -> None:
+        if not self.mixup and not self.cutmix:
+            raise InputError("Mix needs `mixup` or `cutmix` above 0, such as Mix(mixup=0.2).")
+
+    @property
+    def cutmix_share(self) -> float:
+        """How likely a mixed batch is mixed by CutMix."""
+        return self.switch if self.mixup and self.cutmix else float(self.cutmix > 0)
+
+    def quantiles(self) -> Floats:
+        """Returns equally likely parts of the first image: float32 (2, levels), Mixup's first."""
+        return np.stack([_beta_quantiles(alpha or 1.0) for alpha in (self.mixup, self.cutmix)])
+
+
+def _beta_quantiles(alpha: float) -> Floats:
+    """Returns equally likely values of Beta(alpha, alpha), in ascending order.
+
+    With x = s ** (1 / power) its density is finite up to the middle, about which it is symmetric.
+    """
+    power = min(alpha, 1.0)
+    places = np.linspace(0, 0.5**power, 1 << 14)
+    density = places ** (alpha / power - 1) * (1 - places ** (1 / power)) ** (alpha - 1)
+    sums = np.concatenate([[0], np.cumsum((density[1:] + density[:-1]) / 2)])
+    parts = (np.arange(_LEVELS // 2) + 0.5) / _LEVELS
+    lower = np.interp(parts, 0.5 * sums / sums[-1], places) ** (1 / power)
+    return np.concatenate([lower, 1 - lower[::-1]]).astype(np.float32)
