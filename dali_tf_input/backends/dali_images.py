@@ -10,7 +10,7 @@ from nvidia.dali.pipeline import do_not_convert
 
 from dali_tf_input.backends.dali_augment import apply_rows
 from dali_tf_input.spec.colors import LUMA
-from dali_tf_input.spec.crops import Region, Uniforms
+from dali_tf_input.spec.crops import Letterbox, Region, Uniforms
 from dali_tf_input.spec.preprocess import Preprocess
 
 _INTERPOLATIONS = {"bilinear": types.INTERP_LINEAR, "bicubic": types.INTERP_CUBIC}
@@ -48,6 +48,8 @@ def prepare_images(
       hints: further arguments of the decoder.
       rows: what `preprocess.augment` does, see `dali_augment`.
     """
+    if isinstance(preprocess.crop, Letterbox) and decode == "region":
+        decode = "full"
     shared = {"decode": decode, "device": device, "hints": hints}
     images, region = decode_images(encoded, uniforms, preprocess, **shared)
     images = resize_regions(images, region, preprocess, decode=decode)
@@ -97,6 +99,17 @@ def resize_regions(
     if preprocess.crop.sampling == "crop_and_pad":
         window = _window(start, extent)
         return fn.slice(images, **window, out_of_bounds_policy="pad", fill_values=[0.0])
+    if isinstance(preprocess.crop, Letterbox):
+        resized = fn.resize(
+            images,
+            size=fn.cast(region.resized, dtype=types.FLOAT),
+            interp_type=_INTERPOLATIONS[preprocess.interpolation],
+            antialias=preprocess.antialias,
+            dtype=types.FLOAT,
+        )
+        padding = {"out_of_bounds_policy": "pad", "fill_values": [preprocess.crop.fill]}
+        start = fn.cast(region.corner, dtype=types.INT32)
+        return fn.slice(resized, start=start, shape=preprocess.image_size, axes=(0, 1), **padding)
     resizing = {
         "size": preprocess.image_size,
         "interp_type": _INTERPOLATIONS[preprocess.interpolation],

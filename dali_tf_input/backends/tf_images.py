@@ -12,7 +12,7 @@ from dali_tf_input.backends import tf_native
 from dali_tf_input.backends.tf_augment import apply_rows
 from dali_tf_input.records.schema import DCT_METHOD
 from dali_tf_input.spec.colors import LUMA
-from dali_tf_input.spec.crops import Region, Uniforms
+from dali_tf_input.spec.crops import Letterbox, Region, Uniforms
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.preprocess import Preprocess
 
@@ -52,8 +52,11 @@ def prepare_image(
     Returns:
       `preprocess.dtype` of shape `preprocess.image_shape`.
     """
+    is_padded = isinstance(preprocess.crop, Letterbox)  # not by the compiled operations
+    resamples_natively = native and not is_padded
+    decode = "full" if is_padded else decode
     changes = rows is not None or transform is not None
-    if native and not changes and preprocess.channels == 3:
+    if resamples_natively and not changes and preprocess.channels == 3:
         return prepare_natively(encoded, uniforms, preprocess, decode=decode)
     plain = dataclasses.replace(
         preprocess,
@@ -64,7 +67,7 @@ def prepare_image(
         layout="HWC",
         dtype="uint8" if changes else "float32",
     )
-    if native:
+    if resamples_natively:
         image = prepare_natively(encoded, uniforms, plain, decode=decode)
     else:
         image = resample_image(encoded, uniforms, preprocess, decode=decode)
@@ -117,6 +120,8 @@ def prepare_mask(mask: tf.Tensor, uniforms: tf.Tensor, spec: InputSpec) -> tf.Te
       spec: what is done with the image, and the value of pixels outside it.
     """
     plain = dataclasses.replace(spec.preprocess, interpolation="nearest", antialias=False)
+    if isinstance(plain.crop, Letterbox):
+        plain = dataclasses.replace(plain, crop=Letterbox(fill=0))
     ignore = spec.mask.ignore if spec.mask else 0
     region = find_region(tf.shape(mask)[:2], uniforms, plain)
     # Shifted, as what is outside is filled with 0.
@@ -285,6 +290,8 @@ def resize_region(
         if interpolation == "nearest":
             return gather_nearest(image, tf.zeros_like(region.start), region.extent, size)
         return tf.image.resize(image, size, method=interpolation, antialias=preprocess.antialias)
+    if isinstance(preprocess.crop, Letterbox):
+        return resize_and_pad(image, region, preprocess, preprocess.crop.fill)
     if preprocess.crop.sampling == "crop_and_pad":
         first, last = source_window(tf.shape(image)[:2], region, preprocess)
         before = tf.maximum(-tf.cast(region.start, tf.int32), 0)
@@ -299,6 +306,18 @@ def resize_region(
         resized = tf.cast(region.resized, tf.int32) if known is None else known.astype(int)
         return crop_to(tf.image.resize(image, resized), region.corner, size)
     return scale_and_translate(image, region, preprocess)
+
+
+def resize_and_pad(
+    image: tf.Tensor, region: Region, preprocess: Preprocess, fill: float
+) -> tf.Tensor:
+    """Resizes a whole image and pads it to `preprocess.image_size`; returns float32."""
+    resized, before = tf.cast(region.resized, tf.int32), -tf.cast(region.corner, tf.int32)
+    method, antialias = preprocess.interpolation, preprocess.antialias
+    image = tf.cast(tf.image.resize(image, resized, method, antialias=antialias), tf.float32)
+    after = tf.constant(preprocess.image_size) - resized - before
+    padding = tf.concat([tf.stack([before, after], 1), [[0, 0]]], 0)
+    return tf.pad(image, padding, constant_values=fill)
 
 
 def crop_to(image: tf.Tensor, start: tf.Tensor, extent: tf.Tensor | tuple[int, int]) -> tf.Tensor:

@@ -28,7 +28,14 @@ AUGMENTATIONS: dict[str, dti.Augmentation] = {
     "erasing": dti.RandomErasing(),
     "vertical": dti.VerticalMirror(),
 }
-_CROPS = ("resize_random_crop", "random_resized_crop", "random_crop", "center_crop", "no_crop")
+_CROPS = (
+    "resize_random_crop",
+    "random_resized_crop",
+    "random_crop",
+    "center_crop",
+    "no_crop",
+    "letterbox",
+)
 
 
 def backends_flag(flags: Flags) -> Any:
@@ -176,7 +183,14 @@ class WorkFlags:
         default = preprocess.crop
         assert isinstance(default, dti.ResizeRandomCrop)
         center = dti.CenterCrop(resize_shorter=default.resize[0])
-        crops = (default, dti.RandomResizedCrop(), dti.RandomCrop(), center, NoCrop())
+        crops = (
+            default,
+            dti.RandomResizedCrop(),
+            dti.RandomCrop(),
+            center,
+            NoCrop(),
+            dti.Letterbox(),
+        )
         crop = crops[_CROPS.index(self.crop.value)]
         return dataclasses.replace(preprocess, crop=crop)
 

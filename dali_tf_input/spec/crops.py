@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol
 
 from dali_tf_input.errors import InputError, Pixels, Within, check, checked
 
-Sampling = Literal["resize_then_crop", "crop_then_resize", "crop_and_pad"]
+Sampling = Literal["resize_then_crop", "crop_then_resize", "crop_and_pad", "resize_and_pad"]
 
 
 class Ops(Protocol):
@@ -86,7 +86,8 @@ class Crop:
       sampling: how the region becomes the output. "resize_then_crop": pixels beside the region
         count in the resize, as if the whole image had been resized. "crop_then_resize": the region
         is whole pixels, and nothing beside it counts. "crop_and_pad": pixels are taken as they are,
-        and zeros where there are none.
+        and zeros where there are none. "resize_and_pad": the whole image is resized, and what it
+        does not cover is filled.
       is_random: whether the region depends on random numbers.
     """
 
@@ -259,6 +260,33 @@ class CenterCrop(Crop):
         shorter = ops.minimum(size[0:1], size[1:2])
         resized = ops.floor(size * (float(self.resize_shorter) / shorter) + 0.5)
         corner = ops.floor((resized - out) / 2.0)
+        return Region.of_resized(size, resized, corner, out)
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class Letterbox(Crop):
+    """Resizes the whole image to fit into the image size, and pads the rest.
+
+    The aspect ratio is kept. Both sides are rounded to whole pixels (half up). The image is in the
+    center; if the margin is odd, the larger part of it is below or at the right.
+
+    Example:
+      >>> preprocess = Preprocess.for_training(640, crop=Letterbox(fill=114))
+
+    Attributes:
+      fill: the value of the margin in all channels, in 0..255, before normalization. Source of the
+        default: YOLO's.
+    """
+
+    sampling: ClassVar[Sampling] = "resize_and_pad"
+    fill: Annotated[float, Within(0, 255)] = 114.0
+
+    def plan(self, size: Any, out: Any, uniforms: Uniforms, ops: Ops) -> Region:
+        """Returns the region of one image, which is larger than the image."""
+        scale = ops.minimum(out[0:1] / size[0:1], out[1:2] / size[1:2])
+        resized = ops.minimum(ops.maximum(ops.floor(size * scale + 0.5), 1.0), out)
+        corner = ops.floor((out - resized) / 2.0) * -1.0
         return Region.of_resized(size, resized, corner, out)
 
 

@@ -21,6 +21,7 @@ from dali_tf_input import (
     CenterCrop,
     ClassLabel,
     DaliOptions,
+    Letterbox,
     Preprocess,
     RandomCrop,
     RandomResizedCrop,
@@ -42,6 +43,7 @@ CROPS = {
     "random_crop": RandomCrop(),
     "center_crop": CenterCrop(resize_shorter=96),
     "no_crop": NoCrop(),
+    "letterbox": Letterbox(fill=99.5),
 }
 UNCHANGED = {"mean": (0, 0, 0), "std": (1, 1, 1)}
 RAW = Preprocess(image_size=(80, 72), crop=NoCrop(), mirror_probability=0.5, **UNCHANGED)
@@ -189,6 +191,12 @@ def test_same_regions(crop):
     theirs = tf.function(lambda: tf.map_fn(find, inputs, fn_output_signature=spec))()
     np.testing.assert_allclose(starts, theirs[0].numpy(), atol=1e-4)
     np.testing.assert_allclose(extents, theirs[1].numpy(), atol=1e-4)
+    if isinstance(crop, Letterbox):  # around the whole image, the same on both sides but for one
+        margins = np.stack([-starts, starts + extents - sizes]) * np.array([80, 72]) / extents
+        assert (margins >= -1e-6).all()
+        assert (np.abs(margins[1] - margins[0] - 0.5) < 0.5001).all()
+        assert (margins.min(0).min(1) < 0.5001).all()
+        return
     # Around a smaller image a RandomCrop takes black.
     fits = (sizes >= preprocess.image_size) | (not isinstance(crop, RandomCrop))
     assert (starts[fits] >= 0).all()
