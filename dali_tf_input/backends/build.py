@@ -129,7 +129,8 @@ def check_input(spec: InputSpec, options: Options, *, device_id: int = 0) -> Non
     if change:
         raise InputError(f"{change}. Make the spec again: Records.from_files(...)")
     if not isinstance(options, DaliOptions):
-        tf_images.check_supported(spec.preprocess)
+        for preprocess in spec.image_views.values():
+            tf_images.check_supported(preprocess)
         return
     dali = import_dali()
     dali.import_plugin()

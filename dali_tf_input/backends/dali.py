@@ -16,7 +16,12 @@ from nvidia.dali.data_node import DataNode
 
 from dali_tf_input.backends import reading
 from dali_tf_input.backends.dali_guard import guard_strategies
-from dali_tf_input.backends.dali_images import check_supported, mix_images, prepare_images
+from dali_tf_input.backends.dali_images import (
+    check_supported,
+    decode_whole,
+    mix_images,
+    prepare_images,
+)
 from dali_tf_input.backends.dali_reading import PACKED, define_inputs, pack_records, reads_by_itself
 from dali_tf_input.backends.reading import Stream
 from dali_tf_input.errors import InputError
@@ -44,7 +49,8 @@ def import_plugin() -> Any:
 
 def check_spec(spec: InputSpec) -> None:
     """Raises InputError for a spec that DALI does not support."""
-    check_supported(spec.preprocess)
+    for preprocess in spec.image_views.values():
+        check_supported(preprocess)
     if spec.transform:
         raise InputError(
             "DALI does not support `transform`: make it a layer of the model, or use"
@@ -177,21 +183,29 @@ def build_pipeline(
 
     def define() -> tuple[DataNode, ...]:
         values = define_inputs(stream, options, by_itself=by_itself)
-        values["image"] = prepare_images(
-            values["image"],
-            values["uniforms"],
-            spec.preprocess,
-            rows=values.get("rows"),
-            decode="none" if spec.records.stores_pixels else options.resolved_decode,
-            device=decoder_device(options),
-            hints=decoder_hints(spec, options),
-        )
+        encoded, decoded = values["image"], None
+        decode = "none" if spec.records.stores_pixels else options.resolved_decode
+        device, hints = decoder_device(options), decoder_hints(spec, options)
+        decoding: dict[str, Any] = {"device": device, "hints": hints}
+        if spec.views and decode != "none":
+            decode, orientation = "full", spec.preprocess.apply_orientation
+            decoded = decode_whole(encoded, orientation=orientation, **decoding)
+        for name, preprocess in spec.image_views.items():
+            values[name] = prepare_images(
+                encoded,
+                values[f"uniforms of {name}"],
+                preprocess,
+                rows=values.get(f"rows of {name}"),
+                decoded=decoded,
+                decode=decode,
+                **decoding,
+            )
         if spec.mix:
             values |= mix_images(values, spec.preprocess)
         nodes = (values[name] for name in spec.outputs)
         return tuple(node.gpu() if options.device == "gpu" else node for node in nodes)
 
-    conditionals = bool(spec.preprocess.augment)
+    conditionals = any(preprocess.augment for preprocess in spec.image_views.values())
     return make_pipeline(define, stream, options, device_id, conditionals=conditionals)
 
 

@@ -34,6 +34,7 @@ def prepare_images(
     device: str,
     hints: dict[str, int | float],
     rows: DataNode | None = None,
+    decoded: DataNode | None = None,
 ) -> DataNode:
     """Preprocesses images as `tf_images.prepare_image` does, but for a batch.
 
@@ -47,10 +48,11 @@ def prepare_images(
       device: "cpu", or "mixed" to decode on the GPU and continue there.
       hints: further arguments of the decoder.
       rows: what `preprocess.augment` does, see `dali_augment`.
+      decoded: the whole images, if `decode_whole` has decoded them.
     """
     if isinstance(preprocess.crop, Letterbox) and decode == "region":
         decode = "full"
-    shared = {"decode": decode, "device": device, "hints": hints}
+    shared = {"decode": decode, "device": device, "hints": hints, "decoded": decoded}
     images, region = decode_images(encoded, uniforms, preprocess, **shared)
     images = resize_regions(images, region, preprocess, decode=decode)
     if rows is not None:
@@ -70,6 +72,7 @@ def decode_images(
     decode: Decode,
     device: str,
     hints: dict[str, int | float],
+    decoded: DataNode | None = None,
 ) -> tuple[DataNode, Region]:
     """Decodes images, or the part that is needed; returns them and the regions in them."""
     orientation = preprocess.apply_orientation
@@ -81,13 +84,25 @@ def decode_images(
     region = find_region(size, uniforms, preprocess)
     if decode == "none":
         return encoded.gpu() if device == "mixed" else encoded, region
+    if decoded is not None:
+        return decoded, region
+    if decode == "full":
+        how = {"orientation": orientation, "device": device, "hints": hints}
+        return decode_whole(encoded, **how), region
     decoding = {"device": device, "output_type": types.RGB, **hints}
     decoding["adjust_orientation"] = orientation
-    if decode == "full":
-        return fn.decoders.image(encoded, **decoding), region
     first, extent = source_window(size, region, preprocess)
     images = fn.decoders.image_slice(encoded, **_window(first, extent), **decoding)
     return images, region._replace(start=region.start - first)
+
+
+@do_not_convert
+def decode_whole(
+    encoded: DataNode, *, orientation: bool, device: str, hints: dict[str, int | float]
+) -> DataNode:
+    """Decodes images to uint8 RGB, upright by their EXIF orientation if `orientation`."""
+    how = {"device": device, "output_type": types.RGB, "adjust_orientation": orientation}
+    return fn.decoders.image(encoded, **how, **hints)
 
 
 @do_not_convert

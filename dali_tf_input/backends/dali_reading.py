@@ -42,16 +42,17 @@ def pack_records(stream: Stream) -> tf.data.Dataset:
     would copy it, byte by byte in DALI's slice. Masks are few bytes once they are cropped, and come
     out the same from both backends.
     """
-    spec, program = stream.spec, stream.spec.preprocess.make_program()
+    spec = stream.spec
 
     @tf.autograph.experimental.do_not_convert
     def pack(key: tf.Tensor, record: tf.Tensor, *beside: tf.Tensor) -> tf.Tensor:
         values = parse_record(record, spec, beside)
         image = values["image"]
-        uniforms, seed = reading.draw_uniforms(stream, key)
-        values["uniforms"] = uniforms
-        if spec.preprocess.augment:
-            values["rows"] = draw_rows(program, seed)
+        for view, (name, preprocess) in enumerate(spec.image_views.items()):
+            uniforms, seed = reading.draw_uniforms(stream, key, view)
+            values[f"uniforms of {name}"] = uniforms
+            if preprocess.augment:
+                values[f"rows of {name}"] = draw_rows(preprocess.make_program(), seed)
         if spec.mask:
             values["mask"] = prepare_mask(values["mask"], uniforms, spec)
         if spec.mix:
@@ -73,21 +74,25 @@ def pack_records(stream: Stream) -> tf.data.Dataset:
 
 def _list_tail(spec: InputSpec) -> list[tuple[str, tuple[int, ...], str]]:
     """Returns name, shape and type of what follows an image; of stored pixels also their shape."""
-    tail = [(name, *output) for name, output in spec.outputs.items() if name != "image"]
-    tail.append(("uniforms", (spec.preprocess.num_uniforms,), "float32"))
-    if spec.preprocess.augment:
-        tail.append(("rows", (spec.preprocess.make_program().num_steps, ROW_SIZE), "float32"))
+    views = spec.image_views
+    tail = [(name, *output) for name, output in spec.outputs.items() if name not in views]
+    for name, preprocess in views.items():
+        tail.append((f"uniforms of {name}", (preprocess.num_uniforms,), "float32"))
+        if preprocess.augment:
+            shape = (preprocess.make_program().num_steps, ROW_SIZE)
+            tail.append((f"rows of {name}", shape, "float32"))
     if spec.mix:
         tail += [("mix", (6,), "float32"), ("partner", (), "int32")]
     return [*tail, *([("image", (3,), "int32")] if spec.records.stores_pixels else [])]
 
 
 def define_inputs(stream: Stream, options: DaliOptions, *, by_itself: bool) -> dict[str, DataNode]:
-    """Defines what a pipeline reads, by name: the outputs, with encoded images, and "uniforms"."""
+    """Defines what a pipeline reads, by name: outputs, encoded images, and drawn numbers."""
     if not by_itself:
         return _unpack(stream.spec)
     shape = [stream.spec.preprocess.num_uniforms]
-    return {**_read(stream, options), "uniforms": fn.random.uniform(range=[0.0, 1.0], shape=shape)}
+    uniforms = fn.random.uniform(range=[0.0, 1.0], shape=shape)
+    return {**_read(stream, options), "uniforms of image": uniforms}
 
 
 def _unpack(spec: InputSpec) -> dict[str, DataNode]:

@@ -389,16 +389,15 @@ def _copy_indexes(dataset: Records) -> dict[str, str]:
     return copies
 
 
-def draw_uniforms(stream: Stream, key: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+def draw_uniforms(stream: Stream, key: tf.Tensor, view: int = 0) -> tuple[tf.Tensor, tf.Tensor]:
     """Draws the random numbers for a key's image, a function of (seed, key).
 
     Returns:
-      float32 (spec.preprocess.num_uniforms,) in [0, 1), and an int64 (2,) seed for augmentation.
+      float32 (num_uniforms,) in [0, 1), and an int64 (2,) seed for augmentation.
     """
-    seed = tf.constant(stream.spec.seed, tf.int64)
-    uniforms = tf.random.stateless_uniform(
-        (stream.spec.preprocess.num_uniforms,), seed=tf.stack([seed, key])
-    )
+    seed = tf.constant(stream.spec.seed + (view << 32), tf.int64)
+    preprocess = [*stream.spec.image_views.values()][view]
+    uniforms = tf.random.stateless_uniform((preprocess.num_uniforms,), seed=tf.stack([seed, key]))
     return uniforms, tf.stack([seed, ~key])
 
 

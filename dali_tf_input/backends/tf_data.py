@@ -13,12 +13,13 @@ from dali_tf_input.backends import reading
 from dali_tf_input.backends.parsing import parse_record
 from dali_tf_input.backends.reading import Stream
 from dali_tf_input.backends.tf_augment import draw_rows
-from dali_tf_input.backends.tf_images import prepare_image, prepare_mask
+from dali_tf_input.backends.tf_images import decode_image, prepare_image, prepare_mask
 from dali_tf_input.backends.tf_mix import draw_mix, mix_batch
 from dali_tf_input.backends.tf_native import uses_native
 from dali_tf_input.errors import InputError
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.options import TfDataOptions
+from dali_tf_input.spec.preprocess import Preprocess
 
 _SERVICE_SECONDS = 60  # for a worker's first answer
 
@@ -54,25 +55,38 @@ def read_records(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
 
 def make_prepare(stream: Stream, options: TfDataOptions) -> Callable[..., Any]:
     """Returns the function that maps (key, record) to what comes out, or to what is to be mixed."""
-    spec, preprocess = stream.spec, stream.spec.preprocess
-    program, transform = preprocess.make_program(), check_transform(spec)
-    decode = options.resolve_decode(resizes_plainly=preprocess.resizes_plainly)
+    spec = stream.spec
     native = options.service is None and uses_native(options.kernel)
 
-    @tf.autograph.experimental.do_not_convert
-    def prepare(key: tf.Tensor, record: tf.Tensor, *beside: tf.Tensor) -> Any:
-        values = parse_record(record, spec, beside)
-        uniforms, seed = reading.draw_uniforms(stream, key)
-        rows = draw_rows(program, seed) if preprocess.augment else None
-        values["image"] = prepare_image(
-            values["image"],
+    transforms = {
+        name: check_transform(spec.transform, preprocess)
+        for name, preprocess in spec.image_views.items()
+    }
+
+    def prepare_view(
+        name: str, encoded: tf.Tensor, uniforms: tf.Tensor, seed: tf.Tensor
+    ) -> tf.Tensor:
+        preprocess, transform = spec.image_views[name], transforms[name]
+        rows = draw_rows(preprocess.make_program(), seed) if preprocess.augment else None
+        return prepare_image(
+            encoded,
             uniforms,
             preprocess,
             rows=rows,
             transform=(lambda image: transform(image, ~seed)) if transform else None,
-            decode=decode,
+            decode=options.resolve_decode(resizes_plainly=preprocess.resizes_plainly),
             native=native,
         )
+
+    @tf.autograph.experimental.do_not_convert
+    def prepare(key: tf.Tensor, record: tf.Tensor, *beside: tf.Tensor) -> Any:
+        values = parse_record(record, spec, beside)
+        encoded = values.pop("image")
+        if spec.views:
+            encoded = decode_image(encoded)
+        for view, name in enumerate(spec.image_views):
+            uniforms, seed = reading.draw_uniforms(stream, key, view)
+            values[name] = prepare_view(name, encoded, uniforms, seed)
         if spec.mask:
             values["mask"] = prepare_mask(values["mask"], uniforms, spec)
         if spec.mix:
@@ -82,17 +96,19 @@ def make_prepare(stream: Stream, options: TfDataOptions) -> Callable[..., Any]:
     return prepare
 
 
-def check_transform(spec: InputSpec) -> Callable[..., tf.Tensor] | None:
-    """Returns `spec.transform` as a graph, if there is one.
+def check_transform(
+    function: Callable[..., Any] | None, preprocess: Preprocess
+) -> Callable[..., tf.Tensor] | None:
+    """Returns `spec.transform` as a graph for images of a size, if there is one.
 
     Raises:
       InputError: it fails, or returns an image of another type or shape.
     """
-    if spec.transform is None:
+    if function is None:
         return None
-    image = tf.TensorSpec((*spec.preprocess.image_size, 3), tf.uint8)
+    image = tf.TensorSpec((*preprocess.image_size, 3), tf.uint8)
     try:
-        transform = tf.function(spec.transform)
+        transform = tf.function(function)
         made = transform.get_concrete_function(image, tf.TensorSpec((2,), tf.int64))
     except Exception as error:  # whatever a user's function raises
         raise InputError(f"`transform` fails: {type(error).__name__}: {error}") from error

@@ -102,6 +102,9 @@ class InputSpec:
         (2,), is for `tf.random.stateless_*`: it differs from image to image and from epoch to
         epoch, and is the same again after a resume.
       mix: how images of a batch are mixed, with their one-hot labels; for training.
+      views: several preprocessings of each image, which is decoded once, as self-supervised
+        training takes: "image_0", "image_1", ... come out instead of the image, each with its own
+        random numbers. `preprocess` is the first one.
     """
 
     EXAMPLE: ClassVar[str] = "InputSpec.for_training('records/train-*', 224)"
@@ -123,6 +126,7 @@ class InputSpec:
     features: dict[str, Stored] = field(default_factory=dict, hash=False)
     transform: Callable[..., Any] | None = None
     mix: Mix | None = None
+    views: tuple[Preprocess, ...] = ()
 
     def __post_init__(self) -> None:
         if self.shuffle_block_size > 1 and self.order != "global":
@@ -137,6 +141,7 @@ class InputSpec:
             )
         check(0 <= self.seed < 2**31, "seed", "in [0, 2**31)", self.seed)
         self._check_label()
+        self._check_views()
         asked = {
             "balance": self.balance is not None,
             "temperature": self.temperature != 1,
@@ -164,7 +169,7 @@ class InputSpec:
             self._check_mix()
         for key, stored in self.features.items():
             check(isinstance(stored, Stored), "features", "Stored(...) by keys", self.features)
-            if key in ("image", "label", "mask", "record_id", "weight"):
+            if key in ("image", *self.image_views, "label", "mask", "record_id", "weight"):
                 raise InputError(f"`features` '{key}' would hide the value of that name.")
             feature = self.records.features.get(key)
             # A list without values comes first.
@@ -213,6 +218,18 @@ class InputSpec:
                 rule = f"above the highest label, {highest}"
                 check(highest < count, "num_classes", rule, count)
         self.class_weights()  # raises if they are none
+
+    def _check_views(self) -> None:
+        """Checks that views go together."""
+        if not self.views:
+            return
+        check(len(self.views) > 1, "views", "at least two", len(self.views))
+        if self.preprocess != self.views[0]:
+            raise InputError("`preprocess` must be the first of `views`.")
+        if self.mask or self.mix:
+            raise InputError("`views` works without `mask` and `mix` only.")
+        if len({view.apply_orientation for view in self.views}) > 1:
+            raise InputError("`views` are of one decoded image: `apply_orientation` must be equal.")
 
     def _check_mix(self) -> None:
         """Checks that labels can be mixed."""
@@ -363,6 +380,11 @@ class InputSpec:
             of_preprocess |= {"recipe"}
         check_keywords(f"InputSpec.{name}", fields, [*own, *of_preprocess])
         changes = {key: value for key, value in fields.items() if key in of_preprocess}
+        if views := fields.get("views"):
+            if changes or not isinstance(views, tuple | list):
+                rule = "a tuple of Preprocess, which have all fields of the images"
+                raise InputError(f"`views` must be {rule}, got {views} and {[*changes]}.")
+            preprocess = views[0]
         if isinstance(preprocess, Preprocess):
             made = preprocess.with_fields(**changes)
         else:
@@ -466,7 +488,10 @@ class InputSpec:
     def outputs(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shape and type of all that comes out of a record, by name."""
         outputs: dict[str, tuple[tuple[int, ...], str]]
-        outputs = {"image": (self.preprocess.image_shape, str(self.preprocess.dtype))}
+        outputs = {
+            name: (preprocess.image_shape, str(preprocess.dtype))
+            for name, preprocess in self.image_views.items()
+        }
         if self.label:
             outputs["label"] = (self.label.shape, self.label.dtype)
         if self.mask:
@@ -479,11 +504,19 @@ class InputSpec:
             outputs[key] = (stored.shape, self.records.dtype_of(key))
         return outputs
 
+    @property
+    def image_views(self) -> dict[str, Preprocess]:
+        """What is made of an image, by the names of the outputs."""
+        if not self.views:
+            return {"image": self.preprocess}
+        return {f"image_{number}": view for number, view in enumerate(self.views)}
+
     def arrange(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
         """Arranges values by name, see `outputs`, as Keras takes them: (x, y, sample weight).
 
-        x is the image, or with `record_ids` or `features` a dictionary of "image", "record_id" and
-        the keys; y the label or the mask, or a dictionary of both. Absent values are omitted.
+        x is the image, or with `views`, `record_ids` or `features` a dictionary of the images,
+        "record_id" and the keys; y the label or the mask, or a dictionary of both. Absent values
+        are omitted.
         """
         inputs = {name: values[name] for name in self.outputs}
         weights = [inputs.pop("weight")] if "weight" in inputs else []
@@ -494,7 +527,7 @@ class InputSpec:
     @property
     def is_structured(self) -> bool:
         """Whether `arrange` makes dictionaries."""
-        return self.record_ids or bool(self.features) or bool(self.label and self.mask)
+        return bool(self.record_ids or self.features or self.views or (self.label and self.mask))
 
     @property
     def is_mapped(self) -> bool:

@@ -17,6 +17,7 @@ import numpy as np
 
 from dali_tf_input.errors import Count, InputError, Path, checked
 from dali_tf_input.spec.input import InputSpec
+from dali_tf_input.spec.preprocess import Preprocess
 from dali_tf_input.storage.staging import locked_if_free, replace, write_whole
 from dali_tf_input.training.strategies import scope_of
 
@@ -250,12 +251,7 @@ class Resume:
     ) -> None:
         """Refuses the state of other input, or adapts it where that is allowed."""
         then = state.fingerprint
-        usual = {
-            "subset": _ALL,
-            "labels": _STORED,
-            "transform": "None",
-            "preprocess.augment": "()",
-        }  # of states from before there were others
+        usual = {**_usual_fields(), "subset": _ALL, "labels": _STORED}  # of older states
         changed = [name for name, value in now.items() if then.get(name, usual.get(name)) != value]
         words = [
             f"`{name}` was {then.get(name, usual.get(name))}, is {now[name]}" for name in changed
@@ -309,6 +305,15 @@ def _list_seeds(model: keras.Model) -> list[keras.Variable]:
     """Returns the state of random layers such as Dropout, which is not among the weights."""
     others = {id(variable) for variable in [*model.weights, *model.metrics_variables]}
     return [variable for variable in model.variables if id(variable) not in others]
+
+
+def _usual_fields() -> dict[str, str]:
+    """Returns what a fingerprint has for fields that are not set."""
+    return {
+        prefix + field.name: repr(field.default)
+        for kind, prefix in ((InputSpec, ""), (Preprocess, "preprocess."))
+        for field in dataclasses.fields(kind)
+    }
 
 
 def make_fingerprint(spec: InputSpec, batch_size: int) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def _make_by_dali(stage: str, stream: Any, options: DaliOptions) -> Any:
 
     def define() -> Any:
         values = dali_reading.define_inputs(stream, options, by_itself=by_itself)
-        encoded, uniforms = values["image"], values["uniforms"]
+        encoded, uniforms = values["image"], values["uniforms of image"]
         if stage == "parse":
             number = encoded.shape()[0] + fn.reshape(values["label"], shape=[])
         else:
