@@ -3,7 +3,7 @@
 import queue
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,10 +13,11 @@ from dali_tf_input.backends import reading
 from dali_tf_input.backends.parsing import parse_record
 from dali_tf_input.backends.reading import Stream
 from dali_tf_input.backends.tf_augment import draw_rows
-from dali_tf_input.backends.tf_images import decode_image, prepare_image, prepare_mask
+from dali_tf_input.backends.tf_images import Decode, decode_views, prepare_image, prepare_mask
 from dali_tf_input.backends.tf_mix import draw_mix, mix_batch
 from dali_tf_input.backends.tf_native import uses_native
 from dali_tf_input.errors import InputError
+from dali_tf_input.spec.crops import Region
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.options import TfDataOptions
 from dali_tf_input.spec.preprocess import Preprocess
@@ -64,15 +65,16 @@ def make_prepare(stream: Stream, options: TfDataOptions) -> Callable[..., Any]:
     }
 
     def prepare_view(
-        name: str, encoded: tf.Tensor, uniforms: tf.Tensor, seed: tf.Tensor
+        name: str, image: tf.Tensor, uniforms: tf.Tensor, seed: tf.Tensor, region: Region | None
     ) -> tf.Tensor:
         preprocess, transform = spec.image_views[name], transforms[name]
         rows = draw_rows(preprocess.make_program(), seed) if preprocess.augment else None
         return prepare_image(
-            encoded,
+            image,
             uniforms,
             preprocess,
             rows=rows,
+            region=region,
             transform=(lambda image: transform(image, ~seed)) if transform else None,
             decode=options.resolve_decode(resizes_plainly=preprocess.resizes_plainly),
             native=native,
@@ -81,14 +83,17 @@ def make_prepare(stream: Stream, options: TfDataOptions) -> Callable[..., Any]:
     @tf.autograph.experimental.do_not_convert
     def prepare(key: tf.Tensor, record: tf.Tensor, *beside: tf.Tensor) -> Any:
         values = parse_record(record, spec, beside)
-        encoded = values.pop("image")
+        image, views = values.pop("image"), spec.image_views
+        drawn = [reading.draw_uniforms(stream, key, view) for view in range(len(views))]
+        regions: Sequence[Region | None] = [None]
         if spec.views:
-            encoded = decode_image(encoded)
-        for view, name in enumerate(spec.image_views):
-            uniforms, seed = reading.draw_uniforms(stream, key, view)
-            values[name] = prepare_view(name, encoded, uniforms, seed)
+            decode: Decode = "full" if options.decode == "full" else "region"
+            uniforms = [uniforms for uniforms, _ in drawn]
+            image, regions = decode_views(image, uniforms, spec.views, decode=decode, native=native)
+        for name, numbers, region in zip(views, drawn, regions, strict=True):
+            values[name] = prepare_view(name, image, *numbers, region)
         if spec.mask:
-            values["mask"] = prepare_mask(values["mask"], uniforms, spec)
+            values["mask"] = prepare_mask(values["mask"], drawn[0][0], spec)
         if spec.mix:
             return {**values, "mix": draw_mix(stream, key)}
         return spec.arrange(values)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Literal
 
@@ -36,6 +36,7 @@ def prepare_image(
     decode: Decode = "full",
     rows: tf.Tensor | None = None,
     transform: Callable[[tf.Tensor], tf.Tensor] | None = None,
+    region: Region | None = None,
     native: bool = False,
 ) -> tf.Tensor:
     """Preprocesses one encoded image for the model.
@@ -47,6 +48,7 @@ def prepare_image(
       decode: how much of a JPEG is decoded; see `TfDataOptions`.
       rows: what `preprocess.augment` does, see `tf_augment`.
       transform: changes the image, uint8 (*preprocess.image_size, 3), after `rows`.
+      region: where the output lies in pixels of `decode_views`, the image; with `native` only.
       native: whether `tf_native` does all that follows decoding.
 
     Returns:
@@ -57,7 +59,7 @@ def prepare_image(
     decode = "full" if is_padded else decode
     changes = rows is not None or transform is not None
     if resamples_natively and not changes and preprocess.channels == 3:
-        return prepare_natively(encoded, uniforms, preprocess, decode=decode)
+        return prepare_natively(encoded, uniforms, preprocess, decode=decode, region=region)
     plain = dataclasses.replace(
         preprocess,
         mirror_probability=0.0,
@@ -68,7 +70,7 @@ def prepare_image(
         dtype="uint8" if changes else "float32",
     )
     if resamples_natively:
-        image = prepare_natively(encoded, uniforms, plain, decode=decode)
+        image = prepare_natively(encoded, uniforms, plain, decode=decode, region=region)
     else:
         image = resample_image(encoded, uniforms, preprocess, decode=decode)
         image = to_uint8(image) if changes else image
@@ -91,13 +93,20 @@ def prepare_image(
 
 
 def prepare_natively(
-    encoded: tf.Tensor, uniforms: tf.Tensor, preprocess: Preprocess, *, decode: Decode
+    encoded: tf.Tensor,
+    uniforms: tf.Tensor,
+    preprocess: Preprocess,
+    *,
+    decode: Decode,
+    region: Region | None = None,
 ) -> tf.Tensor:
     """Does all of `prepare_image` by the compiled operations, but for what they do not decode."""
+    mirrored = Uniforms.split(uniforms).mirror[0] < preprocess.mirror_probability
+    finish = partial(tf_native.finish_region, preprocess=preprocess, mirrored=mirrored)
+    if region is not None:
+        return finish(encoded, region)
 
     def finish_decoded() -> tf.Tensor:
-        mirrored = Uniforms.split(uniforms).mirror[0] < preprocess.mirror_probability
-        finish = partial(tf_native.finish_region, preprocess=preprocess, mirrored=mirrored)
         return resample_image(encoded, uniforms, preprocess, decode=decode, finish=finish)
 
     if encoded.dtype == tf.uint8 or not tf_native.decodes(preprocess.crop):
@@ -109,6 +118,42 @@ def prepare_natively(
     )
     image = tf.cond(is_done, lambda: image, finish_decoded)
     return tf.ensure_shape(image, preprocess.image_shape)
+
+
+def decode_views(
+    encoded: tf.Tensor,
+    uniforms: Sequence[tf.Tensor],
+    views: Sequence[Preprocess],
+    *,
+    decode: Decode,
+    native: bool,
+) -> tuple[tf.Tensor, Sequence[Region | None]]:
+    """Decodes an image once for several views.
+
+    Returns:
+      Pixels, uint8 (height, width, 3), and the region of each view in them; None if they are all of
+      the image.
+    """
+    can_decode = all(tf_native.decodes(view.crop) for view in views)
+    if not native or not can_decode or encoded.dtype == tf.uint8:
+        return decode_image(encoded), [None] * len(views)
+    numbers = tf.concat(uniforms, 0)
+    made = tf_native.decode_views(encoded, numbers, views, whole=decode == "full")
+    pixels, regions, is_done = made
+
+    def decode_all() -> tuple[tf.Tensor, tf.Tensor]:
+        image = decode_image(encoded)
+        found = [
+            find_region(tf.shape(image)[:2], own, view)
+            for own, view in zip(uniforms, views, strict=True)
+        ]
+        return image, tf.stack([tf.concat([one.start, one.extent], 0) for one in found])
+
+    pixels, regions = tf.cond(is_done, lambda: (pixels, regions), decode_all)
+    unused = tf.zeros(2, tf.float64)
+    return pixels, [
+        Region(regions[view, :2], regions[view, 2:], unused, unused) for view in range(len(views))
+    ]
 
 
 def prepare_mask(mask: tf.Tensor, uniforms: tf.Tensor, spec: InputSpec) -> tf.Tensor:

@@ -5,6 +5,7 @@ import logging
 import math
 import pathlib
 import shlex
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -124,6 +125,31 @@ def decode(
         encoded, uniforms, tf.constant(what, tf.float64), **_attributes(preprocess)
     )
     return prepared, is_done
+
+
+def decode_views(
+    encoded: tf.Tensor, uniforms: tf.Tensor, views: Sequence[Preprocess], *, whole: bool
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Decodes what several views need of a JPEG.
+
+    Args:
+      encoded: a scalar string, the bytes of an image file.
+      uniforms: the random numbers of all views, float32.
+      views: what is made of it, with crops that `decodes`.
+      whole: see `decode`.
+
+    Returns:
+      Pixels, uint8 (height, width, 3); the region of each view in them, float64 (views, 4): start
+      and extent; and whether the image was decoded, see `decode`.
+    """
+    numbers: list[float] = [whole]
+    for view in views:
+        work, (crop, _, _, *rest) = _attributes(view), describe(view, whole=whole, most=math.inf)
+        numbers += (*view.image_size, work["kernel"], work["antialias"], work["clip"])
+        numbers += (view.num_uniforms, crop, *rest)
+    made = load().dali_tf_input_decode_views(encoded, uniforms, tf.constant(numbers, tf.float64))
+    pixels, regions, is_done = made
+    return tf.ensure_shape(pixels, (None, None, 3)), regions, is_done
 
 
 def describe(preprocess: Preprocess, *, whole: bool, most: float) -> tuple[float, ...]:

@@ -1,6 +1,7 @@
 // TensorFlow's operations DaliTfInputRead: records of files whose extents are known (read.h); DaliTfInputPrepare: a
 // decoded image and a region of it to what the model sees (resample.h); and DaliTfInputDecode: a JPEG (jpeg.h) and random
-// numbers (region.h) to the same; and DaliTfInputAugment: an image after its crop and rows (augment.h) to the same; and
+// numbers (region.h) to the same, and DaliTfInputDecodeViews, to
+// what several views need of it; DaliTfInputAugment: an image after its crop and rows (augment.h) to the same; and
 // DaliTfInputMix: a batch of them, mixed in pairs (mix.h).
 #include "api.h"
 #include "augment.h"
@@ -24,7 +25,7 @@ using dali_tf_input::Work;
 
 constexpr int kTypes[] = {1, 19, 14, 4};  // TF_DataType by `Output`: TF_FLOAT, TF_HALF, TF_BFLOAT16, TF_UINT8
 constexpr int kSizes[] = {4, 2, 2, 1};    // bytes
-constexpr int kString = 7, kBool = 10;    // TF_STRING, TF_BOOL
+constexpr int kDouble = 2, kString = 7, kBool = 10;  // TF_DOUBLE, TF_STRING, TF_BOOL
 
 using dali_tf_input::Problem;
 
@@ -95,7 +96,7 @@ class Call {
  private:
   TF_OpKernelContext* context_;
   int count_;
-  TF_Tensor* outputs_[2] = {};
+  TF_Tensor* outputs_[3] = {};
 
  public:
   TF_Status* status;
@@ -249,6 +250,8 @@ struct DecodeKernel : Work {
   std::vector<std::unique_ptr<Decoding>> idle_;
 };
 
+void* CreateIdle(TF_OpKernelConstruction*) { return new (std::nothrow) DecodeKernel; }
+
 #if defined(DALI_TF_INPUT_JPEG)
 // Decodes the lines that a resampler needs, a few at a time, and has it fill the output; returns false if the file is
 // refused, or needs more than kMostBytes.
@@ -309,6 +312,109 @@ void ComputeDecode(void* kernel, TF_OpKernelContext* context) {
     const int64_t none[3] = {0, 0, 0};
     if (!call.HasOutput(0) && !call.Allocate(0, kTypes[work.output], none, 3, 0) && !call.ok()) return;
     if (void* flag = call.Allocate(1, kBool, nullptr, 0, 1)) *static_cast<bool*>(flag) = is_done;
+  });
+}
+
+// What one of several views needs of an image, and where it lies in it.
+struct View : Work {
+  int crop = 0;
+  int64_t num_uniforms = 0;
+  const double* numbers = nullptr;
+  Image image;
+};
+
+// Reads the views of `ComputeDecodeViews`; returns false if they are none.
+bool ReadViews(const double* at, int64_t count, int64_t num_uniforms, std::vector<View>* views) {
+  constexpr int kHead = 7;
+  while (count > 0) {
+    View view;
+    if (count < kHead || !(at[0] >= 1 && at[0] <= 65535 && at[1] >= 1 && at[1] <= 65535) || !(at[2] >= 0 && at[2] <= 3)) return false;
+    view.height = static_cast<int>(at[0]), view.width = static_cast<int>(at[1]);
+    view.kernel = static_cast<dali_tf_input::Kernel>(static_cast<int>(at[2]));
+    view.antialias = at[3] != 0, view.clip = at[4] != 0;
+    if (!(at[5] >= 3 && at[5] <= 1e6) || !(at[6] >= 0 && at[6] <= dali_tf_input::kRandomCrop)) return false;
+    view.num_uniforms = static_cast<int64_t>(at[5]), view.crop = static_cast<int>(at[6]);
+    view.numbers = at + kHead;
+    const int size = kHead + dali_tf_input::kNumbers[view.crop];
+    at += size, count -= size, num_uniforms -= view.num_uniforms;
+    views->push_back(view);
+  }
+  return count == 0 && num_uniforms == 0 && !views->empty();
+}
+
+#if defined(DALI_TF_INPUT_JPEG)
+// Decodes a window, whose left is a multiple of 16, to `out`; returns false if the file is refused.
+bool DecodeWindow(Decoding* decoding, const dali_tf_input::jpeg::Window& window, bool is_whole, uint8_t* out) {
+  const size_t width = 3 * static_cast<size_t>(window.right - window.left);
+  if (decoding->lines.size() < width + 64) decoding->lines.resize(width + 64);
+  struct Sink {
+    uint8_t* Want(int line) const { return line >= top && line < bottom ? scratch : nullptr; }
+    void Take(int line) { std::memcpy(out + width * static_cast<size_t>(line - top), scratch, width), ++done; }
+    uint8_t *scratch, *out;
+    size_t width;
+    int top, bottom, done;
+  } sink = {decoding->lines.data(), out, width, window.top, window.bottom, 0};
+  return decoding->decoder.Decode(window, is_whole, sink) && sink.done == window.bottom - window.top;
+}
+#endif
+
+// Decodes what several views need of one image. Its inputs: the image; the random numbers of all views; whether all of the
+// file must be sound, and of each view its height, width, `Kernel`, whether it antialiases and clips, how many random
+// numbers it has, its `Crop`, and the crop's numbers. Its outputs: pixels, uint8 (h, w, 3); the region of each view in
+// them, double (views, 4); and whether the image was decoded, without which the others mean nothing.
+void ComputeDecodeViews(void* kernel, TF_OpKernelContext* context) {
+  DecodeKernel& kept = *static_cast<DecodeKernel*>(kernel);
+  Call call(context, 3);
+  call.Run([&] {
+    TF_Tensor** inputs = call.inputs;
+    std::vector<View> views;
+    const int64_t num_uniforms = TF_TensorElementCount(inputs[1]);
+    const auto* what = static_cast<const double*>(TF_TensorData(inputs[2]));
+    const int64_t count = TF_TensorElementCount(inputs[2]);
+    const bool is_right = TF_TensorElementCount(inputs[0]) == 1 && count > 0 && ReadViews(what + 1, count - 1, num_uniforms, &views);
+    if (!is_right) return TF_SetStatus(call.status, dali_tf_input::kInvalidArgument, "one image, random numbers and views are needed");
+    const int64_t shape[2] = {static_cast<int64_t>(views.size()), 4};
+    auto* regions = static_cast<double*>(call.Allocate(1, kDouble, shape, 2, views.size() * 4 * sizeof(double)));
+    if (!regions) return;
+    std::fill(regions, regions + 4 * views.size(), 0.0);
+    bool is_done = false;
+#if defined(DALI_TF_INPUT_JPEG)
+    const auto* encoded = static_cast<const TF_TString*>(TF_TensorData(inputs[0]));
+    std::unique_ptr<Decoding> decoding = kept.Take();
+    dali_tf_input::jpeg::Decoder& decoder = decoding->decoder;
+    if (decoder.Open(reinterpret_cast<const uint8_t*>(TF_StringGetDataPointer(encoded)), TF_StringGetSize(encoded))) {
+      dali_tf_input::jpeg::Window window = {decoder.height, decoder.width, 0, 0};
+      const auto* uniforms = static_cast<const float*>(TF_TensorData(inputs[1]));
+      bool is_valid = true;
+      for (View& view : views) {
+        view.image.height = decoder.height, view.image.width = decoder.width;
+        dali_tf_input::FindRegion(view, static_cast<dali_tf_input::Crop>(view.crop), view.numbers, uniforms, view.num_uniforms, &view.image);
+        uniforms += view.num_uniforms;
+        is_valid = is_valid && !dali_tf_input::Check(view, view.image);
+        if (!is_valid) break;
+        const dali_tf_input::Taps rows = dali_tf_input::MakeTaps(view, view.height, view.image.height, view.image.start[0], view.image.extent[0], false);
+        const dali_tf_input::Taps columns = dali_tf_input::MakeTaps(view, view.width, view.image.width, view.image.start[1], view.image.extent[1], false);
+        window.top = std::min(window.top, rows.low), window.bottom = std::max(window.bottom, rows.high);
+        window.left = std::min(window.left, columns.low), window.right = std::max(window.right, columns.high);
+      }
+      window.left &= ~15;
+      const int64_t size[3] = {window.bottom - window.top, window.right - window.left, 3};
+      if (is_valid && size[0] > 0 && size[1] > 0) {
+        void* out = call.Allocate(0, kTypes[dali_tf_input::kUint8], size, 3, static_cast<size_t>(size[0] * size[1] * 3));
+        if (!out) return;
+        is_done = DecodeWindow(decoding.get(), window, what[0] != 0, static_cast<uint8_t*>(out));
+        for (size_t view = 0; view < views.size(); ++view) {
+          const Image& image = views[view].image;
+          const double region[4] = {image.start[0] - window.top, image.start[1] - window.left, image.extent[0], image.extent[1]};
+          std::copy(region, region + 4, regions + 4 * view);
+        }
+      }
+    }
+    kept.Return(std::move(decoding));
+#endif
+    const int64_t none[3] = {0, 0, 3};
+    if (!call.HasOutput(0) && !call.Allocate(0, kTypes[dali_tf_input::kUint8], none, 3, 0) && !call.ok()) return;
+    if (void* flag = call.Allocate(2, kBool, nullptr, 0, 1)) *static_cast<bool*>(flag) = is_done;
   });
 }
 
@@ -464,6 +570,9 @@ __attribute__((constructor)) void RegisterAll() {
            TF_NewKernelBuilder("DaliTfInputAugment", "CPU", Create<Work>, ComputeAugment, Delete<Work>));
   Register("DaliTfInputMix", {"images: T", "drawn: float"}, {"mixed: T"}, image,
            TF_NewKernelBuilder("DaliTfInputMix", "CPU", Create<Work>, ComputeMix, Delete<Work>));
+  Register("DaliTfInputDecodeViews", {"encoded: string", "uniforms: float", "views: double"},
+           {"pixels: uint8", "regions: double", "is_done: bool"}, {},
+           TF_NewKernelBuilder("DaliTfInputDecodeViews", "CPU", CreateIdle, ComputeDecodeViews, Delete<DecodeKernel>));
   Register("DaliTfInputDecode", {"encoded: string", "uniforms: float", "what: double"}, {"prepared: T", "is_done: bool"}, image,
            TF_NewKernelBuilder("DaliTfInputDecode", "CPU", Create<DecodeKernel>, ComputeDecode, Delete<DecodeKernel>));
 }
