@@ -177,12 +177,15 @@ class Augmenter {
     }
     for (float& weight : kernel) weight /= sum;
     const size_t stride = 3 * static_cast<size_t>(width_);
-    blurred_.assign(size_, 0.0f);  // down
+    const float* half = kernel.data() + radius;
+    blurred_.resize(size_);  // down
     for (int y = 0; y < height_; ++y) {
       float* to = blurred_.data() + stride * static_cast<size_t>(y);
-      for (int tap = -radius; tap <= radius; ++tap) {
-        const uint8_t* from = image + stride * static_cast<size_t>(Reflect(y + tap, height_));
-        AddLine(kernel[static_cast<size_t>(tap + radius)], from, to, stride);
+      const uint8_t* middle = image + stride * static_cast<size_t>(y);
+      for (size_t x = 0; x < stride; ++x) to[x] = half[0] * middle[x];
+      for (int tap = 1; tap <= radius; ++tap) {
+        const uint8_t *above = image + stride * static_cast<size_t>(Reflect(y - tap, height_)), *below = image + stride * static_cast<size_t>(Reflect(y + tap, height_));
+        AddLines(half[tap], above, below, to, stride);
       }
     }
     line_.resize(stride + 6 * static_cast<size_t>(radius));
@@ -197,58 +200,99 @@ class Augmenter {
           line[3 * (radius + width_ - 1 + x) + channel] = from[3 * Reflect(width_ - 1 + x, width_) + channel];
         }
       }
-      SumLine(kernel.data(), 2 * radius + 1, line, row_.data(), image + stride * static_cast<size_t>(y), stride);
+      SumLine(half, radius, line + 3 * radius, row_.data(), image + stride * static_cast<size_t>(y), stride);
     }
   }
 
-  static DALI_TF_INPUT_CLONES void AddLine(float weight, const uint8_t* from, float* to, size_t stride) {
-    for (size_t x = 0; x < stride; ++x) to[x] += weight * from[x];
+  static DALI_TF_INPUT_CLONES void AddLines(float weight, const uint8_t* above, const uint8_t* below, float* to, size_t stride) {
+    for (size_t x = 0; x < stride; ++x) to[x] += weight * static_cast<float>(above[x] + below[x]);
   }
 
-  static DALI_TF_INPUT_CLONES void SumLine(const float* kernel, int taps, const float* line, float* row, uint8_t* out, size_t stride) {
-    std::memset(row, 0, stride * sizeof(float));
-    for (int tap = 0; tap < taps; ++tap) {
-      const float weight = kernel[tap], *from = line + 3 * tap;
-      for (size_t x = 0; x < stride; ++x) row[x] += weight * from[x];
+  // The kernel is symmetric, from its middle on; the line goes on to both sides.
+  static DALI_TF_INPUT_CLONES void SumLine(const float* half, int radius, const float* line, float* row, uint8_t* out, size_t stride) {
+    for (size_t x = 0; x < stride; ++x) row[x] = half[0] * line[x];
+    for (int tap = 1; tap <= radius; ++tap) {
+      const float weight = half[tap], *before = line - 3 * tap, *after = line + 3 * tap;
+      for (size_t x = 0; x < stride; ++x) row[x] += weight * (before[x] + after[x]);
     }
     for (size_t x = 0; x < stride; ++x) out[x] = ToUint8(row[x]);
   }
 
-  void WarpNearest(const float* matrix, const uint8_t* image, uint8_t* out) const {
-    const uint8_t fill = ToUint8(matrix[6]);
+  // The matrix says where in the image each place of the output comes from; both count from the edges of pixels.
+  void WarpNearest(const float* matrix, const uint8_t* image, uint8_t* out) {
+    const uint8_t fill[3] = {ToUint8(matrix[6]), ToUint8(matrix[6]), ToUint8(matrix[6])};
+    places_.resize(static_cast<size_t>(width_));
     for (int y = 0; y < height_; ++y) {
-      const float across = matrix[1] * (static_cast<float>(y) + 0.5f) + matrix[2], down = matrix[4] * (static_cast<float>(y) + 0.5f) + matrix[5];
+      FindPlaces(matrix, y, height_, width_, places_.data());
       for (int x = 0; x < width_; ++x, out += 3) {
-        const float from_x = std::floor(matrix[0] * (static_cast<float>(x) + 0.5f) + across);
-        const float from_y = std::floor(matrix[3] * (static_cast<float>(x) + 0.5f) + down);
-        if (from_x >= 0 && from_x < static_cast<float>(width_) && from_y >= 0 && from_y < static_cast<float>(height_)) {
-          const uint8_t* from = image + 3 * (static_cast<int64_t>(from_y) * width_ + static_cast<int64_t>(from_x));
-          out[0] = from[0], out[1] = from[1], out[2] = from[2];
-        } else {
-          out[0] = out[1] = out[2] = fill;
-        }
+        const uint8_t* from = places_[static_cast<size_t>(x)] < 0 ? fill : image + 3 * static_cast<int64_t>(places_[static_cast<size_t>(x)]);
+        out[0] = from[0], out[1] = from[1], out[2] = from[2];
       }
+    }
+  }
+
+  // The numbers of the pixels that a line of the output takes; -1 where there is none.
+  static DALI_TF_INPUT_CLONES void FindPlaces(const float* matrix, int y, int height, int width, int* places) {
+    const float at_y = static_cast<float>(y) + 0.5f, right = static_cast<float>(width), bottom = static_cast<float>(height);
+    const float xx = matrix[0], yx = matrix[3], across = matrix[1] * at_y + matrix[2], down = matrix[4] * at_y + matrix[5];
+    for (int x = 0; x < width; ++x) {
+      const float from_x = xx * (static_cast<float>(x) + 0.5f) + across, from_y = yx * (static_cast<float>(x) + 0.5f) + down;
+      const bool is_inside = (from_x >= 0) & (from_x < right) & (from_y >= 0) & (from_y < bottom);
+      const float inside_x = is_inside ? from_x : 0, inside_y = is_inside ? from_y : 0;
+      const int place = static_cast<int>(inside_y) * width + static_cast<int>(inside_x);
+      places[x] = is_inside ? place : -1;
     }
   }
 
   void WarpBilinear(const float* matrix, const uint8_t* image, uint8_t* out) const {
     for (int y = 0; y < height_; ++y) {
+      const float at_y = static_cast<float>(y) + 0.5f;
+      const float start[2] = {matrix[1] * at_y + matrix[2] - 0.5f, matrix[4] * at_y + matrix[5] - 0.5f};
+      BlendLine(matrix, start, height_, width_, image, out);
       for (int x = 0; x < width_; ++x, out += 3) {
-        const float at_x = static_cast<float>(x) + 0.5f, at_y = static_cast<float>(y) + 0.5f;
-        const float from_x = matrix[0] * at_x + matrix[1] * at_y + matrix[2] - 0.5f;
-        const float from_y = matrix[3] * at_x + matrix[4] * at_y + matrix[5] - 0.5f;
-        const float left = std::floor(from_x), top = std::floor(from_y), right_part = from_x - left, bottom_part = from_y - top;
-        float sum[3] = {0, 0, 0};
-        for (int corner = 0; corner < 4; ++corner) {
-          const float px = left + static_cast<float>(corner & 1), py = top + static_cast<float>(corner >> 1);
-          const float weight = (corner & 1 ? right_part : 1 - right_part) * (corner >> 1 ? bottom_part : 1 - bottom_part);
-          const bool is_inside = px >= 0 && px < static_cast<float>(width_) && py >= 0 && py < static_cast<float>(height_);
-          const uint8_t* from = is_inside ? image + 3 * (static_cast<int64_t>(py) * width_ + static_cast<int64_t>(px)) : nullptr;
-          for (int channel = 0; channel < 3; ++channel) sum[channel] += weight * (from ? static_cast<float>(from[channel]) : matrix[6]);
-        }
-        for (int channel = 0; channel < 3; ++channel) out[channel] = ToUint8(sum[channel]);
+        const float from_x = matrix[0] * (static_cast<float>(x) + 0.5f) + start[0], from_y = matrix[3] * (static_cast<float>(x) + 0.5f) + start[1];
+        if (!HasNeighbors(from_x, from_y, height_, width_)) BlendEdge(from_x, from_y, matrix[6], image, out);
       }
     }
+  }
+
+  static DALI_TF_INPUT_INLINE bool HasNeighbors(float x, float y, int height, int width) {
+    return (x >= 0) & (x < static_cast<float>(width - 1)) & (y >= 0) & (y < static_cast<float>(height - 1));
+  }
+
+  // Blends the four pixels around each place of a line that has them all.
+  static DALI_TF_INPUT_CLONES void BlendLine(const float* matrix, const float* start, int height, int width, const uint8_t* image, uint8_t* out) {
+    const int64_t stride = 3 * int64_t{width};
+    for (int x = 0; x < width; ++x) {
+      const float from_x = matrix[0] * (static_cast<float>(x) + 0.5f) + start[0], from_y = matrix[3] * (static_cast<float>(x) + 0.5f) + start[1];
+      if (!HasNeighbors(from_x, from_y, height, width)) continue;
+      const int left = static_cast<int>(from_x), top = static_cast<int>(from_y);
+      const float part_x = from_x - static_cast<float>(left), part_y = from_y - static_cast<float>(top);
+      const uint8_t *above = image + stride * top + 3 * left, *below = above + stride;
+      const float weights[4] = {(1 - part_x) * (1 - part_y), part_x * (1 - part_y), (1 - part_x) * part_y, part_x * part_y};
+      for (int channel = 0; channel < 3; ++channel) {
+        const float upper = above[channel] * weights[0] + above[channel + 3] * weights[1];
+        out[3 * x + channel] = ToUint8(upper + below[channel] * weights[2] + below[channel + 3] * weights[3]);
+      }
+    }
+  }
+
+  // A pixel of which some neighbors, or all, are outside of the image.
+  void BlendEdge(float from_x, float from_y, float fill, const uint8_t* image, uint8_t* out) const {
+    if (from_x <= -1 || from_x >= static_cast<float>(width_) || from_y <= -1 || from_y >= static_cast<float>(height_)) {
+      out[0] = out[1] = out[2] = ToUint8(fill);
+      return;
+    }
+    const float left = std::floor(from_x), top = std::floor(from_y), part_x = from_x - left, part_y = from_y - top;
+    float sum[3] = {0, 0, 0};
+    for (int corner = 0; corner < 4; ++corner) {
+      const float x = left + static_cast<float>(corner & 1), y = top + static_cast<float>(corner >> 1);
+      const float weight = (corner & 1 ? part_x : 1 - part_x) * (corner >> 1 ? part_y : 1 - part_y);
+      const bool is_inside = x >= 0 && x < static_cast<float>(width_) && y >= 0 && y < static_cast<float>(height_);
+      const uint8_t* from = is_inside ? image + 3 * (static_cast<int64_t>(y) * width_ + static_cast<int64_t>(x)) : nullptr;
+      for (int channel = 0; channel < 3; ++channel) sum[channel] += weight * (from ? static_cast<float>(from[channel]) : fill);
+    }
+    for (int channel = 0; channel < 3; ++channel) out[channel] = ToUint8(sum[channel]);
   }
 
   // The numbers of a drawn row: top, left, bottom, right, seed, nothing, and the fill and the noise of each channel.
@@ -282,6 +326,7 @@ class Augmenter {
   const size_t size_;
   std::vector<uint8_t> scratch_;
   std::vector<float> blurred_, line_, row_;
+  std::vector<int> places_;
 };
 
 // Fills line y of the output from a line of bytes, mirrored or not. `row` has room for the line.
