@@ -267,12 +267,13 @@ class Augmenter {
       const float from_x = matrix[0] * (static_cast<float>(x) + 0.5f) + start[0], from_y = matrix[3] * (static_cast<float>(x) + 0.5f) + start[1];
       if (!HasNeighbors(from_x, from_y, height, width)) continue;
       const int left = static_cast<int>(from_x), top = static_cast<int>(from_y);
-      const float part_x = from_x - static_cast<float>(left), part_y = from_y - static_cast<float>(top);
+      const int part_x = static_cast<int>((from_x - static_cast<float>(left)) * 256 + 0.5f);
+      const int part_y = static_cast<int>((from_y - static_cast<float>(top)) * 256 + 0.5f);
+      const int weights[4] = {(256 - part_x) * (256 - part_y), part_x * (256 - part_y), (256 - part_x) * part_y, part_x * part_y};
       const uint8_t *above = image + stride * top + 3 * left, *below = above + stride;
-      const float weights[4] = {(1 - part_x) * (1 - part_y), part_x * (1 - part_y), (1 - part_x) * part_y, part_x * part_y};
       for (int channel = 0; channel < 3; ++channel) {
-        const float upper = above[channel] * weights[0] + above[channel + 3] * weights[1];
-        out[3 * x + channel] = ToUint8(upper + below[channel] * weights[2] + below[channel + 3] * weights[3]);
+        const int upper = above[channel] * weights[0] + above[channel + 3] * weights[1];
+        out[3 * x + channel] = static_cast<uint8_t>((upper + below[channel] * weights[2] + below[channel + 3] * weights[3] + 32768) >> 16);
       }
     }
   }
