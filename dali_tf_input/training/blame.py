@@ -92,7 +92,8 @@ class Blame(StepCallback):
         epoch, within = divmod(step, self._per_epoch)
         size = self._batch_size
         if epoch != self._epoch:
-            self._ids = self._spec.list_ids(epoch, batch_size=size)
+            spec = self.schedule.spec_of(epoch) if self.schedule else self._spec
+            self._ids = spec.list_ids(epoch, batch_size=size)
             self._epoch = epoch
         ids = self._ids[within * size :][:size]
         before = self.losses[ids]

@@ -1,7 +1,7 @@
 """Training as one run of Keras's `fit`, in as many calls of it as resuming takes."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -10,6 +10,7 @@ import numpy as np
 from dali_tf_input.errors import InputError
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.training.resume import Arrays, Resume, State
+from dali_tf_input.training.schedule import Schedule
 from dali_tf_input.training.strategies import scope_of
 
 
@@ -50,10 +51,14 @@ class StepCallback(keras.callbacks.Callback):
     """A callback of `train.fit` that knows the number of each step, over all epochs of records.
 
     Whenever `Resume` saves, `save` is called too.
+
+    Attributes:
+      schedule: the spec of each epoch, from `begin` on.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.schedule: Schedule | None = None
         self._offset: int | None = None
         self._steps = self._start = 0
 
@@ -78,7 +83,8 @@ class Training(keras.callbacks.CallbackList):
     """The callbacks of one training, which begins and ends once for them.
 
     Keras's `fit` cannot begin in the middle of an epoch, so the rest of an epoch that was
-    interrupted is a call of its own. What callbacks see of it is one training: batches are counted
+    interrupted is a call of its own; so is each stage of a schedule, by `end_of`, the epoch at
+    which that of an epoch ends. What callbacks see of it is one training: batches are counted
     from the start of the epoch, its logs cover all of it, and `on_train_begin` and `on_train_end`
     are called once.
 
@@ -98,11 +104,12 @@ class Training(keras.callbacks.CallbackList):
         state: State,
         arrays: Arrays,
         resume: Resume | None,
+        end_of: Callable[[int], int],
     ) -> None:
         self.history, self.counter = keras.callbacks.History(), StepCounter()
         self._watchers = [*callbacks, self.history]
         self._state, self._arrays, self._resume = state, arrays, resume
-        self.step, self._epochs = state.step, epochs
+        self.step, self._epochs, self._end_of = state.step, epochs, end_of
         self._batches_before = 0  # of the epoch, in earlier calls of `fit`
         self._epoch_start = 0
         self._raw_weights: list[Any] = []
@@ -128,16 +135,17 @@ class Training(keras.callbacks.CallbackList):
             model.optimizer.finalize_variable_values(model.trainable_variables)
         while not stopped and self.step < self._epochs * steps:
             epoch, self._batches_before = divmod(self.step, steps)
-            is_part = self._batches_before > 0 and epoch + 1 < self._epochs
+            end = epoch + 1 if self._batches_before else self._end_of(epoch)
+            is_part = end < self._epochs
             before = self.step
             fit_part(
                 initial_epoch=epoch,
-                epochs=epoch + 1 if self._batches_before else self._epochs,
+                epochs=end,
                 steps_per_epoch=steps - self._batches_before,
                 callbacks=self,
             )
             stopped = model.stop_training or self.step == before
-            if is_part and not stopped:
+            if is_part and self._raw_weights and not stopped:
                 # `fit` ends by replacing the weights by their averages, if the optimizer keeps any.
                 with scope_of(model):
                     for variable, value in zip(
@@ -224,10 +232,11 @@ class Training(keras.callbacks.CallbackList):
         scalars = {name: float(value) for name, value in logged if np.ndim(value) == 0}
         self._state.logs.append((epoch, scalars))
         self._state.stopped = bool(self.model.stop_training)
-        if self._resume:
+        if self._resume or getattr(self.model.optimizer, "use_ema", False):
             self._raw_weights = [
                 keras.ops.convert_to_numpy(variable) for variable in self.model.trainable_variables
             ]
+        if self._resume:
             self._save(with_metrics=False)
 
     def _save(self, *, with_metrics: bool) -> None:

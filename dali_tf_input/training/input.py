@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from dali_tf_input.training.failures import explain
 from dali_tf_input.training.fit import StepCallback, StepCounter, Training
 from dali_tf_input.training.profile import ImagesPerSecond, InputProfile, profile_input
 from dali_tf_input.training.resume import Resume, State
+from dali_tf_input.training.schedule import Schedule
 
 # Arguments of `model.fit` that the input itself gives, or that go with arrays only.
 _NOT_FOR_FIT = ("x", "y", "batch_size", "sample_weight", "validation_split")
@@ -45,6 +45,7 @@ class Input:
 
     Attributes:
       spec: the batches it produces.
+      schedule: the spec of each epoch, where they differ.
       options: the backend and how fast; the chosen one if None was given.
       batch_size: images in a step of all replicas.
       steps_per_epoch: how many steps an epoch has. In training the remainder, which fills no step,
@@ -62,12 +63,15 @@ class Input:
         strategy: tf.distribute.Strategy | None,
         devices: tuple[str, ...],
         start_step: int,
+        schedule: Schedule | None = None,
     ) -> None:
         self.spec, self.options = spec, options
+        self.schedule = schedule or Schedule(spec, None, batch_size=batch_size)
         self.batch_size, self.strategy, self.devices = batch_size, strategy, devices
         self.steps_per_epoch = spec.steps(batch_size).per_epoch
         # Each replica counts its own epochs, as their iterators start at different times.
         self._positions = [Position(start_step) for _ in devices]
+        self._datasets: dict[InputSpec, Any] = {}
 
     @property
     def num_records(self) -> int:
@@ -79,13 +83,29 @@ class Input:
         """The names of the classes in their order, if they are known."""
         return getattr(self.spec.label, "vocabulary", None) or self.spec.records.class_names
 
-    @functools.cached_property
+    @property
     def dataset(self) -> tf.data.Dataset:
         """A `tf.data.Dataset`, or a `tf.distribute.DistributedDataset`, for Keras or a loop.
 
         It is one epoch long, and each new iterator serves the next epoch; see `make_dataset`.
+
+        Raises:
+          InputError: there is a `schedule`, which one dataset cannot follow.
         """
-        return self._make_dataset(self.spec, self._positions, endless=False)
+        if not self.schedule.is_constant:
+            raise InputError(
+                "`dataset` cannot follow a `schedule`: use train.fit(model), or iterate over the"
+                " input itself, which serves the next epoch each time."
+            )
+        return self._dataset_of(self.spec)
+
+    def _dataset_of(self, spec: InputSpec) -> Any:
+        if spec not in self._datasets:
+            self._datasets[spec] = self._make_dataset(spec, self._positions, endless=False)
+        return self._datasets[spec]
+
+    def _spec_at(self, step: int) -> InputSpec:
+        return self.schedule.spec_of(step // self.steps_per_epoch)
 
     def __len__(self) -> int:
         """Returns the number of steps in an epoch."""
@@ -101,7 +121,7 @@ class Input:
         start, served = self._step, 0
         failure = tf.errors.OpError  # a name that still stands when the program ends
         try:
-            iterator = iter(self.dataset)  # here already DALI reads
+            iterator = iter(self._dataset_of(self._spec_at(start)))  # here already DALI reads
             while served < self.steps_per_epoch:  # DALI's own reader on a GPU has no end
                 batch = next(iterator, None)
                 if batch is None:
@@ -133,7 +153,7 @@ class Input:
           InputError: order "buffer" has no plan, or there is no such step.
         """
         epoch, first = self._find_step(step)
-        ids = self.spec.list_ids(epoch, batch_size=self.batch_size)
+        ids = self.schedule.spec_of(epoch).list_ids(epoch, batch_size=self.batch_size)
         return ids[first * self.batch_size :][: self.batch_size]
 
     @checked
@@ -151,7 +171,7 @@ class Input:
         """
         self._find_step(step)
         one = Input(
-            self.spec,
+            self._spec_at(step),
             self.options,
             batch_size=self.batch_size,
             strategy=None,
@@ -276,10 +296,20 @@ class Input:
         steps = arguments.pop("steps_per_epoch", None) or self.steps_per_epoch
         state = State(arguments.pop("initial_epoch", 0) * steps, steps, "", {})
         arrays: Any = {}
+        schedule = self.schedule
+        if not schedule.is_constant and steps != self.steps_per_epoch:
+            raise InputError(
+                f"`steps_per_epoch` must be all {self.steps_per_epoch} of an epoch with a"
+                f" `schedule`, got {steps}."
+            )
         if resume is not None:
             first = state.step
             state, arrays = resume.restore(
-                model, spec, batch_size=self.batch_size, steps_per_epoch=steps
+                model,
+                spec,
+                batch_size=self.batch_size,
+                steps_per_epoch=steps,
+                schedule="" if schedule.is_constant else repr(schedule),
             )
             state.step = state.step or first
         offset = 0  # by how much the records are ahead, as earlier calls have used epochs
@@ -297,7 +327,9 @@ class Input:
         for callback in callbacks:
             if isinstance(callback, StepCallback):
                 callback.begin(offset, steps, spec, self.batch_size)
+                callback.schedule = schedule
         verbose = arguments.pop("verbose", "auto")
+        before = offset // self.steps_per_epoch  # epochs of the records
         training = Training(
             model,
             [ImagesPerSecond(self.batch_size), *callbacks] if profile else callbacks,
@@ -306,11 +338,14 @@ class Input:
             state=state,
             arrays=arrays,
             resume=resume,
+            end_of=lambda epoch: schedule.end_of(epoch + before, epochs + before) - before,
         )
 
         def fit_part(**part: Any) -> None:
             positions = [Position(training.step + offset) for _ in self.devices]
-            dataset = self._make_dataset(spec, positions, endless=True)
+            epoch = (training.step + offset) // self.steps_per_epoch
+            stage = dataclasses.replace(schedule.spec_of(epoch), class_weight=spec.class_weight)
+            dataset = self._make_dataset(stage, positions, endless=True)
             if self.strategy is None:
                 training.build_metrics(dataset.element_spec)
             valid = getattr(held_out, "dataset", held_out)
@@ -379,7 +414,7 @@ class Input:
         self._check_model(model)
         positions = [Position(self._step) for _ in self.devices]
         return profile_input(
-            iter(self._make_dataset(self.spec, positions, endless=True)),
+            iter(self._make_dataset(self._spec_at(self._step), positions, endless=True)),
             model,
             batch_size=self.batch_size,
             steps=steps,
@@ -492,7 +527,7 @@ class Input:
         """
         explained = explain(
             error,
-            self.spec,
+            self._spec_at(step),
             self.options,
             batch_size=self.batch_size,
             step=step,

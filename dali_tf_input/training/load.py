@@ -3,6 +3,8 @@
 import functools
 import logging
 import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import tensorflow as tf
 
@@ -13,6 +15,7 @@ from dali_tf_input.spec.options import DaliOptions, Options
 from dali_tf_input.spec.order import replica_batch_size
 from dali_tf_input.training import strategies
 from dali_tf_input.training.input import Input
+from dali_tf_input.training.schedule import Schedule
 
 _logger = logging.getLogger("dali_tf_input")
 
@@ -25,6 +28,7 @@ def load(
     batch_size: Count,
     strategy: tf.distribute.Strategy | None = None,
     start_step: int = 0,
+    schedule: Mapping[int, Any] | Callable[..., Any] | None = None,
 ) -> Input:
     """Makes the input of a Keras model, or of the replicas of a strategy.
 
@@ -37,6 +41,9 @@ def load(
       >>> valid = load(InputSpec.for_evaluation("records/validation-*", 224), batch_size=8)
       >>> history = train.fit(model, epochs=2, validation=valid, verbose=0)
       >>> loss = model.evaluate(valid.dataset, verbose=0)
+      >>> stages = {30: Preprocess.for_training(160), 60: Preprocess.for_training(224)}
+      >>> spec = InputSpec.for_training("records/train-*", 128)  # of the first 30 epochs
+      >>> train = load(spec, batch_size=8, schedule=stages)
 
     Args:
       spec: the batches to produce.
@@ -50,6 +57,11 @@ def load(
         datasets. Several hosts use `make_dataset`.
       start_step: the step at which training starts, in batches of `batch_size`; nothing before it
         is read. Not with order "buffer".
+      schedule: what later epochs see instead: a dict by the epochs, from 0, from which on it holds,
+        or a function of the epoch. A value is a `Preprocess`, or an `InputSpec` that differs from
+        `spec` in `preprocess`, `views`, `mix`, `transform`, `balance`, `temperature` or `mixture`
+        only. `Input.fit` and iteration follow it; `Input.dataset` cannot. A model that sees images
+        of several sizes needs an input of no size, ``keras.Input((None, None, 3))``.
 
     Returns:
       An `Input`: `fit`, `evaluate`, `predict`, and its `dataset` for Keras's own. Each replica gets
@@ -60,8 +72,8 @@ def load(
     Raises:
       InputError: `spec` is no `InputSpec`, the strategy is not supported, the replicas do not
         divide the batch, the batch is larger than the data, DALI's device is not that of the
-        replicas, `start_step` is out of range, a file changed, or the backend does not support
-        `spec`.
+        replicas, `start_step` is out of range, a file changed, the backend does not support `spec`,
+        or `schedule` changes what cannot change.
     """
     strategy = strategies.check_strategy(strategy)
     is_chosen = options is None
@@ -76,7 +88,9 @@ def load(
     devices = strategies.list_devices(strategy, options)
     if isinstance(options, DaliOptions):
         _check_devices(options, devices)
-    check_input(spec, options)
+    stages = Schedule(spec, schedule, batch_size=batch_size)
+    for stage in stages.specs:
+        check_input(stage, options)
     if is_chosen:
         _say(f"`options` is None: the input is made by {options.backend}.")
     return Input(
@@ -86,6 +100,7 @@ def load(
         strategy=strategy,
         devices=devices,
         start_step=start_step,
+        schedule=stages,
     )
 
 

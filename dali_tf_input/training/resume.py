@@ -108,7 +108,13 @@ class Resume:
         return f"Resume({self.folder!r}, save_every={self.save_every}{changes})"
 
     def restore(
-        self, model: keras.Model, spec: InputSpec, *, batch_size: int, steps_per_epoch: int = 0
+        self,
+        model: keras.Model,
+        spec: InputSpec,
+        *,
+        batch_size: int,
+        steps_per_epoch: int = 0,
+        schedule: str = "",
     ) -> tuple[State, Arrays]:
         """Restores a compiled model from the state, if there is one.
 
@@ -119,6 +125,7 @@ class Resume:
           spec: what it is trained on, with a fixed order.
           batch_size: images in a step of all replicas.
           steps_per_epoch: steps in an epoch of Keras's; 0 is all records.
+          schedule: what later epochs see instead, in words.
 
         Returns:
           The state, of step 0 if there is none, and the arrays beside it.
@@ -135,7 +142,7 @@ class Resume:
             raise InputError(f"{text}: call it on one batch of images first.")
         self._check_writable()
         steps_per_epoch = steps_per_epoch or spec.steps(batch_size).per_epoch
-        fingerprint = make_fingerprint(spec, batch_size)
+        fingerprint = {**make_fingerprint(spec, batch_size), "schedule": schedule}
         state = self._read()
         if state is None:
             self._saved_step = 0
@@ -251,7 +258,12 @@ class Resume:
     ) -> None:
         """Refuses the state of other input, or adapts it where that is allowed."""
         then = state.fingerprint
-        usual = {**_usual_fields(), "subset": _ALL, "labels": _STORED}  # of older states
+        usual = {
+            **_usual_fields(),
+            "subset": _ALL,
+            "labels": _STORED,
+            "schedule": "",
+        }  # of older states
         changed = [name for name, value in now.items() if then.get(name, usual.get(name)) != value]
         words = [
             f"`{name}` was {then.get(name, usual.get(name))}, is {now[name]}" for name in changed

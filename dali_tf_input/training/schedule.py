@@ -1,0 +1,116 @@
+"""Another spec for later epochs: image size, strength of augmentation, mixes."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dali_tf_input.errors import InputError, check
+from dali_tf_input.spec.input import InputSpec
+from dali_tf_input.spec.preprocess import Preprocess
+
+Stage = Preprocess | InputSpec
+Stages = Mapping[int, Stage] | Callable[[int], Stage]
+
+_CHANGES = ("preprocess", "views", "mix", "transform", "balance", "temperature", "mixture")
+
+
+class Schedule:
+    """The spec of each epoch.
+
+    Attributes:
+      spec: that of epochs before the first stage.
+      stages: from an epoch on another spec, or what is its `preprocess`; or a function of the
+        epoch; None for one spec throughout.
+    """
+
+    def __init__(self, spec: InputSpec, stages: Stages | None, *, batch_size: int) -> None:
+        """Checks the stages, as far as they are known.
+
+        Raises:
+          InputError: epochs are below 0, or a stage changes more than it may.
+        """
+        self.spec, self._batch_size = spec, batch_size
+        self._function: Callable[[int], Stage] | None = None
+        self._stages: dict[int, InputSpec] = {}
+        if stages is None:
+            return
+        if not spec.repeat:
+            raise InputError("`schedule` is for training: an evaluation has one epoch.")
+        if not isinstance(stages, Mapping):
+            check(callable(stages), "schedule", "a dict by epochs or a function", repr(stages))
+            self._function = stages
+            self.spec_of(0)
+            return
+        for epoch, stage in stages.items():
+            is_epoch = isinstance(epoch, int) and not isinstance(epoch, bool) and epoch >= 0
+            check(is_epoch, "schedule", "a dict by epochs, from 0", repr(epoch))
+            self._stages[epoch] = self._check(epoch, stage)
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether all epochs have the same spec."""
+        return self._function is None and not self._stages
+
+    @property
+    def specs(self) -> list[InputSpec]:
+        """All specs that are known before training."""
+        return [self.spec, *self._stages.values()]
+
+    def spec_of(self, epoch: int) -> InputSpec:
+        """Returns the spec of an epoch of the records, from 0."""
+        if self._function:
+            return self._check(epoch, self._function(epoch))
+        first = max((first for first in self._stages if first <= epoch), default=None)
+        return self.spec if first is None else self._stages[first]
+
+    def end_of(self, epoch: int, end: int) -> int:
+        """Returns the first epoch after `epoch` that has another spec, or `end`."""
+        if self.is_constant:
+            return end
+        spec = self.spec_of(epoch)
+        later = (number for number in range(epoch + 1, end) if self.spec_of(number) != spec)
+        return next(later, end)
+
+    def __repr__(self) -> str:
+        """Says what differs, and from when on."""
+        if self._function:
+            return f"by {getattr(self._function, '__qualname__', type(self._function).__name__)}"
+        return repr({first: self._changes(spec) for first, spec in sorted(self._stages.items())})
+
+    def _changes(self, spec: InputSpec) -> dict[str, Any]:
+        changes = {}
+        for name in (field.name for field in dataclasses.fields(spec)):
+            value = getattr(spec, name)
+            if value != getattr(self.spec, name):
+                changes[name] = getattr(value, "__qualname__", value)
+        return changes
+
+    def _check(self, epoch: int, stage: Stage) -> InputSpec:
+        """Returns the spec of a stage, if it goes on where the one before ended."""
+        if isinstance(stage, Preprocess):
+            views = () if stage != self.spec.preprocess else self.spec.views
+            stage = dataclasses.replace(self.spec, preprocess=stage, views=views)
+        if not isinstance(stage, InputSpec):
+            raise InputError(
+                f"`schedule` must give a Preprocess or an InputSpec, got {stage!r} for epoch"
+                f" {epoch}."
+            )
+        changed = self._changes(stage)
+        for name in changed:
+            if name not in _CHANGES:
+                raise InputError(
+                    f"`schedule` may change {', '.join(_CHANGES)}; for epoch {epoch} it changes"
+                    f" `{name}`. Begin another training with it."
+                )
+        steps, now = (spec.steps(self._batch_size).per_epoch for spec in (self.spec, stage))
+        if now != steps:
+            raise InputError(
+                f"An epoch of `schedule` must have {steps:,} steps as the others, epoch {epoch} has"
+                f" {now:,}."
+            )
+        names, others = (", ".join(sorted(spec.outputs)) for spec in (self.spec, stage))
+        if names != others:
+            raise InputError(
+                f"`schedule` must keep what comes out, {names}; epoch {epoch} has {others}."
+            )
+        return stage

@@ -1,0 +1,229 @@
+"""Schedules: other images from an epoch on, by `fit`, by iteration, and after a resume."""
+
+import dataclasses
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import BACKENDS, TF_DATA, backends, refused
+
+import dali_tf_input as dti
+from dali_tf_input import InputSpec, Mix, Preprocess, load
+
+SMALL, LARGE = Preprocess.for_training(8), Preprocess.for_training(12, recipe="deit")
+LABEL = dti.ClassLabel(one_hot=True, num_classes=24)
+BATCH = 6  # of 24 records: 4 steps
+
+
+@pytest.fixture
+def spec(dataset):
+    return InputSpec.for_training(dataset, SMALL, label=LABEL, seed=5)
+
+
+@pytest.fixture
+def stages(spec):
+    mixed = dataclasses.replace(spec, preprocess=LARGE, mix=Mix(mixup=0.5))
+    return {1: LARGE, 3: mixed}
+
+
+def make_model(*, dropout=0.3, **compiled):
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential(
+        [
+            keras.Input((None, None, 3)),
+            keras.layers.GlobalAveragePooling2D(),
+            keras.layers.Dropout(dropout),
+            keras.layers.Dense(24),
+        ]
+    )
+    loss = keras.losses.CategoricalCrossentropy(from_logits=True)
+    optimizer = compiled.pop("optimizer", None) or keras.optimizers.SGD(0.1, momentum=0.9)
+    model.compile(optimizer, loss, metrics=["accuracy"], **compiled)
+    return model
+
+
+class Sizes(keras.callbacks.Callback):
+    """Notes what callbacks see."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.begun = [], 0
+
+    def on_train_begin(self, logs=None):
+        self.begun += 1
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.seen.append(epoch)
+
+
+@backends
+def test_iteration(spec, stages, options):
+    """Each epoch is that of its spec alone; the next one goes on."""
+    train = load(spec, options, batch_size=BATCH, schedule=stages)
+    for epoch, stage in enumerate([spec, LARGE, LARGE, stages[3], stages[3]]):
+        alone = stage
+        if isinstance(stage, Preprocess):
+            alone = dataclasses.replace(spec, preprocess=stage)
+        expected = load(alone, options, batch_size=BATCH, start_step=4 * epoch)
+        batches = [*zip(train, expected, strict=True)]
+        assert len(batches) == 4
+        for batch, other in batches:
+            for values, others in zip(batch, other, strict=True):
+                np.testing.assert_array_equal(values, others)
+    assert train.batch_at(2)[0].shape == (BATCH, 8, 8, 3)
+    images, labels = train.batch_at(13)
+    assert images.shape == (BATCH, 12, 12, 3)
+    assert ((np.asarray(labels) > 0).sum(1) <= 2).all()
+    assert train.records_of(13).tolist() == load(spec, batch_size=BATCH).records_of(13).tolist()
+
+
+@backends
+def test_fit(spec, stages, options):
+    """One training for the callbacks; the same as by hand, epoch for epoch."""
+    train = load(spec, options, batch_size=BATCH, schedule=stages)
+    model, sizes = make_model(dropout=0), Sizes()
+    history = train.fit(model, epochs=5, verbose=0, callbacks=[sizes])
+    assert (sizes.begun, sizes.seen) == (1, [0, 1, 2, 3, 4])
+    assert history.epoch == [0, 1, 2, 3, 4]
+    by_hand, losses = make_model(dropout=0), []
+    batches = load(spec, options, batch_size=BATCH, schedule=stages)
+    for _ in range(5):
+        values = [by_hand.train_on_batch(*batch, return_dict=True) for batch in batches]
+        losses.append(values[-1]["loss"])
+        by_hand.reset_metrics()
+    np.testing.assert_allclose(history.history["loss"], losses, rtol=1e-4)
+    for one, other in zip(model.get_weights(), by_hand.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("after", [1, 4, 6, 9, 13])
+def test_resumes(spec, stages, after, tmp_path):
+    """Stopped after some steps, in any stage and at its end: the same weights to the bit."""
+
+    class Stop(keras.callbacks.Callback):
+        steps = 0
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.steps += 1
+            if self.steps == after:
+                raise KeyboardInterrupt
+
+    def train(resume, callbacks=()):
+        optimizer = keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.8)
+        model = make_model(optimizer=optimizer)
+        model(np.zeros((1, 8, 8, 3)))
+        fed = load(spec, TF_DATA, batch_size=BATCH, schedule=stages)
+        resume = dti.Resume(tmp_path / resume, save_every=1)
+        history = fed.fit(model, epochs=4, verbose=0, resume=resume, callbacks=list(callbacks))
+        return model.get_weights(), history.history["loss"]
+
+    expected = train("whole")
+    with pytest.raises(KeyboardInterrupt):
+        train("parts", [Stop()])
+    found = train("parts")
+    assert found[1] == expected[1]
+    for one, other in zip(found[0], expected[0], strict=True):
+        np.testing.assert_array_equal(one, other)
+    other = load(spec, TF_DATA, batch_size=BATCH, schedule={1: LARGE})
+    with refused("`schedule` was .*3: .*mix.*, is {1: "):
+        other.fit(make_model(), epochs=4, resume=str(tmp_path / "parts"))
+
+
+def test_averaged_weights(spec, stages):
+    """A stage does not train on from the averages that Keras puts in place at the end of `fit`."""
+
+    def train(schedule, preprocess):
+        optimizer = keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.8)
+        model = make_model(optimizer=optimizer)
+        own = dataclasses.replace(spec, preprocess=preprocess)
+        load(own, TF_DATA, batch_size=BATCH, schedule=schedule).fit(model, epochs=4, verbose=0)
+        return model.get_weights()
+
+    # Stages that change nothing but the decode of the image are one training.
+    almost = dataclasses.replace(SMALL, mirror_probability=0.5 + 1e-12)
+    for one, other in zip(train({2: almost}, SMALL), train(None, SMALL), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
+
+
+def test_on_replicas_with_validation_and_blame(dataset, spec, tmp_path):
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    plain = dataclasses.replace(spec, label=dti.ClassLabel())
+    valid_spec = InputSpec.for_evaluation(dataset, 8)
+    for options in BACKENDS.values():
+        with strategy.scope():
+            model = keras.Sequential(
+                [
+                    keras.Input((None, None, 3)),
+                    keras.layers.GlobalAveragePooling2D(),
+                    keras.layers.Dense(24),
+                ]
+            )
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        train = load(
+            plain, options, batch_size=BATCH, strategy=strategy, schedule={1: LARGE, 2: SMALL}
+        )
+        valid = load(valid_spec, options, batch_size=BATCH, strategy=strategy)
+        blame = train.blame(tmp_path / options.backend.replace(" ", ""), loss=loss)
+        with strategy.scope():
+            model.compile("sgd", loss, metrics=[blame.metric])
+        history = train.fit(model, epochs=3, validation=valid, callbacks=[blame], verbose=0).history
+        assert len(history["val_loss"]) == 3
+        assert np.isfinite(blame.losses).all()
+
+
+def test_of_a_function(spec):
+    """It is asked for each epoch; equal specs are one stage."""
+
+    def by_epoch(epoch):
+        return Preprocess.for_training(8 + 4 * (epoch // 2))
+
+    train = load(spec, TF_DATA, batch_size=BATCH, schedule=by_epoch)
+    assert [next(iter(train))[0].shape[1] for _ in range(5)] == [8, 8, 12, 12, 16]
+    assert train.schedule.end_of(0, 9) == 2
+    assert train.schedule.end_of(3, 9) == 4
+    assert train.schedule.end_of(8, 9) == 9
+    assert "by_epoch" in repr(train.schedule)
+    again = load(spec, TF_DATA, batch_size=BATCH, schedule=by_epoch)
+    assert len(again.fit(make_model(), epochs=3, verbose=0).epoch) == 3
+    assert next(iter(again))[0].shape[1] == 12  # the fourth
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        ({1: 64}, "must give a Preprocess or an InputSpec, got 64 for epoch 1"),
+        ({-1: SMALL}, "`schedule` must be a dict by epochs, from 0, got -1"),
+        ({"3": SMALL}, "`schedule` must be a dict by epochs, from 0, got '3'"),
+        (SMALL, "`schedule` must be"),
+        (lambda epoch: None, "must give a Preprocess or an InputSpec, got None for epoch 0"),
+        ({2: {"seed": 9}}, "for epoch 2 it changes `seed`. Begin another training with it"),
+        ({2: {"label": None}}, "for epoch 2 it changes `label`"),
+        (
+            {2: {"views": (SMALL, LARGE)}},
+            "must keep what comes out, image, label; epoch 2 has image_",
+        ),
+        ({2: {"repeats": 2}}, "for epoch 2 it changes `repeats`"),
+    ],
+)
+def test_refuses(spec, schedule, message):
+    if isinstance(schedule, dict):
+        schedule = {
+            epoch: dataclasses.replace(spec, **stage) if isinstance(stage, dict) else stage
+            for epoch, stage in schedule.items()
+        }
+    with refused(message):
+        load(spec, TF_DATA, batch_size=BATCH, schedule=schedule)
+
+
+def test_refuses_what_cannot_follow(spec, stages, dataset):
+    train = load(spec, TF_DATA, batch_size=BATCH, schedule=stages)
+    with refused("`dataset` cannot follow a `schedule`: use train.fit"):
+        _ = train.dataset
+    with refused("`steps_per_epoch` must be all 4 of an epoch with a `schedule`, got 3"):
+        train.fit(make_model(), steps_per_epoch=3)
+    with refused("`schedule` is for training"):
+        load(InputSpec.for_evaluation(dataset, 8), batch_size=4, schedule={1: LARGE})
+    halved = dataclasses.replace(SMALL, dtype="bfloat16")
+    with refused("DALI does not support `dtype` 'bfloat16'"):
+        load(spec, BACKENDS["dali"], batch_size=BATCH, schedule={7: halved})
