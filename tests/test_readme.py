@@ -88,6 +88,18 @@ def test_the_page_on_subsets_runs(sample_folder, tmp_path):
     assert re.search(r"Extent\(file='.*/records/train-0000\d-of-00004', number=\d+", process.stdout)
 
 
+@pytest.mark.slow
+def test_the_page_on_recipes_runs(sample_folder, tmp_path):
+    (tmp_path / "records").symlink_to(sample_folder / "data" / "sample")
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    examples = "".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
+    (tmp_path / "recipes.py").write_text(examples.replace("224", "64"))  # it takes a minute less
+    process = python("recipes.py", cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+    assert "'image_2': TensorShape([8, 96, 96, 3])" in process.stdout
+    assert "Epoch 3/3" in process.stdout
+
+
 def test_the_front_door_comes_first_and_is_short():
     assert len(ast.parse(SIX_LINES).body) == 6
     assert len(README[: README.index(SIX_LINES)].splitlines()) <= 20

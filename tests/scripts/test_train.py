@@ -2,12 +2,9 @@
 
 import re
 
-import keras
-import numpy as np
 import pytest
-import tensorflow as tf
 from commands import fails, run, run_cold
-from conftest import ROOT, numbered_examples, write_tfrecord
+from conftest import numbered_examples, write_tfrecord
 
 SAMPLE = ["--files=data/sample/train-*", "--validation_files=data/sample/validation-*"]
 
@@ -67,32 +64,16 @@ def test_train_augments(sample_folder):
     assert "validation accuracy" in process.stdout
 
 
-def test_mixup_and_cutmix():
-    """The page's model trains on pairs of images and of their labels, in the same parts."""
-    page = (ROOT / "docs/preprocessing.md").read_text()
-    (recipe,) = re.findall(r"```python\n(import keras\n.*?)```", page, re.DOTALL)
-    names = {}
-    exec(recipe, names)
-    images = np.arange(1, 9, dtype=np.float32)[:, None, None, None] * np.ones(
-        (8, 16, 16, 3), np.float32
+@pytest.mark.slow
+def test_the_resnet50_recipe(sample_folder):
+    """Some steps of it."""
+    files = [f"--{part}=data/sample/{part}-*" for part in ("train", "validation")]
+    arguments = ["--num_classes=8", "--image_size=32", "--batch_size=8", "--epochs=1"]
+    process = run(
+        "recipes/resnet50_imagenet.py", *files, *arguments, "--max_steps=2", cwd=sample_folder
     )
-    labels = np.eye(8, dtype=np.float32)
-    layers = [keras.layers.Input((16, 16, 3)), keras.layers.Flatten(), keras.layers.Dense(8)]
-    for mixer in (keras.layers.MixUp(alpha=0.4), keras.layers.CutMix(factor=(1.0, 1.0))):
-        model = names["Mixing"](mixer, layers=layers)
-        for _ in range(4):
-            values = model.mix(tf.constant(images), tf.constant(labels))
-            mixed, soft = (value.numpy() for value in values)
-            assert mixed.shape == images.shape
-            np.testing.assert_allclose(soft.sum(1), 1, rtol=1e-5)
-            assert ((soft > 1e-6).sum(1) <= 2).all()
-            # An image of the number n alone is labelled n - 1: the label's mean is the image's,
-            # whatever was mixed.
-            tolerance = 1e-4 if isinstance(mixer, keras.layers.MixUp) else 0.9
-            means = mixed.mean((1, 2, 3))
-            np.testing.assert_allclose(soft @ np.arange(1, 9), means, atol=tolerance)
-    model.compile("sgd", keras.losses.CategoricalCrossentropy(from_logits=True))
-    assert np.isfinite(model.fit(images, labels, verbose=0).history["loss"][0])
+    assert process.returncode == 0, process.stderr
+    assert re.search(r"^top-1       \d", process.stdout, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
