@@ -10,7 +10,6 @@ from .records.records import Records as Records
 from .records.schema import Checks as Checks
 from .serving import export_saved_model as export_saved_model
 from .serving import iterate_batches as iterate_batches
-from .spec.augment import Augmentation as Augmentation
 from .spec.augment import ColorJitter as ColorJitter
 from .spec.augment import GaussianBlur as GaussianBlur
 from .spec.augment import RandAugment as RandAugment

@@ -9,6 +9,7 @@ from dali_tf_input.cli import machine
 from dali_tf_input.cli.command import Flags
 from dali_tf_input.cli.label_names import read_names
 from dali_tf_input.records.labels import LabelKind
+from dali_tf_input.spec.augment import Augmentation
 from dali_tf_input.spec.crops import NoCrop
 
 # What users call the backends on the command line.
@@ -18,7 +19,7 @@ BACKENDS: dict[str, dti.DaliOptions | dti.TfDataOptions] = {
     "dali_gpu": dti.DaliOptions(device="gpu"),
 }
 # What users call the augmentations on the command line.
-AUGMENTATIONS: dict[str, dti.Augmentation] = {
+AUGMENTATIONS: dict[str, Augmentation] = {
     "rand": dti.RandAugment(),
     "trivial": dti.TrivialAugment(),
     "jitter": dti.ColorJitter(brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1),
@@ -91,7 +92,7 @@ def augment_flag(flags: Flags) -> Any:
     return flags.list("augment", [], f"Augmentations in turn, of {', '.join(AUGMENTATIONS)}.")
 
 
-def find_augmentations(names: list[str]) -> tuple[dti.Augmentation, ...]:
+def find_augmentations(names: list[str]) -> tuple[Augmentation, ...]:
     """Returns the augmentations of `augment_flag`."""
     names = check_list("augment", names, [*AUGMENTATIONS]) if names else []
     return tuple(AUGMENTATIONS[name] for name in names)
@@ -170,11 +171,14 @@ class WorkFlags:
         self.decode = flags.choice("decode", "auto", decode, "How much of an image is decoded.")
         dtypes = ("float32", "float16", "uint8")
         self.dtype = flags.choice("dtype", "float32", dtypes, "Type of the output.")
+        self.augment = augment_flag(flags)
         self.all = tuple(vars(self).values())
 
     def as_arguments(self) -> list[str]:
         """Returns these flags as arguments for a command that has them too."""
-        return [f"--{flag.name}={str(flag.value).lower()}" for flag in self.all]
+        values = {flag.name: flag.value for flag in self.all}
+        values["augment"] = ",".join(values["augment"])
+        return [f"--{name}={str(value).lower()}" for name, value in values.items()]
 
     def preprocess(self) -> dti.Preprocess:
         """Returns what is done to each training image."""
@@ -192,7 +196,8 @@ class WorkFlags:
             dti.Letterbox(),
         )
         crop = crops[_CROPS.index(self.crop.value)]
-        return dataclasses.replace(preprocess, crop=crop)
+        augment = find_augmentations(self.augment.value)
+        return dataclasses.replace(preprocess, crop=crop, augment=augment)
 
     def spec(self, files: FileFlags, order: str) -> dti.InputSpec:
         """Returns what is measured.

@@ -19,14 +19,7 @@ from PIL import Image
 
 from dali_tf_input import DaliOptions, InputError, InputSpec, Preprocess, Records, TfDataOptions
 from dali_tf_input.cli import command, pictures
-from dali_tf_input.cli.flags import (
-    FileFlags,
-    LabelFlags,
-    WorkFlags,
-    augment_flag,
-    describe_work,
-    find_augmentations,
-)
+from dali_tf_input.cli.flags import FileFlags, LabelFlags, WorkFlags, describe_work
 from dali_tf_input.cli.label_names import find_names
 from dali_tf_input.records.losses import find_hardest, read_losses
 from dali_tf_input.spec.recipes import Recipe
@@ -43,7 +36,6 @@ _RECORDS = FLAGS.list("records", None, "The ids of the records that are shown.")
 _BLAME = FLAGS.string("blame", None, "Folder of `train.blame`: show the records of largest loss.")
 _EVALUATION = FLAGS.boolean("evaluation", False, "Show the preprocessing of evaluation.")
 _LAYOUT = FLAGS.choice("layout", "HWC", ["HWC", "CHW"], "Axes of an image.")
-_AUGMENT = augment_flag(FLAGS)
 _RECIPE = FLAGS.choice("recipe", None, get_args(Recipe), "A published recipe's preprocessing.")
 _IMAGE_WIDTH = FLAGS.integer("image_width", None, "Width of the output; else --image_size.", 1)
 _INTERPOLATION = FLAGS.choice(
@@ -95,10 +87,10 @@ def make_spec() -> InputSpec:
         if _WORK.crop.present:
             raise InputError("--evaluation crops the center: leave out --crop.")
         evaluation = Preprocess.for_evaluation(height, antialias=_WORK.antialias.value)
-        preprocess = dataclasses.replace(evaluation, dtype=_WORK.dtype.value)
+        augment = preprocess.augment
+        preprocess = dataclasses.replace(evaluation, dtype=_WORK.dtype.value, augment=augment)
     changes = {flag.name: flag.value for flag in (_INTERPOLATION, _LAYOUT)}
     changes["image_size"] = (height, _IMAGE_WIDTH.value or height)
-    changes["augment"] = find_augmentations(_AUGMENT.value)
     if _RECIPE.value:
         made = Preprocess.for_training(changes["image_size"], recipe=_RECIPE.value)
         of_recipe = ("crop", "interpolation", "antialias", "augment", "mirror_probability")

@@ -229,6 +229,9 @@ class ColorJitter(Augmentation):
 class RandomGrayscale(Augmentation):
     """Takes the color out of some images, which keep three equal channels.
 
+    Example:
+      >>> preprocess = Preprocess.for_training(224, augment=(RandomGrayscale(p=0.2),))
+
     Attributes:
       p: how likely an image becomes gray, in [0, 1]. Source: torchvision's default.
     """
@@ -244,6 +247,9 @@ class RandomGrayscale(Augmentation):
 @dataclass(frozen=True, kw_only=True)
 class GaussianBlur(Augmentation):
     """Blurs some images.
+
+    Example:
+      >>> preprocess = Preprocess.for_training(224, augment=(GaussianBlur(p=0.5),))
 
     Attributes:
       p: how likely an image is blurred, in [0, 1].
@@ -267,6 +273,9 @@ class GaussianBlur(Augmentation):
 @dataclass(frozen=True, kw_only=True)
 class Solarize(Augmentation):
     """Inverts the bright values of some images.
+
+    Example:
+      >>> preprocess = Preprocess.for_training(224, augment=(Solarize(p=0.2),))
 
     Attributes:
       p: how likely an image is changed, in [0, 1].
@@ -350,6 +359,9 @@ class RandomErasing(Augmentation):
 @dataclass(frozen=True, kw_only=True)
 class VerticalMirror(Augmentation):
     """Mirrors some images top to bottom.
+
+    Example:
+      >>> preprocess = Preprocess.for_training(224, augment=(VerticalMirror(),))
 
     Attributes:
       p: how likely an image is mirrored, in [0, 1].

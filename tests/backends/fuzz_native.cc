@@ -1,9 +1,11 @@
-// Runs resample.h over random images, regions and work, also what `Check` refuses; the sanitizers watch.
+// Runs resample.h over random images, regions and work, augment.h over random rows, and mix.h over random mixes, also what
+// their checks refuse; the sanitizers watch.
 #include <cstdio>
 #include <cstdlib>
 #include <random>
 
-#include "resample.h"
+#include "augment.h"
+#include "mix.h"
 
 using namespace dali_tf_input;
 
@@ -46,6 +48,30 @@ int main(int, char** arguments) {
       if (!(values[place] > -200 && values[place] < 500)) return std::printf("found %g\n", values[place]), 1;
     }
     ++done;
+    if (work.height > 100 || work.width > 100) continue;
+    std::vector<uint8_t> image_of_size(static_cast<size_t>(3) * work.height * work.width);
+    for (auto& pixel : image_of_size) pixel = static_cast<uint8_t>(random());
+    std::vector<float> rows(static_cast<size_t>(kRowSize) * (1 + below(4)));
+    for (size_t place = 0; place < rows.size(); ++place) {
+      const double scales[] = {1, 1, 10, 300, 1 << 25};
+      rows[place] = static_cast<float>((2 * part() - 1) * scales[below(5)]);
+      if (!below(200)) rows[place] = static_cast<float>(odd[below(11)]);
+      if (place % kRowSize == 0) rows[place] = static_cast<float>(below(kNumPrimitives + (below(50) ? 0 : 1)));
+      if (place % kRowSize == 1 && rows[place - 1] == kBlur) rows[place] = static_cast<float>(0.01 + 8 * part());
+      if (place % kRowSize == 5 && rows[place - 5] == kErase) rows[place] = std::abs(rows[place]);
+    }
+    if (CheckRows(rows.data(), static_cast<int64_t>(rows.size()))) {
+      ++refused;
+      continue;
+    }
+    Augment(work, image_of_size.data(), rows.data(), static_cast<int64_t>(rows.size()) / kRowSize, image.mirror, out.data());
+    const int batch_size = 1 + static_cast<int>(below(4));
+    std::vector<char> batch(out.size() * static_cast<size_t>(batch_size));
+    Mixing mixing;
+    mixing.weight = static_cast<float>(part());
+    mixing.top = below(work.height + 1), mixing.left = below(work.width + 1);
+    mixing.bottom = mixing.top + below(work.height + 1 - mixing.top), mixing.right = mixing.left + below(work.width + 1 - mixing.left);
+    Mix(work, mixing, batch_size, 3, static_cast<size_t>(sizes[work.output]), batch.data());
   }
   std::printf("%ld done, %ld refused\n", done, refused);
 }

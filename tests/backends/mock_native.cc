@@ -38,7 +38,7 @@ struct TF_TString {
   size_t size;
 };
 struct TF_Tensor {
-  int64_t dims[3];
+  int64_t dims[4];
   int count;
   size_t bytes;
   void* data;
@@ -70,6 +70,13 @@ static TF_Tensor* AllocateOutput(TF_OpKernelContext*, int, int type, const int64
   ++alive;
   return NewTensor(tensor);
 }
+static TF_Tensor* ForwardOrAllocate(TF_OpKernelContext* context, const int*, int, int number, const int64_t* shape, int dims,
+                                    int* forwarded, TF_Status* status) {
+  size_t bytes = sizeof(float);
+  for (int dim = 0; dim < dims; ++dim) bytes *= static_cast<size_t>(shape[dim]);
+  *forwarded = -1;
+  return AllocateOutput(context, number, 1, shape, dims, bytes, status);
+}
 static bool IsOutput(const TF_Tensor* tensor, const TF_OpKernelContext* context) {
   for (const TF_Tensor& input : context->inputs) {
     if (input.data == tensor->data) return false;
@@ -96,6 +103,7 @@ static void StringCopy(TF_TString* string, const char* from, size_t size) {
 static void Install() {
   TF_NewStatus = NewStatus, TF_DeleteStatus = DeleteStatus, TF_SetStatus = SetStatus, TF_GetCode = GetCode;
   TF_GetInput = GetInput, TF_AllocateOutput = AllocateOutput, TF_DeleteTensor = DeleteTensor;
+  TF_ForwardInputOrAllocateOutput = ForwardOrAllocate;
   TF_OpKernelContext_Failure = Failure, TF_StringCopy = StringCopy;
   TF_StringGetDataPointer = [](const TF_TString* string) -> const char* { return string->data; };
   TF_StringGetSize = [](const TF_TString* string) { return string->size; };
@@ -168,9 +176,27 @@ static int FailAtEachAllocation(char* path, int64_t size, const char* image) {
   decode.inputs[0] = {{1}, 1, sizeof encoded, &encoded, true};
   decode.inputs[1] = {{3}, 1, sizeof uniforms, uniforms, false};
   decode.inputs[2] = {{4}, 1, sizeof what, what, false};
-  TF_OpKernelContext* contexts[] = {&read.context, &prepare, &decode};
-  int failures[3] = {};
-  for (int which = 0; which < 3; ++which) {
+  std::vector<float> rows(dali_tf_input::kNumPrimitives * dali_tf_input::kRowSize);
+  for (int primitive = 0; primitive < dali_tf_input::kNumPrimitives; ++primitive) {
+    rows[static_cast<size_t>(primitive * dali_tf_input::kRowSize)] = static_cast<float>(primitive);
+    rows[static_cast<size_t>(primitive * dali_tf_input::kRowSize + 1)] = 1;
+  }
+  TF_OpKernelContext augment;
+  augment.inputs[0] = {{8, 8, 3}, 3, 3 * 8 * 8, pixels.data(), false};
+  augment.inputs[1] = {{dali_tf_input::kNumPrimitives, dali_tf_input::kRowSize}, 2, rows.size() * 4, rows.data(), false};
+  augment.inputs[2] = {{1}, 1, sizeof mirror, &mirror, false};
+  std::vector<float> batch(2 * 3 * 8 * 8);
+  float drawn[6] = {0.5f, 1, 1, 4, 4, 0};
+  TF_OpKernelContext mix;
+  mix.inputs[0] = {{2, 8, 8, 3}, 4, batch.size() * 4, batch.data(), false};
+  mix.inputs[1] = {{6}, 1, sizeof drawn, drawn, false};
+  double views[9] = {1, 8, 8, 1, 0, 0, 3, 0, 0.5};
+  TF_OpKernelContext decode_views = decode;
+  decode_views.inputs[2] = {{9}, 1, sizeof views, views, false};
+  TF_OpKernelContext* contexts[] = {&read.context, &prepare, &decode, &augment, &mix, &decode_views};
+  void (*const computes[])(void*, TF_OpKernelContext*) = {ComputeRead, ComputePrepare, ComputeDecode, ComputeAugment, ComputeMix, ComputeDecodeViews};
+  int failures[6] = {};
+  for (int which = 0; which < 6; ++which) {
     for (long at = 0;; ++at) {
       const long before = alive;
       DeleteRead(reader), reader = CreateRead(nullptr);  // closes all files
@@ -178,7 +204,8 @@ static int FailAtEachAllocation(char* path, int64_t size, const char* image) {
       static_cast<Work&>(decoder) = work;
       current = contexts[which], current->failure = {};
       until_failure = at;
-      which == 0 ? ComputeRead(reader, current) : which == 1 ? ComputePrepare(&work, current) : ComputeDecode(&decoder, current);
+      // Kernels of a `Work` and of more than that begin with it.
+      computes[which](which == 0 ? reader : static_cast<void*>(&decoder), current);
       const bool has_failed = until_failure.exchange(-1) < 0;
       if (alive != before) return std::printf("%ld left at %ld\n", alive - before, at), 1;
       if (!has_failed) {
@@ -189,7 +216,7 @@ static int FailAtEachAllocation(char* path, int64_t size, const char* image) {
       ++failures[which];
     }
   }
-  std::printf("%d %d %d\n", failures[0], failures[1], failures[2]);
+  for (int count : failures) std::printf("%d ", count);
   return 0;
 }
 

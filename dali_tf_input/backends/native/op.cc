@@ -213,6 +213,7 @@ void ComputeMix(void* kernel, TF_OpKernelContext* context) {
     }
     if (wrong) return TF_SetStatus(call.status, dali_tf_input::kInvalidArgument, wrong);
     const auto* numbers = static_cast<const float*>(TF_TensorData(call.inputs[1]));
+    if (!(numbers[0] >= 0 && numbers[0] <= 1)) return TF_SetStatus(call.status, dali_tf_input::kInvalidArgument, "a weight must be in [0, 1]");
     const auto inside = [](float place, int side) { return static_cast<int64_t>(std::min(std::max(place, 0.0f), static_cast<float>(side))); };
     dali_tf_input::Mixing mixing;
     mixing.weight = numbers[0];

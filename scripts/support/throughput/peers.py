@@ -1,8 +1,8 @@
 """The same input by other packages, installed by hand: Grain, PyTorch, and decoding alone.
 
 Each reads the same JPEGs, from memory, and does the work of the spec with OpenCV: decode, resize,
-random crop, mirror, normalize. They are what a user of these packages would write, tuned as their
-documentation says.
+random crop, mirror, normalize; and augments with torchvision. They are what a user of these
+packages would write, tuned as their documentation says.
 """
 
 import concurrent.futures
@@ -36,6 +36,8 @@ def make_batches(name: str, spec: dti.InputSpec, *, batch_size: int) -> Iterator
         return iter(globals()[f"_{name}"](spec, batch_size))
     except ImportError as error:
         needs = {"grain": "grain opencv-python-headless", "torch": "torch opencv-python-headless"}
+        if spec.preprocess.augment:
+            needs = {peer: f"{packages} torchvision" for peer, packages in needs.items()}
         raise dti.InputError(f"{error}. pip install {needs.get(name, 'simplejpeg')}") from error
 
 
@@ -135,6 +137,7 @@ class _Preparation:
         self._method = cv2.INTER_AREA if preprocess.antialias else cv2.INTER_LINEAR
         self._mean = np.array(preprocess.mean, np.float32)
         self._scale = 1 / np.array(preprocess.std, np.float32)
+        self._augment = [*map(_make_transform, preprocess.augment)]
 
     def __call__(self, data: bytes, random: np.random.Generator) -> np.ndarray:
         """Returns float32 (height, width, 3)."""
@@ -151,8 +154,38 @@ class _Preparation:
             image = _crop_at_random(image, out, random)
         if random.random() < 0.5:
             image = image[:, ::-1]
+        if self._augment:
+            image = _apply(self._augment, image)
         normalized = np.subtract(image, self._mean, dtype=np.float32)
         return np.multiply(normalized, self._scale, out=normalized)
+
+
+def _make_transform(augmentation: Any) -> Any:
+    """Returns torchvision's transform for an augmentation."""
+    import torch
+    from torchvision.transforms import v2
+
+    torch.set_num_threads(1)
+    match augmentation:
+        case dti.RandAugment(num_ops=num_ops, magnitude=magnitude):
+            return v2.RandAugment(num_ops, int(magnitude))
+        case dti.TrivialAugment():
+            return v2.TrivialAugmentWide()
+        case dti.RandomErasing(p=p, area_range=area, aspect_ratio_range=ratios):
+            return v2.RandomErasing(p, area, ratios, value="random")
+        case _:
+            name = type(augmentation).__name__
+            raise dti.InputError(f"{name} is not written for other packages: leave the rows out.")
+
+
+def _apply(transforms: list[Any], image: np.ndarray) -> np.ndarray:
+    """Applies torchvision's transforms to an image (height, width, 3)."""
+    import torch
+
+    tensor = torch.from_numpy(np.ascontiguousarray(image)).permute(2, 0, 1)
+    for transform in transforms:
+        tensor = transform(tensor)
+    return np.asarray(tensor.permute(1, 2, 0))
 
 
 def _draw_size(

@@ -14,6 +14,20 @@ def _refuse(crop: Any) -> dti.InputError:
     return dti.InputError(f"{name} is not written by hand: leave out the by_hand rows.")
 
 
+def _make_layer(augmentation: Any) -> Any:
+    """Returns Keras's layer for an augmentation."""
+    from keras import layers
+
+    match augmentation:
+        case dti.RandAugment(num_ops=num_ops, magnitude=magnitude):
+            return layers.RandAugment((0, 255), num_ops=num_ops, factor=magnitude / 30)
+        case dti.RandomErasing(p=p, area_range=area_range):
+            return layers.RandomErasing(factor=p, scale=area_range, value_range=(0, 255))
+        case _:
+            name = type(augmentation).__name__
+            raise dti.InputError(f"{name} is not written by hand: leave out the by_hand rows.")
+
+
 def make_dataset(spec: dti.InputSpec, *, batch_size: int) -> Any:
     """Returns an infinite dataset of images (batch_size, height, width, 3) and int64 labels."""
     import tensorflow as tf
@@ -50,11 +64,16 @@ def make_dataset(spec: dti.InputSpec, *, batch_size: int) -> Any:
             case _:
                 raise _refuse(crop)
 
+    layers = [*map(_make_layer, preprocess.augment)]
+
     @tf.autograph.experimental.do_not_convert
     def prepare(record: Any) -> Any:
         features = tf.io.parse_single_example(record, wanted)
         image = tf.io.decode_jpeg(features[image_key], channels=3, dct_method="INTEGER_ACCURATE")
-        image = tf.image.random_flip_left_right(resize_and_crop(image))
+        image = resize_and_crop(image)
+        for layer in layers:
+            image = tf.ensure_shape(layer(image, training=True), shape)
+        image = tf.image.random_flip_left_right(image)
         if preprocess.dtype == "uint8":
             image = tf.cast(tf.round(image), tf.uint8)
         else:
@@ -75,6 +94,8 @@ def make_pipeline(spec: dti.InputSpec, *, batch_size: int, num_threads: int) -> 
 
     assert spec.label
     preprocess, dataset, label_key = spec.preprocess, spec.records, spec.label.key
+    if preprocess.augment:
+        raise dti.InputError("Augmentation is not written by hand for DALI: leave the row out.")
     crop, size = preprocess.crop, preprocess.image_size
     dtypes = {"float32": types.FLOAT, "float16": types.FLOAT16, "uint8": types.UINT8}
     raw = preprocess.dtype == "uint8"
