@@ -72,7 +72,7 @@ def make_dataset(spec: dti.InputSpec, *, batch_size: int) -> Any:
         image = tf.io.decode_jpeg(features[image_key], channels=3, dct_method="INTEGER_ACCURATE")
         image = resize_and_crop(image)
         for layer in layers:
-            image = tf.ensure_shape(layer(image, training=True), shape)
+            image = layer(tf.ensure_shape(image, shape), training=True)
         image = tf.image.random_flip_left_right(image)
         if preprocess.dtype == "uint8":
             image = tf.cast(tf.round(image), tf.uint8)

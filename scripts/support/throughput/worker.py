@@ -23,6 +23,8 @@ _CORES = FLAGS.integer("cores", None, "How many of the cores to use; by default 
 
 def make_batches(candidate: Candidate, spec: InputSpec, batch_size: int) -> Iterator[Any]:
     """Returns an infinite iterator over the batches of a candidate."""
+    if candidate.variant in peers.PEERS:  # before TensorFlow is imported: PyTorch crashes beside it
+        return peers.make_batches(candidate.variant, spec, batch_size=batch_size)
     import tensorflow as tf
 
     from dali_tf_input.backends.build import import_dali, make_dataset
@@ -44,8 +46,6 @@ def make_batches(candidate: Candidate, spec: InputSpec, batch_size: int) -> Iter
         )
     if variant in experiments.EXPERIMENTS and isinstance(options, DaliOptions):
         return iter(experiments.make_dataset(variant, spec, options, **shared))
-    if variant in peers.PEERS:
-        return peers.make_batches(variant, spec, **shared)
     if variant in stages.STAGES:
         return iter(stages.make_dataset(variant, spec, options, **shared))
     batches = iter(make_dataset(spec, options, endless=True, **shared))
@@ -79,11 +79,17 @@ class Pipelines:
 
     def answer(self, task: dict[str, Any]) -> dict[str, Any]:
         """Measures a window, as `Measurer.measure` says."""
-        import tensorflow as tf
-
+        candidate = Candidate.from_json(task.pop("candidate"))
+        if candidate.variant in peers.PEERS:
+            try:
+                return self._measure(candidate, **task)
+            except (InputError, RuntimeError) as error:
+                return {"error": str(error)}
+        tf = command.import_tensorflow()
+        from dali_tf_input.backends.build import enable_memory_growth
         from dali_tf_input.training.failures import explain
 
-        candidate = Candidate.from_json(task.pop("candidate"))
+        enable_memory_growth()
         # TensorFlow may see no GPU where DALI does.
         on_gpu = candidate.backend == "dali_gpu" and candidate.variant not in ("bare", "on_cpu")
         try:
@@ -126,10 +132,6 @@ def main(arguments: list[str]) -> None:
     if _CORES.value:  # before anything counts them
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: _CORES.value])
     spec = _WORK.spec(_FILES, "buffer")
-    command.import_tensorflow()
-    from dali_tf_input.backends.build import enable_memory_growth
-
-    enable_memory_growth()
     processes.serve(Pipelines(spec, _WORK.batch_size.value).answer)
 
 
