@@ -101,8 +101,11 @@ def prepare_natively(
     region: Region | None = None,
 ) -> tf.Tensor:
     """Does all of `prepare_image` by the compiled operations, but for what they do not decode."""
-    mirrored = Uniforms.split(uniforms).mirror[0] < preprocess.mirror_probability
-    finish = partial(tf_native.finish_region, preprocess=preprocess, mirrored=mirrored)
+
+    def finish(image: tf.Tensor, region: Region) -> tf.Tensor:
+        mirrored = Uniforms.split(uniforms).mirror[0] < preprocess.mirror_probability
+        return tf_native.finish_region(image, region, preprocess, mirrored)
+
     if region is not None:
         return finish(encoded, region)
 
