@@ -88,7 +88,8 @@ check: $(DEVELOPED)  ## Check style, types, spelling and the import floors; chan
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
 	$(RUN) -m mypy
-	$(RUN) -m codespell_lib dali_tf_input scripts tests docs *.md Makefile
+	$(RUN) -m codespell_lib dali_tf_input scripts tests docs skills llms.txt *.md Makefile
+	$(RUN) -m proselint --config .proselintrc.json check docs/*.md skills/*/*.md llms.txt *.md
 	$(or $(PYTHON_SITE),$(VENV))/bin/shellcheck .ci/run scripts/*.sh
 	$(RUN) -m pytest -q tests/test_floors.py
 

@@ -20,6 +20,7 @@ from .spec.augment import TrivialAugment as TrivialAugment
 from .spec.augment import VerticalMirror as VerticalMirror
 from .spec.crops import CenterCrop as CenterCrop
 from .spec.crops import Letterbox as Letterbox
+from .spec.crops import NoCrop as NoCrop
 from .spec.crops import RandomCrop as RandomCrop
 from .spec.crops import RandomResizedCrop as RandomResizedCrop
 from .spec.crops import ResizeRandomCrop as ResizeRandomCrop

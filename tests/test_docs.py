@@ -9,15 +9,17 @@ import sys
 
 import nbclient
 import nbformat
+import numpy as np
 import pytest
+from commands import PACKAGE as COMMANDS
 from conftest import ROOT
+from PIL import Image, ImageDraw
 
 import dali_tf_input
 
 PACKAGE = ROOT / "dali_tf_input"
-# index_step.md still names a test that moved; it joins when it is rewritten.
-PAGES = [page for page in sorted((ROOT / "docs").glob("*.md")) if page.name != "index_step.md"]
-PAGES += [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PAGES += [ROOT / "llms.txt", ROOT / "skills/dali-tf-input/SKILL.md"]
 
 
 @pytest.mark.slow
@@ -32,28 +34,55 @@ def test_site_builds(tmp_path):
         check=False,
     )
     assert process.returncode == 0, process.stderr
-    assert "iterate_batches" in (tmp_path / "api/index.html").read_text()
+    for page, text in (
+        ("api/index.html", "iterate_batches"),
+        ("commands/index.html", "usage: dali-tf-input index [flags] FILE_OR_PATTERN..."),
+        ("changelog/index.html", "Keep a Changelog"),
+        ("llms.txt", "docs/getting_started.md"),
+    ):
+        assert text in (tmp_path / page).read_text()
 
 
 @pytest.mark.slow
-def test_tutorial_runs():
-    """All cells run, and what was trained predicts well."""
+def test_tutorial_runs(tmp_path, monkeypatch):
+    """All cells run, on drawings instead of photos, and what was trained predicts well."""
+    random = np.random.default_rng(0)
+    for number in range(240):
+        shape = ("disk", "square", "triangle")[number % 3]
+        path = tmp_path / shape / f"{number}.jpg"
+        path.parent.mkdir(exist_ok=True)
+        draw(shape, random).save(path)
+    monkeypatch.setenv("PHOTOS", str(tmp_path))
     notebook = nbformat.read(ROOT / "docs/tutorial.ipynb", as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells)  # which would hold photos
     last = notebook.cells[-1]
-    last.source += (
-        "\nprint(sum(title.split()[0] == ('disk', 'square', 'triangle')[i % 3] for i, title in"
-        " enumerate(titles)))"
-    )
-    client = nbclient.NotebookClient(
-        notebook, timeout=300, resources={"metadata": {"path": str(ROOT / "docs")}}
-    )
+    last.source += """
+right = [file.parent.name == title.split()[0] for file, title in zip(files, titles)]
+print(sum(right), "of", len(right))"""
+    client = nbclient.NotebookClient(notebook, timeout=300)
     client.execute()
-    printed = "".join(
-        output.text
-        for output in last.outputs
-        if output.output_type == "stream" and output.name == "stdout"
-    )
-    assert int(printed.splitlines()[-1]) >= 9
+    printed = "".join(output.get("text", "") for output in last.outputs)
+    right, of = re.search(r"(\d+) of (\d+)", printed).groups()
+    assert int(of) == 12
+    assert int(right) >= 9
+    pictures = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert sum("image/png" in output.get("data", {}) for output in pictures) == 4
+
+
+def draw(shape, random):
+    """Returns a picture of a shape, of any color, size and place."""
+    height, width = random.integers(90, 160, 2)
+    background, color = (tuple(map(int, random.integers(*of, 3))) for of in ((0, 90), (120, 255)))
+    image = Image.new("RGB", (int(width), int(height)), background)
+    radius = random.integers(20, 40)
+    x, y = random.integers(radius, width - radius), random.integers(radius, height - radius)
+    corners = {"disk": None, "square": 4, "triangle": 3}[shape]
+    canvas = ImageDraw.Draw(image)
+    if corners is None:
+        canvas.ellipse((x - radius, y - radius, x + radius, y + radius), fill=color)
+    else:
+        canvas.regular_polygon((int(x), int(y), int(radius)), corners, fill=color)
+    return image
 
 
 def test_api_reference_is_complete():
@@ -74,6 +103,15 @@ def test_api_reference_is_complete():
         assert source[0].exists() or re.search(
             rf"^(class|def) {name}\b", source[1].read_text(), re.MULTILINE
         ), path
+
+
+def test_every_page_has_its_place():
+    """In the site's navigation, and each command in the command reference."""
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert f": {page.name}\n" in navigation
+    shown = re.findall(r"^\{\{ help (\w+) \}\}$", (ROOT / "docs/commands.md").read_text(), re.M)
+    assert {*shown} == COMMANDS
 
 
 def test_the_picture_of_the_rooms_is_the_package():

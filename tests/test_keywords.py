@@ -27,6 +27,7 @@ WRONG = {
     "Letterbox": ("filling", "fill"),
     "Mix": ("mix_up", "mixup"),
     "MultiHot": ("classes", "num_classes"),
+    "NoCrop": ("xyz", ""),
     "Preprocess": ("size", "image_size"),
     "Preprocess.for_evaluation": ("normalize", "normalization"),
     "Preprocess.for_training": ("auto_augment", "augment"),

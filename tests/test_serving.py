@@ -147,7 +147,7 @@ def test_triton_for_a_gpu_takes_a_gpu(tmp_path):
 @pytest.mark.slow
 def test_the_recipe_of_mistakes(model, tmp_path):
     """The page's program, on a model that errs: the sheet shows the mistakes it was surest of."""
-    page = (ROOT / "docs/serving.md").read_text()
+    page = (ROOT / "docs/problems.md").read_text()
     recipes = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     (recipe,) = (recipe for recipe in recipes if "sheet" in recipe)
     examples = [
@@ -158,7 +158,7 @@ def test_the_recipe_of_mistakes(model, tmp_path):
     build_index(write_tfrecord(tmp_path / "records/validation-00000-of-00001", examples))
     model.save(tmp_path / "model.keras")
     start = "import keras\nmodel = keras.saving.load_model('model.keras')\n"
-    recipe = recipe.replace(", 224)", ", 32)")
+    recipe = recipe.replace(", 96)", ", 32)")
     process = python("-c", f"{start}{recipe}print(worst.tolist())", cwd=tmp_path)
     assert process.returncode == 0, process.stderr
     assert re.search(r"\[\d+(, \d+)+\]$", process.stdout.strip())

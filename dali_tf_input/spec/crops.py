@@ -293,7 +293,13 @@ class Letterbox(Crop):
 @checked
 @dataclass(frozen=True, kw_only=True)
 class NoCrop(Crop):
-    """Resizes the whole image to the image size, ignoring its aspect ratio."""
+    """Resizes the whole image to the image size, ignoring its aspect ratio.
+
+    It is the default of `Preprocess`.
+
+    >>> Preprocess.for_training(224, crop=NoCrop()).crop
+    NoCrop()
+    """
 
 
 def _check_not_below(name: str, resize: tuple[int, int], image_size: tuple[int, int]) -> None:

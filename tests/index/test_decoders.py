@@ -1,4 +1,4 @@
-"""What level "decode" makes of unusual images, which is what docs/index_step.md says."""
+"""What level "decode" makes of unusual images, which is what docs/records.md says."""
 
 import base64
 import contextlib
@@ -106,7 +106,7 @@ IMAGES = {
 
 
 def rows_of_the_docs() -> dict[str, str]:
-    text = Path(ROOT / "docs" / "index_step.md").read_text()
+    text = Path(ROOT / "docs" / "records.md").read_text()
     rows = re.findall(r"^\| (.+?) \| (the same pixels|refused.*) \|$", text, re.M)
     return dict(rows)
 
