@@ -12,7 +12,6 @@ import sysconfig
 
 import pytest
 from conftest import ROOT, jpeg
-from test_readme import QUICKSTART
 
 WITHOUT_PLUGIN = """
 import sys
@@ -74,7 +73,7 @@ def execute(python, folder, *words):
 
 @pytest.mark.slow
 def test_wheel_in_another_folder(python, sample_folder, tmp_path):
-    """The index command, and the README's quickstart on tf.data, with and without DALI."""
+    """The index command, and the first training of the docs on tf.data, with and without DALI."""
     where = execute(python, tmp_path, "-c", "import dali_tf_input; print(dali_tf_input.__file__)")
     assert where.startswith(str(python.parent.parent))
     (tmp_path / "data/sample").mkdir(parents=True)
@@ -83,7 +82,8 @@ def test_wheel_in_another_folder(python, sample_folder, tmp_path):
             shutil.copy(file, tmp_path / "data/sample")
     (tmp_path / "photo.jpg").write_bytes(jpeg(120, 160))
     (tmp_path / "records").symlink_to("data/sample")
-    quickstart = QUICKSTART.replace("classes=6", "classes=8")  # as the sample has
+    page = (ROOT / "docs/training.md").read_text()
+    quickstart = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
     index = execute(python, tmp_path, "-m", "dali_tf_input", "index", "data/sample/*-of-*")
     assert "indexed" in index
     execute(python, tmp_path, "-c", quickstart)
