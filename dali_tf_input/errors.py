@@ -1,4 +1,4 @@
-"""The error for bad input, and the checks of arguments by their annotations that raise it."""
+"""The errors for bad input, and the annotation-based argument checks that raise them."""
 
 import collections.abc
 import contextlib
@@ -26,11 +26,11 @@ _NAMES = {bool: "True or False", str: "text", bytes: "bytes", type(None): "None"
 
 
 class InputError(ValueError):
-    """A mistake in what this package was given: a file or an argument.
+    """Raised for bad input: a file or an argument that this package cannot use.
 
-    The message says what is wrong, where, and, if a command fixes it, which one.
+    The message says what is wrong and where, and names the command that fixes it, if there is one.
 
-    Example:
+    Examples:
       >>> Shard(2, num_shards=2)
       Traceback (most recent call last):
       dali_tf_input.errors.InputError: `shard_id` must be in [0, 2), got 2
@@ -75,7 +75,7 @@ Part = Annotated[float, Within(0, 1)]
 
 
 class _Refused(Exception):  # noqa: N818 (it becomes an InputError)
-    """A value is not what its annotation says; the text is what it must be."""
+    """Raised if a value does not fit its annotation; the text says what it must be."""
 
 
 def check(holds: bool, name: str, rule: str, value: object) -> None:
@@ -89,11 +89,11 @@ def checked(function: type[_T]) -> type[_T]: ...
 @overload
 def checked(function: Callable[_P, _R]) -> Callable[_P, _R]: ...
 def checked(function: Any) -> Any:
-    """Makes a function, or a dataclass, check its arguments by their annotations.
+    """Makes a function or a dataclass check its arguments against their annotations.
 
-    NumPy's integers become Python's, and lists that stand for tuples become tuples. The call raises
-    InputError for a value of another type, not finite, or out of the bounds of its annotation, and
-    WrongCallError for a wrong keyword, naming the nearest right one.
+    NumPy integers become Python integers, and lists annotated as tuples become tuples. A call
+    raises InputError if a value has the wrong type, is not finite, or is out of bounds, and
+    WrongCallError for an unknown keyword, with the closest known one.
     """
     if isinstance(function, type):
         function.__init__ = checked(function.__init__)  # type: ignore[misc]
@@ -180,7 +180,7 @@ def _check(name: str, value: Any, hint: Any) -> Any:
 
 
 def _conform(value: Any, hint: Any) -> Any:
-    """Returns `value` as the type `hint`; raises `_Refused` if it is of another."""
+    """Returns `value` converted to the type `hint`; raises `_Refused` if it does not fit."""
     if hint is Any:
         return value
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)

@@ -37,7 +37,7 @@ def iterate_batches(
 ) -> Iterator[tuple[list[int], tf.Tensor]]:
     """Yields preprocessed images in batches; skips those that cannot be decoded.
 
-    Example:
+    Examples:
       >>> for positions, images in iterate_batches(paths, Preprocess.for_evaluation(224)):
       ...     scores = model.predict_on_batch(images)
 
@@ -93,7 +93,7 @@ def export_saved_model(model: keras.Model, preprocess: Preprocess, folder: Path)
 
     So a served model cannot be fed differently from the one that was evaluated.
 
-    Example:
+    Examples:
       >>> export_saved_model(model, Preprocess.for_evaluation(224), "served/1")
 
     Args:

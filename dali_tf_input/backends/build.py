@@ -31,7 +31,7 @@ def make_dataset(
 
     Prefer `load`, which feeds all replicas of a strategy, where it applies.
 
-    Example:
+    Examples:
       >>> spec = InputSpec.for_training("records/train-*", 224)
       >>> dataset = make_dataset(spec, batch_size=4, shard=Shard(0, 2))  # the first of two hosts
       >>> for epoch in range(3):

@@ -1,1 +1,1 @@
-"""The command line: flags, one call, and what is printed."""
+"""The command line: flags, commands and their output."""

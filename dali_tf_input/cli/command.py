@@ -73,9 +73,9 @@ def run(
     flag_values: Flags,
     arguments: Sequence[str] | None = None,
 ) -> int:
-    """Calls `main` with the arguments that are not flags; None takes those of this process.
+    """Parses flags and calls `main` with the other arguments; None takes those of this process.
 
-    The docstring of its module is the help, and what follows "example:" ends it.
+    The help is the docstring of its module; the part after "example:" is shown last.
 
     Returns:
       The exit code: what `main` returns (None is 0), 1 after an error in the input, 130 after
@@ -126,7 +126,7 @@ def format_help(text: str, flag_values: Flags) -> str:
 
 
 def check_no_arguments(arguments: Sequence[str]) -> None:
-    """Raises InputError if a command that takes flags only got arguments."""
+    """Raises InputError if a command that takes only flags got other arguments."""
     if arguments:
         raise InputError(
             f"Unknown arguments: {' '.join(arguments)}. Files are named by --files='path/train-*'."

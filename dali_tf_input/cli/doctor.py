@@ -1,8 +1,8 @@
-"""Says what works in this installation, and how to fix the rest.
+"""Reports what works in this installation, and how to fix the rest.
 
-Everything that could crash runs in another process, so that a crash is a line of the
-report. Each line is ok, a warning or broken, and has the command that fixes it. With --files it
-checks these files and their indexes too. The exit code is 1 if something is broken.
+Everything that could crash runs in another process, so that a crash is only a line of the report.
+Each line is ok, a warning, or broken; what can be fixed has the command that fixes it. With --files
+it checks these files and their indexes too. The exit code is 1 if something is broken.
 
 example: dali-tf-input doctor --files='path/train-*'
 """
@@ -31,7 +31,7 @@ _FILES = FileFlags(FLAGS)
 
 _SECONDS = 120  # for each try
 _STORE_SECONDS = 5  # for the answer of a store
-# How lines of TensorFlow's and DALI's messages begin that follow the one that says what is wrong.
+# Prefixes of lines that follow the informative line in TensorFlow's and DALI's messages.
 _NO_WORDS = ("[[", "Current pipeline object", "C++ context", "[frame ", "<stack traces")
 _OLDEST, _NEWEST = (3, 10), (3, 13)  # Python; see pyproject.toml
 
@@ -161,7 +161,7 @@ def examine() -> Iterator[Finding]:
 def examine_gpus(trier: Trier, imported: list[str]) -> Generator[Finding, None, bool]:
     """Compares the GPUs of the driver with those that TensorFlow and DALI see.
 
-    Returns whether both can use one together.
+    Returns whether TensorFlow and DALI can use a GPU together.
     """
     gpus = yield from examine_driver()
     seen = {name: trier.attempt(_COUNT_GPUS[name]) for name in imported}
@@ -183,7 +183,7 @@ def examine_gpus(trier: Trier, imported: list[str]) -> Generator[Finding, None, 
         elif works and gpus and expected < len(gpus):
             text += f" of {len(gpus)}, those of CUDA_VISIBLE_DEVICES"
         yield check(f"{name}'s GPUs", works, text, fix)
-    if gpus:  # nvJPEG leaves the decoder out without a word
+    if gpus:  # nvJPEG silently does without the decoder
         works, text = trier.attempt(_TRY_ENGINES)
         fix = "" if works else "in a container: docker run -e NVIDIA_DRIVER_CAPABILITIES=all ..."
         if "No module named" in text:

@@ -46,10 +46,10 @@ def backends_flag(flags: Flags) -> Any:
 
 
 def begin(backends: list[str] | None) -> tuple[dict[str, Any], list[str]]:
-    """Prints and returns what this machine is, and the backends to use: those given, or all it has.
+    """Prints a description of this machine; returns it, and the backends: those given, or all.
 
     Raises:
-      InputError: one of those given does not work on this machine.
+      InputError: a given backend does not work on this machine.
     """
     about = machine.describe()
     about["tensorflow_gpus"] = machine.count_gpus_of_tensorflow() if about["gpus"] else 0
@@ -60,10 +60,10 @@ def begin(backends: list[str] | None) -> tuple[dict[str, Any], list[str]]:
 
 
 def check_list(name: str, values: list[str] | None, known: list[str], where: str = "") -> list[str]:
-    """Returns what a list flag names, each once; all that is known if it is not given.
+    """Returns the values of a list flag without duplicates; all known ones if it is not given.
 
     Raises:
-      InputError: something unknown is named, or nothing.
+      InputError: a value is unknown, or the list is empty.
     """
     unknown = [value for value in values or [] if value not in known]
     if unknown or values == []:

@@ -1,12 +1,12 @@
-"""Indexes TFRecord files: where each valid record is, and a manifest of what the files hold.
+"""Indexes TFRecord files: locates valid records, and writes a manifest of what the files hold.
 
 usage: dali-tf-input index [flags] FILE_OR_PATTERN...
 
 Each index, with a line "offset size" in bytes per record, is written beside its file as FILE.idx,
 or into --index_dir, together with index_manifest.json. Files that did not change since they were
-indexed are not read again. With --on_bad=error bad records are named, 20 of each kind, files with
-bad records are not indexed, all others are, and the exit code is 1. With --on_bad=skip the indexes
-skip bad records, and bad_records.jsonl lists them.
+indexed are not read again. With --on_bad=error, files with bad records are not indexed: up to 20
+bad records of each kind are printed, and the exit code is 1. All other files are indexed. With
+--on_bad=skip, the indexes skip bad records, and bad_records.jsonl lists them.
 
 example: dali-tf-input index --verify=decode --on_bad=skip 'path/train-*-of-*'
 """
@@ -161,7 +161,7 @@ class IndexProgress:
             print(f"indexing: {text}", file=sys.stderr, flush=True)
 
     def print_bad_record(self, file: str, bad: BadRecord) -> None:
-        """Prints a bad record as one line; with skip, only those that no index can skip."""
+        """Prints a bad record as one line; with --on_bad=skip, only if its file is unreadable."""
         if not self._names_all and bad.reason != "unreadable":
             return
         self._named[bad.reason] += 1

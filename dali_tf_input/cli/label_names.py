@@ -1,4 +1,4 @@
-"""labels.txt: the name of label i in line i + 1; label.labels.txt, as tfds writes it, too."""
+"""Label names from labels.txt (line i + 1 names label i), or from tfds' label.labels.txt."""
 
 import contextlib
 import os
@@ -24,7 +24,7 @@ def read_names(path: str) -> list[str]:
 
 
 def find_names(file: str) -> list[str]:
-    """Returns the names beside a TFRecord file; none if there are none."""
+    """Returns the label names beside a TFRecord file; an empty list if there is no such file."""
     text = find_label_file(file)
     return [] if text is None else _parse(text, LABELS_NAME)
 

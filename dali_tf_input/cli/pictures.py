@@ -1,4 +1,4 @@
-"""What a backend makes, as images that can be compared and shown; and images as they are stored."""
+"""Images from backends and from records, as arrays to compare and as sheets to look at."""
 
 import functools
 import io

@@ -1,11 +1,11 @@
 """Shows what the model sees: a contact sheet of images after preprocessing, from both backends.
 
-Each row: the original with the region that is taken and its label, tf.data's image and DALI's, both
-with their mask in colors (--mask_key). A fourth picture, their amplified difference, is shown only
-if they differ visibly. The images are the first of an epoch of order "global": the same records,
-crops and mirrors for both. --records chooses them by their ids, --blame by the losses that
-`train.blame(folder)` noted. Values outside of 0..255 are clipped. With --most the exit code is 1 if
-the backends differ by more; --out= draws no sheet.
+Each row shows the original with its label and the cropped region, then tf.data's image and DALI's,
+both with their mask in colors (--mask_key). A fourth picture, their amplified difference, is shown
+only if they differ visibly. The images are the first of an epoch of order "global": the same
+records, crops and mirrors for both. --records chooses them by their ids, --blame by the losses that
+`train.blame(folder)` stored. Values outside of 0..255 are clipped. With --most the exit code is 1
+if the backends differ by more. An empty --out= draws no sheet.
 
 example: dali-tf-input preview --files='path/train-*' --crop=random_resized_crop --out=sheet.png
 """

@@ -22,7 +22,7 @@ _Worker = TypeVar("_Worker", bound="JsonWorker")
 
 
 def die_with_parent() -> None:
-    """Has the kernel kill this process when the one that started it ends, in whatever way."""
+    """Makes the kernel kill this process when its parent ends, however that happens."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -56,7 +56,7 @@ def call(
 
 
 def with_same_path(code: str) -> list[str]:
-    """Returns the words that run Python code where modules are found as they are here."""
+    """Returns the command that runs Python code with the import path of this process."""
     return [sys.executable, "-c", f"import sys; sys.path[:] = sys.argv[1:]\n{code}", *sys.path]
 
 
@@ -83,10 +83,10 @@ class WorkerDied(Exception):  # noqa: N818 (an outcome, not a mistake)
 
 
 class JsonWorker:
-    """A process that answers a line of JSON for each line of JSON (a context manager).
+    """A process that answers each line of JSON with a line of JSON (a context manager).
 
-    It starts with the first question, and again with the next one if it died. It answers once when
-    it is ready.
+    It is started by the first question, and if it died, again by the next one. When it is ready, it
+    sends an empty answer first.
     """
 
     def __init__(self, words: Sequence[str], *, environment: dict[str, str] | None = None) -> None:

@@ -1,9 +1,9 @@
-"""Runs a part of a tf.data service, which preprocesses images on other machines.
+"""Runs the dispatcher or a worker of a tf.data service, which preprocesses images remotely.
 
-One dispatcher, and a worker on each machine that helps. Every worker finds the TFRecords under the
-same paths as training does. Then: train.py --order=buffer --service=grpc://HOST:5050. Runs until it
-is stopped (Ctrl-C, SIGTERM). A worker that died must be restarted with the same address and port:
-training waits for it.
+Start one dispatcher, and a worker on each machine that helps. Every worker must find the TFRecords
+under the same paths as training does. Then run train.py --order=buffer --service=grpc://HOST:5050.
+The command runs until it is stopped (Ctrl-C, SIGTERM). If a worker dies, restart it with the same
+address and port: training waits for it.
 
 example: dali-tf-input service --role=worker --dispatcher=host0:5050
 """

@@ -1,8 +1,8 @@
-"""`build_index`: checks TFRecord files once and writes down where each valid record is.
+"""`build_index`, which checks TFRecord files once and notes the location of each valid record.
 
-DALI's reader finds records by a text file with one line ``offset size`` per record, in bytes, which
-NVIDIA's ``tfrecord2idx`` writes too. The index is an ordered list of samples: a record that is not
-in it is not read, by either backend. All that later steps need to know is kept in the `manifest`.
+DALI's reader locates records by a text file with one line ``offset size`` per record, in bytes, as
+NVIDIA's ``tfrecord2idx`` writes it too. The index is an ordered list of records: neither backend
+reads a record that is not in it. The `manifest` stores all that later steps need to know.
 """
 
 import contextlib
@@ -41,16 +41,17 @@ from dali_tf_input.storage.objects import Part, Status
 
 OnBad = Literal["error", "skip"]
 
-# Work that a killed run loses, in seconds; or, if commits take long, so many times as long as one.
+# Seconds between commits: a killed run loses at most this work. If commits are slow, the time
+# between two is this many times the duration of one.
 _COMMIT_SECONDS, _COMMIT_RATIO = 5, 20
-_RECORDS_PER_CLASS = 3  # from which on a class is missing by chance in 5% of balanced sets
-# How reasons start of records that may be sound, but do not fit the checks.
+_RECORDS_PER_CLASS = 3  # with so many, a class is missing by chance in 5% of balanced sets
+# Prefixes of the reasons of records that may be sound, but do not fit the checks.
 _MISFITS = ("label", "mask", "image missing", "image kind", "empty mask")
-# Where feature keys are looked for:
+# Limits of the search for feature keys:
 _MOST_KEY_FILES = 16
 _MOST_KEY_RECORDS = 8
 _MOST_KEY_BYTES = 1 << 26
-_FIRST_BYTES = 1 << 20  # of an object of a store
+_FIRST_BYTES = 1 << 20  # of a stored object
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +91,8 @@ class IndexFaultsError(InputError):
 
     Attributes:
       report: what was done.
-      mistake: what is more likely wrong than the records, which then must not be skipped; or "".
+      mistake: the mistake in the checks that is more likely than bad records, which then must not
+        be skipped; "" if there is none.
     """
 
     def __init__(self, text: str, report: IndexReport, mistake: str = "") -> None:
@@ -114,13 +116,13 @@ def build_index(
     on_bad_record: Callable[[str, BadRecord], None] | None = None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> IndexReport:
-    """Indexes the TFRecord files that changed since they were indexed, and writes the manifest.
+    """Indexes the TFRecord files that are new or changed, and writes the manifest.
 
     Files are checked by several processes or threads. Each index, and then the manifest, is renamed
-    into place when it is complete: a run that is killed leaves old or new files, never half ones,
-    and the next run continues from there. Several runs at once over one folder do no harm.
+    into place when it is complete: a run that is killed leaves old or new files, never partial
+    ones, and the next run continues from there. Concurrent runs over one folder are safe.
 
-    Example:
+    Examples:
       >>> report = build_index(["records/train-*", "records/validation-*"])
       >>> report = build_index("records/train-*", Checks(verify="decode"), on_bad="skip")
 
@@ -133,16 +135,16 @@ def build_index(
       on_bad: "error": files with bad records are not indexed; `IndexFaultsError` is raised. "skip":
         indexes skip bad records, and ``bad_records.jsonl`` beside the manifest lists them, one JSON
         object per line: file, record, offset, size, reason, detail.
-      max_bad_fraction: with "skip", `IndexFaultsError` is raised if the bad part exceeds this part
-        of all records, of all bytes, or (counting files without any valid record) of all files.
-        From then on, files with bad records are not indexed.
-      force: check every file, also unchanged ones, and exactly as deeply as `checks` says.
-      allow_missing: index sets of numbered files (``train-00003-of-01024``) that lack some, and
-        files that hold fewer records than tfds' ``dataset_info.json`` says.
-      num_processes: how many processes; None is one per core, at most one per file. Objects are
-        checked at level "framing" by as many threads instead, by default 8, which hold 48 MiB.
-      executor: runs the work instead, a file at a time, as Dask's `Client.get_executor()` does on
-        other machines; they need this package and the same paths or URLs.
+      max_bad_fraction: with "skip", the largest acceptable fraction of bad records, of bad bytes,
+        and of files without any valid record. Once it is exceeded, files with bad records are no
+        longer indexed, and `IndexFaultsError` is raised at the end.
+      force: check every file, even unchanged ones, and exactly as deeply as `checks` says.
+      allow_missing: accept incomplete sets of numbered files (``train-00003-of-01024``), and files
+        that hold fewer records than tfds' ``dataset_info.json`` says.
+      num_processes: the number of processes; None means one per core, at most one per file. At
+        level "framing", that many threads check objects instead, by default 8, using 48 MiB.
+      executor: runs the work instead, one file per task, perhaps on other machines, such as Dask's
+        `Client.get_executor()`. Those machines need this package and the same paths or URLs.
       cache_dir: a local folder for complete copies of the objects; None copies each one to a
         temporary file while it is checked.
       on_bad_record: called at the end with each path and bad record, in the order of the files;
@@ -251,9 +253,9 @@ class _Run:
         self._commit(is_last=True)
 
     def _commit(self, *, is_last: bool = False) -> None:
-        """Commits files without bad records; with "skip" also others, unless too many.
+        """Commits files without bad records; with "skip" also the others, unless too much is bad.
 
-        Where a label is one too high, they wait for the last commit: labels may count from 1.
+        If a label is one too high, the others wait for the last commit: labels may count from 1.
         """
         for folder in self._folders:
             folder.commit_valid()
@@ -311,7 +313,7 @@ class _Run:
         return report
 
     def _find_mistake(self, reasons: Mapping[str, int]) -> str:
-        """Returns what is wrong with the checks, if records do not fit them but are sound."""
+        """Returns the mistake in the checks that makes sound records fail; "" if there is none."""
         if self._counts_from_1():
             return "Labels count from 1: pass ClassLabel(offset=1) (--label_offset=1)."
         misfits = sum(n for reason, n in reasons.items() if reason.startswith(_MISFITS))

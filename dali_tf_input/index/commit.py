@@ -25,13 +25,13 @@ _MOST_COMMITS = 16  # of one run to a store, while others write there
 
 
 class IndexFolder:
-    """What one folder of indexes holds, which files have to be checked, and what was found.
+    """One folder of indexes: its entries, the files to check, and the results of the checks.
 
     Attributes:
       files: path of each TFRecord file of this run, by its base name.
-      entries: by base name, what the manifest says: of unchanged files from the start, of others
+      entries: the manifest's entries, by base name: of unchanged files from the start, of others
         once they are committed.
-      jobs: what has to be checked, by base name.
+      jobs: the files to check, by base name.
       unchanged: how many files were already indexed.
       removed: how many files of earlier runs no longer exist.
       valid: entries of checked files without bad records that are not committed yet.
@@ -140,7 +140,7 @@ class IndexFolder:
                 )
 
     def _find_removed(self) -> set[str]:
-        """Returns the files that were removed, unless with their folder, which may be unmounted."""
+        """Returns files that are gone, unless their folder is gone too: it may be unmounted."""
         others = self._known.keys() - self.files.keys()
         paths = {n: os.path.join(self._known[n].folder or self._place, n) for n in others}
         statuses = objects.find_statuses(paths.values())

@@ -1,4 +1,4 @@
-"""Decoding one image as training will, to find out beforehand which images cannot be decoded."""
+"""Trial decoding of single images, which finds those that training could not decode."""
 
 import io
 from collections.abc import Callable
@@ -15,16 +15,16 @@ from dali_tf_input.records.tfrecord import name_content
 _FORMATS = ("JPEG", "PNG", "BMP", "WebP")
 _NAMES = {"WEBP": "WebP", "MPO": "JPEG"}  # MPO: a JPEG followed by further pictures, from cameras
 _END_OF_JPEG = b"\xff\xd9"
-# Of 255, on average. Both decode what they agree about to the same bits.
+# Mean difference, of 255. Where the decoders agree, their pixels are bit-identical.
 _MOST_DIFFERENCE = 1.0
 
 
 def make_trial_decode(checks: Checks) -> TrialDecode:
-    """Makes the function that judges one encoded image, by `decoder` and `max_pixels`.
+    """Makes the function that checks one encoded image, by `decoder` and `max_pixels`.
 
-    It returns (format, height, width), the format one of "JPEG", "grayscale JPEG", "CMYK JPEG",
-    "YCCK JPEG", "PNG", "BMP" and "WebP", the size in pixels. It raises `BadImage` for anything else
-    and for what cannot be decoded.
+    It returns (format, height, width). The format is "JPEG", "grayscale JPEG", "CMYK JPEG",
+    "YCCK JPEG", "PNG", "BMP" or "WebP"; the size is in pixels. It raises `BadImage` for any other
+    format and for images that cannot be decoded.
     """
     makers = {"dali": _make_dali_decoder, "tf_data": _make_tf_data_decoder}
     decoders = [make() for name, make in makers.items() if checks.decoder in (name, "both")]
@@ -70,8 +70,8 @@ def read_header(encoded: bytes) -> tuple[str, int, int]:
             f" {width}x{height}.",
         )
     if animated and kind in ("PNG", "WebP"):
-        detail = f"expected one image, found a {kind} of several, of which DALI and TensorFlow do"
-        raise BadImage(f"animated {kind}", f"{detail} not decode the same.")
+        detail = f"expected one image, found a {kind} of several, which DALI and TensorFlow decode"
+        raise BadImage(f"animated {kind}", f"{detail} differently.")
     if kind == "BMP" and mode not in ("RGB", "RGBA", "L"):
         detail = "TensorFlow takes the indexes of a palette for shades of gray."
         raise BadImage("BMP with a palette", detail)

@@ -25,8 +25,8 @@ from dali_tf_input.records.tfrecord import (
     read_data,
 )
 
-# What is read of each batch of records (4096 at most) below level "schema": a part that costs less
-# than finding them.
+# How much of each batch (at most 4096 records) is sampled below level "schema": so little that it
+# costs less than finding the records.
 _MOST_SAMPLED = 32
 _MOST_SAMPLED_BYTES = 1 << 20
 _MOST_KEYS = 1000
@@ -46,15 +46,16 @@ def check_file(
     on_bad_record: Callable[[BadRecord], None],
     on_progress: Callable[[int, int], None],
 ) -> FileEntry:
-    """Reads a TFRecord file once, writes its `index` and reports its bad records, in their order.
+    """Reads a TFRecord file once, writes its `index` and reports its bad records in order.
 
-    Messages call it `name`, by default `file`.
+    Messages call it `name`, by default `file`. At level "schema" and above, `checks` must have both
+    keys.
 
-    Memory does not grow with the number of records, except for one 8-byte label each from level
-    "schema" on, for which `checks` has both keys. `crashing` are records that must not be decoded,
-    as that ended or hung a process: number in the file -> (reason, detail). `on_decode` gets the
-    number of each record before it is decoded; `on_progress` now and then records and bytes since
-    the last call.
+    Memory does not grow with the number of records, except for an 8-byte label per record at level
+    "schema" and above. `crashing` holds the records that must not be decoded, because decoding them
+    crashed or hung a process: number in the file -> (reason, detail). `on_decode` gets the number
+    of each record before it is decoded. `on_progress` is called now and then with the records and
+    bytes since the last call.
 
     Raises:
       InputError: the file changed in the meantime.

@@ -1,10 +1,10 @@
 """The process that checks TFRecord files for `build_index`, one after another.
 
 It gets a file as a line of JSON on stdin and answers with lines of JSON on stdout: {"progress":
-[records, bytes]} now and then, and at last {"entry": ...}, {"unreadable": text}, or {"error":
-[errno, text]} if writing fails. It is a process of its own because decoders are C code: what
-damaged images do to it does not touch the program that called `build_index`. What decodes nothing
-may call `check_task` in its own process.
+[records, bytes]} now and then, and finally {"entry": ...}, {"unreadable": text}, or {"error":
+[errno, text]} if writing fails. It is a separate process because decoders are C code: if a damaged
+image crashes it, the program that called `build_index` survives. Callers that decode nothing may
+call `check_task` in their own process.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from dali_tf_input.storage.copies import local_copy
 from dali_tf_input.storage.objects import Status
 from dali_tf_input.storage.staging import WRITE_ERRORS
 
-IDLE_STATUS = 3  # how a process ends that no task came to for a while
+IDLE_STATUS = 3  # exit status of a process that got no task for a while
 _IDLE_SECONDS = 30
 
 
@@ -121,11 +121,11 @@ def check_task(
 
 
 class _Journal:
-    """Decodes images, and keeps the outcomes in a file (a context manager).
+    """Decodes images, and stores the outcomes in a file (a context manager).
 
-    A process that starts again, as a record ended the one before, takes them from there. `number`
-    is the record whose images come next; what `crashing` records left is passed over, as they are
-    not decoded again.
+    If a record crashes the process, the next process reuses the stored outcomes. `number` is the
+    record whose images are decoded next. Outcomes of `crashing` records are ignored, because these
+    records are not decoded again.
     """
 
     def __init__(self, path: str, decode: TrialDecode, crashing: Collection[int]) -> None:

@@ -1,4 +1,4 @@
-"""Runs the processes, the threads, or the executor that check files for `build_index`."""
+"""The processes, threads or executor that check files for `build_index`."""
 
 import contextlib
 import dataclasses
@@ -28,11 +28,11 @@ _CODE = (
     "import sys; sys.path[:] = sys.argv[1:]; from dali_tf_input.index.worker import serve; serve()"
 )
 
-# How a process ends over an image that its decoder cannot take.
+# The signals by which a process ends if an image crashes its decoder.
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
-_OBJECTS_AT_ONCE = 8  # of a store, by threads
-_FEW_BYTES = 1 << 24  # are checked before a process has started
-_LONGEST_DECODE = 900  # seconds over one image after which the worker ends itself, by SIGALRM
+_OBJECTS_AT_ONCE = 8  # stored objects that threads check concurrently
+_FEW_BYTES = 1 << 24  # so few are checked faster than a process starts
+_LONGEST_DECODE = 900  # seconds for one record, after which SIGALRM ends the worker
 
 # Records that must not be decoded: number in the file -> (reason, detail).
 Crashing = dict[int, tuple[str, str]]
@@ -40,7 +40,7 @@ Crashing = dict[int, tuple[str, str]]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A file to check, by `Checks.to_json`, and where to put what is found.
+    """A file to check, its checks as `Checks.to_json` returns them, and the paths of the results.
 
     A stored object has a `status`, and perhaps a `cache_dir` for its copy.
     """
@@ -61,20 +61,20 @@ def run_jobs(
     *,
     num_bytes: int,
 ) -> Generator[tuple[int, dict[str, Any]], None, None]:
-    """Runs `jobs` in up to `num_processes` processes, or threads; None is one per core.
+    """Runs `jobs` in up to `num_processes` processes or threads; None means one per core.
 
-    Threads of this process check instead, below level "decode", if the files have few `num_bytes`
-    together; and objects at level "framing", by default 8 at once: most of the time they wait.
-    `on_progress` is called with records and bytes since its last call, by any thread.
+    Threads of this process are used if the files have few `num_bytes` in total, below level
+    "decode"; and for objects at level "framing", by default 8, because they mostly wait.
+    `on_progress` is called from any thread, with the records and bytes since its last call.
 
     Yields:
-      (number of the job, answer of `worker`), in the order they are done. If decoding a record
-      crashes or hangs a process, another one checks the file without that record. A process that is
-      killed in another way answers {"unreadable": ...}, and another one continues.
+      (number of the job, answer of `worker`), in the order of completion. If decoding a record
+      crashes or hangs a process, another one checks the file without that record. If a process is
+      killed in another way, its file's answer is {"unreadable": ...}, and another one continues.
 
     Raises:
       InputError: a process ended with an error: something is missing in this installation.
-      OSError: what is made cannot be written.
+      OSError: the results cannot be written.
     """
     if not jobs:
         return
@@ -256,7 +256,7 @@ class _Worker:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether the process has ended, or knows other environment variables than this one."""
+        """Whether the process has ended, or environment variables have changed since it started."""
         return self._is_dead or self._environment != dict(os.environ)
 
     def run(
@@ -295,7 +295,7 @@ class _Worker:
     def _judge(
         self, job: Job, ended_by: signal.Signals, crashing: Crashing
     ) -> dict[str, Any] | None:
-        """Blames the record that was decoded last, if that can have ended the process."""
+        """Blames the last decoded record if decoding it may have ended the process."""
         number = _read_mark(job)
         if number is not None and number not in crashing:
             if ended_by in _CRASHES:

@@ -1,4 +1,4 @@
-"""The contents of TFRecord files, as an index run found them: of each file, and of all."""
+"""The contents of TFRecord files, per file and in total, as an index run found them."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,8 +32,8 @@ class Feature:
       first_without: number of the first record, in its file, that lacks the key; None if all have
         it.
       range: lowest and highest value, if all are lists of numbers with a value; else None.
-      counts: of the label that level "schema" checked, if it holds integers: the ones that occur,
-        in order, and how often; None above 10,000 different ones.
+      counts: for an integer label checked at level "schema": the integers that occur, in order, and
+        how often each one does; None above 10,000 different integers.
     """
 
     kinds: tuple[str, ...]
@@ -54,25 +54,26 @@ class Images:
 
 @dataclass(frozen=True, kw_only=True)
 class FileEntry:
-    """What is known of one file; what the manifest holds of it.
+    """The manifest's entry for one file.
 
     Attributes:
-      size: bytes of the file when it was indexed.
-      mtime_ns: its time of modification then, in nanoseconds; 0 for an object of a store.
-      etag: the version of an object; None for a file.
+      size: size of the file in bytes when it was indexed.
+      mtime_ns: its modification time then, in nanoseconds; 0 for a stored object.
+      etag: the version of a stored object; None for a local file.
       records: how many records the index holds.
       skipped: how many bad records it skips; ``bad_records.jsonl`` lists them.
-      skipped_bytes: bytes of the file that they take.
+      skipped_bytes: how many bytes of the file the skipped records take up.
       index_crc: CRC-32C of the index file's bytes.
       verified: the level of checking.
       checked_by: what else the checks depended on (keys, label range, decoders), so that a run that
-        asks for the same need not check again.
-      parsed: of how many records the features were read: below "schema", of a sample.
-      features: by key.
+        asks for the same checks need not repeat them.
+      parsed: how many records had their features read; below level "schema", a sample.
+      features: what is known about each feature key.
       folder: absolute path of the file's folder, if that is not the folder of the index.
-      images: from level "decode" on.
-      labels: the class of each record in the index, from level "schema" on with a `ClassLabel`, as
-        it is stored; of names the position in the vocabulary. See `pack_labels`.
+      images: what is known about the images; None below level "decode".
+      labels: the stored class of each record in the index, packed by `pack_labels`; for labels
+        stored as names, the position in the vocabulary. None below level "schema", and for labels
+        that are not a `ClassLabel`.
     """
 
     size: _Number
@@ -93,10 +94,10 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What several files hold together: sums and merges of their entries.
+    """The merged entries of several files.
 
-    `without` gives, for a key that only some records have, the (file, record number) of the first
-    that lacks it.
+    `without` maps each key that only some records have to the (file, record number) of the first
+    record that lacks it.
     """
 
     files: int
@@ -110,7 +111,7 @@ class Summary:
 
 
 def pack_labels(labels: npt.ArrayLike) -> bytes:
-    """Returns integers as bytes: how many each one takes, then all, little-endian."""
+    """Packs integers into bytes: first the bytes per integer, then the integers, little-endian."""
     values = np.asarray(labels, np.int64)
     low, high = (int(values.min()), int(values.max())) if values.size else (0, 0)
     size = next(n for n in (1, 2, 4, 8) if -(1 << 8 * n - 1) <= low and high < 1 << 8 * n - 1)
@@ -123,7 +124,7 @@ def unpack_labels(packed: bytes) -> Integers:
 
 
 def summarize(entries: Mapping[str, FileEntry]) -> Summary:
-    """Returns what `entries`, by file, hold together."""
+    """Merges the entries of several files, given by file, into a summary."""
     features: dict[str, Feature] = {}
     without: dict[str, tuple[str, int]] = {}
     parsed = [(file, entry) for file, entry in sorted(entries.items()) if entry.parsed]
@@ -149,7 +150,7 @@ def summarize(entries: Mapping[str, FileEntry]) -> Summary:
 
 
 def merge_features(features: Sequence[Feature | None]) -> Feature:
-    """Returns one feature key over several sets of records, of which some may lack it."""
+    """Merges what several sets of records say about one feature key; None is a set without it."""
     known = [feature for feature in features if feature]
     shortest, longest = zip(*(feature.lengths for feature in known), strict=True)
     firsts = (feature.first_without if feature else 0 for feature in features)

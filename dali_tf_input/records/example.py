@@ -15,9 +15,10 @@ MAX_BYTES = 1 << 26  # parsing takes up to 26 times as much memory
 
 
 def encode_example(features: Mapping[str, FeatureValue]) -> bytes:
-    """Serializes `features`, each one value or a list of them, by the type of the first.
+    """Serializes `features`, each a value or a list; its first value decides the kind of list.
 
-    bytes and str become a bytes_list, float a float_list, int an int64_list, an empty list none.
+    bytes and str make a bytes_list, float a float_list, and int an int64_list. An empty list makes
+    a feature without a value.
     """
     return _serialize(_EXAMPLE(), features)
 

@@ -9,11 +9,11 @@ from dali_tf_input.errors import InputError
 Integers = npt.NDArray[np.int64]
 
 _FRAME_SIZE = 16  # bytes of a record without data
-_CHANGED = "{} changed since `Records.from_files` read it: {}. Make the records again."
+_CHANGED = "{} changed since `Records.from_files` read it: {}. Call `Records.from_files` again."
 
 
 def read_index(index_file: str, *, crc: int | None = None) -> bytes:
-    """Reads an index file; InputError if it cannot be read or `crc`, its CRC-32C, changed."""
+    """Reads an index file; raises InputError if that fails or its CRC-32C is not `crc`."""
     try:
         with open(index_file, "rb") as stream:
             text = stream.read()
@@ -28,8 +28,8 @@ def parse_index(text: bytes, index_file: str, num_records: int, file_size: int) 
     """Returns offset and size in bytes of each record, in the order of the file: int64 (n, 2).
 
     Raises:
-      InputError: what `read_index` returned is damaged, holds another number of records, or records
-        that overlap, or end beyond the `file_size` bytes of their file.
+      InputError: `text` is damaged or does not hold `num_records` records, or its records overlap
+        or end beyond the `file_size` bytes of their file.
     """
     try:
         extents = np.array(text.split(), dtype=np.int64).reshape(-1, 2)

@@ -1,4 +1,4 @@
-"""The labels, masks and further features of records: how they are stored and what comes out."""
+"""The labels, masks and other features of records: how they are stored and returned."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ _OUTPUT_FIELDS = ("one_hot", "smoothing")
 class ClassLabel:
     """One class, stored as an integer, or as a name.
 
-    Example:
+    Examples:
       >>> label = ClassLabel(offset=1)  # stored labels count from 1, as in TF-slim's ImageNet
       >>> label = ClassLabel(vocabulary=("cat", "dog"))  # labels are stored as names
 
@@ -39,9 +39,11 @@ class ClassLabel:
       offset: the stored label of the first class, which is subtracted from every label so that
         classes count from 0.
       vocabulary: the names of the classes in their order, for labels stored as names.
-      one_hot: labels come out as float32 (num_classes,), 1 at the class and 0 elsewhere, and all 0
-        for a label out of range (index level "schema" finds those); else as int64 ().
-      smoothing: part of the 1 that is spread evenly over all classes, in [0, 1); needs `one_hot`.
+      one_hot: whether to return labels as float32 (num_classes,), 1 at the class and 0 elsewhere,
+        and all 0 for a label out of range (index level "schema" finds those); otherwise as int64
+        scalars.
+      smoothing: label smoothing: the part of the 1 that is spread evenly over all classes, in
+        [0, 1); needs `one_hot`.
     """
 
     key: str | None = None
@@ -96,7 +98,7 @@ class MultiHot:
 
     Labels come out as float32 (num_classes,), 1 at each class of the list and 0 elsewhere.
 
-    Example:
+    Examples:
       >>> label = MultiHot(key="image/class/labels", num_classes=80)
 
     Attributes:
@@ -122,9 +124,9 @@ class MultiHot:
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Values:
-    """A vector of numbers, to be predicted by regression; it comes out as float32 (size,).
+    """A vector of numbers, such as a regression target, returned as float32 (size,).
 
-    Example:
+    Examples:
       >>> label = Values(key="image/values", size=4)
 
     Attributes:
@@ -179,12 +181,12 @@ def label_from_json(values: Mapping[str, Any] | None) -> Label | None:
 @checked
 @dataclass(frozen=True, kw_only=True)
 class SegmentationMask:
-    """A class for each pixel: it gets the crop, the resize (nearest) and the mirror of its image.
+    """A class for each pixel; the mask is cropped, resized (nearest) and mirrored like its image.
 
-    It is stored as a PNG of one channel, or as raw bytes, a uint8 for each pixel, of the image's
-    size. It comes out as int32 (height, width).
+    It has the size of its image and is stored as a PNG with one channel, or as raw bytes, one uint8
+    per pixel. It is returned as int32 (height, width).
 
-    Example:
+    Examples:
       >>> label = SegmentationMask(key="image/segmentation/class/encoded")
 
     Attributes:
@@ -199,14 +201,14 @@ class SegmentationMask:
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """A feature that comes out as it is stored: int64, float32 or string.
+    """A feature that is returned as it is stored: int64, float32 or string.
 
-    Example:
+    Examples:
       >>> feature = Stored(size=40, padding=-1.0)  # float32 (40,), shorter lists are padded
 
     Attributes:
-      size: how many values come out, as a vector; None is one value, as a scalar.
-      padding: what fills the vector where a record holds fewer values; None refuses those.
+      size: the length of the returned vector; None returns a single value as a scalar.
+      padding: the value that fills the vector if a record holds fewer; None rejects such records.
     """
 
     size: Count | None = None
@@ -229,7 +231,7 @@ class Stored:
 
 
 def describe_list(kinds: Sequence[str], lengths: Lengths) -> str:
-    """Returns such as "int64_list of 1 value"."""
+    """Returns a description such as "int64_list of 1 value"."""
     low, high = lengths
     count = "any number" if high == math.inf else f"{high}" if low == high else f"{low} to {high}"
     return f"{' or '.join(filter(None, kinds))} of {count} value{'' if high == 1 else 's'}"

@@ -19,7 +19,7 @@ _NAME = "blame.npz"
 def read_losses(
     folder: str, records: Records
 ) -> tuple[npt.NDArray[np.float32], list[tuple[int, float]]]:
-    """Returns what `Blame` keeps in a folder; losses are NaN where it has none.
+    """Returns the losses and spikes that `Blame` stored in a folder; missing losses are NaN.
 
     Raises:
       InputError: the folder belongs to other files, or is damaged.

@@ -1,9 +1,9 @@
-"""The manifest beside the index files: what each file holds, and which version of it.
+"""The manifest beside the index files: the contents and the version of each indexed file.
 
-It is JSON, one ``index_manifest.json`` in the folder of the index files. It names files by their
-base names, so that a folder can be moved as a whole. Everything that reads records by an index asks
-`read_entries` first: DALI itself aborts the process on an index it cannot use, and reads garbage
-with a stale one.
+It is a JSON file, ``index_manifest.json``, in the folder of the index files. It names files by
+their base names, so that the folder can be moved as a whole. All code that reads records through an
+index calls `read_entries` first, because DALI aborts the process on an index that it cannot use,
+and reads garbage with a stale one.
 """
 
 import os
@@ -79,14 +79,14 @@ def read_entries(
     patterns: Path | Sequence[Path],
     index_dir: Path | None,
 ) -> list[FileEntry]:
-    """Returns what is known of each file, after checking that it and its index are unchanged.
+    """Returns the entry of each file, after checking that the file and its index are unchanged.
 
-    `files` have the versions of objects.
+    `files` maps each path or URL to the version of a stored object, or None for a local file.
 
     Raises:
       InputError: a file has no index or no entry, or the file or its index changed. The message
-        holds the command that fixes it, with `patterns`, as the user named the files, if there are
-        many.
+        includes the command that fixes it. If many files are affected, the command names them by
+        `patterns`, as the user did.
     """
     folders = {os.path.dirname(index_file) or "." for index_file in index_files}
     for is_last in (False, True):
@@ -155,9 +155,9 @@ _EXTENT = re.compile(rb"(\d{1,18}) (\d{1,18})")
 def find_staleness(
     file: str, index_file: str, entry: FileEntry | None, status: Status | None
 ) -> str | None:
-    """Returns why `index_file` must not be used for `file` as it is now; None if it may be.
+    """Returns why `index_file` must not be used with the current `file`; None if it may be used.
 
-    `status` is that of an object of a store.
+    `status` is the current version of a stored object; None for a local file.
     """
     if entry is None:  # an index of another tool, or of a run that was killed
         known = os.path.exists(index_file)

@@ -1,4 +1,4 @@
-"""Local copies of index files that are in a store: read there, and written back as a whole."""
+"""Local mirrors of index files that are in a store, refreshed from it and uploaded to it."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ _ETAGS_NAME = ".etags.json"  # of what a mirror holds, by name
 
 
 def local_folder(folder: str) -> str:
-    """Returns where a folder's index files are: for a folder in a store, its mirror."""
+    """Returns the local folder of the index files: `folder`, or its mirror if it is in a store."""
     if not is_url(folder):
         return folder
     name = hashlib.sha256(folder.rstrip("/").encode()).hexdigest()[:20]
@@ -55,7 +55,7 @@ def refresh(folder: str) -> None:
 
 
 def find_local(index_files: Sequence[str]) -> tuple[str, ...]:
-    """Returns where the index files are, after bringing those of a store here."""
+    """Returns local paths of the index files, after refreshing the mirrors of those in a store."""
     for folder in {os.path.dirname(index_file) for index_file in index_files}:
         refresh(folder)
     places = map(os.path.split, index_files)
@@ -63,14 +63,14 @@ def find_local(index_files: Sequence[str]) -> tuple[str, ...]:
 
 
 def upload(folder: str, names: list[str]) -> bool:
-    """Writes index files of the mirror to the folder in its store, in turn; removes those gone.
+    """Uploads index files from the mirror to its store, in order; deletes those that are gone.
 
-    Returns whether the last one, the manifest, could be written: another run may have written one
-    since the mirror was refreshed.
+    Returns whether the last one, the manifest, was written: it is not if another run has written
+    one since the mirror was refreshed.
     """
     mirror = local_folder(folder)
     old_etags = _read_etags(mirror)
-    # Until all is written, these files of the mirror count as others than those of the store.
+    # Until all are uploaded, the mirror's versions of these files count as outdated.
     _write_etags(mirror, {name: etag for name, etag in old_etags.items() if name not in names})
     for name in names:
         replaces = old_etags.get(name, "") if name == MANIFEST_NAME else None

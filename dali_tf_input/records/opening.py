@@ -1,4 +1,4 @@
-"""Opening indexed TFRecord files: what their manifests say, checked."""
+"""The steps of `Records.from_files`: finding indexed files and checking their manifests."""
 
 import os
 from collections.abc import Sequence

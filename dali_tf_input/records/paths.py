@@ -1,4 +1,4 @@
-"""Which files are meant, where their indexes are, and the command that makes them."""
+"""The paths of TFRecord files and of their indexes, and the command that makes the indexes."""
 
 import errno
 import glob
@@ -35,9 +35,9 @@ def find_files(files: Path | Sequence[Path]) -> tuple[str, ...]:
 def find_versions(files: Path | Sequence[Path]) -> dict[str, Status | None]:
     """Returns the TFRecord files that paths, URLs and patterns name, sorted by path.
 
-    With the versions of objects, None for local files. Indexes are ignored.
+    The values are the versions of stored objects; None for local files. Index files are ignored.
 
-    A file that is found twice, by whatever spelling or link of its path, counts once.
+    A file that is found twice, by a link or under another spelling of its path, counts once.
 
     Raises:
       InputError: a path does not exist or is a directory, or a pattern matches no file.
@@ -114,9 +114,9 @@ def check_complete(files: Sequence[str]) -> None:
 
 
 def find_records_lost(records: Mapping[str, int]) -> str | None:
-    """Returns how a file falls short of tfds' ``dataset_info.json``; None if none does.
+    """Returns which file has fewer records than tfds' ``dataset_info.json`` says; None if none.
 
-    `records` says how many each file holds, bad ones included.
+    `records` is the number of records in each file, including bad ones.
     """
     for folder in {os.path.dirname(file) for file in records if _TFDS_FILE.search(file)}:
         try:
@@ -217,7 +217,7 @@ def _is_ours(path: str) -> bool:
 def _is_utf8(path: str) -> bool:
     try:
         return bool(path.encode())
-    except UnicodeEncodeError:  # it holds bytes of the file system that are none
+    except UnicodeEncodeError:  # it has bytes that are not UTF-8
         return False
 
 

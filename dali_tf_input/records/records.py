@@ -31,12 +31,12 @@ from dali_tf_input.storage.objects import RETRY_SECONDS, Part, find_statuses, re
 @checked
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Records:
-    """The records of indexed TFRecord files, or some of them. Made by `from_files`.
+    """The records of indexed TFRecord files, or a subset of them. Made by `from_files`.
 
-    A record's id is its number over all records of the files, from 0. It stays the same in every
-    subset. `split`, `take` and the like return `Records` too, which every function takes.
+    A record's id is its position among all records of the files, from 0. It is the same in every
+    subset. `split`, `take` and similar methods return `Records` too, which all functions accept.
 
-    Example:
+    Examples:
       >>> records = Records.from_files("records/train-*")
       >>> records.num_records
       24
@@ -49,17 +49,18 @@ class Records:
       files: the files, sorted by path.
       subset: which of their records; None is all of them.
       label_key: the feature key of `labels`; None if the index step did not read them.
-      relabeled: whether `labels` replace those that are stored, see `relabel`.
-      lineage: the seeds of the divisions that this is a part of, so that the next
-        division draws other numbers.
+      relabeled: whether `relabel` replaced the stored `labels`.
+      lineage: the seeds of the splits that led to this subset, so that the next split draws other
+        numbers.
       image_key: feature key of the encoded image, a bytes_list of one value.
-      largest_image: (height, width) in pixels of the tallest and of the widest image, from level
-        "decode" on; else None. DALI's GPU decoder allocates memory for it.
-      index_dir: the folder of the index files as it was named; None is beside each file.
-      cache_dir: the folder of complete local copies of stored objects; None reads parts of them.
+      largest_image: the largest height and the largest width of the images, in pixels; None unless
+        all files were checked at level "decode". DALI's GPU decoder allocates memory for it.
+      index_dir: the folder of the index files, as given; None means beside each file.
+      cache_dir: the folder of complete local copies of stored objects; None reads byte ranges of
+        the objects.
       retry_seconds: how long to retry an object whose store does not answer.
-      features: what the records hold by key, as far as the index step read them: all records from
-        level "schema" on, else a sample.
+      features: what is known about each feature key: from all records at level "schema" and above,
+        otherwise from a sample.
     """
 
     files: tuple[IndexedFile, ...]
@@ -91,7 +92,7 @@ class Records:
 
     @property
     def num_all(self) -> int:
-        """How many records the files hold, in the subset or not; ids are below."""
+        """The number of records in the files, whether in the subset or not; ids are below it."""
         return self._ends[-1]
 
     @property
@@ -194,21 +195,21 @@ class Records:
     def take(self, amount: int | float, *, by_label: bool = False, seed: int = 0) -> "Records":
         """Returns a random part of the records, the same for any order of the files.
 
-        Example:
+        Examples:
           >>> records = Records.from_files("records/train-*")
           >>> records.take(6).num_records
           6
 
         Args:
-          amount: how many as an integer, at least 1; or a share of the records in (0, 1.0], which
-            chooses each record by itself: the number is about that share, and who was chosen
-            remains so when files are added.
+          amount: an integer is the number of records, at least 1. A float is a share of the
+            records, in (0, 1.0]: each record is chosen independently, so the number of records is
+            approximate, and chosen records stay chosen when files are added.
           by_label: whether each class has its share, to within one record.
-          seed: of the choice, in [0, 2**31). A share is the first part of a `split` with the same
-            seed, unless by label.
+          seed: the random seed, in [0, 2**31). A share is the first part of a `split` with the same
+            seed, unless `by_label` is set.
 
         Raises:
-          InputError: as `split`; or there are not so many records.
+          InputError: as for `split`, or there are fewer than `amount` records.
         """
         if isinstance(amount, float):
             check(0 < amount <= 1, "amount", "a whole number, or a share in (0, 1.0]", amount)
@@ -224,22 +225,22 @@ class Records:
     def split(
         self, *, by_label: bool = False, seed: int = 0, **shares: float
     ) -> "dict[str, Records]":
-        """Divides the records at random into parts, each record into one.
+        """Divides the records at random into disjoint parts.
 
-        The name of its file, the byte at which it starts and the seed decide where a record
-        belongs. So it stays there when files are added, moved to another folder or indexed again.
+        The part of a record depends only on the name of its file, its offset in the file, and the
+        seed. So it does not change when files are added, moved to another folder or indexed again.
 
-        Example:
+        Examples:
           >>> records = Records.from_files("records/train-*")
           >>> parts = records.split(train=0.75, held_out=0.25)
           >>> spec = InputSpec.for_training(parts["train"], 224)
 
         Args:
           by_label: whether each part has its share of each class, to within one record, and its
-            share of all. Files that are added then move a few records between the parts. Needs an
+            share of all records. Adding files then moves a few records between the parts. Needs an
             index of level "schema" with a `ClassLabel`.
-          seed: of the division, in [0, 2**31).
-          **shares: the share of each part, by its name; in (0, 1], and 1 together.
+          seed: the random seed, in [0, 2**31).
+          **shares: the share of each part, by name. Each is in (0, 1], and they sum to 1.
 
         Returns:
           The parts by their names.
@@ -259,7 +260,7 @@ class Records:
 
         Each record is held out once. Arguments and errors are those of `split`.
 
-        Example:
+        Examples:
           >>> records = Records.from_files("records/train-*")
           >>> for train, held_out in records.folds(3):
           ...     assert train.num_records + held_out.num_records == 24
@@ -274,7 +275,7 @@ class Records:
     def filter(self, *, labels: Iterable[int]) -> "Records":
         """Returns the records of some classes, named by their stored labels.
 
-        Example:
+        Examples:
           >>> records = Records.from_files("records/train-*")
           >>> some = records.filter(labels={3, 7})
 
@@ -299,10 +300,10 @@ class Records:
 
     @checked
     def exclude(self, ids: Iterable[int]) -> "Records":
-        """Returns the records without those of these ids, which need not be among them.
+        """Returns the records except those with the given ids, which need not be in the subset.
 
         Raises:
-          InputError: an id is not one of these files, or no record remains.
+          InputError: an id does not belong to these files, or no record remains.
         """
         unwanted = subsets.check_ids(ids, self.num_all)
         return self._keep(~np.isin(self.ids, unwanted), "exclude")
@@ -313,10 +314,10 @@ class Records:
     ) -> "Records":
         """Returns these records with other labels; the files are not changed.
 
-        For a mixture whose parts count their classes differently, or for mislabeled records. Order
-        "buffer" serves stored labels only, and refuses these.
+        Use it to mix datasets that number their classes differently, or to correct wrong labels.
+        Order "buffer" serves only stored labels, and rejects relabeled records.
 
-        Example:
+        Examples:
           >>> records = Records.from_files("records/train-*")
           >>> drawings = records.relabel({1: 101, 2: 102})
           >>> corrected = records.relabel(ids={7: 3})
@@ -344,7 +345,7 @@ class Records:
         return replace(self, files=tuple(files), relabeled=True)
 
     def __add__(self, other: "Records") -> "Records":
-        """Returns the records of both, which share none. The ids count over the files of both.
+        """Returns the union of two disjoint sets of records; ids count over the files of both.
 
         Raises:
           InputError: they share a record, or differ in how they are read.
@@ -519,12 +520,12 @@ class Records:
         cache_dir: Path | None = None,
         retry_seconds: float = RETRY_SECONDS,
     ) -> "Records":
-        """Describes indexed TFRecord files by the manifest beside their indexes.
+        """Opens indexed TFRecord files through the manifest beside their indexes.
 
-        It checks that no file and no index has changed since it was indexed. What each record holds
-        is known as far as the index step checked: of a sample of each file, or of all records from
-        level "schema" on. Below that level, if another record lacks the label, tf.data stops but
-        DALI serves an arbitrary number.
+        It checks that no file and no index has changed since it was indexed. What records hold is
+        known from the index step: from all records at level "schema" and above, otherwise from a
+        sample of each file. If a record outside the sample lacks the label, tf.data raises an
+        error, but DALI serves an arbitrary number.
 
         Args:
           files: a path, a URL of an object (s3://, gs://, az://, https://), a pattern, or several

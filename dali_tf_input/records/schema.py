@@ -52,7 +52,7 @@ TrialDecode = Callable[[bytes], tuple[str, int, int]]
 class Checks:
     """Describes what is checked of every record.
 
-    Example:
+    Examples:
       >>> report = build_index("records/train-*", Checks(verify="decode"), on_bad="skip")
       >>> checks = Checks(verify="schema", label=ClassLabel(offset=1))
       >>> report = build_index("records/*", checks)
@@ -65,13 +65,13 @@ class Checks:
       image_key: feature key of the encoded image; None tries those of `schema.KEY_PRESETS`.
       label: what every record must hold: a `ClassLabel`, `MultiHot` (with `num_classes` None,
         without an upper limit) or `Values`; None for no label. Integers below its `offset` are bad,
-        and so are those from ``offset + num_classes`` on, if it says how many classes there are.
-      mask_key: feature key of the segmentation mask; None is none.
-      decoder: what decodes at "decode": "dali" (nvImageCodec, as in DALI's CPU operators),
-        "tf_data" (`tf.io.decode_jpeg`), or "both", which must both succeed. They disagree on some
-        damaged images: use "both" unless only one backend will ever train.
-      max_pixels: height times width above which an image is bad, before it is decoded. The default
-        is Pillow's.
+        and so are integers of ``offset + num_classes`` or more, if `num_classes` is set.
+      mask_key: feature key of the segmentation mask; None means no mask.
+      decoder: the decoder for level "decode": "dali" (nvImageCodec, as in DALI's CPU operators),
+        "tf_data" (`tf.io.decode_jpeg`), or "both": both must succeed. They disagree on some damaged
+        images: use "both" unless only one backend will ever train.
+      max_pixels: the largest valid height times width; larger images are bad and are not decoded.
+        The default is Pillow's limit.
     """
 
     verify: Level = "framing"
@@ -99,7 +99,7 @@ class Checks:
         return cls(**fields)
 
     def depends_on(self) -> dict[str, Any]:
-        """Returns what the outcome depends on besides the level, for the `FileEntry`."""
+        """Returns the fields, besides the level, that affect the outcome, for the `FileEntry`."""
         return {name: self.to_json()[name] for name in _DEPENDS_ON[self.verify]}
 
 
@@ -134,9 +134,9 @@ def check_mask(mask: bytes, size: Sequence[int], decode: TrialDecode | None) -> 
 def find_keys(
     features: Iterable[str], *, image_key: str | None, label_key: str | None
 ) -> tuple[str | None, str | None]:
-    """Completes the two keys with the first of `KEY_PRESETS` that fits `features`.
+    """Fills in missing keys from the first of `KEY_PRESETS` that fits `features`.
 
-    None is a key that is not found; records may hold no label.
+    A key that is not found is None: records may have no label.
     """
     feature_keys = set(features)
     paired = sorted(KEY_PRESETS.values(), key=lambda keys: keys[0] != image_key)

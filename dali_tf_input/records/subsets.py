@@ -1,4 +1,4 @@
-"""Subsets of the records of some files: which records they are, and how records are divided."""
+"""Subsets of records, stored as compressed masks, and the random division into subsets."""
 
 import hashlib
 import itertools
@@ -21,11 +21,11 @@ Unsigned = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class Subset:
-    """Some of the records of a list of files: a bit for each of all, compressed.
+    """A subset of the records of a list of files, as a compressed mask.
 
     Attributes:
-      bits: as `np.packbits` packs them, and then zlib.
-      num_all: of how many records.
+      bits: the mask, one bit per record, packed by `np.packbits` and compressed by zlib.
+      num_all: the number of records in the files.
     """
 
     bits: bytes
@@ -54,10 +54,10 @@ def check_shares(shares: dict[str, float]) -> None:
 
 
 def draw_places(files: Sequence[IndexedFile], draw: str) -> Unsigned:
-    """Draws an evenly distributed uint64 for each record, (num_all,).
+    """Draws a uniformly distributed uint64 for each record: (num_all,).
 
-    It is a function of `draw`, the name of the file without its folder, and the byte at which the
-    record starts: the same whatever other files there are, and which bad records are skipped.
+    It depends only on `draw`, on the base name of the file, and on the offset of the record; not on
+    other files, or on which bad records are skipped.
     """
     return np.concatenate([_draw_in_file(file, draw) for file in files])
 
@@ -93,10 +93,10 @@ def divide(places: Unsigned, shares: Sequence[float], classes: Integers | None) 
 
 
 def apportion(counts: Integers, shares: Sequence[float]) -> Integers:
-    """Divides the records of each class; returns int64 (classes, parts), how many each part gets.
+    """Returns how many records of each class each part gets: int64 (classes, parts).
 
-    Each number is within one of the share. The records that are left over in a class go to the
-    parts that got the least so far, so that the parts' sizes fit their shares too.
+    Each number is within one of the exact share. The leftover records of a class go to the parts
+    that are furthest behind so far, so that the parts' total sizes fit their shares too.
     """
     due = counts[:, None] * np.array(shares)
     given: Integers = np.floor(due + 1e-9).astype(np.int64)
@@ -112,7 +112,7 @@ def apportion(counts: Integers, shares: Sequence[float]) -> Integers:
 
 
 def take_first(places: Unsigned, count: int, classes: Integers | None) -> Mask:
-    """Returns True for `count` of the records, those at the first places: bool (records,)."""
+    """Returns the mask of the `count` records with the smallest places: bool (records,)."""
     if classes is not None:
         share = count / len(places)
         is_first: Mask = divide(places, [share, 1 - share], classes) == 0
@@ -153,7 +153,7 @@ def check_label(label: int) -> int:
 def unite(
     files: Sequence[IndexedFile], mask: Mask, others: Sequence[IndexedFile], other_mask: Mask
 ) -> tuple[tuple[IndexedFile, ...], Mask]:
-    """Returns all files, sorted by path, and which of their records are in one of two subsets."""
+    """Returns the files of two subsets, sorted by path, and the mask of the subsets' union."""
     masks: dict[IndexedFile, Mask] = {}
     for file, part in [*_split(files, mask), *_split(others, other_mask)]:
         if (masks.get(file, False) & part).any():

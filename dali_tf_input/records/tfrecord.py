@@ -110,7 +110,7 @@ def find_records(file: str, descriptor: int) -> Iterator[list[tuple[int, int]] |
 
     It reads only the 12 bytes of each header (whole pages if records are smaller than a page) and
     checks the CRC of every length. Where that fails, it searches for the next header that fits its
-    CRC. It then also checks the data of the record before, whose length may have led astray.
+    CRC. It then also checks the data of the preceding record, whose length may be wrong.
 
     Yields:
       In the order of the file, lists of (offset, size) in bytes of up to 4096 records each, and bad
@@ -154,7 +154,7 @@ def find_records(file: str, descriptor: int) -> Iterator[list[tuple[int, int]] |
 
 
 def has_valid_data(descriptor: int, offset: int, size: int) -> bool:
-    """Whether the data of the record of `size` bytes at byte `offset` fits its CRC; of any size."""
+    """Whether the data of a record fits its CRC; reads it in chunks, whatever its size."""
     crc, position, end = 0, offset + HEADER_SIZE, offset + size - FOOTER_SIZE
     while position < end:
         chunk = os.pread(descriptor, min(_CHUNK_BYTES, end - position), position)
@@ -221,7 +221,7 @@ def _check_body(body: bytes) -> bytes | None:
 def _hop(
     descriptor: int, offset: int, file_size: int, extents: list[tuple[int, int]]
 ) -> tuple[int, bool]:
-    """Appends records from `offset` on; returns where it stopped, and if at damage."""
+    """Appends records from `offset` on; returns where it stopped and whether damage stopped it."""
     size_of, append = _size_of, extents.append
     left = _BATCH_RECORDS - len(extents)
     block, block_start, size = b"", 0, _PAGE_BYTES

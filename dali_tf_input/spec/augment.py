@@ -100,7 +100,7 @@ class RandAugment(Augmentation):
     Each operation is drawn from all of them, with replacement, and has a random direction where it
     has one.
 
-    Example:
+    Examples:
       >>> preprocess = Preprocess.for_training(224, augment=(RandAugment(magnitude=15),))
       >>> as_timm = RandAugment(dialect="tf", magnitude=9, magnitude_std=0.5, p=0.5)
 
@@ -162,7 +162,7 @@ class TrivialAugment(Augmentation):
     The operations and strengths are the paper's "wide" ones, as torchvision's
     `TrivialAugmentWide`: each of 14 operations and each of 31 magnitudes is equally likely.
 
-    Example:
+    Examples:
       >>> preprocess = Preprocess.for_training(224, augment=(TrivialAugment(),))
 
     Attributes:
@@ -188,7 +188,7 @@ class ColorJitter(Augmentation):
 
     A factor is drawn evenly from [max(0, 1 - x), 1 + x].
 
-    Example:
+    Examples:
       >>> simclr = ColorJitter(brightness=0.8, contrast=0.8, saturation=0.8, hue=0.2, p=0.8)
 
     Attributes:
@@ -229,7 +229,7 @@ class ColorJitter(Augmentation):
 class RandomGrayscale(Augmentation):
     """Takes the color out of some images, which keep three equal channels.
 
-    Example:
+    Examples:
       >>> preprocess = Preprocess.for_training(224, augment=(RandomGrayscale(p=0.2),))
 
     Attributes:
@@ -248,7 +248,7 @@ class RandomGrayscale(Augmentation):
 class GaussianBlur(Augmentation):
     """Blurs some images.
 
-    Example:
+    Examples:
       >>> preprocess = Preprocess.for_training(224, augment=(GaussianBlur(p=0.5),))
 
     Attributes:
@@ -274,7 +274,7 @@ class GaussianBlur(Augmentation):
 class Solarize(Augmentation):
     """Inverts the bright values of some images.
 
-    Example:
+    Examples:
       >>> preprocess = Preprocess.for_training(224, augment=(Solarize(p=0.2),))
 
     Attributes:
@@ -298,7 +298,7 @@ class RandomErasing(Augmentation):
     The area is drawn evenly and the aspect ratio log-evenly, again if the rectangle is not smaller
     than the image; every position is equally likely.
 
-    Example:
+    Examples:
       >>> preprocess = Preprocess.for_training(224, augment=(RandomErasing(p=0.25),))
 
     Attributes:
@@ -360,7 +360,7 @@ class RandomErasing(Augmentation):
 class VerticalMirror(Augmentation):
     """Mirrors some images top to bottom.
 
-    Example:
+    Examples:
       >>> preprocess = Preprocess.for_training(224, augment=(VerticalMirror(),))
 
     Attributes:

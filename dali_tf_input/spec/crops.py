@@ -122,7 +122,7 @@ class ResizeRandomCrop(Crop):
     Each of the (H - h + 1) * (W - w + 1) positions of an h x w crop in the H x W image is equally
     likely.
 
-    Example:
+    Examples:
       >>> preprocess = Preprocess.for_training(224, crop=ResizeRandomCrop(resize=(256, 256)))
 
     Attributes:
@@ -155,7 +155,7 @@ class RandomResizedCrop(Crop):
     range. Pixels outside of the region do not count in the resize. Source: torchvision's
     `RandomResizedCrop`, including the defaults.
 
-    Example:
+    Examples:
       >>> crop = RandomResizedCrop(area_range=(0.25, 1.0))
       >>> preprocess = Preprocess.for_training(224, crop=crop)
 
@@ -220,7 +220,7 @@ class RandomCrop(Crop):
     Each position is equally likely. An image that is smaller, in height or width or both, is
     centered and padded with zeros (before normalization).
 
-    Example:
+    Examples:
       >>> preprocess = Preprocess.for_training(224, crop=RandomCrop())
     """
 
@@ -242,7 +242,7 @@ class CenterCrop(Crop):
     The aspect ratio is kept. The longer side is rounded to whole pixels (half up). If the margin is
     odd, the larger part of it is cut off below or at the right.
 
-    Example:
+    Examples:
       >>> preprocess = Preprocess.for_evaluation(224, crop=CenterCrop(resize_shorter=256))
 
     Attributes:
@@ -271,7 +271,7 @@ class Letterbox(Crop):
     The aspect ratio is kept. Both sides are rounded to whole pixels (half up). The image is in the
     center; if the margin is odd, the larger part of it is below or at the right.
 
-    Example:
+    Examples:
       >>> preprocess = Preprocess.for_training(640, crop=Letterbox(fill=114))
 
     Attributes:

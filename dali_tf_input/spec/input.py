@@ -50,7 +50,7 @@ class InputSpec:
 
     `for_training` and `for_evaluation` make the usual ones.
 
-    Example:
+    Examples:
       >>> spec = InputSpec(
       ...     records=Records.from_files("records/train-*"),
       ...     preprocess=Preprocess.for_training(224),
@@ -311,7 +311,7 @@ class InputSpec:
         Images are those of `Preprocess.for_training`: resized to 8/7 of the size, cropped at
         random, half of them mirrored, normalized.
 
-        Example:
+        Examples:
           >>> spec = InputSpec.for_training("records/train-*", 224)
           >>> spec = InputSpec.for_training(
           ...     "records/train-*", 224, crop=RandomResizedCrop(), augment=(RandAugment(),), seed=1
@@ -350,7 +350,7 @@ class InputSpec:
         Images are those of `Preprocess.for_evaluation`: the shorter side resized to 8/7 of the
         size, cropped in the center, normalized.
 
-        Example:
+        Examples:
           >>> spec = InputSpec.for_evaluation("records/validation-*", 224)
           >>> spec = InputSpec.for_evaluation("records/test-*", 224, record_ids=True)
 

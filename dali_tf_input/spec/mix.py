@@ -24,7 +24,7 @@ class Mix:
     must be one-hot: ``label=ClassLabel(one_hot=True, num_classes=n)``. A batch is mixed in one way,
     a function of `seed` and the step; on several replicas each mixes its own part of the batch.
 
-    Example:
+    Examples:
       >>> label = ClassLabel(one_hot=True, num_classes=1000, smoothing=0.1)
       >>> mix = Mix(mixup=0.8, cutmix=1.0)  # as DeiT and ConvNeXt
       >>> spec = InputSpec.for_training("records/train-*", 224, label=label, mix=mix)

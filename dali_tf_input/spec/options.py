@@ -21,7 +21,7 @@ _OR_AUTOTUNE = " or AUTOTUNE (-1)"
 class DaliOptions:
     """How the DALI backend works.
 
-    Example:
+    Examples:
       >>> options = DaliOptions(device="gpu", prefetch_queue_depth=4)
 
     Attributes:
@@ -82,7 +82,7 @@ class DaliOptions:
 class TfDataOptions:
     """How the tf.data backend works; AUTOTUNE (-1) leaves a number to tf.data.
 
-    Example:
+    Examples:
       >>> options = TfDataOptions(num_parallel_reads=64)  # for slow storage
 
     Attributes:

@@ -24,7 +24,7 @@ class Shard:
     by at most one. Source: DALI's reader divides in the same way (``start_index`` in its
     ``loader.h``).
 
-    Example:
+    Examples:
       >>> Shard(0, num_shards=4).records(1000)
       range(0, 250)
 

@@ -35,7 +35,7 @@ class Preprocess:
     In order: decode to RGB, `crop`, `augment`, to gray if `channels` is 1, mirror, (x - `mean`) /
     `std`.
 
-    Example:
+    Examples:
       >>> Preprocess(image_size=(224, 224), crop=RandomCrop(), layout="CHW").image_shape
       (3, 224, 224)
 
@@ -145,7 +145,7 @@ class Preprocess:
         The ratio of 256 to 224 and the mirroring are those of AlexNet's and VGG's ImageNet
         training.
 
-        Example:
+        Examples:
           >>> preprocess = Preprocess.for_training(224)
           >>> preprocess = Preprocess.for_training((224, 320), crop=RandomResizedCrop(), channels=1)
           >>> preprocess = Preprocess.for_training(224, recipe="deit")
@@ -177,7 +177,7 @@ class Preprocess:
     ) -> "Preprocess":
         """Resizes the shorter side to 8/7 of `image_size`, crops the center, normalizes.
 
-        Example:
+        Examples:
           >>> preprocess = Preprocess.for_evaluation(224)
           >>> preprocess = Preprocess.for_evaluation(224, normalization="-1..1", layout="CHW")
 

@@ -1,1 +1,1 @@
-"""Files and objects: written whole or not at all, read by ranges, copied."""
+"""Files and stored objects: atomic writes, reads of byte ranges, and local copies."""

@@ -20,8 +20,8 @@ _CAUSES = (
     ),
     (
         r"InvalidCertificate\(\s*(\w+)",
-        "the certificate of {host} is not trusted ({found}): name a file with its issuer's by"
-        " AWS_CA_BUNDLE",
+        "the certificate of {host} is not trusted ({found}): set AWS_CA_BUNDLE to a file with its"
+        " issuer's certificate",
         False,
     ),
     (r"performing \w+ http://169\.254\.169\.254|metadata\.google", "no credentials{names}", True),
@@ -38,7 +38,7 @@ _CAUSES = (
 
 
 def find_cause(url: str, error: Exception) -> tuple[str, bool]:
-    """Returns what is wrong, and whether it may be temporary; never the body of an answer."""
+    """Returns the cause of an error and whether it may be temporary; omits response bodies."""
     text = str(error)
     scheme, _, rest = url.partition("://")
     bucket = rest.partition("/")[0]

@@ -1,4 +1,4 @@
-"""The thread that runs obstore's coroutines, which callers wait for and which ends at exit."""
+"""The thread that runs obstore's coroutines until exit, and functions that wait for them."""
 
 import asyncio
 import atexit
@@ -27,9 +27,9 @@ def library() -> Any:
 
 
 def close_at_exit() -> None:
-    """Has reads end at exit, before the exit handlers run that were registered earlier.
+    """Makes reads end at exit, before exit handlers that were registered earlier.
 
-    A program that ends would otherwise wait for its iterators, and they for their objects.
+    Otherwise a program that exits would wait for its iterators, which wait for their objects.
     """
     atexit.unregister(_close)
     atexit.register(_close)
@@ -61,7 +61,7 @@ class _Client:
             return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def close(self) -> None:
-        """Cancels what is under way."""
+        """Cancels the running coroutines and ends the thread."""
 
         async def cancel_all() -> None:
             tasks = asyncio.all_tasks() - {asyncio.current_task()}
@@ -90,9 +90,9 @@ def submit(work: Coroutine[Any, Any, _Result]) -> concurrent.futures.Future[_Res
     if _clients and _clients[0].pid != os.getpid():  # before any lock: the parent may have held it
         work.close()
         raise InputError(
-            "This process was forked from one that had used a store, which cannot be continued:"
-            " start processes by 'spawn' or 'forkserver', or use the store in forked processes"
-            " only."
+            "This process was forked from one that had used a store, and cannot use its"
+            " connections: start processes by 'spawn' or 'forkserver', or use the store only in"
+            " forked processes."
         )
     with _client_lock:
         if not _clients:
@@ -139,5 +139,5 @@ async def gather(works: Sequence[Coroutine[Any, Any, _Result]]) -> list[_Result]
 
 
 def requests_at_once() -> asyncio.Semaphore:
-    """Returns what limits the requests of all coroutines."""
+    """Returns the semaphore that limits the concurrent requests of all coroutines."""
     return _clients[0].requests

@@ -30,7 +30,7 @@ _MOST_NAME = 100  # characters of an object's name that a copy's name ends with
 # to the programs that read it.
 _MTIME_NS = 10**18
 _COPIES_AT_ONCE = 8
-# Requests for one object at a time, and their sizes; what many objects hold together.
+# Concurrent requests for one object; bytes of a request; bytes in memory for all objects.
 _REQUESTS, _PART_BYTES, _MOST_BYTES = 4, 1 << 23, 3 << 24
 
 _logger = logging.getLogger("dali_tf_input")
@@ -46,7 +46,7 @@ def resolve_cache_dir(cache_dir: Path | None) -> str | None:
 
 
 def find_copy(url: str, status: Status, cache_dir: str) -> str | None:
-    """Returns the path of the copy of an object; None if there is none of its size."""
+    """Returns the path of an object's copy; None if it is missing or has the wrong size."""
     path = _path_of(url, status, cache_dir)
     try:
         return path if os.stat(path).st_size == status.size else None
@@ -152,7 +152,7 @@ def _fetch(url: str, status: Status, path: str, **download: Any) -> None:
 
 
 def _remove_all_but(path: str) -> None:
-    """Removes older versions of an object, and what a killed process left of it."""
+    """Removes copies of older versions, and partial copies that a killed process left."""
     folder, current_name = os.path.split(path)
     for name in os.listdir(folder):
         if name != current_name and _OURS.fullmatch(name):
@@ -178,7 +178,7 @@ def _explain(error: OSError, cache_dir: str) -> InputError:
 def local_copy(
     path: str, status: Status | None, cache_dir: str | None, **download: Any
 ) -> Iterator[str]:
-    """Yields a local path: `path` itself, or that of a copy of the object, or a temporary one."""
+    """Yields a local path: `path` itself, or that of a cached or temporary copy."""
     if status is None:
         yield path
     elif cache_dir is not None:
@@ -205,12 +205,13 @@ def download_to(
     at_once: int = 1,
     stopped: threading.Event | None = None,
 ) -> None:
-    """Writes an object to an open file; ends early if `stopped`.
+    """Writes an object to an open file, in pieces.
 
-    It holds 32 MiB of the object. Of many that are downloaded `at_once` it holds 48 MiB together.
+    Up to 32 MiB of the object are in memory; if `at_once` objects are downloaded concurrently, up
+    to 48 MiB in total.
 
     Raises:
-      InputError: as `read_parts`.
+      InputError: as for `read_parts`, or `stopped` is set.
       OSError: the file cannot be written.
     """
     num_ahead = min(_REQUESTS, max(1, MOST_REQUESTS // at_once))

@@ -31,7 +31,7 @@ _WILDCARD = re.compile(r"[*?[]")
 _MOST_GAP = 1 << 14  # bytes between neighboring parts that are read along
 _MODIFIED = "modified "  # starts the version of an object whose server has no etags
 _CHANGED = "{} changed since it was indexed: index it again."
-# obstore repeats a failed request for the first time; then we do, between pauses that double.
+# obstore retries a failed request for the first seconds; then we do, with pauses that double.
 _OBSTORE_SECONDS, _FIRST_PAUSE, _MOST_PAUSE = 2.0, 1.0, 10.0
 
 _logger = logging.getLogger("dali_tf_input")
@@ -151,9 +151,10 @@ def read_in_turn(
 
 
 def write(url: str, path: str, *, replaces: str | None = None) -> bool:
-    """Writes a file as an object, whole or not at all; returns whether it did.
+    """Uploads a file as an object, atomically; returns whether it was written.
 
-    With `replaces`, an etag or "" for none, it replaces only the object of that etag.
+    If `replaces` is an etag, only an object with that etag is replaced; if it is "", the object
+    must not exist yet.
     """
     base, key = _split(url)
     errors = library().exceptions
@@ -240,9 +241,9 @@ async def _find_one(store: Any, key: str) -> list[Any]:
 
 
 async def _list(store: Any, pattern: str) -> list[Any]:
-    """Returns the objects whose keys fit a pattern, in which "*" ends at a slash.
+    """Returns the objects whose keys match a pattern, in which "*" does not match a slash.
 
-    It lists the folders that fit, one level after the other, not all that is below them.
+    It lists the matching folders level by level, instead of everything below them.
     """
     *folders, name = pattern.split("/")
     prefixes = [""]

@@ -1,9 +1,9 @@
-"""Writing files whole or not at all: made in a staging folder, renamed when done.
+"""Atomic file writes: files are created in a staging folder and renamed when complete.
 
 `os.replace` within one file system is atomic, so a reader sees the old file or the new one. Our
-`replace` also survives a loss of power: contents reach the disk before names. A process that is
-killed leaves its staging folder behind. The kernel has then released the lock on the folder, which
-tells the next run that it may remove it.
+`replace` also survives a power loss: contents reach the disk before names do. A process that is
+killed leaves its staging folder behind, but the kernel releases the folder's lock. A later run that
+finds the folder unlocked removes it.
 """
 
 import atexit
@@ -28,15 +28,16 @@ from dali_tf_input.errors import InputError
 # Errors of the place that is written to, not of what is read.
 WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
-# Locks may be seen by one host only. Then what another host left is abandoned after this time.
+# Locks may not be visible to other hosts, so the staging folder of another host counts as abandoned
+# only after this time.
 _SECONDS_ELSEWHERE = 30 * 24 * 3600
 
 
 def replace(targets: Mapping[str, str]) -> None:
-    """Renames files or folders, given new path by old, each whole whatever happens.
+    """Renames files or folders, each atomically; `targets` maps old paths to new ones.
 
-    After a loss of power a new path holds all of its contents, or is what it was before. When this
-    returns, the new paths are on the disk, so what is written or removed next cannot precede them.
+    After a power loss a new path is either complete or what it was before. When this returns, the
+    new paths are on the disk, so later writes and removals cannot reach the disk before them.
     """
     for source in targets:
         for folder, _, names in os.walk(source):
@@ -115,7 +116,7 @@ class Staging:
             ) from error
 
     def path(self, name: str) -> str:
-        """Returns where to make the file that will be called `name`."""
+        """Returns the staging path of the file that will be named `name`."""
         return os.path.join(self._path, name)
 
     def commit(self, name: str, target: str | None = None) -> None:
@@ -190,7 +191,7 @@ def locked(folder: str) -> Iterator[None]:
 
 
 def host_hash() -> str:
-    """Returns what tells this host's files from another's, in a folder that both see."""
+    """Returns a hash that tells this host's files from another's, in a folder that both use."""
     return hashlib.sha256(platform.node().encode()).hexdigest()[:8]
 
 
@@ -201,7 +202,7 @@ def _prefix() -> str:
 
 @contextlib.contextmanager
 def locked_if_free(path: str) -> Iterator[bool]:
-    """Yields whether nobody holds a lock on a file, which is made, and then holds it."""
+    """Tries to lock a file, created if needed; yields whether nobody else holds the lock."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -234,7 +235,7 @@ def _remove_if_abandoned(path: str) -> None:
 
 
 def _flock(descriptor: int, operation: int) -> bool:
-    """Returns whether the lock was acquired. File systems without locks on folders go without."""
+    """Returns whether the lock was acquired; some file systems cannot lock folders."""
     try:
         fcntl.flock(descriptor, operation)
     except OSError:

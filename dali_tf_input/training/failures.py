@@ -46,7 +46,7 @@ _STEPS_AHEAD = 12  # that pipelines may have read when they fail: queues, and `s
 class BadRecordError(InputError):
     """A record stopped the input.
 
-    Example:
+    Examples:
       >>> try:
       ...     history = train.fit(model, verbose=0)
       ... except BadRecordError as error:

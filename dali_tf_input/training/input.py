@@ -36,7 +36,7 @@ class Input:
     Iterating it serves one epoch, the next one each time; its length is the number of steps of an
     epoch. `fit` goes on with the epoch after the last one that was served.
 
-    Example:
+    Examples:
       >>> train = load(InputSpec.for_training("records/train-*", 224), batch_size=8)
       >>> history = train.fit(model, epochs=2, verbose=0)
       >>> for images, labels in train:  # the third epoch
@@ -138,7 +138,7 @@ class Input:
         It is arithmetic: also for a step that is long past, of another process, or still to come,
         as long as the spec and the batch size are the same. `batch_at` has the images.
 
-        Example:
+        Examples:
           >>> train = load(InputSpec.for_training("records/train-*", 224), batch_size=8)
           >>> ids = train.records_of(81_233)  # of all replicas
           >>> label = train.spec.records.read(ids[0])["image/class/label"]
@@ -188,7 +188,7 @@ class Input:
         It takes no further pass: the model computes the losses of a batch by the metric
         `blame.metric`, and which records they belong to is arithmetic.
 
-        Example:
+        Examples:
           >>> train = load(InputSpec.for_training("records/train-*", 224), batch_size=8)
           >>> blame = train.blame("runs/blame", loss="sparse_categorical_crossentropy")
           >>> model.compile("sgd", "sparse_categorical_crossentropy", metrics=[blame.metric])

@@ -36,7 +36,7 @@ def load(
     in an epoch. DALI's pipelines run on their replica's device; tf.data's run on the host, which
     sends each batch to its replica ahead of time.
 
-    Example:
+    Examples:
       >>> train = load(InputSpec.for_training("records/train-*", 224), batch_size=8)
       >>> valid = load(InputSpec.for_evaluation("records/validation-*", 224), batch_size=8)
       >>> history = train.fit(model, epochs=2, validation=valid, verbose=0)

@@ -60,7 +60,7 @@ class Resume:
 
     `Input.fit` takes one, or the folder alone.
 
-    Example:
+    Examples:
       >>> train = load(InputSpec.for_training("records/train-*", 224), batch_size=8)
       >>> history = train.fit(model, epochs=2, resume="runs/1", verbose=0)
       >>> resume = Resume("runs/2", save_every=1000)  # also after each thousand steps

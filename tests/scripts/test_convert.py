@@ -334,7 +334,7 @@ def test_convert_never_takes_away_what_is_not_its_own(tmp_path, photos):
 
 
 def test_convert_of_odd_names_and_depths(tmp_path):
-    """Names that are no UTF-8; pixels whose range nothing tells are left out."""
+    """Names that are no UTF-8; pixels whose value range is unknown are left out."""
     root = os.fsencode(tmp_path / "photos")
     for name in (b"c\xff/a\xff.jpg", b"c\xff/a\nb.jpg", b"d/bad\xff.jpg", b"d/good.jpg"):
         path = Path(os.fsdecode(os.path.join(root, name)))
@@ -350,7 +350,7 @@ def test_convert_of_odd_names_and_depths(tmp_path):
     listed = list(map(json.loads, lines))
     reasons = {os.fsencode(line["image"]).rsplit(b"/", 1)[1]: line["reason"] for line in listed}
     assert set(reasons) == {b"bad\xff.jpg", b"float.tif", b"integer.tif", b"wide.png"}
-    assert reasons[b"float.tif"] == "pixels of mode F, whose range nothing tells"
+    assert reasons[b"float.tif"] == "pixels of mode F, whose value range is unknown"
     assert reasons[b"wide.png"].startswith("70000x1: a JPEG holds 65535 pixels each way")
     assert (tmp_path / "out" / "labels.txt").read_bytes() == b"c\xff\nd\n"
     written = read_features(tmp_path / "out" / "train-00000-of-00001")

@@ -1,12 +1,14 @@
 """Turns images into TFRecords with TF-slim's keys, or TFRecords into better ones.
 
-SOURCE is a folder, also of a store, with one sub-folder of images per class, or with two of these,
-train and val, which are kept as splits; or a table.csv or table.jsonl with the path of each image
-and any of label (an integer or a name), labels (integers, separated by spaces or a JSON list),
-values (numbers) and mask (the path of a PNG); or a file or pattern of indexed TFRecords, or of
-compressed ones (GZIP, ZLIB). It writes OUT/train-00000-of-00004, ...,
-OUT/validation-00000-of-00001 and OUT/labels.txt (line i + 1 names label i; labels follow the sorted
-order of the sub-folders, from 0). Records are shuffled over all files by --seed.
+SOURCE is a folder, a table, or TFRecords. A folder, local or in a store, has one sub-folder of
+images per class, or two folders of these, train and val, which are kept as splits. A table (.csv or
+.jsonl) has the path of each image and any of label (an integer or a name), labels (integers,
+separated by spaces or a JSON list), values (numbers) and mask (the path of a PNG). TFRecords are
+named by a path or a pattern, and are indexed, or compressed (GZIP, ZLIB).
+
+The command writes OUT/train-00000-of-00004, ..., OUT/validation-00000-of-00001 and OUT/labels.txt
+(line i + 1 names label i; labels follow the sorted order of the sub-folders, from 0). Records are
+shuffled over all files by --seed.
 
 TFRecords keep their splits, by name: validation-*, or tfds' *-validation.tfrecord-*; all others are
 training. Files of a test split among others are refused.
@@ -166,10 +168,10 @@ def split_items(
     validation_fraction: float,
     seed: int,
 ) -> "tuple[array.array[int], array.array[int]]":
-    """Shuffles; returns the items of the train split and of the validation split.
+    """Shuffles the items and divides them into a train split and a validation split.
 
-    Validation gets `kept_validation`, and the nearest whole number to `validation_fraction` of each
-    group, but never the whole group.
+    Validation gets `kept_validation` and, from each group, `validation_fraction` of its items,
+    rounded, but never all of them.
     """
     generator = random.Random(seed)
     train, validation = array.array("Q"), kept_validation[:]

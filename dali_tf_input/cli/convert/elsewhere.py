@@ -26,7 +26,7 @@ _local = threading.local()
 def submit(
     executor: Executor, work: Callable[[list[Any]], list[Any]], items: list[Any]
 ) -> Callable[[], list[Any]]:
-    """Has an executor do work; returns what waits for its result, or raises InputError."""
+    """Submits work; returns a function that waits for its result or raises InputError."""
     future = executor.submit(_run_apart, work, __version__, items)
 
     def wait() -> list[Any]:
@@ -41,7 +41,7 @@ def submit(
 
 
 def _run_apart(work: Callable[[list[Any]], list[Any]], version: str, items: list[Any]) -> list[Any]:
-    """Returns what `work` makes of items, in a process of its own: a decoder may crash."""
+    """Returns `work(items)`, computed in a separate process because a decoder may crash."""
     if version != __version__:
         text = f"A worker has dali_tf_input {__version__}, this program {version}"
         raise InputError(f"{text}: install the same version everywhere.")

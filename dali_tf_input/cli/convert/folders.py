@@ -111,7 +111,7 @@ def _find_splits(tree: Tree, source: str) -> dict[str, str]:
 def _check_same_classes(
     folder: str, names: list[str], class_names: list[str], *, may_lack: bool
 ) -> None:
-    """Raises InputError if the classes of a split are not those of training, or may not be less."""
+    """Raises InputError unless a split has the classes of training, or fewer if it `may_lack`."""
     for problem, missing, is_allowed in (
         ("holds classes that training does not", {*names} - {*class_names}, False),
         ("lacks classes of training", {*class_names} - {*names}, may_lack),

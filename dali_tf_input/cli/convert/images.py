@@ -43,8 +43,8 @@ class Converted(NamedTuple):
 def convert_image(encoded: bytes, conversion: Conversion) -> Converted:
     """Returns an image as a JPEG that both backends decode.
 
-    The bytes stay as they are where they are a JPEG in RGB or grayscale that is not too large and
-    that `decoder` accepts. Otherwise the image is decoded, turned upright by its EXIF orientation,
+    The bytes of a JPEG in RGB or grayscale are kept if it is not too large and `decoder` accepts
+    it. Otherwise the image is decoded, turned upright by its EXIF orientation,
     made RGB (transparency is dropped, as TensorFlow and DALI do), resized until its shorter side is
     `resize_shorter`, and encoded. If pixels are stored, they are uint8 (height, width, 3) in RGB.
 
@@ -80,7 +80,7 @@ def _convert(image: ImageFile.ImageFile, encoded: bytes, conversion: Conversion)
         return Converted(encoded, height, width, ("EXIF orientation kept",) if turned else ())
     if too_large:
         width, height = (max(1, round(side * most / shorter)) for side in image.size)
-        # JPEGs decode faster at a fraction; twice as large loses nothing visible.
+        # JPEGs decode faster at a reduced size; twice the target size loses nothing visible.
         image.draft(None, (2 * width, 2 * height))
     pixels = _as_rgb(image)
     if too_large:
@@ -98,10 +98,10 @@ def _convert(image: ImageFile.ImageFile, encoded: bytes, conversion: Conversion)
 
 
 def convert_mask(encoded: bytes, image: Converted) -> bytes:
-    """Returns a mask as a grayscale PNG of its image's size; raw bytes of that size as they are.
+    """Returns a mask as a grayscale PNG of its image's size; keeps raw bytes of that size.
 
     Raises:
-      UnreadableImage: it is of colors, damaged, or its image was turned.
+      UnreadableImage: it has colors, is damaged, or its image was turned upright.
     """
     size = (image.width, image.height)
     if len(encoded) == image.width * image.height and not encoded.startswith(b"\x89PNG"):
@@ -128,7 +128,7 @@ def _trial_decode(decoder: Decoder) -> TrialDecode:
 def _as_rgb(image: Image.Image) -> Image.Image:
     """Returns an image in RGB, or in L if it is gray."""
     if image.mode == "F" or (image.mode == "I" and image.format != "PNG"):
-        raise ValueError(f"pixels of mode {image.mode}, whose range nothing tells")
+        raise ValueError(f"pixels of mode {image.mode}, whose value range is unknown")
     if image.mode.startswith("I"):  # 16 bits a pixel: Pillow would cut off what is over 255
         gray = image.convert("I").point(lambda value: value / 256).convert("L")
         gray.info.update(image.info)  # the EXIF orientation

@@ -1,4 +1,4 @@
-"""What becomes of each item of a catalog: an image file, or a record of a TFRecord file."""
+"""The records made from the items of a catalog: image files, or records of TFRecord files."""
 
 import json
 import os
@@ -27,9 +27,9 @@ from dali_tf_input.storage.objects import Part, Status, read_parts, read_whole
 
 @dataclass(frozen=True)
 class Catalog(Sequence[Any]):
-    """Items of a file with a line of JSON for each, by the bytes where their lines start.
+    """The items of a file that has a line of JSON for each, by the offsets of their lines.
 
-    The start, 8 bytes, is all that is kept in memory of an item.
+    Only the offset of an item, 8 bytes, is kept in memory.
     """
 
     path: str
@@ -48,9 +48,9 @@ class Catalog(Sequence[Any]):
 
 
 def make_records_of_images(conversion: Conversion, items: list[Any]) -> list[writer.Record]:
-    """Reads images, items [features, path, path of the mask or None, status or None].
+    """Makes records of images, given as items [features, path, mask path or None, status or None].
 
-    A stored object has a status.
+    Only a stored object has a status.
     """
     stored = {name: Status(*status) for _, name, _, status in items if status}
     holding = {name: status for name, status in stored.items() if status.size}
@@ -88,9 +88,9 @@ def _record_of_image(
 def make_records_of_records(
     conversion: Conversion, image_key: str, items: list[Any]
 ) -> list[writer.Record]:
-    """Reads records, items [file, etag of the object or None, offset, size].
+    """Makes new records of records, given as items [file, etag or None, offset, size].
 
-    Only the features of images that are re-encoded change.
+    Only the image features change, and only if the image is converted.
     """
     parts = [Part(file, etag or "", start, start + size) for file, etag, start, size in items]
     if items[0][1] is None:

@@ -31,8 +31,8 @@ def list_rows(table: str, catalog: str) -> "tuple[list[str] | None, array.array[
       The names of the classes, sorted, if labels are names; and where the lines start.
 
     Raises:
-      InputError: a row lacks its path or another row's column, has an empty one, holds what is no
-        number, or has a number as its label where another row has a name.
+      InputError: a row has no path, or other columns than the first row; a value is empty or not a
+        number; or labels are numbers in some rows and names in others.
     """
     folder, starts, columns = os.path.dirname(os.path.abspath(table)), array.array("Q"), None
     names = _find_names(table)

@@ -35,10 +35,10 @@ _OUR_FILE = re.compile(r"(train|validation)-\d{5}-of-\d{5}(\.idx)?")
 # TF-slim: train-00000-of-00004; tfds: imagenet2012-train.tfrecord-00000-of-01024.
 _SPLIT = re.compile(r"(?:^|[-_.])(train|val|test)(?:id|idation|ing)?[0-9]*(?=[-_.]|$)")
 
-# Bytes of a file where their number is not given: the middle of the 100 to 200 MB that TensorFlow's
-# guide to TFRecords advises.
+# Bytes per file if the number of files is not given: the middle of the 100 to 200 MB that
+# TensorFlow's guide to TFRecords recommends.
 _FILE_BYTES = 150_000_000
-_SAMPLED_ITEMS = 128  # whose records' sizes stand for all
+_SAMPLED_ITEMS = 128  # from which the mean size of a record is estimated
 _CHUNK_ITEMS = 16  # handed to a process at a time
 
 
@@ -103,20 +103,19 @@ def write_splits(
     executor: Executor | None = None,
     overwrite: bool = False,
 ) -> Written:
-    """Writes every split's files and the names of the labels, and renames the folder at the end.
+    """Writes the files of every split and the label names, and renames the folder at the end.
 
-    Items are worked on in several processes and written by this one in their order, so that the
-    same items make the same files whatever the number of processes, and memory holds a few chunks
-    of items.
+    Items are converted in several processes and written by this one in order. So the files do not
+    depend on the number of processes, and only a few chunks of items are in memory.
 
     Args:
       folder: a new or an empty folder; with `overwrite` also one that holds such a set.
       splits: what to write.
-      make_records: makes of some items their records; picklable, as it runs in other processes.
-      labels: the name of each label, for ``labels.txt``; None writes none.
-      num_processes: how many; None is one for each core of this machine.
-      executor: what runs them, perhaps on other machines; None starts them here.
-      overwrite: whether a set is replaced.
+      make_records: returns the records of a list of items; it is pickled to run in other processes.
+      labels: the name of each label, for ``labels.txt``; None writes no such file.
+      num_processes: the number of processes; None means one per core of this machine.
+      executor: runs the work instead, perhaps on other machines; None starts processes here.
+      overwrite: whether to replace an earlier set.
 
     Raises:
       InputError: a split has fewer items than files, no image of the train split can be read, or
@@ -164,7 +163,7 @@ def write_splits(
 
 
 def _begin() -> None:
-    """Runs first in each process: one that Ctrl-C ends in mid-answer leaves its reader waiting."""
+    """Initializes a process, which ignores Ctrl-C: dying in mid-answer would hang its reader."""
     processes.die_with_parent()
     parent = multiprocessing.parent_process()
     if parent is None or os.getppid() != parent.pid:  # it died before this process asked for that

@@ -1,1 +1,1 @@
-"""What records hold, and what of it would hurt training."""
+"""The command ``explore``: the contents of records, and problems that would hurt training."""

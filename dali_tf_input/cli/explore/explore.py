@@ -1,9 +1,9 @@
 """Shows what records hold, and says what would hurt training.
 
-Classes, sizes, bytes, and images that come more than once: within a set, and in two of them (each
---files names a set, such as training and validation). Bytes and labels come from the index (with
---verify=schema); for the rest each image is read, but not decoded. --json= has the ids of all
-records that are named here, for records.exclude(ids).
+It reports classes, image sizes, bytes, and duplicate images: within a set, and across two sets
+(each --files names a set, such as training and validation). Bytes and labels come from the index
+(with --verify=schema); for the rest each image is read, but not decoded. The file named by --json
+has the ids of all reported records, for records.exclude(ids).
 
 example: dali-tf-input explore --files='path/train-*' --files='path/validation-*' --out=page.html
 """

@@ -21,10 +21,10 @@ class Set:
     """The records that one --files names, and what is known of each.
 
     Attributes:
-      name: as it was named.
-      records: those that are looked at.
-      labels: the class of each as it comes out; None if the index does not have them.
-      sizes: int64 (records, 2), height and width in pixels; 0 of what is no image.
+      name: the value of --files.
+      records: the records that are examined.
+      labels: the class of each as training gets it; None if the index does not have them.
+      sizes: int64 (records, 2), height and width in pixels; 0 where it is not an image.
       sums: uint64 (records,), a hash of the encoded image.
       num_bytes: int64 (records,), of the whole record.
     """
@@ -39,9 +39,9 @@ class Set:
 
 @dataclass
 class Finding:
-    """Something that would hurt training: what to know, what to do, and which records it is about.
+    """A problem that would hurt training: a text that says what to do, and the records concerned.
 
-    `groups` are (set, position in it) of records that belong together.
+    `groups` are groups of records that belong together, each record as (set, position in it).
     """
 
     name: str

@@ -89,7 +89,7 @@ def _text(label: int, names: list[str]) -> str:
 
 
 def _draw_sizes(sets: list[Set]) -> str:
-    """Draws width over height, a point for each image, of 2,000 at most."""
+    """Draws a point at the width and height of each image, for at most 2,000 images per set."""
     largest = max(1, *(int(one.sizes.max()) for one in sets))
     parts = [_axes(largest, largest, "width", "height")]
     for one, color in zip(sets, _COLORS * len(sets), strict=False):
