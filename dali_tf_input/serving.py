@@ -43,11 +43,11 @@ def iterate_batches(
 
     Args:
       images: encoded images, or paths of their files.
-      preprocess: what to do, without randomness: see `Preprocess.for_evaluation`.
-      options: which backend; None is tf.data.
-      batch_size: images in each batch, at least 1; the last batch holds the rest.
-      on_bad: called with the position in `images` and the reason for each skipped one; None logs a
-        warning.
+      preprocess: the preprocessing, without randomness; see `Preprocess.for_evaluation`.
+      options: the backend's options; None selects tf.data.
+      batch_size: images in each batch, at least 1; the last batch may be smaller.
+      on_bad: called for each skipped image, with its position in `images` and the reason; None logs
+        a warning instead.
 
     Yields:
       (positions in `images`, `preprocess.dtype` (len(positions), *preprocess.image_shape)).
@@ -91,7 +91,7 @@ def iterate_batches(
 def export_saved_model(model: keras.Model, preprocess: Preprocess, folder: Path) -> None:
     """Writes `model` as a TensorFlow SavedModel that takes and preprocesses encoded images.
 
-    So a served model cannot be fed differently from the one that was evaluated.
+    The served model then preprocesses its input exactly as in evaluation.
 
     Examples:
       >>> export_saved_model(model, Preprocess.for_evaluation(224), "served/1")
@@ -185,8 +185,8 @@ def _new_folder(folder: Path) -> str:
 def make_normalization(preprocess: Preprocess) -> keras.layers.Layer:
     """Makes the Keras layer that normalizes uint8 images: (x - mean) / std per channel.
 
-    Put it first in the model. Batches of uint8 take a quarter of the bytes on their way to the
-    device.
+    Use it as the first layer of the model. Batches of uint8 then transfer a quarter of the bytes to
+    the device.
 
     Raises:
       InputError: the layout is "CHW", and Keras is older than 3.14, which normalizes the last axis
@@ -207,14 +207,15 @@ def make_normalization(preprocess: Preprocess) -> keras.layers.Layer:
 
 @checked
 def denormalize(images: Any, preprocess: Preprocess) -> npt.NDArray[np.float32]:
-    """Returns images as they can be shown: what `make_dataset` serves, back in 0..255.
+    """Converts images from `make_dataset` back to the range 0..255, for display.
 
     Args:
       images: `preprocess.dtype` (n, *preprocess.image_shape), a tensor or an array.
-      preprocess: what made them.
+      preprocess: the preprocessing that produced them.
 
     Returns:
-      float32 (n, height, width, channels), neither rounded nor clipped: "bicubic" may leave 0..255.
+      float32 (n, height, width, channels), neither rounded nor clipped: with "bicubic" values may
+      be outside 0..255.
     """
     values = np.asarray(images).astype(np.float32)
     if preprocess.layout == "CHW":

@@ -1,4 +1,4 @@
-"""From a spec to a tf.data dataset: the one place where the backend is chosen."""
+"""Construction of tf.data datasets from a spec, with the backend that the options select."""
 
 import importlib
 import os
@@ -40,39 +40,38 @@ def make_dataset(
 
     Args:
       spec: the batches to produce, the same on both backends.
-      options: how; its type is the choice of the backend. None is DALI on a GPU that TensorFlow
-        sees, else tf.data.
+      options: the backend's options; their type selects the backend. None selects DALI on a GPU if
+        TensorFlow sees one, else tf.data.
       batch_size: images in each batch of this shard. Training needs at least `batch_size *
         shard.num_shards` records.
       shard: which records are read.
       device_id: the CUDA device of a GPU pipeline, in [0, number of GPUs); None is 0. Only with
         ``DaliOptions(device="gpu")``.
-      start_step: the step at which the first iterator starts, at least 0; steps have `batch_size *
-        shard.num_shards` records. Not with order "buffer".
-      endless: whether an iterator goes on with the next epoch where one ends, without starting a
-        pipeline again.
+      start_step: the step at which the first iterator starts, at least 0; each step has `batch_size
+        * shard.num_shards` records. With order "buffer" it must be the first step of an epoch.
+      endless: whether an iterator continues into the next epoch, without restarting the pipeline.
 
     Returns:
       A dataset of (image, label): image `spec.preprocess.dtype` (batch_size,
       *spec.preprocess.image_shape), label `spec.label.dtype` (batch_size, *spec.label.shape);
-      `spec.arrange` says what it yields where there is more.
+      `spec.arrange` describes the elements if there are more outputs.
 
-      It is one epoch long, in which no record comes twice; the remainder, which fills no step of
-      all shards, is left out. Each new iterator serves the next epoch. `repeat()` has no end, and
-      starts a pipeline for each epoch; `endless` starts one. With `spec.repeat` False each iterator
-      serves the same pass, each record once, and the last batch holds the remainder.
+      The dataset is one epoch long and contains no record twice. Records that do not fill a step
+      across all shards are dropped. Each new iterator serves the next epoch. `repeat()` never ends
+      and starts a pipeline for each epoch; `endless` starts only one. With `spec.repeat` False
+      every iterator serves the same pass, each record once, and the last batch may be partial.
 
-      On a GPU DALI's dataset must be made and iterated under the `tf.device` of its GPU, and no
-      transformation (`map`, `take`, ...) can follow it. With order "buffer" DALI's own reader
-      reads, which has no end: its cardinality is infinite, and what does not fill a batch opens
-      the next epoch. What needs a transformation (`spec.repeat` False, record ids, features, label
-      and mask) is on the CPU instead. No strategy may distribute DALI's datasets (nor Keras's
-      `fit` under one), because TensorFlow's way of doing so crashes: this is an InputError.
+      On a GPU, DALI's dataset must be created and iterated under the `tf.device` of its GPU, and
+      cannot be transformed (`map`, `take`, ...). With order "buffer", DALI's own reader is used,
+      which never ends: the cardinality is infinite, and records that do not fill a batch start the
+      next epoch. Datasets that need a transformation (`spec.repeat` False, record ids, features,
+      label and mask) are on the CPU instead. DALI's datasets cannot be distributed by a strategy
+      (or by Keras's `fit` under one), because TensorFlow would crash: this raises InputError.
 
     Raises:
-      InputError: an argument is out of range, there are not enough records for a step, a GPU is
-        asked for where there is none, the backend does not support `spec`, or it is called inside
-        a tf.function. All before TensorFlow gets a pipeline.
+      InputError: an argument is out of range, there are not enough records for a step, the
+        requested GPU does not exist, the backend does not support `spec`, or the call is inside a
+        tf.function. All are raised before TensorFlow gets a pipeline.
     """
     return build_dataset(
         spec,
@@ -168,8 +167,8 @@ def check_gpu(device_id: int) -> None:
     """Checks that TensorFlow and DALI see CUDA device `device_id`, and that DALI gets memory there.
 
     Raises:
-      InputError: `device_id` is below 0, one of them does not see it, or TensorFlow's memory growth
-        is off.
+      InputError: `device_id` is negative, TensorFlow or DALI does not see it, or TensorFlow's
+        memory growth cannot be turned on.
     """
     check(device_id >= 0, "device_id", "at least 0", device_id)
     gpus = tf.config.list_physical_devices("GPU")

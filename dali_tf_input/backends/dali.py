@@ -65,15 +65,15 @@ def check_spec(spec: InputSpec) -> None:
 
 
 def build(stream: Stream, options: DaliOptions, device_id: int | None) -> tf.data.Dataset:
-    """Builds the dataset of one shard, placed on the current `tf.device`.
+    """Builds the dataset of one shard on the current `tf.device`.
 
     tf.data reads the records, in the same order and with the same random numbers as
-    `tf_data.build`, and passes them to DALI; only on a GPU, with order "buffer", DALI's own reader
-    reads images with integer labels. `device_id` is the CUDA device that decodes; None for
-    `options.device` "cpu".
+    `tf_data.build`, and passes them to DALI. The exception is order "buffer" on a GPU with images
+    and integer labels, which DALI's own reader reads. `device_id` is the CUDA device that decodes;
+    None if `options.device` is "cpu".
 
     Raises:
-      InputError: DALI refuses the pipeline.
+      InputError: DALI rejects the pipeline.
     """
     spec = stream.spec
     outputs = [
@@ -95,7 +95,7 @@ def build(stream: Stream, options: DaliOptions, device_id: int | None) -> tf.dat
 
 
 def drop_padding(dataset: tf.data.Dataset, stream: Stream) -> tf.data.Dataset:
-    """Returns a pass whose last batch ends with the last record; DALI's batches are all full."""
+    """Trims the last batch of a single pass to its records, because DALI's batches are full."""
     last, remainder = divmod(stream.num_images, stream.batch_size)
 
     @tf.autograph.experimental.do_not_convert
@@ -114,9 +114,10 @@ def make_dataset(
     *,
     by_itself: bool,
 ) -> tf.data.Dataset:
-    """Returns the dataset of a pipeline whose `outputs` have these (shape, type).
+    """Returns the dataset of a pipeline; `outputs` has the (shape, type) of each output.
 
-    `define` returns a pipeline, not yet built, that reads `by_itself` or is fed by tf.data.
+    `define` returns an unbuilt pipeline. With `by_itself` it uses DALI's own reader, else tf.data
+    feeds it.
     """
     dali_tf = import_plugin()
     guard_strategies((dali_tf.DALIDataset, dali_tf.experimental.DALIDatasetWithInputs))
@@ -146,15 +147,15 @@ def make_dataset(
 
 
 def check_pipeline(pipeline: dali.Pipeline, packed: tf.data.Dataset | None, *, runs: bool) -> None:
-    """Builds a pipeline, and on a GPU runs it once: what raises here, TensorFlow aborts at.
+    """Builds a pipeline, and optionally runs it once: TensorFlow would abort on its errors.
 
     Args:
-      pipeline: not built yet.
-      packed: what feeds it; None if it reads by itself.
-      runs: whether it is run.
+      pipeline: an unbuilt pipeline.
+      packed: the dataset that feeds it; None if it uses DALI's own reader.
+      runs: whether to run it once.
 
     Raises:
-      InputError: DALI refuses the pipeline, or the GPU's memory does not suffice. Errors of
+      InputError: DALI rejects the pipeline, or the GPU does not have enough memory. Errors in
         records are left to the iterator.
     """
     try:
@@ -178,7 +179,7 @@ def check_pipeline(pipeline: dali.Pipeline, packed: tf.data.Dataset | None, *, r
 def build_pipeline(
     stream: Stream, options: DaliOptions, device_id: int | None, *, by_itself: bool
 ) -> dali.Pipeline:
-    """Defines the pipeline of one shard, not yet built, whose outputs are what `build` returns."""
+    """Defines the pipeline of one shard, with the outputs of `build`, without building it."""
     spec = stream.spec
 
     def define() -> tuple[DataNode, ...]:
@@ -260,10 +261,10 @@ def decoder_device(options: DaliOptions) -> str:
 
 
 def decoder_hints(spec: InputSpec, options: DaliOptions) -> dict[str, int | float]:
-    """Returns further arguments of the GPU's decoder; none on the CPU.
+    """Returns additional arguments for the GPU's decoder; none on the CPU.
 
-    Its hardware's share, and memory for the largest image, whose size the manifest has if the files
-    were indexed at level "decode".
+    They set the load of the hardware decoder and preallocate memory for the largest image. Its size
+    is in the manifest only if the files were indexed at level "decode".
     """
     if options.device == "cpu":
         return {}

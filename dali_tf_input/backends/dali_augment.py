@@ -17,13 +17,13 @@ Operation = Callable[[DataNode], DataNode]
 def apply_rows(
     images: DataNode, rows: DataNode, program: Program, size: tuple[int, int]
 ) -> DataNode:
-    """Applies drawn rows to images, uint8 (height, width, 3) of a size, in a pipeline definition.
+    """Applies drawn rows to images, uint8 (height, width, 3), in a pipeline definition.
 
     Args:
-      images: on the CPU or on a GPU.
-      rows: float32 (program.num_steps, ROW_SIZE) of each image, on the CPU; see
+      images: images of the same size, on the CPU or on a GPU.
+      rows: float32 (program.num_steps, ROW_SIZE) for each image, on the CPU; see
         `tf_augment.draw_rows`.
-      program: what the rows were drawn from.
+      program: the program that the rows were drawn from.
       size: (height, width) of the images.
     """
     for step in range(program.num_steps):
@@ -33,7 +33,7 @@ def apply_rows(
 
 
 def apply_if(condition: DataNode, operate: Operation, images: DataNode) -> DataNode:
-    """Returns the images, of which those for which `condition` holds are changed."""
+    """Applies `operate` to the images for which `condition` is true; returns all images."""
     if condition:
         images = operate(images)
     return images
@@ -43,7 +43,7 @@ def apply_if(condition: DataNode, operate: Operation, images: DataNode) -> DataN
 def list_operations(
     rows: DataNode, program: Program, step: int, size: tuple[int, int]
 ) -> list[tuple[DataNode, Operation]]:
-    """Returns the operations that a step may need, and whether an image's row asks for them."""
+    """Returns the operations that a step may need, each with the condition that selects it."""
     row = fn.reshape(fn.slice(rows, step, 1, axes=(0,)), shape=[ROW_SIZE])
     table = program.rows_of_step(step)
     operations = []

@@ -1,12 +1,14 @@
-"""A guard around a crash of TensorFlow: strategies refuse DALI's datasets.
+"""A guard against a TensorFlow crash: strategies reject DALI's datasets.
 
 A strategy reads a dataset through TensorFlow's MultiDeviceIterator, which frees a DALIDataset while
-a thread still reads it: the process dies (SIGSEGV) when an iterator is dropped. Seen with
-TensorFlow 2.21 and DALI 2.4; tests/backends/test_dali_guard.py fails when that is cured, and then
-this module can go. No public hook is called on that path only. So two methods of
-`tf.distribute.Strategy` are replaced by ones that check their dataset first, and the datasets that
-one is made of are found by a private method. What a OneDeviceStrategy may be given instead must be
-both a tf.data and a distributed dataset, as Keras asks for both, and so defines that method.
+a thread is still reading it: the process dies (SIGSEGV) when an iterator is dropped. Observed with
+TensorFlow 2.21 and DALI 2.4. When tests/backends/test_dali_guard.py fails, the bug is fixed and
+this module can be removed.
+
+No public hook is called on that path only. So two methods of `tf.distribute.Strategy` are replaced
+by wrappers that check their dataset first, using a private method that lists a dataset's inputs. A
+OneDeviceStrategy gets a `OneDeviceDataset` instead. Keras requires it to be both a tf.data and a
+distributed dataset, so it defines that private method, too.
 """
 
 import functools
@@ -72,7 +74,7 @@ def is_made_of(dataset: Any, kinds: tuple[type, ...]) -> bool:
 
 
 class OneDeviceDataset(tf.data.Dataset, tf.distribute.DistributedDataset):
-    """A DALI dataset that counts as distributed, so that Keras iterates it where it is."""
+    """A DALI dataset marked as distributed, so that Keras iterates it on its own device."""
 
     def __init__(self, dataset: tf.data.Dataset) -> None:
         self._dataset = dataset

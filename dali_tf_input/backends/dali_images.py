@@ -36,9 +36,9 @@ def prepare_images(
     rows: DataNode | None = None,
     decoded: DataNode | None = None,
 ) -> DataNode:
-    """Preprocesses images as `tf_images.prepare_image` does, but for a batch.
+    """Preprocesses a batch of images as `tf_images.prepare_image` does for a single image.
 
-    With `rows` only within a pipeline definition that enables conditionals.
+    `rows` requires a pipeline definition that enables conditionals.
 
     Args:
       encoded: uint8 (bytes,) each, a JPEG or PNG file, or pixels (height, width, 3); on the CPU.
@@ -74,7 +74,7 @@ def decode_images(
     hints: dict[str, int | float],
     decoded: DataNode | None = None,
 ) -> tuple[DataNode, Region]:
-    """Decodes images, or the part that is needed; returns them and the regions in them."""
+    """Decodes images, whole or in part; returns them and the region to resize in each."""
     orientation = preprocess.apply_orientation
     if decode == "none":
         shape = encoded.shape()
@@ -109,7 +109,7 @@ def decode_whole(
 def resize_regions(
     images: DataNode, region: Region, preprocess: Preprocess, *, decode: Decode
 ) -> DataNode:
-    """Resizes regions to `preprocess.image_size`: float32 in 0..255, or unresized uint8."""
+    """Resizes regions to `preprocess.image_size`: float32 in 0..255, or uint8 if only cropped."""
     start, extent = region.start, region.extent
     if preprocess.crop.sampling == "crop_and_pad":
         window = _window(start, extent)
@@ -162,9 +162,9 @@ def mix_images(values: dict[str, DataNode], preprocess: Preprocess) -> dict[str,
     """Mixes images and labels of a batch, as `tf_mix.mix_batch`.
 
     Args:
-      values: by name the images for the model; their labels; on the CPU, "mix", see
-        `tf_mix.draw_mix`, and "partner", the place of each image's partner in the batch.
-      preprocess: has their size, layout and type.
+      values: a dict with the preprocessed images, "image"; their labels, "label"; and, on the CPU,
+        "mix", see `tf_mix.draw_mix`, and "partner", the index of each image's partner in the batch.
+      preprocess: gives the size, layout and type of the images.
     """
     images, labels, partner = values["image"], values["label"], values["partner"]
     part = values["mix"][5]

@@ -1,4 +1,4 @@
-"""How DALI gets records: packed by tf.data, or by its own reader."""
+"""Record input of DALI pipelines: records packed by tf.data, or DALI's own reader."""
 
 import math
 
@@ -24,7 +24,7 @@ _TYPES = {"int64": types.INT64, "int32": types.INT32, "float32": types.FLOAT}
 
 
 def reads_by_itself(spec: InputSpec, options: DaliOptions) -> bool:
-    """Whether DALI's own reader serves: images and integers, in an order of its own, on a GPU."""
+    """Whether DALI's own reader is used: images and integer labels, order "buffer", on a GPU."""
     label = spec.label
     plain = isinstance(label, ClassLabel) and not (label.vocabulary or label.one_hot)
     is_simple = (
@@ -38,9 +38,9 @@ def reads_by_itself(spec: InputSpec, options: DaliOptions) -> bool:
 def pack_records(stream: Stream) -> tf.data.Dataset:
     """Returns a dataset of one uint8 vector per image: DALI's dataset takes one tensor per input.
 
-    The image, and then all of `_list_tail`. Decoders stop at the end of an image; slicing it out
-    would copy it, byte by byte in DALI's slice. Masks are few bytes once they are cropped, and come
-    out the same from both backends.
+    A vector contains the image, then the values in `_list_tail`. The encoded image is not sliced
+    out, because decoders stop at its end, and DALI's slice would copy it byte by byte. Masks are
+    cropped here: they are small then, and identical on both backends.
     """
     spec = stream.spec
 
@@ -66,14 +66,14 @@ def pack_records(stream: Stream) -> tf.data.Dataset:
 
     records = reading.read_records(stream, TfDataOptions())
     packed = records.map(pack, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-    if not spec.repeat:  # DALI leaves out a batch that is not full
+    if not spec.repeat:  # padded, because DALI drops a partial batch
         num_batches = -(-stream.num_images // stream.batch_size)
         packed = packed.repeat().take(num_batches * stream.batch_size)
     return packed.prefetch(stream.batch_size)
 
 
 def _list_tail(spec: InputSpec) -> list[tuple[str, tuple[int, ...], str]]:
-    """Returns name, shape and type of what follows an image; of stored pixels also their shape."""
+    """Lists (name, shape, type) of the values after an image; for pixels, also their shape."""
     views = spec.image_views
     tail = [(name, *output) for name, output in spec.outputs.items() if name not in views]
     for name, preprocess in views.items():
@@ -96,7 +96,7 @@ def define_inputs(stream: Stream, options: DaliOptions, *, by_itself: bool) -> d
 
 
 def _unpack(spec: InputSpec) -> dict[str, DataNode]:
-    """Defines the input that `pack_records` packs."""
+    """Defines the input that `pack_records` feeds; returns its values by name."""
     packed = fn.external_source(name=PACKED, device="cpu", dtype=types.UINT8, ndim=1, batch=False)
     values, size = {"image": packed}, packed.shape()[0]
     after = 0  # bytes that follow
@@ -113,7 +113,7 @@ def _unpack(spec: InputSpec) -> dict[str, DataNode]:
 
 
 def _read(stream: Stream, options: DaliOptions) -> dict[str, DataNode]:
-    """Defines the reader of a shard; returns encoded images, and labels as they come out."""
+    """Defines DALI's reader for a shard; returns encoded images and converted labels."""
     spec, shard, dataset, label = stream.spec, stream.shard, stream.spec.records, stream.spec.label
     assert isinstance(label, ClassLabel)
     number = dali_tfrecord.FixedLenFeature([1], dali_tfrecord.int64, -1)

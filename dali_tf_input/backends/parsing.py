@@ -1,4 +1,4 @@
-"""What a record holds, with TensorFlow for both backends: image, label, mask, further features."""
+"""Parsing of records for both backends: image, label, mask, and other features."""
 
 from typing import Any
 
@@ -14,12 +14,12 @@ from dali_tf_input.spec.input import InputSpec
 def parse_record(
     record: tf.Tensor, spec: InputSpec, beside: tuple[tf.Tensor, ...] = ()
 ) -> dict[str, tf.Tensor]:
-    """Returns what comes out of a serialized Example, by the names of `spec.outputs`.
+    """Parses a serialized Example; returns its values by the names of `spec.outputs`.
 
-    `beside` are the values of `spec.beside_records`.
+    `beside` contains the values of `spec.beside_records`.
 
-    The image is as it is stored: encoded, a scalar string, or uint8 (height, width, 3) if pixels
-    are. The mask is uint8 (height, width, 1). Weights of classes are included.
+    The image is returned as stored: a scalar string if encoded, or uint8 (height, width, 3) if
+    stored as pixels. The mask is uint8 (height, width, 1). Class weights are included.
     """
     dataset, label = spec.records, spec.label
     features: dict[str, Any] = {}  # if a key is requested twice, the last one counts
@@ -102,7 +102,7 @@ def _prepare_class(value: tf.Tensor, label: ClassLabel, spec: InputSpec) -> dict
 
 
 def _reshape_pixels(data: tf.Tensor, shape: tf.Tensor, problem: str) -> tf.Tensor:
-    """Returns raw bytes as uint8 of a shape, int64 (3,), which they must fit."""
+    """Reshapes raw bytes to uint8 of `shape`, int64 (3,); their number must match."""
     pixels = tf.io.decode_raw(data, tf.uint8)
     fits = tf.equal(tf.size(pixels, tf.int64), tf.reduce_prod(tf.maximum(shape, 0)))
     with tf.control_dependencies([tf.Assert(fits, [problem, shape])]):

@@ -1,4 +1,4 @@
-"""Reads records in the order of a plan, with tf.data for both backends."""
+"""Record reading with tf.data, for both backends and all orders."""
 
 import atexit
 import functools
@@ -27,20 +27,20 @@ from dali_tf_input.storage.staging import make_process_folder, private_folder
 
 _STRIDE = 1 << 40  # between the keys of two epochs
 MAX_EPOCHS = 1 << 22
-# Calls into Python at the same time; how long there are none before a program ends.
+# Maximum number of concurrent calls into Python; how long shutdown waits for further calls.
 _MOST_CALLS, _QUIET_SECONDS = 1024, 0.02
 _CHUNK, _CHUNK_BYTES = 16, 1 << 22  # most records, and bytes, that a reader reads in one go
 
-# Reads an epoch, by its number, from a step on.
+# Reads the epoch of the given number, starting at the given step.
 ReadEpoch = Callable[[tf.Tensor, tf.Tensor], tf.data.Dataset]
 
 
 class _Callbacks:
-    """Calls from TensorFlow's threads into Python, which must be over before Python ends.
+    """Calls from TensorFlow's threads into Python, which must finish before Python exits.
 
-    A thread that asks for Python while it shuts down never comes back, and TensorFlow waits for its
-    threads where an iterator is still alive. So calls fail once the program ends, and the end waits
-    until there are none.
+    A thread that calls into Python during shutdown never returns, and TensorFlow waits for its
+    threads if an iterator is still alive. So calls fail once shutdown begins, and shutdown waits
+    until there are no more calls.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class _Callbacks:
             self._running.acquire()
         self._running.release(_MOST_CALLS)
         calls = -1
-        while calls != self._calls:  # queues fill up with errors, and then nothing calls any more
+        while calls != self._calls:  # calls stop when the queues are full of errors
             calls = self._calls
             time.sleep(_QUIET_SECONDS)
 
@@ -108,7 +108,7 @@ class Stream:
 
 
 def with_cardinality(dataset: tf.data.Dataset, stream: Stream) -> tf.data.Dataset:
-    """Returns `dataset`, which says how many batches it has."""
+    """Sets the cardinality of `dataset`, unless its first epoch is partial."""
     if stream.endless:
         count = int(tf.data.INFINITE_CARDINALITY)
     elif stream.position.step % stream.steps.per_epoch:  # the first epoch is a part of one
@@ -121,13 +121,13 @@ def with_cardinality(dataset: tf.data.Dataset, stream: Stream) -> tf.data.Datase
 def read_records(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
     """Reads the records of a shard, epoch after epoch.
 
-    Each iterator serves one epoch, the next one that nobody has served; or, if `stream.endless`,
-    that epoch and all after it. One pass (`spec.repeat` False) serves each record once.
+    Each iterator serves the next epoch that has not been served yet; if `stream.endless`, also all
+    later epochs. With `spec.repeat` False, each iterator serves each record once.
 
     Returns:
-      A dataset of (key, record): key int64, different for each image of each epoch and the same on
-      every backend and for any number of shards; record a serialized Example. What
-      `spec.beside_records` names follows, int64.
+      A dataset of (key, record). The key is int64, unique to an image in an epoch, and independent
+      of the backend and the number of shards; the record is a serialized Example. The values named
+      by `spec.beside_records`, int64, follow.
     """
     spec, position, per_epoch = stream.spec, stream.position, stream.steps.per_epoch
     read_epoch = (read_planned if spec.has_fixed_order else read_buffer)(stream, options)
@@ -224,8 +224,8 @@ def read_planned(stream: Stream, options: TfDataOptions) -> ReadEpoch:
 def read_buffer(stream: Stream, options: TfDataOptions) -> ReadEpoch:
     """Returns the function that reads an epoch of order "buffer".
 
-    The files of the shard come in a new order, `num_parallel_reads` at a time, and each next record
-    is drawn from the buffer. The order is a function of (seed, epoch), for the same number of
+    The shard's files are read in a new order, `num_parallel_reads` at a time, and each record is
+    drawn at random from the buffer. The order is a function of (seed, epoch) for a given number of
     shards and `num_parallel_reads`.
     """
     spec, steps, shard = stream.spec, stream.steps, stream.shard
@@ -256,9 +256,9 @@ def list_runs(stream: Stream) -> tf.data.Dataset:
 
 
 def interleave(runs: tf.data.Dataset, stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
-    """Returns the serialized records of `runs`, several files in turn.
+    """Returns the serialized records of `runs`, interleaving several files.
 
-    With `spec.record_ids` as (record, its number).
+    With `spec.record_ids` the elements are (record, record id).
     """
     check = _callbacks.wrap(check_states)
 
@@ -318,8 +318,8 @@ def make_read(
 ) -> Callable[[tf.Tensor], tf.Tensor]:
     """Returns the function that reads and checks records by their numbers, int64 (n,).
 
-    For each file it needs its name and its row of `states_of`; for each record the number of its
-    file, int32, and its extent, int64: offset and size in bytes.
+    `names` and `states` have the name of each file and its row of `states_of`. `file_of`, int32,
+    has the file number of each record; `extents`, int64, its offset and size in bytes.
     """
     if uses_native(options.kernel):
         native = partial(load().dali_tf_input_read, names, states, file_of, extents)
@@ -343,9 +343,9 @@ def make_read(
 
 
 def states_of(dataset: Records) -> Integers:
-    """Returns size in bytes and time of modification in ns of each file when it was indexed.
+    """Returns each file's size in bytes and modification time in ns when it was indexed.
 
-    int64 (files, 2); -1 for stored objects.
+    The result is int64 (files, 2), with -1 for stored objects.
     """
     if dataset.is_remote:  # each request names the version that it expects
         return np.full((len(dataset.files), 2), -1)
@@ -353,7 +353,7 @@ def states_of(dataset: Records) -> Integers:
 
 
 def check_states(names: Any, states: Integers) -> Any:
-    """Returns `names`, bytes (n,), if each file is still the one that was indexed."""
+    """Returns `names`, bytes (n,); raises InputError if a file changed since it was indexed."""
     for name, (size, mtime) in zip(names, states.tolist(), strict=True):
         change = find_change(os.fsdecode(name), size, mtime) if size >= 0 else None
         if change:
@@ -362,13 +362,13 @@ def check_states(names: Any, states: Integers) -> Any:
 
 
 def hold_indexes(dataset: Records) -> dict[str, str]:
-    """Copies the indexes to a folder that the process removes when it ends.
+    """Copies the indexes to a folder that is removed when the process ends.
 
-    DALI reads them again for each iterator: one that is gone ends the process, and one that was
-    cut would lose records without an error.
+    DALI reads them again for each iterator: a missing index would end the process, and a truncated
+    one would lose records without an error.
 
     Returns:
-      The path of the copy for each file that has some of the records: DALI refuses an empty index.
+      The path of the copied index for each file with records in use; DALI rejects empty indexes.
     """
     copies = _copy_indexes(dataset)
     if not all(map(os.path.exists, copies.values())):  # someone emptied the folder
@@ -384,7 +384,7 @@ def _copy_indexes(dataset: Records) -> dict[str, str]:
     for number, file in enumerate(dataset.paths):
         if dataset.counts[number]:
             copies[file] = staging.path(f"{number}.idx")
-            # Checked, and written as DALI reads numbers: it stops silently where there is none.
+            # Checked, and in DALI's number format: DALI stops silently at anything else.
             np.savetxt(copies[file], dataset.index(number), "%d")
     return copies
 
@@ -407,7 +407,7 @@ def place_in_batch(stream: Stream, key: tf.Tensor) -> tf.Tensor:
 
 
 def _list_runs(dataset: Records, shard: Shard) -> tuple[list[int], ...]:
-    """Returns the runs of a shard: of each its file, first byte, count of records, first id.
+    """Returns file number, offset, number of records and first id of each run of a shard.
 
     If all records of a file are read, its part of the shard is one run.
     """

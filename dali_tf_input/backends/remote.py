@@ -1,4 +1,4 @@
-"""Reads records of stored objects: by ranges, or from complete local copies."""
+"""Record reading from stored objects, by byte ranges or from complete local copies."""
 
 import dataclasses
 import os
@@ -25,7 +25,7 @@ def make_remote_read(
     file_of: tf.Tensor,
     extents: tf.Tensor,
 ) -> Callable[[tf.Tensor], tf.Tensor]:
-    """Returns what `make_read` does, for stored objects, of which it reads ranges."""
+    """Returns a function like that of `make_read`, which reads byte ranges of stored objects."""
     close_at_exit()
     with tf.device("CPU:0"):
         etags = tf.constant([file.etag for file in dataset.files])
@@ -54,7 +54,7 @@ def make_remote_read(
 
 
 def localize(dataset: Records) -> Records:
-    """Returns the same records in local copies, fetched if missing; as they are without a cache.
+    """Returns the same records in local copies, fetched if missing; unchanged without a cache.
 
     Raises:
       InputError: `cache_dir` cannot hold all objects, or one cannot be read.
@@ -71,10 +71,10 @@ def localize(dataset: Records) -> Records:
 
 
 def fetch_all(dataset: Records) -> Records:
-    """Returns what `localize` does, for an order that needs whole files.
+    """Does the same as `localize`, for an order that needs whole files.
 
     Raises:
-      InputError: there is no `cache_dir`, or as `localize`.
+      InputError: there is no `cache_dir`, or `localize` raises.
     """
     if dataset.cache_dir is None:
         size = sum(file.size for file in dataset.files)

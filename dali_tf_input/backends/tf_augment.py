@@ -1,4 +1,4 @@
-"""Augmentations with TensorFlow: the drawing of rows for both backends, and what rows do."""
+"""Augmentations with TensorFlow: drawing rows for both backends, and applying them."""
 
 from collections.abc import Callable
 
@@ -10,11 +10,11 @@ from dali_tf_input.spec.colors import LUMA
 
 
 def draw_rows(program: Program, seed: tf.Tensor) -> tf.Tensor:
-    """Draws what is done to one image, a function of `seed`, int64 (2,).
+    """Draws the augmentation rows of one image, a function of `seed`, int64 (2,).
 
     Returns:
-      float32 (program.num_steps, ROW_SIZE), the rows of `program`, but that those of
-      `Primitive.ERASE` hold [top, left, bottom, right, seed of the noise, 0, fill, noise].
+      float32 (program.num_steps, ROW_SIZE), the rows of `program`, except that those of
+      `Primitive.ERASE` contain [top, left, bottom, right, noise seed, 0, fill, noise].
     """
     uniforms = tf.random.stateless_uniform((program.num_uniforms,), seed)
     count, steps = len(program.p), program.num_steps
@@ -36,7 +36,7 @@ def draw_rows(program: Program, seed: tf.Tensor) -> tf.Tensor:
 
 
 def pick(uniforms: tf.Tensor, p: Floats, count: tf.Tensor) -> tf.Tensor:
-    """Returns one of `count` numbers for each uniform, with probability `p`; else -1."""
+    """Returns a number in [0, count) for each uniform with probability `p`, else -1."""
     part = tf.math.divide_no_nan(uniforms, p)
     number = tf.minimum(tf.cast(part * tf.cast(count, tf.float32), tf.int32), count - 1)
     return tf.where(uniforms < p, number, -1)

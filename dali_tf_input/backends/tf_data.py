@@ -26,7 +26,7 @@ _SERVICE_SECONDS = 60  # for a worker's first answer
 
 
 def build(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
-    """Builds the dataset of one shard, in the order in which the data moves.
+    """Builds the dataset of one shard: reads, preprocesses and batches its records.
 
     Raises:
       InputError: the service does not answer.
@@ -55,7 +55,7 @@ def read_records(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
 
 
 def make_prepare(stream: Stream, options: TfDataOptions) -> Callable[..., Any]:
-    """Returns the function that maps (key, record) to what comes out, or to what is to be mixed."""
+    """Returns the function that maps (key, record) to an element, or to the values to mix."""
     spec = stream.spec
     native = options.service is None and uses_native(options.kernel)
 
@@ -104,7 +104,7 @@ def make_prepare(stream: Stream, options: TfDataOptions) -> Callable[..., Any]:
 def check_transform(
     function: Callable[..., Any] | None, preprocess: Preprocess
 ) -> Callable[..., tf.Tensor] | None:
-    """Returns `spec.transform` as a graph for images of a size, if there is one.
+    """Traces `spec.transform`, if there is one, for images of `preprocess.image_size`.
 
     Raises:
       InputError: it fails, or returns an image of another type or shape.
@@ -132,7 +132,7 @@ def check_transform(
 def prepare_batches(
     records: tf.data.Dataset, prepare: Callable[..., Any], stream: Stream, options: TfDataOptions
 ) -> tf.data.Dataset:
-    """Maps `prepare` over (key, record), batches and prefetches, as the options say."""
+    """Maps `prepare` over (key, record), batches and prefetches, according to `options`."""
     if options.num_parallel_calls == 1:
         dataset = records.map(prepare)
     else:

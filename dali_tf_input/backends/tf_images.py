@@ -48,7 +48,7 @@ def prepare_image(
       decode: how much of a JPEG is decoded; see `TfDataOptions`.
       rows: what `preprocess.augment` does, see `tf_augment`.
       transform: changes the image, uint8 (*preprocess.image_size, 3), after `rows`.
-      region: where the output lies in pixels of `decode_views`, the image; with `native` only.
+      region: the output's region if `encoded` is from `decode_views`; with `native` only.
       native: whether `tf_native` does all that follows decoding.
 
     Returns:
@@ -100,7 +100,7 @@ def prepare_natively(
     decode: Decode,
     region: Region | None = None,
 ) -> tf.Tensor:
-    """Does all of `prepare_image` by the compiled operations, but for what they do not decode."""
+    """Does the same as `prepare_image`, decoding with TensorFlow only what `native/` cannot."""
 
     def finish(image: tf.Tensor, region: Region) -> tf.Tensor:
         mirrored = Uniforms.split(uniforms).mirror[0] < preprocess.mirror_probability
@@ -160,12 +160,12 @@ def decode_views(
 
 
 def prepare_mask(mask: tf.Tensor, uniforms: tf.Tensor, spec: InputSpec) -> tf.Tensor:
-    """Crops, resizes and mirrors a mask as its image: int32 (*spec.preprocess.image_size).
+    """Crops, resizes and mirrors a mask like its image: int32 (*spec.preprocess.image_size).
 
     Args:
       mask: uint8 (height, width, 1), of the image's size.
-      uniforms: those of the image.
-      spec: what is done with the image, and the value of pixels outside it.
+      uniforms: the image's random numbers.
+      spec: gives the image's preprocessing and the mask's value outside the image.
     """
     plain = dataclasses.replace(spec.preprocess, interpolation="nearest", antialias=False)
     if isinstance(plain.crop, Letterbox):
@@ -250,9 +250,9 @@ def _decode_other(encoded: tf.Tensor) -> tf.Tensor:
 def decode_region(
     encoded: tf.Tensor, uniforms: tf.Tensor, preprocess: Preprocess, *, ratio: Ratio = 1
 ) -> tf.Tensor:
-    """Decodes the part of a JPEG that the output is made of, at 1 / `ratio`.
+    """Decodes the part of a JPEG that the output needs, at 1 / `ratio` of its size.
 
-    Lines below the region are not decoded; of the other lines only the region's columns are
+    Lines below the region are not decoded; in the other lines only the region's columns are
     converted to RGB.
 
     Returns:
@@ -327,7 +327,7 @@ def resize_region(
 ) -> tf.Tensor:
     """Resizes a region of an image (height, width, 3) to `preprocess.image_size`; returns float32.
 
-    The image is uint8, `whole` or the part that is needed, and was decoded at 1 / `ratio`.
+    The image is uint8, decoded at 1 / `ratio`; if not `whole`, it is only the part that is needed.
     """
     size, interpolation = preprocess.image_size, preprocess.interpolation
     plain = interpolation == "bilinear" and not preprocess.antialias
@@ -349,8 +349,8 @@ def resize_region(
     if interpolation == "nearest":
         return gather_nearest(image, region.start, region.extent, size)
     if plain and whole:
-        # This resize is so fast that resizing all of the image beats resizing a part with another.
-        known = tf.get_static_value(region.resized)  # for most crops, before there is an image
+        # So fast that resizing the whole image beats resizing a part with another operation.
+        known = tf.get_static_value(region.resized)  # static for most crops
         resized = tf.cast(region.resized, tf.int32) if known is None else known.astype(int)
         return crop_to(tf.image.resize(image, resized), region.corner, size)
     return scale_and_translate(image, region, preprocess)

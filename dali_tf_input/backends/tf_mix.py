@@ -17,12 +17,12 @@ def draw_mix(stream: Stream, key: tf.Tensor) -> tf.Tensor:
     """Draws how the batch of an image is mixed: the same for all images of the batch.
 
     Args:
-      stream: has `spec.mix`.
-      key: the image's, see `reading.read_records`: batches begin at multiples of their size.
+      stream: a stream with `spec.mix`.
+      key: the image's key, see `reading.read_records`. Batches begin at multiples of their size.
 
     Returns:
-      float32 (6,): the part of an image in itself, outside the box of its partner; the box's top,
-      left, bottom and right in pixels; and the part of the image in its label.
+      float32 (6,): an image's weight outside the box that shows its partner; the box's top, left,
+      bottom and right in pixels; and the weight of an image's own label.
     """
     mix = stream.spec.mix
     assert mix
@@ -50,7 +50,7 @@ def draw_mix(stream: Stream, key: tf.Tensor) -> tf.Tensor:
 
 @tf.autograph.experimental.do_not_convert
 def mix_batch(values: dict[str, tf.Tensor], *, spec: InputSpec, native: bool) -> Any:
-    """Mixes a batch by name, each image with its partner from the other end; returns all of it."""
+    """Mixes each image and label with its partner from the other end; returns the batch."""
     drawn, images, labels = values["mix"][0], values["image"], values["label"]
     part = drawn[5]
     mix = tf_native.mix if native else mix_images

@@ -1,4 +1,4 @@
-"""The operations of `native/`: from a JPEG or a decoded image to what the model sees."""
+"""Wrappers of the compiled operations in `native/`, which decode and preprocess images."""
 
 import functools
 import logging
@@ -33,10 +33,10 @@ _CROPS: tuple[type[Crop], ...] = (
 
 @functools.cache
 def load() -> Any:
-    """Returns the module of TensorFlow's functions for the operations.
+    """Loads the compiled library; returns the module of its operations.
 
     Raises:
-      InputError: it was not compiled, or does not work with this TensorFlow.
+      InputError: the library was not compiled, or does not work with this TensorFlow.
     """
     problem = f"{LIBRARY} is not there, so it was not compiled"
     if LIBRARY.exists():
@@ -60,7 +60,7 @@ def load() -> Any:
 
 @functools.cache
 def uses_native(kernel: Kernel) -> bool:
-    """Returns whether the operation does the work; with "auto" it says so once if it cannot."""
+    """Returns whether to use the compiled operations; "auto" warns once if it cannot."""
     if kernel == "tensorflow":
         return False
     try:
@@ -99,7 +99,7 @@ def mix(images: tf.Tensor, drawn: tf.Tensor, preprocess: Preprocess) -> tf.Tenso
 
 
 def decodes(crop: Crop) -> bool:
-    """Returns whether `decode` knows a crop: those of this package."""
+    """Returns whether `decode` supports a crop."""
     return type(crop) in _CROPS
 
 
@@ -111,14 +111,13 @@ def decode(
     Args:
       encoded: a scalar string, the bytes of an image file.
       uniforms: the image's random numbers, float32 (preprocess.num_uniforms,).
-      preprocess: what to do, with a crop that `decodes`.
-      whole: whether all of the file must be sound, or only what is needed of it.
-      most: pixels of the image for one of the output, each way: of images that have this many or
-        more, none is decoded.
+      preprocess: the preprocessing, with a crop that `decodes` accepts.
+      whole: whether the whole file must be valid, or only the part that is needed.
+      most: image pixels per output pixel along each axis from which on images are not decoded.
 
     Returns:
-      The image, and whether it was decoded: if not, the first means nothing. What is not decoded is
-      no baseline JPEG, or not sound in a way that libjpeg-turbo would report.
+      The image, and whether it was decoded; if not, the image is undefined. Other images that are
+      not decoded are not baseline JPEGs, or have errors that libjpeg-turbo would report.
     """
     what = describe(preprocess, whole=whole, most=most)
     prepared, is_done = load().dali_tf_input_decode(
@@ -153,7 +152,7 @@ def decode_views(
 
 
 def describe(preprocess: Preprocess, *, whole: bool, most: float) -> tuple[float, ...]:
-    """Returns the numbers by which the operation knows what to do; see native/region.h."""
+    """Encodes a preprocessing as numbers for the compiled operation; see native/region.h."""
     crop = preprocess.crop
     numbers: tuple[float, ...] = ()
     if isinstance(crop, crops.CenterCrop):

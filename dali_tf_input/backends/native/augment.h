@@ -1,5 +1,5 @@
-// Changes of a uint8 image, height x width x 3, by the rows of `Primitive` in spec/augment.py, which says what each one
-// does; and the end of the pass, from bytes to what the model sees.
+// Augmentation of a uint8 image, height x width x 3, by rows of `Primitive`, which is documented in
+// spec/augment.py; and the final step, from bytes to the model's input.
 #ifndef DALI_TF_INPUT_AUGMENT_H_
 #define DALI_TF_INPUT_AUGMENT_H_
 
@@ -231,7 +231,7 @@ class Augmenter {
     }
   }
 
-  // The numbers of the pixels that a line of the output takes; -1 where there is none.
+  // Finds the index of the source pixel for each pixel of an output line; -1 if outside the image.
   static DALI_TF_INPUT_CLONES void FindPlaces(const float* matrix, int y, int height, int width, int* places) {
     const float at_y = static_cast<float>(y) + 0.5f, right = static_cast<float>(width), bottom = static_cast<float>(height);
     const float xx = matrix[0], yx = matrix[3], across = matrix[1] * at_y + matrix[2], down = matrix[4] * at_y + matrix[5];
@@ -316,7 +316,8 @@ class Augmenter {
 
   static int Inside(float place, int side) { return static_cast<int>(std::min(std::max(place, 0.0f), static_cast<float>(side))); }
 
-  // A number that is normal but for its tails: the sum of the four bytes of a hash, murmur3's last steps.
+  // A number that is normal except in the tails: the sum of the four bytes of a hash, which applies
+  // murmur3's last steps.
   static float Normal(uint32_t hash) {
     hash ^= hash >> 16, hash *= 0x85ebca6bu, hash ^= hash >> 13, hash *= 0xc2b2ae35u, hash ^= hash >> 16;
     const uint32_t sum = (hash & 255) + (hash >> 8 & 255) + (hash >> 16 & 255) + (hash >> 24);

@@ -1,8 +1,10 @@
-// TensorFlow's operations DaliTfInputRead: records of files whose extents are known (read.h); DaliTfInputPrepare: a
-// decoded image and a region of it to what the model sees (resample.h); and DaliTfInputDecode: a JPEG (jpeg.h) and random
-// numbers (region.h) to the same, and DaliTfInputDecodeViews, to
-// what several views need of it; DaliTfInputAugment: an image after its crop and rows (augment.h) to the same; and
-// DaliTfInputMix: a batch of them, mixed in pairs (mix.h).
+// The TensorFlow operations of this package:
+//   DaliTfInputRead: reads records at known offsets in files (read.h).
+//   DaliTfInputPrepare: preprocesses a region of a decoded image for the model (resample.h).
+//   DaliTfInputDecode: decodes a JPEG (jpeg.h), picks its region (region.h) and preprocesses it.
+//   DaliTfInputDecodeViews: decodes the part of a JPEG that several views need.
+//   DaliTfInputAugment: augments a cropped image by rows and preprocesses it (augment.h).
+//   DaliTfInputMix: mixes a batch of preprocessed images in pairs (mix.h).
 #include "api.h"
 #include "augment.h"
 #include "jpeg.h"
@@ -194,7 +196,8 @@ void ComputeAugment(void* kernel, TF_OpKernelContext* context) {
   });
 }
 
-// Its inputs: images, a batch; `draw_mix`'s six numbers. The images are mixed in their own memory if nobody else has it.
+// Its inputs: a batch of images; the six numbers of `draw_mix`. The images are mixed in place if
+// nothing else uses their memory.
 void ComputeMix(void* kernel, TF_OpKernelContext* context) {
   const Work& work = *static_cast<Work*>(kernel);
   Call call(context, 2);
@@ -223,7 +226,7 @@ void ComputeMix(void* kernel, TF_OpKernelContext* context) {
   });
 }
 
-// What decodes one image at a time, with its memory.
+// A decoder for one image at a time, and its buffer.
 struct Decoding {
 #if defined(DALI_TF_INPUT_JPEG)
   dali_tf_input::jpeg::Decoder decoder;
@@ -276,9 +279,10 @@ bool DecodeLines(Decoding* decoding, dali_tf_input::Resampler* resampler, bool i
 }
 #endif
 
-// Its inputs: an encoded image; the random numbers of it, float (n,); what to do, double: the crop, whether all of the
-// file must be sound, the most pixels of the image for one of the output, and the numbers of the crop (region.h).
-// Its outputs: the image, of no known content unless the second, whether it was decoded, is true.
+// Its inputs: an encoded image; its random numbers, float (n,); and parameters, double: the crop,
+// whether the whole file must be valid, the limit of image pixels per output pixel, and the crop's
+// numbers (region.h).
+// Its outputs: the image, and whether it was decoded; if not, the image is undefined.
 void ComputeDecode(void* kernel, TF_OpKernelContext* context) {
   DecodeKernel& work = *static_cast<DecodeKernel*>(kernel);
   Call call(context, 3);
@@ -316,7 +320,7 @@ void ComputeDecode(void* kernel, TF_OpKernelContext* context) {
   });
 }
 
-// What one of several views needs of an image, and where it lies in it.
+// The part of an image that one of several views needs, and its place in the image.
 struct View : Work {
   int crop = 0;
   int64_t num_uniforms = 0;
@@ -359,10 +363,12 @@ bool DecodeWindow(Decoding* decoding, const dali_tf_input::jpeg::Window& window,
 }
 #endif
 
-// Decodes what several views need of one image. Its inputs: the image; the random numbers of all views; whether all of the
-// file must be sound, and of each view its height, width, `Kernel`, whether it antialiases and clips, how many random
-// numbers it has, its `Crop`, and the crop's numbers. Its outputs: pixels, uint8 (h, w, 3); the region of each view in
-// them, double (views, 4); and whether the image was decoded, without which the others mean nothing.
+// Decodes the part of an image that several views need.
+// Its inputs: the image; the random numbers of all views; and parameters: whether the whole file
+// must be valid, and for each view its height, width, `Kernel`, whether it antialiases and clips,
+// how many random numbers it has, its `Crop`, and the crop's numbers.
+// Its outputs: pixels, uint8 (h, w, 3); the region of each view in them, double (views, 4); and
+// whether the image was decoded; if not, the others are undefined.
 void ComputeDecodeViews(void* kernel, TF_OpKernelContext* context) {
   DecodeKernel& kept = *static_cast<DecodeKernel*>(kernel);
   Call call(context, 3);
@@ -425,7 +431,7 @@ dali_tf_input::Files& OpenFiles() {
   return files;
 }
 
-// The kernel is whether CRCs are checked.
+// The kernel is a pointer to a bool: whether to check CRCs.
 void* CreateRead(TF_OpKernelConstruction* context) {
   unsigned char check_crc = 1;
   TF_Status* status = TF_NewStatus();
@@ -439,8 +445,8 @@ void* CreateRead(TF_OpKernelConstruction* context) {
 
 void DeleteRead(void*) { OpenFiles().RemoveReader(); }
 
-// The records of some files, and the reader of them. What is wrong is said in the words of `reading.check_states` and
-// `records.tfrecord`.
+// The records of some files, and functions to read them. Error messages are worded as in
+// `reading.check_states` and `records.tfrecord`.
 struct Records {
   const char* names;  // TF_TString each
   size_t name_size;

@@ -150,7 +150,8 @@ struct File {
   ~File() { close(descriptor); }
 };
 
-// Files stay open, up to half of what the process may open, the last used ones; all are closed with the last reader.
+// Keeps the most recently used files open, up to half of the process's limit, until the last reader
+// is removed.
 class Files {
  public:
   Files() {
@@ -168,7 +169,7 @@ class Files {
     if (--readers_ == 0) open_.clear();
   }
 
-  // Opens a file, or takes it as it was when it was opened. Its size and time are those of the index, or -1.
+  // Opens a file, or reuses an open one. `size` and `mtime` are the index's, or -1 if unknown.
   Problem Open(const std::string& name, int64_t size, int64_t mtime, std::shared_ptr<File>* file) {
     {
       std::lock_guard<std::mutex> lock(mutex_);

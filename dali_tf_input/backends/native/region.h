@@ -1,4 +1,4 @@
-// Where the output lies in an image: the plans of spec/crops.py, which says what they mean, to the bit.
+// The output's region in an image: the plans of spec/crops.py, which documents them, to the bit.
 #ifndef DALI_TF_INPUT_REGION_H_
 #define DALI_TF_INPUT_REGION_H_
 

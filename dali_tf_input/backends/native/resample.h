@@ -65,7 +65,7 @@ inline double Weight(Kernel kernel, double x) {
   }
 }
 
-// Of pixels that are taken as they are from `start` on: outside of the axis they weigh nothing.
+// Makes taps that copy pixels from `start` on; pixels outside the axis have weight 0.
 inline Taps MakeCopyTaps(int outputs, int64_t size, double start, bool reversed) {
   Taps taps;
   taps.count = 1, taps.first.resize(outputs), taps.weights.resize(outputs);
