@@ -97,10 +97,10 @@ def export_saved_model(model: keras.Model, preprocess: Preprocess, folder: Path)
       >>> export_saved_model(model, Preprocess.for_evaluation(224), "served/1")
 
     Args:
-      model: takes a batch of `preprocess.image_shape`.
+      model: a model that takes a batch of `preprocess.image_shape`.
       preprocess: see `iterate_batches`.
-      folder: a new folder for the SavedModel. Its signature "serving_default" takes string
-        (batch,), JPEG or PNG, and returns what `model` does.
+      folder: a new folder for the SavedModel. Its signature "serving_default" takes JPEG or PNG
+        files, string (batch,), and returns the outputs of `model`.
 
     Raises:
       InputError: `preprocess` is random, or `folder` exists or is a URL.

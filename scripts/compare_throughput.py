@@ -1,9 +1,9 @@
 """Compares ways of feeding TensorFlow from TFRecords: images/s, CPU time, first batch, memory.
 
-Each row runs in a process of its own. The processes are measured in turn, round by round, and
-paused between their turns, so that whatever else the machine does affects all of them alike. First
-both backends are shown to make the same images. --stages says what each stage of a backend costs
-instead, and --tune finds faster options for this machine and these files.
+Each row runs in its own process. The processes take turns, round by round, and pause in between, so
+that other load on the machine affects all of them alike. Before that, the images of both backends
+are compared. --stages measures the cost of each stage of a backend instead, and --tune finds faster
+options for this machine and these files.
 
 example: python scripts/compare_throughput.py --files='path/train-*' --seconds=2
 """
@@ -28,8 +28,8 @@ _TUNE = FLAGS.boolean("tune", False, "Find faster options of the fastest backend
 _BACKENDS = FLAGS.list(
     "backends",
     None,
-    f"Rows to measure, of {', '.join(ROWS)}; else the usual. With --stages or --tune of"
-    f" {', '.join(BACKENDS)}; else all that work here.",
+    f"Rows to measure, from {', '.join(ROWS)}; by default the usual ones. With --stages or --tune,"
+    f" backends from {', '.join(BACKENDS)}; by default all that work here.",
 )
 _ORDER = FLAGS.choice(
     "order", "global", ["global", "buffer"], "With --stages or --tune: how records are mixed."
@@ -107,8 +107,9 @@ def check_flags() -> None:
 
 
 def choose_rows(gpus: list[str], order: str) -> list[str]:
-    """Returns the rows to measure, of `order` unless others were asked for; those that need a GPU
-    only if TensorFlow sees one.
+    """Returns the rows to measure: those of --backends, or the usual ones of `order`.
+
+    The usual ones include rows that need a GPU only if TensorFlow sees one.
     """
     usable = bool(gpus) and machine.count_gpus_of_tensorflow() > 0
     if _BACKENDS.value is None:

@@ -1,11 +1,11 @@
-"""Checks and measures what is claimed about GPUs, on a machine that has one.
+"""Verifies the claims about GPUs, by tests and measurements, on a machine that has one.
 
-Each part is a few commands, all of which can be run by hand: the tests that need a GPU, by name
-(probe, pixels, devices, memory); compare_throughput.py by size of batches (throughput), with other
-ways of feeding (experiments) and with shares of the hardware decoder (tune); a training step with
-and without input (training). A command takes at most eight minutes; one that dies costs no other.
-The file --out has all results so far. Where TensorFlow sees no GPU, DALI is measured alone.
---rehearse runs it briefly on the CPU.
+Each part consists of a few commands, which can also be run by hand: the tests that need a GPU, by
+name (probe, pixels, devices, memory); compare_throughput.py for several batch sizes (throughput),
+with other ways of feeding (experiments) and with shares of the hardware decoder (tune); a training
+step with and without input (training). A command may take at most eight minutes; if one crashes,
+the others still run. The file --out has all results so far. If TensorFlow sees no GPU, DALI is
+measured alone. --rehearse runs everything briefly on the CPU.
 
 example: python scripts/gpu_check.py --files='path/train-*' --parts=probe,pixels
 """

@@ -1,9 +1,9 @@
-"""Makes sample data: TFRecords of photo-like JPEGs, to try and to measure.
+"""Makes sample data for trials and benchmarks: TFRecords of photo-like JPEGs.
 
-The images resemble ImageNet's in what costs time: size (mean 401 x 468 pixels), bytes (110 KB on
-average) and how their JPEGs are coded (most at quality 95 without chroma subsampling; 2%
-grayscale). Each shows a shape in its class's color on a textured ground, so that a small network
-learns to tell the classes apart. The same seed makes the same images.
+The images resemble ImageNet's in everything that costs time: size (mean 401 x 468 pixels), bytes
+(110 KB on average) and JPEG coding (mostly quality 95 without chroma subsampling; 2% grayscale).
+Each shows a shape in the color of its class on a textured background, so that a small network can
+learn to tell the classes apart. The same seed makes the same images.
 
 usage: make_sample_tfrecords.py [flags] OUT
 
@@ -34,7 +34,7 @@ _NUM_IMAGES = FLAGS.integer("num_images", 1024, "Images in the train split.", 1)
 _NUM_VALIDATION_IMAGES = FLAGS.integer("num_validation_images", 256, "In the validation split.", 0)
 _NUM_FILES = FLAGS.integer("num_files", 4, "Files of the train split; validation is one file.", 1)
 _OVERWRITE = FLAGS.boolean("overwrite", False, "Replace OUT if it holds such a set already.")
-_SEED = FLAGS.integer("seed", 0, "Seed of everything random.", 0)
+_SEED = FLAGS.integer("seed", 0, "Random seed.", 0)
 
 # Class name -> color of its shape, RGB in 0..255. The name ends in the shape.
 _CLASSES = {
@@ -147,9 +147,9 @@ def _cut_ground(random: np.random.Generator, height: int, width: int) -> np.ndar
 def _ground_texture() -> np.ndarray:
     """Makes the texture once per process: float32 of mean 0 and deviation 1.
 
-    Its amplitude falls as a power of the frequency, as natural images' does (Field 1987, "Relations
-    between the statistics of natural images"), and its channels go together for the most part. The
-    power sets the bytes of a pixel: at 1.08 the JPEGs come to ImageNet's.
+    Its amplitude falls as a power of the frequency, as in natural images (Field 1987, "Relations
+    between the statistics of natural images"), and its channels are mostly correlated. The power
+    determines the bytes per pixel: 1.08 makes the JPEGs as large as ImageNet's.
     """
     random, size = np.random.default_rng(1987), _GROUND_SIZE
     frequency = np.hypot(np.fft.fftfreq(size)[:, None], np.fft.rfftfreq(size)[None, :])

@@ -1,8 +1,8 @@
 """Trains a small network with Keras, fed by either backend, on one or several replicas.
 
 The number of classes comes from --num_classes, from labels.txt beside the first file (one name per
-line), or from the highest label that the index step saw (--verify=schema). With --resume, a run
-that was interrupted continues where the folder says it was. An example to copy from.
+line), or from the highest label that the index step saw (--verify=schema). With --resume, an
+interrupted run continues from the state in that folder. Meant as an example to copy from.
 
 example: python scripts/train.py --files='path/train-*' --validation_files='path/validation-*'
   --epochs=3

@@ -109,7 +109,7 @@ def make_strategy() -> tf.distribute.MultiWorkerMirroredStrategy:
             f" number: TF_CONFIG='{_EXAMPLE}' ({error!r})"
         ) from error
     print(f"workers     {len(workers)}: {', '.join(workers)}; waiting for all", flush=True)
-    # TensorFlow waits in C++ and lets no Python run: the default action of Ctrl-C ends the process.
+    # TensorFlow waits in C++, where Python cannot handle Ctrl-C: its default action ends it.
     handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         strategy = tf.distribute.MultiWorkerMirroredStrategy()
@@ -211,7 +211,7 @@ def fit(
 
 
 def _pad(dataset: tf.data.Dataset, spec: InputSpec, batch_size: int) -> Iterator[tuple[Any, ...]]:
-    """Yields (images, labels, weights), as many on each worker; padding has weight 0."""
+    """Yields (images, labels, weights), equally many on each worker; padding has weight 0."""
     iterator, last = iter(dataset), None
     for _ in range(-(-spec.records.num_records // batch_size)):
         batch = next(iterator, None)

@@ -1,4 +1,4 @@
-"""Augmentations with DALI's operations: what rows do, as `tf_augment` and native/augment.h."""
+"""Augmentations with DALI's operations, equivalent to `tf_augment` and native/augment.h."""
 
 from collections.abc import Callable
 from typing import Any

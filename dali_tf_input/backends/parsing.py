@@ -133,7 +133,7 @@ def _decode_mask(data: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
     problem = "corrupted record: not the mask of an image of"
 
     def decode() -> tf.Tensor:
-        # A PNG of other bits or colors would come out as shades of gray, not as classes.
+        # A PNG of another bit depth or color type would decode to shades of gray, not to classes.
         holds = tf.equal(tf.strings.substr(data, 24, 2), b"\x08\x00")
         with tf.control_dependencies(
             [tf.Assert(holds, ["corrupted record: mask is not 8-bit gray"])]

@@ -182,7 +182,8 @@ def read_planned(stream: Stream, options: TfDataOptions) -> ReadEpoch:
         read = make_read(options, names, states, file_of, extents)
     mean_bytes = int(extents[:, 1].numpy().mean())
     parallel = options.num_parallel_reads
-    max_chunk = 2 * _CHUNK if records.is_remote else _CHUNK  # more of them wait, and are neighbors
+    # Remote reads wait longer, and neighboring ranges share a request.
+    max_chunk = 2 * _CHUNK if records.is_remote else _CHUNK
     chunk = int(np.clip(_CHUNK_BYTES // max(1, mean_bytes), 1, max_chunk))
 
     def list_epoch(
@@ -205,7 +206,7 @@ def read_planned(stream: Stream, options: TfDataOptions) -> ReadEpoch:
         keys, numbers = (tf.ensure_shape(values, (None,)) for values in listed)
         encoded = tf.data.Dataset.from_tensor_slices(numbers).batch(chunk)
         encoded = encoded.map(read, num_parallel_calls=parallel, deterministic=True).unbatch()
-        # Threads waiting for storage must not take decoding threads, which are as many as cores.
+        # Waiting for storage must not block the decoding threads, of which there is one per core.
         variant = tf.raw_ops.PrivateThreadPoolDataset(
             input_dataset=tf.data.experimental.to_variant(encoded),
             num_threads=parallel,
@@ -276,7 +277,7 @@ def interleave(runs: tf.data.Dataset, stream: Stream, options: TfDataOptions) ->
             byte_offsets=[offset],
         )
         run = tf.data.experimental.from_variant(variant, tf.TensorSpec((), tf.string)).take(count)
-        # In a file that was cut, TensorFlow ends without an error: later records would follow.
+        # TensorFlow ends a truncated file without an error and would continue with the next one.
         run = run.apply(tf.data.experimental.assert_cardinality(count))
         if not stream.spec.record_ids:
             return run

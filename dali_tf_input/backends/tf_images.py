@@ -134,8 +134,8 @@ def decode_views(
     """Decodes an image once for several views.
 
     Returns:
-      Pixels, uint8 (height, width, 3), and the region of each view in them; None if they are all of
-      the image.
+      Pixels, uint8 (height, width, 3), and the region of each view in them; regions are None if the
+      pixels are the whole image and `prepare_image` must find them.
     """
     can_decode = all(tf_native.decodes(view.crop) for view in views)
     if not native or not can_decode or encoded.dtype == tf.uint8:

@@ -1,4 +1,4 @@
-"""Mixup and CutMix with TensorFlow: the drawing for both backends, and the mixing of a batch."""
+"""Mixup and CutMix with TensorFlow: random choices for both backends, and mixing of batches."""
 
 from typing import Any
 

@@ -114,7 +114,7 @@ def read_entries(
         if reason == _NO_INDEX:
             text = f"{len(stale)} of {len(files)} files have no index, the first is {file}."
         else:
-            more = f" So are {len(stale) - 1} more." if len(stale) > 1 else ""
+            more = f" {len(stale) - 1} more cannot be used." if len(stale) > 1 else ""
             text = f"{index_file}: {reason}.{more}"
         skips = any(entry and entry.skipped for *_, entry in stale)
         command = index_command(

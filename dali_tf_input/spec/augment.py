@@ -1,8 +1,8 @@
-"""Augmentations: random changes of an image after its crop, the same ones on both backends.
+"""Augmentations: random changes to an image after its crop, identical on both backends.
 
-An augmentation is a `Plan`: tables of equally likely rows, of which random numbers pick one for
-each of its steps. A row names a `Primitive` and its numbers, so backends know primitives only. To
-add an augmentation, see docs/extending.md.
+Each augmentation returns a `Plan`: tables of equally likely rows, from which random numbers pick
+one row for each step. A row names a `Primitive` and its numbers, so the backends implement only
+the primitives. To add an augmentation, see docs/extending.md.
 """
 
 import enum
@@ -29,14 +29,14 @@ ROW_SIZE = 13  # a primitive and its numbers, at most 12
 _LEVELS = 256  # of a strength that is drawn from a range
 _NORMAL_LEVELS = 64  # of a magnitude that is drawn from a normal distribution
 _RECTANGLES = 2048
-_TF_SIDE = 224  # of the images for which TensorFlow's sizes in pixels are meant
+_TF_SIDE = 224  # the image size that the pixel counts of tensorflow/models are meant for
 
 
 class Primitive(enum.IntEnum):
-    """What a row does to a uint8 image; results are rounded half up and clipped to 0..255.
+    """The operation of a row on a uint8 image; results are rounded half up and clipped to 0..255.
 
-    The numbers of a row follow in brackets. Positions are in pixels; those of a corner are whole
-    numbers, and pixel p covers [p, p + 1).
+    The numbers of a row are given in brackets. Positions are in pixels: pixel p covers [p, p + 1),
+    so the corners of pixels are at whole numbers.
     """
 
     NOTHING = 0
@@ -49,21 +49,21 @@ class Primitive(enum.IntEnum):
     EQUALIZE = 7  # makes the histogram of each channel even, as OpenCV's `equalizeHist`
     FILTER = 8  # [3x3]: convolves; the border reflects without its last pixel
     BLUR = 9  # [sigma]: Gaussian, within 3 sigma; the border as above
-    # [xx, xy, x, yx, yy, y, fill, bilinear]: the place in the image of a place in the output.
+    # [xx, xy, x, yx, yy, y, fill, bilinear]: maps output positions to image positions.
     WARP = 10
-    # [height, width, positions down, positions across, top, left, fill of 3, noise of 3]: fills a
-    # rectangle, at a random position from (top, left) on, with the normal noise of a deviation.
+    # [height, width, number of positions down, number across, top, left, 3 fill values, 3 standard
+    # deviations]: fills a rectangle, randomly placed from (top, left) on, and adds normal noise.
     ERASE = 11
 
 
 class Plan(NamedTuple):
-    """What an augmentation draws.
+    """The random choices of an augmentation.
 
     Attributes:
-      tables: rows, float32 (rows, ROW_SIZE) each, of which one is taken.
-      orders: tuples of the numbers of tables, as long as there are steps; one order is taken.
-      p: how likely anything is done.
-      step_p: how likely each step is done, if anything is.
+      tables: float32 (rows, ROW_SIZE) each; a step picks one row of its table.
+      orders: tuples with the index of a table for each step; one tuple is picked.
+      p: probability that the augmentation is applied at all.
+      step_p: probability of each step if the augmentation is applied.
     """
 
     tables: tuple[Floats, ...]
@@ -84,7 +84,7 @@ class Augmentation:
     is_geometric: ClassVar[bool] = False
 
     def plan(self, image_size: tuple[int, int]) -> Plan:
-        """Returns what is drawn for an image of a size, (height, width).
+        """Returns the random choices for images of `image_size`, (height, width).
 
         Raises:
           InputError: the augmentation does not fit the size.
@@ -97,8 +97,7 @@ class Augmentation:
 class RandAugment(Augmentation):
     """Applies random operations at one magnitude (Cubuk et al., 2019, arXiv 1909.13719).
 
-    Each operation is drawn from all of them, with replacement, and has a random direction where it
-    has one.
+    Operations are drawn uniformly and with replacement. Those with a direction get a random one.
 
     Examples:
       >>> preprocess = Preprocess.for_training(224, augment=(RandAugment(magnitude=15),))
@@ -106,18 +105,19 @@ class RandAugment(Augmentation):
 
     Attributes:
       num_ops: how many operations are applied, in [1, 10].
-      magnitude: their strength in [0, 30]. "torchvision" counts to 30; "tf" to 10 and beyond, as
-        EfficientNet's 15 does.
-      magnitude_std: deviation of the magnitude, which is then drawn from a normal distribution for
-        each operation and clipped to [0, 10 or `magnitude`], or 30 for "torchvision".
-      increasing: whether all operations get stronger with the magnitude. False is for "tf" only:
-        the original, in which solarize and posterize get weaker, and 5.0 leaves colors alone.
-      dialect: whose operations and strengths: those of torchvision's `RandAugment`, 14; or those of
-        the TensorFlow models, 16, with `increasing` timm's 15.
-      p: how likely each operation is applied, in [0, 1]; timm's is 0.5.
-      fill: the value of pixels that a warp leaves empty, in 0..255; None is the dialect's, 0 for
-        "torchvision" and 128 for "tf".
-      interpolation: how warps take pixels.
+      magnitude: their strength, in [0, 30]. The scale of "torchvision" ends at 30; that of "tf"
+        nominally at 10, but larger values are in use, such as EfficientNet's 15.
+      magnitude_std: standard deviation of the magnitude. If it is above 0, each operation draws its
+        magnitude from a normal distribution, clipped to [0, 30] for "torchvision" and to
+        [0, max(10, `magnitude`)] for "tf".
+      increasing: whether all operations get stronger with the magnitude. False, for "tf" only, is
+        the original version: solarize and posterize get weaker, and 5.0 leaves colors unchanged.
+      dialect: which operations and strengths are used: the 14 of torchvision's `RandAugment`, or
+        the 16 of tensorflow/models (with `increasing`, the 15 of timm).
+      p: probability of each operation, in [0, 1]; timm uses 0.5.
+      fill: the value of pixels that a warp leaves empty, in 0..255; None is the dialect's default,
+        0 for "torchvision" and 128 for "tf".
+      interpolation: how warps sample pixels.
     """
 
     is_geometric: ClassVar[bool] = True
@@ -135,7 +135,7 @@ class RandAugment(Augmentation):
             raise InputError("`increasing` False is for `dialect` 'tf' only, got 'torchvision'.")
 
     def plan(self, image_size: tuple[int, int]) -> Plan:
-        """Returns what is drawn for an image of a size."""
+        """Returns the random choices for images of `image_size`."""
         magnitudes = [self.magnitude]
         if self.magnitude_std:
             normal = NormalDist(self.magnitude, self.magnitude_std)
@@ -175,7 +175,7 @@ class TrivialAugment(Augmentation):
     interpolation: Sampling = "nearest"
 
     def plan(self, image_size: tuple[int, int]) -> Plan:
-        """Returns what is drawn for an image of a size."""
+        """Returns the random choices for images of `image_size`."""
         warp = _Warp(image_size, self.fill, self.interpolation == "bilinear")
         rows = [row for level in range(31) for row in _torchvision(level / 30, warp, is_wide=True)]
         return Plan((_table(rows),))
@@ -184,19 +184,19 @@ class TrivialAugment(Augmentation):
 @checked
 @dataclass(frozen=True, kw_only=True)
 class ColorJitter(Augmentation):
-    """Changes brightness, contrast, saturation and hue, in a random order, as torchvision's.
+    """Changes brightness, contrast, saturation and hue, in random order, like torchvision's.
 
-    A factor is drawn evenly from [max(0, 1 - x), 1 + x].
+    For a strength x, the factor is drawn uniformly from [max(0, 1 - x), 1 + x].
 
     Examples:
       >>> simclr = ColorJitter(brightness=0.8, contrast=0.8, saturation=0.8, hue=0.2, p=0.8)
 
     Attributes:
-      brightness: how far the factor of all values is from 1, at most; at least 0.
-      contrast: the same for the distance of values to the mean of the gray image.
-      saturation: the same for the distance of values to gray.
-      hue: how far colors turn, at most, as a part of the circle, in [0, 0.5]. They turn in the YIQ
-        space, as DALI's do; torchvision's turn in HSV.
+      brightness: strength of the factor that scales all values, at least 0.
+      contrast: strength of the factor that scales differences from the mean of the gray image.
+      saturation: strength of the factor that scales differences from the gray image.
+      hue: the largest rotation of the hue, as a fraction of the color circle, in [0, 0.5]. Hue is
+        rotated in YIQ space, as in DALI; torchvision uses HSV.
       p: how likely an image is changed, in [0, 1].
     """
 
@@ -207,7 +207,7 @@ class ColorJitter(Augmentation):
     p: Part = 1.0
 
     def plan(self, image_size: tuple[int, int]) -> Plan:
-        """Returns what is drawn for an image of a size."""
+        """Returns the random choices for images of `image_size`."""
 
         def table(strength: float, make: Callable[[float], Sequence[float]]) -> Floats:
             return _table(map(make, _even(max(0.0, 1 - strength), 1 + strength)))
@@ -227,7 +227,7 @@ class ColorJitter(Augmentation):
 @checked
 @dataclass(frozen=True, kw_only=True)
 class RandomGrayscale(Augmentation):
-    """Takes the color out of some images, which keep three equal channels.
+    """Converts some images to gray; they keep three channels, which are equal.
 
     Examples:
       >>> preprocess = Preprocess.for_training(224, augment=(RandomGrayscale(p=0.2),))
@@ -239,7 +239,7 @@ class RandomGrayscale(Augmentation):
     p: Part = 0.1
 
     def plan(self, image_size: tuple[int, int]) -> Plan:
-        """Returns what is drawn for an image of a size."""
+        """Returns the random choices for images of `image_size`."""
         return Plan((_table([_saturation(0.0)]),), p=self.p)
 
 
@@ -253,8 +253,8 @@ class GaussianBlur(Augmentation):
 
     Attributes:
       p: how likely an image is blurred, in [0, 1].
-      sigma: smallest and largest deviation of the filter, in pixels, in (0, 30]; drawn evenly.
-        Source: torchvision's default, SimCLR's.
+      sigma: smallest and largest standard deviation of the filter, in pixels, in (0, 30]; drawn
+        uniformly. Source: torchvision's default, which is SimCLR's.
     """
 
     p: Part = 1.0
@@ -265,7 +265,7 @@ class GaussianBlur(Augmentation):
         check(0 < low <= high <= 30, "sigma", "(smallest, largest), both in (0, 30]", self.sigma)
 
     def plan(self, image_size: tuple[int, int]) -> Plan:
-        """Returns what is drawn for an image of a size."""
+        """Returns the random choices for images of `image_size`."""
         return Plan((_table((Primitive.BLUR, sigma) for sigma in _even(*self.sigma)),), p=self.p)
 
 
@@ -286,7 +286,7 @@ class Solarize(Augmentation):
     threshold: Byte = 128.0
 
     def plan(self, image_size: tuple[int, int]) -> Plan:
-        """Returns what is drawn for an image of a size."""
+        """Returns the random choices for images of `image_size`."""
         return Plan((_table([(Primitive.SOLARIZE, self.threshold)]),), p=self.p)
 
 
@@ -295,8 +295,8 @@ class Solarize(Augmentation):
 class RandomErasing(Augmentation):
     """Fills a random rectangle of some images (Zhong et al., 2017, arXiv 1708.04896).
 
-    The area is drawn evenly and the aspect ratio log-evenly, again if the rectangle is not smaller
-    than the image; every position is equally likely.
+    The area is drawn uniformly and the aspect ratio log-uniformly, and both are drawn again if the
+    rectangle is not smaller than the image. Every position is equally likely.
 
     Examples:
       >>> preprocess = Preprocess.for_training(224, augment=(RandomErasing(p=0.25),))
@@ -305,8 +305,8 @@ class RandomErasing(Augmentation):
       p: how likely an image is changed, in [0, 1].
       area_range: smallest and largest area, as a part of the image's, in (0, 1).
       aspect_ratio_range: smallest and largest height / width, above 0.
-      fill: "noise" is normal noise with the mean and the deviation of ImageNet's pixels, for each
-        pixel and channel; else one value, or red, green and blue, in 0..255.
+      fill: "noise" draws each pixel and channel from a normal distribution with the mean and the
+        standard deviation of ImageNet's pixels; else one value, or (red, green, blue), in 0..255.
     """
 
     p: Part = 0.5
@@ -327,7 +327,7 @@ class RandomErasing(Augmentation):
         check(0 < low <= high < math.inf, "aspect_ratio_range", rule, self.aspect_ratio_range)
 
     def plan(self, image_size: tuple[int, int]) -> Plan:
-        """Returns what is drawn for an image of a size."""
+        """Returns the random choices for images of `image_size`."""
         # Points that fill the unit square evenly; source: M. Roberts, "The unreasonable
         # effectiveness of quasirandom sequences", the R2 sequence.
         points = (0.5 + np.arange(_RECTANGLES)[:, None] * (0.7548776662, 0.5698402910)) % 1
@@ -371,18 +371,18 @@ class VerticalMirror(Augmentation):
     p: Part = 0.5
 
     def plan(self, image_size: tuple[int, int]) -> Plan:
-        """Returns what is drawn for an image of a size."""
+        """Returns the random choices for images of `image_size`."""
         return Plan((_table([_Warp(image_size).row(1, 0, 0, 0, -1, image_size[0])]),), p=self.p)
 
 
 class Program:
-    """The plans of several augmentations in a row, for one random number of each draw.
+    """The plans of consecutive augmentations as arrays; each choice takes one random number.
 
     Attributes:
-      rows: float32 (rows, ROW_SIZE), those of all tables; the first one does nothing.
-      first_rows: int32 (steps, orders), where the table of a step begins in `rows`, by the order.
-      num_rows: int32 (steps, orders), how many rows that table has.
-      of_step: int32 (steps,), the augmentation that a step belongs to.
+      rows: float32 (rows, ROW_SIZE), the rows of all tables; the first one does nothing.
+      first_rows: int32 (steps, orders), where the table of a step begins in `rows`, for each order.
+      num_rows: int32 (steps, orders), the number of rows in that table.
+      of_step: int32 (steps,), the augmentation of each step.
       num_orders: int32 (augmentations,).
       p: float32 (augmentations,).
       step_p: float32 (steps,).

@@ -1,4 +1,4 @@
-"""How often each class, or each part of a mixture, comes in an epoch."""
+"""The share of an epoch that each class, or each part of a mixture, gets."""
 
 import functools
 import math
@@ -27,15 +27,15 @@ Balance = dict[int, float] | Literal["class"] | None
 def find_shares(
     records: Records, label: Label | None, balance: Balance, temperature: float
 ) -> tuple[Integers, Shares]:
-    """Returns the class of each record, and the share of each class, in proportion.
+    """Returns the class of each record, and the relative share of each class.
 
-    See `InputSpec.balance`. Classes are counted here from 0 over those that have records.
+    See `InputSpec.balance`. Classes are numbered from 0, leaving out those without records.
     """
     key = records.label_key
     if not isinstance(label, ClassLabel) or not label.is_integer or label.key != key:
         found = f"that of '{key}'" if key else "none"
         raise InputError(
-            "`balance` needs a ClassLabel of integers whose value in each record the index has:"
+            "`balance` needs an integer ClassLabel, and its value for every record in the index:"
             f" the spec has {label!r}, the index {found}. Index with --verify=schema and the same"
             " label."
         )
@@ -54,14 +54,14 @@ def find_shares(
 
 
 def draw_balanced(classes: Integers, quotas: Integers, *, seed: int, epoch: int) -> Integers:
-    """Returns records of which an epoch has a given number of each class, class by class.
+    """Returns the records of an epoch, with a given number from each class, class by class.
 
-    Each record of a class comes as often as every other one, or once more; which ones do is another
-    draw in each epoch.
+    All records of a class occur equally often, or some of them once more; which ones is drawn anew
+    in each epoch.
 
     Args:
-      classes: the class of each record, from 0; each has one at least.
-      quotas: int64 (classes,), how many of each class an epoch has.
+      classes: the class of each record, from 0; each class has at least one record.
+      quotas: int64 (classes,), how many records of each class an epoch has.
       seed: see `shuffle`.
       epoch: see `shuffle`.
 
@@ -79,12 +79,12 @@ def draw_balanced(classes: Integers, quotas: Integers, *, seed: int, epoch: int)
 
 @dataclass(frozen=True)
 class Mixture:
-    """Parts of the records that come in exact proportions, see `InputSpec.for_training`.
+    """Parts of the records that are served in exact proportions, see `InputSpec.for_training`.
 
     Attributes:
-      records: of all parts.
-      parts: which share no record.
-      shares: of each part, positive, 1 together.
+      records: the records of all parts.
+      parts: the parts, which have no record in common.
+      shares: the share of each part; shares are positive and sum to 1.
     """
 
     records: Records
@@ -93,11 +93,11 @@ class Mixture:
 
     @classmethod
     def of(cls, shares: Mapping[Records, float]) -> "Mixture":
-        """Makes the mixture of some parts by their shares.
+        """Makes a mixture from a mapping of parts to their shares.
 
         Raises:
-          InputError: the shares are not positive or not 1 together, or parts share a record or
-            differ in how they are read.
+          InputError: the shares are not positive or do not sum to 1, or parts have a record in
+            common or differ in how they are read.
         """
         check(bool(shares), "records", "parts by their shares", shares)
         for part, share in shares.items():
@@ -144,14 +144,15 @@ class Mixture:
 
 
 def draw_mixed(parts: Integers, quotas: Integers, *, seed: int, epoch: int) -> Integers:
-    """Returns the records of an epoch in turn, of which each part has its quota, spread evenly.
+    """Returns the records of an epoch in order, with the quota of each part spread evenly.
 
-    Any stretch of the epoch has its share of each part, to within two. A part is served whole, in a
-    new order, before it begins again, in the middle of an epoch or over several.
+    Any stretch of the epoch has the right share of each part, to within two records. A part is
+    served completely before it starts over in a new order, whether that takes less than an epoch
+    or several.
 
     Args:
-      parts: the part of each record, from 0; each has one at least.
-      quotas: int64 (parts,), how many of each part an epoch has.
+      parts: the part of each record, from 0; each part has at least one record.
+      quotas: int64 (parts,), how many records of each part an epoch has.
       seed: in [0, 2**31).
       epoch: from 0.
 

@@ -1,4 +1,4 @@
-"""Numbers about colors, in 0..255 units."""
+"""The color statistics of ImageNet, in 0..255 units, and the weights of a gray value."""
 
 # Mean and standard deviation of ImageNet's training images per RGB channel.
 # Source: (0.485, 0.456, 0.406) and (0.229, 0.224, 0.225) of torchvision's examples, times 255.

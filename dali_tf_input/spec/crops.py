@@ -1,7 +1,7 @@
 """The crops: one class for each way to choose the part of an image that the model sees.
 
-A crop plans its own region, once for both backends: `plan` is written in the few operations of
-`Ops`, which each backend provides. To add a crop, see docs/extending.md.
+Each crop plans its region in one implementation for both backends: `plan` uses only the operations
+of `Ops`, which each backend provides. To add a crop, see docs/extending.md.
 """
 
 import math
@@ -83,11 +83,11 @@ class Crop:
     """How the part of the image that the model sees is chosen. Base class of all crops.
 
     Attributes:
-      sampling: how the region becomes the output. "resize_then_crop": pixels beside the region
-        count in the resize, as if the whole image had been resized. "crop_then_resize": the region
-        is whole pixels, and nothing beside it counts. "crop_and_pad": pixels are taken as they are,
-        and zeros where there are none. "resize_and_pad": the whole image is resized, and what it
-        does not cover is filled.
+      sampling: how the region becomes the output. "resize_then_crop": pixels next to the region
+        affect the result, as if the whole image had been resized. "crop_then_resize": the region
+        consists of whole pixels, and pixels outside it have no effect. "crop_and_pad": pixels are
+        copied, with zeros outside the image. "resize_and_pad": the whole image is resized, and the
+        rest of the output is filled.
       is_random: whether the region depends on random numbers.
     """
 
@@ -146,14 +146,14 @@ class ResizeRandomCrop(Crop):
 @checked
 @dataclass(frozen=True, kw_only=True)
 class RandomResizedCrop(Crop):
-    """Crops a region of random area and aspect ratio and resizes it, as Inception and ResNet train.
+    """Crops a random area and aspect ratio and resizes it, as in Inception and ResNet training.
 
     Each attempt draws the area, as a part of the image's area, uniformly from `area_range` and the
     aspect ratio (width / height) log-uniformly from `aspect_ratio_range`, and rounds both sides to
-    whole pixels. The first attempt that fits into the image is taken, at a position that is equally
-    likely everywhere. If none fits, the region is the largest centered one whose aspect ratio is in
-    range. Pixels outside of the region do not count in the resize. Source: torchvision's
-    `RandomResizedCrop`, including the defaults.
+    whole pixels. The first attempt that fits into the image is used, at a uniformly distributed
+    position. If none fits, the region is the largest centered one whose aspect ratio is in range.
+    Pixels outside the region do not affect the resize. Source: torchvision's `RandomResizedCrop`,
+    including the defaults.
 
     Examples:
       >>> crop = RandomResizedCrop(area_range=(0.25, 1.0))
@@ -208,7 +208,8 @@ class RandomResizedCrop(Crop):
             ops.where(fits, ops.sum(heights * chosen), center_height),
             ops.where(fits, ops.sum(widths * chosen), center_width),
         )
-        start = ops.floor(uniforms.position * (size - extent + 1.0))
+        drawn = ops.floor(uniforms.position * (size - extent + 1.0))
+        start = ops.where(fits, drawn, ops.floor((size - extent) / 2.0))
         return Region(start, extent, out, out * 0.0)
 
 

@@ -1,7 +1,8 @@
 """The description of a model's input, which both backends read.
 
-A `*Spec` and a `Preprocess` say what comes out, the same for every backend; an `*Options` says how
-fast. Everything is checked in Python when it is made, before any pipeline exists.
+An `InputSpec` and its `Preprocess` define the batches, independent of the backend; the options of a
+backend define how they are made. All fields are validated in Python at construction, before any
+pipeline exists.
 """
 
 import dataclasses
@@ -60,51 +61,53 @@ class InputSpec:
 
     Attributes:
       records: the records to read.
-      preprocess: what the model sees of them.
-      order: "global" (training): in each epoch every order of the records is equally likely (with
-        `shuffle_block_size`, every order of the blocks), the same one on both backends and for any
-        number of replicas, a function of (seed, epoch). "buffer" (training from slow disks): each
-        next record is drawn at random from a buffer, which the next record of the files then fills.
-        The files come in a new order each epoch, several in turn; DALI's own reader, on a GPU,
-        reads them in their order. "sequential" (evaluation): the order of the files.
-      buffer_size: records in that buffer, at least 1, for each pipeline. It holds encoded images:
-        1024 of ImageNet's take 113 MB. The default is DALI's own (`initial_fill`).
+      preprocess: the preprocessing of the images.
+      order: "global" (training): a new random permutation of all records in each epoch (with
+        `shuffle_block_size`, of all blocks); every permutation is equally likely. It is a function
+        of (seed, epoch), the same on both backends and for any number of replicas.
+        "buffer" (training from slow disks): each record is drawn at random from a buffer and
+        replaced there by the next record of the files. Files are read in a new order each epoch,
+        several at a time; DALI's own reader, on a GPU, reads them in the given order.
+        "sequential" (evaluation): the order of the files.
+      buffer_size: number of records in the buffer of each pipeline, at least 1. It holds encoded
+        images: 1024 of ImageNet's take 113 MB. The default is DALI's (`initial_fill`).
       seed: makes order, crops and mirrors repeatable, in [0, 2**31). Order "buffer" repeats with
         the same number of replicas and the same `num_parallel_reads`.
-      shuffle_block_size: for order "global" on storage that is slow to seek: this many neighbors in
-        a file stay together, at least 1.
-      repeat: False is one pass that serves each record once, for evaluation; order "sequential"
-        only. The last batch holds the remainder; on several replicas some may have none of it.
-      label: what a label is and how it comes out: a `ClassLabel`, `MultiHot` or `Values`; None for
+      shuffle_block_size: how many neighboring records of a file stay together, at least 1; for
+        order "global" on storage that is slow to seek.
+      repeat: False makes one pass that serves each record once, for evaluation; order "sequential"
+        only. The last batch holds the remainder; with several replicas, some may get none of it.
+      label: the label and its output format: a `ClassLabel`, `MultiHot` or `Values`; None for
         images without labels.
-      class_weight: weights of the classes in the loss, by class, 1 for others; or "balanced",
-        records / (classes * records of the class), for records that were indexed at level
-        "schema". Batches then hold sample weights, which work under strategies and on DALI, as
-        Keras's own `class_weight` does not.
-      balance: how often each class comes in an epoch, which is as long as ever; order "global"
-        only, for records that were indexed at level "schema". "class" is each class equally often;
-        a dict has the factor by class, above 0 and 1 for others, by which its records come more
-        often than others. Within a class each record comes equally often, or once more.
-      temperature: for classes of very different sizes: they come in proportion to
-        ``(records * factor) ** (1 / temperature)``, at least 1. 1 is as stored, and the larger, the
-        more alike. Source: Arivazhagan et al., 2019, https://arxiv.org/abs/1907.05019.
-      mixture: the parts of `records` that come in exact proportions; made by `for_training`.
-      repeats: how many times each record comes in a batch, with as many crops and mirrors; an epoch
-        has as many fewer different ones. It must divide the batches. Order "global" only. Source:
-        Hoffer et al., 2019, https://arxiv.org/abs/1901.09335.
-      record_ids: whether the ids of the records come out too, int64: `records.locate` and
-        `records.read` take them.
-      mask: the mask that comes out too, with the crop and the mirror of its image.
-      features: further features that come out as they are stored, by their keys.
-      transform: a function of one's own, for tf.data: ``transform(image, seed)`` gets the image
-        after its crop and `preprocess.augment`, uint8 (*preprocess.image_size, 3), and returns
-        another one of that type and shape, which is then mirrored and normalized. The seed, int64
-        (2,), is for `tf.random.stateless_*`: it differs from image to image and from epoch to
-        epoch, and is the same again after a resume.
+      class_weight: weights of classes in the loss, by class; other classes have weight 1. Or
+        "balanced": records / (classes * records of the class), for records that were indexed at
+        level "schema". Batches then include sample weights, which, unlike Keras's own
+        `class_weight`, work under strategies and with DALI.
+      balance: how often each class is served, without changing the length of an epoch; order
+        "global" only, for records that were indexed at level "schema". "class" serves all classes
+        equally often. A dict maps classes to sampling factors, above 0; other classes have
+        factor 1. Within a class, all records occur equally often, or some of them once more.
+      temperature: evens out very different class sizes, at least 1: classes are served in
+        proportion to ``(records * factor) ** (1 / temperature)``. 1 keeps the stored proportions;
+        larger values make classes more equal. Source: Arivazhagan et al., 2019,
+        https://arxiv.org/abs/1907.05019.
+      mixture: the parts of `records` that are served in exact proportions; set by `for_training`.
+      repeats: how many times each record occurs in a batch, each time with another crop and mirror;
+        an epoch has that many times fewer distinct records. Must divide the images of a step. Order
+        "global" only. Source: Hoffer et al., 2019, https://arxiv.org/abs/1901.09335.
+      record_ids: whether batches include the ids of the records, int64, for `records.locate` and
+        `records.read`.
+      mask: the mask to serve with each image, with the same crop and mirror.
+      features: additional features to serve as they are stored, by key.
+      transform: a custom function, tf.data only: ``transform(image, seed)`` gets the image after
+        its crop and `preprocess.augment`, uint8 (*preprocess.image_size, 3), and returns an image
+        of the same type and shape, which is then mirrored and normalized. The seed, int64 (2,), is
+        for `tf.random.stateless_*`: it differs for each image and epoch, and is the same again
+        after a resume.
       mix: how images of a batch are mixed, with their one-hot labels; for training.
-      views: several preprocessings of each image, which is decoded once, as self-supervised
-        training takes: "image_0", "image_1", ... come out instead of the image, each with its own
-        random numbers. `preprocess` is the first one.
+      views: several preprocessings of each image, for self-supervised training; the image is
+        decoded once. Batches have "image_0", "image_1", ... instead of the image, each with its own
+        random numbers. `preprocess` must be the first one.
     """
 
     EXAMPLE: ClassVar[str] = "InputSpec.for_training('records/train-*', 224)"
@@ -258,8 +261,8 @@ class InputSpec:
     def label_range(self) -> tuple[int, int] | None:
         """Lowest and highest class that the index step saw, after the label's offset.
 
-        Of all records from level "schema" on, else of a sample. None if labels are not integers, or
-        if nothing is known of them.
+        At level "schema" or above, it covers all records, else a sample. None if labels are not
+        integers, or if nothing is known about them.
         """
         feature, offset = self._label_feature
         if counts := self._label_counts:
@@ -272,8 +275,8 @@ class InputSpec:
     def class_counts(self) -> Counts | None:
         """The classes that occur, after the label's offset, and how often each.
 
-        None unless all files were indexed at level "schema" with this label, or if there are more
-        than 10,000 classes; and for a subset with a `MultiHot`.
+        None if a file was not indexed at level "schema" with this label, if there are more than
+        10,000 classes, or for a subset with a `MultiHot`.
         """
         feature, offset = self._label_feature
         counts = self._label_counts
@@ -318,13 +321,12 @@ class InputSpec:
           ... )
 
         Args:
-          records: indexed TFRecord files, a path, a URL, a pattern or several of them, as
-            `Records.from_files` takes them; or a `Records`; or a mixture, a dict of `Records` and
-            their shares, above 0 and 1 together, in which every stretch of an epoch has these
-            proportions, to within two records. A part is served whole, in a new order each time,
-            before it begins again; an epoch is as long as it takes to serve the first part once.
-            Parts have the same feature keys; `Records.relabel` makes one space of
-            their labels.
+          records: indexed TFRecord files, given as a path, a URL, a pattern or a list of them, as
+            for `Records.from_files`; or a `Records`; or a mixture, a dict from `Records` to shares
+            that are above 0 and sum to 1. Every stretch of an epoch then has these proportions, to
+            within two records. A part is served completely before it starts over in a new order;
+            an epoch is as long as it takes to serve the first part once. Parts must have the same
+            feature keys; `Records.relabel` can map their labels to common classes.
           preprocess: height and width of the images in pixels, or (height, width), or a
             `Preprocess`.
           **fields: further fields of `InputSpec`, such as `label` and `seed`; of `Preprocess`, such
@@ -412,13 +414,14 @@ class InputSpec:
 
     @property
     def is_balanced(self) -> bool:
-        """Whether classes come more or less often than they are stored."""
+        """Whether classes are served in other proportions than they are stored."""
         return self.balance is not None or self.temperature != 1
 
     def class_shares(self) -> tuple[Integers, Shares]:
-        """Returns the class of each record, from 0, and how often each class comes, in proportion.
+        """Returns the class of each record, from 0, and the relative share of each class.
 
-        Classes here are those that occur, in the order of their labels; of a mixture its parts.
+        Classes are numbered in the order of their labels, leaving out those without records. For a
+        mixture, the classes are its parts.
 
         Raises:
           InputError: the labels are not known, or a class of `balance` has no records.
@@ -433,13 +436,13 @@ class InputSpec:
 
     @property
     def beside_records(self) -> tuple[str, ...]:
-        """What is read beside the records: "record_id", and "label" if it is a new one."""
+        """The values that do not come from the records: "record_id", and "label" if relabeled."""
         new = ("label",) if self.records.relabeled and self.label else ()
         return (("record_id",) if self.record_ids else ()) + new
 
     @property
     def records_per_epoch(self) -> int:
-        """How many records an epoch has, with the remainder that fills no step."""
+        """How many records an epoch has, including a remainder that does not fill a step."""
         return (self.mixture or self.records).num_records
 
     def steps(self, batch_size: int, *, num_shards: int = 1) -> EpochSteps:
@@ -463,7 +466,7 @@ class InputSpec:
         )
 
     def list_ids(self, epoch: int, *, batch_size: int) -> Integers:
-        """Returns the ids of the records of an epoch in turn: step s has the s-th `batch_size`.
+        """Returns the record ids of an epoch in order: step s has the s-th `batch_size` of them.
 
         Order "buffer" has no such list.
         """
@@ -486,7 +489,7 @@ class InputSpec:
 
     @property
     def outputs(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shape and type of all that comes out of a record, by name."""
+        """Shape and type of each output of a record, by name."""
         outputs: dict[str, tuple[tuple[int, ...], str]]
         outputs = {
             name: (preprocess.image_shape, str(preprocess.dtype))
@@ -506,17 +509,17 @@ class InputSpec:
 
     @property
     def image_views(self) -> dict[str, Preprocess]:
-        """What is made of an image, by the names of the outputs."""
+        """The preprocessing of each image output, by name."""
         if not self.views:
             return {"image": self.preprocess}
         return {f"image_{number}": view for number, view in enumerate(self.views)}
 
     def arrange(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Arranges values by name, see `outputs`, as Keras takes them: (x, y, sample weight).
+        """Arranges values, named as in `outputs`, for Keras: (x, y, sample weight).
 
-        x is the image, or with `views`, `record_ids` or `features` a dictionary of the images,
-        "record_id" and the keys; y the label or the mask, or a dictionary of both. Absent values
-        are omitted.
+        x is the image or, with `views`, `record_ids` or `features`, a dictionary of the images,
+        "record_id" and the features. y is the label, the mask, or a dictionary of both. Absent
+        values are omitted.
         """
         inputs = {name: values[name] for name in self.outputs}
         weights = [inputs.pop("weight")] if "weight" in inputs else []
@@ -531,8 +534,9 @@ class InputSpec:
 
     @property
     def is_mapped(self) -> bool:
-        """Whether batches are transformed once more, which a GPU's DALI dataset cannot be.
+        """Whether batches need a further transformation, which DALI's GPU datasets do not allow.
 
-        Those of a pass, whose last one is shorter, and those with more than (image, label, weight).
+        True for a single pass, whose last batch is shorter, and if there are other outputs than
+        (image, label, weight).
         """
         return self.is_structured or not self.repeat

@@ -17,12 +17,13 @@ _LEVELS = 1024  # of the part that is drawn from a Beta distribution
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Mix:
-    """Mixes the first image of a batch with the last one, the second with the last but one, etc.
+    """Mixes images of a batch in pairs: the first with the last, and so on toward the middle.
 
     Mixup (Zhang et al., 2017, arXiv 1710.09412) blends two images; CutMix (Yun et al., 2019, arXiv
-    1905.04899) shows a rectangle of one in the other. Labels are mixed in the same parts, so they
-    must be one-hot: ``label=ClassLabel(one_hot=True, num_classes=n)``. A batch is mixed in one way,
-    a function of `seed` and the step; on several replicas each mixes its own part of the batch.
+    1905.04899) shows a rectangle of one in the other. Labels are mixed in the same proportions, so
+    they must be one-hot: ``label=ClassLabel(one_hot=True, num_classes=n)``. All pairs of a batch
+    are mixed alike, as a function of `seed` and the step. With several replicas, each mixes its own
+    part of the batch.
 
     Examples:
       >>> label = ClassLabel(one_hot=True, num_classes=1000, smoothing=0.1)
@@ -30,11 +31,12 @@ class Mix:
       >>> spec = InputSpec.for_training("records/train-*", 224, label=label, mix=mix)
 
     Attributes:
-      mixup: alpha of Mixup: the part of the first image is drawn from Beta(alpha, alpha), in
-        [0, 100]; 0 is no Mixup.
-      cutmix: the same for CutMix, where it is the part of the area that is left.
-      p: how likely a batch is mixed, in [0, 1].
-      switch: how likely a batch is mixed by CutMix if both are on, in [0, 1].
+      mixup: alpha of Mixup, in [0, 100]; 0 turns it off. The weight of the first image is drawn
+        from Beta(alpha, alpha).
+      cutmix: alpha of CutMix, in [0, 100]; 0 turns it off. The part of the first image that stays
+        visible is drawn from Beta(alpha, alpha).
+      p: probability of mixing a batch, in [0, 1].
+      switch: probability of CutMix for a mixed batch if both are on, in [0, 1].
     """
 
     mixup: Alpha = 0.0
@@ -59,7 +61,8 @@ class Mix:
 def _beta_quantiles(alpha: float) -> Floats:
     """Returns equally likely values of Beta(alpha, alpha), in ascending order.
 
-    With x = s ** (1 / power) its density is finite up to the middle, about which it is symmetric.
+    Substituting x = s ** (1 / power) keeps the density finite up to the middle; the rest follows
+    by symmetry.
     """
     power = min(alpha, 1.0)
     places = np.linspace(0, 0.5**power, 1 << 14)

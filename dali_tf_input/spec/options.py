@@ -1,4 +1,4 @@
-"""The options of the backends. Their type is the choice of the backend."""
+"""The options of each backend; their type selects the backend."""
 
 import warnings
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ _OR_AUTOTUNE = " or AUTOTUNE (-1)"
 @checked
 @dataclass(frozen=True, kw_only=True)
 class DaliOptions:
-    """How the DALI backend works.
+    """Options of the DALI backend.
 
     Examples:
       >>> options = DaliOptions(device="gpu", prefetch_queue_depth=4)
@@ -28,7 +28,7 @@ class DaliOptions:
       device: "gpu" decodes with nvJPEG ("mixed") and leaves the batches on the GPU; "cpu" needs no
         GPU.
       decode: how much of an image is decoded. "region" decodes only what the crop needs, "full" the
-        whole image, "auto" the faster: "region" on the CPU; "full" on a GPU, where decoding regions
+        whole image. "auto" means "region" on the CPU, and "full" on a GPU, where decoding regions
         was reported to crash on H100-class cards (nvImageCodec issue 55). The pixels are the same.
       num_threads: CPU threads of each pipeline, at most 1024; None divides this process's cores
         among the shards.
@@ -37,11 +37,11 @@ class DaliOptions:
         "plain" reads them, as DALI's documentation recommends for network file systems; "direct"
         reads past the page cache (O_DIRECT), for data much larger than memory.
       read_ahead: whether "mmap" maps all pages of a file at once.
-      hw_decoder_load: share in [0, 1] of the images that the GPU's hardware JPEG decoder gets,
-        where there is one (A100 and later); the multiprocessors decode the others. None is DALI's
-        default, 0.65. For device "gpu" only.
+      hw_decoder_load: the fraction of images, in [0, 1], that the GPU's hardware JPEG decoder
+        handles, if it has one (A100 and later); the multiprocessors decode the others. None is
+        DALI's default, 0.65. For device "gpu" only.
       memory_hints: whether the GPU's decoder allocates memory for the largest image at the start,
-        if the manifest knows its size (index level "decode"). For device "gpu".
+        if its size is in the manifest (index level "decode"). For device "gpu".
     """
 
     device: Device
@@ -66,7 +66,7 @@ class DaliOptions:
 
     @property
     def backend(self) -> str:
-        """Its name, for people."""
+        """The display name of the backend."""
         return f"DALI ({self.device.upper()})"
 
     @property
@@ -80,39 +80,40 @@ class DaliOptions:
 @checked
 @dataclass(frozen=True, kw_only=True)
 class TfDataOptions:
-    """How the tf.data backend works; AUTOTUNE (-1) leaves a number to tf.data.
+    """Options of the tf.data backend; AUTOTUNE (-1) lets tf.data choose a number.
 
     Examples:
       >>> options = TfDataOptions(num_parallel_reads=64)  # for slow storage
 
     Attributes:
-      num_parallel_reads: reads at the same time, in [1, 1024]; with order "buffer", of as many
-        files. More hides the latency of slow storage: 16 reads of 5 ms are 3,200 records/s. 16 is
-        within noise of 1 and 4 on a warm page cache.
+      num_parallel_reads: number of parallel reads, in [1, 1024]; with order "buffer", from as many
+        files. More reads hide the latency of slow storage: 16 reads of 5 ms each give 3,200
+        records/s. On a warm page cache, 1, 4 and 16 are equally fast within noise.
       read_buffer_bytes: bytes read from an open file at a time, in [1, 2**30], for orders that are
-        not fixed. The default is four times tf.data's own and holds two ImageNet records.
+        not fixed. The default is four times tf.data's own and holds several ImageNet records.
       check_crc: whether the CRC of each record of a fixed order is checked as it is read.
       num_parallel_calls: images decoded at the same time; AUTOTUNE, or at least 1. 1 is a serial
         map.
-      prefetch_batches: batches made ahead; AUTOTUNE, or at least 0. 2 is as fast as AUTOTUNE, which
-        was seen to let the queue grow to 3 GB when training paused now and then.
-      autotune: False switches off tf.data's tuning and its rewriting of serial maps into parallel
+      prefetch_batches: number of batches prepared ahead; AUTOTUNE, or at least 0. 2 is as fast as
+        AUTOTUNE, whose queue grew to 3 GB when training paused now and then.
+      autotune: False turns off tf.data's autotuning and its conversion of serial maps to parallel
         ones.
       decode: how much of a JPEG is decoded. "region" decodes only what the crop needs, "full" the
-        whole image, "auto" the faster: "full" if the whole image is resized bilinearly without
-        antialias, else "region". The pixels are the same. "scaled" decodes the region at 1/2, 1/4
-        or 1/8 where it has that many times the pixels needed each way: for images much larger than
-        the model's. Its pixels differ, and DALI cannot make them. "auto" never chooses it.
-      kernel: what resizes, crops, mirrors and normalizes. "native" is this package's own operation,
-        one pass over the image, compiled where the package is installed with a C++ compiler; on
-        x86-64 with AVX2 it decodes baseline JPEGs too, to the same pixels;
-        "tensorflow" are TensorFlow's operations; "auto" is the first available one. The
-        pixels are the same, but for rounding.
+        whole image. "auto" uses the faster one: "full" if the whole image is resized bilinearly
+        without antialias, else "region". The pixels are the same. "scaled", for images much larger
+        than the model's input, decodes the region at 1/2, 1/4 or 1/8 of its size if that still
+        leaves at least the pixels needed in each direction. Its pixels differ, and DALI cannot
+        reproduce them; "auto" never chooses it.
+      kernel: which operations resize, crop, mirror and normalize. "native" is this package's own
+        operation, a single pass over the image, compiled if the package is installed with a C++
+        compiler; on x86-64 with AVX2 it also decodes baseline JPEGs, to the same pixels.
+        "tensorflow" uses TensorFlow's operations. "auto" uses "native" if it is available, else
+        "tensorflow". The pixels are the same except for rounding.
       service: address of a tf.data service, "grpc://host:port", whose workers read, decode and
-        preprocess instead of this process; None works here. For order "buffer": each record comes
-        once per pass, in an order and with crops that no seed repeats. If a worker dies, TensorFlow
-        waits up to an hour for it to be restarted at its address, and its records may be missing
-        from that pass. `dali-tf-input service` starts one.
+        preprocess; None does that in this process. For order "buffer": each record is served once
+        per pass, in an order and with crops that no seed can reproduce. If a worker dies,
+        TensorFlow waits up to an hour for it to be restarted at its address, and its records may be
+        missing from that pass. `dali-tf-input service` starts one.
     """
 
     num_parallel_reads: Annotated[int, Within(1, 1024)] = 16
@@ -131,7 +132,7 @@ class TfDataOptions:
 
     @property
     def backend(self) -> str:
-        """Its name, for people."""
+        """The display name of the backend."""
         return "tf.data"
 
     def resolve_decode(self, *, resizes_plainly: bool) -> Literal["full", "region", "scaled"]:

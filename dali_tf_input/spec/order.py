@@ -1,6 +1,6 @@
-"""Which record comes when: the order of an epoch, and what each shard serves at each step.
+"""The order of the records in an epoch, and the records of each shard at each step.
 
-Arithmetic only: the same arguments give the same order on every machine and backend.
+Pure arithmetic: the same arguments give the same order on every machine and backend.
 """
 
 import threading
@@ -80,10 +80,10 @@ def replica_batch_size(batch_size: Count, *, num_replicas: int, num_records: int
 
 
 class Position:
-    """Where the next iterator of a training dataset starts.
+    """The step at which the next iterator of a training dataset starts.
 
     Attributes:
-      step: steps of training before it, at least 0.
+      step: the number of training steps before it, at least 0.
     """
 
     def __init__(self, step: int = 0) -> None:
@@ -91,7 +91,7 @@ class Position:
         self._lock = threading.Lock()
 
     def next_epoch(self, steps_per_epoch: int) -> int:
-        """Returns the step at which an iterator starts now; the next one starts an epoch later."""
+        """Returns the start of a new iterator; the one after it starts with the next epoch."""
         with self._lock:
             start = self.step
             self.step = (start // steps_per_epoch + 1) * steps_per_epoch
@@ -106,7 +106,7 @@ class EpochSteps:
       num_records: records of the dataset, at least 1.
       batch_size: images in a shard's batch, at least 1.
       num_shards: how many shards make a step.
-      padded: True makes a last, shorter step of the remainder, False leaves it out.
+      padded: True serves the remainder as a last, shorter step; False drops it.
     """
 
     num_records: int
@@ -122,12 +122,12 @@ class EpochSteps:
         return whole + (self.padded and remainder > 0)
 
     def slots(self, shard_id: int, *, start_step: int = 0) -> Integers:
-        """Returns the slots of the epoch's order that a shard serves from a step on, in turn.
+        """Returns the slots of the epoch's order that a shard serves, in order, from a step on.
 
         With global batches of g images, step s serves the slots [s * g, (s + 1) * g), and shard i
-        serves the i-th part of them: what a step serves does not depend on the number of shards.
-        Of a shorter step the first parts have at most one image more than the last ones:
-        TensorFlow's convolutions on a CPU may fail on a batch of no images.
+        serves the i-th part of them, so the images of a step do not depend on the number of shards.
+        A shorter step is divided evenly, with at most one image more in the first parts, because
+        TensorFlow's convolutions on a CPU may fail on an empty batch.
         """
         num_full_steps = self.num_records // (self.batch_size * self.num_shards)
         steps = np.arange(start_step, num_full_steps, dtype=np.int64)[:, None]
@@ -151,8 +151,8 @@ def shuffle(
     """Returns the records in the order of an epoch, int64 (num_records,), each once.
 
     It is a function of the arguments alone. Blocks of `shuffle_block_size` neighbors in a file stay
-    together; their bounds differ in each epoch, and those at the ends of a file have fewer. Every
-    order of the blocks is equally likely. With blocks of 1 that is every order of the records.
+    together; their bounds differ in each epoch, and blocks at the ends of a file may be smaller.
+    Every order of the blocks is equally likely; with blocks of 1, every order of the records.
 
     Args:
       num_records: how many there are; record r is the r-th over all files in their order.
@@ -189,10 +189,10 @@ def list_records(
     shares: Shares | None = None,
     mixed: bool = False,
 ) -> Integers:
-    """Returns the records that a shard serves in an epoch from a step on, in turn.
+    """Returns the records that a shard serves in an epoch, in order, from a step on.
 
-    Memory while it works: about 75 bytes per record of the dataset for a single shard, 20 for one
-    of 8; with `shares` 40 more.
+    Peak memory per record of the dataset is about 75 bytes for a single shard and 20 for one of 8;
+    `shares` take 40 more.
 
     Args:
       records_per_file: how many records are in each file.

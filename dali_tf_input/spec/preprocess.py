@@ -32,8 +32,8 @@ _WHOLE = NoCrop()
 class Preprocess:
     """Everything between an encoded image and what the model sees.
 
-    In order: decode to RGB, `crop`, `augment`, to gray if `channels` is 1, mirror, (x - `mean`) /
-    `std`.
+    The steps, in order: decode to RGB, `crop`, `augment`, convert to gray if `channels` is 1,
+    mirror, normalize by (x - `mean`) / `std`.
 
     Examples:
       >>> Preprocess(image_size=(224, 224), crop=RandomCrop(), layout="CHW").image_shape
@@ -42,24 +42,24 @@ class Preprocess:
     Attributes:
       image_size: (height, width) of the output in pixels.
       crop: how the region is chosen, and resized to `image_size`.
-      mirror_probability: how likely an image is mirrored left to right, in [0, 1]; 0 and 1 are
-        exact.
-      mean: a number per channel, subtracted from it, in 0..255 units; unused if `dtype` is "uint8".
-      std: a number per channel that divides it, in 0..255 units, above 0; unused if `dtype` is
+      mirror_probability: probability of mirroring an image left to right, in [0, 1]; 0 means never
+        and 1 always.
+      mean: the value subtracted from each channel, in 0..255 units; unused if `dtype` is "uint8".
+      std: the value that each channel is divided by, in 0..255 units, above 0; unused if `dtype` is
         "uint8".
       layout: axes of one output image, "HWC" (TensorFlow's usual) or "CHW".
       interpolation: how pixels are resized. "bicubic" is Keys's kernel with a = -0.5.
-      antialias: whether the resize widens its filter when it shrinks. False is `tf.image.resize`'s
-        default and what TF-slim trained with, and it costs less. Must be False for "nearest".
+      antialias: whether the resize filter is widened when downscaling. False is the default of
+        `tf.image.resize`, was used by TF-slim, and costs less. Must be False for "nearest".
       channels: 3 for RGB; 1 for gray, 0.299 R + 0.587 G + 0.114 B.
       apply_orientation: whether images are turned upright by their EXIF orientation. DALI only:
         TensorFlow does not read it.
       dtype: type of the output. "uint8" is not normalized but rounded to whole numbers in 0..255;
         `make_normalization` returns the layer that normalizes in the model. "bfloat16" is for
-        tf.data only: DALI has none.
-      augment: what changes the image at random after the crop, in this order, such as
-        ``(RandAugment(), RandomErasing(p=0.25))``; the image is rounded to uint8 before. A function
-        of `seed` and the record's place in the order, the same on both backends.
+        tf.data only: DALI does not support it.
+      augment: random changes to the image after the crop, applied in this order, such as
+        ``(RandAugment(), RandomErasing(p=0.25))``. The image is first rounded to uint8. The changes
+        are a function of `seed` and the record's place in the order, the same on both backends.
     """
 
     image_size: tuple[Pixels, Pixels] = (224, 224)
@@ -109,7 +109,7 @@ class Preprocess:
 
     @property
     def takes_pixels(self) -> bool:
-        """Whether pixels are taken as they are, not resampled."""
+        """Whether pixels are copied, not interpolated."""
         return self.crop.sampling == "crop_and_pad" or self.interpolation == "nearest"
 
     @property
@@ -152,13 +152,13 @@ class Preprocess:
 
         Args:
           image_size: height and width of the output in pixels, or (height, width).
-          normalization: "imagenet": by the mean and standard deviation of ImageNet; "0..1" and
-            "-1..1": to that range; None: 0 to 255 as they are, for models that bring their own
+          normalization: "imagenet" normalizes by the mean and standard deviation of ImageNet,
+            "0..1" and "-1..1" scale to that range, and None keeps 0..255, for models with their own
             preprocessing.
-          recipe: the preprocessing that a published recipe trains with, instead of this resize and
-            crop; docs/recipes.md lists them.
-          **fields: further fields of `Preprocess`. `mean` and `std` replace those of
-            `normalization`, and all of them those of `recipe`.
+          recipe: a published training recipe whose preprocessing replaces this resize and crop; see
+            docs/recipes.md.
+          **fields: further fields of `Preprocess`. `mean` and `std` override `normalization`, and
+            every field overrides `recipe`.
         """
         height, width = _height_and_width(image_size)
         crop = ResizeRandomCrop(resize=(_resize_for(height), _resize_for(width)))
@@ -182,8 +182,8 @@ class Preprocess:
           >>> preprocess = Preprocess.for_evaluation(224, normalization="-1..1", layout="CHW")
 
         Args:
-          image_size: height and width of the output in pixels, or (height, width), of which the
-            larger one counts for the resize.
+          image_size: height and width of the output in pixels, or (height, width); the resize is
+            based on the larger one.
           normalization: see `for_training`.
           **fields: see `for_training`.
         """
@@ -205,7 +205,7 @@ class Preprocess:
         return cls(image_size=image_size, **{**statistics, **fields})
 
     def with_fields(self, **fields: Any) -> "Preprocess":
-        """Returns a copy with other fields, and with the mean and std of a `normalization`."""
+        """Returns a copy with some fields replaced; `normalization` sets `mean` and `std`."""
         if "normalization" in fields:
             channels = fields.get("channels", self.channels)
             fields = {**_statistics_of(fields.pop("normalization"), channels), **fields}

@@ -1,1 +1,1 @@
-"""Feeding Keras: one pipeline per replica, epochs, resuming, and what went wrong."""
+"""Training with Keras: one pipeline per replica, epochs, resuming, and diagnosis of failures."""

@@ -1,4 +1,4 @@
-"""The loss of each record, noted while a model trains: which records are hard, or mislabeled."""
+"""The loss of each record during training, which shows hard and mislabeled records."""
 
 import dataclasses
 import functools
@@ -16,30 +16,30 @@ from dali_tf_input.records.losses import find_hardest, read_losses, write_losses
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.training.fit import StepCallback
 
-_KEPT = 0.7  # of a record's loss, when it is seen again
-_USUAL_STEPS, _SPIKE = 100, 8.0  # how many steps are usual, and how far a spike is off
+_KEPT = 0.7  # the weight of a record's previous loss when the record is seen again
+_USUAL_STEPS, _SPIKE = 100, 8.0  # steps that define the usual loss; deviations that make a spike
 
 _logger = logging.getLogger("dali_tf_input")
 
 
 class Blame(StepCallback):
-    """Notes the loss of each record while `train.fit` trains; made by `Input.blame`.
+    """Tracks the loss of each record during `train.fit`; made by `Input.blame`.
 
-    The model computes the losses of a batch by `metric`; which records they belong to is
-    arithmetic, as the order of the records is planned.
+    The model computes the losses of a batch in `metric`. The order of the records is planned, so
+    the records that the losses belong to are known.
 
     Attributes:
-      losses: float32, one for each id of the records' files: how large the loss of the record was
-        lately, 0.7 of what it was before and 0.3 of the last time; NaN if it was never seen.
-      spikes: (step, mean loss of its batch) of the steps that stood out: whose loss was above the
-        median of the 100 steps before by more than 8 times their median deviation. `train.batch_at`
-        has the images.
+      losses: float32, one for each record id of the files: a moving average of the record's loss,
+        0.7 times the previous value plus 0.3 times the latest loss; NaN if it was never seen.
+      spikes: (step, mean loss of its batch) of each step whose loss exceeded the median of the 100
+        steps before by more than 8 times their median deviation. `train.batch_at` returns the
+        images.
     """
 
     def __init__(
         self, spec: InputSpec, folder: Path, *, loss: Any, batch_size: int, num_replicas: int
     ) -> None:
-        """Takes up what the folder holds, see `Input.blame`."""
+        """Continues with the losses that are stored in the folder, see `Input.blame`."""
         super().__init__()
         if not spec.has_fixed_order:
             raise InputError("`blame` needs to know the records of a step: use order 'global'.")
@@ -53,13 +53,13 @@ class Blame(StepCallback):
         self._batch_size, self._num_replicas = batch_size, num_replicas
         self._per_epoch = spec.steps(batch_size).per_epoch
         self.losses, self.spikes = read_losses(self._folder, spec.records)
-        self.save()  # now, and not after an epoch, it is said that a folder cannot be written
+        self.save()  # fails now, and not after an epoch, if the folder cannot be written
         self._epoch, self._ids = -1, spec.records.ids[:0]
         self._recent: list[float] = []
 
     @functools.cached_property
     def metric(self) -> keras.metrics.Metric:
-        """What the model is compiled with, among its metrics; under the strategy's scope if any.
+        """The metric to compile the model with, accessed under the strategy's scope if any.
 
         Its value in the logs is the largest loss of the last batch.
         """
@@ -73,7 +73,7 @@ class Blame(StepCallback):
         return find_hardest(self.losses, self._spec.records)[:num_records]
 
     def begin(self, offset: int, steps: int, spec: InputSpec, batch_size: int) -> None:
-        """Checks that it is the callback of what is trained on."""
+        """Checks that this callback belongs to the input that is trained on."""
         same = dataclasses.replace(spec, class_weight=self._spec.class_weight) == self._spec
         if not same or batch_size != self._batch_size:
             raise InputError(
@@ -124,7 +124,7 @@ class Blame(StepCallback):
         self.save()
 
     def save(self) -> None:
-        """Writes what is known so far, as a whole."""
+        """Writes the losses and spikes so far, atomically."""
         write_losses(self._folder, self._spec.records, self.losses, self.spikes)
 
 

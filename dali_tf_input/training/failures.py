@@ -1,7 +1,7 @@
-"""Which record stopped the input: its file, its number, and the command that skips it.
+"""The search for the record that stopped an input, and the command that skips it.
 
-TensorFlow's error names an operation, and DALI's at best a byte offset. But a fixed order is
-arithmetic: the step that failed determines its records, which are then checked one by one.
+TensorFlow's error names an operation, and DALI's at best a byte offset. But with a fixed order, the
+records of the failed step can be computed, and are then checked one by one.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ _OF_INPUT = re.compile(
 _NO_COPY = (
     "The input failed: the copy of {} in {} was damaged or removed. Run again, it is then fetched."
 )
-_STEPS_AHEAD = 12  # that pipelines may have read when they fail: queues, and `steps_per_execution`
+_STEPS_AHEAD = 12  # how far pipelines may have read ahead: queues and `steps_per_execution`
 
 
 class BadRecordError(InputError):
@@ -78,12 +78,12 @@ def explain(
     """Finds the record that stopped an input.
 
     Args:
-      error: what TensorFlow raised.
+      error: the error that TensorFlow raised.
       spec: the batches to produce.
-      options: of which backend; its decoder judges the records.
+      options: the options of the backend, whose decoder checks the records.
       batch_size: images in a step of all replicas.
-      step: steps that were done.
-      num_classes: of the model, if it is known; labels must be below.
+      step: number of steps done before the error.
+      num_classes: number of classes of the model, if known; labels must be below it.
 
     Returns:
       A `BadRecordError`; another InputError if a file changed, or if no bad record is found and the
@@ -159,7 +159,7 @@ def _remedy(reason: str, spec: InputSpec, command: str) -> str:
 
 
 def skip_command(spec: InputSpec, options: Options, *, on_bad: str = "--on_bad=skip") -> str:
-    """Returns the command that finds, and with `on_bad` skips, what is bad for a backend."""
+    """Returns the command that finds, and with `on_bad` skips, the bad records of a backend."""
     records, label = spec.records, spec.label
     decoder = "dali" if isinstance(options, DaliOptions) else "tf_data"
     arguments = ["--verify=decode", *([on_bad] if on_bad else [])]

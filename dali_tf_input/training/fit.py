@@ -1,4 +1,4 @@
-"""Training as one run of Keras's `fit`, in as many calls of it as resuming takes."""
+"""A training that looks like one call of Keras's `fit`, even if resuming takes several calls."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -15,11 +15,12 @@ from dali_tf_input.training.strategies import scope_of
 
 
 class StepCounter(keras.callbacks.Callback):
-    """Counts the batches of an evaluation or prediction, and knows the logs of an epoch.
+    """Counts the batches of an evaluation or prediction, and keeps the logs of the last epoch.
 
     Attributes:
-      tested: batches that an evaluation or prediction has done; None if there is none under way.
-      epoch_logs: the logs of the last epoch, with what the callbacks before this one added.
+      tested: number of batches that the running evaluation or prediction has done; None if none is
+        running.
+      epoch_logs: the logs of the last epoch, including what the callbacks before this one added.
     """
 
     def __init__(self) -> None:
@@ -48,12 +49,12 @@ class StepCounter(keras.callbacks.Callback):
 
 
 class StepCallback(keras.callbacks.Callback):
-    """A callback of `train.fit` that knows the number of each step, over all epochs of records.
+    """A callback for `train.fit` that knows the number of each step, counted over all epochs.
 
-    Whenever `Resume` saves, `save` is called too.
+    `save` is called whenever `Resume` saves.
 
     Attributes:
-      schedule: the spec of each epoch, from `begin` on.
+      schedule: the spec of each epoch, set when training begins.
     """
 
     def __init__(self) -> None:
@@ -80,16 +81,15 @@ class StepCallback(keras.callbacks.Callback):
 
 
 class Training(keras.callbacks.CallbackList):
-    """The callbacks of one training, which begins and ends once for them.
+    """The callbacks of a training, for which it looks like a single call of `fit`.
 
-    Keras's `fit` cannot begin in the middle of an epoch, so the rest of an epoch that was
-    interrupted is a call of its own; so is each stage of a schedule, by `end_of`, the epoch at
-    which that of an epoch ends. What callbacks see of it is one training: batches are counted
-    from the start of the epoch, its logs cover all of it, and `on_train_begin` and `on_train_end`
-    are called once.
+    Keras's `fit` cannot begin in the middle of an epoch, so the rest of an interrupted epoch is a
+    call of its own. So is each stage of a schedule: `end_of` maps an epoch to the end of its stage.
+    Callbacks see one training: batches are counted from the start of the epoch, the logs cover all
+    of it, and `on_train_begin` and `on_train_end` are called once.
 
     Attributes:
-      step: steps of training that are done.
+      step: number of training steps done.
       history: Keras's History of all epochs.
       counter: counts the batches of validation.
     """
@@ -156,7 +156,7 @@ class Training(keras.callbacks.CallbackList):
         return self.history
 
     def _begin(self) -> None:
-        """Begins for all callbacks, and tells them what happened before."""
+        """Begins the training for all callbacks, and restores their state from before a resume."""
         super().on_train_begin()
         self._initial = [_plain_attributes(callback) for callback in self._watchers]
         replayed = [
@@ -182,7 +182,7 @@ class Training(keras.callbacks.CallbackList):
                 vars(callback).update(waiting.pop(0))
 
     def build_metrics(self, element_spec: Any) -> None:
-        """Builds the metrics of an epoch that goes on, which Keras builds in its first step."""
+        """Builds the metrics of a resumed epoch; Keras would build them only in its first step."""
         saved = sum(name.startswith("metric/") for name in self._arrays)
         if not self._batches_before or len(self.model.metrics_variables) == saved:
             return

@@ -1,4 +1,4 @@
-"""An input that Keras trains on, evaluates and predicts: what `load` returns."""
+"""`Input`, the result of `load`: an input for training, evaluation and prediction with Keras."""
 
 import contextlib
 import dataclasses
@@ -31,10 +31,10 @@ _NOT_FOR_FIT = ("x", "y", "batch_size", "sample_weight", "validation_split")
 
 
 class Input:
-    """An input that Keras trains on, evaluates and predicts; made by `load`.
+    """An input for training, evaluation and prediction with Keras; made by `load`.
 
-    Iterating it serves one epoch, the next one each time; its length is the number of steps of an
-    epoch. `fit` goes on with the epoch after the last one that was served.
+    Each iteration over it serves the next epoch; its length is the number of steps in an epoch.
+    `fit` continues with the epoch after the last one that was served.
 
     Examples:
       >>> train = load(InputSpec.for_training("records/train-*", 224), batch_size=8)
@@ -46,11 +46,11 @@ class Input:
     Attributes:
       spec: the batches it produces.
       schedule: the spec of each epoch, where they differ.
-      options: the backend and how fast; the chosen one if None was given.
+      options: the options of the backend; the chosen ones if `load` got None.
       batch_size: images in a step of all replicas.
-      steps_per_epoch: how many steps an epoch has. In training the remainder, which fills no step,
-        is left out; one pass for evaluation is rounded up.
-      strategy: whose replicas are fed; None for plain TensorFlow.
+      steps_per_epoch: number of steps in an epoch. In training, the remainder that does not fill a
+        step is dropped; in evaluation, it is the last step.
+      strategy: the strategy whose replicas are fed; None for plain TensorFlow.
       devices: the device of each replica, such as "GPU:0".
     """
 
@@ -112,16 +112,16 @@ class Input:
         return self.steps_per_epoch
 
     def __iter__(self) -> Iterator[Any]:
-        """Yields the batches of the next epoch; a record that stops it is named.
+        """Yields the batches of the next epoch; if a record stops it, the error names the record.
 
         Raises:
           BadRecordError: (an InputError) a record cannot be read or decoded. The message has its
             file, its number and the command that skips it.
         """
         start, served = self._step, 0
-        failure = tf.errors.OpError  # a name that still stands when the program ends
+        failure = tf.errors.OpError  # a local name, which still exists when the program exits
         try:
-            iterator = iter(self._dataset_of(self._spec_at(start)))  # here already DALI reads
+            iterator = iter(self._dataset_of(self._spec_at(start)))  # DALI starts reading here
             while served < self.steps_per_epoch:  # DALI's own reader on a GPU has no end
                 batch = next(iterator, None)
                 if batch is None:
@@ -135,8 +135,8 @@ class Input:
     def records_of(self, step: int) -> Integers:
         """Returns the ids of the records of a step of training, in the order of its images.
 
-        It is arithmetic: also for a step that is long past, of another process, or still to come,
-        as long as the spec and the batch size are the same. `batch_at` has the images.
+        The ids are computed, so the step may be long past, from another process, or in the future,
+        as long as the spec and the batch size are the same. `batch_at` returns the images.
 
         Examples:
           >>> train = load(InputSpec.for_training("records/train-*", 224), batch_size=8)
@@ -158,9 +158,9 @@ class Input:
 
     @checked
     def batch_at(self, step: int) -> Any:
-        """Returns the batch of a step, of all replicas together: the same pixels as in training.
+        """Returns the batch of a step for all replicas together, with the pixels seen in training.
 
-        On a CPU they are the same to the bit. What comes next is not changed.
+        On a CPU they are the same to the bit. The next epoch to be served stays the same.
 
         Args:
           step: as for `records_of`.
@@ -183,10 +183,10 @@ class Input:
 
     @checked
     def blame(self, folder: Path, *, loss: Any) -> Blame:
-        """Returns a callback that notes the loss of each record while `fit` trains.
+        """Returns a callback that tracks the loss of each record during `fit`.
 
-        It takes no further pass: the model computes the losses of a batch by the metric
-        `blame.metric`, and which records they belong to is arithmetic.
+        It needs no extra pass: the model computes the losses of a batch in the metric
+        `blame.metric`, and the records that they belong to follow from the planned order.
 
         Examples:
           >>> train = load(InputSpec.for_training("records/train-*", 224), batch_size=8)
@@ -196,14 +196,14 @@ class Input:
           >>> rest = train.spec.records.exclude(blame.hardest(3))
 
         Args:
-          folder: keeps ``blame.npz``, four bytes a record, which is written as a whole at the end
-            of each epoch and whenever `Resume` saves; a later run goes on with it.
+          folder: the folder for ``blame.npz``, four bytes per record, which is written atomically
+            at the end of each epoch and whenever `Resume` saves; a later run continues with it.
           loss: the loss that the model is compiled with: a name, a function, or a `Loss`.
 
         Raises:
-          InputError: order "buffer" has no plan, `loss` is no loss of Keras, or the folder cannot
-            be written, is damaged or belongs to other records. `fit` raises it if the callback is
-            that of another input, or the model does not compute the metric.
+          InputError: order "buffer" has no plan, `loss` is not a Keras loss, or the folder cannot
+            be written, is damaged or belongs to other records. `fit` raises it if the callback
+            belongs to another input, or the model does not compute the metric.
         """
         size, replicas = self.batch_size, len(self.devices)
         return Blame(self.spec, folder, loss=loss, batch_size=size, num_replicas=replicas)
@@ -236,21 +236,21 @@ class Input:
         profile: bool = False,
         **arguments: Any,
     ) -> keras.callbacks.History:
-        """Trains a Keras model: `model.fit` with what belongs to this input.
+        """Trains a Keras model on this input by `model.fit`.
 
-        A further call goes on with the next epoch of the records. One pipeline serves all epochs.
+        Another call continues with the next epoch of the records. One pipeline serves all epochs.
 
         Args:
-          model: compiled; made under the strategy's scope if there is a strategy.
-          epochs: how many; with `resume` in all, including those before.
-          validation: what `load` returned for evaluation, which follows each epoch.
+          model: a compiled model, made under the strategy's scope if there is a strategy.
+          epochs: number of epochs; with `resume`, the total, including those before.
+          validation: an `Input` for evaluation, evaluated after each epoch.
           resume: a folder, or a `Resume`, that keeps the state; training continues from it.
-          profile: whether images per second are measured, "images_per_second" in all logs.
-          **arguments: further ones for `model.fit`, such as `callbacks`. `class_weight` works under
-            strategies too. `initial_epoch` is the first epoch of the records as well.
+          profile: whether to add "images_per_second" to the logs of each epoch.
+          **arguments: further arguments for `model.fit`, such as `callbacks`. `class_weight` works
+            under strategies too. `initial_epoch` is also the first epoch of the records.
 
         Returns:
-          Keras's History, of all epochs, also of those before a resume.
+          Keras's History of all epochs, including those before a resume.
 
         Raises:
           BadRecordError: (an InputError) a record stops the input.
@@ -400,13 +400,13 @@ class Input:
     def profile(self, model: keras.Model, *, steps: Count = 50) -> InputProfile:
         """Measures how much of a training step is spent waiting for this input.
 
-        It times steps on the input and as many on one batch of it; the model is as before
-        afterwards. On a CPU the model also runs slower while input is made beside it; that counts
+        It times steps on the input and the same number on a single batch; then it restores the
+        model. On a CPU, the model also runs slower while the input is being prepared; that counts
         as waiting.
 
         Args:
           model: compiled and trained for at least a step, with steps_per_execution=1.
-          steps: how many of each, at least 1.
+          steps: number of steps of each kind, at least 1.
 
         Raises:
           InputError: the model is not as above, or belongs to another strategy.
@@ -518,12 +518,12 @@ class Input:
     def explain(
         self, error: tf.errors.OpError, step: int, model: keras.Model | None = None
     ) -> Exception:
-        """Returns what to raise for an error of TensorFlow's: a record by name, if one is to blame.
+        """Returns the exception for a TensorFlow error; it names the record that caused it, if any.
 
         Args:
-          error: raised while this input was iterated.
-          step: batches that were served before; in training, since it began.
-          model: that was fed, if there was one.
+          error: the error that was raised while this input was iterated.
+          step: number of batches served before; in training, since it began.
+          model: the model that was fed, if there was one.
         """
         explained = explain(
             error,

@@ -1,4 +1,4 @@
-"""`load`: from a spec to an input that Keras trains on, one pipeline per replica."""
+"""`load`, which makes an input for Keras from a spec, with one pipeline per replica."""
 
 import functools
 import logging
@@ -47,8 +47,8 @@ def load(
 
     Args:
       spec: the batches to produce.
-      options: how; its type is the choice of the backend. None is DALI on a GPU that TensorFlow
-        sees, else tf.data; what was chosen is logged, and the result says it.
+      options: the backend's options; their type selects the backend. None selects DALI on the GPU
+        if TensorFlow sees one, else tf.data; the choice is logged and in `Input.options`.
       batch_size: images in a step over all replicas: a multiple of their number, and at most the
         number of records, except for evaluation on one replica. The last step of an evaluation
         is divided evenly.
@@ -57,11 +57,11 @@ def load(
         datasets. Several hosts use `make_dataset`.
       start_step: the step at which training starts, in batches of `batch_size`; nothing before it
         is read. Not with order "buffer".
-      schedule: what later epochs see instead: a dict by the epochs, from 0, from which on it holds,
+      schedule: changes for later epochs: a dict from the first epoch of a change, counted from 0,
         or a function of the epoch. A value is a `Preprocess`, or an `InputSpec` that differs from
-        `spec` in `preprocess`, `views`, `mix`, `transform`, `balance`, `temperature` or `mixture`
-        only. `Input.fit` and iteration follow it; `Input.dataset` cannot. A model that sees images
-        of several sizes needs an input of no size, ``keras.Input((None, None, 3))``.
+        `spec` only in `preprocess`, `views`, `mix`, `transform`, `balance`, `temperature` or
+        `mixture`. `Input.fit` and iteration follow it; `Input.dataset` cannot. A model for images
+        of several sizes needs an input without a fixed size, ``keras.Input((None, None, 3))``.
 
     Returns:
       An `Input`: `fit`, `evaluate`, `predict`, and its `dataset` for Keras's own. Each replica gets

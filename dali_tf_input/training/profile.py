@@ -1,4 +1,4 @@
-"""How fast a model is fed: images per second of each epoch, and the wait for input."""
+"""The speed of an input: images per second of each epoch, and the wait for input in a step."""
 
 import time
 from collections.abc import Callable
@@ -40,12 +40,12 @@ class ImagesPerSecond(keras.callbacks.Callback):
 
 
 class InputProfile(NamedTuple):
-    """What `Input.profile` measured.
+    """The result of `Input.profile`.
 
     Attributes:
-      images_per_second: of training on the input.
+      images_per_second: the speed of training on the input.
       step_seconds: mean time of a step on the input.
-      cached_step_seconds: mean time of the same step on a batch that is there already.
+      cached_step_seconds: mean time of the same step on a batch that is already in memory.
     """
 
     images_per_second: float
@@ -66,7 +66,7 @@ def profile_input(
     steps: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> InputProfile:
-    """Times steps on `batches`, an iterator without end, and as many on one batch.
+    """Times steps on `batches`, an endless iterator, and the same number on a single batch.
 
     The model, its metrics and its optimizer are restored exactly.
     """

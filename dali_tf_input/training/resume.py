@@ -32,15 +32,15 @@ Arrays = dict[str, Any]  # NumPy arrays by name
 
 
 class State(msgspec.Struct):
-    """What ``state.json`` holds.
+    """The contents of ``state.json``.
 
     Attributes:
-      step: steps of training that are done.
-      steps_per_epoch: steps in an epoch of Keras's.
-      optimizer: the name of its class.
-      fingerprint: what must stay the same for the same order of the records.
-      logs: what Keras logged of each epoch that is done: its number and the values.
-      callbacks: of each callback its class and those of its attributes that changed in training.
+      step: number of training steps done.
+      steps_per_epoch: number of steps in a Keras epoch.
+      optimizer: the class name of the optimizer.
+      fingerprint: values that must stay the same for the order of the records to be the same.
+      logs: the number of each finished epoch and the values that Keras logged for it.
+      callbacks: the class name of each callback and its attributes that changed in training.
       stopped: whether a callback stopped the training.
     """
 
@@ -66,17 +66,18 @@ class Resume:
       >>> resume = Resume("runs/2", save_every=1000)  # also after each thousand steps
       >>> history = train.fit(model, epochs=2, resume=resume, verbose=0)
 
-    A resumed run sees the records that it would have seen, in the same order, with the same crops
-    and mirrors, on either backend and with any number of replicas; nothing before them is read.
-    Weights, optimizer, metrics, History and callbacks go on as if nothing had happened. The folder
-    holds the weights of the model and the optimizer (``step-<n>.weights.h5``), arrays of metrics
-    and callbacks (``step-<n>.npz``) and ``state.json``, which is renamed into place last: a process
-    that is killed, or a machine that loses power, at any moment leaves a complete state. Steps
-    after the saved one are repeated. One training at a time may use the folder.
+    A resumed run sees the same records as an uninterrupted one, in the same order, with the same
+    crops and mirrors, on either backend and with any number of replicas; earlier records are not
+    read. Weights, optimizer, metrics, History and callbacks continue as if nothing had happened.
+
+    The folder holds the weights of the model and the optimizer (``step-<n>.weights.h5``), arrays of
+    metrics and callbacks (``step-<n>.npz``) and ``state.json``, which is renamed into place last.
+    So a complete state remains even if the process is killed or the machine loses power at any
+    moment. Steps after the saved one are repeated. One training at a time may use the folder.
 
     If the index skips more records than before (``--on_bad=skip``, after a bad record stopped
-    training), the order differs: training resumes at the same point of the epoch, in which some
-    records may then come twice or not at all.
+    training), the order differs: training resumes at the same point of the epoch, and some records
+    of that epoch may be served twice or not at all.
 
     The state does not include TensorFlow's own random generators, private attributes of callbacks
     (such as the batches that `ModelCheckpoint(save_freq=n)` counts), or the bytes of the records:
@@ -87,16 +88,16 @@ class Resume:
     def __init__(
         self, folder: Path, *, save_every: Count | None = None, allow_changed_data: bool = False
     ) -> None:
-        """Names a folder.
+        """Sets the folder, without reading or writing anything yet.
 
         Args:
           folder: where the state is kept; created when training begins.
           save_every: steps after which the state is saved, at least 1; None saves at the end of
             each epoch. Saving takes as long as writing the weights.
           allow_changed_data: whether the records and the spec, but not the batch size, may differ
-            from the saved ones.
-            Training then goes on at the same epoch, and at the same step in it if there still is
-            one, in the new order; what changed is logged. False refuses.
+            from those of the saved state. Training then continues in the new order, at the same
+            epoch and, if it still exists, the same step; the changes are logged. If False, a
+            difference raises an InputError.
         """
         self.folder = os.path.abspath(os.path.expanduser(folder))
         self.save_every, self.allow_changed_data = save_every, allow_changed_data
@@ -121,14 +122,14 @@ class Resume:
         A custom loop calls it before `make_dataset(..., start_step=state.step)`.
 
         Args:
-          model: compiled, with its variables.
-          spec: what it is trained on, with a fixed order.
+          model: a compiled model whose variables are built.
+          spec: the spec that it is trained on, with a fixed order.
           batch_size: images in a step of all replicas.
-          steps_per_epoch: steps in an epoch of Keras's; 0 is all records.
-          schedule: what later epochs see instead, in words.
+          steps_per_epoch: number of steps in a Keras epoch; 0 is all records.
+          schedule: the changes for later epochs, as text.
 
         Returns:
-          The state, of step 0 if there is none, and the arrays beside it.
+          The state, at step 0 if none was saved, and the arrays that were saved with it.
 
         Raises:
           InputError: `spec` has no fixed order, the folder cannot be written to, its state is
@@ -163,10 +164,10 @@ class Resume:
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
-        """Keeps other trainings out of the folder.
+        """Locks the folder against other trainings.
 
         Raises:
-          InputError: one is using it, or it cannot be written to.
+          InputError: another training is using the folder, or it cannot be written to.
         """
         self._check_writable()
         with locked_if_free(self._path(".lock")) as is_free:
@@ -256,7 +257,7 @@ class Resume:
     def _check_fingerprint(
         self, state: State, now: dict[str, Any], batch_size: int, steps_per_epoch: int
     ) -> None:
-        """Refuses the state of other input, or adapts it where that is allowed."""
+        """Raises InputError if the state is of other input, or adapts it if that is allowed."""
         then = state.fingerprint
         usual = {
             **_usual_fields(),
@@ -329,7 +330,7 @@ def _usual_fields() -> dict[str, str]:
 
 
 def make_fingerprint(spec: InputSpec, batch_size: int) -> dict[str, Any]:
-    """Returns what must stay the same for the order of the records, and what is made of them."""
+    """Returns the values that determine the order of the records and their preprocessing."""
     records = spec.records
     sizes = [(os.path.basename(file.path), file.size) for file in records.files]
     files = hashlib.sha256(json.dumps(sorted(sizes)).encode())

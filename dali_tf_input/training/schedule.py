@@ -1,4 +1,4 @@
-"""Another spec for later epochs: image size, strength of augmentation, mixes."""
+"""Schedules, which change the spec in later epochs: image size, augmentation, mixing."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -18,9 +18,9 @@ class Schedule:
     """The spec of each epoch.
 
     Attributes:
-      spec: that of epochs before the first stage.
-      stages: from an epoch on another spec, or what is its `preprocess`; or a function of the
-        epoch; None for one spec throughout.
+      spec: the spec of the epochs before the first stage.
+      stages: a dict from the first epoch of a stage to its spec or only its `preprocess`; or a
+        function of the epoch; None for one spec throughout.
     """
 
     def __init__(self, spec: InputSpec, stages: Stages | None, *, batch_size: int) -> None:
@@ -86,7 +86,7 @@ class Schedule:
         return changes
 
     def _check(self, epoch: int, stage: Stage) -> InputSpec:
-        """Returns the spec of a stage, if it goes on where the one before ended."""
+        """Returns the spec of a stage; raises InputError if training cannot continue with it."""
         if isinstance(stage, Preprocess):
             views = () if stage != self.spec.preprocess else self.spec.views
             stage = dataclasses.replace(self.spec, preprocess=stage, views=views)

@@ -127,7 +127,7 @@ class Augmenter {
     });
   }
 
-  // The place of a pixel that may be beyond the border, by up to a side: reflected, without the last pixel.
+  // Reflects a position beyond the border back into the image, without repeating the last pixel.
   static int Reflect(int place, int side) {
     if (side == 1) return 0;
     const int period = 2 * (side - 1);

@@ -17,8 +17,9 @@
 
 namespace dali_tf_input::jpeg {
 
-// The place in a block, row by row, of its k-th coefficient. A `k` past the last is that of a code which ends the block
-// or is wrong; what is written there is not read. No lookup reaches further than kPlaces (see `Pair`).
+// The position in a block, in row-major order, of its k-th coefficient. Codes that end the block or
+// are invalid lead to a `k` past the last; values written there are not read. No lookup reaches
+// beyond kPlaces (see `Pair`).
 constexpr int kPlaces = 63 + 128 + 2, kBlock = 80;
 struct Order {
   uint8_t place[kPlaces] = {};
@@ -35,7 +36,8 @@ struct Order {
 };
 constexpr Order kOrder;
 
-// What the next kLook bits of a scan begin with: an AC coefficient, and the one after it if all its bits are among them.
+// The AC coefficient at the start of the next kLook bits of a scan, and the one after it if these
+// bits include all of it.
 constexpr int kLook = 10, kDcLook = 9;
 constexpr int kMost = 18;              // bits of a code and its value in a lookup: a `Refill` is enough for three
 constexpr int kEnd = 64, kLong = 128;  // as a run: the block ends; the code is too long for a lookup, or there is none
@@ -332,7 +334,7 @@ struct Bits {
   }
 };
 
-// Decodes a block into `block`, which is all 0; returns whether it is wrong.
+// Decodes a block into `block`, which must be all 0; returns true on invalid data.
 DALI_TF_INPUT_INLINE bool DecodeBlock(Bits& bits, const Huffman& dc, const Huffman& ac, int* last_dc, int16_t* block) {
   bits.Refill();
   const auto known = dc.dc[bits.word >> (64 - kDcLook)];
@@ -393,7 +395,7 @@ DALI_TF_INPUT_INLINE __m256i Multiply(__m256i pairs, int x, int y) {  // and add
   return _mm256_madd_epi16(pairs, _mm256_set1_epi32(static_cast<int>((x & 0xFFFF) | static_cast<uint32_t>(y) << 16)));
 }
 
-// Half of an inverse DCT of two blocks, one in each half of the registers: of the columns.
+// The column pass of an inverse DCT of two blocks, one in each half of the registers.
 template <int kShift>
 DALI_TF_INPUT_INLINE void TransformColumns(__m256i* rows) {
   // Constants in 2^-13, as jidctint.c names them.
@@ -542,9 +544,10 @@ class Decoder : public Header {
  public:
   // Decodes the lines of a window from top to bottom; returns false if the file is refused, at any time.
   //
-  // `window.left` is a multiple of 16. `is_whole`: all of the scan must be sound; else only what the window needs, as
-  // when libjpeg-turbo decodes a region. `sink.Want(line)` returns where to write the window's part of the line, with
-  // room for 48 bytes more, or null; `sink.Take(line)` says that it is there.
+  // `window.left` is a multiple of 16. With `is_whole`, the whole scan must be valid; else only
+  // what the window needs, as when libjpeg-turbo decodes a region. `sink.Want(line)` returns where
+  // to write the window's part of the line, with room for 48 more bytes, or null to skip the line;
+  // `sink.Take(line)` is called once it is written.
   template <typename Sink>
   bool Decode(const Window& window, bool is_whole, Sink&& sink) {
     const int unit_height = 8 * down_, unit_width = 8 * across_, reach = across_ - 1, below = down_ - 1;

@@ -11,7 +11,7 @@
 
 namespace dali_tf_input {
 
-// What is done to a batch: `weight` is the part of an image in itself, outside of the box, which shows its partner.
+// How a batch is mixed: `weight` is an image's own weight outside the box, which shows its partner.
 struct Mixing {
   float weight = 1;
   int64_t top = 0, left = 0, bottom = 0, right = 0;

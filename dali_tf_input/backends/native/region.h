@@ -27,6 +27,7 @@ inline void FindRegion(const Work& work, Crop crop, const double* numbers, const
   const double out[2] = {static_cast<double>(work.height), static_cast<double>(work.width)};
   double *start = image->start, *extent = image->extent;
   image->mirror = uniforms[0] < static_cast<float>(numbers[0]);
+  bool fits = false;  // of a kRandomResizedCrop, any attempt
   if (crop == kRandomResizedCrop) {
     extent[0] = std::min(size[0], std::floor(size[1] / numbers[5] + 0.5));
     extent[1] = std::min(size[1], std::floor(size[0] * numbers[6] + 0.5));
@@ -38,7 +39,7 @@ inline void FindRegion(const Work& work, Crop crop, const double* numbers, const
       const double height = std::max(std::floor(std::sqrt(area / ratio) + 0.5), 1.0);
       const double width = std::max(std::floor(std::sqrt(area * ratio) + 0.5), 1.0);
       if (height <= size[0] && width <= size[1]) {
-        extent[0] = height, extent[1] = width;
+        extent[0] = height, extent[1] = width, fits = true;
         break;
       }
     }
@@ -46,7 +47,8 @@ inline void FindRegion(const Work& work, Crop crop, const double* numbers, const
   for (int axis = 0; axis < 2; ++axis) {
     const double position = uniforms[1 + axis];
     if (crop == kRandomResizedCrop) {
-      start[axis] = std::floor(position * (size[axis] - extent[axis] + 1));
+      const double excess = size[axis] - extent[axis];
+      start[axis] = fits ? std::floor(position * (excess + 1)) : std::floor(excess / 2);
     } else if (crop == kRandomCrop) {
       const double excess = size[axis] - out[axis];
       start[axis] = excess >= 0 ? std::floor(position * (excess + 1)) : std::floor(excess / 2);

@@ -180,7 +180,7 @@ DALI_TF_INPUT_CLONES void FillLine(const Work& work, const Taps& rows, const Tap
   if (rows.count == 1) {
     for (int64_t x = 0; x < used; ++x) source[x] = weights[0] * pixels[x];
   } else {
-    // Two taps are a line between two pixels: equal ones stay what they are.
+    // With two taps, interpolate linearly: the result for two equal pixels is then exact.
     const uint8_t* next = lines[1] + from;
     if (rows.count == 2) {
       for (int64_t x = 0; x < used; ++x) source[x] = pixels[x] + weights[1] * (next[x] - pixels[x]);
@@ -246,8 +246,9 @@ class Resampler {
         work_(work), out_(out), lines_(static_cast<size_t>(rows.count)),
         source_(3 * static_cast<size_t>(columns.high - columns.low) + 1), row_(3 * static_cast<size_t>(work.width) + 1) {}
 
-  // Returns whether all of the output is there; if not, whether it needs a line, and later ones only.
+  // Returns whether the output is complete.
   bool IsDone() const { return next_ == work_.height; }
+  // Returns whether the rest of the output may still need a source line.
   bool Needs(int line) const { return !IsDone() && line >= rows.first[next_]; }
 
   // Fills what the lines up to this one allow. `get(line)` returns a line, one of the last `rows.count`, from `left` on.
