@@ -82,15 +82,18 @@ def run(
       Ctrl-C.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if {"--help", "-h", "--helpfull", "--helpshort"} & set(arguments):
-        print(format_help(sys.modules[main.__module__].__doc__ or "", flag_values))
-        return 0
     try:
+        if {"--help", "-h", "--helpfull", "--helpshort"} & set(arguments):
+            print(format_help(sys.modules[main.__module__].__doc__ or "", flag_values), flush=True)
+            return 0
         for name in flag_values:
             flag_values[name].unparse()  # a second run in one process starts from the defaults
         positional = flag_values(["command", *arguments])[1:]
         flag_values.check_bounds()
         return main(positional) or 0
+    except BrokenPipeError:  # what reads the output has ended, such as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (InputError, OSError, flags.Error) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

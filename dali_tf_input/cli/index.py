@@ -87,7 +87,8 @@ def main(patterns: list[str]) -> int:
             report, refusal = error.report, error
     print_report(report)
     if refusal:
-        print(f"error: {refusal}. {_remedy(patterns, refusal.mistake)}", file=sys.stderr)
+        remedy = _remedy(patterns, refusal.mistake, has_records=progress.has_records)
+        print(f"error: {refusal}. {remedy}", file=sys.stderr)
         return 1
     return 0
 
@@ -126,6 +127,7 @@ class IndexProgress:
 
     def __init__(self, *, names_all: bool) -> None:
         self._names_all = names_all
+        self.has_records = False  # whether a bad file has records, some of them bad
         self._named = Counter[str]()
         self._console = Console(stderr=True)
         self._start = time.monotonic()
@@ -162,6 +164,7 @@ class IndexProgress:
 
     def print_bad_record(self, file: str, bad: BadRecord) -> None:
         """Prints a bad record as one line; with --on_bad=skip, only if its file is unreadable."""
+        self.has_records |= bad.record is not None
         if not self._names_all and bad.reason != "unreadable":
             return
         self._named[bad.reason] += 1
@@ -187,7 +190,7 @@ def print_report(report: IndexReport) -> None:
         command.print_rows([(reason, f"{count:,}") for reason, count in report.reasons.items()])
 
 
-def _remedy(patterns: list[str], mistake: str) -> str:
+def _remedy(patterns: list[str], mistake: str, *, has_records: bool) -> str:
     """Returns what to do about bad records."""
     if mistake:
         return f"Those files were not indexed. {mistake}"
@@ -196,6 +199,8 @@ def _remedy(patterns: list[str], mistake: str) -> str:
             f"{BAD_RECORDS_NAME} lists the bad records of indexed files; --on_bad=error names those"
             " of the others. Fix the files, or allow more with --max_bad_fraction."
         )
+    if not has_records:
+        return "Those files hold no records, and were not indexed. Replace them or leave them out."
     flags = (*_CHECK_FLAGS, *_LABEL_FLAGS, _MAX_BAD_FRACTION, _ALLOW_MISSING)
     changed_flags = [flag for flag in flags if flag.value != flag.default]
     arguments = [*(f"--{flag.name}={flag.value}" for flag in changed_flags), "--on_bad=skip"]

@@ -112,7 +112,8 @@ def read_entries(
     if stale:
         file, index_file, reason, _ = stale[0]
         if reason == _NO_INDEX:
-            text = f"{len(stale)} of {len(files)} files have no index, the first is {file}."
+            where = "beside them" if index_dir is None else f"in {index_dir}"
+            text = f"{len(stale)} of {len(files)} files have no index {where}, the first is {file}."
         else:
             more = f" {len(stale) - 1} more cannot be used." if len(stale) > 1 else ""
             text = f"{index_file}: {reason}.{more}"

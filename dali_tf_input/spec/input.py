@@ -380,6 +380,10 @@ class InputSpec:
         of_preprocess = {field.name for field in dataclasses.fields(Preprocess)} | {"normalization"}
         if name == "for_training":
             of_preprocess |= {"recipe"}
+        for key in ("index_dir", "image_key", "cache_dir"):
+            if key in fields:
+                call = f"InputSpec.{name}(Records.from_files(files, {key}=...), ...)"
+                raise InputError(f"`{key}` belongs to the records: {call}.")
         check_keywords(f"InputSpec.{name}", fields, [*own, *of_preprocess])
         changes = {key: value for key, value in fields.items() if key in of_preprocess}
         if views := fields.get("views"):

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -217,3 +218,23 @@ def test_many_bad_records_are_counted(tmp_path):
     assert len(named) == 20
     assert "more are counted below: label range" in process.stderr
     assert "30 of 50 records do not hold what the checks name" in process.stderr
+
+
+def test_files_that_hold_no_records(tmp_path):
+    """They cannot be skipped: what is no TFRecord is to be left out of the pattern."""
+    write_tfrecord(tmp_path / "train-00000-of-00001", [{"image": b"", "label": 1}])
+    (tmp_path / "labels.txt").write_text("cat\n")
+    process = run("index", f"{tmp_path}/*")
+    assert process.returncode == 1
+    assert process.stderr.endswith(
+        "files hold no records, and were not indexed. Replace them or leave them out.\n"
+    )
+
+
+def test_a_reader_that_ends():
+    """What reads the output may end first, as `head` does."""
+    command = [sys.executable, "-m", "dali_tf_input", "index", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.wait() == 1
+        assert process.stderr.read() == b""

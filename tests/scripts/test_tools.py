@@ -46,7 +46,9 @@ def test_no_files_and_no_index(script, tmp_path):
     file = write_tfrecord(tmp_path / "train", numbered_examples(2))
     process = run_tool(script, f"--files={file}", *short, out)
     fails(
-        process, f"1 of 1 files have no index, the first is {file}. Index them: ", f"index {file}"
+        process,
+        f"1 of 1 files have no index beside them, the first is {file}. Index them: ",
+        f"index {file}",
     )
     assert sorted(os.listdir(tmp_path)) == ["train"]
 

@@ -60,6 +60,10 @@ def test_further_fields_of_preprocess(make):
 
 def test_for_training_describes_the_input(dataset):
     pattern = os.path.join(os.path.dirname(dataset.paths[0]), "train-*")
+    with refused(
+        r"`index_dir` belongs to the records: .*Records.from_files\(files, index_dir=\.\.\.\)"
+    ):
+        dti.InputSpec.for_training(pattern, index_dir="elsewhere")
     spec = dti.InputSpec.for_training(pattern)
     assert spec == dti.InputSpec(
         records=dataset, preprocess=dti.Preprocess.for_training(224), order="global"
@@ -231,7 +235,9 @@ def test_from_files_without_an_index(tmp_path):
     with pytest.raises(dti.InputError) as caught:
         from_files(str(tmp_path / "train-*"))
     text = str(caught.value)
-    assert text.startswith(f"1 of 3 files have no index, the first is {first}. Index them: ")
+    assert text.startswith(
+        f"1 of 3 files have no index beside them, the first is {first}. Index them: "
+    )
     assert text.endswith(f"python -m dali_tf_input index {first}")
 
 
