@@ -92,7 +92,7 @@ def load(
     for stage in stages.specs:
         check_input(stage, options)
     if is_chosen:
-        _say(f"`options` is None: the input is made by {options.backend}.")
+        _say(f"`load` chose {options.backend} for the input; `options` chooses another backend.")
     return Input(
         spec,
         options,

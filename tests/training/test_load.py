@@ -173,7 +173,7 @@ def test_no_options_chooses_and_says_so_once(dataset, caplog):
     assert "by tf.data for CPU:0" in repr(fed)
     said = [record for record in caplog.records if record.name == "dali_tf_input"]
     assert [record.levelno for record in said] == [logging.WARNING]
-    assert "the input is made by tf.data" in caplog.text
+    assert "`load` chose tf.data for the input" in caplog.text
 
 
 @backends
