@@ -112,7 +112,7 @@ def read_entries(
     if stale:
         file, index_file, reason, _ = stale[0]
         if reason == _NO_INDEX:
-            where = "beside them" if index_dir is None else f"in {index_dir}"
+            where = "beside them (`index_dir` is None)" if index_dir is None else f"in {index_dir}"
             text = f"{len(stale)} of {len(files)} files have no index {where}, the first is {file}."
         else:
             more = f" {len(stale) - 1} more cannot be used." if len(stale) > 1 else ""

@@ -169,7 +169,7 @@ def change_version(file, version):
         (lambda file: os.utime(file, ns=(1, 1)), "train-1 changed since it was", "train-1"),
         (
             lambda file: index_of(file).unlink(),
-            "^1 of 3 files have no index beside them, ",
+            "^1 of 3 files have no index beside them ",
             "train-1",
         ),
         (lambda file: index_of(file).write_text("0 17\n" * 5), "is not the one that", "train-1"),

@@ -302,7 +302,7 @@ def test_what_is_typed_first(dataset, tmp_path):
         r"load\(..., strategy=...\) needs the MirroredStrategy of the model": lambda: train.fit(scoped),
         "`steps_per_execution` must divide the 4 steps of an epoch .* got 3": lambda: train.fit(several),
         r"`model` must be a keras.Model, got .*model.fit\(train.dataset\)": lambda: train.fit("model"),
-        "files have no index beside them, the first is .* Index them: ":
+        "files have no index beside them .*, the first is .* Index them: ":
             lambda: dti.InputSpec.for_training(write_tfrecord(tmp_path / "new", numbered_examples(2))),
     }.items():  # fmt: skip
         with refused(message):
