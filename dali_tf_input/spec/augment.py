@@ -26,8 +26,8 @@ Byte = Annotated[float, Within(0, 255)]
 Sampling = Literal["nearest", "bilinear"]
 
 ROW_SIZE = 13  # a primitive and its numbers, at most 12
-_LEVELS = 256  # of a strength that is drawn from a range
-_NORMAL_LEVELS = 64  # of a magnitude that is drawn from a normal distribution
+_LEVELS = 256  # discrete values of a strength drawn from a range
+_NORMAL_LEVELS = 64  # discrete values of a magnitude drawn from a normal distribution
 _RECTANGLES = 2048
 _TF_SIDE = 224  # the image size that the pixel counts of tensorflow/models are meant for
 
@@ -46,9 +46,9 @@ class Primitive(enum.IntEnum):
     POSTERIZE = 4  # [mask]: keeps the bits of a mask
     ADD = 5  # [amount]: to values below 128
     AUTOCONTRAST = 6  # stretches each channel to 0..255
-    EQUALIZE = 7  # makes the histogram of each channel even, as OpenCV's `equalizeHist`
-    FILTER = 8  # [3x3]: convolves; the border reflects without its last pixel
-    BLUR = 9  # [sigma]: Gaussian, within 3 sigma; the border as above
+    EQUALIZE = 7  # equalizes the histogram of each channel, like OpenCV's `equalizeHist`
+    FILTER = 8  # [3x3]: convolves; the border is reflected without repeating the edge pixel
+    BLUR = 9  # [sigma]: Gaussian, truncated at 3 sigma; the same border as FILTER
     # [xx, xy, x, yx, yy, y, fill, bilinear]: maps output positions to image positions.
     WARP = 10
     # [height, width, number of positions down, number across, top, left, 3 fill values, 3 standard
@@ -97,7 +97,7 @@ class Augmentation:
 class RandAugment(Augmentation):
     """Applies random operations at one magnitude (Cubuk et al., 2019, arXiv 1909.13719).
 
-    Operations are drawn uniformly and with replacement. Those with a direction get a random one.
+    Operations are drawn uniformly with replacement. Directional ones get a random direction.
 
     Examples:
       >>> preprocess = Preprocess.for_training(224, augment=(RandAugment(magnitude=15),))
@@ -167,7 +167,7 @@ class TrivialAugment(Augmentation):
 
     Attributes:
       fill: the value of pixels that a warp leaves empty, in 0..255.
-      interpolation: how warps take pixels.
+      interpolation: how warps sample pixels.
     """
 
     is_geometric: ClassVar[bool] = True
@@ -279,7 +279,7 @@ class Solarize(Augmentation):
 
     Attributes:
       p: how likely an image is changed, in [0, 1].
-      threshold: values from this one on, in [0, 255], are inverted.
+      threshold: in [0, 255]; values at or above it are inverted.
     """
 
     p: Part = 1.0
@@ -422,7 +422,7 @@ class Program:
 
     @property
     def num_uniforms(self) -> int:
-        """How many random numbers an image needs: of orders, of rows, of places (y, x)."""
+        """How many random numbers an image needs: for orders, rows and positions (y, x)."""
         return len(self.p) + 3 * self.num_steps
 
     def rows_of_step(self, step: int) -> Floats:
@@ -450,21 +450,21 @@ class _Warp:
         return self.row(1, 0, x, 0, 1, y)
 
     def turn(self, degrees: float) -> tuple[float, ...]:
-        """About the center."""
+        """Returns a rotation about the center."""
         cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
         x, y = self.width / 2, self.height / 2
         return self.row(cos, sin, x - cos * x - sin * y, -sin, cos, y + sin * x - cos * y)
 
 
 def _torchvision(part: float, warp: _Warp, *, is_wide: bool = False) -> list[Sequence[float]]:
-    """Returns torchvision's 14 operations twice, in both directions.
+    """Returns torchvision's 14 operations, once for each direction.
 
     Source: torchvision.transforms.autoaugment, `RandAugment` and `TrivialAugmentWide` (`is_wide`).
 
     Args:
-      part: the magnitude, of the largest one.
+      part: the magnitude, as a fraction of the largest one.
       warp: makes the warps.
-      is_wide: whether strengths are the wide ones.
+      is_wide: whether to use the strengths of `TrivialAugmentWide`.
     """
     shear, turn, enhance = (0.99, 135, 0.99) if is_wide else (0.3, 30, 0.9)
     across, down = (32, 32) if is_wide else (warp.width * 150 / 331, warp.height * 150 / 331)
@@ -491,10 +491,10 @@ def _torchvision(part: float, warp: _Warp, *, is_wide: bool = False) -> list[Seq
 
 
 def _tf(magnitude: float, warp: _Warp, increasing: bool) -> list[Sequence[float]]:
-    """Returns the operations of the TensorFlow models, or timm's, twice, in both directions.
+    """Returns the operations of tensorflow/models, or timm's, once for each direction.
 
-    Source: tensorflow/models, official/vision/ops/augment.py; with `increasing` timm.data's
-    `_RAND_INCREASING_TRANSFORMS`, which have no cutout.
+    Source: tensorflow/models, official/vision/ops/augment.py; with `increasing`, timm.data's
+    `_RAND_INCREASING_TRANSFORMS`, which has no cutout.
     """
     part = magnitude / 10
     bits, threshold = min(int(part * 4), 8), int(part * 256)
@@ -535,7 +535,7 @@ def _saturation(factor: float) -> Sequence[float]:
 
 
 def _hue(turn: float) -> Sequence[float]:
-    """Returns the row that turns colors in the YIQ space by a part of the circle."""
+    """Returns the row that rotates hues in YIQ space by a fraction of the color circle."""
     to_yiq = np.array([LUMA, (0.595716, -0.274453, -0.321263), (0.211456, -0.522591, 0.311135)])
     cos, sin = math.cos(2 * math.pi * turn), math.sin(2 * math.pi * turn)
     return _color(np.linalg.inv(to_yiq) @ [[1, 0, 0], [0, cos, sin], [0, -sin, cos]] @ to_yiq)
@@ -569,7 +569,7 @@ def _integers(values: Any) -> Integers:
 
 
 def _even(low: float, high: float) -> Any:
-    """Returns the middles of the levels of a range."""
+    """Returns the midpoints of `_LEVELS` equal intervals of a range."""
     return low + (np.arange(_LEVELS) + 0.5) / _LEVELS * (high - low)
 
 

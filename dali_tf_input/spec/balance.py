@@ -19,7 +19,7 @@ from dali_tf_input.records.labels import ClassLabel, Label
 from dali_tf_input.records.records import Records
 
 _MAX_FACTOR = 1_000_000
-_MAX_EPOCHS = 1000  # of all records, in one of a mixture
+_MAX_EPOCHS = 1000  # the longest epoch of a mixture, in passes over all records
 Shares = npt.NDArray[np.float64]
 Balance = dict[int, float] | Literal["class"] | None
 
@@ -54,10 +54,10 @@ def find_shares(
 
 
 def draw_balanced(classes: Integers, quotas: Integers, *, seed: int, epoch: int) -> Integers:
-    """Returns the records of an epoch, with a given number from each class, class by class.
+    """Returns the records of an epoch, grouped by class, with a given number from each class.
 
-    All records of a class occur equally often, or some of them once more; which ones is drawn anew
-    in each epoch.
+    Records of the same class occur equally often, to within one; which of them occur once more is
+    redrawn each epoch.
 
     Args:
       classes: the class of each record, from 0; each class has at least one record.
@@ -116,7 +116,7 @@ class Mixture:
         return mixture
 
     def __repr__(self) -> str:
-        """Says what an order depends on."""
+        """Identifies everything that the order of records depends on."""
         parts = []
         for part, share in zip(self.parts, self.shares, strict=True):
             ids = zlib.crc32(part.ids.tobytes())
@@ -125,11 +125,11 @@ class Mixture:
 
     @property
     def num_records(self) -> int:
-        """How many records an epoch has: those in which the first part comes once."""
+        """How many records an epoch has, so that it serves the first part once."""
         return max(1, round(self.parts[0].num_records / self.shares[0]))
 
     def find_parts(self, records: Records) -> Integers:
-        """Returns the number of the part of each of the records, which may be local copies now."""
+        """Returns the part number of each record; the files may have become local copies."""
         if records.counts != self.records.counts:
             raise InputError("`mixture` is of other records: describe the input again.")
         first_ids = dict(zip(self.records.paths, self.records.first_ids, strict=True))
@@ -177,7 +177,7 @@ def draw_mixed(parts: Integers, quotas: Integers, *, seed: int, epoch: int) -> I
 
 
 def share_out(total: int, shares: Shares) -> Integers:
-    """Returns whole parts of `total` in proportion to `shares`, by the largest remainders."""
+    """Splits `total` into integers proportional to `shares`, by the largest-remainder method."""
     exact = total * shares / shares.sum()
     parts: Integers = np.floor(exact).astype(np.int64)
     largest = np.argsort(parts - exact, kind="stable")[: total - int(parts.sum())]

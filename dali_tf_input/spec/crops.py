@@ -15,7 +15,7 @@ Sampling = Literal["resize_then_crop", "crop_then_resize", "crop_and_pad", "resi
 
 
 class Ops(Protocol):
-    """The operations that crops plan with, on a backend's float64 arrays of one axis.
+    """The operations available to `Crop.plan`, on a backend's one-dimensional float64 arrays.
 
     `where` takes `values` where `condition` holds, else `others`. `max` and `sum` (of whole
     numbers) return arrays of shape (1,); `concat` joins two arrays.
@@ -54,10 +54,10 @@ class Uniforms(NamedTuple):
 
 
 class Region(NamedTuple):
-    """Where the output lies in an image; each a float64 array (y, x).
+    """The region of an image that becomes the output; each field is a float64 array (y, x).
 
-    A crop of a resized image is a resized region of the image, so `start` and `extent` need not be
-    whole numbers.
+    Cropping a resized image equals resizing a region of the original, so `start` and `extent` need
+    not be whole numbers.
 
     Attributes:
       start: the top left corner, in pixels of the image.
@@ -96,7 +96,7 @@ class Crop:
 
     @property
     def num_attempt_uniforms(self) -> int:
-        """How many random numbers `plan` needs beside those of the position."""
+        """How many random numbers `plan` needs in addition to the position's."""
         return 0
 
     def check(self, image_size: tuple[int, int]) -> None:
@@ -181,7 +181,7 @@ class RandomResizedCrop(Crop):
 
     @property
     def num_attempt_uniforms(self) -> int:
-        """How many random numbers `plan` needs beside those of the position."""
+        """How many random numbers `plan` needs in addition to the position's."""
         return 2 * self.num_attempts
 
     def plan(self, size: Any, out: Any, uniforms: Uniforms, ops: Ops) -> Region:
@@ -238,10 +238,10 @@ class RandomCrop(Crop):
 @checked
 @dataclass(frozen=True, kw_only=True)
 class CenterCrop(Crop):
-    """Resizes the image until its shorter side has a given length, then crops the center.
+    """Resizes the image so that its shorter side has a given length, then crops the center.
 
     The aspect ratio is kept. The longer side is rounded to whole pixels (half up). If the margin is
-    odd, the larger part of it is cut off below or at the right.
+    odd, the extra pixel is cut off at the bottom or right.
 
     Examples:
       >>> preprocess = Preprocess.for_evaluation(224, crop=CenterCrop(resize_shorter=256))
@@ -269,8 +269,8 @@ class CenterCrop(Crop):
 class Letterbox(Crop):
     """Resizes the whole image to fit into the image size, and pads the rest.
 
-    The aspect ratio is kept. Both sides are rounded to whole pixels (half up). The image is in the
-    center; if the margin is odd, the larger part of it is below or at the right.
+    The aspect ratio is kept. Both sides are rounded to whole pixels (half up). The image is
+    centered; if the margin is odd, the extra pixel is at the bottom or right.
 
     Examples:
       >>> preprocess = Preprocess.for_training(640, crop=Letterbox(fill=114))

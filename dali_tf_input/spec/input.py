@@ -1,8 +1,7 @@
-"""The description of a model's input, which both backends read.
+"""The backend-independent description of a model's input.
 
-An `InputSpec` and its `Preprocess` define the batches, independent of the backend; the options of a
-backend define how they are made. All fields are validated in Python at construction, before any
-pipeline exists.
+An `InputSpec` and its `Preprocess` define what batches contain; the options of a backend define how
+it produces them. All fields are validated in Python at construction, before any pipeline exists.
 """
 
 import dataclasses
@@ -49,7 +48,7 @@ Order = Literal["sequential", "buffer", "global"]
 class InputSpec:
     """Describes the batches to produce, independent of the backend.
 
-    `for_training` and `for_evaluation` make the usual ones.
+    `for_training` and `for_evaluation` provide the usual defaults.
 
     Examples:
       >>> spec = InputSpec(
@@ -69,32 +68,33 @@ class InputSpec:
         replaced there by the next record of the files. Files are read in a new order each epoch,
         several at a time; DALI's own reader, on a GPU, reads them in the given order.
         "sequential" (evaluation): the order of the files.
-      buffer_size: number of records in the buffer of each pipeline, at least 1. It holds encoded
-        images: 1024 of ImageNet's take 113 MB. The default is DALI's (`initial_fill`).
-      seed: makes order, crops and mirrors repeatable, in [0, 2**31). Order "buffer" repeats with
-        the same number of replicas and the same `num_parallel_reads`.
+      buffer_size: number of records in each pipeline's shuffle buffer, at least 1. The buffer holds
+        encoded images: 1024 ImageNet images take 113 MB. The default is DALI's `initial_fill`.
+      seed: makes order, crops and mirrors repeatable, in [0, 2**31). Order "buffer" is repeatable
+        only with the same number of replicas and the same `num_parallel_reads`.
       shuffle_block_size: how many neighboring records of a file stay together, at least 1; for
         order "global" on storage that is slow to seek.
-      repeat: False makes one pass that serves each record once, for evaluation; order "sequential"
-        only. The last batch holds the remainder; with several replicas, some may get none of it.
+      repeat: False serves each record exactly once, for evaluation; order "sequential" only. The
+        last batch holds the remainder; with several replicas, some may receive none of it.
       label: the label and its output format: a `ClassLabel`, `MultiHot` or `Values`; None for
         images without labels.
-      class_weight: weights of classes in the loss, by class; other classes have weight 1. Or
-        "balanced": records / (classes * records of the class), for records that were indexed at
-        level "schema". Batches then include sample weights, which, unlike Keras's own
-        `class_weight`, work under strategies and with DALI.
+      class_weight: a dict that maps classes to their weights in the loss; other classes have weight
+        1. Or "balanced": number of records / (number of classes * records of the class), for
+        records that were indexed at level "schema". Batches then include sample weights, which,
+        unlike Keras's own `class_weight`, work under strategies and with DALI.
       balance: how often each class is served, without changing the length of an epoch; order
         "global" only, for records that were indexed at level "schema". "class" serves all classes
         equally often. A dict maps classes to sampling factors, above 0; other classes have
-        factor 1. Within a class, all records occur equally often, or some of them once more.
+        factor 1. Records of the same class occur equally often, to within one.
       temperature: evens out very different class sizes, at least 1: classes are served in
         proportion to ``(records * factor) ** (1 / temperature)``. 1 keeps the stored proportions;
         larger values make classes more equal. Source: Arivazhagan et al., 2019,
         https://arxiv.org/abs/1907.05019.
       mixture: the parts of `records` that are served in exact proportions; set by `for_training`.
-      repeats: how many times each record occurs in a batch, each time with another crop and mirror;
-        an epoch has that many times fewer distinct records. Must divide the images of a step. Order
-        "global" only. Source: Hoffer et al., 2019, https://arxiv.org/abs/1901.09335.
+      repeats: how many times each record occurs in a batch, each time with a different crop and
+        mirror; an epoch has that many times fewer distinct records. Must divide the number of
+        images in a step. Order "global" only. Source: Hoffer et al., 2019,
+        https://arxiv.org/abs/1901.09335.
       record_ids: whether batches include the ids of the records, int64, for `records.locate` and
         `records.read`.
       mask: the mask to serve with each image, with the same crop and mirror.
@@ -185,7 +185,7 @@ class InputSpec:
             self.records.check_feature("features", key, kinds, stored.lengths)
 
     def _check_label(self) -> None:
-        """Completes the key of `label` and checks what the records are known to hold."""
+        """Fills in the key of `label` and checks it against what is known about the records."""
         label, records = self.label, self.records
         if self.class_weight is not None and not (self.repeat and isinstance(label, ClassLabel)):
             raise InputError("`class_weight` is for training (`repeat` True) with a ClassLabel.")
@@ -259,10 +259,10 @@ class InputSpec:
 
     @property
     def label_range(self) -> tuple[int, int] | None:
-        """Lowest and highest class that the index step saw, after the label's offset.
+        """The lowest and highest class seen by the index step, after subtracting the offset.
 
-        At level "schema" or above, it covers all records, else a sample. None if labels are not
-        integers, or if nothing is known about them.
+        Covers all records at index level "schema" or above, otherwise a sample. None if labels are
+        not integers, or if nothing is known about them.
         """
         feature, offset = self._label_feature
         if counts := self._label_counts:
@@ -273,7 +273,7 @@ class InputSpec:
 
     @property
     def class_counts(self) -> Counts | None:
-        """The classes that occur, after the label's offset, and how often each.
+        """The (class, count) pairs of all classes that occur, after subtracting the offset.
 
         None if a file was not indexed at level "schema" with this label, if there are more than
         10,000 classes, or for a subset with a `MultiHot`.
@@ -288,14 +288,14 @@ class InputSpec:
 
     @property
     def _label_counts(self) -> Counts | None:
-        """How often each label occurs in these very records, if the index has their labels."""
+        """The number of these records with each label, if the index has their labels."""
         label, key = self.label, self.records.label_key
         is_known = isinstance(label, ClassLabel) and label.is_integer and label.key == key
         return self.records.label_counts if is_known else None
 
     @property
     def _label_feature(self) -> tuple[Feature | None, int]:
-        """What is known of the label's feature, if it holds integers; and the label's offset."""
+        """The label's feature, if known and of integers, else None; and the label's offset."""
         label = self.label
         if not isinstance(label, ClassLabel | MultiHot) or not label.is_integer:
             return None, 0
@@ -309,10 +309,10 @@ class InputSpec:
         preprocess: Preprocess | Pixels | tuple[Pixels, Pixels] = 224,
         **fields: Any,
     ) -> "InputSpec":
-        """Describes training input: all records in a new random order each epoch, without end.
+        """Describes training input: all records, reshuffled each epoch, repeating indefinitely.
 
-        Images are those of `Preprocess.for_training`: resized to 8/7 of the size, cropped at
-        random, half of them mirrored, normalized.
+        Images are preprocessed as by `Preprocess.for_training`: resized to 8/7 of the size, cropped
+        at random, mirrored with probability 0.5, and normalized.
 
         Examples:
           >>> spec = InputSpec.for_training("records/train-*", 224)
@@ -325,16 +325,17 @@ class InputSpec:
             for `Records.from_files`; or a `Records`; or a mixture, a dict from `Records` to shares
             that are above 0 and sum to 1. Every stretch of an epoch then has these proportions, to
             within two records. A part is served completely before it starts over in a new order;
-            an epoch is as long as it takes to serve the first part once. Parts must have the same
+            an epoch ends when the first part has been served once. Parts must have the same
             feature keys; `Records.relabel` can map their labels to common classes.
           preprocess: height and width of the images in pixels, or (height, width), or a
             `Preprocess`.
-          **fields: further fields of `InputSpec`, such as `label` and `seed`; of `Preprocess`, such
-            as `crop` and `dtype`, which replace those of `preprocess`; and `normalization`, see
-            `Preprocess.for_training`. `order` and `repeat` are "global" and True by default.
+          **fields: further fields of `InputSpec`, such as `label` and `seed`; fields of
+            `Preprocess`, such as `crop` and `dtype`, which override those of `preprocess`; and
+            `normalization`, see `Preprocess.for_training`. `order` defaults to "global" and
+            `repeat` to True.
 
         Raises:
-          InputError: as `Records.from_files`; or a field is unknown or has a wrong value.
+          InputError: see `Records.from_files`; also if a field is unknown or has an invalid value.
         """
         fields = {"order": "global", "repeat": True, **fields}
         return cls._make("for_training", records, preprocess, fields)
@@ -349,8 +350,8 @@ class InputSpec:
     ) -> "InputSpec":
         """Describes evaluation input: one pass over all records, in the order of the files.
 
-        Images are those of `Preprocess.for_evaluation`: the shorter side resized to 8/7 of the
-        size, cropped in the center, normalized.
+        Images are preprocessed as by `Preprocess.for_evaluation`: the shorter side is resized to
+        8/7 of the size, and the center is cropped and normalized.
 
         Examples:
           >>> spec = InputSpec.for_evaluation("records/validation-*", 224)
@@ -359,8 +360,8 @@ class InputSpec:
         Args:
           records: as in `for_training`.
           preprocess: as in `for_training`.
-          **fields: as in `for_training`, but `order` and `repeat` are "sequential" and False by
-            default.
+          **fields: as in `for_training`, but `order` defaults to "sequential" and `repeat` to
+            False.
 
         Raises:
           InputError: as in `for_training`.

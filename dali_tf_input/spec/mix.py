@@ -10,8 +10,8 @@ from dali_tf_input.spec.augment import Floats
 
 Alpha = Annotated[float, Within(0, 100)]
 
-NUM_UNIFORMS = 4  # of a batch: which mix, how much, and where (y, x)
-_LEVELS = 1024  # of the part that is drawn from a Beta distribution
+NUM_UNIFORMS = 4  # for each batch: which mix, how much, and where (y, x)
+_LEVELS = 1024  # discrete values of the fraction drawn from a Beta distribution
 
 
 @checked

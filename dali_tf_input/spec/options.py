@@ -32,10 +32,10 @@ class DaliOptions:
         was reported to crash on H100-class cards (nvImageCodec issue 55). The pixels are the same.
       num_threads: CPU threads of each pipeline, at most 1024; None divides this process's cores
         among the shards.
-      prefetch_queue_depth: batches made ahead, in [1, 1024]. The default is DALI's own.
-      read_mode: how DALI's own reader reads, so not for fixed orders. "mmap" maps the files;
-        "plain" reads them, as DALI's documentation recommends for network file systems; "direct"
-        reads past the page cache (O_DIRECT), for data much larger than memory.
+      prefetch_queue_depth: batches prepared ahead, in [1, 1024]. The default is DALI's own.
+      read_mode: how DALI's own reader, which fixed orders do not use, accesses files. "mmap" maps
+        them; "plain" reads them, as DALI's documentation recommends for network file systems;
+        "direct" bypasses the page cache (O_DIRECT), for data much larger than memory.
       read_ahead: whether "mmap" maps all pages of a file at once.
       hw_decoder_load: the fraction of images, in [0, 1], that the GPU's hardware JPEG decoder
         handles, if it has one (A100 and later); the multiprocessors decode the others. None is

@@ -20,9 +20,8 @@ class Shard:
     """The part of the records that one pipeline reads.
 
     Shard i of n holds the records [N * i // n, N * (i + 1) // n) of all N, counted over the files
-    in their order. The shards are disjoint, together they are all records, and their sizes differ
-    by at most one. Source: DALI's reader divides in the same way (``start_index`` in its
-    ``loader.h``).
+    in their order. The shards are disjoint, cover all records, and differ in size by at most one.
+    Source: DALI's reader divides records in the same way (``start_index`` in its ``loader.h``).
 
     Examples:
       >>> Shard(0, num_shards=4).records(1000)
@@ -41,7 +40,7 @@ class Shard:
         check(holds, "shard_id", f"in [0, {self.num_shards})", self.shard_id)
 
     def records(self, num_records: int) -> range:
-        """Returns the numbers, among `num_records` records, of those in this shard."""
+        """Returns which of `num_records` records, counted from 0, belong to this shard."""
         first, end = (
             num_records * shard // self.num_shards for shard in (self.shard_id, self.shard_id + 1)
         )
@@ -91,7 +90,7 @@ class Position:
         self._lock = threading.Lock()
 
     def next_epoch(self, steps_per_epoch: int) -> int:
-        """Returns the start of a new iterator; the one after it starts with the next epoch."""
+        """Returns the first step of a new iterator; the one after it starts at the next epoch."""
         with self._lock:
             start = self.step
             self.step = (start // steps_per_epoch + 1) * steps_per_epoch
@@ -204,8 +203,8 @@ def list_records(
       start_step: the first step, in the epoch.
       repeats: how many neighboring slots have the same record.
       classes: the class of each record; with `shares`.
-      shares: how often each class comes, in proportion; None serves each record once.
-      mixed: the classes are the parts of a mixture, see `draw_mixed`.
+      shares: the relative frequency of each class; None serves each record once.
+      mixed: whether the classes are the parts of a mixture, see `draw_mixed`.
 
     Returns:
       int64 numbers of records, counted over all files. With `seed` None they are in the order of

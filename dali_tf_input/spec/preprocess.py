@@ -16,7 +16,7 @@ Channels = Literal[1, 3]
 Interpolation = Literal["bilinear", "bicubic", "nearest"]
 DType = Literal["float32", "float16", "bfloat16", "uint8"]
 
-# What comes out: by ImageNet's statistics, or a range, by mean and standard deviation.
+# How pixels are normalized: by ImageNet's statistics, or to a range, given as (mean, std) below.
 Normalization = Literal["imagenet", "0..1", "-1..1"]
 _NORMALIZATIONS: dict[Normalization | None, tuple[float, float]] = {
     "0..1": (0.0, 255.0),

@@ -1,4 +1,4 @@
-"""The loss of each record during training, which shows hard and mislabeled records."""
+"""Per-record losses during training, which reveal hard and mislabeled records."""
 
 import dataclasses
 import functools
@@ -25,21 +25,21 @@ _logger = logging.getLogger("dali_tf_input")
 class Blame(StepCallback):
     """Tracks the loss of each record during `train.fit`; made by `Input.blame`.
 
-    The model computes the losses of a batch in `metric`. The order of the records is planned, so
-    the records that the losses belong to are known.
+    The model computes the losses of a batch in `metric`. The planned order of the records tells
+    which records they belong to.
 
     Attributes:
       losses: float32, one for each record id of the files: a moving average of the record's loss,
-        0.7 times the previous value plus 0.3 times the latest loss; NaN if it was never seen.
-      spikes: (step, mean loss of its batch) of each step whose loss exceeded the median of the 100
-        steps before by more than 8 times their median deviation. `train.batch_at` returns the
-        images.
+        0.7 times the previous value plus 0.3 times the latest loss; NaN for records never seen.
+      spikes: (step, mean loss of its batch) of each step whose loss exceeded the median of the
+        preceding 100 steps by more than 8 times their median absolute deviation. `train.batch_at`
+        returns the images.
     """
 
     def __init__(
         self, spec: InputSpec, folder: Path, *, loss: Any, batch_size: int, num_replicas: int
     ) -> None:
-        """Continues with the losses that are stored in the folder, see `Input.blame`."""
+        """Loads the losses that are stored in the folder, if any; see `Input.blame`."""
         super().__init__()
         if not spec.has_fixed_order:
             raise InputError("`blame` needs to know the records of a step: use order 'global'.")
@@ -83,7 +83,7 @@ class Blame(StepCallback):
         super().begin(offset, steps, spec, batch_size)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Notes the losses of a step."""
+        """Updates the losses of the step's records."""
         if not any(self.metric.losses is known for known in self.model.metrics_variables):
             text = "The model does not compute the losses of the records"
             raise InputError(f"{text}: compile it with metrics=[blame.metric].")
@@ -120,7 +120,7 @@ class Blame(StepCallback):
             )
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Writes what is known."""
+        """Saves the losses and spikes."""
         self.save()
 
     def save(self) -> None:
@@ -130,10 +130,10 @@ class Blame(StepCallback):
 
 @keras.saving.register_keras_serializable(package="dali_tf_input")
 class RecordLosses(keras.metrics.Metric):
-    """The losses of the images of the last batch; its value is the largest.
+    """Keeps the loss of each image of the last batch; the metric's value is the largest.
 
     Attributes:
-      losses: float32 (batch_size,), of the replicas one after another.
+      losses: float32 (batch_size,), concatenated over the replicas.
     """
 
     def __init__(
@@ -148,9 +148,9 @@ class RecordLosses(keras.metrics.Metric):
         """Notes the losses of a batch."""
         losses = self._compute(y_true, y_pred)
         size = self._batch_size // self._num_replicas
-        losses = keras.ops.pad(losses, [[0, size]])[:size]  # an evaluation may have other batches
-        if self._num_replicas > 1:  # the sum over the replicas joins them
-            context = tf.distribute.get_replica_context()  # none where Keras only builds
+        losses = keras.ops.pad(losses, [[0, size]])[:size]  # evaluation batches may differ in size
+        if self._num_replicas > 1:  # summing over the replicas concatenates their losses
+            context = tf.distribute.get_replica_context()  # None while Keras builds
             replica = context.replica_id_in_sync_group if context else 0
             places = keras.ops.one_hot(replica, self._num_replicas)
             losses = keras.ops.reshape(places[:, None] * losses, (self._batch_size,))
@@ -173,7 +173,7 @@ class RecordLosses(keras.metrics.Metric):
         return keras.ops.max(self.losses)
 
     def get_config(self) -> dict[str, Any]:
-        """Returns what makes another one, so that a compiled model can be saved."""
+        """Returns the constructor arguments, so that a compiled model can be saved."""
         return {
             "loss": keras.losses.serialize(self._loss),
             "batch_size": self._batch_size,

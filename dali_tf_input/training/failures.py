@@ -32,7 +32,7 @@ from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.options import DaliOptions, Options
 from dali_tf_input.storage.copies import find_copy, local_copy
 
-# How TensorFlow names the operation that gets a batch, if that one failed: eagerly, or in a graph.
+# How TensorFlow's errors name the operation that fetches a batch, eagerly or in a graph.
 _OF_INPUT = re.compile(
     r"__wrapped__(IteratorGetNext|MakeIterator)"
     r"|(at node |\[\[)(MultiDevice)?IteratorGetNext\w*( |\]\])"
@@ -124,7 +124,7 @@ def explain(
 
 
 def _find_missing_copy(spec: InputSpec) -> str | None:
-    """Returns a stored object of which `cache_dir` has no copy any more; None if there is none."""
+    """Returns the URL of an object whose copy in `cache_dir` is missing, or None."""
     records = spec.records
     if records.cache_dir:
         for file in records.files:
@@ -182,7 +182,7 @@ def skip_command(spec: InputSpec, options: Options, *, on_bad: str = "--on_bad=s
     if label and not isinstance(label, Values) and label.offset:
         arguments.append(f"--label_offset={label.offset}")
     entries = _read_entries(spec)
-    # As the files were checked before:
+    # Use the settings with which the files were checked before.
     for name, default in (("num_classes", None), ("decoder", "both"), ("max_pixels", MAX_PIXELS)):
         before = [
             {**entry.checked_by, **(entry.checked_by.get("label") or {})} for entry in entries
@@ -197,7 +197,7 @@ def skip_command(spec: InputSpec, options: Options, *, on_bad: str = "--on_bad=s
 
 
 def _read_entries(spec: InputSpec) -> list[FileEntry]:
-    """Returns what the manifests say of the files; nothing if they cannot be read."""
+    """Returns the manifest entries of the files; empty if the manifests cannot be read."""
     records = spec.records
     folders = [os.path.dirname(file.index_file) for file in records.files]
     with contextlib.suppress(InputError):
@@ -287,7 +287,7 @@ def _with_classes(label: ClassLabel, num_classes: int) -> ClassLabel:
 
 
 def _locate(spec: InputSpec, record: int, problem: tuple[str, str]) -> tuple[str, BadRecord]:
-    """Returns a record's file, and its number there, counted as the index step counts."""
+    """Returns a record's file and its `BadRecord`, numbered as by the index step."""
     file, _, offset, size = spec.records.locate(record)
     number = 0
     status = spec.records.files[spec.records.paths.index(file)].status

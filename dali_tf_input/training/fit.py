@@ -1,4 +1,4 @@
-"""A training that looks like one call of Keras's `fit`, even if resuming takes several calls."""
+"""The callbacks that make several calls of Keras's `fit` look like a single one."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -18,9 +18,9 @@ class StepCounter(keras.callbacks.Callback):
     """Counts the batches of an evaluation or prediction, and keeps the logs of the last epoch.
 
     Attributes:
-      tested: number of batches that the running evaluation or prediction has done; None if none is
-        running.
-      epoch_logs: the logs of the last epoch, including what the callbacks before this one added.
+      tested: number of batches that the current evaluation or prediction has completed; None if
+        none is running.
+      epoch_logs: the logs of the last epoch, including values added by earlier callbacks.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class StepCallback(keras.callbacks.Callback):
         self._steps = self._start = 0
 
     def begin(self, offset: int, steps: int, spec: InputSpec, batch_size: int) -> None:
-        """Notes what is trained on: batch b of epoch e is step `offset` + e * `steps` + b."""
+        """Called before training; batch b of epoch e is step `offset` + e * `steps` + b."""
         self._offset, self._steps = offset, steps
 
     def save(self) -> None:
@@ -81,12 +81,12 @@ class StepCallback(keras.callbacks.Callback):
 
 
 class Training(keras.callbacks.CallbackList):
-    """The callbacks of a training, for which it looks like a single call of `fit`.
+    """A list of callbacks to which several calls of `fit` look like a single one.
 
-    Keras's `fit` cannot begin in the middle of an epoch, so the rest of an interrupted epoch is a
-    call of its own. So is each stage of a schedule: `end_of` maps an epoch to the end of its stage.
-    Callbacks see one training: batches are counted from the start of the epoch, the logs cover all
-    of it, and `on_train_begin` and `on_train_end` are called once.
+    Keras's `fit` cannot begin in the middle of an epoch, so the rest of an interrupted epoch needs
+    a separate call. So does each stage of a schedule: `end_of` maps an epoch to the end of its
+    stage. Callbacks see one training run: batches are counted from the start of the epoch, the logs
+    cover the whole epoch, and `on_train_begin` and `on_train_end` are called once.
 
     Attributes:
       step: number of training steps done.
@@ -126,7 +126,7 @@ class Training(keras.callbacks.CallbackList):
     def run(self, fit_part: Any) -> keras.callbacks.History:
         """Trains until all epochs are done, or a callback stops it.
 
-        `fit_part` calls `model.fit`; it gets the arguments that say from where to where.
+        `fit_part` calls `model.fit`; its arguments select the epochs and steps to train.
         """
         steps, model = self._state.steps_per_epoch, self.model
         self._begin()
@@ -267,7 +267,7 @@ class Training(keras.callbacks.CallbackList):
 def _plain_attributes(callback: keras.callbacks.Callback) -> dict[str, Any]:
     """Returns the public attributes of a callback that are numbers, text or None.
 
-    Without the arguments of its constructor: they are what the caller wants now.
+    Constructor arguments are excluded, because the caller's current values take precedence.
     """
     attributes, arguments = {}, inspect.signature(type(callback)).parameters
     for name, value in vars(callback).items():

@@ -45,8 +45,8 @@ class Input:
 
     Attributes:
       spec: the batches it produces.
-      schedule: the spec of each epoch, where they differ.
-      options: the options of the backend; the chosen ones if `load` got None.
+      schedule: the spec of each epoch.
+      options: the options of the backend, including those chosen by `load`.
       batch_size: images in a step of all replicas.
       steps_per_epoch: number of steps in an epoch. In training, the remainder that does not fill a
         step is dropped; in evaluation, it is the last step.
@@ -144,10 +144,10 @@ class Input:
           >>> label = train.spec.records.read(ids[0])["image/class/label"]
 
         Args:
-          step: from 0, counted as `start_step` of `load` and as `Resume` does, over all epochs.
+          step: from 0, counted over all epochs, like `start_step` of `load` and in `Resume`.
 
         Returns:
-          int64 (batch_size,); fewer in the last step of a pass for evaluation.
+          int64 (batch_size,); fewer in the last step of an evaluation pass.
 
         Raises:
           InputError: order "buffer" has no plan, or there is no such step.
@@ -160,7 +160,7 @@ class Input:
     def batch_at(self, step: int) -> Any:
         """Returns the batch of a step for all replicas together, with the pixels seen in training.
 
-        On a CPU they are the same to the bit. The next epoch to be served stays the same.
+        On a CPU the pixels are bit-identical. This does not change which epoch is served next.
 
         Args:
           step: as for `records_of`.
@@ -218,7 +218,7 @@ class Input:
         return divmod(step, self.steps_per_epoch)
 
     def __repr__(self) -> str:
-        """Says in one line what it is, and what Keras takes of it."""
+        """Returns a one-line description, including what to pass to Keras."""
         kind = "train" if self.spec.repeat else "valid"
         return (
             f"<dali_tf_input.Input of {self.num_records:,} records, {self.steps_per_epoch:,}"
@@ -255,8 +255,8 @@ class Input:
         Raises:
           BadRecordError: (an InputError) a record stops the input.
           InputError: this input is one pass for evaluation, the model belongs to another strategy,
-            its labels do not fit, an argument is not one of `model.fit`, or `resume` refuses (see
-            `Resume.restore`), also while another training uses its folder.
+            its labels do not fit, an argument is not one of `model.fit`, `resume` cannot restore
+            the state (see `Resume.restore`), or another training run is using its folder.
         """
         self._check_model(model)
         if not self.spec.repeat:
@@ -366,11 +366,11 @@ class Input:
             self._step = done
 
     def evaluate(self, model: keras.Model, **arguments: Any) -> dict[str, float]:
-        """Evaluates a Keras model on one pass: loss and metrics by name, each record once.
+        """Evaluates a Keras model on each record once; returns loss and metrics by name.
 
         Args:
-          model: compiled.
-          **arguments: further ones for `model.evaluate`.
+          model: a compiled model.
+          **arguments: further arguments for `model.evaluate`.
 
         Raises:
           BadRecordError: (an InputError) a record stops the input.
@@ -380,11 +380,11 @@ class Input:
         return self._run_pass(model, model.evaluate, {"return_dict": True, **arguments})
 
     def predict(self, model: keras.Model, **arguments: Any) -> Any:
-        """Predicts one pass with a Keras model.
+        """Predicts each record once with a Keras model.
 
         Args:
-          model: any whose outputs have a row per image.
-          **arguments: further ones for `model.predict`.
+          model: any model whose outputs have one row per image.
+          **arguments: further arguments for `model.predict`.
 
         Returns:
           What `model.predict` returns: one row per record, in the order of the records.
@@ -405,11 +405,11 @@ class Input:
         as waiting.
 
         Args:
-          model: compiled and trained for at least a step, with steps_per_execution=1.
-          steps: number of steps of each kind, at least 1.
+          model: a model compiled with steps_per_execution=1 and trained for at least one step.
+          steps: number of steps to time in each case, at least 1.
 
         Raises:
-          InputError: the model is not as above, or belongs to another strategy.
+          InputError: the model does not meet these conditions, or belongs to another strategy.
         """
         self._check_model(model)
         positions = [Position(self._step) for _ in self.devices]
@@ -537,7 +537,7 @@ class Input:
 
 
 def _count_classes(model: keras.Model) -> int | None:
-    """Returns how many classes a model with a sparse cross-entropy tells apart; else None."""
+    """Returns the number of classes of a model with a sparse cross-entropy, else None."""
     loss, shape = getattr(model, "loss", None), getattr(model, "output_shape", None)
     name = str(getattr(loss, "name", None) or getattr(loss, "__name__", loss))
     if "sparse_categorical" not in name or not isinstance(shape, tuple):

@@ -30,7 +30,7 @@ def load(
     start_step: int = 0,
     schedule: Mapping[int, Any] | Callable[..., Any] | None = None,
 ) -> Input:
-    """Makes the input of a Keras model, or of the replicas of a strategy.
+    """Makes an input for a Keras model, with one pipeline for each replica.
 
     Each replica has its own pipeline and its own shard of the records, so no record is served twice
     in an epoch. DALI's pipelines run on their replica's device; tf.data's run on the host, which
@@ -53,21 +53,22 @@ def load(
         number of records, except for evaluation on one replica. The last step of an evaluation
         is divided evenly.
       strategy: None (or TensorFlow's default strategy), a OneDeviceStrategy, or a
-        MirroredStrategy, which remains in TensorFlow's per-replica mode afterwards, also for other
-        datasets. Several hosts use `make_dataset`.
+        MirroredStrategy, which then stays in TensorFlow's per-replica mode, even for other
+        datasets. For several hosts, use `make_dataset`.
       start_step: the step at which training starts, in batches of `batch_size`; nothing before it
         is read. Not with order "buffer".
-      schedule: changes for later epochs: a dict from the first epoch of a change, counted from 0,
-        or a function of the epoch. A value is a `Preprocess`, or an `InputSpec` that differs from
-        `spec` only in `preprocess`, `views`, `mix`, `transform`, `balance`, `temperature` or
-        `mixture`. `Input.fit` and iteration follow it; `Input.dataset` cannot. A model for images
-        of several sizes needs an input without a fixed size, ``keras.Input((None, None, 3))``.
+      schedule: changes for later epochs: a dict that maps the epoch of each change, counted
+        from 0, to a value; or a function that returns the value for an epoch. A value is a
+        `Preprocess`, or an `InputSpec` that differs from `spec` only in `preprocess`, `views`,
+        `mix`, `transform`, `balance`, `temperature` or `mixture`. `Input.fit` and iteration
+        follow it; `Input.dataset` cannot. A model for images of several sizes needs an input
+        without a fixed size, ``keras.Input((None, None, 3))``.
 
     Returns:
-      An `Input`: `fit`, `evaluate`, `predict`, and its `dataset` for Keras's own. Each replica gets
-      images `spec.preprocess.dtype` (batch_size / replicas, *spec.preprocess.image_shape) and
-      labels `spec.label.dtype` (batch_size / replicas, *spec.label.shape); `spec.arrange` says how
-      more is arranged.
+      An `Input` with `fit`, `evaluate` and `predict`, and a `dataset` for Keras's own methods. Each
+      replica gets images `spec.preprocess.dtype` (batch_size / replicas,
+      *spec.preprocess.image_shape) and labels `spec.label.dtype` (batch_size / replicas,
+      *spec.label.shape); see `spec.arrange` for further outputs.
 
     Raises:
       InputError: `spec` is no `InputSpec`, the strategy is not supported, the replicas do not
@@ -129,6 +130,6 @@ def _check_devices(options: DaliOptions, devices: tuple[str, ...]) -> None:
 
 @functools.cache
 def _say(text: str) -> None:
-    """Logs a line once, at a level that is shown."""
+    """Logs a message once, at level INFO if that is shown, else as a warning."""
     shown = _logger.isEnabledFor(logging.INFO)
     _logger.log(logging.INFO if shown else logging.WARNING, text)

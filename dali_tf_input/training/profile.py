@@ -10,7 +10,7 @@ import tensorflow as tf
 from dali_tf_input.errors import InputError
 from dali_tf_input.training.strategies import check_keras, scope_of
 
-_WARMUP_STEPS = 8  # one is traced, and the first batches were ready before
+_WARMUP_STEPS = 8  # the first step is traced, and the first batches were already queued
 
 
 class ImagesPerSecond(keras.callbacks.Callback):

@@ -22,7 +22,7 @@ from dali_tf_input.storage.staging import locked_if_free, replace, write_whole
 from dali_tf_input.training.strategies import scope_of
 
 _STATE_NAME = "state.json"
-_ALL, _STORED = "all", "as stored"  # of the records, of their labels
+_ALL, _STORED = "all", "as stored"  # fingerprints of all records, and of their stored labels
 _OURS = re.compile(r"step-\d+\.(weights\.h5|npz)")
 
 _logger = logging.getLogger("dali_tf_input")
@@ -38,7 +38,7 @@ class State(msgspec.Struct):
       step: number of training steps done.
       steps_per_epoch: number of steps in a Keras epoch.
       optimizer: the class name of the optimizer.
-      fingerprint: values that must stay the same for the order of the records to be the same.
+      fingerprint: values that determine the records' order and preprocessing.
       logs: the number of each finished epoch and the values that Keras logged for it.
       callbacks: the class name of each callback and its attributes that changed in training.
       stopped: whether a callback stopped the training.
@@ -321,7 +321,7 @@ def _list_seeds(model: keras.Model) -> list[keras.Variable]:
 
 
 def _usual_fields() -> dict[str, str]:
-    """Returns what a fingerprint has for fields that are not set."""
+    """Returns the fingerprint values of fields that have their defaults."""
     return {
         prefix + field.name: repr(field.default)
         for kind, prefix in ((InputSpec, ""), (Preprocess, "preprocess."))

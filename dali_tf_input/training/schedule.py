@@ -19,8 +19,8 @@ class Schedule:
 
     Attributes:
       spec: the spec of the epochs before the first stage.
-      stages: a dict from the first epoch of a stage to its spec or only its `preprocess`; or a
-        function of the epoch; None for one spec throughout.
+      stages: a dict that maps the first epoch of each stage to its spec or just its `preprocess`;
+        or a function of the epoch; or None for one spec throughout.
     """
 
     def __init__(self, spec: InputSpec, stages: Stages | None, *, batch_size: int) -> None:
@@ -72,7 +72,7 @@ class Schedule:
         return next(later, end)
 
     def __repr__(self) -> str:
-        """Says what differs, and from when on."""
+        """Describes the changes of each stage and the epoch where it starts."""
         if self._function:
             return f"by {getattr(self._function, '__qualname__', type(self._function).__name__)}"
         return repr({first: self._changes(spec) for first, spec in sorted(self._stages.items())})

@@ -30,7 +30,7 @@ def strategy_of(model: keras.Model) -> tf.distribute.Strategy | None:
 
 
 def scope_of(model: keras.Model) -> Any:
-    """Returns the scope in which a model was made, to be entered."""
+    """Returns a context manager for the scope in which a model was made."""
     strategy = strategy_of(model)
     return strategy.scope() if strategy else contextlib.nullcontext()
 
@@ -76,7 +76,7 @@ def input_options(
 
 
 def cuda_device_id(device: str) -> int:
-    """Returns the CUDA device of TensorFlow's "GPU:0", which differs if GPUs are hidden from it."""
+    """Returns the CUDA number of a TensorFlow GPU, which differs if some GPUs are hidden."""
     visible = tf.config.get_visible_devices("GPU")
     if len(visible) != len(tf.config.list_logical_devices("GPU")):
         raise InputError(
