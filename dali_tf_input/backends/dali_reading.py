@@ -30,7 +30,7 @@ def reads_by_itself(spec: InputSpec, options: DaliOptions) -> bool:
     is_simple = (
         plain
         and [*spec.outputs] == ["image", "label"]
-        and not (spec.preprocess.augment or spec.mix)
+        and not (spec.preprocess.augment or spec.mix or spec.records.other_image_keys)
     )
     return options.device == "gpu" and spec.order == "buffer" and is_simple
 

@@ -25,7 +25,7 @@ def parse_record(
     features: dict[str, Any] = {}  # if a key is requested twice, the last one counts
     for key, stored in spec.features.items():
         features[key] = _stored_as(dataset, key, stored.shape, stored.padding is not None)
-    if label:
+    if label and "label" not in spec.beside_records:
         shape = label.shape if isinstance(label, Values) else ()
         varies = isinstance(label, MultiHot)
         features[label.key or ""] = _stored_as(dataset, label.key or "", shape, varies)
@@ -33,9 +33,13 @@ def parse_record(
         features[spec.mask.key] = tf.io.FixedLenFeature((), tf.string)
     if dataset.stores_pixels:
         features |= dict.fromkeys(SIDE_KEYS, tf.io.FixedLenFeature((), tf.int64))
-    features[dataset.image_key] = tf.io.FixedLenFeature((), tf.string)
+    default = "" if dataset.other_image_keys else None
+    for key in dataset.image_keys:
+        features[key] = tf.io.FixedLenFeature((), tf.string, default)
     parsed = tf.io.parse_single_example(record, features)
     image, values = parsed[dataset.image_key], {}
+    for key in dataset.other_image_keys:
+        image = tf.where(tf.equal(image, ""), parsed[key], image)
     if dataset.stores_pixels:
         size = tf.stack([*(parsed[key] for key in SIDE_KEYS), 3])
         image = _reshape_pixels(image, size, "corrupted record: not the pixels of")

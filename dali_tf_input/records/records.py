@@ -53,6 +53,7 @@ class Records:
       lineage: the seeds of the splits that led to this subset, so that the next split draws other
         numbers.
       image_key: feature key of the encoded image, a bytes_list of one value.
+      other_image_keys: further such keys, of a union of records that differ in them.
       largest_image: the largest height and the largest width of the images, in pixels; None unless
         all files were checked at level "decode". DALI's GPU decoder allocates memory for it.
       index_dir: the folder of the index files, as given; None means beside each file.
@@ -74,6 +75,7 @@ class Records:
     label_key: str | None = None
     relabeled: bool = False
     lineage: str = field(default="", compare=False)
+    other_image_keys: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.files:
@@ -84,6 +86,11 @@ class Records:
         of = "" if self.subset is None else f" of {self.num_all:,}"
         files = f"{len(self.files):,} file{'s'[: len(self.files) - 1]}"
         return f"<Records: {self.num_records:,}{of} in {files}, {self.files[0].path} first>"
+
+    @property
+    def image_keys(self) -> tuple[str, ...]:
+        """The feature keys of images: a record has its image at one of them."""
+        return (self.image_key, *self.other_image_keys)
 
     @property
     def num_records(self) -> int:
@@ -114,20 +121,15 @@ class Records:
     def class_names(self) -> tuple[str, ...] | None:
         """The names in ``labels.txt``, or tfds' ``label.labels.txt``, beside the files.
 
+        None if there is no such file, or if files in several folders have different names.
+
         Raises:
           InputError: that file is not UTF-8.
         """
         if self.is_remote:
             return None
-        folder = glob.escape(os.path.dirname(self.files[0].path))
-        for name in ("labels.txt", "label.labels.txt"):
-            for path in glob.glob(os.path.join(folder, name)):
-                try:
-                    with open(path, encoding="utf-8") as stream:
-                        return tuple(stream.read().splitlines())
-                except UnicodeDecodeError as error:
-                    raise InputError(f"{path} is not UTF-8: {error}.") from error
-        return None
+        names = {_read_names(folder) for folder in {os.path.dirname(path) for path in self.paths}}
+        return names.pop() if len(names) == 1 else None
 
     @property
     def stores_pixels(self) -> bool:
@@ -175,8 +177,12 @@ class Records:
                 labels.append(contents.unpack_labels(file.labels or b""))
                 check(len(labels[-1]) == file.num_records, "labels", "one a record", file.path)
             except (TypeError, ValueError) as error:
+                paths = self.paths
+                if self.other_image_keys:  # a run is for files with the same keys
+                    folder = os.path.dirname(file.path)
+                    paths = tuple(path for path in paths if os.path.dirname(path) == folder)
                 arguments = ["--verify=schema"]
-                command = index_command(self.paths, index_dir=self.index_dir, arguments=arguments)
+                command = index_command(paths, index_dir=self.index_dir, arguments=arguments)
                 text = f"The index of {file.path} does not have a class for each record"
                 raise InputError(f"{text}. If each has one, index again: {command}") from error
         return labels
@@ -347,14 +353,25 @@ class Records:
     def __add__(self, other: "Records") -> "Records":
         """Returns the union of two disjoint sets of records; ids count over the files of both.
 
+        If their feature keys differ, labels come from the index, as after `relabel`.
+
         Raises:
           InputError: they share a record, or differ in how they are read.
         """
         if not isinstance(other, Records):
             return NotImplemented
-        for name in ("image_key", "label_key", "index_dir", "cache_dir", "is_remote"):
+        for name in ("index_dir", "cache_dir", "is_remote", "stores_pixels"):
             mine, theirs = getattr(self, name), getattr(other, name)
             check(mine == theirs, name, f"the same for both, {mine!r}", repr(theirs))
+        for one, another in ((self, other), (other, self)):
+            for key in {*another.image_keys} - {*one.image_keys} & {*one.features}:
+                raise InputError(
+                    f"`image_key` '{key}' of some of the records is a feature of the others too,"
+                    f" whose images are in '{one.image_key}': which one is meant is not known."
+                )
+        image_keys = tuple(dict.fromkeys(self.image_keys + other.image_keys))
+        is_unknown = self.label_key is None and len(image_keys) > 1
+        has_other_labels = self.label_key != other.label_key or is_unknown
         files, mask = subsets.unite(self.files, self._mask, other.files, other._mask)
         if len(files) in (len(self.files), len(other.files)):  # one has all
             whole = self if len(files) == len(self.files) else other
@@ -375,7 +392,8 @@ class Records:
             features=features,
             largest_image=largest,
             subset=subset,
-            relabeled=self.relabeled or other.relabeled,
+            relabeled=self.relabeled or other.relabeled or has_other_labels,
+            other_image_keys=image_keys[1:],
             lineage="".join(lineages) if subset else "",
         )
 
@@ -547,3 +565,15 @@ class Records:
         records = cls(**fields, retry_seconds=retry_seconds)
         records.check_feature("image_key", records.image_key, ("bytes_list",), (1, 1))
         return records
+
+
+def _read_names(folder: str) -> tuple[str, ...] | None:
+    """Returns the names of labels that a folder of TFRecords has."""
+    for name in ("labels.txt", "label.labels.txt"):
+        for path in glob.glob(os.path.join(glob.escape(folder), name)):
+            try:
+                with open(path, encoding="utf-8") as stream:
+                    return tuple(stream.read().splitlines())
+            except UnicodeDecodeError as error:
+                raise InputError(f"{path} is not UTF-8: {error}.") from error
+    return None

@@ -193,6 +193,8 @@ class InputSpec:
             return
         keys = {"image_key": records.image_key, "label_key": label.key}
         _, key = find_keys(records.features, **keys)
+        if records.relabeled:
+            key = label.key or records.label_key or key
         if key is None:
             raise unknown_keys_error(records.features)
         label = replace(label, key=key)
@@ -206,7 +208,8 @@ class InputSpec:
                     " which Values needs one: write all records with one type."
                 )
             kinds = tuple(stored) or kinds
-        records.check_feature("label.key", key, kinds, label.lengths)
+        if not records.relabeled:
+            records.check_feature("label.key", key, kinds, label.lengths)
         if isinstance(label, MultiHot):
             check(label.num_classes is not None, "num_classes", "given for MultiHot", None)
         if self.label_range and isinstance(label, ClassLabel | MultiHot):
@@ -253,9 +256,9 @@ class InputSpec:
         """Checks that labels can come from the index instead of the records."""
         check(self.has_fixed_order, "order", "'global' for new labels", repr(self.order))
         check(isinstance(label, ClassLabel), "label", "a ClassLabel for new labels", label)
+        _ = self.records.labels  # raises if an index lacks some
         key = self.records.label_key
         check(label.key == key, "label.key", f"'{key}', as for the new labels", label.key)
-        _ = self.records.labels  # raises if an index lacks some
 
     @property
     def label_range(self) -> tuple[int, int] | None:
@@ -325,8 +328,9 @@ class InputSpec:
             for `Records.from_files`; or a `Records`; or a mixture, a dict from `Records` to shares
             that are above 0 and sum to 1. Every stretch of an epoch then has these proportions, to
             within two records. A part is served completely before it starts over in a new order;
-            an epoch ends when the first part has been served once. Parts must have the same
-            feature keys; `Records.relabel` can map their labels to common classes.
+            an epoch ends when the first part has been served once. Parts may
+            have different feature keys if their files were indexed at level "schema";
+            `Records.relabel` can map their labels to common classes.
           preprocess: height and width of the images in pixels, or (height, width), or a
             `Preprocess`.
           **fields: further fields of `InputSpec`, such as `label` and `seed`; fields of

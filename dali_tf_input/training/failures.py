@@ -106,6 +106,8 @@ def explain(
             problem = check.find_problem(record)
             if problem:
                 file, bad_record = _locate(spec, record, problem)
+                if spec.records.other_image_keys:
+                    command = _skip_command_of(file, spec)
                 return BadRecordError(file, bad_record, _remedy(problem[0], spec, command))
     except (OSError, InputError) as problem:
         return InputError(
@@ -196,6 +198,17 @@ def skip_command(spec: InputSpec, options: Options, *, on_bad: str = "--on_bad=s
     return index_command(records.paths, index_dir=records.index_dir, arguments=arguments)
 
 
+def _skip_command_of(file: str, spec: InputSpec) -> str:
+    """Returns the command that skips the bad records of one file, by the keys of its last run."""
+    arguments = ["--verify=decode", "--on_bad=skip", "--force"]
+    for other, entry in zip(spec.records.paths, _read_entries(spec), strict=False):
+        label = entry.checked_by.get("label") or {}
+        if other == file and (key := entry.checked_by.get("image_key")):
+            arguments.append(f"--image_key={key}")
+            arguments += [f"--label_key={label['key']}"] if label.get("key") else []
+    return index_command([file], index_dir=spec.records.index_dir, arguments=arguments)
+
+
 def _read_entries(spec: InputSpec) -> list[FileEntry]:
     """Returns the manifest entries of the files; empty if the manifests cannot be read."""
     records = spec.records
@@ -249,9 +262,10 @@ class _RecordCheck:
             features = decode_example(records.read_data(record))
         except (InputError, OSError) as error:
             return "unreadable", str(error)
+        image_key = next((key for key in records.image_keys if key in features), records.image_key)
         problem = find_schema_problem(
             features,
-            image_key=records.image_key,
+            image_key=image_key,
             label=None if records.relabeled else self._label,
             mask_key=spec.mask.key if spec.mask else None,
         )
@@ -272,7 +286,7 @@ class _RecordCheck:
             if records.stores_pixels:
                 size = [*(find_size(features) or ())]
             else:
-                _, *size = self._decode(features[records.image_key][1][0])
+                _, *size = self._decode(features[image_key][1][0])
             if spec.mask:
                 check_mask(features[spec.mask.key][1][0], size, self._decode)
         except BadImage as bad:

@@ -146,8 +146,8 @@ def test_records_of_other_files(classes, tmp_path):
     assert sorted(serve(spec, TF_DATA, 4)) == ids_of(both)
     with refused("Both have the same records of .*: each must come once"):
         classes.take(10) + classes.take(3)
-    with refused("`image_key` must be the same for both, 'image/encoded', got 'b'"):
-        classes + dataclasses.replace(other, image_key="b")
+    with refused("`stores_pixels` must be the same for both, False, got True"):
+        classes + dataclasses.replace(other, image_key="image/pixels")
 
 
 def serve(spec, options, batch_size, shards=1):

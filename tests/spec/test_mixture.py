@@ -1,11 +1,13 @@
 """Mixtures: parts of several sets of files in exact proportions."""
 
 import dataclasses
+import shlex
 from collections import Counter
 
 import numpy as np
 import pytest
 import tensorflow as tf
+from commands import run
 from conftest import DALI, TF_DATA, numbered_examples, refused, spec_of, write_indexed
 
 import dali_tf_input as dti
@@ -146,10 +148,6 @@ def test_refuses(photos, drawings, dataset):
         "`records` must be a dict of Records, got records": {"records": 1.0},
         "`records` must be parts by their shares": {},
         "Both have the same records of": {photos: 0.5, photos.take(3): 0.5},
-        "`image_key` must be the same": {
-            photos: 0.5,
-            dataclasses.replace(drawings, image_key="other"): 0.5,
-        },
     }.items():
         with refused(message):
             mixture_of(shares)
@@ -165,3 +163,72 @@ def test_refuses(photos, drawings, dataset):
     mixture = Mixture.of({photos: 0.5, drawings: 0.5})
     with refused("`mixture` is of other records"):
         spec_of(dataset, "global", SMALL, mixture=mixture)
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """Records with the keys of tfds, whose labels count from 40."""
+    examples = [
+        {"image": example["image/encoded"], "label": 40 + example["image/class/label"]}
+        for example in numbered_examples(8)
+    ]
+    path = tmp_path_factory.mktemp("c") / "pictures-0"
+    return write_indexed(path, examples, dti.Checks(verify="schema"))
+
+
+@pytest.mark.parametrize("options", [TF_DATA, DALI], ids=["tf_data", "dali"])
+def test_parts_with_other_keys(tmp_path, pictures, options):
+    """Each part's images and labels are those that it serves alone."""
+    write_indexed(tmp_path / "photos-0", numbered_examples(24), dti.Checks(verify="schema"))
+    photos = dti.Records.from_files(tmp_path / "photos-0")
+    others = pictures.relabel({label: label - 10 for label in range(40, 48)})
+    both = photos + others
+    assert both.image_keys == ("image/encoded", "image")
+    assert sorted(both.labels) == [*range(24), *range(30, 38)]
+    shares = {photos: 0.75, others: 0.25}
+    train = dti.load(mixture_of(shares, seed=2), options, batch_size=8)
+    alone = {}
+    for records, offset in ((photos, 0), (pictures, 10)):
+        spec = dti.InputSpec.for_evaluation(records, dti.Preprocess(image_size=(16, 16)))
+        for images, labels in dti.load(spec, options, batch_size=8):
+            alone |= dict(zip(labels.numpy() - offset, images.numpy(), strict=True))
+    spec = dti.InputSpec.for_evaluation(both, dti.Preprocess(image_size=(16, 16)))
+    served = {}
+    for images, labels in dti.load(spec, options, batch_size=8):
+        served |= dict(zip(labels.numpy(), images.numpy(), strict=True))
+    assert sorted(served) == sorted(alone)
+    for label, image in served.items():
+        np.testing.assert_array_equal(image, alone[label])
+    seen = np.concatenate([labels.numpy() for _, labels in train])
+    assert (seen >= 30).sum() == 8
+    assert {*seen[seen < 30].tolist()} == {*range(24)}
+
+
+def test_other_keys_without_labels_of_the_index(tmp_path, pictures):
+    photos = write_indexed(tmp_path / "photos-0", numbered_examples(24))
+    with refused("The index of .*photos-0 does not have a class for each record.*photos-0$"):
+        mixture_of({photos: 0.5, pictures: 0.5})
+    spec = mixture_of({photos: 0.5, pictures: 0.5}, label=None)
+    (batch,) = next(iter(dti.load(spec, TF_DATA, batch_size=8)))
+    assert batch["image"].shape == (8, 16, 16, 3)
+    both_keys = {"image/encoded": b"", "image": b"", "image/class/label": 1}
+    mixed = write_indexed(tmp_path / "mixed-0", [both_keys])
+    with refused("`image_key` 'image' of some of the records is a feature of the others too"):
+        mixed + pictures
+
+
+def test_a_bad_record_with_other_keys_is_named(tmp_path, pictures):
+    """With the command for its own set of files, which the next training accepts."""
+    examples = numbered_examples(24)
+    examples[5]["image/encoded"] = examples[5]["image/encoded"][:200]
+    write_indexed(tmp_path / "photos-0", examples, dti.Checks(verify="schema"))
+    photos = dti.Records.from_files(tmp_path / "photos-0")
+    train = dti.load(mixture_of({pictures: 0.5, photos: 0.5}), TF_DATA, batch_size=8)
+    with pytest.raises(dti.BadRecordError, match=r"record 5, byte .*photos-0$") as caught:
+        for _ in range(4):
+            list(train)
+    command = str(caught.value).split("dali_tf_input ")[-1].split("dali-tf-input ")[-1]
+    assert run(*shlex.split(command), "--max_bad_fraction=0.1").returncode == 0
+    photos = dti.Records.from_files(tmp_path / "photos-0")
+    assert photos.num_records == 23
+    assert len([*dti.load(mixture_of({pictures: 0.5, photos: 0.5}), TF_DATA, batch_size=8)]) == 2
