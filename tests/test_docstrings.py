@@ -1,6 +1,7 @@
 """The examples in the docstrings of the public names run, each in a folder of records."""
 
 import doctest
+import shutil
 
 import keras
 import pytest
@@ -11,21 +12,29 @@ import dali_tf_input as dti
 NAMES = sorted(dti.__all__)
 
 
-@pytest.fixture
-def names(tmp_path, monkeypatch):
-    """What the examples are about: 24 records for each split, 3 files of images, and a model."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "records").mkdir()
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What the examples are about: 24 records for each split, and 3 files of images."""
+    folder = tmp_path_factory.mktemp("examples")
+    (folder / "records").mkdir()
     for split in ("train", "validation", "test"):
         examples = [
             {"image/encoded": jpeg(240, 320, seed=label), "image/class/label": label}
             for label in range(1, 25)
         ]
-        write_tfrecord(f"records/{split}-00000-of-00001", examples)
-    dti.build_index("records/*-of-*", dti.Checks(verify="schema"))
+        write_tfrecord(folder / f"records/{split}-00000-of-00001", examples)
+    dti.build_index(folder / "records/*-of-*", dti.Checks(verify="schema"))
+    for number in range(3):
+        (folder / f"{number}.jpg").write_bytes(jpeg(240, 320))
+    return folder
+
+
+@pytest.fixture
+def names(folder, tmp_path, monkeypatch):
+    """Those files in a folder of its own, and a model."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
     paths = [tmp_path / f"{number}.jpg" for number in range(3)]
-    for path in paths:
-        path.write_bytes(jpeg(240, 320))
     model = keras.Sequential(
         [keras.layers.Input((224, 224, 3)), keras.layers.GlobalMaxPool2D(), keras.layers.Dense(25)]
     )

@@ -53,7 +53,7 @@ class Checks:
     """Describes what is checked of every record.
 
     Examples:
-      >>> report = build_index("records/train-*", Checks(verify="decode"), on_bad="skip")
+      >>> report = build_index("records/train-*", Checks(verify="crc"), on_bad="skip")
       >>> checks = Checks(verify="schema", label=ClassLabel(offset=1))
       >>> report = build_index("records/*", checks)
 
