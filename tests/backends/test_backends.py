@@ -378,4 +378,4 @@ def test_a_process_that_ends_while_it_reads(tmp_path, options):
             next(iterator)
     """
     for _ in range(4):
-        assert python("-c", code, timeout=120).returncode == 0
+        assert python("-c", code, timeout=300).returncode == 0

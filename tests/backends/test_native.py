@@ -211,11 +211,11 @@ def test_an_exit_and_no_memory(tmp_path):
     compile_native(program, "-O1", "-pthread", ROOT / "tests/backends/mock_native.cc")
     file.write_bytes(frame_record(bytes(5000)))
     for _ in range(40):
-        assert subprocess.run([program, "exit", file], timeout=60).returncode == 0
+        assert subprocess.run([program, "exit", file], timeout=300).returncode == 0
     image = tmp_path / "image"
     image.write_bytes(jpeg(40, 60))
     process = subprocess.run(
-        [program, "memory", file, image], capture_output=True, text=True, timeout=60, check=True
+        [program, "memory", file, image], capture_output=True, text=True, timeout=300, check=True
     )
     failures = list(map(int, process.stdout.split()))
     read, prepare, decode, augment, mix, decode_views = failures

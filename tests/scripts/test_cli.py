@@ -86,7 +86,7 @@ def test_ctrl_c_ends_a_command_and_all_that_it_started(sample_folder, tmp_path, 
     time.sleep(1)
     children = find_processes("-P", process.pid)
     os.killpg(process.pid, signal.SIGINT)
-    process.communicate(timeout=120)
+    process.communicate(timeout=300)
     assert process.returncode == 130
     deadline = time.monotonic() + 60
     while any(map(is_running, children)):

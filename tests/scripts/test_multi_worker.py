@@ -47,7 +47,7 @@ def finish(processes):
     """Waits for all; returns what they printed."""
     outputs = []
     for process in processes:
-        output, errors = process.communicate(timeout=240)
+        output, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors
         outputs.append(output)
     return outputs
@@ -106,7 +106,7 @@ def test_a_worker_that_dies_ends_the_others_and_restart_resumes(sample_folder, t
         time.sleep(0.1)
     processes[1].kill()
     killed = time.monotonic()
-    _, errors = processes[0].communicate(timeout=120)  # with a hang the test fails here
+    _, errors = processes[0].communicate(timeout=300)  # with a hang the test fails here
     assert processes[1].wait() == -signal.SIGKILL
     assert processes[0].returncode not in (0, -signal.SIGKILL)
     assert time.monotonic() - killed < 90
@@ -131,7 +131,7 @@ def test_ctrl_c_while_another_worker_is_waited_for(sample_folder):
     time.sleep(3)
     assert process.poll() is None
     os.kill(process.pid, signal.SIGINT)
-    assert process.communicate(timeout=60)[1] == ""
+    assert process.communicate(timeout=300)[1] == ""
     assert process.returncode == -signal.SIGINT
 
 
@@ -142,7 +142,7 @@ def test_workers_that_do_not_share_the_folder(sample_folder, tmp_path):
     (tmp_path / "1").mkdir()
     processes = start(sample_folder, "--epochs=2", f"--resume={tmp_path}/{{}}")
     for process in processes:
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=300)
         assert process.returncode == 1
         assert "others are not (" in errors
         assert "--resume must name a folder that all workers share" in errors
