@@ -8,8 +8,9 @@ from nvidia.dali import fn, math, types
 from nvidia.dali.data_node import DataNode
 from nvidia.dali.pipeline import do_not_convert
 
-from dali_tf_input.spec.augment import ROW_SIZE, Floats, Primitive, Program
+from dali_tf_input.spec.augment import Program
 from dali_tf_input.spec.colors import LUMA
+from dali_tf_input.spec.primitives import ROW_SIZE, Floats, Primitive
 
 Operation = Callable[[DataNode], DataNode]
 

@@ -15,9 +15,9 @@ from dali_tf_input.backends.tf_images import prepare_mask
 from dali_tf_input.backends.tf_mix import draw_mix
 from dali_tf_input.records.labels import ClassLabel
 from dali_tf_input.records.schema import SIDE_KEYS
-from dali_tf_input.spec.augment import ROW_SIZE
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.options import DaliOptions, TfDataOptions
+from dali_tf_input.spec.primitives import ROW_SIZE
 
 PACKED = "packed"  # the input of a pipeline that tf.data reads for
 _TYPES = {"int64": types.INT64, "int32": types.INT32, "float32": types.FLOAT}

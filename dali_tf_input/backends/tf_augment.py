@@ -5,8 +5,9 @@ from collections.abc import Callable
 import numpy as np
 import tensorflow as tf
 
-from dali_tf_input.spec.augment import Floats, Primitive, Program
+from dali_tf_input.spec.augment import Program
 from dali_tf_input.spec.colors import LUMA
+from dali_tf_input.spec.primitives import Floats, Primitive
 
 
 def draw_rows(program: Program, seed: tf.Tensor) -> tf.Tensor:

@@ -5,10 +5,9 @@ one row for each step. A row names a `Primitive` and its numbers, so the backend
 the primitives. To add an augmentation, see docs/extending.md.
 """
 
-import enum
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
@@ -17,43 +16,28 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_tf_input.errors import InputError, Part, Within, check, checked
-from dali_tf_input.spec.colors import IMAGENET_MEAN, IMAGENET_STD, LUMA
+from dali_tf_input.spec.colors import IMAGENET_MEAN, IMAGENET_STD
+from dali_tf_input.spec.primitives import (
+    Floats,
+    Primitive,
+    Warp,
+    brightness,
+    contrast,
+    hue,
+    make_table,
+    saturation,
+    tf_rows,
+    torchvision_rows,
+)
 
-Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int32]
 Dialect = Literal["torchvision", "tf"]
 Byte = Annotated[float, Within(0, 255)]
 Sampling = Literal["nearest", "bilinear"]
 
-ROW_SIZE = 13  # a primitive and its numbers, at most 12
 _LEVELS = 256  # discrete values of a strength drawn from a range
 _NORMAL_LEVELS = 64  # discrete values of a magnitude drawn from a normal distribution
 _RECTANGLES = 2048
-_TF_SIDE = 224  # the image size that the pixel counts of tensorflow/models are meant for
-
-
-class Primitive(enum.IntEnum):
-    """The operation of a row on a uint8 image; results are rounded half up and clipped to 0..255.
-
-    The numbers of a row are given in brackets. Positions are in pixels: pixel p covers [p, p + 1),
-    so the corners of pixels are at whole numbers.
-    """
-
-    NOTHING = 0
-    COLOR = 1  # [3x4]: each channel is a weighted sum of red, green, blue and 1
-    CONTRAST = 2  # [factor]: blends with the mean of the gray image
-    SOLARIZE = 3  # [threshold]: inverts values from the threshold on
-    POSTERIZE = 4  # [mask]: keeps the bits of a mask
-    ADD = 5  # [amount]: to values below 128
-    AUTOCONTRAST = 6  # stretches each channel to 0..255
-    EQUALIZE = 7  # equalizes the histogram of each channel, like OpenCV's `equalizeHist`
-    FILTER = 8  # [3x3]: convolves; the border is reflected without repeating the edge pixel
-    BLUR = 9  # [sigma]: Gaussian, truncated at 3 sigma; the same border as FILTER
-    # [xx, xy, x, yx, yy, y, fill, bilinear]: maps output positions to image positions.
-    WARP = 10
-    # [height, width, number of positions down, number across, top, left, 3 fill values, 3 standard
-    # deviations]: fills a rectangle, randomly placed from (top, left) on, and adds normal noise.
-    ERASE = 11
 
 
 class Plan(NamedTuple):
@@ -144,14 +128,16 @@ class RandAugment(Augmentation):
             magnitudes = [min(max(normal.inv_cdf(part), 0.0), most) for part in parts]
         is_tf = self.dialect == "tf"
         fill = (128.0 if is_tf else 0.0) if self.fill is None else self.fill
-        warp = _Warp(image_size, fill, self.interpolation == "bilinear")
+        warp = Warp(image_size, fill, self.interpolation == "bilinear")
         if is_tf:
             rows = [
-                row for magnitude in magnitudes for row in _tf(magnitude, warp, self.increasing)
+                row for magnitude in magnitudes for row in tf_rows(magnitude, warp, self.increasing)
             ]
         else:
-            rows = [row for magnitude in magnitudes for row in _torchvision(magnitude / 30, warp)]
-        return Plan((_table(rows),), ((0,) * self.num_ops,), step_p=self.p)
+            rows = [
+                row for magnitude in magnitudes for row in torchvision_rows(magnitude / 30, warp)
+            ]
+        return Plan((make_table(rows),), ((0,) * self.num_ops,), step_p=self.p)
 
 
 @checked
@@ -176,9 +162,11 @@ class TrivialAugment(Augmentation):
 
     def plan(self, image_size: tuple[int, int]) -> Plan:
         """Returns the random choices for images of `image_size`."""
-        warp = _Warp(image_size, self.fill, self.interpolation == "bilinear")
-        rows = [row for level in range(31) for row in _torchvision(level / 30, warp, is_wide=True)]
-        return Plan((_table(rows),))
+        warp = Warp(image_size, self.fill, self.interpolation == "bilinear")
+        rows = [
+            row for level in range(31) for row in torchvision_rows(level / 30, warp, is_wide=True)
+        ]
+        return Plan((make_table(rows),))
 
 
 @checked
@@ -210,17 +198,17 @@ class ColorJitter(Augmentation):
         """Returns the random choices for images of `image_size`."""
 
         def table(strength: float, make: Callable[[float], Sequence[float]]) -> Floats:
-            return _table(map(make, _even(max(0.0, 1 - strength), 1 + strength)))
+            return make_table(map(make, _even(max(0.0, 1 - strength), 1 + strength)))
 
         tables = []
         if self.brightness:
-            tables.append(table(self.brightness, _brightness))
+            tables.append(table(self.brightness, brightness))
         if self.contrast:
-            tables.append(table(self.contrast, _contrast))
+            tables.append(table(self.contrast, contrast))
         if self.saturation:
-            tables.append(table(self.saturation, _saturation))
+            tables.append(table(self.saturation, saturation))
         if self.hue:
-            tables.append(_table(map(_hue, _even(-self.hue, self.hue))))
+            tables.append(make_table(map(hue, _even(-self.hue, self.hue))))
         return Plan(tuple(tables), _permutations(len(tables)), p=self.p)
 
 
@@ -240,7 +228,7 @@ class RandomGrayscale(Augmentation):
 
     def plan(self, image_size: tuple[int, int]) -> Plan:
         """Returns the random choices for images of `image_size`."""
-        return Plan((_table([_saturation(0.0)]),), p=self.p)
+        return Plan((make_table([saturation(0.0)]),), p=self.p)
 
 
 @checked
@@ -266,7 +254,9 @@ class GaussianBlur(Augmentation):
 
     def plan(self, image_size: tuple[int, int]) -> Plan:
         """Returns the random choices for images of `image_size`."""
-        return Plan((_table((Primitive.BLUR, sigma) for sigma in _even(*self.sigma)),), p=self.p)
+        return Plan(
+            (make_table((Primitive.BLUR, sigma) for sigma in _even(*self.sigma)),), p=self.p
+        )
 
 
 @checked
@@ -287,7 +277,7 @@ class Solarize(Augmentation):
 
     def plan(self, image_size: tuple[int, int]) -> Plan:
         """Returns the random choices for images of `image_size`."""
-        return Plan((_table([(Primitive.SOLARIZE, self.threshold)]),), p=self.p)
+        return Plan((make_table([(Primitive.SOLARIZE, self.threshold)]),), p=self.p)
 
 
 @checked
@@ -352,7 +342,7 @@ class RandomErasing(Augmentation):
             (Primitive.ERASE, tall, wide, height - tall + 1, width - wide + 1, 0, 0, *filling)
             for tall, wide in zip(heights[fits], widths[fits], strict=True)
         ]
-        return Plan((_table(rows),), p=self.p)
+        return Plan((make_table(rows),), p=self.p)
 
 
 @checked
@@ -372,7 +362,7 @@ class VerticalMirror(Augmentation):
 
     def plan(self, image_size: tuple[int, int]) -> Plan:
         """Returns the random choices for images of `image_size`."""
-        return Plan((_table([_Warp(image_size).row(1, 0, 0, 0, -1, image_size[0])]),), p=self.p)
+        return Plan((make_table([Warp(image_size).row(1, 0, 0, 0, -1, image_size[0])]),), p=self.p)
 
 
 class Program:
@@ -392,7 +382,7 @@ class Program:
         plans = [augmentation.plan(image_size) for augmentation in augmentations]
         plans = [plan for plan in plans if plan.tables]
         most = max((len(plan.orders) for plan in plans), default=1)
-        tables = [_table([(Primitive.NOTHING,)])]
+        tables = [make_table([(Primitive.NOTHING,)])]
         first_rows: list[list[int]] = []
         num_rows: list[list[int]] = []
         end = 1
@@ -429,139 +419,6 @@ class Program:
         """Returns the rows that a step may get, beside the one that does nothing."""
         parts = {*zip(self.first_rows[step], self.num_rows[step], strict=True)}
         return np.concatenate([self.rows[first : first + count] for first, count in parts])
-
-
-class _Warp:
-    """Makes rows of `Primitive.WARP` for images of a size."""
-
-    def __init__(
-        self, image_size: tuple[int, int], fill: float = 0.0, bilinear: bool = False
-    ) -> None:
-        self.height, self.width = image_size
-        self._end = (fill, float(bilinear))
-
-    def row(self, *matrix: float) -> tuple[float, ...]:
-        return (Primitive.WARP, *matrix, *self._end)
-
-    def shear(self, x: float, y: float) -> tuple[float, ...]:
-        return self.row(1, x, 0, y, 1, 0)
-
-    def shift(self, x: float, y: float) -> tuple[float, ...]:
-        return self.row(1, 0, x, 0, 1, y)
-
-    def turn(self, degrees: float) -> tuple[float, ...]:
-        """Returns a rotation about the center."""
-        cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
-        x, y = self.width / 2, self.height / 2
-        return self.row(cos, sin, x - cos * x - sin * y, -sin, cos, y + sin * x - cos * y)
-
-
-def _torchvision(part: float, warp: _Warp, *, is_wide: bool = False) -> list[Sequence[float]]:
-    """Returns torchvision's 14 operations, once for each direction.
-
-    Source: torchvision.transforms.autoaugment, `RandAugment` and `TrivialAugmentWide` (`is_wide`).
-
-    Args:
-      part: the magnitude, as a fraction of the largest one.
-      warp: makes the warps.
-      is_wide: whether to use the strengths of `TrivialAugmentWide`.
-    """
-    shear, turn, enhance = (0.99, 135, 0.99) if is_wide else (0.3, 30, 0.9)
-    across, down = (32, 32) if is_wide else (warp.width * 150 / 331, warp.height * 150 / 331)
-    bits = 8 - round(part * (6 if is_wide else 4))
-    rows: list[Sequence[float]] = []
-    for sign in (-part, part):
-        rows += [
-            (Primitive.NOTHING,),
-            warp.shear(sign * shear, 0),
-            warp.shear(0, sign * shear),
-            warp.shift(int(sign * across), 0),
-            warp.shift(0, int(sign * down)),
-            warp.turn(sign * turn),
-            _brightness(1 + sign * enhance),
-            _saturation(1 + sign * enhance),
-            _contrast(1 + sign * enhance),
-            _sharpness(1 + sign * enhance),
-            _posterize(bits),
-            (Primitive.SOLARIZE, 255 * (1 - part)),
-            (Primitive.AUTOCONTRAST,),
-            (Primitive.EQUALIZE,),
-        ]
-    return rows
-
-
-def _tf(magnitude: float, warp: _Warp, increasing: bool) -> list[Sequence[float]]:
-    """Returns the operations of tensorflow/models, or timm's, once for each direction.
-
-    Source: tensorflow/models, official/vision/ops/augment.py; with `increasing`, timm.data's
-    `_RAND_INCREASING_TRANSFORMS`, which has no cutout.
-    """
-    part = magnitude / 10
-    bits, threshold = min(int(part * 4), 8), int(part * 256)
-    across, down = (part * 100 / _TF_SIDE * side for side in (warp.width, warp.height))
-    half = int(part * 40 / _TF_SIDE * min(warp.width, warp.height))
-    rows: list[Sequence[float]] = []
-    for sign in (-part, part):
-        factor = max(0.1, 1 + 0.9 * sign) if increasing else 0.1 + 1.8 * part
-        rows += [
-            (Primitive.AUTOCONTRAST,),
-            (Primitive.EQUALIZE,),
-            (Primitive.SOLARIZE, 0),  # inverts
-            warp.turn(sign * 30),
-            _posterize(max(4 - bits, 0) if increasing else bits),
-            (Primitive.SOLARIZE, max(256 - threshold, 0) if increasing else threshold),
-            (Primitive.ADD, min(128, int(part * 110)) if increasing else int(part * 110)),
-            _saturation(factor),
-            _contrast(factor),
-            _brightness(factor),
-            _sharpness(factor),
-            warp.shear(sign * 0.3, 0),
-            warp.shear(0, sign * 0.3),
-            warp.shift(math.copysign(across, sign), 0),
-            warp.shift(0, math.copysign(down, sign)),
-        ]
-        if not increasing:  # cutout: a square whose center is anywhere in the image
-            place = (warp.height, warp.width, -half, -half)
-            rows.append((Primitive.ERASE, 2 * half, 2 * half, *place, 128, 128, 128, 0, 0, 0))
-    return rows
-
-
-def _brightness(factor: float) -> Sequence[float]:
-    return _color(factor * np.eye(3))
-
-
-def _saturation(factor: float) -> Sequence[float]:
-    return _color(factor * np.eye(3) + (1 - factor) * np.tile(LUMA, (3, 1)))
-
-
-def _hue(turn: float) -> Sequence[float]:
-    """Returns the row that rotates hues in YIQ space by a fraction of the color circle."""
-    to_yiq = np.array([LUMA, (0.595716, -0.274453, -0.321263), (0.211456, -0.522591, 0.311135)])
-    cos, sin = math.cos(2 * math.pi * turn), math.sin(2 * math.pi * turn)
-    return _color(np.linalg.inv(to_yiq) @ [[1, 0, 0], [0, cos, sin], [0, -sin, cos]] @ to_yiq)
-
-
-def _color(matrix: npt.NDArray[np.float64]) -> Sequence[float]:
-    return (Primitive.COLOR, *np.hstack([matrix, np.zeros((3, 1))]).ravel())
-
-
-def _contrast(factor: float) -> Sequence[float]:
-    return (Primitive.CONTRAST, factor)
-
-
-def _sharpness(factor: float) -> Sequence[float]:
-    """Returns the row that blends with a smoothed image. Source: Pillow's `ImageFilter.SMOOTH`."""
-    kernel = np.full((3, 3), (1 - factor) / 13)
-    kernel[1, 1] = (1 - factor) * 5 / 13 + factor
-    return (Primitive.FILTER, *kernel.ravel())
-
-
-def _posterize(bits: int) -> Sequence[float]:
-    return (Primitive.POSTERIZE, 256 - (1 << (8 - bits)))
-
-
-def _table(rows: Iterable[Sequence[float]]) -> Floats:
-    return np.array([(*row, *(0,) * (ROW_SIZE - len(row))) for row in rows], np.float32)
 
 
 def _integers(values: Any) -> Integers:

@@ -6,7 +6,7 @@ from typing import Annotated
 import numpy as np
 
 from dali_tf_input.errors import InputError, Part, Within, checked
-from dali_tf_input.spec.augment import Floats
+from dali_tf_input.spec.primitives import Floats
 
 Alpha = Annotated[float, Within(0, 100)]
 

@@ -19,8 +19,9 @@ from dali_tf_input.backends import dali_augment, tf_augment, tf_native
 from dali_tf_input.backends.build import make_dataset
 from dali_tf_input.cli.flags import AUGMENTATIONS
 from dali_tf_input.serving import iterate_batches
-from dali_tf_input.spec.augment import Primitive, Program
+from dali_tf_input.spec.augment import Program
 from dali_tf_input.spec.crops import NoCrop
+from dali_tf_input.spec.primitives import Primitive
 
 SIZE = (96, 80)
 PLAIN = Preprocess(image_size=SIZE, crop=NoCrop(), mirror_probability=0, dtype="uint8")

@@ -11,7 +11,9 @@ from conftest import refused
 
 import dali_tf_input as dti
 from dali_tf_input.backends.tf_augment import draw_rows
-from dali_tf_input.spec.augment import LUMA, Primitive, Program
+from dali_tf_input.spec.augment import Program
+from dali_tf_input.spec.colors import LUMA
+from dali_tf_input.spec.primitives import Primitive
 
 SIZE = (224, 160)
 DRAWS = 10_000

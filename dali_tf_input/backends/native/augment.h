@@ -1,5 +1,5 @@
 // Augmentation of a uint8 image, height x width x 3, by rows of `Primitive`, which is documented in
-// spec/augment.py; and the final step, from bytes to the model's input.
+// spec/primitives.py; and the final step, from bytes to the model's input.
 #ifndef DALI_TF_INPUT_AUGMENT_H_
 #define DALI_TF_INPUT_AUGMENT_H_
 
