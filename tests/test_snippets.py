@@ -38,11 +38,27 @@ for name in ("MobileNet", "MobileNetV2", "MobileNetV3Small"):
     setattr(keras.applications, name, small_network)
 """
 MODEL = """
+import tensorflow as tf
+cpu = tf.config.list_physical_devices("CPU")[0]
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
 model = small_network(classes=8)
 model.compile("sgd", "sparse_categorical_crossentropy", metrics=["accuracy"])
 """
 SMALLER = {"224": "64", "batch_size=256": "batch_size=16", "epochs=90": "epochs=2"}
 SMALLER |= {"/data/": "", "/local/": ""}
+# What pages print, besides that they end well.
+PRINTED = {
+    "README": [r"\nEpoch 2/2\n", "images_per_second: ", "for CPU:0, CPU:1;"],
+    "distributed_training": [r"\nEpoch 2/2\n", "for CPU:0, CPU:1;"],
+    "getting_started": [r"for CPU:0", r"^\{'accuracy': .*\}$", r"^\d+\.jpg class [0-7]$"],
+    "labels": [r"^\(16, 64, 64, 3\) \[", r"^\[b'.*\.jpg'\]$"],
+    "problems": [r"Extent\(file='.*/records/train-00000-of-00001', number=\d+"],
+    "recipes": [r"'image_2': TensorShape\(\[8, 96, 96, 3\]\)", "Epoch 3/3"],
+    "serving": [r"^photos/class 1/1.jpg \d$"],
+    "speed": [r"^\d+% of \d+\.\d ms are spent waiting for input$"],
+    "training": [r"^\{'accuracy': .*\}$", "for CPU:0, CPU:1;"],
+}
+LEFT = {"README": "runs/1/state.json", "problems": "mistakes.png", "training": "runs/2/state.json"}
 ELSEWHERE = ("--dask", "service", "--files=GLOB")  # what needs other machines, or names no files
 # A program of its own: what it sets comes before TensorFlow's first use.
 ALONE = ("MultiWorkerMirroredStrategy", "keras.distribution")
@@ -53,7 +69,7 @@ def folder(tmp_path_factory):
     """What the pages are about: photos of eight classes, a table of them, and TFRecords."""
     folder = tmp_path_factory.mktemp("pages")
     rows = ["path,label,labels,values,mask"]
-    for number in range(160):
+    for number in range(320):
         photo = folder / f"photos/class {number % 8}/{number // 8}.jpg"
         photo.parent.mkdir(parents=True, exist_ok=True)
         photo.write_bytes(jpeg(80, 96, seed=number))
@@ -61,7 +77,7 @@ def folder(tmp_path_factory):
         mask.save(folder / f"{number}.png")
         classes = " ".join(map(str, range(number % 4)))
         name = photo.relative_to(folder)
-        rows.append(f"{name},{photo.parent.name},{classes},0.1 0.2 {number / 40},{number}.png")
+        rows.append(f"{name},{photo.parent.name},{classes},0.1 0.2 {number / 80},{number}.png")
     (folder / "photos.csv").write_text("\n".join(rows))
     made = python("-m", "dali_tf_input", "convert", "photos.csv", "records", cwd=folder)
     assert made.returncode == 0, made.stderr
@@ -95,12 +111,17 @@ def test_a_page_runs(name, folder, tmp_path):
             alone.append(block)
         else:
             program += block
+    if "MirroredStrategy()" in program:
+        program += "print(train)\n"  # says which replicas it feeds
     (tmp_path / "page.py").write_text(program)
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     with serve(folder) if "s3://" in text else contextlib.nullcontext({}) as store:
         environment |= store
         process = warm.run([tmp_path / "page.py"], cwd=tmp_path / "page", env=environment)
     assert process.returncode == 0, process.stderr
+    for pattern in PRINTED.get(name, ()):
+        assert re.search(pattern, process.stdout, re.MULTILINE), (pattern, process.stdout)
+    assert (tmp_path / "page" / LEFT.get(name, "")).exists()
     paths = environment["PYTHONPATH"].split(os.pathsep)
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path != WITHOUT_JAX)
     for block in alone:

@@ -200,13 +200,20 @@ def skip_command(spec: InputSpec, options: Options, *, on_bad: str = "--on_bad=s
 
 def _skip_command_of(file: str, spec: InputSpec) -> str:
     """Returns the command that skips the bad records of one file, by the keys of its last run."""
+    records = spec.records
     arguments = ["--verify=decode", "--on_bad=skip", "--force"]
-    for other, entry in zip(spec.records.paths, _read_entries(spec), strict=False):
-        label = entry.checked_by.get("label") or {}
-        if other == file and (key := entry.checked_by.get("image_key")):
-            arguments.append(f"--image_key={key}")
-            arguments += [f"--label_key={label['key']}"] if label.get("key") else []
-    return index_command([file], index_dir=spec.records.index_dir, arguments=arguments)
+    folder = os.path.dirname(records.files[records.paths.index(file)].index_file)
+    entry = Manifest.read(folder).entries[os.path.basename(file)]
+    if key := entry.checked_by.get("image_key"):
+        arguments.append(f"--image_key={key}")
+        if label := entry.checked_by.get("label"):
+            flags = {"label_key": label.get("key"), "label_offset": label.get("offset")}
+            flags["num_classes"] = label.get("num_classes")
+            flags["vocabulary"] = "labels.txt" if label.get("vocabulary") else None
+            arguments += [f"--{name}={value}" for name, value in flags.items() if value]
+        else:
+            arguments.append("--label=none")
+    return index_command([file], index_dir=records.index_dir, arguments=arguments)
 
 
 def _read_entries(spec: InputSpec) -> list[FileEntry]:

@@ -47,7 +47,8 @@ def test_no_files_and_no_index(script, tmp_path):
     process = run_tool(script, f"--files={file}", *short, out)
     fails(
         process,
-        f"1 of 1 files have no index beside them (`index_dir` is None), the first is {file}. Index them: ",
+        "1 of 1 files have no index beside them (`index_dir` is None), the first is "
+        f"{file}. Index them: ",
         f"index {file}",
     )
     assert sorted(os.listdir(tmp_path)) == ["train"]

@@ -236,7 +236,8 @@ def test_from_files_without_an_index(tmp_path):
         from_files(str(tmp_path / "train-*"))
     text = str(caught.value)
     assert text.startswith(
-        f"1 of 3 files have no index beside them (`index_dir` is None), the first is {first}. Index them: "
+        "1 of 3 files have no index beside them (`index_dir` is None), the first is "
+        f"{first}. Index them: "
     )
     assert text.endswith(f"python -m dali_tf_input index {first}")
 
