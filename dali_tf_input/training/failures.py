@@ -7,7 +7,8 @@ records of the failed step can be computed, and are then checked one by one.
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import tensorflow as tf
 
@@ -107,7 +108,7 @@ def explain(
             if problem:
                 file, bad_record = _locate(spec, record, problem)
                 if spec.records.other_image_keys:
-                    command = _skip_command_of(file, spec)
+                    command = _commands_by_keys([file], spec, "--on_bad=skip")
                 return BadRecordError(file, bad_record, _remedy(problem[0], spec, command))
     except (OSError, InputError) as problem:
         return InputError(
@@ -163,6 +164,8 @@ def _remedy(reason: str, spec: InputSpec, command: str) -> str:
 def skip_command(spec: InputSpec, options: Options, *, on_bad: str = "--on_bad=skip") -> str:
     """Returns the command that finds, and with `on_bad` skips, the bad records of a backend."""
     records, label = spec.records, spec.label
+    if records.other_image_keys:
+        return _commands_by_keys(records.paths, spec, on_bad)
     decoder = "dali" if isinstance(options, DaliOptions) else "tf_data"
     arguments = ["--verify=decode", *([on_bad] if on_bad else [])]
     key = label.key if label else None
@@ -198,22 +201,26 @@ def skip_command(spec: InputSpec, options: Options, *, on_bad: str = "--on_bad=s
     return index_command(records.paths, index_dir=records.index_dir, arguments=arguments)
 
 
-def _skip_command_of(file: str, spec: InputSpec) -> str:
-    """Returns the command that skips the bad records of one file, by the keys of its last run."""
-    records = spec.records
-    arguments = ["--verify=decode", "--on_bad=skip", "--force"]
-    folder = os.path.dirname(records.files[records.paths.index(file)].index_file)
-    entry = Manifest.read(folder).entries[os.path.basename(file)]
-    if key := entry.checked_by.get("image_key"):
-        arguments.append(f"--image_key={key}")
-        if label := entry.checked_by.get("label"):
-            flags = {"label_key": label.get("key"), "label_offset": label.get("offset")}
-            flags["num_classes"] = label.get("num_classes")
+def _commands_by_keys(files: Iterable[str], spec: InputSpec, on_bad: str) -> str:
+    """Returns index commands for files with several sets of keys, each as it was run last."""
+    records, groups = spec.records, dict[tuple[str, ...], list[str]]()
+    for file in files:
+        folder = os.path.dirname(records.files[records.paths.index(file)].index_file)
+        flags: dict[str, Any] = {}
+        with contextlib.suppress(InputError, KeyError):  # no manifest any more
+            checks = Manifest.read(folder).entries[os.path.basename(file)].checked_by
+            label = checks.get("label") or {}
+            flags = {"image_key": checks.get("image_key"), "label_key": label.get("key")}
+            flags |= {"label_offset": label.get("offset"), "num_classes": label.get("num_classes")}
             flags["vocabulary"] = "labels.txt" if label.get("vocabulary") else None
-            arguments += [f"--{name}={value}" for name, value in flags.items() if value]
-        else:
-            arguments.append("--label=none")
-    return index_command([file], index_dir=records.index_dir, arguments=arguments)
+            flags["label"] = None if label else "none"
+        given = (f"--{name}={value}" for name, value in flags.items() if value)
+        groups.setdefault((*given,), []).append(file)
+    start = ["--verify=decode", *([on_bad] if on_bad else []), "--force"]
+    return " && ".join(
+        index_command(paths, index_dir=records.index_dir, arguments=[*start, *given])
+        for given, paths in groups.items()
+    )
 
 
 def _read_entries(spec: InputSpec) -> list[FileEntry]:
