@@ -69,6 +69,7 @@ def on_its_own():
     yield
     if len(os.listdir("/proc/self/task")) > before:
         gc.collect()
+        gc.freeze()
 
 
 def refused(message: str):

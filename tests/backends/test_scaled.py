@@ -57,22 +57,25 @@ def test_without_antialias_it_is_closer_to_the_truth(images):
     assert all(scaled > plain for scaled, plain in compare(images, UNMIRRORED))
 
 
+@pytest.fixture(scope="module")
+def ramps():
+    """JPEGs of a gray level a pixel of the output, in each direction: where a shift shows."""
+    encoded = []
+    for height, width in SIZES:
+        rows, columns = np.mgrid[:height, :width]
+        parts = [rows / height, columns / width, (rows + columns) / (height + width)]
+        encoded.append(encode(np.stack(parts, 2) * 255, "JPEG", quality=95))
+    return encoded
+
+
 @pytest.mark.parametrize("antialias", [False, True])
 @pytest.mark.parametrize(
     "crop",
     [*CROPS.values(), CenterCrop(resize_shorter=80)],
     ids=[*CROPS, "center_crop_at_its_edge"],
 )
-def test_it_is_the_same_region(crop, antialias):
-    """Of a smooth image, where only a shift shows: a ramp of a gray level a pixel of the output, in
-    each direction.
-    """
+def test_it_is_the_same_region(ramps, crop, antialias):
     preprocess = dataclasses.replace(RAW, crop=crop, antialias=antialias)
-    ramps = []
-    for height, width in SIZES:
-        rows, columns = np.mgrid[:height, :width]
-        parts = [rows / height, columns / width, (rows + columns) / (height + width)]
-        ramps.append(encode(np.stack(parts, 2) * 255, "JPEG", quality=95))
     numbers = draw(preprocess, len(ramps), seed=3)
     scaled, plain = (by_tensorflow(ramps, numbers, preprocess, decode=plan) for plan in PLANS)
     difference = scaled - plain

@@ -162,12 +162,13 @@ def serve(spec, options, batch_size, shards=1):
 
 
 @pytest.mark.parametrize("options", [TF_DATA, DALI], ids=["tf_data", "dali"])
-@pytest.mark.parametrize("order", ["sequential", "buffer", "global"])
-@pytest.mark.parametrize("num_records", [24, 61])
+@pytest.mark.parametrize(
+    ("order", "num_records"), [("sequential", 24), ("buffer", 61), ("global", 61)]
+)
 def test_both_backends_serve_the_subset(classes, options, order, num_records):
     records = classes.take(num_records, seed=num_records)
     spec = spec_of(records, order, SMALL, record_ids=True)
-    for shards in (1, 2, 3):
+    for shards in (1, 3):
         size = num_records // shards
         served = serve(spec, options, size, shards)
         assert len({*served}) == len(served) == size * shards

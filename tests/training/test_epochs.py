@@ -26,10 +26,10 @@ def one_device():
     return tf.distribute.OneDeviceStrategy("CPU:1")
 
 
-SLOW = [pytest.param(make, marks=pytest.mark.slow) for make in (one_device, mirrored)]
-strategies = pytest.mark.parametrize(
-    "make_strategy", [lambda: None, *SLOW], ids=["none", "one_device", "mirrored"]
-)
+def no_strategy():
+    return None
+
+
 orders = pytest.mark.parametrize("order", ["global", "buffer", "sequential"])
 
 
@@ -99,9 +99,8 @@ def count_batches(dataset):
 
 
 @backends
-@strategies
 @orders
-def test_three_epochs_three_ways(dataset, options, make_strategy, order):
+def test_three_epochs_three_ways(dataset, options, order, make_strategy=no_strategy):
     """By `train.fit`, by `model.fit(train.dataset)` and by a loop."""
     strategy = make_strategy()
     # Keras takes a batch, and so an epoch, to build a model; `train.fit` does not mind.
@@ -130,6 +129,22 @@ def test_three_epochs_three_ways(dataset, options, make_strategy, order):
         assert served == sorted({*served})
     if order != "sequential":
         assert len({str(epoch) for epoch in epochs}) == 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make_strategy", "options", "order"),
+    [
+        (mirrored, DALI, "global"),
+        (mirrored, TF_DATA, "global"),
+        (mirrored, DALI, "buffer"),
+        (mirrored, TF_DATA, "sequential"),
+        (one_device, DALI, "global"),
+        (one_device, TF_DATA, "buffer"),
+    ],
+)
+def test_three_epochs_three_ways_under_a_strategy(dataset, options, order, make_strategy):
+    test_three_epochs_three_ways(dataset, options, order, make_strategy)
 
 
 @backends

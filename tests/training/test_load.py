@@ -311,9 +311,7 @@ def test_what_is_typed_first(dataset, tmp_path):
 
 
 @pytest.mark.parametrize("options", [DALI, TF_DATA], ids=["dali", "tf_data"])
-@pytest.mark.parametrize(
-    "make_strategy", [none, one_device, pytest.param(mirrored, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("make_strategy", [none, pytest.param(mirrored, marks=pytest.mark.slow)])
 def test_the_six_lines(tmp_path, options, make_strategy):
     """From files to a trained model, by this package's `fit` and by Keras's; both evaluate alike."""
     for split, count in (("train", 24), ("validation", 19)):

@@ -61,16 +61,15 @@ class Sizes(keras.callbacks.Callback):
 def test_iteration(spec, stages, options):
     """Each epoch is that of its spec alone; the next one goes on."""
     train = load(spec, options, batch_size=BATCH, schedule=stages)
-    for epoch, stage in enumerate([spec, LARGE, LARGE, stages[3], stages[3]]):
-        alone = stage
-        if isinstance(stage, Preprocess):
-            alone = dataclasses.replace(spec, preprocess=stage)
-        expected = load(alone, options, batch_size=BATCH, start_step=4 * epoch)
-        batches = [*zip(train, expected, strict=True)]
-        assert len(batches) == 4
-        for batch, other in batches:
-            for values, others in zip(batch, other, strict=True):
-                np.testing.assert_array_equal(values, others)
+    large = dataclasses.replace(spec, preprocess=LARGE)
+    for first, epochs, alone in ((0, 1, spec), (1, 2, large), (3, 2, stages[3])):
+        expected = load(alone, options, batch_size=BATCH, start_step=4 * first)
+        for _ in range(epochs):
+            batches = [*zip(train, expected, strict=True)]
+            assert len(batches) == 4
+            for batch, other in batches:
+                for values, others in zip(batch, other, strict=True):
+                    np.testing.assert_array_equal(values, others)
     assert train.batch_at(2)[0].shape == (BATCH, 8, 8, 3)
     images, labels = train.batch_at(13)
     assert images.shape == (BATCH, 12, 12, 3)
@@ -97,16 +96,15 @@ def test_fit(spec, stages, options):
 
 
 def test_resumes(spec, stages, tmp_path):
-    """Stopped after some steps, in any stage and at its end: the same weights to the bit."""
+    """Stopped again and again, in any stage and at its end: the same weights to the bit."""
 
     class Stop(keras.callbacks.Callback):
         def __init__(self, after):
             super().__init__()
-            self.steps, self.after = 0, after
+            self.after = after
 
         def on_train_batch_end(self, batch, logs=None):
-            self.steps += 1
-            if self.steps == self.after:
+            if self.model.optimizer.iterations == self.after:
                 raise KeyboardInterrupt
 
     def train(resume, callbacks=()):
@@ -119,13 +117,13 @@ def test_resumes(spec, stages, tmp_path):
         return model.get_weights(), history.history["loss"]
 
     expected = train("whole")
-    for after in (1, 4, 6, 9, 13):
+    for after in (1, 4, 6, 13):
         with pytest.raises(KeyboardInterrupt):
-            train(f"after {after}", [Stop(after)])
-        found = train(f"after {after}")
-        assert found[1] == expected[1]
-        for one, other in zip(found[0], expected[0], strict=True):
-            np.testing.assert_array_equal(one, other)
+            train("stopped", [Stop(after)])
+    found = train("stopped")
+    assert found[1] == expected[1]
+    for one, other in zip(found[0], expected[0], strict=True):
+        np.testing.assert_array_equal(one, other)
     other = load(spec, TF_DATA, batch_size=BATCH, schedule={1: LARGE})
     with refused("`schedule` was .*3: .*mix.*, is {1: "):
         other.fit(make_model(), epochs=4, resume=str(tmp_path / "whole"))
@@ -147,30 +145,31 @@ def test_averaged_weights(spec, stages):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
 
 
-def test_on_replicas_with_validation_and_blame(dataset, spec, tmp_path):
+@pytest.mark.parametrize(
+    "options", [TF_DATA, pytest.param(BACKENDS["dali"], marks=pytest.mark.slow)]
+)
+def test_on_replicas_with_validation_and_blame(dataset, spec, tmp_path, options):
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     plain = dataclasses.replace(spec, label=dti.ClassLabel())
     valid_spec = InputSpec.for_evaluation(dataset, 8)
-    for options in BACKENDS.values():
-        with strategy.scope():
-            model = keras.Sequential(
-                [
-                    keras.Input((None, None, 3)),
-                    keras.layers.GlobalAveragePooling2D(),
-                    keras.layers.Dense(24),
-                ]
-            )
-            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        train = load(
-            plain, options, batch_size=BATCH, strategy=strategy, schedule={1: LARGE, 2: SMALL}
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((None, None, 3)),
+                keras.layers.GlobalAveragePooling2D(),
+                keras.layers.Dense(24),
+            ]
         )
-        valid = load(valid_spec, options, batch_size=BATCH, strategy=strategy)
-        blame = train.blame(tmp_path / options.backend.replace(" ", ""), loss=loss)
-        with strategy.scope():
-            model.compile("sgd", loss, metrics=[blame.metric])
-        history = train.fit(model, epochs=3, validation=valid, callbacks=[blame], verbose=0).history
-        assert len(history["val_loss"]) == 3
-        assert np.isfinite(blame.losses).all()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    schedule = {1: Preprocess.for_training(12), 2: SMALL}
+    train = load(plain, options, batch_size=BATCH, strategy=strategy, schedule=schedule)
+    valid = load(valid_spec, options, batch_size=BATCH, strategy=strategy)
+    blame = train.blame(tmp_path / "blame", loss=loss)
+    with strategy.scope():
+        model.compile("sgd", loss, metrics=[blame.metric])
+    history = train.fit(model, epochs=3, validation=valid, callbacks=[blame], verbose=0).history
+    assert len(history["val_loss"]) == 3
+    assert np.isfinite(blame.losses).all()
 
 
 def test_of_a_function(spec):
