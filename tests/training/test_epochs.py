@@ -26,10 +26,6 @@ def one_device():
     return tf.distribute.OneDeviceStrategy("CPU:1")
 
 
-def no_strategy():
-    return None
-
-
 orders = pytest.mark.parametrize("order", ["global", "buffer", "sequential"])
 
 
@@ -98,11 +94,8 @@ def count_batches(dataset):
     return int(known() if callable(known) else known)  # a strategy's dataset has a property
 
 
-@backends
-@orders
-def test_three_epochs_three_ways(dataset, options, order, make_strategy=no_strategy):
+def check_three_epochs_three_ways(dataset, options, order, strategy):
     """By `train.fit`, by `model.fit(train.dataset)` and by a loop."""
-    strategy = make_strategy()
     # Keras takes a batch, and so an epoch, to build a model; `train.fit` does not mind.
     by_fit, by_keras = make_recorder(strategy), make_recorder(strategy, built=True)
     train = feed(dataset, options, order, strategy)
@@ -131,6 +124,12 @@ def test_three_epochs_three_ways(dataset, options, order, make_strategy=no_strat
         assert len({str(epoch) for epoch in epochs}) == 12
 
 
+@backends
+@orders
+def test_three_epochs_three_ways(dataset, options, order):
+    check_three_epochs_three_ways(dataset, options, order, None)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("make_strategy", "options", "order"),
@@ -144,7 +143,7 @@ def test_three_epochs_three_ways(dataset, options, order, make_strategy=no_strat
     ],
 )
 def test_three_epochs_three_ways_under_a_strategy(dataset, options, order, make_strategy):
-    test_three_epochs_three_ways(dataset, options, order, make_strategy)
+    check_three_epochs_three_ways(dataset, options, order, make_strategy())
 
 
 @backends
