@@ -64,13 +64,13 @@ def test_what_is_read_and_parsed(dataset):
 
 
 @pytest.mark.parametrize("backend", OPTIONS)
-@pytest.mark.parametrize("decode", ["full", "region"])
 @pytest.mark.parametrize(
-    ("crop", "antialias"),
+    ("crop", "antialias", "decode"),
     [
-        (dti.ResizeRandomCrop(resize=(20, 20)), True),
-        (dti.RandomResizedCrop(), False),
-        (dti.RandomCrop(), False),
+        (dti.ResizeRandomCrop(resize=(20, 20)), True, "full"),
+        (dti.RandomResizedCrop(), False, "region"),
+        (dti.RandomResizedCrop(), False, "full"),
+        (dti.RandomCrop(), False, "region"),
     ],
 )
 def test_the_last_cut_holds_the_corners_of_the_whole_pipelines_images(
