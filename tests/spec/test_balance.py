@@ -138,7 +138,7 @@ def test_the_batch_of_a_step_again(classes, options, fields):
     """To the bit, also of the next epoch, and without disturbing what comes next."""
     train = dti.load(spec_with(classes, **fields), options, batch_size=8)
     steps = [batch for _ in range(2) for batch in train]
-    for step in (6, 13):
+    for step in (0, 6, 7, 13):
         (batch, labels), (again, same) = steps[step], train.batch_at(step)
         for key, values in batch.items():
             np.testing.assert_array_equal(values, again[key])
@@ -153,7 +153,7 @@ def test_resuming_at_any_step(classes, options, fields):
     spec = spec_with(classes.take(41), **fields)
     train = dti.load(spec, options, batch_size=8)
     whole = [batch for _ in range(2) for batch in train]
-    for start in (3, 7):
+    for start in (3, 5, 7):
         resumed = dti.load(spec, options, batch_size=8, start_step=start)
         parts = [
             dti.make_dataset(

@@ -139,11 +139,13 @@ def whole(records, tmp_path_factory):
         # After the first step, in an epoch, at its end, in the second epoch, in the last step:
         # steps since the crash before, whose own step was not saved.
         [("step", 1), ("step", 2), ("step", 3), ("step", 4), ("step", 6)],
-        # Before the first weights, between weights and arrays, before the first state; later
-        # before a state, and before old weights are removed.
-        [("replace", 1), ("replace", 2), ("replace", 3), ("replace", 9), ("unlink", 3)],
+        # Before the first weights, between weights and arrays, before the first state, and later
+        # before a state.
+        [("replace", 1), ("replace", 2), ("replace", 3), ("replace", 9)],
+        # Before old weights are removed; nothing is left that would be removed earlier.
+        [("unlink", 3)],
     ],
-    ids=["after steps", "while it saves"],
+    ids=["after steps", "while it saves", "while it removes"],
 )
 def test_after_crashes(records, whole, tmp_path, monkeypatch, crashes):
     """One training that crashes again and again."""
