@@ -3,6 +3,7 @@ helpers.
 """
 
 import fcntl
+import functools
 import gc
 import importlib.util
 import io
@@ -29,6 +30,14 @@ SCRIPTS = ROOT / "scripts"
 DALI, TF_DATA = dti.DaliOptions(device="cpu"), dti.TfDataOptions()
 BACKENDS = {"dali": DALI, "tf_data": TF_DATA}
 backends = pytest.mark.parametrize("options", BACKENDS.values(), ids=BACKENDS)
+
+
+def slowly(*values, **how):
+    """Returns a case of a test that is one of the slow ones."""
+    return pytest.param(*values, marks=pytest.mark.slow, **how)
+
+
+dali_slowly = pytest.mark.parametrize("options", [slowly(DALI), TF_DATA], ids=BACKENDS)
 WITHOUT_JAX = f"{ROOT}/tests/without_jax"
 sys.path.insert(0, WITHOUT_JAX)
 os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -86,6 +95,7 @@ def encode(image: Image.Image | np.ndarray, image_format: str = "PNG", **options
     return stream.getvalue()
 
 
+@functools.cache
 def jpeg(height: int, width: int, *, seed: int = 0) -> bytes:
     """Returns an encoded image of smooth colors with some noise."""
     random = np.random.default_rng(seed)

@@ -8,7 +8,17 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import BACKENDS, DALI, TF_DATA, backends, jpeg, refused, spec_of, write_indexed
+from conftest import (
+    DALI,
+    TF_DATA,
+    backends,
+    dali_slowly,
+    jpeg,
+    refused,
+    slowly,
+    spec_of,
+    write_indexed,
+)
 from models import make_model
 
 import dali_tf_input as dti
@@ -85,7 +95,7 @@ def test_batches_by_hand(dataset, options, mix, batch_size):
         {"dtype": "uint8"},
         {"dtype": "float16", "layout": "CHW"},
         {"channels": 1, "mean": (0,), "std": (1,), "layout": "CHW"},
-        {"augment": (dti.RandAugment(),), "mirror_probability": 0.5},
+        slowly({"augment": (dti.RandAugment(),), "mirror_probability": 0.5}),
     ],
 )
 def test_both_backends(dataset, changes):
@@ -100,7 +110,7 @@ def test_both_backends(dataset, changes):
                 assert np.quantile(np.abs(one - other), 0.98) <= 1
 
 
-@backends
+@dali_slowly
 def test_resumes_and_differs(dataset, options):
     """The same batches from a later step; others in the next epoch and for another seed."""
     preprocess = Preprocess.for_training(16, recipe="deit")
@@ -167,15 +177,15 @@ def test_draws(tmp_path):
 
 def test_trains(dataset):
     """Keras's fit, with a loss of soft labels, on two replicas too; what `batch_at` returns."""
-    for strategy in (None, tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])):
-        for options in BACKENDS.values():
-            spec = spec_of(dataset, "global", Preprocess.for_training(16), label=LABEL, mix=BOTH)
-            train = dti.load(spec, options, strategy=strategy, batch_size=8)
-            with strategy.scope() if strategy else contextlib.nullcontext():
-                model = make_model(16, 24)
-                model.compile("sgd", keras.losses.CategoricalCrossentropy(from_logits=True))
-            history = train.fit(model, epochs=2, verbose=0).history
-            assert np.isfinite(history["loss"]).all()
+    spec = spec_of(dataset, "global", Preprocess.for_training(16), label=LABEL, mix=BOTH)
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    for options, own in ((DALI, None), (TF_DATA, strategy)):
+        train = dti.load(spec, options, strategy=own, batch_size=8)
+        with own.scope() if own else contextlib.nullcontext():
+            model = make_model(16, 24)
+            model.compile("sgd", keras.losses.CategoricalCrossentropy(from_logits=True))
+        history = train.fit(model, epochs=2, verbose=0).history
+        assert np.isfinite(history["loss"]).all()
     again = dti.load(spec, TF_DATA, batch_size=8)
     first = next(iter(again))
     for values, others in zip(first, again.batch_at(0), strict=True):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import warm
-from conftest import ROOT, TF_DATA, jpeg, refused, spec_of, take, valid_images
+from conftest import ROOT, TF_DATA, jpeg, refused, slowly, spec_of, take, valid_images
 from test_parity import CROPS, RAW, by_tensorflow, draw
 
 from dali_tf_input import (
@@ -47,13 +47,13 @@ def differences(images, preprocess, **how):
     return np.abs(one - other)
 
 
-@pytest.mark.parametrize(
-    "decode", ["full", *(pytest.param(one, marks=pytest.mark.slow) for one in ("region", "scaled"))]
-)
+@pytest.mark.parametrize("decode", ["full", slowly("region"), slowly("scaled")])
 @pytest.mark.parametrize(
     ("interpolation", "antialias"),
-    [("bilinear", False), ("bilinear", True), ("bicubic", False), ("bicubic", True)]
-    + [("nearest", False)],
+    [
+        *(("bilinear", False), ("bilinear", True), ("nearest", False)),
+        *(slowly("bicubic", False), slowly("bicubic", True)),
+    ],
 )
 def test_the_same_pixels(images, interpolation, antialias, decode):
     for crop in CROPS.values():
@@ -205,6 +205,7 @@ def test_no_access_out_of_bounds(tmp_path):
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_an_exit_and_no_memory(tmp_path):
     """Threads may read until the process is gone; without memory a call fails, and frees all."""
     program, file = tmp_path / "mock", tmp_path / "record"

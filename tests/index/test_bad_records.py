@@ -13,6 +13,7 @@ from dali_tf_input import Checks, InputSpec, Preprocess, Records, Shard, build_i
 from dali_tf_input.backends.build import make_dataset
 from dali_tf_input.training.load import load
 
+pytestmark = pytest.mark.slow
 NUM_RECORDS = 303
 TRUNCATED, TEXT, FLIPPED = (0, 4, 5, 50, 302), 151, 260  # at the ends, side by side, and alone
 BAD = {*TRUNCATED, TEXT, FLIPPED}
@@ -53,7 +54,6 @@ class Counting(keras.Model):
         return super().train_step(data)
 
 
-@pytest.mark.slow
 @backends
 def test_training_through_bad_records(records, options):
     """Every valid record is seen once in each epoch, no bad one ever."""

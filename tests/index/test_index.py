@@ -474,7 +474,7 @@ def test_what_the_manifest_says(tmp_path):
     assert Manifest.read(str(tmp_path)).entries["train-0"].images.largest_size == (40, 30)
 
 
-@pytest.mark.parametrize("decoder", ["dali", "tf_data", "both"])
+@pytest.mark.parametrize("decoder", ["dali", "both", conftest.slowly("tf_data")])
 def test_decode_names_what_is_no_good_image(tmp_path, decoder):
     zoo = conftest.image_zoo()
     write_tfrecord(tmp_path / "train", [{"image": one, "label": 1} for one, _, _ in zoo.values()])
@@ -709,6 +709,7 @@ def test_big_records_and_files_are_not_read(tmp_path):
     assert np.loadtxt(f"{file}.idx", np.int64)[2].tolist() == [2 * (size + 16), 20]
 
 
+@pytest.mark.slow
 def test_fuzzed_examples(tmp_path):
     """Records whose data is damaged, under a CRC that fits: each is valid or a named fault; the
     backends' checks never crash.

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 from commands import fails, load, python, run
-from conftest import SCRIPTS, numbered_examples, write_tfrecord
+from conftest import SCRIPTS, numbered_examples, slowly, write_tfrecord
 
 from dali_tf_input import DaliOptions, InputError, TfDataOptions
 from dali_tf_input.cli import processes
@@ -101,8 +101,10 @@ def test_bad_flags(sample_folder, script, arguments, message):
 
 @pytest.mark.parametrize(
     "path",
-    sorted([*SCRIPTS.glob("*.py"), *SCRIPTS.glob("benchmarks/*.py")]),
-    ids=lambda path: path.name,
+    [
+        (slowly if path.name == "train_multi_worker.py" else pytest.param)(path, id=path.name)
+        for path in sorted([*SCRIPTS.glob("*.py"), *SCRIPTS.glob("benchmarks/*.py")])
+    ],
 )
 def test_help(path):
     """Lists all flags, without importing a framework, and ends with an example.
@@ -177,6 +179,7 @@ def test_candidates_come_back_and_say_how_they_differ():
         assert Candidate.from_json(json.loads(json.dumps(other.to_json()))) == other
 
 
+@pytest.mark.slow
 def test_a_measuring_process_that_dies_or_hangs(sample_folder, monkeypatch, tmp_path):
     """It is restarted once; what hangs is given up; one death after the other ends the run."""
     script = tmp_path / "worker.py"

@@ -4,7 +4,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from conftest import DALI, TF_DATA, numbered_examples, refused, spec_of, write_indexed
+from conftest import DALI, TF_DATA, numbered_examples, refused, slowly, spec_of, write_indexed
 
 import dali_tf_input as dti
 from dali_tf_input.spec.balance import draw_balanced, share_out
@@ -132,8 +132,16 @@ def test_classes_come_as_asked(classes, options, fields, expected):
                 assert (images[0] != images[1]).any()  # another crop or mirror
 
 
-@BOTH
-@pytest.mark.parametrize("fields", [{}, {"balance": "class"}, {"repeats": 2, "temperature": 3.0}])
+WARM = {"repeats": 2, "temperature": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        *(({}, DALI), ({"balance": "class"}, TF_DATA), (WARM, DALI)),
+        *(slowly({}, TF_DATA), slowly({"balance": "class"}, DALI), slowly(WARM, TF_DATA)),
+    ],
+)
 def test_the_batch_of_a_step_again(classes, options, fields):
     """To the bit, also of the next epoch, and without disturbing what comes next."""
     train = dti.load(spec_with(classes, **fields), options, batch_size=8)
@@ -146,8 +154,16 @@ def test_the_batch_of_a_step_again(classes, options, fields):
     assert next(iter(train))[0]["record_id"].numpy().tolist() == train.records_of(14).tolist()
 
 
-@BOTH
-@pytest.mark.parametrize("fields", [{"balance": "class", "repeats": 2}, {"temperature": 2.0}])
+REPEATED = {"balance": "class", "repeats": 2}
+
+
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        *((REPEATED, TF_DATA), ({"temperature": 2.0}, DALI)),
+        *(slowly(REPEATED, DALI), slowly({"temperature": 2.0}, TF_DATA)),
+    ],
+)
 def test_resuming_at_any_step(classes, options, fields):
     """From a step on, by one or two shards, everything is as if it had not stopped."""
     spec = spec_with(classes.take(41), **fields)

@@ -218,6 +218,7 @@ def test_other_keys_without_labels_of_the_index(tmp_path, pictures):
         mixed + pictures
 
 
+@pytest.mark.usefixtures("one_worker")
 def test_a_bad_record_with_other_keys_is_named(tmp_path, pictures):
     """With the command for its own set of files, which the next training accepts."""
     examples = numbered_examples(24)
@@ -244,7 +245,7 @@ def test_a_bad_record_with_other_keys_is_named(tmp_path, pictures):
     os.truncate(tmp_path / "photos-0", os.path.getsize(tmp_path / "photos-0") - 4)
     dti.build_index(
         tmp_path / "photos-0",
-        dti.Checks(verify="decode"),
+        dti.Checks(verify="decode", decoder="tf_data"),
         on_bad="skip",
         force=True,
         max_bad_fraction=0.1,

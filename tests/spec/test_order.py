@@ -124,9 +124,7 @@ def make(dataset, options, batch_size, *, order="global", preprocess=SMALL, **ar
 
 
 @backends
-@pytest.mark.parametrize(
-    ("num_shards", "batch_size"), [(1, 1), (1, 5), (2, 3), (3, 2), (4, 6), (1, 24)]
-)
+@pytest.mark.parametrize(("num_shards", "batch_size"), [(1, 1), (1, 5), (2, 3), (5, 2), (1, 24)])
 def test_pipelines_serve_the_plan(dataset, options, num_shards, batch_size):
     """Three epochs: in each every record at most once over all shards, in the order of the
     arithmetic.

@@ -21,7 +21,17 @@ import commands
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import ROOT, SCRIPTS, TF_DATA, backends, jpeg, refused, spec_of, write_dataset
+from conftest import (
+    ROOT,
+    SCRIPTS,
+    TF_DATA,
+    backends,
+    dali_slowly,
+    jpeg,
+    refused,
+    spec_of,
+    write_dataset,
+)
 from stores import BUCKET, Proxy, ask, run_server, run_tls_server
 
 import dali_tf_input as dti
@@ -87,7 +97,7 @@ def same(one, other):
     return all((a == b).all() for a, b in zip(one, other, strict=True))
 
 
-@backends
+@dali_slowly
 def test_records_are_those_of_local_files(dataset, stored, tmp_path, options):
     """In order "global" over three epochs, in one pass, and in order "buffer"; read by ranges, with
     copies that are fetched, and with those that are there.
@@ -663,6 +673,7 @@ def test_a_dask_scheduler_that_dies_ends_the_run(dataset, tmp_path):
             dti.build_index(dataset.paths, index_dir=tmp_path, executor=executor)
 
 
+@pytest.mark.slow
 def test_a_seat_whose_process_waited_for_too_long(dataset, tmp_path, monkeypatch):
     """Another one does the work; a thread of an executor keeps one, and no two share it."""
     short = "from dali_tf_input.index import worker; worker._IDLE_SECONDS = 0.2; serve()"

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import DALI, TF_DATA, encode, refused, spec_of, write_indexed
+from conftest import TF_DATA, dali_slowly, encode, refused, slowly, spec_of, write_indexed
 
 import dali_tf_input as dti
 from dali_tf_input.records.losses import write_losses
@@ -49,7 +49,7 @@ def make_model(blame, loss=LOSS, strategy=None):
     return model
 
 
-@pytest.mark.parametrize("options", [TF_DATA, DALI], ids=["tf_data", "dali"])
+@dali_slowly
 def test_mislabeled_photos_are_the_hardest(photos, options, tmp_path):
     records, wrong = photos
     train = dti.load(spec_of(records, "global", PREPROCESS), options, batch_size=32)
@@ -190,7 +190,13 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize(
+    "loss",
+    [
+        (pytest.param if name in ("hinge", "object", "own") else slowly)(loss, id=name)
+        for name, loss in LOSSES.items()
+    ],
+)
 def test_the_loss_of_an_image_is_that_of_a_batch_of_one(photos, tmp_path, loss):
     """Labels are (n,), outputs (n, 1)."""
     train = dti.load(spec_of(photos[0], "global", PREPROCESS), TF_DATA, batch_size=8)

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import DALI, TF_DATA, backends, refused, spec_of
+from conftest import DALI, TF_DATA, backends, refused, slowly, spec_of
 from models import make_model
 
 from dali_tf_input import Preprocess, load, make_dataset
@@ -26,7 +26,13 @@ def one_device():
     return tf.distribute.OneDeviceStrategy("CPU:1")
 
 
-orders = pytest.mark.parametrize("order", ["global", "buffer", "sequential"])
+ways = pytest.mark.parametrize(
+    ("order", "options"),
+    [
+        *(("global", TF_DATA), ("global", DALI), ("buffer", DALI), ("sequential", TF_DATA)),
+        *(slowly("buffer", TF_DATA), slowly("sequential", DALI)),
+    ],
+)
 
 
 def make_spec(dataset, order="global", **changes):
@@ -124,8 +130,7 @@ def check_three_epochs_three_ways(dataset, options, order, strategy):
         assert len({str(epoch) for epoch in epochs}) == 12
 
 
-@backends
-@orders
+@ways
 def test_three_epochs_three_ways(dataset, options, order):
     check_three_epochs_three_ways(dataset, options, order, None)
 
@@ -159,8 +164,7 @@ def test_fit_loop_and_keras_go_on_from_each_other(dataset, options):
     assert model.epochs(4) == [*expected[:2], *expected[4:6]]
 
 
-@backends
-@orders
+@ways
 def test_two_iterators_at_once_and_one_that_is_dropped(dataset, options, order):
     dataset = make_dataset(make_spec(dataset, order), options, batch_size=BATCH)
     reference = [[batch[1].numpy().tolist() for batch in dataset] for _ in range(2)]
@@ -178,8 +182,7 @@ def test_two_iterators_at_once_and_one_that_is_dropped(dataset, options, order):
     assert len(list(dataset)) == 4
 
 
-@backends
-@orders
+@ways
 def test_repeat_and_endless_are_the_epochs_in_turn(dataset, options, order):
     spec = make_spec(dataset, order)
     epochs = make_dataset(spec, options, batch_size=BATCH)

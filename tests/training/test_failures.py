@@ -19,6 +19,7 @@ from conftest import (
     TF_DATA,
     jpeg,
     numbered_examples,
+    slowly,
     spec_of,
     write_indexed,
     write_tfrecord,
@@ -112,7 +113,7 @@ def test_the_error_names_the_record(tmp_path, backend, order, damage):
     assert (caught.value.file, caught.value.bad_record.record) == (f"{tmp_path}/train-1", 23)
 
 
-@backends
+@pytest.mark.parametrize("backend", ["dali", slowly("tf_data")])
 def test_a_buffer_has_no_plan(tmp_path, backend):
     """Its error has the command that finds the record."""
     records = write(tmp_path, TEXT)
@@ -148,8 +149,9 @@ def test_the_command_fixes_it(tmp_path):
     assert "Traceback" not in process.stderr
 
 
-@backends
-@pytest.mark.parametrize("block", [1, 7])
+@pytest.mark.parametrize(
+    ("backend", "block"), [("dali", 1), ("tf_data", 7), slowly("dali", 7), slowly("tf_data", 1)]
+)
 def test_a_plan_leads_to_the_record(tmp_path, monkeypatch, backend, block):
     """Only the records of a few steps are checked, whatever the epoch."""
     checked = []

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import BACKENDS, spec_of
+from conftest import BACKENDS, slowly, spec_of
 from models import FROM_LOGITS, make_model
 
 from dali_tf_input import ClassLabel, Preprocess, RandAugment
@@ -289,16 +289,21 @@ def adapt(fed):
 
 # To Keras a dataset is a dataset; to what makes or ends iterators of its own, one of DALI is not.
 ON_BOTH = [
-    *(element_spec, cardinality, class_weight, one_hot, buffer_order, validation_data, evaluate),
-    *(backup_and_restore, augment, custom_loop, loop_in_a_function, take, map_, unbatch, cache),
-    *(save, as_numpy_iterator, zip_),
+    *(element_spec, cardinality, validation_data, evaluate, custom_loop, loop_in_a_function, take),
+    *(unbatch, cache, zip_),
+]
+ON_DALI_SLOWLY = [
+    *(class_weight, one_hot, buffer_order, backup_and_restore, augment, map_, save),
+    *(as_numpy_iterator,),
 ]
 ON_ONE = [
     *(mixed_precision, steps_per_execution, jit_compile, run_eagerly, predict, unbuilt_model),
     *(own_train_step, train_on_batch, model_checkpoint, early_stopping, csv_logger),
     *(reduce_lr_on_plateau, tensorboard, enumerate_, adapt),
 ]
-CHECKS = [("tf_data", check) for check in ON_BOTH + ON_ONE] + [("dali", check) for check in ON_BOTH]
+CHECKS = [("tf_data", check) for check in ON_BOTH + ON_DALI_SLOWLY + ON_ONE]
+CHECKS += [("dali", check) for check in ON_BOTH]
+CHECKS += [slowly("dali", check) for check in ON_DALI_SLOWLY]
 
 
 @pytest.mark.parametrize(("fed", "check"), CHECKS, indirect=["fed"])

@@ -6,12 +6,13 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import BACKENDS, TF_DATA, backends, refused
+from conftest import BACKENDS, TF_DATA, backends, dali_slowly, refused
 
 import dali_tf_input as dti
 from dali_tf_input import InputSpec, Mix, Preprocess, load
 
-SMALL, LARGE = Preprocess.for_training(8), Preprocess.for_training(12, recipe="deit")
+SMALL = Preprocess.for_training(8)
+LARGE = Preprocess.for_training(12, augment=(dti.Solarize(p=0.5),))
 LABEL = dti.ClassLabel(one_hot=True, num_classes=24)
 BATCH = 6  # of 24 records: 4 steps
 
@@ -77,7 +78,7 @@ def test_iteration(spec, stages, options):
     assert train.records_of(13).tolist() == load(spec, batch_size=BATCH).records_of(13).tolist()
 
 
-@backends
+@dali_slowly
 def test_fit(spec, stages, options):
     """One training for the callbacks; the same as by hand, epoch for epoch."""
     train = load(spec, options, batch_size=BATCH, schedule=stages)
@@ -145,9 +146,8 @@ def test_averaged_weights(spec, stages):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    "options", [TF_DATA, pytest.param(BACKENDS["dali"], marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@backends
 def test_on_replicas_with_validation_and_blame(dataset, spec, tmp_path, options):
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     plain = dataclasses.replace(spec, label=dti.ClassLabel())
