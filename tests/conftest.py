@@ -43,7 +43,6 @@ sys.path.insert(0, WITHOUT_JAX)
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [WITHOUT_JAX, os.environ.get("PYTHONPATH", "")])
 )
-tf = import_tensorflow()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -56,6 +55,9 @@ def pytest_configure(config: pytest.Config) -> None:
     folders = os.environ["PATH"].split(os.pathsep)
     folders = [folder for folder in folders if not os.path.exists(f"{folder}/dali-tf-input")]
     os.environ["PATH"] = os.pathsep.join(folders)
+    if config.getoption("numprocesses", None):
+        return  # its workers run the tests: this process needs no TensorFlow
+    tf = import_tensorflow()
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 3)
 
@@ -73,7 +75,7 @@ def on_its_own():
     iterator that the traceback of an error holds dies as garbage: TensorFlow may then wait for its
     tuning thread, up to a minute for one that is a minute old.
     """
-    tf.distribute.MirroredStrategy._collective_key_base += 1000
+    sys.modules["tensorflow"].distribute.MirroredStrategy._collective_key_base += 1000
     before = len(os.listdir("/proc/self/task"))
     yield
     if len(os.listdir("/proc/self/task")) > before:

@@ -1,6 +1,8 @@
 """The examples in the docstrings of the public names run, each in a folder of records."""
 
 import doctest
+import inspect
+import re
 import shutil
 
 import keras
@@ -29,18 +31,28 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def names(folder, tmp_path, monkeypatch):
-    """Those files in a folder of its own, and a model."""
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    monkeypatch.chdir(tmp_path)
-    paths = [tmp_path / f"{number}.jpg" for number in range(3)]
+def make_model():
+    layers = keras.layers
     model = keras.Sequential(
-        [keras.layers.Input((224, 224, 3)), keras.layers.GlobalMaxPool2D(), keras.layers.Dense(25)]
+        [layers.Input((224, 224, 3)), layers.GlobalMaxPool2D(), layers.Dense(25)]
     )
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    train = dti.load(dti.InputSpec.for_training("records/train-*", 224), batch_size=8)
-    values = {"paths": paths, "model": model, "train": train}
+    return model
+
+
+def make_train():
+    return dti.load(dti.InputSpec.for_training("records/train-*", 224), batch_size=8)
+
+
+@pytest.fixture
+def names(name, folder, tmp_path, monkeypatch):
+    """The public names, those files in a folder of its own, and a model and an input if used."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    text = inspect.getsource(getattr(dti, name))
+    made = {"model": make_model, "train": make_train}
+    values = {key: make() for key, make in made.items() if re.search(rf"\b{key}\b", text)}
+    values["paths"] = [tmp_path / f"{number}.jpg" for number in range(3)]
     return values | {name: getattr(dti, name) for name in NAMES}
 
 

@@ -8,17 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import (
-    DALI,
-    TF_DATA,
-    backends,
-    dali_slowly,
-    jpeg,
-    refused,
-    slowly,
-    spec_of,
-    write_indexed,
-)
+from conftest import DALI, TF_DATA, dali_slowly, jpeg, refused, slowly, spec_of, write_indexed
 from models import make_model
 
 import dali_tf_input as dti
@@ -64,10 +54,12 @@ def mixed_by_hand(batch, drawn):
     return made, part * labels + (1 - part) * labels[::-1]
 
 
-@backends
 @pytest.mark.parametrize(
-    ("mix", "batch_size"),
-    [(Mix(mixup=0.8), 5), (Mix(cutmix=1.0), 6), (BOTH, 5), (Mix(mixup=1.0, p=0.4), 6)],
+    ("mix", "batch_size", "options"),
+    [
+        *((Mix(mixup=0.8), 5, TF_DATA), (Mix(cutmix=1.0), 6, DALI), (BOTH, 5, DALI)),
+        *((Mix(mixup=1.0, p=0.4), 6, TF_DATA), slowly(BOTH, 6, TF_DATA)),
+    ],
 )
 def test_batches_by_hand(dataset, options, mix, batch_size):
     """Each batch of two epochs, of an odd size too: the images and labels as they are defined."""

@@ -8,7 +8,17 @@ import conftest
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import BACKENDS, TF_DATA, backends, jpeg, refused, spec_of, take, write_indexed
+from conftest import (
+    BACKENDS,
+    TF_DATA,
+    backends,
+    dali_slowly,
+    jpeg,
+    refused,
+    spec_of,
+    take,
+    write_indexed,
+)
 
 from dali_tf_input import Checks, Preprocess, RandomResizedCrop, Shard
 from dali_tf_input.backends.build import make_dataset
@@ -124,7 +134,7 @@ def make(dataset, options, batch_size, *, order="global", preprocess=SMALL, **ar
 
 
 @backends
-@pytest.mark.parametrize(("num_shards", "batch_size"), [(1, 1), (1, 5), (2, 3), (5, 2), (1, 24)])
+@pytest.mark.parametrize(("num_shards", "batch_size"), [(1, 5), (2, 3), (1, 24)])
 def test_pipelines_serve_the_plan(dataset, options, num_shards, batch_size):
     """Three epochs: in each every record at most once over all shards, in the order of the
     arithmetic.
@@ -139,7 +149,7 @@ def test_pipelines_serve_the_plan(dataset, options, num_shards, batch_size):
         assert served.ravel().tolist() == order
 
 
-@backends
+@dali_slowly
 def test_iterators_start_at_the_start_step(dataset, options):
     """The same records and the same pixels as without stopping, across the bounds of epochs."""
     preprocess = dataclasses.replace(SMALL, crop=RandomResizedCrop())

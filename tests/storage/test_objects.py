@@ -29,6 +29,7 @@ from conftest import (
     dali_slowly,
     jpeg,
     refused,
+    slowly,
     spec_of,
     write_dataset,
 )
@@ -539,7 +540,9 @@ def test_convert_from_a_store(stored, dataset, server, tmp_path):
     commands.fails(process, "a set is written to a local folder")
 
 
-@pytest.mark.parametrize("splits", [("",), ("train/", "val/")], ids=["classes", "splits"])
+@pytest.mark.parametrize(
+    "splits", [slowly(("",), id="classes"), pytest.param(("train/", "val/"), id="splits")]
+)
 def test_convert_folders_of_a_store(stored, server, tmp_path, splits):
     """Makes what it makes of a local folder, to the byte; names what cannot be read."""
     name = f"photos{len(splits)}"

@@ -101,6 +101,7 @@ def test_one_hot_labels_and_a_loss_object(photos, tmp_path):
     np.testing.assert_allclose(one_hot.losses, plain.losses, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on(photos, tmp_path):
     """Later steps are those of the resumed run, and belong to its records."""
     spec = spec_of(photos[0], "global", PREPROCESS)

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import DALI, TF_DATA, backends, refused, slowly, spec_of
+from conftest import DALI, TF_DATA, backends, dali_slowly, refused, slowly, spec_of
 from models import make_model
 
 from dali_tf_input import Preprocess, load, make_dataset
@@ -29,8 +29,8 @@ def one_device():
 ways = pytest.mark.parametrize(
     ("order", "options"),
     [
-        *(("global", TF_DATA), ("global", DALI), ("buffer", DALI), ("sequential", TF_DATA)),
-        *(slowly("buffer", TF_DATA), slowly("sequential", DALI)),
+        *(("global", TF_DATA), ("global", DALI), ("buffer", DALI)),
+        *(slowly("buffer", TF_DATA), slowly("sequential", DALI), slowly("sequential", TF_DATA)),
     ],
 )
 
@@ -194,7 +194,7 @@ def test_repeat_and_endless_are_the_epochs_in_turn(dataset, options, order):
         assert [next(iterator)[1].numpy().tolist() for _ in range(12)] == expected
 
 
-@backends
+@dali_slowly
 def test_a_start_step(dataset, options):
     """The first epoch is the rest of one; the steps after it are as without."""
     epochs = feed(dataset, options)

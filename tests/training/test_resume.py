@@ -242,8 +242,8 @@ def test_what_callbacks_see(records, tmp_path):
         on_train_batch_begin=note("batch"),
     )
     with pytest.raises(Crash):
-        run(records, tmp_path, epochs=2, first=crash_at_step(3))
-    _, history, _ = run(records, tmp_path, epochs=2, first=[watch])
+        run(records, tmp_path, epochs=2, first=crash_at_step(3), run_eagerly=True)
+    _, history, _ = run(records, tmp_path, epochs=2, first=[watch], run_eagerly=True)
     batches = [("batch", number) for number in range(STEPS)]
     assert seen == ["begin", ("epoch", 0), *batches[2:], ("epoch", 1), *batches, "end"]
     assert history.epoch == [0, 1]
@@ -266,7 +266,7 @@ def test_a_training_that_was_stopped_early_is_done(records, tmp_path):
 
     def train(*callbacks):
         given = {"resume": str(tmp_path), "callbacks": [*callbacks], "verbose": 0}
-        return feed(records).fit(make_network(), epochs=5, **given).epoch
+        return feed(records).fit(make_network(run_eagerly=True), epochs=5, **given).epoch
 
     assert train(stop()) == [0, 1]
     assert train(stop()) == [0, 1]
@@ -289,7 +289,7 @@ def make_resume(folder, **changes):
 def save_state(records, folder, **changes):
     """Saves the state of a training of one epoch."""
     train = feed(records, **changes)
-    train.fit(make_network(), resume=Resume(folder), verbose=0)
+    train.fit(make_network(run_eagerly=True), resume=Resume(folder), verbose=0)
 
 
 @pytest.mark.parametrize(
@@ -404,7 +404,7 @@ def test_weights_that_do_not_fit(records, tmp_path):
 def test_a_disk_that_is_full(records, tmp_path, monkeypatch):
     """The state before stays, and nothing half-written beside it."""
     save_state(records, tmp_path)
-    model, train = make_network(), feed(records)
+    model, train = make_network(run_eagerly=True), feed(records)
     before = sorted(os.listdir(tmp_path))
 
     def fill(path, overwrite):
@@ -435,7 +435,7 @@ def test_records_in_another_order_are_refused(tmp_path):
 def test_a_loss_of_power(records, tmp_path, monkeypatch):
     """Weights are on the disk before the state that names them, and it before older ones go."""
     disk = Disk(monkeypatch)
-    run(records, tmp_path, epochs=2)
+    run(records, tmp_path, epochs=2, run_eagerly=True)
     disk.check_is_before(".weights.h5", "state.json")
     calls = [(what, os.path.basename(path)) for what, path in disk.calls]
     removed = next(
@@ -453,9 +453,9 @@ def test_two_trainings_in_one_folder(records, tmp_path):
             train.fit(network, resume=str(tmp_path / "run"), verbose=0)
 
     train, network = feed(records, batch_size=BATCH), make_network()
-    whole = run(records, tmp_path / "alone", epochs=1)
+    whole = run(records, tmp_path / "alone", epochs=1, run_eagerly=True)
     first = [keras.callbacks.LambdaCallback(on_train_batch_end=train_too)]
-    assert_same(whole, run(records, tmp_path, epochs=1, first=first))
+    assert_same(whole, run(records, tmp_path, epochs=1, first=first, run_eagerly=True))
 
 
 def test_the_folder_takes_other_files_while_training_holds_it(tmp_path):

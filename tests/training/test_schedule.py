@@ -58,7 +58,7 @@ class Sizes(keras.callbacks.Callback):
         self.seen.append(epoch)
 
 
-@backends
+@dali_slowly
 def test_iteration(spec, stages, options):
     """Each epoch is that of its spec alone; the next one goes on."""
     train = load(spec, options, batch_size=BATCH, schedule=stages)
@@ -110,7 +110,7 @@ def test_resumes(spec, stages, tmp_path):
 
     def train(resume, callbacks=()):
         optimizer = keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.8)
-        model = make_model(optimizer=optimizer)
+        model = make_model(optimizer=optimizer, run_eagerly=True)
         model(np.zeros((1, 8, 8, 3)))
         fed = load(spec, TF_DATA, batch_size=BATCH, schedule=stages)
         resume = dti.Resume(tmp_path / resume, save_every=1)
