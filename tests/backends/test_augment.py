@@ -282,8 +282,8 @@ def test_resumes_to_the_bit(records, options):
     "changes",
     [
         slowly({"augment": (dti.RandAugment(), dti.RandomErasing(p=1.0))}),
-        {"augment": (dti.TrivialAugment(),), "dtype": "float16", "layout": "CHW"},
-        {"augment": (dti.ColorJitter(hue=0.2),), "channels": 1, "mean": (0,), "std": (1,)},
+        slowly({"augment": (dti.TrivialAugment(),), "dtype": "float16", "layout": "CHW"}),
+        slowly({"augment": (dti.ColorJitter(hue=0.2),), "channels": 1, "mean": (0,), "std": (1,)}),
         {"augment": (dti.GaussianBlur(),), "mirror_probability": 0.5, "dtype": "float32"},
     ],
 )

@@ -91,7 +91,7 @@ def by_default(dataset):
     ],
     ids=repr,
 )
-@pytest.mark.parametrize("order", ["sequential", "buffer", "global"])
+@pytest.mark.parametrize("order", ["buffer", "global", conftest.slowly("sequential")])
 def test_how_it_is_read_changes_nothing(dataset, by_default, options, order):
     images, labels = serve(of_order(dataset, order), options, 8, batch_size=4)
     expected = by_default[order, isinstance(options, dti.DaliOptions)]

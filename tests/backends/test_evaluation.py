@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import TF_DATA, backends, refused, spec_of, write_dataset
+from conftest import TF_DATA, backends, dali_slowly, refused, slowly, spec_of, write_dataset
 from models import fit, make_model
 
 from dali_tf_input import ClassLabel, Preprocess, Shard
@@ -90,7 +90,7 @@ def test_a_remainder_is_divided_evenly(datasets):
     assert parts == [[12, 13, 14, 15], [16, 17, 18, 19], [20, 21, 22]]
 
 
-@backends
+@dali_slowly
 def test_validation_in_fit(datasets, options):
     dataset = datasets[23]
     model = make_classifier(one_hot=True)
@@ -105,7 +105,9 @@ def test_validation_in_fit(datasets, options):
 
 
 @backends
-@pytest.mark.parametrize(("num_shards", "batch_size"), [(1, 1), (1, 23), (1, 30), (2, 4), (3, 16)])
+@pytest.mark.parametrize(
+    ("num_shards", "batch_size"), [(1, 23), (1, 30), (2, 4), (3, 16), slowly(1, 1)]
+)
 def test_each_record_once(datasets, options, num_shards, batch_size):
     served, spec = [], evaluation_spec(datasets[23])
     for shard in (Shard(number, num_shards) for number in range(num_shards)):

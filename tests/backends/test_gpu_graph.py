@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 
 import pytest
-from conftest import DALI, spec_of
+from conftest import DALI, slowly, spec_of
 from nvidia.dali import backend
 from test_parity import CROPS
 
@@ -47,7 +47,7 @@ def find_mistakes(pipeline):
 
 
 @pytest.mark.filterwarnings("ignore:decode='region'")
-@pytest.mark.parametrize("order", ["global", "buffer", "sequential", "pass"])
+@pytest.mark.parametrize("order", ["global", "buffer", "pass", slowly("sequential")])
 def test_every_node_is_where_it_may_be(dataset, order):
     """For every crop and decode; of the outputs each comes with every order and most crops."""
     outputs = itertools.cycle(OUTPUTS)

@@ -10,7 +10,7 @@ import subprocess
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import ROOT, TF_DATA, encode, image_zoo, jpeg, spec_of, take
+from conftest import ROOT, TF_DATA, encode, image_zoo, jpeg, slowly, spec_of, take
 from PIL import Image
 from test_native import compile_native, needs_compiler
 from test_parity import CROPS, RAW, draw
@@ -125,7 +125,7 @@ PLANS = ("full", "region", "scaled")
 CHANGES = ({}, {"antialias": True}, {"dtype": "uint8", "layout": "CHW"})
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", ["full", "region", slowly("scaled")])
 @pytest.mark.parametrize("crop", CROPS)
 def test_the_same_images(crop, plan, monkeypatch):
     """Decoded by it or by TensorFlow, and whatever it refuses: the same to the bit."""

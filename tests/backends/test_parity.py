@@ -13,7 +13,7 @@ import numpy as np
 import nvidia.dali as dali
 import pytest
 import tensorflow as tf
-from conftest import DALI, TF_DATA, backends, encode, jpeg, refused, spec_of, valid_images
+from conftest import DALI, TF_DATA, backends, encode, jpeg, refused, slowly, spec_of, valid_images
 from nvidia.dali import fn, types
 from PIL import Image
 
@@ -114,7 +114,8 @@ def regions_by_dali(sizes, numbers, preprocess):
     return map(np.stack, run_dali(define, list(sizes), list(numbers)))
 
 
-makers = pytest.mark.parametrize("make", [by_tensorflow, by_dali], ids=["tensorflow", "dali"])
+MAKERS = {"tensorflow": by_tensorflow, "dali": by_dali}
+makers = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 
 
 # Over 0..255: the mean, the 99.9th percentile, the largest difference. Nearest: where a position is
@@ -167,7 +168,7 @@ def test_gray_is_the_luma_of_rgb(images, crop):
         assert made.shape == (len(images), 80, 72, 1)
 
 
-@makers
+@pytest.mark.parametrize("make", [by_tensorflow, slowly(by_dali)], ids=MAKERS)
 @pytest.mark.parametrize("antialias", [False, True])
 @crops
 def test_the_plan_does_not_show(images, crop, antialias, make):

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import encode, jpeg, slowly, valid_images
+from conftest import encode, jpeg, valid_images
 from PIL import Image
 from test_parity import CROPS, RAW, UNMIRRORED, by_tensorflow, draw
 
@@ -71,14 +71,9 @@ def ramps():
 ALL_CROPS = {**CROPS, "center_crop_at_its_edge": CenterCrop(resize_shorter=80)}
 
 
-@pytest.mark.parametrize(
-    ("crop", "antialias"),
-    [
-        (pytest.param if antialias == bool(number % 2) else slowly)(crop, antialias, id=name)
-        for antialias in (False, True)
-        for number, (name, crop) in enumerate(ALL_CROPS.items())
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("antialias", [False, True])
+@pytest.mark.parametrize("crop", ALL_CROPS.values(), ids=ALL_CROPS)
 def test_it_is_the_same_region(ramps, crop, antialias):
     preprocess = dataclasses.replace(RAW, crop=crop, antialias=antialias)
     numbers = draw(preprocess, len(ramps), seed=3)

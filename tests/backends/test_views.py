@@ -6,7 +6,18 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import BACKENDS, DALI, TF_DATA, jpeg, refused, spec_of, valid_images, write_indexed
+from conftest import (
+    BACKENDS,
+    DALI,
+    TF_DATA,
+    dali_slowly,
+    jpeg,
+    refused,
+    slowly,
+    spec_of,
+    valid_images,
+    write_indexed,
+)
 
 import dali_tf_input as dti
 from dali_tf_input import CenterCrop, Letterbox, Preprocess, RandomCrop, RandomResizedCrop
@@ -60,7 +71,7 @@ def test_what_comes_out(records):
         assert np.abs(values - batches["tf_data"][0][name]).mean() < 0.01
 
 
-@pytest.mark.parametrize("decode", ["auto", "full"])
+@pytest.mark.parametrize("decode", ["auto", slowly("full")])
 def test_as_if_alone(records, decode):
     """The first view is what the image is without others; all are the same by every kernel."""
     kinds = {
@@ -122,19 +133,18 @@ def test_the_operation_refuses(numbers):
         operation(b"", tf.zeros(3), tf.constant(numbers, tf.float64))
 
 
-def test_resumes(records):
+@dali_slowly
+def test_resumes(records, options):
     """To the bit, from the middle; and `batch_at`."""
     views = (SMALL, SMALL, ALONE[0])
-    for options in BACKENDS.values():
-        whole = [images for images, _ in feed(records, options, views)]
-        rest = [images for images, _ in feed(records, options, views, start_step=2)]
-        for images, others in zip(whole[2:], rest, strict=True):
-            for name, values in images.items():
-                np.testing.assert_array_equal(values, others[name])
-    train = dti.load(spec_of(records, "global", SMALL, views=views), TF_DATA, batch_size=3)
-    _, (expected, _), *_ = feed(records, TF_DATA, views)
+    whole = [images for images, _ in feed(records, options, views)]
+    rest = [images for images, _ in feed(records, options, views, start_step=2)]
+    for images, others in zip(whole[2:], rest, strict=True):
+        for name, values in images.items():
+            np.testing.assert_array_equal(values, others[name])
+    train = dti.load(spec_of(records, "global", SMALL, views=views), options, batch_size=3)
     for name, values in train.batch_at(1)[0].items():
-        np.testing.assert_array_equal(values, expected[name])
+        np.testing.assert_array_equal(values, whole[1][name])
 
 
 def test_trains(records):

@@ -13,6 +13,7 @@ from conftest import (
     TF_DATA,
     numbered_examples,
     refused,
+    slowly,
     spec_of,
     write_indexed,
     write_tfrecord,
@@ -161,11 +162,15 @@ def serve(spec, options, batch_size, shards=1):
     return ids
 
 
-@pytest.mark.parametrize("options", [TF_DATA, DALI], ids=["tf_data", "dali"])
 @pytest.mark.parametrize(
-    ("order", "num_records"), [("sequential", 24), ("buffer", 61), ("global", 61)]
+    ("order", "num_records", "options"),
+    [
+        *(("sequential", 24, DALI), ("buffer", 61, DALI), ("global", 61, TF_DATA)),
+        *(slowly("sequential", 24, TF_DATA), slowly("buffer", 61, TF_DATA)),
+        slowly("global", 61, DALI),
+    ],
 )
-def test_both_backends_serve_the_subset(classes, options, order, num_records):
+def test_both_backends_serve_the_subset(classes, order, num_records, options):
     records = classes.take(num_records, seed=num_records)
     spec = spec_of(records, order, SMALL, record_ids=True)
     for shards in (1, 3):

@@ -300,6 +300,7 @@ def test_what_hangs_is_told(monkeypatch):
     assert trier.attempt("import time; time.sleep(99)") == (False, "no answer within 1 s")
 
 
+@pytest.mark.slow
 def test_files_that_are_not_well(tmp_path):
     file = write_tfrecord(tmp_path / "train", [{"image": jpeg(8, 8), "label": n} for n in range(3)])
     doctor = import_doctor()

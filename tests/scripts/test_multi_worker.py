@@ -17,7 +17,7 @@ import pytest
 import tensorflow as tf
 import warm
 from commands import fails, run
-from conftest import SCRIPTS, slowly
+from conftest import SCRIPTS
 
 from dali_tf_input import InputError, InputSpec, TfDataOptions, load
 
@@ -148,13 +148,14 @@ def test_workers_that_do_not_share_the_folder(sample_folder, tmp_path):
         assert "--resume must name a folder that all workers share" in errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [
         "",
-        slowly("{}"),
+        "{}",
         '{"cluster": {"worker": ["127.0.0.1:1"]}, "task": {"type": "worker", "index": 1}}',
-        slowly("[1]"),
+        "[1]",
         '{"cluster": {"chief": ["a:1"], "worker": ["a:2"]}, "task": {"type": "worker", "index": 0}}',
     ],
 )

@@ -83,8 +83,10 @@ def test_the_records_that_are_asked_for(sample_folder, tmp_path):
         assert message in run("preview", FILES, *flags, cwd=sample_folder).stderr
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "uint8"])
-@pytest.mark.parametrize("layout", ["HWC", "CHW"])
+@pytest.mark.parametrize(
+    ("dtype", "layout"),
+    [("float32", "HWC"), ("float16", "CHW"), ("bfloat16", "HWC"), ("uint8", "CHW")],
+)
 def test_denormalize(dataset, dtype, layout):
     """What any spec makes of an image comes back as what uint8 makes of it."""
     made = []

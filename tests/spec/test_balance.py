@@ -160,7 +160,7 @@ REPEATED = {"balance": "class", "repeats": 2}
 @pytest.mark.parametrize(
     ("fields", "options"),
     [
-        *((REPEATED, TF_DATA), ({"temperature": 2.0}, DALI)),
+        *((REPEATED, TF_DATA), slowly({"temperature": 2.0}, DALI)),
         *(slowly(REPEATED, DALI), slowly({"temperature": 2.0}, TF_DATA)),
     ],
 )

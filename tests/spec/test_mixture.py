@@ -217,6 +217,7 @@ def test_other_keys_without_labels_of_the_index(tmp_path, pictures):
         mixed + pictures
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_worker")
 def test_a_bad_record_with_other_keys_is_named(tmp_path, pictures):
     """With the command for its own set of files, which the next training accepts."""

@@ -29,7 +29,6 @@ from conftest import (
     dali_slowly,
     jpeg,
     refused,
-    slowly,
     spec_of,
     write_dataset,
 )
@@ -540,9 +539,8 @@ def test_convert_from_a_store(stored, dataset, server, tmp_path):
     commands.fails(process, "a set is written to a local folder")
 
 
-@pytest.mark.parametrize(
-    "splits", [slowly(("",), id="classes"), pytest.param(("train/", "val/"), id="splits")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("splits", [("",), ("train/", "val/")], ids=["classes", "splits"])
 def test_convert_folders_of_a_store(stored, server, tmp_path, splits):
     """Makes what it makes of a local folder, to the byte; names what cannot be read."""
     name = f"photos{len(splits)}"

@@ -86,6 +86,7 @@ def test_the_losses_are_those_of_the_model(photos, tmp_path):
         np.testing.assert_allclose(blame.losses[train.records_of(step)], expected, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_on_two_replicas_they_are_the_same(photos, tmp_path):
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     _, _, one = fit_one_epoch(photos[0], tmp_path / "1")
@@ -93,6 +94,7 @@ def test_on_two_replicas_they_are_the_same(photos, tmp_path):
     np.testing.assert_allclose(two.losses, one.losses, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_one_hot_labels_and_a_loss_object(photos, tmp_path):
     label = dti.ClassLabel(one_hot=True, num_classes=4)
     loss = keras.losses.CategoricalCrossentropy()

@@ -151,7 +151,7 @@ def test_three_epochs_three_ways_under_a_strategy(dataset, options, order, make_
     check_three_epochs_three_ways(dataset, options, order, make_strategy())
 
 
-@backends
+@dali_slowly
 def test_fit_loop_and_keras_go_on_from_each_other(dataset, options):
     reference = feed(dataset, options)
     expected = [loop(reference) for _ in range(6)]
@@ -222,7 +222,7 @@ def test_both_backends_serve_the_same_buffer(dataset):
     assert loop(feed(dataset, DALI, "buffer")) == loop(feed(dataset, TF_DATA, "buffer"))
 
 
-@backends
+@dali_slowly
 def test_steps_and_numbers_of_epochs_of_ones_own(dataset, options):
     """`steps_per_epoch` and `initial_epoch` mean what they mean in Keras."""
     reference = feed(dataset, options)

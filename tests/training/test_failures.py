@@ -113,7 +113,8 @@ def test_the_error_names_the_record(tmp_path, backend, order, damage):
     assert (caught.value.file, caught.value.bad_record.record) == (f"{tmp_path}/train-1", 23)
 
 
-@pytest.mark.parametrize("backend", ["dali", slowly("tf_data")])
+@pytest.mark.slow
+@backends
 def test_a_buffer_has_no_plan(tmp_path, backend):
     """Its error has the command that finds the record."""
     records = write(tmp_path, TEXT)
@@ -186,7 +187,7 @@ def test_two_replicas(tmp_path):
     fails(process, f"error: {tmp_path}/train-1: record 23, byte ", bad_records=True)
 
 
-@backends
+@pytest.mark.parametrize("backend", ["dali", slowly("tf_data")])
 def test_loops_evaluation_prediction_and_resuming(tmp_path, backend):
     """Each counts steps of its own; accumulated gradients are less than one a batch."""
     records = write(tmp_path / "records", TRUNCATED if backend == "dali" else TEXT)
@@ -357,8 +358,7 @@ def test_an_error_of_the_model_stays_as_it_is(tmp_path):
         train_on(feed(records, "dali"), make_model(8, 120, gather), resume=str(tmp_path / "run"))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("bad", ["train", "valid"])
+@pytest.mark.parametrize(("backend", "bad"), [("dali", "train"), ("tf_data", "valid")])
 def test_training_and_validation_are_told_apart(tmp_path, backend, bad):
     changes = {bad: TEXT}
     train = feed(write(tmp_path / "train", changes.get("train", {})), backend, batch_size=8)

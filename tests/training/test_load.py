@@ -360,6 +360,7 @@ def test_tf_data_needs_no_dali(dataset):
     assert process.stdout.strip() == "3", process.stderr
 
 
+@pytest.mark.slow
 def test_load_inside_a_function(dataset):
     @tf.function
     def step():
