@@ -19,8 +19,7 @@ from dali_tf_input.cli import command
 _numbers = itertools.count()
 CLI = ROOT / "dali_tf_input/cli"
 PACKAGE = {"index", "convert", "preview", "explore", "doctor", "service"}  # the others are scripts
-# What uses TensorFlow itself runs in a process of its own.
-WARM = {"train.py", "train_multi_worker.py", "preview", "gpu_check.py"}
+WARM = {"train.py", "train_multi_worker.py", "gpu_check.py"}  # in a process of its own
 COLD = {"make_sample_tfrecords.py"}  # its processes import it by name
 SHIM = "import sys; from dali_tf_input.cli.main import main; sys.exit(main(sys.argv[1:]))"
 
@@ -38,22 +37,23 @@ def load(script):
     return module
 
 
-def run(script, *arguments, cwd=None, **environment):
+def run(script, *arguments, cwd=None, here=False, **environment):
     """Runs a command; returns the finished process, or what looks like one.
 
     Without the progress that an index run shows every ten seconds, on a machine that is busy.
+    With `here` a training runs in this process too, which is quicker where it is refused.
     """
-    process = _run(script, *arguments, cwd=cwd, **environment)
+    process = _run(script, *arguments, cwd=cwd, here=here, **environment)
     lines = (process.stderr or "").splitlines(keepends=True)
     process.stderr = "".join(line for line in lines if not line.startswith("indexing: "))
     return process
 
 
-def _run(script, *arguments, cwd=None, **environment):
+def _run(script, *arguments, cwd, here, **environment):
     arguments = list(map(str, arguments))
     if script in COLD:
         return run_cold(script, *arguments, cwd=cwd, **environment)
-    if script in WARM or environment:
+    if (script in WARM and not here) or environment:
         environment = {**os.environ, **environment}
         words = ["-c", SHIM, script] if script in PACKAGE else [SCRIPTS / script]
         return warm.run([*words, *arguments], cwd=cwd, env=environment)

@@ -237,6 +237,7 @@ print(uses_native("native"))
 """
 
 
+@pytest.mark.slow
 def test_python_cannot_import_the_library():
     """What imports all modules, as freezers do, would load it before TensorFlow."""
     process = warm.run(["-c", WALK])

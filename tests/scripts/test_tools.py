@@ -96,7 +96,7 @@ def test_outputs_that_cannot_be_written(script, sample_folder, tmp_path):
     ],
 )
 def test_bad_flags(sample_folder, script, arguments, message):
-    fails(run_tool(script, FILES, *arguments, cwd=sample_folder), message)
+    fails(run_tool(script, FILES, *arguments, cwd=sample_folder, here=True), message)
 
 
 @pytest.mark.parametrize(
