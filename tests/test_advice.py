@@ -157,7 +157,8 @@ def test_labels_from_0_may_end_early(tmp_path):
     assert dti.Records.from_files(f"{tmp_path}/train-?").num_records == COUNT - 1
 
 
-@pytest.mark.parametrize("case", ["a flipped bit", slowly("a bad image"), slowly("names")])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["a bad image", "a flipped bit", "names"])
 def test_training(tmp_path, case):
     change, happens, _, unsound = CASES[case]
     write(tmp_path, change)

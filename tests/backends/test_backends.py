@@ -100,7 +100,7 @@ def test_how_it_is_read_changes_nothing(dataset, by_default, options, order):
 
 
 @two_backends
-@pytest.mark.parametrize("num_shards", [2, 5])
+@pytest.mark.parametrize("num_shards", [5, conftest.slowly(2)])
 def test_shards_read_their_records(dataset, options, num_shards):
     """Each shard has its part of each step, the same in every epoch."""
     steps = 24 // num_shards

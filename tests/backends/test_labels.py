@@ -146,8 +146,7 @@ def test_labels(records, kind, order, num_replicas, options):
             np.testing.assert_allclose(row["label"], expect_label(kind, number), atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["multi_hot", "none"])
-@backends
+@pytest.mark.parametrize(("kind", "options"), [("multi_hot", DALI), ("none", TF_DATA)])
 def test_a_step_of_any_epoch(records, options, kind):
     """What comes out of a step is the same, wherever training starts."""
     label, features = LABELS[kind], {"pair": Stored(size=2)}
@@ -268,7 +267,8 @@ def test_balanced_weights(records, tmp_path):
     assert sorted(float(row["weight"]) for row in rows) == pytest.approx([4 / 7] * 7 + [4.0])
 
 
-SLOWLY = [
+TASKS = [
+    ("segmentation", 1, TF_DATA),
     ("multi_label", 1, DALI),
     ("regression", 1, TF_DATA),
     ("segmentation", 2, DALI),
@@ -276,10 +276,8 @@ SLOWLY = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("task", "num_replicas", "options"),
-    [("segmentation", 1, TF_DATA), *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOWLY)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("task", "num_replicas", "options"), TASKS)
 def test_keras_trains(records, task, num_replicas, options):
     """Keras trains and evaluates on each kind of target, under a strategy too."""
     layers, losses = keras.layers, keras.losses

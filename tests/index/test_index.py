@@ -474,7 +474,7 @@ def test_what_the_manifest_says(tmp_path):
     assert Manifest.read(str(tmp_path)).entries["train-0"].images.largest_size == (40, 30)
 
 
-@pytest.mark.parametrize("decoder", ["dali", "both", conftest.slowly("tf_data")])
+@pytest.mark.parametrize("decoder", ["dali", conftest.slowly("both"), conftest.slowly("tf_data")])
 def test_decode_names_what_is_no_good_image(tmp_path, decoder):
     zoo = conftest.image_zoo()
     write_tfrecord(tmp_path / "train", [{"image": one, "label": 1} for one, _, _ in zoo.values()])
@@ -637,6 +637,7 @@ def test_kill_at_any_moment(tmp_path):
     assert hidden(tmp_path) == []  # what the killed ones left
 
 
+@pytest.mark.slow
 def test_a_parent_killed_alone_takes_its_workers_along(tmp_path):
     write_tfrecord(tmp_path / "train", [{"image": bytes(1000), "label": 1}] * 100_000)
     process = subprocess.Popen([sys.executable, "-c", KILLED, tmp_path / "train"])

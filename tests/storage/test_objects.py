@@ -486,6 +486,7 @@ def test_an_idle_worker_learns_of_other_credentials(stored, proxy, tmp_path, mon
     assert report.written == 3
 
 
+@pytest.mark.slow
 def test_a_decoder_that_crashes_a_converter():
     """Takes down a child process of the worker, not the worker."""
     with concurrent.futures.ThreadPoolExecutor(1) as executor:

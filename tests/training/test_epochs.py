@@ -29,7 +29,7 @@ def one_device():
 ways = pytest.mark.parametrize(
     ("order", "options"),
     [
-        *(("global", TF_DATA), ("global", DALI), ("buffer", DALI)),
+        *(("global", TF_DATA), ("global", DALI), slowly("buffer", DALI)),
         *(slowly("buffer", TF_DATA), slowly("sequential", DALI), slowly("sequential", TF_DATA)),
     ],
 )

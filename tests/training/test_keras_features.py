@@ -290,10 +290,11 @@ ON_DALI_SLOWLY = [
     *(as_numpy_iterator,),
 ]
 ON_ONE = [
-    *(mixed_precision, steps_per_execution, jit_compile, run_eagerly, unbuilt_model),
+    *(mixed_precision, steps_per_execution, unbuilt_model),
     *(own_train_step, train_on_batch, callbacks, early_stopping, tensorboard, enumerate_, adapt),
 ]
 CHECKS = [("tf_data", check) for check in ON_BOTH + ON_DALI_SLOWLY + ON_ONE]
+CHECKS += [slowly("tf_data", check) for check in (jit_compile, run_eagerly)]
 CHECKS += [("dali", check) for check in ON_BOTH]
 CHECKS += [slowly("dali", check) for check in ON_DALI_SLOWLY]
 

@@ -82,11 +82,11 @@ def test_iteration(spec, stages, options):
 def test_fit(spec, stages, options):
     """One training for the callbacks; the same as by hand, epoch for epoch."""
     train = load(spec, options, batch_size=BATCH, schedule=stages)
-    model, sizes = make_model(dropout=0), Sizes()
+    model, sizes = make_model(dropout=0, run_eagerly=True), Sizes()
     history = train.fit(model, epochs=5, verbose=0, callbacks=[sizes])
     assert (sizes.begun, sizes.seen) == (1, [0, 1, 2, 3, 4])
     assert history.epoch == [0, 1, 2, 3, 4]
-    by_hand = make_model(dropout=0)
+    by_hand = make_model(dropout=0, run_eagerly=True)
     batches = load(spec, options, batch_size=BATCH, schedule=stages)
     losses = [
         np.mean([float(by_hand.train_on_batch(*batch)[0]) for batch in batches]) for _ in range(5)
@@ -118,7 +118,7 @@ def test_resumes(spec, stages, tmp_path):
         return model.get_weights(), history.history["loss"]
 
     expected = train("whole")
-    for after in (1, 4, 6, 9, 13):
+    for after in (4, 9, 13):
         with pytest.raises(KeyboardInterrupt):
             train("stopped", [Stop(after)])
     found = train("stopped")
