@@ -58,7 +58,7 @@ AT_STRENGTHS = {
     "vertical": [dti.VerticalMirror(p=p) for p in (0.5, 1.0)],
     "all": [tuple(AUGMENTATIONS.values())],
 }
-FAST = ("all0", "rand_tf1", "blur1")
+FAST = ("all0", "rand_tf1")
 CASES = [
     (pytest.param if f"{name}{number}" in FAST else slowly)(one, id=f"{name}{number}")
     for name, those in AT_STRENGTHS.items()
@@ -199,7 +199,7 @@ def test_each_primitive_by_hand():
     assert abs(np.corrcoef(noise[1:].ravel(), noise[:-1].ravel())[0, 1]) < 0.02
 
 
-@pytest.mark.parametrize("size", [(1, 1), (7, 1), slowly((1, 9)), slowly((2, 3))])
+@pytest.mark.parametrize("size", [(7, 1), slowly((1, 1)), slowly((1, 9)), slowly((2, 3))])
 def test_small_images(size):
     """Margins that are wider than the image, and sides of one pixel."""
     images, preprocess = pictures(30, size), dataclasses.replace(PLAIN, image_size=size)

@@ -167,6 +167,7 @@ def test_draws(tmp_path):
     assert 0.2 < areas.mean() < 0.45
 
 
+@pytest.mark.slow
 def test_trains(dataset):
     """Keras's fit, with a loss of soft labels, on two replicas too; what `batch_at` returns."""
     spec = spec_of(dataset, "global", Preprocess.for_training(16), label=LABEL, mix=BOTH)

@@ -97,6 +97,7 @@ def test_small_images_and_other_kinds_are_as_ever(images):
         np.testing.assert_array_equal(*made)
 
 
+@pytest.mark.slow
 def test_the_graph_scales(images, monkeypatch):
     """The decoder really is told to: no slower plan under the same name."""
     ratios = []

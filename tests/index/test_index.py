@@ -657,6 +657,7 @@ def children_of(pid):
     return [child for task in tasks for child in task.read_text().split()]
 
 
+@pytest.mark.slow
 def test_runs_at_once_do_no_harm(tmp_path):
     """Some over the same files, some over others in the same folder; every one succeeds, and
     nothing is lost.

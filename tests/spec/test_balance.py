@@ -137,8 +137,8 @@ WARM = {"repeats": 2, "temperature": 3.0}
 @pytest.mark.parametrize(
     ("fields", "options"),
     [
-        *(({}, DALI), ({"balance": "class"}, TF_DATA), (WARM, DALI)),
-        *(slowly({}, TF_DATA), slowly({"balance": "class"}, DALI), slowly(WARM, TF_DATA)),
+        *(({"balance": "class"}, TF_DATA), (WARM, DALI), slowly({}, DALI), slowly({}, TF_DATA)),
+        *(slowly({"balance": "class"}, DALI), slowly(WARM, TF_DATA)),
     ],
 )
 def test_the_batch_of_a_step_again(classes, options, fields):

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import refused
+from conftest import refused, slowly
 
 import dali_tf_input as dti
 from dali_tf_input.backends.tf_augment import draw_rows
@@ -232,8 +232,8 @@ def test_draws_of_erasing():
     [
         (dti.RandomGrayscale(p=0.2), 0.2),
         (dti.Solarize(p=0.3), 0.3),
-        (dti.VerticalMirror(), 0.5),
-        (dti.GaussianBlur(p=0.0), 0.0),
+        slowly(dti.VerticalMirror(), 0.5),
+        slowly(dti.GaussianBlur(p=0.0), 0.0),
         (dti.GaussianBlur(), 1.0),
     ],
 )

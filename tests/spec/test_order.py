@@ -8,17 +8,7 @@ import conftest
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import (
-    BACKENDS,
-    TF_DATA,
-    backends,
-    dali_slowly,
-    jpeg,
-    refused,
-    spec_of,
-    take,
-    write_indexed,
-)
+from conftest import BACKENDS, TF_DATA, backends, jpeg, refused, spec_of, take, write_indexed
 
 from dali_tf_input import Checks, Preprocess, RandomResizedCrop, Shard
 from dali_tf_input.backends.build import make_dataset
@@ -149,7 +139,8 @@ def test_pipelines_serve_the_plan(dataset, options, num_shards, batch_size):
         assert served.ravel().tolist() == order
 
 
-@dali_slowly
+@pytest.mark.slow
+@backends
 def test_iterators_start_at_the_start_step(dataset, options):
     """The same records and the same pixels as without stopping, across the bounds of epochs."""
     preprocess = dataclasses.replace(SMALL, crop=RandomResizedCrop())

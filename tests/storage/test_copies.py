@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import TF_DATA, refused, spec_of
+from conftest import TF_DATA, refused, slowly, spec_of
 from obstore.store import MemoryStore
 
 import dali_tf_input as dti
@@ -222,8 +222,13 @@ def test_a_damaged_copy_is_dropped_and_fetched_again(stored, dataset, tmp_path, 
     assert Path(path).read_bytes() == Path(dataset.paths[0]).read_bytes()
 
 
-@pytest.mark.parametrize("order", ["global", "buffer"])
-@pytest.mark.parametrize("what", ["damaged", "removed"])
+@pytest.mark.parametrize(
+    ("what", "order"),
+    [
+        *(("damaged", "global"), ("removed", "buffer")),
+        *(slowly("damaged", "buffer"), slowly("removed", "global")),
+    ],
+)
 def test_a_copy_that_is_damaged_or_removed_while_it_is_read(stored, tmp_path, order, what):
     """The message names it, and the next run has a sound one; the store's object is not blamed."""
     far = dti.Records.from_files(stored, cache_dir=tmp_path)

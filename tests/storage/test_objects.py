@@ -61,6 +61,8 @@ def proxy(server, monkeypatch, tmp_path):
         monkeypatch.setenv(name, "secret")
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # for local copies of indexes
+    for name, seconds in {"_OBSTORE_SECONDS": 0.2, "_FIRST_PAUSE": 0.1, "_MOST_PAUSE": 0.1}.items():
+        monkeypatch.setattr(objects, name, seconds)
     objects._store.cache_clear()
     yield proxy
     # Iterators that died with their tests end their reads while the store answers, not by retries.

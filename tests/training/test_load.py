@@ -18,6 +18,7 @@ from conftest import (
     DALI,
     TF_DATA,
     backends,
+    dali_slowly,
     numbered_examples,
     refused,
     write_dataset,
@@ -99,7 +100,7 @@ def test_an_epoch_is_every_record_once(dataset, options, make_strategy):
     assert labels_by_replica(fed, strategy, 3) == steps
 
 
-@backends
+@dali_slowly
 def test_shuffled_replicas_stay_disjoint(dataset, options):
     strategy = mirrored()
     fed = load(spec_of(dataset, "buffer"), options, strategy=strategy, batch_size=8)

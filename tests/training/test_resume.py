@@ -13,7 +13,17 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from commands import python
-from conftest import BACKENDS, DALI, TF_DATA, jpeg, refused, spec_of, write_dataset, write_indexed
+from conftest import (
+    BACKENDS,
+    DALI,
+    TF_DATA,
+    jpeg,
+    refused,
+    slowly,
+    spec_of,
+    write_dataset,
+    write_indexed,
+)
 from disk import Disk
 from models import make_model
 
@@ -141,9 +151,9 @@ def whole(records, tmp_path_factory):
         [("step", 1), ("step", 2), ("step", 3), ("step", 4), ("step", 6)],
         # Before the first weights, between weights and arrays, before the first state, and later
         # before a state.
-        [("replace", 1), ("replace", 2), ("replace", 3), ("replace", 9)],
+        slowly([("replace", 1), ("replace", 2), ("replace", 3), ("replace", 9)]),
         # Before old weights are removed; nothing is left that would be removed earlier.
-        [("unlink", 3)],
+        slowly([("unlink", 3)]),
     ],
     ids=["after steps", "while it saves", "while it removes"],
 )

@@ -130,6 +130,7 @@ def test_resumes(spec, stages, tmp_path):
         other.fit(make_model(), epochs=4, resume=str(tmp_path / "whole"))
 
 
+@pytest.mark.slow
 def test_averaged_weights(spec, stages):
     """A stage does not train on from the averages that Keras puts in place at the end of `fit`."""
 
