@@ -17,7 +17,7 @@ from dali_tf_input.cli.flags import BACKENDS, FileFlags, WorkFlags, check_list, 
 from support import plots
 from support.benchmark import Stats, Window
 from support.throughput import costs, tuning
-from support.throughput.peers import PEERS
+from support.throughput.peers import PEERS, check_installed
 from support.throughput.rows import ALL_ROWS, ROWS, conclusions, measure_rows, rates, ratios
 
 FLAGS = command.Flags()
@@ -119,6 +119,8 @@ def choose_rows(gpus: list[str], order: str) -> list[str]:
         left_out = ("" if usable else "dali_gpu", *PEERS)
         return [name for name in usual if not name.startswith(tuple(filter(None, left_out)))]
     names = check_list("backends", _BACKENDS.value, list(ALL_ROWS))
+    for name in names:
+        check_installed(name)
     alone = ("dali_gpu_bare", "dali_gpu_on_cpu")  # need no GPU of TensorFlow's
     on_gpu = {name for name in names if name.startswith("dali_gpu")}
     if on_gpu - ({*alone} if gpus else set()) and not usable:

@@ -8,12 +8,12 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, jpeg, numbered_examples, write_dataset, write_tfrecord
+import warm
+from commands import python
+from conftest import jpeg, numbered_examples, write_dataset, write_tfrecord
 
 from dali_tf_input import Records, build_index
 
@@ -81,9 +81,8 @@ print([value.tobytes().hex() for value in model.get_weights()])
 def run(program, kill_at, *arguments):
     """Runs a program that is killed before change `kill_at`; returns its output and changes."""
     text = f"{KILL}\n{program}\nprint(changes)"
-    command = [sys.executable, "-c", text, str(kill_at), *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
-    process = subprocess.run(command, env=environment, capture_output=True, text=True)
+    words = ["-c", text, kill_at, *arguments]
+    process = warm.run(words) if program is RESUME else python(*words)
     assert process.returncode in (0, -signal.SIGKILL), process.stderr
     if program is not COPY:  # whose threads may make one folder less
         assert (process.returncode == 0) == (kill_at < 0), f"no change {kill_at}"

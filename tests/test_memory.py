@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from commands import python
+import warm
 from conftest import BACKENDS
 
 PROGRAM = """if True:
@@ -41,10 +41,10 @@ PROGRAM = """if True:
 """
 # How often, and the most KB that one may add once caches are full.
 PARTS = {
-    "epochs global": (150, 60),
-    "epochs buffer": (150, 60),
+    "epochs global": (90, 100),
+    "epochs buffer": (90, 100),
     "evaluations": (90, 100),
-    "datasets": (90, 400),
+    "datasets": (60, 400),
 }
 
 
@@ -54,7 +54,7 @@ PARTS = {
 def test_nothing_grows(dataset, backend, part):
     files = os.path.join(os.path.dirname(dataset.paths[0]), "train-*-of-?????")
     count, most = PARTS[part]
-    process = python("-c", PROGRAM, files, backend, part, count)
+    process = warm.run(["-c", PROGRAM, files, backend, part, count])
     assert process.returncode == 0, process.stderr
     before, after = (map(int, line.split()) for line in process.stdout.splitlines())
     (memory, *counts), (memory_after, *counts_after) = before, after

@@ -56,7 +56,9 @@ def differences(images, preprocess, **how):
     ],
 )
 def test_the_same_pixels(images, interpolation, antialias, decode):
-    for crop in CROPS.values():
+    # With further plans half of the crops each: test_jpeg.py has each crop with each plan.
+    half = slice(None) if decode == "full" else slice(antialias, None, 2)
+    for crop in [*CROPS.values()][half]:
         changes = {"crop": crop, "interpolation": interpolation, "antialias": antialias}
         preprocess = dataclasses.replace(RAW, **changes)
         found = differences(images, preprocess, decode=decode)

@@ -123,24 +123,19 @@ def run(module, code, dataset, tmp_path, backend, **environment):
     assert process.returncode == 0, process.stderr
 
 
-both = pytest.mark.parametrize("backend", ["dali", "tf_data"])
-
-
 @pytest.mark.slow
-@both
+@pytest.mark.parametrize("backend", ["dali", "tf_data"])
 @pytest.mark.parametrize("keras_backend", ["jax", "torch"])
 def test_fit_evaluate_predict_resume(dataset, tmp_path, backend, keras_backend):
     run(keras_backend, FIT, dataset, tmp_path, backend, KERAS_BACKEND=keras_backend)
 
 
 @pytest.mark.slow
-@both
-def test_a_shard_for_each_process(dataset, tmp_path, backend):
+def test_a_shard_for_each_process(dataset, tmp_path):
     devices = "--xla_force_host_platform_device_count=2"
-    run("jax", SHARDS, dataset, tmp_path, backend, KERAS_BACKEND="jax", XLA_FLAGS=devices)
+    run("jax", SHARDS, dataset, tmp_path, "dali", KERAS_BACKEND="jax", XLA_FLAGS=devices)
 
 
 @pytest.mark.slow
-@both
-def test_tf_keras(dataset, tmp_path, backend):
-    run("tf_keras", LEGACY, dataset, tmp_path, backend)
+def test_tf_keras(dataset, tmp_path):
+    run("tf_keras", LEGACY, dataset, tmp_path, "tf_data")

@@ -124,8 +124,9 @@ def test_iterators_come_and_go(dataset, options, make_strategy):
 
 
 @pytest.mark.slow
-@backends
-@strategies
+@pytest.mark.parametrize(
+    ("options", "make_strategy"), [(DALI, none), (TF_DATA, one_device), (DALI, mirrored)]
+)
 def test_fit_learns(dataset, options, make_strategy):
     """Keras `fit`, validated by the other backend: the loss on 24 labels falls."""
     strategy = make_strategy()

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from commands import python
+import warm
 from conftest import (
     BACKENDS,
     DALI,
@@ -198,7 +198,6 @@ def test_crashes_in_other_trainings(records, tmp_path, how):
 # Trains in a process of its own, and ends it.
 PROGRAM = textwrap.dedent("""
     import os, sys
-    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     import keras, numpy as np
     import dali_tf_input as dti
 
@@ -229,7 +228,7 @@ def test_killed(records, tmp_path, backend):
     files = os.path.join(os.path.dirname(records.paths[0]), "train-*-of-?????")
 
     def train(folder, kill_at):
-        return python("-c", PROGRAM, files, tmp_path / folder, backend, kill_at)
+        return warm.run(["-c", PROGRAM, files, tmp_path / folder, backend, kill_at])
 
     expected = train("whole", -1)
     assert expected.returncode == 0, expected.stderr

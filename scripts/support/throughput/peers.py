@@ -6,6 +6,7 @@ packages would write, tuned as their documentation says.
 """
 
 import concurrent.futures
+import importlib.util
 import itertools
 import math
 import os
@@ -22,6 +23,23 @@ PEERS = {
     "grain": "Grain and OpenCV, threads",
     "torch": "PyTorch's DataLoader and OpenCV, workers",
 }
+# What each imports, and what installs it.
+_PACKAGES = {
+    "decode_simplejpeg": {"simplejpeg": "simplejpeg"},
+    "grain": {"grain": "grain", "cv2": "opencv-python-headless"},
+    "torch": {"torch": "torch", "cv2": "opencv-python-headless"},
+}
+
+
+def check_installed(name: str) -> None:
+    """Raises InputError if a row cannot be measured as a package is not installed."""
+    packages = _PACKAGES.get(name, {})
+    for module in packages:
+        if importlib.util.find_spec(module) is None:
+            raise dti.InputError(
+                f"{name} cannot be measured: No module named {module!r}. "
+                f"pip install {' '.join(packages.values())}"
+            )
 
 
 def make_batches(name: str, spec: dti.InputSpec, *, batch_size: int) -> Iterator[Any]:
@@ -30,15 +48,10 @@ def make_batches(name: str, spec: dti.InputSpec, *, batch_size: int) -> Iterator
     Those that only decode yield as many of anything.
 
     Raises:
-      InputError: the package is not installed, or the spec's work is not written for it.
+      ImportError: the package is not installed.
+      InputError: the spec's work is not written for it.
     """
-    try:
-        return iter(globals()[f"_{name}"](spec, batch_size))
-    except ImportError as error:
-        needs = {"grain": "grain opencv-python-headless", "torch": "torch opencv-python-headless"}
-        if spec.preprocess.augment:
-            needs = {peer: f"{packages} torchvision" for peer, packages in needs.items()}
-        raise dti.InputError(f"{error}. pip install {needs.get(name, 'simplejpeg')}") from error
+    return iter(globals()[f"_{name}"](spec, batch_size))
 
 
 def _decode_only(spec: dti.InputSpec, batch_size: int) -> Any:

@@ -83,7 +83,7 @@ class Pipelines:
         if candidate.variant in peers.PEERS:
             try:
                 return self._measure(candidate, **task)
-            except (InputError, RuntimeError) as error:
+            except (InputError, ImportError, RuntimeError) as error:
                 return {"error": str(error)}
         tf = command.import_tensorflow()
         from dali_tf_input.backends.build import enable_memory_growth
