@@ -78,7 +78,7 @@ doctor: $(INSTALLED)  ## What of this installation works; with DATA= also files 
 test: $(DEVELOPED)  ## Run the tests (also: make test-slow, make test-gpu)
 	@$(PYTEST) -n 3 $(ARGS)
 
-test-slow: $(DEVELOPED)  ## Run the tests that take long because they must
+test-slow: $(DEVELOPED)  ## Run the tests that take long, and further cases of the others
 	@$(PYTEST) -n 4 -m 'slow and not gpu' $(ARGS)
 
 test-gpu: $(DEVELOPED)  ## Run the tests that need an NVIDIA GPU
