@@ -120,7 +120,7 @@ def choose_rows(gpus: list[str], order: str) -> list[str]:
         return [name for name in usual if not name.startswith(tuple(filter(None, left_out)))]
     names = check_list("backends", _BACKENDS.value, list(ALL_ROWS))
     for name in names:
-        check_installed(name)
+        check_installed(name, augments=bool(_WORK.preprocess().augment))
     alone = ("dali_gpu_bare", "dali_gpu_on_cpu")  # need no GPU of TensorFlow's
     on_gpu = {name for name in names if name.startswith("dali_gpu")}
     if on_gpu - ({*alone} if gpus else set()) and not usable:

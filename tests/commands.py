@@ -19,7 +19,8 @@ from dali_tf_input.cli import command
 _numbers = itertools.count()
 CLI = ROOT / "dali_tf_input/cli"
 PACKAGE = {"index", "convert", "preview", "explore", "doctor", "service"}  # the others are scripts
-WARM = {"train.py", "train_multi_worker.py", "gpu_check.py"}  # in a process of its own
+# What trains, and what writes to the stdout of its process, runs in one of its own.
+WARM = {"train.py", "train_multi_worker.py", "gpu_check.py"}
 COLD = {"make_sample_tfrecords.py"}  # its processes import it by name
 SHIM = "import sys; from dali_tf_input.cli.main import main; sys.exit(main(sys.argv[1:]))"
 
@@ -41,7 +42,7 @@ def run(script, *arguments, cwd=None, here=False, **environment):
     """Runs a command; returns the finished process, or what looks like one.
 
     Without the progress that an index run shows every ten seconds, on a machine that is busy.
-    With `here` a training runs in this process too, which is quicker where it is refused.
+    With `here` what is in WARM runs in this process too, which is quicker where it is refused.
     """
     process = _run(script, *arguments, cwd=cwd, here=here, **environment)
     lines = (process.stderr or "").splitlines(keepends=True)

@@ -37,7 +37,9 @@ def slowly(*values, **how):
     return pytest.param(*values, marks=pytest.mark.slow, **how)
 
 
+# Both backends, one of them in the slow tests.
 dali_slowly = pytest.mark.parametrize("options", [slowly(DALI), TF_DATA], ids=BACKENDS)
+tf_data_slowly = pytest.mark.parametrize("options", [DALI, slowly(TF_DATA)], ids=BACKENDS)
 WITHOUT_JAX = f"{ROOT}/tests/without_jax"
 sys.path.insert(0, WITHOUT_JAX)
 os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -62,6 +64,11 @@ def pytest_configure(config: pytest.Config) -> None:
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 3)
 
 
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Names the backends, so that ``-k dali`` finds them wherever they stand."""
+    return next((name for name, options in BACKENDS.items() if val is options), None)
+
+
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()  # what was imported need not be looked through after each test
@@ -75,7 +82,9 @@ def on_its_own():
     iterator that the traceback of an error holds dies as garbage: TensorFlow may then wait for its
     tuning thread, up to a minute for one that is a minute old.
     """
-    sys.modules["tensorflow"].distribute.MirroredStrategy._collective_key_base += 1000
+    import tensorflow as tf  # not before a worker needs it, see pytest_configure
+
+    tf.distribute.MirroredStrategy._collective_key_base += 1000
     before = len(os.listdir("/proc/self/task"))
     yield
     if len(os.listdir("/proc/self/task")) > before:

@@ -82,6 +82,7 @@ def run(program, kill_at, *arguments):
     """Runs a program that is killed before change `kill_at`; returns its output and changes."""
     text = f"{KILL}\n{program}\nprint(changes)"
     words = ["-c", text, kill_at, *arguments]
+    # Only a training needs TensorFlow: the others start quicker than a fork of it.
     process = warm.run(words) if program is RESUME else python(*words)
     assert process.returncode in (0, -signal.SIGKILL), process.stderr
     if program is not COPY:  # whose threads may make one folder less
@@ -133,7 +134,7 @@ def test_convert(tmp_path):
                 (tmp_path / kind / label / f"{number}.jpg").write_bytes(jpeg(20, 20, seed=number))
     out = tmp_path / "sets/photos"
     out.parent.mkdir()
-    command = ["convert", "--num_processes=1", "--overwrite"]
+    command = ["convert", "--num_processes=1", "--overwrite", "--decoder=none"]
 
     def read_set(folder):
         files = sorted(path for path in folder.glob("*-of-*") if path.suffix != ".idx")

@@ -1,7 +1,6 @@
 """The examples in the docstrings of the public names run, each in a folder of records."""
 
 import doctest
-import inspect
 import re
 import shutil
 
@@ -49,17 +48,22 @@ def names(name, folder, tmp_path, monkeypatch):
     """The public names, those files in a folder of its own, and a model and an input if used."""
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    text = inspect.getsource(getattr(dti, name))
+    source = "".join(example.source for found in find(name) for example in found.examples)
     made = {"model": make_model, "train": make_train}
-    values = {key: make() for key, make in made.items() if re.search(rf"\b{key}\b", text)}
+    values = {key: make() for key, make in made.items() if re.search(rf"\b{key}\b[.,)]", source)}
     values["paths"] = [tmp_path / f"{number}.jpg" for number in range(3)]
-    return values | {name: getattr(dti, name) for name in NAMES}
+    return values | {public: getattr(dti, public) for public in NAMES}
+
+
+def find(name):
+    """Returns the docstrings of a public name that hold examples."""
+    found = doctest.DocTestFinder().find(getattr(dti, name), name)
+    return [example for example in found if example.examples]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_its_examples_run(name, names):
-    found = doctest.DocTestFinder().find(getattr(dti, name), name)
-    examples = [example for example in found if example.examples]
+    examples = find(name)
     assert examples, f"{name} shows no example"
     runner = doctest.DocTestRunner(optionflags=doctest.IGNORE_EXCEPTION_DETAIL)
     for example in examples:

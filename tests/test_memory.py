@@ -41,10 +41,10 @@ PROGRAM = """if True:
 """
 # How often, and the most KB that one may add once caches are full.
 PARTS = {
-    "epochs global": (90, 100),
-    "epochs buffer": (90, 100),
+    "epochs global": (150, 60),
+    "epochs buffer": (150, 60),
     "evaluations": (90, 100),
-    "datasets": (60, 400),
+    "datasets": (90, 400),
 }
 
 

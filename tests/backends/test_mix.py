@@ -58,7 +58,7 @@ def mixed_by_hand(batch, drawn):
     ("mix", "batch_size", "options"),
     [
         *((Mix(mixup=0.8), 5, TF_DATA), (Mix(cutmix=1.0), 6, DALI), (BOTH, 5, DALI)),
-        *((Mix(mixup=1.0, p=0.4), 6, TF_DATA), slowly(BOTH, 6, TF_DATA)),
+        *((Mix(mixup=1.0, p=0.4), 6, TF_DATA), slowly(BOTH, 5, TF_DATA)),
     ],
 )
 def test_batches_by_hand(dataset, options, mix, batch_size):

@@ -29,7 +29,7 @@ def start(*arguments):
     return process, process.stdout.readline()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def service():
     """Yields the address of a dispatcher, the processes of its two workers, and their ports."""
     with contextlib.ExitStack() as stack:
@@ -127,7 +127,8 @@ def test_a_service_of_tensorflows_own(dataset):
 def test_no_worker(dataset, monkeypatch):
     monkeypatch.setattr("dali_tf_input.backends.tf_data._SERVICE_SECONDS", 2)
     dispatcher = tf.data.experimental.service.DispatchServer()
-    with refused(f"No worker of the tf.data service at {dispatcher.target} answers within 2 s. S"):
+    at = dispatcher.target
+    with refused(f"No worker of the tf.data service at {at} answers within 2 s. Start "):
         make(dataset, dispatcher.target)
 
 

@@ -74,8 +74,8 @@ def test_what_is_read_and_parsed(dataset):
     ("backend", "crop", "antialias", "decode"),
     [
         ("tf_data", dti.ResizeRandomCrop(resize=(20, 20)), True, "full"),
-        ("dali", dti.RandomResizedCrop(), False, "region"),
-        ("tf_data", dti.RandomResizedCrop(), False, "full"),
+        ("tf_data", dti.RandomResizedCrop(), False, "region"),
+        ("dali", dti.RandomResizedCrop(), False, "full"),
         ("dali", dti.RandomCrop(), False, "region"),
     ],
 )

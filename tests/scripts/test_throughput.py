@@ -9,9 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import fails, run
+from commands import fails, load, run
 from conftest import SCRIPTS, numbered_examples, write_tfrecord
 from PIL import Image
+
+import dali_tf_input as dti
+from support.throughput import worker
+from support.throughput.candidates import Candidate
+
+SAMPLE = ["--files=data/sample/train-*"]
 
 
 @pytest.mark.slow
@@ -19,12 +25,14 @@ def test_compare_throughput(sample_folder, tmp_path):
     arguments = ["--files=data/sample/train-*", "--seconds=0.2", "--repeats=2", "--batch_size=16"]
     arguments += ["--warmup_batches=1", f"--json={tmp_path}/rows.json"]
     arguments += [f"--plot={tmp_path}/plot.png"]
-    process = run("compare_throughput.py", *arguments, cwd=sample_folder)
-    assert (process.returncode, process.stderr) == (0, "")
-    report = json.loads((tmp_path / "rows.json").read_text())
     rows = ["tf_data_serial", "tf_data_by_hand", "tf_data", "tf_data_plain"]
-    rows += ["dali_cpu_by_hand", "dali_cpu_bare", "dali_cpu"]
-    assert list(report["rows"])[:7] == rows
+    rows += ["dali_cpu_by_hand", "dali_cpu_bare", "dali_cpu", "decode_only"]
+    backends = f"--backends={','.join(rows)}"
+    process = run("compare_throughput.py", *arguments, backends, cwd=sample_folder)
+    assert (process.returncode, process.stderr) == (0, "")
+    assert "the package on tf.data, to decoding alone: " in process.stdout
+    report = json.loads((tmp_path / "rows.json").read_text())
+    assert list(report["rows"]) == rows
     for name in rows:
         row = report["rows"][name]
         speed = row["images_per_second"]
@@ -40,6 +48,15 @@ def test_compare_throughput(sample_folder, tmp_path):
     assert report["cores"] == len(os.sched_getaffinity(0))
     assert "TfDataOptions(" in report["options"]["tf_data"]
     assert Image.open(tmp_path / "plot.png").width > 800
+
+
+def test_the_usual_rows(dataset):
+    compare = load("compare_throughput.py")
+    compare.FLAGS(["compare", f"--files={dataset.paths[0]}"])
+    rows = ["tf_data_serial", "tf_data_by_hand", "tf_data", "tf_data_plain"]
+    rows += ["dali_cpu_by_hand", "dali_cpu_bare", "dali_cpu"]
+    assert compare.choose_rows([], "buffer") == rows
+    assert set(compare.choose_rows([], "global")) >= {"tf_data_global", "dali_cpu_global"}
 
 
 @pytest.mark.slow
@@ -67,15 +84,37 @@ def test_benchmark_store(sample_folder, tmp_path):
         ("--json={}/no/x.json", "there is no folder"),
         ("--plot=x.svg", "`plot` must end in .png, got x.svg"),
         ("--backends=tf_data,dali_gpu", "need an NVIDIA GPU"),
-        ("--backends=tf_data,grain", "grain cannot be measured: No module named 'grain'. pip inst"),
-        ("--backends=decode_simplejpeg", "No module named 'simplejpeg'. pip install simplejpeg"),
     ],
 )
-def test_compare_throughput_refuses(sample_folder, tmp_path, argument, message, monkeypatch):
-    for module in ("grain", "simplejpeg"):
-        monkeypatch.setitem(sys.modules, module, None)
+def test_compare_throughput_refuses(sample_folder, tmp_path, argument, message):
     arguments = ["--files=data/sample/train-*", argument.format(tmp_path)]
     fails(run("compare_throughput.py", *arguments, cwd=sample_folder), message)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "packages"),
+    [
+        (["--backends=tf_data,grain"], "grain opencv-python-headless"),
+        (["--backends=torch", "--augment=trivial"], "torch opencv-python-headless torchvision"),
+        (["--backends=decode_simplejpeg"], "simplejpeg"),
+    ],
+)
+def test_packages_that_are_not_there(sample_folder, monkeypatch, arguments, packages):
+    """They are named before anything is measured."""
+    module = packages.split()[0]
+    monkeypatch.setitem(sys.modules, module, None)
+    process = run("compare_throughput.py", *SAMPLE, *arguments, cwd=sample_folder)
+    fails(process, f"cannot be measured: No module named {module!r}. pip install {packages}\n")
+
+
+def test_a_package_that_cannot_be_imported(dataset, monkeypatch):
+    """The process that measures says so, and lives."""
+    monkeypatch.setitem(sys.modules, "grain", None)
+    spec = dti.InputSpec.for_training(dataset, 16, order="buffer")
+    candidate = Candidate(dti.TfDataOptions(), "buffer", "grain").to_json()
+    task = {"candidate": candidate, "seconds": 0.1, "warmup_batches": 0, "fresh": True}
+    answer = worker.Pipelines(spec, 4).answer(task)
+    assert "import of grain" in answer["error"]
 
 
 @pytest.mark.slow
@@ -162,11 +201,3 @@ def test_a_measurer_dies_with_its_parent(sample_folder):
     while child.exists() and "State:\tZ" not in child.read_text():
         assert time.monotonic() < deadline, "the measurer outlived its parent"
         time.sleep(0.1)
-
-
-@pytest.mark.slow
-def test_decoding_alone(sample_folder):
-    arguments = ["--files=data/sample/train-*", "--seconds=0.1", "--repeats=1", "--batch_size=16"]
-    flags = ["--backends=tf_data,decode_only", "--warmup_batches=1"]
-    process = run("compare_throughput.py", *arguments, *flags, cwd=sample_folder)
-    assert "the package on tf.data, to decoding alone: " in process.stdout

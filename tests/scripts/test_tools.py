@@ -99,14 +99,10 @@ def test_bad_flags(sample_folder, script, arguments, message):
     fails(run_tool(script, FILES, *arguments, cwd=sample_folder, here=True), message)
 
 
-# The first imports TensorFlow, those of benchmarks/ are like compare_throughput.py.
-SLOW_TO_START = {"train_multi_worker.py", *os.listdir(SCRIPTS / "benchmarks")}
-
-
 @pytest.mark.parametrize(
     "path",
     [
-        (slowly if path.name in SLOW_TO_START else pytest.param)(path, id=path.name)
+        (slowly if path.name == "train_multi_worker.py" else pytest.param)(path, id=path.name)
         for path in sorted([*SCRIPTS.glob("*.py"), *SCRIPTS.glob("benchmarks/*.py")])
     ],
 )

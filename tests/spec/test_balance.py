@@ -131,14 +131,14 @@ def test_classes_come_as_asked(classes, fields, expected, options):
                 assert (images[0] != images[1]).any()  # another crop or mirror
 
 
-WARM = {"repeats": 2, "temperature": 3.0}
+TEMPERED = {"repeats": 2, "temperature": 3.0}
 
 
 @pytest.mark.parametrize(
     ("fields", "options"),
     [
-        *(({"balance": "class"}, TF_DATA), (WARM, DALI), slowly({}, DALI), slowly({}, TF_DATA)),
-        *(slowly({"balance": "class"}, DALI), slowly(WARM, TF_DATA)),
+        *(({"balance": "class"}, TF_DATA), (TEMPERED, DALI), slowly({}, DALI), slowly({}, TF_DATA)),
+        *(slowly({"balance": "class"}, DALI), slowly(TEMPERED, TF_DATA)),
     ],
 )
 def test_the_batch_of_a_step_again(classes, options, fields):

@@ -1,6 +1,7 @@
 """Mixtures: parts of several sets of files in exact proportions."""
 
 import dataclasses
+import os
 import shlex
 from collections import Counter
 
@@ -242,3 +243,13 @@ def test_a_bad_record_with_other_keys_is_named(tmp_path, pictures):
     first, second = str(caught.value).split(" && ")  # a run for each set of keys
     assert "--image_key=image " in f"{first}{second} "
     assert "--image_key=image/encoded " in f"{first}{second} "
+    os.truncate(tmp_path / "photos-0", os.path.getsize(tmp_path / "photos-0") - 4)
+    dti.build_index(
+        tmp_path / "photos-0",
+        dti.Checks(verify="decode"),
+        on_bad="skip",
+        force=True,
+        max_bad_fraction=0.1,
+    )
+    photos = dti.Records.from_files(tmp_path / "photos-0")
+    assert len([*dti.load(mixture_of({pictures: 0.5, photos: 0.5}), TF_DATA, batch_size=8)]) == 2

@@ -60,9 +60,10 @@ def proxy(server, monkeypatch, tmp_path):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "secret")
     monkeypatch.setenv("AWS_REGION", "us-east-1")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # for local copies of indexes
-    for name, seconds in {"_OBSTORE_SECONDS": 0.2, "_FIRST_PAUSE": 0.1, "_MOST_PAUSE": 0.1}.items():
-        monkeypatch.setattr(objects, name, seconds)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # for local copies of indexes
+    monkeypatch.setattr(objects, "_OBSTORE_SECONDS", 0.2)
+    monkeypatch.setattr(objects, "_FIRST_PAUSE", 0.1)
+    monkeypatch.setattr(objects, "_MOST_PAUSE", 0.4)
     objects._store.cache_clear()
     yield proxy
     # Iterators that died with their tests end their reads while the store answers, not by retries.
@@ -525,7 +526,7 @@ def test_convert_from_a_store(stored, dataset, server, tmp_path):
     name = f"{stored.rpartition('/')[2]}-gz"
     data = gzip.compress(Path(dataset.paths[1]).read_bytes())
     ask(server, "PUT", f"/{BUCKET}/{name}/train-00000-of-00001.gz", data)
-    arguments = ["--num_files=2", "--validation_fraction=0.2"]
+    arguments = ["--num_files=2", "--validation_fraction=0.2", "--decoder=none"]
     pairs = {
         "all": (f"{stored}/train-*", f"{os.path.dirname(dataset.paths[0])}/train-*"),
         "one": (f"s3://{BUCKET}/{name}/train-*", dataset.paths[1]),

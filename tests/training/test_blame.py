@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import TF_DATA, dali_slowly, encode, refused, slowly, spec_of, write_indexed
+from conftest import TF_DATA, encode, refused, slowly, spec_of, tf_data_slowly, write_indexed
 
 import dali_tf_input as dti
 from dali_tf_input.records.losses import write_losses
@@ -49,7 +49,7 @@ def make_model(blame, loss=LOSS, strategy=None):
     return model
 
 
-@dali_slowly
+@tf_data_slowly
 def test_mislabeled_photos_are_the_hardest(photos, options, tmp_path):
     records, wrong = photos
     train = dti.load(spec_of(records, "global", PREPROCESS), options, batch_size=32)

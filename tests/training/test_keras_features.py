@@ -286,8 +286,8 @@ ON_BOTH = [
     *(unbatch, cache, zip_),
 ]
 ON_DALI_SLOWLY = [
-    *(class_weight, one_hot, buffer_order, backup_and_restore, augment, map_, save),
-    *(as_numpy_iterator,),
+    *(class_weight, one_hot, buffer_order, backup_and_restore),
+    *(augment, map_, save, as_numpy_iterator),
 ]
 ON_ONE = [
     *(mixed_precision, steps_per_execution, unbuilt_model),

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import BACKENDS, TF_DATA, dali_slowly, refused, spec_of
+from conftest import BACKENDS, TF_DATA, refused, spec_of, tf_data_slowly
 from models import make_model
 
 from dali_tf_input import Preprocess, load
@@ -72,7 +72,7 @@ def test_the_wait_by_a_fake_clock(monkeypatch):
     assert profile.wait == 0.75
 
 
-@dali_slowly
+@tf_data_slowly
 def test_the_model_is_as_before(dataset, options):
     """Weights, optimizer and metrics; the records that training sees are too."""
     model = make_model(8, 24, optimizer="adam", metrics=["accuracy"])

@@ -263,7 +263,7 @@ def test_more_epochs_later(records, tmp_path):
 
     def train(place, epochs):
         resume = Resume(tmp_path / place / "run")
-        return run(records, tmp_path / place, epochs=epochs, resume=resume, run_eagerly=True)
+        return run(records, tmp_path / place, epochs=epochs, resume=resume)
 
     expected, history, _ = train("whole", 3)
     train("parts", 1)

@@ -31,9 +31,16 @@ _PACKAGES = {
 }
 
 
-def check_installed(name: str) -> None:
-    """Raises InputError if a row cannot be measured as a package is not installed."""
-    packages = _PACKAGES.get(name, {})
+def check_installed(name: str, *, augments: bool) -> None:
+    """Raises InputError if a row cannot be measured because a package is not installed.
+
+    Args:
+      name: a row.
+      augments: whether the images are augmented.
+    """
+    packages = dict(_PACKAGES.get(name, {}))
+    if augments and "cv2" in packages:
+        packages["torchvision"] = "torchvision"
     for module in packages:
         if importlib.util.find_spec(module) is None:
             raise dti.InputError(
