@@ -58,7 +58,7 @@ AT_STRENGTHS = {
     "vertical": [dti.VerticalMirror(p=p) for p in (0.5, 1.0)],
     "all": [tuple(AUGMENTATIONS.values())],
 }
-FAST = ("all0", "rand_tf1", "trivial1", "blur2")
+FAST = ("all0", "trivial1", "blur2")
 CASES = [
     (pytest.param if f"{name}{number}" in FAST else slowly)(one, id=f"{name}{number}")
     for name, those in AT_STRENGTHS.items()

@@ -84,7 +84,7 @@ def test_batches_by_hand(dataset, options, mix, batch_size):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"dtype": "uint8"},
+        slowly({"dtype": "uint8"}),
         {"dtype": "float16", "layout": "CHW"},
         {"channels": 1, "mean": (0,), "std": (1,), "layout": "CHW"},
         slowly({"augment": (dti.RandAugment(),), "mirror_probability": 0.5}),

@@ -477,6 +477,7 @@ def test_an_executor_works_in_parallel(dataset, tmp_path, monkeypatch):
     assert threading.active_count() <= before
 
 
+@pytest.mark.slow
 def test_an_idle_worker_learns_of_other_credentials(stored, proxy, tmp_path, monkeypatch):
     """One that waits for jobs since before they were set would ask another store, for minutes."""
     with concurrent.futures.ThreadPoolExecutor(1) as executor:

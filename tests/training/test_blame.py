@@ -196,7 +196,7 @@ LOSSES = {
 @pytest.mark.parametrize(
     "loss",
     [
-        (pytest.param if name in ("hinge", "object", "own") else slowly)(loss, id=name)
+        (pytest.param if name in ("object", "own") else slowly)(loss, id=name)
         for name, loss in LOSSES.items()
     ],
 )

@@ -285,18 +285,16 @@ ON_BOTH = [
     *(element_spec, cardinality, validation_data, evaluate, custom_loop, loop_in_a_function, take),
     *(unbatch, cache, zip_),
 ]
-ON_DALI_SLOWLY = [
-    *(class_weight, one_hot, buffer_order, backup_and_restore),
-    *(augment, map_, save, as_numpy_iterator),
-]
+ON_DALI_SLOWLY = [backup_and_restore, augment, map_, save, as_numpy_iterator]
+SLOWLY = [class_weight, one_hot, buffer_order]
 ON_ONE = [
     *(mixed_precision, steps_per_execution, unbuilt_model),
     *(own_train_step, train_on_batch, callbacks, early_stopping, tensorboard, enumerate_, adapt),
 ]
 CHECKS = [("tf_data", check) for check in ON_BOTH + ON_DALI_SLOWLY + ON_ONE]
-CHECKS += [slowly("tf_data", check) for check in (jit_compile, run_eagerly)]
+CHECKS += [slowly("tf_data", check) for check in [*SLOWLY, jit_compile, run_eagerly]]
 CHECKS += [("dali", check) for check in ON_BOTH]
-CHECKS += [slowly("dali", check) for check in ON_DALI_SLOWLY]
+CHECKS += [slowly("dali", check) for check in ON_DALI_SLOWLY + SLOWLY]
 
 
 @pytest.mark.parametrize(("fed", "check"), CHECKS, indirect=["fed"])
