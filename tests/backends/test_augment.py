@@ -385,6 +385,7 @@ def test_refuses(records):
         next(iterate_batches([], dataclasses.replace(PLAIN, augment=(dti.Solarize(),))))
 
 
+@pytest.mark.slow
 def test_quiet(records, capfd):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

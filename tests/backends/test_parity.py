@@ -169,7 +169,7 @@ def test_gray_is_the_luma_of_rgb(images, crop):
 
 
 @pytest.mark.parametrize("make", [by_tensorflow, slowly(by_dali)], ids=MAKERS)
-@pytest.mark.parametrize("antialias", [False, True])
+@pytest.mark.parametrize("antialias", [True, slowly(False)])
 @crops
 def test_the_plan_does_not_show(images, crop, antialias, make):
     """Decoding only the region makes the pixels that decoding the whole image makes."""

@@ -56,6 +56,7 @@ def feed(records, options, views, *, start_step=0, **changes):
     return make_dataset(spec, options, batch_size=3, start_step=start_step)
 
 
+@pytest.mark.slow
 def test_what_comes_out(records):
     """Dictionaries by name, as Keras takes them; the views of an image differ."""
     batches = {name: next(iter(feed(records, one, VIEWS))) for name, one in BACKENDS.items()}

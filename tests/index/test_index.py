@@ -343,7 +343,9 @@ def test_a_call_names_the_first_bad_record(files, train):
         build_index(train, CRC, on_bad="skip", max_bad_fraction=0)
 
 
-@pytest.mark.parametrize("name", ["train-{:05}-of-00003", "x-train.tfrecord-{:05}-of-00003"])
+@pytest.mark.parametrize(
+    "name", ["train-{:05}-of-00003", conftest.slowly("x-train.tfrecord-{:05}-of-00003")]
+)
 def test_a_missing_file_of_a_set(tmp_path, name):
     """As after a download that ended early. To name a part of a whole set is no mistake."""
     files = [

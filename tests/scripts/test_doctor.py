@@ -80,6 +80,7 @@ def line_of(lines, what):
     return lines[position].split()[0], lines[position], lines[position + 1]
 
 
+@pytest.mark.slow
 def test_a_sound_environment(tmp_path):
     dataset = write_dataset(tmp_path / "records", [5, 12, 7])
     build_index(dataset.paths, Checks(verify="schema"))

@@ -76,7 +76,7 @@ def test_what_is_read_and_parsed(dataset):
         ("tf_data", dti.ResizeRandomCrop(resize=(20, 20)), True, "full"),
         ("tf_data", dti.RandomResizedCrop(), False, "region"),
         ("dali", dti.RandomResizedCrop(), False, "full"),
-        ("dali", dti.RandomCrop(), False, "region"),
+        pytest.param("dali", dti.RandomCrop(), False, "region", marks=pytest.mark.slow),
     ],
 )
 def test_the_last_cut_holds_the_corners_of_the_whole_pipelines_images(

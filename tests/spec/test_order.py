@@ -232,7 +232,7 @@ def test_an_index_that_changed_since(tmp_path, text):
         make(dataset, TF_DATA, 1)
 
 
-@backends
+@dali_slowly
 def test_two_replicas_share_each_step(dataset, options):
     spec = spec_of(dataset, "global", SMALL, seed=9)
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])

@@ -21,17 +21,7 @@ import commands
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import (
-    ROOT,
-    SCRIPTS,
-    TF_DATA,
-    backends,
-    dali_slowly,
-    jpeg,
-    refused,
-    spec_of,
-    write_dataset,
-)
+from conftest import ROOT, SCRIPTS, TF_DATA, backends, jpeg, refused, spec_of, write_dataset
 from stores import BUCKET, Proxy, ask, run_server, run_tls_server
 
 import dali_tf_input as dti
@@ -100,7 +90,8 @@ def same(one, other):
     return all((a == b).all() for a, b in zip(one, other, strict=True))
 
 
-@dali_slowly
+@pytest.mark.slow
+@backends
 def test_records_are_those_of_local_files(dataset, stored, tmp_path, options):
     """In order "global" over three epochs, in one pass, and in order "buffer"; read by ranges, with
     copies that are fetched, and with those that are there.

@@ -128,6 +128,7 @@ def test_an_interrupted_run_goes_on(photos, tmp_path):
     np.testing.assert_allclose(parts.losses, whole.losses, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_steps_that_stand_out(photos, tmp_path, caplog):
     records, _ = photos
     train = dti.load(spec_of(records, "global", PREPROCESS), TF_DATA, batch_size=32)
