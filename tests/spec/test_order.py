@@ -8,7 +8,17 @@ import conftest
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import (BACKENDS, TF_DATA, backends, jpeg, refused, spec_of, take, write_indexed, dali_slowly)
+from conftest import (
+    BACKENDS,
+    TF_DATA,
+    backends,
+    dali_slowly,
+    jpeg,
+    refused,
+    spec_of,
+    take,
+    write_indexed,
+)
 
 from dali_tf_input import Checks, Preprocess, RandomResizedCrop, Shard
 from dali_tf_input.backends.build import make_dataset
