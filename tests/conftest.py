@@ -37,6 +37,13 @@ def slowly(*values, **how):
     return pytest.param(*values, marks=pytest.mark.slow, **how)
 
 
+def cases(*axes, fast):
+    """Returns all combinations of the values of some axes; those that are not `fast` are slow."""
+    combinations = list(itertools.product(*axes))
+    assert all(one in combinations for one in fast)
+    return [pytest.param(*one) if one in fast else slowly(*one) for one in combinations]
+
+
 # Both backends, one of them in the slow tests.
 dali_slowly = pytest.mark.parametrize("options", [slowly(DALI), TF_DATA], ids=BACKENDS)
 tf_data_slowly = pytest.mark.parametrize("options", [DALI, slowly(TF_DATA)], ids=BACKENDS)
@@ -65,7 +72,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:
-    """Names the backends, so that ``-k dali`` finds them wherever they stand."""
+    """Names the backends, so that ``-k dali`` finds them wherever they stand, and pairs of values."""
+    if isinstance(val, tuple) and all(isinstance(part, int | str) for part in val):
+        return "-".join(map(str, val))
     return next((name for name, options in BACKENDS.items() if val is options), None)
 
 

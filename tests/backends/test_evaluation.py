@@ -6,7 +6,17 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import DALI, TF_DATA, backends, dali_slowly, refused, slowly, spec_of, write_dataset
+from conftest import (
+    BACKENDS,
+    DALI,
+    TF_DATA,
+    backends,
+    cases,
+    dali_slowly,
+    refused,
+    spec_of,
+    write_dataset,
+)
 from models import fit, make_model
 
 from dali_tf_input import ClassLabel, Preprocess, Shard
@@ -105,14 +115,15 @@ def test_validation_in_fit(datasets, options):
 
 
 @pytest.mark.parametrize(
-    ("num_shards", "batch_size", "options"),
-    [
-        *((1, 30, DALI), (3, 16, DALI), (1, 23, TF_DATA), (2, 4, TF_DATA)),
-        *(slowly(1, 30, TF_DATA), slowly(3, 16, TF_DATA), slowly(1, 23, DALI), slowly(2, 4, DALI)),
-        *(slowly(1, 1, options) for options in (DALI, TF_DATA)),
-    ],
+    ("division", "options"),
+    cases(
+        [(1, 1), (1, 23), (1, 30), (2, 4), (3, 3), (8, 16)],
+        BACKENDS.values(),
+        fast=[((1, 30), DALI), ((3, 3), DALI), ((1, 23), TF_DATA), ((2, 4), TF_DATA)],
+    ),
 )
-def test_each_record_once(datasets, num_shards, batch_size, options):
+def test_each_record_once(datasets, division, options):
+    num_shards, batch_size = division
     served, spec = [], evaluation_spec(datasets[23])
     for shard in (Shard(number, num_shards) for number in range(num_shards)):
         dataset = make_dataset(spec, options, batch_size=batch_size, shard=shard)

@@ -234,13 +234,13 @@ def test_damaged_files(tmp_path):
     for kind, how in KINDS.items():
         photos.append(tmp_path / f"{kind}.jpg")
         photos[-1].write_bytes(encode(make_image(60, 90), "JPEG", **how))
-    command = [program, "100000", str(os.getpid()), *photos]
+    command = [program, "300000", str(os.getpid()), *photos]
     process = subprocess.run(command, capture_output=True, text=True, timeout=1500, cwd=tmp_path)
     assert process.returncode == 0, process.stdout + process.stderr
     rounds, sound, taken, windows, *_, found = map(int, re.findall(r"\b\d+\b", process.stdout))
-    assert found > 70  # files that led where none had led before
-    assert rounds == 100_000
-    assert min(sound, taken, windows) > 6_000
+    assert found > 100  # files that led where none had led before
+    assert rounds == 300_000
+    assert min(sound, taken, windows) > 20_000
 
 
 def damage(encoded, random):

@@ -9,7 +9,18 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import DALI, TF_DATA, backends, encode, refused, slowly, spec_of, write_tfrecord
+from conftest import (
+    BACKENDS,
+    DALI,
+    TF_DATA,
+    backends,
+    cases,
+    encode,
+    refused,
+    slowly,
+    spec_of,
+    write_tfrecord,
+)
 from PIL import Image
 
 import dali_tf_input as dti
@@ -146,7 +157,10 @@ def test_labels(records, kind, order, num_replicas, options):
             np.testing.assert_allclose(row["label"], expect_label(kind, number), atol=1e-6)
 
 
-@pytest.mark.parametrize(("kind", "options"), [("multi_hot", DALI), ("none", TF_DATA)])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    cases(["multi_hot", "none"], BACKENDS.values(), fast=[("multi_hot", DALI), ("none", TF_DATA)]),
+)
 def test_a_step_of_any_epoch(records, options, kind):
     """What comes out of a step is the same, wherever training starts."""
     label, features = LABELS[kind], {"pair": Stored(size=2)}
@@ -171,10 +185,14 @@ CROPS = {
 
 @pytest.mark.parametrize(
     ("crop", "options"),
-    [
-        *(("resize", DALI), ("random", TF_DATA), ("resized", DALI), ("center", TF_DATA)),
-        *(("padded", DALI), ("padded", TF_DATA), slowly("resized", TF_DATA)),
-    ],
+    cases(
+        CROPS,
+        BACKENDS.values(),
+        fast=[
+            *(("resize", DALI), ("random", TF_DATA), ("resized", DALI), ("center", TF_DATA)),
+            *(("padded", DALI), ("padded", TF_DATA)),
+        ],
+    ),
 )
 def test_masks_stay_with_their_images(records, options, crop):
     """A mask that is one of the image's own channels is that channel of what comes out."""
@@ -187,8 +205,8 @@ def test_masks_stay_with_their_images(records, options, crop):
     )
     how = {"label": None, "mask": MASK, "preprocess": preprocess}
     fed = feed(records, options, "global", **how)
-    rows = [row for _ in range(2) for row in elements(fed, 6)]
-    assert len(rows) == 2 * RECORDS
+    rows = [row for _ in range(3) for row in elements(fed, 6)]
+    assert len(rows) == 3 * RECORDS
     padding = 0
     for row in rows:
         red, mask = row["image"][..., 0].astype(np.int32), row["mask"]
@@ -242,7 +260,9 @@ def test_strings(records):
         feed(records, DALI, "pass", **how)
 
 
-@pytest.mark.parametrize(("num_replicas", "options"), [(1, DALI), (2, TF_DATA)])
+@pytest.mark.parametrize(
+    ("num_replicas", "options"), cases([1, 2], BACKENDS.values(), fast=[(1, DALI), (2, TF_DATA)])
+)
 def test_class_weight(records, options, num_replicas):
     """Weights of classes are sample weights, in every order and with one-hot labels."""
     label = ClassLabel(key="class", num_classes=4, one_hot=True)

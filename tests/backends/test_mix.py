@@ -8,7 +8,18 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import DALI, TF_DATA, dali_slowly, jpeg, refused, slowly, spec_of, write_indexed
+from conftest import (
+    BACKENDS,
+    DALI,
+    TF_DATA,
+    cases,
+    dali_slowly,
+    jpeg,
+    refused,
+    slowly,
+    spec_of,
+    write_indexed,
+)
 from models import make_model
 
 import dali_tf_input as dti
@@ -54,12 +65,20 @@ def mixed_by_hand(batch, drawn):
     return made, part * labels + (1 - part) * labels[::-1]
 
 
+MIXES = (Mix(mixup=0.8), Mix(cutmix=1.0), BOTH, Mix(mixup=1.0, p=0.4))
+
+
 @pytest.mark.parametrize(
     ("mix", "batch_size", "options"),
-    [
-        *((Mix(mixup=0.8), 5, TF_DATA), (Mix(cutmix=1.0), 6, DALI), (BOTH, 5, DALI)),
-        *((Mix(mixup=1.0, p=0.4), 6, TF_DATA), slowly(BOTH, 5, TF_DATA)),
-    ],
+    cases(
+        MIXES,
+        (5, 6),
+        BACKENDS.values(),
+        fast=[
+            *((MIXES[0], 5, TF_DATA), (MIXES[1], 6, DALI)),
+            *((MIXES[2], 5, DALI), (MIXES[3], 6, TF_DATA)),
+        ],
+    ),
 )
 def test_batches_by_hand(dataset, options, mix, batch_size):
     """Each batch of two epochs, of an odd size too: the images and labels as they are defined."""
@@ -171,10 +190,10 @@ def test_draws(tmp_path):
 def test_trains(dataset):
     """Keras's fit, with a loss of soft labels, on two replicas too; what `batch_at` returns."""
     spec = spec_of(dataset, "global", Preprocess.for_training(16), label=LABEL, mix=BOTH)
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-    for options, own in ((DALI, None), (TF_DATA, strategy)):
-        train = dti.load(spec, options, strategy=own, batch_size=8)
-        with own.scope() if own else contextlib.nullcontext():
+    strategies = (None, tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]))
+    for options, strategy in itertools.product(BACKENDS.values(), strategies):
+        train = dti.load(spec, options, strategy=strategy, batch_size=8)
+        with strategy.scope() if strategy else contextlib.nullcontext():
             model = make_model(16, 24)
             model.compile("sgd", keras.losses.CategoricalCrossentropy(from_logits=True))
         history = train.fit(model, epochs=2, verbose=0).history

@@ -13,7 +13,18 @@ import numpy as np
 import nvidia.dali as dali
 import pytest
 import tensorflow as tf
-from conftest import DALI, TF_DATA, backends, encode, jpeg, refused, slowly, spec_of, valid_images
+from conftest import (
+    DALI,
+    TF_DATA,
+    backends,
+    cases,
+    encode,
+    jpeg,
+    refused,
+    slowly,
+    spec_of,
+    valid_images,
+)
 from nvidia.dali import fn, types
 from PIL import Image
 
@@ -131,17 +142,17 @@ BOUNDS = {
 
 PLANS = ("full", "region")
 # Each crop with each resize, by the plans in turn: each of the three meets each of the others.
-CASES = [
-    (crop, *how, PLANS[(number + other) % 2])
+FAST = [
+    (crop, how, PLANS[(number + other) % 2])
     for number, crop in enumerate(CROPS)
     for other, how in enumerate(BOUNDS)
 ]
 
 
-@pytest.mark.parametrize(("crop", "interpolation", "antialias", "decode"), CASES)
-def test_same_pixels(images, odd_images, crop, interpolation, antialias, decode):
-    crop = CROPS[crop]
-    changes = {"crop": crop, "interpolation": interpolation, "antialias": antialias}
+@pytest.mark.parametrize(("crop", "how", "decode"), cases(CROPS, BOUNDS, PLANS, fast=FAST))
+def test_same_pixels(images, odd_images, crop, how, decode):
+    interpolation, antialias = how
+    changes = {"crop": CROPS[crop], "interpolation": interpolation, "antialias": antialias}
     preprocess = dataclasses.replace(RAW, **changes)
     # Enlarging puts many positions just between two pixels.
     images = images + (odd_images if interpolation != "nearest" else [])
@@ -156,7 +167,9 @@ def test_same_pixels(images, odd_images, crop, interpolation, antialias, decode)
     assert difference.max() <= largest
 
 
-@pytest.mark.parametrize("crop", ["resize_random_crop", "random_crop", "letterbox"])
+@pytest.mark.parametrize(
+    "crop", cases(CROPS, fast=[("resize_random_crop",), ("random_crop",), ("letterbox",)])
+)
 def test_gray_is_the_luma_of_rgb(images, crop):
     """Of the resized image, by every way of making it."""
     rgb = dataclasses.replace(RAW, crop=CROPS[crop])
@@ -184,10 +197,10 @@ def test_the_plan_does_not_show(images, crop, antialias, make):
 
 @crops
 def test_same_regions(crop):
-    """Of 1000 images of many sizes, and within them."""
+    """Of 4000 images of many sizes, and within them."""
     preprocess = dataclasses.replace(RAW, crop=crop)
     generator = np.random.default_rng(3)
-    sizes, numbers = generator.integers(1, 700, (1000, 2)), draw(preprocess, 1000, seed=4)
+    sizes, numbers = generator.integers(1, 700, (4000, 2)), draw(preprocess, 4000, seed=4)
     starts, extents = regions_by_dali(sizes, numbers, preprocess)
 
     @tf.autograph.experimental.do_not_convert
@@ -301,7 +314,12 @@ def take_batch(records, options, **changes):
 
 @pytest.mark.parametrize(
     ("options", "layout", "channels"),
-    [(TF_DATA, "HWC", 3), (TF_DATA, "CHW", 1), (DALI, "HWC", 1), (DALI, "CHW", 3)],
+    cases(
+        [DALI, TF_DATA],
+        ["HWC", "CHW"],
+        [3, 1],
+        fast=[(TF_DATA, "HWC", 3), (TF_DATA, "CHW", 1), (DALI, "HWC", 1), (DALI, "CHW", 3)],
+    ),
 )
 def test_output_types(records, options, layout, channels):
     imagenet = {"mean": (123.675, 116.28, 103.53), "std": (58.395, 57.12, 57.375)}

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from commands import load, run
+from conftest import cases
 from PIL import Image
 
 import dali_tf_input as dti
@@ -85,7 +86,11 @@ def test_the_records_that_are_asked_for(sample_folder, tmp_path):
 
 @pytest.mark.parametrize(
     ("dtype", "layout"),
-    [("float32", "HWC"), ("float16", "CHW"), ("bfloat16", "HWC"), ("uint8", "CHW")],
+    cases(
+        ["float32", "float16", "bfloat16", "uint8"],
+        ["HWC", "CHW"],
+        fast=[("float32", "HWC"), ("float16", "CHW"), ("bfloat16", "HWC"), ("uint8", "CHW")],
+    ),
 )
 def test_denormalize(dataset, dtype, layout):
     """What any spec makes of an image comes back as what uint8 makes of it."""

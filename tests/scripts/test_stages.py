@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import tensorflow as tf
+from conftest import cases
 
 import dali_tf_input as dti
 from dali_tf_input.records.example import decode_example
@@ -28,15 +29,15 @@ def first(spec, options, stage):
 
 
 ORDERS = ("sequential", "buffer", "global")
-# Each stage with each backend and some orders, and each backend with each order.
-CASES = [
+# Each stage with each backend, by the orders in turn.
+FAST = [
     (backend, ORDERS[(number + other) % 3], stage)
     for number, stage in enumerate(STAGES)
     for other, backend in enumerate(OPTIONS)
 ]
 
 
-@pytest.mark.parametrize(("backend", "order", "stage"), CASES)
+@pytest.mark.parametrize(("backend", "order", "stage"), cases(OPTIONS, ORDERS, STAGES, fast=FAST))
 def test_a_cut_serves_one_number_for_each_image(dataset, backend, order, stage):
     spec = dti.InputSpec(records=dataset, preprocess=dti.Preprocess.for_training(16), order=order)
     numbers = first(spec, OPTIONS[backend], stage)
@@ -70,18 +71,26 @@ def test_what_is_read_and_parsed(dataset):
         assert found.tolist() == [size + label for label, size in enumerate(sizes)]
 
 
+RESIZED = dti.ResizeRandomCrop(resize=(20, 20))
+CROPS = (RESIZED, dti.RandomResizedCrop(), dti.RandomCrop())
+
+
 @pytest.mark.parametrize(
-    ("backend", "crop", "antialias", "decode"),
-    [
-        ("tf_data", dti.ResizeRandomCrop(resize=(20, 20)), True, "full"),
-        ("tf_data", dti.RandomResizedCrop(), False, "region"),
-        ("dali", dti.RandomResizedCrop(), False, "full"),
-        pytest.param("dali", dti.RandomCrop(), False, "region", marks=pytest.mark.slow),
-    ],
+    ("backend", "decode", "crop"),
+    cases(
+        OPTIONS,
+        ("full", "region"),
+        CROPS,
+        fast=[
+            *(("tf_data", "full", CROPS[0]), ("tf_data", "region", CROPS[1])),
+            ("dali", "full", CROPS[1]),
+        ],
+    ),
 )
 def test_the_last_cut_holds_the_corners_of_the_whole_pipelines_images(
-    dataset, backend, decode, crop, antialias
+    dataset, backend, decode, crop
 ):
+    antialias = crop is RESIZED
     preprocess = dti.Preprocess(
         image_size=(16, 16), crop=crop, mirror_probability=0.0, antialias=antialias
     )

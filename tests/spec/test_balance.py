@@ -4,7 +4,16 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from conftest import DALI, TF_DATA, numbered_examples, refused, slowly, spec_of, write_indexed
+from conftest import (
+    BACKENDS,
+    DALI,
+    TF_DATA,
+    cases,
+    numbered_examples,
+    refused,
+    spec_of,
+    write_indexed,
+)
 
 import dali_tf_input as dti
 from dali_tf_input.spec.balance import draw_balanced, share_out
@@ -103,19 +112,26 @@ def test_share_out(total):
     assert (abs(parts - total * shares / 5) < 1).all()
 
 
+ASKED = [
+    ({"balance": "class"}, [20, 20, 20]),
+    ({"balance": {2: 9.0}}, [20, 10, 30]),
+    ({"balance": {0: 0.5, 1: 1.0}}, [26, 26, 8]),
+    ({"temperature": 2.0}, [29, 20, 11]),
+    ({"temperature": 1e6}, [20, 20, 20]),
+    ({"balance": "class", "repeats": 3}, [21, 21, 18]),
+]
+
+
 @pytest.mark.parametrize(
-    ("fields", "expected", "options"),
-    [
-        ({"balance": "class"}, [20, 20, 20], DALI),
-        ({"balance": {2: 9.0}}, [20, 10, 30], TF_DATA),
-        ({"balance": {0: 0.5, 1: 1.0}}, [26, 26, 8], TF_DATA),
-        ({"temperature": 2.0}, [29, 20, 11], DALI),
-        ({"temperature": 1e6}, [20, 20, 20], TF_DATA),
-        ({"balance": "class", "repeats": 3}, [21, 21, 18], DALI),
-        slowly({"balance": "class", "repeats": 3}, [21, 21, 18], TF_DATA),
-    ],
+    ("asked", "options"),
+    cases(
+        ASKED,
+        BACKENDS.values(),
+        fast=[(one, (DALI, TF_DATA)[number % 2]) for number, one in enumerate(ASKED)],
+    ),
 )
-def test_classes_come_as_asked(classes, fields, expected, options):
+def test_classes_come_as_asked(classes, asked, options):
+    fields, expected = asked
     train = dti.load(spec_with(classes, **fields), options, batch_size=12)
     assert train.steps_per_epoch == 5
     for epoch in range(2):
@@ -136,10 +152,11 @@ TEMPERED = {"repeats": 2, "temperature": 3.0}
 
 @pytest.mark.parametrize(
     ("fields", "options"),
-    [
-        *(({"balance": "class"}, TF_DATA), (TEMPERED, DALI), slowly({}, DALI), slowly({}, TF_DATA)),
-        *(slowly({"balance": "class"}, DALI), slowly(TEMPERED, TF_DATA)),
-    ],
+    cases(
+        [{}, {"balance": "class"}, TEMPERED],
+        BACKENDS.values(),
+        fast=[({"balance": "class"}, TF_DATA), (TEMPERED, DALI)],
+    ),
 )
 def test_the_batch_of_a_step_again(classes, options, fields):
     """To the bit, also of the next epoch, and without disturbing what comes next."""
@@ -158,10 +175,7 @@ REPEATED = {"balance": "class", "repeats": 2}
 
 @pytest.mark.parametrize(
     ("fields", "options"),
-    [
-        *((REPEATED, TF_DATA), slowly({"temperature": 2.0}, DALI)),
-        *(slowly(REPEATED, DALI), slowly({"temperature": 2.0}, TF_DATA)),
-    ],
+    cases([REPEATED, {"temperature": 2.0}], BACKENDS.values(), fast=[(REPEATED, TF_DATA)]),
 )
 def test_resuming_at_any_step(classes, options, fields):
     """From a step on, by one or two shards, everything is as if it had not stopped."""

@@ -15,6 +15,7 @@ from conftest import (
     dali_slowly,
     jpeg,
     refused,
+    slowly,
     spec_of,
     take,
     write_indexed,
@@ -134,7 +135,10 @@ def make(dataset, options, batch_size, *, order="global", preprocess=SMALL, **ar
 
 
 @backends
-@pytest.mark.parametrize(("num_shards", "batch_size"), [(1, 5), (2, 3), (1, 24)])
+@pytest.mark.parametrize(
+    ("num_shards", "batch_size"),
+    [(1, 5), (2, 3), (1, 24), slowly(1, 1), slowly(3, 2), slowly(4, 6)],
+)
 def test_pipelines_serve_the_plan(dataset, options, num_shards, batch_size):
     """Three epochs: in each every record at most once over all shards, in the order of the
     arithmetic.

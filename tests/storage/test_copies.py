@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import TF_DATA, refused, slowly, spec_of
+from conftest import TF_DATA, cases, refused, spec_of
 from obstore.store import MemoryStore
 
 import dali_tf_input as dti
@@ -224,10 +224,11 @@ def test_a_damaged_copy_is_dropped_and_fetched_again(stored, dataset, tmp_path, 
 
 @pytest.mark.parametrize(
     ("what", "order"),
-    [
-        *(("damaged", "global"), ("removed", "buffer")),
-        *(slowly("damaged", "buffer"), slowly("removed", "global")),
-    ],
+    cases(
+        ["damaged", "removed"],
+        ["global", "buffer"],
+        fast=[("damaged", "global"), ("removed", "buffer")],
+    ),
 )
 def test_a_copy_that_is_damaged_or_removed_while_it_is_read(stored, tmp_path, order, what):
     """The message names it, and the next run has a sound one; the store's object is not blamed."""

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import DALI, TF_DATA, backends, dali_slowly, refused, slowly, spec_of, tf_data_slowly
+from conftest import DALI, TF_DATA, backends, cases, dali_slowly, refused, spec_of, tf_data_slowly
 from models import make_model
 
 from dali_tf_input import Preprocess, load, make_dataset
@@ -28,10 +28,11 @@ def one_device():
 
 ways = pytest.mark.parametrize(
     ("order", "options"),
-    [
-        *(("global", TF_DATA), ("global", DALI), ("buffer", TF_DATA), slowly("buffer", DALI)),
-        *(slowly("sequential", TF_DATA), slowly("sequential", DALI)),
-    ],
+    cases(
+        ["global", "buffer", "sequential"],
+        [TF_DATA, DALI],
+        fast=[("global", TF_DATA), ("global", DALI), ("buffer", TF_DATA)],
+    ),
 )
 
 

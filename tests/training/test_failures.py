@@ -17,6 +17,7 @@ from conftest import (
     BACKENDS,
     DALI,
     TF_DATA,
+    cases,
     jpeg,
     numbered_examples,
     slowly,
@@ -151,7 +152,7 @@ def test_the_command_fixes_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("backend", "block"), [("dali", 1), ("tf_data", 7), slowly("dali", 7), slowly("tf_data", 1)]
+    ("backend", "block"), cases(BACKENDS, [1, 7], fast=[("dali", 1), ("tf_data", 7)])
 )
 def test_a_plan_leads_to_the_record(tmp_path, monkeypatch, backend, block):
     """Only the records of a few steps are checked, whatever the epoch."""
@@ -358,7 +359,10 @@ def test_an_error_of_the_model_stays_as_it_is(tmp_path):
         train_on(feed(records, "dali"), make_model(8, 120, gather), resume=str(tmp_path / "run"))
 
 
-@pytest.mark.parametrize(("backend", "bad"), [("dali", "train"), ("tf_data", "valid")])
+@pytest.mark.parametrize(
+    ("backend", "bad"),
+    cases(BACKENDS, ["train", "valid"], fast=[("dali", "train"), ("tf_data", "valid")]),
+)
 def test_training_and_validation_are_told_apart(tmp_path, backend, bad):
     changes = {bad: TEXT}
     train = feed(write(tmp_path / "train", changes.get("train", {})), backend, batch_size=8)

@@ -118,7 +118,7 @@ def test_resumes(spec, stages, tmp_path):
         return model.get_weights(), history.history["loss"]
 
     expected = train("whole")
-    for after in (2, 4, 9, 13):
+    for after in (1, 4, 6, 9, 13):
         with pytest.raises(KeyboardInterrupt):
             train("stopped", [Stop(after)])
     found = train("stopped")
