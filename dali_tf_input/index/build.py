@@ -141,8 +141,9 @@ def build_index(
       force: check every file, even unchanged ones, and exactly as deeply as `checks` says.
       allow_missing: accept incomplete sets of numbered files (``train-00003-of-01024``), and files
         that hold fewer records than tfds' ``dataset_info.json`` says.
-      num_processes: the number of processes; None means one per core, at most one per file. At
-        level "framing", that many threads check objects instead, by default 8, using 48 MiB.
+      num_processes: the number of processes; None means one per core, at most one per file
+        and per 16 MiB. At level "framing", that many threads check objects instead, by default 8,
+        using 48 MiB.
       executor: runs the work instead, one file per task, perhaps on other machines, such as Dask's
         `Client.get_executor()`. Those machines need this package and the same paths or URLs.
       cache_dir: a local folder for complete copies of the objects; None copies each one to a

@@ -31,7 +31,7 @@ _CODE = (
 # The signals by which a process ends if an image crashes its decoder.
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 _OBJECTS_AT_ONCE = 8  # stored objects that threads check concurrently
-_FEW_BYTES = 1 << 24  # so few are checked faster than a process starts
+_FEW_BYTES = 1 << 24  # so few are checked faster than a process, or another one, starts
 _LONGEST_DECODE = 900  # seconds for one record, after which SIGALRM ends the worker
 
 # Records that must not be decoded: number in the file -> (reason, detail).
@@ -63,9 +63,10 @@ def run_jobs(
 ) -> Generator[tuple[int, dict[str, Any]], None, None]:
     """Runs `jobs` in up to `num_processes` processes or threads; None means one per core.
 
-    Threads of this process are used if the files have few `num_bytes` in total, below level
-    "decode"; and for objects at level "framing", by default 8, because they mostly wait.
-    `on_progress` is called from any thread, with the records and bytes since its last call.
+    None also means at most one process per 16 MiB, as starting another would take longer. Threads
+    of this process are used if the files have few `num_bytes` in total, below level "decode"; and
+    for objects at level "framing", by default 8, because they mostly wait. `on_progress` is called
+    from any thread, with the records and bytes since its last call.
 
     Yields:
       (number of the job, answer of `worker`), in the order of completion. If decoding a record
@@ -82,8 +83,9 @@ def run_jobs(
     levels = {job.checks["verify"] for job in jobs}
     waits = levels == {"framing"} and all(job.status for job in jobs)
     in_threads = waits or ("decode" not in levels and num_bytes <= _FEW_BYTES)
-    at_once = num_processes or (_OBJECTS_AT_ONCE if waits else len(os.sched_getaffinity(0)))
-    at_once = min(at_once, len(jobs))
+    most = _OBJECTS_AT_ONCE if waits else len(os.sched_getaffinity(0))
+    most = most if in_threads else min(most, 1 + num_bytes // _FEW_BYTES)
+    at_once = min(num_processes or most, len(jobs))
 
     def work(job: Job) -> dict[str, Any]:
         if in_threads:

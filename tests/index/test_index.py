@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from commands import python
 from conftest import encode, jpeg, numbered_examples, refused, spec_of, write_tfrecord
 
 from dali_tf_input import Checks, ClassLabel, Preprocess, Records, build_index
-from dali_tf_input.index import scan, worker
+from dali_tf_input.index import scan, worker, workers
 from dali_tf_input.index.build import IndexFaultsError, IndexReport
 from dali_tf_input.records.example import encode_example
 from dali_tf_input.records.manifest import Manifest
@@ -1025,3 +1026,22 @@ def test_labels_from_1_are_not_indexed_on_the_way(tmp_path, monkeypatch):
     with pytest.raises(IndexFaultsError, match=r"only seem to be out of range.*count from 1"):
         build_index(tmp_path / "train-?", checks, num_processes=1, **SKIP)
     assert not list(tmp_path.glob("*.idx"))
+
+
+def test_few_bytes_are_checked_by_few_processes(tmp_path, monkeypatch):
+    """Because starting one takes longer, unless their number is given; and never more than files."""
+    for number in range(4):
+        write_tfrecord(tmp_path / f"part-{number}", numbered_examples(3))
+    size = sum(file.stat().st_size for file in tmp_path.iterdir())
+    started = []
+
+    def start(count):
+        started.append(count)
+        return ThreadPoolExecutor(count)
+
+    monkeypatch.setattr(workers, "ThreadPoolExecutor", start)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    for few_bytes, num_processes in ((size - 1, None), (size - 1, 3), (1, None)):
+        monkeypatch.setattr(workers, "_FEW_BYTES", few_bytes)
+        build_index(tmp_path / "part-?", num_processes=num_processes, force=True)
+    assert started == [2, 3, 4]

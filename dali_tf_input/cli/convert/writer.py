@@ -40,6 +40,7 @@ _SPLIT = re.compile(r"(?:^|[-_.])(train|val|test)(?:id|idation|ing)?[0-9]*(?=[-_
 _FILE_BYTES = 150_000_000
 _SAMPLED_ITEMS = 128  # from which the mean size of a record is estimated
 _CHUNK_ITEMS = 16  # handed to a process at a time
+_FEW_ITEMS = 512  # so few are converted faster than another process imports TensorFlow
 
 
 def find_split(file: str) -> str:
@@ -113,7 +114,8 @@ def write_splits(
       splits: what to write.
       make_records: returns the records of a list of items; it is pickled to run in other processes.
       labels: the name of each label, for ``labels.txt``; None writes no such file.
-      num_processes: the number of processes; None means one per core of this machine.
+      num_processes: the number of processes; None means one per core of this machine, at most one
+        per 512 items.
       executor: runs the work instead, perhaps on other machines; None starts processes here.
       overwrite: whether to replace an earlier set.
 
@@ -131,8 +133,9 @@ def write_splits(
     with Staging(os.path.dirname(folder), "Name another folder.") as staging:
         staged = staging.path("set")
         os.mkdir(staged)
-        num_chunks = sum(-(-len(split.items) // _CHUNK_ITEMS) for split in splits)
-        num_workers = min(num_processes or len(os.sched_getaffinity(0)), num_chunks)
+        num_items = sum(len(split.items) for split in splits)
+        most = min(len(os.sched_getaffinity(0)), 1 + num_items // _FEW_ITEMS)
+        num_workers = min(num_processes or most, -(-num_items // _CHUNK_ITEMS))
         # Spawned: a process forked from one with threads may wait forever.
         context, written = multiprocessing.get_context("spawn"), Written()
         pool = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_begin)
