@@ -24,7 +24,7 @@ PYTEST := $(RUN) -m pytest --dist=worksteal --durations=10
 
 .DEFAULT_GOAL := help
 .PHONY: help install data index compare train doctor profile tune preview soak gpu-check
-.PHONY: test test-slow test-gpu check format docs clean
+.PHONY: test test-slow test-nightly test-gpu check format docs clean
 
 help:  ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F '\t' '{ printf "  make %-10s %s\n", $$1, $$2 }'
@@ -75,11 +75,14 @@ gpu-check: $(READY)  ## On a machine with a GPU: check and measure all of it, in
 doctor: $(INSTALLED)  ## What of this installation works; with DATA= also files and indexes
 	@$(RUN) -m dali_tf_input doctor $(if $(DATA),$(COMMON)) $(ARGS)
 
-test: $(DEVELOPED)  ## Run the tests (also: make test-slow, make test-gpu)
+test: $(DEVELOPED)  ## Run the tests (also: make test-slow, test-nightly, test-gpu)
 	@$(PYTEST) -n 3 $(ARGS)
 
-test-slow: $(DEVELOPED)  ## Run the tests that take long, and further cases of the others
-	@$(PYTEST) -n 4 -m 'slow and not gpu' $(ARGS)
+test-slow: $(DEVELOPED)  ## Run the tests that take long
+	@$(PYTEST) -n 4 -m 'slow and not nightly and not gpu' $(ARGS)
+
+test-nightly: $(DEVELOPED)  ## Run the further cases of all tests
+	@$(PYTEST) -n 4 -m nightly $(ARGS)
 
 test-gpu: $(DEVELOPED)  ## Run the tests that need an NVIDIA GPU
 	@$(RUN) -m pytest -m gpu $(ARGS)

@@ -37,11 +37,16 @@ def slowly(*values, **how):
     return pytest.param(*values, marks=pytest.mark.slow, **how)
 
 
+def nightly(*values, **how):
+    """Returns one more case of a test that has quicker ones: it is run at night."""
+    return pytest.param(*values, marks=[pytest.mark.slow, pytest.mark.nightly], **how)
+
+
 def cases(*axes, fast):
-    """Returns all combinations of the values of some axes; those that are not `fast` are slow."""
+    """Returns all combinations of the values of some axes; those not `fast` are run at night."""
     combinations = list(itertools.product(*axes))
     assert all(one in combinations for one in fast)
-    return [pytest.param(*one) if one in fast else slowly(*one) for one in combinations]
+    return [pytest.param(*one) if one in fast else nightly(*one) for one in combinations]
 
 
 # Both backends, one of them in the slow tests.

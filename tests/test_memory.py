@@ -4,7 +4,7 @@ import os
 
 import pytest
 import warm
-from conftest import BACKENDS
+from conftest import BACKENDS, nightly
 
 PROGRAM = """if True:
     import ctypes, gc, os, sys
@@ -49,7 +49,9 @@ PARTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize(
+    "part", ["datasets", *(nightly(part) for part in PARTS if part != "datasets")]
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nothing_grows(dataset, backend, part):
     files = os.path.join(os.path.dirname(dataset.paths[0]), "train-*-of-?????")

@@ -13,6 +13,7 @@ from conftest import (
     TF_DATA,
     dali_slowly,
     jpeg,
+    nightly,
     refused,
     slowly,
     spec_of,
@@ -60,7 +61,7 @@ AT_STRENGTHS = {
 }
 FAST = ("all0", "trivial1")
 CASES = [
-    (pytest.param if f"{name}{number}" in FAST else slowly)(one, id=f"{name}{number}")
+    (pytest.param if f"{name}{number}" in FAST else nightly)(one, id=f"{name}{number}")
     for name, those in AT_STRENGTHS.items()
     for number, one in enumerate(those)
 ]

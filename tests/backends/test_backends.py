@@ -13,7 +13,17 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from commands import python
-from conftest import BACKENDS, DALI, TF_DATA, encode, refused, spec_of, write_dataset, write_indexed
+from conftest import (
+    BACKENDS,
+    DALI,
+    TF_DATA,
+    encode,
+    nightly,
+    refused,
+    spec_of,
+    write_dataset,
+    write_indexed,
+)
 
 import dali_tf_input as dti
 from dali_tf_input.backends import dali, reading
@@ -375,7 +385,7 @@ def test_runs_around_what_is_skipped(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [DALI, TF_DATA])
+@pytest.mark.parametrize("options", [DALI, nightly(TF_DATA)])
 def test_a_process_that_ends_while_it_reads(tmp_path, options):
     """It ends: no thread waits for a Python that is gone. Without the hook every other one hung."""
     write_dataset(tmp_path, [2] * 60)  # opened one after the other, all the time

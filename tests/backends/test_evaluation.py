@@ -13,6 +13,7 @@ from conftest import (
     backends,
     cases,
     dali_slowly,
+    nightly,
     refused,
     spec_of,
     write_dataset,
@@ -65,7 +66,7 @@ def plain_pass(dataset, model):
 
 @pytest.mark.slow
 @backends
-@pytest.mark.parametrize("num_replicas", [None, "one device", 2, 3])
+@pytest.mark.parametrize("num_replicas", [2, *map(nightly, (None, "one device", 3))])
 def test_evaluate(datasets, options, num_replicas):
     strategy = None
     if num_replicas == "one device":

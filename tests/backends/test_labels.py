@@ -16,6 +16,7 @@ from conftest import (
     backends,
     cases,
     encode,
+    nightly,
     refused,
     slowly,
     spec_of,
@@ -288,10 +289,10 @@ def test_balanced_weights(records, tmp_path):
 
 
 TASKS = [
-    ("segmentation", 1, TF_DATA),
     ("multi_label", 1, DALI),
-    ("regression", 1, TF_DATA),
-    ("segmentation", 2, DALI),
+    nightly("segmentation", 1, TF_DATA),
+    nightly("regression", 1, TF_DATA),
+    nightly("segmentation", 2, DALI),
     ("weighted", 2, TF_DATA),
 ]
 

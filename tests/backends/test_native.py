@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import warm
-from conftest import ROOT, TF_DATA, jpeg, refused, slowly, spec_of, take, valid_images
+from conftest import ROOT, TF_DATA, jpeg, nightly, refused, slowly, spec_of, take, valid_images
 from test_parity import CROPS, RAW, by_tensorflow, draw
 
 from dali_tf_input import (
@@ -54,8 +54,8 @@ PLANS = ("region", "scaled")
 @pytest.mark.parametrize(
     ("interpolation", "antialias"),
     [
-        *(("bilinear", True), ("nearest", False), slowly("bilinear", False)),
-        *(slowly("bicubic", False), slowly("bicubic", True)),
+        *(("bilinear", True), ("nearest", False), nightly("bilinear", False)),
+        *(nightly("bicubic", False), nightly("bicubic", True)),
     ],
 )
 def test_the_same_pixels(images, interpolation, antialias, decode):

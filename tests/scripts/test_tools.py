@@ -9,7 +9,7 @@ import sys
 
 import pytest
 from commands import fails, load, python, run
-from conftest import SCRIPTS, numbered_examples, slowly, write_tfrecord
+from conftest import SCRIPTS, nightly, numbered_examples, slowly, write_tfrecord
 
 from dali_tf_input import DaliOptions, InputError, TfDataOptions
 from dali_tf_input.cli import processes
@@ -220,7 +220,13 @@ def test_a_worker_that_does_not_start():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", load("gpu_check.py").PARTS)
+@pytest.mark.parametrize(
+    "part",
+    [
+        *("probe", "devices", "memory", "tune"),
+        *(nightly(part) for part in ("pixels", "throughput", "experiments", "training")),
+    ],
+)
 def test_gpu_check_rehearsed(sample_folder, tmp_path, part):
     """Each part on the CPU, by itself."""
     out = tmp_path / "rehearsal.json"

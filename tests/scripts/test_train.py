@@ -4,12 +4,12 @@ import re
 
 import pytest
 from commands import fails, run, run_cold
-from conftest import numbered_examples, slowly, write_tfrecord
+from conftest import nightly, numbered_examples, slowly, write_tfrecord
 
 SAMPLE = ["--files=data/sample/train-*", "--validation_files=data/sample/validation-*"]
 
 
-@pytest.mark.parametrize("backend", ["dali_cpu", "tf_data"])
+@pytest.mark.parametrize("backend", ["dali_cpu", nightly("tf_data")])
 @pytest.mark.slow
 def test_train_on_two_replicas(sample_folder, backend):
     arguments = [*SAMPLE, f"--backend={backend}", "--replicas=2", "--epochs=5", "--image_size=48"]

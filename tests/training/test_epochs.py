@@ -8,7 +8,17 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import DALI, TF_DATA, backends, cases, dali_slowly, refused, spec_of, tf_data_slowly
+from conftest import (
+    DALI,
+    TF_DATA,
+    backends,
+    cases,
+    dali_slowly,
+    nightly,
+    refused,
+    spec_of,
+    tf_data_slowly,
+)
 from models import make_model
 
 from dali_tf_input import Preprocess, load, make_dataset
@@ -141,10 +151,10 @@ def test_three_epochs_three_ways(dataset, options, order):
     ("make_strategy", "options", "order"),
     [
         (mirrored, DALI, "global"),
-        (mirrored, TF_DATA, "global"),
-        (mirrored, DALI, "buffer"),
-        (mirrored, TF_DATA, "sequential"),
-        (one_device, DALI, "global"),
+        nightly(mirrored, TF_DATA, "global"),
+        nightly(mirrored, DALI, "buffer"),
+        nightly(mirrored, TF_DATA, "sequential"),
+        nightly(one_device, DALI, "global"),
         (one_device, TF_DATA, "buffer"),
     ],
 )

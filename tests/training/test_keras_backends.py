@@ -8,7 +8,7 @@ import os
 
 import pytest
 from commands import python
-from conftest import ROOT, WITHOUT_JAX
+from conftest import ROOT, WITHOUT_JAX, nightly
 
 KERAS = """
 import os, sys
@@ -124,8 +124,10 @@ def run(module, code, dataset, tmp_path, backend, **environment):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["dali", "tf_data"])
-@pytest.mark.parametrize("keras_backend", ["jax", "torch"])
+@pytest.mark.parametrize(
+    ("keras_backend", "backend"),
+    [("jax", "dali"), ("torch", "tf_data"), nightly("jax", "tf_data"), nightly("torch", "dali")],
+)
 def test_fit_evaluate_predict_resume(dataset, tmp_path, backend, keras_backend):
     run(keras_backend, FIT, dataset, tmp_path, backend, KERAS_BACKEND=keras_backend)
 

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import BACKENDS, slowly, spec_of
+from conftest import BACKENDS, nightly, slowly, spec_of
 from models import FROM_LOGITS, make_model
 
 from dali_tf_input import ClassLabel, Preprocess, RandAugment
@@ -294,7 +294,7 @@ ON_ONE = [
 CHECKS = [("tf_data", check) for check in ON_BOTH + ON_DALI_SLOWLY + ON_ONE]
 CHECKS += [slowly("tf_data", check) for check in [*SLOWLY, jit_compile, run_eagerly]]
 CHECKS += [("dali", check) for check in ON_BOTH]
-CHECKS += [slowly("dali", check) for check in ON_DALI_SLOWLY + SLOWLY]
+CHECKS += [nightly("dali", check) for check in ON_DALI_SLOWLY + SLOWLY]
 
 
 @pytest.mark.parametrize(("fed", "check"), CHECKS, indirect=["fed"])

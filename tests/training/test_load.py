@@ -19,6 +19,7 @@ from conftest import (
     TF_DATA,
     backends,
     dali_slowly,
+    nightly,
     numbered_examples,
     refused,
     write_dataset,
@@ -125,7 +126,8 @@ def test_iterators_come_and_go(dataset, options, make_strategy):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("options", "make_strategy"), [(DALI, none), (TF_DATA, one_device), (DALI, mirrored)]
+    ("options", "make_strategy"),
+    [(DALI, mirrored), nightly(DALI, none), nightly(TF_DATA, one_device)],
 )
 def test_fit_learns(dataset, options, make_strategy):
     """Keras `fit`, validated by the other backend: the loss on 24 labels falls."""

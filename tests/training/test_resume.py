@@ -18,6 +18,7 @@ from conftest import (
     DALI,
     TF_DATA,
     jpeg,
+    nightly,
     refused,
     slowly,
     spec_of,
@@ -175,7 +176,9 @@ def test_after_crashes(records, whole, tmp_path, monkeypatch, crashes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["dali", "mixed precision", "two replicas", "in a graph"])
+@pytest.mark.parametrize(
+    "how", ["two replicas", *map(nightly, ("dali", "mixed precision", "in a graph"))]
+)
 def test_crashes_in_other_trainings(records, tmp_path, how):
     strategy, changes = None, {}
     if how == "dali":
