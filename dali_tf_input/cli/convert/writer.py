@@ -40,7 +40,7 @@ _SPLIT = re.compile(r"(?:^|[-_.])(train|val|test)(?:id|idation|ing)?[0-9]*(?=[-_
 _FILE_BYTES = 150_000_000
 _SAMPLED_ITEMS = 128  # from which the mean size of a record is estimated
 _CHUNK_ITEMS = 16  # handed to a process at a time
-_FEW_ITEMS = 512  # so few are converted faster than another process imports TensorFlow
+_FEW_ITEMS = 128  # so few are converted faster than another process imports TensorFlow
 
 
 def find_split(file: str) -> str:
@@ -115,7 +115,7 @@ def write_splits(
       make_records: returns the records of a list of items; it is pickled to run in other processes.
       labels: the name of each label, for ``labels.txt``; None writes no such file.
       num_processes: the number of processes; None means one per core of this machine, at most one
-        per 512 items.
+        per 128 items.
       executor: runs the work instead, perhaps on other machines; None starts processes here.
       overwrite: whether to replace an earlier set.
 
