@@ -61,7 +61,9 @@ AT_STRENGTHS = {
 }
 FAST = ("all0", "trivial1")
 CASES = [
-    (pytest.param if f"{name}{number}" in FAST else nightly)(one, id=f"{name}{number}")
+    (pytest.param if f"{name}{number}" in FAST else nightly if number else slowly)(
+        one, id=f"{name}{number}"
+    )
     for name, those in AT_STRENGTHS.items()
     for number, one in enumerate(those)
 ]
