@@ -27,7 +27,7 @@ PYTEST := $(RUN) -m pytest --dist=worksteal --durations=10
 .PHONY: test test-slow test-nightly test-gpu check format docs clean
 
 help:  ## Show this help
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F '\t' '{ printf "  make %-10s %s\n", $$1, $$2 }'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F '\t' '{ printf "  make %-12s %s\n", $$1, $$2 }'
 	@echo
 	@echo "  DATA='path/train-*'  your TFRecords instead of the sample data;  VALIDATION='path/validation-*'  for train"
 	@echo "  INDEX_DIR=path       where the index files are;                  ARGS='--flag=value'  for the script"

@@ -77,7 +77,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:
-    """Names the backends, so that ``-k dali`` finds them wherever they stand, and pairs of values."""
+    """Names backends and pairs of values, so that ``-k dali`` finds what it should."""
     if isinstance(val, tuple) and all(isinstance(part, int | str) for part in val):
         return "-".join(map(str, val))
     return next((name for name, options in BACKENDS.items() if val is options), None)

@@ -54,7 +54,9 @@ _DECODER = FLAGS.choice("decoder", "both", get_args(Decoder), "What decodes at -
 _MAX_PIXELS = FLAGS.integer("max_pixels", MAX_PIXELS, "Height x width above which an image is bad.")
 _CACHE_DIR = FLAGS.string("cache_dir", None, "Local folder for copies of stored objects.")
 _DASK = FLAGS.string("dask", None, "Address of a Dask scheduler, tcp://host:8786, to work there.")
-_NUM_PROCESSES = FLAGS.integer("num_processes", None, "Processes; else one per core, or 8 threads.")
+_NUM_PROCESSES = FLAGS.integer(
+    "num_processes", None, "Processes; else one per core, fewer for little data; or 8 threads."
+)
 
 _LABEL_FLAGS = (_LABEL, _LABEL_KEY, _LABEL_OFFSET, _LABEL_SIZE, _NUM_CLASSES, _VOCABULARY)
 _CHECK_FLAGS = (_VERIFY, _IMAGE_KEY, _MASK_KEY, _DECODER, _MAX_PIXELS)  # fields of `Checks`

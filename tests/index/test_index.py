@@ -1029,7 +1029,7 @@ def test_labels_from_1_are_not_indexed_on_the_way(tmp_path, monkeypatch):
 
 
 def test_few_bytes_are_checked_by_few_processes(tmp_path, monkeypatch):
-    """Because starting one takes longer, unless their number is given; and never more than files."""
+    """Starting one takes longer. Unless their number is given; and never more than files."""
     for number in range(4):
         write_tfrecord(tmp_path / f"part-{number}", numbered_examples(3))
     size = sum(file.stat().st_size for file in tmp_path.iterdir())

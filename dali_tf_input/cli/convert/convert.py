@@ -62,7 +62,9 @@ _DECODER = FLAGS.choice(
 _SKIP_UNREADABLE = FLAGS.boolean(
     "skip_unreadable", False, "Leave out class folders that hold no image, instead of stopping."
 )
-_NUM_PROCESSES = FLAGS.integer("num_processes", None, "Processes; by default one per core.", 1)
+_NUM_PROCESSES = FLAGS.integer(
+    "num_processes", None, "Processes; else one per core, and fewer for few images.", 1
+)
 _DASK = FLAGS.string("dask", None, "Address of a Dask scheduler, tcp://host:8786, to work there.")
 _OVERWRITE = FLAGS.boolean("overwrite", False, "Replace OUT if it holds such a set already.")
 _IMAGE_KEY = FLAGS.string("image_key", None, "Feature key of the image in TFRecords; else found.")

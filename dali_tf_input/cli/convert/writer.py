@@ -134,7 +134,9 @@ def write_splits(
         staged = staging.path("set")
         os.mkdir(staged)
         num_items = sum(len(split.items) for split in splits)
-        most = min(len(os.sched_getaffinity(0)), 1 + num_items // _FEW_ITEMS)
+        most = len(os.sched_getaffinity(0))
+        if not executor:
+            most = min(most, 1 + num_items // _FEW_ITEMS)
         num_workers = min(num_processes or most, -(-num_items // _CHUNK_ITEMS))
         # Spawned: a process forked from one with threads may wait forever.
         context, written = multiprocessing.get_context("spawn"), Written()
