@@ -1,6 +1,7 @@
 """What commands share: flags, help, errors and exit codes; tables, progress, files to write."""
 
 import contextlib
+import gc
 import json
 import os
 import shlex
@@ -160,10 +161,19 @@ def format_seconds(seconds: float) -> str:
 
 
 def import_tensorflow() -> Any:
-    """Imports TensorFlow without its start-up messages, unless the import fails."""
+    """Imports TensorFlow without its start-up messages, unless the import fails.
+
+    Its many objects stay. So no garbage is collected meanwhile, and later collections, also the one
+    at exit, skip them.
+    """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    with quiet_stderr():
-        import tensorflow as tf
+    gc.disable()
+    try:
+        with quiet_stderr():
+            import tensorflow as tf
+    finally:
+        gc.enable()
+        gc.freeze()
     tf.get_logger().setLevel("WARNING")
     return tf
 

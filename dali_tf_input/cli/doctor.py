@@ -73,8 +73,9 @@ _PACKAGES = {  # module and package
 
 # Runs the code of each question; answers whether that worked, and what it printed.
 _TRIER = """
-import contextlib, io, traceback
+import contextlib, gc, io, traceback
 from dali_tf_input.cli import processes
+gc.disable()  # TensorFlow's import makes many objects, which all stay
 def attempt(code):
     printed = io.StringIO()
     try:

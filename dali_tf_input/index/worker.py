@@ -50,11 +50,11 @@ def serve() -> None:
                 # this level needs them.
                 from PIL import Image
 
-                from dali_tf_input.index.decoders import make_trial_decode
+                from dali_tf_input.index.decoders import make_trial_decode_of_worker
 
                 Image.MAX_IMAGE_PIXELS = None  # in this process `max_pixels` is the limit
                 try:
-                    decoders[checks] = make_trial_decode(checks)
+                    decoders[checks] = make_trial_decode_of_worker(checks)
                 except InputError as error:  # a decoder is not installed
                     _answer(answers, {"unreadable": str(error)})
                     continue

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from PIL import Image, ImageFile, ImageOps
 
-from dali_tf_input.index.decoders import make_trial_decode
+from dali_tf_input.index.decoders import make_trial_decode_of_worker
 from dali_tf_input.records.schema import BadImage, Checks, Decoder, TrialDecode
 
 _MOST_JPEG_PIXELS = 65535
@@ -122,7 +122,7 @@ def convert_mask(encoded: bytes, image: Converted) -> bytes:
 
 @functools.cache
 def _trial_decode(decoder: Decoder) -> TrialDecode:
-    return make_trial_decode(Checks(verify="decode", decoder=decoder))
+    return make_trial_decode_of_worker(Checks(verify="decode", decoder=decoder))
 
 
 def _as_rgb(image: Image.Image) -> Image.Image:
