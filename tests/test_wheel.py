@@ -11,7 +11,8 @@ import sys
 import sysconfig
 
 import pytest
-from conftest import ROOT, jpeg
+from conftest import ROOT, WITHOUT_JAX, jpeg
+from test_snippets import NETWORKS
 
 WITHOUT_PLUGIN = """
 import sys
@@ -27,6 +28,10 @@ except InputError as error:
 WITHOUT_DALI = """
 import sys
 sys.modules["nvidia.dali"] = None
+"""
+KERNEL = """
+from dali_tf_input.backends.tf_native import uses_native
+print("native:", uses_native("auto"))
 """
 
 
@@ -56,8 +61,8 @@ def python(tmp_path_factory):
 
 def execute(python, folder, *words):
     """Runs Python in `folder`, which is not the clone; returns what it printed."""
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    environment["PATH"] = environment["PATH"].replace(f"{ROOT}/tests/no_gpu:", "")
+    path = os.environ["PATH"].replace(f"{ROOT}/tests/no_gpu:", "")
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": WITHOUT_JAX}
     process = subprocess.run(
         [python, *words],
         cwd=folder,
@@ -83,14 +88,12 @@ def test_wheel_in_another_folder(python, sample_folder, tmp_path):
     (tmp_path / "photo.jpg").write_bytes(jpeg(120, 160))
     (tmp_path / "records").symlink_to("data/sample")
     page = (ROOT / "docs/training.md").read_text()
-    quickstart = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
+    quickstart = NETWORKS + re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
     index = execute(python, tmp_path, "-m", "dali_tf_input", "index", "data/sample/*-of-*")
     assert "indexed" in index
-    execute(python, tmp_path, "-c", quickstart)
+    printed = execute(python, tmp_path, "-c", quickstart + KERNEL)
+    assert f"native: {bool(shutil.which('g++'))}" in printed
     execute(python, tmp_path, "-c", WITHOUT_DALI + quickstart)
-    kernel = "from dali_tf_input.backends.tf_native import uses_native as u; print(u('auto'))"
-    compiled = execute(python, tmp_path, "-c", kernel)
-    assert compiled.strip() == str(bool(shutil.which("g++")))
     refusal = execute(python, tmp_path, "-c", WITHOUT_PLUGIN)
     assert "nvidia-dali-tf-plugin-cuda120" in refusal
     assert "pip install" in refusal

@@ -10,6 +10,7 @@ test_scripts.py), as what has no TensorFlow does.
 """
 
 import atexit
+import gc
 import multiprocessing
 import os
 import runpy
@@ -125,6 +126,7 @@ def _become(arguments: list[str], cwd: str, env: dict[str, str], streams: list[s
         assert "tensorflow" in sys.modules, (
             "warm.py: this process was to be forked from one that has imported TensorFlow"
         )
+        gc.freeze()  # what was imported need not be looked through
         os.chdir(cwd)
         os.environ.clear()
         os.environ.update(env)
