@@ -10,7 +10,6 @@ test_scripts.py), as what has no TensorFlow does.
 """
 
 import atexit
-import gc
 import multiprocessing
 import os
 import runpy
@@ -30,7 +29,7 @@ TESTS = Path(__file__).resolve().parent
 NOT_OF_A_PROGRAM = {str(TESTS), str(TESTS.parent / "scripts")}  # what pytest puts on the path
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tensorflow", "keras", "nvidia.dali.plugin.tf"])
+_context.set_forkserver_preload(["warm_imports"])  # found by PYTHONPATH
 _running = set()
 
 
@@ -126,7 +125,6 @@ def _become(arguments: list[str], cwd: str, env: dict[str, str], streams: list[s
         assert "tensorflow" in sys.modules, (
             "warm.py: this process was to be forked from one that has imported TensorFlow"
         )
-        gc.freeze()  # what was imported need not be looked through
         os.chdir(cwd)
         os.environ.clear()
         os.environ.update(env)

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import encode, jpeg, valid_images
+from conftest import encode, jpeg, nightly, valid_images
 from PIL import Image
 from test_parity import CROPS, RAW, UNMIRRORED, by_tensorflow, draw
 
@@ -72,7 +72,7 @@ ALL_CROPS = {**CROPS, "center_crop_at_its_edge": CenterCrop(resize_shorter=80)}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("antialias", [False, True])
+@pytest.mark.parametrize("antialias", [nightly(False), True])
 @pytest.mark.parametrize("crop", ALL_CROPS.values(), ids=ALL_CROPS)
 def test_it_is_the_same_region(ramps, crop, antialias):
     preprocess = dataclasses.replace(RAW, crop=crop, antialias=antialias)

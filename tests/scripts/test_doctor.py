@@ -113,21 +113,29 @@ def test_a_broken_environment(tmp_path, site, what, found):
     assert lines[-1].startswith("1 thing broken")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("smi", "what", "found"),
+    ("smi", "found"),
     [
-        ("echo 'Failed to initialize NVML: version mismatch'; exit 18", "driver", "NVML: version"),
-        ("echo 'NVIDIA H100, 515.65, 9 MiB, 80 MiB'", "driver", "CUDA 12 needs driver 525"),
-        ("echo 'NVIDIA H100, 550.1'", "TensorFlow's GPUs", "0 of 1"),
+        ("echo 'Failed to initialize NVML: version mismatch'; exit 18", "NVML: version"),
+        ("echo 'NVIDIA H100, 515.65, 9 MiB, 80 MiB'", "CUDA 12 needs driver 525"),
     ],
-    ids=["driver", "old_driver", "gpu_that_tensorflow_does_not_see"],
+    ids=["broken", "old"],
 )
-def test_a_broken_gpu(tmp_path, smi, what, found):
-    code, lines = examine(tmp_path, smi=smi)
-    state, line, _ = line_of(lines, what)
+def test_a_driver(monkeypatch, tmp_path, smi, found):
+    write_smi(tmp_path, smi)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    (line,) = import_doctor().examine_driver()
+    assert (line.state, line.what) == ("broken", "driver")
+    assert found in line.found
+    assert line.fix.startswith("nvidia-smi ")
+
+
+@pytest.mark.slow
+def test_a_gpu_that_tensorflow_does_not_see(tmp_path):
+    code, lines = examine(tmp_path, smi="echo 'NVIDIA H100, 550.1'")
+    state, line, _ = line_of(lines, "TensorFlow's GPUs")
     assert (code, state) == (1, "broken")
-    assert found in line
+    assert "0 of 1" in line
 
 
 @pytest.mark.parametrize(("force", "state"), [(None, "ok"), ("true", "ok"), ("false", "broken")])

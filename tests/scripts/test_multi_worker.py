@@ -17,7 +17,7 @@ import pytest
 import tensorflow as tf
 import warm
 from commands import fails, run
-from conftest import SCRIPTS
+from conftest import SCRIPTS, nightly
 
 from dali_tf_input import InputError, InputSpec, TfDataOptions, load
 
@@ -75,7 +75,7 @@ def assert_same_weights(folder, other):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["dali_cpu", "tf_data"])
+@pytest.mark.parametrize("backend", ["dali_cpu", nightly("tf_data")])
 def test_two_workers_are_two_replicas(sample_folder, tmp_path, backend):
     """The same losses, line by line, and the same weights."""
     validation = "--validation_files=data/sample/validation-*"

@@ -22,6 +22,7 @@ from conftest import (
     nightly,
     numbered_examples,
     refused,
+    slowly,
     write_dataset,
     write_indexed,
     write_tfrecord,
@@ -314,8 +315,10 @@ def test_what_is_typed_first(dataset, tmp_path):
     assert int(plain.optimizer.iterations.numpy()) == 0
 
 
-@pytest.mark.parametrize("options", [DALI, TF_DATA], ids=["dali", "tf_data"])
-@pytest.mark.parametrize("make_strategy", [none, pytest.param(mirrored, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("options", "make_strategy"),
+    [(DALI, none), (TF_DATA, none), slowly(DALI, mirrored), nightly(TF_DATA, mirrored)],
+)
 def test_the_six_lines(tmp_path, options, make_strategy):
     """From files to a trained model, by this package's `fit` and by Keras's; both evaluate alike."""
     for split, count in (("train", 24), ("validation", 19)):
