@@ -49,8 +49,9 @@ def cases(*axes, fast):
     return [pytest.param(*one) if one in fast else nightly(*one) for one in combinations]
 
 
-# Both backends, one of them in the slow tests.
+# Both backends, one of them in the slow tests, or at night.
 dali_slowly = pytest.mark.parametrize("options", [slowly(DALI), TF_DATA], ids=BACKENDS)
+tf_data_nightly = pytest.mark.parametrize("options", [DALI, nightly(TF_DATA)], ids=BACKENDS)
 tf_data_slowly = pytest.mark.parametrize("options", [DALI, slowly(TF_DATA)], ids=BACKENDS)
 WITHOUT_JAX = f"{ROOT}/tests/without_jax"
 sys.path.insert(0, WITHOUT_JAX)

@@ -125,12 +125,14 @@ def test_a_page_runs(name, folder, tmp_path):
     paths = environment["PYTHONPATH"].split(os.pathsep)
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path != WITHOUT_JAX)
     for block in alone:
-        environment["KERAS_BACKEND"] = "jax" if "keras.distribution" in block else "tensorflow"
+        on_jax = "keras.distribution" in block
+        environment["KERAS_BACKEND"] = "jax" if on_jax else "tensorflow"
         with socket.create_server(("localhost", 0)) as free:
             cluster = {"worker": [f"localhost:{free.getsockname()[1]}"]}
         task = {"type": "worker", "index": 0}
         environment["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})
-        process = python("-c", NETWORKS + block, cwd=tmp_path / "page", env=environment)
+        words, where = ["-c", NETWORKS + block], {"cwd": tmp_path / "page", "env": environment}
+        process = python(*words, **where) if on_jax else warm.run(words, **where)
         assert process.returncode == 0, process.stderr
 
 

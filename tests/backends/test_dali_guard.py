@@ -92,6 +92,7 @@ def test_without_a_strategy_keras_takes_it(spec, make):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_tensorflow_still_needs_the_guard():
     """When this fails, the crash is cured: dali_guard.py can go. A busy machine may miss it."""
     codes = (python("-c", UNGUARDED).returncode for _ in range(5))

@@ -12,7 +12,7 @@ import google_crc32c
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import refused, write_indexed
+from conftest import nightly, refused, write_indexed
 from test_native import compile_native, needs_compiler
 
 from dali_tf_input import InputError, TfDataOptions, build_index
@@ -206,7 +206,7 @@ extern "C" ssize_t pread64(int d, void* to, size_t size, off_t offset) { return 
 
 @needs_compiler
 @pytest.mark.slow
-@kernels
+@pytest.mark.parametrize("kernel", ["native", nightly("tensorflow")])
 def test_slow_reads_overlap(tmp_path, kernel):
     """On storage with 5 ms a read: at least eight at a time."""
     dataset = write_indexed(tmp_path / "train", [{"image": b"0", "label": 1}] * 400)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from commands import load, run
-from conftest import cases
+from conftest import cases, nightly
 from PIL import Image
 
 import dali_tf_input as dti
@@ -21,9 +21,9 @@ FILES = "--files=data/sample/train-*"
     [
         ([], 0.01),
         (["--crop=random_resized_crop", "--antialias", "--dtype=float16", "--layout=CHW"], 0.2),
-        (["--crop=random_crop", "--image_size=300", "--dtype=uint8"], 0.01),
+        nightly(["--crop=random_crop", "--image_size=300", "--dtype=uint8"], 0.01),
         (["--evaluation", "--num_images=3", "--seed=4"], 0.01),
-        (["--image_width=90", "--interpolation=bicubic"], 0.2),
+        nightly(["--image_width=90", "--interpolation=bicubic"], 0.2),
     ],
 )
 def test_preview(sample_folder, tmp_path, arguments, largest):

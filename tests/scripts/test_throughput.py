@@ -67,6 +67,7 @@ def test_the_usual_rows(dataset):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_benchmark_store(sample_folder, tmp_path):
     """Each row with its ratio; the images came from the server."""
     arguments = ["--files=data/sample/train-*", "--seconds=0.2", "--repeats=2", "--batch_size=16"]

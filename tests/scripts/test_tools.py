@@ -223,8 +223,8 @@ def test_a_worker_that_does_not_start():
 @pytest.mark.parametrize(
     "part",
     [
-        *("probe", "devices", "memory", "tune"),
-        *(nightly(part) for part in ("pixels", "throughput", "experiments", "training")),
+        *("probe", "devices"),
+        *map(nightly, ("memory", "tune", "pixels", "throughput", "experiments", "training")),
     ],
 )
 def test_gpu_check_rehearsed(sample_folder, tmp_path, part):
@@ -272,7 +272,7 @@ def test_stages(sample_folder, tmp_path):
 def test_tune(sample_folder, tmp_path):
     """The options are printed as Python, and are in the report."""
     report = tmp_path / "all.json"
-    arguments = [FILES, "--batch_size=16", "--image_size=32", "--seconds=0.2", "--backends=tf_data"]
+    arguments = [FILES, "--batch_size=16", "--image_size=32", "--seconds=0.1", "--backends=tf_data"]
     arguments += ["--repeats=2"]
     process = run(
         "compare_throughput.py", "--tune", *arguments, f"--json={report}", cwd=sample_folder

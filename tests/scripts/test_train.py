@@ -2,9 +2,13 @@
 
 import re
 
+import keras
 import pytest
-from commands import fails, run, run_cold
+from commands import fails, load, run, run_cold
 from conftest import nightly, numbered_examples, slowly, write_tfrecord
+from models import make_model
+
+from dali_tf_input.cli import command
 
 SAMPLE = ["--files=data/sample/train-*", "--validation_files=data/sample/validation-*"]
 
@@ -64,16 +68,23 @@ def test_train_augments(sample_folder):
     assert "validation accuracy" in process.stdout
 
 
-@pytest.mark.slow
-def test_the_resnet50_recipe(sample_folder):
+@pytest.mark.parametrize("network", [slowly("small"), nightly("ResNet-50")])
+def test_the_resnet50_recipe(sample_folder, monkeypatch, capsys, network):
     """Some steps of it."""
+    recipe = load("recipes/resnet50_imagenet.py")
+    if network == "small":
+        monkeypatch.setattr(recipe, "make_resnet50", lambda _, *sizes: make_model(*sizes))
+    monkeypatch.chdir(sample_folder)
     files = [f"--{part}=data/sample/{part}-*" for part in ("train", "validation")]
     arguments = ["--num_classes=8", "--image_size=32", "--batch_size=8", "--epochs=1"]
-    process = run(
-        "recipes/resnet50_imagenet.py", *files, *arguments, "--max_steps=2", cwd=sample_folder
-    )
-    assert process.returncode == 0, process.stderr
-    assert re.search(r"^top-1       \d", process.stdout, re.MULTILINE)
+    assert command.run(recipe.main, recipe.FLAGS, [*files, *arguments, "--max_steps=2"]) == 0
+    assert re.search(r"^top-1       \d", capsys.readouterr().out, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_the_network_of_the_resnet50_recipe():
+    model = load("recipes/resnet50_imagenet.py").make_resnet50(keras, 224, 1000)
+    assert model.count_params() == 25_610_152  # of torchvision's, with the moving averages
 
 
 @pytest.mark.parametrize(

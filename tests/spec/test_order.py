@@ -14,6 +14,7 @@ from conftest import (
     backends,
     dali_slowly,
     jpeg,
+    nightly,
     refused,
     slowly,
     spec_of,
@@ -137,7 +138,7 @@ def make(dataset, options, batch_size, *, order="global", preprocess=SMALL, **ar
 @backends
 @pytest.mark.parametrize(
     ("num_shards", "batch_size"),
-    [(1, 5), (2, 3), (1, 24), slowly(1, 1), slowly(3, 2), slowly(4, 6)],
+    [(1, 5), (2, 3), (1, 24), nightly(1, 1), nightly(3, 2), slowly(4, 6)],
 )
 def test_pipelines_serve_the_plan(dataset, options, num_shards, batch_size):
     """Three epochs: in each every record at most once over all shards, in the order of the

@@ -21,7 +21,18 @@ import commands
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import ROOT, SCRIPTS, TF_DATA, backends, jpeg, refused, spec_of, write_dataset
+from conftest import (
+    ROOT,
+    SCRIPTS,
+    TF_DATA,
+    backends,
+    jpeg,
+    nightly,
+    refused,
+    spec_of,
+    tf_data_nightly,
+    write_dataset,
+)
 from stores import BUCKET, Proxy, ask, run_server, run_tls_server
 
 import dali_tf_input as dti
@@ -91,7 +102,7 @@ def same(one, other):
 
 
 @pytest.mark.slow
-@backends
+@tf_data_nightly
 def test_records_are_those_of_local_files(dataset, stored, tmp_path, options):
     """In order "global" over three epochs, in one pass, and in order "buffer"; read by ranges, with
     copies that are fetched, and with those that are there.
@@ -566,7 +577,7 @@ def test_convert_folders_of_a_store(stored, server, tmp_path, splits):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("store", ["down", "slow"])
+@pytest.mark.parametrize("store", [nightly("down"), "slow"])
 def test_a_program_ends(stored, proxy, tmp_path, store):
     """It waits neither for `retry_seconds` nor, for ever, for what it asked for."""
     dti.build_index(f"{stored}/train-*")

@@ -155,7 +155,7 @@ def test_three_epochs_three_ways(dataset, options, order):
         nightly(mirrored, DALI, "buffer"),
         nightly(mirrored, TF_DATA, "sequential"),
         nightly(one_device, DALI, "global"),
-        (one_device, TF_DATA, "buffer"),
+        nightly(one_device, TF_DATA, "buffer"),
     ],
 )
 def test_three_epochs_three_ways_under_a_strategy(dataset, options, order, make_strategy):

@@ -23,6 +23,7 @@ from conftest import (
     numbered_examples,
     refused,
     slowly,
+    tf_data_nightly,
     write_dataset,
     write_indexed,
     write_tfrecord,
@@ -111,7 +112,7 @@ def test_shuffled_replicas_stay_disjoint(dataset, options):
 
 
 @pytest.mark.slow
-@backends
+@tf_data_nightly
 @strategies
 def test_iterators_come_and_go(dataset, options, make_strategy):
     """TensorFlow's MultiDeviceIterator over a DALIDataset ends the process when dropped."""
@@ -128,7 +129,7 @@ def test_iterators_come_and_go(dataset, options, make_strategy):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "make_strategy"),
-    [(DALI, mirrored), nightly(DALI, none), nightly(TF_DATA, one_device)],
+    [(DALI, none), nightly(DALI, mirrored), nightly(TF_DATA, one_device)],
 )
 def test_fit_learns(dataset, options, make_strategy):
     """Keras `fit`, validated by the other backend: the loss on 24 labels falls."""

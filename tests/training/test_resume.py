@@ -14,7 +14,6 @@ import pytest
 import tensorflow as tf
 import warm
 from conftest import (
-    BACKENDS,
     DALI,
     TF_DATA,
     jpeg,
@@ -225,7 +224,7 @@ PROGRAM = textwrap.dedent("""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["dali", nightly("tf_data")])
 def test_killed(records, tmp_path, backend):
     """By kill -9, in the middle of epochs and at a bound."""
     files = os.path.join(os.path.dirname(records.paths[0]), "train-*-of-?????")

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import BACKENDS, TF_DATA, backends, dali_slowly, refused, tf_data_slowly
+from conftest import BACKENDS, TF_DATA, dali_slowly, refused, tf_data_nightly, tf_data_slowly
 
 import dali_tf_input as dti
 from dali_tf_input import InputSpec, Mix, Preprocess, load
@@ -148,7 +148,7 @@ def test_averaged_weights(spec, stages):
 
 
 @pytest.mark.slow
-@backends
+@tf_data_nightly
 def test_on_replicas_with_validation_and_blame(dataset, spec, tmp_path, options):
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     plain = dataclasses.replace(spec, label=dti.ClassLabel())
