@@ -623,18 +623,18 @@ input()
 
 @pytest.fixture
 def dask(monkeypatch):
-    """A scheduler on this machine with three workers, and their processes."""
+    """A scheduler on this machine with two workers, and their processes."""
     from distributed import Client, LocalCluster
 
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(SCRIPTS)]))
-    cluster = LocalCluster(n_workers=3, threads_per_worker=1, dashboard_address=None)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{SCRIPTS}:{os.environ['PYTHONPATH']}")
+    cluster = LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0")
     with cluster, Client(cluster) as client:
         yield cluster.scheduler_address, list(client.run(os.getpid).values())
 
 
 @pytest.mark.slow
 def test_index_by_dask(stored, tmp_path, dask):
-    """By three workers, of which one is killed."""
+    """By two workers, of which one is killed."""
     address, (victim, *_) = dask
     checks = dti.Checks(verify="decode", decoder="tf_data")
     dti.build_index(f"{stored}/train-*", checks, index_dir=tmp_path / "own")
