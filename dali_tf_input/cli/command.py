@@ -163,8 +163,8 @@ def format_seconds(seconds: float) -> str:
 def import_tensorflow() -> Any:
     """Imports TensorFlow without its start-up messages, unless the import fails.
 
-    Its many objects stay. So no garbage is collected meanwhile, and later collections, also the one
-    at exit, skip them.
+    The import makes many objects, which all stay. So no garbage is collected meanwhile, and later
+    collections, also the one at exit, skip these objects.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     gc.disable()

@@ -51,8 +51,8 @@ def make_trial_decode(checks: Checks) -> TrialDecode:
 def make_trial_decode_of_worker(checks: Checks) -> TrialDecode:
     """Makes the same function in a process that only decodes.
 
-    TensorFlow's import makes many objects, which all stay. While it runs, no garbage is collected,
-    and later collections, also the one at exit, skip these objects. That halves its cost.
+    It starts sooner: TensorFlow's import makes many objects, which all stay. So no garbage is
+    collected meanwhile, and later collections, also the one at exit, skip these objects.
     """
     gc.disable()
     try:

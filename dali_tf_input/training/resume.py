@@ -278,7 +278,8 @@ class Resume:
             lost = then["records"] - now["records"]
             skipped = now["skipped"] - then["skipped"]
             if lost == skipped > 0 or (now["subset"] != _ALL and 0 <= lost <= skipped):
-                why = f"The index skips {lost} more records than the saved state"
+                more = f"{lost:,} more record{'' if lost == 1 else 's'}"
+                why = f"The index skips {more} than the saved state"
         if allowed:
             why = why or f"This is other input than the saved state's: {'; '.join(words)}"
         if not why:

@@ -401,7 +401,7 @@ def test_training_resumes_after_the_record_is_skipped(tmp_path):
     index("--verify=decode", f"{tmp_path}/train-*")
     process = train_by_script(tmp_path, *flags)
     assert process.returncode == 0, process.stderr
-    message = "The index skips 1 more records than the saved state: resuming at step "
+    message = "The index skips 1 more record than the saved state: resuming at step "
     assert message in process.stderr
     assert "Traceback" not in process.stderr
     dti.build_index(tmp_path / "train-*", force=True)  # and back: that is another set of records
