@@ -59,7 +59,7 @@ AT_STRENGTHS = {
     "vertical": [dti.VerticalMirror(p=p) for p in (0.5, 1.0)],
     "all": [tuple(AUGMENTATIONS.values())],
 }
-FAST = ("all0", "trivial1")
+FAST = ("all0",)
 CASES = [
     (pytest.param if f"{name}{number}" in FAST else nightly if number else slowly)(
         one, id=f"{name}{number}"

@@ -126,6 +126,7 @@ VERBS += ("test", "test-slow", "test-gpu", "check", "format", "docs")
 def test_verbs_of_make(tmp_path, verb):
     """Each runs a command that is there, with flags that it knows."""
     words = ["make", "-n", "-C", ROOT, verb, "DATA=x-*", f"PYTHON_SITE={tmp_path}", "PYTHON=true"]
+    words.append("ARGS=")  # those of `make test ARGS=...` are for pytest
     environment = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}
     process = subprocess.run(words, capture_output=True, text=True, check=True, env=environment)
     lines = [line for line in process.stdout.splitlines() if f"PYTHONPATH='{tmp_path}" in line]

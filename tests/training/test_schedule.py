@@ -96,6 +96,7 @@ def test_fit(spec, stages, options):
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_resumes(spec, stages, tmp_path):
     """Stopped again and again, in any stage and at its end: the same weights to the bit."""
 
