@@ -398,5 +398,5 @@ def test_a_process_that_ends_while_it_reads(tmp_path, options):
         for _ in range(30):
             next(iterator)
     """
-    for _ in range(3):
+    for _ in range(4):
         assert python("-c", code, timeout=300).returncode == 0
