@@ -93,7 +93,8 @@ def main(arguments: list[str]) -> int:
         verbose=2,
     ).history
     losses = history["loss"]
-    print(f"training loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} epochs")
+    epochs = command.format_count(len(losses), "epoch")
+    print(f"training loss {losses[0]:.3f} -> {losses[-1]:.3f} in {epochs}")
     if held_out:
         chance = f"guessing would give about {1 / num_classes:.1%}"
         print(f"validation accuracy {history['val_accuracy'][-1]:.1%}; {chance}")

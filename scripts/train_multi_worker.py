@@ -74,7 +74,8 @@ def main(arguments: list[str]) -> int:
     settings = {"batch_size": _BATCH_SIZE.value, "epochs": _EPOCHS.value, "resume": resume}
     history = fit(strategy, model, spec, held_out, BACKENDS.get(_BACKEND.value), **settings)
     if losses := history.get("loss"):
-        print(f"training loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} epochs")
+        epochs = command.format_count(len(losses), "epoch")
+        print(f"training loss {losses[0]:.3f} -> {losses[-1]:.3f} in {epochs}")
     if _SAVE.value and strategy.cluster_resolver.task_id == 0:
         model.save(_SAVE.value)
         print(f"model in {_SAVE.value}")

@@ -69,7 +69,8 @@ def main(arguments: list[str]) -> int:
         callbacks=[keras.callbacks.LearningRateScheduler(find_rate)],
         verbose=2,
     ).history
-    print(f"top-1       {history['val_accuracy'][-1]:.2%} after {len(history['loss'])} epochs")
+    epochs = command.format_count(len(history["loss"]), "epoch")
+    print(f"top-1       {history['val_accuracy'][-1]:.2%} after {epochs}")
     return 0
 
 
