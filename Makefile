@@ -20,7 +20,8 @@ INDEX_FLAG := $(if $(INDEX_DIR),--index_dir='$(INDEX_DIR)')
 READY := $(INSTALLED) $(if $(DATA),,$(SAMPLE)/.complete)
 INDEX := @$(RUN) -m dali_tf_input index $(INDEX_FLAG) '$(FILES)'
 COMMON := --files='$(FILES)' $(INDEX_FLAG)
-PYTEST := $(RUN) -m pytest --dist=worksteal --durations=10
+# Where Python is told to keep no bytecode, each of the tests' processes would compile the package again.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(RUN) -m pytest --dist=worksteal --durations=10
 
 .DEFAULT_GOAL := help
 .PHONY: help install data index compare train doctor profile tune preview soak gpu-check

@@ -53,10 +53,10 @@ def cases(*axes, fast):
 dali_slowly = pytest.mark.parametrize("options", [slowly(DALI), TF_DATA], ids=BACKENDS)
 tf_data_nightly = pytest.mark.parametrize("options", [DALI, nightly(TF_DATA)], ids=BACKENDS)
 tf_data_slowly = pytest.mark.parametrize("options", [DALI, slowly(TF_DATA)], ids=BACKENDS)
-WITHOUT_JAX = f"{ROOT}/tests/without_jax"
-sys.path.insert(0, WITHOUT_JAX)
+QUICK_IMPORTS = f"{ROOT}/tests/quick_imports"
+sys.path.insert(0, QUICK_IMPORTS)
 os.environ["PYTHONPATH"] = os.pathsep.join(
-    filter(None, [WITHOUT_JAX, os.environ.get("PYTHONPATH", "")])
+    filter(None, [QUICK_IMPORTS, os.environ.get("PYTHONPATH", "")])
 )
 
 

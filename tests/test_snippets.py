@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import warm
 from commands import python
-from conftest import ROOT, WITHOUT_JAX, jpeg
+from conftest import QUICK_IMPORTS, ROOT, jpeg
 from PIL import Image
 from stores import BUCKET, ask, run_server
 
@@ -123,7 +123,7 @@ def test_a_page_runs(name, folder, tmp_path):
         assert re.search(pattern, process.stdout, re.MULTILINE), (pattern, process.stdout)
     assert (tmp_path / "page" / LEFT.get(name, "")).exists()
     paths = environment["PYTHONPATH"].split(os.pathsep)
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path != WITHOUT_JAX)
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path != QUICK_IMPORTS)
     for block in alone:
         on_jax = "keras.distribution" in block
         environment["KERAS_BACKEND"] = "jax" if on_jax else "tensorflow"

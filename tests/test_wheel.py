@@ -11,7 +11,7 @@ import sys
 import sysconfig
 
 import pytest
-from conftest import ROOT, WITHOUT_JAX, jpeg
+from conftest import QUICK_IMPORTS, ROOT, jpeg
 from test_snippets import NETWORKS
 
 WITHOUT_PLUGIN = """
@@ -62,7 +62,7 @@ def python(tmp_path_factory):
 def execute(python, folder, *words):
     """Runs Python in `folder`, which is not the clone; returns what it printed."""
     path = os.environ["PATH"].replace(f"{ROOT}/tests/no_gpu:", "")
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": WITHOUT_JAX}
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": QUICK_IMPORTS}
     process = subprocess.run(
         [python, *words],
         cwd=folder,

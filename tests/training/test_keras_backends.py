@@ -8,7 +8,7 @@ import os
 
 import pytest
 from commands import python
-from conftest import ROOT, WITHOUT_JAX, nightly
+from conftest import QUICK_IMPORTS, ROOT, nightly
 
 KERAS = """
 import os, sys
@@ -116,7 +116,7 @@ def run(module, code, dataset, tmp_path, backend, **environment):
     if importlib.util.find_spec(module) is None:
         pytest.skip(f"{module} is not installed")
     files = os.path.join(os.path.dirname(dataset.paths[0]), "train-*-of-?????")
-    paths = [path for path in os.environ["PYTHONPATH"].split(os.pathsep) if path != WITHOUT_JAX]
+    paths = [path for path in os.environ["PYTHONPATH"].split(os.pathsep) if path != QUICK_IMPORTS]
     path = os.pathsep.join([str(ROOT), *paths])
     environment = {**os.environ, "PYTHONPATH": path, **environment}
     process = python("-c", KERAS + code, files, backend, tmp_path / "state", env=environment)
