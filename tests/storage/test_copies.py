@@ -32,8 +32,10 @@ class Store(MemoryStore):
 
 
 @pytest.fixture
-def store(monkeypatch):
+def store(monkeypatch, tmp_path_factory):
     store = Store()
+    # Other processes have stores of the same name.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
     monkeypatch.setattr(objects, "_store", lambda *_: store)
     return store
 
