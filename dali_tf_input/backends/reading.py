@@ -1,18 +1,15 @@
 """Record reading with tf.data, for both backends and all orders."""
 
-import atexit
-import functools
 import os
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from dali_tf_input.backends.callbacks import make_callback
 from dali_tf_input.backends.remote import make_remote_read
 from dali_tf_input.backends.tf_native import load, uses_native
 from dali_tf_input.errors import InputError
@@ -27,55 +24,10 @@ from dali_tf_input.storage.staging import make_process_folder, private_folder
 
 _STRIDE = 1 << 40  # between the keys of two epochs
 MAX_EPOCHS = 1 << 22
-# Maximum number of concurrent calls into Python; how long shutdown waits for further calls.
-_MOST_CALLS, _QUIET_SECONDS = 1024, 0.02
 _CHUNK, _CHUNK_BYTES = 16, 1 << 22  # most records, and bytes, that a reader reads in one go
 
 # Reads the epoch of the given number, starting at the given step.
 ReadEpoch = Callable[[tf.Tensor, tf.Tensor], tf.data.Dataset]
-
-
-class _Callbacks:
-    """Calls from TensorFlow's threads into Python, which must finish before Python exits.
-
-    A thread that calls into Python during shutdown never returns, and TensorFlow waits for its
-    threads if an iterator is still alive. So calls fail once shutdown begins, and shutdown waits
-    until there are no more calls.
-    """
-
-    def __init__(self) -> None:
-        self._running = threading.Semaphore(_MOST_CALLS)
-        self._registered = self._ended = False
-        self._calls = 0
-
-    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns `function` as `tf.numpy_function` may call it."""
-        if not self._registered:
-            self._registered = True
-            atexit.register(self._end)
-
-        @functools.wraps(function)
-        def call(*arguments: Any) -> Any:
-            self._calls += 1
-            with self._running:
-                if self._ended:
-                    raise RuntimeError("The program ends.")
-                return function(*arguments)
-
-        return call
-
-    def _end(self) -> None:
-        self._ended = True
-        for _ in range(_MOST_CALLS):
-            self._running.acquire()
-        self._running.release(_MOST_CALLS)
-        calls = -1
-        while calls != self._calls:  # calls stop when the queues are full of errors
-            calls = self._calls
-            time.sleep(_QUIET_SECONDS)
-
-
-_callbacks = _Callbacks()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +93,7 @@ def read_records(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
             lambda epoch: (epoch, tf.where(epoch == first_epoch, np.int64(first_step), 0))
         )
         return epochs.flat_map(read_epoch)
-    next_epoch = _callbacks.wrap(lambda: np.int64(position.next_epoch(per_epoch)))
+    next_epoch = make_callback(lambda: np.int64(position.next_epoch(per_epoch)))
 
     @tf.autograph.experimental.do_not_convert
     def start_epoch(_: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -197,7 +149,7 @@ def read_planned(stream: Stream, options: TfDataOptions) -> ReadEpoch:
         )
         return int(epoch) * _STRIDE + slots, numbers
 
-    list_epoch = _callbacks.wrap(list_epoch)
+    list_epoch = make_callback(list_epoch)
 
     @tf.autograph.experimental.do_not_convert
     def read_epoch(epoch: tf.Tensor, step: tf.Tensor) -> tf.data.Dataset:
@@ -261,7 +213,7 @@ def interleave(runs: tf.data.Dataset, stream: Stream, options: TfDataOptions) ->
 
     With `spec.record_ids` the elements are (record, record id).
     """
-    check = _callbacks.wrap(check_states)
+    check = make_callback(check_states)
 
     @tf.autograph.experimental.do_not_convert
     def read(
@@ -328,7 +280,7 @@ def make_read(
             native(numbers, check_crc=options.check_crc), (None,)
         )
 
-    @_callbacks.wrap
+    @make_callback
     def read_by_name(names: Any, states: Integers, offsets: Integers) -> Any:
         files = map(os.fsdecode, check_states(names, states))
         return np.array([*map(read_record, files, offsets.tolist())], object)
@@ -378,7 +330,7 @@ def hold_indexes(dataset: Records) -> dict[str, str]:
     return copies
 
 
-@functools.cache
+@cache
 def _copy_indexes(dataset: Records) -> dict[str, str]:
     staging = make_process_folder(private_folder())
     copies = {}

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from dali_tf_input.backends.callbacks import make_callback
 from dali_tf_input.errors import InputError
 from dali_tf_input.records.index_file import Integers
 from dali_tf_input.records.records import Records
@@ -26,11 +27,11 @@ def make_remote_read(
     extents: tf.Tensor,
 ) -> Callable[[tf.Tensor], tf.Tensor]:
     """Returns a function like that of `make_read`, which reads byte ranges of stored objects."""
-    close_at_exit()
     with tf.device("CPU:0"):
         etags = tf.constant([file.etag for file in dataset.files])
     retry_seconds, check_crc = dataset.retry_seconds, options.check_crc
 
+    @make_callback
     def read(names: Any, etags: Any, extents: Integers) -> Any:
         parts = [
             Part(name.decode(), etag.decode(), start, start + size)
@@ -43,6 +44,8 @@ def make_remote_read(
                 raise InputError(f"corrupted record: {part.url}, byte {part.start}: wrong CRC.")
             records.append(record)
         return np.array(records, object)
+
+    close_at_exit()  # before the callbacks, which would wait for the store
 
     @tf.autograph.experimental.do_not_convert
     def read_remotely(numbers: tf.Tensor) -> tf.Tensor:
