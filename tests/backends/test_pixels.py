@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 from commands import run
-from conftest import BACKENDS, TF_DATA, backends, jpeg, spec_of, take, write_indexed
+from conftest import BACKENDS, TF_DATA, jpeg, spec_of, take, tf_data_nightly, write_indexed
 from PIL import Image
 from test_parity import CROPS
 
@@ -38,7 +38,7 @@ def as_png(image):
 
 
 @pytest.mark.slow
-@backends
+@tf_data_nightly
 def test_the_images_of_pngs(tmp_path, options):
     """With every crop, and in another order, the same."""
     pixels = write_indexed(tmp_path / "a", [example(one, n) for n, one in enumerate(images())])

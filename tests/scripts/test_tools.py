@@ -223,8 +223,11 @@ def test_a_worker_that_does_not_start():
 @pytest.mark.parametrize(
     "part",
     [
-        *("probe", "devices"),
-        *map(nightly, ("memory", "tune", "pixels", "throughput", "experiments", "training")),
+        "probe",
+        *map(
+            nightly,
+            ("devices", "memory", "tune", "pixels", "throughput", "experiments", "training"),
+        ),
     ],
 )
 def test_gpu_check_rehearsed(sample_folder, tmp_path, part):

@@ -1,4 +1,4 @@
-"""Keras on JAX and PyTorch, and tf_keras, each in a process of its own.
+"""Keras on JAX and PyTorch, and tf_keras, in processes of their own.
 
 JAX and tf_keras come with the extra `dev`. PyTorch is large: its tests run where it is installed.
 """
@@ -7,6 +7,7 @@ import importlib.util
 import os
 
 import pytest
+import warm
 from commands import python
 from conftest import QUICK_IMPORTS, ROOT, nightly
 
@@ -112,14 +113,14 @@ refused("for models of tf_keras call model.fit(train.dataset)", train.fit, model
 """
 
 
-def run(module, code, dataset, tmp_path, backend, **environment):
+def run(module, code, dataset, tmp_path, backend, *, start=python, **environment):
     if importlib.util.find_spec(module) is None:
         pytest.skip(f"{module} is not installed")
     files = os.path.join(os.path.dirname(dataset.paths[0]), "train-*-of-?????")
     paths = [path for path in os.environ["PYTHONPATH"].split(os.pathsep) if path != QUICK_IMPORTS]
     path = os.pathsep.join([str(ROOT), *paths])
     environment = {**os.environ, "PYTHONPATH": path, **environment}
-    process = python("-c", KERAS + code, files, backend, tmp_path / "state", env=environment)
+    process = start("-c", KERAS + code, files, backend, tmp_path / "state", env=environment)
     assert process.returncode == 0, process.stderr
 
 
@@ -129,15 +130,16 @@ def run(module, code, dataset, tmp_path, backend, **environment):
     [("jax", "dali"), ("torch", "tf_data"), nightly("jax", "tf_data"), nightly("torch", "dali")],
 )
 def test_fit_evaluate_predict_resume(dataset, tmp_path, backend, keras_backend):
-    run(keras_backend, FIT, dataset, tmp_path, backend, KERAS_BACKEND=keras_backend)
-
-
-@pytest.mark.slow
-def test_a_shard_for_each_process(dataset, tmp_path):
-    devices = "--xla_force_host_platform_device_count=2"
-    run("jax", SHARDS, dataset, tmp_path, "dali", KERAS_BACKEND="jax", XLA_FLAGS=devices)
+    environment = {"KERAS_BACKEND": keras_backend}
+    if keras_backend == "jax":
+        environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+    code = FIT + SHARDS * (keras_backend == "jax")
+    run(keras_backend, code, dataset, tmp_path, backend, **environment)
 
 
 @pytest.mark.slow
 def test_tf_keras(dataset, tmp_path):
-    run("tf_keras", LEGACY, dataset, tmp_path, "tf_data")
+    def start(*words, **options):
+        return warm.run([*words], **options)
+
+    run("tf_keras", LEGACY, dataset, tmp_path, "tf_data", start=start)
