@@ -2,6 +2,7 @@
 
 import gc
 import io
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -51,9 +52,12 @@ def make_trial_decode(checks: Checks) -> TrialDecode:
 def make_trial_decode_of_worker(checks: Checks) -> TrialDecode:
     """Makes the same function in a process that only decodes.
 
-    It starts sooner: TensorFlow's import makes many objects, which all stay. So no garbage is
-    collected meanwhile, and later collections, also the one at exit, skip these objects.
+    It starts sooner. TensorFlow would import Keras and JAX if it could, and goes without. And its
+    import makes many objects, which all stay. So no garbage is collected meanwhile, and later
+    collections, also the one at exit, skip these objects.
     """
+    for unused in ("keras", "jax"):
+        sys.modules.setdefault(unused, None)  # type: ignore[arg-type]
     gc.disable()
     try:
         return make_trial_decode(checks)
