@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -248,19 +249,29 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> dti.Records:
     return write_dataset(tmp_path_factory.mktemp("records"), [5, 12, 7])
 
 
+def make_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """Returns a folder that `make(folder)` has made, once for all processes that run tests."""
+    base = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+    folder = base / f"{name}_of_all"
+    with open(base / f"{name}_lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            make(folder)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def sample_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which data/sample holds a small, indexed piece of the sample data."""
-    base = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:  # one of the processes makes it, each has a copy
-        base = base.parent
-    made, folder = base / "sample_of_all", tmp_path_factory.mktemp("sample")
-    with open(base / "sample_lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not made.exists():
-            script = SCRIPTS / "make_sample_tfrecords.py"
-            command = [sys.executable, script, "--num_images=96", "--num_validation_images=32"]
-            subprocess.run([*command, made], check=True, capture_output=True)
-    shutil.copytree(made, folder / "data" / "sample")
+
+    def make(folder: Path) -> None:
+        script = SCRIPTS / "make_sample_tfrecords.py"
+        command = [sys.executable, script, "--num_images=96", "--num_validation_images=32"]
+        subprocess.run([*command, folder], check=True, capture_output=True)
+
+    folder = tmp_path_factory.mktemp("sample")
+    shutil.copytree(make_once(tmp_path_factory, "sample", make), folder / "data" / "sample")
     dti.build_index(folder / "data" / "sample" / "*-of-*")
     return folder

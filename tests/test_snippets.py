@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import warm
 from commands import python
-from conftest import QUICK_IMPORTS, ROOT, jpeg
+from conftest import QUICK_IMPORTS, ROOT, jpeg, make_once
 from PIL import Image
 from stores import BUCKET, ask, run_server
 
@@ -67,7 +67,10 @@ ALONE = ("MultiWorkerMirroredStrategy", "keras.distribution")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """What the pages are about: photos of eight classes, a table of them, and TFRecords."""
-    folder = tmp_path_factory.mktemp("pages")
+    return make_once(tmp_path_factory, "pages", make_photos)
+
+
+def make_photos(folder):
     rows = ["path,label,labels,values,mask"]
     for number in range(120):
         photo = folder / f"photos/class {number % 8}/{number // 8}.jpg"
@@ -90,7 +93,6 @@ def folder(tmp_path_factory):
             tfds / f"oxford_flowers102-{name.replace('-', '.tfrecord-', 1)}",
         )
     dti.build_index(folder / "records/*-of-*", dti.Checks(verify="schema"))
-    return folder
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import sys
 import sysconfig
 
 import pytest
-from conftest import QUICK_IMPORTS, ROOT, jpeg
+from conftest import QUICK_IMPORTS, ROOT, jpeg, make_once
 from test_snippets import NETWORKS
 
 WITHOUT_PLUGIN = """
@@ -38,9 +38,12 @@ print("native:", uses_native("auto"))
 @pytest.fixture(scope="module")
 def python(tmp_path_factory):
     """Returns the Python of an environment into which the wheel is installed."""
-    folder = tmp_path_factory.mktemp("wheel")
+    return make_once(tmp_path_factory, "wheel", make_environment) / "env/bin/python"
+
+
+def make_environment(folder):
     source = folder / "source"
-    source.mkdir()
+    source.mkdir(parents=True)
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     shutil.copytree(ROOT / "dali_tf_input", source / "dali_tf_input")
@@ -56,7 +59,6 @@ def python(tmp_path_factory):
     # What the package depends on is taken from this environment: nothing is downloaded.
     (packages,) = (folder / "env/lib").glob("python*/site-packages")
     (packages / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"])
-    return python
 
 
 def execute(python, folder, *words):

@@ -13,7 +13,7 @@ _PATIENCE_SECONDS = 2.0  # which takes until the queues are full; calls that com
 
 
 class _Callbacks:
-    """What runs, and how it ends.
+    """What is being called, and how that ends.
 
     A thread that calls into Python during shutdown never returns, and TensorFlow waits for its
     threads if an iterator is still alive. So shutdown waits until no more calls come.
@@ -54,8 +54,9 @@ _callbacks = _Callbacks()
 
 
 def make_callback(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `function` as `tf.numpy_function` may call it: it does not run into Python's end.
+    """Returns `function` for `tf.numpy_function`. Python does not exit while it is being called.
 
-    At exit it is called on until TensorFlow's queues are full. If that takes long, calls fail.
+    At exit, calls go on until TensorFlow's queues are full. If that takes more than two seconds,
+    further calls fail.
     """
     return _callbacks.wrap(function)
