@@ -1,22 +1,25 @@
 """Calls from TensorFlow's threads into Python, which must be over before Python exits."""
 
 import atexit
+import contextlib
 import functools
+import os
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 _MOST_CALLS = 1024  # at the same time
-_QUIET_SECONDS = 0.1  # at exit, reading is over when no call has come for so long
-_PATIENCE_SECONDS = 2.0  # which takes until the queues are full; calls that come later fail
+_PAUSE_SECONDS, _QUIET_PAUSES = 0.02, 5  # reading is over when nothing happens in so many pauses
+_PATIENCE_SECONDS = 2.0  # after which calls fail; and after which it is over, if none has come
 
 
 class _Callbacks:
     """What is being called, and how that ends.
 
     A thread that calls into Python during shutdown never returns, and TensorFlow waits for its
-    threads if an iterator is still alive. So shutdown waits until no more calls come.
+    threads if an iterator is still alive. So shutdown waits until the queues are full and all
+    threads rest.
     """
 
     def __init__(self) -> None:
@@ -40,14 +43,30 @@ class _Callbacks:
         return call
 
     def _end(self) -> None:
-        start, calls = time.monotonic(), -1
-        while calls != self._calls:
-            calls = self._calls
+        start = last = time.monotonic()
+        calls, quiet = self._calls, 0
+        while quiet < _QUIET_PAUSES and time.monotonic() - last < _PATIENCE_SECONDS:
             self._ended = time.monotonic() - start > _PATIENCE_SECONDS
-            time.sleep(_QUIET_SECONDS)
-            for _ in range(_MOST_CALLS):
+            time.sleep(_PAUSE_SECONDS)
+            for _ in range(_MOST_CALLS):  # waits for those that run
                 self._running.acquire()
             self._running.release(_MOST_CALLS)
+            quiet = 0 if _other_threads_run() else quiet + 1
+            if calls != self._calls:
+                calls, last, quiet = self._calls, time.monotonic(), 0
+
+
+def _other_threads_run() -> bool:
+    """Returns whether another thread runs, or waits for a processor or a disk."""
+    own = str(threading.get_native_id())
+    for thread in set(os.listdir("/proc/self/task")) - {own}:
+        with (
+            contextlib.suppress(OSError),  # it has ended
+            open(f"/proc/self/task/{thread}/stat", encoding="utf-8", errors="replace") as status,
+        ):
+            if status.read().rpartition(")")[2].split()[0] in "RD":
+                return True
+    return False
 
 
 _callbacks = _Callbacks()
