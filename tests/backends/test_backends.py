@@ -12,7 +12,6 @@ import google_crc32c
 import numpy as np
 import pytest
 import tensorflow as tf
-from commands import python
 from conftest import (
     BACKENDS,
     DALI,
@@ -382,34 +381,3 @@ def test_runs_around_what_is_skipped(tmp_path):
                     numbers += range(at, at + count)
                 assert numbers == [*shard.records(len(records))]
                 assert read == [records[position] for position in numbers]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [DALI, nightly(TF_DATA)])
-def test_a_process_that_ends_while_it_reads(tmp_path, options):
-    """It ends, and quietly: no thread waits for a Python that is gone. Without the hook half of
-    them hung.
-    """
-    write_dataset(tmp_path, [2] * 60)  # opened one after the other, all the time
-    code = f"""if True:
-        import os, sys
-        import dali_tf_input as dti
-        from dali_tf_input.backends import dali, tf_data  # once for all
-        for _ in range(4):
-            if not os.fork():
-                break
-            if os.wait()[1]:
-                sys.exit(1)
-        else:
-            sys.exit()
-        records = dti.Records.from_files({str(tmp_path / "train-*-of-?????")!r})
-        preprocess = dti.Preprocess.for_training(16)
-        spec = dti.InputSpec(records=records, preprocess=preprocess, order="buffer", buffer_size=8)
-        dataset = dti.make_dataset(spec, dti.{options!r}, batch_size=8, endless=True)
-        iterator = iter(dataset.prefetch(16))
-        for _ in range(30):
-            next(iterator)
-    """
-    process = python("-c", code, timeout=300)
-    assert process.returncode == 0, process.stderr
-    assert "Traceback" not in process.stderr

@@ -1,0 +1,102 @@
+"""Calls from TensorFlow into Python, and how a program ends that is being called."""
+
+import atexit
+import threading
+import time
+
+import pytest
+from commands import python
+from conftest import DALI, TF_DATA, nightly, write_dataset
+
+from dali_tf_input.backends import callbacks
+
+
+@pytest.fixture
+def calls():
+    calls = callbacks._Callbacks()
+    yield calls
+    atexit.unregister(calls._end)
+
+
+def test_the_end_waits_until_no_more_calls_come(calls, monkeypatch):
+    monkeypatch.setattr(callbacks, "_PATIENCE_SECONDS", 60)
+    made = []
+    call = calls.wrap(made.append)
+
+    def make_calls():
+        for number in range(20):
+            call(number)
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=make_calls)
+    thread.start()
+    calls._end()
+    assert made == [*range(20)]
+
+
+def test_calls_that_go_on_and_on_fail(calls, monkeypatch):
+    monkeypatch.setattr(callbacks, "_PATIENCE_SECONDS", 0.2)
+    call, failed = calls.wrap(lambda: None), []
+
+    def make_calls():
+        while not failed:
+            try:
+                call()
+            except RuntimeError as error:
+                failed.append(str(error))
+
+    thread = threading.Thread(target=make_calls)
+    thread.start()
+    calls._end()
+    thread.join()
+    assert failed == ["The program ends."]
+
+
+def test_a_thread_that_runs_and_one_that_rests():
+    rest, counted = threading.Event(), threading.Event()
+
+    def count():
+        while not counted.is_set():
+            pass
+        rest.wait()
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    while not callbacks._other_threads_run():
+        time.sleep(0.01)
+    counted.set()
+    while callbacks._other_threads_run():  # also what earlier tests have left
+        time.sleep(0.01)
+    rest.set()
+    thread.join()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [DALI, nightly(TF_DATA)])
+def test_a_process_that_ends_while_it_reads(tmp_path, options):
+    """It ends, and quietly: no thread waits for a Python that is gone. Without the hook half of
+    them hung.
+    """
+    write_dataset(tmp_path, [2] * 60)  # opened one after the other, all the time
+    code = f"""if True:
+        import os, sys
+        import dali_tf_input as dti
+        from dali_tf_input.backends import dali, tf_data  # once for all
+        for _ in range(4):
+            if not os.fork():
+                break
+            if os.wait()[1]:
+                sys.exit(1)
+        else:
+            sys.exit()
+        records = dti.Records.from_files({str(tmp_path / "train-*-of-?????")!r})
+        preprocess = dti.Preprocess.for_training(16)
+        spec = dti.InputSpec(records=records, preprocess=preprocess, order="buffer", buffer_size=8)
+        dataset = dti.make_dataset(spec, dti.{options!r}, batch_size=8, endless=True)
+        iterator = iter(dataset.prefetch(16))
+        for _ in range(30):
+            next(iterator)
+    """
+    process = python("-c", code, timeout=300)
+    assert process.returncode == 0, process.stderr
+    assert "Traceback" not in process.stderr
