@@ -54,8 +54,8 @@ PLANS = ("region", "scaled")
 @pytest.mark.parametrize(
     ("interpolation", "antialias"),
     [
-        *(("bilinear", True), ("nearest", False), nightly("bilinear", False)),
-        *(nightly("bicubic", False), nightly("bicubic", True)),
+        *(("bilinear", True), slowly("nearest", False)),
+        *(nightly("bilinear", False), nightly("bicubic", False), nightly("bicubic", True)),
     ],
 )
 def test_the_same_pixels(images, interpolation, antialias, decode):

@@ -10,11 +10,11 @@ from conftest import (
     BACKENDS,
     DALI,
     TF_DATA,
+    dali_slowly,
     jpeg,
     refused,
     slowly,
     spec_of,
-    tf_data_slowly,
     valid_images,
     write_indexed,
 )
@@ -134,7 +134,7 @@ def test_the_operation_refuses(numbers):
         operation(b"", tf.zeros(3), tf.constant(numbers, tf.float64))
 
 
-@tf_data_slowly
+@dali_slowly
 def test_resumes(records, options):
     """To the bit, from the middle; and `batch_at`."""
     views = (SMALL, SMALL, ALONE[0])

@@ -41,7 +41,7 @@ ways = pytest.mark.parametrize(
     cases(
         ["global", "buffer", "sequential"],
         [TF_DATA, DALI],
-        fast=[("global", TF_DATA), ("global", DALI), ("buffer", TF_DATA)],
+        fast=[("global", DALI), ("buffer", TF_DATA)],
     ),
 )
 
