@@ -46,7 +46,8 @@ def make_environment(folder):
     source.mkdir(parents=True)
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    shutil.copytree(ROOT / "dali_tf_input", source / "dali_tf_input")
+    built = shutil.ignore_patterns("__pycache__", "*.so.1")
+    shutil.copytree(ROOT / "dali_tf_input", source / "dali_tf_input", ignore=built)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
     build = ["wheel", "--no-deps", "--no-index", "--no-build-isolation", "-w", folder, source]
     subprocess.run([*pip, *build], check=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 _MOST_CALLS = 1024  # at the same time
 _PAUSE_SECONDS, _QUIET_PAUSES = 0.02, 5  # reading is over when nothing happens in so many pauses
-_PATIENCE_SECONDS = 2.0  # after which calls fail; and after which it is over, if none has come
+_PATIENCE_SECONDS = 2.0
 
 
 class _Callbacks:
@@ -19,13 +19,14 @@ class _Callbacks:
 
     A thread that calls into Python during shutdown never returns, and TensorFlow waits for its
     threads if an iterator is still alive. So shutdown waits until the queues are full and all
-    threads rest.
+    threads rest. After _PATIENCE_SECONDS calls fail; after as long without a call, shutdown goes
+    on, as what still runs may be others' threads.
     """
 
     def __init__(self) -> None:
         self._running = threading.Semaphore(_MOST_CALLS)
         self._registered = self._ended = False
-        self._calls = 0
+        self._changes = 0  # calls that began, and that ended
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
         if not self._registered:
@@ -34,17 +35,20 @@ class _Callbacks:
 
         @functools.wraps(function)
         def call(*arguments: Any) -> Any:
-            self._calls += 1
-            with self._running:
-                if self._ended:
-                    raise RuntimeError("The program ends.")
-                return function(*arguments)
+            self._changes += 1
+            try:
+                with self._running:
+                    if self._ended:
+                        raise RuntimeError("The program ends.")
+                    return function(*arguments)
+            finally:
+                self._changes += 1
 
         return call
 
     def _end(self) -> None:
         start = last = time.monotonic()
-        calls, quiet = self._calls, 0
+        changes, quiet = self._changes, 0
         while quiet < _QUIET_PAUSES and time.monotonic() - last < _PATIENCE_SECONDS:
             self._ended = time.monotonic() - start > _PATIENCE_SECONDS
             time.sleep(_PAUSE_SECONDS)
@@ -52,8 +56,8 @@ class _Callbacks:
                 self._running.acquire()
             self._running.release(_MOST_CALLS)
             quiet = 0 if _other_threads_run() else quiet + 1
-            if calls != self._calls:
-                calls, last, quiet = self._calls, time.monotonic(), 0
+            if changes != self._changes:
+                changes, last, quiet = self._changes, time.monotonic(), 0
 
 
 def _other_threads_run() -> bool:

@@ -1,6 +1,7 @@
 """Calls from TensorFlow into Python, and how a program ends that is being called."""
 
 import atexit
+import contextlib
 import threading
 import time
 
@@ -32,6 +33,31 @@ def test_the_end_waits_until_no_more_calls_come(calls, monkeypatch):
     thread.start()
     calls._end()
     assert made == [*range(20)]
+
+
+def test_a_slow_call_is_not_the_last(calls, monkeypatch):
+    """It takes longer than the end waits for another one, and another one follows."""
+    monkeypatch.setattr(callbacks, "_PATIENCE_SECONDS", 0.2)
+    made, began = [], threading.Event()
+
+    @calls.wrap
+    def call(number):
+        began.set()
+        time.sleep(0.5)
+        made.append(number)
+
+    def make_calls():
+        call(0)
+        time.sleep(0.03)
+        with contextlib.suppress(RuntimeError):  # it comes too late
+            call(1)
+        made.append("over")
+
+    thread = threading.Thread(target=make_calls)
+    thread.start()
+    began.wait()
+    calls._end()
+    assert (made[0], made[-1]) == (0, "over")
 
 
 def test_calls_that_go_on_and_on_fail(calls, monkeypatch):
