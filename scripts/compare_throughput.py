@@ -18,7 +18,7 @@ from support import plots
 from support.benchmark import Stats, Window
 from support.throughput import costs, tuning
 from support.throughput.peers import PEERS, check_installed
-from support.throughput.rows import ALL_ROWS, ROWS, conclusions, measure_rows, rates, ratios
+from support.throughput.rows import ROWS, conclusions, measure_rows, rates, ratios
 
 FLAGS = command.Flags()
 _FILES = FileFlags(FLAGS)
@@ -85,7 +85,7 @@ def main(arguments: list[str]) -> int:
     print("\n".join(conclusions(windows)))
     report = {**about, **shared, "files": list(_FILES.files.value), "bytes": size}
     report |= {"num_records": dataset.num_records, "work": describe_work(spec.preprocess)}
-    report |= {"options": {name: repr(ALL_ROWS[name].candidate.options) for name in rows}}
+    report |= {"options": {name: repr(ROWS[name].candidate.options) for name in rows}}
     report |= {"decode": _WORK.decode.value, "batch_size": _WORK.batch_size.value}
     report |= {"rows": rows, "windows": windows}
     command.write_json(_JSON, report)
@@ -118,12 +118,13 @@ def choose_rows(gpus: list[str], order: str) -> list[str]:
         usual = [name for name, row in ROWS.items() if row.candidate.order == order]
         left_out = ("" if usable else "dali_gpu", *PEERS)
         return [name for name in usual if not name.startswith(tuple(filter(None, left_out)))]
-    names = check_list("backends", _BACKENDS.value, list(ALL_ROWS))
+    names = check_list("backends", _BACKENDS.value, list(ROWS))
     for name in names:
         check_installed(name, augments=bool(_WORK.preprocess().augment))
-    alone = ("dali_gpu_bare", "dali_gpu_on_cpu")  # need no GPU of TensorFlow's
-    on_gpu = {name for name in names if name.startswith("dali_gpu")}
-    if on_gpu - ({*alone} if gpus else set()) and not usable:
+    needs_tensorflow = {name for name in names if name.startswith("dali_gpu")}
+    if gpus:
+        needs_tensorflow.discard("dali_gpu_bare")
+    if needs_tensorflow and not usable:
         raise InputError(
             f"The dali_gpu rows need an NVIDIA GPU: nvidia-smi shows {len(gpus)}, TensorFlow sees"
             " none. If there is one, see docs/install.md."
@@ -149,7 +150,7 @@ def summarize(name: str, windows: dict[str, list[dict]]) -> dict:
     measured, reference = windows[name], windows.get(_REFERENCE)
     cpu = [Window(**measurement["window"]).cpu_seconds_per_1000_images for measurement in measured]
     return {
-        "what": ALL_ROWS[name].what,
+        "what": ROWS[name].what,
         "images_per_second": vars(Stats.of(rates(measured))),
         "ratio_to_tf_data": vars(ratios(measured, reference)) if reference else None,
         "cpu_seconds_per_1000_images": Stats.of(cpu).median,

@@ -1,11 +1,11 @@
 """Verifies the claims about GPUs, by tests and measurements, on a machine that has one.
 
 Each part consists of a few commands, which can also be run by hand: the tests that need a GPU, by
-name (probe, pixels, devices, memory); compare_throughput.py for several batch sizes (throughput),
-with other ways of feeding (experiments) and with shares of the hardware decoder (tune); a training
-step with and without input (training). A command may take at most eight minutes; if one crashes,
-the others still run. The file --out has all results so far. If TensorFlow sees no GPU, DALI is
-measured alone. --rehearse runs everything briefly on the CPU.
+name (probe, pixels, devices, memory); compare_throughput.py for several batch sizes (throughput)
+and with shares of the hardware decoder (tune); a training step with and without input (training). A
+command may take at most eight minutes; if one crashes, the others still run. The file --out has all
+results so far. If TensorFlow sees no GPU, DALI is measured alone. --rehearse runs everything
+briefly on the CPU.
 
 example: python scripts/gpu_check.py --files='path/train-*' --parts=probe,pixels
 """
@@ -22,10 +22,9 @@ from typing import Any
 from dali_tf_input import InputError
 from dali_tf_input.cli import command, machine, processes
 from dali_tf_input.cli.flags import FileFlags, check_list
-from support.throughput.experiments import ANY_ORDER, EXPERIMENTS
 
 _TESTS = ("probe", "pixels", "devices", "memory")
-PARTS = (*_TESTS, "throughput", "experiments", "tune", "training")
+PARTS = (*_TESTS, "throughput", "tune", "training")
 FLAGS = command.Flags()
 _FILES = FileFlags(FLAGS)
 _PARTS = FLAGS.list("parts", None, f"Of {', '.join(PARTS)}; by default all.")
@@ -81,20 +80,11 @@ def list_commands(part: str, device: str) -> list[list[str]]:
         look = ["-m", "dali_tf_input", "preview", *files, "--out=", f"--most={_LARGEST_MEAN}"]
         return [tests, *([[*look, f"--device={device}"]] if part == "pixels" else [])]
     if part == "alone":
-        return [[*compare, f"--backends={dali}_bare,{dali}_on_cpu"]]
+        return [[*compare, f"--backends={dali}_bare"]]
     if part == "throughput":
         rows = f"--backends=tf_data_serial,tf_data,{dali}_bare,{dali},{dali}_global"
         sizes = (8,) if _REHEARSE.value else (64, 256, 1024)
         return [[*compare, rows, f"--batch_size={size}"] for size in sizes]
-    if part == "experiments":
-        by_order = {
-            dali: ANY_ORDER,
-            f"{dali}_global": [n for n in EXPERIMENTS if n not in ANY_ORDER],
-        }
-        return [
-            [*compare, f"--backends={','.join([row, *(f'{dali}_{name}' for name in names)])}"]
-            for row, names in by_order.items()
-        ]
     if part == "tune":
         return [[*compare, "--tune", f"--backends={dali}"]]
     small = ["--network=MobileNet", "--batch_size=4", "--image_size=32", "--steps=20"]

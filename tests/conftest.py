@@ -63,7 +63,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 
 def pytest_configure(config: pytest.Config) -> None:
     """Sets up the devices before anything touches one: CPU devices stand for replicas."""
-    if "gpu" not in config.option.markexpr.replace("not gpu", ""):
+    on_gpu = "gpu" in config.option.markexpr.replace("not gpu", "")
+    if not on_gpu:
         # Tests that need no GPU must come out the same where there is one.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ["PATH"] = f"{ROOT}/tests/no_gpu:{os.environ['PATH']}"
@@ -74,6 +75,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None):
         return  # its workers run the tests: this process needs no TensorFlow
     tf = import_tensorflow()
+    if on_gpu and os.environ.get("GPU_TESTS_ON") != "cpu":
+        return  # with logical devices, also of the CPU, TensorFlow ignores memory growth
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 3)
 

@@ -60,9 +60,9 @@ def main(arguments: list[str]) -> int:
     command.import_tensorflow()
     decode = _WORK.decode.value
     dali = DaliOptions(device=_DEVICE.value, decode="auto" if decode == "scaled" else decode)
-    batch, other = (
+    other, batch = (  # DALI first, because TensorFlow must not take the GPU's memory before it
         next(pictures.make_batches(spec, options, num_images))
-        for options in (TfDataOptions(decode=decode), dali)
+        for options in (dali, TfDataOptions(decode=decode))
     )
     if any((values != other[name]).any() for name, values in batch.items() if name != "image"):
         raise InputError(f"The backends serve other records: {batch}, {other}. Please report this.")

@@ -540,12 +540,3 @@ class InputSpec:
     def is_structured(self) -> bool:
         """Whether `arrange` makes dictionaries."""
         return bool(self.record_ids or self.features or self.views or (self.label and self.mask))
-
-    @property
-    def is_mapped(self) -> bool:
-        """Whether batches need a further transformation, which DALI's GPU datasets do not allow.
-
-        True for a single pass, whose last batch is shorter, and if there are other outputs than
-        (image, label, weight).
-        """
-        return self.is_structured or not self.repeat

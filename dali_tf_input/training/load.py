@@ -108,10 +108,6 @@ def load(
 def _check_devices(options: DaliOptions, devices: tuple[str, ...]) -> None:
     are_gpus = [strategies.is_gpu(device) for device in devices]
     if options.device == "gpu":
-        _say(
-            "DALI on a GPU: this path has not been run on a GPU yet. Compare its first batches with"
-            " TfDataOptions(), and please report what you see."
-        )
         if not all(are_gpus):
             raise InputError(
                 "DaliOptions(device='gpu') needs every replica on a GPU, but the replicas are on"

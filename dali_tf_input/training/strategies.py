@@ -58,7 +58,8 @@ def list_devices(strategy: tf.distribute.Strategy | None, options: Options) -> t
     if strategy is not None:
         return tuple(short_name(device) for device in strategy.extended.worker_devices)
     on_gpu = isinstance(options, DaliOptions) and options.device == "gpu"
-    return ("GPU:0" if on_gpu and tf.config.list_logical_devices("GPU") else "CPU:0",)
+    # Logical devices are not listed: that would initialize TensorFlow, before memory growth is on.
+    return ("GPU:0" if on_gpu and tf.config.get_visible_devices("GPU") else "CPU:0",)
 
 
 def input_options(

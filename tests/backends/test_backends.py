@@ -23,17 +23,20 @@ from conftest import (
     write_dataset,
     write_indexed,
 )
+from nvidia.dali.data_node import DataNode
 
 import dali_tf_input as dti
-from dali_tf_input.backends import dali, reading
+from dali_tf_input.backends import dali, reading, tf_data
 from dali_tf_input.backends.build import choose_options, make_dataset
 from dali_tf_input.backends.dali_reading import pack_records
 from dali_tf_input.backends.reading import Stream
 from dali_tf_input.records.records import IndexedFile
+from dali_tf_input.spec.order import Position
 
 SERIAL = dti.TfDataOptions(
     num_parallel_reads=1, num_parallel_calls=1, prefetch_batches=0, autotune=False
 )
+GPU = dti.DaliOptions(device="gpu")
 TWO_BACKENDS, BACKENDS = BACKENDS, BACKENDS | {"tf_data_serial": SERIAL}
 backends = pytest.mark.parametrize("options", BACKENDS.values(), ids=BACKENDS)
 two_backends = pytest.mark.parametrize("options", TWO_BACKENDS.values(), ids=TWO_BACKENDS)
@@ -298,6 +301,33 @@ def test_memory_is_tried_before_tensorflow_aborts(dataset, order, said, monkeypa
     with refusal if said and "memory" in said else contextlib.nullcontext():
         dali.check_pipeline(pipeline, packed, runs=True)
     assert [len(one) for one in outputs] == ([] if said else [5, 5])
+
+
+def test_the_trial_leaves_bad_records_to_the_iterator(dataset):
+    stream = Stream(spec=evaluation(dataset), batch_size=5)
+    pipeline = dali.build_pipeline(stream, DALI, None, by_itself=False)
+    packed = pack_records(stream).map(lambda _: tf.io.decode_raw(tf.io.read_file("/gone"), "uint8"))
+    dali.check_pipeline(pipeline, packed, runs=True)
+
+
+@pytest.mark.parametrize("order", ["global", "pass"])
+def test_a_gpus_dataset_made_on_the_cpu(dataset, order, monkeypatch):
+    """All that is made for a GPU, with a pipeline that needs none: no epoch goes to the trial."""
+    monkeypatch.setattr(dali, "decoder_device", lambda options: "cpu")
+    monkeypatch.setattr(dali, "decoder_hints", lambda *_: {})
+    monkeypatch.setattr(DataNode, "gpu", lambda node: node)
+    how = {"order": "sequential", "repeat": False} if order == "pass" else {"order": order}
+    spec = dataclasses.replace(training(dataset), record_ids=True, **how)
+    served = []
+    for build in (lambda one: dali.build(one, GPU, None), lambda one: tf_data.build(one, TF_DATA)):
+        position = Position(0 if order == "pass" else 2)
+        made = build(Stream(spec=spec, batch_size=5, position=position))
+        served.append([batch for _ in range(2) for batch in made])
+    assert len(served[0]) == (10 if order == "pass" else 6)
+    for batch, expected in zip(*served, strict=True):
+        for name in ("image", "record_id"):
+            np.testing.assert_allclose(batch[0][name], expected[0][name], atol=1e-5)
+        assert batch[1].numpy().tolist() == expected[1].numpy().tolist()
 
 
 def test_what_dali_refuses_is_a_python_error(dataset, tmp_path, monkeypatch):

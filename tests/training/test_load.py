@@ -224,7 +224,8 @@ class FakeGpus:
         self.growth, self.is_late = growth, is_late
 
     def install(self, monkeypatch):
-        monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: ["one"])
+        for name in ("list_physical_devices", "get_visible_devices"):
+            monkeypatch.setattr(tf.config, name, lambda kind: ["one"])
         experimental = tf.config.experimental
         monkeypatch.setattr(experimental, "get_memory_growth", lambda gpu: self.growth)
         monkeypatch.setattr(experimental, "set_memory_growth", self.set_growth)
@@ -259,6 +260,19 @@ def test_memory_growth_is_turned_on(monkeypatch, gpus, force, message):
     with refused(message) if message else contextlib.nullcontext():
         check_gpu(0)
     assert gpus.growth or message or force == "true"
+
+
+def test_load_turns_memory_growth_on_in_time(monkeypatch, dataset):
+    """To list logical devices initializes TensorFlow, and then it is too late."""
+    gpus = FakeGpus(growth=False)
+    gpus.install(monkeypatch)
+    monkeypatch.delenv("TF_FORCE_GPU_ALLOW_GROWTH", raising=False)
+    monkeypatch.setattr(
+        tf.config, "list_logical_devices", lambda kind: setattr(gpus, "is_late", True)
+    )
+    fed = load(spec_of(dataset), dti.DaliOptions(device="gpu"), batch_size=4)
+    assert gpus.growth
+    assert fed.devices == ("GPU:0",)
 
 
 def test_batches_of_the_cpu_for_gpus_are_warned_of(dataset, monkeypatch):

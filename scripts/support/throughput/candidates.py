@@ -25,8 +25,8 @@ class Candidate:
       options: of either backend.
       order: how the records are mixed.
       variant: "dataset", what the package makes; "bare", its DALI pipeline without TensorFlow;
-        "by_hand", the same work written by hand; "device", whole batches copied to the GPU; one of
-        `experiments`; or a stage after which the pipeline is cut, see `stages`.
+        "by_hand", the same work written by hand; "device", whole batches copied to the GPU;
+        or a stage after which the pipeline is cut, see `stages`.
     """
 
     options: DaliOptions | TfDataOptions

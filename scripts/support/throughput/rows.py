@@ -9,7 +9,6 @@ from dali_tf_input.cli import command
 from dali_tf_input.cli.flags import FileFlags, WorkFlags
 from support.benchmark import Stats, format_stats
 from support.throughput.candidates import Candidate, CandidateError, Measurer, images_per_second
-from support.throughput.experiments import ANY_ORDER, EXPERIMENTS
 from support.throughput.peers import PEERS
 
 # The 2018 example's baseline: one image after another, nothing made ahead.
@@ -47,16 +46,6 @@ ROWS = {
     for name, options, order, variant, what in _TABLE
 }
 
-# Measured on request alone, and by gpu_check.py.
-EXPERIMENT_ROWS = {
-    f"dali_{options.device}_{name}": Row(
-        Candidate(options, "buffer" if name in ANY_ORDER else "global", name), what
-    )
-    for options in (_CPU, _GPU)
-    for name, what in EXPERIMENTS.items()
-}
-ALL_ROWS = ROWS | EXPERIMENT_ROWS
-
 # Pairs of rows that answer a question, and the ratio that is aimed at.
 _QUESTIONS: tuple[tuple[str, str, str, float | None], ...] = (
     ("tf_data", "tf_data_by_hand", "the package on tf.data, to the same written by hand", None),
@@ -80,11 +69,11 @@ _QUESTIONS: tuple[tuple[str, str, str, float | None], ...] = (
 def measure_rows(
     names: list[str], files: FileFlags, work: WorkFlags, **window: Any
 ) -> dict[str, list[dict[str, Any]]]:
-    """Measures some of `ALL_ROWS`, see `measure_in_turn`."""
+    """Measures some of `ROWS`, see `measure_in_turn`."""
     candidates = {}
     for name in names:
-        options = work.with_decode(ALL_ROWS[name].candidate.options)
-        candidates[name] = dataclasses.replace(ALL_ROWS[name].candidate, options=options)
+        options = work.with_decode(ROWS[name].candidate.options)
+        candidates[name] = dataclasses.replace(ROWS[name].candidate, options=options)
     flags = [*files.as_arguments(), *work.as_arguments()]
     rows = {name: (candidate, flags) for name, candidate in candidates.items()}
     return measure_in_turn(rows, **window)

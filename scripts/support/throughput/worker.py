@@ -12,7 +12,7 @@ from dali_tf_input import DaliOptions, InputError, InputSpec
 from dali_tf_input.cli import command, machine, processes
 from dali_tf_input.cli.flags import FileFlags, WorkFlags
 from support.benchmark import measure
-from support.throughput import experiments, peers, reference, stages
+from support.throughput import peers, reference, stages
 from support.throughput.candidates import Candidate
 
 FLAGS = command.Flags()
@@ -44,8 +44,6 @@ def make_batches(candidate: Candidate, spec: InputSpec, batch_size: int) -> Iter
         return run_pipeline(
             import_dali().build_pipeline(stream, options, device_id, by_itself=True)
         )
-    if variant in experiments.EXPERIMENTS and isinstance(options, DaliOptions):
-        return iter(experiments.make_dataset(variant, spec, options, **shared))
     if variant in stages.STAGES:
         return iter(stages.make_dataset(variant, spec, options, **shared))
     batches = iter(make_dataset(spec, options, endless=True, **shared))
@@ -91,7 +89,7 @@ class Pipelines:
 
         enable_memory_growth()
         # TensorFlow may see no GPU where DALI does.
-        on_gpu = candidate.backend == "dali_gpu" and candidate.variant not in ("bare", "on_cpu")
+        on_gpu = candidate.backend == "dali_gpu" and candidate.variant != "bare"
         try:
             with tf.device("GPU:0" if on_gpu else "CPU:0"):
                 return self._measure(candidate, **task)
