@@ -62,10 +62,10 @@ def make_dataset(
       every iterator serves the same pass, each record once, and the last batch may be partial.
 
       On a GPU, DALI's dataset must be created and iterated under the `tf.device` of its GPU, and
-      cannot be transformed (`map`, `take`, ...). With order "buffer", DALI's own reader is used,
-      which never ends: the cardinality is infinite, and records that do not fill a batch start the
-      next epoch. Datasets that need a transformation (`spec.repeat` False, record ids, features,
-      label and mask) are on the CPU instead. DALI's datasets cannot be distributed by a strategy
+      its transformations (`map`, `take`, ...) run on the CPU. With order "buffer", DALI's own
+      reader is used, which never ends: the cardinality is infinite, and records that do not fill a
+      batch start the next epoch. Otherwise the cardinality is unknown. With `spec.repeat` False the
+      batches are on the CPU, and the cardinality is known. DALI's datasets cannot be distributed by a strategy
       (or by Keras's `fit` under one), because TensorFlow would crash: this raises InputError.
 
     Raises:

@@ -69,15 +69,16 @@ def check_spec(spec: InputSpec) -> None:
 
 
 def build(stream: Stream, options: DaliOptions, device_id: int | None) -> tf.data.Dataset:
-    """Builds the dataset of one shard, whose batches are on the current `tf.device`.
+    """Builds the dataset of one shard on the current `tf.device`.
 
     tf.data reads the records, in the same order and with the same random numbers as
     `tf_data.build`, and passes them to DALI. The exception is order "buffer" on a GPU with images
     and integer labels, which DALI's own reader reads. `device_id` is the CUDA device that decodes;
     None if `options.device` is "cpu".
 
-    What tf.data reads for a GPU makes batches on the CPU, which are copied back to the GPU: a
-    dataset on the GPU would get its input one record at a time, at less than half the speed.
+    Where tf.data feeds a GPU, the batches come back to the CPU. For training, they are then copied
+    to the GPU ahead of time: a dataset on the GPU would get its input one record at a time, at less
+    than half the speed. A single pass stays on the CPU, so that Keras knows its length.
 
     Raises:
       InputError: DALI rejects the pipeline.
@@ -99,7 +100,7 @@ def build(stream: Stream, options: DaliOptions, device_id: int | None) -> tf.dat
         if not spec.repeat:
             dataset = drop_padding(dataset, stream)
         dataset = reading.with_cardinality(dataset, stream)
-        if options.device == "cpu":
+        if options.device == "cpu" or not spec.repeat:
             return dataset
         dataset = dataset.prefetch(_AHEAD)
     return dataset.apply(tf.data.experimental.prefetch_to_device(tf.zeros(()).device, _AHEAD))

@@ -25,11 +25,12 @@ class DaliOptions:
       >>> options = DaliOptions(device="gpu", prefetch_queue_depth=4)
 
     Attributes:
-      device: "gpu" decodes with nvJPEG ("mixed") and leaves the batches on the GPU; "cpu" needs no
-        GPU.
+      device: "gpu" decodes with nvJPEG ("mixed"), and training batches are on the GPU; "cpu" needs
+        no GPU.
       decode: how much of an image is decoded. "region" decodes only what the crop needs, "full" the
-        whole image. "auto" means "region" on the CPU, and "full" on a GPU, where decoding regions
-        was reported to crash on H100-class cards (nvImageCodec issue 55). The pixels are the same.
+        whole image. "auto" means "region" on the CPU, where the pixels are the same, and "full" on
+        a GPU: there regions have other chroma (plain upsampling), and were reported to crash on
+        some cards (nvImageCodec issue 55), though not on an H200 with nvImageCodec 0.9.
       num_threads: CPU threads of each pipeline, at most 1024; None divides this process's cores
         among the shards.
       prefetch_queue_depth: batches prepared ahead, in [1, 1024]. The default is DALI's own.
@@ -61,7 +62,7 @@ class DaliOptions:
             text = f"`hw_decoder_load` is for `device` 'gpu' only, got {self.hw_decoder_load}"
             raise InputError(f"{text}: leave it None.")
         if (self.device, self.decode) == ("gpu", "region"):
-            text = "decode='region' may crash on H100-class cards (nvImageCodec issue 55)"
+            text = "decode='region' may crash on some GPUs (nvImageCodec issue 55)"
             warnings.warn(f"{text}: try it first.", stacklevel=4)
 
     @property

