@@ -65,8 +65,9 @@ def make_dataset(
       its transformations (`map`, `take`, ...) run on the CPU. With order "buffer", DALI's own
       reader is used, which never ends: the cardinality is infinite, and records that do not fill a
       batch start the next epoch. Otherwise the cardinality is unknown. With `spec.repeat` False the
-      batches are on the CPU, and the cardinality is known. DALI's datasets cannot be distributed by a strategy
-      (or by Keras's `fit` under one), because TensorFlow would crash: this raises InputError.
+      batches are on the CPU, and the cardinality is known. DALI's datasets cannot be distributed by
+      a strategy (or by Keras's `fit` under one), because TensorFlow would crash: this raises
+      InputError.
 
     Raises:
       InputError: an argument is out of range, there are not enough records for a step, the
