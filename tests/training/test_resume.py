@@ -27,7 +27,7 @@ from conftest import (
 from disk import Disk
 from models import make_model
 
-from dali_tf_input import Preprocess, Resume, load
+from dali_tf_input import Preprocess, Resume, TfDataOptions, load
 from dali_tf_input.storage.staging import Staging
 
 SMALL = Preprocess.for_training(16)
@@ -183,7 +183,7 @@ def test_crashes_in_other_trainings(records, tmp_path, how):
     if how == "dali":
         changes["options"] = DALI
     if how == "two replicas":  # untuned: TensorFlow waits for the tuning thread of what crashed
-        changes["options"] = dti.TfDataOptions(autotune=False)
+        changes["options"] = TfDataOptions(autotune=False)
         strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     if how == "mixed precision":
         keras.mixed_precision.set_global_policy("mixed_float16")
