@@ -122,12 +122,12 @@ def by_dali(images, rows, program):
 
 @pytest.mark.parametrize("augmentation", CASES)
 def test_the_same_pixels(augmentation):
-    """Of 200 images at most 1 of 255 apart on average, and nearly all no more than that.
+    """Of 100 images at most 1 of 255 apart on average, and nearly all no more than that.
 
     A warp takes the nearest pixel, which for a place between two is another one by rounding.
     """
     augmentations = augmentation if isinstance(augmentation, tuple) else (augmentation,)
-    program, images = Program(augmentations, SIZE), pictures(200)
+    program, images = Program(augmentations, SIZE), pictures(100)
     rows = draw(program, len(images))
     made = by_native(images, rows)
     for others in (by_tensorflow(images, rows, program), by_dali(images, rows, program)):

@@ -71,7 +71,7 @@ def test_the_records_that_are_asked_for(sample_folder, tmp_path):
     losses[5], losses[7] = 9, np.nan
     write_losses(str(tmp_path / "blame"), records, losses, [])
     for flags, count in ((["--records=3,7,90"], 3), ([f"--blame={tmp_path}/blame"], 8)):
-        process = run("preview", FILES, f"--out={tmp_path}/sheet.png", *flags, cwd=sample_folder)
+        process = run("preview", FILES, "--out=", *flags, cwd=sample_folder)
         assert process.stdout.startswith(f"images      {count} of {count}: "), process.stderr
     preview = load("preview")
     preview.FLAGS(["preview", FILES, f"--blame={tmp_path}/blame", "--num_images=3"])
