@@ -222,7 +222,7 @@ def test_a_worker_that_does_not_start():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "part",
-    ["probe", *map(nightly, ("devices", "memory", "tune", "pixels", "throughput", "training"))],
+    ["devices", *map(nightly, ("probe", "memory", "tune", "pixels", "throughput", "training"))],
 )
 def test_gpu_check_rehearsed(sample_folder, tmp_path, part):
     """Each part on the CPU, by itself."""
