@@ -121,10 +121,10 @@ def choose_rows(gpus: list[str], order: str) -> list[str]:
     names = check_list("backends", _BACKENDS.value, list(ROWS))
     for name in names:
         check_installed(name, augments=bool(_WORK.preprocess().augment))
-    needs_tensorflow = {name for name in names if name.startswith("dali_gpu")}
+    on_gpu = {name for name in names if name.startswith("dali_gpu")}
     if gpus:
-        needs_tensorflow.discard("dali_gpu_bare")
-    if needs_tensorflow and not usable:
+        on_gpu.discard("dali_gpu_bare")  # needs no GPU of TensorFlow's
+    if on_gpu and not usable:
         raise InputError(
             f"The dali_gpu rows need an NVIDIA GPU: nvidia-smi shows {len(gpus)}, TensorFlow sees"
             " none. If there is one, see docs/install.md."

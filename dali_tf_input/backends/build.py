@@ -61,13 +61,14 @@ def make_dataset(
       and starts a pipeline for each epoch; `endless` starts only one. With `spec.repeat` False
       every iterator serves the same pass, each record once, and the last batch may be partial.
 
-      On a GPU, DALI's dataset must be created and iterated under the `tf.device` of its GPU, and
-      its transformations (`map`, `take`, ...) run on the CPU. With order "buffer", DALI's own
-      reader is used, which never ends: the cardinality is infinite, and records that do not fill a
-      batch start the next epoch. Otherwise the cardinality is unknown. With `spec.repeat` False the
-      batches are on the CPU, and the cardinality is known. DALI's datasets cannot be distributed by
-      a strategy (or by Keras's `fit` under one), because TensorFlow would crash: this raises
-      InputError.
+      On a GPU, DALI's dataset must be created and iterated under the `tf.device` of its GPU: its
+      batches are there. With order "buffer", integer labels, and neither augmentations nor further
+      outputs, DALI's own reader is used. This dataset cannot be transformed (`map`, `take`, ...)
+      and never ends: the cardinality is infinite, and records that do not fill a batch start the
+      next epoch. Otherwise the cardinality is unknown, and transformations run on the CPU. With
+      `spec.repeat` False the batches are on the CPU, and the cardinality is known. DALI's datasets
+      cannot be distributed by a strategy (or by Keras's `fit` under one), because TensorFlow would
+      crash: this raises InputError.
 
     Raises:
       InputError: an argument is out of range, there are not enough records for a step, the

@@ -107,7 +107,7 @@ def build(stream: Stream, options: DaliOptions, device_id: int | None) -> tf.dat
 
 
 def _outside_the_gpu(options: DaliOptions) -> contextlib.AbstractContextManager[None]:
-    """Returns a context manager for a dataset that tf.data feeds: it is on the current CPU."""
+    """Returns the device scope of a dataset that tf.data feeds: for a GPU's pipeline, a CPU."""
     return tf.device("CPU:0") if options.device == "gpu" else contextlib.nullcontext()
 
 
@@ -139,11 +139,14 @@ def make_dataset(
     dali_tf = import_plugin()
     guard_strategies((dali_tf.DALIDataset, dali_tf.experimental.DALIDatasetWithInputs))
     packed = trial = None
-    if not by_itself:
-        copy = dataclasses.replace(stream, position=Position(stream.position.step))
-        with tf.device("CPU:0"):
-            packed, trial = pack_records(stream), pack_records(copy)  # an iterator takes an epoch
-    check_pipeline(define(), trial, runs=options.device == "gpu")
+    runs = options.device == "gpu"
+    with tf.device("CPU:0"):
+        if not by_itself:
+            packed = pack_records(stream)
+        if not by_itself and runs:  # an iterator takes an epoch: the trial's takes another
+            position = Position(stream.position.step)
+            trial = pack_records(dataclasses.replace(stream, position=position))
+    check_pipeline(define(), trial, runs=runs)
     pipeline = define()  # not built: the dataset keeps it, and needs no more than its definition
     arguments = {  # all, as DALIDataset's own defaults would override the pipeline's
         "pipeline": pipeline,

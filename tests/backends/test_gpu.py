@@ -79,10 +79,10 @@ def test_probe_region_decoding(dataset):
     """
     probe(
         dataset,
-        """
+        f"""
         region = dti.DaliOptions(device=GPU.device, decode="region")
         difference = np.abs(first(GPU) - first(region)).mean() * 57
-        assert difference < 8, difference
+        assert difference < {8 if KIND == "GPU" else 1}, difference
         """,
     )
 
@@ -101,7 +101,7 @@ def test_probe_load_alone(dataset):
 
 @pytest.mark.parametrize("order", ["global", "buffer"])
 def test_probe_dropped_iterators(dataset, order):
-    """Right records, and iterators that may be dropped while pipelines work ahead."""
+    """Iterators may be dropped while pipelines work ahead; in a fixed order the records are right."""
     probe(
         dataset,
         f"""
@@ -114,6 +114,8 @@ def test_probe_dropped_iterators(dataset, order):
                 iterator = iter(dataset)
                 for images, labels in expected:
                     others, other_labels = next(iterator)
+                    assert images.shape == others.shape
+                    assert set(other_labels.numpy()) <= set(range(24))
                     if made.has_fixed_order:
                         assert labels.numpy().tolist() == other_labels.numpy().tolist()
                         assert np.abs(images - others).mean() * 57 < 8
