@@ -101,7 +101,7 @@ def test_probe_load_alone(dataset):
 
 @pytest.mark.parametrize("order", ["global", "buffer"])
 def test_probe_dropped_iterators(dataset, order):
-    """Iterators may be dropped while pipelines work ahead; in a fixed order the records are right."""
+    """Iterators may be dropped while pipelines work ahead; a fixed order serves its records."""
     probe(
         dataset,
         f"""
