@@ -71,18 +71,18 @@ def probe(dataset, code):
     assert process.returncode == 0, process.stderr
 
 
-@pytest.mark.xfail(KIND == "GPU", reason="nvImageCodec issue 55", strict=False)
+@pytest.mark.xfail(KIND == "GPU", reason="nvImageCodec issue 55, or other chroma", strict=False)
 def test_probe_region_decoding(dataset):
     """Decoders were reported to crash over regions on some GPUs, so it is not the default there.
 
-    Without a crash, chroma differs, because regions are upsampled plainly.
+    On an H200 they did not crash, but chroma differed by more, as regions are upsampled plainly.
     """
     probe(
         dataset,
-        f"""
+        """
         region = dti.DaliOptions(device=GPU.device, decode="region")
         difference = np.abs(first(GPU) - first(region)).mean() * 57
-        assert difference < {8 if KIND == "GPU" else 1}, difference
+        assert difference < 1, difference
         """,
     )
 
