@@ -96,11 +96,11 @@ def read_records(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
     next_epoch = make_callback(lambda: np.int64(position.next_epoch(per_epoch)))
 
     @tf.autograph.experimental.do_not_convert
-    def start_epoch(_: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    def read_next_epoch(_: tf.Tensor) -> tf.data.Dataset:
         step = tf.ensure_shape(tf.numpy_function(next_epoch, [], tf.int64), ())
-        return step // per_epoch, step % per_epoch
+        return read_epoch(step // per_epoch, step % per_epoch)
 
-    return tf.data.Dataset.from_tensors(0).map(start_epoch).flat_map(read_epoch)
+    return tf.data.Dataset.from_tensors(0).flat_map(read_next_epoch)
 
 
 def read_planned(stream: Stream, options: TfDataOptions) -> ReadEpoch:
@@ -157,13 +157,13 @@ def read_planned(stream: Stream, options: TfDataOptions) -> ReadEpoch:
         listed = tf.numpy_function(list_epoch, given, (tf.int64, tf.int64))
         keys, numbers = (tf.ensure_shape(values, (None,)) for values in listed)
         encoded = tf.data.Dataset.from_tensor_slices(numbers).batch(chunk)
-        encoded = encoded.map(read, num_parallel_calls=parallel, deterministic=True).unbatch()
+        encoded = encoded.map(read, num_parallel_calls=parallel, deterministic=True)
+        made: dict[str, Any] = {"output_types": [tf.string], "output_shapes": [()]}
+        variant = tf.data.experimental.to_variant(encoded)
+        variant = tf.raw_ops.UnbatchDataset(input_dataset=variant, **made)
         # Waiting for storage must not block the decoding threads, of which there is one per core.
         variant = tf.raw_ops.PrivateThreadPoolDataset(
-            input_dataset=tf.data.experimental.to_variant(encoded),
-            num_threads=parallel,
-            output_types=[tf.string],
-            output_shapes=[()],
+            input_dataset=variant, num_threads=parallel, **made
         )
         encoded = tf.data.experimental.from_variant(variant, tf.TensorSpec((), tf.string))
         parts = [tf.data.Dataset.from_tensor_slices(keys), encoded]
@@ -350,7 +350,10 @@ def draw_uniforms(stream: Stream, key: tf.Tensor, view: int = 0) -> tuple[tf.Ten
     """
     seed = tf.constant(stream.spec.seed + (view << 32), tf.int64)
     preprocess = [*stream.spec.image_views.values()][view]
-    uniforms = tf.random.stateless_uniform((preprocess.num_uniforms,), seed=tf.stack([seed, key]))
+    # The numbers of `tf.random.stateless_uniform`, without the six operations that scale them.
+    uniforms = tf.raw_ops.StatelessRandomUniform(
+        shape=[preprocess.num_uniforms], seed=tf.stack([seed, key])
+    )
     return uniforms, tf.stack([seed, ~key])
 
 

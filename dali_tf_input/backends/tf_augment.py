@@ -17,7 +17,7 @@ def draw_rows(program: Program, seed: tf.Tensor) -> tf.Tensor:
       float32 (program.num_steps, ROW_SIZE), the rows of `program`, except that those of
       `Primitive.ERASE` contain [top, left, bottom, right, noise seed, 0, fill, noise].
     """
-    uniforms = tf.random.stateless_uniform((program.num_uniforms,), seed)
+    uniforms = tf.raw_ops.StatelessRandomUniform(shape=[program.num_uniforms], seed=seed)
     count, steps = len(program.p), program.num_steps
     of_order, of_row, places = tf.split(uniforms, [count, steps, 2 * steps])
     order = pick(of_order, program.p, program.num_orders)

@@ -75,8 +75,7 @@ def prepare_image(
         image = resample_image(encoded, uniforms, preprocess, decode=decode)
         image = to_uint8(image) if changes else image
     if rows is not None and native and transform is None and preprocess.channels == 3:
-        mirrored = Uniforms.split(uniforms).mirror[0] < preprocess.mirror_probability
-        return tf_native.augment(image, rows, preprocess, mirrored)
+        return tf_native.augment(image, rows, preprocess, is_mirrored(uniforms, preprocess))
     if rows is not None and native:
         image = tf_native.augment(image, rows, plain, tf.constant(False))
     elif rows is not None:
@@ -103,7 +102,7 @@ def prepare_natively(
     """Does the same as `prepare_image`, decoding with TensorFlow only what `native/` cannot."""
 
     def finish(image: tf.Tensor, region: Region) -> tf.Tensor:
-        mirrored = Uniforms.split(uniforms).mirror[0] < preprocess.mirror_probability
+        mirrored = is_mirrored(uniforms, preprocess)
         return tf_native.finish_region(image, region, preprocess, mirrored)
 
     if region is not None:
@@ -298,10 +297,20 @@ class TensorFlowOps:
         return tf.concat([first, second], 0)
 
 
+def split(uniforms: tf.Tensor) -> Uniforms:
+    """Does the same as `Uniforms.split`, by one operation."""
+    return Uniforms(*tf.split(uniforms, [1, 2, -1]))
+
+
+def is_mirrored(uniforms: tf.Tensor, preprocess: Preprocess) -> tf.Tensor:
+    """Returns whether an image's random numbers mirror it, a scalar."""
+    return tf.squeeze(split(uniforms).mirror < preprocess.mirror_probability)
+
+
 def find_region(size: tf.Tensor, uniforms: tf.Tensor, preprocess: Preprocess) -> Region:
     """Returns where the output lies in an image of `size`, int32 (2,): height and width."""
     out = tf.constant(preprocess.image_size, tf.float64)
-    named = Uniforms.split(tf.cast(uniforms, tf.float64))
+    named = split(tf.cast(uniforms, tf.float64))
     return preprocess.crop.plan(tf.cast(size, tf.float64), out, named, TensorFlowOps())
 
 
@@ -414,7 +423,7 @@ def mirror_image(image: tf.Tensor, uniforms: tf.Tensor, preprocess: Preprocess) 
         return tf.reverse(image, [1])
     if preprocess.mirror_probability == 0:
         return image
-    mirrored = Uniforms.split(uniforms).mirror[0] < preprocess.mirror_probability
+    mirrored = is_mirrored(uniforms, preprocess)
     return tf.cond(mirrored, lambda: tf.reverse(image, [1]), lambda: image)
 
 

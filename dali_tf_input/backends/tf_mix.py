@@ -30,7 +30,8 @@ def draw_mix(stream: Stream, key: tf.Tensor) -> tf.Tensor:
     seed = tf.constant(stream.spec.seed, tf.int64)
     first = key - reading.place_in_batch(stream, key)
     which, part, *center = tf.unstack(
-        tf.random.stateless_uniform((NUM_UNIFORMS,), tf.stack([~seed, ~first]))
+        tf.raw_ops.StatelessRandomUniform(shape=[NUM_UNIFORMS], seed=tf.stack([~seed, ~first])),
+        NUM_UNIFORMS,
     )
     quantiles = mix.quantiles()
     is_mixed, is_cut = which < mix.p, which < mix.p * mix.cutmix_share
