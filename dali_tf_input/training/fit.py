@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from dali_tf_input.errors import InputError
 from dali_tf_input.spec.input import InputSpec
@@ -113,6 +114,7 @@ class Training(keras.callbacks.CallbackList):
         self._batches_before = 0  # of the epoch, in earlier calls of `fit`
         self._epoch_start = 0
         self._raw_weights: list[Any] = []
+        self._is_built = False
         super().__init__(
             [*self._watchers, self.counter],
             add_progbar=verbose != 0,
@@ -181,17 +183,32 @@ class Training(keras.callbacks.CallbackList):
             if waiting := by_class.get(type(callback).__name__):
                 vars(callback).update(waiting.pop(0))
 
-    def build_metrics(self, element_spec: Any) -> None:
-        """Builds the metrics of a resumed epoch; Keras would build them only in its first step."""
-        saved = sum(name.startswith("metric/") for name in self._arrays)
-        if not self._batches_before or len(self.model.metrics_variables) == saved:
+    def build(self, element_spec: Any) -> None:
+        """Builds the optimizer and the metrics, as Keras does under a strategy and with JAX.
+
+        Otherwise Keras builds them in the first step, which TensorFlow then traces twice: that is
+        half of the time to it. And a resumed epoch continues with metrics that exist.
+        """
+        model = self.model
+        # A step of one's own may use the model, and metrics, in another way.
+        is_usual = type(model).train_step is keras.Model.train_step
+        in_first_step = is_usual and keras.backend.backend() == "tensorflow"
+        if self._is_built or not model.built or not (in_first_step or self._batches_before):
             return
-        x, *targets = keras.tree.map_structure(
-            lambda spec: np.zeros((1, *spec.shape[1:]), spec.dtype.as_numpy_dtype), element_spec
-        )
+        self._is_built = True
+        model.optimizer.build(model.trainable_variables)
+
+        def describe(spec: Any) -> Any:
+            return keras.KerasTensor((1, *spec.shape[1:]), tf.as_dtype(spec.dtype).name)
+
+        def make_zeros(spec: Any) -> Any:
+            return np.zeros((1, *spec.shape[1:]), tf.as_dtype(spec.dtype).as_numpy_dtype)
+
+        inputs = keras.tree.map_structure(describe, element_spec[0])
+        outputs = keras.tree.map_structure(make_zeros, model.compute_output_spec(inputs))
+        x, *targets = keras.tree.map_structure(make_zeros, element_spec)
         y, *weights = targets or [None]
-        outputs = self.model(x, training=False)
-        self.model.compute_metrics(x, y, outputs, *weights)
+        model.compute_metrics(x, y, outputs, *weights)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Does nothing: `run` has begun the training."""

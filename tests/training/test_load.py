@@ -145,6 +145,66 @@ def test_fit_learns(dataset, options, make_strategy):
     assert len(history["val_loss"]) == 12
 
 
+class Traced(keras.layers.Layer):
+    """Counts how often TensorFlow traces it in training."""
+
+    count = 0
+
+    def call(self, images, training=False):
+        Traced.count += bool(training)
+        return images
+
+
+class OwnModel(keras.Model):
+    """Knows the shape of its images only once it was called."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.all = layers
+
+    def call(self, images, training=False):
+        for layer in self.all:
+            takes = {"training": training} if isinstance(layer, Traced) else {}
+            images = layer(images, **takes)
+        return images
+
+
+class OwnStep(OwnModel):
+    """Trains on more than what it is called with."""
+
+    def train_step(self, data):
+        (images, ids), labels = (data[0]["image"], data[0]["record_id"]), data[1]
+        tf.debugging.assert_type(ids, tf.int64)
+        return super().train_step((images, labels))
+
+
+def in_sequence(layers):
+    return keras.Sequential([keras.Input((24, 24, 3)), *layers])
+
+
+@pytest.mark.parametrize(
+    ("make", "is_called", "is_once"),
+    [
+        (in_sequence, False, True),
+        (OwnModel, True, True),
+        (OwnModel, False, False),
+        (OwnStep, True, False),
+    ],
+)
+def test_how_often_the_first_step_is_traced(dataset, make, is_called, is_once):
+    """Once for a model that is built and has Keras's step, as all variables are made before."""
+    model = make([Traced(), keras.layers.Flatten(), keras.layers.Dense(24)])
+    if is_called:
+        model(np.zeros((1, 24, 24, 3), np.float32))
+    model.compile("adam", FROM_LOGITS, metrics=["accuracy"])
+    changes = {"class_weight": {3: 2.0}, "record_ids": make is OwnStep}
+    spec = make_spec(dataset, "global", Preprocess.for_training(24), **changes)
+    Traced.count = 0
+    history = fit(model, load(spec, TF_DATA, batch_size=8), epochs=2)
+    assert (Traced.count == 1) == is_once
+    assert history["loss"][0] > 0
+
+
 @backends
 def test_a_custom_loop_trains(dataset, options):
     strategy = mirrored()
