@@ -23,7 +23,9 @@ PAGES += [ROOT / "llms.txt", ROOT / "skills/dali-tf-input/SKILL.md"]
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_site_builds(tmp_path):
+    """As `make docs` builds it, which is run before the tests."""
     process = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path],
         cwd=ROOT,

@@ -10,3 +10,4 @@ import tensorflow as tf  # noqa: E402, F401
 
 gc.enable()
 gc.freeze()
+gc.set_threshold(20_000)  # see conftest.py

@@ -115,7 +115,8 @@ def test_a_worker_that_dies_ends_the_others_and_restart_resumes(sample_folder, t
     epochs = step // 3 + 2
     outputs = finish(start(sample_folder, *arguments, f"--epochs={epochs}"))
     assert all(f"resume      after step {step:,} of {3 * epochs:,}" in output for output in outputs)
-    uninterrupted = start(sample_folder, f"--resume={tmp_path}/whole", f"--epochs={epochs}")
+    arguments = [f"--resume={tmp_path}/whole", f"--epochs={epochs}"]
+    uninterrupted = start(sample_folder, *arguments, workers=0)
     finish(uninterrupted)
     assert_same_weights(tmp_path / "run", tmp_path / "whole")
 

@@ -259,8 +259,14 @@ def test_stages(sample_folder, tmp_path):
         assert sum(row["share"] for row in rows.values()) == pytest.approx(1)
     assert re.search("^tf_data: [a-z ]+ costs most, [0-9]+% of the time", process.stdout, re.M)
     assert (tmp_path / "stages.png").stat().st_size > 10_000
-    arguments = [*arguments, "--backends=dali_cpu", "--order=buffer"]
-    process = run("compare_throughput.py", "--stages", *arguments, cwd=sample_folder)
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_stages_of_one_backend(sample_folder):
+    arguments = [FILES, "--batch_size=16", "--image_size=32", "--seconds=0.1", "--repeats=1"]
+    arguments += ["--stages", "--backends=dali_cpu", "--order=buffer"]
+    process = run("compare_throughput.py", *arguments, cwd=sample_folder)
     assert re.search("^dali_cpu +read ", process.stdout, re.M)
     assert "tf_data" not in process.stdout
 

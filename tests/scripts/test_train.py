@@ -52,11 +52,13 @@ def test_train_resumes(sample_folder, tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     assert "Epoch " not in done.stdout
     assert "in 2 epochs" in done.stdout
-    process = run("train.py", *arguments, "--epochs=3", "--seed=1", cwd=sample_folder)
+    process = run("train.py", *arguments, "--epochs=3", "--seed=1", cwd=sample_folder, here=True)
     fails(process, "`seed` was 0, is 1")
-    process = run("train.py", *arguments, "--order=buffer", cwd=sample_folder)
+    process = run("train.py", *arguments, "--order=buffer", cwd=sample_folder, here=True)
     fails(process, "--resume needs --order=global, got buffer")
-    process = run("train.py", *arguments, "--epochs=3", "--num_classes=50", cwd=sample_folder)
+    process = run(
+        "train.py", *arguments, "--epochs=3", "--num_classes=50", cwd=sample_folder, here=True
+    )
     fails(process, "is damaged, or belongs to another model")
 
 
@@ -126,11 +128,11 @@ def test_labels_that_do_not_name_all_classes(tmp_path):
     said = (
         "There are 2 classes by labels.txt, and labels go up to 7: --num_classes must be above it"
     )
-    fails(run("train.py", *arguments), said)
+    fails(run("train.py", *arguments, here=True), said)
     said = "There are 7 classes by --num_classes, and labels go up to 7"
-    fails(run("train.py", *arguments, "--num_classes=7"), said)
+    fails(run("train.py", *arguments, "--num_classes=7", here=True), said)
     (tmp_path / "labels.txt").write_text("\n")
-    fails(run("train.py", *arguments), "labels.txt names no label")
+    fails(run("train.py", *arguments, here=True), "labels.txt names no label")
     (tmp_path / "labels.txt").write_bytes(b"\xe9\n" * 8 + b"\n")
     process = run("train.py", *arguments)
     assert (process.returncode, process.stderr) == (0, "")
