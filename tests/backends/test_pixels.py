@@ -101,7 +101,8 @@ def raise_first(dataset):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_decode_of_all_levels(tmp_path, backend):
     held = [example(one, n) for n, one in enumerate(images())]
-    dataset = write_indexed(tmp_path / "train", held, dti.Checks(verify="decode"))
+    checks = dti.Checks(verify="decode", decoder="dali")
+    dataset = write_indexed(tmp_path / "train", held, checks)
     spec = spec_of(dataset, "sequential", dti.Preprocess.for_evaluation(24), repeat=False)
     assert (dataset.largest_image, len(spec.class_counts)) == ((200, 150), 12)
     batches = list(make_dataset(spec, BACKENDS[backend], batch_size=4))
@@ -127,7 +128,7 @@ def test_convert_stores_pixels(tmp_path):
     assert process.returncode == 0, process.stderr
     for folder, shapes in (("one", {(32, 48), (30, 20)}), ("three", {(40, 60), (30, 20)})):
         files = tmp_path / folder / "*-of-*"
-        report = dti.build_index(files, dti.Checks(verify="decode"))
+        report = dti.build_index(files, dti.Checks(verify="decode", decoder="dali"))
         assert report.summary.images.formats == {"pixels": 4}
         dataset = dti.Records.from_files(files)
         found = [dataset.read(number) for number in range(4)]

@@ -67,13 +67,14 @@ def test_index_skips_bad_records(tmp_path):
     examples[40]["image/encoded"] = b"404 not found"
     write_tfrecord(tmp_path / "train", examples)
     assert run("index", tmp_path / "train").returncode == 0
-    process = run("index", "--verify=decode", tmp_path / "train")
+    decode = ["--verify=decode", "--decoder=dali"]
+    process = run("index", *decode, tmp_path / "train")
     fails(process, "record 40, byte ", bad_records=True)
-    process = run("index", "--verify=decode", "--on_bad=skip", tmp_path / "train")
+    process = run("index", *decode, "--on_bad=skip", tmp_path / "train")
     assert (process.returncode, process.stderr) == (0, "")
     assert rows(process.stdout)["skipped"] == "1 record (1.00%), listed in bad_records.jsonl"
     assert json.loads((tmp_path / "bad_records.jsonl").read_text())["record"] == 40
-    flags = ["--verify=decode", "--on_bad=skip", "--max_bad_fraction=0.001", "--force"]
+    flags = [*decode, "--on_bad=skip", "--max_bad_fraction=0.001", "--force"]
     process = run("index", *flags, tmp_path / "train")
     said = "1 of 100 records are bad, 1.00%, over `max_bad_fraction` 0.10%"
     fails(process, said, "--max_bad_fraction")

@@ -32,7 +32,8 @@ def records(tmp_path_factory):
     with open(folder / "train-2", "r+b") as stream:  # the length of the record
         stream.seek(list(scan_records(stream.name))[FLIPPED - 202][0])
         stream.write(b"\xff")
-    build_index(folder / "train-?", Checks(verify="decode"), on_bad="skip", max_bad_fraction=0.1)
+    checks = Checks(verify="decode", decoder="dali")
+    build_index(folder / "train-?", checks, on_bad="skip", max_bad_fraction=0.1)
     return Records.from_files(folder / "train-?")
 
 

@@ -421,7 +421,8 @@ def test_deeper_levels(tmp_path):
     file.write_bytes(b"".join([*records, frame_record(b"\xff\xff"), bytes(ruined)]))
 
     def reasons(level, key=None, **changes):
-        checks = Checks(verify=level, label=ClassLabel(num_classes=5, key=key), **changes)
+        label = ClassLabel(num_classes=5, key=key)
+        checks = Checks(verify=level, decoder="dali", label=label, **changes)
         report, faults = index_with_faults(file, checks, **SKIP)
         return report.written, {record: reason for _, record, reason in faults}
 

@@ -24,8 +24,13 @@ SAMPLE = ["--files=data/sample/train-*"]
 @pytest.mark.parametrize(
     "rows",
     [
-        ["tf_data", "dali_cpu_by_hand", "dali_cpu", "decode_only"],
-        nightly(["tf_data_serial", "tf_data_by_hand", "tf_data", "tf_data_plain", "dali_cpu_bare"]),
+        ["tf_data", "dali_cpu", "decode_only"],
+        nightly(
+            [
+                *("tf_data_serial", "tf_data_by_hand", "tf_data", "tf_data_plain"),
+                *("dali_cpu_by_hand", "dali_cpu_bare"),
+            ]
+        ),
     ],
     ids=["few", "others"],
 )

@@ -276,7 +276,7 @@ def test_tune(sample_folder, tmp_path):
     """The options are printed as Python, and are in the report."""
     report = tmp_path / "all.json"
     arguments = [FILES, "--batch_size=16", "--image_size=32", "--seconds=0.1", "--backends=tf_data"]
-    arguments += ["--repeats=2"]
+    arguments += ["--repeats=1"]
     process = run(
         "compare_throughput.py", "--tune", *arguments, f"--json={report}", cwd=sample_folder
     )

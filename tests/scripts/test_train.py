@@ -63,6 +63,7 @@ def test_train_resumes(sample_folder, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_train_augments(sample_folder):
     arguments = [*SAMPLE, "--replicas=2", "--epochs=1", "--image_size=32"]
     process = run("train.py", *arguments, "--augment=trivial,erasing", cwd=sample_folder)

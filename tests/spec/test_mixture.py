@@ -247,7 +247,7 @@ def test_a_bad_record_with_other_keys_is_named(tmp_path, pictures):
     os.truncate(tmp_path / "photos-0", os.path.getsize(tmp_path / "photos-0") - 4)
     dti.build_index(
         tmp_path / "photos-0",
-        dti.Checks(verify="decode"),
+        dti.Checks(verify="decode", decoder="dali"),
         on_bad="skip",
         force=True,
         max_bad_fraction=0.1,
