@@ -184,30 +184,24 @@ class Training(keras.callbacks.CallbackList):
                 vars(callback).update(waiting.pop(0))
 
     def build(self, element_spec: Any) -> None:
-        """Builds the optimizer and the metrics, as Keras does under a strategy and with JAX.
+        """Builds the optimizer and, where it can, the metrics of a model that is built.
 
-        Otherwise Keras builds them in the first step, which TensorFlow then traces twice: that is
+        Keras would build them in the first step. TensorFlow then traces that step twice, which is
         half of the time to it. And a resumed epoch continues with metrics that exist.
         """
         model = self.model
-        # A step of one's own may use the model, and metrics, in another way.
-        is_usual = type(model).train_step is keras.Model.train_step
-        in_first_step = is_usual and keras.backend.backend() == "tensorflow"
-        if self._is_built or not model.built or not (in_first_step or self._batches_before):
+        if self._is_built or not model.built:
             return
         self._is_built = True
         model.optimizer.build(model.trainable_variables)
-
-        def describe(spec: Any) -> Any:
-            return keras.KerasTensor((1, *spec.shape[1:]), tf.as_dtype(spec.dtype).name)
-
-        def make_zeros(spec: Any) -> Any:
-            return np.zeros((1, *spec.shape[1:]), tf.as_dtype(spec.dtype).as_numpy_dtype)
-
-        inputs = keras.tree.map_structure(describe, element_spec[0])
-        outputs = keras.tree.map_structure(make_zeros, model.compute_output_spec(inputs))
-        x, *targets = keras.tree.map_structure(make_zeros, element_spec)
+        x, *targets = keras.tree.map_structure(_make_zeros, element_spec)
         y, *weights = targets or [None]
+        if (shapes := _find_output_shapes(model, element_spec[0])) is not None:
+            outputs = keras.tree.map_structure(_make_zeros, shapes)
+        elif self._batches_before:
+            outputs = model(x, training=False)
+        else:
+            return
         model.compute_metrics(x, y, outputs, *weights)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -279,6 +273,32 @@ class Training(keras.callbacks.CallbackList):
                 callback.save()
         if self._resume:
             self._resume.save(self.model, self._state, arrays)
+
+
+def _find_output_shapes(model: keras.Model, input_spec: Any) -> Any:
+    """Returns a KerasTensor for each output of a training step; None if only the step can tell.
+
+    That is so unless Keras's own step trains layers that are connected to each other.
+    """
+    kind = type(model)
+    has_own_step = any(
+        getattr(kind, name) is not getattr(keras.Model, name)
+        for name in ("train_step", "compute_metrics")
+    )
+    is_connected = getattr(model, "outputs", None)
+    if has_own_step or not is_connected or keras.backend.backend() != "tensorflow":
+        return None
+    inputs = keras.tree.map_structure(
+        lambda spec: keras.KerasTensor(spec.shape, spec.dtype.name), input_spec
+    )
+    shapes = model.compute_output_spec(inputs)
+    is_known = all(None not in one.shape[1:] for one in keras.tree.flatten(shapes))
+    return shapes if is_known else None
+
+
+def _make_zeros(spec: Any) -> Any:
+    """Returns zeros of the shape and type of `spec`, but for one image."""
+    return np.zeros((1, *spec.shape[1:]), tf.as_dtype(spec.dtype).as_numpy_dtype)
 
 
 def _plain_attributes(callback: keras.callbacks.Callback) -> dict[str, Any]:

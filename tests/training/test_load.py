@@ -186,13 +186,17 @@ def in_sequence(layers):
     ("make", "is_called", "is_once"),
     [
         (in_sequence, False, True),
-        (OwnModel, True, True),
+        (in_sequence, True, True),
         (OwnModel, False, False),
+        (OwnModel, True, False),
         (OwnStep, True, False),
     ],
 )
 def test_how_often_the_first_step_is_traced(dataset, make, is_called, is_once):
-    """Once for a model that is built and has Keras's step, as all variables are made before."""
+    """Once for connected layers and Keras's own step: what it trains is built before.
+
+    Others train as they do in Keras.
+    """
     model = make([Traced(), keras.layers.Flatten(), keras.layers.Dense(24)])
     if is_called:
         model(np.zeros((1, 24, 24, 3), np.float32))
