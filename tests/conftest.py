@@ -75,7 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None):
         return  # its workers run the tests: this process needs no TensorFlow
     tf = import_tensorflow()
-    gc.set_threshold(20_000)  # graphs are many objects: by default a twentieth of the time
+    gc.set_threshold(20_000)  # graphs are many objects; the default costs 5% of the time
     if on_gpu and os.environ.get("GPU_TESTS_ON") != "cpu":
         return  # with logical devices, also of the CPU, TensorFlow ignores memory growth
     cpu = tf.config.list_physical_devices("CPU")[0]

@@ -159,7 +159,7 @@ def call(line: str) -> str:
     if any(word in line for word in ELSEWHERE):
         words = [*words[:2], "--help"]
     elif words[1] == "convert":
-        words += ["--overwrite", "--decoder=none"]  # which another process would ask
+        words += ["--overwrite", "--decoder=none"]  # which takes no second process
     return (
         "import subprocess, sys\n"
         f"subprocess.run([sys.executable, '-m', 'dali_tf_input', *{words[1:]}], check=True)\n"

@@ -350,7 +350,7 @@ def draw_uniforms(stream: Stream, key: tf.Tensor, view: int = 0) -> tuple[tf.Ten
     """
     seed = tf.constant(stream.spec.seed + (view << 32), tf.int64)
     preprocess = [*stream.spec.image_views.values()][view]
-    # The numbers of `tf.random.stateless_uniform`, without the six operations that scale them.
+    # The numbers of `tf.random.stateless_uniform`, without the operations that scale them.
     uniforms = tf.raw_ops.StatelessRandomUniform(
         shape=[preprocess.num_uniforms], seed=tf.stack([seed, key])
     )

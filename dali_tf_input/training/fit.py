@@ -1,5 +1,6 @@
 """The callbacks that make several calls of Keras's `fit` look like a single one."""
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -114,7 +115,7 @@ class Training(keras.callbacks.CallbackList):
         self._batches_before = 0  # of the epoch, in earlier calls of `fit`
         self._epoch_start = 0
         self._raw_weights: list[Any] = []
-        self._is_built = False
+        self._element_spec: Any = None  # until what can be built is built
         super().__init__(
             [*self._watchers, self.counter],
             add_progbar=verbose != 0,
@@ -183,26 +184,18 @@ class Training(keras.callbacks.CallbackList):
             if waiting := by_class.get(type(callback).__name__):
                 vars(callback).update(waiting.pop(0))
 
-    def build(self, element_spec: Any) -> None:
-        """Builds the optimizer and, where it can, the metrics of a model that is built.
-
-        Keras would build them in the first step. TensorFlow then traces that step twice, which is
-        half of the time to it. And a resumed epoch continues with metrics that exist.
-        """
-        model = self.model
-        if self._is_built or not model.built:
+    def build_metrics(self, element_spec: Any) -> None:
+        """Builds the metrics of a resumed epoch; Keras would build them only in its first step."""
+        self._element_spec = element_spec
+        saved = sum(name.startswith("metric/") for name in self._arrays)
+        if not self._batches_before or len(self.model.metrics_variables) == saved:
             return
-        self._is_built = True
-        model.optimizer.build(model.trainable_variables)
-        x, *targets = keras.tree.map_structure(_make_zeros, element_spec)
+        x, *targets = keras.tree.map_structure(
+            lambda spec: np.zeros((1, *spec.shape[1:]), spec.dtype.as_numpy_dtype), element_spec
+        )
         y, *weights = targets or [None]
-        if (shapes := _find_output_shapes(model, element_spec[0])) is not None:
-            outputs = keras.tree.map_structure(_make_zeros, shapes)
-        elif self._batches_before:
-            outputs = model(x, training=False)
-        else:
-            return
-        model.compute_metrics(x, y, outputs, *weights)
+        outputs = self.model(x, training=False)
+        self.model.compute_metrics(x, y, outputs, *weights)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Does nothing: `run` has begun the training."""
@@ -220,6 +213,30 @@ class Training(keras.callbacks.CallbackList):
                 for variable, value in zip(self.model.metrics_variables, metrics, strict=True):
                     variable.assign(value)
         super().on_epoch_begin(epoch, logs)
+        if self._element_spec and _is_kerass(self.model):
+            self._build()
+        self._element_spec = None
+
+    def _build(self) -> None:
+        """Builds the optimizer and the metrics, as Keras does under a strategy.
+
+        Otherwise the first step builds them, and TensorFlow traces it twice, which doubles the time
+        it takes.
+        """
+        model, (x, *targets) = self.model, self._element_spec
+        if not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+        batch_size = keras.tree.flatten(x)[0].shape[0]
+
+        def describe(output: keras.KerasTensor) -> tf.TensorSpec:
+            return tf.TensorSpec((batch_size, *output.shape[1:]), output.dtype)
+
+        outputs = model.outputs[0] if isinstance(model, keras.Sequential) else model.output
+        outputs = keras.tree.map_structure(describe, outputs)
+        y, *weights = targets or [None]
+        compute = tf.function(functools.partial(model.compute_metrics, None), autograph=False)
+        with keras.StatelessScope():  # the metrics keep their values
+            compute.get_concrete_function(y, outputs, *weights)
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Passes on the number of the batch in its epoch."""
@@ -275,30 +292,22 @@ class Training(keras.callbacks.CallbackList):
             self._resume.save(self.model, self._state, arrays)
 
 
-def _find_output_shapes(model: keras.Model, input_spec: Any) -> Any:
-    """Returns a KerasTensor for each output of a training step; None if only the step can tell.
+def _is_kerass(model: keras.Model) -> bool:
+    """Whether a model is one of layers of Keras, trained by TensorFlow in Keras's own step.
 
-    That is so unless Keras's own step trains layers that are connected to each other.
+    Others may make variables in the step, or train other ones than theirs.
     """
-    kind = type(model)
-    has_own_step = any(
-        getattr(kind, name) is not getattr(keras.Model, name)
-        for name in ("train_step", "compute_metrics")
-    )
-    is_connected = getattr(model, "outputs", None)
-    if has_own_step or not is_connected or keras.backend.backend() != "tensorflow":
-        return None
-    inputs = keras.tree.map_structure(
-        lambda spec: keras.KerasTensor(spec.shape, spec.dtype.name), input_spec
-    )
-    shapes = model.compute_output_spec(inputs)
-    is_known = all(None not in one.shape[1:] for one in keras.tree.flatten(shapes))
-    return shapes if is_known else None
 
+    def is_own(layer: Any) -> bool:
+        if not type(layer).__module__.startswith("keras."):
+            return False
+        return all(map(is_own, getattr(layer, "layers", ())))
 
-def _make_zeros(spec: Any) -> Any:
-    """Returns zeros of the shape and type of `spec`, but for one image."""
-    return np.zeros((1, *spec.shape[1:]), tf.as_dtype(spec.dtype).as_numpy_dtype)
+    if keras.backend.backend() != "tensorflow" or not model.built or not model.optimizer:
+        return False
+    outputs = getattr(model, "outputs", None) or ()
+    has_known_outputs = outputs and all(None not in one.shape[1:] for one in outputs)
+    return bool(has_known_outputs) and is_own(model) and "train_step" not in vars(model)
 
 
 def _plain_attributes(callback: keras.callbacks.Callback) -> dict[str, Any]:

@@ -347,7 +347,7 @@ class Input:
             stage = dataclasses.replace(schedule.spec_of(epoch), class_weight=spec.class_weight)
             dataset = self._make_dataset(stage, positions, endless=True)
             if self.strategy is None:
-                training.build(dataset.element_spec)
+                training.build_metrics(dataset.element_spec)
             valid = getattr(held_out, "dataset", held_out)
             shared = {"validation_data": valid, "shuffle": False, "verbose": verbose}
             model.fit(dataset, **shared, **part, **arguments)

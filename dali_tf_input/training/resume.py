@@ -306,7 +306,8 @@ class Resume:
             with scope_of(model), warnings.catch_warnings():
                 # Keras's word for another kind of optimizer.
                 warnings.filterwarnings("error", message="Skipping variable loading")
-                model.optimizer.build(model.trainable_variables)
+                if not model.optimizer.built:  # LossScaleOptimizer would add variables
+                    model.optimizer.build(model.trainable_variables)
                 model.load_weights(path)
         except (OSError, ValueError, KeyError, UserWarning) as error:
             raise InputError(

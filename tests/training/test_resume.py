@@ -174,6 +174,28 @@ def test_after_crashes(records, whole, tmp_path, monkeypatch, crashes):
     assert len(names) == 3
 
 
+class Scale(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.optimizer.dynamic_scale.assign(4.0)
+
+
+def test_the_scale_of_the_loss_is_kept(records, tmp_path):
+    """In mixed precision: by new models that resume, and by one that goes on."""
+    keras.mixed_precision.set_global_policy("mixed_float16")
+    try:
+        models = [make_network(use_ema=False) for _ in range(3)]
+        for epochs, model in enumerate([*models, models[-1]], start=1):
+            callbacks = [Scale()] if epochs == 1 else []
+            resume = str(tmp_path / "run")
+            feed(records).fit(model, epochs=epochs, resume=resume, callbacks=callbacks, verbose=0)
+            assert float(model.optimizer.dynamic_scale) == 4
+        feed(records).fit(model, verbose=0)
+        assert float(model.optimizer.dynamic_scale) == 4
+        assert len({len(model.optimizer.variables) for model in models}) == 1
+    finally:
+        keras.mixed_precision.set_global_policy("float32")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "how", ["two replicas", *map(nightly, ("dali", "mixed precision", "in a graph"))]
