@@ -95,7 +95,7 @@ check: $(DEVELOPED)  ## Check style, types, spelling and the import floors; chan
 	$(RUN) -m codespell_lib dali_tf_input scripts tests docs skills llms.txt *.md Makefile
 	$(RUN) -m proselint --config .proselintrc.json check docs/*.md skills/*/*.md llms.txt *.md
 	$(or $(PYTHON_SITE),$(VENV))/bin/shellcheck .ci/run scripts/*.sh
-	$(RUN) -m pytest -q tests/test_floors.py
+	$(RUN) -m pytest -q -m 'not gpu' tests/test_floors.py
 
 format: $(DEVELOPED)  ## Format the code; the only verb that edits
 	$(RUN) -m ruff check --fix

@@ -115,8 +115,9 @@ reveal_type(train)
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_type_checkers_know_the_names(tmp_path):
-    """A user's file passes mypy --strict; a wrong type in it does not."""
+    """A user's file passes mypy --strict; a wrong type in it does not. `make check` runs this too."""
     (tmp_path / "none.ini").write_text("[mypy]\nfollow_imports_for_stubs = true\n")
     flags = ["--follow-imports=silent", f"--cache-dir={tmp_path}/cache"]
     flags += ["--strict", f"--config-file={tmp_path}/none.ini"]

@@ -20,7 +20,7 @@ import conftest
 import numpy as np
 import pytest
 from commands import python
-from conftest import encode, jpeg, numbered_examples, refused, spec_of, write_tfrecord
+from conftest import encode, jpeg, nightly, numbered_examples, refused, spec_of, write_tfrecord
 
 from dali_tf_input import Checks, ClassLabel, Preprocess, Records, build_index
 from dali_tf_input.index import scan, worker, workers
@@ -606,7 +606,8 @@ KILLED = """if True:
 
 
 @pytest.mark.slow
-def test_kill_at_any_moment(tmp_path):
+@pytest.mark.parametrize("kills", [7, nightly(28)])
+def test_kill_at_any_moment(tmp_path, kills):
     """Killed with its workers again and again, a run leaves old indexes or new ones; the next run
     continues.
     """
@@ -624,9 +625,9 @@ def test_kill_at_any_moment(tmp_path):
     subprocess.run(command, check=True)
     seconds = time.perf_counter() - start
     outcomes = set()
-    for number in range(14):
+    for number in range(kills):
         process = subprocess.Popen(command, start_new_session=True)
-        time.sleep(seconds * (0.4 + 0.05 * number))
+        time.sleep(seconds * (0.4 + 0.7 * number / kills))
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         found = indexes(tmp_path)

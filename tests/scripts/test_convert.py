@@ -21,6 +21,7 @@ from conftest import (
     SCRIPTS,
     image_zoo,
     jpeg,
+    nightly,
     numbered_examples,
     refused,
     scan_records,
@@ -436,7 +437,8 @@ def test_the_number_of_files_follows_the_size(tmp_path, photos, monkeypatch):
 
 
 @pytest.mark.slow
-def test_convert_killed_at_any_moment(tmp_path, photos):
+@pytest.mark.parametrize("kills", [4, nightly(16)])
+def test_convert_killed_at_any_moment(tmp_path, photos, kills):
     """The set is there whole, the old one or the new one, or not at all; the next run clears up."""
     command = [sys.executable, "-m", "dali_tf_input", "convert", "--overwrite", "--num_files=4"]
     command += ["--decoder=none", photos, tmp_path / "out"]
@@ -448,10 +450,10 @@ def test_convert_killed_at_any_moment(tmp_path, photos):
     subprocess.run([*command, "--seed=0"], check=True, capture_output=True)
     old = set_bytes(tmp_path / "out")
     assert old != new
-    for number in range(8):
+    for number in range(kills):
         options = {"start_new_session": True, "stdout": subprocess.DEVNULL}
         process = subprocess.Popen([*command, "--seed=1"], **options)
-        time.sleep(seconds * (0.3 + 0.1 * number))
+        time.sleep(seconds * (0.3 + 0.8 * number / kills))
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         sets = [set_bytes(path) for path in tmp_path.glob("out*")]

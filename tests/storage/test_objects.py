@@ -636,7 +636,7 @@ def dask(monkeypatch):
 def test_index_by_dask(stored, tmp_path, dask):
     """By two workers, of which one is killed."""
     address, (victim, *_) = dask
-    checks = dti.Checks(verify="decode", decoder="tf_data")
+    checks = dti.Checks(verify="decode", decoder="dali")
     dti.build_index(f"{stored}/train-*", checks, index_dir=tmp_path / "own")
     with connect_dask(address) as executor:
         os.kill(victim, signal.SIGKILL)
@@ -649,7 +649,7 @@ def test_index_by_dask(stored, tmp_path, dask):
 def test_convert_by_dask(stored, tmp_path, dask):
     dti.build_index(f"{stored}/train-*")
     for name, where in (("here", ()), ("there", (f"--dask={dask[0]}",))):
-        words = ["convert", "--num_files=2", *where]
+        words = ["convert", "--num_files=2", "--decoder=dali", *where]
         process = commands.run(*words, f"{stored}/train-*", tmp_path / name)
         assert (process.returncode, process.stderr) == (0, "")
     for path in (tmp_path / "here").iterdir():
