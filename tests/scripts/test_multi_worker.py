@@ -139,7 +139,7 @@ def test_ctrl_c_while_another_worker_is_waited_for(sample_folder):
 @pytest.mark.slow
 def test_workers_that_do_not_share_the_folder(sample_folder, tmp_path):
     """One has a state, the other has none: both say so, and nobody trains on."""
-    finish(start(sample_folder, "--epochs=1", f"--resume={tmp_path}/0"))
+    finish(start(sample_folder, "--epochs=1", f"--resume={tmp_path}/0", workers=0))
     (tmp_path / "1").mkdir()
     processes = start(sample_folder, "--epochs=2", f"--resume={tmp_path}/{{}}")
     for process in processes:
