@@ -293,9 +293,9 @@ class Training(keras.callbacks.CallbackList):
 
 
 def _is_kerass(model: keras.Model) -> bool:
-    """Whether a model is one of layers of Keras, trained by TensorFlow in Keras's own step.
+    """Whether a model consists of Keras's layers and TensorFlow trains it in Keras's own step.
 
-    Others may make variables in the step, or train other ones than theirs.
+    Other models may make variables in the step, or train variables that are not theirs.
     """
 
     def is_own(layer: Any) -> bool:

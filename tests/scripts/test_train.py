@@ -64,7 +64,7 @@ def test_train_resumes(sample_folder, tmp_path):
 
 @pytest.mark.slow
 def test_train_augments(sample_folder):
-    arguments = [*SAMPLE, "--epochs=1", "--image_size=32"]
+    arguments = [*SAMPLE, "--replicas=2", "--epochs=1", "--image_size=32"]
     process = run("train.py", *arguments, "--augment=trivial,erasing", cwd=sample_folder)
     assert (process.returncode, process.stderr) == (0, "")
     assert "validation accuracy" in process.stdout
