@@ -25,7 +25,7 @@ PYTEST := env -u PYTHONDONTWRITEBYTECODE $(RUN) -m pytest --dist=worksteal --dur
 
 .DEFAULT_GOAL := help
 .PHONY: help install data index compare train doctor profile tune preview soak gpu-check
-.PHONY: test test-slow test-nightly test-gpu check format docs clean
+.PHONY: test test-slow test-nightly test-gpu check format docs wheel clean
 
 help:  ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F '\t' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -104,8 +104,15 @@ format: $(DEVELOPED)  ## Format the code; the only verb that edits
 docs: $(DEVELOPED)  ## Build the documentation in results/site
 	@NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs --quiet build --strict --site-dir results/site
 
+wheel: $(DEVELOPED)  ## Build the wheel and the source distribution in dist/, check them, use the wheel as pip's users do
+	@rm -rf dist
+	@$(RUN) -m build --quiet --outdir dist
+	@$(RUN) -m twine check --strict dist/*
+	@$(RUN) -m auditwheel show dist/*.whl
+	@$(PYTEST) -m wheel tests/test_wheel.py
+
 clean:  ## Remove everything that was made: .venv, data/sample, results, caches
-	rm -rf .venv data/sample results build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv data/sample results build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(if $(PYTHON_SITE),,$(INSTALLED)): pyproject.toml setup.py scripts/install.sh

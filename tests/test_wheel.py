@@ -11,8 +11,10 @@ import sys
 import sysconfig
 
 import pytest
-from conftest import QUICK_IMPORTS, ROOT, jpeg, make_once
+from conftest import QUICK_IMPORTS, ROOT, jpeg
 from test_snippets import NETWORKS
+
+pytestmark = pytest.mark.wheel
 
 WITHOUT_PLUGIN = """
 import sys
@@ -38,28 +40,18 @@ print("native:", uses_native("auto"))
 @pytest.fixture(scope="module")
 def python(tmp_path_factory):
     """Returns the Python of an environment into which the wheel is installed."""
-    return make_once(tmp_path_factory, "wheel", make_environment) / "env/bin/python"
-
-
-def make_environment(folder):
-    source = folder / "source"
-    source.mkdir(parents=True)
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    built = shutil.ignore_patterns("__pycache__", "*.so.1")
-    shutil.copytree(ROOT / "dali_tf_input", source / "dali_tf_input", ignore=built)
+    (wheel,) = (ROOT / "dist").glob("*.whl")  # of `make wheel`
+    folder = tmp_path_factory.mktemp("env")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    python = folder / "bin/python"
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    build = ["wheel", "--no-deps", "--no-index", "--no-build-isolation", "-w", folder, source]
-    subprocess.run([*pip, *build], check=True)
-    (wheel,) = folder.glob("*.whl")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "env"], check=True)
-    python = folder / "env/bin/python"
     subprocess.run(
         [*pip, "--python", python, "install", "--no-deps", "--no-index", wheel], check=True
     )
     # What the package depends on is taken from this environment: nothing is downloaded.
-    (packages,) = (folder / "env/lib").glob("python*/site-packages")
+    (packages,) = folder.glob("lib/python*/site-packages")
     (packages / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"])
+    return python
 
 
 def execute(python, folder, *words):
@@ -79,7 +71,6 @@ def execute(python, folder, *words):
     return process.stdout
 
 
-@pytest.mark.slow
 def test_wheel_in_another_folder(python, sample_folder, tmp_path):
     """The index command; the first training of the docs without DALI; what asks for its plugin."""
     where = execute(python, tmp_path, "-c", "import dali_tf_input; print(dali_tf_input.__file__)")
@@ -101,7 +92,6 @@ def test_wheel_in_another_folder(python, sample_folder, tmp_path):
     assert "pip install" in refusal
 
 
-@pytest.mark.slow
 def test_the_command_of_a_pip_user(python, tmp_path):
     """From photos to a sheet, by the commands that the wheel installs; each message names them."""
     for number in range(24):
