@@ -160,6 +160,8 @@ def call(line: str) -> str:
         words = [*words[:2], "--help"]
     elif words[1] == "convert":
         words += ["--overwrite", "--decoder=none"]  # which takes no second process
+    elif words[1] == "preview":  # here, as TensorFlow is imported
+        return f"from dali_tf_input.cli.main import main\nassert main({words[1:]}) == 0\n"
     return (
         "import subprocess, sys\n"
         f"subprocess.run([sys.executable, '-m', 'dali_tf_input', *{words[1:]}], check=True)\n"

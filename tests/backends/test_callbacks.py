@@ -105,9 +105,10 @@ def test_a_process_that_ends_while_it_reads(tmp_path, options):
     """
     write_dataset(tmp_path, [2] * 60)  # opened one after the other, all the time
     code = f"""if True:
-        import os, sys
+        import gc, os, sys
         import dali_tf_input as dti
         from dali_tf_input.backends import dali, tf_data  # once for all
+        gc.freeze()  # nor does each look for garbage among the modules
         for _ in range(4):
             if not os.fork():
                 break

@@ -10,4 +10,3 @@ import tensorflow as tf  # noqa: E402, F401
 
 gc.enable()
 gc.freeze()
-gc.set_threshold(20_000)  # see conftest.py

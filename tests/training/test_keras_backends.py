@@ -36,7 +36,7 @@ def make_model():
     layers = [keras.layers.Input((8, 8, 3)), keras.layers.Flatten(), keras.layers.Dense(24)]
     model = keras.Sequential(layers)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile("adam", loss, metrics=["accuracy"], jit_compile=False)
+    model.compile("adam", loss, metrics=["accuracy"])
     return model
 
 def weights(model):
