@@ -2,10 +2,11 @@
 
 Each row shows the original with its label and the cropped region, then tf.data's image and DALI's,
 both with their mask in colors (--mask_key). A fourth picture, their amplified difference, is shown
-only if they differ visibly. The images are the first of an epoch of order "global": the same
-records, crops and mirrors for both. --records chooses them by their ids, --blame by the losses that
-`train.blame(folder)` stored. Values outside of 0..255 are clipped. With --most the exit code is 1
-if the backends differ by more. An empty --out= draws no sheet.
+only if they differ visibly. Without DALI or its TensorFlow plugin only tf.data's images are shown;
+--most and --device need both backends. The images are the first of an epoch of order "global": the
+same records, crops and mirrors for both. --records chooses them by their ids, --blame by the losses
+that `train.blame(folder)` stored. Values outside of 0..255 are clipped. With --most the exit code
+is 1 if the backends differ by more. An empty --out= draws no sheet.
 
 example: dali-tf-input preview --files='path/train-*' --crop=random_resized_crop --out=sheet.png
 """
@@ -22,6 +23,7 @@ from dali_tf_input.cli import command, pictures
 from dali_tf_input.cli.flags import FileFlags, LabelFlags, WorkFlags, describe_work
 from dali_tf_input.cli.label_names import find_names
 from dali_tf_input.records.losses import find_hardest, read_losses
+from dali_tf_input.records.paths import program
 from dali_tf_input.spec.recipes import Recipe
 
 FLAGS = command.Flags()
@@ -59,25 +61,47 @@ def main(arguments: list[str]) -> int:
         num_images = min(_NUM_IMAGES.value, num_images)
     command.import_tensorflow()
     decode = _WORK.decode.value
-    dali = DaliOptions(device=_DEVICE.value, decode="auto" if decode == "scaled" else decode)
-    other, batch = (  # DALI first, because TensorFlow must not take the GPU's memory before it
-        next(pictures.make_batches(spec, options, num_images))
-        for options in (dali, TfDataOptions(decode=decode))
-    )
-    if any((values != other[name]).any() for name, values in batch.items() if name != "image"):
-        raise InputError(f"The backends serve other records: {batch}, {other}. Please report this.")
-    difference = np.abs(batch["image"] - other["image"])
+    other = None  # DALI first, because TensorFlow must not take the GPU's memory before it
+    if _MOST.present or _DEVICE.present or has_dali():
+        dali = DaliOptions(device=_DEVICE.value, decode="auto" if decode == "scaled" else decode)
+        other = next(pictures.make_batches(spec, dali, num_images))
+    batch = next(pictures.make_batches(spec, TfDataOptions(decode=decode), num_images))
+    difference = subtract(batch, other) if other else None
     if _OUT.value:
-        draw(spec, batch, other["image"])
+        draw(spec, batch, other["image"] if other else None)
     work = describe_work(spec.preprocess)
     print(f"images      {num_images} of {spec.records.num_records:,}: {work}")
-    mean = difference.mean()
-    print(f"difference  mean {mean:.4f} of 255, largest {difference.max():.2f}")
+    if difference is None:
+        print(f"backend     tf.data alone: DALI's plugin does not load, see {program()} doctor")
+    else:
+        print(f"difference  mean {difference.mean():.4f} of 255, largest {difference.max():.2f}")
     if _OUT.value:
         print(f"sheet       in {_OUT.value}")
-    if _MOST.value is not None and mean > _MOST.value:
-        raise InputError(f"The backends' images differ by {mean:.6f}, --most is {_MOST.value}.")
+    most = _MOST.value
+    if difference is not None and most is not None and difference.mean() > most:
+        raise InputError(
+            f"The backends' images differ by {difference.mean():.6f}, --most is {most}."
+        )
     return 0
+
+
+def has_dali() -> bool:
+    """Returns whether DALI and its TensorFlow plugin can be imported."""
+    from dali_tf_input.backends.build import import_dali
+
+    try:
+        import_dali().import_plugin()
+    except InputError:
+        return False
+    return True
+
+
+def subtract(batch: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> np.ndarray:
+    """Returns how far the images of two backends' batches differ, of 255, in each value."""
+    if any((values != other[name]).any() for name, values in batch.items() if name != "image"):
+        raise InputError(f"The backends serve other records: {batch}, {other}. Please report this.")
+    difference: np.ndarray = np.abs(batch["image"] - other["image"])
+    return difference
 
 
 def make_spec() -> InputSpec:
@@ -142,10 +166,11 @@ def lay_over(image: np.ndarray, mask: np.ndarray) -> np.ndarray:
     return np.where((mask > 0)[..., None], 0.5 * image + 0.5 * colors, image)
 
 
-def draw(spec: InputSpec, batch: dict[str, np.ndarray], others: np.ndarray) -> None:
-    """Draws the contact sheet of tf.data's batch and DALI's images and saves it."""
+def draw(spec: InputSpec, batch: dict[str, np.ndarray], others: np.ndarray | None) -> None:
+    """Draws the contact sheet of tf.data's batch and DALI's images, if any, and saves it."""
     names = [*(spec.records.class_names or find_names(spec.records.paths[0]))]
-    images = batch["image"]
+    images, has_others = batch["image"], others is not None
+    others = images if others is None else others
     difference = np.abs(images - others)
     if spec.mask:
         images, others = (
@@ -165,8 +190,9 @@ def draw(spec: InputSpec, batch: dict[str, np.ndarray], others: np.ndarray) -> N
             text += f"\nid {record}"
         tiles.append(pictures.Tile(text, image, box))
         tiles.append(pictures.Tile("tf.data", as_pixels(images[number])))
-        text = "DALI" if differs[number] else "DALI: the same"
-        tiles.append(pictures.Tile(text, as_pixels(others[number])))
+        if has_others:
+            text = "DALI" if differs[number] else "DALI: the same"
+            tiles.append(pictures.Tile(text, as_pixels(others[number])))
         if differs[number]:
             mean, largest = difference[number].mean(), difference[number].max()
             text = f"difference x {_AMPLIFY}\nmean {mean:.2f}, largest {largest:.0f} of 255"
@@ -174,7 +200,7 @@ def draw(spec: InputSpec, batch: dict[str, np.ndarray], others: np.ndarray) -> N
         elif any(differs):
             tiles.append(None)
     height, width = spec.preprocess.image_size
-    across = (3 + any(differs)) * (1 if len(images) <= 4 else 2)
+    across = (2 + has_others + any(differs)) * (1 if len(images) <= 4 else 2)
     title = f"What the model sees: {describe_work(spec.preprocess)}"
     pictures.draw_sheet(tiles, path=_OUT.value, title=title, across=across, aspect=width / height)
 

@@ -1,8 +1,10 @@
 """preview.py: the sheet, and what is on it."""
 
+import sys
+
 import numpy as np
 import pytest
-from commands import load, run
+from commands import fails, load, run
 from conftest import cases, nightly
 from PIL import Image
 
@@ -34,6 +36,21 @@ def test_preview(sample_folder, tmp_path, arguments, largest):
     assert float(line.split()[2]) <= largest
     with Image.open(tmp_path / "sheet.png") as sheet:
         assert min(sheet.size) > 300
+
+
+@pytest.mark.parametrize("module", ["nvidia.dali.plugin.tf", "dali_tf_input.backends.dali"])
+def test_without_dali(sample_folder, tmp_path, monkeypatch, module):
+    """What tf.data makes is shown; what asks for DALI's images is refused."""
+    monkeypatch.setitem(sys.modules, module, None)  # any import of it fails
+    arguments = [FILES, f"--out={tmp_path}/sheet.png", "--num_images=2", "--image_size=32"]
+    process = run("preview", *arguments, cwd=sample_folder)
+    assert (process.returncode, process.stderr) == (0, "")
+    assert "\nbackend     tf.data alone: " in process.stdout
+    assert "difference" not in process.stdout
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        assert min(sheet.size) > 300
+    for flag in ("--most=1", "--device=cpu"):
+        fails(run("preview", *arguments, flag, cwd=sample_folder), "DaliOptions needs ")
 
 
 def test_the_sheet_shows_each_tile_in_its_place(tmp_path):
