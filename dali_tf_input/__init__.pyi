@@ -28,7 +28,7 @@ from .spec.input import InputSpec as InputSpec
 from .spec.mix import Mix as Mix
 from .spec.options import DaliOptions as DaliOptions
 from .spec.options import TfDataOptions as TfDataOptions
-from .spec.order import Shard as Shard
+from .spec.plan import Shard as Shard
 from .spec.preprocess import Preprocess as Preprocess
 from .training.failures import BadRecordError as BadRecordError
 from .training.input import Input as Input

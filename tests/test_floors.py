@@ -14,7 +14,18 @@ from conftest import ROOT
 import dali_tf_input as dti
 
 PACKAGE = Path(dti.__file__).parent
-ROOMS = ["errors", "storage", "records", "spec", "index", "backends", "training", "serving", "cli"]
+ROOMS = [
+    "errors",
+    "random",
+    "storage",
+    "records",
+    "spec",
+    "index",
+    "backends",
+    "training",
+    "serving",
+    "cli",
+]
 UPWARDS = {("index/__main__.py", "cli"), ("__main__.py", "cli")}  # ``python -m ...``
 # Imported when they are used: optional packages, and what takes seconds or serves few.
 LATE = {"obstore", "distributed", "nvidia", "tensorflow", "PIL", "numpy", "pynvml"}

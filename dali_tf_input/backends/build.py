@@ -13,7 +13,7 @@ from dali_tf_input.backends.remote import fetch_all, localize
 from dali_tf_input.errors import BatchSize, InputError, check, checked
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.options import DaliOptions, Options, TfDataOptions
-from dali_tf_input.spec.order import Position, Shard, check_step
+from dali_tf_input.spec.plan import Position, Shard, check_step
 
 
 @checked
@@ -217,7 +217,7 @@ def enable_memory_growth() -> None:
 
 
 def _check_position(stream: Stream) -> None:
-    spec, step, per_epoch = stream.spec, stream.position.step, stream.steps.per_epoch
+    spec, step, per_epoch = stream.spec, stream.position.step, stream.plan.steps_per_epoch
     if step % per_epoch and not spec.has_fixed_order:
         raise InputError(
             f"Order 'buffer' can start at the first step of an epoch only, one in {per_epoch}, got"

@@ -28,7 +28,7 @@ from dali_tf_input.backends.reading import Stream
 from dali_tf_input.errors import InputError
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.options import DaliOptions
-from dali_tf_input.spec.order import Position
+from dali_tf_input.spec.plan import Position
 from dali_tf_input.spec.preprocess import Preprocess
 
 _AHEAD = 2  # batches that are ready on the CPU, and as many on the GPU

@@ -13,6 +13,7 @@ from dali_tf_input.backends.reading import Stream
 from dali_tf_input.backends.tf_augment import draw_rows
 from dali_tf_input.backends.tf_images import prepare_mask
 from dali_tf_input.backends.tf_mix import draw_mix
+from dali_tf_input.random import Stream as RandomStream
 from dali_tf_input.records.labels import ClassLabel
 from dali_tf_input.records.schema import SIDE_KEYS
 from dali_tf_input.spec.input import InputSpec
@@ -49,10 +50,11 @@ def pack_records(stream: Stream) -> tf.data.Dataset:
         values = parse_record(record, spec, beside)
         image = values["image"]
         for view, (name, preprocess) in enumerate(spec.image_views.items()):
-            uniforms, seed = reading.draw_uniforms(stream, key, view)
+            uniforms = reading.draw_uniforms(stream, key, view)
             values[f"uniforms of {name}"] = uniforms
             if preprocess.augment:
-                values[f"rows of {name}"] = draw_rows(preprocess.make_program(), seed)
+                seeds = reading.seeds_of(stream, RandomStream.AUGMENT, key, view)
+                values[f"rows of {name}"] = draw_rows(preprocess.make_program(), seeds)
         if spec.mask:
             values["mask"] = prepare_mask(values["mask"], uniforms, spec)
         if spec.mix:

@@ -1,9 +1,12 @@
 """Record reading with tf.data, for both backends and all orders."""
 
+import functools
 import os
+import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -13,18 +16,21 @@ from dali_tf_input.backends.callbacks import make_callback
 from dali_tf_input.backends.remote import make_remote_read
 from dali_tf_input.backends.tf_native import load, uses_native
 from dali_tf_input.errors import InputError
-from dali_tf_input.records.index_file import Integers
+from dali_tf_input.random import Integers, seed_of
+from dali_tf_input.random import Stream as RandomStream
 from dali_tf_input.records.manifest import find_change
 from dali_tf_input.records.records import Records
 from dali_tf_input.records.tfrecord import read_record
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.options import TfDataOptions
-from dali_tf_input.spec.order import EpochSteps, Position, Shard, list_records
+from dali_tf_input.spec.plan import Plan, Position, Shard
 from dali_tf_input.storage.staging import make_process_folder, private_folder
 
 _STRIDE = 1 << 40  # between the keys of two epochs
 MAX_EPOCHS = 1 << 22
 _CHUNK, _CHUNK_BYTES = 16, 1 << 22  # most records, and bytes, that a reader reads in one go
+_LISTED = 4096  # images that Python lists in a call: half a millisecond
+_MOST_COPIED = 8  # sets of records whose indexes are copied for DALI's own reader
 
 # Reads the epoch of the given number, starting at the given step.
 ReadEpoch = Callable[[tf.Tensor, tf.Tensor], tf.data.Dataset]
@@ -51,19 +57,19 @@ class Stream:
     @property
     def num_images(self) -> int:
         """How many images an epoch of this shard has."""
-        return len(self.steps.slots(self.shard.shard_id))
+        return self.plan.num_images(self.shard.shard_id)
 
-    @property
-    def steps(self) -> EpochSteps:
-        """The steps of an epoch."""
-        return self.spec.steps(self.batch_size, num_shards=self.shard.num_shards)
+    @functools.cached_property
+    def plan(self) -> Plan:
+        """The plan of an epoch."""
+        return self.spec.plan(self.batch_size, num_shards=self.shard.num_shards)
 
 
 def with_cardinality(dataset: tf.data.Dataset, stream: Stream) -> tf.data.Dataset:
     """Sets the cardinality of `dataset`, unless its first epoch is partial."""
     if stream.endless:
         count = int(tf.data.INFINITE_CARDINALITY)
-    elif stream.position.step % stream.steps.per_epoch:  # the first epoch is a part of one
+    elif stream.position.step % stream.plan.steps_per_epoch:  # the first epoch is a part of one
         return dataset
     else:
         count = -(-stream.num_images // stream.batch_size)
@@ -81,7 +87,7 @@ def read_records(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
       of the backend and the number of shards; the record is a serialized Example. The values named
       by `spec.beside_records`, int64, follow.
     """
-    spec, position, per_epoch = stream.spec, stream.position, stream.steps.per_epoch
+    spec, position, per_epoch = stream.spec, stream.position, stream.plan.steps_per_epoch
     read_epoch = (read_planned if spec.has_fixed_order else read_buffer)(stream, options)
     if not spec.repeat:
         start = np.int64(0)
@@ -104,74 +110,119 @@ def read_records(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
 
 
 def read_planned(stream: Stream, options: TfDataOptions) -> ReadEpoch:
-    """Returns the function that reads an epoch from a step on, as `order.list_records` says."""
-    spec, records = stream.spec, stream.spec.records
-    steps, shard = stream.steps, stream.shard
-    indexes = [records.index(file) for file in range(len(records.files))]
-    list_numbers = partial(
-        list_records,
-        steps=steps,
-        shard=shard,
-        seed=spec.seed if spec.order == "global" else None,
-        shuffle_block_size=spec.shuffle_block_size,
-        repeats=spec.repeats,
-        mixed=spec.mixture is not None,
-    )
-    # TensorFlow never frees a function given to `numpy_function`, nor what the function holds. So
-    # large values are tensors, which the dataset holds and which are freed with it.
-    with tf.device("CPU:0"):
-        names, states = tf.constant(records.paths), tf.constant(states_of(records))
-        counts = tf.constant(records.counts, tf.int64)
-        is_planned = spec.is_balanced or spec.mixture
-        balance = [*map(tf.constant, spec.class_shares())] if is_planned else []
-        beside = {"record_id": lambda: records.ids, "label": lambda: records.labels}
-        tables = [tf.constant(beside[name]()) for name in spec.beside_records]
-        file_of = tf.repeat(tf.range(len(indexes)), counts)
-        extents = tf.constant(np.concatenate(indexes))
-    if records.is_remote:
-        read = make_remote_read(records, options, names, file_of, extents)
-    else:
-        read = make_read(options, names, states, file_of, extents)
-    mean_bytes = int(extents[:, 1].numpy().mean())
+    """Returns the function that reads an epoch from a step on, in the order of its `Plan`."""
+    spec, plan, shard_id = stream.spec, stream.plan, stream.shard.shard_id
+    places = find_places(spec.records)
+    groups = find_groups(spec) if plan.groups else None
+    read = make_read(spec.records, options, places)
     parallel = options.num_parallel_reads
     # Remote reads wait longer, and neighboring ranges share a request.
-    max_chunk = 2 * _CHUNK if records.is_remote else _CHUNK
-    chunk = int(np.clip(_CHUNK_BYTES // max(1, mean_bytes), 1, max_chunk))
+    max_chunk = 2 * _CHUNK if spec.records.is_remote else _CHUNK
+    chunk = int(np.clip(_CHUNK_BYTES // places.mean_bytes, 1, max_chunk))
+    check = make_callback(check_states)
 
-    def list_epoch(
-        epoch: int, step: int, names: Any, states: Any, counts: Any, *balance: Any
-    ) -> Any:
-        check_states(names, states)
-        slots = steps.slots(shard.shard_id, start_step=int(step))
-        classes, shares = balance or (None, None)
-        numbers = list_numbers(
-            counts, epoch=int(epoch), start_step=int(step), classes=classes, shares=shares
-        )
-        return int(epoch) * _STRIDE + slots, numbers
-
-    list_epoch = make_callback(list_epoch)
+    @make_callback
+    def list_images(epoch: int, first: int) -> tuple[Integers, Integers]:
+        slots = plan.slots(shard_id, int(first), int(first) + _LISTED)
+        return int(epoch) * _STRIDE + slots, plan.records(int(epoch), slots)
 
     @tf.autograph.experimental.do_not_convert
     def read_epoch(epoch: tf.Tensor, step: tf.Tensor) -> tf.data.Dataset:
-        given = [epoch, step, names, states, counts, *balance]
-        listed = tf.numpy_function(list_epoch, given, (tf.int64, tf.int64))
-        keys, numbers = (tf.ensure_shape(values, (None,)) for values in listed)
-        encoded = tf.data.Dataset.from_tensor_slices(numbers).batch(chunk)
-        encoded = encoded.map(read, num_parallel_calls=parallel, deterministic=True)
-        made: dict[str, Any] = {"output_types": [tf.string], "output_shapes": [()]}
-        variant = tf.data.experimental.to_variant(encoded)
+        # Before the first record, as files stay open from one epoch to the next.
+        unchanged = tf.numpy_function(check, [places.names, places.states], tf.string)
+        with tf.control_dependencies([unchanged]):
+            first = step * stream.batch_size
+
+        def list_next(start: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            listed = tf.numpy_function(list_images, [epoch, start], (tf.int64, tf.int64))
+            keys, numbers = (tf.ensure_shape(values, (None,)) for values in listed)
+            return keys, numbers if groups is None else tf.gather(groups.records, numbers)
+
+        def read_next(keys: tf.Tensor, numbers: tf.Tensor) -> tuple[tf.Tensor, ...]:
+            beside = (tf.gather(places.beside(name), numbers) for name in spec.beside_records)
+            return (keys, read(numbers), *beside)
+
+        # Python lists thousands of images in a call; a thread reads a few records at a time.
+        listed = tf.data.Dataset.range(first, plan.num_images(shard_id), _LISTED).map(list_next)
+        records = listed.rebatch(chunk).map(
+            read_next, num_parallel_calls=parallel, deterministic=True
+        )
+        specs = [tf.TensorSpec((), one.dtype) for one in records.element_spec]
+        made: dict[str, Any] = {
+            "output_types": [one.dtype for one in specs],
+            "output_shapes": [one.shape for one in specs],
+        }
+        variant = tf.data.experimental.to_variant(records)
         variant = tf.raw_ops.UnbatchDataset(input_dataset=variant, **made)
         # Waiting for storage must not block the decoding threads, of which there is one per core.
         variant = tf.raw_ops.PrivateThreadPoolDataset(
             input_dataset=variant, num_threads=parallel, **made
         )
-        encoded = tf.data.experimental.from_variant(variant, tf.TensorSpec((), tf.string))
-        parts = [tf.data.Dataset.from_tensor_slices(keys), encoded]
-        for table in tables:
-            parts.append(tf.data.Dataset.from_tensor_slices(tf.gather(table, numbers)))
-        return tf.data.Dataset.zip(*parts)
+        return tf.data.experimental.from_variant(variant, tuple(specs))
 
     return read_epoch
+
+
+class Places:
+    """Where the records are, as tensors that the pipelines of all replicas share.
+
+    TensorFlow never frees a function given to `numpy_function`, nor what the function holds. So
+    what has a value per record is a tensor, which datasets hold and which is freed with them.
+
+    Attributes:
+      names: the path or URL of each file: string (files,).
+      states: see `states_of`.
+      file_of: the number of each record's file: int32 (records,).
+      extents: offset and size in bytes of each record: int64 (records, 2).
+      mean_bytes: bytes of a record on average, at least 1.
+    """
+
+    def __init__(self, records: Records) -> None:
+        self._records, self._beside = records, dict[str, tf.Tensor]()
+        with tf.device("CPU:0"):
+            self.names, self.states = tf.constant(records.paths), tf.constant(states_of(records))
+            self.file_of = tf.repeat(tf.range(len(records.files)), records.counts)
+            indexes = [records.index(file) for file in range(len(records.files))]
+            self.extents = tf.constant(np.concatenate(indexes))
+        num_bytes = sum(int(extents[:, 1].sum()) for extents in indexes)
+        self.mean_bytes = max(1, num_bytes // max(1, records.num_records))
+
+    def beside(self, name: str) -> tf.Tensor:
+        """Returns the values of all records that `InputSpec.beside_records` names."""
+        if name not in self._beside:
+            values = self._records.ids if name == "record_id" else self._records.labels
+            with tf.init_scope(), tf.device("CPU:0"):
+                self._beside[name] = tf.constant(values)
+        return self._beside[name]
+
+
+class Groups:
+    """The records of a spec, sorted by class or part: int64 (records,), shared as `Places`."""
+
+    def __init__(self, spec: InputSpec) -> None:
+        with tf.device("CPU:0"):
+            self.records = tf.constant(spec.grouped_records)
+
+
+_places = weakref.WeakValueDictionary[Records, Places]()
+_groups = weakref.WeakValueDictionary[InputSpec, Groups]()
+_making = threading.Lock()
+
+
+def find_places(records: Records) -> Places:
+    """Returns the places of records, which all datasets of these records share."""
+    with _making:
+        places = _places.get(records) or Places(records)
+        _places[records] = places
+        return places
+
+
+def find_groups(spec: InputSpec) -> Groups:
+    """Returns the groups of a spec, which all its datasets share."""
+    with _making:
+        groups = _groups.get(spec) or Groups(spec)
+        _groups[spec] = groups
+        return groups
 
 
 def read_buffer(stream: Stream, options: TfDataOptions) -> ReadEpoch:
@@ -181,11 +232,11 @@ def read_buffer(stream: Stream, options: TfDataOptions) -> ReadEpoch:
     drawn at random from the buffer. The order is a function of (seed, epoch) for a given number of
     shards and `num_parallel_reads`.
     """
-    spec, steps, shard = stream.spec, stream.steps, stream.shard
+    spec = stream.spec
     runs = list_runs(stream)
     num_runs = len(runs)
     with tf.device("CPU:0"):
-        slots = tf.constant(steps.slots(shard.shard_id))
+        slots = tf.constant(stream.plan.slots(stream.shard.shard_id))
 
     @tf.autograph.experimental.do_not_convert
     def read_epoch(epoch: tf.Tensor, step: tf.Tensor) -> tf.data.Dataset:
@@ -263,17 +314,12 @@ def shuffle(dataset: tf.data.Dataset, buffer_size: int, seeds: Any) -> tf.data.D
 
 
 def make_read(
-    options: TfDataOptions,
-    names: tf.Tensor,
-    states: tf.Tensor,
-    file_of: tf.Tensor,
-    extents: tf.Tensor,
+    records: Records, options: TfDataOptions, places: Places
 ) -> Callable[[tf.Tensor], tf.Tensor]:
-    """Returns the function that reads and checks records by their numbers, int64 (n,).
-
-    `names` and `states` have the name of each file and its row of `states_of`. `file_of`, int32,
-    has the file number of each record; `extents`, int64, its offset and size in bytes.
-    """
+    """Returns the function that reads and checks records by their numbers, int64 (n,)."""
+    names, states, file_of, extents = places.names, places.states, places.file_of, places.extents
+    if records.is_remote:
+        return make_remote_read(records, options, names, file_of, extents)
     if uses_native(options.kernel):
         native = partial(load().dali_tf_input_read, names, states, file_of, extents)
         return lambda numbers: tf.ensure_shape(
@@ -330,35 +376,40 @@ def hold_indexes(dataset: Records) -> dict[str, str]:
     return copies
 
 
-@cache
+@lru_cache(_MOST_COPIED)
 def _copy_indexes(dataset: Records) -> dict[str, str]:
     staging = make_process_folder(private_folder())
     copies = {}
-    for number, file in enumerate(dataset.paths):
-        if dataset.counts[number]:
-            copies[file] = staging.path(f"{number}.idx")
-            # Checked, and in DALI's number format: DALI stops silently at anything else.
-            np.savetxt(copies[file], dataset.index(number), "%d")
+    for number, file in enumerate(dataset.files):
+        if not dataset.counts[number]:
+            continue
+        copies[file.path] = staging.path(f"{number}.idx")
+        extents = dataset.index(number)  # checked: DALI stops silently at what it cannot read
+        if len(extents) == file.num_records:
+            text = file.index_text()
+        else:
+            text = b"".join(b"%d %d\n" % (offset, size) for offset, size in extents.tolist())
+        with open(copies[file.path], "wb") as stream:
+            stream.write(text)
     return copies
 
 
-def draw_uniforms(stream: Stream, key: tf.Tensor, view: int = 0) -> tuple[tf.Tensor, tf.Tensor]:
-    """Draws the random numbers for a key's image, a function of (seed, key).
-
-    Returns:
-      float32 (num_uniforms,) in [0, 1), and an int64 (2,) seed for augmentation.
-    """
-    seed = tf.constant(stream.spec.seed + (view << 32), tf.int64)
+def draw_uniforms(stream: Stream, key: tf.Tensor, view: int = 0) -> tf.Tensor:
+    """Draws the random numbers for a key's image: float32 (num_uniforms,) in [0, 1)."""
     preprocess = [*stream.spec.image_views.values()][view]
     # The numbers of `tf.random.stateless_uniform`, without the operations that scale them.
-    uniforms = tf.raw_ops.StatelessRandomUniform(
-        shape=[preprocess.num_uniforms], seed=tf.stack([seed, key])
+    return tf.raw_ops.StatelessRandomUniform(
+        shape=[preprocess.num_uniforms], seed=seeds_of(stream, RandomStream.CROP, key, view)
     )
-    return uniforms, tf.stack([seed, ~key])
+
+
+def seeds_of(stream: Stream, purpose: RandomStream, key: tf.Tensor, view: int = 0) -> tf.Tensor:
+    """Returns the seed of a key's random numbers for a purpose, int64 (2,)."""
+    return tf.stack([tf.constant(seed_of(stream.spec.seed, purpose, view), tf.int64), key])
 
 
 def place_in_batch(stream: Stream, key: tf.Tensor) -> tf.Tensor:
-    """Returns the place of a key's image in its batch, from 0: see `EpochSteps.slots`."""
+    """Returns the place of a key's image in its batch, from 0: see `Plan`."""
     return key % _STRIDE % stream.batch_size
 
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from dali_tf_input.backends.callbacks import make_callback
 from dali_tf_input.errors import InputError
-from dali_tf_input.records.index_file import Integers
+from dali_tf_input.random import Integers
 from dali_tf_input.records.records import Records
 from dali_tf_input.records.tfrecord import unframe_record
 from dali_tf_input.spec.options import TfDataOptions

@@ -17,6 +17,7 @@ from dali_tf_input.backends.tf_images import Decode, decode_views, prepare_image
 from dali_tf_input.backends.tf_mix import draw_mix, mix_batch
 from dali_tf_input.backends.tf_native import uses_native
 from dali_tf_input.errors import InputError
+from dali_tf_input.random import Stream as RandomStream
 from dali_tf_input.spec.crops import Region
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.options import TfDataOptions
@@ -65,17 +66,21 @@ def make_prepare(stream: Stream, options: TfDataOptions) -> Callable[..., Any]:
     }
 
     def prepare_view(
-        name: str, image: tf.Tensor, uniforms: tf.Tensor, seed: tf.Tensor, region: Region | None
+        view: int, key: tf.Tensor, image: tf.Tensor, uniforms: tf.Tensor, region: Region | None
     ) -> tf.Tensor:
-        preprocess, transform = spec.image_views[name], transforms[name]
-        rows = draw_rows(preprocess.make_program(), seed) if preprocess.augment else None
+        name, preprocess = [*spec.image_views.items()][view]
+        transform, rows = transforms[name], None
+        if preprocess.augment:
+            seeds = reading.seeds_of(stream, RandomStream.AUGMENT, key, view)
+            rows = draw_rows(preprocess.make_program(), seeds)
+        seeds_of_transform = reading.seeds_of(stream, RandomStream.TRANSFORM, key, view)
         return prepare_image(
             image,
             uniforms,
             preprocess,
             rows=rows,
             region=region,
-            transform=(lambda image: transform(image, ~seed)) if transform else None,
+            transform=(lambda image: transform(image, seeds_of_transform)) if transform else None,
             decode=options.resolve_decode(resizes_plainly=preprocess.resizes_plainly),
             native=native,
         )
@@ -84,16 +89,15 @@ def make_prepare(stream: Stream, options: TfDataOptions) -> Callable[..., Any]:
     def prepare(key: tf.Tensor, record: tf.Tensor, *beside: tf.Tensor) -> Any:
         values = parse_record(record, spec, beside)
         image, views = values.pop("image"), spec.image_views
-        drawn = [reading.draw_uniforms(stream, key, view) for view in range(len(views))]
+        uniforms = [reading.draw_uniforms(stream, key, view) for view in range(len(views))]
         regions: Sequence[Region | None] = [None]
         if spec.views:
             decode: Decode = "full" if options.decode == "full" else "region"
-            uniforms = [uniforms for uniforms, _ in drawn]
             image, regions = decode_views(image, uniforms, spec.views, decode=decode, native=native)
-        for name, numbers, region in zip(views, drawn, regions, strict=True):
-            values[name] = prepare_view(name, image, *numbers, region)
+        for view, name in enumerate(views):
+            values[name] = prepare_view(view, key, image, uniforms[view], regions[view])
         if spec.mask:
-            values["mask"] = prepare_mask(values["mask"], drawn[0][0], spec)
+            values["mask"] = prepare_mask(values["mask"], uniforms[0], spec)
         if spec.mix:
             return {**values, "mix": draw_mix(stream, key)}
         return spec.arrange(values)
@@ -142,7 +146,7 @@ def prepare_batches(
         service = tf.data.experimental.service
         dataset = dataset.apply(service.distribute(service.ShardingPolicy.DYNAMIC, options.service))
         dataset = dataset.batch(stream.batch_size, drop_remainder=True)
-        dataset = dataset.take(stream.steps.per_epoch)
+        dataset = dataset.take(stream.plan.steps_per_epoch)
         dataset = dataset.repeat() if stream.endless else dataset
     else:
         dataset = dataset.batch(stream.batch_size, drop_remainder=stream.spec.repeat)

@@ -8,6 +8,7 @@ import tensorflow as tf
 from dali_tf_input.backends import reading, tf_native
 from dali_tf_input.backends.reading import Stream
 from dali_tf_input.backends.tf_images import to_uint8
+from dali_tf_input.random import Stream as RandomStream
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.mix import NUM_UNIFORMS
 from dali_tf_input.spec.preprocess import Preprocess
@@ -27,11 +28,10 @@ def draw_mix(stream: Stream, key: tf.Tensor) -> tf.Tensor:
     mix = stream.spec.mix
     assert mix
     height, width = stream.spec.preprocess.image_size
-    seed = tf.constant(stream.spec.seed, tf.int64)
     first = key - reading.place_in_batch(stream, key)
+    seeds = reading.seeds_of(stream, RandomStream.MIX, first)
     which, part, *center = tf.unstack(
-        tf.raw_ops.StatelessRandomUniform(shape=[NUM_UNIFORMS], seed=tf.stack([~seed, ~first])),
-        NUM_UNIFORMS,
+        tf.raw_ops.StatelessRandomUniform(shape=[NUM_UNIFORMS], seed=seeds), NUM_UNIFORMS
     )
     quantiles = mix.quantiles()
     is_mixed, is_cut = which < mix.p, which < mix.p * mix.cutmix_share

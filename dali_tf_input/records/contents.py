@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from dali_tf_input.records.index_file import Integers
+from dali_tf_input.random import Integers
 from dali_tf_input.records.schema import LEVELS, Level
 
 Range = tuple[int | float, int | float]

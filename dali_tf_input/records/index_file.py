@@ -2,11 +2,9 @@
 
 import google_crc32c
 import numpy as np
-import numpy.typing as npt
 
 from dali_tf_input.errors import InputError
-
-Integers = npt.NDArray[np.int64]
+from dali_tf_input.random import Integers
 
 _FRAME_SIZE = 16  # bytes of a record without data
 _CHANGED = "{} changed since `Records.from_files` read it: {}. Call `Records.from_files` again."

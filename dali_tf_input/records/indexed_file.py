@@ -4,7 +4,8 @@ import functools
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from dali_tf_input.records.index_file import Integers, parse_index, read_index
+from dali_tf_input.random import Integers
+from dali_tf_input.records.index_file import parse_index, read_index
 from dali_tf_input.storage.objects import Status
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_tf_input.errors import InputError
-from dali_tf_input.records.index_file import Integers
+from dali_tf_input.random import Integers
 from dali_tf_input.records.records import Records
 from dali_tf_input.storage.staging import replace
 

@@ -13,10 +13,10 @@ from typing import Annotated, Any
 import numpy as np
 
 from dali_tf_input.errors import InputError, Path, Within, check, checked
+from dali_tf_input.random import Integers
 from dali_tf_input.records import contents, schema, subsets
 from dali_tf_input.records.contents import Counts, Feature
 from dali_tf_input.records.example import decode_example
-from dali_tf_input.records.index_file import Integers
 from dali_tf_input.records.indexed_file import Extent, IndexedFile
 from dali_tf_input.records.labels import Lengths, describe_list
 from dali_tf_input.records.manifest import find_change, find_change_of_object, read_entries

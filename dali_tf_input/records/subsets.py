@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_tf_input.errors import InputError, check
-from dali_tf_input.records.index_file import Integers
+from dali_tf_input.random import Integers
 from dali_tf_input.records.indexed_file import IndexedFile
 
 Mask = npt.NDArray[np.bool_]

@@ -11,23 +11,21 @@ from numbers import Real
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from dali_tf_input.errors import InputError, check
-from dali_tf_input.records.index_file import Integers
+from dali_tf_input.random import Integers
 from dali_tf_input.records.labels import ClassLabel, Label
 from dali_tf_input.records.records import Records
 
 _MAX_FACTOR = 1_000_000
 _MAX_EPOCHS = 1000  # the longest epoch of a mixture, in passes over all records
-Shares = npt.NDArray[np.float64]
 Balance = dict[int, float] | Literal["class"] | None
 
 
-def find_shares(
+def find_classes(
     records: Records, label: Label | None, balance: Balance, temperature: float
-) -> tuple[Integers, Shares]:
-    """Returns the class of each record, and the relative share of each class.
+) -> tuple[Integers, tuple[float, ...]]:
+    """Returns the class of each record, and the relative share of each class in an epoch.
 
     See `InputSpec.balance`. Classes are numbered from 0, leaving out those without records.
     """
@@ -50,31 +48,7 @@ def find_shares(
             check(is_number and 0 < factor <= _MAX_FACTOR, "balance", rule, factor)
             factors[places[value]] = factor
     exponent = 0 if balance == "class" else 1 / temperature
-    return classes, (counts * factors) ** exponent
-
-
-def draw_balanced(classes: Integers, quotas: Integers, *, seed: int, epoch: int) -> Integers:
-    """Returns the records of an epoch, grouped by class, with a given number from each class.
-
-    Records of the same class occur equally often, to within one; which of them occur once more is
-    redrawn each epoch.
-
-    Args:
-      classes: the class of each record, from 0; each class has at least one record.
-      quotas: int64 (classes,), how many records of each class an epoch has.
-      seed: see `shuffle`.
-      epoch: see `shuffle`.
-
-    Returns:
-      int64 (sum of `quotas`,).
-    """
-    raw = np.random.Philox(key=[seed + 2**31, epoch]).random_raw  # other draws than `shuffle`
-    order = np.lexsort((raw(len(classes)), classes))
-    counts = np.bincount(classes, minlength=len(quotas))
-    within = np.arange(quotas.sum()) - np.repeat(np.cumsum(quotas) - quotas, quotas)
-    rows = np.repeat(np.cumsum(counts) - counts, quotas) + within % np.repeat(counts, quotas)
-    served: Integers = order[rows]
-    return served
+    return classes, tuple(((counts * factors) ** exponent).tolist())
 
 
 @dataclass(frozen=True)
@@ -141,45 +115,3 @@ class Mixture:
             ]
             found[part.ids + np.repeat(shifts, part.counts)] = number
         return found[records.ids]
-
-
-def draw_mixed(parts: Integers, quotas: Integers, *, seed: int, epoch: int) -> Integers:
-    """Returns the records of an epoch in order, with the quota of each part spread evenly.
-
-    Any stretch of the epoch has the right share of each part, to within two records. A part is
-    served completely before it starts over in a new order, whether that takes less than an epoch
-    or several.
-
-    Args:
-      parts: the part of each record, from 0; each part has at least one record.
-      quotas: int64 (parts,), how many records of each part an epoch has.
-      seed: in [0, 2**31).
-      epoch: from 0.
-
-    Returns:
-      int64 (sum of `quotas`,).
-    """
-    places = [(np.arange(quota) + 0.5) / quota for quota in quotas.tolist() if quota]
-    drawn = []
-    for part, quota in enumerate(quotas.tolist()):
-        own = np.flatnonzero(parts == part)
-        first, end = epoch * quota, (epoch + 1) * quota
-        passes = range(first // len(own), -(-end // len(own)) if quota else 0)
-        orders = []
-        for number in passes:
-            raw = np.random.Philox(key=[seed + (part + 2) * 2**31, number]).random_raw
-            orders.append(own[np.argsort(raw(len(own)), kind="stable")])
-        if quota:
-            start = first - passes.start * len(own)
-            drawn.append(np.concatenate(orders)[start : start + quota])
-    served: Integers = np.concatenate(drawn)[np.argsort(np.concatenate(places), kind="stable")]
-    return served
-
-
-def share_out(total: int, shares: Shares) -> Integers:
-    """Splits `total` into integers proportional to `shares`, by the largest-remainder method."""
-    exact = total * shares / shares.sum()
-    parts: Integers = np.floor(exact).astype(np.int64)
-    largest = np.argsort(parts - exact, kind="stable")[: total - int(parts.sum())]
-    parts[largest] += 1
-    return parts

@@ -5,6 +5,7 @@ it produces them. All fields are validated in Python at construction, before any
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
@@ -22,8 +23,8 @@ from dali_tf_input.errors import (
     check_keywords,
     checked,
 )
+from dali_tf_input.random import Integers
 from dali_tf_input.records.contents import MAX_CLASSES, Counts, Feature
-from dali_tf_input.records.index_file import Integers
 from dali_tf_input.records.labels import (
     ClassLabel,
     Label,
@@ -35,9 +36,9 @@ from dali_tf_input.records.labels import (
 )
 from dali_tf_input.records.records import Records
 from dali_tf_input.records.schema import find_keys, unknown_keys_error
-from dali_tf_input.spec.balance import Balance, Mixture, Shares, find_shares
+from dali_tf_input.spec.balance import Balance, Mixture, find_classes
 from dali_tf_input.spec.mix import Mix
-from dali_tf_input.spec.order import EpochSteps, Shard, list_records
+from dali_tf_input.spec.plan import Groups, Plan
 from dali_tf_input.spec.preprocess import Preprocess
 
 Order = Literal["sequential", "buffer", "global"]
@@ -61,9 +62,9 @@ class InputSpec:
     Attributes:
       records: the records to read.
       preprocess: the preprocessing of the images.
-      order: "global" (training): a new random permutation of all records in each epoch (with
-        `shuffle_block_size`, of all blocks); every permutation is equally likely. It is a function
-        of (seed, epoch), the same on both backends and for any number of replicas.
+      order: "global" (training): a new pseudo-random permutation of all records in each epoch
+        (with `shuffle_block_size`, of all blocks). It is a function of (seed, epoch), the same on
+        both backends and for any number of replicas.
         "buffer" (training from slow disks): each record is drawn at random from a buffer and
         replaced there by the next record of the files. Files are read in a new order each epoch,
         several at a time; DALI's own reader, on a GPU, reads them in the given order.
@@ -72,8 +73,8 @@ class InputSpec:
         encoded images: 1024 ImageNet images take 113 MB. The default is DALI's `initial_fill`.
       seed: makes order, crops and mirrors repeatable, in [0, 2**31). Order "buffer" is repeatable
         only with the same number of replicas and the same `num_parallel_reads`.
-      shuffle_block_size: how many neighboring records of a file stay together, at least 1; for
-        order "global" on storage that is slow to seek.
+      shuffle_block_size: how many neighboring records stay together, at least 1; for order
+        "global" on storage that is slow to seek.
       repeat: False serves each record exactly once, for evaluation; order "sequential" only. The
         last batch holds the remainder; with several replicas, some may receive none of it.
       label: the label and its output format: a `ClassLabel`, `MultiHot` or `Values`; None for
@@ -157,7 +158,7 @@ class InputSpec:
         if self.records.relabeled and self.label:
             self._check_new_labels(self.label)
         if self.is_balanced or self.mixture:
-            self.class_shares()  # raises if there are none
+            _ = self._groups  # raises if there are none
         if self.mask:
             self.records.check_feature("mask.key", self.mask.key, ("bytes_list",), (1, 1))
             for augmentation in self.preprocess.augment:
@@ -426,11 +427,12 @@ class InputSpec:
         """Whether classes are served in other proportions than they are stored."""
         return self.balance is not None or self.temperature != 1
 
-    def class_shares(self) -> tuple[Integers, Shares]:
-        """Returns the class of each record, from 0, and the relative share of each class.
+    @functools.cached_property
+    def _groups(self) -> tuple[Groups, Integers]:
+        """The classes of `balance`, or the parts of the mixture, and the group of each record.
 
-        Classes are numbered in the order of their labels, leaving out those without records. For a
-        mixture, the classes are its parts.
+        Groups count from 0. Classes are in the order of their labels, without those that have no
+        records.
 
         Raises:
           InputError: the labels are not known, or a class of `balance` has no records.
@@ -440,8 +442,21 @@ class InputSpec:
         if self.mixture:
             if self.is_balanced:
                 raise InputError("A mixture takes neither `balance` nor `temperature`.")
-            return self.mixture.find_parts(self.records), np.array(self.mixture.shares)
-        return find_shares(self.records, self.label, self.balance, self.temperature)
+            group, shares = self.mixture.find_parts(self.records), self.mixture.shares
+        else:
+            group, shares = find_classes(self.records, self.label, self.balance, self.temperature)
+        sizes = np.bincount(group, minlength=len(shares))
+        return Groups(tuple(sizes.tolist()), shares, are_parts=self.mixture is not None), group
+
+    @functools.cached_property
+    def grouped_records(self) -> Integers | None:
+        """The records, from 0, sorted by their class or part: `Plan.records` counts in this order.
+
+        None if records are served without regard to classes and parts.
+        """
+        if not (self.is_balanced or self.mixture):
+            return None
+        return np.argsort(self._groups[1], kind="stable")
 
     @property
     def beside_records(self) -> tuple[str, ...]:
@@ -454,46 +469,38 @@ class InputSpec:
         """How many records an epoch has, including a remainder that does not fill a step."""
         return (self.mixture or self.records).num_records
 
-    def steps(self, batch_size: int, *, num_shards: int = 1) -> EpochSteps:
-        """Returns the steps of an epoch, for `batch_size` images in each shard's batch.
+    def plan(self, batch_size: int, *, num_shards: int = 1) -> Plan:
+        """Returns the plan of an epoch, for `batch_size` images in each shard's batch.
 
         Raises:
           InputError: `repeats` does not divide a step.
         """
         size = batch_size * num_shards
-        check(
-            size % self.repeats == 0,
-            "repeats",
-            f"a divisor of the {size} images of a step",
-            self.repeats,
-        )
-        return EpochSteps(
-            num_records=self.records_per_epoch,
+        rule = f"a divisor of the {size} images of a step"
+        check(size % self.repeats == 0, "repeats", rule, self.repeats)
+        return Plan(
+            num_slots=self.records_per_epoch,
             batch_size=batch_size,
             num_shards=num_shards,
-            padded=not self.repeat,
-        )
-
-    def list_ids(self, epoch: int, *, batch_size: int) -> Integers:
-        """Returns the record ids of an epoch in order: step s has the s-th `batch_size` of them.
-
-        Order "buffer" has no such list.
-        """
-        is_planned = self.is_balanced or self.mixture
-        classes, shares = self.class_shares() if is_planned else (None, None)
-        served = list_records(
-            self.records.counts,
-            steps=self.steps(batch_size),
-            shard=Shard(),
+            keep_remainder=not self.repeat,
             seed=self.seed if self.order == "global" else None,
-            shuffle_block_size=self.shuffle_block_size,
-            epoch=epoch,
+            block_size=self.shuffle_block_size,
             repeats=self.repeats,
-            classes=classes,
-            shares=shares,
-            mixed=self.mixture is not None,
+            groups=self._groups[0] if self.is_balanced or self.mixture else None,
         )
-        ids: Integers = self.records.ids[served]
+
+    def ids_of_step(self, step: int, *, batch_size: int) -> Integers:
+        """Returns the record ids of a step, in the order of its images: int64 (batch_size,).
+
+        Steps count over all epochs. `batch_size` is the global one. The last step of a single pass
+        may be shorter. Order "buffer" has no such list.
+        """
+        plan = self.plan(batch_size)
+        epoch, step = divmod(step, plan.steps_per_epoch)
+        records = plan.records(epoch, plan.slots_of_step(step))
+        if (grouped := self.grouped_records) is not None:
+            records = grouped[records]
+        ids: Integers = self.records.ids[records]
         return ids
 
     @property

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from dali_tf_input.errors import Count, InputError, Path, check, checked
-from dali_tf_input.records.index_file import Integers
+from dali_tf_input.random import Integers
 from dali_tf_input.records.losses import find_hardest, read_losses, write_losses
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.training.fit import StepCallback
@@ -51,10 +51,10 @@ class Blame(StepCallback):
         check(callable(self._loss), "loss", "a loss of Keras", repr(loss))
         self._spec, self._folder = spec, os.path.abspath(os.path.expanduser(folder))
         self._batch_size, self._num_replicas = batch_size, num_replicas
-        self._per_epoch = spec.steps(batch_size).per_epoch
+        self._per_epoch = spec.plan(batch_size).steps_per_epoch
         self.losses, self.spikes = read_losses(self._folder, spec.records)
         self.save()  # fails now, and not after an epoch, if the folder cannot be written
-        self._epoch, self._ids = -1, spec.records.ids[:0]
+        self._epoch, self._spec_of_epoch = -1, spec
         self._recent: list[float] = []
 
     @functools.cached_property
@@ -89,13 +89,10 @@ class Blame(StepCallback):
             raise InputError(f"{text}: compile it with metrics=[blame.metric].")
         losses = keras.ops.convert_to_numpy(self.metric.losses)
         step = self._start + batch
-        epoch, within = divmod(step, self._per_epoch)
-        size = self._batch_size
-        if epoch != self._epoch:
-            spec = self.schedule.spec_of(epoch) if self.schedule else self._spec
-            self._ids = spec.list_ids(epoch, batch_size=size)
-            self._epoch = epoch
-        ids = self._ids[within * size :][:size]
+        epoch = step // self._per_epoch
+        if epoch != self._epoch and self.schedule:
+            self._epoch, self._spec_of_epoch = epoch, self.schedule.spec_of(epoch)
+        ids = self._spec_of_epoch.ids_of_step(step, batch_size=self._batch_size)
         before = self.losses[ids]
         self.losses[ids] = np.where(np.isnan(before), losses, _KEPT * before + (1 - _KEPT) * losses)
         self._note_spike(step, float(losses.mean()))

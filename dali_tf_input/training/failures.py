@@ -239,18 +239,10 @@ def _list_likely_records(spec: InputSpec, batch_size: int, step: int, ahead: int
     """Yields the records of the step that failed and of those around it, the likeliest first."""
     if not spec.has_fixed_order:
         return
-    per_epoch = spec.steps(batch_size).per_epoch
-    numbers = [step, step - 1, *range(step + 1, step + ahead + 1)]
-    epochs = {number // per_epoch for number in numbers if number >= 0}
-    orders = {
-        epoch: spec.list_ids(epoch, batch_size=batch_size)
-        for epoch in epochs
-        if spec.repeat or epoch == 0
-    }
-    for number in numbers:
-        epoch, within = divmod(number, per_epoch)
-        if epoch in orders:
-            yield from orders[epoch][within * batch_size :][:batch_size].tolist()
+    num_steps = None if spec.repeat else spec.plan(batch_size).steps_per_epoch
+    for number in [step, step - 1, *range(step + 1, step + ahead + 1)]:
+        if number >= 0 and (num_steps is None or number < num_steps):
+            yield from spec.ids_of_step(number, batch_size=batch_size).tolist()
 
 
 class _RecordCheck:

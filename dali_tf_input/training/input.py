@@ -14,10 +14,10 @@ from dali_tf_input.backends.build import build_dataset
 from dali_tf_input.backends.dali_guard import OneDeviceDataset
 from dali_tf_input.backends.reading import MAX_EPOCHS
 from dali_tf_input.errors import Count, InputError, Path, check, check_keywords, checked
-from dali_tf_input.records.index_file import Integers
+from dali_tf_input.random import Integers
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.options import DaliOptions, Options
-from dali_tf_input.spec.order import Position, Shard
+from dali_tf_input.spec.plan import Position, Shard
 from dali_tf_input.training import strategies
 from dali_tf_input.training.blame import Blame
 from dali_tf_input.training.failures import explain
@@ -68,7 +68,7 @@ class Input:
         self.spec, self.options = spec, options
         self.schedule = schedule or Schedule(spec, None, batch_size=batch_size)
         self.batch_size, self.strategy, self.devices = batch_size, strategy, devices
-        self.steps_per_epoch = spec.steps(batch_size).per_epoch
+        self.steps_per_epoch = spec.plan(batch_size).steps_per_epoch
         # Each replica counts its own epochs, as their iterators start at different times.
         self._positions = [Position(start_step) for _ in devices]
         self._datasets: dict[InputSpec, Any] = {}
@@ -101,7 +101,8 @@ class Input:
 
     def _dataset_of(self, spec: InputSpec) -> Any:
         if spec not in self._datasets:
-            self._datasets[spec] = self._make_dataset(spec, self._positions, endless=False)
+            dataset = self._make_dataset(spec, self._positions, endless=False)
+            self._datasets = {spec: dataset}  # one: a schedule may have a spec for each epoch
         return self._datasets[spec]
 
     def _spec_at(self, step: int) -> InputSpec:
@@ -152,9 +153,8 @@ class Input:
         Raises:
           InputError: order "buffer" has no plan, or there is no such step.
         """
-        epoch, first = self._find_step(step)
-        ids = self.schedule.spec_of(epoch).list_ids(epoch, batch_size=self.batch_size)
-        return ids[first * self.batch_size :][: self.batch_size]
+        self._check_step(step)
+        return self._spec_at(step).ids_of_step(step, batch_size=self.batch_size)
 
     @checked
     def batch_at(self, step: int) -> Any:
@@ -169,7 +169,7 @@ class Input:
           InputError: as `records_of`.
           BadRecordError: (an InputError) a record cannot be read or decoded.
         """
-        self._find_step(step)
+        self._check_step(step)
         one = Input(
             self._spec_at(step),
             self.options,
@@ -208,14 +208,13 @@ class Input:
         size, replicas = self.batch_size, len(self.devices)
         return Blame(self.spec, folder, loss=loss, batch_size=size, num_replicas=replicas)
 
-    def _find_step(self, step: int) -> tuple[int, int]:
-        """Returns the epoch of a step, and its number there."""
+    def _check_step(self, step: int) -> None:
+        """Raises InputError unless the plan has such a step."""
         if not self.spec.has_fixed_order:
             text = "Order 'buffer' has no plan of its steps: use order 'global'."
             raise InputError(text)
         end = MAX_EPOCHS * self.steps_per_epoch if self.spec.repeat else self.steps_per_epoch
         check(0 <= step < end, "step", f"in [0, {end:,})", step)
-        return divmod(step, self.steps_per_epoch)
 
     def __repr__(self) -> str:
         """Returns a one-line description, including what to pass to Keras."""

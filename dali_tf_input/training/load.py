@@ -12,7 +12,7 @@ from dali_tf_input.backends.build import check_input, choose_options
 from dali_tf_input.errors import Count, InputError, check, checked
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.options import DaliOptions, Options
-from dali_tf_input.spec.order import replica_batch_size
+from dali_tf_input.spec.plan import replica_batch_size
 from dali_tf_input.training import strategies
 from dali_tf_input.training.input import Input
 from dali_tf_input.training.schedule import Schedule

@@ -142,7 +142,7 @@ class Resume:
             text = "`model` must be compiled and have its variables"
             raise InputError(f"{text}: call it on one batch of images first.")
         self._check_writable()
-        steps_per_epoch = steps_per_epoch or spec.steps(batch_size).per_epoch
+        steps_per_epoch = steps_per_epoch or spec.plan(batch_size).steps_per_epoch
         fingerprint = {**make_fingerprint(spec, batch_size), "schedule": schedule}
         state = self._read()
         if state is None:

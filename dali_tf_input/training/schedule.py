@@ -102,7 +102,7 @@ class Schedule:
                     f"`schedule` may change {', '.join(_CHANGES)}; for epoch {epoch} it changes"
                     f" `{name}`. Begin another training with it."
                 )
-        steps, now = (spec.steps(self._batch_size).per_epoch for spec in (self.spec, stage))
+        steps, now = (spec.plan(self._batch_size).steps_per_epoch for spec in (self.spec, stage))
         if now != steps:
             raise InputError(
                 f"An epoch of `schedule` must have {steps:,} steps as the others, epoch {epoch} has"

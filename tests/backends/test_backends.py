@@ -31,7 +31,7 @@ from dali_tf_input.backends.build import choose_options, make_dataset
 from dali_tf_input.backends.dali_reading import pack_records
 from dali_tf_input.backends.reading import Stream
 from dali_tf_input.records.records import IndexedFile
-from dali_tf_input.spec.order import Position
+from dali_tf_input.spec.plan import Position
 
 SERIAL = dti.TfDataOptions(
     num_parallel_reads=1, num_parallel_calls=1, prefetch_batches=0, autotune=False

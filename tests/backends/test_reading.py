@@ -283,3 +283,17 @@ def test_what_dali_reads_by(dataset, tmp_path):
     files = (dataclasses.replace(first, **changes), *dataset.files[1:])
     (path, *_) = hold_indexes(dataclasses.replace(dataset, files=files)).values()
     assert Path(path).read_bytes() == whole
+
+
+def test_replicas_share_the_places_of_records(dataset):
+    """One table for all pipelines of a process, which goes with the last of their datasets."""
+    gc.collect()
+    spec = spec_of(dataset, "global", Preprocess.for_training(16), balance=None)
+    made = [make_dataset(spec, TF_DATA, batch_size=4, shard=Shard(n, 2)) for n in range(2)]
+    (places,) = {*reading._places.values()}
+    iterator, found = iter(made[0]), weakref.ref(places)
+    expected = next(iter(made[1]))
+    del made, places, expected
+    gc.collect()
+    assert found() is None
+    assert next(iterator)  # what an iterator needs, it has

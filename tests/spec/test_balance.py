@@ -16,8 +16,7 @@ from conftest import (
 )
 
 import dali_tf_input as dti
-from dali_tf_input.spec.balance import draw_balanced, share_out
-from dali_tf_input.spec.order import EpochSteps, Shard, list_records
+from dali_tf_input.spec.plan import Groups, Plan, apportion_total
 
 SMALL = dti.Preprocess.for_training(16)
 
@@ -38,17 +37,20 @@ def spec_with(records, **fields):
     return spec_of(records, "global", SMALL, label=label, record_ids=True, **fields)
 
 
-def list_epoch(num_records, batch_size, num_shards, **how):
+def list_epoch(classes, shares, batch_size, num_shards, *, repeats=1, epoch=0):
     """Returns what each shard serves in an epoch, (shards, images)."""
-    steps = EpochSteps(
-        num_records=num_records, batch_size=batch_size, num_shards=num_shards, padded=False
+    sizes = tuple(np.bincount(classes, minlength=len(shares)).tolist())
+    plan = Plan(
+        num_slots=len(classes),
+        batch_size=batch_size,
+        num_shards=num_shards,
+        seed=3,
+        repeats=repeats,
+        groups=Groups(sizes, tuple(shares)),
     )
-    return np.array(
-        [
-            list_records([num_records], steps=steps, shard=Shard(shard, num_shards), seed=3, **how)
-            for shard in range(num_shards)
-        ]
-    )
+    members = np.argsort(classes, kind="stable")
+    slots = [plan.slots(shard) for shard in range(num_shards)]
+    return np.array([members[plan.records(epoch, part)] for part in slots])
 
 
 @pytest.mark.parametrize("num_shards", range(1, 9))
@@ -63,11 +65,11 @@ def test_counts_are_exact(num_shards):
                 classes = np.arange(num_records) ** 2 % 5
                 classes = np.unique(classes, return_inverse=True)[1]
                 shares = np.arange(1.0, classes.max() + 2)
-                how = {"classes": classes, "shares": shares, "epoch": num_records}
-                served = list_epoch(num_records, batch_size, num_shards, repeats=repeats, **how)
+                how = {"repeats": repeats, "epoch": num_records}
+                served = list_epoch(classes, shares, batch_size, num_shards, **how)
                 total = num_records // step * step
                 assert served.size == total
-                expected = repeats * share_out(total // repeats, shares)
+                expected = repeats * apportion_total(total // repeats, shares)
                 np.testing.assert_array_equal(
                     np.bincount(classes[served].ravel(), minlength=len(shares)), expected
                 )
@@ -85,29 +87,29 @@ def test_counts_are_exact(num_shards):
 
 def test_any_number_of_shards_serves_the_same_steps():
     classes = np.arange(48) % 3
-    how = {"classes": classes, "shares": np.array([1.0, 2.0, 5.0]), "repeats": 2}
-    epochs = [
-        list_epoch(48, 16 // shards, shards, **how).reshape(shards, 3, -1).swapaxes(0, 1)
+    served = [
+        list_epoch(classes, [1.0, 2.0, 5.0], 16 // shards, shards, repeats=2)
         for shards in (1, 2, 4, 8)
     ]
+    epochs = [epoch.reshape(len(epoch), 3, -1).swapaxes(0, 1) for epoch in served]
     for epoch in epochs:
         np.testing.assert_array_equal(epoch.reshape(3, 16), epochs[0].reshape(3, 16))
 
 
 def test_which_records_come_once_more_is_drawn_anew():
     """Over 300 epochs each of 10 records comes 1.5 times an epoch: five standard deviations."""
-    classes, quotas = np.zeros(10, np.int64), np.array([15])
+    plan = Plan(num_slots=15, batch_size=1, seed=1, groups=Groups((10,), (1.0,)))
     times = np.zeros(10)
     for epoch in range(300):
-        times += np.bincount(draw_balanced(classes, quotas, seed=1, epoch=epoch), minlength=10)
+        times += np.bincount(plan.records(epoch, np.arange(15)), minlength=10)
     assert times.sum() == 300 * 15
     assert (abs(times - 450) < 5 * (300 / 4) ** 0.5).all()
 
 
 @pytest.mark.parametrize("total", range(1, 30))
-def test_share_out(total):
+def test_a_total_is_apportioned(total):
     shares = np.array([3.0, 0.5, 1e-9, 1.5])
-    parts = share_out(total, shares)
+    parts = apportion_total(total, shares)
     assert parts.sum() == total
     assert (abs(parts - total * shares / 5) < 1).all()
 

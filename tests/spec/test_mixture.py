@@ -1,6 +1,5 @@
 """Mixtures: parts of several sets of files in exact proportions."""
 
-import dataclasses
 import os
 import shlex
 from collections import Counter
@@ -12,8 +11,8 @@ from commands import run
 from conftest import DALI, TF_DATA, numbered_examples, refused, spec_of, write_indexed
 
 import dali_tf_input as dti
-from dali_tf_input.spec.balance import Mixture, draw_mixed, share_out
-from dali_tf_input.spec.order import EpochSteps, Shard, list_records
+from dali_tf_input.spec.balance import Mixture
+from dali_tf_input.spec.plan import Groups, Plan, apportion_total, spread_evenly
 from dali_tf_input.training.resume import make_fingerprint
 
 SMALL = dti.Preprocess.for_training(16)
@@ -34,16 +33,22 @@ def mixture_of(shares, **fields):
     return dti.InputSpec.for_training(shares, SMALL, record_ids=True, **fields)
 
 
+def plan_of(num_slots, sizes, shares, batch_size=1, num_shards=1):
+    groups = Groups(tuple(sizes), tuple(shares), are_parts=True)
+    how = {"batch_size": batch_size, "num_shards": num_shards, "seed": 5}
+    return Plan(num_slots=num_slots, groups=groups, **how)
+
+
 @pytest.mark.parametrize("shares", [(0.5, 0.5), (0.7, 0.3), (0.9, 0.1), (0.6, 0.3, 0.1)])
 @pytest.mark.parametrize("total", [10, 23, 64])
 def test_counts_are_exact_and_spread(shares, total):
     """In each epoch, in each stretch of it, and of each record over all epochs."""
     sizes = np.array([11, 5, 3][: len(shares)])
     parts = np.repeat(np.arange(len(shares)), sizes)
-    quotas = share_out(total, np.array(shares))
+    plan, quotas = plan_of(total, sizes, shares), apportion_total(total, shares)
     served = np.zeros((0,), np.int64)
     for epoch in range(12):
-        drawn = draw_mixed(parts, quotas, seed=5, epoch=epoch)
+        drawn = plan.records(epoch, np.arange(total))
         assert np.bincount(parts[drawn], minlength=len(shares)).tolist() == quotas.tolist()
         for part, quota in enumerate(quotas):
             before = np.append(0, np.cumsum(parts[drawn] == part))
@@ -54,26 +59,36 @@ def test_counts_are_exact_and_spread(shares, total):
         own = served[parts[served] == part]
         for start in range(0, len(own) - size + 1, size):  # whole passes
             assert len({*own[start : start + size].tolist()}) == size
-        if len(own) > 4 * size:
-            assert own[:size].tolist() != own[size : 2 * size].tolist()
+        passes = own[: len(own) // size * size].reshape(-1, size).tolist()
+        if len(passes) > 4:
+            assert len({*map(tuple, passes)}) > 2
+
+
+def test_many_parts_are_spread_evenly():
+    """Any number of parts of any shares: in each stretch within three records, exact at the end."""
+    random = np.random.default_rng(0)
+    for _ in range(100):
+        quotas = random.integers(0, random.choice([2, 10, 1000]), random.integers(1, 40))
+        quotas[0] += 1
+        total = int(quotas.sum())
+        parts, before = spread_evenly(np.arange(total), quotas)
+        assert np.bincount(parts, minlength=len(quotas)).tolist() == quotas.tolist()
+        for part, quota in enumerate(quotas):
+            own = np.flatnonzero(parts == part)
+            assert before[own].tolist() == [*range(quota)]
+            ahead = np.append(0, np.cumsum(parts == part)) - np.arange(total + 1) * quota / total
+            assert ahead.max() - ahead.min() < 3
+        some = random.integers(0, total, 50)  # each place by itself
+        assert spread_evenly(some, quotas)[0].tolist() == parts[some].tolist()
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 8])
 def test_any_number_of_shards_serves_the_same(num_shards):
-    parts, shares = np.repeat([0, 1], [40, 9]), np.array([0.75, 0.25])
-    steps = EpochSteps(
-        num_records=53, batch_size=24 // num_shards, num_shards=num_shards, padded=False
-    )
-    how = {"classes": parts, "shares": shares, "mixed": True, "seed": 1}
-    served = np.array(
-        [
-            list_records([49], steps=steps, shard=Shard(shard, num_shards), **how)
-            for shard in range(num_shards)
-        ]
-    )
+    parts, mixed = np.repeat([0, 1], [40, 9]), ((40, 9), (0.75, 0.25))
+    plan = plan_of(53, *mixed, 24 // num_shards, num_shards)
+    served = np.array([plan.records(0, plan.slots(shard)) for shard in range(num_shards)])
     together = served.reshape(num_shards, 2, -1).swapaxes(0, 1).reshape(-1)
-    one = dataclasses.replace(steps, batch_size=24, num_shards=1)
-    expected = list_records([49], steps=one, shard=Shard(), **how)
+    expected = plan_of(53, *mixed, 24).records(0, np.arange(48))
     np.testing.assert_array_equal(together, expected)
     assert np.bincount(parts[expected]).tolist() == [36, 12]
 
@@ -125,7 +140,7 @@ def test_parts_of_one_set_and_resuming(photos, tmp_path, caplog):
     with caplog.at_level("WARNING", "dali_tf_input"):
         history = fit(mixture_of({first: 0.5, rest: 0.5}), 4, allow_changed_data=True)
     assert history.epoch == [0, 1, 2, 3]
-    steps = mixture_of({first: 0.5, rest: 0.5}).steps(4).per_epoch
+    steps = mixture_of({first: 0.5, rest: 0.5}).plan(4).steps_per_epoch
     assert "This is other input than the saved state's: `mixture` was <Mixture: 0.25" in caplog.text
     assert f"resuming at step {2 * steps}, in a new order." in caplog.text
     fit(mixture_of({first: 0.5, rest: 0.5}), 5)

@@ -3,6 +3,7 @@ both backends.
 """
 
 import dataclasses
+import tracemalloc
 
 import conftest
 import numpy as np
@@ -24,105 +25,120 @@ from conftest import (
 
 from dali_tf_input import Checks, Preprocess, RandomResizedCrop, Shard
 from dali_tf_input.backends.build import make_dataset
-from dali_tf_input.spec.order import EpochSteps, list_records, shuffle
+from dali_tf_input.spec.plan import Plan
 from dali_tf_input.training.load import load
 
 SMALL = Preprocess.for_training(16)
 
 
-def steps_of(num_records, batch_size, num_shards, *, padded=False):
-    return EpochSteps(
-        num_records=num_records, batch_size=batch_size, num_shards=num_shards, padded=padded
-    )
+def plan_of(num_slots, batch_size=1, num_shards=1, **fields):
+    return Plan(num_slots=num_slots, batch_size=batch_size, num_shards=num_shards, **fields)
+
+
+def order_of(num_records, epoch, **fields):
+    """Returns the order of all records of an epoch."""
+    return plan_of(num_records, **fields).records(epoch, np.arange(num_records))
 
 
 def test_steps_exhausted():
-    """Every N to 64, replicas to 8, batches to 16: equal steps, disjoint, no record twice; a pass
+    """Every N to 64, replicas to 26, batches to 16: equal steps, disjoint, no record twice; a pass
     with a shorter last step holds each once.
     """
     for num_records in range(1, 65):
-        for num_shards in range(1, 9):
-            for batch_size in range(1, 17):
+        for num_shards in range(1, 27):
+            for batch_size in (*range(1, 6), 16):
                 group = batch_size * num_shards
-                for padded in (False, True):
-                    steps = steps_of(num_records, batch_size, num_shards, padded=padded)
-                    places = [steps.slots(shard) for shard in range(num_shards)]
-                    served = np.sort(np.concatenate(places))
-                    if padded:
-                        assert steps.per_epoch == -(-num_records // group)
+                for keeps in (False, True):
+                    plan = plan_of(num_records, batch_size, num_shards, keep_remainder=keeps)
+                    slots = [plan.slots(shard) for shard in range(num_shards)]
+                    assert [*map(len, slots)] == [*map(plan.num_images, range(num_shards))]
+                    served = np.sort(np.concatenate(slots))
+                    if keeps:
+                        assert plan.steps_per_epoch == -(-num_records // group)
                         np.testing.assert_array_equal(served, np.arange(num_records))
+                        assert max(map(len, slots)) - min(map(len, slots)) <= 1
                     else:
-                        assert steps.per_epoch == num_records // group
-                        assert {len(slots) for slots in places} == {steps.per_epoch * batch_size}
-                        np.testing.assert_array_equal(served, np.arange(steps.per_epoch * group))
+                        assert plan.steps_per_epoch == num_records // group
+                        assert {*map(len, slots)} == {plan.steps_per_epoch * batch_size}
+                        np.testing.assert_array_equal(served, np.arange(served.size))
 
 
 def test_a_step_is_the_same_for_any_number_of_shards():
+    """Whether it is asked for by shards, in parts, or for all shards together."""
     for num_shards in (1, 2, 3, 4, 6, 12):
-        steps = steps_of(100, 12 // num_shards, num_shards)
-        places = [steps.slots(shard).reshape(8, -1) for shard in range(num_shards)]
-        np.testing.assert_array_equal(np.concatenate(places, 1), np.arange(96).reshape(8, 12))
-        later = steps.slots(0)[5 * steps.batch_size :]
-        np.testing.assert_array_equal(steps.slots(0, start_step=5), later)
+        for keeps in (False, True):
+            plan = plan_of(100, 12 // num_shards, num_shards, keep_remainder=keeps)
+            slots = [plan.slots(shard) for shard in range(num_shards)]
+            full = [part[: 8 * plan.batch_size].reshape(8, -1) for part in slots]
+            np.testing.assert_array_equal(np.concatenate(full, 1), np.arange(96).reshape(8, 12))
+            steps = [plan.slots_of_step(step) for step in range(plan.steps_per_epoch)]
+            np.testing.assert_array_equal(np.concatenate(steps), np.arange(100 if keeps else 96))
+            for shard, whole in enumerate(slots):
+                parts = [plan.slots(shard, first, first + 7) for first in range(0, 100, 7)]
+                np.testing.assert_array_equal(np.concatenate(parts), whole)
 
 
-@pytest.mark.parametrize("shuffle_block_size", [1, 2, 3, 7, 100])
-def test_shuffle_is_a_permutation(shuffle_block_size):
+@pytest.mark.parametrize("block_size", [1, 2, 3, 7, 100])
+def test_an_epoch_has_each_record_once(block_size):
+    """Blocks stay together, but for the one that begins where the files end."""
     for num_records in range(1, 40):
-        firsts = np.unique([0, num_records // 3, num_records // 2])
-        files = {"shuffle_block_size": shuffle_block_size, "first_of_files": firsts}
         for epoch in range(4):
-            order = shuffle(num_records, seed=5, epoch=epoch, **files)
+            order = order_of(num_records, epoch, seed=5, block_size=block_size)
             np.testing.assert_array_equal(np.sort(order), np.arange(num_records))
+            neighbors = np.count_nonzero(np.diff(order) % num_records == 1)
+            size = min(block_size, num_records)
+            assert neighbors >= num_records // size * (size - 1)
 
 
-def test_shuffle_is_a_function_of_seed_and_epoch():
+def test_the_order_is_a_function_of_seed_and_epoch():
     """The golden order: it must not change, or training that was stopped could not be taken up by
     another version.
     """
-    files = {"shuffle_block_size": 3, "first_of_files": np.array([0, 5])}
-    how = [(0, 0, {}), (0, 1, {}), (1, 0, {}), (0, 0, files)]
-    orders = [shuffle(12, seed=seed, epoch=epoch, **given).tolist() for seed, epoch, given in how]
+    how = [(0, 0, {}), (0, 1, {}), (1, 0, {}), (0, 0, {"block_size": 3})]
+    orders = [order_of(12, epoch, seed=seed, **more).tolist() for seed, epoch, more in how]
     assert orders == GOLDEN
 
 
 GOLDEN = [
-    [0, 2, 11, 9, 1, 8, 5, 4, 3, 10, 6, 7],
-    [5, 3, 7, 8, 11, 2, 4, 1, 10, 0, 6, 9],
-    [3, 5, 2, 9, 7, 10, 0, 8, 6, 11, 1, 4],
-    [2, 3, 4, 0, 1, 10, 11, 7, 8, 9, 5, 6],
+    [10, 9, 0, 7, 2, 4, 1, 3, 8, 5, 6, 11],
+    [3, 4, 6, 0, 2, 1, 11, 9, 8, 10, 5, 7],
+    [0, 5, 3, 8, 11, 4, 6, 10, 1, 9, 7, 2],
+    [10, 11, 0, 1, 2, 3, 7, 8, 9, 4, 5, 6],
 ]
 
 
-def test_every_order_is_as_likely():
-    """All 24 orders of 4 records, over 4800 epochs: each 200 times, give or take five standard
-    deviations.
-    """
-    orders = [tuple(shuffle(4, seed=3, epoch=epoch)) for epoch in range(4800)]
-    counts = [orders.count(order) for order in set(orders)]
-    assert len(counts) == 24
-    assert min(counts) > 130
-    assert max(counts) < 270
-
-
 def test_the_remainder_is_another_one_each_epoch():
-    how = {"steps": steps_of(10, 4, 1), "shard": Shard(0, 1), "seed": 0}
-    served = [list_records([6, 4], **how, epoch=epoch) for epoch in range(40)]
-    skipped = [frozenset(range(10)) - set(one) for one in served]
-    assert all(len(rest) == 2 for rest in skipped)
-    assert len(set(skipped)) > 20
-    assert set().union(*skipped) == set(range(10))
+    plan = plan_of(10, 4, seed=0)
+    served = [plan.records(epoch, plan.slots(0)) for epoch in range(40)]
+    dropped = [frozenset(range(10)) - set(records.tolist()) for records in served]
+    assert all(len(rest) == 2 for rest in dropped)
+    assert len(set(dropped)) > 20
+    assert set().union(*dropped) == set(range(10))
 
 
-@pytest.mark.parametrize("shuffle_block_size", [1, 4])
-def test_a_stored_order_is_mixed(shuffle_block_size):
-    """20 classes of 1000, stored class by class: the first batch of 256 holds 18 of them, in every
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_a_stored_order_is_mixed(block_size):
+    """20 classes of 1000, stored class by class: the first batch of 256 holds 17 of them, in every
     epoch.
     """
-    files = {"shuffle_block_size": shuffle_block_size, "first_of_files": np.arange(0, 20_000, 1000)}
+    plan = plan_of(20_000, 256, seed=1, block_size=block_size)
     for epoch in range(30):
-        order = shuffle(20_000, seed=1, epoch=epoch, **files)
-        assert len(set(order[:256] // 1000)) >= (18 if shuffle_block_size == 1 else 17)
+        classes = plan.records(epoch, plan.slots_of_step(0)) // 1000
+        assert len(set(classes.tolist())) >= (18 if block_size == 1 else 17)
+
+
+@pytest.mark.parametrize("num_shards", [1, 8])
+def test_a_plan_of_billions_takes_no_memory(num_shards):
+    """Far more than memory would hold a table of: any step, at once."""
+    plan = plan_of(1 << 36, 32, num_shards, seed=3, block_size=16)
+    steps = plan.steps_per_epoch
+    tracemalloc.start()
+    for step in (0, steps // 2, steps - 1):
+        records = plan.records(7, plan.slots_of_step(step))
+        assert len(set(records.tolist())) == 32 * num_shards
+        assert 0 <= records.min() <= records.max() < 1 << 36
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
 
 
 def make(dataset, options, batch_size, *, order="global", preprocess=SMALL, **arguments):
@@ -150,7 +166,7 @@ def test_pipelines_serve_the_plan(dataset, options, num_shards, batch_size):
     made = [make(dataset, options, batch_size, shard=shard, seed=4) for shard in shards]
     labels = [take(one, 3 * steps)[1].reshape(3, steps, batch_size) for one in made]
     for epoch, served in enumerate(np.stack(labels, 2)):  # step, shard, position
-        order = shuffle(24, seed=4, epoch=epoch)[: steps * group].tolist()
+        order = order_of(24, epoch, seed=4)[: steps * group].tolist()
         assert served.ravel().tolist() == order
 
 
@@ -256,5 +272,5 @@ def test_two_replicas_share_each_step(dataset, options):
     iterator = (batch for _ in range(3) for batch in train)
     for step in range(2, 7):
         labels = strategy.experimental_local_results(next(iterator)[1])
-        order = shuffle(24, seed=9, epoch=step // 3)
+        order = order_of(24, step // 3, seed=9)
         assert np.concatenate(labels).tolist() == order[step % 3 * 8 :][:8].tolist()

@@ -4,7 +4,7 @@ import pytest
 from conftest import refused
 
 from dali_tf_input import Shard
-from dali_tf_input.spec.order import check_step, replica_batch_size
+from dali_tf_input.spec.plan import check_step, replica_batch_size
 
 
 @pytest.mark.parametrize("num_shards", range(1, 12))

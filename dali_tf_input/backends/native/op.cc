@@ -5,10 +5,12 @@
 //   DaliTfInputDecodeViews: decodes the part of a JPEG that several views need.
 //   DaliTfInputAugment: augments a cropped image by rows and preprocesses it (augment.h).
 //   DaliTfInputMix: mixes a batch of preprocessed images in pairs (mix.h).
+//   DaliTfInputPermute: permutes places by keys (random.h).
 #include "api.h"
 #include "augment.h"
 #include "jpeg.h"
 #include "mix.h"
+#include "random.h"
 #include "read.h"
 #include "region.h"
 #include "resample.h"
@@ -27,7 +29,7 @@ using dali_tf_input::Work;
 
 constexpr int kTypes[] = {1, 19, 14, 4};  // TF_DataType by `Output`: TF_FLOAT, TF_HALF, TF_BFLOAT16, TF_UINT8
 constexpr int kSizes[] = {4, 2, 2, 1};    // bytes
-constexpr int kDouble = 2, kString = 7, kBool = 10;  // TF_DOUBLE, TF_STRING, TF_BOOL
+constexpr int kDouble = 2, kString = 7, kInt64 = 9, kBool = 10;  // TF_DOUBLE, TF_STRING, TF_INT64, TF_BOOL
 
 using dali_tf_input::Problem;
 
@@ -550,6 +552,32 @@ void SetUnknownShape(TF_ShapeInferenceContext* context, TF_Status* status) {
   TF_ShapeInferenceContextSetUnknownShape(context, status);
 }
 
+// Permutes places, see random.h. Its inputs, of the same length: the places, the sizes of their permutations, and keys.
+void ComputePermute(void*, TF_OpKernelContext* context) {
+  Call call(context, 3);
+  call.Run([&] {
+    const int64_t count = TF_TensorElementCount(call.inputs[0]);
+    const int64_t* values[3];
+    for (int number = 0; number < 3; ++number) {
+      values[number] = static_cast<const int64_t*>(TF_TensorData(call.inputs[number]));
+      if (TF_TensorElementCount(call.inputs[number]) != count) {
+        return TF_SetStatus(call.status, dali_tf_input::kInvalidArgument, "as many places, sizes and keys are needed");
+      }
+    }
+    for (int64_t row = 0; row < count; ++row) {
+      if (values[0][row] < 0 || values[0][row] >= values[1][row]) {
+        return TF_SetStatus(call.status, dali_tf_input::kInvalidArgument, "places must be in [0, size)");
+      }
+    }
+    auto* moved = static_cast<int64_t*>(call.Allocate(0, kInt64, &count, 1, static_cast<size_t>(count) * sizeof(int64_t)));
+    if (!moved) return;
+    for (int64_t row = 0; row < count; ++row) {
+      const uint64_t place = static_cast<uint64_t>(values[0][row]), size = static_cast<uint64_t>(values[1][row]);
+      moved[row] = static_cast<int64_t>(dali_tf_input::Permute(place, size, static_cast<uint64_t>(values[2][row])));
+    }
+  });
+}
+
 void Register(const char* name, std::initializer_list<const char*> inputs, std::initializer_list<const char*> outputs,
               std::initializer_list<const char*> attributes, TF_KernelBuilder* kernel) {
   TF_OpDefinitionBuilder* builder = TF_NewOpDefinitionBuilder(name);
@@ -577,6 +605,11 @@ __attribute__((constructor)) void RegisterAll() {
            TF_NewKernelBuilder("DaliTfInputAugment", "CPU", Create<Work>, ComputeAugment, Delete<Work>));
   Register("DaliTfInputMix", {"images: T", "drawn: float"}, {"mixed: T"}, image,
            TF_NewKernelBuilder("DaliTfInputMix", "CPU", Create<Work>, ComputeMix, Delete<Work>));
+  // A kernel without a state: a null pointer.
+  Register("DaliTfInputPermute", {"places: int64", "sizes: int64", "keys: int64"}, {"moved: int64"}, {},
+           TF_NewKernelBuilder(
+               "DaliTfInputPermute", "CPU", [](TF_OpKernelConstruction*) -> void* { return nullptr; }, ComputePermute,
+               [](void*) {}));
   Register("DaliTfInputDecodeViews", {"encoded: string", "uniforms: float", "views: double"},
            {"pixels: uint8", "regions: double", "is_done: bool"}, {},
            TF_NewKernelBuilder("DaliTfInputDecodeViews", "CPU", CreateIdle, ComputeDecodeViews, Delete<DecodeKernel>));

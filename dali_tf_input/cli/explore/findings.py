@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from dali_tf_input import Records
 from dali_tf_input.cli import command
-from dali_tf_input.records.index_file import Integers
+from dali_tf_input.random import Integers
 
 _TINY, _LARGE, _LONG = 32, 640, 3.0  # pixels of the shorter side, twice; an aspect ratio
 _RARE, _UNEVEN = 10, 10.0  # records of a class; how many times fewer than of the largest

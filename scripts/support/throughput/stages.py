@@ -50,7 +50,7 @@ def _make_by_tf_data(stage: str, stream: Any, options: TfDataOptions) -> Any:
         if stage == "parse":
             label = tf.cast(values["label"], tf.float32)
             return tf.cast(tf.strings.length(encoded), tf.float32) + label
-        uniforms, _ = reading.draw_uniforms(stream, key)
+        uniforms = reading.draw_uniforms(stream, key)
         if stage == "decode":
             whole = partial(tf_images.decode_image, encoded)
             if decode == "full":
