@@ -114,7 +114,10 @@ def read_planned(stream: Stream, options: TfDataOptions) -> ReadEpoch:
     spec, plan, shard_id = stream.spec, stream.plan, stream.shard.shard_id
     places = find_places(spec.records)
     groups = find_groups(spec) if plan.groups else None
-    read = make_read(spec.records, options, places)
+    if spec.records.is_remote:
+        read = make_remote_read(spec.records, options, places.names, *places.where)
+    else:
+        read = make_read(options, places.names, places.states, *places.where)
     parallel = options.num_parallel_reads
     # Remote reads wait longer, and neighboring ranges share a request.
     max_chunk = 2 * _CHUNK if spec.records.is_remote else _CHUNK
@@ -172,8 +175,8 @@ class Places:
     Attributes:
       names: the path or URL of each file: string (files,).
       states: see `states_of`.
-      file_of: the number of each record's file: int32 (records,).
-      extents: offset and size in bytes of each record: int64 (records, 2).
+      where: the number of each record's file, int32 (records,), and its offset and size in bytes,
+        int64 (records, 2).
       mean_bytes: bytes of a record on average, at least 1.
     """
 
@@ -181,9 +184,9 @@ class Places:
         self._records, self._beside = records, dict[str, tf.Tensor]()
         with tf.device("CPU:0"):
             self.names, self.states = tf.constant(records.paths), tf.constant(states_of(records))
-            self.file_of = tf.repeat(tf.range(len(records.files)), records.counts)
+            file_of = tf.repeat(tf.range(len(records.files)), records.counts)
             indexes = [records.index(file) for file in range(len(records.files))]
-            self.extents = tf.constant(np.concatenate(indexes))
+            self.where = (file_of, tf.constant(np.concatenate(indexes)))
         num_bytes = sum(int(extents[:, 1].sum()) for extents in indexes)
         self.mean_bytes = max(1, num_bytes // max(1, records.num_records))
 
@@ -314,12 +317,16 @@ def shuffle(dataset: tf.data.Dataset, buffer_size: int, seeds: Any) -> tf.data.D
 
 
 def make_read(
-    records: Records, options: TfDataOptions, places: Places
+    options: TfDataOptions,
+    names: tf.Tensor,
+    states: tf.Tensor,
+    file_of: tf.Tensor,
+    extents: tf.Tensor,
 ) -> Callable[[tf.Tensor], tf.Tensor]:
-    """Returns the function that reads and checks records by their numbers, int64 (n,)."""
-    names, states, file_of, extents = places.names, places.states, places.file_of, places.extents
-    if records.is_remote:
-        return make_remote_read(records, options, names, file_of, extents)
+    """Returns the function that reads and checks records by their numbers, int64 (n,).
+
+    See `Places` for the tensors.
+    """
     if uses_native(options.kernel):
         native = partial(load().dali_tf_input_read, names, states, file_of, extents)
         return lambda numbers: tf.ensure_shape(
@@ -384,13 +391,10 @@ def _copy_indexes(dataset: Records) -> dict[str, str]:
         if not dataset.counts[number]:
             continue
         copies[file.path] = staging.path(f"{number}.idx")
-        extents = dataset.index(number)  # checked: DALI stops silently at what it cannot read
-        if len(extents) == file.num_records:
-            text = file.index_text()
-        else:
-            text = b"".join(b"%d %d\n" % (offset, size) for offset, size in extents.tolist())
+        # Checked, and in DALI's number format: DALI stops silently at anything else.
+        extents = dataset.index(number).tolist()
         with open(copies[file.path], "wb") as stream:
-            stream.write(text)
+            stream.writelines(b"%d %d\n" % (offset, size) for offset, size in extents)
     return copies
 
 
@@ -426,13 +430,13 @@ def _list_runs(dataset: Records, shard: Shard) -> tuple[list[int], ...]:
         if start >= stop:
             rows = []
         elif start == 0 and count == file.num_records and not file.num_skipped:
-            rows = [(number, 0, stop, dataset.ids[before])]
+            rows = [(number, 0, stop, dataset.first_ids[number])]
         else:
             extents = dataset.index(number)[start:stop]
             is_first = np.append(True, extents[1:, 0] != extents[:-1].sum(1))
             firsts = np.flatnonzero(is_first)
             counts = np.diff(firsts, append=len(extents))
-            ids = dataset.ids[before + start + firsts]
+            ids = dataset.ids_at(before + start + firsts)
             rows = [*zip([number] * len(firsts), extents[firsts, 0], counts, ids, strict=True)]
         for values, column in zip(runs, zip(*rows, strict=True) if rows else (), strict=False):
             values += map(int, column)

@@ -67,12 +67,14 @@ def check_file(
         status = os.fstat(descriptor)
         content = _Content(checks, decode, crashing, on_decode)
         progress = _Progress(on_progress)
-        crc, records, number, skipped, skipped_bytes = 0, 0, 0, 0, 0
+        crc, framing_crc, records, number, skipped_bytes = 0, 0, 0, 0, 0
+        skipped = array("q")  # the numbers of bad records
         for batch in find_records(name, descriptor):
             bad: list[BadRecord] = []
             extents: list[tuple[int, int]] = []
             if isinstance(batch, BadRecord):
                 bad.append(batch)
+                skipped.append(number)
                 progress.add(0, batch.size)
                 number += 1
             elif checks.verify == "framing":
@@ -84,6 +86,7 @@ def check_file(
                     wrong = content.check(descriptor, extent, number)
                     if wrong:
                         bad.append(wrong)
+                        skipped.append(number)
                     else:
                         extents.append(extent)
                     progress.add(1, extent[1])
@@ -92,11 +95,14 @@ def check_file(
                 content.sample(descriptor, batch, number - len(batch))
             for wrong in bad:
                 on_bad_record(wrong)
-            text = "".join(map("%d %d\n".__mod__, extents)).encode()
+            text = _format_index(extents)
             index.write(text)
             crc = google_crc32c.extend(crc, text)
+            if bad:
+                framed = [(batch.offset, batch.size)] if isinstance(batch, BadRecord) else batch
+                text = _format_index(framed)
+            framing_crc = google_crc32c.extend(framing_crc, text)
             records += len(extents)
-            skipped += len(bad)
             skipped_bytes += sum(wrong.size for wrong in bad)
         progress.flush()
         after = os.stat(file)
@@ -110,9 +116,11 @@ def check_file(
         size=status.st_size,
         mtime_ns=status.st_mtime_ns,
         records=records,
-        skipped=skipped,
+        skipped=len(skipped),
+        skipped_numbers=contents.pack_integers(skipped),
         skipped_bytes=skipped_bytes,
         index_crc=crc,
+        framing_crc=framing_crc,
         verified=checks.verify,
         checked_by=checks.depends_on(),
         parsed=content.parsed,
@@ -280,13 +288,17 @@ class _Content:
         return contents.count_classes(Counter(self._labels).items())
 
     def labels(self) -> bytes | None:
-        return contents.pack_labels(self._labels) if self._class_label else None
+        return contents.pack_integers(self._labels) if self._class_label else None
 
     def images(self) -> contents.Images | None:
         if not self._formats:
             return None
         formats = dict(self._formats.most_common())
         return contents.Images(formats=formats, largest_size=self._largest)
+
+
+def _format_index(extents: list[tuple[int, int]]) -> bytes:
+    return "".join(map("%d %d\n".__mod__, extents)).encode()
 
 
 def _parse(data: bytes) -> Features:

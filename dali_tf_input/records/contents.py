@@ -62,8 +62,11 @@ class FileEntry:
       etag: the version of a stored object; None for a local file.
       records: how many records the index holds.
       skipped: how many bad records it skips; ``bad_records.jsonl`` lists them.
+      skipped_numbers: their numbers in the file, ascending, packed by `pack_integers`; None in the
+        manifests of earlier versions, which must be made again.
       skipped_bytes: how many bytes of the file the skipped records take up.
       index_crc: CRC-32C of the index file's bytes.
+      framing_crc: CRC-32C of the bytes that it would have if it skipped no record.
       verified: the level of checking.
       checked_by: what else the checks depended on (keys, label range, decoders), so that a run that
         asks for the same checks need not repeat them.
@@ -71,7 +74,7 @@ class FileEntry:
       features: what is known about each feature key.
       folder: absolute path of the file's folder, if that is not the folder of the index.
       images: what is known about the images; None below level "decode".
-      labels: the stored class of each record in the index, packed by `pack_labels`; for labels
+      labels: the stored class of each record in the index, packed by `pack_integers`; for labels
         stored as names, the position in the vocabulary. None below level "schema", and for labels
         that are not a `ClassLabel`.
     """
@@ -81,8 +84,10 @@ class FileEntry:
     etag: str | None = None
     records: _Number
     skipped: _Number
+    skipped_numbers: bytes | None = None
     skipped_bytes: _Number
     index_crc: _Number
+    framing_crc: _Number = 0
     verified: Level
     checked_by: dict[str, Any] = field(default_factory=dict)
     parsed: _Number
@@ -110,16 +115,16 @@ class Summary:
     images: Images | None
 
 
-def pack_labels(labels: npt.ArrayLike) -> bytes:
+def pack_integers(integers: npt.ArrayLike) -> bytes:
     """Packs integers into bytes: first the bytes per integer, then the integers, little-endian."""
-    values = np.asarray(labels, np.int64)
+    values = np.asarray(integers, np.int64)
     low, high = (int(values.min()), int(values.max())) if values.size else (0, 0)
     size = next(n for n in (1, 2, 4, 8) if -(1 << 8 * n - 1) <= low and high < 1 << 8 * n - 1)
     return bytes([size]) + values.astype(f"<i{size}").tobytes()
 
 
-def unpack_labels(packed: bytes) -> Integers:
-    """Returns what `pack_labels` packed: int64 (n,); raises ValueError if it is damaged."""
+def unpack_integers(packed: bytes) -> Integers:
+    """Returns what `pack_integers` packed: int64 (n,); raises ValueError if it is damaged."""
     return np.frombuffer(packed[1:], np.dtype(f"<i{packed[0]}" if packed else "")).astype(np.int64)
 
 

@@ -4,9 +4,17 @@ import functools
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
+from dali_tf_input.errors import InputError
 from dali_tf_input.random import Integers
+from dali_tf_input.records.contents import unpack_integers
 from dali_tf_input.records.index_file import parse_index, read_index
+from dali_tf_input.records.paths import BAD_RECORDS_NAME
 from dali_tf_input.storage.objects import Status
+
+Mask = npt.NDArray[np.bool_]
 
 
 class Extent(NamedTuple):
@@ -14,7 +22,7 @@ class Extent(NamedTuple):
 
     Attributes:
       file: its TFRecord file.
-      number: its position in the file, from 0, not counting skipped records.
+      number: its number in the file, from 0, counting skipped records too.
       offset: the byte at which it starts.
       size: in bytes, with its frame.
     """
@@ -33,10 +41,12 @@ class IndexedFile:
       path: absolute path or URL of the file.
       index_file: absolute path of its index, or of a local copy of it.
       num_records: how many records the index holds.
-      num_skipped: how many bad records it skips.
+      skipped: the numbers of the bad records that it skips, packed.
       size: bytes of the file.
       mtime_ns: its time of modification in nanoseconds; 0 for a stored object.
       index_crc: CRC-32C of the index.
+      framing_crc: CRC-32C of the index as it would be if it skipped no record, which identifies the
+        records of the file.
       etag: the version of a stored object; None for a local file.
       labels: the stored class of each record, packed; None if the index step did not read it.
     """
@@ -44,12 +54,35 @@ class IndexedFile:
     path: str
     index_file: str
     num_records: int
-    num_skipped: int
+    skipped: bytes = field(repr=False)
     size: int
     mtime_ns: int
     index_crc: int
+    framing_crc: int
     etag: str | None = None
     labels: bytes | None = field(default=None, repr=False)
+
+    @functools.cached_property
+    def skipped_numbers(self) -> Integers:
+        """The numbers of the skipped records in the file, ascending: int64 (num_skipped,)."""
+        return unpack_integers(self.skipped)
+
+    @property
+    def num_skipped(self) -> int:
+        """How many bad records the index skips."""
+        return len(self.skipped_numbers)
+
+    @property
+    def num_framed(self) -> int:
+        """How many records the file has, including skipped ones."""
+        return self.num_records + self.num_skipped
+
+    @property
+    def is_valid(self) -> Mask:
+        """Whether the index holds each record of the file: bool (num_framed,)."""
+        mask = np.ones(self.num_framed, bool)
+        mask[self.skipped_numbers] = False
+        return mask
 
     @property
     def status(self) -> Status | None:
@@ -65,8 +98,18 @@ class IndexedFile:
         return parse_index(self.index_text(), self.index_file, self.num_records, self.size)
 
     def extent(self, number: int) -> Extent:
-        """Returns the location of a record, by its number in the file."""
-        return Extent(self.path, number, *_read_index(self)[number].tolist())
+        """Returns the location of a record, by its number in the file.
+
+        Raises:
+          InputError: the index skips it.
+        """
+        before = int(np.searchsorted(self.skipped_numbers, number))
+        if number in self.skipped_numbers[before : before + 1]:
+            raise InputError(
+                f"The index skips record {number:,} of {self.path}, which is bad:"
+                f" {BAD_RECORDS_NAME} beside the manifest says why."
+            )
+        return Extent(self.path, number, *_read_index(self)[number - before].tolist())
 
 
 @functools.lru_cache(64)  # not those of thousands of files at once

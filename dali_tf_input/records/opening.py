@@ -52,10 +52,11 @@ def read_fields(
             path=path,
             index_file=index_file,
             num_records=entry.records,
-            num_skipped=entry.skipped,
+            skipped=entry.skipped_numbers or contents.pack_integers([]),
             size=entry.size,
             mtime_ns=entry.mtime_ns,
             index_crc=entry.index_crc,
+            framing_crc=entry.framing_crc,
             etag=entry.etag,
             labels=entry.labels,
         )

@@ -13,16 +13,16 @@ from typing import Annotated, Any
 import numpy as np
 
 from dali_tf_input.errors import InputError, Path, Within, check, checked
-from dali_tf_input.random import Integers
+from dali_tf_input.random import Integers, Unsigned
 from dali_tf_input.records import contents, schema, subsets
 from dali_tf_input.records.contents import Counts, Feature
 from dali_tf_input.records.example import decode_example
-from dali_tf_input.records.indexed_file import Extent, IndexedFile
+from dali_tf_input.records.indexed_file import Extent, IndexedFile, Mask
 from dali_tf_input.records.labels import Lengths, describe_list
 from dali_tf_input.records.manifest import find_change, find_change_of_object, read_entries
 from dali_tf_input.records.opening import read_fields
 from dali_tf_input.records.paths import index_command
-from dali_tf_input.records.subsets import Mask, Subset
+from dali_tf_input.records.subsets import Subset
 from dali_tf_input.records.tfrecord import read_record, unframe_record
 from dali_tf_input.storage.copies import drop_copy, find_copy
 from dali_tf_input.storage.objects import RETRY_SECONDS, Part, find_statuses, read_parts
@@ -33,14 +33,19 @@ from dali_tf_input.storage.objects import RETRY_SECONDS, Part, find_statuses, re
 class Records:
     """The records of indexed TFRecord files, or a subset of them. Made by `from_files`.
 
-    A record's id is its position among all records of the files, from 0. It is the same in every
-    subset. `split`, `take` and similar methods return `Records` too, which all functions accept.
+    A record's id is its position among all records of the files, from 0, counting the bad ones that
+    the index skips. So it is the same in every subset, and stays the same when the index skips
+    another record later. A record's name, its file and its number there, stays the same when files
+    are added, too: `locate` returns it, and `select`, `exclude` and `relabel` take it.
+
+    `split`, `take` and similar methods return `Records` too, which all functions accept.
 
     Examples:
       >>> records = Records.from_files("records/train-*")
       >>> records.num_records
       24
       >>> label = records.read(0)["image/class/label"]
+      >>> rest = records.exclude([7, ("train-00000-of-00001", 3)])  # by id, or by name
       >>> train, held_out = records.split(train=0.75, held_out=0.25).values()
       >>> train.num_records + held_out.num_records
       24
@@ -95,11 +100,16 @@ class Records:
     @property
     def num_records(self) -> int:
         """How many records there are, without skipped ones."""
-        return self.num_all if self.subset is None else len(self.ids)
+        if self.subset is None:
+            return sum(file.num_records for file in self.files)
+        return len(self.ids)
 
     @property
     def num_all(self) -> int:
-        """The number of records in the files, whether in the subset or not; ids are below it."""
+        """The number of records in the files, also of those that are skipped or not in the subset.
+
+        Ids are below it.
+        """
         return self._ends[-1]
 
     @property
@@ -139,13 +149,19 @@ class Records:
     @functools.cached_property
     def ids(self) -> Integers:
         """The ids of the records, ascending: int64 (num_records,)."""
-        return np.arange(self.num_all) if self.subset is None else np.flatnonzero(self._mask)
+        return np.flatnonzero(self._mask)
+
+    def ids_at(self, positions: Integers) -> Integers:
+        """Returns the ids of the records at some positions among these records, from 0."""
+        has_gaps = self.subset is not None or self.num_skipped
+        return self.ids[positions] if has_gaps else positions
 
     @functools.cached_property
     def counts(self) -> list[int]:
         """How many of the records are in each file."""
-        ends = self._ends if self.subset is None else np.searchsorted(self.ids, self._ends)
-        counts: list[int] = np.diff(ends, prepend=0).tolist()
+        if self.subset is None:
+            return [file.num_records for file in self.files]
+        counts: list[int] = np.diff(np.searchsorted(self.ids, self._ends), prepend=0).tolist()
         return counts
 
     @property
@@ -157,10 +173,13 @@ class Records:
     def labels(self) -> Integers:
         """The stored label of each record, or a new one: int64 (num_records,), as `ids`.
 
+        Labels that are stored as names count as the positions of the names in the vocabulary that
+        the records were indexed with.
+
         Raises:
           InputError: a file was not indexed at level "schema" with a `ClassLabel`.
         """
-        return np.concatenate(self._labels_of_files())[self._mask]
+        return np.concatenate(self._labels_of_files())[self._mask[self._is_valid]]
 
     @functools.cached_property
     def label_counts(self) -> Counts | None:
@@ -174,7 +193,7 @@ class Records:
         labels = []
         for file in self.files:
             try:
-                labels.append(contents.unpack_labels(file.labels or b""))
+                labels.append(contents.unpack_integers(file.labels or b""))
                 check(len(labels[-1]) == file.num_records, "labels", "one a record", file.path)
             except (TypeError, ValueError) as error:
                 paths = self.paths
@@ -189,13 +208,11 @@ class Records:
 
     def index(self, number: int) -> Integers:
         """Returns offset and size in bytes of each record of a file: int64 (counts[number], 2)."""
-        extents = self.files[number].index()
+        file, end = self.files[number], self._ends[number]
+        extents = file.index()
         if self.subset is None:
             return extents
-        end = self._ends[number]
-        first = end - self.files[number].num_records
-        start, stop = np.searchsorted(self.ids, (first, end))
-        return extents[self.ids[start:stop] - first]
+        return extents[self._mask[end - file.num_framed : end][file.is_valid]]
 
     @checked
     def take(self, amount: int | float, *, by_label: bool = False, seed: int = 0) -> "Records":
@@ -296,27 +313,71 @@ class Records:
         return self._keep(np.isin(own, wanted), "labels")
 
     @checked
-    def select(self, ids: Iterable[int]) -> "Records":
-        """Returns the records with these ids; raises InputError if one is not among them."""
-        wanted = subsets.check_ids(ids, self.num_all)
+    def select(self, ids: Iterable[Any]) -> "Records":
+        """Returns the records with these ids or names, see `find`.
+
+        Raises:
+          InputError: one is not among these records, or is skipped by the index.
+        """
+        wanted = self.find(ids)
         missing = np.setdiff1d(wanted, self.ids)
+        skipped = missing[~self._is_valid[missing]]
         rule = f"ids of these {self.num_records:,} records"
+        if len(skipped):
+            rule, missing = "ids of records that the index does not skip", skipped
         check(not len(missing), "ids", rule, ", ".join(map(str, missing[:10])))
         return self._keep(np.isin(self.ids, wanted), "ids")
 
     @checked
-    def exclude(self, ids: Iterable[int]) -> "Records":
-        """Returns the records except those with the given ids, which need not be in the subset.
+    def exclude(self, ids: Iterable[Any]) -> "Records":
+        """Returns the records except those with these ids or names, see `find`.
+
+        They need not be in the subset, and the index may skip them.
 
         Raises:
-          InputError: an id does not belong to these files, or no record remains.
+          InputError: an id or name does not belong to these files, or no record remains.
         """
-        unwanted = subsets.check_ids(ids, self.num_all)
-        return self._keep(~np.isin(self.ids, unwanted), "exclude")
+        return self._keep(~np.isin(self.ids, self.find(ids)), "exclude")
+
+    @checked
+    def find(self, names: Iterable[Any]) -> Integers:
+        """Returns the ids of records: int64 (n,).
+
+        Examples:
+          >>> records = Records.from_files("records/train-*")
+          >>> records.find([("train-00000-of-00001", 3)]).tolist()
+          [3]
+
+        Args:
+          names: names of records as `locate` returns them, (file, number) and perhaps more; or ids,
+            which are returned. A file is named by its path, or by as much of the end of its path as
+            tells it from the others, such as its base name.
+
+        Raises:
+          InputError: there is no such file or record, or several files have that name.
+        """
+        given = names if isinstance(names, np.ndarray) else [*names]
+        ids = [self._find_id(one) if isinstance(one, tuple | list) else one for one in given]
+        return subsets.check_ids(subsets.check_integers("ids", ids), self.num_all)
+
+    def _find_id(self, name: Sequence[Any]) -> int:
+        """Returns the id of a record, by its name."""
+        file, number = name[:2] if len(name) > 1 else ("", None)
+        if not isinstance(file, str) or not isinstance(number, int | np.integer):
+            raise InputError(f"`ids` must be ids, or (file, number) of records, got {name!r}.")
+        paths = [path for path in self.paths if f"/{path}".endswith(f"/{file.lstrip('/')}")]
+        if len(paths) != 1:
+            count = f"{len(paths)} of these files have" if paths else "no file here has"
+            raise InputError(f"`ids` names a record of {file!r}: {count} that name.")
+        position = self.paths.index(paths[0])
+        num_framed = self.files[position].num_framed
+        rule = f"a number of a record of {file}, in [0, {num_framed:,})"
+        check(0 <= int(number) < num_framed, "ids", rule, number)
+        return self.first_ids[position] + int(number)
 
     @checked
     def relabel(
-        self, labels: Mapping[int, int] | None = None, *, ids: Mapping[int, int] | None = None
+        self, labels: Mapping[int, int] | None = None, *, ids: Mapping[Any, int] | None = None
     ) -> "Records":
         """Returns these records with other labels; the files are not changed.
 
@@ -330,7 +391,8 @@ class Records:
 
         Args:
           labels: the new label of a stored one; others stay.
-          ids: the new label of single records, by their ids.
+          ids: the new label of single records, by their ids or names, see `find`. The index may
+            skip them.
 
         Raises:
           InputError: an id or a label does not occur, a new label is not an integer, or an index
@@ -341,17 +403,22 @@ class Records:
         for label, new in (labels or {}).items():
             check(bool((now == label).any()), "labels", "labels of these records", label)
             changed[now == label] = subsets.check_label(new)
+        of_all = np.zeros(self.num_all, np.int64)
+        of_all[self._is_valid] = changed
         for record, new in (ids or {}).items():
-            changed[subsets.check_ids([record], self.num_all)] = subsets.check_label(new)
-        parts = np.split(changed, self._ends[:-1])
+            of_all[self.find([record])] = subsets.check_label(new)
+        parts = np.split(of_all[self._is_valid], np.cumsum(self._num_valid)[:-1])
         files = [
-            replace(file, labels=contents.pack_labels(part))
+            replace(file, labels=contents.pack_integers(part))
             for file, part in zip(self.files, parts, strict=True)
         ]
         return replace(self, files=tuple(files), relabeled=True)
 
     def __add__(self, other: "Records") -> "Records":
-        """Returns the union of two disjoint sets of records; ids count over the files of both.
+        """Returns the union of two disjoint sets of records.
+
+        Ids count over the files of both, so a record may have another one than before; its name
+        stays the same.
 
         If their feature keys differ, labels come from the index, as after `relabel`.
 
@@ -385,7 +452,8 @@ class Records:
                 " Records.from_files(...) of all, by select(ids)."
             )
         lineages = sorted({self.lineage, other.lineage})
-        subset = None if mask.all() else Subset.of(mask)
+        num_valid = sum(file.num_records for file in files)
+        subset = None if np.count_nonzero(mask) == num_valid else Subset.of(mask)
         return replace(
             self,
             files=files,
@@ -397,9 +465,10 @@ class Records:
             lineage="".join(lineages) if subset else "",
         )
 
-    def _draw(self, seed: int) -> subsets.Unsigned:
+    def _draw(self, seed: int) -> Unsigned:
         check(0 <= seed < 2**31, "seed", "in [0, 2**31)", seed)
-        return subsets.draw_places(self.files, f"{self.lineage}{seed}")[self._mask]
+        places = subsets.draw_places(self.files, f"{self.lineage}{seed}")
+        return places[self._mask[self._is_valid]]
 
     def _divide(
         self, names: Sequence[str], shares: Sequence[float], by_label: bool, seed: int
@@ -422,7 +491,11 @@ class Records:
 
     @checked
     def locate(self, record: int) -> Extent:
-        """Returns the location of a record, by its id."""
+        """Returns the location of a record, by its id: (file, number in the file, offset, size).
+
+        Raises:
+          InputError: there is no such record, or the index skips it.
+        """
         file, number = self._find_file(record)
         return file.extent(number)
 
@@ -432,16 +505,25 @@ class Records:
         record = operator.index(record)  # also of NumPy
         position = bisect.bisect_right(self._ends, record)
         file = self.files[position]
-        return file, record - self._ends[position] + file.num_records
+        return file, record - self._ends[position] + file.num_framed
 
     @property
     def _mask(self) -> Mask:
         """Whether each record of the files is one of these: bool, one for each id."""
-        return np.ones(self.num_all, bool) if self.subset is None else self.subset.mask
+        return self._is_valid if self.subset is None else self.subset.mask
+
+    @property
+    def _is_valid(self) -> Mask:
+        """Whether the index holds each record of the files: bool, one for each id."""
+        return np.concatenate([file.is_valid for file in self.files])
+
+    @property
+    def _num_valid(self) -> list[int]:
+        return [file.num_records for file in self.files]
 
     @functools.cached_property
     def _ends(self) -> list[int]:
-        return [*itertools.accumulate(file.num_records for file in self.files)]
+        return [*itertools.accumulate(file.num_framed for file in self.files)]
 
     @checked
     def read(self, record: int) -> dict[str, Sequence[Any]]:

@@ -9,14 +9,10 @@ from dataclasses import dataclass
 from numbers import Real
 
 import numpy as np
-import numpy.typing as npt
 
 from dali_tf_input.errors import InputError, check
-from dali_tf_input.random import Integers
-from dali_tf_input.records.indexed_file import IndexedFile
-
-Mask = npt.NDArray[np.bool_]
-Unsigned = npt.NDArray[np.uint64]
+from dali_tf_input.random import Integers, Stream, Unsigned, hash_words
+from dali_tf_input.records.indexed_file import IndexedFile, Mask
 
 
 @dataclass(frozen=True)
@@ -25,7 +21,7 @@ class Subset:
 
     Attributes:
       bits: the mask, one bit per record, packed by `np.packbits` and compressed by zlib.
-      num_all: the number of records in the files.
+      num_all: the number of records in the files, including skipped ones.
     """
 
     bits: bytes
@@ -54,7 +50,7 @@ def check_shares(shares: dict[str, float]) -> None:
 
 
 def draw_places(files: Sequence[IndexedFile], draw: str) -> Unsigned:
-    """Draws a uniformly distributed uint64 for each record: (num_all,).
+    """Draws a uniformly distributed uint64 for each record of the indexes: (num_records,).
 
     It depends only on `draw`, on the base name of the file, and on the offset of the record; not on
     other files, or on which bad records are skipped.
@@ -65,12 +61,7 @@ def draw_places(files: Sequence[IndexedFile], draw: str) -> Unsigned:
 def _draw_in_file(file: IndexedFile, draw: str) -> Unsigned:
     name = f"{draw}/{os.path.basename(file.path)}".encode()
     key = np.uint64(int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little"))
-    # SplitMix64 (Steele, Lea and Flood, 2014), whose counter is the byte.
-    places = (file.index()[:, 0].astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    places += key
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        places = (places ^ (places >> np.uint64(shift))) * np.uint64(factor)
-    return places ^ (places >> np.uint64(31))
+    return hash_words(key, Stream.SPLIT, file.index()[:, 0])
 
 
 def divide(places: Unsigned, shares: Sequence[float], classes: Integers | None) -> Integers:
@@ -133,9 +124,8 @@ def check_integers(name: str, values: Iterable[int]) -> Integers:
     return given.astype(np.int64)
 
 
-def check_ids(ids: Iterable[int], num_all: int) -> Integers:
-    """Returns ids of records as int64 (n,); raises InputError if one is not in [0, num_all)."""
-    given = check_integers("ids", ids)
+def check_ids(given: Integers, num_all: int) -> Integers:
+    """Returns ids of records, int64 (n,); raises InputError if one is not in [0, num_all)."""
     wrong = given[(given < 0) | (given >= num_all)]
     rule = f"in [0, {num_all:,}), ids of records"
     check(not wrong.size, "ids", rule, ", ".join(map(str, wrong[:10])))
@@ -167,6 +157,6 @@ def unite(
 
 
 def _split(files: Sequence[IndexedFile], mask: Mask) -> Iterator[tuple[IndexedFile, Mask]]:
-    ends = itertools.accumulate(file.num_records for file in files)
+    ends = itertools.accumulate(file.num_framed for file in files)
     for file, end in zip(files, ends, strict=True):
-        yield file, mask[end - file.num_records : end]
+        yield file, mask[end - file.num_framed : end]

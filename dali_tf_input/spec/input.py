@@ -500,8 +500,7 @@ class InputSpec:
         records = plan.records(epoch, plan.slots_of_step(step))
         if (grouped := self.grouped_records) is not None:
             records = grouped[records]
-        ids: Integers = self.records.ids[records]
-        return ids
+        return self.records.ids_at(records)
 
     @property
     def outputs(self) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -28,10 +28,10 @@ from dali_tf_input.records.schema import (
     find_schema_problem,
     find_size,
 )
-from dali_tf_input.records.tfrecord import BadRecord, find_records
+from dali_tf_input.records.tfrecord import BadRecord
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.options import DaliOptions, Options
-from dali_tf_input.storage.copies import find_copy, local_copy
+from dali_tf_input.storage.copies import find_copy
 
 # How TensorFlow's errors name the operation that fetches a batch, eagerly or in a graph.
 _OF_INPUT = re.compile(
@@ -106,7 +106,9 @@ def explain(
         for record in _list_likely_records(spec, batch_size, step, ahead):
             problem = check.find_problem(record)
             if problem:
-                file, bad_record = _locate(spec, record, problem)
+                file, number, offset, size = spec.records.locate(record)
+                why = dict(zip(("reason", "detail"), problem, strict=True))
+                bad_record = BadRecord(record=number, offset=offset, size=size, **why)
                 if spec.records.other_image_keys:
                     command = _commands_by_keys([file], spec, "--on_bad=skip")
                 return BadRecordError(file, bad_record, _remedy(problem[0], spec, command))
@@ -304,20 +306,3 @@ def _with_classes(label: ClassLabel, num_classes: int) -> ClassLabel:
     return ClassLabel(
         key=label.key, num_classes=num_classes, offset=label.offset, vocabulary=label.vocabulary
     )
-
-
-def _locate(spec: InputSpec, record: int, problem: tuple[str, str]) -> tuple[str, BadRecord]:
-    """Returns a record's file and its `BadRecord`, numbered as by the index step."""
-    file, _, offset, size = spec.records.locate(record)
-    number = 0
-    status = spec.records.files[spec.records.paths.index(file)].status
-    with local_copy(file, status, spec.records.cache_dir) as path, open(path, "rb") as stream:
-        for batch in find_records(file, stream.fileno()):
-            extents = [(batch.offset, batch.size)] if isinstance(batch, BadRecord) else batch
-            before = sum(start + max(1, length) <= offset for start, length in extents)
-            number += before
-            if before < len(extents):
-                break
-    reason, detail = problem
-    bad = BadRecord(record=number, offset=offset, size=size, reason=reason, detail=detail)
-    return file, bad

@@ -30,6 +30,7 @@ from dali_tf_input.backends import dali, reading, tf_data
 from dali_tf_input.backends.build import choose_options, make_dataset
 from dali_tf_input.backends.dali_reading import pack_records
 from dali_tf_input.backends.reading import Stream
+from dali_tf_input.records.contents import pack_integers
 from dali_tf_input.records.records import IndexedFile
 from dali_tf_input.spec.plan import Position
 
@@ -390,16 +391,18 @@ def test_runs_around_what_is_skipped(tmp_path):
             IndexedFile(
                 path=str(index),
                 index_file=str(index),
-                num_records=count,
-                num_skipped=7 - count,
+                num_records=len(numbers),
+                skipped=pack_integers([*({*range(7)} - {*numbers})]),
                 size=sum(sizes),
                 mtime_ns=0,
                 index_crc=google_crc32c.value(index.read_bytes()),
+                framing_crc=0,
             )
-            for index, count in ((part, len(kept)), (whole, 7))
+            for index, numbers in ((part, kept), (whole, range(7)))
         ]
         described = dti.Records(files=files, image_key="image")
         records = [*((0, number) for number in kept), *((1, number) for number in range(7))]
+        ids = [7 * file + number for file, number in records]
         for num_shards in (1, 2, 3, 5):
             for shard in (dti.Shard(number, num_shards) for number in range(num_shards)):
                 read, numbers = [], []
@@ -409,5 +412,5 @@ def test_runs_around_what_is_skipped(tmp_path):
                     first = offsets.index(offset)
                     read += [(file, first + number) for number in range(count)]
                     numbers += range(at, at + count)
-                assert numbers == [*shard.records(len(records))]
+                assert numbers == [ids[position] for position in shard.records(len(records))]
                 assert read == [records[position] for position in numbers]

@@ -20,7 +20,7 @@ from conftest import (
 )
 
 import dali_tf_input as dti
-from dali_tf_input.records.contents import pack_labels, unpack_labels
+from dali_tf_input.records.contents import pack_integers, unpack_integers
 from dali_tf_input.records.subsets import apportion
 from dali_tf_input.training.failures import BadRecordError
 
@@ -237,7 +237,7 @@ def test_resume_refuses_another_subset(classes, tmp_path):
     "values", [[], [0], [-1, 127], [128], [-(2**15), 2**15 - 1], [2**31], [-(2**63), 2**63 - 1]]
 )
 def test_packed_labels(values):
-    assert unpack_labels(pack_labels(values)).tolist() == values
+    assert unpack_integers(pack_integers(values)).tolist() == values
 
 
 def test_names_as_labels(tmp_path):

@@ -57,7 +57,7 @@ def test_mislabeled_photos_are_the_hardest(photos, options, tmp_path):
     history = train.fit(make_model(blame), epochs=8, callbacks=[blame], verbose=0)
     assert len(wrong & {*blame.hardest(50).tolist()}) >= 8
     assert blame.hardest(3).tolist() == np.argsort(-blame.losses)[:3].tolist()
-    assert history.history["largest_loss"][-1] > 1
+    assert max(history.history["largest_loss"]) > 1
     again = train.blame(tmp_path / "blame", loss=LOSS)
     np.testing.assert_array_equal(again.losses, blame.losses)
     assert {entry.name for entry in (tmp_path / "blame").iterdir()} == {"blame.npz"}
@@ -171,7 +171,7 @@ def test_refuses(photos, dataset, tmp_path):
         train.fit(model, callbacks=[other], verbose=0)
     train.fit(model, callbacks=[blame], verbose=0)
     others = dti.load(spec_of(dataset, "global", PREPROCESS), TF_DATA, batch_size=4)
-    with refused("holds the losses of other records: name another folder"):
+    with refused("holds the losses of other records, such as .*: name another folder"):
         others.blame(tmp_path / "blame", loss=LOSS)
     (tmp_path / "blame" / "blame.npz").write_bytes(b"PK\x03\x04 cut")
     with refused(r"blame.npz cannot be read: .* Remove it"):

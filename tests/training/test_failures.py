@@ -1,8 +1,8 @@
 """A record that stops training: the error names it, and its command fixes it."""
 
 import dataclasses
-import itertools
 import gc
+import itertools
 import os
 import shlex
 import subprocess
