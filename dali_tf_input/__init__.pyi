@@ -1,13 +1,13 @@
 from .backends.build import make_dataset as make_dataset
 from .errors import InputError as InputError
 from .index.build import build_index as build_index
+from .records.checks import Checks as Checks
 from .records.labels import ClassLabel as ClassLabel
 from .records.labels import MultiHot as MultiHot
 from .records.labels import SegmentationMask as SegmentationMask
 from .records.labels import Stored as Stored
 from .records.labels import Values as Values
 from .records.records import Records as Records
-from .records.schema import Checks as Checks
 from .serving import export_saved_model as export_saved_model
 from .serving import iterate_batches as iterate_batches
 from .spec.augment import ColorJitter as ColorJitter

@@ -15,7 +15,7 @@ from dali_tf_input.backends.build import check_gpu, import_dali
 from dali_tf_input.backends.tf_native import uses_native
 from dali_tf_input.errors import BatchSize, InputError, Path, check, checked
 from dali_tf_input.index.decoders import make_trial_decode
-from dali_tf_input.records.schema import BadImage, Checks
+from dali_tf_input.records.checks import Checks, InvalidRecord
 from dali_tf_input.spec.options import DaliOptions, Device, TfDataOptions
 from dali_tf_input.spec.preprocess import Preprocess
 from dali_tf_input.storage.objects import is_url
@@ -70,8 +70,10 @@ def iterate_batches(
         try:
             encoded = image if isinstance(image, bytes) else _read(image)
             decode(encoded)
-        except (BadImage, OSError) as error:
-            words = f"{error.reason}: {error.detail}" if isinstance(error, BadImage) else str(error)
+        except (InvalidRecord, OSError) as error:
+            words = str(error)
+            if isinstance(error, InvalidRecord):
+                words = f"{error.reason}: {error.detail}"
             if on_bad:
                 on_bad(position, words)
             else:

@@ -16,7 +16,6 @@ from typing import Any
 import dali_tf_input as dti
 from dali_tf_input.cli import command
 from dali_tf_input.cli.flags import BACKENDS, FileFlags, augment_flag, find_augmentations
-from dali_tf_input.cli.label_names import find_names
 
 FLAGS = command.Flags()
 _RECORDS = FileFlags(FLAGS)
@@ -111,7 +110,7 @@ def count_classes(spec: dti.InputSpec) -> int:
     file = spec.records.paths[0]
     num_classes, source = _NUM_CLASSES.value, "--num_classes"
     if num_classes is None:
-        num_classes, source = len(find_names(file)), "labels.txt"
+        num_classes, source = len(spec.records.class_names or ()), "labels.txt"
     if not num_classes and spec.label_range and spec.class_counts:  # not of a sample
         return spec.label_range[1] + 1
     if not num_classes:

@@ -28,7 +28,6 @@ from dali_tf_input import (
 )
 from dali_tf_input.cli import command
 from dali_tf_input.cli.flags import BACKENDS, FileFlags
-from dali_tf_input.cli.label_names import find_names
 
 FLAGS = command.Flags()
 _RECORDS = FileFlags(FLAGS)
@@ -55,7 +54,7 @@ _EXAMPLE = (
 def main(arguments: list[str]) -> int:
     command.check_no_arguments(arguments)
     spec = InputSpec.for_training(_RECORDS.dataset(), _IMAGE_SIZE.value, label=_RECORDS.label())
-    num_classes = _NUM_CLASSES.value or len(find_names(spec.records.paths[0]))
+    num_classes = _NUM_CLASSES.value or len(spec.records.class_names or ())
     if not num_classes:
         raise InputError("The number of classes is unknown: pass --num_classes=N.")
     held_out = None

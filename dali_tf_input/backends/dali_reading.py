@@ -14,8 +14,8 @@ from dali_tf_input.backends.tf_augment import draw_rows
 from dali_tf_input.backends.tf_images import prepare_mask
 from dali_tf_input.backends.tf_mix import draw_mix
 from dali_tf_input.random import Stream as RandomStream
+from dali_tf_input.records.checks import SIDE_KEYS
 from dali_tf_input.records.labels import ClassLabel
-from dali_tf_input.records.schema import SIDE_KEYS
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.options import DaliOptions, TfDataOptions
 from dali_tf_input.spec.primitives import ROW_SIZE

@@ -5,9 +5,9 @@ from typing import Any
 import tensorflow as tf
 
 from dali_tf_input.backends.tf_images import decode_image
+from dali_tf_input.records.checks import SIDE_KEYS
 from dali_tf_input.records.labels import ClassLabel, Label, MultiHot, Values
 from dali_tf_input.records.records import Records
-from dali_tf_input.records.schema import SIDE_KEYS
 from dali_tf_input.spec.input import InputSpec
 
 

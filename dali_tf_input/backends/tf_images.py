@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from dali_tf_input.backends import tf_native
 from dali_tf_input.backends.tf_augment import apply_rows
-from dali_tf_input.records.schema import DCT_METHOD
+from dali_tf_input.records.checks import DCT_METHOD
 from dali_tf_input.spec.colors import LUMA
 from dali_tf_input.spec.crops import Letterbox, Region, Uniforms
 from dali_tf_input.spec.input import InputSpec

@@ -1,14 +1,15 @@
 """Flags that several commands share: which records are read, and what is done to each image."""
 
 import dataclasses
+import os
 import re
 from typing import Any, get_args
 
 import dali_tf_input as dti
 from dali_tf_input.cli import machine
 from dali_tf_input.cli.command import Flags
-from dali_tf_input.cli.label_names import read_names
-from dali_tf_input.records.labels import LabelKind
+from dali_tf_input.records.class_names import read_class_names
+from dali_tf_input.records.labels import Label, LabelKind
 from dali_tf_input.spec.augment import Augmentation
 from dali_tf_input.spec.crops import NoCrop
 
@@ -102,13 +103,13 @@ class FileFlags:
     """The flags that say which records are read."""
 
     def __init__(self, flags: Flags) -> None:
-        text = "Indexed TFRecord files, a path, URL or pattern; repeatable."
+        text = "Indexed TFRecord files, a path, URL or pattern; may be given several times."
         self.files = flags.strings("files", text)
-        text = "Folder of the indexes; else beside the files."
+        text = "Folder of the indexes (default: beside the files)."
         self.index_dir = flags.string("index_dir", None, text)
-        self.image_key = flags.string("image_key", None, "Feature key of the image; else found.")
-        self.label_key = flags.string("label_key", None, "Feature key of the label; else found.")
-        self.label_offset = flags.integer("label_offset", 0, "Label of the first class as stored.")
+        text = "Feature key of the image (default: detected)."
+        self.image_key = flags.string("image_key", None, text)
+        self.label_key, self.label_offset = label_key_flags(flags)
         text = "Local folder for copies of stored objects."
         self.cache_dir = flags.string("cache_dir", None, text)
         self._all = [flag for name, flag in vars(self).items() if name != "files"]
@@ -122,9 +123,9 @@ class FileFlags:
         arguments = {flag.name: flag.value for flag in self._of_records}
         return dti.Records.from_files(files[0] if len(files) == 1 else files, **arguments)
 
-    def label(self, **fields: Any) -> dti.ClassLabel:
-        """Returns the label that the records hold; `fields` are further ones of it."""
-        return dti.ClassLabel(key=self.label_key.value, offset=self.label_offset.value, **fields)
+    def label(self) -> dti.ClassLabel:
+        """Returns the label that the records hold."""
+        return dti.ClassLabel(key=self.label_key.value, offset=self.label_offset.value)
 
     def as_arguments(self) -> list[str]:
         """Returns these flags as arguments for a command that has them too."""
@@ -132,31 +133,59 @@ class FileFlags:
         return [*(f"--files={pattern}" for pattern in self.files.value), *arguments]
 
 
-class LabelFlags:
-    """The flags that say what records hold beside the image."""
+def label_key_flags(flags: Flags) -> tuple[Any, Any]:
+    """Defines the flags for the key and the offset of the label."""
+    return (
+        flags.string("label_key", None, "Feature key of the label (default: detected)."),
+        flags.integer("label_offset", 0, "Stored label of the first class; TF-slim's ImageNet: 1."),
+    )
 
-    def __init__(self, flags: Flags) -> None:
+
+class LabelFlags:
+    """The flags that say what records hold beside the image; `files` may have some of them."""
+
+    def __init__(self, flags: Flags, files: FileFlags | None = None) -> None:
         kinds = get_args(LabelKind)
-        self.label = flags.choice("label", "class", kinds, "What a label is.")
-        text = "Number of classes, or of values with --label=values."
+        self.label = flags.choice("label", "class", kinds, "Label type.")
+        if files:
+            self.label_key, self.label_offset = files.label_key, files.label_offset
+        else:
+            self.label_key, self.label_offset = label_key_flags(flags)
+        self.num_classes = flags.integer("num_classes", None, "Number of classes.", 1)
+        text = "With --label=values, the number of values."
         self.label_size = flags.integer("label_size", None, text, 1)
-        text = "File of the names that labels are stored as, one per line."
+        text = "File with the class names that records store as labels, one per line."
         self.vocabulary = flags.string("vocabulary", None, text)
         self.mask_key = flags.string("mask_key", None, "Feature key of the segmentation mask.")
 
-    def outputs(self, files: FileFlags) -> dict[str, Any]:
-        """Returns what an `InputSpec` says of labels and masks."""
-        kind, size, mask_key = self.label.value, self.label_size.value, self.mask_key.value
-        if kind in ("multi_hot", "values") and size is None:
-            raise dti.InputError(f"--label={kind} needs --label_size=N.")
-        names = read_names(self.vocabulary.value) if self.vocabulary.value else None
-        key, offset = files.label_key.value, files.label_offset.value
-        label: Any = files.label(vocabulary=names) if kind == "class" else None
+    def make_label(self) -> Label | None:
+        """Returns the label that the flags describe.
+
+        Raises:
+          InputError: a flag is missing, or is for another type of label.
+        """
+        kind, key = self.label.value, self.label_key.value
+        integers = ("class", "multi_hot")
+        for flag, kinds in (
+            (self.label_size, ("values",)),
+            (self.vocabulary, ("class",)),
+            (self.num_classes, integers),
+        ):
+            if flag.value is not None and kind not in kinds:
+                allowed = " and ".join(f"--label={name}" for name in kinds)
+                raise dti.InputError(f"`{flag.name}` is for {allowed} only, got --label={kind}.")
+        if kind == "none":
+            return None
+        if kind == "values":
+            if self.label_size.value is None:
+                raise dti.InputError("--label=values needs --label_size, how many numbers.")
+            return dti.Values(key=key, size=self.label_size.value)
+        fields = {"num_classes": self.num_classes.value, "offset": self.label_offset.value}
         if kind == "multi_hot":
-            label = dti.MultiHot(key=key, offset=offset, num_classes=size)
-        elif kind == "values":
-            label = dti.Values(key=key, size=size)
-        return {"label": label, "mask": dti.SegmentationMask(key=mask_key) if mask_key else None}
+            return dti.MultiHot(key=key, **fields)
+        path = self.vocabulary.value
+        names = read_class_names(os.path.expanduser(path)) if path else None
+        return dti.ClassLabel(key=key, vocabulary=names, **fields)
 
 
 class WorkFlags:

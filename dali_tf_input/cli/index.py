@@ -25,12 +25,11 @@ from rich.progress import Progress as Bar
 from dali_tf_input.cli import command
 from dali_tf_input.cli.command import format_count
 from dali_tf_input.cli.dask import connect_dask
-from dali_tf_input.errors import InputError
+from dali_tf_input.cli.flags import LabelFlags
 from dali_tf_input.index.build import IndexFaultsError, IndexReport, OnBad, Progress, build_index
+from dali_tf_input.records.checks import KEY_PRESETS, LEVELS, MAX_PIXELS, Checks, Decoder, find_keys
 from dali_tf_input.records.contents import Images, Summary
-from dali_tf_input.records.labels import ClassLabel, Label, LabelKind, MultiHot, Values
 from dali_tf_input.records.paths import BAD_RECORDS_NAME, index_command
-from dali_tf_input.records.schema import KEY_PRESETS, LEVELS, MAX_PIXELS, Checks, Decoder, find_keys
 from dali_tf_input.records.tfrecord import BadRecord
 
 FLAGS = command.Flags()
@@ -42,14 +41,8 @@ _MAX_BAD_FRACTION = FLAGS.number(
 )
 _FORCE = FLAGS.boolean("force", False, "Check every file, also unchanged ones.")
 _ALLOW_MISSING = FLAGS.boolean("allow_missing", False, "Go on if a set X-00003-of-01024 has gaps.")
-_IMAGE_KEY = FLAGS.string("image_key", None, "Feature key of the image; found by default.")
-_LABEL_KEY = FLAGS.string("label_key", None, "Feature key of the label; found by default.")
-_LABEL_OFFSET = FLAGS.integer("label_offset", 0, "Label of the first class; TF-slim's ImageNet: 1.")
-_NUM_CLASSES = FLAGS.integer("num_classes", None, "Number of classes, to check labels against.")
-_LABEL = FLAGS.choice("label", "class", get_args(LabelKind), "What a label is.")
-_LABEL_SIZE = FLAGS.integer("label_size", None, "With --label=values, how many numbers.")
-_VOCABULARY = FLAGS.string("vocabulary", None, "File of the names that labels are, one per line.")
-_MASK_KEY = FLAGS.string("mask_key", None, "Feature key of the segmentation mask, if there is one.")
+_IMAGE_KEY = FLAGS.string("image_key", None, "Feature key of the image (default: detected).")
+_LABELS = LabelFlags(FLAGS)
 _DECODER = FLAGS.choice("decoder", "both", get_args(Decoder), "What decodes at --verify=decode.")
 _MAX_PIXELS = FLAGS.integer("max_pixels", MAX_PIXELS, "Height x width above which an image is bad.")
 _CACHE_DIR = FLAGS.string("cache_dir", None, "Local folder for copies of stored objects.")
@@ -58,15 +51,15 @@ _NUM_PROCESSES = FLAGS.integer(
     "num_processes", None, "Processes; else one per core, fewer for little data; or 8 threads."
 )
 
-_LABEL_FLAGS = (_LABEL, _LABEL_KEY, _LABEL_OFFSET, _LABEL_SIZE, _NUM_CLASSES, _VOCABULARY)
-_CHECK_FLAGS = (_VERIFY, _IMAGE_KEY, _MASK_KEY, _DECODER, _MAX_PIXELS)  # fields of `Checks`
+_CHECK_FLAGS = (_VERIFY, _IMAGE_KEY, _LABELS.mask_key, _DECODER, _MAX_PIXELS)  # of `Checks`
 _MOST_NAMED = 20  # lines for each reason; a wrong flag makes all records bad
 _SECONDS_BETWEEN_LINES = 10  # of progress, without a terminal
 
 
 def main(patterns: list[str]) -> int:
     """Indexes the files that match `patterns`; returns the exit code."""
-    checks = Checks(**{flag.name: flag.value for flag in _CHECK_FLAGS}, label=make_label())
+    label = _LABELS.make_label()
+    checks = Checks(**{flag.name: flag.value for flag in _CHECK_FLAGS}, label=label)
     refusal: IndexFaultsError | None = None
     names_all = _ON_BAD.value == "error"
     with connect_dask(_DASK.value) as executor, IndexProgress(names_all=names_all) as progress:
@@ -89,39 +82,10 @@ def main(patterns: list[str]) -> int:
             report, refusal = error.report, error
     print_report(report)
     if refusal:
-        remedy = _remedy(patterns, refusal.mistake, has_records=progress.has_records)
+        remedy = _remedy(patterns, checks, refusal.mistake, has_records=progress.has_records)
         print(f"error: {refusal}. {remedy}", file=sys.stderr)
         return 1
     return 0
-
-
-def make_label() -> Label | None:
-    """Returns what records must hold by the flags.
-
-    Raises:
-      InputError: a flag is missing, or is for another kind of label.
-    """
-    kind, key = _LABEL.value, _LABEL_KEY.value
-    for flag, right in ((_LABEL_SIZE, "values"), (_VOCABULARY, "class")):
-        if flag.value is not None and kind != right:
-            raise InputError(f"`{flag.name}` is for --label={right} only, got --label={kind}.")
-    if kind == "none":
-        return None
-    if kind == "values":
-        if _LABEL_SIZE.value is None:
-            raise InputError("--label=values needs --label_size, how many numbers.")
-        return Values(key=key, size=_LABEL_SIZE.value)
-    integers = {"key": key, "num_classes": _NUM_CLASSES.value, "offset": _LABEL_OFFSET.value}
-    if kind == "multi_hot":
-        return MultiHot(**integers)
-    names = None
-    if _VOCABULARY.value:
-        try:
-            with open(_VOCABULARY.value, encoding="utf-8") as stream:
-                names = tuple(stream.read().splitlines())
-        except UnicodeDecodeError as error:
-            raise InputError(f"`vocabulary` {_VOCABULARY.value} is not UTF-8: {error}.") from error
-    return ClassLabel(**integers, vocabulary=names)
 
 
 class IndexProgress:
@@ -192,7 +156,7 @@ def print_report(report: IndexReport) -> None:
         command.print_rows([(reason, f"{count:,}") for reason, count in report.reasons.items()])
 
 
-def _remedy(patterns: list[str], mistake: str, *, has_records: bool) -> str:
+def _remedy(patterns: list[str], checks: Checks, mistake: str, *, has_records: bool) -> str:
     """Returns what to do about bad records."""
     if mistake:
         return f"Those files were not indexed. {mistake}"
@@ -203,9 +167,9 @@ def _remedy(patterns: list[str], mistake: str, *, has_records: bool) -> str:
         )
     if not has_records:
         return "Those files hold no records, and were not indexed. Replace them or leave them out."
-    flags = (*_CHECK_FLAGS, *_LABEL_FLAGS, _MAX_BAD_FRACTION, _ALLOW_MISSING)
-    changed_flags = [flag for flag in flags if flag.value != flag.default]
-    arguments = [*(f"--{flag.name}={flag.value}" for flag in changed_flags), "--on_bad=skip"]
+    limits = [flag for flag in (_MAX_BAD_FRACTION, _ALLOW_MISSING) if flag.value != flag.default]
+    arguments = checks.to_flags(vocabulary=_LABELS.vocabulary.value or "")
+    arguments += [*(f"--{flag.name}={flag.value}" for flag in limits), "--on_bad=skip"]
     fix = index_command(patterns, index_dir=_INDEX_DIR.value, arguments=arguments)
     return f"Those files were not indexed. Fix them, or skip the bad records: {fix}"
 
@@ -242,7 +206,9 @@ def _describe_features(summary: Summary) -> str:
 
 
 def _describe_labels(summary: Summary) -> str:
-    _, key = find_keys(summary.features, image_key=_IMAGE_KEY.value, label_key=_LABEL_KEY.value)
+    _, key = find_keys(
+        summary.features, image_key=_IMAGE_KEY.value, label_key=_LABELS.label_key.value
+    )
     feature = summary.features.get(key or "")
     if not feature or not feature.range:
         return ""
@@ -254,7 +220,8 @@ def _describe_labels(summary: Summary) -> str:
     first, last = feature.range
     longest = feature.lengths[1]
     details += f", up to {longest:,} in a record" if longest > 1 else ""
-    hint = " (train with ClassLabel(offset=1))" if first == 1 and not _LABEL_OFFSET.value else ""
+    counts_from_1 = first == 1 and not _LABELS.label_offset.value
+    hint = " (train with ClassLabel(offset=1))" if counts_from_1 else ""
     return f"{first:,g} to {last:,g}, {details}{hint}"
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 import dali_tf_input as dti
-from dali_tf_input.records.schema import SIDE_KEYS
+from dali_tf_input.records.checks import SIDE_KEYS
 
 _SIDE, _GAP, _LINE = 240, 16, 20  # pixels: height of a picture, space between them, line of text
 

@@ -18,17 +18,24 @@ from typing import Any, get_args
 import numpy as np
 from PIL import Image
 
-from dali_tf_input import DaliOptions, InputError, InputSpec, Preprocess, Records, TfDataOptions
+from dali_tf_input import (
+    DaliOptions,
+    InputError,
+    InputSpec,
+    Preprocess,
+    Records,
+    SegmentationMask,
+    TfDataOptions,
+)
 from dali_tf_input.cli import command, pictures
 from dali_tf_input.cli.flags import FileFlags, LabelFlags, WorkFlags, describe_work
-from dali_tf_input.cli.label_names import find_names
 from dali_tf_input.records.losses import find_hardest, read_losses
 from dali_tf_input.records.paths import program
 from dali_tf_input.spec.recipes import Recipe
 
 FLAGS = command.Flags()
 _FILES = FileFlags(FLAGS)
-_LABELS = LabelFlags(FLAGS)
+_LABELS = LabelFlags(FLAGS, _FILES)
 _WORK = WorkFlags(FLAGS)
 _MOST = FLAGS.number("most", None, "Largest mean difference that passes, of 255.")
 _DEVICE = FLAGS.choice("device", "cpu", ["cpu", "gpu"], "Where DALI's images are made.")
@@ -128,7 +135,8 @@ def make_spec() -> InputSpec:
         order="sequential" if ids else "global",
         seed=_SEED.value,
         record_ids=True,
-        **_LABELS.outputs(_FILES),
+        label=_LABELS.make_label(),
+        mask=SegmentationMask(key=_LABELS.mask_key.value) if _LABELS.mask_key.value else None,
     )
 
 
@@ -168,7 +176,7 @@ def lay_over(image: np.ndarray, mask: np.ndarray) -> np.ndarray:
 
 def draw(spec: InputSpec, batch: dict[str, np.ndarray], others: np.ndarray | None) -> None:
     """Draws the contact sheet of tf.data's batch and DALI's images, if any, and saves it."""
-    names = [*(spec.records.class_names or find_names(spec.records.paths[0]))]
+    names = [*(spec.records.class_names or ())]
     images, has_others = batch["image"], others is not None
     others = images if others is None else others
     difference = np.abs(images - others)

@@ -18,13 +18,12 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import msgspec
-
 from dali_tf_input import errors
 from dali_tf_input.errors import Count, InputError, Path, checked
-from dali_tf_input.index.commit import IndexFolder
-from dali_tf_input.index.workers import run_in_executor, run_jobs
-from dali_tf_input.records import contents, schema
+from dali_tf_input.index.folder import IndexFolder
+from dali_tf_input.index.run import Unreadable, run_in_executor, run_jobs
+from dali_tf_input.records import contents
+from dali_tf_input.records.checks import KEY_PRESETS, Checks, find_keys, unknown_keys_error
 from dali_tf_input.records.example import decode_example
 from dali_tf_input.records.labels import COUNT_FROM_1, ClassLabel, MultiHot
 from dali_tf_input.records.paths import (
@@ -33,7 +32,6 @@ from dali_tf_input.records.paths import (
     find_versions,
     index_files_of,
 )
-from dali_tf_input.records.schema import Checks
 from dali_tf_input.records.tfrecord import BadRecord, find_records, read_data
 from dali_tf_input.storage import objects
 from dali_tf_input.storage.copies import check_room, resolve_cache_dir
@@ -238,12 +236,11 @@ class _Run:
         with contextlib.closing(answers):  # what is under way ends with an error here
             for number, answer in answers:
                 folder, name = owners[number]
-                if "unreadable" in answer:
-                    folder.unreadable[name] = answer["unreadable"]
+                if isinstance(answer, Unreadable):
+                    folder.unreadable[name] = answer
                 else:
-                    entry = msgspec.convert(answer["entry"], contents.FileEntry)
-                    (folder.faulty if entry.skipped else folder.valid)[name] = entry
-                    if entry.skipped and not self._is_above_last:
+                    (folder.faulty if answer.skipped else folder.valid)[name] = answer
+                    if answer.skipped and not self._is_above_last:
                         bad_records = folder.bad_records_of(name)
                         self._is_above_last = any(COUNT_FROM_1 in bad.detail for bad in bad_records)
                 advance(0, 0, files=1)
@@ -370,14 +367,14 @@ def _with_keys(checks: Checks, versions: Mapping[str, Status | None]) -> Checks:
     keys = {"image_key": checks.image_key, "label_key": checks.label.key if checks.label else None}
     for file, status in itertools.islice(versions.items(), _MOST_KEY_FILES):
         for features in _first_features(file, status):
-            image_key, label_key = schema.find_keys(features, **keys)
+            image_key, label_key = find_keys(features, **keys)
             if image_key and (label_key or checks.label is None):
                 return checks.with_keys(image_key, label_key)
             feature_keys.update(features)
     if feature_keys:
-        raise schema.unknown_keys_error(feature_keys)
+        raise unknown_keys_error(feature_keys)
     # No record can be read: the run will say what is wrong.
-    image_key, label_key = next(iter(schema.KEY_PRESETS.values()))
+    image_key, label_key = next(iter(KEY_PRESETS.values()))
     return checks.with_keys(keys["image_key"] or image_key, keys["label_key"] or label_key)
 
 

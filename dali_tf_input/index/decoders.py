@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from dali_tf_input.errors import InputError
-from dali_tf_input.records.schema import DCT_METHOD, BadImage, Checks, TrialDecode
+from dali_tf_input.records.checks import DCT_METHOD, Checks, InvalidRecord, TrialDecode
 from dali_tf_input.records.tfrecord import name_content
 
 # What both backends decode to the same pixels; one of them refuses any other format.
@@ -25,8 +25,8 @@ def make_trial_decode(checks: Checks) -> TrialDecode:
     """Makes the function that checks one encoded image, by `decoder` and `max_pixels`.
 
     It returns (format, height, width). The format is "JPEG", "grayscale JPEG", "CMYK JPEG",
-    "YCCK JPEG", "PNG", "BMP" or "WebP"; the size is in pixels. It raises `BadImage` for any other
-    format and for images that cannot be decoded.
+    "YCCK JPEG", "PNG", "BMP" or "WebP"; the size is in pixels. It raises `InvalidRecord` for any
+    other format and for images that cannot be decoded.
     """
     makers = {"dali": _make_dali_decoder, "tf_data": _make_tf_data_decoder}
     decoders = [make() for name, make in makers.items() if checks.decoder in (name, "both")]
@@ -35,13 +35,13 @@ def make_trial_decode(checks: Checks) -> TrialDecode:
         image_format, height, width = read_header(encoded)
         if height * width > checks.max_pixels:
             size = f"{width}x{height} in {len(encoded):,} bytes"
-            raise BadImage("too many pixels", f"{size}: over {checks.max_pixels:,} pixels.")
+            raise InvalidRecord("too many pixels", f"{size}: over {checks.max_pixels:,} pixels.")
         results = [decoder(encoded) for decoder in decoders]
         for result in results:
             if isinstance(result, str):
                 cut = image_format.endswith("JPEG") and _END_OF_JPEG not in encoded[-64:]
                 kind = image_format.rpartition(" ")[2]
-                raise BadImage(f"{'truncated' if cut else 'damaged'} {kind}", result)
+                raise InvalidRecord(f"{'truncated' if cut else 'damaged'} {kind}", result)
         if len(results) > 1:
             _compare(*results)
         return image_format, height, width
@@ -70,7 +70,7 @@ def read_header(encoded: bytes) -> tuple[str, int, int]:
     """Returns the format of an image, its height and its width, without decoding it.
 
     Raises:
-      BadImage: it is of another format; the reason names what it is.
+      InvalidRecord: it is of another format; the reason names what it is.
     """
     try:
         with Image.open(io.BytesIO(encoded)) as image:
@@ -79,21 +79,21 @@ def read_header(encoded: bytes) -> tuple[str, int, int]:
             transform = image.info.get("adobe_transform")
             animated = getattr(image, "is_animated", False)
     except Image.DecompressionBombError as error:
-        raise BadImage("too many pixels", str(error)) from error
+        raise InvalidRecord("too many pixels", str(error)) from error
     except Exception as error:  # Pillow's readers raise nearly anything over damaged bytes
-        raise BadImage(*_describe_content(encoded, error)) from error
+        raise InvalidRecord(*_describe_content(encoded, error)) from error
     if kind not in _FORMATS:
-        raise BadImage(
+        raise InvalidRecord(
             f"{kind} image",
             f"expected a JPEG, PNG, BMP or WebP, which both backends decode, found {kind},"
             f" {width}x{height}.",
         )
     if animated and kind in ("PNG", "WebP"):
         detail = f"expected one image, found a {kind} of several, which DALI and TensorFlow decode"
-        raise BadImage(f"animated {kind}", f"{detail} differently.")
+        raise InvalidRecord(f"animated {kind}", f"{detail} differently.")
     if kind == "BMP" and mode not in ("RGB", "RGBA", "L"):
         detail = "TensorFlow takes the indexes of a palette for shades of gray."
-        raise BadImage("BMP with a palette", detail)
+        raise InvalidRecord("BMP with a palette", detail)
     if kind == "JPEG" and mode == "CMYK":
         kind = "YCCK JPEG" if transform == 2 else "CMYK JPEG"
     elif kind == "JPEG" and mode == "L":
@@ -117,15 +117,15 @@ def _describe_content(encoded: bytes, error: Exception) -> tuple[str, str]:
 
 
 def _compare(first: Any, second: Any) -> None:
-    """Raises BadImage if two decoders disagree, judged by every eighth pixel each way."""
+    """Raises InvalidRecord if two decoders disagree, judged by every eighth pixel each way."""
     if first.shape != second.shape:
         detail = f"DALI decodes it to {first.shape}, TensorFlow to {second.shape}."
-        raise BadImage("decoders disagree", detail)
+        raise InvalidRecord("decoders disagree", detail)
     first_pixels, second_pixels = (image[::8, ::8].astype(np.int16) for image in (first, second))
     difference = float(np.abs(first_pixels - second_pixels).mean())
     if difference > _MOST_DIFFERENCE:
         detail = f"DALI's pixels and TensorFlow's differ by {difference:.0f} of 255 on average."
-        raise BadImage("decoders disagree", detail)
+        raise InvalidRecord("decoders disagree", detail)
 
 
 def _make_tf_data_decoder() -> Callable[[bytes], Any]:

@@ -12,11 +12,11 @@ from typing import Any, BinaryIO
 import google_crc32c
 
 from dali_tf_input.errors import InputError
-from dali_tf_input.records import contents, schema
+from dali_tf_input.records import contents
+from dali_tf_input.records.checks import Checks, InvalidRecord, TrialDecode, check_record
 from dali_tf_input.records.contents import FileEntry
 from dali_tf_input.records.example import MAX_BYTES, decode_example
 from dali_tf_input.records.labels import ClassLabel, Features
-from dali_tf_input.records.schema import BadImage, Checks, TrialDecode, check_mask
 from dali_tf_input.records.tfrecord import (
     FRAME_SIZE,
     BadRecord,
@@ -41,8 +41,6 @@ def check_file(
     *,
     name: str | None = None,
     decode: TrialDecode | None,
-    crashing: dict[int, tuple[str, str]],
-    on_decode: Callable[[int], None],
     on_bad_record: Callable[[BadRecord], None],
     on_progress: Callable[[int, int], None],
 ) -> FileEntry:
@@ -52,10 +50,8 @@ def check_file(
     keys.
 
     Memory does not grow with the number of records, except for an 8-byte label per record at level
-    "schema" and above. `crashing` holds the records that must not be decoded, because decoding them
-    crashed or hung a process: number in the file -> (reason, detail). `on_decode` gets the number
-    of each record before it is decoded. `on_progress` is called now and then with the records and
-    bytes since the last call.
+    "schema" and above. `decode` checks encoded images at level "decode". `on_progress` is called
+    now and then with the records and bytes since the last call.
 
     Raises:
       InputError: the file changed in the meantime.
@@ -65,7 +61,7 @@ def check_file(
     descriptor = os.open(file, os.O_RDONLY)
     try:
         status = os.fstat(descriptor)
-        content = _Content(checks, decode, crashing, on_decode)
+        content = _Content(checks, decode)
         progress = _Progress(on_progress)
         crc, framing_crc, records, number, skipped_bytes = 0, 0, 0, 0, 0
         skipped = array("q")  # the numbers of bad records
@@ -154,23 +150,13 @@ class _Progress:
 class _Content:
     """Checks the data of records one by one and sums up what they hold."""
 
-    def __init__(
-        self,
-        checks: Checks,
-        decode: TrialDecode | None,
-        crashing: dict[int, tuple[str, str]],
-        on_decode: Callable[[int], None],
-    ) -> None:
+    def __init__(self, checks: Checks, decode: TrialDecode | None) -> None:
         self._checks = checks
-        self._image_key, self._label = checks.image_key or "", checks.label
+        self._label = checks.label
         counted = self._label if checks.verify in ("schema", "decode") else None
         self._counted_key = counted.key if counted and counted.is_integer else None
         self._class_label = counted if isinstance(counted, ClassLabel) else None
-        names = (self._class_label and self._class_label.vocabulary) or ()
-        self._classes = {name.encode(): number for number, name in enumerate(names)}
-        self._decode = decode
-        self._crashing = crashing
-        self._on_decode = on_decode
+        self._decode = decode or _decode_nothing if checks.verify == "decode" else None
         self.parsed = 0
         self._first_parsed = 0
         # Of a key: kinds, shortest, longest, records, first without, range.
@@ -197,48 +183,33 @@ class _Content:
         try:
             if self._checks.verify == "crc" or size - FRAME_SIZE > MAX_BYTES:
                 if not has_valid_data(descriptor, offset, size):
-                    raise BadImage("data CRC", "the data of this record does not fit its CRC.")
+                    raise InvalidRecord("data CRC", "the data of this record does not fit its CRC.")
                 if self._checks.verify != "crc":
                     detail = f"expected at most {MAX_BYTES:,} bytes of data, found "
-                    raise BadImage("too large", f"{detail}{size - FRAME_SIZE:,}.")
+                    raise InvalidRecord("too large", f"{detail}{size - FRAME_SIZE:,}.")
                 return None
             data = read_data(descriptor, offset, size)
             if data is None:
-                raise BadImage("data CRC", "the data of this record does not fit its CRC.")
-            self._check_features(_parse(data), number)
-        except BadImage as bad:
+                raise InvalidRecord("data CRC", "the data of this record does not fit its CRC.")
+            features, image = check_record(data, self._checks, self._decode)
+            self._note(features, image, number)
+        except InvalidRecord as bad:
             why = {"reason": bad.reason, "detail": bad.detail}
             return BadRecord(record=number, offset=offset, size=size, **why)
         return None
 
-    def _check_features(self, features: Features, number: int) -> None:
-        """Checks and notes the features of record `number`; raises BadImage for a bad one."""
-        problem = schema.find_schema_problem(
-            features, image_key=self._image_key, label=self._label, mask_key=self._checks.mask_key
-        )
-        if problem:
-            raise BadImage(*problem)
-        if self._checks.verify == "decode":
-            image_format, height, width = self._find_image(features, number)
+    def _note(self, features: Features, image: tuple[str, int, int] | None, number: int) -> None:
+        """Sums up what valid record `number` holds."""
+        if image:
+            image_format, height, width = image
             self._formats[image_format] += 1
             self._largest = (max(self._largest[0], height), max(self._largest[1], width))
-            if self._checks.mask_key:
-                mask = features[self._checks.mask_key][1][0]
-                check_mask(mask, (height, width), self._decode)
         self._note_features(features, number)
         if self._counted_key:
             self._labels.extend(features[self._counted_key][1])
         elif self._class_label:
-            self._labels.append(self._classes[features[self._class_label.key or ""][1][0]])
-
-    def _find_image(self, features: Features, number: int) -> tuple[str, int, int]:
-        if self._image_key == schema.PIXELS_KEY:
-            return "pixels", *(schema.find_size(features) or (0, 0))
-        if number in self._crashing:
-            raise BadImage(*self._crashing[number])
-        self._on_decode(number)
-        assert self._decode
-        return self._decode(features[self._image_key][1][0])
+            label = self._class_label
+            self._labels.append(label.positions[features[label.key or ""][1][0]])
 
     def _note_features(self, features: Features, number: int) -> None:
         if not self.parsed:
@@ -297,12 +268,9 @@ class _Content:
         return contents.Images(formats=formats, largest_size=self._largest)
 
 
+def _decode_nothing(encoded: bytes) -> tuple[str, int, int]:
+    raise AssertionError("Images stored as pixels are not decoded.")
+
+
 def _format_index(extents: list[tuple[int, int]]) -> bytes:
     return "".join(map("%d %d\n".__mod__, extents)).encode()
-
-
-def _parse(data: bytes) -> Features:
-    try:
-        return decode_example(data)
-    except InputError as error:
-        raise BadImage("not an Example", str(error)) from error

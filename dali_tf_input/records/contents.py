@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dali_tf_input.random import Integers
-from dali_tf_input.records.schema import LEVELS, Level
+from dali_tf_input.records.checks import LEVELS, Level
 
 Range = tuple[int | float, int | float]
 _Number = Annotated[int, msgspec.Meta(ge=0)]  # of a manifest, which may be forged

@@ -1,5 +1,7 @@
 """The labels, masks and other features of records: how they are stored and returned."""
 
+import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -68,6 +70,11 @@ class ClassLabel:
     def is_integer(self) -> bool:
         """Whether records store classes as integers."""
         return not self.vocabulary
+
+    @functools.cached_property
+    def positions(self) -> dict[bytes, int]:
+        """The class of each name of the vocabulary, by the bytes that records store."""
+        return {name.encode(): number for number, name in enumerate(self.vocabulary or ())}
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -152,7 +159,17 @@ class Values:
 
 
 Label = ClassLabel | MultiHot | Values
-_KINDS: dict[str, type[Label]] = {"class": ClassLabel, "multi_hot": MultiHot, "values": Values}
+_KINDS: dict[LabelKind, type[Label]] = {
+    "class": ClassLabel,
+    "multi_hot": MultiHot,
+    "values": Values,
+}
+
+
+def label_kind(label: Label | None) -> LabelKind:
+    """Returns the word for a kind of label: "none" for no label."""
+    kinds = (name for name, kind in _KINDS.items() if isinstance(label, kind))
+    return next(kinds, "none")
 
 
 def label_to_json(label: Label | None) -> dict[str, Any] | None:
@@ -162,8 +179,12 @@ def label_to_json(label: Label | None) -> dict[str, Any] | None:
     """
     if label is None:
         return None
-    kind = next(name for name, label_class in _KINDS.items() if isinstance(label, label_class))
-    fields = {name: value for name, value in vars(label).items() if name not in _OUTPUT_FIELDS}
+    kind = label_kind(label)
+    fields = {
+        field.name: getattr(label, field.name)
+        for field in dataclasses.fields(label)
+        if field.name not in _OUTPUT_FIELDS
+    }
     names = fields.get("vocabulary")
     return {"kind": kind, **fields, **({"vocabulary": [*names]} if names else {})}
 
@@ -256,7 +277,7 @@ def find_label_problem(label: Label, features: Features) -> tuple[str, str] | No
         wrong = next((value for value in values if not math.isfinite(value)), None)
         rule, hint = "finite", ""
     elif isinstance(label, ClassLabel) and label.vocabulary:
-        names = {name.encode() for name in label.vocabulary}
+        names = label.positions
         wrong = next((value for value in values if value not in names), None)
         rule, hint = f"one of the {len(names)} names of the vocabulary", ""
     else:

@@ -6,6 +6,7 @@ index calls `read_entries` first, because DALI aborts the process on an index th
 and reads garbage with a stale one.
 """
 
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -15,9 +16,9 @@ import google_crc32c
 import msgspec
 
 from dali_tf_input.errors import InputError, Path
-from dali_tf_input.records.contents import FileEntry, Summary, summarize
-from dali_tf_input.records.paths import MANIFEST_NAME, index_command
-from dali_tf_input.records.schema import Checks
+from dali_tf_input.records.checks import Checks
+from dali_tf_input.records.contents import FileEntry, summarize
+from dali_tf_input.records.paths import BAD_RECORDS_NAME, MANIFEST_NAME, index_command
 from dali_tf_input.records.tfrecord import record_size
 from dali_tf_input.storage.objects import Status, is_url
 from dali_tf_input.storage.staging import locked
@@ -25,9 +26,12 @@ from dali_tf_input.storage.staging import locked
 
 class _Document(msgspec.Struct):
     format: Literal["dali_tf_input index manifest"]
-    version: Literal[3]
+    version: Literal[3, 4]  # entries of version 3 count as outdated, see `find_staleness`
     files: dict[str, FileEntry]
-    whole: Summary
+
+
+class DamagedManifestError(InputError):
+    """A manifest can be read, but does not hold what it should."""
 
 
 class Manifest:
@@ -41,23 +45,22 @@ class Manifest:
         """Reads the manifest of `folder`; empty if there is none.
 
         Raises:
-          InputError: it is damaged, cannot be read, or is of another version of this package.
+          InputError: it cannot be read, is damaged, or is of an unknown version.
         """
         path = os.path.join(folder, MANIFEST_NAME)
         try:
             with open(path, "rb") as stream:
                 files = msgspec.json.decode(stream.read(), type=_Document).files
-            for name, entry in files.items():
+            for entry in files.values():
                 # Raises if there are no such checks.
                 Checks.from_json({"verify": entry.verified, **entry.checked_by})
-                # Indexes of files that are gone are removed by these names.
-                if name != os.path.basename(name) or name in ("", ".", ".."):
-                    raise ValueError(f"{name!r} is not the name of a file in this folder")
             return cls(files)
         except (FileNotFoundError, NotADirectoryError):
             return cls({})
-        except (msgspec.MsgspecError, ValueError, TypeError, RecursionError, OSError) as error:
-            raise InputError(
+        except OSError as error:
+            raise InputError(f"{path} cannot be read: {error.strerror}.") from error
+        except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
+            raise DamagedManifestError(
                 f"{path} is not an index manifest of this version of dali_tf_input: {error}."
             ) from error
 
@@ -65,9 +68,8 @@ class Manifest:
         """Writes the manifest to the new file `path`."""
         document = _Document(
             "dali_tf_input index manifest",
-            3,
+            4,
             {name: self.entries[name] for name in sorted(self.entries)},
-            summarize(self.entries),
         )
         with open(path, "xb") as stream:
             stream.write(msgspec.json.encode(document))
@@ -94,8 +96,10 @@ def read_entries(
         for folder in folders:
             try:
                 manifests[folder] = Manifest.read(folder)
-            except InputError as error:
-                command = index_command(patterns, index_dir=index_dir)
+            except DamagedManifestError as error:
+                # How deeply the files were checked is not known any more.
+                arguments = ["--force", *_as_deep_as_before(folder)]
+                command = index_command(patterns, index_dir=index_dir, arguments=arguments)
                 raise InputError(f"{error} Index again: {command}") from error
         entries, stale = [], []
         for (file, status), index_file in zip(files.items(), index_files, strict=True):
@@ -117,15 +121,40 @@ def read_entries(
         else:
             more = f" {len(stale) - 1} more cannot be used." if len(stale) > 1 else ""
             text = f"{index_file}: {reason}.{more}"
-        skips = any(entry and entry.skipped for *_, entry in stale)
+        # The index step checks a file as deeply as its entry says, if there is one.
+        arguments = _skip_as_before([entry for *_, entry in stale if entry])
+        if not all(entry for *_, entry in stale):
+            arguments = _as_deep_as_before(os.path.dirname(index_file)) or arguments
         command = index_command(
             [file for file, *_ in stale] if len(stale) <= 3 else patterns,
             index_dir=index_dir,
-            arguments=["--on_bad=skip"] if skips else (),
+            arguments=arguments,
         )
         verb = "Index them" if reason == _NO_INDEX else "Index again"
         raise InputError(f"{text} {verb}: {command}")
     return entries
+
+
+def _skip_as_before(entries: Sequence[FileEntry]) -> list[str]:
+    """Returns the flags that skip as many bad records as the entries do."""
+    summary = summarize({str(number): entry for number, entry in enumerate(entries)})
+    if not summary.skipped:
+        return []
+    num_bytes = sum(entry.skipped_bytes for entry in entries)
+    num_files = sum(not entry.records for entry in entries)
+    fraction = max(
+        summary.skipped / (summary.skipped + summary.records),
+        num_bytes / max(1, summary.size),
+        num_files / summary.files,
+    )
+    limit = f"--max_bad_fraction={min(1, math.ceil(1000 * fraction) / 1000):g}"
+    return ["--on_bad=skip", *([limit] if fraction > 0.01 else [])]
+
+
+def _as_deep_as_before(folder: str) -> list[str]:
+    """Returns the flags for files without an entry: deep, if bad records were skipped before."""
+    was_skipped = os.path.exists(os.path.join(folder, BAD_RECORDS_NAME))
+    return ["--verify=decode", "--on_bad=skip"] if was_skipped else []
 
 
 def find_change(file: str, size: int, mtime_ns: int) -> str | None:
@@ -163,6 +192,8 @@ def find_staleness(
     if entry is None:  # an index of another tool, or of a run that was killed
         known = os.path.exists(index_file)
         return "the manifest has no entry for this index" if known else _NO_INDEX
+    if entry.skipped_numbers is None:
+        return "an earlier version of dali_tf_input made this index"
     if is_url(file):
         changed = find_change_of_object(file, status, Status(entry.size, entry.etag or ""))
     else:

@@ -1,11 +1,13 @@
 """The steps of `Records.from_files`: finding indexed files and checking their manifests."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dali_tf_input.errors import InputError, Path, check
-from dali_tf_input.records import contents, schema
+from dali_tf_input.records import contents
+from dali_tf_input.records.checks import Checks, find_keys, unknown_keys_error
+from dali_tf_input.records.contents import FileEntry
 from dali_tf_input.records.indexed_file import IndexedFile
 from dali_tf_input.records.manifest import read_entries
 from dali_tf_input.records.mirror import find_local
@@ -44,9 +46,9 @@ def read_fields(
         if entry.records and not entry.parsed:
             text = f"The first record of {file} is not a tf.train.Example"
             raise InputError(f"{text}. To see all that is wrong: {command}")
-    image_key, _ = schema.find_keys(summary.features, image_key=image_key, label_key=None)
+    image_key, _ = find_keys(summary.features, image_key=image_key, label_key=None)
     if not image_key:
-        raise schema.unknown_keys_error(summary.features)
+        raise unknown_keys_error(summary.features)
     indexed = [
         IndexedFile(
             path=path,
@@ -70,6 +72,8 @@ def read_fields(
     ]
     largest = contents.merge_images(images) if len(images) == len(indexed) else None
     label_keys = {(entry.checked_by.get("label") or {}).get("key") for entry in entries}
+    check_labels_agree(dict(zip(statuses, entries, strict=True)), files, index_dir)
+    vocabulary = (entries[0].checked_by.get("label") or {}).get("vocabulary")
     return {
         "files": tuple(indexed),
         "image_key": image_key,
@@ -77,5 +81,31 @@ def read_fields(
         "index_dir": None if index_dir is None else absolute(os.fspath(index_dir)),
         "cache_dir": resolve_cache_dir(cache_dir) if is_remote == {True} else None,
         "features": summary.features,
+        "label_vocabulary": tuple(vocabulary) if vocabulary and len(label_keys) == 1 else None,
         "label_key": label_keys.pop() if len(label_keys) == 1 else None,
     }
+
+
+def check_labels_agree(
+    entries: Mapping[str, FileEntry], patterns: Path | Sequence[Path], index_dir: Path | None
+) -> None:
+    """Raises InputError if equal stored labels of two files mean other classes.
+
+    That is: the files were indexed with the same key, and other names or another first label.
+    """
+    first: dict[str, tuple[str, Checks]] = {}  # by key
+    for file, entry in entries.items():
+        label = entry.checked_by.get("label")
+        if not label or not label.get("key") or label.get("kind") == "values":
+            continue
+        checks = Checks.from_json({"verify": entry.verified, **entry.checked_by})
+        other_file, other = first.setdefault(label["key"], (file, checks))
+        for name, flag in (("vocabulary", "--vocabulary"), ("offset", "--label_offset")):
+            mine, theirs = (getattr(one.label, name, None) for one in (checks, other))
+            if mine != theirs:
+                command = index_command(patterns, index_dir=index_dir, arguments=other.to_flags())
+                raise InputError(
+                    f"{other_file} and {file} were indexed with other labels, {flag} {theirs!r} and"
+                    f" {mine!r}, so that equal numbers would mean other classes. Index all files"
+                    f" with what is right for them, such as: {command}"
+                )

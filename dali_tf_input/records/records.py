@@ -2,7 +2,6 @@
 
 import bisect
 import functools
-import glob
 import itertools
 import operator
 import os
@@ -14,7 +13,9 @@ import numpy as np
 
 from dali_tf_input.errors import InputError, Path, Within, check, checked
 from dali_tf_input.random import Integers, Unsigned
-from dali_tf_input.records import contents, schema, subsets
+from dali_tf_input.records import contents, subsets
+from dali_tf_input.records.checks import PIXELS_KEY, missing_key_error
+from dali_tf_input.records.class_names import find_class_names
 from dali_tf_input.records.contents import Counts, Feature
 from dali_tf_input.records.example import decode_example
 from dali_tf_input.records.indexed_file import Extent, IndexedFile, Mask
@@ -54,6 +55,7 @@ class Records:
       files: the files, sorted by path.
       subset: which of their records; None is all of them.
       label_key: the feature key of `labels`; None if the index step did not read them.
+      label_vocabulary: the names of the classes in the order of `labels`, if records store names.
       relabeled: whether `relabel` replaced the stored `labels`.
       lineage: the seeds of the splits that led to this subset, so that the next split draws other
         numbers.
@@ -78,6 +80,7 @@ class Records:
     features: dict[str, Feature] = field(default_factory=dict, hash=False, repr=False)
     subset: Subset | None = None
     label_key: str | None = None
+    label_vocabulary: tuple[str, ...] | None = None
     relabeled: bool = False
     lineage: str = field(default="", compare=False)
     other_image_keys: tuple[str, ...] = ()
@@ -127,24 +130,23 @@ class Records:
         """The path or URL of each file."""
         return tuple(file.path for file in self.files)
 
-    @property
+    @functools.cached_property
     def class_names(self) -> tuple[str, ...] | None:
         """The names in ``labels.txt``, or tfds' ``label.labels.txt``, beside the files.
 
         None if there is no such file, or if files in several folders have different names.
 
         Raises:
-          InputError: that file is not UTF-8.
+          InputError: that file cannot be read, is not UTF-8, or has an empty line.
         """
-        if self.is_remote:
-            return None
-        names = {_read_names(folder) for folder in {os.path.dirname(path) for path in self.paths}}
+        folders = {os.path.dirname(path) for path in self.paths}
+        names = {find_class_names(folder) for folder in folders}
         return names.pop() if len(names) == 1 else None
 
     @property
     def stores_pixels(self) -> bool:
         """Whether images are stored as pixels, see ``dali-tf-input convert --store=pixels``."""
-        return self.image_key == schema.PIXELS_KEY
+        return self.image_key == PIXELS_KEY
 
     @functools.cached_property
     def ids(self) -> Integers:
@@ -576,7 +578,7 @@ class Records:
         if not self.features:
             return  # made by hand
         if key not in self.features:
-            raise schema.missing_key_error(name, key, self.features)
+            raise missing_key_error(name, key, self.features)
         if fits(self.features[key]) and self.features[key].first_without is None:
             return
         place, arguments = self.index_dir, ["--verify=schema"]
@@ -647,15 +649,3 @@ class Records:
         records = cls(**fields, retry_seconds=retry_seconds)
         records.check_feature("image_key", records.image_key, ("bytes_list",), (1, 1))
         return records
-
-
-def _read_names(folder: str) -> tuple[str, ...] | None:
-    """Returns the names of labels that a folder of TFRecords has."""
-    for name in ("labels.txt", "label.labels.txt"):
-        for path in glob.glob(os.path.join(glob.escape(folder), name)):
-            try:
-                with open(path, encoding="utf-8") as stream:
-                    return tuple(stream.read().splitlines())
-            except UnicodeDecodeError as error:
-                raise InputError(f"{path} is not UTF-8: {error}.") from error
-    return None

@@ -24,6 +24,7 @@ from dali_tf_input.errors import (
     checked,
 )
 from dali_tf_input.random import Integers
+from dali_tf_input.records.checks import find_keys, unknown_keys_error
 from dali_tf_input.records.contents import MAX_CLASSES, Counts, Feature
 from dali_tf_input.records.labels import (
     ClassLabel,
@@ -35,7 +36,6 @@ from dali_tf_input.records.labels import (
     class_weights,
 )
 from dali_tf_input.records.records import Records
-from dali_tf_input.records.schema import find_keys, unknown_keys_error
 from dali_tf_input.spec.balance import Balance, Mixture, find_classes
 from dali_tf_input.spec.mix import Mix
 from dali_tf_input.spec.plan import Groups, Plan

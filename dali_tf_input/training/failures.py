@@ -5,29 +5,23 @@ records of the failed step can be computed, and are then checked one by one.
 """
 
 import contextlib
+import dataclasses
+import functools
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from dali_tf_input.errors import InputError
-from dali_tf_input.index.decoders import make_trial_decode
+from dali_tf_input.index.decode import DecodingChild
+from dali_tf_input.records.checks import MAX_PIXELS, Checks, Decoder, InvalidRecord, check_record
 from dali_tf_input.records.contents import FileEntry
 from dali_tf_input.records.example import decode_example
-from dali_tf_input.records.labels import ClassLabel, MultiHot, Values
+from dali_tf_input.records.labels import ClassLabel, Features, Values
 from dali_tf_input.records.manifest import Manifest
 from dali_tf_input.records.paths import index_command
-from dali_tf_input.records.schema import (
-    KEY_PRESETS,
-    MAX_PIXELS,
-    BadImage,
-    Checks,
-    check_mask,
-    find_schema_problem,
-    find_size,
-)
 from dali_tf_input.records.tfrecord import BadRecord
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.options import DaliOptions, Options
@@ -98,20 +92,19 @@ def explain(
         return InputError(text)
     if url := _find_missing_copy(spec):
         return InputError(_NO_COPY.format(url, spec.records.cache_dir))
-    check = _RecordCheck(spec, options, num_classes)
     of_input = bool(_OF_INPUT.search(str(error.message)))
     # A model's error is that of the batch that it was given, not of a later one.
     ahead = _STEPS_AHEAD if of_input else 0
+    check = _RecordCheck(spec, options, num_classes)
     try:
         for record in _list_likely_records(spec, batch_size, step, ahead):
-            problem = check.find_problem(record)
-            if problem:
+            if bad := check.find_problem(record):
                 file, number, offset, size = spec.records.locate(record)
-                why = dict(zip(("reason", "detail"), problem, strict=True))
+                why = {"reason": bad.reason, "detail": bad.detail}
                 bad_record = BadRecord(record=number, offset=offset, size=size, **why)
                 if spec.records.other_image_keys:
-                    command = _commands_by_keys([file], spec, "--on_bad=skip")
-                return BadRecordError(file, bad_record, _remedy(problem[0], spec, command))
+                    command = skip_command(spec, options, files=[file])
+                return BadRecordError(file, bad_record, _remedy(bad.reason, spec, command))
     except (OSError, InputError) as problem:
         return InputError(
             f"The input failed, and its files cannot be checked: {problem} Restore what is missing,"
@@ -163,78 +156,65 @@ def _remedy(reason: str, spec: InputSpec, command: str) -> str:
     return f"Skip bad records: {command}"
 
 
-def skip_command(spec: InputSpec, options: Options, *, on_bad: str = "--on_bad=skip") -> str:
-    """Returns the command that finds, and with `on_bad` skips, the bad records of a backend."""
-    records, label = spec.records, spec.label
-    if records.other_image_keys:
-        return _commands_by_keys(records.paths, spec, on_bad)
-    decoder = "dali" if isinstance(options, DaliOptions) else "tf_data"
-    arguments = ["--verify=decode", *([on_bad] if on_bad else [])]
-    key = label.key if label else None
-    if (records.image_key, key) not in KEY_PRESETS.values():
-        arguments.append(f"--image_key={records.image_key}")
-        arguments += [f"--label_key={key}"] if key else []
-    num_classes = None
-    if isinstance(label, MultiHot):
-        arguments.append("--label=multi_hot")
-        num_classes = label.num_classes
-    elif isinstance(label, Values):
-        arguments += ["--label=values", f"--label_size={label.size}"]
-    elif label is None:
-        arguments.append("--label=none")
-    elif label.vocabulary:
-        arguments.append("--vocabulary=labels.txt")
-    if spec.mask:
-        arguments.append(f"--mask_key={spec.mask.key}")
-    if label and not isinstance(label, Values) and label.offset:
-        arguments.append(f"--label_offset={label.offset}")
-    entries = _read_entries(spec)
-    # Use the settings with which the files were checked before.
-    for name, default in (("num_classes", None), ("decoder", "both"), ("max_pixels", MAX_PIXELS)):
-        before = [
-            {**entry.checked_by, **(entry.checked_by.get("label") or {})} for entry in entries
-        ]
-        values = {checks.get(name, default) for checks in before} - {default}
-        values -= {"dali", "tf_data"} - {decoder}  # the other one accepted the record
-        values = {num_classes} if num_classes and name == "num_classes" else values
-        arguments += [f"--{name}={value}" for value in values if len(values) == 1]
-    if any(entry.verified == "decode" for entry in entries):
-        arguments.append("--force")  # a file whose bytes rotted counts as unchanged
-    return index_command(records.paths, index_dir=records.index_dir, arguments=arguments)
+def skip_command(
+    spec: InputSpec,
+    options: Options,
+    *,
+    on_bad: str = "--on_bad=skip",
+    files: Sequence[str] | None = None,
+) -> str:
+    """Returns the commands that find, and with `on_bad` skip, the bad records of files.
 
-
-def _commands_by_keys(files: Iterable[str], spec: InputSpec, on_bad: str) -> str:
-    """Returns index commands for files with several sets of keys, each as it was run last."""
-    records, groups = spec.records, dict[tuple[str, ...], list[str]]()
-    for file in files:
-        folder = os.path.dirname(records.files[records.paths.index(file)].index_file)
-        flags: dict[str, Any] = {}
-        with contextlib.suppress(InputError, KeyError):  # no manifest any more
-            checks = Manifest.read(folder).entries[os.path.basename(file)].checked_by
-            label = checks.get("label") or {}
-            flags = {"image_key": checks.get("image_key"), "label_key": label.get("key")}
-            flags |= {"label_offset": label.get("offset"), "num_classes": label.get("num_classes")}
-            flags["vocabulary"] = "labels.txt" if label.get("vocabulary") else None
-            flags["label"] = None if label else "none"
-        given = (f"--{name}={value}" for name, value in flags.items() if value)
-        groups.setdefault((*given,), []).append(file)
-    start = ["--verify=decode", *([on_bad] if on_bad else []), "--force"]
+    They check as a backend decodes, and what the index step checked before.
+    """
+    records, entries = spec.records, _read_entries(spec)
+    groups: dict[tuple[str, ...], list[str]] = {}  # by flags
+    for file in files or records.paths:
+        entry = entries.get(file)
+        flags = _checks_of(spec, options, entry).to_flags()
+        flags += [on_bad] if on_bad else []
+        if entry and entry.verified == "decode":  # a file whose bytes rotted counts as unchanged
+            flags.append("--force")
+        groups.setdefault((*flags,), []).append(file)
     return " && ".join(
-        index_command(paths, index_dir=records.index_dir, arguments=[*start, *given])
-        for given, paths in groups.items()
+        index_command(paths, index_dir=records.index_dir, arguments=flags)
+        for flags, paths in groups.items()
     )
 
 
-def _read_entries(spec: InputSpec) -> list[FileEntry]:
-    """Returns the manifest entries of the files; empty if the manifests cannot be read."""
-    records = spec.records
-    folders = [os.path.dirname(file.index_file) for file in records.files]
+def _checks_of(spec: InputSpec, options: Options, entry: FileEntry | None) -> Checks:
+    """Returns the checks that find what stops an input, of level "decode"."""
+    records, label = spec.records, spec.label
+    before = Checks()
+    if entry:
+        before = Checks.from_json({"verify": entry.verified, **entry.checked_by})
+    decoder: Decoder = "dali" if isinstance(options, DaliOptions) else "tf_data"
+    how: dict[str, Any] = {
+        "verify": "decode",
+        "decoder": decoder if before.decoder == decoder else "both",
+        "mask_key": spec.mask.key if spec.mask else None,
+    }
+    if records.other_image_keys or records.relabeled:  # the files say what they hold
+        return dataclasses.replace(before, **how)
+    if isinstance(label, ClassLabel):
+        num_classes = label.num_classes or getattr(before.label, "num_classes", None)
+        label = _with_classes(label, num_classes)
+    return dataclasses.replace(before, **how, image_key=records.image_key, label=label)
+
+
+def _read_entries(spec: InputSpec) -> dict[str, FileEntry]:
+    """Returns the manifest entries of the files, by path; none if a manifest cannot be read."""
+    entries: dict[str, FileEntry] = {}
+    manifests: dict[str, Manifest] = {}
     with contextlib.suppress(InputError):
-        manifests = {folder: Manifest.read(folder).entries for folder in set(folders)}
-        places = zip(folders, records.paths, strict=True)
-        entries = (manifests[folder].get(os.path.basename(file)) for folder, file in places)
-        return [entry for entry in entries if entry]
-    return []
+        for file in spec.records.files:
+            folder = os.path.dirname(file.index_file)
+            if folder not in manifests:
+                manifests[folder] = Manifest.read(folder)
+            entry = manifests[folder].entries.get(os.path.basename(file.path))
+            if entry:
+                entries[file.path] = entry
+    return entries
 
 
 def _list_likely_records(spec: InputSpec, batch_size: int, step: int, ahead: int) -> Iterator[int]:
@@ -248,61 +228,71 @@ def _list_likely_records(spec: InputSpec, batch_size: int, step: int, ahead: int
 
 
 class _RecordCheck:
-    """Checks records as the index step does at level "decode"."""
+    """Checks records as the index step does at level "decode".
+
+    Images are decoded in a child process: a record that crashes a decoder must not end training.
+    """
 
     def __init__(self, spec: InputSpec, options: Options, num_classes: int | None) -> None:
-        self._spec, self._label = spec, spec.label
-        if isinstance(spec.label, ClassLabel) and num_classes and not spec.label.num_classes:
-            self._label = _with_classes(spec.label, num_classes)
-        largest = [entry.checked_by.get("max_pixels", MAX_PIXELS) for entry in _read_entries(spec)]
-        self._decode = make_trial_decode(
-            Checks(
-                verify="decode",
-                decoder="dali" if isinstance(options, DaliOptions) else "tf_data",
-                max_pixels=max(largest, default=MAX_PIXELS),
-            )
+        self._spec, label = spec, spec.label
+        if isinstance(label, ClassLabel) and num_classes and not label.num_classes:
+            label = _with_classes(label, num_classes)
+        pixels = [entry.checked_by.get("max_pixels", 0) for entry in _read_entries(spec).values()]
+        self._checks = Checks(
+            verify="decode",
+            label=None if spec.records.relabeled else label,
+            mask_key=spec.mask.key if spec.mask else None,
+            decoder="dali" if isinstance(options, DaliOptions) else "tf_data",
+            max_pixels=max(pixels, default=0) or MAX_PIXELS,
         )
 
-    def find_problem(self, record: int) -> tuple[str, str] | None:
-        """Returns what is wrong with a record, as (reason, detail)."""
-        spec, records = self._spec, self._spec.records
+    def find_problem(self, record: int) -> InvalidRecord | None:
+        """Returns what is wrong with a record."""
+        records = self._spec.records
         try:
-            features = decode_example(records.read_data(record))
+            data = records.read_data(record)
         except (InputError, OSError) as error:
-            return "unreadable", str(error)
-        image_key = next((key for key in records.image_keys if key in features), records.image_key)
-        problem = find_schema_problem(
-            features,
-            image_key=image_key,
-            label=None if records.relabeled else self._label,
-            mask_key=spec.mask.key if spec.mask else None,
-        )
-        if problem:
-            return problem
-        if isinstance(self._label, Values):
-            key = self._label.key or ""
+            return InvalidRecord("unreadable", str(error))
+        try:
+            keys = (key for key in records.image_keys if key in _features_of(data))
+            checks = dataclasses.replace(self._checks, image_key=next(keys, records.image_key))
+            features, _ = check_record(data, checks, None)
+            self._check_types(features)
+            check_record(data, checks, _decoding_child(checks.decoder, checks.max_pixels))
+        except InvalidRecord as bad:
+            return bad
+        return None
+
+    def _check_types(self, features: Features) -> None:
+        """Raises InvalidRecord for values of which the index step does not know."""
+        spec, records = self._spec, self._spec.records
+        if isinstance(self._checks.label, Values):
+            key = self._checks.label.key or ""
             due = "float_list" if records.dtype_of(key) == "float32" else "int64_list"
             if features[key][0] != due:
-                return "label type", f"'{key}' must be {due}, as before, found {features[key][0]}."
+                detail = f"'{key}' must be {due}, as before, found {features[key][0]}."
+                raise InvalidRecord("label type", detail)
         for key, stored in spec.features.items():
             kind, values = features.get(key, ("nothing", []))
             low, high = stored.lengths
             if not low <= len(values) <= high or (not kind and low):
                 due = f"{low} to {high} values, found {len(values)}"
-                return "feature length", f"`features` '{key}' must be {due}."
-        try:
-            if records.stores_pixels:
-                size = [*(find_size(features) or ())]
-            else:
-                _, *size = self._decode(features[image_key][1][0])
-            if spec.mask:
-                check_mask(features[spec.mask.key][1][0], size, self._decode)
-        except BadImage as bad:
-            return bad.reason, bad.detail
-        return None
+                raise InvalidRecord("feature length", f"`features` '{key}' must be {due}.")
 
 
-def _with_classes(label: ClassLabel, num_classes: int) -> ClassLabel:
+@functools.lru_cache(2)  # the next search finds it still there, if it is soon
+def _decoding_child(decoder: Decoder, max_pixels: int) -> DecodingChild:
+    return DecodingChild(Checks(decoder=decoder, max_pixels=max_pixels), idle_seconds=60)
+
+
+def _features_of(data: bytes) -> Features:
+    """Returns the features of a record; none if it is not an Example, as `check_record` says."""
+    with contextlib.suppress(InputError):
+        return decode_example(data)
+    return {}
+
+
+def _with_classes(label: ClassLabel, num_classes: int | None) -> ClassLabel:
     return ClassLabel(
         key=label.key, num_classes=num_classes, offset=label.offset, vocabulary=label.vocabulary
     )

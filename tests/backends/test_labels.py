@@ -28,8 +28,8 @@ import dali_tf_input as dti
 from dali_tf_input import ClassLabel, MultiHot, SegmentationMask, Stored, Values
 from dali_tf_input.index.build import IndexFaultsError
 from dali_tf_input.index.decoders import make_trial_decode
+from dali_tf_input.records.checks import InvalidRecord, check_mask, find_schema_problem
 from dali_tf_input.records.example import decode_example, encode_example
-from dali_tf_input.records.schema import BadImage, check_mask, find_schema_problem
 from dali_tf_input.spec.crops import NoCrop
 
 COUNTS = (5, 12, 7)
@@ -385,7 +385,7 @@ def test_each_fault_has_its_reason(name):
     if level == "decode":
         assert found is None
         size = Image.open(io.BytesIO(example["image"])).size[::-1]
-        with pytest.raises(BadImage) as caught:
+        with pytest.raises(InvalidRecord) as caught:
             check_mask(example["mask"], size, make_trial_decode(checks))
         found = caught.value.args
     assert found[0] == reason

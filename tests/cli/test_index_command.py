@@ -118,8 +118,12 @@ def test_index_makes_the_label_of_its_flags(tmp_path):
         (["--label=values"], "--label=values needs --label_size, how many numbers."),
         (["--label_size=2"], "`label_size` is for --label=values only, got --label=class."),
         (["--label=none", f"--vocabulary={names}"], "`vocabulary` is for --label=class only, got"),
-        (["--num_classes=0"], "`num_classes` must be at least 1 or None, got 0."),
-        ([f"--vocabulary={latin}"], f"`vocabulary` {latin} is not UTF-8: "),
+        (
+            ["--label=values", "--label_size=2", "--num_classes=3"],
+            "`num_classes` is for --label=class and --label=multi_hot only, got --label=values.",
+        ),
+        (["--num_classes=0"], "`num_classes` must be at least 1, got 0."),
+        ([f"--vocabulary={latin}"], f"{latin} is not UTF-8: "),
     ):
         fails(run("index", "--verify=schema", *flags, tmp_path / "train"), message)
 

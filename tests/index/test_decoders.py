@@ -16,7 +16,7 @@ from PIL import Image, ImageCms
 
 from dali_tf_input import Checks
 from dali_tf_input.index import decoders
-from dali_tf_input.records.schema import BadImage
+from dali_tf_input.records.checks import InvalidRecord
 
 IMAGE = Image.open(io.BytesIO(jpeg(60, 90)))
 OTHER = Image.eval(IMAGE, lambda value: 255 - value)
@@ -122,7 +122,7 @@ def test_the_same_pixels_or_refused(name):
         try:
             check(encoded)
             found = "the same pixels"
-        except BadImage as bad:
+        except InvalidRecord as bad:
             found = f"refused: {bad.reason}"
         assert found.startswith(rows_of_the_docs()[name].partition(":")[0])
         if "animated" in name:
@@ -143,7 +143,7 @@ def test_what_is_slightly_wrong_has_the_same_pixels_or_is_refused():
         for _ in range(generator.choice((1, 1, 2, 4))):
             most = len(image) if generator.random() < 0.5 else min(700, len(image))
             image[generator.randrange(most)] = generator.randrange(256)
-        with contextlib.suppress(BadImage):
+        with contextlib.suppress(InvalidRecord):
             check(bytes(image))
             accepted += 1
             np.testing.assert_array_equal(*(decode(bytes(image)) for decode in both))
@@ -158,6 +158,6 @@ def test_decoders_that_disagree(monkeypatch, change):
         decoders, "_make_dali_decoder", lambda: lambda encoded: change(make()(encoded))
     )
     check = decoders.make_trial_decode(Checks(verify="decode"))
-    with pytest.raises(BadImage, match="decoders disagree") as caught:
+    with pytest.raises(InvalidRecord, match="decoders disagree") as caught:
         check(jpeg(60, 90))
     assert "DALI" in caught.value.detail

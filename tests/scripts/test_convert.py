@@ -337,7 +337,7 @@ def test_convert_never_takes_away_what_is_not_its_own(tmp_path, photos):
 def test_convert_of_odd_names_and_depths(tmp_path):
     """Names that are no UTF-8; pixels whose value range is unknown are left out."""
     root = os.fsencode(tmp_path / "photos")
-    for name in (b"c\xff/a\xff.jpg", b"c\xff/a\nb.jpg", b"d/bad\xff.jpg", b"d/good.jpg"):
+    for name in (b"c/a\xff.jpg", b"c/a\nb.jpg", b"d/bad\xff.jpg", b"d/good.jpg"):
         path = Path(os.fsdecode(os.path.join(root, name)))
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"x" if name.startswith(b"d/bad") else jpeg(9, 9))
@@ -353,12 +353,14 @@ def test_convert_of_odd_names_and_depths(tmp_path):
     assert set(reasons) == {b"bad\xff.jpg", b"float.tif", b"integer.tif", b"wide.png"}
     assert reasons[b"float.tif"] == "pixels of mode F, whose value range is unknown"
     assert reasons[b"wide.png"].startswith("70000x1: a JPEG holds 65535 pixels each way")
-    assert (tmp_path / "out" / "labels.txt").read_bytes() == b"c\xff\nd\n"
+    assert (tmp_path / "out" / "labels.txt").read_bytes() == b"c\nd\n"
     written = read_features(tmp_path / "out" / "train-00000-of-00001")
     names = {record["image/filename"][1][0] for record in written}
     assert names == {b"a\xff.jpg", b"a\nb.jpg", b"good.jpg"}
-    os.mkdir(os.path.join(root, b"e\nf"))
-    fails(convert(tmp_path / "photos", tmp_path / "x"), "a line break in the name of a class")
+    for name in (b"e\nf", b"e\xff", "a\x85b".encode(), "a\u2028b".encode(), b"e "):
+        os.mkdir(os.path.join(root, name))
+        fails(convert(tmp_path / "photos", tmp_path / "x"), "cannot be the name of a class")
+        os.rmdir(os.path.join(root, name))
 
 
 def test_files_without_a_readable_image_are_none(tmp_path):
@@ -693,7 +695,7 @@ def test_folders_of_splits(tmp_path, photos):
 @pytest.mark.parametrize(
     ("name", "data", "said"),
     [
-        ("a.csv", b'path,label\na.jpg,"a\nb"\n', r"row 1: `label` holds a line break: 'a\\nb'"),
+        ("a.csv", b'path,label\na.jpg,"a\nb"\n', r"row 1: 'a\\nb' cannot be the name of a class"),
         ("a.csv", b"path,label\na.jpg,caf\xe9\n", "a.csv is not UTF-8: .*Save it as UTF-8"),
         ("a.jsonl", b'{"path": 5, "label": 1}\n', "row 1: `path` must be a path, got 5"),
         (

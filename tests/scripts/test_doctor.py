@@ -336,7 +336,8 @@ def test_what_is_wrong_with_records_is_fixed_by_its_own_command(tmp_path, monkey
     build_index(file, Checks(verify="schema"), on_bad="skip", max_bad_fraction=1)
     os.utime(file, (1, 1))
     (finding,) = doctor.examine_files([file])
-    assert finding.fix.endswith(f"python -m dali_tf_input index --on_bad=skip {file}")
+    flags = "--on_bad=skip --max_bad_fraction=0.334"
+    assert finding.fix.endswith(f"python -m dali_tf_input index {flags} {file}")
     assert finding.found.endswith(finding.fix)
     (finding,) = doctor.examine_files([str(tmp_path)])
     assert finding.fix == f"{program()} doctor --files='{tmp_path}/*-of-*'"

@@ -50,7 +50,7 @@ def test_every_fault_is_found(faulty, tmp_path):
     for line in (
         "validation-*: 2 images also in train-*: leave them out of one of the two, records.exclude",
         "train-*: 2 images more than once, 1 of them with different labels: leave the others out",
-        "train-*: 1 image of no format that is decoded: index with --verify=decode.",
+        "train-*: 1 image cannot be used (text): index with --verify=decode.",
         "train-*: 1 image below 32 pixels, which say little.",
         "train-*: 1 image more than 3 times as long as wide, of which crops lose the most.",
         "train-*: 4 records of <bird>, 100 of cat: balance='class' in the spec serves them alike",
@@ -63,16 +63,20 @@ def test_every_fault_is_found(faulty, tmp_path):
     assert re.search(r"^width +50 \(0 to 200\) +50 \(50 to 50\)", table, re.MULTILINE)
     assert re.search(r"^classes +3, of 4 \(<bird>\) to 100 records", table, re.MULTILINE)
     report = json.loads((tmp_path / "found.json").read_text())
+    sets = {name: dti.Records.from_files(faulty / name) for name in ("train-*", "validation-*")}
+
+    def id_of(one):
+        return sets[one["set"]].find([(one["file"], one["record"])]).item()
+
     found = {
-        finding["name"]: [[one["id"] for one in group] for group in finding["groups"]]
+        finding["name"]: [[*map(id_of, group)] for group in finding["groups"]]
         for finding in report["findings"]
     }
     assert sorted(found["leaks"]) == [[3, 7, 6], [11, 5]]
     assert sorted(found["copies"]) == [[3, 7], [4, 105]]
     assert (found["tiny"], found["long"], found["unreadable"]) == ([[20]], [[30]], [[40]])
     assert report["sets"]["train-*"]["classes"] == {"0": 100, "1": 40, "2": 4}
-    records = dti.Records.from_files(faulty / "train-*")
-    assert records.exclude([group[1] for group in found["copies"]]).num_records == 142
+    assert sets["train-*"].exclude([group[1] for group in found["copies"]]).num_records == 142
 
 
 def test_the_page_stands_alone(faulty, tmp_path):
@@ -114,11 +118,28 @@ def test_odd_images(tmp_path):
     out = [f"--out={tmp_path}/page.html", f"--json={tmp_path}/found.json"]
     process = run("explore", f"--files={tmp_path}/train-0", *out)
     assert (process.returncode, process.stderr) == (0, "")
-    assert ": 3 images of no format that is decoded: index with" in process.stdout
-    (finding,) = json.loads((tmp_path / "found.json").read_text())["findings"]
-    assert [group[0]["id"] for group in finding["groups"]] == [0, 1, 2]
+    found = json.loads((tmp_path / "found.json").read_text())["findings"]
+    for reason, record in (("too many pixels", 0), ("GIF image", 1), ("empty image", 2)):
+        assert f": 1 image cannot be used ({reason}): index with" in process.stdout
+        (finding,) = (one for one in found if f"({reason})" in one["text"])
+        assert finding["groups"][0][0] | {"set": ""} == {
+            "set": "",
+            "file": "train-0",
+            "record": record,
+        }
     (tmp_path / "labels.txt").write_bytes(b"caf\xe9\n")
     assert "labels.txt is not UTF-8" in run("explore", f"--files={tmp_path}/train-0").stderr
+
+
+def test_a_record_without_an_image(tmp_path):
+    """That the sample of the index step has not seen."""
+    examples = [example(jpeg(40, 50, seed=n), 0) for n in range(200)]
+    examples[5] = {"image/class/label": 0}
+    write_tfrecord(tmp_path / "train-0", examples)
+    dti.build_index(tmp_path / "train-0")
+    process = run("explore", f"--files={tmp_path}/train-0")
+    assert (process.returncode, process.stderr) == (0, "")
+    assert ": 1 image cannot be used (image missing): index with --verify" in process.stdout
 
 
 def test_refuses(tmp_path, dataset):

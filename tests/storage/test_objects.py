@@ -36,11 +36,11 @@ from conftest import (
 from stores import BUCKET, Proxy, ask, run_server, run_tls_server
 
 import dali_tf_input as dti
+from dali_tf_input import __version__, processes
 from dali_tf_input.backends.build import make_dataset
-from dali_tf_input.cli.convert import elsewhere
 from dali_tf_input.cli.dask import connect_dask
-from dali_tf_input.index import workers
 from dali_tf_input.index.build import IndexFaultsError
+from dali_tf_input.index.run import explain_executor
 from dali_tf_input.storage import objects
 from dali_tf_input.training.resume import make_fingerprint
 
@@ -457,22 +457,20 @@ def test_index_by_an_executor(dataset, stored, tmp_path):
     with Broken(1) as executor, refused("The executor failed at .*ZeroDivisionError"):
         dti.build_index(files, force=True, executor=executor)
     with refused("A worker has dali_tf_input .*, this program 0.0: install the same"):
-        workers._check_there(
-            workers.Job(file="", index="", bad_records="", mark="", checks={}), "0.0"
-        )
+        processes.call_apart("0.0", sorted, [])
     with refused("No Dask scheduler answers at nowhere://"), connect_dask("nowhere://x:1"):
         pass
 
 
 def test_an_executor_works_in_parallel(dataset, tmp_path, monkeypatch):
     """As many files at a time as it has threads, and no thread is left."""
-    together, run = threading.Barrier(3), workers.Seat.run
+    together, call = threading.Barrier(3), processes.Child.call
 
-    def run_together(*arguments):
+    def call_together(*arguments):
         together.wait(60)
-        return run(*arguments)
+        return call(*arguments)
 
-    monkeypatch.setattr(workers.Seat, "run", run_together)
+    monkeypatch.setattr(processes.Child, "call", call_together)
     before = threading.active_count()
     with concurrent.futures.ThreadPoolExecutor(3) as executor:
         assert dti.build_index(dataset.paths, index_dir=tmp_path, executor=executor).written == 3
@@ -493,15 +491,16 @@ def test_an_idle_worker_learns_of_other_credentials(stored, proxy, tmp_path, mon
 
 
 @pytest.mark.slow
-def test_a_decoder_that_crashes_a_converter():
-    """Takes down a child process of the worker, not the worker."""
+def test_what_crashes_ends_a_child_of_the_worker():
+    """Not the worker, whose next call another child answers."""
     with concurrent.futures.ThreadPoolExecutor(1) as executor:
-        work = elsewhere.submit(executor, exec, "import os; os.abort()")
-        with refused(r"the process died \(SIGABRT\)"):
-            work()
-        assert elsewhere.submit(executor, sorted, [3, 1, 2])() == [1, 2, 3]
+        work = executor.submit(processes.call_apart, __version__, os.abort)
+        with pytest.raises(processes.ChildDiedError, match="SIGABRT"):
+            work.result()
+        call = executor.submit(processes.call_apart, __version__, sorted, [3, 1, 2])
+        assert call.result() == [1, 2, 3]
         with refused(r"0.0: .* must have dali_tf_input "):
-            raise workers.explain_executor(ImportError(), "0.0")
+            raise explain_executor(ImportError(), "0.0")
 
 
 @pytest.mark.slow
@@ -682,12 +681,10 @@ def test_a_dask_scheduler_that_dies_ends_the_run(dataset, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_seat_whose_process_waited_for_too_long(dataset, tmp_path, monkeypatch):
+def test_a_child_that_waited_for_too_long(dataset, tmp_path, monkeypatch):
     """Another one does the work; a thread of an executor keeps one, and no two share it."""
-    short = "from dali_tf_input.index import worker; worker._IDLE_SECONDS = 0.2; serve()"
-    code = workers._CODE.replace("serve()", short)
-    monkeypatch.setattr(workers, "_CODE", code)
-    monkeypatch.setattr(workers, "_idle_seats", [])
+    monkeypatch.setattr(processes, "_IDLE_SECONDS", 0.2)
+    monkeypatch.setattr(processes, "_idle", [])
     with concurrent.futures.ThreadPoolExecutor(2) as executor:
         for _ in range(2):
             report = dti.build_index(
@@ -695,4 +692,4 @@ def test_a_seat_whose_process_waited_for_too_long(dataset, tmp_path, monkeypatch
             )
             assert report.written == 3
             time.sleep(0.5)
-    assert 1 <= len(workers._idle_seats) <= 2
+    assert 1 <= len(processes._idle) <= 2

@@ -429,7 +429,7 @@ def test_the_command_has_what_the_spec_was_made_with(tmp_path, keys, offset, arg
     label = dti.ClassLabel(key=keys[1], offset=offset)
     with pytest.raises(dti.BadRecordError) as caught:
         train_on(feed(records, "tf_data", label=label))
-    assert str(caught.value).endswith(f"--on_bad=skip {argument} {file}")
+    assert str(caught.value).endswith(f"{argument} --on_bad=skip {file}")
     output = index("--verify=decode", "--decoder=dali", *argument.split(), file)
     assert "1 record (1.00%), listed in bad_records.jsonl" in output
 

@@ -38,9 +38,9 @@ from dali_tf_input.cli.convert import folders, records, table, writer
 from dali_tf_input.cli.convert.images import Conversion
 from dali_tf_input.cli.convert.inflate import inflate_files
 from dali_tf_input.cli.dask import connect_dask
-from dali_tf_input.cli.label_names import find_label_file
+from dali_tf_input.records.checks import Decoder
+from dali_tf_input.records.class_names import find_class_names
 from dali_tf_input.records.paths import find_files
-from dali_tf_input.records.schema import Decoder
 from dali_tf_input.storage.objects import is_url
 
 FLAGS = command.Flags()
@@ -109,10 +109,8 @@ def main(arguments: list[str]) -> int:
             inflated = tempfile.TemporaryDirectory(dir=beside, prefix=".inflated-")
             plain = inflate_files(source, stack.enter_context(inflated))
             dataset = Records.from_files(plain, **keys)
-            label_data = find_label_file(find_files(source)[0])
-            labels = None
-            if label_data:
-                labels = label_data.decode(errors="surrogateescape").splitlines()
+            names = find_class_names(os.path.dirname(find_files(source)[0]))
+            labels = [*names] if names else None
             if os.path.realpath(out) in map(os.path.realpath, map(os.path.dirname, dataset.paths)):
                 text = "holds the TFRecords to be read: name another folder to write to"
                 raise InputError(f"{out} {text}.")

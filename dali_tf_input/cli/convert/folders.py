@@ -9,7 +9,7 @@ from typing import Any
 
 from dali_tf_input import InputError
 from dali_tf_input.cli import command
-from dali_tf_input.cli.label_names import LABELS_NAME
+from dali_tf_input.records.class_names import check_class_name
 from dali_tf_input.storage.objects import Status, find_objects, is_url
 
 _VALIDATION_NAMES = ("val", "valid", "validation")
@@ -123,12 +123,8 @@ def _check_same_classes(
 def _find_classes(tree: Tree, root: str, *, skip_empty: bool) -> tuple[list[str], int]:
     """Returns the names of the classes, sorted, and how many files in them are no images."""
     class_names = tree.folders(root)
-    broken = [name for name in class_names if "\n" in name]
-    if broken:
-        raise InputError(
-            f"{broken[0]!r}: a line break in the name of a class, which {LABELS_NAME} cannot"
-            " hold: rename the folder."
-        )
+    for name in class_names:
+        check_class_name(name, root)
     others, empty = 0, {}
     for name in class_names:
         files = tree.files(os.path.join(root, name))

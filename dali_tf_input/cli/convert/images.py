@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from PIL import Image, ImageFile, ImageOps
 
 from dali_tf_input.index.decoders import make_trial_decode_of_worker
-from dali_tf_input.records.schema import BadImage, Checks, Decoder, TrialDecode
+from dali_tf_input.records.checks import Checks, Decoder, InvalidRecord, TrialDecode
 
 _MOST_JPEG_PIXELS = 65535
 _ORIENTATION = 0x0112  # the EXIF tag; 1 is upright
@@ -72,7 +72,7 @@ def _convert(image: ImageFile.ImageFile, encoded: bytes, conversion: Conversion)
     if not reasons and conversion.decoder != "none" and not stores_pixels:
         try:
             _trial_decode(conversion.decoder)(encoded)
-        except BadImage as bad:
+        except InvalidRecord as bad:
             image.load()  # raises if it is damaged; otherwise it is only odd
             reasons.append(f"{bad.reason} re-encoded")
     if not reasons and not stores_pixels:

@@ -14,13 +14,13 @@ from dali_tf_input.cli.convert.images import (
     convert_image,
     convert_mask,
 )
+from dali_tf_input.records.checks import PIXELS_KEY, SIDE_KEYS
 from dali_tf_input.records.example import (
     FeatureValue,
     decode_example,
     encode_example,
     replace_features,
 )
-from dali_tf_input.records.schema import PIXELS_KEY, SIDE_KEYS
 from dali_tf_input.records.tfrecord import read_data, unframe_record
 from dali_tf_input.storage.objects import Part, Status, read_parts, read_whole
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from dali_tf_input import InputError
+from dali_tf_input.records.class_names import check_class_name
 
 # Columns beside "path", and the feature keys that hold them; that of masks is DeepLab's.
 KEYS = {
@@ -126,8 +127,8 @@ def _check_row(table: str, number: int, row: dict[str, Any]) -> dict[str, Any]:
             raise InputError(f"{table}: row {number}: `{column}` is empty.")
         if column in ("path", "mask") and not isinstance(value, str):
             raise InputError(f"{table}: row {number}: `{column}` must be a path, got {value!r}.")
-    if len(str(row.get("label", "")).splitlines()) > 1:
-        raise InputError(f"{table}: row {number}: `label` holds a line break: {row['label']!r}.")
+    if isinstance(row.get("label"), str):
+        check_class_name(row["label"], f"{table}: row {number}")
     return row
 
 

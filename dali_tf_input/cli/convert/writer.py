@@ -3,29 +3,27 @@
 import collections
 import functools
 import glob
-import itertools
 import json
-import multiprocessing
 import os
 import re
 import secrets
-import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rich import filesize
 
-from dali_tf_input import InputError, build_index
-from dali_tf_input.cli import command, processes
+from dali_tf_input import InputError, __version__
+from dali_tf_input.cli import command
 from dali_tf_input.cli.command import format_count, print_rows
-from dali_tf_input.cli.convert import elsewhere
-from dali_tf_input.cli.label_names import LABELS_NAME
-from dali_tf_input.records.example import FeatureValue, encode_example
+from dali_tf_input.index.run import explain_executor
+from dali_tf_input.processes import Child, ChildDiedError, call_apart
+from dali_tf_input.records.checks import PIXELS_KEY
+from dali_tf_input.records.class_names import LABELS_NAME
+from dali_tf_input.records.example import FeatureValue
 from dali_tf_input.records.paths import BAD_RECORDS_NAME, MANIFEST_NAME, index_command
-from dali_tf_input.records.schema import PIXELS_KEY
 from dali_tf_input.records.tfrecord import frame_record
 from dali_tf_input.storage.staging import Staging, replace
 
@@ -40,6 +38,7 @@ _SPLIT = re.compile(r"(?:^|[-_.])(train|val|test)(?:id|idation|ing)?[0-9]*(?=[-_
 _FILE_BYTES = 150_000_000
 _SAMPLED_ITEMS = 128  # from which the mean size of a record is estimated
 _CHUNK_ITEMS = 16  # handed to a process at a time
+_LONGEST_CHUNK = 3600.0  # seconds
 _FEW_ITEMS = 128  # so few are converted faster than another process imports TensorFlow
 
 
@@ -138,44 +137,78 @@ def write_splits(
         if not executor:
             most = min(most, 1 + num_items // _FEW_ITEMS)
         num_workers = min(num_processes or most, -(-num_items // _CHUNK_ITEMS))
-        # Spawned: a process forked from one with threads may wait forever.
-        context, written = multiprocessing.get_context("spawn"), Written()
-        pool = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_begin)
-
-        def submit(items: list[Any]) -> Result:
-            if executor:
-                return elsewhere.submit(executor, make_records, items)
-            return pool.submit(make_records, items).result
-
-        try:
+        written = Written()
+        with Workers(make_records, num_workers, executor) as workers:
+            make = functools.partial(_in_order, workers.submit, 4 * num_workers)
             for split in splits:
-                _write_split(
-                    functools.partial(_in_order, submit, 4 * num_workers), staged, split, written
-                )
-        except BrokenProcessPool as error:
-            raise InputError(
-                "A process that reads images died: there may be too little memory, or an image may"
-                " crash a decoder (--decoder=none asks none)."
-            ) from error
-        finally:
-            pool.shutdown(cancel_futures=True)
+                _write_split(make, staged, split, written)
         if labels is not None:
             names = "".join(f"{name}\n" for name in labels)
             with open(os.path.join(staged, LABELS_NAME), "xb") as stream:
-                stream.write(names.encode(errors="surrogateescape"))
+                stream.write(names.encode())
         _put_in_place(staging, folder)
     return written
 
 
-def _begin() -> None:
-    """Initializes a process, which ignores Ctrl-C: dying in mid-answer would hang its reader."""
-    processes.die_with_parent()
-    parent = multiprocessing.parent_process()
-    if parent is None or os.getppid() != parent.pid:  # it died before this process asked for that
-        os._exit(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # TensorFlow would take a GPU's memory
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # decoders print what is wrong with images
+class Workers:
+    """Child processes that make records, or an executor's (a context manager).
+
+    A chunk of items that ends a process is done again item by item, so an item that crashes a
+    decoder is left out, and costs no other one.
+    """
+
+    def __init__(
+        self, make_records: MakeRecords, num_workers: int, executor: Executor | None
+    ) -> None:
+        self._make_records, self._executor = make_records, executor
+        self._local, self._children = threading.local(), list[Child]()
+        self._pool = ThreadPoolExecutor(4 * num_workers if executor else num_workers)
+
+    def __enter__(self) -> "Workers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for child in self._children:
+            child.kill()
+        self._pool.shutdown(cancel_futures=True)
+        for child in self._children:
+            child.close()
+
+    def submit(self, items: list[Any]) -> Result:
+        """Begins to make the records of items; returns the function that waits for them."""
+        return self._pool.submit(self._make, items).result
+
+    def _make(self, items: list[Any]) -> list[Record]:
+        try:
+            records: list[Record] = self._call(items)
+            return records
+        except ChildDiedError as error:
+            if error.cause == "end":
+                raise InputError(
+                    f"A process that reads images died ({error}): there may be too little memory."
+                ) from error
+            if len(items) == 1:
+                return [Record(None, name_item(items[0]), (f"decoding it failed: {error}",))]
+        return [record for item in items for record in self._make([item])]
+
+    def _call(self, items: list[Any]) -> Any:
+        if self._executor:
+            call = functools.partial(call_apart, __version__, self._make_records, items)
+            try:
+                return self._executor.submit(call).result()
+            except (InputError, ChildDiedError):
+                raise
+            except (Exception, CancelledError) as error:  # of the executor's own kinds
+                raise explain_executor(error, name_item(items[0])) from error
+        if not hasattr(self._local, "child"):
+            self._local.child = Child()
+            self._children.append(self._local.child)
+        return self._local.child.call(self._make_records, items, seconds=_LONGEST_CHUNK)
+
+
+def name_item(item: Any) -> str:
+    """Returns the name of an item of a catalog: an image file, or a record of a file."""
+    return str(item[1]) if isinstance(item[0], dict) else f"{item[0]} at byte {item[2]}"
 
 
 def _write_split(
@@ -214,26 +247,6 @@ def _write_split(
         name = f"{split.name}-{number:05d}-of-{len(paths):05d}"
         os.replace(path, os.path.join(folder, name))
     written.num_files += len(paths)
-
-
-def write_images(folder: str, images: Iterable[bytes], *, num_records: int, num_files: int) -> str:
-    """Writes and indexes records of `images`, one after the other and again; returns a pattern.
-
-    The label of a record is the number of its image.
-    """
-    numbered = enumerate(images)
-    examples: list[dict[str, FeatureValue]] = [
-        {"image/encoded": image, "image/class/label": n} for n, image in numbered
-    ]
-    records = itertools.cycle([frame_record(encode_example(example)) for example in examples])
-    os.makedirs(folder, exist_ok=True)
-    for number in range(num_files):
-        count = num_records * (number + 1) // num_files - num_records * number // num_files
-        with open(os.path.join(folder, f"train-{number:05d}-of-{num_files:05d}"), "wb") as stream:
-            stream.writelines(itertools.islice(records, count))
-    pattern = os.path.join(glob.escape(folder), "train-*")
-    build_index(pattern)
-    return pattern
 
 
 def check_folder(folder: str, *, overwrite: bool) -> None:

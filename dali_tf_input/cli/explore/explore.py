@@ -10,6 +10,7 @@ example: dali-tf-input explore --files='path/train-*' --files='path/validation-*
 
 import concurrent.futures
 import hashlib
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,10 +21,8 @@ from dali_tf_input.cli import command
 from dali_tf_input.cli.explore.findings import Finding, Set, find_problems, summarize
 from dali_tf_input.cli.explore.page import write_page
 from dali_tf_input.cli.flags import FileFlags
-from dali_tf_input.cli.label_names import find_names
 from dali_tf_input.index.decoders import read_header
-from dali_tf_input.records.example import decode_example
-from dali_tf_input.records.schema import BadImage, find_size
+from dali_tf_input.records.checks import Checks, InvalidRecord, check_record
 
 FLAGS = command.Flags()
 _FILES = FileFlags(FLAGS)
@@ -42,7 +41,7 @@ def main(arguments: list[str]) -> int:
     if not _FILES.files.value:
         raise InputError("Name the TFRecord files: --files='path/train-*'")
     sets = [examine(pattern) for pattern in _FILES.files.value]
-    names = [*(sets[0].records.class_names or find_names(sets[0].records.paths[0]))]
+    names = [*(sets[0].records.class_names or ())]
     command.print_table(["", *(one.name for one in sets)], summarize(sets, names))
     findings = [*find_problems(sets, names)]
     print()
@@ -68,31 +67,35 @@ def examine(pattern: str) -> Set:
         labels = None
     extents = np.concatenate([records.index(number) for number in range(len(records.files))])
     looks = command.progress(_look_at_all(records), what=pattern, total=records.num_records)
-    found = [*looks]
+    sizes, hashes, problems = zip(*looks, strict=True)
     return Set(
         name=pattern,
         records=records,
         labels=labels,
-        sizes=np.array([size for size, _ in found], np.int64),
-        sums=np.array([image_hash for _, image_hash in found], np.uint64),
+        sizes=np.array(sizes, np.int64),
+        hashes=np.array(hashes, np.uint64),
+        problems=problems,
         num_bytes=extents[:, 1],
     )
 
 
-def _look_at_all(records: Records) -> Iterator[tuple[tuple[int, int], int]]:
-    """Yields height, width and hash of each image."""
+def _look_at_all(records: Records) -> Iterator[tuple[tuple[int, int], int, str]]:
+    """Yields height and width of each image, its hash, and why it cannot be used, or ""."""
+    checks = Checks(image_key=records.image_key, label=None)
 
-    def look(record: int) -> tuple[tuple[int, int], int]:
-        features = decode_example(records.read_data(record))
-        data = features[records.image_key][1][0]
-        size = find_size(features) if records.stores_pixels else None
-        if size is None:
-            try:
-                _, height, width = read_header(data)
-                size = (height, width)
-            except BadImage:
-                size = (0, 0)
-        return size, int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+    def look(record: int) -> tuple[tuple[int, int], int, str]:
+        data = b""
+        try:
+            data = records.read_data(record)
+            features, image = check_record(data, checks, read_header)
+            data = features[records.image_key][1][0]
+            size, problem = image[1:] if image else (0, 0), ""
+        except InvalidRecord as bad:
+            size, problem = (0, 0), bad.reason
+        except (InputError, OSError) as error:
+            size, problem = (0, 0), f"unreadable: {error}"
+        digest = hashlib.blake2b(data or str(record).encode(), digest_size=8).digest()
+        return size, int.from_bytes(digest, "little"), problem
 
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
         for start in range(0, records.num_records, _BATCH):  # not all of a million at once
@@ -113,9 +116,12 @@ def make_report(sets: list[Set], findings: list[Finding]) -> dict[str, Any]:
             pairs = zip(classes.tolist(), counts.tolist(), strict=True)
             report["sets"][one.name]["classes"] = {str(label): count for label, count in pairs}
     for finding in findings:
-        groups = [
-            [{"set": one.name, "id": int(one.records.ids[place])} for one, place in group]
-            for group in finding.groups
-        ]
+        groups = [[_name_record(one, place) for one, place in group] for group in finding.groups]
         report["findings"].append({"name": finding.name, "text": finding.text, "groups": groups})
     return report
+
+
+def _name_record(one: Set, place: int) -> dict[str, Any]:
+    """Returns what tells a record from all others: its set, its file and its number there."""
+    file, number, _, _ = one.records.locate(int(one.records.ids[place]))
+    return {"set": one.name, "file": os.path.basename(file), "record": number}

@@ -25,7 +25,8 @@ class Set:
       records: the records that are examined.
       labels: the class of each as training gets it; None if the index does not have them.
       sizes: int64 (records, 2), height and width in pixels; 0 where it is not an image.
-      sums: uint64 (records,), a hash of the encoded image.
+      hashes: uint64 (records,), a hash of the encoded image.
+      problems: why the image of each cannot be used; "" if it can.
       num_bytes: int64 (records,), of the whole record.
     """
 
@@ -33,7 +34,8 @@ class Set:
     records: Records
     labels: Integers | None
     sizes: Integers
-    sums: npt.NDArray[np.uint64]
+    hashes: npt.NDArray[np.uint64]
+    problems: tuple[str, ...]
     num_bytes: Integers
 
 
@@ -94,21 +96,21 @@ def find_problems(sets: list[Set], names: list[str]) -> Iterator[Finding]:
 
 
 def _find_leaks(first: Set, second: Set) -> Iterator[Finding]:
-    shared = np.intersect1d(first.sums, second.sums)
+    shared = np.intersect1d(first.hashes, second.hashes)
     if not len(shared):
         return
     groups: list[list[tuple[Set, int]]] = [[] for _ in shared]
     for one in (first, second):
-        places = np.flatnonzero(np.isin(one.sums, shared))
-        for place, group in zip(places, np.searchsorted(shared, one.sums[places]), strict=True):
+        places = np.flatnonzero(np.isin(one.hashes, shared))
+        for place, group in zip(places, np.searchsorted(shared, one.hashes[places]), strict=True):
             groups[group].append((one, int(place)))
     text = f"{second.name}: {_count(len(shared))} also in {first.name}: leave them out of one of"
     yield Finding("leaks", f"{text} the two, records.exclude(ids).", groups)
 
 
 def _find_copies(one: Set) -> Iterator[Finding]:
-    order = np.argsort(one.sums, kind="stable")
-    sums = one.sums[order]
+    order = np.argsort(one.hashes, kind="stable")
+    sums = one.hashes[order]
     starts = np.flatnonzero(np.append(True, sums[1:] != sums[:-1]))
     groups = [part for part in np.split(order, starts[1:]) if len(part) > 1]
     differ = 0
@@ -127,8 +129,13 @@ def _find_copies(one: Set) -> Iterator[Finding]:
 def _find_sizes(one: Set) -> Iterator[Finding]:
     short, long = one.sizes.min(1), one.sizes.max(1)
     is_image = short > 0
+    reasons = np.array([problem.partition(":")[0] for problem in one.problems])
+    unusable = [
+        ("unreadable", reasons == reason, f"cannot be used ({reason}): index with --verify=decode.")
+        for reason in sorted({*reasons.tolist()} - {""})
+    ]
     for name, where, text in (
-        ("unreadable", ~is_image, "of no format that is decoded: index with --verify=decode."),
+        *unusable,
         ("tiny", is_image & (short < _TINY), f"below {_TINY} pixels, which say little."),
         (
             "long",

@@ -142,7 +142,7 @@ def _show_groups(finding: Finding, names: list[str]) -> Iterator[str]:
 
 def _show_classes(one: Set, names: list[str]) -> Iterator[str]:
     """Shows six records of each class, or of all."""
-    labels = np.zeros(len(one.sums), np.int64) if one.labels is None else one.labels
+    labels = np.zeros(len(one.hashes), np.int64) if one.labels is None else one.labels
     for label in np.unique(labels)[:_MOST_CLASSES].tolist():
         own = np.flatnonzero(labels == label)
         for place in own[:: max(1, len(own) // 6)][:6].tolist():

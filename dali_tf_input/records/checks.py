@@ -5,12 +5,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from dali_tf_input.errors import Count, InputError, checked
+from dali_tf_input.records.example import decode_example
 from dali_tf_input.records.labels import (
     ClassLabel,
     Features,
     Label,
     find_label_problem,
     label_from_json,
+    label_kind,
     label_to_json,
 )
 
@@ -43,7 +45,7 @@ _DEPENDS_ON: dict[Level, tuple[str, ...]] = {
     "decode": (*_SCHEMA, "decoder", "max_pixels"),
 }
 
-# Decodes an encoded image: returns its format, height and width, or raises `BadImage`.
+# Decodes an encoded image: returns its format, height and width, or raises `InvalidRecord`.
 TrialDecode = Callable[[bytes], tuple[str, int, int]]
 
 
@@ -62,7 +64,7 @@ class Checks:
         CRCs of the data too. "schema": each record is an Example with one image and its label, and
         the label is in range. "decode": the image is a JPEG, PNG, BMP or WebP of at most
         `max_pixels`, and decodes; its mask is of its size.
-      image_key: feature key of the encoded image; None tries those of `schema.KEY_PRESETS`.
+      image_key: feature key of the encoded image; None tries those of `KEY_PRESETS`.
       label: what every record must hold: a `ClassLabel`, `MultiHot` (with `num_classes` None,
         without an upper limit) or `Values`; None for no label. Integers below its `offset` are bad,
         and so are integers of ``offset + num_classes`` or more, if `num_classes` is set.
@@ -98,12 +100,34 @@ class Checks:
             fields["label"] = label_from_json(fields["label"])
         return cls(**fields)
 
+    def to_flags(self, *, vocabulary: str = "labels.txt") -> list[str]:
+        """Returns the flags of ``dali-tf-input index`` that ask for these checks.
+
+        `vocabulary` names the file with the names of the classes, if labels are stored as names.
+        """
+        label = self.label
+        values: dict[str, Any] = {"verify": self.verify, "label": label_kind(label)}
+        if (self.image_key, label.key if label else None) not in KEY_PRESETS.values():
+            values |= {"image_key": self.image_key, "label_key": label.key if label else None}
+        values["label_offset"] = getattr(label, "offset", None)
+        values["label_size"] = getattr(label, "size", None)
+        names = getattr(label, "vocabulary", None)
+        values["vocabulary"] = vocabulary if names else None
+        values["num_classes"] = None if names else getattr(label, "num_classes", None)
+        values |= {name: getattr(self, name) for name in ("mask_key", "decoder", "max_pixels")}
+        usual = {"verify": "framing", "label": "class", "decoder": "both", "max_pixels": MAX_PIXELS}
+        return [
+            f"--{name}={value}"
+            for name, value in values.items()
+            if value and value != usual.get(name)
+        ]
+
     def depends_on(self) -> dict[str, Any]:
         """Returns the fields, besides the level, that affect the outcome, for the `FileEntry`."""
         return {name: self.to_json()[name] for name in _DEPENDS_ON[self.verify]}
 
 
-class BadImage(Exception):  # noqa: N818 (a verdict, not an error)
+class InvalidRecord(Exception):  # noqa: N818 (a verdict, not an error)
     """Raised by `TrialDecode` functions for bytes that are not a usable image: (reason, detail)."""
 
     def __init__(self, reason: str, detail: str) -> None:
@@ -113,7 +137,7 @@ class BadImage(Exception):  # noqa: N818 (a verdict, not an error)
 
 
 def check_mask(mask: bytes, size: Sequence[int], decode: TrialDecode | None) -> None:
-    """Raises BadImage unless a mask is of its image's `size`: height and width in pixels."""
+    """Raises InvalidRecord unless a mask is of its image's `size`: height and width in pixels."""
     height, width = size
     actual = f"{len(mask):,} bytes"
     if mask.startswith(b"\x89PNG"):
@@ -128,7 +152,44 @@ def check_mask(mask: bytes, size: Sequence[int], decode: TrialDecode | None) -> 
     elif len(mask) == height * width:
         return
     expected = f"a grayscale PNG of 8 bits of {width}x{height} pixels, or a byte for each pixel"
-    raise BadImage("mask kind", f"`mask_key`: expected {expected}, found {actual}.")
+    raise InvalidRecord("mask kind", f"`mask_key`: expected {expected}, found {actual}.")
+
+
+def check_record(
+    data: bytes, checks: Checks, decode: TrialDecode | None
+) -> tuple[Features, tuple[str, int, int] | None]:
+    """Checks the data of one record: the only place where that is done.
+
+    Args:
+      data: a serialized Example.
+      checks: what the record must hold; with the keys of its image and of its label.
+      decode: checks the encoded image, and an encoded mask; None checks neither.
+
+    Returns:
+      The features of the record; and format, height and width of its image, if `decode` is given.
+
+    Raises:
+      InvalidRecord: what is wrong.
+    """
+    try:
+        features = decode_example(data)
+    except InputError as error:
+        raise InvalidRecord("not an Example", str(error)) from error
+    image_key, mask_key = checks.image_key or "", checks.mask_key
+    problem = find_schema_problem(
+        features, image_key=image_key, label=checks.label, mask_key=mask_key
+    )
+    if problem:
+        raise InvalidRecord(*problem)
+    if decode is None:
+        return features, None
+    if image_key == PIXELS_KEY:
+        image = ("pixels", *(find_size(features) or (0, 0)))
+    else:
+        image = decode(features[image_key][1][0])
+    if mask_key:
+        check_mask(features[mask_key][1][0], image[1:], decode)
+    return features, image
 
 
 def find_keys(

@@ -9,13 +9,12 @@ import shutil
 from collections.abc import Iterator, Mapping
 
 from dali_tf_input.errors import InputError
-from dali_tf_input.index.workers import Job
+from dali_tf_input.index.run import Job
+from dali_tf_input.records.checks import LEVELS, Checks
 from dali_tf_input.records.contents import FileEntry
-from dali_tf_input.records.labels import ClassLabel
-from dali_tf_input.records.manifest import Manifest, find_staleness
+from dali_tf_input.records.manifest import DamagedManifestError, Manifest, find_staleness
 from dali_tf_input.records.mirror import local_folder, refresh, upload
 from dali_tf_input.records.paths import BAD_RECORDS_NAME, INDEX_SUFFIX, MANIFEST_NAME, absolute
-from dali_tf_input.records.schema import LEVELS, Checks
 from dali_tf_input.records.tfrecord import BadRecord
 from dali_tf_input.storage import objects
 from dali_tf_input.storage.objects import Status, is_url
@@ -54,7 +53,8 @@ class IndexFolder:
         self._versions, self._cache_dir = versions, cache_dir
         self._place, self._folder = place, local_folder(place)  # the second one is local
         refresh(place)
-        self._known = _read_manifest(self._folder).entries
+        self._force = force
+        self._known = self._read_manifest().entries
         self.entries: dict[str, FileEntry] = {}
         to_check: dict[str, Checks] = {}
         for name in files:
@@ -108,15 +108,14 @@ class IndexFolder:
 
     def _make_job(self, number: int, name: str, checks: Checks) -> Job:
         assert self._staging is not None
-        index, bad_records, mark = (
-            self._staging.path(f"{number}{suffix}") for suffix in (INDEX_SUFFIX, ".bad", ".mark")
+        index, bad_records = (
+            self._staging.path(f"{number}{suffix}") for suffix in (INDEX_SUFFIX, ".bad")
         )
         return Job(
             file=self.files[name],
             index=index,
             bad_records=bad_records,
-            mark=mark,
-            checks=checks.to_json(),
+            checks=checks,
             status=self._versions.get(self.files[name]),
             cache_dir=self._cache_dir,
         )
@@ -139,17 +138,38 @@ class IndexFolder:
                     f"{self.files[name]} would replace: name another folder for one of them."
                 )
 
+    def _read_manifest(self) -> Manifest:
+        """Reads the manifest to continue from; one that is damaged counts as empty if forced.
+
+        Raises:
+          InputError: it cannot be read, or is damaged. What it knew, how deeply files were checked
+            and what was skipped, would be lost.
+        """
+        try:
+            return Manifest.read(self._folder)
+        except DamagedManifestError as error:
+            if self._force:
+                return Manifest({})
+            raise InputError(
+                f"{error} Restore it, or start a new one for all files of this folder: --force, and"
+                " where bad records were skipped, --verify=decode --on_bad=skip."
+            ) from error
+
     def _find_removed(self) -> set[str]:
-        """Returns files that are gone, unless their folder is gone too: it may be unmounted."""
+        """Returns files that are gone, of folders where other files are still there.
+
+        A folder without any of its files may be that of a disk that is not mounted.
+        """
         others = self._known.keys() - self.files.keys()
         paths = {n: os.path.join(self._known[n].folder or self._place, n) for n in others}
         statuses = objects.find_statuses(paths.values())
+        is_there = {path: path in statuses or os.path.exists(path) for path in paths.values()}
+        present = [*self.files.values(), *filter(is_there.get, is_there)]
+        folders = {os.path.dirname(absolute(path)) for path in present}
         return {
             name
             for name, path in paths.items()
-            if path not in statuses
-            and (is_url(path) or os.path.isdir(os.path.dirname(path)))
-            and not os.path.exists(path)
+            if not is_there[path] and os.path.dirname(absolute(path)) in folders
         }
 
     def _find_staleness(self, name: str, entry: FileEntry) -> str | None:
@@ -176,7 +196,7 @@ class IndexFolder:
     def _commit_here(self, entries: dict[str, FileEntry]) -> dict[str, FileEntry]:
         """Commits to the local folder, which is locked; returns the entries that are new."""
         assert self._staging is not None
-        manifest = _read_manifest(self._folder)
+        manifest = self._read_manifest()
         new: dict[str, FileEntry] = {}
         for name, entry in entries.items():
             other = manifest.entries.get(name)
@@ -237,9 +257,6 @@ def _satisfies(entry: FileEntry, checks: Checks) -> bool:
     """Whether the run that made `entry` checked everything that `checks` ask for."""
     if LEVELS.index(entry.verified) < LEVELS.index(checks.verify):
         return False
-    has_labels = checks.verify in ("schema", "decode") and isinstance(checks.label, ClassLabel)
-    if has_labels and entry.labels is None:  # of an earlier version
-        return False
     return all(
         entry.checked_by.get(name) == value
         or (name == "decoder" and entry.checked_by.get(name) == "both")
@@ -276,11 +293,3 @@ def _read_lines(path: str, *, without: set[str]) -> Iterator[tuple[str, str]]:
                 continue
             if isinstance(file, str) and file not in without:
                 yield file, line
-
-
-def _read_manifest(folder: str) -> Manifest:
-    """Reads a manifest to continue from; if it cannot be read, every file is checked again."""
-    try:
-        return Manifest.read(folder)
-    except InputError:
-        return Manifest({})

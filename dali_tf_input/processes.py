@@ -1,0 +1,224 @@
+"""A child process that calls functions, and is replaced when it dies.
+
+Decoders are C code: a damaged image may crash them, or keep them busy for ever. What runs in a
+child costs one call then, and not the program. The child is started by a plain command, so it works
+whatever the program is and has imported, and it ends with the program: its connection closes.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, Pipe
+from typing import IO, Any, Literal
+
+from dali_tf_input import __version__
+from dali_tf_input.errors import InputError
+
+# The import path as it is now, made absolute, as the program may change its folder.
+_PATH = [os.path.abspath(entry) for entry in sys.path]
+_CODE = (
+    "import sys; sys.path[:] = sys.argv[3:]; from dali_tf_input.processes import serve;"
+    " serve(*map(eval, sys.argv[1:3]))"
+)
+# Images are decoded on the CPU: GPUs and their memory are left to training.
+_ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
+
+
+class ChildDiedError(Exception):
+    """The child did not answer; the text says why.
+
+    Attributes:
+      cause: "crash": a signal that code sends to its own process ended it. "timeout": it was killed
+        after the time limit. "end": it ended in another way; something else may have killed it.
+    """
+
+    def __init__(self, text: str, cause: Literal["crash", "timeout", "end"]) -> None:
+        super().__init__(text, cause)
+        self.cause = cause
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class Child:
+    """A process that calls functions, one at a time (a context manager).
+
+    It starts with the first call, and again with the first call after it died, or after environment
+    variables changed, such as credentials. With `idle_seconds` it ends when it had no call for so
+    long.
+    """
+
+    def __init__(self, *, idle_seconds: float | None = None) -> None:
+        self._idle_seconds, self._last_used = idle_seconds, 0.0
+        self._environment: dict[str, str] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection[Any, Any] | None = None
+        self._stderr: IO[bytes] | None = None
+        self._is_stopped = False
+
+    def __enter__(self) -> "Child":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def call(
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        seconds: float | None = None,
+        on_progress: Callable[..., None] | None = None,
+    ) -> Any:
+        """Returns what a function of some module returns, or raises what it raises.
+
+        Args:
+          function: what to call; it and its arguments are pickled. Not of a program's own file,
+            which cannot be imported.
+          *arguments: its arguments.
+          seconds: how long to wait for an answer; None waits for ever.
+          on_progress: called with what the function tells; it gets another argument, `tell`, a
+            function for that.
+
+        Raises:
+          ChildDiedError: the process died, or did not answer in time and was killed.
+        """
+        idle = time.monotonic() - self._last_used
+        is_late = self._idle_seconds is not None and idle > self._idle_seconds / 2
+        if is_late or self._environment != dict(os.environ):
+            self.close()
+        if self._connection is None:
+            self._start()
+        answer = None
+        try:
+            self._send((function, arguments, on_progress is not None))
+            while answer is None:
+                kind, value = self._receive(seconds)
+                if kind == "progress" and on_progress:
+                    on_progress(*value)
+                else:
+                    answer = kind, value
+        finally:
+            if answer is None:  # a later call must not get the answer to this one
+                self.close()
+        self._last_used = time.monotonic()
+        if answer[0] == "error":
+            raise answer[1]
+        return answer[1]
+
+    def _send(self, message: Any) -> None:
+        assert self._connection
+        try:
+            self._connection.send(message)
+        except ConnectionError as error:
+            raise self._explain_end() from error
+
+    def _receive(self, seconds: float | None) -> tuple[str, Any]:
+        assert self._connection
+        try:
+            if self._connection.poll(seconds):
+                message: tuple[str, Any] = self._connection.recv()
+                return message
+        except (EOFError, ConnectionError) as error:
+            raise self._explain_end() from error
+        raise ChildDiedError(f"there was no answer within {seconds:g} s", "timeout")
+
+    def kill(self) -> None:
+        """Ends the process, and the call that another thread waits for; no other one starts."""
+        self._is_stopped = True
+        if self._process:
+            self._process.kill()
+
+    def close(self) -> None:
+        """Ends the process, if there is one."""
+        if self._process:
+            self._process.kill()
+            self._process.wait()
+        for stream in (self._connection, self._stderr):
+            if stream:
+                stream.close()
+        self._process = self._connection = self._stderr = None
+
+    def _start(self) -> None:
+        if self._is_stopped:
+            raise ChildDiedError("it was stopped", "end")
+        self._environment, self._last_used = dict(os.environ), time.monotonic()
+        self._connection, theirs = Pipe()
+        command = (sys.executable, "-c", _CODE)
+        path = dict.fromkeys([*_PATH, *filter(os.path.isabs, sys.path)])
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `close`)
+        with theirs:
+            self._process = subprocess.Popen(
+                [*command, str(theirs.fileno()), repr(self._idle_seconds), *path],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._stderr,  # decoders print
+                stderr=self._stderr,
+                start_new_session=True,  # Ctrl-C reaches the program alone, which ends this process
+                env={**os.environ, **_ENVIRONMENT},
+            )
+
+    def _explain_end(self) -> ChildDiedError:
+        """Returns the error for a process that has ended, or is about to."""
+        assert self._process
+        assert self._stderr
+        status = self._process.wait()
+        self._stderr.seek(0)
+        words = self._stderr.read().decode(errors="replace").strip().splitlines()[-1:]
+        text = ": ".join([describe_end(status), *words])
+        return ChildDiedError(text, "crash" if -status in _CRASHES else "end")
+
+
+# The signals by which code ends its own process.
+_CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+
+
+def describe_end(code: int) -> str:
+    """Says what an exit code means: "SIGSEGV", "exit code 3"."""
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+def serve(descriptor: int, idle_seconds: float | None) -> None:
+    """Calls what comes over a connection, until it is closed or idle: the other side of `Child`."""
+    connection: Connection[Any, Any] = Connection(descriptor)
+    with contextlib.suppress(EOFError, ConnectionError):  # whoever asked is gone
+        while connection.poll(idle_seconds):
+            function, arguments, has_progress = connection.recv()
+            more: dict[str, Any] = {}
+            if has_progress:
+                more["tell"] = lambda *values: connection.send(("progress", values))
+            try:
+                answer = ("result", function(*arguments, **more))
+            except ConnectionError:
+                raise
+            except Exception as error:
+                answer = ("error", error)
+            try:
+                connection.send(answer)
+            except (TypeError, AttributeError, ValueError) as error:  # it cannot be pickled
+                connection.send(("error", InputError(f"{answer[1]!r}: {error}")))
+
+
+_IDLE_SECONDS = 60.0
+_idle: list[Child] = []  # of a process that an executor runs: one for each of its threads
+
+
+def call_apart(version: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls a function in a child of an executor's process, perhaps on another machine.
+
+    Raises:
+      InputError: another version of this package is installed there.
+      ChildDiedError: the process died.
+    """
+    if version != __version__:
+        text = f"A worker has dali_tf_input {__version__}, this program {version}"
+        raise InputError(f"{text}: install the same version everywhere.")
+    child = _idle.pop() if _idle else Child(idle_seconds=_IDLE_SECONDS)
+    try:
+        return child.call(function, *arguments)
+    finally:
+        _idle.append(child)
