@@ -6,13 +6,15 @@ whatever the program is and has imported, and it ends with the program: its conn
 """
 
 import contextlib
+import itertools
 import os
+import select
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, Pipe
 from typing import IO, Any, Literal
 
@@ -22,8 +24,8 @@ from dali_tf_input.errors import InputError
 # The import path as it is now, made absolute, as the program may change its folder.
 _PATH = [os.path.abspath(entry) for entry in sys.path]
 _CODE = (
-    "import sys; sys.path[:] = sys.argv[3:]; from dali_tf_input.processes import serve;"
-    " serve(*map(eval, sys.argv[1:3]))"
+    "import sys; sys.path[:] = sys.argv[2:]; from dali_tf_input.processes import serve;"
+    " serve(*eval(sys.argv[1]))"
 )
 # Images are decoded on the CPU: GPUs and their memory are left to training.
 _ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
@@ -59,6 +61,7 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection[Any, Any] | None = None
         self._stderr: IO[bytes] | None = None
+        self._memory = -1  # a file in memory, which both processes have open
         self._is_stopped = False
 
     def __enter__(self) -> "Child":
@@ -71,6 +74,7 @@ class Child:
         self,
         function: Callable[..., Any],
         *arguments: Any,
+        data: Sequence[bytes] | None = None,
         seconds: float | None = None,
         on_progress: Callable[..., None] | None = None,
     ) -> Any:
@@ -80,6 +84,8 @@ class Child:
           function: what to call; it and its arguments are pickled. Not of a program's own file,
             which cannot be imported.
           *arguments: its arguments.
+          data: its last argument, a list such as of images, which goes through shared memory:
+            pickled, it would be copied several times more.
           seconds: how long to wait for an answer; None waits for ever.
           on_progress: called with what the function tells; it gets another argument, `tell`, a
             function for that.
@@ -89,13 +95,16 @@ class Child:
         """
         idle = time.monotonic() - self._last_used
         is_late = self._idle_seconds is not None and idle > self._idle_seconds / 2
-        if is_late or self._environment != dict(os.environ):
+        if is_late:
             self.close()
         if self._connection is None:
             self._start()
         answer = None
         try:
-            self._send((function, arguments, on_progress is not None))
+            sizes = None if data is None else [*map(len, data)]
+            if data and sizes and os.pwritev(self._memory, data, 0) < sum(sizes):
+                raise InputError(f"{sum(sizes):,} bytes at once are too many for a process.")
+            self._send((function, arguments, sizes, on_progress is not None))
             while answer is None:
                 kind, value = self._receive(seconds)
                 if kind == "progress" and on_progress:
@@ -120,7 +129,7 @@ class Child:
     def _receive(self, seconds: float | None) -> tuple[str, Any]:
         assert self._connection
         try:
-            if self._connection.poll(seconds):
+            if _has_input(self._connection, seconds):
                 message: tuple[str, Any] = self._connection.recv()
                 return message
         except (EOFError, ConnectionError) as error:
@@ -141,7 +150,10 @@ class Child:
         for stream in (self._connection, self._stderr):
             if stream:
                 stream.close()
+        if self._memory >= 0:
+            os.close(self._memory)
         self._process = self._connection = self._stderr = None
+        self._memory = -1
 
     def _start(self) -> None:
         if self._is_stopped:
@@ -150,11 +162,13 @@ class Child:
         self._connection, theirs = Pipe()
         command = (sys.executable, "-c", _CODE)
         path = dict.fromkeys([*_PATH, *filter(os.path.isabs, sys.path)])
+        self._memory = os.memfd_create("dali_tf_input")
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `close`)
+        descriptors = (theirs.fileno(), self._memory)
         with theirs:
             self._process = subprocess.Popen(
-                [*command, str(theirs.fileno()), repr(self._idle_seconds), *path],
-                pass_fds=[theirs.fileno()],
+                [*command, repr((*descriptors, self._idle_seconds)), *path],
+                pass_fds=descriptors,
                 stdin=subprocess.DEVNULL,
                 stdout=self._stderr,  # decoders print
                 stderr=self._stderr,
@@ -182,12 +196,19 @@ def describe_end(code: int) -> str:
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
-def serve(descriptor: int, idle_seconds: float | None) -> None:
+def serve(descriptor: int, memory: int, idle_seconds: float | None) -> None:
     """Calls what comes over a connection, until it is closed or idle: the other side of `Child`."""
     connection: Connection[Any, Any] = Connection(descriptor)
     with contextlib.suppress(EOFError, ConnectionError):  # whoever asked is gone
-        while connection.poll(idle_seconds):
-            function, arguments, has_progress = connection.recv()
+        while _has_input(connection, idle_seconds):
+            function, arguments, sizes, has_progress = connection.recv()
+            if sizes is not None:
+                ends = itertools.accumulate(sizes)
+                data = [
+                    os.pread(memory, size, end - size)
+                    for size, end in zip(sizes, ends, strict=False)
+                ]
+                arguments = (*arguments, data)
             more: dict[str, Any] = {}
             if has_progress:
                 more["tell"] = lambda *values: connection.send(("progress", values))
@@ -201,9 +222,21 @@ def serve(descriptor: int, idle_seconds: float | None) -> None:
                 connection.send(answer)
             except (TypeError, AttributeError, ValueError) as error:  # it cannot be pickled
                 connection.send(("error", InputError(f"{answer[1]!r}: {error}")))
+    os._exit(0)  # at once: there is nothing to tidy up, and TensorFlow takes its time
 
 
 _IDLE_SECONDS = 60.0
+
+
+def _has_input(connection: "Connection[Any, Any]", seconds: float | None) -> bool:
+    """Waits for a message, or the end; returns False after `seconds`. `poll` takes longer."""
+    if seconds is None:
+        return True
+    waiting = select.poll()
+    waiting.register(connection.fileno(), select.POLLIN)
+    return bool(waiting.poll(1000 * seconds))
+
+
 _idle: list[Child] = []  # of a process that an executor runs: one for each of its threads
 
 

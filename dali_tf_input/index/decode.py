@@ -8,12 +8,14 @@ from dali_tf_input.records.checks import Checks, Decoder, InvalidRecord, TrialDe
 
 _LONGEST_SECONDS = 900.0  # for one image
 
+Decoded = tuple[str, int, int] | InvalidRecord  # format, height and width, or what is wrong
+
 
 class DecodingChild:
     """A `TrialDecode` function, by `decoder` and `max_pixels` of some checks.
 
     An image that crashes the decoder, or takes longer than a quarter of an hour, is not valid. The
-    next one is decoded by a new process.
+    next one is decoded by a new process. Several images in one call take less time.
 
     Raises:
       InputError: a decoder is not installed. That says nothing of the images.
@@ -26,19 +28,28 @@ class DecodingChild:
 
     def __call__(self, encoded: bytes) -> tuple[str, int, int]:
         """Returns format, height and width of an image; raises InvalidRecord."""
+        (result,) = self.decode_all([encoded])
+        if isinstance(result, InvalidRecord):
+            raise result
+        return result
+
+    def decode_all(self, images: list[bytes]) -> list[Decoded]:
+        """Returns format, height and width of each image, or what is wrong with it."""
         try:
-            given = (*self._how, encoded)
-            image: tuple[str, int, int]
-            image = self._child.call(_decode, *given, seconds=_LONGEST_SECONDS)
-            return image
+            results: list[Decoded]
+            longest = _LONGEST_SECONDS * max(1, len(images))
+            results = self._child.call(_decode, *self._how, data=images, seconds=longest)
+            return results
         except ChildDiedError as error:
+            if error.cause == "end":
+                raise InputError(f"The process that decodes images was ended: {error}.") from error
+            if len(images) > 1:  # one of them did that: each by itself
+                return [result for image in images for result in self.decode_all([image])]
             if error.cause == "timeout":
                 detail = f"decoding it did not end within {_LONGEST_SECONDS:.0f} s."
-                raise InvalidRecord("hangs the decoder", detail) from error
-            if error.cause == "crash":
-                detail = f"decoding it ended the process: {error}."
-                raise InvalidRecord("crashes the decoder", detail) from error
-            raise InputError(f"The process that decodes images was ended: {error}.") from error
+                return [InvalidRecord("hangs the decoder", detail)]
+            detail = f"decoding it ended the process: {error}."
+            return [InvalidRecord("crashes the decoder", detail)]
 
     def close(self) -> None:
         """Ends the process."""
@@ -60,5 +71,11 @@ def _prepare(decoder: Decoder, max_pixels: int) -> None:
     _make_decode(decoder, max_pixels)
 
 
-def _decode(decoder: Decoder, max_pixels: int, encoded: bytes) -> tuple[str, int, int]:
-    return _make_decode(decoder, max_pixels)(encoded)
+def _decode(decoder: Decoder, max_pixels: int, images: list[bytes]) -> list[Decoded]:
+    decode, results = _make_decode(decoder, max_pixels), list[Decoded]()
+    for image in images:
+        try:
+            results.append(decode(image))
+        except InvalidRecord as bad:
+            results.append(bad)
+    return results

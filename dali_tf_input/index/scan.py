@@ -1,19 +1,28 @@
 """Checking one TFRecord file: which of its records are valid, and what they hold."""
 
 import contextlib
+import itertools
 import math
 import os
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, BinaryIO
 
 import google_crc32c
 
 from dali_tf_input.errors import InputError
+from dali_tf_input.index.decode import DecodingChild
 from dali_tf_input.records import contents
-from dali_tf_input.records.checks import Checks, InvalidRecord, TrialDecode, check_record
+from dali_tf_input.records.checks import (
+    Checks,
+    InvalidRecord,
+    check_images,
+    check_record,
+    list_images,
+)
 from dali_tf_input.records.contents import FileEntry
 from dali_tf_input.records.example import MAX_BYTES, decode_example
 from dali_tf_input.records.labels import ClassLabel, Features
@@ -32,6 +41,7 @@ _MOST_SAMPLED_BYTES = 1 << 20
 _MOST_KEYS = 1000
 _MOST_RANGED = 1024  # values of a list whose range is noted
 _PROGRESS_SECONDS = 0.2
+_DECODED_AT_ONCE = 8  # records whose images go to the decoding child in one call
 
 
 def check_file(
@@ -40,7 +50,7 @@ def check_file(
     checks: Checks,
     *,
     name: str | None = None,
-    decode: TrialDecode | None,
+    decode: DecodingChild | None,
     on_bad_record: Callable[[BadRecord], None],
     on_progress: Callable[[int, int], None],
 ) -> FileEntry:
@@ -61,7 +71,7 @@ def check_file(
     descriptor = os.open(file, os.O_RDONLY)
     try:
         status = os.fstat(descriptor)
-        content = _Content(checks, decode)
+        content = _Content(checks, decode, descriptor)
         progress = _Progress(on_progress)
         crc, framing_crc, records, number, skipped_bytes = 0, 0, 0, 0, 0
         skipped = array("q")  # the numbers of bad records
@@ -78,17 +88,19 @@ def check_file(
                 progress.add(len(batch), sum(size for _, size in batch))
                 number += len(batch)
             else:
-                for extent in batch:
-                    wrong = content.check(descriptor, extent, number)
-                    if wrong:
-                        bad.append(wrong)
+                for extent, outcome in zip(batch, content.check_all(batch), strict=True):
+                    if isinstance(outcome, InvalidRecord):
+                        why = {"reason": outcome.reason, "detail": outcome.detail}
+                        offset, size = extent
+                        bad.append(BadRecord(record=number, offset=offset, size=size, **why))
                         skipped.append(number)
                     else:
+                        content.note(outcome, number)
                         extents.append(extent)
                     progress.add(1, extent[1])
                     number += 1
             if checks.verify in ("framing", "crc") and not isinstance(batch, BadRecord):
-                content.sample(descriptor, batch, number - len(batch))
+                content.sample(batch, number - len(batch))
             for wrong in bad:
                 on_bad_record(wrong)
             text = _format_index(extents)
@@ -147,16 +159,20 @@ class _Progress:
         self._next = time.monotonic() + _PROGRESS_SECONDS
 
 
-class _Content:
-    """Checks the data of records one by one and sums up what they hold."""
+# The features of a valid record, and format, height and width of its image, as far as checked.
+Outcome = tuple[Features, tuple[str, int, int] | None]
 
-    def __init__(self, checks: Checks, decode: TrialDecode | None) -> None:
-        self._checks = checks
+
+class _Content:
+    """Checks the data of the records of an open file and sums up what they hold."""
+
+    def __init__(self, checks: Checks, decode: DecodingChild | None, descriptor: int) -> None:
+        self._checks, self._descriptor = checks, descriptor
         self._label = checks.label
         counted = self._label if checks.verify in ("schema", "decode") else None
         self._counted_key = counted.key if counted and counted.is_integer else None
         self._class_label = counted if isinstance(counted, ClassLabel) else None
-        self._decode = decode or _decode_nothing if checks.verify == "decode" else None
+        self._decode = decode
         self.parsed = 0
         self._first_parsed = 0
         # Of a key: kinds, shortest, longest, records, first without, range.
@@ -165,41 +181,83 @@ class _Content:
         self._largest = (0, 0)
         self._formats: Counter[str] = Counter()
 
-    def sample(self, descriptor: int, extents: list[tuple[int, int]], first: int) -> None:
+    def sample(self, extents: list[tuple[int, int]], first: int) -> None:
         """Notes the features of some of the records from number `first` on; judges nothing."""
         last, size = len(extents) - 1, sum(size for _, size in extents)
         num_gaps = min(last, _MOST_SAMPLED - 1, _MOST_SAMPLED_BYTES * last // max(size, 1))
         for row in sorted({part * last // max(num_gaps, 1) for part in range(num_gaps + 1)}):
             data = None
             if extents[row][1] <= MAX_BYTES:
-                data = read_data(descriptor, *extents[row])
+                data = read_data(self._descriptor, *extents[row])
             with contextlib.suppress(InputError):  # level "schema" says what it is
                 if data:
                     self._note_features(decode_example(data), first + row)
 
-    def check(self, descriptor: int, extent: tuple[int, int], number: int) -> BadRecord | None:
-        """Returns what is wrong with record `number` at `extent` (offset, size), if anything."""
+    def check_all(self, extents: list[tuple[int, int]]) -> Iterator[Outcome | InvalidRecord]:
+        """Yields what each record holds, or what is wrong with it.
+
+        While the child process decodes the images of some records, this one reads the next ones.
+        """
+        if self._decode is None or self._checks.verify != "decode":
+            yield from map(self._check, extents)
+            return
+        with ThreadPoolExecutor(1) as pool:
+            decoding: Future[list[Outcome | InvalidRecord]] | None = None
+            for start in range(0, len(extents), _DECODED_AT_ONCE):
+                some = [*map(self._check, extents[start : start + _DECODED_AT_ONCE])]
+                if decoding:
+                    yield from decoding.result()
+                decoding = pool.submit(self._check_images, some)
+            if decoding:
+                yield from decoding.result()
+
+    def _check(self, extent: tuple[int, int]) -> Outcome | InvalidRecord:
+        """Checks the record at `extent` (offset, size), without its image."""
         offset, size = extent
         try:
             if self._checks.verify == "crc" or size - FRAME_SIZE > MAX_BYTES:
-                if not has_valid_data(descriptor, offset, size):
+                if not has_valid_data(self._descriptor, offset, size):
                     raise InvalidRecord("data CRC", "the data of this record does not fit its CRC.")
                 if self._checks.verify != "crc":
                     detail = f"expected at most {MAX_BYTES:,} bytes of data, found "
                     raise InvalidRecord("too large", f"{detail}{size - FRAME_SIZE:,}.")
-                return None
-            data = read_data(descriptor, offset, size)
+                return {}, None
+            data = read_data(self._descriptor, offset, size)
             if data is None:
                 raise InvalidRecord("data CRC", "the data of this record does not fit its CRC.")
-            features, image = check_record(data, self._checks, self._decode)
-            self._note(features, image, number)
+            return check_record(data, self._checks, None)
         except InvalidRecord as bad:
-            why = {"reason": bad.reason, "detail": bad.detail}
-            return BadRecord(record=number, offset=offset, size=size, **why)
-        return None
+            return bad
 
-    def _note(self, features: Features, image: tuple[str, int, int] | None, number: int) -> None:
+    def _check_images(self, some: list[Outcome | InvalidRecord]) -> list[Outcome | InvalidRecord]:
+        """Returns the outcomes of some records with their images checked."""
+        assert self._decode
+        valid = [outcome[0] for outcome in some if not isinstance(outcome, InvalidRecord)]
+        images = [list_images(features, self._checks) for features in valid]
+        decoded = iter(self._decode.decode_all([*itertools.chain(*images)]))
+        counts = iter(map(len, images))
+
+        def check(features: Features) -> Outcome | InvalidRecord:
+            results = iter([*itertools.islice(decoded, next(counts))])
+
+            def take(_: bytes) -> tuple[str, int, int]:
+                result = next(results)
+                if isinstance(result, InvalidRecord):
+                    raise result
+                return result
+
+            try:
+                return features, check_images(features, self._checks, take)
+            except InvalidRecord as bad:
+                return bad
+
+        return [bad if isinstance(bad, InvalidRecord) else check(bad[0]) for bad in some]
+
+    def note(self, outcome: Outcome, number: int) -> None:
         """Sums up what valid record `number` holds."""
+        features, image = outcome
+        if self._checks.verify == "crc":
+            return  # a sample is noted
         if image:
             image_format, height, width = image
             self._formats[image_format] += 1
@@ -266,10 +324,6 @@ class _Content:
             return None
         formats = dict(self._formats.most_common())
         return contents.Images(formats=formats, largest_size=self._largest)
-
-
-def _decode_nothing(encoded: bytes) -> tuple[str, int, int]:
-    raise AssertionError("Images stored as pixels are not decoded.")
 
 
 def _format_index(extents: list[tuple[int, int]]) -> bytes:

@@ -34,6 +34,8 @@ KEY_PRESETS = {
     "raw pixels": (PIXELS_KEY, "image/class/label"),
 }
 
+_PNG = b"\x89PNG"  # the first bytes of one
+
 # Both backends decode JPEGs with this DCT (libjpeg-turbo's "islow"), and so to the same bits.
 DCT_METHOD = "INTEGER_ACCURATE"
 
@@ -140,7 +142,7 @@ def check_mask(mask: bytes, size: Sequence[int], decode: TrialDecode | None) -> 
     """Raises InvalidRecord unless a mask is of its image's `size`: height and width in pixels."""
     height, width = size
     actual = f"{len(mask):,} bytes"
-    if mask.startswith(b"\x89PNG"):
+    if mask.startswith(_PNG):
         assert decode
         _, *mask_size = decode(mask)
         actual = (
@@ -175,21 +177,32 @@ def check_record(
         features = decode_example(data)
     except InputError as error:
         raise InvalidRecord("not an Example", str(error)) from error
-    image_key, mask_key = checks.image_key or "", checks.mask_key
     problem = find_schema_problem(
-        features, image_key=image_key, label=checks.label, mask_key=mask_key
+        features, image_key=checks.image_key or "", label=checks.label, mask_key=checks.mask_key
     )
     if problem:
         raise InvalidRecord(*problem)
-    if decode is None:
-        return features, None
-    if image_key == PIXELS_KEY:
+    return features, check_images(features, checks, decode) if decode else None
+
+
+def check_images(features: Features, checks: Checks, decode: TrialDecode) -> tuple[str, int, int]:
+    """Checks the image and the mask of a record; returns as `check_record`, and raises as it."""
+    if checks.image_key == PIXELS_KEY:
         image = ("pixels", *(find_size(features) or (0, 0)))
     else:
-        image = decode(features[image_key][1][0])
-    if mask_key:
-        check_mask(features[mask_key][1][0], image[1:], decode)
-    return features, image
+        image = decode(features[checks.image_key or ""][1][0])
+    if checks.mask_key:
+        check_mask(features[checks.mask_key][1][0], image[1:], decode)
+    return image
+
+
+def list_images(features: Features, checks: Checks) -> list[bytes]:
+    """Returns what `check_images` decodes of a record, in order, unless the first one fails."""
+    keys = [checks.image_key if checks.image_key != PIXELS_KEY else None, checks.mask_key]
+    values = {key: features[key][1][0] for key in keys if key}
+    if not values.get(checks.mask_key or "", _PNG).startswith(_PNG):  # a byte for each pixel
+        del values[checks.mask_key or ""]
+    return [*values.values()]
 
 
 def find_keys(

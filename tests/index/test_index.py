@@ -677,8 +677,8 @@ def test_runs_at_once_do_no_harm(tmp_path):
         subprocess.Popen([sys.executable, "-c", code, tmp_path / name], stderr=subprocess.PIPE)
         for name in ("train-??", "validation-??", "*-??", "train-??")
     ]
-    for run in runs:
-        assert (run.communicate()[1], run.returncode) == (b"", 0)
+    for process in runs:
+        assert (process.communicate()[1], process.returncode) == (b"", 0)
     dataset = from_files(tmp_path / "*-??", image_key="image")
     assert dataset.num_records == 40 * 300
     assert hidden(tmp_path) == []
@@ -814,7 +814,7 @@ def test_a_bad_first_record_hides_nothing(tmp_path):
 
 CRASHING = """if True:
     import os, signal, sys, time
-    sys.path[:] = sys.argv[3:]
+    sys.path[:] = sys.argv[2:]
     from dali_tf_input.index import decoders
     make = decoders.make_trial_decode
 
@@ -836,7 +836,7 @@ CRASHING = """if True:
     from dali_tf_input import processes
     from dali_tf_input.index import decode
     processes._CODE, decode._LONGEST_SECONDS = os.environ["CODE"], 2
-    processes.serve(*map(eval, sys.argv[1:3]))
+    processes.serve(*eval(sys.argv[1]))
 """
 
 

@@ -119,7 +119,7 @@ def test_odd_images(tmp_path):
     process = run("explore", f"--files={tmp_path}/train-0", *out)
     assert (process.returncode, process.stderr) == (0, "")
     found = json.loads((tmp_path / "found.json").read_text())["findings"]
-    for reason, record in (("too many pixels", 0), ("GIF image", 1), ("empty image", 2)):
+    for reason, record in (("PNG image", 0), ("GIF image", 1), ("empty image", 2)):
         assert f": 1 image cannot be used ({reason}): index with" in process.stdout
         (finding,) = (one for one in found if f"({reason})" in one["text"])
         assert finding["groups"][0][0] | {"set": ""} == {
