@@ -17,7 +17,7 @@ SAMPLE := data/sample
 FILES := $(or $(DATA),$(SAMPLE)/train-*)
 VALIDATION_FILES := $(if $(DATA),$(VALIDATION),$(SAMPLE)/validation-*)
 INDEX_FLAG := $(if $(INDEX_DIR),--index_dir='$(INDEX_DIR)')
-READY := $(INSTALLED) $(if $(DATA),,$(SAMPLE)/.complete)
+READY := $(INSTALLED) $(if $(DATA),,$(SAMPLE).complete)
 INDEX := @$(RUN) -m dali_tf_input index $(INDEX_FLAG) '$(FILES)'
 COMMON := --files='$(FILES)' $(INDEX_FLAG)
 # Where Python is told to keep no bytecode, each of the tests' processes would compile the package again.
@@ -37,7 +37,7 @@ help:  ## Show this help
 
 install: $(INSTALLED)  ## Set up .venv: TensorFlow, DALI, the plugin, this package (GPU=1: with CUDA libraries)
 
-data: $(SAMPLE)/.complete  ## Make the sample TFRecords in data/sample
+data: $(SAMPLE).complete  ## Make the sample TFRecords in data/sample
 
 index: $(READY)  ## Index TFRecords: make index DATA='path/train-*'
 	@$(RUN) -m dali_tf_input index $(INDEX_FLAG) $(ARGS) '$(or $(DATA),$(SAMPLE)/*-of-*)'
@@ -123,7 +123,7 @@ $(DEVELOPED): pyproject.toml setup.py scripts/install.sh
 	@PYTHON='$(PYTHON)' scripts/install.sh '$(VENV)' dev $(if $(GPU),gpu)
 	@touch $@ $(INSTALLED)
 
-$(SAMPLE)/.complete: scripts/make_sample_tfrecords.py dali_tf_input/cli/convert/writer.py | $(INSTALLED)
+$(SAMPLE).complete: scripts/make_sample_tfrecords.py dali_tf_input/cli/convert/writer.py | $(INSTALLED)
 	@$(RUN) scripts/make_sample_tfrecords.py --overwrite $(SAMPLE)
-	@$(RUN) -m dali_tf_input index '$(SAMPLE)/*-of-*'
+	@$(RUN) -m dali_tf_input index --verify=schema '$(SAMPLE)/*-of-*'
 	@touch $@

@@ -18,7 +18,7 @@ from dali_tf_input.index.decoders import make_trial_decode
 from dali_tf_input.records.checks import Checks, InvalidRecord
 from dali_tf_input.spec.options import DaliOptions, Device, TfDataOptions
 from dali_tf_input.spec.preprocess import Preprocess
-from dali_tf_input.storage.objects import is_url
+from dali_tf_input.storage.objects import local_path
 from dali_tf_input.storage.staging import Staging
 from dali_tf_input.training.strategies import check_keras
 
@@ -176,8 +176,7 @@ instance_group [ {{ kind: KIND_{device.upper()} }} ]
 
 def _new_folder(folder: Path) -> str:
     """Returns the absolute path of a folder; raises InputError if it exists, or is a URL."""
-    check(not is_url(folder), "folder", "a local one, to be copied from there", folder)
-    folder = os.path.abspath(folder)
+    folder = local_path("folder", folder)
     if os.path.lexists(folder):
         raise InputError(f"{folder} exists already: name a new folder.")
     return folder

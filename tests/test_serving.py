@@ -171,7 +171,7 @@ def test_a_served_model_is_not_replaced(model, tmp_path):
     with refused(f"{tmp_path}/saved exists already: name a new folder"):
         export_saved_model(model, EVALUATION, tmp_path / "saved")
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["mine", "saved"]
-    with refused("`folder` must be a local one, to be copied from there, got gs://bucket/model"):
+    with refused("`folder` must be a local path, got gs://bucket/model: name one, and copy"):
         export_saved_model(model, EVALUATION, "gs://bucket/model")
 
 

@@ -16,6 +16,7 @@ from dali_tf_input.backends.tf_mix import draw_mix
 from dali_tf_input.random import Stream as RandomStream
 from dali_tf_input.records.checks import SIDE_KEYS
 from dali_tf_input.records.labels import ClassLabel
+from dali_tf_input.spec.balance import is_label_of_index
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.options import DaliOptions, TfDataOptions
 from dali_tf_input.spec.primitives import ROW_SIZE
@@ -25,15 +26,19 @@ _TYPES = {"int64": types.INT64, "int32": types.INT32, "float32": types.FLOAT}
 
 
 def reads_by_itself(spec: InputSpec, options: DaliOptions) -> bool:
-    """Whether DALI's own reader is used: images and integer labels, order "buffer", on a GPU."""
+    """Whether DALI's own reader is used: images and integer labels, order "buffer", on a GPU.
+
+    Only where the index step has seen the label of every record: where one has none, DALI's reader
+    serves -1 without an error.
+    """
     label = spec.label
-    plain = isinstance(label, ClassLabel) and not (label.vocabulary or label.one_hot)
+    is_plain = isinstance(label, ClassLabel) and not (label.vocabulary or label.one_hot)
     is_simple = (
-        plain
-        and [*spec.outputs] == ["image", "label"]
+        [*spec.outputs] == ["image", "label"]
+        and is_label_of_index(spec.records, label)
         and not (spec.preprocess.augment or spec.mix or spec.records.other_image_keys)
     )
-    return options.device == "gpu" and spec.order == "buffer" and is_simple
+    return options.device == "gpu" and spec.order == "buffer" and is_plain and is_simple
 
 
 def pack_records(stream: Stream) -> tf.data.Dataset:

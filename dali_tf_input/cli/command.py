@@ -4,6 +4,7 @@ import contextlib
 import gc
 import json
 import os
+import re
 import shlex
 import sys
 import tempfile
@@ -120,13 +121,27 @@ def format_help(text: str, flag_values: Flags) -> str:
         if default not in (None, "") and not flag.boolean:
             shown += f"={default}"
         words = f"{flag.help} (on by default)" if flag.boolean and default else flag.help
+        # What absl adds: the choices, without spaces, and how to repeat a flag.
+        words = re.sub(r"^<([^>]*)>: (.*)$", lambda one: _list_choices(*one.groups()), words)
+        words = words.partition(";\n")[0]
         indent = " " * _INDENT
-        wrapped = textwrap.wrap(words, _WIDTH, initial_indent=indent, subsequent_indent=indent)
+        wrapped = textwrap.wrap(
+            words,
+            _WIDTH,
+            initial_indent=indent,
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
         if len(shown) < _INDENT - 1:
             wrapped[0] = shown.ljust(_INDENT) + wrapped[0][_INDENT:]
             shown = ""
         lines += [*([shown] if shown else []), *wrapped]
     return "\n".join([*lines, *(["", f"example: {example.strip()}"] if example else [])])
+
+
+def _list_choices(choices: str, words: str) -> str:
+    return f"{words} One of {choices.replace('|', ', ')}."
 
 
 def check_no_arguments(arguments: Sequence[str]) -> None:

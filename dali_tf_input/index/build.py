@@ -97,6 +97,10 @@ class IndexFaultsError(InputError):
         super().__init__(text)
         self.report, self.mistake = report, mistake
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Returns how to make it again: process pools pickle errors."""
+        return type(self), (str(self), self.report, self.mistake)
+
 
 @checked
 def build_index(

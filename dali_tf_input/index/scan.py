@@ -198,7 +198,7 @@ class _Content:
 
         While the child process decodes the images of some records, this one reads the next ones.
         """
-        if self._decode is None or self._checks.verify != "decode":
+        if self._checks.verify != "decode":
             yield from map(self._check, extents)
             return
         with ThreadPoolExecutor(1) as pool:
@@ -231,10 +231,10 @@ class _Content:
 
     def _check_images(self, some: list[Outcome | InvalidRecord]) -> list[Outcome | InvalidRecord]:
         """Returns the outcomes of some records with their images checked."""
-        assert self._decode
         valid = [outcome[0] for outcome in some if not isinstance(outcome, InvalidRecord)]
         images = [list_images(features, self._checks) for features in valid]
-        decoded = iter(self._decode.decode_all([*itertools.chain(*images)]))
+        encoded = [*itertools.chain(*images)]  # none of images that are stored as pixels
+        decoded = iter(self._decode.decode_all(encoded) if self._decode else ())
         counts = iter(map(len, images))
 
         def check(features: Features) -> Outcome | InvalidRecord:

@@ -16,7 +16,7 @@ Lengths = tuple[int, float]  # the fewest and the most values of a list
 
 _NUMBERS = ("int64_list", "float_list")
 # What to do where records hold another label than a `ClassLabel` without options.
-COUNT_FROM_1 = " Where labels count from 1, pass ClassLabel(offset=1) (--label_offset=1)."
+COUNT_FROM_1 = "Where labels count from 1, pass ClassLabel(offset=1) (--label_offset=1)."
 _OTHER_LABELS = {
     "bytes_list": " Names need ClassLabel(vocabulary=...) (--vocabulary).",
     "int64_list": " Lists need MultiHot (--label=multi_hot).",
@@ -284,7 +284,7 @@ def find_label_problem(label: Label, features: Features) -> tuple[str, str] | No
         first, count = label.offset, label.num_classes or math.inf
         wrong = next((value for value in values if not first <= value < first + count), None)
         rule = f"in {first} to {first + count - 1}" if label.num_classes else f"at least {first}"
-        hint = COUNT_FROM_1 if (first, wrong) == (0, count) else ""
+        hint = f" {COUNT_FROM_1}" if (first, wrong) == (0, count) else ""
     if wrong is None:
         return None
     return "label range", f"{name} must be {rule}, found {wrong!r}.{hint}"

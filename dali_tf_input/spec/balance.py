@@ -22,6 +22,15 @@ _MAX_EPOCHS = 1000  # the longest epoch of a mixture, in passes over all records
 Balance = dict[int, float] | Literal["class"] | None
 
 
+def is_label_of_index(records: Records, label: Label | None) -> bool:
+    """Whether the index has this label's class of every record, with the same numbers."""
+    return (
+        isinstance(label, ClassLabel)
+        and label.key == records.label_key
+        and label.vocabulary == records.label_vocabulary
+    )
+
+
 def find_classes(
     records: Records, label: Label | None, balance: Balance, temperature: float
 ) -> tuple[Integers, tuple[float, ...]]:
@@ -30,17 +39,18 @@ def find_classes(
     See `InputSpec.balance`. Classes are numbered from 0, leaving out those without records.
     """
     key = records.label_key
-    if not isinstance(label, ClassLabel) or not label.is_integer or label.key != key:
+    if not is_label_of_index(records, label):
         found = f"that of '{key}'" if key else "none"
         raise InputError(
-            "`balance` needs an integer ClassLabel, and its value for every record in the index:"
+            "`balance` needs a ClassLabel, and its value for every record in the index:"
             f" the spec has {label!r}, the index {found}. Index with --verify=schema and the same"
             " label."
         )
     stored, classes, counts = np.unique(records.labels, return_inverse=True, return_counts=True)
     factors = np.ones(len(stored))
     if isinstance(balance, dict):
-        places = {int(value) - label.offset: place for place, value in enumerate(stored)}
+        offset = getattr(label, "offset", 0)
+        places = {int(value) - offset: place for place, value in enumerate(stored)}
         for value, factor in balance.items():
             check(value in places, "balance", "a dict by classes that have records", value)
             is_number = isinstance(factor, Real) and not isinstance(factor, bool)

@@ -36,7 +36,7 @@ from dali_tf_input.records.labels import (
     class_weights,
 )
 from dali_tf_input.records.records import Records
-from dali_tf_input.spec.balance import Balance, Mixture, find_classes
+from dali_tf_input.spec.balance import Balance, Mixture, find_classes, is_label_of_index
 from dali_tf_input.spec.mix import Mix
 from dali_tf_input.spec.plan import Groups, Plan
 from dali_tf_input.spec.preprocess import Preprocess
@@ -293,8 +293,7 @@ class InputSpec:
     @property
     def _label_counts(self) -> Counts | None:
         """The number of these records with each label, if the index has their labels."""
-        label, key = self.label, self.records.label_key
-        is_known = isinstance(label, ClassLabel) and label.is_integer and label.key == key
+        is_known = is_label_of_index(self.records, self.label)
         return self.records.label_counts if is_known else None
 
     @property

@@ -20,7 +20,7 @@ from typing import Any
 
 from dali_tf_input.errors import InputError, Path
 from dali_tf_input.storage.client import MOST_REQUESTS
-from dali_tf_input.storage.objects import RETRY_SECONDS, Part, Status, is_url, read_in_turn
+from dali_tf_input.storage.objects import RETRY_SECONDS, Part, Status, local_path, read_in_turn
 from dali_tf_input.storage.staging import locked, replace
 
 _FOLDER = "dali_tf_input"
@@ -38,11 +38,7 @@ _logger = logging.getLogger("dali_tf_input")
 
 def resolve_cache_dir(cache_dir: Path | None) -> str | None:
     """Returns the absolute path of a folder for copies; raises InputError for a URL."""
-    if cache_dir is None:
-        return None
-    if is_url(cache_dir):
-        raise InputError(f"`cache_dir` must be a local folder, got {cache_dir}.")
-    return os.path.abspath(os.path.expanduser(cache_dir))
+    return None if cache_dir is None else local_path("cache_dir", cache_dir)
 
 
 def find_copy(url: str, status: Status, cache_dir: str) -> str | None:

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from dali_tf_input.errors import InputError
+from dali_tf_input.errors import InputError, check
 from dali_tf_input.storage.causes import find_cause
 from dali_tf_input.storage.client import gather, library, requests_at_once, run, submit, wait
 
@@ -61,6 +61,21 @@ class Part(NamedTuple):
 def is_url(path: str | os.PathLike[str]) -> bool:
     """Whether a path is the URL of an object."""
     return bool(_URL.match(os.fspath(path)))
+
+
+def local_path(name: str, path: str | os.PathLike[str]) -> str:
+    """Returns the absolute path of a local file or folder; "~" is expanded.
+
+    Raises:
+      InputError: the argument `name` is empty, or a URL.
+    """
+    text = os.fspath(path)
+    check(bool(text), name, "a path", "''")
+    if is_url(text):
+        raise InputError(
+            f"`{name}` must be a local path, got {text}: name one, and copy it from there."
+        )
+    return os.path.abspath(os.path.expanduser(text))
 
 
 def find_objects(pattern: str, *, retry_seconds: float = RETRY_SECONDS) -> dict[str, Status]:
@@ -293,12 +308,20 @@ def _split(url: str) -> tuple[str, str]:
     return f"{scheme}://{bucket}/", key
 
 
-@functools.cache
 def _store(base: str, retry_seconds: float) -> Any:
-    settings = [value for name, value in os.environ.items() if name.startswith(("AWS_", "GOOGLE_"))]
-    client: dict[str, Any] = {"allow_http": any("http://" in value for value in (base, *settings))}
+    """Returns the client of a bucket or a host; another one when credentials have changed."""
+    names = ("AWS_", "GOOGLE_", "AZURE_", "SSL_CERT_FILE")
+    settings = (item for item in os.environ.items() if item[0].startswith(names))
+    return _make_store(base, retry_seconds, tuple(sorted(settings)))
+
+
+@functools.lru_cache(64)
+def _make_store(base: str, retry_seconds: float, settings: tuple[tuple[str, str], ...]) -> Any:
+    variables = dict(settings)
+    is_plain = any("http://" in value for value in (base, *variables.values()))
+    client: dict[str, Any] = {"allow_http": is_plain}
     for variable in ("AWS_CA_BUNDLE", "SSL_CERT_FILE"):
-        if issuers := os.environ.get(variable):
+        if issuers := variables.get(variable):
             try:
                 client["root_certificate"] = pathlib.Path(issuers).read_bytes()
             except OSError as error:

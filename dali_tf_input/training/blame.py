@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import logging
-import os
 from typing import Any
 
 import keras
@@ -14,6 +13,7 @@ from dali_tf_input.errors import Count, InputError, Path, check, checked
 from dali_tf_input.random import Integers
 from dali_tf_input.records.losses import find_hardest, read_losses, write_losses
 from dali_tf_input.spec.input import InputSpec
+from dali_tf_input.storage.objects import local_path
 from dali_tf_input.training.fit import StepCallback
 
 _KEPT = 0.7  # the weight of a record's previous loss when the record is seen again
@@ -43,13 +43,12 @@ class Blame(StepCallback):
         super().__init__()
         if not spec.has_fixed_order:
             raise InputError("`blame` needs to know the records of a step: use order 'global'.")
-        check(bool(os.fspath(folder)), "folder", "the path of a folder", repr(folder))
         try:
             self._loss = keras.losses.get(loss)
         except (ValueError, TypeError) as error:
             raise InputError(f"`loss` {loss!r} is no loss of Keras: {error}") from error
         check(callable(self._loss), "loss", "a loss of Keras", repr(loss))
-        self._spec, self._folder = spec, os.path.abspath(os.path.expanduser(folder))
+        self._spec, self._folder = spec, local_path("folder", folder)
         self._batch_size, self._num_replicas = batch_size, num_replicas
         self._per_epoch = spec.plan(batch_size).steps_per_epoch
         self.losses, self.spikes = read_losses(self._folder, spec.records)

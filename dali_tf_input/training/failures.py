@@ -19,7 +19,7 @@ from dali_tf_input.index.decode import DecodingChild
 from dali_tf_input.records.checks import MAX_PIXELS, Checks, Decoder, InvalidRecord, check_record
 from dali_tf_input.records.contents import FileEntry
 from dali_tf_input.records.example import decode_example
-from dali_tf_input.records.labels import ClassLabel, Features, Values
+from dali_tf_input.records.labels import COUNT_FROM_1, ClassLabel, Features, Values
 from dali_tf_input.records.manifest import Manifest
 from dali_tf_input.records.paths import index_command
 from dali_tf_input.records.tfrecord import BadRecord
@@ -53,12 +53,16 @@ class BadRecordError(InputError):
     """
 
     def __init__(self, file: str, bad_record: BadRecord, remedy: str) -> None:
-        self.file, self.bad_record = file, bad_record
+        self.file, self.bad_record, self._remedy = file, bad_record, remedy
         bad = bad_record
         super().__init__(
             f"{file}: record {bad.record:,}, byte {bad.offset:,}: {bad.reason}: {bad.detail} It"
             f" stopped the input. {remedy}"
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Returns how to make it again: process pools pickle errors."""
+        return type(self), (self.file, self.bad_record, self._remedy)
 
 
 def explain(
@@ -104,7 +108,7 @@ def explain(
                 bad_record = BadRecord(record=number, offset=offset, size=size, **why)
                 if spec.records.other_image_keys:
                     command = skip_command(spec, options, files=[file])
-                return BadRecordError(file, bad_record, _remedy(bad.reason, spec, command))
+                return BadRecordError(file, bad_record, _remedy(bad, spec, command))
     except (OSError, InputError) as problem:
         return InputError(
             f"The input failed, and its files cannot be checked: {problem} Restore what is missing,"
@@ -140,17 +144,15 @@ def _copies_remedy(spec: InputSpec) -> str:
     )
 
 
-def _remedy(reason: str, spec: InputSpec, command: str) -> str:
-    counts = isinstance(spec.label, ClassLabel) and spec.label.is_integer
+def _remedy(bad: InvalidRecord, spec: InputSpec, command: str) -> str:
+    reason, counts = bad.reason, isinstance(spec.label, ClassLabel) and spec.label.is_integer
     if reason == "label type":
         return "Write all records with one type of values."
     if reason == "feature length":
         return "Where records may hold fewer, pass Stored(padding=...), where more, more `size`."
     if reason == "label range" and counts:
-        return (
-            "Where labels count from 1, pass label=ClassLabel(offset=1) to the spec. Otherwise the"
-            " model needs more outputs, or the record another label."
-        )
+        hint = "" if COUNT_FROM_1 in bad.detail else f"{COUNT_FROM_1} "
+        return f"{hint}Otherwise the model needs more outputs, or the record another label."
     if reason.startswith(("label", "mask")):
         return f"If the spec is right and the record wrong, skip such records: {command}"
     return f"Skip bad records: {command}"

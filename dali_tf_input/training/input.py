@@ -4,8 +4,9 @@ import contextlib
 import dataclasses
 import inspect
 import itertools
+import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import keras
 import tensorflow as tf
@@ -13,8 +14,9 @@ import tensorflow as tf
 from dali_tf_input.backends.build import build_dataset
 from dali_tf_input.backends.dali_guard import OneDeviceDataset
 from dali_tf_input.backends.reading import MAX_EPOCHS
-from dali_tf_input.errors import Count, InputError, Path, check, check_keywords, checked
+from dali_tf_input.errors import Count, InputError, Path, Within, check, check_keywords, checked
 from dali_tf_input.random import Integers
+from dali_tf_input.records.labels import COUNT_FROM_1
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.options import DaliOptions, Options
 from dali_tf_input.spec.plan import Position, Shard
@@ -53,6 +55,8 @@ class Input:
       strategy: the strategy whose replicas are fed; None for plain TensorFlow.
       devices: the device of each replica, such as "GPU:0".
     """
+
+    EXAMPLE: ClassVar[str] = "load(InputSpec.for_evaluation('records/*', 224), batch_size=256)"
 
     def __init__(
         self,
@@ -225,14 +229,17 @@ class Input:
             f" {', '.join(self.devices)}; Keras takes its `dataset`: {kind}.dataset>"
         )
 
+    @checked
     def fit(
         self,
-        model: keras.Model,
+        model: Any,
         *,
-        epochs: int = 1,
+        epochs: Count = 1,
         validation: "Input | None" = None,
-        resume: "Resume | str | None" = None,
+        resume: Resume | Path | None = None,
         profile: bool = False,
+        initial_epoch: Annotated[int, Within(0)] = 0,
+        steps_per_epoch: Count | None = None,
         **arguments: Any,
     ) -> keras.callbacks.History:
         """Trains a Keras model on this input by `model.fit`.
@@ -240,13 +247,15 @@ class Input:
         Another call continues with the next epoch of the records. One pipeline serves all epochs.
 
         Args:
-          model: a compiled model, made under the strategy's scope if there is a strategy.
-          epochs: number of epochs; with `resume`, the total, including those before.
+          model: a compiled `keras.Model`, made under the strategy's scope if there is a strategy.
+          epochs: number of epochs, at least 1; with `resume`, the total, including those before.
           validation: an `Input` for evaluation, evaluated after each epoch.
           resume: a folder, or a `Resume`, that keeps the state; training continues from it.
           profile: whether to add "images_per_second" to the logs of each epoch.
+          initial_epoch: the epoch at which to start, of the model and of the records; at least 0.
+          steps_per_epoch: number of steps in an epoch, at least 1; None is all of the records.
           **arguments: further arguments for `model.fit`, such as `callbacks`. `class_weight` works
-            under strategies too. `initial_epoch` is also the first epoch of the records.
+            under strategies too.
 
         Returns:
           Keras's History of all epochs, including those before a resume.
@@ -272,9 +281,13 @@ class Input:
         held_out = arguments.pop("validation_data", None) if validation is None else validation
         if isinstance(held_out, Input):
             held_out.check_evaluation(model)
-        elif validation is not None:
-            raise InputError(f"`validation` must be what `load` returned, got {validation!r}.")
-        resume = Resume(resume) if isinstance(resume, str) else resume
+        callbacks = keras.tree.flatten(arguments.get("callbacks"))
+        for callback in callbacks if arguments.get("callbacks") is not None else ():
+            is_callback = isinstance(callback, keras.callbacks.Callback)
+            check(is_callback, "callbacks", "keras.callbacks.Callback, or a list of them", callback)
+        if isinstance(resume, str | os.PathLike):
+            resume = Resume(resume)
+        arguments |= {"initial_epoch": initial_epoch, "steps_per_epoch": steps_per_epoch}
         with resume.hold() if resume else contextlib.nullcontext():
             return self._train(
                 model, spec, held_out, resume, epochs=epochs, profile=profile, arguments=arguments
@@ -364,11 +377,12 @@ class Input:
                 done += -done % self.steps_per_epoch  # the rest of the epoch is left out
             self._step = done
 
-    def evaluate(self, model: keras.Model, **arguments: Any) -> dict[str, float]:
+    @checked
+    def evaluate(self, model: Any, **arguments: Any) -> dict[str, float]:
         """Evaluates a Keras model on each record once; returns loss and metrics by name.
 
         Args:
-          model: a compiled model.
+          model: a compiled `keras.Model`.
           **arguments: further arguments for `model.evaluate`.
 
         Raises:
@@ -378,11 +392,12 @@ class Input:
         self.check_evaluation(model)
         return self._run_pass(model, model.evaluate, {"return_dict": True, **arguments})
 
-    def predict(self, model: keras.Model, **arguments: Any) -> Any:
+    @checked
+    def predict(self, model: Any, **arguments: Any) -> Any:
         """Predicts each record once with a Keras model.
 
         Args:
-          model: any model whose outputs have one row per image.
+          model: any `keras.Model` whose outputs have one row per image.
           **arguments: further arguments for `model.predict`.
 
         Returns:
@@ -499,8 +514,8 @@ class Input:
         if label_range and outputs and outputs <= label_range[1]:
             raise InputError(
                 f"Labels run from {label_range[0]} to {label_range[1]}, the model has {outputs}"
-                f" outputs, for labels 0 to {outputs - 1}. Where labels count from 1, pass"
-                " label=ClassLabel(offset=1) to the spec. Otherwise the model needs more outputs."
+                f" outputs, for labels 0 to {outputs - 1}. {COUNT_FROM_1} Otherwise the model needs"
+                " more outputs."
             )
 
     def _run_pass(

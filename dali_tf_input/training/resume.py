@@ -17,11 +17,13 @@ import numpy as np
 
 from dali_tf_input.errors import Count, InputError, Path, checked
 from dali_tf_input.spec.input import InputSpec
-from dali_tf_input.spec.preprocess import Preprocess
+from dali_tf_input.storage.objects import local_path
 from dali_tf_input.storage.staging import locked_if_free, replace, write_whole
+from dali_tf_input.training.schedule import describe_function
 from dali_tf_input.training.strategies import scope_of
 
 _STATE_NAME = "state.json"
+_VERSION = 5
 _ALL, _STORED = "all", "as stored"  # fingerprints of all records, and of their stored labels
 _OURS = re.compile(r"step-\d+\.(weights\.h5|npz)")
 
@@ -52,7 +54,7 @@ class State(msgspec.Struct):
     callbacks: list[tuple[str, dict[str, Any]]] = []
     stopped: bool = False
     format: Literal["dali_tf_input training state"] = "dali_tf_input training state"
-    version: Literal[4] = 4
+    version: Literal[5] = 5  # `_VERSION`
 
 
 class Resume:
@@ -79,6 +81,8 @@ class Resume:
     training), the order differs: training resumes at the same point of the epoch, and some records
     of that epoch may be served twice or not at all.
 
+    Functions, `transform` and `schedule`, are compared by their names and their source.
+
     The state does not include TensorFlow's own random generators, private attributes of callbacks
     (such as the batches that `ModelCheckpoint(save_freq=n)` counts), or the bytes of the records:
     files of the same names, sizes and indexes count as equal.
@@ -99,9 +103,10 @@ class Resume:
             epoch and, if it still exists, the same step; the changes are logged. If False, a
             difference raises an InputError.
         """
-        self.folder = os.path.abspath(os.path.expanduser(folder))
+        self.folder = local_path("folder", folder)
         self.save_every, self.allow_changed_data = save_every, allow_changed_data
         self._saved_step = 0
+        self._saved_names: list[str] = []  # the files that the last state names
 
     def __repr__(self) -> str:
         """Names the folder."""
@@ -157,9 +162,16 @@ class Resume:
                 arrays = dict(stored)
         except FileNotFoundError:
             return state, {}
+        seeds, stored_seeds = _list_seeds(model), _take(arrays, "seed/")
+        if len(seeds) != len(stored_seeds):
+            raise InputError(
+                f"{self.folder} keeps the state of a model with {len(stored_seeds)} random layers,"
+                f" such as Dropout, this one has {len(seeds)}: use the same model, or start in"
+                " another folder."
+            )
         with scope_of(model):
-            for number, variable in enumerate(_list_seeds(model)):
-                variable.assign(arrays.pop(f"seed/{number:04d}"))
+            for variable, value in zip(seeds, stored_seeds, strict=True):
+                variable.assign(value)
         return state, arrays
 
     @contextlib.contextmanager
@@ -208,11 +220,11 @@ class Resume:
                 f"The state of training cannot be saved in {self.folder}: {error}."
                 + (" The previous state remains." if self._saved_step else "")
             ) from error
-        self._saved_step = state.step
-        for name in os.listdir(self.folder):
-            if _OURS.fullmatch(name) and name not in names:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(self._path(name))
+        # Only these: other files of such names may be a callback's.
+        for name in {*self._saved_names} - {*names}:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path(name))
+        self._saved_step, self._saved_names = state.step, names
 
     def _path(self, name: str) -> str:
         return os.path.join(self.folder, name)
@@ -234,12 +246,20 @@ class Resume:
         try:
             with open(path, encoding="utf-8") as stream:
                 document = json.load(stream)
+            version = document.get("version")
+            if isinstance(version, int) and version < _VERSION:
+                raise InputError(
+                    f"{path} is of an earlier version of dali_tf_input, which served the records in"
+                    " another order: finish that training with it, or start in another folder."
+                )
             state = msgspec.convert(document, State)
             name = document.get("weights", "")
             if not _OURS.fullmatch(name):
                 raise ValueError(f"the weights are called {name!r}")
         except FileNotFoundError:
             return None
+        except InputError:
+            raise
         except (
             *(OSError, ValueError, TypeError, AttributeError, RecursionError),
             msgspec.MsgspecError,
@@ -248,6 +268,7 @@ class Resume:
                 f"{path} is not a state of training: {error}. Start in another folder."
             ) from error
         self._weights_step = int(re.findall(r"\d+", name)[0])
+        self._saved_names = [name, f"step-{self._weights_step}.npz"]
         if not os.path.exists(self._path(name)):
             raise InputError(
                 f"{path}: the weights it names are gone: {name}. Start in another folder."
@@ -259,16 +280,8 @@ class Resume:
     ) -> None:
         """Raises InputError if the state is of other input, or adapts it if that is allowed."""
         then = state.fingerprint
-        usual = {
-            **_usual_fields(),
-            "subset": _ALL,
-            "labels": _STORED,
-            "schedule": "",
-        }  # of older states
-        changed = [name for name, value in now.items() if then.get(name, usual.get(name)) != value]
-        words = [
-            f"`{name}` was {then.get(name, usual.get(name))}, is {now[name]}" for name in changed
-        ]
+        changed = [name for name, value in now.items() if then.get(name) != value]
+        words = [f"`{name}` was {then.get(name)}, is {now[name]}" for name in changed]
         if not changed and state.steps_per_epoch != steps_per_epoch:
             words = [f"`steps_per_epoch` was {state.steps_per_epoch}, is {steps_per_epoch}"]
         if not words:
@@ -316,19 +329,15 @@ class Resume:
             ) from error
 
 
+def _take(arrays: Arrays, prefix: str) -> list[Any]:
+    """Removes the arrays whose names start alike, and returns them in their order."""
+    return [arrays.pop(name) for name in sorted(arrays) if name.startswith(prefix)]
+
+
 def _list_seeds(model: keras.Model) -> list[keras.Variable]:
     """Returns the state of random layers such as Dropout, which is not among the weights."""
     others = {id(variable) for variable in [*model.weights, *model.metrics_variables]}
     return [variable for variable in model.variables if id(variable) not in others]
-
-
-def _usual_fields() -> dict[str, str]:
-    """Returns the fingerprint values of fields that have their defaults."""
-    return {
-        prefix + field.name: repr(field.default)
-        for kind, prefix in ((InputSpec, ""), (Preprocess, "preprocess."))
-        for field in dataclasses.fields(kind)
-    }
 
 
 def make_fingerprint(spec: InputSpec, batch_size: int) -> dict[str, Any]:
@@ -336,17 +345,13 @@ def make_fingerprint(spec: InputSpec, batch_size: int) -> dict[str, Any]:
     records = spec.records
     sizes = [(os.path.basename(file.path), file.size) for file in records.files]
     files = hashlib.sha256(json.dumps(sorted(sizes)).encode())
-    counts = [(file.num_records, file.num_skipped) for file in records.files]
-    index = hashlib.sha256(json.dumps(counts).encode())
-    for file in records.files:
-        with open(file.index_file, "rb") as stream:
-            index.update(stream.read())
+    indexes = [(file.num_records, file.num_skipped, file.index_crc) for file in records.files]
+    index = hashlib.sha256(json.dumps(indexes).encode())
     fields = {
         field.name: repr(getattr(spec, field.name))
         for field in dataclasses.fields(spec)
         if field.name not in ("records", "preprocess", "buffer_size", "transform")
     }
-    transform = getattr(spec.transform, "__qualname__", type(spec.transform).__name__)
     preprocess = {
         f"preprocess.{field.name}": repr(getattr(spec.preprocess, field.name))
         for field in dataclasses.fields(spec.preprocess)
@@ -362,7 +367,7 @@ def make_fingerprint(spec: InputSpec, batch_size: int) -> dict[str, Any]:
         else _ALL,
         "labels": labels.hexdigest()[:16] if labels else _STORED,
         **fields,
-        "transform": transform if spec.transform else "None",
+        "transform": describe_function(spec.transform) if spec.transform else "None",
         **preprocess,
         "batch_size": batch_size,
     }

@@ -1,6 +1,10 @@
 """Schedules, which change the spec in later epochs: image size, augmentation, mixing."""
 
+import contextlib
 import dataclasses
+import hashlib
+import inspect
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,6 +16,22 @@ Stage = Preprocess | InputSpec
 Stages = Mapping[int, Stage] | Callable[[int], Stage]
 
 _CHANGES = ("preprocess", "views", "mix", "transform", "balance", "temperature", "mixture")
+
+
+def describe_function(function: Callable[..., Any]) -> str:
+    """Returns the name of a function and a hash of what it does, to tell it from another one.
+
+    That is its source; of a lambda, whose line may hold another one, the compiled code.
+    """
+    name = getattr(function, "__qualname__", type(function).__name__)
+    code = getattr(function, "__code__", None)
+    source = ""
+    if code and name.endswith("<lambda>"):
+        source = re.sub(r" at 0x[0-9a-f]+", "", repr((code.co_code, code.co_names, code.co_consts)))
+    else:
+        with contextlib.suppress(OSError, TypeError):  # built in, or typed in
+            source = inspect.getsource(function)
+    return f"{name} ({hashlib.sha256(source.encode()).hexdigest()[:8]})"
 
 
 class Schedule:
@@ -74,7 +94,7 @@ class Schedule:
     def __repr__(self) -> str:
         """Describes the changes of each stage and the epoch where it starts."""
         if self._function:
-            return f"by {getattr(self._function, '__qualname__', type(self._function).__name__)}"
+            return f"by {describe_function(self._function)}"
         return repr({first: self._changes(spec) for first, spec in sorted(self._stages.items())})
 
     def _changes(self, spec: InputSpec) -> dict[str, Any]:
@@ -82,7 +102,7 @@ class Schedule:
         for name in (field.name for field in dataclasses.fields(spec)):
             value = getattr(spec, name)
             if value != getattr(self.spec, name):
-                changes[name] = getattr(value, "__qualname__", value)
+                changes[name] = describe_function(value) if name == "transform" else value
         return changes
 
     def _check(self, epoch: int, stage: Stage) -> InputSpec:

@@ -4,11 +4,11 @@ import dataclasses
 import itertools
 
 import pytest
-from conftest import DALI, slowly, spec_of
+from conftest import DALI, numbered_examples, slowly, spec_of, write_indexed
 from nvidia.dali import backend
 from test_parity import CROPS
 
-from dali_tf_input import ClassLabel, DaliOptions, Mix, Preprocess
+from dali_tf_input import Checks, ClassLabel, DaliOptions, Mix, Preprocess
 from dali_tf_input.backends.dali import build_pipeline
 from dali_tf_input.backends.dali_reading import reads_by_itself
 from dali_tf_input.backends.reading import Stream
@@ -46,9 +46,24 @@ def find_mistakes(pipeline):
             yield f"an output is on the {output.device}"
 
 
+@pytest.fixture(scope="module")
+def labeled(tmp_path_factory):
+    """Records whose labels are all in the index, as DALI's own reader needs."""
+    file = tmp_path_factory.mktemp("labeled") / "train-0"
+    return write_indexed(file, numbered_examples(24), Checks(verify="schema"))
+
+
+def test_dalis_own_reader_needs_all_labels_in_the_index(dataset, labeled):
+    """Where a record has none, it would serve -1."""
+    options = DaliOptions(device="gpu")
+    for records, is_used in ((dataset, False), (labeled, True)):
+        spec = spec_of(records, "buffer", Preprocess.for_training(32))
+        assert reads_by_itself(spec, options) == is_used
+
+
 @pytest.mark.filterwarnings("ignore:decode='region'")
 @pytest.mark.parametrize("order", ["global", "buffer", "pass", slowly("sequential")])
-def test_every_node_is_where_it_may_be(dataset, order):
+def test_every_node_is_where_it_may_be(labeled, order):
     """For every crop and decode; of the outputs each comes with every order and most crops."""
     outputs = itertools.cycle(OUTPUTS)
     # DALI's own reader serves order "buffer", with integers only.
@@ -57,7 +72,7 @@ def test_every_node_is_where_it_may_be(dataset, order):
         changes = {"crop": crop, "mirror_probability": 0.5, **next(outputs)}
         how = {"order": "sequential", "repeat": False} if order == "pass" else {"order": order}
         preprocess = Preprocess(image_size=(80, 72), **changes)
-        spec = spec_of(dataset, how.pop("order"), preprocess, label=label, **how)
+        spec = spec_of(labeled, how.pop("order"), preprocess, label=label, **how)
         options = DaliOptions(device="gpu", decode=decode, hw_decoder_load=0.5)
         by_itself = reads_by_itself(spec, options)
         assert by_itself == (order == "buffer" and not preprocess.augment)

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import load
+from commands import load, run
 from conftest import ROOT, SCRIPTS
 from rich.cells import cell_len
 from rich.console import Console
@@ -141,3 +141,14 @@ def test_verbs_of_make(tmp_path, verb):
             name, *arguments = arguments
         command = load(name.removeprefix("scripts/"))
         command.FLAGS(["", *arguments])
+
+
+@pytest.mark.parametrize("name", ["index", "convert", "preview", "explore", "service"])
+def test_help_says_nothing_of_absl(name):
+    """Neither how to repeat a flag, nor choices that are broken inside a word."""
+    text = run(name, "--help").stdout
+    assert "repeat this option" not in text
+    assert "<" not in text.partition("flags:")[2]
+    words = {word for line in text.splitlines() for word in line.split()}
+    choices = {"index": "framing,", "convert": "jpeg,", "preview": "random_crop,"}
+    assert choices.get(name, "One") in words

@@ -84,8 +84,9 @@ def test_convert(tmp_path, photos):
         values = {key: value[0] for key, (_, value) in record.items()}
         text, filename = values["image/class/text"].decode(), values["image/filename"].decode()
         assert values["image/class/label"] == ["ant", "bee hive", "zebra"].index(text)
-        assert values["image/encoded"] == (photos / text / filename).read_bytes()
-        number = int(filename.split(".")[0])
+        assert filename.startswith(f"{text}/")
+        assert values["image/encoded"] == (photos / filename).read_bytes()
+        number = int(filename.split("/")[1].split(".")[0])
         assert (values["image/height"], values["image/width"]) == (20 + number, 30 + number)
         seen.append((text, filename))
     assert len(set(seen)) == len(seen) == 18
@@ -356,7 +357,7 @@ def test_convert_of_odd_names_and_depths(tmp_path):
     assert (tmp_path / "out" / "labels.txt").read_bytes() == b"c\nd\n"
     written = read_features(tmp_path / "out" / "train-00000-of-00001")
     names = {record["image/filename"][1][0] for record in written}
-    assert names == {b"a\xff.jpg", b"a\nb.jpg", b"good.jpg"}
+    assert names == {b"c/a\xff.jpg", b"c/a\nb.jpg", b"d/good.jpg"}
     for name in (b"e\nf", b"e\xff", "a\x85b".encode(), "a\u2028b".encode(), b"e "):
         os.mkdir(os.path.join(root, name))
         fails(convert(tmp_path / "photos", tmp_path / "x"), "cannot be the name of a class")
@@ -746,3 +747,44 @@ def test_an_earlier_set_comes_back_if_the_new_one_cannot_take_its_place(tmp_path
         writer._put_in_place(staging, str(tmp_path / "set"))
     assert (tmp_path / "set/old").read_text() == "old"
     assert os.listdir(tmp_path) == ["set"]
+
+
+def test_a_validation_split_alone_stays_one(tmp_path, photos):
+    """It would become training data of the user who shrinks the two splits in two calls."""
+    assert convert(photos, tmp_path / "set").returncode == 0
+    assert run("index", f"{tmp_path}/set/*-of-*").returncode == 0
+    for name in ("validation", "train"):
+        process = convert(f"{tmp_path}/set/{name}-*", tmp_path / name)
+        assert (process.returncode, process.stderr) == (0, "")
+        files = [file.name for file in (tmp_path / name).iterdir() if "-of-" in file.name]
+        assert {file.partition("-")[0] for file in files} == {name}
+
+
+CRASHING = """if True:
+    import os, sys
+    sys.path[:] = sys.argv[2:]
+    from dali_tf_input.cli.convert import images
+    convert = images.convert_image
+
+    def crash(encoded, conversion):
+        if b"crashes" in encoded:
+            os.abort()
+        return convert(encoded, conversion)
+
+    images.convert_image = crash
+    from dali_tf_input import processes
+    processes.serve(*eval(sys.argv[1]))
+"""
+
+
+def test_an_image_that_crashes_a_decoder_costs_no_other(tmp_path, photos, monkeypatch):
+    shutil.copytree(photos, tmp_path / "photos")
+    path = sorted((tmp_path / "photos" / "ant").iterdir())[1]
+    path.write_bytes(path.read_bytes() + b"crashes")
+    monkeypatch.setattr("dali_tf_input.processes._CODE", CRASHING)
+    process = convert("--validation_fraction=0", tmp_path / "photos", tmp_path / "out")
+    assert (process.returncode, process.stderr) == (0, "")
+    assert rows(process.stdout)["train"] == "17 images"
+    (line,) = (tmp_path / "out" / "unreadable_images.jsonl").read_text().splitlines()
+    fault = json.loads(line)
+    assert fault == {"image": str(path), "reason": "decoding it failed: SIGABRT"}

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import cases
+from conftest import cases, numbered_examples, write_indexed
 
 import dali_tf_input as dti
 from dali_tf_input.records.example import decode_example
@@ -45,9 +45,10 @@ def test_a_cut_serves_one_number_for_each_image(dataset, backend, order, stage):
     assert len(set(numbers.numpy().tolist())) > 1
 
 
-def test_dalis_own_reader_has_no_read_stage(dataset):
+def test_dalis_own_reader_has_no_read_stage(tmp_path):
     """It reads on a GPU, in order "buffer"."""
-    spec = dti.InputSpec.for_training(dataset, 16, order="buffer")
+    records = write_indexed(tmp_path / "train", numbered_examples(4), dti.Checks(verify="schema"))
+    spec = dti.InputSpec.for_training(records, 16, order="buffer")
     with pytest.raises(dti.InputError, match="DALI's own reader reads and parses"):
         build(spec, dti.DaliOptions(device="gpu"), "read")
 

@@ -349,7 +349,7 @@ STORED = {"image": IMAGE, "class": 3, "name": "dog", "list": [1, 5], "box": [0.5
             dti.ClassLabel(key="name", vocabulary=("cat", "dog")),
             {"name": "cow"},
             "label range: `label.key` 'name' must be one of the 2 names of the vocabulary, found b",
-            (None, None),
+            ((1, 1), ((1, 2),)),
         ),
         (
             dti.MultiHot(key="list", num_classes=6),

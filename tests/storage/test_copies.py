@@ -141,7 +141,7 @@ def test_a_folder_that_cannot_be_written(store, tmp_path, monkeypatch):
     with refused("/full cannot be written: No space .* Free some space, or name another"):
         fetch_copy(URL, status, f"{tmp_path}/full")
     assert files_in(tmp_path) == {"file"}
-    with refused("`cache_dir` must be a local folder, got s3://bucket/cache"):
+    with refused("`cache_dir` must be a local path, got s3://bucket/cache"):
         copies.resolve_cache_dir("s3://bucket/cache")
 
 

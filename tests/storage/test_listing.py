@@ -117,7 +117,7 @@ def test_a_missing_file_of_certificates(monkeypatch, variable):
     for name in ("AWS_CA_BUNDLE", "SSL_CERT_FILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(variable, "/none/bundle")
-    objects._store.cache_clear()
+    objects._make_store.cache_clear()
     with refused(f"{variable} names /none/bundle, which cannot be read: No such file"):
         find_objects("https://localhost/a", retry_seconds=0)
 

@@ -65,12 +65,12 @@ def proxy(server, monkeypatch, tmp_path):
     monkeypatch.setattr(objects, "_OBSTORE_SECONDS", 0.2)
     monkeypatch.setattr(objects, "_FIRST_PAUSE", 0.1)
     monkeypatch.setattr(objects, "_MOST_PAUSE", 0.4)
-    objects._store.cache_clear()
+    objects._make_store.cache_clear()
     yield proxy
     # Iterators that died with their tests end their reads while the store answers, not by retries.
     proxy.fault = lambda method, path: None
     gc.collect()
-    objects._store.cache_clear()
+    objects._make_store.cache_clear()
     monkeypatch.undo()
     proxy.close()
 
@@ -423,7 +423,7 @@ def test_a_certificate(proxy, monkeypatch, tmp_path):
         with refused(r"certificate of localhost:\d+ is not trusted \(UnknownIssuer\): .*CA_BUNDLE"):
             objects.find_objects(f"s3://{BUCKET}/a")
         monkeypatch.setenv("AWS_CA_BUNDLE", str(tmp_path / "certificate"))
-        objects._store.cache_clear()
+        objects._make_store.cache_clear()
         assert objects.find_objects(f"s3://{BUCKET}/a") == {}
 
 

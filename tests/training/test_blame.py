@@ -244,7 +244,7 @@ def test_bad_folders_and_losses(photos, tmp_path, monkeypatch):
     train = dti.load(spec_of(photos[0], "global", PREPROCESS), TF_DATA, batch_size=32)
     (tmp_path / "file").touch()
     for folder, message in (
-        ("", "`folder` must be the path of a folder, got ''"),
+        ("", "`folder` must be a path, got ''"),
         (None, "`folder` must be "),
         (3, "`folder` must be "),
         ("/proc/none", "/proc/none cannot be written"),

@@ -395,7 +395,7 @@ def test_what_is_typed_first(dataset, tmp_path):
             lambda: train.evaluate(plain),
         "To evaluate or predict needs a pass": lambda: train.predict(plain),
         r"needs a pass that serves each record once.*": lambda: train.fit(plain, validation=train),
-        "`validation` must be what `load` returned": lambda: train.fit(plain, validation=valid.dataset),
+        r"`validation` must be an Input, such as load\(InputSpec.for_evaluation\(": lambda: train.fit(plain, validation=valid.dataset),
         r"fit\(\) has no argument `epoch`. Did you mean `epochs`": lambda: train.fit(plain, epoch=3),
         r"fit\(\) has no argument `x`": lambda: train.fit(plain, x=3),
         "under another strategy than this input: make and compile it in `with strat":

@@ -29,6 +29,7 @@ from models import make_model
 
 from dali_tf_input import Preprocess, Resume, TfDataOptions, load
 from dali_tf_input.storage.staging import Staging
+from dali_tf_input.training.schedule import describe_function
 
 SMALL = Preprocess.for_training(16)
 ANTIALIASED = dataclasses.replace(SMALL, antialias=True)
@@ -369,7 +370,7 @@ def test_other_records_are_refused(records, tmp_path):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", '{"format": "x"}', '{"format": "dali_tf_input training state", "version": 2}'],
+    ["", "{", "[]", '{"format": "x"}', '{"format": "dali_tf_input training state", "version": 99}'],
 )
 def test_a_damaged_state_is_refused(records, tmp_path, text):
     (tmp_path / "state.json").write_text(text)
@@ -406,12 +407,90 @@ def test_steps_per_execution(records, tmp_path):
         feed(records).fit(model, epochs=2, resume=str(tmp_path))
 
 
-def test_files_that_a_kill_left_behind_go(records, tmp_path):
-    (tmp_path / "step-3.weights.h5").write_text("left")
-    (tmp_path / "mine.h5").write_text("not ours")
+def test_files_of_others_stay(records, tmp_path):
+    """Also of a callback that names its files alike."""
+    (tmp_path / "step-3.weights.h5").write_text("a callback's")
     save_state(records, tmp_path)
-    names = [".lock", "mine.h5", "state.json", "step-4.npz", "step-4.weights.h5"]
+    train = feed(records, batch_size=BATCH)
+    train.fit(make_network(), epochs=3, resume=tmp_path, verbose=0)
+    names = [".lock", "state.json", "step-12.npz", "step-12.weights.h5", "step-3.weights.h5"]
     assert sorted(os.listdir(tmp_path)) == names
+    assert (tmp_path / "step-3.weights.h5").read_text() == "a callback's"
+
+
+def test_a_state_of_an_earlier_version(records, tmp_path):
+    save_state(records, tmp_path)
+    state = json.loads((tmp_path / "state.json").read_text())
+    (tmp_path / "state.json").write_text(json.dumps({**state, "version": 4}))
+    with refused("is of an earlier version of dali_tf_input, which served .* in another folder"):
+        save_state(records, tmp_path)
+
+
+def test_another_number_of_random_layers(records, tmp_path):
+    """They have no weights, so the weights fit."""
+
+    def make(*dropouts):
+        layers = [keras.layers.Input((16, 16, 3)), keras.layers.Flatten()]
+        model = keras.Sequential(
+            [*layers, *map(keras.layers.Dropout, dropouts), keras.layers.Dense(24)]
+        )
+        model.compile("sgd", "sparse_categorical_crossentropy")
+        return model
+
+    train = {"epochs": 1, "resume": tmp_path, "verbose": 0}
+    feed(records).fit(make(0.1), **train)
+    for dropouts, count in ((), 0), ((0.1, 0.1), 2):
+        with refused(f"of a model with 1 random layers, .* this one has {count}"):
+            feed(records).fit(make(*dropouts), **{**train, "epochs": 2})
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/run", "gs://bucket/run", ""])
+def test_urls_are_no_folders(records, tmp_path, monkeypatch, url):
+    """Nothing is written into a new folder of that name."""
+    monkeypatch.chdir(tmp_path)
+    train = feed(records)
+    message = "must be a local path, got" if url else "must be a path, got ''"
+    for call in (
+        lambda: train.fit(make_model(16, 24), resume=url),
+        lambda: Resume(url),
+        lambda: train.blame(url, loss="mse"),
+    ):
+        with refused(f"`folder` {message}"):
+            call()
+    assert not os.listdir(tmp_path)
+
+
+def one(image, seed):
+    return image
+
+
+def test_functions_are_compared_by_their_source(records, tmp_path):
+    """Two lambdas have the same name; and a function may have been changed."""
+    first, second = (lambda image, seed: image), (lambda image, seed: 255 - image)
+    descriptions = [describe_function(function) for function in (first, second, one, len)]
+    assert len({*descriptions}) == 4
+    assert descriptions[2].startswith("one (")
+    assert descriptions == [describe_function(function) for function in (first, second, one, len)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"resume": False}, "`resume` must be a Resume, text, a path or None, got False"),
+        ({"epochs": "2"}, "`epochs` must be an integer, got '2'"),
+        ({"epochs": 1.5}, "`epochs` must be an integer, got 1.5"),
+        ({"epochs": -1}, "`epochs` must be at least 1, got -1"),
+        ({"initial_epoch": -1}, "`initial_epoch` must be at least 0, got -1"),
+        ({"steps_per_epoch": -2}, "`steps_per_epoch` must be at least 1 or None, got -2"),
+        ({"steps_per_epoch": 0}, "`steps_per_epoch` must be at least 1 or None, got 0"),
+        ({"callbacks": [None]}, "`callbacks` must be keras.callbacks.Callback, or a list of them"),
+        ({"callbacks": [5]}, "`callbacks` must be keras.callbacks.Callback, or a list of them"),
+        ({"profile": "yes"}, "`profile` must be True or False, got 'yes'"),
+    ],
+)
+def test_fit_refuses(records, arguments, message):
+    with refused(message):
+        feed(records).fit(make_model(16, 24), **arguments)
 
 
 def test_weights_that_do_not_fit(records, tmp_path):

@@ -94,12 +94,14 @@ def main(arguments: list[str]) -> int:
         if folders.is_folder(source):
             shared = {"skip_empty": _SKIP_UNREADABLE.value, "validation_fraction": fraction}
             labels, groups, kept_validation = folders.list_images(source, catalog, **shared)
-            make_records = functools.partial(records.make_records_of_images, conversion)
+            make_records = functools.partial(records.make_records_of_images, conversion, source)
             fraction = 0.1 if fraction is None and not kept_validation else fraction
         elif source.endswith(table.SUFFIXES):
             labels, rows = table.list_rows(source, catalog)
             groups = [rows]
-            make_records = functools.partial(records.make_records_of_images, conversion)
+            folder_of_table = os.path.dirname(os.path.abspath(source))
+            convert_images = functools.partial(records.make_records_of_images, conversion)
+            make_records = functools.partial(convert_images, folder_of_table)
             fraction = 0.1 if fraction is None else fraction
         else:
             keys = {flag.name: flag.value for flag in (_INDEX_DIR, _IMAGE_KEY)}
@@ -118,14 +120,14 @@ def main(arguments: list[str]) -> int:
             convert = records.make_records_of_records
             make_records = functools.partial(convert, conversion, dataset.image_key)
             groups = [train + validation]
-            if fraction is None and train and validation:
-                groups, kept_validation = [train], validation
+            if fraction is None:  # also where all is for validation
+                groups, kept_validation = [train] if train else [], validation
         train, validation = split_items(groups, kept_validation, fraction or 0.0, _SEED.value)
         numbers = {"train": _NUM_FILES.value, "validation": _NUM_VALIDATION_FILES.value}
         splits = [
             writer.Split(name=name, items=records.Catalog(catalog, starts), num_files=numbers[name])
             for name, starts in (("train", train), ("validation", validation))
-            if starts or name == "train"
+            if starts
         ]
         shared = {"num_processes": _NUM_PROCESSES.value, "overwrite": _OVERWRITE.value}
         shared |= {"executor": stack.enter_context(connect_dask(_DASK.value)), "labels": labels}

@@ -1,7 +1,6 @@
 """The records made from the items of a catalog: image files, or records of TFRecord files."""
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,17 +46,19 @@ class Catalog(Sequence[Any]):
         return items
 
 
-def make_records_of_images(conversion: Conversion, items: list[Any]) -> list[writer.Record]:
+def make_records_of_images(
+    conversion: Conversion, source: str, items: list[Any]
+) -> list[writer.Record]:
     """Makes records of images, given as items [features, path, mask path or None, status or None].
 
-    Only a stored object has a status.
+    Only a stored object has a status. Records name images by their paths below `source`.
     """
     stored = {name: Status(*status) for _, name, _, status in items if status}
     holding = {name: status for name, status in stored.items() if status.size}
     data = dict.fromkeys(stored, b"")  # an empty object has no range to ask for
     data |= zip(holding, read_whole(holding), strict=True)
     return [
-        _record_of_image(conversion, features, name, mask, data.get(name))
+        _record_of_image(conversion, features, name, mask, data.get(name), source)
         for features, name, mask, _ in items
     ]
 
@@ -68,6 +69,7 @@ def _record_of_image(
     name: str,
     mask: str | None,
     encoded: bytes | None,
+    source: str,
 ) -> writer.Record:
     try:
         if encoded is None:
@@ -80,7 +82,10 @@ def _record_of_image(
     except (UnreadableImage, OSError) as error:
         return writer.Record(None, name, (str(error),))
     key = PIXELS_KEY if conversion.store == "pixels" else "image/encoded"
-    about = {"key": key, "filename": os.path.basename(name)}
+    # The base name alone, such as 0001.jpg, may be that of an image of each class.
+    is_below = name.startswith(f"{source.rstrip('/')}/")
+    filename = name[len(source.rstrip("/")) + 1 :] if is_below else name
+    about = {"key": key, "filename": filename}
     features |= writer.image_features(image.encoded, (image.height, image.width), **about)
     return writer.Record(encode_example(features), name, image.notes)
 

@@ -239,7 +239,7 @@ def _write_split(
                 os.unlink(path)
     if not os.path.getsize(unreadable):
         os.unlink(unreadable)
-    if not paths and split.name == "train":
+    if not paths and not written.num_files:
         last = f"the last is {record.source}: {record.notes[0]}"
         raise InputError(f"Not one of the {count:,} images can be read; {last}.")
     for number, path in enumerate(paths):
@@ -262,7 +262,7 @@ def check_folder(folder: str, *, overwrite: bool) -> None:
     if not os.path.isdir(folder) or os.path.islink(folder):
         raise InputError(f"{folder} is no folder: name another one.")
     names = os.listdir(folder)
-    ours = (LABELS_NAME, UNREADABLE_NAME, MANIFEST_NAME, BAD_RECORDS_NAME, ".complete")
+    ours = (LABELS_NAME, UNREADABLE_NAME, MANIFEST_NAME, BAD_RECORDS_NAME)
     for name in names:
         is_ours = name in ours or _OUR_FILE.fullmatch(name)
         if not is_ours or not os.path.isfile(os.path.join(folder, name)):

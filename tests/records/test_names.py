@@ -1,0 +1,236 @@
+"""Ids and names of records: what they mean when an index skips another record, or files come."""
+
+import dataclasses
+import json
+import os
+
+import numpy as np
+import pytest
+from conftest import TF_DATA, numbered_examples, refused, spec_of, write_indexed, write_tfrecord
+
+import dali_tf_input as dti
+from dali_tf_input.index.build import IndexFaultsError
+from dali_tf_input.records.losses import read_losses, write_losses
+
+SCHEMA = dti.Checks(verify="schema")
+DECODE = dti.Checks(verify="decode", decoder="tf_data")
+SKIP = {"on_bad": "skip", "max_bad_fraction": 1.0}
+
+
+@pytest.fixture
+def set_of_two(tmp_path):
+    """Two files of 4 and 5 records with labels 0 to 8, of which record 1 is damaged."""
+    examples = numbered_examples(9)
+    examples[1]["image/encoded"] = b"damaged"
+    for number, part in enumerate((examples[:4], examples[4:])):
+        write_tfrecord(tmp_path / f"train-{number}", part)
+    return str(tmp_path / "train-?")
+
+
+def index(files, checks=SCHEMA):
+    dti.build_index(files, checks, **SKIP)
+    return dti.Records.from_files(files)
+
+
+def test_skipping_a_record_moves_no_other(set_of_two):
+    """Ids and names, in all that takes them; the skipped one is gone from all."""
+    before = index(set_of_two)
+    assert before.ids.tolist() == [*range(9)]
+    halves = [before.split(a=0.5, b=0.5)["a"].ids.tolist()]
+    were = [(before.read(record), before.locate(record)) for record in range(9)]
+    after = index(set_of_two, DECODE)
+    assert after.ids.tolist() == [0, *range(2, 9)]
+    assert (after.num_records, after.num_all, after.num_skipped) == (8, 9, 1)
+    for record in after.ids.tolist():
+        assert (after.read(record), after.locate(record)) == were[record]
+        assert after.labels[after.ids.tolist().index(record)] == record
+    for name in (5, ("train-1", 1)):
+        assert after.relabel(ids={name: 100}).labels.tolist() == [0, 2, 3, 4, 100, 6, 7, 8]
+        assert after.exclude([name]).labels.tolist() == [0, 2, 3, 4, 6, 7, 8]
+        assert after.select([name, 0]).labels.tolist() == [0, 5]
+    assert after.exclude([1]) == after  # as it was before
+    assert after.relabel(ids={1: 7}).labels.tolist() == after.labels.tolist()
+    with refused("`ids` must be ids of records that the index does not skip, got 1"):
+        after.select([0, 1])
+    with refused("The index skips record 1 of .*train-0, which is bad: bad_records.jsonl"):
+        after.locate(1)
+    halves.append(after.split(a=0.5, b=0.5)["a"].ids.tolist())
+    assert [record for record in halves[0] if record != 1] == halves[1]
+
+
+def test_batches_name_the_same_records(set_of_two):
+    """Record ids in batches, and of the steps of a plan."""
+    records = index(set_of_two, DECODE)
+    spec = spec_of(records, "global", dti.Preprocess(image_size=(8, 8)), record_ids=True)
+    train = dti.load(spec, TF_DATA, batch_size=4)
+    for step, (batch, labels) in enumerate(train):
+        assert batch["record_id"].numpy().tolist() == labels.numpy().tolist()
+        assert train.records_of(step).tolist() == labels.numpy().tolist()
+
+
+def test_names(set_of_two, tmp_path):
+    records = index(set_of_two)
+    assert records.locate(6)[:2] == (str(tmp_path / "train-1"), 2)
+    everything = [records.locate(record) for record in range(9)]
+    assert records.find(everything).tolist() == [*range(9)]
+    assert records.find([("train-1", np.int64(0)), 3]).tolist() == [4, 3]
+    (tmp_path / "another").mkdir()
+    other = write_indexed(tmp_path / "another" / "train-1", numbered_examples(3), SCHEMA)
+    both = records + other
+    assert both.find([("another/train-1", 2)]).tolist() != both.find([records.locate(6)]).tolist()
+    for message, names in {
+        "`ids` names a record of 'train-1': 2 of these files have that name": [("train-1", 0)],
+        "`ids` names a record of 'rain-0': no file here has that name": [("rain-0", 0)],
+        r"`ids` must be a number of a record of train-0, in .0, 4., got 4": [("train-0", 4)],
+        r"`ids` must be ids, or .file, number. of records, got .'train-0',.": [("train-0",)],
+        r"`ids` must be ids, or .file, number. of records, got .3, 'x'.": [(3, "x")],
+    }.items():
+        with refused(message):
+            both.find(names)
+
+
+def test_losses_survive_skipping_and_further_files(set_of_two, tmp_path):
+    before = index(set_of_two)
+    write_losses(str(tmp_path / "blame"), before, np.arange(9, dtype=np.float32), [])
+    more = write_tfrecord(tmp_path / "before", numbered_examples(2))
+    after = index([more, set_of_two], DECODE)
+    losses, _ = read_losses(str(tmp_path / "blame"), after)
+    assert after.find([("train-0", 0)]).tolist() == [2]
+    assert np.isnan(losses[:2]).all()
+    assert losses[2:].tolist() == [*range(9)]
+    write_indexed(tmp_path / "train-0", numbered_examples(4)[::-1], SCHEMA)  # other records
+    with refused("holds the losses of other records, such as the 4 of a file train-0"):
+        read_losses(str(tmp_path / "blame"), dti.Records.from_files(tmp_path / "train-0"))
+
+
+def test_losses_of_an_earlier_version_are_refused(set_of_two, tmp_path):
+    (tmp_path / "blame").mkdir()
+    np.savez(tmp_path / "blame" / "blame.npz", about="0", losses=np.zeros(9, np.float32), spikes=[])
+    with refused("an earlier version of dali_tf_input wrote it. Remove it, or name another"):
+        read_losses(str(tmp_path / "blame"), index(set_of_two))
+
+
+def as_earlier_version(folder):
+    """Rewrites a manifest as version 3 had it."""
+    path = folder / "index_manifest.json"
+    document = json.loads(path.read_text())
+    document["version"] = 3
+    for entry in document["files"].values():
+        del entry["skipped_numbers"], entry["framing_crc"]
+    path.write_text(json.dumps({**document, "whole": {}}))
+
+
+def test_a_manifest_of_an_earlier_version(set_of_two, tmp_path):
+    """Its indexes are refused; the command in the message keeps the level and what is skipped, and
+    a run over some files keeps what is known of the others.
+    """
+    index(set_of_two, DECODE)
+    as_earlier_version(tmp_path)
+    with refused(r"an earlier version .* made this index.* --on_bad=skip --max_bad_fraction=0.1"):
+        dti.Records.from_files(set_of_two)
+    dti.build_index(tmp_path / "train-1")  # at the level of before
+    assert dti.Records.from_files(tmp_path / "train-1").num_records == 5
+    with refused("an earlier version of dali_tf_input made this index"):
+        dti.Records.from_files(set_of_two)
+    with pytest.raises(IndexFaultsError, match="1 bad record in 1 of 1 files"):
+        dti.build_index(tmp_path / "train-0")
+    report = dti.build_index(set_of_two, **SKIP)
+    assert report.summary.verified == {"decode": 2}
+    assert dti.Records.from_files(set_of_two).num_records == 8
+
+
+def test_a_manifest_that_is_gone(set_of_two, tmp_path):
+    """That bad records were skipped is still known, by the list of them."""
+    index(set_of_two, DECODE)
+    os.unlink(tmp_path / "index_manifest.json")
+    with refused("no entry for this index.* --verify=decode --on_bad=skip"):
+        dti.Records.from_files(set_of_two)
+
+
+def test_a_manifest_that_cannot_be_read(set_of_two, tmp_path, monkeypatch):
+    """Is not taken for an empty one, and its files are not to blame."""
+    index(set_of_two, DECODE)
+    before = (tmp_path / "index_manifest.json").read_bytes()
+    os.rename(tmp_path / "index_manifest.json", tmp_path / "kept")
+    os.mkdir(tmp_path / "index_manifest.json")
+    for call in (dti.Records.from_files, dti.build_index):
+        with refused("index_manifest.json cannot be read: Is a directory"):
+            call(set_of_two)
+    assert (tmp_path / "kept").read_bytes() == before
+
+
+@pytest.mark.parametrize("field", ["vocabulary", "offset"])
+def test_files_with_other_labels_are_not_joined(tmp_path, field):
+    """Equal numbers would mean other classes."""
+    values = {"vocabulary": [("cat", "dog"), ("dog", "cat")], "offset": [0, 1]}[field]
+    for number, value in enumerate(values):
+        examples = numbered_examples(3)
+        for example in examples:
+            stored = "cat" if field == "vocabulary" else 1
+            example["image/class/label"] = stored
+        file = write_tfrecord(tmp_path / f"train-{number}", examples)
+        dti.build_index(file, dataclasses.replace(SCHEMA, label=dti.ClassLabel(**{field: value})))
+        assert dti.Records.from_files(file).num_records == 3
+    with refused(r"train-0 and .*train-1 were indexed with other labels, --.* -m dali_tf_input"):
+        dti.Records.from_files(tmp_path / "train-?")
+
+
+def test_labels_stored_as_names_are_balanced(tmp_path):
+    names = ("ant", "bee", "cow")
+    examples = numbered_examples(60)
+    for number, example in enumerate(examples):
+        example["image/class/label"] = names[0 if number < 40 else 1 if number < 55 else 2]
+    label = dti.ClassLabel(vocabulary=names)
+    records = write_indexed(tmp_path / "train", examples, dataclasses.replace(SCHEMA, label=label))
+    for fields in ({"balance": "class"}, {"class_weight": "balanced"}):
+        spec = spec_of(records, "global", dti.Preprocess(image_size=(8, 8)), label=label, **fields)
+        assert spec.class_counts == ((0, 40), (1, 15), (2, 5))
+        batches = [*dti.load(spec, TF_DATA, batch_size=30)]
+        labels = np.concatenate([batch[1] for batch in batches])
+        if "balance" in fields:
+            assert np.bincount(labels).tolist() == [20, 20, 20]
+        else:
+            weights = np.concatenate([batch[2] for batch in batches])
+            np.testing.assert_allclose(weights, np.array([0.5, 4 / 3, 4])[labels])
+    other = dti.ClassLabel(vocabulary=names[::-1])
+    with refused("`balance` needs a ClassLabel, and its value for every record in the index"):
+        spec_of(records, "global", dti.Preprocess(image_size=(8, 8)), label=other, balance="class")
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        (b"cat \ndog\n\n", ("cat", "dog")),
+        (b"a\xc2\x85b\r\nc\x0bd\n", ("a\x85b", "c\x0bd")),
+        (b"cat\n\ndog\n", "line 2 is empty"),
+        (b"caf\xe9\n", "is not UTF-8"),
+        (b" \n", "names no label"),
+    ],
+)
+def test_class_names(tmp_path, text, names):
+    """One line, one name: for all that reads them."""
+    (tmp_path / "labels.txt").write_bytes(text)
+    records = write_indexed(tmp_path / "train", numbered_examples(2))
+    if isinstance(names, str):
+        with refused(f"labels.txt.*{names}"):
+            _ = records.class_names
+    else:
+        assert records.class_names == names
+
+
+def test_a_disk_that_is_not_mounted_is_not_a_deleted_set(tmp_path):
+    """A run over other files must not remove the results of the deepest check."""
+    for name in ("mounted", "other"):
+        (tmp_path / name).mkdir()
+        for number in range(2):
+            write_tfrecord(tmp_path / name / f"{name}-{number}", numbered_examples(2))
+    shared = {"index_dir": tmp_path / "index"}
+    dti.build_index(tmp_path / "mounted" / "*", DECODE, **shared)
+    os.rename(tmp_path / "mounted", tmp_path / "disk")
+    (tmp_path / "mounted").mkdir()  # the mount point, which is empty
+    assert dti.build_index(tmp_path / "other" / "*", **shared).removed == 0
+    (tmp_path / "mounted").rmdir()
+    os.rename(tmp_path / "disk", tmp_path / "mounted")
+    assert dti.Records.from_files(tmp_path / "mounted" / "*", **shared).num_records == 4
+    os.unlink(tmp_path / "mounted" / "mounted-0")  # this one is gone: the other is there
+    assert dti.build_index(tmp_path / "other" / "*", **shared).removed == 1

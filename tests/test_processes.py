@@ -1,0 +1,121 @@
+"""Child processes: what they answer, how they end, and errors that cross processes."""
+
+import os
+import pickle
+import signal
+import threading
+import time
+
+import pytest
+from conftest import TF_DATA, numbered_examples, spec_of, write_indexed
+
+import dali_tf_input as dti
+from dali_tf_input.index.build import IndexFaultsError, IndexReport
+from dali_tf_input.processes import Child, ChildDiedError
+from dali_tf_input.records import contents
+from dali_tf_input.records.checks import InvalidRecord
+from dali_tf_input.records.tfrecord import BadRecord
+
+
+def test_a_child_calls_functions():
+    """Again and again in the same process, with data in shared memory; it raises what they raise."""
+    with Child() as child:
+        first = child.call(os.getpid)
+        assert first not in (os.getpid(), None)
+        assert child.call(sorted, [3, 1, 2]) == [1, 2, 3]
+        for data in ([], [b""], [b"abc", bytes(1 << 20), b"x"]):
+            assert child.call(list, data=data) == data
+        with pytest.raises(ZeroDivisionError):
+            child.call(divmod, 1, 0)
+        with pytest.raises(dti.InputError, match="lock"):  # an answer that cannot be pickled
+            child.call(threading.Lock)
+        assert child.call(os.getpid) == first
+
+
+def test_a_child_that_dies_is_replaced():
+    with Child() as child:
+        first = child.call(os.getpid)
+        with pytest.raises(ChildDiedError, match="SIGABRT") as caught:
+            child.call(os.abort)
+        assert caught.value.cause == "crash"
+        with pytest.raises(ChildDiedError, match="exit code 7") as caught:
+            child.call(os._exit, 7)
+        assert caught.value.cause == "end"
+        with pytest.raises(ChildDiedError, match="no answer within .* s") as caught:
+            child.call(time.sleep, 600, seconds=0.1)
+        assert caught.value.cause == "timeout"
+        assert child.call(os.getpid) != first
+
+
+def test_a_call_that_another_thread_ends():
+    """And no other one starts."""
+    child = Child()
+    child.call(os.getpid)
+    timer = threading.Timer(0.1, child.kill)
+    timer.start()
+    with pytest.raises(ChildDiedError, match="SIGKILL"):
+        child.call(time.sleep, 600)
+    with pytest.raises(ChildDiedError, match="it was stopped"):
+        child.call(os.getpid)
+    timer.join()
+    child.close()
+
+
+def test_an_interrupted_call_leaves_no_answer_behind():
+    """The next call would get it."""
+    with Child() as child:
+
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        previous = signal.signal(signal.SIGALRM, interrupt)
+        child.call(os.getpid)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            child.call(time.sleep, 600)
+        signal.signal(signal.SIGALRM, previous)
+        assert child.call(sorted, [2, 1]) == [1, 2]
+
+
+def test_errors_can_be_pickled():
+    """As process pools do with what a function raises."""
+    bad = BadRecord(record=3, offset=5, size=9, reason="data CRC", detail="It does not fit.")
+    report = IndexReport(summary=contents.summarize({}), written=0, unchanged=0, removed=0)
+    for error in (
+        dti.BadRecordError("train-0", bad, "Skip it."),
+        IndexFaultsError("1 bad record", report, "a mistake"),
+        InvalidRecord("data CRC", "It does not fit."),
+        ChildDiedError("SIGSEGV", "crash"),
+        dti.InputError("wrong"),
+    ):
+        again = pickle.loads(pickle.dumps(error))  # noqa: S301 (its own)
+        assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))
+
+
+CRASHING = """if True:
+    import os, sys
+    sys.path[:] = sys.argv[2:]
+    from dali_tf_input.index import decoders
+
+    def make(checks):
+        def decode(encoded):
+            if b"crashes" in encoded:
+                os.abort()
+            return ("JPEG", 9, 9)
+        return decode
+
+    decoders.make_trial_decode = make
+    from dali_tf_input import processes
+    processes.serve(*eval(sys.argv[1]))
+"""
+
+
+def test_a_record_that_crashes_the_decoder_does_not_end_training(tmp_path, monkeypatch):
+    """The search for what stopped the input names it."""
+    monkeypatch.setattr("dali_tf_input.processes._CODE", CRASHING)
+    examples = numbered_examples(12)
+    examples[7]["image/encoded"] = examples[7]["image/encoded"][:60] + b"crashes"
+    records = write_indexed(tmp_path / "train-0", examples)
+    spec = spec_of(records, "global", dti.Preprocess(image_size=(8, 8)))
+    with pytest.raises(dti.BadRecordError, match=r"record 7, .* crashes the decoder: .* SIGABRT"):
+        list(dti.load(spec, TF_DATA, batch_size=2))
