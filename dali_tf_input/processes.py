@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
 from typing import IO, Any, Literal
 
@@ -28,7 +28,7 @@ _CODE = (
     " serve(*eval(sys.argv[1]))"
 )
 # Images are decoded on the CPU: GPUs and their memory are left to training.
-_ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
+_WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 
 class ChildDiedError(Exception):
@@ -50,14 +50,17 @@ class ChildDiedError(Exception):
 class Child:
     """A process that calls functions, one at a time (a context manager).
 
-    It starts with the first call, and again with the first call after it died, or after environment
-    variables changed, such as credentials. With `idle_seconds` it ends when it had no call for so
-    long.
+    It starts with the first call, and again with the first call after it died. With `idle_seconds`
+    it may be kept for a long time: it ends when it had no call for so long, and another one starts
+    when environment variables have changed, such as credentials.
     """
 
-    def __init__(self, *, idle_seconds: float | None = None) -> None:
+    def __init__(
+        self, *, idle_seconds: float | None = None, environment: Mapping[str, str] = _WITHOUT_GPUS
+    ) -> None:
         self._idle_seconds, self._last_used = idle_seconds, 0.0
-        self._environment: dict[str, str] = {}
+        self._environment = environment  # variables that it has besides those of the program
+        self._started_with: dict[str, str] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection[Any, Any] | None = None
         self._stderr: IO[bytes] | None = None
@@ -93,10 +96,10 @@ class Child:
         Raises:
           ChildDiedError: the process died, or did not answer in time and was killed.
         """
-        idle = time.monotonic() - self._last_used
-        is_late = self._idle_seconds is not None and idle > self._idle_seconds / 2
-        if is_late:
-            self.close()
+        if self._idle_seconds is not None and self._connection is not None:
+            idle = time.monotonic() - self._last_used
+            if idle > self._idle_seconds / 2 or self._started_with != dict(os.environ):
+                self.close()
         if self._connection is None:
             self._start()
         answer = None
@@ -158,7 +161,7 @@ class Child:
     def _start(self) -> None:
         if self._is_stopped:
             raise ChildDiedError("it was stopped", "end")
-        self._environment, self._last_used = dict(os.environ), time.monotonic()
+        self._started_with, self._last_used = dict(os.environ), time.monotonic()
         self._connection, theirs = Pipe()
         command = (sys.executable, "-c", _CODE)
         path = dict.fromkeys([*_PATH, *filter(os.path.isabs, sys.path)])
@@ -173,7 +176,7 @@ class Child:
                 stdout=self._stderr,  # decoders print
                 stderr=self._stderr,
                 start_new_session=True,  # Ctrl-C reaches the program alone, which ends this process
-                env={**os.environ, **_ENVIRONMENT},
+                env={**os.environ, **self._environment},
             )
 
     def _explain_end(self) -> ChildDiedError:
@@ -255,3 +258,35 @@ def call_apart(version: str, function: Callable[..., Any], *arguments: Any) -> A
         return child.call(function, *arguments)
     finally:
         _idle.append(child)
+
+
+def run_command(
+    words: Sequence[str],
+    *,
+    seconds: float | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> tuple[int, str, str]:
+    """Runs a command to its end; returns its exit code and what it wrote to stdout and stderr.
+
+    It has a session of its own, which Ctrl-C does not reach: this process ends it.
+
+    Raises:
+      subprocess.TimeoutExpired: it ran longer than `seconds`.
+    """
+    process = subprocess.Popen(
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        output, errors = process.communicate(timeout=seconds)
+    except BaseException:
+        process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in a driver is left
+            process.communicate(timeout=5)
+        raise
+    return process.returncode, output, errors

@@ -12,8 +12,9 @@ import sys
 from typing import Any
 
 from dali_tf_input import InputError
-from dali_tf_input.cli import command, machine, processes
+from dali_tf_input.cli import command, machine
 from dali_tf_input.cli.flags import BACKENDS, FileFlags, WorkFlags, check_list, describe_work
+from dali_tf_input.processes import describe_end, run_command
 from support import plots
 from support.benchmark import Stats, Window
 from support.throughput import costs, tuning
@@ -136,11 +137,11 @@ def compare_images() -> str:
     """Compares the backends' evaluation images in another process; an error if they differ."""
     words = [sys.executable, "-m", "dali_tf_input", "preview", *_FILES.as_arguments()]
     words += ["--evaluation", "--out=", "--num_images=256", f"--most={_MOST_DIFFERENCE}"]
-    code, output, errors = processes.call(words)
+    code, output, errors = run_command(words)
     if code:
         raise InputError(
             "The backends' images were not shown to be the same, so their speeds mean nothing. "
-            f"{errors.strip() or processes.how_it_ended(code)}"
+            f"{errors.strip() or describe_end(code)}"
         )
     return f"DALI's to tf.data's: {output.rpartition('difference')[2].strip()}"
 

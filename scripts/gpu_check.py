@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from dali_tf_input import InputError
-from dali_tf_input.cli import command, machine, processes
+from dali_tf_input.cli import command, machine
 from dali_tf_input.cli.flags import FileFlags, check_list
+from dali_tf_input.processes import describe_end, run_command
 
 _TESTS = ("probe", "pixels", "devices", "memory")
 PARTS = (*_TESTS, "throughput", "tune", "training")
@@ -108,12 +109,10 @@ def run(words: list[str]) -> dict[str, Any]:
     environment = {**os.environ, "GPU_TESTS_ON": "cpu" if _REHEARSE.value else "gpu"}
     try:
         words_of_python = [sys.executable, *words]
-        code, output, errors = processes.call(
-            words_of_python, seconds=_LIMIT, environment=environment
-        )
+        code, output, errors = run_command(words_of_python, seconds=_LIMIT, environment=environment)
     except subprocess.TimeoutExpired:
         code, output, errors = 1, "", f"no answer within {_LIMIT} s"
-    last = f"DIED: {processes.how_it_ended(code)}: {errors.strip()[-500:]}" if code else ""
+    last = f"DIED: {describe_end(code)}: {errors.strip()[-500:]}" if code else ""
     print("\n".join(filter(None, [output.strip(), last])), flush=True)
     seconds = time.monotonic() - start
     result = {"command": words, "code": code, "seconds": seconds}

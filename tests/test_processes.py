@@ -41,7 +41,7 @@ def test_a_child_that_dies_is_replaced():
         with pytest.raises(ChildDiedError, match="exit code 7") as caught:
             child.call(os._exit, 7)
         assert caught.value.cause == "end"
-        with pytest.raises(ChildDiedError, match="no answer within .* s") as caught:
+        with pytest.raises(ChildDiedError, match=r"no answer within .* s") as caught:
             child.call(time.sleep, 600, seconds=0.1)
         assert caught.value.cause == "timeout"
         assert child.call(os.getpid) != first

@@ -23,7 +23,7 @@ from multiprocessing import forkserver, process
 from pathlib import Path
 
 from dali_tf_input.cli.command import quiet_stderr
-from dali_tf_input.cli.processes import die_with_parent
+from support.processes import die_with_parent
 
 TESTS = Path(__file__).resolve().parent
 NOT_OF_A_PROGRAM = {str(TESTS), str(TESTS.parent / "scripts")}  # what pytest puts on the path

@@ -21,8 +21,9 @@ from collections.abc import Generator, Iterator
 from typing import Literal, NamedTuple
 
 from dali_tf_input import InputError, InputSpec
-from dali_tf_input.cli import command, machine, processes
+from dali_tf_input.cli import command, machine
 from dali_tf_input.cli.flags import FileFlags
+from dali_tf_input.processes import Child, ChildDiedError
 from dali_tf_input.records.paths import index_command, program, python_command
 from dali_tf_input.storage import objects
 
@@ -71,22 +72,6 @@ _PACKAGES = {  # module and package
     "DALI": ("nvidia.dali", "nvidia-dali-cuda120"),
 }
 
-# Runs the code of each question; answers whether that worked, and what it printed.
-_TRIER = """
-import contextlib, gc, io, traceback
-from dali_tf_input.cli import processes
-gc.disable()  # TensorFlow's import makes many objects, which all stay
-def attempt(code):
-    printed = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(printed):
-            exec(code, {})
-        return [True, printed.getvalue()]
-    except BaseException:
-        return [False, traceback.format_exc()]
-processes.serve(attempt)
-"""
-
 
 class Finding(NamedTuple):
     """One line of the report."""
@@ -97,24 +82,35 @@ class Finding(NamedTuple):
     fix: str = ""
 
 
-class Trier(processes.JsonWorker):
+class Trier:
     """Runs Python code in another process, and in a fresh one after each piece that failed."""
 
     def __init__(self) -> None:
         # Other jobs may use the GPUs: take little of their memory.
         environment = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
-        super().__init__(processes.with_same_path(_TRIER), environment=environment)
+        self._child = Child(environment=environment)
 
     def attempt(self, code: str) -> tuple[bool, str]:
         """Runs code; returns whether it worked, and its last line or what is wrong."""
         try:
-            works, text = self.ask(code, seconds=_SECONDS)
-        except (processes.WorkerDied, InputError) as error:
-            words = re.sub(r"(the process died \(.*?\)): .*", r"\1", str(error), flags=re.DOTALL)
-            works, text = False, words
+            works, text = self._child.call(machine.try_code, code, seconds=_SECONDS)
+        except ChildDiedError as error:
+            works, text = False, f"no answer within {_SECONDS} s"
+            if error.cause != "timeout":
+                text = f"the process died ({str(error).partition(':')[0]})"
         if not works:
             self.close()
         return works, last_line(text)
+
+    def __enter__(self) -> "Trier":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._child.close()
 
 
 def main(arguments: list[str]) -> int:

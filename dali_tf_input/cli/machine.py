@@ -2,7 +2,9 @@
 
 import contextlib
 import datetime
+import gc
 import importlib.metadata
+import io
 import os
 import platform
 import re
@@ -10,10 +12,11 @@ import shlex
 import shutil
 import subprocess
 import sys
+import traceback
 from typing import Any
 
 from dali_tf_input import InputError
-from dali_tf_input.cli import processes
+from dali_tf_input.processes import run_command
 
 _SECONDS = 120  # for an answer
 _PACKAGES = {
@@ -23,6 +26,18 @@ _PACKAGES = {
     "plugin": "nvidia-dali-tf-plugin-cuda120",
     "NumPy": "numpy",
 }
+
+
+def try_code(code: str) -> tuple[bool, str]:
+    """Runs Python code; returns whether that worked, and what it printed, or a traceback."""
+    gc.disable()  # TensorFlow's import makes many objects, which all stay
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            exec(code, {})  # noqa: S102 (of `doctor`, in a process that does nothing else)
+    except BaseException:
+        return False, traceback.format_exc()
+    return True, printed.getvalue()
 
 
 def describe() -> dict[str, Any]:
@@ -96,7 +111,7 @@ def count_gpus_of_tensorflow() -> int:
 
 def _ask(words: list[str], what: str, why: str) -> tuple[int, str, str]:
     try:
-        return processes.call(words, seconds=_SECONDS)
+        return run_command(words, seconds=_SECONDS)
     except subprocess.TimeoutExpired as error:
         text = f"{what} within {_SECONDS} s: {why}See dali-tf-input doctor."
         raise InputError(text) from error

@@ -12,8 +12,8 @@ from commands import fails, load, python, run
 from conftest import SCRIPTS, nightly, numbered_examples, slowly, write_tfrecord
 
 from dali_tf_input import DaliOptions, InputError, TfDataOptions
-from dali_tf_input.cli import processes
 from dali_tf_input.spec.options import AUTOTUNE
+from support import processes
 from support.throughput import candidates, costs, tuning
 from support.throughput.candidates import Candidate, CandidateError, Measurer
 
@@ -186,7 +186,7 @@ def test_a_measuring_process_that_dies_or_hangs(sample_folder, monkeypatch, tmp_
     script.write_text(
         "import os, sys, time\n"
         f"sys.path.insert(0, {str(SCRIPTS)!r})\n"
-        "from dali_tf_input.cli import processes\n"
+        "from support import processes\n"
         "def answer(task):\n"
         "    if task['seconds'] == 3: time.sleep(1000)\n"
         "    if task['seconds'] == 2: os.kill(os.getpid(), 11)\n"

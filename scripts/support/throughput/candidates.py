@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from dali_tf_input import DaliOptions, TfDataOptions
-from dali_tf_input.cli import processes
 from dali_tf_input.cli.flags import BACKENDS
 from dali_tf_input.spec.options import AUTOTUNE
+from support import processes
 from support.benchmark import Window
 
 SCRIPTS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))

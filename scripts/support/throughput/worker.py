@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from dali_tf_input import DaliOptions, InputError, InputSpec
-from dali_tf_input.cli import command, machine, processes
+from dali_tf_input.cli import command, machine
 from dali_tf_input.cli.flags import FileFlags, WorkFlags
+from support import processes
 from support.benchmark import measure
 from support.throughput import peers, reference, stages
 from support.throughput.candidates import Candidate

@@ -1,4 +1,4 @@
-"""Child processes: commands that end in time, and workers that answer JSON."""
+"""Child processes of measurements, which can be paused: workers that answer JSON."""
 
 import contextlib
 import ctypes
@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from dali_tf_input import InputError
+from dali_tf_input.processes import describe_end, run_command
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _START_SECONDS = 600  # for TensorFlow's start on a busy machine
@@ -38,28 +39,6 @@ def kill(process: subprocess.Popen[str]) -> None:
         process.communicate(timeout=5)
 
 
-def call(
-    words: Sequence[str], *, seconds: float | None = None, environment: Any = None
-) -> tuple[int, str, str]:
-    """Runs a command to its end; returns its exit code and what it wrote to stdout and stderr.
-
-    Raises:
-      subprocess.TimeoutExpired: it ran longer than `seconds`.
-    """
-    process = start(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
-    try:
-        output, errors = process.communicate(timeout=seconds)
-    except BaseException:
-        kill(process)
-        raise
-    return process.returncode, output, errors
-
-
-def with_same_path(code: str) -> list[str]:
-    """Returns the command that runs Python code with the import path of this process."""
-    return [sys.executable, "-c", f"import sys; sys.path[:] = sys.argv[1:]\n{code}", *sys.path]
-
-
 def run_index(*arguments: str) -> float:
     """Runs the index command; returns its seconds.
 
@@ -67,15 +46,11 @@ def run_index(*arguments: str) -> float:
       InputError: it failed.
     """
     start = time.perf_counter()
-    code, output, errors = call([sys.executable, "-m", "dali_tf_input", "index", *arguments])
+    words = [sys.executable, "-m", "dali_tf_input", "index", *arguments]
+    code, output, errors = run_command(words)
     if code:
         raise InputError(f"The index command failed: {errors or output}")
     return time.perf_counter() - start
-
-
-def how_it_ended(code: int) -> str:
-    """Says what an exit code means: "SIGSEGV", "exit code 3"."""
-    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
 class WorkerDied(Exception):  # noqa: N818 (an outcome, not a mistake)
@@ -152,7 +127,7 @@ class JsonWorker:
                 self._process.wait(5)
             self._log.seek(0)
             words = "".join(self._log.readlines()[-5:]).strip()
-            how = how_it_ended(self._process.returncode or 0)
+            how = describe_end(self._process.returncode or 0)
             text = f"the process died ({how}){words and ': ' + words}"
         self.close()
         raise WorkerDied(text)
