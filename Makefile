@@ -88,14 +88,14 @@ test-nightly: $(DEVELOPED)  ## Run the further cases of all tests
 test-gpu: $(DEVELOPED)  ## Run the tests that need an NVIDIA GPU
 	@$(RUN) -m pytest -m gpu $(ARGS)
 
-check: $(DEVELOPED)  ## Check style, types, spelling and the import floors; changes nothing
+check: $(DEVELOPED)  ## Check style, types, spelling and the layers of imports; changes nothing
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
 	$(RUN) -m mypy
 	$(RUN) -m codespell_lib dali_tf_input scripts tests docs skills llms.txt *.md Makefile
 	$(RUN) -m proselint --config .proselintrc.json check docs/*.md skills/*/*.md llms.txt *.md
 	$(or $(PYTHON_SITE),$(VENV))/bin/shellcheck .ci/run scripts/*.sh
-	$(RUN) -m pytest -q -m 'not gpu' tests/test_floors.py
+	$(RUN) -m pytest -q -m 'not gpu' tests/test_layers.py
 
 format: $(DEVELOPED)  ## Format the code; the only verb that edits
 	$(RUN) -m ruff check --fix

@@ -1,4 +1,4 @@
-"""docs/: the site builds without a warning, the tutorial runs, the picture of the rooms is that of
+"""docs/: the site builds without a warning, the tutorial runs, the picture of the layers is that of
 the package, and what pages name exists.
 """
 
@@ -118,14 +118,14 @@ def test_every_page_has_its_place():
 
 def test_the_picture_of_the_rooms_is_the_package():
     page = (ROOT / "docs/design.md").read_text()
-    rooms = re.findall(r"^([a-z]+(?:/|\.py)) {3,}", page, re.MULTILINE)
+    layers = re.findall(r"^([a-z]+(?:/|\.py)) {3,}", page, re.MULTILINE)
     entries = {
         entry.name + "/" * entry.is_dir()
         for entry in PACKAGE.iterdir()
         if entry.name not in ("__pycache__", "py.typed") and not entry.name.startswith("__")
     }
-    assert len(rooms) == len({*rooms})
-    assert {*rooms} == entries
+    assert len(layers) == len({*layers})
+    assert {*layers} == entries
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -23,7 +23,12 @@ from dali_tf_input.backends.dali_images import (
     mix_images,
     prepare_images,
 )
-from dali_tf_input.backends.dali_reading import PACKED, define_inputs, pack_records, reads_by_itself
+from dali_tf_input.backends.dali_reading import (
+    PACKED,
+    can_use_dali_reader,
+    define_inputs,
+    pack_records,
+)
 from dali_tf_input.backends.reading import Stream
 from dali_tf_input.errors import InputError
 from dali_tf_input.spec.input import InputSpec
@@ -87,11 +92,13 @@ def build(stream: Stream, options: DaliOptions, device_id: int | None) -> tf.dat
     outputs = [
         ((stream.batch_size, *shape), tf.as_dtype(dtype)) for shape, dtype in spec.outputs.values()
     ]
-    by_itself = reads_by_itself(spec, options)
-    define = functools.partial(build_pipeline, stream, options, device_id, by_itself=by_itself)
-    if by_itself:
-        return make_dataset(define, outputs, stream, options, by_itself=True)
-    dataset = make_dataset(define, outputs, stream, options, by_itself=False)
+    uses_dali_reader = can_use_dali_reader(spec, options)
+    define = functools.partial(
+        build_pipeline, stream, options, device_id, uses_dali_reader=uses_dali_reader
+    )
+    if uses_dali_reader:
+        return make_dataset(define, outputs, stream, options, uses_dali_reader=True)
+    dataset = make_dataset(define, outputs, stream, options, uses_dali_reader=False)
     with _outside_the_gpu(options):
         if spec.is_structured:
             dataset = dataset.map(
@@ -129,21 +136,21 @@ def make_dataset(
     stream: Stream,
     options: DaliOptions,
     *,
-    by_itself: bool,
+    uses_dali_reader: bool,
 ) -> tf.data.Dataset:
     """Returns the dataset of a pipeline; `outputs` has the (shape, type) of each output.
 
-    `define` returns an unbuilt pipeline. With `by_itself` it uses DALI's own reader, else tf.data
-    feeds it, and the batches are on the CPU.
+    `define` returns an unbuilt pipeline. It uses DALI's own reader, or tf.data feeds it, and the
+    batches are on the CPU.
     """
     dali_tf = import_plugin()
     guard_strategies((dali_tf.DALIDataset, dali_tf.experimental.DALIDatasetWithInputs))
     packed = trial = None
     runs = options.device == "gpu"
     with tf.device("CPU:0"):
-        if not by_itself:
+        if not uses_dali_reader:
             packed = pack_records(stream)
-        if not by_itself and runs:  # an iterator takes an epoch: the trial's takes another
+        if not uses_dali_reader and runs:  # an iterator takes an epoch: the trial's takes another
             position = Position(stream.position.step)
             trial = pack_records(dataclasses.replace(stream, position=position))
     check_pipeline(define(), trial, runs=runs)
@@ -198,13 +205,13 @@ def check_pipeline(pipeline: dali.Pipeline, packed: tf.data.Dataset | None, *, r
 
 
 def build_pipeline(
-    stream: Stream, options: DaliOptions, device_id: int | None, *, by_itself: bool
+    stream: Stream, options: DaliOptions, device_id: int | None, *, uses_dali_reader: bool
 ) -> dali.Pipeline:
     """Defines the pipeline of one shard, with the outputs of `build`, without building it."""
     spec = stream.spec
 
     def define() -> tuple[DataNode, ...]:
-        values = define_inputs(stream, options, by_itself=by_itself)
+        values = define_inputs(stream, options, uses_dali_reader=uses_dali_reader)
         encoded, decoded = values["image"], None
         decode = "none" if spec.records.stores_pixels else options.resolved_decode
         device, hints = decoder_device(options), decoder_hints(spec, options)

@@ -25,7 +25,7 @@ PACKED = "packed"  # the input of a pipeline that tf.data reads for
 _TYPES = {"int64": types.INT64, "int32": types.INT32, "float32": types.FLOAT}
 
 
-def reads_by_itself(spec: InputSpec, options: DaliOptions) -> bool:
+def can_use_dali_reader(spec: InputSpec, options: DaliOptions) -> bool:
     """Whether DALI's own reader is used: images and integer labels, order "buffer", on a GPU.
 
     Only where the index step has seen the label of every record: where one has none, DALI's reader
@@ -93,9 +93,11 @@ def _list_tail(spec: InputSpec) -> list[tuple[str, tuple[int, ...], str]]:
     return [*tail, *([("image", (3,), "int32")] if spec.records.stores_pixels else [])]
 
 
-def define_inputs(stream: Stream, options: DaliOptions, *, by_itself: bool) -> dict[str, DataNode]:
+def define_inputs(
+    stream: Stream, options: DaliOptions, *, uses_dali_reader: bool
+) -> dict[str, DataNode]:
     """Defines what a pipeline reads, by name: outputs, encoded images, and drawn numbers."""
-    if not by_itself:
+    if not uses_dali_reader:
         return _unpack(stream.spec)
     shape = [stream.spec.preprocess.num_uniforms]
     uniforms = fn.random.uniform(range=[0.0, 1.0], shape=shape)
@@ -121,16 +123,17 @@ def _unpack(spec: InputSpec) -> dict[str, DataNode]:
 
 def _read(stream: Stream, options: DaliOptions) -> dict[str, DataNode]:
     """Defines DALI's reader for a shard; returns encoded images and converted labels."""
-    spec, shard, dataset, label = stream.spec, stream.shard, stream.spec.records, stream.spec.label
+    spec, shard = stream.spec, stream.shard
+    records, label = spec.records, spec.label
     assert isinstance(label, ClassLabel)
     number = dali_tfrecord.FixedLenFeature([1], dali_tfrecord.int64, -1)
-    sides = SIDE_KEYS if dataset.stores_pixels else ()
-    indexes = reading.hold_indexes(dataset)
+    sides = SIDE_KEYS if records.stores_pixels else ()
+    indexes = reading.hold_indexes(records)
     features = fn.readers.tfrecord(
         path=[*indexes],
         index_path=[*indexes.values()],
         features={
-            dataset.image_key: dali_tfrecord.FixedLenFeature((), dali_tfrecord.string, ""),
+            records.image_key: dali_tfrecord.FixedLenFeature((), dali_tfrecord.string, ""),
             **dict.fromkeys((str(label.key), *sides), number),
         },
         random_shuffle=spec.order == "buffer",
@@ -143,7 +146,7 @@ def _read(stream: Stream, options: DaliOptions) -> dict[str, DataNode]:
         read_ahead=options.read_ahead,
         name="reader",
     )
-    images = features[dataset.image_key]
+    images = features[records.image_key]
     if sides:
         shape = fn.cat(*(features[side] for side in sides), types.Constant([3], dtype=types.INT64))
         images = fn.reshape(images, shape=fn.cast(shape, dtype=types.INT32), layout="HWC")

@@ -117,12 +117,12 @@ def read_planned(stream: Stream, options: TfDataOptions) -> ReadEpoch:
     if spec.records.is_remote:
         read = make_remote_read(spec.records, options, places.names, *places.where)
     else:
-        read = make_read(options, places.names, places.states, *places.where)
+        read = make_read(options, places.names, places.versions, *places.where)
     parallel = options.num_parallel_reads
     # Remote reads wait longer, and neighboring ranges share a request.
     max_chunk = 2 * _CHUNK if spec.records.is_remote else _CHUNK
     chunk = int(np.clip(_CHUNK_BYTES // places.mean_bytes, 1, max_chunk))
-    check = make_callback(check_states)
+    check = make_callback(check_versions)
 
     @make_callback
     def list_images(epoch: int, first: int) -> tuple[Integers, Integers]:
@@ -132,7 +132,7 @@ def read_planned(stream: Stream, options: TfDataOptions) -> ReadEpoch:
     @tf.autograph.experimental.do_not_convert
     def read_epoch(epoch: tf.Tensor, step: tf.Tensor) -> tf.data.Dataset:
         # Before the first record, as files stay open from one epoch to the next.
-        unchanged = tf.numpy_function(check, [places.names, places.states], tf.string)
+        unchanged = tf.numpy_function(check, [places.names, places.versions], tf.string)
         with tf.control_dependencies([unchanged]):
             first = step * stream.batch_size
 
@@ -174,7 +174,7 @@ class Places:
 
     Attributes:
       names: the path or URL of each file: string (files,).
-      states: see `states_of`.
+      versions: see `versions_of`.
       where: the number of each record's file, int32 (records,), and its offset and size in bytes,
         int64 (records, 2).
       mean_bytes: bytes of a record on average, at least 1.
@@ -183,7 +183,10 @@ class Places:
     def __init__(self, records: Records) -> None:
         self._records, self._beside = records, dict[str, tf.Tensor]()
         with tf.device("CPU:0"):
-            self.names, self.states = tf.constant(records.paths), tf.constant(states_of(records))
+            self.names, self.versions = (
+                tf.constant(records.paths),
+                tf.constant(versions_of(records)),
+            )
             file_of = tf.repeat(tf.range(len(records.files)), records.counts)
             indexes = [records.index(file) for file in range(len(records.files))]
             self.where = (file_of, tf.constant(np.concatenate(indexes)))
@@ -256,10 +259,10 @@ def read_buffer(stream: Stream, options: TfDataOptions) -> ReadEpoch:
 def list_runs(stream: Stream) -> tf.data.Dataset:
     """Returns the runs of neighboring records of a shard: file, state, offset, count, first."""
     numbers, offsets, counts, firsts = _list_runs(stream.spec.records, stream.shard)
-    states = states_of(stream.spec.records)[numbers]
+    versions = versions_of(stream.spec.records)[numbers]
     files = [stream.spec.records.files[number].path for number in numbers]
     runs = (tf.constant(values, tf.int64) for values in (offsets, counts, firsts))
-    return tf.data.Dataset.from_tensor_slices((files, states, *runs))
+    return tf.data.Dataset.from_tensor_slices((files, versions, *runs))
 
 
 def interleave(runs: tf.data.Dataset, stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
@@ -267,7 +270,7 @@ def interleave(runs: tf.data.Dataset, stream: Stream, options: TfDataOptions) ->
 
     With `spec.record_ids` the elements are (record, record id).
     """
-    check = make_callback(check_states)
+    check = make_callback(check_versions)
 
     @tf.autograph.experimental.do_not_convert
     def read(
@@ -319,7 +322,7 @@ def shuffle(dataset: tf.data.Dataset, buffer_size: int, seeds: Any) -> tf.data.D
 def make_read(
     options: TfDataOptions,
     names: tf.Tensor,
-    states: tf.Tensor,
+    versions: tf.Tensor,
     file_of: tf.Tensor,
     extents: tf.Tensor,
 ) -> Callable[[tf.Tensor], tf.Tensor]:
@@ -328,46 +331,46 @@ def make_read(
     See `Places` for the tensors.
     """
     if uses_native(options.kernel):
-        native = partial(load().dali_tf_input_read, names, states, file_of, extents)
+        native = partial(load().dali_tf_input_read, names, versions, file_of, extents)
         return lambda numbers: tf.ensure_shape(
             native(numbers, check_crc=options.check_crc), (None,)
         )
 
     @make_callback
-    def read_by_name(names: Any, states: Integers, offsets: Integers) -> Any:
-        files = map(os.fsdecode, check_states(names, states))
+    def read_by_name(names: Any, versions: Integers, offsets: Integers) -> Any:
+        files = map(os.fsdecode, check_versions(names, versions))
         return np.array([*map(read_record, files, offsets.tolist())], object)
 
     @tf.autograph.experimental.do_not_convert
     def read_by_python(numbers: tf.Tensor) -> tf.Tensor:
         files = tf.gather(file_of, numbers)
         offsets = tf.gather(extents, numbers)[:, 0]
-        given = [tf.gather(names, files), tf.gather(states, files), offsets]
+        given = [tf.gather(names, files), tf.gather(versions, files), offsets]
         return tf.ensure_shape(tf.numpy_function(read_by_name, given, tf.string), (None,))
 
     return read_by_python
 
 
-def states_of(dataset: Records) -> Integers:
+def versions_of(records: Records) -> Integers:
     """Returns each file's size in bytes and modification time in ns when it was indexed.
 
     The result is int64 (files, 2), with -1 for stored objects.
     """
-    if dataset.is_remote:  # each request names the version that it expects
-        return np.full((len(dataset.files), 2), -1)
-    return np.array([(file.size, file.mtime_ns) for file in dataset.files], np.int64)
+    if records.is_remote:  # each request names the version that it expects
+        return np.full((len(records.files), 2), -1)
+    return np.array([(file.size, file.mtime_ns) for file in records.files], np.int64)
 
 
-def check_states(names: Any, states: Integers) -> Any:
+def check_versions(names: Any, versions: Integers) -> Any:
     """Returns `names`, bytes (n,); raises InputError if a file changed since it was indexed."""
-    for name, (size, mtime) in zip(names, states.tolist(), strict=True):
+    for name, (size, mtime) in zip(names, versions.tolist(), strict=True):
         change = find_change(os.fsdecode(name), size, mtime) if size >= 0 else None
         if change:
             raise InputError(f"{change}: index it again.")
     return names
 
 
-def hold_indexes(dataset: Records) -> dict[str, str]:
+def hold_indexes(records: Records) -> dict[str, str]:
     """Copies the indexes to a folder that is removed when the process ends.
 
     DALI reads them again for each iterator: a missing index would end the process, and a truncated
@@ -376,23 +379,23 @@ def hold_indexes(dataset: Records) -> dict[str, str]:
     Returns:
       The path of the copied index for each file with records in use; DALI rejects empty indexes.
     """
-    copies = _copy_indexes(dataset)
+    copies = _copy_indexes(records)
     if not all(map(os.path.exists, copies.values())):  # someone emptied the folder
         _copy_indexes.cache_clear()
-        copies = _copy_indexes(dataset)
+        copies = _copy_indexes(records)
     return copies
 
 
 @lru_cache(_MOST_COPIED)
-def _copy_indexes(dataset: Records) -> dict[str, str]:
+def _copy_indexes(records: Records) -> dict[str, str]:
     staging = make_process_folder(private_folder())
     copies = {}
-    for number, file in enumerate(dataset.files):
-        if not dataset.counts[number]:
+    for number, file in enumerate(records.files):
+        if not records.counts[number]:
             continue
         copies[file.path] = staging.path(f"{number}.idx")
         # Checked, and in DALI's number format: DALI stops silently at anything else.
-        extents = dataset.index(number).tolist()
+        extents = records.index(number).tolist()
         with open(copies[file.path], "wb") as stream:
             stream.writelines(b"%d %d\n" % (offset, size) for offset, size in extents)
     return copies
@@ -417,26 +420,26 @@ def place_in_batch(stream: Stream, key: tf.Tensor) -> tf.Tensor:
     return key % _STRIDE % stream.batch_size
 
 
-def _list_runs(dataset: Records, shard: Shard) -> tuple[list[int], ...]:
+def _list_runs(records: Records, shard: Shard) -> tuple[list[int], ...]:
     """Returns file number, offset, number of records and first id of each run of a shard.
 
     If all records of a file are read, its part of the shard is one run.
     """
-    records = shard.records(dataset.num_records)
+    shared = shard.records(records.num_records)
     runs: tuple[list[int], ...] = ([], [], [], [])
     before = 0  # records of the files before
-    for number, (file, count) in enumerate(zip(dataset.files, dataset.counts, strict=True)):
-        start, stop = max(records.start - before, 0), min(records.stop - before, count)
+    for number, (file, count) in enumerate(zip(records.files, records.counts, strict=True)):
+        start, stop = max(shared.start - before, 0), min(shared.stop - before, count)
         if start >= stop:
             rows = []
         elif start == 0 and count == file.num_records and not file.num_skipped:
-            rows = [(number, 0, stop, dataset.first_ids[number])]
+            rows = [(number, 0, stop, records.first_ids[number])]
         else:
-            extents = dataset.index(number)[start:stop]
+            extents = records.index(number)[start:stop]
             is_first = np.append(True, extents[1:, 0] != extents[:-1].sum(1))
             firsts = np.flatnonzero(is_first)
             counts = np.diff(firsts, append=len(extents))
-            ids = dataset.ids_at(before + start + firsts)
+            ids = records.ids_at(before + start + firsts)
             rows = [*zip([number] * len(firsts), extents[firsts, 0], counts, ids, strict=True)]
         for values, column in zip(runs, zip(*rows, strict=True) if rows else (), strict=False):
             values += map(int, column)

@@ -20,7 +20,7 @@ from dali_tf_input.storage.objects import Part, read_parts
 
 
 def make_remote_read(
-    dataset: Records,
+    records: Records,
     options: TfDataOptions,
     names: tf.Tensor,
     file_of: tf.Tensor,
@@ -28,8 +28,8 @@ def make_remote_read(
 ) -> Callable[[tf.Tensor], tf.Tensor]:
     """Returns a function like that of `make_read`, which reads byte ranges of stored objects."""
     with tf.device("CPU:0"):
-        etags = tf.constant([file.etag for file in dataset.files])
-    retry_seconds, check_crc = dataset.retry_seconds, options.check_crc
+        etags = tf.constant([file.etag for file in records.files])
+    retry_seconds, check_crc = records.retry_seconds, options.check_crc
 
     @make_callback
     def read(names: Any, etags: Any, extents: Integers) -> Any:
@@ -37,13 +37,13 @@ def make_remote_read(
             Part(name.decode(), etag.decode(), start, start + size)
             for name, etag, (start, size) in zip(names, etags, extents.tolist(), strict=True)
         ]
-        records = []
+        found = []
         for part, framed in zip(parts, read_parts(parts, retry_seconds=retry_seconds), strict=True):
             record = unframe_record(framed, check_crc=check_crc)
             if record is None:
                 raise InputError(f"corrupted record: {part.url}, byte {part.start}: wrong CRC.")
-            records.append(record)
-        return np.array(records, object)
+            found.append(record)
+        return np.array(found, object)
 
     close_at_exit()  # before the callbacks, which would wait for the store
 
@@ -56,33 +56,33 @@ def make_remote_read(
     return read_remotely
 
 
-def localize(dataset: Records) -> Records:
+def localize(records: Records) -> Records:
     """Returns the same records in local copies, fetched if missing; unchanged without a cache.
 
     Raises:
       InputError: `cache_dir` cannot hold all objects, or one cannot be read.
     """
-    if not dataset.is_remote or dataset.cache_dir is None:
-        return dataset
-    objects = {file.path: file.status for file in dataset.files if file.status}
-    paths = fetch_copies(objects, dataset.cache_dir, retry_seconds=dataset.retry_seconds)
+    if not records.is_remote or records.cache_dir is None:
+        return records
+    objects = {file.path: file.status for file in records.files if file.status}
+    paths = fetch_copies(objects, records.cache_dir, retry_seconds=records.retry_seconds)
     copies = (
         dataclasses.replace(file, path=path, mtime_ns=os.stat(path).st_mtime_ns, etag=None)
-        for file, path in zip(dataset.files, paths, strict=True)
+        for file, path in zip(records.files, paths, strict=True)
     )
-    return dataclasses.replace(dataset, files=tuple(copies))
+    return dataclasses.replace(records, files=tuple(copies))
 
 
-def fetch_all(dataset: Records) -> Records:
+def fetch_all(records: Records) -> Records:
     """Does the same as `localize`, for an order that needs whole files.
 
     Raises:
       InputError: there is no `cache_dir`, or `localize` raises.
     """
-    if dataset.cache_dir is None:
-        size = sum(file.size for file in dataset.files)
+    if records.cache_dir is None:
+        size = sum(file.size for file in records.files)
         raise InputError(
             "This order reads whole files, so objects need local copies: pass `cache_dir` to"
             f" Records.from_files, a folder with {size:,} bytes free, or use order 'global'."
         )
-    return localize(dataset)
+    return localize(records)

@@ -116,7 +116,7 @@ def prepare_natively(
     scaled = decode == "scaled" and not preprocess.takes_pixels
     whole = decode == "full" or (scaled and preprocess.resizes_plainly)
     image, is_done = tf_native.decode(
-        encoded, uniforms, preprocess, whole=whole, most=2 if scaled else math.inf
+        encoded, uniforms, preprocess, whole=whole, maximum=2 if scaled else math.inf
     )
     image = tf.cond(is_done, lambda: image, finish_decoded)
     return tf.ensure_shape(image, preprocess.image_shape)

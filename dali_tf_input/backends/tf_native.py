@@ -104,7 +104,7 @@ def decodes(crop: Crop) -> bool:
 
 
 def decode(
-    encoded: tf.Tensor, uniforms: tf.Tensor, preprocess: Preprocess, *, whole: bool, most: float
+    encoded: tf.Tensor, uniforms: tf.Tensor, preprocess: Preprocess, *, whole: bool, maximum: float
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Decodes a JPEG and preprocesses it for the model.
 
@@ -113,15 +113,15 @@ def decode(
       uniforms: the image's random numbers, float32 (preprocess.num_uniforms,).
       preprocess: the preprocessing, with a crop that `decodes` accepts.
       whole: whether the whole file must be valid, or only the part that is needed.
-      most: image pixels per output pixel along each axis from which on images are not decoded.
+      maximum: image pixels per output pixel along each axis from which on images are not decoded.
 
     Returns:
       The image, and whether it was decoded; if not, the image is undefined. Other images that are
       not decoded are not baseline JPEGs, or have errors that libjpeg-turbo would report.
     """
-    what = describe(preprocess, whole=whole, most=most)
+    crop_parameters = describe(preprocess, whole=whole, maximum=maximum)
     prepared, is_done = load().dali_tf_input_decode(
-        encoded, uniforms, tf.constant(what, tf.float64), **_attributes(preprocess)
+        encoded, uniforms, tf.constant(crop_parameters, tf.float64), **_attributes(preprocess)
     )
     return prepared, is_done
 
@@ -143,7 +143,7 @@ def decode_views(
     """
     numbers: list[float] = [whole]
     for view in views:
-        work, (crop, _, _, *rest) = _attributes(view), describe(view, whole=whole, most=math.inf)
+        work, (crop, _, _, *rest) = _attributes(view), describe(view, whole=whole, maximum=math.inf)
         numbers += (*view.image_size, work["kernel"], work["antialias"], work["clip"])
         numbers += (view.num_uniforms, crop, *rest)
     made = load().dali_tf_input_decode_views(encoded, uniforms, tf.constant(numbers, tf.float64))
@@ -151,7 +151,7 @@ def decode_views(
     return tf.ensure_shape(pixels, (None, None, 3)), regions, is_done
 
 
-def describe(preprocess: Preprocess, *, whole: bool, most: float) -> tuple[float, ...]:
+def describe(preprocess: Preprocess, *, whole: bool, maximum: float) -> tuple[float, ...]:
     """Encodes a preprocessing as numbers for the compiled operation; see native/region.h."""
     crop = preprocess.crop
     numbers: tuple[float, ...] = ()
@@ -162,7 +162,7 @@ def describe(preprocess: Preprocess, *, whole: bool, most: float) -> tuple[float
     elif isinstance(crop, crops.RandomResizedCrop):
         ratios = crop.aspect_ratio_range
         numbers = (*crop.area_range, *map(math.log, ratios), *ratios)
-    return (_CROPS.index(type(crop)), whole, most, preprocess.mirror_probability, *numbers)
+    return (_CROPS.index(type(crop)), whole, maximum, preprocess.mirror_probability, *numbers)
 
 
 def _attributes(preprocess: Preprocess) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from dali_tf_input.errors import InputError, Path, Within, check, checked
+from dali_tf_input.errors import Count, InputError, Path, Within, check, checked
 from dali_tf_input.random import Integers, Unsigned
 from dali_tf_input.records import contents, subsets
 from dali_tf_input.records.checks import PIXELS_KEY, missing_key_error
@@ -39,7 +39,7 @@ class Records:
     another record later. A record's name, its file and its number there, stays the same when files
     are added, too: `locate` returns it, and `select`, `exclude` and `relabel` take it.
 
-    `split`, `take` and similar methods return `Records` too, which all functions accept.
+    `split`, `sample` and similar methods return `Records` too, which all functions accept.
 
     Examples:
       >>> records = Records.from_files("records/train-*")
@@ -217,34 +217,53 @@ class Records:
         return extents[self._mask[end - file.num_framed : end][file.is_valid]]
 
     @checked
-    def take(self, amount: int | float, *, by_label: bool = False, seed: int = 0) -> "Records":
-        """Returns a random part of the records, the same for any order of the files.
+    def sample(self, num_records: Count, *, by_label: bool = False, seed: int = 0) -> "Records":
+        """Returns so many random records, the same for any order of the files.
 
         Examples:
           >>> records = Records.from_files("records/train-*")
-          >>> records.take(6).num_records
+          >>> records.sample(6).num_records
           6
 
         Args:
-          amount: an integer is the number of records, at least 1. A float is a share of the
-            records, in (0, 1.0]: each record is chosen independently, so the number of records is
-            approximate, and chosen records stay chosen when files are added.
+          num_records: how many, in [1, number of these records].
           by_label: whether each class has its share, to within one record.
-          seed: the random seed, in [0, 2**31). A share is the first part of a `split` with the same
-            seed, unless `by_label` is set.
+          seed: the random seed, in [0, 2**31).
 
         Raises:
-          InputError: as for `split`, or there are fewer than `amount` records.
+          InputError: as for `split`, or there are fewer records.
         """
-        if isinstance(amount, float):
-            check(0 < amount <= 1, "amount", "a whole number, or a share in (0, 1.0]", amount)
-            if amount == 1:
-                return self
-            return self._divide(["amount"], [amount, 1 - amount], by_label, seed)[0]
-        check(0 < amount <= self.num_records, "amount", f"in [1, {self.num_records:,}]", amount)
+        rule = f"in [1, {self.num_records:,}]"
+        check(num_records <= self.num_records, "num_records", rule, num_records)
         classes = self.labels if by_label else None
-        mask = subsets.take_first(self._draw(seed), amount, classes)
-        return self._keep(mask, "amount", seed)
+        mask = subsets.take_first(self._draw(seed), num_records, classes)
+        return self._keep(mask, "num_records", seed)
+
+    @checked
+    def sample_fraction(
+        self, fraction: float, *, by_label: bool = False, seed: int = 0
+    ) -> "Records":
+        """Returns a random share of the records; chosen ones stay chosen when files are added.
+
+        Each record is chosen independently, so their number is approximate, unless `by_label`.
+
+        Examples:
+          >>> records = Records.from_files("records/train-*")
+          >>> half = records.sample_fraction(0.5)
+
+        Args:
+          fraction: the share, in (0, 1].
+          by_label: whether each class has its share, to within one record.
+          seed: the random seed, in [0, 2**31). The share is the first part of a `split` with the
+            same seed.
+
+        Raises:
+          InputError: as for `split`.
+        """
+        check(0 < fraction <= 1, "fraction", "in (0, 1]", fraction)
+        if fraction == 1:
+            return self
+        return self._divide(["fraction"], [fraction, 1 - fraction], by_label, seed)[0]
 
     @checked
     def split(

@@ -92,9 +92,9 @@ class InputSpec:
         larger values make classes more equal. Source: Arivazhagan et al., 2019,
         https://arxiv.org/abs/1907.05019.
       mixture: the parts of `records` that are served in exact proportions; set by `for_training`.
-      repeats: how many times each record occurs in a batch, each time with a different crop and
-        mirror; an epoch has that many times fewer distinct records. Must divide the number of
-        images in a step. Order "global" only. Source: Hoffer et al., 2019,
+      repeated_augmentation: how many times each record occurs in a batch, each time with a
+        different crop and mirror; an epoch has that many times fewer distinct records. Must divide
+        the number of images in a step. Order "global" only. Source: Hoffer et al., 2019,
         https://arxiv.org/abs/1901.09335.
       record_ids: whether batches include the ids of the records, int64, for `records.locate` and
         `records.read`.
@@ -124,7 +124,7 @@ class InputSpec:
     balance: Balance = field(default=None, hash=False)
     temperature: Annotated[float, Within(1)] = 1.0
     mixture: Mixture | None = None
-    repeats: Count = 1
+    repeated_augmentation: Count = 1
     record_ids: bool = False
     mask: SegmentationMask | None = None
     features: dict[str, Stored] = field(default_factory=dict, hash=False)
@@ -150,7 +150,7 @@ class InputSpec:
             "balance": self.balance is not None,
             "temperature": self.temperature != 1,
             "mixture": self.mixture is not None,
-            "repeats": self.repeats > 1,
+            "repeated_augmentation": self.repeated_augmentation > 1,
         }
         name = next((name for name, is_asked in asked.items() if is_asked), "")
         if name and self.order != "global":
@@ -472,11 +472,16 @@ class InputSpec:
         """Returns the plan of an epoch, for `batch_size` images in each shard's batch.
 
         Raises:
-          InputError: `repeats` does not divide a step.
+          InputError: `repeated_augmentation` does not divide a step.
         """
         size = batch_size * num_shards
         rule = f"a divisor of the {size} images of a step"
-        check(size % self.repeats == 0, "repeats", rule, self.repeats)
+        check(
+            size % self.repeated_augmentation == 0,
+            "repeated_augmentation",
+            rule,
+            self.repeated_augmentation,
+        )
         return Plan(
             num_slots=self.records_per_epoch,
             batch_size=batch_size,
@@ -484,7 +489,7 @@ class InputSpec:
             keep_remainder=not self.repeat,
             seed=self.seed if self.order == "global" else None,
             block_size=self.shuffle_block_size,
-            repeats=self.repeats,
+            repeats=self.repeated_augmentation,
             groups=self._groups[0] if self.is_balanced or self.mixture else None,
         )
 

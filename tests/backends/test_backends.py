@@ -167,11 +167,11 @@ def test_dali_dataset_equals_the_bare_pipeline(dataset):
     """
     spec, options = training(dataset, seed=3), dti.DaliOptions(device="cpu", num_threads=2)
     stream = Stream(spec=spec, batch_size=5, shard=dti.Shard(1, 2))
-    define = functools.partial(dali.build_pipeline, stream, options, None, by_itself=True)
+    define = functools.partial(dali.build_pipeline, stream, options, None, uses_dali_reader=True)
     pipeline = define()
     pipeline.build()
     outputs = [((5, 24, 24, 3), tf.float32), ((5,), tf.int64)]
-    iterator = iter(dali.make_dataset(define, outputs, stream, options, by_itself=True))
+    iterator = iter(dali.make_dataset(define, outputs, stream, options, uses_dali_reader=True))
     for _ in range(8):
         bare_images, bare_labels = (output.as_array() for output in pipeline.run())
         images, labels = next(iterator)
@@ -184,7 +184,7 @@ def test_dalis_own_reader_reads_a_subset(dataset):
     records = dataset.select([1, 4, *range(17, 24)])
     assert records.counts == [2, 0, 7]
     stream = Stream(spec=training(records), batch_size=9)
-    pipeline = dali.build_pipeline(stream, DALI, None, by_itself=True)
+    pipeline = dali.build_pipeline(stream, DALI, None, uses_dali_reader=True)
     pipeline.build()
     for _ in range(3):
         _, labels = pipeline.run()
@@ -287,9 +287,9 @@ def test_memory_is_tried_before_tensorflow_aborts(dataset, order, said, monkeypa
     """As on a GPU: one batch by DALI alone. Other errors are left to the iterator."""
     spec = dataclasses.replace(training(dataset), order=order)
     stream = Stream(spec=spec, batch_size=5)
-    by_itself = order == "buffer"
-    pipeline = dali.build_pipeline(stream, DALI, None, by_itself=by_itself)
-    packed = None if by_itself else pack_records(stream)
+    uses_dali_reader = order == "buffer"
+    pipeline = dali.build_pipeline(stream, DALI, None, uses_dali_reader=uses_dali_reader)
+    packed = None if uses_dali_reader else pack_records(stream)
     outputs, run = [], type(pipeline).run
 
     def run_or_fail(self):
@@ -306,7 +306,7 @@ def test_memory_is_tried_before_tensorflow_aborts(dataset, order, said, monkeypa
 
 def test_the_trial_leaves_bad_records_to_the_iterator(dataset):
     stream = Stream(spec=evaluation(dataset), batch_size=5)
-    pipeline = dali.build_pipeline(stream, DALI, None, by_itself=False)
+    pipeline = dali.build_pipeline(stream, DALI, None, uses_dali_reader=False)
     packed = pack_records(stream).map(lambda _: tf.io.decode_raw(tf.io.read_file("/gone"), "uint8"))
     dali.check_pipeline(pipeline, packed, runs=True)
 
@@ -334,12 +334,12 @@ def test_a_gpus_dataset_made_on_the_cpu(dataset, order, monkeypatch):
 def test_what_dali_refuses_is_a_python_error(dataset, tmp_path, monkeypatch):
     """DALIDataset would end the process on this one: a file that is gone."""
     stream = Stream(spec=training(dataset), batch_size=2)
-    define = functools.partial(dali.build_pipeline, stream, DALI, None, by_itself=True)
+    define = functools.partial(dali.build_pipeline, stream, DALI, None, uses_dali_reader=True)
     monkeypatch.setattr(
         reading, "hold_indexes", lambda _: dict.fromkeys(dataset.paths, str(tmp_path / "gone.idx"))
     )
     with refused("DALI cannot build the pipeline"):
-        dali.make_dataset(define, [], stream, DALI, by_itself=True)
+        dali.make_dataset(define, [], stream, DALI, uses_dali_reader=True)
 
 
 def test_a_gpu_where_there_is_none(dataset):

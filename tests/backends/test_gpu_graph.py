@@ -10,7 +10,7 @@ from test_parity import CROPS
 
 from dali_tf_input import Checks, ClassLabel, DaliOptions, Mix, Preprocess
 from dali_tf_input.backends.dali import build_pipeline
-from dali_tf_input.backends.dali_reading import reads_by_itself
+from dali_tf_input.backends.dali_reading import can_use_dali_reader
 from dali_tf_input.backends.reading import Stream
 from dali_tf_input.cli.flags import AUGMENTATIONS
 
@@ -58,7 +58,7 @@ def test_dalis_own_reader_needs_all_labels_in_the_index(dataset, labeled):
     options = DaliOptions(device="gpu")
     for records, is_used in ((dataset, False), (labeled, True)):
         spec = spec_of(records, "buffer", Preprocess.for_training(32))
-        assert reads_by_itself(spec, options) == is_used
+        assert can_use_dali_reader(spec, options) == is_used
 
 
 @pytest.mark.filterwarnings("ignore:decode='region'")
@@ -74,10 +74,10 @@ def test_every_node_is_where_it_may_be(labeled, order):
         preprocess = Preprocess(image_size=(80, 72), **changes)
         spec = spec_of(labeled, how.pop("order"), preprocess, label=label, **how)
         options = DaliOptions(device="gpu", decode=decode, hw_decoder_load=0.5)
-        by_itself = reads_by_itself(spec, options)
-        assert by_itself == (order == "buffer" and not preprocess.augment)
+        uses_dali_reader = can_use_dali_reader(spec, options)
+        assert uses_dali_reader == (order == "buffer" and not preprocess.augment)
         stream = Stream(spec=spec, batch_size=4)
-        pipeline = build_pipeline(stream, options, 0, by_itself=by_itself)
+        pipeline = build_pipeline(stream, options, 0, uses_dali_reader=uses_dali_reader)
         assert list(find_mistakes(pipeline)) == []
 
 
@@ -87,13 +87,13 @@ def test_mixed_batches_too(dataset, changes):
     label, mix = ClassLabel(num_classes=24, one_hot=True), Mix(mixup=0.8, cutmix=1.0)
     spec = spec_of(dataset, "buffer", preprocess, label=label, mix=mix)
     options = DaliOptions(device="gpu")
-    assert not reads_by_itself(spec, options)
-    pipeline = build_pipeline(Stream(spec=spec, batch_size=4), options, 0, by_itself=False)
+    assert not can_use_dali_reader(spec, options)
+    pipeline = build_pipeline(Stream(spec=spec, batch_size=4), options, 0, uses_dali_reader=False)
     assert list(find_mistakes(pipeline)) == []
 
 
 def test_mistakes_are_found(dataset):
     """A pipeline for the CPU has its outputs elsewhere."""
     spec = spec_of(dataset, "global", dataclasses.replace(Preprocess.for_training(16)))
-    pipeline = build_pipeline(Stream(spec=spec, batch_size=4), DALI, None, by_itself=False)
+    pipeline = build_pipeline(Stream(spec=spec, batch_size=4), DALI, None, uses_dali_reader=False)
     assert set(find_mistakes(pipeline)) == {"an output is on the cpu"}

@@ -63,7 +63,7 @@ def decode(encoded, *, whole=True):
     )
     preprocess = dataclasses.replace(preprocess, interpolation="nearest")
     uniforms = tf.zeros(preprocess.num_uniforms)
-    image, is_done = tf_native.decode(encoded, uniforms, preprocess, whole=whole, most=np.inf)
+    image, is_done = tf_native.decode(encoded, uniforms, preprocess, whole=whole, maximum=np.inf)
     return image.numpy() if is_done else None
 
 
@@ -195,7 +195,7 @@ def test_a_million_regions(find_regions, crop):
     count, generator = 1_000_000, np.random.default_rng(3)
     sizes = generator.integers(1, 2000, (count, 2)).astype(np.float64)
     uniforms = draw(preprocess, count)
-    kind, _, _, *numbers = tf_native.describe(preprocess, whole=True, most=2)
+    kind, _, _, *numbers = tf_native.describe(preprocess, whole=True, maximum=2)
     head = np.array([kind, *preprocess.image_size, len(numbers), uniforms.shape[1], *numbers])
     rows = np.concatenate([sizes.view(np.uint8), uniforms.view(np.uint8)], axis=1)
     given = head.tobytes() + rows.tobytes()

@@ -114,11 +114,13 @@ def test_folds(classes):
 
 
 def test_take_filter_select_exclude_add(classes):
-    assert classes.take(7).num_records == 7
-    assert {*ids_of(classes.take(7))} < {*ids_of(classes.take(8))}
-    assert classes.take(100) == classes.take(1.0) == classes
-    assert classes.take(0.3, seed=4) == classes.split(seed=4, first=0.3, rest=0.7)["first"]
-    shares = np.bincount(classes.take(50, by_label=True).labels) / np.bincount(classes.labels)
+    assert classes.sample(7).num_records == 7
+    assert {*ids_of(classes.sample(7))} < {*ids_of(classes.sample(8))}
+    assert classes.sample(100) == classes.sample_fraction(1.0) == classes
+    assert (
+        classes.sample_fraction(0.3, seed=4) == classes.split(seed=4, first=0.3, rest=0.7)["first"]
+    )
+    shares = np.bincount(classes.sample(50, by_label=True).labels) / np.bincount(classes.labels)
     assert (abs(shares - 0.5) < 0.1).all()
     some = classes.filter(labels={1, 3})
     assert ids_of(some) == np.flatnonzero(np.isin(classes.labels, (1, 3))).tolist()
@@ -129,14 +131,14 @@ def test_take_filter_select_exclude_add(classes):
     parts = [*classes.split(a=0.5, b=0.3, c=0.2).values()]
     assert parts[0] + parts[1] + parts[2] == classes
     assert sum(part.counts[0] for part in parts) == 40
-    assert repr(classes.take(7)).startswith("<Records: 7 of 100 in 4 files, /")
+    assert repr(classes.sample(7)).startswith("<Records: 7 of 100 in 4 files, /")
     for record in ids_of(parts[2]):  # ids are those of all records
         assert parts[2].read(record) == classes.read(record)
 
 
 def test_records_of_other_files(classes, tmp_path):
     other = write_classes(tmp_path / "another", [6, 5], num_classes=9)
-    first, second = classes.take(10), other.exclude([2])
+    first, second = classes.sample(10), other.exclude([2])
     both = first + second
     assert both.num_records == 20
     assert both.paths == tuple(sorted(classes.paths + other.paths))
@@ -146,7 +148,7 @@ def test_records_of_other_files(classes, tmp_path):
     assert spec.label_range == (0, 8)
     assert sorted(serve(spec, TF_DATA, 4)) == ids_of(both)
     with refused("Both have the same records of .*: each must come once"):
-        classes.take(10) + classes.take(3)
+        classes.sample(10) + classes.sample(3)
     with refused("`stores_pixels` must be the same for both, False, got True"):
         classes + dataclasses.replace(other, image_key="image/pixels")
 
@@ -172,7 +174,7 @@ def serve(spec, options, batch_size, shards=1):
     ),
 )
 def test_both_backends_serve_the_subset(classes, order, num_records, options):
-    records = classes.take(num_records, seed=num_records)
+    records = classes.sample(num_records, seed=num_records)
     spec = spec_of(records, order, SMALL, record_ids=True)
     for shards in (1, 2, 3):
         size = num_records // shards
@@ -186,7 +188,7 @@ def test_both_backends_serve_the_subset(classes, order, num_records, options):
 
 def test_the_labels_that_are_served(classes):
     """The labels of the index are those of the records, and of their images."""
-    records = classes.take(30)
+    records = classes.sample(30)
     spec = spec_of(records, "global", SMALL, record_ids=True, label=dti.ClassLabel())
     batches = dti.make_dataset(spec, TF_DATA, batch_size=10)
     labels = dict(zip(ids_of(records), records.labels.tolist(), strict=True))
@@ -195,7 +197,7 @@ def test_the_labels_that_are_served(classes):
 
 
 def test_blocks_and_balanced_weights(classes):
-    records = classes.filter(labels=(0, 1)).take(20)
+    records = classes.filter(labels=(0, 1)).sample(20)
     spec = spec_of(
         records, "global", SMALL, shuffle_block_size=4, record_ids=True, class_weight="balanced"
     )
@@ -273,9 +275,9 @@ def test_refuses(classes):
         r"`seed` must be in .0, 2\*\*31.": lambda: classes.split(seed=-1, a=1.0),
         "`b` leaves none of these 100 records": lambda: classes.split(a=0.9999999, b=0.0000001),
         "`num_folds` must be .*2.*, got 1": lambda: classes.folds(1),
-        "`amount` must be in .1, 100., got 101": lambda: classes.take(101),
-        "`amount` must be a whole number, or a share": lambda: classes.take(1.5),
-        "`amount` leaves none of these": lambda: classes.take(1e-9),
+        "`num_records` must be in .1, 100., got 101": lambda: classes.sample(101),
+        "`fraction` must be in .0, 1., got 1.5": lambda: classes.sample_fraction(1.5),
+        "`fraction` leaves none of these": lambda: classes.sample_fraction(1e-9),
         "run from 0 to 3, got .9.": lambda: classes.filter(labels={1, 9}),
         "run from 0 to 3, got ..": lambda: classes.filter(labels=()),
         "`ids` must be in .0, 100., ids of records, got 100": lambda: classes.select([100]),
@@ -285,7 +287,7 @@ def test_refuses(classes):
         "`labels` must be an Iterable, got 3": lambda: classes.filter(labels=3),
         "`record` must be ": lambda: classes.locate("3"),
         "`exclude` leaves none": lambda: classes.exclude(range(100)),
-        "ids of these 5 records, got": lambda: classes.take(5).select(range(100)),
+        "ids of these 5 records, got": lambda: classes.sample(5).select(range(100)),
         "`ids` leaves none": lambda: classes.select([]),
     }.items():
         with refused(message):
@@ -295,7 +297,7 @@ def test_refuses(classes):
 @pytest.mark.parametrize("options", [TF_DATA, DALI], ids=["tf_data", "dali"])
 def test_new_labels(classes, options):
     """Of classes and of single records, in subsets, with an offset, one-hot and weights."""
-    records = classes.relabel({0: 10, 1: 10, 2: 11}, ids={5: 13}).take(60)
+    records = classes.relabel({0: 10, 1: 10, 2: 11}, ids={5: 13}).sample(60)
     stored = dict(zip(ids_of(classes), classes.labels.tolist(), strict=True))
     for order in ("global", "sequential"):
         spec = spec_of(
@@ -359,7 +361,7 @@ def test_relabel_refuses(classes, dataset):
         "A new label must be an integer, got 1.5": lambda: classes.relabel({1: 1.5}),
         "does not have a class for each record": lambda: dataset.relabel({1: 2}),
         "has other labels in one of the two": lambda: (
-            classes.take(4).relabel({0: 9}) + classes.exclude(classes.take(4).ids)
+            classes.sample(4).relabel({0: 9}) + classes.exclude(classes.sample(4).ids)
         ),
         "`order` must be 'global' for new labels, got 'buffer'": lambda: spec_of(
             classes.relabel({0: 9}), "buffer", SMALL
@@ -394,18 +396,25 @@ def test_parts_are_divided_again(many, by_label):
         assert {*ids_of(part)} < {*ids_of(whole)}
 
     parts = many.split(train=0.8, held_out=0.2, by_label=by_label)
-    for part in (*parts.values(), many.take(0.3), many.take(400), many.filter(labels={1, 2, 3})):
-        has_share(part.take(0.5, by_label=by_label), part, 0.5)
+    for part in (
+        *parts.values(),
+        many.sample_fraction(0.3),
+        many.sample(400),
+        many.filter(labels={1, 2, 3}),
+    ):
+        has_share(part.sample_fraction(0.5, by_label=by_label), part, 0.5)
         halves = part.split(a=0.5, b=0.5, by_label=by_label)
         has_share(halves["a"], part, 0.5)
-        has_share(halves["a"].take(0.5), halves["a"], 0.5)
+        has_share(halves["a"].sample_fraction(0.5), halves["a"], 0.5)
         for train, held_out in part.folds(4, by_label=by_label):
             has_share(held_out, part, 0.25)
-            has_share(train.take(0.5), train, 0.5)
-            has_share((train + held_out).take(0.5), part, 0.5)
-    assert many.take(0.5) == many.split(a=0.5, b=0.5)["a"]  # of the same set the same draw
+            has_share(train.sample_fraction(0.5), train, 0.5)
+            has_share((train + held_out).sample_fraction(0.5), part, 0.5)
+    assert (
+        many.sample_fraction(0.5) == many.split(a=0.5, b=0.5)["a"]
+    )  # of the same set the same draw
     assert parts["train"] + parts["held_out"] == many
-    assert (parts["train"] + parts["held_out"]).take(9) == many.take(9)
+    assert (parts["train"] + parts["held_out"]).sample(9) == many.sample(9)
 
 
 def test_parts_by_label_are_within_one_record():
@@ -447,7 +456,7 @@ def test_counts_of_several_classes_are_unknown_for_a_subset(tmp_path):
         tmp_path / "train-0", examples, dti.Checks(verify="schema", label=label)
     )
     assert spec_of(records, "global", SMALL, label=label).class_counts == ((0, 3), (1, 3), (2, 6))
-    assert spec_of(records.take(3), "global", SMALL, label=label).class_counts is None
+    assert spec_of(records.sample(3), "global", SMALL, label=label).class_counts is None
 
 
 def test_unions_of_overlapping_files(many):

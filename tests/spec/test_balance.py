@@ -1,4 +1,4 @@
-"""How often each class and each record comes: `balance`, `temperature` and `repeats`."""
+"""How often each class and each record comes: `balance`, `temperature` and `repeated_augmentation`."""
 
 from collections import Counter
 
@@ -120,7 +120,7 @@ ASKED = [
     ({"balance": {0: 0.5, 1: 1.0}}, [26, 26, 8]),
     ({"temperature": 2.0}, [29, 20, 11]),
     ({"temperature": 1e6}, [20, 20, 20]),
-    ({"balance": "class", "repeats": 3}, [21, 21, 18]),
+    ({"balance": "class", "repeated_augmentation": 3}, [21, 21, 18]),
 ]
 
 
@@ -143,13 +143,13 @@ def test_classes_come_as_asked(classes, asked, options):
         for number, (batch, _) in enumerate(batches):
             ids = batch["record_id"].numpy()
             assert ids.tolist() == train.records_of(5 * epoch + number).tolist()
-            if train.spec.repeats > 1:
+            if train.spec.repeated_augmentation > 1:
                 assert {*Counter(ids.tolist()).values()} == {3}
                 images = batch["image"].numpy()
                 assert (images[0] != images[1]).any()  # another crop or mirror
 
 
-TEMPERED = {"repeats": 2, "temperature": 3.0}
+TEMPERED = {"repeated_augmentation": 2, "temperature": 3.0}
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_the_batch_of_a_step_again(classes, options, fields):
     assert next(iter(train))[0]["record_id"].numpy().tolist() == train.records_of(14).tolist()
 
 
-REPEATED = {"balance": "class", "repeats": 2}
+REPEATED = {"balance": "class", "repeated_augmentation": 2}
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ REPEATED = {"balance": "class", "repeats": 2}
 )
 def test_resuming_at_any_step(classes, options, fields):
     """From a step on, by one or two shards, everything is as if it had not stopped."""
-    spec = spec_with(classes.take(41), **fields)
+    spec = spec_with(classes.sample(41), **fields)
     train = dti.load(spec, options, batch_size=8)
     whole = [batch for _ in range(2) for batch in train]
     for start in (3, 5, 7):
@@ -222,7 +222,7 @@ def test_refuses(classes, dataset):
         "a dict of factors above 0, at most 1,000,000, got 1e.308": {"balance": {0: 1e308}},
         "at most 1,000,000, got 1000": {"balance": {0: 10**400}},
         "`temperature` must be": {"temperature": 0.5},
-        "`repeats` must be": {"repeats": 0},
+        "`repeated_augmentation` must be": {"repeated_augmentation": 0},
         "`balance` and a mixture need `shuffle_block_size` 1": {
             "balance": "class",
             "shuffle_block_size": 2,
@@ -230,12 +230,12 @@ def test_refuses(classes, dataset):
     }.items():
         with refused(message):
             spec_with(classes, **fields)
-    for name, value in (("balance", "class"), ("temperature", 2.0), ("repeats", 2)):
+    for name, value in (("balance", "class"), ("temperature", 2.0), ("repeated_augmentation", 2)):
         with refused(f"`{name}` is for order 'global' only, got 'buffer'"):
             spec_of(classes, "buffer", SMALL, **{name: value})
     with refused("the index none. Index with --verify=schema and the same label"):
         spec_of(dataset, "global", SMALL, balance="class")
-    with refused("`repeats` must be a divisor of the 4 images of a step, got 3"):
-        dti.load(spec_with(classes, repeats=3), TF_DATA, batch_size=4)
+    with refused("`repeated_augmentation` must be a divisor of the 4 images of a step, got 3"):
+        dti.load(spec_with(classes, repeated_augmentation=3), TF_DATA, batch_size=4)
     with refused("Order 'buffer' has no plan of its steps"):
         dti.load(spec_of(dataset, "buffer", SMALL), TF_DATA, batch_size=4).records_of(0)

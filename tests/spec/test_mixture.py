@@ -164,7 +164,7 @@ def test_refuses(photos, drawings, dataset):
         "`records` must be shares in .0, 1., got 0": {photos: 1.0, drawings: 0},
         "`records` must be a dict of Records, got records": {"records": 1.0},
         "`records` must be parts by their shares": {},
-        "Both have the same records of": {photos: 0.5, photos.take(3): 0.5},
+        "Both have the same records of": {photos: 0.5, photos.sample(3): 0.5},
     }.items():
         with refused(message):
             mixture_of(shares)

@@ -237,13 +237,13 @@ def test_parts_of_stored_records(dataset, stored, tmp_path):
     dti.build_index(f"{stored}/train-*")
     for cache_dir in (None, tmp_path / "copies"):
         far = dti.Records.from_files(f"{stored}/train-*", cache_dir=cache_dir)
-        first, rest = far.take(9), far.exclude(dataset.take(9).ids)
-        assert first.ids.tolist() == dataset.take(9).ids.tolist()
-        assert same(take_pass(first, TF_DATA), take_pass(dataset.take(9), TF_DATA))
+        first, rest = far.sample(9), far.exclude(dataset.sample(9).ids)
+        assert first.ids.tolist() == dataset.sample(9).ids.tolist()
+        assert same(take_pass(first, TF_DATA), take_pass(dataset.sample(9), TF_DATA))
         how = {"record_ids": True, "seed": 3}
         spec = dti.InputSpec.for_training({first: 0.5, rest: 0.5}, 16, **how)
         train = dti.load(spec, TF_DATA, batch_size=6)
-        near = {dataset.take(9): 0.5, dataset.exclude(first.ids): 0.5}
+        near = {dataset.sample(9): 0.5, dataset.exclude(first.ids): 0.5}
         expected = dti.load(dti.InputSpec.for_training(near, 16, **how), TF_DATA, batch_size=6)
         assert len(train) == len(expected) == 3
         for (batch, labels), (other, same_labels) in zip(train, expected, strict=True):

@@ -205,7 +205,7 @@ def test_of_a_function(spec):
             {2: {"views": (SMALL, LARGE)}},
             "must keep what comes out, image, label; epoch 2 has image_",
         ),
-        ({2: {"repeats": 2}}, "for epoch 2 it changes `repeats`"),
+        ({2: {"repeated_augmentation": 2}}, "for epoch 2 it changes `repeated_augmentation`"),
     ],
 )
 def test_refuses(spec, schedule, message):

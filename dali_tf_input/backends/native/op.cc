@@ -291,8 +291,8 @@ void ComputeDecode(void* kernel, TF_OpKernelContext* context) {
   call.Run([&] {
     TF_Tensor** inputs = call.inputs;
     const int64_t count = TF_TensorElementCount(inputs[1]), numbers = TF_TensorElementCount(inputs[2]);
-    const double* what = static_cast<const double*>(TF_TensorData(inputs[2]));
-    const int crop = numbers > 3 && what[0] >= 0 && what[0] <= dali_tf_input::kRandomCrop ? static_cast<int>(what[0]) : -1;
+    const double* crop_parameters = static_cast<const double*>(TF_TensorData(inputs[2]));
+    const int crop = numbers > 3 && crop_parameters[0] >= 0 && crop_parameters[0] <= dali_tf_input::kRandomCrop ? static_cast<int>(crop_parameters[0]) : -1;
     if (TF_TensorElementCount(inputs[0]) != 1 || count < 3 || crop < 0 || numbers != 3 + dali_tf_input::kNumbers[crop]) {
       return TF_SetStatus(call.status, dali_tf_input::kInvalidArgument, "one image, its random numbers and a crop are needed");
     }
@@ -304,14 +304,14 @@ void ComputeDecode(void* kernel, TF_OpKernelContext* context) {
     if (decoder.Open(reinterpret_cast<const uint8_t*>(TF_StringGetDataPointer(encoded)), TF_StringGetSize(encoded))) {
       Image image;
       image.height = decoder.height, image.width = decoder.width;
-      dali_tf_input::FindRegion(work, static_cast<dali_tf_input::Crop>(crop), what + 3,
+      dali_tf_input::FindRegion(work, static_cast<dali_tf_input::Crop>(crop), crop_parameters + 3,
                                 static_cast<const float*>(TF_TensorData(inputs[1])), count, &image);
       const double excess = std::min(image.extent[0] / work.height, image.extent[1] / work.width);
-      if (excess < what[2] && !dali_tf_input::Check(work, image)) {
+      if (excess < crop_parameters[2] && !dali_tf_input::Check(work, image)) {
         void* out = call.AllocateImage(work);
         if (!out) return;
         dali_tf_input::Resampler resampler(work, image, out);
-        is_done = DecodeLines(decoding.get(), &resampler, what[1] != 0);
+        is_done = DecodeLines(decoding.get(), &resampler, crop_parameters[1] != 0);
       }
     }
     work.Return(std::move(decoding));
@@ -378,9 +378,9 @@ void ComputeDecodeViews(void* kernel, TF_OpKernelContext* context) {
     TF_Tensor** inputs = call.inputs;
     std::vector<View> views;
     const int64_t num_uniforms = TF_TensorElementCount(inputs[1]);
-    const auto* what = static_cast<const double*>(TF_TensorData(inputs[2]));
+    const auto* crop_parameters = static_cast<const double*>(TF_TensorData(inputs[2]));
     const int64_t count = TF_TensorElementCount(inputs[2]);
-    const bool is_right = TF_TensorElementCount(inputs[0]) == 1 && count > 0 && ReadViews(what + 1, count - 1, num_uniforms, &views);
+    const bool is_right = TF_TensorElementCount(inputs[0]) == 1 && count > 0 && ReadViews(crop_parameters + 1, count - 1, num_uniforms, &views);
     if (!is_right) return TF_SetStatus(call.status, dali_tf_input::kInvalidArgument, "one image, random numbers and views are needed");
     const int64_t shape[2] = {static_cast<int64_t>(views.size()), 4};
     auto* regions = static_cast<double*>(call.Allocate(1, kDouble, shape, 2, views.size() * 4 * sizeof(double)));
@@ -411,7 +411,7 @@ void ComputeDecodeViews(void* kernel, TF_OpKernelContext* context) {
       if (is_valid && size[0] > 0 && size[1] > 0) {
         void* out = call.Allocate(0, kTypes[dali_tf_input::kUint8], size, 3, static_cast<size_t>(size[0] * size[1] * 3));
         if (!out) return;
-        is_done = DecodeWindow(decoding.get(), window, what[0] != 0, static_cast<uint8_t*>(out));
+        is_done = DecodeWindow(decoding.get(), window, crop_parameters[0] != 0, static_cast<uint8_t*>(out));
         for (size_t view = 0; view < views.size(); ++view) {
           const Image& image = views[view].image;
           const double region[4] = {image.start[0] - window.top, image.start[1] - window.left, image.extent[0], image.extent[1]};
@@ -448,11 +448,11 @@ void* CreateRead(TF_OpKernelConstruction* context) {
 void DeleteRead(void*) { OpenFiles().RemoveReader(); }
 
 // The records of some files, and functions to read them. Error messages are worded as in
-// `reading.check_states` and `records.tfrecord`.
+// `reading.check_versions` and `records.tfrecord`.
 struct Records {
   const char* names;  // TF_TString each
   size_t name_size;
-  const int64_t* states;
+  const int64_t* versions;
   int64_t num_files;
   const int32_t* file_of;
   const int64_t* extents;
@@ -466,7 +466,7 @@ struct Records {
     }
     const auto* given = reinterpret_cast<const TF_TString*>(names + name_size * static_cast<size_t>(of));
     name->assign(TF_StringGetDataPointer(given), TF_StringGetSize(given));
-    Problem problem = OpenFiles().Open(*name, states[2 * of], states[2 * of + 1], file);
+    Problem problem = OpenFiles().Open(*name, versions[2 * of], versions[2 * of + 1], file);
     if (!problem.text.empty()) return problem;
     return dali_tf_input::CheckExtent(**file, *name, extents[2 * number], extents[2 * number + 1]);
   }
@@ -537,7 +537,7 @@ void ComputeRead(void* kernel, TF_OpKernelContext* context) {
     }
     records.names = static_cast<const char*>(TF_TensorData(inputs[0]));
     records.name_size = TF_TensorByteSize(inputs[0]) / static_cast<size_t>(records.num_files);
-    records.states = static_cast<const int64_t*>(TF_TensorData(inputs[1]));
+    records.versions = static_cast<const int64_t*>(TF_TensorData(inputs[1]));
     records.file_of = static_cast<const int32_t*>(TF_TensorData(inputs[2]));
     records.extents = static_cast<const int64_t*>(TF_TensorData(inputs[3]));
     void* out = call.Allocate(0, kString, &count, 1, records.name_size * static_cast<size_t>(count));
@@ -597,7 +597,7 @@ __attribute__((constructor)) void RegisterAll() {
   const auto image = {"height: int", "width: int", "kernel: int", "antialias: bool", "clip: bool", "chw: bool",
                       "mean: list(float)", "scale: list(float)", "T: {float, half, bfloat16, uint8}"};
   Register("DaliTfInputRead",
-           {"names: string", "states: int64", "file_of: int32", "extents: int64", "numbers: int64"}, {"records: string"},
+           {"names: string", "versions: int64", "file_of: int32", "extents: int64", "numbers: int64"}, {"records: string"},
            {"check_crc: bool"}, TF_NewKernelBuilder("DaliTfInputRead", "CPU", CreateRead, ComputeRead, DeleteRead));
   Register("DaliTfInputPrepare", {"image: uint8", "region: double", "mirror: bool"}, {"prepared: T"}, image,
            TF_NewKernelBuilder("DaliTfInputPrepare", "CPU", Create<Work>, ComputePrepare, Delete<Work>));
@@ -613,7 +613,7 @@ __attribute__((constructor)) void RegisterAll() {
   Register("DaliTfInputDecodeViews", {"encoded: string", "uniforms: float", "views: double"},
            {"pixels: uint8", "regions: double", "is_done: bool"}, {},
            TF_NewKernelBuilder("DaliTfInputDecodeViews", "CPU", CreateIdle, ComputeDecodeViews, Delete<DecodeKernel>));
-  Register("DaliTfInputDecode", {"encoded: string", "uniforms: float", "what: double"}, {"prepared: T", "is_done: bool"}, image,
+  Register("DaliTfInputDecode", {"encoded: string", "uniforms: float", "crop_parameters: double"}, {"prepared: T", "is_done: bool"}, image,
            TF_NewKernelBuilder("DaliTfInputDecode", "CPU", Create<DecodeKernel>, ComputeDecode, Delete<DecodeKernel>));
 }
 

@@ -60,7 +60,7 @@ def examine(pattern: str) -> Set:
     """Reads what is known of the records of a set."""
     records = _FILES.dataset([pattern])
     if _SAMPLE.value and _SAMPLE.value < records.num_records:
-        records = records.take(_SAMPLE.value)
+        records = records.sample(_SAMPLE.value)
     try:
         labels = records.labels - _FILES.label_offset.value
     except InputError:

@@ -24,7 +24,7 @@ def make_dataset(
     if isinstance(options, TfDataOptions):
         return _make_by_tf_data(stage, stream, options)
     if stage == "read":  # by tf.data, which reads for DALI
-        if dali_reading.reads_by_itself(spec, options):
+        if dali_reading.can_use_dali_reader(spec, options):
             raise InputError("DALI's own reader reads and parses in one step: there is no 'read'.")
         return _make_by_tf_data(stage, stream, TfDataOptions())
     return _make_by_dali(stage, stream, options)
@@ -80,10 +80,13 @@ def _make_by_dali(stage: str, stream: Any, options: DaliOptions) -> Any:
 
     device_id = 0 if options.device == "gpu" else None
     spec, preprocess = stream.spec, stream.spec.preprocess
-    decode, by_itself = options.resolved_decode, dali_reading.reads_by_itself(spec, options)
+    decode, uses_dali_reader = (
+        options.resolved_decode,
+        dali_reading.can_use_dali_reader(spec, options),
+    )
 
     def define() -> Any:
-        values = dali_reading.define_inputs(stream, options, by_itself=by_itself)
+        values = dali_reading.define_inputs(stream, options, uses_dali_reader=uses_dali_reader)
         encoded, uniforms = values["image"], values["uniforms of image"]
         if stage == "parse":
             number = encoded.shape()[0] + fn.reshape(values["label"], shape=[])
@@ -102,4 +105,4 @@ def _make_by_dali(stage: str, stream: Any, options: DaliOptions) -> Any:
 
     make = partial(dali.make_pipeline, define, stream, options, device_id)
     outputs = [((stream.batch_size,), tf.float32)]
-    return dali.make_dataset(make, outputs, stream, options, by_itself=by_itself)
+    return dali.make_dataset(make, outputs, stream, options, uses_dali_reader=uses_dali_reader)

@@ -81,8 +81,8 @@ def list_settings(default: Candidate, cores: int, *, plainly: bool) -> list[Cand
         changes = {"num_threads": threads, "prefetch_queue_depth": [1, 4]}
         on_gpu = options.device == "gpu"
         changes |= {"hw_decoder_load": [0.5, 0.8, 0.9, 1.0]} if on_gpu else {"decode": ["full"]}
-        reads_by_itself = on_gpu and default.order == "buffer"
-        changes |= {"read_mode": ["plain"]} if reads_by_itself else {}
+        uses_dali_reader = on_gpu and default.order == "buffer"
+        changes |= {"read_mode": ["plain"]} if uses_dali_reader else {}
     settings = [
         dataclasses.replace(default, options=dataclasses.replace(options, **{name: value}))
         for name, values in changes.items()

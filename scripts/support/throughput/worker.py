@@ -43,7 +43,7 @@ def make_batches(candidate: Candidate, spec: InputSpec, batch_size: int) -> Iter
         device_id = 0 if options.device == "gpu" else None
         stream = Stream(spec=spec, **shared)
         return run_pipeline(
-            import_dali().build_pipeline(stream, options, device_id, by_itself=True)
+            import_dali().build_pipeline(stream, options, device_id, uses_dali_reader=True)
         )
     if variant in stages.STAGES:
         return iter(stages.make_dataset(variant, spec, options, **shared))

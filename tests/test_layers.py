@@ -1,4 +1,4 @@
-"""The rooms of the package: a room imports only from rooms above it, and what loads when."""
+"""The layers of the package: a layer imports only from layers above it, and what loads when."""
 
 import ast
 import os
@@ -14,7 +14,7 @@ from conftest import ROOT
 import dali_tf_input as dti
 
 PACKAGE = Path(dti.__file__).parent
-ROOMS = [
+LAYERS = [
     "errors",
     "random",
     "processes",
@@ -30,7 +30,7 @@ ROOMS = [
 UPWARDS = {("__main__.py", "cli")}  # ``python -m ...``
 # Imported when they are used: optional packages, and what takes seconds or serves few.
 LATE = {"obstore", "distributed", "nvidia", "tensorflow", "PIL", "numpy", "pynvml"}
-LATE_ROOMS = {"index.decoders"}  # it brings TensorFlow
+LATE_LAYERS = {"index.decoders"}  # it brings TensorFlow
 LATE_IN_CLI = {"backends", "serving", "training"}  # as a command's help comes at once
 
 
@@ -48,20 +48,20 @@ def imports_of(path):
 def test_rooms_import_only_from_rooms_above():
     """Also inside functions, where only optional and slow modules are imported."""
     found = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()}
-    assert found - {"__init__", "__main__", "__pycache__"} == set(ROOMS)
+    assert found - {"__init__", "__main__", "__pycache__"} == set(LAYERS)
     for path in [*PACKAGE.glob("[a-z]*.py"), *PACKAGE.glob("*/**/*.py")]:
         file = path.relative_to(PACKAGE).as_posix()
-        room = file.split("/")[0].removesuffix(".py")
+        layer = file.split("/")[0].removesuffix(".py")
         for module, name, is_late in imports_of(path):
             package, *parts = [*module.split("."), name]
-            is_front_door = room == "cli" and parts[0] in {"", *dti.__all__}
+            is_public = layer == "cli" and parts[0] in {"", *dti.__all__}
             is_version = parts[-1:] == ["__version__"]
-            if package == "dali_tf_input" and not (is_version or is_front_door):
-                rank = ROOMS.index(parts[0])
-                allowed = rank <= ROOMS.index(room) or (file, parts[0]) in UPWARDS
+            if package == "dali_tf_input" and not (is_version or is_public):
+                rank = LAYERS.index(parts[0])
+                allowed = rank <= LAYERS.index(layer) or (file, parts[0]) in UPWARDS
                 assert allowed, f"{file} imports {module}"
-                may_be_late = ".".join(parts[:2]) in LATE_ROOMS
-                may_be_late |= room == "cli" and parts[0] in LATE_IN_CLI
+                may_be_late = ".".join(parts[:2]) in LATE_LAYERS
+                may_be_late |= layer == "cli" and parts[0] in LATE_IN_CLI
                 assert not is_late or may_be_late, f"{file}: {module} late"
             elif is_late:
                 assert package in LATE, f"{file} imports {module} late"
