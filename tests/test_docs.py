@@ -49,7 +49,7 @@ def test_site_builds(tmp_path):
 def test_tutorial_runs(tmp_path, monkeypatch):
     """All cells run, on drawings instead of photos, and what was trained predicts well."""
     random = np.random.default_rng(0)
-    for number in range(240):
+    for number in range(480):
         shape = ("disk", "square", "triangle")[number % 3]
         path = tmp_path / shape / f"{number}.jpg"
         path.parent.mkdir(exist_ok=True)

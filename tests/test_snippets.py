@@ -50,7 +50,7 @@ SMALLER |= {"epochs=90": "epochs=2", "/data/": "", "/local/": ""}
 PRINTED = {
     "README": [r"\nEpoch 2/2\n", "images_per_second: ", "for CPU:0, CPU:1;"],
     "distributed_training": [r"\nEpoch 2/2\n", "for CPU:0, CPU:1;"],
-    "getting_started": [r"for CPU:0", r"^\{'accuracy': .*\}$", r"^\d+\.jpg class [0-7]$"],
+    "getting_started": [r"for CPU:0", r"^\{'accuracy': .*\}$", r"^class \d/\d+\.jpg class [0-7]$"],
     "labels": [r"^\(16, 64, 64, 3\) \[", r"^\[b'.*\.jpg'\]$"],
     "problems": [r"Extent\(file='.*/records/train-00000-of-00001', number=\d+"],
     "recipes": [r"'image_2': TensorShape\(\[8, 96, 96, 3\]\)", "Epoch 3/3"],

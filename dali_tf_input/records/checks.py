@@ -102,18 +102,22 @@ class Checks:
             fields["label"] = label_from_json(fields["label"])
         return cls(**fields)
 
-    def to_flags(self, *, vocabulary: str = "labels.txt") -> list[str]:
+    def to_flags(self, *, vocabulary: str = "labels.txt", names_keys: bool = False) -> list[str]:
         """Returns the flags of ``dali-tf-input index`` that ask for these checks.
 
-        `vocabulary` names the file with the names of the classes, if labels are stored as names.
+        Args:
+          vocabulary: the file with the names of the classes, if labels are stored as names.
+          names_keys: whether to name feature keys that the index step would find by itself; it
+            finds those of the first file, and takes them for all.
         """
         label = self.label
-        values: dict[str, Any] = {"verify": self.verify, "label": label_kind(label)}
-        if (self.image_key, label.key if label else None) not in KEY_PRESETS.values():
-            values |= {"image_key": self.image_key, "label_key": label.key if label else None}
+        keys = {"image_key": self.image_key, "label_key": label.key if label else None}
+        is_usual = tuple(keys.values()) in KEY_PRESETS.values() and not names_keys
+        names = getattr(label, "vocabulary", None)
+        values: dict[str, Any] = {"verify": self.verify, **({} if is_usual else keys)}
+        values["label"] = label_kind(label)
         values["label_offset"] = getattr(label, "offset", None)
         values["label_size"] = getattr(label, "size", None)
-        names = getattr(label, "vocabulary", None)
         values["vocabulary"] = vocabulary if names else None
         values["num_classes"] = None if names else getattr(label, "num_classes", None)
         values |= {name: getattr(self, name) for name in ("mask_key", "decoder", "max_pixels")}

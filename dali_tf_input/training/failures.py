@@ -173,7 +173,8 @@ def skip_command(
     groups: dict[tuple[str, ...], list[str]] = {}  # by flags
     for file in files or records.paths:
         entry = entries.get(file)
-        flags = _checks_of(spec, options, entry).to_flags()
+        checks = _checks_of(spec, options, entry)
+        flags = checks.to_flags(names_keys=bool(records.other_image_keys))
         flags += [on_bad] if on_bad else []
         if entry and entry.verified == "decode":  # a file whose bytes rotted counts as unchanged
             flags.append("--force")

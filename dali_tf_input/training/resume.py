@@ -106,7 +106,9 @@ class Resume:
         self.folder = local_path("folder", folder)
         self.save_every, self.allow_changed_data = save_every, allow_changed_data
         self._saved_step = 0
-        self._saved_names: list[str] = []  # the files that the last state names
+        # The files that the last state names, and those that it replaced: a run that was killed
+        # may have left some.
+        self._saved_names: list[str] = []
 
     def __repr__(self) -> str:
         """Names the folder."""
@@ -210,7 +212,8 @@ class Resume:
             model.save_weights(partial[0], overwrite=True)
             np.savez(partial[1], **seeds, **(arrays or {}))
             replace(dict(zip(partial, map(self._path, names), strict=True)))
-            document = {**msgspec.to_builtins(state), "weights": names[0]}
+            obsolete = sorted({*self._saved_names} - {*names})
+            document = {**msgspec.to_builtins(state), "weights": names[0], "obsolete": obsolete}
             write_whole(self._path(_STATE_NAME), json.dumps(document, indent=2))
         except OSError as error:
             for path in (*partial, self._path(f"{_STATE_NAME}.new")):
@@ -220,8 +223,8 @@ class Resume:
                 f"The state of training cannot be saved in {self.folder}: {error}."
                 + (" The previous state remains." if self._saved_step else "")
             ) from error
-        # Only these: other files of such names may be a callback's.
-        for name in {*self._saved_names} - {*names}:
+        # Only these, which the state names: other files of such names may be a callback's.
+        for name in obsolete:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._path(name))
         self._saved_step, self._saved_names = state.step, names
@@ -268,7 +271,8 @@ class Resume:
                 f"{path} is not a state of training: {error}. Start in another folder."
             ) from error
         self._weights_step = int(re.findall(r"\d+", name)[0])
-        self._saved_names = [name, f"step-{self._weights_step}.npz"]
+        obsolete = filter(_OURS.fullmatch, map(str, document.get("obsolete", [])))
+        self._saved_names = [name, f"step-{self._weights_step}.npz", *obsolete]
         if not os.path.exists(self._path(name)):
             raise InputError(
                 f"{path}: the weights it names are gone: {name}. Start in another folder."

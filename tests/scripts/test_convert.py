@@ -178,7 +178,7 @@ def test_convert_of_any_image(tmp_path):
     assert {Path(line["image"]).stem for line in listed} == unreadable
     assert all(line["reason"] for line in listed)
     records = {
-        record["image/filename"][1][0].decode().split(".")[0]: {
+        record["image/filename"][1][0].decode().removeprefix("all/").split(".")[0]: {
             key: value[0] for key, (_, value) in record.items()
         }
         for record in read_features(tmp_path / "out" / "train-00000-of-00001")
@@ -384,11 +384,11 @@ def test_a_converter_killed_alone_leaves_nothing_running(tmp_path, photos):
     command = [sys.executable, SCRIPTS / "make_sample_tfrecords.py", "--num_images=4096"]
     command += [tmp_path / "out"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     workers = []
     while not workers and process.poll() is None:
-        started = children.read_text().split()
-        workers = [child for child in started if "spawn_main" in command_of(child)]
+        tasks = Path(f"/proc/{process.pid}/task").glob("*/children")
+        started = [child for task in tasks for child in task.read_text().split()]
+        workers = [child for child in started if "dali_tf_input.processes" in command_of(child)]
         time.sleep(0.01)
     process.kill()
     process.wait()

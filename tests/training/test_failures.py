@@ -323,15 +323,15 @@ def test_the_command_checks_as_before(tmp_path):
     pattern = str(tmp_path / "train-*")
     both = "--num_classes=300 --decoder=tf_data --max_pixels=1000000"
     for flags, options, expected in (
-        ("--verify=schema --num_classes=300", DALI, "--num_classes=300"),
-        (f"--verify=decode {both}", TF_DATA, f"{both} --force"),
+        ("--verify=schema --num_classes=300", DALI, "--num_classes=300 --on_bad=skip"),
+        (f"--verify=decode {both}", TF_DATA, f"{both} --on_bad=skip --force"),
         # tf.data's decoder was content: both are asked now.
-        ("--verify=decode --decoder=tf_data", DALI, "--force"),
+        ("--verify=decode --decoder=tf_data", DALI, "--on_bad=skip --force"),
     ):
         index("--max_bad_fraction=1", *flags.split(), pattern)
         spec = spec_of(dti.Records.from_files(pattern), "global", dti.Preprocess())
         command = skip_command(spec, options)
-        head = "dali_tf_input index --verify=decode --on_bad=skip"
+        head = "dali_tf_input index --verify=decode"
         assert command.partition(" -m ")[2] == f"{head} {expected} {pattern!r}"
 
 
