@@ -1,6 +1,5 @@
 """The callbacks that make several calls of Keras's `fit` look like a single one."""
 
-import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -115,7 +114,6 @@ class Training(keras.callbacks.CallbackList):
         self._batches_before = 0  # of the epoch, in earlier calls of `fit`
         self._epoch_start = 0
         self._raw_weights: list[Any] = []
-        self._element_spec: Any = None  # until what can be built is built
         super().__init__(
             [*self._watchers, self.counter],
             add_progbar=verbose != 0,
@@ -186,7 +184,6 @@ class Training(keras.callbacks.CallbackList):
 
     def build_metrics(self, element_spec: Any) -> None:
         """Builds the metrics of a resumed epoch; Keras would build them only in its first step."""
-        self._element_spec = element_spec
         saved = sum(name.startswith("metric/") for name in self._arrays)
         if not self._batches_before or len(self.model.metrics_variables) == saved:
             return
@@ -213,30 +210,6 @@ class Training(keras.callbacks.CallbackList):
                 for variable, value in zip(self.model.metrics_variables, metrics, strict=True):
                     variable.assign(value)
         super().on_epoch_begin(epoch, logs)
-        if self._element_spec and _is_kerass(self.model):
-            self._build()
-        self._element_spec = None
-
-    def _build(self) -> None:
-        """Builds the optimizer and the metrics, as Keras does under a strategy.
-
-        Otherwise the first step builds them, and TensorFlow traces it twice, which doubles the time
-        it takes.
-        """
-        model, (x, *targets) = self.model, self._element_spec
-        if not model.optimizer.built:
-            model.optimizer.build(model.trainable_variables)
-        batch_size = keras.tree.flatten(x)[0].shape[0]
-
-        def describe(output: keras.KerasTensor) -> tf.TensorSpec:
-            return tf.TensorSpec((batch_size, *output.shape[1:]), output.dtype)
-
-        outputs = model.outputs[0] if isinstance(model, keras.Sequential) else model.output
-        outputs = keras.tree.map_structure(describe, outputs)
-        y, *weights = targets or [None]
-        compute = tf.function(functools.partial(model.compute_metrics, None), autograph=False)
-        with keras.StatelessScope():  # the metrics keep their values
-            compute.get_concrete_function(y, outputs, *weights)
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Passes on the number of the batch in its epoch."""
@@ -290,24 +263,6 @@ class Training(keras.callbacks.CallbackList):
                 callback.save()
         if self._resume:
             self._resume.save(self.model, self._state, arrays)
-
-
-def _is_kerass(model: keras.Model) -> bool:
-    """Whether a model consists of Keras's layers and TensorFlow trains it in Keras's own step.
-
-    Other models may make variables in the step, or train variables that are not theirs.
-    """
-
-    def is_own(layer: Any) -> bool:
-        if not type(layer).__module__.startswith("keras."):
-            return False
-        return all(map(is_own, getattr(layer, "layers", ())))
-
-    if keras.backend.backend() != "tensorflow" or not model.built or not model.optimizer:
-        return False
-    outputs = getattr(model, "outputs", None) or ()
-    has_known_outputs = outputs and all(None not in one.shape[1:] for one in outputs)
-    return bool(has_known_outputs) and is_own(model) and "train_step" not in vars(model)
 
 
 def _plain_attributes(callback: keras.callbacks.Callback) -> dict[str, Any]:
