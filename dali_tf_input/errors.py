@@ -10,7 +10,7 @@ import math
 import operator
 import os
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from numbers import Real
 from types import UnionType
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, overload
@@ -21,7 +21,6 @@ _T = TypeVar("_T")
 
 _SEVERAL = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _FIELDS = "__dataclass_fields__"
-_EMPTY = inspect.Parameter.empty
 _NAMES = {bool: "True or False", str: "text", bytes: "bytes", type(None): "None", dict: "a dict"}
 
 
@@ -99,7 +98,10 @@ def checked(function: Any) -> Any:
         function.__init__ = checked(function.__init__)  # type: ignore[misc]
         return function
     signature = inspect.signature(function)
-    plain = {name for name, param in signature.parameters.items() if param.kind not in _SEVERAL}
+    plain = [name for name, param in signature.parameters.items() if param.kind not in _SEVERAL]
+    takes_any = any(
+        param.kind is inspect.Parameter.VAR_KEYWORD for param in signature.parameters.values()
+    )
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -107,7 +109,9 @@ def checked(function: Any) -> Any:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
             name = function.__qualname__.removesuffix(".__init__")
-            raise _explain_call(name, signature, args, kwargs) from error
+            if not takes_any:
+                check_keywords(name, kwargs, [one for one in plain if one not in ("self", "cls")])
+            raise WrongCallError(f"{name}(): {error}.") from error
         hints = _hints_of(function)
         for name, value in bound.arguments.items():
             if name in plain and name in hints:
@@ -126,39 +130,6 @@ def check_keywords(function: str, names: Iterable[str], known: Collection[str]) 
             if nearest:
                 hint = f"Did you mean `{nearest[0]}`?"
             raise WrongCallError(f"{function}() has no argument `{name}`. {hint}")
-
-
-def _explain_call(
-    function: str,
-    signature: inspect.Signature,
-    args: tuple[object, ...],
-    kwargs: Mapping[str, object],
-) -> InputError:
-    """Returns the error for arguments that do not fit a signature."""
-    names = [name for name in signature.parameters if name not in ("self", "cls")]
-    args = args[len(signature.parameters) - len(names) :]
-    kinds = {name: signature.parameters[name].kind for name in names}
-    single = [name for name in names if kinds[name] not in _SEVERAL]
-    positional = [name for name in single if kinds[name] != inspect.Parameter.KEYWORD_ONLY]
-    if inspect.Parameter.VAR_KEYWORD not in kinds.values():
-        try:
-            check_keywords(function, kwargs, single)
-        except WrongCallError as error:
-            return error
-    if len(args) > len(positional):
-        first = f"only {_list_names(positional)}" if positional else "nothing"
-        rest = _list_names(name for name in single if name not in positional)
-        hint = f" Name the others: {rest}." if rest else ""
-        return WrongCallError(
-            f"{function}() takes {first} by position, got {len(args)} values.{hint}"
-        )
-    by_position = positional[: len(args)]
-    twice = [name for name in by_position if name in kwargs]
-    if twice:
-        return WrongCallError(f"{function}() got `{twice[0]}` twice, by position and by name.")
-    required = [name for name in single if signature.parameters[name].default is _EMPTY]
-    missing = [name for name in required if name not in (*by_position, *kwargs)]
-    return WrongCallError(f"{function}() needs {_list_names(missing)}.")
 
 
 def _list_names(names: Iterable[str]) -> str:

@@ -6,7 +6,6 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from dali_tf_input.errors import InputError
 from dali_tf_input.spec.input import InputSpec
