@@ -119,7 +119,6 @@ class RandAugment(Augmentation):
             raise InputError("`increasing` False is for `dialect` 'tf' only, got 'torchvision'.")
 
     def plan(self, image_size: tuple[int, int]) -> Plan:
-        """Returns the random choices for images of `image_size`."""
         magnitudes = [self.magnitude]
         if self.magnitude_std:
             normal = NormalDist(self.magnitude, self.magnitude_std)
@@ -161,7 +160,6 @@ class TrivialAugment(Augmentation):
     interpolation: Sampling = "nearest"
 
     def plan(self, image_size: tuple[int, int]) -> Plan:
-        """Returns the random choices for images of `image_size`."""
         warp = Warp(image_size, self.fill, self.interpolation == "bilinear")
         rows = [
             row for level in range(31) for row in torchvision_rows(level / 30, warp, is_wide=True)
@@ -195,7 +193,6 @@ class ColorJitter(Augmentation):
     p: Part = 1.0
 
     def plan(self, image_size: tuple[int, int]) -> Plan:
-        """Returns the random choices for images of `image_size`."""
 
         def table(strength: float, make: Callable[[float], Sequence[float]]) -> Floats:
             return make_table(map(make, _even(max(0.0, 1 - strength), 1 + strength)))
@@ -227,7 +224,6 @@ class RandomGrayscale(Augmentation):
     p: Part = 0.1
 
     def plan(self, image_size: tuple[int, int]) -> Plan:
-        """Returns the random choices for images of `image_size`."""
         return Plan((make_table([saturation(0.0)]),), p=self.p)
 
 
@@ -253,7 +249,6 @@ class GaussianBlur(Augmentation):
         check(0 < low <= high <= 30, "sigma", "(smallest, largest), both in (0, 30]", self.sigma)
 
     def plan(self, image_size: tuple[int, int]) -> Plan:
-        """Returns the random choices for images of `image_size`."""
         return Plan(
             (make_table((Primitive.BLUR, sigma) for sigma in _even(*self.sigma)),), p=self.p
         )
@@ -276,7 +271,6 @@ class Solarize(Augmentation):
     threshold: Byte = 128.0
 
     def plan(self, image_size: tuple[int, int]) -> Plan:
-        """Returns the random choices for images of `image_size`."""
         return Plan((make_table([(Primitive.SOLARIZE, self.threshold)]),), p=self.p)
 
 
@@ -317,7 +311,6 @@ class RandomErasing(Augmentation):
         check(0 < low <= high < math.inf, "aspect_ratio_range", rule, self.aspect_ratio_range)
 
     def plan(self, image_size: tuple[int, int]) -> Plan:
-        """Returns the random choices for images of `image_size`."""
         # Points that fill the unit square evenly; source: M. Roberts, "The unreasonable
         # effectiveness of quasirandom sequences", the R2 sequence.
         points = (0.5 + np.arange(_RECTANGLES)[:, None] * (0.7548776662, 0.5698402910)) % 1
@@ -361,7 +354,6 @@ class VerticalMirror(Augmentation):
     p: Part = 0.5
 
     def plan(self, image_size: tuple[int, int]) -> Plan:
-        """Returns the random choices for images of `image_size`."""
         return Plan((make_table([Warp(image_size).row(1, 0, 0, 0, -1, image_size[0])]),), p=self.p)
 
 

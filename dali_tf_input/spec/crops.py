@@ -137,7 +137,6 @@ class ResizeRandomCrop(Crop):
         _check_not_below("resize", self.resize, image_size)
 
     def plan(self, size: Any, out: Any, uniforms: Uniforms, ops: Ops) -> Region:
-        """Returns the region of one image."""
         resized = ops.constant(self.resize)
         corner = ops.floor(uniforms.position * (resized - out + 1.0))
         return Region.of_resized(size, resized, corner, out)
@@ -181,11 +180,9 @@ class RandomResizedCrop(Crop):
 
     @property
     def num_attempt_uniforms(self) -> int:
-        """How many random numbers `plan` needs in addition to the position's."""
         return 2 * self.num_attempts
 
     def plan(self, size: Any, out: Any, uniforms: Uniforms, ops: Ops) -> Region:
-        """Returns the region of one image."""
         height, width = size[0:1], size[1:2]
         (low_area, high_area), (low_ratio, high_ratio) = self.area_range, self.aspect_ratio_range
         attempts, count = uniforms.attempts, self.num_attempts
@@ -229,7 +226,6 @@ class RandomCrop(Crop):
     is_random: ClassVar[bool] = True
 
     def plan(self, size: Any, out: Any, uniforms: Uniforms, ops: Ops) -> Region:
-        """Returns the region of one image."""
         drawn = ops.floor(uniforms.position * (size - out + 1.0))
         start = ops.where(size >= out, drawn, ops.floor((size - out) / 2.0))
         return Region(start, out + size * 0.0, size, start)
@@ -257,7 +253,6 @@ class CenterCrop(Crop):
         _check_not_below("resize_shorter", (self.resize_shorter, self.resize_shorter), image_size)
 
     def plan(self, size: Any, out: Any, uniforms: Uniforms, ops: Ops) -> Region:
-        """Returns the region of one image."""
         shorter = ops.minimum(size[0:1], size[1:2])
         resized = ops.floor(size * (float(self.resize_shorter) / shorter) + 0.5)
         corner = ops.floor((resized - out) / 2.0)
