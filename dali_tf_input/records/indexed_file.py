@@ -1,20 +1,26 @@
-"""A TFRecord file, its index, and the location of each of its records."""
+"""A TFRecord file, its index, and the location of each of its records.
+
+An index file has a line for each record: its offset and its size, in bytes.
+"""
 
 import functools
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
 from dali_tf_input.errors import InputError
 from dali_tf_input.random import Integers
 from dali_tf_input.records.contents import unpack_integers
-from dali_tf_input.records.index_file import parse_index, read_index
 from dali_tf_input.records.paths import BAD_RECORDS_NAME
 from dali_tf_input.storage.objects import Status
 
 Mask = npt.NDArray[np.bool_]
+
+_FRAME_SIZE = 16  # bytes of a record without data
+_CHANGED = "{} changed since `Records.from_files` read it: {}. Call `Records.from_files` again."
 
 
 class Extent(NamedTuple):
@@ -91,11 +97,11 @@ class IndexedFile:
 
     def index_text(self) -> bytes:
         """Reads the index; raises InputError if it changed."""
-        return read_index(self.index_file, crc=self.index_crc)
+        return _read_text(self.index_file, crc=self.index_crc)
 
     def index(self) -> Integers:
         """Returns offset and size in bytes of each record: int64 (num_records, 2)."""
-        return parse_index(self.index_text(), self.index_file, self.num_records, self.size)
+        return _parse_index(self.index_text(), self.index_file, self.num_records, self.size)
 
     def extent(self, number: int) -> Extent:
         """Returns the location of a record, by its number in the file.
@@ -115,3 +121,36 @@ class IndexedFile:
 @functools.lru_cache(64)  # not those of thousands of files at once
 def _read_index(file: IndexedFile) -> Integers:
     return file.index()
+
+
+def _read_text(index_file: str, *, crc: int) -> bytes:
+    """Reads an index file; raises InputError if that fails or its CRC-32C is not `crc`."""
+    try:
+        with open(index_file, "rb") as stream:
+            text = stream.read()
+        if google_crc32c.value(text) != crc:
+            raise ValueError(f"its CRC-32C was {crc}")
+        return text
+    except (OSError, ValueError) as error:
+        raise InputError(_CHANGED.format(index_file, error)) from error
+
+
+def _parse_index(text: bytes, index_file: str, num_records: int, file_size: int) -> Integers:
+    """Returns offset and size in bytes of each record, in the order of the file: int64 (n, 2).
+
+    Raises:
+      InputError: `text` is damaged or does not hold `num_records` records, or its records overlap
+        or end beyond the `file_size` bytes of their file.
+    """
+    try:
+        extents = np.array(text.split(), dtype=np.int64).reshape(-1, 2)
+        if (extents < (0, _FRAME_SIZE)).any() or (extents > file_size).any():
+            raise ValueError(f"an extent is not in [0, {file_size}], or below {_FRAME_SIZE} bytes")
+        starts, ends = extents[:, 0], extents.sum(1)
+        if (starts[1:] < ends[:-1]).any() or (ends[-1:] > file_size).any():
+            raise ValueError(f"records overlap, or end beyond {file_size} bytes")
+        if len(extents) != num_records:
+            raise ValueError(f"then {num_records} records, now {len(extents)}")
+    except (ValueError, OverflowError) as error:
+        raise InputError(_CHANGED.format(index_file, error)) from error
+    return extents
