@@ -1,6 +1,6 @@
 """Augmentations: random changes to an image after its crop, identical on both backends.
 
-Each augmentation returns a `Plan`: tables of equally likely rows, from which random numbers pick
+Each augmentation returns `Choices`: tables of equally likely rows, from which random numbers pick
 one row for each step. A row names a `Primitive` and its numbers, so the backends implement only
 the primitives. To add an augmentation, see docs/extending.md.
 """
@@ -40,7 +40,7 @@ _NORMAL_LEVELS = 64  # discrete values of a magnitude drawn from a normal distri
 _RECTANGLES = 2048
 
 
-class Plan(NamedTuple):
+class Choices(NamedTuple):
     """The random choices of an augmentation.
 
     Attributes:
@@ -67,7 +67,7 @@ class Augmentation:
 
     is_geometric: ClassVar[bool] = False
 
-    def plan(self, image_size: tuple[int, int]) -> Plan:
+    def plan(self, image_size: tuple[int, int]) -> Choices:
         """Returns the random choices for images of `image_size`, (height, width).
 
         Raises:
@@ -118,7 +118,7 @@ class RandAugment(Augmentation):
         if not self.increasing and self.dialect == "torchvision":
             raise InputError("`increasing` False is for `dialect` 'tf' only, got 'torchvision'.")
 
-    def plan(self, image_size: tuple[int, int]) -> Plan:
+    def plan(self, image_size: tuple[int, int]) -> Choices:
         magnitudes = [self.magnitude]
         if self.magnitude_std:
             normal = NormalDist(self.magnitude, self.magnitude_std)
@@ -136,7 +136,7 @@ class RandAugment(Augmentation):
             rows = [
                 row for magnitude in magnitudes for row in torchvision_rows(magnitude / 30, warp)
             ]
-        return Plan((make_table(rows),), ((0,) * self.num_ops,), step_p=self.p)
+        return Choices((make_table(rows),), ((0,) * self.num_ops,), step_p=self.p)
 
 
 @checked
@@ -159,12 +159,12 @@ class TrivialAugment(Augmentation):
     fill: Byte = 0.0
     interpolation: Sampling = "nearest"
 
-    def plan(self, image_size: tuple[int, int]) -> Plan:
+    def plan(self, image_size: tuple[int, int]) -> Choices:
         warp = Warp(image_size, self.fill, self.interpolation == "bilinear")
         rows = [
             row for level in range(31) for row in torchvision_rows(level / 30, warp, is_wide=True)
         ]
-        return Plan((make_table(rows),))
+        return Choices((make_table(rows),))
 
 
 @checked
@@ -192,7 +192,7 @@ class ColorJitter(Augmentation):
     hue: Annotated[float, Within(0, 0.5)] = 0.0
     p: Part = 1.0
 
-    def plan(self, image_size: tuple[int, int]) -> Plan:
+    def plan(self, image_size: tuple[int, int]) -> Choices:
 
         def table(strength: float, make: Callable[[float], Sequence[float]]) -> Floats:
             return make_table(map(make, _even(max(0.0, 1 - strength), 1 + strength)))
@@ -206,7 +206,7 @@ class ColorJitter(Augmentation):
             tables.append(table(self.saturation, saturation))
         if self.hue:
             tables.append(make_table(map(hue, _even(-self.hue, self.hue))))
-        return Plan(tuple(tables), _permutations(len(tables)), p=self.p)
+        return Choices(tuple(tables), _permutations(len(tables)), p=self.p)
 
 
 @checked
@@ -223,8 +223,8 @@ class RandomGrayscale(Augmentation):
 
     p: Part = 0.1
 
-    def plan(self, image_size: tuple[int, int]) -> Plan:
-        return Plan((make_table([saturation(0.0)]),), p=self.p)
+    def plan(self, image_size: tuple[int, int]) -> Choices:
+        return Choices((make_table([saturation(0.0)]),), p=self.p)
 
 
 @checked
@@ -248,8 +248,8 @@ class GaussianBlur(Augmentation):
         low, high = self.sigma
         check(0 < low <= high <= 30, "sigma", "(smallest, largest), both in (0, 30]", self.sigma)
 
-    def plan(self, image_size: tuple[int, int]) -> Plan:
-        return Plan(
+    def plan(self, image_size: tuple[int, int]) -> Choices:
+        return Choices(
             (make_table((Primitive.BLUR, sigma) for sigma in _even(*self.sigma)),), p=self.p
         )
 
@@ -270,8 +270,8 @@ class Solarize(Augmentation):
     p: Part = 1.0
     threshold: Byte = 128.0
 
-    def plan(self, image_size: tuple[int, int]) -> Plan:
-        return Plan((make_table([(Primitive.SOLARIZE, self.threshold)]),), p=self.p)
+    def plan(self, image_size: tuple[int, int]) -> Choices:
+        return Choices((make_table([(Primitive.SOLARIZE, self.threshold)]),), p=self.p)
 
 
 @checked
@@ -310,7 +310,7 @@ class RandomErasing(Augmentation):
         rule = "(smallest, largest), both above 0"
         check(0 < low <= high < math.inf, "aspect_ratio_range", rule, self.aspect_ratio_range)
 
-    def plan(self, image_size: tuple[int, int]) -> Plan:
+    def plan(self, image_size: tuple[int, int]) -> Choices:
         # Points that fill the unit square evenly; source: M. Roberts, "The unreasonable
         # effectiveness of quasirandom sequences", the R2 sequence.
         points = (0.5 + np.arange(_RECTANGLES)[:, None] * (0.7548776662, 0.5698402910)) % 1
@@ -335,7 +335,7 @@ class RandomErasing(Augmentation):
             (Primitive.ERASE, tall, wide, height - tall + 1, width - wide + 1, 0, 0, *filling)
             for tall, wide in zip(heights[fits], widths[fits], strict=True)
         ]
-        return Plan((make_table(rows),), p=self.p)
+        return Choices((make_table(rows),), p=self.p)
 
 
 @checked
@@ -353,8 +353,10 @@ class VerticalMirror(Augmentation):
     is_geometric: ClassVar[bool] = True
     p: Part = 0.5
 
-    def plan(self, image_size: tuple[int, int]) -> Plan:
-        return Plan((make_table([Warp(image_size).row(1, 0, 0, 0, -1, image_size[0])]),), p=self.p)
+    def plan(self, image_size: tuple[int, int]) -> Choices:
+        return Choices(
+            (make_table([Warp(image_size).row(1, 0, 0, 0, -1, image_size[0])]),), p=self.p
+        )
 
 
 class Program:
