@@ -37,6 +37,8 @@ LATE_IN_CLI = {"backends", "serving", "training"}  # as a command's help comes a
 def imports_of(path):
     """Yields (module, name, whether it stands in a function) for each import of a file."""
     tree = ast.parse(path.read_text())
+    # What only annotations need is not imported.
+    tree.body = [node for node in tree.body if "TYPE_CHECKING" not in ast.unparse(node)[:20]]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, "", node not in tree.body) for alias in node.names)

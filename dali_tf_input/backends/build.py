@@ -59,7 +59,7 @@ def make_dataset(
       The dataset is one epoch long and contains no record twice. Records that do not fill a step
       across all shards are dropped. Each new iterator serves the next epoch. `repeat()` never ends
       and starts a pipeline for each epoch; `endless` starts only one. With `spec.repeat` False
-      every iterator serves the same pass, each record once, and the last batch may be partial.
+      every iterator serves the same epoch, each record once, and the last batch may be partial.
 
       On a GPU, DALI's dataset must be created and iterated under the `tf.device` of its GPU: its
       batches are there. With order "buffer", integer labels, and neither augmentations nor further

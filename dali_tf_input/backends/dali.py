@@ -83,7 +83,7 @@ def build(stream: Stream, options: DaliOptions, device_id: int | None) -> tf.dat
 
     Where tf.data feeds a GPU, the batches come back to the CPU. For training, they are then copied
     to the GPU ahead of time: a dataset on the GPU would get its input one record at a time, at less
-    than half the speed. A single pass stays on the CPU, so that Keras knows its length.
+    than half the speed. An evaluation stays on the CPU, so that Keras knows its length.
 
     Raises:
       InputError: DALI rejects the pipeline.
@@ -119,7 +119,7 @@ def _outside_the_gpu(options: DaliOptions) -> contextlib.AbstractContextManager[
 
 
 def drop_padding(dataset: tf.data.Dataset, stream: Stream) -> tf.data.Dataset:
-    """Trims the last batch of a single pass to its records, because DALI's batches are full."""
+    """Trims the last batch of an evaluation to its records, because DALI's batches are full."""
     last, remainder = divmod(stream.num_images, stream.batch_size)
 
     @tf.autograph.experimental.do_not_convert

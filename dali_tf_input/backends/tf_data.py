@@ -142,7 +142,7 @@ def prepare_batches(
     else:
         dataset = records.map(prepare, num_parallel_calls=options.num_parallel_calls)
     if options.service is not None:
-        # Each pass is a job of its own, whose runs of files go to whichever worker is free.
+        # Each epoch is a job of its own, whose runs of files go to whichever worker is free.
         service = tf.data.experimental.service
         dataset = dataset.apply(service.distribute(service.ShardingPolicy.DYNAMIC, options.service))
         dataset = dataset.batch(stream.batch_size, drop_remainder=True)

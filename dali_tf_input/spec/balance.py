@@ -18,7 +18,7 @@ from dali_tf_input.records.labels import ClassLabel, Label
 from dali_tf_input.records.records import Records
 
 _MAX_FACTOR = 1_000_000
-_MAX_EPOCHS = 1000  # the longest epoch of a mixture, in passes over all records
+_MAX_EPOCHS = 1000  # the longest epoch of a mixture, in times all records
 Balance = dict[int, float] | Literal["class"] | None
 
 

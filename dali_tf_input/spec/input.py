@@ -8,7 +8,6 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from numbers import Real
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -40,6 +39,7 @@ from dali_tf_input.spec.balance import Balance, Mixture, find_classes, is_label_
 from dali_tf_input.spec.mix import Mix
 from dali_tf_input.spec.plan import Groups, Plan
 from dali_tf_input.spec.preprocess import Preprocess
+from dali_tf_input.spec.rules import check_rules
 
 Order = Literal["sequential", "buffer", "global"]
 
@@ -133,73 +133,23 @@ class InputSpec:
     views: tuple[Preprocess, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.shuffle_block_size > 1 and self.order != "global":
-            raise InputError(
-                f"`shuffle_block_size` is for order 'global' only, got {self.shuffle_block_size}"
-                f" with {self.order!r}."
-            )
-        if not self.repeat and self.order != "sequential":
-            raise InputError(
-                f"`repeat` False is for order 'sequential' only, got {self.order!r}: it is one pass"
-                " that serves each record once."
-            )
-        check(0 <= self.seed < 2**31, "seed", "in [0, 2**31)", self.seed)
-        self._check_label()
-        self._check_views()
-        asked = {
-            "balance": self.balance is not None,
-            "temperature": self.temperature != 1,
-            "mixture": self.mixture is not None,
-            "repeated_augmentation": self.repeated_augmentation > 1,
-        }
-        name = next((name for name, is_asked in asked.items() if is_asked), "")
-        if name and self.order != "global":
-            raise InputError(f"`{name}` is for order 'global' only, got {self.order!r}.")
-        if self.records.relabeled and self.label:
-            self._check_new_labels(self.label)
+        if self.label:
+            object.__setattr__(self, "label", self._with_key(self.label))
+        check_rules(self)
         if self.is_balanced or self.mixture:
             _ = self._groups  # raises if there are none
-        if self.mask:
-            self.records.check_feature("mask.key", self.mask.key, ("bytes_list",), (1, 1))
-            for augmentation in self.preprocess.augment:
-                if augmentation.is_geometric:
-                    name = type(augmentation).__name__
-                    raise InputError(
-                        f"`mask` works without {name} only, which moves the pixels of the image."
-                    )
-            if self.preprocess.apply_orientation:
-                raise InputError("`mask` works without `apply_orientation` only.")
-        if self.mix:
-            self._check_mix()
-        for key, stored in self.features.items():
-            check(isinstance(stored, Stored), "features", "Stored(...) by keys", self.features)
-            if key in ("image", *self.image_views, "label", "mask", "record_id", "weight"):
-                raise InputError(f"`features` '{key}' would hide the value of that name.")
-            feature = self.records.features.get(key)
-            # A list without values comes first.
-            kind = "".join(feature.kinds[-1:]) if feature else ""
-            numbers = {"int64_list": int, "float_list": Real}.get(kind, type(None))
-            holds = stored.padding is None or not kind or isinstance(stored.padding, numbers)
-            rule = f"a value like those of '{key}', {self.records.dtype_of(key)}"
-            check(holds, "padding", rule, stored.padding)
-            kinds = (kind,) if stored.padding is None else (kind, "")
-            self.records.check_feature("features", key, kinds, stored.lengths)
+        self.class_weights()  # raises if they are none
 
-    def _check_label(self) -> None:
-        """Fills in the key of `label` and checks it against what is known about the records."""
-        label, records = self.label, self.records
-        if self.class_weight is not None and not (self.repeat and isinstance(label, ClassLabel)):
-            raise InputError("`class_weight` is for training (`repeat` True) with a ClassLabel.")
-        if label is None:
-            return
-        keys = {"image_key": records.image_key, "label_key": label.key}
-        _, key = find_keys(records.features, **keys)
+    def _with_key(self, label: Label) -> Label:
+        """Returns `label` with its key, checked against what is known about the records."""
+        records = self.records
+        _, key = find_keys(records.features, image_key=records.image_key, label_key=label.key)
         if records.relabeled:
             key = label.key or records.label_key or key
         if key is None:
             raise unknown_keys_error(records.features)
-        label = replace(label, key=key)
-        object.__setattr__(self, "label", label)
+        if records.relabeled:  # the labels are not those of the records
+            return replace(label, key=key)
         kinds = label.kinds
         if isinstance(label, Values) and key in records.features:  # lists of one kind are parsed
             stored = [kind for kind in kinds if kind in records.features[key].kinds]
@@ -209,57 +159,8 @@ class InputSpec:
                     " which Values needs one: write all records with one type."
                 )
             kinds = tuple(stored) or kinds
-        if not records.relabeled:
-            records.check_feature("label.key", key, kinds, label.lengths)
-        if isinstance(label, MultiHot):
-            check(label.num_classes is not None, "num_classes", "given for MultiHot", None)
-        if self.label_range and isinstance(label, ClassLabel | MultiHot):
-            lowest, highest = self.label_range
-            if lowest < 0:
-                raise InputError(
-                    f"`label.offset` must be at most the lowest label, {lowest + label.offset}, got"
-                    f" {label.offset}: it is subtracted from every label, and classes count from 0."
-                )
-            count = label.num_classes if label.dtype == "float32" else None
-            if count:
-                rule = f"above the highest label, {highest}"
-                check(highest < count, "num_classes", rule, count)
-        self.class_weights()  # raises if they are none
-
-    def _check_views(self) -> None:
-        """Checks that views go together."""
-        if not self.views:
-            return
-        check(len(self.views) > 1, "views", "at least two", len(self.views))
-        if self.preprocess != self.views[0]:
-            raise InputError("`preprocess` must be the first of `views`.")
-        if self.mask or self.mix:
-            raise InputError("`views` works without `mask` and `mix` only.")
-        if len({view.apply_orientation for view in self.views}) > 1:
-            raise InputError("`views` are of one decoded image: `apply_orientation` must be equal.")
-
-    def _check_mix(self) -> None:
-        """Checks that labels can be mixed."""
-        label = self.label
-        if self.mask or self.class_weight is not None or not self.repeat:
-            text = "`mix` is for training (`repeat` True) without `mask` and `class_weight`."
-            raise InputError(text)
-        if isinstance(label, ClassLabel) and not label.one_hot:
-            count = label.num_classes or (self.label_range[1] + 1 if self.label_range else "n")
-            raise InputError(
-                "`mix` needs labels that can be mixed:"
-                f" label=ClassLabel(one_hot=True, num_classes={count}), and a categorical loss."
-            )
-        if not isinstance(label, ClassLabel | MultiHot):
-            raise InputError(f"`mix` needs a ClassLabel or a MultiHot, got {label}.")
-
-    def _check_new_labels(self, label: Label) -> None:
-        """Checks that labels can come from the index instead of the records."""
-        check(self.has_fixed_order, "order", "'global' for new labels", repr(self.order))
-        check(isinstance(label, ClassLabel), "label", "a ClassLabel for new labels", label)
-        _ = self.records.labels  # raises if an index lacks some
-        key = self.records.label_key
-        check(label.key == key, "label.key", f"'{key}', as for the new labels", label.key)
+        records.check_feature("label.key", key, kinds, label.lengths)
+        return replace(label, key=key)
 
     @property
     def label_range(self) -> tuple[int, int] | None:
@@ -352,7 +253,7 @@ class InputSpec:
         preprocess: Preprocess | Pixels | tuple[Pixels, Pixels] = 224,
         **fields: Any,
     ) -> "InputSpec":
-        """Describes evaluation input: one pass over all records, in the order of the files.
+        """Describes evaluation input: one epoch over all records, in the order of the files.
 
         Images are preprocessed as by `Preprocess.for_evaluation`: the shorter side is resized to
         8/7 of the size, and the center is cropped and normalized.
@@ -436,11 +337,7 @@ class InputSpec:
         Raises:
           InputError: the labels are not known, or a class of `balance` has no records.
         """
-        if self.shuffle_block_size > 1:
-            raise InputError("`balance` and a mixture need `shuffle_block_size` 1.")
         if self.mixture:
-            if self.is_balanced:
-                raise InputError("A mixture takes neither `balance` nor `temperature`.")
             group, shares = self.mixture.find_parts(self.records), self.mixture.shares
         else:
             group, shares = find_classes(self.records, self.label, self.balance, self.temperature)
@@ -496,7 +393,7 @@ class InputSpec:
     def ids_of_step(self, step: int, *, batch_size: int) -> Integers:
         """Returns the record ids of a step, in the order of its images: int64 (batch_size,).
 
-        Steps count over all epochs. `batch_size` is the global one. The last step of a single pass
+        Steps count over all epochs. `batch_size` is the global one. The last step of an evaluation
         may be shorter. Order "buffer" has no such list.
         """
         plan = self.plan(batch_size)

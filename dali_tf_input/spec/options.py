@@ -112,9 +112,9 @@ class TfDataOptions:
         "tensorflow". The pixels are the same except for rounding.
       service: address of a tf.data service, "grpc://host:port", whose workers read, decode and
         preprocess; None does that in this process. For order "buffer": each record is served once
-        per pass, in an order and with crops that no seed can reproduce. If a worker dies,
+        per epoch, in an order and with crops that no seed can reproduce. If a worker dies,
         TensorFlow waits up to an hour for it to be restarted at its address, and its records may be
-        missing from that pass. `dali-tf-input service` starts one.
+        missing from that epoch. `dali-tf-input service` starts one.
     """
 
     num_parallel_reads: Annotated[int, Within(1, 1024)] = 16

@@ -152,7 +152,7 @@ class Input:
           step: from 0, counted over all epochs, like `start_step` of `load` and in `Resume`.
 
         Returns:
-          int64 (batch_size,); fewer in the last step of an evaluation pass.
+          int64 (batch_size,); fewer in the last step of an evaluation.
 
         Raises:
           InputError: order "buffer" has no plan, or there is no such step.
@@ -189,7 +189,7 @@ class Input:
     def blame(self, folder: Path, *, loss: Any) -> Blame:
         """Returns a callback that tracks the loss of each record during `fit`.
 
-        It needs no extra pass: the model computes the losses of a batch in the metric
+        It needs no extra evaluation: the model computes the losses of a batch in the metric
         `blame.metric`, and the records that they belong to follow from the planned order.
 
         Examples:
@@ -262,15 +262,15 @@ class Input:
 
         Raises:
           BadRecordError: (an InputError) a record stops the input.
-          InputError: this input is one pass for evaluation, the model belongs to another strategy,
+          InputError: this input is for evaluation, the model belongs to another strategy,
             its labels do not fit, an argument is not one of `model.fit`, `resume` cannot restore
             the state (see `Resume.restore`), or another training run is using its folder.
         """
         self._check_model(model)
         if not self.spec.repeat:
             raise InputError(
-                "`fit` needs an input for training, InputSpec.for_training(...); this one is a pass"
-                " for evaluation: train.fit(model, validation=valid)."
+                "`fit` needs an input for training, InputSpec.for_training(...); this one is for"
+                " evaluation: train.fit(model, validation=valid)."
             )
         known = {*inspect.signature(keras.Model.fit).parameters} - {"self", *_NOT_FOR_FIT}
         check_keywords("fit", arguments, known)
@@ -407,7 +407,7 @@ class Input:
           BadRecordError: (an InputError) a record stops the input.
           InputError: this input is for training, or belongs to another strategy.
         """
-        self._check_pass(model)
+        self._check_serves_once(model)
         return self._run_pass(model, model.predict, arguments)
 
     @checked
@@ -494,17 +494,17 @@ class Input:
                 remedy = "make and compile it in `with strategy.scope():`"
             raise InputError(f"`model` was made under another strategy than this input: {remedy}.")
 
-    def _check_pass(self, model: keras.Model) -> None:
+    def _check_serves_once(self, model: keras.Model) -> None:
         self._check_model(model)
         if self.spec.repeat:
             raise InputError(
-                "To evaluate or predict needs a pass that serves each record once:"
+                "To evaluate or predict needs an input that serves each record once:"
                 " InputSpec.for_evaluation(...)."
             )
 
     def check_evaluation(self, model: keras.Model) -> None:
         """Raises InputError unless this input can evaluate `model`."""
-        self._check_pass(model)
+        self._check_serves_once(model)
         if not (self.spec.label or self.spec.mask):
             raise InputError("To evaluate needs labels or masks: this input has none.")
 

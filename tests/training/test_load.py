@@ -358,15 +358,15 @@ def test_what_is_typed_first(dataset, tmp_path):
         "`spec` must be an InputSpec, such as": lambda: load(train, batch_size=6),
         r"load\(\) has no argument `global_batch_size`. Did you mean `batch_size`":
             lambda: load(spec, global_batch_size=6),
-        r"load\(\) needs `batch_size`": lambda: load(spec),
+        r"load\(\): missing a required argument: 'batch_size'": lambda: load(spec),
         "multiple of the 2 replicas, got 7: use 6 or 8":
             lambda: load(spec, TF_DATA, batch_size=7, strategy=strategy),
         "`fit` needs an input for training.* train.fit\\(model, validation=valid\\)":
             lambda: valid.fit(plain),
-        r"To evaluate or predict needs a pass .*: InputSpec.for_evaluation\(":
+        r"To evaluate or predict needs an input .*: InputSpec.for_evaluation\(":
             lambda: train.evaluate(plain),
-        "To evaluate or predict needs a pass": lambda: train.predict(plain),
-        r"needs a pass that serves each record once.*": lambda: train.fit(plain, validation=train),
+        "To evaluate or predict needs an input": lambda: train.predict(plain),
+        r"needs an input that serves each record once.*": lambda: train.fit(plain, validation=train),
         r"`validation` must be an Input, such as load\(InputSpec.for_evaluation\(": lambda: train.fit(plain, validation=valid.dataset),
         r"fit\(\) has no argument `epoch`. Did you mean `epochs`": lambda: train.fit(plain, epoch=3),
         r"fit\(\) has no argument `x`": lambda: train.fit(plain, x=3),
