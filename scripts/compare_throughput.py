@@ -12,11 +12,12 @@ import sys
 from typing import Any
 
 from dali_tf_input import InputError
-from dali_tf_input.cli import command, machine
-from dali_tf_input.cli.flags import BACKENDS, FileFlags, WorkFlags, check_list, describe_work
+from dali_tf_input.cli import command
+from dali_tf_input.cli.flags import check_list, describe_work
 from dali_tf_input.processes import describe_end, run_command
-from support import plots
+from support import machine, plots
 from support.benchmark import Stats, Window
+from support.flags import BACKENDS, FileFlags, WorkFlags
 from support.throughput import costs, tuning
 from support.throughput.peers import PEERS, check_installed
 from support.throughput.rows import ROWS, conclusions, measure_rows, rates, ratios

@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from dali_tf_input import InputError
-from dali_tf_input.cli import command, machine
-from dali_tf_input.cli.flags import FileFlags, check_list
+from dali_tf_input.cli import command
+from dali_tf_input.cli.flags import check_list
 from dali_tf_input.processes import describe_end, run_command
+from support import machine
+from support.flags import FileFlags
 
 _TESTS = ("probe", "pixels", "devices", "memory")
 PARTS = (*_TESTS, "throughput", "tune", "training")

@@ -15,7 +15,8 @@ from typing import Any
 
 import dali_tf_input as dti
 from dali_tf_input.cli import command
-from dali_tf_input.cli.flags import BACKENDS, FileFlags, augment_flag, find_augmentations
+from dali_tf_input.cli.flags import augment_flag, find_augmentations
+from support.flags import BACKENDS, FileFlags
 
 FLAGS = command.Flags()
 _RECORDS = FileFlags(FLAGS)

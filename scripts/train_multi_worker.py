@@ -27,7 +27,7 @@ from dali_tf_input import (
     make_dataset,
 )
 from dali_tf_input.cli import command
-from dali_tf_input.cli.flags import BACKENDS, FileFlags
+from support.flags import BACKENDS, FileFlags
 
 FLAGS = command.Flags()
 _RECORDS = FileFlags(FLAGS)

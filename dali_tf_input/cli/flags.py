@@ -6,19 +6,12 @@ import re
 from typing import Any, get_args
 
 import dali_tf_input as dti
-from dali_tf_input.cli import machine
 from dali_tf_input.cli.command import Flags
 from dali_tf_input.records.class_names import read_class_names
 from dali_tf_input.records.labels import Label, LabelKind
 from dali_tf_input.spec.augment import Augmentation
 from dali_tf_input.spec.crops import NoCrop
 
-# What users call the backends on the command line.
-BACKENDS: dict[str, dti.DaliOptions | dti.TfDataOptions] = {
-    "tf_data": dti.TfDataOptions(),
-    "dali_cpu": dti.DaliOptions(device="cpu"),
-    "dali_gpu": dti.DaliOptions(device="gpu"),
-}
 # What users call the augmentations on the command line.
 AUGMENTATIONS: dict[str, Augmentation] = {
     "rand": dti.RandAugment(),
@@ -38,26 +31,6 @@ _CROPS = (
     "no_crop",
     "letterbox",
 )
-
-
-def backends_flag(flags: Flags) -> Any:
-    """Defines the flag whose value `begin` takes."""
-    names = ", ".join(BACKENDS)
-    return flags.list("backends", None, f"Of {names}; else all that work here.")
-
-
-def begin(backends: list[str] | None) -> tuple[dict[str, Any], list[str]]:
-    """Prints a description of this machine; returns it, and the backends: those given, or all.
-
-    Raises:
-      InputError: a given backend does not work on this machine.
-    """
-    about = machine.describe()
-    about["tensorflow_gpus"] = machine.count_gpus_of_tensorflow() if about["gpus"] else 0
-    here = [name for name in BACKENDS if about["tensorflow_gpus"] or name != "dali_gpu"]
-    names = check_list("backends", backends, here, " on this machine")
-    machine.print_lines(about)
-    return about, names
 
 
 def check_list(name: str, values: list[str] | None, known: list[str], where: str = "") -> list[str]:
@@ -112,7 +85,7 @@ class FileFlags:
         self.label_key, self.label_offset = label_key_flags(flags)
         text = "Local folder for copies of stored objects."
         self.cache_dir = flags.string("cache_dir", None, text)
-        self._all = [flag for name, flag in vars(self).items() if name != "files"]
+        self.all = [flag for name, flag in vars(self).items() if name != "files"]
         self._of_records = [self.index_dir, self.image_key, self.cache_dir]
 
     def dataset(self, files: list[str] | None = None) -> dti.Records:
@@ -126,11 +99,6 @@ class FileFlags:
     def label(self) -> dti.ClassLabel:
         """Returns the label that the records hold."""
         return dti.ClassLabel(key=self.label_key.value, offset=self.label_offset.value)
-
-    def as_arguments(self) -> list[str]:
-        """Returns these flags as arguments for a command that has them too."""
-        arguments = [f"--{flag.name}={flag.value}" for flag in self._all if flag.value]
-        return [*(f"--files={pattern}" for pattern in self.files.value), *arguments]
 
 
 def label_key_flags(flags: Flags) -> tuple[Any, Any]:
@@ -203,12 +171,6 @@ class WorkFlags:
         self.augment = augment_flag(flags)
         self.all = tuple(vars(self).values())
 
-    def as_arguments(self) -> list[str]:
-        """Returns these flags as arguments for a command that has them too."""
-        values = {flag.name: flag.value for flag in self.all}
-        values["augment"] = ",".join(values["augment"])
-        return [f"--{name}={str(value).lower()}" for name, value in values.items()]
-
     def preprocess(self) -> dti.Preprocess:
         """Returns what is done to each training image."""
         size, antialias = self.image_size.value, self.antialias.value
@@ -227,30 +189,3 @@ class WorkFlags:
         crop = crops[_CROPS.index(self.crop.value)]
         augment = find_augmentations(self.augment.value)
         return dataclasses.replace(preprocess, crop=crop, augment=augment)
-
-    def spec(self, files: FileFlags, order: str) -> dti.InputSpec:
-        """Returns what is measured.
-
-        Raises:
-          InputError: the records do not fill a batch.
-        """
-        records = files.dataset()
-        if self.batch_size.value > records.num_records:
-            raise dti.InputError(
-                f"`batch_size` must be at most the {records.num_records} records, got "
-                f"{self.batch_size.value}: name more files, or --batch_size={records.num_records}."
-            )
-        fields = {"order": order, "label": files.label()}
-        return dti.InputSpec.for_training(records, self.preprocess(), **fields)
-
-    def options(self, name: str) -> dti.DaliOptions | dti.TfDataOptions:
-        """Returns the default options of a backend, with --decode."""
-        return self.with_decode(BACKENDS[name])
-
-    def with_decode(
-        self, options: dti.DaliOptions | dti.TfDataOptions
-    ) -> dti.DaliOptions | dti.TfDataOptions:
-        """Returns options with --decode, as far as the backend knows it."""
-        if isinstance(options, dti.DaliOptions) and self.decode.value == "scaled":
-            return options
-        return dataclasses.replace(options, decode=self.decode.value)

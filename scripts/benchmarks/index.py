@@ -22,12 +22,12 @@ from typing import Any
 import psutil
 
 from dali_tf_input import InputError
-from dali_tf_input.cli import command, machine
+from dali_tf_input.cli import command
 from dali_tf_input.records.paths import find_files
 from dali_tf_input.records.tfrecord import frame_record
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from support import processes
+from support import machine, processes
 from support.benchmark import Stats, format_stats
 
 FLAGS = command.Flags()

@@ -23,14 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from dali_tf_input import build_index
-from dali_tf_input.cli import command, machine
-from dali_tf_input.cli.flags import BACKENDS, FileFlags, WorkFlags
+from dali_tf_input.cli import command
 from dali_tf_input.storage.copies import download_to
 from dali_tf_input.storage.objects import Status, find_objects
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from support import processes
+from support import machine, processes
 from support.benchmark import Stats, Window, format_stats
+from support.flags import BACKENDS, FileFlags, WorkFlags
 from support.throughput.candidates import Candidate
 from support.throughput.rows import measure_in_turn, rates, ratios
 

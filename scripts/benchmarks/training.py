@@ -6,11 +6,14 @@ example: python scripts/benchmarks/training.py --files='path/train-*' --batch_si
 """
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import dali_tf_input as dti
 from dali_tf_input.cli import command
-from dali_tf_input.cli.flags import BACKENDS, FileFlags, backends_flag, begin
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from support.flags import BACKENDS, FileFlags, backends_flag, begin
 
 FLAGS = command.Flags()
 _FILES = FileFlags(FLAGS)

@@ -21,8 +21,8 @@ import dali_tf_input as dti
 from dali_tf_input import load
 from dali_tf_input.backends import dali
 from dali_tf_input.backends.build import choose_options, enable_memory_growth
-from dali_tf_input.cli.machine import gpu_memory
 from dali_tf_input.spec.crops import NoCrop
+from support.machine import gpu_memory
 
 pytestmark = pytest.mark.gpu
 

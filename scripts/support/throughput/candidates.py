@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from dali_tf_input import DaliOptions, TfDataOptions
-from dali_tf_input.cli.flags import BACKENDS
 from dali_tf_input.spec.options import AUTOTUNE
 from support import processes
 from support.benchmark import Window
+from support.flags import BACKENDS
 
 SCRIPTS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _WORKER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "worker.py")

@@ -9,8 +9,8 @@ from typing import Any
 
 from dali_tf_input import InputError
 from dali_tf_input.cli import command
-from dali_tf_input.cli.flags import FileFlags, WorkFlags, begin
 from support.benchmark import Stats, Window
+from support.flags import FileFlags, WorkFlags, begin
 from support.throughput.candidates import Candidate, CandidateError, Measurer, images_per_second
 from support.throughput.stages import STAGES
 

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from dali_tf_input import DaliOptions, InputError, TfDataOptions
 from dali_tf_input.cli import command
-from dali_tf_input.cli.flags import FileFlags, WorkFlags
 from support.benchmark import Stats, format_stats
+from support.flags import FileFlags, WorkFlags
 from support.throughput.candidates import Candidate, CandidateError, Measurer, images_per_second
 from support.throughput.peers import PEERS
 

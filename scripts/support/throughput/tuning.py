@@ -10,8 +10,8 @@ from typing import Any
 
 from dali_tf_input import DaliOptions, InputError, TfDataOptions
 from dali_tf_input.cli import command
-from dali_tf_input.cli.flags import BACKENDS, FileFlags, WorkFlags, begin
 from support.benchmark import Stats
+from support.flags import BACKENDS, FileFlags, WorkFlags, begin
 from support.throughput.candidates import Candidate, CandidateError, Measurer, images_per_second
 
 _COLUMNS = ("setting", "images/s", "min", "max", "x default", "")

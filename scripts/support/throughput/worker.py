@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from dali_tf_input import DaliOptions, InputError, InputSpec
-from dali_tf_input.cli import command, machine
-from dali_tf_input.cli.flags import FileFlags, WorkFlags
-from support import processes
+from dali_tf_input.cli import command
+from support import machine, processes
 from support.benchmark import measure
+from support.flags import FileFlags, WorkFlags
 from support.throughput import peers, reference, stages
 from support.throughput.candidates import Candidate
 
