@@ -23,7 +23,6 @@ from dali_tf_input.records.labels import Lengths, describe_list
 from dali_tf_input.records.manifest import find_change, find_change_of_object, read_entries
 from dali_tf_input.records.opening import read_fields
 from dali_tf_input.records.paths import index_command
-from dali_tf_input.records.subsets import Subset
 from dali_tf_input.records.tfrecord import read_record, unframe_record
 from dali_tf_input.storage.copies import drop_copy, find_copy
 from dali_tf_input.storage.objects import RETRY_SECONDS, Part, find_statuses, read_parts
@@ -53,7 +52,7 @@ class Records:
 
     Attributes:
       files: the files, sorted by path.
-      subset: which of their records; None is all of them.
+      subset: which of their records, a bit for each id; None is all of them.
       label_key: the feature key of `labels`; None if the index step did not read them.
       label_vocabulary: the names of the classes in the order of `labels`, if records store names.
       relabeled: whether `relabel` replaced the stored `labels`.
@@ -78,7 +77,7 @@ class Records:
     cache_dir: str | None = None
     retry_seconds: float = RETRY_SECONDS
     features: dict[str, Feature] = field(default_factory=dict, hash=False, repr=False)
-    subset: Subset | None = None
+    subset: bytes | None = field(default=None, repr=False)
     label_key: str | None = None
     label_vocabulary: tuple[str, ...] | None = None
     relabeled: bool = False
@@ -474,7 +473,7 @@ class Records:
             )
         lineages = sorted({self.lineage, other.lineage})
         num_valid = sum(file.num_records for file in files)
-        subset = None if np.count_nonzero(mask) == num_valid else Subset.of(mask)
+        subset = None if np.count_nonzero(mask) == num_valid else subsets.pack_mask(mask)
         return replace(
             self,
             files=files,
@@ -508,7 +507,7 @@ class Records:
         whole = np.zeros(self.num_all, bool)
         whole[self.ids[mask]] = True
         lineage = self.lineage if seed is None else f"{self.lineage}{seed},"
-        return replace(self, subset=Subset.of(whole), lineage=lineage)
+        return replace(self, subset=subsets.pack_mask(whole), lineage=lineage)
 
     @checked
     def locate(self, record: int) -> Extent:
@@ -531,7 +530,9 @@ class Records:
     @property
     def _mask(self) -> Mask:
         """Whether each record of the files is one of these: bool, one for each id."""
-        return self._is_valid if self.subset is None else self.subset.mask
+        if self.subset is None:
+            return self._is_valid
+        return subsets.unpack_mask(self.subset, self.num_all)
 
     @property
     def _is_valid(self) -> Mask:

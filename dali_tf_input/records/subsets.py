@@ -1,11 +1,9 @@
-"""Subsets of records, stored as compressed masks, and the random division into subsets."""
+"""Subsets of records, as masks, and the random division into subsets."""
 
 import hashlib
 import itertools
 import os
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from numbers import Real
 
 import numpy as np
@@ -15,29 +13,15 @@ from dali_tf_input.random import Integers, Stream, Unsigned, hash_words
 from dali_tf_input.records.indexed_file import IndexedFile, Mask
 
 
-@dataclass(frozen=True)
-class Subset:
-    """A subset of the records of a list of files, as a compressed mask.
+def pack_mask(mask: Mask) -> bytes:
+    """Packs a mask, bool (n,), into a bit for each record."""
+    return np.packbits(mask).tobytes()
 
-    Attributes:
-      bits: the mask, one bit per record, packed by `np.packbits` and compressed by zlib.
-      num_all: the number of records in the files, including skipped ones.
-    """
 
-    bits: bytes
-    num_all: int
-
-    @classmethod
-    def of(cls, mask: Mask) -> "Subset":
-        """Makes the subset of the records for which bool (num_all,) is True."""
-        return cls(zlib.compress(np.packbits(mask).tobytes(), 1), len(mask))
-
-    @property
-    def mask(self) -> Mask:
-        """Whether each record belongs to the subset: bool (num_all,)."""
-        bits = np.frombuffer(zlib.decompress(self.bits), np.uint8)
-        mask: Mask = np.unpackbits(bits, count=self.num_all).astype(bool)
-        return mask
+def unpack_mask(packed: bytes, count: int) -> Mask:
+    """Returns the mask of `count` records that `pack_mask` packed: bool (count,)."""
+    mask: Mask = np.unpackbits(np.frombuffer(packed, np.uint8), count=count).view(bool)
+    return mask
 
 
 def check_shares(shares: dict[str, float]) -> None:
