@@ -9,6 +9,7 @@ example: python scripts/compare_throughput.py --files='path/train-*' --seconds=2
 """
 
 import sys
+from pathlib import Path
 from typing import Any
 
 from dali_tf_input import InputError
@@ -136,8 +137,9 @@ def choose_rows(gpus: list[str], order: str) -> list[str]:
 
 def compare_images() -> str:
     """Compares the backends' evaluation images in another process; an error if they differ."""
-    words = [sys.executable, "-m", "dali_tf_input", "preview", *_FILES.as_arguments()]
-    words += ["--evaluation", "--out=", "--num_images=256", f"--most={_MOST_DIFFERENCE}"]
+    script = Path(__file__).with_name("compare_images.py")
+    words = [sys.executable, str(script), *_FILES.as_arguments()]
+    words += ["--evaluation", f"--most={_MOST_DIFFERENCE}"]
     code, output, errors = run_command(words)
     if code:
         raise InputError(

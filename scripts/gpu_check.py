@@ -80,7 +80,7 @@ def list_commands(part: str, device: str) -> list[list[str]]:
     if part in _TESTS:
         file = os.path.normpath(f"{_HERE}/../tests/backends/test_gpu.py")
         tests = [*f"-m pytest -q -p no:cacheprovider -m gpu -k test_{part}".split(), file]
-        look = ["-m", "dali_tf_input", "preview", *files, "--out=", f"--most={_LARGEST_MEAN}"]
+        look = [f"{_HERE}/compare_images.py", *files, f"--most={_LARGEST_MEAN}"]
         return [tests, *([[*look, f"--device={device}"]] if part == "pixels" else [])]
     if part == "alone":
         return [[*compare, f"--backends={dali}_bare"]]

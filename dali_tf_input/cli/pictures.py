@@ -64,16 +64,11 @@ class Tile(NamedTuple):
 
 
 def draw_sheet(
-    tiles: Sequence[Tile | None],
-    *,
-    path: str,
-    across: int = 4,
-    aspect: float = 1.0,
-    title: str = "",
+    tiles: Sequence[Tile], *, path: str, across: int = 4, aspect: float = 1.0, title: str = ""
 ) -> None:
-    """Draws tiles, `across` in a row; None leaves a gap. `aspect` is the width over the height."""
+    """Draws tiles, `across` in a row. `aspect` is the width over the height."""
     width, height = round(_SIDE * min(2.0, max(0.5, aspect))), _SIDE
-    texts = [_wrap(tile.title, width) if tile else [] for tile in tiles]
+    texts = [_wrap(tile.title, width) for tile in tiles]
     text_height = _LINE * max(map(len, texts), default=0) + _GAP // 2
     header = _wrap(title, across * (width + _GAP) - _GAP) if title else []
     top = _GAP + _LINE * len(header) + (_GAP if header else 0)
@@ -83,8 +78,6 @@ def draw_sheet(
     draw = ImageDraw.Draw(sheet)
     draw.multiline_text((_GAP, _GAP), "\n".join(header), fill="black", font=_font(), spacing=4)
     for number, (tile, lines) in enumerate(zip(tiles, texts, strict=True)):
-        if tile is None:
-            continue
         left = _GAP + number % across * (width + _GAP)
         y = top + number // across * (text_height + height + _GAP)
         draw.multiline_text((left, y), "\n".join(lines), fill="black", font=_font(), spacing=4)

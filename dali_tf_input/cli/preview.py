@@ -1,12 +1,9 @@
-"""Shows what the model sees: a contact sheet of images after preprocessing, from both backends.
+"""Shows what the model sees: a contact sheet of images after preprocessing.
 
-Each row shows the original with its label and the cropped region, then tf.data's image and DALI's,
-both with their mask in colors (--mask_key). A fourth picture, their amplified difference, is shown
-only if they differ visibly. Without DALI or its TensorFlow plugin only tf.data's images are shown;
---most and --device need both backends. The images are the first of an epoch of order "global": the
-same records, crops and mirrors for both. --records chooses them by their ids, --blame by the losses
-that `train.blame(folder)` stored. Values outside of 0..255 are clipped. With --most the exit code
-is 1 if the backends differ by more. An empty --out= draws no sheet.
+Each row shows the original with its label and the cropped region, and then the image that the model
+gets, with its mask in colors (--mask_key). The images are the first of an epoch of order "global".
+--records chooses them by their ids, --blame by the losses that `train.blame(folder)` stored. Values
+outside of 0..255 are clipped. An empty --out= draws no sheet.
 
 example: dali-tf-input preview --files='path/train-*' --crop=random_resized_crop --out=sheet.png
 """
@@ -30,15 +27,15 @@ from dali_tf_input import (
 from dali_tf_input.cli import command, pictures
 from dali_tf_input.cli.flags import FileFlags, LabelFlags, WorkFlags, describe_work
 from dali_tf_input.records.losses import find_hardest, read_losses
-from dali_tf_input.records.paths import program
 from dali_tf_input.spec.recipes import Recipe
 
 FLAGS = command.Flags()
 _FILES = FileFlags(FLAGS)
 _LABELS = LabelFlags(FLAGS, _FILES)
 _WORK = WorkFlags(FLAGS)
-_MOST = FLAGS.number("most", None, "Largest mean difference that passes, of 255.")
-_DEVICE = FLAGS.choice("device", "cpu", ["cpu", "gpu"], "Where DALI's images are made.")
+_BACKEND = FLAGS.choice(
+    "backend", "tf_data", ["tf_data", "dali_cpu", "dali_gpu"], "What makes the images."
+)
 _OUT = FLAGS.string("out", "sheet.png", "File for the contact sheet, a .png.")
 _NUM_IMAGES = FLAGS.integer("num_images", 8, "How many images are shown, at most.", 1)
 _RECORDS = FLAGS.list("records", None, "The ids of the records that are shown.")
@@ -54,8 +51,6 @@ _SEED = FLAGS.integer("seed", 0, "Decides which images are shown, and their crop
 
 # Hues far from each other for neighboring classes.
 _MASK_COLORS = 255 * np.array([colorsys.hsv_to_rgb(n * 0.618 % 1, 0.9, 1.0) for n in range(20)])
-_AMPLIFY = 32  # the factor of the difference
-_VISIBLE_MEAN = 0.02  # of 255: a smaller mean difference has no picture
 
 
 def main(arguments: list[str]) -> int:
@@ -67,48 +62,23 @@ def main(arguments: list[str]) -> int:
     if not _RECORDS.value:
         num_images = min(_NUM_IMAGES.value, num_images)
     command.import_tensorflow()
-    decode = _WORK.decode.value
-    other = None  # DALI first, because TensorFlow must not take the GPU's memory before it
-    if _MOST.present or _DEVICE.present or has_dali():
-        dali = DaliOptions(device=_DEVICE.value, decode="auto" if decode == "scaled" else decode)
-        other = next(pictures.make_batches(spec, dali, num_images))
-    batch = next(pictures.make_batches(spec, TfDataOptions(decode=decode), num_images))
-    difference = subtract(batch, other) if other else None
+    batch = next(pictures.make_batches(spec, make_options(), num_images))
+    print(
+        f"images      {num_images} of {spec.records.num_records:,}: "
+        f"{describe_work(spec.preprocess)}"
+    )
     if _OUT.value:
-        draw(spec, batch, other["image"] if other else None)
-    work = describe_work(spec.preprocess)
-    print(f"images      {num_images} of {spec.records.num_records:,}: {work}")
-    if difference is None:
-        print(f"backend     tf.data alone: DALI's plugin does not load, see {program()} doctor")
-    else:
-        print(f"difference  mean {difference.mean():.4f} of 255, largest {difference.max():.2f}")
-    if _OUT.value:
+        draw(spec, batch)
         print(f"sheet       in {_OUT.value}")
-    most = _MOST.value
-    if difference is not None and most is not None and difference.mean() > most:
-        raise InputError(
-            f"The backends' images differ by {difference.mean():.6f}, --most is {most}."
-        )
     return 0
 
 
-def has_dali() -> bool:
-    """Returns whether DALI and its TensorFlow plugin can be imported."""
-    from dali_tf_input.backends.build import import_dali
-
-    try:
-        import_dali().import_plugin()
-    except InputError:
-        return False
-    return True
-
-
-def subtract(batch: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> np.ndarray:
-    """Returns how far the images of two backends' batches differ, of 255, in each value."""
-    if any((values != other[name]).any() for name, values in batch.items() if name != "image"):
-        raise InputError(f"The backends serve other records: {batch}, {other}. Please report this.")
-    difference: np.ndarray = np.abs(batch["image"] - other["image"])
-    return difference
+def make_options() -> DaliOptions | TfDataOptions:
+    """Returns the options of the backend, by the flags."""
+    decode, device = _WORK.decode.value, _BACKEND.value.removeprefix("dali_")
+    if device == "tf_data":
+        return TfDataOptions(decode=decode)
+    return DaliOptions(device=device, decode="auto" if decode == "scaled" else decode)
 
 
 def make_spec() -> InputSpec:
@@ -174,19 +144,14 @@ def lay_over(image: np.ndarray, mask: np.ndarray) -> np.ndarray:
     return np.where((mask > 0)[..., None], 0.5 * image + 0.5 * colors, image)
 
 
-def draw(spec: InputSpec, batch: dict[str, np.ndarray], others: np.ndarray | None) -> None:
-    """Draws the contact sheet of tf.data's batch and DALI's images, if any, and saves it."""
+def draw(spec: InputSpec, batch: dict[str, np.ndarray]) -> None:
+    """Draws the contact sheet of a batch, and saves it."""
     names = [*(spec.records.class_names or ())]
-    images, has_others = batch["image"], others is not None
-    others = images if others is None else others
-    difference = np.abs(images - others)
+    images = batch["image"]
     if spec.mask:
-        images, others = (
-            np.stack([*map(lay_over, pixels, batch["mask"])]) for pixels in (images, others)
-        )
-    differs = [pixels.mean() >= _VISIBLE_MEAN for pixels in difference]
+        images = np.stack([*map(lay_over, images, batch["mask"])])
     losses = read_losses(_BLAME.value, spec.records)[0] if _BLAME.value else None
-    tiles: list[pictures.Tile | None] = []
+    tiles = []
     for number, record in enumerate(batch["record_id"].tolist()):
         image = pictures.read_image(spec.records, record)
         label = pictures.name_label(batch["label"][number], names) if spec.label else ""
@@ -197,19 +162,10 @@ def draw(spec: InputSpec, batch: dict[str, np.ndarray], others: np.ndarray | Non
         elif _RECORDS.value:
             text += f"\nid {record}"
         tiles.append(pictures.Tile(text, image, box))
-        tiles.append(pictures.Tile("tf.data", as_pixels(images[number])))
-        if has_others:
-            text = "DALI" if differs[number] else "DALI: the same"
-            tiles.append(pictures.Tile(text, as_pixels(others[number])))
-        if differs[number]:
-            mean, largest = difference[number].mean(), difference[number].max()
-            text = f"difference x {_AMPLIFY}\nmean {mean:.2f}, largest {largest:.0f} of 255"
-            tiles.append(pictures.Tile(text, as_pixels(_AMPLIFY * difference[number])))
-        elif any(differs):
-            tiles.append(None)
+        tiles.append(pictures.Tile("", as_pixels(images[number])))
     height, width = spec.preprocess.image_size
-    across = (2 + has_others + any(differs)) * (1 if len(images) <= 4 else 2)
-    title = f"What the model sees: {describe_work(spec.preprocess)}"
+    across = 2 if len(images) <= 4 else 4
+    title = f"Records, and what the model sees of them: {describe_work(spec.preprocess)}"
     pictures.draw_sheet(tiles, path=_OUT.value, title=title, across=across, aspect=width / height)
 
 

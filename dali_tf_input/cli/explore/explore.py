@@ -3,7 +3,7 @@
 It reports classes, image sizes, bytes, and duplicate images: within a set, and across two sets
 (each --files names a set, such as training and validation). Bytes and labels come from the index
 (with --verify=schema); for the rest each image is read, but not decoded. The file named by --json
-has the ids of all reported records, for records.exclude(ids).
+names all reported records by their file and their number in it, as records.exclude takes them.
 
 example: dali-tf-input explore --files='path/train-*' --files='path/validation-*' --out=page.html
 """
@@ -27,7 +27,7 @@ from dali_tf_input.records.checks import Checks, InvalidRecord, check_record
 FLAGS = command.Flags()
 _FILES = FileFlags(FLAGS)
 _OUT = FLAGS.string("out", None, "File for a page with plots and thumbnails, a .html.")
-_JSON = FLAGS.string("json", None, "File for the results, with the ids of records.")
+_JSON = FLAGS.string("json", None, "File for the results, with the names of records.")
 _SAMPLE = FLAGS.integer("sample", None, "Look at so many random records of each set; else all.", 1)
 
 _THREADS, _BATCH = 8, 1024
