@@ -75,28 +75,19 @@ def make_dataset(
         requested GPU does not exist, the backend does not support `spec`, or the call is inside a
         tf.function. All are raised before TensorFlow gets a pipeline.
     """
-    return build_dataset(
-        spec,
-        options or choose_options(),
-        batch_size=batch_size,
+    stream = Stream(
+        spec=spec,
+        shard_batch_size=batch_size,
         shard=shard,
-        device_id=device_id,
         position=Position(start_step),
         endless=endless,
     )
+    return build_dataset(stream, options or choose_options(), device_id)
 
 
-def build_dataset(
-    spec: InputSpec,
-    options: Options,
-    *,
-    batch_size: int,
-    shard: Shard,
-    device_id: int | None,
-    position: Position,
-    endless: bool,
-) -> tf.data.Dataset:
-    """Makes the dataset of one shard that starts at `position`, see `make_dataset`."""
+def build_dataset(stream: Stream, options: Options, device_id: int | None) -> tf.data.Dataset:
+    """Makes the dataset of one shard, see `make_dataset`."""
+    spec, num_shards = stream.spec, stream.shard.num_shards
     on_gpu = isinstance(options, DaliOptions) and options.device == "gpu"
     if tf.inside_function():
         raise InputError(
@@ -106,13 +97,11 @@ def build_dataset(
         raise InputError(f"`device_id` is for DaliOptions(device='gpu') only, got {device_id}.")
     check_input(spec, options, device_id=device_id or 0)
     if spec.repeat:
-        check_step(batch_size, num_shards=shard.num_shards, num_records=spec.records_per_epoch)
+        num_records = spec.records_per_epoch
+        check_step(stream.shard_batch_size, num_shards=num_shards, num_records=num_records)
     if spec.records.is_remote:
         local = localize if spec.has_fixed_order else fetch_all
-        spec = replace(spec, records=local(spec.records))
-    stream = Stream(
-        spec=spec, batch_size=batch_size, shard=shard, position=position, endless=endless
-    )
+        stream = replace(stream, spec=replace(spec, records=local(spec.records)))
     _check_position(stream)
     if not isinstance(options, DaliOptions):
         return tf_data.build(stream, options)

@@ -90,7 +90,8 @@ def build(stream: Stream, options: DaliOptions, device_id: int | None) -> tf.dat
     """
     spec = stream.spec
     outputs = [
-        ((stream.batch_size, *shape), tf.as_dtype(dtype)) for shape, dtype in spec.outputs.values()
+        ((stream.shard_batch_size, *shape), tf.as_dtype(dtype))
+        for shape, dtype in spec.outputs.values()
     ]
     uses_dali_reader = can_use_dali_reader(spec, options)
     define = functools.partial(
@@ -120,11 +121,11 @@ def _outside_the_gpu(options: DaliOptions) -> contextlib.AbstractContextManager[
 
 def drop_padding(dataset: tf.data.Dataset, stream: Stream) -> tf.data.Dataset:
     """Trims the last batch of an evaluation to its records, because DALI's batches are full."""
-    last, remainder = divmod(stream.num_images, stream.batch_size)
+    last, remainder = divmod(stream.num_images, stream.shard_batch_size)
 
     @tf.autograph.experimental.do_not_convert
     def cut(number: tf.Tensor, batch: Any) -> Any:
-        count = tf.where(number == last, np.int64(remainder), stream.batch_size)
+        count = tf.where(number == last, np.int64(remainder), stream.shard_batch_size)
         return tf.nest.map_structure(lambda values: values[:count], batch)
 
     return dataset.enumerate().map(cut)
@@ -157,7 +158,7 @@ def make_dataset(
     pipeline = define()  # not built: the dataset keeps it, and needs no more than its definition
     arguments = {  # all, as DALIDataset's own defaults would override the pipeline's
         "pipeline": pipeline,
-        "batch_size": stream.batch_size,
+        "batch_size": stream.shard_batch_size,
         "num_threads": pipeline.num_threads,
         "device_id": pipeline.device_id,
         "prefetch_queue_depth": options.prefetch_queue_depth,
@@ -250,7 +251,7 @@ def make_pipeline(
     shard, cores = stream.shard, len(os.sched_getaffinity(0))
     make = dali.pipeline_def(define, enable_conditionals=conditionals)
     return make(
-        batch_size=stream.batch_size,
+        batch_size=stream.shard_batch_size,
         num_threads=options.num_threads or max(1, cores // shard.num_shards),
         device_id=device_id,
         seed=stream.spec.seed * shard.num_shards + shard.shard_id,  # of DALI's own reader

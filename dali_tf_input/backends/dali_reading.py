@@ -65,7 +65,7 @@ def pack_records(stream: Stream) -> tf.data.Dataset:
         if spec.mix:
             values["mix"] = draw_mix(stream, key)
             place = reading.place_in_batch(stream, key)
-            values["partner"] = tf.cast(stream.batch_size - 1 - place, tf.int32)
+            values["partner"] = tf.cast(stream.shard_batch_size - 1 - place, tf.int32)
         values["image"] = tf.shape(image)
         parts = [image if spec.records.stores_pixels else tf.io.decode_raw(image, tf.uint8)]
         parts += [tf.bitcast(values[name], tf.uint8) for name, *_ in _list_tail(spec)]
@@ -74,9 +74,9 @@ def pack_records(stream: Stream) -> tf.data.Dataset:
     records = reading.read_records(stream, TfDataOptions())
     packed = records.map(pack, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
     if not spec.repeat:  # padded, because DALI drops a partial batch
-        num_batches = -(-stream.num_images // stream.batch_size)
-        packed = packed.repeat().take(num_batches * stream.batch_size)
-    return packed.prefetch(stream.batch_size)
+        num_batches = -(-stream.num_images // stream.shard_batch_size)
+        packed = packed.repeat().take(num_batches * stream.shard_batch_size)
+    return packed.prefetch(stream.shard_batch_size)
 
 
 def _list_tail(spec: InputSpec) -> list[tuple[str, tuple[int, ...], str]]:

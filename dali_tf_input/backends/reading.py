@@ -42,14 +42,14 @@ class Stream:
 
     Attributes:
       spec: the batches to produce.
-      batch_size: images in each batch of this shard.
+      shard_batch_size: images in each batch of this shard.
       shard: which records are read.
       position: where the next iterator starts.
       endless: whether an iterator goes on with the next epoch where one ends.
     """
 
     spec: InputSpec
-    batch_size: int
+    shard_batch_size: int
     shard: Shard = Shard()
     position: Position = field(default_factory=Position)
     endless: bool = False
@@ -62,7 +62,7 @@ class Stream:
     @functools.cached_property
     def plan(self) -> Plan:
         """The plan of an epoch."""
-        return self.spec.plan(self.batch_size, num_shards=self.shard.num_shards)
+        return self.spec.plan(self.shard_batch_size, num_shards=self.shard.num_shards)
 
 
 def with_cardinality(dataset: tf.data.Dataset, stream: Stream) -> tf.data.Dataset:
@@ -72,7 +72,7 @@ def with_cardinality(dataset: tf.data.Dataset, stream: Stream) -> tf.data.Datase
     elif stream.position.step % stream.plan.steps_per_epoch:  # the first epoch is a part of one
         return dataset
     else:
-        count = -(-stream.num_images // stream.batch_size)
+        count = -(-stream.num_images // stream.shard_batch_size)
     return dataset.apply(tf.data.experimental.assert_cardinality(count))
 
 
@@ -134,7 +134,7 @@ def read_planned(stream: Stream, options: TfDataOptions) -> ReadEpoch:
         # Before the first record, as files stay open from one epoch to the next.
         unchanged = tf.numpy_function(check, [places.names, places.versions], tf.string)
         with tf.control_dependencies([unchanged]):
-            first = step * stream.batch_size
+            first = step * stream.shard_batch_size
 
         def list_next(start: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             listed = tf.numpy_function(list_images, [epoch, start], (tf.int64, tf.int64))
@@ -417,7 +417,7 @@ def seeds_of(stream: Stream, purpose: RandomStream, key: tf.Tensor, view: int = 
 
 def place_in_batch(stream: Stream, key: tf.Tensor) -> tf.Tensor:
     """Returns the place of a key's image in its batch, from 0: see `Plan`."""
-    return key % _STRIDE % stream.batch_size
+    return key % _STRIDE % stream.shard_batch_size
 
 
 def _list_runs(records: Records, shard: Shard) -> tuple[list[int], ...]:

@@ -145,11 +145,11 @@ def prepare_batches(
         # Each epoch is a job of its own, whose runs of files go to whichever worker is free.
         service = tf.data.experimental.service
         dataset = dataset.apply(service.distribute(service.ShardingPolicy.DYNAMIC, options.service))
-        dataset = dataset.batch(stream.batch_size, drop_remainder=True)
+        dataset = dataset.batch(stream.shard_batch_size, drop_remainder=True)
         dataset = dataset.take(stream.plan.steps_per_epoch)
         dataset = dataset.repeat() if stream.endless else dataset
     else:
-        dataset = dataset.batch(stream.batch_size, drop_remainder=stream.spec.repeat)
+        dataset = dataset.batch(stream.shard_batch_size, drop_remainder=stream.spec.repeat)
     if stream.spec.mix:
         native = uses_native(options.kernel)
         mix = partial(mix_batch, spec=stream.spec, native=native)

@@ -131,7 +131,7 @@ def find_crop(image: Image.Image, spec: InputSpec, slot: int) -> tuple[Any, bool
     from dali_tf_input.backends.reading import Stream, draw_uniforms
     from dali_tf_input.backends.tf_images import find_region
 
-    stream = Stream(spec=spec, batch_size=1)
+    stream = Stream(spec=spec, shard_batch_size=1)
     uniforms = draw_uniforms(stream, tf.constant(slot, tf.int64))
     region = find_region(tf.constant([image.height, image.width]), uniforms, spec.preprocess)
     mirrored = bool(uniforms[0] < spec.preprocess.mirror_probability)

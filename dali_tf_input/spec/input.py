@@ -365,13 +365,13 @@ class InputSpec:
         """How many records an epoch has, including a remainder that does not fill a step."""
         return (self.mixture or self.records).num_records
 
-    def plan(self, batch_size: int, *, num_shards: int = 1) -> Plan:
-        """Returns the plan of an epoch, for `batch_size` images in each shard's batch.
+    def plan(self, shard_batch_size: int, *, num_shards: int = 1) -> Plan:
+        """Returns the plan of an epoch, for `shard_batch_size` images in each shard's batch.
 
         Raises:
           InputError: `repeated_augmentation` does not divide a step.
         """
-        size = batch_size * num_shards
+        size = shard_batch_size * num_shards
         rule = f"a divisor of the {size} images of a step"
         check(
             size % self.repeated_augmentation == 0,
@@ -381,7 +381,7 @@ class InputSpec:
         )
         return Plan(
             num_slots=self.records_per_epoch,
-            batch_size=batch_size,
+            shard_batch_size=shard_batch_size,
             num_shards=num_shards,
             keep_remainder=not self.repeat,
             seed=self.seed if self.order == "global" else None,

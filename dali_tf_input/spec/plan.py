@@ -82,7 +82,7 @@ class Plan:
 
     Attributes:
       num_slots: how many slots an epoch has, including a remainder that does not fill a step.
-      batch_size: images in a shard's batch, at least 1.
+      shard_batch_size: images in a shard's batch, at least 1.
       num_shards: how many shards make a step.
       keep_remainder: True serves the remainder as a last, shorter step; False drops it.
       seed: in [0, 2**31); None serves the records in the order of the files.
@@ -93,7 +93,7 @@ class Plan:
     """
 
     num_slots: int
-    batch_size: int
+    shard_batch_size: int
     num_shards: int = 1
     keep_remainder: bool = False
     seed: int | None = None
@@ -108,7 +108,7 @@ class Plan:
 
     def num_images(self, shard_id: int) -> int:
         """Returns how many images a shard serves in an epoch."""
-        images = self._num_full_steps * self.batch_size
+        images = self._num_full_steps * self.shard_batch_size
         return images + (self._share_of_remainder(shard_id)[1] if self.keep_remainder else 0)
 
     def slots(self, shard_id: int, first: int = 0, end: int | None = None) -> Integers:
@@ -119,16 +119,16 @@ class Plan:
         """
         num_images = self.num_images(shard_id)
         images = np.arange(first, num_images if end is None else min(end, num_images))
-        step, place = np.divmod(images, self.batch_size)
-        slots: Integers = (step * self.num_shards + shard_id) * self.batch_size + place
+        step, place = np.divmod(images, self.shard_batch_size)
+        slots: Integers = (step * self.num_shards + shard_id) * self.shard_batch_size + place
         in_remainder = step >= self._num_full_steps
-        start = self._share_of_remainder(shard_id)[0] - self._num_full_steps * self.batch_size
+        start = self._share_of_remainder(shard_id)[0] - self._num_full_steps * self.shard_batch_size
         slots[in_remainder] = images[in_remainder] + start
         return slots
 
     def slots_of_step(self, step: int) -> Integers:
         """Returns the slots of all shards at a step of the epoch, in order."""
-        size = self.batch_size * self.num_shards
+        size = self.shard_batch_size * self.num_shards
         end = self.num_slots if self.keep_remainder else self._num_full_steps * size
         return np.arange(step * size, min((step + 1) * size, end))
 
@@ -160,7 +160,7 @@ class Plan:
     def _records_of_groups(self, epoch: int, places: Integers, groups: Groups) -> Integers:
         """Returns the records of places, counted group by group."""
         # Without the remainder, so that the counts of an epoch are exact.
-        total = self.steps_per_epoch * self.batch_size * self.num_shards // self.repeats
+        total = self.steps_per_epoch * self.shard_batch_size * self.num_shards // self.repeats
         quotas, sizes = groups.quotas(total), np.array(groups.sizes, np.int64)
         assert self.seed is not None
         if groups.are_parts:
@@ -179,11 +179,11 @@ class Plan:
 
     @functools.cached_property
     def _num_full_steps(self) -> int:
-        return self.num_slots // (self.batch_size * self.num_shards)
+        return self.num_slots // (self.shard_batch_size * self.num_shards)
 
     @property
     def _remainder(self) -> int:
-        return self.num_slots % (self.batch_size * self.num_shards)
+        return self.num_slots % (self.shard_batch_size * self.num_shards)
 
     def _share_of_remainder(self, shard_id: int) -> tuple[int, int]:
         """Returns the first slot of a shard in the last, shorter step, and how many it has."""

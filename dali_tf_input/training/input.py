@@ -13,10 +13,9 @@ import tensorflow as tf
 
 from dali_tf_input.backends.build import build_dataset
 from dali_tf_input.backends.dali_guard import OneDeviceDataset
-from dali_tf_input.backends.reading import MAX_EPOCHS
+from dali_tf_input.backends.reading import MAX_EPOCHS, Stream
 from dali_tf_input.errors import Count, InputError, Path, Within, check, check_keywords, checked
 from dali_tf_input.random import Integers
-from dali_tf_input.records.labels import COUNT_FROM_1
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.options import DaliOptions, Options
 from dali_tf_input.spec.plan import Position, Shard
@@ -24,6 +23,7 @@ from dali_tf_input.training import strategies
 from dali_tf_input.training.blame import Blame
 from dali_tf_input.training.failures import explain
 from dali_tf_input.training.fit import StepCallback, StepCounter, Training
+from dali_tf_input.training.models import check_labels, check_model, count_outputs
 from dali_tf_input.training.profile import ImagesPerSecond, InputProfile, profile_input
 from dali_tf_input.training.resume import Resume, State
 from dali_tf_input.training.schedule import Schedule
@@ -266,7 +266,7 @@ class Input:
             its labels do not fit, an argument is not one of `model.fit`, `resume` cannot restore
             the state (see `Resume.restore`), or another training run is using its folder.
         """
-        self._check_model(model)
+        check_model(model, self.strategy)
         if not self.spec.repeat:
             raise InputError(
                 "`fit` needs an input for training, InputSpec.for_training(...); this one is for"
@@ -274,7 +274,7 @@ class Input:
             )
         known = {*inspect.signature(keras.Model.fit).parameters} - {"self", *_NOT_FOR_FIT}
         check_keywords("fit", arguments, known)
-        self._check_labels(model)
+        check_labels(model, self.spec.label_range)
         spec = self.spec
         if (class_weight := arguments.pop("class_weight", None)) is not None:
             spec = dataclasses.replace(spec, class_weight=class_weight)  # Keras's maps the dataset
@@ -425,7 +425,7 @@ class Input:
         Raises:
           InputError: the model does not meet these conditions, or belongs to another strategy.
         """
-        self._check_model(model)
+        check_model(model, self.strategy)
         positions = [Position(self._step) for _ in self.devices]
         return profile_input(
             iter(self._make_dataset(self._spec_at(self._step), positions, endless=True)),
@@ -454,15 +454,15 @@ class Input:
         def make_shard(shard: Shard) -> tf.data.Dataset:
             device = devices[shard.shard_id]
             with tf.device(device if on_replica else "CPU:0"):
-                return build_dataset(
-                    spec,
-                    options,
-                    batch_size=self.batch_size // len(devices),
+                stream = Stream(
+                    spec=spec,
+                    shard_batch_size=self.batch_size // len(devices),
                     shard=shard,
-                    device_id=strategies.cuda_device_id(device) if decodes_on_gpu else None,
                     position=positions[shard.shard_id],
                     endless=endless,
                 )
+                device_id = strategies.cuda_device_id(device) if decodes_on_gpu else None
+                return build_dataset(stream, options, device_id)
 
         if strategy is None:
             return make_shard(Shard(0, 1))
@@ -476,26 +476,8 @@ class Input:
             strategies.input_options(strategy, options, on_replica=on_replica),
         )
 
-    def _check_model(self, model: keras.Model) -> None:
-        """Raises InputError unless Keras runs `model` on the devices that this input feeds."""
-        if not isinstance(model, keras.Model):
-            raise InputError(
-                f"`model` must be a keras.Model, got {type(model)}: for models of tf_keras call"
-                " model.fit(train.dataset), their own."
-            )
-        if self.strategy is not None:
-            strategies.check_keras("A strategy")
-        own = strategies.strategy_of(model)
-        if own is not self.strategy:
-            if self.strategy is None:
-                name = type(own).__name__
-                remedy = f"load(..., strategy=...) needs the {name} of the model's scope"
-            else:
-                remedy = "make and compile it in `with strategy.scope():`"
-            raise InputError(f"`model` was made under another strategy than this input: {remedy}.")
-
     def _check_serves_once(self, model: keras.Model) -> None:
-        self._check_model(model)
+        check_model(model, self.strategy)
         if self.spec.repeat:
             raise InputError(
                 "To evaluate or predict needs an input that serves each record once:"
@@ -507,16 +489,6 @@ class Input:
         self._check_serves_once(model)
         if not (self.spec.label or self.spec.mask):
             raise InputError("To evaluate needs labels or masks: this input has none.")
-
-    def _check_labels(self, model: keras.Model) -> None:
-        """Raises InputError if a classifier has fewer outputs than there are labels."""
-        label_range, outputs = self.spec.label_range, _count_classes(model)
-        if label_range and outputs and outputs <= label_range[1]:
-            raise InputError(
-                f"Labels run from {label_range[0]} to {label_range[1]}, the model has {outputs}"
-                f" outputs, for labels 0 to {outputs - 1}. {COUNT_FROM_1} Otherwise the model needs"
-                " more outputs."
-            )
 
     def _run_pass(
         self, model: keras.Model, run: Callable[..., Any], arguments: dict[str, Any]
@@ -545,15 +517,6 @@ class Input:
             self.options,
             batch_size=self.batch_size,
             step=step,
-            num_classes=None if model is None else _count_classes(model),
+            num_classes=None if model is None else count_outputs(model),
         )
         return explained or error
-
-
-def _count_classes(model: keras.Model) -> int | None:
-    """Returns the number of classes of a model with a sparse cross-entropy, else None."""
-    loss, shape = getattr(model, "loss", None), getattr(model, "output_shape", None)
-    name = str(getattr(loss, "name", None) or getattr(loss, "__name__", loss))
-    if "sparse_categorical" not in name or not isinstance(shape, tuple):
-        return None
-    return shape[-1] if isinstance(shape[-1], int) else None

@@ -166,7 +166,7 @@ def test_dali_dataset_equals_the_bare_pipeline(dataset):
     mirrors included. With DALI's own reader, which serves on a GPU.
     """
     spec, options = training(dataset, seed=3), dti.DaliOptions(device="cpu", num_threads=2)
-    stream = Stream(spec=spec, batch_size=5, shard=dti.Shard(1, 2))
+    stream = Stream(spec=spec, shard_batch_size=5, shard=dti.Shard(1, 2))
     define = functools.partial(dali.build_pipeline, stream, options, None, uses_dali_reader=True)
     pipeline = define()
     pipeline.build()
@@ -183,7 +183,7 @@ def test_dalis_own_reader_reads_a_subset(dataset):
     """Also where a file has none of it; on a GPU it serves order "buffer"."""
     records = dataset.select([1, 4, *range(17, 24)])
     assert records.counts == [2, 0, 7]
-    stream = Stream(spec=training(records), batch_size=9)
+    stream = Stream(spec=training(records), shard_batch_size=9)
     pipeline = dali.build_pipeline(stream, DALI, None, uses_dali_reader=True)
     pipeline.build()
     for _ in range(3):
@@ -286,7 +286,7 @@ def test_make_dataset_refuses_other_options(dataset):
 def test_memory_is_tried_before_tensorflow_aborts(dataset, order, said, monkeypatch):
     """As on a GPU: one batch by DALI alone. Other errors are left to the iterator."""
     spec = dataclasses.replace(training(dataset), order=order)
-    stream = Stream(spec=spec, batch_size=5)
+    stream = Stream(spec=spec, shard_batch_size=5)
     uses_dali_reader = order == "buffer"
     pipeline = dali.build_pipeline(stream, DALI, None, uses_dali_reader=uses_dali_reader)
     packed = None if uses_dali_reader else pack_records(stream)
@@ -305,7 +305,7 @@ def test_memory_is_tried_before_tensorflow_aborts(dataset, order, said, monkeypa
 
 
 def test_the_trial_leaves_bad_records_to_the_iterator(dataset):
-    stream = Stream(spec=evaluation(dataset), batch_size=5)
+    stream = Stream(spec=evaluation(dataset), shard_batch_size=5)
     pipeline = dali.build_pipeline(stream, DALI, None, uses_dali_reader=False)
     packed = pack_records(stream).map(lambda _: tf.io.decode_raw(tf.io.read_file("/gone"), "uint8"))
     dali.check_pipeline(pipeline, packed, runs=True)
@@ -322,7 +322,7 @@ def test_a_gpus_dataset_made_on_the_cpu(dataset, order, monkeypatch):
     served = []
     for build in (lambda one: dali.build(one, GPU, None), lambda one: tf_data.build(one, TF_DATA)):
         position = Position(0 if order == "pass" else 2)
-        made = build(Stream(spec=spec, batch_size=5, position=position))
+        made = build(Stream(spec=spec, shard_batch_size=5, position=position))
         served.append([batch for _ in range(2) for batch in made])
     assert len(served[0]) == (10 if order == "pass" else 6)
     for batch, expected in zip(*served, strict=True):
@@ -333,7 +333,7 @@ def test_a_gpus_dataset_made_on_the_cpu(dataset, order, monkeypatch):
 
 def test_what_dali_refuses_is_a_python_error(dataset, tmp_path, monkeypatch):
     """DALIDataset would end the process on this one: a file that is gone."""
-    stream = Stream(spec=training(dataset), batch_size=2)
+    stream = Stream(spec=training(dataset), shard_batch_size=2)
     define = functools.partial(dali.build_pipeline, stream, DALI, None, uses_dali_reader=True)
     monkeypatch.setattr(
         reading, "hold_indexes", lambda _: dict.fromkeys(dataset.paths, str(tmp_path / "gone.idx"))

@@ -76,7 +76,7 @@ def test_every_node_is_where_it_may_be(labeled, order):
         options = DaliOptions(device="gpu", decode=decode, hw_decoder_load=0.5)
         uses_dali_reader = can_use_dali_reader(spec, options)
         assert uses_dali_reader == (order == "buffer" and not preprocess.augment)
-        stream = Stream(spec=spec, batch_size=4)
+        stream = Stream(spec=spec, shard_batch_size=4)
         pipeline = build_pipeline(stream, options, 0, uses_dali_reader=uses_dali_reader)
         assert list(find_mistakes(pipeline)) == []
 
@@ -88,12 +88,16 @@ def test_mixed_batches_too(dataset, changes):
     spec = spec_of(dataset, "buffer", preprocess, label=label, mix=mix)
     options = DaliOptions(device="gpu")
     assert not can_use_dali_reader(spec, options)
-    pipeline = build_pipeline(Stream(spec=spec, batch_size=4), options, 0, uses_dali_reader=False)
+    pipeline = build_pipeline(
+        Stream(spec=spec, shard_batch_size=4), options, 0, uses_dali_reader=False
+    )
     assert list(find_mistakes(pipeline)) == []
 
 
 def test_mistakes_are_found(dataset):
     """A pipeline for the CPU has its outputs elsewhere."""
     spec = spec_of(dataset, "global", dataclasses.replace(Preprocess.for_training(16)))
-    pipeline = build_pipeline(Stream(spec=spec, batch_size=4), DALI, None, uses_dali_reader=False)
+    pipeline = build_pipeline(
+        Stream(spec=spec, shard_batch_size=4), DALI, None, uses_dali_reader=False
+    )
     assert set(find_mistakes(pipeline)) == {"an output is on the cpu"}

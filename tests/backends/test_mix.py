@@ -85,7 +85,8 @@ def test_batches_by_hand(dataset, options, mix, batch_size):
     made = take(feed(dataset, options, batch_size=batch_size, mix=mix), 8)
     plain = take(feed(dataset, options, batch_size=batch_size, mix=None), 8)
     stream = Stream(
-        spec=spec_of(dataset, "global", PLAIN, label=LABEL, mix=mix, seed=3), batch_size=batch_size
+        spec=spec_of(dataset, "global", PLAIN, label=LABEL, mix=mix, seed=3),
+        shard_batch_size=batch_size,
     )
     per_epoch, kinds = 24 // batch_size, set()
     for step in range(8):
@@ -163,7 +164,7 @@ def test_draws(tmp_path):
     records = write_indexed(tmp_path / "train", examples)
     preprocess = dataclasses.replace(PLAIN, image_size=(100, 200))
     spec = spec_of(records, "global", preprocess, label=LABEL, mix=mix)
-    stream = Stream(spec=spec, batch_size=4)
+    stream = Stream(spec=spec, shard_batch_size=4)
     keys = tf.data.Dataset.range(0, 40_000, 4)
     draws = keys.map(lambda key: tf_mix.draw_mix(stream, key)).batch(10_000)
     drawn = next(draws.as_numpy_iterator())

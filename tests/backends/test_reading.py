@@ -221,7 +221,7 @@ def test_slow_reads_overlap(tmp_path, kernel):
         from dali_tf_input.backends.reading import Stream, read_records
         dataset = Records.from_files({list(dataset.paths)!r})
         spec = InputSpec(records=dataset, preprocess=Preprocess.for_training(8), order="global")
-        stream = read_records(Stream(spec=spec, batch_size=8), TfDataOptions(kernel={kernel!r}))
+        stream = read_records(Stream(spec=spec, shard_batch_size=8), TfDataOptions(kernel={kernel!r}))
         print(len(list(stream.take(400))), ctypes.CDLL(None).most_reads())
     """
     environment = {**os.environ, "LD_PRELOAD": str(tmp_path / "slow.so")}

@@ -42,7 +42,7 @@ def list_epoch(classes, shares, batch_size, num_shards, *, repeats=1, epoch=0):
     sizes = tuple(np.bincount(classes, minlength=len(shares)).tolist())
     plan = Plan(
         num_slots=len(classes),
-        batch_size=batch_size,
+        shard_batch_size=batch_size,
         num_shards=num_shards,
         seed=3,
         repeats=repeats,
@@ -98,7 +98,7 @@ def test_any_number_of_shards_serves_the_same_steps():
 
 def test_which_records_come_once_more_is_drawn_anew():
     """Over 300 epochs each of 10 records comes 1.5 times an epoch: five standard deviations."""
-    plan = Plan(num_slots=15, batch_size=1, seed=1, groups=Groups((10,), (1.0,)))
+    plan = Plan(num_slots=15, shard_batch_size=1, seed=1, groups=Groups((10,), (1.0,)))
     times = np.zeros(10)
     for epoch in range(300):
         times += np.bincount(plan.records(epoch, np.arange(15)), minlength=10)

@@ -35,7 +35,7 @@ def mixture_of(shares, **fields):
 
 def plan_of(num_slots, sizes, shares, batch_size=1, num_shards=1):
     groups = Groups(tuple(sizes), tuple(shares), are_parts=True)
-    how = {"batch_size": batch_size, "num_shards": num_shards, "seed": 5}
+    how = {"shard_batch_size": batch_size, "num_shards": num_shards, "seed": 5}
     return Plan(num_slots=num_slots, groups=groups, **how)
 
 

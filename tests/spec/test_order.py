@@ -32,7 +32,7 @@ SMALL = Preprocess.for_training(16)
 
 
 def plan_of(num_slots, batch_size=1, num_shards=1, **fields):
-    return Plan(num_slots=num_slots, batch_size=batch_size, num_shards=num_shards, **fields)
+    return Plan(num_slots=num_slots, shard_batch_size=batch_size, num_shards=num_shards, **fields)
 
 
 def order_of(num_records, epoch, **fields):
@@ -69,7 +69,7 @@ def test_a_step_is_the_same_for_any_number_of_shards():
         for keeps in (False, True):
             plan = plan_of(100, 12 // num_shards, num_shards, keep_remainder=keeps)
             slots = [plan.slots(shard) for shard in range(num_shards)]
-            full = [part[: 8 * plan.batch_size].reshape(8, -1) for part in slots]
+            full = [part[: 8 * plan.shard_batch_size].reshape(8, -1) for part in slots]
             np.testing.assert_array_equal(np.concatenate(full, 1), np.arange(96).reshape(8, 12))
             steps = [plan.slots_of_step(step) for step in range(plan.steps_per_epoch)]
             np.testing.assert_array_equal(np.concatenate(steps), np.arange(100 if keeps else 96))

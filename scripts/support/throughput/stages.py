@@ -20,7 +20,7 @@ def make_dataset(
     from dali_tf_input.backends import dali_reading
     from dali_tf_input.backends.reading import Stream
 
-    stream = Stream(spec=spec, batch_size=batch_size, endless=True)
+    stream = Stream(spec=spec, shard_batch_size=batch_size, endless=True)
     if isinstance(options, TfDataOptions):
         return _make_by_tf_data(stage, stream, options)
     if stage == "read":  # by tf.data, which reads for DALI
@@ -104,5 +104,5 @@ def _make_by_dali(stage: str, stream: Any, options: DaliOptions) -> Any:
         return (number.gpu() if options.device == "gpu" else number,)
 
     make = partial(dali.make_pipeline, define, stream, options, device_id)
-    outputs = [((stream.batch_size,), tf.float32)]
+    outputs = [((stream.shard_batch_size,), tf.float32)]
     return dali.make_dataset(make, outputs, stream, options, uses_dali_reader=uses_dali_reader)

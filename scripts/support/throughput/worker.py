@@ -41,7 +41,7 @@ def make_batches(candidate: Candidate, spec: InputSpec, batch_size: int) -> Iter
         return iter(reference.make_dataset(spec, **shared))
     if variant == "bare" and isinstance(options, DaliOptions):
         device_id = 0 if options.device == "gpu" else None
-        stream = Stream(spec=spec, **shared)
+        stream = Stream(spec=spec, shard_batch_size=batch_size)
         return run_pipeline(
             import_dali().build_pipeline(stream, options, device_id, uses_dali_reader=True)
         )
