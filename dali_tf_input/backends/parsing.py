@@ -21,79 +21,130 @@ def parse_record(
     The image is returned as stored: a scalar string if encoded, or uint8 (height, width, 3) if
     stored as pixels. The mask is uint8 (height, width, 1). Class weights are included.
     """
+    features = _image_features(spec) | _other_features(spec)
+    if spec.mask:
+        features[spec.mask.key] = tf.io.FixedLenFeature((), tf.string)
+    parsed = tf.io.parse_example(record[None], features)
+    image = _find_image(parsed, spec)
+    others = _prepare_others(parsed, spec, tuple(value[None] for value in beside))
+    values = {"image": image, **{name: value[0] for name, value in others.items()}}
+    if spec.mask:
+        values["mask"] = _decode_mask(parsed[spec.mask.key][0], _size_of(image))
+    return values
+
+
+def parse_image(record: tf.Tensor, spec: InputSpec) -> tf.Tensor:
+    """Returns the image of a serialized Example, as `parse_record`."""
+    return _find_image(tf.io.parse_example(record[None], _image_features(spec)), spec)
+
+
+def parse_others(
+    records: tf.Tensor, spec: InputSpec, beside: tuple[tf.Tensor, ...] = ()
+) -> dict[str, tf.Tensor]:
+    """Parses what is beside the image in serialized Examples, string (k,); not the mask.
+
+    Returns:
+      The values of `parse_record`, (k, ...) each.
+    """
+    features = _other_features(spec)
+    parsed = tf.io.parse_example(records, features) if features else {}
+    return _prepare_others(parsed, spec, beside)
+
+
+def _image_features(spec: InputSpec) -> dict[str, Any]:
+    dataset = spec.records
+    default = "" if dataset.other_image_keys else None
+    features = {key: tf.io.FixedLenFeature((), tf.string, default) for key in dataset.image_keys}
+    if dataset.stores_pixels:
+        features |= dict.fromkeys(SIDE_KEYS, tf.io.FixedLenFeature((), tf.int64))
+    return features
+
+
+def _find_image(parsed: dict[str, tf.Tensor], spec: InputSpec) -> tf.Tensor:
+    """Returns the image of the one Example that was parsed."""
+    dataset = spec.records
+    image = parsed[dataset.image_key][0]
+    for key in dataset.other_image_keys:
+        image = tf.where(tf.equal(image, ""), parsed[key][0], image)
+    if dataset.stores_pixels:
+        size = tf.stack([*(parsed[key][0] for key in SIDE_KEYS), 3])
+        image = _reshape_pixels(image, size, "corrupted record: not the pixels of")
+    return image
+
+
+def _other_features(spec: InputSpec) -> dict[str, Any]:
     dataset, label = spec.records, spec.label
-    features: dict[str, Any] = {}  # if a key is requested twice, the last one counts
-    for key, stored in spec.features.items():
-        features[key] = _stored_as(dataset, key, stored.shape, stored.padding is not None)
+    features = {
+        key: _stored_as(dataset, key, stored.shape, stored.padding is not None)
+        for key, stored in spec.features.items()
+    }
     if label and "label" not in spec.beside_records:
         shape = label.shape if isinstance(label, Values) else ()
         varies = isinstance(label, MultiHot)
         features[label.key or ""] = _stored_as(dataset, label.key or "", shape, varies)
-    if spec.mask:
-        features[spec.mask.key] = tf.io.FixedLenFeature((), tf.string)
-    if dataset.stores_pixels:
-        features |= dict.fromkeys(SIDE_KEYS, tf.io.FixedLenFeature((), tf.int64))
-    default = "" if dataset.other_image_keys else None
-    for key in dataset.image_keys:
-        features[key] = tf.io.FixedLenFeature((), tf.string, default)
-    parsed = tf.io.parse_single_example(record, features)
-    image, values = parsed[dataset.image_key], {}
-    for key in dataset.other_image_keys:
-        image = tf.where(tf.equal(image, ""), parsed[key], image)
-    if dataset.stores_pixels:
-        size = tf.stack([*(parsed[key] for key in SIDE_KEYS), 3])
-        image = _reshape_pixels(image, size, "corrupted record: not the pixels of")
-    values["image"] = image
+    return features
+
+
+def _stored_as(dataset: Records, key: str, shape: tuple[int, ...], varies: bool) -> Any:
+    dtype = tf.as_dtype(dataset.dtype_of(key))
+    if varies:
+        return tf.io.RaggedFeature(dtype, row_splits_dtype=tf.int64)
+    return tf.io.FixedLenFeature(shape, dtype)
+
+
+def _prepare_others(
+    parsed: dict[str, Any], spec: InputSpec, beside: tuple[tf.Tensor, ...]
+) -> dict[str, tf.Tensor]:
+    """Converts what was parsed to the outputs of k Examples, (k, ...) each."""
+    label = spec.label
+    values: dict[str, tf.Tensor] = {}
     others = dict(zip(spec.beside_records, beside, strict=True))
     if "label" in others and isinstance(label, ClassLabel):
         values |= _prepare_class(others.pop("label") - label.offset, label, spec)
     elif label:
         values |= _prepare_label(parsed[label.key or ""], label, spec)
     values |= others
-    if spec.mask:
-        values["mask"] = _decode_mask(parsed[spec.mask.key], _size_of(image))
     for key, stored in spec.features.items():
         value = parsed[key]
         if stored.padding is not None:
-            value = tf.reshape(value, [-1])
-            missing = (stored.size or 0) - tf.size(value)
             problem = f"corrupted record: over {stored.size} values in {key}"
-            with tf.control_dependencies([tf.Assert(missing >= 0, [problem])]):
-                value = tf.pad(value, [[0, missing]], constant_values=stored.padding)
-        values[key] = tf.reshape(value, stored.shape)
+            holds = tf.reduce_all(value.row_lengths() <= (stored.size or 0))
+            with tf.control_dependencies([tf.Assert(holds, [problem])]):
+                value = value.to_tensor(stored.padding, shape=(None, stored.size))
+        values[key] = tf.reshape(value, (-1, *stored.shape))
     return values
 
 
-def _stored_as(dataset: Records, key: str, shape: tuple[int, ...], varies: bool) -> Any:
-    dtype = tf.as_dtype(dataset.dtype_of(key))
-    return tf.io.RaggedFeature(dtype) if varies else tf.io.FixedLenFeature(shape, dtype)
-
-
-def _prepare_label(value: tf.Tensor, label: Label, spec: InputSpec) -> dict[str, tf.Tensor]:
-    """Converts a stored label to its output, with the weight of its class if there is one."""
+def _prepare_label(value: Any, label: Label, spec: InputSpec) -> dict[str, tf.Tensor]:
+    """Converts stored labels to their output, with the weights of their classes if there are."""
     if isinstance(label, Values):
         return {"label": tf.cast(value, tf.float32)}
     if isinstance(label, ClassLabel) and label.vocabulary:
-        matches = tf.equal(value, tf.constant(label.vocabulary))
+        matches = tf.equal(value[:, None], tf.constant(label.vocabulary))
+        is_known = tf.reduce_any(matches, 1)
         # A message must be UTF-8; records may hold anything.
-        shown = tf.strings.unicode_transcode(tf.strings.substr(value, 0, 50), "UTF-8", "UTF-8")
-        known = tf.Assert(tf.reduce_any(matches), ["corrupted record: unknown label", shown])
-        with tf.control_dependencies([known]):
-            value = tf.argmax(matches)
+        unknown = tf.strings.substr(tf.boolean_mask(value, ~is_known)[:1], 0, 50)
+        shown = tf.strings.unicode_transcode(unknown, "UTF-8", "UTF-8")
+        check = tf.Assert(tf.reduce_all(is_known), ["corrupted record: unknown label", shown])
+        with tf.control_dependencies([check]):
+            value = tf.argmax(matches, 1)
     elif label.offset:
         value -= label.offset
     if isinstance(label, MultiHot):
-        holds = tf.reduce_all((value >= 0) & (value < label.num_classes))
-        check = tf.Assert(holds, ["corrupted record: a label out of range", value])
+        classes = value.values
+        holds = tf.reduce_all((classes >= 0) & (classes < label.num_classes))
+        check = tf.Assert(holds, ["corrupted record: a label out of range", classes])
         with tf.control_dependencies([check]):
-            ones = tf.ones_like(value, tf.float32)
-        zeros = tf.zeros(label.shape)
-        return {"label": tf.tensor_scatter_nd_max(zeros, value[:, None], ones)}
+            ones = tf.ones_like(classes, tf.float32)
+        zeros = tf.zeros(tf.stack([value.nrows(), label.num_classes]))
+        zeros = tf.ensure_shape(zeros, (None, *label.shape))
+        places = tf.stack([value.value_rowids(), classes], 1)
+        return {"label": tf.tensor_scatter_nd_max(zeros, places, ones)}
     return _prepare_class(value, label, spec)
 
 
 def _prepare_class(value: tf.Tensor, label: ClassLabel, spec: InputSpec) -> dict[str, tf.Tensor]:
-    """Converts a class, from 0, to its output, with its weight if there is one."""
+    """Converts classes, from 0, to their output, with their weights if there are."""
     values = {"label": value}
     if table := spec.class_weights():
         inside = tf.clip_by_value(value, 0, len(table) - 1)

@@ -77,19 +77,40 @@ def with_cardinality(dataset: tf.data.Dataset, stream: Stream) -> tf.data.Datase
 
 
 def read_records(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
-    """Reads the records of a shard, epoch after epoch.
-
-    Each iterator serves the next epoch that has not been served yet; if `stream.endless`, also all
-    later epochs. With `spec.repeat` False, each iterator serves each record once.
+    """Reads the records of a shard, epoch after epoch, see `join_epochs`.
 
     Returns:
       A dataset of (key, record). The key is int64, unique to an image in an epoch, and independent
       of the backend and the number of shards; the record is a serialized Example. The values named
       by `spec.beside_records`, int64, follow.
     """
-    spec, position, per_epoch = stream.spec, stream.position, stream.plan.steps_per_epoch
-    read_epoch = (read_planned if spec.has_fixed_order else read_buffer)(stream, options)
-    if not spec.repeat:
+    read = read_planned if stream.spec.has_fixed_order else read_buffer
+    return join_epochs(stream, read(stream, options))
+
+
+def list_batches(stream: Stream) -> tf.data.Dataset:
+    """Lists the batches of a shard, epoch after epoch, see `join_epochs`; of a fixed order.
+
+    Returns:
+      A dataset of (keys, numbers): the keys of a batch's images, see `read_records`, and the
+      numbers of their records; int64 (k,) each.
+    """
+    list_epoch = list_planned(stream)
+    size, has_whole_steps = stream.shard_batch_size, stream.spec.repeat
+    return join_epochs(
+        stream,
+        lambda epoch, step: list_epoch(epoch, step).rebatch(size, drop_remainder=has_whole_steps),
+    )
+
+
+def join_epochs(stream: Stream, read_epoch: ReadEpoch) -> tf.data.Dataset:
+    """Joins what is read of each epoch.
+
+    Each iterator serves the next epoch that has not been served yet; if `stream.endless`, also all
+    later epochs. With `spec.repeat` False, each iterator serves each record once.
+    """
+    position, per_epoch = stream.position, stream.plan.steps_per_epoch
+    if not stream.spec.repeat:
         start = np.int64(0)
         return tf.data.Dataset.from_tensors((start, start)).flat_map(read_epoch)
     if stream.endless:
@@ -109,19 +130,14 @@ def read_records(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensors(0).flat_map(read_next_epoch)
 
 
-def read_planned(stream: Stream, options: TfDataOptions) -> ReadEpoch:
-    """Returns the function that reads an epoch from a step on, in the order of its `Plan`."""
+def list_planned(stream: Stream) -> ReadEpoch:
+    """Returns the function that lists an epoch from a step on, in the order of its `Plan`.
+
+    It makes a dataset of (keys, numbers), of many images each: see `list_batches`.
+    """
     spec, plan, shard_id = stream.spec, stream.plan, stream.shard.shard_id
     places = find_places(spec.records)
     groups = find_groups(spec) if plan.groups else None
-    if spec.records.is_remote:
-        read = make_remote_read(spec.records, options, places.names, *places.where)
-    else:
-        read = make_read(options, places.names, places.versions, *places.where)
-    parallel = options.num_parallel_reads
-    # Remote reads wait longer, and neighboring ranges share a request.
-    max_chunk = 2 * _CHUNK if spec.records.is_remote else _CHUNK
-    chunk = int(np.clip(_CHUNK_BYTES // places.mean_bytes, 1, max_chunk))
     check = make_callback(check_versions)
 
     @make_callback
@@ -130,7 +146,7 @@ def read_planned(stream: Stream, options: TfDataOptions) -> ReadEpoch:
         return int(epoch) * _STRIDE + slots, plan.records(int(epoch), slots)
 
     @tf.autograph.experimental.do_not_convert
-    def read_epoch(epoch: tf.Tensor, step: tf.Tensor) -> tf.data.Dataset:
+    def list_epoch(epoch: tf.Tensor, step: tf.Tensor) -> tf.data.Dataset:
         # Before the first record, as files stay open from one epoch to the next.
         unchanged = tf.numpy_function(check, [places.names, places.versions], tf.string)
         with tf.control_dependencies([unchanged]):
@@ -141,29 +157,66 @@ def read_planned(stream: Stream, options: TfDataOptions) -> ReadEpoch:
             keys, numbers = (tf.ensure_shape(values, (None,)) for values in listed)
             return keys, numbers if groups is None else tf.gather(groups.records, numbers)
 
-        def read_next(keys: tf.Tensor, numbers: tf.Tensor) -> tuple[tf.Tensor, ...]:
-            beside = (tf.gather(places.beside(name), numbers) for name in spec.beside_records)
-            return (keys, read(numbers), *beside)
+        # Python lists thousands of images in a call.
+        return tf.data.Dataset.range(first, plan.num_images(shard_id), _LISTED).map(list_next)
 
-        # Python lists thousands of images in a call; a thread reads a few records at a time.
-        listed = tf.data.Dataset.range(first, plan.num_images(shard_id), _LISTED).map(list_next)
-        records = listed.rebatch(chunk).map(
-            read_next, num_parallel_calls=parallel, deterministic=True
+    return list_epoch
+
+
+def read_planned(stream: Stream, options: TfDataOptions) -> ReadEpoch:
+    """Returns the function that reads an epoch from a step on, in the order of its `Plan`."""
+    spec = stream.spec
+    places = find_places(spec.records)
+    if spec.records.is_remote:
+        read = make_remote_read(spec.records, options, places.names, *places.where)
+    else:
+        read = make_read(options, places.names, places.versions, *places.where)
+    parallel = options.num_parallel_reads
+    # Remote reads wait longer, and neighboring ranges share a request.
+    max_chunk = 2 * _CHUNK if spec.records.is_remote else _CHUNK
+    chunk = int(np.clip(_CHUNK_BYTES // places.mean_bytes, 1, max_chunk))
+    list_epoch = list_planned(stream)
+
+    @tf.autograph.experimental.do_not_convert
+    def read_epoch(epoch: tf.Tensor, step: tf.Tensor) -> tf.data.Dataset:
+        def read_next(keys: tf.Tensor, numbers: tf.Tensor) -> tuple[tf.Tensor, ...]:
+            return (keys, read(numbers), *places.beside_all(spec, numbers))
+
+        # A thread reads a few records at a time.
+        records = (
+            list_epoch(epoch, step)
+            .rebatch(chunk)
+            .map(read_next, num_parallel_calls=parallel, deterministic=True)
         )
         specs = [tf.TensorSpec((), one.dtype) for one in records.element_spec]
-        made: dict[str, Any] = {
-            "output_types": [one.dtype for one in specs],
-            "output_shapes": [one.shape for one in specs],
-        }
-        variant = tf.data.experimental.to_variant(records)
-        variant = tf.raw_ops.UnbatchDataset(input_dataset=variant, **made)
-        # Waiting for storage must not block the decoding threads, of which there is one per core.
-        variant = tf.raw_ops.PrivateThreadPoolDataset(
-            input_dataset=variant, num_threads=parallel, **made
+        variant = tf.raw_ops.UnbatchDataset(
+            input_dataset=tf.data.experimental.to_variant(records),
+            output_types=[one.dtype for one in specs],
+            output_shapes=[one.shape for one in specs],
         )
-        return tf.data.experimental.from_variant(variant, tuple(specs))
+        unbatched = tf.data.experimental.from_variant(variant, tuple(specs))
+        # Waiting for storage must not block the decoding threads, of which there is one per core.
+        return with_own_threads(unbatched, parallel)
 
     return read_epoch
+
+
+def with_own_threads(dataset: tf.data.Dataset, num_threads: int) -> tf.data.Dataset:
+    """Has what a dataset does run in threads of its own, which may wait."""
+    specs = tf.nest.flatten(dataset.element_spec)
+    variant = tf.raw_ops.PrivateThreadPoolDataset(
+        input_dataset=tf.data.experimental.to_variant(dataset),
+        num_threads=num_threads,
+        output_types=[one.dtype for one in specs],
+        output_shapes=[one.shape for one in specs],
+    )
+
+    # A variant holds the tensors that `dataset` uses, and this function the Python objects.
+    @tf.autograph.experimental.do_not_convert
+    def read(_: tf.Tensor) -> tf.data.Dataset:
+        return tf.data.experimental.from_variant(variant, dataset.element_spec)
+
+    return tf.data.Dataset.from_tensors(0).flat_map(read)
 
 
 class Places:
@@ -200,6 +253,10 @@ class Places:
             with tf.init_scope(), tf.device("CPU:0"):
                 self._beside[name] = tf.constant(values)
         return self._beside[name]
+
+    def beside_all(self, spec: InputSpec, numbers: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        """Returns what `spec.beside_records` names of the records of these numbers."""
+        return tuple(tf.gather(self.beside(name), numbers) for name in spec.beside_records)
 
 
 class Groups:

@@ -11,29 +11,41 @@ from dali_tf_input.spec.primitives import Floats, Primitive
 
 
 def draw_rows(program: Program, seed: tf.Tensor) -> tf.Tensor:
-    """Draws the augmentation rows of one image, a function of `seed`, int64 (2,).
+    """Makes the rows of one image, see `make_rows`: a function of `seed`, int64 (2,)."""
+    drawn = tf.raw_ops.StatelessRandomUniform(shape=[program.num_uniforms], seed=seed)
+    return make_rows(program, drawn)
+
+
+def make_rows(program: Program, uniforms: tf.Tensor) -> tf.Tensor:
+    """Makes the augmentation rows of images.
+
+    Args:
+      program: what is drawn.
+      uniforms: random numbers in [0, 1), float32 (program.num_uniforms,), or (k, ...) of k images.
 
     Returns:
-      float32 (program.num_steps, ROW_SIZE), the rows of `program`, except that those of
-      `Primitive.ERASE` contain [top, left, bottom, right, noise seed, 0, fill, noise].
+      float32 (program.num_steps, ROW_SIZE), or (k, ...): the rows of `program`, except that those
+      of `Primitive.ERASE` contain [top, left, bottom, right, noise seed, 0, fill, noise].
     """
-    uniforms = tf.raw_ops.StatelessRandomUniform(shape=[program.num_uniforms], seed=seed)
     count, steps = len(program.p), program.num_steps
-    of_order, of_row, places = tf.split(uniforms, [count, steps, 2 * steps])
+    of_order, of_row, places = tf.split(uniforms, [count, steps, 2 * steps], axis=-1)
     order = pick(of_order, program.p, program.num_orders)
-    order = tf.gather(order, program.of_step)
-    first = tf.gather(program.first_rows, tf.maximum(order, 0), axis=1, batch_dims=1)
-    size = tf.gather(program.num_rows, tf.maximum(order, 0), axis=1, batch_dims=1)
-    number = pick(of_row, program.step_p, size)
+    order = tf.gather(order, program.of_step, axis=-1)
+    # A row of each table for each step: the tables' rows follow each other when flat.
+    num_orders = program.first_rows.shape[1]
+    at = tf.maximum(order, 0) + num_orders * tf.range(steps)
+    first = tf.gather(program.first_rows.ravel(), at)
+    number = pick(of_row, program.step_p, tf.gather(program.num_rows.ravel(), at))
     is_done = (order >= 0) & (number >= 0)
     rows = tf.gather(program.rows, tf.where(is_done, first + number, 0))
     if Primitive.ERASE not in program.rows[:, 0]:
         return rows
-    places = tf.reshape(places, (steps, 2))
-    corner = tf.floor(places * rows[:, 3:5]) + rows[:, 5:7]
-    noise_seed = tf.floor(tf.reduce_sum(places, 1, keepdims=True) * (1 << 23))
-    drawn = [rows[:, :1], corner, corner + rows[:, 1:3], noise_seed, rows[:, :1] * 0, rows[:, 7:]]
-    return tf.where(rows[:, :1] == Primitive.ERASE, tf.concat(drawn, 1), rows)
+    places = tf.reshape(places, tf.concat([tf.shape(rows)[:-1], [2]], 0))
+    corner = tf.floor(places * rows[..., 3:5]) + rows[..., 5:7]
+    noise_seed = tf.floor(tf.reduce_sum(places, -1, keepdims=True) * (1 << 23))
+    kind = rows[..., :1]
+    drawn = [kind, corner, corner + rows[..., 1:3], noise_seed, kind * 0, rows[..., 7:]]
+    return tf.where(kind == Primitive.ERASE, tf.concat(drawn, -1), rows)
 
 
 def pick(uniforms: tf.Tensor, p: Floats, count: tf.Tensor) -> tf.Tensor:

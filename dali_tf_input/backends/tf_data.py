@@ -3,7 +3,7 @@
 import queue
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,12 +13,12 @@ from dali_tf_input.backends import reading
 from dali_tf_input.backends.parsing import parse_record
 from dali_tf_input.backends.reading import Stream
 from dali_tf_input.backends.tf_augment import draw_rows
-from dali_tf_input.backends.tf_images import Decode, decode_views, prepare_image, prepare_mask
+from dali_tf_input.backends.tf_batch import make_batches, makes_batches
+from dali_tf_input.backends.tf_images import decode_image, prepare_image, prepare_mask
 from dali_tf_input.backends.tf_mix import draw_mix, mix_batch
 from dali_tf_input.backends.tf_native import uses_native
 from dali_tf_input.errors import InputError
 from dali_tf_input.random import Stream as RandomStream
-from dali_tf_input.spec.crops import Region
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.options import TfDataOptions
 from dali_tf_input.spec.preprocess import Preprocess
@@ -32,6 +32,10 @@ def build(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
     Raises:
       InputError: the service does not answer.
     """
+    if makes_batches(stream.spec, options):
+        views = stream.spec.image_views.values()
+        transforms = [check_transform(stream.spec.transform, view) for view in views]
+        return finish(make_batches(stream, options, transforms), stream, options)
     records = read_records(stream, options)
     return prepare_batches(records, make_prepare(stream, options), stream, options)
 
@@ -65,9 +69,7 @@ def make_prepare(stream: Stream, options: TfDataOptions) -> Callable[..., Any]:
         for name, preprocess in spec.image_views.items()
     }
 
-    def prepare_view(
-        view: int, key: tf.Tensor, image: tf.Tensor, uniforms: tf.Tensor, region: Region | None
-    ) -> tf.Tensor:
+    def prepare_view(view: int, key: tf.Tensor, image: tf.Tensor, uniforms: tf.Tensor) -> tf.Tensor:
         name, preprocess = [*spec.image_views.items()][view]
         transform, rows = transforms[name], None
         if preprocess.augment:
@@ -79,7 +81,6 @@ def make_prepare(stream: Stream, options: TfDataOptions) -> Callable[..., Any]:
             uniforms,
             preprocess,
             rows=rows,
-            region=region,
             transform=(lambda image: transform(image, seeds_of_transform)) if transform else None,
             decode=options.resolve_decode(resizes_plainly=preprocess.resizes_plainly),
             native=native,
@@ -90,12 +91,10 @@ def make_prepare(stream: Stream, options: TfDataOptions) -> Callable[..., Any]:
         values = parse_record(record, spec, beside)
         image, views = values.pop("image"), spec.image_views
         uniforms = [reading.draw_uniforms(stream, key, view) for view in range(len(views))]
-        regions: Sequence[Region | None] = [None]
         if spec.views:
-            decode: Decode = "full" if options.decode == "full" else "region"
-            image, regions = decode_views(image, uniforms, spec.views, decode=decode, native=native)
+            image = decode_image(image)
         for view, name in enumerate(views):
-            values[name] = prepare_view(view, key, image, uniforms[view], regions[view])
+            values[name] = prepare_view(view, key, image, uniforms[view])
         if spec.mask:
             values["mask"] = prepare_mask(values["mask"], uniforms[0], spec)
         if spec.mix:
@@ -154,6 +153,11 @@ def prepare_batches(
         native = uses_native(options.kernel)
         mix = partial(mix_batch, spec=stream.spec, native=native)
         dataset = dataset.map(mix, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+    return finish(dataset, stream, options)
+
+
+def finish(dataset: tf.data.Dataset, stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
+    """Prefetches batches and sets what else concerns the dataset as a whole."""
     dataset = reading.with_cardinality(dataset, stream)
     if options.prefetch_batches != 0:
         dataset = dataset.prefetch(options.prefetch_batches)

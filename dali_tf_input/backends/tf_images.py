@@ -1,8 +1,7 @@
 """Preprocessing of one image with TensorFlow: the same pixels as `dali_images` makes."""
 
 import dataclasses
-import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Literal
 
@@ -36,7 +35,6 @@ def prepare_image(
     decode: Decode = "full",
     rows: tf.Tensor | None = None,
     transform: Callable[[tf.Tensor], tf.Tensor] | None = None,
-    region: Region | None = None,
     native: bool = False,
 ) -> tf.Tensor:
     """Preprocesses one encoded image for the model.
@@ -48,7 +46,6 @@ def prepare_image(
       decode: how much of a JPEG is decoded; see `TfDataOptions`.
       rows: what `preprocess.augment` does, see `tf_augment`.
       transform: changes the image, uint8 (*preprocess.image_size, 3), after `rows`.
-      region: the output's region if `encoded` is from `decode_views`; with `native` only.
       native: whether `tf_native` does all that follows decoding.
 
     Returns:
@@ -59,18 +56,10 @@ def prepare_image(
     decode = "full" if is_padded else decode
     changes = rows is not None or transform is not None
     if resamples_natively and not changes and preprocess.channels == 3:
-        return prepare_natively(encoded, uniforms, preprocess, decode=decode, region=region)
-    plain = dataclasses.replace(
-        preprocess,
-        mirror_probability=0.0,
-        mean=(0, 0, 0),
-        std=(1, 1, 1),
-        channels=3,
-        layout="HWC",
-        dtype="uint8" if changes else "float32",
-    )
+        return prepare_natively(encoded, uniforms, preprocess, decode=decode)
+    plain = make_plain(preprocess, changes=changes)
     if resamples_natively:
-        image = prepare_natively(encoded, uniforms, plain, decode=decode, region=region)
+        image = prepare_natively(encoded, uniforms, plain, decode=decode)
     else:
         image = resample_image(encoded, uniforms, preprocess, decode=decode)
         image = to_uint8(image) if changes else image
@@ -82,22 +71,25 @@ def prepare_image(
         image = apply_rows(image, rows, preprocess.make_program())
     if transform is not None:
         image = transform(image)
-    image = tf.cast(image, tf.float32)
-    if preprocess.channels == 1:
-        red, green, blue = (
-            image[..., channel : channel + 1] * LUMA[channel] for channel in range(3)
-        )
-        image = red + green + blue
     return normalize_image(image, uniforms, preprocess)
 
 
+def make_plain(preprocess: Preprocess, *, changes: bool) -> Preprocess:
+    """Returns what makes the image that `normalize_image` takes; if it `changes` before, uint8."""
+    return dataclasses.replace(
+        preprocess,
+        mirror_probability=0.0,
+        mean=(0, 0, 0),
+        std=(1, 1, 1),
+        channels=3,
+        layout="HWC",
+        dtype="uint8" if changes else "float32",
+        augment=preprocess.augment if changes else (),
+    )
+
+
 def prepare_natively(
-    encoded: tf.Tensor,
-    uniforms: tf.Tensor,
-    preprocess: Preprocess,
-    *,
-    decode: Decode,
-    region: Region | None = None,
+    encoded: tf.Tensor, uniforms: tf.Tensor, preprocess: Preprocess, *, decode: Decode
 ) -> tf.Tensor:
     """Does the same as `prepare_image`, decoding with TensorFlow only what `native/` cannot."""
 
@@ -105,57 +97,15 @@ def prepare_natively(
         mirrored = is_mirrored(uniforms, preprocess)
         return tf_native.finish_region(image, region, preprocess, mirrored)
 
-    if region is not None:
-        return finish(encoded, region)
-
     def finish_decoded() -> tf.Tensor:
         return resample_image(encoded, uniforms, preprocess, decode=decode, finish=finish)
 
     if encoded.dtype == tf.uint8 or not tf_native.decodes(preprocess.crop):
         return finish_decoded()
-    scaled = decode == "scaled" and not preprocess.takes_pixels
-    whole = decode == "full" or (scaled and preprocess.resizes_plainly)
-    image, is_done = tf_native.decode(
-        encoded, uniforms, preprocess, whole=whole, maximum=2 if scaled else math.inf
-    )
+    whole, maximum = tf_native.limits_of(preprocess, decode=decode)
+    image, is_done = tf_native.decode(encoded, uniforms, preprocess, whole=whole, maximum=maximum)
     image = tf.cond(is_done, lambda: image, finish_decoded)
     return tf.ensure_shape(image, preprocess.image_shape)
-
-
-def decode_views(
-    encoded: tf.Tensor,
-    uniforms: Sequence[tf.Tensor],
-    views: Sequence[Preprocess],
-    *,
-    decode: Decode,
-    native: bool,
-) -> tuple[tf.Tensor, Sequence[Region | None]]:
-    """Decodes an image once for several views.
-
-    Returns:
-      Pixels, uint8 (height, width, 3), and the region of each view in them; regions are None if the
-      pixels are the whole image and `prepare_image` must find them.
-    """
-    can_decode = all(tf_native.decodes(view.crop) for view in views)
-    if not native or not can_decode or encoded.dtype == tf.uint8:
-        return decode_image(encoded), [None] * len(views)
-    numbers = tf.concat(uniforms, 0)
-    made = tf_native.decode_views(encoded, numbers, views, whole=decode == "full")
-    pixels, regions, is_done = made
-
-    def decode_all() -> tuple[tf.Tensor, tf.Tensor]:
-        image = decode_image(encoded)
-        found = [
-            find_region(tf.shape(image)[:2], own, view)
-            for own, view in zip(uniforms, views, strict=True)
-        ]
-        return image, tf.stack([tf.concat([one.start, one.extent], 0) for one in found])
-
-    pixels, regions = tf.cond(is_done, lambda: (pixels, regions), decode_all)
-    unused = tf.zeros(2, tf.float64)
-    return pixels, [
-        Region(regions[view, :2], regions[view, 2:], unused, unused) for view in range(len(views))
-    ]
 
 
 def prepare_mask(mask: tf.Tensor, uniforms: tf.Tensor, spec: InputSpec) -> tf.Tensor:
@@ -418,17 +368,30 @@ def to_uint8(image: tf.Tensor) -> tf.Tensor:
 
 
 def mirror_image(image: tf.Tensor, uniforms: tf.Tensor, preprocess: Preprocess) -> tf.Tensor:
-    """Mirrors an image (height, width, channels) if its random numbers say so."""
+    """Mirrors an image (height, width, channels), or each of a batch, by its random numbers."""
     if preprocess.mirror_probability == 1:
-        return tf.reverse(image, [1])
+        return tf.reverse(image, [-2])
     if preprocess.mirror_probability == 0:
         return image
+    if uniforms.shape.rank == 2:
+        mirrored = uniforms[:, 0] < preprocess.mirror_probability
+        return tf.where(mirrored[:, None, None, None], tf.reverse(image, [-2]), image)
     mirrored = is_mirrored(uniforms, preprocess)
-    return tf.cond(mirrored, lambda: tf.reverse(image, [1]), lambda: image)
+    return tf.cond(mirrored, lambda: tf.reverse(image, [-2]), lambda: image)
 
 
 def normalize_image(image: tf.Tensor, uniforms: tf.Tensor, preprocess: Preprocess) -> tf.Tensor:
-    """Mirrors, normalizes and casts a float32 image (height, width, channels); sets its layout."""
+    """Finishes an image (height, width, 3) in 0..255, or a batch of them.
+
+    Makes it gray, mirrors, normalizes and casts it, and sets its layout.
+    """
+    is_batch = uniforms.shape.rank == 2
+    image = tf.cast(image, tf.float32)
+    if preprocess.channels == 1:
+        red, green, blue = (
+            image[..., channel : channel + 1] * LUMA[channel] for channel in range(3)
+        )
+        image = red + green + blue
     image = mirror_image(image, uniforms, preprocess)
     if preprocess.dtype == "uint8":
         image = to_uint8(image)
@@ -440,5 +403,5 @@ def normalize_image(image: tf.Tensor, uniforms: tf.Tensor, preprocess: Preproces
         scale = tf.broadcast_to(1 / tf.constant(preprocess.std, tf.float32), shape)
         image = tf.cast((image - mean) * scale, preprocess.dtype)
     if preprocess.layout == "CHW":
-        image = tf.transpose(image, [2, 0, 1])
-    return tf.ensure_shape(image, preprocess.image_shape)
+        image = tf.transpose(image, [0, 3, 1, 2] if is_batch else [2, 0, 1])
+    return tf.ensure_shape(image, (None,) * is_batch + preprocess.image_shape)

@@ -52,12 +52,17 @@ def draw_mix(stream: Stream, key: tf.Tensor) -> tf.Tensor:
 @tf.autograph.experimental.do_not_convert
 def mix_batch(values: dict[str, tf.Tensor], *, spec: InputSpec, native: bool) -> Any:
     """Mixes each image and label with its partner from the other end; returns the batch."""
-    drawn, images, labels = values["mix"][0], values["image"], values["label"]
-    part = drawn[5]
+    drawn, images = values["mix"][0], values["image"]
     mix = tf_native.mix if native else mix_images
     values["image"] = mix(images, drawn, spec.preprocess)
-    values["label"] = part * labels + (1 - part) * tf.reverse(labels, [0])
+    values["label"] = mix_labels(values["label"], drawn)
     return spec.arrange(values)
+
+
+def mix_labels(labels: tf.Tensor, drawn: tf.Tensor) -> tf.Tensor:
+    """Returns the mixed labels of a batch, as its images; see `draw_mix`."""
+    part = drawn[5]
+    return part * labels + (1 - part) * tf.reverse(labels, [0])
 
 
 def mix_images(images: tf.Tensor, drawn: tf.Tensor, preprocess: Preprocess) -> tf.Tensor:

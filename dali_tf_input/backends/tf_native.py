@@ -1,13 +1,15 @@
 """Wrappers of the compiled operations in `native/`, which decode and preprocess images."""
 
+import ctypes
 import functools
 import logging
 import math
 import pathlib
 import shlex
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from dali_tf_input.errors import InputError
@@ -21,6 +23,7 @@ LIBRARY = pathlib.Path(__file__).with_name("libdali_tf_input.so.1")
 _logger = logging.getLogger("dali_tf_input")
 _KERNELS = {"nearest": 0, "bilinear": 1, "bicubic": 2}  # `Kernel` in native/resample.h
 _COPY = 3
+_OUTPUTS = ("float32", "float16", "bfloat16", "uint8")  # `Output` in native/resample.h
 # `Crop` in native/region.h.
 _CROPS: tuple[type[Crop], ...] = (
     crops.NoCrop,
@@ -42,10 +45,14 @@ def load() -> Any:
     if LIBRARY.exists():
         try:
             library = tf.load_op_library(str(LIBRARY))
-            assert library.dali_tf_input_prepare
-            return library
-        except (AttributeError, tf.errors.OpError) as error:
-            problem = f"{LIBRARY} does not work with TensorFlow {tf.__version__}: {error}"
+            missing = ctypes.CDLL(str(LIBRARY)).DaliTfInputMissingFunction
+            missing.restype = ctypes.c_char_p
+            if not (name := missing()):
+                return library
+            error: Any = f"it has no {name.decode()}"
+        except (AttributeError, OSError, tf.errors.OpError) as raised:
+            error = raised
+        problem = f"{LIBRARY} does not work with TensorFlow {tf.__version__}: {error}"
     clone = LIBRARY.parents[2]
     compile_it = "with g++ installed, `pip install --force-reinstall --no-deps .` in a clone"
     if (clone / "pyproject.toml").exists():
@@ -90,17 +97,50 @@ def augment(
     return tf.ensure_shape(prepared, preprocess.image_shape)
 
 
-def mix(images: tf.Tensor, drawn: tf.Tensor, preprocess: Preprocess) -> tf.Tensor:
-    """Mixes the images of a batch in pairs, as `tf_mix.draw_mix` says."""
+def place(
+    images: tf.Tensor, made: tf.Tensor, places: tf.Tensor, drawn: tf.Tensor, preprocess: Preprocess
+) -> tf.Tensor:
+    """Places images in a batch, and mixes it in pairs.
+
+    Args:
+      images: a batch. Of `make_batch` it must have no other use: its memory becomes the result's.
+      made: images of the same kind, (n, ...).
+      places: their places in the batch, int64 (n,).
+      drawn: how the batch is mixed, see `tf_mix.draw_mix`; float32 (0,) leaves it as it is.
+      preprocess: how the images were made.
+    """
     attributes = _attributes(preprocess)
     del attributes["T"]  # that of the images
-    mixed = load().dali_tf_input_mix(images, drawn, **attributes)
-    return tf.ensure_shape(mixed, images.shape)
+    placed = load().dali_tf_input_place(images, made, places, drawn, **attributes)
+    return tf.ensure_shape(placed, images.shape)
+
+
+def mix(images: tf.Tensor, drawn: tf.Tensor, preprocess: Preprocess) -> tf.Tensor:
+    """Mixes the images of a batch in pairs, as `tf_mix.draw_mix` says."""
+    return place(images, images[:0], tf.zeros(0, tf.int64), drawn, preprocess)
+
+
+@functools.cache
+def decodes_jpegs() -> bool:
+    """Returns whether this processor can run the compiled JPEG decoder."""
+    decodes = ctypes.CDLL(str(LIBRARY)).DaliTfInputDecodesJpegs
+    decodes.restype = ctypes.c_bool
+    return bool(decodes())
 
 
 def decodes(crop: Crop) -> bool:
     """Returns whether `decode` supports a crop."""
     return type(crop) in _CROPS
+
+
+def limits_of(preprocess: Preprocess, *, decode: str) -> tuple[bool, float]:
+    """Returns `whole` and `maximum` of `decode`, for a value of `TfDataOptions.decode`.
+
+    Images that are to be decoded at a part of their size are left to TensorFlow.
+    """
+    is_scaled = decode == "scaled" and not preprocess.takes_pixels
+    whole = decode == "full" or (is_scaled and preprocess.resizes_plainly)
+    return whole, 2 if is_scaled else math.inf
 
 
 def decode(
@@ -126,29 +166,96 @@ def decode(
     return prepared, is_done
 
 
-def decode_views(
-    encoded: tf.Tensor, uniforms: tf.Tensor, views: Sequence[Preprocess], *, whole: bool
-) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Decodes what several views need of a JPEG.
+class Made(NamedTuple):
+    """What `make_batch` makes.
+
+    Attributes:
+      images: those of each view, (k, *preprocess.image_shape).
+      examples: the serialized Examples without their images, string (k,).
+      places: the places of images that are refused, int64 (n,); what `images` has there is
+        undefined. They are not baseline JPEGs, or have errors that libjpeg-turbo would report, or
+        their Examples are unusual: TensorFlow decides.
+      refused: the serialized Examples of these images, with them, string (n,).
+    """
+
+    images: list[tf.Tensor]
+    examples: tf.Tensor
+    places: tf.Tensor
+    refused: tf.Tensor
+
+
+def make_batch(
+    files: Sequence[tf.Tensor],
+    numbers: tf.Tensor,
+    records: tf.Tensor,
+    uniforms: tf.Tensor,
+    rows: tf.Tensor,
+    drawn: tf.Tensor,
+    views: Sequence[Preprocess],
+    *,
+    image_keys: Sequence[str],
+    whole: bool,
+    maximum: float,
+    check_crc: bool,
+    num_readers: int,
+    num_threads: int,
+) -> Made:
+    """Reads the records of a batch, decodes their images and preprocesses them for the model.
 
     Args:
-      encoded: a scalar string, the bytes of an image file.
-      uniforms: the random numbers of all views, float32.
-      views: what is made of it, with crops that `decodes`.
-      whole: see `decode`.
-
-    Returns:
-      Pixels, uint8 (height, width, 3); the region of each view in them, float64 (views, 4): start
-      and extent; and whether the image was decoded, see `decode`.
+      files: `names`, `versions` and `where` of `reading.Places`.
+      numbers: the numbers of the records, int64 (k,); or int64 (0,), if `records` has them.
+      records: serialized Examples, string (k,); or string (0,).
+      uniforms: the images' random numbers, those of all views side by side, float32 (k, u).
+      rows: their rows of augmentation, see `tf_augment.draw_rows`, those of all views one after the
+        other, float32 (k, r, ROW_SIZE).
+      drawn: how the batch is mixed, see `tf_mix.draw_mix`, or float32 (0,). A batch with refused
+        images is not mixed: see `place`.
+      views: what is made of each image, with crops that `decodes`.
+      image_keys: the keys that may have the image; the first that is not empty counts.
+      whole: whether whole files must be valid, or only the parts that are needed.
+      maximum: see `decode`.
+      check_crc: whether the CRCs of the records that are read are checked.
+      num_readers: how many threads read, in [1, 1024]; all batches of the process share them.
+      num_threads: the same for decoding, in [1, 65536].
     """
-    numbers: list[float] = [whole]
+    parameters = [float(whole), maximum]
     for view in views:
-        work, (crop, _, _, *rest) = _attributes(view), describe(view, whole=whole, maximum=math.inf)
-        numbers += (*view.image_size, work["kernel"], work["antialias"], work["clip"])
-        numbers += (view.num_uniforms, crop, *rest)
-    made = load().dali_tf_input_decode_views(encoded, uniforms, tf.constant(numbers, tf.float64))
-    pixels, regions, is_done = made
-    return tf.ensure_shape(pixels, (None, None, 3)), regions, is_done
+        work = _attributes(view)
+        flags = [work[name] for name in ("kernel", "antialias", "clip", "chw")]
+        crop, _, _, *numbers_of_crop = describe(view, whole=whole, maximum=math.inf)
+        parameters += [*view.image_size, *flags, _OUTPUTS.index(view.dtype), *work["mean"]]
+        parameters += [*work["scale"], view.num_uniforms, view.make_program().num_steps]
+        parameters += [crop, *numbers_of_crop]
+    made = load().dali_tf_input_batch(
+        *files,
+        numbers,
+        records,
+        uniforms,
+        rows,
+        drawn,
+        tf.constant(parameters, tf.float64),
+        T=[view.dtype for view in views],
+        image_keys=[*image_keys],
+        check_crc=check_crc,
+        num_readers=num_readers,
+        num_threads=num_threads,
+    )
+    images = [
+        tf.ensure_shape(images, (None, *view.image_shape))
+        for images, view in zip(made.images, views, strict=True)
+    ]
+    one_axis = (tf.ensure_shape(values, (None,)) for values in made[1:])
+    return Made(images, *one_axis)
+
+
+def draw_uniforms(keys: tf.Tensor, seed: int, count: int) -> tf.Tensor:
+    """Draws `count` numbers in [0, 1) for each of the keys, int64 (k,): float32 (k, count).
+
+    They are those of ``tf.random.stateless_uniform((count,), (seed, key))``.
+    """
+    drawn = load().dali_tf_input_uniforms(keys, np.int64(seed), np.int64(count))
+    return tf.ensure_shape(drawn, (None, count))
 
 
 def describe(preprocess: Preprocess, *, whole: bool, maximum: float) -> tuple[float, ...]:

@@ -93,8 +93,9 @@ class TfDataOptions:
       read_buffer_bytes: bytes read from an open file at a time, in [1, 2**30], for orders that are
         not fixed. The default is four times tf.data's own and holds several ImageNet records.
       check_crc: whether the CRC of each record of a fixed order is checked as it is read.
-      num_parallel_calls: images decoded at the same time; AUTOTUNE, or at least 1. 1 is a serial
-        map.
+      num_parallel_calls: images decoded at the same time; AUTOTUNE, or at least 1. AUTOTUNE is one
+        for each of this process's cores, or what tf.data chooses where it makes single images. All
+        datasets with the same number share their threads. 1 is a serial map.
       prefetch_batches: number of batches prepared ahead; AUTOTUNE, or at least 0. 2 is as fast as
         AUTOTUNE, whose queue grew to 3 GB when training paused now and then.
       autotune: False turns off tf.data's autotuning and its conversion of serial maps to parallel

@@ -1,7 +1,8 @@
 // Runs the operations of op.cc on a stand-in for TensorFlow's C API that counts what is not freed.
 //
 //   exit FILE      the process exits while threads read, and deletes the kernel last
-//   memory FILE JPEG    `operator new` fails at the first, second, ... call of each operation
+//   memory FILE JPEG EXAMPLE    `operator new` fails at the first, second, ... call of each operation
+//   threads EXAMPLE             several calls make batches at once
 #include "op.cc"
 
 #include <atomic>
@@ -43,9 +44,10 @@ struct TF_Tensor {
   size_t bytes;
   void* data;
   bool is_string;
+  void (*free)(void*, size_t, void*);
 };
 struct TF_OpKernelContext {
-  TF_Tensor inputs[5];
+  TF_Tensor inputs[10];
   TF_Status failure;
 };
 
@@ -77,6 +79,10 @@ static TF_Tensor* ForwardOrAllocate(TF_OpKernelContext* context, const int*, int
   *forwarded = -1;
   return AllocateOutput(context, number, 1, shape, dims, bytes, status);
 }
+static TF_Tensor* NewOwned(int, const int64_t* shape, int dims, void* data, size_t bytes, void (*free)(void*, size_t, void*), void*) {
+  TF_Tensor tensor{{dims ? shape[0] : 1}, 1, bytes, data, false, free};
+  return NewTensor(tensor);
+}
 static bool IsOutput(const TF_Tensor* tensor, const TF_OpKernelContext* context) {
   for (const TF_Tensor& input : context->inputs) {
     if (input.data == tensor->data) return false;
@@ -85,7 +91,9 @@ static bool IsOutput(const TF_Tensor* tensor, const TF_OpKernelContext* context)
 }
 static thread_local TF_OpKernelContext* current;
 static void DeleteTensor(TF_Tensor* tensor) {
-  if (IsOutput(tensor, current)) {
+  if (tensor->free) {
+    tensor->free(tensor->data, tensor->bytes, nullptr);
+  } else if (IsOutput(tensor, current)) {
     auto* strings = static_cast<TF_TString*>(tensor->data);
     for (size_t place = 0; tensor->is_string && place < tensor->bytes / sizeof(TF_TString); ++place) {
       std::free(strings[place].data);
@@ -104,6 +112,7 @@ static void Install() {
   TF_NewStatus = NewStatus, TF_DeleteStatus = DeleteStatus, TF_SetStatus = SetStatus, TF_GetCode = GetCode;
   TF_GetInput = GetInput, TF_AllocateOutput = AllocateOutput, TF_DeleteTensor = DeleteTensor;
   TF_ForwardInputOrAllocateOutput = ForwardOrAllocate;
+  TF_NewTensor = NewOwned, TF_SetOutput = [](TF_OpKernelContext*, int, const TF_Tensor*, TF_Status*) {};
   TF_OpKernelContext_Failure = Failure, TF_StringCopy = StringCopy;
   TF_StringGetDataPointer = [](const TF_TString* string) -> const char* { return string->data; };
   TF_StringGetSize = [](const TF_TString* string) { return string->size; };
@@ -141,6 +150,47 @@ struct ReadCall {
   }
 };
 
+// A batch of four copies of one record, and its kernel.
+struct BatchCall {
+  BatchKernel kernel;
+  std::vector<char> bytes;
+  TF_TString records[4];
+  float uniforms[4 * 3] = {}, rows[4 * dali_tf_input::kRowSize] = {}, drawn[6] = {0.5f, 1, 1, 4, 4, 0};
+  double parameters[2 + 16 + 1] = {1, 1e9, 8, 8, 1, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 3, 1, 0, 0};
+  TF_OpKernelContext context;
+
+  explicit BatchCall(const char* example) {
+    kernel.image_keys = {"image"}, kernel.types = {kTypes[0]}, kernel.num_threads = 2;
+    std::ifstream stream(example, std::ios::binary);
+    bytes.assign(std::istreambuf_iterator<char>(stream), std::istreambuf_iterator<char>());
+    for (TF_TString& record : records) record = {bytes.data(), bytes.size()};
+    for (int row = 0; row < 4; ++row) rows[dali_tf_input::kRowSize * row] = dali_tf_input::kEqualize;
+    for (int number = 0; number < 5; ++number) context.inputs[number] = {{0}, 1, 0, nullptr, number == 0};
+    context.inputs[5] = {{4}, 1, sizeof records, records, true};
+    context.inputs[6] = {{4, 3}, 2, sizeof uniforms, uniforms, false};
+    context.inputs[7] = {{4, 1, dali_tf_input::kRowSize}, 3, sizeof rows, rows, false};
+    context.inputs[8] = {{6}, 1, sizeof drawn, drawn, false};
+    context.inputs[9] = {{19}, 1, sizeof parameters, parameters, false};
+    context.failure = {};
+  }
+};
+
+static int MakeBatchesAtOnce(const char* example) {
+  std::vector<std::thread> threads;
+  std::atomic<int> failed{0};
+  for (int number = 0; number < 4; ++number) {
+    threads.emplace_back([&] {
+      BatchCall call(example);
+      current = &call.context;
+      for (int round = 0; round < 50; ++round) ComputeBatch(&call.kernel, &call.context);
+      failed += call.context.failure.code != 0;
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  std::printf("%d failed, %ld left\n", failed.load(), alive.load());
+  return 0;
+}
+
 static void* reader;
 
 static void Wait() { std::this_thread::sleep_for(std::chrono::milliseconds(10)); }
@@ -156,7 +206,7 @@ static int ExitWhileReading(char* path, int64_t size) {
   return 0;
 }
 
-static int FailAtEachAllocation(char* path, int64_t size, const char* image) {
+static int FailAtEachAllocation(char* path, int64_t size, const char* image, const char* example) {
   ReadCall read(path, size);
   Work work;
   work.height = work.width = 8, work.kernel = dali_tf_input::Kernel(1);
@@ -187,14 +237,15 @@ static int FailAtEachAllocation(char* path, int64_t size, const char* image) {
   augment.inputs[2] = {{1}, 1, sizeof mirror, &mirror, false};
   std::vector<float> batch(2 * 3 * 8 * 8);
   float drawn[6] = {0.5f, 1, 1, 4, 4, 0};
-  TF_OpKernelContext mix;
-  mix.inputs[0] = {{2, 8, 8, 3}, 4, batch.size() * 4, batch.data(), false};
-  mix.inputs[1] = {{6}, 1, sizeof drawn, drawn, false};
-  double views[9] = {1, 8, 8, 1, 0, 0, 3, 0, 0.5};
-  TF_OpKernelContext decode_views = decode;
-  decode_views.inputs[2] = {{9}, 1, sizeof views, views, false};
-  TF_OpKernelContext* contexts[] = {&read.context, &prepare, &decode, &augment, &mix, &decode_views};
-  void (*const computes[])(void*, TF_OpKernelContext*) = {ComputeRead, ComputePrepare, ComputeDecode, ComputeAugment, ComputeMix, ComputeDecodeViews};
+  int64_t place_of = 1;
+  TF_OpKernelContext place;
+  place.inputs[0] = {{2, 8, 8, 3}, 4, batch.size() * 4, batch.data(), false};
+  place.inputs[1] = {{1, 8, 8, 3}, 4, batch.size() * 2, batch.data(), false};
+  place.inputs[2] = {{1}, 1, sizeof place_of, &place_of, false};
+  place.inputs[3] = {{6}, 1, sizeof drawn, drawn, false};
+  BatchCall made(example);
+  TF_OpKernelContext* contexts[] = {&read.context, &prepare, &decode, &augment, &place, &made.context};
+  void (*const computes[])(void*, TF_OpKernelContext*) = {ComputeRead, ComputePrepare, ComputeDecode, ComputeAugment, ComputePlace, ComputeBatch};
   int failures[6] = {};
   for (int which = 0; which < 6; ++which) {
     for (long at = 0;; ++at) {
@@ -205,7 +256,8 @@ static int FailAtEachAllocation(char* path, int64_t size, const char* image) {
       current = contexts[which], current->failure = {};
       until_failure = at;
       // Kernels of a `Work` and of more than that begin with it.
-      computes[which](which == 0 ? reader : static_cast<void*>(&decoder), current);
+      void* kernels[] = {reader, &decoder, &decoder, &decoder, &decoder, &made.kernel};
+      computes[which](kernels[which], current);
       const bool has_failed = until_failure.exchange(-1) < 0;
       if (alive != before) return std::printf("%ld left at %ld\n", alive - before, at), 1;
       if (!has_failed) {
@@ -222,10 +274,11 @@ static int FailAtEachAllocation(char* path, int64_t size, const char* image) {
 
 int main(int, char** arguments) {
   Install();
+  if (std::string(arguments[1]) == "threads") return MakeBatchesAtOnce(arguments[2]);
   std::atexit([] { Wait(), DeleteRead(reader); });  // after the destructors of what `CreateRead` made
   reader = CreateRead(nullptr);
   struct stat status;
   if (stat(arguments[2], &status) != 0) return 2;
   const bool exits = std::string(arguments[1]) == "exit";
-  return exits ? ExitWhileReading(arguments[2], status.st_size) : FailAtEachAllocation(arguments[2], status.st_size, arguments[3]);
+  return exits ? ExitWhileReading(arguments[2], status.st_size) : FailAtEachAllocation(arguments[2], status.st_size, arguments[3], arguments[4]);
 }

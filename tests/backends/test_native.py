@@ -23,6 +23,7 @@ from dali_tf_input import (
 )
 from dali_tf_input.backends import tf_native
 from dali_tf_input.backends.build import make_dataset
+from dali_tf_input.records.example import encode_example
 from dali_tf_input.records.tfrecord import frame_record
 
 NATIVE = ROOT / "dali_tf_input/backends/native"
@@ -166,7 +167,7 @@ def test_without_the_library(dataset, monkeypatch, caplog):
 
 
 def compile_native(out, *flags):
-    words = ["g++", "-std=c++17", "-g", f"-I{NATIVE}", *map(str, flags), "-ldl", "-o", str(out)]
+    words = ["g++", "-std=c++17", "-g", *map(str, flags), f"-I{NATIVE}", "-ldl", "-o", str(out)]
     subprocess.run(words, check=True, timeout=300)
 
 
@@ -174,16 +175,20 @@ def compile_native(out, *flags):
 @pytest.mark.slow
 def test_a_library_of_another_tensorflow(tmp_path, monkeypatch):
     """A function that it needs is not there: named, and no crash."""
-    library, source = tmp_path / "other.so.1", shutil.copy(NATIVE / "op.cc", tmp_path)
+    library = tmp_path / "other.so.1"
+    for file in NATIVE.iterdir():
+        shutil.copy(file, tmp_path)
     written = (NATIVE / "api.h").read_text()
     (tmp_path / "api.h").write_text(written.replace("F(TF_GetInput,", "F(TF_GetInputV9,"))
     assert (tmp_path / "api.h").read_text() != written
-    compile_native(library, "-shared", "-fPIC", "-DTF_GetInput=TF_GetInputV9", source)
+    compile_native(library, "-shared", "-fPIC", "-DTF_GetInput=TF_GetInputV9", tmp_path / "op.cc")
     tf_native.load.cache_clear()
     try:
         with monkeypatch.context() as patch:
             patch.setattr(tf_native, "LIBRARY", library)
-            with pytest.raises(InputError, match=f"{library} does not work with TensorFlow 2"):
+            with pytest.raises(
+                InputError, match=f"{library} does not work .* has no TF_GetInputV9"
+            ):
                 tf_native.load()
     finally:
         tf_native.load.cache_clear()
@@ -221,16 +226,31 @@ def test_an_exit_and_no_memory(tmp_path):
     file.write_bytes(frame_record(bytes(5000)))
     for _ in range(40):
         assert subprocess.run([program, "exit", file], timeout=300).returncode == 0
-    image = tmp_path / "image"
+    image, example = tmp_path / "image", tmp_path / "example"
     image.write_bytes(jpeg(40, 60))
-    process = subprocess.run(
-        [program, "memory", file, image], capture_output=True, text=True, timeout=300, check=True
-    )
-    failures = list(map(int, process.stdout.split()))
-    read, prepare, decode, augment, mix, decode_views = failures
-    assert min(read, prepare, augment, decode_views) > 3
-    assert decode > 0
-    assert mix == 0  # it needs no memory but the output
+    example.write_bytes(encode_example({"image": jpeg(40, 60), "label": 1}))
+    command = [program, "memory", file, image, example]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    read, prepare, decode, augment, place, batch = map(int, process.stdout.split())
+    assert min(read, prepare, decode, augment, batch) > 3
+    assert place <= 1  # it needs no memory but the output, and the pool itself
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
+def test_threads_of_batches(tmp_path, sanitizer):
+    """Under the sanitizers: several calls share the teams and the pools."""
+    program, example = tmp_path / "mock", tmp_path / "example"
+    example.write_bytes(encode_example({"image": jpeg(40, 60), "label": 1}))
+    source = ROOT / "tests/backends/mock_native.cc"
+    # The loader resolves target clones before the thread sanitizer is there.
+    flags = [f"-fsanitize={sanitizer}", "-DDALI_TF_INPUT_PLAIN", "-O1", "-pthread"]
+    compile_native(program, *flags, source)
+    command = [program, "threads", example]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout == "0 failed, 0 left\n"
 
 
 WALK = """

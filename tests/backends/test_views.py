@@ -5,7 +5,6 @@ import dataclasses
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 from conftest import (
     BACKENDS,
     DALI,
@@ -21,7 +20,6 @@ from conftest import (
 
 import dali_tf_input as dti
 from dali_tf_input import CenterCrop, Letterbox, Preprocess, RandomCrop, RandomResizedCrop
-from dali_tf_input.backends import tf_images, tf_native
 from dali_tf_input.backends.build import make_dataset
 from dali_tf_input.spec.crops import NoCrop, ResizeRandomCrop
 
@@ -92,46 +90,6 @@ def test_as_if_alone(records, decode):
             for view, values in images.items():
                 difference = np.abs(values.numpy().astype(float) - others[view].numpy())
                 assert np.quantile(difference, 0.98) <= (1 if view == "image_2" else 0.1), view
-
-
-def test_the_decoded_window():
-    """One operation decodes what all views need: the same pixels as of the whole image."""
-    views = ALONE[:1] * 2 + ALONE[1:]
-    for seed, size in enumerate([(60, 90), (200, 300), (97, 40)]):
-        encoded = jpeg(*size, seed=seed)
-        generator = np.random.default_rng(seed)
-        uniforms = [generator.random(view.num_uniforms, dtype=np.float32) for view in views]
-        pixels, regions, is_done = tf_native.decode_views(
-            encoded, np.concatenate(uniforms), views, whole=True
-        )
-        assert is_done
-        whole = tf_images.decode_image(tf.constant(encoded)).numpy()
-        first = tf_images.find_region(tf.constant(size), uniforms[0], views[0]).start.numpy()
-        top, left = (first - regions[0, :2].numpy()).astype(int)
-        height, width = pixels.shape[:2]
-        np.testing.assert_array_equal(pixels, whole[top : top + height, left : left + width])
-        for number, view in enumerate(views):
-            region = tf_images.find_region(tf.constant(size), uniforms[number], view)
-            np.testing.assert_allclose(regions[number, :2] + [top, left], region.start, atol=1e-9)
-            np.testing.assert_allclose(regions[number, 2:], region.extent, atol=1e-9)
-
-
-@pytest.mark.parametrize("encoded", [b"", b"text", jpeg(20, 20)[:-300], jpeg(20, 20)[:200]])
-def test_what_is_not_decoded(encoded):
-    views = ALONE[:2]
-    uniforms = np.zeros(sum(view.num_uniforms for view in views), np.float32)
-    _, _, is_done = tf_native.decode_views(encoded, uniforms, views, whole=True)
-    assert not is_done
-
-
-@pytest.mark.parametrize(
-    "numbers",
-    [[], [0], [0, 9, 9], [0, 0, 9, 1, 0, 0, 3, 0, 0.5], [0, 9, 9, 1, 0, 0, 3, 7, 0.5], [0] * 9],
-)
-def test_the_operation_refuses(numbers):
-    operation = tf_native.load().dali_tf_input_decode_views
-    with pytest.raises(tf.errors.InvalidArgumentError, match="random numbers and views are needed"):
-        operation(b"", tf.zeros(3), tf.constant(numbers, tf.float64))
 
 
 @dali_slowly

@@ -42,12 +42,20 @@ typedef struct TF_ShapeInferenceContext TF_ShapeInferenceContext;
   F(TF_OpKernelConstruction_GetAttrType, void, (TF_OpKernelConstruction*, const char*, int*, TF_Status*))             \
   F(TF_OpKernelConstruction_GetAttrFloatList, void,                                                                   \
     (TF_OpKernelConstruction*, const char*, float*, int, TF_Status*))                                                 \
+  F(TF_OpKernelConstruction_GetAttrSize, void,                                                                        \
+    (TF_OpKernelConstruction*, const char*, int32_t*, int32_t*, TF_Status*))                                          \
+  F(TF_OpKernelConstruction_GetAttrTypeList, void,                                                                    \
+    (TF_OpKernelConstruction*, const char*, int*, int, TF_Status*))                                                   \
+  F(TF_OpKernelConstruction_GetAttrStringList, void,                                                                  \
+    (TF_OpKernelConstruction*, const char*, char**, size_t*, int, void*, size_t, TF_Status*))                         \
   F(TF_OpKernelContext_Failure, void, (TF_OpKernelContext*, TF_Status*))                                              \
   F(TF_GetInput, void, (TF_OpKernelContext*, int, TF_Tensor**, TF_Status*))                                           \
   F(TF_AllocateOutput, TF_Tensor*,                                                                                    \
     (TF_OpKernelContext*, int, int, const int64_t*, int, size_t, TF_Status*))                                         \
   F(TF_ForwardInputOrAllocateOutput, TF_Tensor*,                                                                      \
     (TF_OpKernelContext*, const int*, int, int, const int64_t*, int, int*, TF_Status*))                               \
+  F(TF_NewTensor, TF_Tensor*, (int, const int64_t*, int, void*, size_t, void (*)(void*, size_t, void*), void*))       \
+  F(TF_SetOutput, void, (TF_OpKernelContext*, int, const TF_Tensor*, TF_Status*))                                     \
   F(TF_StringCopy, void, (TF_TString*, const char*, size_t))                                                          \
   F(TF_StringGetDataPointer, const char*, (const TF_TString*))                                                        \
   F(TF_StringGetSize, size_t, (const TF_TString*))                                                                    \
@@ -62,8 +70,8 @@ typedef struct TF_ShapeInferenceContext TF_ShapeInferenceContext;
 FUNCTIONS(DECLARE)
 #undef DECLARE
 
-// Returns whether this TensorFlow has them all.
-inline bool LookUp() {
+// Looks the functions up; returns the name of one that this TensorFlow lacks, or nullptr.
+inline const char* LookUp() {
   void* libraries[] = {dlopen("libtensorflow_framework.so.2", RTLD_NOLOAD | RTLD_LAZY),
                        dlopen("libtensorflow_cc.so.2", RTLD_NOLOAD | RTLD_LAZY)};
   for (void* library : libraries) {
@@ -73,7 +81,9 @@ inline bool LookUp() {
     FUNCTIONS(LOOK_UP)
 #undef LOOK_UP
   }
-#define IS_MISSING(name, result, arguments) || !name
-  return !(false FUNCTIONS(IS_MISSING));
-#undef IS_MISSING
+#define NAME_MISSING(name, result, arguments) \
+  if (!name) return #name;
+  FUNCTIONS(NAME_MISSING)
+#undef NAME_MISSING
+  return nullptr;
 }

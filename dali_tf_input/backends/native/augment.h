@@ -19,6 +19,28 @@ enum Primitive {
   kNumPrimitives
 };
 
+// Fills line y of the output from a line of bytes, mirrored or not. `row` has room for the line.
+DALI_TF_INPUT_CLONES inline void FinishLine(const Work& work, const uint8_t* line, bool mirror, int y, float* row, void* out) {
+  const bool is_uint8 = work.output == kUint8;
+  for (int x = 0; x < work.width; ++x) {
+    const uint8_t* from = line + 3 * (mirror ? work.width - 1 - x : x);
+    for (int channel = 0; channel < 3; ++channel) {
+      const float value = from[channel];
+      row[3 * x + channel] = is_uint8 ? value : (value - work.mean[channel]) * work.scale[channel];
+    }
+  }
+  switch (work.output) {
+    case kFloat32:
+      return WriteRow(row, static_cast<float*>(out), work, y, [](float value) { return value; });
+    case kFloat16:
+      return WriteRow(row, static_cast<uint16_t*>(out), work, y, ToHalf);
+    case kBfloat16:
+      return WriteRow(row, static_cast<uint16_t*>(out), work, y, ToBfloat16);
+    case kUint8:
+      return WriteRow(row, static_cast<uint8_t*>(out), work, y, ToUint8);
+  }
+}
+
 class Augmenter {
  public:
   Augmenter(int height, int width) : height_(height), width_(width), size_(static_cast<size_t>(3) * height * width) {}
@@ -56,6 +78,16 @@ class Augmenter {
         return Erase(numbers, image);
     }
   }
+
+  // Applies rows to an image, which they change; mirrors, normalizes and casts it.
+  void Finish(const Work& work, const float* rows, int64_t num_rows, bool mirror, std::vector<uint8_t>* pixels, void* out) {
+    for (int64_t step = 0; step < num_rows; ++step) Apply(rows + kRowSize * step, pixels);
+    const size_t stride = 3 * static_cast<size_t>(width_);
+    row_.resize(std::max(row_.size(), stride + 1));
+    for (int y = 0; y < height_; ++y) FinishLine(work, pixels->data() + stride * static_cast<size_t>(y), mirror, y, row_.data(), out);
+  }
+
+  bool Fits(const Work& work) const { return work.height == height_ && work.width == width_; }
 
  private:
   static DALI_TF_INPUT_CLONES void Color(const float* matrix, uint8_t* image, size_t size) {
@@ -331,28 +363,6 @@ class Augmenter {
   std::vector<int> places_;
 };
 
-// Fills line y of the output from a line of bytes, mirrored or not. `row` has room for the line.
-DALI_TF_INPUT_CLONES inline void FinishLine(const Work& work, const uint8_t* line, bool mirror, int y, float* row, void* out) {
-  const bool is_uint8 = work.output == kUint8;
-  for (int x = 0; x < work.width; ++x) {
-    const uint8_t* from = line + 3 * (mirror ? work.width - 1 - x : x);
-    for (int channel = 0; channel < 3; ++channel) {
-      const float value = from[channel];
-      row[3 * x + channel] = is_uint8 ? value : (value - work.mean[channel]) * work.scale[channel];
-    }
-  }
-  switch (work.output) {
-    case kFloat32:
-      return WriteRow(row, static_cast<float*>(out), work, y, [](float value) { return value; });
-    case kFloat16:
-      return WriteRow(row, static_cast<uint16_t*>(out), work, y, ToHalf);
-    case kBfloat16:
-      return WriteRow(row, static_cast<uint16_t*>(out), work, y, ToBfloat16);
-    case kUint8:
-      return WriteRow(row, static_cast<uint8_t*>(out), work, y, ToUint8);
-  }
-}
-
 // Returns what is wrong with rows; nullptr if nothing is.
 inline const char* CheckRows(const float* rows, int64_t count) {
   for (int64_t at = 0; at < count; ++at) {
@@ -366,12 +376,8 @@ inline const char* CheckRows(const float* rows, int64_t count) {
 
 // Applies rows to an image, mirrors, normalizes and casts it.
 inline void Augment(const Work& work, const uint8_t* image, const float* rows, int64_t num_rows, bool mirror, void* out) {
-  const size_t stride = 3 * static_cast<size_t>(work.width);
-  std::vector<uint8_t> pixels(image, image + stride * static_cast<size_t>(work.height));
-  Augmenter augmenter(work.height, work.width);
-  for (int64_t step = 0; step < num_rows; ++step) augmenter.Apply(rows + kRowSize * step, &pixels);
-  std::vector<float> row(stride + 1);
-  for (int y = 0; y < work.height; ++y) FinishLine(work, pixels.data() + stride * static_cast<size_t>(y), mirror, y, row.data(), out);
+  std::vector<uint8_t> pixels(image, image + static_cast<size_t>(3) * work.height * work.width);
+  Augmenter(work.height, work.width).Finish(work, rows, num_rows, mirror, &pixels, out);
 }
 
 }  // namespace dali_tf_input

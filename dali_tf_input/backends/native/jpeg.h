@@ -136,12 +136,15 @@ class Header {
  public:
   int height = 0, width = 0;
 
-  // Returns whether the file is one for this decoder.
-  bool Open(const uint8_t* data, size_t size) {
+  // Returns whether this processor can run the decoder.
+  static bool IsSupported() {
     static const bool is_supported =
         __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
-    return is_supported && Parse(data, size) && Plan();
+    return is_supported;
   }
+
+  // Returns whether the file is one for this decoder.
+  bool Open(const uint8_t* data, size_t size) { return IsSupported() && Parse(data, size) && Plan(); }
 
  protected:
   static constexpr size_t kPadding = 4096;  // after a scan: more than a unit can take, 6 blocks of up to 1,700 bits

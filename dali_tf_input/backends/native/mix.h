@@ -17,6 +17,18 @@ struct Mixing {
   int64_t top = 0, left = 0, bottom = 0, right = 0;
 };
 
+// Reads the six numbers of `tf_mix.draw_mix`; returns what is wrong with them, nullptr if nothing is.
+inline const char* ReadMixing(const float* numbers, int64_t count, const Work& work, Mixing* mixing) {
+  if (count != 6) return "a mix is 6 numbers";
+  if (!(numbers[0] >= 0 && numbers[0] <= 1)) return "a weight must be in [0, 1]";
+  const auto inside = [](float place, int side) { return static_cast<int64_t>(std::min(std::max(place, 0.0f), static_cast<float>(side))); };
+  mixing->weight = numbers[0];
+  mixing->top = inside(numbers[1], work.height), mixing->left = inside(numbers[2], work.width);
+  mixing->bottom = std::max(mixing->top, inside(numbers[3], work.height));
+  mixing->right = std::max(mixing->left, inside(numbers[4], work.width));
+  return nullptr;
+}
+
 DALI_TF_INPUT_INLINE float FromHalf(uint16_t half) {
   const uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16, exponent = (half >> 10) & 31, fraction = half & 1023;
   uint32_t bits = sign | ((exponent + 112) << 23) | (fraction << 13);

@@ -33,13 +33,21 @@ def make_dataset(
 def _make_by_tf_data(stage: str, stream: Any, options: TfDataOptions) -> Any:
     import tensorflow as tf
 
-    from dali_tf_input.backends import reading, tf_data, tf_images, tf_native
+    from dali_tf_input.backends import reading, tf_batch, tf_data, tf_images, tf_native
     from dali_tf_input.backends.parsing import parse_record
 
     spec, preprocess = stream.spec, stream.spec.preprocess
     decode = options.resolve_decode(resizes_plainly=preprocess.resizes_plainly)
     native = tf_native.uses_native(options.kernel)
     unfinished: dict[str, Any] = {"mean": (0,) * 3, "std": (1,) * 3, "mirror_probability": 0}
+    changes = {} if stage == "normalize" else unfinished
+    work = dataclasses.replace(preprocess, **changes)
+    if stage in ("resize", "normalize") and tf_batch.makes_batches(spec, options):
+        # One operation reads, decodes and does these: of each image one number is left.
+        whole = dataclasses.replace(stream, spec=dataclasses.replace(spec, preprocess=work))
+        return tf_data.build(whole, options).map(
+            lambda images, *_: tf.cast(images[:, 0, 0, 0], tf.float32)
+        )
 
     @tf.autograph.experimental.do_not_convert
     def cut(key: Any, record: Any) -> Any:
@@ -59,8 +67,6 @@ def _make_by_tf_data(stage: str, stream: Any, options: TfDataOptions) -> Any:
                 part = partial(tf_images.decode_region, encoded, uniforms, preprocess)
                 image = tf.cond(tf.io.is_jpeg(encoded), lambda: part()[0], whole)
         elif native:
-            changes = {} if stage == "normalize" else unfinished
-            work = dataclasses.replace(preprocess, **changes)
             image = tf_images.prepare_image(encoded, uniforms, work, decode=decode, native=True)
         else:
             image = tf_images.resample_image(encoded, uniforms, preprocess, decode=decode)

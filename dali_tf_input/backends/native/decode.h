@@ -1,0 +1,164 @@
+// From an encoded image to what the model sees: decodes the part of a JPEG that its views need, and makes them.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "augment.h"
+#include "example.h"
+#include "jpeg.h"
+#include "pool.h"
+#include "region.h"
+#include "resample.h"
+
+namespace dali_tf_input {
+
+// What is made of each image; there may be several views of one.
+struct View : Work {
+  Crop crop = kNoCrop;
+  int64_t num_uniforms = 0, num_rows = 0;  // of an image: random numbers, and rows of augmentation
+  const double* numbers = nullptr;         // of the crop, see region.h
+};
+
+// Reads what `tf_native.describe_views` writes; returns false if it is anything else.
+inline bool ReadViews(const double* at, int64_t count, std::vector<View>* views) {
+  constexpr int kHead = 16;
+  while (count > 0) {
+    if (count < kHead) return false;
+    const auto is_in = [at](int place, double low, double high) { return at[place] >= low && at[place] <= high; };
+    if (!is_in(0, 1, 65535) || !is_in(1, 1, 65535) || !is_in(2, 0, 3) || !is_in(6, 0, 3)) return false;
+    if (!is_in(13, 3, 1e6) || !is_in(14, 0, 1e6) || !is_in(15, 0, kRandomCrop)) return false;
+    View view;
+    view.height = static_cast<int>(at[0]), view.width = static_cast<int>(at[1]);
+    view.kernel = static_cast<Kernel>(static_cast<int>(at[2]));
+    view.antialias = at[3] != 0, view.clip = at[4] != 0, view.chw = at[5] != 0;
+    view.output = static_cast<Output>(static_cast<int>(at[6]));
+    for (int channel = 0; channel < 3; ++channel) {
+      view.mean[channel] = static_cast<float>(at[7 + channel]), view.scale[channel] = static_cast<float>(at[10 + channel]);
+    }
+    view.num_uniforms = static_cast<int64_t>(at[13]), view.num_rows = static_cast<int64_t>(at[14]);
+    view.crop = static_cast<Crop>(static_cast<int>(at[15])), view.numbers = at + kHead;
+    const int size = kHead + kNumbers[view.crop];
+    at += size, count -= size;
+    views->push_back(view);
+  }
+  return count == 0 && !views->empty();
+}
+
+// What a thread keeps from image to image.
+class Decoding {
+ public:
+  // Makes all views of an image, `out` has the place of each. Returns false, with the places undefined, if the image is
+  // refused: it is no baseline JPEG, has errors that libjpeg-turbo would report, or has `maximum` or more pixels for each
+  // of the output's along both axes. With `is_whole` the whole file must be valid, else the part that is needed.
+  // `uniforms` and `rows` are those of all views, one after the other.
+  bool Make(Span encoded, const std::vector<View>& views, const float* uniforms, const float* rows, bool is_whole, double maximum,
+            char* const* out) {
+#if defined(DALI_TF_INPUT_JPEG)
+    if (!decoder_.Open(encoded.at, encoded.size())) return false;
+    images_.assign(views.size(), Image());
+    for (size_t number = 0; number < views.size(); ++number) {
+      const View& view = views[number];
+      Image& image = images_[number];
+      image.height = decoder_.height, image.width = decoder_.width;
+      FindRegion(view, view.crop, view.numbers, uniforms, view.num_uniforms, &image);
+      uniforms += view.num_uniforms;
+      const double excess = std::min(image.extent[0] / view.height, image.extent[1] / view.width);
+      if (!(excess < maximum) || Check(view, image)) return false;
+    }
+    if (views.size() > 1 && !DecodeWindow(views, is_whole)) return false;
+    for (size_t number = 0; number < views.size(); ++number) {
+      const View& view = views[number];
+      Image& image = images_[number];
+      const bool is_mirrored = image.mirror;
+      Work work = view;
+      void* to = out[number];
+      if (view.num_rows) {  // they change bytes, before the mirror
+        pixels_.resize(static_cast<size_t>(3) * view.height * view.width);
+        work.output = kUint8, work.chw = false, image.mirror = false, to = pixels_.data();
+      }
+      Resampler resampler(work, image, to);
+      if (views.size() == 1) {
+        if (!DecodeLines(&resampler, is_whole)) return false;
+      } else {
+        const size_t stride = 3 * static_cast<size_t>(image.width);
+        resampler.Fill(static_cast<int>(image.height) - 1, 0, [&](int line) { return window_.data() + stride * static_cast<size_t>(line); });
+      }
+      if (view.num_rows) {
+        if (!augmenter_ || !augmenter_->Fits(view)) augmenter_ = std::make_unique<Augmenter>(view.height, view.width);
+        augmenter_->Finish(view, rows, view.num_rows, is_mirrored, &pixels_, out[number]);
+        rows += kRowSize * view.num_rows;
+      }
+    }
+    if (window_.capacity() > kMostKept) std::vector<uint8_t>().swap(window_);
+    return true;
+#else
+    return false;
+#endif
+  }
+
+ private:
+  static constexpr size_t kMostBytes = 32 << 20, kMostKept = 8 << 20;
+
+#if defined(DALI_TF_INPUT_JPEG)
+  // Decodes the lines that a resampler needs, a few at a time, and has it fill the output; returns false if the file is
+  // refused, or needs more than kMostBytes.
+  bool DecodeLines(Resampler* resampler, bool is_whole) {
+    const Taps &rows = resampler->rows, &columns = resampler->columns;
+    const int left = columns.low & ~15;
+    const size_t stride = 3 * static_cast<size_t>(columns.high - left) + 64, bytes = stride * static_cast<size_t>(rows.count);
+    if (bytes > kMostBytes) return false;
+    if (lines_.size() < bytes) lines_.resize(bytes);
+    struct Sink {
+      uint8_t* At(int line) const { return lines + stride * static_cast<size_t>(line % resampler.rows.count); }
+      uint8_t* Want(int line) const { return resampler.Needs(line) ? At(line) : nullptr; }
+      void Take(int line) { resampler.Fill(line, left, [this](int number) { return At(number); }); }
+      Resampler& resampler;
+      uint8_t* lines;
+      size_t stride;
+      int left;
+    } sink = {*resampler, lines_.data(), stride, left};
+    return decoder_.Decode({rows.low, left, rows.high, columns.high}, is_whole, sink) && resampler->IsDone();
+  }
+
+  // Decodes the part of the image that the views need, and moves their regions into it.
+  bool DecodeWindow(const std::vector<View>& views, bool is_whole) {
+    jpeg::Window window = {decoder_.height, decoder_.width, 0, 0};
+    for (size_t number = 0; number < views.size(); ++number) {
+      const View& view = views[number];
+      const Image& image = images_[number];
+      const Taps rows = MakeTaps(view, view.height, image.height, image.start[0], image.extent[0], false);
+      const Taps columns = MakeTaps(view, view.width, image.width, image.start[1], image.extent[1], false);
+      window.top = std::min(window.top, rows.low), window.bottom = std::max(window.bottom, rows.high);
+      window.left = std::min(window.left, columns.low), window.right = std::max(window.right, columns.high);
+    }
+    window.left &= ~15;
+    if (window.bottom <= window.top || window.right <= window.left) return false;
+    const int height = window.bottom - window.top;
+    const size_t width = 3 * static_cast<size_t>(window.right - window.left);
+    for (Image& image : images_) {
+      image.height = height, image.width = window.right - window.left;
+      image.start[0] -= window.top, image.start[1] -= window.left;
+    }
+    window_.resize(width * static_cast<size_t>(height)), lines_.resize(std::max(lines_.size(), width + 64));
+    struct Sink {
+      uint8_t* Want(int line) const { return line >= top && line < bottom ? scratch : nullptr; }
+      void Take(int line) { std::memcpy(out + width * static_cast<size_t>(line - top), scratch, width), ++done; }
+      uint8_t *scratch, *out;
+      size_t width;
+      int top, bottom, done;
+    } sink = {lines_.data(), window_.data(), width, window.top, window.bottom, 0};
+    return decoder_.Decode(window, is_whole, sink) && sink.done == height;
+  }
+
+  jpeg::Decoder decoder_;
+#endif
+  std::vector<Image> images_;                     // of each view
+  std::vector<uint8_t> lines_, window_, pixels_;  // lines being resampled; what several views need; a view in bytes
+  std::unique_ptr<Augmenter> augmenter_;
+};
+
+}  // namespace dali_tf_input

@@ -1,0 +1,89 @@
+// Reads records by their numbers, from files whose index is known.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "api.h"
+#include "read.h"
+
+namespace dali_tf_input {
+
+// Never destroyed: threads may still read when the process exits.
+inline Files& OpenFiles() {
+  static auto& files = *new Files;
+  return files;
+}
+
+// The records of some files. Error messages are worded as in `reading.check_versions` and `records.tfrecord`.
+struct Records {
+  const char* names;  // TF_TString each
+  size_t name_size;
+  const int64_t* versions;
+  int64_t num_files;
+  const int32_t* file_of;
+  const int64_t* extents;
+  int64_t num_records;
+
+  // Returns the file of a record that was found, and its offset in bytes.
+  std::pair<std::string, int64_t> Locate(int64_t number) const {
+    const auto* given = reinterpret_cast<const TF_TString*>(names + name_size * static_cast<size_t>(file_of[number]));
+    return {{TF_StringGetDataPointer(given), TF_StringGetSize(given)}, extents[2 * number]};
+  }
+
+  // Opens the file of a record, and checks that the record is within it.
+  Problem Find(int64_t number, std::string* name, std::shared_ptr<File>* file) const {
+    const int64_t of = number >= 0 && number < num_records ? file_of[number] : -1;
+    if (of < 0 || of >= num_files || extents[2 * number] < 0 || extents[2 * number + 1] < kAround) {
+      return {kInvalidArgument, "no such record: " + std::to_string(number)};
+    }
+    *name = Locate(number).first;
+    Problem problem = OpenFiles().Open(*name, versions[2 * of], versions[2 * of + 1], file);
+    if (!problem.text.empty()) return problem;
+    return CheckExtent(**file, *name, extents[2 * number], extents[2 * number + 1]);
+  }
+
+  // Reads records in turn: `to(place, size)` returns where a record of `size` bytes goes, with its header and footer, and
+  // `done(place)` is called when it is there and valid. All files are held open meanwhile, so `count` should be small.
+  // At a problem, `*place` is that of the record.
+  template <typename To, typename Done>
+  Problem Read(const int64_t* numbers, int64_t count, bool check_crc, int64_t* place, To to, Done done) const {
+    static const auto& crc = *new Crc;
+    std::vector<std::string> paths(static_cast<size_t>(count));
+    std::vector<std::shared_ptr<File>> files(static_cast<size_t>(count));
+    for (*place = 0; *place < count; ++*place) {
+      std::string& path = paths[static_cast<size_t>(*place)];
+      std::shared_ptr<File>& file = files[static_cast<size_t>(*place)];
+      Problem problem = Find(numbers[*place], &path, &file);
+      if (!problem.text.empty() && file) {  // it may have been cut, and restored since
+        OpenFiles().Forget(path, file);
+        problem = Find(numbers[*place], &path, &file);
+      }
+      if (!problem.text.empty()) return problem;
+      const int64_t* extent = extents + 2 * numbers[*place];
+      posix_fadvise(file->descriptor, extent[0], extent[1], POSIX_FADV_WILLNEED);
+    }
+    for (*place = 0; *place < count; ++*place) {
+      std::string& path = paths[static_cast<size_t>(*place)];
+      std::shared_ptr<File>& file = files[static_cast<size_t>(*place)];
+      const int64_t offset = extents[2 * numbers[*place]], size = extents[2 * numbers[*place] + 1];
+      uint8_t* bytes = to(*place, static_cast<size_t>(size));
+      const auto read = [&] { return ReadRecord(*file, path, offset, size, check_crc ? &crc : nullptr, bytes); };
+      Problem problem = read();
+      if (!problem.text.empty()) {
+        OpenFiles().Forget(path, file);
+        problem = Find(numbers[*place], &path, &file);
+        if (problem.text.empty()) problem = read();
+      }
+      if (!problem.text.empty()) return problem;
+      done(*place);
+    }
+    return {};
+  }
+};
+
+}  // namespace dali_tf_input

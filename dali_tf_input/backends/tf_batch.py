@@ -1,0 +1,248 @@
+"""The tf.data backend by batch: one operation reads, decodes and preprocesses a batch.
+
+What the operation refuses, TensorFlow finishes image by image. `tf_data` makes single images of
+what cannot be made by batch, see `makes_batches`.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from dali_tf_input.backends import reading, tf_native
+from dali_tf_input.backends.parsing import parse_image, parse_others
+from dali_tf_input.backends.reading import Stream, find_places
+from dali_tf_input.backends.tf_augment import make_rows
+from dali_tf_input.backends.tf_images import (
+    decode_image,
+    make_plain,
+    normalize_image,
+    prepare_image,
+)
+from dali_tf_input.backends.tf_mix import draw_mix, mix_labels
+from dali_tf_input.random import Stream as RandomStream
+from dali_tf_input.random import seed_of
+from dali_tf_input.spec.input import InputSpec
+from dali_tf_input.spec.options import TfDataOptions
+from dali_tf_input.spec.preprocess import Preprocess
+from dali_tf_input.spec.primitives import ROW_SIZE
+
+# Batches made at the same time. The threads of the process take image by image from them, so two
+# keep any number of cores busy: when the last images of one are being made, the other has begun.
+_CALLS = 2
+
+Transform = Callable[..., tf.Tensor]
+
+
+def makes_batches(spec: InputSpec, options: TfDataOptions) -> bool:
+    """Returns whether `make_batches` can make the batches of a spec.
+
+    It cannot if there are masks, which TensorFlow decodes; pixels instead of encoded images; crops
+    that the operation does not know; or features that are images, too. Nor can it without the
+    compiled decoder, or in the processes of a service.
+    """
+    records, label = spec.records, spec.label
+    keys = {*spec.features, *([label.key] if label else [])}
+    return (
+        options.service is None
+        and not spec.mask
+        and not records.stores_pixels
+        and keys.isdisjoint(records.image_keys)
+        and all(tf_native.decodes(view.crop) for view in spec.image_views.values())
+        and tf_native.uses_native(options.kernel)
+        and tf_native.decodes_jpegs()
+    )
+
+
+def make_batches(
+    stream: Stream, options: TfDataOptions, transforms: Sequence[Transform | None]
+) -> tf.data.Dataset:
+    """Makes the dataset of a shard's batches, as `InputSpec.arrange` arranges them.
+
+    Args:
+      stream: a stream with a spec that `makes_batches`.
+      options: the options of the backend.
+      transforms: `spec.transform` for each view, see `tf_data.check_transform`.
+    """
+    spec = stream.spec
+    make = _BatchMaker(stream, options, transforms)
+    if spec.has_fixed_order and not spec.records.is_remote:
+        places = find_places(spec.records)
+
+        @tf.autograph.experimental.do_not_convert
+        def make_next(keys: tf.Tensor, *given: tf.Tensor) -> Any:
+            (numbers,) = given
+            beside = places.beside_all(spec, numbers)
+            return make(keys, numbers, tf.zeros(0, tf.string), beside)
+
+        batches = reading.list_batches(stream)
+    else:
+
+        @tf.autograph.experimental.do_not_convert
+        def make_next(keys: tf.Tensor, *given: tf.Tensor) -> Any:
+            records, *beside = given
+            return make(keys, tf.zeros(0, tf.int64), records, tuple(beside))
+
+        batches = reading.read_records(stream, options)
+        batches = batches.batch(stream.shard_batch_size, drop_remainder=spec.repeat)
+    if options.num_parallel_calls == 1:
+        made = batches.map(make_next)
+    else:
+        made = batches.map(make_next, num_parallel_calls=_CALLS, deterministic=True)
+    # A call waits for the process's threads, and must not hold one of those that TensorFlow trains
+    # with. The others are for what TensorFlow finishes.
+    return reading.with_own_threads(made, _CALLS + make.num_threads)
+
+
+class _BatchMaker:
+    """Makes batches of a stream, given their keys and records."""
+
+    def __init__(
+        self, stream: Stream, options: TfDataOptions, transforms: Sequence[Transform | None]
+    ) -> None:
+        self._stream, self._options, self._transforms = stream, options, transforms
+        calls = options.num_parallel_calls
+        self.num_threads = len(os.sched_getaffinity(0)) if calls == tf.data.AUTOTUNE else calls
+        self._views = [*stream.spec.image_views.values()]
+        # What the operation makes of each image; of some, TensorFlow makes the rest.
+        self._made = [
+            view
+            if view.channels == 3 and not transform
+            else make_plain(view, changes=bool(view.augment or transform))
+            for view, transform in zip(self._views, transforms, strict=True)
+        ]
+        places = find_places(stream.spec.records)
+        self._files = (places.names, places.versions, *places.where)
+
+    def __call__(
+        self, keys: tf.Tensor, numbers: tf.Tensor, records: tf.Tensor, beside: tuple[tf.Tensor, ...]
+    ) -> Any:
+        """Returns a batch, arranged.
+
+        Args:
+          keys: the keys of its images, int64 (k,).
+          numbers: the numbers of their records, int64 (k,); or int64 (0,).
+          records: their records, string (k,), if there are no `numbers`; or string (0,).
+          beside: what `InputSpec.beside_records` names, (k,) each.
+        """
+        spec, options = self._stream.spec, self._options
+        uniforms = [
+            self._draw(RandomStream.CROP, keys, view, preprocess.num_uniforms)
+            for view, preprocess in enumerate(self._views)
+        ]
+        rows = [self._draw_rows(keys, view) for view in range(len(self._views))]
+        drawn = draw_mix(self._stream, keys[0]) if spec.mix else tf.zeros(0)
+        decode = self._decode(self._views[0])
+        whole, maximum = tf_native.limits_of(self._views[0], decode=decode)
+        made = tf_native.make_batch(
+            self._files,
+            numbers,
+            records,
+            tf.concat(uniforms, 1),
+            tf.concat(rows, 1),
+            drawn,
+            self._made,
+            image_keys=spec.records.image_keys,
+            whole=whole,
+            maximum=maximum,
+            check_crc=options.check_crc,
+            num_readers=options.num_parallel_reads,
+            num_threads=self.num_threads,
+        )
+        images = tf.cond(
+            tf.equal(tf.size(made.places), 0),
+            lambda: made.images,
+            lambda: self._place_refused(made, uniforms, rows, drawn),
+        )
+        values = parse_others(made.examples, spec, beside)
+        for view, name in enumerate(spec.image_views):
+            values[name] = self._finish(images[view], uniforms[view], keys, view)
+        if spec.mix:
+            values["label"] = mix_labels(values["label"], drawn)
+        size = self._stream.shard_batch_size if spec.repeat else None
+        values = {
+            name: tf.ensure_shape(value, (size, *value.shape[1:])) for name, value in values.items()
+        }
+        return spec.arrange(values)
+
+    def _draw(self, purpose: RandomStream, keys: tf.Tensor, view: int, count: int) -> tf.Tensor:
+        """Draws the random numbers of `reading.draw_uniforms` for many keys: float32 (k, count)."""
+        seed = seed_of(self._stream.spec.seed, purpose, view)
+        return tf_native.draw_uniforms(keys, seed, count)
+
+    def _draw_rows(self, keys: tf.Tensor, view: int) -> tf.Tensor:
+        """Draws a view's rows of augmentation, float32 (k, r, ROW_SIZE)."""
+        preprocess = self._views[view]
+        if not preprocess.augment:
+            return tf.zeros((tf.size(keys), 0, ROW_SIZE))
+        program = preprocess.make_program()
+        drawn = self._draw(RandomStream.AUGMENT, keys, view, program.num_uniforms)
+        return make_rows(program, drawn)
+
+    def _decode(self, view: Preprocess) -> Any:
+        """Returns how much of an image is decoded: with several views, what all of them need."""
+        if self._stream.spec.views:
+            return "full" if self._options.decode == "full" else "region"
+        return self._options.resolve_decode(resizes_plainly=view.resizes_plainly)
+
+    def _place_refused(
+        self,
+        made: tf_native.Made,
+        uniforms: Sequence[tf.Tensor],
+        rows: Sequence[tf.Tensor],
+        drawn: tf.Tensor,
+    ) -> list[tf.Tensor]:
+        """Makes the images that the operation refused, and places them in the batch."""
+        spec = self._stream.spec
+
+        def make_one(given: tuple[tf.Tensor, ...]) -> tuple[tf.Tensor, ...]:
+            record, uniforms, rows = given
+            image = parse_image(record, spec)
+            if spec.views:
+                image = decode_image(image)
+            return tuple(
+                prepare_image(
+                    image,
+                    own,
+                    view,
+                    rows=own_rows if view.augment else None,
+                    decode=self._decode(view),
+                    native=True,
+                )
+                for own, own_rows, view in zip(uniforms, rows, self._made, strict=True)
+            )
+
+        given = [
+            tuple(tf.gather(values, made.places) for values in some) for some in (uniforms, rows)
+        ]
+        images = tf.map_fn(
+            make_one,
+            (made.refused, *given),
+            fn_output_signature=tuple(
+                tf.TensorSpec(view.image_shape, view.dtype) for view in self._made
+            ),
+            parallel_iterations=self.num_threads,
+        )
+        return [
+            tf_native.place(batch, own, made.places, drawn, view)
+            for batch, own, view in zip(made.images, images, self._made, strict=True)
+        ]
+
+    def _finish(
+        self, images: tf.Tensor, uniforms: tf.Tensor, keys: tf.Tensor, view: int
+    ) -> tf.Tensor:
+        """Does what the operation does not: a user's transform, gray."""
+        preprocess, made, transform = self._views[view], self._made[view], self._transforms[view]
+        if made is preprocess:
+            return images
+        if transform:
+            seed = seed_of(self._stream.spec.seed, RandomStream.TRANSFORM, view)
+            seeds = tf.stack([tf.fill(tf.shape(keys), tf.constant(seed, tf.int64)), keys], 1)
+            images = tf.map_fn(
+                lambda given: transform(*given),
+                (images, seeds),
+                fn_output_signature=tf.TensorSpec(made.image_shape, made.dtype),
+                parallel_iterations=self.num_threads,
+            )
+        return normalize_image(images, uniforms, preprocess)

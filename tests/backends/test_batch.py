@@ -1,0 +1,514 @@
+"""Batches by one operation: the same as image by image, in memory that is used again."""
+
+import dataclasses
+import gc
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import (
+    TF_DATA,
+    encode,
+    jpeg,
+    nightly,
+    refused,
+    slowly,
+    spec_of,
+    valid_images,
+    write_indexed,
+    write_tfrecord,
+)
+from google.protobuf.message import DecodeError
+from PIL import Image
+
+import dali_tf_input as dti
+from dali_tf_input import Preprocess, RandAugment, RandomErasing, RandomResizedCrop, TfDataOptions
+from dali_tf_input.backends import tf_batch, tf_data, tf_native
+from dali_tf_input.backends.build import make_dataset
+from dali_tf_input.backends.parsing import parse_others, parse_record
+from dali_tf_input.backends.reading import find_places
+
+PLAIN = Preprocess.for_training(32)
+AUGMENTED = Preprocess.for_training(
+    32, crop=RandomResizedCrop(), augment=(RandAugment(), RandomErasing())
+)
+
+
+def progressive(height, width, *, seed=0):
+    image = Image.fromarray(tf.io.decode_jpeg(jpeg(height, width, seed=seed)).numpy())
+    return encode(image, "JPEG", progressive=True)
+
+
+def examples_of(images):
+    values = [[float(number), number + 0.5] for number in range(len(images))]
+    return [
+        {"image": image, "label": number % 5, "pair": pair}
+        for number, (image, pair) in enumerate(zip(images, values, strict=True))
+    ]
+
+
+@pytest.fixture(scope="module")
+def mixtures(tmp_path_factory):
+    """Records of which the operation refuses none, one, some and all."""
+    folder = tmp_path_factory.mktemp("mixtures")
+    sizes = [(40 + 7 * number, 90 - 5 * number) for number in range(12)]
+    plain = [jpeg(*size, seed=number) for number, size in enumerate(sizes)]
+    others = [progressive(*size, seed=number) for number, size in enumerate(sizes[:6])]
+    made = {
+        "none": plain,
+        "one": [*plain[:7], others[0], *plain[8:]],
+        "some": [*plain[:3], *others[:3], *plain[6:], *valid_images()],
+        "all": [*others, encode(Image.new("RGB", (50, 60), "red"))],
+    }
+    return {
+        name: write_indexed(folder / name, examples_of(images)) for name, images in made.items()
+    }
+
+
+def by_image(monkeypatch):
+    """Has the dataset made next be made image by image."""
+    monkeypatch.setattr(tf_data, "makes_batches", lambda spec, options: False)
+
+
+def compare(spec, options=TF_DATA, *, batch_size=4, **how):
+    """Checks that both ways make the same batches, to the bit."""
+    assert tf_batch.makes_batches(spec, options)
+    with pytest.MonkeyPatch.context() as patch:
+        made = list(make_dataset(spec, options, batch_size=batch_size, **how))
+        by_image(patch)
+        others = list(make_dataset(spec, options, batch_size=batch_size, **how))
+    assert len(made) == len(others) > 0
+    for batch, other in zip(made, others, strict=True):
+        tf.nest.map_structure(np.testing.assert_array_equal, batch, other)
+    return made
+
+
+WORK = {
+    "plain": {},
+    "uint8": {"preprocess": dataclasses.replace(PLAIN, dtype="uint8", layout="CHW")},
+    "half": {"preprocess": dataclasses.replace(PLAIN, dtype="float16")},
+    "augmented": {"preprocess": AUGMENTED},
+    "gray": {"preprocess": dataclasses.replace(AUGMENTED, channels=1, mean=(120.0,), std=(60.0,))},
+    "features": {
+        "features": {"pair": dti.Stored(size=2)},
+        "record_ids": True,
+        "class_weights": None,
+    },
+    "views": {"views": (PLAIN, AUGMENTED, dataclasses.replace(PLAIN, dtype="uint8"))},
+    "mix": {
+        "label": dti.ClassLabel(num_classes=5, one_hot=True),
+        "mix": dti.Mix(mixup=0.4, cutmix=1.0),
+    },
+    "transform": {
+        "transform": lambda image, seed: tf.image.stateless_random_brightness(image, 0.3, seed)
+    },
+}
+del WORK["features"]["class_weights"]
+
+
+@pytest.mark.parametrize("refused_images", ["none", "some", slowly("one"), slowly("all")])
+@pytest.mark.parametrize("work", WORK)
+def test_the_same_as_image_by_image(mixtures, work, refused_images):
+    changes = {"preprocess": PLAIN, **WORK[work]}
+    preprocess = changes.pop("preprocess")
+    compare(spec_of(mixtures[refused_images], "global", preprocess, **changes))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        TfDataOptions(decode="full"),
+        TfDataOptions(decode="scaled"),
+        slowly(TfDataOptions(num_parallel_calls=1, num_parallel_reads=1, prefetch_batches=0)),
+        slowly(TfDataOptions(check_crc=False, autotune=False)),
+    ],
+    ids=["full", "scaled", "serial", "crc"],
+)
+def test_options(mixtures, options):
+    compare(spec_of(mixtures["some"], "global", AUGMENTED), options)
+
+
+def test_orders(mixtures):
+    """Order "buffer", from the middle, endless, and a shorter last batch."""
+    records = mixtures["some"]
+    compare(spec_of(records, "buffer", PLAIN))
+    compare(spec_of(records, "global", PLAIN), start_step=2)
+    spec = spec_of(records, "sequential", Preprocess.for_evaluation(32), repeat=False)
+    made = compare(spec, batch_size=5)
+    assert len(made[-1][0]) == records.num_records % 5 > 0
+    endless = make_dataset(spec_of(records, "global", PLAIN), batch_size=4, endless=True)
+    whole = records.num_records // 4
+    one, *_ = compare(spec_of(records, "global", PLAIN), start_step=whole)
+    np.testing.assert_array_equal(next(iter(endless.skip(whole)))[0], one[0])
+
+
+@pytest.mark.parametrize("count", [1, 3, 60])
+def test_random_numbers(count):
+    """Those of `StatelessRandomUniform`, for seeds and keys of all kinds."""
+    keys = [0, -1, 7, (1 << 40) + 3, 1 << 62]
+    for seed in (0, 5, (1 << 63) - 1):
+        drawn = tf_native.draw_uniforms(tf.constant(keys, tf.int64), seed, count)
+        for key, numbers in zip(keys, drawn.numpy(), strict=True):
+            expected = tf.random.stateless_uniform((count,), tf.constant([seed, key], tf.int64))
+            np.testing.assert_array_equal(numbers, expected)
+
+
+def make_of_records(spec, examples):
+    """Returns what the operation makes of serialized Examples."""
+    places, views = find_places(spec.records), [spec.preprocess]
+    return tf_native.make_batch(
+        (places.names, places.versions, *places.where),
+        tf.zeros(0, tf.int64),
+        tf.constant(examples),
+        tf.zeros((len(examples), spec.preprocess.num_uniforms)),
+        tf.zeros((len(examples), 0, 13)),
+        tf.zeros(0),
+        views,
+        image_keys=spec.records.image_keys,
+        whole=True,
+        maximum=np.inf,
+        check_crc=True,
+        num_readers=1,
+        num_threads=2,
+    )
+
+
+@pytest.mark.parametrize("rounds", [300, slowly(3000), nightly(20_000)])
+def test_examples(mixtures, rounds):
+    """What the operation accepts, TensorFlow parses to the same; all else it leaves to it."""
+    spec = spec_of(mixtures["none"], "global", PLAIN)
+    random = np.random.default_rng(rounds)
+    image = jpeg(20, 30)
+
+    def bytes_of(*values):
+        return tf.train.Feature(bytes_list=tf.train.BytesList(value=values))
+
+    features = {
+        "image": bytes_of(image),
+        "label": tf.train.Feature(int64_list=tf.train.Int64List(value=[3])),
+        "pair": tf.train.Feature(float_list=tf.train.FloatList(value=[1, 2])),
+        "é": bytes_of(b"x" * 300),
+    }
+
+    def serialize(**changes):
+        feature = {k: v for k, v in {**features, **changes}.items() if v is not None}
+        return tf.train.Example(features=tf.train.Features(feature=feature)).SerializeToString()
+
+    whole = serialize()
+    odd = [
+        b"",
+        whole + whole,  # two Features, whose entries TensorFlow joins
+        serialize(image=None),
+        serialize(image=bytes_of()),
+        serialize(image=bytes_of(image, image)),
+        serialize(image=features["label"]),
+        serialize(label=None),
+        serialize(image=bytes_of(b"")),
+        whole + b"\x12\x02ab",  # a field that is not known
+    ]
+    for _ in range(rounds):
+        changed = bytearray(whole)
+        for place in random.integers(0, len(whole), random.integers(1, 3)):
+            if random.random() < 0.7:  # near what is not the image
+                place = int(place) % 40 if random.random() < 0.5 else len(whole) - 1 - place % 400
+            changed[place] = random.integers(256)
+        cut = random.integers(len(changed)) if random.random() < 0.1 else len(changed)
+        odd.append(bytes(changed[:cut]))
+    # What is no message is refused, and not given to TensorFlow: some of it ends the process.
+    examples, not_examples = odd[:9], 0
+    for example in odd[9:]:
+        try:
+            make_of_records(spec, [example])
+            examples.append(example)
+        except tf.errors.DataLossError as error:
+            assert "not a serialized tf.train.Example" in error.message
+            with pytest.raises(DecodeError):
+                tf.train.Example.FromString(example)
+            not_examples += 1
+    assert 0 < not_examples < rounds
+    odd = examples
+    made = make_of_records(spec, odd)
+    left = set(made.places.numpy().tolist())
+    assert {0, 1, 2, 3, 4, 5, 7, 8} <= left
+    assert 6 not in left
+    assert len(left) < len(odd)
+    assert made.refused.numpy().tolist() == [odd[place] for place in sorted(left)]
+
+    @tf.function(input_signature=[tf.TensorSpec((), tf.string)])
+    def parse(example):
+        return parse_record(example, spec)
+
+    images = make_of_records(spec, [whole]).images[0][0]
+    failures = (tf.errors.OpError, UnicodeDecodeError)  # a message of TensorFlow's may be no UTF-8
+    for place, example in enumerate(odd):
+        try:
+            expected = parse(example)
+        except failures:
+            expected = None
+        try:
+            values = parse_others(made.examples[place][None], spec)
+            assert place not in left or parse(example) is not None
+        except failures:
+            assert expected is None, example
+            continue
+        assert expected is not None, example
+        for name, value in values.items():
+            np.testing.assert_array_equal(value[0], expected[name])
+        if place not in left and expected["image"].numpy() == image:
+            np.testing.assert_array_equal(made.images[0][place], images)
+
+
+def test_several_image_keys(tmp_path):
+    """The first key that is not empty counts, as in TensorFlow's graph."""
+    images = [jpeg(40, 50, seed=1), jpeg(60, 30)]
+    one = write_indexed(tmp_path / "one", examples_of(images), dti.Checks(verify="schema"))
+    renamed = [{"photo": jpeg(30, 70, seed=n), "label": n, "pair": [0.0, 1.0]} for n in range(4)]
+    file, label = tmp_path / "other", dti.ClassLabel(key="label")
+    write_tfrecord(file, renamed)
+    dti.build_index(file, dti.Checks(verify="schema", image_key="photo", label=label))
+    other = dti.Records.from_files(file, image_key="photo")
+    compare(spec_of(one + other, "global", PLAIN, label=label), batch_size=2)
+
+
+def test_an_error_is_the_same(mixtures, tmp_path, monkeypatch):
+    """A file that is gone, changed, cut, or holds another byte, and an image that is none."""
+    source = mixtures["none"]
+    original = Path(source.files[0].path).read_bytes()
+
+    def fail(spec):
+        with pytest.raises(tf.errors.OpError) as caught:
+            list(make_dataset(spec, batch_size=3))
+        return type(caught.value), re.search(r"/\S+: .*again\.", caught.value.message).group()
+
+    def flip(path):
+        status = os.stat(path)
+        data = bytearray(original)
+        data[len(data) // 2] ^= 1
+        path.write_bytes(bytes(data))
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+    def cut(path):
+        status = os.stat(path)
+        os.truncate(path, len(original) - 200)
+        os.truncate(path, len(original))
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+    for number, damage in enumerate([flip, cut]):
+        path = tmp_path / f"train-{number}"
+        shutil.copy2(source.files[0].path, path)
+        spec = spec_of(write_indexed(path, examples_of([jpeg(40, 60)] * 6)), "sequential", PLAIN)
+        original = path.read_bytes()
+        damage(path)
+        found = fail(spec)
+        with monkeypatch.context() as patch:
+            by_image(patch)
+            assert fail(spec) == found
+        assert found[0] is tf.errors.DataLossError
+        assert str(path) in found[1]
+        path.unlink()
+        with refused(f"{path} "):
+            make_dataset(spec, batch_size=3)
+
+
+def test_it_says_what_is_wrong(mixtures):
+    spec = spec_of(mixtures["none"], "global", PLAIN)
+    places = find_places(spec.records)
+    given = {
+        "numbers": tf.constant([0, 1], tf.int64),
+        "records": tf.zeros(0, tf.string),
+        "uniforms": tf.zeros((2, 3)),
+        "rows": tf.zeros((2, 0, 13)),
+        "drawn": tf.zeros(0),
+        "views": [PLAIN],
+    }
+    how = {"image_keys": ["image"], "whole": True, "maximum": np.inf, "check_crc": True}
+    threads = {"num_readers": 1, "num_threads": 1}
+
+    def make(**changes):
+        values = {**given, **how, **threads, **changes}
+        files = values.pop("files", (places.names, places.versions, *places.where))
+        views = values.pop("views")
+        positional = [values.pop(name) for name in list(given) if name != "views"]
+        return tf_native.make_batch(files, *positional, views, **values)
+
+    assert make().images[0].shape == (2, 32, 32, 3)
+    wrong = {
+        "no such record: 99": {"numbers": tf.constant([0, 99], tf.int64)},
+        "no such record: -1": {"numbers": tf.constant([-1, 0], tf.int64)},
+        "not both": {"records": tf.constant(["", ""])},
+        "random numbers and rows": {"uniforms": tf.zeros((2, 4))},
+        "a mix is 6 numbers": {"drawn": tf.zeros(5)},
+        "a weight must be in": {"drawn": tf.constant([2.0, 0, 0, 0, 0, 0])},
+        "views cannot be mixed": {
+            "views": [PLAIN, PLAIN],
+            "drawn": tf.zeros(6),
+            "uniforms": tf.zeros((2, 6)),
+        },
+        "num_readers must be": {"num_readers": 0},
+        "num_threads must be|num_readers must be": {"num_threads": 0},
+        "1 to 64 image keys": {"image_keys": []},
+        "a version for each file": {"files": (places.names, places.versions[:0], *places.where)},
+    }
+    for text, changes in wrong.items():
+        with pytest.raises(tf.errors.InvalidArgumentError, match=text):
+            make(**changes)
+    empty = make(
+        numbers=tf.zeros(0, tf.int64), uniforms=tf.zeros((0, 3)), rows=tf.zeros((0, 0, 13))
+    )
+    assert empty.images[0].shape == (0, 32, 32, 3)
+    assert empty.examples.shape == (0,)
+
+
+def test_placing(mixtures):
+    """In a batch of the operation, in any other, and beyond it."""
+    spec = spec_of(mixtures["none"], "global", PLAIN)
+    example = tf.data.TFRecordDataset(spec.records.paths[0]).take(1).get_single_element()
+    images = make_of_records(spec, [example.numpy()] * 3).images[0]
+    before = images.numpy().copy()
+    made = tf.ones((1, 32, 32, 3))
+    copied = tf.constant(before)
+    for batch in (copied, images):
+        placed = tf_native.place(batch, made, tf.constant([1], tf.int64), tf.zeros(0), PLAIN)
+        np.testing.assert_array_equal(placed[1], made[0])
+        np.testing.assert_array_equal(placed[0], before[0])
+    np.testing.assert_array_equal(copied, before)
+    for places in ([3], [-1], [0, 1]):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"places|an image is needed"):
+            tf_native.place(images, made, tf.constant(places, tf.int64), tf.zeros(0), PLAIN)
+
+
+def test_batches_that_are_kept(mixtures):
+    """Nothing writes to a batch that a program still holds, nor to a view of its memory."""
+    spec = spec_of(mixtures["none"], "global", PLAIN)
+    iterator = iter(make_dataset(spec, batch_size=4, endless=True))
+    held = [next(iterator)[0] for _ in range(6)]
+    copies, views = [batch.numpy().copy() for batch in held], [np.asarray(batch) for batch in held]
+    assert all(view.ctypes.data % 64 == 0 for view in views)
+    for _ in range(50):
+        next(iterator)
+    del iterator, held[3:]
+    gc.collect()
+    for copy, view in zip(copies, views, strict=True):
+        np.testing.assert_array_equal(copy, view)
+
+
+def test_iterators_in_turn_and_at_once(mixtures):
+    spec = spec_of(mixtures["some"], "global", AUGMENTED)
+    dataset = make_dataset(spec, batch_size=4, endless=True)
+    expected = [batch[0].numpy() for batch in dataset.take(6)]
+    one, two = iter(dataset), iter(dataset)
+    for images in expected:
+        np.testing.assert_array_equal(next(one)[0], images)
+        np.testing.assert_array_equal(next(two)[0], images)
+    for _ in range(5):  # dropped early, and never used
+        next(iter(dataset))
+        iter(dataset)
+    problems = []
+
+    def read():
+        try:
+            for batch, images in zip(dataset, expected, strict=False):
+                np.testing.assert_array_equal(batch[0], images)
+        except Exception as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=read) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not problems
+
+
+FAULTS = """
+import os, resource, sys
+import tensorflow as tf
+from dali_tf_input import *
+records, kind = Records.from_files(sys.argv[1]), sys.argv[2]
+augment = (RandAugment(), RandomErasing()) if kind == "augment" else ()
+mixed = {"label": ClassLabel(num_classes=5, one_hot=True), "mix": Mix(mixup=0.4, cutmix=1.0)}
+spec = InputSpec.for_training(
+    records, Preprocess.for_training(224, augment=augment), **(mixed if kind == "mix" else {})
+)
+iterator = iter(make_dataset(spec, TfDataOptions(), batch_size=16, endless=True))
+
+def serve(count):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(count):
+        next(iterator)
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / count / 16
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+
+serve(60)
+print(min(serve(20) for _ in range(5)))
+before = resident()
+del iterator
+import gc; gc.collect()
+tf.random.normal([]).numpy()
+print((before - resident()) // (16 * 3 * 224 * 224 * 4))
+"""
+
+
+@pytest.mark.parametrize("kind", ["plain", slowly("mix"), slowly("augment")])
+def test_memory_is_used_again(tmp_path, kind):
+    """Without a pool of TensorFlow's: a fresh image of 224 pixels would be 147 page faults.
+
+    When the dataset is gone, so are its batches.
+    """
+    images = [jpeg(120, 160, seed=seed) for seed in range(16)]
+    records = write_indexed(tmp_path / "train", examples_of(images * 2))
+    process = subprocess.run(
+        [sys.executable, "-c", FAULTS, records.paths[0], kind],
+        env={**os.environ, "TF_ENABLE_ONEDNN_OPTS": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr
+    faults, batches_freed = map(float, process.stdout.split())
+    assert faults < 10
+    assert batches_freed >= 2
+
+
+EXIT = """
+import sys, time
+from dali_tf_input import *
+spec = InputSpec.for_training(sys.argv[1], 64)
+iterator = iter(make_dataset(spec, TfDataOptions(), batch_size=4, endless=True))
+for _ in range(int(sys.argv[2])):
+    next(iterator)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("programs", [6, nightly(20)])
+def test_the_process_ends_while_it_reads(tmp_path, programs):
+    records = write_indexed(tmp_path / "train", examples_of([jpeg(300, 400)] * 12))
+    for number in range(programs):
+        process = subprocess.run(
+            [sys.executable, "-c", EXIT, records.paths[0], str(number)],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert process.returncode == 0, process.stderr
+        assert "Traceback" not in process.stderr
+
+
+def test_what_is_made_image_by_image(mixtures):
+    records = mixtures["none"]
+    spec = spec_of(records, "global", PLAIN)
+    assert tf_batch.makes_batches(spec, TF_DATA)
+    assert not tf_batch.makes_batches(spec, TfDataOptions(kernel="tensorflow"))
+    boxed = dataclasses.replace(PLAIN, crop=dti.Letterbox())
+    assert not tf_batch.makes_batches(spec_of(records, "global", boxed), TF_DATA)
