@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ class Window:
     batch_size: int
     seconds: float
     cpu_seconds: float
+    page_faults: int = 0
 
     @property
     def images(self) -> int:
@@ -35,6 +37,11 @@ class Window:
     def cpu_seconds_per_1000_images(self) -> float:
         """CPU time of this process, user and system, all threads, in seconds per 1000 images."""
         return 1000 * self.cpu_seconds / self.images
+
+    @property
+    def page_faults_per_image(self) -> float:
+        """Pages that the system had to find for this process, most of them of fresh memory."""
+        return self.page_faults / self.images
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +96,7 @@ def measure(
     try:
         for _ in range(warmup_batches):
             next(batches)
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         start, cpu_start = clock(), cpu_clock()
         measured_batches, elapsed = 0, 0.0
         while elapsed < seconds:
@@ -103,6 +111,7 @@ def measure(
         batch_size=batch_size,
         seconds=elapsed,
         cpu_seconds=cpu_clock() - cpu_start,
+        page_faults=resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults,
     )
 
 

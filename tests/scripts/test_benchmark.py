@@ -32,7 +32,11 @@ def test_measure_counts_whole_batches_after_the_warmup():
     window = measure(
         stream, batch_size=8, seconds=2.2, warmup_batches=2, clock=clock, cpu_clock=cpu_clock
     )
-    assert window == Window(measured_batches=5, batch_size=8, seconds=2.5, cpu_seconds=3.0)
+    faults = window.page_faults
+    assert window == Window(
+        measured_batches=5, batch_size=8, seconds=2.5, cpu_seconds=3.0, page_faults=faults
+    )
+    assert window.page_faults_per_image == faults / 40
     assert window.images == 40
     assert window.images_per_second == 16.0
     assert window.cpu_seconds_per_1000_images == 75.0

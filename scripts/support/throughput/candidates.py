@@ -64,11 +64,12 @@ class CandidateError(Exception):
 class Measurer(processes.JsonWorker):
     """A process that measures candidates (a context manager), restarted if it dies."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, **environment: str) -> None:
         """Makes a measurer, not started yet; `arguments` are the flags of worker.py."""
         words = [sys.executable, _WORKER, *arguments]
         path = os.pathsep.join([SCRIPTS, os.environ.get("PYTHONPATH", "")])
-        super().__init__(words, environment={"PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "3"})
+        environment |= {"PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "3"}
+        super().__init__(words, environment=environment)
 
     def measure(
         self, candidate: Candidate, *, seconds: float, warmup_batches: int = 0, fresh: bool = True

@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from dali_tf_input import DaliOptions, InputError, TfDataOptions
@@ -80,20 +82,26 @@ def measure_rows(
 
 
 def measure_in_turn(
-    rows: dict[str, tuple[Candidate, list[str]]], *, repeats: int, **window: Any
+    rows: dict[str, tuple[Candidate, list[str]]],
+    *,
+    repeats: int,
+    environments: Mapping[str, dict[str, str]] = MappingProxyType({}),
+    **window: Any,
 ) -> dict[str, list[dict[str, Any]]]:
     """Measures rows in turn, round by round, each in a process that is paused between its turns.
 
     Returns:
       The windows of each row, as `Measurer.measure` returns them, which takes `window`. A row is a
-      candidate and the flags of its `Measurer`.
+      candidate and the flags of its `Measurer`; `environments` has variables for the processes of
+      some rows.
 
     Raises:
       InputError: a row cannot be measured.
     """
     with contextlib.ExitStack() as stack:
         measurers = {
-            name: stack.enter_context(Measurer(*flags)) for name, (_, flags) in rows.items()
+            name: stack.enter_context(Measurer(*flags, **environments.get(name, {})))
+            for name, (_, flags) in rows.items()
         }
         names = list(rows)
         windows: dict[str, list[dict[str, Any]]] = {name: [] for name in rows}
