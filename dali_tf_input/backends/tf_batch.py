@@ -23,6 +23,7 @@ from dali_tf_input.backends.tf_images import (
 from dali_tf_input.backends.tf_mix import draw_mix, mix_labels
 from dali_tf_input.random import Stream as RandomStream
 from dali_tf_input.random import seed_of
+from dali_tf_input.records.checks import SIDE_KEYS
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.options import TfDataOptions
 from dali_tf_input.spec.preprocess import Preprocess
@@ -38,20 +39,19 @@ Transform = Callable[..., tf.Tensor]
 def makes_batches(spec: InputSpec, options: TfDataOptions) -> bool:
     """Returns whether `make_batches` can make the batches of a spec.
 
-    It cannot if there are masks, which TensorFlow decodes; pixels instead of encoded images; crops
-    that the operation does not know; or features that are images, too. Nor can it without the
-    compiled decoder, or in the processes of a service.
+    It cannot if there are masks, which TensorFlow decodes; crops that the operation does not know;
+    or features that are images, too. Nor can it in the processes of a service, or without the
+    compiled decoder, unless images are stored as pixels.
     """
     records, label = spec.records, spec.label
     keys = {*spec.features, *([label.key] if label else [])}
     return (
         options.service is None
         and not spec.mask
-        and not records.stores_pixels
         and keys.isdisjoint(records.image_keys)
         and all(tf_native.decodes(view.crop) for view in spec.image_views.values())
         and tf_native.uses_native(options.kernel)
-        and tf_native.decodes_jpegs()
+        and (records.stores_pixels or tf_native.decodes_jpegs())
     )
 
 
@@ -144,6 +144,7 @@ class _BatchMaker:
             drawn,
             self._made,
             image_keys=spec.records.image_keys,
+            side_keys=SIDE_KEYS if spec.records.stores_pixels else (),
             whole=whole,
             maximum=maximum,
             check_crc=options.check_crc,

@@ -194,6 +194,7 @@ def make_batch(
     views: Sequence[Preprocess],
     *,
     image_keys: Sequence[str],
+    side_keys: Sequence[str],
     whole: bool,
     maximum: float,
     check_crc: bool,
@@ -213,6 +214,7 @@ def make_batch(
         images is not mixed: see `place`.
       views: what is made of each image, with crops that `decodes`.
       image_keys: the keys that may have the image; the first that is not empty counts.
+      side_keys: the keys of its height and width if it is stored as pixels, or none.
       whole: whether whole files must be valid, or only the parts that are needed.
       maximum: see `decode`.
       check_crc: whether the CRCs of the records that are read are checked.
@@ -237,6 +239,7 @@ def make_batch(
         tf.constant(parameters, tf.float64),
         T=[view.dtype for view in views],
         image_keys=[*image_keys],
+        side_keys=[*side_keys],
         check_crc=check_crc,
         num_readers=num_readers,
         num_threads=num_threads,

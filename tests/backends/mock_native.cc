@@ -160,7 +160,7 @@ struct BatchCall {
   TF_OpKernelContext context;
 
   explicit BatchCall(const char* example) {
-    kernel.image_keys = {"image"}, kernel.types = {kTypes[0]}, kernel.num_threads = 2;
+    kernel.keys.images = {"image"}, kernel.types = {kTypes[0]}, kernel.num_threads = 2;
     std::ifstream stream(example, std::ios::binary);
     bytes.assign(std::istreambuf_iterator<char>(stream), std::istreambuf_iterator<char>());
     for (TF_TString& record : records) record = {bytes.data(), bytes.size()};

@@ -121,6 +121,28 @@ def test_the_same_as_image_by_image(mixtures, work, refused_images):
     compare(spec_of(mixtures[refused_images], "global", preprocess, **changes))
 
 
+@pytest.mark.parametrize("work", ["plain", "augmented", "views", slowly("mix"), slowly("gray")])
+def test_pixels(tmp_path, work):
+    """Images that are stored as pixels, of many sizes."""
+    random = np.random.default_rng(0)
+    images = [random.integers(256, size=(30 + n, 90 - 5 * n, 3), dtype=np.uint8) for n in range(9)]
+    stored = [
+        {
+            "image/pixels": image.tobytes(),
+            "image/height": image.shape[0],
+            "image/width": image.shape[1],
+            "label": number % 5,
+        }
+        for number, image in enumerate(images)
+    ]
+    changes = {"preprocess": PLAIN, "label": dti.ClassLabel(key="label"), **WORK[work]}
+    if work == "mix":
+        changes["label"] = dataclasses.replace(changes["label"], key="label")
+    checks = dti.Checks(image_key="image/pixels", label=dti.ClassLabel(key="label"))
+    records = write_indexed(tmp_path / "train", stored, checks)
+    compare(spec_of(records, "global", changes.pop("preprocess"), **changes))
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -172,6 +194,7 @@ def make_of_records(spec, examples):
         tf.zeros(0),
         views,
         image_keys=spec.records.image_keys,
+        side_keys=(),
         whole=True,
         maximum=np.inf,
         check_crc=True,
@@ -328,7 +351,13 @@ def test_it_says_what_is_wrong(mixtures):
         "drawn": tf.zeros(0),
         "views": [PLAIN],
     }
-    how = {"image_keys": ["image"], "whole": True, "maximum": np.inf, "check_crc": True}
+    how = {
+        "image_keys": ["image"],
+        "side_keys": [],
+        "whole": True,
+        "maximum": np.inf,
+        "check_crc": True,
+    }
     threads = {"num_readers": 1, "num_threads": 1}
 
     def make(**changes):
@@ -353,7 +382,8 @@ def test_it_says_what_is_wrong(mixtures):
         },
         "num_readers must be": {"num_readers": 0},
         "num_threads must be|num_readers must be": {"num_threads": 0},
-        "1 to 64 image keys": {"image_keys": []},
+        "1 to 60 image keys": {"image_keys": []},
+        "no or 2 side keys": {"side_keys": ["image/height"]},
         "a version for each file": {"files": (places.names, places.versions[:0], *places.where)},
     }
     for text, changes in wrong.items():

@@ -29,7 +29,7 @@ struct Batch {
   const int64_t* numbers = nullptr;    // of the records to read
   int64_t count = 0;                   // images
   bool check_crc = true;
-  const std::vector<std::string>* image_keys = nullptr;
+  const ImageKeys* keys = nullptr;
   const std::vector<View>* views = nullptr;
   const float *uniforms = nullptr, *rows = nullptr;
   int64_t num_uniforms = 0, num_rows = 0;  // of an image: of all its views
@@ -158,14 +158,16 @@ struct Batch {
     static thread_local std::string rest;
     const Span example = Example(place);
     Span image;
-    const bool is_plain = SplitExample(example, *image_keys, &image, &rest);
+    int64_t sides[2];
+    const bool is_plain = SplitExample(example, *keys, &image, sides, &rest);
     if (!is_plain && !IsMessage(Message::kExample, example)) return Fail(place, NoExample(place));
     if (!is_plain) rest.assign(reinterpret_cast<const char*>(example.at), example.size());
     TF_StringCopy(reinterpret_cast<TF_TString*>(rests + string_size * static_cast<size_t>(place)), rest.data(), rest.size());
     std::vector<char*> out(images);
     for (size_t view = 0; view < out.size(); ++view) out[view] += image_bytes[view] * static_cast<size_t>(place);
     const float *own_uniforms = uniforms + num_uniforms * place, *own_rows = rows + kRowSize * num_rows * place;
-    if (!is_plain || !decoding.Make(image, *views, own_uniforms, own_rows, is_whole, maximum, out.data())) {
+    const Picture picture = {image, keys->sides.empty() ? nullptr : sides, is_whole, maximum};
+    if (!is_plain || !decoding.Make(picture, *views, own_uniforms, own_rows, out.data())) {
       is_refused_[static_cast<size_t>(place)] = 1;
     } else if (records) {
       pieces_[static_cast<size_t>(place)].Free();

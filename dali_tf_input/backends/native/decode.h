@@ -48,28 +48,39 @@ inline bool ReadViews(const double* at, int64_t count, std::vector<View>* views)
   return count == 0 && !views->empty();
 }
 
+// An image as it is stored. One is refused if it is no baseline JPEG, has errors that libjpeg-turbo would report, or has
+// `maximum` or more pixels for each of the output's along both axes. With `is_whole` the whole file must be valid, else
+// the part that is needed. With `sides`, height and width, it is pixels, of which there must be as many.
+struct Picture {
+  Span bytes;
+  const int64_t* sides = nullptr;
+  bool is_whole = false;
+  double maximum = 0;
+};
+
 // What a thread keeps from image to image.
 class Decoding {
  public:
   // Makes all views of an image, `out` has the place of each. Returns false, with the places undefined, if the image is
-  // refused: it is no baseline JPEG, has errors that libjpeg-turbo would report, or has `maximum` or more pixels for each
-  // of the output's along both axes. With `is_whole` the whole file must be valid, else the part that is needed.
-  // `uniforms` and `rows` are those of all views, one after the other.
-  bool Make(Span encoded, const std::vector<View>& views, const float* uniforms, const float* rows, bool is_whole, double maximum,
-            char* const* out) {
-#if defined(DALI_TF_INPUT_JPEG)
-    if (!decoder_.Open(encoded.at, encoded.size())) return false;
+  // refused. `uniforms` and `rows` are those of all views, one after the other.
+  bool Make(const Picture& picture, const std::vector<View>& views, const float* uniforms, const float* rows, char* const* out) {
+    int64_t height = 0, width = 0;
+    if (!Open(picture, &height, &width)) return false;
     images_.assign(views.size(), Image());
     for (size_t number = 0; number < views.size(); ++number) {
       const View& view = views[number];
       Image& image = images_[number];
-      image.height = decoder_.height, image.width = decoder_.width;
+      image.height = height, image.width = width;
       FindRegion(view, view.crop, view.numbers, uniforms, view.num_uniforms, &image);
       uniforms += view.num_uniforms;
       const double excess = std::min(image.extent[0] / view.height, image.extent[1] / view.width);
-      if (!(excess < maximum) || Check(view, image)) return false;
+      if (!(excess < picture.maximum) || Check(view, image)) return false;
     }
-    if (views.size() > 1 && !DecodeWindow(views, is_whole)) return false;
+    const uint8_t* pixels = picture.sides ? picture.bytes.at : nullptr;
+    if (!pixels && views.size() > 1) {
+      if (!DecodeWindow(views, picture.is_whole)) return false;
+      pixels = window_.data();
+    }
     for (size_t number = 0; number < views.size(); ++number) {
       const View& view = views[number];
       Image& image = images_[number];
@@ -81,11 +92,11 @@ class Decoding {
         work.output = kUint8, work.chw = false, image.mirror = false, to = pixels_.data();
       }
       Resampler resampler(work, image, to);
-      if (views.size() == 1) {
-        if (!DecodeLines(&resampler, is_whole)) return false;
-      } else {
+      if (pixels) {
         const size_t stride = 3 * static_cast<size_t>(image.width);
-        resampler.Fill(static_cast<int>(image.height) - 1, 0, [&](int line) { return window_.data() + stride * static_cast<size_t>(line); });
+        resampler.Fill(static_cast<int>(image.height) - 1, 0, [&](int line) { return pixels + stride * static_cast<size_t>(line); });
+      } else if (!DecodeLines(&resampler, picture.is_whole)) {
+        return false;
       }
       if (view.num_rows) {
         if (!augmenter_ || !augmenter_->Fits(view)) augmenter_ = std::make_unique<Augmenter>(view.height, view.width);
@@ -95,13 +106,27 @@ class Decoding {
     }
     if (window_.capacity() > kMostKept) std::vector<uint8_t>().swap(window_);
     return true;
-#else
-    return false;
-#endif
   }
 
  private:
   static constexpr size_t kMostBytes = 32 << 20, kMostKept = 8 << 20;
+
+  // Finds the size of an image; returns false if it is refused at once.
+  bool Open(const Picture& picture, int64_t* height, int64_t* width) {
+    if (picture.sides) {
+      *height = picture.sides[0], *width = picture.sides[1];
+      constexpr int64_t kMostSide = 1 << 24;
+      const bool is_image = *height > 0 && *height <= kMostSide && *width > 0 && *width <= kMostSide;
+      return is_image && picture.bytes.size() == 3 * static_cast<uint64_t>(*height) * static_cast<uint64_t>(*width);
+    }
+#if defined(DALI_TF_INPUT_JPEG)
+    if (!decoder_.Open(picture.bytes.at, picture.bytes.size())) return false;
+    *height = decoder_.height, *width = decoder_.width;
+    return true;
+#else
+    return false;
+#endif
+  }
 
 #if defined(DALI_TF_INPUT_JPEG)
   // Decodes the lines that a resampler needs, a few at a time, and has it fill the output; returns false if the file is
@@ -155,6 +180,9 @@ class Decoding {
   }
 
   jpeg::Decoder decoder_;
+#else
+  bool DecodeLines(Resampler*, bool) { return false; }
+  bool DecodeWindow(const std::vector<View>&, bool) { return false; }
 #endif
   std::vector<Image> images_;                     // of each view
   std::vector<uint8_t> lines_, window_, pixels_;  // lines being resampled; what several views need; a view in bytes

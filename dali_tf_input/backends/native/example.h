@@ -92,14 +92,36 @@ inline bool IsMessage(Message kind, Span span) {
   return true;
 }
 
-// Finds the value of the first of `keys` that is there and not empty; the other entries make `rest`, an Example, which is
-// well-formed. Returns false if the Example is not plain or well-formed, or has no such value.
-inline bool SplitExample(Span example, const std::vector<std::string>& keys, Span* image, std::string* rest) {
+// Which features have the image, and, if it is stored as pixels, its height and width. All keys differ.
+struct ImageKeys {
+  std::vector<std::string> images, sides;
+};
+
+// Reads a feature of one int64; returns false if it is anything else.
+inline bool ReadInteger(Span feature, int64_t* value) {
+  Span list, packed;
+  uint64_t tag, bits;
+  if (!feature.TakeOnly(3, &list)) return false;
+  packed = list;
+  if (packed.TakeOnly(1, &packed)) {
+    list = packed;
+  } else if (!list.TakeVarint(&tag) || tag != (1 << 3 | 0)) {
+    return false;
+  }
+  if (!list.TakeVarint(&bits) || list.at != list.end) return false;
+  *value = static_cast<int64_t>(bits);
+  return true;
+}
+
+// Finds the value of the first image key that is there and not empty, and the sides; all entries but those of image keys
+// make `rest`, an Example, which is well-formed. Returns false if the Example is not plain or well-formed, or lacks one.
+inline bool SplitExample(Span example, const ImageKeys& keys, Span* image, int64_t* sides, std::string* rest) {
   Span features;
   if (!example.TakeOnly(1, &features)) return false;
   rest->clear();
-  size_t found = keys.size();
-  uint64_t seen = 0;
+  const size_t num_images = keys.images.size(), num_keys = num_images + keys.sides.size();
+  size_t found = num_images;
+  uint64_t seen = 0;  // a bit for each key
   while (features.at < features.end) {
     const uint8_t* start = features.at;
     Span entry, key, feature, list, value;
@@ -107,14 +129,18 @@ inline bool SplitExample(Span example, const std::vector<std::string>& keys, Spa
     const Span whole = entry;
     if (!entry.TakeField(1, &key)) return false;
     size_t number = 0;
-    while (number < keys.size() && !key.Is(keys[number])) ++number;
-    if (number == keys.size()) {
+    while (number < num_keys && !key.Is(number < num_images ? keys.images[number] : keys.sides[number - num_images])) ++number;
+    if (number < num_keys) {
+      if (seen >> number & 1) return false;
+      seen |= uint64_t{1} << number;
+    }
+    if (number >= num_images) {
       if (!IsMessage(Message::kEntry, whole)) return false;
       rest->append(reinterpret_cast<const char*>(start), static_cast<size_t>(features.at - start));
+      if (number == num_keys) continue;
+      if (!entry.TakeOnly(2, &feature) || !ReadInteger(feature, sides + number - num_images)) return false;
       continue;
     }
-    if (number >= 64 || seen >> number & 1) return false;
-    seen |= uint64_t{1} << number;
     if (!entry.TakeOnly(2, &feature) || !feature.TakeOnly(1, &list) || !list.TakeOnly(1, &value)) return false;
     if (value.size() && number < found) found = number, *image = value;
   }
@@ -125,7 +151,8 @@ inline bool SplitExample(Span example, const std::vector<std::string>& keys, Spa
     if (length < 128) break;
   }
   rest->insert(0, header, size);
-  return found < keys.size();
+  const uint64_t all_sides = ((uint64_t{1} << keys.sides.size()) - 1) << num_images;
+  return found < num_images && (seen & all_sides) == all_sides;
 }
 
 }  // namespace dali_tf_input

@@ -115,15 +115,27 @@ bool ReadFiles(const Call& call, Records* records) {
 constexpr char kFilesNeeded[] = "a version for each file and an extent for each record are needed";
 
 struct BatchKernel {
-  std::vector<std::string> image_keys;
+  dali_tf_input::ImageKeys keys;
   std::vector<int> types;
   bool check_crc = true;
   int num_readers = 1, num_threads = 1;
 };
 
+// Reads an attribute that is a list of strings.
+void ReadStrings(TF_OpKernelConstruction* context, const char* name, std::vector<std::string>* strings, TF_Status* status) {
+  int32_t number = 0, bytes = 0;
+  TF_OpKernelConstruction_GetAttrSize(context, name, &number, &bytes, status);
+  if (TF_GetCode(status)) return;
+  const size_t count = static_cast<size_t>(number);
+  std::vector<char> text(static_cast<size_t>(bytes) + 1);
+  std::vector<char*> values(count + 1);
+  std::vector<size_t> sizes(count + 1);
+  TF_OpKernelConstruction_GetAttrStringList(context, name, values.data(), sizes.data(), number, text.data(), text.size(), status);
+  for (size_t at = 0; at < count && !TF_GetCode(status); ++at) strings->emplace_back(values[at], sizes[at]);
+}
+
 // Reads the attributes into the kernel; stops at the first error.
 void ReadAttributes(TF_OpKernelConstruction* context, BatchKernel* kernel, TF_Status* status) {
-  constexpr int kMost = 64;
   int32_t number = 0, bytes = 0;
   unsigned char check_crc = 1;
   int64_t readers = 1, threads = 1;
@@ -131,16 +143,13 @@ void ReadAttributes(TF_OpKernelConstruction* context, BatchKernel* kernel, TF_St
   if (TF_GetCode(status)) return;
   kernel->types.resize(static_cast<size_t>(number));
   TF_OpKernelConstruction_GetAttrTypeList(context, "T", kernel->types.data(), number, status);
+  if (!TF_GetCode(status)) ReadStrings(context, "image_keys", &kernel->keys.images, status);
+  if (!TF_GetCode(status)) ReadStrings(context, "side_keys", &kernel->keys.sides, status);
   if (TF_GetCode(status)) return;
-  TF_OpKernelConstruction_GetAttrSize(context, "image_keys", &number, &bytes, status);
-  if (TF_GetCode(status)) return;
-  if (number < 1 || number > kMost) return TF_SetStatus(status, kInvalidArgument, "1 to 64 image keys are needed");
-  std::vector<char> text(static_cast<size_t>(bytes) + 1);
-  char* keys[kMost];
-  size_t sizes[kMost];
-  TF_OpKernelConstruction_GetAttrStringList(context, "image_keys", keys, sizes, number, text.data(), text.size(), status);
-  if (TF_GetCode(status)) return;
-  for (int key = 0; key < number; ++key) kernel->image_keys.emplace_back(keys[key], sizes[key]);
+  const size_t images = kernel->keys.images.size(), sides = kernel->keys.sides.size();
+  if (images < 1 || images > 60 || (sides && sides != 2)) {
+    return TF_SetStatus(status, kInvalidArgument, "1 to 60 image keys are needed, and no or 2 side keys");
+  }
   TF_OpKernelConstruction_GetAttrBool(context, "check_crc", &check_crc, status);
   if (!TF_GetCode(status)) TF_OpKernelConstruction_GetAttrInt64(context, "num_readers", &readers, status);
   if (!TF_GetCode(status)) TF_OpKernelConstruction_GetAttrInt64(context, "num_threads", &threads, status);
@@ -212,7 +221,7 @@ void ComputeBatch(void* given, TF_OpKernelContext* context) {
       if (views.size() > 1) return fail("several views cannot be mixed");
       if (const char* wrong = dali_tf_input::ReadMixing(call.Data<float>(8), call.Count(8), views[0], &mixing)) return fail(wrong);
     }
-    batch.check_crc = kernel.check_crc, batch.image_keys = &kernel.image_keys, batch.views = &views;
+    batch.check_crc = kernel.check_crc, batch.keys = &kernel.keys, batch.views = &views;
     batch.is_whole = parameters[0] != 0, batch.maximum = parameters[1];
     const int num_views = static_cast<int>(views.size());
     for (int number = 0; number < num_views; ++number) {
@@ -343,8 +352,9 @@ void ComputeDecode(void* kernel, TF_OpKernelContext* context) {
     if (!out) return;
     const auto* text = call.Data<TF_TString>(0);
     const auto* data = reinterpret_cast<const uint8_t*>(TF_StringGetDataPointer(text));
+    const dali_tf_input::Picture picture = {{data, data + TF_StringGetSize(text)}, nullptr, parameters[1] != 0, parameters[2]};
     std::unique_ptr<dali_tf_input::Decoding> decoding = work.Take();
-    const bool is_done = decoding->Make({data, data + TF_StringGetSize(text)}, views, call.Data<float>(1), nullptr, parameters[1] != 0, parameters[2], &out);
+    const bool is_done = decoding->Make(picture, views, call.Data<float>(1), nullptr, &out);
     work.Return(std::move(decoding));
     if (void* flag = call.Allocate(1, kBool, nullptr, 0, 1)) *static_cast<bool*>(flag) = is_done;
   });
@@ -453,7 +463,7 @@ __attribute__((constructor)) void RegisterAll() {
            {"names: string", "versions: int64", "file_of: int32", "extents: int64", "numbers: int64", "records: string",
             "uniforms: float", "rows: float", "drawn: float", "parameters: double"},
            {"images: T", "rests: string", "places: int64", "refused: string"},
-           {"T: list({float, half, bfloat16, uint8}) >= 1", "image_keys: list(string)", "check_crc: bool", "num_readers: int", "num_threads: int"},
+           {"T: list({float, half, bfloat16, uint8}) >= 1", "image_keys: list(string)", "side_keys: list(string)", "check_crc: bool", "num_readers: int", "num_threads: int"},
            TF_NewKernelBuilder("DaliTfInputBatch", "CPU", CreateBatch, ComputeBatch, DeleteBatch));
   Register("DaliTfInputPlace", {"images: T", "made: T", "places: int64", "drawn: float"}, {"placed: T"}, image,
            TF_NewKernelBuilder("DaliTfInputPlace", "CPU", Create<Work>, ComputePlace, Delete<Work>));
