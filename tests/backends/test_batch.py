@@ -34,6 +34,7 @@ from dali_tf_input.backends import tf_batch, tf_data, tf_native
 from dali_tf_input.backends.build import make_dataset
 from dali_tf_input.backends.parsing import parse_others, parse_record
 from dali_tf_input.backends.reading import find_places
+from dali_tf_input.records.checks import SIDE_KEYS
 
 PLAIN = Preprocess.for_training(32)
 AUGMENTED = Preprocess.for_training(
@@ -140,6 +141,8 @@ def test_pixels(tmp_path, work):
         changes["label"] = dataclasses.replace(changes["label"], key="label")
     checks = dti.Checks(image_key="image/pixels", label=dti.ClassLabel(key="label"))
     records = write_indexed(tmp_path / "train", stored, checks)
+    examples = [*tf.data.TFRecordDataset(records.paths).as_numpy_iterator()]
+    assert make_of_records(spec_of(records, "global", PLAIN), examples).places.shape == (0,)
     compare(spec_of(records, "global", changes.pop("preprocess"), **changes))
 
 
@@ -184,6 +187,7 @@ def test_random_numbers(count):
 
 def make_of_records(spec, examples):
     """Returns what the operation makes of serialized Examples."""
+    sides = SIDE_KEYS if spec.records.stores_pixels else ()
     places, views = find_places(spec.records), [spec.preprocess]
     return tf_native.make_batch(
         (places.names, places.versions, *places.where),
@@ -194,7 +198,7 @@ def make_of_records(spec, examples):
         tf.zeros(0),
         views,
         image_keys=spec.records.image_keys,
-        side_keys=(),
+        side_keys=sides,
         whole=True,
         maximum=np.inf,
         check_crc=True,

@@ -102,8 +102,8 @@ inline bool ReadInteger(Span feature, int64_t* value) {
   Span list, packed;
   uint64_t tag, bits;
   if (!feature.TakeOnly(3, &list)) return false;
-  packed = list;
-  if (packed.TakeOnly(1, &packed)) {
+  Span rest = list;
+  if (rest.TakeOnly(1, &packed)) {
     list = packed;
   } else if (!list.TakeVarint(&tag) || tag != (1 << 3 | 0)) {
     return false;
