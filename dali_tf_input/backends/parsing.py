@@ -22,14 +22,12 @@ def parse_record(
     stored as pixels. The mask is uint8 (height, width, 1). Class weights are included.
     """
     features = _image_features(spec) | _other_features(spec)
-    if spec.mask:
-        features[spec.mask.key] = tf.io.FixedLenFeature((), tf.string)
     parsed = tf.io.parse_example(record[None], features)
     image = _find_image(parsed, spec)
     others = _prepare_others(parsed, spec, tuple(value[None] for value in beside))
     values = {"image": image, **{name: value[0] for name, value in others.items()}}
     if spec.mask:
-        values["mask"] = _decode_mask(parsed[spec.mask.key][0], _size_of(image))
+        values["mask"] = decode_mask(values["mask"], find_size(image))
     return values
 
 
@@ -41,10 +39,10 @@ def parse_image(record: tf.Tensor, spec: InputSpec) -> tf.Tensor:
 def parse_others(
     records: tf.Tensor, spec: InputSpec, beside: tuple[tf.Tensor, ...] = ()
 ) -> dict[str, tf.Tensor]:
-    """Parses what is beside the image in serialized Examples, string (k,); not the mask.
+    """Parses what is beside the image in serialized Examples, string (k,).
 
     Returns:
-      The values of `parse_record`, (k, ...) each.
+      The values of `parse_record`, (k, ...) each; a mask as it is stored, see `decode_mask`.
     """
     features = _other_features(spec)
     parsed = tf.io.parse_example(records, features) if features else {}
@@ -82,6 +80,8 @@ def _other_features(spec: InputSpec) -> dict[str, Any]:
         shape = label.shape if isinstance(label, Values) else ()
         varies = isinstance(label, MultiHot)
         features[label.key or ""] = _stored_as(dataset, label.key or "", shape, varies)
+    if spec.mask:
+        features[spec.mask.key] = tf.io.FixedLenFeature((), tf.string)
     return features
 
 
@@ -104,6 +104,8 @@ def _prepare_others(
     elif label:
         values |= _prepare_label(parsed[label.key or ""], label, spec)
     values |= others
+    if spec.mask:
+        values["mask"] = parsed[spec.mask.key]
     for key, stored in spec.features.items():
         value = parsed[key]
         if stored.padding is not None:
@@ -164,7 +166,7 @@ def _reshape_pixels(data: tf.Tensor, shape: tf.Tensor, problem: str) -> tf.Tenso
         return tf.reshape(pixels, shape)
 
 
-def _size_of(image: tf.Tensor) -> tf.Tensor:
+def find_size(image: tf.Tensor) -> tf.Tensor:
     """Returns height and width of an image as `parse_record` returns it, int64 (2,)."""
     if image.dtype == tf.uint8:
         return tf.shape(image, tf.int64)[:2]
@@ -183,7 +185,7 @@ def _size_of(image: tf.Tensor) -> tf.Tensor:
     return tf.ensure_shape(tf.cond(tf.io.is_jpeg(image), of_jpeg, of_others), (2,))
 
 
-def _decode_mask(data: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
+def decode_mask(data: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
     """Decodes a mask, which must be of its image's size: uint8 (height, width, 1)."""
     problem = "corrupted record: not the mask of an image of"
 

@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from dali_tf_input.backends import reading, tf_native
-from dali_tf_input.backends.parsing import parse_image, parse_others
+from dali_tf_input.backends.parsing import decode_mask, find_size, parse_image, parse_others
 from dali_tf_input.backends.reading import Stream, find_places
 from dali_tf_input.backends.tf_augment import make_rows
 from dali_tf_input.backends.tf_images import (
@@ -19,6 +19,7 @@ from dali_tf_input.backends.tf_images import (
     make_plain,
     normalize_image,
     prepare_image,
+    prepare_mask,
 )
 from dali_tf_input.backends.tf_mix import draw_mix, mix_labels
 from dali_tf_input.random import Stream as RandomStream
@@ -39,15 +40,14 @@ Transform = Callable[..., tf.Tensor]
 def makes_batches(spec: InputSpec, options: TfDataOptions) -> bool:
     """Returns whether `make_batches` can make the batches of a spec.
 
-    It cannot if there are masks, which TensorFlow decodes; crops that the operation does not know;
-    or features that are images, too. Nor can it in the processes of a service, or without the
-    compiled decoder, unless images are stored as pixels.
+    It cannot with crops that the operation does not know, or if a feature is the image, too. Nor
+    can it in the processes of a service, or without the compiled decoder, unless images are stored
+    as pixels.
     """
     records, label = spec.records, spec.label
-    keys = {*spec.features, *([label.key] if label else [])}
+    keys = {*spec.features, *(one.key for one in (label, spec.mask) if one)}
     return (
         options.service is None
-        and not spec.mask
         and keys.isdisjoint(records.image_keys)
         and all(tf_native.decodes(view.crop) for view in spec.image_views.values())
         and tf_native.uses_native(options.kernel)
@@ -159,6 +159,8 @@ class _BatchMaker:
         values = parse_others(made.examples, spec, beside)
         for view, name in enumerate(spec.image_views):
             values[name] = self._finish(images[view], uniforms[view], keys, view)
+        if spec.mask:
+            values["mask"] = self._make_masks(values["mask"], made, uniforms[0])
         if spec.mix:
             values["label"] = mix_labels(values["label"], drawn)
         size = self._stream.shard_batch_size if spec.repeat else None
@@ -229,6 +231,26 @@ class _BatchMaker:
             tf_native.place(batch, own, made.places, drawn, view)
             for batch, own, view in zip(made.images, images, self._made, strict=True)
         ]
+
+    def _make_masks(self, masks: tf.Tensor, made: tf_native.Made, uniforms: tf.Tensor) -> tf.Tensor:
+        """Makes the masks of a batch, one by one, which are stored as strings (k,)."""
+        spec = self._stream.spec
+
+        def add_refused() -> tf.Tensor:
+            sizes = tf.map_fn(
+                lambda record: find_size(parse_image(record, spec)),
+                made.refused,
+                fn_output_signature=tf.TensorSpec((2,), tf.int64),
+            )
+            return tf.tensor_scatter_nd_update(made.sizes, made.places[:, None], sizes)
+
+        is_done = tf.equal(tf.size(made.places), 0)
+        return tf.map_fn(
+            lambda given: prepare_mask(decode_mask(given[0], given[1]), given[2], spec),
+            (masks, tf.cond(is_done, lambda: made.sizes, add_refused), uniforms),
+            fn_output_signature=tf.TensorSpec(spec.preprocess.image_size, tf.int32),
+            parallel_iterations=self.num_threads,
+        )
 
     def _finish(
         self, images: tf.Tensor, uniforms: tf.Tensor, keys: tf.Tensor, view: int

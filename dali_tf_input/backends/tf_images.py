@@ -91,21 +91,13 @@ def make_plain(preprocess: Preprocess, *, changes: bool) -> Preprocess:
 def prepare_natively(
     encoded: tf.Tensor, uniforms: tf.Tensor, preprocess: Preprocess, *, decode: Decode
 ) -> tf.Tensor:
-    """Does the same as `prepare_image`, decoding with TensorFlow only what `native/` cannot."""
+    """Does the same as `prepare_image`: TensorFlow decodes, `tf_native` does the rest."""
 
     def finish(image: tf.Tensor, region: Region) -> tf.Tensor:
         mirrored = is_mirrored(uniforms, preprocess)
         return tf_native.finish_region(image, region, preprocess, mirrored)
 
-    def finish_decoded() -> tf.Tensor:
-        return resample_image(encoded, uniforms, preprocess, decode=decode, finish=finish)
-
-    if encoded.dtype == tf.uint8 or not tf_native.decodes(preprocess.crop):
-        return finish_decoded()
-    whole, maximum = tf_native.limits_of(preprocess, decode=decode)
-    image, is_done = tf_native.decode(encoded, uniforms, preprocess, whole=whole, maximum=maximum)
-    image = tf.cond(is_done, lambda: image, finish_decoded)
-    return tf.ensure_shape(image, preprocess.image_shape)
+    return resample_image(encoded, uniforms, preprocess, decode=decode, finish=finish)
 
 
 def prepare_mask(mask: tf.Tensor, uniforms: tf.Tensor, spec: InputSpec) -> tf.Tensor:

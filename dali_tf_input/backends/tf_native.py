@@ -129,12 +129,12 @@ def decodes_jpegs() -> bool:
 
 
 def decodes(crop: Crop) -> bool:
-    """Returns whether `decode` supports a crop."""
+    """Returns whether `make_batch` knows a crop."""
     return type(crop) in _CROPS
 
 
 def limits_of(preprocess: Preprocess, *, decode: str) -> tuple[bool, float]:
-    """Returns `whole` and `maximum` of `decode`, for a value of `TfDataOptions.decode`.
+    """Returns `whole` and `maximum` of `make_batch`, for a value of `TfDataOptions.decode`.
 
     Images that are to be decoded at a part of their size are left to TensorFlow.
     """
@@ -143,35 +143,13 @@ def limits_of(preprocess: Preprocess, *, decode: str) -> tuple[bool, float]:
     return whole, 2 if is_scaled else math.inf
 
 
-def decode(
-    encoded: tf.Tensor, uniforms: tf.Tensor, preprocess: Preprocess, *, whole: bool, maximum: float
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """Decodes a JPEG and preprocesses it for the model.
-
-    Args:
-      encoded: a scalar string, the bytes of an image file.
-      uniforms: the image's random numbers, float32 (preprocess.num_uniforms,).
-      preprocess: the preprocessing, with a crop that `decodes` accepts.
-      whole: whether the whole file must be valid, or only the part that is needed.
-      maximum: image pixels per output pixel along each axis from which on images are not decoded.
-
-    Returns:
-      The image, and whether it was decoded; if not, the image is undefined. Other images that are
-      not decoded are not baseline JPEGs, or have errors that libjpeg-turbo would report.
-    """
-    crop_parameters = describe(preprocess, whole=whole, maximum=maximum)
-    prepared, is_done = load().dali_tf_input_decode(
-        encoded, uniforms, tf.constant(crop_parameters, tf.float64), **_attributes(preprocess)
-    )
-    return prepared, is_done
-
-
 class Made(NamedTuple):
     """What `make_batch` makes.
 
     Attributes:
       images: those of each view, (k, *preprocess.image_shape).
       examples: the serialized Examples without their images, string (k,).
+      sizes: the heights and widths of the images, int64 (k, 2); 0 if refused.
       places: the places of images that are refused, int64 (n,); what `images` has there is
         undefined. They are not baseline JPEGs, or have errors that libjpeg-turbo would report, or
         their Examples are unusual: TensorFlow decides.
@@ -180,6 +158,7 @@ class Made(NamedTuple):
 
     images: list[tf.Tensor]
     examples: tf.Tensor
+    sizes: tf.Tensor
     places: tf.Tensor
     refused: tf.Tensor
 
@@ -216,7 +195,7 @@ def make_batch(
       image_keys: the keys that may have the image; the first that is not empty counts.
       side_keys: the keys of its height and width if it is stored as pixels, or none.
       whole: whether whole files must be valid, or only the parts that are needed.
-      maximum: see `decode`.
+      maximum: image pixels per output pixel along each axis from which on images are refused.
       check_crc: whether the CRCs of the records that are read are checked.
       num_readers: how many threads read, in [1, 1024]; all batches of the process share them.
       num_threads: the same for decoding, in [1, 65536].
@@ -225,7 +204,7 @@ def make_batch(
     for view in views:
         work = _attributes(view)
         flags = [work[name] for name in ("kernel", "antialias", "clip", "chw")]
-        crop, _, _, *numbers_of_crop = describe(view, whole=whole, maximum=math.inf)
+        crop, *numbers_of_crop = describe_crop(view)
         parameters += [*view.image_size, *flags, _OUTPUTS.index(view.dtype), *work["mean"]]
         parameters += [*work["scale"], view.num_uniforms, view.make_program().num_steps]
         parameters += [crop, *numbers_of_crop]
@@ -248,8 +227,11 @@ def make_batch(
         tf.ensure_shape(images, (None, *view.image_shape))
         for images, view in zip(made.images, views, strict=True)
     ]
-    one_axis = (tf.ensure_shape(values, (None,)) for values in made[1:])
-    return Made(images, *one_axis)
+    _, examples, sizes, places, refused = made
+    examples, places, refused = (
+        tf.ensure_shape(values, (None,)) for values in (examples, places, refused)
+    )
+    return Made(images, examples, tf.ensure_shape(sizes, (None, 2)), places, refused)
 
 
 def draw_uniforms(keys: tf.Tensor, seed: int, count: int) -> tf.Tensor:
@@ -261,8 +243,8 @@ def draw_uniforms(keys: tf.Tensor, seed: int, count: int) -> tf.Tensor:
     return tf.ensure_shape(drawn, (None, count))
 
 
-def describe(preprocess: Preprocess, *, whole: bool, maximum: float) -> tuple[float, ...]:
-    """Encodes a preprocessing as numbers for the compiled operation; see native/region.h."""
+def describe_crop(preprocess: Preprocess) -> tuple[float, ...]:
+    """Encodes a crop and the mirror as numbers for the compiled operation; see native/region.h."""
     crop = preprocess.crop
     numbers: tuple[float, ...] = ()
     if isinstance(crop, crops.CenterCrop):
@@ -272,7 +254,7 @@ def describe(preprocess: Preprocess, *, whole: bool, maximum: float) -> tuple[fl
     elif isinstance(crop, crops.RandomResizedCrop):
         ratios = crop.aspect_ratio_range
         numbers = (*crop.area_range, *map(math.log, ratios), *ratios)
-    return (_CROPS.index(type(crop)), whole, maximum, preprocess.mirror_probability, *numbers)
+    return (_CROPS.index(type(crop)), preprocess.mirror_probability, *numbers)
 
 
 def _attributes(preprocess: Preprocess) -> dict[str, Any]:

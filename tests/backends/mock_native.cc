@@ -1,7 +1,7 @@
 // Runs the operations of op.cc on a stand-in for TensorFlow's C API that counts what is not freed.
 //
 //   exit FILE      the process exits while threads read, and deletes the kernel last
-//   memory FILE JPEG EXAMPLE    `operator new` fails at the first, second, ... call of each operation
+//   memory FILE EXAMPLE    `operator new` fails at the first, second, ... call of each operation
 //   threads EXAMPLE             several calls make batches at once
 #include "op.cc"
 
@@ -206,7 +206,7 @@ static int ExitWhileReading(char* path, int64_t size) {
   return 0;
 }
 
-static int FailAtEachAllocation(char* path, int64_t size, const char* image, const char* example) {
+static int FailAtEachAllocation(char* path, int64_t size, const char* example) {
   ReadCall read(path, size);
   Work work;
   work.height = work.width = 8, work.kernel = dali_tf_input::Kernel(1);
@@ -217,15 +217,6 @@ static int FailAtEachAllocation(char* path, int64_t size, const char* image, con
   prepare.inputs[0] = {{9, 9, 3}, 3, pixels.size(), pixels.data(), false};
   prepare.inputs[1] = {{4}, 1, sizeof region, region, false};
   prepare.inputs[2] = {{1}, 1, sizeof mirror, &mirror, false};
-  std::ifstream stream(image, std::ios::binary);
-  std::vector<char> bytes{std::istreambuf_iterator<char>(stream), std::istreambuf_iterator<char>()};
-  TF_TString encoded{bytes.data(), bytes.size()};
-  float uniforms[3] = {};
-  double what[4] = {0, 1, 1e9, 0};
-  TF_OpKernelContext decode;
-  decode.inputs[0] = {{1}, 1, sizeof encoded, &encoded, true};
-  decode.inputs[1] = {{3}, 1, sizeof uniforms, uniforms, false};
-  decode.inputs[2] = {{4}, 1, sizeof what, what, false};
   std::vector<float> rows(dali_tf_input::kNumPrimitives * dali_tf_input::kRowSize);
   for (int primitive = 0; primitive < dali_tf_input::kNumPrimitives; ++primitive) {
     rows[static_cast<size_t>(primitive * dali_tf_input::kRowSize)] = static_cast<float>(primitive);
@@ -244,19 +235,17 @@ static int FailAtEachAllocation(char* path, int64_t size, const char* image, con
   place.inputs[2] = {{1}, 1, sizeof place_of, &place_of, false};
   place.inputs[3] = {{6}, 1, sizeof drawn, drawn, false};
   BatchCall made(example);
-  TF_OpKernelContext* contexts[] = {&read.context, &prepare, &decode, &augment, &place, &made.context};
-  void (*const computes[])(void*, TF_OpKernelContext*) = {ComputeRead, ComputePrepare, ComputeDecode, ComputeAugment, ComputePlace, ComputeBatch};
-  int failures[6] = {};
-  for (int which = 0; which < 6; ++which) {
+  TF_OpKernelContext* contexts[] = {&read.context, &prepare, &augment, &place, &made.context};
+  void (*const computes[])(void*, TF_OpKernelContext*) = {ComputeRead, ComputePrepare, ComputeAugment, ComputePlace, ComputeBatch};
+  int failures[5] = {};
+  for (int which = 0; which < 5; ++which) {
     for (long at = 0;; ++at) {
       const long before = alive;
       DeleteRead(reader), reader = CreateRead(nullptr);  // closes all files
-      DecodeKernel decoder;
-      static_cast<Work&>(decoder) = work;
       current = contexts[which], current->failure = {};
       until_failure = at;
       // Kernels of a `Work` and of more than that begin with it.
-      void* kernels[] = {reader, &decoder, &decoder, &decoder, &decoder, &made.kernel};
+      void* kernels[] = {reader, &work, &work, &work, &made.kernel};
       computes[which](kernels[which], current);
       const bool has_failed = until_failure.exchange(-1) < 0;
       if (alive != before) return std::printf("%ld left at %ld\n", alive - before, at), 1;
@@ -280,5 +269,5 @@ int main(int, char** arguments) {
   struct stat status;
   if (stat(arguments[2], &status) != 0) return 2;
   const bool exits = std::string(arguments[1]) == "exit";
-  return exits ? ExitWhileReading(arguments[2], status.st_size) : FailAtEachAllocation(arguments[2], status.st_size, arguments[3], arguments[4]);
+  return exits ? ExitWhileReading(arguments[2], status.st_size) : FailAtEachAllocation(arguments[2], status.st_size, arguments[3]);
 }

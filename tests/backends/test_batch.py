@@ -122,6 +122,24 @@ def test_the_same_as_image_by_image(mixtures, work, refused_images):
     compare(spec_of(mixtures[refused_images], "global", preprocess, **changes))
 
 
+@pytest.mark.parametrize("name", ["some", slowly("none"), slowly("all")])
+def test_masks(tmp_path, name):
+    """PNGs and raw bytes, of images of all kinds."""
+    sizes = [(40 + n, 60 - n) for n in range(8)]
+    kinds = {"none": [jpeg], "all": [progressive], "some": [jpeg, progressive]}[name]
+    examples = []
+    for number, size in enumerate(sizes):
+        mask = np.arange(np.prod(size), dtype=np.uint8).reshape(size)
+        stored = encode(mask) if number % 2 else mask.tobytes()
+        image = kinds[number // 2 % len(kinds)](*size, seed=number)
+        examples.append({"image": image, "label": number % 5, "mask": stored})
+    records = write_indexed(tmp_path / "train", examples)
+    preprocess = dataclasses.replace(AUGMENTED, augment=(RandomErasing(),))
+    compare(
+        spec_of(records, "global", preprocess, mask=dti.SegmentationMask(key="mask", ignore=255))
+    )
+
+
 @pytest.mark.parametrize("work", ["plain", "augmented", "views", slowly("mix"), slowly("gray")])
 def test_pixels(tmp_path, work):
     """Images that are stored as pixels, of many sizes."""

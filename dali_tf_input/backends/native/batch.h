@@ -40,6 +40,7 @@ struct Batch {
   std::vector<char*> images;        // of each view
   std::vector<size_t> image_bytes;  // of one image of each view
   char* rests = nullptr;            // TF_TString each: the Examples without their images, or not plain ones as they are
+  int64_t* sides = nullptr;         // height and width of each image; 0 if it is refused
 
   // After `Run`: the places of refused images, in order; see `Example`.
   std::vector<int64_t> refused;
@@ -158,17 +159,17 @@ struct Batch {
     static thread_local std::string rest;
     const Span example = Example(place);
     Span image;
-    int64_t sides[2];
-    const bool is_plain = SplitExample(example, *keys, &image, sides, &rest);
+    int64_t* size = sides + 2 * place;
+    const bool is_plain = SplitExample(example, *keys, &image, size, &rest);
     if (!is_plain && !IsMessage(Message::kExample, example)) return Fail(place, NoExample(place));
     if (!is_plain) rest.assign(reinterpret_cast<const char*>(example.at), example.size());
     TF_StringCopy(reinterpret_cast<TF_TString*>(rests + string_size * static_cast<size_t>(place)), rest.data(), rest.size());
     std::vector<char*> out(images);
     for (size_t view = 0; view < out.size(); ++view) out[view] += image_bytes[view] * static_cast<size_t>(place);
     const float *own_uniforms = uniforms + num_uniforms * place, *own_rows = rows + kRowSize * num_rows * place;
-    const Picture picture = {image, keys->sides.empty() ? nullptr : sides, is_whole, maximum};
-    if (!is_plain || !decoding.Make(picture, *views, own_uniforms, own_rows, out.data())) {
-      is_refused_[static_cast<size_t>(place)] = 1;
+    const Picture picture = {image, keys->sides.empty() ? nullptr : size, is_whole, maximum};
+    if (!is_plain || !decoding.Make(picture, *views, own_uniforms, own_rows, out.data(), size)) {
+      is_refused_[static_cast<size_t>(place)] = 1, size[0] = size[1] = 0;
     } else if (records) {
       pieces_[static_cast<size_t>(place)].Free();
     }

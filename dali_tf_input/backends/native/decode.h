@@ -62,15 +62,15 @@ struct Picture {
 class Decoding {
  public:
   // Makes all views of an image, `out` has the place of each. Returns false, with the places undefined, if the image is
-  // refused. `uniforms` and `rows` are those of all views, one after the other.
-  bool Make(const Picture& picture, const std::vector<View>& views, const float* uniforms, const float* rows, char* const* out) {
-    int64_t height = 0, width = 0;
-    if (!Open(picture, &height, &width)) return false;
+  // refused. `uniforms` and `rows` are those of all views, one after the other. `size` is set to its height and width.
+  bool Make(const Picture& picture, const std::vector<View>& views, const float* uniforms, const float* rows, char* const* out,
+            int64_t* size) {
+    if (!Open(picture, size)) return false;
     images_.assign(views.size(), Image());
     for (size_t number = 0; number < views.size(); ++number) {
       const View& view = views[number];
       Image& image = images_[number];
-      image.height = height, image.width = width;
+      image.height = size[0], image.width = size[1];
       FindRegion(view, view.crop, view.numbers, uniforms, view.num_uniforms, &image);
       uniforms += view.num_uniforms;
       const double excess = std::min(image.extent[0] / view.height, image.extent[1] / view.width);
@@ -112,16 +112,17 @@ class Decoding {
   static constexpr size_t kMostBytes = 32 << 20, kMostKept = 8 << 20;
 
   // Finds the size of an image; returns false if it is refused at once.
-  bool Open(const Picture& picture, int64_t* height, int64_t* width) {
+  bool Open(const Picture& picture, int64_t* size) {
     if (picture.sides) {
-      *height = picture.sides[0], *width = picture.sides[1];
+      const int64_t height = picture.sides[0], width = picture.sides[1];
       constexpr int64_t kMostSide = 1 << 24;
-      const bool is_image = *height > 0 && *height <= kMostSide && *width > 0 && *width <= kMostSide;
-      return is_image && picture.bytes.size() == 3 * static_cast<uint64_t>(*height) * static_cast<uint64_t>(*width);
+      const bool is_image = height > 0 && height <= kMostSide && width > 0 && width <= kMostSide;
+      size[0] = height, size[1] = width;
+      return is_image && picture.bytes.size() == 3 * static_cast<uint64_t>(height) * static_cast<uint64_t>(width);
     }
 #if defined(DALI_TF_INPUT_JPEG)
     if (!decoder_.Open(picture.bytes.at, picture.bytes.size())) return false;
-    *height = decoder_.height, *width = decoder_.width;
+    size[0] = decoder_.height, size[1] = decoder_.width;
     return true;
 #else
     return false;

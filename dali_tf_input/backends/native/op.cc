@@ -4,11 +4,10 @@
 //   DaliTfInputUniforms  draws random numbers for many keys                                      random.h
 //   DaliTfInputPermute   permutes places by keys                                                 random.h
 //   DaliTfInputRead      reads records at known offsets in files                                 records.h
-//   DaliTfInputDecode    decodes a JPEG and makes one view of it                                 decode.h
 //   DaliTfInputPrepare   makes a view of a region of a decoded image                             resample.h
 //   DaliTfInputAugment   augments a cropped image by rows                                        augment.h
-// Beneath them: api.h and call.h (TensorFlow's C API, a call), pool.h and team.h (memory and threads of batches),
-// read.h (files and CRCs), example.h (records), jpeg.h (the decoder), region.h (crops).
+// Beneath them: api.h and call.h (TensorFlow's C API, a call), pool.h and team.h (memory and threads of batches), read.h
+// (files and CRCs), example.h (records), decode.h (from an image to its views), jpeg.h (the decoder), region.h (crops).
 #include "api.h"
 #include "augment.h"
 #include "batch.h"
@@ -23,7 +22,6 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
-#include <memory>
 #include <new>
 #include <string>
 #include <vector>
@@ -35,7 +33,6 @@ using dali_tf_input::Call;
 using dali_tf_input::Create;
 using dali_tf_input::Delete;
 using dali_tf_input::Image;
-using dali_tf_input::kBool;
 using dali_tf_input::kFloat;
 using dali_tf_input::kInt64;
 using dali_tf_input::kInvalidArgument;
@@ -185,7 +182,7 @@ void DeleteBatch(void* kernel) {
 // is mixed, see mix.h, or nothing; and parameters, double: whether whole files must be valid, the limit of image pixels
 // per output pixel, and the views.
 // Its outputs: the images of each view, of shape (k, height, width, 3) or (k, 3, height, width); the Examples without
-// their images, string (k,); the places of refused images, int64 (n,), which hold anything; and their records, string
+// their images, string (k,); the images' heights and widths, int64 (k, 2), 0 if refused; the places of refused images, int64 (n,), which hold anything; and their records, string
 // (n,). If there are any, the batch is not mixed. A refused image's Example may have its image.
 void ComputeBatch(void* given, TF_OpKernelContext* context) {
   const BatchKernel& kernel = *static_cast<BatchKernel*>(given);
@@ -237,12 +234,15 @@ void ComputeBatch(void* given, TF_OpKernelContext* context) {
     }
     batch.rests = static_cast<char*>(call.Allocate(num_views, kString, &batch.count, 1, batch.string_size * static_cast<size_t>(batch.count)));
     if (!call.ok()) return;
+    const int64_t sides[2] = {batch.count, 2};
+    batch.sides = static_cast<int64_t*>(call.Allocate(num_views + 1, kInt64, sides, 2, 2 * sizeof(int64_t) * static_cast<size_t>(batch.count)));
+    if (!call.ok()) return;
     const Problem problem = batch.Run(kernel.num_readers, kernel.num_threads);
     if (!problem.text.empty()) return call.Fail(problem);
     const int64_t num_refused = static_cast<int64_t>(batch.refused.size());
-    void* places = call.Allocate(num_views + 1, kInt64, &num_refused, 1, batch.refused.size() * sizeof(int64_t));
+    void* places = call.Allocate(num_views + 2, kInt64, &num_refused, 1, batch.refused.size() * sizeof(int64_t));
     if (!call.ok()) return;
-    auto* examples = static_cast<char*>(call.Allocate(num_views + 2, kString, &num_refused, 1, batch.string_size * batch.refused.size()));
+    auto* examples = static_cast<char*>(call.Allocate(num_views + 3, kString, &num_refused, 1, batch.string_size * batch.refused.size()));
     if (!call.ok()) return;
     for (int64_t place : batch.refused) {
       const dali_tf_input::Span example = batch.Example(place);
@@ -306,57 +306,6 @@ void ComputeUniforms(void*, TF_OpKernelContext* context) {
     for (int64_t row = 0; row < shape[0]; ++row) {
       dali_tf_input::DrawUniforms(*call.Data<int64_t>(1), call.Data<int64_t>(0)[row], count, out + count * row);
     }
-  });
-}
-
-// Kernels of Decode: a `Work`, and decoders that are idle.
-struct DecodeKernel : Work {
-  // Returns one that is idle, or a new one.
-  std::unique_ptr<dali_tf_input::Decoding> Take() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (idle_.empty()) return std::make_unique<dali_tf_input::Decoding>();
-    std::unique_ptr<dali_tf_input::Decoding> decoding = std::move(idle_.back());
-    idle_.pop_back();
-    return decoding;
-  }
-
-  void Return(std::unique_ptr<dali_tf_input::Decoding> decoding) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    idle_.push_back(std::move(decoding));
-  }
-
- private:
-  std::mutex mutex_;
-  std::vector<std::unique_ptr<dali_tf_input::Decoding>> idle_;
-};
-
-// Its inputs: an encoded image; its random numbers, float (n,); and parameters, double: the crop,
-// whether the whole file must be valid, the limit of image pixels per output pixel, and the crop's
-// numbers (region.h).
-// Its outputs: the image, and whether it was decoded; if not, the image is undefined.
-void ComputeDecode(void* kernel, TF_OpKernelContext* context) {
-  DecodeKernel& work = *static_cast<DecodeKernel*>(kernel);
-  Call call(context, 3);
-  call.Run([&] {
-    const int64_t numbers = call.Count(2);
-    const auto* parameters = call.Data<double>(2);
-    const int crop = numbers > 3 && parameters[0] >= 0 && parameters[0] <= dali_tf_input::kRandomCrop ? static_cast<int>(parameters[0]) : -1;
-    std::vector<View> views(1);
-    static_cast<Work&>(views[0]) = work;
-    views[0].num_uniforms = call.Count(1);
-    if (call.Count(0) != 1 || views[0].num_uniforms < 3 || crop < 0 || numbers != 3 + dali_tf_input::kNumbers[crop]) {
-      return TF_SetStatus(call.status, kInvalidArgument, "one image, its random numbers and a crop are needed");
-    }
-    views[0].crop = static_cast<dali_tf_input::Crop>(crop), views[0].numbers = parameters + 3;
-    auto* out = static_cast<char*>(call.AllocateImage(work));
-    if (!out) return;
-    const auto* text = call.Data<TF_TString>(0);
-    const auto* data = reinterpret_cast<const uint8_t*>(TF_StringGetDataPointer(text));
-    const dali_tf_input::Picture picture = {{data, data + TF_StringGetSize(text)}, nullptr, parameters[1] != 0, parameters[2]};
-    std::unique_ptr<dali_tf_input::Decoding> decoding = work.Take();
-    const bool is_done = decoding->Make(picture, views, call.Data<float>(1), nullptr, &out);
-    work.Return(std::move(decoding));
-    if (void* flag = call.Allocate(1, kBool, nullptr, 0, 1)) *static_cast<bool*>(flag) = is_done;
   });
 }
 
@@ -462,7 +411,7 @@ __attribute__((constructor)) void RegisterAll() {
   Register("DaliTfInputBatch",
            {"names: string", "versions: int64", "file_of: int32", "extents: int64", "numbers: int64", "records: string",
             "uniforms: float", "rows: float", "drawn: float", "parameters: double"},
-           {"images: T", "rests: string", "places: int64", "refused: string"},
+           {"images: T", "rests: string", "sizes: int64", "places: int64", "refused: string"},
            {"T: list({float, half, bfloat16, uint8}) >= 1", "image_keys: list(string)", "side_keys: list(string)", "check_crc: bool", "num_readers: int", "num_threads: int"},
            TF_NewKernelBuilder("DaliTfInputBatch", "CPU", CreateBatch, ComputeBatch, DeleteBatch));
   Register("DaliTfInputPlace", {"images: T", "made: T", "places: int64", "drawn: float"}, {"placed: T"}, image,
@@ -474,8 +423,6 @@ __attribute__((constructor)) void RegisterAll() {
   Register("DaliTfInputRead",
            {"names: string", "versions: int64", "file_of: int32", "extents: int64", "numbers: int64"}, {"records: string"},
            {"check_crc: bool"}, TF_NewKernelBuilder("DaliTfInputRead", "CPU", CreateRead, ComputeRead, DeleteRead));
-  Register("DaliTfInputDecode", {"encoded: string", "uniforms: float", "crop_parameters: double"}, {"prepared: T", "is_done: bool"}, image,
-           TF_NewKernelBuilder("DaliTfInputDecode", "CPU", Create<DecodeKernel>, ComputeDecode, Delete<DecodeKernel>));
   Register("DaliTfInputPrepare", {"image: uint8", "region: double", "mirror: bool"}, {"prepared: T"}, image,
            TF_NewKernelBuilder("DaliTfInputPrepare", "CPU", Create<Work>, ComputePrepare, Delete<Work>));
   Register("DaliTfInputAugment", {"image: uint8", "rows: float", "mirror: bool"}, {"augmented: T"}, image,
