@@ -23,6 +23,7 @@ LIBRARY = pathlib.Path(__file__).with_name("libdali_tf_input.so.1")
 _logger = logging.getLogger("dali_tf_input")
 _KERNELS = {"nearest": 0, "bilinear": 1, "bicubic": 2}  # `Kernel` in native/resample.h
 _COPY = 3
+_OPERATIONS = ("batch", "place", "uniforms", "permute", "read", "prepare", "augment")
 _OUTPUTS = ("float32", "float16", "bfloat16", "uint8")  # `Output` in native/resample.h
 # `Crop` in native/region.h.
 _CROPS: tuple[type[Crop], ...] = (
@@ -47,12 +48,18 @@ def load() -> Any:
             library = tf.load_op_library(str(LIBRARY))
             missing = ctypes.CDLL(str(LIBRARY)).DaliTfInputMissingFunction
             missing.restype = ctypes.c_char_p
-            if not (name := missing()):
-                return library
-            error: Any = f"it has no {name.decode()}"
-        except (AttributeError, OSError, tf.errors.OpError) as raised:
-            error = raised
-        problem = f"{LIBRARY} does not work with TensorFlow {tf.__version__}: {error}"
+            if name := missing():
+                raise AttributeError(f"TensorFlow has no {name.decode()}")
+            for operation in _OPERATIONS:
+                getattr(library, f"dali_tf_input_{operation}")  # else it is of another version
+            return library
+        except AttributeError as error:
+            problem = (
+                f"{LIBRARY} does not work with this package and TensorFlow {tf.__version__}:"
+                f" {error}"
+            )
+        except (OSError, tf.errors.OpError) as error:
+            problem = f"{LIBRARY} cannot be loaded: {error}"
     clone = LIBRARY.parents[2]
     compile_it = "with g++ installed, `pip install --force-reinstall --no-deps .` in a clone"
     if (clone / "pyproject.toml").exists():

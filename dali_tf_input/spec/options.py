@@ -121,7 +121,7 @@ class TfDataOptions:
     num_parallel_reads: Annotated[int, Within(1, 1024)] = 16
     read_buffer_bytes: Annotated[int, Within(1, 1 << 30)] = 1 << 20
     check_crc: bool = True
-    num_parallel_calls: Annotated[int, Within(1, 1 << 16, _OR_AUTOTUNE, AUTOTUNE)] = AUTOTUNE
+    num_parallel_calls: Annotated[int, Within(1, 1024, _OR_AUTOTUNE, AUTOTUNE)] = AUTOTUNE
     prefetch_batches: Annotated[int, Within(0, 1 << 16, _OR_AUTOTUNE, AUTOTUNE)] = 2
     autotune: bool = True
     decode: TfDataDecode = "auto"
