@@ -41,8 +41,7 @@ def makes_batches(spec: InputSpec, options: TfDataOptions) -> bool:
     """Returns whether `make_batches` can make the batches of a spec.
 
     It cannot with crops that the operation does not know, or if a feature is the image, too. Nor
-    can it in the processes of a service, or without the compiled decoder, unless images are stored
-    as pixels.
+    can it in the processes of a service.
     """
     records, label = spec.records, spec.label
     keys = {*spec.features, *(one.key for one in (label, spec.mask) if one)}
@@ -51,7 +50,6 @@ def makes_batches(spec: InputSpec, options: TfDataOptions) -> bool:
         and keys.isdisjoint(records.image_keys)
         and all(tf_native.decodes(view.crop) for view in spec.image_views.values())
         and tf_native.uses_native(options.kernel)
-        and (records.stores_pixels or tf_native.decodes_jpegs())
     )
 
 

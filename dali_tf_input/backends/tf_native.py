@@ -127,14 +127,6 @@ def mix(images: tf.Tensor, drawn: tf.Tensor, preprocess: Preprocess) -> tf.Tenso
     return place(images, images[:0], tf.zeros(0, tf.int64), drawn, preprocess)
 
 
-@functools.cache
-def decodes_jpegs() -> bool:
-    """Returns whether this processor can run the compiled JPEG decoder."""
-    decodes = ctypes.CDLL(str(LIBRARY)).DaliTfInputDecodesJpegs
-    decodes.restype = ctypes.c_bool
-    return bool(decodes())
-
-
 def decodes(crop: Crop) -> bool:
     """Returns whether `make_batch` knows a crop."""
     return type(crop) in _CROPS

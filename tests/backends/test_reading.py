@@ -14,7 +14,7 @@ import google_crc32c
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import TF_DATA, nightly, refused, spec_of, write_indexed
+from conftest import TF_DATA, jpeg, nightly, refused, spec_of, write_indexed
 from test_native import compile_native, needs_compiler
 
 from dali_tf_input import InputError, Preprocess, Shard, TfDataOptions, build_index, make_dataset
@@ -209,10 +209,10 @@ extern "C" ssize_t pread64(int d, void* to, size_t size, off_t offset) { return 
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["native", nightly("tensorflow")])
+@pytest.mark.parametrize("kernel", ["batch", nightly("native"), nightly("tensorflow")])
 def test_slow_reads_overlap(tmp_path, kernel):
-    """On storage with 5 ms a read: at least eight at a time."""
-    dataset = write_indexed(tmp_path / "train", [{"image": b"0", "label": 1}] * 400)
+    """On storage with 5 ms a read: at least eight at a time, also in batches of eight."""
+    dataset = write_indexed(tmp_path / "train", [{"image": jpeg(8, 8), "label": 1}] * 400)
     (tmp_path / "slow.cc").write_text(SLOW)
     compile_native(tmp_path / "slow.so", "-shared", "-fPIC", tmp_path / "slow.cc")
     program = f"""if True:
@@ -221,8 +221,13 @@ def test_slow_reads_overlap(tmp_path, kernel):
         from dali_tf_input.backends.reading import Stream, read_records
         dataset = Records.from_files({list(dataset.paths)!r})
         spec = InputSpec(records=dataset, preprocess=Preprocess.for_training(8), order="global")
-        stream = read_records(Stream(spec=spec, shard_batch_size=8), TfDataOptions(kernel={kernel!r}))
-        print(len(list(stream.take(400))), ctypes.CDLL(None).most_reads())
+        if {kernel!r} == "batch":
+            batches = make_dataset(spec, TfDataOptions(), batch_size=8)
+            count = sum(len(images) for images, _ in batches)
+        else:
+            stream = Stream(spec=spec, shard_batch_size=8)
+            count = len(list(read_records(stream, TfDataOptions(kernel={kernel!r})).take(400)))
+        print(count, ctypes.CDLL(None).most_reads())
     """
     environment = {**os.environ, "LD_PRELOAD": str(tmp_path / "slow.so")}
     found = subprocess.run(

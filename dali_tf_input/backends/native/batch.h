@@ -61,8 +61,12 @@ struct Batch {
         return;
       }
       pieces_.resize(static_cast<size_t>(count));
+      records->Announce(numbers, count);
       Team& readers = Team::Get(Role::kRead, num_readers);
-      for (int64_t start = 0; start < count; start += kAtOnce) Post(readers, start, [this, start, &decoders] { Read(start, decoders); });
+      const int64_t few = std::max<int64_t>(1, std::min(kMostAtOnce, count / num_readers));
+      for (int64_t start = 0; start < count; start += few) {
+        Post(readers, start, [this, start, few, &decoders] { Read(start, std::min(few, count - start), decoders); });
+      }
     });
     std::unique_lock<std::mutex> lock(mutex_);
     finished_.wait(lock, [this] { return pending_ == 0; });
@@ -96,7 +100,7 @@ struct Batch {
     }
   };
 
-  static constexpr int64_t kAtOnce = 4;  // records that a reader reads in one go
+  static constexpr int64_t kMostAtOnce = 4;  // records that a reader reads in one go
 
   // Has a team do a task for the image at a place.
   template <typename Task>
@@ -134,15 +138,16 @@ struct Batch {
   }
 
   // Reads a few records, and has each decoded when it is there.
-  void Read(int64_t start, Team& decoders) {
+  void Read(int64_t start, int64_t few, Team& decoders) {
     int64_t place = 0;
     const auto to = [&](int64_t at, size_t size) {
       Piece& piece = pieces_[static_cast<size_t>(start + at)];
+      piece.Free();  // of a first attempt
       piece.memory = static_cast<uint8_t*>(Pool::OfRecords().Take(size)), piece.size = size;
       return piece.memory;
     };
     const auto done = [&](int64_t at) { Post(decoders, start + at, [this, at = start + at] { Make(at); }); };
-    Problem problem = records->Read(numbers + start, std::min(kAtOnce, count - start), check_crc, &place, to, done);
+    Problem problem = records->Read(numbers + start, few, check_crc, &place, to, done);
     if (!problem.text.empty()) Fail(start + place, std::move(problem));
   }
 

@@ -136,15 +136,12 @@ class Header {
  public:
   int height = 0, width = 0;
 
-  // Returns whether this processor can run the decoder.
-  static bool IsSupported() {
+  // Returns whether the file is one for this decoder.
+  bool Open(const uint8_t* data, size_t size) {
     static const bool is_supported =
         __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
-    return is_supported;
+    return is_supported && Parse(data, size) && Plan();
   }
-
-  // Returns whether the file is one for this decoder.
-  bool Open(const uint8_t* data, size_t size) { return IsSupported() && Parse(data, size) && Plan(); }
 
  protected:
   static constexpr size_t kPadding = 4096;  // after a scan: more than a unit can take, 6 blocks of up to 1,700 bits

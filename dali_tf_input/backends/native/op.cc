@@ -311,7 +311,7 @@ void ComputeUniforms(void*, TF_OpKernelContext* context) {
 
 // Its inputs: those of `ReadFiles`, and the numbers of the records to read, int64 (k,). Its output: string (k,).
 void ComputeRead(void* kernel, TF_OpKernelContext* context) {
-  constexpr int64_t kAtOnce = 32;  // their files are held open
+  constexpr int64_t kAtOnce = 32;  // announced to the system together
   Call call(context, 5);
   call.Run([&] {
     Records records;
@@ -332,6 +332,7 @@ void ComputeRead(void* kernel, TF_OpKernelContext* context) {
                       reinterpret_cast<const char*>(bytes.data()) + dali_tf_input::kHeader, size - dali_tf_input::kAround);
       };
       const bool check_crc = *static_cast<bool*>(kernel);
+      records.Announce(call.Data<int64_t>(4) + start, std::min(kAtOnce, count - start));
       const Problem problem = records.Read(call.Data<int64_t>(4) + start, std::min(kAtOnce, count - start), check_crc, &place, to, done);
       if (!problem.text.empty()) return call.Fail(problem);
     }
@@ -433,12 +434,3 @@ __attribute__((constructor)) void RegisterAll() {
 
 // The name of a function that this TensorFlow lacks, or a null pointer.
 extern "C" __attribute__((visibility("default"))) const char* DaliTfInputMissingFunction() { return missing_function; }
-
-// Whether this library has a decoder for JPEGs, and this processor can run it.
-extern "C" __attribute__((visibility("default"))) bool DaliTfInputDecodesJpegs() {
-#if defined(DALI_TF_INPUT_JPEG)
-  return dali_tf_input::jpeg::Decoder::IsSupported();
-#else
-  return false;
-#endif
-}

@@ -47,37 +47,36 @@ struct Records {
     return CheckExtent(**file, *name, extents[2 * number], extents[2 * number + 1]);
   }
 
+  // Has the system read records ahead of time, as far as it can; what is wrong with them, reading them will tell.
+  void Announce(const int64_t* numbers, int64_t count) const {
+    std::string path;
+    for (int64_t place = 0; place < count; ++place) {
+      std::shared_ptr<File> file;
+      if (!Find(numbers[place], &path, &file).text.empty()) continue;
+      const int64_t* extent = extents + 2 * numbers[place];
+      posix_fadvise(file->descriptor, extent[0], extent[1], POSIX_FADV_WILLNEED);
+    }
+  }
+
   // Reads records in turn: `to(place, size)` returns where a record of `size` bytes goes, with its header and footer, and
-  // `done(place)` is called when it is there and valid. All files are held open meanwhile, so `count` should be small.
-  // At a problem, `*place` is that of the record.
+  // `done(place)` is called when it is there and valid. At a problem, `*place` is that of the record.
   template <typename To, typename Done>
   Problem Read(const int64_t* numbers, int64_t count, bool check_crc, int64_t* place, To to, Done done) const {
     static const auto& crc = *new Crc;
-    std::vector<std::string> paths(static_cast<size_t>(count));
-    std::vector<std::shared_ptr<File>> files(static_cast<size_t>(count));
+    std::string path;
     for (*place = 0; *place < count; ++*place) {
-      std::string& path = paths[static_cast<size_t>(*place)];
-      std::shared_ptr<File>& file = files[static_cast<size_t>(*place)];
-      Problem problem = Find(numbers[*place], &path, &file);
-      if (!problem.text.empty() && file) {  // it may have been cut, and restored since
-        OpenFiles().Forget(path, file);
-        problem = Find(numbers[*place], &path, &file);
-      }
-      if (!problem.text.empty()) return problem;
-      const int64_t* extent = extents + 2 * numbers[*place];
-      posix_fadvise(file->descriptor, extent[0], extent[1], POSIX_FADV_WILLNEED);
-    }
-    for (*place = 0; *place < count; ++*place) {
-      std::string& path = paths[static_cast<size_t>(*place)];
-      std::shared_ptr<File>& file = files[static_cast<size_t>(*place)];
-      const int64_t offset = extents[2 * numbers[*place]], size = extents[2 * numbers[*place] + 1];
-      uint8_t* bytes = to(*place, static_cast<size_t>(size));
-      const auto read = [&] { return ReadRecord(*file, path, offset, size, check_crc ? &crc : nullptr, bytes); };
-      Problem problem = read();
-      if (!problem.text.empty()) {
-        OpenFiles().Forget(path, file);
-        problem = Find(numbers[*place], &path, &file);
-        if (problem.text.empty()) problem = read();
+      const int64_t number = numbers[*place];
+      Problem problem;
+      for (int attempt = 0; attempt < 2; ++attempt) {
+        std::shared_ptr<File> file;
+        problem = Find(number, &path, &file);
+        if (problem.text.empty()) {
+          const int64_t offset = extents[2 * number], size = extents[2 * number + 1];
+          problem = ReadRecord(*file, path, offset, size, check_crc ? &crc : nullptr, to(*place, static_cast<size_t>(size)));
+          if (problem.text.empty()) break;
+        }
+        if (!file) return problem;
+        OpenFiles().Forget(path, file);  // it may have been cut or replaced, and restored since
       }
       if (!problem.text.empty()) return problem;
       done(*place);
