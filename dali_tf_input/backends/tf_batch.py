@@ -131,6 +131,9 @@ class _BatchMaker:
         ]
         rows = [self._draw_rows(keys, view) for view in range(len(self._views))]
         drawn = draw_mix(self._stream, keys[0]) if spec.mix else tf.zeros(0)
+        # Images are mixed when they are finished, which is not always by the operation.
+        mixes_there = self._made[0] is self._views[0]
+        drawn_there = drawn if mixes_there else tf.zeros(0)
         decode = self._decode(self._views[0])
         whole, maximum = tf_native.limits_of(self._views[0], decode=decode)
         made = tf_native.make_batch(
@@ -139,7 +142,7 @@ class _BatchMaker:
             records,
             tf.concat(uniforms, 1),
             tf.concat(rows, 1),
-            drawn,
+            drawn_there,
             self._made,
             image_keys=spec.records.image_keys,
             side_keys=SIDE_KEYS if spec.records.stores_pixels else (),
@@ -152,7 +155,7 @@ class _BatchMaker:
         images = tf.cond(
             tf.equal(tf.size(made.places), 0),
             lambda: made.images,
-            lambda: self._place_refused(made, uniforms, rows, drawn),
+            lambda: self._place_refused(made, uniforms, rows, drawn_there),
         )
         values = parse_others(made.examples, spec, beside)
         for view, name in enumerate(spec.image_views):
@@ -161,6 +164,8 @@ class _BatchMaker:
             values["mask"] = self._make_masks(values["mask"], made, uniforms[0])
         if spec.mix:
             values["label"] = mix_labels(values["label"], drawn)
+            if not mixes_there:
+                values["image"] = tf_native.mix(values["image"], drawn, spec.preprocess)
         size = self._stream.shard_batch_size if spec.repeat else None
         values = {
             name: tf.ensure_shape(value, (size, *value.shape[1:])) for name, value in values.items()
