@@ -1,5 +1,6 @@
 """Batches by one operation: the same as image by image, in memory that is used again."""
 
+import contextlib
 import dataclasses
 import gc
 import os
@@ -283,17 +284,19 @@ def test_examples(mixtures, rounds):
         cut = random.integers(len(changed)) if random.random() < 0.1 else len(changed)
         odd.append(bytes(changed[:cut]))
     # What is no message is refused, and not given to TensorFlow: some of it ends the process.
-    examples, not_examples = odd[:9], 0
+    examples, not_examples, with_groups = odd[:9], 0, 0
     for example in odd[9:]:
         try:
             make_of_records(spec, [example])
             examples.append(example)
         except tf.errors.DataLossError as error:
             assert "not a serialized tf.train.Example" in error.message
-            with pytest.raises(DecodeError):
-                tf.train.Example.FromString(example)
             not_examples += 1
+            with contextlib.suppress(DecodeError):
+                tf.train.Example.FromString(example)
+                with_groups += 1  # fields of an old kind, which no version of these messages had
     assert 0 < not_examples < rounds
+    assert with_groups <= rounds // 5000
     odd = examples
     made = make_of_records(spec, odd)
     left = set(made.places.numpy().tolist())
