@@ -82,11 +82,13 @@ def plot_stages(report: dict, *, names: dict[str, str], path: str) -> None:
         colors = dict(zip(names, plt.color_sequences["tab10"], strict=False))
         for axes, (measure, unit) in zip(panes, panels.items(), strict=True):
             widest = max(sum(row[measure] for row in rows.values()) for rows in stages.values())
+            shown = set[str]()  # what the legend has
             for position, rows in enumerate(stages.values()):
                 left = 0.0
                 for stage, row in rows.items():
                     width = row[measure]
-                    label = names[stage] if position == 0 else None
+                    label = None if stage in shown else names[stage]
+                    shown.add(stage)
                     style = {"color": colors[stage], "label": label, "height": 0.6}
                     axes.barh(position, width, left=left, **style)
                     if width > 0.06 * widest:

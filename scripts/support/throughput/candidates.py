@@ -24,9 +24,9 @@ class Candidate:
     Attributes:
       options: of either backend.
       order: how the records are mixed.
-      variant: "dataset", what the package makes; "bare", its DALI pipeline without TensorFlow;
-        "by_hand", the same work written by hand; "device", whole batches copied to the GPU;
-        or a stage after which the pipeline is cut, see `stages`.
+      variant: "dataset" or "whole", what the package makes; "bare", its DALI pipeline without
+        TensorFlow; "by_hand", the same work written by hand; "device", whole batches copied to the
+        GPU; or a stage after which the pipeline is cut, see `stages`.
     """
 
     options: DaliOptions | TfDataOptions

@@ -33,6 +33,7 @@ NAMES = {
     "resize": "crop and resize",
     "normalize": "mirror and normalize",
     "dataset": "batch",
+    "whole": "decode to batch",
     "device": "to the device",
 }
 
@@ -68,9 +69,12 @@ def measure_stages(
     """Measures all cuts round by round; returns what each stage of each backend costs."""
     windows: dict[str, dict[str, list[dict]]] = {}
     for name in backends:
-        # DALI's own reader reads and parses in one step.
-        stages = STAGES[1:] if name == "dali_gpu" and order == "buffer" else STAGES
-        stages = (*stages, "dataset", *(["device"] if has_gpu and name != "dali_gpu" else []))
+        if name == "tf_data":  # one operation decodes and does all that follows
+            stages: tuple[str, ...] = ("read", "parse", "whole")
+        else:  # DALI's own reader reads and parses in one step
+            is_one = name == "dali_gpu" and order == "buffer"
+            stages = (*(STAGES[1:] if is_one else STAGES), "dataset")
+        stages = (*stages, *(["device"] if has_gpu and name != "dali_gpu" else []))
         windows[name] = {stage: [] for stage in stages}
     turns = [(name, stage) for name, cuts in windows.items() for stage in cuts] * repeats
     with Measurer(*files.as_arguments(), *work.as_arguments()) as measurer:
