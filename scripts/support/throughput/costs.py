@@ -12,7 +12,7 @@ from dali_tf_input.cli import command
 from support.benchmark import Stats, Window
 from support.flags import FileFlags, WorkFlags, begin
 from support.throughput.candidates import Candidate, CandidateError, Measurer, images_per_second
-from support.throughput.stages import STAGES
+from support.throughput.stages import STAGES, TF_DATA_STAGES
 
 _COLUMNS: tuple[str, ...] = (
     "backend",
@@ -70,7 +70,7 @@ def measure_stages(
     windows: dict[str, dict[str, list[dict]]] = {}
     for name in backends:
         if name == "tf_data":  # one operation decodes and does all that follows
-            stages: tuple[str, ...] = ("read", "parse", "whole")
+            stages: tuple[str, ...] = (*TF_DATA_STAGES, "whole")
         else:  # DALI's own reader reads and parses in one step
             is_one = name == "dali_gpu" and order == "buffer"
             stages = (*(STAGES[1:] if is_one else STAGES), "dataset")

@@ -4,13 +4,13 @@ A cut pipeline serves one number per image that depends on nothing but the last 
 nothing before that stage can be left out and what follows costs nothing.
 """
 
-import dataclasses
 from functools import partial
 from typing import Any
 
 from dali_tf_input import DaliOptions, InputError, InputSpec, TfDataOptions
 
 STAGES = ("read", "parse", "decode", "resize", "normalize")
+TF_DATA_STAGES = STAGES[:2]
 
 
 def make_dataset(
@@ -31,48 +31,19 @@ def make_dataset(
 
 
 def _make_by_tf_data(stage: str, stream: Any, options: TfDataOptions) -> Any:
+    """Cuts after "read" or "parse"; on tf.data one operation does the rest."""
     import tensorflow as tf
 
-    from dali_tf_input.backends import reading, tf_batch, tf_data, tf_images, tf_native
+    from dali_tf_input.backends import tf_data
     from dali_tf_input.backends.parsing import parse_record
 
-    spec, preprocess = stream.spec, stream.spec.preprocess
-    decode = options.resolve_decode(resizes_plainly=preprocess.resizes_plainly)
-    native = tf_native.uses_native(options.kernel)
-    unfinished: dict[str, Any] = {"mean": (0,) * 3, "std": (1,) * 3, "mirror_probability": 0}
-    changes = {} if stage == "normalize" else unfinished
-    work = dataclasses.replace(preprocess, **changes)
-    if stage in ("resize", "normalize") and tf_batch.makes_batches(spec, options):
-        # One operation reads, decodes and does these: of each image one number is left.
-        whole = dataclasses.replace(stream, spec=dataclasses.replace(spec, preprocess=work))
-        return tf_data.build(whole, options).map(
-            lambda images, *_: tf.cast(images[:, 0, 0, 0], tf.float32)
-        )
-
     @tf.autograph.experimental.do_not_convert
-    def cut(key: Any, record: Any) -> Any:
+    def cut(_: Any, record: Any) -> Any:
         if stage == "read":
             return tf.cast(tf.strings.length(record), tf.float32)
-        values = parse_record(record, spec)
-        encoded = values["image"]
-        if stage == "parse":
-            label = tf.cast(values["label"], tf.float32)
-            return tf.cast(tf.strings.length(encoded), tf.float32) + label
-        uniforms = reading.draw_uniforms(stream, key)
-        if stage == "decode":
-            whole = partial(tf_images.decode_image, encoded)
-            if decode == "full":
-                image = whole()
-            else:
-                part = partial(tf_images.decode_region, encoded, uniforms, preprocess)
-                image = tf.cond(tf.io.is_jpeg(encoded), lambda: part()[0], whole)
-        elif native:
-            image = tf_images.prepare_image(encoded, uniforms, work, decode=decode, native=True)
-        else:
-            image = tf_images.resample_image(encoded, uniforms, preprocess, decode=decode)
-        if stage == "normalize" and not native:
-            image = tf_images.normalize_image(image, uniforms, preprocess)
-        return tf.cast(image[0, 0, 0], tf.float32)
+        values = parse_record(record, stream.spec)
+        label = tf.cast(values["label"], tf.float32)
+        return tf.cast(tf.strings.length(values["image"]), tf.float32) + label
 
     records = tf_data.read_records(stream, options)
     return tf_data.prepare_batches(records, cut, stream, options)
