@@ -197,7 +197,7 @@ def make_batch(
       maximum: image pixels per output pixel along each axis from which on images are refused.
       check_crc: whether the CRCs of the records that are read are checked.
       num_readers: how many threads read, in [1, 1024]; all batches of the process share them.
-      num_threads: the same for decoding, in [1, 65536].
+      num_threads: the same for decoding, in [1, 1024].
     """
     parameters = [float(whole), maximum]
     for view in views:

@@ -29,16 +29,7 @@ DALI_TF_INPUT_CLONES inline void FinishLine(const Work& work, const uint8_t* lin
       row[3 * x + channel] = is_uint8 ? value : (value - work.mean[channel]) * work.scale[channel];
     }
   }
-  switch (work.output) {
-    case kFloat32:
-      return WriteRow(row, static_cast<float*>(out), work, y, [](float value) { return value; });
-    case kFloat16:
-      return WriteRow(row, static_cast<uint16_t*>(out), work, y, ToHalf);
-    case kBfloat16:
-      return WriteRow(row, static_cast<uint16_t*>(out), work, y, ToBfloat16);
-    case kUint8:
-      return WriteRow(row, static_cast<uint8_t*>(out), work, y, ToUint8);
-  }
+  WriteOutput(row, work, y, out);
 }
 
 class Augmenter {

@@ -151,8 +151,8 @@ void ReadAttributes(TF_OpKernelConstruction* context, BatchKernel* kernel, TF_St
   if (!TF_GetCode(status)) TF_OpKernelConstruction_GetAttrInt64(context, "num_readers", &readers, status);
   if (!TF_GetCode(status)) TF_OpKernelConstruction_GetAttrInt64(context, "num_threads", &threads, status);
   if (TF_GetCode(status)) return;
-  if (readers < 1 || readers > 1024 || threads < 1 || threads > 1 << 16) {
-    return TF_SetStatus(status, kInvalidArgument, "num_readers must be in [1, 1024], num_threads in [1, 65536]");
+  if (readers < 1 || readers > 1024 || threads < 1 || threads > 1024) {
+    return TF_SetStatus(status, kInvalidArgument, "num_readers and num_threads must be in [1, 1024]");
   }
   kernel->check_crc = check_crc, kernel->num_readers = static_cast<int>(readers), kernel->num_threads = static_cast<int>(threads);
 }
@@ -182,8 +182,9 @@ void DeleteBatch(void* kernel) {
 // is mixed, see mix.h, or nothing; and parameters, double: whether whole files must be valid, the limit of image pixels
 // per output pixel, and the views.
 // Its outputs: the images of each view, of shape (k, height, width, 3) or (k, 3, height, width); the Examples without
-// their images, string (k,); the images' heights and widths, int64 (k, 2), 0 if refused; the places of refused images, int64 (n,), which hold anything; and their records, string
-// (n,). If there are any, the batch is not mixed. A refused image's Example may have its image.
+// their images, string (k,); the images' heights and widths, int64 (k, 2), 0 if refused; the places of refused images,
+// int64 (n,), which hold anything; and their records, string (n,). If there are any, the batch is not mixed. A refused
+// image's Example may have its image.
 void ComputeBatch(void* given, TF_OpKernelContext* context) {
   const BatchKernel& kernel = *static_cast<BatchKernel*>(given);
   Call call(context, 10);

@@ -167,6 +167,20 @@ DALI_TF_INPUT_INLINE void WriteRow(const float* row, T* out, const Work& work, i
   }
 }
 
+// Writes line y of the output, in its type and layout.
+DALI_TF_INPUT_INLINE void WriteOutput(const float* row, const Work& work, int y, void* out) {
+  switch (work.output) {
+    case kFloat32:
+      return WriteRow(row, static_cast<float*>(out), work, y, [](float value) { return value; });
+    case kFloat16:
+      return WriteRow(row, static_cast<uint16_t*>(out), work, y, ToHalf);
+    case kBfloat16:
+      return WriteRow(row, static_cast<uint16_t*>(out), work, y, ToBfloat16);
+    case kUint8:
+      return WriteRow(row, static_cast<uint8_t*>(out), work, y, ToUint8);
+  }
+}
+
 // Fills line y of the output from the source lines of its taps, each from column `left` on. `source` and `row` have room
 // for the columns in use and for the output's width, times 3, plus 1.
 DALI_TF_INPUT_CLONES void FillLine(const Work& work, const Taps& rows, const Taps& columns, const uint8_t* const* lines,
@@ -207,16 +221,7 @@ DALI_TF_INPUT_CLONES void FillLine(const Work& work, const Taps& rows, const Tap
     if (!is_uint8) sum = (sum - mean) * scale;
     *reinterpret_cast<Pixel*>(row + 3 * x) = sum;  // the next pixel overwrites the fourth value
   }
-  switch (work.output) {
-    case kFloat32:
-      return WriteRow(row, static_cast<float*>(out), work, y, [](float value) { return value; });
-    case kFloat16:
-      return WriteRow(row, static_cast<uint16_t*>(out), work, y, ToHalf);
-    case kBfloat16:
-      return WriteRow(row, static_cast<uint16_t*>(out), work, y, ToBfloat16);
-    case kUint8:
-      return WriteRow(row, static_cast<uint8_t*>(out), work, y, ToUint8);
-  }
+  WriteOutput(row, work, y, out);
 }
 
 // Returns what is wrong with an image or its region; nullptr if nothing is.
