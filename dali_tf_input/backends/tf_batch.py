@@ -16,6 +16,7 @@ from dali_tf_input.backends.reading import Stream, find_places
 from dali_tf_input.backends.tf_augment import make_rows
 from dali_tf_input.backends.tf_images import (
     decode_image,
+    is_mirrored,
     make_plain,
     normalize_image,
     prepare_image,
@@ -265,10 +266,23 @@ class _BatchMaker:
         if transform:
             seed = seed_of(self._stream.spec.seed, RandomStream.TRANSFORM, view)
             seeds = tf.stack([tf.fill(tf.shape(keys), tf.constant(seed, tf.int64)), keys], 1)
+            is_last = preprocess.channels == 3  # one pass over an image, not several over the batch
+
+            def change(given: tuple[tf.Tensor, ...]) -> tf.Tensor:
+                image, seed, own = given
+                image = transform(image, seed)
+                if not is_last:
+                    return image
+                mirrored = is_mirrored(own, preprocess)
+                return tf_native.augment(image, tf.zeros((0, ROW_SIZE)), preprocess, mirrored)
+
+            kind = preprocess if is_last else made
             images = tf.map_fn(
-                lambda given: transform(*given),
-                (images, seeds),
-                fn_output_signature=tf.TensorSpec(made.image_shape, made.dtype),
+                change,
+                (images, seeds, uniforms),
+                fn_output_signature=tf.TensorSpec(kind.image_shape, kind.dtype),
                 parallel_iterations=self.num_threads,
             )
+            if is_last:
+                return images
         return normalize_image(images, uniforms, preprocess)

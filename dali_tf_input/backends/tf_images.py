@@ -14,6 +14,7 @@ from dali_tf_input.spec.colors import LUMA
 from dali_tf_input.spec.crops import Letterbox, Region, Uniforms
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.preprocess import Preprocess
+from dali_tf_input.spec.primitives import ROW_SIZE
 
 _KERNELS = {"bilinear": "triangle", "bicubic": "keyscubic"}
 
@@ -71,6 +72,9 @@ def prepare_image(
         image = apply_rows(image, rows, preprocess.make_program())
     if transform is not None:
         image = transform(image)
+        if native and preprocess.channels == 3:
+            mirrored = is_mirrored(uniforms, preprocess)
+            return tf_native.augment(image, tf.zeros((0, ROW_SIZE)), preprocess, mirrored)
     return normalize_image(image, uniforms, preprocess)
 
 
