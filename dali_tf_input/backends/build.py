@@ -8,8 +8,8 @@ from typing import Any
 import tensorflow as tf
 
 from dali_tf_input.backends import tf_data, tf_images
-from dali_tf_input.backends.reading import MAX_EPOCHS, Stream
 from dali_tf_input.backends.remote import fetch_all, localize
+from dali_tf_input.backends.stream import MAX_EPOCHS, Stream
 from dali_tf_input.errors import BatchSize, InputError, check, checked
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.options import DaliOptions, Options, TfDataOptions

@@ -15,7 +15,6 @@ import tensorflow as tf
 from nvidia.dali import fn, types
 from nvidia.dali.data_node import DataNode
 
-from dali_tf_input.backends import reading
 from dali_tf_input.backends.dali_guard import guard_strategies
 from dali_tf_input.backends.dali_images import (
     check_supported,
@@ -23,13 +22,9 @@ from dali_tf_input.backends.dali_images import (
     mix_images,
     prepare_images,
 )
-from dali_tf_input.backends.dali_reading import (
-    PACKED,
-    can_use_dali_reader,
-    define_inputs,
-    pack_records,
-)
-from dali_tf_input.backends.reading import Stream
+from dali_tf_input.backends.dali_reader import can_use_dali_reader
+from dali_tf_input.backends.dali_reading import PACKED, define_inputs, pack_records
+from dali_tf_input.backends.stream import Stream, with_cardinality
 from dali_tf_input.errors import InputError
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.options import DaliOptions
@@ -107,7 +102,7 @@ def build(stream: Stream, options: DaliOptions, device_id: int | None) -> tf.dat
             )
         if not spec.repeat:
             dataset = drop_padding(dataset, stream)
-        dataset = reading.with_cardinality(dataset, stream)
+        dataset = with_cardinality(dataset, stream)
         if options.device == "cpu" or not spec.repeat:
             return dataset
         dataset = dataset.prefetch(_AHEAD)

@@ -4,41 +4,22 @@ import math
 
 import tensorflow as tf
 from nvidia.dali import fn, types
-from nvidia.dali import tfrecord as dali_tfrecord
 from nvidia.dali.data_node import DataNode
 
 from dali_tf_input.backends import reading
+from dali_tf_input.backends.dali_reader import define_reader
 from dali_tf_input.backends.parsing import parse_record
-from dali_tf_input.backends.reading import Stream
+from dali_tf_input.backends.stream import Stream, draw_uniforms, place_in_batch, seeds_of
 from dali_tf_input.backends.tf_augment import draw_rows
 from dali_tf_input.backends.tf_images import prepare_mask
 from dali_tf_input.backends.tf_mix import draw_mix
 from dali_tf_input.random import Stream as RandomStream
-from dali_tf_input.records.checks import SIDE_KEYS
-from dali_tf_input.records.labels import ClassLabel
-from dali_tf_input.spec.balance import is_label_of_index
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.options import DaliOptions, TfDataOptions
 from dali_tf_input.spec.primitives import ROW_SIZE
 
 PACKED = "packed"  # the input of a pipeline that tf.data reads for
 _TYPES = {"int64": types.INT64, "int32": types.INT32, "float32": types.FLOAT}
-
-
-def can_use_dali_reader(spec: InputSpec, options: DaliOptions) -> bool:
-    """Whether DALI's own reader is used: images and integer labels, order "buffer", on a GPU.
-
-    Only where the index step has seen the label of every record: where one has none, DALI's reader
-    serves -1 without an error.
-    """
-    label = spec.label
-    is_plain = isinstance(label, ClassLabel) and not (label.vocabulary or label.one_hot)
-    is_simple = (
-        [*spec.outputs] == ["image", "label"]
-        and is_label_of_index(spec.records, label)
-        and not (spec.preprocess.augment or spec.mix or spec.records.other_image_keys)
-    )
-    return options.device == "gpu" and spec.order == "buffer" and is_plain and is_simple
 
 
 def pack_records(stream: Stream) -> tf.data.Dataset:
@@ -55,16 +36,16 @@ def pack_records(stream: Stream) -> tf.data.Dataset:
         values = parse_record(record, spec, beside)
         image = values["image"]
         for view, (name, preprocess) in enumerate(spec.image_views.items()):
-            uniforms = reading.draw_uniforms(stream, key, view)
+            uniforms = draw_uniforms(stream, key, view)
             values[f"uniforms of {name}"] = uniforms
             if preprocess.augment:
-                seeds = reading.seeds_of(stream, RandomStream.AUGMENT, key, view)
+                seeds = seeds_of(stream, RandomStream.AUGMENT, key, view)
                 values[f"rows of {name}"] = draw_rows(preprocess.make_program(), seeds)
         if spec.mask:
             values["mask"] = prepare_mask(values["mask"], uniforms, spec)
         if spec.mix:
             values["mix"] = draw_mix(stream, key)
-            place = reading.place_in_batch(stream, key)
+            place = place_in_batch(stream, key)
             values["partner"] = tf.cast(stream.shard_batch_size - 1 - place, tf.int32)
         values["image"] = tf.shape(image)
         parts = [image if spec.records.stores_pixels else tf.io.decode_raw(image, tf.uint8)]
@@ -101,7 +82,7 @@ def define_inputs(
         return _unpack(stream.spec)
     shape = [stream.spec.preprocess.num_uniforms]
     uniforms = fn.random.uniform(range=[0.0, 1.0], shape=shape)
-    return {**_read(stream, options), "uniforms of image": uniforms}
+    return {**define_reader(stream, options), "uniforms of image": uniforms}
 
 
 def _unpack(spec: InputSpec) -> dict[str, DataNode]:
@@ -119,38 +100,3 @@ def _unpack(spec: InputSpec) -> dict[str, DataNode]:
         pixels = packed[0 : size - after]
         values["image"] = fn.reshape(pixels, shape=values["image"], layout="HWC")
     return values
-
-
-def _read(stream: Stream, options: DaliOptions) -> dict[str, DataNode]:
-    """Defines DALI's reader for a shard; returns encoded images and converted labels."""
-    spec, shard = stream.spec, stream.shard
-    records, label = spec.records, spec.label
-    assert isinstance(label, ClassLabel)
-    number = dali_tfrecord.FixedLenFeature([1], dali_tfrecord.int64, -1)
-    sides = SIDE_KEYS if records.stores_pixels else ()
-    indexes = reading.hold_indexes(records)
-    features = fn.readers.tfrecord(
-        path=[*indexes],
-        index_path=[*indexes.values()],
-        features={
-            records.image_key: dali_tfrecord.FixedLenFeature((), dali_tfrecord.string, ""),
-            **dict.fromkeys((str(label.key), *sides), number),
-        },
-        random_shuffle=spec.order == "buffer",
-        initial_fill=spec.buffer_size,
-        shard_id=shard.shard_id,
-        num_shards=shard.num_shards,
-        stick_to_shard=True,
-        dont_use_mmap=options.read_mode != "mmap",
-        use_o_direct=options.read_mode == "direct",
-        read_ahead=options.read_ahead,
-        name="reader",
-    )
-    images = features[records.image_key]
-    if sides:
-        shape = fn.cat(*(features[side] for side in sides), types.Constant([3], dtype=types.INT64))
-        images = fn.reshape(images, shape=fn.cast(shape, dtype=types.INT32), layout="HWC")
-    labels = fn.reshape(features[label.key], shape=[])
-    if label.offset:
-        labels = fn.cast(labels - label.offset, dtype=types.INT64)
-    return {"image": images, "label": labels}

@@ -12,7 +12,8 @@ import tensorflow as tf
 
 from dali_tf_input.backends import reading, tf_native
 from dali_tf_input.backends.parsing import decode_mask, find_size, parse_image, parse_others
-from dali_tf_input.backends.reading import Stream, find_places
+from dali_tf_input.backends.places import find_places
+from dali_tf_input.backends.stream import Stream
 from dali_tf_input.backends.tf_augment import make_rows
 from dali_tf_input.backends.tf_images import (
     decode_image,
@@ -174,7 +175,7 @@ class _BatchMaker:
         return spec.arrange(values)
 
     def _draw(self, purpose: RandomStream, keys: tf.Tensor, view: int, count: int) -> tf.Tensor:
-        """Draws the random numbers of `reading.draw_uniforms` for many keys: float32 (k, count)."""
+        """Draws the random numbers of `stream.draw_uniforms` for many keys: float32 (k, count)."""
         seed = seed_of(self._stream.spec.seed, purpose, view)
         return tf_native.draw_uniforms(keys, seed, count)
 

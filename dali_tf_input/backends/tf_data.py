@@ -9,9 +9,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from dali_tf_input.backends import reading
+from dali_tf_input.backends import buffer, reading
 from dali_tf_input.backends.parsing import parse_record
-from dali_tf_input.backends.reading import Stream
+from dali_tf_input.backends.stream import Stream, draw_uniforms, seeds_of, with_cardinality
 from dali_tf_input.backends.tf_augment import draw_rows
 from dali_tf_input.backends.tf_batch import make_batches, makes_batches
 from dali_tf_input.backends.tf_images import decode_image, prepare_image, prepare_mask
@@ -48,9 +48,9 @@ def read_records(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
     if options.service is None:
         return reading.read_records(stream, options)
     check_service(stream.spec, options)
-    runs = reading.list_runs(stream)
-    records = reading.interleave(reading.shuffle(runs, len(runs), (0, 0)), stream, options)
-    records = reading.shuffle(records, stream.spec.buffer_size, (0, 0))
+    runs = buffer.list_runs(stream)
+    records = buffer.interleave(buffer.shuffle(runs, len(runs), (0, 0)), stream, options)
+    records = buffer.shuffle(records, stream.spec.buffer_size, (0, 0))
 
     @tf.autograph.experimental.do_not_convert
     def add_key(*record: tf.Tensor) -> tuple[tf.Tensor, ...]:
@@ -73,9 +73,9 @@ def make_prepare(stream: Stream, options: TfDataOptions) -> Callable[..., Any]:
         name, preprocess = [*spec.image_views.items()][view]
         transform, rows = transforms[name], None
         if preprocess.augment:
-            seeds = reading.seeds_of(stream, RandomStream.AUGMENT, key, view)
+            seeds = seeds_of(stream, RandomStream.AUGMENT, key, view)
             rows = draw_rows(preprocess.make_program(), seeds)
-        seeds_of_transform = reading.seeds_of(stream, RandomStream.TRANSFORM, key, view)
+        seeds_of_transform = seeds_of(stream, RandomStream.TRANSFORM, key, view)
         return prepare_image(
             image,
             uniforms,
@@ -90,7 +90,7 @@ def make_prepare(stream: Stream, options: TfDataOptions) -> Callable[..., Any]:
     def prepare(key: tf.Tensor, record: tf.Tensor, *beside: tf.Tensor) -> Any:
         values = parse_record(record, spec, beside)
         image, views = values.pop("image"), spec.image_views
-        uniforms = [reading.draw_uniforms(stream, key, view) for view in range(len(views))]
+        uniforms = [draw_uniforms(stream, key, view) for view in range(len(views))]
         if spec.views:
             image = decode_image(image)
         for view, name in enumerate(views):
@@ -158,7 +158,7 @@ def prepare_batches(
 
 def finish(dataset: tf.data.Dataset, stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
     """Prefetches batches and sets what else concerns the dataset as a whole."""
-    dataset = reading.with_cardinality(dataset, stream)
+    dataset = with_cardinality(dataset, stream)
     if options.prefetch_batches != 0:
         dataset = dataset.prefetch(options.prefetch_batches)
     tf_options = tf.data.Options()

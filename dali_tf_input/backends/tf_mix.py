@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from dali_tf_input.backends import reading, tf_native
-from dali_tf_input.backends.reading import Stream
+from dali_tf_input.backends import tf_native
+from dali_tf_input.backends.stream import Stream, place_in_batch, seeds_of
 from dali_tf_input.backends.tf_images import to_uint8
 from dali_tf_input.random import Stream as RandomStream
 from dali_tf_input.spec.input import InputSpec
@@ -28,8 +28,8 @@ def draw_mix(stream: Stream, key: tf.Tensor) -> tf.Tensor:
     mix = stream.spec.mix
     assert mix
     height, width = stream.spec.preprocess.image_size
-    first = key - reading.place_in_batch(stream, key)
-    seeds = reading.seeds_of(stream, RandomStream.MIX, first)
+    first = key - place_in_batch(stream, key)
+    seeds = seeds_of(stream, RandomStream.MIX, first)
     which, part, *center = tf.unstack(
         tf.raw_ops.StatelessRandomUniform(shape=[NUM_UNIFORMS], seed=seeds), NUM_UNIFORMS
     )

@@ -182,7 +182,7 @@ def make_batch(
     """Reads the records of a batch, decodes their images and preprocesses them for the model.
 
     Args:
-      files: `names`, `versions` and `where` of `reading.Places`.
+      files: `names`, `versions` and `where` of `places.Places`.
       numbers: the numbers of the records, int64 (k,); or int64 (0,), if `records` has them.
       records: serialized Examples, string (k,); or string (0,).
       uniforms: the images' random numbers, those of all views side by side, float32 (k, u).

@@ -128,7 +128,7 @@ def find_crop(image: Image.Image, spec: InputSpec, slot: int) -> tuple[Any, bool
     """Returns the region (top, left, height, width) of an image, and whether it is mirrored."""
     import tensorflow as tf
 
-    from dali_tf_input.backends.reading import Stream, draw_uniforms
+    from dali_tf_input.backends.stream import Stream, draw_uniforms
     from dali_tf_input.backends.tf_images import find_region
 
     stream = Stream(spec=spec, shard_batch_size=1)

@@ -1,9 +1,6 @@
-"""The indexed TFRecord files of a dataset and the location of each record."""
+"""The records of a dataset: which ones of the indexed files, and what is known about them."""
 
-import bisect
 import functools
-import itertools
-import operator
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,22 +12,19 @@ from dali_tf_input.errors import Count, InputError, Path, Within, check, checked
 from dali_tf_input.random import Integers, Unsigned
 from dali_tf_input.records import contents, subsets
 from dali_tf_input.records.checks import PIXELS_KEY, missing_key_error
-from dali_tf_input.records.class_names import find_class_names
 from dali_tf_input.records.contents import Counts, Feature
-from dali_tf_input.records.example import decode_example
-from dali_tf_input.records.indexed_file import Extent, IndexedFile, Mask
+from dali_tf_input.records.indexed_file import Mask
+from dali_tf_input.records.indexed_files import IndexedFiles
 from dali_tf_input.records.labels import Lengths, describe_list
-from dali_tf_input.records.manifest import find_change, find_change_of_object, read_entries
+from dali_tf_input.records.manifest import read_entries
 from dali_tf_input.records.opening import read_fields
 from dali_tf_input.records.paths import index_command
-from dali_tf_input.records.tfrecord import read_record, unframe_record
-from dali_tf_input.storage.copies import drop_copy, find_copy
-from dali_tf_input.storage.objects import RETRY_SECONDS, Part, find_statuses, read_parts
+from dali_tf_input.storage.objects import RETRY_SECONDS
 
 
 @checked
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Records:
+class Records(IndexedFiles):
     """The records of indexed TFRecord files, or a subset of them. Made by `from_files`.
 
     A record's id is its position among all records of the files, from 0, counting the bad ones that
@@ -70,12 +64,8 @@ class Records:
         otherwise from a sample.
     """
 
-    files: tuple[IndexedFile, ...]
     image_key: str
     largest_image: tuple[int, int] | None = None
-    index_dir: str | None = None
-    cache_dir: str | None = None
-    retry_seconds: float = RETRY_SECONDS
     features: dict[str, Feature] = field(default_factory=dict, hash=False, repr=False)
     subset: bytes | None = field(default=None, repr=False)
     label_key: str | None = None
@@ -83,10 +73,6 @@ class Records:
     relabeled: bool = False
     lineage: str = field(default="", compare=False)
     other_image_keys: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not self.files:
-            raise InputError("`files` must name at least one TFRecord file, got none.")
 
     def __repr__(self) -> str:
         """Says in one line how many records of which files."""
@@ -105,42 +91,6 @@ class Records:
         if self.subset is None:
             return sum(file.num_records for file in self.files)
         return len(self.ids)
-
-    @property
-    def num_all(self) -> int:
-        """The number of records in the files, also of those that are skipped or not in the subset.
-
-        Ids are below it.
-        """
-        return self._ends[-1]
-
-    @property
-    def num_skipped(self) -> int:
-        """How many bad records the indexes skip."""
-        return sum(file.num_skipped for file in self.files)
-
-    @property
-    def is_remote(self) -> bool:
-        """Whether the files are stored objects."""
-        return self.files[0].etag is not None
-
-    @property
-    def paths(self) -> tuple[str, ...]:
-        """The path or URL of each file."""
-        return tuple(file.path for file in self.files)
-
-    @functools.cached_property
-    def class_names(self) -> tuple[str, ...] | None:
-        """The names in ``labels.txt``, or tfds' ``label.labels.txt``, beside the files.
-
-        None if there is no such file, or if files in several folders have different names.
-
-        Raises:
-          InputError: that file cannot be read, is not UTF-8, or has an empty line.
-        """
-        folders = {os.path.dirname(path) for path in self.paths}
-        names = {find_class_names(folder) for folder in folders}
-        return names.pop() if len(names) == 1 else None
 
     @property
     def stores_pixels(self) -> bool:
@@ -164,11 +114,6 @@ class Records:
             return [file.num_records for file in self.files]
         counts: list[int] = np.diff(np.searchsorted(self.ids, self._ends), prepend=0).tolist()
         return counts
-
-    @property
-    def first_ids(self) -> list[int]:
-        """The id of the first record of each file."""
-        return [0, *self._ends[:-1]]
 
     @property
     def labels(self) -> Integers:
@@ -360,42 +305,6 @@ class Records:
         return self._keep(~np.isin(self.ids, self.find(ids)), "exclude")
 
     @checked
-    def find(self, names: Iterable[Any]) -> Integers:
-        """Returns the ids of records: int64 (n,).
-
-        Examples:
-          >>> records = Records.from_files("records/train-*")
-          >>> records.find([("train-00000-of-00001", 3)]).tolist()
-          [3]
-
-        Args:
-          names: names of records as `locate` returns them, (file, number) and perhaps more; or ids,
-            which are returned. A file is named by its path, or by as much of the end of its path as
-            tells it from the others, such as its base name.
-
-        Raises:
-          InputError: there is no such file or record, or several files have that name.
-        """
-        given = names if isinstance(names, np.ndarray) else [*names]
-        ids = [self._find_id(one) if isinstance(one, tuple | list) else one for one in given]
-        return subsets.check_ids(subsets.check_integers("ids", ids), self.num_all)
-
-    def _find_id(self, name: Sequence[Any]) -> int:
-        """Returns the id of a record, by its name."""
-        file, number = name[:2] if len(name) > 1 else ("", None)
-        if not isinstance(file, str) or not isinstance(number, int | np.integer):
-            raise InputError(f"`ids` must be ids, or (file, number) of records, got {name!r}.")
-        paths = [path for path in self.paths if f"/{path}".endswith(f"/{file.lstrip('/')}")]
-        if len(paths) != 1:
-            count = f"{len(paths)} of these files have" if paths else "no file here has"
-            raise InputError(f"`ids` names a record of {file!r}: {count} that name.")
-        position = self.paths.index(paths[0])
-        num_framed = self.files[position].num_framed
-        rule = f"a number of a record of {file}, in [0, {num_framed:,})"
-        check(0 <= int(number) < num_framed, "ids", rule, number)
-        return self.first_ids[position] + int(number)
-
-    @checked
     def relabel(
         self, labels: Mapping[int, int] | None = None, *, ids: Mapping[Any, int] | None = None
     ) -> "Records":
@@ -509,74 +418,12 @@ class Records:
         lineage = self.lineage if seed is None else f"{self.lineage}{seed},"
         return replace(self, subset=subsets.pack_mask(whole), lineage=lineage)
 
-    @checked
-    def locate(self, record: int) -> Extent:
-        """Returns the location of a record, by its id: (file, number in the file, offset, size).
-
-        Raises:
-          InputError: there is no such record, or the index skips it.
-        """
-        file, number = self._find_file(record)
-        return file.extent(number)
-
-    def _find_file(self, record: int) -> tuple[IndexedFile, int]:
-        """Returns the file of a record, and the number of the record in it."""
-        check(0 <= record < self.num_all, "record", f"in [0, {self.num_all})", record)
-        record = operator.index(record)  # also of NumPy
-        position = bisect.bisect_right(self._ends, record)
-        file = self.files[position]
-        return file, record - self._ends[position] + file.num_framed
-
     @property
     def _mask(self) -> Mask:
         """Whether each record of the files is one of these: bool, one for each id."""
         if self.subset is None:
             return self._is_valid
         return subsets.unpack_mask(self.subset, self.num_all)
-
-    @property
-    def _is_valid(self) -> Mask:
-        """Whether the index holds each record of the files: bool, one for each id."""
-        return np.concatenate([file.is_valid for file in self.files])
-
-    @property
-    def _num_valid(self) -> list[int]:
-        return [file.num_records for file in self.files]
-
-    @functools.cached_property
-    def _ends(self) -> list[int]:
-        return [*itertools.accumulate(file.num_framed for file in self.files)]
-
-    @checked
-    def read(self, record: int) -> dict[str, Sequence[Any]]:
-        """Reads a record, by its id: feature keys and their values, bytes, int or float.
-
-        Raises:
-          InputError: it is damaged.
-          OSError: its file cannot be read.
-        """
-        features = decode_example(self.read_data(record))
-        return {key: values for key, (_, values) in features.items()}
-
-    @checked
-    def read_data(self, record: int) -> bytes:
-        """Reads a record, by its id: a serialized Example; raises as `read`."""
-        file, number = self._find_file(record)
-        _, _, offset, size = file.extent(number)
-        if file.status is None or file.etag is None:
-            return read_record(file.path, offset)
-        copy = find_copy(file.path, file.status, self.cache_dir) if self.cache_dir else None
-        if copy:
-            try:
-                return read_record(copy, offset)
-            except (InputError, OSError):  # the object may be sound
-                drop_copy(file.path, file.status, self.cache_dir or "")
-        part = Part(file.path, file.etag, offset, offset + size)
-        (framed,) = read_parts([part], retry_seconds=self.retry_seconds)
-        data = unframe_record(framed)
-        if data is None:
-            raise InputError(f"{file.path}: byte {offset}: the record does not fit its CRC.")
-        return data
 
     def dtype_of(self, key: str) -> str:
         """Returns the type of a feature's values: "string", "float32" or "int64"."""
@@ -618,18 +465,6 @@ class Records:
             else:
                 continue
             raise InputError(f"`{name}` '{key}' {problem}. To see all that is wrong: {command}")
-
-    def find_change(self) -> str | None:
-        """Returns how the first file that changed differs from what was indexed; None if none."""
-        statuses = find_statuses(self.paths) if self.is_remote else {}
-        for file in self.files:
-            if file.status is None:
-                change = find_change(file.path, file.size, file.mtime_ns)
-            else:
-                change = find_change_of_object(file.path, statuses.get(file.path), file.status)
-            if change:
-                return change
-        return None
 
     @classmethod
     @checked

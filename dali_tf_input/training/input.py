@@ -11,21 +11,20 @@ from typing import Annotated, Any, ClassVar
 import keras
 import tensorflow as tf
 
-from dali_tf_input.backends.build import build_dataset
-from dali_tf_input.backends.dali_guard import OneDeviceDataset
-from dali_tf_input.backends.reading import MAX_EPOCHS, Stream
+from dali_tf_input.backends.stream import MAX_EPOCHS, Stream
 from dali_tf_input.errors import Count, InputError, Path, Within, check, check_keywords, checked
 from dali_tf_input.random import Integers
 from dali_tf_input.spec.input import InputSpec
-from dali_tf_input.spec.options import DaliOptions, Options
+from dali_tf_input.spec.options import Options
 from dali_tf_input.spec.plan import Position, Shard
 from dali_tf_input.training import strategies
 from dali_tf_input.training.blame import Blame
 from dali_tf_input.training.failures import explain
-from dali_tf_input.training.fit import StepCallback, StepCounter, Training
+from dali_tf_input.training.fit import StepCounter
 from dali_tf_input.training.models import check_labels, check_model, count_outputs
-from dali_tf_input.training.profile import ImagesPerSecond, InputProfile, profile_input
-from dali_tf_input.training.resume import Resume, State
+from dali_tf_input.training.profile import InputProfile, profile_input
+from dali_tf_input.training.resume import Resume
+from dali_tf_input.training.run import train
 from dali_tf_input.training.schedule import Schedule
 
 # Arguments of `model.fit` that the input itself gives, or that go with arrays only.
@@ -123,7 +122,7 @@ class Input:
           BadRecordError: (an InputError) a record cannot be read or decoded. The message has its
             file, its number and the command that skips it.
         """
-        start, served = self._step, 0
+        start, served = self.next_step, 0
         failure = tf.errors.OpError  # a local name, which still exists when the program exits
         try:
             iterator = iter(self._dataset_of(self._spec_at(start)))  # DALI starts reading here
@@ -289,93 +288,9 @@ class Input:
             resume = Resume(resume)
         arguments |= {"initial_epoch": initial_epoch, "steps_per_epoch": steps_per_epoch}
         with resume.hold() if resume else contextlib.nullcontext():
-            return self._train(
-                model, spec, held_out, resume, epochs=epochs, profile=profile, arguments=arguments
+            return train(
+                self, model, spec, held_out, resume, epochs=epochs, profile=profile, **arguments
             )
-
-    def _train(
-        self,
-        model: keras.Model,
-        spec: InputSpec,
-        held_out: Any,
-        resume: Resume | None,
-        *,
-        epochs: int,
-        profile: bool,
-        arguments: dict[str, Any],
-    ) -> keras.callbacks.History:
-        """Does what `fit` says, with arguments that were checked."""
-        steps = arguments.pop("steps_per_epoch", None) or self.steps_per_epoch
-        state = State(arguments.pop("initial_epoch", 0) * steps, steps, "", {})
-        arrays: Any = {}
-        schedule = self.schedule
-        if not schedule.is_constant and steps != self.steps_per_epoch:
-            raise InputError(
-                f"`steps_per_epoch` must be all {self.steps_per_epoch} of an epoch with a"
-                f" `schedule`, got {steps}."
-            )
-        if resume is not None:
-            first = state.step
-            state, arrays = resume.restore(
-                model,
-                spec,
-                batch_size=self.batch_size,
-                steps_per_epoch=steps,
-                schedule="" if schedule.is_constant else repr(schedule),
-            )
-            state.step = state.step or first
-        offset = 0  # by how much the records are ahead, as earlier calls have used epochs
-        if resume is None:
-            offset = max(0, self._step - state.step)
-        if not spec.has_fixed_order:
-            offset += -(state.step + offset) % self.steps_per_epoch
-        per_call = model.steps_per_execution
-        if steps % per_call or state.step % per_call or (per_call > 1 and len(self.devices) > 1):
-            raise InputError(
-                f"`steps_per_execution` must divide the {steps} steps of an epoch and the"
-                f" {state.step} that are done, and be 1 on several replicas, got {per_call}."
-            )
-        callbacks = keras.tree.flatten(arguments.pop("callbacks", None) or [])
-        for callback in callbacks:
-            if isinstance(callback, StepCallback):
-                callback.begin(offset, steps, spec, self.batch_size)
-                callback.schedule = schedule
-        verbose = arguments.pop("verbose", "auto")
-        before = offset // self.steps_per_epoch  # epochs of the records
-        training = Training(
-            model,
-            [ImagesPerSecond(self.batch_size), *callbacks] if profile else callbacks,
-            epochs=epochs,
-            verbose=verbose,
-            state=state,
-            arrays=arrays,
-            resume=resume,
-            end_of=lambda epoch: schedule.end_of(epoch + before, epochs + before) - before,
-        )
-
-        def fit_part(**part: Any) -> None:
-            positions = [Position(training.step + offset) for _ in self.devices]
-            epoch = (training.step + offset) // self.steps_per_epoch
-            stage = dataclasses.replace(schedule.spec_of(epoch), class_weight=spec.class_weight)
-            dataset = self._make_dataset(stage, positions, endless=True)
-            if self.strategy is None:
-                training.build_metrics(dataset.element_spec)
-            valid = getattr(held_out, "dataset", held_out)
-            shared = {"validation_data": valid, "shuffle": False, "verbose": verbose}
-            model.fit(dataset, **shared, **part, **arguments)
-
-        try:
-            return training.run(fit_part)
-        except tf.errors.OpError as error:
-            failed, step = self, training.step + offset
-            if training.counter.tested is not None and isinstance(held_out, Input):
-                failed, step = held_out, training.counter.tested
-            raise failed.explain(error, step, model) from error
-        finally:
-            done = training.step + offset
-            if steps == self.steps_per_epoch or not spec.has_fixed_order:
-                done += -done % self.steps_per_epoch  # the rest of the epoch is left out
-            self._step = done
 
     @checked
     def evaluate(self, model: Any, **arguments: Any) -> dict[str, float]:
@@ -426,55 +341,39 @@ class Input:
           InputError: the model does not meet these conditions, or belongs to another strategy.
         """
         check_model(model, self.strategy)
-        positions = [Position(self._step) for _ in self.devices]
         return profile_input(
-            iter(self._make_dataset(self._spec_at(self._step), positions, endless=True)),
+            iter(self.make_endless(self._spec_at(self.next_step), self.next_step)),
             model,
             batch_size=self.batch_size,
             steps=steps,
         )
 
     @property
-    def _step(self) -> int:
+    def next_step(self) -> int:
         """The step at which the next epoch starts."""
         return max(position.step for position in self._positions)
 
-    @_step.setter
-    def _step(self, step: int) -> None:
+    @next_step.setter
+    def next_step(self, step: int) -> None:
         for position in self._positions:
             position.step = step
 
+    def make_endless(self, spec: InputSpec, step: int) -> Any:
+        """Makes a dataset of all replicas that starts at a step and never ends."""
+        return self._make_dataset(spec, [Position(step) for _ in self.devices], endless=True)
+
     def _make_dataset(self, spec: InputSpec, positions: list[Position], *, endless: bool) -> Any:
-        """Makes the dataset of all replicas, which start at `positions`."""
-        strategy, options, devices = self.strategy, self.options, self.devices
-        decodes_on_gpu = isinstance(options, DaliOptions) and options.device == "gpu"
-        on_replica = isinstance(options, DaliOptions) and not any(map(strategies.is_gpu, devices))
-        on_replica = on_replica or (decodes_on_gpu and spec.repeat)
-
-        def make_shard(shard: Shard) -> tf.data.Dataset:
-            device = devices[shard.shard_id]
-            with tf.device(device if on_replica else "CPU:0"):
-                stream = Stream(
-                    spec=spec,
-                    shard_batch_size=self.batch_size // len(devices),
-                    shard=shard,
-                    position=positions[shard.shard_id],
-                    endless=endless,
-                )
-                device_id = strategies.cuda_device_id(device) if decodes_on_gpu else None
-                return build_dataset(stream, options, device_id)
-
-        if strategy is None:
-            return make_shard(Shard(0, 1))
-        is_dali = isinstance(options, DaliOptions)
-        if is_dali and isinstance(strategy, tf.distribute.OneDeviceStrategy):
-            return OneDeviceDataset(make_shard(Shard(0, 1)))
-        return strategy.distribute_datasets_from_function(
-            lambda context: make_shard(
-                Shard(context.input_pipeline_id, context.num_input_pipelines)
-            ),
-            strategies.input_options(strategy, options, on_replica=on_replica),
-        )
+        streams = [
+            Stream(
+                spec=spec,
+                shard_batch_size=self.batch_size // len(positions),
+                shard=Shard(number, len(positions)),
+                position=position,
+                endless=endless,
+            )
+            for number, position in enumerate(positions)
+        ]
+        return strategies.make_dataset(streams, self.strategy, self.options, self.devices)
 
     def _check_serves_once(self, model: keras.Model) -> None:
         check_model(model, self.strategy)

@@ -1,11 +1,15 @@
 """The replicas of a strategy: their devices, and how TensorFlow hands them their batches."""
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from dali_tf_input.backends.build import build_dataset
+from dali_tf_input.backends.dali_guard import OneDeviceDataset
+from dali_tf_input.backends.stream import Stream
 from dali_tf_input.errors import InputError
 from dali_tf_input.spec.options import DaliOptions, Options, TfDataOptions
 
@@ -60,6 +64,35 @@ def list_devices(strategy: tf.distribute.Strategy | None, options: Options) -> t
     on_gpu = isinstance(options, DaliOptions) and options.device == "gpu"
     # Logical devices are not listed: that would initialize TensorFlow, before memory growth is on.
     return ("GPU:0" if on_gpu and tf.config.get_visible_devices("GPU") else "CPU:0",)
+
+
+def make_dataset(
+    streams: Sequence[Stream],
+    strategy: tf.distribute.Strategy | None,
+    options: Options,
+    devices: Sequence[str],
+) -> Any:
+    """Makes the dataset of all replicas, of a stream and a device for each."""
+    decodes_on_gpu = isinstance(options, DaliOptions) and options.device == "gpu"
+    # DALI's batches are made where they are used; others, and those of an evaluation on a GPU, on
+    # the CPU, so that Keras knows their number.
+    on_replica = isinstance(options, DaliOptions) and not any(map(is_gpu, devices))
+    on_replica = on_replica or (decodes_on_gpu and streams[0].spec.repeat)
+
+    def make_shard(number: int) -> tf.data.Dataset:
+        device = devices[number]
+        with tf.device(device if on_replica else "CPU:0"):
+            device_id = cuda_device_id(device) if decodes_on_gpu else None
+            return build_dataset(streams[number], options, device_id)
+
+    if strategy is None:
+        return make_shard(0)
+    if isinstance(options, DaliOptions) and isinstance(strategy, tf.distribute.OneDeviceStrategy):
+        return OneDeviceDataset(make_shard(0))
+    return strategy.distribute_datasets_from_function(
+        lambda context: make_shard(context.input_pipeline_id),
+        input_options(strategy, options, on_replica=on_replica),
+    )
 
 
 def input_options(

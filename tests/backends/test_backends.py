@@ -26,12 +26,13 @@ from conftest import (
 from nvidia.dali.data_node import DataNode
 
 import dali_tf_input as dti
-from dali_tf_input.backends import dali, reading, tf_data
+from dali_tf_input.backends import dali, dali_reader, tf_data
+from dali_tf_input.backends.buffer import runs_of
 from dali_tf_input.backends.build import choose_options, make_dataset
 from dali_tf_input.backends.dali_reading import pack_records
-from dali_tf_input.backends.reading import Stream
+from dali_tf_input.backends.stream import Stream
 from dali_tf_input.records.contents import pack_integers
-from dali_tf_input.records.records import IndexedFile
+from dali_tf_input.records.indexed_file import IndexedFile
 from dali_tf_input.spec.plan import Position
 
 SERIAL = dti.TfDataOptions(
@@ -336,7 +337,9 @@ def test_what_dali_refuses_is_a_python_error(dataset, tmp_path, monkeypatch):
     stream = Stream(spec=training(dataset), shard_batch_size=2)
     define = functools.partial(dali.build_pipeline, stream, DALI, None, uses_dali_reader=True)
     monkeypatch.setattr(
-        reading, "hold_indexes", lambda _: dict.fromkeys(dataset.paths, str(tmp_path / "gone.idx"))
+        dali_reader,
+        "hold_indexes",
+        lambda _: dict.fromkeys(dataset.paths, str(tmp_path / "gone.idx")),
     )
     with refused("DALI cannot build the pipeline"):
         dali.make_dataset(define, [], stream, DALI, uses_dali_reader=True)
@@ -406,9 +409,7 @@ def test_runs_around_what_is_skipped(tmp_path):
         for num_shards in (1, 2, 3, 5):
             for shard in (dti.Shard(number, num_shards) for number in range(num_shards)):
                 read, numbers = [], []
-                for file, offset, count, at in zip(
-                    *reading._list_runs(described, shard), strict=True
-                ):
+                for file, offset, count, at in zip(*runs_of(described, shard), strict=True):
                     first = offsets.index(offset)
                     read += [(file, first + number) for number in range(count)]
                     numbers += range(at, at + count)

@@ -35,7 +35,7 @@ from dali_tf_input import Preprocess, RandAugment, RandomErasing, RandomResizedC
 from dali_tf_input.backends import tf_batch, tf_data, tf_native
 from dali_tf_input.backends.build import make_dataset
 from dali_tf_input.backends.parsing import parse_others, parse_record
-from dali_tf_input.backends.reading import find_places
+from dali_tf_input.backends.places import find_places
 from dali_tf_input.records.checks import SIDE_KEYS
 
 PLAIN = Preprocess.for_training(32)

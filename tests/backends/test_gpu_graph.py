@@ -10,8 +10,8 @@ from test_parity import CROPS
 
 from dali_tf_input import Checks, ClassLabel, DaliOptions, Mix, Preprocess
 from dali_tf_input.backends.dali import build_pipeline
-from dali_tf_input.backends.dali_reading import can_use_dali_reader
-from dali_tf_input.backends.reading import Stream
+from dali_tf_input.backends.dali_reader import can_use_dali_reader
+from dali_tf_input.backends.stream import Stream
 from dali_tf_input.cli.flags import AUGMENTATIONS
 
 REGISTERED = {

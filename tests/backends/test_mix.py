@@ -26,7 +26,7 @@ import dali_tf_input as dti
 from dali_tf_input import Mix, Preprocess, Shard, TfDataOptions
 from dali_tf_input.backends import tf_mix, tf_native
 from dali_tf_input.backends.build import make_dataset
-from dali_tf_input.backends.reading import Stream
+from dali_tf_input.backends.stream import Stream
 from dali_tf_input.records.labels import ClassLabel
 from dali_tf_input.spec.crops import NoCrop
 from dali_tf_input.spec.mix import _beta_quantiles

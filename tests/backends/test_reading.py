@@ -18,8 +18,9 @@ from conftest import TF_DATA, jpeg, nightly, refused, spec_of, write_indexed
 from test_native import compile_native, needs_compiler
 
 from dali_tf_input import InputError, Preprocess, Shard, TfDataOptions, build_index, make_dataset
-from dali_tf_input.backends import reading
-from dali_tf_input.backends.reading import hold_indexes, make_read
+from dali_tf_input.backends import places
+from dali_tf_input.backends.dali_reader import hold_indexes
+from dali_tf_input.backends.reading import make_read
 from dali_tf_input.records.tfrecord import read_record
 
 kernels = pytest.mark.parametrize("kernel", ["native", "tensorflow"])
@@ -218,7 +219,8 @@ def test_slow_reads_overlap(tmp_path, kernel):
     program = f"""if True:
         import ctypes
         from dali_tf_input import *
-        from dali_tf_input.backends.reading import Stream, read_records
+        from dali_tf_input.backends.reading import read_records
+        from dali_tf_input.backends.stream import Stream
         dataset = Records.from_files({list(dataset.paths)!r})
         spec = InputSpec(records=dataset, preprocess=Preprocess.for_training(8), order="global")
         if {kernel!r} == "batch":
@@ -298,9 +300,9 @@ def test_replicas_share_the_places_of_records(dataset):
     gc.collect()
     spec = spec_of(dataset, "global", Preprocess.for_training(16))
     made = [make_dataset(spec, TF_DATA, batch_size=4, shard=Shard(n, 2)) for n in range(2)]
-    (places,) = {*reading._places.values()}
-    found = weakref.ref(places)
-    del places
+    (kept,) = {*places._places.values()}
+    found = weakref.ref(kept)
+    del kept
     assert all(sum(1 for _ in dataset) == 3 for dataset in made)
     made.clear()
     gc.collect()

@@ -17,14 +17,14 @@ def make_dataset(
     stage: str, spec: InputSpec, options: DaliOptions | TfDataOptions, *, batch_size: int
 ) -> Any:
     """Returns an infinite dataset of float32 (batch_size,), cut after `stage`."""
-    from dali_tf_input.backends import dali_reading
-    from dali_tf_input.backends.reading import Stream
+    from dali_tf_input.backends import dali_reader
+    from dali_tf_input.backends.stream import Stream
 
     stream = Stream(spec=spec, shard_batch_size=batch_size, endless=True)
     if isinstance(options, TfDataOptions):
         return _make_by_tf_data(stage, stream, options)
     if stage == "read":  # by tf.data, which reads for DALI
-        if dali_reading.can_use_dali_reader(spec, options):
+        if dali_reader.can_use_dali_reader(spec, options):
             raise InputError("DALI's own reader reads and parses in one step: there is no 'read'.")
         return _make_by_tf_data(stage, stream, TfDataOptions())
     return _make_by_dali(stage, stream, options)
@@ -53,13 +53,13 @@ def _make_by_dali(stage: str, stream: Any, options: DaliOptions) -> Any:
     import tensorflow as tf
     from nvidia.dali import fn, types
 
-    from dali_tf_input.backends import dali, dali_images, dali_reading
+    from dali_tf_input.backends import dali, dali_images, dali_reader, dali_reading
 
     device_id = 0 if options.device == "gpu" else None
     spec, preprocess = stream.spec, stream.spec.preprocess
     decode, uses_dali_reader = (
         options.resolved_decode,
-        dali_reading.can_use_dali_reader(spec, options),
+        dali_reader.can_use_dali_reader(spec, options),
     )
 
     def define() -> Any:

@@ -29,7 +29,7 @@ def make_batches(candidate: Candidate, spec: InputSpec, batch_size: int) -> Iter
     import tensorflow as tf
 
     from dali_tf_input.backends.build import import_dali, make_dataset
-    from dali_tf_input.backends.reading import Stream
+    from dali_tf_input.backends.stream import Stream
 
     options, variant = candidate.options, candidate.variant
     spec = dataclasses.replace(spec, order=candidate.order)

@@ -1,0 +1,122 @@
+"""One training run: the calls of Keras's `fit` that it takes, and the datasets that they get."""
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import keras
+import tensorflow as tf
+
+from dali_tf_input.errors import InputError
+from dali_tf_input.spec.input import InputSpec
+from dali_tf_input.training.fit import StepCallback, Training
+from dali_tf_input.training.profile import ImagesPerSecond
+from dali_tf_input.training.resume import Arrays, Resume, State
+
+if TYPE_CHECKING:
+    from dali_tf_input.training.input import Input
+
+
+def train(
+    source: "Input",
+    model: keras.Model,
+    spec: InputSpec,
+    held_out: Any,
+    resume: Resume | None,
+    *,
+    epochs: int,
+    profile: bool,
+    initial_epoch: int,
+    steps_per_epoch: int | None,
+    **arguments: Any,
+) -> keras.callbacks.History:
+    """Does what `Input.fit` says, with arguments that were checked.
+
+    Two counts of steps run side by side: those of the model, from 0, and those of the records,
+    which are ahead by what earlier calls have served.
+
+    Args:
+      source: the input; its `next_step` is where the records go on.
+      model: a compiled model.
+      spec: the batches to train on.
+      held_out: the validation data, for Keras, or an `Input`.
+      resume: where the state is kept; its folder is locked.
+      epochs: as for `Input.fit`.
+      profile: as for `Input.fit`.
+      initial_epoch: as for `Input.fit`.
+      steps_per_epoch: as for `Input.fit`.
+      **arguments: further arguments of `model.fit`.
+    """
+    schedule, steps = source.schedule, steps_per_epoch or source.steps_per_epoch
+    if not schedule.is_constant and steps != source.steps_per_epoch:
+        raise InputError(
+            f"`steps_per_epoch` must be all {source.steps_per_epoch} of an epoch with a"
+            f" `schedule`, got {steps}."
+        )
+    state, arrays = State(initial_epoch * steps, steps, "", {}), Arrays()
+    if resume is None:
+        offset = max(0, source.next_step - state.step)
+    else:
+        first, offset = state.step, 0
+        state, arrays = resume.restore(
+            model,
+            spec,
+            batch_size=source.batch_size,
+            steps_per_epoch=steps,
+            schedule="" if schedule.is_constant else repr(schedule),
+        )
+        state.step = state.step or first
+    if not spec.has_fixed_order:  # which can start at an epoch's first step only
+        offset += -(state.step + offset) % source.steps_per_epoch
+    _check_execution(model, steps, state.step, len(source.devices))
+
+    callbacks = keras.tree.flatten(arguments.pop("callbacks", None) or [])
+    for callback in callbacks:
+        if isinstance(callback, StepCallback):
+            callback.begin(offset, steps, spec, source.batch_size)
+            callback.schedule = schedule
+    verbose = arguments.pop("verbose", "auto")
+    before = offset // source.steps_per_epoch  # epochs of the records
+    training = Training(
+        model,
+        [ImagesPerSecond(source.batch_size), *callbacks] if profile else callbacks,
+        epochs=epochs,
+        verbose=verbose,
+        state=state,
+        arrays=arrays,
+        resume=resume,
+        end_of=lambda epoch: schedule.end_of(epoch + before, epochs + before) - before,
+    )
+
+    def fit_part(**part: Any) -> None:
+        step = training.step + offset
+        stage = schedule.spec_of(step // source.steps_per_epoch)
+        stage = dataclasses.replace(stage, class_weight=spec.class_weight)
+        dataset = source.make_endless(stage, step)
+        if source.strategy is None:
+            training.build_metrics(dataset.element_spec)
+        valid = getattr(held_out, "dataset", held_out)
+        shared = {"validation_data": valid, "shuffle": False, "verbose": verbose}
+        model.fit(dataset, **shared, **part, **arguments)
+
+    try:
+        return training.run(fit_part)
+    except tf.errors.OpError as error:
+        failed, step = source, training.step + offset
+        if training.counter.tested is not None and hasattr(held_out, "explain"):  # an `Input`
+            failed, step = held_out, training.counter.tested
+        raise failed.explain(error, step, model) from error
+    finally:
+        done = training.step + offset
+        if steps == source.steps_per_epoch or not spec.has_fixed_order:
+            done += -done % source.steps_per_epoch  # the rest of the epoch is left out
+        source.next_step = done
+
+
+def _check_execution(model: keras.Model, steps: int, done: int, num_replicas: int) -> None:
+    """Raises InputError unless each of the model's executions stays in one call of `fit`."""
+    per_call = model.steps_per_execution
+    if steps % per_call or done % per_call or (per_call > 1 and num_replicas > 1):
+        raise InputError(
+            f"`steps_per_execution` must divide the {steps} steps of an epoch and the {done} that"
+            f" are done, and be 1 on several replicas, got {per_call}."
+        )
