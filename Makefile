@@ -13,6 +13,8 @@ PYTHON_SITE ?=
 RUN := $(if $(PYTHON_SITE),PYTHONPATH='$(PYTHON_SITE):$(CURDIR)' $(PYTHON),$(VENV)/bin/python)
 INSTALLED := $(or $(PYTHON_SITE),$(VENV)/.installed$(if $(GPU),-gpu))
 DEVELOPED := $(INSTALLED)-dev
+# What is installed or compiled, apart from Python.
+SETUP := pyproject.toml setup.py scripts/install.sh $(wildcard dali_tf_input/backends/native/*)
 SAMPLE := data/sample
 FILES := $(or $(DATA),$(SAMPLE)/train-*)
 VALIDATION_FILES := $(if $(DATA),$(VALIDATION),$(SAMPLE)/validation-*)
@@ -115,11 +117,11 @@ clean:  ## Remove everything that was made: .venv, data/sample, results, caches
 	rm -rf .venv data/sample results build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(if $(PYTHON_SITE),,$(INSTALLED)): pyproject.toml setup.py scripts/install.sh
+$(if $(PYTHON_SITE),,$(INSTALLED)): $(SETUP)
 	@PYTHON='$(PYTHON)' scripts/install.sh '$(VENV)' $(if $(GPU),gpu)
 	@touch $@
 
-$(DEVELOPED): pyproject.toml setup.py scripts/install.sh
+$(DEVELOPED): $(SETUP)
 	@PYTHON='$(PYTHON)' scripts/install.sh '$(VENV)' dev $(if $(GPU),gpu)
 	@touch $@ $(INSTALLED)
 

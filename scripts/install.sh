@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up a virtual environment with TensorFlow, DALI, DALI's TensorFlow plugin and this package.
+# Sets up a virtual environment with TensorFlow, DALI, DALI's TensorFlow plugin, this package and its operator of DALI.
 # usage: install.sh VENV [gpu] [dev]
 # On a bare Linux x86-64 machine with Python 3.10 to 3.13 and g++. No CUDA toolkit: CUDA's headers come as wheels.
 set -euo pipefail
@@ -56,6 +56,9 @@ extras=scripts
 if has dev; then extras=scripts,dev; fi
 # "compat": a path that editors and type checkers find too.
 pip install --quiet --no-build-isolation --config-settings editable_mode=compat --editable ".[$extras]"
+# It fits one DALI only, as the plugin does, and its source is a part of the package.
+env -u CUDA_PATH -u CPLUS_INCLUDE_PATH -u C_INCLUDE_PATH CUDA_HOME="$site/nvidia/cuda_runtime" \
+  "$venv/bin/python" -m dali_tf_input.backends.dali_operator >/dev/null || fail "the operator of DALI did not compile."
 "$venv/bin/python" - <<'CHECK'
 import importlib.metadata as metadata
 names = {"TensorFlow": "tensorflow", "DALI": "nvidia-dali-cuda120", "plugin": "nvidia-dali-tf-plugin-cuda120"}

@@ -9,12 +9,12 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import nvidia.dali as dali
 import tensorflow as tf
 from nvidia.dali import fn, types
 from nvidia.dali.data_node import DataNode
 
+from dali_tf_input.backends import tf_native
 from dali_tf_input.backends.dali_guard import guard_strategies
 from dali_tf_input.backends.dali_images import (
     check_supported,
@@ -22,8 +22,9 @@ from dali_tf_input.backends.dali_images import (
     mix_images,
     prepare_images,
 )
+from dali_tf_input.backends.dali_operator import load_operator
 from dali_tf_input.backends.dali_reader import can_use_dali_reader
-from dali_tf_input.backends.dali_reading import PACKED, define_inputs, pack_records
+from dali_tf_input.backends.dali_reading import PACKED, define_inputs, pack_batches
 from dali_tf_input.backends.stream import Stream, with_cardinality
 from dali_tf_input.errors import InputError
 from dali_tf_input.spec.input import InputSpec
@@ -35,13 +36,13 @@ _AHEAD = 2  # batches that are ready on the CPU, and as many on the GPU
 
 
 def import_plugin() -> Any:
-    """Imports DALI's TensorFlow plugin, which only datasets need.
+    """Imports DALI's TensorFlow plugin and the operator of this package, which only datasets need.
 
     Raises:
-      InputError: it is missing, or was compiled for another TensorFlow or DALI.
+      InputError: one is missing, or was compiled for another TensorFlow or DALI.
     """
     try:
-        return importlib.import_module("nvidia.dali.plugin.tf")
+        plugin = importlib.import_module("nvidia.dali.plugin.tf")
     except (ImportError, OSError) as error:
         raise InputError(
             f"DaliOptions needs DALI's TensorFlow plugin: {error}. It is compiled against the"
@@ -49,6 +50,9 @@ def import_plugin() -> Any:
             " nvidia-dali-tf-plugin-cuda120 (needs g++ and CUDA's headers, see docs/install.md);"
             " or `make install` in a clone. Or use TfDataOptions()."
         ) from error
+    tf_native.load()
+    load_operator()
+    return plugin
 
 
 def check_spec(spec: InputSpec) -> None:
@@ -71,37 +75,36 @@ def check_spec(spec: InputSpec) -> None:
 def build(stream: Stream, options: DaliOptions, device_id: int | None) -> tf.data.Dataset:
     """Builds the dataset of one shard on the current `tf.device`.
 
-    tf.data reads the records, in the same order and with the same random numbers as
+    tf.data reads and packs the records, in the same order and with the same random numbers as
     `tf_data.build`, and passes them to DALI. The exception is order "buffer" on a GPU with images
     and integer labels, which DALI's own reader reads. `device_id` is the CUDA device that decodes;
     None if `options.device` is "cpu".
 
-    Where tf.data feeds a GPU, the batches come back to the CPU. For training, they are then copied
-    to the GPU ahead of time: a dataset on the GPU would get its input one record at a time, at less
-    than half the speed. An evaluation stays on the CPU, so that Keras knows its length.
+    The dataset of a training on a GPU lies there, so that its batches never come back to the CPU.
+    Such a dataset cannot be mapped: if its elements are dictionaries, or for an evaluation, whose
+    length Keras must know, it lies on the CPU.
 
     Raises:
       InputError: DALI rejects the pipeline.
     """
     spec = stream.spec
-    outputs = [
-        ((stream.shard_batch_size, *shape), tf.as_dtype(dtype))
-        for shape, dtype in spec.outputs.values()
-    ]
     uses_dali_reader = can_use_dali_reader(spec, options)
+    size = stream.shard_batch_size if spec.repeat else None  # the last batch may be partial
+    outputs = [((size, *shape), tf.as_dtype(dtype)) for shape, dtype in spec.outputs.values()]
     define = functools.partial(
         build_pipeline, stream, options, device_id, uses_dali_reader=uses_dali_reader
     )
-    if uses_dali_reader:
-        return make_dataset(define, outputs, stream, options, uses_dali_reader=True)
-    dataset = make_dataset(define, outputs, stream, options, uses_dali_reader=False)
+    is_on_gpu = options.device == "gpu" and spec.repeat and not spec.is_structured
+    dataset = make_dataset(
+        define, outputs, stream, options, uses_dali_reader=uses_dali_reader, is_on_gpu=is_on_gpu
+    )
+    if is_on_gpu:
+        return dataset
     with _outside_the_gpu(options):
         if spec.is_structured:
             dataset = dataset.map(
                 lambda *values: spec.arrange(dict(zip(spec.outputs, values, strict=True)))
             )
-        if not spec.repeat:
-            dataset = drop_padding(dataset, stream)
         dataset = with_cardinality(dataset, stream)
         if options.device == "cpu" or not spec.repeat:
             return dataset
@@ -110,45 +113,37 @@ def build(stream: Stream, options: DaliOptions, device_id: int | None) -> tf.dat
 
 
 def _outside_the_gpu(options: DaliOptions) -> contextlib.AbstractContextManager[None]:
-    """Returns the device scope of a dataset that tf.data feeds: for a GPU's pipeline, a CPU."""
+    """Returns the device scope of a dataset that is on the CPU, also if its pipeline is not."""
     return tf.device("CPU:0") if options.device == "gpu" else contextlib.nullcontext()
-
-
-def drop_padding(dataset: tf.data.Dataset, stream: Stream) -> tf.data.Dataset:
-    """Trims the last batch of an evaluation to its records, because DALI's batches are full."""
-    last, remainder = divmod(stream.num_images, stream.shard_batch_size)
-
-    @tf.autograph.experimental.do_not_convert
-    def cut(number: tf.Tensor, batch: Any) -> Any:
-        count = tf.where(number == last, np.int64(remainder), stream.shard_batch_size)
-        return tf.nest.map_structure(lambda values: values[:count], batch)
-
-    return dataset.enumerate().map(cut)
 
 
 def make_dataset(
     define: Callable[[], dali.Pipeline],
-    outputs: Sequence[tuple[tuple[int, ...], tf.DType]],
+    outputs: Sequence[tuple[tuple[int | None, ...], tf.DType]],
     stream: Stream,
     options: DaliOptions,
     *,
     uses_dali_reader: bool,
+    is_on_gpu: bool = False,
 ) -> tf.data.Dataset:
     """Returns the dataset of a pipeline; `outputs` has the (shape, type) of each output.
 
-    `define` returns an unbuilt pipeline. It uses DALI's own reader, or tf.data feeds it, and the
-    batches are on the CPU.
+    `define` returns an unbuilt pipeline. It uses DALI's own reader, and lies on the current
+    `tf.device`; or tf.data feeds it, and it lies there if `is_on_gpu`, otherwise on the CPU.
     """
     dali_tf = import_plugin()
     guard_strategies((dali_tf.DALIDataset, dali_tf.experimental.DALIDatasetWithInputs))
     packed = trial = None
     runs = options.device == "gpu"
+    # What a dataset on the GPU is fed crosses the bus twice: it should be small.
+    by_place = is_on_gpu and stream.spec.has_fixed_order and not stream.spec.records.is_remote
     with tf.device("CPU:0"):
         if not uses_dali_reader:
-            packed = pack_records(stream)
+            packed = pack_batches(stream, by_place=by_place)
         if not uses_dali_reader and runs:  # an iterator takes an epoch: the trial's takes another
             position = Position(stream.position.step)
-            trial = pack_records(dataclasses.replace(stream, position=position))
+            tried = dataclasses.replace(stream, position=position)
+            trial = pack_batches(tried, by_place=by_place)
     check_pipeline(define(), trial, runs=runs)
     pipeline = define()  # not built: the dataset keeps it, and needs no more than its definition
     arguments = {  # all, as DALIDataset's own defaults would override the pipeline's
@@ -163,8 +158,10 @@ def make_dataset(
     }
     if packed is None:
         return dali_tf.DALIDataset(**arguments)
-    inputs = {"input_datasets": {PACKED: packed}}
-    with _outside_the_gpu(options):
+    if is_on_gpu:
+        packed = packed.apply(tf.data.experimental.copy_to_device(tf.zeros(()).device))
+    inputs = {"input_datasets": {PACKED: dali_tf.experimental.Input(packed, batch=True)}}
+    with contextlib.nullcontext() if is_on_gpu else _outside_the_gpu(options):
         return dali_tf.experimental.DALIDatasetWithInputs(**inputs, **arguments)
 
 
@@ -188,9 +185,9 @@ def check_pipeline(pipeline: dali.Pipeline, packed: tf.data.Dataset | None, *, r
         return
     try:
         if packed is not None:
-            batch = list(packed.take(pipeline.max_batch_size).as_numpy_iterator())
-            for _ in range(pipeline.input_feed_count(PACKED)):
-                pipeline.feed_input(PACKED, batch)
+            for batch in packed.take(1).as_numpy_iterator():
+                for _ in range(pipeline.input_feed_count(PACKED)):
+                    pipeline.feed_input(PACKED, batch)
         pipeline.run()
     except tf.errors.OpError:
         pass

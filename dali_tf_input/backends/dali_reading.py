@@ -1,19 +1,28 @@
-"""Record input of DALI pipelines: records packed by tf.data, or DALI's own reader."""
+"""The input of DALI pipelines: batches that tf.data reads and packs, or DALI's own reader."""
 
 import math
+import os
+from collections.abc import Mapping
 
 import tensorflow as tf
 from nvidia.dali import fn, types
 from nvidia.dali.data_node import DataNode
 
-from dali_tf_input.backends import reading
+from dali_tf_input.backends import reading, tf_native
 from dali_tf_input.backends.dali_reader import define_reader
-from dali_tf_input.backends.parsing import parse_record
-from dali_tf_input.backends.stream import Stream, draw_uniforms, place_in_batch, seeds_of
-from dali_tf_input.backends.tf_augment import draw_rows
+from dali_tf_input.backends.parsing import (
+    decode_mask,
+    find_size,
+    parse_images,
+    parse_others,
+    parse_sides,
+)
+from dali_tf_input.backends.places import find_places, versions_of
+from dali_tf_input.backends.stream import Stream
+from dali_tf_input.backends.tf_batch import CALLS, draw_rows, draw_uniforms
 from dali_tf_input.backends.tf_images import prepare_mask
 from dali_tf_input.backends.tf_mix import draw_mix
-from dali_tf_input.random import Stream as RandomStream
+from dali_tf_input.records.checks import SIDE_KEYS
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.options import DaliOptions, TfDataOptions
 from dali_tf_input.spec.primitives import ROW_SIZE
@@ -22,56 +31,130 @@ PACKED = "packed"  # the input of a pipeline that tf.data reads for
 _TYPES = {"int64": types.INT64, "int32": types.INT32, "float32": types.FLOAT}
 
 
-def pack_records(stream: Stream) -> tf.data.Dataset:
-    """Returns a dataset of one uint8 vector per image: DALI's dataset takes one tensor per input.
+def pack_batches(stream: Stream, *, by_place: bool = False) -> tf.data.Dataset:
+    """Reads and packs batches for DALI, whose dataset takes one dense tensor for each.
 
-    A vector contains the image, then the values in `_list_tail`. The encoded image is not sliced
-    out, because decoders stop at its end, and DALI's slice would copy it byte by byte. Masks are
-    cropped here: they are small then, and identical on both backends.
+    Args:
+      stream: what to read.
+      by_place: whether batches say where their images are in local files, instead of holding them.
+
+    Returns:
+      A dataset of uint8 (k, size), see native/packed.h; k is less than `stream.shard_batch_size` in
+      the last batch of an evaluation only, and the size differs.
     """
-    spec = stream.spec
+    options = TfDataOptions()
+    pack = _Packer(stream, options, by_place=by_place)
+    packed = reading.map_batches(
+        stream, options, pack, num_calls=CALLS, num_threads=CALLS + pack.num_threads
+    )
+    return packed.prefetch(CALLS)
 
-    @tf.autograph.experimental.do_not_convert
-    def pack(key: tf.Tensor, record: tf.Tensor, *beside: tf.Tensor) -> tf.Tensor:
-        values = parse_record(record, spec, beside)
-        image = values["image"]
-        for view, (name, preprocess) in enumerate(spec.image_views.items()):
-            uniforms = draw_uniforms(stream, key, view)
+
+class _Packer:
+    """Packs batches of a stream, given their keys and records."""
+
+    def __init__(self, stream: Stream, options: TfDataOptions, *, by_place: bool) -> None:
+        self._stream, self._options, self._by_place = stream, options, by_place
+        self.num_threads = len(os.sched_getaffinity(0))
+        places = find_places(stream.spec.records)
+        self._files = (places.names, places.versions, *places.where)
+
+    def __call__(
+        self, keys: tf.Tensor, numbers: tf.Tensor, records: tf.Tensor, beside: tuple[tf.Tensor, ...]
+    ) -> tf.Tensor:
+        """Returns a packed batch; see `reading.MakeBatch`."""
+        spec = self._stream.spec
+        packed = self._pack(numbers, records, tf.zeros(0, tf.string))
+        batch, images = tf.cond(
+            tf.equal(packed.num_refused, 0),
+            lambda: (packed.batch, packed.images),
+            lambda: self._pack_refused(numbers, records),
+        )
+        values = parse_others(packed.examples, spec, beside)
+        uniforms = None
+        for view, name in enumerate(spec.image_views):
+            uniforms = draw_uniforms(self._stream, keys, view)
             values[f"uniforms of {name}"] = uniforms
-            if preprocess.augment:
-                seeds = seeds_of(stream, RandomStream.AUGMENT, key, view)
-                values[f"rows of {name}"] = draw_rows(preprocess.make_program(), seeds)
+            values[f"rows of {name}"] = draw_rows(self._stream, keys, view)
+        if spec.records.stores_pixels:
+            sides = parse_sides(packed.examples)
+            values["sides"] = tf.pad(sides, [[0, 0], [0, 1]], constant_values=3)
         if spec.mask:
-            values["mask"] = prepare_mask(values["mask"], uniforms, spec)
+            values["mask"] = self._make_masks(values, images, uniforms)
         if spec.mix:
-            values["mix"] = draw_mix(stream, key)
-            place = place_in_batch(stream, key)
-            values["partner"] = tf.cast(stream.shard_batch_size - 1 - place, tf.int32)
-        values["image"] = tf.shape(image)
-        parts = [image if spec.records.stores_pixels else tf.io.decode_raw(image, tf.uint8)]
-        parts += [tf.bitcast(values[name], tf.uint8) for name, *_ in _list_tail(spec)]
-        return tf.concat([tf.reshape(part, [-1]) for part in parts], 0)
+            size = self._stream.shard_batch_size
+            values["mix"] = tf.repeat(draw_mix(self._stream, keys[0])[None], size, 0)
+            values["partner"] = tf.range(size - 1, -1, -1)
+        return tf_native.fill_packed(batch, self._to_bytes(values, tf.size(keys)))
 
-    records = reading.read_records(stream, TfDataOptions())
-    packed = records.map(pack, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-    if not spec.repeat:  # padded, because DALI drops a partial batch
-        num_batches = -(-stream.num_images // stream.shard_batch_size)
-        packed = packed.repeat().take(num_batches * stream.shard_batch_size)
-    return packed.prefetch(stream.shard_batch_size)
+    def _pack(self, numbers: tf.Tensor, records: tf.Tensor, images: tf.Tensor) -> tf_native.Packed:
+        records_of = self._stream.spec.records
+        return tf_native.pack_batch(
+            self._files,
+            numbers,
+            records,
+            images,
+            values_size=sum(size for *_, size in _list_values(self._stream.spec)),
+            by_place=self._by_place,
+            returns_images=self._stream.spec.mask is not None,  # their sizes are the masks'
+            image_keys=records_of.image_keys,
+            side_keys=SIDE_KEYS if records_of.stores_pixels else (),
+            check_crc=self._options.check_crc,
+            num_readers=self._options.num_parallel_reads,
+            num_threads=self.num_threads,
+        )
+
+    def _pack_refused(self, numbers: tf.Tensor, records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Packs a batch whose images TensorFlow finds, as Examples of it are unusual."""
+        spec = self._stream.spec
+        if spec.has_fixed_order and not spec.records.is_remote:
+            records = reading.make_read(self._options, *self._files)(numbers)
+        images = parse_images(records, spec)
+        return self._pack(tf.zeros(0, tf.int64), tf.zeros(0, tf.string), images).batch, images
+
+    def _make_masks(
+        self, values: Mapping[str, tf.Tensor], images: tf.Tensor, uniforms: tf.Tensor
+    ) -> tf.Tensor:
+        """Crops the masks of a batch, so that they are small, and the same on both backends."""
+        spec = self._stream.spec
+        if spec.records.stores_pixels:
+            sizes = values["sides"][:, :2]
+        else:
+            size = tf.TensorSpec((2,), tf.int64)
+            sizes = tf.map_fn(find_size, images, fn_output_signature=size)
+        return tf.map_fn(
+            lambda given: prepare_mask(decode_mask(given[0], given[1]), given[2], spec),
+            (values["mask"], sizes, uniforms),
+            fn_output_signature=tf.TensorSpec(spec.preprocess.image_size, tf.int32),
+            parallel_iterations=self.num_threads,
+        )
+
+    def _to_bytes(self, values: Mapping[str, tf.Tensor], count: tf.Tensor) -> tf.Tensor:
+        """Returns the values of each image, uint8 (k, size), as `_list_values` lists them."""
+        parts = [
+            tf.reshape(tf.bitcast(values[name], tf.uint8), [count, size])
+            for name, *_, size in _list_values(self._stream.spec)
+        ]
+        return tf.concat(parts, 1)
 
 
-def _list_tail(spec: InputSpec) -> list[tuple[str, tuple[int, ...], str]]:
-    """Lists (name, shape, type) of the values after an image; for pixels, also their shape."""
+def _list_values(spec: InputSpec) -> list[tuple[str, tuple[int, ...], str, int]]:
+    """Lists (name, shape, type, bytes) of the values of an image in a packed batch."""
     views = spec.image_views
-    tail = [(name, *output) for name, output in spec.outputs.items() if name not in views]
+    values = [(name, *output) for name, output in spec.outputs.items() if name not in views]
     for name, preprocess in views.items():
-        tail.append((f"uniforms of {name}", (preprocess.num_uniforms,), "float32"))
+        values.append((f"uniforms of {name}", (preprocess.num_uniforms,), "float32"))
         if preprocess.augment:
             shape = (preprocess.make_program().num_steps, ROW_SIZE)
-            tail.append((f"rows of {name}", shape, "float32"))
+            values.append((f"rows of {name}", shape, "float32"))
     if spec.mix:
-        tail += [("mix", (6,), "float32"), ("partner", (), "int32")]
-    return [*tail, *([("image", (3,), "int32")] if spec.records.stores_pixels else [])]
+        values += [("mix", (6,), "float32"), ("partner", (), "int32")]
+    if spec.records.stores_pixels:
+        values.append(("sides", (3,), "int64"))
+    return [
+        (name, shape, dtype, math.prod(shape) * tf.as_dtype(dtype).size)
+        for name, shape, dtype in values
+    ]
 
 
 def define_inputs(
@@ -86,17 +169,21 @@ def define_inputs(
 
 
 def _unpack(spec: InputSpec) -> dict[str, DataNode]:
-    """Defines the input that `pack_records` feeds; returns its values by name."""
-    packed = fn.external_source(name=PACKED, device="cpu", dtype=types.UINT8, ndim=1, batch=False)
-    values, size = {"image": packed}, packed.shape()[0]
-    after = 0  # bytes that follow
-    for name, shape, dtype in reversed(_list_tail(spec)):
-        count = math.prod(shape) * tf.as_dtype(dtype).size
-        part = packed[size - after - count : size - after if after else size]
-        part = fn.reinterpret(part, dtype=_TYPES[dtype])
-        values[name] = part if len(shape) == 1 else fn.reshape(part, shape=list(shape))
-        after += count
-    if spec.records.stores_pixels:
-        pixels = packed[0 : size - after]
-        values["image"] = fn.reshape(pixels, shape=values["image"], layout="HWC")
-    return values
+    """Defines the input that `pack_batches` feeds; returns its values by name."""
+    packed = fn.external_source(name=PACKED, device="cpu", dtype=types.UINT8, ndim=1, batch=True)
+    values, start = dict[str, DataNode](), tf_native.PLACE_SIZE
+    for name, shape, dtype, size in _list_values(spec):
+        value = fn.reinterpret(packed[start : start + size], dtype=_TYPES[dtype])
+        values[name] = value if len(shape) == 1 else fn.reshape(value, shape=list(shape))
+        start += size
+    records = spec.records
+    images = fn.dali_tf_input_images(
+        packed,
+        files=[*records.paths],
+        versions=[str(number) for number in versions_of(records).ravel().tolist()],
+        values_size=start - tf_native.PLACE_SIZE,
+    )
+    if records.stores_pixels:
+        sides = fn.cast(values["sides"], dtype=types.INT32)
+        images = fn.reshape(images, shape=sides, layout="HWC")
+    return {**values, "image": images}

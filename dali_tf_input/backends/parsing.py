@@ -36,6 +36,28 @@ def parse_image(record: tf.Tensor, spec: InputSpec) -> tf.Tensor:
     return _find_image(tf.io.parse_example(record[None], _image_features(spec)), spec)
 
 
+def parse_images(records: tf.Tensor, spec: InputSpec) -> tf.Tensor:
+    """Returns the images of serialized Examples as they are stored, string (k,)."""
+    parsed = tf.io.parse_example(records, _image_features(spec))
+    images = _select_images(parsed, spec)
+    if not spec.records.stores_pixels:
+        return images
+    sides = tf.stack([parsed[key] for key in SIDE_KEYS], 1)
+    num_bytes = tf.cast(tf.strings.length(images), tf.int64)
+    fits = tf.equal(num_bytes, 3 * tf.reduce_prod(tf.maximum(sides, 0), 1))
+    wrong = tf.boolean_mask(sides, ~fits)[:1]
+    problem = ["corrupted record: not the pixels of", wrong]
+    with tf.control_dependencies([tf.Assert(tf.reduce_all(fits), problem)]):
+        return tf.identity(images)
+
+
+def parse_sides(records: tf.Tensor) -> tf.Tensor:
+    """Returns the heights and widths of images that are stored as pixels: int64 (k, 2)."""
+    features = dict.fromkeys(SIDE_KEYS, tf.io.FixedLenFeature((), tf.int64))
+    parsed = tf.io.parse_example(records, features)
+    return tf.stack([parsed[key] for key in SIDE_KEYS], 1)
+
+
 def parse_others(
     records: tf.Tensor, spec: InputSpec, beside: tuple[tf.Tensor, ...] = ()
 ) -> dict[str, tf.Tensor]:
@@ -58,13 +80,18 @@ def _image_features(spec: InputSpec) -> dict[str, Any]:
     return features
 
 
+def _select_images(parsed: dict[str, tf.Tensor], spec: InputSpec) -> tf.Tensor:
+    """Returns the images that were parsed, string (k,): of several keys, the first with one."""
+    images = parsed[spec.records.image_key]
+    for key in spec.records.other_image_keys:
+        images = tf.where(tf.equal(images, ""), parsed[key], images)
+    return images
+
+
 def _find_image(parsed: dict[str, tf.Tensor], spec: InputSpec) -> tf.Tensor:
     """Returns the image of the one Example that was parsed."""
-    dataset = spec.records
-    image = parsed[dataset.image_key][0]
-    for key in dataset.other_image_keys:
-        image = tf.where(tf.equal(image, ""), parsed[key][0], image)
-    if dataset.stores_pixels:
+    image = _select_images(parsed, spec)[0]
+    if spec.records.stores_pixels:
         size = tf.stack([*(parsed[key][0] for key in SIDE_KEYS), 3])
         image = _reshape_pixels(image, size, "corrupted record: not the pixels of")
     return image

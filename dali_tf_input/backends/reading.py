@@ -19,6 +19,10 @@ from dali_tf_input.records.tfrecord import read_record
 from dali_tf_input.spec.options import TfDataOptions
 
 _CHUNK, _CHUNK_BYTES = 16, 1 << 22  # most records, and bytes, that a reader reads in one go
+# Makes something of a batch: of the keys of its images, int64 (k,); the numbers of their records,
+# int64 (k,), or else int64 (0,); or the records, string (k,), or else string (0,); and what
+# `InputSpec.beside_records` names, (k,) each.
+MakeBatch = Callable[[tf.Tensor, tf.Tensor, tf.Tensor, tuple[tf.Tensor, ...]], Any]
 _LISTED = 4096  # images that Python lists in a call: half a millisecond
 
 
@@ -47,6 +51,49 @@ def list_batches(stream: Stream) -> tf.data.Dataset:
         stream,
         lambda epoch, step: list_epoch(epoch, step).rebatch(size, drop_remainder=has_whole_steps),
     )
+
+
+def map_batches(
+    stream: Stream, options: TfDataOptions, make: MakeBatch, *, num_calls: int, num_threads: int
+) -> tf.data.Dataset:
+    """Calls `make` for each batch of a shard, epoch after epoch, see `join_epochs`.
+
+    Records of a fixed order that are in local files are left to `make`, others are read.
+
+    Args:
+      stream: what to read.
+      options: how to read it.
+      make: makes the batch.
+      num_calls: how many batches are made at the same time.
+      num_threads: how many threads may wait in `make`, or do what it leaves to TensorFlow.
+    """
+    spec = stream.spec
+    if spec.has_fixed_order and not spec.records.is_remote:
+        places = find_places(spec.records)
+
+        @tf.autograph.experimental.do_not_convert
+        def make_next(keys: tf.Tensor, *given: tf.Tensor) -> Any:
+            (numbers,) = given
+            beside = places.beside_all(spec, numbers)
+            return make(keys, numbers, tf.zeros(0, tf.string), beside)
+
+        batches = list_batches(stream)
+    else:
+
+        @tf.autograph.experimental.do_not_convert
+        def make_next(keys: tf.Tensor, *given: tf.Tensor) -> Any:
+            records, *beside = given
+            return make(keys, tf.zeros(0, tf.int64), records, tuple(beside))
+
+        batches = read_records(stream, options)
+        batches = batches.batch(stream.shard_batch_size, drop_remainder=spec.repeat)
+    if num_calls == 1:
+        made = batches.map(make_next)
+    else:
+        made = batches.map(make_next, num_parallel_calls=num_calls, deterministic=True)
+    # A call waits for the process's threads, and must not hold one of those that TensorFlow trains
+    # with.
+    return with_own_threads(made, num_threads)
 
 
 def join_epochs(stream: Stream, read_epoch: ReadEpoch) -> tf.data.Dataset:

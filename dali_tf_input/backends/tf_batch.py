@@ -34,7 +34,7 @@ from dali_tf_input.spec.primitives import ROW_SIZE
 
 # Batches made at the same time. The threads of the process take image by image from them, so two
 # keep any number of cores busy: when the last images of one are being made, the other has begun.
-_CALLS = 2
+CALLS = 2
 
 Transform = Callable[..., tf.Tensor]
 
@@ -65,34 +65,31 @@ def make_batches(
       options: the options of the backend.
       transforms: `spec.transform` for each view, see `tf_data.check_transform`.
     """
-    spec = stream.spec
     make = _BatchMaker(stream, options, transforms)
-    if spec.has_fixed_order and not spec.records.is_remote:
-        places = find_places(spec.records)
+    return reading.map_batches(
+        stream,
+        options,
+        make,
+        num_calls=1 if options.num_parallel_calls == 1 else CALLS,
+        num_threads=CALLS + make.num_threads,
+    )
 
-        @tf.autograph.experimental.do_not_convert
-        def make_next(keys: tf.Tensor, *given: tf.Tensor) -> Any:
-            (numbers,) = given
-            beside = places.beside_all(spec, numbers)
-            return make(keys, numbers, tf.zeros(0, tf.string), beside)
 
-        batches = reading.list_batches(stream)
-    else:
+def draw_uniforms(stream: Stream, keys: tf.Tensor, view: int) -> tf.Tensor:
+    """Draws the numbers of `stream.draw_uniforms` for many keys: float32 (k, num_uniforms)."""
+    preprocess = [*stream.spec.image_views.values()][view]
+    seed = seed_of(stream.spec.seed, RandomStream.CROP, view)
+    return tf_native.draw_uniforms(keys, seed, preprocess.num_uniforms)
 
-        @tf.autograph.experimental.do_not_convert
-        def make_next(keys: tf.Tensor, *given: tf.Tensor) -> Any:
-            records, *beside = given
-            return make(keys, tf.zeros(0, tf.int64), records, tuple(beside))
 
-        batches = reading.read_records(stream, options)
-        batches = batches.batch(stream.shard_batch_size, drop_remainder=spec.repeat)
-    if options.num_parallel_calls == 1:
-        made = batches.map(make_next)
-    else:
-        made = batches.map(make_next, num_parallel_calls=_CALLS, deterministic=True)
-    # A call waits for the process's threads, and must not hold one of those that TensorFlow trains
-    # with. The others are for what TensorFlow finishes.
-    return reading.with_own_threads(made, _CALLS + make.num_threads)
+def draw_rows(stream: Stream, keys: tf.Tensor, view: int) -> tf.Tensor:
+    """Draws the rows of augmentation for many keys, float32 (k, r, ROW_SIZE)."""
+    preprocess = [*stream.spec.image_views.values()][view]
+    if not preprocess.augment:
+        return tf.zeros((tf.size(keys), 0, ROW_SIZE))
+    program = preprocess.make_program()
+    seed = seed_of(stream.spec.seed, RandomStream.AUGMENT, view)
+    return make_rows(program, tf_native.draw_uniforms(keys, seed, program.num_uniforms))
 
 
 class _BatchMaker:
@@ -118,20 +115,11 @@ class _BatchMaker:
     def __call__(
         self, keys: tf.Tensor, numbers: tf.Tensor, records: tf.Tensor, beside: tuple[tf.Tensor, ...]
     ) -> Any:
-        """Returns a batch, arranged.
-
-        Args:
-          keys: the keys of its images, int64 (k,).
-          numbers: the numbers of their records, int64 (k,); or int64 (0,).
-          records: their records, string (k,), if there are no `numbers`; or string (0,).
-          beside: what `InputSpec.beside_records` names, (k,) each.
-        """
+        """Returns a batch, arranged; see `reading.MakeBatch`."""
         spec, options = self._stream.spec, self._options
-        uniforms = [
-            self._draw(RandomStream.CROP, keys, view, preprocess.num_uniforms)
-            for view, preprocess in enumerate(self._views)
-        ]
-        rows = [self._draw_rows(keys, view) for view in range(len(self._views))]
+        views = range(len(self._views))
+        uniforms = [draw_uniforms(self._stream, keys, view) for view in views]
+        rows = [draw_rows(self._stream, keys, view) for view in views]
         drawn = draw_mix(self._stream, keys[0]) if spec.mix else tf.zeros(0)
         # Images are mixed when they are finished, which is not always by the operation.
         mixes_there = self._made[0] is self._views[0]
@@ -173,20 +161,6 @@ class _BatchMaker:
             name: tf.ensure_shape(value, (size, *value.shape[1:])) for name, value in values.items()
         }
         return spec.arrange(values)
-
-    def _draw(self, purpose: RandomStream, keys: tf.Tensor, view: int, count: int) -> tf.Tensor:
-        """Draws the random numbers of `stream.draw_uniforms` for many keys: float32 (k, count)."""
-        seed = seed_of(self._stream.spec.seed, purpose, view)
-        return tf_native.draw_uniforms(keys, seed, count)
-
-    def _draw_rows(self, keys: tf.Tensor, view: int) -> tf.Tensor:
-        """Draws a view's rows of augmentation, float32 (k, r, ROW_SIZE)."""
-        preprocess = self._views[view]
-        if not preprocess.augment:
-            return tf.zeros((tf.size(keys), 0, ROW_SIZE))
-        program = preprocess.make_program()
-        drawn = self._draw(RandomStream.AUGMENT, keys, view, program.num_uniforms)
-        return make_rows(program, drawn)
 
     def _decode(self, view: Preprocess) -> Any:
         """Returns how much of an image is decoded: with several views, what all of them need."""

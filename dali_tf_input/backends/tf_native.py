@@ -23,7 +23,10 @@ LIBRARY = pathlib.Path(__file__).with_name("libdali_tf_input.so.1")
 _logger = logging.getLogger("dali_tf_input")
 _KERNELS = {"nearest": 0, "bilinear": 1, "bicubic": 2}  # `Kernel` in native/resample.h
 _COPY = 3
-_OPERATIONS = ("batch", "place", "uniforms", "permute", "read", "prepare", "augment")
+_OPERATIONS = (
+    *("batch", "place", "pack", "fill", "uniforms", "permute", "read", "prepare", "augment"),
+)
+PLACE_SIZE = 24  # bytes of `Place` in native/packed.h
 _OUTPUTS = ("float32", "float16", "bfloat16", "uint8")  # `Output` in native/resample.h
 # `Crop` in native/region.h.
 _CROPS: tuple[type[Crop], ...] = (
@@ -67,8 +70,8 @@ def load() -> Any:
         if clone == pathlib.Path.cwd():  # which comes before installed packages
             compile_it += ", or start the program in another folder to use an installed package"
     raise InputError(
-        f"kernel='native' cannot be used: {problem}. To compile it: {compile_it}. Or use"
-        " TfDataOptions(kernel='tensorflow')."
+        f"kernel='native' and DALI need compiled operations: {problem}. To compile them:"
+        f" {compile_it}. Or use TfDataOptions(kernel='tensorflow')."
     )
 
 
@@ -231,6 +234,79 @@ def make_batch(
         tf.ensure_shape(values, (None,)) for values in (examples, places, refused)
     )
     return Made(images, examples, tf.ensure_shape(sizes, (None, 2)), places, refused)
+
+
+class Packed(NamedTuple):
+    """What `pack_batch` makes.
+
+    Attributes:
+      batch: a row for each image, uint8 (k, size), see native/packed.h; no row if one is refused.
+      examples: the serialized Examples, without their images unless these are refused, string (k,).
+      num_refused: of how many Examples TensorFlow must find the image, as they are unusual; int64.
+      images: the images of the Examples, string (k,), if they were asked for.
+    """
+
+    batch: tf.Tensor
+    examples: tf.Tensor
+    num_refused: tf.Tensor
+    images: tf.Tensor
+
+
+def pack_batch(
+    files: Sequence[tf.Tensor],
+    numbers: tf.Tensor,
+    records: tf.Tensor,
+    images: tf.Tensor,
+    *,
+    values_size: int,
+    by_place: bool,
+    returns_images: bool,
+    image_keys: Sequence[str],
+    side_keys: Sequence[str],
+    check_crc: bool,
+    num_readers: int,
+    num_threads: int,
+) -> Packed:
+    """Packs a batch for DALI; `fill_packed` completes it.
+
+    Args:
+      files: as for `make_batch`.
+      numbers: the numbers of the records, int64 (k,); or int64 (0,).
+      records: serialized Examples, string (k,); or string (0,).
+      images: the images themselves, string (k,); or string (0,).
+      values_size: how many bytes the values of an image take.
+      by_place: whether it says where in their files the images of `numbers` are, instead of
+        holding them.
+      returns_images: whether to return the images of `numbers` or `records`, too.
+      image_keys: as for `make_batch`.
+      side_keys: as for `make_batch`.
+      check_crc: as for `make_batch`.
+      num_readers: as for `make_batch`.
+      num_threads: as for `make_batch`.
+    """
+    batch, examples, num_refused, returned = load().dali_tf_input_pack(
+        *files,
+        numbers,
+        records,
+        images,
+        np.array([values_size, by_place, returns_images], np.int64),
+        image_keys=[*image_keys],
+        side_keys=[*side_keys],
+        check_crc=check_crc,
+        num_readers=num_readers,
+        num_threads=num_threads,
+    )
+    return Packed(
+        tf.ensure_shape(batch, (None, None)),
+        tf.ensure_shape(examples, (None,)),
+        tf.ensure_shape(num_refused, ()),
+        tf.ensure_shape(returned, (None,)),
+    )
+
+
+def fill_packed(batch: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
+    """Fills values, uint8 (k, values_size), into a packed batch, which must have no other use."""
+    return tf.ensure_shape(load().dali_tf_input_fill(batch, values), (None, None))
 
 
 def draw_uniforms(keys: tf.Tensor, seed: int, count: int) -> tf.Tensor:

@@ -57,6 +57,8 @@ print("serves a batch on the", device.upper())
 _TRY_MEMORY_GROWTH = """from dali_tf_input.backends.build import enable_memory_growth
 enable_memory_growth()
 print("on, as load() needs it: TensorFlow leaves memory to DALI")"""
+_TRY_OPERATOR = """from dali_tf_input.backends.dali_operator import load_operator
+load_operator(); print("compiled for this DALI")"""
 _TRY_KERNEL = "from dali_tf_input.backends.tf_native import load; load(); print('native')"
 _TRY_ENGINES = """import ctypes, pynvml
 pynvml.nvmlInit(); pynvml.nvmlDeviceGetJpgUtilization(pynvml.nvmlDeviceGetHandleByIndex(0))
@@ -231,6 +233,10 @@ def examine_plugin(trier: Trier, *, on_gpu: bool) -> Iterator[Finding]:
         return
     works, text = trier.attempt(_TRY_PLUGIN)
     yield check("plugin", works, f"{plugin} {text}", _install_plugin())
+    if works:
+        compiled, text = trier.attempt(_TRY_OPERATOR)
+        compile_it = f"{python_command()} -m dali_tf_input.backends.dali_operator"
+        yield check("operator of DALI", compiled, text, compile_it)
     tries = {"pipeline": None} | ({"GPU pipeline": 0} if on_gpu else {})
     for what, device_id in tries.items() if works else ():
         works, text = trier.attempt(_TRY_PIPELINE.format(device_id=device_id))

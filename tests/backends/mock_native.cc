@@ -2,7 +2,8 @@
 //
 //   exit FILE      the process exits while threads read, and deletes the kernel last
 //   memory FILE EXAMPLE    `operator new` fails at the first, second, ... call of each operation
-//   threads EXAMPLE             several calls make batches at once
+//   threads EXAMPLE             several calls make and pack batches at once
+//   examples EXAMPLE ROUNDS     batches of Examples with changed bytes
 #include "op.cc"
 
 #include <atomic>
@@ -10,6 +11,7 @@
 #include <cstdlib>
 #include <fstream>
 #include <iterator>
+#include <random>
 #include <thread>
 
 static std::atomic<long> alive{0}, until_failure{-1};
@@ -175,6 +177,48 @@ struct BatchCall {
   }
 };
 
+// The same records, to be packed.
+struct PackCall : BatchCall {
+  int64_t settings[3] = {20, 0, 1};
+
+  explicit PackCall(const char* example) : BatchCall(example) {
+    context.inputs[6] = {{0}, 1, 0, nullptr, true};
+    context.inputs[7] = {{3}, 1, sizeof settings, settings, false};
+  }
+};
+
+// Makes and packs batches of Examples in which bytes are changed, or that are cut; each in memory of its very size.
+static int ChangeExamples(const char* example, int rounds) {
+  BatchCall made(example);
+  PackCall packed(example);
+  std::mt19937_64 random(1);
+  int done = 0, refused = 0;
+  for (int round = 0; round < rounds; ++round) {
+    std::vector<std::vector<char>> changed(4, made.bytes);
+    for (int number = 0; number < 4; ++number) {
+      std::vector<char>& bytes = changed[static_cast<size_t>(number)];
+      for (size_t count = 1 + random() % 3; count; --count) {
+        const size_t near = random() % 2 ? random() % 60 : bytes.size() - 1 - random() % 60;  // mostly not in the image
+        bytes[random() % 4 ? near : random() % bytes.size()] = static_cast<char>(random());
+      }
+      if (random() % 10 == 0) bytes.resize(random() % bytes.size());
+      bytes.shrink_to_fit();
+      made.records[number] = packed.records[number] = {bytes.data(), bytes.size()};
+    }
+    BatchCall* calls[] = {&made, &packed};
+    void (*const computes[])(void*, TF_OpKernelContext*) = {ComputeBatch, ComputePack};
+    for (int which = 0; which < 2; ++which) {
+      current = &calls[which]->context, current->failure = {};
+      computes[which](&calls[which]->kernel, current);
+      const int code = current->failure.code;
+      if (code && code != dali_tf_input::kDataLoss) return std::printf("%s\n", current->failure.text), 1;
+      ++(code ? refused : done);
+    }
+  }
+  std::printf("%d done, %d refused, %ld left\n", done, refused, alive.load());
+  return 0;
+}
+
 static int MakeBatchesAtOnce(const char* example) {
   std::vector<std::thread> threads;
   std::atomic<int> failed{0};
@@ -184,6 +228,10 @@ static int MakeBatchesAtOnce(const char* example) {
       current = &call.context;
       for (int round = 0; round < 50; ++round) ComputeBatch(&call.kernel, &call.context);
       failed += call.context.failure.code != 0;
+      PackCall packed(example);
+      current = &packed.context;
+      for (int round = 0; round < 50; ++round) ComputePack(&packed.kernel, &packed.context);
+      failed += packed.context.failure.code != 0;
     });
   }
   for (std::thread& thread : threads) thread.join();
@@ -235,17 +283,20 @@ static int FailAtEachAllocation(char* path, int64_t size, const char* example) {
   place.inputs[2] = {{1}, 1, sizeof place_of, &place_of, false};
   place.inputs[3] = {{6}, 1, sizeof drawn, drawn, false};
   BatchCall made(example);
-  TF_OpKernelContext* contexts[] = {&read.context, &prepare, &augment, &place, &made.context};
-  void (*const computes[])(void*, TF_OpKernelContext*) = {ComputeRead, ComputePrepare, ComputeAugment, ComputePlace, ComputeBatch};
-  int failures[5] = {};
-  for (int which = 0; which < 5; ++which) {
+  PackCall packed(example);
+  constexpr int kCalls = 6;
+  TF_OpKernelContext* contexts[kCalls] = {&read.context, &prepare, &augment, &place, &made.context, &packed.context};
+  void (*const computes[kCalls])(void*, TF_OpKernelContext*) = {ComputeRead,  ComputePrepare, ComputeAugment,
+                                                                ComputePlace, ComputeBatch,   ComputePack};
+  int failures[kCalls] = {};
+  for (int which = 0; which < kCalls; ++which) {
     for (long at = 0;; ++at) {
       const long before = alive;
       DeleteRead(reader), reader = CreateRead(nullptr);  // closes all files
       current = contexts[which], current->failure = {};
       until_failure = at;
       // Kernels of a `Work` and of more than that begin with it.
-      void* kernels[] = {reader, &work, &work, &work, &made.kernel};
+      void* kernels[kCalls] = {reader, &work, &work, &work, &made.kernel, &packed.kernel};
       computes[which](kernels[which], current);
       const bool has_failed = until_failure.exchange(-1) < 0;
       if (alive != before) return std::printf("%ld left at %ld\n", alive - before, at), 1;
@@ -264,6 +315,7 @@ static int FailAtEachAllocation(char* path, int64_t size, const char* example) {
 int main(int, char** arguments) {
   Install();
   if (std::string(arguments[1]) == "threads") return MakeBatchesAtOnce(arguments[2]);
+  if (std::string(arguments[1]) == "examples") return ChangeExamples(arguments[2], std::atoi(arguments[3]));
   std::atexit([] { Wait(), DeleteRead(reader); });  // after the destructors of what `CreateRead` made
   reader = CreateRead(nullptr);
   struct stat status;

@@ -29,7 +29,7 @@ import dali_tf_input as dti
 from dali_tf_input.backends import dali, dali_reader, tf_data
 from dali_tf_input.backends.buffer import runs_of
 from dali_tf_input.backends.build import choose_options, make_dataset
-from dali_tf_input.backends.dali_reading import pack_records
+from dali_tf_input.backends.dali_reading import pack_batches
 from dali_tf_input.backends.stream import Stream
 from dali_tf_input.records.contents import pack_integers
 from dali_tf_input.records.indexed_file import IndexedFile
@@ -290,7 +290,7 @@ def test_memory_is_tried_before_tensorflow_aborts(dataset, order, said, monkeypa
     stream = Stream(spec=spec, shard_batch_size=5)
     uses_dali_reader = order == "buffer"
     pipeline = dali.build_pipeline(stream, DALI, None, uses_dali_reader=uses_dali_reader)
-    packed = None if uses_dali_reader else pack_records(stream)
+    packed = None if uses_dali_reader else pack_batches(stream)
     outputs, run = [], type(pipeline).run
 
     def run_or_fail(self):
@@ -308,7 +308,7 @@ def test_memory_is_tried_before_tensorflow_aborts(dataset, order, said, monkeypa
 def test_the_trial_leaves_bad_records_to_the_iterator(dataset):
     stream = Stream(spec=evaluation(dataset), shard_batch_size=5)
     pipeline = dali.build_pipeline(stream, DALI, None, uses_dali_reader=False)
-    packed = pack_records(stream).map(lambda _: tf.io.decode_raw(tf.io.read_file("/gone"), "uint8"))
+    packed = pack_batches(stream).map(lambda _: tf.io.decode_raw(tf.io.read_file("/gone"), "uint8"))
     dali.check_pipeline(pipeline, packed, runs=True)
 
 

@@ -10,10 +10,12 @@ from test_parity import CROPS
 
 from dali_tf_input import Checks, ClassLabel, DaliOptions, Mix, Preprocess
 from dali_tf_input.backends.dali import build_pipeline
+from dali_tf_input.backends.dali_operator import load_operator
 from dali_tf_input.backends.dali_reader import can_use_dali_reader
 from dali_tf_input.backends.stream import Stream
 from dali_tf_input.cli.flags import AUGMENTATIONS
 
+load_operator()
 REGISTERED = {
     "cpu": set(backend.RegisteredCPUOps()),
     "gpu": set(backend.RegisteredGPUOps()),

@@ -160,7 +160,9 @@ def test_without_the_library(dataset, monkeypatch, caplog):
         (line,) = (one.message for one in caplog.records if "preprocess" in one.message)
         assert re.search("TensorFlow's operations preprocess.* not compiled.* g\\+\\+ ", line)
         assert f"pip install --no-deps -e {ROOT}`" in line
-        with refused("kernel='native' cannot be used: /.* not there.*kernel='tensorflow'"):
+        with refused(
+            "kernel='native' and DALI need compiled operations: /.* not there.*kernel='tensorflow'"
+        ):
             make_dataset(spec, TfDataOptions(kernel="native"), batch_size=6)
     finally:
         tf_native.load.cache_clear(), tf_native.uses_native.cache_clear()
@@ -230,8 +232,8 @@ def test_an_exit_and_no_memory(tmp_path):
     example.write_bytes(encode_example({"image": jpeg(40, 60), "label": 1}))
     command = [program, "memory", file, example]
     process = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-    read, prepare, augment, place, batch = map(int, process.stdout.split())
-    assert min(read, prepare, augment, batch) > 3
+    read, prepare, augment, place, batch, pack = map(int, process.stdout.split())
+    assert min(read, prepare, augment, batch, pack) > 3
     assert place <= 1  # it needs no memory but the output, and the pool itself
 
 
@@ -250,6 +252,24 @@ def test_threads_of_batches(tmp_path, sanitizer):
     process = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert process.returncode == 0, process.stderr
     assert process.stdout == "0 failed, 0 left\n"
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("rounds", [2000, nightly(50_000)])
+def test_examples_with_changed_bytes(tmp_path, rounds):
+    """Under the sanitizers, from the record to the finished, or packed, batch."""
+    program, example = tmp_path / "mock", tmp_path / "example"
+    example.write_bytes(encode_example({"image": jpeg(40, 60), "label": 1, "text": "é" * 40}))
+    source = ROOT / "tests/backends/mock_native.cc"
+    flags = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-DDALI_TF_INPUT_PLAIN"]
+    compile_native(program, *flags, "-O1", "-pthread", source)
+    command = [program, "examples", example, str(rounds)]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=1500)
+    assert process.returncode == 0, process.stdout + process.stderr
+    done, refused_batches, left = map(int, re.findall(r"\d+", process.stdout))
+    assert min(done, refused_batches) > rounds // 10
+    assert left == 0
 
 
 WALK = """

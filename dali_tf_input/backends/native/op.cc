@@ -1,13 +1,16 @@
 // The TensorFlow operations of this package, and what each file beside this one is for:
 //   DaliTfInputBatch     makes a batch from the numbers of its records, or from records          batch.h
 //   DaliTfInputPlace     places images that Batch refused in its batch, and mixes it             mix.h
+//   DaliTfInputPack      packs a batch for DALI, from the same                                   split.h, packed.h
+//   DaliTfInputFill      fills values into a packed batch                                        packed.h
 //   DaliTfInputUniforms  draws random numbers for many keys                                      random.h
 //   DaliTfInputPermute   permutes places by keys                                                 random.h
 //   DaliTfInputRead      reads records at known offsets in files                                 records.h
 //   DaliTfInputPrepare   makes a view of a region of a decoded image                             resample.h
 //   DaliTfInputAugment   augments a cropped image by rows                                        augment.h
-// Beneath them: api.h and call.h (TensorFlow's C API, a call), pool.h and team.h (memory and threads of batches), read.h
-// (files and CRCs), example.h (records), decode.h (from an image to its views), jpeg.h (the decoder), region.h (crops).
+// Beneath them: api.h and call.h (TensorFlow's C API, a call), job.h (what Batch and Pack share), pool.h and team.h (memory
+// and threads of batches), read.h (files and CRCs), example.h (records), decode.h (from an image to its views), jpeg.h (the
+// decoder), region.h (crops). And dali_images.cc is the operator of DALI's that takes the rows: a library of its own.
 #include "api.h"
 #include "augment.h"
 #include "batch.h"
@@ -18,6 +21,8 @@
 #include "read.h"
 #include "records.h"
 #include "resample.h"
+#include "packed.h"
+#include "split.h"
 
 #include <algorithm>
 #include <cstdio>
@@ -33,6 +38,8 @@ using dali_tf_input::Call;
 using dali_tf_input::Create;
 using dali_tf_input::Delete;
 using dali_tf_input::Image;
+using dali_tf_input::Job;
+using dali_tf_input::kPlaceSize;
 using dali_tf_input::kFloat;
 using dali_tf_input::kInt64;
 using dali_tf_input::kInvalidArgument;
@@ -42,6 +49,7 @@ using dali_tf_input::kTypes;
 using dali_tf_input::Pool;
 using dali_tf_input::Problem;
 using dali_tf_input::Records;
+using dali_tf_input::Span;
 using dali_tf_input::View;
 using dali_tf_input::Work;
 
@@ -95,7 +103,7 @@ void ComputeAugment(void* kernel, TF_OpKernelContext* context) {
   });
 }
 
-// What `DaliTfInputBatch` and `DaliTfInputRead` need to know of files: the names, string (f,); their sizes in bytes and
+// What the operations that read need to know of files: the names, string (f,); their sizes in bytes and
 // times of modification in ns, -1 if unknown, int64 (f, 2); the file of each record, int32 (n,); offset and size of each
 // in bytes, int64 (n, 2). They are the first four inputs.
 bool ReadFiles(const Call& call, Records* records) {
@@ -111,6 +119,21 @@ bool ReadFiles(const Call& call, Records* records) {
 
 constexpr char kFilesNeeded[] = "a version for each file and an extent for each record are needed";
 
+// Reads the inputs of `ReadFiles` and the two after them: the numbers of the records to read, int64 (k,), or none, and then
+// the records, string (k,). Returns what is wrong, or a null pointer.
+const char* ReadGiven(const Call& call, Records* records, Job* job) {
+  job->count = std::max(call.Count(4), call.Count(5));
+  if (call.Count(4)) {
+    if (call.Count(5)) return "numbers or records are needed, not both";
+    if (!ReadFiles(call, records)) return kFilesNeeded;
+    job->records = records, job->numbers = call.Data<int64_t>(4), job->string_size = records->name_size;
+  } else if (job->count) {
+    job->given = call.Data<char>(5), job->string_size = TF_TensorByteSize(call.inputs[5]) / static_cast<size_t>(job->count);
+  }
+  return nullptr;
+}
+
+// The kernel of DaliTfInputBatch, and, without types, of DaliTfInputPack.
 struct BatchKernel {
   dali_tf_input::ImageKeys keys;
   std::vector<int> types;
@@ -132,14 +155,16 @@ void ReadStrings(TF_OpKernelConstruction* context, const char* name, std::vector
 }
 
 // Reads the attributes into the kernel; stops at the first error.
-void ReadAttributes(TF_OpKernelConstruction* context, BatchKernel* kernel, TF_Status* status) {
+void ReadAttributes(TF_OpKernelConstruction* context, bool has_types, BatchKernel* kernel, TF_Status* status) {
   int32_t number = 0, bytes = 0;
   unsigned char check_crc = 1;
   int64_t readers = 1, threads = 1;
-  TF_OpKernelConstruction_GetAttrSize(context, "T", &number, &bytes, status);
-  if (TF_GetCode(status)) return;
-  kernel->types.resize(static_cast<size_t>(number));
-  TF_OpKernelConstruction_GetAttrTypeList(context, "T", kernel->types.data(), number, status);
+  if (has_types) {
+    TF_OpKernelConstruction_GetAttrSize(context, "T", &number, &bytes, status);
+    if (TF_GetCode(status)) return;
+    kernel->types.resize(static_cast<size_t>(number));
+    TF_OpKernelConstruction_GetAttrTypeList(context, "T", kernel->types.data(), number, status);
+  }
   if (!TF_GetCode(status)) ReadStrings(context, "image_keys", &kernel->keys.images, status);
   if (!TF_GetCode(status)) ReadStrings(context, "side_keys", &kernel->keys.sides, status);
   if (TF_GetCode(status)) return;
@@ -157,12 +182,13 @@ void ReadAttributes(TF_OpKernelConstruction* context, BatchKernel* kernel, TF_St
   kernel->check_crc = check_crc, kernel->num_readers = static_cast<int>(readers), kernel->num_threads = static_cast<int>(threads);
 }
 
+template <bool has_types>
 void* CreateBatch(TF_OpKernelConstruction* context) {
   TF_Status* status = TF_NewStatus();
   BatchKernel* kernel = nullptr;
   try {
     kernel = new BatchKernel;
-    ReadAttributes(context, kernel, status);
+    ReadAttributes(context, has_types, kernel, status);
   } catch (const std::exception&) {
     TF_SetStatus(status, dali_tf_input::kResourceExhausted, "dali_tf_input: there is no memory.");
   }
@@ -177,8 +203,7 @@ void DeleteBatch(void* kernel) {
   dali_tf_input::OpenFiles().RemoveReader(), Pool::OfBatches().RemoveUser(), Pool::OfRecords().RemoveUser();
 }
 
-// Its inputs: those of `ReadFiles`; the numbers of the records to read, int64 (k,), or none, and then the records, string
-// (k,); the random numbers of all views, float (k, u); their rows of augmentation, float (k, r, kRowSize); how the batch
+// Its inputs: those of `ReadGiven`; the random numbers of all views, float (k, u); their rows of augmentation, float (k, r, kRowSize); how the batch
 // is mixed, see mix.h, or nothing; and parameters, double: whether whole files must be valid, the limit of image pixels
 // per output pixel, and the views.
 // Its outputs: the images of each view, of shape (k, height, width, 3) or (k, 3, height, width); the Examples without
@@ -197,14 +222,7 @@ void ComputeBatch(void* given, TF_OpKernelContext* context) {
       return fail("parameters of each view are needed");
     }
     Batch batch;
-    batch.count = std::max(call.Count(4), call.Count(5));
-    if (call.Count(4)) {
-      if (call.Count(5)) return fail("numbers or records are needed, not both");
-      if (!ReadFiles(call, &records)) return fail(kFilesNeeded);
-      batch.records = &records, batch.numbers = call.Data<int64_t>(4), batch.string_size = records.name_size;
-    } else if (batch.count) {
-      batch.given = call.Data<char>(5), batch.string_size = TF_TensorByteSize(call.inputs[5]) / static_cast<size_t>(batch.count);
-    }
+    if (const char* wrong = ReadGiven(call, &records, &batch)) return fail(wrong);
     for (const View& view : views) {
       if (kTypes[view.output] != kernel.types[static_cast<size_t>(&view - views.data())]) return fail("a view is of another type");
       batch.num_uniforms += view.num_uniforms, batch.num_rows += view.num_rows;
@@ -236,8 +254,10 @@ void ComputeBatch(void* given, TF_OpKernelContext* context) {
     batch.rests = static_cast<char*>(call.Allocate(num_views, kString, &batch.count, 1, batch.string_size * static_cast<size_t>(batch.count)));
     if (!call.ok()) return;
     const int64_t sides[2] = {batch.count, 2};
-    batch.sides = static_cast<int64_t*>(call.Allocate(num_views + 1, kInt64, sides, 2, 2 * sizeof(int64_t) * static_cast<size_t>(batch.count)));
+    const size_t sides_bytes = 2 * sizeof(int64_t) * static_cast<size_t>(batch.count);
+    batch.sizes = static_cast<int64_t*>(call.Allocate(num_views + 1, kInt64, sides, 2, sides_bytes));
     if (!call.ok()) return;
+    std::memset(batch.sizes, 0, sides_bytes);
     const Problem problem = batch.Run(kernel.num_readers, kernel.num_threads);
     if (!problem.text.empty()) return call.Fail(problem);
     const int64_t num_refused = static_cast<int64_t>(batch.refused.size());
@@ -246,7 +266,7 @@ void ComputeBatch(void* given, TF_OpKernelContext* context) {
     auto* examples = static_cast<char*>(call.Allocate(num_views + 3, kString, &num_refused, 1, batch.string_size * batch.refused.size()));
     if (!call.ok()) return;
     for (int64_t place : batch.refused) {
-      const dali_tf_input::Span example = batch.Example(place);
+      const Span example = batch.Example(place);
       TF_StringCopy(reinterpret_cast<TF_TString*>(examples), reinterpret_cast<const char*>(example.at), example.size());
       examples += batch.string_size;
     }
@@ -292,6 +312,80 @@ void ComputePlace(void* kernel, TF_OpKernelContext* context) {
     }
     if (call.Count(3)) dali_tf_input::Mix(work, mixing, shape[0], depth, item, out);
     if (is_pooled) TF_SetOutput(context, 0, call.inputs[0], call.status);
+  });
+}
+
+// Its inputs: those of `ReadGiven`; or images, string (k,); and int64 (3,): how many bytes the values of an image take,
+// whether the batch says where images are in their files, and whether they are returned, too. Its outputs: the packed batch,
+// see packed.h, without values, uint8 (k, size), if no image is refused; the Examples without their images, string (k,),
+// unless images are given; how many images are refused, int64; and the images, string (k,), or none.
+void ComputePack(void* given, TF_OpKernelContext* context) {
+  const BatchKernel& kernel = *static_cast<BatchKernel*>(given);
+  Call call(context, 8);
+  call.Run([&] {
+    const auto fail = [&](const char* text) { TF_SetStatus(call.status, kInvalidArgument, text); };
+    Records records;
+    dali_tf_input::Split split;
+    if (const char* wrong = ReadGiven(call, &records, &split)) return fail(wrong);
+    const int64_t num_images = call.Count(6), *settings = call.Data<int64_t>(7);
+    if (split.count && num_images) return fail("records or images are needed, not both");
+    if (call.Count(7) != 3 || settings[0] < 0 || settings[0] > 1 << 30) return fail("the size of the values and two flags are needed");
+    const int64_t values_size = settings[0];
+    split.check_crc = kernel.check_crc, split.keys = &kernel.keys;
+    split.images.resize(static_cast<size_t>(split.count + num_images));
+    split.rests = static_cast<char*>(call.Allocate(1, kString, &split.count, 1, split.string_size * static_cast<size_t>(split.count)));
+    if (!call.ok()) return;
+    const Problem problem = split.Run(kernel.num_readers, kernel.num_threads);
+    if (!problem.text.empty()) return call.Fail(problem);
+    for (int64_t number = 0; number < num_images; ++number) {
+      const size_t string_size = TF_TensorByteSize(call.inputs[6]) / static_cast<size_t>(num_images);
+      const auto* text = reinterpret_cast<const TF_TString*>(call.Data<char>(6) + string_size * static_cast<size_t>(number));
+      const auto* data = reinterpret_cast<const uint8_t*>(TF_StringGetDataPointer(text));
+      split.images[static_cast<size_t>(number)] = {data, data + TF_StringGetSize(text)};
+    }
+    auto* num_refused = static_cast<int64_t*>(call.Allocate(2, kInt64, nullptr, 0, sizeof(int64_t)));
+    if (!call.ok()) return;
+    *num_refused = static_cast<int64_t>(split.refused.size());
+    int64_t shape[2] = {*num_refused ? 0 : split.count + num_images, kPlaceSize + values_size}, bytes = 0;
+    std::vector<dali_tf_input::Place> places;
+    if (settings[1] && split.records && !*num_refused) {
+      places = split.List();
+    } else if (shape[0]) {
+      for (const Span& image : split.images) bytes += static_cast<int64_t>(image.size());
+      shape[1] += (bytes + shape[0] - 1) / shape[0];
+    }
+    const int64_t num_returned = settings[2] && !num_images ? shape[0] : 0;
+    const size_t string_size = split.string_size;  // images that are given are not returned
+    auto* returned = static_cast<char*>(call.Allocate(3, kString, &num_returned, 1, string_size * static_cast<size_t>(num_returned)));
+    if (!call.ok()) return;
+    for (int64_t number = 0; number < num_returned; ++number, returned += string_size) {
+      const Span& image = split.images[static_cast<size_t>(number)];
+      TF_StringCopy(reinterpret_cast<TF_TString*>(returned), reinterpret_cast<const char*>(image.at), image.size());
+    }
+    const int type = kTypes[dali_tf_input::kUint8];
+    const size_t size = static_cast<size_t>(shape[0] * shape[1]);
+    void* rows = size ? call.Borrow(0, type, shape, 2, size) : call.Allocate(0, type, shape, 2, 0);
+    if (!call.ok() || !size) return;
+    dali_tf_input::WritePacked(split.images, places, shape[1], values_size, static_cast<uint8_t*>(rows));
+    call.SetBorrowed(0);
+  });
+}
+
+// Its inputs: a batch of DaliTfInputPack, which nothing else may use, and its values, uint8 (k, size). Its output: the
+// batch, in the same memory, as for Place.
+void ComputeFill(void*, TF_OpKernelContext* context) {
+  Call call(context, 2);
+  call.Run([&] {
+    const auto fail = [&](const char* text) { TF_SetStatus(call.status, kInvalidArgument, text); };
+    if (TF_NumDims(call.inputs[0]) != 2 || TF_NumDims(call.inputs[1]) != 2) return fail("rows and values are needed");
+    const int64_t count = TF_Dim(call.inputs[0], 0), row_size = TF_Dim(call.inputs[0], 1), size = TF_Dim(call.inputs[1], 1);
+    if (TF_Dim(call.inputs[1], 0) != count || size > row_size - kPlaceSize) return fail("the values of each row are needed");
+    auto* rows = static_cast<uint8_t*>(TF_TensorData(call.inputs[0]));
+    if (count && !Pool::OfBatches().Owns(rows)) return fail("a batch of DaliTfInputPack is needed");
+    for (int64_t row = 0; row < count; ++row) {
+      std::memcpy(rows + row_size * row + kPlaceSize, call.Data<uint8_t>(1) + size * row, static_cast<size_t>(size));
+    }
+    TF_SetOutput(context, 0, call.inputs[0], call.status);
   });
 }
 
@@ -415,7 +509,14 @@ __attribute__((constructor)) void RegisterAll() {
             "uniforms: float", "rows: float", "drawn: float", "parameters: double"},
            {"images: T", "rests: string", "sizes: int64", "places: int64", "refused: string"},
            {"T: list({float, half, bfloat16, uint8}) >= 1", "image_keys: list(string)", "side_keys: list(string)", "check_crc: bool", "num_readers: int", "num_threads: int"},
-           TF_NewKernelBuilder("DaliTfInputBatch", "CPU", CreateBatch, ComputeBatch, DeleteBatch));
+           TF_NewKernelBuilder("DaliTfInputBatch", "CPU", CreateBatch<true>, ComputeBatch, DeleteBatch));
+  Register("DaliTfInputPack",
+           {"names: string", "versions: int64", "file_of: int32", "extents: int64", "numbers: int64", "records: string",
+            "images: string", "settings: int64"},
+           {"packed: uint8", "rests: string", "num_refused: int64", "returned: string"},
+           {"image_keys: list(string)", "side_keys: list(string)", "check_crc: bool", "num_readers: int", "num_threads: int"},
+           TF_NewKernelBuilder("DaliTfInputPack", "CPU", CreateBatch<false>, ComputePack, DeleteBatch));
+  Register("DaliTfInputFill", {"packed: uint8", "values: uint8"}, {"filled: uint8"}, {}, Stateless("DaliTfInputFill", ComputeFill));
   Register("DaliTfInputPlace", {"images: T", "made: T", "places: int64", "drawn: float"}, {"placed: T"}, image,
            TF_NewKernelBuilder("DaliTfInputPlace", "CPU", Create<Work>, ComputePlace, Delete<Work>));
   Register("DaliTfInputUniforms", {"keys: int64", "seed: int64", "count: int64"}, {"uniforms: float"}, {},

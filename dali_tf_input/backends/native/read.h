@@ -239,6 +239,12 @@ class Files {
   int readers_ = 0;
 };
 
+// The files that the process has open. Never destroyed: threads may still read when the process exits.
+inline Files& OpenFiles() {
+  static auto& files = *new Files;
+  return files;
+}
+
 // Checks that an extent is within a file as it is now: a wrong index must not ask for any amount of memory.
 inline Problem CheckExtent(const File& file, const std::string& name, int64_t offset, int64_t size) {
   struct stat status;
@@ -248,9 +254,8 @@ inline Problem CheckExtent(const File& file, const std::string& name, int64_t of
   return BadRecord(name, "truncated", offset);
 }
 
-// Reads the record of `size` bytes at `offset` into `bytes`, and checks it; its CRCs if there is a `crc`.
-inline Problem ReadRecord(const File& file, const std::string& name, int64_t offset, int64_t size, const Crc* crc,
-                          uint8_t* bytes) {
+// Reads the `size` bytes at `offset` into `bytes`.
+inline Problem ReadBytes(const File& file, const std::string& name, int64_t offset, int64_t size, uint8_t* bytes) {
   for (int64_t done = 0; done < size;) {
     const ssize_t got = pread(file.descriptor, bytes + done, static_cast<size_t>(size - done), offset + done);
     if (got < 0 && errno == EINTR) continue;
@@ -258,6 +263,14 @@ inline Problem ReadRecord(const File& file, const std::string& name, int64_t off
     if (got == 0) return BadRecord(name, "truncated", offset);
     done += got;
   }
+  return {};
+}
+
+// Reads the record of `size` bytes at `offset` into `bytes`, and checks it; its CRCs if there is a `crc`.
+inline Problem ReadRecord(const File& file, const std::string& name, int64_t offset, int64_t size, const Crc* crc,
+                          uint8_t* bytes) {
+  Problem problem = ReadBytes(file, name, offset, size, bytes);
+  if (!problem.text.empty()) return problem;
   uint64_t length;
   uint32_t length_crc, data_crc;
   std::memcpy(&length, bytes, 8), std::memcpy(&length_crc, bytes + 8, 4), std::memcpy(&data_crc, bytes + size - kFooter, 4);

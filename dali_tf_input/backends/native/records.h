@@ -13,12 +13,6 @@
 
 namespace dali_tf_input {
 
-// Never destroyed: threads may still read when the process exits.
-inline Files& OpenFiles() {
-  static auto& files = *new Files;
-  return files;
-}
-
 // The records of some files. Error messages are worded as in `reading.check_versions` and `records.tfrecord`.
 struct Records {
   const char* names;  // TF_TString each

@@ -1,0 +1,336 @@
+"""Batches that are packed for DALI, and the operator that unpacks them."""
+
+import dataclasses
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import DALI, TF_DATA, jpeg, nightly, refused, slowly, spec_of, write_indexed
+from nvidia.dali import fn, pipeline_def, types
+
+import dali_tf_input as dti
+from dali_tf_input import Preprocess
+from dali_tf_input.backends import dali, dali_operator, tf_native
+from dali_tf_input.backends.build import make_dataset
+from dali_tf_input.backends.dali_reading import pack_batches
+from dali_tf_input.backends.places import find_places
+from dali_tf_input.backends.stream import Stream
+
+PLAIN = Preprocess.for_training(32)
+
+
+def examples_of(images):
+    return [{"image": image, "label": number % 5} for number, image in enumerate(images)]
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory):
+    """Small images, and a large one whose bytes lie in the rows of many others."""
+    images = [jpeg(20 + 3 * number, 60 - 2 * number, seed=number) for number in range(12)]
+    images[5] = jpeg(900, 1200)
+    return write_indexed(tmp_path_factory.mktemp("packed") / "train-0", examples_of(images))
+
+
+def pack(records, images, *, numbers=(), examples=(), values=b"", **flags):
+    """Returns a packed batch, of rows that all have the same values."""
+    places = find_places(records)
+    packed = tf_native.pack_batch(
+        (places.names, places.versions, *places.where),
+        tf.constant(numbers, tf.int64),
+        tf.constant(examples, tf.string),
+        tf.constant(images, tf.string),
+        values_size=len(values),
+        image_keys=records.image_keys,
+        side_keys=(),
+        check_crc=True,
+        num_readers=2,
+        num_threads=2,
+        **{"by_place": False, "returns_images": False, **flags},
+    )
+    if int(packed.num_refused):
+        return packed, None
+    count = packed.batch.shape[0]
+    values = tf.constant(np.tile(np.frombuffer(values, np.uint8), (count, 1)))
+    return packed, tf_native.fill_packed(packed.batch, values).numpy()
+
+
+def unpack(batch, *, values_size=0, records=None):
+    """Returns the images that the operator finds in a packed batch, bytes."""
+    dali_operator.load_operator()
+    files = {}
+    if records:
+        versions = [str(n) for file in records.files for n in (file.size, file.mtime_ns)]
+        files = {"files": [*records.paths], "versions": versions}
+
+    @pipeline_def(
+        batch_size=max(1, len(batch)), num_threads=2, device_id=None, prefetch_queue_depth=1
+    )
+    def define():
+        packed = fn.external_source(name="packed", dtype=types.UINT8, ndim=1, batch=True)
+        return fn.dali_tf_input_images(packed, values_size=values_size, **files)
+
+    pipeline = define()
+    pipeline.build()
+    pipeline.feed_input("packed", batch)
+    (images,) = pipeline.run()
+    return [np.asarray(images.at(number)).tobytes() for number in range(len(images))]
+
+
+@pytest.mark.parametrize("values", [b"", b"seven b"])
+@pytest.mark.parametrize(
+    "sizes", [[5], [0], [0, 0], [1, 0, 0], [0, 0, 9], [3, 1000, 0, 1], [7] * 20, range(60)]
+)
+def test_images_of_all_sizes(records, sizes, values):
+    """An image begins in the row of one and ends in that of another, or has no byte."""
+    random = np.random.default_rng(0)
+    images = [random.bytes(size) for size in sizes]
+    _, batch = pack(records, images, values=values)
+    share = -(-sum(sizes) // len(images))
+    assert batch.shape == (len(images), 24 + len(values) + share)
+    assert {row[24 : 24 + len(values)].tobytes() for row in batch} == {values}
+    assert unpack(batch, values_size=len(values)) == images
+
+
+@pytest.mark.parametrize("by_place", [False, True])
+def test_records_that_are_read(records, by_place):
+    numbers = [5, 0, 11, 5, 3]
+    packed, batch = pack(records, [], numbers=numbers, by_place=by_place, returns_images=True)
+    expected = [records.read(number)["image"][0] for number in numbers]
+    assert packed.images.numpy().tolist() == expected
+    assert unpack(batch, records=records) == expected
+    assert (batch.shape[1] == 24) == by_place
+    for example in packed.examples.numpy():
+        assert [*tf.train.Example.FromString(example).features.feature] == ["label"]
+
+
+def test_what_is_no_packed_batch(records):
+    _, batch = pack(records, [b"abc", b"de"])
+    with pytest.raises(RuntimeError, match="rows of one size are needed"):
+        unpack(np.ascontiguousarray(batch[:, :20]))
+    for column, value in ((0, 1), (1, -1), (1, 5), (2, -1), (2, 1 << 62), (1, 1 << 62)):
+        wrong = batch.copy()
+        wrong[1, :24].view(np.int64)[column] = value
+        with pytest.raises(RuntimeError, match="a row names no image"):
+            unpack(wrong)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("cut", "truncated record at byte"),
+        ("remove", "cannot be read: No such file or directory: index it again"),
+        ("replace", "changed since it was indexed"),
+    ],
+)
+def test_a_file_that_changes_in_between(tmp_path, damage, message):
+    """Between the reading of the record and that of its image, which is read again on a GPU."""
+    records = write_indexed(tmp_path / "train-0", examples_of([jpeg(200, 300)] * 3))
+    path = pathlib.Path(records.paths[0])
+    _, batch = pack(records, [], numbers=[0, 1, 2], by_place=True)
+    if damage == "cut":
+        os.truncate(path, path.stat().st_size // 2)
+        file = dataclasses.replace(
+            records.files[0], size=path.stat().st_size, mtime_ns=path.stat().st_mtime_ns
+        )
+        records = dataclasses.replace(records, files=(file,))  # as if it was cut while it is open
+    elif damage == "remove":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes() + b"more")
+    with pytest.raises(RuntimeError, match=message):
+        unpack(batch, records=records)
+
+
+def unusual_examples():
+    """Examples that TensorFlow reads, and from which the operation does not take the image."""
+    image = jpeg(30, 40)
+
+    def serialize(**features):
+        made = {}
+        for key, value in features.items():
+            if isinstance(value, bytes):
+                kind = {"bytes_list": tf.train.BytesList(value=[value])}
+            else:
+                kind = {"int64_list": tf.train.Int64List(value=[value])}
+            made[key] = tf.train.Feature(**kind)
+        return tf.train.Example(features=tf.train.Features(feature=made)).SerializeToString()
+
+    whole = serialize(image=image, label=3)
+    return [whole, whole + whole, whole + b"\x12\x02ab", serialize(image=image, label=1)], image
+
+
+def test_unusual_examples(tmp_path):
+    """TensorFlow finds the images of their batch, also in files, also for masks."""
+    examples, image = unusual_examples()
+    path = str(tmp_path / "train-0")
+    with tf.io.TFRecordWriter(path) as writer:
+        for example in examples:
+            writer.write(example)
+    dti.build_index(path)
+    records = dti.Records.from_files(path)
+    spec = spec_of(records, "sequential", PLAIN, repeat=False)
+    for by_place in (False, True):
+        (batch,) = pack_batches(Stream(spec=spec, shard_batch_size=4), by_place=by_place)
+        size = batch.shape[1] - 24 - 4 * len(image) // 4
+        assert unpack(batch.numpy(), values_size=size) == [image] * 4
+    made, expected = (next(iter(make_dataset(spec, one, batch_size=4))) for one in (DALI, TF_DATA))
+    assert made[1].numpy().tolist() == expected[1].numpy().tolist() == [3, 3, 3, 1]
+    np.testing.assert_allclose(made[0], expected[0], atol=1e-4)
+
+
+@pytest.mark.parametrize("order", ["global", "buffer", slowly("sequential")])
+def test_a_gpus_dataset_made_on_the_cpu(records, order, monkeypatch):
+    """All that lies on a GPU, of a pipeline that needs none: no epoch goes to the trial."""
+    monkeypatch.setattr(dali, "decoder_device", lambda options: "cpu")
+    monkeypatch.setattr(dali, "decoder_hints", lambda *_: {})
+    monkeypatch.setattr(dali, "can_use_dali_reader", lambda *_: False)
+    monkeypatch.setattr(type(fn.constant(idata=1)), "gpu", lambda node: node)
+    places = []
+    packed = dali.pack_batches
+    monkeypatch.setattr(
+        dali,
+        "pack_batches",
+        lambda *one, by_place: places.append(by_place) or packed(*one, by_place=by_place),
+    )
+    spec = spec_of(records, order, PLAIN, seed=4)
+    served = []
+    for device in ("gpu", "cpu"):
+        options = dti.DaliOptions(device=device, decode="full")
+        made = dali.build(Stream(spec=spec, shard_batch_size=5), options, None)
+        served.append([batch for _ in range(2) for batch in made])
+    assert places == [order != "buffer"] * 2 + [False]
+    assert len(served[0]) == 4
+    for batch, expected in zip(*served, strict=True):
+        tf.nest.map_structure(np.testing.assert_array_equal, batch, expected)
+
+
+def test_one_element_is_fetched_for_a_batch(records):
+    """Sample by sample, a dataset on a GPU would call the CPU for each of them."""
+    (spec,) = [
+        pack_batches(
+            Stream(spec=spec_of(records, "global", PLAIN), shard_batch_size=4)
+        ).element_spec
+    ]
+    assert (spec.shape.as_list(), spec.dtype) == ([None, None], tf.uint8)
+
+
+def test_iterators_in_turn_and_at_once(records):
+    spec = spec_of(records, "global", PLAIN)
+    dataset = make_dataset(spec, DALI, batch_size=4, endless=True)
+    first = iter(dataset)
+    expected = [next(first)[0].numpy() for _ in range(6)]
+    one, two = iter(dataset), iter(dataset)
+    for images in expected:
+        np.testing.assert_array_equal(next(one)[0], images)
+        np.testing.assert_array_equal(next(two)[0], images)
+    for _ in range(5):  # dropped early, and never used
+        next(iter(dataset))
+        iter(dataset)
+    problems = []
+
+    def read():
+        try:
+            for batch, images in zip(dataset, expected, strict=False):
+                np.testing.assert_array_equal(batch[0], images)
+        except Exception as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=read) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not problems
+
+
+EXIT = """
+import os, sys
+from dali_tf_input import *
+spec = InputSpec.for_training(sys.argv[1], 64)
+iterator = iter(make_dataset(spec, DaliOptions(device="cpu"), batch_size=4, endless=True))
+for _ in range(int(sys.argv[2])):
+    next(iterator)
+if not (child := os.fork()):  # which does nothing
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+next(iterator)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*fork")
+@pytest.mark.parametrize("programs", [5, nightly(20)])
+def test_the_process_forks_and_ends_while_it_reads(tmp_path, programs):
+    records = write_indexed(tmp_path / "train", examples_of([jpeg(300, 400)] * 12))
+    for number in range(programs):
+        process = subprocess.run(
+            [sys.executable, "-c", EXIT, records.paths[0], str(number)],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert process.returncode == 0, process.stderr
+        assert "Traceback" not in process.stderr
+
+
+def test_without_the_operator(records, tmp_path, monkeypatch):
+    """What is missing, and what compiles it; also where one is of another DALI."""
+    monkeypatch.setattr(dali_operator, "find_library", lambda: tmp_path / "lib.so")
+    spec = spec_of(records, "global", PLAIN)
+    load = dali_operator.load_operator.__wrapped__
+    monkeypatch.setattr(dali, "load_operator", load)
+    text = "needs an operator that is compiled against the installed DALI, .*lib.so is not there"
+    with refused(f"{text}.*python -m dali_tf_input.backends.dali_operator. Or use TfDataOptions"):
+        make_dataset(spec, DALI, batch_size=4)
+    (tmp_path / "lib.so").write_bytes(b"no library")
+    with refused("lib.so cannot be loaded: .*Compile it again: .*dali_operator"):
+        make_dataset(spec, DALI, batch_size=4)
+
+
+def test_its_name_has_the_versions(monkeypatch, tmp_path):
+    """A library of another DALI, or of another source, is not found."""
+    library = dali_operator.find_library()
+    assert library.exists()
+    monkeypatch.setattr(dali_operator.dali, "__version__", "9.9.9")
+    assert "-9.9.9-" in dali_operator.find_library().name
+    monkeypatch.undo()
+    native = tmp_path / "native"
+    native.mkdir()
+    for name in dali_operator._SOURCES:
+        (native / name).write_bytes((dali_operator._NATIVE / name).read_bytes())
+    monkeypatch.setattr(dali_operator, "_NATIVE", native)
+    assert dali_operator.find_library().name == library.name
+    (native / "read.h").write_text("// another")
+    assert dali_operator.find_library().name != library.name
+
+
+def test_compiling(monkeypatch, tmp_path, capsys):
+    """Anew where there was one of another version; and what may be missing."""
+    native = tmp_path / "native"
+    native.mkdir()
+    for name in dali_operator._SOURCES:
+        (native / name).write_bytes((dali_operator._NATIVE / name).read_bytes())
+    monkeypatch.setattr(dali_operator, "_NATIVE", native)
+    monkeypatch.setattr(dali_operator, "load_operator", lambda: None)  # it is loaded already
+    (tmp_path / "libdali_images-1.0-abc.so").touch()
+    monkeypatch.setenv("CXX", str(tmp_path / "no-compiler"))
+    assert dali_operator.main() == 1
+    assert "There is no " in capsys.readouterr().err
+    monkeypatch.delenv("CXX")
+    (native / "packed.h").rename(native / "packed")
+    (native / "packed.h").write_text("#error no layout")
+    assert dali_operator.main() == 1
+    assert "no layout" in capsys.readouterr().err
+    (native / "packed").rename(native / "packed.h")
+    assert dali_operator.main() == 0
+    assert [path.name for path in tmp_path.glob("*.so")] == [dali_operator.find_library().name]
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("tmp")]
+    monkeypatch.setattr(dali_operator, "_CUDA_HEADERS", ("gone.h",))
+    with refused("CUDA's header gone.h is not there: .*pip install"):
+        dali_operator.compile_operator()
