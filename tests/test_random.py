@@ -6,9 +6,12 @@ import math
 import numpy as np
 import pytest
 import tensorflow as tf
+from conftest import nightly
 
-from dali_tf_input.backends.tf_native import load
+from dali_tf_input.backends.stream import MAX_EPOCHS, STRIDE
+from dali_tf_input.backends.tf_native import list_images
 from dali_tf_input.random import Stream, hash_words, permute, seed_of
+from dali_tf_input.spec.plan import Groups, Plan
 
 SIZES = sorted({1 << bits for bits in range(12, 21)})
 AROUND_POWERS = [size + more for size in SIZES for more in (-1, 0, 1)]
@@ -82,17 +85,80 @@ def test_purposes_do_not_share_numbers():
 SEED_OF_0 = 1070957052962950154
 
 
-def test_cpp_has_the_same_numbers():
-    random = np.random.default_rng(0)
-    sizes = random.integers(1, 1 << random.integers(1, 40, 5000))
-    places = random.integers(0, sizes)
-    keys = hash_words(random.integers(0, 1 << 31, 5000), Stream.CLASS)
-    moved = load().dali_tf_input_permute(places, sizes, keys.astype(np.int64))
-    np.testing.assert_array_equal(moved, permute(places, sizes, keys))
+def random_plan(random):
+    """Returns a plan of any kind, and a shard of it."""
+    num_slots = int(random.integers(1, 1 << random.integers(1, 14)))
+    num_shards = int(random.integers(1, 1 + min(9, num_slots)))
+    size = int(random.integers(1, 1 + min(40, num_slots // num_shards)))
+    fields = {"seed": int(random.integers(0, 1 << 31))}
+    kind = random.integers(5)
+    if kind == 0:  # an evaluation
+        fields = {"keep_remainder": True}
+    elif kind == 1:
+        fields["block_size"] = int(random.integers(1, 50))
+    elif kind == 2:
+        fields["repeats"] = int(random.choice([n for n in (1, 2, 3) if size * num_shards % n == 0]))
+    else:
+        count = int(random.integers(1, 12))
+        sizes = random.integers(1, 1 << random.integers(1, 14), count)
+        shares = random.dirichlet(np.full(count, random.choice([0.1, 1.0])))
+        fields["groups"] = Groups(tuple(sizes.tolist()), tuple(shares), are_parts=kind == 3)
+    plan = Plan(num_slots=num_slots, shard_batch_size=size, num_shards=num_shards, **fields)
+    return plan, int(random.integers(num_shards))
 
 
-@pytest.mark.parametrize("place", [-1, 5])
-def test_cpp_refuses_places_outside(place):
-    """It would walk for ever."""
-    with pytest.raises(tf.errors.InvalidArgumentError, match=r"places must be in \[0, size\)"):
-        load().dali_tf_input_permute([place], [5], [1])
+@pytest.mark.parametrize("rounds", [400, nightly(20_000)])
+def test_cpp_has_the_same_plan(rounds):
+    """Of all kinds of plans: the same keys and records, also of a part of an epoch."""
+    random = np.random.default_rng(rounds)
+    kinds = set()
+    for _ in range(rounds):
+        plan, shard = random_plan(random)
+        epoch = int(random.choice([0, 1, 77, MAX_EPOCHS - 1]))
+        slots = plan.slots(shard)
+        first = int(random.integers(0, len(slots) + 1)) if random.random() < 0.5 else 0
+        count = int(random.integers(0, 2 * len(slots) + 2))
+        keys, records = list_images(plan.to_numbers(shard), epoch, first, count)
+        slots = slots[first : first + count]
+        np.testing.assert_array_equal(keys, epoch * STRIDE + slots)
+        np.testing.assert_array_equal(records, plan.records(epoch, slots))
+        kinds.add((plan.groups and plan.groups.are_parts, plan.seed is None, plan.repeats > 1))
+    assert len(kinds) == 5
+
+
+def test_cpp_has_the_plan_of_many_records():
+    """Of more than fit into 32 bits, with a seed and keys that use all of theirs."""
+    plan = Plan(num_slots=(1 << 39) + 12345, shard_batch_size=256, num_shards=3, seed=(1 << 31) - 1)
+    first = plan.num_images(2) - 1000
+    keys, records = list_images(plan.to_numbers(2), MAX_EPOCHS - 1, first, 5000)
+    slots = plan.slots(2, first)
+    assert len(keys) == 1000
+    np.testing.assert_array_equal(keys, (MAX_EPOCHS - 1) * STRIDE + slots)
+    np.testing.assert_array_equal(records, plan.records(MAX_EPOCHS - 1, slots))
+
+
+def test_cpp_refuses_what_is_no_plan():
+    """It would walk for ever, or read beyond the groups."""
+    groups = Groups((5, 7, 9), (0.5, 0.25, 0.25), are_parts=True)
+    plan = Plan(num_slots=20, shard_batch_size=2, num_shards=2, seed=3, groups=groups)
+    numbers, sizes, nodes = plan.to_numbers(1)
+
+    def refuses(numbers=numbers, sizes=sizes, nodes=nodes, epoch=0, first=0):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="plan"):
+            list_images((numbers, sizes, nodes), epoch, first, 5)
+
+    for place, wrong in ((0, 0), (1, 0), (2, 0), (3, 2), (4, 21), (7, 0), (8, 0), (9, 3), (10, 21)):
+        changed = numbers.copy()
+        changed[place] = wrong
+        refuses(changed)
+    refuses(numbers[:-1])
+    for table, name in ((sizes, "sizes"), (nodes, "nodes")):
+        for place in range(table.size):
+            for wrong in (-1, 1 << 60):
+                changed = table.copy()
+                changed.ravel()[place] = wrong
+                refuses(**{name: changed})
+    refuses(sizes=sizes[:2])
+    refuses(epoch=-1)
+    refuses(epoch=MAX_EPOCHS)
+    refuses(first=-1)

@@ -8,6 +8,7 @@ import tensorflow as tf
 from dali_tf_input.backends.callbacks import make_callback
 from dali_tf_input.backends.places import check_versions, versions_of
 from dali_tf_input.backends.stream import STRIDE, ReadEpoch, Stream
+from dali_tf_input.backends.tf_native import check_files, uses_native
 from dali_tf_input.records.records import Records
 from dali_tf_input.spec.options import TfDataOptions
 from dali_tf_input.spec.plan import Shard
@@ -52,7 +53,8 @@ def interleave(runs: tf.data.Dataset, stream: Stream, options: TfDataOptions) ->
 
     With `spec.record_ids` the elements are (record, record id).
     """
-    check = make_callback(check_versions)
+    is_native = uses_native(options.kernel)
+    check = None if is_native else make_callback(check_versions)
 
     @tf.autograph.experimental.do_not_convert
     def read(
@@ -60,7 +62,12 @@ def interleave(runs: tf.data.Dataset, stream: Stream, options: TfDataOptions) ->
     ) -> Any:
         file = file[None]
         if options.service is None:  # its workers cannot call this process
-            file = tf.ensure_shape(tf.numpy_function(check, [file, state[None]], tf.string), (1,))
+            if is_native:
+                with tf.control_dependencies([check_files(file, state[None])]):
+                    file = tf.identity(file)
+            else:
+                checked = tf.numpy_function(check, [file, state[None]], tf.string)
+                file = tf.ensure_shape(checked, (1,))
         variant = tf.raw_ops.TFRecordDatasetV2(
             filenames=file,
             compression_type="",

@@ -62,12 +62,13 @@ def make_dataset(
       every iterator serves the same epoch, each record once, and the last batch may be partial.
 
       On a GPU, DALI's dataset must be created and iterated under the `tf.device` of its GPU: its
-      batches are there. With order "buffer", integer labels, and neither augmentations nor further
-      outputs, DALI's own reader is used. This dataset cannot be transformed (`map`, `take`, ...)
-      and never ends: the cardinality is infinite, and records that do not fill a batch start the
-      next epoch. Otherwise the cardinality is unknown, and transformations run on the CPU. With
-      `spec.repeat` False the batches are on the CPU, and the cardinality is known. DALI's datasets
-      cannot be distributed by a strategy (or by Keras's `fit` under one), because TensorFlow would
+      batches are there. With `endless` it lies there, too, and cannot be transformed (`map`,
+      `take`, ...), unless its elements are dictionaries. So it does with order "buffer", integer
+      labels, and neither augmentations nor further outputs, which DALI's own reader reads: then it
+      never ends, and records that do not fill a batch start the next epoch. Otherwise batches cross
+      the CPU, the cardinality is unknown, and transformations run on the CPU. With `spec.repeat`
+      False the batches are on the CPU, and the cardinality is known. DALI's datasets cannot be
+      distributed by a strategy (or by Keras's `fit` under one), because TensorFlow would
       crash: this raises InputError.
 
     Raises:

@@ -80,9 +80,10 @@ def build(stream: Stream, options: DaliOptions, device_id: int | None) -> tf.dat
     and integer labels, which DALI's own reader reads. `device_id` is the CUDA device that decodes;
     None if `options.device` is "cpu".
 
-    The dataset of a training on a GPU lies there, so that its batches never come back to the CPU.
-    Such a dataset cannot be mapped: if its elements are dictionaries, or for an evaluation, whose
-    length Keras must know, it lies on the CPU.
+    A dataset for a GPU lies there if it is endless, so that its batches never come back to the CPU.
+    There it cannot be mapped, and says that it never ends. So the others lie on the CPU: those
+    whose elements are dictionaries, and those that end, as Keras would believe them. For training,
+    their batches are copied to the GPU ahead of time.
 
     Raises:
       InputError: DALI rejects the pipeline.
@@ -94,11 +95,11 @@ def build(stream: Stream, options: DaliOptions, device_id: int | None) -> tf.dat
     define = functools.partial(
         build_pipeline, stream, options, device_id, uses_dali_reader=uses_dali_reader
     )
-    is_on_gpu = options.device == "gpu" and spec.repeat and not spec.is_structured
+    is_on_gpu = options.device == "gpu" and stream.endless and not spec.is_structured
     dataset = make_dataset(
         define, outputs, stream, options, uses_dali_reader=uses_dali_reader, is_on_gpu=is_on_gpu
     )
-    if is_on_gpu:
+    if is_on_gpu or uses_dali_reader:
         return dataset
     with _outside_the_gpu(options):
         if spec.is_structured:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from dali_tf_input.backends import tf_native
 from dali_tf_input.backends.buffer import read_buffer
 from dali_tf_input.backends.callbacks import make_callback
 from dali_tf_input.backends.places import check_versions, find_groups, find_places
@@ -23,7 +24,7 @@ _CHUNK, _CHUNK_BYTES = 16, 1 << 22  # most records, and bytes, that a reader rea
 # int64 (k,), or else int64 (0,); or the records, string (k,), or else string (0,); and what
 # `InputSpec.beside_records` names, (k,) each.
 MakeBatch = Callable[[tf.Tensor, tf.Tensor, tf.Tensor, tuple[tf.Tensor, ...]], Any]
-_LISTED = 4096  # images that Python lists in a call: half a millisecond
+_LISTED = 4096  # images that Python lists in a call, which takes half a millisecond
 
 
 def read_records(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
@@ -45,12 +46,7 @@ def list_batches(stream: Stream) -> tf.data.Dataset:
       A dataset of (keys, numbers): the keys of a batch's images, see `read_records`, and the
       numbers of their records; int64 (k,) each.
     """
-    list_epoch = list_planned(stream)
-    size, has_whole_steps = stream.shard_batch_size, stream.spec.repeat
-    return join_epochs(
-        stream,
-        lambda epoch, step: list_epoch(epoch, step).rebatch(size, drop_remainder=has_whole_steps),
-    )
+    return join_epochs(stream, list_planned(stream, stream.shard_batch_size, native=True))
 
 
 def map_batches(
@@ -123,37 +119,58 @@ def join_epochs(stream: Stream, read_epoch: ReadEpoch) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensors(0).flat_map(read_next_epoch)
 
 
-def list_planned(stream: Stream) -> ReadEpoch:
+def list_planned(stream: Stream, count: int, *, native: bool) -> ReadEpoch:
     """Returns the function that lists an epoch from a step on, in the order of its `Plan`.
 
-    It makes a dataset of (keys, numbers), of many images each: see `list_batches`.
+    It makes a dataset of (keys, numbers), of `count` images each: see `list_batches`.
     """
-    spec, plan, shard_id = stream.spec, stream.plan, stream.shard.shard_id
-    places = find_places(spec.records)
-    groups = find_groups(spec) if plan.groups else None
-    check = make_callback(check_versions)
-
-    @make_callback
-    def list_images(epoch: int, first: int) -> tuple[Integers, Integers]:
-        slots = plan.slots(shard_id, int(first), int(first) + _LISTED)
-        return int(epoch) * STRIDE + slots, plan.records(int(epoch), slots)
+    spec, plan = stream.spec, stream.plan
+    places, groups = find_places(spec.records), find_groups(spec) if plan.groups else None
+    listed = count if native else _LISTED
+    check, list_images = (_list_natively if native else _list_by_python)(stream, listed)
 
     @tf.autograph.experimental.do_not_convert
     def list_epoch(epoch: tf.Tensor, step: tf.Tensor) -> tf.data.Dataset:
         # Before the first record, as files stay open from one epoch to the next.
-        unchanged = tf.numpy_function(check, [places.names, places.versions], tf.string)
-        with tf.control_dependencies([unchanged]):
+        with tf.control_dependencies([check(places.names, places.versions)]):
             first = step * stream.shard_batch_size
 
         def list_next(start: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            listed = tf.numpy_function(list_images, [epoch, start], (tf.int64, tf.int64))
-            keys, numbers = (tf.ensure_shape(values, (None,)) for values in listed)
+            keys, numbers = list_images(epoch, start)
             return keys, numbers if groups is None else tf.gather(groups.records, numbers)
 
-        # Python lists thousands of images in a call.
-        return tf.data.Dataset.range(first, plan.num_images(shard_id), _LISTED).map(list_next)
+        num_images = plan.num_images(stream.shard.shard_id)
+        images = tf.data.Dataset.range(first, num_images, listed).map(list_next)
+        return images if native else images.rebatch(count)
 
     return list_epoch
+
+
+def _list_natively(stream: Stream, count: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Returns what checks all files, and what lists `count` images of an epoch from one on."""
+    with tf.device("CPU:0"):
+        plan = [tf.constant(numbers) for numbers in stream.plan.to_numbers(stream.shard.shard_id)]
+    return tf_native.check_files, partial(tf_native.list_images, plan, count=count)
+
+
+def _list_by_python(stream: Stream, count: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Returns the same as `_list_natively`, where there are no compiled operations."""
+    plan, shard_id = stream.plan, stream.shard.shard_id
+    check_now = make_callback(check_versions)
+
+    @make_callback
+    def list_now(epoch: int, first: int) -> tuple[Integers, Integers]:
+        slots = plan.slots(shard_id, int(first), int(first) + count)
+        return int(epoch) * STRIDE + slots, plan.records(int(epoch), slots)
+
+    def check(names: tf.Tensor, versions: tf.Tensor) -> Any:
+        return tf.numpy_function(check_now, [names, versions], tf.string)
+
+    def list_images(epoch: tf.Tensor, first: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        listed = tf.numpy_function(list_now, [epoch, first], (tf.int64, tf.int64))
+        return tuple(tf.ensure_shape(values, (None,)) for values in listed)
+
+    return check, list_images
 
 
 def read_planned(stream: Stream, options: TfDataOptions) -> ReadEpoch:
@@ -168,7 +185,7 @@ def read_planned(stream: Stream, options: TfDataOptions) -> ReadEpoch:
     # Remote reads wait longer, and neighboring ranges share a request.
     max_chunk = 2 * _CHUNK if spec.records.is_remote else _CHUNK
     chunk = int(np.clip(_CHUNK_BYTES // places.mean_bytes, 1, max_chunk))
-    list_epoch = list_planned(stream)
+    list_epoch = list_planned(stream, chunk, native=uses_native(options.kernel))
 
     @tf.autograph.experimental.do_not_convert
     def read_epoch(epoch: tf.Tensor, step: tf.Tensor) -> tf.data.Dataset:
@@ -176,10 +193,8 @@ def read_planned(stream: Stream, options: TfDataOptions) -> ReadEpoch:
             return (keys, read(numbers), *places.beside_all(spec, numbers))
 
         # A thread reads a few records at a time.
-        records = (
-            list_epoch(epoch, step)
-            .rebatch(chunk)
-            .map(read_next, num_parallel_calls=parallel, deterministic=True)
+        records = list_epoch(epoch, step).map(
+            read_next, num_parallel_calls=parallel, deterministic=True
         )
         specs = [tf.TensorSpec((), one.dtype) for one in records.element_spec]
         variant = tf.raw_ops.UnbatchDataset(

@@ -24,7 +24,7 @@ _logger = logging.getLogger("dali_tf_input")
 _KERNELS = {"nearest": 0, "bilinear": 1, "bicubic": 2}  # `Kernel` in native/resample.h
 _COPY = 3
 _OPERATIONS = (
-    *("batch", "place", "pack", "fill", "uniforms", "permute", "read", "prepare", "augment"),
+    *("batch", "place", "pack", "fill", "list", "check", "uniforms", "read", "prepare", "augment"),
 )
 PLACE_SIZE = 24  # bytes of `Place` in native/packed.h
 _OUTPUTS = ("float32", "float16", "bfloat16", "uint8")  # `Output` in native/resample.h
@@ -307,6 +307,30 @@ def pack_batch(
 def fill_packed(batch: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
     """Fills values, uint8 (k, values_size), into a packed batch, which must have no other use."""
     return tf.ensure_shape(load().dali_tf_input_fill(batch, values), (None, None))
+
+
+def list_images(
+    plan: Sequence[tf.Tensor], epoch: tf.Tensor, first: tf.Tensor, count: int
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Lists images of a shard, from one on, fewer at the end of an epoch.
+
+    Args:
+      plan: what `Plan.to_numbers` returns.
+      epoch: int64.
+      first: the number of the first image in the epoch, int64.
+      count: how many images.
+
+    Returns:
+      The keys of the images, see `reading.read_records`, and the numbers of their records, which
+      with groups are counted as by `Plan.records`; int64 (k,) each.
+    """
+    keys, numbers = load().dali_tf_input_list(*plan, epoch, first, np.int64(count))
+    return tf.ensure_shape(keys, (None,)), tf.ensure_shape(numbers, (None,))
+
+
+def check_files(names: tf.Tensor, versions: tf.Tensor) -> tf.Tensor:
+    """Checks that files are those that were indexed, see `places.Places`; returns a number."""
+    return tf.ensure_shape(load().dali_tf_input_check(names, versions), ())
 
 
 def draw_uniforms(keys: tf.Tensor, seed: int, count: int) -> tf.Tensor:

@@ -236,7 +236,8 @@ def examine_plugin(trier: Trier, *, on_gpu: bool) -> Iterator[Finding]:
     if works:
         compiled, text = trier.attempt(_TRY_OPERATOR)
         compile_it = f"{python_command()} -m dali_tf_input.backends.dali_operator"
-        yield check("operator of DALI", compiled, text, compile_it)
+        state: Literal["ok", "warning"] = "ok" if compiled else "warning"
+        yield Finding(state, "operator of DALI", text, "" if compiled else compile_it)
     tries = {"pipeline": None} | ({"GPU pipeline": 0} if on_gpu else {})
     for what, device_id in tries.items() if works else ():
         works, text = trier.attempt(_TRY_PIPELINE.format(device_id=device_id))

@@ -159,8 +159,7 @@ class Plan:
 
     def _records_of_groups(self, epoch: int, places: Integers, groups: Groups) -> Integers:
         """Returns the records of places, counted group by group."""
-        # Without the remainder, so that the counts of an epoch are exact.
-        total = self.steps_per_epoch * self.shard_batch_size * self.num_shards // self.repeats
+        total = self._num_places  # so that the counts of an epoch are exact
         quotas, sizes = groups.quotas(total), np.array(groups.sizes, np.int64)
         assert self.seed is not None
         if groups.are_parts:
@@ -176,6 +175,34 @@ class Plan:
         keys = hash_words(self.seed, stream, group, pass_number)
         members = permute(served % sizes[group], sizes[group], keys)
         return (np.cumsum(sizes) - sizes)[group] + members
+
+    def to_numbers(self, shard_id: int) -> tuple[Integers, Integers, Integers]:
+        """Returns a shard's plan for the operation that computes the same: backends/native/plan.h.
+
+        Returns:
+          Its numbers, int64 (11,); the sizes and quotas of the groups, int64 (groups, 2); and the
+          pairs of `pair_parts`, int64 (pairs, 4).
+        """
+        groups, pairs, kind = np.zeros((0, 2), np.int64), np.zeros((0, 4), np.int64), 0
+        if self.groups:
+            quotas = self.groups.quotas(self._num_places)
+            groups = np.stack([np.array(self.groups.sizes, np.int64), quotas], 1)
+            kind = 2 if self.groups.are_parts else 1
+            if self.groups.are_parts:
+                pairs = np.array(pair_parts(quotas), np.int64).reshape(-1, 4)
+        numbers = [
+            *(self.num_slots, self.shard_batch_size, self.num_shards, shard_id),
+            *(self.num_images(shard_id), self._share_of_remainder(shard_id)[0]),
+            *(-1 if self.seed is None else self.seed, self.block_size, self.repeats),
+            *(kind, self._num_places if self.groups else 0),
+        ]
+        return np.array(numbers, np.int64), groups, pairs
+
+    @property
+    def _num_places(self) -> int:
+        """How many records are drawn for an epoch, without those that do not fill a step."""
+        images = self.steps_per_epoch * self.shard_batch_size * self.num_shards
+        return images // self.repeats
 
     @functools.cached_property
     def _num_full_steps(self) -> int:
@@ -207,16 +234,12 @@ def spread_evenly(places: Integers, quotas: Integers) -> tuple[Integers, Integer
     Returns:
       The part of each place, and how many places of that part come before it: int64 (n,) each.
     """
-    nodes = [(int(quota), number, number) for number, quota in enumerate(quotas) if quota]
-    heapq.heapify(nodes)
-    children: dict[int, tuple[tuple[int, int], tuple[int, int]]] = {}
-    for node in range(len(quotas), len(quotas) + len(nodes) - 1):
-        first, second = heapq.heappop(nodes), heapq.heappop(nodes)
-        children[node] = ((first[0], first[2]), (second[0], second[2]))
-        heapq.heappush(nodes, (first[0] + second[0], node, node))
-    part, before = np.full(len(places), nodes[0][2]), places.copy()
-    for node in sorted(children, reverse=True):  # parents were made after their children
-        (first_quota, first_node), (second_quota, second_node) = children[node]
+    pairs = pair_parts(quotas)
+    root = len(quotas) + len(pairs) - 1 if pairs else int(np.flatnonzero(quotas)[0])
+    part, before = np.full(len(places), root), places.copy()
+    for number in reversed(range(len(pairs))):  # parents were made after their children
+        (first_quota, first_node, second_quota, second_node) = pairs[number]
+        node = len(quotas) + number
         here = np.flatnonzero(part == node)
         quota, here_before = first_quota + second_quota, before[here]
         counts, next_counts = (
@@ -226,6 +249,23 @@ def spread_evenly(places: Integers, quotas: Integers) -> tuple[Integers, Integer
         part[here] = np.where(is_first, first_node, second_node)
         before[here] = np.where(is_first, counts, here_before - counts)
     return part, before
+
+
+def pair_parts(quotas: Integers) -> list[tuple[int, int, int, int]]:
+    """Pairs parts, and pairs of them, as in a Huffman tree: always the two with the lowest quotas.
+
+    Returns:
+      For each pair the quota and the number of its first, then of its second. Pair i has the number
+      len(quotas) + i; the last one holds all parts.
+    """
+    nodes = [(int(quota), number) for number, quota in enumerate(quotas) if quota]
+    heapq.heapify(nodes)
+    pairs = []
+    for node in range(len(quotas), len(quotas) + len(nodes) - 1):
+        first, second = heapq.heappop(nodes), heapq.heappop(nodes)
+        pairs.append((*first, *second))
+        heapq.heappush(nodes, (first[0] + second[0], node))
+    return pairs
 
 
 def apportion_total(total: int, shares: Sequence[float]) -> Integers:

@@ -7,9 +7,11 @@ import time
 
 import pytest
 from commands import python
-from conftest import DALI, TF_DATA, nightly, write_dataset
+from conftest import DALI, TF_DATA, nightly, spec_of, write_dataset
 
-from dali_tf_input.backends import callbacks
+from dali_tf_input import Preprocess
+from dali_tf_input.backends import callbacks, reading
+from dali_tf_input.backends.build import make_dataset
 
 
 @pytest.fixture
@@ -127,3 +129,20 @@ def test_a_process_that_ends_while_it_reads(tmp_path, options):
     process = python("-c", code, timeout=300)
     assert process.returncode == 0, process.stderr
     assert "Traceback" not in process.stderr
+
+
+@pytest.mark.parametrize("options", [TF_DATA, DALI], ids=["tf_data", "dali"])
+def test_local_files_need_no_calls(dataset, options, monkeypatch):
+    """Of a training in a fixed order: nothing waits for Python, nor Python for it."""
+
+    def refuse(function):
+        raise AssertionError(function)
+
+    monkeypatch.setattr(reading, "make_callback", refuse)
+    for order in ("global", "sequential"):
+        spec = spec_of(dataset, order, Preprocess.for_training(16))
+        made = iter(make_dataset(spec, options, batch_size=7, endless=True))
+        for _ in range(5):  # also beyond an epoch
+            next(made)
+    evaluation = spec_of(dataset, "sequential", Preprocess.for_evaluation(16), repeat=False)
+    assert sum(1 for _ in make_dataset(evaluation, options, batch_size=7)) == 4

@@ -192,6 +192,33 @@ def test_pixels_of_global_order_are_the_cpus(dataset, crop, antialias):
         assert difference.max() < 8  # another image differs by 60
 
 
+@pytest.mark.parametrize(
+    ("order", "changes"),
+    [
+        ("global", {}),
+        ("sequential", {"dtype": "uint8"}),
+        ("buffer", {"augment": (dti.RandAugment(),)}),
+    ],
+)
+def test_pixels_of_datasets_that_lie_on_the_gpu(dataset, order, changes):
+    """Endless ones: by the places of images in files, or with the images in the packed batch."""
+    preprocess = dataclasses.replace(dti.Preprocess.for_training(32), **changes)
+    spec = spec_of(dataset, order, preprocess, seed=3)
+    batches = []
+    for options, device in ((GPU, KIND), (TF_DATA, "CPU")):
+        with tf.device(f"{device}:0"):
+            made = dti.make_dataset(spec, options, batch_size=6, endless=True)
+            iterator = iter(made)
+            batches.append([next(iterator) for _ in range(10)])  # beyond the end of an epoch
+    for (images, labels), (expected_images, expected_labels) in zip(*batches, strict=True):
+        assert KIND in images.device
+        assert labels.numpy().tolist() == expected_labels.numpy().tolist()
+        if preprocess.dtype != "uint8":
+            images, expected_images = 57 * images, 57 * expected_images
+        difference = np.abs(images.numpy().astype(float) - expected_images.numpy())
+        assert difference.mean() < 3
+
+
 def test_pixels_come_with_what_else_there_is(dataset):
     """Labels, weights, record ids and features; they are arranged on the CPU."""
     label = dti.ClassLabel(num_classes=24, one_hot=True)

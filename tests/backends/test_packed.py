@@ -201,10 +201,10 @@ def test_a_gpus_dataset_made_on_the_cpu(records, order, monkeypatch):
     served = []
     for device in ("gpu", "cpu"):
         options = dti.DaliOptions(device=device, decode="full")
-        made = dali.build(Stream(spec=spec, shard_batch_size=5), options, None)
-        served.append([batch for _ in range(2) for batch in made])
+        made = dali.build(Stream(spec=spec, shard_batch_size=5, endless=True), options, None)
+        served.append([batch for _, batch in zip(range(5), made, strict=False)])
     assert places == [order != "buffer"] * 2 + [False]
-    assert len(served[0]) == 4
+    assert len(served[0]) == 5
     for batch, expected in zip(*served, strict=True):
         tf.nest.map_structure(np.testing.assert_array_equal, batch, expected)
 

@@ -167,13 +167,17 @@ def test_memory_growth_and_a_pipeline_on_the_gpu(monkeypatch, tmp_path, force, s
     for on_gpu, pipelines in ((False, ["pipeline"]), (True, ["pipeline", "GPU pipeline"])):
         found = list(doctor.examine_plugin(trier, on_gpu=on_gpu))
         states = [(finding.what, finding.state) for finding in found[1:]]
-        assert states == [(what, "ok") for what in pipelines]
+        assert states == [(what, "ok") for what in ("operator of DALI", *pipelines)]
     assert "device_id = 0" in tried[-1]
     assert any("enable_memory_growth" in code for code in tried) == (state == "ok")
     monkeypatch.setattr(Trier, "attempt", lambda _, code: ("DALIDataset(" not in code, "no"))
     *_, pipeline = doctor.examine_plugin(trier, on_gpu=False)
     assert pipeline[2:] == ("no", doctor._install_plugin())
     assert pipeline.state == "broken"
+    monkeypatch.setattr(Trier, "attempt", lambda _, code: ("load_operator" not in code, "no"))
+    operator = next(one for one in doctor.examine_plugin(trier, on_gpu=False) if one.state != "ok")
+    assert (operator.what, operator.state) == ("operator of DALI", "warning")
+    assert operator.fix.endswith("python -m dali_tf_input.backends.dali_operator")
 
 
 def test_gpus_that_only_the_libraries_see(monkeypatch, tmp_path):

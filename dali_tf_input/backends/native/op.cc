@@ -4,7 +4,8 @@
 //   DaliTfInputPack      packs a batch for DALI, from the same                                   split.h, packed.h
 //   DaliTfInputFill      fills values into a packed batch                                        packed.h
 //   DaliTfInputUniforms  draws random numbers for many keys                                      random.h
-//   DaliTfInputPermute   permutes places by keys                                                 random.h
+//   DaliTfInputList      lists images of an epoch and their records                              plan.h
+//   DaliTfInputCheck     checks that files are those that were indexed                           read.h
 //   DaliTfInputRead      reads records at known offsets in files                                 records.h
 //   DaliTfInputPrepare   makes a view of a region of a decoded image                             resample.h
 //   DaliTfInputAugment   augments a cropped image by rows                                        augment.h
@@ -17,6 +18,7 @@
 #include "call.h"
 #include "decode.h"
 #include "mix.h"
+#include "plan.h"
 #include "random.h"
 #include "read.h"
 #include "records.h"
@@ -452,29 +454,48 @@ void SetUnknownShape(TF_ShapeInferenceContext* context, TF_Status* status) {
   TF_ShapeInferenceContextSetUnknownShape(context, status);
 }
 
-// Permutes places, see random.h. Its inputs, of the same length: the places, the sizes of their permutations, and keys.
-void ComputePermute(void*, TF_OpKernelContext* context) {
-  Call call(context, 3);
+// Lists images of a shard. Its inputs: the plan's numbers, its groups and nodes, see plan.h, int64; and an epoch, the
+// first image and how many, int64 each. Its outputs: the keys of the images and the numbers of their records, int64 (k,);
+// fewer at the end of the epoch.
+void ComputeList(void*, TF_OpKernelContext* context) {
+  Call call(context, 6);
   call.Run([&] {
-    const int64_t count = TF_TensorElementCount(call.inputs[0]);
-    const int64_t* values[3];
-    for (int number = 0; number < 3; ++number) {
-      values[number] = static_cast<const int64_t*>(TF_TensorData(call.inputs[number]));
-      if (TF_TensorElementCount(call.inputs[number]) != count) {
-        return TF_SetStatus(call.status, dali_tf_input::kInvalidArgument, "as many places, sizes and keys are needed");
-      }
+    const auto fail = [&](const char* text) { TF_SetStatus(call.status, kInvalidArgument, text); };
+    dali_tf_input::Plan plan;
+    if (call.Count(0) != plan.kNumbers || call.Count(3) != 1 || call.Count(4) != 1 || call.Count(5) != 1) {
+      return fail("a plan, an epoch, an image and a count are needed");
     }
-    for (int64_t row = 0; row < count; ++row) {
-      if (values[0][row] < 0 || values[0][row] >= values[1][row]) {
-        return TF_SetStatus(call.status, dali_tf_input::kInvalidArgument, "places must be in [0, size)");
-      }
+    const auto* numbers = call.Data<int64_t>(0);
+    plan = {numbers[0], numbers[1], numbers[2], numbers[3], numbers[4],  numbers[5],        numbers[6],       numbers[7],
+            numbers[8], numbers[9], numbers[10], call.Data<int64_t>(1), call.Data<int64_t>(2), call.Count(1) / 2, call.Count(2) / 4, {}, {}};
+    const int64_t epoch = *call.Data<int64_t>(3), first = *call.Data<int64_t>(4);
+    if (!plan.Complete() || epoch < 0 || epoch >= int64_t{1} << 22 || first < 0) return fail("these are not the numbers of a plan");
+    const int64_t count = std::max<int64_t>(0, std::min(*call.Data<int64_t>(5), plan.num_images - first));
+    const size_t bytes = static_cast<size_t>(count) * sizeof(int64_t);
+    auto* keys = static_cast<int64_t*>(call.Allocate(0, kInt64, &count, 1, bytes));
+    auto* records = call.ok() ? static_cast<int64_t*>(call.Allocate(1, kInt64, &count, 1, bytes)) : nullptr;
+    for (int64_t place = 0; place < count && records; ++place) {
+      const int64_t slot = plan.Slot(first + place);
+      keys[place] = epoch * dali_tf_input::kStride + slot, records[place] = plan.Record(epoch, slot);
     }
-    auto* moved = static_cast<int64_t*>(call.Allocate(0, kInt64, &count, 1, static_cast<size_t>(count) * sizeof(int64_t)));
-    if (!moved) return;
-    for (int64_t row = 0; row < count; ++row) {
-      const uint64_t place = static_cast<uint64_t>(values[0][row]), size = static_cast<uint64_t>(values[1][row]);
-      moved[row] = static_cast<int64_t>(dali_tf_input::Permute(place, size, static_cast<uint64_t>(values[2][row])));
+  });
+}
+
+// Checks that files have the sizes and times that they had when they were indexed. Its inputs: their names, string (f,),
+// and versions, int64 (f, 2). Its output: how many there are, int64.
+void ComputeCheck(void*, TF_OpKernelContext* context) {
+  Call call(context, 2);
+  call.Run([&] {
+    const int64_t count = call.Count(0);
+    if (call.Count(1) != 2 * count) return TF_SetStatus(call.status, kInvalidArgument, "a version for each file is needed");
+    const size_t string_size = count ? TF_TensorByteSize(call.inputs[0]) / static_cast<size_t>(count) : 0;
+    for (int64_t number = 0; number < count; ++number) {
+      const auto* name = reinterpret_cast<const TF_TString*>(call.Data<char>(0) + string_size * static_cast<size_t>(number));
+      const int64_t* version = call.Data<int64_t>(1) + 2 * number;
+      const Problem problem = dali_tf_input::CheckVersion({TF_StringGetDataPointer(name), TF_StringGetSize(name)}, version[0], version[1]);
+      if (!problem.text.empty()) return call.Fail(problem);
     }
+    if (void* out = call.Allocate(0, kInt64, nullptr, 0, sizeof count)) std::memcpy(out, &count, sizeof count);
   });
 }
 
@@ -521,8 +542,10 @@ __attribute__((constructor)) void RegisterAll() {
            TF_NewKernelBuilder("DaliTfInputPlace", "CPU", Create<Work>, ComputePlace, Delete<Work>));
   Register("DaliTfInputUniforms", {"keys: int64", "seed: int64", "count: int64"}, {"uniforms: float"}, {},
            Stateless("DaliTfInputUniforms", ComputeUniforms));
-  Register("DaliTfInputPermute", {"places: int64", "sizes: int64", "keys: int64"}, {"moved: int64"}, {},
-           Stateless("DaliTfInputPermute", ComputePermute));
+  Register("DaliTfInputList",
+           {"plan: int64", "groups: int64", "nodes: int64", "epoch: int64", "first: int64", "count: int64"},
+           {"keys: int64", "numbers: int64"}, {}, Stateless("DaliTfInputList", ComputeList));
+  Register("DaliTfInputCheck", {"names: string", "versions: int64"}, {"count: int64"}, {}, Stateless("DaliTfInputCheck", ComputeCheck));
   Register("DaliTfInputRead",
            {"names: string", "versions: int64", "file_of: int32", "extents: int64", "numbers: int64"}, {"records: string"},
            {"check_crc: bool"}, TF_NewKernelBuilder("DaliTfInputRead", "CPU", CreateRead, ComputeRead, DeleteRead));

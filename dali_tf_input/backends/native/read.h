@@ -140,6 +140,23 @@ inline Problem BadRecord(const std::string& name, const char* what, int64_t offs
   return {kDataLoss, name + ": " + what + " record at byte " + std::to_string(offset) + ". Index the file again."};
 }
 
+inline Problem ChangedFile(const std::string& name, int64_t then, int64_t now) {
+  return {kFailedPrecondition, name + " changed since it was indexed (then " + std::to_string(then) + " bytes, now " +
+                                   std::to_string(now) + "): index it again."};
+}
+
+inline int64_t TimeOf(const struct stat& status) {
+  return status.st_mtim.tv_sec * int64_t{1000000000} + status.st_mtim.tv_nsec;
+}
+
+// Checks that a file has a size and a time of modification, unless they are -1, unknown.
+inline Problem CheckVersion(const std::string& name, int64_t size, int64_t mtime) {
+  struct stat status;
+  if (size < 0) return {};
+  if (stat(name.c_str(), &status) != 0) return SystemProblem(name, errno);
+  return status.st_size == size && TimeOf(status) == mtime ? Problem{} : ChangedFile(name, size, status.st_size);
+}
+
 // A file that is open, and what it was when it was opened.
 struct File {
   int descriptor;
@@ -197,10 +214,9 @@ class Files {
     if (fstat(descriptor, &status) != 0) return SystemProblem(name, errno);
     if (!S_ISREG(status.st_mode)) return {kFailedPrecondition, name + " is not a regular file: index it again."};
     (*file)->size = status.st_size;
-    (*file)->mtime = status.st_mtim.tv_sec * int64_t{1000000000} + status.st_mtim.tv_nsec;
+    (*file)->mtime = TimeOf(status);
     if (size >= 0 && ((*file)->size != size || (*file)->mtime != mtime)) {
-      return {kFailedPrecondition, name + " changed since it was indexed (then " + std::to_string(size) + " bytes, now " +
-                                       std::to_string((*file)->size) + "): index it again."};
+      return ChangedFile(name, size, (*file)->size);
     }
     std::lock_guard<std::mutex> lock(mutex_);
     while (open_.size() >= most_ && Drop()) continue;
