@@ -94,6 +94,7 @@ def random_plan(random):
     kind = random.integers(5)
     if kind == 0:  # an evaluation
         fields = {"keep_remainder": True}
+        num_shards, size = (int(number) for number in random.integers(1, 50, 2))
     elif kind == 1:
         fields["block_size"] = int(random.integers(1, 50))
     elif kind == 2:

@@ -29,7 +29,7 @@ struct Plan {
   bool Complete() {
     if (num_slots < 1 || shard_batch_size < 1 || num_shards < 1 || shard_id < 0 || shard_id >= num_shards) return false;
     if (num_images < 0 || num_images > num_slots || remainder_start < 0 || block_size < 1 || repeats < 1) return false;
-    if (num_slots >= kStride || shard_batch_size > num_slots || num_shards > num_slots) return false;
+    if (num_slots >= kStride || shard_batch_size >> 20 || num_shards >> 20) return false;  // so that no product overflows
     if (kind == kAll) return true;
     if (num_groups < 1 || total < 1 || total > num_slots || (kind != kClasses && kind != kParts)) return false;
     if (kind == kParts && total >> 31) return false;  // `FindPart` multiplies two such numbers
