@@ -16,10 +16,12 @@ from dali_tf_input.backends.tf_native import uses_native
 from dali_tf_input.errors import BatchSize, InputError, Path, check, checked
 from dali_tf_input.index.decoders import make_trial_decode
 from dali_tf_input.records.checks import Checks, InvalidRecord
+from dali_tf_input.records.class_names import LABELS_NAME
 from dali_tf_input.spec.options import DaliOptions, Device, TfDataOptions
 from dali_tf_input.spec.preprocess import Preprocess
 from dali_tf_input.storage.objects import local_path
 from dali_tf_input.storage.staging import Staging
+from dali_tf_input.training.models import check_pixels, names_of
 from dali_tf_input.training.strategies import check_keras
 
 _logger = logging.getLogger("dali_tf_input")
@@ -90,10 +92,13 @@ def iterate_batches(
 
 
 @checked
-def export_saved_model(model: keras.Model, preprocess: Preprocess, folder: Path) -> None:
+def export_saved_model(
+    model: keras.Model, preprocess: Preprocess, folder: Path, *, compare: bool = True
+) -> None:
     """Writes `model` as a TensorFlow SavedModel that takes and preprocesses encoded images.
 
-    The served model then preprocesses its input exactly as in evaluation.
+    The served model then preprocesses its input exactly as in evaluation. If `fit` trained it in
+    this program on classes with names, ``assets.extra/labels.txt`` has them.
 
     Examples:
       >>> export_saved_model(model, Preprocess.for_evaluation(224), "served/1")
@@ -103,12 +108,17 @@ def export_saved_model(model: keras.Model, preprocess: Preprocess, folder: Path)
       preprocess: see `iterate_batches`.
       folder: a new folder for the SavedModel. Its signature "serving_default" takes JPEG or PNG
         files, string (batch,), and returns the outputs of `model`.
+      compare: whether `preprocess` must make pixels of the scale, channels and layout that the
+        model was trained on in this program by `fit`.
 
     Raises:
-      InputError: `preprocess` is random, or `folder` exists or is a URL.
+      InputError: `preprocess` is random, or makes other pixels than in training; or `folder` exists
+        or is a URL.
     """
     check_keras("export_saved_model")
     _check_deterministic(preprocess)
+    if compare:
+        check_pixels(model, preprocess)
     folder = _new_folder(folder)
     archive = keras.export.ExportArchive()
     archive.track(model)
@@ -122,6 +132,12 @@ def export_saved_model(model: keras.Model, preprocess: Preprocess, folder: Path)
     archive.add_endpoint(name="serve", fn=serve, input_signature=[encoded])
     with Staging(os.path.dirname(folder), "Name another folder.") as staging:
         archive.write_out(staging.path("model"), verbose=False)
+        names = names_of(model)
+        if names and None not in names:
+            extra = os.path.join(staging.path("model"), "assets.extra")
+            os.makedirs(extra)
+            with open(os.path.join(extra, LABELS_NAME), "xb") as stream:
+                stream.write("".join(f"{name}\n" for name in names).encode())
         staging.commit("model", folder)
 
 

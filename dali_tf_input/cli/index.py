@@ -11,10 +11,12 @@ bad records of each kind are printed, and the exit code is 1. All other files ar
 example: dali-tf-input index --verify=decode --on_bad=skip 'path/train-*-of-*'
 """
 
+import contextlib
 import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from typing import get_args
 
 from rich import filesize
@@ -22,14 +24,16 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
+from dali_tf_input import InputError
 from dali_tf_input.cli import command
 from dali_tf_input.cli.command import format_count
 from dali_tf_input.cli.dask import connect_dask
 from dali_tf_input.cli.flags import LabelFlags
 from dali_tf_input.index.build import IndexFaultsError, IndexReport, OnBad, Progress, build_index
 from dali_tf_input.records.checks import KEY_PRESETS, LEVELS, MAX_PIXELS, Checks, Decoder, find_keys
+from dali_tf_input.records.class_names import find_class_names
 from dali_tf_input.records.contents import Images, Summary
-from dali_tf_input.records.paths import BAD_RECORDS_NAME, index_command
+from dali_tf_input.records.paths import BAD_RECORDS_NAME, find_files, index_command
 from dali_tf_input.records.tfrecord import BadRecord
 
 FLAGS = command.Flags()
@@ -80,12 +84,19 @@ def main(patterns: list[str]) -> int:
             )
         except IndexFaultsError as error:
             report, refusal = error.report, error
-    print_report(report)
+    print_report(report, _find_names(patterns))
     if refusal:
         remedy = _remedy(patterns, checks, refusal.mistake, has_records=progress.has_records)
         print(f"error: {refusal}. {remedy}", file=sys.stderr)
         return 1
     return 0
+
+
+def _find_names(patterns: list[str]) -> tuple[str, ...] | None:
+    """Returns the names of the classes beside the files; None if they are not known."""
+    with contextlib.suppress(InputError, OSError):
+        return find_class_names(os.path.dirname(find_files(patterns)[0]))
+    return None
 
 
 class IndexProgress:
@@ -140,15 +151,15 @@ class IndexProgress:
             self._console.print(f"more are counted below: {bad.reason}", highlight=False)
 
 
-def print_report(report: IndexReport) -> None:
-    """Prints what was done and what the files hold."""
+def print_report(report: IndexReport, names: Sequence[str] | None) -> None:
+    """Prints what was done and what the files hold; `names` are those of their classes."""
     done = [f"{report.written:,} indexed"]
     done += [f"{report.unchanged:,} unchanged"] if report.unchanged else []
     done += [f"{report.removed:,} gone"] if report.removed else []
     done += [f"{report.bad_files:,} with bad records"] if report.bad_files else []
     rows = [("files", ", ".join(done))]
     if report.summary.files:
-        rows += _describe(report.summary)
+        rows += _describe(report.summary, names)
     command.print_rows(rows)
     if report.reasons:
         print()
@@ -174,7 +185,7 @@ def _remedy(patterns: list[str], checks: Checks, mistake: str, *, has_records: b
     return f"Those files were not indexed. Fix them, or skip the bad records: {fix}"
 
 
-def _describe(summary: Summary) -> list[tuple[str, str]]:
+def _describe(summary: Summary, names: Sequence[str] | None) -> list[tuple[str, str]]:
     """Returns the rows that say what the indexed files hold."""
     levels = [f"{level} {format_count(count, 'file')}" for level, count in summary.verified.items()]
     rows = [("records", f"{summary.records:,}"), ("size", filesize.decimal(summary.size))]
@@ -185,7 +196,7 @@ def _describe(summary: Summary) -> list[tuple[str, str]]:
         rows.append(("skipped", f"{count} ({part:.2%}), listed in {BAD_RECORDS_NAME}"))
     if summary.features:
         rows.append(("features", _describe_features(summary)))
-    labels = _describe_labels(summary)
+    labels = _describe_labels(summary, names)
     if labels:
         rows.append(("labels", labels))
     if summary.images:
@@ -205,7 +216,7 @@ def _describe_features(summary: Summary) -> str:
     return text
 
 
-def _describe_labels(summary: Summary) -> str:
+def _describe_labels(summary: Summary, names: Sequence[str] | None) -> str:
     _, key = find_keys(
         summary.features, image_key=_IMAGE_KEY.value, label_key=_LABELS.label_key.value
     )
@@ -221,6 +232,8 @@ def _describe_labels(summary: Summary) -> str:
     longest = feature.lengths[1]
     details += f", up to {longest:,} in a record" if longest > 1 else ""
     counts_from_1 = first == 1 and not _LABELS.label_offset.value
+    # With names for 0 to the highest label, class 0 has no record here.
+    counts_from_1 = counts_from_1 and len(names or ()) <= last
     hint = " (train with ClassLabel(offset=1))" if counts_from_1 else ""
     return f"{first:,g} to {last:,g}, {details}{hint}"
 

@@ -43,14 +43,14 @@ def read_image(dataset: dti.Records, record: int) -> Image.Image:
     return Image.frombytes("RGB", (width, height), stored)
 
 
-def name_label(label: Any, names: list[str]) -> str:
+def name_label(label: Any, names: Sequence[str | None]) -> str:
     """Returns a label as text: a class and its name, several classes, or numbers."""
     if np.ndim(label) == 0:
-        known = 0 <= label < len(names)
-        return f"{label} {names[label]}" if known else str(label)
+        name = names[label] if 0 <= label < len(names) else None
+        return str(label) if name is None else f"{label} {name}"
     if set(np.unique(label)) <= {0.0, 1.0}:
         classes = np.flatnonzero(label)[:6].tolist()
-        texts = (names[index] if index < len(names) else str(index) for index in classes)
+        texts = ((names[n] if n < len(names) else None) or str(n) for n in classes)
         return ", ".join(texts) or "none"
     return ", ".join(f"{value:.3g}" for value in label[:6])
 

@@ -146,7 +146,7 @@ def lay_over(image: np.ndarray, mask: np.ndarray) -> np.ndarray:
 
 def draw(spec: InputSpec, batch: dict[str, np.ndarray]) -> None:
     """Draws the contact sheet of a batch, and saves it."""
-    names = [*(spec.records.class_names or ())]
+    names = spec.class_names or ()
     images = batch["image"]
     if spec.mask:
         images = np.stack([*map(lay_over, images, batch["mask"])])

@@ -14,7 +14,7 @@ import numpy as np
 from dali_tf_input.errors import InputError, check, checked
 from dali_tf_input.random import Integers
 from dali_tf_input.records import subsets
-from dali_tf_input.records.class_names import find_class_names
+from dali_tf_input.records.class_names import find_class_names, find_difference
 from dali_tf_input.records.example import decode_example
 from dali_tf_input.records.indexed_file import Extent, IndexedFile, Mask
 from dali_tf_input.records.manifest import find_change, find_change_of_object
@@ -76,18 +76,28 @@ class IndexedFiles:
         """The path or URL of each file."""
         return tuple(file.path for file in self.files)
 
-    @functools.cached_property
-    def class_names(self) -> tuple[str, ...] | None:
-        """The names in ``labels.txt``, or tfds' ``label.labels.txt``, beside the files.
-
-        None if there is no such file, or if files in several folders have different names.
+    def find_names(self, key: str | None = None) -> tuple[str, ...] | None:
+        """Returns the names of classes beside the files, see `find_class_names`; None if unknown.
 
         Raises:
-          InputError: that file cannot be read, is not UTF-8, or has an empty line.
+          InputError: a file of names cannot be read, is not UTF-8, or has an empty line; or files
+            in several folders name a class differently.
         """
-        folders = {os.path.dirname(path) for path in self.paths}
-        names = {find_class_names(folder) for folder in folders}
-        return names.pop() if len(names) == 1 else None
+        found: dict[str, tuple[str, ...]] = {}
+        for folder in dict.fromkeys(os.path.dirname(path) for path in self.paths):
+            if names := find_class_names(folder, key):
+                found[folder] = names
+        longest = max(found, key=lambda folder: len(found[folder]), default="")
+        all_names = found.get(longest)
+        for folder, names in found.items():
+            number = find_difference(all_names, names)
+            if number is not None and all_names:
+                raise InputError(
+                    f"Class {number} is {all_names[number]!r} in {longest}, and {names[number]!r}"
+                    f" in {folder}: their records number classes differently. Open each by itself,"
+                    " and number one like the other: records.relabel(names=other.class_names)"
+                )
+        return all_names
 
     @checked
     def find(self, names: Iterable[Any]) -> Integers:

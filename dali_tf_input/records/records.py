@@ -12,6 +12,7 @@ from dali_tf_input.errors import Count, InputError, Path, Within, check, checked
 from dali_tf_input.random import Integers, Unsigned
 from dali_tf_input.records import contents, subsets
 from dali_tf_input.records.checks import PIXELS_KEY, missing_key_error
+from dali_tf_input.records.class_names import Names, find_difference, join_names, move_names
 from dali_tf_input.records.contents import Counts, Feature
 from dali_tf_input.records.indexed_file import Mask
 from dali_tf_input.records.indexed_files import IndexedFiles
@@ -50,6 +51,8 @@ class Records(IndexedFiles):
       label_key: the feature key of `labels`; None if the index step did not read them.
       label_vocabulary: the names of the classes in the order of `labels`, if records store names.
       relabeled: whether `relabel` replaced the stored `labels`.
+      names: the names of the classes, if `relabel` or a union changed them, () if they are not
+        known then; None if they are those beside the files.
       lineage: the seeds of the splits that led to this subset, so that the next split draws other
         numbers.
       image_key: feature key of the encoded image, a bytes_list of one value.
@@ -71,6 +74,7 @@ class Records(IndexedFiles):
     label_key: str | None = None
     label_vocabulary: tuple[str, ...] | None = None
     relabeled: bool = False
+    names: Names | None = None
     lineage: str = field(default="", compare=False)
     other_image_keys: tuple[str, ...] = ()
 
@@ -84,6 +88,21 @@ class Records(IndexedFiles):
     def image_keys(self) -> tuple[str, ...]:
         """The feature keys of images: a record has its image at one of them."""
         return (self.image_key, *self.other_image_keys)
+
+    @functools.cached_property
+    def class_names(self) -> Names | None:
+        """The names of the classes, by their stored labels; None where one is not known.
+
+        They are in ``labels.txt``, or tfds' ``label.labels.txt``, beside the files, or in the
+        vocabulary that the records were indexed with; and they move with the labels in `relabel`.
+
+        Raises:
+          InputError: a file of names cannot be read, is not UTF-8, or has an empty line; or files
+            in several folders name a class differently.
+        """
+        if self.names is not None:
+            return self.names or None
+        return self.label_vocabulary or self.find_names()
 
     @property
     def num_records(self) -> int:
@@ -306,12 +325,17 @@ class Records(IndexedFiles):
 
     @checked
     def relabel(
-        self, labels: Mapping[int, int] | None = None, *, ids: Mapping[Any, int] | None = None
+        self,
+        labels: Mapping[int, int] | None = None,
+        *,
+        ids: Mapping[Any, int] | None = None,
+        names: Sequence[str] | None = None,
     ) -> "Records":
         """Returns these records with other labels; the files are not changed.
 
         Use it to mix datasets that number their classes differently, or to correct wrong labels.
-        Order "buffer" serves only stored labels, and rejects relabeled records.
+        The names of the classes move with them. Order "buffer" serves only stored labels, and
+        rejects relabeled records.
 
         Examples:
           >>> records = Records.from_files("records/train-*")
@@ -322,12 +346,19 @@ class Records(IndexedFiles):
           labels: the new label of a stored one; others stay.
           ids: the new label of single records, by their ids or names, see `find`. The index may
             skip them.
+          names: the names of the classes in the order of their new labels, such as the
+            `class_names` of other records: classes are numbered by their names.
 
         Raises:
           InputError: an id or a label does not occur, a new label is not an integer, or an index
-            lacks labels, see `labels`.
+            lacks labels, see `labels`; or the name of a class is not known, is not in `names`, or
+            occurs twice.
         """
         now = np.concatenate(self._labels_of_files())
+        if names is not None:
+            rule = "given without `labels` and `ids`"
+            check(labels is None and ids is None, "names", rule, names)
+            labels = self._number_by(names, np.unique(now).tolist())
         changed = now.copy()
         for label, new in (labels or {}).items():
             check(bool((now == label).any()), "labels", "labels of these records", label)
@@ -336,26 +367,66 @@ class Records(IndexedFiles):
         of_all[self._is_valid] = changed
         for record, new in (ids or {}).items():
             of_all[self.find([record])] = subsets.check_label(new)
+        moved = {int(label): int(new) for label, new in (labels or {}).items()}
+        named: Names | None = None if names is None else tuple(names)
+        if named is None and (known := self.class_names):
+            named = move_names(known, moved, {*range(len(known))} - {*moved})
         parts = np.split(of_all[self._is_valid], np.cumsum(self._num_valid)[:-1])
         files = [
             replace(file, labels=contents.pack_integers(part))
             for file, part in zip(self.files, parts, strict=True)
         ]
-        return replace(self, files=tuple(files), relabeled=True)
+        return replace(self, files=tuple(files), relabeled=True, names=named)
+
+    def _number_by(self, names: Sequence[str], labels: Sequence[int]) -> dict[int, int]:
+        """Returns the new number of each of the labels, by the names of the classes."""
+        known = self.class_names
+        if known is None:
+            raise InputError(
+                "`names` numbers classes by their names, and those of these records are not known:"
+                " write them to labels.txt beside the files, one per line, in the order of labels."
+            )
+        numbers = {}
+        for label in labels:
+            name = known[label] if 0 <= label < len(known) else None
+            found = [number for number, one in enumerate(names) if one == name]
+            found = [] if name is None else found
+            rule = f"names of all classes of these records, once each: class {label} is {name!r}"
+            check(len(found) == 1, "names", rule, [*names][:20])
+            numbers[label] = found[0]
+        return numbers
 
     def __add__(self, other: "Records") -> "Records":
-        """Returns the union of two disjoint sets of records.
+        """Returns `union(other)`."""
+        return self.union(other) if isinstance(other, Records) else NotImplemented
+
+    @checked
+    def union(self, other: "Records", *, compare: bool = True) -> "Records":
+        """Returns the union of two disjoint sets of records, also as ``records + other``.
 
         Ids count over the files of both, so a record may have another one than before; its name
         stays the same.
 
         If their feature keys differ, labels come from the index, as after `relabel`.
 
+        Args:
+          other: the other records.
+          compare: whether both must name equal labels equally, as far as names are known.
+
         Raises:
-          InputError: they share a record, or differ in how they are read.
+          InputError: they share a record, differ in how they are read, or number classes
+            differently.
         """
-        if not isinstance(other, Records):
-            return NotImplemented
+        names = (self.class_names, other.class_names) if compare else (None, None)
+        of_files = self.names is None and other.names is None
+        number = find_difference(*names)
+        if number is not None and names[0] and names[1]:
+            raise InputError(
+                f"Label {number} is {names[0][number]!r} in {os.path.dirname(self.paths[0])}, and"
+                f" {names[1][number]!r} in {os.path.dirname(other.paths[0])}. Number one like the"
+                " other: other.relabel(names=records.class_names). Or, if that is right,"
+                " records.union(other, compare=False)"
+            )
         for name in ("index_dir", "cache_dir", "is_remote", "stores_pixels"):
             mine, theirs = getattr(self, name), getattr(other, name)
             check(mine == theirs, name, f"the same for both, {mine!r}", repr(theirs))
@@ -368,7 +439,7 @@ class Records(IndexedFiles):
         image_keys = tuple(dict.fromkeys(self.image_keys + other.image_keys))
         is_unknown = self.label_key is None and len(image_keys) > 1
         has_other_labels = self.label_key != other.label_key or is_unknown
-        files, mask = subsets.unite(self.files, self._mask, other.files, other._mask)
+        files, mask = subsets.unite(self.files, self._mask, other.files, other._mask)  # noqa: SLF001
         if len(files) in (len(self.files), len(other.files)):  # one has all
             whole = self if len(files) == len(self.files) else other
             features, largest = whole.features, whole.largest_image
@@ -390,6 +461,7 @@ class Records(IndexedFiles):
             largest_image=largest,
             subset=subset,
             relabeled=self.relabeled or other.relabeled or has_other_labels,
+            names=None if of_files and compare else join_names(*names) or (),
             other_image_keys=image_keys[1:],
             lineage="".join(lineages) if subset else "",
         )
@@ -497,10 +569,12 @@ class Records(IndexedFiles):
           retry_seconds: how long to retry an object whose store does not answer.
 
         Raises:
-          InputError: no file matches, an index is missing, a file or its index changed, or a
-            record lacks the image. `InputSpec` checks labels.
+          InputError: no file matches, an index is missing, a file or its index changed, a record
+            lacks the image, or files in several folders name a class differently. `InputSpec` checks labels.
         """
         fields = read_fields(files, index_dir=index_dir, image_key=image_key, cache_dir=cache_dir)
         records = cls(**fields, retry_seconds=retry_seconds)
         records.check_feature("image_key", records.image_key, ("bytes_list",), (1, 1))
+        if len({os.path.dirname(path) for path in records.paths}) > 1:
+            _ = records.class_names  # raises if folders name classes differently
         return records

@@ -24,6 +24,7 @@ from dali_tf_input.errors import (
 )
 from dali_tf_input.random import Integers
 from dali_tf_input.records.checks import find_keys, unknown_keys_error
+from dali_tf_input.records.class_names import Names, shift_names
 from dali_tf_input.records.contents import MAX_CLASSES, Counts, Feature
 from dali_tf_input.records.labels import (
     ClassLabel,
@@ -149,6 +150,13 @@ class InputSpec:
         if key is None:
             raise unknown_keys_error(records.features)
         if records.relabeled:  # the labels are not those of the records
+            own, indexed = getattr(label, "vocabulary", None), records.label_vocabulary
+            if own and indexed and own != indexed:
+                raise InputError(
+                    "`label.vocabulary` differs from the one that the records were indexed with, by"
+                    " which `relabel` and `+` number them. Use that one, or index again with"
+                    " --vocabulary."
+                )
             return replace(label, key=key)
         kinds = label.kinds
         if isinstance(label, Values) and key in records.features:  # lists of one kind are parsed
@@ -190,6 +198,25 @@ class InputSpec:
         if counts is None or len(counts) > MAX_CLASSES:
             return None
         return tuple((label - offset, count) for label, count in counts)
+
+    @functools.cached_property
+    def class_names(self) -> Names | None:
+        """The names of the classes, as labels are served; None where one is not known.
+
+        They are those of the vocabulary, or of the records, counted from the label's offset. Other
+        labels than the set's main one are named by ``<key>.labels.txt``, as tfds writes it.
+
+        Raises:
+          InputError: as `Records.class_names`.
+        """
+        label = self.label
+        if not isinstance(label, ClassLabel | MultiHot):
+            return None
+        if isinstance(label, ClassLabel) and label.vocabulary:
+            return label.vocabulary
+        is_main = label.key in (self.records.label_key, "image/class/label", "label")
+        names = self.records.class_names if is_main else self.records.find_names(label.key)
+        return shift_names(names, label.offset)
 
     @property
     def _label_counts(self) -> Counts | None:

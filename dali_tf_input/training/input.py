@@ -14,6 +14,8 @@ import tensorflow as tf
 from dali_tf_input.backends.stream import MAX_EPOCHS, Stream
 from dali_tf_input.errors import Count, InputError, Path, Within, check, check_keywords, checked
 from dali_tf_input.random import Integers
+from dali_tf_input.records.class_names import Names
+from dali_tf_input.spec import meetings
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.options import Options
 from dali_tf_input.spec.plan import Position, Shard
@@ -21,7 +23,13 @@ from dali_tf_input.training import strategies
 from dali_tf_input.training.blame import Blame
 from dali_tf_input.training.failures import explain
 from dali_tf_input.training.fit import StepCounter
-from dali_tf_input.training.models import check_labels, check_model, count_outputs
+from dali_tf_input.training.models import (
+    check_labels,
+    check_model,
+    check_noted,
+    count_outputs,
+    note_input,
+)
 from dali_tf_input.training.profile import InputProfile, profile_input
 from dali_tf_input.training.resume import Resume
 from dali_tf_input.training.run import train
@@ -82,9 +90,9 @@ class Input:
         return self.spec.records.num_records
 
     @property
-    def class_names(self) -> tuple[str, ...] | None:
-        """The names of the classes in their order, if they are known."""
-        return getattr(self.spec.label, "vocabulary", None) or self.spec.records.class_names
+    def class_names(self) -> Names | None:
+        """The names of the classes in their order, see `InputSpec.class_names`."""
+        return self.spec.class_names
 
     @property
     def dataset(self) -> tf.data.Dataset:
@@ -237,6 +245,7 @@ class Input:
         validation: "Input | None" = None,
         resume: Resume | Path | None = None,
         profile: bool = False,
+        compare: bool = True,
         initial_epoch: Annotated[int, Within(0)] = 0,
         steps_per_epoch: Count | None = None,
         **arguments: Any,
@@ -251,6 +260,8 @@ class Input:
           validation: an `Input` for evaluation, evaluated after each epoch.
           resume: a folder, or a `Resume`, that keeps the state; training continues from it.
           profile: whether to add "images_per_second" to the logs of each epoch.
+          compare: whether `validation` must agree with this input: in the names of the classes, the
+            form of labels, the scale of pixels, and the names of the model's inputs.
           initial_epoch: the epoch at which to start, of the model and of the records; at least 0.
           steps_per_epoch: number of steps in an epoch, at least 1; None is all of the records.
           **arguments: further arguments for `model.fit`, such as `callbacks`. `class_weight` works
@@ -280,6 +291,8 @@ class Input:
         held_out = arguments.pop("validation_data", None) if validation is None else validation
         if isinstance(held_out, Input):
             held_out.check_evaluation(model)
+            if compare:
+                meetings.check_agreement(self.spec, held_out.spec, ("Training", "validation"))
         callbacks = keras.tree.flatten(arguments.get("callbacks"))
         for callback in callbacks if arguments.get("callbacks") is not None else ():
             is_callback = isinstance(callback, keras.callbacks.Callback)
@@ -287,32 +300,39 @@ class Input:
         if isinstance(resume, str | os.PathLike):
             resume = Resume(resume)
         arguments |= {"initial_epoch": initial_epoch, "steps_per_epoch": steps_per_epoch}
+        note_input(model, self.spec)
         with resume.hold() if resume else contextlib.nullcontext():
             return train(
                 self, model, spec, held_out, resume, epochs=epochs, profile=profile, **arguments
             )
 
     @checked
-    def evaluate(self, model: Any, **arguments: Any) -> dict[str, float]:
+    def evaluate(self, model: Any, *, compare: bool = True, **arguments: Any) -> dict[str, float]:
         """Evaluates a Keras model on each record once; returns loss and metrics by name.
 
         Args:
           model: a compiled `keras.Model`.
+          compare: whether this input must agree with the one that the model was trained on in this
+            program by `fit`, as `validation` there.
           **arguments: further arguments for `model.evaluate`.
 
         Raises:
           BadRecordError: (an InputError) a record stops the input.
-          InputError: this input is for training, has no labels, or belongs to another strategy.
+          InputError: this input is for training, has no labels, belongs to another strategy, or
+            differs from the one that the model was trained on.
         """
         self.check_evaluation(model)
+        if compare:
+            check_noted(model, self.spec, "evaluation")
         return self._run_pass(model, model.evaluate, {"return_dict": True, **arguments})
 
     @checked
-    def predict(self, model: Any, **arguments: Any) -> Any:
+    def predict(self, model: Any, *, compare: bool = True, **arguments: Any) -> Any:
         """Predicts each record once with a Keras model.
 
         Args:
           model: any `keras.Model` whose outputs have one row per image.
+          compare: as for `evaluate`, but for labels.
           **arguments: further arguments for `model.predict`.
 
         Returns:
@@ -320,9 +340,12 @@ class Input:
 
         Raises:
           BadRecordError: (an InputError) a record stops the input.
-          InputError: this input is for training, or belongs to another strategy.
+          InputError: this input is for training, belongs to another strategy, or differs from the
+            one that the model was trained on.
         """
         self._check_serves_once(model)
+        if compare:
+            check_noted(model, self.spec, "prediction")
         return self._run_pass(model, model.predict, arguments)
 
     @checked
@@ -388,6 +411,7 @@ class Input:
         self._check_serves_once(model)
         if not (self.spec.label or self.spec.mask):
             raise InputError("To evaluate needs labels or masks: this input has none.")
+        check_labels(model, self.spec.label_range)
 
     def _run_pass(
         self, model: keras.Model, run: Callable[..., Any], arguments: dict[str, Any]

@@ -1,12 +1,17 @@
 """What a model must be, to be trained or evaluated on an input."""
 
+import weakref
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from dali_tf_input.errors import InputError
+from dali_tf_input.records.class_names import Names
 from dali_tf_input.records.labels import COUNT_FROM_1
+from dali_tf_input.spec import meetings
+from dali_tf_input.spec.input import InputSpec
+from dali_tf_input.spec.preprocess import Preprocess
 from dali_tf_input.training import strategies
 
 
@@ -43,6 +48,37 @@ def check_labels(model: keras.Model, label_range: tuple[int, int] | None) -> Non
             f" outputs, for labels 0 to {outputs - 1}. {COUNT_FROM_1} Otherwise the model needs"
             " more outputs."
         )
+
+
+# What models were trained on, by `fit` in this program. Keras's own files do not keep it.
+_noted = weakref.WeakKeyDictionary[keras.Model, InputSpec]()
+
+
+def note_input(model: keras.Model, spec: InputSpec) -> None:
+    """Notes what a model is trained on, for `check_noted`."""
+    _noted[model] = spec
+
+
+def check_noted(model: keras.Model, spec: InputSpec, what: str) -> None:
+    """Raises InputError if `spec`, for `what`, differs from what the model was trained on."""
+    if (trained := _noted.get(model)) is not None:
+        comparisons = meetings.WITHOUT_LABELS if what == "prediction" else meetings.ALL
+        meetings.check_agreement(trained, spec, ("Training", what), comparisons=comparisons)
+
+
+def names_of(model: keras.Model) -> Names | None:
+    """Returns the names of the classes that a model was trained on, if they are known."""
+    trained = _noted.get(model)
+    return None if trained is None else trained.class_names
+
+
+def check_pixels(model: keras.Model, preprocess: Preprocess) -> None:
+    """Raises InputError if `preprocess` makes other pixels than the model was trained on."""
+    trained = _noted.get(model)
+    if trained is None or len(trained.image_views) > 1:
+        return
+    if problem := meetings.compare_pixels(trained.preprocess, preprocess):
+        raise InputError(f"Training and `preprocess` differ: {problem}. Or compare=False.")
 
 
 def count_outputs(model: keras.Model) -> int | None:

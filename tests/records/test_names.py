@@ -6,7 +6,15 @@ import os
 
 import numpy as np
 import pytest
-from conftest import TF_DATA, numbered_examples, refused, spec_of, write_indexed, write_tfrecord
+from conftest import (
+    TF_DATA,
+    jpeg,
+    numbered_examples,
+    refused,
+    spec_of,
+    write_indexed,
+    write_tfrecord,
+)
 
 import dali_tf_input as dti
 from dali_tf_input.index.build import IndexFaultsError
@@ -205,6 +213,11 @@ def test_labels_stored_as_names_are_balanced(tmp_path):
         (b"cat\n\ndog\n", "line 2 is empty"),
         (b"caf\xe9\n", "is not UTF-8"),
         (b" \n", "names no label"),
+        (b"\xef\xbb\xbfcat\ndog\n", ("cat", "dog")),
+        (b"1:dog\n0: cat\n2:a:b\n", ("cat", "dog", "a:b")),
+        (b"1:dog\n2:cat\n", "its lines are numbered, but not by 0 to 1"),
+        (b"0:dog\ncat\n", ("0:dog", "cat")),
+        (b"crane\nbird\ncrane\n", ("crane", "bird", "crane")),
     ],
 )
 def test_class_names(tmp_path, text, names):
@@ -234,3 +247,104 @@ def test_a_disk_that_is_not_mounted_is_not_a_deleted_set(tmp_path):
     assert dti.Records.from_files(tmp_path / "mounted" / "*", **shared).num_records == 4
     os.unlink(tmp_path / "mounted" / "mounted-0")  # this one is gone: the other is there
     assert dti.build_index(tmp_path / "other" / "*", **shared).removed == 1
+
+
+def named_set(folder, names, labels, files=("labels.txt",)):
+    """Writes and indexes a set whose classes have names."""
+    folder.mkdir()
+    for file in files:
+        (folder / file).write_text("".join(f"{name}\n" for name in names))
+    examples = [{"image": jpeg(8, 8, seed=n), "label": label} for n, label in enumerate(labels)]
+    return write_indexed(folder / "train-0", examples, dti.Checks(verify="schema"))
+
+
+@pytest.mark.parametrize(
+    ("labels", "names"),
+    [
+        ({0: 2, 1: 3, 2: 4}, (None, None, "cat", "dog", "owl")),
+        ({0: 1, 1: 0}, ("dog", "cat", "owl")),
+        ({1: 0, 2: 0}, ("cat",)),  # they join the cats
+        ({0: 7, 1: 7}, (None, None, "owl", None, None, None, None, "cat|dog")),
+        ({2: -1}, ("cat", "dog")),
+        ({}, ("cat", "dog", "owl")),
+    ],
+)
+def test_names_move_with_labels(tmp_path, labels, names):
+    records = named_set(tmp_path / "set", ("cat", "dog", "owl"), [0, 1, 2, 2])
+    assert records.relabel(labels).class_names == names
+    part = records.relabel(labels).select([0, 3])
+    assert part.class_names == names
+    lowest = min(labels.values(), default=0)
+    label = dti.ClassLabel(offset=min(0, lowest))
+    spec = spec_of(part, "global", dti.Preprocess.for_training(8), label=label)
+    assert spec.class_names == (None,) * max(0, -lowest) + names
+
+
+def test_numbering_by_name(tmp_path):
+    records = named_set(tmp_path / "set", ("dog", "owl", "rare"), [0, 1, 1])
+    moved = records.relabel(names=["cat", "dog", "owl"])  # "rare" has no record
+    assert moved.labels.tolist() == [1, 2, 2]
+    assert moved.class_names == ("cat", "dog", "owl")
+    with refused("names of all classes of these records, once each: class 1 is 'owl'"):
+        records.relabel(names=["cat", "dog"])
+    with refused("once each: class 0 is 'dog'"):
+        records.relabel(names=["dog", "owl", "dog"])
+    with refused("given without `labels` and `ids`"):
+        records.relabel({0: 1}, names=["dog", "owl"])
+    (tmp_path / "set" / "labels.txt").unlink()
+    unnamed = dti.Records.from_files(tmp_path / "set" / "train-0")
+    with refused("those of these records are not known: write them to labels.txt"):
+        unnamed.relabel(names=["dog", "owl"])
+
+
+def test_sets_that_number_classes_differently(tmp_path):
+    """They are not put together; unless one says so, or one has no names, or fewer."""
+    first = named_set(tmp_path / "first", ("cat", "dog"), [0, 1])
+    second = named_set(tmp_path / "second", ("dog", "cat"), [0, 1])
+    fewer = named_set(tmp_path / "fewer", ("cat",), [0])
+    unnamed = named_set(tmp_path / "unnamed", (), [0, 1], files=())
+    both = "Label 0 is 'cat' in .*first, and 'dog' in .*second. Number one like the other"
+    with refused(f"{both}: other.relabel.*union.other, compare=False"):
+        first + second
+    with refused(both):
+        dti.InputSpec.for_training({first: 0.5, second: 0.5}, 8)
+    with refused("Class 0 is 'cat' in .*first, and 'dog' in .*second"):
+        dti.Records.from_files([tmp_path / "first/train-0", tmp_path / "second/train-0"])
+    united = first.union(second, compare=False)
+    assert (united.num_records, united.class_names) == (4, None)
+    united = first + second.relabel(names=first.class_names)
+    assert united.class_names == ("cat", "dog")
+    assert united.label_counts == ((0, 2), (1, 2))
+    for other in (fewer, unnamed):
+        assert (first + other).class_names == (other + first).class_names == ("cat", "dog")
+
+
+def test_names_of_other_labels(tmp_path):
+    """As tfds names them: by their keys, with dots; and two files of one set must not differ."""
+    folder = tmp_path / "set"
+    records = named_set(
+        folder, ("cat", "dog"), [0, 1], ["labels.txt", "image.class.label.labels.txt"]
+    )
+    assert records.class_names == ("cat", "dog")
+    (folder / "image.class.tags.labels.txt").write_text("new\nold\n")
+    assert records.find_names("image/class/tags") == ("new", "old")
+    assert records.find_names("image/class/other") is None
+    (folder / "image.class.label.labels.txt").write_text("dog\ncat\n")
+    with refused("labels.txt and .*image.class.label.labels.txt name classes differently"):
+        _ = dti.Records.from_files(folder / "train-0").class_names
+
+
+def test_a_vocabulary_that_is_not_the_indexes(tmp_path):
+    """Where labels come from the index, they are numbered by its vocabulary."""
+    names = ("owl", "cat")
+    examples = [{"image": jpeg(8, 8), "name": name} for name in ("cat", "owl", "cat")]
+    path, label = tmp_path / "train-0", dti.ClassLabel(key="name", vocabulary=names)
+    write_tfrecord(path, examples)
+    dti.build_index(path, dti.Checks(verify="schema", label=label))
+    records = dti.Records.from_files(path)
+    assert records.class_names == names
+    preprocess = dti.Preprocess.for_evaluation(8)
+    other = dti.ClassLabel(key="name", vocabulary=names[::-1])
+    spec_of(records, "sequential", preprocess, label=other)  # the records themselves say it
+    with refused("`label.vocabulary` differs from the one that the records were indexed with"):
+        spec_of(records.relabel({}), "sequential", preprocess, label=other)

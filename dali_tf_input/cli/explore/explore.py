@@ -23,6 +23,7 @@ from dali_tf_input.cli.explore.page import write_page
 from dali_tf_input.cli.flags import FileFlags
 from dali_tf_input.index.decoders import read_header
 from dali_tf_input.records.checks import Checks, InvalidRecord, check_record
+from dali_tf_input.records.class_names import shift_names
 
 FLAGS = command.Flags()
 _FILES = FileFlags(FLAGS)
@@ -41,16 +42,15 @@ def main(arguments: list[str]) -> int:
     if not _FILES.files.value:
         raise InputError("Name the TFRecord files: --files='path/train-*'")
     sets = [examine(pattern) for pattern in _FILES.files.value]
-    names = [*(sets[0].records.class_names or ())]
-    command.print_table(["", *(one.name for one in sets)], summarize(sets, names))
-    findings = [*find_problems(sets, names)]
+    command.print_table(["", *(one.name for one in sets)], summarize(sets))
+    findings = [*find_problems(sets)]
     print()
     for finding in findings:
         print(f"- {finding.text}")
     if not findings:
         print("Nothing that would hurt training was found.")
     if _OUT.value:
-        write_page(_OUT.value, sets, names, findings)
+        write_page(_OUT.value, sets, findings)
         print(f"\npage in {_OUT.value}")
     command.write_json(_JSON, make_report(sets, findings))
     return 0
@@ -65,6 +65,7 @@ def examine(pattern: str) -> Set:
         labels = records.labels - _FILES.label_offset.value
     except InputError:
         labels = None
+    names = shift_names(records.class_names, _FILES.label_offset.value)
     extents = np.concatenate([records.index(number) for number in range(len(records.files))])
     looks = command.progress(_look_at_all(records), what=pattern, total=records.num_records)
     sizes, hashes, problems = zip(*looks, strict=True)
@@ -76,6 +77,7 @@ def examine(pattern: str) -> Set:
         hashes=np.array(hashes, np.uint64),
         problems=problems,
         num_bytes=extents[:, 1],
+        names=names or (),
     )
 
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from dali_tf_input import Records
 from dali_tf_input.cli import command
 from dali_tf_input.random import Integers
+from dali_tf_input.records.class_names import Names, find_difference
 
 _TINY, _LARGE, _LONG = 32, 640, 3.0  # pixels of the shorter side, twice; an aspect ratio
 _RARE, _UNEVEN = 10, 10.0  # records of a class; how many times fewer than of the largest
@@ -28,6 +29,7 @@ class Set:
       hashes: uint64 (records,), a hash of the encoded image.
       problems: why the image of each cannot be used; "" if it can.
       num_bytes: int64 (records,), of the whole record.
+      names: the names of the classes, as `labels` number them; none if they are not known.
     """
 
     name: str
@@ -37,6 +39,12 @@ class Set:
     hashes: npt.NDArray[np.uint64]
     problems: tuple[str, ...]
     num_bytes: Integers
+    names: Names = ()
+
+    def name_of(self, label: int) -> str:
+        """Returns a class as text."""
+        name = self.names[label] if 0 <= label < len(self.names) else None
+        return f"class {label}" if name is None else name
 
 
 @dataclass
@@ -51,7 +59,7 @@ class Finding:
     groups: list[list[tuple[Set, int]]] = field(default_factory=list)
 
 
-def summarize(sets: list[Set], names: list[str]) -> Iterator[tuple[str, ...]]:
+def summarize(sets: list[Set]) -> Iterator[tuple[str, ...]]:
     """Yields the rows of the table."""
     yield ("records", *(f"{one.records.num_records:,}" for one in sets))
     yield ("files", *(f"{len(one.records.files):,}" for one in sets))
@@ -62,7 +70,7 @@ def summarize(sets: list[Set], names: list[str]) -> Iterator[tuple[str, ...]]:
     yield ("width", *(_spread(one.sizes[:, 1]) for one in sets))
     shapes = [one.sizes[one.sizes.all(1)] for one in sets]
     yield ("width to height", *(_spread(shape[:, 1] / shape[:, 0], ".2f") for shape in shapes))
-    yield ("classes", *(_describe_classes(one, names) for one in sets))
+    yield ("classes", *(_describe_classes(one) for one in sets))
 
 
 def _spread(values: Any, form: str = ",.0f") -> str:
@@ -70,29 +78,36 @@ def _spread(values: Any, form: str = ",.0f") -> str:
     return f"{middle:{form}} ({low:{form}} to {high:{form}})"
 
 
-def _describe_classes(one: Set, names: list[str]) -> str:
+def _describe_classes(one: Set) -> str:
     if one.labels is None:
         return "- (the index has no class of each record)"
     classes, counts = np.unique(one.labels, return_counts=True)
-    fewest = name_of(int(classes[counts.argmin()]), names)
+    fewest = one.name_of(int(classes[counts.argmin()]))
     return f"{len(classes):,}, of {counts.min():,} ({fewest}) to {counts.max():,} records"
 
 
-def name_of(label: int, names: list[str]) -> str:
-    """Returns a class as text."""
-    return names[label] if 0 <= label < len(names) else f"class {label}"
-
-
-def find_problems(sets: list[Set], names: list[str]) -> Iterator[Finding]:
+def find_problems(sets: list[Set]) -> Iterator[Finding]:
     """Yields what would hurt training, the worst first."""
+    for first, second in itertools.combinations(sets, 2):
+        yield from _find_other_numbers(first, second)
     for first, second in itertools.combinations(sets, 2):
         yield from _find_leaks(first, second)
     for one in sets:
         yield from _find_copies(one)
         yield from _find_sizes(one)
         if one.labels is not None:
-            yield from _find_imbalance(one, one.labels, names)
+            yield from _find_imbalance(one, one.labels)
     yield from _find_order(sets[0])
+
+
+def _find_other_numbers(first: Set, second: Set) -> Iterator[Finding]:
+    number = find_difference(first.names, second.names)
+    if number is not None:
+        yield Finding(
+            "numbers",
+            f"{second.name}: class {number} is {second.name_of(number)}, in {first.name} it is"
+            f" {first.name_of(number)}: number them alike, records.relabel(names=...).",
+        )
 
 
 def _find_leaks(first: Set, second: Set) -> Iterator[Finding]:
@@ -155,19 +170,19 @@ def _find_sizes(one: Set) -> Iterator[Finding]:
         )
 
 
-def _find_imbalance(one: Set, labels: Integers, names: list[str]) -> Iterator[Finding]:
+def _find_imbalance(one: Set, labels: Integers) -> Iterator[Finding]:
     classes, counts = np.unique(labels, return_counts=True)
     few, most = int(counts.argmin()), int(counts.argmax())
     if counts[most] > _UNEVEN * counts[few]:
         yield Finding(
             "imbalance",
-            f"{one.name}: {counts[few]:,} records of {name_of(int(classes[few]), names)},"
-            f" {counts[most]:,} of {name_of(int(classes[most]), names)}: balance='class' in the"
+            f"{one.name}: {counts[few]:,} records of {one.name_of(int(classes[few]))},"
+            f" {counts[most]:,} of {one.name_of(int(classes[most]))}: balance='class' in the"
             " spec serves them alike, temperature=2 goes half the way.",
         )
     rare = classes[counts < _RARE].tolist()
     if rare:
-        listed = ", ".join(name_of(label, names) for label in rare[:5])
+        listed = ", ".join(one.name_of(label) for label in rare[:5])
         more = f" and of {len(rare) - 5:,} more classes" if len(rare) > 5 else ""
         text = f"{one.name}: fewer than {_RARE} records of {listed}{more}"
         yield Finding("rare", f"{text}: too few to learn from, or to judge by.")

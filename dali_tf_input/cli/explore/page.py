@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from dali_tf_input.cli import pictures
-from dali_tf_input.cli.explore.findings import Finding, Set, name_of, summarize
+from dali_tf_input.cli.explore.findings import Finding, Set, summarize
 
 _COLORS = ("#3b6ea8", "#d1783c", "#4f9d69", "#8e5ea2")  # of the sets
 _THUMBNAIL, _MOST_GROUPS, _MOST_CLASSES, _MOST_POINTS = 96, 24, 40, 2000
@@ -23,13 +23,13 @@ margin: .2rem; } svg text { font: 12px system-ui, sans-serif; } .key { font-weig
 """
 
 
-def write_page(path: str, sets: list[Set], names: list[str], findings: list[Finding]) -> None:
+def write_page(path: str, sets: list[Set], findings: list[Finding]) -> None:
     """Writes the page."""
     with open(path, "w", encoding="utf-8") as stream:
-        stream.writelines(f"{line}\n" for line in _make_page(sets, names, findings))
+        stream.writelines(f"{line}\n" for line in _make_page(sets, findings))
 
 
-def _make_page(sets: list[Set], names: list[str], findings: list[Finding]) -> Iterator[str]:
+def _make_page(sets: list[Set], findings: list[Finding]) -> Iterator[str]:
     title = html.escape(", ".join(one.name for one in sets))
     yield f"<!doctype html><meta charset='utf-8'><title>{title}</title><style>{_STYLE}</style>"
     yield f"<h1>{title}</h1>"
@@ -38,25 +38,25 @@ def _make_page(sets: list[Set], names: list[str], findings: list[Finding]) -> It
         for one, color in zip(sets, _COLORS * len(sets), strict=False)
     )
     yield f"<table><tr><th></th>{''.join(keys)}</tr>"
-    for row in summarize(sets, names):
+    for row in summarize(sets):
         yield f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>"
     yield "</table><h2>What would hurt training</h2><ul>"
     yield from (f"<li>{html.escape(finding.text)}</li>" for finding in findings)
     yield "</ul>" if findings else "<li>Nothing was found.</li></ul>"
     if any(one.labels is not None for one in sets):
-        yield from _draw_classes(sets, names)
+        yield from _draw_classes(sets)
     yield "<h2>Sizes in pixels, and kilobytes of a record</h2>"
     yield _draw_sizes(sets)
     yield _draw_histogram([one.num_bytes / 1000 for one in sets])
     for finding in findings:
         if finding.groups:
             yield f"<h3>{html.escape(finding.text)}</h3>"
-            yield from _show_groups(finding, names)
+            yield from _show_groups(finding)
     yield "<h2>Some of each class</h2>"
-    yield from _show_classes(sets[0], names)
+    yield from _show_classes(sets[0])
 
 
-def _draw_classes(sets: list[Set], names: list[str]) -> Iterator[str]:
+def _draw_classes(sets: list[Set]) -> Iterator[str]:
     """Draws how many records the classes have: all, or the largest and the smallest."""
     labels = [one.labels for one in sets if one.labels is not None]
     classes, counts = np.unique(np.concatenate(labels), return_counts=True)
@@ -69,7 +69,8 @@ def _draw_classes(sets: list[Set], names: list[str]) -> Iterator[str]:
     bars, y, scale = [], 0, 460 / counts.max()
     for place in shown:
         label = int(classes[place])
-        bars.append(f"<text x='150' y='{y + 12}' text-anchor='end'>{_text(label, names)}</text>")
+        name = _text(sets[0].name_of(label))
+        bars.append(f"<text x='150' y='{y + 12}' text-anchor='end'>{name}</text>")
         x = 160.0
         for one, color in zip(sets, _COLORS * len(sets), strict=False):
             count = 0 if one.labels is None else int((one.labels == label).sum())
@@ -83,8 +84,7 @@ def _draw_classes(sets: list[Set], names: list[str]) -> Iterator[str]:
     yield f"<svg width='700' height='{y}'>{''.join(bars)}</svg>"
 
 
-def _text(label: int, names: list[str]) -> str:
-    text = name_of(label, names)
+def _text(text: str) -> str:
     return html.escape(text if len(text) <= 22 else f"{text[:21]}…")
 
 
@@ -132,29 +132,29 @@ def _axes(right: float, top: float, x: str, y: str, low: float = 0) -> str:
     )
 
 
-def _show_groups(finding: Finding, names: list[str]) -> Iterator[str]:
+def _show_groups(finding: Finding) -> Iterator[str]:
     for group in finding.groups[:_MOST_GROUPS]:
-        shown = "".join(_show(one, place, names) for one, place in group[:6])
+        shown = "".join(_show(one, place) for one, place in group[:6])
         yield f"<div class='group'>{shown}</div>"
     if len(finding.groups) > _MOST_GROUPS:
         yield f"<p>and {len(finding.groups) - _MOST_GROUPS:,} more</p>"
 
 
-def _show_classes(one: Set, names: list[str]) -> Iterator[str]:
+def _show_classes(one: Set) -> Iterator[str]:
     """Shows six records of each class, or of all."""
     labels = np.zeros(len(one.hashes), np.int64) if one.labels is None else one.labels
     for label in np.unique(labels)[:_MOST_CLASSES].tolist():
         own = np.flatnonzero(labels == label)
         for place in own[:: max(1, len(own) // 6)][:6].tolist():
-            yield _show(one, place, names)
+            yield _show(one, place)
         yield "<br>"
 
 
-def _show(one: Set, place: int, names: list[str]) -> str:
+def _show(one: Set, place: int) -> str:
     """Returns a record's thumbnail, with its id, size and class."""
     record = int(one.records.ids[place])
     height, width = one.sizes[place].tolist()
-    label = "" if one.labels is None else f"{_text(int(one.labels[place]), names)}, "
+    label = "" if one.labels is None else f"{_text(one.name_of(int(one.labels[place])))}, "
     size = f"{width}x{height}" if height else "unreadable"
     text = f"{label}{size}<br>id {record} of {html.escape(one.name[-30:])}"
     try:

@@ -1,0 +1,144 @@
+"""Inputs that meet must agree: training and validation, and a model and what it was trained on."""
+
+import dataclasses
+
+import pytest
+from conftest import jpeg, refused, write_indexed
+from models import make_model
+
+import dali_tf_input as dti
+
+ONE_HOT = dti.ClassLabel(num_classes=3, one_hot=True)
+
+
+def write(folder, names):
+    folder.mkdir()
+    if names:
+        (folder / "labels.txt").write_text("".join(f"{name}\n" for name in names))
+    examples = [
+        {"image": jpeg(20, 24, seed=n), "label": n % 3, "pair": [0.0, 1.0], "tags": [n % 3]}
+        for n in range(6)
+    ]
+    return write_indexed(folder / "train-0", examples, dti.Checks(verify="schema"))
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sets")
+    names = {"named": "abc", "other": "bac", "fewer": "ab", "unnamed": ""}
+    return {name: write(folder / name, letters) for name, letters in names.items()}
+
+
+def load(sets, which="named", *, training=False, **fields):
+    make = dti.InputSpec.for_training if training else dti.InputSpec.for_evaluation
+    return dti.load(make(sets[which], 8, **fields), dti.TfDataOptions(), batch_size=3)
+
+
+def fit(sets, valid, *, of_training=None, **how):
+    train = load(sets, training=True, **(of_training or {}))
+    outputs = 3 if not isinstance(train.spec.label, dti.Values) else 2
+    loss = "sparse_categorical_crossentropy"
+    if (of_training or {}).get("label"):
+        loss = "mse"
+    model = make_model(8, outputs, loss=loss)
+    train.fit(model, validation=valid, verbose=0, **how)
+    return model
+
+
+DIFFERENT = [
+    ({"which": "other"}, {}, "class 0 is 'a' and 'b'. Number one like the other"),
+    (
+        {"normalization": None},
+        {},
+        "pixels are normalized by mean .123.7, .* and by mean 0 and std 1",
+    ),
+    ({"dtype": "uint8"}, {}, "pixels are normalized"),
+    ({"mean": (0.0, 0.0, 0.0)}, {}, "pixels are normalized"),
+    ({"layout": "CHW"}, {}, "`layout` is 'HWC' and 'CHW'"),
+    ({"channels": 1, "mean": (120.0,), "std": (60.0,)}, {}, "`channels` is 3 and 1"),
+    ({"label": ONE_HOT}, {}, "labels are one-hot in one of them"),
+    ({}, {"label": ONE_HOT}, "labels are one-hot in one of them"),
+    (
+        {"label": dti.ClassLabel(num_classes=4)},
+        {"label": dti.ClassLabel(num_classes=3)},
+        "`num_classes` is 3 and 4",
+    ),
+    ({"label": dti.MultiHot(key="tags", num_classes=3)}, {}, "ClassLabel and MultiHot"),
+    (
+        {"label": dti.Values(key="pair", size=2)},
+        {"label": dti.MultiHot(key="tags", num_classes=3)},
+        "MultiHot and Values",
+    ),
+    ({"record_ids": True}, {}, "the inputs of the model are image, and image, record_id"),
+]
+
+
+@pytest.mark.parametrize(("validation", "training", "text"), DIFFERENT)
+def test_what_differs(sets, validation, training, text):
+    valid = load(sets, **validation)
+    with refused(f"Training and validation differ: .*{text}.*Or, if that is right, compare=False"):
+        fit(sets, valid, of_training=training)
+
+
+EQUAL = [
+    {"which": "fewer"},
+    {"which": "unnamed"},
+    {"crop": dti.CenterCrop(resize_shorter=12), "interpolation": "bicubic", "antialias": True},
+    {"dtype": "float16"},
+    {"label": dti.ClassLabel(num_classes=3)},
+    {"normalization": "imagenet"},
+]
+
+
+@pytest.mark.parametrize("fields", EQUAL)
+def test_what_may_differ(sets, fields):
+    fit(sets, load(sets, **fields))
+
+
+def test_another_spelling_of_the_same_pixels(sets):
+    """Compared are values: without mean and deviation, integers are the same as floats."""
+    model = fit(sets, load(sets, dtype="uint8"), of_training={"normalization": None})
+    load(sets, normalization=None).evaluate(model, verbose=0)
+
+
+def test_one_may_say_that_it_is_right(sets):
+    fit(sets, load(sets, "other", normalization=None), compare=False)
+
+
+def test_what_a_model_was_trained_on(sets, tmp_path):
+    """Its evaluation, prediction and export are compared with it; a model from elsewhere is not."""
+    model, other = fit(sets, None), load(sets, "other")
+    with refused("Training and evaluation differ: class 0 is 'a' and 'b'"):
+        other.evaluate(model, verbose=0)
+    assert other.evaluate(model, verbose=0, compare=False)["loss"] > 0
+    assert len(other.predict(model, verbose=0)) == 6  # it has no labels to compare
+    plain = load(sets, normalization=None)
+    with refused("Training and prediction differ: pixels are normalized"):
+        plain.predict(model, verbose=0)
+    with refused("Training and `preprocess` differ: pixels are normalized"):
+        dti.export_saved_model(model, plain.spec.preprocess, tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
+    dti.export_saved_model(model, load(sets).spec.preprocess, tmp_path / "exported")
+    assert (tmp_path / "exported/assets.extra/labels.txt").read_text() == "a\nb\nc\n"
+    elsewhere = make_model(8, 3)
+    plain.evaluate(elsewhere, verbose=0)
+    fit_again = load(sets, training=True, normalization=None)
+    fit_again.fit(model, verbose=0)  # what it is trained on now counts
+    plain.evaluate(model, verbose=0)
+
+
+def test_a_model_with_fewer_outputs_than_labels(sets):
+    """It is not the record that is bad."""
+    with refused("Labels run from 0 to 2, the model has 2 outputs"):
+        load(sets).evaluate(make_model(8, 2), verbose=0)
+
+
+def test_names_of_what_is_served(sets):
+    assert load(sets).class_names == ("a", "b", "c")
+    shifted = dataclasses.replace(load(sets).spec, label=dti.ClassLabel(offset=-1))
+    assert shifted.class_names == (None, "a", "b", "c")
+    assert (
+        dataclasses.replace(shifted, label=dti.MultiHot(key="tags", num_classes=3)).class_names
+        is None
+    )
+    assert load(sets, "unnamed").spec.class_names is None
