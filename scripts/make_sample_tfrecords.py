@@ -35,7 +35,8 @@ def main(arguments: list[str]) -> int:
     if numbers[num_train:]:
         splits.append(Split(name="validation", items=numbers[num_train:], num_files=1))
     shared = {"labels": CLASS_NAMES, "overwrite": _OVERWRITE.value}
-    print_written(out, write_splits(out, splits, make_records, **shared), len(CLASS_NAMES))
+    written = write_splits(out, splits, make_records, **shared)
+    print_written(out, written, len(CLASS_NAMES))
     return 0
 
 

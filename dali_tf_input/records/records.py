@@ -570,7 +570,8 @@ class Records(IndexedFiles):
 
         Raises:
           InputError: no file matches, an index is missing, a file or its index changed, a record
-            lacks the image, or files in several folders name a class differently. `InputSpec` checks labels.
+            lacks the image, or files in several folders name a class differently. `InputSpec`
+            checks labels.
         """
         fields = read_fields(files, index_dir=index_dir, image_key=image_key, cache_dir=cache_dir)
         records = cls(**fields, retry_seconds=retry_seconds)

@@ -98,6 +98,23 @@ def list_folder(folder: str) -> dict[str, Status]:
     return {url.rpartition("/")[2]: status for url, status in listed.items()}
 
 
+def list_below(folder: str) -> dict[str, Status]:
+    """Returns all objects below a folder, of any depth.
+
+    Raises:
+      InputError: they cannot be listed.
+    """
+    base, pattern = _split(f"{folder.rstrip('/')}/*")
+    prefix = pattern[:-1] or None
+
+    async def find() -> list[Any]:
+        store = _store(base, RETRY_SECONDS)
+        return [meta async for chunk in store.list(prefix=prefix) for meta in chunk]
+
+    objects = run(_retry(folder, find, RETRY_SECONDS, "listed"))
+    return {base + meta["path"]: _status_of(meta) for meta in objects}
+
+
 def find_statuses(urls: Iterable[str]) -> dict[str, Status]:
     """Returns the versions of the objects that exist, from a listing of each folder."""
     remote_urls = {url for url in urls if is_url(url)}

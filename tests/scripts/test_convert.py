@@ -59,8 +59,8 @@ def photos(tmp_path_factory):
     for class_name, count in (("zebra", 10), ("ant", 7), ("bee hive", 1)):
         (root / class_name).mkdir()
         for number in range(count):
-            name = f"{number}.{'JPEG' if number % 2 else 'jpg'}"
-            (root / class_name / name).write_bytes(jpeg(20 + number, 30 + number))
+            name, seed = f"{number}.{'JPEG' if number % 2 else 'jpg'}", 10 * count + number
+            (root / class_name / name).write_bytes(jpeg(20 + number, 30 + number, seed=seed))
     (root / "labels.csv").write_text("not a class")
     return root
 
@@ -69,11 +69,14 @@ def test_convert(tmp_path, photos):
     process = convert("--validation_fraction=0.2", "--num_files=3", photos, tmp_path / "out")
     assert (process.returncode, process.stderr) == (0, "")
     shown = rows(process.stdout)
-    assert (shown["train"], shown["validation"], shown["classes"]) == ("15 images", "3 images", "3")
+    held_out = int(shown["validation"].split()[0])
+    assert 1 <= held_out <= 9
+    assert (shown["train"], shown["classes"]) == (f"{18 - held_out} images", "3")
+    assert shown["left out"] == f"1 file (1 not an image), listed in {tmp_path}/out/left_out.jsonl"
     assert shown["files"].startswith("4, ")
     assert shown["next:"].partition(" ")[2] == f"-m dali_tf_input index '{tmp_path}/out/*-of-*'"
     files = [f"train-0000{number}-of-00003" for number in range(3)]
-    names = ["labels.txt", *files, "validation-00000-of-00001"]
+    names = ["labels.txt", "left_out.jsonl", *files, "validation-00000-of-00001"]
     assert sorted(os.listdir(tmp_path / "out")) == names
     assert os.listdir(tmp_path) == ["out"]  # nothing beside it
     assert (tmp_path / "out" / "labels.txt").read_text() == "ant\nbee hive\nzebra\n"
@@ -90,11 +93,12 @@ def test_convert(tmp_path, photos):
         assert (values["image/height"], values["image/width"]) == (20 + number, 30 + number)
         seen.append((text, filename))
     assert len(set(seen)) == len(seen) == 18
-    # A fifth of each class, to the nearest image, and never a whole class.
+    # At least one of each class of five, and never a whole class.
     texts, held = (
         [record["image/class/text"][1][0] for record in some] for some in (train, validation)
     )
-    assert sorted(held) == [b"ant", b"zebra", b"zebra"]
+    assert {*held} == {b"ant", b"zebra"}
+    assert {*texts} == {b"ant", b"zebra", b"bee hive"}
     assert texts != sorted(texts)  # shuffled
 
 
@@ -119,11 +123,11 @@ def test_convert_refuses(tmp_path, photos):
     (tmp_path / "empty" / "class").mkdir(parents=True)
     (tmp_path / "bad" / "class").mkdir(parents=True)
     (tmp_path / "bad" / "class" / "a.jpg").write_text("no image")
-    unreadable = "Not one of the 1 images can be read; the last is "
+    unreadable = "Not one of the 1 train images can be read; the last is "
     for arguments, message in (
         ([photos], "Name the folder of images and the folder to write to"),
         ([tmp_path / "none", out], "No file matches"),
-        ([tmp_path / "empty", out], "1 of 1 class folders hold no file that ends in .jpg, .jpeg"),
+        ([tmp_path / "empty", out], "none of the 1 class folders holds an image"),
         ([tmp_path / "empty" / "class", out], "has no sub-folders"),
         (["--num_files=99", photos, out], "cannot fill 99 files"),
         (["--num_files=0", photos, out], "`num_files` must be at least 1, got 0"),
@@ -131,6 +135,8 @@ def test_convert_refuses(tmp_path, photos):
         (["--validation_fraction=1", photos, out], "_fraction` must be in [0, 1), got 1.0"),
         ([photos, "/proc/none/out"], "Cannot write to /proc/none"),
         ([tmp_path / "bad", out], f"{unreadable}{tmp_path}/bad/class/a.jpg"),
+        (["--max_left_out=2", photos, out], "`max_left_out` must be in [0, 1], got 2.0"),
+        (["--split=test", "--validation_fraction=0.1", photos, out], "leave out --validation_frac"),
     ):
         fails(convert(*arguments), message)
     assert not out.exists()
@@ -145,7 +151,8 @@ def test_convert_replaces_sets_whole_or_not_at_all(tmp_path, photos):
     assert set_bytes(out) == before
     arguments = ["--num_files=2", "--validation_fraction=0", "--overwrite"]
     assert convert(*arguments, photos, out).returncode == 0
-    assert sorted(os.listdir(out)) == ["labels.txt", "train-00000-of-00002", "train-00001-of-00002"]
+    files = ["train-00000-of-00002", "train-00001-of-00002"]
+    assert sorted(os.listdir(out)) == ["labels.txt", "left_out.jsonl", *files]
     (out / "thesis.txt").write_text("mine")
     message = f"{out} holds thesis.txt, which is no part of such a set"
     fails(convert("--overwrite", photos, out), message)
@@ -168,14 +175,22 @@ def test_convert_of_any_image(tmp_path):
     (tmp_path / "photos" / "all" / "lossless.jpg").write_bytes(LOSSLESS)
     (tmp_path / "photos" / "all" / "notes.txt").write_text("not an image")
     arguments = ("--validation_fraction=0", tmp_path / "photos", tmp_path / "out")
+    said = "9 of 25 images are left out, more than 1.00%, such as "
+    fails(convert(*arguments), said, "Nothing was written. Repair them, or leave them out", "=0.36")
+    assert not (tmp_path / "out").exists()
+    arguments = ("--max_left_out=0.5", *arguments)
     process = run("convert", "--num_processes=1", *arguments)
     assert (process.returncode, process.stderr) == (0, "")
-    assert "ignored: 1 file that do not end in" in process.stdout
-    lines = (tmp_path / "out" / "unreadable_images.jsonl").read_text().splitlines()
+    assert "12 files (11 unreadable, 1 not an image)" in rows(process.stdout)["left out"]
+    lines = (tmp_path / "out" / "left_out.jsonl").read_text().splitlines()
     listed = list(map(json.loads, lines))
+    assert [Path(line["path"]).name for line in listed if line["reason"] == "not an image"] == [
+        "notes.txt"
+    ]
+    listed = [line for line in listed if line["reason"] != "not an image"]
     unreadable = {"cut_in_half", "cut_by_one", "cut_in_its_header", "huge", "no_height"}
     unreadable |= {"damaged_png", "empty", "zeros", "text", "html", "garbage"}
-    assert {Path(line["image"]).stem for line in listed} == unreadable
+    assert {Path(line["path"]).stem for line in listed} == unreadable
     assert all(line["reason"] for line in listed)
     records = {
         record["image/filename"][1][0].decode().removeprefix("all/").split(".")[0]: {
@@ -217,17 +232,21 @@ def test_convert_of_any_image(tmp_path):
 
 
 def test_class_folders_without_images(tmp_path, photos):
-    """All are named at once, with what they hold; or left out, and their labels with them."""
+    """All are named at once; or they have no records, and keep their numbers."""
     shutil.copytree(photos, tmp_path / "photos")
     for name, file in (("camel", "1.heic"), ("dog", "2.avif"), ("eel", None)):
         (tmp_path / "photos" / name).mkdir()
         if file:
             (tmp_path / "photos" / name / file).touch()
     process = convert(tmp_path / "photos", tmp_path / "out")
-    fails(process, "3 of 6 class folders", ": camel (.heic), dog (.avif), eel (empty). Convert")
+    fails(process, "3 of 6 class folders hold no image: camel, dog, eel. Convert")
     assert "--skip_unreadable" in process.stderr
-    assert convert("--skip_unreadable", tmp_path / "photos", tmp_path / "out").returncode == 0
-    assert (tmp_path / "out" / "labels.txt").read_text() == "ant\nbee hive\nzebra\n"
+    flags = ["--skip_unreadable", "--max_left_out=0.2"]
+    assert convert(*flags, tmp_path / "photos", tmp_path / "out").returncode == 0
+    names = (tmp_path / "out" / "labels.txt").read_text().split("\n")
+    assert names == ["ant", "bee hive", "camel", "dog", "eel", "zebra", ""]
+    listed = (tmp_path / "out" / "left_out.jsonl").read_text()
+    assert "images of this format are not read (.heic)" in listed
 
 
 def test_sixteen_bits_a_pixel_are_scaled(tmp_path):
@@ -254,7 +273,8 @@ def test_convert_from_tfrecords(tmp_path):
     process = convert(source, tmp_path / "new")
     fails(process, "2 of 2 files have no index", "-m dali_tf_input index ")
     assert run("index", source).returncode == 0
-    arguments = ["--decoder=dali", "--num_files=5", "--validation_fraction=0.2", source]
+    flags = ["--num_files=5", "--validation_fraction=0.2", "--max_left_out=0.1"]
+    arguments = ["--decoder=dali", *flags, source]
     process = run("convert", *arguments, tmp_path / "new")
     assert (process.returncode, process.stderr) == (0, "")
     names = sorted(path.name for path in (tmp_path / "new").glob("*-of-*"))
@@ -269,10 +289,11 @@ def test_convert_from_tfrecords(tmp_path):
             key: value.encode() if isinstance(value, str) else value
             for key, value in examples[label].items()
         }
-    (line,) = (tmp_path / "new" / "unreadable_images.jsonl").read_text().splitlines()
-    assert json.loads(line)["image"].startswith(f"{tmp_path}/old-0 at byte ")
+    (line,) = (tmp_path / "new" / "left_out.jsonl").read_text().splitlines()
+    assert json.loads(line)["path"].startswith(f"{tmp_path}/old-0 at byte ")
     assert (tmp_path / "new" / "labels.txt").read_text() == (tmp_path / "labels.txt").read_text()
-    assert convert("--resize_shorter=32", source, tmp_path / "small").returncode == 0
+    flags = ["--resize_shorter=32", "--max_left_out=0.1"]
+    assert convert(*flags, source, tmp_path / "small").returncode == 0
     for record in read_features(tmp_path / "small" / "train-00000-of-00001"):
         original = Image.open(
             io.BytesIO(examples[record["image/class/label"][1][0]]["image/encoded"])
@@ -284,10 +305,11 @@ def test_convert_from_tfrecords(tmp_path):
 
 
 def test_tfrecords_keep_their_splits(tmp_path, photos):
-    assert convert("--validation_fraction=0.3", photos, tmp_path / "old").returncode == 0
+    before = convert("--validation_fraction=0.3", photos, tmp_path / "old")
+    assert before.returncode == 0
     assert run("index", f"{tmp_path}/old/*-of-*").returncode == 0
     process = convert("--num_files=2", f"{tmp_path}/old/*-of-*", tmp_path / "new")
-    assert counts(process) == ("13 images", "5 images")
+    assert counts(process) == counts(before)
 
     def names(folder, split):
         files = (tmp_path / folder).glob(f"{split}-*-of-?????")
@@ -299,7 +321,8 @@ def test_tfrecords_keep_their_splits(tmp_path, photos):
         assert names("old", split) == names("new", split)
     arguments = ["--validation_fraction=0.5", f"{tmp_path}/old/*-of-*", tmp_path / "again"]
     process = convert(*arguments)
-    assert counts(process) == ("9 images", "9 images")
+    assert counts(process) != counts(before)
+    assert sum(int(count.split()[0]) for count in counts(process)) == 18
     process = convert("--overwrite", f"{tmp_path}/old/train-*", tmp_path / "old")
     fails(process, f"{tmp_path}/old holds the TFRecords to be read")
 
@@ -310,9 +333,8 @@ def test_splits_are_known_by_the_names_of_slim_and_tfds(tmp_path):
         write_tfrecord(file, numbered_examples(count))
     pattern = f"{tmp_path}/*.tfrecord-?????-of-?????"
     assert run("index", pattern).returncode == 0
-    said = "is of a test split by its name, and 2 of 3 files are not"
-    fails(convert(pattern, tmp_path / "out"), said)
-    assert not (tmp_path / "out").exists()
+    process = convert("--num_files=1", pattern, tmp_path / "all")
+    assert (*counts(process), rows(process.stdout)["test"]) == ("5 images", "3 images", "2 images")
     pattern = f"{tmp_path}/*-[tv][ra]*.tfrecord-?????-of-?????"
     process = convert("--num_files=1", pattern, tmp_path / "out")
     assert counts(process) == ("5 images", "3 images")
@@ -345,12 +367,13 @@ def test_convert_of_odd_names_and_depths(tmp_path):
     Image.fromarray(np.ones((9, 9), np.float32)).save(tmp_path / "photos" / "d" / "float.tif")
     Image.fromarray(np.ones((9, 9), np.int32)).save(tmp_path / "photos" / "d" / "integer.tif")
     Image.new("1", (70_000, 1)).save(tmp_path / "photos" / "d" / "wide.png")
-    process = convert("--validation_fraction=0", tmp_path / "photos", tmp_path / "out")
+    flags = ["--validation_fraction=0", "--max_left_out=0.9"]
+    process = convert(*flags, tmp_path / "photos", tmp_path / "out")
     assert (process.returncode, process.stderr) == (0, "")
     assert rows(process.stdout)["train"] == "3 images"
-    lines = (tmp_path / "out" / "unreadable_images.jsonl").read_text().splitlines()
+    lines = (tmp_path / "out" / "left_out.jsonl").read_text().splitlines()
     listed = list(map(json.loads, lines))
-    reasons = {os.fsencode(line["image"]).rsplit(b"/", 1)[1]: line["reason"] for line in listed}
+    reasons = {os.fsencode(line["path"]).rsplit(b"/", 1)[1]: line["reason"] for line in listed}
     assert set(reasons) == {b"bad\xff.jpg", b"float.tif", b"integer.tif", b"wide.png"}
     assert reasons[b"float.tif"] == "pixels of mode F, whose value range is unknown"
     assert reasons[b"wide.png"].startswith("70000x1: a JPEG holds 65535 pixels each way")
@@ -367,9 +390,9 @@ def test_convert_of_odd_names_and_depths(tmp_path):
 def test_files_without_a_readable_image_are_none(tmp_path):
     (tmp_path / "photos" / "a").mkdir(parents=True)
     for number in range(8):
-        encoded = jpeg(9, 9) if number < 2 else b"x"
+        encoded = jpeg(9, 9, seed=number) if number < 2 else b"x%d" % number
         (tmp_path / "photos" / "a" / f"{number}.jpg").write_bytes(encoded)
-    arguments = ["--num_files=6", "--validation_fraction=0.2"]
+    arguments = ["--num_files=6", "--validation_fraction=0", "--max_left_out=0.9"]
     process = convert(*arguments, tmp_path / "photos", tmp_path / "out")
     assert process.returncode == 0, process.stderr
     names = sorted(path.name for path in (tmp_path / "out").glob("*-of-*"))
@@ -568,9 +591,8 @@ def test_a_table(table_folder, kind):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"labels": ["x"]}, "row 1: `labels` must be whole numbers, got "),
-        ({"values": ["1", "one"]}, "row 1: `values` must be numbers, got "),
-        ({"other": 1}, "row 1: expected path and, as in the first row, any of label, labels, "),
+        ({"values": ["1", "one"]}, "row 1: `values` must be finite numbers of float32, got "),
+        ({"other": 1}, "row 1: nothing is known of the column `other`. --keep=other stores it"),
     ],
 )
 def test_tables_that_are_refused(table_folder, change, said):
@@ -591,15 +613,18 @@ def test_masks_that_are_refused(table_folder, mask, said):
     """The image is left out, and the reason listed."""
     (table_folder / "a.png").write_bytes(mask)
     path, out = write_table(table_folder, "csv", TABLE), table_folder / "out"
-    assert rows(convert("--validation_fraction=0", path, out).stdout)["train"] == "1 image"
-    (line,) = (out / "unreadable_images.jsonl").read_text().splitlines()
+    fails(convert("--validation_fraction=0", path, out), "train images of class dog can be read")
+    path.write_text(path.read_text().replace(",dog,", ",ant,"))  # a class keeps one image
+    process = convert("--validation_fraction=0", "--max_left_out=0.5", path, out)
+    assert rows(process.stdout)["train"] == "1 image"
+    (line,) = (out / "left_out.jsonl").read_text().splitlines()
     assert said in json.loads(line)["reason"]
 
 
 @pytest.mark.slow
 def test_compressed_tfrecords(tmp_path, photos):
     """As TensorFlow writes them with `compression_type`; they keep their splits and labels.txt."""
-    convert(photos, tmp_path / "out")
+    before = convert(photos, tmp_path / "out")
     for kind, compress in (("gz", gzip.compress), ("zlib", zlib.compress)):
         folder = tmp_path / kind
         folder.mkdir()
@@ -608,7 +633,7 @@ def test_compressed_tfrecords(tmp_path, photos):
             (folder / file.name).write_bytes(compress(file.read_bytes()))
         process = convert(folder / "*-of-*", tmp_path / f"{kind}-out")
         assert (process.returncode, process.stderr) == (0, "")
-        assert counts(process) == ("16 images", "2 images")
+        assert counts(process) == counts(before)
         damaged = folder / file.name
         damaged.write_bytes(damaged.read_bytes()[:-9])
         fails(
@@ -639,7 +664,7 @@ def test_compressed_tfrecords(tmp_path, photos):
 @pytest.mark.parametrize("kind", ["csv", "jsonl"])
 def test_labels_of_a_table(tmp_path, kind, labels, expected):
     """Numbers are numbers however they are written, and never turn into names."""
-    table, names = [{"path": "a.jpg", "label": label} for label in labels], None
+    table = [{"path": f"{number}.jpg", "label": label} for number, label in enumerate(labels)]
     path = write_table(tmp_path, kind, table)
     if kind == "csv":
         path.write_text(path.read_text().replace(",None", ""))
@@ -648,11 +673,13 @@ def test_labels_of_a_table(tmp_path, kind, labels, expected):
         with refused(expected):
             list_rows(str(path), catalog)
         return
-    names, starts = list_rows(str(path), catalog)
+    listed = list_rows(str(path), catalog)
     lines = [json.loads(line) for line in Path(catalog).read_text().splitlines()]
     assert [features["image/class/label"] for features, *_ in lines] == expected
-    assert len(starts) == 3
-    assert names == (["a", "b"] if "a" in labels else None)
+    assert {label: len(starts) for (_, label), starts in listed.starts.items()} == {
+        label: expected.count(label) for label in expected
+    }
+    assert listed.labels == (["a", "b"] if "a" in labels else None)
 
 
 def test_a_row_that_is_too_long(tmp_path):
@@ -678,18 +705,29 @@ def test_folders_of_splits(tmp_path, photos):
             names = {b"ant": 0, b"zebra": 1}
             assert features["image/class/label"][1] == [names[features["image/class/text"][1][0]]]
     flags = ["--validation_fraction=0.5", tmp_path / "photos", tmp_path / "new"]
-    fails(convert(*flags), "val is the validation split: leave out --validation_fraction")
+    fails(convert(*flags), "There is a validation split: leave out --validation_fraction")
     (tmp_path / "photos/val/bee").mkdir()
     (tmp_path / "photos/val/bee/1.jpg").write_bytes(jpeg(20, 30))
     fails(
         convert(tmp_path / "photos", tmp_path / "new"), "holds classes that training does not: bee"
     )
     shutil.rmtree(tmp_path / "photos/val/bee")
-    shutil.rmtree(tmp_path / "photos/val/ant")
-    fails(convert(tmp_path / "photos", tmp_path / "new"), "lacks classes of training: ant")
-    (tmp_path / "photos/test").mkdir()
+    shutil.rmtree(tmp_path / "photos/val/ant")  # it may lack a class
+    (tmp_path / "photos/train").rename(tmp_path / "photos/Train")
+    shutil.copytree(tmp_path / "photos/val", tmp_path / "photos/TEST")
+    process = convert(tmp_path / "photos", tmp_path / "new")
+    assert (*counts(process), rows(process.stdout)["test"]) == ("6 images", "1 image", "1 image")
+    (tmp_path / "photos/valid").mkdir()
     fails(
-        convert(tmp_path / "photos", tmp_path / "new"), "holds test, train, val: splits are made of"
+        convert(tmp_path / "photos", tmp_path / "x"), "val and valid, both of which are the valid"
+    )
+    (tmp_path / "photos/valid").rename(tmp_path / "photos/extra")
+    said = "holds the splits TEST, Train, val, and beside them extra"
+    fails(convert(tmp_path / "photos", tmp_path / "x"), said)
+    shutil.rmtree(tmp_path / "photos/extra")
+    shutil.rmtree(tmp_path / "photos/Train")
+    fails(
+        convert(tmp_path / "photos", tmp_path / "x"), "and no folder train: convert each by itself"
     )
 
 
@@ -702,7 +740,7 @@ def test_folders_of_splits(tmp_path, photos):
         (
             "a.jsonl",
             b'{"path": "a", "labels": [1.5]}\n',
-            r"`labels` must be whole numbers, got \[1.5",
+            r"`labels` must be whole numbers, or names, got \[1.5",
         ),
         ("a.csv", b"path,label\na.jpg,007\nb.jpg,7\n", "found '7' in row 2 and '007' in row 1"),
     ],
@@ -716,9 +754,9 @@ def test_tables_that_would_lose_something(tmp_path, name, data, said):
 def test_a_table_that_excel_wrote(tmp_path):
     """With a mark before its first column that is not seen."""
     (tmp_path / "a.csv").write_text("path,label\na.jpg,3\n", encoding="utf-8-sig")
-    names, starts = list_rows(str(tmp_path / "a.csv"), str(tmp_path / "catalog"))
-    assert names is None
-    assert len(starts) == 1
+    listed = list_rows(str(tmp_path / "a.csv"), str(tmp_path / "catalog"))
+    assert listed.labels is None
+    assert [*listed.starts] == [(None, 3)]
 
 
 def test_a_split_without_images(tmp_path, photos):
@@ -727,7 +765,8 @@ def test_a_split_without_images(tmp_path, photos):
             (tmp_path / "photos" / split / name).mkdir(parents=True)
             suffix = "jpg" if split == "train" else "heic"
             (tmp_path / "photos" / split / name / f"1.{suffix}").write_bytes(jpeg(20, 30))
-    fails(convert(tmp_path / "photos", tmp_path / "out"), "2 of 2 class folders hold no file that")
+    process = convert(tmp_path / "photos", tmp_path / "out")
+    fails(process, "2 of 4 images are left out, more than 1.00%", "(.heic)")
     assert not (tmp_path / "out").exists()
 
 
@@ -782,9 +821,10 @@ def test_an_image_that_crashes_a_decoder_costs_no_other(tmp_path, photos, monkey
     path = sorted((tmp_path / "photos" / "ant").iterdir())[1]
     path.write_bytes(path.read_bytes() + b"crashes")
     monkeypatch.setattr("dali_tf_input.processes._CODE", CRASHING)
-    process = convert("--validation_fraction=0", tmp_path / "photos", tmp_path / "out")
+    flags = ["--validation_fraction=0", "--max_left_out=0.1"]
+    process = convert(*flags, tmp_path / "photos", tmp_path / "out")
     assert (process.returncode, process.stderr) == (0, "")
     assert rows(process.stdout)["train"] == "17 images"
-    (line,) = (tmp_path / "out" / "unreadable_images.jsonl").read_text().splitlines()
+    _, line = (tmp_path / "out" / "left_out.jsonl").read_text().splitlines()
     fault = json.loads(line)
-    assert fault == {"image": str(path), "reason": "decoding it failed: SIGABRT"}
+    assert fault == {"path": str(path), "reason": "decoding it failed: SIGABRT"}

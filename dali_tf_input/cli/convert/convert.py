@@ -1,22 +1,24 @@
 """Turns images into TFRecords with TF-slim's keys, or TFRecords into better ones.
 
 SOURCE is a folder, a table, or TFRecords. A folder, local or in a store, has one sub-folder of
-images per class, or two folders of these, train and val, which are kept as splits. A table (.csv or
-.jsonl) has the path of each image and any of label (an integer or a name), labels (integers,
-separated by spaces or a JSON list), values (numbers) and mask (the path of a PNG). TFRecords are
-named by a path or a pattern, and are indexed, or compressed (GZIP, ZLIB).
+images per class, of any depth, or folders of these for the splits: train, val and test. A table
+(.csv, .tsv or .jsonl) has the path of each image and any of label (an integer or a name), labels
+(integers separated by spaces, or names separated by "|", or a JSON list), values (numbers), mask
+(the path of a PNG), split (train, val or test) and group. TFRecords are named by a path or a
+pattern, and are indexed, or compressed (GZIP, ZLIB).
 
 The command writes OUT/train-00000-of-00004, ..., OUT/validation-00000-of-00001 and OUT/labels.txt
-(line i + 1 names label i; labels follow the sorted order of the sub-folders, from 0). Records are
-shuffled over all files by --seed.
+(line i + 1 names label i; labels follow the sorted order of the names, from 0, or --labels).
+Records are shuffled over all files by --seed.
 
-TFRecords keep their splits, by name: validation-*, or tfds' *-validation.tfrecord-*; all others are
-training. Files of a test split among others are refused.
+Without splits of its own, a part of each class is held out for validation. The side of an image
+depends on its bytes, or on its group, and on --seed: so it keeps its side when the set grows, and
+neither copies of an image nor the images of a group are divided. TFRecords keep their splits, by
+name: validation-*, or tfds' *-validation.tfrecord-*; test likewise; all others are training.
 
 JPEGs in RGB or grayscale keep their bytes if the decoders of training accept them; --resize_shorter
-shrinks larger ones. PNG, WebP, BMP, TIFF and GIF become JPEG, CMYK becomes RGB. What cannot be
-decoded is skipped and listed in OUT/unreadable_images.jsonl. All other features of TFRecords are
-kept.
+shrinks larger ones. PNG, WebP, BMP, TIFF and GIF become JPEG, CMYK becomes RGB. All other features
+of TFRecords are kept. What is left out is counted, and listed in OUT/left_out.jsonl.
 
 usage: dali-tf-input convert [flags] SOURCE OUT
 
@@ -30,23 +32,45 @@ import json
 import os
 import random
 import tempfile
-from typing import get_args
+from collections.abc import Sequence
+from typing import Any, get_args
 
 from dali_tf_input import InputError, Records
 from dali_tf_input.cli import command
 from dali_tf_input.cli.convert import folders, records, table, writer
 from dali_tf_input.cli.convert.images import Conversion
 from dali_tf_input.cli.convert.inflate import inflate_files
+from dali_tf_input.cli.convert.listing import LeftOut, Listed
+from dali_tf_input.cli.convert.sides import Digest, choose_sides
 from dali_tf_input.cli.dask import connect_dask
 from dali_tf_input.records.checks import Decoder
-from dali_tf_input.records.class_names import find_class_names
-from dali_tf_input.records.paths import find_files
+from dali_tf_input.records.class_names import (
+    LABELS_NAME,
+    find_class_names,
+    find_difference,
+    read_class_names,
+)
 from dali_tf_input.storage.objects import is_url
 
 FLAGS = command.Flags()
 _VALIDATION_FRACTION = FLAGS.number(
-    "validation_fraction", None, "Part of each class for validation; 0.1, or TFRecords' own splits."
+    "validation_fraction", None, "Part for validation, about; 0.1, or the source's own splits."
 )
+_SPLIT = FLAGS.choice(
+    "split", None, ["train", "validation", "test"], "All images are of this split."
+)
+_LABELS = FLAGS.string("labels", None, "File of names: their order numbers the classes.")
+_LABELS_GROW = FLAGS.boolean("labels_grow", False, "New classes come after those of --labels.")
+_CLASS_DEPTH = FLAGS.integer(
+    "class_depth", None, "Levels of folders that make a class: 1, or 2 for animals/dog.", 1
+)
+_KEEP = FLAGS.list("keep", None, "Further columns of a table to store, as features.")
+_DROP = FLAGS.list("drop", None, "Columns of a table to leave out.")
+_GROUP = FLAGS.string("group", "group", "Column of a table whose equal values stay together.")
+_MAX_LEFT_OUT = FLAGS.number(
+    "max_left_out", 0.01, "Largest part of the images that may be left out, in [0, 1]."
+)
+_RENUMBER = FLAGS.boolean("renumber", False, "With --overwrite: classes may get other numbers.")
 _NUM_FILES = FLAGS.integer("num_files", None, "Files of the train split; else of about 150 MB.", 1)
 _NUM_VALIDATION_FILES = FLAGS.integer("num_validation_files", None, "Of the validation split.", 1)
 _SEED = FLAGS.integer("seed", 0, "Seed of the shuffle and of the choice for validation.")
@@ -60,7 +84,7 @@ _DECODER = FLAGS.choice(
     "decoder", "both", [*get_args(Decoder), "none"], "What must accept images whose bytes are kept."
 )
 _SKIP_UNREADABLE = FLAGS.boolean(
-    "skip_unreadable", False, "Leave out class folders that hold no image, instead of stopping."
+    "skip_unreadable", False, "Class folders may hold no image; their numbers stay their own."
 )
 _NUM_PROCESSES = FLAGS.integer(
     "num_processes", None, "Processes; else one per core, and fewer for few images.", 1
@@ -81,107 +105,138 @@ def main(arguments: list[str]) -> int:
         raise InputError(f"`validation_fraction` must be in [0, 1), got {fraction}.")
     if not 1 <= _QUALITY.value <= 100:
         raise InputError(f"`quality` must be in [1, 100], got {_QUALITY.value}.")
+    if not 0 <= _MAX_LEFT_OUT.value <= 1:
+        raise InputError(f"`max_left_out` must be in [0, 1], got {_MAX_LEFT_OUT.value}.")
+    if _SPLIT.value and fraction:
+        raise InputError("All is of --split: leave out --validation_fraction.")
     source, out = map(os.path.expanduser, arguments)
     if is_url(out):
         raise InputError(f"{out}: a set is written to a local folder, and copied from there.")
     writer.check_folder(os.path.abspath(out), overwrite=_OVERWRITE.value)
     flags = (_RESIZE_SHORTER, _QUALITY, _APPLY_ORIENTATION, _DECODER, _STORE)
     conversion = Conversion(*(flag.value for flag in flags))
-    kept_validation = array.array("Q")  # records of a validation split that stays what it is
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+    names = read_class_names(os.path.expanduser(_LABELS.value)) if _LABELS.value else None
+    numbering = {"labels": names, "labels_grow": _LABELS_GROW.value}
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
         catalog = os.path.join(folder, "catalog")
-        labels: list[str] | None
+        stream = stack.enter_context(open(os.path.join(folder, "left_out"), "w+b"))
+        left_out, digest = LeftOut(stream), records.digest_images
         if folders.is_folder(source):
-            shared = {"skip_empty": _SKIP_UNREADABLE.value, "validation_fraction": fraction}
-            labels, groups, kept_validation = folders.list_images(source, catalog, **shared)
+            depth, skip = _CLASS_DEPTH.value, _SKIP_UNREADABLE.value
+            shared: dict[str, Any] = {**numbering, "class_depth": depth, "skip_empty": skip}
+            listed = folders.list_images(source, catalog, left_out, **shared)
             make_records = functools.partial(records.make_records_of_images, conversion, source)
-            fraction = 0.1 if fraction is None and not kept_validation else fraction
-        elif source.endswith(table.SUFFIXES):
-            labels, rows = table.list_rows(source, catalog)
-            groups = [rows]
+        elif table.is_table(source):
+            keep, drop = (tuple(flag.value or ()) for flag in (_KEEP, _DROP))
+            columns = table.Columns(keep=keep, drop=drop, group=_GROUP.value)
+            listed = table.list_rows(source, catalog, columns=columns, **numbering)
             folder_of_table = os.path.dirname(os.path.abspath(source))
             convert_images = functools.partial(records.make_records_of_images, conversion)
             make_records = functools.partial(convert_images, folder_of_table)
-            fraction = 0.1 if fraction is None else fraction
         else:
-            keys = {flag.name: flag.value for flag in (_INDEX_DIR, _IMAGE_KEY)}
-            # As large as what it replaces, so beside it.
-            beside = os.path.dirname(os.path.abspath(out))
-            os.makedirs(beside, exist_ok=True)
-            inflated = tempfile.TemporaryDirectory(dir=beside, prefix=".inflated-")
-            plain = inflate_files(source, stack.enter_context(inflated))
-            dataset = Records.from_files(plain, **keys)
-            names = find_class_names(os.path.dirname(find_files(source)[0]))
-            labels = [*names] if names else None
-            if os.path.realpath(out) in map(os.path.realpath, map(os.path.dirname, dataset.paths)):
-                text = "holds the TFRecords to be read: name another folder to write to"
-                raise InputError(f"{out} {text}.")
-            train, validation = list_records(dataset, catalog)
+            if names is not None:
+                raise InputError("TFRecords keep their labels: leave out --labels.")
+            dataset = _open_records(source, out, stack)
+            listed = list_records(dataset, catalog, keeps_splits=fraction is None)
+            digest = functools.partial(records.digest_records, dataset.image_key)
             convert = records.make_records_of_records
             make_records = functools.partial(convert, conversion, dataset.image_key)
-            groups = [train + validation]
-            if fraction is None:  # also where all is for validation
-                groups, kept_validation = [train] if train else [], validation
-        train, validation = split_items(groups, kept_validation, fraction or 0.0, _SEED.value)
-        numbers = {"train": _NUM_FILES.value, "validation": _NUM_VALIDATION_FILES.value}
-        splits = [
-            writer.Split(name=name, items=records.Catalog(catalog, starts), num_files=numbers[name])
-            for name, starts in (("train", train), ("validation", validation))
-            if starts
-        ]
+            fraction = fraction or 0.0  # of what has no split of its own
+        check_numbers(out, listed.labels)
+        splits = divide(listed, catalog, digest, 0.1 if fraction is None else fraction)
         shared = {"num_processes": _NUM_PROCESSES.value, "overwrite": _OVERWRITE.value}
-        shared |= {"executor": stack.enter_context(connect_dask(_DASK.value)), "labels": labels}
+        shared |= {"executor": stack.enter_context(connect_dask(_DASK.value))}
+        shared |= {"left_out": left_out, "max_left_out": _MAX_LEFT_OUT.value}
+        shared |= {"labels": listed.labels, "other_labels": listed.other_labels}
         written = writer.write_splits(out, splits, make_records, **shared)
-    writer.print_written(out, written, None if labels is None else len(labels))
+    num_classes = None if listed.labels is None else len(listed.labels)
+    writer.print_written(out, written, num_classes, left_out)
     return 0
 
 
-def list_records(dataset: Records, catalog: str) -> "tuple[array.array[int], array.array[int]]":
+def divide(listed: Listed, catalog: str, digest: Digest, fraction: float) -> list[writer.Split]:
+    """Returns the splits that are written, shuffled."""
+    starts = {split: array.array("Q") for split in ("train", "validation", "test")}
+    fixed = _SPLIT.value
+    if fraction and not fixed and any(split == "validation" for split, _ in listed.starts):
+        if _VALIDATION_FRACTION.value is not None:
+            raise InputError("There is a validation split: leave out --validation_fraction.")
+        fraction = 0.0
+    for (split, _), own in listed.starts.items():
+        if fixed or split:
+            starts[fixed or split or ""] += own
+    if not fixed:
+        undecided = {label: own for (split, label), own in listed.starts.items() if not split}
+        sides = choose_sides(catalog, undecided, digest, fraction=fraction, seed=_SEED.value)
+        starts["train"] += sides.train
+        starts["validation"] += sides.validation
+        if sides.copies:
+            count = command.format_count(sides.copies, "image")
+            more = f", {sides.conflicts:,} of them in another class" if sides.conflicts else ""
+            print(f"copies: {count} of which there is another{more}; none is on the other side")
+        if sides.lacking:
+            known = listed.labels
+            names = [known[label] if known else f"class {label}" for label in sides.lacking]
+            more = f" and {len(names) - 10:,} more" if len(names) > 10 else ""
+            print(f"validation has no image of {', '.join(names[:10])}{more}")
+    numbers = {"train": _NUM_FILES.value, "validation": _NUM_VALIDATION_FILES.value}
+    generator, splits = random.Random(_SEED.value), []
+    for name, own in starts.items():
+        generator.shuffle(own)
+        if own:
+            items = records.Catalog(catalog, own)
+            splits.append(writer.Split(name=name, items=items, num_files=numbers.get(name)))
+    return splits
+
+
+def check_numbers(out: str, labels: Sequence[str] | None) -> None:
+    """Raises InputError if classes of the set that OUT holds would get other numbers."""
+    old = find_class_names(os.path.abspath(out)) if os.path.isdir(out) else None
+    number = find_difference(old, labels)
+    if number is None and old and labels is not None and len(old) > len(labels):
+        number = len(labels)
+    if number is None or old is None or labels is None or _RENUMBER.value:
+        return
+    now = repr(labels[number]) if number < len(labels) else "missing"
+    path = os.path.join(out, LABELS_NAME)
+    raise InputError(
+        f"{out} holds a set whose class {number} is {old[number]!r}; it would be {now}, and models"
+        f" that were trained on it would be wrong. Keep the numbers: --labels={path} --labels_grow."
+        " Or give other ones: --renumber"
+    )
+
+
+def _open_records(source: str, out: str, stack: contextlib.ExitStack) -> Records:
+    """Returns the records of a source of TFRecords."""
+    keys = {flag.name: flag.value for flag in (_INDEX_DIR, _IMAGE_KEY)}
+    # As large as what it replaces, so beside it.
+    beside = os.path.dirname(os.path.abspath(out))
+    os.makedirs(beside, exist_ok=True)
+    inflated = tempfile.TemporaryDirectory(dir=beside, prefix=".inflated-")
+    dataset = Records.from_files(inflate_files(source, stack.enter_context(inflated)), **keys)
+    if os.path.realpath(out) in map(os.path.realpath, map(os.path.dirname, dataset.paths)):
+        text = "holds the TFRecords to be read: name another folder to write to"
+        raise InputError(f"{out} {text}.")
+    return dataset
+
+
+def list_records(dataset: Records, catalog: str, *, keeps_splits: bool) -> Listed:
     """Writes a line [file, etag or None, offset, size] per record to the file `catalog`.
 
-    Returns:
-      Where the lines start: of the records of training and of validation, by the names of the
-      files.
-
-    Raises:
-      InputError: files of a test split are among others, and would become training data.
+    Args:
+      dataset: the records.
+      catalog: a new file.
+      keeps_splits: whether validation stays what it is; a test split always does.
     """
-    splits = {file: writer.find_split(file) for file in dataset.paths}
-    tests = [file for file, split in splits.items() if split == "test"]
-    if tests and len(tests) < len(splits):
-        others = f"{len(splits) - len(tests):,} of {len(splits):,} files are not"
-        raise InputError(
-            f"{tests[0]} is of a test split by its name, and {others}: its records would become"
-            " training data. Name only the files of training and validation."
-        )
-    train, validation = array.array("Q"), array.array("Q")
+    names = dataset.class_names
+    known = None if names is None or None in names else [str(name) for name in names]
+    listed = Listed(labels=known)
     with open(catalog, "xb") as stream:
         for number, file in enumerate(dataset.files):
-            starts = validation if splits[file.path] == "validation" else train
+            split = writer.find_split(file.path)
+            fixed = split if keeps_splits or split == "test" else None
             for extent in dataset.index(number).tolist():
-                starts.append(stream.tell())
+                listed.add(fixed, None, stream.tell())
                 stream.write(json.dumps([file.path, file.etag, *extent]).encode() + b"\n")
-    return train, validation
-
-
-def split_items(
-    groups: "list[array.array[int]]",
-    kept_validation: "array.array[int]",
-    validation_fraction: float,
-    seed: int,
-) -> "tuple[array.array[int], array.array[int]]":
-    """Shuffles the items and divides them into a train split and a validation split.
-
-    Validation gets `kept_validation` and, from each group, `validation_fraction` of its items,
-    rounded, but never all of them.
-    """
-    generator = random.Random(seed)
-    train, validation = array.array("Q"), kept_validation[:]
-    for items in groups:
-        generator.shuffle(items)
-        count = min(round(len(items) * validation_fraction), len(items) - 1)
-        validation += items[:count]
-        train += items[count:]
-    generator.shuffle(train)
-    generator.shuffle(validation)
-    return train, validation
+    return listed

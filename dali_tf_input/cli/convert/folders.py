@@ -1,19 +1,20 @@
 """Folders of images as a source, local or in a store: a sub-folder for each class."""
 
-import array
 import json
 import os
 import re
-from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dali_tf_input import InputError
-from dali_tf_input.cli import command
+from dali_tf_input.cli.convert.listing import SPLITS, LeftOut, Listed, Split, check_names_differ
 from dali_tf_input.records.class_names import check_class_name
-from dali_tf_input.storage.objects import Status, find_objects, is_url
+from dali_tf_input.storage.objects import Status, find_objects, is_url, list_below
 
-_VALIDATION_NAMES = ("val", "valid", "validation")
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
+# Images of formats that are not read here.
+_OTHER_SUFFIXES = (".heic", ".heif", ".avif", ".jxl", ".dng", ".nef", ".cr2", ".arw", ".psd")
+_FIRST_BYTES = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"II*\0", b"MM\0*")
 
 
 def is_folder(source: str) -> bool:
@@ -25,149 +26,255 @@ def is_folder(source: str) -> bool:
 
 
 class Tree:
-    """The folders below a source, and their files."""
+    """The folders and files below a source."""
 
     def __init__(self, source: str) -> None:
-        self._folders: dict[str, dict[str, Status]] | None = None
+        self.source = source.rstrip("/")
+        self._objects: dict[str, Status] | None = None
         if is_url(source):
-            self._folders = defaultdict(dict)
-            for pattern in ("*/*", "*/*/*"):  # classes, or splits of classes
-                for url, status in find_objects(f"{source}/{pattern}").items():
-                    folder, _, name = url.rpartition("/")
-                    self._folders[folder][name] = status
+            start = len(self.source) + 1
+            objects = list_below(self.source).items()
+            self._objects = {url[start:]: status for url, status in sorted(objects)}
 
-    def folders(self, path: str) -> list[str]:
-        """Returns the names of the folders in a folder that are not hidden, sorted."""
-        if self._folders is None:
-            names = {entry.name for entry in os.scandir(path) if entry.is_dir()}
+    def path(self, below: str) -> str:
+        """Returns the path, or URL, of what is below the source."""
+        return os.path.join(self.source, below) if below else self.source
+
+    def list_names(self, folder: str) -> tuple[list[str], list[str]]:
+        """Returns the names of the folders, and of the files, directly in a folder, sorted."""
+        if self._objects is None:
+            entries = sorted(os.scandir(self.path(folder)), key=lambda entry: entry.name)
+            names = [entry.name for entry in entries if entry.is_dir()]
+            return names, [entry.name for entry in entries if not entry.is_dir()]
+        start = f"{folder}/" if folder else ""
+        below = [path[len(start) :] for path in self._objects if path.startswith(start)]
+        names = sorted({path.partition("/")[0] for path in below if "/" in path})
+        return names, [path for path in below if "/" not in path]
+
+    def walk(self, folder: str) -> Iterator[tuple[str, Status | None]]:
+        """Yields all files below a folder, by their paths below the source, and their versions."""
+        if self._objects is not None:
+            start = f"{folder}/"
+            for path, status in self._objects.items():
+                if path.startswith(start):
+                    yield path, status
         else:
-            start = f"{path}/"
-            below = [folder for folder in self._folders if folder.startswith(start)]
-            names = {folder.removeprefix(start).partition("/")[0] for folder in below}
-        return sorted(name for name in names if not name.startswith("."))
+            for path in self._walk(folder, ()):
+                yield path, None
 
-    def files(self, path: str) -> list[str]:
-        """Returns the names in a folder; none if there is no folder."""
-        if self._folders is not None:
-            return [*self._folders.get(path, {})]
-        return os.listdir(path) if os.path.isdir(path) else []
-
-    def status(self, folder: str, name: str) -> Status | None:
-        """Returns the version of a stored object."""
-        return None if self._folders is None else self._folders[folder][name]
+    def _walk(self, folder: str, above: tuple[tuple[int, int], ...]) -> Iterator[str]:
+        status = os.stat(self.path(folder))
+        own = (status.st_dev, status.st_ino)
+        if own in above:  # a link to a folder that it is in
+            return
+        folders, files = self.list_names(folder)
+        yield from (os.path.join(folder, name) for name in files)
+        for name in folders:
+            yield from self._walk(os.path.join(folder, name), (*above, own))
 
 
 def list_images(
-    source: str, catalog: str, *, skip_empty: bool, validation_fraction: float | None
-) -> "tuple[list[str], list[array.array[int]], array.array[int]]":
+    source: str,
+    catalog: str,
+    left_out: LeftOut,
+    *,
+    labels: Sequence[str] | None = None,
+    labels_grow: bool = False,
+    class_depth: int | None = None,
+    skip_empty: bool = False,
+) -> Listed:
     """Writes a line per image to the file `catalog`, as `records.make_records_of_images` takes it.
 
-    Returns:
-      The names of the classes, where the lines of each class start, and those of a split that is
-      for validation already.
+    Images of all depths below a class folder are of that class. A source may hold the splits, each
+    with class folders of its own.
+
+    Args:
+      source: the folder.
+      catalog: a new file.
+      left_out: lists the other files.
+      labels: the names of the classes in their order; None sorts those that are found.
+      labels_grow: whether classes that are not in `labels` come after them.
+      class_depth: how many levels of folders make a class.
+      skip_empty: whether a class may have no images; its number stays its own.
 
     Raises:
-      InputError: there is no class, a class without an image, or a split that does not fit.
+      InputError: there is no class; or a class without an image, or one that is not in `labels`; or
+        images that are in no class; or it is not clear which folders are the classes.
     """
-    source = source.rstrip("/") if is_url(source) else source
     tree = Tree(source)
-    roots = _find_splits(tree, source)
-    root, held_out = roots.get("train", source), roots.get("validation")
-    class_names, ignored = _find_classes(tree, root, skip_empty=skip_empty)
-    groups, kept_validation = _list_classes(tree, root, class_names, catalog), array.array("Q")
-    if held_out:
-        if validation_fraction is not None:
-            text = f"{held_out} is the validation split: leave out --validation_fraction."
-            raise InputError(text)
-        held_out_names, more_ignored = _find_classes(tree, held_out, skip_empty=skip_empty)
-        ignored += more_ignored
-        _check_same_classes(held_out, held_out_names, class_names, may_lack=skip_empty)
-        for starts in _list_classes(tree, held_out, class_names, catalog):
-            kept_validation += starts
-    if ignored:
-        files = command.format_count(ignored, "file")
-        print(f"ignored: {files} that do not end in {', '.join(_SUFFIXES)}")
-    return class_names, groups, kept_validation
+    roots = _find_splits(tree)
+    classes = {root: _find_classes(tree, root, class_depth or 1, left_out) for root in roots}
+    names = _number_classes(tree, classes, labels, grow=labels_grow)
+    listed, seen = Listed(labels=names), dict.fromkeys(names, 0)
+    deep = folders_with_images = 0  # those whose images all lie in folders of their own
+    with open(catalog, "ab") as stream:
+        for root, split in roots.items():
+            for name in classes[root]:
+                folder = os.path.join(root, name)
+                number, count, has_direct = names.index(name), 0, False
+                for path, status in tree.walk(folder):
+                    if not _is_image(tree, path, status, left_out):
+                        continue
+                    features = {"image/class/label": number, "image/class/text": name}
+                    listed.add(split, number, stream.tell())
+                    line: list[Any] = [features, tree.path(path), None, status]
+                    stream.write(json.dumps(line).encode() + b"\n")
+                    has_direct |= os.path.dirname(path) == folder
+                    count += 1
+                seen[name] += count
+                folders_with_images += count > 0
+                deep += count > 0 and not has_direct
+    _check_classes(tree, classes, seen, labels, skip_empty=skip_empty)
+    if not class_depth and deep == folders_with_images:
+        raise InputError(
+            f"The images of all {deep} classes of {tree.source} lie in folders of their own, as"
+            f" {_first_image(catalog)}. Which folders are the classes? --class_depth=1: the outer"
+            " ones; --class_depth=2: the inner ones."
+        )
+    return listed
 
 
-def _find_splits(tree: Tree, source: str) -> dict[str, str]:
-    """Returns the folders of the splits that `source` holds; none if its folders are classes.
+def _find_splits(tree: Tree) -> dict[str, Split]:
+    """Returns the folders that hold classes, and the split of each.
 
     Raises:
-      InputError: there are splits, but not one of training and one of validation.
+      InputError: there are splits beside other folders, or two folders of one split.
     """
-    names = {*tree.folders(source)}
-    if not names or not names <= {"train", *_VALIDATION_NAMES, "test"}:
-        return {}
-    held_out = sorted(names & {*_VALIDATION_NAMES})
-    if "train" not in names or len(held_out) != 1 or "test" in names:
+    folders = [name for name in tree.list_names("")[0] if not name.startswith(".")]
+    splits = {name: SPLITS[name.lower()] for name in folders if name.lower() in SPLITS}
+    others = [name for name in folders if name not in splits]
+    if not splits or (len(splits) == 1 and others):  # a class may be called so
+        return {"": None}
+    if others:
         raise InputError(
-            f"{source} holds {', '.join(sorted(names))}: splits are made of a folder train and one"
-            f" of {', '.join(_VALIDATION_NAMES)}. Convert others by themselves."
+            f"{tree.source} holds the splits {', '.join(splits)}, and beside them"
+            f" {', '.join(others[:10])}: move those into the splits, or out of the folder."
         )
-    return {"train": os.path.join(source, "train"), "validation": os.path.join(source, held_out[0])}
+    by_split: dict[str, str] = {}
+    for name, split in splits.items():
+        if split in by_split:
+            both = f"{by_split[split]} and {name}"
+            raise InputError(f"{tree.source} holds {both}, both of which are the {split} split.")
+        by_split[split] = name
+    if [*by_split] == ["train"]:
+        return {by_split["train"]: None}
+    if "train" not in by_split:
+        raise InputError(
+            f"{tree.source} holds {', '.join(splits)}, and no folder train: convert each by itself,"
+            " with --split, and with --labels so that classes have the numbers of training."
+        )
+    order = ("train", "validation", "test")
+    return {by_split[split]: split for split in order if split in by_split}
 
 
-def _check_same_classes(
-    folder: str, names: list[str], class_names: list[str], *, may_lack: bool
+def _find_classes(tree: Tree, root: str, depth: int, left_out: LeftOut) -> list[str]:
+    """Returns the names of the classes in a folder; lists the files that are in no class."""
+    found, level = list[str](), [""]
+    for number in range(depth):
+        below = []
+        for name in level:
+            folder = os.path.join(root, name) if name else root
+            folders, files = tree.list_names(folder)
+            loose = []
+            for file in files:
+                path = os.path.join(folder, file)
+                if _is_image(tree, path, None, left_out):
+                    loose.append(tree.path(path))
+            if loose:
+                raise InputError(
+                    f"{len(loose):,} images are in no class folder, such as {loose[0]}: move each"
+                    " into the folder of its class."
+                )
+            for child in folders:
+                if child.startswith("."):
+                    left_out.add(tree.path(os.path.join(folder, child)), "hidden", is_image=False)
+                else:
+                    below.append(f"{name}/{child}" if name else child)
+        level = below
+        found = below if number == depth - 1 else found
+    for name in found:
+        check_class_name(name, tree.path(root))
+    check_names_differ(((name, tree.path(root)) for name in found), tree.path(root))
+    return found
+
+
+def _number_classes(
+    tree: Tree, classes: dict[str, list[str]], labels: Sequence[str] | None, *, grow: bool
+) -> list[str]:
+    """Returns the names of all classes in their order."""
+    names = sorted({name for found in classes.values() for name in found})
+    if not names:
+        no_object = "is no object, and " if is_url(tree.source) else ""
+        raise InputError(
+            f"{tree.source} {no_object}has no sub-folders of images: put the images of each class"
+            " into its own."
+        )
+    if labels is not None:
+        new = [name for name in names if name not in labels]
+        if new and not grow:
+            raise InputError(
+                f"{tree.source} holds classes that --labels does not name:"
+                f" {', '.join(new[:10])}. Add them at the end of that file, or: --labels_grow"
+            )
+        return [*labels, *new]
+    first, *rest = classes
+    for root in rest:
+        new = sorted({*classes[root]} - {*classes[first]})
+        if new:
+            raise InputError(
+                f"{tree.path(root)} holds classes that training does not: {', '.join(new[:10])}. If"
+                " they are to have numbers of their own, name all classes with --labels=FILE."
+            )
+    return names
+
+
+def _check_classes(
+    tree: Tree,
+    classes: dict[str, list[str]],
+    seen: dict[str, int],
+    labels: Sequence[str] | None,
+    *,
+    skip_empty: bool,
 ) -> None:
-    """Raises InputError unless a split has the classes of training, or fewer if it `may_lack`."""
-    for problem, missing, is_allowed in (
-        ("holds classes that training does not", {*names} - {*class_names}, False),
-        ("lacks classes of training", {*class_names} - {*names}, may_lack),
-    ):
-        if missing and not is_allowed:
-            raise InputError(f"{folder} {problem}: {', '.join(sorted(missing)[:10])}.")
-
-
-def _find_classes(tree: Tree, root: str, *, skip_empty: bool) -> tuple[list[str], int]:
-    """Returns the names of the classes, sorted, and how many files in them are no images."""
-    class_names = tree.folders(root)
-    for name in class_names:
-        check_class_name(name, root)
-    others, empty = 0, {}
-    for name in class_names:
-        files = tree.files(os.path.join(root, name))
-        images = sum(map(is_image, files))
-        others += len(files) - images
-        if not images:
-            suffixes = sorted({os.path.splitext(file)[1] or file for file in files})
-            empty[name] = f"{name} ({', '.join(suffixes[:5]) or 'empty'})"
+    """Raises InputError if a class that has a folder has no image."""
+    found = {name for names in classes.values() for name in names}
+    empty = [name for name in seen if name in found and not seen[name]]
+    if len(empty) == len(found):
+        raise InputError(f"{tree.source}: none of the {len(found)} class folders holds an image.")
     if empty and not skip_empty:
         raise InputError(
-            f"{len(empty)} of {len(class_names)} class folders hold no file that ends in"
-            f" {', '.join(_SUFFIXES)}: {', '.join(list(empty.values())[:50])}. Convert their"
-            " images, or leave these classes out with --skip_unreadable."
+            f"{len(empty)} of {len(found)} class folders hold no image: {', '.join(empty[:50])}."
+            " Convert their images, or keep their numbers without records: --skip_unreadable"
         )
-    class_names = [name for name in class_names if name not in empty]
-    if not class_names:
-        text = "put the images of each class into its own"
-        no_object = "is no object, and " if is_url(root) else ""
-        raise InputError(f"{root} {no_object}has no sub-folders of images: {text}.")
-    return class_names, others
 
 
-def is_image(name: str) -> bool:
-    """Whether a file is an image by its name."""
-    return name.lower().endswith(_SUFFIXES) and not name.startswith(".")
+def _is_image(tree: Tree, path: str, status: Status | None, left_out: LeftOut) -> bool:
+    """Whether a file is an image, by its name, or else by its first bytes; lists it if not."""
+    name, whole = os.path.basename(path), tree.path(path)
+    if any(part.startswith(".") for part in path.split("/")):
+        left_out.add(whole, "hidden", is_image=False)
+        return False
+    suffix = os.path.splitext(name)[1].lower()
+    if suffix in _SUFFIXES:
+        return True
+    if suffix in _OTHER_SUFFIXES:
+        left_out.add(whole, f"images of this format are not read ({suffix})", is_image=True)
+        return False
+    if is_url(tree.source):
+        left_out.add(whole, "no suffix of an image", is_image=False)
+        return False
+    try:
+        with open(whole, "rb") as stream:
+            first = stream.read(16)
+    except OSError as error:
+        left_out.add(whole, f"cannot be read: {error.strerror}", is_image=True, kind="unreadable")
+        return False
+    if first.startswith(_FIRST_BYTES) or (first[:4] == b"RIFF" and first[8:12] == b"WEBP"):
+        return True
+    left_out.add(whole, "not an image", is_image=False)
+    return False
 
 
-def _list_classes(
-    tree: Tree, root: str, class_names: list[str], catalog: str
-) -> "list[array.array[int]]":
-    """Writes a line [features, path, None, status] per image; returns where those of a class start.
-
-    The status is that of a stored object, else None.
-    """
-    groups = []
-    with open(catalog, "ab") as stream:
-        for label, class_name in enumerate(class_names):
-            folder, starts = os.path.join(root, class_name), array.array("Q")
-            features = {"image/class/label": label, "image/class/text": class_name}
-            for name in sorted(filter(is_image, tree.files(folder))):
-                starts.append(stream.tell())
-                line: list[Any] = [features, os.path.join(folder, name), None]
-                line.append(tree.status(folder, name))
-                stream.write(json.dumps(line).encode() + b"\n")
-            groups.append(starts)
-    return groups
+def _first_image(catalog: str) -> str:
+    with open(catalog, "rb") as stream:
+        return str(json.loads(stream.readline())[1])

@@ -1,7 +1,10 @@
 """The records made from the items of a catalog: image files, or records of TFRecord files."""
 
+import hashlib
 import json
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +25,8 @@ from dali_tf_input.records.example import (
 )
 from dali_tf_input.records.tfrecord import read_data, unframe_record
 from dali_tf_input.storage.objects import Part, Status, read_parts, read_whole
+
+_THREADS = 16  # that read images
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,44 @@ class Catalog(Sequence[Any]):
                 stream.seek(start)
                 items.append(json.loads(stream.readline()))
         return items
+
+
+def digest_images(items: list[Any]) -> list[bytes]:
+    """Returns a digest of the bytes of each image, given as items of `make_records_of_images`.
+
+    What cannot be read has one, too: it is left out later, with the reason.
+    """
+    stored = {name: Status(*status) for _, name, _, status in items if status}
+    if stored:
+        holding = {name: status for name, status in stored.items() if status.size}
+        data = dict.fromkeys(stored, b"")
+        data |= zip(holding, read_whole(holding), strict=True)
+        return [_digest(data[name]) for _, name, _, _ in items]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return [*pool.map(_digest_file, (name for _, name, _, _ in items))]
+
+
+def digest_records(image_key: str, items: list[Any]) -> list[bytes]:
+    """Returns the same of the images of records, items of `make_records_of_records`."""
+    digests = []
+    for (file, _, offset, _), data in zip(items, _read_records(items), strict=True):
+        try:
+            digests.append(_digest(decode_example(data or b"")[image_key][1][0]))
+        except (InputError, KeyError, IndexError):
+            digests.append(_digest(f"{file} {offset}".encode()))
+    return digests
+
+
+def _digest_file(name: str) -> bytes:
+    try:
+        with open(name, "rb") as stream:
+            return _digest(stream.read())
+    except OSError:
+        return _digest(os.fsencode(name))
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=8).digest()
 
 
 def make_records_of_images(
@@ -71,6 +114,7 @@ def _record_of_image(
     encoded: bytes | None,
     source: str,
 ) -> writer.Record:
+    label = writer.label_of([features])
     try:
         if encoded is None:
             with open(name, "rb") as stream:
@@ -80,14 +124,14 @@ def _record_of_image(
             with open(mask, "rb") as stream:
                 features[table.KEYS["mask"]] = convert_mask(stream.read(), image)
     except (UnreadableImage, OSError) as error:
-        return writer.Record(None, name, (str(error),))
+        return writer.Record(None, name, (str(error),), label)
     key = PIXELS_KEY if conversion.store == "pixels" else "image/encoded"
     # The base name alone, such as 0001.jpg, may be that of an image of each class.
     is_below = name.startswith(f"{source.rstrip('/')}/")
     filename = name[len(source.rstrip("/")) + 1 :] if is_below else name
     about = {"key": key, "filename": filename}
     features |= writer.image_features(image.encoded, (image.height, image.width), **about)
-    return writer.Record(encode_example(features), name, image.notes)
+    return writer.Record(encode_example(features), name, image.notes, label)
 
 
 def make_records_of_records(
@@ -97,20 +141,22 @@ def make_records_of_records(
 
     Only the image features change, and only if the image is converted.
     """
-    parts = [Part(file, etag or "", start, start + size) for file, etag, start, size in items]
-    if items[0][1] is None:
-        data = [_read_locally(part) for part in parts]
-    else:
-        data = [*map(unframe_record, read_parts(parts))]
     return [
-        _record_of_record(conversion, image_key, f"{part.url} at byte {part.start}", record)
-        for part, record in zip(parts, data, strict=True)
+        _record_of_record(conversion, image_key, f"{file} at byte {offset}", record)
+        for (file, _, offset, _), record in zip(items, _read_records(items), strict=True)
     ]
 
 
-def _read_locally(part: Part) -> bytes | None:
-    with open(part.url, "rb") as stream:
-        return read_data(stream.fileno(), part.start, part.end - part.start)
+def _read_records(items: list[Any]) -> list[bytes | None]:
+    """Reads records, given as items [file, etag or None, offset, size]; None is a damaged one."""
+    if items[0][1] is not None:
+        parts = [Part(file, etag, offset, offset + size) for file, etag, offset, size in items]
+        return [*map(unframe_record, read_parts(parts))]
+    found = []
+    for file, _, offset, size in items:
+        with open(file, "rb") as stream:
+            found.append(read_data(stream.fileno(), offset, size))
+    return found
 
 
 def _record_of_record(

@@ -1,14 +1,18 @@
-"""Images that a table names: a CSV or JSON-lines file with their labels, values and masks."""
+"""Images that a table names: a CSV, TSV or JSON-lines file with their labels, values and masks."""
 
-import array
 import csv
+import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from dali_tf_input import InputError
+from dali_tf_input.cli.convert.listing import SPLITS, Listed, check_names_differ
 from dali_tf_input.records.class_names import check_class_name
 
 # Columns beside "path", and the feature keys that hold them; that of masks is DeepLab's.
@@ -18,78 +22,251 @@ KEYS = {
     "values": "image/values",
     "mask": "image/segmentation/class/encoded",
 }
-SUFFIXES = (".csv", ".jsonl")
+GROUP_KEY = "image/group"
+SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson")
+_MEANT = {"filename": "path", "file": "path", "image": "path", "class": "label"}
+_INTEGER = re.compile(r"-?(0|[1-9][0-9]*)(\.0+)?")  # also as pandas writes a column with a gap
+_MOST_FLOAT32 = float(np.finfo(np.float32).max)
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
 
-def list_rows(table: str, catalog: str) -> "tuple[list[str] | None, array.array[int]]":
-    """Writes a line [features, path, path of the mask] per row to the file `catalog`.
+@dataclass(frozen=True)
+class Columns:
+    """What is done with columns that have no meaning of their own.
+
+    Attributes:
+      keep: those that are stored, as features of their names.
+      drop: those that are left out.
+      group: the one whose equal values are never divided between training and validation.
+    """
+
+    keep: tuple[str, ...] = ()
+    drop: tuple[str, ...] = ()
+    group: str = "group"
+
+    @property
+    def known(self) -> set[str]:
+        """All columns that a table may have."""
+        return {"path", "split", self.group, *KEYS, *self.keep, *self.drop}
+
+
+def is_table(source: str) -> bool:
+    """Whether a source is a table, by its suffix."""
+    return source.lower().endswith(SUFFIXES)
+
+
+def list_rows(
+    table: str,
+    catalog: str,
+    *,
+    columns: Columns = Columns(),
+    labels: Sequence[str] | None = None,
+    labels_grow: bool = False,
+) -> Listed:
+    """Writes a line [features, path, path of the mask, None] per row to the file `catalog`.
 
     A row has a path, relative to the table's folder, and any of: "label", an integer or a name;
-    "labels", integers; "values", numbers; "mask", the path of a PNG or of raw bytes. In a CSV
-    several numbers are separated by spaces.
+    "labels", integers, or names separated by "|"; "values", numbers; "mask", the path of a PNG or
+    of raw bytes; "split", train, validation or test; and "group". In a CSV several numbers are
+    separated by spaces.
 
-    Returns:
-      The names of the classes, sorted, if labels are names; and where the lines start.
+    Args:
+      table: the path of the table.
+      catalog: a new file.
+      columns: what is done with other columns.
+      labels: the names of the classes in their order; None sorts those that are found.
+      labels_grow: whether classes that are not in `labels` come after them.
 
     Raises:
-      InputError: a row has no path, or other columns than the first row; a value is empty or not a
-        number; or labels are numbers in some rows and names in others.
+      InputError: a row has no path, or that of another row; or other columns than the first row; a
+        value is empty or not a number; labels are numbers in some rows and names in others, or
+        names that are not in `labels`.
     """
-    folder, starts, columns = os.path.dirname(os.path.abspath(table)), array.array("Q"), None
-    names = _find_names(table)
+    folder = os.path.dirname(os.path.abspath(table))
+    names = {column: _find_names(table, column) for column in ("label", "labels")}
+    numbered = {
+        column: _number(table, found, labels if column == "label" else None, grow=labels_grow)
+        for column, found in names.items()
+    }
+    listed = Listed(labels=numbered["label"])
+    if numbered["labels"] is not None:
+        listed.other_labels[KEYS["labels"]] = numbered["labels"]
+    first_columns, paths = None, dict[bytes, int]()
     with open(catalog, "xb") as stream:
         for number, row in _read_rows(table):
-            columns = columns or set(row)
-            if set(row) != columns or "path" not in row or not {*row} <= {"path", *KEYS}:
-                got, known = ", ".join(map(str, row)), ", ".join(KEYS)
-                text = f"expected path and, as in the first row, any of {known}, found {got}"
-                raise InputError(f"{table}: row {number}: {text}.")
-            features: dict[str, Any] = {}
-            if "label" in row:
-                if names:
-                    text = str(row["label"])
-                    features |= {KEYS["label"]: names.index(text), "image/class/text": text}
-                else:
-                    features[KEYS["label"]] = _as_integer(row["label"])
-            for column, kind in (("labels", _as_whole), ("values", float)):
-                if column in row:
-                    features[KEYS[column]] = _numbers(f"{table}: row {number}", row, column, kind)
+            where = f"{table}: row {number}"
+            first_columns = first_columns or {*row}
+            _check_columns(where, row, first_columns, columns)
+            digest = hashlib.blake2b(os.fsencode(row["path"]), digest_size=8).digest()
+            if (other := paths.setdefault(digest, number)) != number:
+                raise InputError(
+                    f"{where}: {row['path']} is in row {other}, too: an image comes once, with all"
+                    " that is known of it."
+                )
+            features = _make_features(where, row, numbered, columns)
             mask = os.path.join(folder, row["mask"]) if "mask" in row else None
-            starts.append(stream.tell())
+            split = None
+            if "split" in row:
+                split = SPLITS.get(str(row["split"]).strip().lower())
+                if split is None:
+                    known = ", ".join(SPLITS)
+                    got = f"got {row['split']!r}"
+                    raise InputError(f"{where}: `split` must be one of {known}, {got}.")
+            listed.add(split, features.get(KEYS["label"]), stream.tell())
             line = [features, os.path.join(folder, row["path"]), mask, None]
             stream.write(json.dumps(line).encode() + b"\n")
-    if not starts:
+    if not paths:
         raise InputError(f"{table} has no rows.")
-    return names, starts
+    return listed
 
 
-def _find_names(table: str) -> list[str] | None:
-    """Returns the names that labels are, sorted; None if they are integers."""
-    names, first_number, first_name = set[str](), None, None
-    for number, row in _read_rows(table):
-        if "label" not in row:
-            continue
-        if _as_integer(row["label"]) is None:
-            first_name = first_name or (number, row["label"])
-            names.add(str(row["label"]))
+def _check_columns(where: str, row: dict[str, Any], first: set[str], columns: Columns) -> None:
+    """Raises InputError unless a row has the columns of the first one, which are all known."""
+    if "path" not in row:
+        meant = [column for column in row if _MEANT.get(column) == "path"]
+        hint = f" Rename `{meant[0]}`." if meant else ""
+        raise InputError(f"{where}: a column `path` is needed, found {', '.join(row)}.{hint}")
+    unknown = [column for column in row if column not in columns.known]
+    if unknown:
+        column = unknown[0]
+        hint = f" Is it `{_MEANT[column]}`?" if column in _MEANT else ""
+        raise InputError(
+            f"{where}: nothing is known of the column `{column}`.{hint} --keep={column} stores it,"
+            f" --drop={column} leaves it out, --group={column} keeps images that share a value of"
+            f" it together. Known are path, split, group, {', '.join(KEYS)}."
+        )
+    if {*row} != first:
+        differ = ", ".join(sorted({*row} ^ first))
+        raise InputError(f"{where}: all rows must have the columns of the first one: {differ}.")
+
+
+def _make_features(
+    where: str, row: dict[str, Any], numbered: dict[str, list[str] | None], columns: Columns
+) -> dict[str, Any]:
+    """Returns the features of a row, but for its image and mask."""
+    features: dict[str, Any] = {}
+    if "label" in row:
+        if (names := numbered["label"]) is not None:
+            text = str(row["label"])
+            features |= {KEYS["label"]: names.index(text), "image/class/text": text}
         else:
-            first_number = first_number or (number, row["label"])
-        if first_name and first_number:
-            rows = " and ".join(f"{label!r} in row {n}" for n, label in (first_number, first_name))
-            text = f"{table}: `label` must be a number in all rows, or a name in all, found {rows}."
-            raise InputError(f"{text} To use numbers as names, add a letter to all.")
-    return sorted(names) or None
+            features[KEYS["label"]] = _as_integer(row["label"])
+    if "labels" in row:
+        parts = _split_labels(row["labels"])
+        if (names := numbered["labels"]) is not None:
+            features[KEYS["labels"]] = [names.index(str(part)) for part in parts]
+        else:
+            features[KEYS["labels"]] = [_as_integer(part) for part in parts]
+    if "values" in row:
+        given = row["values"]
+        parts = given.split() if isinstance(given, str) else given
+        features[KEYS["values"]] = [_as_float32(where, part, given) for part in _as_list(parts)]
+    if columns.group in row:
+        features[GROUP_KEY] = str(row[columns.group])
+    for column in columns.keep:
+        if column in row:
+            value = row[column]
+            if value is None or value == "":
+                raise InputError(f"{where}: `{column}` is empty.")
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            features[column] = value if is_number else str(value)
+    return features
+
+
+def _find_names(table: str, column: str) -> dict[str, int] | None:
+    """Returns the names in a column of labels, and the first row of each; None if all are integers.
+
+    Raises:
+      InputError: some are names and others integers, or names look alike.
+    """
+    names, first_number = dict[str, int](), None
+    for number, row in _read_rows(table):
+        if column not in row:
+            continue
+        parts = [row[column]] if column == "label" else _split_labels(row[column])
+        for part in parts:
+            if _as_integer(part) is None:
+                names.setdefault(str(part), number)
+                if not isinstance(part, str) and column == "labels":
+                    raise InputError(
+                        f"{table}: row {number}: `labels` must be whole numbers, or names, got"
+                        f" {row[column]!r}."
+                    )
+            elif first_number is None:
+                first_number = (number, part)
+        if names and first_number:
+            name, first = next(iter(names.items()))
+            found = f"{first_number[1]!r} in row {first_number[0]} and {name!r} in row {first}"
+            raise InputError(
+                f"{table}: `{column}` must be a number in all rows, or a name in all, found"
+                f" {found}. To use numbers as names, add a letter to all."
+            )
+    if not names:
+        return None
+    if all(_NUMBER.fullmatch(name) for name in names):
+        name, first = next(iter(names.items()))
+        raise InputError(
+            f"{table}: `{column}` {name!r} in row {first} is neither an integer of 64 bits, written"
+            " as 12 or 12.0, nor a name: write integers, or add a letter to all."
+        )
+    for name, first in names.items():
+        check_class_name(name, f"{table}: row {first}")
+    check_names_differ(((name, f"row {first}") for name, first in names.items()), table)
+    return names
+
+
+def _number(
+    table: str, names: dict[str, int] | None, labels: Sequence[str] | None, *, grow: bool
+) -> list[str] | None:
+    """Returns the names of the classes in their order; None if labels are integers."""
+    if names is None:
+        return None
+    if labels is None:
+        return sorted(names)
+    new = sorted(name for name in names if name not in labels)
+    if new and not grow:
+        raise InputError(
+            f"{table} has classes that --labels does not name: {', '.join(new[:10])}. Add them at"
+            " the end of that file, or: --labels_grow"
+        )
+    return [*labels, *new]
+
+
+def _split_labels(value: Any) -> list[Any]:
+    """Returns the labels of one image: of a text, its integers, or its names."""
+    if not isinstance(value, str):
+        return _as_list(value)
+    parts = value.split()
+    if "|" in value or any(_as_integer(part) is None for part in parts):
+        return [part.strip() for part in value.split("|") if part.strip()]
+    return [*parts]
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _as_integer(label: Any) -> int | None:
-    """Returns a label as an integer, also "1.0" as pandas writes it; None if it is a name."""
-    try:
-        value = float(label)
-    except (TypeError, ValueError):
+    """Returns a label as an integer of 64 bits; None if it is none, and so a name."""
+    if isinstance(label, bool) or not isinstance(label, str | int | float):
         return None
-    if isinstance(label, str) and re.match(r"-?0\d", label):  # 007 is not 7
-        return None
-    return int(value) if value.is_integer() and not isinstance(label, bool) else None
+    if isinstance(label, float):
+        number = int(label) if label.is_integer() and abs(label) < 2**53 else None
+    elif isinstance(label, str):
+        number = int(label.partition(".")[0]) if _INTEGER.fullmatch(label) else None
+    else:
+        number = label
+    return number if number is not None and -(2**63) <= number < 2**63 else None
+
+
+def _as_float32(where: str, number: Any, given: Any) -> float:
+    """Returns a number that float32 holds."""
+    is_number = isinstance(number, int | float) and not isinstance(number, bool)
+    if is_number or (isinstance(number, str) and _NUMBER.fullmatch(number)):
+        value = float(number)
+        if abs(value) <= _MOST_FLOAT32:  # not of nan
+            return value
+    raise InputError(f"{where}: `values` must be finite numbers of float32, got {given!r}.")
 
 
 def _read_rows(table: str) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -104,8 +281,17 @@ def _read_rows(table: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _parse_rows(table: str) -> Iterator[tuple[int, dict[str, Any]]]:
     with open(table, encoding="utf-8-sig", newline="") as stream:
-        if table.endswith(".csv"):
-            for number, row in enumerate(csv.DictReader(stream), 1):
+        if table.lower().endswith((".csv", ".tsv")):
+            header = stream.readline()
+            stream.seek(0)
+            reader = csv.DictReader(stream, delimiter=_find_delimiter(header))
+            # A column's name counts in any case, as spreadsheets like capitals.
+            reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
+            meant = {"path", "split", "group", *KEYS}
+            reader.fieldnames = [
+                name.lower() if name.lower() in meant else name for name in reader.fieldnames
+            ]
+            for number, row in enumerate(reader, 1):
                 if None in row:
                     raise InputError(f"{table}: row {number} has more values than the header.")
                 yield number, _check_row(table, number, row)
@@ -120,29 +306,17 @@ def _parse_rows(table: str) -> Iterator[tuple[int, dict[str, Any]]]:
             yield number, _check_row(table, number, row)
 
 
+def _find_delimiter(header: str) -> str:
+    """Returns what separates columns: the one of these that the header has most of."""
+    return max(",;\t", key=header.count)
+
+
 def _check_row(table: str, number: int, row: dict[str, Any]) -> dict[str, Any]:
     """Returns a row; raises InputError if a value is missing. A record may have no `labels`."""
     for column, value in row.items():
-        if value is None or (value == "" and column != "labels"):
+        is_known = column in ("path", "split", "group", *KEYS)
+        if is_known and (value is None or (value == "" and column != "labels")):
             raise InputError(f"{table}: row {number}: `{column}` is empty.")
         if column in ("path", "mask") and not isinstance(value, str):
             raise InputError(f"{table}: row {number}: `{column}` must be a path, got {value!r}.")
-    if isinstance(row.get("label"), str):
-        check_class_name(row["label"], f"{table}: row {number}")
     return row
-
-
-def _numbers(where: str, row: dict[str, Any], column: str, kind: Callable[[Any], Any]) -> list[Any]:
-    value = row[column]
-    try:
-        return [kind(number) for number in (value.split() if isinstance(value, str) else value)]
-    except (TypeError, ValueError) as error:
-        what = "numbers" if kind is float else "whole numbers"
-        raise InputError(f"{where}: `{column}` must be {what}, got {value!r}.") from error
-
-
-def _as_whole(number: Any) -> int:
-    """Returns an integer; raises ValueError if a part of it would be lost."""
-    if isinstance(number, float) and not number.is_integer():
-        raise ValueError(f"{number} is not whole")
-    return int(number)

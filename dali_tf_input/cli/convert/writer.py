@@ -3,12 +3,13 @@
 import collections
 import functools
 import glob
-import json
+import io
+import math
 import os
 import re
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from rich import filesize
 from dali_tf_input import InputError, __version__
 from dali_tf_input.cli import command
 from dali_tf_input.cli.command import format_count, print_rows
+from dali_tf_input.cli.convert.listing import LeftOut
 from dali_tf_input.index.run import explain_executor
 from dali_tf_input.processes import Child, ChildDiedError, call_apart
 from dali_tf_input.records.checks import PIXELS_KEY
@@ -27,8 +29,8 @@ from dali_tf_input.records.paths import BAD_RECORDS_NAME, MANIFEST_NAME, index_c
 from dali_tf_input.records.tfrecord import frame_record
 from dali_tf_input.storage.staging import Staging, replace
 
-UNREADABLE_NAME = "unreadable_images.jsonl"
-_OUR_FILE = re.compile(r"(train|validation)-\d{5}-of-\d{5}(\.idx)?")
+LEFT_OUT_NAME = "left_out.jsonl"
+_OUR_FILE = re.compile(r"(train|validation|test)-\d{5}-of-\d{5}(\.idx)?")
 
 # TF-slim: train-00000-of-00004; tfds: imagenet2012-train.tfrecord-00000-of-01024.
 _SPLIT = re.compile(r"(?:^|[-_.])(train|val|test)(?:id|idation|ing)?[0-9]*(?=[-_.]|$)")
@@ -58,11 +60,12 @@ class Split:
 
 
 class Record(NamedTuple):
-    """The data of an item's record, or None if it is skipped; what was done, or why."""
+    """The data of an item's record, or None if it is left out; what was done, or why."""
 
     data: bytes | None
     source: str
     notes: tuple[str, ...] = ()
+    label: Any = None  # of its class, if that is known
 
 
 MakeRecords = Callable[[list[Any]], list[Record]]
@@ -77,7 +80,6 @@ class Written:
     size: int = 0
     records: dict[str, int] = field(default_factory=dict)
     notes: collections.Counter[str] = field(default_factory=collections.Counter)
-    skipped: int = 0
 
 
 def image_features(
@@ -99,6 +101,9 @@ def write_splits(
     make_records: MakeRecords,
     *,
     labels: Sequence[str] | None,
+    other_labels: Mapping[str, Sequence[str]] | None = None,
+    left_out: LeftOut | None = None,
+    max_left_out: float = 1.0,
     num_processes: int | None = None,
     executor: Executor | None = None,
     overwrite: bool = False,
@@ -113,14 +118,17 @@ def write_splits(
       splits: what to write.
       make_records: returns the records of a list of items; it is pickled to run in other processes.
       labels: the name of each label, for ``labels.txt``; None writes no such file.
+      other_labels: the same for other features, by their keys.
+      left_out: lists what is left out, and has what was left out before.
+      max_left_out: the largest part of the images that may be left out.
       num_processes: the number of processes; None means one per core of this machine, at most one
         per 128 items.
       executor: runs the work instead, perhaps on other machines; None starts processes here.
       overwrite: whether to replace an earlier set.
 
     Raises:
-      InputError: a split has fewer items than files, no image of the train split can be read, or
-        `folder` must not be written to.
+      InputError: a split has fewer items than files, too many images are left out, or all of a
+        split or of a class in it, or `folder` must not be written to.
     """
     folder = os.path.abspath(os.path.expanduser(folder))
     for split in splits:
@@ -138,14 +146,21 @@ def write_splits(
             most = min(most, 1 + num_items // _FEW_ITEMS)
         num_workers = min(num_processes or most, -(-num_items // _CHUNK_ITEMS))
         written = Written()
+        left_out = left_out or LeftOut(io.BytesIO())
         with Workers(make_records, num_workers, executor) as workers:
             make = functools.partial(_in_order, workers.submit, 4 * num_workers)
             for split in splits:
-                _write_split(make, staged, split, written)
-        if labels is not None:
-            names = "".join(f"{name}\n" for name in labels)
-            with open(os.path.join(staged, LABELS_NAME), "xb") as stream:
-                stream.write(names.encode())
+                _write_split(make, staged, split, written, left_out)
+        _check_left_out(left_out, sum(written.records.values()), max_left_out)
+        files = {LABELS_NAME: labels} if labels is not None else {}
+        for key, names in (other_labels or {}).items():
+            files[f"{key.replace('/', '.')}.labels.txt"] = names
+        for name, names in files.items():
+            with open(os.path.join(staged, name), "xb") as stream:
+                stream.write("".join(f"{one}\n" for one in names).encode())
+        if left_out.reasons:
+            with open(os.path.join(staged, LEFT_OUT_NAME), "xb") as stream:
+                left_out.copy_to(stream)
         _put_in_place(staging, folder)
     return written
 
@@ -188,7 +203,8 @@ class Workers:
                     f"A process that reads images died ({error}): there may be too little memory."
                 ) from error
             if len(items) == 1:
-                return [Record(None, name_item(items[0]), (f"decoding it failed: {error}",))]
+                reason = f"decoding it failed: {error}"
+                return [Record(None, name_item(items[0]), (reason,), label_of(items[0]))]
         return [record for item in items for record in self._make([item])]
 
     def _call(self, items: list[Any]) -> Any:
@@ -211,37 +227,62 @@ def name_item(item: Any) -> str:
     return str(item[1]) if isinstance(item[0], dict) else f"{item[0]} at byte {item[2]}"
 
 
+def label_of(item: Any) -> Any:
+    """Returns the class of an item, its name if it has one; None if it is not known."""
+    features = item[0] if isinstance(item[0], dict) else {}
+    return features.get("image/class/text", features.get("image/class/label"))
+
+
+def _check_left_out(left_out: LeftOut, num_records: int, most: float) -> None:
+    """Raises InputError if more than a part of the images is left out."""
+    count, total = left_out.num_images, left_out.num_images + num_records
+    if count > most * total:
+        raise InputError(
+            f"{count:,} of {total:,} images are left out, more than {most:.2%}, such as"
+            f" {left_out.first}. Nothing was written. Repair them, or leave them out:"
+            f" --max_left_out={math.ceil(1000 * count / total) / 1000:g}"
+        )
+
+
 def _write_split(
-    make: Callable[[Sequence[Any]], Iterator[Record]], folder: str, split: Split, written: Written
+    make: Callable[[Sequence[Any]], Iterator[Record]],
+    folder: str,
+    split: Split,
+    written: Written,
+    left_out: LeftOut,
 ) -> None:
     """Writes the files of one split and adds to `written`. Empty files are dropped."""
     num_files = split.num_files or _choose_num_files(make, split.items)
-    count, unreadable = len(split.items), os.path.join(folder, UNREADABLE_NAME)
+    count, kept, lost = len(split.items), set[Any](), dict[Any, Record]()
     records = command.progress(make(split.items), what=f"writing {split.name}", total=count)
     paths, written.records[split.name] = [], 0
-    with open(unreadable, "a", encoding="utf-8") as skipped:
-        for file_id in range(num_files):
-            path = os.path.join(folder, f"{split.name}-{file_id}")
-            with open(path, "xb") as stream:
-                for _ in range(count * file_id // num_files, count * (file_id + 1) // num_files):
-                    record = next(records)
-                    if record.data is None:
-                        fault = {"image": record.source, "reason": " ".join(record.notes)}
-                        skipped.write(json.dumps(fault) + "\n")
-                        written.skipped += 1
-                    else:
-                        stream.write(frame_record(record.data))
-                        written.notes.update(record.notes)
-                        written.records[split.name] += 1
-            if os.path.getsize(path):
-                paths.append(path)
-            else:
-                os.unlink(path)
-    if not os.path.getsize(unreadable):
-        os.unlink(unreadable)
-    if not paths and not written.num_files:
+    for file_id in range(num_files):
+        path = os.path.join(folder, f"{split.name}-{file_id}")
+        with open(path, "xb") as stream:
+            for _ in range(count * file_id // num_files, count * (file_id + 1) // num_files):
+                record = next(records)
+                if record.data is None:
+                    reason = " ".join(record.notes)
+                    left_out.add(record.source, reason, is_image=True, kind="unreadable")
+                    lost.setdefault(record.label, record)
+                else:
+                    stream.write(frame_record(record.data))
+                    written.notes.update(record.notes)
+                    written.records[split.name] += 1
+                    kept.add(record.label)
+        if os.path.getsize(path):
+            paths.append(path)
+        else:
+            os.unlink(path)
+    if not paths:
         last = f"the last is {record.source}: {record.notes[0]}"
-        raise InputError(f"Not one of the {count:,} images can be read; {last}.")
+        raise InputError(f"Not one of the {count:,} {split.name} images can be read; {last}.")
+    for label in lost.keys() - kept:
+        bad = lost[label]
+        raise InputError(
+            f"Not one of the {split.name} images of class {label} can be read; the first is"
+            f" {bad.source}: {bad.notes[0]}."
+        )
     for number, path in enumerate(paths):
         written.size += os.path.getsize(path)
         name = f"{split.name}-{number:05d}-of-{len(paths):05d}"
@@ -262,9 +303,9 @@ def check_folder(folder: str, *, overwrite: bool) -> None:
     if not os.path.isdir(folder) or os.path.islink(folder):
         raise InputError(f"{folder} is no folder: name another one.")
     names = os.listdir(folder)
-    ours = (LABELS_NAME, UNREADABLE_NAME, MANIFEST_NAME, BAD_RECORDS_NAME)
+    ours = (LABELS_NAME, LEFT_OUT_NAME, MANIFEST_NAME, BAD_RECORDS_NAME)
     for name in names:
-        is_ours = name in ours or _OUR_FILE.fullmatch(name)
+        is_ours = name in ours or _OUR_FILE.fullmatch(name) or name.endswith(".labels.txt")
         if not is_ours or not os.path.isfile(os.path.join(folder, name)):
             text = f"{folder} holds {name}, which is no part of such a set"
             raise InputError(f"{text}: name a new folder.")
@@ -273,16 +314,20 @@ def check_folder(folder: str, *, overwrite: bool) -> None:
         raise InputError(f"{folder} holds a set already: {text}.")
 
 
-def print_written(folder: str, written: Written, num_classes: int | None) -> None:
+def print_written(
+    folder: str, written: Written, num_classes: int | None, left_out: LeftOut | None = None
+) -> None:
     """Says what was written and what to do with it."""
     rows = [(split, f"{format_count(count, 'image')}") for split, count in written.records.items()]
     if num_classes is not None:
         rows.append(("classes", f"{num_classes:,}"))
     rows.append(("files", f"{written.num_files:,}, {filesize.decimal(written.size)}, in {folder}"))
     rows += [(note, format_count(count, "image")) for note, count in written.notes.most_common()]
-    if written.skipped:
-        where = f"that cannot be read, listed in {os.path.join(folder, UNREADABLE_NAME)}"
-        rows.append(("left out", f"{format_count(written.skipped, 'image')} {where}"))
+    if left_out and left_out.reasons:
+        reasons = ", ".join(f"{count:,} {why}" for why, count in left_out.reasons.most_common())
+        count = left_out.reasons.total()
+        where = f"listed in {os.path.join(folder, LEFT_OUT_NAME)}"
+        rows.append(("left out", f"{format_count(count, 'file')} ({reasons}), {where}"))
     print_rows(rows)
     print(f"next: {index_command(os.path.join(folder, '*-of-*'))}")
 

@@ -1,0 +1,132 @@
+"""Which images are held out for validation: it depends on nothing but the image, or its group.
+
+So an image stays on its side when others come or go, when files are renamed, and in every run; and
+copies of an image, or the images of a group, are never divided.
+"""
+
+import array
+import collections
+import hashlib
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dali_tf_input.cli import command
+from dali_tf_input.cli.convert.records import Catalog
+
+_AT_ONCE = 256  # items that are read
+_FEW = 5  # a class with as many images has one for validation
+
+Digest = Callable[[list[Any]], list[bytes]]  # of what the sources of items hold
+
+
+@dataclass
+class Sides:
+    """How the items of a source are divided.
+
+    Attributes:
+      train: where the lines of items for training start.
+      validation: the same for validation.
+      copies: how many items have the bytes of another one.
+      conflicts: how many images are in several classes.
+      lacking: the classes that validation has none of.
+      moved: the classes whose side of one item was chosen, as all were on the other one.
+    """
+
+    train: "array.array[int]" = field(default_factory=lambda: array.array("Q"))
+    validation: "array.array[int]" = field(default_factory=lambda: array.array("Q"))
+    copies: int = 0
+    conflicts: int = 0
+    lacking: list[Any] = field(default_factory=list)
+    moved: list[Any] = field(default_factory=list)
+
+
+def choose_sides(
+    catalog: str,
+    classes: "dict[Any, array.array[int]]",
+    digest: Digest,
+    *,
+    fraction: float,
+    seed: int,
+) -> Sides:
+    """Divides items class by class; each is held out with the probability `fraction`.
+
+    Args:
+      catalog: the file that holds the items.
+      classes: where the lines of each class start.
+      digest: returns digests of the sources of items, which are read.
+      fraction: the part for validation, in [0, 1). A class of 5 items or more has one there.
+      seed: other seeds hold out other items.
+    """
+    sides = Sides()
+    if not fraction:
+        for starts in classes.values():
+            sides.train += starts
+        return sides
+    groups = _Groups()
+    drawn = {label: _draw(catalog, starts, digest, groups) for label, starts in classes.items()}
+    seen = collections.Counter(itertools.chain.from_iterable(drawn.values()))
+    sides.copies = sum(count - 1 for count in seen.values())
+    sides.conflicts = sum(len({*keys}) for keys in drawn.values()) - len(seen)
+    roots = {label: [groups.find(key) for key in keys] for label, keys in drawn.items()}
+    places = {root: _place(root, seed) for root in {*itertools.chain.from_iterable(roots.values())}}
+    held_out = {root for root, place in places.items() if place < fraction}
+    # What is moved is moved in all classes: a group may have images of several.
+    for label, own in roots.items():
+        if len(own) >= _FEW and not held_out & {*own}:
+            held_out.add(min(own, key=places.__getitem__))
+            sides.moved.append(label)
+    for label, own in roots.items():
+        if held_out >= {*own}:
+            held_out.discard(max(own, key=places.__getitem__))
+            sides.moved.append(label)
+        if not held_out & {*own}:
+            sides.lacking.append(label)
+    for label, starts in classes.items():
+        for start, root in zip(starts, roots[label], strict=True):
+            (sides.validation if root in held_out else sides.train).append(start)
+    return sides
+
+
+class _Groups:
+    """Groups of images: those of a name, and equal images of any name."""
+
+    def __init__(self) -> None:
+        self._joined: dict[bytes, bytes] = {}
+
+    def find(self, key: bytes) -> bytes:
+        """Returns what the side of an image depends on, given the digest of its bytes."""
+        while (other := self._joined.get(key)) is not None:
+            key = other
+        return key
+
+    def add(self, key: bytes, name: bytes) -> None:
+        """Notes that an image is in the group of a name."""
+        first, second = self.find(key), self.find(name)
+        if first == key:
+            self._joined[key] = second
+        elif first != second:  # an image in two groups joins them
+            self._joined[max(first, second)] = min(first, second)
+
+
+def _draw(catalog: str, starts: Sequence[int], digest: Digest, groups: _Groups) -> list[bytes]:
+    """Returns what the side of each item depends on: its group, or the bytes of its image."""
+    keys = []
+    items = Catalog(catalog, starts)
+    chunks = (items[first : first + _AT_ONCE] for first in range(0, len(items), _AT_ONCE))
+    drawn = (pair for chunk in chunks for pair in zip(chunk, digest(chunk), strict=True))
+    what = "choosing what is held out"
+    for item, own in command.progress(drawn, what=what, total=len(items)):
+        group = item[0].get("image/group") if isinstance(item[0], dict) else None
+        if group is not None:
+            named = hashlib.blake2b(b"group " + str(group).encode(), digest_size=8).digest()
+            groups.add(own, named)
+        keys.append(own)
+    return keys
+
+
+def _place(key: bytes, seed: int) -> float:
+    """Returns a number in [0, 1) for a key."""
+    data = seed.to_bytes(8, "little", signed=True) + key
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") / 2**64

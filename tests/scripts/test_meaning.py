@@ -1,0 +1,306 @@
+"""Converting loses nothing of what data mean: numbers of classes, sides, groups, and every file."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from commands import fails, rows, run
+from conftest import jpeg, refused, scan_records
+
+from dali_tf_input.cli.convert.listing import LeftOut
+from dali_tf_input.cli.convert.table import Columns, list_rows
+from dali_tf_input.records.example import decode_example
+from dali_tf_input.records.tfrecord import read_record
+
+
+def convert(*arguments):
+    return run("convert", "--decoder=none", *map(str, arguments))
+
+
+def read(folder, split):
+    """Returns the values of all records of a split."""
+    found = []
+    for path in sorted(Path(folder).glob(f"{split}-*-of-?????")):
+        for offset, _ in scan_records(str(path)):
+            record = decode_example(read_record(str(path), offset))
+            found.append({key: values[0] for key, (_, values) in record.items() if len(values)})
+    return found
+
+
+def names(folder, split):
+    return {record["image/filename"].decode() for record in read(folder, split)}
+
+
+def photo(path, seed):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(jpeg(12, 14, seed=seed))
+
+
+def photos(folder, classes, numbers, seed=0):
+    for place, name in enumerate(classes):
+        for number in numbers:
+            photo(folder / name / f"{number}.jpg", seed + 1000 * place + number)
+
+
+def test_a_set_that_grows(tmp_path):
+    """An image keeps its side when others come or go, and when files or folders are renamed."""
+    photos(tmp_path / "a", "xyz", range(30))
+    assert convert(tmp_path / "a", tmp_path / "first").returncode == 0
+    held_out = {record["image/encoded"] for record in read(tmp_path / "first", "validation")}
+    assert 3 <= len(held_out) <= 25
+    photos(tmp_path / "a", "xyz", range(30, 45))
+    photos(tmp_path / "a", ["new"], range(500, 520))
+    for path in (tmp_path / "a" / "x").iterdir():
+        path.rename(path.with_name(f"renamed {path.name}"))
+    for number in range(0, 30, 4):
+        (tmp_path / "a" / "y" / f"{number}.jpg").unlink()
+    assert convert("--num_files=3", tmp_path / "a", tmp_path / "second").returncode == 0
+    train = {record["image/encoded"] for record in read(tmp_path / "second", "train")}
+    assert not train & held_out
+    process = convert("--seed=1", tmp_path / "a", tmp_path / "other")
+    assert process.returncode == 0
+    other = {record["image/encoded"] for record in read(tmp_path / "other", "validation")}
+    assert other & train
+
+
+def test_tfrecords_and_folders_have_the_same_sides(tmp_path):
+    photos(tmp_path / "a", "xy", range(30))
+    convert(tmp_path / "a", tmp_path / "first")
+    convert("--validation_fraction=0", tmp_path / "a", tmp_path / "all")
+    run("index", f"{tmp_path}/all/train-*")
+    flags = ["--validation_fraction=0.1"]
+    assert convert(*flags, f"{tmp_path}/all/train-*", tmp_path / "again").returncode == 0
+    assert names(tmp_path / "first", "validation") == names(tmp_path / "again", "validation")
+
+
+def test_copies_are_on_one_side(tmp_path):
+    """Also of other names, and in other classes, which is said."""
+    photos(tmp_path / "a", "xy", range(40))
+    for number in range(30):
+        shutil.copy(
+            tmp_path / "a" / "x" / f"{number}.jpg", tmp_path / "a" / "x" / f"copy{number}.jpg"
+        )
+    for number in range(5):
+        shutil.copy(
+            tmp_path / "a" / "x" / f"{number}.jpg", tmp_path / "a" / "y" / f"other{number}.jpg"
+        )
+    process = convert("--validation_fraction=0.3", tmp_path / "a", tmp_path / "out")
+    said = "copies: 35 images of which there is another, 5 of them in another class; none is on"
+    assert said in process.stdout
+    sides = [
+        {record["image/encoded"] for record in read(tmp_path / "out", split)}
+        for split in ("train", "validation")
+    ]
+    assert sides[1]
+    assert not sides[0] & sides[1]
+
+
+def test_small_classes(tmp_path):
+    """One of five is held out; a class of fewer may have none there, which is said."""
+    photos(tmp_path / "a", "vwxyz", range(5))
+    photos(tmp_path / "a", ["few"], range(800, 802))
+    process = convert("--validation_fraction=0.001", tmp_path / "a", tmp_path / "out")
+    assert rows(process.stdout)["validation"] == "5 images"
+    assert "validation has no image of few" in process.stdout
+    process = convert("--validation_fraction=0.999", tmp_path / "a", tmp_path / "most")
+    assert rows(process.stdout)["train"] == "6 images"  # one of each
+
+
+def write_table(folder, text, name="table.csv"):
+    (folder / name).write_text(text)
+    return folder / name
+
+
+def test_groups(tmp_path):
+    """The images of a patient are on one side, and so are two patients with an image in common."""
+    lines = ["path,label,patient"]
+    for number in range(120):
+        photo(tmp_path / f"{number}.jpg", number)
+        lines.append(f"{number}.jpg,{number % 3},p{number // 6}")
+    shutil.copy(tmp_path / "0.jpg", tmp_path / "119.jpg")
+    table = write_table(tmp_path, "\n".join(lines))
+    fails(
+        convert(table, tmp_path / "out"), "nothing is known of the column `patient`", "--group=pat"
+    )
+    flags = ["--validation_fraction=0.3", "--group=patient"]
+    assert convert(*flags, table, tmp_path / "out").returncode == 0
+    groups = [
+        {record["image/group"] for record in read(tmp_path / "out", split)}
+        for split in ("train", "validation")
+    ]
+    assert all(groups)
+    assert not groups[0] & groups[1]
+    assert any({b"p0", b"p19"} <= side for side in groups)
+
+
+def test_every_file_is_counted(tmp_path):
+    """Images of any depth and suffix are converted; what is left out is listed with its reason."""
+    photos(tmp_path / "a", "xy", range(3))
+    for seed, name in enumerate(("2024/1/deep.jpg", "b.jfif", "none", "C.JPE", "c.JPEG"), 50):
+        photo(tmp_path / "a" / "x" / name, seed)
+    (tmp_path / "a" / "x" / "again").symlink_to(tmp_path / "a" / "x")  # no way out
+    for name in ("x/README.txt", "x/.hidden.jpg", ".git/a.jpg", "notes.md", "y/clip.mp4"):
+        path = tmp_path / "a" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"no image")
+    process = convert("--validation_fraction=0", tmp_path / "a", tmp_path / "out")
+    assert (process.returncode, process.stderr) == (0, "")
+    assert rows(process.stdout)["train"] == "11 images"
+    assert "5 files (3 not an image, 2 hidden)" in rows(process.stdout)["left out"]
+    listed = [
+        json.loads(line) for line in (tmp_path / "out/left_out.jsonl").read_text().splitlines()
+    ]
+    found = {line["path"].removeprefix(f"{tmp_path}/a/"): line["reason"] for line in listed}
+    assert found == {
+        "x/README.txt": "not an image",
+        "x/.hidden.jpg": "hidden",
+        ".git": "hidden",
+        "notes.md": "not an image",
+        "y/clip.mp4": "not an image",
+    }
+    (tmp_path / "a" / "y" / "phone.HEIC").touch()
+    process = convert(tmp_path / "a", tmp_path / "new")
+    said = "1 of 12 images are left out, more than 1.00%, such as "
+    fails(process, said, "images of this format are not read (.heic)", "--max_left_out=0.084")
+    assert not (tmp_path / "new").exists()
+    assert convert("--max_left_out=0.084", tmp_path / "a", tmp_path / "new").returncode == 0
+
+
+def test_a_class_that_loses_all(tmp_path):
+    photos(tmp_path / "a", "xy", range(60))
+    for path in (tmp_path / "a" / "y").iterdir():
+        path.write_bytes(b"no image")
+    process = convert("--max_left_out=1", "--validation_fraction=0", tmp_path / "a", tmp_path / "o")
+    fails(process, "Not one of the train images of class y can be read; the first is ")
+
+
+def test_which_folders_are_the_classes(tmp_path):
+    for name, seed in (("animals/cat", 0), ("animals/dog", 50), ("cars/van", 99)):
+        photos(tmp_path / "a", [name], range(3), seed)
+    fails(
+        convert(tmp_path / "a", tmp_path / "out"),
+        "Which folders are the classes?",
+        "--class_depth=1",
+    )
+    for depth, labels in ((1, "animals\ncars\n"), (2, "animals/cat\nanimals/dog\ncars/van\n")):
+        out = tmp_path / f"out{depth}"
+        assert convert(f"--class_depth={depth}", tmp_path / "a", out).returncode == 0
+        assert (out / "labels.txt").read_text() == labels
+    photo(tmp_path / "a" / "loose.jpg", 7)
+    fails(convert(tmp_path / "a", tmp_path / "out"), "1 images are in no class folder, such as ")
+    (tmp_path / "a" / "loose.jpg").unlink()
+    (tmp_path / "a" / "Animals").mkdir()
+    fails(
+        convert(tmp_path / "a", tmp_path / "out"), "'Animals'", "'animals'", "look like one class"
+    )
+
+
+def test_numbers_of_another_set(tmp_path):
+    """A test set converted by itself, and a set that is made anew with other classes."""
+    photos(tmp_path / "train", ["cat", "dog", "owl"], range(5))
+    photos(tmp_path / "test", ["dog", "owl"], range(3), seed=40)
+    labels = tmp_path / "out" / "labels.txt"
+    assert convert("--validation_fraction=0", tmp_path / "train", tmp_path / "out").returncode == 0
+    flags = [f"--labels={labels}", "--split=test"]
+    assert convert(*flags, tmp_path / "test", tmp_path / "tested").returncode == 0
+    assert (tmp_path / "tested" / "labels.txt").read_text() == labels.read_text()
+    assert {record["image/class/label"] for record in read(tmp_path / "tested", "test")} == {1, 2}
+    photos(tmp_path / "test", ["ant"], range(3), seed=90)
+    process = convert(*flags, tmp_path / "test", tmp_path / "x")
+    fails(process, "holds classes that --labels does not name: ant", "--labels_grow")
+    assert convert(*flags, "--labels_grow", tmp_path / "test", tmp_path / "x").returncode == 0
+    assert (tmp_path / "x" / "labels.txt").read_text() == "cat\ndog\nowl\nant\n"
+    process = convert("--overwrite", tmp_path / "test", tmp_path / "out")
+    said = "holds a set whose class 0 is 'cat'; it would be 'ant', and models"
+    fails(process, said, f"--labels={labels} --labels_grow", "--renumber")
+    assert labels.read_text() == "cat\ndog\nowl\n"
+    assert convert("--overwrite", "--renumber", tmp_path / "test", tmp_path / "out").returncode == 0
+    assert labels.read_text() == "ant\ndog\nowl\n"
+
+
+def test_a_table_with_splits_and_more(tmp_path):
+    """As spreadsheets write it; names of several labels; further columns are stored, or left out."""
+    lines = ["Path;Label;labels;Split;age;note"]
+    for number, split in enumerate(["Train", "train", "VAL", "test", "train"]):
+        photo(tmp_path / f"{number}.jpg", number)
+        tags = "old cat|dog" if number % 2 else "dog"
+        lines.append(f"{number}.jpg;{'ab'[number % 2]};{tags};{split};{20 + number};x")
+    table = write_table(tmp_path, "\n".join(lines))
+    process = convert("--keep=age", "--drop=note", table, tmp_path / "out")
+    assert (process.returncode, process.stderr) == (0, "")
+    sizes = {split: len(read(tmp_path / "out", split)) for split in ("train", "validation", "test")}
+    assert sizes == {"train": 3, "validation": 1, "test": 1}
+    (record,) = read(tmp_path / "out", "test")
+    assert (record["image/class/label"], record["age"]) == (1, b"23")
+    assert (tmp_path / "out" / "image.class.labels.labels.txt").read_text() == "dog\nold cat\n"
+    fails(convert("--keep=age", table, tmp_path / "x"), "nothing is known of the column `note`")
+
+
+@pytest.mark.parametrize(
+    ("labels", "numbers", "found"),
+    [
+        (["1_0", "1_1"], [0, 1], ["1_0", "1_1"]),
+        (["\uff10", "\uff11"], [0, 1], ["\uff10", "\uff11"]),  # digits of another script
+        ([str(2**53), str(2**53 + 1)], [2**53, 2**53 + 1], None),
+        ([str(2**63 - 1), str(-(2**63))], [2**63 - 1, -(2**63)], None),
+        (["inf", "nan"], [0, 1], ["inf", "nan"]),
+    ],
+)
+def test_numbers_are_exact(tmp_path, labels, numbers, found):
+    lines = [f"{number}.jpg,{label}" for number, label in enumerate(labels)]
+    table = write_table(tmp_path, "\n".join(["path,label", *lines]))
+    listed = list_rows(str(table), str(tmp_path / "catalog"))
+    stored = [json.loads(line) for line in (tmp_path / "catalog").read_text().splitlines()]
+    assert [features["image/class/label"] for features, *_ in stored] == numbers
+    assert listed.labels == found
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("path,label\na,1e0\nb,1e2\n", "'1e0' in row 1 is neither an integer of 64 bits"),
+        ("path,label\na,0.5\nb,1.5\n", "'0.5' in row 1 is neither an integer"),
+        (f"path,label\na,{2**63}\n", "is neither an integer of 64 bits"),
+        ("path,label\na,Cat\nb,cat\n", "'Cat' .row 1. and 'cat' .row 2. look like one class"),
+        ("path,label\na,caf\u00e9\nb,cafe\u0301\n", "look like one class"),
+        ("path,label\na,1\nb,2\na,2\n", "row 3: a is in row 1, too: an image comes once"),
+        ("path,values\na,nan\n", "`values` must be finite numbers of float32, got 'nan'"),
+        ("path,values\na,1e39\n", "`values` must be finite numbers of float32"),
+        ("filename,class\na,1\n", "a column `path` is needed.*Rename `filename`"),
+        ("path,class\na,1\n", "nothing is known of the column `class`. Is it `label`?"),
+        ("path,split\na,later\n", "`split` must be one of train, .*got 'later'"),
+        ("path,group\na,\n", "`group` is empty"),
+    ],
+)
+def test_tables_that_are_not_clear(tmp_path, text, said):
+    with refused(said):
+        list_rows(str(write_table(tmp_path, text)), str(tmp_path / "catalog"))
+
+
+def test_the_part_of_each_class_of_a_table(tmp_path):
+    lines = ["path,label"]
+    for number in range(40):
+        photo(tmp_path / f"{number}.jpg", number)
+        lines.append(f"{number}.jpg,{'rare' if number < 6 else 'common'}")
+    process = convert(write_table(tmp_path, "\n".join(lines)), tmp_path / "out")
+    assert process.returncode == 0
+    found = {record["image/class/text"] for record in read(tmp_path / "out", "validation")}
+    assert found == {b"rare", b"common"}
+
+
+def test_columns_that_a_table_may_have():
+    columns = Columns(keep=("age",), drop=("note",), group="patient")
+    assert {"path", "split", "patient", "age", "note", "label", "mask"} <= columns.known
+    assert "group" not in columns.known
+
+
+def test_what_is_left_out_is_counted(tmp_path):
+    with open(tmp_path / "list", "w+b") as stream:
+        left_out = LeftOut(stream)
+        left_out.add("a", "not an image", is_image=False)
+        left_out.add("b", "cut", is_image=True, kind="unreadable")
+        left_out.add("c", "odd", is_image=True, kind="unreadable")
+        assert left_out.reasons == {"not an image": 1, "unreadable": 2}
+        assert (left_out.num_images, left_out.first) == (2, "b (cut)")
+    assert left_out.reasons.total() == 3
