@@ -10,7 +10,7 @@ from dali_tf_input.records.paths import read_file
 Names = tuple[str | None, ...]  # of the classes in their order; None where it is not known
 
 LABELS_NAME = "labels.txt"  # ours, and TF-slim's
-_MAIN_KEYS = ("image/class/label", "label")  # TF-slim's and tfds'
+MAIN_KEYS = ("image/class/label", "label")  # TF-slim's and tfds'
 _NUMBERED = re.compile(r"(\d+):(.+)")  # as TF-slim writes them
 
 
@@ -42,7 +42,7 @@ def find_class_names(folder: str, key: str | None = None) -> tuple[str, ...] | N
     Raises:
       InputError: as `read_class_names`; or two files differ.
     """
-    keys = _MAIN_KEYS if key is None or key in _MAIN_KEYS else (key,)
+    keys = MAIN_KEYS if key is None or key in MAIN_KEYS else (key,)
     files = [f"{one.replace('/', '.')}.labels.txt" for one in keys]
     found: dict[str, tuple[str, ...]] = {}
     for path in (os.path.join(folder, name) for name in [LABELS_NAME][: len(keys) - 1] + files):

@@ -47,6 +47,9 @@ def convert(*arguments):
     return run("convert", "--decoder=none", *arguments)
 
 
+CARD = ["dataset_info.json", "features.json", "image.class.label.labels.txt", "metadata.json"]
+
+
 def counts(process):
     shown = rows(process.stdout)
     return shown["train"], shown["validation"]
@@ -76,8 +79,8 @@ def test_convert(tmp_path, photos):
     assert shown["files"].startswith("4, ")
     assert shown["next:"].partition(" ")[2] == f"-m dali_tf_input index '{tmp_path}/out/*-of-*'"
     files = [f"train-0000{number}-of-00003" for number in range(3)]
-    names = ["labels.txt", "left_out.jsonl", *files, "validation-00000-of-00001"]
-    assert sorted(os.listdir(tmp_path / "out")) == names
+    names = [*CARD, "labels.txt", "left_out.jsonl", *files, "validation-00000-of-00001"]
+    assert sorted(os.listdir(tmp_path / "out")) == sorted(names)
     assert os.listdir(tmp_path) == ["out"]  # nothing beside it
     assert (tmp_path / "out" / "labels.txt").read_text() == "ant\nbee hive\nzebra\n"
     train = [record for file in files for record in read_features(tmp_path / "out" / file)]
@@ -103,8 +106,9 @@ def test_convert(tmp_path, photos):
 
 
 def set_bytes(folder):
+    """Returns the files of a set, but for its indexes and the one that has its folder's name."""
     paths = (path for path in Path(folder).iterdir() if path.suffix != ".idx")
-    return {path.name: path.read_bytes() for path in paths}
+    return {path.name: path.read_bytes() for path in paths if path.name != "dataset_info.json"}
 
 
 @pytest.mark.slow
@@ -152,7 +156,7 @@ def test_convert_replaces_sets_whole_or_not_at_all(tmp_path, photos):
     arguments = ["--num_files=2", "--validation_fraction=0", "--overwrite"]
     assert convert(*arguments, photos, out).returncode == 0
     files = ["train-00000-of-00002", "train-00001-of-00002"]
-    assert sorted(os.listdir(out)) == ["labels.txt", "left_out.jsonl", *files]
+    assert sorted(os.listdir(out)) == sorted([*CARD, "labels.txt", "left_out.jsonl", *files])
     (out / "thesis.txt").write_text("mine")
     message = f"{out} holds thesis.txt, which is no part of such a set"
     fails(convert("--overwrite", photos, out), message)

@@ -304,3 +304,62 @@ def test_what_is_left_out_is_counted(tmp_path):
         assert left_out.reasons == {"not an image": 1, "unreadable": 2}
         assert (left_out.num_images, left_out.first) == (2, "b (cut)")
     assert left_out.reasons.total() == 3
+
+
+def test_a_card_is_written(tmp_path):
+    """What tfds reads; a set is replaced with its card, and a file of the user's is not."""
+    photos(tmp_path / "a", "xy", range(8))
+    out = tmp_path / "My set"
+    assert convert(tmp_path / "a", out).returncode == 0
+    info = json.loads((out / "dataset_info.json").read_text())
+    assert info["name"] == "my_set"
+    lengths = {split["name"]: sum(map(int, split["shardLengths"])) for split in info["splits"]}
+    assert lengths == {split: len(read(out, split)) for split in ("train", "validation")}
+    for split in info["splits"]:
+        size = sum(path.stat().st_size for path in out.glob(f"{split['name']}-*-of-?????"))
+        assert int(split["numBytes"]) == size - 16 * lengths[split["name"]]
+    features = json.loads((out / "features.json").read_text())["featuresDict"]["features"]
+    assert set(features) == set(read(out, "train")[0])
+    assert features["image/class/label"]["classLabel"] == {"numClasses": "2"}
+    assert (out / "image.class.label.labels.txt").read_bytes() == (out / "labels.txt").read_bytes()
+    own = json.loads((out / "metadata.json").read_text())["dali_tf_input"]
+    assert own["held_out"] == {"by": "image", "seed": 0, "fraction": 0.1}
+    assert convert("--overwrite", tmp_path / "a", out).returncode == 0
+    (out / "notes.json").write_text("{}")
+    fails(convert("--overwrite", tmp_path / "a", out), "holds notes.json, which is no part of such")
+
+
+@pytest.mark.slow
+def test_tfds_reads_it(tmp_path):
+    """Sets of folders, of a table with all that one may have, and of TFRecords of these."""
+    tfds = pytest.importorskip("tensorflow_datasets")
+    photos(tmp_path / "a", "xy", range(12))
+    lines = ["path,label,labels,values,split,group,age"]
+    for number in range(9):
+        photo(tmp_path / f"{number}.jpg", 500 + number)
+        split = ("train", "val", "test")[number % 3]
+        tags = "b|a" if number % 2 else "a"
+        lines.append(f"{number}.jpg,{number % 3},{tags},1.5 {number},{split},g{number},{number}")
+    table = write_table(tmp_path, "\n".join(lines))
+    assert convert("--num_files=2", tmp_path / "a", tmp_path / "folders").returncode == 0
+    assert convert("--keep=age", table, tmp_path / "table").returncode == 0
+    run("index", "--verify=schema", f"{tmp_path}/table/*-of-*")
+    assert convert(f"{tmp_path}/table/*-of-*", tmp_path / "again").returncode == 0
+    for name in ("folders", "table", "again"):
+        builder = tfds.builder_from_directory(str(tmp_path / name))
+        for split in builder.info.splits:
+            theirs = sorted(
+                one["image/filename"] for one in tfds.as_numpy(builder.as_dataset(split=split))
+            )
+            ours = sorted(record["image/filename"] for record in read(tmp_path / name, split))
+            assert theirs == ours
+        image, label = next(iter(builder.as_dataset(split="train", as_supervised=True)))
+        assert (image.shape, label.dtype.name) == ((12, 14, 3), "int64")
+    assert builder.info.features["image/class/labels"].feature.names == ["a", "b"]
+    builder = tfds.builder_from_directory(str(tmp_path / "folders"))
+    assert builder.info.features["image/class/label"].names == ["x", "y"]
+    (one,) = tfds.as_numpy(
+        tfds.builder_from_directory(str(tmp_path / "table")).as_dataset(split="test[:1]")
+    )
+    assert one["image/values"].shape == (2,)
+    assert {*one["image/class/labels"]} <= {0, 1}

@@ -43,13 +43,16 @@ from dali_tf_input.cli.convert.inflate import inflate_files
 from dali_tf_input.cli.convert.listing import LeftOut, Listed
 from dali_tf_input.cli.convert.sides import Digest, choose_sides
 from dali_tf_input.cli.dask import connect_dask
+from dali_tf_input.records.card import Described, make_card
 from dali_tf_input.records.checks import Decoder
 from dali_tf_input.records.class_names import (
     LABELS_NAME,
+    MAIN_KEYS,
     find_class_names,
     find_difference,
     read_class_names,
 )
+from dali_tf_input.records.example import decode_example
 from dali_tf_input.storage.objects import is_url
 
 FLAGS = command.Flags()
@@ -144,25 +147,32 @@ def main(arguments: list[str]) -> int:
             make_records = functools.partial(convert, conversion, dataset.image_key)
             fraction = fraction or 0.0  # of what has no split of its own
         check_numbers(out, listed.labels)
-        splits = divide(listed, catalog, digest, 0.1 if fraction is None else fraction)
+        fraction = find_fraction(listed, 0.1 if fraction is None else fraction)
+        splits = divide(listed, catalog, digest, fraction)
         shared = {"num_processes": _NUM_PROCESSES.value, "overwrite": _OVERWRITE.value}
         shared |= {"executor": stack.enter_context(connect_dask(_DASK.value))}
         shared |= {"left_out": left_out, "max_left_out": _MAX_LEFT_OUT.value}
-        shared |= {"labels": listed.labels, "other_labels": listed.other_labels}
+        held_out = {"by": "image", "seed": _SEED.value, "fraction": fraction}
+        card = functools.partial(describe, listed, os.path.abspath(out), held_out=held_out)
+        shared |= {"labels": listed.labels, "make_card": card}
         written = writer.write_splits(out, splits, make_records, **shared)
     num_classes = None if listed.labels is None else len(listed.labels)
     writer.print_written(out, written, num_classes, left_out)
     return 0
 
 
+def find_fraction(listed: Listed, fraction: float) -> float:
+    """Returns what part is held out of the images that have no split: none if others have one."""
+    has_validation = any(split == "validation" for split, _ in listed.starts)
+    if has_validation and fraction and _VALIDATION_FRACTION.value is not None:
+        raise InputError("There is a validation split: leave out --validation_fraction.")
+    return 0.0 if has_validation or _SPLIT.value else fraction
+
+
 def divide(listed: Listed, catalog: str, digest: Digest, fraction: float) -> list[writer.Split]:
     """Returns the splits that are written, shuffled."""
     starts = {split: array.array("Q") for split in ("train", "validation", "test")}
     fixed = _SPLIT.value
-    if fraction and not fixed and any(split == "validation" for split, _ in listed.starts):
-        if _VALIDATION_FRACTION.value is not None:
-            raise InputError("There is a validation split: leave out --validation_fraction.")
-        fraction = 0.0
     for (split, _), own in listed.starts.items():
         if fixed or split:
             starts[fixed or split or ""] += own
@@ -188,6 +198,52 @@ def divide(listed: Listed, catalog: str, digest: Digest, fraction: float) -> lis
             items = records.Catalog(catalog, own)
             splits.append(writer.Split(name=name, items=items, num_files=numbers.get(name)))
     return splits
+
+
+def describe(
+    listed: Listed, folder: str, written: writer.Written, *, held_out: dict[str, Any]
+) -> dict[str, bytes]:
+    """Returns the files that say what the set means, see records/card.py."""
+    features = dict[str, Described]()
+    names = dict(listed.other_labels)
+    if listed.labels is not None:
+        names[table.KEYS["label"]] = listed.labels
+    for key, (kind, values) in decode_example(written.first).items():
+        if listed.keys is None or key in listed.keys:
+            features[key] = _describe_feature(key, kind, values, names, listed)
+    label = next((key for key in (table.KEYS["label"], "label") if key in features), None)
+    image = next((key for key, one in features.items() if one.kind == "image"), None)
+    metadata: dict[str, Any] = {"held_out": held_out, "source_key": "image/filename"}
+    if table.GROUP_KEY in features:
+        metadata["group_key"] = table.GROUP_KEY
+    return make_card(
+        folder,
+        written.shards,
+        features,
+        {key: classes for key, classes in names.items() if key in features},
+        supervised=(image, label) if image and label else None,
+        metadata=metadata,
+    )
+
+
+def _describe_feature(
+    key: str, kind: str, values: Any, names: dict[str, list[str]], listed: Listed
+) -> Described:
+    """Returns what is known of a feature that all records have."""
+    if kind == "bytes_list":
+        if key in ("image/encoded", "image"):
+            return Described("image")
+        is_mask = key == table.KEYS["mask"] and values[0].startswith(b"\x89PNG")
+        return Described("image", encoding="png") if is_mask else Described("text")
+    is_list = key in (table.KEYS["labels"], table.KEYS["values"])
+    length = -1 if is_list else len(values) if len(values) != 1 else None
+    if key in names:
+        return Described("label", length, num_classes=len(names[key]))
+    if key == table.KEYS["label"]:
+        labels = [label for _, label in listed.starts if label is not None]
+        if labels and min(labels) >= 0:
+            return Described("label", length, num_classes=max(labels) + 1)
+    return Described("integer" if kind == "int64_list" else "float", length)
 
 
 def check_numbers(out: str, labels: Sequence[str] | None) -> None:
@@ -231,7 +287,13 @@ def list_records(dataset: Records, catalog: str, *, keeps_splits: bool) -> Liste
     """
     names = dataset.class_names
     known = None if names is None or None in names else [str(name) for name in names]
-    listed = Listed(labels=known)
+    # What a sample has, others may lack.
+    keys = {key for key, one in dataset.features.items() if one.records == dataset.num_records}
+    listed = Listed(labels=known, keys=keys)
+    for key, feature in dataset.features.items():
+        is_other = feature.kinds == ("int64_list",) and key not in MAIN_KEYS
+        if is_other and (names_of_key := dataset.find_names(key)):
+            listed.other_labels[key] = [*names_of_key]
     with open(catalog, "xb") as stream:
         for number, file in enumerate(dataset.files):
             split = writer.find_split(file.path)

@@ -28,11 +28,13 @@ class Listed:
     Attributes:
       labels: the names of the classes in their order; None if labels are not named.
       other_labels: the names of the classes of other features, by key.
+      keys: the feature keys that all records have; None if all have those of the first one.
       starts: where the lines of a split and class start.
     """
 
     labels: list[str] | None = None
     other_labels: dict[str, list[str]] = field(default_factory=dict)
+    keys: set[str] | None = None
     starts: "dict[tuple[Split, Any], array.array[int]]" = field(default_factory=dict)
 
     def add(self, split: Split, label: Any, start: int) -> None:

@@ -22,6 +22,7 @@ from dali_tf_input.cli.command import format_count, print_rows
 from dali_tf_input.cli.convert.listing import LeftOut
 from dali_tf_input.index.run import explain_executor
 from dali_tf_input.processes import Child, ChildDiedError, call_apart
+from dali_tf_input.records.card import Shard, is_of_card
 from dali_tf_input.records.checks import PIXELS_KEY
 from dali_tf_input.records.class_names import LABELS_NAME
 from dali_tf_input.records.example import FeatureValue
@@ -78,6 +79,8 @@ class Written:
 
     num_files: int = 0
     size: int = 0
+    shards: dict[str, list[Shard]] = field(default_factory=dict)
+    first: bytes = b""  # a record
     records: dict[str, int] = field(default_factory=dict)
     notes: collections.Counter[str] = field(default_factory=collections.Counter)
 
@@ -101,7 +104,7 @@ def write_splits(
     make_records: MakeRecords,
     *,
     labels: Sequence[str] | None,
-    other_labels: Mapping[str, Sequence[str]] | None = None,
+    make_card: Callable[[Written], Mapping[str, bytes]] | None = None,
     left_out: LeftOut | None = None,
     max_left_out: float = 1.0,
     num_processes: int | None = None,
@@ -118,7 +121,7 @@ def write_splits(
       splits: what to write.
       make_records: returns the records of a list of items; it is pickled to run in other processes.
       labels: the name of each label, for ``labels.txt``; None writes no such file.
-      other_labels: the same for other features, by their keys.
+      make_card: returns further files that say what the set means, by their names.
       left_out: lists what is left out, and has what was left out before.
       max_left_out: the largest part of the images that may be left out.
       num_processes: the number of processes; None means one per core of this machine, at most one
@@ -152,12 +155,12 @@ def write_splits(
             for split in splits:
                 _write_split(make, staged, split, written, left_out)
         _check_left_out(left_out, sum(written.records.values()), max_left_out)
-        files = {LABELS_NAME: labels} if labels is not None else {}
-        for key, names in (other_labels or {}).items():
-            files[f"{key.replace('/', '.')}.labels.txt"] = names
-        for name, names in files.items():
+        files = dict(make_card(written)) if make_card else {}
+        if labels is not None:
+            files[LABELS_NAME] = "".join(f"{name}\n" for name in labels).encode()
+        for name, data in files.items():
             with open(os.path.join(staged, name), "xb") as stream:
-                stream.write("".join(f"{one}\n" for one in names).encode())
+                stream.write(data)
         if left_out.reasons:
             with open(os.path.join(staged, LEFT_OUT_NAME), "xb") as stream:
                 left_out.copy_to(stream)
@@ -256,8 +259,9 @@ def _write_split(
     count, kept, lost = len(split.items), set[Any](), dict[Any, Record]()
     records = command.progress(make(split.items), what=f"writing {split.name}", total=count)
     paths, written.records[split.name] = [], 0
+    shards = written.shards[split.name] = list[Shard]()
     for file_id in range(num_files):
-        path = os.path.join(folder, f"{split.name}-{file_id}")
+        path, before = os.path.join(folder, f"{split.name}-{file_id}"), written.records[split.name]
         with open(path, "xb") as stream:
             for _ in range(count * file_id // num_files, count * (file_id + 1) // num_files):
                 record = next(records)
@@ -267,11 +271,13 @@ def _write_split(
                     lost.setdefault(record.label, record)
                 else:
                     stream.write(frame_record(record.data))
+                    written.first = written.first or record.data
                     written.notes.update(record.notes)
                     written.records[split.name] += 1
                     kept.add(record.label)
-        if os.path.getsize(path):
+        if num_bytes := os.path.getsize(path):
             paths.append(path)
+            shards.append(Shard(written.records[split.name] - before, num_bytes))
         else:
             os.unlink(path)
     if not paths:
@@ -303,9 +309,9 @@ def check_folder(folder: str, *, overwrite: bool) -> None:
     if not os.path.isdir(folder) or os.path.islink(folder):
         raise InputError(f"{folder} is no folder: name another one.")
     names = os.listdir(folder)
-    ours = (LABELS_NAME, LEFT_OUT_NAME, MANIFEST_NAME, BAD_RECORDS_NAME)
+    ours = (LEFT_OUT_NAME, MANIFEST_NAME, BAD_RECORDS_NAME)
     for name in names:
-        is_ours = name in ours or _OUR_FILE.fullmatch(name) or name.endswith(".labels.txt")
+        is_ours = name in ours or is_of_card(name) or _OUR_FILE.fullmatch(name)
         if not is_ours or not os.path.isfile(os.path.join(folder, name)):
             text = f"{folder} holds {name}, which is no part of such a set"
             raise InputError(f"{text}: name a new folder.")

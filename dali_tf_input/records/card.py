@@ -1,0 +1,165 @@
+"""The card of a set: what its files hold and what their labels mean, in the files of tfds.
+
+tfds reads a folder that has ``dataset_info.json``, ``features.json`` and names of classes, by
+``tfds.builder_from_directory``. Neither tfds nor TensorFlow is needed to write them. Fields of our
+own are in ``metadata.json``, under one key, as tfds refuses unknown fields in the other two.
+Source: tensorflow-datasets 4.9, core/dataset_info.py and core/features.
+"""
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from dali_tf_input.errors import InputError
+from dali_tf_input.records.class_names import LABELS_NAME
+
+INFO_NAME, FEATURES_NAME, METADATA_NAME = "dataset_info.json", "features.json", "metadata.json"
+CARD_NAMES = (INFO_NAME, FEATURES_NAME, METADATA_NAME)
+_OWN_KEY = "dali_tf_input"  # in metadata.json
+_CLASSES = "tensorflow_datasets.core.features"
+_FRAME_BYTES = 16  # of a record, which tfds does not count
+
+
+class Described(NamedTuple):
+    """A feature that all records have.
+
+    Attributes:
+      kind: "image", "label", "text", "integer" or "float".
+      length: how many values it has; None is one, -1 any number.
+      num_classes: of a label.
+      encoding: of an image: "jpeg" or "png".
+    """
+
+    kind: str
+    length: int | None = None
+    num_classes: int = 0
+    encoding: str = "jpeg"
+
+
+class Shard(NamedTuple):
+    """A file of a split: how many records it has, and its size in bytes."""
+
+    num_records: int
+    num_bytes: int
+
+
+def make_card(
+    folder: str,
+    splits: Mapping[str, Sequence[Shard]],
+    features: Mapping[str, Described],
+    names: Mapping[str, Sequence[str]],
+    *,
+    template: str = "{SPLIT}-{SHARD_X_OF_Y}",
+    supervised: tuple[str, str] | None = None,
+    metadata: Mapping[str, Any] | None = None,
+) -> dict[str, bytes]:
+    """Returns the files of a card by their names.
+
+    Args:
+      folder: the folder of the set, whose name becomes that of the set.
+      splits: the files of each split, in their order.
+      features: what all records have, by key.
+      names: the names of the classes in their order, by the key of their label.
+      template: how files are named.
+      supervised: the keys of the image and of its label.
+      metadata: what ``metadata.json`` has under the key of this package.
+    """
+    name = re.sub(r"[^a-z0-9_]+", "_", os.path.basename(os.path.abspath(folder)).lower()).strip("_")
+    info: dict[str, Any] = {
+        "fileFormat": "tfrecord",
+        "name": name if name[:1].isalpha() else f"set_{name}",
+        "splits": [
+            {
+                "filepathTemplate": template,
+                "name": split,
+                "numBytes": str(sum(size - _FRAME_BYTES * count for count, size in shards)),
+                "shardLengths": [str(count) for count, _ in shards],
+            }
+            for split, shards in splits.items()
+        ],
+        "version": "1.0.0",
+    }
+    if supervised:
+        items = [{"featureKey": key} for key in supervised]
+        info["supervisedKeys"] = {"tuple": {"items": items}}
+    described = {
+        "featuresDict": {"features": {key: _describe(one) for key, one in features.items()}},
+        "pythonClassName": f"{_CLASSES}.features_dict.FeaturesDict",
+    }
+    own = {_OWN_KEY: {"version": 1, **(metadata or {})}}
+    files = {
+        INFO_NAME: json.dumps(info, indent=2, sort_keys=True).encode(),
+        FEATURES_NAME: json.dumps(described, indent=4, sort_keys=True).encode(),
+        METADATA_NAME: json.dumps(own, indent=2, sort_keys=True).encode(),
+    }
+    for key, classes in names.items():
+        files[names_file(key)] = "".join(f"{one}\n" for one in classes).encode()
+    return files
+
+
+def names_file(key: str) -> str:
+    """Returns the name of the file of a label's names, as tfds calls it."""
+    return f"{key.replace('/', '.')}.labels.txt"
+
+
+def merge_metadata(folder: str, made: bytes) -> bytes:
+    """Returns the bytes of ``metadata.json`` for a folder that may have one, of a user's own.
+
+    Raises:
+      InputError: there is one that is no JSON object.
+    """
+    path = os.path.join(folder, METADATA_NAME)
+    try:
+        with open(path, "rb") as stream:
+            present = json.loads(stream.read())
+    except FileNotFoundError:
+        return made
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read: {error}.") from error
+    if not isinstance(present, dict):
+        raise InputError(f"{path} is a file of yours, and no JSON object: move it away.")
+    return json.dumps({**present, **json.loads(made)}, indent=2, sort_keys=True).encode()
+
+
+def _describe(feature: Described) -> dict[str, Any]:
+    """Returns what features.json says of a feature."""
+    if feature.length is not None:
+        one = feature._replace(length=None)
+        if feature.length >= 0 and feature.kind in ("integer", "float"):
+            return _tensor(feature.kind, [feature.length])
+        return {
+            "pythonClassName": f"{_CLASSES}.sequence_feature.Sequence",
+            "sequence": {"feature": _describe(one), "length": str(feature.length)},
+        }
+    if feature.kind == "image":
+        dimensions = ["-1", "-1", "1" if feature.encoding == "png" else "3"]
+        image = {"dtype": "uint8", "encodingFormat": feature.encoding}
+        return {
+            "image": {**image, "shape": {"dimensions": dimensions}},
+            "pythonClassName": f"{_CLASSES}.image_feature.Image",
+        }
+    if feature.kind == "label":
+        return {
+            "classLabel": {"numClasses": str(feature.num_classes)},
+            "pythonClassName": f"{_CLASSES}.class_label_feature.ClassLabel",
+        }
+    if feature.kind == "text":
+        return {"pythonClassName": f"{_CLASSES}.text_feature.Text", "text": {}}
+    return _tensor(feature.kind, [])
+
+
+def _tensor(kind: str, dimensions: list[int]) -> dict[str, Any]:
+    shape = {"dimensions": [str(size) for size in dimensions]} if dimensions else {}
+    dtype = "int64" if kind == "integer" else "float32"
+    name = "tensor_feature.Tensor" if dimensions else "scalar.Scalar"
+    return {
+        "pythonClassName": f"{_CLASSES}.{name}",
+        "tensor": {"dtype": dtype, "encoding": "none", "shape": shape},
+    }
+
+
+def is_of_card(name: str) -> bool:
+    """Whether a file belongs to a card, by its name."""
+    return name in (*CARD_NAMES, LABELS_NAME) or name.endswith(".labels.txt")
