@@ -57,6 +57,9 @@ class IndexFolder:
         self._known = self._read_manifest().entries
         self.entries: dict[str, FileEntry] = {}
         to_check: dict[str, Checks] = {}
+        # A file that joins others is checked as they are: labels of all are known, or of none.
+        others = [self._known[name] for name in files if name in self._known]
+        shallowest = min(others, key=lambda entry: LEVELS.index(entry.verified), default=None)
         for name in files:
             entry = self._known.get(name)
             self._check_folder_of(name, entry)
@@ -64,7 +67,8 @@ class IndexFolder:
             if entry and satisfied and not self._find_staleness(name, entry):
                 self.entries[name] = entry
             else:
-                to_check[name] = _at_least_as_before(checks, None if force else entry)
+                before = None if force else entry or shallowest
+                to_check[name] = _at_least_as_before(checks, before)
         self._removed = self._find_removed()
         self.unchanged, self.removed = len(self.entries), len(self._removed)
         remedy = "Name another folder with `index_dir` (--index_dir)."

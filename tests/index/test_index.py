@@ -1052,3 +1052,19 @@ def test_few_bytes_are_checked_by_few_processes(tmp_path, monkeypatch):
         monkeypatch.setattr(run, "_FEW_BYTES", few_bytes)
         build_index(tmp_path / "part-?", num_processes=num_processes, force=True)
     assert started == [2, 3, 4]
+
+
+def test_a_file_that_joins_others_is_checked_as_they_are(tmp_path):
+    """So that the labels of all are known, or of none."""
+    for number in range(2):
+        write_tfrecord(tmp_path / f"part-{number}", numbered_examples(3))
+    files = tmp_path / "part-?"
+    build_index(files, Checks(verify="schema"))
+    write_tfrecord(tmp_path / "part-2", numbered_examples(4))
+    report = build_index(files)
+    assert (report.written, report.unchanged) == (1, 2)
+    assert report.summary.verified == {"schema": 3}
+    assert len(Records.from_files(files).labels) == 10
+    write_tfrecord(tmp_path / "part-3", numbered_examples(2))
+    build_index(tmp_path / "part-3")  # by itself it joins none
+    assert build_index(files).summary.verified == {"framing": 1, "schema": 3}
