@@ -18,7 +18,8 @@ from dali_tf_input.cli import command
 
 _numbers = itertools.count()
 CLI = ROOT / "dali_tf_input/cli"
-PACKAGE = {"index", "convert", "preview", "explore", "doctor", "service"}  # the others are scripts
+# The others are scripts.
+PACKAGE = {"index", "convert", "preview", "explore", "card", "predict", "doctor", "service"}
 # What trains, and what writes to the stdout of its process, runs in one of its own.
 WARM = {"train.py", "train_multi_worker.py", "gpu_check.py"}
 COLD = {"make_sample_tfrecords.py"}  # its processes import it by name

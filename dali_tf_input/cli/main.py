@@ -14,6 +14,8 @@ _COMMANDS = {
     "convert": "TFRecords from images, tables, or other TFRecords",
     "preview": "a picture of what the model sees",
     "explore": "what records hold, and what of it would hurt training",
+    "card": "what a set holds and means, in files that tfds reads",
+    "predict": "the classes of images, by an exported model",
     "doctor": "what works in this installation, and how to fix the rest",
     "service": "a part of a tf.data service, on another machine",
 }

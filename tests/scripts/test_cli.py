@@ -143,7 +143,9 @@ def test_verbs_of_make(tmp_path, verb):
         command.FLAGS(["", *arguments])
 
 
-@pytest.mark.parametrize("name", ["index", "convert", "preview", "explore", "service"])
+@pytest.mark.parametrize(
+    "name", ["index", "convert", "preview", "explore", "card", "predict", "service"]
+)
 def test_help_says_nothing_of_absl(name):
     """Neither how to repeat a flag, nor choices that are broken inside a word."""
     text = run(name, "--help").stdout

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from commands import fails, rows, run
-from conftest import jpeg, refused, scan_records
+from conftest import jpeg, refused, scan_records, write_tfrecord
 
 from dali_tf_input.cli.convert.listing import LeftOut
 from dali_tf_input.cli.convert.table import Columns, list_rows
@@ -363,3 +363,59 @@ def test_tfds_reads_it(tmp_path):
     )
     assert one["image/values"].shape == (2,)
     assert {*one["image/class/labels"]} <= {0, 1}
+
+
+def write_set(folder, template, labels, *, names=None):
+    folder.mkdir()
+    for split, own in labels.items():
+        examples = [
+            {"image/encoded": jpeg(12, 14, seed=n), "image/class/label": label, "note": "x" * n}
+            for n, label in enumerate(own)
+        ]
+        write_tfrecord(folder / template.format(split), examples)
+    if names:
+        (folder / "labels.txt").write_text("".join(f"{name}\n" for name in names))
+    run("index", "--verify=schema", f"{folder}/*-of-*")
+    return f"{folder}/*-of-*"
+
+
+def test_a_card_for_a_set_that_has_none(tmp_path):
+    """It describes what all records have; names of its own are not replaced without a word."""
+    template, labels = "birds-{}.tfrecord-00000-of-00001", {"train": [0, 1, 2], "test": [1, 1]}
+    files = write_set(tmp_path / "set", template, labels, names=["owl", "jay", "tit"])
+    (tmp_path / "set" / "metadata.json").write_text('{"mine": 1}')
+    process = run("card", files)
+    assert process.returncode == 0, process.stderr
+    info = json.loads((tmp_path / "set" / "dataset_info.json").read_text())
+    assert {split["name"]: split["shardLengths"] for split in info["splits"]} == {
+        "train": ["3"],
+        "test": ["2"],
+    }
+    assert info["splits"][0]["filepathTemplate"] == "birds-{SPLIT}.tfrecord-{SHARD_X_OF_Y}"
+    metadata = json.loads((tmp_path / "set" / "metadata.json").read_text())
+    assert metadata == {"mine": 1, "dali_tf_input": {"version": 1}}
+    assert (tmp_path / "set/image.class.label.labels.txt").read_text() == "owl\njay\ntit\n"
+    assert run("card", files).returncode == 0  # the same again
+    (tmp_path / "set" / "features.json").write_text("{}")
+    fails(run("card", files), "holds another features.json", "--overwrite")
+    assert run("card", "--overwrite", files).returncode == 0
+    (tmp_path / "names").write_text("owl\njay\n")
+    process = run("card", f"--labels={tmp_path}/names", files)
+    fails(process, "There are 2 names, and labels go up to 2")
+    fails(run("card"), "Name the TFRecord files")
+    (tmp_path / "set" / "metadata.json").write_text("[]")
+    fails(run("card", files), "metadata.json is a file of yours, and no JSON object")
+    files = write_set(tmp_path / "odd", "{}-0-of-1", {"train": [0]})
+    fails(run("card", files), "tfds cannot name ")
+
+
+@pytest.mark.slow
+def test_tfds_reads_a_set_that_had_no_card(tmp_path):
+    tfds = pytest.importorskip("tensorflow_datasets")
+    template, labels = "birds-{}.tfrecord-00000-of-00001", {"train": [0, 1, 2], "test": [1, 1]}
+    files = write_set(tmp_path / "set", template, labels, names=["owl", "jay", "tit"])
+    assert run("card", files).returncode == 0
+    builder = tfds.builder_from_directory(str(tmp_path / "set"))
+    found = [one["image/class/label"] for one in tfds.as_numpy(builder.as_dataset(split="test"))]
+    assert found == [1, 1]
+    assert builder.info.features["image/class/label"].names == ["owl", "jay", "tit"]

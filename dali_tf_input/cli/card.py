@@ -1,0 +1,145 @@
+"""Writes the card of a set: what its files hold and what their labels mean, as tfds reads it.
+
+FILES are indexed TFRecords of one folder, of all splits; --verify=schema has read all of them. The
+command writes dataset_info.json, features.json, names of classes and metadata.json beside them, or
+to --index_dir. Sets that convert made have a card.
+
+usage: dali-tf-input card [flags] FILES
+
+example: dali-tf-input card 'records/*-of-*'
+"""
+
+import os
+import re
+
+from dali_tf_input import InputError, Records
+from dali_tf_input.cli import command
+from dali_tf_input.cli.convert.writer import find_split
+from dali_tf_input.records.card import (
+    METADATA_NAME,
+    Described,
+    Shard,
+    make_card,
+    merge_metadata,
+    names_file,
+)
+from dali_tf_input.records.class_names import LABELS_NAME, read_class_names
+from dali_tf_input.records.contents import Feature
+from dali_tf_input.storage.objects import is_url
+from dali_tf_input.storage.staging import Staging
+
+FLAGS = command.Flags()
+_LABELS = FLAGS.string("labels", None, "File of the names of the classes; else labels.txt.")
+_INDEX_DIR = FLAGS.string("index_dir", None, "Folder of the indexes; else beside each file.")
+_OVERWRITE = FLAGS.boolean("overwrite", False, "Replace the files of a card that is there.")
+
+_KINDS = {"bytes_list": "text", "int64_list": "integer", "float_list": "float"}
+
+
+def main(patterns: list[str]) -> int:
+    """Writes the card; returns the exit code."""
+    if not patterns:
+        raise InputError("Name the TFRecord files: dali-tf-input card 'records/*-of-*'")
+    records = Records.from_files(patterns, index_dir=_INDEX_DIR.value)
+    folders = {os.path.dirname(path) for path in records.paths}
+    if len(folders) > 1 and not _INDEX_DIR.value:
+        raise InputError("A card is of the files of one folder: name those of one.")
+    folder = os.path.abspath(os.path.expanduser(_INDEX_DIR.value or folders.pop()))
+    if is_url(_INDEX_DIR.value or records.paths[0]):
+        raise InputError("A card is written to a local folder: write it where the set is made.")
+    files = describe(records, folder)
+    metadata = merge_metadata(folder, files[METADATA_NAME])
+    files[METADATA_NAME] = metadata
+    # metadata.json keeps what else is in it.
+    differ = [name for name in {*files} - {METADATA_NAME} if _differs(folder, name, files[name])]
+    if differ and not _OVERWRITE.value:
+        raise InputError(
+            f"{folder} holds another {min(differ)}: look at it, and replace it with --overwrite."
+        )
+    with Staging(folder, "Name another folder with --index_dir.") as staging:
+        for name, data in files.items():
+            with open(staging.path(name), "wb") as stream:
+                stream.write(data)
+            staging.commit(name, os.path.join(folder, name))
+    print(f"wrote {', '.join(sorted(files))} in {folder}")
+    return 0
+
+
+def describe(records: Records, folder: str) -> dict[str, bytes]:
+    """Returns the files of a set's card by their names."""
+    splits: dict[str, list[Shard]] = {}
+    for file in records.files:
+        if file.num_skipped:
+            raise InputError(
+                f"The index of {file.path} skips bad records, which tfds would read: write the set"
+                " without them, dali-tf-input convert."
+            )
+        splits.setdefault(find_split(file.path), []).append(Shard(file.num_records, file.size))
+    features = {
+        key: one
+        for key, feature in records.features.items()
+        if feature.records == records.num_records and (one := _describe(records, key, feature))
+    }
+    label = records.label_key or next(
+        (key for key in ("image/class/label", "label") if key in features), None
+    )
+    names = {}
+    given = read_class_names(os.path.expanduser(_LABELS.value)) if _LABELS.value else None
+    for key, one in features.items():
+        if one.kind != "integer":
+            continue
+        own = given if key == label and given else records.find_names(key)
+        highest = (records.features[key].range or (0, -1))[1]
+        if own and key == label and highest >= len(own):
+            raise InputError(
+                f"There are {len(own)} names, and labels go up to {highest:g}: names count from 0."
+                " Labels that count from 1 need a first name for 0, such as background."
+            )
+        if own and highest < len(own):
+            names[key] = own
+            features[key] = one._replace(kind="label", num_classes=len(own))
+    supervised = (records.image_key, label) if label in features else None
+    made = make_card(
+        folder,
+        splits,
+        features,
+        names,
+        template=_find_template(records.paths),
+        supervised=supervised if supervised and records.image_key in features else None,
+    )
+    if label in names and LABELS_NAME not in made:
+        made[LABELS_NAME] = made[names_file(label)]
+    return made
+
+
+def _describe(records: Records, key: str, feature: Feature) -> Described | None:
+    """Returns what all records have at a key; None if that is not of one kind."""
+    if len(feature.kinds) != 1 or feature.kinds[0] not in _KINDS:
+        return None
+    shortest, longest = feature.lengths
+    length = None if shortest == longest == 1 else shortest if shortest == longest else -1
+    if key == records.image_key and not records.stores_pixels:
+        return Described("image", length)
+    return Described(_KINDS[feature.kinds[0]], length)
+
+
+def _find_template(paths: tuple[str, ...]) -> str:
+    """Returns how the files are named, in tfds' words."""
+    name = os.path.basename(paths[0])
+    split = find_split(name)
+    match = re.fullmatch(rf"(.*){split}(.*)-\d{{5}}-of-\d{{5}}", name)
+    if match:
+        return f"{match[1]}{{SPLIT}}{match[2]}-{{SHARD_X_OF_Y}}"
+    raise InputError(
+        f"tfds cannot name {paths[0]}: its files have a split and a number, as"
+        " train-00000-of-00004. dali-tf-input convert writes such ones."
+    )
+
+
+def _differs(folder: str, name: str, data: bytes) -> bool:
+    """Whether there is a file of that name with other data."""
+    try:
+        with open(os.path.join(folder, name), "rb") as stream:
+            return stream.read() != data
+    except FileNotFoundError:
+        return False
