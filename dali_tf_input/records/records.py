@@ -230,7 +230,12 @@ class Records(IndexedFiles):
 
     @checked
     def split(
-        self, *, by_label: bool = False, seed: int = 0, **shares: float
+        self,
+        *,
+        by_label: bool = False,
+        group_key: str | None = None,
+        seed: int = 0,
+        **shares: float,
     ) -> "dict[str, Records]":
         """Divides the records at random into disjoint parts.
 
@@ -246,6 +251,9 @@ class Records(IndexedFiles):
           by_label: whether each part has its share of each class, to within one record, and its
             share of all records. Adding files then moves a few records between the parts. Needs an
             index of level "schema" with a `ClassLabel`.
+          group_key: a feature key, such as "image/group", which `convert` writes: records with the
+            same value of it stay together. The part then depends only on that value and the seed.
+            This reads all records, some thousands a second.
           seed: the random seed, in [0, 2**31).
           **shares: the share of each part, by name. Each is in (0, 1], and they sum to 1.
 
@@ -253,15 +261,21 @@ class Records(IndexedFiles):
           The parts by their names.
 
         Raises:
-          InputError: the shares are not as above, a part would be empty, or an index lacks labels.
+          InputError: the shares are not as above, a part would be empty, an index lacks labels, or
+            a record has no value of `group_key`.
         """
         subsets.check_shares(shares)
-        parts = self._divide([*shares], [*shares.values()], by_label, seed)
+        parts = self._divide([*shares], [*shares.values()], by_label, seed, group_key)
         return dict(zip(shares, parts, strict=True))
 
     @checked
     def folds(
-        self, num_folds: Annotated[int, Within(2)], *, by_label: bool = False, seed: int = 0
+        self,
+        num_folds: Annotated[int, Within(2)],
+        *,
+        by_label: bool = False,
+        group_key: str | None = None,
+        seed: int = 0,
     ) -> "list[tuple[Records, Records]]":
         """Returns the (training, held out) records of each fold of a cross-validation.
 
@@ -275,7 +289,7 @@ class Records(IndexedFiles):
         rule = f"at most the {self.num_records:,} records"
         check(num_folds <= self.num_records, "num_folds", rule, num_folds)
         shares = [1 / num_folds] * num_folds
-        parts = self._divide(["num_folds"] * num_folds, shares, by_label, seed)
+        parts = self._divide(["num_folds"] * num_folds, shares, by_label, seed, group_key)
         return [(replace(self.exclude(part.ids), lineage=part.lineage), part) for part in parts]
 
     @checked
@@ -466,17 +480,36 @@ class Records(IndexedFiles):
             lineage="".join(lineages) if subset else "",
         )
 
-    def _draw(self, seed: int) -> Unsigned:
+    def _draw(self, seed: int, group_key: str | None = None) -> Unsigned:
         check(0 <= seed < 2**31, "seed", "in [0, 2**31)", seed)
+        if group_key is not None:
+            groups = (self._group_of(record, group_key) for record in self.ids.tolist())
+            return subsets.draw_places_of_groups(groups, f"{self.lineage}{seed}")
         places = subsets.draw_places(self.files, f"{self.lineage}{seed}")
         return places[self._mask[self._is_valid]]
 
+    def _group_of(self, record: int, key: str) -> bytes:
+        """Returns the group of a record, as text."""
+        values = self.read(record).get(key, ())
+        if len(values) != 1:
+            file, number, _, _ = self.locate(record)
+            rule = f"a feature with one value in all records; record {number} of {file} has"
+            raise InputError(f"`group_key` must be {rule} {len(values)} values of {key!r}.")
+        return values[0] if isinstance(values[0], bytes) else repr(values[0]).encode()
+
     def _divide(
-        self, names: Sequence[str], shares: Sequence[float], by_label: bool, seed: int
+        self,
+        names: Sequence[str],
+        shares: Sequence[float],
+        by_label: bool,
+        seed: int,
+        group_key: str | None = None,
     ) -> "list[Records]":
         """Returns a part for each of `names`."""
+        if by_label and group_key is not None:
+            raise InputError("Records are divided `by_label` or by `group_key`, not by both.")
         classes = self.labels if by_label else None
-        parts = subsets.divide(self._draw(seed), shares, classes)
+        parts = subsets.divide(self._draw(seed, group_key), shares, classes)
         return [self._keep(parts == part, name, seed) for part, name in enumerate(names)]
 
     def _keep(self, mask: Mask, name: str, seed: int | None = None) -> "Records":

@@ -48,6 +48,13 @@ def _draw_in_file(file: IndexedFile, draw: str) -> Unsigned:
     return hash_words(key, Stream.SPLIT, file.index()[:, 0])
 
 
+def draw_places_of_groups(groups: Iterable[bytes], draw: str) -> Unsigned:
+    """Draws the same for each record of a group: uint64 (records,), given the group of each."""
+    key = hashlib.blake2b(draw.encode(), digest_size=8).digest()
+    digests = (hashlib.blake2b(group, digest_size=8, key=key).digest() for group in groups)
+    return np.array([int.from_bytes(digest, "little") for digest in digests], np.uint64)
+
+
 def divide(places: Unsigned, shares: Sequence[float], classes: Integers | None) -> Integers:
     """Divides records into parts; returns the number of the part of each, int64 (records,).
 

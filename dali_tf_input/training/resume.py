@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from dali_tf_input.errors import Count, InputError, Path, checked
+from dali_tf_input.records.class_names import find_difference
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.storage.objects import local_path
 from dali_tf_input.storage.staging import locked_if_free, replace, write_whole
@@ -285,6 +286,12 @@ class Resume:
         """Raises InputError if the state is of other input, or adapts it if that is allowed."""
         then = state.fingerprint
         changed = [name for name, value in now.items() if then.get(name) != value]
+        if find_difference(then.get("class_names"), now["class_names"]) is None:
+            # Names may be added, and one of the two may not know them.
+            changed = [name for name in changed if name != "class_names"]
+            then["class_names"] = max(
+                then.get("class_names") or [], now["class_names"] or [], key=len
+            )
         words = [f"`{name}` was {then.get(name)}, is {now[name]}" for name in changed]
         if not changed and state.steps_per_epoch != steps_per_epoch:
             words = [f"`steps_per_epoch` was {state.steps_per_epoch}, is {steps_per_epoch}"]
@@ -370,6 +377,7 @@ def make_fingerprint(spec: InputSpec, batch_size: int) -> dict[str, Any]:
         if records.subset
         else _ALL,
         "labels": labels.hexdigest()[:16] if labels else _STORED,
+        "class_names": None if spec.class_names is None else [*spec.class_names],
         **fields,
         "transform": describe_function(spec.transform) if spec.transform else "None",
         **preprocess,

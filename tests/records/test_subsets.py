@@ -474,3 +474,35 @@ def test_unions_of_overlapping_files(many):
         one.exclude(range(500, 1000)) + other
     apart = first + dti.Records.from_files([*many.paths[1:]])
     assert apart.features["image/class/label"] == many.features["image/class/label"]
+
+
+def test_groups_stay_together(tmp_path):
+    """In parts, folds, and whatever the files are."""
+    examples = [
+        {**example, "patient": f"p{number // 4}", "many": [1, 2]}
+        for number, example in enumerate(numbered_examples(120))
+    ]
+    records = write_indexed(tmp_path / "train-0", examples)
+    parts = records.split(a=0.6, b=0.4, group_key="patient", seed=3)
+    groups = {
+        name: {part.read(record)["patient"][0] for record in part.ids}
+        for name, part in parts.items()
+    }
+    assert sum(part.num_records for part in parts.values()) == 120
+    assert groups["a"]
+    assert groups["b"]
+    assert not groups["a"] & groups["b"]
+    other = write_indexed(tmp_path / "renamed-0", examples[40:])
+    again = other.split(a=0.6, b=0.4, group_key="patient", seed=3)["a"]
+    assert {again.read(record)["patient"][0] for record in again.ids} <= groups["a"]
+    for train, held_out in records.folds(3, group_key="patient"):
+        sides = [{part.read(n)["patient"][0] for n in part.ids} for part in (train, held_out)]
+        assert not sides[0] & sides[1]
+    with refused(
+        "`group_key` must be a feature with one value in all records; record 0 of .* has 2"
+    ):
+        records.split(a=0.5, b=0.5, group_key="many")
+    with refused("has 0 values of 'none'"):
+        records.split(a=0.5, b=0.5, group_key="none")
+    with refused("`by_label` or by `group_key`, not by both"):
+        records.split(a=0.5, b=0.5, group_key="patient", by_label=True)

@@ -142,3 +142,26 @@ def test_names_of_what_is_served(sets):
         is None
     )
     assert load(sets, "unnamed").spec.class_names is None
+
+
+def test_a_set_whose_names_changed_is_not_resumed(tmp_path):
+    """Names that were not known before, or that are new, do not matter."""
+    records = write(tmp_path / "set", "")
+    model = make_model(8, 3)
+    folder = tmp_path / "state"
+
+    def train(epochs):
+        spec = dti.InputSpec.for_training(dti.Records.from_files(records.paths), 8)
+        dti.load(spec, dti.TfDataOptions(), batch_size=3).fit(
+            model, epochs=epochs, resume=folder, verbose=0
+        )
+
+    train(1)
+    names = tmp_path / "set" / "labels.txt"
+    names.write_text("a\nb\nc\n")
+    train(2)
+    names.write_text("a\nb\nc\nd\n")
+    train(3)
+    names.write_text("b\na\nc\n")
+    with refused("belongs to training on other input: `class_names` was .'a', 'b', 'c'"):
+        train(4)
