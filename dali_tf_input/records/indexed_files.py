@@ -83,6 +83,9 @@ class IndexedFiles:
           InputError: a file of names cannot be read, is not UTF-8, or has an empty line; or files
             in several folders name a class differently.
         """
+        # A folder of indexes may say what data that cannot be written to do not.
+        if self.index_dir and (names := find_class_names(self.index_dir, key)):
+            return names
         found: dict[str, tuple[str, ...]] = {}
         for folder in dict.fromkeys(os.path.dirname(path) for path in self.paths):
             if names := find_class_names(folder, key):

@@ -64,6 +64,28 @@ def test_a_set_that_grows(tmp_path):
     assert other & train
 
 
+def test_a_set_like_an_earlier_one(tmp_path):
+    """Whatever held its images out: here another seed; and images that were re-encoded."""
+    photos(tmp_path / "a", "xy", range(20))
+    convert(
+        "--seed=7",
+        "--validation_fraction=0.3",
+        "--resize_shorter=8",
+        tmp_path / "a",
+        tmp_path / "first",
+    )
+    convert("--seed=7", "--validation_fraction=0.3", tmp_path / "a", tmp_path / "kept")
+    photos(tmp_path / "a", "xy", range(20, 30))
+    for old in ("first", "kept"):
+        run("index", f"{tmp_path}/{old}/*-of-*")
+        flags = [f"--like={tmp_path}/{old}/*-of-*"]
+        process = convert(*flags, tmp_path / "a", tmp_path / f"{old} again")
+        assert "*-of-*: 40 images of it" in process.stdout, process.stderr
+        for split, other in (("train", "validation"), ("validation", "train")):
+            assert names(tmp_path / old, split)
+            assert not names(tmp_path / old, split) & names(tmp_path / f"{old} again", other)
+
+
 def test_tfrecords_and_folders_have_the_same_sides(tmp_path):
     photos(tmp_path / "a", "xy", range(30))
     convert(tmp_path / "a", tmp_path / "first")

@@ -41,7 +41,7 @@ from dali_tf_input.cli.convert import folders, records, table, writer
 from dali_tf_input.cli.convert.images import Conversion
 from dali_tf_input.cli.convert.inflate import inflate_files
 from dali_tf_input.cli.convert.listing import LeftOut, Listed
-from dali_tf_input.cli.convert.sides import Digest, choose_sides
+from dali_tf_input.cli.convert.sides import Digest, KnownSides, choose_sides
 from dali_tf_input.cli.dask import connect_dask
 from dali_tf_input.records.card import Described, make_card
 from dali_tf_input.records.checks import Decoder
@@ -70,6 +70,7 @@ _CLASS_DEPTH = FLAGS.integer(
 _KEEP = FLAGS.list("keep", None, "Further columns of a table to store, as features.")
 _DROP = FLAGS.list("drop", None, "Columns of a table to leave out.")
 _GROUP = FLAGS.string("group", "group", "Column of a table whose equal values stay together.")
+_LIKE = FLAGS.string("like", None, "An indexed set, a pattern: its images keep their splits.")
 _MAX_LEFT_OUT = FLAGS.number(
     "max_left_out", 0.01, "Largest part of the images that may be left out, in [0, 1]."
 )
@@ -124,7 +125,7 @@ def main(arguments: list[str]) -> int:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         catalog = os.path.join(folder, "catalog")
         stream = stack.enter_context(open(os.path.join(folder, "left_out"), "w+b"))
-        left_out, digest = LeftOut(stream), records.digest_images
+        left_out, digest, root = LeftOut(stream), records.digest_images, source
         if folders.is_folder(source):
             depth, skip = _CLASS_DEPTH.value, _SKIP_UNREADABLE.value
             shared: dict[str, Any] = {**numbering, "class_depth": depth, "skip_empty": skip}
@@ -137,6 +138,7 @@ def main(arguments: list[str]) -> int:
             folder_of_table = os.path.dirname(os.path.abspath(source))
             convert_images = functools.partial(records.make_records_of_images, conversion)
             make_records = functools.partial(convert_images, folder_of_table)
+            root = folder_of_table
         else:
             if names is not None:
                 raise InputError("TFRecords keep their labels: leave out --labels.")
@@ -148,7 +150,7 @@ def main(arguments: list[str]) -> int:
             fraction = fraction or 0.0  # of what has no split of its own
         check_numbers(out, listed.labels)
         fraction = find_fraction(listed, 0.1 if fraction is None else fraction)
-        splits = divide(listed, catalog, digest, fraction)
+        splits = divide(listed, catalog, digest, fraction, root)
         shared = {"num_processes": _NUM_PROCESSES.value, "overwrite": _OVERWRITE.value}
         shared |= {"executor": stack.enter_context(connect_dask(_DASK.value))}
         shared |= {"left_out": left_out, "max_left_out": _MAX_LEFT_OUT.value}
@@ -169,7 +171,9 @@ def find_fraction(listed: Listed, fraction: float) -> float:
     return 0.0 if has_validation or _SPLIT.value else fraction
 
 
-def divide(listed: Listed, catalog: str, digest: Digest, fraction: float) -> list[writer.Split]:
+def divide(
+    listed: Listed, catalog: str, digest: Digest, fraction: float, source: str
+) -> list[writer.Split]:
     """Returns the splits that are written, shuffled."""
     starts = {split: array.array("Q") for split in ("train", "validation", "test")}
     fixed = _SPLIT.value
@@ -178,7 +182,11 @@ def divide(listed: Listed, catalog: str, digest: Digest, fraction: float) -> lis
             starts[fixed or split or ""] += own
     if not fixed:
         undecided = {label: own for (split, label), own in listed.starts.items() if not split}
-        sides = choose_sides(catalog, undecided, digest, fraction=fraction, seed=_SEED.value)
+        known = KnownSides(Records.from_files(_LIKE.value), source) if _LIKE.value else None
+        how: dict[str, Any] = {"fraction": fraction, "seed": _SEED.value, "known": known}
+        sides = choose_sides(catalog, undecided, digest, **how)
+        if known:
+            print(f"like {_LIKE.value}: {command.format_count(sides.known, 'image')} of it")
         starts["train"] += sides.train
         starts["validation"] += sides.validation
         if sides.copies:
@@ -186,8 +194,8 @@ def divide(listed: Listed, catalog: str, digest: Digest, fraction: float) -> lis
             more = f", {sides.conflicts:,} of them in another class" if sides.conflicts else ""
             print(f"copies: {count} of which there is another{more}; none is on the other side")
         if sides.lacking:
-            known = listed.labels
-            names = [known[label] if known else f"class {label}" for label in sides.lacking]
+            known_names = listed.labels
+            names = [known_names[n] if known_names else f"class {n}" for n in sides.lacking]
             more = f" and {len(names) - 10:,} more" if len(names) > 10 else ""
             print(f"validation has no image of {', '.join(names[:10])}{more}")
     numbers = {"train": _NUM_FILES.value, "validation": _NUM_VALIDATION_FILES.value}

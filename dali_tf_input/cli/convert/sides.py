@@ -8,12 +8,15 @@ import array
 import collections
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from dali_tf_input.cli import command
 from dali_tf_input.cli.convert.records import Catalog
+from dali_tf_input.cli.convert.writer import find_split
+from dali_tf_input.records.records import Records
 
 _AT_ONCE = 256  # items that are read
 _FEW = 5  # a class with as many images has one for validation
@@ -31,12 +34,14 @@ class Sides:
       copies: how many items have the bytes of another one.
       conflicts: how many images are in several classes.
       lacking: the classes that validation has none of.
+      known: how many items are in an earlier set.
       moved: the classes whose side of one item was chosen, as all were on the other one.
     """
 
     train: "array.array[int]" = field(default_factory=lambda: array.array("Q"))
     validation: "array.array[int]" = field(default_factory=lambda: array.array("Q"))
     copies: int = 0
+    known: int = 0
     conflicts: int = 0
     lacking: list[Any] = field(default_factory=list)
     moved: list[Any] = field(default_factory=list)
@@ -49,6 +54,7 @@ def choose_sides(
     *,
     fraction: float,
     seed: int,
+    known: "KnownSides | None" = None,
 ) -> Sides:
     """Divides items class by class; each is held out with the probability `fraction`.
 
@@ -58,6 +64,7 @@ def choose_sides(
       digest: returns digests of the sources of items, which are read.
       fraction: the part for validation, in [0, 1). A class of 5 items or more has one there.
       seed: other seeds hold out other items.
+      known: the sides that images have in an earlier set, which they keep.
     """
     sides = Sides()
     if not fraction:
@@ -72,6 +79,17 @@ def choose_sides(
     roots = {label: [groups.find(key) for key in keys] for label, keys in drawn.items()}
     places = {root: _place(root, seed) for root in {*itertools.chain.from_iterable(roots.values())}}
     held_out = {root for root, place in places.items() if place < fraction}
+    if known:
+        for label, starts in classes.items():
+            items = itertools.chain.from_iterable(_read(catalog, starts))
+            for item, key, root in zip(items, drawn[label], roots[label], strict=True):
+                side = known.find(item, key)
+                sides.known += side is not None
+                if side == "validation":
+                    held_out.add(root)
+                elif side == "train":
+                    held_out.discard(root)
+        return _divide(sides, classes, roots, held_out)
     # What is moved is moved in all classes: a group may have images of several.
     for label, own in roots.items():
         if len(own) >= _FEW and not held_out & {*own}:
@@ -83,10 +101,52 @@ def choose_sides(
             sides.moved.append(label)
         if not held_out & {*own}:
             sides.lacking.append(label)
+    return _divide(sides, classes, roots, held_out)
+
+
+def _divide(
+    sides: Sides,
+    classes: "dict[Any, array.array[int]]",
+    roots: dict[Any, list[bytes]],
+    held_out: set[bytes],
+) -> Sides:
+    """Divides items by what their sides depend on."""
     for label, starts in classes.items():
         for start, root in zip(starts, roots[label], strict=True):
             (sides.validation if root in held_out else sides.train).append(start)
     return sides
+
+
+class KnownSides:
+    """The sides of the images of an earlier set, by their bytes, or by their names.
+
+    Bytes are other ones if `convert` re-encoded an image.
+    """
+
+    def __init__(self, records: Records, source: str) -> None:
+        self._source = f"{source.rstrip('/')}/"
+        self._digests, self._names = dict[bytes, str](), dict[str, str | None]()
+        splits = [find_split(path) for path in records.paths]
+        ends = [*records.first_ids[1:], records.num_all]
+        what, file = "reading the earlier set", 0
+        for record in command.progress(records.ids.tolist(), what=what, total=records.num_records):
+            while record >= ends[file]:
+                file += 1
+            features = records.read(record)
+            (image,) = features[records.image_key]
+            self._digests[hashlib.blake2b(image, digest_size=8).digest()] = splits[file]
+            for name in features.get("image/filename", ()):
+                text = os.fsdecode(name)
+                other = self._names.setdefault(text, splits[file])
+                if other != splits[file]:  # as before paths were stored: a name in many folders
+                    self._names[text] = None
+
+    def find(self, item: Any, digest: bytes) -> str | None:
+        """Returns the split of an image in the earlier set; None if it is not there."""
+        if digest in self._digests or not isinstance(item[0], dict):
+            return self._digests.get(digest)
+        name = item[1].removeprefix(self._source)
+        return self._names.get(name)
 
 
 class _Groups:
@@ -113,17 +173,23 @@ class _Groups:
 def _draw(catalog: str, starts: Sequence[int], digest: Digest, groups: _Groups) -> list[bytes]:
     """Returns what the side of each item depends on: its group, or the bytes of its image."""
     keys = []
-    items = Catalog(catalog, starts)
-    chunks = (items[first : first + _AT_ONCE] for first in range(0, len(items), _AT_ONCE))
+    chunks = _read(catalog, starts)
     drawn = (pair for chunk in chunks for pair in zip(chunk, digest(chunk), strict=True))
     what = "choosing what is held out"
-    for item, own in command.progress(drawn, what=what, total=len(items)):
+    for item, own in command.progress(drawn, what=what, total=len(starts)):
         group = item[0].get("image/group") if isinstance(item[0], dict) else None
         if group is not None:
             named = hashlib.blake2b(b"group " + str(group).encode(), digest_size=8).digest()
             groups.add(own, named)
         keys.append(own)
     return keys
+
+
+def _read(catalog: str, starts: Sequence[int]) -> Iterator[list[Any]]:
+    """Yields items, some at a time."""
+    items = Catalog(catalog, starts)
+    for first in range(0, len(items), _AT_ONCE):
+        yield items[first : first + _AT_ONCE]
 
 
 def _place(key: bytes, seed: int) -> float:
