@@ -11,6 +11,7 @@ import numpy as np
 from dali_tf_input.errors import InputError
 from dali_tf_input.records.class_names import find_difference
 from dali_tf_input.records.labels import ClassLabel, MultiHot, Values
+from dali_tf_input.records.records import Records
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.preprocess import Preprocess
 
@@ -105,6 +106,21 @@ def check_agreement(
         if problem := compare(one, other):
             first, second = what
             raise InputError(f"{first} and {second} differ: {problem}. {_IF_RIGHT}")
+
+
+def find_common(one: Records, other: Records) -> int:
+    """Returns how many records of the same files are in both."""
+    places = [dict(zip(records.paths, records.first_ids, strict=True)) for records in (one, other)]
+    common = 0
+    for path in places[0].keys() & places[1].keys():
+        size = one.files[one.paths.index(path)].num_framed
+        mine, theirs = [
+            records.ids[slice(*np.searchsorted(records.ids, [first[path], first[path] + size]))]
+            - first[path]
+            for records, first in zip((one, other), places, strict=True)
+        ]
+        common += len(np.intersect1d(mine, theirs, assume_unique=True))
+    return common
 
 
 def _scale_of(preprocess: Preprocess) -> tuple[tuple[float, ...], tuple[float, ...]]:

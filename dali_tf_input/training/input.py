@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import inspect
 import itertools
+import logging
 import os
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, ClassVar
@@ -34,6 +35,8 @@ from dali_tf_input.training.profile import InputProfile, profile_input
 from dali_tf_input.training.resume import Resume
 from dali_tf_input.training.run import train
 from dali_tf_input.training.schedule import Schedule
+
+_logger = logging.getLogger("dali_tf_input")
 
 # Arguments of `model.fit` that the input itself gives, or that go with arrays only.
 _NOT_FOR_FIT = ("x", "y", "batch_size", "sample_weight", "validation_split")
@@ -293,6 +296,10 @@ class Input:
             held_out.check_evaluation(model)
             if compare:
                 meetings.check_agreement(self.spec, held_out.spec, ("Training", "validation"))
+                common = meetings.find_common(self.spec.records, held_out.spec.records)
+                if common:
+                    count = f"{common:,} of {held_out.num_records:,} validation records"
+                    _logger.warning("%s are training records, too.", count)
         callbacks = keras.tree.flatten(arguments.get("callbacks"))
         for callback in callbacks if arguments.get("callbacks") is not None else ():
             is_callback = isinstance(callback, keras.callbacks.Callback)

@@ -7,6 +7,7 @@ from conftest import jpeg, refused, write_indexed
 from models import make_model
 
 import dali_tf_input as dti
+from dali_tf_input.spec.meetings import find_common
 
 ONE_HOT = dti.ClassLabel(num_classes=3, one_hot=True)
 
@@ -165,3 +166,22 @@ def test_a_set_whose_names_changed_is_not_resumed(tmp_path):
     names.write_text("b\na\nc\n")
     with refused("belongs to training on other input: `class_names` was .'a', 'b', 'c'"):
         train(4)
+
+
+def test_records_of_both(sets, caplog):
+    """That is a warning: a model that learns its validation set by heart is a usual first trial."""
+    fit(sets, load(sets))
+    assert "6 of 6 validation records are training records, too." in caplog.text
+    caplog.clear()
+    parts = sets["named"].split(train=0.5, valid=0.5)
+    specs = [
+        dti.InputSpec.for_training(parts["train"], 8),
+        dti.InputSpec.for_evaluation(parts["valid"], 8),
+    ]
+    train, valid = (dti.load(spec, dti.TfDataOptions(), batch_size=1) for spec in specs)
+    train.fit(make_model(8, 3), validation=valid, verbose=0)
+    fit(sets, load(sets, "unnamed"))
+    assert "training records" not in caplog.text
+    whole = sets["named"]
+    assert find_common(whole, whole.select([1, 4])) == 2
+    assert find_common(whole + sets["fewer"], sets["fewer"].exclude([0])) == 5
