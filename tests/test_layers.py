@@ -112,7 +112,7 @@ held_out = dti.InputSpec.for_evaluation("records/validation-*", 224)
 train = dti.load(spec, dti.TfDataOptions(), batch_size=256)
 valid = dti.load(held_out, dti.DaliOptions(device="cpu", decode="region"), batch_size=256)
 steps: int = train.steps_per_epoch
-names: tuple[str, ...] | None = train.class_names
+names: tuple[str | None, ...] | None = train.class_names
 model = keras.Sequential()
 history = train.fit(model, epochs=90, validation=valid, resume="runs/1", profile=True)
 train.fit(model, epochs=90, resume=dti.Resume("runs/2", save_every=1000))
