@@ -14,7 +14,7 @@ import google_crc32c
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import TF_DATA, jpeg, nightly, refused, spec_of, write_indexed
+from conftest import TF_DATA, jpeg, nightly, numbered_examples, refused, spec_of, write_indexed
 from test_native import compile_native, needs_compiler
 
 from dali_tf_input import InputError, Preprocess, Shard, TfDataOptions, build_index, make_dataset
@@ -307,3 +307,21 @@ def test_replicas_share_the_places_of_records(dataset):
     made.clear()
     gc.collect()
     assert found() is None
+
+
+@pytest.mark.parametrize("order", ["global", "sequential", "buffer"])
+def test_a_changed_file_is_noticed_by_each_iterator(tmp_path, order):
+    """Also while another iterator lives, whose functions TensorFlow uses again: it must not keep
+    what an earlier check found.
+    """
+    records = write_indexed(tmp_path / "train-0", numbered_examples(12))
+    how = {"repeat": False} if order == "sequential" else {}
+    spec = spec_of(records, order, Preprocess.for_training(16), **how)
+    made = make_dataset(spec, TF_DATA, batch_size=4)
+    alive = iter(made)
+    next(alive)
+    with open(tmp_path / "train-0", "ab") as stream:
+        stream.write(b"more")
+    with pytest.raises(tf.errors.OpError, match="changed since it was indexed"):
+        list(made)
+    del alive

@@ -499,12 +499,14 @@ void ComputeCheck(void*, TF_OpKernelContext* context) {
   });
 }
 
+// Of an operation that is stateful TensorFlow must not compute the result once and keep it: it depends on files.
 void Register(const char* name, std::initializer_list<const char*> inputs, std::initializer_list<const char*> outputs,
-              std::initializer_list<const char*> attributes, TF_KernelBuilder* kernel) {
+              std::initializer_list<const char*> attributes, TF_KernelBuilder* kernel, bool is_stateful = false) {
   TF_OpDefinitionBuilder* builder = TF_NewOpDefinitionBuilder(name);
   for (const char* input : inputs) TF_OpDefinitionBuilderAddInput(builder, input);
   for (const char* output : outputs) TF_OpDefinitionBuilderAddOutput(builder, output);
   for (const char* attribute : attributes) TF_OpDefinitionBuilderAddAttr(builder, attribute);
+  TF_OpDefinitionBuilderSetIsStateful(builder, is_stateful);
   TF_OpDefinitionBuilderSetShapeInferenceFunction(builder, SetUnknownShape);
   TF_Status* status = TF_NewStatus();
   TF_RegisterOpDefinition(builder, status);
@@ -545,7 +547,7 @@ __attribute__((constructor)) void RegisterAll() {
   Register("DaliTfInputList",
            {"plan: int64", "groups: int64", "nodes: int64", "epoch: int64", "first: int64", "count: int64"},
            {"keys: int64", "numbers: int64"}, {}, Stateless("DaliTfInputList", ComputeList));
-  Register("DaliTfInputCheck", {"names: string", "versions: int64"}, {"count: int64"}, {}, Stateless("DaliTfInputCheck", ComputeCheck));
+  Register("DaliTfInputCheck", {"names: string", "versions: int64"}, {"count: int64"}, {}, Stateless("DaliTfInputCheck", ComputeCheck), true);
   Register("DaliTfInputRead",
            {"names: string", "versions: int64", "file_of: int32", "extents: int64", "numbers: int64"}, {"records: string"},
            {"check_crc: bool"}, TF_NewKernelBuilder("DaliTfInputRead", "CPU", CreateRead, ComputeRead, DeleteRead));
