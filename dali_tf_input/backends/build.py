@@ -125,7 +125,7 @@ def check_input(spec: InputSpec, options: Options, *, device_id: int = 0) -> Non
         return
     dali = import_dali()
     dali.import_plugin()
-    dali.check_spec(spec)
+    dali.check_spec(spec, options)
     if options.device == "gpu":
         check_gpu(device_id)
 

@@ -36,13 +36,13 @@ _AHEAD = 2  # batches that are ready on the CPU, and as many on the GPU
 
 
 def import_plugin() -> Any:
-    """Imports DALI's TensorFlow plugin and the operator of this package, which only datasets need.
+    """Imports DALI's TensorFlow plugin, which only datasets need.
 
     Raises:
-      InputError: one is missing, or was compiled for another TensorFlow or DALI.
+      InputError: it is missing, or was compiled for another TensorFlow or DALI.
     """
     try:
-        plugin = importlib.import_module("nvidia.dali.plugin.tf")
+        return importlib.import_module("nvidia.dali.plugin.tf")
     except (ImportError, OSError) as error:
         raise InputError(
             f"DaliOptions needs DALI's TensorFlow plugin: {error}. It is compiled against the"
@@ -50,13 +50,13 @@ def import_plugin() -> Any:
             " nvidia-dali-tf-plugin-cuda120 (needs g++ and CUDA's headers, see docs/install.md);"
             " or `make install` in a clone. Or use TfDataOptions()."
         ) from error
-    tf_native.load()
-    load_operator()
-    return plugin
 
 
-def check_spec(spec: InputSpec) -> None:
-    """Raises InputError for a spec that DALI does not support."""
+def check_spec(spec: InputSpec, options: DaliOptions) -> None:
+    """Raises InputError for a spec that DALI does not support, or what it needs is not compiled."""
+    if not can_use_dali_reader(spec, options):
+        tf_native.load()
+        load_operator()
     for preprocess in spec.image_views.values():
         check_supported(preprocess)
     if spec.transform:

@@ -163,13 +163,15 @@ def mix_images(values: dict[str, DataNode], preprocess: Preprocess) -> dict[str,
 
     Args:
       values: a dict with the preprocessed images, "image"; their labels, "label"; and, on the CPU,
-        "mix", see `tf_mix.draw_mix`, and "partner", the index of each image's partner in the batch.
+        "mix of the batch", see `tf_mix.draw_mix`, and "partners of images", the index in the batch
+        of each image's partner.
       preprocess: gives the size, layout and type of the images.
     """
-    images, labels, partner = values["image"], values["label"], values["partner"]
-    part = values["mix"][5]
+    images, labels, partner = values["image"], values["label"], values["partners of images"]
+    drawn = values["mix of the batch"]
+    part = drawn[5]
     labels = labels * part + fn.permute_batch(labels, indices=partner) * (1.0 - part)
-    drawn = values["mix"].gpu() if images.device == "gpu" else values["mix"]
+    drawn = drawn.gpu() if images.device == "gpu" else drawn
     height, width = preprocess.image_size
     is_hwc = preprocess.layout == "HWC"
     y, x = (

@@ -8,9 +8,9 @@ import functools
 import glob
 import os
 import pathlib
+import shlex
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import zlib
 
@@ -64,7 +64,7 @@ def find_headers() -> list[str]:
     Raises:
       InputError: a header is in none of them.
     """
-    site = sysconfig.get_paths()["purelib"]
+    site = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(dali.__file__))))
     homes = [os.environ.get(name, "") for name in ("CUDA_HOME", "CUDA_PATH")] + ["/usr/local/cuda"]
     folders = [
         *sorted(glob.glob(os.path.join(glob.escape(site), "nvidia", "cuda_*", "include"))),
@@ -81,18 +81,18 @@ def find_headers() -> list[str]:
 
 
 def compile_operator() -> pathlib.Path:
-    """Compiles the operator, which takes seconds, and removes those of other versions.
+    """Compiles the operator, which takes seconds, and removes those of other sources.
 
     Raises:
       InputError: there is no compiler, a header is missing, it does not compile, or the folder of
         this package cannot be written.
     """
     library = find_library()
-    compiler = os.environ.get("CXX", "g++")
+    compiler = shlex.split(os.environ.get("CXX", "g++"))
     with tempfile.TemporaryDirectory() as folder:
         made = os.path.join(folder, library.name)
         command = [
-            *(compiler, "-shared", "-fPIC", "-O3", "-fvisibility=hidden", "-w"),
+            *(*compiler, "-shared", "-fPIC", "-O3", "-fvisibility=hidden", "-w"),
             *dali_sysconfig.get_compile_flags(),
             "-std=c++17",
             *(f"-isystem{folder}" for folder in find_headers()),
@@ -102,17 +102,18 @@ def compile_operator() -> pathlib.Path:
         try:
             result = subprocess.run(command, capture_output=True, text=True, check=False)
         except FileNotFoundError:
-            text = f"There is no {compiler}. Install it, for example: apt-get install g++"
+            text = f"There is no {compiler[0]}. Install it, for example: apt-get install g++"
             raise InputError(text) from None
         if result.returncode:
             raise InputError(f"The operator does not compile:\n{result.stderr[:4000]}")
         try:
-            for old in library.parent.glob("libdali_images-*.so"):
-                old.unlink()
             with tempfile.NamedTemporaryFile(dir=library.parent, delete=False) as stream:
                 stream.write(pathlib.Path(made).read_bytes())
             os.chmod(stream.name, 0o644)
             os.replace(stream.name, library)
+            for old in library.parent.glob(f"libdali_images-{dali.__version__}-*.so"):
+                if old != library:  # of another source; another environment may use another DALI
+                    old.unlink(missing_ok=True)
         except OSError as error:
             text = f"{library} cannot be written: {error}. Run the command as who owns the folder"
             raise InputError(f"{text}: {_COMMAND}") from error

@@ -78,13 +78,13 @@ class _Packer:
             values[f"rows of {name}"] = draw_rows(self._stream, keys, view)
         if spec.records.stores_pixels:
             sides = parse_sides(packed.examples)
-            values["sides"] = tf.pad(sides, [[0, 0], [0, 1]], constant_values=3)
+            values["sides of images"] = tf.pad(sides, [[0, 0], [0, 1]], constant_values=3)
         if spec.mask:
             values["mask"] = self._make_masks(values, images, uniforms)
         if spec.mix:
             size = self._stream.shard_batch_size
-            values["mix"] = tf.repeat(draw_mix(self._stream, keys[0])[None], size, 0)
-            values["partner"] = tf.range(size - 1, -1, -1)
+            values["mix of the batch"] = tf.repeat(draw_mix(self._stream, keys[0])[None], size, 0)
+            values["partners of images"] = tf.range(size - 1, -1, -1)
         return tf_native.fill_packed(batch, self._to_bytes(values, tf.size(keys)))
 
     def _pack(self, numbers: tf.Tensor, records: tf.Tensor, images: tf.Tensor) -> tf_native.Packed:
@@ -118,7 +118,7 @@ class _Packer:
         """Crops the masks of a batch, so that they are small, and the same on both backends."""
         spec = self._stream.spec
         if spec.records.stores_pixels:
-            sizes = values["sides"][:, :2]
+            sizes = values["sides of images"][:, :2]
         else:
             size = tf.TensorSpec((2,), tf.int64)
             sizes = tf.map_fn(find_size, images, fn_output_signature=size)
@@ -148,9 +148,9 @@ def _list_values(spec: InputSpec) -> list[tuple[str, tuple[int, ...], str, int]]
             shape = (preprocess.make_program().num_steps, ROW_SIZE)
             values.append((f"rows of {name}", shape, "float32"))
     if spec.mix:
-        values += [("mix", (6,), "float32"), ("partner", (), "int32")]
+        values += [("mix of the batch", (6,), "float32"), ("partners of images", (), "int32")]
     if spec.records.stores_pixels:
-        values.append(("sides", (3,), "int64"))
+        values.append(("sides of images", (3,), "int64"))
     return [
         (name, shape, dtype, math.prod(shape) * tf.as_dtype(dtype).size)
         for name, shape, dtype in values
@@ -184,6 +184,6 @@ def _unpack(spec: InputSpec) -> dict[str, DataNode]:
         values_size=start - tf_native.PLACE_SIZE,
     )
     if records.stores_pixels:
-        sides = fn.cast(values["sides"], dtype=types.INT32)
+        sides = fn.cast(values["sides of images"], dtype=types.INT32)
         images = fn.reshape(images, shape=sides, layout="HWC")
     return {**values, "image": images}

@@ -44,7 +44,8 @@ def parse_images(records: tf.Tensor, spec: InputSpec) -> tf.Tensor:
         return images
     sides = tf.stack([parsed[key] for key in SIDE_KEYS], 1)
     num_bytes = tf.cast(tf.strings.length(images), tf.int64)
-    fits = tf.equal(num_bytes, 3 * tf.reduce_prod(tf.maximum(sides, 0), 1))
+    are_sides = tf.reduce_all((sides > 0) & (sides < 1 << 30), 1)  # the product does not wrap
+    fits = are_sides & tf.equal(num_bytes, 3 * tf.reduce_prod(sides, 1))
     wrong = tf.boolean_mask(sides, ~fits)[:1]
     problem = ["corrupted record: not the pixels of", wrong]
     with tf.control_dependencies([tf.Assert(tf.reduce_all(fits), problem)]):

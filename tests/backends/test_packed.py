@@ -10,7 +10,17 @@ import threading
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import DALI, TF_DATA, jpeg, nightly, refused, slowly, spec_of, write_indexed
+from conftest import (
+    DALI,
+    TF_DATA,
+    jpeg,
+    nightly,
+    refused,
+    slowly,
+    spec_of,
+    write_indexed,
+    write_tfrecord,
+)
 from nvidia.dali import fn, pipeline_def, types
 
 import dali_tf_input as dti
@@ -318,7 +328,9 @@ def test_compiling(monkeypatch, tmp_path, capsys):
         (native / name).write_bytes((dali_operator._NATIVE / name).read_bytes())
     monkeypatch.setattr(dali_operator, "_NATIVE", native)
     monkeypatch.setattr(dali_operator, "load_operator", lambda: None)  # it is loaded already
-    (tmp_path / "libdali_images-1.0-abc.so").touch()
+    old = tmp_path / f"libdali_images-{dali_operator.dali.__version__}-abc.so"
+    old.touch()
+    (tmp_path / "libdali_images-1.0-abc.so").touch()  # of another environment
     monkeypatch.setenv("CXX", str(tmp_path / "no-compiler"))
     assert dali_operator.main() == 1
     assert "There is no " in capsys.readouterr().err
@@ -329,8 +341,44 @@ def test_compiling(monkeypatch, tmp_path, capsys):
     assert "no layout" in capsys.readouterr().err
     (native / "packed").rename(native / "packed.h")
     assert dali_operator.main() == 0
-    assert [path.name for path in tmp_path.glob("*.so")] == [dali_operator.find_library().name]
+    made = {path.name for path in tmp_path.glob("*.so")}
+    assert made == {dali_operator.find_library().name, "libdali_images-1.0-abc.so"}
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("tmp")]
     monkeypatch.setattr(dali_operator, "_CUDA_HEADERS", ("gone.h",))
     with refused("CUDA's header gone.h is not there: .*pip install"):
         dali_operator.compile_operator()
+
+
+def test_features_of_any_name(tmp_path):
+    """Also those that a packed batch has values for."""
+    names = ("sides", "mix", "partner", "packed")
+    examples = [
+        {"photo": jpeg(20, 30), "label": number, **{name: [number, 7] for name in names}}
+        for number in range(4)
+    ]
+    path = tmp_path / "train-0"
+    write_tfrecord(path, examples)
+    dti.build_index(path, dti.Checks(image_key="photo", label=dti.ClassLabel(key="label")))
+    records = dti.Records.from_files(path, image_key="photo")
+    label = dti.ClassLabel(key="label", num_classes=5, one_hot=True)
+    features = {name: dti.Stored(size=2) for name in names}
+    how = {"label": label, "mix": dti.Mix(mixup=1.0), "features": features}
+    spec = spec_of(records, "global", PLAIN, **how)
+    made, expected = (next(iter(make_dataset(spec, one, batch_size=4))) for one in (DALI, TF_DATA))
+    for name in features:
+        np.testing.assert_array_equal(made[0][name], expected[0][name])
+
+
+def test_dalis_own_reader_needs_no_operator(tmp_path, monkeypatch):
+    """It serves order "buffer" on a GPU."""
+    file = tmp_path / "train-0"
+    records = write_indexed(file, examples_of([jpeg(20, 30)] * 4), dti.Checks(verify="schema"))
+
+    def fail():
+        raise AssertionError
+
+    monkeypatch.setattr(dali, "load_operator", fail)
+    gpu = dti.DaliOptions(device="gpu")
+    dali.check_spec(spec_of(records, "buffer", PLAIN), gpu)
+    with pytest.raises(AssertionError):
+        dali.check_spec(spec_of(records, "global", PLAIN), gpu)

@@ -167,13 +167,13 @@ struct File {
   ~File() { close(descriptor); }
 };
 
-// Keeps the most recently used files open, up to half of the process's limit, until the last reader
-// is removed.
+// Keeps the most recently used files open, up to a quarter of the process's limit, until the last reader is removed. DALI's
+// operator, a library of its own, keeps as many.
 class Files {
  public:
   Files() {
     rlimit limit;
-    if (getrlimit(RLIMIT_NOFILE, &limit) == 0 && limit.rlim_cur / 2 < most_) most_ = limit.rlim_cur / 2;
+    if (getrlimit(RLIMIT_NOFILE, &limit) == 0 && limit.rlim_cur / 4 < most_) most_ = limit.rlim_cur / 4;
   }
 
   void AddReader() {
