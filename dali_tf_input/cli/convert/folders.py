@@ -1,5 +1,6 @@
 """Folders of images as a source, local or in a store: a sub-folder for each class."""
 
+import bisect
 import json
 import os
 import re
@@ -31,10 +32,12 @@ class Tree:
     def __init__(self, source: str) -> None:
         self.source = source.rstrip("/")
         self._objects: dict[str, Status] | None = None
+        self._sorted: list[str] = []  # the paths of objects, so that those of a folder are found
         if is_url(source):
             start = len(self.source) + 1
             objects = list_below(self.source).items()
-            self._objects = {url[start:]: status for url, status in sorted(objects)}
+            self._objects = {url[start:]: status for url, status in objects}
+            self._sorted = sorted(self._objects)
 
     def path(self, below: str) -> str:
         """Returns the path, or URL, of what is below the source."""
@@ -46,21 +49,26 @@ class Tree:
             entries = sorted(os.scandir(self.path(folder)), key=lambda entry: entry.name)
             names = [entry.name for entry in entries if entry.is_dir()]
             return names, [entry.name for entry in entries if not entry.is_dir()]
-        start = f"{folder}/" if folder else ""
-        below = [path[len(start) :] for path in self._objects if path.startswith(start)]
+        below = [path[len(folder) + bool(folder) :] for path in self._below(folder)]
         names = sorted({path.partition("/")[0] for path in below if "/" in path})
         return names, [path for path in below if "/" not in path]
 
     def walk(self, folder: str) -> Iterator[tuple[str, Status | None]]:
         """Yields all files below a folder, by their paths below the source, and their versions."""
         if self._objects is not None:
-            start = f"{folder}/"
-            for path, status in self._objects.items():
-                if path.startswith(start):
-                    yield path, status
+            for path in self._below(folder):
+                yield path, self._objects[path]
         else:
             for path in self._walk(folder, ()):
                 yield path, None
+
+    def _below(self, folder: str) -> list[str]:
+        """Returns the paths of the objects below a folder, sorted."""
+        if not folder:
+            return self._sorted
+        first = bisect.bisect_left(self._sorted, f"{folder}/")
+        last = bisect.bisect_left(self._sorted, f"{folder}0")  # the character after a slash
+        return self._sorted[first:last]
 
     def _walk(self, folder: str, above: tuple[tuple[int, int], ...]) -> Iterator[str]:
         status = os.stat(self.path(folder))
@@ -106,12 +114,13 @@ def list_images(
     classes = {root: _find_classes(tree, root, class_depth or 1, left_out) for root in roots}
     names = _number_classes(tree, classes, labels, grow=labels_grow)
     listed, seen = Listed(labels=names), dict.fromkeys(names, 0)
+    numbers = {name: number for number, name in enumerate(names)}
     deep = folders_with_images = 0  # those whose images all lie in folders of their own
     with open(catalog, "ab") as stream:
         for root, split in roots.items():
             for name in classes[root]:
                 folder = os.path.join(root, name)
-                number, count, has_direct = names.index(name), 0, False
+                number, count, has_direct = numbers[name], 0, False
                 for path, status in tree.walk(folder):
                     if not _is_image(tree, path, status, left_out):
                         continue
@@ -210,7 +219,7 @@ def _number_classes(
             " into its own."
         )
     if labels is not None:
-        new = [name for name in names if name not in labels]
+        new = sorted({*names} - {*labels})
         if new and not grow:
             raise InputError(
                 f"{tree.source} holds classes that --labels does not name:"

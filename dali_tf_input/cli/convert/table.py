@@ -88,6 +88,10 @@ def list_rows(
         column: _number(table, found, labels if column == "label" else None, grow=labels_grow)
         for column, found in names.items()
     }
+    numbers = {
+        column: None if found is None else {name: number for number, name in enumerate(found)}
+        for column, found in numbered.items()
+    }
     listed = Listed(labels=numbered["label"])
     if numbered["labels"] is not None:
         listed.other_labels[KEYS["labels"]] = numbered["labels"]
@@ -103,7 +107,7 @@ def list_rows(
                     f"{where}: {row['path']} is in row {other}, too: an image comes once, with all"
                     " that is known of it."
                 )
-            features = _make_features(where, row, numbered, columns)
+            features = _make_features(where, row, numbers, columns)
             mask = os.path.join(folder, row["mask"]) if "mask" in row else None
             split = None
             if "split" in row:
@@ -141,20 +145,20 @@ def _check_columns(where: str, row: dict[str, Any], first: set[str], columns: Co
 
 
 def _make_features(
-    where: str, row: dict[str, Any], numbered: dict[str, list[str] | None], columns: Columns
+    where: str, row: dict[str, Any], numbers: dict[str, dict[str, int] | None], columns: Columns
 ) -> dict[str, Any]:
     """Returns the features of a row, but for its image and mask."""
     features: dict[str, Any] = {}
     if "label" in row:
-        if (names := numbered["label"]) is not None:
+        if (names := numbers["label"]) is not None:
             text = str(row["label"])
-            features |= {KEYS["label"]: names.index(text), "image/class/text": text}
+            features |= {KEYS["label"]: names[text], "image/class/text": text}
         else:
             features[KEYS["label"]] = _as_integer(row["label"])
     if "labels" in row:
         parts = _split_labels(row["labels"])
-        if (names := numbered["labels"]) is not None:
-            features[KEYS["labels"]] = [names.index(str(part)) for part in parts]
+        if (names := numbers["labels"]) is not None:
+            features[KEYS["labels"]] = [names[str(part)] for part in parts]
         else:
             features[KEYS["labels"]] = [_as_integer(part) for part in parts]
     if "values" in row:
@@ -223,7 +227,7 @@ def _number(
         return None
     if labels is None:
         return sorted(names)
-    new = sorted(name for name in names if name not in labels)
+    new = sorted(names.keys() - {*labels})
     if new and not grow:
         raise InputError(
             f"{table} has classes that --labels does not name: {', '.join(new[:10])}. Add them at"
