@@ -9,6 +9,7 @@ from nvidia.dali import fn, types
 from nvidia.dali.data_node import DataNode
 
 from dali_tf_input.backends import reading, tf_native
+from dali_tf_input.backends.dali_operator import load_operator
 from dali_tf_input.backends.dali_reader import define_reader
 from dali_tf_input.backends.parsing import (
     decode_mask,
@@ -170,6 +171,7 @@ def define_inputs(
 
 def _unpack(spec: InputSpec) -> dict[str, DataNode]:
     """Defines the input that `pack_batches` feeds; returns its values by name."""
+    load_operator()
     packed = fn.external_source(name=PACKED, device="cpu", dtype=types.UINT8, ndim=1, batch=True)
     values, start = dict[str, DataNode](), tf_native.PLACE_SIZE
     for name, shape, dtype, size in _list_values(spec):
