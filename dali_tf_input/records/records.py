@@ -102,7 +102,8 @@ class Records(IndexedFiles):
         """
         if self.names is not None:
             return self.names or None
-        return self.label_vocabulary or self.find_names()
+        own = self.find_names(self.label_key) if self.label_key else None
+        return self.label_vocabulary or own or self.find_names()
 
     @property
     def num_records(self) -> int:
@@ -372,7 +373,7 @@ class Records(IndexedFiles):
         if names is not None:
             rule = "given without `labels` and `ids`"
             check(labels is None and ids is None, "names", rule, names)
-            labels = self._number_by(names, np.unique(now).tolist())
+            labels = self._number_by(names, np.unique(self.labels).tolist())
         changed = now.copy()
         for label, new in (labels or {}).items():
             check(bool((now == label).any()), "labels", "labels of these records", label)

@@ -24,7 +24,7 @@ from dali_tf_input.errors import (
 )
 from dali_tf_input.random import Integers
 from dali_tf_input.records.checks import find_keys, unknown_keys_error
-from dali_tf_input.records.class_names import Names, shift_names
+from dali_tf_input.records.class_names import MAIN_KEYS, Names, shift_names
 from dali_tf_input.records.contents import MAX_CLASSES, Counts, Feature
 from dali_tf_input.records.labels import (
     ClassLabel,
@@ -214,8 +214,16 @@ class InputSpec:
             return None
         if isinstance(label, ClassLabel) and label.vocabulary:
             return label.vocabulary
-        is_main = label.key in (self.records.label_key, "image/class/label", "label")
+        main_keys = (self.records.label_key,) if self.records.label_key else MAIN_KEYS
+        is_main = label.key in main_keys
         names = self.records.class_names if is_main else self.records.find_names(label.key)
+        if (
+            names
+            and label.offset > 0
+            and self.label_range
+            and len(names) == self.label_range[1] + 1
+        ):
+            return names  # of labels from 1 on: the file has no line for 0
         return shift_names(names, label.offset)
 
     @property

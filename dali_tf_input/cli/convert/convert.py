@@ -193,9 +193,10 @@ def divide(
             count = command.format_count(sides.copies, "image")
             more = f", {sides.conflicts:,} of them in another class" if sides.conflicts else ""
             print(f"copies: {count} of which there is another{more}; none is on the other side")
-        if sides.lacking:
+        if any(label is not None for label in sides.lacking):
             known_names = listed.labels
-            names = [known_names[n] if known_names else f"class {n}" for n in sides.lacking]
+            lacking = [number for number in sides.lacking if number is not None]
+            names = [known_names[n] if known_names else f"class {n}" for n in lacking]
             more = f" and {len(names) - 10:,} more" if len(names) > 10 else ""
             print(f"validation has no image of {', '.join(names[:10])}{more}")
     numbers = {"train": _NUM_FILES.value, "validation": _NUM_VALIDATION_FILES.value}

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dali_tf_input import InputError
 from dali_tf_input.cli import command
 from dali_tf_input.cli.convert.records import Catalog
 from dali_tf_input.cli.convert.writer import find_split
@@ -67,7 +68,7 @@ def choose_sides(
       known: the sides that images have in an earlier set, which they keep.
     """
     sides = Sides()
-    if not fraction:
+    if not fraction and not known:
         for starts in classes.values():
             sides.train += starts
         return sides
@@ -127,6 +128,11 @@ class KnownSides:
         self._source = f"{source.rstrip('/')}/"
         self._digests, self._names = dict[bytes, str](), dict[str, str | None]()
         splits = [find_split(path) for path in records.paths]
+        if "test" in splits:
+            raise InputError(
+                "--like names files of a test split, whose images would be divided: name those of"
+                " training and validation, and keep the images of the test split apart."
+            )
         ends = [*records.first_ids[1:], records.num_all]
         what, file = "reading the earlier set", 0
         for record in command.progress(records.ids.tolist(), what=what, total=records.num_records):

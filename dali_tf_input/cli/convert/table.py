@@ -166,6 +166,8 @@ def _make_features(
         parts = given.split() if isinstance(given, str) else given
         features[KEYS["values"]] = [_as_float32(where, part, given) for part in _as_list(parts)]
     if columns.group in row:
+        if row[columns.group] in (None, ""):
+            raise InputError(f"{where}: `{columns.group}` is empty: each image needs its group.")
         features[GROUP_KEY] = str(row[columns.group])
     for column in columns.keep:
         if column in row:
