@@ -64,7 +64,14 @@ def main(arguments: list[str]) -> int:
             if not good:
                 continue
             encoded = tf.constant([data for _, data in good])
-            (scores,) = predict(**{given.name.partition(":")[0]: encoded}).values()
+            outputs = [*predict(**{given.name.partition(":")[0]: encoded}).values()]
+            if len(outputs) != 1 or outputs[0].ndim != 2 or outputs[0].shape[1] < 2:
+                shapes = ", ".join(str(one.shape) for one in outputs)
+                raise InputError(
+                    f"{folder} gives {shapes} for {len(good)} images: one output with a score for"
+                    " each of at least two classes is needed."
+                )
+            (scores,) = outputs
             for (path, _), row in zip(good, np.reshape(scores, (len(good), -1)), strict=True):
                 best = int(row.argmax())
                 name = names[best] if best < len(names) else best
