@@ -86,6 +86,43 @@ def test_a_set_like_an_earlier_one(tmp_path):
             assert not names(tmp_path / old, split) & names(tmp_path / f"{old} again", other)
 
 
+def test_a_moved_image_keeps_its_side_like_an_earlier_set(tmp_path):
+    """Small classes have an image moved, which is said; as they grow, another may be moved."""
+    classes = [f"c{number:02}" for number in range(12)]
+    photos(tmp_path / "a", classes, range(6))
+    process = convert(tmp_path / "a", tmp_path / "first")
+    like = f"--like={tmp_path}/first/*-of-*"
+    assert "moved: one image each of c" in process.stdout
+    assert f"--like='{tmp_path}/first/*-of-*' keeps the side of each image" in process.stdout
+    run("index", f"{tmp_path}/first/*-of-*")
+    photos(tmp_path / "a", classes, range(6, 30))
+    assert convert(like, tmp_path / "a", tmp_path / "second").returncode == 0
+    held_out = {record["image/encoded"] for record in read(tmp_path / "first", "validation")}
+    train = {record["image/encoded"] for record in read(tmp_path / "second", "train")}
+    assert len(held_out) >= 12
+    assert not train & held_out
+
+
+def test_like_where_nothing_would_be_kept(tmp_path):
+    photos(tmp_path / "a", "xy", range(6))
+    photos(tmp_path / "b", "xy", range(6), seed=500_000)
+    for name in "xy":
+        for path in (tmp_path / "b" / name).iterdir():
+            path.rename(path.with_name(f"other {path.name}"))
+    convert(tmp_path / "a", tmp_path / "first")
+    run("index", f"{tmp_path}/first/*-of-*")
+    like = f"--like={tmp_path}/first/*-of-*"
+    fails(convert(like, tmp_path / "b", tmp_path / "out"), "no image of the source", "--like")
+    process = convert(like, "--split=test", tmp_path / "a", tmp_path / "out")
+    fails(process, "nothing is divided: leave out --like")
+    (tmp_path / "c").mkdir()
+    for name in ("train", "val"):
+        shutil.copytree(tmp_path / "a", tmp_path / "c" / name)
+    process = convert(like, tmp_path / "c", tmp_path / "out")
+    fails(process, "nothing is divided: leave out --like")
+    assert not (tmp_path / "out").exists()
+
+
 def test_tfrecords_and_folders_have_the_same_sides(tmp_path):
     photos(tmp_path / "a", "xy", range(30))
     convert(tmp_path / "a", tmp_path / "first")
@@ -216,6 +253,52 @@ def test_which_folders_are_the_classes(tmp_path):
     fails(
         convert(tmp_path / "a", tmp_path / "out"), "'Animals'", "'animals'", "look like one class"
     )
+
+
+def test_splits_of_a_folder(tmp_path):
+    """What lies beside them is counted; a split, or a class in training, without images is said."""
+    for name in ("train", "val"):
+        photos(tmp_path / "a" / name, "xy", range(5), seed=len(name))
+    (tmp_path / "a" / "README.txt").write_text("")
+    (tmp_path / "a" / ".git").mkdir()
+    process = convert(tmp_path / "a", tmp_path / "out")
+    assert "2 files (1 not an image, 1 hidden)" in rows(process.stdout)["left out"]
+    photo(tmp_path / "a" / "loose.jpg", 7)
+    process = convert(tmp_path / "a", tmp_path / "new")
+    fails(process, "1 images are in no class folder, such as ")
+    (tmp_path / "a" / "loose.jpg").unlink()
+    for path in (tmp_path / "a" / "train" / "x").iterdir():
+        path.unlink()
+    process = convert("--skip_unreadable", tmp_path / "a", tmp_path / "new")
+    fails(process, "train has no image of x, which other splits have")
+    shutil.rmtree(tmp_path / "a" / "val")
+    photo(tmp_path / "a" / "train" / "x" / "1.jpg", 7)
+    (tmp_path / "a" / "val").mkdir()
+    fails(convert(tmp_path / "a", tmp_path / "new"), "val holds no image")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("source", "flag"),
+    [
+        ("a", "--keep=x"),
+        ("a", "--group=x"),
+        ("a", "--index_dir=x"),
+        ("a.csv", "--class_depth=2"),
+        ("a.csv", "--skip_unreadable"),
+        ("a-*", "--labels=x"),
+        ("a-*", "--drop=x"),
+    ],
+)
+def test_flags_of_another_kind_of_source(tmp_path, source, flag):
+    (tmp_path / "a").mkdir()
+    process = convert(flag, tmp_path / source, tmp_path / "out")
+    fails(process, f"{flag.partition('=')[0]} says nothing about ", "leave it out")
+
+
+def test_new_classes_of_no_list(tmp_path):
+    process = convert("--labels_grow", tmp_path, tmp_path / "out")
+    fails(process, "--labels_grow adds to the names of a file: name it with --labels")
 
 
 def test_numbers_of_another_set(tmp_path):

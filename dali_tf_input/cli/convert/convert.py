@@ -13,8 +13,10 @@ Records are shuffled over all files by --seed.
 
 Without splits of its own, a part of each class is held out for validation. The side of an image
 depends on its bytes, or on its group, and on --seed: so it keeps its side when the set grows, and
-neither copies of an image nor the images of a group are divided. TFRecords keep their splits, by
-name: validation-*, or tfds' *-validation.tfrecord-*; test likewise; all others are training.
+neither copies of an image nor the images of a group are divided. A small class whose images all
+fall on one side has one moved, which is said; --like keeps the sides of an earlier set even then.
+TFRecords keep their splits, by name: validation-*, or tfds' *-validation.tfrecord-*; test likewise;
+all others are training.
 
 JPEGs in RGB or grayscale keep their bytes if the decoders of training accept them; --resize_shorter
 shrinks larger ones. PNG, WebP, BMP, TIFF and GIF become JPEG, CMYK becomes RGB. All other features
@@ -113,12 +115,16 @@ def main(arguments: list[str]) -> int:
         raise InputError(f"`max_left_out` must be in [0, 1], got {_MAX_LEFT_OUT.value}.")
     if _SPLIT.value and fraction:
         raise InputError("All is of --split: leave out --validation_fraction.")
+    if _SPLIT.value and _LIKE.value:
+        raise InputError("All is of --split, and nothing is divided: leave out --like.")
     source, out = map(os.path.expanduser, arguments)
     if is_url(out):
         raise InputError(f"{out}: a set is written to a local folder, and copied from there.")
     writer.check_folder(os.path.abspath(out), overwrite=_OVERWRITE.value)
     flags = (_RESIZE_SHORTER, _QUALITY, _APPLY_ORIENTATION, _DECODER, _STORE)
     conversion = Conversion(*(flag.value for flag in flags))
+    is_folder, is_table = folders.is_folder(source), table.is_table(source)
+    refuse_flags(is_folder=is_folder, is_table=is_table)
     names = read_class_names(os.path.expanduser(_LABELS.value)) if _LABELS.value else None
     numbering = {"labels": names, "labels_grow": _LABELS_GROW.value}
     with contextlib.ExitStack() as stack:
@@ -126,12 +132,12 @@ def main(arguments: list[str]) -> int:
         catalog = os.path.join(folder, "catalog")
         stream = stack.enter_context(open(os.path.join(folder, "left_out"), "w+b"))
         left_out, digest, root = LeftOut(stream), records.digest_images, source
-        if folders.is_folder(source):
+        if is_folder:
             depth, skip = _CLASS_DEPTH.value, _SKIP_UNREADABLE.value
             shared: dict[str, Any] = {**numbering, "class_depth": depth, "skip_empty": skip}
             listed = folders.list_images(source, catalog, left_out, **shared)
             make_records = functools.partial(records.make_records_of_images, conversion, source)
-        elif table.is_table(source):
+        elif is_table:
             keep, drop = (tuple(flag.value or ()) for flag in (_KEEP, _DROP))
             columns = table.Columns(keep=keep, drop=drop, group=_GROUP.value)
             listed = table.list_rows(source, catalog, columns=columns, **numbering)
@@ -140,8 +146,6 @@ def main(arguments: list[str]) -> int:
             make_records = functools.partial(convert_images, folder_of_table)
             root = folder_of_table
         else:
-            if names is not None:
-                raise InputError("TFRecords keep their labels: leave out --labels.")
             dataset = _open_records(source, out, stack)
             listed = list_records(dataset, catalog, keeps_splits=fraction is None)
             digest = functools.partial(records.digest_records, dataset.image_key)
@@ -150,7 +154,7 @@ def main(arguments: list[str]) -> int:
             fraction = fraction or 0.0  # of what has no split of its own
         check_numbers(out, listed.labels)
         fraction = find_fraction(listed, 0.1 if fraction is None else fraction)
-        splits = divide(listed, catalog, digest, fraction, root)
+        splits = divide(listed, catalog, digest, fraction, root, out)
         shared = {"num_processes": _NUM_PROCESSES.value, "overwrite": _OVERWRITE.value}
         shared |= {"executor": stack.enter_context(connect_dask(_DASK.value))}
         shared |= {"left_out": left_out, "max_left_out": _MAX_LEFT_OUT.value}
@@ -163,6 +167,25 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
+def refuse_flags(*, is_folder: bool, is_table: bool) -> None:
+    """Raises InputError for a flag that says nothing about the kind of the source."""
+    what = "a folder" if is_folder else "a table" if is_table else "TFRecords"
+    useless: list[Any] = []
+    if not is_folder:
+        useless += [_CLASS_DEPTH, _SKIP_UNREADABLE]
+    if is_folder or not is_table:
+        useless += [_KEEP, _DROP, _GROUP]
+    if is_folder or is_table:
+        useless += [_IMAGE_KEY, _INDEX_DIR]
+    else:  # TFRecords keep their labels
+        useless += [_LABELS, _LABELS_GROW]
+    for flag in useless:
+        if flag.present:
+            raise InputError(f"--{flag.name} says nothing about {what}: leave it out.")
+    if _LABELS_GROW.value and not _LABELS.value:
+        raise InputError("--labels_grow adds to the names of a file: name it with --labels.")
+
+
 def find_fraction(listed: Listed, fraction: float) -> float:
     """Returns what part is held out of the images that have no split: none if others have one."""
     has_validation = any(split == "validation" for split, _ in listed.starts)
@@ -172,7 +195,7 @@ def find_fraction(listed: Listed, fraction: float) -> float:
 
 
 def divide(
-    listed: Listed, catalog: str, digest: Digest, fraction: float, source: str
+    listed: Listed, catalog: str, digest: Digest, fraction: float, source: str, out: str
 ) -> list[writer.Split]:
     """Returns the splits that are written, shuffled."""
     starts = {split: array.array("Q") for split in ("train", "validation", "test")}
@@ -182,9 +205,16 @@ def divide(
             starts[fixed or split or ""] += own
     if not fixed:
         undecided = {label: own for (split, label), own in listed.starts.items() if not split}
+        if _LIKE.value and not undecided:
+            raise InputError("The source has splits, and nothing is divided: leave out --like.")
         known = KnownSides(Records.from_files(_LIKE.value), source) if _LIKE.value else None
         how: dict[str, Any] = {"fraction": fraction, "seed": _SEED.value, "known": known}
         sides = choose_sides(catalog, undecided, digest, **how)
+        if known and not sides.known:
+            raise InputError(
+                f"--like={_LIKE.value} has no image of the source, by bytes or by name, so no side"
+                " would be kept: name the set that was made of these images, or leave out --like."
+            )
         if known:
             print(f"like {_LIKE.value}: {command.format_count(sides.known, 'image')} of it")
         starts["train"] += sides.train
@@ -193,12 +223,12 @@ def divide(
             count = command.format_count(sides.copies, "image")
             more = f", {sides.conflicts:,} of them in another class" if sides.conflicts else ""
             print(f"copies: {count} of which there is another{more}; none is on the other side")
-        if any(label is not None for label in sides.lacking):
-            known_names = listed.labels
-            lacking = [number for number in sides.lacking if number is not None]
-            names = [known_names[n] if known_names else f"class {n}" for n in lacking]
-            more = f" and {len(names) - 10:,} more" if len(names) > 10 else ""
-            print(f"validation has no image of {', '.join(names[:10])}{more}")
+        if moved := list_classes(sides.moved, listed.labels):
+            like = os.path.join(out, "*-of-*")
+            print(f"moved: one image each of {moved}, as all were on one side")
+            print(f"       when the set grows, --like='{like}' keeps the side of each image")
+        if lacking := list_classes(sides.lacking, listed.labels):
+            print(f"validation has no image of {lacking}")
     numbers = {"train": _NUM_FILES.value, "validation": _NUM_VALIDATION_FILES.value}
     generator, splits = random.Random(_SEED.value), []
     for name, own in starts.items():
@@ -207,6 +237,17 @@ def divide(
             items = records.Catalog(catalog, own)
             splits.append(writer.Split(name=name, items=items, num_files=numbers.get(name)))
     return splits
+
+
+def list_classes(numbers: Sequence[int | None], labels: Sequence[str] | None) -> str:
+    """Returns the names of classes for a line of text, the first ten of them; "" if there is none.
+
+    Args:
+      numbers: their numbers; None, the class of all images without one, is left out.
+      labels: the names of all classes; None if they have only numbers.
+    """
+    names = [labels[n] if labels else f"class {n}" for n in numbers if n is not None]
+    return ", ".join(names[:10]) + (f" and {len(names) - 10:,} more" if len(names) > 10 else "")
 
 
 def describe(

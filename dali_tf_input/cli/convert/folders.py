@@ -111,6 +111,8 @@ def list_images(
     """
     tree = Tree(source)
     roots = _find_splits(tree)
+    if "" not in roots:  # beside the splits; else the classes' own folder, which is looked at below
+        _check_loose(tree, "", left_out)
     classes = {root: _find_classes(tree, root, class_depth or 1, left_out) for root in roots}
     names = _number_classes(tree, classes, labels, grow=labels_grow)
     listed, seen = Listed(labels=names), dict.fromkeys(names, 0)
@@ -133,7 +135,8 @@ def list_images(
                 seen[name] += count
                 folders_with_images += count > 0
                 deep += count > 0 and not has_direct
-    _check_classes(tree, classes, seen, labels, skip_empty=skip_empty)
+    _check_classes(tree, classes, seen, skip_empty=skip_empty)
+    _check_splits(tree, roots, listed, left_out)
     if not class_depth and deep == folders_with_images:
         raise InputError(
             f"The images of all {deep} classes of {tree.source} lie in folders of their own, as"
@@ -183,28 +186,34 @@ def _find_classes(tree: Tree, root: str, depth: int, left_out: LeftOut) -> list[
         below = []
         for name in level:
             folder = os.path.join(root, name) if name else root
-            folders, files = tree.list_names(folder)
-            loose = []
-            for file in files:
-                path = os.path.join(folder, file)
-                if _is_image(tree, path, None, left_out):
-                    loose.append(tree.path(path))
-            if loose:
-                raise InputError(
-                    f"{len(loose):,} images are in no class folder, such as {loose[0]}: move each"
-                    " into the folder of its class."
-                )
-            for child in folders:
-                if child.startswith("."):
-                    left_out.add(tree.path(os.path.join(folder, child)), "hidden", is_image=False)
-                else:
-                    below.append(f"{name}/{child}" if name else child)
+            folders = _check_loose(tree, folder, left_out)
+            below += [f"{name}/{child}" if name else child for child in folders]
         level = below
         found = below if number == depth - 1 else found
     for name in found:
         check_class_name(name, tree.path(root))
     check_names_differ(((name, tree.path(root)) for name in found), tree.path(root))
     return found
+
+
+def _check_loose(tree: Tree, folder: str, left_out: LeftOut) -> list[str]:
+    """Returns the folders in a folder; lists those that are hidden, and the files.
+
+    Raises:
+      InputError: some of these files are images.
+    """
+    folders, files = tree.list_names(folder)
+    paths = [os.path.join(folder, name) for name in files]
+    loose = [tree.path(path) for path in paths if _is_image(tree, path, None, left_out)]
+    if loose:
+        raise InputError(
+            f"{len(loose):,} images are in no class folder, such as {loose[0]}: move each"
+            " into the folder of its class."
+        )
+    for name in folders:
+        if name.startswith("."):
+            left_out.add(tree.path(os.path.join(folder, name)), "hidden", is_image=False)
+    return [name for name in folders if not name.startswith(".")]
 
 
 def _number_classes(
@@ -238,12 +247,7 @@ def _number_classes(
 
 
 def _check_classes(
-    tree: Tree,
-    classes: dict[str, list[str]],
-    seen: dict[str, int],
-    labels: Sequence[str] | None,
-    *,
-    skip_empty: bool,
+    tree: Tree, classes: dict[str, list[str]], seen: dict[str, int], *, skip_empty: bool
 ) -> None:
     """Raises InputError if a class that has a folder has no image."""
     found = {name for names in classes.values() for name in names}
@@ -254,6 +258,26 @@ def _check_classes(
         raise InputError(
             f"{len(empty)} of {len(found)} class folders hold no image: {', '.join(empty[:50])}."
             " Convert their images, or keep their numbers without records: --skip_unreadable"
+        )
+
+
+def _check_splits(tree: Tree, roots: dict[str, Split], listed: Listed, left_out: LeftOut) -> None:
+    """Raises InputError if a split has no image, or training none of a class of another split."""
+    for root, split in roots.items():
+        # Where images were left out, `write_splits` tells how many, and whether that is too many.
+        if not left_out.num_images and not any(own == split for own, _ in listed.starts):
+            raise InputError(
+                f"{tree.path(root)} holds no image: put the images of the split there, or remove"
+                " the folder."
+            )
+    trained = {number for split, number in listed.starts if split in ("train", None)}
+    unknown = sorted({number for _, number in listed.starts} - trained)
+    if unknown and listed.labels:
+        names = ", ".join(listed.labels[number] for number in unknown[:10])
+        first = tree.path(next(iter(roots)))
+        raise InputError(
+            f"{first} has no image of {names}, which other splits have: a model cannot learn them."
+            " Add images for training, or move these classes away."
         )
 
 

@@ -1,7 +1,9 @@
 """Which images are held out for validation: it depends on nothing but the image, or its group.
 
 So an image stays on its side when others come or go, when files are renamed, and in every run; and
-copies of an image, or the images of a group, are never divided.
+copies of an image, or the images of a group, are never divided. One exception: a class whose images
+all fall on one side has one moved to the other, and may have another one moved when it grows.
+`KnownSides` keeps sides even then.
 """
 
 import array
