@@ -78,7 +78,7 @@ def describe(records: Records, folder: str) -> dict[str, bytes]:
     features = {
         key: one
         for key, feature in records.features.items()
-        if feature.records == records.num_records and (one := _describe(records, key, feature))
+        if (one := describe_feature(records, key, feature))
     }
     label = records.label_key or next(
         (key for key in ("image/class/label", "label") if key in features), None
@@ -112,15 +112,19 @@ def describe(records: Records, folder: str) -> dict[str, bytes]:
     return made
 
 
-def _describe(records: Records, key: str, feature: Feature) -> Described | None:
-    """Returns what all records have at a key; None if that is not of one kind."""
-    if len(feature.kinds) != 1 or feature.kinds[0] not in _KINDS:
+def describe_feature(records: Records, key: str, feature: Feature) -> Described | None:
+    """Returns what all records have at a key; None if some lack it, or it is not of one kind.
+
+    What a sample has, others may lack.
+    """
+    kinds = {*feature.kinds} - {""}  # that of a list without values
+    if feature.records != records.num_records or len(kinds) != 1 or not kinds <= {*_KINDS}:
         return None
     shortest, longest = feature.lengths
     length = None if shortest == longest == 1 else shortest if shortest == longest else -1
     if key == records.image_key and not records.stores_pixels:
         return Described("image", length)
-    return Described(_KINDS[feature.kinds[0]], length)
+    return Described(_KINDS[kinds.pop()], length)
 
 
 def _find_template(paths: tuple[str, ...]) -> str:

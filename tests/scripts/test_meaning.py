@@ -429,9 +429,66 @@ def test_a_card_is_written(tmp_path):
     assert (out / "image.class.label.labels.txt").read_bytes() == (out / "labels.txt").read_bytes()
     own = json.loads((out / "metadata.json").read_text())["dali_tf_input"]
     assert own["held_out"] == {"by": "image", "seed": 0, "fraction": 0.1}
+    (out / "metadata.json").write_text('{"mine": 1}')
     assert convert("--overwrite", tmp_path / "a", out).returncode == 0
+    metadata = json.loads((out / "metadata.json").read_text())
+    assert metadata == {"mine": 1, "dali_tf_input": own | {"version": 1}}
     (out / "notes.json").write_text("{}")
     fails(convert("--overwrite", tmp_path / "a", out), "holds notes.json, which is no part of such")
+
+
+def test_the_card_of_tfrecords(tmp_path):
+    """Lists of any length are such lists, whatever the first record has; a label of tfds' has names.
+
+    What a sample of the records has is not taken for what all have.
+    """
+    (tmp_path / "set").mkdir()
+    examples = [
+        {
+            "image": jpeg(12, 14, seed=n),
+            "label": n % 2,
+            "boxes": [0.5] * n,
+            "tags": [n] * (3 - n % 2),
+        }
+        for n in range(600)
+    ]
+    files = tmp_path / "set" / "birds-train.tfrecord-00000-of-00001"
+    write_tfrecord(files, examples)
+    (tmp_path / "set" / "label.labels.txt").write_text("owl\njay\n")
+    run("index", "--verify=schema", files)
+    assert convert(files, tmp_path / "out").returncode == 0
+    features = json.loads((tmp_path / "out" / "features.json").read_text())
+    features = features["featuresDict"]["features"]
+    assert features["label"]["classLabel"] == {"numClasses": "2"}
+    assert features["boxes"]["sequence"]["length"] == "-1"
+    assert features["tags"]["sequence"]["length"] == "-1"
+    info = json.loads((tmp_path / "out" / "dataset_info.json").read_text())
+    keys = [item["featureKey"] for item in info["supervisedKeys"]["tuple"]["items"]]
+    assert keys == ["image", "label"]
+    run("index", "--force", "--verify=framing", files)
+    process = convert(files, tmp_path / "sampled")
+    assert process.returncode == 0, process.stderr
+    assert "card        not written: the index knows a sample of the records" in process.stdout
+    assert not (tmp_path / "sampled" / "features.json").exists()
+
+
+def test_columns_of_one_type(tmp_path):
+    """A number that is an integer in one row is a float if another row's is; text is never mixed."""
+    for number in range(4):
+        photo(tmp_path / f"{number}.jpg", number)
+    lines = [{"path": f"{n}.jpg", "label": n % 2, "age": n / 2 if n % 2 else n} for n in range(4)]
+    table = write_table(tmp_path, "".join(json.dumps(line) + "\n" for line in lines), "t.jsonl")
+    flags = ["--keep=age", "--validation_fraction=0"]
+    process = convert(*flags, table, tmp_path / "out")
+    assert process.returncode == 0, process.stderr
+    ages = sorted(
+        (record["age"], type(record["age"])) for record in read(tmp_path / "out", "train")
+    )
+    assert ages == [(0.0, float), (0.5, float), (1.5, float), (2.0, float)]
+    for value, said in (("old", "in rows 1 and 4"), (2**70, "row 4: `age` exceeds 64 bits")):
+        lines[-1]["age"] = value
+        write_table(tmp_path, "".join(json.dumps(line) + "\n" for line in lines), "t.jsonl")
+        fails(convert(*flags, table, tmp_path / "new"), said)
 
 
 @pytest.mark.slow

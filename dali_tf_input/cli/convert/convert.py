@@ -39,6 +39,7 @@ from typing import Any, get_args
 
 from dali_tf_input import InputError, Records
 from dali_tf_input.cli import command
+from dali_tf_input.cli.card import describe_feature
 from dali_tf_input.cli.convert import folders, records, table, writer
 from dali_tf_input.cli.convert.images import Conversion
 from dali_tf_input.cli.convert.inflate import inflate_files
@@ -257,12 +258,21 @@ def describe(
     features = dict[str, Described]()
     names = dict(listed.other_labels)
     if listed.labels is not None:
-        names[table.KEYS["label"]] = listed.labels
+        names[listed.label_key] = listed.labels
+    known = listed.features or {}
+    if known and not any(known.values()):
+        print("card        not written: the index knows a sample of the records. For a card:")
+        print("            dali-tf-input index --verify=schema SOURCE, and convert again")
+        return {}
     for key, (kind, values) in decode_example(written.first).items():
-        if listed.keys is None or key in listed.keys:
-            features[key] = _describe_feature(key, kind, values, names, listed)
-    label = next((key for key in (table.KEYS["label"], "label") if key in features), None)
-    image = next((key for key, one in features.items() if one.kind == "image"), None)
+        one = known.get(key, _describe_feature(key, kind, values, listed))
+        if one and key in names:
+            one = Described("label", one.length, num_classes=len(names[key]))
+        if one:
+            features[key] = one
+    label = listed.label_key if listed.label_key in features else None
+    images = [key for key, one in features.items() if one == Described("image")]  # not a mask
+    image = images[0] if images else None
     metadata: dict[str, Any] = {"held_out": held_out, "source_key": "image/filename"}
     if table.GROUP_KEY in features:
         metadata["group_key"] = table.GROUP_KEY
@@ -276,19 +286,18 @@ def describe(
     )
 
 
-def _describe_feature(
-    key: str, kind: str, values: Any, names: dict[str, list[str]], listed: Listed
-) -> Described:
-    """Returns what is known of a feature that all records have."""
+def _describe_feature(key: str, kind: str, values: Any, listed: Listed) -> Described:
+    """Returns what is known of a feature that all records have, from that of the first one."""
     if kind == "bytes_list":
         if key in ("image/encoded", "image"):
             return Described("image")
         is_mask = key == table.KEYS["mask"] and values[0].startswith(b"\x89PNG")
         return Described("image", encoding="png") if is_mask else Described("text")
-    is_list = key in (table.KEYS["labels"], table.KEYS["values"])
-    length = -1 if is_list else len(values) if len(values) != 1 else None
-    if key in names:
-        return Described("label", length, num_classes=len(names[key]))
+    if key == table.KEYS["values"]:  # the first record's may be empty, and of no kind
+        return Described("float", -1)
+    if key == table.KEYS["labels"]:
+        return Described("integer", -1)
+    length = len(values) if len(values) != 1 else None
     if key == table.KEYS["label"]:
         labels = [label for _, label in listed.starts if label is not None]
         if labels and min(labels) >= 0:
@@ -337,9 +346,9 @@ def list_records(dataset: Records, catalog: str, *, keeps_splits: bool) -> Liste
     """
     names = dataset.class_names
     known = None if names is None or None in names else [str(name) for name in names]
-    # What a sample has, others may lack.
-    keys = {key for key, one in dataset.features.items() if one.records == dataset.num_records}
-    listed = Listed(labels=known, keys=keys)
+    described = {key: describe_feature(dataset, key, one) for key, one in dataset.features.items()}
+    listed = Listed(labels=known, features=described)
+    listed.label_key = dataset.label_key or listed.label_key
     for key, feature in dataset.features.items():
         is_other = feature.kinds == ("int64_list",) and key not in MAIN_KEYS
         if is_other and (names_of_key := dataset.find_names(key)):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from dali_tf_input import InputError
+from dali_tf_input.records.card import Described
 
 # What people call the splits, in any case. None is a split that is yet to be chosen.
 SPLITS = {
@@ -27,14 +28,17 @@ class Listed:
 
     Attributes:
       labels: the names of the classes in their order; None if labels are not named.
+      label_key: the feature key of the labels that `labels` names.
       other_labels: the names of the classes of other features, by key.
-      keys: the feature keys that all records have; None if all have those of the first one.
+      features: what is known of each feature key of TFRecords, None where not all records have it;
+        None of another source, all of whose records have the features of the first one.
       starts: where the lines of a split and class start.
     """
 
     labels: list[str] | None = None
+    label_key: str = "image/class/label"
     other_labels: dict[str, list[str]] = field(default_factory=dict)
-    keys: set[str] | None = None
+    features: dict[str, Described | None] | None = None
     starts: "dict[tuple[Split, Any], array.array[int]]" = field(default_factory=dict)
 
     def add(self, split: Split, label: Any, start: int) -> None:

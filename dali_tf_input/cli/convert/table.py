@@ -92,6 +92,7 @@ def list_rows(
         column: None if found is None else {name: number for number, name in enumerate(found)}
         for column, found in numbered.items()
     }
+    kept = _find_types(table, columns.keep)
     listed = Listed(labels=numbered["label"])
     if numbered["labels"] is not None:
         listed.other_labels[KEYS["labels"]] = numbered["labels"]
@@ -107,7 +108,7 @@ def list_rows(
                     f"{where}: {row['path']} is in row {other}, too: an image comes once, with all"
                     " that is known of it."
                 )
-            features = _make_features(where, row, numbers, columns)
+            features = _make_features(where, row, numbers, columns, kept)
             mask = os.path.join(folder, row["mask"]) if "mask" in row else None
             split = None
             if "split" in row:
@@ -145,7 +146,11 @@ def _check_columns(where: str, row: dict[str, Any], first: set[str], columns: Co
 
 
 def _make_features(
-    where: str, row: dict[str, Any], numbers: dict[str, dict[str, int] | None], columns: Columns
+    where: str,
+    row: dict[str, Any],
+    numbers: dict[str, dict[str, int] | None],
+    columns: Columns,
+    kept: dict[str, type],
 ) -> dict[str, Any]:
     """Returns the features of a row, but for its image and mask."""
     features: dict[str, Any] = {}
@@ -174,9 +179,32 @@ def _make_features(
             value = row[column]
             if value is None or value == "":
                 raise InputError(f"{where}: `{column}` is empty.")
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            features[column] = value if is_number else str(value)
+            features[column] = kept[column](value)
     return features
+
+
+def _find_types(table: str, columns: Sequence[str]) -> dict[str, type]:
+    """Returns how columns are stored: int, float if any number of the column is one, or str.
+
+    Raises:
+      InputError: some values of a column are numbers and others text, or one exceeds 64 bits.
+    """
+    found: dict[str, tuple[type, int]] = {}
+    for number, row in _read_rows(table) if columns else ():
+        for column in columns:
+            value: Any = row.get(column)
+            own = type(value) if type(value) in (int, float) else str
+            if own is int and not -(2**63) <= value < 2**63:
+                raise InputError(f"{table}: row {number}: `{column}` exceeds 64 bits, got {value}.")
+            kind, first = found.setdefault(column, (own, number))
+            if (kind is str) != (own is str):
+                raise InputError(
+                    f"{table}: `{column}` is a number in some rows and text in others, as in rows"
+                    f" {first} and {number}: write all as numbers, or all as text."
+                )
+            if own is float:
+                found[column] = (float, first)
+    return {column: kind for column, (kind, _) in found.items()}
 
 
 def _find_names(table: str, column: str) -> dict[str, int] | None:

@@ -22,7 +22,7 @@ from dali_tf_input.cli.command import format_count, print_rows
 from dali_tf_input.cli.convert.listing import LeftOut
 from dali_tf_input.index.run import explain_executor
 from dali_tf_input.processes import Child, ChildDiedError, call_apart
-from dali_tf_input.records.card import Shard, is_of_card
+from dali_tf_input.records.card import METADATA_NAME, Shard, is_of_card, merge_metadata
 from dali_tf_input.records.checks import PIXELS_KEY
 from dali_tf_input.records.class_names import LABELS_NAME
 from dali_tf_input.records.example import FeatureValue
@@ -156,6 +156,8 @@ def write_splits(
                 _write_split(make, staged, split, written, left_out)
         _check_left_out(left_out, sum(written.records.values()), max_left_out)
         files = dict(make_card(written)) if make_card else {}
+        if METADATA_NAME in files:  # an earlier set's may hold keys of a user's own
+            files[METADATA_NAME] = merge_metadata(folder, files[METADATA_NAME])
         if labels is not None:
             files[LABELS_NAME] = "".join(f"{name}\n" for name in labels).encode()
         for name, data in files.items():
