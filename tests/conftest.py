@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -239,6 +240,32 @@ def take(batches, count: int) -> tuple[np.ndarray, np.ndarray]:
     iterator = (batch for _ in itertools.count() for batch in batches)
     taken = [next(iterator) for _ in range(count)]
     return tuple(np.concatenate([batch[part].numpy() for batch in taken]) for part in (0, 1))
+
+
+def check_iterators(dataset, expected: list[np.ndarray]) -> None:
+    """Checks the first images of iterators in turn, after some that were dropped, and at once."""
+    one, two = iter(dataset), iter(dataset)
+    for images in expected:
+        np.testing.assert_array_equal(next(one)[0], images)
+        np.testing.assert_array_equal(next(two)[0], images)
+    for _ in range(5):  # dropped early, and never used
+        next(iter(dataset))
+        iter(dataset)
+    problems = []
+
+    def read():
+        try:
+            for batch, images in zip(dataset, expected, strict=False):
+                np.testing.assert_array_equal(batch[0], images)
+        except Exception as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=read) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not problems
 
 
 @pytest.fixture

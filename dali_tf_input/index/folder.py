@@ -5,6 +5,7 @@ import dataclasses
 import heapq
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 
@@ -57,9 +58,14 @@ class IndexFolder:
         self._known = self._read_manifest().entries
         self.entries: dict[str, FileEntry] = {}
         to_check: dict[str, Checks] = {}
-        # A file that joins others is checked as they are: labels of all are known, or of none.
-        others = [self._known[name] for name in files if name in self._known]
-        shallowest = min(others, key=lambda entry: LEVELS.index(entry.verified), default=None)
+        # A file that joins others of its split is checked as they are: labels of all are known, or
+        # of none. Those of another split may have no labels at all.
+        shallowest: dict[str, FileEntry] = {}
+        for name in files:
+            if entry := self._known.get(name):
+                other = shallowest.setdefault(_find_set(name), entry)
+                if LEVELS.index(entry.verified) < LEVELS.index(other.verified):
+                    shallowest[_find_set(name)] = entry
         for name in files:
             entry = self._known.get(name)
             self._check_folder_of(name, entry)
@@ -67,7 +73,7 @@ class IndexFolder:
             if entry and satisfied and not self._find_staleness(name, entry):
                 self.entries[name] = entry
             else:
-                before = None if force else entry or shallowest
+                before = None if force else entry or shallowest.get(_find_set(name))
                 to_check[name] = _at_least_as_before(checks, before)
         self._removed = self._find_removed()
         self.unchanged, self.removed = len(self.entries), len(self._removed)
@@ -274,6 +280,11 @@ def _exists(path: str) -> bool:
 
 def _is_same(first: str, second: str) -> bool:
     return first == second if is_url(first) or is_url(second) else os.path.samefile(first, second)
+
+
+def _find_set(name: str) -> str:
+    """Returns what the names of a split's files have in common: "train" of train-00003-of-01024."""
+    return re.sub(r"[-_.]?\d+(-of-\d+)?(?=\.|$)", "", name)
 
 
 def _at_least_as_before(checks: Checks, entry: FileEntry | None) -> Checks:

@@ -344,7 +344,7 @@ class Records(IndexedFiles):
         labels: Mapping[int, int] | None = None,
         *,
         ids: Mapping[Any, int] | None = None,
-        names: Sequence[str] | None = None,
+        names: Sequence[str | None] | None = None,
     ) -> "Records":
         """Returns these records with other labels; the files are not changed.
 
@@ -393,7 +393,7 @@ class Records(IndexedFiles):
         ]
         return replace(self, files=tuple(files), relabeled=True, names=named)
 
-    def _number_by(self, names: Sequence[str], labels: Sequence[int]) -> dict[int, int]:
+    def _number_by(self, names: Sequence[str | None], labels: Sequence[int]) -> dict[int, int]:
         """Returns the new number of each of the labels, by the names of the classes."""
         known = self.class_names
         if known is None:
@@ -454,7 +454,8 @@ class Records(IndexedFiles):
         image_keys = tuple(dict.fromkeys(self.image_keys + other.image_keys))
         is_unknown = self.label_key is None and len(image_keys) > 1
         has_other_labels = self.label_key != other.label_key or is_unknown
-        files, mask = subsets.unite(self.files, self._mask, other.files, other._mask)  # noqa: SLF001
+        theirs = other._mask  # noqa: SLF001
+        files, mask = subsets.unite(self.files, self._mask, other.files, theirs)
         if len(files) in (len(self.files), len(other.files)):  # one has all
             whole = self if len(files) == len(self.files) else other
             features, largest = whole.features, whole.largest_image

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pytest
 import tensorflow as tf
 from conftest import (
     TF_DATA,
+    check_iterators,
     encode,
     jpeg,
     nightly,
@@ -474,28 +474,7 @@ def test_iterators_in_turn_and_at_once(mixtures):
     spec = spec_of(mixtures["some"], "global", AUGMENTED)
     dataset = make_dataset(spec, batch_size=4, endless=True)
     expected = [batch[0].numpy() for batch in dataset.take(6)]
-    one, two = iter(dataset), iter(dataset)
-    for images in expected:
-        np.testing.assert_array_equal(next(one)[0], images)
-        np.testing.assert_array_equal(next(two)[0], images)
-    for _ in range(5):  # dropped early, and never used
-        next(iter(dataset))
-        iter(dataset)
-    problems = []
-
-    def read():
-        try:
-            for batch, images in zip(dataset, expected, strict=False):
-                np.testing.assert_array_equal(batch[0], images)
-        except Exception as error:
-            problems.append(error)
-
-    threads = [threading.Thread(target=read) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not problems
+    check_iterators(dataset, expected)
 
 
 FAULTS = """

@@ -5,7 +5,6 @@ import os
 import pathlib
 import subprocess
 import sys
-import threading
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ import tensorflow as tf
 from conftest import (
     DALI,
     TF_DATA,
+    check_iterators,
     jpeg,
     nightly,
     refused,
@@ -234,28 +234,7 @@ def test_iterators_in_turn_and_at_once(records):
     dataset = make_dataset(spec, DALI, batch_size=4, endless=True)
     first = iter(dataset)
     expected = [next(first)[0].numpy() for _ in range(6)]
-    one, two = iter(dataset), iter(dataset)
-    for images in expected:
-        np.testing.assert_array_equal(next(one)[0], images)
-        np.testing.assert_array_equal(next(two)[0], images)
-    for _ in range(5):  # dropped early, and never used
-        next(iter(dataset))
-        iter(dataset)
-    problems = []
-
-    def read():
-        try:
-            for batch, images in zip(dataset, expected, strict=False):
-                np.testing.assert_array_equal(batch[0], images)
-        except Exception as error:
-            problems.append(error)
-
-    threads = [threading.Thread(target=read) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not problems
+    check_iterators(dataset, expected)
 
 
 EXIT = """

@@ -1068,3 +1068,11 @@ def test_a_file_that_joins_others_is_checked_as_they_are(tmp_path):
     write_tfrecord(tmp_path / "part-3", numbered_examples(2))
     build_index(tmp_path / "part-3")  # by itself it joins none
     assert build_index(files).summary.verified == {"framing": 1, "schema": 3}
+
+
+def test_a_split_without_labels_joins_none_that_has_them(tmp_path):
+    write_tfrecord(tmp_path / "train-00000-of-00001", numbered_examples(3))
+    build_index(tmp_path / "*-of-*", Checks(verify="schema"))
+    unlabeled = [{"image/encoded": jpeg(8, 8, seed=number)} for number in range(2)]
+    write_tfrecord(tmp_path / "test-00000-of-00001", unlabeled)
+    assert build_index(tmp_path / "*-of-*").summary.verified == {"framing": 1, "schema": 1}
