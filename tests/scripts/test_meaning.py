@@ -472,6 +472,38 @@ def test_the_card_of_tfrecords(tmp_path):
     assert not (tmp_path / "sampled" / "features.json").exists()
 
 
+def test_names_of_integer_labels(tmp_path):
+    for number in range(3):
+        photo(tmp_path / f"{number}.jpg", number)
+    (tmp_path / "names").write_text("owl\njay\n")
+    table = write_table(tmp_path, "path,label\n0.jpg,0\n1.jpg,1\n2.jpg,1\n")
+    flags = [f"--labels={tmp_path}/names", "--validation_fraction=0"]
+    process = convert(*flags, table, tmp_path / "out")
+    assert process.returncode == 0, process.stderr
+    assert (tmp_path / "out" / "labels.txt").read_text() == "owl\njay\n"
+    found = [record["image/class/label"] for record in read(tmp_path / "out", "train")]
+    assert sorted(found) == [0, 1, 1]
+    for label in (2, -1):
+        table = write_table(tmp_path, f"path,label\n0.jpg,0\n1.jpg,{label}\n")
+        said = f"row 2: --labels names the classes 0 to 1, and `label` is {label}."
+        fails(convert(*flags, table, tmp_path / "new"), said)
+    table = write_table(tmp_path, "path\n0.jpg\n")
+    fails(convert(*flags, table, tmp_path / "new"), "and `label` is missing")
+
+
+@pytest.mark.parametrize(
+    ("header", "said"),
+    [
+        (",path,label", ["column 1 has no name", "index=False"]),
+        ("Label,path,label", ["more than one column is called `label`"]),
+        ("note,path,note", ["more than one column is called `note`"]),
+    ],
+)
+def test_columns_without_names_of_their_own(tmp_path, header, said):
+    table = write_table(tmp_path, f"{header}\n0,0.jpg,1\n")
+    fails(convert(table, tmp_path / "out"), *said)
+
+
 def test_columns_of_one_type(tmp_path):
     """A number that is an integer in one row is a float if another row's is; text is never mixed."""
     for number in range(4):

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -80,7 +81,8 @@ def list_rows(
     Raises:
       InputError: a row has no path, or that of another row; or other columns than the first row; a
         value is empty or not a number; labels are numbers in some rows and names in others, or
-        names that are not in `labels`.
+        names, or numbers of names, that are not in `labels`; a column has no name, or that of
+        another one.
     """
     folder = os.path.dirname(os.path.abspath(table))
     names = {column: _find_names(table, column) for column in ("label", "labels")}
@@ -93,7 +95,9 @@ def list_rows(
         for column, found in numbered.items()
     }
     kept = _find_types(table, columns.keep)
-    listed = Listed(labels=numbered["label"])
+    # Labels that are integers may have names, too.
+    integers = [*labels] if labels is not None and names["label"] is None else None
+    listed = Listed(labels=numbered["label"] if integers is None else integers)
     if numbered["labels"] is not None:
         listed.other_labels[KEYS["labels"]] = numbered["labels"]
     first_columns, paths = None, dict[bytes, int]()
@@ -117,7 +121,13 @@ def list_rows(
                     known = ", ".join(SPLITS)
                     got = f"got {row['split']!r}"
                     raise InputError(f"{where}: `split` must be one of {known}, {got}.")
-            listed.add(split, features.get(KEYS["label"]), stream.tell())
+            label = features.get(KEYS["label"])
+            if integers and (label is None or not 0 <= label < len(integers)):
+                raise InputError(
+                    f"{where}: --labels names the classes 0 to {len(integers) - 1}, and `label` is"
+                    f" {'missing' if label is None else label}."
+                )
+            listed.add(split, label, stream.tell())
             line = [features, os.path.join(folder, row["path"]), mask, None]
             stream.write(json.dumps(line).encode() + b"\n")
     if not paths:
@@ -321,10 +331,18 @@ def _parse_rows(table: str) -> Iterator[tuple[int, dict[str, Any]]]:
             reader = csv.DictReader(stream, delimiter=_find_delimiter(header))
             # A column's name counts in any case, as spreadsheets like capitals.
             reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
+            if "" in reader.fieldnames:
+                raise InputError(
+                    f"{table}: column {reader.fieldnames.index('') + 1} has no name. If it is the"
+                    " index of a pandas table: table.to_csv(path, index=False)"
+                )
             meant = {"path", "split", "group", *KEYS}
             reader.fieldnames = [
                 name.lower() if name.lower() in meant else name for name in reader.fieldnames
             ]
+            twice = [name for name, count in Counter(reader.fieldnames).items() if count > 1]
+            if twice:
+                raise InputError(f"{table}: more than one column is called `{twice[0]}`.")
             for number, row in enumerate(reader, 1):
                 if None in row:
                     raise InputError(f"{table}: row {number} has more values than the header.")
