@@ -278,6 +278,20 @@ def test_splits_of_a_folder(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+def test_validation_out_of_train_beside_test(tmp_path):
+    for name in ("train", "test"):
+        photos(tmp_path / "a" / name, "xy", range(10), seed=len(name) * 10_000)
+    counts = {}
+    for name, flags in (("as", []), ("part", ["--validation_fraction=0.2"])):
+        process = convert(*flags, tmp_path / "a", tmp_path / name)
+        assert process.returncode == 0, process.stderr
+        splits = ("train", "validation", "test")
+        counts[name] = [len(read(tmp_path / name, split)) for split in splits]
+    assert counts["as"] == [20, 0, 20]
+    assert counts["part"][1] > 0
+    assert [sum(counts["part"][:2]), counts["part"][2]] == [20, 20]
+
+
 @pytest.mark.parametrize(
     ("source", "flag"),
     [

@@ -188,10 +188,18 @@ def refuse_flags(*, is_folder: bool, is_table: bool) -> None:
 
 
 def find_fraction(listed: Listed, fraction: float) -> float:
-    """Returns what part is held out of the images that have no split: none if others have one."""
+    """Returns what part is held out of the images that have no split: none if others have one.
+
+    If a part is asked for, and there are train and test only, the images of train have none.
+    """
     has_validation = any(split == "validation" for split, _ in listed.starts)
     if has_validation and fraction and _VALIDATION_FRACTION.value is not None:
         raise InputError("There is a validation split: leave out --validation_fraction.")
+    if _VALIDATION_FRACTION.value and not has_validation:
+        for split, label in [*listed.starts]:
+            if split == "train":  # asked for, so from what is for training
+                own = listed.starts.pop((split, label))
+                listed.starts.setdefault((None, label), array.array("Q")).extend(own)
     return 0.0 if has_validation or _SPLIT.value else fraction
 
 
