@@ -11,10 +11,11 @@ example: dali-tf-input card 'records/*-of-*'
 
 import os
 import re
+from collections.abc import Mapping, Sequence
 
 from dali_tf_input import InputError, Records
 from dali_tf_input.cli import command
-from dali_tf_input.cli.convert.writer import find_split
+from dali_tf_input.cli.convert.listing import SPLITS
 from dali_tf_input.records.card import (
     METADATA_NAME,
     Described,
@@ -74,7 +75,7 @@ def describe(records: Records, folder: str) -> dict[str, bytes]:
                 f"The index of {file.path} skips bad records, which tfds would read: write the set"
                 " without them, dali-tf-input convert."
             )
-        splits.setdefault(find_split(file.path), []).append(Shard(file.num_records, file.size))
+        splits.setdefault(_split_of(file.path)[0], []).append(Shard(file.num_records, file.size))
     features = {
         key: one
         for key, feature in records.features.items()
@@ -104,7 +105,7 @@ def describe(records: Records, folder: str) -> dict[str, bytes]:
         splits,
         features,
         names,
-        template=_find_template(records.paths),
+        template=_find_template(records.paths, splits),
         supervised=supervised if supervised and records.image_key in features else None,
     )
     if label in names and LABELS_NAME not in made:
@@ -127,17 +128,37 @@ def describe_feature(records: Records, key: str, feature: Feature) -> Described 
     return Described(_KINDS[kinds.pop()], length)
 
 
-def _find_template(paths: tuple[str, ...]) -> str:
-    """Returns how the files are named, in tfds' words."""
-    name = os.path.basename(paths[0])
-    split = find_split(name)
-    match = re.fullmatch(rf"(.*){split}(.*)-\d{{5}}-of-\d{{5}}", name)
+def _split_of(path: str) -> tuple[str, str, int]:
+    """Returns the split of a file, as its name has it, the template, and the number of files."""
+    match = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})", os.path.basename(path))
     if match:
-        return f"{match[1]}{{SPLIT}}{match[2]}-{{SHARD_X_OF_Y}}"
+        for word in reversed([*re.finditer(r"[A-Za-z]+", match[1])]):
+            if word[0].lower() in SPLITS:
+                before, after = match[1][: word.start()], match[1][word.end() :]
+                template = f"{before}{{SPLIT}}{after}-{{SHARD_X_OF_Y}}"
+                return word[0], template, int(match[2])
     raise InputError(
-        f"tfds cannot name {paths[0]}: its files have a split and a number, as"
-        " train-00000-of-00004. dali-tf-input convert writes such ones."
+        f"tfds cannot name {path}: its files have a split and a number, as train-00000-of-00004."
+        " dali-tf-input convert writes such ones."
     )
+
+
+def _find_template(paths: tuple[str, ...], splits: Mapping[str, Sequence[Shard]]) -> str:
+    """Returns how the files are named, in tfds' words."""
+    named = {path: _split_of(path) for path in paths}
+    templates = {template for _, template, _ in named.values()}
+    if len(templates) > 1:
+        raise InputError(
+            f"tfds cannot name these files, which are named in several ways: {min(templates)},"
+            f" {max(templates)}. Name those of one."
+        )
+    for path, (split, _, count) in named.items():
+        if count != len(splits[split]):
+            raise InputError(
+                f"{path} is of {count:,} files, and {len(splits[split]):,} of that split are named:"
+                " a card is of whole splits. Name all files."
+            )
+    return templates.pop()
 
 
 def _differs(folder: str, name: str, data: bytes) -> bool:

@@ -252,6 +252,8 @@ class _Run:
                     self._commit()
                     end = time.monotonic()
                     next_commit = end + max(_COMMIT_SECONDS, _COMMIT_RATIO * (end - start))
+        for folder in self._folders:
+            folder.find_names()
         self._commit(is_last=True)
 
     def _commit(self, *, is_last: bool = False) -> None:

@@ -12,8 +12,14 @@ from collections.abc import Iterator, Mapping
 from dali_tf_input.errors import InputError
 from dali_tf_input.index.run import Job
 from dali_tf_input.records.checks import LEVELS, Checks
-from dali_tf_input.records.contents import FileEntry
-from dali_tf_input.records.manifest import DamagedManifestError, Manifest, find_staleness
+from dali_tf_input.records.class_names import MAIN_KEYS, find_class_names
+from dali_tf_input.records.contents import FileEntry, summarize
+from dali_tf_input.records.manifest import (
+    DamagedManifestError,
+    Manifest,
+    StoredNames,
+    find_staleness,
+)
 from dali_tf_input.records.mirror import local_folder, refresh, upload
 from dali_tf_input.records.paths import BAD_RECORDS_NAME, INDEX_SUFFIX, MANIFEST_NAME, absolute
 from dali_tf_input.records.tfrecord import BadRecord
@@ -55,7 +61,9 @@ class IndexFolder:
         self._place, self._folder = place, local_folder(place)  # the second one is local
         refresh(place)
         self._force = force
-        self._known = self._read_manifest().entries
+        manifest = self._read_manifest()
+        self._known, self._known_names = manifest.entries, manifest.names
+        self._names: StoredNames = {}
         self.entries: dict[str, FileEntry] = {}
         to_check: dict[str, Checks] = {}
         # A file that joins others of its split is checked as they are: labels of all are known, or
@@ -77,10 +85,9 @@ class IndexFolder:
                 to_check[name] = _at_least_as_before(checks, before)
         self._removed = self._find_removed()
         self.unchanged, self.removed = len(self.entries), len(self._removed)
-        remedy = "Name another folder with `index_dir` (--index_dir)."
-        self._staging: Staging | None = None
+        self._stack, self._staging = stack, None
         if to_check or self._removed:
-            self._staging = stack.enter_context(Staging(self._folder, remedy))
+            self._staging = self._stage()
         numbered = enumerate(to_check.items())
         self.jobs = {
             name: self._make_job(number, name, file_checks)
@@ -104,6 +111,29 @@ class IndexFolder:
         """Commits files with bad records: indexes that skip them, and the list of them."""
         new = self.faulty.keys() - self.entries.keys()
         self._commit({name: self.faulty[name] for name in sorted(new)})
+
+    def find_names(self) -> None:
+        """Finds the names of classes in a store, for the next commit: training asks for none."""
+        places = {os.path.dirname(absolute(file)) for file in self.files.values()} | {self._place}
+        features = summarize(self.all_entries).features
+        keys = [key for key, one in features.items() if one.kinds != ("float_list",)]
+        found: StoredNames = {}
+        for place in filter(is_url, places):
+            own = found[place.rstrip("/")] = {}
+            for key in ("", *(key for key in keys if key not in MAIN_KEYS)):
+                try:
+                    names = find_class_names(place, key or None)
+                except InputError as error:  # training raises it
+                    own[key] = str(error)
+                else:
+                    own |= {key: names} if names else {}
+        if any(self._known_names.get(place) != own for place, own in found.items()):
+            self._names = found
+            self._staging = self._staging or self._stage()
+
+    def _stage(self) -> Staging:
+        remedy = "Name another folder with `index_dir` (--index_dir)."
+        return self._stack.enter_context(Staging(self._folder, remedy))
 
     def bad_records_of(self, name: str) -> Iterator[BadRecord]:
         """Yields the bad records of a file that was checked."""
@@ -188,7 +218,7 @@ class IndexFolder:
 
     def _commit(self, entries: dict[str, FileEntry]) -> None:
         """Renames the indexes of `entries` into place and then adds the entries to the manifest."""
-        if self._staging is None or not (entries or self._removed):
+        if self._staging is None or not (entries or self._removed or self._names):
             return
         for _ in range(_MOST_COMMITS):
             with locked(self._folder):
@@ -201,7 +231,7 @@ class IndexFolder:
         else:
             raise InputError(f"{self._place}: other runs keep replacing the manifest. Try again.")
         self.entries |= new
-        self._removed = set()
+        self._removed, self._names = set(), {}
 
     def _commit_here(self, entries: dict[str, FileEntry]) -> dict[str, FileEntry]:
         """Commits to the local folder, which is locked; returns the entries that are new."""
@@ -223,6 +253,7 @@ class IndexFolder:
             for staged, target in indexes.items():
                 shutil.copyfile(staged, target)
         manifest.entries |= new
+        manifest.names |= self._names
         for name in self._removed:
             manifest.entries.pop(name, None)
             with contextlib.suppress(FileNotFoundError):

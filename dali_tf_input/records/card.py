@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dali_tf_input.errors import InputError
-from dali_tf_input.records.class_names import LABELS_NAME
+from dali_tf_input.records.class_names import LABELS_NAME, MAIN_KEYS
 
 INFO_NAME, FEATURES_NAME, METADATA_NAME = "dataset_info.json", "features.json", "metadata.json"
 CARD_NAMES = (INFO_NAME, FEATURES_NAME, METADATA_NAME)
@@ -110,17 +110,45 @@ def merge_metadata(folder: str, made: bytes) -> bytes:
     Raises:
       InputError: there is one that is no JSON object.
     """
-    path = os.path.join(folder, METADATA_NAME)
+    present = _read_object(os.path.join(folder, METADATA_NAME))
+    return json.dumps({**present, **json.loads(made)}, indent=2, sort_keys=True).encode()
+
+
+def read_facts(folder: str) -> dict[str, Any]:
+    """Returns what ``metadata.json`` of a local folder has under the key of this package.
+
+    Raises:
+      InputError: there is such a file, and it is no JSON object.
+    """
+    facts = _read_object(os.path.join(folder, METADATA_NAME)).get(_OWN_KEY, {})
+    return facts if isinstance(facts, dict) else {}
+
+
+def find_card_files(folder: str) -> set[str]:
+    """Returns the names of the files that the card of a local folder may have.
+
+    Names of classes belong to it if ``features.json`` has their key.
+
+    Raises:
+      InputError: there is such a file, and it is no JSON object.
+    """
+    described = _read_object(os.path.join(folder, FEATURES_NAME)).get("featuresDict", {})
+    features = described.get("features", {}) if isinstance(described, dict) else {}
+    return {*CARD_NAMES, LABELS_NAME, *map(names_file, (*MAIN_KEYS, *features))}
+
+
+def _read_object(path: str) -> dict[str, Any]:
+    """Returns the JSON object in a file; an empty one if there is no file."""
     try:
         with open(path, "rb") as stream:
-            present = json.loads(stream.read())
+            found = json.loads(stream.read())
     except FileNotFoundError:
-        return made
+        return {}
     except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read: {error}.") from error
-    if not isinstance(present, dict):
-        raise InputError(f"{path} is a file of yours, and no JSON object: move it away.")
-    return json.dumps({**present, **json.loads(made)}, indent=2, sort_keys=True).encode()
+        raise InputError(f"{path} cannot be read: {error}. Repair it, or move it away.") from error
+    if not isinstance(found, dict):
+        raise InputError(f"{path} is no JSON object, so it is no part of a card: move it away.")
+    return found
 
 
 def _describe(feature: Described) -> dict[str, Any]:
@@ -158,8 +186,3 @@ def _tensor(kind: str, dimensions: list[int]) -> dict[str, Any]:
         "pythonClassName": f"{_CLASSES}.{name}",
         "tensor": {"dtype": dtype, "encoding": "none", "shape": shape},
     }
-
-
-def is_of_card(name: str) -> bool:
-    """Whether a file belongs to a card, by its name."""
-    return name in (*CARD_NAMES, LABELS_NAME) or name.endswith(".labels.txt")

@@ -11,7 +11,7 @@ Names = tuple[str | None, ...]  # of the classes in their order; None where it i
 
 LABELS_NAME = "labels.txt"  # ours, and TF-slim's
 MAIN_KEYS = ("image/class/label", "label")  # TF-slim's and tfds'
-_NUMBERED = re.compile(r"(\d+):(.+)")  # as TF-slim writes them
+NUMBERED = re.compile(r"(\d+):(.+)")  # as TF-slim writes them
 
 
 def read_class_names(path: str) -> tuple[str, ...]:
@@ -75,7 +75,7 @@ def _parse(data: bytes, path: str) -> tuple[str, ...]:
         )
     if "" in names:
         raise InputError(f"{path}: line {names.index('') + 1} is empty: each line names a class.")
-    matches = [_NUMBERED.fullmatch(name) for name in names]
+    matches = [NUMBERED.fullmatch(name) for name in names]
     if all(matches):
         numbered = {int(match[1]): match[2].strip() for match in matches if match}
         if sorted(numbered) != [*range(len(names))]:

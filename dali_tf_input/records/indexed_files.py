@@ -6,7 +6,7 @@ import itertools
 import operator
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,10 +14,10 @@ import numpy as np
 from dali_tf_input.errors import InputError, check, checked
 from dali_tf_input.random import Integers
 from dali_tf_input.records import subsets
-from dali_tf_input.records.class_names import find_class_names, find_difference
+from dali_tf_input.records.class_names import MAIN_KEYS, find_class_names, find_difference
 from dali_tf_input.records.example import decode_example
 from dali_tf_input.records.indexed_file import Extent, IndexedFile, Mask
-from dali_tf_input.records.manifest import find_change, find_change_of_object
+from dali_tf_input.records.manifest import StoredNames, find_change, find_change_of_object
 from dali_tf_input.records.tfrecord import read_record, unframe_record
 from dali_tf_input.storage.copies import drop_copy, find_copy
 from dali_tf_input.storage.objects import RETRY_SECONDS, Part, find_statuses, read_parts
@@ -37,12 +37,14 @@ class IndexedFiles:
       cache_dir: the folder of complete local copies of stored objects; None reads byte ranges of
         the objects.
       retry_seconds: how long to retry an object whose store does not answer.
+      stored_names: the names of classes in stores, as the index step found them.
     """
 
     files: tuple[IndexedFile, ...]
     index_dir: str | None = None
     cache_dir: str | None = None
     retry_seconds: float = RETRY_SECONDS
+    stored_names: StoredNames = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.files:
@@ -79,16 +81,18 @@ class IndexedFiles:
     def find_names(self, key: str | None = None) -> tuple[str, ...] | None:
         """Returns the names of classes beside the files, see `find_class_names`; None if unknown.
 
+        Those in a store are as the last index step found them.
+
         Raises:
           InputError: a file of names cannot be read, is not UTF-8, or has an empty line; or files
             in several folders name a class differently.
         """
         # A folder of indexes may say what data that cannot be written to do not.
-        if self.index_dir and (names := find_class_names(self.index_dir, key)):
+        if self.index_dir and (names := self._names_in(self.index_dir, key)):
             return names
         found: dict[str, tuple[str, ...]] = {}
         for folder in dict.fromkeys(os.path.dirname(path) for path in self.paths):
-            if names := find_class_names(folder, key):
+            if names := self._names_in(folder, key):
                 found[folder] = names
         longest = max(found, key=lambda folder: len(found[folder]), default="")
         all_names = found.get(longest)
@@ -98,9 +102,19 @@ class IndexedFiles:
                 raise InputError(
                     f"Class {number} is {all_names[number]!r} in {longest}, and {names[number]!r}"
                     f" in {folder}: their records number classes differently. Open each by itself,"
-                    " and number one like the other: records.relabel(names=other.class_names)"
+                    " and number one like the other: records.relabel(names=other.class_names). Or,"
+                    " if that is right, one.union(other, compare=False)"
                 )
         return all_names
+
+    def _names_in(self, folder: str, key: str | None) -> tuple[str, ...] | None:
+        if folder.rstrip("/") not in self.stored_names:
+            return find_class_names(folder, key)
+        known = self.stored_names[folder.rstrip("/")]
+        found = known.get("" if key is None or key in MAIN_KEYS else key)
+        if isinstance(found, str):
+            raise InputError(f"{found} Then index again.")
+        return found
 
     @checked
     def find(self, names: Iterable[Any]) -> Integers:

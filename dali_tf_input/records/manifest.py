@@ -23,11 +23,16 @@ from dali_tf_input.records.tfrecord import record_size
 from dali_tf_input.storage.objects import Status, is_url
 from dali_tf_input.storage.staging import locked
 
+# The names of classes that folders in a store have, by folder and by the key of their label, "" for
+# the main one; or why they cannot be read.
+StoredNames = dict[str, dict[str, tuple[str, ...] | str]]
+
 
 class _Document(msgspec.Struct):
     format: Literal["dali_tf_input index manifest"]
     version: Literal[3, 4]  # entries of version 3 count as outdated, see `find_staleness`
     files: dict[str, FileEntry]
+    names: StoredNames = {}
 
 
 class DamagedManifestError(InputError):
@@ -35,10 +40,10 @@ class DamagedManifestError(InputError):
 
 
 class Manifest:
-    """The entries of one folder of index files, by the base name of the TFRecord file."""
+    """The entries of a folder of index files, by base name of the TFRecord file; and names."""
 
-    def __init__(self, entries: dict[str, FileEntry]) -> None:
-        self.entries = entries
+    def __init__(self, entries: dict[str, FileEntry], names: StoredNames | None = None) -> None:
+        self.entries, self.names = entries, names or {}
 
     @classmethod
     def read(cls, folder: str) -> "Manifest":
@@ -50,11 +55,11 @@ class Manifest:
         path = os.path.join(folder, MANIFEST_NAME)
         try:
             with open(path, "rb") as stream:
-                files = msgspec.json.decode(stream.read(), type=_Document).files
-            for entry in files.values():
+                document = msgspec.json.decode(stream.read(), type=_Document)
+            for entry in document.files.values():
                 # Raises if there are no such checks.
                 Checks.from_json({"verify": entry.verified, **entry.checked_by})
-            return cls(files)
+            return cls(document.files, document.names)
         except (FileNotFoundError, NotADirectoryError):
             return cls({})
         except OSError as error:
@@ -70,6 +75,7 @@ class Manifest:
             "dali_tf_input index manifest",
             4,
             {name: self.entries[name] for name in sorted(self.entries)},
+            self.names,
         )
         with open(path, "xb") as stream:
             stream.write(msgspec.json.encode(document))

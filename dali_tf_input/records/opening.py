@@ -9,7 +9,7 @@ from dali_tf_input.records import contents
 from dali_tf_input.records.checks import Checks, find_keys, unknown_keys_error
 from dali_tf_input.records.contents import FileEntry
 from dali_tf_input.records.indexed_file import IndexedFile
-from dali_tf_input.records.manifest import read_entries
+from dali_tf_input.records.manifest import Manifest, StoredNames, read_entries
 from dali_tf_input.records.mirror import find_local
 from dali_tf_input.records.paths import absolute, find_versions, index_command, index_files_of
 from dali_tf_input.storage.copies import resolve_cache_dir
@@ -74,6 +74,9 @@ def read_fields(
     label_keys = {(entry.checked_by.get("label") or {}).get("key") for entry in entries}
     check_labels_agree(dict(zip(statuses, entries, strict=True)), files, index_dir)
     vocabulary = (entries[0].checked_by.get("label") or {}).get("vocabulary")
+    stored_names: StoredNames = {}
+    for folder in {os.path.dirname(index_file) for index_file in index_files}:
+        stored_names |= Manifest.read(folder).names
     return {
         "files": tuple(indexed),
         "image_key": image_key,
@@ -82,6 +85,7 @@ def read_fields(
         "cache_dir": resolve_cache_dir(cache_dir) if is_remote == {True} else None,
         "features": summary.features,
         "label_vocabulary": tuple(vocabulary) if vocabulary and len(label_keys) == 1 else None,
+        "stored_names": stored_names,
         "label_key": label_keys.pop() if len(label_keys) == 1 else None,
     }
 

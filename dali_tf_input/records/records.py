@@ -475,6 +475,7 @@ class Records(IndexedFiles):
             files=files,
             features=features,
             largest_image=largest,
+            stored_names={**self.stored_names, **other.stored_names},
             subset=subset,
             relabeled=self.relabeled or other.relabeled or has_other_labels,
             names=None if of_files and compare else join_names(*names) or (),

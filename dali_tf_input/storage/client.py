@@ -38,6 +38,37 @@ def close_at_exit() -> None:
 _Result = TypeVar("_Result")
 
 
+class _Loop(asyncio.SelectorEventLoop):
+    """An event loop that knows whether a thread of obstore is still in `call_soon_threadsafe`.
+
+    Such a thread hands over a result, and may then wait for the interpreter's lock. If the program
+    ends meanwhile, Python ends the thread, and Rust aborts the process.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._left = threading.Condition()
+        self._inside = 0
+
+    def call_soon_threadsafe(  # type: ignore[override]  # its type needs Python 3.11
+        self, callback: Any, *args: Any, context: Any = None
+    ) -> Any:
+        """Does the same, and counts its callers."""
+        with self._left:
+            self._inside += 1
+        try:
+            return super().call_soon_threadsafe(callback, *args, context=context)
+        finally:
+            with self._left:
+                self._inside -= 1
+                self._left.notify_all()
+
+    def wait_for_threads(self) -> None:
+        """Returns when no thread is handing over a result."""
+        with self._left:
+            self._left.wait_for(lambda: not self._inside)
+
+
 class _Client:
     """The thread in which obstore's coroutines run."""
 
@@ -45,7 +76,7 @@ class _Client:
         self.pid = os.getpid()
         self.is_closed = False
         self.lock = threading.Lock()
-        self.loop = asyncio.new_event_loop()
+        self.loop = _Loop()
         self.requests = asyncio.Semaphore(MOST_REQUESTS)
         name = "dali_tf_input objects"
         self.thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
@@ -79,6 +110,7 @@ class _Client:
         cancelled.result()
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join()
+        self.loop.wait_for_threads()
 
 
 _client_lock = threading.Lock()

@@ -87,20 +87,92 @@ def test_a_set_like_an_earlier_one(tmp_path):
 
 
 def test_a_moved_image_keeps_its_side_like_an_earlier_set(tmp_path):
-    """Small classes have an image moved, which is said; as they grow, another may be moved."""
+    """Small classes have an image moved, which the card lists: it stays when they grow."""
     classes = [f"c{number:02}" for number in range(12)]
     photos(tmp_path / "a", classes, range(6))
     process = convert(tmp_path / "a", tmp_path / "first")
     like = f"--like={tmp_path}/first/*-of-*"
     assert "moved: one image each of c" in process.stdout
-    assert f"--like='{tmp_path}/first/*-of-*' keeps the side of each image" in process.stdout
+    chosen = json.loads((tmp_path / "first" / "metadata.json").read_text())
+    assert chosen["dali_tf_input"]["held_out"]["chosen"]["validation"]
     run("index", f"{tmp_path}/first/*-of-*")
     photos(tmp_path / "a", classes, range(6, 30))
     assert convert(like, tmp_path / "a", tmp_path / "second").returncode == 0
     held_out = {record["image/encoded"] for record in read(tmp_path / "first", "validation")}
-    train = {record["image/encoded"] for record in read(tmp_path / "second", "train")}
     assert len(held_out) >= 12
-    assert not train & held_out
+    shutil.copytree(tmp_path / "second", tmp_path / "third")
+    assert convert("--overwrite", tmp_path / "a", tmp_path / "third").returncode == 0
+    assert convert("--overwrite", tmp_path / "a", tmp_path / "first").returncode == 0
+    for again in ("first", "second", "third"):
+        train = {record["image/encoded"] for record in read(tmp_path / again, "train")}
+        assert not train & held_out
+    assert convert("--overwrite", "--seed=1", tmp_path / "a", tmp_path / "first").returncode == 0
+    assert held_out & {record["image/encoded"] for record in read(tmp_path / "first", "train")}
+    chosen["dali_tf_input"]["held_out"]["chosen"] = {"train": ["x"]}
+    (tmp_path / "second" / "metadata.json").write_text(json.dumps(chosen))
+    process = convert("--overwrite", tmp_path / "a", tmp_path / "second")
+    fails(process, "second/metadata.json: `chosen` must list digests")
+
+
+def test_what_given_splits_have_in_common(tmp_path):
+    """Copies in two splits are counted and named; a group in two splits is an error."""
+    photos(tmp_path / "a" / "train", "xy", range(4))
+    photos(tmp_path / "a" / "test", "xy", range(2, 6))
+    process = convert(tmp_path / "a", tmp_path / "out")
+    assert process.returncode == 0
+    assert "4 images of test in train, too, the first " in process.stdout
+    process = convert(tmp_path / "a" / "train", tmp_path / "divided")
+    assert "shared" not in process.stdout
+    for number in range(3):
+        photo(tmp_path / f"{number}.jpg", number)
+    text = "path,patient,split\n0.jpg,p,train\n1.jpg,q,train\n2.jpg,p,test\n"
+    table = write_table(tmp_path, text)
+    process = convert("--group=patient", table, tmp_path / "x")
+    fails(process, "row 3: group 'p' is in test, and in train in row 1", "--drop=patient")
+    assert convert("--drop=patient", table, tmp_path / "x").returncode == 0
+
+
+def test_an_earlier_set_that_divides_a_group(tmp_path):
+    """Its images are for training now. Old sets know their images by class and name."""
+    photos(tmp_path / "a", "xy", range(4))
+    label, records = {"x": 0, "y": 1}, {"train": [], "validation": []}
+    for path in sorted((tmp_path / "a").glob("*/*.jpg")):
+        split = "validation" if path.stem == "3" else "train"
+        about = {"image/filename": path.name, "image/class/text": path.parent.name}
+        image = jpeg(9, 9, seed=label[path.parent.name] * 10 + int(path.stem))
+        number = label[path.parent.name]
+        records[split].append({"image/encoded": image, "image/class/label": number, **about})
+    (tmp_path / "old").mkdir()
+    for split, examples in records.items():
+        write_tfrecord(tmp_path / "old" / f"{split}-00000-of-00001", examples)
+    run("index", f"{tmp_path}/old/*-of-*")
+    like = f"--like={tmp_path}/old/*-of-*"
+    process = convert(like, tmp_path / "a", tmp_path / "out")
+    assert "8 images of it" in process.stdout, process.stderr
+    assert names(tmp_path / "out", "validation") == {"x/3.jpg", "y/3.jpg"}
+    shutil.copy(tmp_path / "a" / "x" / "3.jpg", tmp_path / "a" / "x" / "2.jpg")
+    process = convert(like, tmp_path / "a", tmp_path / "again")
+    assert "1 group of images are on both sides there; all are for training now" in process.stdout
+    assert names(tmp_path / "again", "validation") == {"y/3.jpg"}
+
+
+def test_a_held_out_image_that_cannot_be_read(tmp_path):
+    """It does not stop the rest, if it was chosen here."""
+    photos(tmp_path / "a", "xyz", range(5))
+    assert convert(tmp_path / "a", tmp_path / "out").returncode == 0
+    held_out = names(tmp_path / "out", "validation")
+    first = min(held_out)
+    data = (tmp_path / "a" / first).read_bytes()
+    assert len([name for name in held_out if name[0] == first[0]]) == 1
+    # Digests are of the bytes, so the set is made like the first one, by names.
+    (tmp_path / "a" / first).write_bytes(data[:60])
+    run("index", f"{tmp_path}/out/*-of-*")
+    flags = [f"--like={tmp_path}/out/*-of-*", "--max_left_out=0.5"]
+    process = convert(*flags, tmp_path / "a", tmp_path / "again")
+    assert process.returncode == 0, process.stderr
+    said = f"not one of the validation images of class {first[0]} can be read"
+    assert f"warning: {said}" in process.stdout
+    assert names(tmp_path / "again", "validation") == held_out - {first}
 
 
 def test_like_where_nothing_would_be_kept(tmp_path):
@@ -327,7 +399,7 @@ def test_numbers_of_another_set(tmp_path):
     assert {record["image/class/label"] for record in read(tmp_path / "tested", "test")} == {1, 2}
     photos(tmp_path / "test", ["ant"], range(3), seed=90)
     process = convert(*flags, tmp_path / "test", tmp_path / "x")
-    fails(process, "holds classes that --labels does not name: ant", "--labels_grow")
+    fails(process, "has classes that --labels does not name: ant", "--labels_grow")
     assert convert(*flags, "--labels_grow", tmp_path / "test", tmp_path / "x").returncode == 0
     assert (tmp_path / "x" / "labels.txt").read_text() == "cat\ndog\nowl\nant\n"
     process = convert("--overwrite", tmp_path / "test", tmp_path / "out")
@@ -397,6 +469,41 @@ def test_tables_that_are_not_clear(tmp_path, text, said):
         list_rows(str(write_table(tmp_path, text)), str(tmp_path / "catalog"))
 
 
+@pytest.mark.parametrize(
+    ("row", "keep", "said"),
+    [
+        ({"path": "a", "label": [1, 2]}, "", "`label` must be whole numbers, or names.*`labels`"),
+        ({"path": "a", "labels": [{"x": 1}]}, "", "`labels` must be whole numbers, or names"),
+        ({"path": "a\ud800"}, "", "`path` is not Unicode text"),
+        ({"path": "a", "group": "\ud800"}, "", "`group` is not Unicode text"),
+        ({"path": "a", "age": {"years": 3}}, "age", "`age` is no number and no text"),
+        ({"path": "a", "image/encoded": "x"}, "image/encoded", "would be a key of images"),
+    ],
+)
+def test_values_that_json_may_have(tmp_path, row, keep, said):
+    table = tmp_path / "table.jsonl"
+    table.write_text(json.dumps(row) + "\n")
+    columns = Columns(keep=(keep,) if keep else ())
+    with refused(said):
+        list_rows(str(table), str(tmp_path / "catalog"), columns=columns)
+
+
+def test_names_that_a_file_cannot_hold(tmp_path):
+    """Names of all classes that look numbered, a name twice, and names that look alike."""
+    photos(tmp_path / "ratios", ["4:3", "16:9"], range(2))
+    fails(convert(tmp_path / "ratios", tmp_path / "out"), "All classes are called like '16:9'")
+    photos(tmp_path / "a", ["cat", "dog"], range(2))
+    labels = tmp_path / "labels"
+    for text, said in (
+        ("cat\ndog\ncat\n", "--labels names 'cat' in lines 1 and 3"),
+        ("Cat\ndog\n", "'Cat' (in --labels) and 'cat' (new) look like one class"),
+    ):
+        labels.write_text(text)
+        process = convert(f"--labels={labels}", "--labels_grow", tmp_path / "a", tmp_path / "out")
+        fails(process, said)
+    fails(convert(f"--seed={2**63}", tmp_path / "a", tmp_path / "out"), "`seed` must be in")
+
+
 def test_the_part_of_each_class_of_a_table(tmp_path):
     lines = ["path,label"]
     for number in range(40):
@@ -442,13 +549,15 @@ def test_a_card_is_written(tmp_path):
     assert features["image/class/label"]["classLabel"] == {"numClasses": "2"}
     assert (out / "image.class.label.labels.txt").read_bytes() == (out / "labels.txt").read_bytes()
     own = json.loads((out / "metadata.json").read_text())["dali_tf_input"]
-    assert own["held_out"] == {"by": "image", "seed": 0, "fraction": 0.1}
+    assert own["held_out"].items() >= {"by": "image", "seed": 0, "fraction": 0.1}.items()
     (out / "metadata.json").write_text('{"mine": 1}')
     assert convert("--overwrite", tmp_path / "a", out).returncode == 0
     metadata = json.loads((out / "metadata.json").read_text())
     assert metadata == {"mine": 1, "dali_tf_input": own | {"version": 1}}
     (out / "notes.json").write_text("{}")
     fails(convert("--overwrite", tmp_path / "a", out), "holds notes.json, which is no part of such")
+    (out / "notes.json").rename(out / "mine.labels.txt")
+    fails(convert("--overwrite", tmp_path / "a", out), "holds mine.labels.txt, which is no part of")
 
 
 def test_the_card_of_tfrecords(tmp_path):
@@ -612,7 +721,7 @@ def test_a_card_for_a_set_that_has_none(tmp_path):
     fails(process, "There are 2 names, and labels go up to 2")
     fails(run("card"), "Name the TFRecord files")
     (tmp_path / "set" / "metadata.json").write_text("[]")
-    fails(run("card", files), "metadata.json is a file of yours, and no JSON object")
+    fails(run("card", files), "metadata.json is no JSON object")
     files = write_set(tmp_path / "odd", "{}-0-of-1", {"train": [0]})
     fails(run("card", files), "tfds cannot name ")
 

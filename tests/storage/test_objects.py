@@ -521,6 +521,31 @@ def test_commands_take_urls(stored, dataset, server, tmp_path):
         assert re.fullmatch(said, process.stderr), words
 
 
+def test_names_are_those_of_the_index_step(stored, proxy, server, tmp_path):
+    """Training asks the store for none; another index run finds new ones, and checks no file."""
+    folder = f"/{BUCKET}/{stored.rpartition('/')[2]}"
+    ask(server, "PUT", f"{folder}/labels.txt", b"cat\ndog\n")
+    place = {"index_dir": f"{tmp_path}/index"}
+    dti.build_index(f"{stored}/train-*", **place)
+    asked = []
+
+    def fault(method, path):
+        asked.extend([path] if "labels.txt" in path else [])
+
+    proxy.fault = fault
+    records = dti.Records.from_files(f"{stored}/train-*", **place)
+    assert (records.class_names, asked) == (("cat", "dog"), [])
+    for data, said in ((b"owl\n\nant\n", None), (b"owl\nant\n", ("owl", "ant"))):
+        ask(server, "PUT", f"{folder}/labels.txt", data)
+        assert dti.build_index(f"{stored}/train-*", **place).written == 0
+        records = dti.Records.from_files(f"{stored}/train-*", **place)
+        if said is None:
+            with refused(r"labels.txt: line 2 is empty.* Then index again"):
+                _ = records.class_names
+        else:
+            assert records.class_names == said
+
+
 @pytest.mark.slow
 def test_convert_from_a_store(stored, dataset, server, tmp_path):
     """Makes what it makes of local files, of compressed ones too."""

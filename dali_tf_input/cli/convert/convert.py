@@ -43,10 +43,10 @@ from dali_tf_input.cli.card import describe_feature
 from dali_tf_input.cli.convert import folders, records, table, writer
 from dali_tf_input.cli.convert.images import Conversion
 from dali_tf_input.cli.convert.inflate import inflate_files
-from dali_tf_input.cli.convert.listing import LeftOut, Listed
-from dali_tf_input.cli.convert.sides import Digest, KnownSides, choose_sides
+from dali_tf_input.cli.convert.listing import LeftOut, Listed, check_numbered
+from dali_tf_input.cli.convert.sides import Chosen, Digest, KnownSides, Sides, choose_sides
 from dali_tf_input.cli.dask import connect_dask
-from dali_tf_input.records.card import Described, make_card
+from dali_tf_input.records.card import METADATA_NAME, Described, make_card, read_facts
 from dali_tf_input.records.checks import Decoder
 from dali_tf_input.records.class_names import (
     LABELS_NAME,
@@ -112,6 +112,8 @@ def main(arguments: list[str]) -> int:
         raise InputError(f"`validation_fraction` must be in [0, 1), got {fraction}.")
     if not 1 <= _QUALITY.value <= 100:
         raise InputError(f"`quality` must be in [1, 100], got {_QUALITY.value}.")
+    if not 0 <= _SEED.value < 2**31:
+        raise InputError(f"`seed` must be in [0, 2**31), got {_SEED.value}.")
     if not 0 <= _MAX_LEFT_OUT.value <= 1:
         raise InputError(f"`max_left_out` must be in [0, 1], got {_MAX_LEFT_OUT.value}.")
     if _SPLIT.value and fraction:
@@ -153,13 +155,18 @@ def main(arguments: list[str]) -> int:
             convert = records.make_records_of_records
             make_records = functools.partial(convert, conversion, dataset.image_key)
             fraction = fraction or 0.0  # of what has no split of its own
-        check_numbers(out, listed.labels)
+        for some in (listed.labels, *listed.other_labels.values()):
+            check_numbered(some)
+        check_numbers(out, listed.labels, of_records=not (is_folder or is_table))
         fraction = find_fraction(listed, 0.1 if fraction is None else fraction)
-        splits = divide(listed, catalog, digest, fraction, root, out)
+        held_out = {"by": "image", "seed": _SEED.value, "fraction": fraction}
+        chosen = find_chosen(out, held_out)
+        splits, sides = divide(listed, catalog, digest, fraction, root, chosen)
+        if sides.chosen:
+            held_out["chosen"] = sides.chosen
         shared = {"num_processes": _NUM_PROCESSES.value, "overwrite": _OVERWRITE.value}
         shared |= {"executor": stack.enter_context(connect_dask(_DASK.value))}
         shared |= {"left_out": left_out, "max_left_out": _MAX_LEFT_OUT.value}
-        held_out = {"by": "image", "seed": _SEED.value, "fraction": fraction}
         card = functools.partial(describe, listed, os.path.abspath(out), held_out=held_out)
         shared |= {"labels": listed.labels, "make_card": card}
         written = writer.write_splits(out, splits, make_records, **shared)
@@ -203,10 +210,27 @@ def find_fraction(listed: Listed, fraction: float) -> float:
     return 0.0 if has_validation or _SPLIT.value else fraction
 
 
+def find_chosen(out: str, held_out: dict[str, Any]) -> Chosen:
+    """Returns the sides that the set in OUT says were chosen, if it was divided alike."""
+    earlier = read_facts(out).get("held_out")
+    if not isinstance(earlier, dict) or any(earlier.get(key) != held_out[key] for key in held_out):
+        return {}
+    try:
+        given = {side: [*digests] for side, digests in earlier.get("chosen", {}).items()}
+        _ = [bytes.fromhex(digest) for digests in given.values() for digest in digests]
+        return given
+    except (AttributeError, TypeError, ValueError) as error:
+        raise InputError(
+            f"{os.path.join(out, METADATA_NAME)}: `chosen` must list digests of images by side:"
+            f" {error}. Repair it, or name a new folder."
+        ) from error
+
+
 def divide(
-    listed: Listed, catalog: str, digest: Digest, fraction: float, source: str, out: str
-) -> list[writer.Split]:
-    """Returns the splits that are written, shuffled."""
+    listed: Listed, catalog: str, digest: Digest, fraction: float, source: str, chosen: Chosen
+) -> tuple[list[writer.Split], Sides]:
+    """Returns the splits that are written, shuffled, and how images were divided."""
+    sides = Sides()
     starts = {split: array.array("Q") for split in ("train", "validation", "test")}
     fixed = _SPLIT.value
     for (split, _), own in listed.starts.items():
@@ -217,8 +241,8 @@ def divide(
         if _LIKE.value and not undecided:
             raise InputError("The source has splits, and nothing is divided: leave out --like.")
         known = KnownSides(Records.from_files(_LIKE.value), source) if _LIKE.value else None
-        how: dict[str, Any] = {"fraction": fraction, "seed": _SEED.value, "known": known}
-        sides = choose_sides(catalog, undecided, digest, **how)
+        how: dict[str, Any] = {"fraction": fraction, "seed": _SEED.value}
+        sides = choose_sides(catalog, undecided, digest, known=known, chosen=chosen, **how)
         if known and not sides.known:
             raise InputError(
                 f"--like={_LIKE.value} has no image of the source, by bytes or by name, so no side"
@@ -226,6 +250,9 @@ def divide(
             )
         if known:
             print(f"like {_LIKE.value}: {command.format_count(sides.known, 'image')} of it")
+        if sides.divided:
+            count = command.format_count(sides.divided, "group")
+            print(f"      {count} of images are on both sides there; all are for training now")
         starts["train"] += sides.train
         starts["validation"] += sides.validation
         if sides.copies:
@@ -233,9 +260,8 @@ def divide(
             more = f", {sides.conflicts:,} of them in another class" if sides.conflicts else ""
             print(f"copies: {count} of which there is another{more}; none is on the other side")
         if moved := list_classes(sides.moved, listed.labels):
-            like = os.path.join(out, "*-of-*")
-            print(f"moved: one image each of {moved}, as all were on one side")
-            print(f"       when the set grows, --like='{like}' keeps the side of each image")
+            print(f"moved: one image each of {moved}, as all were on one side; listed in the card")
+            print("       when the set grows, --overwrite keeps them; in a new folder, --like does")
         if lacking := list_classes(sides.lacking, listed.labels):
             print(f"validation has no image of {lacking}")
     numbers = {"train": _NUM_FILES.value, "validation": _NUM_VALIDATION_FILES.value}
@@ -244,8 +270,9 @@ def divide(
         generator.shuffle(own)
         if own:
             items = records.Catalog(catalog, own)
-            splits.append(writer.Split(name=name, items=items, num_files=numbers.get(name)))
-    return splits
+            shared: dict[str, Any] = {"num_files": numbers.get(name), "is_chosen": fraction > 0}
+            splits.append(writer.Split(name=name, items=items, **shared))
+    return splits, sides
 
 
 def list_classes(numbers: Sequence[int | None], labels: Sequence[str] | None) -> str:
@@ -313,20 +340,23 @@ def _describe_feature(key: str, kind: str, values: Any, listed: Listed) -> Descr
     return Described("integer" if kind == "int64_list" else "float", length)
 
 
-def check_numbers(out: str, labels: Sequence[str] | None) -> None:
+def check_numbers(out: str, labels: Sequence[str] | None, *, of_records: bool) -> None:
     """Raises InputError if classes of the set that OUT holds would get other numbers."""
-    old = find_class_names(os.path.abspath(out)) if os.path.isdir(out) else None
+    if _RENUMBER.value or not os.path.isdir(out):
+        return
+    old = find_class_names(os.path.abspath(out))
     number = find_difference(old, labels)
     if number is None and old and labels is not None and len(old) > len(labels):
         number = len(labels)
-    if number is None or old is None or labels is None or _RENUMBER.value:
+    if number is None or old is None or labels is None:
         return
     now = repr(labels[number]) if number < len(labels) else "missing"
     path = os.path.join(out, LABELS_NAME)
+    keep = f"Keep the numbers: --labels={path} --labels_grow."
+    keep = "Records keep their numbers: name a new folder." if of_records else keep
     raise InputError(
         f"{out} holds a set whose class {number} is {old[number]!r}; it would be {now}, and models"
-        f" that were trained on it would be wrong. Keep the numbers: --labels={path} --labels_grow."
-        " Or give other ones: --renumber"
+        f" that were trained on it would be wrong. {keep} Or give other ones: --renumber"
     )
 
 

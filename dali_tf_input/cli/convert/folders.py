@@ -8,7 +8,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dali_tf_input import InputError
-from dali_tf_input.cli.convert.listing import SPLITS, LeftOut, Listed, Split, check_names_differ
+from dali_tf_input.cli.convert.listing import (
+    SPLITS,
+    LeftOut,
+    Listed,
+    Split,
+    check_names_differ,
+    extend_names,
+)
 from dali_tf_input.records.class_names import check_class_name
 from dali_tf_input.storage.objects import Status, find_objects, is_url, list_below
 
@@ -228,13 +235,7 @@ def _number_classes(
             " into its own."
         )
     if labels is not None:
-        new = sorted({*names} - {*labels})
-        if new and not grow:
-            raise InputError(
-                f"{tree.source} holds classes that --labels does not name:"
-                f" {', '.join(new[:10])}. Add them at the end of that file, or: --labels_grow"
-            )
-        return [*labels, *new]
+        return extend_names(names, labels, tree.source, grow=grow)
     first, *rest = classes
     for root in rest:
         new = sorted({*classes[root]} - {*classes[first]})

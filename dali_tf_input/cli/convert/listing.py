@@ -5,12 +5,13 @@ import collections
 import json
 import shutil
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from dali_tf_input import InputError
 from dali_tf_input.records.card import Described
+from dali_tf_input.records.class_names import LABELS_NAME, NUMBERED
 
 # What people call the splits, in any case. None is a split that is yet to be chosen.
 SPLITS = {
@@ -76,6 +77,47 @@ class LeftOut:
         """Copies the list."""
         self._stream.seek(0)
         shutil.copyfileobj(self._stream, stream)
+
+
+def extend_names(
+    found: Collection[str], labels: Sequence[str], what: str, *, grow: bool
+) -> list[str]:
+    """Returns the names of classes in the order of `labels`, and then new ones.
+
+    Args:
+      found: the names of the source.
+      labels: those of --labels.
+      what: the source.
+      grow: whether the source may have new ones.
+
+    Raises:
+      InputError: it may not; or a class of the source is in `labels` twice, or looks like another.
+    """
+    for name in sorted(found):
+        lines = [number for number, one in enumerate(labels, 1) if one == name]
+        if len(lines) > 1:
+            raise InputError(
+                f"--labels names {name!r} in lines {lines[0]} and {lines[1]}, so that its number is"
+                " not known: name it once."
+            )
+    new = sorted({*found} - {*labels})
+    if new and not grow:
+        raise InputError(
+            f"{what} has classes that --labels does not name: {', '.join(new[:10])}. Add them at"
+            " the end of that file, or: --labels_grow"
+        )
+    places = [(name, "in --labels") for name in labels]
+    check_names_differ([*places, *((name, "new") for name in new)], what)
+    return [*labels, *new]
+
+
+def check_numbered(names: Sequence[str] | None) -> None:
+    """Raises InputError if a file of these names would be read as one of numbered names."""
+    if names and all(NUMBERED.fullmatch(name) for name in names):
+        raise InputError(
+            f"All classes are called like {names[0]!r}, and {LABELS_NAME} would be read as lines"
+            " of a number and a name: call one without a number and a colon."
+        )
 
 
 def check_names_differ(places: Iterable[tuple[str, str]], what: str) -> None:

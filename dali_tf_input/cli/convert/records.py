@@ -131,7 +131,7 @@ def _record_of_image(
     filename = name[len(source.rstrip("/")) + 1 :] if is_below else name
     about = {"key": key, "filename": filename}
     features |= writer.image_features(image.encoded, (image.height, image.width), **about)
-    return writer.Record(encode_example(features), name, image.notes, label)
+    return writer.Record(encode_example(features), name, image.notes, label, _digest(encoded))
 
 
 def make_records_of_records(
@@ -179,4 +179,4 @@ def _record_of_record(
         changes = {"image/height": image.height, "image/width": image.width, "image/format": "JPEG"}
         changes = {key: value for key, value in changes.items() if key in features}
         data = replace_features(data, {image_key: image.encoded, **changes})
-    return writer.Record(data, source, image.notes)
+    return writer.Record(data, source, image.notes, digest=_digest(encoded))

@@ -2,8 +2,8 @@
 
 So an image stays on its side when others come or go, when files are renamed, and in every run; and
 copies of an image, or the images of a group, are never divided. One exception: a class whose images
-all fall on one side has one moved to the other, and may have another one moved when it grows.
-`KnownSides` keeps sides even then.
+all fall on one side has one moved to the other. The card lists what was moved, so that it stays
+there when the class grows; `KnownSides` keeps the sides of any earlier set.
 """
 
 import array
@@ -25,6 +25,7 @@ _AT_ONCE = 256  # items that are read
 _FEW = 5  # a class with as many images has one for validation
 
 Digest = Callable[[list[Any]], list[bytes]]  # of what the sources of items hold
+Chosen = dict[str, list[str]]  # what has another side than its digest says: digests by their side
 
 
 @dataclass
@@ -39,6 +40,8 @@ class Sides:
       lacking: the classes that validation has none of.
       known: how many items are in an earlier set.
       moved: the classes whose side of one item was chosen, as all were on the other one.
+      chosen: the digests of what has another side than by its digest, by side.
+      divided: how many groups the earlier set divides; all their images are for training.
     """
 
     train: "array.array[int]" = field(default_factory=lambda: array.array("Q"))
@@ -48,6 +51,8 @@ class Sides:
     conflicts: int = 0
     lacking: list[Any] = field(default_factory=list)
     moved: list[Any] = field(default_factory=list)
+    chosen: Chosen = field(default_factory=dict)
+    divided: int = 0
 
 
 def choose_sides(
@@ -58,6 +63,7 @@ def choose_sides(
     fraction: float,
     seed: int,
     known: "KnownSides | None" = None,
+    chosen: Chosen | None = None,
 ) -> Sides:
     """Divides items class by class; each is held out with the probability `fraction`.
 
@@ -68,6 +74,7 @@ def choose_sides(
       fraction: the part for validation, in [0, 1). A class of 5 items or more has one there.
       seed: other seeds hold out other items.
       known: the sides that images have in an earlier set, which they keep.
+      chosen: what an earlier set, of the same seed and fraction, says of itself.
     """
     sides = Sides()
     if not fraction and not known:
@@ -81,18 +88,24 @@ def choose_sides(
     sides.conflicts = sum(len({*keys}) for keys in drawn.values()) - len(seen)
     roots = {label: [groups.find(key) for key in keys] for label, keys in drawn.items()}
     places = {root: _place(root, seed) for root in {*itertools.chain.from_iterable(roots.values())}}
-    held_out = {root for root, place in places.items() if place < fraction}
+    by_place = {root for root, place in places.items() if place < fraction}
+    held_out = {*by_place}
+    for earlier, digests in (chosen or {}).items():
+        listed = {groups.find(bytes.fromhex(digest)) for digest in digests} & places.keys()
+        held_out = held_out | listed if earlier == "validation" else held_out - listed
     if known:
+        found: dict[str, set[bytes]] = {"train": set(), "validation": set()}
         for label, starts in classes.items():
             items = itertools.chain.from_iterable(_read(catalog, starts))
             for item, key, root in zip(items, drawn[label], roots[label], strict=True):
                 side = known.find(item, key)
                 sides.known += side is not None
-                if side == "validation":
-                    held_out.add(root)
-                elif side == "train":
-                    held_out.discard(root)
-        return _divide(sides, classes, roots, held_out)
+                if side is not None:
+                    found[side].add(root)
+        # A model may have been trained on a part of a group that was divided.
+        sides.divided = len(found["train"] & found["validation"])
+        held_out = (held_out | found["validation"]) - found["train"]
+        return _divide(sides, classes, roots, held_out, by_place)
     # What is moved is moved in all classes: a group may have images of several.
     for label, own in roots.items():
         if len(own) >= _FEW and not held_out & {*own}:
@@ -104,7 +117,7 @@ def choose_sides(
             sides.moved.append(label)
         if not held_out & {*own}:
             sides.lacking.append(label)
-    return _divide(sides, classes, roots, held_out)
+    return _divide(sides, classes, roots, held_out, by_place)
 
 
 def _divide(
@@ -112,8 +125,11 @@ def _divide(
     classes: "dict[Any, array.array[int]]",
     roots: dict[Any, list[bytes]],
     held_out: set[bytes],
+    by_place: set[bytes],
 ) -> Sides:
-    """Divides items by what their sides depend on."""
+    """Divides items by what their sides depend on, and notes what has another side than it had."""
+    moved = {"validation": held_out - by_place, "train": by_place - held_out}
+    sides.chosen = {side: sorted(map(bytes.hex, own)) for side, own in moved.items() if own}
     for label, starts in classes.items():
         for start, root in zip(starts, roots[label], strict=True):
             (sides.validation if root in held_out else sides.train).append(start)
@@ -145,8 +161,11 @@ class KnownSides:
             self._digests[hashlib.blake2b(image, digest_size=8).digest()] = splits[file]
             for name in features.get("image/filename", ()):
                 text = os.fsdecode(name)
+                if "/" not in text:  # of a set of before paths were stored
+                    (class_name,) = features.get("image/class/text", (b"",))
+                    text = f"{os.fsdecode(class_name)}/{text}"
                 other = self._names.setdefault(text, splits[file])
-                if other != splits[file]:  # as before paths were stored: a name in many folders
+                if other != splits[file]:  # a name in several folders
                     self._names[text] = None
 
     def find(self, item: Any, digest: bytes) -> str | None:
@@ -154,7 +173,8 @@ class KnownSides:
         if digest in self._digests or not isinstance(item[0], dict):
             return self._digests.get(digest)
         name = item[1].removeprefix(self._source)
-        return self._names.get(name)
+        of_class = f"{item[0].get('image/class/text', '')}/{os.path.basename(name)}"
+        return self._names.get(name) or self._names.get(of_class)
 
 
 class _Groups:

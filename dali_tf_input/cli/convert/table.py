@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from dali_tf_input import InputError
-from dali_tf_input.cli.convert.listing import SPLITS, Listed, check_names_differ
+from dali_tf_input.cli.convert.listing import SPLITS, Listed, check_names_differ, extend_names
 from dali_tf_input.records.class_names import check_class_name
 
 # Columns beside "path", and the feature keys that hold them; that of masks is DeepLab's.
@@ -101,18 +101,21 @@ def list_rows(
     if numbered["labels"] is not None:
         listed.other_labels[KEYS["labels"]] = numbered["labels"]
     first_columns, paths = None, dict[bytes, int]()
+    splits = dict[bytes, tuple[str, int]]()  # of groups, and the first row of each
     with open(catalog, "xb") as stream:
         for number, row in _read_rows(table):
             where = f"{table}: row {number}"
             first_columns = first_columns or {*row}
             _check_columns(where, row, first_columns, columns)
-            digest = hashlib.blake2b(os.fsencode(row["path"]), digest_size=8).digest()
+            digest = _digest(where, "path", row["path"])
             if (other := paths.setdefault(digest, number)) != number:
                 raise InputError(
                     f"{where}: {row['path']} is in row {other}, too: an image comes once, with all"
                     " that is known of it."
                 )
             features = _make_features(where, row, numbers, columns, kept)
+            if "mask" in row:
+                _digest(where, "mask", row["mask"])
             mask = os.path.join(folder, row["mask"]) if "mask" in row else None
             split = None
             if "split" in row:
@@ -121,6 +124,14 @@ def list_rows(
                     known = ", ".join(SPLITS)
                     got = f"got {row['split']!r}"
                     raise InputError(f"{where}: `split` must be one of {known}, {got}.")
+            if split and (group := features.get(GROUP_KEY)) is not None:
+                first = splits.setdefault(_digest(where, columns.group, group), (split, number))
+                if first[0] != split:
+                    raise InputError(
+                        f"{where}: group {group!r} is in {split}, and in {first[0]} in row"
+                        f" {first[1]}: a group stays together. If that is right, leave it out:"
+                        f" --drop={columns.group}"
+                    )
             label = features.get(KEYS["label"])
             if integers and (label is None or not 0 <= label < len(integers)):
                 raise InputError(
@@ -133,6 +144,14 @@ def list_rows(
     if not paths:
         raise InputError(f"{table} has no rows.")
     return listed
+
+
+def _digest(where: str, column: str, value: str) -> bytes:
+    """Returns a digest of a text; raises InputError if no file system can hold it."""
+    try:
+        return hashlib.blake2b(os.fsencode(value), digest_size=8).digest()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{where}: `{column}` is not Unicode text: {value!r}.") from error
 
 
 def _check_columns(where: str, row: dict[str, Any], first: set[str], columns: Columns) -> None:
@@ -184,6 +203,7 @@ def _make_features(
         if row[columns.group] in (None, ""):
             raise InputError(f"{where}: `{columns.group}` is empty: each image needs its group.")
         features[GROUP_KEY] = str(row[columns.group])
+        _digest(where, columns.group, features[GROUP_KEY])
     for column in columns.keep:
         if column in row:
             value = row[column]
@@ -199,11 +219,20 @@ def _find_types(table: str, columns: Sequence[str]) -> dict[str, type]:
     Raises:
       InputError: some values of a column are numbers and others text, or one exceeds 64 bits.
     """
+    for column in columns:
+        if column.startswith("image/"):
+            raise InputError(f"{table}: `{column}` would be a key of images: rename it.")
     found: dict[str, tuple[type, int]] = {}
     for number, row in _read_rows(table) if columns else ():
         for column in columns:
             value: Any = row.get(column)
-            own = type(value) if type(value) in (int, float) else str
+            if isinstance(value, list | dict):
+                where = f"{table}: row {number}"
+                raise InputError(f"{where}: `{column}` is no number and no text, got {value!r}.")
+            if isinstance(value, str):
+                _digest(f"{table}: row {number}", column, value)
+            own = int if isinstance(value, bool) else type(value)
+            own = own if own in (int, float) else str
             if own is int and not -(2**63) <= value < 2**63:
                 raise InputError(f"{table}: row {number}: `{column}` exceeds 64 bits, got {value}.")
             kind, first = found.setdefault(column, (own, number))
@@ -231,10 +260,13 @@ def _find_names(table: str, column: str) -> dict[str, int] | None:
         for part in parts:
             if _as_integer(part) is None:
                 names.setdefault(str(part), number)
-                if not isinstance(part, str) and column == "labels":
+                if isinstance(part, list | dict) or (
+                    column == "labels" and not isinstance(part, str)
+                ):
+                    hint = " Several labels: `labels`." if isinstance(part, list) else ""
                     raise InputError(
-                        f"{table}: row {number}: `labels` must be whole numbers, or names, got"
-                        f" {row[column]!r}."
+                        f"{table}: row {number}: `{column}` must be whole numbers, or names, got"
+                        f" {row[column]!r}.{hint}"
                     )
             elif first_number is None:
                 first_number = (number, part)
@@ -267,13 +299,7 @@ def _number(
         return None
     if labels is None:
         return sorted(names)
-    new = sorted(names.keys() - {*labels})
-    if new and not grow:
-        raise InputError(
-            f"{table} has classes that --labels does not name: {', '.join(new[:10])}. Add them at"
-            " the end of that file, or: --labels_grow"
-        )
-    return [*labels, *new]
+    return extend_names(names, labels, table, grow=grow)
 
 
 def _split_labels(value: Any) -> list[Any]:

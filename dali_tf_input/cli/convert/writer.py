@@ -1,9 +1,11 @@
 """Writing sets of TFRecord files, in parallel, whole or not at all."""
 
+import array
 import collections
 import functools
 import glob
 import io
+import itertools
 import math
 import os
 import re
@@ -14,6 +16,7 @@ from concurrent.futures import CancelledError, Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 from rich import filesize
 
 from dali_tf_input import InputError, __version__
@@ -22,7 +25,7 @@ from dali_tf_input.cli.command import format_count, print_rows
 from dali_tf_input.cli.convert.listing import LeftOut
 from dali_tf_input.index.run import explain_executor
 from dali_tf_input.processes import Child, ChildDiedError, call_apart
-from dali_tf_input.records.card import METADATA_NAME, Shard, is_of_card, merge_metadata
+from dali_tf_input.records.card import METADATA_NAME, Shard, find_card_files, merge_metadata
 from dali_tf_input.records.checks import PIXELS_KEY
 from dali_tf_input.records.class_names import LABELS_NAME
 from dali_tf_input.records.example import FeatureValue
@@ -58,6 +61,7 @@ class Split:
     name: str
     items: Sequence[Any]
     num_files: int | None
+    is_chosen: bool = False  # its items were held out here, not by the user
 
 
 class Record(NamedTuple):
@@ -67,6 +71,7 @@ class Record(NamedTuple):
     source: str
     notes: tuple[str, ...] = ()
     label: Any = None  # of its class, if that is known
+    digest: bytes = bytes(8)  # of the source of its image
 
 
 MakeRecords = Callable[[list[Any]], list[Record]]
@@ -83,6 +88,8 @@ class Written:
     first: bytes = b""  # a record
     records: dict[str, int] = field(default_factory=dict)
     notes: collections.Counter[str] = field(default_factory=collections.Counter)
+    digests: "dict[str, array.array[int]]" = field(default_factory=dict)  # of each split's items
+    common: list[str] = field(default_factory=list)  # what splits have in common, in words
 
 
 def image_features(
@@ -154,6 +161,7 @@ def write_splits(
             make = functools.partial(_in_order, workers.submit, 4 * num_workers)
             for split in splits:
                 _write_split(make, staged, split, written, left_out)
+        written.common = _find_common(splits, written.digests)
         _check_left_out(left_out, sum(written.records.values()), max_left_out)
         files = dict(make_card(written)) if make_card else {}
         if METADATA_NAME in files:  # an earlier set's may hold keys of a user's own
@@ -262,11 +270,13 @@ def _write_split(
     records = command.progress(make(split.items), what=f"writing {split.name}", total=count)
     paths, written.records[split.name] = [], 0
     shards = written.shards[split.name] = list[Shard]()
+    digests = written.digests[split.name] = array.array("Q")
     for file_id in range(num_files):
         path, before = os.path.join(folder, f"{split.name}-{file_id}"), written.records[split.name]
         with open(path, "xb") as stream:
             for _ in range(count * file_id // num_files, count * (file_id + 1) // num_files):
                 record = next(records)
+                digests.frombytes(record.digest)
                 if record.data is None:
                     reason = " ".join(record.notes)
                     left_out.add(record.source, reason, is_image=True, kind="unreadable")
@@ -287,15 +297,32 @@ def _write_split(
         raise InputError(f"Not one of the {count:,} {split.name} images can be read; {last}.")
     for label in lost.keys() - kept:
         bad = lost[label]
-        raise InputError(
-            f"Not one of the {split.name} images of class {label} can be read; the first is"
-            f" {bad.source}: {bad.notes[0]}."
+        problem = (
+            f"not one of the {split.name} images of class {label} can be read; the first is"
+            f" {bad.source}: {bad.notes[0]}"
         )
+        if not (split.is_chosen and split.name == "validation"):
+            raise InputError(f"{problem[0].upper()}{problem[1:]}.")
+        print(f"warning: {problem}")
     for number, path in enumerate(paths):
         written.size += os.path.getsize(path)
         name = f"{split.name}-{number:05d}-of-{len(paths):05d}"
         os.replace(path, os.path.join(folder, name))
     written.num_files += len(paths)
+
+
+def _find_common(splits: Sequence[Split], digests: "dict[str, array.array[int]]") -> list[str]:
+    """Says how many images of a split are in another one, too: equal bytes, not looks."""
+    found = []
+    for one, other in itertools.combinations(splits, 2):
+        mine, theirs = (np.array(digests[split.name], np.uint64) for split in (one, other))
+        common = np.intersect1d(mine, theirs)
+        places = np.flatnonzero(np.isin(theirs, common[common != 0]))  # 0: it cannot be read
+        if len(places):
+            (first,) = other.items[places[0] : places[0] + 1]
+            count = f"{format_count(len(places), 'image')} of {other.name}"
+            found.append(f"{count} in {one.name}, too, the first {name_item(first)}")
+    return found
 
 
 def check_folder(folder: str, *, overwrite: bool) -> None:
@@ -311,9 +338,9 @@ def check_folder(folder: str, *, overwrite: bool) -> None:
     if not os.path.isdir(folder) or os.path.islink(folder):
         raise InputError(f"{folder} is no folder: name another one.")
     names = os.listdir(folder)
-    ours = (LEFT_OUT_NAME, MANIFEST_NAME, BAD_RECORDS_NAME)
+    ours = {LEFT_OUT_NAME, MANIFEST_NAME, BAD_RECORDS_NAME, *find_card_files(folder)}
     for name in names:
-        is_ours = name in ours or is_of_card(name) or _OUR_FILE.fullmatch(name)
+        is_ours = name in ours or _OUR_FILE.fullmatch(name)
         if not is_ours or not os.path.isfile(os.path.join(folder, name)):
             text = f"{folder} holds {name}, which is no part of such a set"
             raise InputError(f"{text}: name a new folder.")
@@ -331,6 +358,7 @@ def print_written(
         rows.append(("classes", f"{num_classes:,}"))
     rows.append(("files", f"{written.num_files:,}, {filesize.decimal(written.size)}, in {folder}"))
     rows += [(note, format_count(count, "image")) for note, count in written.notes.most_common()]
+    rows += [("shared", words) for words in written.common]
     if left_out and left_out.reasons:
         reasons = ", ".join(f"{count:,} {why}" for why, count in left_out.reasons.most_common())
         count = left_out.reasons.total()
