@@ -226,6 +226,15 @@ class InputSpec:
             return names  # of labels from 1 on: the file has no line for 0
         return shift_names(names, label.offset)
 
+    @functools.cached_property
+    def mask_names(self) -> Names | None:
+        """The names of the mask's classes, in ``<key>.labels.txt``; None if they are not known.
+
+        Raises:
+          InputError: as `Records.class_names`.
+        """
+        return self.records.find_names(self.mask.key) if self.mask else None
+
     @property
     def _label_counts(self) -> Counts | None:
         """The number of these records with each label, if the index has their labels."""

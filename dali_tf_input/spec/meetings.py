@@ -49,6 +49,17 @@ def compare_labels(one: InputSpec, other: InputSpec) -> str | None:
     return None
 
 
+def compare_masks(one: InputSpec, other: InputSpec) -> str | None:
+    """Both have masks or none, and equal values of their pixels name the same class."""
+    if (one.mask is None) != (other.mask is None):
+        return "one of them has masks: give both the same `mask`"
+    mine, theirs = one.mask_names, other.mask_names
+    number = find_difference(mine, theirs)
+    if number is None or mine is None or theirs is None:
+        return None
+    return f"class {number} of masks is {mine[number]!r} and {theirs[number]!r}"
+
+
 def compare_images(one: InputSpec, other: InputSpec) -> str | None:
     """Pixels mean the same, in all views."""
     views = [[*spec.image_views.values()] for spec in (one, other)]
@@ -90,7 +101,13 @@ def compare_inputs(one: InputSpec, other: InputSpec) -> str | None:
 # What must agree of training and validation, and, as far as labels are used, of training and a
 # later evaluation or prediction.
 Comparison = Callable[[InputSpec, InputSpec], str | None]
-ALL: tuple[Comparison, ...] = (compare_names, compare_images, compare_labels, compare_inputs)
+ALL: tuple[Comparison, ...] = (
+    compare_names,
+    compare_images,
+    compare_labels,
+    compare_masks,
+    compare_inputs,
+)
 WITHOUT_LABELS: tuple[Comparison, ...] = (compare_images, compare_inputs)
 
 
@@ -106,6 +123,25 @@ def check_agreement(
         if problem := compare(one, other):
             first, second = what
             raise InputError(f"{first} and {second} differ: {problem}. {_IF_RIGHT}")
+
+
+def find_doubts(spec: InputSpec, validation: InputSpec | None) -> list[str]:
+    """Returns what is likely not meant in a training run, but may be."""
+    if validation is None:
+        return []
+    doubts = []
+    if isinstance(validation.label, ClassLabel) and validation.label.smoothing:
+        doubts.append("val_loss is that of smoothed labels: validation has `smoothing`, too.")
+    if common := find_common(spec.records, validation.records):
+        count = f"{common:,} of {validation.records.num_records:,} validation records"
+        doubts.append(f"{count} are training records, too.")
+    return doubts
+
+
+def normalizes(preprocess: Preprocess) -> bool:
+    """Whether pixels come out on another scale than 0 to 255."""
+    zeros, ones = (0.0,) * preprocess.channels, (1.0,) * preprocess.channels
+    return _scale_of(preprocess) != (zeros, ones)
 
 
 def find_common(one: Records, other: Records) -> int:

@@ -29,6 +29,7 @@ from dali_tf_input.training.models import (
     check_model,
     check_noted,
     count_outputs,
+    find_doubts,
     note_input,
 )
 from dali_tf_input.training.profile import InputProfile, profile_input
@@ -264,7 +265,9 @@ class Input:
           resume: a folder, or a `Resume`, that keeps the state; training continues from it.
           profile: whether to add "images_per_second" to the logs of each epoch.
           compare: whether `validation` must agree with this input: in the names of the classes, the
-            form of labels, the scale of pixels, and the names of the model's inputs.
+            form of labels, the scale of pixels, and the names of the model's inputs. It also warns
+            of records in both, smoothed labels in validation, a model with more outputs than
+            classes have names, and one that normalizes pixels once more.
           initial_epoch: the epoch at which to start, of the model and of the records; at least 0.
           steps_per_epoch: number of steps in an epoch, at least 1; None is all of the records.
           **arguments: further arguments for `model.fit`, such as `callbacks`. `class_weight` works
@@ -296,10 +299,11 @@ class Input:
             held_out.check_evaluation(model)
             if compare:
                 meetings.check_agreement(self.spec, held_out.spec, ("Training", "validation"))
-                common = meetings.find_common(self.spec.records, held_out.spec.records)
-                if common:
-                    count = f"{common:,} of {held_out.num_records:,} validation records"
-                    _logger.warning("%s are training records, too.", count)
+        if compare:
+            valid_spec = held_out.spec if isinstance(held_out, Input) else None
+            doubts = [*find_doubts(model, self.spec), *meetings.find_doubts(self.spec, valid_spec)]
+            for doubt in doubts:
+                _logger.warning("%s", doubt)
         callbacks = keras.tree.flatten(arguments.get("callbacks"))
         for callback in callbacks if arguments.get("callbacks") is not None else ():
             is_callback = isinstance(callback, keras.callbacks.Callback)

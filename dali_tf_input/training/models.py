@@ -14,6 +14,8 @@ from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.preprocess import Preprocess
 from dali_tf_input.training import strategies
 
+_FIRST_LAYERS = 4  # in which models scale pixels: after the input, and some augmentation
+
 
 def check_model(model: Any, strategy: tf.distribute.Strategy | None) -> None:
     """Raises InputError unless Keras runs `model` under `strategy`, whose replicas are fed."""
@@ -48,6 +50,30 @@ def check_labels(model: keras.Model, label_range: tuple[int, int] | None) -> Non
             f" outputs, for labels 0 to {outputs - 1}. {COUNT_FROM_1} Otherwise the model needs"
             " more outputs."
         )
+
+
+def find_doubts(model: keras.Model, spec: InputSpec) -> list[str]:
+    """Returns what of a model is likely not meant for its input, but may be."""
+    doubts = []
+    names, outputs = spec.class_names, count_outputs(model)
+    if names and outputs and outputs > len(names):
+        doubts.append(f"The model has {outputs:,} outputs, and {len(names):,} classes have names.")
+    if meetings.normalizes(spec.preprocess) and (layer := _find_scaling(model)):
+        doubts.append(
+            f"The layer {layer!r} of the model scales pixels that are normalized already: leave"
+            " that to the model, normalization=None."
+        )
+    return doubts
+
+
+def _find_scaling(model: keras.Model) -> str | None:
+    """Returns the name of a layer that scales pixels, if a model begins with one."""
+    for layer in model.layers[:_FIRST_LAYERS]:
+        if isinstance(layer, keras.layers.Rescaling | keras.layers.Normalization):
+            return str(layer.name)
+        if isinstance(layer, keras.Model) and (name := _find_scaling(layer)):
+            return name
+    return None
 
 
 # What models were trained on, by `fit` in this program. Keras's own files do not keep it.

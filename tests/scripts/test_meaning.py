@@ -255,7 +255,9 @@ def test_groups(tmp_path):
         convert(table, tmp_path / "out"), "nothing is known of the column `patient`", "--group=pat"
     )
     flags = ["--validation_fraction=0.3", "--group=patient"]
-    assert convert(*flags, table, tmp_path / "out").returncode == 0
+    process = convert(*flags, table, tmp_path / "out")
+    assert process.returncode == 0
+    assert "joined: 1 group with another, as they have an image in common" in process.stdout
     groups = [
         {record["image/group"] for record in read(tmp_path / "out", split)}
         for split in ("train", "validation")

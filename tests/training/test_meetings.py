@@ -1,13 +1,16 @@
 """Inputs that meet must agree: training and validation, and a model and what it was trained on."""
 
 import dataclasses
+import io
 
+import keras
 import pytest
 from conftest import jpeg, refused, write_indexed
 from models import make_model
+from PIL import Image
 
 import dali_tf_input as dti
-from dali_tf_input.spec.meetings import find_common
+from dali_tf_input.spec.meetings import compare_masks, find_common
 
 ONE_HOT = dti.ClassLabel(num_classes=3, one_hot=True)
 
@@ -185,3 +188,49 @@ def test_records_of_both(sets, caplog):
     whole = sets["named"]
     assert find_common(whole, whole.select([1, 4])) == 2
     assert find_common(whole + sets["fewer"], sets["fewer"].exclude([0])) == 5
+
+
+def doubts_of(caplog, sets, *layers, which="named", outputs=3, valid=None, **training):
+    caplog.clear()
+    train = load(sets, which, training=True, **training)
+    loss = "mse" if valid else "sparse_categorical_crossentropy"
+    model = make_model(8, outputs, *layers, loss=loss)
+    train.fit(model, validation=valid, verbose=0, steps_per_epoch=1)
+    return caplog.text
+
+
+def test_what_is_likely_not_meant(sets, caplog):
+    """Warnings: more outputs than names, pixels that are scaled twice, smoothed validation."""
+    layers = keras.layers.Rescaling(1 / 255), keras.layers.Flatten()
+    nested = keras.Sequential([keras.layers.Input((8, 8, 3)), *layers])
+    assert "has 5 outputs, and 3 classes have names" in doubts_of(caplog, sets, outputs=5)
+    for inner in (layers, (nested,)):
+        said = doubts_of(caplog, sets, *inner)
+        assert f"The layer '{layers[0].name}' of the model scales pixels" in said
+        assert "scales" not in doubts_of(caplog, sets, *inner, normalization=None)
+    smoothed = dti.ClassLabel(num_classes=3, one_hot=True, smoothing=0.1)
+    said = doubts_of(caplog, sets, valid=load(sets, label=smoothed), label=smoothed)
+    assert "val_loss is that of smoothed labels" in said
+    assert doubts_of(caplog, sets) == ""
+    assert doubts_of(caplog, sets, which="unnamed", outputs=5) == ""
+
+
+def test_names_of_masks(tmp_path):
+    """Those of a mask are in a file of its key, and are compared."""
+    mask, stream, specs = dti.SegmentationMask(key="mask"), io.BytesIO(), []
+    Image.new("L", (8, 8)).save(stream, "PNG")
+    blank = stream.getvalue()
+    for name, classes in (("one", "sky road"), ("other", "road sky"), ("third", "")):
+        examples = [{"image": jpeg(8, 8, seed=n), "mask": blank} for n in range(2)]
+        (tmp_path / name).mkdir()
+        if classes:
+            text = classes.replace(" ", "\n") + "\n"
+            (tmp_path / name / "mask.labels.txt").write_text(text)
+        records = write_indexed(tmp_path / name / "train-0", examples)
+        how = {"label": None, "mask": mask}
+        specs.append(dti.InputSpec.for_evaluation(records, 8, **how))
+    assert [spec.mask_names for spec in specs] == [("sky", "road"), ("road", "sky"), None]
+    assert compare_masks(specs[0], specs[1]) == "class 0 of masks is 'sky' and 'road'"
+    assert compare_masks(specs[0], specs[2]) is None
+    plain = dataclasses.replace(specs[0], mask=None)
+    assert compare_masks(specs[0], plain) == "one of them has masks: give both the same `mask`"

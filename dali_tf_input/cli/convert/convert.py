@@ -259,6 +259,9 @@ def divide(
             count = command.format_count(sides.copies, "image")
             more = f", {sides.conflicts:,} of them in another class" if sides.conflicts else ""
             print(f"copies: {count} of which there is another{more}; none is on the other side")
+        if sides.joined:
+            count = command.format_count(sides.joined, "group")
+            print(f"joined: {count} with another, as they have an image in common")
         if moved := list_classes(sides.moved, listed.labels):
             print(f"moved: one image each of {moved}, as all were on one side; listed in the card")
             print("       when the set grows, --overwrite keeps them; in a new folder, --like does")

@@ -41,6 +41,7 @@ class Sides:
       known: how many items are in an earlier set.
       moved: the classes whose side of one item was chosen, as all were on the other one.
       chosen: the digests of what has another side than by its digest, by side.
+      joined: how many groups are one with another, as they share an image.
       divided: how many groups the earlier set divides; all their images are for training.
     """
 
@@ -52,6 +53,7 @@ class Sides:
     lacking: list[Any] = field(default_factory=list)
     moved: list[Any] = field(default_factory=list)
     chosen: Chosen = field(default_factory=dict)
+    joined: int = 0
     divided: int = 0
 
 
@@ -83,6 +85,7 @@ def choose_sides(
         return sides
     groups = _Groups()
     drawn = {label: _draw(catalog, starts, digest, groups) for label, starts in classes.items()}
+    sides.joined = groups.num_joins
     seen = collections.Counter(itertools.chain.from_iterable(drawn.values()))
     sides.copies = sum(count - 1 for count in seen.values())
     sides.conflicts = sum(len({*keys}) for keys in drawn.values()) - len(seen)
@@ -182,6 +185,7 @@ class _Groups:
 
     def __init__(self) -> None:
         self._joined: dict[bytes, bytes] = {}
+        self.num_joins = 0  # of two names, by an image that is in both
 
     def find(self, key: bytes) -> bytes:
         """Returns what the side of an image depends on, given the digest of its bytes."""
@@ -196,6 +200,7 @@ class _Groups:
             self._joined[key] = second
         elif first != second:  # an image in two groups joins them
             self._joined[max(first, second)] = min(first, second)
+            self.num_joins += 1
 
 
 def _draw(catalog: str, starts: Sequence[int], digest: Digest, groups: _Groups) -> list[bytes]:
