@@ -22,7 +22,7 @@ Decode = Literal["full", "region", "none"]
 
 def check_supported(preprocess: Preprocess) -> None:
     """Raises InputError for a `preprocess` that this backend does not support."""
-    preprocess.check_supported("DALI", dtypes=_DTYPES, orientation=True)
+    preprocess.check_supported("DALI", dtypes=_DTYPES)
 
 
 def prepare_images(

@@ -119,10 +119,10 @@ class _Packer:
         """Crops the masks of a batch, so that they are small, and the same on both backends."""
         spec = self._stream.spec
         if spec.records.stores_pixels:
-            sizes = values["sides of images"][:, :2]
+            sizes = tf.pad(values["sides of images"][:, :2], [[0, 0], [0, 1]], constant_values=1)
         else:
-            size = tf.TensorSpec((2,), tf.int64)
-            sizes = tf.map_fn(find_size, images, fn_output_signature=size)
+            size = tf.TensorSpec((3,), tf.int64)
+            sizes = tf.map_fn(lambda one: find_size(one, spec), images, fn_output_signature=size)
         return tf.map_fn(
             lambda given: prepare_mask(decode_mask(given[0], given[1]), given[2], spec),
             (values["mask"], sizes, uniforms),

@@ -1,10 +1,12 @@
 """Parsing of records for both backends: image, label, mask, and other features."""
 
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
 
 from dali_tf_input.backends.tf_images import decode_image
+from dali_tf_input.backends.tf_orientation import find_orientation, turn
 from dali_tf_input.records.checks import SIDE_KEYS
 from dali_tf_input.records.labels import ClassLabel, Label, MultiHot, Values
 from dali_tf_input.records.records import Records
@@ -27,7 +29,7 @@ def parse_record(
     others = _prepare_others(parsed, spec, tuple(value[None] for value in beside))
     values = {"image": image, **{name: value[0] for name, value in others.items()}}
     if spec.mask:
-        values["mask"] = decode_mask(values["mask"], find_size(image))
+        values["mask"] = decode_mask(values["mask"], find_size(image, spec))
     return values
 
 
@@ -194,10 +196,13 @@ def _reshape_pixels(data: tf.Tensor, shape: tf.Tensor, problem: str) -> tf.Tenso
         return tf.reshape(pixels, shape)
 
 
-def find_size(image: tf.Tensor) -> tf.Tensor:
-    """Returns height and width of an image as `parse_record` returns it, int64 (2,)."""
+def find_size(image: tf.Tensor, spec: InputSpec) -> tf.Tensor:
+    """Returns height, width and orientation of an image as `parse_record` returns it, int64 (3,).
+
+    They are those of the stored image; the orientation is 1 if images are not turned.
+    """
     if image.dtype == tf.uint8:
-        return tf.shape(image, tf.int64)[:2]
+        return tf.concat([tf.shape(image, tf.int64)[:2], [1]], 0)
 
     def of_jpeg() -> tf.Tensor:
         return tf.io.extract_jpeg_shape(image, tf.int64)[:2]
@@ -208,13 +213,26 @@ def find_size(image: tf.Tensor) -> tf.Tensor:
 
     def of_others() -> tf.Tensor:
         is_png = tf.equal(tf.strings.substr(image, 1, 3), "PNG")
-        return tf.cond(is_png, of_png, lambda: tf.shape(decode_image(image), tf.int64)[:2])
+        decode = partial(decode_image, image, upright=False)
+        return tf.cond(is_png, of_png, lambda: tf.shape(decode(), tf.int64)[:2])
 
-    return tf.ensure_shape(tf.cond(tf.io.is_jpeg(image), of_jpeg, of_others), (2,))
+    size = tf.ensure_shape(tf.cond(tf.io.is_jpeg(image), of_jpeg, of_others), (2,))
+    turns = spec.preprocess.apply_orientation
+    orientation = tf.cast(find_orientation(image), tf.int64) if turns else tf.constant(1, tf.int64)
+    return tf.concat([size, orientation[None]], 0)
 
 
 def decode_mask(data: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
-    """Decodes a mask, which must be of its image's size: uint8 (height, width, 1)."""
+    """Decodes a mask, which must be of its stored image's size, and turns it like the image.
+
+    Args:
+      data: the mask, a scalar string.
+      size: what `find_size` returns for the image.
+
+    Returns:
+      uint8 (height, width, 1).
+    """
+    size, orientation = size[:2], tf.cast(size[2], tf.int32)
     problem = "corrupted record: not the mask of an image of"
 
     def decode() -> tf.Tensor:
@@ -231,4 +249,5 @@ def decode_mask(data: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
     start = tf.strings.substr(data, 0, tf.minimum(4, tf.strings.length(data)))
     is_png = tf.equal(start, b"\x89PNG")
     shape = tf.concat([size, [1]], 0)
-    return tf.cond(is_png, decode, lambda: _reshape_pixels(data, shape, problem))
+    mask = tf.cond(is_png, decode, lambda: _reshape_pixels(data, shape, problem))
+    return turn(mask, orientation)

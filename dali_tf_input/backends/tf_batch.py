@@ -182,7 +182,7 @@ class _BatchMaker:
             record, uniforms, rows = given
             image = parse_image(record, spec)
             if spec.views:
-                image = decode_image(image)
+                image = decode_image(image, upright=spec.preprocess.apply_orientation)
             return tuple(
                 prepare_image(
                     image,
@@ -217,9 +217,9 @@ class _BatchMaker:
 
         def add_refused() -> tf.Tensor:
             sizes = tf.map_fn(
-                lambda record: find_size(parse_image(record, spec)),
+                lambda record: find_size(parse_image(record, spec), spec),
                 made.refused,
-                fn_output_signature=tf.TensorSpec((2,), tf.int64),
+                fn_output_signature=tf.TensorSpec((3,), tf.int64),
             )
             return tf.tensor_scatter_nd_update(made.sizes, made.places[:, None], sizes)
 

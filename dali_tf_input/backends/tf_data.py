@@ -92,7 +92,7 @@ def make_prepare(stream: Stream, options: TfDataOptions) -> Callable[..., Any]:
         image, views = values.pop("image"), spec.image_views
         uniforms = [draw_uniforms(stream, key, view) for view in range(len(views))]
         if spec.views:
-            image = decode_image(image)
+            image = decode_image(image, upright=spec.preprocess.apply_orientation)
         for view, name in enumerate(views):
             values[name] = prepare_view(view, key, image, uniforms[view])
         if spec.mask:

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from dali_tf_input.backends import tf_native
 from dali_tf_input.backends.tf_augment import apply_rows
+from dali_tf_input.backends.tf_orientation import find_orientation, find_stored, swap_axes, turn
 from dali_tf_input.records.checks import DCT_METHOD
 from dali_tf_input.spec.colors import LUMA
 from dali_tf_input.spec.crops import Letterbox, Region, Uniforms
@@ -25,7 +26,7 @@ Ratio = Literal[1, 2, 4, 8]
 def check_supported(preprocess: Preprocess) -> None:
     """Raises InputError for a `preprocess` that this backend does not support."""
     dtypes = ("float32", "float16", "bfloat16", "uint8")
-    preprocess.check_supported("tf.data", dtypes=dtypes, orientation=False)
+    preprocess.check_supported("tf.data", dtypes=dtypes)
 
 
 def prepare_image(
@@ -108,7 +109,7 @@ def prepare_mask(mask: tf.Tensor, uniforms: tf.Tensor, spec: InputSpec) -> tf.Te
     """Crops, resizes and mirrors a mask like its image: int32 (*spec.preprocess.image_size).
 
     Args:
-      mask: uint8 (height, width, 1), of the image's size.
+      mask: uint8 (height, width, 1), of the image's size, turned like it.
       uniforms: the image's random numbers.
       spec: gives the image's preprocessing and the mask's value outside the image.
     """
@@ -136,22 +137,26 @@ def resample_image(
 
     With `finish` it returns ``finish(image, region)`` of the decoded image instead.
     """
+    turns = preprocess.apply_orientation and encoded.dtype != tf.uint8
+    orientation = find_orientation(encoded) if turns else None
 
     def resample_whole(decode_whole: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
         image = decode_whole(encoded)
+        image = image if orientation is None else turn(image, orientation)
         region = find_region(tf.shape(image)[:2], uniforms, preprocess)
         if finish:
             return finish(image, region)
         return resize_region(image, region, preprocess, whole=True)
 
     def resample_part(ratio: Ratio = 1) -> tf.Tensor:
-        image, region = decode_region(encoded, uniforms, preprocess, ratio=ratio)
+        image, region = decode_region(encoded, uniforms, preprocess, orientation, ratio=ratio)
         if finish:
             return finish(image, region)
         return resize_region(image, region, preprocess, whole=False, ratio=ratio)
 
     def resample_scaled() -> tf.Tensor:
         size = tf.io.extract_jpeg_shape(encoded)[:2]
+        size = size if orientation is None else swap_axes(size, orientation)
         region = find_region(size, uniforms, preprocess)
         excess = region.extent / tf.constant(preprocess.image_size, tf.float64)
         excess = tf.reduce_min(excess)
@@ -166,7 +171,7 @@ def resample_image(
     elif decode == "scaled" and preprocess.takes_pixels:
         decode = "region"  # pixels are taken as they are: there is nothing to scale
     if decode == "full":
-        image = resample_whole(decode_image)
+        image = resample_whole(partial(decode_image, upright=False))  # it is turned above
     else:
         jpeg = resample_scaled if decode == "scaled" else resample_part
         other = partial(resample_whole, _decode_other)
@@ -174,13 +179,17 @@ def resample_image(
     return image if finish else tf.ensure_shape(image, (*preprocess.image_size, 3))
 
 
-def decode_image(encoded: tf.Tensor) -> tf.Tensor:
-    """Decodes a JPEG, PNG, BMP or WebP, a scalar string, to uint8 RGB (height, width, 3)."""
+def decode_image(encoded: tf.Tensor, *, upright: bool) -> tf.Tensor:
+    """Decodes a JPEG, PNG, BMP or WebP, a scalar string, to uint8 RGB (height, width, 3).
+
+    With `upright` it is turned by its EXIF orientation.
+    """
     if encoded.dtype == tf.uint8:
         return encoded
-    return tf.cond(
+    image = tf.cond(
         tf.io.is_jpeg(encoded), lambda: _decode_jpeg(encoded), lambda: _decode_other(encoded)
     )
+    return turn(image, find_orientation(encoded)) if upright else image
 
 
 def _decode_jpeg(encoded: tf.Tensor) -> tf.Tensor:
@@ -193,17 +202,30 @@ def _decode_other(encoded: tf.Tensor) -> tf.Tensor:
 
 
 def decode_region(
-    encoded: tf.Tensor, uniforms: tf.Tensor, preprocess: Preprocess, *, ratio: Ratio = 1
+    encoded: tf.Tensor,
+    uniforms: tf.Tensor,
+    preprocess: Preprocess,
+    orientation: tf.Tensor | None,
+    *,
+    ratio: Ratio = 1,
 ) -> tf.Tensor:
     """Decodes the part of a JPEG that the output needs, at 1 / `ratio` of its size.
 
     Lines below the region are not decoded; in the other lines only the region's columns are
     converted to RGB.
 
+    Args:
+      encoded: a JPEG, a scalar string.
+      uniforms: as for `prepare_image`.
+      preprocess: gives the crop.
+      orientation: how the image is to be turned; None if it is not.
+      ratio: see above.
+
     Returns:
-      uint8 (height, width, 3), and the region in its coordinates.
+      uint8 (height, width, 3), turned, and the region in its coordinates.
     """
-    size = tf.io.extract_jpeg_shape(encoded)[:2]
+    stored = tf.io.extract_jpeg_shape(encoded)[:2]
+    size = stored if orientation is None else swap_axes(stored, orientation)
     region = find_region(size, uniforms, preprocess)
     region = region._replace(start=region.start / ratio, extent=region.extent / ratio)
     size = (size + ratio - 1) // ratio  # the last pixel of a side may stand for fewer
@@ -211,10 +233,14 @@ def decode_region(
     # Two more pixels each way: libjpeg interpolates colors from fewer samples at the edges it
     # decodes.
     first, last = tf.maximum(first - 2, 0), tf.minimum(last + 2, size - 1)
-    window = tf.concat([first, last - first + 1], 0)
+    start, end = first, last
+    if orientation is not None:
+        start, end = find_stored(first, last, swap_axes(size, orientation), orientation)
+    window = tf.concat([start, end - start + 1], 0)
     image = tf.io.decode_and_crop_jpeg(
         encoded, window, channels=3, ratio=ratio, dct_method=DCT_METHOD
     )
+    image = image if orientation is None else turn(image, orientation)
     return image, region._replace(start=region.start - tf.cast(first, tf.float64))
 
 

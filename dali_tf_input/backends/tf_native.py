@@ -151,7 +151,8 @@ class Made(NamedTuple):
     Attributes:
       images: those of each view, (k, *preprocess.image_shape).
       examples: the serialized Examples without their images, string (k,).
-      sizes: the heights and widths of the images, int64 (k, 2); 0 if refused.
+      sizes: the heights and widths of the images as they are stored, and their orientations, int64
+        (k, 3); 0 if refused.
       places: the places of images that are refused, int64 (n,); what `images` has there is
         undefined. They are not baseline JPEGs, or have errors that libjpeg-turbo would report, or
         their Examples are unusual: TensorFlow decides.
@@ -202,7 +203,7 @@ def make_batch(
       num_readers: how many threads read, in [1, 1024]; all batches of the process share them.
       num_threads: the same for decoding, in [1, 1024].
     """
-    parameters = [float(whole), maximum]
+    parameters = [float(whole), maximum, float(views[0].apply_orientation)]
     for view in views:
         work = _attributes(view)
         flags = [work[name] for name in ("kernel", "antialias", "clip", "chw")]
@@ -233,7 +234,7 @@ def make_batch(
     examples, places, refused = (
         tf.ensure_shape(values, (None,)) for values in (examples, places, refused)
     )
-    return Made(images, examples, tf.ensure_shape(sizes, (None, 2)), places, refused)
+    return Made(images, examples, tf.ensure_shape(sizes, (None, 3)), places, refused)
 
 
 class Packed(NamedTuple):

@@ -52,8 +52,9 @@ class Preprocess:
       antialias: whether the resize filter is widened when downscaling. False is the default of
         `tf.image.resize`, was used by TF-slim, and costs less. Must be False for "nearest".
       channels: 3 for RGB; 1 for gray, 0.299 R + 0.587 G + 0.114 B.
-      apply_orientation: whether images are turned upright by their EXIF orientation. DALI only:
-        TensorFlow does not read it.
+      apply_orientation: whether images are turned upright by their EXIF orientation, in which
+        cameras and phones note how they were held; masks are turned with them. False leaves images
+        as they are stored, as TensorFlow's own operations do.
       dtype: type of the output. "uint8" is not normalized but rounded to whole numbers in 0..255;
         `make_normalization` returns the layer that normalizes in the model. "bfloat16" is for
         tf.data only: DALI does not support it.
@@ -71,7 +72,7 @@ class Preprocess:
     interpolation: Interpolation = "bilinear"
     antialias: bool = False
     channels: Channels = 3
-    apply_orientation: bool = False
+    apply_orientation: bool = True
     dtype: DType = "float32"
     augment: tuple[Augmentation, ...] = ()
 
@@ -117,17 +118,12 @@ class Preprocess:
         """How many random numbers in [0, 1) one image needs; see `Uniforms`."""
         return 3 + self.crop.num_attempt_uniforms
 
-    def check_supported(self, backend: str, *, dtypes: Collection[str], orientation: bool) -> None:
+    def check_supported(self, backend: str, *, dtypes: Collection[str]) -> None:
         """Raises InputError for the first value that a backend does not support."""
         if self.dtype not in dtypes:
             raise InputError(
                 f"{backend} does not support `dtype` {self.dtype!r}: use"
                 f" {', '.join(map(repr, dtypes))}, or the other backend."
-            )
-        if self.apply_orientation and not orientation:
-            raise InputError(
-                f"{backend} does not support `apply_orientation` True: use False, or the other"
-                " backend. Or turn the images once: dali-tf-input convert --apply_orientation."
             )
 
     @classmethod

@@ -100,8 +100,6 @@ def _rules_of_images(spec: "InputSpec") -> Rules:
                 not augmentation.is_geometric,
                 f"`mask` works without {name} only, which moves the pixels of the image.",
             )
-        is_plain = not spec.preprocess.apply_orientation
-        yield is_plain, "`mask` works without `apply_orientation` only."
     if spec.mix:
         yield (
             spec.repeat and not spec.mask and spec.class_weight is None,

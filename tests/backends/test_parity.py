@@ -4,7 +4,6 @@ of image.
 
 import dataclasses
 import functools
-import io
 import itertools
 
 import conftest
@@ -26,7 +25,6 @@ from conftest import (
     valid_images,
 )
 from nvidia.dali import fn, types
-from PIL import Image
 
 from dali_tf_input import (
     CenterCrop,
@@ -262,7 +260,7 @@ def test_random_crop_keeps_the_scale(images):
     """The pixels of the image as they are, where it is large enough."""
     preprocess = dataclasses.replace(UNMIRRORED, crop=RandomCrop())
     numbers = draw(preprocess, 1, seed=6)
-    whole = tf_images.decode_image(tf.constant(images[0])).numpy()
+    whole = tf_images.decode_image(tf.constant(images[0]), upright=False).numpy()
     top, left = (
         int(numbers[0, 1 + axis] * (side - out + 1))
         for axis, (side, out) in enumerate(zip((375, 500), (80, 72), strict=True))
@@ -279,22 +277,6 @@ def test_random_crop_puts_a_smaller_image_on_black(make, decode):
     (image,) = make([jpeg(41, 100)], draw(preprocess, 1), preprocess, decode=decode)
     assert image[:19].max() == image[61:].max() == 0
     assert image[20:60].mean() > 20
-
-
-def test_orientation():
-    """DALI turns images upright, with either plan; tf.data refuses, as TensorFlow cannot."""
-    image = Image.open(io.BytesIO(jpeg(90, 120)))
-    upright = np.asarray(image).astype(float)
-    changes = {"image_size": (90, 120), "apply_orientation": True}
-    preprocess = dataclasses.replace(UNMIRRORED, **changes)
-    turns = Image.Transpose.ROTATE_180, Image.Transpose.ROTATE_90, Image.Transpose.ROTATE_270
-    for orientation, turn in zip((3, 6, 8), turns, strict=True):
-        exif = Image.Exif()
-        exif[0x0112] = orientation
-        turned = encode(image.transpose(turn), "JPEG", exif=exif, quality=95, subsampling=0)
-        for decode in ("full", "region"):
-            (made,) = by_dali([turned], draw(preprocess, 1), preprocess, decode=decode)
-            assert np.abs(made - upright).mean() < 8
 
 
 @pytest.fixture(scope="module")
@@ -382,11 +364,6 @@ def test_what_a_backend_cannot_do_is_refused(records):
         "DALI does not support `dtype` 'bfloat16': use 'float32', 'float16', 'uint8', or "
     ):
         take_batch(records, DALI, dtype="bfloat16")
-    with refused(
-        "tf.data does not support `apply_orientation` True: .*convert --apply_orientation"
-    ):
-        take_batch(records, TF_DATA, apply_orientation=True)
-    take_batch(records, DALI, apply_orientation=True)
 
 
 raw, cpu = functools.partial(dataclasses.replace, RAW), functools.partial(DaliOptions, device="cpu")

@@ -47,7 +47,7 @@ def compare(images, preprocess):
     numbers = draw(preprocess, len(images))
     made = [by_tensorflow(images, numbers, preprocess, decode=decode) for decode in PLANS]
     for image, scaled, plain in zip(images, *made, strict=True):
-        full = Image.fromarray(tf_images.decode_image(tf.constant(image)).numpy())
+        full = Image.fromarray(tf_images.decode_image(tf.constant(image), upright=False).numpy())
         reference = np.asarray(full.resize((72, 80), Image.Resampling.LANCZOS), np.float32)
         yield signal_to_noise(scaled, reference), signal_to_noise(plain, reference)
 

@@ -50,11 +50,12 @@ inline bool ReadViews(const double* at, int64_t count, std::vector<View>* views)
 
 // An image as it is stored. One is refused if it is no baseline JPEG, has errors that libjpeg-turbo would report, or has
 // `maximum` or more pixels for each of the output's along both axes. With `is_whole` the whole file must be valid, else
-// the part that is needed. With `sides`, height and width, it is pixels, of which there must be as many.
+// the part that is needed. With `is_turned` it is shown upright, by its EXIF data. With `sides`, height and width, it is
+// pixels, of which there must be as many.
 struct Picture {
   Span bytes;
   const int64_t* sides = nullptr;
-  bool is_whole = false;
+  bool is_whole = false, is_turned = false;
   double maximum = 0;
 };
 
@@ -62,7 +63,8 @@ struct Picture {
 class Decoding {
  public:
   // Makes all views of an image, `out` has the place of each. Returns false, with the places undefined, if the image is
-  // refused. `uniforms` and `rows` are those of all views, one after the other. `size` is set to its height and width.
+  // refused. `uniforms` and `rows` are those of all views, one after the other. `size` is set to its height and width,
+  // as it is stored, and its orientation.
   bool Make(const Picture& picture, const std::vector<View>& views, const float* uniforms, const float* rows, char* const* out,
             int64_t* size) {
     if (!Open(picture, size)) return false;
@@ -70,7 +72,7 @@ class Decoding {
     for (size_t number = 0; number < views.size(); ++number) {
       const View& view = views[number];
       Image& image = images_[number];
-      image.height = size[0], image.width = size[1];
+      image.height = size[0], image.width = size[1], image.orientation = static_cast<int>(size[2]);
       FindRegion(view, view.crop, view.numbers, uniforms, view.num_uniforms, &image);
       uniforms += view.num_uniforms;
       const double excess = std::min(image.extent[0] / view.height, image.extent[1] / view.width);
@@ -113,6 +115,7 @@ class Decoding {
 
   // Finds the size of an image; returns false if it is refused at once.
   bool Open(const Picture& picture, int64_t* size) {
+    size[2] = 1;
     if (picture.sides) {
       const int64_t height = picture.sides[0], width = picture.sides[1];
       constexpr int64_t kMostSide = 1 << 24;
@@ -123,6 +126,7 @@ class Decoding {
 #if defined(DALI_TF_INPUT_JPEG)
     if (!decoder_.Open(picture.bytes.at, picture.bytes.size())) return false;
     size[0] = decoder_.height, size[1] = decoder_.width;
+    if (picture.is_turned) size[2] = decoder_.orientation;
     return true;
 #else
     return false;
@@ -156,8 +160,8 @@ class Decoding {
     for (size_t number = 0; number < views.size(); ++number) {
       const View& view = views[number];
       const Image& image = images_[number];
-      const Taps rows = MakeTaps(view, view.height, image.height, image.start[0], image.extent[0], false);
-      const Taps columns = MakeTaps(view, view.width, image.width, image.start[1], image.extent[1], false);
+      const Frame frame(view, image);
+      const Taps &rows = frame.rows, &columns = frame.columns;
       window.top = std::min(window.top, rows.low), window.bottom = std::max(window.bottom, rows.high);
       window.left = std::min(window.left, columns.low), window.right = std::max(window.right, columns.high);
     }
@@ -166,8 +170,13 @@ class Decoding {
     const int height = window.bottom - window.top;
     const size_t width = 3 * static_cast<size_t>(window.right - window.left);
     for (Image& image : images_) {
+      const int64_t size[2] = {image.height, image.width};
+      const int low[2] = {window.top, window.left}, high[2] = {window.bottom, window.right};
+      for (int axis = 0; axis < 2; ++axis) {
+        const bool turns = RunsBackward(image.orientation, axis);
+        image.start[IsTransposed(image.orientation) ? 1 - axis : axis] -= static_cast<double>(turns ? size[axis] - high[axis] : low[axis]);
+      }
       image.height = height, image.width = window.right - window.left;
-      image.start[0] -= window.top, image.start[1] -= window.left;
     }
     window_.resize(width * static_cast<size_t>(height)), lines_.resize(std::max(lines_.size(), width + 64));
     struct Sink {

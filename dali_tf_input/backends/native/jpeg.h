@@ -11,6 +11,7 @@
 #include <cstring>
 #include <vector>
 
+#include "orientation.h"
 #if defined(__x86_64__) && defined(__GNUC__)
 #define DALI_TF_INPUT_JPEG 1
 #include <immintrin.h>
@@ -135,6 +136,7 @@ struct Window {
 class Header {
  public:
   int height = 0, width = 0;
+  int orientation = 1;  // of the first EXIF data
 
   // Returns whether the file is one for this decoder.
   bool Open(const uint8_t* data, size_t size) {
@@ -161,10 +163,10 @@ class Header {
   static int Number(const uint8_t* at) { return at[0] << 8 | at[1]; }
 
   bool Parse(const uint8_t* data, size_t size) {
-    bool is_quantized[4] = {}, is_jfif = false;
+    bool is_quantized[4] = {}, is_jfif = false, is_exif = false;
     int adobe = -1;
     for (auto& kind : tables_) for (auto& table : kind) table.is_set = false;
-    count_ = restart_ = 0, end_ = data + size;
+    count_ = restart_ = 0, end_ = data + size, orientation = 1;
     if (size < 4 || data[0] != 0xFF || data[1] != 0xD8) return false;
     for (const uint8_t* at = data + 2;;) {
       if (end_ - at < 4 || *at != 0xFF) return false;
@@ -197,6 +199,10 @@ class Header {
         if (length >= 5 && !std::memcmp(part, "JFIF", 5)) {
           if (length < 14 || part[5] != 1) return false;
           is_jfif = true;
+        }
+      } else if (marker == 0xE1) {
+        if (!is_exif && length >= 6 && !std::memcmp(part, "Exif\0", 6)) {
+          is_exif = true, orientation = ReadOrientation(part + 6, static_cast<size_t>(length) - 6);
         }
       } else if (marker == 0xEE) {
         if (length >= 5 && !std::memcmp(part, "Adobe", 5)) {

@@ -207,9 +207,9 @@ void DeleteBatch(void* kernel) {
 
 // Its inputs: those of `ReadGiven`; the random numbers of all views, float (k, u); their rows of augmentation, float (k, r, kRowSize); how the batch
 // is mixed, see mix.h, or nothing; and parameters, double: whether whole files must be valid, the limit of image pixels
-// per output pixel, and the views.
+// per output pixel, whether images are turned upright, and the views.
 // Its outputs: the images of each view, of shape (k, height, width, 3) or (k, 3, height, width); the Examples without
-// their images, string (k,); the images' heights and widths, int64 (k, 2), 0 if refused; the places of refused images,
+// their images, string (k,); the images' heights, widths and orientations, int64 (k, 3), 0 if refused; the places of refused images,
 // int64 (n,), which hold anything; and their records, string (n,). If there are any, the batch is not mixed. A refused
 // image's Example may have its image.
 void ComputeBatch(void* given, TF_OpKernelContext* context) {
@@ -220,7 +220,7 @@ void ComputeBatch(void* given, TF_OpKernelContext* context) {
     std::vector<View> views;
     const auto* parameters = call.Data<double>(9);
     const auto fail = [&](const char* text) { TF_SetStatus(call.status, kInvalidArgument, text); };
-    if (call.Count(9) < 3 || !dali_tf_input::ReadViews(parameters + 2, call.Count(9) - 2, &views) || views.size() != kernel.types.size()) {
+    if (call.Count(9) < 4 || !dali_tf_input::ReadViews(parameters + 3, call.Count(9) - 3, &views) || views.size() != kernel.types.size()) {
       return fail("parameters of each view are needed");
     }
     Batch batch;
@@ -240,7 +240,7 @@ void ComputeBatch(void* given, TF_OpKernelContext* context) {
       if (const char* wrong = dali_tf_input::ReadMixing(call.Data<float>(8), call.Count(8), views[0], &mixing)) return fail(wrong);
     }
     batch.check_crc = kernel.check_crc, batch.keys = &kernel.keys, batch.views = &views;
-    batch.is_whole = parameters[0] != 0, batch.maximum = parameters[1];
+    batch.is_whole = parameters[0] != 0, batch.maximum = parameters[1], batch.is_turned = parameters[2] != 0;
     const int num_views = static_cast<int>(views.size());
     for (int number = 0; number < num_views; ++number) {
       const View& view = views[static_cast<size_t>(number)];
@@ -255,8 +255,8 @@ void ComputeBatch(void* given, TF_OpKernelContext* context) {
     }
     batch.rests = static_cast<char*>(call.Allocate(num_views, kString, &batch.count, 1, batch.string_size * static_cast<size_t>(batch.count)));
     if (!call.ok()) return;
-    const int64_t sides[2] = {batch.count, 2};
-    const size_t sides_bytes = 2 * sizeof(int64_t) * static_cast<size_t>(batch.count);
+    const int64_t sides[2] = {batch.count, 3};
+    const size_t sides_bytes = 3 * sizeof(int64_t) * static_cast<size_t>(batch.count);
     batch.sizes = static_cast<int64_t*>(call.Allocate(num_views + 1, kInt64, sides, 2, sides_bytes));
     if (!call.ok()) return;
     std::memset(batch.sizes, 0, sides_bytes);

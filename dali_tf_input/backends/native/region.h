@@ -23,7 +23,7 @@ constexpr int kNumbers[] = {1, 2, 3, 7, 1};
 // Finds the region of an image of known size. `uniforms`: for the mirror, for the position (y, x), and for
 // kRandomResizedCrop the areas and then the aspect ratios of all attempts.
 inline void FindRegion(const Work& work, Crop crop, const double* numbers, const float* uniforms, int64_t count, Image* image) {
-  const double size[2] = {static_cast<double>(image->height), static_cast<double>(image->width)};
+  const double size[2] = {static_cast<double>(image->Shown(0)), static_cast<double>(image->Shown(1))};
   const double out[2] = {static_cast<double>(work.height), static_cast<double>(work.width)};
   double *start = image->start, *extent = image->extent;
   image->mirror = uniforms[0] < static_cast<float>(numbers[0]);

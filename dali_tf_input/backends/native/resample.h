@@ -12,6 +12,8 @@
 #include <cstring>
 #include <vector>
 
+#include "orientation.h"
+
 // One build for every x86-64: the dynamic linker takes the version that the CPU can run.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(DALI_TF_INPUT_PLAIN)
 #define DALI_TF_INPUT_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
@@ -36,11 +38,15 @@ struct Work {
   float mean[3] = {0, 0, 0}, scale[3] = {1, 1, 1};  // (value - mean) * scale; not for kUint8
 };
 
-// What differs from image to image. The region is in pixels of the image, y then x.
+// What differs from image to image. Height and width are those of the stored image, or of the part of it that is there;
+// the region is in pixels of the image as it is shown, y then x.
 struct Image {
   int64_t height = 0, width = 0;
+  int orientation = 1;
   double start[2] = {0, 0}, extent[2] = {0, 0};
   bool mirror = false;
+
+  int64_t Shown(int axis) const { return (axis == 0) != IsTransposed(orientation) ? height : width; }
 };
 
 // The weights of the source pixels along one axis: those of output i start at source pixel first[i]. Of rows, first[i]
@@ -126,6 +132,36 @@ inline Taps MakeTaps(const Work& work, int outputs, int64_t size, double start, 
   return taps;
 }
 
+// Has taps count from the other end of their axis; the outputs stay in their order.
+inline void TurnTaps(Taps* taps, int64_t size) {
+  const int end = static_cast<int>(size), low = taps->low;
+  for (size_t output = 0; output < taps->first.size(); ++output) {
+    taps->first[output] = end - taps->count - taps->first[output];
+    float* weights = &taps->weights[output * static_cast<size_t>(taps->count)];
+    std::reverse(weights, weights + taps->count);
+  }
+  taps->low = end - taps->high, taps->high = end - low;
+}
+
+// The taps of an output along the axes of the stored image: `rows` of y, in ascending order, and `columns` of x.
+struct Frame {
+  Frame(const Work& work, const Image& image) : is_transposed(IsTransposed(image.orientation)) {
+    const int axis = is_transposed ? 1 : 0;  // of the output, along the rows of the stored image
+    const int outputs[2] = {work.height, work.width};
+    const auto make = [&](int of, bool reversed) {
+      return MakeTaps(work, outputs[of], image.Shown(of), image.start[of], image.extent[of], reversed);
+    };
+    const bool turns = RunsBackward(image.orientation, 0);
+    is_backward = turns != (axis == 1 && image.mirror);
+    rows = make(axis, turns), columns = make(1 - axis, axis == 0 && image.mirror);
+    if (turns) TurnTaps(&rows, image.height);
+    if (RunsBackward(image.orientation, 1)) TurnTaps(&columns, image.width);
+  }
+
+  Taps rows, columns;
+  bool is_transposed, is_backward;  // whether rows are columns of the output; whether the first row is its last one
+};
+
 typedef float Pixel __attribute__((vector_size(16), aligned(4), may_alias));  // red, green, blue and what follows
 
 DALI_TF_INPUT_INLINE uint16_t ToHalf(float value) {  // to nearest even
@@ -167,24 +203,45 @@ DALI_TF_INPUT_INLINE void WriteRow(const float* row, T* out, const Work& work, i
   }
 }
 
-// Writes line y of the output, in its type and layout.
-DALI_TF_INPUT_INLINE void WriteOutput(const float* row, const Work& work, int y, void* out) {
-  switch (work.output) {
-    case kFloat32:
-      return WriteRow(row, static_cast<float*>(out), work, y, [](float value) { return value; });
-    case kFloat16:
-      return WriteRow(row, static_cast<uint16_t*>(out), work, y, ToHalf);
-    case kBfloat16:
-      return WriteRow(row, static_cast<uint16_t*>(out), work, y, ToBfloat16);
-    case kUint8:
-      return WriteRow(row, static_cast<uint8_t*>(out), work, y, ToUint8);
+template <typename T, typename Cast>
+DALI_TF_INPUT_INLINE void WriteColumn(const float* column, T* out, const Work& work, int x, Cast cast) {
+  const int64_t width = work.width, plane = work.height * width;
+  const int64_t step = work.chw ? width : 3 * width, channel = work.chw ? plane : 1;
+  T* to = out + (work.chw ? x : 3 * x);
+  for (int64_t y = 0; y < work.height; ++y, to += step, column += 3) {
+    to[0] = cast(column[0]), to[channel] = cast(column[1]), to[2 * channel] = cast(column[2]);
   }
 }
 
-// Fills line y of the output from the source lines of its taps, each from column `left` on. `source` and `row` have room
-// for the columns in use and for the output's width, times 3, plus 1.
-DALI_TF_INPUT_CLONES void FillLine(const Work& work, const Taps& rows, const Taps& columns, const uint8_t* const* lines,
-                                   int left, int y, float* source, float* row, void* out) {
+template <bool is_column, typename T, typename Cast>
+DALI_TF_INPUT_INLINE void Write(const float* values, T* out, const Work& work, int at, Cast cast) {
+  if constexpr (is_column) {
+    WriteColumn(values, out, work, at, cast);
+  } else {
+    WriteRow(values, out, work, at, cast);
+  }
+}
+
+// Writes line `at` of the output, or column, in its type and layout.
+template <bool is_column = false>
+DALI_TF_INPUT_INLINE void WriteOutput(const float* values, const Work& work, int at, void* out) {
+  switch (work.output) {
+    case kFloat32:
+      return Write<is_column>(values, static_cast<float*>(out), work, at, [](float value) { return value; });
+    case kFloat16:
+      return Write<is_column>(values, static_cast<uint16_t*>(out), work, at, ToHalf);
+    case kBfloat16:
+      return Write<is_column>(values, static_cast<uint16_t*>(out), work, at, ToBfloat16);
+    case kUint8:
+      return Write<is_column>(values, static_cast<uint8_t*>(out), work, at, ToUint8);
+  }
+}
+
+// Fills a line of the output, or a column, from the source lines of the taps of row y, each from column `left` on. `source`
+// and `row` have room for the columns in use and for the line, times 3, plus 1.
+DALI_TF_INPUT_CLONES void FillLine(const Work& work, const Frame& frame, const uint8_t* const* lines, int left, int y,
+                                   float* source, float* row, void* out) {
+  const Taps &rows = frame.rows, &columns = frame.columns;
   const int64_t used = 3 * static_cast<int64_t>(columns.high - columns.low), from = 3 * static_cast<int64_t>(columns.low - left);
   const bool is_uint8 = work.output == kUint8;
   const Pixel mean = {work.mean[0], work.mean[1], work.mean[2], 0}, scale = {work.scale[0], work.scale[1], work.scale[2], 0};
@@ -208,7 +265,8 @@ DALI_TF_INPUT_CLONES void FillLine(const Work& work, const Taps& rows, const Tap
     for (int64_t x = 0; x < used; ++x) source[x] += weights[tap] * next[x];
   }
   const float* weight = columns.weights.data();
-  for (int x = 0; x < work.width; ++x) {
+  const int outputs = static_cast<int>(columns.first.size());
+  for (int x = 0; x < outputs; ++x) {
     const float* at = source + 3 * (columns.first[x] - columns.low);
     Pixel sum = {0, 0, 0, 0};
     if (columns.count == 2) {
@@ -221,12 +279,14 @@ DALI_TF_INPUT_CLONES void FillLine(const Work& work, const Taps& rows, const Tap
     if (!is_uint8) sum = (sum - mean) * scale;
     *reinterpret_cast<Pixel*>(row + 3 * x) = sum;  // the next pixel overwrites the fourth value
   }
-  WriteOutput(row, work, y, out);
+  const int at = frame.is_backward ? static_cast<int>(rows.first.size()) - 1 - y : y;
+  if (frame.is_transposed) return WriteOutput<true>(row, work, at, out);
+  WriteOutput(row, work, at, out);
 }
 
 // Returns what is wrong with an image or its region; nullptr if nothing is.
 inline const char* Check(const Work& work, const Image& image) {
-  const int64_t size[2] = {image.height, image.width};
+  const int64_t size[2] = {image.Shown(0), image.Shown(1)};
   const int outputs[2] = {work.height, work.width};
   for (int axis = 0; axis < 2; ++axis) {
     const double start = image.start[axis], end = start + image.extent[axis];
@@ -244,15 +304,16 @@ inline const char* Check(const Work& work, const Image& image) {
 
 // Does the work on an image that `Check` accepts, line by line.
 class Resampler {
+  const Frame frame_;
+
  public:
   Resampler(const Work& work, const Image& image, void* out)
-      : rows(MakeTaps(work, work.height, image.height, image.start[0], image.extent[0], false)),
-        columns(MakeTaps(work, work.width, image.width, image.start[1], image.extent[1], image.mirror)),
-        work_(work), out_(out), lines_(static_cast<size_t>(rows.count)),
-        source_(3 * static_cast<size_t>(columns.high - columns.low) + 1), row_(3 * static_cast<size_t>(work.width) + 1) {}
+      : frame_(work, image), rows(frame_.rows), columns(frame_.columns), work_(work), out_(out),
+        lines_(static_cast<size_t>(rows.count)), source_(3 * static_cast<size_t>(columns.high - columns.low) + 1),
+        row_(3 * columns.first.size() + 1) {}
 
   // Returns whether the output is complete.
-  bool IsDone() const { return next_ == work_.height; }
+  bool IsDone() const { return next_ == static_cast<int>(rows.first.size()); }
   // Returns whether the rest of the output may still need a source line.
   bool Needs(int line) const { return !IsDone() && line >= rows.first[next_]; }
 
@@ -261,11 +322,11 @@ class Resampler {
   void Fill(int line, int left, Get get) {
     for (; !IsDone() && rows.first[next_] + rows.count - 1 <= line; ++next_) {
       for (int tap = 0; tap < rows.count; ++tap) lines_[static_cast<size_t>(tap)] = get(rows.first[next_] + tap);
-      FillLine(work_, rows, columns, lines_.data(), left, next_, source_.data(), row_.data(), out_);
+      FillLine(work_, frame_, lines_.data(), left, next_, source_.data(), row_.data(), out_);
     }
   }
 
-  const Taps rows, columns;
+  const Taps &rows, &columns;
 
  private:
   const Work& work_;

@@ -19,8 +19,9 @@ TFRecords keep their splits, by name: validation-*, or tfds' *-validation.tfreco
 all others are training.
 
 JPEGs in RGB or grayscale keep their bytes if the decoders of training accept them; --resize_shorter
-shrinks larger ones. PNG, WebP, BMP, TIFF and GIF become JPEG, CMYK becomes RGB. All other features
-of TFRecords are kept. What is left out is counted, and listed in OUT/left_out.jsonl.
+shrinks larger ones. PNG, WebP, BMP, TIFF and GIF become JPEG, CMYK becomes RGB, and all images are
+turned upright by their EXIF orientation, with their masks. All other features of TFRecords are
+kept. What is left out is counted, and listed in OUT/left_out.jsonl.
 
 usage: dali-tf-input convert [flags] SOURCE OUT
 
@@ -86,7 +87,16 @@ _QUALITY = FLAGS.integer("quality", 95, "JPEG quality of images that are re-enco
 _STORE = FLAGS.choice(
     "store", "jpeg", ["jpeg", "pixels"], "pixels: decoded, larger, and read several times as fast."
 )
-_APPLY_ORIENTATION = FLAGS.boolean("apply_orientation", False, "Turn images upright by EXIF.")
+_KEEP_ORIENTATION = FLAGS.boolean(
+    "keep_orientation", False, "Turn no image upright; all keep their EXIF orientation."
+)
+_MASK_FRAME = FLAGS.choice(
+    "mask_frame", None, ["shown", "stored"], "How masks lie, where their size does not tell."
+)
+_MASK_KEY = FLAGS.string("mask_key", table.KEYS["mask"], "Feature key of the mask in TFRecords.")
+_KEEP_FEATURES = FLAGS.list(
+    "keep_features", None, "Positions in images, of TFRecords, to keep as they are."
+)
 _DECODER = FLAGS.choice(
     "decoder", "both", [*get_args(Decoder), "none"], "What must accept images whose bytes are kept."
 )
@@ -124,8 +134,9 @@ def main(arguments: list[str]) -> int:
     if is_url(out):
         raise InputError(f"{out}: a set is written to a local folder, and copied from there.")
     writer.check_folder(os.path.abspath(out), overwrite=_OVERWRITE.value)
-    flags = (_RESIZE_SHORTER, _QUALITY, _APPLY_ORIENTATION, _DECODER, _STORE)
-    conversion = Conversion(*(flag.value for flag in flags))
+    flags = (_RESIZE_SHORTER, _QUALITY, _KEEP_ORIENTATION, _DECODER, _STORE, _MASK_FRAME, _MASK_KEY)
+    values = {flag.name: flag.value for flag in flags}
+    conversion = Conversion(**values, keep_features=tuple(_KEEP_FEATURES.value or ()))
     is_folder, is_table = folders.is_folder(source), table.is_table(source)
     refuse_flags(is_folder=is_folder, is_table=is_table)
     names = read_class_names(os.path.expanduser(_LABELS.value)) if _LABELS.value else None
@@ -184,7 +195,7 @@ def refuse_flags(*, is_folder: bool, is_table: bool) -> None:
     if is_folder or not is_table:
         useless += [_KEEP, _DROP, _GROUP]
     if is_folder or is_table:
-        useless += [_IMAGE_KEY, _INDEX_DIR]
+        useless += [_IMAGE_KEY, _INDEX_DIR, _MASK_KEY, _KEEP_FEATURES]
     else:  # TFRecords keep their labels
         useless += [_LABELS, _LABELS_GROW]
     for flag in useless:

@@ -13,6 +13,7 @@ from dali_tf_input.cli.convert import table, writer
 from dali_tf_input.cli.convert.images import (
     Conversion,
     UnreadableImage,
+    check_positions,
     convert_image,
     convert_mask,
 )
@@ -122,7 +123,8 @@ def _record_of_image(
         image = convert_image(encoded, conversion)
         if mask:
             with open(mask, "rb") as stream:
-                features[table.KEYS["mask"]] = convert_mask(stream.read(), image)
+                frame = conversion.mask_frame
+                features[table.KEYS["mask"]] = convert_mask(stream.read(), image, frame)
     except (UnreadableImage, OSError) as error:
         return writer.Record(None, name, (str(error),), label)
     key = PIXELS_KEY if conversion.store == "pixels" else "image/encoded"
@@ -139,7 +141,7 @@ def make_records_of_records(
 ) -> list[writer.Record]:
     """Makes new records of records, given as items [file, etag or None, offset, size].
 
-    Only the image features change, and only if the image is converted.
+    Only the features of the image and its mask change, and only if the image is converted.
     """
     return [
         _record_of_record(conversion, image_key, f"{file} at byte {offset}", record)
@@ -168,6 +170,13 @@ def _record_of_record(
         features = decode_example(data)
         encoded = features[image_key][1][0]
         image = convert_image(encoded, conversion)
+        mask_key = conversion.mask_key
+        check_positions(features, image, {image_key, mask_key, *conversion.keep_features})
+        if mask_key in features:
+            (mask,) = features[mask_key][1]
+            converted = convert_mask(mask, image, conversion.mask_frame or "stored")
+            if converted != mask:
+                data = replace_features(data, {mask_key: converted})
     except (UnreadableImage, InputError, KeyError, IndexError) as error:
         return writer.Record(None, source, (str(error),))
     if conversion.store == "pixels":

@@ -1,0 +1,136 @@
+"""Images are turned upright as they are decoded: equal to those that were turned before."""
+
+import dataclasses
+import io
+
+import numpy as np
+import pytest
+from conftest import DALI, TF_DATA, jpeg, write_indexed
+from PIL import Image
+
+import dali_tf_input as dti
+
+TURNS = (
+    None,
+    Image.Transpose.FLIP_LEFT_RIGHT,
+    Image.Transpose.ROTATE_180,
+    Image.Transpose.FLIP_TOP_BOTTOM,
+    Image.Transpose.TRANSPOSE,
+    Image.Transpose.ROTATE_270,
+    Image.Transpose.TRANSVERSE,
+    Image.Transpose.ROTATE_90,
+)
+BY_TF = dti.TfDataOptions(kernel="tensorflow")
+CROPS = {
+    "no": dti.NoCrop(),
+    "center": dti.CenterCrop(resize_shorter=40),
+    "resize": dti.ResizeRandomCrop(resize=(40, 44)),
+    "area": dti.RandomResizedCrop(),
+    "random": dti.RandomCrop(),
+    "letterbox": dti.Letterbox(),
+}
+
+
+def save(image, form="PNG", **how):
+    stream = io.BytesIO()
+    image.save(stream, form, **how)
+    return stream.getvalue()
+
+
+def turned(image, number):
+    return image if TURNS[number] is None else image.transpose(TURNS[number])
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """Records of JPEGs of all orientations, baseline and progressive; and of PNGs, turned before."""
+    stored, upright = [], []
+    for number in range(8):
+        exif = Image.Exif()
+        exif[0x0112] = number + 1
+        for size, how in (((61, 95), {}), ((95, 61), {"progressive": True}), ((64, 48), {})):
+            image = Image.open(io.BytesIO(jpeg(*size, seed=number)))
+            data = save(image, "JPEG", exif=exif, quality=95, subsampling=0, **how)
+            mask = Image.fromarray((np.arange(size[0] * size[1]) % 251).reshape(size).astype("u1"))
+            about = {"image/class/label": number}
+            stored.append({"image/encoded": data, "mask": save(mask), **about})
+            shown = Image.fromarray(np.asarray(Image.open(io.BytesIO(data))))  # without its tag
+            shown = turned(shown, number)
+            own = {"image/encoded": save(shown), "mask": save(turned(mask, number))}
+            upright.append(own | about)
+    folder = tmp_path_factory.mktemp("orientation")
+    return [
+        write_indexed(folder / f"{name}-0", examples)
+        for name, examples in (("stored", stored), ("upright", upright))
+    ]
+
+
+def take(records, options, **fields):
+    """Returns the images, and the masks if there are any, of all records."""
+    fields = {"order": "sequential", "seed": 3, "normalization": None, **fields}
+    spec = dti.InputSpec.for_training(records, (32, 36), **fields)
+    batches = iter(dti.load(spec, options, batch_size=8).dataset)
+    made = [next(batches) for _ in range(3)]
+    return [np.concatenate([batch[part].numpy() for batch in made]) for part in range(len(made[0]))]
+
+
+@pytest.mark.parametrize("options", [TF_DATA, BY_TF, DALI])
+@pytest.mark.parametrize("crop", CROPS)
+def test_turned_as_before(pairs, options, crop):
+    """All eight orientations, with and without antialias, for every crop, mirrored or not."""
+    for antialias in (False, True):
+        how = {"crop": CROPS[crop], "antialias": antialias}
+        made, due = (take(records, options, **how)[0] for records in pairs)
+        difference = np.abs(made - due)
+        if options is DALI:  # it decodes PNG and JPEG by other paths
+            assert difference.mean() < 0.3
+        else:
+            assert difference.max() < 0.01
+
+
+@pytest.mark.parametrize("options", [TF_DATA, BY_TF])
+def test_other_outputs(pairs, options):
+    """Nearest pixels, planes, whole numbers, half precision, gray, and several views."""
+    for fields in (
+        {"interpolation": "nearest"},
+        {"interpolation": "bicubic", "layout": "CHW", "crop": dti.CenterCrop(resize_shorter=44)},
+        {"dtype": "float16", "channels": 1},
+        {"augment": (dti.RandAugment(),), "crop": dti.RandomResizedCrop()},
+    ):
+        made, due = (take(records, options, **fields)[0] for records in pairs)
+        assert np.abs(made.astype(float) - due).max() <= (1 if "augment" in fields else 0.2)
+
+
+@pytest.mark.parametrize("options", [TF_DATA, BY_TF, DALI])
+def test_views_are_turned(pairs, options):
+    views = [
+        dti.Preprocess.for_training(size, normalization=None, crop=dti.RandomResizedCrop())
+        for size in (24, 16)
+    ]
+    made = []
+    for records in pairs:
+        spec = dti.InputSpec.for_training(records, views[0], views=tuple(views), order="sequential")
+        batch, _ = next(iter(dti.load(spec, options, batch_size=24).dataset))
+        made.append([batch[f"image_{view}"].numpy() for view in range(2)])
+    for one, other in zip(*made, strict=True):
+        assert np.abs(one - other).mean() < (0.3 if options is DALI else 0.001)
+
+
+@pytest.mark.parametrize("options", [TF_DATA, BY_TF, DALI])
+def test_masks_are_turned_with_their_images(pairs, options):
+    fields = {"label": None, "mask": dti.SegmentationMask(key="mask")}
+    made, due = (take(records, options, **fields)[1] for records in pairs)
+    assert (made == due).all()
+    assert made.max() > 200
+
+
+def test_images_as_they_are_stored(pairs):
+    """Without `apply_orientation` a tag is not read."""
+    spec = dti.Preprocess(image_size=(61, 95), apply_orientation=False, mean=(0,) * 3, std=(1,) * 3)
+    (image,) = [record["image/encoded"][0] for record in [pairs[0].read(15)]]  # orientation 6
+    (whole,) = [batch for _, batch in dti.iterate_batches([image], spec)]
+    plain = np.asarray(Image.open(io.BytesIO(image))).astype(float)
+    assert np.abs(whole[0] - plain).max() < 0.01
+    upright = dataclasses.replace(spec, image_size=(95, 61), apply_orientation=True)
+    (whole,) = [batch for _, batch in dti.iterate_batches([image], upright)]
+    assert np.abs(whole[0] - np.rot90(plain, -1)).max() < 0.01

@@ -1,0 +1,108 @@
+"""The EXIF orientation of images, in Python and in TensorFlow's operations."""
+
+import io
+import struct
+
+import pytest
+import tensorflow as tf
+from conftest import jpeg
+from PIL import Image
+
+from dali_tf_input.backends import tf_orientation
+from dali_tf_input.records.orientation import find_orientation, has_several
+
+TAG, SHORT, LONG, BYTE = 0x0112, 3, 4, 1
+
+
+def exif_of(*entries, order="<", at=8, magic=42, count=None):
+    """Returns EXIF data of (tag, type, count, value) entries."""
+    head = {"<": b"II", ">": b"MM"}[order] + struct.pack(f"{order}HI", magic, at)
+    body = struct.pack(f"{order}H", len(entries) if count is None else count)
+    for tag, kind, number, value in entries:
+        packed = struct.pack(f"{order}H", value) + b"\0\0" if kind == SHORT else b""
+        packed = packed or (bytes([value]) + b"\0\0\0" if kind == BYTE else b"")
+        body += struct.pack(f"{order}HHI", tag, kind, number)
+        body += packed or struct.pack(f"{order}I", value)
+    return head.ljust(at, b"\0") + body + b"\0\0\0\0"
+
+
+def segment(marker, data):
+    return bytes([0xFF, marker]) + struct.pack(">H", len(data) + 2) + data
+
+
+def with_segments(*segments, fill=b""):
+    image = jpeg(8, 9)
+    return image[:2] + fill + b"".join(segments) + image[2:]
+
+
+def exif(data):
+    return segment(0xE1, b"Exif\0\0" + data)
+
+
+def saved(form, orientation, **how):
+    tags = Image.Exif()
+    tags[TAG] = orientation
+    stream = io.BytesIO()
+    Image.new("RGB", (9, 8)).save(stream, form, exif=tags, **how)
+    return stream.getvalue()
+
+
+SIX = exif(exif_of((TAG, SHORT, 1, 6)))
+THREE = exif(exif_of((TAG, SHORT, 1, 3)))
+XMP = segment(0xE1, b"http://ns.adobe.com/xap/1.0/\0<tiff:Orientation>8")
+OTHERS = [(256, LONG, 1, 40), (257, LONG, 1, 30)]
+IMAGES = {
+    "none": (jpeg(8, 9), 1),
+    "before JFIF": (with_segments(SIX), 6),
+    "after XMP": (with_segments(XMP, SIX), 6),
+    "XMP alone": (with_segments(XMP), 1),
+    "fill bytes": (with_segments(SIX, fill=b"\xff\xff"), 6),
+    "after a comment": (with_segments(segment(0xFE, b"x" * 70_00), SIX), 6),
+    "the first counts": (with_segments(SIX, THREE), 6),
+    "big endian": (with_segments(exif(exif_of((TAG, SHORT, 1, 8), order=">"))), 8),
+    "among others": (with_segments(exif(exif_of(*OTHERS, (TAG, SHORT, 1, 5)))), 5),
+    "not sorted": (with_segments(exif(exif_of((TAG, SHORT, 1, 5), *OTHERS))), 5),
+    "at 40": (with_segments(exif(exif_of((TAG, SHORT, 1, 7), at=40))), 7),
+    "long": (with_segments(exif(exif_of((TAG, LONG, 1, 6)))), 6),
+    "0": (with_segments(exif(exif_of((TAG, SHORT, 1, 0)))), 1),
+    "9": (with_segments(exif(exif_of((TAG, SHORT, 1, 9)))), 1),
+    "of bytes": (with_segments(exif(exif_of((TAG, BYTE, 1, 6)))), 1),
+    "other magic": (with_segments(exif(exif_of((TAG, SHORT, 1, 6), magic=43))), 1),
+    "beyond the end": (with_segments(exif(exif_of((TAG, SHORT, 1, 6))[:4] + b"\xff" * 4)), 1),
+    "more entries than there are": (with_segments(exif(exif_of(*OTHERS, count=900)[:-4])), 1),
+    "too short": (with_segments(exif(b"II*")), 1),
+    "empty": (with_segments(exif(b"")), 1),
+    "cut": (with_segments(SIX)[:14], 1),
+    "nothing": (b"", 1),
+    "one byte": (b"\xff", 1),
+    "png": (saved("PNG", 6), 6),
+    "webp": (saved("WEBP", 8), 8),
+    "lossless webp": (saved("WEBP", 3, lossless=True), 3),
+    "bmp": (b"BM" + bytes(60), 1),
+    **{f"orientation {number}": (saved("JPEG", number), number) for number in range(1, 9)},
+}
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_readers_agree(name):
+    image, expected = IMAGES[name]
+    assert find_orientation(image) == expected
+    assert int(READ(tf.constant(image))) == expected
+
+
+READ = tf.function(tf_orientation.find_orientation)
+
+
+def test_damaged_bytes():
+    """Any change of a byte gives the same number in both readers."""
+    image = with_segments(exif(exif_of(*OTHERS, (TAG, SHORT, 1, 6))))[:80]
+    for place in range(len(image)):
+        for value in (0, 1, 0xFF, image[place] ^ 0x10):
+            damaged = image[:place] + bytes([value]) + image[place + 1 :]
+            assert int(READ(tf.constant(damaged))) == find_orientation(damaged), (place, value)
+
+
+def test_several_that_differ():
+    assert has_several(with_segments(SIX, THREE))
+    assert not has_several(with_segments(SIX, SIX))
+    assert not has_several(with_segments(SIX))

@@ -1,0 +1,197 @@
+"""Converted images are upright, and masks lie on them, without loss."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+from commands import fails, rows, run
+from conftest import scan_records, write_tfrecord
+from PIL import Image
+
+from dali_tf_input.cli.convert.images import (
+    Conversion,
+    UnreadableImage,
+    check_positions,
+    convert_image,
+    convert_mask,
+)
+from dali_tf_input.records.example import decode_example
+from dali_tf_input.records.tfrecord import read_record
+
+QUARTERS = np.zeros((200, 300), np.uint8)  # a mask of an upright image
+QUARTERS[:100, :150], QUARTERS[:100, 150:], QUARTERS[100:, :150], QUARTERS[100:, 150:] = 1, 2, 3, 4
+COLORS = np.array([(0, 0, 0), (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)], np.uint8)
+SIDEWAYS = Image.Transpose.ROTATE_90  # orientation 6 shows it upright
+
+
+def save(image, form="JPEG", **how):
+    stream = io.BytesIO()
+    image.save(stream, form, **how)
+    return stream.getvalue()
+
+
+def photo(form="JPEG", *, size=300, **how):
+    """Returns a photo of four colors, held sideways."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    image = Image.fromarray(COLORS[QUARTERS]).resize((size, size * 2 // 3))
+    return save(image.transpose(SIDEWAYS), form, exif=exif, **how)
+
+
+def read_all(folder):
+    found = []
+    for path in sorted(folder.glob("train-*-of-?????")):
+        for offset, _ in scan_records(str(path)):
+            values = decode_example(read_record(str(path), offset))
+            found.append({key: value[0] for key, (_, value) in values.items()})
+    return found
+
+
+def classes_of(pixels):
+    """Returns the class of the middle of each quarter, of a mask or of an image."""
+    height, width = pixels.shape[:2]
+    places = [(y, x) for y in (height // 4, 3 * height // 4) for x in (width // 4, 3 * width // 4)]
+    if pixels.ndim == 2:
+        return [int(pixels[place]) for place in places]
+    return [int(np.abs(COLORS - pixels[place].astype(int)).sum(1).argmin()) for place in places]
+
+
+def opened(data):
+    return np.asarray(Image.open(io.BytesIO(data)))
+
+
+MASK = Image.fromarray(QUARTERS)
+
+
+@pytest.mark.parametrize("frame", ["shown", "stored"])
+@pytest.mark.parametrize("flag", [[], ["--keep_orientation"], ["--resize_shorter=100"]])
+def test_masks_of_sideways_photos(tmp_path, frame, flag):
+    """Their size tells how they lie; they end in the frame of their image, and of its size."""
+    (tmp_path / "1.jpg").write_bytes(photo())
+    mask = MASK if frame == "shown" else MASK.transpose(SIDEWAYS)
+    (tmp_path / "1.png").write_bytes(save(mask, "PNG"))
+    (tmp_path / "t.csv").write_text("path,label,mask\n1.jpg,0,1.png\n")
+    flags = ["--decoder=none", "--validation_fraction=0", *flag]
+    process = run("convert", *flags, tmp_path / "t.csv", tmp_path / "out")
+    assert process.returncode == 0, process.stderr
+    (record,) = read_all(tmp_path / "out")
+    image, mask = (
+        opened(record["image/encoded"]),
+        opened(record["image/segmentation/class/encoded"]),
+    )
+    assert image.shape[:2] == mask.shape
+    assert classes_of(image) == classes_of(mask)
+    if not flag or "resize" in flag[0]:
+        assert classes_of(mask) == [1, 2, 3, 4]
+        assert Image.open(io.BytesIO(record["image/encoded"])).getexif().get(0x0112, 1) == 1
+    else:
+        assert record["image/encoded"] == photo()
+
+
+def test_masks_whose_size_does_not_tell():
+    """Square ones are as annotation tools show them; raw bytes are as their image is stored."""
+    square = (
+        Image.fromarray(COLORS[QUARTERS[:, ::2][:, :150]]).resize((200, 200)).transpose(SIDEWAYS)
+    )
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    image = convert_image(save(square, exif=exif), Conversion(decoder="none"))
+    upright = Image.fromarray(QUARTERS).resize((200, 200), Image.Resampling.NEAREST)
+    stored = upright.transpose(SIDEWAYS)
+    for mask, frame in ((upright, None), (upright, "shown"), (stored, "stored")):
+        made = convert_mask(save(mask, "PNG"), image, frame)
+        assert classes_of(opened(made)) == [1, 2, 3, 4]
+    for mask, frame in ((stored, None), (upright, "shown")):
+        made = convert_mask(mask.tobytes(), image, frame)
+        assert classes_of(np.frombuffer(made, np.uint8).reshape(200, 200)) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("mask", "said"),
+    [
+        (save(MASK, "JPEG"), "its mask is a JPEG, which may change classes: save it as PNG"),
+        (save(MASK, "WEBP", lossless=True), "of mode RGB"),
+        (save(MASK.resize((1000, 10)), "PNG"), "1000x10 pixels, and the image 200x300"),
+        (bytes(100), "its mask: cannot identify"),
+    ],
+)
+def test_masks_that_do_not_fit(mask, said):
+    image = convert_image(photo(), Conversion(decoder="none"))
+    with pytest.raises(UnreadableImage, match=said):
+        convert_mask(mask, image)
+
+
+def test_all_formats_become_upright(tmp_path):
+    """No set has photos of both kinds."""
+    folder = tmp_path / "photos" / "a"
+    folder.mkdir(parents=True)
+    forms = {"jpg": "JPEG", "png": "PNG", "webp": "WEBP", "tif": "TIFF"}
+    for suffix, form in forms.items():
+        (folder / f"1.{suffix}").write_bytes(photo(form))
+    (folder / "progressive.jpg").write_bytes(photo(progressive=True))
+    flags = ["--validation_fraction=0", "--decoder=none"]
+    for number, flag in enumerate([[], ["--store=pixels"], ["--resize_shorter=120"]]):
+        out = tmp_path / f"out{number}"
+        process = run("convert", *flags, *flag, tmp_path / "photos", out)
+        assert rows(process.stdout)["turned upright"] == "5 images"
+        for record in read_all(out):
+            sides = record["image/height"], record["image/width"]
+            assert sides[0] < sides[1]
+            pixels = record.get("image/pixels")
+            image = np.frombuffer(pixels, "u1").reshape(*sides, 3) if pixels else None
+            image = opened(record["image/encoded"]) if image is None else image
+            assert classes_of(image) == [1, 2, 3, 4]
+    process = run("convert", *flags, "--keep_orientation", tmp_path / "photos", tmp_path / "kept")
+    assert rows(process.stdout)["EXIF orientation kept"] == "4 images"  # Pillow turns TIFF
+    tags = [
+        Image.open(io.BytesIO(record["image/encoded"])).getexif().get(0x0112, 1)
+        for record in read_all(tmp_path / "kept")
+    ]
+    assert sorted(tags) == [1, 6, 6, 6, 6]
+
+
+def test_records_with_masks_and_boxes(tmp_path):
+    """Masks follow; boxes cannot: such records are left out, or kept by name."""
+    mask = save(MASK.transpose(SIDEWAYS), "PNG")
+    example = {"image/encoded": photo(), "image/class/label": 0}
+    example |= {"image/height": 300, "image/width": 200}
+    boxed = {**example, "image/object/bbox/xmin": [0.1, 0.5]}
+    key = "image/segmentation/class/encoded"
+    write_tfrecord(tmp_path / "train-0", [{**example, key: mask}])
+    write_tfrecord(tmp_path / "boxed-0", [boxed])
+    run("index", tmp_path / "train-0", tmp_path / "boxed-0")
+    for number, flag in enumerate([[], ["--resize_shorter=100"], ["--store=pixels"]]):
+        out = tmp_path / f"out{number}"
+        process = run("convert", "--decoder=none", *flag, tmp_path / "train-0", out)
+        assert process.returncode == 0, process.stderr
+        (record,) = read_all(out)
+        pixels = opened(record[key])
+        assert pixels.shape == (record["image/height"], record["image/width"])
+        assert classes_of(pixels) == [1, 2, 3, 4]
+    process = run("convert", "--decoder=none", tmp_path / "boxed-0", tmp_path / "boxes")
+    name = "image/object/bbox/xmin"
+    fails(process, f"`{name}` may be positions in its image", f"--keep_features={name}")
+    flags = ["--decoder=none", f"--keep_features={name}"]
+    assert run("convert", *flags, tmp_path / "boxed-0", tmp_path / "boxes").returncode == 0
+    smaller = convert_image(photo(), Conversion(decoder="none", keep_orientation=True))
+    check_positions({name: ("float_list", [5.0])}, smaller, ())
+    shrunk = smaller._replace(width=20, height=30)
+    check_positions({name: ("float_list", [0.5])}, shrunk, ())
+    with pytest.raises(UnreadableImage, match="would be resized"):
+        check_positions({name: ("float_list", [5.0])}, shrunk, ())
+
+
+def test_images_of_more_than_8_bits(tmp_path):
+    """What is lost is said, and so are 12 bits in 16."""
+    folder = tmp_path / "photos" / "a"
+    folder.mkdir(parents=True)
+    ramp = np.arange(64 * 64, dtype=np.uint16).reshape(64, 64)
+    (folder / "deep.png").write_bytes(save(Image.fromarray(ramp * 16), "PNG"))
+    (folder / "dark.png").write_bytes(save(Image.fromarray(ramp), "PNG"))
+    flags = ["--validation_fraction=0", "--decoder=none"]
+    process = run("convert", *flags, tmp_path / "photos", tmp_path / "out")
+    said = rows(process.stdout)
+    assert said["16 bits made 8"] == "2 images"
+    assert said["12 bits in 16, almost black"] == "1 image"
+    assert json.loads((tmp_path / "out" / "features.json").read_text())
