@@ -117,6 +117,9 @@ def prepare_mask(mask: tf.Tensor, uniforms: tf.Tensor, spec: InputSpec) -> tf.Te
     if isinstance(plain.crop, Letterbox):
         plain = dataclasses.replace(plain, crop=Letterbox(fill=0))
     ignore = spec.mask.ignore if spec.mask else 0
+    if spec.mask and spec.mask.values:
+        values = tf.constant(spec.mask.map_values(range(256)), tf.uint8)
+        mask = tf.gather(values, tf.cast(mask, tf.int32))
     region = find_region(tf.shape(mask)[:2], uniforms, plain)
     # Shifted, as what is outside is filled with 0.
     shifted = tf.cast(mask, tf.float32) - ignore

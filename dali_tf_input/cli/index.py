@@ -199,6 +199,11 @@ def _describe(summary: Summary, names: Sequence[str] | None) -> list[tuple[str, 
     labels = _describe_labels(summary, names)
     if labels:
         rows.append(("labels", labels))
+    if summary.turned:
+        sample = f"in a sample of {summary.parsed:,}: "
+        where = "" if summary.parsed == summary.records else sample
+        count = format_count(summary.turned, "image")
+        rows.append(("EXIF", f"{where}{count} to be turned upright, as training does"))
     if summary.images:
         rows.append(("images", _describe_images(summary.images)))
     return rows

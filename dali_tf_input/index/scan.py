@@ -1,6 +1,8 @@
 """Checking one TFRecord file: which of its records are valid, and what they hold."""
 
 import contextlib
+import dataclasses
+import io
 import itertools
 import math
 import os
@@ -12,11 +14,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, BinaryIO
 
 import google_crc32c
+import numpy as np
 
 from dali_tf_input.errors import InputError
 from dali_tf_input.index.decode import DecodingChild
+from dali_tf_input.random import Integers
 from dali_tf_input.records import contents
 from dali_tf_input.records.checks import (
+    KEY_PRESETS,
     Checks,
     InvalidRecord,
     check_images,
@@ -26,6 +31,7 @@ from dali_tf_input.records.checks import (
 from dali_tf_input.records.contents import FileEntry
 from dali_tf_input.records.example import MAX_BYTES, decode_example
 from dali_tf_input.records.labels import ClassLabel, Features
+from dali_tf_input.records.orientation import UPRIGHT, find_orientation
 from dali_tf_input.records.tfrecord import (
     FRAME_SIZE,
     BadRecord,
@@ -39,6 +45,7 @@ from dali_tf_input.records.tfrecord import (
 _MOST_SAMPLED = 32
 _MOST_SAMPLED_BYTES = 1 << 20
 _MOST_KEYS = 1000
+_IMAGE_KEYS = tuple(image for image, _ in KEY_PRESETS.values())
 _MOST_RANGED = 1024  # values of a list whose range is noted
 _PROGRESS_SECONDS = 0.2
 _DECODED_AT_ONCE = 8  # records whose images go to the decoding child in one call
@@ -135,6 +142,7 @@ def check_file(
         features=content.features(),
         images=content.images(),
         labels=content.labels(),
+        turned=content.turned,
     )
 
 
@@ -177,6 +185,9 @@ class _Content:
         self._first_parsed = 0
         # Of a key: kinds, shortest, longest, records, first without, range.
         self._features: dict[str, list[Any]] = {}
+        self._mask_key = checks.mask_key if checks.verify == "decode" else None
+        self._mask_values = np.zeros(256, np.int64)  # how many pixels have each
+        self.turned = 0
         self._labels = array("q")
         self._largest = (0, 0)
         self._formats: Counter[str] = Counter()
@@ -263,6 +274,8 @@ class _Content:
             self._formats[image_format] += 1
             self._largest = (max(self._largest[0], height), max(self._largest[1], width))
         self._note_features(features, number)
+        if self._mask_key:
+            self._mask_values += _count_values(features[self._mask_key][1][0])
         if self._counted_key:
             self._labels.extend(features[self._counted_key][1])
         elif self._class_label:
@@ -272,6 +285,11 @@ class _Content:
     def _note_features(self, features: Features, number: int) -> None:
         if not self.parsed:
             self._first_parsed = number
+        for key in (self._checks.image_key or "", *_IMAGE_KEYS):
+            if key in features and features[key][0] == "bytes_list":
+                images = features[key][1][:1]
+                self.turned += any(find_orientation(image) != UPRIGHT for image in images)
+                break
         num_noted = 0
         for key, (kind, values) in features.items():
             stats = self._features.get(key)
@@ -299,6 +317,15 @@ class _Content:
         self.parsed += 1
 
     def features(self) -> dict[str, contents.Feature]:
+        found = self._features_of_lists()
+        if self._mask_key in found and self._mask_values.any():
+            values = np.flatnonzero(self._mask_values).tolist()
+            counts = tuple((value, int(self._mask_values[value])) for value in values)
+            feature = dataclasses.replace(found[self._mask_key], counts=counts)
+            found[self._mask_key] = dataclasses.replace(feature, range=(values[0], values[-1]))
+        return found
+
+    def _features_of_lists(self) -> dict[str, contents.Feature]:
         return {
             key: contents.Feature(
                 kinds=tuple(sorted(kinds)),
@@ -324,6 +351,17 @@ class _Content:
             return None
         formats = dict(self._formats.most_common())
         return contents.Images(formats=formats, largest_size=self._largest)
+
+
+def _count_values(mask: bytes) -> Integers:
+    """Returns how many pixels of a checked mask have each value: int64 (256,)."""
+    values = np.frombuffer(mask, np.uint8)
+    if mask.startswith(b"\x89PNG"):
+        from PIL import Image  # here, as few runs need it
+
+        with Image.open(io.BytesIO(mask)) as image:
+            values = np.asarray(image).ravel()
+    return np.bincount(values, minlength=256)
 
 
 def _format_index(extents: list[tuple[int, int]]) -> bytes:

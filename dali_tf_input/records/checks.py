@@ -15,6 +15,7 @@ from dali_tf_input.records.labels import (
     label_kind,
     label_to_json,
 )
+from dali_tf_input.records.orientation import has_several
 
 Level = Literal["framing", "crc", "schema", "decode"]
 Decoder = Literal["both", "dali", "tf_data"]
@@ -194,7 +195,11 @@ def check_images(features: Features, checks: Checks, decode: TrialDecode) -> tup
     if checks.image_key == PIXELS_KEY:
         image = ("pixels", *(find_size(features) or (0, 0)))
     else:
-        image = decode(features[checks.image_key or ""][1][0])
+        encoded = features[checks.image_key or ""][1][0]
+        if checks.decoder != "tf_data" and has_several(encoded):
+            detail = "it has EXIF data of several orientations, of which DALI mixes two."
+            raise InvalidRecord("orientation", detail)
+        image = decode(encoded)
     if checks.mask_key:
         check_mask(features[checks.mask_key][1][0], image[1:], decode)
     return image

@@ -33,7 +33,8 @@ class Feature:
         it.
       range: lowest and highest value, if all are lists of numbers with a value; else None.
       counts: for an integer label checked at level "schema": the integers that occur, in order, and
-        how often each one does; None above 10,000 different integers.
+        how often each one does; None above 10,000 different integers. For a mask checked at level
+        "decode": the same of its pixels.
     """
 
     kinds: tuple[str, ...]
@@ -77,6 +78,7 @@ class FileEntry:
       labels: the stored class of each record in the index, packed by `pack_integers`; for labels
         stored as names, the position in the vocabulary. None below level "schema", and for labels
         that are not a `ClassLabel`.
+      turned: how many images of the `parsed` records are turned by their EXIF orientation.
     """
 
     size: _Number
@@ -95,6 +97,7 @@ class FileEntry:
     folder: str | None = None
     images: Images | None = None
     labels: bytes | None = None
+    turned: _Number = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +116,8 @@ class Summary:
     features: dict[str, Feature]
     without: dict[str, tuple[str, int]]
     images: Images | None
+    parsed: int
+    turned: int
 
 
 def pack_integers(integers: npt.ArrayLike) -> bytes:
@@ -151,6 +156,8 @@ def summarize(entries: Mapping[str, FileEntry]) -> Summary:
         features=features,
         without=without,
         images=merge_images([entry.images for entry in values if entry.images]),
+        parsed=sum(entry.parsed for entry in values),
+        turned=sum(entry.turned for entry in values),
     )
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -204,19 +204,36 @@ def label_from_json(values: Mapping[str, Any] | None) -> Label | None:
 class SegmentationMask:
     """A class for each pixel; the mask is cropped, resized (nearest) and mirrored like its image.
 
-    It has the size of its image and is stored as a PNG with one channel, or as raw bytes, one uint8
-    per pixel. It is returned as int32 (height, width).
+    It has the size of its image, as it is stored, and is a PNG with one channel, or raw bytes, one
+    uint8 per pixel. It is turned like its image, and returned as int32 (height, width).
 
     Examples:
       >>> label = SegmentationMask(key="image/segmentation/class/encoded")
+      >>> label = SegmentationMask(key="mask", num_classes=2, values={0: 0, 255: 1})
 
     Attributes:
       key: its feature key.
       ignore: the value of pixels that a crop adds outside the image, in [0, 255].
+      num_classes: how many classes there are: values are below it, or `ignore`. None sets no limit.
+        The values are known, and checked, of records that were indexed at level "decode" with
+        `mask_key`.
+      values: what stored values become, each in [0, 255]; others stay. None changes none.
     """
 
     key: str
     ignore: Annotated[int, Within(0, 255)] = 255
+    num_classes: Annotated[int, Within(1, 256)] | None = None
+    values: dict[int, int] | None = field(default=None, hash=False)
+
+    def __post_init__(self) -> None:
+        numbers = [*(self.values or {}), *(self.values or {}).values()]
+        rule = "a dict of numbers in [0, 255]"
+        check(all(0 <= number <= 255 for number in numbers), "values", rule, self.values)
+
+    def map_values(self, stored: Sequence[int]) -> list[int]:
+        """Returns what stored values become."""
+        values = self.values or {}
+        return [values.get(value, value) for value in stored]
 
 
 @checked

@@ -9,7 +9,7 @@ from numbers import Real
 from typing import TYPE_CHECKING
 
 from dali_tf_input.errors import InputError
-from dali_tf_input.records.labels import ClassLabel, MultiHot, Stored
+from dali_tf_input.records.labels import ClassLabel, MultiHot, SegmentationMask, Stored
 
 if TYPE_CHECKING:
     from dali_tf_input.spec.input import InputSpec
@@ -94,6 +94,7 @@ def _rules_of_images(spec: "InputSpec") -> Rules:
             "`views` are of one decoded image: `apply_orientation` must be equal.",
         )
     if spec.mask:
+        yield from _rules_of_mask(spec, spec.mask)
         for augmentation in spec.preprocess.augment:
             name = type(augmentation).__name__
             yield (
@@ -114,6 +115,29 @@ def _rules_of_images(spec: "InputSpec") -> Rules:
             )
         is_mixable = isinstance(label, ClassLabel | MultiHot)
         yield is_mixable, f"`mix` needs a ClassLabel or a MultiHot, got {label}."
+
+
+def _rules_of_mask(spec: "InputSpec", mask: SegmentationMask) -> Rules:
+    """Compares the values that masks have with those that are meant, as far as they are known."""
+    feature = spec.records.features.get(mask.key)
+    if feature is None or feature.counts is None:
+        return
+    stored = [value for value, _ in feature.counts]
+    served = mask.map_values(stored)
+    found = f"the masks of these records have the values {', '.join(map(str, stored[:20]))}"
+    for value, now in zip(stored, served, strict=True):
+        is_class = mask.num_classes is None or now < mask.num_classes or now == mask.ignore
+        yield (
+            is_class,
+            f"`mask.num_classes` must be above the value of each pixel, but for `ignore`"
+            f" {mask.ignore}: {value} is {now}, and {found}.",
+        )
+    # Image editors write masks of two classes so: all of the second one would be ignored.
+    yield (
+        not ({*served} == {0, 255} and mask.ignore == 255 and mask.values is None),
+        f"{found}, of which {mask.ignore} is `ignore`: no class but 0 would be left. If 255 is a"
+        " class: values={0: 0, 255: 1}. If it is to be ignored: values={255: 255}.",
+    )
 
 
 def _rules_of_features(spec: "InputSpec") -> Rules:

@@ -6,9 +6,10 @@ import json
 import numpy as np
 import pytest
 from commands import fails, rows, run
-from conftest import scan_records, write_tfrecord
+from conftest import refused, scan_records, write_tfrecord
 from PIL import Image
 
+import dali_tf_input as dti
 from dali_tf_input.cli.convert.images import (
     Conversion,
     UnreadableImage,
@@ -17,6 +18,7 @@ from dali_tf_input.cli.convert.images import (
     convert_mask,
 )
 from dali_tf_input.records.example import decode_example
+from dali_tf_input.records.orientation import find_orientation
 from dali_tf_input.records.tfrecord import read_record
 
 QUARTERS = np.zeros((200, 300), np.uint8)  # a mask of an upright image
@@ -195,3 +197,54 @@ def test_images_of_more_than_8_bits(tmp_path):
     assert said["16 bits made 8"] == "2 images"
     assert said["12 bits in 16, almost black"] == "1 image"
     assert json.loads((tmp_path / "out" / "features.json").read_text())
+
+
+def test_values_of_masks(tmp_path):
+    """Counted at level "decode", and compared with the classes that are meant."""
+    key, ink = "mask", np.where(QUARTERS > 2, 255, 0).astype(np.uint8)
+    for name, mask in (("raw", ink.tobytes()), ("png", save(Image.fromarray(ink), "PNG"))):
+        image = save(Image.fromarray(COLORS[QUARTERS]))
+        write_tfrecord(tmp_path / f"{name}-0", [{"image/encoded": image, key: mask}])
+    files = [str(tmp_path / "raw-0"), str(tmp_path / "png-0")]
+    dti.build_index(files, dti.Checks(verify="decode", mask_key=key, label=None))
+    records = dti.Records.from_files(files)
+    assert records.features[key].counts == ((0, 60_000), (255, 60_000))
+
+    def make(**fields):
+        mask = dti.SegmentationMask(key=key, **fields)
+        return dti.InputSpec.for_evaluation(records, 32, label=None, mask=mask)
+
+    with refused("values 0, 255, of which 255 is `ignore`.*values={0: 0, 255: 1}"):
+        make()
+    with refused("`mask.num_classes` must be above .*: 255 is 3, and the masks"):
+        make(values={255: 3}, num_classes=2)
+    with refused("`values` must be a dict of numbers in"):
+        make(values={0: 256})
+    make(values={255: 255})
+    spec = make(values={0: 0, 255: 1}, num_classes=2)
+    for options in (dti.TfDataOptions(), dti.DaliOptions(device="cpu")):
+        _, masks = next(iter(dti.load(spec, options, batch_size=2).dataset))
+        assert set(np.unique(masks)) == {0, 1}
+
+
+def test_two_exif_orientations(tmp_path):
+    """DALI turns one half of such an image by each; the first one counts elsewhere."""
+    one, other = (
+        b"\xff\xe1\x00\x22Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0"
+        + bytes([n])
+        + b"\0\0\0\0\0\0"
+        for n in (6, 3)
+    )
+    plain = save(Image.new("RGB", (30, 20)))
+    image = plain[:2] + one + other + plain[2:]
+    assert find_orientation(image) == 6
+    write_tfrecord(tmp_path / "train-0", [{"image/encoded": image, "image/class/label": 0}])
+    files = str(tmp_path / "train-0")
+    fails(
+        run("index", "--verify=decode", files),
+        "EXIF data of several orientations",
+        bad_records=True,
+    )
+    process = run("index", "--verify=decode", "--decoder=tf_data", files)
+    assert process.returncode == 0, process.stderr
+    assert rows(process.stdout)["EXIF"] == "1 image to be turned upright, as training does"
