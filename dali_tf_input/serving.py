@@ -17,6 +17,7 @@ from dali_tf_input.errors import BatchSize, InputError, Path, check, checked
 from dali_tf_input.index.decoders import make_trial_decode
 from dali_tf_input.records.checks import Checks, InvalidRecord
 from dali_tf_input.records.class_names import LABELS_NAME
+from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.options import DaliOptions, Device, TfDataOptions
 from dali_tf_input.spec.preprocess import Preprocess
 from dali_tf_input.storage.objects import local_path
@@ -31,7 +32,7 @@ _TRITON_TYPES = {"float32": "TYPE_FP32", "float16": "TYPE_FP16", "uint8": "TYPE_
 @checked
 def iterate_batches(
     images: Sequence[bytes | Path],
-    preprocess: Preprocess,
+    preprocess: Preprocess | InputSpec,
     options: DaliOptions | TfDataOptions | None = None,
     *,
     batch_size: BatchSize = 32,
@@ -45,8 +46,10 @@ def iterate_batches(
 
     Args:
       images: encoded images, or paths of their files.
-      preprocess: the preprocessing, without randomness; see `Preprocess.for_evaluation`.
-      options: the backend's options; None selects tf.data.
+      preprocess: the preprocessing, without randomness, see `Preprocess.for_evaluation`; or a spec
+        that has one, and no `transform` and `views`, which would be left out here.
+      options: the backend's options; None selects tf.data. Of `TfDataOptions` those count that say
+        how an image is made, `decode` and `kernel`.
       batch_size: images in each batch, at least 1; the last batch may be smaller.
       on_bad: called for each skipped image, with its position in `images` and the reason; None logs
         a warning instead.
@@ -57,7 +60,7 @@ def iterate_batches(
     Raises:
       InputError: `preprocess` is random, or the backend does not support it.
     """
-    _check_deterministic(preprocess)
+    preprocess = _find_preprocess(preprocess)
     if isinstance(options, DaliOptions):
         if options.device == "gpu":
             check_gpu(0)
@@ -65,7 +68,7 @@ def iterate_batches(
         prepare = _prepare_by_dali(preprocess, options, batch_size)
     else:
         decode = make_trial_decode(Checks(decoder="tf_data"))
-        prepare = _prepare_by_tf(preprocess)
+        prepare = _prepare_by_tf(preprocess, options or TfDataOptions())
     positions: list[int] = []
     batch: list[bytes] = []
     for position, image in enumerate(images):
@@ -93,7 +96,7 @@ def iterate_batches(
 
 @checked
 def export_saved_model(
-    model: keras.Model, preprocess: Preprocess, folder: Path, *, compare: bool = True
+    model: keras.Model, preprocess: Preprocess | InputSpec, folder: Path, *, compare: bool = True
 ) -> None:
     """Writes `model` as a TensorFlow SavedModel that takes and preprocesses encoded images.
 
@@ -106,8 +109,10 @@ def export_saved_model(
     Args:
       model: a model that takes a batch of `preprocess.image_shape`.
       preprocess: see `iterate_batches`.
-      folder: a new folder for the SavedModel. Its signature "serving_default" takes JPEG or PNG
-        files, string (batch,), and returns the outputs of `model`.
+      folder: a new folder for the SavedModel. Its signature "serving_default" takes JPEG, PNG, BMP
+        or WebP files, string (batch,), and returns the outputs of `model`. Photos are turned
+        upright, with TensorFlow's operations. If files are none of these, its error names their
+        positions.
       compare: whether `preprocess` must make pixels of the scale, channels and layout that the
         model was trained on in this program by `fit`.
 
@@ -116,17 +121,23 @@ def export_saved_model(
         or is a URL.
     """
     check_keras("export_saved_model")
-    _check_deterministic(preprocess)
+    preprocess = _find_preprocess(preprocess)
     if compare:
         check_pixels(model, preprocess)
     folder = _new_folder(folder)
     archive = keras.export.ExportArchive()
     archive.track(model)
-    prepare = _prepare_one_by_tf(preprocess, native=False)  # it is loaded where there is no library
+    # It is loaded where there is no library.
+    prepare = _prepare_one_by_tf(preprocess, native=False, decode="full")
     signature = tf.TensorSpec(preprocess.image_shape, tf.as_dtype(preprocess.dtype))
 
     def serve(encoded: tf.Tensor) -> tf.Tensor:
-        return model(tf.map_fn(prepare, encoded, fn_output_signature=signature), training=False)
+        are_images = tf.map_fn(tf_images.is_accepted, encoded, fn_output_signature=tf.bool)
+        problem = "no JPEG, PNG, BMP or WebP that can be decoded, at these positions:"
+        wrong = [problem, tf.where(~are_images)[:, 0]]
+        with tf.control_dependencies([tf.Assert(tf.reduce_all(are_images), wrong)]):
+            images = tf.map_fn(prepare, encoded, fn_output_signature=signature)
+        return model(images, training=False)
 
     encoded = tf.TensorSpec((None,), tf.string, name="encoded")
     archive.add_endpoint(name="serve", fn=serve, input_signature=[encoded])
@@ -143,7 +154,11 @@ def export_saved_model(
 
 @checked
 def export_triton(
-    preprocess: Preprocess, folder: Path, *, device: Device = "gpu", max_batch_size: BatchSize = 64
+    preprocess: Preprocess | InputSpec,
+    folder: Path,
+    *,
+    device: Device = "gpu",
+    max_batch_size: BatchSize = 64,
 ) -> None:
     """Writes the preprocessing as a model of Triton's DALI backend.
 
@@ -158,7 +173,7 @@ def export_triton(
     Raises:
       InputError: `preprocess` is random or not supported by DALI, or `folder` exists.
     """
-    _check_deterministic(preprocess)
+    preprocess = _find_preprocess(preprocess)
     types = ", ".join(map(repr, _TRITON_TYPES))
     check(preprocess.dtype in _TRITON_TYPES, "dtype", f"one of {types}", repr(preprocess.dtype))
     folder = _new_folder(folder)
@@ -244,13 +259,25 @@ def denormalize(images: Any, preprocess: Preprocess) -> npt.NDArray[np.float32]:
     return shown
 
 
-def _check_deterministic(preprocess: Preprocess) -> None:
+def _find_preprocess(given: Preprocess | InputSpec) -> Preprocess:
+    """Returns the preprocessing of a spec, or the given one; raises InputError if it is random."""
+    preprocess = given
+    if isinstance(given, InputSpec):
+        left_out = [name for name in ("transform", "views") if getattr(given, name)]
+        if left_out:
+            raise InputError(
+                f"`{left_out[0]}` of the spec is not done here, where images are predicted: make it"
+                " a part of the model. Or pass spec.preprocess, to leave it out."
+            )
+        preprocess = given.preprocess
+    assert isinstance(preprocess, Preprocess)
     mirrors = preprocess.mirror_probability not in (0, 1)
     if mirrors or preprocess.augment or preprocess.crop.is_random:
         raise InputError(
             "`preprocess` must not be random, as in Preprocess.for_evaluation: no random crop, no"
             " mirror probability between 0 and 1, no `augment`."
         )
+    return preprocess
 
 
 def _read(path: Path) -> bytes:
@@ -258,21 +285,28 @@ def _read(path: Path) -> bytes:
         return stream.read()
 
 
-def _prepare_by_tf(preprocess: Preprocess) -> Callable[[list[bytes]], tf.Tensor]:
+def _prepare_by_tf(
+    preprocess: Preprocess, options: TfDataOptions
+) -> Callable[[list[bytes]], tf.Tensor]:
     encoded = tf.TensorSpec((), tf.string)
-    prepare = _prepare_one_by_tf(preprocess, native=uses_native("auto"))
+    decode = options.resolve_decode(resizes_plainly=preprocess.resizes_plainly)
+    native = uses_native(options.kernel)
+    prepare = _prepare_one_by_tf(preprocess, native=native, decode=decode)
     prepare_one = tf.function(prepare, input_signature=[encoded])
     return lambda batch: tf.stack([prepare_one(tf.constant(encoded)) for encoded in batch])
 
 
-def _prepare_one_by_tf(preprocess: Preprocess, *, native: bool) -> Callable[[tf.Tensor], tf.Tensor]:
+def _prepare_one_by_tf(
+    preprocess: Preprocess, *, native: bool, decode: tf_images.Decode
+) -> Callable[[tf.Tensor], tf.Tensor]:
     """Returns a function of one encoded image, a scalar string."""
     tf_images.check_supported(preprocess)
 
     @tf.autograph.experimental.do_not_convert
     def prepare(encoded: tf.Tensor) -> tf.Tensor:
         uniforms = tf.zeros(preprocess.num_uniforms)
-        return tf_images.prepare_image(encoded, uniforms, preprocess, native=native)
+        how: dict[str, Any] = {"native": native, "decode": decode}
+        return tf_images.prepare_image(encoded, uniforms, preprocess, **how)
 
     return prepare
 

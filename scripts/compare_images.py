@@ -12,7 +12,7 @@ import sys
 import numpy as np
 
 from dali_tf_input import DaliOptions, InputError, InputSpec, Preprocess
-from dali_tf_input.cli import command, pictures
+from dali_tf_input.cli import command
 from dali_tf_input.cli.flags import describe_work
 from support.flags import FileFlags, WorkFlags
 
@@ -40,9 +40,10 @@ def main(arguments: list[str]) -> int:
     )
     num_images = min(_NUM_IMAGES.value, spec.records.num_records)
     command.import_tensorflow()
+
     # DALI first, because TensorFlow must not take the GPU's memory before it.
     options = (_WORK.with_decode(DaliOptions(device=_DEVICE.value)), _WORK.options("tf_data"))
-    theirs, ours = (next(pictures.make_batches(spec, one, num_images)) for one in options)
+    theirs, ours = (next(sheets.make_batches(spec, one, num_images)) for one in options)
     print(f"images      {num_images} of {spec.records.num_records:,}: {describe_work(preprocess)}")
     if any((ours[name] != theirs[name]).any() for name in ("label", "record_id")):
         raise InputError(f"The backends serve other records: {ours}, {theirs}. Please report this.")

@@ -21,17 +21,19 @@ LAYERS = [
     "storage",
     "records",
     "spec",
+    "pictures",
     "index",
     "backends",
     "training",
     "serving",
+    "sheets",
     "cli",
 ]
 UPWARDS = {("__main__.py", "cli")}  # ``python -m ...``
 # Imported when they are used: optional packages, and what takes seconds or serves few.
 LATE = {"obstore", "distributed", "nvidia", "tensorflow", "PIL", "numpy", "pynvml"}
 LATE_LAYERS = {"index.decoders"}  # it brings TensorFlow
-LATE_IN_CLI = {"backends", "serving", "training"}  # as a command's help comes at once
+LATE_IN_CLI = {"backends", "serving", "sheets", "training"}  # as a command's help comes at once
 
 
 def imports_of(path):
@@ -93,7 +95,7 @@ def test_import_takes_less_than_a_tenth_of_a_second():
 
 def test_public_names_are_few_and_documented():
     """Each loads and has a docstring of its own."""
-    assert len(dti.__all__) <= 36  # twelve of them are augmentations and crops
+    assert len(dti.__all__) <= 37  # thirteen of them are augmentations and crops
     for name in dti.__all__:
         value = getattr(dti, name)
         assert value.__doc__, name

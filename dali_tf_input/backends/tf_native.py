@@ -35,6 +35,7 @@ _CROPS: tuple[type[Crop], ...] = (
     crops.ResizeRandomCrop,
     crops.RandomResizedCrop,
     crops.RandomCrop,
+    crops.CoverCrop,
 )
 
 
@@ -351,6 +352,8 @@ def describe_crop(preprocess: Preprocess) -> tuple[float, ...]:
         numbers = (crop.resize_shorter,)
     elif isinstance(crop, crops.ResizeRandomCrop):
         numbers = crop.resize
+    elif isinstance(crop, crops.CoverCrop):
+        numbers = (*crop.cover, crop.is_random)
     elif isinstance(crop, crops.RandomResizedCrop):
         ratios = crop.aspect_ratio_range
         numbers = (*crop.area_range, *map(math.log, ratios), *ratios)

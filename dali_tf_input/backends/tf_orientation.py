@@ -3,9 +3,17 @@
 TensorFlow does not read EXIF data. An exported model must, where no library is compiled.
 """
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import tensorflow as tf
+
+
+def traced_once(*signature: tf.TensorSpec) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes a function of tensors whose graph is built once in a process, as that takes time."""
+    return functools.partial(tf.function, input_signature=signature, autograph=False)
+
 
 _EXIF = b"Exif\0\0"
 
@@ -15,6 +23,7 @@ _Step = tuple[tf.Tensor, tf.Tensor, tf.Tensor]
 _Look = Callable[..., _Step]
 
 
+@traced_once(tf.TensorSpec((), tf.string))
 def find_orientation(image: tf.Tensor) -> tf.Tensor:
     """Returns the orientation of an image, a scalar string, as records/orientation.py: int32."""
     start, size = _find_exif(image)
@@ -26,6 +35,7 @@ def find_orientation(image: tf.Tensor) -> tf.Tensor:
     return tf.cond(start > 0, read, lambda: tf.constant(1, tf.int32))
 
 
+@traced_once(tf.TensorSpec((None, None, None), tf.uint8), tf.TensorSpec((), tf.int32))
 def turn(image: tf.Tensor, orientation: tf.Tensor) -> tf.Tensor:
     """Turns an image (height, width, channels) as an orientation says, int32 in [1, 8]."""
 

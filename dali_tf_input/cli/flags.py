@@ -1,8 +1,8 @@
 """Flags that several commands share: which records are read, and what is done to each image."""
 
-import dataclasses
 import os
 import re
+from collections.abc import Callable
 from typing import Any, get_args
 
 import dali_tf_input as dti
@@ -10,7 +10,7 @@ from dali_tf_input.cli.command import Flags
 from dali_tf_input.records.class_names import read_class_names
 from dali_tf_input.records.labels import Label, LabelKind
 from dali_tf_input.spec.augment import Augmentation
-from dali_tf_input.spec.crops import NoCrop
+from dali_tf_input.spec.crops import Crop, NoCrop
 
 # What users call the augmentations on the command line.
 AUGMENTATIONS: dict[str, Augmentation] = {
@@ -23,14 +23,15 @@ AUGMENTATIONS: dict[str, Augmentation] = {
     "erasing": dti.RandomErasing(),
     "vertical": dti.VerticalMirror(),
 }
-_CROPS = (
-    "resize_random_crop",
-    "random_resized_crop",
-    "random_crop",
-    "center_crop",
-    "no_crop",
-    "letterbox",
-)
+CROPS: dict[str, Callable[[int, int], Crop]] = {
+    "resize_random_crop": lambda *larger: dti.ResizeRandomCrop(resize=larger),
+    "cover_crop": lambda *larger: dti.CoverCrop(cover=larger),
+    "random_resized_crop": lambda *_: dti.RandomResizedCrop(),
+    "random_crop": lambda *_: dti.RandomCrop(),
+    "center_crop": lambda *larger: dti.CoverCrop(cover=larger, position="center"),
+    "no_crop": lambda *_: NoCrop(),
+    "letterbox": lambda *_: dti.Letterbox(),
+}
 
 
 def check_list(name: str, values: list[str] | None, known: list[str], where: str = "") -> list[str]:
@@ -156,12 +157,22 @@ class LabelFlags:
         return dti.ClassLabel(key=key, vocabulary=names, **fields)
 
 
+def make_crop(name: str, image_size: tuple[int, int]) -> Crop:
+    """Returns a crop of `CROPS` for an image size, which is enlarged by 8/7 where it resizes."""
+    height, width = (round(side * 256 / 224) for side in image_size)
+    return CROPS[name](height, width)
+
+
 class WorkFlags:
-    """The flags that say what is done to each image."""
+    """The flags that say what is done to each image, by default what is compared.
+
+    That is the squeeze to 256x256 of many comparisons, without antialias and orientation, which
+    hand-written pipelines leave out.
+    """
 
     def __init__(self, flags: Flags) -> None:
         self.batch_size = flags.integer("batch_size", 64, "Images in a batch.", 1)
-        self.crop = flags.choice("crop", _CROPS[0], _CROPS, "How the region is chosen.")
+        self.crop = flags.choice("crop", next(iter(CROPS)), [*CROPS], "How the region is chosen.")
         self.image_size = flags.integer("image_size", 224, "Height and width of the output.", 1)
         self.antialias = flags.boolean("antialias", False, "Widen the filter when shrinking.")
         decode = ("auto", "full", "region", "scaled")
@@ -173,19 +184,12 @@ class WorkFlags:
 
     def preprocess(self) -> dti.Preprocess:
         """Returns what is done to each training image."""
-        size, antialias = self.image_size.value, self.antialias.value
-        preprocess = dti.Preprocess.for_training(size, antialias=antialias, dtype=self.dtype.value)
-        default = preprocess.crop
-        assert isinstance(default, dti.ResizeRandomCrop)
-        center = dti.CenterCrop(resize_shorter=default.resize[0])
-        crops = (
-            default,
-            dti.RandomResizedCrop(),
-            dti.RandomCrop(),
-            center,
-            NoCrop(),
-            dti.Letterbox(),
+        size = self.image_size.value
+        return dti.Preprocess.for_training(
+            size,
+            crop=make_crop(self.crop.value, (size, size)),
+            antialias=self.antialias.value,
+            apply_orientation=False,
+            dtype=self.dtype.value,
+            augment=find_augmentations(self.augment.value),
         )
-        crop = crops[_CROPS.index(self.crop.value)]
-        augment = find_augmentations(self.augment.value)
-        return dataclasses.replace(preprocess, crop=crop, augment=augment)

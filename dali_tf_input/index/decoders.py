@@ -91,6 +91,9 @@ def read_header(encoded: bytes) -> tuple[str, int, int]:
     if animated and kind in ("PNG", "WebP"):
         detail = f"expected one image, found a {kind} of several, which DALI and TensorFlow decode"
         raise InvalidRecord(f"animated {kind}", f"{detail} differently.")
+    if kind == "WebP" and mode == "RGBA":
+        detail = "TensorFlow does not decode it: save it without, or as PNG."
+        raise InvalidRecord("WebP with transparency", detail)
     if kind == "BMP" and mode not in ("RGB", "RGBA", "L"):
         detail = "TensorFlow takes the indexes of a palette for shades of gray."
         raise InvalidRecord("BMP with a palette", detail)

@@ -261,6 +261,46 @@ class CenterCrop(Crop):
 
 @checked
 @dataclass(frozen=True, kw_only=True)
+class CoverCrop(Crop):
+    """Resizes the image so that it just covers a given size, then crops.
+
+    The aspect ratio is kept: the scale is the smallest one at which neither side is shorter than
+    that of `cover`. Both sides are rounded to whole pixels (half up). Of a square `cover` its side
+    becomes the image's shorter side. It is the default of training, at a random position, and of
+    evaluation, in the center. Source: VGG (Simonyan and Zisserman, 2014, arXiv 1409.1556, section
+    3) trains on random crops of 224 of images whose shorter side is 256.
+
+    Examples:
+      >>> crop = CoverCrop(cover=(256, 256), position="center")
+      >>> preprocess = Preprocess.for_training(224, crop=CoverCrop(cover=(240, 240)))
+
+    Attributes:
+      cover: (height, width) in pixels; at least the image size.
+      position: "random": each of the positions of the output in the resized image is equally
+        likely; "center": if the margin is odd, the extra pixel is cut off at the bottom or right.
+    """
+
+    cover: tuple[Pixels, Pixels]
+    position: Literal["random", "center"] = "random"
+
+    @property
+    def is_random(self) -> bool:  # type: ignore[override]  # of this crop an instance's
+        return self.position == "random"
+
+    def check(self, image_size: tuple[int, int]) -> None:
+        """Raises InputError if `cover` is below `image_size`."""
+        _check_not_below("cover", self.cover, image_size)
+
+    def plan(self, size: Any, out: Any, uniforms: Uniforms, ops: Ops) -> Region:
+        scales = ops.constant(self.cover) / size
+        resized = ops.floor(size * ops.maximum(scales[0:1], scales[1:2]) + 0.5)
+        place = uniforms.position * (resized - out + 1.0)
+        corner = ops.floor(place if self.is_random else (resized - out) / 2.0)
+        return Region.of_resized(size, resized, corner, out)
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
 class Letterbox(Crop):
     """Resizes the whole image to fit into the image size, and pads the rest.
 

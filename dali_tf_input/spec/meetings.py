@@ -12,6 +12,7 @@ from dali_tf_input.errors import InputError
 from dali_tf_input.records.class_names import find_difference
 from dali_tf_input.records.labels import ClassLabel, MultiHot, Values
 from dali_tf_input.records.records import Records
+from dali_tf_input.spec.crops import NoCrop, RandomCrop, RandomResizedCrop, ResizeRandomCrop
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.preprocess import Preprocess
 
@@ -132,10 +133,25 @@ def find_doubts(spec: InputSpec, validation: InputSpec | None) -> list[str]:
     doubts = []
     if isinstance(validation.label, ClassLabel) and validation.label.smoothing:
         doubts.append("val_loss is that of smoothed labels: validation has `smoothing`, too.")
+    squeezed = [_squeezes(one.preprocess) for one in (spec, validation)]
+    if {*squeezed} == {True, False}:
+        which = ("training", "validation") if squeezed[0] else ("validation", "training")
+        doubts.append(
+            f"{which[0]} squeezes images to another aspect ratio, {which[1]} keeps it: give both"
+            " a `crop` that does the same, as the default."
+        )
     if common := find_common(spec.records, validation.records):
         count = f"{common:,} of {validation.records.num_records:,} validation records"
         doubts.append(f"{count} are training records, too.")
     return doubts
+
+
+def _squeezes(preprocess: Preprocess) -> bool | None:
+    """Whether images get another aspect ratio; None if that is random, or their own is kept."""
+    crop = preprocess.crop
+    if isinstance(crop, RandomResizedCrop | RandomCrop):
+        return None
+    return isinstance(crop, ResizeRandomCrop | NoCrop)
 
 
 def normalizes(preprocess: Preprocess) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from dali_tf_input.errors import InputError, Part, Pixels, check, check_keywords, checked
 from dali_tf_input.spec.augment import Augmentation, Program
 from dali_tf_input.spec.colors import IMAGENET_MEAN, IMAGENET_STD, LUMA
-from dali_tf_input.spec.crops import CenterCrop, Crop, NoCrop, ResizeRandomCrop
+from dali_tf_input.spec.crops import CoverCrop, Crop, NoCrop
 from dali_tf_input.spec.recipes import Recipe, find_fields
 
 Layout = Literal["HWC", "CHW"]
@@ -49,8 +49,9 @@ class Preprocess:
         "uint8".
       layout: axes of one output image, "HWC" (TensorFlow's usual) or "CHW".
       interpolation: how pixels are resized. "bicubic" is Keys's kernel with a = -0.5.
-      antialias: whether the resize filter is widened when downscaling. False is the default of
-        `tf.image.resize`, was used by TF-slim, and costs less. Must be False for "nearest".
+      antialias: whether the resize filter is widened when downscaling. `for_training` and
+        `for_evaluation` set it. False is the default of `tf.image.resize`, was used by TF-slim, and
+        costs less. Must be False for "nearest".
       channels: 3 for RGB; 1 for gray, 0.299 R + 0.587 G + 0.114 B.
       apply_orientation: whether images are turned upright by their EXIF orientation, in which
         cameras and phones note how they were held; masks are turned with them. False leaves images
@@ -136,13 +137,16 @@ class Preprocess:
         recipe: Recipe | None = None,
         **fields: Any,
     ) -> "Preprocess":
-        """Resizes to 8/7 of `image_size` (256 for 224), crops at random, mirrors half, normalizes.
+        """Resizes to cover 8/7 of `image_size`, crops at random, mirrors half, normalizes.
 
-        The ratio of 256 to 224 and the mirroring are those of AlexNet's and VGG's ImageNet
-        training.
+        So for 224 the shorter side becomes 256, and 224x224 pixels of it are seen. The aspect ratio
+        is kept. These sizes and the mirroring are those of AlexNet (Krizhevsky et al., 2012,
+        section 4.1) and of VGG's single-scale training (Simonyan and Zisserman, 2014, section 3.1).
+        The resize is antialiased, as that of Pillow and torchvision.
 
         Examples:
           >>> preprocess = Preprocess.for_training(224)
+          >>> squeezed = Preprocess.for_training(224, crop=ResizeRandomCrop(resize=(256, 256)))
           >>> preprocess = Preprocess.for_training((224, 320), crop=RandomResizedCrop(), channels=1)
           >>> preprocess = Preprocess.for_training(224, recipe="deit")
 
@@ -157,9 +161,8 @@ class Preprocess:
             every field overrides `recipe`.
         """
         height, width = _height_and_width(image_size)
-        crop = ResizeRandomCrop(resize=(_resize_for(height), _resize_for(width)))
-        usual = find_fields(recipe) if recipe else {"crop": crop, "mirror_probability": 0.5}
-        fields = {**usual, **fields}
+        usual = _usual_fields((height, width), "random", fields) | {"mirror_probability": 0.5}
+        fields = {**(find_fields(recipe) if recipe else usual), **fields}
         return cls._make("for_training", (height, width), normalization, fields)
 
     @classmethod
@@ -171,20 +174,21 @@ class Preprocess:
         normalization: Normalization | None = "imagenet",
         **fields: Any,
     ) -> "Preprocess":
-        """Resizes the shorter side to 8/7 of `image_size`, crops the center, normalizes.
+        """Resizes to cover 8/7 of `image_size`, crops the center, normalizes.
+
+        Objects have the size that they have in `for_training`.
 
         Examples:
           >>> preprocess = Preprocess.for_evaluation(224)
           >>> preprocess = Preprocess.for_evaluation(224, normalization="-1..1", layout="CHW")
 
         Args:
-          image_size: height and width of the output in pixels, or (height, width); the resize is
-            based on the larger one.
+          image_size: height and width of the output in pixels, or (height, width).
           normalization: see `for_training`.
           **fields: see `for_training`.
         """
         height, width = _height_and_width(image_size)
-        fields = {"crop": CenterCrop(resize_shorter=_resize_for(max(height, width))), **fields}
+        fields = {**_usual_fields((height, width), "center", fields), **fields}
         return cls._make("for_evaluation", (height, width), normalization, fields)
 
     @classmethod
@@ -224,5 +228,10 @@ def _statistics_of(normalization: Normalization | None, channels: Any) -> dict[s
     return {"mean": (mean,) * count, "std": (std,) * count}
 
 
-def _resize_for(image_size: int) -> int:
-    return round(image_size * 256 / 224)
+def _usual_fields(
+    image_size: tuple[int, int], position: Literal["random", "center"], fields: dict[str, Any]
+) -> dict[str, Any]:
+    """Returns how images are resized and cropped by default, where `fields` are given."""
+    height, width = (round(side * 256 / 224) for side in image_size)
+    crop = CoverCrop(cover=(height, width), position=position)
+    return {"crop": crop, "antialias": fields.get("interpolation") != "nearest"}

@@ -1,15 +1,16 @@
 """preview.py: the sheet, and what is on it."""
 
+import io
 import sys
 
 import numpy as np
 import pytest
 from commands import fails, load, run
-from conftest import cases
+from conftest import cases, refused, write_indexed
 from PIL import Image
 
 import dali_tf_input as dti
-from dali_tf_input.cli import pictures
+from dali_tf_input import pictures, sheets
 from dali_tf_input.records.losses import write_losses
 from dali_tf_input.serving import denormalize
 from dali_tf_input.spec.crops import NoCrop
@@ -138,20 +139,18 @@ def test_denormalize(dataset, dtype, layout):
 )
 def test_preview_shows_the_originals_of_its_images(sample_folder, crop):
     """An original, cut at its frame, mirrored and resized by Pillow, is what is shown."""
-    preview = load("preview")
-
     dataset = dti.Records.from_files(str(sample_folder / "data/sample/train-*"))
     preprocess = dti.Preprocess(
         image_size=(48, 48), crop=crop, mirror_probability=0.5, antialias=True
     )
     how = {"preprocess": preprocess, "order": "global", "seed": 3, "record_ids": True}
     spec = dti.InputSpec(records=dataset, **how)
-    batch = next(pictures.make_batches(spec, dti.TfDataOptions(), 12))
+    batch = next(sheets.make_batches(spec, dti.TfDataOptions(), 12))
     seen = batch["image"]
     mirrors = set()
     for place, record in enumerate(batch["record_id"].tolist()):
         original = pictures.read_image(dataset, record)
-        box, mirrored = preview.find_crop(original, spec, place)
+        box, mirrored = sheets.find_crop(original, spec, place)
         top, left, height, width = box
         box = (left, top, left + width, top + height)
         cut = original.resize((48, 48), Image.Resampling.BILINEAR, box=box)
@@ -159,3 +158,74 @@ def test_preview_shows_the_originals_of_its_images(sample_folder, crop):
         assert np.abs(np.asarray(cut, np.float32) - seen[place]).mean() < 2
         mirrors.add(mirrored)
     assert mirrors == {False, True}
+
+
+@pytest.mark.parametrize(
+    ("flags", "made"),
+    [
+        ([], dti.Preprocess.for_training(224)),
+        (["--image_size=64", "--image_width=256"], dti.Preprocess.for_training((64, 256))),
+        (
+            ["--evaluation", "--image_width=250", "--dtype=uint8"],
+            dti.Preprocess.for_evaluation((224, 250), dtype="uint8"),
+        ),
+        (
+            ["--recipe=deit", "--image_size=64", "--noantialias"],
+            dti.Preprocess.for_training(64, recipe="deit", antialias=False),
+        ),
+        (
+            ["--crop=resize_random_crop", "--image_size=112", "--interpolation=nearest"],
+            dti.Preprocess.for_training(
+                112, crop=dti.ResizeRandomCrop(resize=(128, 128)), interpolation="nearest"
+            ),
+        ),
+    ],
+)
+def test_what_is_shown_is_what_is_trained(sample_folder, flags, made):
+    """The flags make what `for_training` and `for_evaluation` make of the same fields."""
+    preview = load("preview")
+    files = f"--files={sample_folder}/data/sample/train-*"
+    preview.FLAGS(["preview", files, *flags])
+    assert preview.make_spec().preprocess == made
+
+
+@pytest.mark.parametrize("flag", ["--crop=letterbox", "--augment=rand", "--recipe=deit"])
+def test_evaluation_only_crops(sample_folder, flag):
+    process = run("preview", FILES, "--evaluation", flag, cwd=sample_folder)
+    fails(
+        process, f"--evaluation crops the center, and no more: leave out {flag.partition('=')[0]}"
+    )
+
+
+def test_several_draws_of_each_image(sample_folder, tmp_path):
+    """Of the first images of an epoch, with other crops and mirrors."""
+    dataset = dti.Records.from_files(str(sample_folder / "data/sample/train-*"))
+    spec = dti.InputSpec.for_training(dataset, 32, record_ids=True)
+    one, three = (sheets.make_draws(spec, dti.TfDataOptions(), 4, draws) for draws in (1, 3))
+    assert three["image"].shape == (12, 32, 32, 3)
+    assert sorted(three["record_id"]) == sorted(3 * one["record_id"].tolist())
+    first = {}
+    for record, image in zip(three["record_id"], three["image"], strict=True):
+        assert not np.array_equal(first.setdefault(record, image + 1), image)
+    sheets.preview(spec, tmp_path / "sheet.png", num_images=3, num_draws=2)
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        assert sheet.size[0] == 16 + 3 * 256
+    evaluation = dti.InputSpec.for_evaluation(dataset, 32)
+    with refused("Several draws are of order 'global', got 'sequential'"):
+        sheets.preview(evaluation, tmp_path / "sheet.png", num_draws=2)
+
+
+def test_originals_are_shown_as_they_are_seen(tmp_path):
+    """Upright, and 16 bits as shades, not white."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    stored = io.BytesIO()
+    Image.new("RGB", (30, 20)).save(stored, "JPEG", exif=exif)
+    deep = io.BytesIO()
+    ramp = np.arange(65536, dtype=np.uint16).reshape(256, 256)
+    Image.fromarray(ramp).save(deep, "PNG")
+    examples = [{"image": image.getvalue(), "label": 0} for image in (stored, deep)]
+    records = write_indexed(tmp_path / "train-0", examples)
+    assert pictures.read_image(records, 0).size == (20, 30)
+    assert pictures.read_image(records, 0, upright=False).size == (30, 20)
+    assert 120 < np.asarray(pictures.read_image(records, 1)).mean() < 135

@@ -189,7 +189,7 @@ def test_both_backends_train_on_the_same_images(tmp_path):
     images = conftest.valid_images() + [jpeg(90, 70, seed=2)] * 4
     examples = [{"image": image, "label": number} for number, image in enumerate(images)]
     dataset = write_indexed(tmp_path / "train", examples)
-    raw = {"mean": (0, 0, 0), "std": (1, 1, 1), "image_size": (32, 24)}
+    raw = {"mean": (0, 0, 0), "std": (1, 1, 1), "image_size": (32, 24), "antialias": False}
     preprocess = dataclasses.replace(SMALL, crop=RandomResizedCrop(), **raw)
     (dali_images, dali_labels), (tf_images, tf_labels) = (
         take(make(dataset, options, 6, preprocess=preprocess), 6) for options in BACKENDS.values()

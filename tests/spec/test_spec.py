@@ -27,7 +27,9 @@ IMAGE = jpeg(9, 9)
 
 def test_for_training():
     preprocess = dti.Preprocess.for_training(224)
-    assert preprocess.crop == dti.ResizeRandomCrop(resize=(256, 256))
+    assert preprocess.crop == dti.CoverCrop(cover=(256, 256))
+    assert preprocess.antialias
+    assert not dti.Preprocess.for_training(224, interpolation="nearest").antialias
     assert preprocess.mirror_probability == 0.5
     assert preprocess.image_shape == (224, 224, 3)
     assert dti.Preprocess.for_training(224, layout="CHW").image_shape == (3, 224, 224)
@@ -130,13 +132,13 @@ def test_every_field_of_preprocess_has_a_default():
     """The whole image, resized."""
     assert describe_work(dti.Preprocess()) == "decode, NoCrop(), 224x224, normalize, float32 HWC"
     work = describe_work(dti.Preprocess.for_training((32, 48), normalization=None, antialias=True))
-    crop = "ResizeRandomCrop(resize=(37, 55)), 32x48"
+    crop = "CoverCrop(cover=(37, 55), position='random'), 32x48"
     assert work == f"decode, {crop}, antialias, mirror, float32 HWC"
 
 
 def test_for_evaluation():
     preprocess = dti.Preprocess.for_evaluation(112, layout="CHW")
-    assert preprocess.crop == dti.CenterCrop(resize_shorter=128)
+    assert preprocess.crop == dti.CoverCrop(cover=(128, 128), position="center")
     assert preprocess.mirror_probability == 0
     assert preprocess.image_shape == (3, 112, 112)
 
@@ -162,8 +164,8 @@ tf_data = dti.TfDataOptions
         (dti.ResizeRandomCrop, {"resize": (0, 9)}, "`resize` must be at least 1 pixel"),
         (dti.CenterCrop, {"resize_shorter": 0}, "`resize_shorter` must be at least 1 pixel"),
         (train, {"image_size": (0, 1)}, "`image_size` must be at least 1 pixel"),
-        (train, {"image_size": (224, 257)}, "`resize` must not be below `image_size`"),
-        (evaluate, {"image_size": (257, 1)}, "`resize_shorter` must not be below `image_size`"),
+        (train, {"image_size": (224, 257)}, "`cover` must not be below `image_size`"),
+        (evaluate, {"image_size": (257, 1)}, "`cover` must not be below `image_size`"),
         (train, {"mirror_probability": 1.5}, r"`mirror_probability` must be in \[0, 1\], got 1.5"),
         (
             train,

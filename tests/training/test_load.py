@@ -396,7 +396,9 @@ def test_the_six_lines(tmp_path, options, make_strategy):
     dti.build_index(f"{tmp_path}/*-of-*")
     shared = {"batch_size": 8, "strategy": strategy}
     train = dti.load(dti.InputSpec.for_training(f"{tmp_path}/train-*", 8), options, **shared)
-    valid = dti.load(dti.InputSpec.for_evaluation(f"{tmp_path}/valid*", 8), options, **shared)
+    # Both backends filter a little differently.
+    held_out = dti.InputSpec.for_evaluation(f"{tmp_path}/valid*", 8, antialias=False)
+    valid = dti.load(held_out, options, **shared)
     history = train.fit(model, epochs=2, validation=valid, resume=str(tmp_path / "run"), verbose=0)
     assert isinstance(history, keras.callbacks.History)
     assert len(history.history["val_accuracy"]) == len(history.history["loss"]) == 2

@@ -211,6 +211,9 @@ def test_what_is_likely_not_meant(sets, caplog):
     smoothed = dti.ClassLabel(num_classes=3, one_hot=True, smoothing=0.1)
     said = doubts_of(caplog, sets, valid=load(sets, label=smoothed), label=smoothed)
     assert "val_loss is that of smoothed labels" in said
+    squeezed = {"crop": dti.ResizeRandomCrop(resize=(9, 9)), "label": smoothed}
+    said = doubts_of(caplog, sets, valid=load(sets, label=smoothed), **squeezed)
+    assert "training squeezes images to another aspect ratio, validation keeps it" in said
     assert doubts_of(caplog, sets) == ""
     assert doubts_of(caplog, sets, which="unnamed", outputs=5) == ""
 

@@ -27,11 +27,12 @@ from conftest import (
 from disk import Disk
 from models import make_model
 
-from dali_tf_input import Preprocess, Resume, TfDataOptions, load
+from dali_tf_input import Preprocess, ResizeRandomCrop, Resume, TfDataOptions, load
 from dali_tf_input.storage.staging import Staging
 from dali_tf_input.training.schedule import describe_function
 
-SMALL = Preprocess.for_training(16)
+# Its fields are named, as losses that fall for two epochs depend on the pixels.
+SMALL = Preprocess.for_training(16, crop=ResizeRandomCrop(resize=(18, 18)), antialias=False)
 ANTIALIASED = dataclasses.replace(SMALL, antialias=True)
 EPOCHS, BATCH, STEPS = 3, 5, 4  # 24 records
 
@@ -341,6 +342,10 @@ def save_state(records, folder, **changes):
         ({"seed": 1}, "`seed` was 0, is 1"),
         ({"batch_size": 6}, "`batch_size` was 5, is 6"),
         ({"preprocess": ANTIALIASED}, "`preprocess.antialias` was False, is True. Use the same"),
+        (
+            {"preprocess": Preprocess.for_training(16)},
+            r"`preprocess.crop` was ResizeRandomCrop\(resize=\(18, 18\)\), is CoverCrop",
+        ),
         ({"shuffle_block_size": 2}, "`shuffle_block_size` was 1, is 2"),
         ({"order": "buffer"}, "Resuming needs a fixed `order`, 'global', got 'buffer'"),
     ],

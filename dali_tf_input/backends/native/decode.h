@@ -30,7 +30,7 @@ inline bool ReadViews(const double* at, int64_t count, std::vector<View>* views)
     if (count < kHead) return false;
     const auto is_in = [at](int place, double low, double high) { return at[place] >= low && at[place] <= high; };
     if (!is_in(0, 1, 65535) || !is_in(1, 1, 65535) || !is_in(2, 0, 3) || !is_in(6, 0, 3)) return false;
-    if (!is_in(13, 3, 1e6) || !is_in(14, 0, 1e6) || !is_in(15, 0, kRandomCrop)) return false;
+    if (!is_in(13, 3, 1e6) || !is_in(14, 0, 1e6) || !is_in(15, 0, kCoverCrop)) return false;
     View view;
     view.height = static_cast<int>(at[0]), view.width = static_cast<int>(at[1]);
     view.kernel = static_cast<Kernel>(static_cast<int>(at[2]));

@@ -90,6 +90,18 @@ class Job {
     if (records) pieces_[static_cast<size_t>(place)].Free();
   }
 
+  void Fail(int64_t place, Problem problem, std::exception_ptr exception = nullptr) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (place < first_problem_) first_problem_ = place, problem_ = std::move(problem), exception_ = std::move(exception);
+  }
+
+  // What is wrong with the record at a place: it is `text`.
+  Problem Wrong(int64_t place, const std::string& text) const {
+    if (!records) return {kDataLoss, "a record is " + text + "."};
+    const auto [name, offset] = records->Locate(numbers[place]);
+    return {kDataLoss, name + ": the record at byte " + std::to_string(offset) + " is " + text + ". Index the file again."};
+  }
+
  private:
   // A record that was read; memory of the pool, or none.
   struct Piece {
@@ -134,11 +146,6 @@ class Job {
     if (--pending_ == 0) finished_.notify_all();
   }
 
-  void Fail(int64_t place, Problem problem, std::exception_ptr exception = nullptr) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (place < first_problem_) first_problem_ = place, problem_ = std::move(problem), exception_ = std::move(exception);
-  }
-
   // Reads a few records, and has each decoded when it is there.
   void Read(int64_t start, int64_t few, Team& decoders) {
     int64_t place = 0;
@@ -160,17 +167,10 @@ class Job {
     Span image;
     int64_t sides[2] = {};
     const bool is_plain = SplitExample(example, *keys, &image, sides, &rest);
-    if (!is_plain && !IsMessage(Message::kExample, example)) return Fail(place, NoExample(place));
+    if (!is_plain && !IsMessage(Message::kExample, example)) return Fail(place, Wrong(place, "not a serialized tf.train.Example"));
     if (!is_plain) rest.assign(reinterpret_cast<const char*>(example.at), example.size());
     TF_StringCopy(reinterpret_cast<TF_TString*>(rests + string_size * static_cast<size_t>(place)), rest.data(), rest.size());
     if (!is_plain || !Make(place, image, sides)) is_refused_[static_cast<size_t>(place)] = 1;
-  }
-
-  Problem NoExample(int64_t place) const {
-    constexpr char kText[] = " is not a serialized tf.train.Example";
-    if (!records) return {kDataLoss, std::string("a record") + kText + "."};
-    const auto [name, offset] = records->Locate(numbers[place]);
-    return {kDataLoss, name + ": the record at byte " + std::to_string(offset) + kText + ". Index the file again."};
   }
 
   std::vector<Piece> pieces_;

@@ -17,8 +17,9 @@ enum Crop {
   kResizeRandomCrop = 2,   // height and width to resize to
   kRandomResizedCrop = 3,  // areas from, to; logarithms of the aspect ratios from, to; aspect ratios from, to
   kRandomCrop = 4,
+  kCoverCrop = 5,  // height and width to cover; whether the position is random
 };
-constexpr int kNumbers[] = {1, 2, 3, 7, 1};
+constexpr int kNumbers[] = {1, 2, 3, 7, 1, 4};
 
 // Finds the region of an image of known size. `uniforms`: for the mirror, for the position (y, x), and for
 // kRandomResizedCrop the areas and then the aspect ratios of all attempts.
@@ -58,6 +59,9 @@ inline void FindRegion(const Work& work, Crop crop, const double* numbers, const
       if (crop == kCenterCrop) {
         resized = std::floor(size[axis] * (numbers[1] / std::min(size[0], size[1])) + 0.5);
         corner = std::floor((resized - out[axis]) / 2);
+      } else if (crop == kCoverCrop) {
+        resized = std::floor(size[axis] * std::max(numbers[1] / size[0], numbers[2] / size[1]) + 0.5);
+        corner = std::floor(numbers[3] != 0 ? position * (resized - out[axis] + 1) : (resized - out[axis]) / 2);
       } else if (crop == kResizeRandomCrop) {
         resized = numbers[1 + axis];
         corner = std::floor(position * (resized - out[axis] + 1));

@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "format.h"
+#include "format.h"
 #include "job.h"
 #include "packed.h"
 
@@ -30,7 +32,10 @@ class Split : public Job {
  protected:
   bool Make(int64_t place, const Span& image, int64_t* sides) override {
     images[static_cast<size_t>(place)] = image;
-    if (keys->sides.empty()) return true;
+    if (keys->sides.empty()) {
+      if (!IsAccepted(image)) Fail(place, Wrong(place, "no JPEG, PNG, BMP or WebP that both backends decode"));
+      return true;
+    }
     // Sides up to 2^30 cannot overflow.
     const bool is_small = sides[0] >= 0 && sides[1] >= 0 && (sides[0] | sides[1]) >> 30 == 0;
     return is_small && static_cast<uint64_t>(3 * sides[0] * sides[1]) == image.size();

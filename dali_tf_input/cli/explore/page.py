@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from dali_tf_input.cli import pictures
+from dali_tf_input import pictures
 from dali_tf_input.cli.explore.findings import Finding, Set, summarize
 
 _COLORS = ("#3b6ea8", "#d1783c", "#4f9d69", "#8e5ea2")  # of the sets

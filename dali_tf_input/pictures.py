@@ -1,44 +1,29 @@
-"""Images from backends and from records, as arrays to compare and as sheets to look at."""
+"""Images of records, and sheets of pictures to look at."""
 
 import functools
 import io
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-import dali_tf_input as dti
 from dali_tf_input.records.checks import SIDE_KEYS
+from dali_tf_input.records.records import Records
 
 _SIDE, _GAP, _LINE = 240, 16, 20  # pixels: height of a picture, space between them, line of text
 
 
-def make_batches(
-    spec: dti.InputSpec, options: Any, batch_size: int
-) -> Iterator[dict[str, np.ndarray]]:
-    """Yields one epoch of a backend's batches by name.
-
-    "image" is (n, height, width, 3) in 0..255; "label", "mask" and "record_id" are as in `spec`.
-    """
-    from dali_tf_input.serving import denormalize
-
-    for x, *others in dti.load(spec, options, batch_size=batch_size):
-        tensors = dict(x) if isinstance(x, dict) else {"image": x}
-        if others and (spec.label or spec.mask):
-            y = others[0]
-            tensors |= y if isinstance(y, dict) else {"label" if spec.label else "mask": y}
-        batch = {name: value.numpy() for name, value in tensors.items()}
-        yield batch | {"image": denormalize(batch["image"], spec.preprocess)}
-
-
-def read_image(dataset: dti.Records, record: int) -> Image.Image:
-    """Returns the image of a record, as it is stored."""
+def read_image(dataset: Records, record: int, *, upright: bool = True) -> Image.Image:
+    """Returns the image of a record in RGB, turned by its EXIF orientation if `upright`."""
     features = dataset.read(record)
     stored = features[dataset.image_key][0]
     if not dataset.stores_pixels:
-        return Image.open(io.BytesIO(stored)).convert("RGB")
+        image: Image.Image = Image.open(io.BytesIO(stored))
+        if image.mode.startswith("I"):  # 16 bits, of which Pillow would cut off what is over 255
+            return image.convert("I").point(lambda value: value / 256).convert("L").convert("RGB")
+        return (ImageOps.exif_transpose(image) if upright else image).convert("RGB")
     height, width = (features[key][0] for key in SIDE_KEYS)
     return Image.frombytes("RGB", (width, height), stored)
 

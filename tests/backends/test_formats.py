@@ -1,0 +1,118 @@
+"""One list of accepted images: every path takes the same ones, and refuses the others by name."""
+
+import functools
+import io
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import DALI, TF_DATA, write_indexed
+from PIL import Image
+
+import dali_tf_input as dti
+from dali_tf_input.backends.tf_images import is_accepted
+from dali_tf_input.index.decoders import read_header
+from dali_tf_input.records.checks import InvalidRecord
+
+BY_TF = dti.TfDataOptions(kernel="tensorflow")
+COLORS = np.random.default_rng(0).integers(0, 256, (20, 30, 4), dtype=np.uint8)
+CLEAR = Image.fromarray(COLORS)
+RGB = CLEAR.convert("RGB")
+
+
+def save(image, form, **how):
+    stream = io.BytesIO()
+    image.save(stream, form, **how)
+    return stream.getvalue()
+
+
+ACCEPTED = {
+    "JPEG": save(RGB, "JPEG"),
+    "PNG": save(RGB, "PNG"),
+    "PNG with a palette": save(RGB.quantize(8), "PNG"),
+    "WebP": save(RGB, "WEBP"),
+    "WebP without loss": save(RGB, "WEBP", lossless=True),
+    "BMP": save(RGB, "BMP"),
+    "gray BMP": save(RGB.convert("L"), "BMP"),
+}
+REFUSED = {
+    "BMP with a palette": save(RGB.quantize(8), "BMP"),
+    "BMP of 1 bit": save(RGB.convert("1"), "BMP"),
+    "clear WebP": save(CLEAR, "WEBP"),
+    "clear WebP without loss": save(CLEAR, "WEBP", lossless=True),
+    "moving WebP": save(RGB, "WEBP", save_all=True, append_images=[RGB.rotate(90)]),
+    "TIFF": save(RGB, "TIFF"),
+    "GIF": save(RGB, "GIF"),
+    "text": b"no image",
+    "short": b"RIFF",
+}
+LATE = sorted({*REFUSED} - {"BMP with a palette", "GIF"})
+
+
+@pytest.mark.parametrize("name", [*ACCEPTED, *REFUSED])
+def test_one_list(name):
+    """The index step and TensorFlow's operations have the same."""
+    image = (ACCEPTED | REFUSED)[name]
+    assert bool(is_accepted(tf.constant(image))) == (name in ACCEPTED)
+    try:
+        read_header(image)
+        assert name in ACCEPTED
+    except InvalidRecord:
+        assert name in REFUSED
+
+
+def test_every_path_takes_accepted_images(tmp_path):
+    """Both backends and prediction make the same of them."""
+    examples = [{"image": image, "label": 0} for image in ACCEPTED.values()]
+    records = write_indexed(tmp_path / "train-0", examples)
+    spec = dti.InputSpec.for_evaluation(records, 16, normalization=None)
+    made = [
+        next(iter(dti.load(spec, options, batch_size=len(examples)).dataset))[0]
+        for options in (TF_DATA, BY_TF, DALI)
+    ]
+    for options in (None, DALI):
+        batches = dti.iterate_batches([*ACCEPTED.values()], spec, options, batch_size=16)
+        made += [images for _, images in batches]
+    for other in made[1:]:
+        assert np.abs(np.subtract(other, made[0])).mean() < 1
+
+
+@pytest.mark.parametrize("options", [TF_DATA, BY_TF, DALI])
+@pytest.mark.parametrize(
+    "name", ["BMP with a palette", "GIF", *(pytest.param(n, marks=pytest.mark.slow) for n in LATE)]
+)
+def test_every_path_names_other_images(tmp_path, name, options):
+    records = write_indexed(tmp_path / "train-0", [{"image": REFUSED[name], "label": 0}])
+    spec = dti.InputSpec.for_evaluation(records, 16)
+    with pytest.raises(dti.BadRecordError, match="record 0"):
+        next(iter(dti.load(spec, options, batch_size=1)))
+    bad: list[int] = []
+    kind = DALI if options is DALI else None
+    report = functools.partial(lambda found, place, _: found.append(place), bad)
+    assert not [*dti.iterate_batches([REFUSED[name]], spec, kind, on_bad=report)]
+    assert bad == [0]
+
+
+def test_one_bad_image_of_a_request(tmp_path):
+    """The error of an exported model says which it is; long thin images cost what they weigh."""
+    model = keras.Sequential([keras.layers.Input((16, 16, 3)), keras.layers.Flatten()])
+    dti.export_saved_model(model, dti.Preprocess.for_evaluation(16), tmp_path / "model")
+    serve = tf.saved_model.load(str(tmp_path / "model")).signatures["serving_default"]
+    images = [ACCEPTED["JPEG"], REFUSED["GIF"], ACCEPTED["PNG"], b""]
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"no JPEG.*\[1 3\]"):
+        serve(encoded=tf.constant(images))
+    thin = save(Image.new("RGB", (8000, 1), "red"), "JPEG")
+    assert serve(encoded=tf.constant([thin]))["output_0"].shape == (1, 768)
+
+
+@pytest.mark.parametrize("size", [(8000, 1), (1, 8000)])
+def test_thin_images_are_not_blown_up(tmp_path, size):
+    """Without antialias too, TensorFlow resizes the part that is seen."""
+    image = np.linspace(0, 255, 8000).astype(np.uint8)
+    data = save(Image.fromarray(image.reshape(size[::-1])).convert("RGB"), "PNG")
+    records = write_indexed(tmp_path / "train-0", [{"image": data, "label": 0}])
+    crop = dti.CenterCrop(resize_shorter=24)
+    spec = dti.InputSpec.for_evaluation(records, 16, crop=crop, antialias=False, normalization=None)
+    made = [next(iter(dti.load(spec, one, batch_size=1)))[0] for one in (BY_TF, TF_DATA)]
+    assert np.abs(made[0] - made[1]).max() < 0.1
