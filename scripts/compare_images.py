@@ -40,6 +40,8 @@ def main(arguments: list[str]) -> int:
     )
     num_images = min(_NUM_IMAGES.value, spec.records.num_records)
     command.import_tensorflow()
+    from dali_tf_input import sheets
+
 
     # DALI first, because TensorFlow must not take the GPU's memory before it.
     options = (_WORK.with_decode(DaliOptions(device=_DEVICE.value)), _WORK.options("tf_data"))
