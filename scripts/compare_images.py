@@ -42,7 +42,6 @@ def main(arguments: list[str]) -> int:
     command.import_tensorflow()
     from dali_tf_input import sheets
 
-
     # DALI first, because TensorFlow must not take the GPU's memory before it.
     options = (_WORK.with_decode(DaliOptions(device=_DEVICE.value)), _WORK.options("tf_data"))
     theirs, ours = (next(sheets.make_batches(spec, one, num_images)) for one in options)

@@ -95,6 +95,10 @@ def _rules_of_images(spec: "InputSpec") -> Rules:
         )
     if spec.mask:
         yield from _rules_of_mask(spec, spec.mask)
+        yield (
+            spec.transform is None,
+            "`transform` works without `mask` only: it gets the image alone, and may move pixels.",
+        )
         for augmentation in spec.preprocess.augment:
             name = type(augmentation).__name__
             yield (

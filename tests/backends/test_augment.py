@@ -320,6 +320,8 @@ def test_with_a_mask(tmp_path):
         name = type(moving).__name__
         with refused(f"`mask` works without {name} only, which moves the pixels of the image"):
             spec_of(records, "global", dataclasses.replace(colors, augment=(moving,)), mask=masks)
+    with refused("`transform` works without `mask` only"):
+        spec_of(records, "global", PLAIN, mask=masks, transform=lambda image, seed: image)
 
 
 def add_noise(image, seed):

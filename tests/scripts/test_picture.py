@@ -248,3 +248,13 @@ def test_two_exif_orientations(tmp_path):
     process = run("index", "--verify=decode", "--decoder=tf_data", files)
     assert process.returncode == 0, process.stderr
     assert rows(process.stdout)["EXIF"] == "1 image to be turned upright, as training does"
+
+
+def test_explore_counts_what_is_turned(tmp_path):
+    """Its sizes are those that are shown."""
+    write_tfrecord(tmp_path / "train-0", [{"image/encoded": photo(), "image/class/label": 0}] * 3)
+    run("index", "--verify=schema", tmp_path / "train-0")
+    process = run("explore", f"--files={tmp_path}/train-0", f"--out={tmp_path}/page.html")
+    said = rows(process.stdout)
+    assert said["turned by EXIF"] == "3"
+    assert said["height"] == "200 (200 to 200)"

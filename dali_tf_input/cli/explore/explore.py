@@ -24,6 +24,7 @@ from dali_tf_input.cli.flags import FileFlags
 from dali_tf_input.index.decoders import read_header
 from dali_tf_input.records.checks import Checks, InvalidRecord, check_record
 from dali_tf_input.records.class_names import shift_names
+from dali_tf_input.records.orientation import UPRIGHT, find_orientation, is_transposed
 
 FLAGS = command.Flags()
 _FILES = FileFlags(FLAGS)
@@ -68,12 +69,13 @@ def examine(pattern: str) -> Set:
     names = shift_names(records.class_names, _FILES.label_offset.value)
     extents = np.concatenate([records.index(number) for number in range(len(records.files))])
     looks = command.progress(_look_at_all(records), what=pattern, total=records.num_records)
-    sizes, hashes, problems = zip(*looks, strict=True)
+    sizes, turned, hashes, problems = zip(*looks, strict=True)
     return Set(
         name=pattern,
         records=records,
         labels=labels,
         sizes=np.array(sizes, np.int64),
+        num_turned=sum(turned),
         hashes=np.array(hashes, np.uint64),
         problems=problems,
         num_bytes=extents[:, 1],
@@ -81,23 +83,28 @@ def examine(pattern: str) -> Set:
     )
 
 
-def _look_at_all(records: Records) -> Iterator[tuple[tuple[int, int], int, str]]:
-    """Yields height and width of each image, its hash, and why it cannot be used, or ""."""
+def _look_at_all(records: Records) -> Iterator[tuple[tuple[int, int], bool, int, str]]:
+    """Yields for each image height and width as shown, whether EXIF turns it, and its hash.
+
+    Last comes why it cannot be used, or "".
+    """
     checks = Checks(image_key=records.image_key, label=None)
 
-    def look(record: int) -> tuple[tuple[int, int], int, str]:
-        data = b""
+    def look(record: int) -> tuple[tuple[int, int], bool, int, str]:
+        data, orientation = b"", UPRIGHT
         try:
             data = records.read_data(record)
             features, image = check_record(data, checks, read_header)
             data = features[records.image_key][1][0]
             size, problem = image[1:] if image else (0, 0), ""
+            orientation = find_orientation(data)
+            size = size[::-1] if is_transposed(orientation) else size
         except InvalidRecord as bad:
             size, problem = (0, 0), bad.reason
         except (InputError, OSError) as error:
             size, problem = (0, 0), f"unreadable: {error}"
         digest = hashlib.blake2b(data or str(record).encode(), digest_size=8).digest()
-        return size, int.from_bytes(digest, "little"), problem
+        return size, orientation != UPRIGHT, int.from_bytes(digest, "little"), problem
 
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
         for start in range(0, records.num_records, _BATCH):  # not all of a million at once

@@ -25,11 +25,12 @@ class Set:
       name: the value of --files.
       records: the records that are examined.
       labels: the class of each as training gets it; None if the index does not have them.
-      sizes: int64 (records, 2), height and width in pixels; 0 where it is not an image.
+      sizes: int64 (records, 2), height and width in pixels, as shown; 0 where it is not an image.
       hashes: uint64 (records,), a hash of the encoded image.
       problems: why the image of each cannot be used; "" if it can.
       num_bytes: int64 (records,), of the whole record.
       names: the names of the classes, as `labels` number them; none if they are not known.
+      num_turned: how many images are turned upright by their EXIF orientation.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Set:
     problems: tuple[str, ...]
     num_bytes: Integers
     names: Names = ()
+    num_turned: int = 0
 
     def name_of(self, label: int) -> str:
         """Returns a class as text."""
@@ -70,6 +72,8 @@ def summarize(sets: list[Set]) -> Iterator[tuple[str, ...]]:
     yield ("width", *(_spread(one.sizes[:, 1]) for one in sets))
     shapes = [one.sizes[one.sizes.all(1)] for one in sets]
     yield ("width to height", *(_spread(shape[:, 1] / shape[:, 0], ".2f") for shape in shapes))
+    if any(one.num_turned for one in sets):
+        yield ("turned by EXIF", *(f"{one.num_turned:,}" for one in sets))
     yield ("classes", *(_describe_classes(one) for one in sets))
 
 

@@ -163,7 +163,8 @@ class _Preparation:
         """Returns float32 (height, width, 3)."""
         import cv2
 
-        image = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR_RGB)
+        how = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION  # as in all other rows
+        image = cv2.imdecode(np.frombuffer(data, np.uint8), how)
         size, out = image.shape[:2], self._size
         if isinstance(self._crop, dti.RandomResizedCrop):
             image = _crop_at_random(image, _draw_size(size, self._crop, random), random)
