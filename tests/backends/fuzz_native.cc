@@ -21,11 +21,11 @@ int main(int, char** arguments) {
   for (int round = 0; round < rounds; ++round) {
     Image image;
     const int* kind = kinds[below(7)];
-    image.height = kind[0], image.width = kind[1], image.mirror = below(2);
+    image.height = kind[0], image.width = kind[1], image.mirror = below(2), image.orientation = 1 + static_cast<int>(below(8));
     std::vector<uint8_t> pixels(3 * image.height * image.width);
     for (auto& pixel : pixels) pixel = static_cast<uint8_t>(random());
     for (int axis = 0; axis < 2; ++axis) {
-      const double size = static_cast<double>(kind[axis]);
+      const double size = static_cast<double>(image.Shown(axis));
       image.extent[axis] = size * part();
       image.start[axis] = (size - image.extent[axis]) * part();
       if (!below(3)) image.start[axis] = std::floor(image.start[axis]), image.extent[axis] = std::ceil(image.extent[axis]);

@@ -158,7 +158,7 @@ struct BatchCall {
   std::vector<char> bytes;
   TF_TString records[4];
   float uniforms[4 * 3] = {}, rows[4 * dali_tf_input::kRowSize] = {}, drawn[6] = {0.5f, 1, 1, 4, 4, 0};
-  double parameters[2 + 16 + 1] = {1, 1e9, 8, 8, 1, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 3, 1, 0, 0};
+  double parameters[3 + 16 + 1] = {1, 1e9, 1, 8, 8, 1, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 3, 1, 0, 0};
   TF_OpKernelContext context;
 
   explicit BatchCall(const char* example) {
@@ -172,7 +172,7 @@ struct BatchCall {
     context.inputs[6] = {{4, 3}, 2, sizeof uniforms, uniforms, false};
     context.inputs[7] = {{4, 1, dali_tf_input::kRowSize}, 3, sizeof rows, rows, false};
     context.inputs[8] = {{6}, 1, sizeof drawn, drawn, false};
-    context.inputs[9] = {{19}, 1, sizeof parameters, parameters, false};
+    context.inputs[9] = {{20}, 1, sizeof parameters, parameters, false};
     context.failure = {};
   }
 };

@@ -29,6 +29,7 @@ from nvidia.dali import fn, types
 from dali_tf_input import (
     CenterCrop,
     ClassLabel,
+    CoverCrop,
     DaliOptions,
     Letterbox,
     Preprocess,
@@ -51,6 +52,8 @@ CROPS = {
     "random_resized_crop_that_seldom_fits": SELDOM_FITS,
     "random_crop": RandomCrop(),
     "center_crop": CenterCrop(resize_shorter=96),
+    "cover_crop": CoverCrop(cover=(96, 80)),
+    "cover_crop_in_the_center": CoverCrop(cover=(91, 82), position="center"),
     "no_crop": NoCrop(),
     "letterbox": Letterbox(fill=99.5),
 }

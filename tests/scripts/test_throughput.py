@@ -158,7 +158,7 @@ def test_comparison_of_images(sample_folder, layout):
     arguments = ["--files=data/sample/validation-*", f"--layout={layout}", "--evaluation"]
     process = run("compare_images.py", *arguments, "--most=0.01", cwd=sample_folder)
     assert process.returncode == 0, process.stderr
-    assert process.stdout.startswith("images      32 of 32: decode, CenterCrop")
+    assert process.stdout.startswith("images      32 of 32: decode, CoverCrop")
     strict = run("compare_images.py", *arguments, "--most=1e-9", cwd=sample_folder)
     assert strict.returncode == 1
     assert "The backends' images differ by 0.00" in strict.stderr
