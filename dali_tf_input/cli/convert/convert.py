@@ -14,7 +14,8 @@ Records are shuffled over all files by --seed.
 Without splits of its own, a part of each class is held out for validation. The side of an image
 depends on its bytes, or on its group, and on --seed: so it keeps its side when the set grows, and
 neither copies of an image nor the images of a group are divided. A small class whose images all
-fall on one side has one moved, which is said; --like keeps the sides of an earlier set even then.
+fall on one side has one moved, which is said; --overwrite keeps it there, and --like keeps the
+sides of any earlier set.
 TFRecords keep their splits, by name: validation-*, or tfds' *-validation.tfrecord-*; test likewise;
 all others are training.
 
