@@ -107,7 +107,7 @@ static void DeleteTensor(TF_Tensor* tensor) {
 static void Failure(TF_OpKernelContext* context, TF_Status* status) { context->failure = *status; }
 static void StringCopy(TF_TString* string, const char* from, size_t size) {
   string->data = static_cast<char*>(std::malloc(size ? size : 1)), string->size = size;
-  std::memcpy(string->data, from, size);
+  if (size) std::memcpy(string->data, from, size);  // an empty record may lie nowhere
 }
 
 static void Install() {
