@@ -19,7 +19,6 @@ from .spec.augment import Solarize as Solarize
 from .spec.augment import TrivialAugment as TrivialAugment
 from .spec.augment import VerticalMirror as VerticalMirror
 from .spec.crops import CenterCrop as CenterCrop
-from .spec.crops import CoverCrop as CoverCrop
 from .spec.crops import Letterbox as Letterbox
 from .spec.crops import NoCrop as NoCrop
 from .spec.crops import RandomCrop as RandomCrop

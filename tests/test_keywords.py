@@ -14,7 +14,6 @@ PREPROCESS = dti.Preprocess()
 WRONG = {
     "BadRecordError": None,  # raised, not called
     "CenterCrop": ("resize", "resize_shorter"),
-    "CoverCrop": ("covers", "cover"),
     "Checks": ("mask", "mask_key"),
     "ClassLabel": ("label_smoothing", "smoothing"),
     "ColorJitter": ("saturate", "saturation"),

@@ -10,7 +10,7 @@ from dali_tf_input.cli.command import Flags
 from dali_tf_input.records.class_names import read_class_names
 from dali_tf_input.records.labels import Label, LabelKind
 from dali_tf_input.spec.augment import Augmentation
-from dali_tf_input.spec.crops import Crop, NoCrop
+from dali_tf_input.spec.crops import CoverCrop, Crop, NoCrop
 
 # What users call the augmentations on the command line.
 AUGMENTATIONS: dict[str, Augmentation] = {
@@ -25,10 +25,10 @@ AUGMENTATIONS: dict[str, Augmentation] = {
 }
 CROPS: dict[str, Callable[[int, int], Crop]] = {
     "resize_random_crop": lambda *larger: dti.ResizeRandomCrop(resize=larger),
-    "cover_crop": lambda *larger: dti.CoverCrop(cover=larger),
+    "cover_crop": lambda *larger: CoverCrop(cover=larger),
     "random_resized_crop": lambda *_: dti.RandomResizedCrop(),
     "random_crop": lambda *_: dti.RandomCrop(),
-    "center_crop": lambda *larger: dti.CoverCrop(cover=larger, position="center"),
+    "center_crop": lambda *larger: CoverCrop(cover=larger, position="center"),
     "no_crop": lambda *_: NoCrop(),
     "letterbox": lambda *_: dti.Letterbox(),
 }

@@ -271,7 +271,7 @@ class CoverCrop(Crop):
     3) trains on random crops of 224 of images whose shorter side is 256.
 
     Examples:
-      >>> crop = CoverCrop(cover=(256, 256), position="center")
+      >>> from dali_tf_input.spec.crops import CoverCrop
       >>> preprocess = Preprocess.for_training(224, crop=CoverCrop(cover=(240, 240)))
 
     Attributes:

@@ -45,7 +45,7 @@ def turned(image, number):
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory):
-    """Records of JPEGs of all orientations, baseline and progressive; and of PNGs, turned before."""
+    """Records of JPEGs of all orientations, and of the same images turned before, as PNG."""
     stored, upright = [], []
     for number in range(8):
         exif = Image.Exif()

@@ -29,7 +29,6 @@ from nvidia.dali import fn, types
 from dali_tf_input import (
     CenterCrop,
     ClassLabel,
-    CoverCrop,
     DaliOptions,
     Letterbox,
     Preprocess,
@@ -41,7 +40,7 @@ from dali_tf_input import (
 from dali_tf_input.backends import dali_images, tf_images
 from dali_tf_input.backends.build import make_dataset
 from dali_tf_input.serving import make_normalization
-from dali_tf_input.spec.crops import NoCrop
+from dali_tf_input.spec.crops import CoverCrop, NoCrop
 
 SELDOM_FITS = RandomResizedCrop(
     area_range=(0.9, 1.0), aspect_ratio_range=(0.5, 2.0), num_attempts=2

@@ -17,6 +17,7 @@ from dali_tf_input.records.example import decode_example, encode_example
 from dali_tf_input.records.labels import find_label_problem
 from dali_tf_input.records.paths import find_files, index_command
 from dali_tf_input.records.tfrecord import frame_record
+from dali_tf_input.spec.crops import CoverCrop
 from dali_tf_input.spec.options import AUTOTUNE
 
 from_files = dti.Records.from_files
@@ -27,7 +28,7 @@ IMAGE = jpeg(9, 9)
 
 def test_for_training():
     preprocess = dti.Preprocess.for_training(224)
-    assert preprocess.crop == dti.CoverCrop(cover=(256, 256))
+    assert preprocess.crop == CoverCrop(cover=(256, 256))
     assert preprocess.antialias
     assert not dti.Preprocess.for_training(224, interpolation="nearest").antialias
     assert preprocess.mirror_probability == 0.5
@@ -138,7 +139,7 @@ def test_every_field_of_preprocess_has_a_default():
 
 def test_for_evaluation():
     preprocess = dti.Preprocess.for_evaluation(112, layout="CHW")
-    assert preprocess.crop == dti.CoverCrop(cover=(128, 128), position="center")
+    assert preprocess.crop == CoverCrop(cover=(128, 128), position="center")
     assert preprocess.mirror_probability == 0
     assert preprocess.image_shape == (3, 112, 112)
 
