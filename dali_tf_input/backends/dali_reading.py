@@ -124,8 +124,8 @@ class _Packer:
             size = tf.TensorSpec((3,), tf.int64)
             sizes = tf.map_fn(lambda one: find_size(one, spec), images, fn_output_signature=size)
         return tf.map_fn(
-            lambda given: prepare_mask(decode_mask(given[0], given[1]), given[2], spec),
-            (values["mask"], sizes, uniforms),
+            lambda given: prepare_mask(decode_mask(given[0], given[1]), given[2], given[3], spec),
+            (values["mask"], sizes, uniforms, values["rows of image"]),
             fn_output_signature=tf.TensorSpec(spec.preprocess.image_size, tf.int32),
             parallel_iterations=self.num_threads,
         )

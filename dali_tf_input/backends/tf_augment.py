@@ -1,6 +1,7 @@
 """Augmentations with TensorFlow: drawing rows for both backends, and applying them."""
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import tensorflow as tf
@@ -66,6 +67,28 @@ def apply_rows(image: tf.Tensor, rows: tf.Tensor, program: Program) -> tf.Tensor
         chosen = tf.gather(np.int32(numbers), tf.cast(row[0], tf.int32))
         image = tf.ensure_shape(tf.switch_case(chosen, branches), shape)
     return image
+
+
+def warp_mask(mask: tf.Tensor, rows: tf.Tensor, program: Program, outside: int) -> tf.Tensor:
+    """Moves the pixels of a mask, int32 (height, width), as `apply_rows` moves those of its image.
+
+    A value is never interpolated: each pixel gets the nearest one. `outside` is the value of pixels
+    that come from outside the mask.
+    """
+    height, width = mask.shape
+    for step in range(program.num_steps):
+        if Primitive.WARP not in program.rows_of_step(step)[:, 0]:
+            continue
+
+        def warp(mask: tf.Tensor, numbers: tf.Tensor) -> tf.Tensor:
+            x, y = _find_sources(numbers, height, width)
+            places, is_inside = _find_places(tf.floor(x), tf.floor(y), height, width)
+            return tf.where(is_inside, tf.gather(tf.reshape(mask, [-1]), places), outside)
+
+        row = rows[step]
+        moves = tf.equal(row[0], float(Primitive.WARP))
+        mask = tf.cond(moves, partial(warp, mask, row[1:]), partial(tf.identity, mask))
+    return mask
 
 
 def _bind(
@@ -151,14 +174,11 @@ def _widen(image: tf.Tensor, margin: tf.Tensor | int) -> tf.Tensor:
 
 def _warp(image: tf.Tensor, numbers: tf.Tensor) -> tf.Tensor:
     height, width = image.shape[:2]
-    x, y = tf.range(0.5, width)[None, :], tf.range(0.5, height)[:, None]
-    from_x = numbers[0] * x + (numbers[1] * y + numbers[2])
-    from_y = numbers[3] * x + (numbers[4] * y + numbers[5])
+    from_x, from_y = _find_sources(numbers, height, width)
 
     def look_up(column: tf.Tensor, line: tf.Tensor) -> tf.Tensor:
-        is_inside = (column >= 0) & (column < width) & (line >= 0) & (line < height)
-        places = tf.where(is_inside, line * width + column, 0)
-        pixels = tf.gather(tf.reshape(image, (-1, 3)), tf.cast(places, tf.int32))
+        places, is_inside = _find_places(column, line, height, width)
+        pixels = tf.gather(tf.reshape(image, (-1, 3)), places)
         return tf.where(is_inside[..., None], _float(pixels), numbers[6])
 
     def interpolate() -> tf.Tensor:
@@ -174,6 +194,22 @@ def _warp(image: tf.Tensor, numbers: tf.Tensor) -> tf.Tensor:
     return tf.cond(
         numbers[7] != 0, interpolate, lambda: look_up(tf.floor(from_x), tf.floor(from_y))
     )
+
+
+def _find_sources(numbers: tf.Tensor, height: int, width: int) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns where each pixel of a warped image comes from: x and y, float32 (height, width)."""
+    x, y = tf.range(0.5, width)[None, :], tf.range(0.5, height)[:, None]
+    from_x = numbers[0] * x + (numbers[1] * y + numbers[2])
+    from_y = numbers[3] * x + (numbers[4] * y + numbers[5])
+    return from_x, from_y
+
+
+def _find_places(
+    column: tf.Tensor, line: tf.Tensor, height: int, width: int
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns the numbers of pixels, counted by rows, int32, and whether they are in the image."""
+    is_inside = (column >= 0) & (column < width) & (line >= 0) & (line < height)
+    return tf.cast(tf.where(is_inside, line * width + column, 0), tf.int32), is_inside
 
 
 def _erase(image: tf.Tensor, numbers: tf.Tensor) -> tf.Tensor:

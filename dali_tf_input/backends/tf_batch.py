@@ -151,7 +151,7 @@ class _BatchMaker:
         for view, name in enumerate(spec.image_views):
             values[name] = self._finish(images[view], uniforms[view], keys, view)
         if spec.mask:
-            values["mask"] = self._make_masks(values["mask"], made, uniforms[0])
+            values["mask"] = self._make_masks(values["mask"], made, uniforms[0], rows[0])
         if spec.mix:
             values["label"] = mix_labels(values["label"], drawn)
             if not mixes_there:
@@ -211,7 +211,9 @@ class _BatchMaker:
             for batch, own, view in zip(made.images, images, self._made, strict=True)
         ]
 
-    def _make_masks(self, masks: tf.Tensor, made: tf_native.Made, uniforms: tf.Tensor) -> tf.Tensor:
+    def _make_masks(
+        self, masks: tf.Tensor, made: tf_native.Made, uniforms: tf.Tensor, rows: tf.Tensor
+    ) -> tf.Tensor:
         """Makes the masks of a batch, one by one, which are stored as strings (k,)."""
         spec = self._stream.spec
 
@@ -225,8 +227,8 @@ class _BatchMaker:
 
         is_done = tf.equal(tf.size(made.places), 0)
         return tf.map_fn(
-            lambda given: prepare_mask(decode_mask(given[0], given[1]), given[2], spec),
-            (masks, tf.cond(is_done, lambda: made.sizes, add_refused), uniforms),
+            lambda given: prepare_mask(decode_mask(given[0], given[1]), given[2], given[3], spec),
+            (masks, tf.cond(is_done, lambda: made.sizes, add_refused), uniforms, rows),
             fn_output_signature=tf.TensorSpec(spec.preprocess.image_size, tf.int32),
             parallel_iterations=self.num_threads,
         )

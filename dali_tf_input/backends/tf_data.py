@@ -69,18 +69,22 @@ def make_prepare(stream: Stream, options: TfDataOptions) -> Callable[..., Any]:
         for name, preprocess in spec.image_views.items()
     }
 
+    def draw_rows_of(view: int, key: tf.Tensor) -> tf.Tensor | None:
+        preprocess = [*spec.image_views.values()][view]
+        if not preprocess.augment:
+            return None
+        seeds = seeds_of(stream, RandomStream.AUGMENT, key, view)
+        return draw_rows(preprocess.make_program(), seeds)
+
     def prepare_view(view: int, key: tf.Tensor, image: tf.Tensor, uniforms: tf.Tensor) -> tf.Tensor:
         name, preprocess = [*spec.image_views.items()][view]
-        transform, rows = transforms[name], None
-        if preprocess.augment:
-            seeds = seeds_of(stream, RandomStream.AUGMENT, key, view)
-            rows = draw_rows(preprocess.make_program(), seeds)
+        transform = transforms[name]
         seeds_of_transform = seeds_of(stream, RandomStream.TRANSFORM, key, view)
         return prepare_image(
             image,
             uniforms,
             preprocess,
-            rows=rows,
+            rows=draw_rows_of(view, key),
             transform=(lambda image: transform(image, seeds_of_transform)) if transform else None,
             decode=options.resolve_decode(resizes_plainly=preprocess.resizes_plainly),
             native=native,
@@ -96,7 +100,7 @@ def make_prepare(stream: Stream, options: TfDataOptions) -> Callable[..., Any]:
         for view, name in enumerate(views):
             values[name] = prepare_view(view, key, image, uniforms[view])
         if spec.mask:
-            values["mask"] = prepare_mask(values["mask"], uniforms[0], spec)
+            values["mask"] = prepare_mask(values["mask"], uniforms[0], draw_rows_of(0, key), spec)
         if spec.mix:
             return {**values, "mix": draw_mix(stream, key)}
         return spec.arrange(values)

@@ -8,7 +8,7 @@ from typing import Literal
 import tensorflow as tf
 
 from dali_tf_input.backends import tf_native
-from dali_tf_input.backends.tf_augment import apply_rows
+from dali_tf_input.backends.tf_augment import apply_rows, warp_mask
 from dali_tf_input.backends.tf_orientation import (
     find_orientation,
     find_stored,
@@ -115,12 +115,15 @@ def prepare_natively(
     return resample_image(encoded, uniforms, preprocess, decode=decode, finish=finish)
 
 
-def prepare_mask(mask: tf.Tensor, uniforms: tf.Tensor, spec: InputSpec) -> tf.Tensor:
-    """Crops, resizes and mirrors a mask like its image: int32 (*spec.preprocess.image_size).
+def prepare_mask(
+    mask: tf.Tensor, uniforms: tf.Tensor, rows: tf.Tensor | None, spec: InputSpec
+) -> tf.Tensor:
+    """Crops, resizes, warps and mirrors a mask like its image: int32 (*spec.preprocess.image_size).
 
     Args:
       mask: uint8 (height, width, 1), of the image's size, turned like it.
       uniforms: the image's random numbers.
+      rows: what `preprocess.augment` does to the image, see `tf_augment`; None without it.
       spec: gives the image's preprocessing and the mask's value outside the image.
     """
     plain = dataclasses.replace(spec.preprocess, interpolation="nearest", antialias=False)
@@ -134,7 +137,10 @@ def prepare_mask(mask: tf.Tensor, uniforms: tf.Tensor, spec: InputSpec) -> tf.Te
     # Shifted, as what is outside is filled with 0.
     shifted = tf.cast(mask, tf.float32) - ignore
     mask = resize_region(shifted, region, plain, whole=True) + ignore
-    mask = mirror_image(tf.cast(mask, tf.int32), uniforms, plain)
+    mask = tf.cast(tf.ensure_shape(mask, (*plain.image_size, 1)), tf.int32)
+    if rows is not None:
+        mask = warp_mask(mask[..., 0], rows, plain.make_program(), ignore)[..., None]
+    mask = mirror_image(mask, uniforms, plain)
     return tf.ensure_shape(mask[..., 0], plain.image_size)
 
 

@@ -353,7 +353,7 @@ def describe_crop(preprocess: Preprocess) -> tuple[float, ...]:
     elif isinstance(crop, crops.ResizeRandomCrop):
         numbers = crop.resize
     elif isinstance(crop, crops.CoverCrop):
-        numbers = (*crop.cover, crop.is_random)
+        numbers = (*crop.cover_of(preprocess.image_size), crop.is_random)
     elif isinstance(crop, crops.RandomResizedCrop):
         ratios = crop.aspect_ratio_range
         numbers = (*crop.area_range, *map(math.log, ratios), *ratios)

@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, get_args
 
 import dali_tf_input as dti
@@ -25,10 +26,10 @@ AUGMENTATIONS: dict[str, Augmentation] = {
 }
 CROPS: dict[str, Callable[[int, int], Crop]] = {
     "resize_random_crop": lambda *larger: dti.ResizeRandomCrop(resize=larger),
-    "cover_crop": lambda *larger: CoverCrop(cover=larger),
+    "cover_crop": lambda *_: CoverCrop(),
     "random_resized_crop": lambda *_: dti.RandomResizedCrop(),
     "random_crop": lambda *_: dti.RandomCrop(),
-    "center_crop": lambda *larger: CoverCrop(cover=larger, position="center"),
+    "center_crop": lambda *_: CoverCrop(position="center"),
     "no_crop": lambda *_: NoCrop(),
     "letterbox": lambda *_: dti.Letterbox(),
 }
@@ -49,9 +50,11 @@ def check_list(name: str, values: list[str] | None, known: list[str], where: str
 
 def describe_work(preprocess: dti.Preprocess) -> str:
     """Returns what is done to each image, in a line."""
-    height, width = preprocess.image_size
-    crop = re.sub(r"\d+\.\d{4,}", lambda number: f"{float(number[0]):.3g}", repr(preprocess.crop))
-    parts = ["decode", crop, f"{height}x{width}"]
+    (height, width), crop = preprocess.image_size, preprocess.crop
+    if isinstance(crop, CoverCrop):
+        crop = replace(crop, cover=crop.cover_of(preprocess.image_size))
+    shown = re.sub(r"\d+\.\d{4,}", lambda number: f"{float(number[0]):.3g}", repr(crop))
+    parts = ["decode", shown, f"{height}x{width}"]
     parts += [preprocess.interpolation] if preprocess.interpolation != "bilinear" else []
     parts += ["antialias"] if preprocess.antialias else []
     parts += [type(augmentation).__name__ for augmentation in preprocess.augment]

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -61,11 +61,8 @@ class Choices(NamedTuple):
 class Augmentation:
     """A random change of an image. Base class of all augmentations.
 
-    Attributes:
-      is_geometric: whether pixels move, so that a mask would no longer fit.
+    Where it moves pixels, those of the image's mask move with them.
     """
-
-    is_geometric: ClassVar[bool] = False
 
     def plan(self, image_size: tuple[int, int]) -> Choices:
         """Returns the random choices for images of `image_size`, (height, width).
@@ -104,7 +101,6 @@ class RandAugment(Augmentation):
       interpolation: how warps sample pixels.
     """
 
-    is_geometric: ClassVar[bool] = True
     num_ops: Annotated[int, Within(1, 10)] = 2
     magnitude: Annotated[float, Within(0, 30)] = 9.0
     magnitude_std: Annotated[float, Within(0, 100)] = 0.0
@@ -155,7 +151,6 @@ class TrivialAugment(Augmentation):
       interpolation: how warps sample pixels.
     """
 
-    is_geometric: ClassVar[bool] = True
     fill: Byte = 0.0
     interpolation: Sampling = "nearest"
 
@@ -350,7 +345,6 @@ class VerticalMirror(Augmentation):
       p: how likely an image is mirrored, in [0, 1].
     """
 
-    is_geometric: ClassVar[bool] = True
     p: Part = 0.5
 
     def plan(self, image_size: tuple[int, int]) -> Choices:

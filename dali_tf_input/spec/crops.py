@@ -267,20 +267,21 @@ class CoverCrop(Crop):
     The aspect ratio is kept: the scale is the smallest one at which neither side is shorter than
     that of `cover`. Both sides are rounded to whole pixels (half up). Of a square `cover` its side
     becomes the image's shorter side. It is the default of training, at a random position, and of
-    evaluation, in the center. Source: VGG (Simonyan and Zisserman, 2014, arXiv 1409.1556, section
-    3) trains on random crops of 224 of images whose shorter side is 256.
+    evaluation, in the center.
 
     Examples:
       >>> from dali_tf_input.spec.crops import CoverCrop
       >>> preprocess = Preprocess.for_training(224, crop=CoverCrop(cover=(240, 240)))
 
     Attributes:
-      cover: (height, width) in pixels; at least the image size.
+      cover: (height, width) in pixels; at least the image size. None is 8/7 of the image size,
+        rounded. Source: VGG (Simonyan and Zisserman, 2014, arXiv 1409.1556, section 3) trains on
+        random crops of 224 of images whose shorter side is 256.
       position: "random": each of the positions of the output in the resized image is equally
         likely; "center": if the margin is odd, the extra pixel is cut off at the bottom or right.
     """
 
-    cover: tuple[Pixels, Pixels]
+    cover: tuple[Pixels, Pixels] | None = None
     position: Literal["random", "center"] = "random"
 
     @property
@@ -289,10 +290,16 @@ class CoverCrop(Crop):
 
     def check(self, image_size: tuple[int, int]) -> None:
         """Raises InputError if `cover` is below `image_size`."""
-        _check_not_below("cover", self.cover, image_size)
+        _check_not_below("cover", self.cover_of(image_size), image_size)
+
+    def cover_of(self, image_size: tuple[int, int]) -> tuple[int, int]:
+        """Returns (height, width) that images of `image_size` are cropped from."""
+        height, width = image_size
+        return self.cover or (round(height * 256 / 224), round(width * 256 / 224))
 
     def plan(self, size: Any, out: Any, uniforms: Uniforms, ops: Ops) -> Region:
-        scales = ops.constant(self.cover) / size
+        cover = ops.constant(self.cover) if self.cover else ops.floor(out * (256 / 224) + 0.5)
+        scales = cover / size
         resized = ops.floor(size * ops.maximum(scales[0:1], scales[1:2]) + 0.5)
         place = uniforms.position * (resized - out + 1.0)
         corner = ops.floor(place if self.is_random else (resized - out) / 2.0)

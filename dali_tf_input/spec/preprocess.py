@@ -160,10 +160,9 @@ class Preprocess:
           **fields: further fields of `Preprocess`. `mean` and `std` override `normalization`, and
             every field overrides `recipe`.
         """
-        height, width = _height_and_width(image_size)
-        usual = _usual_fields((height, width), "random", fields) | {"mirror_probability": 0.5}
+        usual = _usual_fields("random", fields) | {"mirror_probability": 0.5}
         fields = {**(find_fields(recipe) if recipe else usual), **fields}
-        return cls._make("for_training", (height, width), normalization, fields)
+        return cls._make("for_training", image_size, normalization, fields)
 
     @classmethod
     @checked
@@ -187,22 +186,22 @@ class Preprocess:
           normalization: see `for_training`.
           **fields: see `for_training`.
         """
-        height, width = _height_and_width(image_size)
-        fields = {**_usual_fields((height, width), "center", fields), **fields}
-        return cls._make("for_evaluation", (height, width), normalization, fields)
+        fields = {**_usual_fields("center", fields), **fields}
+        return cls._make("for_evaluation", image_size, normalization, fields)
 
     @classmethod
     def _make(
         cls,
         name: str,
-        image_size: tuple[int, int],
+        image_size: int | tuple[int, int],
         normalization: Normalization | None,
         fields: dict[str, Any],
     ) -> "Preprocess":
         known = ["normalization", "recipe", *(field.name for field in dataclasses.fields(cls))]
         check_keywords(f"Preprocess.{name}", fields, known)
         statistics = _statistics_of(normalization, fields.get("channels", 3))
-        return cls(image_size=image_size, **{**statistics, **fields})
+        size = (image_size, image_size) if isinstance(image_size, int) else image_size
+        return cls(image_size=size, **{**statistics, **fields})
 
     def with_fields(self, **fields: Any) -> "Preprocess":
         """Returns a copy with some fields replaced; `normalization` sets `mean` and `std`."""
@@ -210,10 +209,6 @@ class Preprocess:
             channels = fields.get("channels", self.channels)
             fields = {**_statistics_of(fields.pop("normalization"), channels), **fields}
         return dataclasses.replace(self, **fields)
-
-
-def _height_and_width(image_size: int | tuple[int, int]) -> tuple[int, int]:
-    return (image_size, image_size) if isinstance(image_size, int) else image_size
 
 
 @checked
@@ -228,10 +223,9 @@ def _statistics_of(normalization: Normalization | None, channels: Any) -> dict[s
     return {"mean": (mean,) * count, "std": (std,) * count}
 
 
-def _usual_fields(
-    image_size: tuple[int, int], position: Literal["random", "center"], fields: dict[str, Any]
-) -> dict[str, Any]:
+def _usual_fields(position: Literal["random", "center"], fields: dict[str, Any]) -> dict[str, Any]:
     """Returns how images are resized and cropped by default, where `fields` are given."""
-    height, width = (round(side * 256 / 224) for side in image_size)
-    crop = CoverCrop(cover=(height, width), position=position)
-    return {"crop": crop, "antialias": fields.get("interpolation") != "nearest"}
+    return {
+        "crop": CoverCrop(position=position),
+        "antialias": fields.get("interpolation") != "nearest",
+    }

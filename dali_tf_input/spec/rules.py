@@ -99,12 +99,6 @@ def _rules_of_images(spec: "InputSpec") -> Rules:
             spec.transform is None,
             "`transform` works without `mask` only: it gets the image alone, and may move pixels.",
         )
-        for augmentation in spec.preprocess.augment:
-            name = type(augmentation).__name__
-            yield (
-                not augmentation.is_geometric,
-                f"`mask` works without {name} only, which moves the pixels of the image.",
-            )
     if spec.mix:
         yield (
             spec.repeat and not spec.mask and spec.class_weight is None,

@@ -52,6 +52,7 @@ CROPS = {
     "random_crop": RandomCrop(),
     "center_crop": CenterCrop(resize_shorter=96),
     "cover_crop": CoverCrop(cover=(96, 80)),
+    "cover_crop_by_default": CoverCrop(),
     "cover_crop_in_the_center": CoverCrop(cover=(91, 82), position="center"),
     "no_crop": NoCrop(),
     "letterbox": Letterbox(fill=99.5),

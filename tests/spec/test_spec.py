@@ -28,7 +28,8 @@ IMAGE = jpeg(9, 9)
 
 def test_for_training():
     preprocess = dti.Preprocess.for_training(224)
-    assert preprocess.crop == CoverCrop(cover=(256, 256))
+    assert preprocess.crop == CoverCrop()
+    assert preprocess.crop.cover_of((224, 224)) == (256, 256)
     assert preprocess.antialias
     assert not dti.Preprocess.for_training(224, interpolation="nearest").antialias
     assert preprocess.mirror_probability == 0.5
@@ -139,9 +140,18 @@ def test_every_field_of_preprocess_has_a_default():
 
 def test_for_evaluation():
     preprocess = dti.Preprocess.for_evaluation(112, layout="CHW")
-    assert preprocess.crop == CoverCrop(cover=(128, 128), position="center")
+    assert preprocess.crop == CoverCrop(position="center")
+    assert preprocess.crop.cover_of(preprocess.image_size) == (128, 128)
     assert preprocess.mirror_probability == 0
     assert preprocess.image_shape == (3, 112, 112)
+
+
+@pytest.mark.parametrize("make", [dti.Preprocess.for_training, dti.Preprocess.for_evaluation])
+def test_another_size_is_covered_anew(make):
+    """However the size is changed, the default crop is that of the new size."""
+    size = (64, 256)
+    assert make(224).with_fields(image_size=size) == make(size)
+    assert dataclasses.replace(make(300), image_size=size) == make(size)
 
 
 def test_specs_are_frozen(dataset):
@@ -152,8 +162,13 @@ def test_specs_are_frozen(dataset):
 
 
 train, evaluate = (
-    functools.partial(dataclasses.replace, preprocess)
-    for preprocess in (TRAINING, dti.Preprocess.for_evaluation(224))
+    functools.partial(
+        dataclasses.replace, make(224, crop=CoverCrop(cover=(256, 256), position=position))
+    )
+    for make, position in (
+        (dti.Preprocess.for_training, "random"),
+        (dti.Preprocess.for_evaluation, "center"),
+    )
 )
 cpu, gpu = (functools.partial(dti.DaliOptions, device=device) for device in ("cpu", "gpu"))
 tf_data = dti.TfDataOptions
