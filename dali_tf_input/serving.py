@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from dali_tf_input.backends import tf_images
+from dali_tf_input.backends import tf_formats, tf_images
 from dali_tf_input.backends.build import check_gpu, import_dali
 from dali_tf_input.backends.tf_native import uses_native
-from dali_tf_input.errors import BatchSize, InputError, Path, check, checked
+from dali_tf_input.errors import BatchSize, Count, InputError, Path, check, checked
 from dali_tf_input.index.decoders import make_trial_decode
-from dali_tf_input.records.checks import Checks, InvalidRecord
+from dali_tf_input.records.checks import MAX_PIXELS, Checks, InvalidRecord
 from dali_tf_input.records.class_names import LABELS_NAME
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.options import DaliOptions, Device, TfDataOptions
@@ -96,7 +96,12 @@ def iterate_batches(
 
 @checked
 def export_saved_model(
-    model: keras.Model, preprocess: Preprocess | InputSpec, folder: Path, *, compare: bool = True
+    model: keras.Model,
+    preprocess: Preprocess | InputSpec,
+    folder: Path,
+    *,
+    max_pixels: Count = MAX_PIXELS,
+    compare: bool = True,
 ) -> None:
     """Writes `model` as a TensorFlow SavedModel that takes and preprocesses encoded images.
 
@@ -111,8 +116,11 @@ def export_saved_model(
       preprocess: see `iterate_batches`.
       folder: a new folder for the SavedModel. Its signature "serving_default" takes JPEG, PNG, BMP
         or WebP files, string (batch,), and returns the outputs of `model`. Photos are turned
-        upright, with TensorFlow's operations. If files are none of these, its error names their
-        positions.
+        upright, with TensorFlow's operations. If files are none of these, or have too many pixels,
+        its error names their positions.
+      max_pixels: the largest height times width that is decoded: a file of a few kilobytes may
+        claim to be any size. A photo of a camera that makes more is shrunk before it is sent, or
+        the model exported with a larger limit. The default is Pillow's.
       compare: whether `preprocess` must make pixels of the scale, channels and layout that the
         model was trained on in this program by `fit`.
 
@@ -132,10 +140,12 @@ def export_saved_model(
     signature = tf.TensorSpec(preprocess.image_shape, tf.as_dtype(preprocess.dtype))
 
     def serve(encoded: tf.Tensor) -> tf.Tensor:
-        are_images = tf.map_fn(tf_images.is_accepted, encoded, fn_output_signature=tf.bool)
+        are_images = tf.map_fn(tf_formats.is_accepted, encoded, fn_output_signature=tf.bool)
         problem = "no JPEG, PNG, BMP or WebP that can be decoded, at these positions:"
-        wrong = [problem, tf.where(~are_images)[:, 0]]
-        with tf.control_dependencies([tf.Assert(tf.reduce_all(are_images), wrong)]):
+        with tf.control_dependencies([_assert_all(are_images, problem)]):
+            pixels = tf.map_fn(tf_formats.count_pixels, encoded, fn_output_signature=tf.int64)
+        problem = f"images of more than {max_pixels:,} pixels, `max_pixels`, at these positions:"
+        with tf.control_dependencies([_assert_all(pixels <= max_pixels, problem)]):
             images = tf.map_fn(prepare, encoded, fn_output_signature=signature)
         return model(images, training=False)
 
@@ -203,6 +213,11 @@ instance_group [ {{ kind: KIND_{device.upper()} }} ]
         with open(os.path.join(model_dir, "config.pbtxt"), "w", encoding="utf-8") as text:
             text.write(config)
         staging.commit("model", folder)
+
+
+def _assert_all(conditions: tf.Tensor, problem: str) -> tf.Operation:
+    """Returns an operation that fails with the positions at which a condition does not hold."""
+    return tf.Assert(tf.reduce_all(conditions), [problem, tf.where(~conditions)[:, 0]])
 
 
 def _new_folder(folder: Path) -> str:

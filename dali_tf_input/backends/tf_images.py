@@ -9,13 +9,8 @@ import tensorflow as tf
 
 from dali_tf_input.backends import tf_native
 from dali_tf_input.backends.tf_augment import apply_rows, warp_mask
-from dali_tf_input.backends.tf_orientation import (
-    find_orientation,
-    find_stored,
-    swap_axes,
-    traced_once,
-    turn,
-)
+from dali_tf_input.backends.tf_formats import is_accepted, is_deep_png
+from dali_tf_input.backends.tf_orientation import find_orientation, find_stored, swap_axes, turn
 from dali_tf_input.records.checks import DCT_METHOD
 from dali_tf_input.spec.colors import LUMA
 from dali_tf_input.spec.crops import Letterbox, Region, Uniforms
@@ -28,8 +23,6 @@ _KERNELS = {"bilinear": "triangle", "bicubic": "keyscubic"}
 Decode = Literal["full", "region", "scaled"]
 Ratio = Literal[1, 2, 4, 8]
 
-# Of a BMP: blue, green, red and 0 of each shade.
-_GRAY_PALETTE = bytes(value for shade in range(256) for value in (shade, shade, shade, 0))
 _MOST_LARGER = 4  # pixels of a resized whole image, for each that is there
 
 
@@ -215,48 +208,20 @@ def _decode_jpeg(encoded: tf.Tensor) -> tf.Tensor:
     return tf.io.decode_jpeg(encoded, channels=3, dct_method=DCT_METHOD)
 
 
-@traced_once(tf.TensorSpec((), tf.string))
-def is_accepted(encoded: tf.Tensor) -> tf.Tensor:
-    """Returns whether both backends decode an image, a scalar string, to the same pixels: bool.
-
-    That is a JPEG, PNG, or a BMP or WebP without a palette, transparency, and animation. The list
-    in words is that of index/decoders.py; native/format.h does the same.
-    """
-    length = tf.strings.length(encoded)
-
-    def part(at: int, size: int) -> tf.Tensor:
-        return tf.strings.substr(encoded, tf.minimum(at, length), size)
-
-    def has_flag(at: int, flag: int) -> tf.Tensor:
-        padded = tf.strings.join([part(at, 1), b"\0"])  # there is a first byte
-        byte = tf.io.decode_raw(tf.strings.substr(padded, 0, 1), tf.uint8)[0]
-        return tf.bitwise.bitwise_and(byte, tf.constant(flag, tf.uint8)) > 0
-
-    bits, kind = part(28, 2), part(12, 4)
-    is_gray = tf.equal(bits, b"\x08\0") & tf.equal(part(14, 1), b"\x28")
-    is_gray &= tf.equal(part(54, 4 * 256), _GRAY_PALETTE)
-    is_bmp = tf.equal(part(0, 2), b"BM")
-    is_bmp &= tf.equal(bits, b"\x18\0") | tf.equal(bits, b"\x20\0") | is_gray
-    is_webp = tf.equal(part(0, 4), b"RIFF") & tf.equal(part(8, 4), b"WEBP") & (length >= 25)
-    is_webp &= (
-        tf.equal(kind, b"VP8 ")
-        | (tf.equal(kind, b"VP8L") & ~has_flag(24, 0x10))
-        | (tf.equal(kind, b"VP8X") & ~has_flag(20, 0x12))
-    )
-    return (
-        tf.equal(part(0, 3), b"\xff\xd8\xff")
-        | tf.equal(part(0, 8), b"\x89PNG\r\n\x1a\n")
-        | is_bmp
-        | is_webp
-    )
-
-
 def _decode_other(encoded: tf.Tensor) -> tf.Tensor:
     problem = "corrupted record: no JPEG, PNG, BMP or WebP that both backends decode"
     with tf.control_dependencies([tf.Assert(is_accepted(encoded), [problem])]):
         encoded = tf.identity(encoded)
-    image = tf.io.decode_image(encoded, channels=3, expand_animations=False)  # no `dct_method`
-    return tf.ensure_shape(image, (None, None, 3))
+
+    def decode_deep() -> tf.Tensor:
+        # Rounded, as DALI does it; TensorFlow itself would cut off the lower 8 bits.
+        pixels = tf.cast(tf.io.decode_png(encoded, channels=3, dtype=tf.uint16), tf.int32)
+        return tf.cast((pixels + 128) // 257, tf.uint8)
+
+    def decode() -> tf.Tensor:  # without `dct_method`
+        return tf.io.decode_image(encoded, channels=3, expand_animations=False)
+
+    return tf.ensure_shape(tf.cond(is_deep_png(encoded), decode_deep, decode), (None, None, 3))
 
 
 def decode_region(

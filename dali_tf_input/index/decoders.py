@@ -25,8 +25,9 @@ def make_trial_decode(checks: Checks) -> TrialDecode:
     """Makes the function that checks one encoded image, by `decoder` and `max_pixels`.
 
     It returns (format, height, width). The format is "JPEG", "grayscale JPEG", "CMYK JPEG",
-    "YCCK JPEG", "PNG", "BMP" or "WebP"; the size is in pixels. It raises `InvalidRecord` for any
-    other format and for images that cannot be decoded.
+    "YCCK JPEG", "PNG", "16-bit PNG", "BMP" or "WebP", and a "16-bit PNG of 12 bits, almost
+    black" has the values of a camera or scanner of 12 bits, unscaled. The size is in pixels. It
+    raises `InvalidRecord` for any other format and for images that cannot be decoded.
     """
     makers = {"dali": _make_dali_decoder, "tf_data": _make_tf_data_decoder}
     decoders = [make() for name, make in makers.items() if checks.decoder in (name, "both")]
@@ -44,6 +45,10 @@ def make_trial_decode(checks: Checks) -> TrialDecode:
                 raise InvalidRecord(f"{'truncated' if cut else 'damaged'} {kind}", result)
         if len(results) > 1:
             _compare(*results)
+        if image_format == "PNG" and encoded[24:25] == b"\x10":
+            image_format = "16-bit PNG"
+            if 0 < results[0].max() < 16:  # of 255, after the decoder's scaling
+                image_format += " of 12 bits, almost black"
         return image_format, height, width
 
     return decode

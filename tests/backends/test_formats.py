@@ -2,6 +2,8 @@
 
 import functools
 import io
+import struct
+import zlib
 
 import keras
 import numpy as np
@@ -11,7 +13,7 @@ from conftest import DALI, TF_DATA, write_indexed
 from PIL import Image
 
 import dali_tf_input as dti
-from dali_tf_input.backends.tf_images import is_accepted
+from dali_tf_input.backends.tf_formats import count_pixels, is_accepted
 from dali_tf_input.index.decoders import read_header
 from dali_tf_input.records.checks import InvalidRecord
 
@@ -104,6 +106,62 @@ def test_one_bad_image_of_a_request(tmp_path):
         serve(encoded=tf.constant(images))
     thin = save(Image.new("RGB", (8000, 1), "red"), "JPEG")
     assert serve(encoded=tf.constant([thin]))["output_0"].shape == (1, 768)
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_pixels_are_counted_before_an_image_is_decoded(name):
+    counted = 0 if "BMP" in name else 600
+    assert int(count_pixels(tf.constant(ACCEPTED[name]))) == counted
+    assert int(count_pixels(tf.constant(REFUSED["clear WebP"]))) == 600  # of another kind inside
+
+
+def test_images_of_too_many_pixels(tmp_path):
+    """A small file that claims to be huge is not decoded, and the error says which it is."""
+    model = keras.Sequential([keras.layers.Input((16, 16, 3)), keras.layers.Flatten()])
+    dti.export_saved_model(model, dti.Preprocess.for_evaluation(16), tmp_path / "model")
+    serve = tf.saved_model.load(str(tmp_path / "model")).signatures["serving_default"]
+    claims = [ACCEPTED["JPEG"], ACCEPTED["PNG"]]
+    start = claims[0].index(b"\xff\xc0")
+    claims[0] = claims[0][: start + 5] + b"\xfd\xe8\xfd\xe8" + claims[0][start + 9 :]
+    claims[1] = claims[1][:16] + b"\0\0\xff\xff" * 2 + claims[1][24:]
+    for claim in claims:
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"more than 89,478,485.*\[1\]"):
+            serve(encoded=tf.constant([ACCEPTED["WebP"], claim]))
+    dti.export_saved_model(
+        model, dti.Preprocess.for_evaluation(16), tmp_path / "small", max_pixels=599
+    )
+    serve = tf.saved_model.load(str(tmp_path / "small")).signatures["serving_default"]
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"more than 599 pixels"):
+        serve(encoded=tf.constant([ACCEPTED["JPEG"]]))
+
+
+def save_deep(pixels):
+    """Returns a PNG of 16 bits, which Pillow writes of gray only: uint16 (height, width, channels)."""
+    height, width, channels = pixels.shape
+    lines = b"".join(b"\0" + line.astype(">u2").tobytes() for line in pixels)
+    header = struct.pack(">IIBBBBB", width, height, 16, {1: 0, 3: 2, 4: 6}[channels], 0, 0, 0)
+    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(lines)), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in chunks
+    )
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_16_bits_are_rounded_alike(tmp_path, channels):
+    """Every value, to the nearest of 256, on both backends and where images are predicted."""
+    ramp = np.arange(65536, dtype=np.uint16).reshape(256, 256)
+    image = save_deep(np.repeat(ramp[..., None], channels, 2))
+    records = write_indexed(tmp_path / "train-0", [{"image": image, "label": 0}])
+    crop = {"crop": dti.RandomCrop(), "mirror_probability": 0}
+    spec = dti.InputSpec.for_evaluation(records, 256, dtype="uint8", **crop)
+    expected = np.floor(ramp / 257 + 0.5)
+    for options in (TF_DATA, BY_TF, DALI):
+        images, _ = next(iter(dti.load(spec, options, batch_size=1)))
+        np.testing.assert_array_equal(images[0], np.dstack([expected] * 3))
+    plain = dti.Preprocess(image_size=(256, 256), dtype="uint8")
+    ((_, predicted),) = dti.iterate_batches([image], plain)
+    np.testing.assert_array_equal(predicted[0], np.dstack([expected] * 3))
 
 
 @pytest.mark.parametrize("size", [(8000, 1), (1, 8000)])

@@ -197,6 +197,11 @@ def test_images_of_more_than_8_bits(tmp_path):
     assert said["16 bits made 8"] == "2 images"
     assert said["12 bits in 16, almost black"] == "1 image"
     assert json.loads((tmp_path / "out" / "features.json").read_text())
+    deep = [{"image": file.read_bytes(), "label": 0} for file in sorted(folder.iterdir())]
+    write_tfrecord(tmp_path / "deep-0", deep)
+    process = run("index", "--verify=decode", tmp_path / "deep-0")
+    images = rows(process.stdout)["images"]
+    assert images.startswith("16-bit PNG of 12 bits, almost black 1, 16-bit PNG 1;")
 
 
 def test_values_of_masks(tmp_path):

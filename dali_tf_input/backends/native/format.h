@@ -1,6 +1,6 @@
 // Which encoded images are accepted: those that both backends decode to the same pixels.
 //
-// index/decoders.py (`read_header`) has the list in words; tf_images.py (`is_accepted`) does the same with TensorFlow.
+// index/decoders.py (`read_header`) has the list in words; tf_formats.py (`is_accepted`) does the same with TensorFlow.
 #pragma once
 
 #include <cstring>

@@ -245,7 +245,7 @@ def _as_rgb(image: Image.Image) -> Image.Image:
     if image.mode == "F" or (image.mode == "I" and image.format != "PNG"):
         raise ValueError(f"pixels of mode {image.mode}, whose value range is unknown")
     if image.mode.startswith("I"):  # 16 bits a pixel: Pillow would cut off what is over 255
-        return image.convert("I").point(lambda value: value / 256).convert("L")
+        return image.convert("I").point(lambda value: value / 257 + 0.5).convert("L")
     if image.mode in ("RGB", "L"):
         return image
     return image.convert("L" if image.mode in ("1", "LA") else "RGB")
