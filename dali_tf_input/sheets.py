@@ -3,7 +3,7 @@
 import colorsys
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -54,6 +54,31 @@ def preview(
     spec = dataclasses.replace(spec, record_ids=True, mix=None)
     batch = make_draws(spec, options or TfDataOptions(), num_images, num_draws)
     draw_batch(spec, batch, path)
+
+
+def draw_crops(
+    rows: Mapping[str, tuple[InputSpec, InputSpec]], path: str, options: Any, *, num_draws: int
+) -> None:
+    """Draws a row for each pair of specs of one record: the record, draws of training, evaluation.
+
+    Args:
+      rows: specs of training and of evaluation, by what is said of them.
+      path: the file to write.
+      options: the options of the backend.
+      num_draws: how often training is drawn.
+    """
+    tiles = []
+    for text, (training, evaluation) in rows.items():
+        preprocess = training.preprocess
+        (record,) = training.records.ids.tolist()
+        image = read_image(training.records, record, upright=preprocess.apply_orientation)
+        title, _, evaluated = text.partition("\n")
+        drawn = make_draws(training, options, 1, num_draws)["image"]
+        seen = make_draws(evaluation, options, 1, 1)["image"]
+        tiles += [Tile(title, image), *(Tile("", as_pixels(one)) for one in drawn)]
+        tiles.append(Tile(evaluated, as_pixels(seen[0])))
+    height, width = preprocess.image_size
+    draw_sheet(tiles, path=path, across=num_draws + 2, aspect=width / height)
 
 
 def make_draws(spec: InputSpec, options: Any, num_images: int, num_draws: int) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -173,9 +173,10 @@ class WorkFlags:
     hand-written pipelines leave out.
     """
 
-    def __init__(self, flags: Flags) -> None:
+    def __init__(self, flags: Flags, more_crops: Sequence[str] = ()) -> None:
         self.batch_size = flags.integer("batch_size", 64, "Images in a batch.", 1)
-        self.crop = flags.choice("crop", next(iter(CROPS)), [*CROPS], "How the region is chosen.")
+        crops = [*CROPS, *more_crops]
+        self.crop = flags.choice("crop", crops[0], crops, "How the region is chosen.")
         self.image_size = flags.integer("image_size", 224, "Height and width of the output.", 1)
         self.antialias = flags.boolean("antialias", False, "Widen the filter when shrinking.")
         decode = ("auto", "full", "region", "scaled")

@@ -3,12 +3,14 @@
 Each row shows the original with its label and the cropped region, and then the image that the model
 gets, with its mask in colors (--mask_key). The images are the first of an epoch of order "global".
 --records chooses them by their ids, --blame by the losses that `train.blame(folder)` stored. Values
-outside of 0..255 are clipped. An empty --out= draws no sheet.
+outside of 0..255 are clipped. An empty --out= draws no sheet. --crop=all shows what each crop makes
+of one image, in training and in the evaluation that fits it.
 
 example: dali-tf-input preview --files='path/train-*' --crop=random_resized_crop --out=sheet.png
 """
 
-from typing import get_args
+from dataclasses import replace
+from typing import Any, get_args
 
 from dali_tf_input import (
     DaliOptions,
@@ -21,6 +23,7 @@ from dali_tf_input import (
 )
 from dali_tf_input.cli import command
 from dali_tf_input.cli.flags import (
+    CROPS,
     FileFlags,
     LabelFlags,
     WorkFlags,
@@ -31,10 +34,14 @@ from dali_tf_input.cli.flags import (
 from dali_tf_input.records.losses import find_hardest, read_losses
 from dali_tf_input.spec.recipes import Recipe
 
+# The crop of an evaluation in which objects have the shape and about the size of training.
+_EVALUATION_OF = {name: "center_crop" for name in CROPS if name != "center_crop"}
+_EVALUATION_OF |= {"resize_random_crop": "no_crop", "no_crop": "no_crop", "letterbox": "letterbox"}
+
 FLAGS = command.Flags()
 _FILES = FileFlags(FLAGS)
 _LABELS = LabelFlags(FLAGS, _FILES)
-_WORK = WorkFlags(FLAGS)
+_WORK = WorkFlags(FLAGS, more_crops=("all",))
 _BACKEND = FLAGS.choice(
     "backend", "tf_data", ["tf_data", "dali_cpu", "dali_gpu"], "What makes the images."
 )
@@ -57,6 +64,8 @@ def main(arguments: list[str]) -> int:
     """Draws the sheet; returns the exit code."""
     command.check_no_arguments(arguments)
     command.check_writable(_OUT, suffix=".png")
+    if _WORK.crop.value == "all":
+        return show_crops()
     spec = make_spec()
     num_images = spec.records.num_records
     if not _RECORDS.value:
@@ -75,6 +84,28 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
+def show_crops() -> int:
+    """Draws what each crop makes of one image; returns the exit code."""
+    for flag in (_EVALUATION, _RECIPE, _BLAME, _NUM_IMAGES, _LABELS.mask_key):
+        if flag.present:
+            raise InputError(f"--crop=all shows every crop of one image: leave out --{flag.name}.")
+    ids, size = find_ids(_FILES.dataset()), image_size()
+    command.import_tensorflow()
+    from dali_tf_input import sheets
+
+    rows = {}
+    for training, evaluation in _EVALUATION_OF.items():
+        spec = make_spec(training)
+        record = ids[:1] or spec.ids_of_step(0, batch_size=1)
+        spec = replace(spec, records=spec.records.select(record), order="global")
+        fields = {**plain_fields(), "crop": make_crop(evaluation, size)}
+        fitting = replace(spec, preprocess=Preprocess.for_evaluation(size, **fields))
+        rows[f"{training}\nevaluation: {evaluation}"] = (spec, fitting)
+    sheets.draw_crops(rows, _OUT.value, make_options(), num_draws=max(3, _DRAWS.value))
+    print(f"sheet       in {_OUT.value}")
+    return 0
+
+
 def make_options() -> DaliOptions | TfDataOptions:
     """Returns the options of the backend, by the flags."""
     decode, device = _WORK.decode.value, _BACKEND.value.removeprefix("dali_")
@@ -83,12 +114,21 @@ def make_options() -> DaliOptions | TfDataOptions:
     return DaliOptions(device=device, decode="auto" if decode == "scaled" else decode)
 
 
-def make_spec() -> InputSpec:
-    """Returns what is shown, by the flags; without them, what the model sees by default."""
-    height, records = _WORK.image_size.value, _FILES.dataset()
-    size = (height, _IMAGE_WIDTH.value or height)
+def image_size() -> tuple[int, int]:
+    """Returns height and width of what is shown."""
+    height = _WORK.image_size.value
+    return height, _IMAGE_WIDTH.value or height
+
+
+def plain_fields() -> dict[str, Any]:
+    """Returns the fields of `Preprocess` that flags name as they are."""
     plain = (_INTERPOLATION, _LAYOUT, _WORK.antialias, _WORK.dtype)
-    fields = {flag.name: flag.value for flag in plain if flag.present}
+    return {flag.name: flag.value for flag in plain if flag.present}
+
+
+def make_spec(crop: str | None = None) -> InputSpec:
+    """Returns what is shown, by the flags; without them, what the model sees by default."""
+    records, size, fields = _FILES.dataset(), image_size(), plain_fields()
     if _EVALUATION.value:
         for flag in (_WORK.crop, _WORK.augment, _RECIPE):
             if flag.present:
@@ -97,8 +137,8 @@ def make_spec() -> InputSpec:
                 )
         preprocess = Preprocess.for_evaluation(size, **fields)
     else:
-        if _WORK.crop.present:
-            fields["crop"] = make_crop(_WORK.crop.value, size)
+        if crop or _WORK.crop.present:
+            fields["crop"] = make_crop(crop or _WORK.crop.value, size)
         if _WORK.augment.present:
             fields["augment"] = find_augmentations(_WORK.augment.value)
         preprocess = Preprocess.for_training(size, recipe=_RECIPE.value, **fields)

@@ -197,6 +197,26 @@ def test_evaluation_only_crops(sample_folder, flag):
     )
 
 
+@pytest.mark.slow
+def test_every_crop(sample_folder, tmp_path):
+    """A row for each, of the image that is asked for."""
+    arguments = [FILES, "--crop=all", "--records=5", "--image_size=32", "--image_width=64"]
+    process = run("preview", *arguments, f"--out={tmp_path}/sheet.png", cwd=sample_folder)
+    assert (process.returncode, process.stderr) == (0, "")
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        width, height = sheet.size
+        assert width == 16 + 5 * (480 + 16)
+        assert height == 16 + 6 * (20 + 8 + 240 + 16)
+        colors = [len(sheet.crop((16, y, width, y + 240)).getcolors(2**20)) for y in (44, 1464)]
+    assert min(colors) > 1000  # of the first row and the last
+
+
+@pytest.mark.parametrize("flag", ["--evaluation", "--recipe=deit", "--num_images=2"])
+def test_every_crop_is_of_one_image(sample_folder, flag):
+    process = run("preview", FILES, "--crop=all", flag, cwd=sample_folder)
+    fails(process, f"--crop=all shows every crop of one image: leave out {flag.partition('=')[0]}.")
+
+
 def test_several_draws_of_each_image(sample_folder, tmp_path):
     """Of the first images of an epoch, with other crops and mirrors."""
     dataset = dti.Records.from_files(str(sample_folder / "data/sample/train-*"))
