@@ -3,11 +3,13 @@
 import io
 import struct
 
+import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import jpeg
+from conftest import jpeg, write_indexed
 from PIL import Image
 
+import dali_tf_input as dti
 from dali_tf_input.backends import tf_orientation
 from dali_tf_input.records.orientation import find_orientation, has_several
 
@@ -100,6 +102,28 @@ def test_damaged_bytes():
         for value in (0, 1, 0xFF, image[place] ^ 0x10):
             damaged = image[:place] + bytes([value]) + image[place + 1 :]
             assert int(READ(tf.constant(damaged))) == find_orientation(damaged), (place, value)
+
+
+def test_the_compiled_reader_agrees(tmp_path):
+    """Seen by how it turns the pixels: of sound JPEGs, and of any change of a byte of EXIF data."""
+    images = [image for image, _ in IMAGES.values() if image[:3] == b"\xff\xd8\xff"]
+    images.remove(IMAGES["cut"][0])
+    for entries in ([*OTHERS, (TAG, SHORT, 1, 6)], [(TAG, LONG, 1, 7)]):
+        image = with_segments(exif(exif_of(*entries)))
+        start = image.index(b"Exif") + 6
+        for place in range(start, start + len(exif_of(*entries))):
+            for value in (0, 1, 0xFF, image[place] ^ 0x10):
+                images.append(image[:place] + bytes([value]) + image[place + 1 :])
+    images += [with_segments(exif(exif_of((TAG, SHORT, 1, number)))) for number in range(1, 9)]
+    records = write_indexed(tmp_path / "train-0", [{"image": one, "label": 0} for one in images])
+    preprocess = dti.Preprocess(image_size=(16, 16), interpolation="nearest", dtype="uint8")
+    spec = dti.InputSpec.for_evaluation(records, preprocess)
+    made = [
+        next(iter(dti.load(spec, dti.TfDataOptions(kernel=kernel), batch_size=len(images))))[0]
+        for kernel in ("native", "tensorflow")
+    ]
+    np.testing.assert_array_equal(*made)
+    assert len({pixels.tobytes() for pixels in made[0][-8:].numpy()}) == 8
 
 
 def test_several_that_differ():
