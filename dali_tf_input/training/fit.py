@@ -1,6 +1,7 @@
 """The callbacks that make several calls of Keras's `fit` look like a single one."""
 
-import inspect
+import copy
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,9 +10,21 @@ import numpy as np
 
 from dali_tf_input.errors import InputError
 from dali_tf_input.spec.input import InputSpec
-from dali_tf_input.training.resume import Arrays, Resume, State
+from dali_tf_input.training.description import (
+    as_plain,
+    describe_callback,
+    find_changes,
+    is_plain,
+    name_variables,
+)
+from dali_tf_input.training.resume import Arrays, CallbackState, Resume, State
 from dali_tf_input.training.schedule import Schedule
 from dali_tf_input.training.strategies import scope_of
+
+_logger = logging.getLogger("dali_tf_input")
+
+# Settings of callbacks that must not change: a best value is of what was monitored.
+_FIXED_SETTINGS = ("monitor", "mode")
 
 
 class StepCounter(keras.callbacks.Callback):
@@ -113,6 +126,13 @@ class Training(keras.callbacks.CallbackList):
         self._batches_before = 0  # of the epoch, in earlier calls of `fit`
         self._epoch_start = 0
         self._raw_weights: list[Any] = []
+        self._pairs, changes = self._find_saved()
+        self._goes_on = bool(changes)  # also if a callback stopped it, as that one may be another
+        if state.epochs not in (0, epochs):
+            changes = [f"`epochs` was {state.epochs}, is {epochs}", *changes]
+        if changes and 0 < state.step < epochs * state.steps_per_epoch:
+            _logger.warning("Training goes on after step %d: %s.", state.step, "; ".join(changes))
+        state.epochs = epochs
         super().__init__(
             [*self._watchers, self.counter],
             add_progbar=verbose != 0,
@@ -130,7 +150,13 @@ class Training(keras.callbacks.CallbackList):
         """
         steps, model = self._state.steps_per_epoch, self.model
         self._begin()
-        stopped = self._state.stopped and len(self._watchers) > 1
+        stopped = self._state.stopped and not self._goes_on
+        if stopped and self.step < self._epochs * steps:
+            _logger.warning(
+                "A callback stopped this training after step %d, so it is done. To go on, change"
+                " what stopped it, such as `patience`, or leave that callback out.",
+                self.step,
+            )
         if stopped or self.step >= self._epochs * steps:
             model.optimizer.finalize_variable_values(model.trainable_variables)
         while not stopped and self.step < self._epochs * steps:
@@ -158,7 +184,7 @@ class Training(keras.callbacks.CallbackList):
     def _begin(self) -> None:
         """Begins the training for all callbacks, and restores their state from before a resume."""
         super().on_train_begin()
-        self._initial = [_plain_attributes(callback) for callback in self._watchers]
+        self._initial = [_find_attributes(callback) for callback in self._watchers]
         replayed = [
             callback
             for callback in self._watchers
@@ -169,21 +195,61 @@ class Training(keras.callbacks.CallbackList):
             for callback in replayed:
                 callback.on_epoch_end(epoch, dict(logs))
             self._last_logs = logs
-        saved = [dict(attributes) for _, attributes in self._state.callbacks]
-        for name, array in self._arrays.items():
-            kind, *place = name.split("/")
-            if kind == "callback":
-                saved[int(place[0])].setdefault(place[1], []).append(array)
-        by_class: dict[str, list[dict[str, Any]]] = {}
-        for (name, _), attributes in zip(self._state.callbacks, saved, strict=True):
-            by_class.setdefault(name, []).append(attributes)
+        self._restore_callbacks()
+
+    def _find_saved(self) -> tuple[list[tuple[keras.callbacks.Callback, int]], list[str]]:
+        """Finds what was saved of each callback: its place in the state, and what changed since.
+
+        Callbacks of one class are told apart by their settings, then by their order.
+
+        Raises:
+          InputError: a callback monitors something else.
+        """
+        saved, changes = self._state.callbacks, list[str]()
+        settings = self._settings = {one: describe_callback(one) for one in self._watchers}
+        free, pairs = dict(enumerate(saved)), dict[keras.callbacks.Callback, int]()
+        for is_same in (True, False):
+            for callback in self._watchers:
+                for place, one in free.items() if callback not in pairs else ():
+                    alike = one.settings == settings[callback] or not is_same
+                    if one.kind == type(callback).__name__ and alike:
+                        pairs[callback] = place
+                        del free[place]
+                        break
         for callback in self._watchers:
-            if waiting := by_class.get(type(callback).__name__):
-                vars(callback).update(waiting.pop(0))
+            kind = type(callback).__name__
+            if _is_ours(callback) or not self._state.step:
+                continue
+            if callback not in pairs:
+                changes.append(f"{kind} is new")
+                continue
+            then, now = saved[pairs[callback]].settings, settings[callback]
+            for name in _FIXED_SETTINGS:
+                if then.get(name) != now.get(name):
+                    text = f"{kind}'s `{name}` was {then.get(name)}, is {now.get(name)}"
+                    remedy = "Use the same, or start in another folder"
+                    raise InputError(f"{text}, and its best value is kept: {remedy}.")
+            changes += [f"of {kind}, {change}" for change in find_changes(then, now)]
+        changes += [f"{one.kind} is gone" for one in free.values() if one.kind != "History"]
+        return [*pairs.items()], changes
+
+    def _restore_callbacks(self) -> None:
+        """Gives callbacks the attributes that were saved."""
+        for callback, place in self._pairs:
+            attributes = copy.deepcopy(self._state.callbacks[place].attributes)
+            prefix = f"callback/{place}/"
+            for name, array in self._arrays.items():
+                if name.startswith(prefix):
+                    attribute, *number = name.removeprefix(prefix).split("/")
+                    if number:
+                        attributes.setdefault(attribute, []).append(array)
+                    else:
+                        attributes[attribute] = array
+            vars(callback).update(attributes)
 
     def build_metrics(self, element_spec: Any) -> None:
         """Builds the metrics of a resumed epoch; Keras would build them only in its first step."""
-        saved = sum(name.startswith("metric/") for name in self._arrays)
+        saved = len(self._saved_metrics())
         if not self._batches_before or len(self.model.metrics_variables) == saved:
             return
         x, *targets = keras.tree.map_structure(
@@ -192,6 +258,14 @@ class Training(keras.callbacks.CallbackList):
         y, *weights = targets or [None]
         outputs = self.model(x, training=False)
         self.model.compute_metrics(x, y, outputs, *weights)
+
+    def _saved_metrics(self) -> Arrays:
+        """Returns the saved values of the metrics, by the names of their variables."""
+        return {
+            name.removeprefix("metric/"): value
+            for name, value in self._arrays.items()
+            if name.startswith("metric/")
+        }
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Does nothing: `run` has begun the training."""
@@ -203,12 +277,28 @@ class Training(keras.callbacks.CallbackList):
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Continues the metrics of an epoch that was interrupted."""
         self._epoch_start = epoch * self._state.steps_per_epoch
-        metrics = [value for name, value in self._arrays.items() if name.startswith("metric/")]
+        metrics = self._saved_metrics()
         if self._batches_before and metrics:
+            variables = self.model.metrics_variables
+            names = name_variables(variables)
+            if {*names} != {*metrics}:
+                raise InputError(
+                    f"The metrics of the interrupted epoch were {', '.join(metrics)}, the model has"
+                    f" {', '.join(names)}: compile it as before, or start in another folder."
+                )
             with scope_of(self.model):
-                for variable, value in zip(self.model.metrics_variables, metrics, strict=True):
-                    variable.assign(value)
+                for name, variable in zip(names, variables, strict=True):
+                    variable.assign(metrics[name])
+        rate = self.model.optimizer.learning_rate
+        before = float(rate.numpy()) if isinstance(rate, keras.Variable) else None
         super().on_epoch_begin(epoch, logs)
+        if self._batches_before:
+            # For the callbacks this epoch begins a second time: what they changed then, such as
+            # the learning rate, is changed already.
+            self._restore_callbacks()
+            if before is not None:
+                with scope_of(self.model):
+                    rate.assign(before)
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Passes on the number of the batch in its epoch."""
@@ -242,18 +332,22 @@ class Training(keras.callbacks.CallbackList):
     def _save(self, *, with_metrics: bool) -> None:
         arrays: Arrays = {}
         if with_metrics:
-            for number, variable in enumerate(self.model.metrics_variables):
-                arrays[f"metric/{number:04d}"] = keras.ops.convert_to_numpy(variable)
+            variables = self.model.metrics_variables
+            for name, variable in zip(name_variables(variables), variables, strict=True):
+                arrays[f"metric/{name}"] = keras.ops.convert_to_numpy(variable)
         callbacks = []
         for number, callback in enumerate(self._watchers):
             changed = {
                 name: value
-                for name, value in _plain_attributes(callback).items()
+                for name, value in _find_attributes(callback).items()
                 if name not in self._initial[number] or value != self._initial[number][name]
             }
-            callbacks.append((type(callback).__name__, changed))
+            kind, settings = type(callback).__name__, self._settings[callback]
+            callbacks.append(CallbackState(kind, settings, changed))
             for name, value in vars(callback).items():
-                if isinstance(value, list) and value and isinstance(value[0], np.ndarray):
+                if _is_array(value) and not name.startswith("_"):
+                    arrays[f"callback/{number}/{name}"] = value
+                if isinstance(value, list) and value and all(map(_is_array, value)):
                     for place, array in enumerate(value):
                         arrays[f"callback/{number}/{name}/{place:04d}"] = array
         self._state.step, self._state.callbacks = self.step, callbacks
@@ -264,15 +358,27 @@ class Training(keras.callbacks.CallbackList):
             self._resume.save(self.model, self._state, arrays)
 
 
-def _plain_attributes(callback: keras.callbacks.Callback) -> dict[str, Any]:
-    """Returns the public attributes of a callback that are numbers, text or None.
+def _find_attributes(callback: keras.callbacks.Callback) -> dict[str, Any]:
+    """Returns the public attributes of a callback that are numbers, text, None, or made of these.
 
-    Constructor arguments are excluded, because the caller's current values take precedence.
+    Constructor arguments are excluded, because the caller's current values take precedence; and so
+    is what a History holds, which is kept as the logs of the epochs.
     """
-    attributes, arguments = {}, inspect.signature(type(callback)).parameters
-    for name, value in vars(callback).items():
-        value = value.item() if isinstance(value, np.generic) else value
-        is_own = not name.startswith("_") and name not in arguments
-        if is_own and isinstance(value, bool | int | float | str | type(None)):
-            attributes[name] = value
-    return attributes
+    if isinstance(callback, keras.callbacks.History):
+        return {}
+    settings = describe_callback(callback)
+    return {
+        name: copy.deepcopy(as_plain(value))
+        for name, value in vars(callback).items()
+        if not name.startswith("_") and name not in settings and is_plain(as_plain(value))
+    }
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype != object
+
+
+def _is_ours(callback: keras.callbacks.Callback) -> bool:
+    """Whether a callback is of this package, or Keras's own History, which are always there."""
+    is_history = isinstance(callback, keras.callbacks.History)
+    return is_history or type(callback).__module__.startswith("dali_tf_input.")

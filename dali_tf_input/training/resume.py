@@ -20,11 +20,18 @@ from dali_tf_input.records.class_names import find_difference
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.storage.objects import local_path
 from dali_tf_input.storage.staging import locked_if_free, replace, write_whole
+from dali_tf_input.training.description import (
+    METRICS,
+    Description,
+    describe_model,
+    find_changes,
+    name_variables,
+)
 from dali_tf_input.training.schedule import describe_function
 from dali_tf_input.training.strategies import scope_of
 
 _STATE_NAME = "state.json"
-_VERSION = 5
+_VERSION = 6
 _ALL, _STORED = "all", "as stored"  # fingerprints of all records, and of their stored labels
 _OURS = re.compile(r"step-\d+\.(weights\.h5|npz)")
 
@@ -32,6 +39,20 @@ _logger = logging.getLogger("dali_tf_input")
 
 Logs = dict[str, float]
 Arrays = dict[str, Any]  # NumPy arrays by name
+
+
+class CallbackState(msgspec.Struct):
+    """What is kept of a callback.
+
+    Attributes:
+      kind: the name of its class.
+      settings: the arguments that it was made with, as far as it keeps them.
+      attributes: its other attributes that changed in training.
+    """
+
+    kind: str
+    settings: dict[str, Any] = {}
+    attributes: dict[str, Any] = {}
 
 
 class State(msgspec.Struct):
@@ -43,8 +64,13 @@ class State(msgspec.Struct):
       optimizer: the class name of the optimizer.
       fingerprint: values that determine the records' order and preprocessing.
       logs: the number of each finished epoch and the values that Keras logged for it.
-      callbacks: the class name of each callback and its attributes that changed in training.
+      callbacks: what is kept of each callback.
       stopped: whether a callback stopped the training.
+      model: the optimizer, loss, metrics and layers, see `describe_model`.
+      epochs: how many epochs were asked for.
+      initial_epoch: the epoch that training began with.
+      files: the files of weights and arrays, and the SHA-256 of each.
+      obsolete: files of earlier states, which may still be there.
     """
 
     step: Annotated[int, msgspec.Meta(ge=0)]
@@ -52,10 +78,15 @@ class State(msgspec.Struct):
     optimizer: str
     fingerprint: dict[str, Any]
     logs: list[tuple[int, Logs]] = []
-    callbacks: list[tuple[str, dict[str, Any]]] = []
+    callbacks: list[CallbackState] = []
     stopped: bool = False
+    model: dict[str, Any] = {}
+    epochs: int = 0
+    initial_epoch: int = 0
+    files: dict[str, str] = {}
+    obsolete: list[str] = []
     format: Literal["dali_tf_input training state"] = "dali_tf_input training state"
-    version: Literal[5] = 5  # `_VERSION`
+    version: Literal[6] = 6  # `_VERSION`
 
 
 class Resume:
@@ -107,6 +138,7 @@ class Resume:
         self.folder = local_path("folder", folder)
         self.save_every, self.allow_changed_data = save_every, allow_changed_data
         self._saved_step = 0
+        self._looked_step = 0  # when weights were last looked at, and not saved
         # The files that the last state names, and those that it replaced: a run that was killed
         # may have left some.
         self._saved_names: list[str] = []
@@ -153,28 +185,20 @@ class Resume:
         steps_per_epoch = steps_per_epoch or spec.plan(batch_size).steps_per_epoch
         fingerprint = {**make_fingerprint(spec, batch_size), "schedule": schedule}
         state = self._read()
+        described = describe_model(model)
+        self._looked_step = 0
         if state is None:
             self._saved_step = 0
             optimizer = type(model.optimizer).__name__
-            return State(0, steps_per_epoch, optimizer, fingerprint), {}
+            return State(0, steps_per_epoch, optimizer, fingerprint, model=described), {}
         self._check_fingerprint(state, fingerprint, batch_size, steps_per_epoch)
+        self._check_model(state, model, described)
+        weights, stored = self._check_files(state)
         self._saved_step = state.step
-        self._load_weights(model, state)
-        try:
-            with np.load(self._path(f"step-{self._weights_step}.npz")) as stored:
-                arrays = dict(stored)
-        except FileNotFoundError:
-            return state, {}
-        seeds, stored_seeds = _list_seeds(model), _take(arrays, "seed/")
-        if len(seeds) != len(stored_seeds):
-            raise InputError(
-                f"{self.folder} keeps the state of a model with {len(stored_seeds)} random layers,"
-                f" such as Dropout, this one has {len(seeds)}: use the same model, or start in"
-                " another folder."
-            )
-        with scope_of(model):
-            for variable, value in zip(seeds, stored_seeds, strict=True):
-                variable.assign(value)
+        self._load_weights(model, weights)
+        with np.load(stored) as loaded:
+            arrays = dict(loaded)
+        self._load_seeds(model, arrays)
         return state, arrays
 
     @contextlib.contextmanager
@@ -195,26 +219,36 @@ class Resume:
 
     def is_due(self, step: int) -> bool:
         """Whether it is time to save, by `save_every`."""
-        return self.save_every is not None and step >= self._saved_step + self.save_every
+        last = max(self._saved_step, self._looked_step)
+        return self.save_every is not None and step >= last + self.save_every
 
     def save(self, model: keras.Model, state: State, arrays: Arrays | None = None) -> None:
         """Saves a state: first the weights of `model` and the arrays, then ``state.json``.
 
+        Weights that are not finite are not saved: a warning says so, and the last state remains.
+
         Raises:
           InputError: it cannot be written; the previous state remains.
         """
-        seeds = {
-            f"seed/{number:04d}": keras.ops.convert_to_numpy(variable)
-            for number, variable in enumerate(_list_seeds(model))
-        }
+        if not _is_finite(model):
+            kept = f"the state of step {self._saved_step} remains"
+            kept = kept if self._saved_names else "nothing is saved yet"
+            text = "The weights are not finite after step %d, and are not saved in %s: %s."
+            _logger.warning(text, state.step, self.folder, kept)
+            self._looked_step = state.step
+            return
+        seeds = _list_seeds(model)
+        named = zip(name_variables(seeds), seeds, strict=True)
+        stored = {f"seed/{name}": keras.ops.convert_to_numpy(value) for name, value in named}
         names = [f"step-{state.step}.weights.h5", f"step-{state.step}.npz"]
         partial = [self._path(f"partial.{name.partition('.')[2]}") for name in names]
         try:
             model.save_weights(partial[0], overwrite=True)
-            np.savez(partial[1], **seeds, **(arrays or {}))
+            np.savez(partial[1], **stored, **(arrays or {}))
+            state.files = {name: _digest(path) for name, path in zip(names, partial, strict=True)}
             replace(dict(zip(partial, map(self._path, names), strict=True)))
-            obsolete = sorted({*self._saved_names} - {*names})
-            document = {**msgspec.to_builtins(state), "weights": names[0], "obsolete": obsolete}
+            state.obsolete = sorted({*self._saved_names} - {*names})
+            document = msgspec.to_builtins(state)
             write_whole(self._path(_STATE_NAME), json.dumps(document, indent=2))
         except OSError as error:
             for path in (*partial, self._path(f"{_STATE_NAME}.new")):
@@ -225,7 +259,7 @@ class Resume:
                 + (" The previous state remains." if self._saved_step else "")
             ) from error
         # Only these, which the state names: other files of such names may be a callback's.
-        for name in obsolete:
+        for name in state.obsolete:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._path(name))
         self._saved_step, self._saved_names = state.step, names
@@ -253,13 +287,13 @@ class Resume:
             version = document.get("version")
             if isinstance(version, int) and version < _VERSION:
                 raise InputError(
-                    f"{path} is of an earlier version of dali_tf_input, which served the records in"
-                    " another order: finish that training with it, or start in another folder."
+                    f"{path} is of an earlier version of dali_tf_input: finish that training with"
+                    " it, or start in another folder."
                 )
             state = msgspec.convert(document, State)
-            name = document.get("weights", "")
-            if not _OURS.fullmatch(name):
-                raise ValueError(f"the weights are called {name!r}")
+            kinds = sorted(match[1] for match in map(_OURS.fullmatch, state.files) if match)
+            if kinds != ["npz", "weights.h5"] or len(state.files) != len(kinds):
+                raise ValueError(f"its files are {[*state.files]}")
         except FileNotFoundError:
             return None
         except InputError:
@@ -271,14 +305,50 @@ class Resume:
             raise InputError(
                 f"{path} is not a state of training: {error}. Start in another folder."
             ) from error
-        self._weights_step = int(re.findall(r"\d+", name)[0])
-        obsolete = filter(_OURS.fullmatch, map(str, document.get("obsolete", [])))
-        self._saved_names = [name, f"step-{self._weights_step}.npz", *obsolete]
-        if not os.path.exists(self._path(name)):
-            raise InputError(
-                f"{path}: the weights it names are gone: {name}. Start in another folder."
-            )
+        self._saved_names = [*state.files, *filter(_OURS.fullmatch, state.obsolete)]
         return state
+
+    def _check_files(self, state: State) -> list[str]:
+        """Returns the paths of the weights and of the arrays, which are those that were saved."""
+        for name, digest in state.files.items():
+            try:
+                found = _digest(self._path(name))
+            except OSError as error:
+                raise InputError(
+                    f"{self._path(_STATE_NAME)} names {name}, which cannot be read: {error}. Start"
+                    " in another folder."
+                ) from error
+            if found != digest:
+                raise InputError(
+                    f"{self._path(name)} is damaged: it is not as it was saved. Start in another"
+                    " folder."
+                )
+        return [self._path(name) for name in sorted(state.files, reverse=True)]
+
+    def _check_model(self, state: State, model: keras.Model, described: Description) -> None:
+        """Raises InputError if the state is of another model, or adapts it to other metrics."""
+        optimizer, path = type(model.optimizer).__name__, self._path(_STATE_NAME)
+        if state.optimizer != optimizer:
+            raise InputError(
+                f"{path} belongs to training with {state.optimizer}, the model is compiled"
+                f" with {optimizer}."
+            )
+        then, now = (
+            {name: value for name, value in one.items() if not name.startswith(METRICS)}
+            for one in (state.model, described)
+        )
+        changes = find_changes(then, now)
+        others = [] if changes else find_changes(state.model, described)
+        if others and not state.step % state.steps_per_epoch:
+            _logger.warning("%s: training goes on, and %s.", path, "; ".join(others))
+        elif changes or others:
+            where = "" if changes else " It is in the middle of an epoch."
+            raise InputError(
+                f"{path} belongs to training of another model, or it was compiled otherwise:"
+                f" {'; '.join([*changes, *others])}.{where} Use the same model, or start in another"
+                " folder."
+            )
+        state.model = described
 
     def _check_fingerprint(
         self, state: State, now: dict[str, Any], batch_size: int, steps_per_epoch: int
@@ -318,14 +388,7 @@ class Resume:
         state.steps_per_epoch, state.fingerprint = steps_per_epoch, now
         _logger.warning("%s: resuming at step %d, in a new order.", why, state.step)
 
-    def _load_weights(self, model: keras.Model, state: State) -> None:
-        path = self._path(f"step-{self._weights_step}.weights.h5")
-        optimizer = type(model.optimizer).__name__
-        if state.optimizer != optimizer:
-            raise InputError(
-                f"{path} belongs to training with {state.optimizer}, the model is compiled"
-                f" with {optimizer}."
-            )
+    def _load_weights(self, model: keras.Model, path: str) -> None:
         try:
             with scope_of(model), warnings.catch_warnings():
                 # Keras's word for another kind of optimizer.
@@ -333,22 +396,47 @@ class Resume:
                 if not model.optimizer.built:  # LossScaleOptimizer would add variables
                     model.optimizer.build(model.trainable_variables)
                 model.load_weights(path)
-        except (OSError, ValueError, KeyError, UserWarning) as error:
+        except (OSError, RuntimeError, ValueError, KeyError, UserWarning) as error:
             raise InputError(
-                f"{path} is damaged, or belongs to another model or optimizer: {error} Use the same"
-                " model, or start in another folder."
+                f"{path} belongs to another model or optimizer: {error} Use the same model, or"
+                " start in another folder."
             ) from error
 
-
-def _take(arrays: Arrays, prefix: str) -> list[Any]:
-    """Removes the arrays whose names start alike, and returns them in their order."""
-    return [arrays.pop(name) for name in sorted(arrays) if name.startswith(prefix)]
+    def _load_seeds(self, model: keras.Model, arrays: Arrays) -> None:
+        """Restores the state of random layers, and removes it from the arrays."""
+        seeds = _list_seeds(model)
+        names = [f"seed/{name}" for name in name_variables(seeds)]
+        stored = {name: arrays.pop(name) for name in [*arrays] if name.startswith("seed/")}
+        if {*names} != {*stored}:
+            raise InputError(
+                f"{self.folder} keeps the state of a model with {len(stored)} random layers,"
+                f" such as Dropout, this one has {len(seeds)}: use the same model, or start in"
+                " another folder."
+            )
+        with scope_of(model):
+            for name, variable in zip(names, seeds, strict=True):
+                variable.assign(stored[name])
 
 
 def _list_seeds(model: keras.Model) -> list[keras.Variable]:
     """Returns the state of random layers such as Dropout, which is not among the weights."""
     others = {id(variable) for variable in [*model.weights, *model.metrics_variables]}
     return [variable for variable in model.variables if id(variable) not in others]
+
+
+def _is_finite(model: keras.Model) -> bool:
+    """Whether all weights of a model are finite."""
+    values = map(keras.ops.convert_to_numpy, model.weights)
+    return all(np.isfinite(value).all() for value in values if value.dtype.kind not in "bSU")
+
+
+def _digest(path: str) -> str:
+    """Returns the SHA-256 of a file."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def make_fingerprint(spec: InputSpec, batch_size: int) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """One training run: the calls of Keras's `fit` that it takes, and the datasets that they get."""
 
 import dataclasses
+import logging
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -11,6 +12,8 @@ from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.training.fit import StepCallback, Training
 from dali_tf_input.training.profile import ImagesPerSecond
 from dali_tf_input.training.resume import Arrays, Resume, State
+
+_logger = logging.getLogger("dali_tf_input")
 
 if TYPE_CHECKING:
     from dali_tf_input.training.input import Input
@@ -57,6 +60,7 @@ def train(
         offset = max(0, source.next_step - state.step)
     else:
         first, offset = state.step, 0
+        _check_callbacks(arguments.get("callbacks"))
         state, arrays = resume.restore(
             model,
             spec,
@@ -64,7 +68,10 @@ def train(
             steps_per_epoch=steps,
             schedule="" if schedule.is_constant else repr(schedule),
         )
-        state.step = state.step or first
+        if state.step and state.initial_epoch != initial_epoch:
+            text = "`initial_epoch` was %d, is %d: training goes on after step %d."
+            _logger.warning(text, state.initial_epoch, initial_epoch, state.step)
+        state.step, state.initial_epoch = state.step or first, initial_epoch
     if not spec.has_fixed_order:  # which can start at an epoch's first step only
         offset += -(state.step + offset) % source.steps_per_epoch
     _check_execution(model, steps, state.step, len(source.devices))
@@ -110,6 +117,21 @@ def train(
         if steps == source.steps_per_epoch or not spec.has_fixed_order:
             done += -done % source.steps_per_epoch  # the rest of the epoch is left out
         source.next_step = done
+
+
+def _check_callbacks(callbacks: Any) -> None:
+    """Raises InputError for a callback whose own state cannot be kept beside `resume`."""
+    for callback in keras.tree.flatten(callbacks):
+        if isinstance(callback, keras.callbacks.BackupAndRestore):
+            text = "BackupAndRestore restores what `resume` restores"
+            raise InputError(f"{text}: leave one of them out.")
+        is_swapping = isinstance(callback, keras.callbacks.SwapEMAWeights)
+        if is_swapping and callback.swap_on_epoch:
+            raise InputError(
+                "SwapEMAWeights(swap_on_epoch=True) does not work with `resume`: it keeps to itself"
+                " whether the model holds weights or their averages. Without it, validation sees"
+                " the averages too."
+            )
 
 
 def _check_execution(model: keras.Model, steps: int, done: int, num_replicas: int) -> None:

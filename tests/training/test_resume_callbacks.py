@@ -1,0 +1,310 @@
+"""A resumed training is one uninterrupted run, with every callback and optimizer of Keras's own
+that has a state; or it is refused by name.
+"""
+
+import logging
+
+import keras
+import numpy as np
+import pytest
+from conftest import refused, slowly, spec_of, write_dataset
+from models import make_model
+
+from dali_tf_input import Preprocess, Resume, load
+
+EPOCHS, STEPS = 4, 3
+Callback, schedules = keras.callbacks.Callback, keras.optimizers.schedules
+SGD = keras.optimizers.SGD
+
+
+class Crash(BaseException):
+    """What stands for kill -9: nothing catches it, so that nothing cleans up."""
+
+
+class Custom(Callback):
+    """Keeps what Python and NumPy have, and begins an epoch by a relative change."""
+
+    def __init__(self, factor=0.5):
+        super().__init__()
+        self.factor, self.begun, self.lists, self.named = factor, 0, [], {"steps": 0}
+        self.array = np.zeros(2)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.begun += 1
+        self.model.optimizer.learning_rate = self.model.optimizer.learning_rate * self.factor
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.lists.append(batch)
+        self.named["steps"] += 1
+        self.array[0] += batch
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.array[1] += logs["loss"]
+
+
+def halve(epoch, rate):
+    return rate * 0.5
+
+
+def early(**how):
+    return keras.callbacks.EarlyStopping("loss", restore_best_weights=True, **how)
+
+
+def checkpoint(folder, **how):
+    return keras.callbacks.ModelCheckpoint(str(folder / "{epoch}.weights.h5"), "loss", **how)
+
+
+# The optimizer, and the callbacks, whose files are in a folder.
+CASES = {
+    "nothing": (lambda: SGD(0.1, momentum=0.9), lambda _: []),
+    "averages": (
+        lambda: SGD(0.1, use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=4),
+        lambda _: [keras.callbacks.SwapEMAWeights()],
+    ),
+    "loss scale": (
+        lambda: keras.optimizers.LossScaleOptimizer(SGD(0.1), dynamic_growth_steps=3),
+        lambda _: [],
+    ),
+    "accumulation": (
+        lambda: SGD(0.1, gradient_accumulation_steps=4, use_ema=True, ema_momentum=0.9),
+        lambda _: [],
+    ),
+    "schedule": (lambda: SGD(schedules.ExponentialDecay(0.1, 2, 0.9)), lambda _: []),
+    "cosine": (lambda: SGD(schedules.CosineDecay(0.0, 9, warmup_target=0.1)), lambda _: []),
+    "lr of epoch": (
+        lambda: SGD(0.1),
+        lambda _: [keras.callbacks.LearningRateScheduler(lambda epoch: 0.1 / (epoch + 1))],
+    ),
+    "lr of lr": (lambda: SGD(0.1), lambda _: [keras.callbacks.LearningRateScheduler(halve)]),
+    "early stopping": (lambda: SGD(0.1), lambda _: [early(patience=2, min_delta=9.0)]),
+    "two early stoppings": (
+        lambda: SGD(0.1),
+        lambda _: [early(patience=5), early(patience=3, start_from_epoch=1)],
+    ),
+    "plateau": (
+        lambda: SGD(0.1),
+        lambda _: [
+            keras.callbacks.ReduceLROnPlateau("loss", 0.5, patience=1, min_delta=9.0, cooldown=1)
+        ],
+    ),
+    "best weights": (
+        lambda: SGD(0.1),
+        lambda folder: [checkpoint(folder, save_best_only=True, save_weights_only=True)],
+    ),
+    "csv": (
+        lambda: SGD(0.1),
+        lambda folder: [
+            keras.callbacks.CSVLogger(str(folder / f"{append}.csv"), append=append)
+            for append in (False, True)
+        ],
+    ),
+    "not a number": (lambda: SGD(0.1), lambda _: [keras.callbacks.TerminateOnNaN()]),
+    "custom": (lambda: SGD(0.1), lambda _: [Custom()]),
+}
+QUICK = ("averages", "lr of lr", "two early stoppings", "custom")
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory):
+    return write_dataset(tmp_path_factory.mktemp("callbacks"), [5, 7])
+
+
+def make_network(optimizer=None, **compiled):
+    keras.utils.set_random_seed(3)
+    layers = [keras.layers.Flatten(), keras.layers.Dropout(0.3)]
+    compiled = {"metrics": ["accuracy"], "run_eagerly": True, **compiled}
+    return make_model(16, 24, *layers, optimizer=optimizer or SGD(0.1), **compiled)
+
+
+def fit(records, model, folder=None, *, stop_at=None, **how):
+    """Trains; crashes after a step, or at the beginning of an epoch."""
+    if stop_at:
+        what, number = stop_at
+        seen = []
+
+        def count(_, logs=None):
+            seen.append(what)
+            if len(seen) == number:
+                raise Crash
+
+        stop = keras.callbacks.LambdaCallback(**{what: count})
+        how["callbacks"] = [*how.get("callbacks", ()), stop]
+    train = load(spec_of(records, "global", Preprocess.for_training(16)), batch_size=4)
+    resume = how.pop("resume", None) or (folder and Resume(folder, save_every=1))
+    return train.fit(model, **{"epochs": EPOCHS, "verbose": 0, "resume": resume, **how})
+
+
+def find_public(callback):
+    """Returns the public attributes of a callback that are values."""
+    kinds = (bool, int, float, str, list, dict, np.ndarray, type(None))
+    return {
+        name: value
+        for name, value in vars(callback).items()
+        if not name.startswith("_") and isinstance(value, kinds) and name != "params"
+    }
+
+
+@pytest.mark.parametrize("stop_at", [("on_train_batch_end", 5), ("on_epoch_begin", 3)])
+@pytest.mark.parametrize("case", [one if one in QUICK else slowly(one) for one in CASES])
+def test_one_uninterrupted_run(records, tmp_path, case, stop_at):
+    """Weights to the bit, the History, the learning rate, and what callbacks know and write."""
+    make_optimizer, make_callbacks = CASES[case]
+    results = []
+    for place, stops in (("whole", [None]), ("parts", [stop_at, None])):
+        folder = tmp_path / place
+        folder.mkdir()
+        for stop in stops:
+            model, callbacks = make_network(make_optimizer()), make_callbacks(folder)
+            how = {"callbacks": callbacks, "stop_at": stop}
+            if stop:
+                with pytest.raises(Crash):
+                    fit(records, model, folder / "run", **how)
+            else:
+                history = fit(records, model, folder / "run", **how)
+        results.append((model, history, callbacks, folder))
+    (model, history, callbacks, folder), (again, other, others, parts) = results
+    for variables in (lambda one: one.variables, lambda one: one.optimizer.variables):
+        for one, two in zip(variables(model), variables(again), strict=True):
+            np.testing.assert_array_equal(one.numpy(), two.numpy(), one.path)
+    assert (history.epoch, history.history) == (other.epoch, other.history)
+    for one, two in zip(callbacks, others, strict=True):
+        known, same = find_public(one), find_public(two)
+        assert known.keys() == same.keys()
+        for name in known.keys() - {"filepath", "filename", "append_header"}:
+            np.testing.assert_equal(known[name], same[name], name)
+    written = [sorted(file for file in one.glob("*.*")) for one in (folder, parts)]
+    assert [file.name for file in written[0]] == [file.name for file in written[1]]
+    for one, two in zip(*written, strict=True):
+        assert one.suffix != ".csv" or one.read_text() == two.read_text()
+
+
+@pytest.mark.parametrize(
+    ("callback", "message"),
+    [
+        (keras.callbacks.BackupAndRestore, "BackupAndRestore restores what `resume` restores"),
+        (
+            lambda _: keras.callbacks.SwapEMAWeights(swap_on_epoch=True),
+            r"SwapEMAWeights\(swap_on_epoch=True\) does not work with `resume`",
+        ),
+    ],
+)
+def test_callbacks_that_are_refused(records, tmp_path, callback, message):
+    model = make_network(SGD(0.1, use_ema=True))
+    with refused(message):
+        fit(records, model, tmp_path / "run", callbacks=[callback(str(tmp_path / "backup"))])
+    fit(records, model, callbacks=[callback(str(tmp_path / "backup"))], epochs=1)
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "message"),
+    [
+        ({}, {"loss": "mse"}, "`loss` was SparseCategoricalCrossentropy, is mse. Use"),
+        ({}, {"optimizer": SGD(0.1, momentum=0.5)}, "`optimizer.momentum` was 0.0, is 0.5"),
+        (
+            {"optimizer": SGD(schedules.CosineDecay(0.1, 9))},
+            {"optimizer": SGD(schedules.CosineDecay(0.1, 7))},
+            "`optimizer.learning_rate.decay_steps` was 9, is 7",
+        ),
+        (
+            {"optimizer": SGD(schedules.CosineDecay(0.1, 9))},
+            {"optimizer": SGD(0.1)},
+            "`optimizer.learning_rate` was CosineDecay, is none",
+        ),
+    ],
+)
+def test_what_is_compiled_otherwise_is_refused(records, tmp_path, first, then, message):
+    fit(records, make_network(**first), tmp_path, epochs=1)
+    with refused(f"belongs to training of another model, .*: {message}"):
+        fit(records, make_network(**then), tmp_path)
+
+
+def test_frozen_layers_are_refused(records, tmp_path):
+    fit(records, make_network(), tmp_path, epochs=1)
+    model = make_network()
+    model.layers[-1].trainable = False
+    model.add(keras.layers.Dense(24, activation="softmax"))
+    model.compile(SGD(0.1), model.loss, metrics=["accuracy"])
+    with refused("belongs to training of another model, .*: `layer 2.trainable` was True"):
+        fit(records, model, tmp_path)
+
+
+def test_other_metrics(records, tmp_path, caplog):
+    """At the end of an epoch they are named; in the middle of one they are refused."""
+    changed = {"metrics": ["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(2)]}
+    with pytest.raises(Crash):
+        fit(records, make_network(), tmp_path, stop_at=("on_train_batch_end", 5))
+    with refused(
+        r"`metrics` was \['accuracy'\], is \['accuracy', 'SparseTopK.*\. It is in the middle of an epoch"
+    ):
+        fit(records, make_network(**changed), tmp_path)
+    fit(records, make_network(), tmp_path, epochs=2)
+    history = fit(records, make_network(**changed), tmp_path)
+    assert "training goes on, and `metrics` was ['accuracy']" in caplog.text
+    assert len(history.history["sparse_top_k_categorical_accuracy"]) == 2
+
+
+def test_other_callbacks(records, tmp_path, caplog):
+    """What is monitored must not change; other settings may, and are named."""
+    fit(records, make_network(), tmp_path, epochs=1, callbacks=[early(patience=2)])
+    changed = keras.callbacks.EarlyStopping("accuracy", restore_best_weights=True, patience=2)
+    with refused("EarlyStopping's `monitor` was loss, is accuracy, and its best value is kept"):
+        fit(records, make_network(), tmp_path, callbacks=[changed])
+    with refused("EarlyStopping's `mode` was auto, is max"):
+        fit(records, make_network(), tmp_path, callbacks=[early(patience=2, mode="max")])
+    caplog.clear()
+    new = [early(patience=3), keras.callbacks.TerminateOnNaN()]
+    fit(records, make_network(), tmp_path, epochs=2, callbacks=new, initial_epoch=1)
+    assert "`epochs` was 1, is 2; of EarlyStopping, `patience` was 2, is 3; T" in caplog.text
+    assert "TerminateOnNaN is new" in caplog.text
+    assert "`initial_epoch` was 0, is 1: training goes on after step 3" in caplog.text
+    caplog.clear()
+    fit(records, make_network(), tmp_path, epochs=3, initial_epoch=1)
+    assert "EarlyStopping is gone; TerminateOnNaN is gone" in caplog.text
+    caplog.clear()
+    fit(records, make_network(), tmp_path, epochs=3, initial_epoch=1)
+    assert not caplog.records
+
+
+def test_early_stoppings_in_another_order(records, tmp_path):
+    """Each gets the value of the same settings, not of the same place."""
+    pair = [early(patience=7, baseline=-1.0), early(patience=9)]
+    fit(records, make_network(), tmp_path, epochs=2, callbacks=pair)
+    waits = [one.wait for one in pair]
+    assert waits[0] != waits[1]
+    again = [early(patience=9), early(patience=7, baseline=-1.0)]
+    fit(records, make_network(), tmp_path, epochs=2, callbacks=again)
+    assert [one.wait for one in again] == waits[::-1]
+
+
+def test_a_run_that_was_stopped_says_so(records, tmp_path, caplog):
+    """It goes on when what stopped it has changed."""
+    fit(records, make_network(), tmp_path, callbacks=[early(patience=1, min_delta=9.0)])
+    caplog.clear()
+    history = fit(records, make_network(), tmp_path, callbacks=[early(patience=1, min_delta=9.0)])
+    assert history.epoch == [0, 1]
+    assert "A callback stopped this training after step 6, so it is done. To go" in caplog.text
+    history = fit(records, make_network(), tmp_path, callbacks=[early(patience=2, min_delta=9.0)])
+    assert history.epoch == [0, 1, 2]
+    assert "of EarlyStopping, `patience` was 1, is 2" in caplog.text
+
+
+@pytest.mark.parametrize("terminates", [False, True])
+def test_weights_that_are_not_finite_are_not_saved(records, tmp_path, caplog, terminates):
+    """The last good state remains, and another learning rate goes on from there."""
+
+    class Diverge(Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if int(self.model.optimizer.iterations) == 5:
+                self.model.layers[-1].bias.assign(np.full(24, np.nan))
+
+    callbacks = [Diverge(), *([keras.callbacks.TerminateOnNaN()] if terminates else [])]
+    resume = Resume(tmp_path, save_every=2)
+    with caplog.at_level(logging.WARNING):
+        fit(records, make_network(), resume=resume, callbacks=callbacks)
+    assert "The weights are not finite after step 5" in caplog.text or not terminates
+    assert f"are not saved in {tmp_path}: the state of step 3 remains" in caplog.text
+    model = make_network()
+    history = fit(records, model, resume=Resume(tmp_path, save_every=2))
+    assert history.epoch == [0, 1, 2, 3]
+    assert np.isfinite(model.get_weights()[-1]).all()
+    assert np.isfinite(history.history["loss"]).all()
