@@ -66,7 +66,11 @@ class Within:
 
 
 Path = str | os.PathLike[str]
-Count = Annotated[int, Within(1)]
+Count = Annotated[int, Within(1, 2**31 - 1)]  # TensorFlow's int32
+# The length of a vector that each record becomes: 16 MB of float32.
+MAX_SIZE = 1 << 22
+Size = Annotated[int, Within(1, MAX_SIZE)]
+Int64 = Annotated[int, Within(-(2**62), 2**62)]  # with room for a difference
 MAX_BATCH_SIZE = 1 << 16
 BatchSize = Annotated[int, Within(1, MAX_BATCH_SIZE)]
 Pixels = Annotated[int, Within(1, 65_535, " pixel each way")]
@@ -174,18 +178,25 @@ def _conform(value: Any, hint: Any) -> Any:
         _require(listed, "a sequence")
         if origin is tuple:
             return tuple(_conform(item, arguments[0]) for item in value)
-        for item in value if isinstance(value, list | tuple) else ():  # others may make them late
-            _conform(item, arguments[0])
+        # Others may make their items late.
+        for item in value if isinstance(value, list | tuple | range) else ():
+            try:
+                _conform(item, arguments[0])
+            except _Refused as refused:
+                raise _Refused(f"a sequence of {refused}") from None
         return value
     if hint is int:
-        with contextlib.suppress(TypeError):
+        with contextlib.suppress(Exception):  # of tensors also others than TypeError
             if not isinstance(value, bool):
                 return operator.index(value)
         raise _Refused("an integer")
     if hint is float:
-        is_number = isinstance(value, Real) and not isinstance(value, bool)
-        _require(is_number and math.isfinite(value), "a finite number")
-        return float(value)
+        is_scalar = isinstance(value, Real) or getattr(value, "shape", None) == ()
+        if is_scalar and not isinstance(value, bool):
+            with contextlib.suppress(Exception):
+                if math.isfinite(number := float(value)):
+                    return number
+        raise _Refused("a finite number")
     if origin is collections.abc.Callable:
         _require(callable(value), "a function")
     elif isinstance(origin or hint, type):

@@ -22,7 +22,7 @@ from dali_tf_input.spec.options import DaliOptions, Device, TfDataOptions
 from dali_tf_input.spec.preprocess import Preprocess
 from dali_tf_input.storage.objects import local_path
 from dali_tf_input.storage.staging import Staging
-from dali_tf_input.training.models import check_pixels, names_of
+from dali_tf_input.training.models import check_inputs, check_pixels, names_of
 from dali_tf_input.training.strategies import check_keras
 
 _logger = logging.getLogger("dali_tf_input")
@@ -75,7 +75,7 @@ def iterate_batches(
         try:
             encoded = image if isinstance(image, bytes) else _read(image)
             decode(encoded)
-        except (InvalidRecord, OSError) as error:
+        except (InvalidRecord, OSError, ValueError) as error:  # the last one of "a\0b"
             words = str(error)
             if isinstance(error, InvalidRecord):
                 words = f"{error.reason}: {error.detail}"
@@ -130,6 +130,9 @@ def export_saved_model(
     """
     check_keras("export_saved_model")
     preprocess = _find_preprocess(preprocess)
+    if not model.built:
+        raise InputError("`model` has no variables yet: call it on one batch of images first.")
+    check_inputs(model, {"image": preprocess.image_shape})
     if compare:
         check_pixels(model, preprocess)
     folder = _new_folder(folder)
@@ -264,7 +267,13 @@ def denormalize(images: Any, preprocess: Preprocess) -> npt.NDArray[np.float32]:
       float32 (n, height, width, channels), neither rounded nor clipped: with "bicubic" values may
       be outside 0..255.
     """
-    values = np.asarray(images).astype(np.float32)
+    try:
+        values = np.asarray(images).astype(np.float32)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"`images` must be an array of numbers: {error}.") from error
+    shape = ("n", *preprocess.image_shape)
+    holds = values.shape[1:] == preprocess.image_shape and values.ndim == len(shape)
+    check(holds, "images", f"of shape {shape}", values.shape)
     if preprocess.layout == "CHW":
         values = values.transpose(0, 2, 3, 1)
     if preprocess.dtype == "uint8":

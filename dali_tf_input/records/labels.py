@@ -5,10 +5,10 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
+from numbers import Integral, Real
 from typing import Annotated, Any, ClassVar, Literal
 
-from dali_tf_input.errors import Count, InputError, Within, check, checked
+from dali_tf_input.errors import MAX_SIZE, Count, InputError, Int64, Size, Within, check, checked
 
 LabelKind = Literal["class", "multi_hot", "values", "none"]
 Features = Mapping[str, tuple[str, Sequence[Any]]]  # kind and values by key, of one record
@@ -22,6 +22,7 @@ _OTHER_LABELS = {
     "int64_list": " Lists need MultiHot (--label=multi_hot).",
     "float_list": " Numbers need Values (--label=values).",
 }
+_MAX_FLOAT32 = 3.4e38
 _MAX_WEIGHTED = 1 << 20  # classes with weights, which are a list
 _OUTPUT_FIELDS = ("one_hot", "smoothing")
 
@@ -50,7 +51,7 @@ class ClassLabel:
 
     key: str | None = None
     num_classes: Count | None = None
-    offset: int = 0
+    offset: Int64 = 0
     vocabulary: tuple[str, ...] | None = None
     one_hot: bool = False
     smoothing: float = 0.0
@@ -63,6 +64,9 @@ class ClassLabel:
         check(0 <= self.smoothing < 1, "smoothing", "in [0, 1)", self.smoothing)
         if self.one_hot and not self.num_classes:
             raise InputError("`one_hot` needs `num_classes`.")
+        if self.one_hot and self.num_classes:
+            rule = f"at most {MAX_SIZE:,} with `one_hot`"
+            check(self.num_classes <= MAX_SIZE, "num_classes", rule, self.num_classes)
         if self.smoothing and not self.one_hot:
             raise InputError("`smoothing` needs `one_hot`.")
 
@@ -114,9 +118,9 @@ class MultiHot:
       offset: see `ClassLabel`.
     """
 
-    num_classes: Count | None
+    num_classes: Size | None
     key: str | None = None
-    offset: int = 0
+    offset: Int64 = 0
     kinds: ClassVar[tuple[str, ...]] = ("int64_list", "")
     lengths: ClassVar[Lengths] = (0, math.inf)
     is_integer: ClassVar[bool] = True
@@ -141,7 +145,7 @@ class Values:
       key: its feature key, of a float_list or an int64_list; None as for `ClassLabel`.
     """
 
-    size: Count
+    size: Size
     key: str | None = None
     kinds: ClassVar[tuple[str, ...]] = _NUMBERS
     is_integer: ClassVar[bool] = False
@@ -249,8 +253,8 @@ class Stored:
       padding: the value that fills the vector if a record holds fewer; None rejects such records.
     """
 
-    size: Count | None = None
-    padding: int | float | None = None
+    size: Size | None = None
+    padding: Int64 | float | None = None
 
     def __post_init__(self) -> None:
         if self.padding is not None and self.size is None:
@@ -325,9 +329,11 @@ def class_weights(
         class_weight = {label: total / (len(counts) * count) for label, count in counts}
     rule = f"finite weights of at least 0, by classes in [0, {_MAX_WEIGHTED:,})"
     for label, weight in class_weight.items():
-        is_class = isinstance(label, int) and 0 <= label < _MAX_WEIGHTED
-        is_weight = isinstance(weight, Real) and 0 <= weight < math.inf
+        is_class = isinstance(label, Integral) and 0 <= label < _MAX_WEIGHTED
+        is_weight = isinstance(weight, Real) and 0 <= weight <= _MAX_FLOAT32
         check(is_class and is_weight, "class_weight", rule, class_weight)
-    return [
+    weights = [
         class_weight.get(label, 1.0) for label in range(max([num_classes - 1, *class_weight]) + 1)
     ]
+    check(any(weights), "class_weight", "above 0 for a class", class_weight)
+    return weights

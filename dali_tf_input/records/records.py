@@ -172,8 +172,10 @@ class Records(IndexedFiles):
                 raise InputError(f"{text}. If each has one, index again: {command}") from error
         return labels
 
+    @checked
     def index(self, number: int) -> Integers:
         """Returns offset and size in bytes of each record of a file: int64 (counts[number], 2)."""
+        check(0 <= number < len(self.files), "number", f"in [0, {len(self.files)})", number)
         file, end = self.files[number], self._ends[number]
         extents = file.index()
         if self.subset is None:
@@ -583,7 +585,7 @@ class Records(IndexedFiles):
         index_dir: Path | None = None,
         image_key: str | None = None,
         cache_dir: Path | None = None,
-        retry_seconds: float = RETRY_SECONDS,
+        retry_seconds: Annotated[float, Within(0)] = RETRY_SECONDS,
     ) -> "Records":
         """Opens indexed TFRecord files through the manifest beside their indexes.
 
@@ -602,13 +604,19 @@ class Records(IndexedFiles):
           cache_dir: a local folder for complete copies of stored objects, which processes may
             share. Every order then reads the copies. None reads ranges of the objects, which order
             "buffer" cannot.
-          retry_seconds: how long to retry an object whose store does not answer.
+          retry_seconds: how long to retry an object whose store does not answer, at least 0.
 
         Raises:
           InputError: no file matches, an index is missing, a file or its index changed, a record
             lacks the image, or files in several folders name a class differently. `InputSpec`
             checks labels.
         """
+        for name, value in (
+            ("index_dir", index_dir),
+            ("image_key", image_key),
+            ("cache_dir", cache_dir),
+        ):
+            check(value != "", name, "None, or not empty", "''")
         fields = read_fields(files, index_dir=index_dir, image_key=image_key, cache_dir=cache_dir)
         records = cls(**fields, retry_seconds=retry_seconds)
         records.check_feature("image_key", records.image_key, ("bytes_list",), (1, 1))

@@ -107,6 +107,8 @@ def take_first(places: Unsigned, count: int, classes: Integers | None) -> Mask:
 def check_integers(name: str, values: Iterable[int]) -> Integers:
     """Returns integers as int64 (n,); raises InputError if they are not."""
     try:
+        if isinstance(values, str | bytes):
+            raise TypeError
         given = np.asarray(values if isinstance(values, np.ndarray) else [*values])
     except (TypeError, ValueError):
         raise InputError(f"`{name}` must be a list of integers, got {values!r}.") from None

@@ -232,7 +232,7 @@ class GaussianBlur(Augmentation):
 
     Attributes:
       p: how likely an image is blurred, in [0, 1].
-      sigma: smallest and largest standard deviation of the filter, in pixels, in (0, 30]; drawn
+      sigma: smallest and largest standard deviation of the filter, in pixels, in [0.001, 30]; drawn
         uniformly. Source: torchvision's default, which is SimCLR's.
     """
 
@@ -241,7 +241,8 @@ class GaussianBlur(Augmentation):
 
     def __post_init__(self) -> None:
         low, high = self.sigma
-        check(0 < low <= high <= 30, "sigma", "(smallest, largest), both in (0, 30]", self.sigma)
+        rule = "(smallest, largest), both in [0.001, 30]"
+        check(0.001 <= low <= high <= 30, "sigma", rule, self.sigma)
 
     def plan(self, image_size: tuple[int, int]) -> Choices:
         return Choices(
@@ -283,7 +284,7 @@ class RandomErasing(Augmentation):
     Attributes:
       p: how likely an image is changed, in [0, 1].
       area_range: smallest and largest area, as a part of the image's, in (0, 1).
-      aspect_ratio_range: smallest and largest height / width, above 0.
+      aspect_ratio_range: smallest and largest height / width, in [0.001, 1000].
       fill: "noise" draws each pixel and channel from a normal distribution with the mean and the
         standard deviation of ImageNet's pixels; else one value, or (red, green, blue), in 0..255.
     """
@@ -302,8 +303,8 @@ class RandomErasing(Augmentation):
             self.area_range,
         )
         low, high = self.aspect_ratio_range
-        rule = "(smallest, largest), both above 0"
-        check(0 < low <= high < math.inf, "aspect_ratio_range", rule, self.aspect_ratio_range)
+        rule = "(smallest, largest), both in [0.001, 1000]"
+        check(0.001 <= low <= high <= 1000, "aspect_ratio_range", rule, self.aspect_ratio_range)
 
     def plan(self, image_size: tuple[int, int]) -> Choices:
         # Points that fill the unit square evenly; source: M. Roberts, "The unreasonable
@@ -385,7 +386,10 @@ class Program:
                 num_rows.append([counts[table] for table in padded])
         steps = [len(plan.orders[0]) for plan in plans]
         self.rows: Floats = np.concatenate(tables)
-        self.first_rows, self.num_rows = _integers(first_rows), _integers(num_rows)
+        shape = (len(first_rows), most)  # also if there are no steps, as of ColorJitter()
+        self.first_rows, self.num_rows = (
+            _integers(values).reshape(shape) for values in (first_rows, num_rows)
+        )
         self.of_step = _integers(np.repeat(np.arange(len(plans)), steps))
         self.num_orders = _integers([len(plan.orders) for plan in plans])
         self.p: Floats = np.array([plan.p for plan in plans], np.float32)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol
 
 from dali_tf_input.errors import InputError, Pixels, Within, check, checked
+from dali_tf_input.records.checks import MAX_PIXELS
 
 Sampling = Literal["resize_then_crop", "crop_then_resize", "crop_and_pad", "resize_and_pad"]
 
@@ -133,7 +134,8 @@ class ResizeRandomCrop(Crop):
     resize: tuple[Pixels, Pixels]
 
     def check(self, image_size: tuple[int, int]) -> None:
-        """Raises InputError if `resize` is below `image_size`."""
+        """Raises InputError if `resize` is below `image_size`, or too large."""
+        check_pixels("resize", self.resize)
         _check_not_below("resize", self.resize, image_size)
 
     def plan(self, size: Any, out: Any, uniforms: Uniforms, ops: Ops) -> Region:
@@ -160,7 +162,7 @@ class RandomResizedCrop(Crop):
 
     Attributes:
       area_range: smallest and largest part of the image's area, in (0, 1].
-      aspect_ratio_range: smallest and largest width / height, above 0.
+      aspect_ratio_range: smallest and largest width / height, in [0.001, 1000].
       num_attempts: how many attempts are drawn, in [1, 100].
     """
 
@@ -175,8 +177,8 @@ class RandomResizedCrop(Crop):
         rule = "(smallest, largest), both in (0, 1]"
         check(0 < low <= high <= 1, "area_range", rule, self.area_range)
         low, high = self.aspect_ratio_range
-        rule = "(smallest, largest), both above 0"
-        check(0 < low <= high < math.inf, "aspect_ratio_range", rule, self.aspect_ratio_range)
+        rule = "(smallest, largest), both in [0.001, 1000]"
+        check(0.001 <= low <= high <= 1000, "aspect_ratio_range", rule, self.aspect_ratio_range)
 
     @property
     def num_attempt_uniforms(self) -> int:
@@ -343,6 +345,13 @@ class NoCrop(Crop):
     >>> Preprocess.for_training(224, crop=NoCrop()).crop
     NoCrop()
     """
+
+
+def check_pixels(name: str, size: tuple[int, int]) -> None:
+    """Raises InputError if an image of a size is larger than the largest that is read."""
+    height, width = size
+    rule = f"of at most {MAX_PIXELS:,} pixels"
+    check(height * width <= MAX_PIXELS, name, rule, size)
 
 
 def _check_not_below(name: str, resize: tuple[int, int], image_size: tuple[int, int]) -> None:

@@ -434,7 +434,8 @@ class InputSpec:
             groups=self._groups[0] if self.is_balanced or self.mixture else None,
         )
 
-    def ids_of_step(self, step: int, *, batch_size: int) -> Integers:
+    @checked
+    def ids_of_step(self, step: Annotated[int, Within(0, 2**62)], *, batch_size: Count) -> Integers:
         """Returns the record ids of a step, in the order of its images: int64 (batch_size,).
 
         Steps count over all epochs. `batch_size` is the global one. The last step of an evaluation

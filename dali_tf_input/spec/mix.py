@@ -5,7 +5,7 @@ from typing import Annotated
 
 import numpy as np
 
-from dali_tf_input.errors import InputError, Part, Within, checked
+from dali_tf_input.errors import InputError, Part, Within, check, checked
 from dali_tf_input.spec.primitives import Floats
 
 Alpha = Annotated[float, Within(0, 100)]
@@ -31,10 +31,10 @@ class Mix:
       >>> spec = InputSpec.for_training("records/train-*", 224, label=label, mix=mix)
 
     Attributes:
-      mixup: alpha of Mixup, in [0, 100]; 0 turns it off. The weight of the first image is drawn
-        from Beta(alpha, alpha).
-      cutmix: alpha of CutMix, in [0, 100]; 0 turns it off. The part of the first image that stays
-        visible is drawn from Beta(alpha, alpha).
+      mixup: alpha of Mixup, in [0.001, 100]; 0 turns it off. The weight of the first image is
+        drawn from Beta(alpha, alpha).
+      cutmix: alpha of CutMix, in [0.001, 100]; 0 turns it off. The part of the first image that
+        stays visible is drawn from Beta(alpha, alpha).
       p: probability of mixing a batch, in [0, 1].
       switch: probability of CutMix for a mixed batch if both are on, in [0, 1].
     """
@@ -47,6 +47,9 @@ class Mix:
     def __post_init__(self) -> None:
         if not self.mixup and not self.cutmix:
             raise InputError("Mix needs `mixup` or `cutmix` above 0, such as Mix(mixup=0.2).")
+        for name in ("mixup", "cutmix"):  # below, Beta's density has no numbers
+            alpha = getattr(self, name)
+            check(alpha == 0 or alpha >= 0.001, name, "0, or in [0.001, 100]", alpha)
 
     @property
     def cutmix_share(self) -> float:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from dali_tf_input.errors import InputError, Part, Pixels, check, check_keywords, checked
 from dali_tf_input.spec.augment import Augmentation, Program
 from dali_tf_input.spec.colors import IMAGENET_MEAN, IMAGENET_STD, LUMA
-from dali_tf_input.spec.crops import CoverCrop, Crop, NoCrop
+from dali_tf_input.spec.crops import CoverCrop, Crop, NoCrop, check_pixels
 from dali_tf_input.spec.recipes import Recipe, find_fields
 
 Layout = Literal["HWC", "CHW"]
@@ -82,10 +82,15 @@ class Preprocess:
         check(len(self.mean) == self.channels, "mean", rule, self.mean)
         check(len(self.std) == self.channels, "std", rule, self.std)
         check(min(self.std) > 0, "std", "above 0 in every channel", self.std)
-        if self.dtype != "uint8" and max(self.std) < 1:
+        if self.dtype != "uint8" and min(self.std) < 1:
             raise InputError(
                 f"`std` is in 0..255 units, got {self.std}: multiply values meant for 0..1 by 255."
             )
+        most = 65_504 if self.dtype == "float16" else 3.4e38
+        for name, values in (("mean", self.mean), ("std", self.std)):
+            rule = f"in [{-most:,.3g}, {most:,.3g}], as `dtype` is {self.dtype}"
+            check(max(map(abs, values)) <= most, name, rule, values)
+        check_pixels("image_size", self.image_size)
         if self.antialias and self.interpolation == "nearest":
             text = "`antialias` has no meaning for interpolation 'nearest'"
             raise InputError(f"{text}: set it to False.")

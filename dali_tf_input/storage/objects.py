@@ -28,6 +28,7 @@ RETRY_SECONDS = 300.0
 _SCHEMES = ("s3", "gs", "az", "http", "https")
 _URL = re.compile(r"([a-z][a-z0-9+.-]+)://([^/]*)/?(.*)", re.IGNORECASE | re.DOTALL)
 _WILDCARD = re.compile(r"[*?[]")
+_LONGEST_NAME, _LONGEST_PATH = 255, 4096  # bytes, of Linux
 _MOST_GAP = 1 << 14  # bytes between neighboring parts that are read along
 _MODIFIED = "modified "  # starts the version of an object whose server has no etags
 _CHANGED = "{} changed since it was indexed: index it again."
@@ -67,10 +68,19 @@ def local_path(name: str, path: str | os.PathLike[str]) -> str:
     """Returns the absolute path of a local file or folder; "~" is expanded.
 
     Raises:
-      InputError: the argument `name` is empty, or a URL.
+      InputError: the argument `name` is empty, a URL, or nothing that a file system can name.
     """
     text = os.fspath(path)
+    check(isinstance(text, str), name, "a path of text", repr(text))
     check(bool(text), name, "a path", "''")
+    try:
+        data = os.fsencode(text)
+    except UnicodeEncodeError:
+        data = b"\0"
+    is_short = max(map(len, data.split(b"/"))) <= _LONGEST_NAME and len(data) < _LONGEST_PATH
+    is_possible = is_short and b"\0" not in data
+    rule = f"a path of names that have at most {_LONGEST_NAME} bytes, and no zero byte"
+    check(is_possible, name, rule, ascii(text[:100]))
     if is_url(text):
         raise InputError(
             f"`{name}` must be a local path, got {text}: name one, and copy it from there."
@@ -89,6 +99,9 @@ def find_objects(pattern: str, *, retry_seconds: float = RETRY_SECONDS) -> dict[
 
 def find_all(patterns: Iterable[str]) -> list[dict[str, Status]]:
     """Returns what `find_objects` does of each pattern; they are asked for at the same time."""
+    patterns = [*patterns]
+    if not patterns:  # no store is used, so that a process may still be forked
+        return []
     return run(gather([_find(pattern, RETRY_SECONDS) for pattern in patterns]))
 
 

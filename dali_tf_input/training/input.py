@@ -6,7 +6,7 @@ import inspect
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, ClassVar
 
 import keras
@@ -25,9 +25,12 @@ from dali_tf_input.training.blame import Blame
 from dali_tf_input.training.failures import explain
 from dali_tf_input.training.fit import StepCounter
 from dali_tf_input.training.models import (
+    check_compiled,
+    check_inputs,
     check_labels,
     check_model,
     check_noted,
+    check_targets,
     count_outputs,
     find_doubts,
     note_input,
@@ -39,8 +42,10 @@ from dali_tf_input.training.schedule import Schedule
 
 _logger = logging.getLogger("dali_tf_input")
 
-# Arguments of `model.fit` that the input itself gives, or that go with arrays only.
+# Arguments of Keras that the input itself gives, or that go with arrays only.
+_OF_ARRAYS = ("x", "y", "batch_size", "sample_weight", "return_dict", "kwargs")
 _NOT_FOR_FIT = ("x", "y", "batch_size", "sample_weight", "validation_split")
+_ORDERED = "`shuffle` is decided by the `order` of the spec: leave it out."
 
 
 class Input:
@@ -250,8 +255,9 @@ class Input:
         resume: Resume | Path | None = None,
         profile: bool = False,
         compare: bool = True,
-        initial_epoch: Annotated[int, Within(0)] = 0,
+        initial_epoch: Annotated[int, Within(0, 2**31 - 1)] = 0,
         steps_per_epoch: Count | None = None,
+        validation_freq: Count | Sequence[Count] = 1,
         **arguments: Any,
     ) -> keras.callbacks.History:
         """Trains a Keras model on this input by `model.fit`.
@@ -268,8 +274,10 @@ class Input:
             form of labels, the scale of pixels, and the names of the model's inputs. It also warns
             of records in both, smoothed labels in validation, a model with more outputs than
             classes have names, and one that normalizes pixels once more.
-          initial_epoch: the epoch at which to start, of the model and of the records; at least 0.
+          initial_epoch: the epoch at which to start, of the model and of the records; at least 0,
+            and below `epochs`.
           steps_per_epoch: number of steps in an epoch, at least 1; None is all of the records.
+          validation_freq: after how many epochs to validate; or a list of the epochs, from 1.
           **arguments: further arguments for `model.fit`, such as `callbacks`. `class_weight` works
             under strategies too.
 
@@ -278,9 +286,10 @@ class Input:
 
         Raises:
           BadRecordError: (an InputError) a record stops the input.
-          InputError: this input is for evaluation, the model belongs to another strategy,
-            its labels do not fit, an argument is not one of `model.fit`, `resume` cannot restore
-            the state (see `Resume.restore`), or another training run is using its folder.
+          InputError: this input is for evaluation, the model belongs to another strategy, it is not
+            compiled, it does not take these images or its loss these labels, an argument is not one
+            of `model.fit`, `resume` cannot restore the state (see `Resume.restore`), or another
+            training run is using its folder.
         """
         check_model(model, self.strategy)
         if not self.spec.repeat:
@@ -288,29 +297,28 @@ class Input:
                 "`fit` needs an input for training, InputSpec.for_training(...); this one is for"
                 " evaluation: train.fit(model, validation=valid)."
             )
-        known = {*inspect.signature(keras.Model.fit).parameters} - {"self", *_NOT_FOR_FIT}
-        check_keywords("fit", arguments, known)
-        check_labels(model, self.spec.label_range)
+        _check_arguments("fit", arguments, _NOT_FOR_FIT)
+        check(initial_epoch < epochs, "initial_epoch", f"below `epochs` {epochs}", initial_epoch)
+        if validation is not None and "validation_data" in arguments:
+            raise InputError("`validation` and `validation_data` are the same: pass one of them.")
+        held_out = arguments.pop("validation_data", None) if validation is None else validation
+        if isinstance(held_out, Input) and compare:
+            meetings.check_agreement(self.spec, held_out.spec, ("Training", "validation"))
+        self.check_fits(model)
+        if isinstance(held_out, Input):
+            held_out.check_evaluation(model)
         spec = self.spec
         if (class_weight := arguments.pop("class_weight", None)) is not None:
             spec = dataclasses.replace(spec, class_weight=class_weight)  # Keras's maps the dataset
-        held_out = arguments.pop("validation_data", None) if validation is None else validation
-        if isinstance(held_out, Input):
-            held_out.check_evaluation(model)
-            if compare:
-                meetings.check_agreement(self.spec, held_out.spec, ("Training", "validation"))
         if compare:
             valid_spec = held_out.spec if isinstance(held_out, Input) else None
-            doubts = [*find_doubts(model, self.spec), *meetings.find_doubts(self.spec, valid_spec)]
+            doubts = [*find_doubts(model, spec), *meetings.find_doubts(self.spec, valid_spec)]
             for doubt in doubts:
                 _logger.warning("%s", doubt)
-        callbacks = keras.tree.flatten(arguments.get("callbacks"))
-        for callback in callbacks if arguments.get("callbacks") is not None else ():
-            is_callback = isinstance(callback, keras.callbacks.Callback)
-            check(is_callback, "callbacks", "keras.callbacks.Callback, or a list of them", callback)
         if isinstance(resume, str | os.PathLike):
             resume = Resume(resume)
         arguments |= {"initial_epoch": initial_epoch, "steps_per_epoch": steps_per_epoch}
+        arguments["validation_freq"] = validation_freq
         note_input(model, self.spec)
         with resume.hold() if resume else contextlib.nullcontext():
             return train(
@@ -335,6 +343,7 @@ class Input:
         self.check_evaluation(model)
         if compare:
             check_noted(model, self.spec, "evaluation")
+        _check_arguments("evaluate", arguments, _OF_ARRAYS)
         return self._run_pass(model, model.evaluate, {"return_dict": True, **arguments})
 
     @checked
@@ -357,6 +366,8 @@ class Input:
         self._check_serves_once(model)
         if compare:
             check_noted(model, self.spec, "prediction")
+        self._check_inputs(model)
+        _check_arguments("predict", arguments, _OF_ARRAYS)
         return self._run_pass(model, model.predict, arguments)
 
     @checked
@@ -375,6 +386,7 @@ class Input:
           InputError: the model does not meet these conditions, or belongs to another strategy.
         """
         check_model(model, self.strategy)
+        self.check_fits(model)
         return profile_input(
             iter(self.make_endless(self._spec_at(self.next_step), self.next_step)),
             model,
@@ -420,9 +432,19 @@ class Input:
     def check_evaluation(self, model: keras.Model) -> None:
         """Raises InputError unless this input can evaluate `model`."""
         self._check_serves_once(model)
-        if not (self.spec.label or self.spec.mask):
-            raise InputError("To evaluate needs labels or masks: this input has none.")
+        self.check_fits(model)
+
+    def check_fits(self, model: keras.Model) -> None:
+        """Raises InputError unless a model can be trained or evaluated on such batches."""
+        check_compiled(model)
+        self._check_inputs(model)
         check_labels(model, self.spec.label_range)
+        check_targets(model, self.spec)
+
+    def _check_inputs(self, model: keras.Model) -> None:
+        outputs = self.spec.outputs.items()
+        targets = ("label", "mask", "weight")
+        check_inputs(model, {name: shape for name, (shape, _) in outputs if name not in targets})
 
     def _run_pass(
         self, model: keras.Model, run: Callable[..., Any], arguments: dict[str, Any]
@@ -454,3 +476,15 @@ class Input:
             num_classes=None if model is None else count_outputs(model),
         )
         return explained or error
+
+
+def _check_arguments(method: str, arguments: dict[str, Any], excluded: Sequence[str]) -> None:
+    """Raises InputError for an argument that a method of Keras models has not, or not here."""
+    if "shuffle" in arguments:
+        raise InputError(_ORDERED)
+    known = {*inspect.signature(getattr(keras.Model, method)).parameters} - {"self", *excluded}
+    check_keywords(method, arguments, known)
+    given = arguments.get("callbacks")
+    for callback in keras.tree.flatten(given) if given is not None else ():
+        is_callback = isinstance(callback, keras.callbacks.Callback)
+        check(is_callback, "callbacks", "keras.callbacks.Callback, or a list of them", callback)

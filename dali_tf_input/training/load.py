@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from dali_tf_input.backends.build import check_input, choose_options
+from dali_tf_input.backends.stream import MAX_EPOCHS
 from dali_tf_input.errors import Count, InputError, check, checked
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.options import DaliOptions, Options
@@ -85,7 +86,8 @@ def load(
         num_replicas=num_replicas,
         num_records=spec.records_per_epoch if spec.repeat or num_replicas > 1 else None,
     )
-    check(start_step >= 0, "start_step", "at least 0", start_step)
+    end = MAX_EPOCHS * spec.plan(batch_size).steps_per_epoch if spec.repeat else 1
+    check(0 <= start_step < end, "start_step", f"in [0, {end:,})", start_step)
     devices = strategies.list_devices(strategy, options)
     if isinstance(options, DaliOptions):
         _check_devices(options, devices)

@@ -1,6 +1,7 @@
 """What a model must be, to be trained or evaluated on an input."""
 
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -8,12 +9,29 @@ import tensorflow as tf
 
 from dali_tf_input.errors import InputError
 from dali_tf_input.records.class_names import Names
-from dali_tf_input.records.labels import COUNT_FROM_1
+from dali_tf_input.records.labels import COUNT_FROM_1, ClassLabel
 from dali_tf_input.spec import meetings
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.preprocess import Preprocess
 from dali_tf_input.training import strategies
 
+Shape = tuple[int | None, ...]
+
+# Losses of Keras that compare labels and outputs of equal shape, value by value.
+_OF_TWO_CLASSES = ("binary_crossentropy", "binary_focal_crossentropy", "hinge", "squared_hinge")
+_ELEMENTWISE = (
+    *_OF_TWO_CLASSES,
+    "categorical_crossentropy",
+    "categorical_focal_crossentropy",
+    "mse",
+    "mean_squared_error",
+    "mae",
+    "mean_absolute_error",
+    "huber",
+    "huber_loss",
+    "log_cosh",
+    "kl_divergence",
+)
 _FIRST_LAYERS = 4  # in which models scale pixels: after the input, and some augmentation
 
 
@@ -36,6 +54,104 @@ def check_model(model: Any, strategy: tf.distribute.Strategy | None) -> None:
         raise InputError(f"`model` was made under another strategy than this input: {remedy}.")
 
 
+def check_compiled(model: keras.Model) -> None:
+    """Raises InputError unless a model is compiled."""
+    if not model.compiled:
+        text = "`model` must be compiled"
+        raise InputError(f"{text}: model.compile(optimizer, loss, metrics=['accuracy']).")
+
+
+def check_inputs(model: keras.Model, shapes: Mapping[str, Shape]) -> None:
+    """Raises InputError unless a model takes what it is given.
+
+    What a model takes is known if it was made by `keras.Sequential` with an `Input`, or from
+    `keras.Input`s. Dimensions that are not known are not compared.
+
+    Args:
+      model: a model.
+      shapes: the shape of one value of each input, by name.
+    """
+    own = getattr(model, "inputs", None) or []
+    taken = {tensor.name: tuple(tensor.shape[1:]) for tensor in own}
+    given = ", ".join(shapes)
+    if not taken:
+        return
+    if len(shapes) > 1 and isinstance(model, keras.Sequential):
+        text = f"A Sequential model takes one input, this input gives {given}"
+        raise InputError(f"{text}: make the model of keras.Input(shape, name=...) for each.")
+    if missing := [name for name in taken if name not in shapes and len(shapes) + len(taken) > 2]:
+        raise InputError(
+            f"The model's inputs are {', '.join(taken)}, this input gives {given}: nothing is"
+            f" called {missing[0]!r}. Name each keras.Input(shape, name=...) after what it takes."
+        )
+    for name, shape in shapes.items():
+        due = taken.get(name, next(iter(taken.values()))) if len(shapes) == 1 else taken.get(name)
+        if due is not None and not _fits(shape, due):
+            raise InputError(f"The model takes `{name}` of shape {due}, this input gives {shape}.")
+
+
+def check_targets(model: keras.Model, spec: InputSpec) -> None:
+    """Raises InputError unless the labels of a spec fit the loss and the outputs of a model.
+
+    Models with steps of their own, and losses that are not Keras's, are not looked into.
+    """
+    has_own_steps = any(
+        getattr(type(model), name) is not getattr(keras.Model, name)
+        for name in ("train_step", "test_step", "compute_loss")
+    )
+    loss, outputs = getattr(model, "loss", None), getattr(model, "outputs", None)
+    if loss is None or has_own_steps:
+        return
+    shapes = {name: shape for name, (shape, _) in spec.outputs.items() if name in ("label", "mask")}
+    if not shapes:
+        raise InputError("The loss of the model needs labels or masks: this input has none.")
+    if not outputs:
+        return
+    if (len(outputs) > 1) != (len(shapes) > 1):
+        raise InputError(
+            f"The model has {len(outputs)} outputs, and this input gives {' and '.join(shapes)}:"
+            " give each output its label, or use Keras's `fit` on a mapped dataset."
+        )
+    if len(outputs) > 1 or isinstance(loss, dict | list):
+        return
+    ((name, shape),) = shapes.items()
+    out, kind = tuple(outputs[0].shape[1:]), _name_of(loss)
+    is_sparse = "sparse" in kind
+    if is_sparse and not _fits(shape, out[:-1]):
+        is_one_hot = name == "label" and len(shape) == 1
+        remedy = "categorical_crossentropy takes labels that are one-hot" if is_one_hot else ""
+        raise InputError(
+            f"The loss {kind} takes a class for each of the model's outputs {out}, `{name}` has"
+            f" shape {shape}{': ' if remedy else ''}{remedy}."
+        )
+    if kind in _ELEMENTWISE and not (_fits(shape, out) or (shape, out) == ((), (1,))):
+        remedy = ""
+        if isinstance(spec.label, ClassLabel) and not spec.label.one_hot:
+            remedy = (
+                ": for classes use sparse_categorical_crossentropy, or ClassLabel(one_hot=True)"
+            )
+        raise InputError(
+            f"The loss {kind} takes values of the shape of the model's outputs, {out}, `{name}`"
+            f" has {shape}{remedy}."
+        )
+    highest = spec.label_range[1] if spec.label_range else 0
+    if kind in _OF_TWO_CLASSES and isinstance(spec.label, ClassLabel) and highest > 1:
+        raise InputError(
+            f"The loss {kind} is of two classes, 0 and 1, and labels run to {highest}: use"
+            " sparse_categorical_crossentropy, and an output for each class."
+        )
+
+
+def _fits(shape: Shape, due: Shape) -> bool:
+    pairs = zip(shape, due, strict=False)
+    return len(shape) == len(due) and all(None in pair or pair[0] == pair[1] for pair in pairs)
+
+
+def _name_of(loss: Any) -> str:
+    """Returns what Keras calls a loss that is given by name, as a function, or as an object."""
+    return str(getattr(loss, "name", None) or getattr(loss, "__name__", loss))
+
+
 def check_labels(model: keras.Model, label_range: tuple[int, int] | None) -> None:
     """Raises InputError if a classifier has fewer outputs than there are labels.
 
@@ -55,6 +171,12 @@ def check_labels(model: keras.Model, label_range: tuple[int, int] | None) -> Non
 def find_doubts(model: keras.Model, spec: InputSpec) -> list[str]:
     """Returns what of a model is likely not meant for its input, but may be."""
     doubts = []
+    if text := _doubt_activation(model):
+        doubts.append(text)
+    if isinstance(spec.class_weight, Mapping) and spec.label_range:
+        unknown = [label for label in spec.class_weight if label > spec.label_range[1]]
+        if unknown:
+            doubts.append(f"`class_weight` is of classes that no record has, such as {unknown[0]}.")
     names, outputs = spec.class_names, count_outputs(model)
     if names and outputs and outputs > len(names):
         doubts.append(f"The model has {outputs:,} outputs, and {len(names):,} classes have names.")
@@ -64,6 +186,21 @@ def find_doubts(model: keras.Model, spec: InputSpec) -> list[str]:
             " that to the model, normalization=None."
         )
     return doubts
+
+
+def _doubt_activation(model: keras.Model) -> str | None:
+    """Says if the loss takes probabilities and the last layer makes none, or the reverse."""
+    loss, layers = getattr(model, "loss", None), model.layers
+    if "crossentropy" not in _name_of(loss) or not layers or not hasattr(layers[-1], "activation"):
+        return None
+    activation = layers[-1].activation
+    from_logits = loss.get_config().get("from_logits") if isinstance(loss, keras.Loss) else False
+    takes = f"The loss {_name_of(loss)} takes"
+    if not from_logits and activation is keras.activations.linear:
+        return f"{takes} probabilities, and the last layer has no softmax: from_logits=True."
+    if from_logits and activation in (keras.activations.softmax, keras.activations.sigmoid):
+        return f"{takes} logits, and the last layer makes probabilities: from_logits=False."
+    return None
 
 
 def _find_scaling(model: keras.Model) -> str | None:
@@ -110,7 +247,6 @@ def check_pixels(model: keras.Model, preprocess: Preprocess) -> None:
 def count_outputs(model: keras.Model) -> int | None:
     """Returns the number of outputs of a model with a sparse cross-entropy, else None."""
     loss, shape = getattr(model, "loss", None), getattr(model, "output_shape", None)
-    name = str(getattr(loss, "name", None) or getattr(loss, "__name__", loss))
-    if "sparse_categorical" not in name or not isinstance(shape, tuple):
+    if "sparse_categorical" not in _name_of(loss) or not isinstance(shape, tuple):
         return None
     return shape[-1] if isinstance(shape[-1], int) else None

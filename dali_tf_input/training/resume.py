@@ -15,7 +15,7 @@ import keras
 import msgspec
 import numpy as np
 
-from dali_tf_input.errors import Count, InputError, Path, checked
+from dali_tf_input.errors import Count, InputError, Path, Within, checked
 from dali_tf_input.records.class_names import find_difference
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.storage.objects import local_path
@@ -148,13 +148,14 @@ class Resume:
         changes = ", allow_changed_data=True" if self.allow_changed_data else ""
         return f"Resume({self.folder!r}, save_every={self.save_every}{changes})"
 
+    @checked
     def restore(
         self,
         model: keras.Model,
         spec: InputSpec,
         *,
-        batch_size: int,
-        steps_per_epoch: int = 0,
+        batch_size: Count,
+        steps_per_epoch: Annotated[int, Within(0, 2**31 - 1)] = 0,
         schedule: str = "",
     ) -> tuple[State, Arrays]:
         """Restores a compiled model from the state, if there is one.
@@ -217,11 +218,13 @@ class Resume:
                 )
             yield
 
+    @checked
     def is_due(self, step: int) -> bool:
         """Whether it is time to save, by `save_every`."""
         last = max(self._saved_step, self._looked_step)
         return self.save_every is not None and step >= last + self.save_every
 
+    @checked
     def save(self, model: keras.Model, state: State, arrays: Arrays | None = None) -> None:
         """Saves a state: first the weights of `model` and the arrays, then ``state.json``.
 

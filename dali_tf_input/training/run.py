@@ -137,6 +137,9 @@ def _check_callbacks(callbacks: Any) -> None:
 def _check_execution(model: keras.Model, steps: int, done: int, num_replicas: int) -> None:
     """Raises InputError unless each of the model's executions stays in one call of `fit`."""
     per_call = model.steps_per_execution
+    if not isinstance(per_call, int):
+        text = f"`steps_per_execution` must be a number, got {per_call!r}"
+        raise InputError(f"{text}: compile the model with one, such as 1.")
     if steps % per_call or done % per_call or (per_call > 1 and num_replicas > 1):
         raise InputError(
             f"`steps_per_execution` must divide the {steps} steps of an epoch and the {done} that"

@@ -6,6 +6,7 @@ import hashlib
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from numbers import Integral
 from typing import Any
 
 from dali_tf_input.errors import InputError, check
@@ -62,9 +63,9 @@ class Schedule:
             self.spec_of(0)
             return
         for epoch, stage in stages.items():
-            is_epoch = isinstance(epoch, int) and not isinstance(epoch, bool) and epoch >= 0
+            is_epoch = isinstance(epoch, Integral) and not isinstance(epoch, bool) and epoch >= 0
             check(is_epoch, "schedule", "a dict by epochs, from 0", repr(epoch))
-            self._stages[epoch] = self._check(epoch, stage)
+            self._stages[int(epoch)] = self._check(int(epoch), stage)
 
     @property
     def is_constant(self) -> bool:

@@ -277,7 +277,11 @@ BAD = [
     (dti.RandAugment, {"operations": 3}, "RandAugment() has no argument `operations`"),
     (dti.ColorJitter, {"hue": 0.6}, "`hue` must be in [0, 0.5], got 0.6"),
     (dti.ColorJitter, {"contrast": -0.1}, "`contrast` must be in [0, 100], got -0.1"),
-    (dti.GaussianBlur, {"sigma": (0, 1)}, "`sigma` must be (smallest, largest), both in (0, 30]"),
+    (
+        dti.GaussianBlur,
+        {"sigma": (0, 1)},
+        "`sigma` must be (smallest, largest), both in [0.001, 30]",
+    ),
     (dti.GaussianBlur, {"sigma": 1.0}, "`sigma` must be 2 values, got 1.0"),
     (dti.Solarize, {"threshold": 300}, "`threshold` must be"),
     (

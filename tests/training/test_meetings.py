@@ -6,7 +6,7 @@ import io
 import keras
 import pytest
 from conftest import jpeg, refused, write_indexed
-from models import make_model
+from models import FROM_LOGITS, make_model
 from PIL import Image
 
 import dali_tf_input as dti
@@ -193,7 +193,7 @@ def test_records_of_both(sets, caplog):
 def doubts_of(caplog, sets, *layers, which="named", outputs=3, valid=None, **training):
     caplog.clear()
     train = load(sets, which, training=True, **training)
-    loss = "mse" if valid else "sparse_categorical_crossentropy"
+    loss = "mse" if valid else FROM_LOGITS
     model = make_model(8, outputs, *layers, loss=loss)
     train.fit(model, validation=valid, verbose=0, steps_per_epoch=1)
     return caplog.text

@@ -521,7 +521,7 @@ def test_weights_that_do_not_fit(records, tmp_path):
             make_model(16, 24, *layers, optimizer=amsgrad, **metrics),
             "otherwise: `optimizer.amsgrad` was False, is True. Use the same model",
         ),
-        (keras.Sequential([keras.layers.Flatten()]), "must be compiled and have its variables"),
+        (keras.Sequential([keras.layers.Flatten()]), "`model` must be compiled: model.compile"),
     ):
         with refused(message):
             train(model)

@@ -198,7 +198,11 @@ def test_callbacks_that_are_refused(records, tmp_path, callback, message):
 @pytest.mark.parametrize(
     ("first", "then", "message"),
     [
-        ({}, {"loss": "mse"}, "`loss` was SparseCategoricalCrossentropy, is mse. Use"),
+        (
+            {},
+            {"loss": keras.losses.SparseCategoricalCrossentropy()},
+            "`loss.from_logits` was True, is False. Use",
+        ),
         ({}, {"optimizer": SGD(0.1, momentum=0.5)}, "`optimizer.momentum` was 0.0, is 0.5"),
         (
             {"optimizer": SGD(schedules.CosineDecay(0.1, 9))},

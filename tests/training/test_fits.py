@@ -1,0 +1,249 @@
+"""What a model and its loss must be for an input is said before the first step, in one sentence."""
+
+import keras
+import numpy as np
+import pytest
+from conftest import jpeg, refused, write_indexed
+
+import dali_tf_input as dti
+
+SPARSE, ONE_HOT = "sparse_categorical_crossentropy", "categorical_crossentropy"
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory):
+    """Records of six classes."""
+    folder = tmp_path_factory.mktemp("fits")
+    return write_indexed(
+        folder / "train-0", [{"image": jpeg(9, 9, seed=n), "label": n} for n in range(6)]
+    )
+
+
+def load(records, *, evaluation=False, size=8, **fields):
+    kind = dti.InputSpec.for_evaluation if evaluation else dti.InputSpec.for_training
+    return dti.load(kind(records, size, **fields), dti.TfDataOptions(), batch_size=2)
+
+
+def make(outputs=6, loss=SPARSE, *, activation="softmax", shape=(8, 8, 3), compiled=True):
+    layers = [keras.layers.Flatten(), keras.layers.Dense(outputs, activation=activation)]
+    model = keras.Sequential([keras.Input(shape), *layers])
+    if compiled:
+        model.compile("sgd", loss)
+    return model
+
+
+def functional(names, outputs=1):
+    inputs = {name: keras.Input((8, 8, 3) if "image" in name else (), name=name) for name in names}
+    flat = keras.layers.Flatten()(inputs[names[0]])
+    heads = [keras.layers.Dense(6, activation="softmax")(flat) for _ in range(outputs)]
+    model = keras.Model(inputs, heads if outputs > 1 else heads[0])
+    model.compile("sgd", SPARSE)
+    return model
+
+
+TWO = dti.Preprocess.for_training(8)
+LABELS = {"one_hot": dti.ClassLabel(one_hot=True, num_classes=6)}
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "message"),
+    [
+        (lambda: make(compiled=False), {}, "`model` must be compiled: model.compile"),
+        (
+            lambda: make(shape=(16, 16, 3)),
+            {},
+            r"The model takes `image` of shape \(16, 16, 3\), this input gives \(8, 8, 3\)",
+        ),
+        (
+            lambda: make(shape=(8, 8, 3)),
+            {"layout": "CHW"},
+            r"The model takes `image` of shape \(8, 8, 3\), this input gives \(3, 8, 8\)",
+        ),
+        (make, {"channels": 1}, r"this input gives \(8, 8, 1\)"),
+        (
+            make,
+            {"record_ids": True},
+            "A Sequential model takes one input, this input gives image, record_id: make the",
+        ),
+        (
+            lambda: functional(["image", "number"]),
+            {"record_ids": True},
+            "inputs are image, number, this input gives image, record_id: nothing is called 'numb",
+        ),
+        (
+            lambda: functional(["image", "number"]),
+            {},
+            "inputs are image, number, this input gives image: nothing is called 'number'",
+        ),
+        (
+            lambda: functional(["image_a", "image_1"]),
+            {"views": (TWO, TWO)},
+            "nothing is called 'image_a'",
+        ),
+        (
+            lambda: functional(["image"], outputs=2),
+            {},
+            "The model has 2 outputs, and this input gives label: give each output its label",
+        ),
+        (make, {"label": None}, "The loss of the model needs labels or masks: this input has none"),
+        (
+            make,
+            {"label": LABELS["one_hot"]},
+            "The loss sparse_categorical_crossentropy takes a class for each .*: categorical_cross",
+        ),
+        (
+            lambda: make(loss=ONE_HOT),
+            {},
+            r"The loss categorical_crossentropy takes values of the shape .*\(6,\), `label` has ",
+        ),
+        (
+            lambda: make(7, ONE_HOT),
+            {"label": LABELS["one_hot"]},
+            r"values of the shape of the model's outputs, \(7,\), `label` has \(6,\)",
+        ),
+        (
+            lambda: make(loss="mse"),
+            {},
+            "for classes use sparse_categorical_crossentropy, or ClassLabel",
+        ),
+        (
+            lambda: make(1, "binary_crossentropy", activation="sigmoid"),
+            {},
+            "The loss binary_crossentropy is of two classes, 0 and 1, and labels run to 5",
+        ),
+        (lambda: make(5), {}, "Labels run from 0 to 5, the model has 5 outputs"),
+    ],
+)
+def test_what_does_not_fit(records, model, fields, message):
+    """In `fit`, and of validation too, before the first step of training."""
+    with refused(message):
+        load(records, **fields).fit(model(), verbose=0)
+    evaluated = {name: value for name, value in fields.items() if name != "views"}
+    if evaluated == fields:
+        with refused(message):
+            load(records, evaluation=True, **fields).evaluate(model(), verbose=0)
+
+
+def test_validation_that_does_not_fit(records):
+    """It is said before an epoch of training, not after it."""
+    train, steps = load(records), []
+    count = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: steps.append(1))
+    with refused(r"The model takes `image` of shape \(8, 8, 3\), this input gives \(9, 9, 3\)"):
+        valid = load(records, evaluation=True, size=9)
+        train.fit(make(), validation=valid, callbacks=[count], verbose=0)
+    assert not steps
+
+
+def test_prediction_and_profile_and_export(records, tmp_path):
+    valid = load(records, evaluation=True, size=9)
+    wrong = r"The model takes `image` of shape \(8, 8, 3\)"
+    with refused(wrong):
+        valid.predict(make(), verbose=0)
+    with refused(wrong):
+        dti.export_saved_model(make(), valid.spec, tmp_path / "model")
+    with refused("`model` must be compiled"):
+        load(records).profile(make(compiled=False))
+    with refused("`model` has no variables yet"):
+        layers = [keras.layers.Flatten(), keras.layers.Dense(6)]
+        dti.export_saved_model(keras.Sequential(layers), valid.spec, tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("model", "fields"),
+    [
+        (make, {}),
+        (lambda: make(loss=ONE_HOT), {"label": LABELS["one_hot"]}),
+        (lambda: make(1, "mse", activation=None), {}),
+        (lambda: functional(["image", "record_id"]), {"record_ids": True}),
+        (lambda: functional(["image"]), {"record_ids": True}),
+        (lambda: functional(["image_0", "image_1"]), {"views": (TWO, TWO)}),
+        (lambda: make(loss=lambda y, out: keras.ops.mean(out)), {}),
+    ],
+)
+def test_what_fits(records, model, fields):
+    history = load(records, **fields).fit(model(), verbose=0)
+    assert np.isfinite(history.history["loss"]).all()
+
+
+class Rebuild(keras.Model):
+    """Needs no labels: it adds its own loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = keras.layers.Dense(3)
+
+    def call(self, image):
+        made = self.inner(image)
+        self.add_loss(keras.ops.mean(keras.ops.square(made - image)))
+        return made
+
+
+def test_a_model_that_needs_no_labels_is_validated(records):
+    model = Rebuild()
+    model.compile("sgd")
+    valid = load(records, evaluation=True, label=None)
+    history = load(records, label=None).fit(model, validation=valid, verbose=0)
+    assert history.history["val_loss"][0] > 0
+    assert valid.evaluate(model, verbose=0)["loss"] > 0
+
+
+def test_doubts(records, caplog):
+    """What is likely not meant, but may be, is a warning."""
+    load(records).fit(make(activation=None), verbose=0)
+    assert "takes probabilities, and the last layer has no softmax" in caplog.text
+    caplog.clear()
+    logits = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    load(records).fit(make(loss=logits), verbose=0)
+    assert "takes logits, and the last layer makes probabilities" in caplog.text
+    caplog.clear()
+    load(records).fit(make(), verbose=0, class_weight={99: 2.0})
+    assert "`class_weight` is of classes that no record has, such as 99" in caplog.text
+    caplog.clear()
+    load(records).fit(make(), verbose=0, class_weight={np.int64(2): 2.0})
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"shuffle": True}, "`shuffle` is decided by the `order` of the spec: leave it out"),
+        ({"initial_epoch": 3}, "`initial_epoch` must be below `epochs` 1, got 3"),
+        ({"initial_epoch": 10**30}, "`initial_epoch` must be at most 2,147,483,647"),
+        ({"epochs": 10**30}, "`epochs` must be at most 2,147,483,647"),
+        ({"steps_per_epoch": 10**30}, "`steps_per_epoch` must be at most 2,147,483,647"),
+        ({"validation_freq": 0}, "`validation_freq` must be at least 1 or a sequence, got 0"),
+        ({"class_weight": {0: 1e39}}, "`class_weight` must be finite weights"),
+        ({"class_weight": dict.fromkeys(range(6), 0)}, "`class_weight` must be above 0 for a cl"),
+        ({"x": 1}, r"fit\(\) has no argument `x`"),
+    ],
+)
+def test_arguments_of_fit(records, arguments, message):
+    train = load(records)
+    with refused(message):
+        train.fit(make(), verbose=0, **arguments)
+    assert train.next_step == 0
+
+
+@pytest.mark.parametrize("method", ["evaluate", "predict"])
+@pytest.mark.parametrize("name", ["x", "batch_size", "sample_weight", "shuffle", "kwargs"])
+def test_arguments_of_evaluate_and_predict(records, method, name):
+    valid = load(records, evaluation=True)
+    shuffled = "`shuffle` is decided by the `order`"
+    with refused(shuffled if name == "shuffle" else f"{method}.. has no argument `{name}`"):
+        getattr(valid, method)(make(), **{name: 1})
+    with refused("`callbacks` must be keras.callbacks.Callback"):
+        getattr(valid, method)(make(), callbacks=3)
+
+
+def test_both_validations_and_steps_that_are_chosen(records):
+    train, valid = load(records), load(records, evaluation=True)
+    with refused("`validation` and `validation_data` are the same"):
+        train.fit(make(), validation=valid, validation_data=valid.dataset)
+    model = make()
+    model.compile("sgd", SPARSE, steps_per_execution="auto")
+    with refused("`steps_per_execution` must be a number, got 'auto'"):
+        train.fit(model, verbose=0)
+    history = train.fit(
+        make(), validation=valid, validation_freq=np.int64(2), epochs=np.int64(2), verbose=0
+    )
+    assert len(history.history["val_loss"]) == 1
