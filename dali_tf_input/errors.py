@@ -171,7 +171,9 @@ def _conform(value: Any, hint: Any) -> Any:
         _require(known, f"one of {', '.join(map(repr, arguments))}")
         return value
     if origin in (tuple, collections.abc.Sequence):
-        listed = isinstance(value, collections.abc.Sequence) and not isinstance(value, str | bytes)
+        listed = isinstance(value, collections.abc.Sequence) and not isinstance(
+            value, str | bytes | bytearray | memoryview
+        )
         if origin is tuple and ... not in arguments:
             _require(listed and len(value) == len(arguments), f"{len(arguments)} values")
             return tuple(map(_conform, value, arguments))

@@ -3,11 +3,13 @@
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
-from conftest import TF_DATA, numbered_examples, spec_of, write_indexed
+from conftest import TF_DATA, numbered_examples, spec_of, write_indexed, write_tfrecord
 
 import dali_tf_input as dti
 from dali_tf_input.index.build import IndexFaultsError, IndexReport
@@ -75,6 +77,40 @@ def test_an_interrupted_call_leaves_no_answer_behind():
             child.call(time.sleep, 600)
         signal.signal(signal.SIGALRM, previous)
         assert child.call(sorted, [2, 1]) == [1, 2]
+
+
+FORKING = """if True:
+    import multiprocessing, sys
+    import dali_tf_input as dti
+
+    def count(files):
+        dti.build_index(files)
+        return dti.Records.from_files(files).num_records
+
+    assert count(sys.argv[1]) == 3
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        print(pool.map(count, [sys.argv[1]])[0])
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        try:
+            pool.map(count, [sys.argv[2]])
+        except dti.InputError as error:
+            print(type(error).__name__)
+"""
+
+
+def test_a_fork_reads_local_files_and_raises_what_is_wrong(tmp_path):
+    """As no store was used before; and an error passes through the pool."""
+    write_tfrecord(tmp_path / "train-0", [{"image": b"x", "label": 0}] * 3)
+    (tmp_path / "bad-0").write_bytes(bytes(100))
+    files = [str(tmp_path / name) for name in ("train-0", "bad-0")]
+    process = subprocess.run(
+        [sys.executable, "-c", FORKING, *files],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert process.stdout.split() == ["3", "IndexFaultsError"], process.stderr
 
 
 def test_errors_can_be_pickled():

@@ -50,6 +50,11 @@ SMALLER |= {"epochs=90": "epochs=2", "/data/": "", "/local/": ""}
 PRINTED = {
     "README": [r"\nEpoch 2/2\n", "images_per_second: ", "for CPU:0, CPU:1;"],
     "distributed_training": [r"\nEpoch 2/2\n", "for CPU:0, CPU:1;"],
+    "fine_tuning": [
+        "^2 variables are trained$",
+        "^LossScaleOptimizer float16$",
+        r"^dict_keys\(\['loss'\]\)$",
+    ],
     "getting_started": [r"for CPU:0", r"^\{'accuracy': .*\}$", r"^class \d/\d+\.jpg class [0-7]$"],
     "labels": [r"^\(16, 64, 64, 3\) \[", r"^\[b'.*\.jpg'\]$"],
     "problems": [r"Extent\(file='.*/records/train-00000-of-00001', number=\d+"],

@@ -163,6 +163,7 @@ def build_index(
       InputError: no file matches, one of a set is missing, the index folder cannot be written or
         is full, the feature keys are not found, or a process failed.
     """
+    objects.check_path("index_dir", index_dir)
     versions = find_versions(files)
     paths = [*versions]
     if not allow_missing:

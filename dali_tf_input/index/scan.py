@@ -277,7 +277,8 @@ class _Content:
         if self._mask_key:
             self._mask_values += _count_values(features[self._mask_key][1][0])
         if self._counted_key:
-            self._labels.extend(features[self._counted_key][1])
+            values = features[self._counted_key][1]  # of several, each class counts once a record
+            self._labels.extend(values if len(values) == 1 else sorted({*values}))
         elif self._class_label:
             label = self._class_label
             self._labels.append(label.positions[features[label.key or ""][1][0]])

@@ -133,7 +133,10 @@ class IndexedFiles:
         Raises:
           InputError: there is no such file or record, or several files have that name.
         """
-        given = names if isinstance(names, np.ndarray) else [*names]
+        is_array = isinstance(names, np.ndarray) and names.ndim == 1
+        check(is_array or getattr(names, "shape", None) != (), "ids", "a list of ids", names)
+        check(not isinstance(names, str | bytes), "ids", "a list of ids", repr(names))
+        given = names if is_array else [*names]
         ids = [self._find_id(one) if isinstance(one, tuple | list) else one for one in given]
         return subsets.check_ids(subsets.check_integers("ids", ids), self.num_all)
 

@@ -232,7 +232,8 @@ class SegmentationMask:
     def __post_init__(self) -> None:
         numbers = [*(self.values or {}), *(self.values or {}).values()]
         rule = "a dict of numbers in [0, 255]"
-        check(all(0 <= number <= 255 for number in numbers), "values", rule, self.values)
+        are_bytes = all(isinstance(one, Integral) and 0 <= one <= 255 for one in numbers)
+        check(are_bytes, "values", rule, self.values)
 
     def map_values(self, stored: Sequence[int]) -> list[int]:
         """Returns what stored values become."""

@@ -23,7 +23,8 @@ MANIFEST_NAME = "index_manifest.json"  # beside the index files
 BAD_RECORDS_NAME = "bad_records.jsonl"  # beside the manifest
 
 _MOST_MISSING = 100_000  # files of a set that are looked for
-_NUMBERED = re.compile(r"(.*-)(\d{5,})-of-(\d{5,})(.*)", re.DOTALL)  # TF-slim's, tfds' files
+# TF-slim's and tfds' files are train-00003-of-01024; others write train_3_of_8.
+_NUMBERED = re.compile(r"(.*[-_])(\d+)([-_]of[-_])(\d+)(.*)", re.DOTALL)
 _TFDS_FILE = re.compile(r"-(\w+)\.\w+-(\d{5,})-of-\d{5,}$")
 
 
@@ -62,6 +63,9 @@ def find_versions(files: Path | Sequence[Path]) -> dict[str, Status | None]:
             raise InputError(f"{text} '{example}'.")
         paths = [expanded]
         if not os.path.exists(expanded):  # links come after the files that they point to
+            folder, name = os.path.split(expanded)
+            if os.path.isdir(folder):  # also one whose name looks like a pattern
+                expanded = os.path.join(glob.escape(folder), name)
             paths = sorted(glob.glob(expanded), key=lambda path: (os.path.islink(path), path))
         matches = 0
         for path in paths:
@@ -85,7 +89,7 @@ def find_versions(files: Path | Sequence[Path]) -> dict[str, Status | None]:
                 local_files.setdefault((status.st_dev, status.st_ino), path)
                 matches += 1
         if not matches:
-            folder = os.path.abspath(os.path.dirname(expanded) or ".")
+            folder = os.path.abspath(os.path.dirname(os.path.expanduser(pattern)) or ".")
             raise InputError(f"No file matches '{pattern}' (looked in {folder}).")
     versions |= dict.fromkeys(local_files.values())
     if not versions:
@@ -95,15 +99,20 @@ def find_versions(files: Path | Sequence[Path]) -> dict[str, Status | None]:
 
 def check_complete(files: Sequence[str]) -> None:
     """Raises InputError if a set of numbered files (``train-00003-of-01024``) lacks one."""
-    sets: dict[tuple[str, str, str], dict[int, str]] = {}
+    sets: dict[tuple[str, ...], dict[int, str]] = {}
     for file in files:
         if name := _NUMBERED.fullmatch(file):
-            sets.setdefault((name[1], name[3], name[4]), {})[int(name[2])] = file
-    for (start, count, end), shards in sets.items():
-        others = (number for number in range(int(count)) if number not in shards)
+            parts = (name[1], name[3], name[4], name[5])
+            sets.setdefault(parts, {})[int(name[2])] = file
+    for (start, of, count, end), shards in sets.items():
+        is_usual = of == "-of-" and len(count) > 4  # else numbers may count from 1
+        first = 0 if is_usual or 0 in shards else 1
+        lengths = {len(_NUMBERED.fullmatch(file)[2]) for file in shards.values()}  # type: ignore[index]
+        width = len(count) if is_usual else min(lengths) if len(lengths) == 1 else 0
+        others = (number for number in range(first, first + int(count)) if number not in shards)
         # A name may claim any number of files.
         numbers = itertools.islice(others, _MOST_MISSING)
-        missing = [f"{start}{number:0{len(count)}}-of-{count}{end}" for number in numbers]
+        missing = [f"{start}{number:0{width}}{of}{count}{end}" for number in numbers]
         statuses = objects.find_statuses(missing)
         for path in missing:
             if path not in statuses and not os.path.exists(path):

@@ -20,7 +20,7 @@ from dali_tf_input.records.labels import Lengths, describe_list
 from dali_tf_input.records.manifest import read_entries
 from dali_tf_input.records.opening import read_fields
 from dali_tf_input.records.paths import index_command
-from dali_tf_input.storage.objects import RETRY_SECONDS
+from dali_tf_input.storage.objects import RETRY_SECONDS, check_path
 
 
 @checked
@@ -611,12 +611,9 @@ class Records(IndexedFiles):
             lacks the image, or files in several folders name a class differently. `InputSpec`
             checks labels.
         """
-        for name, value in (
-            ("index_dir", index_dir),
-            ("image_key", image_key),
-            ("cache_dir", cache_dir),
-        ):
-            check(value != "", name, "None, or not empty", "''")
+        check_path("index_dir", index_dir)
+        check_path("cache_dir", cache_dir)
+        check(image_key != "", "image_key", "None, or not empty", "''")
         fields = read_fields(files, index_dir=index_dir, image_key=image_key, cache_dir=cache_dir)
         records = cls(**fields, retry_seconds=retry_seconds)
         records.check_feature("image_key", records.image_key, ("bytes_list",), (1, 1))

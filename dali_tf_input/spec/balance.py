@@ -41,8 +41,9 @@ def find_classes(
     key = records.label_key
     if not is_label_of_index(records, label):
         found = f"that of '{key}'" if key else "none"
+        name = "temperature" if balance is None else "balance"
         raise InputError(
-            "`balance` needs a ClassLabel, and its value for every record in the index:"
+            f"`{name}` needs a ClassLabel, and its value for every record in the index:"
             f" the spec has {label!r}, the index {found}. Index with --verify=schema and the same"
             " label."
         )

@@ -336,8 +336,11 @@ class InputSpec:
                 raise InputError(f"`{key}` belongs to the records: {call}.")
         check_keywords(f"InputSpec.{name}", fields, [*own, *of_preprocess])
         changes = {key: value for key, value in fields.items() if key in of_preprocess}
-        if views := fields.get("views"):
-            if changes or not isinstance(views, tuple | list):
+        views = fields.get("views", ())
+        is_list = isinstance(views, tuple | list)
+        are_right = is_list and all(isinstance(view, Preprocess) for view in views)
+        if not are_right or views:
+            if changes or not are_right:
                 rule = "a tuple of Preprocess, which have all fields of the images"
                 raise InputError(f"`views` must be {rule}, got {views} and {[*changes]}.")
             preprocess = views[0]
@@ -442,6 +445,9 @@ class InputSpec:
         may be shorter. Order "buffer" has no such list.
         """
         plan = self.plan(batch_size)
+        count = self.records_per_epoch
+        rule = f"at most the {count:,} records of an epoch"
+        check(plan.steps_per_epoch > 0, "batch_size", rule, batch_size)
         epoch, step = divmod(step, plan.steps_per_epoch)
         records = plan.records(epoch, plan.slots_of_step(step))
         if (grouped := self.grouped_records) is not None:

@@ -10,10 +10,11 @@ import heapq
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 
-from dali_tf_input.errors import MAX_BATCH_SIZE, Count, InputError, check, checked
+from dali_tf_input.errors import MAX_BATCH_SIZE, Count, InputError, Within, check, checked
 from dali_tf_input.random import Integers, Stream, hash_words, permute
 
 
@@ -304,7 +305,9 @@ def check_step(batch_size: int, *, num_shards: int, num_records: int) -> None:
 
 
 @checked
-def replica_batch_size(batch_size: Count, *, num_replicas: int, num_records: int | None) -> int:
+def replica_batch_size(
+    batch_size: Annotated[int, Within(1)], *, num_replicas: int, num_records: int | None
+) -> int:
     """Returns the batch size of each replica; `num_records` None sets no limit.
 
     Raises:

@@ -217,7 +217,7 @@ class Preprocess:
 
 
 @checked
-def _statistics_of(normalization: Normalization | None, channels: Any) -> dict[str, Any]:
+def _statistics_of(normalization: Normalization | None, channels: Channels) -> dict[str, Any]:
     if channels == 1 and normalization == "imagenet":
         gray = sum(weight * mean for weight, mean in zip(LUMA, IMAGENET_MEAN, strict=True))
         return {"mean": (gray,), "std": (sum(IMAGENET_STD) / 3,)}
@@ -230,7 +230,6 @@ def _statistics_of(normalization: Normalization | None, channels: Any) -> dict[s
 
 def _usual_fields(position: Literal["random", "center"], fields: dict[str, Any]) -> dict[str, Any]:
     """Returns how images are resized and cropped by default, where `fields` are given."""
-    return {
-        "crop": CoverCrop(position=position),
-        "antialias": fields.get("interpolation") != "nearest",
-    }
+    interpolation = fields.get("interpolation")  # anything yet
+    is_nearest = isinstance(interpolation, str) and interpolation == "nearest"
+    return {"crop": CoverCrop(position=position), "antialias": not is_nearest}

@@ -68,8 +68,25 @@ def local_path(name: str, path: str | os.PathLike[str]) -> str:
     """Returns the absolute path of a local file or folder; "~" is expanded.
 
     Raises:
-      InputError: the argument `name` is empty, a URL, or nothing that a file system can name.
+      InputError: the argument `name` is a URL, or as `check_path` says.
     """
+    check_path(name, path)
+    text = os.fspath(path)
+    if is_url(text):
+        raise InputError(
+            f"`{name}` must be a local path, got {text}: name one, and copy it from there."
+        )
+    return os.path.abspath(os.path.expanduser(text))
+
+
+def check_path(name: str, path: str | os.PathLike[str] | None) -> None:
+    """Raises InputError unless the argument `name` is what a file system or a store can name.
+
+    It is not if it is empty, has a zero byte, no encoding, too long a name, or begins with "~" and
+    a user that is not there.
+    """
+    if path is None:
+        return
     text = os.fspath(path)
     check(isinstance(text, str), name, "a path of text", repr(text))
     check(bool(text), name, "a path", "''")
@@ -81,11 +98,8 @@ def local_path(name: str, path: str | os.PathLike[str]) -> str:
     is_possible = is_short and b"\0" not in data
     rule = f"a path of names that have at most {_LONGEST_NAME} bytes, and no zero byte"
     check(is_possible, name, rule, ascii(text[:100]))
-    if is_url(text):
-        raise InputError(
-            f"`{name}` must be a local path, got {text}: name one, and copy it from there."
-        )
-    return os.path.abspath(os.path.expanduser(text))
+    is_known = not text.startswith("~") or os.path.expanduser(text) != text
+    check(is_known, name, "a path of a user that is there", repr(text))
 
 
 def find_objects(pattern: str, *, retry_seconds: float = RETRY_SECONDS) -> dict[str, Status]:

@@ -484,6 +484,9 @@ def _check_arguments(method: str, arguments: dict[str, Any], excluded: Sequence[
         raise InputError(_ORDERED)
     known = {*inspect.signature(getattr(keras.Model, method)).parameters} - {"self", *excluded}
     check_keywords(method, arguments, known)
+    verbose = arguments.get("verbose", "auto")
+    is_known = isinstance(verbose, int | str) and verbose in ("auto", 0, 1, 2)
+    check(is_known, "verbose", "'auto', 0, 1 or 2", verbose)
     given = arguments.get("callbacks")
     for callback in keras.tree.flatten(given) if given is not None else ():
         is_callback = isinstance(callback, keras.callbacks.Callback)

@@ -4,13 +4,13 @@ import functools
 import logging
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import tensorflow as tf
 
 from dali_tf_input.backends.build import check_input, choose_options
 from dali_tf_input.backends.stream import MAX_EPOCHS
-from dali_tf_input.errors import Count, InputError, check, checked
+from dali_tf_input.errors import InputError, Within, check, checked
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.options import DaliOptions, Options
 from dali_tf_input.spec.plan import replica_batch_size
@@ -26,7 +26,7 @@ def load(
     spec: InputSpec,
     options: Options | None = None,
     *,
-    batch_size: Count,
+    batch_size: Annotated[int, Within(1)],
     strategy: tf.distribute.Strategy | None = None,
     start_step: int = 0,
     schedule: Mapping[int, Any] | Callable[..., Any] | None = None,

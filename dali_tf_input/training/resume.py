@@ -115,6 +115,10 @@ class Resume:
 
     Functions, `transform` and `schedule`, are compared by their names and their source.
 
+    The optimizer, loss and layers, with their settings, must be those of the saved state; what of
+    metrics and callbacks changed is named in a warning, or refused: see docs/training.md. Weights
+    that are not finite are not saved, and a warning says so.
+
     The state does not include TensorFlow's own random generators, private attributes of callbacks
     (such as the batches that `ModelCheckpoint(save_freq=n)` counts), or the bytes of the records:
     files of the same names, sizes and indexes count as equal.
@@ -175,7 +179,7 @@ class Resume:
         Raises:
           InputError: `spec` has no fixed order, the folder cannot be written to, its state is
             damaged or belongs to other records, another spec or another batch size, the model has
-            no variables yet or is not compiled, or the weights belong to another model.
+            no variables yet or is not compiled, or it or its optimizer, loss or metrics differ.
         """
         if not spec.has_fixed_order:
             raise InputError(f"Resuming needs a fixed `order`, 'global', got {spec.order!r}.")

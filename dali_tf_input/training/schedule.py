@@ -80,7 +80,12 @@ class Schedule:
     def spec_of(self, epoch: int) -> InputSpec:
         """Returns the spec of an epoch of the records, from 0."""
         if self._function:
-            return self._check(epoch, self._function(epoch))
+            try:
+                stage = self._function(epoch)
+            except Exception as error:  # whatever a user's function raises
+                text = f"`schedule` fails for epoch {epoch}: {type(error).__name__}: {error}"
+                raise InputError(text) from error
+            return self._check(epoch, stage)
         first = max((first for first in self._stages if first <= epoch), default=None)
         return self.spec if first is None else self._stages[first]
 

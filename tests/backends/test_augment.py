@@ -320,6 +320,18 @@ def test_with_a_mask(tmp_path):
         spec_of(records, "global", PLAIN, mask=masks, transform=lambda image, seed: image)
 
 
+@pytest.mark.parametrize("options", [*BACKENDS.values(), TfDataOptions(kernel="tensorflow")])
+def test_an_augmentation_that_does_nothing(tmp_path, options):
+    """As a strength that a sweep sets to 0."""
+    records = write_indexed(tmp_path / "train", [{"image": jpeg(*SIZE), "label": 0}] * 4)
+    made = []
+    for augment in ((), (dti.ColorJitter(),), (dti.ColorJitter(), dti.VerticalMirror(p=0))):
+        spec = spec_of(records, "global", dataclasses.replace(PLAIN, augment=augment))
+        made.append(next(iter(make_dataset(spec, options, batch_size=4)))[0].numpy())
+    for images in made[1:]:
+        np.testing.assert_array_equal(images, made[0])
+
+
 class Turns(Augmentation):
     """Turns, shears, shifts or flips by many amounts."""
 

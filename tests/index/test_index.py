@@ -6,6 +6,7 @@ import io
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -20,8 +21,18 @@ import conftest
 import numpy as np
 import pytest
 from commands import python
-from conftest import encode, jpeg, nightly, numbered_examples, refused, spec_of, write_tfrecord
+from conftest import (
+    encode,
+    jpeg,
+    nightly,
+    numbered_examples,
+    refused,
+    spec_of,
+    write_indexed,
+    write_tfrecord,
+)
 
+import dali_tf_input as dti
 from dali_tf_input import Checks, ClassLabel, Preprocess, Records, build_index
 from dali_tf_input.index import run, scan
 from dali_tf_input.index.build import IndexFaultsError, IndexReport
@@ -372,6 +383,37 @@ def test_a_missing_file_of_a_set(tmp_path, name):
     assert python(*command).returncode == 1
     assert python(*command, "--allow_missing").returncode == 0
     assert from_files(tmp_path / "*-of-*").num_records == 4
+
+
+@pytest.mark.parametrize(
+    ("numbers", "name"),
+    [
+        (range(4), "train-{}-of-4"),
+        (range(1, 5), "train_{:03}_of_004.tfrec"),
+        (range(1, 13), "train-{}-of-12"),
+    ],
+)
+def test_sets_that_are_numbered_otherwise(tmp_path, numbers, name):
+    """From 0 or 1, padded or not; and a folder whose name looks like a pattern."""
+    folder = tmp_path / "data [v2]"
+    folder.mkdir()
+    files = [write_tfrecord(folder / name.format(n), numbered_examples(1)) for n in numbers]
+    pattern = folder / "train*"
+    assert build_index(pattern).written == len(files)
+    os.unlink(files[2])
+    with refused(f"{re.escape(str(files[2]))} is missing, of the set of"):
+        build_index(pattern)
+    assert build_index(pattern, allow_missing=True).summary.records == len(files) - 1
+
+
+def test_classes_of_a_record_count_once(tmp_path):
+    """However often an image shows them."""
+    examples = [{"image": jpeg(8, 8), "labels": labels} for labels in ([1], [2, 2], [3, 3, 3, 1])]
+    checks = Checks(verify="schema", label=dti.MultiHot(num_classes=4, key="labels"))
+    dataset = write_indexed(tmp_path / "train", examples, checks)
+    label = dti.MultiHot(num_classes=4, key="labels")
+    spec = dti.InputSpec.for_training(dataset, 8, label=label)
+    assert spec.class_counts == ((1, 2), (2, 1), (3, 1))
 
 
 def test_records_that_tfds_counted(tmp_path):

@@ -187,6 +187,7 @@ def test_a_model_that_needs_no_labels_is_validated(records):
     assert valid.evaluate(model, verbose=0)["loss"] > 0
 
 
+@pytest.mark.filterwarnings("ignore:.*from_logits=True")  # Keras's own word, too
 def test_doubts(records, caplog):
     """What is likely not meant, but may be, is a warning."""
     load(records).fit(make(activation=None), verbose=0)
