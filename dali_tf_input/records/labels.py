@@ -333,8 +333,6 @@ def class_weights(
         is_class = isinstance(label, Integral) and 0 <= label < _MAX_WEIGHTED
         is_weight = isinstance(weight, Real) and 0 <= weight <= _MAX_FLOAT32
         check(is_class and is_weight, "class_weight", rule, class_weight)
-    weights = [
+    return [
         class_weight.get(label, 1.0) for label in range(max([num_classes - 1, *class_weight]) + 1)
     ]
-    check(any(weights), "class_weight", "above 0 for a class", class_weight)
-    return weights

@@ -23,8 +23,10 @@ MANIFEST_NAME = "index_manifest.json"  # beside the index files
 BAD_RECORDS_NAME = "bad_records.jsonl"  # beside the manifest
 
 _MOST_MISSING = 100_000  # files of a set that are looked for
-# TF-slim's and tfds' files are train-00003-of-01024; others write train_3_of_8.
-_NUMBERED = re.compile(r"(.*[-_])(\d+)([-_]of[-_])(\d+)(.*)", re.DOTALL)
+# TF-slim's and tfds' files are train-00003-of-01024; others write train_3_of_8, and folders so.
+_NUMBERED = re.compile(
+    r"(.*-)(\d{5,})(-of-)(\d{5,})(.*)|(.*[-_])(\d+)([-_]of[-_])(\d+)([^/]*)", re.DOTALL
+)
 _TFDS_FILE = re.compile(r"-(\w+)\.\w+-(\d{5,})-of-\d{5,}$")
 
 
@@ -100,15 +102,17 @@ def find_versions(files: Path | Sequence[Path]) -> dict[str, Status | None]:
 def check_complete(files: Sequence[str]) -> None:
     """Raises InputError if a set of numbered files (``train-00003-of-01024``) lacks one."""
     sets: dict[tuple[str, ...], dict[int, str]] = {}
+    lengths: dict[tuple[str, ...], set[int]] = {}  # of the numbers as they are written
     for file in files:
         if name := _NUMBERED.fullmatch(file):
-            parts = (name[1], name[3], name[4], name[5])
-            sets.setdefault(parts, {})[int(name[2])] = file
+            start, number, of, count, end = filter(lambda part: part is not None, name.groups())
+            sets.setdefault((start, of, count, end), {})[int(number)] = file
+            lengths.setdefault((start, of, count, end), set()).add(len(number))
     for (start, of, count, end), shards in sets.items():
+        widths = lengths[start, of, count, end]
         is_usual = of == "-of-" and len(count) > 4  # else numbers may count from 1
         first = 0 if is_usual or 0 in shards else 1
-        lengths = {len(_NUMBERED.fullmatch(file)[2]) for file in shards.values()}  # type: ignore[index]
-        width = len(count) if is_usual else min(lengths) if len(lengths) == 1 else 0
+        width = len(count) if is_usual else min(widths) if len(widths) == 1 else 0
         others = (number for number in range(first, first + int(count)) if number not in shards)
         # A name may claim any number of files.
         numbers = itertools.islice(others, _MOST_MISSING)

@@ -19,7 +19,12 @@ Description = dict[str, Any]
 
 METRICS = ("metrics", "weighted_metrics")
 _COMPILED = ("optimizer", "loss", "loss_weights", *METRICS)
-_IGNORED = ("module", "registered_name", "build_config", "compile_config")
+# What follows from the rest, has numbers of Keras, or is drawn by it, as RandomCrop's seed; the
+# state of random layers is kept with the weights.
+_IGNORED = (
+    *("module", "registered_name", "build_config", "compile_config", "seed"),
+    *("input_layers", "output_layers", "inbound_nodes"),
+)
 _NUMBER = re.compile(r"_\d+(?=/|$)")  # that Keras adds to a name, to tell it from earlier ones
 _MOST_NAMED = 4
 
@@ -29,18 +34,24 @@ def describe_model(model: keras.Model) -> Description:
 
     The learning rate is left out if it is a number, as it is a part of the optimizer's state.
     """
+    found: Description = {}
     try:
         compiled = model.get_compile_config() or {}
-    except (NotImplementedError, TypeError, ValueError):  # something of the user's has no settings
-        compiled = {}
-    found: Description = {}
+    except Exception:  # something of the user's has no settings, or fails to tell them
+        optimizer = model.optimizer
+        own = {name: as_plain(value) for name, value in vars(optimizer).items()}
+        settings = {n: value for n, value in own.items() if n[0] != "_" and is_plain(value)}
+        compiled = {"optimizer": {"class_name": type(optimizer).__name__, "config": settings}}
     for name in _COMPILED:
         _describe(name, compiled.get(name), found)
+    loss = getattr(model, "loss", None)
+    if loss is not None and not any(name.startswith("loss") for name in found):
+        found["loss"] = getattr(loss, "__name__", type(loss).__name__)
     for number, layer in enumerate(_list_layers(model)):
         found[f"layer {number}"] = type(layer).__name__
         try:
             settings = layer.get_config()
-        except (NotImplementedError, TypeError, ValueError):
+        except Exception:  # a layer's of the user, of any kind
             settings = {"trainable": layer.trainable}
         _describe(f"layer {number}", settings, found)
     return found
@@ -88,7 +99,7 @@ def find_changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     changes, changed = list[str](), list[str]()
     for name in dict.fromkeys([*now, *then]):
         is_part = any(name.startswith(f"{whole}.") for whole in changed)
-        if then.get(name) == now.get(name) or is_part:
+        if _is_equal(then.get(name), now.get(name)) or is_part:
             continue
         changed.append(name)
         changes.append(f"`{name}` was {show(then.get(name))}, is {show(now.get(name))}")
@@ -96,6 +107,15 @@ def find_changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
             return changes[:_MOST_NAMED]
     more = len(changes) - _MOST_NAMED
     return [*changes[:_MOST_NAMED], *([f"and {more:,} more"] if more > 0 else [])]
+
+
+def find_names(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Returns the names of what differs."""
+    return [name for name in now if not _is_equal(then.get(name), now[name])]
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    return json.dumps(one) == json.dumps(other)  # to which a NaN is itself
 
 
 def show(value: Any) -> str:
@@ -138,8 +158,14 @@ def _describe(name: str, value: Any, found: Description) -> None:
         for number, item in enumerate(value):
             _describe(f"{name}.{number}", item, found)
     elif value is not None:
-        plain = [*value] if isinstance(value, tuple) else value
-        found[name] = json.loads(json.dumps(plain, default=lambda one: type(one).__name__))
+        found[name] = json.loads(json.dumps(value, default=_to_json, skipkeys=True))
+
+
+def _to_json(value: Any) -> Any:
+    """Returns what stands for a value that JSON does not know."""
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    return sorted(map(str, value)) if isinstance(value, set) else type(value).__name__
 
 
 def _is_number(value: Any) -> bool:

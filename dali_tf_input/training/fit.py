@@ -14,6 +14,7 @@ from dali_tf_input.training.description import (
     as_plain,
     describe_callback,
     find_changes,
+    find_names,
     is_plain,
     name_variables,
 )
@@ -131,7 +132,9 @@ class Training(keras.callbacks.CallbackList):
         if state.epochs not in (0, epochs):
             changes = [f"`epochs` was {state.epochs}, is {epochs}", *changes]
         if changes and 0 < state.step < epochs * state.steps_per_epoch:
-            _logger.warning("Training goes on after step %d: %s.", state.step, "; ".join(changes))
+            level = logging.WARNING if self._goes_on else logging.INFO  # more epochs are no doubt
+            text = "Training goes on after step %d: %s."
+            _logger.log(level, text, state.step, "; ".join(changes))
         state.epochs = epochs
         super().__init__(
             [*self._watchers, self.counter],
@@ -197,55 +200,61 @@ class Training(keras.callbacks.CallbackList):
             self._last_logs = logs
         self._restore_callbacks()
 
-    def _find_saved(self) -> tuple[list[tuple[keras.callbacks.Callback, int]], list[str]]:
-        """Finds what was saved of each callback: its place in the state, and what changed since.
+    def _find_saved(self) -> tuple[dict[int, int], list[str]]:
+        """Finds what was saved of each callback, and what changed since.
 
         Callbacks of one class are told apart by their settings, then by their order.
+
+        Returns:
+          The place in the state of each callback that has one, by its number; and the changes.
 
         Raises:
           InputError: a callback monitors something else.
         """
         saved, changes = self._state.callbacks, list[str]()
-        settings = self._settings = {one: describe_callback(one) for one in self._watchers}
-        free, pairs = dict(enumerate(saved)), dict[keras.callbacks.Callback, int]()
+        self._settings = [*map(describe_callback, self._watchers)]
+        free, pairs = dict(enumerate(saved)), dict[int, int]()
         for is_same in (True, False):
-            for callback in self._watchers:
-                for place, one in free.items() if callback not in pairs else ():
-                    alike = one.settings == settings[callback] or not is_same
+            for number, callback in enumerate(self._watchers):
+                for place, one in free.items() if number not in pairs else ():
+                    alike = one.settings == self._settings[number] or not is_same
                     if one.kind == type(callback).__name__ and alike:
-                        pairs[callback] = place
+                        pairs[number] = place
                         del free[place]
                         break
-        for callback in self._watchers:
+        for number, callback in enumerate(self._watchers):
             kind = type(callback).__name__
             if _is_ours(callback) or not self._state.step:
                 continue
-            if callback not in pairs:
+            if number not in pairs:
                 changes.append(f"{kind} is new")
                 continue
-            then, now = saved[pairs[callback]].settings, settings[callback]
-            for name in _FIXED_SETTINGS:
+            then, now = saved[pairs[number]].settings, self._settings[number]
+            for name in _FIXED_SETTINGS if "monitor" in now else ():
                 if then.get(name) != now.get(name):
                     text = f"{kind}'s `{name}` was {then.get(name)}, is {now.get(name)}"
                     remedy = "Use the same, or start in another folder"
                     raise InputError(f"{text}, and its best value is kept: {remedy}.")
             changes += [f"of {kind}, {change}" for change in find_changes(then, now)]
         changes += [f"{one.kind} is gone" for one in free.values() if one.kind != "History"]
-        return [*pairs.items()], changes
+        return pairs, changes
 
     def _restore_callbacks(self) -> None:
         """Gives callbacks the attributes that were saved."""
-        for callback, place in self._pairs:
-            attributes = copy.deepcopy(self._state.callbacks[place].attributes)
+        for number, place in self._pairs.items():
+            one = self._state.callbacks[place]
+            attributes = copy.deepcopy(one.attributes)
+            if find_changes(one.settings, self._settings[number]):  # the caller's take precedence
+                attributes = {n: v for n, v in attributes.items() if n not in one.settings}
             prefix = f"callback/{place}/"
             for name, array in self._arrays.items():
                 if name.startswith(prefix):
-                    attribute, *number = name.removeprefix(prefix).split("/")
-                    if number:
-                        attributes.setdefault(attribute, []).append(array)
+                    attribute, *index = name.removeprefix(prefix).split("/")
+                    if index:
+                        attributes.setdefault(attribute, []).append(array.copy())
                     else:
-                        attributes[attribute] = array
-            vars(callback).update(attributes)
+                        attributes[attribute] = array.copy()
+            vars(self._watchers[number]).update(attributes)
 
     def build_metrics(self, element_spec: Any) -> None:
         """Builds the metrics of a resumed epoch; Keras would build them only in its first step."""
@@ -289,16 +298,16 @@ class Training(keras.callbacks.CallbackList):
             with scope_of(self.model):
                 for name, variable in zip(names, variables, strict=True):
                     variable.assign(metrics[name])
-        rate = self.model.optimizer.learning_rate
-        before = float(rate.numpy()) if isinstance(rate, keras.Variable) else None
+        rates = _find_rates(self.model.optimizer) if self._batches_before else []
+        before = [float(rate.numpy()) for rate in rates]
         super().on_epoch_begin(epoch, logs)
         if self._batches_before:
             # For the callbacks this epoch begins a second time: what they changed then, such as
             # the learning rate, is changed already.
             self._restore_callbacks()
-            if before is not None:
-                with scope_of(self.model):
-                    rate.assign(before)
+            with scope_of(self.model):
+                for rate, value in zip(rates, before, strict=True):
+                    rate.assign(value)
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Passes on the number of the batch in its epoch."""
@@ -342,7 +351,9 @@ class Training(keras.callbacks.CallbackList):
                 for name, value in _find_attributes(callback).items()
                 if name not in self._initial[number] or value != self._initial[number][name]
             }
-            kind, settings = type(callback).__name__, self._settings[callback]
+            kind, settings = type(callback).__name__, self._settings[number]
+            now = describe_callback(callback)  # a callback may change what it was made with
+            changed |= {name: now[name] for name in find_names(settings, now)}
             callbacks.append(CallbackState(kind, settings, changed))
             for name, value in vars(callback).items():
                 if _is_array(value) and not name.startswith("_"):
@@ -372,6 +383,13 @@ def _find_attributes(callback: keras.callbacks.Callback) -> dict[str, Any]:
         for name, value in vars(callback).items()
         if not name.startswith("_") and name not in settings and is_plain(as_plain(value))
     }
+
+
+def _find_rates(optimizer: Any) -> list[keras.Variable]:
+    """Returns the learning rates that callbacks may change, of each optimizer in an optimizer."""
+    own = getattr(optimizer, "optimizers", None) or [optimizer]
+    rates = [getattr(one, "learning_rate", None) for one in own]
+    return [rate for rate in rates if isinstance(rate, keras.Variable)]
 
 
 def _is_array(value: Any) -> bool:

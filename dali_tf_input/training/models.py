@@ -1,5 +1,7 @@
 """What a model must be, to be trained or evaluated on an input."""
 
+import inspect
+import re
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +18,7 @@ from dali_tf_input.spec.preprocess import Preprocess
 from dali_tf_input.training import strategies
 
 Shape = tuple[int | None, ...]
+_UNNAMED = re.compile(r"(keras_tensor|input|input_layer)(_\d+)?")  # what Keras calls inputs
 
 # Losses of Keras that compare labels and outputs of equal shape, value by value.
 _OF_TWO_CLASSES = ("binary_crossentropy", "binary_focal_crossentropy", "hinge", "squared_hinge")
@@ -23,14 +26,10 @@ _ELEMENTWISE = (
     *_OF_TWO_CLASSES,
     "categorical_crossentropy",
     "categorical_focal_crossentropy",
-    "mse",
     "mean_squared_error",
-    "mae",
     "mean_absolute_error",
     "huber",
-    "huber_loss",
     "log_cosh",
-    "kl_divergence",
 )
 _FIRST_LAYERS = 4  # in which models scale pixels: after the input, and some augmentation
 
@@ -79,21 +78,24 @@ def check_inputs(model: keras.Model, shapes: Mapping[str, Shape]) -> None:
     if len(shapes) > 1 and isinstance(model, keras.Sequential):
         text = f"A Sequential model takes one input, this input gives {given}"
         raise InputError(f"{text}: make the model of keras.Input(shape, name=...) for each.")
-    if missing := [name for name in taken if name not in shapes and len(shapes) + len(taken) > 2]:
+    # Inputs without a name of the user's may be a part of a dictionary that names them.
+    known = [name for name in taken if name not in shapes and not _UNNAMED.fullmatch(name)]
+    if missing := known if len(shapes) + len(taken) > 2 else []:
         raise InputError(
             f"The model's inputs are {', '.join(taken)}, this input gives {given}: nothing is"
             f" called {missing[0]!r}. Name each keras.Input(shape, name=...) after what it takes."
         )
     for name, shape in shapes.items():
         due = taken.get(name, next(iter(taken.values()))) if len(shapes) == 1 else taken.get(name)
-        if due is not None and not _fits(shape, due):
+        if due is not None and not _fits(shape, due) and not _takes(model, shape, due):
             raise InputError(f"The model takes `{name}` of shape {due}, this input gives {shape}.")
 
 
 def check_targets(model: keras.Model, spec: InputSpec) -> None:
     """Raises InputError unless the labels of a spec fit the loss and the outputs of a model.
 
-    Models with steps of their own, and losses that are not Keras's, are not looked into.
+    Models with steps of their own, losses that are not Keras's, and losses by output are not looked
+    into.
     """
     has_own_steps = any(
         getattr(type(model), name) is not getattr(keras.Model, name)
@@ -105,18 +107,18 @@ def check_targets(model: keras.Model, spec: InputSpec) -> None:
     shapes = {name: shape for name, (shape, _) in spec.outputs.items() if name in ("label", "mask")}
     if not shapes:
         raise InputError("The loss of the model needs labels or masks: this input has none.")
-    if not outputs:
+    if not outputs or isinstance(loss, dict | list):
         return
     if (len(outputs) > 1) != (len(shapes) > 1):
         raise InputError(
             f"The model has {len(outputs)} outputs, and this input gives {' and '.join(shapes)}:"
             " give each output its label, or use Keras's `fit` on a mapped dataset."
         )
-    if len(outputs) > 1 or isinstance(loss, dict | list):
+    if len(outputs) > 1:
         return
     ((name, shape),) = shapes.items()
-    out, kind = tuple(outputs[0].shape[1:]), _name_of(loss)
-    is_sparse = "sparse" in kind
+    out, kind = tuple(outputs[0].shape[1:]), _kind_of(loss)
+    is_sparse = kind == "sparse_categorical_crossentropy"
     if is_sparse and not _fits(shape, out[:-1]):
         is_one_hot = name == "label" and len(shape) == 1
         remedy = "categorical_crossentropy takes labels that are one-hot" if is_one_hot else ""
@@ -124,7 +126,7 @@ def check_targets(model: keras.Model, spec: InputSpec) -> None:
             f"The loss {kind} takes a class for each of the model's outputs {out}, `{name}` has"
             f" shape {shape}{': ' if remedy else ''}{remedy}."
         )
-    if kind in _ELEMENTWISE and not (_fits(shape, out) or (shape, out) == ((), (1,))):
+    if kind in _ELEMENTWISE and not _fits(shape, out):
         remedy = ""
         if isinstance(spec.label, ClassLabel) and not spec.label.one_hot:
             remedy = (
@@ -135,7 +137,8 @@ def check_targets(model: keras.Model, spec: InputSpec) -> None:
             f" has {shape}{remedy}."
         )
     highest = spec.label_range[1] if spec.label_range else 0
-    if kind in _OF_TWO_CLASSES and isinstance(spec.label, ClassLabel) and highest > 1:
+    is_class = isinstance(spec.label, ClassLabel) and not spec.label.one_hot
+    if kind in _OF_TWO_CLASSES and name == "label" and is_class and highest > 1:
         raise InputError(
             f"The loss {kind} is of two classes, 0 and 1, and labels run to {highest}: use"
             " sparse_categorical_crossentropy, and an output for each class."
@@ -143,8 +146,38 @@ def check_targets(model: keras.Model, spec: InputSpec) -> None:
 
 
 def _fits(shape: Shape, due: Shape) -> bool:
-    pairs = zip(shape, due, strict=False)
-    return len(shape) == len(due) and all(None in pair or pair[0] == pair[1] for pair in pairs)
+    """Whether values of a shape are what is due; as for Keras, but for a last axis of 1."""
+
+    def are_equal(one: Shape, other: Shape) -> bool:
+        pairs = zip(one, other, strict=False)
+        return len(one) == len(other) and all(None in pair or len({*pair}) == 1 for pair in pairs)
+
+    return are_equal(shape, due) or are_equal((*shape, 1), due) or are_equal(shape, (*due, 1))
+
+
+def _takes(model: keras.Model, shape: Shape, due: Shape) -> bool:
+    """Whether a Sequential model takes images of another size than it was built for."""
+    if not isinstance(model, keras.Sequential) or len(shape) != len(due) or shape[-1] != due[-1]:
+        return False
+    call = tf.function(lambda images: model(images, training=False))
+    try:
+        call.get_concrete_function(tf.TensorSpec((1, *shape), tf.float32))
+    except Exception:  # a layer's, of any kind
+        return False
+    return True
+
+
+def _kind_of(loss: Any) -> str:
+    """Returns the name of Keras's function for a loss of Keras; "" for others."""
+    if isinstance(loss, str):
+        try:
+            loss = keras.losses.get(loss)
+        except ValueError:
+            return ""
+    kind = loss if inspect.isfunction(loss) else type(loss)
+    if not kind.__module__.startswith("keras."):
+        return ""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower()
 
 
 def _name_of(loss: Any) -> str:
@@ -177,6 +210,8 @@ def find_doubts(model: keras.Model, spec: InputSpec) -> list[str]:
         unknown = [label for label in spec.class_weight if label > spec.label_range[1]]
         if unknown:
             doubts.append(f"`class_weight` is of classes that no record has, such as {unknown[0]}.")
+    if spec.class_weight is not None and not any(spec.class_weights()):
+        doubts.append("`class_weight` is 0 for every class: nothing is learned.")
     names, outputs = spec.class_names, count_outputs(model)
     if names and outputs and outputs > len(names):
         doubts.append(f"The model has {outputs:,} outputs, and {len(names):,} classes have names.")

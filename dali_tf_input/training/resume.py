@@ -33,7 +33,7 @@ from dali_tf_input.training.strategies import scope_of
 _STATE_NAME = "state.json"
 _VERSION = 6
 _ALL, _STORED = "all", "as stored"  # fingerprints of all records, and of their stored labels
-_OURS = re.compile(r"step-\d+\.(weights\.h5|npz)")
+_OURS = re.compile(r"step-\d+(?:-2)?\.(weights\.h5|npz)")
 
 _logger = logging.getLogger("dali_tf_input")
 
@@ -247,7 +247,10 @@ class Resume:
         seeds = _list_seeds(model)
         named = zip(name_variables(seeds), seeds, strict=True)
         stored = {f"seed/{name}": keras.ops.convert_to_numpy(value) for name, value in named}
-        names = [f"step-{state.step}.weights.h5", f"step-{state.step}.npz"]
+        name = f"step-{state.step}"
+        if f"{name}.npz" in self._saved_names:  # those of the last state stay until this one is
+            name += "-2"
+        names = [f"{name}.weights.h5", f"{name}.npz"]
         partial = [self._path(f"partial.{name.partition('.')[2]}") for name in names]
         try:
             model.save_weights(partial[0], overwrite=True)
@@ -432,8 +435,8 @@ def _list_seeds(model: keras.Model) -> list[keras.Variable]:
 
 
 def _is_finite(model: keras.Model) -> bool:
-    """Whether all weights of a model are finite."""
-    values = map(keras.ops.convert_to_numpy, model.weights)
+    """Whether all weights that a model learns are finite; a constant may be infinite."""
+    values = map(keras.ops.convert_to_numpy, model.trainable_variables)
     return all(np.isfinite(value).all() for value in values if value.dtype.kind not in "bSU")
 
 

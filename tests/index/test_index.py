@@ -404,6 +404,9 @@ def test_sets_that_are_numbered_otherwise(tmp_path, numbers, name):
     with refused(f"{re.escape(str(files[2]))} is missing, of the set of"):
         build_index(pattern)
     assert build_index(pattern, allow_missing=True).summary.records == len(files) - 1
+    fold = tmp_path / "fold_1_of_5"
+    fold.mkdir()
+    assert build_index(write_tfrecord(fold / "train", numbered_examples(1))).written == 1
 
 
 def test_classes_of_a_record_count_once(tmp_path):

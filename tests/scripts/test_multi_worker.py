@@ -57,7 +57,8 @@ def weights_of(folder):
     """Returns the step of a state, and its weights by their names in the file."""
     state = json.loads((folder / "state.json").read_text())
     items = {}
-    with h5py.File(folder / state["weights"]) as stream:
+    (weights,) = (name for name in state["files"] if name.endswith(".h5"))
+    with h5py.File(folder / weights) as stream:
         stream.visititems(items.__setitem__)
         arrays = {
             name: item[()]

@@ -569,6 +569,35 @@ def test_a_disk_that_is_full(records, tmp_path, monkeypatch):
     assert train.fit(model, epochs=2, resume=str(tmp_path), verbose=0).epoch == [0, 1]
 
 
+def test_a_step_that_is_saved_again(records, tmp_path, monkeypatch):
+    """As in a loop of one's own: the state before stays whole until the new one is."""
+    model, spec = make_network(), feed(records).spec
+    model.optimizer.build(model.trainable_variables)
+    resume = Resume(tmp_path)
+    state, _ = resume.restore(model, spec, batch_size=BATCH)
+    state.step = 3
+    resume.save(model, state)
+    saved = [weight.copy() for weight in model.get_weights()]
+    model.set_weights([weight + 1 for weight in saved])
+
+    def fill(path, text):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dali_tf_input.training.resume.write_whole", fill)
+        with refused("No space left on device. The previous state remains"):
+            resume.save(model, state)
+    again = make_network()
+    Resume(tmp_path).restore(again, spec, batch_size=BATCH)
+    for one, two in zip(saved, again.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, two)
+    for _ in range(3):
+        resume.save(model, state)
+    Resume(tmp_path).restore(again, spec, batch_size=BATCH)
+    np.testing.assert_array_equal(again.get_weights()[0], saved[0] + 1)
+    assert len([name for name in os.listdir(tmp_path) if name.startswith("step")]) <= 4
+
+
 def test_records_in_another_order_are_refused(tmp_path):
     """The same names, sizes and number of records."""
     images = [jpeg(20, 20), jpeg(30, 30)]

@@ -2,6 +2,7 @@
 that has a state; or it is refused by name.
 """
 
+import dataclasses
 import logging
 
 import keras
@@ -24,13 +25,15 @@ class Crash(BaseException):
 class Custom(Callback):
     """Keeps what Python and NumPy have, and begins an epoch by a relative change."""
 
-    def __init__(self, factor=0.5):
+    def __init__(self, factor=0.5, given=1.0):
         super().__init__()
         self.factor, self.begun, self.lists, self.named = factor, 0, [], {"steps": 0}
-        self.array = np.zeros(2)
+        self.array, self.given = np.zeros(2), given
 
     def on_epoch_begin(self, epoch, logs=None):
         self.begun += 1
+        self.given *= 0.5
+        self.array += 1
         self.model.optimizer.learning_rate = self.model.optimizer.learning_rate * self.factor
 
     def on_train_batch_end(self, batch, logs=None):
@@ -176,6 +179,36 @@ def test_one_uninterrupted_run(records, tmp_path, case, stop_at):
     assert [file.name for file in written[0]] == [file.name for file in written[1]]
     for one, two in zip(*written, strict=True):
         assert one.suffix != ".csv" or one.read_text() == two.read_text()
+
+
+@dataclasses.dataclass
+class Unhashable(Callback):
+    """Equal to others of its class."""
+
+    seen: int = 0
+
+    def __post_init__(self):
+        super().__init__()
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.seen += 1
+
+
+def test_models_and_callbacks_of_other_kinds(records, tmp_path):
+    """Several optimizers, a drawn seed, callbacks that are equal, settings that are no number."""
+    finals = []
+    for place, epochs in (("whole", [2]), ("parts", [1, 2])):
+        for count in epochs:
+            keras.utils.set_random_seed(3)
+            layers = [keras.layers.RandomCrop(12, 12), keras.layers.Flatten()]
+            rates = keras.optimizers.OptimizerMap(SGD(0.1), {"dense.*": SGD(0.2)})
+            many = keras.optimizers.MultiOptimizer(rates)
+            model = make_model(16, 24, *layers, optimizer=many, run_eagerly=True)
+            pair = [Unhashable(), Unhashable(), early(patience=9, baseline=float("nan"))]
+            fit(records, model, tmp_path / place, epochs=count, callbacks=pair)
+        finals.append((model.get_weights(), [one.seen for one in pair[:2]]))
+    np.testing.assert_array_equal(finals[0][0][0], finals[1][0][0])
+    assert finals[0][1] == finals[1][1] == [2, 2]
 
 
 @pytest.mark.parametrize(
