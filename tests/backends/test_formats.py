@@ -29,12 +29,15 @@ def save(image, form, **how):
     return stream.getvalue()
 
 
+TURNED = Image.Exif()
+TURNED[0x0112] = 6
 ACCEPTED = {
     "JPEG": save(RGB, "JPEG"),
     "PNG": save(RGB, "PNG"),
     "PNG with a palette": save(RGB.quantize(8), "PNG"),
     "WebP": save(RGB, "WEBP"),
     "WebP without loss": save(RGB, "WEBP", lossless=True),
+    "WebP with EXIF": save(RGB, "WEBP", exif=TURNED),
     "BMP": save(RGB, "BMP"),
     "gray BMP": save(RGB.convert("L"), "BMP"),
 }
@@ -136,7 +139,7 @@ def test_images_of_too_many_pixels(tmp_path):
 
 
 def save_deep(pixels):
-    """Returns a PNG of 16 bits, which Pillow writes of gray only: uint16 (height, width, channels)."""
+    """Returns a PNG of 16 bits, which Pillow writes of gray only, of uint16 (height, width, n)."""
     height, width, channels = pixels.shape
     lines = b"".join(b"\0" + line.astype(">u2").tobytes() for line in pixels)
     header = struct.pack(">IIBBBBB", width, height, 16, {1: 0, 3: 2, 4: 6}[channels], 0, 0, 0)
