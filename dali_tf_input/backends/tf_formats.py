@@ -37,7 +37,11 @@ def is_accepted(encoded: tf.Tensor) -> tf.Tensor:
     is_webp &= (
         tf.equal(kind, b"VP8 ")
         | (tf.equal(kind, b"VP8L") & ~has_flag(24, 0x10))
-        | (tf.equal(kind, b"VP8X") & ~has_flag(20, 0x12))
+        | (
+            tf.equal(kind, b"VP8X")
+            & ~has_flag(20, 0x12)
+            & (~has_flag(20, 0x08) | _finds_exif(encoded))
+        )
     )
     return (
         tf.equal(part(0, 3), b"\xff\xd8\xff")
@@ -45,6 +49,27 @@ def is_accepted(encoded: tf.Tensor) -> tf.Tensor:
         | is_bmp
         | is_webp
     )
+
+
+def _finds_exif(webp: tf.Tensor) -> tf.Tensor:
+    """Returns whether DALI's parser finds the EXIF data that the header of a WebP announces: bool.
+
+    It does not skip the byte that pads a chunk of odd size, and refuses the image if it finds none.
+    """
+    length = tf.cast(tf.strings.length(webp), tf.int64)
+
+    def look(place: tf.Tensor, _: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        at = tf.cast(place, tf.int32)
+        size = tf.io.decode_raw(tf.strings.substr(webp, at + 4, 4), tf.uint8)[:4]
+        size = tf.reduce_sum(tf.cast(size, tf.int64) * [1, 1 << 8, 1 << 16, 1 << 24])
+        return place + 8 + size, tf.equal(tf.strings.substr(webp, at, 4), b"EXIF")
+
+    place, found = tf.while_loop(
+        lambda place, found: ~found & (place + 8 <= length),
+        look,
+        (tf.constant(12, tf.int64), tf.constant(False)),
+    )
+    return found & (place <= length)
 
 
 def is_deep_png(encoded: tf.Tensor) -> tf.Tensor:

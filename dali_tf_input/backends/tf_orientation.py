@@ -143,7 +143,10 @@ def _find_exif(image: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 
     is_jpeg = tf.equal(part(0, 2), b"\xff\xd8")
     is_png = tf.equal(part(0, 8), b"\x89PNG\r\n\x1a\n")
-    is_webp = tf.equal(part(0, 4), b"RIFF") & tf.equal(part(8, 4), b"WEBP")
+    is_webp = tf.equal(part(0, 4), b"RIFF") & tf.equal(part(8, 8), b"WEBPVP8X")
+    is_webp &= (
+        tf.bitwise.bitwise_and(number(20, 2, big=False), 0x08) > 0
+    )  # its header announces EXIF data
     # Most JPEGs have no EXIF data, and to search all bytes for its name is faster than a walk.
     unnamed = tf.strings.regex_replace(image, "Exif", "", replace_global=False)
     is_jpeg &= tf.strings.length(unnamed) < length

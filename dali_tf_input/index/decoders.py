@@ -2,6 +2,7 @@
 
 import gc
 import io
+import struct
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -99,6 +100,9 @@ def read_header(encoded: bytes) -> tuple[str, int, int]:
     if kind == "WebP" and mode == "RGBA":
         detail = "TensorFlow does not decode it: save it without, or as PNG."
         raise InvalidRecord("WebP with transparency", detail)
+    if kind == "WebP" and not _finds_exif(encoded):
+        detail = "DALI does not decode it: save it without EXIF, or as PNG."
+        raise InvalidRecord("WebP whose EXIF data DALI does not find", detail)
     if kind == "BMP" and mode not in ("RGB", "RGBA", "L"):
         detail = "TensorFlow takes the indexes of a palette for shades of gray."
         raise InvalidRecord("BMP with a palette", detail)
@@ -107,6 +111,20 @@ def read_header(encoded: bytes) -> tuple[str, int, int]:
     elif kind == "JPEG" and mode == "L":
         kind = "grayscale JPEG"
     return kind, height, width
+
+
+def _finds_exif(webp: bytes) -> bool:
+    """Returns whether DALI's parser finds the EXIF data that the header of a WebP announces.
+
+    It does not skip the byte that pads a chunk of odd size, and refuses the image if it finds none.
+    """
+    place, has_exif = 12, webp[12:16] == b"VP8X" and webp[20] & 0x08
+    while has_exif and place + 8 <= len(webp):
+        name, (size,) = webp[place : place + 4], struct.unpack_from("<I", webp, place + 4)
+        place += 8 + size
+        if name == b"EXIF":
+            return place <= len(webp)
+    return not has_exif
 
 
 def _describe_content(encoded: bytes, error: Exception) -> tuple[str, str]:

@@ -11,13 +11,15 @@ from collections.abc import Iterator
 
 UPRIGHT = 1
 _TAG, _SHORT, _LONG = 0x0112, 3, 4
+_HAS_EXIF = 0x08  # a flag in the header of a WebP
 _PREFIX = b"Exif\0\0"
 
 
 def find_orientation(image: bytes) -> int:
     """Returns the orientation that the first EXIF data of a JPEG, PNG or WebP give, 1 to 8.
 
-    It is 1 if there are none, or they are damaged. EXIF data of other formats are not read.
+    It is 1 if there are none, or they are damaged. EXIF data of other formats are not read, nor
+    those that the header of a WebP does not announce, as DALI does.
     """
     return next(_find_all(image), UPRIGHT)
 
@@ -37,7 +39,12 @@ def _find_all(image: bytes) -> Iterator[int]:
         segments = _segments_of_jpeg(image)
     elif image.startswith(b"\x89PNG\r\n\x1a\n"):
         segments = _chunks(image, 8, b"eXIf", is_png=True)
-    elif image[:4] == b"RIFF" and image[8:12] == b"WEBP":
+    elif (
+        image[:4] == b"RIFF"
+        and image[8:16] == b"WEBPVP8X"
+        and image[20:21]
+        and image[20] & _HAS_EXIF
+    ):
         segments = _chunks(image, 12, b"EXIF", is_png=False)
     else:
         return

@@ -38,6 +38,7 @@ ACCEPTED = {
     "WebP": save(RGB, "WEBP"),
     "WebP without loss": save(RGB, "WEBP", lossless=True),
     "WebP with EXIF": save(RGB, "WEBP", exif=TURNED),
+    "WebP with EXIF behind an even chunk": save(RGB, "WEBP", exif=TURNED, icc_profile=b"even"),
     "BMP": save(RGB, "BMP"),
     "gray BMP": save(RGB.convert("L"), "BMP"),
 }
@@ -47,6 +48,8 @@ REFUSED = {
     "clear WebP": save(CLEAR, "WEBP"),
     "clear WebP without loss": save(CLEAR, "WEBP", lossless=True),
     "moving WebP": save(RGB, "WEBP", save_all=True, append_images=[RGB.rotate(90)]),
+    "WebP with EXIF behind an odd chunk": save(RGB, "WEBP", exif=TURNED, icc_profile=b"odd"),
+    "WebP with EXIF that is cut": save(RGB, "WEBP", exif=TURNED)[:-10],
     "TIFF": save(RGB, "TIFF"),
     "GIF": save(RGB, "GIF"),
     "text": b"no image",

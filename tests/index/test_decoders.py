@@ -20,6 +20,7 @@ from dali_tf_input.records.checks import InvalidRecord
 
 IMAGE = Image.open(io.BytesIO(jpeg(60, 90)))
 OTHER = Image.eval(IMAGE, lambda value: 255 - value)
+TURNED = b"Exif\0\0II*\0\x08\0\0\0\1\0\x12\1\3\0\1\0\0\0\6\0\0\0\0\0\0\0"
 SRGB = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
 
 
@@ -99,6 +100,9 @@ IMAGES = {
         save("WEBP", IMAGE.convert("RGBA")),
         save("WEBP", IMAGE.convert("L")),
         *(save("WEBP", lossless=lossless) for lossless in (False, True)),
+    ],
+    "WebP with EXIF data behind a chunk of odd size": [
+        save("WEBP", exif=TURNED, icc_profile=b"odd")
     ],
     "WebP, animated": [save("WEBP", save_all=True, append_images=[OTHER])],
     "GIF, TIFF": [save(one) for one in ("GIF", "TIFF")],

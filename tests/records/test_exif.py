@@ -80,6 +80,11 @@ IMAGES = {
     "png": (saved("PNG", 6), 6),
     "webp": (saved("WEBP", 8), 8),
     "lossless webp": (saved("WEBP", 3, lossless=True), 3),
+    "webp that announces none": (
+        saved("WEBP", 8).replace(b"VP8X\n\0\0\0\x08", b"VP8X\n\0\0\0\0"),
+        1,
+    ),
+    "header of a webp": (b"RIFF\0\0\0\0WEBPVP8X", 1),
     "bmp": (b"BM" + bytes(60), 1),
     **{f"orientation {number}": (saved("JPEG", number), number) for number in range(1, 9)},
 }

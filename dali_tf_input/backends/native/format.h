@@ -9,6 +9,18 @@
 
 namespace dali_tf_input {
 
+// Returns whether DALI's parser of WebP finds the EXIF data that a header announces; it refuses the image if not. It does
+// not skip the byte that pads a chunk of odd size.
+inline bool FindsExif(const Span& webp) {
+  uint64_t place = 12;
+  while (place + 8 <= webp.size()) {
+    const uint8_t* at = webp.at + place;
+    place += 8 + (at[4] | at[5] << 8 | at[6] << 16 | uint64_t{at[7]} << 24);
+    if (!std::memcmp(at, "EXIF", 4)) return place <= webp.size();
+  }
+  return false;
+}
+
 inline bool IsAccepted(const Span& image) {
   const uint8_t* at = image.at;
   const auto starts = [&](size_t place, const char* text, size_t size) {
@@ -28,7 +40,8 @@ inline bool IsAccepted(const Span& image) {
   }
   if (!starts(0, "RIFF", 4) || !starts(8, "WEBP", 4) || image.size() < 25) return false;
   if (starts(12, "VP8L", 4)) return !(at[24] & 0x10);  // transparency
-  return starts(12, "VP8 ", 4) || (starts(12, "VP8X", 4) && !(at[20] & 0x12));  // or an animation
+  if (starts(12, "VP8 ", 4)) return true;
+  return starts(12, "VP8X", 4) && !(at[20] & 0x12) && (!(at[20] & 0x08) || FindsExif(image));  // 0x02: an animation
 }
 
 }  // namespace dali_tf_input
