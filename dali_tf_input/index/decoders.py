@@ -2,7 +2,6 @@
 
 import gc
 import io
-import struct
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -118,10 +117,10 @@ def _finds_exif(webp: bytes) -> bool:
 
     It does not skip the byte that pads a chunk of odd size, and refuses the image if it finds none.
     """
-    place, has_exif = 12, webp[12:16] == b"VP8X" and webp[20] & 0x08
+    place, has_exif = 12, webp[12:16] == b"VP8X" and bool(webp[20] & 0x08)
     while has_exif and place + 8 <= len(webp):
-        name, (size,) = webp[place : place + 4], struct.unpack_from("<I", webp, place + 4)
-        place += 8 + size
+        name = webp[place : place + 4]
+        place += 8 + int.from_bytes(webp[place + 4 : place + 8], "little")
         if name == b"EXIF":
             return place <= len(webp)
     return not has_exif

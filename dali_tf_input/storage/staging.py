@@ -202,8 +202,16 @@ def _prefix() -> str:
 
 @contextlib.contextmanager
 def locked_if_free(path: str) -> Iterator[bool]:
-    """Tries to lock a file, created if needed; yields whether nobody else holds the lock."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    """Tries to lock a file, created if needed; yields whether nobody else holds the lock.
+
+    Raises:
+      InputError: it is no file, or may not be written.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        text = f"{path} cannot be locked: {error.strerror}"
+        raise InputError(f"{text}. Remove it, or name another folder.") from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         is_free = True

@@ -14,7 +14,9 @@ from dali_tf_input.random import Integers
 from dali_tf_input.records.losses import find_hardest, read_losses, write_losses
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.storage.objects import local_path
+from dali_tf_input.training.description import describe_compiled
 from dali_tf_input.training.fit import StepCallback
+from dali_tf_input.training.models import check_loss
 
 _KEPT = 0.7  # the weight of a record's previous loss when the record is seen again
 _USUAL_STEPS, _SPIKE = 100, 8.0  # steps that define the usual loss; deviations that make a spike
@@ -71,6 +73,16 @@ class Blame(StepCallback):
         """Returns the ids of the input's records with the largest losses, the largest first."""
         return find_hardest(self.losses, self._spec.records)[:num_records]
 
+    def check_fits(self, model: keras.Model) -> None:
+        """Raises InputError unless this loss fits what a model is trained on."""
+        outputs = getattr(model, "outputs", None) or []
+        if len(outputs) != 1 or len({"label", "mask"} & {*self._spec.outputs}) != 1:
+            return  # a model that computes more, or only it knows
+        try:
+            check_loss(self._loss, tuple(outputs[0].shape[1:]), self._spec)
+        except InputError as error:
+            raise InputError(f"`blame` was made with another loss than fits. {error}") from error
+
     def begin(self, offset: int, steps: int, spec: InputSpec, batch_size: int) -> None:
         """Checks that this callback belongs to the input that is trained on."""
         same = dataclasses.replace(spec, class_weight=self._spec.class_weight) == self._spec
@@ -122,6 +134,19 @@ class Blame(StepCallback):
     def save(self) -> None:
         """Writes the losses and spikes so far, atomically."""
         write_losses(self._folder, self._spec.records, self.losses, self.spikes)
+
+
+def check_blames(model: keras.Model, callbacks: Any) -> None:
+    """Raises InputError unless each `blame` among callbacks fits a model.
+
+    It warns if the model computes losses of records that no callback keeps.
+    """
+    blames = [one for one in keras.tree.flatten(callbacks) if isinstance(one, Blame)]
+    for blame in blames:
+        blame.check_fits(model)
+    if not blames and RecordLosses.__name__ in str(describe_compiled(model)):
+        text = "The model is compiled with `blame.metric`, and nothing keeps it"
+        _logger.warning("%s: pass callbacks=[blame].", text)
 
 
 @keras.saving.register_keras_serializable(package="dali_tf_input")

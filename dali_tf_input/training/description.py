@@ -26,6 +26,7 @@ _IGNORED = (
     *("input_layers", "output_layers", "inbound_nodes"),
 )
 _NUMBER = re.compile(r"_\d+(?=/|$)")  # that Keras adds to a name, to tell it from earlier ones
+_TAKEN = re.compile(r'"keras_history": \["([^"]+)"')  # the layer that makes a tensor
 _MOST_NAMED = 4
 
 
@@ -34,6 +35,21 @@ def describe_model(model: keras.Model) -> Description:
 
     The learning rate is left out if it is a number, as it is a part of the optimizer's state.
     """
+    found = describe_compiled(model)
+    for number, layer in enumerate(_list_layers(model)):
+        found[f"layer {number}"] = type(layer).__name__
+        try:
+            settings = layer.get_config()
+        except Exception:  # a layer's of the user, of any kind
+            settings = {"trainable": layer.trainable}
+        _describe(f"layer {number}", settings, found)
+    for number, one in enumerate(_list_models(model)):
+        found |= {f"model {number}, {name}": taken for name, taken in _describe_links(one).items()}
+    return found
+
+
+def describe_compiled(model: keras.Model) -> Description:
+    """Describes how a model is compiled: its optimizer, loss and metrics, by their settings."""
     found: Description = {}
     try:
         compiled = model.get_compile_config() or {}
@@ -47,13 +63,6 @@ def describe_model(model: keras.Model) -> Description:
     loss = getattr(model, "loss", None)
     if loss is not None and not any(name.startswith("loss") for name in found):
         found["loss"] = getattr(loss, "__name__", type(loss).__name__)
-    for number, layer in enumerate(_list_layers(model)):
-        found[f"layer {number}"] = type(layer).__name__
-        try:
-            settings = layer.get_config()
-        except Exception:  # a layer's of the user, of any kind
-            settings = {"trainable": layer.trainable}
-        _describe(f"layer {number}", settings, found)
     return found
 
 
@@ -130,6 +139,32 @@ def _list_layers(model: keras.Model) -> Iterator[keras.layers.Layer]:
             yield from _list_layers(layer)
         else:
             yield layer
+
+
+def _list_models(model: keras.Model) -> Iterator[keras.Model]:
+    """Yields a model and those within it, if Keras knows how their layers are connected."""
+    if not isinstance(model, keras.Sequential) and getattr(model, "inputs", None):
+        yield model
+    for layer in model.layers:
+        if isinstance(layer, keras.Model):
+            yield from _list_models(layer)
+
+
+def _describe_links(model: keras.Model) -> dict[str, list[str]]:
+    """Returns which layers of a model each layer takes, in the order of its arguments."""
+    try:
+        layers = model.get_config()["layers"]
+    except Exception:  # a layer's of the user, of any kind
+        return {}
+    number_of = {layer["name"]: number for number, layer in enumerate(layers)}
+    links = {}
+    for number, layer in enumerate(layers):
+        nodes = [node["args"] for node in layer["inbound_nodes"]]
+        taken = _TAKEN.findall(json.dumps(nodes, default=str))
+        links[f"inputs of layer {number}"] = [
+            f"layer {number_of[name]}" for name in taken if name in number_of
+        ]
+    return links
 
 
 def _describe(name: str, value: Any, found: Description) -> None:

@@ -21,7 +21,7 @@ from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.options import Options
 from dali_tf_input.spec.plan import Position, Shard
 from dali_tf_input.training import strategies
-from dali_tf_input.training.blame import Blame
+from dali_tf_input.training.blame import Blame, check_blames
 from dali_tf_input.training.failures import explain
 from dali_tf_input.training.fit import StepCounter
 from dali_tf_input.training.models import (
@@ -307,6 +307,7 @@ class Input:
         self.check_fits(model)
         if isinstance(held_out, Input):
             held_out.check_evaluation(model)
+        check_blames(model, arguments.get("callbacks"))
         spec = self.spec
         if (class_weight := arguments.pop("class_weight", None)) is not None:
             spec = dataclasses.replace(spec, class_weight=class_weight)  # Keras's maps the dataset

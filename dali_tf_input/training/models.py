@@ -116,8 +116,21 @@ def check_targets(model: keras.Model, spec: InputSpec) -> None:
         )
     if len(outputs) > 1:
         return
-    ((name, shape),) = shapes.items()
-    out, kind = tuple(outputs[0].shape[1:]), _kind_of(loss)
+    check_loss(loss, tuple(outputs[0].shape[1:]), spec)
+
+
+def check_loss(loss: Any, out: Shape, spec: InputSpec) -> None:
+    """Raises InputError unless the label or mask of a spec fits a loss of Keras and its outputs.
+
+    Args:
+      loss: a loss, by name or not; others than Keras's are not looked into.
+      out: the shape of one output.
+      spec: a spec with one of a label and a mask.
+    """
+    ((name, shape),) = (
+        (name, shape) for name, (shape, _) in spec.outputs.items() if name in ("label", "mask")
+    )
+    kind = _kind_of(loss)
     is_sparse = kind == "sparse_categorical_crossentropy"
     if is_sparse and not _fits(shape, out[:-1]):
         is_one_hot = name == "label" and len(shape) == 1

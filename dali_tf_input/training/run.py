@@ -112,6 +112,11 @@ def train(
         if training.counter.tested is not None and hasattr(held_out, "explain"):  # an `Input`
             failed, step = held_out, training.counter.tested
         raise failed.explain(error, step, model) from error
+    except ValueError as error:
+        if spec.class_weight is None or "too many values to unpack" not in str(error):
+            raise
+        text = "The model's own `train_step` takes (x, y), and `class_weight` adds the weights"
+        raise InputError(f"{text} of the images: take (x, y, sample_weight).") from error
     finally:
         done = training.step + offset
         if steps == source.steps_per_epoch or not spec.has_fixed_order:

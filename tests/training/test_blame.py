@@ -183,6 +183,33 @@ def test_refuses(photos, dataset, tmp_path):
         write_losses(str(tmp_path / "file"), records, blame.losses, [])
 
 
+def test_what_does_not_fit_is_said_before_the_first_step(photos, tmp_path, caplog):
+    train = dti.load(spec_of(photos[0], "global", PREPROCESS), TF_DATA, batch_size=32)
+    other = train.blame(tmp_path / "other", loss="categorical_crossentropy")
+    model = make_model(other, LOSS)
+    with refused("`blame` was made with another loss than fits. The loss categorical_crossentropy"):
+        train.fit(model, callbacks=[other], verbose=0)
+    assert train.next_step == 0
+    model = make_model(train.blame(tmp_path / "same", loss=LOSS))
+    with caplog.at_level(logging.WARNING):
+        train.fit(model, steps_per_epoch=1, verbose=0, class_weight={0: 2.0})
+    assert "nothing keeps it: pass callbacks=[blame]" in caplog.text
+
+
+def test_class_weights_and_a_step_of_the_users(photos):
+    class Own(keras.Sequential):
+        def train_step(self, data):
+            x, y = data
+            return super().train_step((x, y))
+
+    train = dti.load(spec_of(photos[0], "global", PREPROCESS), TF_DATA, batch_size=32)
+    model = Own([keras.layers.Flatten(), keras.layers.Dense(4, activation="softmax")])
+    model.compile("sgd", LOSS)
+    train.fit(model, steps_per_epoch=1, verbose=0)
+    with refused(r"`class_weight` adds the weights .*: take \(x, y, sample_weight\)"):
+        train.fit(model, steps_per_epoch=1, verbose=0, class_weight={0: 2.0})
+
+
 LOSSES = {
     "hinge": "hinge",
     "poisson": "poisson",

@@ -622,6 +622,12 @@ def test_a_loss_of_power(records, tmp_path, monkeypatch):
     assert disk.calls[removed - 1] == ("sync", str(tmp_path / "run"))
 
 
+def test_a_folder_in_place_of_the_lock(records, tmp_path):
+    (tmp_path / ".lock").mkdir()
+    with refused(r"\.lock cannot be locked: Is a directory. Remove it"):
+        feed(records).fit(make_network(), verbose=0, resume=tmp_path)
+
+
 def test_two_trainings_in_one_folder(records, tmp_path):
     """The second one is refused while the first one runs, and changes nothing."""
 

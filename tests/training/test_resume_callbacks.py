@@ -265,6 +265,26 @@ def test_frozen_layers_are_refused(records, tmp_path):
         fit(records, model, tmp_path)
 
 
+def test_layers_that_are_connected_otherwise_are_refused(records, tmp_path):
+    def connected(*, swapped):
+        keras.utils.set_random_seed(0)
+        image = keras.Input((16, 16, 3))
+        flat = keras.layers.Flatten()(image)
+        first = keras.layers.Dense(4)(flat)
+        parts = [first, keras.layers.Dense(4)(first)]
+        joined = keras.layers.Concatenate()(parts[::-1] if swapped else parts)
+        model = keras.Model(image, keras.layers.Dense(24, activation="softmax")(joined))
+        model.compile("sgd", "sparse_categorical_crossentropy")
+        return model
+
+    fit(records, connected(swapped=False), tmp_path, epochs=1)
+    fit(records, connected(swapped=False), tmp_path, epochs=2)
+    with refused(
+        r"of another model, .*: `model 0, inputs of layer 4` was \['layer 2', 'layer 3'\], is"
+    ):
+        fit(records, connected(swapped=True), tmp_path, epochs=3)
+
+
 def test_other_metrics(records, tmp_path, caplog):
     """At the end of an epoch they are named; in the middle of one they are refused."""
     changed = {"metrics": ["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(2)]}
