@@ -179,7 +179,7 @@ def check_record(
       InvalidRecord: what is wrong.
     """
     try:
-        features = decode_example(data)
+        features = decode_example(data, as_tensorflow=True)
     except InputError as error:
         raise InvalidRecord("not an Example", str(error)) from error
     problem = find_schema_problem(

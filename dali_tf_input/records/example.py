@@ -1,7 +1,7 @@
 """The tf.train.Example messages that TFRecord files hold, without TensorFlow."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
@@ -32,8 +32,14 @@ def replace_features(
     return _serialize(example, features)
 
 
-def decode_example(data: bytes) -> dict[str, tuple[str, Sequence[Any]]]:
+def decode_example(
+    data: bytes, *, as_tensorflow: bool = False
+) -> dict[str, tuple[str, Sequence[Any]]]:
     """Parses a serialized tf.train.Example.
+
+    Args:
+      data: a record.
+      as_tensorflow: whether to refuse what protobuf takes and TensorFlow's own parser does not.
 
     Returns:
       For each feature key its kind ("bytes_list", "float_list", "int64_list", or "" for a feature
@@ -46,14 +52,79 @@ def decode_example(data: bytes) -> dict[str, tuple[str, Sequence[Any]]]:
     if len(data) > MAX_BYTES:
         raise InputError(f"an Example must be at most {MAX_BYTES:,} bytes, found {len(data):,}.")
     try:
+        example = _EXAMPLE.FromString(data)
+        # One that is written as protobuf writes it is fine, and the walk takes long.
+        if as_tensorflow:
+            example.DiscardUnknownFields()
+            if example.ByteSize() != len(data) and (oddity := _find_oddity(data)):
+                raise InputError(f"an Example with {oddity}, which TensorFlow does not read.")
         features: dict[str, tuple[str, Sequence[Any]]] = {}
-        for key, feature in _EXAMPLE.FromString(data).features.feature.items():
+        for key, feature in example.features.feature.items():
             kind = feature.WhichOneof("kind") or ""
             features[key] = (kind, getattr(feature, kind).value if kind else [])
         return features
     except DecodeError as error:
         text = f"{len(data)} bytes that are not a serialized tf.train.Example"
         raise InputError(f"{text}: {error}") from error
+
+
+# What a message may hold, by tags. Lists hold values, or packed ones.
+_FIRST, _SECOND, _THIRD = (number << 3 | 2 for number in (1, 2, 3))  # fields with a length
+_VALUES = {_FIRST, 1 << 3, 1 << 3 | 5}
+
+
+def _find_oddity(data: bytes) -> str | None:
+    """Says what of a sound message TensorFlow's parser refuses, if anything.
+
+    It skips fields that it does not know where they are not among others; no writer makes them.
+    """
+
+    def inside(messages: list[bytes], tag: int) -> list[bytes]:
+        return [value for message in messages for found, value in _walk(message) if found == tag]
+
+    def are_known(messages: list[bytes], *tags: int) -> bool:
+        return all(found in tags for message in messages for found, _ in _walk(message))
+
+    if any(tag & 7 in (3, 4) for tag, _ in _walk(data)):
+        return "a group"
+    features = inside([data], _FIRST)
+    entries = inside(features, _FIRST)
+    if any({tag for tag, _ in _walk(entry)} < {_FIRST, _SECOND} for entry in entries):
+        return "a feature without a key or a value"
+    values = inside(entries, _SECOND)
+    if any(len({tag for tag, _ in _walk(value)}) > 1 for value in values):
+        return "a feature of two kinds"
+    lists = [one for tag in (_FIRST, _SECOND, _THIRD) for one in inside(values, tag)]
+    is_known = (
+        are_known(features, _FIRST)
+        and are_known(entries, _FIRST, _SECOND)
+        and are_known(values, _FIRST, _SECOND, _THIRD)
+        and are_known(lists, *_VALUES)
+    )
+    return None if is_known else "unknown fields"
+
+
+def _walk(message: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yields the tag of each field of a sound message, and what it holds if it has a length."""
+    at, end = 0, len(message)
+
+    def varint() -> int:
+        nonlocal at
+        start = at
+        while message[at] > 127:
+            at += 1
+        at += 1
+        return sum((byte & 127) << 7 * place for place, byte in enumerate(message[start:at]))
+
+    while at < end:
+        tag = varint()
+        size = {1: 8, 5: 4}.get(tag & 7, 0)
+        if tag & 7 == 0:
+            varint()
+        elif tag & 7 == 2:
+            size = varint()
+        yield tag, message[at : at + size]
+        at += size
 
 
 def _serialize(example: Any, features: Mapping[str, FeatureValue]) -> bytes:

@@ -304,6 +304,59 @@ def test_decode_example_of_every_kind():
         decode_example(b"\xff\xff\xff")
 
 
+def field(number, data):
+    return bytes([number << 3 | 2, len(data)]) + data
+
+
+def entry(key, value):
+    return field(1, field(1, key) + field(2, value))
+
+
+PLAIN = entry(b"label", field(3, field(1, b"\3")))
+GROUP = bytes([5 << 3 | 3, 5 << 3 | 4])
+UNUSUAL = {
+    "plain": field(1, PLAIN),
+    "features twice": 2 * field(1, PLAIN),
+    "a key twice": field(1, 2 * PLAIN),
+    "value before key": field(1, field(1, field(2, b"") + field(1, b"label"))),
+    "not packed": field(1, entry(b"label", field(3, bytes([1 << 3, 7])))),
+    "long varint": field(1, entry(b"label", field(3, field(1, b"\x83\x80\0")))),
+    "unknown in the example": field(9, b"ab") + field(1, PLAIN) + b"\x4d" + bytes(4) + b"\x48\5",
+    "unknown in features": field(1, PLAIN + b"\x49" + bytes(8)),
+    "unknown in an entry": field(1, field(1, field(1, b"label") + field(2, b"") + field(9, b"ab"))),
+    "unknown in a feature": field(1, entry(b"label", field(9, b"ab") + field(3, b""))),
+    "unknown in a list": field(1, entry(b"label", field(3, field(9, b"ab")))),
+    "empty feature": field(1, entry(b"label", b"")),
+    "empty kind": field(1, entry(b"label", field(3, b""))),
+    "a kind twice": field(1, entry(b"label", 2 * field(3, field(1, b"\3")))),
+    "no value": field(1, field(1, field(1, b"label"))),
+    "no key": field(1, field(1, field(2, b""))),
+    "two kinds": field(1, entry(b"label", field(1, b"") + field(3, field(1, b"\3")))),
+    "group": field(1, PLAIN) + GROUP,
+    "group in features": field(1, PLAIN + GROUP),
+    "group in a list": field(1, entry(b"label", field(3, GROUP))),
+    "group in an entry": field(1, field(1, field(1, b"label") + field(2, b"") + GROUP)),
+    "group in a feature": field(1, entry(b"label", GROUP)),
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_what_tensorflow_reads_is_what_the_index_accepts(name):
+    """Protobuf takes all of them."""
+    data = UNUSUAL[name]
+    decode_example(data)
+    try:
+        tf.io.parse_example([data], {"label": tf.io.VarLenFeature(tf.int64)})
+        is_read = True
+    except (tf.errors.OpError, UnicodeDecodeError):
+        is_read = False
+    if is_read:
+        decode_example(data, as_tensorflow=True)
+    else:
+        with refused("which TensorFlow does not read"):
+            decode_example(data, as_tensorflow=True)
+
+
 def test_an_example_above_64_mib_is_too_large():
     data = encode_example({"image": bytes(1 << 26)})
     with refused(r"an Example must be at most 67,108,864 bytes, found 67,108,\d+"):
