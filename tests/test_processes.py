@@ -1,5 +1,7 @@
 """Child processes: what they answer, how they end, and errors that cross processes."""
 
+import concurrent.futures
+import multiprocessing
 import os
 import pickle
 import signal
@@ -126,6 +128,34 @@ def test_errors_can_be_pickled():
     ):
         again = pickle.loads(pickle.dumps(error))  # noqa: S301 (its own)
         assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))
+
+
+def in_a_spawned_pool(function, argument):
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, context) as pool:
+        return pool.submit(function, argument).result()
+
+
+def in_dask(function, argument):
+    distributed = pytest.importorskip("distributed")
+    how = {"n_workers": 1, "threads_per_worker": 1, "dashboard_address": None}
+    with distributed.LocalCluster(**how) as cluster, distributed.Client(cluster) as client:
+        return client.submit(function, argument).result()
+
+
+def in_joblib(function, argument):
+    joblib = pytest.importorskip("joblib")
+    return joblib.Parallel(2)([joblib.delayed(function)(argument)])[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pool", [in_a_spawned_pool, in_dask, in_joblib])
+def test_errors_travel(tmp_path, pool):
+    """From the processes of others, with their attributes."""
+    (tmp_path / "bad-0").write_bytes(bytes(100))
+    with pytest.raises(IndexFaultsError, match="1 bad record in 1 of 1 files") as raised:
+        pool(dti.build_index, str(tmp_path / "bad-0"))
+    assert raised.value.report.written == 0
 
 
 CRASHING = """if True:
