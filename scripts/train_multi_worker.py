@@ -45,6 +45,8 @@ command.import_tensorflow()  # without its start-up messages
 import keras  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
+# What TensorFlow raises in the workers that are left when one has ended.
+_LOST = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError)
 _EXAMPLE = (
     '{"cluster": {"worker": ["host0:12345", "host1:12345"]}, "task": {"type": "worker", "index":'
     " 0}}"
@@ -71,7 +73,18 @@ def main(arguments: list[str]) -> int:
     model(np.zeros((1, *spec.preprocess.image_size, 3), np.float32))  # creates its variables
     resume = Resume(_RESUME.value, save_every=_SAVE_EVERY.value) if _RESUME.value else None
     settings = {"batch_size": _BATCH_SIZE.value, "epochs": _EPOCHS.value, "resume": resume}
-    history = fit(strategy, model, spec, held_out, BACKENDS.get(_BACKEND.value), **settings)
+    to_go_on = "To go on, start all workers again"
+    to_go_on += (
+        f", with --resume={resume.folder}." if resume else "; --resume would keep the state."
+    )
+    try:
+        history = fit(strategy, model, spec, held_out, BACKENDS.get(_BACKEND.value), **settings)
+    except _LOST as error:
+        text = f"Another worker ended, or cannot be reached: {error.message.splitlines()[0]}"
+        raise InputError(f"{text}. {to_go_on}") from error
+    except KeyboardInterrupt:  # or SIGTERM; the others end with the error above
+        print(to_go_on, file=sys.stderr)
+        raise
     if losses := history.get("loss"):
         epochs = command.format_count(len(losses), "epoch")
         print(f"training loss {losses[0]:.3f} -> {losses[-1]:.3f} in {epochs}")

@@ -30,9 +30,9 @@ from dali_tf_input.storage.objects import is_url
 from dali_tf_input.storage.staging import Staging
 
 FLAGS = command.Flags()
-_LABELS = FLAGS.string("labels", None, "File of the names of the classes; else labels.txt.")
-_INDEX_DIR = FLAGS.string("index_dir", None, "Folder of the indexes; else beside each file.")
-_OVERWRITE = FLAGS.boolean("overwrite", False, "Replace the files of a card that is there.")
+_LABELS = FLAGS.string("labels", None, "File of the class names (default: labels.txt).")
+_INDEX_DIR = FLAGS.string("index_dir", None, "Folder of the indexes (default: beside each file).")
+_OVERWRITE = FLAGS.boolean("overwrite", False, "Replace an existing card.")
 
 _KINDS = {"bytes_list": "text", "int64_list": "integer", "float_list": "float"}
 

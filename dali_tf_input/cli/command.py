@@ -2,13 +2,16 @@
 
 import contextlib
 import gc
+import io
 import json
 import os
 import re
 import shlex
+import signal
 import sys
 import tempfile
 import textwrap
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -80,10 +83,69 @@ def run(
     The help is the docstring of its module; the part after "example:" is shown last.
 
     Returns:
-      The exit code: what `main` returns (None is 0), 1 after an error in the input, 130 after
-      Ctrl-C.
+      The exit code: what `main` returns (None is 0), 1 after an error in the input; 130 after
+      Ctrl-C, 143 after SIGTERM, 129 after SIGHUP, which end a command in the same way.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if problem := _prepare_output():
+        print(f"error: {problem}", file=sys.stderr)
+        return 1
+    try:
+        with _stopped_by_signals():
+            return _run(main, flag_values, arguments)
+    except KeyboardInterrupt as stop:
+        return tell_stop(stop)
+
+
+def tell_stop(stop: KeyboardInterrupt) -> int:
+    """Says what stopped a command; returns its exit code."""
+    number = stop.number if isinstance(stop, Stopped) else signal.SIGINT
+    words = "interrupted" if number == signal.SIGINT else f"stopped by {number.name}"
+    print(words, file=sys.stderr, flush=True)
+    return 128 + number
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal that asks a process to end: what it started and has not finished is removed."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(number.name)
+        self.number = number
+
+
+@contextlib.contextmanager
+def _stopped_by_signals() -> Iterator[None]:
+    """Raises `Stopped` in the body for SIGTERM and SIGHUP, unless they are ignored, as by nohup."""
+
+    def stop(number: int, _: Any) -> None:
+        raise Stopped(signal.Signals(number))
+
+    if threading.current_thread() is not threading.main_thread():  # which alone gets signals
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        for number, handler in before.items():
+            if handler == signal.SIG_DFL:
+                signal.signal(number, stop)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _prepare_output() -> str | None:
+    """Lets output in any encoding show all characters; says what is wrong with the output."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    return None if sys.stdout else "The standard output is closed: > /dev/null discards it."
+
+
+def _run(
+    main: Callable[[list[str]], int | None], flag_values: Flags, arguments: Sequence[str]
+) -> int:
+    """Does what `run` says, but for signals."""
     try:
         if {"--help", "-h", "--helpfull", "--helpshort"} & set(arguments):
             print(format_help(sys.modules[main.__module__].__doc__ or "", flag_values), flush=True)
@@ -99,9 +161,6 @@ def run(
     except (InputError, OSError, flags.Error) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
     except Exception as error:
         tf = sys.modules.get("tensorflow")
         if tf is None or not isinstance(error, tf.errors.OpError):

@@ -1,4 +1,6 @@
-"""Reports what works in this installation, and how to fix the rest.
+"""Checks this installation, and says how to fix what does not work.
+
+usage: dali-tf-input doctor [flags] [--files=FILE_OR_PATTERN]
 
 Everything that could crash runs in another process, so that a crash is only a line of the report.
 Each line is ok, a warning, or broken; what can be fixed has the command that fixes it. With --files

@@ -67,7 +67,7 @@ def describe_work(preprocess: dti.Preprocess) -> str:
 
 def augment_flag(flags: Flags) -> Any:
     """Defines the flag whose value `find_augmentations` takes."""
-    return flags.list("augment", [], f"Augmentations in turn, of {', '.join(AUGMENTATIONS)}.")
+    return flags.list("augment", [], f"Augmentations in order: any of {', '.join(AUGMENTATIONS)}.")
 
 
 def find_augmentations(names: list[str]) -> tuple[Augmentation, ...]:
@@ -87,7 +87,7 @@ class FileFlags:
         text = "Feature key of the image (default: detected)."
         self.image_key = flags.string("image_key", None, text)
         self.label_key, self.label_offset = label_key_flags(flags)
-        text = "Local folder for copies of stored objects."
+        text = "Local folder for copies of remote files."
         self.cache_dir = flags.string("cache_dir", None, text)
         self.all = [flag for name, flag in vars(self).items() if name != "files"]
         self._of_records = [self.index_dir, self.image_key, self.cache_dir]
@@ -109,7 +109,9 @@ def label_key_flags(flags: Flags) -> tuple[Any, Any]:
     """Defines the flags for the key and the offset of the label."""
     return (
         flags.string("label_key", None, "Feature key of the label (default: detected)."),
-        flags.integer("label_offset", 0, "Stored label of the first class; TF-slim's ImageNet: 1."),
+        flags.integer(
+            "label_offset", 0, "Stored label of the first class (1 in TF-slim's ImageNet)."
+        ),
     )
 
 
@@ -126,7 +128,7 @@ class LabelFlags:
         self.num_classes = flags.integer("num_classes", None, "Number of classes.", 1)
         text = "With --label=values, the number of values."
         self.label_size = flags.integer("label_size", None, text, 1)
-        text = "File with the class names that records store as labels, one per line."
+        text = "File of the class names that records store as labels, one per line."
         self.vocabulary = flags.string("vocabulary", None, text)
         self.mask_key = flags.string("mask_key", None, "Feature key of the segmentation mask.")
 
@@ -174,15 +176,15 @@ class WorkFlags:
     """
 
     def __init__(self, flags: Flags, more_crops: Sequence[str] = ()) -> None:
-        self.batch_size = flags.integer("batch_size", 64, "Images in a batch.", 1)
+        self.batch_size = flags.integer("batch_size", 64, "Images per batch.", 1)
         crops = [*CROPS, *more_crops]
-        self.crop = flags.choice("crop", crops[0], crops, "How the region is chosen.")
+        self.crop = flags.choice("crop", crops[0], crops, "How to choose the region.")
         self.image_size = flags.integer("image_size", 224, "Height and width of the output.", 1)
-        self.antialias = flags.boolean("antialias", False, "Widen the filter when shrinking.")
+        self.antialias = flags.boolean("antialias", False, "Antialias when downscaling.")
         decode = ("auto", "full", "region", "scaled")
-        self.decode = flags.choice("decode", "auto", decode, "How much of an image is decoded.")
+        self.decode = flags.choice("decode", "auto", decode, "How much of each image to decode.")
         dtypes = ("float32", "float16", "uint8")
-        self.dtype = flags.choice("dtype", "float32", dtypes, "Type of the output.")
+        self.dtype = flags.choice("dtype", "float32", dtypes, "Data type of the output.")
         self.augment = augment_flag(flags)
         self.all = tuple(vars(self).values())
 

@@ -37,22 +37,24 @@ from dali_tf_input.records.paths import BAD_RECORDS_NAME, find_files, index_comm
 from dali_tf_input.records.tfrecord import BadRecord
 
 FLAGS = command.Flags()
-_INDEX_DIR = FLAGS.string("index_dir", None, "Folder for the indexes; by default beside each file.")
-_VERIFY = FLAGS.choice("verify", "framing", LEVELS, "How deeply each record is checked.")
-_ON_BAD = FLAGS.choice("on_bad", "error", get_args(OnBad), "What happens to bad records.")
+_INDEX_DIR = FLAGS.string("index_dir", None, "Folder for the indexes (default: beside each file).")
+_VERIFY = FLAGS.choice("verify", "framing", LEVELS, "How thoroughly to check each record.")
+_ON_BAD = FLAGS.choice("on_bad", "error", get_args(OnBad), "What to do with bad records.")
 _MAX_BAD_FRACTION = FLAGS.number(
-    "max_bad_fraction", 0.01, "With --on_bad=skip, the largest part that may be skipped."
+    "max_bad_fraction", 0.01, "With --on_bad=skip, the largest fraction of bad records to accept."
 )
-_FORCE = FLAGS.boolean("force", False, "Check every file, also unchanged ones.")
-_ALLOW_MISSING = FLAGS.boolean("allow_missing", False, "Go on if a set X-00003-of-01024 has gaps.")
+_FORCE = FLAGS.boolean("force", False, "Check all files, including unchanged ones.")
+_ALLOW_MISSING = FLAGS.boolean("allow_missing", False, "Continue if numbered files are missing.")
 _IMAGE_KEY = FLAGS.string("image_key", None, "Feature key of the image (default: detected).")
 _LABELS = LabelFlags(FLAGS)
-_DECODER = FLAGS.choice("decoder", "both", get_args(Decoder), "What decodes at --verify=decode.")
-_MAX_PIXELS = FLAGS.integer("max_pixels", MAX_PIXELS, "Height x width above which an image is bad.")
-_CACHE_DIR = FLAGS.string("cache_dir", None, "Local folder for copies of stored objects.")
-_DASK = FLAGS.string("dask", None, "Address of a Dask scheduler, tcp://host:8786, to work there.")
+_DECODER = FLAGS.choice("decoder", "both", get_args(Decoder), "Decoders that --verify=decode runs.")
+_MAX_PIXELS = FLAGS.integer(
+    "max_pixels", MAX_PIXELS, "Largest height x width of an image that is not bad."
+)
+_CACHE_DIR = FLAGS.string("cache_dir", None, "Local folder for copies of remote files.")
+_DASK = FLAGS.string("dask", None, "Dask scheduler to run on, tcp://host:8786.")
 _NUM_PROCESSES = FLAGS.integer(
-    "num_processes", None, "Processes; else one per core, fewer for little data; or 8 threads."
+    "num_processes", None, "Worker processes (default: one per core, fewer for little data)."
 )
 
 _CHECK_FLAGS = (_VERIFY, _IMAGE_KEY, _LABELS.mask_key, _DECODER, _MAX_PIXELS)  # of `Checks`
@@ -84,6 +86,9 @@ def main(patterns: list[str]) -> int:
             )
         except IndexFaultsError as error:
             report, refusal = error.report, error
+        except KeyboardInterrupt:
+            print("What was done is kept: the same command goes on with the rest.", file=sys.stderr)
+            raise
     print_report(report, _find_names(patterns))
     if refusal:
         remedy = _remedy(patterns, checks, refusal.mistake, has_records=progress.has_records)

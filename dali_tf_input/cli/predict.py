@@ -23,8 +23,8 @@ from dali_tf_input.records.checks import Checks, InvalidRecord
 from dali_tf_input.records.class_names import LABELS_NAME, read_class_names
 
 FLAGS = command.Flags()
-_OUT = FLAGS.string("out", None, "File for the table, a CSV; else it is printed.")
-_BATCH_SIZE = FLAGS.integer("batch_size", 32, "Images that the model gets at a time.", 1)
+_OUT = FLAGS.string("out", None, "CSV file for the table (default: print it).")
+_BATCH_SIZE = FLAGS.integer("batch_size", 32, "Images per batch.", 1)
 
 
 def main(arguments: list[str]) -> int:

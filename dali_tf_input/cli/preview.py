@@ -1,4 +1,6 @@
-"""Shows what the model sees: a contact sheet of images after preprocessing.
+"""Draws a contact sheet of images after preprocessing, as the model sees them.
+
+usage: dali-tf-input preview [flags] --files=FILE_OR_PATTERN
 
 Each row shows the original with its label and the cropped region, and then the image that the model
 gets, with its mask in colors (--mask_key). The images are the first of an epoch of order "global".
@@ -43,21 +45,23 @@ _FILES = FileFlags(FLAGS)
 _LABELS = LabelFlags(FLAGS, _FILES)
 _WORK = WorkFlags(FLAGS, more_crops=("all",))
 _BACKEND = FLAGS.choice(
-    "backend", "tf_data", ["tf_data", "dali_cpu", "dali_gpu"], "What makes the images."
+    "backend", "tf_data", ["tf_data", "dali_cpu", "dali_gpu"], "Backend that makes the images."
 )
 _OUT = FLAGS.string("out", "sheet.png", "File for the contact sheet, a .png.")
-_NUM_IMAGES = FLAGS.integer("num_images", 8, "How many images are shown, at most.", 1)
-_DRAWS = FLAGS.integer("draws", 1, "How often each image is drawn, with other crops.", 1)
-_RECORDS = FLAGS.list("records", None, "The ids of the records that are shown.")
-_BLAME = FLAGS.string("blame", None, "Folder of `train.blame`: show the records of largest loss.")
+_NUM_IMAGES = FLAGS.integer("num_images", 8, "Largest number of images to show.", 1)
+_DRAWS = FLAGS.integer("draws", 1, "How often to draw each image, each time with another crop.", 1)
+_RECORDS = FLAGS.list("records", None, "Ids of the records to show.")
+_BLAME = FLAGS.string(
+    "blame", None, "Folder of `train.blame`: show the records with the largest losses."
+)
 _EVALUATION = FLAGS.boolean("evaluation", False, "Show the preprocessing of evaluation.")
 _LAYOUT = FLAGS.choice("layout", "HWC", ["HWC", "CHW"], "Axes of an image.")
-_RECIPE = FLAGS.choice("recipe", None, get_args(Recipe), "A published recipe's preprocessing.")
-_IMAGE_WIDTH = FLAGS.integer("image_width", None, "Width of the output; else --image_size.", 1)
+_RECIPE = FLAGS.choice("recipe", None, get_args(Recipe), "Preprocessing of a published recipe.")
+_IMAGE_WIDTH = FLAGS.integer("image_width", None, "Width of the output (default: --image_size).", 1)
 _INTERPOLATION = FLAGS.choice(
-    "interpolation", "bilinear", ["bilinear", "bicubic", "nearest"], "How pixels are resized."
+    "interpolation", "bilinear", ["bilinear", "bicubic", "nearest"], "Interpolation for resizing."
 )
-_SEED = FLAGS.integer("seed", 0, "Decides which images are shown, and their crops and mirrors.", 0)
+_SEED = FLAGS.integer("seed", 0, "Random seed of the choice of images, their crops and mirrors.", 0)
 
 
 def main(arguments: list[str]) -> int:

@@ -1,5 +1,7 @@
 """Runs the dispatcher or a worker of a tf.data service, which preprocesses images remotely.
 
+usage: dali-tf-input service [flags] --role=dispatcher|worker
+
 Start one dispatcher, and a worker on each machine that helps. Every worker must find the TFRecords
 under the same paths as training does. Then run train.py --order=buffer --service=grpc://HOST:5050.
 The command runs until it is stopped (Ctrl-C, SIGTERM). If a worker dies, restart it with the same
@@ -12,7 +14,6 @@ import itertools
 import os
 import signal
 import socket
-import sys
 import time
 
 from dali_tf_input import InputError
@@ -20,12 +21,16 @@ from dali_tf_input.cli import command
 from dali_tf_input.records.paths import program
 
 FLAGS = command.Flags()
-_ROLE = FLAGS.choice("role", None, ["dispatcher", "worker"], "What this process is.")
+_ROLE = FLAGS.choice("role", None, ["dispatcher", "worker"], "Role of this process.")
 _PORT = FLAGS.integer(
-    "port", None, "Port to serve at; else 5050, or 5051 for a worker; 0 chooses one."
+    "port", None, "Port to listen on (default: 5050, or 5051 for a worker; 0: any free one)."
 )
-_DISPATCHER = FLAGS.string("dispatcher", None, "Where the dispatcher is, HOST:PORT; for a worker.")
-_ADDRESS = FLAGS.string("address", None, "Name of this machine for others; else its host name.")
+_DISPATCHER = FLAGS.string(
+    "dispatcher", None, "Address of the dispatcher, HOST:PORT, for a worker."
+)
+_ADDRESS = FLAGS.string(
+    "address", None, "Address that others use to reach this machine (default: its host name)."
+)
 
 
 def main(arguments: list[str]) -> int:
@@ -59,13 +64,12 @@ def main(arguments: list[str]) -> int:
         )
         server = service.WorkerServer(config)
         print(f"worker of {_DISPATCHER.value}", flush=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # also as a container's first process
     try:
         while server:
             signal.pause()  # not `server.join()`, which ignores Ctrl-C
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr, flush=True)
-    os._exit(130)  # without ending the server, which would wait for its clients
+    except KeyboardInterrupt as stop:
+        os._exit(command.tell_stop(stop))  # without the server's end, which waits for its clients
+    return 0
 
 
 def wait_for(dispatcher: str, *, seconds: float = 60) -> None:

@@ -20,6 +20,7 @@ from dali_tf_input.training.description import (
 )
 from dali_tf_input.training.resume import Arrays, CallbackState, Resume, State
 from dali_tf_input.training.schedule import Schedule
+from dali_tf_input.training.stopping import StopSignal
 from dali_tf_input.training.strategies import scope_of
 
 _logger = logging.getLogger("dali_tf_input")
@@ -118,11 +119,12 @@ class Training(keras.callbacks.CallbackList):
         state: State,
         arrays: Arrays,
         resume: Resume | None,
+        stop: StopSignal,
         end_of: Callable[[int], int],
     ) -> None:
         self.history, self.counter = keras.callbacks.History(), StepCounter()
         self._watchers = [*callbacks, self.history]
-        self._state, self._arrays, self._resume = state, arrays, resume
+        self._state, self._arrays, self._resume, self._stop = state, arrays, resume, stop
         self.step, self._epochs, self._end_of = state.step, epochs, end_of
         self._batches_before = 0  # of the epoch, in earlier calls of `fit`
         self._epoch_start = 0
@@ -318,9 +320,11 @@ class Training(keras.callbacks.CallbackList):
         batch += self._batches_before
         self.step = self._epoch_start + batch + 1
         super().on_train_batch_end(batch, logs)
-        is_last = batch + 1 >= self._state.steps_per_epoch  # it is saved at the epoch's end
-        if self._resume and self._resume.is_due(self.step) and not is_last:
+        if batch + 1 >= self._state.steps_per_epoch:  # it is saved at the epoch's end
+            return
+        if self._resume and (self._stop.has_come or self._resume.is_due(self.step)):
             self._save(with_metrics=True)
+        self._end_if_stopped()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Saves, including what the callbacks changed."""
@@ -337,6 +341,16 @@ class Training(keras.callbacks.CallbackList):
             ]
         if self._resume:
             self._save(with_metrics=False)
+        self._end_if_stopped()
+
+    def _end_if_stopped(self) -> None:
+        """Ends the program after SIGTERM, as the state is saved."""
+        if self._stop.has_come and self._resume:
+            text = (
+                "SIGTERM: the state after step %d is saved. To go on, run the same program again."
+            )
+            _logger.warning(text, self.step)
+            self._stop.pass_on()
 
     def _save(self, *, with_metrics: bool) -> None:
         arrays: Arrays = {}

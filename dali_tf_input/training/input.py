@@ -268,7 +268,8 @@ class Input:
           model: a compiled `keras.Model`, made under the strategy's scope if there is a strategy.
           epochs: number of epochs, at least 1; with `resume`, the total, including those before.
           validation: an `Input` for evaluation, evaluated after each epoch.
-          resume: a folder, or a `Resume`, that keeps the state; training continues from it.
+          resume: a folder, or a `Resume`, that keeps the state; training continues from it. On
+            SIGTERM the state is saved after the step that is running, and the program ends.
           profile: whether to add "images_per_second" to the logs of each epoch.
           compare: whether `validation` must agree with this input: in the names of the classes, the
             form of labels, the scale of pixels, and the names of the model's inputs. It also warns

@@ -1,5 +1,6 @@
 """One training run: the calls of Keras's `fit` that it takes, and the datasets that they get."""
 
+import contextlib
 import dataclasses
 import logging
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.training.fit import StepCallback, Training
 from dali_tf_input.training.profile import ImagesPerSecond
 from dali_tf_input.training.resume import Arrays, Resume, State
+from dali_tf_input.training.stopping import StopSignal
 
 _logger = logging.getLogger("dali_tf_input")
 
@@ -82,6 +84,7 @@ def train(
             callback.begin(offset, steps, spec, source.batch_size)
             callback.schedule = schedule
     verbose = arguments.pop("verbose", "auto")
+    stop = StopSignal()
     before = offset // source.steps_per_epoch  # epochs of the records
     training = Training(
         model,
@@ -91,6 +94,7 @@ def train(
         state=state,
         arrays=arrays,
         resume=resume,
+        stop=stop,
         end_of=lambda epoch: schedule.end_of(epoch + before, epochs + before) - before,
     )
 
@@ -106,7 +110,8 @@ def train(
         model.fit(dataset, **shared, **part, **arguments)
 
     try:
-        return training.run(fit_part)
+        with stop if resume else contextlib.nullcontext():
+            return training.run(fit_part)
     except tf.errors.OpError as error:
         failed, step = source, training.step + offset
         if training.counter.tested is not None and hasattr(held_out, "explain"):  # an `Input`

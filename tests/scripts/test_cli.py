@@ -10,12 +10,14 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import load, run
-from conftest import ROOT, SCRIPTS
+from commands import load, python, run
+from conftest import ROOT, SCRIPTS, jpeg
 from rich.cells import cell_len
 from rich.console import Console
 
+from dali_tf_input import __version__
 from dali_tf_input.cli import command
+from dali_tf_input.cli.main import main
 
 
 @pytest.mark.parametrize("width", [200, 48, 47, 33])
@@ -59,22 +61,32 @@ def is_running(process):
         return False
 
 
+INDEX = ["index", "--force", "--verify=decode", "--index_dir={}", "data/sample/train-*"]
+CONVERT = ["convert", "--quality=90", "--resize_shorter=200", "data/sample/train-*", "{}/out"]
+STOPPED = [
+    (["make_sample_tfrecords.py", "--num_images=4096", "{}/out"], signal.SIGINT),
+    (INDEX, signal.SIGINT),
+    (["compare_throughput.py", "--files=data/sample/train-*"], signal.SIGINT),
+    (INDEX, signal.SIGTERM),
+    (CONVERT, signal.SIGTERM),
+    (CONVERT, signal.SIGHUP),
+]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        ["make_sample_tfrecords.py", "--num_images=4096", "{}/out"],
-        ["index", "--force", "--verify=decode", "--index_dir={}", "data/sample/train-*"],
-        ["compare_throughput.py", "--files=data/sample/train-*"],
-    ],
-    ids=lambda given: given[0].partition(".")[0],
+    ("arguments", "number"), STOPPED, ids=lambda one: one[0] if isinstance(one, list) else one.name
 )
-def test_ctrl_c_ends_a_command_and_all_that_it_started(sample_folder, tmp_path, arguments):
-    """A terminal sends it to the command's process group; the command ends its own processes."""
+def test_signals_end_a_command_and_all_that_it_started(sample_folder, tmp_path, arguments, number):
+    """A terminal sends Ctrl-C to the command's process group, a scheduler SIGTERM to it alone.
+
+    The command ends its own processes, and leaves no folder of what it has not finished.
+    """
     script, *rest = (argument.format(tmp_path) for argument in arguments)
-    code = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+    code = f"import os, signal, sys; signal.signal({number:d}, signal.SIG_DFL); "
     code += "os.execv(sys.executable, sys.argv[1:])"  # what runs the tests may have it ignored
-    program = ["-m", "dali_tf_input", "index"] if script == "index" else [SCRIPTS / script]
+    is_script = script.endswith(".py")
+    program = [SCRIPTS / script] if is_script else ["-m", "dali_tf_input", script]
     words = [sys.executable, "-c", code, sys.executable, *program, *rest]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(words, cwd=sample_folder, start_new_session=True, **pipes)
@@ -85,15 +97,46 @@ def test_ctrl_c_ends_a_command_and_all_that_it_started(sample_folder, tmp_path, 
         time.sleep(0.01)
     time.sleep(1)
     children = find_processes("-P", process.pid)
-    os.killpg(process.pid, signal.SIGINT)
-    process.communicate(timeout=300)
-    assert process.returncode == 130
+    (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 128 + number, errors
+    words = "interrupted" if number == signal.SIGINT else f"stopped by {number.name}"
+    assert errors.decode().splitlines()[-1] == words
     deadline = time.monotonic() + 60
     while any(map(is_running, children)):
         assert time.monotonic() < deadline, "something is still running"
         time.sleep(0.1)
     left = [path.name for path in tmp_path.iterdir() if not path.name.endswith((".idx", ".json"))]
     assert left == []
+
+
+def test_output_that_is_closed():
+    words = f"{shlex.quote(sys.executable)} -m dali_tf_input index none >&-"
+    process = subprocess.run(["bash", "-c", words], capture_output=True, check=False)
+    assert process.returncode == 1
+    assert process.stderr == b"error: The standard output is closed: > /dev/null discards it.\n"
+
+
+def test_output_in_ascii(tmp_path):
+    """As of cron: what cannot be written is escaped."""
+    (tmp_path / "cat").mkdir()
+    for seed in range(3):
+        (tmp_path / "cat" / f"{seed}.jpg").write_bytes(jpeg(20, 20, seed=seed))
+    process = python(
+        *("-m", "dali_tf_input", "convert", "--validation_fraction=0"),
+        *(tmp_path, tmp_path.with_name("out \u00e4")),
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )
+    assert process.returncode == 0, process.stderr
+    assert "out \\xe4" in process.stdout
+
+
+@pytest.mark.parametrize("words", [["--version"], ["help", "card"], ["card", "--help"]])
+def test_version_and_help(capsys, words):
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith((f"dali-tf-input {__version__}\n", "Writes the card of a set"))
+    assert ("usage: dali-tf-input card [flags] FILES" in printed) == ("card" in words)
 
 
 def test_install_reads_its_requirements_from_pyproject():

@@ -111,7 +111,8 @@ def test_a_worker_that_dies_ends_the_others_and_restart_resumes(sample_folder, t
     assert processes[1].wait() == -signal.SIGKILL
     assert processes[0].returncode not in (0, -signal.SIGKILL)
     assert time.monotonic() - killed < 90
-    assert "error: TensorFlow stopped: " in errors
+    assert "error: Another worker ended, or cannot be reached: " in errors
+    assert f"To go on, start all workers again, with --resume={tmp_path}/run." in errors
     step = json.loads(state.read_text())["step"]
     epochs = step // 3 + 2
     outputs = finish(start(sample_folder, *arguments, f"--epochs={epochs}"))

@@ -181,6 +181,55 @@ class Scale(keras.callbacks.Callback):
         self.model.optimizer.dynamic_scale.assign(4.0)
 
 
+@pytest.fixture
+def default_sigterm():
+    """As in a program that does nothing about the signal."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    assert signal.signal(signal.SIGTERM, before) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize("step", [2, 4, 7])
+def test_after_sigterm(records, whole, tmp_path, caplog, default_sigterm, step):
+    """In mid-epoch and at an epoch's end: it ends after that step, and the state is of it."""
+    seen = []
+
+    def terminate(batch, logs):
+        seen.append(batch)
+        if len(seen) == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    stop = keras.callbacks.LambdaCallback(on_train_batch_end=terminate)
+    with pytest.raises(SystemExit) as ended:
+        run(records, tmp_path, first=[stop], resume=Resume(tmp_path / "run"))
+    assert (ended.value.code, len(seen)) == (143, step)
+    assert (
+        f"the state after step {step} is saved. To go on, run the same program again" in caplog.text
+    )
+    assert_same(whole, run(records, tmp_path, resume=Resume(tmp_path / "run")))
+
+
+def test_programs_that_handle_sigterm_themselves(records, tmp_path):
+    """Their handler is called when the state is saved; without `resume` it stays as it is."""
+    calls = []
+
+    def kill(batch, logs):
+        os.kill(os.getpid(), signal.SIGTERM)
+        calls.append("step")
+
+    before = signal.signal(signal.SIGTERM, lambda *_: calls.append("handler"))
+    try:
+        stop = keras.callbacks.LambdaCallback(on_train_batch_end=kill)
+        for resume in (None, tmp_path / "run"):
+            calls.clear()
+            how = {"resume": resume, "steps_per_epoch": 2}
+            feed(records).fit(make_network(), verbose=0, callbacks=[stop], **how)
+            state = ["handler", "step"] * 2
+            assert calls == (["step", "handler"] * 2 if resume else state)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_the_scale_of_the_loss_is_kept(records, tmp_path):
     """In mixed precision: by new models that resume, and by one that goes on."""
     keras.mixed_precision.set_global_policy("mixed_float16")

@@ -62,55 +62,75 @@ from dali_tf_input.storage.objects import is_url
 
 FLAGS = command.Flags()
 _VALIDATION_FRACTION = FLAGS.number(
-    "validation_fraction", None, "Part for validation, about; 0.1, or the source's own splits."
+    "validation_fraction",
+    None,
+    "Fraction held out for validation (default: the source's splits, or 0.1).",
 )
 _SPLIT = FLAGS.choice(
-    "split", None, ["train", "validation", "test"], "All images are of this split."
+    "split", None, ["train", "validation", "test"], "Put all images into this split."
 )
-_LABELS = FLAGS.string("labels", None, "File of names: their order numbers the classes.")
-_LABELS_GROW = FLAGS.boolean("labels_grow", False, "New classes come after those of --labels.")
+_LABELS = FLAGS.string("labels", None, "File of class names, whose order numbers the classes.")
+_LABELS_GROW = FLAGS.boolean("labels_grow", False, "Number new classes after those of --labels.")
 _CLASS_DEPTH = FLAGS.integer(
-    "class_depth", None, "Levels of folders that make a class: 1, or 2 for animals/dog.", 1
+    "class_depth", None, "Folder levels that name a class: 1, or 2 for animals/dog.", 1
 )
-_KEEP = FLAGS.list("keep", None, "Further columns of a table to store, as features.")
+_KEEP = FLAGS.list("keep", None, "More columns of a table to store as features.")
 _DROP = FLAGS.list("drop", None, "Columns of a table to leave out.")
 _GROUP = FLAGS.string("group", "group", "Column of a table whose equal values stay together.")
-_LIKE = FLAGS.string("like", None, "An indexed set, a pattern: its images keep their splits.")
+_LIKE = FLAGS.string("like", None, "Pattern of an indexed set whose images keep their splits.")
 _MAX_LEFT_OUT = FLAGS.number(
-    "max_left_out", 0.01, "Largest part of the images that may be left out, in [0, 1]."
+    "max_left_out", 0.01, "Largest fraction of images that may be left out, in [0, 1]."
 )
-_RENUMBER = FLAGS.boolean("renumber", False, "With --overwrite: classes may get other numbers.")
-_NUM_FILES = FLAGS.integer("num_files", None, "Files of the train split; else of about 150 MB.", 1)
-_NUM_VALIDATION_FILES = FLAGS.integer("num_validation_files", None, "Of the validation split.", 1)
-_SEED = FLAGS.integer("seed", 0, "Seed of the shuffle and of the choice for validation.")
-_RESIZE_SHORTER = FLAGS.integer("resize_shorter", None, "Shrink the shorter side to this.", 1)
+_RENUMBER = FLAGS.boolean(
+    "renumber", False, "With --overwrite: allow classes to get other numbers."
+)
+_NUM_FILES = FLAGS.integer("num_files", None, "Training files (default: about 150 MB each).", 1)
+_NUM_VALIDATION_FILES = FLAGS.integer(
+    "num_validation_files", None, "Validation files (default: about 150 MB each).", 1
+)
+_SEED = FLAGS.integer("seed", 0, "Random seed of the shuffle and of the split.")
+_RESIZE_SHORTER = FLAGS.integer(
+    "resize_shorter", None, "Shrink larger images to this shorter side, in pixels.", 1
+)
 _QUALITY = FLAGS.integer("quality", 95, "JPEG quality of images that are re-encoded, in [1, 100].")
 _STORE = FLAGS.choice(
-    "store", "jpeg", ["jpeg", "pixels"], "pixels: decoded, larger, and read several times as fast."
+    "store",
+    "jpeg",
+    ["jpeg", "pixels"],
+    "pixels: store decoded images, larger but much faster to read.",
 )
 _KEEP_ORIENTATION = FLAGS.boolean(
-    "keep_orientation", False, "Turn no image upright; all keep their EXIF orientation."
+    "keep_orientation", False, "Do not turn images upright: they keep their EXIF orientation."
 )
 _MASK_FRAME = FLAGS.choice(
-    "mask_frame", None, ["shown", "stored"], "How masks lie, where their size does not tell."
+    "mask_frame", None, ["shown", "stored"], "Orientation of masks whose size does not tell it."
 )
 _MASK_KEY = FLAGS.string("mask_key", table.KEYS["mask"], "Feature key of the mask in TFRecords.")
 _KEEP_FEATURES = FLAGS.list(
-    "keep_features", None, "Positions in images, of TFRecords, to keep as they are."
+    "keep_features", None, "Features that hold positions in images, to keep unchanged."
 )
 _DECODER = FLAGS.choice(
-    "decoder", "both", [*get_args(Decoder), "none"], "What must accept images whose bytes are kept."
+    "decoder",
+    "both",
+    [*get_args(Decoder), "none"],
+    "Decoders that an image must pass for its bytes to be kept.",
 )
 _SKIP_UNREADABLE = FLAGS.boolean(
-    "skip_unreadable", False, "Class folders may hold no image; their numbers stay their own."
+    "skip_unreadable", False, "Accept class folders without images; they keep their numbers."
 )
 _NUM_PROCESSES = FLAGS.integer(
-    "num_processes", None, "Processes; else one per core, and fewer for few images.", 1
+    "num_processes", None, "Worker processes (default: one per core, fewer for few images).", 1
 )
-_DASK = FLAGS.string("dask", None, "Address of a Dask scheduler, tcp://host:8786, to work there.")
-_OVERWRITE = FLAGS.boolean("overwrite", False, "Replace OUT if it holds such a set already.")
-_IMAGE_KEY = FLAGS.string("image_key", None, "Feature key of the image in TFRecords; else found.")
-_INDEX_DIR = FLAGS.string("index_dir", None, "Folder of TFRecords' indexes; else beside each file.")
+_DASK = FLAGS.string("dask", None, "Dask scheduler to run on, tcp://host:8786.")
+_OVERWRITE = FLAGS.boolean(
+    "overwrite", False, "Replace OUT if it holds a set that this command made."
+)
+_IMAGE_KEY = FLAGS.string(
+    "image_key", None, "Feature key of the image in TFRecords (default: detected)."
+)
+_INDEX_DIR = FLAGS.string(
+    "index_dir", None, "Folder of the TFRecords' indexes (default: beside each file)."
+)
 
 
 def main(arguments: list[str]) -> int:

@@ -1,4 +1,6 @@
-"""Shows what records hold, and says what would hurt training.
+"""Summarizes a dataset and reports likely problems.
+
+usage: dali-tf-input explore [flags] --files=FILE_OR_PATTERN...
 
 It reports classes, image sizes, bytes, and duplicate images: within a set, and across two sets
 (each --files names a set, such as training and validation). Bytes and labels come from the index
@@ -30,7 +32,7 @@ FLAGS = command.Flags()
 _FILES = FileFlags(FLAGS)
 _OUT = FLAGS.string("out", None, "File for a page with plots and thumbnails, a .html.")
 _JSON = FLAGS.string("json", None, "File for the results, with the names of records.")
-_SAMPLE = FLAGS.integer("sample", None, "Look at so many random records of each set; else all.", 1)
+_SAMPLE = FLAGS.integer("sample", None, "Random records to read from each set (default: all).", 1)
 
 _THREADS, _BATCH = 8, 1024
 
