@@ -177,6 +177,14 @@ def _prepare_label(value: Any, label: Label, spec: InputSpec) -> dict[str, tf.Te
 
 def _prepare_class(value: tf.Tensor, label: ClassLabel, spec: InputSpec) -> dict[str, tf.Tensor]:
     """Converts classes, from 0, to their output, with their weights if there are."""
+    # Always checked: of files that were indexed at level "framing" only a sample is known.
+    holds = value >= 0
+    if label.num_classes:
+        holds &= value < label.num_classes
+    wrong = tf.boolean_mask(value + label.offset, ~holds)[:1]
+    problem = ["corrupted record: a label out of range", wrong]
+    with tf.control_dependencies([tf.Assert(tf.reduce_all(holds), problem)]):
+        value = tf.identity(value)
     values = {"label": value}
     if table := spec.class_weights():
         inside = tf.clip_by_value(value, 0, len(table) - 1)

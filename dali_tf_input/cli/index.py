@@ -233,18 +233,20 @@ def _describe_labels(summary: Summary, names: Sequence[str] | None) -> str:
     feature = summary.features.get(key or "")
     if not feature or not feature.range:
         return ""
+    first, last = feature.range
+    are_all = feature.counts is not None or feature.records == summary.records
     if feature.counts is not None:
         details = f"{len(feature.counts):,} classes"
     else:
-        part = "all" if feature.records == summary.records else "a sample of"
+        part = "all" if are_all else "a sample of"
         details = f"in {part} {format_count(feature.records, 'record')}"
-    first, last = feature.range
     longest = feature.lengths[1]
     details += f", up to {longest:,} in a record" if longest > 1 else ""
     counts_from_1 = first == 1 and not _LABELS.label_offset.value
     # With names for 0 to the highest label, class 0 has no record here.
-    counts_from_1 = counts_from_1 and len(names or ()) <= last
-    hint = " (train with ClassLabel(offset=1))" if counts_from_1 else ""
+    counts_from_1 = counts_from_1 and are_all and len(names or ()) <= last
+    hint = "; none is 0: if classes count from 1, train with ClassLabel(offset=1)"
+    hint = hint if counts_from_1 else ""
     return f"{first:,g} to {last:,g}, {details}{hint}"
 
 

@@ -203,8 +203,10 @@ class InputSpec:
     def class_names(self) -> Names | None:
         """The names of the classes, as labels are served; None where one is not known.
 
-        They are those of the vocabulary, or of the records, counted from the label's offset. Other
-        labels than the set's main one are named by ``<key>.labels.txt``, as tfds writes it.
+        They are those of the vocabulary, or of the records, counted from the label's offset. Where
+        it takes the highest label to tell whether the first name is that of 0 or of the offset,
+        they are None unless the index step has seen all labels. Other labels than the set's main
+        one are named by ``<key>.labels.txt``, as tfds writes it.
 
         Raises:
           InputError: as `Records.class_names`.
@@ -217,13 +219,14 @@ class InputSpec:
         main_keys = (self.records.label_key,) if self.records.label_key else MAIN_KEYS
         is_main = label.key in main_keys
         names = self.records.class_names if is_main else self.records.find_names(label.key)
-        if (
-            names
-            and label.offset > 0
-            and self.label_range
-            and len(names) == self.label_range[1] + 1
-        ):
-            return names  # of labels from 1 on: the file has no line for 0
+        feature, offset = self._label_feature
+        if names and offset > 0 and feature and feature.range:
+            # Names of labels from 1 on may have a line for 0, or none.
+            if feature.range[1] - offset >= len(names) - 1:
+                return names
+            num_records = sum(file.num_records for file in self.records.files)
+            if feature.records < num_records and not feature.counts:
+                return None  # the highest label of a sample does not tell
         return shift_names(names, label.offset)
 
     @functools.cached_property

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import io
 import itertools
 
@@ -16,10 +17,12 @@ from conftest import (
     backends,
     cases,
     encode,
+    jpeg,
     nightly,
     refused,
     slowly,
     spec_of,
+    write_indexed,
     write_tfrecord,
 )
 from PIL import Image
@@ -415,6 +418,45 @@ def test_training_names_bad_records(records, tmp_path, name, options):
     flags |= {"values": "--label=values --label_size=4", "name": "--vocabulary=labels.txt"}
     flags |= {"none": "--label=none --mask_key=mask"}
     assert flags.get(kind, "--label_key=class") in str(caught.value)
+
+
+@pytest.mark.parametrize("options", [TF_DATA, dti.TfDataOptions(kernel="tensorflow"), DALI])
+@pytest.mark.parametrize(
+    ("label", "stored"),
+    [
+        (dti.ClassLabel(offset=1), 0),
+        (dti.ClassLabel(num_classes=6), 6),
+        (dti.ClassLabel(num_classes=6, one_hot=True), 6),
+        (dti.ClassLabel(offset=1, num_classes=6, one_hot=True), 0),
+    ],
+    ids=["offset", "num_classes", "one-hot", "one-hot, offset"],
+)
+def test_a_class_that_no_sample_shows(tmp_path, options, label, stored):
+    """Of 300 records the index step samples some, of which none has the wrong class."""
+    labels = [stored if number == 50 else 1 + number % 5 for number in range(300)]
+    examples = [{"image": jpeg(9, 9), "label": one} for one in labels]
+    records = write_indexed(tmp_path / "train-0", examples)
+    assert records.features["label"].range == (1, 5)
+    evaluated = dti.load(
+        dti.InputSpec.for_evaluation(records, 8, label=label), options, batch_size=60
+    )
+    with pytest.raises(dti.BadRecordError, match=f"record 50, .*label range.* found {stored}"):
+        list(evaluated)
+
+
+def test_names_that_a_sample_does_not_place(tmp_path):
+    """Whether the first of six names is that of label 0 or 1."""
+    (tmp_path / "labels.txt").write_text("a\nb\nc\nd\ne\nf\n")
+    labels = [6 if number == 50 else 1 + number % 5 for number in range(300)]
+    examples = [{"image": jpeg(9, 9), "label": one} for one in labels]
+    records = write_indexed(tmp_path / "train-0", examples)
+    spec = functools.partial(dti.InputSpec.for_training, label=dti.ClassLabel(offset=1))
+    assert spec(records, 8).class_names is None
+    records = write_indexed(tmp_path / "train-0", examples, dti.Checks(verify="schema"))
+    assert spec(records, 8).class_names == ("a", "b", "c", "d", "e", "f")
+    examples[50]["label"] = 5
+    records = write_indexed(tmp_path / "train-0", examples)
+    assert spec(records, 8).class_names == ("b", "c", "d", "e", "f")
 
 
 def test_what_the_manifest_says(tmp_path):

@@ -87,12 +87,23 @@ def test_index_hints_at_labels_from_1(tmp_path):
     )
     for level, known in (("framing", "in all 3 records"), ("schema", "3 classes")):
         process = run("index", f"--verify={level}", tmp_path / "train")
-        assert (
-            rows(process.stdout)["labels"] == f"1 to 5, {known} (train with ClassLabel(offset=1))"
-        )
+        hint = "; none is 0: if classes count from 1, train with ClassLabel(offset=1)"
+        assert rows(process.stdout)["labels"] == f"1 to 5, {known}{hint}"
     flags = ["--verify=schema", "--label_offset=1", "--num_classes=4", "--force"]
     process = run("index", *flags, tmp_path / "train")
     fails(process, "label range: `label.key` 'label' must be in 1 to 4, found 5", bad_records=True)
+
+
+def test_a_sample_recommends_no_offset(tmp_path):
+    """A record of class 0 is not in it."""
+    labels = [0 if number == 50 else 1 + number % 5 for number in range(300)]
+    images = [{"image": jpeg(9, 9), "label": label} for label in labels]
+    write_tfrecord(tmp_path / "train", images)
+    process = run("index", tmp_path / "train")
+    assert rows(process.stdout)["labels"].startswith("1 to 5, in a sample of ")
+    assert "offset" not in process.stdout
+    process = run("index", "--verify=schema", tmp_path / "train")
+    assert rows(process.stdout)["labels"] == "0 to 5, 6 classes"
 
 
 def test_index_makes_the_label_of_its_flags(tmp_path):
