@@ -21,7 +21,7 @@ from typing import Any, Literal
 from dali_tf_input import errors
 from dali_tf_input.errors import Count, InputError, Path, checked
 from dali_tf_input.index.folder import IndexFolder
-from dali_tf_input.index.run import Unreadable, run_in_executor, run_jobs
+from dali_tf_input.index.run import Recognized, Unreadable, run_in_executor, run_jobs
 from dali_tf_input.records import contents
 from dali_tf_input.records.checks import KEY_PRESETS, Checks, find_keys, unknown_keys_error
 from dali_tf_input.records.example import decode_example
@@ -131,7 +131,9 @@ def build_index(
     Args:
       files: paths, URLs of objects, or patterns of either.
       checks: how deeply to check. An unchanged file that was checked as deeply before is not
-        checked again. A file that changed is checked at least as deeply as before.
+        checked again. A file that changed is checked at least as deeply as before. One that was
+        copied or touched is recognized by its framing and the CRCs that it stores, without reading
+        its data.
       index_dir: the folder for indexes and manifest, which may be in a store; None is beside each
         file.
       on_bad: "error": files with bad records are not indexed; `IndexFaultsError` is raised. "skip":
@@ -140,7 +142,8 @@ def build_index(
       max_bad_fraction: with "skip", the largest acceptable fraction of bad records, of bad bytes,
         and of files without any valid record. Once it is exceeded, files with bad records are no
         longer indexed, and `IndexFaultsError` is raised at the end.
-      force: check every file, even unchanged ones, and exactly as deeply as `checks` says.
+      force: check every file, even unchanged ones, again at least as deeply as before. A damaged
+        manifest counts as empty.
       allow_missing: accept incomplete sets of numbered files (``train-00003-of-01024``), and files
         that hold fewer records than tfds' ``dataset_info.json`` says.
       num_processes: the number of processes; None means one per core, at most one per file
@@ -243,6 +246,8 @@ class _Run:
                 folder, name = owners[number]
                 if isinstance(answer, Unreadable):
                     folder.unreadable[name] = answer
+                elif isinstance(answer, Recognized):
+                    folder.recognized[name] = answer.entry
                 else:
                     (folder.faulty if answer.skipped else folder.valid)[name] = answer
                     if answer.skipped and not self._is_above_last:

@@ -42,6 +42,8 @@ class IndexFolder:
       removed: how many files of earlier runs no longer exist.
       valid: entries of checked files without bad records that are not committed yet.
       faulty: entries of checked files with bad records, committed or not.
+      recognized: entries of files that were copied or touched, and hold what they held, that are
+        not committed yet.
       unreadable: files that could not be checked, and why.
     """
 
@@ -66,6 +68,7 @@ class IndexFolder:
         self._names: StoredNames = {}
         self.entries: dict[str, FileEntry] = {}
         to_check: dict[str, Checks] = {}
+        self._perhaps_copied: dict[str, FileEntry] = {}
         # A file that joins others of its split is checked as they are: labels of all are known, or
         # of none. Those of another split may have no labels at all.
         shallowest: dict[str, FileEntry] = {}
@@ -77,12 +80,14 @@ class IndexFolder:
         for name in files:
             entry = self._known.get(name)
             self._check_folder_of(name, entry)
-            satisfied = entry and not force and _satisfies(entry, checks)
-            if entry and satisfied and not self._find_staleness(name, entry):
-                self.entries[name] = entry
-            else:
-                before = None if force else entry or shallowest.get(_find_set(name))
-                to_check[name] = _at_least_as_before(checks, before)
+            if entry and not force and _satisfies(entry, checks):
+                if not self._find_staleness(name, entry):
+                    self.entries[name] = entry
+                    continue
+                if self._has_another_time(name, entry):
+                    self._perhaps_copied[name] = entry
+            before = entry or shallowest.get(_find_set(name))
+            to_check[name] = _at_least_as_before(checks, before)
         self._removed = self._find_removed()
         self.unchanged, self.removed = len(self.entries), len(self._removed)
         self._stack, self._staging = stack, None
@@ -95,17 +100,19 @@ class IndexFolder:
         }
         self.valid: dict[str, FileEntry] = {}
         self.faulty: dict[str, FileEntry] = {}
+        self.recognized: dict[str, FileEntry] = {}
         self.unreadable: dict[str, str] = {}
 
     @property
     def all_entries(self) -> dict[str, FileEntry]:
         """What is known of each file, also of those that are not committed."""
-        return self.entries | self.valid | self.faulty
+        return self.entries | self.valid | self.faulty | self.recognized
 
     def commit_valid(self) -> None:
-        """Commits files without bad records; removes indexes of files that are gone."""
+        """Commits files without bad records, or as before; removes indexes of lost files."""
         self._commit(self.valid)
-        self.valid = {}
+        self.unchanged += len(self.recognized)
+        self.valid, self.recognized = {}, {}
 
     def commit_faulty(self) -> None:
         """Commits files with bad records: indexes that skip them, and the list of them."""
@@ -158,6 +165,7 @@ class IndexFolder:
             checks=checks,
             status=self._versions.get(self.files[name]),
             cache_dir=self._cache_dir,
+            before=self._perhaps_copied.get(name),
         )
 
     def _index_file(self, name: str) -> str:
@@ -216,9 +224,18 @@ class IndexFolder:
         file = self.files[name]
         return find_staleness(file, self._index_file(name), entry, self._versions.get(file))
 
+    def _has_another_time(self, name: str, entry: FileEntry) -> bool:
+        """Whether only the time of a local file is not as its entry says: it may be a copy."""
+        file = self.files[name]
+        if self._versions.get(file) or entry.content_crc is None:
+            return False
+        as_now = dataclasses.replace(entry, mtime_ns=os.stat(file).st_mtime_ns)
+        return self._find_staleness(name, as_now) is None
+
     def _commit(self, entries: dict[str, FileEntry]) -> None:
         """Renames the indexes of `entries` into place and then adds the entries to the manifest."""
-        if self._staging is None or not (entries or self._removed or self._names):
+        is_new = bool(entries or self._removed or self._names or self.recognized)
+        if self._staging is None or not is_new:
             return
         for _ in range(_MOST_COMMITS):
             with locked(self._folder):
@@ -252,6 +269,10 @@ class IndexFolder:
         else:  # they may be needed again
             for staged, target in indexes.items():
                 shutil.copyfile(staged, target)
+        for name, entry in self.recognized.items():
+            if manifest.entries.get(name) == self._known[name]:
+                manifest.entries[name] = entry
+            self.entries[name] = manifest.entries.get(name, entry)
         manifest.entries |= new
         manifest.names |= self._names
         for name in self._removed:

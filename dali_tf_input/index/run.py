@@ -35,14 +35,12 @@ class Unreadable(str):
     """Why a file could not be checked."""
 
 
-Answer = FileEntry | Unreadable
-
-
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """A file to check, its checks, and the paths of the results.
 
-    A stored object has a `status`, and perhaps a `cache_dir` for its copy.
+    A stored object has a `status`, and perhaps a `cache_dir` for its copy. A local file that has
+    the size of an earlier run but another time has the entry of that run, `before`.
     """
 
     file: str
@@ -51,6 +49,36 @@ class Job:
     checks: Checks
     status: Status | None = None
     cache_dir: str | None = None
+    before: FileEntry | None = None
+
+
+@dataclass(frozen=True)
+class Recognized:
+    """A file that holds what it held before; its entry, which is as before but for the time."""
+
+    entry: FileEntry
+
+
+Answer = FileEntry | Unreadable | Recognized
+
+
+def _recognize(job: Job, before: FileEntry) -> Recognized | None:
+    """Returns the new entry of a file that was copied or touched; None if it holds other records.
+
+    It reads the framing of the file, with the CRCs of the data, but not the data.
+    """
+    with open(os.devnull, "wb") as index:
+        found = check_file(
+            job.file,
+            index,
+            Checks(verify="framing"),
+            decode=None,
+            on_bad_record=lambda _: None,
+            on_progress=lambda *_: None,
+        )
+    if (found.framing_crc, found.content_crc) != (before.framing_crc, before.content_crc):
+        return None
+    return Recognized(dataclasses.replace(before, mtime_ns=found.mtime_ns))
 
 
 def check_job(job: Job, tell: Tell, **download: Any) -> Answer:
@@ -60,6 +88,11 @@ def check_job(job: Job, tell: Tell, **download: Any) -> Answer:
       InputError: a decoder is not installed.
       OSError: the results cannot be written.
     """
+    try:
+        if job.before and (recognized := _recognize(job, job.before)):
+            return recognized
+    except (InputError, OSError) as error:
+        return Unreadable(f"{job.file} cannot be read: {getattr(error, 'strerror', error)}")
     checks = job.checks
     decodes = checks.image_key != PIXELS_KEY or checks.mask_key
     decode = _decoding_child(checks) if checks.verify == "decode" and decodes else None

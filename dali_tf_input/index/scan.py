@@ -33,6 +33,7 @@ from dali_tf_input.records.example import MAX_BYTES, decode_example
 from dali_tf_input.records.labels import ClassLabel, Features
 from dali_tf_input.records.orientation import UPRIGHT, find_orientation
 from dali_tf_input.records.tfrecord import (
+    FOOTER_SIZE,
     FRAME_SIZE,
     BadRecord,
     find_records,
@@ -81,8 +82,11 @@ def check_file(
         content = _Content(checks, decode, descriptor)
         progress = _Progress(on_progress)
         crc, framing_crc, records, number, skipped_bytes = 0, 0, 0, 0, 0
+        content_crc, footers = 0, bytearray()
         skipped = array("q")  # the numbers of bad records
-        for batch in find_records(name, descriptor):
+        for batch in find_records(name, descriptor, footers):
+            content_crc = google_crc32c.extend(content_crc, bytes(footers))
+            footers.clear()
             bad: list[BadRecord] = []
             extents: list[tuple[int, int]] = []
             if isinstance(batch, BadRecord):
@@ -120,6 +124,8 @@ def check_file(
             records += len(extents)
             skipped_bytes += sum(wrong.size for wrong in bad)
         progress.flush()
+        last = os.pread(descriptor, FOOTER_SIZE, max(0, status.st_size - FOOTER_SIZE))
+        content_crc = google_crc32c.extend(content_crc, last)
         after = os.stat(file)
         same = (after.st_size, after.st_mtime_ns) == (status.st_size, status.st_mtime_ns)
         if not same:
@@ -136,6 +142,7 @@ def check_file(
         skipped_bytes=skipped_bytes,
         index_crc=crc,
         framing_crc=framing_crc,
+        content_crc=content_crc,
         verified=checks.verify,
         checked_by=checks.depends_on(),
         parsed=content.parsed,

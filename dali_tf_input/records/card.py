@@ -12,12 +12,14 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from dali_tf_input import __version__
 from dali_tf_input.errors import InputError
 from dali_tf_input.records.class_names import LABELS_NAME, MAIN_KEYS
+from dali_tf_input.storage.versions import refuse_newer
 
 INFO_NAME, FEATURES_NAME, METADATA_NAME = "dataset_info.json", "features.json", "metadata.json"
 CARD_NAMES = (INFO_NAME, FEATURES_NAME, METADATA_NAME)
-_OWN_KEY = "dali_tf_input"  # in metadata.json
+_OWN_KEY, _VERSION = "dali_tf_input", 1  # in metadata.json
 _CLASSES = "tensorflow_datasets.core.features"
 _FRAME_BYTES = 16  # of a record, which tfds does not count
 
@@ -88,7 +90,7 @@ def make_card(
         "featuresDict": {"features": {key: _describe(one) for key, one in features.items()}},
         "pythonClassName": f"{_CLASSES}.features_dict.FeaturesDict",
     }
-    own = {_OWN_KEY: {"version": 1, **(metadata or {})}}
+    own = {_OWN_KEY: {"version": _VERSION, "release": __version__, **(metadata or {})}}
     files = {
         INFO_NAME: json.dumps(info, indent=2, sort_keys=True).encode(),
         FEATURES_NAME: json.dumps(described, indent=4, sort_keys=True).encode(),
@@ -108,8 +110,9 @@ def merge_metadata(folder: str, made: bytes) -> bytes:
     """Returns the bytes of ``metadata.json`` for a folder that may have one, of a user's own.
 
     Raises:
-      InputError: there is one that is no JSON object.
+      InputError: there is one that is no JSON object, or of a newer release.
     """
+    read_facts(folder)
     present = _read_object(os.path.join(folder, METADATA_NAME))
     return json.dumps({**present, **json.loads(made)}, indent=2, sort_keys=True).encode()
 
@@ -118,9 +121,11 @@ def read_facts(folder: str) -> dict[str, Any]:
     """Returns what ``metadata.json`` of a local folder has under the key of this package.
 
     Raises:
-      InputError: there is such a file, and it is no JSON object.
+      InputError: there is such a file, and it is no JSON object, or of a newer release.
     """
-    facts = _read_object(os.path.join(folder, METADATA_NAME)).get(_OWN_KEY, {})
+    path = os.path.join(folder, METADATA_NAME)
+    facts = _read_object(path).get(_OWN_KEY, {})
+    refuse_newer(path, json.dumps(facts).encode(), _VERSION)
     return facts if isinstance(facts, dict) else {}
 
 

@@ -68,6 +68,8 @@ class FileEntry:
       skipped_bytes: how many bytes of the file the skipped records take up.
       index_crc: CRC-32C of the index file's bytes.
       framing_crc: CRC-32C of the bytes that it would have if it skipped no record.
+      content_crc: CRC-32C of the CRCs of the records' data, as the file stores them. With
+        `framing_crc` it tells whether a file is a copy of another; None in earlier manifests.
       verified: the level of checking.
       checked_by: what else the checks depended on (keys, label range, decoders), so that a run that
         asks for the same checks need not repeat them.
@@ -90,6 +92,7 @@ class FileEntry:
     skipped_bytes: _Number
     index_crc: _Number
     framing_crc: _Number = 0
+    content_crc: _Number | None = None
     verified: Level
     checked_by: dict[str, Any] = field(default_factory=dict)
     parsed: _Number

@@ -10,11 +10,12 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Final, Literal
 
 import google_crc32c
 import msgspec
 
+from dali_tf_input import __version__
 from dali_tf_input.errors import InputError, Path
 from dali_tf_input.records.checks import Checks
 from dali_tf_input.records.contents import FileEntry, summarize
@@ -22,6 +23,7 @@ from dali_tf_input.records.paths import BAD_RECORDS_NAME, MANIFEST_NAME, index_c
 from dali_tf_input.records.tfrecord import record_size
 from dali_tf_input.storage.objects import Status, is_url
 from dali_tf_input.storage.staging import locked
+from dali_tf_input.storage.versions import refuse_newer
 
 # The names of classes that folders in a store have, by folder and by the key of their label, "" for
 # the main one; or why they cannot be read.
@@ -33,6 +35,10 @@ class _Document(msgspec.Struct):
     version: Literal[3, 4]  # entries of version 3 count as outdated, see `find_staleness`
     files: dict[str, FileEntry]
     names: StoredNames = {}
+    release: str = ""  # that wrote it
+
+
+_VERSION: Final = 4
 
 
 class DamagedManifestError(InputError):
@@ -50,20 +56,23 @@ class Manifest:
         """Reads the manifest of `folder`; empty if there is none.
 
         Raises:
-          InputError: it cannot be read, is damaged, or is of an unknown version.
+          InputError: it cannot be read, is damaged, or of a newer release.
         """
         path = os.path.join(folder, MANIFEST_NAME)
         try:
             with open(path, "rb") as stream:
-                document = msgspec.json.decode(stream.read(), type=_Document)
-            for entry in document.files.values():
-                # Raises if there are no such checks.
-                Checks.from_json({"verify": entry.verified, **entry.checked_by})
-            return cls(document.files, document.names)
+                data = stream.read()
         except (FileNotFoundError, NotADirectoryError):
             return cls({})
         except OSError as error:
             raise InputError(f"{path} cannot be read: {error.strerror}.") from error
+        refuse_newer(path, data, _VERSION)
+        try:
+            document = msgspec.json.decode(data, type=_Document)
+            for entry in document.files.values():
+                # Raises if there are no such checks.
+                Checks.from_json({"verify": entry.verified, **entry.checked_by})
+            return cls(document.files, document.names)
         except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
             raise DamagedManifestError(
                 f"{path} is not an index manifest of this version of dali_tf_input: {error}."
@@ -73,9 +82,10 @@ class Manifest:
         """Writes the manifest to the new file `path`."""
         document = _Document(
             "dali_tf_input index manifest",
-            4,
+            _VERSION,
             {name: self.entries[name] for name in sorted(self.entries)},
             self.names,
+            __version__,
         )
         with open(path, "xb") as stream:
             stream.write(msgspec.json.encode(document))
@@ -171,8 +181,10 @@ def find_change(file: str, size: int, mtime_ns: int) -> str | None:
         return f"{file} cannot be read: {error.strerror}"
     if (status.st_size, status.st_mtime_ns) == (size, mtime_ns):
         return None
-    sizes = f"then {size:,} bytes, now {status.st_size:,}"
-    return f"{file} changed since it was indexed ({sizes})"
+    how = "its time of modification differs: it was copied, or written"
+    if status.st_size != size:
+        how = f"then {size:,} bytes, now {status.st_size:,}"
+    return f"{file} changed since it was indexed ({how})"
 
 
 def find_change_of_object(url: str, now: Status | None, then: Status) -> str | None:

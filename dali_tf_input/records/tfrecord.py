@@ -105,12 +105,20 @@ def frame_record(data: bytes) -> bytes:
     return b"".join((length, next(crcs), data, next(crcs)))
 
 
-def find_records(file: str, descriptor: int) -> Iterator[list[tuple[int, int]] | BadRecord]:
+def find_records(
+    file: str, descriptor: int, footers: bytearray | None = None
+) -> Iterator[list[tuple[int, int]] | BadRecord]:
     """Finds each record of a TFRecord file, and each damaged part, by the headers.
 
-    It reads only the 12 bytes of each header (whole pages if records are smaller than a page) and
-    checks the CRC of every length. Where that fails, it searches for the next header that fits its
-    CRC. It then also checks the data of the preceding record, whose length may be wrong.
+    It reads only the 12 bytes of each header, and the 4 before (whole pages if records are smaller
+    than a page), and checks the CRC of every length. Where that fails, it searches for the next
+    header that fits its CRC. It then also checks the data of the preceding record, whose length may
+    be wrong.
+
+    Args:
+      file: its name, for messages.
+      descriptor: the open file.
+      footers: gets the CRCs of the data as they are stored, but that of the last record.
 
     Yields:
       In the order of the file, lists of (offset, size) in bytes of up to 4096 records each, and bad
@@ -129,7 +137,7 @@ def find_records(file: str, descriptor: int) -> Iterator[list[tuple[int, int]] |
     extents: list[tuple[int, int]] = []
     offset, number = 0, 0
     while offset < file_size:
-        offset, broken = _hop(descriptor, offset, file_size, extents)
+        offset, broken = _hop(descriptor, offset, file_size, extents, footers)
         if not broken:
             yield extents[:-1]  # the last one is held back until a valid record follows it
             number += len(extents) - 1
@@ -219,7 +227,11 @@ def _check_body(body: bytes) -> bytes | None:
 
 
 def _hop(
-    descriptor: int, offset: int, file_size: int, extents: list[tuple[int, int]]
+    descriptor: int,
+    offset: int,
+    file_size: int,
+    extents: list[tuple[int, int]],
+    footers: bytearray | None,
 ) -> tuple[int, bool]:
     """Appends records from `offset` on; returns where it stopped and whether damage stopped it."""
     size_of, append = _size_of, extents.append
@@ -229,9 +241,13 @@ def _hop(
         header = block[offset - block_start : offset - block_start + HEADER_SIZE]
         if len(header) < HEADER_SIZE:
             # If records are smaller than a page, every page is read anyway: read many at once.
-            length = _BLOCK_BYTES if size < _PAGE_BYTES else HEADER_SIZE
-            block = os.pread(descriptor, length, offset)
-            block_start, header = offset, block[:HEADER_SIZE]
+            length = _BLOCK_BYTES if size < _PAGE_BYTES else FRAME_SIZE
+            block_start = max(0, offset - FOOTER_SIZE)  # with the footer of the record before
+            block = os.pread(descriptor, length, block_start)
+            header = block[offset - block_start : offset - block_start + HEADER_SIZE]
+        if footers is not None:
+            start = offset - block_start
+            footers += block[max(0, start - FOOTER_SIZE) : start]
         next_size = size_of(header)
         if next_size is None or offset + next_size > file_size:
             return offset, True

@@ -15,11 +15,13 @@ import keras
 import msgspec
 import numpy as np
 
+from dali_tf_input import __version__
 from dali_tf_input.errors import Count, InputError, Path, Within, checked
 from dali_tf_input.records.class_names import find_difference
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.storage.objects import local_path
 from dali_tf_input.storage.staging import locked_if_free, replace, write_whole
+from dali_tf_input.storage.versions import refuse_newer
 from dali_tf_input.training.description import (
     METRICS,
     Description,
@@ -71,6 +73,7 @@ class State(msgspec.Struct):
       initial_epoch: the epoch that training began with.
       files: the files of weights and arrays, and the SHA-256 of each.
       obsolete: files of earlier states, which may still be there.
+      release: the release that wrote it.
     """
 
     step: Annotated[int, msgspec.Meta(ge=0)]
@@ -87,6 +90,7 @@ class State(msgspec.Struct):
     obsolete: list[str] = []
     format: Literal["dali_tf_input training state"] = "dali_tf_input training state"
     version: Literal[6] = 6  # `_VERSION`
+    release: str = ""
 
 
 class Resume:
@@ -258,7 +262,7 @@ class Resume:
             state.files = {name: _digest(path) for name, path in zip(names, partial, strict=True)}
             replace(dict(zip(partial, map(self._path, names), strict=True)))
             state.obsolete = sorted({*self._saved_names} - {*names})
-            document = msgspec.to_builtins(state)
+            document = {**msgspec.to_builtins(state), "release": __version__}
             write_whole(self._path(_STATE_NAME), json.dumps(document, indent=2))
         except OSError as error:
             for path in (*partial, self._path(f"{_STATE_NAME}.new")):
@@ -292,8 +296,10 @@ class Resume:
     def _read(self) -> State | None:
         path = self._path(_STATE_NAME)
         try:
-            with open(path, encoding="utf-8") as stream:
-                document = json.load(stream)
+            with open(path, "rb") as stream:
+                data = stream.read()
+            refuse_newer(path, data, _VERSION)
+            document = json.loads(data)
             version = document.get("version")
             if isinstance(version, int) and version < _VERSION:
                 raise InputError(

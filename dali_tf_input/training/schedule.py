@@ -7,14 +7,14 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from numbers import Integral
-from typing import Any
+from typing import Any, TypeAlias
 
 from dali_tf_input.errors import InputError, check
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.preprocess import Preprocess
 
-Stage = Preprocess | InputSpec
-Stages = Mapping[int, Stage] | Callable[[int], Stage]
+Stage: TypeAlias = Preprocess | InputSpec
+Stages: TypeAlias = Mapping[int, Stage] | Callable[[int], Stage]
 
 _CHANGES = ("preprocess", "views", "mix", "transform", "balance", "temperature", "mixture")
 

@@ -27,6 +27,7 @@ from conftest import (
     nightly,
     numbered_examples,
     refused,
+    scan_records,
     spec_of,
     write_indexed,
     write_tfrecord,
@@ -178,7 +179,11 @@ def change_version(file, version):
     ("spoil", "message", "named"),
     [
         (lambda file: write_tfrecord(file, ONE), "train-1 changed since it was indexed", "train-1"),
-        (lambda file: os.utime(file, ns=(1, 1)), "train-1 changed since it was", "train-1"),
+        (
+            lambda file: os.utime(file, ns=(1, 1)),
+            "train-1 changed since .*it was copied",
+            "train-1",
+        ),
         (
             lambda file: index_of(file).unlink(),
             "^1 of 3 files have no index beside them ",
@@ -186,10 +191,7 @@ def change_version(file, version):
         ),
         (lambda file: index_of(file).write_text("0 17\n" * 5), "is not the one that", "train-1"),
         (lambda file: manifest_of(file).unlink(), "no entry for this index", r"train-\*'"),
-        *(
-            (partial(change_version, version=version), f"not an .* value {version} ", r"train-\?'")
-            for version in (2, 99)
-        ),
+        (partial(change_version, version=2), "not an .* value 2 ", r"train-\?'"),
     ],
 )
 def test_what_changed_is_refused_and_fixed(files, train, spoil, message, named):
@@ -202,7 +204,8 @@ def test_what_changed_is_refused_and_fixed(files, train, spoil, message, named):
     if force:  # or what the manifest knew would be forgotten
         with refused("Restore it, or start a new one for all files of this folder: --force"):
             build_index(train)
-    assert build_index(train, force=force).written == (1 if named == "train-1" else 3)
+    written = 0 if "copied" in message else 1 if named == "train-1" else 3
+    assert build_index(train, force=force).written == written
     from_files(train)
 
 
@@ -684,7 +687,8 @@ def test_kill_at_any_moment(tmp_path, kills):
         outcomes.add(frozenset(text == new[path] for path, text in found.items()))
         build_index(train)  # continues: fixes an index that stands without its entry
         from_files(train)
-        build_index(train, force=True)
+        (tmp_path / "index_manifest.json").unlink()  # or they stay as deep
+        build_index(train)
     assert len(outcomes) > 1  # some before, some after
     assert hidden(tmp_path) == []  # what the killed ones left
 
@@ -794,6 +798,40 @@ def test_fuzzed_examples(tmp_path):
     assert "unreadable" not in report.reasons
 
 
+def test_a_copied_set_is_recognized(files, train, tmp_path):
+    """By its framing: nothing is checked again, and what was skipped stays skipped."""
+    ruin_data(files[1], 2)
+    index_with_faults(train, CRC, **SKIP)
+    copied = tmp_path.with_name(f"{tmp_path.name}-copied")
+    subprocess.run(["cp", "-r", tmp_path, copied], check=True)
+    with refused("changed since it was indexed .its time of modification differs: it was copied"):
+        from_files(copied / "train-*")
+    listed = (copied / "bad_records.jsonl").read_bytes()
+    report, faults = index_with_faults(copied / "train-*")
+    assert (report.unchanged, report.written, faults) == (3, 0, [])
+    assert (report.summary.records, report.summary.verified) == (14, {"crc": 3})
+    records = from_files(copied / "train-*")
+    assert (records.num_records, (copied / "bad_records.jsonl").read_bytes()) == (14, listed)
+    assert build_index(copied / "train-*").unchanged == 3  # which knows the new times
+
+
+@pytest.mark.parametrize("place", ["data", "footer", "length"])
+def test_a_file_that_was_written_is_not_recognized(files, train, place):
+    """Another record of the same size has another CRC; so has the last one."""
+    build_index(train, CRC)
+    extents = scan_records(files[1])
+    offset, size = extents[-1 if place == "footer" else 1]
+    data = Path(files[1]).read_bytes()
+    body = data[offset + 12 : offset + size - 4]
+    new = frame_record(body[:-1] + bytes([body[-1] ^ 1]))
+    if place == "length":  # two records become one of the same size in all
+        new = frame_record(bytes(size + extents[2][1] - 16))
+        size += extents[2][1]
+    Path(files[1]).write_bytes(data[:offset] + new + data[offset + size :])
+    report, _ = index_with_faults(train)
+    assert (report.unchanged, report.summary.verified) == (2, {"crc": 3})
+
+
 def test_a_touched_file_is_checked_as_deeply_as_before(files, train):
     """Or its bad records would come back with the next run at the default level."""
     ruin_data(files[1], 2)
@@ -803,10 +841,11 @@ def test_a_touched_file_is_checked_as_deeply_as_before(files, train):
     with refused(f"changed since .* -m dali_tf_input index {flags} {files[1]}"):
         from_files(train)
     report, faults = index_with_faults(train)
+    assert (report.summary.records, faults) == (14, [])  # recognized
+    report, faults = index_with_faults(train, force=True)
     assert faults == [("train-1", 2, "data CRC")]
-    report, _ = index_with_faults(train, **SKIP)
+    report, _ = index_with_faults(train, force=True, **SKIP)
     assert (report.summary.records, report.summary.verified) == (14, {"crc": 3})
-    assert build_index(train, force=True).summary.verified == {"framing": 3}  # by order
 
 
 def test_a_run_does_not_undo_what_another_found_meanwhile(files, train, tmp_path):

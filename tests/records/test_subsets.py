@@ -94,7 +94,9 @@ def test_a_record_stays_on_its_side(classes, tmp_path):
     data[bad[0] + bad[1] // 2] ^= 1
     path.write_bytes(data)
     checks = dataclasses.replace(SCHEMA, verify="schema")
-    dti.build_index(folder / "train-*", checks, on_bad="skip", max_bad_fraction=0.1)
+    # Its framing is that of a copy.
+    skip = {"on_bad": "skip", "max_bad_fraction": 0.1, "force": True}
+    dti.build_index(folder / "train-*", checks, **skip)
     after = dti.Records.from_files(folder / "train-*").split(train=0.7, held_out=0.3)
     lost = {("train-2", int(bad[0]))}
     for name, part in before.items():
