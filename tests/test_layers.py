@@ -31,7 +31,17 @@ LAYERS = [
 ]
 UPWARDS = {("__main__.py", "cli")}  # ``python -m ...``
 # Imported when they are used: optional packages, and what takes seconds or serves few.
-LATE = {"obstore", "distributed", "nvidia", "tensorflow", "PIL", "numpy", "pynvml"}
+LATE = {
+    "imagehash",
+    "scipy",
+    "obstore",
+    "distributed",
+    "nvidia",
+    "tensorflow",
+    "PIL",
+    "numpy",
+    "pynvml",
+}
 LATE_LAYERS = {"index.decoders"}  # it brings TensorFlow
 LATE_IN_CLI = {"backends", "serving", "sheets", "training"}  # as a command's help comes at once
 

@@ -245,9 +245,8 @@ def _hop(
             block_start = max(0, offset - FOOTER_SIZE)  # with the footer of the record before
             block = os.pread(descriptor, length, block_start)
             header = block[offset - block_start : offset - block_start + HEADER_SIZE]
-        if footers is not None:
-            start = offset - block_start
-            footers += block[max(0, start - FOOTER_SIZE) : start]
+        if footers is not None and offset:
+            footers += block[offset - block_start - FOOTER_SIZE : offset - block_start]
         next_size = size_of(header)
         if next_size is None or offset + next_size > file_size:
             return offset, True

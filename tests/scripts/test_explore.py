@@ -4,14 +4,16 @@ import base64
 import io
 import json
 import re
+import sys
 
 import numpy as np
 import pytest
-from commands import run
-from conftest import encode, jpeg, write_tfrecord
+from commands import fails, rows, run
+from conftest import encode, jpeg, slowly, write_tfrecord
 from PIL import Image
 
 import dali_tf_input as dti
+from dali_tf_input.cli.explore.near import find_groups
 
 SCHEMA = dti.Checks(verify="schema")
 
@@ -48,20 +50,21 @@ def test_every_fault_is_found(faulty, tmp_path):
     process = run("explore", *arguments, f"--out={tmp_path}/page.html", cwd=faulty)
     assert (process.returncode, process.stderr) == (0, "")
     for line in (
-        "validation-*: 2 images also in train-*: leave them out of one of the two, records.exclude",
-        "train-*: 2 images more than once, 1 of them with different labels: leave the others out",
+        "validation-*: 2 images also in train-* (identical files): leave them out of one of the two",
+        "train-*: 2 images more than once (identical files), 1 of them with different labels: leave",
         "train-*: 1 image cannot be used (text): index with --verify=decode.",
         "train-*: 1 image below 32 pixels, which say little.",
-        "train-*: 1 image more than 3 times as long as wide, of which crops lose the most.",
+        "train-*: 1 image with an aspect ratio above 3:1, of which crops lose the most.",
         "train-*: 4 records of <bird>, 100 of cat: balance='class' in the spec serves them alike",
-        "train-*: fewer than 10 records of <bird>: too few to learn from, or to judge by.",
-        "train-*: sorted by class, more or less: order 'buffer' would make batches of few",
+        "train-*: 1 class has fewer than 10 images (<bird>): too few to train on, or to evaluate.",
+        "train-*: more or less sorted by class: order 'buffer' would make batches of few classes.",
     ):
         assert f"- {line}" in process.stdout
     table = process.stdout.partition("\n\n")[0]
     assert re.search(r"^records +144 +20 *$", table, re.MULTILINE)
     assert re.search(r"^width +50 \(0 to 200\) +50 \(50 to 50\)", table, re.MULTILINE)
-    assert re.search(r"^classes +3, of 4 \(<bird>\) to 100 records", table, re.MULTILINE)
+    counted = r"^classes +3, 4 \(<bird>\) to 100 \(cat\) records each"
+    assert re.search(counted, table, re.MULTILINE)
     report = json.loads((tmp_path / "found.json").read_text())
     sets = {name: dti.Records.from_files(faulty / name) for name in ("train-*", "validation-*")}
 
@@ -103,7 +106,99 @@ def test_sound_records(tmp_path):
     assert process.returncode == 0
     assert "- (the index has no class of each record)" in process.stdout
     assert "Nothing that would hurt training was found." in process.stdout
-    assert run("explore", pattern, "--sample=3").stdout.split()[2] == "3"
+    found = rows(run("explore", pattern, "--sample=3").stdout)
+    seen = [found[name].strip() for name in ("records", "looked at a sample of")]
+    assert seen == ["5", "3"]
+
+
+def test_a_sample_is_not_taken_for_the_set(tmp_path):
+    """Its few records of a class say nothing of the class; what it shows is said to be of it."""
+    examples = [example(jpeg(40, 50, seed=n // 2), n % 2) for n in range(60)]
+    write_tfrecord(tmp_path / "train-0", examples)
+    dti.build_index(tmp_path / "train-0", SCHEMA)
+    process = run("explore", f"--files={tmp_path}/train-0", "--sample=40")
+    assert process.returncode == 0
+    assert "fewer than" not in process.stdout
+    assert re.search(r"^classes +2, 30 \(class 0\) to 30", process.stdout, re.MULTILINE)
+    assert "train-0, sample of 40: " in process.stdout
+
+
+def test_labels_below_0_and_names_that_are_missing(tmp_path):
+    write_tfrecord(tmp_path / "train-0", [example(jpeg(9, 9, seed=n), n % 3) for n in range(30)])
+    (tmp_path / "labels.txt").write_text("only\n")
+    dti.build_index(tmp_path / "train-0", SCHEMA)
+    process = run("explore", f"--files={tmp_path}/train-0", "--label_offset=2")
+    fails(process, "`label_offset` 2 is above the lowest label of", "train-0, 0.")
+    process = run("explore", f"--files={tmp_path}/train-0")
+    assert "there are 1 name of classes, and labels run to 2: complete labels.txt" in process.stdout
+
+
+def saved_again(image, quality, size):
+    stream = io.BytesIO()
+    Image.open(io.BytesIO(image)).resize(size).save(stream, "JPEG", quality=quality)
+    return stream.getvalue()
+
+
+def drawn(seed):
+    """Returns a JPEG of smooth colors, as a photo has, other than `jpeg`'s noise."""
+    coarse = np.random.default_rng(seed).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+    image = Image.fromarray(coarse).resize((200, 150), Image.Resampling.BICUBIC)
+    return encode(image, "JPEG", quality=95)
+
+
+def test_near_duplicates(tmp_path):
+    """Within a set and across sets; identical files are not named again."""
+    train = [drawn(seed) for seed in range(30)]
+    train[7] = saved_again(train[3], 60, (100, 75))
+    train[9] = train[2]
+    held_out = [drawn(seed) for seed in range(50, 60)]
+    held_out[4] = saved_again(train[20], 70, (300, 225))
+    held_out[6] = b"\xff\xd8\xff damaged"
+    for name, images in (("train-0", train), ("validation-0", held_out)):
+        write_tfrecord(tmp_path / name, [example(image, 0) for image in images])
+        dti.build_index(tmp_path / name, SCHEMA)
+    files = [f"--files={tmp_path}/{name}-0" for name in ("train", "validation")]
+    process = run("explore", *files, "--near_duplicates", f"--json={tmp_path}/found.json")
+    assert process.returncode == 0, process.stderr
+    kind = "near duplicates: the same picture saved again, resized, or slightly changed"
+    assert f"- 1 group of {kind}, within a set: look at them" in process.stdout
+    assert f"- 1 group of {kind}, across the sets: look at them" in process.stdout
+    report = json.loads((tmp_path / "found.json").read_text())
+    found = {
+        finding["name"]: [[one["record"] for one in group] for group in finding["groups"]]
+        for finding in report["findings"]
+    }
+    assert (found["near copies"], found["near leaks"]) == ([[3, 7]], [[20, 4]])
+    assert found["copies"] == [[2, 9]]
+    assert "near duplicates" not in run("explore", *files).stdout
+
+
+def test_near_duplicates_need_a_library(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "imagehash", None)
+    process = run("explore", f"--files={tmp_path}/none", "--near_duplicates")
+    fails(process, "`near_duplicates` needs the library imagehash: pip install 'imagehash>=4.3'")
+
+
+@pytest.mark.parametrize("count", [2, 300, slowly(3000)])
+def test_groups_of_near_hashes(count):
+    """Against all pairs: chains of hashes within four bits, some of them equal."""
+    random = np.random.default_rng(count)
+    hashes = random.integers(0, 1 << 63, count, np.uint64)
+    for _ in range(count // 2):
+        first, second = random.integers(0, count, 2)
+        flipped = np.bitwise_or.reduce(
+            1 << random.integers(0, 64, random.integers(0, 7), np.uint64)
+        )
+        hashes[first] = hashes[second] ^ np.uint64(flipped)
+    alike = [[(int(a) ^ int(b)).bit_count() <= 4 for b in hashes] for a in hashes]
+    own = [*range(count)]
+    for first, row in enumerate(alike):
+        for second in np.flatnonzero(row):
+            low, high = sorted((own[first], own[second]))
+            own = [low if one == high else one for one in own]
+    groups = [np.flatnonzero(np.array(own) == one) for one in {*own}]
+    expected = sorted(group.tolist() for group in groups if len(group) > 1)
+    assert sorted(sorted(group.tolist()) for group in find_groups(hashes)) == expected
 
 
 def test_odd_images(tmp_path):

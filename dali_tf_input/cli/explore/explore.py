@@ -4,8 +4,10 @@ usage: dali-tf-input explore [flags] --files=FILE_OR_PATTERN...
 
 It reports classes, image sizes, bytes, and duplicate images: within a set, and across two sets
 (each --files names a set, such as training and validation). Bytes and labels come from the index
-(with --verify=schema); for the rest each image is read, but not decoded. The file named by --json
-names all reported records by their file and their number in it, as records.exclude takes them.
+(with --verify=schema); for the rest each image is read, but not decoded. Duplicates are identical
+files; --near_duplicates finds pictures that were saved again, resized, or slightly changed, too.
+The file named by --json names all reported records by their file and their number in it, as
+records.exclude takes them.
 
 example: dali-tf-input explore --files='path/train-*' --files='path/validation-*' --out=page.html
 """
@@ -21,6 +23,7 @@ import numpy as np
 from dali_tf_input import InputError, Records
 from dali_tf_input.cli import command
 from dali_tf_input.cli.explore.findings import Finding, Set, find_problems, summarize
+from dali_tf_input.cli.explore.near import check_installed, hash_picture
 from dali_tf_input.cli.explore.page import write_page
 from dali_tf_input.cli.flags import FileFlags
 from dali_tf_input.index.decoders import read_header
@@ -33,6 +36,9 @@ _FILES = FileFlags(FLAGS)
 _OUT = FLAGS.string("out", None, "File for a page with plots and thumbnails, a .html.")
 _JSON = FLAGS.string("json", None, "File for the results, with the names of records.")
 _SAMPLE = FLAGS.integer("sample", None, "Random records to read from each set (default: all).", 1)
+_NEAR = FLAGS.boolean(
+    "near_duplicates", False, "Also find near duplicates, decoding each image (needs imagehash)."
+)
 
 _THREADS, _BATCH = 8, 1024
 
@@ -44,6 +50,8 @@ def main(arguments: list[str]) -> int:
     command.check_writable(_JSON, suffix=".json")
     if not _FILES.files.value:
         raise InputError("Name the TFRecord files: --files='path/train-*'")
+    if _NEAR.value:
+        check_installed()
     sets = [examine(pattern) for pattern in _FILES.files.value]
     command.print_table(["", *(one.name for one in sets)], summarize(sets))
     findings = [*find_problems(sets)]
@@ -61,39 +69,51 @@ def main(arguments: list[str]) -> int:
 
 def examine(pattern: str) -> Set:
     """Reads what is known of the records of a set."""
-    records = _FILES.dataset([pattern])
+    whole = records = _FILES.dataset([pattern])
     if _SAMPLE.value and _SAMPLE.value < records.num_records:
         records = records.sample(_SAMPLE.value)
+    offset = _FILES.label_offset.value
     try:
-        labels = records.labels - _FILES.label_offset.value
+        labels, all_labels = records.labels - offset, whole.labels - offset
     except InputError:
-        labels = None
+        labels = all_labels = None
+    if all_labels is not None and len(all_labels) and all_labels.min() < 0:
+        lowest = all_labels.min() + offset
+        raise InputError(
+            f"`label_offset` {offset} is above the lowest label of {pattern}, {lowest}."
+        )
     names = shift_names(records.class_names, _FILES.label_offset.value)
     extents = np.concatenate([records.index(number) for number in range(len(records.files))])
     looks = command.progress(_look_at_all(records), what=pattern, total=records.num_records)
-    sizes, turned, hashes, problems = zip(*looks, strict=True)
+    sizes, turned, hashes, pictures, problems = zip(*looks, strict=True)
     return Set(
         name=pattern,
         records=records,
+        num_all=whole.num_records,
         labels=labels,
+        all_labels=all_labels,
         sizes=np.array(sizes, np.int64),
         num_turned=sum(turned),
         hashes=np.array(hashes, np.uint64),
+        pictures=np.array(pictures, np.uint64) if _NEAR.value else None,
         problems=problems,
         num_bytes=extents[:, 1],
         names=names or (),
     )
 
 
-def _look_at_all(records: Records) -> Iterator[tuple[tuple[int, int], bool, int, str]]:
+Look = tuple[tuple[int, int], bool, int, int, str]
+
+
+def _look_at_all(records: Records) -> Iterator[Look]:
     """Yields for each image height and width as shown, whether EXIF turns it, and its hash.
 
-    Last comes why it cannot be used, or "".
+    Then comes the hash of the picture, if that was asked for, and why it cannot be used, or "".
     """
     checks = Checks(image_key=records.image_key, label=None)
 
-    def look(record: int) -> tuple[tuple[int, int], bool, int, str]:
-        data, orientation = b"", UPRIGHT
+    def look(record: int) -> Look:
+        data, orientation, picture = b"", UPRIGHT, 0
         try:
             data = records.read_data(record)
             features, image = check_record(data, checks, read_header)
@@ -101,12 +121,18 @@ def _look_at_all(records: Records) -> Iterator[tuple[tuple[int, int], bool, int,
             size, problem = image[1:] if image else (0, 0), ""
             orientation = find_orientation(data)
             size = size[::-1] if is_transposed(orientation) else size
+            if _NEAR.value:
+                try:
+                    picture = hash_picture(data)
+                except Exception as error:  # Pillow's decoders raise nearly anything
+                    problem = f"damaged: {error}"
         except InvalidRecord as bad:
             size, problem = (0, 0), bad.reason
         except (InputError, OSError) as error:
             size, problem = (0, 0), f"unreadable: {error}"
         digest = hashlib.blake2b(data or str(record).encode(), digest_size=8).digest()
-        return size, orientation != UPRIGHT, int.from_bytes(digest, "little"), problem
+        number = int.from_bytes(digest, "little")
+        return size, orientation != UPRIGHT, number, picture, problem
 
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
         for start in range(0, records.num_records, _BATCH):  # not all of a million at once
@@ -118,12 +144,13 @@ def make_report(sets: list[Set], findings: list[Finding]) -> dict[str, Any]:
     report: dict[str, Any] = {"sets": {}, "findings": []}
     for one in sets:
         report["sets"][one.name] = {
-            "records": one.records.num_records,
+            "records": one.num_all,
+            "sample": one.records.num_records,
             "bytes": int(one.num_bytes.sum()),
             "median_size": np.median(one.sizes, 0).tolist(),
         }
-        if one.labels is not None:
-            classes, counts = np.unique(one.labels, return_counts=True)
+        if one.all_labels is not None:
+            classes, counts = np.unique(one.all_labels, return_counts=True)
             pairs = zip(classes.tolist(), counts.tolist(), strict=True)
             report["sets"][one.name]["classes"] = {str(label): count for label, count in pairs}
     for finding in findings:

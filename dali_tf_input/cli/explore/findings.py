@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from dali_tf_input import Records
 from dali_tf_input.cli import command
+from dali_tf_input.cli.explore.near import find_groups
 from dali_tf_input.random import Integers
 from dali_tf_input.records.class_names import Names, find_difference
 
@@ -23,10 +24,13 @@ class Set:
 
     Attributes:
       name: the value of --files.
-      records: the records that are examined.
+      records: the records that are examined: all, or a sample.
+      num_all: how many records the set has.
       labels: the class of each as training gets it; None if the index does not have them.
+      all_labels: the class of each of all records, or None.
       sizes: int64 (records, 2), height and width in pixels, as shown; 0 where it is not an image.
       hashes: uint64 (records,), a hash of the encoded image.
+      pictures: uint64 (records,), a perceptual hash, see near.py; None if it was not asked for.
       problems: why the image of each cannot be used; "" if it can.
       num_bytes: int64 (records,), of the whole record.
       names: the names of the classes, as `labels` number them; none if they are not known.
@@ -35,9 +39,12 @@ class Set:
 
     name: str
     records: Records
+    num_all: int
     labels: Integers | None
+    all_labels: Integers | None
     sizes: Integers
     hashes: npt.NDArray[np.uint64]
+    pictures: npt.NDArray[np.uint64] | None
     problems: tuple[str, ...]
     num_bytes: Integers
     names: Names = ()
@@ -47,6 +54,12 @@ class Set:
         """Returns a class as text."""
         name = self.names[label] if 0 <= label < len(self.names) else None
         return f"class {label}" if name is None else name
+
+    @property
+    def scope(self) -> str:
+        """Its name, with a word on the sample where only that was looked at."""
+        num_seen = self.records.num_records
+        return self.name if num_seen == self.num_all else f"{self.name}, sample of {num_seen:,}"
 
 
 @dataclass
@@ -63,7 +76,9 @@ class Finding:
 
 def summarize(sets: list[Set]) -> Iterator[tuple[str, ...]]:
     """Yields the rows of the table."""
-    yield ("records", *(f"{one.records.num_records:,}" for one in sets))
+    yield ("records", *(f"{one.num_all:,}" for one in sets))
+    if any(one.records.num_records < one.num_all for one in sets):
+        yield ("looked at a sample of", *(f"{one.records.num_records:,}" for one in sets))
     yield ("files", *(f"{len(one.records.files):,}" for one in sets))
     yield ("bad ones skipped", *(f"{one.records.num_skipped:,}" for one in sets))
     yield ("MB", *(f"{one.num_bytes.sum() / 1e6:,.1f}" for one in sets))
@@ -83,24 +98,28 @@ def _spread(values: Any, form: str = ",.0f") -> str:
 
 
 def _describe_classes(one: Set) -> str:
-    if one.labels is None:
+    if one.all_labels is None:
         return "- (the index has no class of each record)"
-    classes, counts = np.unique(one.labels, return_counts=True)
-    fewest = one.name_of(int(classes[counts.argmin()]))
-    return f"{len(classes):,}, of {counts.min():,} ({fewest}) to {counts.max():,} records"
+    classes, counts = np.unique(one.all_labels, return_counts=True)
+    fewest, most = (one.name_of(int(classes[place(counts)])) for place in (np.argmin, np.argmax))
+    counted = f"{counts.min():,} ({fewest}) to {counts.max():,} ({most})"
+    return f"{len(classes):,}, {counted if len(classes) > 1 else f'{counts[0]:,}'} records each"
 
 
 def find_problems(sets: list[Set]) -> Iterator[Finding]:
     """Yields what would hurt training, the worst first."""
     for first, second in itertools.combinations(sets, 2):
         yield from _find_other_numbers(first, second)
+    for one in sets:
+        yield from _find_missing_names(one)
     for first, second in itertools.combinations(sets, 2):
         yield from _find_leaks(first, second)
     for one in sets:
         yield from _find_copies(one)
         yield from _find_sizes(one)
-        if one.labels is not None:
-            yield from _find_imbalance(one, one.labels)
+        if one.all_labels is not None:
+            yield from _find_imbalance(one, one.all_labels)
+    yield from _find_near(sets)
     yield from _find_order(sets[0])
 
 
@@ -114,6 +133,43 @@ def _find_other_numbers(first: Set, second: Set) -> Iterator[Finding]:
         )
 
 
+def _find_missing_names(one: Set) -> Iterator[Finding]:
+    if one.all_labels is None or not one.names or not len(one.all_labels):
+        return
+    highest = int(one.all_labels.max())
+    if highest >= len(one.names):
+        names = f"{len(one.names):,} name{'' if len(one.names) == 1 else 's'} of classes"
+        text = f"{one.name}: there are {names}, and labels run to {highest:,}: complete labels.txt."
+        yield Finding("names", text)
+
+
+def _find_near(sets: list[Set]) -> Iterator[Finding]:
+    """Finds pictures that are nearly alike, of which not all are identical files."""
+    seen = [
+        (one, int(place))
+        for one in sets
+        if one.pictures is not None
+        for place in np.flatnonzero([not problem for problem in one.problems])
+    ]
+    if not seen:
+        return
+    hashes = np.array([one.pictures[place] for one, place in seen if one.pictures is not None])
+    across, within = list[list[tuple[Set, int]]](), list[list[tuple[Set, int]]]()
+    for places in find_groups(hashes):
+        group = [seen[place] for place in places]
+        if len({one.hashes[place] for one, place in group}) > 1:
+            (across if len({one.name for one, _ in group}) > 1 else within).append(group)
+    kind = "near duplicates: the same picture saved again, resized, or slightly changed"
+    for name, groups, where, remedy in (
+        ("near leaks", across, "across the sets", "leave them out of one of the sets"),
+        ("near copies", within, "within a set", "leave the others out"),
+    ):
+        if groups:
+            count = command.format_count(len(groups), "group")
+            text = f"{count} of {kind}, {where}: look at them, and {remedy}, records.exclude(ids)."
+            yield Finding(name, text, groups)
+
+
 def _find_leaks(first: Set, second: Set) -> Iterator[Finding]:
     shared = np.intersect1d(first.hashes, second.hashes)
     if not len(shared):
@@ -123,8 +179,8 @@ def _find_leaks(first: Set, second: Set) -> Iterator[Finding]:
         places = np.flatnonzero(np.isin(one.hashes, shared))
         for place, group in zip(places, np.searchsorted(shared, one.hashes[places]), strict=True):
             groups[group].append((one, int(place)))
-    text = f"{second.name}: {_count(len(shared))} also in {first.name}: leave them out of one of"
-    yield Finding("leaks", f"{text} the two, records.exclude(ids).", groups)
+    text = f"{second.scope}: {_count(len(shared))} also in {first.scope} (identical files): leave"
+    yield Finding("leaks", f"{text} them out of one of the two, records.exclude(ids).", groups)
 
 
 def _find_copies(one: Set) -> Iterator[Finding]:
@@ -139,8 +195,8 @@ def _find_copies(one: Set) -> Iterator[Finding]:
         more = f", {differ:,} of them with different labels" if differ else ""
         yield Finding(
             "copies",
-            f"{one.name}: {_count(len(groups))} more than once{more}: leave the others out,"
-            " records.exclude(ids).",
+            f"{one.scope}: {_count(len(groups))} more than once (identical files){more}: leave the"
+            " others out, records.exclude(ids).",
             [[(one, int(place)) for place in part] for part in groups],
         )
 
@@ -159,18 +215,18 @@ def _find_sizes(one: Set) -> Iterator[Finding]:
         (
             "long",
             is_image & (long > _LONG * short),
-            f"more than {_LONG:g} times as long as wide, of which crops lose the most.",
+            f"with an aspect ratio above {_LONG:g}:1, of which crops lose the most.",
         ),
     ):
         places = np.flatnonzero(where)
         if len(places):
             groups = [[(one, int(place))] for place in places]
-            yield Finding(name, f"{one.name}: {_count(len(places))} {text}", groups)
+            yield Finding(name, f"{one.scope}: {_count(len(places))} {text}", groups)
     if np.median(short) > _LARGE:
         yield Finding(
             "large",
-            f"{one.name}: half of the images over {_LARGE} pixels each way: stored smaller they are"
-            " read several times as fast, dali-tf-input convert --resize_shorter=320.",
+            f"{one.scope}: half of the images have over {_LARGE} pixels each way: stored smaller,"
+            " they are read several times as fast, dali-tf-input convert --resize_shorter=320.",
         )
 
 
@@ -187,22 +243,24 @@ def _find_imbalance(one: Set, labels: Integers) -> Iterator[Finding]:
     rare = classes[counts < _RARE].tolist()
     if rare:
         listed = ", ".join(one.name_of(label) for label in rare[:5])
-        more = f" and of {len(rare) - 5:,} more classes" if len(rare) > 5 else ""
-        text = f"{one.name}: fewer than {_RARE} records of {listed}{more}"
-        yield Finding("rare", f"{text}: too few to learn from, or to judge by.")
+        more = f" and {len(rare) - 5:,} more" if len(rare) > 5 else ""
+        has = "class has" if len(rare) == 1 else "classes have"
+        text = f"{one.name}: {len(rare):,} {has} fewer than {_RARE} images ({listed}{more})"
+        yield Finding("rare", f"{text}: too few to train on, or to evaluate.")
 
 
 def _find_order(one: Set) -> Iterator[Finding]:
-    if one.labels is None or len(one.labels) < 100:
+    labels = one.all_labels
+    if labels is None or len(labels) < 100:
         return
-    _, counts = np.unique(one.labels, return_counts=True)
-    expected = len(one.labels) * (1 - ((counts / counts.sum()) ** 2).sum())
-    changes = np.count_nonzero(np.diff(one.labels))
+    _, counts = np.unique(labels, return_counts=True)
+    expected = len(labels) * (1 - ((counts / counts.sum()) ** 2).sum())
+    changes = np.count_nonzero(np.diff(labels))
     if changes < expected / 2:
         yield Finding(
             "sorted",
-            f"{one.name}: sorted by class, more or less: order 'buffer' would make batches of few"
-            " classes; order 'global', the default, does not mind.",
+            f"{one.name}: more or less sorted by class: order 'buffer' would make batches of few"
+            " classes. The default order, 'global', is unaffected.",
         )
 
 
