@@ -11,6 +11,7 @@ from dali_tf_input.backends import tf_data, tf_images
 from dali_tf_input.backends.remote import fetch_all, localize
 from dali_tf_input.backends.stream import MAX_EPOCHS, Stream
 from dali_tf_input.errors import BatchSize, InputError, check, checked
+from dali_tf_input.records.installing import DALI, pip_install
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.options import DaliOptions, Options, TfDataOptions
 from dali_tf_input.spec.plan import Position, Shard, check_step
@@ -140,8 +141,8 @@ def import_dali() -> Any:
         return importlib.import_module("dali_tf_input.backends.dali")
     except ImportError as error:
         raise InputError(
-            f"DaliOptions needs NVIDIA DALI: {error}. Install it: pip install nvidia-dali-cuda120,"
-            " then the plugin (docs/install.md). Or use TfDataOptions()."
+            f"DaliOptions needs NVIDIA DALI: {error}. Install it: {pip_install(DALI)}, then the"
+            " plugin (docs/install.md). Or use TfDataOptions()."
         ) from error
 
 

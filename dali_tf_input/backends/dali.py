@@ -27,6 +27,7 @@ from dali_tf_input.backends.dali_reader import can_use_dali_reader
 from dali_tf_input.backends.dali_reading import PACKED, define_inputs, pack_batches
 from dali_tf_input.backends.stream import Stream, with_cardinality
 from dali_tf_input.errors import InputError
+from dali_tf_input.records.installing import plugin_command
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.options import DaliOptions
 from dali_tf_input.spec.plan import Position
@@ -46,9 +47,8 @@ def import_plugin() -> Any:
     except (ImportError, OSError) as error:
         raise InputError(
             f"DaliOptions needs DALI's TensorFlow plugin: {error}. It is compiled against the"
-            " installed TensorFlow and DALI: pip install --no-build-isolation --no-cache-dir"
-            " nvidia-dali-tf-plugin-cuda120 (needs g++ and CUDA's headers, see docs/install.md);"
-            " or `make install` in a clone. Or use TfDataOptions()."
+            f" installed TensorFlow and DALI: {plugin_command()} (needs g++ and CUDA's headers, see"
+            " docs/install.md); or `make install` in a clone. Or use TfDataOptions()."
         ) from error
 
 

@@ -7,6 +7,7 @@ from concurrent.futures import Executor
 from typing import Any
 
 from dali_tf_input.errors import InputError
+from dali_tf_input.records.installing import pip_install
 
 _SECONDS_TO_CONNECT = 10
 
@@ -26,7 +27,7 @@ def connect_dask(address: str | None) -> Iterator[Executor | None]:
     try:
         from distributed import Client
     except ImportError as error:
-        text = f"--dask needs Dask: {error}. Install it: pip install distributed"
+        text = f"--dask needs Dask: {error}. Install it: {pip_install('distributed')}"
         raise InputError(text) from error
     try:
         client: Any = Client(address, timeout=_SECONDS_TO_CONNECT)  # type: ignore[no-untyped-call]

@@ -12,20 +12,19 @@ example: dali-tf-input doctor --files='path/train-*'
 import collections
 import contextlib
 import glob
-import importlib.metadata
 import os
 import platform
 import re
 import shlex
-import shutil
 import sys
 from collections.abc import Generator, Iterator
 from typing import Literal, NamedTuple
 
-from dali_tf_input import InputError, InputSpec
+from dali_tf_input import InputError, InputSpec, __version__
 from dali_tf_input.cli import command, machine
 from dali_tf_input.cli.flags import FileFlags
 from dali_tf_input.processes import Child, ChildDiedError
+from dali_tf_input.records.installing import DALI, PLUGIN, pip_install, plugin_command, version_of
 from dali_tf_input.records.paths import index_command, program, python_command
 from dali_tf_input.storage import objects
 
@@ -73,7 +72,7 @@ _COUNT_GPUS = {
 _PACKAGES = {  # module and package
     "TensorFlow": ("tensorflow", "tensorflow"),
     "Keras": ("keras", "keras"),
-    "DALI": ("nvidia.dali", "nvidia-dali-cuda120"),
+    "DALI": ("nvidia.dali", DALI),
 }
 
 
@@ -127,8 +126,8 @@ def main(arguments: list[str]) -> int:
         if finding.fix:
             print(f"{'':<7}  {'':<21}  -> {finding.fix}")
     broken, warnings = states["broken"], states["warning"]
-    count = command.format_count
-    print(f"{count(broken, 'thing')} broken, {count(warnings, 'warning')}.")
+    problems = command.format_count(broken, "problem") if broken else "No problems found"
+    print(f"{problems}, {command.format_count(warnings, 'warning')}.")
     return 1 if broken else 0
 
 
@@ -139,6 +138,7 @@ def check(what: str, works: bool, found: str, fix: str) -> Finding:
 
 def examine() -> Iterator[Finding]:
     """Yields the lines, in the order in which things build on each other."""
+    yield Finding("ok", "dali_tf_input", __version__)
     fits = _OLDEST <= sys.version_info[:2] <= _NEWEST
     yield check("Python", fits, platform.python_version(), "use Python 3.10 to 3.13")
     works = {}
@@ -146,17 +146,27 @@ def examine() -> Iterator[Finding]:
     with trier:
         for name, (module, package) in _PACKAGES.items():
             works[name], text = trier.attempt(f"import {module}; print({module}.__version__)")
-            yield check(name, works[name], text, reinstall(package))
+            if name == "DALI" and version_of(DALI) is None:
+                text = "not installed: tf.data alone works (DaliOptions needs it)"
+                yield Finding("warning", name, text, pip_install(DALI))
+            else:
+                yield check(name, works[name], text, reinstall(package))
         imported = [name for name in _COUNT_GPUS if works[name]]
         if works["TensorFlow"]:
             compiled, text = trier.attempt(_TRY_KERNEL)
-            yield Finding("ok" if compiled else "warning", "kernel", text)  # it says what to do
+            yield Finding("ok", "kernel", text) if compiled else _explain_kernel(text)
         on_gpu = yield from examine_gpus(trier, imported)
         if len(imported) == 2:
             yield from examine_plugin(trier, on_gpu=on_gpu)
     yield from examine_cores()
     if _FILES.files.value:
         yield from examine_files(_FILES.files.value)
+
+
+def _explain_kernel(text: str) -> Finding:
+    """Returns the line for the compiled operations, by the error that says how to compile them."""
+    problem, _, fix = text.rpartition("compiled operations: ")[2].partition(" To compile them: ")
+    return Finding("warning", "kernel", problem, fix.partition(". Or use ")[0])
 
 
 def examine_gpus(trier: Trier, imported: list[str]) -> Generator[Finding, None, bool]:
@@ -175,7 +185,7 @@ def examine_gpus(trier: Trier, imported: list[str]) -> Generator[Finding, None, 
     hidden = "CUDA_VISIBLE_DEVICES" in os.environ
     # Some may be hidden on purpose.
     expected = max_seen if hidden and max_seen else len(gpus or ()) or max_seen
-    gpu_install = reinstall("tensorflow[and-cuda]", "nvidia-dali-cuda120", on_gpu=True)
+    gpu_install = reinstall("tensorflow[and-cuda]", DALI)
     for name, (works, text) in seen.items():
         fix = gpu_install
         if works and int(text) != expected:
@@ -188,7 +198,7 @@ def examine_gpus(trier: Trier, imported: list[str]) -> Generator[Finding, None, 
         works, text = trier.attempt(_TRY_ENGINES)
         fix = "" if works else "in a container: docker run -e NVIDIA_DRIVER_CAPABILITIES=all ..."
         if "No module named" in text:
-            text, fix = "unknown", f"{python_command()} -m pip install nvidia-ml-py"
+            text, fix = "unknown", pip_install("nvidia-ml-py")
         if "Not Supported" in text:
             text, fix = "this GPU has none (A100, H100 and later do): decoded by CUDA cores", ""
         yield Finding("ok" if works else "warning", "hardware JPEG decoder", text, fix)
@@ -222,11 +232,9 @@ def examine_driver() -> Generator[Finding, None, list[str] | None]:
 
 def examine_plugin(trier: Trier, *, on_gpu: bool) -> Iterator[Finding]:
     """Tries DALI's TensorFlow plugin: its version, loading it, a pipeline on CPU and GPU."""
-    packages = ("nvidia-dali-cuda120", "nvidia-dali-tf-plugin-cuda120")
-    try:
-        dali, plugin = map(importlib.metadata.version, packages)
-    except importlib.metadata.PackageNotFoundError as error:
-        text = f"{error.name} is not installed: tf.data alone works (DaliOptions needs it)"
+    dali, plugin = version_of(DALI), version_of(PLUGIN)
+    if plugin is None:
+        text = "not installed: tf.data alone works (DaliOptions needs it)"
         yield Finding("warning", "plugin", text, _install_plugin())
         return
     if dali != plugin:
@@ -338,28 +346,21 @@ def fix_records(error: str, files: list[str]) -> str:
     return f"ls -l {quoted}"
 
 
-def reinstall(*packages: str, on_gpu: bool = False) -> str:
+def reinstall(*packages: str) -> str:
     """Returns the command that installs packages again, in the environment that this runs in."""
-    if clone := _find_clone():
-        gpu = " GPU=1" if on_gpu or shutil.which("nvidia-smi") else ""
-        return f"cd {shlex.quote(clone)} && rm -rf .venv && make install{gpu}"
-    return f"{python_command()} -m pip install --force-reinstall {shlex.join(packages)}"
+    return pip_install(*packages, flags="--force-reinstall ")
 
 
 def _install_plugin() -> str:
-    """Returns the command that compiles DALI's TensorFlow plugin, which pip does not do alone."""
-    if _find_clone():
-        return reinstall()
-    flags = "--no-build-isolation --no-cache-dir --force-reinstall --no-deps"
-    command = f"{python_command()} -m pip install {flags} nvidia-dali-tf-plugin-cuda120"
-    return f"{command}    # needs g++ and CUDA's headers: docs/install.md"
+    """Returns the command that compiles DALI's TensorFlow plugin, which pip does not do alone.
 
-
-def _find_clone() -> str | None:
-    """Returns the clone whose `make install` made this environment; None in any other."""
-    clone = os.path.dirname(sys.prefix)
-    has_installer = os.path.exists(os.path.join(clone, "scripts", "install.sh"))
-    return clone if has_installer and os.path.basename(sys.prefix) == ".venv" else None
+    `make install` finds out by itself that it does not load, in an environment that it made.
+    """
+    if stamps := glob.glob(os.path.join(glob.escape(sys.prefix), ".installed*")):
+        clone = shlex.quote(os.path.dirname(sys.prefix))
+        gpu = " GPU=1" if any("gpu" in os.path.basename(stamp) for stamp in stamps) else ""
+        return f"cd {clone} && rm -f .venv/.installed* && make install{gpu}"
+    return f"{plugin_command()}    # needs g++ and CUDA's headers: docs/install.md"
 
 
 def last_line(text: str) -> str:

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from dali_tf_input import errors
 from dali_tf_input.errors import Count, InputError, Path, checked
+from dali_tf_input.index.decode import choose_decoder
 from dali_tf_input.index.folder import IndexFolder
 from dali_tf_input.index.run import Recognized, Unreadable, run_in_executor, run_jobs
 from dali_tf_input.records import contents
@@ -171,7 +172,7 @@ def build_index(
     paths = [*versions]
     if not allow_missing:
         check_complete(paths)
-    checks = _with_keys(checks or Checks(), versions)
+    checks = _with_keys(choose_decoder(checks or Checks()), versions)
     index_files = index_files_of(paths, index_dir=index_dir)
     by_folder: dict[str, dict[str, str]] = {}  # index folder -> base name -> file
     for file, index_file in zip(paths, index_files, strict=True):

@@ -1,14 +1,53 @@
 """Trial decoding in a child process, as a damaged image may crash or hang a decoder."""
 
+import dataclasses
 import functools
+import importlib.util
+import logging
 
 from dali_tf_input.errors import InputError
 from dali_tf_input.processes import Child, ChildDiedError
 from dali_tf_input.records.checks import Checks, Decoder, InvalidRecord, TrialDecode
+from dali_tf_input.records.installing import DALI, pip_install
 
 _LONGEST_SECONDS = 900.0  # for one image
 
+_logger = logging.getLogger("dali_tf_input")
+
 Decoded = tuple[str, int, int] | InvalidRecord  # format, height and width, or what is wrong
+
+
+def choose_decoder(checks: Checks) -> Checks:
+    """Returns checks by the decoders that are installed, where they ask for both.
+
+    Raises:
+      InputError: DALI's is asked for, and is not installed.
+    """
+    if checks.verify != "decode" or checks.decoder == "tf_data" or _has_dali_decoder():
+        return checks
+    remedy = pip_install(DALI)
+    if checks.decoder == "dali":
+        raise InputError(
+            f"DALI's decoder, nvImageCodec, is not installed: {remedy}; or check with TensorFlow's"
+            " alone: --decoder=tf_data"
+        )
+    _tell_once(
+        "DALI's decoder, nvImageCodec, is not installed: images are checked by TensorFlow's alone."
+        f" To check with both: {remedy}"
+    )
+    return dataclasses.replace(checks, decoder="tf_data")
+
+
+def _has_dali_decoder() -> bool:
+    try:
+        return importlib.util.find_spec("nvidia.nvimgcodec") is not None
+    except ModuleNotFoundError:  # not even nvidia
+        return False
+
+
+@functools.cache
+def _tell_once(text: str) -> None:
+    _logger.warning("%s", text)
 
 
 class DecodingChild:

@@ -11,6 +11,7 @@ from PIL import Image
 
 from dali_tf_input.errors import InputError
 from dali_tf_input.records.checks import DCT_METHOD, Checks, InvalidRecord, TrialDecode
+from dali_tf_input.records.installing import DALI, pip_install
 from dali_tf_input.records.tfrecord import name_content
 
 # What both backends decode to the same pixels; one of them refuses any other format.
@@ -177,8 +178,7 @@ def _make_dali_decoder() -> Callable[[bytes], Any]:
         from nvidia import nvimgcodec
     except ImportError as error:
         raise InputError(
-            f"To decode as DALI does needs nvImageCodec: {error}. Install it: pip install"
-            " nvidia-dali-cuda120; or check with TensorFlow alone: --decoder=tf_data"
+            f"To decode as DALI does needs nvImageCodec: {error}. Install it: {pip_install(DALI)}"
         ) from error
 
     decoder = nvimgcodec.Decoder(

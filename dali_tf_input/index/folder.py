@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 
 from dali_tf_input.errors import InputError
+from dali_tf_input.index.decode import choose_decoder
 from dali_tf_input.index.run import Job
 from dali_tf_input.records.checks import LEVELS, Checks
 from dali_tf_input.records.class_names import MAIN_KEYS, find_class_names
@@ -347,7 +348,7 @@ def _at_least_as_before(checks: Checks, entry: FileEntry | None) -> Checks:
     if entry is None or LEVELS.index(entry.verified) <= LEVELS.index(checks.verify):
         return checks
     before = {"verify": entry.verified, **entry.checked_by}
-    return Checks.from_json({**before, **checks.depends_on()})
+    return choose_decoder(Checks.from_json({**before, **checks.depends_on()}))
 
 
 def _read_lines(path: str, *, without: set[str]) -> Iterator[tuple[str, str]]:

@@ -5,6 +5,7 @@ command that mends it.
 import contextlib
 import importlib.metadata
 import os
+import shlex
 import shutil
 import types
 
@@ -14,6 +15,7 @@ from conftest import jpeg, nightly, write_dataset, write_tfrecord
 
 from dali_tf_input import Checks, ClassLabel, InputError, build_index
 from dali_tf_input.cli import machine
+from dali_tf_input.records.installing import DALI, with_version
 from dali_tf_input.records.paths import program, python_command
 
 # Run by Python as it starts: what an import of the plugin meets.
@@ -86,7 +88,7 @@ def test_a_sound_environment(tmp_path):
     build_index(dataset.paths, Checks(verify="schema"))
     code, lines = examine(tmp_path, *(f"--files={file}" for file in dataset.paths))
     assert code == 0
-    assert lines[-1].startswith("0 things broken, ")
+    assert lines[-1].startswith("No problems found, ")
     bad = [line for line in lines[:-1] if line.split()[0] != "ok" and "->" not in line]
     assert [line for line in bad if "cores  " not in line] == []
     assert "serves a batch on the CPU" in line_of(lines, "pipeline")[1]
@@ -110,7 +112,7 @@ def test_a_broken_environment(tmp_path, site, what, found):
     assert (code, state) == (1, "broken")
     assert found in line
     assert "make install" in fix or "pip install" in fix
-    assert lines[-1].startswith("1 thing broken")
+    assert lines[-1].startswith("1 problem, ")
 
 
 @pytest.mark.parametrize(
@@ -193,9 +195,7 @@ def test_gpus_that_only_the_libraries_see(monkeypatch, tmp_path):
     dali, tensorflow = sorted(doctor.examine_gpus(Trier(), ["TensorFlow", "DALI"]))[::-1]
     assert (dali.what, dali.state) == ("DALI's GPUs", "ok")
     assert (tensorflow.what, tensorflow.found) == ("TensorFlow's GPUs", "0 of 2")
-    assert tensorflow.fix == doctor.reinstall(
-        "tensorflow[and-cuda]", "nvidia-dali-cuda120", on_gpu=True
-    )
+    assert tensorflow.fix == doctor.reinstall("tensorflow[and-cuda]", DALI)
 
 
 ONE_OF_8 = ("ok", "1 of 8, those of CUDA_VISIBLE_DEVICES")
@@ -326,7 +326,7 @@ def test_files_that_are_not_well(tmp_path):
     assert finding.fix.startswith(f"ls {tmp_path} ")
     build_index(file)
     code, lines = examine(tmp_path, f"--files={file}")
-    assert (code, lines[-1].split(",")[0]) == (0, "0 things broken")
+    assert (code, lines[-1].split(",")[0]) == (0, "No problems found")
     state, _, fix = line_of(lines, "labels")
     assert state == "warning"
     assert fix.endswith(f"python -m dali_tf_input index --verify=schema {file}")
@@ -378,18 +378,29 @@ def test_flags():
     assert process.stderr.startswith("error: Unknown arguments: stray")
 
 
-@pytest.mark.parametrize("is_clone", [True, False])
-def test_a_fix_is_for_the_environment_it_runs_in(tmp_path, monkeypatch, is_clone):
-    """`make install` in a clone's own; pip in any other, which is never removed."""
+@pytest.mark.parametrize("is_made", [True, False])
+def test_a_fix_is_for_the_environment_it_runs_in(tmp_path, monkeypatch, is_made):
+    """Nothing is removed but the mark of `make install`, in an environment that it made."""
     doctor = load("doctor")
     monkeypatch.setattr(doctor.sys, "prefix", str(tmp_path / ".venv"))
-    if is_clone:
-        (tmp_path / "scripts").mkdir()
-        (tmp_path / "scripts/install.sh").write_text("")
-    fix = doctor.reinstall("tensorflow", on_gpu=True)
-    clone_fix = f"cd {tmp_path} && rm -rf .venv && make install GPU=1"
-    pip_fix = f"{python_command()} -m pip install --force-reinstall tensorflow"
-    assert fix == (clone_fix if is_clone else pip_fix)
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts/install.sh").write_text("")  # a clone, whoever made .venv in it
+    if is_made:
+        (tmp_path / ".venv/.installed-gpu").touch()
+    remake = f"cd {tmp_path} && rm -f .venv/.installed* && make install GPU=1"
+    compile_it = "--no-build-isolation --no-cache-dir --force-reinstall --no-deps "
+    compile_it += f"nvidia-dali-tf-plugin-cuda120=={importlib.metadata.version(DALI)}"
+    assert (remake if is_made else compile_it) in doctor._install_plugin()
+    fix = doctor.reinstall("tensorflow[and-cuda]", DALI)
+    words = shlex.split(fix.partition("--force-reinstall ")[2])
+    assert fix.startswith(f"{python_command()} -m pip install --force-reinstall ")
+    assert words == ["tensorflow[and-cuda]<2.22,>=2.20", "nvidia-dali-cuda120==2.4.*"]
+
+
+def test_packages_of_other_names_have_no_version():
+    assert with_version("no-such-package") == "no-such-package"
+    assert with_version("keras") != with_version("keras[extra]") != "keras[extra]"
 
 
 def test_the_plugin_is_optional(monkeypatch):
@@ -401,7 +412,7 @@ def test_the_plugin_is_optional(monkeypatch):
             raise importlib.metadata.PackageNotFoundError(package)
         return "2.4"
 
-    monkeypatch.setattr(doctor.importlib.metadata, "version", version)
+    monkeypatch.setattr(importlib.metadata, "version", version)
     monkeypatch.setattr(doctor.sys, "prefix", "/usr")
     (finding,) = doctor.examine_plugin(None, on_gpu=False)
     assert (finding.state, finding.what) == ("warning", "plugin")

@@ -48,8 +48,9 @@ from dali_tf_input.cli.convert.inflate import inflate_files
 from dali_tf_input.cli.convert.listing import LeftOut, Listed, check_numbered
 from dali_tf_input.cli.convert.sides import Chosen, Digest, KnownSides, Sides, choose_sides
 from dali_tf_input.cli.dask import connect_dask
+from dali_tf_input.index.decode import choose_decoder
 from dali_tf_input.records.card import METADATA_NAME, Described, make_card, read_facts
-from dali_tf_input.records.checks import Decoder
+from dali_tf_input.records.checks import Checks, Decoder
 from dali_tf_input.records.class_names import (
     LABELS_NAME,
     MAIN_KEYS,
@@ -157,6 +158,9 @@ def main(arguments: list[str]) -> int:
     writer.check_folder(os.path.abspath(out), overwrite=_OVERWRITE.value)
     flags = (_RESIZE_SHORTER, _QUALITY, _KEEP_ORIENTATION, _DECODER, _STORE, _MASK_FRAME, _MASK_KEY)
     values = {flag.name: flag.value for flag in flags}
+    if _DECODER.value != "none" and _STORE.value == "jpeg":
+        checks = choose_decoder(Checks(verify="decode", decoder=_DECODER.value))
+        values["decoder"] = checks.decoder
     conversion = Conversion(**values, keep_features=tuple(_KEEP_FEATURES.value or ()))
     is_folder, is_table = folders.is_folder(source), table.is_table(source)
     refuse_flags(is_folder=is_folder, is_table=is_table)

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from PIL import Image, ImageFile
 
+from dali_tf_input.errors import InputError
 from dali_tf_input.index.decoders import make_trial_decode_of_worker
 from dali_tf_input.records.checks import Checks, Decoder, InvalidRecord, TrialDecode
 from dali_tf_input.records.orientation import UPRIGHT, find_orientation, is_transposed
@@ -86,6 +87,8 @@ def convert_image(encoded: bytes, conversion: Conversion) -> Converted:
     try:
         with Image.open(io.BytesIO(encoded)) as image:
             return _convert(image, encoded, conversion)
+    except InputError:  # a decoder is not installed, which says nothing of the image
+        raise
     except Exception as error:  # Pillow's decoders raise nearly anything over damaged bytes
         raise UnreadableImage(str(error).partition(" <")[0] or type(error).__name__) from error
 
@@ -237,7 +240,10 @@ def _open_mask(encoded: bytes) -> Image.Image:
 
 @functools.cache
 def _trial_decode(decoder: Decoder) -> TrialDecode:
-    return make_trial_decode_of_worker(Checks(verify="decode", decoder=decoder))
+    try:
+        return make_trial_decode_of_worker(Checks(verify="decode", decoder=decoder))
+    except ImportError as error:
+        raise InputError(f"The decoder of TensorFlow cannot be used: {error}.") from error
 
 
 def _as_rgb(image: Image.Image) -> Image.Image:

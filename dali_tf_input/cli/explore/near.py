@@ -14,6 +14,7 @@ import numpy.typing as npt
 from PIL import Image, ImageOps
 
 from dali_tf_input import InputError
+from dali_tf_input.records.installing import pip_install
 
 Hashes = npt.NDArray[np.uint64]
 _MOST_BITS, _NUM_BITS = 4, 64
@@ -27,7 +28,7 @@ def check_installed() -> None:
         import imagehash  # noqa: F401
     except ImportError as error:
         text = "`near_duplicates` needs the library imagehash"
-        raise InputError(f"{text}: pip install 'imagehash>=4.3'") from error
+        raise InputError(f"{text}: {pip_install('imagehash')}") from error
 
 
 def hash_picture(encoded: bytes) -> int:
