@@ -9,7 +9,6 @@ out. Jobs for other machines and for versions of Python that are not here are le
 import itertools
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -40,12 +39,18 @@ def list_matrix(job: dict) -> list[dict[str, str]]:
 
 
 def run_job(label: str, job: dict, values: dict[str, str], shared: dict[str, str]) -> bool:
-    """Runs a job; returns whether no step failed."""
+    """Runs a job in a folder of its own; returns whether no step failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        return run_steps(label, job, values, shared, folder)
 
+
+def run_steps(
+    label: str, job: dict, values: dict[str, str], shared: dict[str, str], folder: str
+) -> bool:
     def fill(text: object) -> str:
         names = {f"matrix.{name}": value for name, value in values.items()}
         names |= {"github.server_url": "https://example.org", "github.repository": "them/it"}
-        names["github.workspace"] = os.getcwd()
+        names["github.workspace"] = f"{folder}/clone"
         return re.sub(r"\$\{\{ *([\w.]+) *\}\}", lambda one: names.get(one[1], ""), str(text))
 
     if "steps" not in job or fill(job["runs-on"]) != HERE:
@@ -53,35 +58,31 @@ def run_job(label: str, job: dict, values: dict[str, str], shared: dict[str, str
         return True
     environment = {n: v for n, v in os.environ.items() if n not in ("PYTHONPATH", "VIRTUAL_ENV")}
     environment |= {"GITHUB_REF_NAME": "v0.0.0", **{n: fill(v) for n, v in shared.items()}}
-    with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)
-        subprocess.run(["git", "clone", "--quiet", ROOT, "clone"], check=True)
-        os.chdir("clone")
-        environment |= {n: fill(v) for n, v in job.get("env", {}).items()}
-        for step in job["steps"]:
-            if "setup-python" in step.get("uses", ""):
-                version = fill(step["with"]["python-version"])
-                if not (python := shutil.which(f"python{version}")):
-                    print(f"{label}: left out, there is no Python {version}")
-                    return True
-                subprocess.run([python, "-m", "venv", f"{folder}/env"], check=True)
-                environment["PATH"] = f"{folder}/env/bin:{environment['PATH']}"
-            if "run" not in step:
-                continue
-            start, own = time.monotonic(), {n: fill(v) for n, v in step.get("env", {}).items()}
-            words = ["bash", "-e", "-o", "pipefail", "-c", fill(step["run"])]
-            with open(f"{folder}/log", "w+", encoding="utf-8") as log:
-                process = subprocess.run(
-                    words, env=environment | own, stdout=log, stderr=log, check=False
-                )
-                log.seek(0)
-                lines = log.read().splitlines()
-            first = step.get("name", step["run"].splitlines()[0])
-            code, seconds = process.returncode, time.monotonic() - start
-            print(f"{label}: {first}: exit code {code} in {seconds:.0f} s", flush=True)
-            if code:
-                print("\n".join(f"    {line}" for line in lines[-15:]))
-                return False
+    subprocess.run(["git", "clone", "--quiet", ROOT, f"{folder}/clone"], check=True)
+    environment |= {n: fill(v) for n, v in job.get("env", {}).items()}
+    for step in job["steps"]:
+        if "setup-python" in step.get("uses", ""):
+            version = fill(step["with"]["python-version"])
+            if subprocess.run(
+                [f"python{version}", "-m", "venv", f"{folder}/env"], check=False
+            ).returncode:
+                print(f"{label}: left out, there is no Python {version}")
+                return True
+            environment["PATH"] = f"{folder}/env/bin:{environment['PATH']}"
+        if "run" not in step:
+            continue
+        start, own = time.monotonic(), {n: fill(v) for n, v in step.get("env", {}).items()}
+        words = ["bash", "-e", "-o", "pipefail", "-c", fill(step["run"])]
+        with open(f"{folder}/log", "w+", encoding="utf-8") as log:
+            how = {"cwd": f"{folder}/clone", "env": environment | own, "stdout": log, "stderr": log}
+            code = subprocess.run(words, check=False, **how).returncode
+            log.seek(0)
+            lines = log.read().splitlines()
+        first = step.get("name", step["run"].splitlines()[0])
+        print(f"{label}: {first}: exit code {code} in {time.monotonic() - start:.0f} s", flush=True)
+        if code:
+            print("\n".join(f"    {line}" for line in lines[-15:]))
+            return False
     return True
 
 
