@@ -139,10 +139,11 @@ def _prepare_others(
     for key, stored in spec.features.items():
         value = parsed[key]
         if stored.padding is not None:
-            problem = f"corrupted record: over {stored.size} values in {key}"
-            holds = tf.reduce_all(value.row_lengths() <= (stored.size or 0))
+            size = stored.size or 1
+            problem = f"corrupted record: over {size} values in {key}"
+            holds = tf.reduce_all(value.row_lengths() <= size)
             with tf.control_dependencies([tf.Assert(holds, [problem])]):
-                value = value.to_tensor(stored.padding, shape=(None, stored.size))
+                value = value.to_tensor(stored.padding, shape=(None, size))
         values[key] = tf.reshape(value, (-1, *stored.shape))
     return values
 

@@ -204,6 +204,11 @@ def _describe(summary: Summary, names: Sequence[str] | None) -> list[tuple[str, 
     labels = _describe_labels(summary, names)
     if labels:
         rows.append(("labels", labels))
+    masks = summary.features.get(_LABELS.mask_key.value or "")
+    if masks and masks.counts is not None:
+        values = ", ".join(f"{value} ({count:,})" for value, count in masks.counts[:12])
+        more = f" and {len(masks.counts) - 12:,} more" if len(masks.counts) > 12 else ""
+        rows.append(("masks", f"pixels of value {values}{more}"))
     if summary.turned:
         sample = f"in a sample of {summary.parsed:,}: "
         where = "" if summary.parsed == summary.records else sample

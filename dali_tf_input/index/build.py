@@ -24,7 +24,13 @@ from dali_tf_input.index.decode import choose_decoder
 from dali_tf_input.index.folder import IndexFolder
 from dali_tf_input.index.run import Recognized, Unreadable, run_in_executor, run_jobs
 from dali_tf_input.records import contents
-from dali_tf_input.records.checks import KEY_PRESETS, Checks, find_keys, unknown_keys_error
+from dali_tf_input.records.checks import (
+    KEY_PRESETS,
+    Checks,
+    find_keys,
+    missing_key_error,
+    unknown_keys_error,
+)
 from dali_tf_input.records.example import decode_example
 from dali_tf_input.records.labels import COUNT_FROM_1, ClassLabel, MultiHot
 from dali_tf_input.records.paths import (
@@ -318,10 +324,22 @@ class _Run:
             refusal += f"; the first: {first.rstrip('.')}. {mistake or f'Fix the file{way}.'}"
         if refusal:
             raise IndexFaultsError(refusal, report, mistake)
+        self._check_keys(report.summary)
         lost = None if self._allow_missing else find_records_lost(record_counts)
         if lost:
             raise InputError(lost)
         return report
+
+    def _check_keys(self, summary: contents.Summary) -> None:
+        """Raises InputError for a key that none of the records has that were read."""
+        label = self._checks.label
+        for name, key in (
+            ("image_key", self._checks.image_key),
+            ("label.key", label.key if label else None),
+            ("mask_key", self._checks.mask_key),
+        ):
+            if key and summary.features and key not in summary.features:
+                raise missing_key_error(name, key, summary.features)
 
     def _find_mistake(self, reasons: Mapping[str, int]) -> str:
         """Returns the mistake in the checks that makes sound records fail; "" if there is none."""

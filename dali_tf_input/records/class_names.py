@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dali_tf_input.errors import InputError
 from dali_tf_input.records.paths import read_file
 
+_MOST_NAMES = 1 << 20  # beyond which the numbers of classes are none that have names
 Names = tuple[str | None, ...]  # of the classes in their order; None where it is not known
 
 LABELS_NAME = "labels.txt"  # ours, and TF-slim's
@@ -121,10 +122,12 @@ def shift_names(names: Sequence[str | None] | None, offset: int) -> Names | None
     """Returns the names of classes that count from `offset`."""
     if names is None:
         return None
+    if -offset > _MOST_NAMES:
+        return None
     return (*names[offset:],) if offset >= 0 else (*[None] * -offset, *names)
 
 
-def move_names(names: Sequence[str | None], moved: dict[int, int], kept: set[int]) -> Names:
+def move_names(names: Sequence[str | None], moved: dict[int, int], kept: set[int]) -> Names | None:
     """Returns the names of classes after some have moved to other numbers.
 
     A class that joins another one takes the name of that one, or, if it has none, "cat|lynx".
@@ -142,4 +145,4 @@ def move_names(names: Sequence[str | None], moved: dict[int, int], kept: set[int
             joined.setdefault(new, []).append(name)
     after |= {number: "|".join(dict.fromkeys(parts)) for number, parts in joined.items()}
     last = max((number for number, name in after.items() if name is not None), default=-1)
-    return tuple(after.get(number) for number in range(last + 1))
+    return None if last > _MOST_NAMES else tuple(after.get(number) for number in range(last + 1))

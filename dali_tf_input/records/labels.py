@@ -19,7 +19,8 @@ _NUMBERS = ("int64_list", "float_list")
 COUNT_FROM_1 = "Where labels count from 1, pass ClassLabel(offset=1) (--label_offset=1)."
 _OTHER_LABELS = {
     "bytes_list": " Names need ClassLabel(vocabulary=...) (--vocabulary).",
-    "int64_list": " Lists need MultiHot (--label=multi_hot).",
+    "int64_list": " Lists of classes need MultiHot (--label=multi_hot); a 0 or 1 for each class"
+    " needs Values (--label=values).",
     "float_list": " Numbers need Values (--label=values).",
 }
 _MAX_FLOAT32 = 3.4e38
@@ -38,13 +39,13 @@ class ClassLabel:
 
     Attributes:
       key: its feature key; None finds TF-slim's "image/class/label" or tfds' "label".
-      num_classes: how many classes there are; None is the number of names, or unknown.
+      num_classes: how many classes there are; None is the number of names, or unknown. A label out
+        of range stops the input, which names its record.
       offset: the stored label of the first class, which is subtracted from every label so that
         classes count from 0.
       vocabulary: the names of the classes in their order, for labels stored as names.
-      one_hot: whether to return labels as float32 (num_classes,), 1 at the class and 0 elsewhere,
-        and all 0 for a label out of range (index level "schema" finds those); otherwise as int64
-        scalars.
+      one_hot: whether to return labels as float32 (num_classes,), 1 at the class and 0 elsewhere;
+        otherwise as int64 scalars.
       smoothing: label smoothing: the part of the 1 that is spread evenly over all classes, in
         [0, 1); needs `one_hot`.
     """
@@ -251,15 +252,12 @@ class Stored:
 
     Attributes:
       size: the length of the returned vector; None returns a single value as a scalar.
-      padding: the value that fills the vector if a record holds fewer; None rejects such records.
+      padding: the value that fills the vector, or is the scalar, where a record holds fewer or
+        lacks the feature; None rejects such records.
     """
 
     size: Size | None = None
     padding: Int64 | float | None = None
-
-    def __post_init__(self) -> None:
-        if self.padding is not None and self.size is None:
-            raise InputError("`padding` needs `size`.")
 
     @property
     def lengths(self) -> Lengths:
@@ -329,6 +327,7 @@ def class_weights(
         total = sum(count for _, count in counts)
         class_weight = {label: total / (len(counts) * count) for label, count in counts}
     rule = f"finite weights of at least 0, by classes in [0, {_MAX_WEIGHTED:,})"
+    check(num_classes <= _MAX_WEIGHTED, "num_classes", f"at most {_MAX_WEIGHTED:,}", num_classes)
     for label, weight in class_weight.items():
         is_class = isinstance(label, Integral) and 0 <= label < _MAX_WEIGHTED
         is_weight = isinstance(weight, Real) and 0 <= weight <= _MAX_FLOAT32

@@ -387,7 +387,9 @@ class Records(IndexedFiles):
         moved = {int(label): int(new) for label, new in (labels or {}).items()}
         named: Names | None = None if names is None else tuple(names)
         if named is None and (known := self.class_names):
-            named = move_names(known, moved, {*range(len(known))} - {*moved})
+            # What classes without records are called says nothing of those that move there.
+            empty = {*moved.values()} - {*np.unique(self.labels).tolist()}
+            named = move_names(known, moved, {*range(len(known))} - {*moved} - empty)
         parts = np.split(of_all[self._is_valid], np.cumsum(self._num_valid)[:-1])
         files = [
             replace(file, labels=contents.pack_integers(part))
@@ -540,8 +542,18 @@ class Records(IndexedFiles):
         kinds = self.features[key].kinds if key in self.features else ()
         return {"bytes_list": "string", "float_list": "float32"}.get("".join(kinds), "int64")
 
-    def check_feature(self, name: str, key: str, kinds: Collection[str], lengths: Lengths) -> None:
+    def check_feature(
+        self,
+        name: str,
+        key: str,
+        kinds: Collection[str],
+        lengths: Lengths,
+        *,
+        may_lack: bool = False,
+    ) -> None:
         """Checks that records hold a list of one of `kinds` at `key`, as far as they were read.
+
+        With `may_lack` some of them may have no such feature.
 
         Raises:
           InputError: one does not; `name` is the argument that named the key.
@@ -556,7 +568,7 @@ class Records(IndexedFiles):
             return  # made by hand
         if key not in self.features:
             raise missing_key_error(name, key, self.features)
-        if fits(self.features[key]) and self.features[key].first_without is None:
+        if fits(self.features[key]) and (may_lack or self.features[key].first_without is None):
             return
         place, arguments = self.index_dir, ["--verify=schema"]
         command = index_command(self.paths, index_dir=place, arguments=arguments)
@@ -565,7 +577,9 @@ class Records(IndexedFiles):
         entries = read_entries(statuses, index_files, self.paths, place)
         for path, entry in zip(self.paths, entries, strict=True):
             feature = entry.features.get(key)
-            if feature is None or feature.first_without is not None:
+            if may_lack and feature is None:
+                continue
+            if feature is None or (feature.first_without is not None and not may_lack):
                 record = feature.first_without if feature else 0
                 problem = f"is not in record {record} of {path}"
             elif not fits(feature):

@@ -370,7 +370,10 @@ class InputSpec:
             return []
         _, highest = self.label_range or (0, 0)
         count = max(self.label.num_classes or 1, highest + 1)
-        return class_weights(self.class_weight, self.class_counts, count)
+        counts = self._label_counts  # of more classes, too, than `class_counts` lists
+        if counts is not None:
+            counts = tuple((label - self.label.offset, number) for label, number in counts)
+        return class_weights(self.class_weight, counts or self.class_counts, count)
 
     @property
     def is_balanced(self) -> bool:

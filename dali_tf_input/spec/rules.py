@@ -68,6 +68,14 @@ def _rules_of_label(spec: "InputSpec") -> Rules:
     if not isinstance(label, ClassLabel | MultiHot):
         return
     if isinstance(label, MultiHot):
+        feature = records.features.get(label.key or "")
+        if feature and feature.range and feature.lengths[0] == feature.lengths[1] > 1:
+            size = feature.lengths[0]
+            yield (
+                feature.range[0] < 0 or feature.range[1] > 1,
+                f"`label` '{label.key}' has {size} values in each record, all of them 0 or 1, so"
+                f" they are no numbers of classes, as MultiHot takes: Values(size={size}).",
+            )
         has_count = label.num_classes is not None
         yield has_count, _must("num_classes", "given for MultiHot", None)
     if spec.label_range:
@@ -155,7 +163,8 @@ def _rules_of_features(spec: "InputSpec") -> Rules:
         fits = stored.padding is None or not kind or isinstance(stored.padding, numbers)
         yield fits, _must("padding", rule, stored.padding)
         kinds = (kind,) if stored.padding is None else (kind, "")
-        records.check_feature("features", key, kinds, stored.lengths)
+        may_lack = stored.padding is not None
+        records.check_feature("features", key, kinds, stored.lengths, may_lack=may_lack)
 
 
 def _must(name: str, rule: str, value: object) -> str:

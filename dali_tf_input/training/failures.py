@@ -149,7 +149,7 @@ def _remedy(bad: InvalidRecord, spec: InputSpec, command: str) -> str:
     if reason == "label type":
         return "Write all records with one type of values."
     if reason == "feature length":
-        return "Where records may hold fewer, pass Stored(padding=...), where more, more `size`."
+        return "Where records may hold none or fewer, pass Stored(padding=...); more, more `size`."
     if reason == "label range" and counts:
         hint = "" if COUNT_FROM_1 in bad.detail else f"{COUNT_FROM_1} "
         return f"{hint}Otherwise the model needs more outputs, or the record another label."

@@ -138,6 +138,10 @@ class Training(keras.callbacks.CallbackList):
             text = "Training goes on after step %d: %s."
             _logger.log(level, text, state.step, "; ".join(changes))
         state.epochs = epochs
+        # An epoch that a callback cut short is done now, and logged at its end.
+        logged = state.logs[-1][0] + 1 if state.logs else 0  # epochs
+        if self._goes_on and state.step < logged * state.steps_per_epoch:
+            state.logs.pop()
         super().__init__(
             [*self._watchers, self.counter],
             add_progbar=verbose != 0,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, ClassVar
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from dali_tf_input.backends.stream import MAX_EPOCHS, Stream
@@ -489,6 +490,10 @@ def _check_arguments(method: str, arguments: dict[str, Any], excluded: Sequence[
     verbose = arguments.get("verbose", "auto")
     is_known = isinstance(verbose, int | str) and verbose in ("auto", 0, 1, 2)
     check(is_known, "verbose", "'auto', 0, 1 or 2", verbose)
+    for name in ("steps", "validation_steps"):
+        steps = arguments.get(name)
+        is_count = steps is None or (isinstance(steps, int | np.integer) and int(steps) >= 1)
+        check(is_count, name, "a whole number of at least 1, or None", steps)
     given = arguments.get("callbacks")
     for callback in keras.tree.flatten(given) if given is not None else ():
         is_callback = isinstance(callback, keras.callbacks.Callback)

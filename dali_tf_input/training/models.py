@@ -26,7 +26,13 @@ _ELEMENTWISE = (
     *_OF_TWO_CLASSES,
     "categorical_crossentropy",
     "categorical_focal_crossentropy",
+    "categorical_hinge",
+    "cosine_similarity",
+    "kl_divergence",
+    "poisson",
     "mean_squared_error",
+    "mean_squared_logarithmic_error",
+    "mean_absolute_percentage_error",
     "mean_absolute_error",
     "huber",
     "log_cosh",
@@ -102,12 +108,14 @@ def check_targets(model: keras.Model, spec: InputSpec) -> None:
         for name in ("train_step", "test_step", "compute_loss")
     )
     loss, outputs = getattr(model, "loss", None), getattr(model, "outputs", None)
+    if isinstance(loss, list | tuple) and len(loss) == 1:
+        (loss,) = loss
     if loss is None or has_own_steps:
         return
     shapes = {name: shape for name, (shape, _) in spec.outputs.items() if name in ("label", "mask")}
     if not shapes:
         raise InputError("The loss of the model needs labels or masks: this input has none.")
-    if not outputs or isinstance(loss, dict | list):
+    if not outputs or isinstance(loss, dict | list | tuple):
         return
     if (len(outputs) > 1) != (len(shapes) > 1):
         raise InputError(
@@ -131,6 +139,12 @@ def check_loss(loss: Any, out: Shape, spec: InputSpec) -> None:
         (name, shape) for name, (shape, _) in spec.outputs.items() if name in ("label", "mask")
     )
     kind = _kind_of(loss)
+    highest_pixel = find_highest_pixel(spec) if name == "mask" else None
+    if highest_pixel is not None and isinstance(out[-1], int) and 1 < out[-1] <= highest_pixel:
+        raise InputError(
+            f"Pixels of the masks have values up to {highest_pixel}, and the model has {out[-1]}"
+            " outputs for each: SegmentationMask(values=...) maps values to classes from 0."
+        )
     is_sparse = kind == "sparse_categorical_crossentropy"
     if is_sparse and not _fits(shape, out[:-1]):
         is_one_hot = name == "label" and len(shape) == 1
@@ -156,6 +170,18 @@ def check_loss(loss: Any, out: Shape, spec: InputSpec) -> None:
             f"The loss {kind} is of two classes, 0 and 1, and labels run to {highest}: use"
             " sparse_categorical_crossentropy, and an output for each class."
         )
+
+
+def find_highest_pixel(spec: InputSpec) -> int | None:
+    """Returns the highest class of the masks' pixels, but for what is ignored; None if not known.
+
+    The index step knows it of level "decode" with `mask_key`.
+    """
+    feature = spec.records.features.get(spec.mask.key) if spec.mask else None
+    if spec.mask is None or feature is None or feature.counts is None:
+        return None
+    served = spec.mask.map_values([value for value, _ in feature.counts])
+    return max((value for value in served if value != spec.mask.ignore), default=None)
 
 
 def _fits(shape: Shape, due: Shape) -> bool:
@@ -220,11 +246,23 @@ def find_doubts(model: keras.Model, spec: InputSpec) -> list[str]:
     if text := _doubt_activation(model):
         doubts.append(text)
     if isinstance(spec.class_weight, Mapping) and spec.label_range:
-        unknown = [label for label in spec.class_weight if label > spec.label_range[1]]
+        has_records = {label for label, _ in spec.class_counts or ()}
+        unknown = [
+            label
+            for label in spec.class_weight
+            if label > spec.label_range[1] or (has_records and label not in has_records)
+        ]
         if unknown:
-            doubts.append(f"`class_weight` is of classes that no record has, such as {unknown[0]}.")
+            offset = getattr(spec.label, "offset", 0)
+            hint = f" Classes count from 0: that is the stored label {unknown[0] + offset}."
+            text = f"`class_weight` is of classes that no record has, such as {unknown[0]}."
+            doubts.append(text + (hint if offset else ""))
     if spec.class_weight is not None and not any(spec.class_weights()):
         doubts.append("`class_weight` is 0 for every class: nothing is learned.")
+    if spec.mask and find_highest_pixel(spec) is None:
+        known = f"--verify=decode --mask_key={spec.mask.key}"
+        text = "The values of the masks' pixels are not known, and not compared with the model's"
+        doubts.append(f"{text} outputs: dali-tf-input index {known} counts them.")
     names, outputs = spec.class_names, count_outputs(model)
     if names and outputs and outputs > len(names):
         doubts.append(f"The model has {outputs:,} outputs, and {len(names):,} classes have names.")
@@ -295,6 +333,7 @@ def check_pixels(model: keras.Model, preprocess: Preprocess) -> None:
 def count_outputs(model: keras.Model) -> int | None:
     """Returns the number of outputs of a model with a sparse cross-entropy, else None."""
     loss, shape = getattr(model, "loss", None), getattr(model, "output_shape", None)
-    if "sparse_categorical" not in _name_of(loss) or not isinstance(shape, tuple):
+    kind = _kind_of(loss) or _name_of(loss)
+    if "sparse_categorical" not in kind or not isinstance(shape, tuple):
         return None
     return shape[-1] if isinstance(shape[-1], int) else None

@@ -263,6 +263,7 @@ class Resume:
             replace(dict(zip(partial, map(self._path, names), strict=True)))
             state.obsolete = sorted({*self._saved_names} - {*names})
             document = {**msgspec.to_builtins(state), "release": __version__}
+            document["sha256"] = _digest_document(document)
             write_whole(self._path(_STATE_NAME), json.dumps(document, indent=2))
         except OSError as error:
             for path in (*partial, self._path(f"{_STATE_NAME}.new")):
@@ -306,10 +307,15 @@ class Resume:
                     f"{path} is of an earlier version of dali_tf_input: finish that training with"
                     " it, or start in another folder."
                 )
+            digest = document.pop("sha256", None)
+            if digest not in (None, _digest_document(document)):
+                raise ValueError("it is damaged, as its SHA-256 says")
             state = msgspec.convert(document, State)
             kinds = sorted(match[1] for match in map(_OURS.fullmatch, state.files) if match)
             if kinds != ["npz", "weights.h5"] or len(state.files) != len(kinds):
                 raise ValueError(f"its files are {[*state.files]}")
+            if state.step > max(state.epochs, 1) * state.steps_per_epoch and state.epochs:
+                raise ValueError(f"step {state.step} is after the {state.epochs} epochs")
         except FileNotFoundError:
             return None
         except InputError:
@@ -444,6 +450,11 @@ def _is_finite(model: keras.Model) -> bool:
     """Whether all weights that a model learns are finite; a constant may be infinite."""
     values = map(keras.ops.convert_to_numpy, model.trainable_variables)
     return all(np.isfinite(value).all() for value in values if value.dtype.kind not in "bSU")
+
+
+def _digest_document(document: dict[str, Any]) -> str:
+    """Returns the SHA-256 of what ``state.json`` holds besides it."""
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
 def _digest(path: str) -> str:

@@ -444,6 +444,34 @@ def test_a_class_that_no_sample_shows(tmp_path, options, label, stored):
         list(evaluated)
 
 
+def test_lists_of_a_0_or_1_for_each_class(tmp_path):
+    """They are no numbers of classes: all records would get the classes 0 and 1."""
+    examples = [{"image": jpeg(9, 9), "label": [n % 2, 1 - n % 2]} for n in range(4)]
+    records = write_indexed(tmp_path / "train-0", examples, dti.Checks(label=None))
+    for_training = functools.partial(dti.InputSpec.for_training, records, 8)
+    with refused("all of them 0 or 1, so they are no numbers of classes.*Values.size=2."):
+        for_training(label=dti.MultiHot(key="label", num_classes=2))
+    made = dti.load(for_training(label=dti.Values(key="label", size=2)), TF_DATA, batch_size=4)
+    assert sorted(next(iter(made))[1].numpy().tolist()) == [[0, 1], [0, 1], [1, 0], [1, 0]]
+
+
+@pytest.mark.parametrize("options", [TF_DATA, DALI])
+def test_a_feature_that_some_records_lack(tmp_path, options):
+    """With a default they need not have it."""
+    examples = [{"image": jpeg(9, 9), "label": n, "score": 0.5 + n} for n in range(4)]
+    del examples[0]["score"], examples[2]["score"]
+    records = write_indexed(tmp_path / "train-0", examples, dti.Checks(verify="schema"))
+    with refused("`features` 'score' is not in record 0"):
+        dti.InputSpec.for_evaluation(records, 8, features={"score": Stored()})
+    features = {"score": Stored(padding=-1.0), "image/none": Stored(padding=-1.0)}
+    with refused("'image/none' is not in the records"):
+        dti.InputSpec.for_evaluation(records, 8, features=features)
+    del features["image/none"]
+    spec = dti.InputSpec.for_evaluation(records, 8, features=features)
+    inputs, _ = next(iter(dti.load(spec, options, batch_size=4)))
+    assert inputs["score"].numpy().tolist() == [-1.0, 1.5, -1.0, 3.5]
+
+
 def test_names_that_a_sample_does_not_place(tmp_path):
     """Whether the first of six names is that of label 0 or 1."""
     (tmp_path / "labels.txt").write_text("a\nb\nc\nd\ne\nf\n")

@@ -94,6 +94,15 @@ def test_index_hints_at_labels_from_1(tmp_path):
     fails(process, "label range: `label.key` 'label' must be in 1 to 4, found 5", bad_records=True)
 
 
+def test_keys_that_no_record_has(tmp_path):
+    """Also at a level that does not read the records: a sample shows their features."""
+    write_tfrecord(tmp_path / "train", [{"image": jpeg(9, 9), "label": 1}] * 3)
+    for flag in ("image_key", "label_key", "mask_key"):
+        process = run("index", f"--{flag}=other", tmp_path / "train")
+        name = flag.replace("label_key", "label.key")
+        fails(process, f"`{name}` 'other' is not in the records, which hold 'image', 'label'")
+
+
 def test_a_sample_recommends_no_offset(tmp_path):
     """A record of class 0 is not in it."""
     labels = [0 if number == 50 else 1 + number % 5 for number in range(300)]

@@ -386,8 +386,18 @@ def test_flags_of_another_kind_of_source(tmp_path, source, flag):
 
 
 def test_new_classes_of_no_list(tmp_path):
-    process = convert("--labels_grow", tmp_path, tmp_path / "out")
+    (tmp_path / "a").mkdir()
+    process = convert("--labels_grow", tmp_path / "a", tmp_path / "out")
     fails(process, "--labels_grow adds to the names of a file: name it with --labels")
+
+
+def test_a_source_that_cannot_be_read_as_it_is(tmp_path):
+    (tmp_path / "photos.zip").touch()
+    fails(convert(tmp_path / "photos.zip", tmp_path / "out"), "is an archive: unpack it")
+    (tmp_path / "a" / "cat").mkdir(parents=True)
+    process = convert(tmp_path / "a", tmp_path / "a" / "out")
+    fails(process, "out is inside ", "/a, and would be a part of it: name another folder")
+    assert not (tmp_path / "a" / "out").exists()
 
 
 def test_numbers_of_another_set(tmp_path):

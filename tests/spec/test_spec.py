@@ -405,7 +405,11 @@ def test_one_label_object(tmp_path, label, bad, message, known):
         (4, "found 4[.]$"),
         (-1, "found -1[.]$"),
         ("dog", "found bytes_list of 1. Names need ClassLabel.vocabulary=.... .--vocabulary.[.]$"),
-        ([1, 2], "found int64_list of 2. Lists need MultiHot .--label=multi_hot.[.]$"),
+        (
+            [1, 2],
+            "found int64_list of 2. Lists of classes need MultiHot .--label=multi_hot.; a 0 or 1"
+            " for each class needs Values .--label=values.[.]$",
+        ),
         (0.5, "found float_list of 1. Numbers need Values .--label=values.[.]$"),
     ],
 )

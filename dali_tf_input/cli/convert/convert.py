@@ -134,6 +134,9 @@ _INDEX_DIR = FLAGS.string(
 )
 
 
+_ARCHIVES = (".zip", ".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".7z", ".rar")
+
+
 def main(arguments: list[str]) -> int:
     """Makes the set; returns the exit code."""
     if len(arguments) != 2:
@@ -155,6 +158,11 @@ def main(arguments: list[str]) -> int:
     source, out = map(os.path.expanduser, arguments)
     if is_url(out):
         raise InputError(f"{out}: a set is written to a local folder, and copied from there.")
+    if os.path.realpath(out).startswith(os.path.join(os.path.realpath(source), "")):
+        text = f"{out} is inside {source}, and would be a part of it: name another folder"
+        raise InputError(f"{text} to write to.")
+    if source.lower().endswith(_ARCHIVES) and os.path.isfile(source):
+        raise InputError(f"{source} is an archive: unpack it, and name the folder.")
     writer.check_folder(os.path.abspath(out), overwrite=_OVERWRITE.value)
     flags = (_RESIZE_SHORTER, _QUALITY, _KEEP_ORIENTATION, _DECODER, _STORE, _MASK_FRAME, _MASK_KEY)
     values = {flag.name: flag.value for flag in flags}

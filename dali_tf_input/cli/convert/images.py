@@ -87,6 +87,9 @@ def convert_image(encoded: bytes, conversion: Conversion) -> Converted:
     try:
         with Image.open(io.BytesIO(encoded)) as image:
             return _convert(image, encoded, conversion)
+    except Image.DecompressionBombError as error:
+        most = 2 * (Image.MAX_IMAGE_PIXELS or 0)  # of Pillow
+        raise UnreadableImage(f"over {most:,} pixels: make it smaller first") from error
     except InputError:  # a decoder is not installed, which says nothing of the image
         raise
     except Exception as error:  # Pillow's decoders raise nearly anything over damaged bytes

@@ -375,6 +375,8 @@ def _parse_rows(table: str) -> Iterator[tuple[int, dict[str, Any]]]:
                 yield number, _check_row(table, number, row)
             return
         for number, line in enumerate(stream, 1):
+            if not line.strip():
+                continue
             try:
                 row = json.loads(line)
             except ValueError as error:
