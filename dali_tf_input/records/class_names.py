@@ -144,5 +144,6 @@ def move_names(names: Sequence[str | None], moved: dict[int, int], kept: set[int
         if (name := known.get(number)) is not None and after.get(new) is None:
             joined.setdefault(new, []).append(name)
     after |= {number: "|".join(dict.fromkeys(parts)) for number, parts in joined.items()}
-    last = max((number for number, name in after.items() if name is not None), default=-1)
-    return None if last > _MOST_NAMES else tuple(after.get(number) for number in range(last + 1))
+    named = (number for number, name in after.items() if name is not None)
+    last = max(filter(lambda number: number < _MOST_NAMES, named), default=-1)
+    return tuple(after.get(number) for number in range(last + 1))

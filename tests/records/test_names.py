@@ -258,6 +258,21 @@ def named_set(folder, names, labels, files=("labels.txt",)):
     return write_indexed(folder / "train-0", examples, dti.Checks(verify="schema"))
 
 
+def test_names_of_a_part_that_is_numbered_anew(tmp_path):
+    """A class that has no record there gives its name to none that moves to its number."""
+    write_tfrecord(tmp_path / "train-0", [{"image": b"x", "label": n % 4} for n in range(16)])
+    (tmp_path / "labels.txt").write_text("ant\nbee\ncat\ndog\n")
+    dti.build_index(tmp_path / "train-0", dti.Checks(verify="schema"))
+    records = dti.Records.from_files(tmp_path / "train-0")
+    some = records.filter(labels={1, 3}).relabel({1: 0, 3: 1})
+    assert some.class_names[:2] == ("bee", "dog")
+    assert records.relabel({1: 0}).class_names[0] == "ant"  # which has records
+    moved = records.relabel({0: 2**31 - 1}).class_names
+    assert moved == (None, "bee", "cat", "dog")  # and not two billion names
+    spec = dti.InputSpec.for_training(records, 8, label=dti.ClassLabel(offset=-(10**9)))
+    assert spec.class_names is None
+
+
 @pytest.mark.parametrize(
     ("labels", "names"),
     [
@@ -269,20 +284,6 @@ def named_set(folder, names, labels, files=("labels.txt",)):
         ({}, ("cat", "dog", "owl")),
     ],
 )
-def test_names_of_a_part_that_is_numbered_anew(tmp_path):
-    """A class that has no record there gives its name to none that moves to its number."""
-    write_tfrecord(tmp_path / "train-0", [{"image": b"x", "label": n % 4} for n in range(16)])
-    (tmp_path / "labels.txt").write_text("ant\nbee\ncat\ndog\n")
-    dti.build_index(tmp_path / "train-0", dti.Checks(verify="schema"))
-    records = dti.Records.from_files(tmp_path / "train-0")
-    some = records.filter(labels={1, 3}).relabel({1: 0, 3: 1})
-    assert some.class_names[:2] == ("bee", "dog")
-    assert records.relabel({1: 0}).class_names[0] == "ant"  # which has records
-    assert records.relabel({0: 2**31 - 1}).class_names is None  # rather than two billion names
-    spec = dti.InputSpec.for_training(records, 8, label=dti.ClassLabel(offset=-(10**9)))
-    assert spec.class_names is None
-
-
 def test_names_move_with_labels(tmp_path, labels, names):
     records = named_set(tmp_path / "set", ("cat", "dog", "owl"), [0, 1, 2, 2])
     assert records.relabel(labels).class_names == names

@@ -261,7 +261,7 @@ def test_doubts(records, caplog):
     assert "`class_weight` is of classes that no record has, such as 99" in caplog.text
     caplog.clear()
     load(records).fit(make(), verbose=0, class_weight={np.int64(2): 2.0})
-    assert not caplog.records
+    assert not [one for one in caplog.records if one.name == "dali_tf_input"]
 
 
 @pytest.mark.parametrize(
