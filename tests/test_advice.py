@@ -126,7 +126,7 @@ ADVICE = {
     "labels from 1": r"Labels count from 1: pass .*--label_offset=1",
     "too few classes": r"30 of 300 records do not hold what the checks name.*--num_classes",
     "names": r"Names need ClassLabel\(vocabulary=...\) \(--vocabulary\).*300 of 300 records",
-    "lists": r"Lists need MultiHot .*--label=multi_hot.*200 of 300 records",
+    "lists": r"Lists of classes need MultiHot .*--label=multi_hot.*200 of 300 records",
     "no labels": r"300 of 300 records do not hold .*\(class, multi_hot, values or none\)",
     "a mask": r"300 of 300 records do not hold .*--mask_key",
 }

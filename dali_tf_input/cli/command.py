@@ -23,6 +23,7 @@ from rich.status import Status
 from rich.table import Table
 
 from dali_tf_input.errors import InputError
+from dali_tf_input.storage.objects import is_url
 
 _WIDTH, _INDENT = 98, 28
 
@@ -203,6 +204,18 @@ def _list_choices(choices: str, words: str) -> str:
     return f"{words} One of {choices.replace('|', ', ')}."
 
 
+def refuse_useless(rows: Iterable[tuple[bool, Sequence[Any], str]]) -> None:
+    """Raises InputError for a flag that was given and does nothing.
+
+    Args:
+      rows: whether this is so, the flags that then do nothing, and why, as in "with --records".
+    """
+    for is_so, useless, why in rows:
+        for flag in useless if is_so else ():
+            if flag.present:
+                raise InputError(f"--{flag.name} does nothing {why}: leave it out.")
+
+
 def check_no_arguments(arguments: Sequence[str]) -> None:
     """Raises InputError if a command that takes only flags got other arguments."""
     if arguments:
@@ -310,6 +323,8 @@ def check_writable(flag: Any, *, suffix: str = "") -> None:
     path, name = flag.value, f"`{flag.name}`"
     if not path:
         return
+    if is_url(path):
+        raise InputError(f"{name} is written to a local path, got {path}.")
     folder = os.path.dirname(path) or "."
     if suffix and not path.endswith(suffix):
         raise InputError(f"{name} must end in {suffix}, got {path}.")

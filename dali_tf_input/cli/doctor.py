@@ -119,6 +119,7 @@ class Trier:
 def main(arguments: list[str]) -> int:
     """Prints the report; returns the exit code."""
     command.check_no_arguments(arguments)
+    command.refuse_useless(((not _FILES.files.value, _FILES.all, "without --files"),))
     states: collections.Counter[str] = collections.Counter()
     for finding in examine():
         states[finding.state] += 1

@@ -1,6 +1,5 @@
 """Flags that several commands share: which records are read, and what is done to each image."""
 
-import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,6 +11,7 @@ from dali_tf_input.records.class_names import read_class_names
 from dali_tf_input.records.labels import Label, LabelKind
 from dali_tf_input.spec.augment import Augmentation
 from dali_tf_input.spec.crops import CoverCrop, Crop, NoCrop
+from dali_tf_input.storage.objects import local_path
 
 # What users call the augmentations on the command line.
 AUGMENTATIONS: dict[str, Augmentation] = {
@@ -158,7 +158,7 @@ class LabelFlags:
         if kind == "multi_hot":
             return dti.MultiHot(key=key, **fields)
         path = self.vocabulary.value
-        names = read_class_names(os.path.expanduser(path)) if path else None
+        names = read_class_names(local_path("vocabulary", path)) if path else None
         return dti.ClassLabel(key=key, vocabulary=names, **fields)
 
 
@@ -175,8 +175,11 @@ class WorkFlags:
     hand-written pipelines leave out.
     """
 
-    def __init__(self, flags: Flags, more_crops: Sequence[str] = ()) -> None:
-        self.batch_size = flags.integer("batch_size", 64, "Images per batch.", 1)
+    def __init__(
+        self, flags: Flags, more_crops: Sequence[str] = (), *, has_batches: bool = True
+    ) -> None:
+        if has_batches:
+            self.batch_size = flags.integer("batch_size", 64, "Images per batch.", 1)
         crops = [*CROPS, *more_crops]
         self.crop = flags.choice("crop", crops[0], crops, "How to choose the region.")
         self.image_size = flags.integer("image_size", 224, "Height and width of the output.", 1)

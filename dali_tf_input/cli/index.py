@@ -64,6 +64,16 @@ _SECONDS_BETWEEN_LINES = 10  # of progress, without a terminal
 
 def main(patterns: list[str]) -> int:
     """Indexes the files that match `patterns`; returns the exit code."""
+    level, labels = _VERIFY.value, _LABELS
+    of_labels = (labels.label, labels.label_offset, labels.label_size, labels.num_classes)
+    is_shallow = level in ("framing", "crc")
+    command.refuse_useless(
+        (
+            (is_shallow, (*of_labels, labels.vocabulary), f"with --verify={level}"),
+            (level != "decode", (_DECODER, _MAX_PIXELS), f"with --verify={level}"),
+            (_ON_BAD.value != "skip", (_MAX_BAD_FRACTION,), "without --on_bad=skip"),
+        )
+    )
     label = _LABELS.make_label()
     checks = Checks(**{flag.name: flag.value for flag in _CHECK_FLAGS}, label=label)
     refusal: IndexFaultsError | None = None
@@ -92,6 +102,8 @@ def main(patterns: list[str]) -> int:
     print_report(report, _find_names(patterns))
     if refusal:
         remedy = _remedy(patterns, checks, refusal.mistake, has_records=progress.has_records)
+        if {*report.reasons} == {"unreadable"}:
+            remedy = "All others were indexed. Repair what is said above, and repeat."
         print(f"error: {refusal}. {remedy}", file=sys.stderr)
         return 1
     return 0

@@ -43,7 +43,7 @@ _EVALUATION_OF |= {"resize_random_crop": "no_crop", "no_crop": "no_crop", "lette
 FLAGS = command.Flags()
 _FILES = FileFlags(FLAGS)
 _LABELS = LabelFlags(FLAGS, _FILES)
-_WORK = WorkFlags(FLAGS, more_crops=("all",))
+_WORK = WorkFlags(FLAGS, more_crops=("all",), has_batches=False)
 _BACKEND = FLAGS.choice(
     "backend", "tf_data", ["tf_data", "dali_cpu", "dali_gpu"], "Backend that makes the images."
 )
@@ -68,6 +68,19 @@ def main(arguments: list[str]) -> int:
     """Draws the sheet; returns the exit code."""
     command.check_no_arguments(arguments)
     command.check_writable(_OUT, suffix=".png")
+    of_one = (_EVALUATION, _RECIPE, _BLAME, _NUM_IMAGES, _LABELS.mask_key)
+    command.refuse_useless(
+        (
+            (_WORK.crop.value == "all", of_one, "with --crop=all, which shows one image"),
+            (
+                _EVALUATION.value,
+                (_WORK.crop, _WORK.augment, _RECIPE),
+                "with --evaluation, which crops the center and no more",
+            ),
+            (bool(_BLAME.value), (_RECORDS,), "with --blame"),
+            (bool(_RECORDS.value), (_NUM_IMAGES,), "with --records"),
+        )
+    )
     if _WORK.crop.value == "all":
         return show_crops()
     spec = make_spec()
@@ -90,9 +103,6 @@ def main(arguments: list[str]) -> int:
 
 def show_crops() -> int:
     """Draws what each crop makes of one image; returns the exit code."""
-    for flag in (_EVALUATION, _RECIPE, _BLAME, _NUM_IMAGES, _LABELS.mask_key):
-        if flag.present:
-            raise InputError(f"--crop=all shows every crop of one image: leave out --{flag.name}.")
     ids, size = find_ids(_FILES.dataset()), image_size()
     command.import_tensorflow()
     from dali_tf_input import sheets
@@ -134,11 +144,6 @@ def make_spec(crop: str | None = None) -> InputSpec:
     """Returns what is shown, by the flags; without them, what the model sees by default."""
     records, size, fields = _FILES.dataset(), image_size(), plain_fields()
     if _EVALUATION.value:
-        for flag in (_WORK.crop, _WORK.augment, _RECIPE):
-            if flag.present:
-                raise InputError(
-                    f"--evaluation crops the center, and no more: leave out --{flag.name}."
-                )
         preprocess = Preprocess.for_evaluation(size, **fields)
     else:
         if crop or _WORK.crop.present:

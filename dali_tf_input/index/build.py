@@ -300,6 +300,8 @@ class _Run:
         if self._on_bad == "error" and bad_files:
             records = f"{num_bad:,} bad record{'' if num_bad == 1 else 's'}"
             refusal = f"{records} in {len(bad_files):,} of {num_files:,} files"
+            if {*reasons} == {"unreadable"}:
+                refusal = f"{num_bad:,} of {num_files:,} files cannot be read"
         elif reasons["unreadable"]:
             refusal = f"{reasons['unreadable']:,} of {num_files:,} files cannot be read"
         elif self._on_bad == "skip":

@@ -208,7 +208,7 @@ def locked_if_free(path: str) -> Iterator[bool]:
       InputError: it is no file, or may not be written.
     """
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
         text = f"{path} cannot be locked: {error.strerror}"
         raise InputError(f"{text}. Remove it, or name another folder.") from error

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import load, python, run
+from commands import fails, load, python, run
 from conftest import ROOT, SCRIPTS, jpeg
 from rich.cells import cell_len
 from rich.console import Console
@@ -129,6 +129,41 @@ def test_output_in_ascii(tmp_path):
     )
     assert process.returncode == 0, process.stderr
     assert "out \\xe4" in process.stdout
+
+
+USELESS = [
+    "index --num_classes=2 x",
+    "index --verify=crc --vocabulary=x x",
+    "index --verify=schema --max_pixels=9 x",
+    "index --verify=decode --max_bad_fraction=0.5 x",
+    "convert --store=pixels --quality=90 {folder} out",
+    "convert --renumber {folder} out",
+    "convert --image_key=x {folder} out",
+    "preview --files=x --blame=y --records=3",
+    "preview --files=x --records=3 --num_images=2",
+    "preview --files=x --evaluation --recipe=deit",
+    "preview --files=x --evaluation --augment=rand",
+    "doctor --label_key=x",
+]
+
+
+@pytest.mark.parametrize("line", USELESS)
+def test_flags_that_do_nothing(tmp_path, line):
+    """They are refused, before anything is read."""
+    name, *words = line.format(folder=tmp_path).split()
+    fails(run(name, *words), " does nothing ", ": leave it out.")
+
+
+def test_outputs_are_local(tmp_path):
+    for words in (
+        ["explore", "--files=x", "--out=s3://bucket/page.html"],
+        ["explore", "--files=x", "--json=gs://bucket/found.json"],
+        ["preview", "--files=x", "--out=s3://bucket/sheet.png"],
+    ):
+        fails(run(*words), "is written to a local path, got ")
+    fails(run("index", "--verify=schema", "--vocabulary=s3://b/x", "y"), "must be a local path")
+    fails(run("convert", "s3://bucket/t.csv", tmp_path / "out"), "A table must be a local file")
+    fails(run("convert", "--labels=s3://b/x", tmp_path, tmp_path / "../o"), "must be a local path")
 
 
 @pytest.mark.parametrize("words", [["--version"], ["help", "card"], ["card", "--help"]])

@@ -382,7 +382,7 @@ def test_validation_out_of_train_beside_test(tmp_path):
 def test_flags_of_another_kind_of_source(tmp_path, source, flag):
     (tmp_path / "a").mkdir()
     process = convert(flag, tmp_path / source, tmp_path / "out")
-    fails(process, f"{flag.partition('=')[0]} says nothing about ", "leave it out")
+    fails(process, f"{flag.partition('=')[0]} does nothing for ", "leave it out")
 
 
 def test_new_classes_of_no_list(tmp_path):

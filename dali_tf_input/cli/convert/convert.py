@@ -59,7 +59,7 @@ from dali_tf_input.records.class_names import (
     read_class_names,
 )
 from dali_tf_input.records.example import decode_example
-from dali_tf_input.storage.objects import is_url
+from dali_tf_input.storage.objects import is_url, local_path
 
 FLAGS = command.Flags()
 _VALIDATION_FRACTION = FLAGS.number(
@@ -170,9 +170,11 @@ def main(arguments: list[str]) -> int:
         checks = choose_decoder(Checks(verify="decode", decoder=_DECODER.value))
         values["decoder"] = checks.decoder
     conversion = Conversion(**values, keep_features=tuple(_KEEP_FEATURES.value or ()))
+    if table.is_table(source) and is_url(source):
+        raise InputError(f"A table must be a local file, got {source}: copy it.")
     is_folder, is_table = folders.is_folder(source), table.is_table(source)
     refuse_flags(is_folder=is_folder, is_table=is_table)
-    names = read_class_names(os.path.expanduser(_LABELS.value)) if _LABELS.value else None
+    names = read_class_names(local_path("labels", _LABELS.value)) if _LABELS.value else None
     numbering = {"labels": names, "labels_grow": _LABELS_GROW.value}
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -220,20 +222,23 @@ def main(arguments: list[str]) -> int:
 
 
 def refuse_flags(*, is_folder: bool, is_table: bool) -> None:
-    """Raises InputError for a flag that says nothing about the kind of the source."""
-    what = "a folder" if is_folder else "a table" if is_table else "TFRecords"
-    useless: list[Any] = []
-    if not is_folder:
-        useless += [_CLASS_DEPTH, _SKIP_UNREADABLE]
-    if is_folder or not is_table:
-        useless += [_KEEP, _DROP, _GROUP]
-    if is_folder or is_table:
-        useless += [_IMAGE_KEY, _INDEX_DIR, _MASK_KEY, _KEEP_FEATURES]
-    else:  # TFRecords keep their labels
-        useless += [_LABELS, _LABELS_GROW]
-    for flag in useless:
-        if flag.present:
-            raise InputError(f"--{flag.name} says nothing about {what}: leave it out.")
+    """Raises InputError for a flag that does nothing, as for this kind of the source."""
+    what = f"for {'a folder' if is_folder else 'a table' if is_table else 'TFRecords'}"
+    are_records = not (is_folder or is_table)
+    command.refuse_useless(
+        (
+            (not is_folder, (_CLASS_DEPTH, _SKIP_UNREADABLE), what),
+            (not is_table, (_KEEP, _DROP, _GROUP), what),
+            (not are_records, (_IMAGE_KEY, _INDEX_DIR, _MASK_KEY, _KEEP_FEATURES), what),
+            (are_records, (_LABELS, _LABELS_GROW), f"{what}, which keep their labels"),
+            (
+                _STORE.value == "pixels",
+                (_QUALITY, _DECODER, _KEEP_ORIENTATION),
+                "with --store=pixels",
+            ),
+            (not _OVERWRITE.value, (_RENUMBER,), "without --overwrite"),
+        )
+    )
     if _LABELS_GROW.value and not _LABELS.value:
         raise InputError("--labels_grow adds to the names of a file: name it with --labels.")
 
