@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from dali_tf_input.backends import reading, tf_native
 from dali_tf_input.backends.parsing import decode_mask, find_size, parse_image, parse_others
-from dali_tf_input.backends.places import find_places
+from dali_tf_input.backends.places import Places, find_places
 from dali_tf_input.backends.stream import Stream
 from dali_tf_input.backends.tf_augment import make_rows
 from dali_tf_input.backends.tf_images import (
@@ -65,7 +65,8 @@ def make_batches(
       options: the options of the backend.
       transforms: `spec.transform` for each view, see `tf_data.check_transform`.
     """
-    make = _BatchMaker(stream, options, transforms)
+    places = find_places(stream.spec.records)  # for the maker and for the reading
+    make = _BatchMaker(stream, options, transforms, places)
     return reading.map_batches(
         stream,
         options,
@@ -96,7 +97,11 @@ class _BatchMaker:
     """Makes batches of a stream, given their keys and records."""
 
     def __init__(
-        self, stream: Stream, options: TfDataOptions, transforms: Sequence[Transform | None]
+        self,
+        stream: Stream,
+        options: TfDataOptions,
+        transforms: Sequence[Transform | None],
+        places: Places,
     ) -> None:
         self._stream, self._options, self._transforms = stream, options, transforms
         calls = options.num_parallel_calls
@@ -109,7 +114,6 @@ class _BatchMaker:
             else make_plain(view, changes=bool(view.augment or transform))
             for view, transform in zip(self._views, transforms, strict=True)
         ]
-        places = find_places(stream.spec.records)
         self._files = (places.names, places.versions, *places.where)
 
     def __call__(

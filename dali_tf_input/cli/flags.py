@@ -176,14 +176,16 @@ class WorkFlags:
     """
 
     def __init__(
-        self, flags: Flags, more_crops: Sequence[str] = (), *, has_batches: bool = True
+        self, flags: Flags, more_crops: Sequence[str] = (), *, is_compared: bool = True
     ) -> None:
-        if has_batches:
+        if is_compared:
             self.batch_size = flags.integer("batch_size", 64, "Images per batch.", 1)
         crops = [*CROPS, *more_crops]
-        self.crop = flags.choice("crop", crops[0], crops, "How to choose the region.")
+        crop = crops[0] if is_compared else "cover_crop"  # the package's own default
+        self.crop = flags.choice("crop", crop, crops, "How to choose the region.")
         self.image_size = flags.integer("image_size", 224, "Height and width of the output.", 1)
-        self.antialias = flags.boolean("antialias", False, "Antialias when downscaling.")
+        text = "Antialias when downscaling."
+        self.antialias = flags.boolean("antialias", not is_compared, text)
         decode = ("auto", "full", "region", "scaled")
         self.decode = flags.choice("decode", "auto", decode, "How much of each image to decode.")
         dtypes = ("float32", "float16", "uint8")

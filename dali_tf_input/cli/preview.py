@@ -43,7 +43,7 @@ _EVALUATION_OF |= {"resize_random_crop": "no_crop", "no_crop": "no_crop", "lette
 FLAGS = command.Flags()
 _FILES = FileFlags(FLAGS)
 _LABELS = LabelFlags(FLAGS, _FILES)
-_WORK = WorkFlags(FLAGS, more_crops=("all",), has_batches=False)
+_WORK = WorkFlags(FLAGS, more_crops=("all",), is_compared=False)
 _BACKEND = FLAGS.choice(
     "backend", "tf_data", ["tf_data", "dali_cpu", "dali_gpu"], "Backend that makes the images."
 )

@@ -125,7 +125,9 @@ def read_entries(
                 stale.append((file, index_file, reason, entry))
             elif entry:
                 entries.append(entry)
-        if stale and not is_last:  # an index run may be replacing indexes and their manifest
+        if not stale:
+            break
+        if not is_last:  # an index run may be replacing indexes and their manifest
             for folder in filter(os.path.isdir, folders):
                 with locked(folder):
                     pass

@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from numbers import Real
 
@@ -36,14 +37,15 @@ def check_shares(shares: dict[str, float]) -> None:
 def draw_places(files: Sequence[IndexedFile], draw: str) -> Unsigned:
     """Draws a uniformly distributed uint64 for each record of the indexes: (num_records,).
 
-    It depends only on `draw`, on the base name of the file, and on the offset of the record; not on
-    other files, or on which bad records are skipped.
+    It depends only on `draw`, on the base name of the file without the number of files ("-of-4"),
+    and on the offset of the record; not on other files, or on which bad records are skipped.
     """
     return np.concatenate([_draw_in_file(file, draw) for file in files])
 
 
 def _draw_in_file(file: IndexedFile, draw: str) -> Unsigned:
-    name = f"{draw}/{os.path.basename(file.path)}".encode()
+    own = re.sub(r"-of-\d+", "", os.path.basename(file.path))
+    name = f"{draw}/{own}".encode()
     key = np.uint64(int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little"))
     return hash_words(key, Stream.SPLIT, file.index()[:, 0])
 

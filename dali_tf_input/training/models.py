@@ -233,10 +233,11 @@ def check_labels(model: keras.Model, label_range: tuple[int, int] | None) -> Non
     """
     outputs = count_outputs(model)
     if label_range and outputs and outputs <= label_range[1]:
+        counts_from_1 = label_range == (1, outputs)
+        hint = f"{COUNT_FROM_1} Otherwise the" if counts_from_1 else "The"
         raise InputError(
             f"Labels run from {label_range[0]} to {label_range[1]}, the model has {outputs}"
-            f" outputs, for labels 0 to {outputs - 1}. {COUNT_FROM_1} Otherwise the model needs"
-            " more outputs."
+            f" outputs, for labels 0 to {outputs - 1}. {hint} model needs more outputs."
         )
 
 
@@ -264,6 +265,10 @@ def find_doubts(model: keras.Model, spec: InputSpec) -> list[str]:
         text = "The values of the masks' pixels are not known, and not compared with the model's"
         doubts.append(f"{text} outputs: dali-tf-input index {known} counts them.")
     names, outputs = spec.class_names, count_outputs(model)
+    num_classes = getattr(spec.label, "num_classes", None)
+    if outputs and num_classes and num_classes > outputs:
+        text = f"The label has {num_classes:,} classes (`num_classes`), and the model"
+        doubts.append(f"{text} {outputs:,} outputs.")
     if names and outputs and outputs > len(names):
         doubts.append(f"The model has {outputs:,} outputs, and {len(names):,} classes have names.")
     if meetings.normalizes(spec.preprocess) and (layer := _find_scaling(model)):

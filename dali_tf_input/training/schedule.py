@@ -22,7 +22,8 @@ _CHANGES = ("preprocess", "views", "mix", "transform", "balance", "temperature",
 def describe_function(function: Callable[..., Any]) -> str:
     """Returns the name of a function and a hash of what it does, to tell it from another one.
 
-    That is its source; of a lambda, whose line may hold another one, the compiled code.
+    That is its source; of a lambda, whose line may hold another one, the compiled code; and the
+    numbers and text of the functions around it that it uses.
     """
     name = getattr(function, "__qualname__", type(function).__name__)
     code = getattr(function, "__code__", None)
@@ -32,6 +33,10 @@ def describe_function(function: Callable[..., Any]) -> str:
     else:
         with contextlib.suppress(OSError, TypeError):  # built in, or typed in
             source = inspect.getsource(function)
+    with contextlib.suppress(ValueError):  # a variable around it has no value yet
+        around = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+        plain = [one for one in around if isinstance(one, bool | int | float | str | tuple)]
+        source += repr(plain) if plain else ""
     return f"{name} ({hashlib.sha256(source.encode()).hexdigest()[:8]})"
 
 
