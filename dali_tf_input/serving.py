@@ -22,7 +22,7 @@ from dali_tf_input.spec.options import DaliOptions, Device, TfDataOptions
 from dali_tf_input.spec.preprocess import Preprocess
 from dali_tf_input.storage.objects import local_path
 from dali_tf_input.storage.staging import Staging
-from dali_tf_input.training.models import check_inputs, check_pixels, names_of
+from dali_tf_input.training.models import check_inputs, check_pixels, names_of, saw_reduced_images
 from dali_tf_input.training.strategies import check_keras
 
 _logger = logging.getLogger("dali_tf_input")
@@ -135,6 +135,11 @@ def export_saved_model(
     check_inputs(model, {"image": preprocess.image_shape})
     if compare:
         check_pixels(model, preprocess)
+        if saw_reduced_images(model):
+            text = (
+                "decode='scaled', which an exported model does not do: its pixels differ a little"
+            )
+            _logger.warning("The model was trained with %s.", text)
     folder = _new_folder(folder)
     archive = keras.export.ExportArchive()
     archive.track(model)

@@ -8,6 +8,7 @@ options for this machine and these files.
 example: python scripts/compare_throughput.py --files='path/train-*' --seconds=2
 """
 
+import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from dali_tf_input import InputError
 from dali_tf_input.cli import command
 from dali_tf_input.cli.flags import check_list, describe_work
 from dali_tf_input.processes import describe_end, run_command
+from dali_tf_input.records.installing import pip_install
 from support import machine, plots
 from support.benchmark import Stats, Window
 from support.flags import BACKENDS, FileFlags, WorkFlags
@@ -54,6 +56,8 @@ def main(arguments: list[str]) -> int:
     command.check_no_arguments(arguments)
     command.check_writable(_JSON)
     command.check_writable(_PLOT, suffix=".png")
+    if _PLOT.value and importlib.util.find_spec("matplotlib") is None:
+        raise InputError(f"--plot needs matplotlib: {pip_install('matplotlib')}")
     check_flags()
     window: dict[str, Any] = {flag.name: flag.value for flag in (_SECONDS, _REPEATS)}
     if _STAGES.value or _TUNE.value:

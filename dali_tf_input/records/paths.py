@@ -55,7 +55,9 @@ def find_versions(files: Path | Sequence[Path]) -> dict[str, Status | None]:
                 url: version for url, version in next(listings).items() if not _is_ours(url)
             }
             if not remote_files:
-                raise InputError(f"No object matches '{pattern}'.")
+                is_folder = pattern.endswith("/")
+                hint = f": name those in it, such as '{pattern}*-of-*'" if is_folder else ""
+                raise InputError(f"No object matches '{pattern}'{hint}.")
             versions |= remote_files
             continue
         expanded = os.path.expanduser(pattern)
@@ -76,10 +78,7 @@ def find_versions(files: Path | Sequence[Path]) -> dict[str, Status | None]:
                 matches += path == expanded and len(patterns) > 1
                 continue
             if not path.isprintable() and not _is_utf8(path):
-                raise InputError(
-                    f"{os.fsencode(path)!r} is not the name of a file in UTF-8, which DALI and"
-                    " TensorFlow need: rename it, or its folder."
-                )
+                raise _explain_encoding(os.fsencode(path))
             try:
                 status = os.stat(path)
             except FileNotFoundError as error:
@@ -232,6 +231,19 @@ def _is_utf8(path: str) -> bool:
         return bool(path.encode())
     except UnicodeEncodeError:  # it has bytes that are not UTF-8
         return False
+
+
+def _explain_encoding(path: bytes) -> InputError:
+    """Returns the error for a name that Python cannot write in UTF-8."""
+    try:
+        path.decode()
+    except UnicodeDecodeError:
+        return InputError(
+            f"{path!r} is not the name of a file in UTF-8, which DALI and TensorFlow need: rename"
+            " it, or its folder."
+        )
+    encoding = sys.getfilesystemencoding()
+    return InputError(f"{path!r} is in UTF-8, and Python reads names as {encoding}: PYTHONUTF8=1")
 
 
 def _shorten(folder: str, names: list[str]) -> list[str]:

@@ -322,7 +322,7 @@ class Input:
             resume = Resume(resume)
         arguments |= {"initial_epoch": initial_epoch, "steps_per_epoch": steps_per_epoch}
         arguments["validation_freq"] = validation_freq
-        note_input(model, self.spec)
+        note_input(model, self.spec, self.options)
         with resume.hold() if resume else contextlib.nullcontext():
             return train(
                 self, model, spec, held_out, resume, epochs=epochs, profile=profile, **arguments

@@ -14,6 +14,7 @@ from dali_tf_input.records.class_names import Names
 from dali_tf_input.records.labels import COUNT_FROM_1, ClassLabel
 from dali_tf_input.spec import meetings
 from dali_tf_input.spec.input import InputSpec
+from dali_tf_input.spec.options import Options
 from dali_tf_input.spec.preprocess import Preprocess
 from dali_tf_input.training import strategies
 
@@ -306,11 +307,18 @@ def _find_scaling(model: keras.Model) -> str | None:
 
 # What models were trained on, by `fit` in this program. Keras's own files do not keep it.
 _noted = weakref.WeakKeyDictionary[keras.Model, InputSpec]()
+_of_reduced = weakref.WeakSet[keras.Model]()  # those that saw images decoded at a reduced size
 
 
-def note_input(model: keras.Model, spec: InputSpec) -> None:
-    """Notes what a model is trained on, for `check_noted`."""
+def note_input(model: keras.Model, spec: InputSpec, options: Options) -> None:
+    """Notes what a model is trained on, for `check_noted` and `saw_reduced_images`."""
     _noted[model] = spec
+    (_of_reduced.add if options.decode == "scaled" else _of_reduced.discard)(model)
+
+
+def saw_reduced_images(model: keras.Model) -> bool:
+    """Whether `fit` in this program trained a model with decode="scaled"."""
+    return model in _of_reduced
 
 
 def check_noted(model: keras.Model, spec: InputSpec, what: str) -> None:

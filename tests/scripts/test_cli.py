@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 from commands import fails, load, python, run
-from conftest import ROOT, SCRIPTS, jpeg
+from conftest import ROOT, SCRIPTS, jpeg, write_tfrecord
 from rich.cells import cell_len
 from rich.console import Console
 
-from dali_tf_input import __version__
+from dali_tf_input import InputError, __version__
 from dali_tf_input.cli import command
 from dali_tf_input.cli.main import main
 
@@ -164,6 +164,24 @@ def test_outputs_are_local(tmp_path):
     fails(run("index", "--verify=schema", "--vocabulary=s3://b/x", "y"), "must be a local path")
     fails(run("convert", "s3://bucket/t.csv", tmp_path / "out"), "A table must be a local file")
     fails(run("convert", "--labels=s3://b/x", tmp_path, tmp_path / "../o"), "must be a local path")
+
+
+def test_names_in_another_encoding(tmp_path):
+    """It is Python's that is wrong, not the name."""
+    write_tfrecord(tmp_path / "tr\u00e4in", [{"image": jpeg(9, 9), "label": 0}])
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    process = python(
+        *("-m", "dali_tf_input", "index", f"{tmp_path}/tr*"), env={**os.environ, **ascii_only}
+    )
+    fails(process, "is in UTF-8, and Python reads names as ascii: PYTHONUTF8=1")
+
+
+def test_a_plot_needs_matplotlib(monkeypatch, tmp_path):
+    compare = load("compare_throughput.py")
+    monkeypatch.setattr(compare.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(InputError, match=r"--plot needs matplotlib: .*pip install 'matplotlib>="):
+        compare.FLAGS(["", f"--plot={tmp_path}/a.png"])
+        compare.main([])
 
 
 @pytest.mark.parametrize("words", [["--version"], ["help", "card"], ["card", "--help"]])

@@ -210,6 +210,16 @@ def test_what_fits(records, model, fields):
     assert np.isfinite(history.history["loss"]).all()
 
 
+def test_what_an_export_does_not_do_is_said(records, tmp_path, caplog):
+    spec, model = dti.InputSpec.for_training(records, 8), make()
+    for decode, is_said in (("scaled", True), ("full", False)):
+        options = dti.TfDataOptions(decode=decode)
+        dti.load(spec, options, batch_size=2).fit(model, verbose=0)
+        dti.export_saved_model(model, dti.Preprocess.for_evaluation(8), tmp_path / decode)
+        assert ("decode='scaled', which an exported model does not do" in caplog.text) == is_said
+        caplog.clear()
+
+
 def test_masks_of_two_classes(tmp_path):
     """An output of a channel, as usual for one object."""
     mask = np.zeros((9, 9), np.uint8)
