@@ -84,7 +84,11 @@ def test_outputs_that_cannot_be_written(script, sample_folder, tmp_path):
         ("compare_throughput.py", ["--order=buffer"], "--order is of --stages and --tune"),
         ("preview", ["--num_images=0"], "`num_images` must be at least 1"),
         ("preview", ["--out=x.jpg"], "`out` must end in .png"),
-        ("preview", ["--evaluation", "--crop=random_crop"], "--evaluation crops the center"),
+        (
+            "preview",
+            ["--evaluation", "--crop=random_crop"],
+            "--crop does nothing with --evaluation",
+        ),
         ("gpu_check.py", [], "There is no NVIDIA GPU here"),
         ("gpu_check.py", ["--parts=all"], "`parts` must be of probe, pixels"),
         (

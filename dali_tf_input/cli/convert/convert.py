@@ -224,18 +224,15 @@ def main(arguments: list[str]) -> int:
 def refuse_flags(*, is_folder: bool, is_table: bool) -> None:
     """Raises InputError for a flag that does nothing, as for this kind of the source."""
     what = f"for {'a folder' if is_folder else 'a table' if is_table else 'TFRecords'}"
-    are_records = not (is_folder or is_table)
+    are_records, stores_pixels = not (is_folder or is_table), _STORE.value == "pixels"
     command.refuse_useless(
         (
             (not is_folder, (_CLASS_DEPTH, _SKIP_UNREADABLE), what),
             (not is_table, (_KEEP, _DROP, _GROUP), what),
             (not are_records, (_IMAGE_KEY, _INDEX_DIR, _MASK_KEY, _KEEP_FEATURES), what),
             (are_records, (_LABELS, _LABELS_GROW), f"{what}, which keep their labels"),
-            (
-                _STORE.value == "pixels",
-                (_QUALITY, _DECODER, _KEEP_ORIENTATION),
-                "with --store=pixels",
-            ),
+            (stores_pixels, (_QUALITY, _KEEP_ORIENTATION), "with --store=pixels"),
+            (stores_pixels and _DECODER.value != "none", (_DECODER,), "with --store=pixels"),
             (not _OVERWRITE.value, (_RENUMBER,), "without --overwrite"),
         )
     )
