@@ -4,7 +4,8 @@ usage: dali-tf-input service [flags] --role=dispatcher|worker
 
 Start one dispatcher, and a worker on each machine that helps. Every worker must find the TFRecords
 under the same paths as training does. Then run train.py --order=buffer --service=grpc://HOST:5050.
-The command runs until it is stopped (Ctrl-C, SIGTERM). If a worker dies, restart it with the same
+It listens on all network interfaces without authentication: use it on a private network only. The
+command runs until it is stopped (Ctrl-C, SIGTERM). If a worker dies, restart it with the same
 address and port: training waits for it.
 
 example: dali-tf-input service --role=worker --dispatcher=host0:5050

@@ -455,6 +455,17 @@ def test_lists_of_a_0_or_1_for_each_class(tmp_path):
     assert sorted(next(iter(made))[1].numpy().tolist()) == [[0, 1], [0, 1], [1, 0], [1, 0]]
 
 
+def test_balanced_weights_of_many_classes(tmp_path):
+    """More than the index step lists; a billion that were typed have no weights."""
+    image = jpeg(9, 9)
+    examples = [{"image": image, "label": n} for n in range(10_500)]
+    records = write_indexed(tmp_path / "train-0", examples, dti.Checks(verify="schema"))
+    for_training = functools.partial(dti.InputSpec.for_training, records, 8)
+    assert for_training(class_weight="balanced").class_weights() == [1.0] * 10_500
+    with refused("`num_classes` must be at most 1,048,576, got 1000000000"):
+        for_training(label=dti.ClassLabel(num_classes=10**9), class_weight={0: 2.0})
+
+
 @pytest.mark.parametrize("options", [TF_DATA, DALI])
 def test_a_feature_that_some_records_lack(tmp_path, options):
     """With a default they need not have it."""

@@ -148,6 +148,17 @@ LABELS = {"one_hot": dti.ClassLabel(one_hot=True, num_classes=6)}
             "The loss binary_crossentropy is of two classes, 0 and 1, and labels run to 5",
         ),
         (lambda: make(5), {}, "Labels run from 0 to 5, the model has 5 outputs"),
+        (
+            lambda: make(5, keras.losses.SparseCategoricalCrossentropy(name="mine")),
+            {},
+            r"the model has 5 outputs, for labels 0 to 4\. The model needs more outputs",
+        ),
+        (
+            lambda: make(1, ["binary_crossentropy"], activation="sigmoid"),
+            {},
+            "The loss binary_crossentropy is of two classes, 0 and 1, and labels run to 5",
+        ),
+        (lambda: make(7, "poisson"), {"label": LABELS["one_hot"]}, "The loss poisson takes values"),
     ],
 )
 def test_what_does_not_fit(records, model, fields, message):
@@ -292,6 +303,39 @@ def test_arguments_of_fit(records, arguments, message):
     with refused(message):
         train.fit(make(), verbose=0, **arguments)
     assert train.next_step == 0
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.5, "2"])
+def test_steps_of_an_evaluation(records, steps):
+    message = "must be a whole number of at least 1, or None, got"
+    valid = load(records, evaluation=True)
+    for call in (valid.evaluate, valid.predict):
+        with refused(f"`steps` {message}"):
+            call(make(), steps=steps, verbose=0)
+    with refused(f"`validation_steps` {message}"):
+        load(records).fit(make(), validation=valid, validation_steps=steps, verbose=0)
+
+
+def test_masks_of_more_values_than_outputs(tmp_path, caplog):
+    """As the index step counted them; `fit` says that it does not know if it did not."""
+    stream = io.BytesIO()
+    Image.fromarray(np.full((9, 9), 3, np.uint8)).save(stream, "PNG")
+    examples = [{"image": jpeg(9, 9, seed=n), "mask": stream.getvalue()} for n in range(4)]
+
+    def fit(outputs, checks=None):
+        records = write_indexed(tmp_path / "train-0", examples, checks)
+        model = keras.Sequential([keras.Input((8, 8, 3)), keras.layers.Conv2D(outputs, 1)])
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        load(records, label=None, mask=dti.SegmentationMask(key="mask")).fit(model, verbose=0)
+
+    fit(4)
+    assert "The values of the masks' pixels are not known" in caplog.text
+    caplog.clear()
+    counted = dti.Checks(verify="decode", decoder="tf_data", mask_key="mask", label=None)
+    with refused("Pixels of the masks have values up to 3, and the model has 3 outputs for each"):
+        fit(3, counted)
+    fit(4, counted)
+    assert "not known" not in caplog.text
 
 
 @pytest.mark.parametrize("method", ["evaluate", "predict"])

@@ -528,6 +528,12 @@ def test_functions_are_compared_by_their_source(records, tmp_path):
     descriptions = [describe_function(function) for function in (first, second, one, len)]
     assert len({*descriptions}) == 4
     assert descriptions[2].startswith("one (")
+
+    def around(number):
+        return lambda image, seed: image + number
+
+    assert describe_function(around(1)) == describe_function(around(1))
+    assert describe_function(around(1)) != describe_function(around(2))
     assert descriptions == [describe_function(function) for function in (first, second, one, len)]
 
 

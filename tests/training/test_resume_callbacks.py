@@ -345,6 +345,19 @@ def test_a_run_that_was_stopped_says_so(records, tmp_path, caplog):
     assert "of EarlyStopping, `patience` was 1, is 2" in caplog.text
 
 
+def test_an_epoch_that_a_callback_cut_short(records, tmp_path):
+    """It is done when training goes on, and has one line in the History."""
+
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.stop_training = batch == 1
+
+    assert fit(records, make_network(), tmp_path, callbacks=[Stop()]).epoch == [0]
+    model = make_network()
+    assert fit(records, model, tmp_path).epoch == [*range(EPOCHS)]
+    assert int(model.optimizer.iterations) == 3 * EPOCHS
+
+
 @pytest.mark.parametrize("terminates", [False, True])
 def test_weights_that_are_not_finite_are_not_saved(records, tmp_path, caplog, terminates):
     """The last good state remains, and another learning rate goes on from there."""
