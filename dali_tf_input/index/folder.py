@@ -197,7 +197,9 @@ class IndexFolder:
         try:
             return Manifest.read(self._folder)
         except DamagedManifestError as error:
-            if self._force:
+            if self._force:  # what it says of other files may still be wanted
+                path = os.path.join(self._folder, MANIFEST_NAME)
+                shutil.copyfile(path, f"{path}.damaged")
                 return Manifest({})
             raise InputError(
                 f"{error} Restore it, or start a new one for all files of this folder: --force, and"

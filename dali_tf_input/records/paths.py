@@ -223,7 +223,8 @@ def read_file(path: str) -> bytes:
 def _is_ours(path: str) -> bool:
     """Whether the index step made a file."""
     names = (MANIFEST_NAME, BAD_RECORDS_NAME)
-    return path.endswith(INDEX_SUFFIX) or os.path.basename(path) in names
+    name = os.path.basename(path).removesuffix(".damaged")
+    return path.endswith(INDEX_SUFFIX) or name in names
 
 
 def _is_utf8(path: str) -> bool:

@@ -205,7 +205,10 @@ def test_what_changed_is_refused_and_fixed(files, train, spoil, message, named):
         with refused("Restore it, or start a new one for all files of this folder: --force"):
             build_index(train)
     written = 0 if "copied" in message else 1 if named == "train-1" else 3
+    damaged = manifest_of(files[1]).read_bytes() if force else b""
     assert build_index(train, force=force).written == written
+    if force:
+        assert manifest_of(files[1]).with_suffix(".json.damaged").read_bytes() == damaged
     from_files(train)
 
 
