@@ -147,7 +147,8 @@ def examine() -> Iterator[Finding]:
     with trier:
         for name, (module, package) in _PACKAGES.items():
             works[name], text = trier.attempt(f"import {module}; print({module}.__version__)")
-            if name == "DALI" and version_of(DALI) is None:
+            # Containers of NVIDIA's have it by another name.
+            if name == "DALI" and not works[name] and version_of(DALI) is None:
                 text = "not installed: tf.data alone works (DaliOptions needs it)"
                 yield Finding("warning", name, text, pip_install(DALI))
             else:

@@ -8,6 +8,7 @@ reads a record that is not in it. The `manifest` stores all that later steps nee
 import contextlib
 import dataclasses
 import itertools
+import logging
 import os
 import tempfile
 import threading
@@ -43,6 +44,8 @@ from dali_tf_input.records.tfrecord import BadRecord, find_records, read_data
 from dali_tf_input.storage import objects
 from dali_tf_input.storage.copies import check_room, resolve_cache_dir
 from dali_tf_input.storage.objects import Part, Status
+
+_logger = logging.getLogger("dali_tf_input")
 
 OnBad = Literal["error", "skip"]
 
@@ -333,15 +336,19 @@ class _Run:
         return report
 
     def _check_keys(self, summary: contents.Summary) -> None:
-        """Raises InputError for a key that none of the records has that were read."""
+        """Raises InputError for a key that no record has; warns if no record of a sample has it."""
         label = self._checks.label
         for name, key in (
             ("image_key", self._checks.image_key),
             ("label.key", label.key if label else None),
             ("mask_key", self._checks.mask_key),
         ):
-            if key and summary.features and key not in summary.features:
-                raise missing_key_error(name, key, summary.features)
+            if not key or not summary.features or key in summary.features:
+                continue
+            problem = missing_key_error(name, key, summary.features)
+            if summary.parsed == summary.records:
+                raise problem
+            _logger.warning("Of a sample of %d records: %s", summary.parsed, problem)
 
     def _find_mistake(self, reasons: Mapping[str, int]) -> str:
         """Returns the mistake in the checks that makes sound records fail; "" if there is none."""

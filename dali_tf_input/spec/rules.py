@@ -68,14 +68,13 @@ def _rules_of_label(spec: "InputSpec") -> Rules:
     if not isinstance(label, ClassLabel | MultiHot):
         return
     if isinstance(label, MultiHot):
-        feature = records.features.get(label.key or "")
-        if feature and feature.range and feature.lengths[0] == feature.lengths[1] > 1:
-            size = feature.lengths[0]
-            yield (
-                feature.range[0] < 0 or feature.range[1] > 1,
-                f"`label` '{label.key}' has {size} values in each record, all of them 0 or 1, so"
-                f" they are no numbers of classes, as MultiHot takes: Values(size={size}).",
-            )
+        size = find_vectors(spec)
+        yield (
+            size is None or size != label.num_classes,
+            f"`label` '{label.key}' has {size} values in each record that was read, one for each"
+            " class, and all of them 0 or 1, so they are no numbers of classes, as MultiHot takes:"
+            f" Values(size={size}).",
+        )
         has_count = label.num_classes is not None
         yield has_count, _must("num_classes", "given for MultiHot", None)
     if spec.label_range:
@@ -88,6 +87,19 @@ def _rules_of_label(spec: "InputSpec") -> Rules:
         count = label.num_classes if label.dtype == "float32" else None
         rule = f"above the highest label, {highest}"
         yield not count or highest < count, _must("num_classes", rule, count)
+
+
+def find_vectors(spec: "InputSpec") -> int | None:
+    """Returns the length of a `MultiHot`'s lists, if all that were read have it, and hold 0 and 1.
+
+    They may be a 0 or 1 for each class, of which `MultiHot` would make the classes 0 and 1.
+    """
+    label = spec.label
+    feature = spec.records.features.get(label.key or "") if isinstance(label, MultiHot) else None
+    if feature is None or feature.range is None:
+        return None
+    (low, high), (shortest, longest) = feature.range, feature.lengths
+    return int(longest) if low >= 0 and high <= 1 and shortest == longest > 1 else None
 
 
 def _rules_of_images(spec: "InputSpec") -> Rules:

@@ -81,7 +81,7 @@ class Blame(StepCallback):
         try:
             check_loss(self._loss, tuple(outputs[0].shape[1:]), self._spec)
         except InputError as error:
-            raise InputError(f"`blame` was made with another loss than fits. {error}") from error
+            raise InputError(f"The loss of `blame` does not fit this training. {error}") from error
 
     def begin(self, offset: int, steps: int, spec: InputSpec, batch_size: int) -> None:
         """Checks that this callback belongs to the input that is trained on."""

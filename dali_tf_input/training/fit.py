@@ -350,10 +350,8 @@ class Training(keras.callbacks.CallbackList):
     def _end_if_stopped(self) -> None:
         """Ends the program after SIGTERM, as the state is saved."""
         if self._stop.has_come and self._resume:
-            text = (
-                "SIGTERM: the state after step %d is saved. To go on, run the same program again."
-            )
-            _logger.warning(text, self.step)
+            text = "SIGTERM: training ends after step %d, and its state is in %s. To go on, run the"
+            _logger.warning(f"{text} same program again.", self.step, self._resume.folder)
             self._stop.pass_on()
 
     def _save(self, *, with_metrics: bool) -> None:

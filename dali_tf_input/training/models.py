@@ -16,6 +16,7 @@ from dali_tf_input.spec import meetings
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.options import Options
 from dali_tf_input.spec.preprocess import Preprocess
+from dali_tf_input.spec.rules import find_vectors
 from dali_tf_input.training import strategies
 
 Shape = tuple[int | None, ...]
@@ -140,13 +141,13 @@ def check_loss(loss: Any, out: Shape, spec: InputSpec) -> None:
         (name, shape) for name, (shape, _) in spec.outputs.items() if name in ("label", "mask")
     )
     kind = _kind_of(loss)
-    highest_pixel = find_highest_pixel(spec) if name == "mask" else None
+    is_sparse = kind == "sparse_categorical_crossentropy"
+    highest_pixel = find_highest_pixel(spec) if name == "mask" and is_sparse else None
     if highest_pixel is not None and isinstance(out[-1], int) and 1 < out[-1] <= highest_pixel:
         raise InputError(
             f"Pixels of the masks have values up to {highest_pixel}, and the model has {out[-1]}"
             " outputs for each: SegmentationMask(values=...) maps values to classes from 0."
         )
-    is_sparse = kind == "sparse_categorical_crossentropy"
     if is_sparse and not _fits(shape, out[:-1]):
         is_one_hot = name == "label" and len(shape) == 1
         remedy = "categorical_crossentropy takes labels that are one-hot" if is_one_hot else ""
@@ -265,6 +266,9 @@ def find_doubts(model: keras.Model, spec: InputSpec) -> list[str]:
         known = f"--verify=decode --mask_key={spec.mask.key}"
         text = "The values of the masks' pixels are not known, and not compared with the model's"
         doubts.append(f"{text} outputs: dali-tf-input index {known} counts them.")
+    if size := find_vectors(spec):
+        text = f"`label` has {size} values in each record that was read, all of them 0 or 1"
+        doubts.append(f"{text}: a 0 or 1 for each class is Values(size={size}).")
     names, outputs = spec.class_names, count_outputs(model)
     num_classes = getattr(spec.label, "num_classes", None)
     if outputs and num_classes and num_classes > outputs:

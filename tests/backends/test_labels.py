@@ -34,6 +34,7 @@ from dali_tf_input.index.decoders import make_trial_decode
 from dali_tf_input.records.checks import InvalidRecord, check_mask, find_schema_problem
 from dali_tf_input.records.example import decode_example, encode_example
 from dali_tf_input.spec.crops import NoCrop
+from dali_tf_input.spec.rules import find_vectors
 
 COUNTS = (5, 12, 7)
 RECORDS = sum(COUNTS)
@@ -451,6 +452,7 @@ def test_lists_of_a_0_or_1_for_each_class(tmp_path):
     for_training = functools.partial(dti.InputSpec.for_training, records, 8)
     with refused("all of them 0 or 1, so they are no numbers of classes.*Values.size=2."):
         for_training(label=dti.MultiHot(key="label", num_classes=2))
+    assert find_vectors(for_training(label=dti.MultiHot(key="label", num_classes=3))) == 2
     made = dti.load(for_training(label=dti.Values(key="label", size=2)), TF_DATA, batch_size=4)
     assert sorted(next(iter(made))[1].numpy().tolist()) == [[0, 1], [0, 1], [1, 0], [1, 0]]
 

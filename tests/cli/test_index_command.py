@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import fails, python, rows, run
+from commands import fails, python, rows, run, run_cold
 from conftest import ROOT, jpeg, numbered_examples, write_tfrecord
 
 from dali_tf_input import InputError, Records
@@ -101,6 +101,17 @@ def test_keys_that_no_record_has(tmp_path):
         process = run("index", f"--{flag}=other", tmp_path / "train")
         name = flag.replace("label_key", "label.key")
         fails(process, f"`{name}` 'other' is not in the records, which hold 'image', 'label'")
+
+
+def test_keys_that_no_record_of_a_sample_has(tmp_path):
+    """That says nothing of the others, so it is said and no more."""
+    examples = [{"image": jpeg(9, 9), "label": 1} for _ in range(300)]
+    examples[50]["rare"] = 1
+    write_tfrecord(tmp_path / "train", examples)
+    process = run_cold("index", "--label_key=rare", tmp_path / "train")
+    assert process.returncode == 0
+    assert "Of a sample of " in process.stderr
+    assert "`label.key` 'rare' is not in the records" in process.stderr
 
 
 def test_a_sample_recommends_no_offset(tmp_path):

@@ -187,7 +187,9 @@ def test_what_does_not_fit_is_said_before_the_first_step(photos, tmp_path, caplo
     train = dti.load(spec_of(photos[0], "global", PREPROCESS), TF_DATA, batch_size=32)
     other = train.blame(tmp_path / "other", loss="categorical_crossentropy")
     model = make_model(other, LOSS)
-    with refused("`blame` was made with another loss than fits. The loss categorical_crossentropy"):
+    with refused(
+        "The loss of `blame` does not fit this training. The loss categorical_crossentropy"
+    ):
         train.fit(model, callbacks=[other], verbose=0)
     assert train.next_step == 0
     model = make_model(train.blame(tmp_path / "same", loss=LOSS))

@@ -204,7 +204,8 @@ def test_after_sigterm(records, whole, tmp_path, caplog, default_sigterm, step):
         run(records, tmp_path, first=[stop], resume=Resume(tmp_path / "run"))
     assert (ended.value.code, len(seen)) == (143, step)
     assert (
-        f"the state after step {step} is saved. To go on, run the same program again" in caplog.text
+        f"ends after step {step}, and its state is in {tmp_path}/run. To go on, run the same program"
+        in caplog.text
     )
     assert_same(whole, run(records, tmp_path, resume=Resume(tmp_path / "run")))
 

@@ -43,7 +43,7 @@ def _make_page(sets: list[Set], findings: list[Finding]) -> Iterator[str]:
     yield "</table><h2>What would hurt training</h2><ul>"
     yield from (f"<li>{html.escape(finding.text)}</li>" for finding in findings)
     yield "</ul>" if findings else "<li>Nothing was found.</li></ul>"
-    if any(one.labels is not None for one in sets):
+    if any(one.all_labels is not None for one in sets):
         yield from _draw_classes(sets)
     yield "<h2>Sizes in pixels, and kilobytes of a record</h2>"
     yield _draw_sizes(sets)
@@ -58,7 +58,7 @@ def _make_page(sets: list[Set], findings: list[Finding]) -> Iterator[str]:
 
 def _draw_classes(sets: list[Set]) -> Iterator[str]:
     """Draws how many records the classes have: all, or the largest and the smallest."""
-    labels = [one.labels for one in sets if one.labels is not None]
+    labels = [one.all_labels for one in sets if one.all_labels is not None]
     classes, counts = np.unique(np.concatenate(labels), return_counts=True)
     order = np.argsort(-counts, kind="stable")
     shown = order
@@ -73,7 +73,7 @@ def _draw_classes(sets: list[Set]) -> Iterator[str]:
         bars.append(f"<text x='150' y='{y + 12}' text-anchor='end'>{name}</text>")
         x = 160.0
         for one, color in zip(sets, _COLORS * len(sets), strict=False):
-            count = 0 if one.labels is None else int((one.labels == label).sum())
+            count = 0 if one.all_labels is None else int((one.all_labels == label).sum())
             width = count * scale
             bars.append(
                 f"<rect x='{x:.1f}' y='{y}' width='{width:.1f}' height='14' fill='{color}'/>"
