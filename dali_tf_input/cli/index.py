@@ -43,7 +43,9 @@ _ON_BAD = FLAGS.choice("on_bad", "error", get_args(OnBad), "What to do with bad 
 _MAX_BAD_FRACTION = FLAGS.number(
     "max_bad_fraction", 0.01, "With --on_bad=skip, the largest fraction of bad records to accept."
 )
-_FORCE = FLAGS.boolean("force", False, "Check all files, including unchanged ones.")
+_FORCE = FLAGS.boolean(
+    "force", False, "Check all files, including unchanged ones, as thoroughly as before."
+)
 _ALLOW_MISSING = FLAGS.boolean("allow_missing", False, "Continue if numbered files are missing.")
 _IMAGE_KEY = FLAGS.string("image_key", None, "Feature key of the image (default: detected).")
 _LABELS = LabelFlags(FLAGS)

@@ -274,7 +274,7 @@ class IndexFolder:
                 shutil.copyfile(staged, target)
         for name, entry in self.recognized.items():
             if manifest.entries.get(name) == self._known[name]:
-                manifest.entries[name] = entry
+                manifest.entries[name] = dataclasses.replace(entry, folder=self._folder_of(name))
             self.entries[name] = manifest.entries.get(name, entry)
         manifest.entries |= new
         manifest.names |= self._names

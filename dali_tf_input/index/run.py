@@ -18,7 +18,7 @@ from dali_tf_input.index.decode import DecodingChild
 from dali_tf_input.index.scan import check_file
 from dali_tf_input.processes import Child, ChildDiedError, call_apart
 from dali_tf_input.records.checks import PIXELS_KEY, Checks
-from dali_tf_input.records.contents import FileEntry
+from dali_tf_input.records.contents import FileEntry, unpack_integers
 from dali_tf_input.records.paths import absolute
 from dali_tf_input.records.tfrecord import BadRecord
 from dali_tf_input.storage.copies import local_copy
@@ -76,7 +76,10 @@ def _recognize(job: Job, before: FileEntry) -> Recognized | None:
             on_bad_record=lambda _: None,
             on_progress=lambda *_: None,
         )
-    if (found.framing_crc, found.content_crc) != (before.framing_crc, before.content_crc):
+    # A record whose header is damaged takes up as many bytes as before.
+    bad, known = ({*unpack_integers(one.skipped_numbers or b"")} for one in (found, before))
+    same = (found.framing_crc, found.content_crc) == (before.framing_crc, before.content_crc)
+    if not same or not bad <= known:
         return None
     return Recognized(dataclasses.replace(before, mtime_ns=found.mtime_ns))
 

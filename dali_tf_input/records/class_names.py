@@ -127,10 +127,11 @@ def shift_names(names: Sequence[str | None] | None, offset: int) -> Names | None
     return (*names[offset:],) if offset >= 0 else (*[None] * -offset, *names)
 
 
-def move_names(names: Sequence[str | None], moved: dict[int, int], kept: set[int]) -> Names | None:
+def move_names(names: Sequence[str | None], moved: dict[int, int], kept: set[int]) -> Names:
     """Returns the names of classes after some have moved to other numbers.
 
     A class that joins another one takes the name of that one, or, if it has none, "cat|lynx".
+    Classes from a million on have no names.
 
     Args:
       names: the names before.

@@ -76,7 +76,7 @@ _VALUES = {_FIRST, 1 << 3, 1 << 3 | 5}
 def _find_oddity(data: bytes) -> str | None:
     """Says what of a sound message TensorFlow's parser refuses, if anything.
 
-    It skips fields that it does not know where they are not among others; no writer makes them.
+    Unknown fields within Features are refused, also where it would skip them: no writer makes them.
     """
 
     def inside(messages: list[bytes], tag: int) -> list[bytes]:

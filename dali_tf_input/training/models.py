@@ -262,7 +262,8 @@ def find_doubts(model: keras.Model, spec: InputSpec) -> list[str]:
             doubts.append(text + (hint if offset else ""))
     if spec.class_weight is not None and not any(spec.class_weights()):
         doubts.append("`class_weight` is 0 for every class: nothing is learned.")
-    if spec.mask and find_highest_pixel(spec) is None:
+    masks = spec.records.features.get(spec.mask.key) if spec.mask else None
+    if spec.mask and (masks is None or masks.counts is None):
         known = f"--verify=decode --mask_key={spec.mask.key}"
         text = "The values of the masks' pixels are not known, and not compared with the model's"
         doubts.append(f"{text} outputs: dali-tf-input index {known} counts them.")

@@ -314,7 +314,7 @@ class Resume:
             kinds = sorted(match[1] for match in map(_OURS.fullmatch, state.files) if match)
             if kinds != ["npz", "weights.h5"] or len(state.files) != len(kinds):
                 raise ValueError(f"its files are {[*state.files]}")
-            if state.step > max(state.epochs, 1) * state.steps_per_epoch and state.epochs:
+            if state.epochs and state.step > state.epochs * state.steps_per_epoch:
                 raise ValueError(f"step {state.step} is after the {state.epochs} epochs")
         except FileNotFoundError:
             return None

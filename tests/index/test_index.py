@@ -818,7 +818,21 @@ def test_a_copied_set_is_recognized(files, train, tmp_path):
     assert build_index(copied / "train-*").unchanged == 3  # which knows the new times
 
 
-@pytest.mark.parametrize("place", ["data", "footer", "length"])
+def test_a_set_that_moved_is_recognized_in_its_new_place(files, train, tmp_path):
+    index_dir = tmp_path / "index"
+    build_index(train, CRC, index_dir=index_dir)
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    for file in files:
+        shutil.copyfile(file, moved / os.path.basename(file))
+        os.unlink(file)
+    report = build_index(moved / "train-*", index_dir=index_dir)
+    assert (report.unchanged, report.summary.verified) == (3, {"crc": 3})
+    entries = Manifest.read(str(index_dir)).entries.values()
+    assert {entry.folder for entry in entries} == {str(moved)}
+
+
+@pytest.mark.parametrize("place", ["data", "footer", "length", "header"])
 def test_a_file_that_was_written_is_not_recognized(files, train, place):
     """Another record of the same size has another CRC; so has the last one."""
     build_index(train, CRC)
@@ -830,9 +844,14 @@ def test_a_file_that_was_written_is_not_recognized(files, train, place):
     if place == "length":  # two records become one of the same size in all
         new = frame_record(bytes(size + extents[2][1] - 16))
         size += extents[2][1]
+    if place == "header":  # what is no record any more takes up as many bytes
+        new = bytes([data[offset] ^ 1]) + data[offset + 1 : offset + size]
     Path(files[1]).write_bytes(data[:offset] + new + data[offset + size :])
-    report, _ = index_with_faults(train)
-    assert (report.unchanged, report.summary.verified) == (2, {"crc": 3})
+    report, faults = index_with_faults(train)
+    if place == "header":
+        assert faults == [("train-1", 1, "length CRC")]
+    else:
+        assert (report.unchanged, report.summary.verified) == (2, {"crc": 3})
 
 
 def test_a_touched_file_is_checked_as_deeply_as_before(files, train):
