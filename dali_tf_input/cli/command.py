@@ -285,16 +285,28 @@ def quiet_stderr() -> Iterator[None]:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Prints a table with right-aligned numbers. Cells are folded, never cut."""
+    """Prints a table with right-aligned numbers. Cells are folded, never cut.
+
+    On a terminal too narrow for the longest words, each column comes by itself, beside the first.
+    """
+    rows = list(rows)
     cells = list(zip(columns, *rows, strict=True))
     console = Console(highlight=False, markup=False, emoji=False)
     full = sum(max(map(cell_len, column)) + 2 for column in cells)
     if not console.is_terminal:  # as wide as it needs to be
         console.width = full
+    words = [{word for cell in column for word in cell.split()} for column in cells]
+    least = sum(max(map(cell_len, own), default=0) + 2 for own in words) - 2
+    if least > console.width and len(columns) > 2:
+        for number in range(1, len(columns)):
+            print_table((columns[0], columns[number]), [(row[0], row[number]) for row in rows])
+            console.print()
+        return
+    console.width = max(console.width, least)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for header, *below in cells:
         numeric = all(cell[:1].isdigit() or cell == "-" for cell in below)
-        longest = max(cell_len(word) for cell in (header, *below) for word in cell.split())
+        longest = max(cell_len(word) for cell in (header, *below) for word in cell.split() or [""])
         # Only columns of text give way on a narrow terminal.
         width = longest if numeric and full > console.width else None
         side: JustifyMethod = "right" if numeric else "left"

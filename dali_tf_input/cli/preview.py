@@ -35,6 +35,7 @@ from dali_tf_input.cli.flags import (
 )
 from dali_tf_input.records.losses import find_hardest, read_losses
 from dali_tf_input.spec.recipes import Recipe
+from dali_tf_input.storage.objects import local_path
 
 # The crop of an evaluation in which objects have the shape and about the size of training.
 _EVALUATION_OF = {name: "center_crop" for name in CROPS if name != "center_crop"}
@@ -68,6 +69,8 @@ def main(arguments: list[str]) -> int:
     """Draws the sheet; returns the exit code."""
     command.check_no_arguments(arguments)
     command.check_writable(_OUT, suffix=".png")
+    if _BLAME.value:
+        local_path("blame", _BLAME.value)  # raises for a URL, where nothing writes losses
     of_one = (_EVALUATION, _RECIPE, _BLAME, _NUM_IMAGES, _LABELS.mask_key)
     command.refuse_useless(
         (

@@ -35,6 +35,20 @@ def test_tables_are_never_cut(capsys, monkeypatch, width):
     assert max(map(cell_len, printed)) <= width
 
 
+@pytest.mark.parametrize("width", [40, 20])
+def test_tables_of_more_columns_than_fit(capsys, monkeypatch, width):
+    """Each comes by itself, with the names of the rows."""
+    terminal = {"force_terminal": True, "color_system": None, "width": width, "height": 25}
+    monkeypatch.setattr(command, "Console", lambda **given: Console(**{**terminal, **given}))
+    sets = [f"records/{name}-*" for name in ("train", "validation", "test")]
+    rows = [("records", "1,281,167", "50,000", "100,000"), ("classes", "6", "5", "6")]
+    command.print_table(("", *sets), rows)
+    printed = capsys.readouterr().out
+    assert printed.count("records ") == printed.count("classes ") == 3
+    for cell in (*sets, "1,281,167", "50,000", "100,000"):
+        assert cell in printed
+
+
 def test_tables_show_what_is_in_them(capsys):
     """Which is not markup: errors of DALI have paths in brackets."""
     rows = [
@@ -162,6 +176,7 @@ def test_outputs_are_local(tmp_path):
     ):
         fails(run(*words), "is written to a local path, got ")
     fails(run("index", "--verify=schema", "--vocabulary=s3://b/x", "y"), "must be a local path")
+    fails(run("preview", "--files=x", "--blame=s3://b/x"), "`blame` must be a local path")
     fails(run("convert", "s3://bucket/t.csv", tmp_path / "out"), "A table must be a local file")
     fails(run("convert", "--labels=s3://b/x", tmp_path, tmp_path / "../o"), "must be a local path")
 
