@@ -6,6 +6,7 @@ GPU ?= $(if $(filter gpu-check test-gpu,$(MAKECMDGOALS))$(wildcard $(VENV)/.inst
 DATA ?=
 VALIDATION ?=
 INDEX_DIR ?=
+SIZE ?=
 ARGS ?=
 PYTHON_SITE ?=
 
@@ -22,6 +23,7 @@ INDEX_FLAG := $(if $(INDEX_DIR),--index_dir='$(INDEX_DIR)')
 READY := $(INSTALLED) $(if $(DATA),,$(SAMPLE).complete)
 INDEX := @$(RUN) -m dali_tf_input index $(INDEX_FLAG) '$(FILES)'
 COMMON := --files='$(FILES)' $(INDEX_FLAG)
+WORK := $(COMMON) $(if $(SIZE),--image_size=$(SIZE))
 # Where Python is told to keep no bytecode, each of the tests' processes would compile the package again.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(RUN) -m pytest --dist=worksteal --durations=10
 
@@ -33,7 +35,8 @@ help:  ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F '\t' '{ printf "  make %-12s %s\n", $$1, $$2 }'
 	@echo
 	@echo "  DATA='path/train-*'  your TFRecords instead of the sample data;  VALIDATION='path/validation-*'  for train"
-	@echo "  INDEX_DIR=path       where the index files are;                  ARGS='--flag=value'  for the script"
+	@echo "  INDEX_DIR=path       where the index files are;                  SIZE=128  height and width of the images"
+	@echo "  ARGS='--flag=value'  for the script, see make compare ARGS=--help"
 	@echo "  PYTHON=python3.12    the Python to set up with;                  GPU=1  TensorFlow with its CUDA libraries"
 	@echo "  PYTHON_SITE=path     instead of setting up: a folder that holds TensorFlow, DALI and what else is needed"
 
@@ -44,10 +47,10 @@ data: $(SAMPLE).complete  ## Make the sample TFRecords in data/sample
 index: $(READY)  ## Index TFRecords: make index DATA='path/train-*'
 	@$(RUN) -m dali_tf_input index $(INDEX_FLAG) $(ARGS) '$(or $(DATA),$(SAMPLE)/*-of-*)'
 
-compare: $(READY)  ## The main job: images/s of every way to feed TensorFlow; table, JSON and plot in results/
+compare: $(READY)  ## The main job: images/s of this package and of tf.data and DALI by hand; also a plot in results/
 	$(INDEX)
 	@mkdir -p results
-	@$(RUN) scripts/compare_throughput.py $(COMMON) --json=results/throughput.json --plot=results/throughput.png $(ARGS)
+	@$(RUN) scripts/compare_throughput.py $(WORK) --json=results/throughput.json --plot=results/throughput.png $(ARGS)
 
 train: $(READY)  ## Train a small network: make train DATA='path/train-*' VALIDATION='path/validation-*'
 	$(INDEX) $(if $(VALIDATION_FILES),'$(VALIDATION_FILES)')
@@ -56,16 +59,16 @@ train: $(READY)  ## Train a small network: make train DATA='path/train-*' VALIDA
 profile: $(READY)  ## What each stage of the input costs: make profile DATA='path/train-*'
 	$(INDEX) > /dev/null
 	@mkdir -p results
-	@$(RUN) scripts/compare_throughput.py --stages --seconds=1 $(COMMON) --json=results/stages.json --plot=results/stages.png $(ARGS)
+	@$(RUN) scripts/compare_throughput.py --stages --seconds=1 $(WORK) --json=results/stages.json --plot=results/stages.png $(ARGS)
 
 tune: $(READY)  ## The fastest options for this machine and these files
 	$(INDEX) > /dev/null
-	@$(RUN) scripts/compare_throughput.py --tune --seconds=1 $(COMMON) $(ARGS)
+	@$(RUN) scripts/compare_throughput.py --tune --seconds=1 $(WORK) $(ARGS)
 
 preview: $(READY)  ## What the model sees: a contact sheet in results/preview.png
 	$(INDEX) > /dev/null
 	@mkdir -p results
-	@$(RUN) -m dali_tf_input preview $(COMMON) --out=results/preview.png $(ARGS)
+	@$(RUN) -m dali_tf_input preview $(WORK) --out=results/preview.png $(ARGS)
 
 soak: $(DEVELOPED)  ## Epochs, evaluations and datasets by the hundred: that nothing grows
 	@$(PYTEST) -m slow tests/test_memory.py $(ARGS)

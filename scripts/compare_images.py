@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
     if any((ours[name] != theirs[name]).any() for name in ("label", "record_id")):
         raise InputError(f"The backends serve other records: {ours}, {theirs}. Please report this.")
     difference = np.abs(ours["image"] - theirs["image"])
-    print(f"difference  mean {difference.mean():.4f} of 255, largest {difference.max():.2f}")
+    print(f"difference  mean {difference.mean():.4f} of 255, largest {difference.max():.4f}")
     most = _MOST.value
     if most is not None and difference.mean() > most:
         raise InputError(

@@ -1,29 +1,37 @@
-"""Compares ways of feeding TensorFlow from TFRecords: images/s, CPU time, first batch, memory.
+"""Compares ways of feeding TensorFlow from TFRecords: images/s, and CPU time per image.
 
 Each row runs in its own process. The processes take turns, round by round, and pause in between, so
 that other load on the machine affects all of them alike. Before that, the images of both backends
-are compared. --stages measures the cost of each stage of a backend instead, and --tune finds faster
-options for this machine and these files.
+are compared. Ctrl-C ends it; the rounds until then are shown and kept. --stages measures the cost
+of each stage of a backend instead; --tune finds faster options for this machine and these files.
 
 example: python scripts/compare_throughput.py --files='path/train-*' --seconds=2
 """
 
+import contextlib
+import datetime
 import importlib.util
+import json
+import math
+import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import dali_tf_input as dti
 from dali_tf_input import InputError
 from dali_tf_input.cli import command
 from dali_tf_input.cli.flags import check_list, describe_work
+from dali_tf_input.index.decoders import read_header
 from dali_tf_input.processes import describe_end, run_command
+from dali_tf_input.records.checks import InvalidRecord
 from dali_tf_input.records.installing import pip_install
 from support import machine, plots
-from support.benchmark import Stats, Window
 from support.flags import BACKENDS, FileFlags, WorkFlags
-from support.throughput import costs, tuning
-from support.throughput.peers import PEERS, check_installed
-from support.throughput.rows import ROWS, conclusions, measure_rows, rates, ratios
+from support.throughput import comparison, costs, tuning
+from support.throughput.peers import check_installed, find_missing
+from support.throughput.rows import GROUPS, ROWS, Windows, measure_rows
 
 FLAGS = command.Flags()
 _FILES = FileFlags(FLAGS)
@@ -40,16 +48,17 @@ _ORDER = FLAGS.choice(
     "order", "global", ["global", "buffer"], "With --stages or --tune: how records are mixed."
 )
 _REPLICAS = FLAGS.integer("replicas", None, "With --tune: how many share the cores; else GPUs.", 1)
-_SECONDS = FLAGS.number("seconds", 4.0, "Length of each measured window.", 0.01)
-_REPEATS = FLAGS.integer("repeats", 5, "Measured windows of each row, stage or setting.", 1)
+_SECONDS = FLAGS.number("seconds", 2.0, "Length of each measured window.", 0.01)
+_REPEATS = FLAGS.integer("repeats", 6, "Measured windows of each row, stage or setting.", 1)
 _WARMUP_BATCHES = FLAGS.integer("warmup_batches", 16, "Batches before each window.", 0)
 _JSON = FLAGS.string("json", None, "File for the results.")
 _PLOT = FLAGS.string("plot", None, "File for the plot, a .png.")
 
-_REFERENCE = "tf_data"
 _MOST_DIFFERENCE = 0.01  # of 255, on average
-_COLUMNS: tuple[str, ...] = ("backend", "images/s", "min", "max", f"x {_REFERENCE}", "CPU s / 1000")
-_COLUMNS += ("first batch s", "peak MB", "what")
+_MOST_SIZES = 256  # images whose size in pixels is read
+# For the time that it will take, on 2 cores: the start of a process and its first batches, and
+# the batches before a window.
+_START_SECONDS, _WARMUP_SECONDS = 9, 1
 
 
 def main(arguments: list[str]) -> int:
@@ -72,33 +81,124 @@ def main(arguments: list[str]) -> int:
         if _PLOT.value:
             plots.plot_stages(report, names=costs.NAMES, path=_PLOT.value)
         return 0
+    compare(window | {_WARMUP_BATCHES.name: _WARMUP_BATCHES.value})
+    return 0
+
+
+def compare(window: dict[str, Any]) -> None:
+    """Measures the rows, and shows what was found, also of rounds before an interruption."""
     spec = _WORK.spec(_FILES, "buffer")
-    dataset = spec.records
-    about = machine.describe()
-    names = choose_rows(about["gpus"], order="global" if dataset.is_remote else "buffer")
-    machine.print_lines(about)
-    size = sum(file.size for file in dataset.files)
-    files = command.format_count(len(dataset.files), "file")
-    kilobytes = f"{size / dataset.num_records / 1e3:,.0f} KB each"
-    print(f"records   {dataset.num_records:,} in {files}, {kilobytes}")
-    print(f"work      {describe_work(spec.preprocess)}, batch {_WORK.batch_size.value}")
-    print(f"images    {compare_images()}")
-    shared = {**window, _WARMUP_BATCHES.name: _WARMUP_BATCHES.value}
-    windows = measure_rows(names, _FILES, _WORK, **shared)
-    rows = {name: summarize(name, windows) for name in names}
+    report = {"schema": comparison.SCHEMA, **machine.describe(), **window}
+    report |= {"data": look_at_data(spec.records), "work": describe_work(spec.preprocess)}
+    report |= {"batch_size": _WORK.batch_size.value, "decode": _WORK.decode.value}
+    keep_other_results(report)
+    machine.print_lines(report)
+    print(f"records   {comparison.describe_data(report['data'])}")
+    print(f"work      {report['work']}, batch {report['batch_size']}")
+    names, left_out = choose_rows(report["gpus"], is_remote=spec.records.is_remote)
+    for text in left_out:
+        print(f"left out  {text}")
+    minutes = math.ceil(estimate_seconds(len(names)) / 60)
+    print(
+        f"plan      {len(names)} rows in turn, {_REPEATS.value} rounds of {_SECONDS.value:g} s"
+        f" each: about {minutes} min",
+        flush=True,
+    )
+    compares = any(name.startswith("dali") for name in names)
+    report["images"] = compare_images() if compares else "not compared: tf.data's alone"
+    print(f"images    {report['images']}", flush=True)
+    report |= {"left_out": left_out, "rounds": 0}
+    report["options"] = {name: repr(ROWS[name].candidate.options) for name in names}
+    start = time.monotonic()
+
+    def keep(windows: Windows) -> None:
+        report.update(comparison.summarize(windows, report["data"]["num_records"]))
+        report.update(windows=windows, load_after=os.getloadavg()[0])
+        report.update(seconds_taken=time.monotonic() - start)
+        report["conclusion"] = comparison.conclude(report)
+        if _JSON.value:
+            save(report, _JSON.value)
+
+    try:
+        measure_rows(names, _FILES, _WORK, after_round=keep, **window)
+    finally:
+        if report["rounds"]:
+            show(report)
+
+
+def show(report: dict[str, Any]) -> None:
+    """Prints the sentence, the table and what limits them; plots; says where the files are."""
+    rounds, reference = report["rounds"], report["reference"]
+    print(f"\n{report['conclusion']}")
+    if rounds < report["repeats"]:
+        print(f"warning: it ended early, after {rounds} of {report['repeats']} rounds.")
+    if warning := comparison.warn_if_busy(report):
+        print(f"warning: {warning}")
     print()
-    command.print_table(_COLUMNS, [format_row(name, row) for name, row in rows.items()])
+    columns = ("", "row", "images/s", f"{reference} over it", "CPU ms an image", "what")
+    rows = report["rows"]
+    firsts = {next((n for n, row in rows.items() if row["group"] == group), "") for group in GROUPS}
+    command.print_table(
+        columns,
+        [
+            (
+                row["group"] if name in firsts else "",
+                name,
+                f"{row['images_per_second']:,.0f}",
+                "-" if name == reference else comparison.format_ratio(row["ratio"], rounds),
+                f"{row['cpu_ms_per_image']:.2f}",
+                row["what"],
+            )
+            for name, row in rows.items()
+        ],
+    )
     print()
-    print("\n".join(conclusions(windows)))
-    report = {**about, **shared, "files": list(_FILES.files.value), "bytes": size}
-    report |= {"num_records": dataset.num_records, "work": describe_work(spec.preprocess)}
-    report |= {"options": {name: repr(ROWS[name].candidate.options) for name in rows}}
-    report |= {"decode": _WORK.decode.value, "batch_size": _WORK.batch_size.value}
-    report |= {"rows": rows, "windows": windows}
-    command.write_json(_JSON, report)
+    for line in comparison.answer_questions(report):
+        print(line)
+    print(
+        f"images/s: of {reference} the median of {rounds} windows; of the others, that divided by"
+        " the ratio, which is the median (smallest to largest) of the rounds."
+    )
+    print(comparison.describe_reads(report))
+    if _JSON.value:
+        print(f"results in {_JSON.value}")
     if _PLOT.value:
         plots.plot_throughput(report, path=_PLOT.value)
-    return 0
+    print("make profile says where the time goes; make tune looks for faster options.")
+
+
+def estimate_seconds(rows: int) -> float:
+    """Returns about how long it takes on 2 cores."""
+    turn = _SECONDS.value + _WARMUP_SECONDS
+    return rows * (_START_SECONDS + 1.25 * _SECONDS.value + _REPEATS.value * turn)
+
+
+def look_at_data(records: dti.Records) -> dict[str, Any]:
+    """Returns which records are read, how many and how large; the images' sizes are of some."""
+    from support.samples import CLASS_NAMES
+
+    sizes = [] if records.is_remote else read_sizes(records)
+    return {
+        "files": list(_FILES.files.value),
+        "num_files": len(records.files),
+        "is_sample": list(records.class_names or ()) == CLASS_NAMES,
+        "is_remote": records.is_remote,
+        "num_records": records.num_records,
+        "bytes": sum(file.size for file in records.files),
+        "mean_size": [sum(one) / len(sizes) for one in zip(*sizes, strict=True)] if sizes else None,
+        "sizes_read": len(sizes),
+    }
+
+
+def read_sizes(records: dti.Records) -> list[tuple[int, int]]:
+    """Reads height and width of some images in pixels, as they are stored."""
+    if records.stores_pixels:
+        return []
+    sizes = []
+    for record in records.sample(min(_MOST_SIZES, records.num_records)).ids.tolist():
+        with contextlib.suppress(InvalidRecord):  # measuring will name it
+            sizes.append(read_header(records.read(record)[records.image_key][0])[1:])
+    return sizes
 
 
 def check_flags() -> None:
@@ -113,30 +213,53 @@ def check_flags() -> None:
         raise InputError("--replicas is of --tune: leave it out.")
 
 
-def choose_rows(gpus: list[str], order: str) -> list[str]:
-    """Returns the rows to measure: those of --backends, or the usual ones of `order`.
+def choose_rows(gpus: list[str], *, is_remote: bool) -> tuple[list[str], list[str]]:
+    """Returns the rows to measure, and what is left out of the usual ones, and why.
 
-    The usual ones include rows that need a GPU only if TensorFlow sees one.
+    Those of --backends, or the usual ones: without DALI's where it does not work, and where
+    TensorFlow sees no GPU without those that need one.
+
+    Raises:
+      InputError: a row of --backends cannot be measured here.
     """
+    on_gpu = [name for name in ROWS if name.startswith("dali_gpu")]
+    dali = [name for name in ROWS if name.startswith("dali")]
     usable = bool(gpus) and machine.count_gpus_of_tensorflow() > 0
     if _BACKENDS.value is None:
+        names = [name for name, row in ROWS.items() if row.is_usual]
+        names = [name for name in names if usable or name not in on_gpu]
+        left_out = []
         if gpus and not usable:
-            print("The GPU rows are left out: TensorFlow sees no GPU. See docs/install.md.")
-        usual = [name for name, row in ROWS.items() if row.candidate.order == order]
-        left_out = ("" if usable else "dali_gpu", *PEERS)
-        return [name for name in usual if not name.startswith(tuple(filter(None, left_out)))]
+            left_out.append("DALI's rows on the GPU: TensorFlow sees none, see docs/install.md")
+        if is_remote:
+            names = [name for name in names if ROWS[name].group == "this package"]
+            left_out.append("what is written by hand, and parts: they read local files")
+        if problem := find_problem_of_dali():
+            names = [name for name in names if name not in dali]
+            left_out.append(f"DALI's rows: {problem}")
+        augments = bool(_WORK.preprocess().augment)
+        missing = {name: find_missing(name, augments=augments) for name in names}
+        left_out += [f"{name}: {text}" for name, text in missing.items() if text]
+        return [name for name in names if not missing[name]], left_out
     names = check_list("backends", _BACKENDS.value, list(ROWS))
     for name in names:
         check_installed(name, augments=bool(_WORK.preprocess().augment))
-    on_gpu = {name for name in names if name.startswith("dali_gpu")}
+    needed = {name for name in names if name in on_gpu}
     if gpus:
-        on_gpu.discard("dali_gpu_bare")  # needs no GPU of TensorFlow's
-    if on_gpu and not usable:
+        needed.discard("dali_gpu_bare")  # needs no GPU of TensorFlow's
+    if needed and not usable:
         raise InputError(
             f"The dali_gpu rows need an NVIDIA GPU: nvidia-smi shows {len(gpus)}, TensorFlow sees"
             " none. If there is one, see docs/install.md."
         )
-    return names
+    return names, []
+
+
+def find_problem_of_dali() -> str | None:
+    """Returns why DALI or its plugin does not work here, tried in another process, else None."""
+    code = "from dali_tf_input.backends.build import import_dali; import_dali()"
+    end, _, errors = run_command([sys.executable, "-c", code])
+    return (errors.strip().splitlines() or [describe_end(end)])[-1] if end else None
 
 
 def compare_images() -> str:
@@ -153,32 +276,30 @@ def compare_images() -> str:
     return f"DALI's to tf.data's: {output.rpartition('difference')[2].strip()}"
 
 
-def summarize(name: str, windows: dict[str, list[dict]]) -> dict:
-    """Returns what the table shows of one row."""
-    measured, reference = windows[name], windows.get(_REFERENCE)
-    cpu = [Window(**measurement["window"]).cpu_seconds_per_1000_images for measurement in measured]
-    return {
-        "what": ROWS[name].what,
-        "images_per_second": vars(Stats.of(rates(measured))),
-        "ratio_to_tf_data": vars(ratios(measured, reference)) if reference else None,
-        "cpu_seconds_per_1000_images": Stats.of(cpu).median,
-        "first_batch_seconds": measured[0]["first_batch_seconds"],
-        "peak_memory_bytes": max(measurement["peak_memory_bytes"] for measurement in measured),
-    }
+def keep_other_results(report: dict[str, Any]) -> None:
+    """Renames results of other data or other work, which would be overwritten."""
+    path = Path(_JSON.value or "")
+    if not _JSON.value or not path.exists():
+        return
+    try:
+        before = json.loads(path.read_text("utf-8"))
+        if all(before.get(name) == report[name] for name in ("data", "work", "batch_size")):
+            return
+    except (ValueError, AttributeError):  # it is something else
+        pass
+    when = datetime.datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y-%m-%dT%H-%M-%S")
+    for one in (path, Path(_PLOT.value or "")):
+        if one.is_file():
+            kept = one.with_name(f"{one.stem}-{when}{one.suffix}")
+            one.replace(kept)
+            print(f"kept      results of other records or work: {kept}")
 
 
-def format_row(name: str, row: dict) -> tuple[str, ...]:
-    """Returns one line of the table."""
-    speed, ratio = row["images_per_second"], row["ratio_to_tf_data"]
-    return (
-        name,
-        *(f"{speed[which]:,.0f}" for which in ("median", "minimum", "maximum")),
-        f"{ratio['median']:.2f}" if ratio else "-",
-        f"{row['cpu_seconds_per_1000_images']:.2f}",
-        f"{row['first_batch_seconds']:.2f}",
-        f"{row['peak_memory_bytes'] / 1e6:,.0f}",
-        row["what"],
-    )
+def save(report: dict[str, Any], path: str) -> None:
+    """Writes the results so far; the file is whole at any time."""
+    part = Path(f"{path}.part")
+    part.write_text(json.dumps(report, indent=2) + "\n", "utf-8")
+    part.replace(path)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ PARTS = {
 def test_nothing_grows(dataset, backend, part):
     files = os.path.join(os.path.dirname(dataset.paths[0]), "train-*-of-?????")
     count, most = PARTS[part]
-    process = warm.run(["-c", PROGRAM, files, backend, part, count])
+    process = warm.run(["-c", PROGRAM, files, backend, part, count], timeout=1800)
     assert process.returncode == 0, process.stderr
     before, after = (map(int, line.split()) for line in process.stdout.splitlines())
     (memory, *counts), (memory_after, *counts_after) = before, after

@@ -55,6 +55,9 @@ def describe_work(preprocess: dti.Preprocess) -> str:
         crop = replace(crop, cover=crop.cover_of(preprocess.image_size))
     shown = re.sub(r"\d+\.\d{4,}", lambda number: f"{float(number[0]):.3g}", repr(crop))
     parts = ["decode", shown, f"{height}x{width}"]
+    if isinstance(crop, dti.ResizeRandomCrop):
+        resize = "x".join(map(str, crop.resize))
+        parts = ["decode", f"resize to {resize}", f"random {height}x{width} crop"]
     parts += [preprocess.interpolation] if preprocess.interpolation != "bilinear" else []
     parts += ["antialias"] if preprocess.antialias else []
     parts += [type(augmentation).__name__ for augmentation in preprocess.augment]

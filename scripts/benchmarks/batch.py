@@ -28,7 +28,7 @@ from support.throughput.rows import ROWS, measure_in_turn, rates, ratios
 FLAGS = command.Flags()
 _FILES = FileFlags(FLAGS)
 _WORK = WorkFlags(FLAGS)
-_ROWS = FLAGS.list("rows", ["tf_data_global"], "Rows of compare_throughput.py to measure.")
+_ROWS = FLAGS.list("rows", ["tf_data"], "Rows of compare_throughput.py to measure.")
 _SECONDS = FLAGS.number("seconds", 2.0, "Length of each measured window.", 0.01)
 _REPEATS = FLAGS.integer("repeats", 7, "Measured windows of each row.", 1)
 _JSON = FLAGS.string("json", None, "File for the results.")

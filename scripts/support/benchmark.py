@@ -15,13 +15,19 @@ from dali_tf_input.errors import Count, InputError, Within, check, checked
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """One measured window: `measured_batches` of `batch_size` images each, taken in `seconds`."""
+    """One measured window: `measured_batches` of `batch_size` images each, taken in `seconds`.
+
+    `other_cpu_seconds` is the time that other programs had on the `cores` that this process may
+    use; None if it is not known.
+    """
 
     measured_batches: int
     batch_size: int
     seconds: float
     cpu_seconds: float
     page_faults: int = 0
+    cores: int = 1
+    other_cpu_seconds: float | None = None
 
     @property
     def images(self) -> int:
@@ -67,6 +73,24 @@ def used_cpu_seconds() -> float:
     return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
 
+def used_cpu_seconds_of_all() -> float | None:
+    """Returns the CPU time of all programs on the cores of this process, since the system started.
+
+    That includes what a hypervisor took ("steal"). None if the system does not say.
+    """
+    try:
+        lines = Path("/proc/stat").read_text().splitlines()
+    except OSError:
+        return None
+    names = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    rows = [line.split() for line in lines if line.split()[0] in names]
+    if len(rows) < len(names):
+        return None
+    # user, nice, system, idle, iowait, irq, softirq, steal, see proc_stat(5)
+    ticks = sum(int(row[column]) for row in rows for column in (1, 2, 3, 6, 7, 8))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 @checked
 def measure(
     batches: Iterator[Any],
@@ -76,6 +100,7 @@ def measure(
     warmup_batches: Annotated[int, Within(0)],
     clock: Callable[[], float] = time.perf_counter,
     cpu_clock: Callable[[], float] = used_cpu_seconds,
+    system_clock: Callable[[], float | None] = used_cpu_seconds_of_all,
 ) -> Window:
     """Takes batches until `seconds` have passed and returns the counted window.
 
@@ -88,6 +113,7 @@ def measure(
         of the pipeline hold: batches that were made before the window would count as free.
       clock: returns the wall time in seconds.
       cpu_clock: returns the CPU time of this process and its workers in seconds.
+      system_clock: returns the CPU time of all programs in seconds, or None.
 
     Raises:
       InputError: an argument is out of range, or `batches` ended.
@@ -97,7 +123,7 @@ def measure(
         for _ in range(warmup_batches):
             next(batches)
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        start, cpu_start = clock(), cpu_clock()
+        start, cpu_start, system_start = clock(), cpu_clock(), system_clock()
         measured_batches, elapsed = 0, 0.0
         while elapsed < seconds:
             next(batches)
@@ -106,11 +132,17 @@ def measure(
     except StopIteration as error:
         text = "`batches` ended before the window did: measure a dataset that repeats."
         raise InputError(text) from error
+    cpu_seconds, system_end = cpu_clock() - cpu_start, system_clock()
+    others = None
+    if system_start is not None and system_end is not None:
+        others = max(0.0, system_end - system_start - cpu_seconds)
     return Window(
         measured_batches=measured_batches,
         batch_size=batch_size,
         seconds=elapsed,
-        cpu_seconds=cpu_clock() - cpu_start,
+        cpu_seconds=cpu_seconds,
+        cores=len(os.sched_getaffinity(0)),
+        other_cpu_seconds=others,
         page_faults=resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults,
     )
 

@@ -8,9 +8,12 @@ import platform
 import re
 import shlex
 import sys
+from pathlib import Path
 from typing import Any
 
+from dali_tf_input import __version__
 from dali_tf_input.cli.machine import ask, ask_driver
+from dali_tf_input.processes import run_command
 
 _PACKAGES = {
     "TensorFlow": "tensorflow",
@@ -22,7 +25,11 @@ _PACKAGES = {
 
 
 def describe() -> dict[str, Any]:
-    """Returns this command, date, CPU, cores that this process may use, GPUs and versions."""
+    """Returns this command, date, CPU, cores that this process may use, load, GPUs and versions.
+
+    `cpu_quota` is how many cores' time the system grants, as in a container; None is no limit.
+    `load` is the system's load average of the last minute.
+    """
     versions = {"Python": platform.python_version()} | dict.fromkeys(_PACKAGES, "none")
     for name, package in _PACKAGES.items():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -33,8 +40,11 @@ def describe() -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
+        "cpu_quota": _cpu_quota(),
+        "load": os.getloadavg()[0],
         "gpus": answer[1].strip().splitlines() if answer and answer[0] else [],
         "system": platform.platform(),
+        "package": {"version": __version__, "commit": _commit()},
         "versions": versions,
     }
 
@@ -42,18 +52,43 @@ def describe() -> dict[str, Any]:
 def print_lines(about: dict[str, Any]) -> None:
     """Prints what `describe` found, in two lines."""
     gpus = ", ".join(about["gpus"]) or "none"
-    print(f"machine   {about['cpu']}, {about['cores']} cores; GPU: {gpus}")
+    quota = about["cpu_quota"]
+    limit = f" (time of {quota:g})" if quota and quota < about["cores"] else ""
+    print(f"machine   {about['cpu']}, {about['cores']} cores{limit}; GPU: {gpus}")
     print(
         "software  " + ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     )
 
 
+def describe_hardware(about: dict[str, Any]) -> str:
+    """Returns CPU, cores and GPUs."""
+    return f"{about['cpu']}, {about['cores']} cores, {', '.join(about['gpus']) or 'no GPU'}"
+
+
 def describe_in_a_line(about: dict[str, Any]) -> str:
     """Returns machine, main versions and date, for the foot of a plot."""
-    gpus = ", ".join(about["gpus"]) or "no GPU"
     versions = about["versions"]
     software = f"TensorFlow {versions['TensorFlow']}, DALI {versions['DALI']}"
-    return f"{about['cpu']}, {about['cores']} cores, {gpus}; {software}, {about['date'][:10]}"
+    return f"{describe_hardware(about)}; {software}, {about['date'][:10]}"
+
+
+def _cpu_quota() -> float | None:
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):  # no control groups of version 2
+        return None
+    return None if quota == "max" else int(quota) / int(period)
+
+
+def _commit() -> str | None:
+    """Returns the commit of the clone that this file is in, "+" if it was edited; None without."""
+    words = ["git", "-C", os.path.dirname(__file__)]
+    try:
+        code, commit, _ = run_command([*words, "rev-parse", "--short=12", "HEAD"])
+        _, changes, _ = run_command([*words, "status", "--porcelain", "--untracked-files=no"])
+    except OSError:  # there is no git
+        return None
+    return commit.strip() + ("+" if changes else "") if code == 0 else None
 
 
 def _cpu_name() -> str:

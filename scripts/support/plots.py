@@ -2,17 +2,25 @@
 
 import contextlib
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from support import machine
+from support.throughput import comparison
+from support.throughput.rows import BY_HAND, GROUPS
 
-_COLORS = {"tf_data": "#e8833a", "dali_cpu": "#4c8c2b", "dali_gpu": "#76b900"}
+_COLORS = dict(zip(GROUPS, ("#76b900", "#e8833a", "#b0b0b0"), strict=True))
 
 
 @contextlib.contextmanager
 def _figure(
-    path: str, title: str, note: str, size: tuple[float, float], panes: int = 1
+    path: str,
+    title: str,
+    note: str,
+    size: tuple[float, float],
+    *,
+    panes: int = 1,
+    widths: Sequence[float] | None = None,
 ) -> Iterator[tuple[Any, Any]]:
     """Makes a figure of panes with a title and a note; saves it at the end, and says where."""
     import matplotlib
@@ -20,7 +28,9 @@ def _figure(
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, panes, figsize=size, sharey=True, layout="constrained")
+    figure, axes = plt.subplots(
+        1, panes, figsize=size, sharey=True, width_ratios=widths, layout="constrained"
+    )
     for ax in figure.axes:
         ax.spines[["top", "right"]].set_visible(False)
         ax.set_axisbelow(True)
@@ -34,35 +44,78 @@ def _figure(
 
 
 def plot_throughput(report: dict, *, path: str) -> None:
-    """Plots images/s of each row: the median, from the slowest to the fastest window."""
-    rows = report["rows"]
-    kilobytes = report["bytes"] / report["num_records"] / 1e3
+    """Plots images/s of each row, with what this package gains over it, and CPU ms of an image."""
+    import matplotlib
+
+    rows, reference, rounds = report["rows"], report["reference"], report["rounds"]
     note = (
-        f"Each image: {report['work']}; batch {report['batch_size']}. Bars: median of"
-        f" {report['repeats']} windows of {report['seconds']:g} s, measured in turn; lines: slowest"
-        f" to fastest. {report['num_records']:,} records of {kilobytes:,.0f} KB."
-        f" {machine.describe_in_a_line(report)}."
+        f"Each image: {report['work']}; batch {report['batch_size']}. {rounds} windows of"
+        f" {report['seconds']:g} s of each row, measured in turn. A bar is the median of"
+        f" {reference}, divided by the ratio of the same rounds; lines: smallest to largest ratio."
+        f" {comparison.describe_reads(report)} {machine.describe_in_a_line(report)}."
     )
-    title = "Feeding TensorFlow from TFRecords of JPEGs"
-    with _figure(path, title, note, (11, 2 + 0.6 * len(rows))) as (_, axes):
-        fastest = max(row["images_per_second"]["maximum"] for row in rows.values())
-        for position, (name, row) in enumerate(rows.items()):
-            speed = row["images_per_second"]
-            middle = speed["median"]
-            spread = [[middle - speed["minimum"]], [speed["maximum"] - middle]]
-            color = next((value for key, value in _COLORS.items() if name.startswith(key)), "gray")
-            pale = name.endswith(("_bare", "_by_hand", "_serial"))
-            axes.barh(position, middle, color=color, alpha=0.45 if pale else 1.0)
-            axes.errorbar(middle, position, xerr=spread, color="black", capsize=4, linewidth=1)
-            ratio = row["ratio_to_tf_data"]
-            times = f"  ({ratio['median']:.2f} x tf_data)" if ratio and name != "tf_data" else ""
-            end = speed["maximum"] + 0.012 * fastest
-            axes.text(end, position, f"{middle:,.0f}{times}", va="center")
-        axes.set_yticks(range(len(rows)), [f"{row['what']}\n{name}" for name, row in rows.items()])
-        axes.invert_yaxis()
-        axes.set_xlim(0, fastest * 1.25)
-        axes.set_xlabel("images per second (higher is better)")
-        axes.grid(axis="x", alpha=0.3)
+    where = f"{machine.describe_hardware(report)}\n{comparison.describe_data(report['data'])}"
+    warning, size = comparison.warn_if_busy(report), (13, 3 + 0.55 * len(rows))
+    title = textwrap.fill(report["conclusion"], 90)
+    with _figure(path, title, note, size, panes=2, widths=(3, 1)) as (_, (speeds, costs)):
+        fastest = max(row["images_per_second"] for row in rows.values())
+        dearest = max(row["cpu_ms_per_image"] for row in rows.values())
+        places = _place_in_groups([row["group"] for row in rows.values()])
+        for place, (name, row) in zip(places, rows.items(), strict=True):
+            speed, ratio, color = row["images_per_second"], row["ratio"], _COLORS[row["group"]]
+            speeds.barh(place, speed, color=color, height=0.7)
+            end = speed
+            if name != reference:
+                least, most = (speed * ratio["median"] / ratio[x] for x in ("maximum", "minimum"))
+                spread, end = [[speed - least], [most - speed]], max(speed, most)
+                style = {"color": "black", "capsize": 3, "linewidth": 1}
+                speeds.errorbar(speed, place, xerr=spread, **style)
+            text = f"{speed:,.0f}   {_describe_gain(row, reference, rounds)}"
+            text = f"{speed:,.0f}" if name == reference else text
+            speeds.text(end + 0.012 * fastest, place, text, va="center")
+            cost = row["cpu_ms_per_image"]
+            costs.barh(place, cost, color=color, height=0.7)
+            costs.text(cost + 0.02 * dearest, place, f"{cost:.2f}", va="center")
+        speeds.set_yticks(places, [f"{row['what']}\n{name}" for name, row in rows.items()])
+        speeds.get_yticklabels()[[*rows].index(reference)].set_fontweight("bold")
+        speeds.set_ylim(places[-1] + (1.6 if warning else 0.6), places[0] - 0.6)
+        speeds.set_xlim(0, fastest * 1.55)
+        costs.set_xlim(0, dearest * 1.25)
+        speeds.set_title(f"{where}\n\nimages per second (more is better)", fontsize=10, loc="left")
+        costs.set_title("CPU ms an image (less is better)", fontsize=10, loc="left")
+        if warning:
+            style = {"color": "#c00000", "fontweight": "bold", "va": "center"}
+            text = textwrap.fill(warning, 70)
+            speeds.text(0.01 * fastest, places[-1] + 1, text, in_layout=False, **style)
+        for axes in (speeds, costs):
+            axes.grid(axis="x", alpha=0.3)
+        shown = {row["group"] for row in rows.values()}
+        handles = [
+            matplotlib.patches.Patch(color=color, label=group)
+            for group, color in _COLORS.items()
+            if group in shown
+        ]
+        speeds.legend(handles=handles, loc="upper right", frameon=False)
+
+
+def _describe_gain(row: dict, reference: str, rounds: int) -> str:
+    """Returns what this package, the reference, gains over a row; in few words."""
+    ratio = row["ratio"]
+    if not comparison.is_shown(ratio, rounds):
+        return comparison.format_ratio(ratio, rounds)
+    times = f"{ratio['median']:.{comparison.count_digits(ratio)}f} x"
+    if row["group"] == BY_HAND:
+        return f"{times} with this package"
+    return f"{reference} is {times} as fast"
+
+
+def _place_in_groups(groups: list[str]) -> list[float]:
+    """Returns the place of each row on the axis, with space between groups."""
+    places, place = list[float](), 0.0
+    for number, group in enumerate(groups):
+        place += 1.0 if number == 0 or group == groups[number - 1] else 1.5
+        places.append(place)
+    return places
 
 
 def plot_stages(report: dict, *, names: dict[str, str], path: str) -> None:

@@ -1,7 +1,10 @@
 """The measurements: compare_throughput.py, its rows and its workers."""
 
+import itertools
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -14,7 +17,8 @@ from conftest import SCRIPTS, nightly, numbered_examples, write_tfrecord
 from PIL import Image
 
 import dali_tf_input as dti
-from support.throughput import worker
+from support.benchmark import Stats, measure, used_cpu_seconds_of_all
+from support.throughput import comparison, worker
 from support.throughput.candidates import Candidate
 
 SAMPLE = ["--files=data/sample/train-*"]
@@ -28,7 +32,7 @@ SAMPLE = ["--files=data/sample/train-*"]
         nightly(
             [
                 *("tf_data_serial", "tf_data_by_hand", "tf_data", "tf_data_plain"),
-                *("dali_cpu_by_hand", "dali_cpu_bare"),
+                *("dali_cpu_by_hand", "dali_cpu_bare", "dali_cpu_buffer", "decode_simplejpeg"),
             ]
         ),
     ],
@@ -41,34 +45,187 @@ def test_compare_throughput(sample_folder, tmp_path, rows):
     backends = f"--backends={','.join(rows)}"
     process = run("compare_throughput.py", *arguments, backends, cwd=sample_folder)
     assert (process.returncode, process.stderr) == (0, "")
-    said = "the package on tf.data, to decoding alone: " in process.stdout
-    assert said == ("decode_only" in rows)
+    assert re.search(
+        r"^plan +\d rows in turn, 2 rounds of 0.2 s each: about 1 min$", *whole(process)
+    )
+    assert re.search(r"^round 2 of 2, images/s: .*\btf_data [0-9,]+", *whole(process))
+    assert "\nOn this machine, with the sample data, this package on tf.data and " in process.stdout
+    assert "2 rounds: too few to tell" in process.stdout
     report = json.loads((tmp_path / "rows.json").read_text())
-    assert list(report["rows"]) == rows
+    assert (report["schema"], report["rounds"], report["reference"]) == (1, 2, "tf_data")
+    assert report["package"]["version"] == dti.__version__
+    assert report["data"]["is_sample"]
+    assert set(report["rows"]) == set(rows)
+    assert report["conclusion"] in process.stdout
     for name in rows:
         row = report["rows"][name]
-        speed = row["images_per_second"]
-        assert 0 < speed["minimum"] <= speed["median"] <= speed["maximum"]
-        assert row["cpu_seconds_per_1000_images"] > 0
+        assert row["images_per_second"] > 0
+        assert row["cpu_ms_per_image"] > 0
         assert row["first_batch_seconds"] > 0
+        assert row["times_read"] > 16 / 96
         assert row["peak_memory_bytes"] > 1e8
         assert len(report["windows"][name]) == 2
-        assert f"\n{name} " in process.stdout
-    assert set(report["rows"]["tf_data"]["ratio_to_tf_data"].values()) == {1.0}
+        assert re.search(rf"^(this package|written by hand|parts)? +{name} ", *whole(process))
+    assert set(report["rows"]["tf_data"]["ratio"].values()) == {1.0}
     assert report["versions"]["DALI"].startswith("2.4")
-    assert report["num_records"] == 96
+    assert report["data"]["num_records"] == 96
+    assert report["data"]["sizes_read"] == 96
     assert report["cores"] == len(os.sched_getaffinity(0))
     assert "TfDataOptions(" in report["options"]["tf_data"]
     assert Image.open(tmp_path / "plot.png").width > 800
 
 
-def test_the_usual_rows(dataset):
+def test_the_usual_rows(dataset, monkeypatch):
     compare = load("compare_throughput.py")
     compare.FLAGS(["compare", f"--files={dataset.paths[0]}"])
-    rows = ["tf_data_serial", "tf_data_by_hand", "tf_data", "tf_data_plain"]
-    rows += ["dali_cpu_by_hand", "dali_cpu_bare", "dali_cpu"]
-    assert compare.choose_rows([], "buffer") == rows
-    assert set(compare.choose_rows([], "global")) >= {"tf_data_global", "dali_cpu_global"}
+    monkeypatch.setattr(compare, "find_problem_of_dali", lambda: None)
+    rows = ["tf_data", "dali_cpu", "tf_data_by_hand", "dali_cpu_by_hand"]
+    rows += ["decode_simplejpeg", "decode_only", "tf_data_plain", "dali_cpu_bare"]
+    assert compare.choose_rows([], is_remote=False) == (rows, [])
+    names, left_out = compare.choose_rows([], is_remote=True)
+    assert names == ["tf_data", "dali_cpu"]
+    assert left_out == ["what is written by hand, and parts: they read local files"]
+    monkeypatch.setattr(compare.machine, "count_gpus_of_tensorflow", lambda: 1)
+    names, _ = compare.choose_rows(["some GPU"], is_remote=False)
+    assert names[:2] == ["tf_data", "dali_gpu"]
+    assert {"dali_gpu_bare", "dali_gpu_buffer"} < set(names)
+    monkeypatch.setitem(sys.modules, "simplejpeg", None)
+    names, left_out = compare.choose_rows([], is_remote=False)
+    assert names == [name for name in rows if name != "decode_simplejpeg"]
+    assert "pip install simplejpeg" in left_out[0]
+
+
+@pytest.mark.slow
+def test_without_dali(sample_folder, tmp_path):
+    """tf.data's rows are measured, and what is left out is named with its command."""
+    (tmp_path / "nvidia").mkdir()
+    (tmp_path / "nvidia/__init__.py").touch()  # hides the one that DALI is in
+    path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
+    arguments = ["--seconds=0.2", "--repeats=1", "--batch_size=16", "--image_size=32"]
+    process = run("compare_throughput.py", *SAMPLE, *arguments, cwd=sample_folder, PYTHONPATH=path)
+    assert (process.returncode, process.stderr) == (0, "")
+    assert re.search("^left out +DALI's rows: .*pip install 'nvidia-dali", *whole(process))
+    assert re.search("^images +not compared", *whole(process))
+    assert " tf_data_by_hand " in process.stdout
+    assert " dali_cpu " not in process.stdout
+
+
+@pytest.mark.slow
+def test_what_was_measured_is_kept(sample_folder, tmp_path):
+    """After Ctrl-C the rounds so far are shown, and in the file; other data's results stay."""
+    file = tmp_path / "rows.json"
+    file.write_text('{"data": "other"}')
+    words = [sys.executable, SCRIPTS / "compare_throughput.py", *SAMPLE, f"--json={file}"]
+    words += ["--backends=tf_data,decode_only", "--seconds=0.1", "--repeats=10000"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(words, cwd=sample_folder, **pipes)
+    for line in process.stdout:
+        if line.startswith("round 3 "):
+            break
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=300)
+    assert (process.returncode, errors) == (130, "interrupted\n")
+    assert "warning: it ended early, after " in output
+    report = json.loads(file.read_text())
+    assert report["rounds"] >= 3
+    assert len(report["windows"]["tf_data"]) == report["rounds"]
+    assert [one.read_text() for one in tmp_path.glob("rows-*.json")] == ['{"data": "other"}']
+
+
+def window(rate, *, cpu=1.0, others=0.0, disk=0):
+    """Returns what a measurer returns, of a window of one second on two cores."""
+    fields = {"measured_batches": rate, "batch_size": 1, "seconds": 1.0, "cpu_seconds": cpu}
+    fields |= {"cores": 2, "other_cpu_seconds": others}
+    details = {"images_taken": rate, "disk_bytes": disk, "first_batch_seconds": 1.0}
+    return {"window": fields, **details, "peak_memory_bytes": 1}
+
+
+def compare_rates(**rates):
+    windows = {name: [window(rate) for rate in own] for name, own in rates.items()}
+    data = {"is_sample": False, "is_remote": False, "num_records": 10, "bytes": 10}
+    return {"data": data, "cores": 2, **comparison.summarize(windows, 10)}
+
+
+def test_one_statistic():
+    """A row whose windows are the faster ones by median, and the slower ones in most rounds."""
+    report = compare_rates(tf_data=[100, 200, 90], tf_data_by_hand=[80, 120, 110])
+    rows = report["rows"]
+    assert rows["tf_data_by_hand"]["ratio"]["median"] == 1.25
+    assert rows["tf_data_by_hand"]["images_per_second"] == 80  # not 110, which is above 100
+    assert rows["tf_data"]["images_per_second"] == 100
+    said = "no difference shown (0.8 to 1.7)"
+    assert comparison.conclude(report).endswith(f"{said}.")
+
+
+@pytest.mark.parametrize(
+    ("ratios", "text"),
+    [
+        ([1.9, 1.8, 2.0], "1.9 (1.8 to 2.0)"),
+        ([1.90, 1.91, 1.92], "1.91 (1.90 to 1.92)"),
+        ([1.02, 1.1, 1.2], "1.10 (1.02 to 1.20)"),
+        ([0.5, 0.6, 0.7], "0.6 (0.5 to 0.7)"),
+        ([0.7, 1.1, 1.7], "no difference shown (0.7 to 1.7)"),
+        ([2.0, 2.1], "2.05 in 2 rounds: too few to tell"),
+    ],
+)
+def test_claims_are_what_the_rounds_support(ratios, text):
+    assert comparison.format_ratio(vars(Stats.of(ratios)), len(ratios)) == text
+
+
+def test_conclusions():
+    report = compare_rates(tf_data=[200] * 3, tf_data_by_hand=[100] * 3, decode_only=[150] * 3)
+    start = "On this machine, with your records, this package on tf.data"
+    said = comparison.conclude(report)
+    assert said == (
+        f"{start} serves 2.00 (2.00 to 2.00) times as many images per second as tf.data written"
+        " by hand."
+    )
+    assert comparison.conclude(compare_rates(tf_data=[200] * 3)) == f"{start} serves 200 images/s."
+    assert compare_rates(decode_only=[1], dali_cpu_bare=[2])["reference"] == "decode_only"
+    report = compare_rates(dali_gpu=[300] * 3, tf_data=[150] * 3, dali_gpu_bare=[310] * 3)
+    assert report["reference"] == "dali_gpu"
+    assert comparison.answer_questions(report) == [
+        "dali_gpu over tf_data: 2.00 (2.00 to 2.00); target 3: missed",
+        "dali_gpu over dali_gpu_bare: 0.97 (0.97 to 0.97); target 0.95: met",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("others", "said"),
+    [(0.1, None), (0.9, "Other programs took 0.9 of the 2 cores"), (None, "is not known here")],
+)
+def test_a_busy_machine_is_named(others, said):
+    windows = {"tf_data": [window(9, others=others)]}
+    warning = comparison.warn_if_busy({"cores": 2, **comparison.summarize(windows, 9)})
+    assert said in warning if said else warning is None
+
+
+def test_reads():
+    """How often each image was read, and from where."""
+    for rate, disk, said in (
+        (40, 0, "read each image about 4 times, from memory"),
+        (5, 0, "read about 50% of the images, from memory"),
+        (40, 3_000_000, "about 4 times; 3 MB came from disk"),
+        (40, None, "not known here"),
+    ):
+        windows = {"tf_data": [window(rate, disk=disk)]}
+        report = {"data": {"is_remote": False}, **comparison.summarize(windows, 10)}
+        assert said in comparison.describe_reads(report)
+
+
+def test_other_programs_are_counted():
+    """The time that another process has on the cores of this one."""
+    clock, cpu = itertools.count(0.0, 1.0).__next__, itertools.count(0.0, 1.5).__next__
+    for system, others in ((itertools.count(10.0, 1.8).__next__, 0.3), (lambda: None, None)):
+        how = {"seconds": 0.5, "warmup_batches": 0, "clock": clock, "cpu_clock": cpu}
+        found = measure(iter(range(9)), batch_size=1, system_clock=system, **how)
+        assert found.other_cpu_seconds == (others and pytest.approx(others))
+    before = used_cpu_seconds_of_all()
+    assert before is None or before <= used_cpu_seconds_of_all()
+
+
+def whole(process):
+    return process.stdout, re.MULTILINE
 
 
 @pytest.mark.slow
@@ -90,7 +247,7 @@ def test_benchmark_store(sample_folder, tmp_path):
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("--backends=dali", "`backends` must be of tf_data_serial"),
+        ("--backends=dali", "`backends` must be of tf_data, dali_gpu"),
         ("--batch_size=97", "at most the 96 records, got 97"),
         ("--seconds=0", "`seconds` must be at least 0.01"),
         ("--repeats=0", "`repeats` must be at least 1"),

@@ -83,8 +83,9 @@ class Measurer(processes.JsonWorker):
           fresh: whether to make the pipeline again if it is the one that was measured last.
 
         Returns:
-          window (the fields of `Window`), first_batch_seconds, peak_memory_bytes and
-          gpu_memory_bytes, which is 0 unless DALI works on a GPU.
+          window (the fields of `Window`), first_batch_seconds, peak_memory_bytes,
+          gpu_memory_bytes, which is 0 unless DALI works on a GPU, images_taken, also before the
+          window, and disk_bytes, those read from a disk meanwhile; None if not known.
 
         Raises:
           CandidateError: the candidate is refused, or the process died over it twice, or hung.

@@ -17,12 +17,7 @@ import numpy as np
 
 import dali_tf_input as dti
 
-PEERS = {
-    "decode_only": "decoding alone, TensorFlow in parallel",
-    "decode_simplejpeg": "decoding alone, simplejpeg in threads",
-    "grain": "Grain and OpenCV, threads",
-    "torch": "PyTorch's DataLoader and OpenCV, workers",
-}
+PEERS = ("decode_only", "decode_simplejpeg", "grain", "torch")
 # What each imports, and what installs it.
 _PACKAGES = {
     "decode_simplejpeg": {"simplejpeg": "simplejpeg"},
@@ -31,8 +26,8 @@ _PACKAGES = {
 }
 
 
-def check_installed(name: str, *, augments: bool) -> None:
-    """Raises InputError if a row cannot be measured because a package is not installed.
+def find_missing(name: str, *, augments: bool) -> str | None:
+    """Returns which module a row needs that is not installed, and the command; None if all are.
 
     Args:
       name: a row.
@@ -43,10 +38,14 @@ def check_installed(name: str, *, augments: bool) -> None:
         packages["torchvision"] = "torchvision"
     for module in packages:
         if importlib.util.find_spec(module) is None:
-            raise dti.InputError(
-                f"{name} cannot be measured: No module named {module!r}. "
-                f"pip install {' '.join(packages.values())}"
-            )
+            return f"No module named {module!r}. pip install {' '.join(packages.values())}"
+    return None
+
+
+def check_installed(name: str, *, augments: bool) -> None:
+    """Raises InputError if a row cannot be measured because a package is not installed."""
+    if missing := find_missing(name, augments=augments):
+        raise dti.InputError(f"{name} cannot be measured: {missing}")
 
 
 def make_batches(name: str, spec: dti.InputSpec, *, batch_size: int) -> Iterator[Any]:

@@ -2,17 +2,18 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from dali_tf_input import DaliOptions, InputError, TfDataOptions
 from dali_tf_input.cli import command
-from support.benchmark import Stats, format_stats
+from support.benchmark import Stats
 from support.flags import FileFlags, WorkFlags
 from support.throughput.candidates import Candidate, CandidateError, Measurer, images_per_second
-from support.throughput.peers import PEERS
 
+GROUPS = OURS, BY_HAND, PARTS = "this package", "written by hand", "parts"
 # The 2018 example's baseline: one image after another, nothing made ahead.
 _SERIAL = TfDataOptions(
     num_parallel_reads=1, num_parallel_calls=1, prefetch_batches=0, autotune=False
@@ -22,63 +23,73 @@ _TF, _CPU, _GPU = TfDataOptions(), DaliOptions(device="cpu"), DaliOptions(device
 
 
 class Row(NamedTuple):
-    """One row. Those of order "global" and of other packages are measured only on request."""
+    """One row.
 
+    Attributes:
+      group: one of `GROUPS`.
+      candidate: what is measured.
+      what: what it is, in words that a sentence can use.
+      is_usual: whether it is measured without being asked for.
+    """
+
+    group: str
     candidate: Candidate
     what: str
+    is_usual: bool = True
 
 
-_TABLE: tuple[tuple[str, DaliOptions | TfDataOptions, str, str, str], ...] = (
-    ("tf_data_serial", _SERIAL, "buffer", "dataset", "tf.data, one image after another"),
-    ("tf_data_by_hand", _TF, "buffer", "by_hand", "tf.data in parallel, written by hand"),
-    ("tf_data", _TF, "buffer", "dataset", "this package on tf.data"),
-    ("tf_data_plain", _PLAIN, "buffer", "dataset", "the same by TensorFlow's operations"),
-    ("dali_cpu_by_hand", _CPU, "buffer", "by_hand", "DALI on CPU, written by hand, bare"),
-    ("dali_cpu_bare", _CPU, "buffer", "bare", "DALI on CPU, without TensorFlow"),
-    ("dali_cpu", _CPU, "buffer", "dataset", "this package on DALI, CPU"),
-    ("tf_data_global", _TF, "global", "dataset", "tf.data, order global"),
-    ("dali_cpu_global", _CPU, "global", "dataset", "DALI on CPU, order global"),
-    ("dali_gpu_bare", _GPU, "buffer", "bare", "DALI on GPU, without TensorFlow"),
-    ("dali_gpu", _GPU, "buffer", "dataset", "this package on DALI, GPU"),
-    ("dali_gpu_global", _GPU, "global", "dataset", "DALI on GPU, order global"),
-    *((name, _TF, "buffer", name, what) for name, what in PEERS.items()),
-)
+def _row(group: str, options: Any, variant: str, what: str, order: str = "global") -> Row:
+    return Row(group, Candidate(options, order, variant), what)
+
+
+def _extra(*arguments: Any) -> Row:
+    return _row(*arguments)._replace(is_usual=False)
+
+
+_DALI = "this package's DALI pipeline"
+# DALI's own reader and what is written by hand mix records by a buffer; `load` by a global order.
 ROWS = {
-    name: Row(Candidate(options, order, variant), what)
-    for name, options, order, variant, what in _TABLE
+    "tf_data": _row(OURS, _TF, "dataset", "this package on tf.data"),
+    "dali_gpu": _row(OURS, _GPU, "dataset", "this package on DALI, GPU"),
+    "dali_cpu": _row(OURS, _CPU, "dataset", "this package on DALI, CPU"),
+    "tf_data_by_hand": _row(BY_HAND, _TF, "by_hand", "tf.data written by hand", "buffer"),
+    "dali_cpu_by_hand": _row(
+        BY_HAND, _CPU, "by_hand", "DALI on the CPU written by hand, without TensorFlow", "buffer"
+    ),
+    "grain": _extra(BY_HAND, _TF, "grain", "Grain and OpenCV, in threads", "buffer"),
+    "torch": _extra(BY_HAND, _TF, "torch", "PyTorch's DataLoader and OpenCV", "buffer"),
+    "decode_simplejpeg": _row(
+        PARTS, _TF, "decode_simplejpeg", "decoding alone, by libjpeg-turbo in threads", "buffer"
+    ),
+    "decode_only": _row(PARTS, _TF, "decode_only", "decoding alone, by TensorFlow", "buffer"),
+    "tf_data_plain": _row(PARTS, _PLAIN, "dataset", "this package, kernel='tensorflow'"),
+    "tf_data_serial": _extra(
+        PARTS, _SERIAL, "dataset", "this package, one image after another", "buffer"
+    ),
+    "tf_data_buffer": _extra(
+        PARTS, _TF, "dataset", "this package on tf.data, order 'buffer'", "buffer"
+    ),
+    "dali_cpu_bare": _row(PARTS, _CPU, "bare", f"{_DALI}, CPU, without TensorFlow", "buffer"),
+    "dali_cpu_buffer": _extra(
+        PARTS, _CPU, "dataset", "this package on DALI, CPU, order 'buffer'", "buffer"
+    ),
+    "dali_gpu_bare": _row(PARTS, _GPU, "bare", f"{_DALI}, GPU, without TensorFlow", "buffer"),
+    "dali_gpu_buffer": _row(
+        PARTS, _GPU, "dataset", "this package on DALI, GPU, order 'buffer'", "buffer"
+    ),
 }
 
-# Pairs of rows that answer a question, and the ratio that is aimed at.
-_QUESTIONS: tuple[tuple[str, str, str, float | None], ...] = (
-    ("tf_data", "tf_data_by_hand", "the package on tf.data, to the same written by hand", None),
-    ("dali_cpu_bare", "dali_cpu_by_hand", "the package's DALI pipeline, to one by hand", None),
-    ("dali_cpu", "dali_cpu_bare", "DALI on CPU as a dataset, to its bare pipe.run()", None),
-    ("dali_gpu", "dali_gpu_bare", "DALI on GPU as a dataset, to its bare pipe.run()", 0.95),
-    ("tf_data", "tf_data_plain", "the compiled operation, to TensorFlow's operations", None),
-    ("tf_data_global", "tf_data", "tf.data in global order, to a buffer", None),
-    ("dali_cpu_global", "dali_cpu", "DALI on CPU in global order, to a buffer", None),
-    ("dali_gpu_global", "dali_gpu", "DALI on GPU in global order, to a buffer", 0.9),
-    ("tf_data", "tf_data_serial", "tf.data in parallel, to serial", None),
-    ("tf_data", "decode_only", "the package on tf.data, to decoding alone", None),
-    ("tf_data", "decode_simplejpeg", "the package on tf.data, to decoding by simplejpeg", None),
-    ("tf_data", "grain", "the package on tf.data, to Grain and OpenCV", None),
-    ("tf_data", "torch", "the package on tf.data, to PyTorch and OpenCV", None),
-    ("dali_gpu", "tf_data", "DALI on GPU, to tf.data", 3),
-    ("dali_gpu", "tf_data_serial", "DALI on GPU, to serial tf.data (as the 2018 example)", 6.13),
-)
+Windows = dict[str, list[dict[str, Any]]]  # those of each row, as `Measurer.measure` returns them
 
 
-def measure_rows(
-    names: list[str], files: FileFlags, work: WorkFlags, **window: Any
-) -> dict[str, list[dict[str, Any]]]:
+def measure_rows(names: list[str], files: FileFlags, work: WorkFlags, **how: Any) -> Windows:
     """Measures some of `ROWS`, see `measure_in_turn`."""
     candidates = {}
     for name in names:
         options = work.with_decode(ROWS[name].candidate.options)
         candidates[name] = dataclasses.replace(ROWS[name].candidate, options=options)
     flags = [*files.as_arguments(), *work.as_arguments()]
-    rows = {name: (candidate, flags) for name, candidate in candidates.items()}
-    return measure_in_turn(rows, **window)
+    return measure_in_turn({name: (one, flags) for name, one in candidates.items()}, **how)
 
 
 def measure_in_turn(
@@ -86,14 +97,22 @@ def measure_in_turn(
     *,
     repeats: int,
     environments: Mapping[str, dict[str, str]] = MappingProxyType({}),
+    after_round: Callable[[Windows], None] = lambda _: None,
     **window: Any,
-) -> dict[str, list[dict[str, Any]]]:
+) -> Windows:
     """Measures rows in turn, round by round, each in a process that is paused between its turns.
 
+    A bar shows how far it is; where no terminal is, each round prints a line.
+
+    Args:
+      rows: candidates, and the flags of their `Measurer`.
+      repeats: rounds that are counted.
+      environments: variables for the processes of some rows.
+      after_round: called after each round with the windows of all rounds so far.
+      **window: what `Measurer.measure` takes.
+
     Returns:
-      The windows of each row, as `Measurer.measure` returns them, which takes `window`. A row is a
-      candidate and the flags of its `Measurer`; `environments` has variables for the processes of
-      some rows.
+      The windows of each row.
 
     Raises:
       InputError: a row cannot be measured.
@@ -104,7 +123,7 @@ def measure_in_turn(
             for name, (_, flags) in rows.items()
         }
         names = list(rows)
-        windows: dict[str, list[dict[str, Any]]] = {name: [] for name in rows}
+        windows: Windows = {name: [] for name in rows}
 
         def measure(name: str) -> dict[str, Any]:
             try:
@@ -116,10 +135,28 @@ def measure_in_turn(
 
         for name in command.progress(names, what="starting", total=len(names)):
             measure(name)  # not counted: caches fill, tf.data's tuning settles
-        turns = [name for number in range(repeats) for name in names[:: 1 if number % 2 else -1]]
-        for name in command.progress(turns, what="measuring", total=len(turns)):
-            windows[name].append(measure(name))
+        turns = [
+            (number, name)
+            for number in range(repeats)
+            for name in names[:: 1 if number % 2 else -1]
+        ]
+        latest: dict[str, dict[str, Any]] = {}
+        for number, name in command.progress(turns, what="measuring", total=len(turns)):
+            latest[name] = measure(name)
+            if len(latest) == len(names):
+                for measured, answer in latest.items():
+                    windows[measured].append(answer)
+                after_round(windows)
+                _print_round(number + 1, repeats, {name: latest[name] for name in names})
+                latest = {}
     return windows
+
+
+def _print_round(number: int, repeats: int, answers: dict[str, dict[str, Any]]) -> None:
+    """Prints a round's images/s, unless a terminal shows a bar."""
+    if not sys.stderr.isatty():
+        speeds = (f"{name} {images_per_second(answer):,.0f}" for name, answer in answers.items())
+        print(f"round {number} of {repeats}, images/s: {', '.join(speeds)}", flush=True)
 
 
 def rates(windows: list[dict[str, Any]]) -> list[float]:
@@ -131,15 +168,3 @@ def ratios(windows: list[dict[str, Any]], others: list[dict[str, Any]]) -> Stats
     """Returns the ratios of images/s to those of another row, round by round."""
     pairs = zip(rates(windows), rates(others), strict=True)
     return Stats.of([rate / other for rate, other in pairs])
-
-
-def conclusions(windows: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Returns a sentence for each pair of rows that answers a question."""
-    sentences = []
-    for name, other, question, target in _QUESTIONS:
-        if name in windows and other in windows:
-            stats = ratios(windows[name], windows[other])
-            verdict = "met" if stats.median >= (target or 0) else "missed"
-            aim = f"; target {target}: {verdict}" if target else ""
-            sentences.append(f"{question}: {format_stats(stats)}{aim}")
-    return sentences

@@ -6,6 +6,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from dali_tf_input import DaliOptions, InputError, InputSpec
@@ -67,6 +68,15 @@ def copy_to_gpu(tf: Any, batches: Iterator[Any]) -> Iterator[Any]:
         yield copies
 
 
+def read_from_disk() -> int | None:
+    """Returns the bytes that this process had read from disks, not memory; None if not known."""
+    try:
+        text = Path("/proc/self/io").read_text()
+    except OSError:
+        return None
+    return int(text.partition("read_bytes: ")[2].split()[0])
+
+
 class Pipelines:
     """The pipeline that was measured last, and how to make another."""
 
@@ -108,7 +118,7 @@ class Pipelines:
     def _measure(
         self, candidate: Candidate, seconds: float, warmup_batches: int, fresh: bool
     ) -> dict[str, Any]:
-        size = self._batch_size
+        size, taken, disk = self._batch_size, warmup_batches, read_from_disk()
         if fresh or candidate != self._candidate:
             self._candidate, self._batches = None, iter(())
             start = time.perf_counter()
@@ -117,14 +127,23 @@ class Pipelines:
             self._first_batch_seconds = time.perf_counter() - start
             self._candidate = candidate
             # Fills the queues; tf.data's tuning settles.
-            measure(self._batches, batch_size=size, seconds=seconds / 4, warmup_batches=4)
+            settling = measure(
+                self._batches, batch_size=size, seconds=seconds / 4, warmup_batches=4
+            )
+            taken += 1 + 4 + settling.measured_batches
         window = measure(
             self._batches, batch_size=size, seconds=seconds, warmup_batches=warmup_batches
         )
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
-        details = {"first_batch_seconds": self._first_batch_seconds, "peak_memory_bytes": peak}
+        details: dict[str, Any] = {
+            "first_batch_seconds": self._first_batch_seconds,
+            "peak_memory_bytes": peak,
+        }
         on_gpu = candidate.backend == "dali_gpu"
         details["gpu_memory_bytes"] = machine.gpu_memory() if on_gpu else 0
+        details["images_taken"] = size * (taken + window.measured_batches)
+        now = read_from_disk()
+        details["disk_bytes"] = None if disk is None or now is None else now - disk
         return {"window": dataclasses.asdict(window), **details}
 
 
