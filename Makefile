@@ -2,7 +2,8 @@
 #   make compare DATA='path/train-*'     make index DATA='path/*-of-*' INDEX_DIR=path
 PYTHON ?= python3
 VENV ?= .venv
-GPU ?= $(if $(filter gpu-check test-gpu,$(MAKECMDGOALS))$(wildcard $(VENV)/.installed-gpu),1)
+REHEARSAL := $(findstring --rehearse,$(ARGS))
+GPU ?= $(if $(REHEARSAL),,$(if $(filter gpu-check test-gpu,$(MAKECMDGOALS))$(wildcard $(VENV)/.installed-gpu),1))
 DATA ?=
 VALIDATION ?=
 INDEX_DIR ?=
@@ -28,7 +29,7 @@ WORK := $(COMMON) $(if $(SIZE),--image_size=$(SIZE))
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(RUN) -m pytest --dist=worksteal --durations=10
 
 .DEFAULT_GOAL := help
-.PHONY: help install data index compare train doctor profile tune preview soak gpu-check
+.PHONY: help install data index compare train doctor profile tune preview soak gpu-check has-gpu
 .PHONY: test test-slow test-nightly test-gpu check format docs wheel clean
 
 help:  ## Show this help
@@ -73,10 +74,13 @@ preview: $(READY)  ## What the model sees: a contact sheet in results/preview.pn
 soak: $(DEVELOPED)  ## Epochs, evaluations and datasets by the hundred: that nothing grows
 	@$(PYTEST) -m slow tests/test_memory.py $(ARGS)
 
-gpu-check: $(READY)  ## On a machine with a GPU: check and measure all of it, in results/gpu.json
+gpu-check: has-gpu $(READY)  ## On a machine with a GPU, in 15 minutes: check and measure it, in results/gpu.json
 	$(INDEX) > /dev/null
 	@mkdir -p results
-	@$(RUN) scripts/gpu_check.py $(COMMON) --out=results/gpu.json $(ARGS)
+	@$(RUN) scripts/gpu_check.py $(COMMON) --out=results/$(if $(REHEARSAL),rehearsal,gpu).json $(ARGS)
+
+has-gpu:  # before 4 GB are downloaded for one
+	@$(if $(REHEARSAL),,nvidia-smi -L > /dev/null 2>&1 || { echo "error: there is no NVIDIA GPU here (nvidia-smi shows none). On the CPU: make gpu-check ARGS=--rehearse" >&2; exit 1; })
 
 doctor: $(INSTALLED)  ## What of this installation works; with DATA= also files and indexes
 	@$(RUN) -m dali_tf_input doctor $(if $(DATA),$(COMMON)) $(ARGS)

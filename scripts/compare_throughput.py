@@ -28,7 +28,7 @@ from dali_tf_input.processes import describe_end, run_command
 from dali_tf_input.records.checks import InvalidRecord
 from dali_tf_input.records.installing import pip_install
 from support import machine, plots
-from support.flags import BACKENDS, FileFlags, WorkFlags
+from support.flags import BACKENDS, FileFlags, WorkFlags, find_problem_of_dali
 from support.throughput import comparison, costs, tuning
 from support.throughput.peers import check_installed, find_missing
 from support.throughput.rows import GROUPS, ROWS, Windows, measure_rows
@@ -48,6 +48,7 @@ _ORDER = FLAGS.choice(
     "order", "global", ["global", "buffer"], "With --stages or --tune: how records are mixed."
 )
 _REPLICAS = FLAGS.integer("replicas", None, "With --tune: how many share the cores; else GPUs.", 1)
+_ONLY = FLAGS.list("only", None, "With --tune: the options to try; by default all.")
 _SECONDS = FLAGS.number("seconds", 2.0, "Length of each measured window.", 0.01)
 _REPEATS = FLAGS.integer("repeats", 6, "Measured windows of each row, stage or setting.", 1)
 _WARMUP_BATCHES = FLAGS.integer("warmup_batches", 16, "Batches before each window.", 0)
@@ -74,7 +75,7 @@ def main(arguments: list[str]) -> int:
         if _STAGES.value:
             report = costs.report_costs(*given, **window)
         else:
-            report = tuning.tune(*given, replicas=_REPLICAS.value, **window)
+            report = tuning.tune(*given, replicas=_REPLICAS.value, only=_ONLY.value, **window)
         report |= {**window, "work": describe_work(_WORK.preprocess())}
         report |= {"batch_size": _WORK.batch_size.value}
         command.write_json(_JSON, report)
@@ -209,8 +210,9 @@ def check_flags() -> None:
         raise InputError("--tune has no plot: leave out --plot.")
     if _ORDER.present and not (_STAGES.value or _TUNE.value):
         raise InputError("--order is of --stages and --tune: the rows name their order.")
-    if _REPLICAS.present and not _TUNE.value:
-        raise InputError("--replicas is of --tune: leave it out.")
+    for flag in (_REPLICAS, _ONLY):
+        if flag.present and not _TUNE.value:
+            raise InputError(f"--{flag.name} is of --tune: leave it out.")
 
 
 def choose_rows(gpus: list[str], *, is_remote: bool) -> tuple[list[str], list[str]]:
@@ -253,13 +255,6 @@ def choose_rows(gpus: list[str], *, is_remote: bool) -> tuple[list[str], list[st
             " none. If there is one, see docs/install.md."
         )
     return names, []
-
-
-def find_problem_of_dali() -> str | None:
-    """Returns why DALI or its plugin does not work here, tried in another process, else None."""
-    code = "from dali_tf_input.backends.build import import_dali; import_dali()"
-    end, _, errors = run_command([sys.executable, "-c", code])
-    return (errors.strip().splitlines() or [describe_end(end)])[-1] if end else None
 
 
 def compare_images() -> str:

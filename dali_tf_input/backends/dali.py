@@ -293,7 +293,7 @@ def decoder_hints(spec: InputSpec, options: DaliOptions) -> dict[str, int | floa
     load = options.hw_decoder_load
     hints: dict[str, int | float] = {} if load is None else {"hw_decoder_load": load}
     if options.resolved_decode == "full":  # as libjpeg-turbo does; nvJPEG's regions cannot yet
-        hints["jpeg_fancy_upsampling"] = True
+        hints["jpeg_fancy_upsampling"] = options.jpeg_fancy_upsampling
     if options.memory_hints and (size := spec.records.largest_image):
         hints["preallocate_height_hint"], hints["preallocate_width_hint"] = size
     return hints

@@ -9,9 +9,6 @@ import tensorflow as tf
 
 from dali_tf_input.backends.tf_orientation import traced_once
 
-# Of a BMP: blue, green, red and 0 of each shade.
-_GRAY_PALETTE = bytes(value for shade in range(256) for value in (shade, shade, shade, 0))
-
 
 @traced_once(tf.TensorSpec((), tf.string))
 def is_accepted(encoded: tf.Tensor) -> tf.Tensor:
@@ -28,9 +25,10 @@ def is_accepted(encoded: tf.Tensor) -> tf.Tensor:
         return tf.bitwise.bitwise_and(byte, tf.constant(flag, tf.uint8)) > 0
 
     bits, kind = part(28, 2), part(12, 4)
-    is_gray = tf.equal(bits, b"\x08\0") & tf.equal(part(14, 1), b"\x28")
-    is_gray &= tf.equal(part(54, 4 * 256), _GRAY_PALETTE)
-    is_bmp = tf.equal(part(0, 2), b"BM")
+    is_bmp, palette = tf.equal(part(0, 2), b"BM"), part(54, 4 * 256)
+    may_be_gray = is_bmp & tf.equal(bits, b"\x08\0") & tf.equal(part(14, 1), b"\x28")
+    may_be_gray &= tf.equal(tf.strings.length(palette), 4 * 256)
+    is_gray = tf.cond(may_be_gray, lambda: _is_gray(palette), lambda: False)
     is_bmp &= tf.equal(bits, b"\x18\0") | tf.equal(bits, b"\x20\0") | is_gray
     is_webp = tf.equal(part(0, 4), b"RIFF") & tf.equal(part(8, 4), b"WEBP")
     is_webp &= tf.strings.length(encoded) >= 25
@@ -49,6 +47,16 @@ def is_accepted(encoded: tf.Tensor) -> tf.Tensor:
         | is_bmp
         | is_webp
     )
+
+
+def _is_gray(palette: tf.Tensor) -> tf.Tensor:
+    """Returns whether a palette of a BMP has the shades of gray in their order: bool.
+
+    Each color is blue, green, red and a byte that means nothing: Pillow wrote the shade before 11.
+    """
+    colors = tf.reshape(tf.io.decode_raw(palette, tf.uint8), (256, 4))
+    shades = tf.cast(tf.range(256), tf.uint8)[:, tf.newaxis]
+    return tf.reduce_all(tf.equal(colors[:, :3], shades))
 
 
 def _finds_exif(webp: tf.Tensor) -> tf.Tensor:

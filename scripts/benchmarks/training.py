@@ -1,10 +1,11 @@
 """Measures which part of a training step waits for input: a ResNet-50, fed by each backend.
 
-On GPUs in mixed precision; DALI also under a MirroredStrategy of one GPU and of all of them.
+On GPUs in mixed precision. --mirrored trains under a MirroredStrategy, of one GPU and of all.
 
 example: python scripts/benchmarks/training.py --files='path/train-*' --batch_size=256
 """
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ _NETWORK = FLAGS.choice("network", "ResNet50", ["ResNet50", "MobileNet"], "What 
 _BATCH_SIZE = FLAGS.integer("batch_size", 256, "Images in a step, of each replica.", 1)
 _IMAGE_SIZE = FLAGS.integer("image_size", 224, "Height and width of the images.", 32)
 _STEPS = FLAGS.integer("steps", 40, "Measured steps.", 1)
+_MIRRORED = FLAGS.boolean("mirrored", False, "Train under a MirroredStrategy.")
 _JSON = FLAGS.string("json", None, "File for the results.")
 
 _COLUMNS = ("backend", "replicas", "images/s", "ms a step", "ms on a cached batch", "waits")
@@ -40,18 +42,36 @@ def main(arguments: list[str]) -> int:
     enable_memory_growth()
     gpus = [device.name for device in tf.config.list_logical_devices("GPU")]
     keras.mixed_precision.set_global_policy("mixed_float16" if gpus else "float32")
-    cases = [(name, gpus[:count]) for name in backends for count in list_counts(name, gpus)]
-    rows = [{"backend": name, **measure(spec, name, devices)} for name, devices in cases]
-    print()
-    command.print_table(_COLUMNS, map(format_row, rows))
+    devices = gpus or ["CPU:0"]
+    cases = [(name, devices[:count]) for name in backends for count in list_counts(devices)]
     shared = {flag.name: flag.value for flag in (_NETWORK, _BATCH_SIZE, _IMAGE_SIZE, _STEPS)}
-    command.write_json(_JSON, {**about, **shared, "rows": rows})
+    report: dict[str, Any] = {**about, **shared, "rows": [], "conclusions": []}
+    for name, some in cases:
+        row = {"backend": name, **measure(spec, name, some)}
+        report["rows"].append(row)
+        report["conclusions"].append(conclude(row))
+        print(report["conclusions"][-1], flush=True)
+        if _JSON.value:  # row by row: the next one may run out of time
+            Path(_JSON.value).write_text(json.dumps(report, indent=2), "utf-8")
+    print()
+    command.print_table(_COLUMNS, map(format_row, report["rows"]))
+    command.write_json(_JSON, report)
     return 0
 
 
-def list_counts(backend: str, gpus: list[str]) -> list[int]:
-    """Returns how many replicas a backend feeds, case by case; 0 is without a strategy."""
-    return sorted({0, 1, len(gpus)}) if gpus and backend == "dali_gpu" else [0]
+def list_counts(devices: list[str]) -> list[int]:
+    """Returns how many replicas are fed, case by case; 0 is without a strategy."""
+    return sorted({1, len(devices)}) if _MIRRORED.value else [0]
+
+
+def conclude(row: dict[str, Any]) -> str:
+    """Returns the sentence on a row: what a step takes, to one on a batch that is there."""
+    share = row["cached_step_seconds"] / row["step_seconds"]
+    where = f", {row['replicas']} replicas" if row["replicas"] else ""
+    return (
+        f"{row['backend']}{where}: {row['images_per_second']:,.0f} images/s, {share:.2f} of the"
+        f" speed with one repeated batch"
+    )
 
 
 def measure(spec: dti.InputSpec, backend: str, devices: list[str]) -> dict[str, Any]:
@@ -62,9 +82,10 @@ def measure(spec: dti.InputSpec, backend: str, devices: list[str]) -> dict[str, 
     keras.utils.clear_session()
     strategy = tf.distribute.MirroredStrategy(devices) if devices else None
     height, width = spec.preprocess.image_size
+    classes = len(spec.records.class_names or ()) or 1001
     with (strategy or tf.distribute.get_strategy()).scope():
         make = getattr(keras.applications, _NETWORK.value)
-        model = make(input_shape=(height, width, 3), weights=None, classes=1001)
+        model = make(input_shape=(height, width, 3), weights=None, classes=classes)
         model.compile("sgd", "sparse_categorical_crossentropy")
     batch_size = max(1, len(devices)) * _BATCH_SIZE.value
     train = dti.load(spec, BACKENDS[backend], strategy=strategy, batch_size=batch_size)

@@ -1,12 +1,14 @@
 """Flags that the scripts share, beyond those of the package's commands."""
 
 import dataclasses
+import sys
 from typing import Any
 
 import dali_tf_input as dti
 from dali_tf_input.cli import flags
 from dali_tf_input.cli.command import Flags
 from dali_tf_input.cli.flags import check_list
+from dali_tf_input.processes import describe_end, run_command
 from support import machine
 
 # What users call the backends on the command line.
@@ -35,6 +37,13 @@ def begin(backends: list[str] | None) -> tuple[dict[str, Any], list[str]]:
     names = check_list("backends", backends, here, " on this machine")
     machine.print_lines(about)
     return about, names
+
+
+def find_problem_of_dali() -> str | None:
+    """Returns why DALI or its plugin does not work here, tried in another process, else None."""
+    code = "from dali_tf_input.backends.build import import_dali; import_dali()"
+    end, _, errors = run_command([sys.executable, "-c", code])
+    return (errors.strip().splitlines() or [describe_end(end)])[-1] if end else None
 
 
 class FileFlags(flags.FileFlags):

@@ -11,7 +11,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 from dali_tf_input import InputError
 from dali_tf_input.processes import describe_end, run_command
@@ -37,6 +38,56 @@ def kill(process: subprocess.Popen[str]) -> None:
     process.kill()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.communicate(timeout=5)
+
+
+class End(NamedTuple):
+    """How a command ended, and what it wrote until then; `is_late`: it was stopped for its time."""
+
+    code: int
+    output: str
+    errors: str
+    is_late: bool
+
+
+def run_logged(
+    words: Sequence[str], seconds: float, environment: dict[str, str], show: Callable[[str], None]
+) -> End:
+    """Runs a command to its end, and shows what it writes to stdout while it does.
+
+    After `seconds` it gets SIGTERM, so that it can save what it has, and ten seconds later SIGKILL.
+    So it does if this process is interrupted, and the kernel kills it if this process dies.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder) / name for name in ("stdout", "stderr")]
+        with paths[0].open("wb") as out, paths[1].open("wb") as err:
+            process = subprocess.Popen(
+                words,
+                stdout=out,
+                stderr=err,
+                env=environment,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+        deadline, is_late = time.monotonic() + seconds, False
+        with paths[0].open(errors="replace") as output:
+            try:
+                while process.poll() is None and not is_late:
+                    show(output.read())
+                    time.sleep(0.1)
+                    is_late = time.monotonic() > deadline
+            finally:
+                _end_session(process)
+                show(output.read())
+        written, errors = (path.read_text(errors="replace") for path in paths)
+    return End(process.returncode, written, errors, is_late)
+
+
+def _end_session(process: subprocess.Popen[Any]) -> None:
+    """Ends a process and all of its session; one that hangs in a driver takes no signal."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, number)
+            process.wait(10)
 
 
 def run_index(*arguments: str) -> float:

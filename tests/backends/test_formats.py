@@ -42,6 +42,14 @@ ACCEPTED = {
     "BMP": save(RGB, "BMP"),
     "gray BMP": save(RGB.convert("L"), "BMP"),
 }
+# Pillow before 11 wrote the shade into the byte of a color that means nothing, later ones write 0.
+ACCEPTED["gray BMP of another writer"] = b"".join(
+    [
+        ACCEPTED["gray BMP"][:54],
+        bytes(shade for shade in range(256) for _ in range(4)),
+        ACCEPTED["gray BMP"][54 + 4 * 256 :],
+    ]
+)
 REFUSED = {
     "BMP with a palette": save(RGB.quantize(8), "BMP"),
     "BMP of 1 bit": save(RGB.convert("1"), "BMP"),

@@ -5,11 +5,12 @@ input.
 import json
 import os
 import re
+import subprocess
 import sys
 
 import pytest
 from commands import fails, load, python, run
-from conftest import SCRIPTS, nightly, numbered_examples, slowly, write_tfrecord
+from conftest import SCRIPTS, numbered_examples, slowly, write_tfrecord
 
 from dali_tf_input import DaliOptions, InputError, TfDataOptions
 from dali_tf_input.spec.options import AUTOTUNE
@@ -90,13 +91,16 @@ def test_outputs_that_cannot_be_written(script, sample_folder, tmp_path):
             "--crop does nothing with --evaluation",
         ),
         ("gpu_check.py", [], "There is no NVIDIA GPU here"),
-        ("gpu_check.py", ["--parts=all"], "`parts` must be of probe, pixels"),
+        ("gpu_check.py", ["--parts=all"], "`parts` must be of probe, resident"),
         (
             "gpu_check.py",
             ["--rehearse", "--out=/proc/self/none"],
             "`out` /proc/self/none cannot be",
         ),
         ("gpu_check.py", ["--rehearse"], "A rehearsal is not a result"),
+        ("gpu_check.py", ["--minutes=0"], "`minutes` must be at least 0.1"),
+        ("--tune", ["--only=x"], "`only` must be of decode, hw_decoder_load"),
+        ("--stages", ["--only=decode"], "--only is of --tune"),
     ],
 )
 def test_bad_flags(sample_folder, script, arguments, message):
@@ -224,29 +228,120 @@ def test_a_worker_that_does_not_start():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "part",
-    ["devices", *map(nightly, ("probe", "memory", "tune", "pixels", "throughput", "training"))],
-)
-def test_gpu_check_rehearsed(sample_folder, tmp_path, part):
-    """Each part on the CPU, by itself."""
+def test_gpu_check_rehearsed(sample_folder, tmp_path):
+    """All parts on the CPU; the second call finds that nothing is left to do."""
     out = tmp_path / "rehearsal.json"
-    arguments = ["--files=data/sample/validation-*", "--rehearse", f"--out={out}"]
-    process = run("gpu_check.py", *arguments, f"--parts={part}", cwd=sample_folder)
-    assert "This was a rehearsal on the CPU" in process.stdout
+    arguments = [FILES, "--rehearse", f"--out={out}", "--minutes=600"]
+    process = python(SCRIPTS / "gpu_check.py", *arguments, cwd=sample_folder, timeout=3600)
     assert process.returncode == 0, (process.stdout, process.stderr)
+    parts = load("gpu_check.py").PARTS
+    assert f"\npassed    {', '.join(parts)}\n" in process.stdout
+    for line in (
+        "speed     batch 8: ",
+        "training  dali_cpu: ",
+        "memory    it ",
+        "This was a rehear",
+    ):
+        assert f"\n{line}" in process.stdout
     report = json.loads(out.read_text())
     assert report["rehearsal"]
-    assert list(report["parts"]) == [part]
-    assert all(result["code"] == 0 and result["output"] for result in report["parts"][part])
+    assert list(report["parts"]) == list(parts)
+    for name in ("resident", "throughput", "training", "decoder", "memory", "pair", "replicas"):
+        assert all(result["results"] for result in report["parts"][name]), name
+    assert "images on CPU:0: labels as tf.data has them" in process.stdout
+    process = run("gpu_check.py", *arguments, "--resume", cwd=sample_folder)
+    assert process.returncode == 0, (process.stdout, process.stderr)
+    assert "$ python" not in process.stdout
 
 
-def test_a_command_that_dies():
+@pytest.fixture
+def gpu_check(sample_folder, tmp_path, monkeypatch):
+    """The script with its flags read, as a rehearsal."""
+    monkeypatch.chdir(sample_folder)
+    module = load("gpu_check.py")
+    module.FLAGS(["", FILES, "--rehearse", f"--out={tmp_path}/out.json"])
+    return module
+
+
+def test_a_command_that_dies(gpu_check):
     """How it ended is a result, with what it said before."""
-    gpu_check = load("gpu_check.py")
-    gpu_check.FLAGS(["", FILES, "--rehearse"])
-    result = gpu_check.run(["-c", "import os; print('begun', flush=True); os.abort()"])
+    result = gpu_check.run(["-c", "import os; print('begun', flush=True); os.abort()"], 60)
     assert (result["code"], result["output"]) == (-6, "begun\n")
+
+
+def test_a_command_that_takes_too_long(gpu_check, tmp_path, capsys):
+    """It is told to end, and what it wrote until then is kept: lines, and its file."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        """if True:
+        import signal, sys, time
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+        with open(sys.argv[-1].removeprefix("--json="), "w") as file:
+            file.write('{"rows": 1}')
+        print("begun", flush=True)
+        time.sleep(600)
+        """
+    )
+    result = gpu_check.run([str(script)], 3)
+    assert (result["code"], result["output"], result["results"]) == (7, "begun\n", {"rows": 1})
+    assert "begun\nFAILED: no end within 3 s: " in capsys.readouterr().out
+
+
+def test_what_does_not_fit(gpu_check, tmp_path, capsys):
+    """It is named as not run, not as failed."""
+    gpu_check.FLAGS(["", FILES, "--rehearse", f"--out={tmp_path}/out.json", "--minutes=0.1"])
+    assert gpu_check.main([]) == 0
+    output = capsys.readouterr().out
+    assert f"\nnot run   {', '.join(gpu_check.PARTS)}: run it again with --resume\n" in output
+    assert "failed" not in output
+
+
+def test_what_passed_is_not_run_again(gpu_check, tmp_path):
+    out = tmp_path / "out.json"
+    assert gpu_check.read_passed([]) == {}
+    parts = {"probe": [{"code": 0}], "tests": [{"code": 0}, {"code": 1}]}
+    out.write_text(json.dumps({"gpus": [], "rehearsal": True, "parts": parts}))
+    assert gpu_check.read_passed([]) == {"probe": [{"code": 0}]}
+    with pytest.raises(InputError, match="is of another machine: name another file"):
+        gpu_check.read_passed(["some GPU"])
+    out.write_text("{}")
+    with pytest.raises(InputError, match="is not a file of this command"):
+        gpu_check.read_passed([])
+
+
+def test_what_the_parts_need(gpu_check, monkeypatch):
+    """It is looked for before the first part."""
+    monkeypatch.setattr(gpu_check, "find_problem_of_dali", lambda: "there is no plugin")
+    with pytest.raises(InputError, match="there is no plugin"):
+        gpu_check.main([])
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    with pytest.raises(InputError, match=r"The parts need psutil: .*pip install 'psutil"):
+        gpu_check.check_installation()
+
+
+def test_a_gpu_check_that_is_stopped(sample_folder, tmp_path):
+    """It ends its command, says what is missing, and has a file."""
+    code = f"""if True:
+        import sys
+        sys.path.insert(0, {str(SCRIPTS)!r})
+        import gpu_check
+        from dali_tf_input.cli import command
+        words = ["-c", "import os, time; print('id', os.getpid(), flush=True); time.sleep(999)"]
+        gpu_check.list_commands = lambda *_: [words]
+        sys.exit(command.run(gpu_check.main, gpu_check.FLAGS))
+    """
+    words = [sys.executable, "-c", code, FILES, "--rehearse", f"--out={tmp_path}/out.json"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(words, cwd=sample_folder, **pipes)
+    lines = iter(process.stdout.readline, "")
+    child = next(line.split()[1] for line in lines if line.startswith("id "))
+    process.terminate()
+    output, errors = process.communicate(timeout=300)
+    assert (process.returncode, errors) == (143, "stopped by SIGTERM\n")
+    assert "\nfailed    probe\nnot run   resident, " in output
+    assert not os.path.exists(f"/proc/{child}")
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert report["parts"]["probe"][0]["errors"] == "it was stopped"
 
 
 @pytest.mark.slow

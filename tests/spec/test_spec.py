@@ -478,6 +478,10 @@ def test_largest_image(tmp_path):
         assert decoder_hints(spec, gpu(memory_hints=False, decode="region")) == {}
     load = {"hw_decoder_load": 0.0}
     assert decoder_hints(spec, gpu(memory_hints=False, **load)) == load | upsampling
+    plain = {"jpeg_fancy_upsampling": False}
+    assert decoder_hints(spec, gpu(memory_hints=False, **plain)) == plain
+    with refused("`jpeg_fancy_upsampling` is for `device` 'gpu' only"):
+        cpu(**plain)
 
 
 def test_from_files_looks_into_every_file(tmp_path):

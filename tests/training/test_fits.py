@@ -35,9 +35,15 @@ def make(outputs=6, loss=SPARSE, *, activation="softmax", shape=(8, 8, 3), compi
     return model
 
 
+def connect(*inputs):
+    """Returns all inputs in one row; Keras before 3.13 takes no others."""
+    rows = [keras.ops.cast(keras.layers.Flatten()(one), "float32") for one in inputs]
+    return keras.ops.concatenate(rows, -1)
+
+
 def functional(names, outputs=1):
     inputs = {name: keras.Input((8, 8, 3) if "image" in name else (), name=name) for name in names}
-    flat = keras.layers.Flatten()(inputs[names[0]])
+    flat = connect(*inputs.values())
     heads = [keras.layers.Dense(6, activation="softmax")(flat) for _ in range(outputs)]
     model = keras.Model(inputs, heads if outputs > 1 else heads[0])
     model.compile("sgd", SPARSE)
@@ -52,7 +58,7 @@ def categorical_crossentropy(labels, outputs):
 def unnamed():
     """Its dictionary names the inputs, not they themselves."""
     image, number = keras.Input((8, 8, 3)), keras.Input((1,), dtype="int64")
-    made = keras.layers.Dense(6, activation="softmax")(keras.layers.Flatten()(image))
+    made = keras.layers.Dense(6, activation="softmax")(connect(image, number))
     model = keras.Model({"image": image, "record_id": number}, made)
     model.compile("sgd", SPARSE)
     return model

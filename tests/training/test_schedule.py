@@ -88,9 +88,12 @@ def test_fit(spec, stages, options):
     assert history.epoch == [0, 1, 2, 3, 4]
     by_hand = make_model(dropout=0, run_eagerly=True)
     batches = load(spec, options, batch_size=BATCH, schedule=stages)
-    losses = [
-        np.mean([float(by_hand.train_on_batch(*batch)[0]) for batch in batches]) for _ in range(5)
-    ]
+
+    def train_on(batch):
+        by_hand.reset_metrics()  # Keras before 3.13 returns their mean since then
+        return float(by_hand.train_on_batch(*batch)[0])
+
+    losses = [np.mean([*map(train_on, batches)]) for _ in range(5)]
     np.testing.assert_allclose(history.history["loss"], losses, rtol=1e-5)
     for one, other in zip(model.get_weights(), by_hand.get_weights(), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-5)

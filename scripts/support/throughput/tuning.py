@@ -1,8 +1,8 @@
 """Faster options for this machine and these files, for `compare_throughput.py --tune`.
 
 At most twelve settings of the fastest backend are measured against its default, in turn, round by
-round. Only what changes the speed and not the pixels is tried. A setting is chosen only if its
-slowest round beats the default's median.
+round. A setting is chosen only if its slowest round beats the default's median, and if it changes
+the speed and not the pixels.
 """
 
 import dataclasses
@@ -10,12 +10,18 @@ from typing import Any
 
 from dali_tf_input import DaliOptions, InputError, TfDataOptions
 from dali_tf_input.cli import command
+from dali_tf_input.cli.flags import check_list
 from support.benchmark import Stats
 from support.flags import BACKENDS, FileFlags, WorkFlags, begin
 from support.throughput.candidates import Candidate, CandidateError, Measurer, images_per_second
 
 _COLUMNS = ("setting", "images/s", "min", "max", "x default", "")
 _MOST_SETTINGS = 12
+TRIED = (
+    *("decode", "hw_decoder_load", "jpeg_fancy_upsampling", "num_parallel_calls", "read_mode"),
+    *("num_parallel_reads", "num_threads", "prefetch_batches", "prefetch_queue_depth"),
+    "read_buffer_bytes",
+)
 
 Rates = dict[Candidate, list[float]]  # images/s of each window; none of those that are refused
 
@@ -27,12 +33,15 @@ def tune(
     backends: list[str] | None,
     *,
     replicas: int | None,
+    only: list[str] | None = None,
     **window: Any,
 ) -> dict[str, Any]:
     """Chooses options, prints them as Python, and returns what was measured.
 
-    `replicas` share the cores, by default one for each GPU; `window`: seconds and repeats.
+    `replicas` share the cores, by default one for each GPU; `only`: the options that are tried, by
+    default all; `window`: seconds and repeats.
     """
+    check_list("only", only, list(TRIED))
     if work.decode.present:
         raise InputError("--tune chooses `decode` itself: leave out --decode.")
     spec = work.spec(files, order)
@@ -46,14 +55,16 @@ def tune(
         if not any(rates.values()):
             raise InputError("No backend could be measured.")
         default = max(defaults, key=lambda candidate: max(rates[candidate], default=0))
-        settings = list_settings(default, cores, plainly=spec.preprocess.resizes_plainly)
+        settings = list_settings(default, cores, plainly=spec.preprocess.resizes_plainly, only=only)
         rates = measure(measurer, [default, *settings], **window)
     chosen = choose(rates, default)
     print()
     command.print_table(_COLUMNS, [format_row(candidate, rates, chosen) for candidate in rates])
     print()
     if chosen == default:
-        print("chosen    the default: no setting's slowest round beats its median")
+        why = "no setting's slowest round beats its median"
+        why = "one round chooses nothing: --repeats=3" if window["repeats"] == 1 else why
+        print(f"chosen    the default: {why}")
     print(f"options   {as_python(chosen.options)}")
     trials = [
         {**candidate.to_json(), "images_per_second": values} for candidate, values in rates.items()
@@ -62,10 +73,21 @@ def tune(
     return {**about, **shared, "trials": trials}
 
 
-def list_settings(default: Candidate, cores: int, *, plainly: bool) -> list[Candidate]:
-    """Returns options that make a default's pixels, and may be faster: each with one change.
+def list_settings(
+    default: Candidate, cores: int, *, plainly: bool, only: list[str] | None = None
+) -> list[Candidate]:
+    """Returns options that may be faster: each with one change, but for chroma also with two.
 
-    `plainly`: whether the preprocessing resizes plainly (`Preprocess.resizes_plainly`).
+    They make the default's pixels, but for chroma (`changes_pixels`).
+
+    Args:
+      default: what they are compared with.
+      cores: how many a replica has.
+      plainly: whether the preprocessing resizes plainly (`Preprocess.resizes_plainly`).
+      only: the options that are changed; None changes all.
+
+    Raises:
+      InputError: none of `only` is tried on this backend.
     """
     options = default.options
     threads = [max(1, cores // 2), cores, cores + 1, 2 * cores]
@@ -83,11 +105,18 @@ def list_settings(default: Candidate, cores: int, *, plainly: bool) -> list[Cand
         changes |= {"hw_decoder_load": [0.5, 0.8, 0.9, 1.0]} if on_gpu else {"decode": ["full"]}
         uses_dali_reader = on_gpu and default.order == "buffer"
         changes |= {"read_mode": ["plain"]} if uses_dali_reader else {}
+        changes |= {"jpeg_fancy_upsampling": [False]} if on_gpu else {}
+    assert set(changes) <= set(TRIED)
+    names = check_list("only", only and [one for one in only if one in changes], list(changes))
     settings = [
         dataclasses.replace(default, options=dataclasses.replace(options, **{name: value}))
         for name, values in changes.items()
         for value in values
+        if name in names
     ]
+    if "jpeg_fancy_upsampling" in names:
+        both: dict[str, Any] = {"jpeg_fancy_upsampling": False, "hw_decoder_load": 0.9}
+        settings.append(dataclasses.replace(default, options=dataclasses.replace(options, **both)))
     return list(dict.fromkeys(setting for setting in settings if setting != default))[
         :_MOST_SETTINGS
     ]
@@ -120,12 +149,19 @@ def measure(
 def choose(rates: Rates, default: Candidate) -> Candidate:
     """Returns the candidate of the highest median whose slowest round beats the default's median.
 
-    The default if there is none.
+    The default if there is none, or if there was one round only. Never one that changes pixels.
     """
+    if len(rates[default]) == 1:
+        return default
     base = Stats.of(rates[default]).median if rates[default] else 0.0
     stats = {candidate: Stats.of(values) for candidate, values in rates.items() if values}
-    faster = [candidate for candidate in stats if stats[candidate].minimum > base]
+    faster = [one for one in stats if stats[one].minimum > base and not changes_pixels(one)]
     return max(faster, key=lambda candidate: stats[candidate].median, default=default)
+
+
+def changes_pixels(candidate: Candidate) -> bool:
+    """Returns whether a setting makes other pixels than the default."""
+    return not getattr(candidate.options, "jpeg_fancy_upsampling", True)
 
 
 def describe(candidate: Candidate) -> str:
@@ -140,7 +176,8 @@ def format_row(candidate: Candidate, rates: Rates, chosen: Candidate) -> tuple[s
     default = next(iter(rates))
     stats, base = Stats.of(rates[candidate]), Stats.of(rates[default] or [1.0]).median
     speeds = (f"{rate:,.0f}" for rate in (stats.median, stats.minimum, stats.maximum))
-    verdict = "chosen" if candidate == chosen else ""
+    verdict = "other chroma" if changes_pixels(candidate) else ""
+    verdict = "chosen" if candidate == chosen else verdict
     return describe(candidate), *speeds, f"{stats.median / base:.2f}", verdict
 
 
