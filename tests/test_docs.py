@@ -16,6 +16,7 @@ from conftest import ROOT
 from PIL import Image, ImageDraw
 
 import dali_tf_input
+from support import site
 
 PACKAGE = ROOT / "dali_tf_input"
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
@@ -39,7 +40,6 @@ def test_site_builds(tmp_path):
     for page, text in (
         ("api/index.html", "iterate_batches"),
         ("commands/index.html", "usage: dali-tf-input index [flags] FILE_OR_PATTERN..."),
-        ("changelog/index.html", "Keep a Changelog"),
         ("llms.txt", "docs/getting_started.md"),
     ):
         assert text in (tmp_path / page).read_text()
@@ -112,8 +112,14 @@ def test_every_page_has_its_place():
     navigation = (ROOT / "mkdocs.yml").read_text()
     for page in (ROOT / "docs").glob("*.md"):
         assert f": {page.name}\n" in navigation
-    shown = re.findall(r"^\{\{ help (\w+) \}\}$", (ROOT / "docs/commands.md").read_text(), re.M)
+    shown = re.findall(r"^<!-- help (\w+) -->$", (ROOT / "docs/commands.md").read_text(), re.M)
     assert {*shown} == COMMANDS
+
+
+def test_help_and_names_are_those_of_the_package():
+    """If they are not: python scripts/support/site.py."""
+    for page, text in site.fill_pages().items():
+        assert page.read_text("utf-8") == text
 
 
 def test_the_picture_of_the_rooms_is_the_package():

@@ -149,7 +149,7 @@ def import_dali() -> Any:
 def choose_options() -> Options:
     """Chooses the backend for this machine: DALI on the GPU if TensorFlow sees one, else tf.data.
 
-    On the CPU tf.data is the faster of the two (docs/benchmarks.md).
+    On the CPU tf.data is the faster of the two (docs/speed.md).
     """
     if tf.config.list_physical_devices("GPU"):
         return DaliOptions(device="gpu")

@@ -2,7 +2,7 @@
 
 Each augmentation returns `Choices`: tables of equally likely rows, from which random numbers pick
 one row for each step. A row names a `Primitive` and its numbers, so the backends implement only
-the primitives. To add an augmentation, see docs/extending.md.
+the primitives. To add an augmentation, see docs/design.md.
 """
 
 import itertools

@@ -1,7 +1,7 @@
 """The crops: one class for each way to choose the part of an image that the model sees.
 
 Each crop plans its region in one implementation for both backends: `plan` uses only the operations
-of `Ops`, which each backend provides. To add a crop, see docs/extending.md.
+of `Ops`, which each backend provides. To add a crop, see docs/design.md.
 """
 
 import math

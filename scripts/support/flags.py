@@ -39,10 +39,20 @@ def begin(backends: list[str] | None) -> tuple[dict[str, Any], list[str]]:
     return about, names
 
 
+_TRY_DALI = """if True:
+    import sys
+    from dali_tf_input import InputError
+    from dali_tf_input.backends.build import import_dali
+    try:
+        import_dali().load_operator()
+    except InputError as error:
+        sys.exit(str(error))
+"""
+
+
 def find_problem_of_dali() -> str | None:
-    """Returns why DALI or its plugin does not work here, tried in another process, else None."""
-    code = "from dali_tf_input.backends.build import import_dali; import_dali()"
-    end, _, errors = run_command([sys.executable, "-c", code])
+    """Returns why DALI, its plugin or our operator does not work here, tried apart, else None."""
+    end, _, errors = run_command([sys.executable, "-c", _TRY_DALI])
     return (errors.strip().splitlines() or [describe_end(end)])[-1] if end else None
 
 

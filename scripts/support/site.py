@@ -1,4 +1,8 @@
-"""Hooks of MkDocs: what the site shows that is written elsewhere."""
+"""What the documentation shows that is written elsewhere: help texts, and the public names.
+
+`python scripts/support/site.py` writes them into docs/commands.md and docs/api.md, so that they can
+be read in a clone; a test compares. MkDocs has this file as a hook.
+"""
 
 import pathlib
 import re
@@ -8,12 +12,8 @@ import sys
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
-
-
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Fills in the help of commands and the changelog."""
-    markdown = re.sub(r"^\{\{ help (\w+) \}\}$", _show_help, markdown, flags=re.MULTILINE)
-    return markdown.replace("{{ changelog }}", (ROOT / "CHANGELOG.md").read_text())
+_HELP = re.compile(r"^<!-- help (\w+) -->\n.*?^```$", re.MULTILINE | re.DOTALL)
+_NAMES = re.compile(r"^<!-- names -->\n.*?\n\n", re.MULTILINE | re.DOTALL)
 
 
 def on_post_build(config: Any) -> None:
@@ -21,7 +21,31 @@ def on_post_build(config: Any) -> None:
     shutil.copy(ROOT / "llms.txt", config["site_dir"])
 
 
+def fill_pages() -> dict[pathlib.Path, str]:
+    """Returns the pages as they should be."""
+    commands, api = ROOT / "docs/commands.md", ROOT / "docs/api.md"
+    return {
+        commands: _HELP.sub(_show_help, commands.read_text("utf-8")),
+        api: _NAMES.sub(lambda _: _list_names(), api.read_text("utf-8")),
+    }
+
+
 def _show_help(name: re.Match[str]) -> str:
     command = [sys.executable, "-m", "dali_tf_input", name[1], "--help"]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    return f"```text\n{process.stdout.strip()}\n```"
+    return f"<!-- help {name[1]} -->\n```text\n{process.stdout.strip()}\n```"
+
+
+def _list_names() -> str:
+    import dali_tf_input
+
+    rows = ["<!-- names -->", "| name | what |", "| --- | --- |"]
+    for name in sorted(dali_tf_input.__all__, key=str.lower):
+        text = (getattr(dali_tf_input, name).__doc__ or "").strip().split("\n\n")[0]
+        rows.append(f"| `{name}` | {' '.join(text.split()).replace('|', chr(92) + '|')} |")
+    return "\n".join(rows) + "\n\n"
+
+
+if __name__ == "__main__":
+    for page, text in fill_pages().items():
+        page.write_text(text, "utf-8")

@@ -75,6 +75,16 @@ def test_compare_throughput(sample_folder, tmp_path, rows):
     assert Image.open(tmp_path / "plot.png").width > 800
 
 
+@pytest.mark.slow
+def test_augmentation_by_hand(sample_folder):
+    """Keras's layers, in the process that measures."""
+    arguments = [*SAMPLE, "--seconds=0.1", "--repeats=1", "--batch_size=8", "--image_size=32"]
+    arguments += ["--crop=random_resized_crop", "--augment=rand,erasing"]
+    rows = "--backends=tf_data_by_hand,tf_data"
+    process = run("compare_throughput.py", *arguments, rows, cwd=sample_folder)
+    assert (process.returncode, process.stderr) == (0, "")
+
+
 def test_the_usual_rows(dataset, monkeypatch):
     compare = load("compare_throughput.py")
     compare.FLAGS(["compare", f"--files={dataset.paths[0]}"])
@@ -209,7 +219,8 @@ def test_reads():
         (40, None, "not known here"),
     ):
         windows = {"tf_data": [window(rate, disk=disk)]}
-        report = {"data": {"is_remote": False}, **comparison.summarize(windows, 10)}
+        data = {"is_remote": False, "bytes": 10_000_000}
+        report = {"data": data, **comparison.summarize(windows, 10)}
         assert said in comparison.describe_reads(report)
 
 

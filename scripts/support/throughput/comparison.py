@@ -15,6 +15,7 @@ from support.throughput.rows import GROUPS, ROWS, Windows, rates, ratios
 SCHEMA = 1  # of the JSON
 _REFERENCES = ("dali_gpu", "tf_data")  # what `load` chooses, with a GPU and without
 _LEAST_ROUNDS = 3  # that a claim rests on
+_LITTLE = 0.05  # of the data, read from disk: programs read their own files, too
 _BUSY = 0.1  # of the cores, taken by other programs
 
 # Ratios that the reference's do not answer, and what is aimed at: row, other row, target.
@@ -106,7 +107,9 @@ def format_ratio(ratio: dict[str, float], rounds: int) -> str:
 def count_digits(ratio: dict[str, float]) -> int:
     """Returns the decimals of a ratio: 2 if the range is narrow, or rounding would hide it."""
     is_narrow = ratio["maximum"] - ratio["minimum"] < 0.05 * ratio["median"]
-    return 2 if is_narrow or any(0.95 <= value < 1.05 for value in ratio.values()) else 1
+    near_one = any(0.95 <= value < 1.05 for value in ratio.values())
+    look_alike = len({f"{value:.1f}" for value in ratio.values()}) < 3
+    return 2 if is_narrow or near_one or look_alike else 1
 
 
 def is_shown(ratio: dict[str, float], rounds: int) -> bool:
@@ -161,12 +164,12 @@ def describe_owner(data: dict[str, Any]) -> str:
 
 def describe_data(data: dict[str, Any]) -> str:
     """Returns which records were read, and how large their images are."""
-    owner = "sample data, drawn in ImageNet's sizes" if data["is_sample"] else "your records"
+    owner = "sample data: drawings of ImageNet's sizes" if data["is_sample"] else "your records"
     kilobytes = data["bytes"] / data["num_records"] / 1e3
     parts = [owner, f"{data['num_records']:,} images of {kilobytes:,.0f} KB"]
     if data["mean_size"]:
         height, width = data["mean_size"]
-        parts.append(f"{height:.0f}x{width:.0f} pixels on average ({data['sizes_read']:,} read)")
+        parts.append(f"{height:.0f}x{width:.0f} pixels (mean of {data['sizes_read']:,})")
     return ", ".join(parts)
 
 
@@ -182,6 +185,6 @@ def describe_reads(report: dict[str, Any]) -> str:
     if None in disk:
         return f"{often}; whether from disk or memory is not known here."
     total = sum(disk)
-    if total < 1e6 and not report["data"]["is_remote"]:
+    if total < _LITTLE * report["data"]["bytes"] and not report["data"]["is_remote"]:
         return f"{often}, from memory (the page cache): no disk was measured."
     return f"{often}; {total / 1e6:,.0f} MB came from disk."

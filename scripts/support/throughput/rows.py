@@ -59,9 +59,11 @@ ROWS = {
     "grain": _extra(BY_HAND, _TF, "grain", "Grain and OpenCV, in threads", "buffer"),
     "torch": _extra(BY_HAND, _TF, "torch", "PyTorch's DataLoader and OpenCV", "buffer"),
     "decode_simplejpeg": _row(
-        PARTS, _TF, "decode_simplejpeg", "decoding alone, by libjpeg-turbo in threads", "buffer"
+        PARTS, _TF, "decode_simplejpeg", "decoding whole images alone: libjpeg-turbo", "buffer"
     ),
-    "decode_only": _row(PARTS, _TF, "decode_only", "decoding alone, by TensorFlow", "buffer"),
+    "decode_only": _row(
+        PARTS, _TF, "decode_only", "decoding whole images alone: TensorFlow", "buffer"
+    ),
     "tf_data_plain": _row(PARTS, _PLAIN, "dataset", "this package, kernel='tensorflow'"),
     "tf_data_serial": _extra(
         PARTS, _SERIAL, "dataset", "this package, one image after another", "buffer"

@@ -94,8 +94,9 @@ class Pipelines:
                 return self._measure(candidate, **task)
             except (InputError, ImportError, RuntimeError) as error:
                 return {"error": str(error)}
-        for unused in ("keras", "jax"):  # TensorFlow would import them if it could
-            sys.modules.setdefault(unused, None)  # type: ignore[arg-type]
+        if candidate.variant != "by_hand":  # which augments by Keras's layers
+            for unused in ("keras", "jax"):  # TensorFlow would import them if it could
+                sys.modules.setdefault(unused, None)  # type: ignore[arg-type]
         tf = command.import_tensorflow()
         from dali_tf_input.backends.build import enable_memory_growth
         from dali_tf_input.training.failures import explain
