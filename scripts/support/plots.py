@@ -98,9 +98,9 @@ def plot_throughput(report: dict, *, path: str) -> None:
             for group, color in _COLORS.items()
             if group in shown
         ]
-        place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": 3, "borderaxespad": 0}
-        place |= {"columnspacing": 1, "handlelength": 1.2}
-        speeds.legend(handles=handles, frameon=False, **place)
+        where_to: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": 3}
+        where_to |= {"borderaxespad": 0, "columnspacing": 1, "handlelength": 1.2}
+        speeds.legend(handles=handles, frameon=False, **where_to)
 
 
 def _describe_gain(row: dict, reference: str, rounds: int) -> str:

@@ -4,6 +4,7 @@
 be read in a clone; a test compares. MkDocs has this file as a hook.
 """
 
+import importlib
 import pathlib
 import re
 import shutil
@@ -37,11 +38,10 @@ def _show_help(name: re.Match[str]) -> str:
 
 
 def _list_names() -> str:
-    import dali_tf_input
-
+    package = importlib.import_module("dali_tf_input")
     rows = ["<!-- names -->", "| name | what |", "| --- | --- |"]
-    for name in sorted(dali_tf_input.__all__, key=str.lower):
-        text = (getattr(dali_tf_input, name).__doc__ or "").strip().split("\n\n")[0]
+    for name in sorted(package.__all__, key=str.lower):
+        text = (getattr(package, name).__doc__ or "").strip().split("\n\n")[0]
         rows.append(f"| `{name}` | {' '.join(text.split()).replace('|', chr(92) + '|')} |")
     return "\n".join(rows) + "\n\n"
 
