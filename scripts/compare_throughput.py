@@ -9,7 +9,6 @@ example: python scripts/compare_throughput.py --files='path/train-*' --seconds=2
 """
 
 import contextlib
-import datetime
 import importlib.util
 import json
 import math
@@ -28,6 +27,7 @@ from dali_tf_input.processes import describe_end, run_command
 from dali_tf_input.records.checks import InvalidRecord
 from dali_tf_input.records.installing import pip_install
 from support import machine, plots
+from support.benchmark import keep_earlier, save_json
 from support.flags import BACKENDS, FileFlags, WorkFlags, find_problem_of_dali
 from support.throughput import comparison, costs, tuning
 from support.throughput.peers import check_installed, find_missing
@@ -78,6 +78,8 @@ def main(arguments: list[str]) -> int:
             report = tuning.tune(*given, replicas=_REPLICAS.value, only=_ONLY.value, **window)
         report |= {**window, "work": describe_work(_WORK.preprocess())}
         report |= {"batch_size": _WORK.batch_size.value}
+        for path in keep_earlier(_JSON.value, _PLOT.value):
+            print(f"kept      earlier results: {path}")
         command.write_json(_JSON, report)
         if _PLOT.value:
             plots.plot_stages(report, names=costs.NAMES, path=_PLOT.value)
@@ -92,7 +94,6 @@ def compare(window: dict[str, Any]) -> None:
     report = {"schema": comparison.SCHEMA, **machine.describe(), **window}
     report |= {"data": look_at_data(spec.records), "work": describe_work(spec.preprocess)}
     report |= {"batch_size": _WORK.batch_size.value, "decode": _WORK.decode.value}
-    keep_other_results(report)
     machine.print_lines(report)
     print(f"records   {comparison.describe_data(report['data'])}")
     print(f"work      {report['work']}, batch {report['batch_size']}")
@@ -101,24 +102,30 @@ def compare(window: dict[str, Any]) -> None:
         print(f"left out  {text}")
     minutes = math.ceil(estimate_seconds(len(names)) / 60)
     print(
-        f"plan      {len(names)} rows in turn, {_REPEATS.value} rounds of {_SECONDS.value:g} s"
-        f" each: about {minutes} min",
+        f"plan      {command.format_count(len(names), 'row')} in turn,"
+        f" {command.format_count(_REPEATS.value, 'round')} of {_SECONDS.value:g} s each:"
+        f" about {minutes} min",
         flush=True,
     )
     compares = any(name.startswith("dali") for name in names)
-    report["images"] = compare_images() if compares else "not compared: tf.data's alone"
+    report["images"] = (
+        compare_images() if compares else "not compared: DALI makes none of these rows"
+    )
     print(f"images    {report['images']}", flush=True)
     report |= {"left_out": left_out, "rounds": 0}
-    report["options"] = {name: repr(ROWS[name].candidate.options) for name in names}
+    options = {name: _WORK.with_decode(ROWS[name].candidate.options) for name in names}
+    report["options"] = {name: repr(one) for name, one in options.items()}
     start = time.monotonic()
 
     def keep(windows: Windows) -> None:
+        if not report["rounds"]:  # only now is there something to write
+            keep_other_results(report)
         report.update(comparison.summarize(windows, report["data"]["num_records"]))
         report.update(windows=windows, load_after=os.getloadavg()[0])
         report.update(seconds_taken=time.monotonic() - start)
         report["conclusion"] = comparison.conclude(report)
         if _JSON.value:
-            save(report, _JSON.value)
+            save_json(report, _JSON.value)
 
     try:
         measure_rows(names, _FILES, _WORK, after_round=keep, **window)
@@ -157,8 +164,8 @@ def show(report: dict[str, Any]) -> None:
     for line in comparison.answer_questions(report):
         print(line)
     print(
-        f"images/s: of {reference} the median of {rounds} windows; of the others, that divided by"
-        " the ratio, which is the median (smallest to largest) of the rounds."
+        f"images/s: of {reference} the median of {command.format_count(rounds, 'window')}; of the"
+        " others, that divided by the ratio: the median (smallest to largest) of the rounds."
     )
     print(comparison.describe_reads(report))
     if _JSON.value:
@@ -207,7 +214,9 @@ def check_flags() -> None:
     if _STAGES.value and _TUNE.value:
         raise InputError("--stages and --tune are two runs: give one of them.")
     if _TUNE.value and _PLOT.value:
-        raise InputError("--tune has no plot: leave out --plot.")
+        raise InputError("--tune has no plot: leave out --plot, or call make tune.")
+    if _JSON.value and _JSON.value == _PLOT.value:
+        raise InputError(f"--json and --plot name one file, {_JSON.value}: name two.")
     if _ORDER.present and not (_STAGES.value or _TUNE.value):
         raise InputError("--order is of --stages and --tune: the rows name their order.")
     for flag in (_REPLICAS, _ONLY):
@@ -244,6 +253,8 @@ def choose_rows(gpus: list[str], *, is_remote: bool) -> tuple[list[str], list[st
         left_out += [f"{name}: {text}" for name, text in missing.items() if text]
         return [name for name in names if not missing[name]], left_out
     names = check_list("backends", _BACKENDS.value, list(ROWS))
+    if set(names) & set(dali) and (problem := find_problem_of_dali()):
+        raise InputError(problem)
     for name in names:
         check_installed(name, augments=bool(_WORK.preprocess().augment))
     needed = {name for name in names if name in on_gpu}
@@ -273,28 +284,15 @@ def compare_images() -> str:
 
 def keep_other_results(report: dict[str, Any]) -> None:
     """Renames results of other data or other work, which would be overwritten."""
-    path = Path(_JSON.value or "")
-    if not _JSON.value or not path.exists():
-        return
     try:
-        before = json.loads(path.read_text("utf-8"))
-        if all(before.get(name) == report[name] for name in ("data", "work", "batch_size")):
+        before = json.loads(Path(_JSON.value or "").read_text("utf-8"))
+        same = ("data", "work", "batch_size", "decode")
+        if all(before.get(name) == report[name] for name in same):
             return
-    except (ValueError, AttributeError):  # it is something else
+    except (OSError, ValueError, AttributeError):  # there is none, or it is something else
         pass
-    when = datetime.datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y-%m-%dT%H-%M-%S")
-    for one in (path, Path(_PLOT.value or "")):
-        if one.is_file():
-            kept = one.with_name(f"{one.stem}-{when}{one.suffix}")
-            one.replace(kept)
-            print(f"kept      results of other records or work: {kept}")
-
-
-def save(report: dict[str, Any], path: str) -> None:
-    """Writes the results so far; the file is whole at any time."""
-    part = Path(f"{path}.part")
-    part.write_text(json.dumps(report, indent=2) + "\n", "utf-8")
-    part.replace(path)
+    for path in keep_earlier(_JSON.value, _PLOT.value):
+        print(f"kept: results of other records or work: {path}")
 
 
 if __name__ == "__main__":

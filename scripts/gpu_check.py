@@ -9,6 +9,7 @@ briefly on the CPU.
 example: python scripts/gpu_check.py --files='path/train-*' --parts=probe,throughput
 """
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -26,6 +27,7 @@ from dali_tf_input.cli.flags import check_list
 from dali_tf_input.processes import describe_end, run_command
 from dali_tf_input.records.installing import pip_install
 from support import machine
+from support.benchmark import keep_earlier, save_json
 from support.flags import FileFlags, find_problem_of_dali
 from support.processes import run_logged
 
@@ -87,15 +89,17 @@ def main(arguments: list[str]) -> int:
         parts = ["alone"]
     report = {**about, "rehearsal": _REHEARSE.value, "driver": look_at_driver(), "parts": {}}
     if _RESUME.value:
-        report["parts"] = read_passed(about["gpus"])
+        report["parts"] = read_earlier(about["gpus"])
+    else:
+        for path in keep_earlier(_OUT.value):
+            print(f"kept      earlier results: {path}")
     try:
         for part in parts:
-            if part not in report["parts"]:
-                run_part(part, report, deadline=start + 60 * _MINUTES.value)
+            run_part(part, report, deadline=start + 60 * _MINUTES.value)
     finally:
         print()
         print("\n".join(summarize(report, parts)))
-    return int(any(result["code"] for results in report["parts"].values() for result in results))
+    return int(any(find_state(report, part) == "failed" for part in parts))
 
 
 def check_installation() -> None:
@@ -121,8 +125,8 @@ def look_at_driver() -> dict[str, Any]:
     return {"nvidia-smi -q": output, "libnvcuvid": not run_command([sys.executable, "-c", code])[0]}
 
 
-def read_passed(gpus: list[str]) -> dict[str, Any]:
-    """Returns the parts that passed, of a file of an earlier call.
+def read_earlier(gpus: list[str]) -> dict[str, Any]:
+    """Returns the results of the file of an earlier call.
 
     Raises:
       InputError: the file is of other GPUs, or none that this command wrote.
@@ -133,31 +137,52 @@ def read_passed(gpus: list[str]) -> dict[str, Any]:
     try:
         report = json.loads(path.read_text("utf-8"))
         parts, before = report["parts"], (report["gpus"], report["rehearsal"])
-    except (ValueError, LookupError, TypeError) as error:
+        for result in (result for results in parts.values() for result in results):
+            result["command"], result["state"], result["results"]  # what is read later
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         text = f"--resume: {path} is not a file of this command"
         raise InputError(f"{text}: name another one with --out.") from error
     if before != (gpus, _REHEARSE.value):
-        raise InputError(f"--resume: {path} is of another machine: name another file with --out.")
-    return {name: one for name, one in parts.items() if not any(r["code"] for r in one)}
+        text = f"--resume: {path} is of other GPUs, or of a rehearsal"
+        raise InputError(f"{text}: name another file with --out.")
+    return parts
 
 
 def run_part(part: str, report: dict[str, Any], *, deadline: float) -> None:
-    """Runs the commands of a part, as far as the time reaches; the file has each at once."""
+    """Runs the commands of a part that have not passed, as far as the time reaches.
+
+    The file has each at once, and before it runs, as "stopped": so it is if this process is killed.
+    """
     limit = PARTS[part].seconds if part in PARTS else 120
     if _REHEARSE.value:  # perhaps on a machine that does other things
         limit = _REHEARSAL_SECONDS
-    results: list[dict[str, Any]] = []
-    for words in list_commands(part, "cpu" if _REHEARSE.value else "gpu"):
+    passed = {
+        tuple(result["command"]): result
+        for result in report["parts"].get(part, [])
+        if result["state"] == "passed"
+    }
+    commands = list_commands(part, "cpu" if _REHEARSE.value else "gpu")
+    nothing = {"state": "not run", "results": None}
+    results = [passed.get(tuple(words)) or {"command": words, **nothing} for words in commands]
+    report["parts"][part] = results
+    for place, words in enumerate(commands):
         seconds = min(limit, deadline - time.monotonic())
-        if seconds < _LEAST_SECONDS:
-            report["parts"].pop(part, None)  # as a whole it was not run
-            return
-        results.append({"command": words, "code": 1, "seconds": 0.0, "errors": "it was stopped"})
-        report["parts"][part] = results
-        try:
-            results[-1] = run(words, seconds)
-        finally:
-            save(report)
+        if results[place]["state"] == "passed" or seconds < _LEAST_SECONDS:
+            continue
+        results[place] = {"command": words, **nothing, "state": "stopped"}
+        save_json(report, _OUT.value)
+        results[place], interrupt = run(words, seconds, is_short=seconds < limit)
+        save_json(report, _OUT.value)
+        if interrupt:
+            raise interrupt
+
+
+def find_state(report: dict[str, Any], part: str) -> str:
+    """Returns "passed" or "failed", or "not run" if a command was not run or was stopped."""
+    states = {result["state"] for result in report["parts"].get(part, [])} or {"not run"}
+    if "failed" in states:
+        return "failed"
+    return "passed" if states == {"passed"} else "not run"
 
 
 def list_commands(part: str, device: str) -> list[list[str]]:
@@ -165,7 +190,7 @@ def list_commands(part: str, device: str) -> list[list[str]]:
     dali, files = f"dali_{device}", _FILES.as_arguments()
     small = ["--batch_size=8", "--image_size=32"] if _REHEARSE.value else []
     briefly = ["--seconds=0.1", "--repeats=2"] if _REHEARSE.value else []
-    windows = briefly or ["--seconds=2", "--repeats=3"]
+    windows = briefly or ["--seconds=1.5", "--repeats=5"]
     compare = [f"{_HERE}/compare_throughput.py", *files]
     trial = [f"{_HERE}/benchmarks/device.py", *files, f"--device={device}", *small]
     if part in ("resident", "memory", "pair"):
@@ -195,11 +220,21 @@ def list_commands(part: str, device: str) -> list[list[str]]:
     return [[*words, f"--backends={dali},tf_data"]]
 
 
-def run(words: list[str], seconds: float) -> dict[str, Any]:
-    """Runs a command and prints what it says; how it died is a result too."""
+def run(
+    words: list[str], seconds: float, *, is_short: bool = False
+) -> tuple[dict[str, Any], KeyboardInterrupt | None]:
+    """Runs a command and prints what it says; how it died is a result too.
+
+    Args:
+      words: what follows `python`.
+      seconds: how long it may take.
+      is_short: whether that is less than it should have: then running out of it is no failure.
+
+    Returns:
+      The result, and what interrupted it.
+    """
     print(f"\n$ python {shlex.join(words)}", flush=True)
     environment = {**os.environ, "GPU_TESTS_ON": "cpu" if _REHEARSE.value else "gpu"}
-    # What the decoder says of its hardware goes to stderr, and so into the file.
     environment |= {"PYTHONUNBUFFERED": "1", "DALI_NVIMGCODEC_LOG_LEVEL": "3"}
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -212,31 +247,39 @@ def run(words: list[str], seconds: float) -> dict[str, Any]:
             print(text.replace(own, ""), end="", flush=True)
 
         end = run_logged([sys.executable, *words, *more], seconds, environment, show)
-        results = json.loads(file.read_text("utf-8")) if file.exists() else None
-    if end.code:
-        how = f"no end within {seconds:.0f} s" if end.is_late else describe_end(end.code)
-        print(f"FAILED: {how}: {end.errors.strip()[-500:]}", flush=True)
-    took = time.monotonic() - start
-    outputs = {"output": end.output[-20000:], "errors": end.errors[-20000:]}
-    return {"command": words, "code": end.code, "seconds": took, "results": results, **outputs}
-
-
-def save(report: dict[str, Any]) -> None:
-    """Writes the results so far; the file is whole at any time."""
-    part = Path(f"{_OUT.value}.part")
-    part.write_text(json.dumps(report, indent=2) + "\n", "utf-8")
-    part.replace(_OUT.value)
+        results = None
+        with contextlib.suppress(OSError, ValueError):  # none, or half of it
+            results = json.loads(file.read_text("utf-8"))
+    state = "passed" if end.code == 0 else "failed"
+    if end.interrupt or (end.is_late and is_short):
+        state = "stopped"
+    if state != "passed":
+        how = "it hangs" if end.code is None else describe_end(end.code)
+        how = f"no end within {seconds:.0f} s" if end.is_late else how
+        print(f"{state.upper()}: {how}: {end.errors.strip()[-500:]}", flush=True)
+    result = {"command": words, "state": state, "code": end.code, "results": results}
+    result |= {
+        "seconds": time.monotonic() - start,
+        "date": machine.now(),
+        "commit": machine.commit(),
+    }
+    result |= {"output": end.output[-20000:], "errors": end.errors[-20000:]}
+    return result, end.interrupt
 
 
 def summarize(report: dict[str, Any], wanted: list[str]) -> list[str]:
     """Returns what a person wants to know, line by line; the file has all else."""
     parts = report["parts"]
-    passed = [name for name, results in parts.items() if not any(r["code"] for r in results)]
-    failed = [name for name in parts if name not in passed]
-    missing = [name for name in wanted if name not in parts]
-    lines = [f"passed    {', '.join(passed) or 'none'}"]
-    lines += [f"failed    {', '.join(failed)}"] if failed else []
-    lines += [f"not run   {', '.join(missing)}: run it again with --resume"] if missing else []
+    names = [*dict.fromkeys([*parts, *wanted])]
+    by_state = {
+        state: [name for name in names if find_state(report, name) == state]
+        for state in ("passed", "failed", "not run")
+    }
+    lines = [f"passed    {', '.join(by_state['passed']) or 'none'}"]
+    if failed := by_state["failed"]:
+        lines.append(f"failed    {', '.join(failed)}")
+    if missing := by_state["not run"]:
+        lines.append(f"not run   {', '.join(missing)}: run it again with --resume")
     for result in parts.get("throughput", []):
         if found := result["results"]:
             lines.append(f"speed     batch {found['batch_size']}: {found['conclusion']}")

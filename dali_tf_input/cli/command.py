@@ -4,6 +4,7 @@ import contextlib
 import gc
 import io
 import json
+import math
 import os
 import re
 import shlex
@@ -65,7 +66,7 @@ class Flags(flags.FlagValues):  # type: ignore[misc]
         """Raises InputError for the first number that is too small."""
         for name, least in self.__dict__.get("_least", {}).items():
             value = self[name].value
-            if value is not None and value < least:
+            if value is not None and not least <= value < math.inf:
                 raise InputError(f"`{name}` must be at least {least:,}, got {value:,}.")
 
     def _bounded(self, holder: Any, least: float | None) -> Any:

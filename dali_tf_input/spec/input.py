@@ -275,10 +275,10 @@ class InputSpec:
           records: indexed TFRecord files, given as a path, a URL, a pattern or a list of them, as
             for `Records.from_files`; or a `Records`; or a mixture, a dict from `Records` to shares
             that are above 0 and sum to 1. Any contiguous part of an epoch then keeps these
-            proportions to within one record with two parts, and three with more. A part is served completely
-            before it starts over in a new order; an epoch ends when the first part has been served
-            once. Parts may have different feature keys if their files were indexed at level
-            "schema"; `Records.relabel` can map their labels to common classes.
+            proportions to within one record with two parts, and three with more. A part is served
+            completely before it starts over in a new order; an epoch ends when the first part has
+            been served once. Parts may have different feature keys if their files were indexed at
+            level "schema"; `Records.relabel` can map their labels to common classes.
           preprocess: height and width of the images in pixels, or (height, width), or a
             `Preprocess`.
           **fields: further fields of `InputSpec`, such as `label` and `seed`; fields of

@@ -75,7 +75,7 @@ def try_resident(spec: dti.InputSpec) -> dict[str, Any]:
     for (images, labels), (others, other_labels) in itertools.islice(
         zip(ours, theirs, strict=False), _COMPARED_BATCHES
     ):
-        devices |= {value.device.rpartition(":device:")[2] for value in (images, labels)}
+        devices |= {value.device.rpartition("device:")[2] for value in (images, labels)}
         same = same and labels.numpy().tolist() == other_labels.numpy().tolist()
         means += np.abs((images.numpy() - others.numpy()) * scale).mean(axis=(1, 2, 3)).tolist()
     mean, most = float(np.mean(means)), float(np.max(means))

@@ -5,7 +5,6 @@ On GPUs in mixed precision. --mirrored trains under a MirroredStrategy, of one G
 example: python scripts/benchmarks/training.py --files='path/train-*' --batch_size=256
 """
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import dali_tf_input as dti
 from dali_tf_input.cli import command
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
+from support.benchmark import save_json
 from support.flags import BACKENDS, FileFlags, backends_flag, begin
 
 FLAGS = command.Flags()
@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
         report["conclusions"].append(conclude(row))
         print(report["conclusions"][-1], flush=True)
         if _JSON.value:  # row by row: the next one may run out of time
-            Path(_JSON.value).write_text(json.dumps(report, indent=2), "utf-8")
+            save_json(report, _JSON.value)
     print()
     command.print_table(_COLUMNS, map(format_row, report["rows"]))
     command.write_json(_JSON, report)

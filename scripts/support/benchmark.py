@@ -1,5 +1,7 @@
 """Images per second of anything that yields batches, over a counted window after a warm-up."""
 
+import datetime
+import json
 import multiprocessing
 import os
 import resource
@@ -145,6 +147,27 @@ def measure(
         other_cpu_seconds=others,
         page_faults=resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults,
     )
+
+
+def save_json(report: Any, path: str) -> None:
+    """Writes a report; the file is whole at any time. A link or a device stays what it is."""
+    text, path = json.dumps(report, indent=2) + "\n", os.path.realpath(path)
+    if os.path.exists(path) and not os.path.isfile(path):
+        Path(path).write_text(text, "utf-8")
+        return
+    part = Path(f"{path}.part")
+    part.write_text(text, "utf-8")
+    part.replace(path)
+
+
+def keep_earlier(*paths: str | None) -> list[Path]:
+    """Renames files that would be overwritten, by the time of the first; returns the new names."""
+    files = [Path(path) for path in paths if path and os.path.isfile(path)]
+    if not files:
+        return []
+    time_of_first = datetime.datetime.fromtimestamp(files[0].stat().st_mtime)
+    when = time_of_first.strftime("%Y-%m-%dT%H-%M-%S")
+    return [one.replace(one.with_name(f"{one.stem}-{when}{one.suffix}")) for one in files]
 
 
 def format_stats(stats: Stats) -> str:

@@ -37,16 +37,21 @@ def describe() -> dict[str, Any]:
     answer = ask_driver("name")
     return {
         "command": shlex.join(sys.argv),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": now(),
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "cpu_quota": _cpu_quota(),
         "load": os.getloadavg()[0],
         "gpus": answer[1].strip().splitlines() if answer and answer[0] else [],
         "system": platform.platform(),
-        "package": {"version": __version__, "commit": _commit()},
+        "package": {"version": __version__, "commit": commit()},
         "versions": versions,
     }
+
+
+def now() -> str:
+    """Returns date and time, in UTC."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def print_lines(about: dict[str, Any]) -> None:
@@ -80,15 +85,15 @@ def _cpu_quota() -> float | None:
     return None if quota == "max" else int(quota) / int(period)
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """Returns the commit of the clone that this file is in, "+" if it was edited; None without."""
     words = ["git", "-C", os.path.dirname(__file__)]
     try:
-        code, commit, _ = run_command([*words, "rev-parse", "--short=12", "HEAD"])
+        code, name, _ = run_command([*words, "rev-parse", "--short=12", "HEAD"])
         _, changes, _ = run_command([*words, "status", "--porcelain", "--untracked-files=no"])
     except OSError:  # there is no git
         return None
-    return commit.strip() + ("+" if changes else "") if code == 0 else None
+    return name.strip() + ("+" if changes else "") if code == 0 else None
 
 
 def _cpu_name() -> str:

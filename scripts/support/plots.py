@@ -49,7 +49,7 @@ def plot_throughput(report: dict, *, path: str) -> None:
 
     rows, reference, rounds = report["rows"], report["reference"], report["rounds"]
     decodes = " This package decodes only the region that a crop needs."
-    decodes = decodes if reference == "tf_data" else ""
+    decodes = decodes if reference == "tf_data" and report["decode"] != "full" else ""
     note = (
         f"Each image: {report['work']}; batch {report['batch_size']}. {rounds} windows of"
         f" {report['seconds']:g} s of each row, measured in turn. A bar is the median of"

@@ -41,12 +41,21 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 
 class End(NamedTuple):
-    """How a command ended, and what it wrote until then; `is_late`: it was stopped for its time."""
+    """How a command ended, and what it wrote until then.
 
-    code: int
+    Attributes:
+      code: its exit code; None if it hangs in a driver and could not be ended.
+      output: what it wrote to stdout.
+      errors: what it wrote to stderr.
+      is_late: whether it was ended for its time.
+      interrupt: what this process was interrupted by meanwhile, which the caller raises again.
+    """
+
+    code: int | None
     output: str
     errors: str
     is_late: bool
+    interrupt: KeyboardInterrupt | None
 
 
 def run_logged(
@@ -54,8 +63,8 @@ def run_logged(
 ) -> End:
     """Runs a command to its end, and shows what it writes to stdout while it does.
 
-    After `seconds` it gets SIGTERM, so that it can save what it has, and ten seconds later SIGKILL.
-    So it does if this process is interrupted, and the kernel kills it if this process dies.
+    After `seconds`, or if this process is interrupted, it gets SIGTERM, so that it can save what it
+    has, and ten seconds later SIGKILL. The kernel kills it if this process dies.
     """
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder) / name for name in ("stdout", "stderr")]
@@ -66,20 +75,22 @@ def run_logged(
                 stderr=err,
                 env=environment,
                 start_new_session=True,
-                preexec_fn=die_with_parent,
+                preexec_fn=die_with_parent,  # this process has one thread
             )
-        deadline, is_late = time.monotonic() + seconds, False
+        deadline, is_late, interrupt = time.monotonic() + seconds, False, None
         with paths[0].open(errors="replace") as output:
             try:
                 while process.poll() is None and not is_late:
                     show(output.read())
                     time.sleep(0.1)
                     is_late = time.monotonic() > deadline
+            except KeyboardInterrupt as stop:
+                interrupt = stop
             finally:
                 _end_session(process)
                 show(output.read())
         written, errors = (path.read_text(errors="replace") for path in paths)
-    return End(process.returncode, written, errors, is_late)
+    return End(process.returncode, written, errors, is_late, interrupt)
 
 
 def _end_session(process: subprocess.Popen[Any]) -> None:

@@ -5,8 +5,11 @@ input.
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 from commands import fails, load, python, run
@@ -265,26 +268,32 @@ def gpu_check(sample_folder, tmp_path, monkeypatch):
 
 def test_a_command_that_dies(gpu_check):
     """How it ended is a result, with what it said before."""
-    result = gpu_check.run(["-c", "import os; print('begun', flush=True); os.abort()"], 60)
-    assert (result["code"], result["output"]) == (-6, "begun\n")
+    result, _ = gpu_check.run(["-c", "import os; print('begun', flush=True); os.abort()"], 60)
+    assert (result["state"], result["code"], result["output"]) == ("failed", -6, "begun\n")
 
 
-def test_a_command_that_takes_too_long(gpu_check, tmp_path, capsys):
+LONG = """if True:
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+with open(sys.argv[-1].removeprefix("--json="), "w") as file:
+    file.write(sys.argv[1])
+print("begun", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("is_short", "state"), [(False, "failed"), (True, "stopped")], ids=["its", "what is left"]
+)
+@pytest.mark.parametrize(("written", "read"), [('{"rows": 1}', {"rows": 1}), ('{"rows"', None)])
+def test_a_command_that_takes_too_long(gpu_check, tmp_path, capsys, is_short, state, written, read):
     """It is told to end, and what it wrote until then is kept: lines, and its file."""
     script = tmp_path / "script.py"
-    script.write_text(
-        """if True:
-        import signal, sys, time
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
-        with open(sys.argv[-1].removeprefix("--json="), "w") as file:
-            file.write('{"rows": 1}')
-        print("begun", flush=True)
-        time.sleep(600)
-        """
-    )
-    result = gpu_check.run([str(script)], 3)
-    assert (result["code"], result["output"], result["results"]) == (7, "begun\n", {"rows": 1})
-    assert "begun\nFAILED: no end within 3 s: " in capsys.readouterr().out
+    script.write_text(LONG.replace("if True:\n", ""))
+    result, _ = gpu_check.run([str(script), written], 3, is_short=is_short)
+    assert (result["state"], result["code"], result["output"]) == (state, 7, "begun\n")
+    assert result["results"] == read
+    assert f"begun\n{state.upper()}: no end within 3 s: " in capsys.readouterr().out
 
 
 def test_what_does_not_fit(gpu_check, tmp_path, capsys):
@@ -296,17 +305,38 @@ def test_what_does_not_fit(gpu_check, tmp_path, capsys):
     assert "failed" not in output
 
 
-def test_what_passed_is_not_run_again(gpu_check, tmp_path):
+def test_what_passed_is_not_run_again(gpu_check, tmp_path, capsys):
+    """Command by command; what did not pass stays until it is run again."""
     out = tmp_path / "out.json"
-    assert gpu_check.read_passed([]) == {}
-    parts = {"probe": [{"code": 0}], "tests": [{"code": 0}, {"code": 1}]}
+    assert gpu_check.read_earlier([]) == {}
+    first, second = ["-c", "print('first')"], ["-c", "print('second')"]
+    gpu_check.list_commands = lambda *_: [first, second]
+    results = [{"command": first, "state": "passed", "results": None}]
+    results.append({"command": second, "state": "stopped", "results": None})
+    parts = {"probe": results, "tests": [{"command": [], "state": "failed", "results": None}]}
     out.write_text(json.dumps({"gpus": [], "rehearsal": True, "parts": parts}))
-    assert gpu_check.read_passed([]) == {"probe": [{"code": 0}]}
-    with pytest.raises(InputError, match="is of another machine: name another file"):
-        gpu_check.read_passed(["some GPU"])
-    out.write_text("{}")
-    with pytest.raises(InputError, match="is not a file of this command"):
-        gpu_check.read_passed([])
+    gpu_check.FLAGS(["", FILES, "--rehearse", f"--out={out}", "--resume", "--parts=probe"])
+    assert gpu_check.main([]) == 0
+    output = capsys.readouterr().out
+    assert "\nsecond\n" in output
+    assert "\nfirst\n" not in output
+    assert "passed    probe\nfailed    tests\n" in output
+    states = [one["state"] for one in json.loads(out.read_text())["parts"]["probe"]]
+    assert states == ["passed", "passed"]
+    with pytest.raises(InputError, match="is of other GPUs, or of a rehearsal"):
+        gpu_check.read_earlier(["some GPU"])
+    for text in ("{}", '{"gpus": [], "rehearsal": true, "parts": {"probe": [{}]}}', "[", "[]"):
+        out.write_text(text)
+        with pytest.raises(InputError, match="is not a file of this command"):
+            gpu_check.read_earlier([])
+
+
+def test_earlier_results_are_kept(gpu_check, tmp_path):
+    out = tmp_path / "out.json"
+    out.write_text("precious")
+    gpu_check.list_commands = lambda *_: [["-c", ""]]
+    assert gpu_check.main([]) == 0
+    assert [one.read_text() for one in tmp_path.glob("out-*.json")] == ["precious"]
 
 
 def test_what_the_parts_need(gpu_check, monkeypatch):
@@ -319,29 +349,38 @@ def test_what_the_parts_need(gpu_check, monkeypatch):
         gpu_check.check_installation()
 
 
-def test_a_gpu_check_that_is_stopped(sample_folder, tmp_path):
-    """It ends its command, says what is missing, and has a file."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_gpu_check_that_is_stopped(sample_folder, tmp_path, number):
+    """Its command ends with it; the file has what the command wrote, and what is missing."""
+    (tmp_path / "script.py").write_text(LONG.replace("if True:\n", ""))
     code = f"""if True:
         import sys
         sys.path.insert(0, {str(SCRIPTS)!r})
         import gpu_check
         from dali_tf_input.cli import command
-        words = ["-c", "import os, time; print('id', os.getpid(), flush=True); time.sleep(999)"]
+        words = [{str(tmp_path / "script.py")!r}, '{{"conclusions": ["so far"]}}']
         gpu_check.list_commands = lambda *_: [words]
         sys.exit(command.run(gpu_check.main, gpu_check.FLAGS))
     """
     words = [sys.executable, "-c", code, FILES, "--rehearse", f"--out={tmp_path}/out.json"]
+    words.append("--parts=training,memory")
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(words, cwd=sample_folder, **pipes)
-    lines = iter(process.stdout.readline, "")
-    child = next(line.split()[1] for line in lines if line.startswith("id "))
-    process.terminate()
+    for line in iter(process.stdout.readline, "begun\n"):
+        assert line
+    (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.send_signal(number)
     output, errors = process.communicate(timeout=300)
-    assert (process.returncode, errors) == (143, "stopped by SIGTERM\n")
-    assert "\nfailed    probe\nnot run   resident, " in output
-    assert not os.path.exists(f"/proc/{child}")
+    while Path(f"/proc/{child}").exists():  # the kernel may take a moment
+        time.sleep(0.05)
     report = json.loads((tmp_path / "out.json").read_text())
-    assert report["parts"]["probe"][0]["errors"] == "it was stopped"
+    (result,) = report["parts"]["training"]
+    assert result["state"] == "stopped"
+    if number == signal.SIGTERM:
+        assert (process.returncode, errors) == (143, "stopped by SIGTERM\n")
+        assert "\npassed    none\nnot run   training, memory: run it again" in output
+        assert "\ntraining  so far\n" in output
+        assert result["output"] == "begun\n"
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ The real pipeline is cut after each stage, and the cuts are measured in turn, ro
 stage's cost is its cut's time minus the previous cut's.
 """
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -82,6 +83,9 @@ def measure_stages(
             cut = Candidate(work.options(name), order, variant=stage)
             try:
                 windows[name][stage].append(measurer.measure(cut, seconds=seconds))
+                if not sys.stderr.isatty():  # else a bar is shown; kept if this is stopped
+                    rate = images_per_second(windows[name][stage][-1])
+                    print(f"{name}, until {NAMES[stage]}: {rate:,.0f} images/s", flush=True)
             except CandidateError as error:
                 raise InputError(f"{name}, cut after '{NAMES[stage]}': {error}") from error
     return {name: summarize(cuts) for name, cuts in windows.items()}

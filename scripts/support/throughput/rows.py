@@ -59,10 +59,10 @@ ROWS = {
     "grain": _extra(BY_HAND, _TF, "grain", "Grain and OpenCV, in threads", "buffer"),
     "torch": _extra(BY_HAND, _TF, "torch", "PyTorch's DataLoader and OpenCV", "buffer"),
     "decode_simplejpeg": _row(
-        PARTS, _TF, "decode_simplejpeg", "decoding whole images alone: libjpeg-turbo", "buffer"
+        PARTS, _TF, "decode_simplejpeg", "libjpeg-turbo decoding whole images alone", "buffer"
     ),
     "decode_only": _row(
-        PARTS, _TF, "decode_only", "decoding whole images alone: TensorFlow", "buffer"
+        PARTS, _TF, "decode_only", "TensorFlow decoding whole images alone", "buffer"
     ),
     "tf_data_plain": _row(PARTS, _PLAIN, "dataset", "this package, kernel='tensorflow'"),
     "tf_data_serial": _extra(
@@ -155,8 +155,8 @@ def measure_in_turn(
 
 
 def _print_round(number: int, repeats: int, answers: dict[str, dict[str, Any]]) -> None:
-    """Prints a round's images/s, unless a terminal shows a bar."""
-    if not sys.stderr.isatty():
+    """Prints a round's images/s, unless a terminal shows a bar, and all that is printed."""
+    if not (sys.stderr.isatty() and sys.stdout.isatty()):
         speeds = (f"{name} {images_per_second(answer):,.0f}" for name, answer in answers.items())
         print(f"round {number} of {repeats}, images/s: {', '.join(speeds)}", flush=True)
 

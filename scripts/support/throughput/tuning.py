@@ -6,6 +6,7 @@ the speed and not the pixels.
 """
 
 import dataclasses
+import sys
 from typing import Any
 
 from dali_tf_input import DaliOptions, InputError, TfDataOptions
@@ -139,6 +140,8 @@ def measure(
         try:
             window = measurer.measure(candidate, seconds=seconds)
             rates[candidate].append(images_per_second(window))
+            if not sys.stderr.isatty():  # else a bar is shown; kept if this is stopped
+                print(f"{describe(candidate)}: {rates[candidate][-1]:,.0f} images/s", flush=True)
         except CandidateError as error:
             refused.add(candidate)
             rates[candidate] = []
