@@ -87,7 +87,7 @@ class Child:
           function: what to call; it and its arguments are pickled. Not of a program's own file,
             which cannot be imported.
           *arguments: its arguments.
-          data: its last argument, a list such as of images, which goes through shared memory:
+          data: its last argument, such as a list of images, which is passed in shared memory:
             pickled, it would be copied several times more.
           seconds: how long to wait for an answer; None waits for ever.
           on_progress: called with what the function tells; it gets another argument, `tell`, a

@@ -77,9 +77,8 @@ def main(arguments: list[str]) -> int:
         else:
             report = tuning.tune(*given, replicas=_REPLICAS.value, only=_ONLY.value, **window)
         report |= {**window, "work": describe_work(_WORK.preprocess())}
-        report |= {"batch_size": _WORK.batch_size.value}
-        for path in keep_earlier(_JSON.value, _PLOT.value):
-            print(f"kept      earlier results: {path}")
+        report |= {"batch_size": _WORK.batch_size.value, "files": list(_FILES.files.value)}
+        keep_other_results(report, ("files", "num_records", "order", "work", "batch_size"))
         command.write_json(_JSON, report)
         if _PLOT.value:
             plots.plot_stages(report, names=costs.NAMES, path=_PLOT.value)
@@ -119,7 +118,7 @@ def compare(window: dict[str, Any]) -> None:
 
     def keep(windows: Windows) -> None:
         if not report["rounds"]:  # only now is there something to write
-            keep_other_results(report)
+            keep_other_results(report, ("data", "work", "batch_size", "decode"))
         report.update(comparison.summarize(windows, report["data"]["num_records"]))
         report.update(windows=windows, load_after=os.getloadavg()[0])
         report.update(seconds_taken=time.monotonic() - start)
@@ -282,14 +281,13 @@ def compare_images() -> str:
     return f"DALI's to tf.data's: {output.rpartition('difference')[2].strip()}"
 
 
-def keep_other_results(report: dict[str, Any]) -> None:
-    """Renames results of other data or other work, which would be overwritten."""
+def keep_other_results(report: dict[str, Any], names: tuple[str, ...]) -> None:
+    """Renames results which would be overwritten, if they differ in what `names` say."""
     try:
         before = json.loads(Path(_JSON.value or "").read_text("utf-8"))
-        same = ("data", "work", "batch_size", "decode")
-        if all(before.get(name) == report[name] for name in same):
+        if all(before[name] == report[name] for name in names):
             return
-    except (OSError, ValueError, AttributeError):  # there is none, or it is something else
+    except (OSError, ValueError, LookupError, TypeError):  # there is none, or it is something else
         pass
     for path in keep_earlier(_JSON.value, _PLOT.value):
         print(f"kept: results of other records or work: {path}")

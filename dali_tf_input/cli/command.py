@@ -66,7 +66,9 @@ class Flags(flags.FlagValues):  # type: ignore[misc]
         """Raises InputError for the first number that is too small."""
         for name, least in self.__dict__.get("_least", {}).items():
             value = self[name].value
-            if value is not None and not least <= value < math.inf:
+            if value is not None and not math.isfinite(value):
+                raise InputError(f"`{name}` must be a finite number, got {value}.")
+            if value is not None and value < least:
                 raise InputError(f"`{name}` must be at least {least:,}, got {value:,}.")
 
     def _bounded(self, holder: Any, least: float | None) -> Any:

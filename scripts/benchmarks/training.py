@@ -22,6 +22,7 @@ _BACKENDS = backends_flag(FLAGS)
 _NETWORK = FLAGS.choice("network", "ResNet50", ["ResNet50", "MobileNet"], "What is trained.")
 _BATCH_SIZE = FLAGS.integer("batch_size", 256, "Images in a step, of each replica.", 1)
 _IMAGE_SIZE = FLAGS.integer("image_size", 224, "Height and width of the images.", 32)
+_ORDER = FLAGS.choice("order", "global", ["global", "buffer"], "How records are mixed.")
 _STEPS = FLAGS.integer("steps", 40, "Measured steps.", 1)
 _MIRRORED = FLAGS.boolean("mirrored", False, "Train under a MirroredStrategy.")
 _JSON = FLAGS.string("json", None, "File for the results.")
@@ -32,7 +33,7 @@ _COLUMNS = ("backend", "replicas", "images/s", "ms a step", "ms on a cached batc
 def main(arguments: list[str]) -> int:
     command.check_no_arguments(arguments)
     command.check_writable(_JSON)
-    spec = dti.InputSpec.for_training(_FILES.dataset(), _IMAGE_SIZE.value, order="buffer")
+    spec = dti.InputSpec.for_training(_FILES.dataset(), _IMAGE_SIZE.value, order=_ORDER.value)
     about, backends = begin(_BACKENDS.value)
     tf = command.import_tensorflow()
     import keras
@@ -44,7 +45,9 @@ def main(arguments: list[str]) -> int:
     keras.mixed_precision.set_global_policy("mixed_float16" if gpus else "float32")
     devices = gpus or ["CPU:0"]
     cases = [(name, devices[:count]) for name in backends for count in list_counts(devices)]
-    shared = {flag.name: flag.value for flag in (_NETWORK, _BATCH_SIZE, _IMAGE_SIZE, _STEPS)}
+    shared = {
+        flag.name: flag.value for flag in (_NETWORK, _BATCH_SIZE, _IMAGE_SIZE, _ORDER, _STEPS)
+    }
     report: dict[str, Any] = {**about, **shared, "rows": [], "conclusions": []}
     for name, some in cases:
         row = {"backend": name, **measure(spec, name, some)}

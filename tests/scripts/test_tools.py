@@ -75,6 +75,8 @@ def test_outputs_that_cannot_be_written(script, sample_folder, tmp_path):
     ("script", "arguments", "message"),
     [
         ("--stages", ["--seconds=0"], "`seconds` must be at least 0.01, got 0"),
+        ("--stages", ["--seconds=nan"], "`seconds` must be a finite number, got nan"),
+        ("--stages", ["--seconds=inf"], "`seconds` must be a finite number, got inf"),
         ("--stages", ["--repeats=0"], "`repeats` must be at least 1, got 0"),
         ("--stages", ["--plot=x.svg"], "`plot` must end in .png, got x.svg"),
         ("--stages", ["--batch_size=97"], "at most the 96 records, got 97"),
@@ -388,8 +390,11 @@ def test_stages(sample_folder, tmp_path):
     """The table, the plot, the sentence."""
     arguments = [FILES, "--batch_size=16", "--image_size=32", "--seconds=0.1", "--repeats=1"]
     outputs = [f"--json={tmp_path}/stages.json", f"--plot={tmp_path}/stages.png"]
+    (tmp_path / "stages.json").write_text('{"files": "other"}')
     process = run("compare_throughput.py", "--stages", *arguments, *outputs, cwd=sample_folder)
     assert (process.returncode, process.stderr) == (0, "")
+    (kept,) = tmp_path.glob("stages-*.json")
+    assert kept.read_text() == '{"files": "other"}'
     report = json.loads((tmp_path / "stages.json").read_text())
     stages = {"dali_cpu": ["read", "parse", "decode", "resize", "normalize", "dataset"]}
     stages["tf_data"] = ["read", "parse", "whole"]
