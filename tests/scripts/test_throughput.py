@@ -206,7 +206,11 @@ def test_conclusions():
 
 @pytest.mark.parametrize(
     ("others", "said"),
-    [(0.1, None), (0.9, "Other programs took 0.9 of the 2 cores"), (None, "is not known here")],
+    [
+        (0.1, None),
+        (0.9, "took up to 0.9 of the 2 cores in 1 of 2 windows"),
+        (None, "is not known here"),
+    ],
 )
 def test_a_busy_machine_is_named(others, said):
     windows = {"tf_data": [window(9, others=one) for one in (others and 0.0, others)]}

@@ -82,21 +82,19 @@ def _summarize_row(
     }
 
 
-def find_others(windows: Windows) -> float | None:
-    """Returns the share of the cores that other programs took, in the busiest round; None: unknown.
+def find_others(windows: Windows) -> dict[str, Any] | None:
+    """Returns in how many `windows` other programs took cores (`busy`), and the largest share.
 
-    That of a round is the median of its windows.
+    None if that is not known. On a quiet machine they take 1% to 2%.
     """
-    shares = []
-    for measured in zip(*windows.values(), strict=True):
-        found = [Window(**measurement["window"]) for measurement in measured]
-        known = [
-            one.other_cpu_seconds / one.seconds / one.cores
-            for one in found
-            if one.other_cpu_seconds is not None
-        ]
-        shares += [statistics.median(known)] if known else []
-    return max(shares, default=None)
+    made = [Window(**answer["window"]) for measured in windows.values() for answer in measured]
+    shares = [
+        one.other_cpu_seconds / one.seconds / one.cores
+        for one in made
+        if one.other_cpu_seconds is not None
+    ]
+    busy = sum(share > _BUSY for share in shares)
+    return {"windows": len(shares), "busy": busy, "most": max(shares)} if shares else None
 
 
 def format_ratio(ratio: dict[str, float], rounds: int) -> str:
@@ -145,11 +143,11 @@ def warn_if_busy(report: dict[str, Any]) -> str | None:
     others, cores = report["others"], report["cores"]
     if others is None:
         return "Whether other programs took part of the cores is not known here."
-    if others <= _BUSY:
+    if not others["busy"]:
         return None
     return (
-        f"Other programs took {others * cores:.1f} of the {cores} cores in the busiest round."
-        " Repeat it on a quiet machine."
+        f"Other programs took up to {others['most'] * cores:.1f} of the {cores} cores in"
+        f" {others['busy']} of {others['windows']} windows. Repeat it on a quiet machine."
     )
 
 
