@@ -1,4 +1,4 @@
-# Every verb sets up what it needs; a second call starts at once.
+# Every target sets up what it needs; a second call starts at once.
 #   make compare DATA='path/train-*'     make index DATA='path/*-of-*' INDEX_DIR=path
 PYTHON ?= python3
 VENV ?= .venv
@@ -86,13 +86,13 @@ doctor: $(INSTALLED)  ## What of this installation works; with DATA= also files 
 	@$(RUN) -m dali_tf_input doctor $(if $(DATA),$(COMMON)) $(ARGS)
 
 test: $(DEVELOPED)  ## Run the tests (also: make test-slow, test-nightly, test-gpu)
-	@$(PYTEST) -n 3 $(ARGS)
+	@$(PYTEST) -n 2 $(ARGS)
 
 test-slow: $(DEVELOPED)  ## Run the tests that take long
-	@$(PYTEST) -n 4 -m 'slow and not nightly and not gpu' $(ARGS)
+	@$(PYTEST) -n 3 -m 'slow and not nightly and not gpu' $(ARGS)
 
-test-nightly: $(DEVELOPED)  ## Run the further cases of all tests
-	@$(PYTEST) -n 4 -m nightly $(ARGS)
+test-nightly: $(DEVELOPED)  ## Run all tests, with their whole tables
+	@NIGHTLY=1 $(PYTEST) -n 4 -m 'not gpu and not wheel' $(ARGS)
 
 test-gpu: $(DEVELOPED)  ## Run the tests that need an NVIDIA GPU
 	@$(RUN) -m pytest -m gpu $(ARGS)
@@ -106,7 +106,7 @@ check: $(DEVELOPED)  ## Check style, types, spelling and the layers of imports; 
 	$(or $(PYTHON_SITE),$(VENV))/bin/shellcheck .ci/run scripts/*.sh
 	$(RUN) -m pytest -q -m 'not gpu' tests/test_layers.py
 
-format: $(DEVELOPED)  ## Format the code; the only verb that edits
+format: $(DEVELOPED)  ## Format the code; the only target that edits
 	$(RUN) -m ruff check --fix
 	$(RUN) -m ruff format
 

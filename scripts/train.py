@@ -2,7 +2,8 @@
 
 The number of classes comes from --num_classes, from labels.txt beside the first file (one name per
 line), or from the highest label that the index step saw (--verify=schema). With --resume, an
-interrupted run continues from the state in that folder. Meant as an example to copy from.
+interrupted run continues from the state in that folder. Programs to copy from are in
+docs/training.md.
 
 example: python scripts/train.py --files='path/train-*' --validation_files='path/validation-*'
   --epochs=3

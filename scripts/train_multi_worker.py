@@ -8,6 +8,7 @@ worker a process is, and where all are: '{"cluster": {"worker": ["host0:12345", 
 example: python scripts/train_multi_worker.py --files='path/train-*' --resume=/shared/run
 """
 
+import argparse
 import json
 import os
 import signal
@@ -15,35 +16,28 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import keras
 import numpy as np
+import tensorflow as tf
 
 from dali_tf_input import (
+    ClassLabel,
     DaliOptions,
     InputError,
     InputSpec,
+    Records,
     Resume,
     Shard,
     TfDataOptions,
     make_dataset,
 )
-from dali_tf_input.cli import command
-from support.flags import BACKENDS, FileFlags
 
-FLAGS = command.Flags()
-_RECORDS = FileFlags(FLAGS)
-_VALIDATION_FILES = FLAGS.strings("validation_files", "TFRecords of the validation split.")
-_BACKEND = FLAGS.choice("backend", "auto", ["auto", *BACKENDS], "What feeds the network.")
-_BATCH_SIZE = FLAGS.integer("batch_size", 32, "Images in a step of all workers.", 1)
-_EPOCHS = FLAGS.integer("epochs", 12, "Passes over the training records.", 1)
-_IMAGE_SIZE = FLAGS.integer("image_size", 96, "Height and width of the images.", 1)
-_NUM_CLASSES = FLAGS.integer("num_classes", None, "Number of classes; else of labels.txt.", 1)
-_RESUME = FLAGS.string("resume", None, "Folder that keeps the state of training.")
-_SAVE_EVERY = FLAGS.integer("save_every", None, "Steps between saves; else an epoch.", 1)
-_SAVE = FLAGS.string("save", None, "File for the trained model, a .keras.")
-
-command.import_tensorflow()  # without its start-up messages
-import keras  # noqa: E402
-import tensorflow as tf  # noqa: E402
+BACKENDS = {
+    "auto": None,
+    "tf_data": TfDataOptions(),
+    "dali_cpu": DaliOptions(device="cpu"),
+    "dali_gpu": DaliOptions(device="gpu"),
+}
 
 # What TensorFlow raises in the workers that are left when one has ended.
 _LOST = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError)
@@ -53,45 +47,72 @@ _EXAMPLE = (
 )
 
 
-def main(arguments: list[str]) -> int:
-    command.check_no_arguments(arguments)
-    spec = InputSpec.for_training(_RECORDS.dataset(), _IMAGE_SIZE.value, label=_RECORDS.label())
-    num_classes = _NUM_CLASSES.value or len(spec.records.class_names or ())
+def read_arguments() -> argparse.Namespace:
+    description, example = __doc__.split("\n\nexample: ")
+    parser = argparse.ArgumentParser(
+        description=description,
+        epilog=f"example: {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    several: dict[str, Any] = {"action": "append", "metavar": "PATTERN"}
+    add("--files", required=True, **several, help="indexed TFRecords for training")
+    add("--validation_files", **several, help="those for validation")
+    add("--index_dir", help="folder of the indexes (default: beside the files)")
+    add("--cache_dir", help="local folder for copies of remote files")
+    add("--image_key", help="feature key of the image (default: detected)")
+    add("--label_key", help="feature key of the label (default: detected)")
+    add("--label_offset", default=0, type=int, help="stored label of the first class")
+    add("--backend", default="auto", choices=BACKENDS, help="what feeds the network")
+    add("--batch_size", default=32, type=int, help="images in a step of all workers")
+    add("--epochs", default=12, type=int, help="epochs in all")
+    add("--image_size", default=96, type=int, help="height and width of the images")
+    add("--num_classes", type=int, help="number of classes (default: that of labels.txt)")
+    add("--resume", help="folder that keeps the state of training")
+    add("--save_every", type=int, help="steps between saves (default: an epoch)")
+    add("--save", help="file for the trained model, a .keras")
+    return parser.parse_args()
+
+
+def main(arguments: argparse.Namespace) -> None:
+    how = {name: vars(arguments)[name] for name in ("index_dir", "cache_dir", "image_key")}
+    label = ClassLabel(key=arguments.label_key, offset=arguments.label_offset)
+    records = Records.from_files(arguments.files, **how)
+    spec = InputSpec.for_training(records, arguments.image_size, label=label)
+    num_classes = arguments.num_classes or len(spec.class_names or ())
     if not num_classes:
         raise InputError("The number of classes is unknown: pass --num_classes=N.")
     held_out = None
-    if _VALIDATION_FILES.value:
-        records = _RECORDS.dataset(_VALIDATION_FILES.value)
-        label = _RECORDS.label()
-        held_out = InputSpec.for_evaluation(records, _IMAGE_SIZE.value, label=label)
+    if arguments.validation_files:
+        records = Records.from_files(arguments.validation_files, **how)
+        held_out = InputSpec.for_evaluation(records, arguments.image_size, label=label)
     strategy = make_strategy()
     keras.utils.set_random_seed(0)
     with strategy.scope():
-        model = make_network(_IMAGE_SIZE.value, num_classes)
+        model = make_network(arguments.image_size, num_classes)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.Adam(2e-3), loss, metrics=["accuracy"])
     model(np.zeros((1, *spec.preprocess.image_size, 3), np.float32))  # creates its variables
-    resume = Resume(_RESUME.value, save_every=_SAVE_EVERY.value) if _RESUME.value else None
-    settings = {"batch_size": _BATCH_SIZE.value, "epochs": _EPOCHS.value, "resume": resume}
+    resume = None
+    if arguments.resume:
+        resume = Resume(arguments.resume, save_every=arguments.save_every)
+    settings = {"batch_size": arguments.batch_size, "epochs": arguments.epochs, "resume": resume}
     to_go_on = "To go on, start all workers again"
     to_go_on += (
         f", with --resume={resume.folder}." if resume else "; --resume would keep the state."
     )
     try:
-        history = fit(strategy, model, spec, held_out, BACKENDS.get(_BACKEND.value), **settings)
+        history = fit(strategy, model, spec, held_out, BACKENDS[arguments.backend], **settings)
     except _LOST as error:
         text = f"Another worker ended, or cannot be reached: {error.message.splitlines()[0]}"
         raise InputError(f"{text}. {to_go_on}") from error
-    except KeyboardInterrupt:  # or SIGTERM; the others end with the error above
-        print(to_go_on, file=sys.stderr)
-        raise
+    except KeyboardInterrupt:  # the others end with the error above
+        sys.exit(to_go_on)
     if losses := history.get("loss"):
-        epochs = command.format_count(len(losses), "epoch")
-        print(f"training loss {losses[0]:.3f} -> {losses[-1]:.3f} in {epochs}")
-    if _SAVE.value and strategy.cluster_resolver.task_id == 0:
-        model.save(_SAVE.value)
-        print(f"model in {_SAVE.value}")
-    return 0
+        print(f"training loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} epochs")
+    if arguments.save and strategy.cluster_resolver.task_id == 0:
+        model.save(arguments.save)
+        print(f"model in {arguments.save}")
 
 
 def make_network(image_size: int, num_classes: int) -> keras.Model:
@@ -278,4 +299,7 @@ def _is_correct(labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
 
 
 if __name__ == "__main__":
-    sys.exit(command.run(main, FLAGS))
+    try:
+        main(read_arguments())
+    except InputError as error:
+        sys.exit(f"error: {error}")

@@ -1,6 +1,4 @@
-"""Runs commands for tests: in this process, warm (TensorFlow is imported already), or by their
-command line.
-"""
+"""Runs commands for tests: in this process, which has imported TensorFlow, or by their command line."""
 
 import contextlib
 import importlib.util
@@ -11,7 +9,6 @@ import re
 import subprocess
 import sys
 
-import warm
 from conftest import ROOT, SCRIPTS
 
 from dali_tf_input.cli import command
@@ -20,10 +17,6 @@ _numbers = itertools.count()
 CLI = ROOT / "dali_tf_input/cli"
 # The others are scripts.
 PACKAGE = {"index", "convert", "preview", "explore", "card", "predict", "doctor", "service"}
-# What trains, and what writes to the stdout of its process, runs in one of its own.
-WARM = {"train.py", "train_multi_worker.py", "gpu_check.py"}
-COLD = {"make_sample_tfrecords.py"}  # its processes import it by name
-SHIM = "import sys; from dali_tf_input.cli.main import main; sys.exit(main(sys.argv[1:]))"
 
 
 def load(script):
@@ -39,26 +32,12 @@ def load(script):
     return module
 
 
-def run(script, *arguments, cwd=None, here=False, **environment):
-    """Runs a command; returns the finished process, or what looks like one.
+def run(script, *arguments, cwd=None):
+    """Runs a command in this process; returns what looks like a finished process.
 
     Without the progress that an index run shows every ten seconds, on a machine that is busy.
-    With `here` what is in WARM runs in this process too, which is quicker where it is refused.
     """
-    process = _run(script, *arguments, cwd=cwd, here=here, **environment)
-    lines = (process.stderr or "").splitlines(keepends=True)
-    process.stderr = "".join(line for line in lines if not line.startswith("indexing: "))
-    return process
-
-
-def _run(script, *arguments, cwd, here, **environment):
     arguments = list(map(str, arguments))
-    if script in COLD:
-        return run_cold(script, *arguments, cwd=cwd, **environment)
-    if (script in WARM and not here) or environment:
-        environment = {**os.environ, **environment}
-        words = ["-c", SHIM, script] if script in PACKAGE else [SCRIPTS / script]
-        return warm.run([*words, *arguments], cwd=cwd, env=environment)
     output, errors, before = io.StringIO(), io.StringIO(), os.getcwd()
     module, argv = load(script), sys.argv
     try:
@@ -69,7 +48,9 @@ def _run(script, *arguments, cwd, here, **environment):
     finally:
         os.chdir(before)
         sys.argv = argv
-    return subprocess.CompletedProcess([script], code, output.getvalue(), errors.getvalue())
+    lines = errors.getvalue().splitlines(keepends=True)
+    said = "".join(line for line in lines if not line.startswith("indexing: "))
+    return subprocess.CompletedProcess([script], code, output.getvalue(), said)
 
 
 def python(*arguments, timeout=300, **options):

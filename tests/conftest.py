@@ -34,32 +34,9 @@ BACKENDS = {"dali": DALI, "tf_data": TF_DATA}
 backends = pytest.mark.parametrize("options", BACKENDS.values(), ids=BACKENDS)
 
 
-def slowly(*values, **how):
-    """Returns a case of a test that is one of the slow ones."""
-    return pytest.param(*values, marks=pytest.mark.slow, **how)
-
-
-def nightly(*values, **how):
-    """Returns one more case of a test that has quicker ones: it is run at night."""
-    return pytest.param(*values, marks=[pytest.mark.slow, pytest.mark.nightly], **how)
-
-
-def cases(*axes, fast):
-    """Returns all combinations of the values of some axes; those not `fast` are run at night."""
-    combinations = list(itertools.product(*axes))
-    assert all(one in combinations for one in fast)
-    return [pytest.param(*one) if one in fast else nightly(*one) for one in combinations]
-
-
-# Both backends, one of them in the slow tests, or at night.
-dali_slowly = pytest.mark.parametrize("options", [slowly(DALI), TF_DATA], ids=BACKENDS)
-tf_data_nightly = pytest.mark.parametrize("options", [DALI, nightly(TF_DATA)], ids=BACKENDS)
-tf_data_slowly = pytest.mark.parametrize("options", [DALI, slowly(TF_DATA)], ids=BACKENDS)
-QUICK_IMPORTS = f"{ROOT}/tests/quick_imports"
-sys.path.insert(0, QUICK_IMPORTS)
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    filter(None, [QUICK_IMPORTS, os.environ.get("PYTHONPATH", "")])
-)
+def at_night(usual, thorough):
+    """Returns `thorough` in the nightly run, `usual` in all others: rows of a table, or rounds."""
+    return thorough if os.environ.get("NIGHTLY") else usual
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -77,6 +54,10 @@ def pytest_configure(config: pytest.Config) -> None:
         return  # its workers run the tests: this process needs no TensorFlow
     tf = import_tensorflow()
     gc.set_threshold(20_000)  # graphs are many objects; the default costs 5% of the time
+    # To optimize the graphs of small models and datasets takes longer than to run them. The nightly
+    # run has TensorFlow's defaults, as users have.
+    optimizer = at_night({"disable_meta_optimizer": True}, {})
+    tf.config.optimizer.set_experimental_options(optimizer if not on_gpu else {})
     if on_gpu and os.environ.get("GPU_TESTS_ON") != "cpu":
         return  # with logical devices, also of the CPU, TensorFlow ignores memory growth
     cpu = tf.config.list_physical_devices("CPU")[0]

@@ -1,4 +1,6 @@
-"""An S3 server for tests, and a proxy before it that delays, refuses, cuts and counts."""
+"""Object stores for tests: one in memory, and an S3 server with a proxy before it that delays,
+refuses, cuts and counts.
+"""
 
 import contextlib
 import datetime
@@ -20,6 +22,51 @@ from cryptography.x509.oid import NameOID
 
 BUCKET = "bucket"
 OWNER = "AWS4-HMAC-SHA256 Credential=secret/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
+
+
+def memory_store(monkeypatch, folder):
+    """Returns an object store in memory, which stands for all stores from now on.
+
+    Its `seen` are the requests so far, as ("GET", key); a prefix is the key of "LIST". `before` is
+    called with them before a request, and may wait, or raise what the request then raises.
+    `folder` holds the local copies of indexes: other processes have stores of the same name.
+    """
+    from obstore.store import MemoryStore  # Python 3.10 has none
+
+    from dali_tf_input.storage import objects
+
+    async def answer(method, key):
+        pass
+
+    class Store(MemoryStore):
+        def __init__(self):
+            super().__init__()
+            self.seen, self.before = [], answer
+
+        async def _ask(self, method, key):
+            self.seen.append((method, key))
+            await self.before(method, key)
+
+        async def get_async(self, path, *, options=None):
+            await self._ask("GET", path)
+            return await super().get_async(path, options=options)
+
+        async def put_async(self, path, *arguments, **options):
+            await self._ask("PUT", path)
+            return await super().put_async(path, *arguments, **options)
+
+        async def list_with_delimiter_async(self, prefix=None):
+            await self._ask("LIST", prefix)
+            return await super().list_with_delimiter_async(prefix)
+
+        def count(self, method, ending=""):
+            """Returns how many requests there were for keys that end so."""
+            return sum(one == method and (key or "").endswith(ending) for one, key in self.seen)
+
+    store = Store()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    monkeypatch.setattr(objects, "_store", lambda *_: store)
+    return store
 
 
 @contextlib.contextmanager

@@ -1,23 +1,25 @@
 """kill -9 at each change of the disk, one after the other: nothing half-written, and the next run
 ends as if there had been none.
 
-``CRASH_POINTS=50 pytest -m slow tests/test_crash_points.py`` tries 50 of each kind of run.
+A few changes of each kind of run are tried, at night many.
 """
 
 import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-import warm
 from commands import python
-from conftest import jpeg, numbered_examples, write_dataset, write_tfrecord
+from conftest import at_night, jpeg, numbered_examples, write_dataset, write_tfrecord
 
 from dali_tf_input import Records, build_index
 
-POINTS = int(os.environ.get("CRASH_POINTS", "3"))
+pytestmark = pytest.mark.slow
+POINTS = at_night(3, 30)
 KILL = """
 import os, signal, sys
 changes, kill_at = 0, int(sys.argv.pop(1))
@@ -40,13 +42,26 @@ def watch_disk():
 """
 INDEX = """
 from dali_tf_input import Checks, build_index
+from dali_tf_input.index import build
 checks = Checks(verify="crc")
+build._COMMIT_SECONDS, build._COMMIT_RATIO = 0, 0  # each file by itself
 watch_disk()
 build_index(sys.argv[1], checks, num_processes=1, on_bad="skip", force=True, max_bad_fraction=0.5)
 """
 CONVERT = """
-from dali_tf_input.cli.convert import convert
+from dali_tf_input.cli.convert import convert, writer
 from dali_tf_input.cli.main import main
+
+class InThisProcess:
+    def call(self, function, *arguments, **_):
+        return function(*arguments)
+
+    def kill(self):
+        pass
+
+    close = kill
+
+writer.Child = InThisProcess  # another process changes nothing, and takes a second to start
 watch_disk()
 assert main(sys.argv[1:]) == 0
 """
@@ -63,27 +78,36 @@ watch_disk()
 fetch_copies(listed, sys.argv[1])
 """
 RESUME = """
-from dali_tf_input import InputSpec, Preprocess, TfDataOptions, load
+import json
 import keras
-keras.utils.set_random_seed(0)
-spec = InputSpec.for_training(sys.argv[1], Preprocess(image_size=(8, 8)), order="global")
-model = keras.Sequential([keras.layers.Input((8, 8, 3)), keras.layers.Flatten(), keras.layers.Dense(12)])
-loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-model.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss)
-watch_disk()
-train = load(spec, TfDataOptions(), batch_size=4)
-from dali_tf_input import Resume
-train.fit(model, epochs=3, resume=Resume(sys.argv[2], save_every=1), verbose=0)
-print([value.tobytes().hex() for value in model.get_weights()])
+from dali_tf_input import InputSpec, Preprocess, Resume, TfDataOptions, load
+
+def fit(files, folder):
+    watch_disk()
+    keras.utils.set_random_seed(0)
+    spec = InputSpec.for_training(files, Preprocess(image_size=(8, 8)), order="global")
+    layers = [keras.layers.Input((8, 8, 3)), keras.layers.Flatten(), keras.layers.Dense(12)]
+    model = keras.Sequential(layers)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss)
+    train = load(spec, TfDataOptions(), batch_size=4)
+    train.fit(model, epochs=3, resume=Resume(folder, save_every=1), verbose=0)
+    return [value.tobytes().hex() for value in model.get_weights()]
+
+for line in sys.stdin:  # a process for each training: to import TensorFlow takes longer
+    kill_at, files, folder = json.loads(line)
+    if not os.fork():
+        print(json.dumps([fit(files, folder), changes]), flush=True)
+        os._exit(0)
+    if os.wait()[1]:
+        print("null", flush=True)
 """
 
 
 def run(program, kill_at, *arguments):
     """Runs a program that is killed before change `kill_at`; returns its output and changes."""
     text = f"{KILL}\n{program}\nprint(changes)"
-    words = ["-c", text, kill_at, *arguments]
-    # Only a training needs TensorFlow: the others start quicker than a fork of it.
-    process = warm.run(words) if program is RESUME else python(*words)
+    process = python("-c", text, kill_at, *arguments)
     assert process.returncode in (0, -signal.SIGKILL), process.stderr
     if program is not COPY:  # whose threads may make one folder less
         assert (process.returncode == 0) == (kill_at < 0), f"no change {kill_at}"
@@ -95,7 +119,6 @@ def points(num_changes):
     return sorted({number * num_changes // POINTS for number in range(POINTS)})
 
 
-@pytest.mark.slow
 def test_index(tmp_path):
     for number in range(3):
         examples = numbered_examples(12)
@@ -125,7 +148,6 @@ def test_index(tmp_path):
         assert not list(tmp_path.glob(".staging-*"))
 
 
-@pytest.mark.slow
 def test_convert(tmp_path):
     """A new set takes the place of an earlier one, or the earlier one is still there."""
     for kind in ("old", "new"):
@@ -144,13 +166,12 @@ def test_convert(tmp_path):
     def convert(kind, kill_at=-1):
         return run(CONVERT, kill_at, *command, tmp_path / kind, out)
 
-    convert("new")
-    new = read_set(out)
-    shutil.rmtree(out)
     convert("old")
     old = read_set(out)
     shutil.copytree(out, tmp_path / "before")
     (*_, num_changes) = convert("new")
+    new = read_set(out)
+    assert new != old
     for point in points(int(num_changes)):
         shutil.rmtree(out)
         shutil.copytree(tmp_path / "before", out)
@@ -162,7 +183,6 @@ def test_convert(tmp_path):
         assert os.listdir(out.parent) == ["photos"]
 
 
-@pytest.mark.slow
 def test_copy(tmp_path):
     pytest.importorskip("obstore")
     (tmp_path / "dali_tf_input").mkdir()
@@ -180,13 +200,23 @@ def test_copy(tmp_path):
         assert (tmp_path / "dali_tf_input/mine").exists()
 
 
-@pytest.mark.slow
 def test_resume(tmp_path):
-    """Twice killed, and continued: the weights of the training that was not."""
+    """Killed, and continued: the weights of the training that was not."""
     write_dataset(tmp_path / "set", [12])
-    files = tmp_path / "set/train-*-of-?????"
-    weights, num_changes = run(RESUME, -1, files, tmp_path / "whole")
-    for point in points(int(num_changes)):
-        run(RESUME, point, files, tmp_path / "killed")
-        assert run(RESUME, -1, files, tmp_path / "killed")[0] == weights
-        shutil.rmtree(tmp_path / "killed")
+    command = [sys.executable, "-c", KILL + RESUME, "-1"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as process:
+
+        def fit(kill_at, name):
+            """Returns weights and changes; None if the training was killed."""
+            words = [kill_at, f"{tmp_path}/set/train-*-of-?????", f"{tmp_path}/{name}"]
+            print(json.dumps(words), file=process.stdin, flush=True)
+            return json.loads(process.stdout.readline())
+
+        weights, num_changes = fit(-1, "whole")
+        for point in points(num_changes)[1:]:  # before the first change it has not begun
+            assert fit(point, "killed") is None
+            assert fit(-1, "killed")[0] == weights
+            shutil.rmtree(tmp_path / "killed")
+        process.stdin.close()
+    assert process.returncode == 0

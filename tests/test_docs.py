@@ -23,7 +23,6 @@ PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONT
 PAGES += [ROOT / "llms.txt", ROOT / "skills/dali-tf-input/SKILL.md"]
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_site_builds(tmp_path):
     """As `make docs` builds it, which is run before the tests."""
@@ -122,7 +121,7 @@ def test_help_and_names_are_those_of_the_package():
         assert page.read_text("utf-8") == text
 
 
-def test_the_picture_of_the_rooms_is_the_package():
+def test_the_picture_of_the_layers_is_the_package():
     page = (ROOT / "docs/design.md").read_text()
     layers = re.findall(r"^([a-z]+(?:/|\.py)) {3,}", page, re.MULTILINE)
     entries = {
@@ -152,6 +151,12 @@ def test_what_a_page_names_exists(page):
         assert re.search(rf"^{verb}:", makefile, re.MULTILINE), verb
     for name in re.findall(r"\bdti\.(\w+)", text):
         assert name in dali_tf_input.__all__, name
+
+
+def test_the_first_program_is_the_same_everywhere():
+    program = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    for page in ("docs/index.md", "skills/dali-tf-input/SKILL.md"):
+        assert program in (ROOT / page).read_text()
 
 
 def anchors(page):

@@ -61,6 +61,7 @@ def find(name):
     return [example for example in found if example.examples]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_its_examples_run(name, names):
     examples = find(name)

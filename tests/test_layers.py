@@ -59,7 +59,7 @@ def imports_of(path):
             yield from ((node.module, alias.name, node not in tree.body) for alias in node.names)
 
 
-def test_rooms_import_only_from_rooms_above():
+def test_layers_import_only_from_layers_above():
     """Also inside functions, where only optional and slow modules are imported."""
     found = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()}
     assert found - {"__init__", "__main__", "__pycache__"} == set(LAYERS)
@@ -97,16 +97,8 @@ def test_the_package_brings_no_framework():
     assert process.returncode == 0, process.stderr
 
 
-def test_import_takes_less_than_a_tenth_of_a_second():
-    """In CPU time, the best of five: a busy machine makes it slower, but no faster."""
-    clock = "time.process_time()"
-    code = f"import time; start = {clock}; import dali_tf_input; print({clock} - start)"
-    assert min(float(python("-c", code).stdout) for _ in range(5)) < 0.1
-
-
-def test_public_names_are_few_and_documented():
+def test_public_names_are_documented():
     """Each loads and has a docstring of its own."""
-    assert len(dti.__all__) <= 36  # twelve of them are augmentations and crops
     for name in dti.__all__:
         value = getattr(dti, name)
         assert value.__doc__, name
@@ -142,7 +134,6 @@ reveal_type(train)
 """
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_type_checkers_know_the_names(tmp_path):
     """A user's file passes mypy --strict; a wrong type in it does not. `make check` runs this too."""

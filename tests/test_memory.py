@@ -1,10 +1,11 @@
 """Memory, threads and descriptors stay flat over epochs, evaluations, and datasets that come and go."""
 
+import itertools
 import os
 
 import pytest
-import warm
-from conftest import nightly
+from commands import python
+from conftest import at_night
 
 PROGRAM = """if True:
     import ctypes, gc, os, sys
@@ -50,13 +51,13 @@ PARTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "part", ["datasets", *(nightly(part) for part in PARTS if part != "datasets")]
+    ("backend", "part"),
+    at_night([("dali", "datasets")], [*itertools.product(["dali", "tf_data"], PARTS)]),
 )
-@pytest.mark.parametrize("backend", ["dali", nightly("tf_data")])
 def test_nothing_grows(dataset, backend, part):
     files = os.path.join(os.path.dirname(dataset.paths[0]), "train-*-of-?????")
     count, most = PARTS[part]
-    process = warm.run(["-c", PROGRAM, files, backend, part, count], timeout=1800)
+    process = python("-c", PROGRAM, files, backend, part, count, timeout=1800)
     assert process.returncode == 0, process.stderr
     before, after = (map(int, line.split()) for line in process.stdout.splitlines())
     (memory, *counts), (memory_after, *counts_after) = before, after

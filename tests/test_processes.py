@@ -11,9 +11,11 @@ import threading
 import time
 
 import pytest
+from commands import python
 from conftest import TF_DATA, numbered_examples, spec_of, write_indexed, write_tfrecord
 
 import dali_tf_input as dti
+from dali_tf_input import __version__, processes
 from dali_tf_input.index.build import IndexFaultsError, IndexReport
 from dali_tf_input.processes import Child, ChildDiedError
 from dali_tf_input.records import contents
@@ -49,6 +51,82 @@ def test_a_child_that_dies_is_replaced():
             child.call(time.sleep, 600, seconds=0.1)
         assert caught.value.cause == "timeout"
         assert child.call(os.getpid) != first
+
+
+PARENT = """
+import os
+from busy import work
+from dali_tf_input.processes import Child
+children = [Child(), Child()]
+print(*[child.call(os.getpid) for child in children], flush=True)
+children[0].call(work, on_progress=lambda: print("busy", flush=True))
+"""
+
+
+def test_children_whose_parent_is_killed_end(tmp_path):
+    """One that waits for a call, and one that tells of its progress."""
+    (tmp_path / "busy.py").write_text("def work(tell):\n    while True:\n        tell()\n")
+    command = [sys.executable, "-c", PARENT]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as parent:
+        children = parent.stdout.readline().split()
+        assert parent.stdout.readline() == "busy\n"
+        parent.kill()
+    deadline = time.monotonic() + 60
+    while any(os.path.exists(f"/proc/{child}") for child in children):
+        assert time.monotonic() < deadline, "a child outlived its parent"
+        time.sleep(0.02)
+
+
+def test_from_another_folder_with_modules_of_the_same_name(tmp_path):
+    """A child imports what the program imported, whatever lies where it is now; and no guard is
+    needed.
+    """
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for name in ("json.py", "array.py", "dali_tf_input.py"):
+        (elsewhere / name).write_text("print('shadow'); raise SystemExit(3)")
+    head = "import os, threading; from dali_tf_input.processes import Child; os.chdir('elsewhere');"
+    call = f"{head} print(Child().call(sorted, [3, 1]))"
+    thread = "one = threading.Thread(target=lambda: print(Child().call(sorted, [3, 1])))"
+    (tmp_path / "program.py").write_text(f"{head} {thread}; one.start(); one.join()")
+    for words in ([tmp_path / "program.py"], ["-c", call]):
+        process = python(*words, cwd=tmp_path)
+        assert (process.stdout, process.stderr) == ("[1, 3]\n", "")
+
+
+def test_a_child_with_other_credentials_is_another_one(monkeypatch):
+    """One that waits since before they were set would ask another store, for minutes; and one that
+    waited for long has ended.
+    """
+    with Child(idle_seconds=60) as child:
+        first = child.call(os.getpid)
+        assert child.call(os.getpid) == first
+        monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+        assert child.call(os.getenv, "AWS_ENDPOINT_URL") == "http://127.0.0.1:1"
+    with Child(idle_seconds=0.2) as child:
+        first = child.call(os.getpid)
+        time.sleep(0.4)
+        assert child.call(os.getpid) != first
+
+
+def test_children_of_an_executor(monkeypatch):
+    """A thread keeps one, and no two share it; what crashes ends the child, not the worker."""
+    monkeypatch.setattr(processes, "_idle", [])
+    with concurrent.futures.ThreadPoolExecutor(2) as executor:
+        for _ in range(2):
+            calls = [
+                executor.submit(processes.call_apart, __version__, sorted, [3, one])
+                for one in range(4)
+            ]
+            assert [call.result() for call in calls] == [[one, 3] for one in range(4)]
+        work = executor.submit(processes.call_apart, __version__, os.abort)
+        with pytest.raises(ChildDiedError, match="SIGABRT"):
+            work.result()
+        call = executor.submit(processes.call_apart, __version__, sorted, [3, 1, 2])
+        assert call.result() == [1, 2, 3]
+    assert 1 <= len(processes._idle) <= 2
+    for child in processes._idle:
+        child.close()
 
 
 def test_a_call_that_another_thread_ends():
@@ -105,13 +183,7 @@ def test_a_fork_reads_local_files_and_raises_what_is_wrong(tmp_path):
     write_tfrecord(tmp_path / "train-0", [{"image": b"x", "label": 0}] * 3)
     (tmp_path / "bad-0").write_bytes(bytes(100))
     files = [str(tmp_path / name) for name in ("train-0", "bad-0")]
-    process = subprocess.run(
-        [sys.executable, "-c", FORKING, *files],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    process = python("-c", FORKING, *files)
     assert process.stdout.split() == ["3", "IndexFaultsError"], process.stderr
 
 
@@ -176,6 +248,7 @@ CRASHING = """if True:
 """
 
 
+@pytest.mark.slow
 def test_a_record_that_crashes_the_decoder_does_not_end_training(tmp_path, monkeypatch):
     """The search for what stopped the input names it."""
     monkeypatch.setattr("dali_tf_input.processes._CODE", CRASHING)

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import nightly
+from conftest import at_night
 
 from dali_tf_input.backends.stream import MAX_EPOCHS, STRIDE
 from dali_tf_input.backends.tf_native import list_images
@@ -108,7 +108,7 @@ def random_plan(random):
     return plan, int(random.integers(num_shards))
 
 
-@pytest.mark.parametrize("rounds", [400, nightly(20_000)])
+@pytest.mark.parametrize("rounds", [at_night(400, 20_000)])
 def test_cpp_has_the_same_plan(rounds):
     """Of all kinds of plans: the same keys and records, also of a part of an epoch."""
     random = np.random.default_rng(rounds)

@@ -9,41 +9,21 @@ import shutil
 import socket
 import urllib.parse
 
+import keras
 import numpy as np
 import pytest
-import warm
-from commands import python
-from conftest import QUICK_IMPORTS, ROOT, jpeg, make_once
+import tensorflow as tf
+from commands import load, python
+from conftest import ROOT, jpeg, make_once
 from PIL import Image
 from stores import BUCKET, ask, run_server
 
 import dali_tf_input as dti
+from dali_tf_input.cli.main import main
 
 BLOCK = re.compile(r"^```(python|bash)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PAGES = [ROOT / "README.md", ROOT / "skills/dali-tf-input/SKILL.md", *(ROOT / "docs").glob("*.md")]
 PAGES = {page.stem: page for page in sorted(PAGES) if BLOCK.search(page.read_text())}
-# In place of networks that take minutes to trace, or a download.
-NETWORKS = """
-import keras
-
-
-def small_network(weights=None, classes=1000, input_shape=None, include_top=True, **_):
-    layers = [keras.Input(input_shape or (64, 64, 3)), keras.layers.Conv2D(4, 3, 4)]
-    layers += [keras.layers.GlobalAveragePooling2D()] * (include_top or "pooling" in _)
-    layers += [keras.layers.Dense(classes, activation="softmax", dtype="float32")] * include_top
-    return keras.Sequential(layers)
-
-
-for name in ("MobileNet", "MobileNetV2", "MobileNetV3Small"):
-    setattr(keras.applications, name, small_network)
-"""
-MODEL = """
-import tensorflow as tf
-cpu = tf.config.list_physical_devices("CPU")[0]
-tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
-model = small_network(classes=8)
-model.compile("sgd", "sparse_categorical_crossentropy", metrics=["accuracy"])
-"""
 SMALLER = {"224": "64", "batch_size=256": "batch_size=16", "16 * strategy": "6 * strategy"}
 SMALLER |= {"epochs=90": "epochs=2", "/data/": "", "/local/": ""}
 # What pages print, besides that they end well.
@@ -69,6 +49,24 @@ ELSEWHERE = ("--dask", "service", "--files=GLOB")  # what needs other machines, 
 ALONE = ("MultiWorkerMirroredStrategy", "keras.distribution")
 
 
+NETWORKS = ("MobileNet", "MobileNetV2", "MobileNetV3Small")
+
+
+class TwoReplicas(tf.distribute.MirroredStrategy):
+    """Has two devices by default, of which tests have three."""
+
+    def __init__(self, devices=("CPU:0", "CPU:1")):
+        super().__init__([*devices])
+
+
+def make_small_network(weights=None, classes=1000, input_shape=None, include_top=True, **how):
+    """Stands for networks that take minutes to trace, or a download."""
+    layers = [keras.Input(input_shape or (64, 64, 3)), keras.layers.Conv2D(4, 3, 4)]
+    layers += [keras.layers.GlobalAveragePooling2D()] * (include_top or "pooling" in how)
+    layers += [keras.layers.Dense(classes, activation="softmax", dtype="float32")] * include_top
+    return keras.Sequential(layers)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """What the pages are about: photos of eight classes, a table of them, and TFRecords."""
@@ -87,8 +85,8 @@ def make_photos(folder):
         name = photo.relative_to(folder)
         rows.append(f"{name},{photo.parent.name},{classes},0.1 0.2 {number / 30},{number}.png")
     (folder / "photos.csv").write_text("\n".join(rows))
-    made = python("-m", "dali_tf_input", "convert", "photos.csv", "records", cwd=folder)
-    assert made.returncode == 0, made.stderr
+    words = ["convert", "--decoder=none", f"{folder}/photos.csv", f"{folder}/records"]
+    assert main(words) == 0
     tfds = folder / "tensorflow_datasets/oxford_flowers102/2.1.1"
     tfds.mkdir(parents=True)
     for split in ("train", "validation"):
@@ -100,74 +98,114 @@ def make_photos(folder):
     dti.build_index(folder / "records/*-of-*", dti.Checks(verify="schema"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PAGES)
-def test_a_page_runs(name, folder, tmp_path):
-    """Its blocks run in their order, with smaller images and networks."""
+@pytest.fixture
+def page(folder, tmp_path, monkeypatch):
+    """The folder in which a page runs, on two replicas at most and with small networks."""
     shutil.copytree(folder, tmp_path / "page")
-    text = PAGES[name].read_text()
+    monkeypatch.chdir(tmp_path / "page")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name in NETWORKS:
+        monkeypatch.setattr(keras.applications, name, make_small_network)
+    monkeypatch.setattr(tf.distribute, "MirroredStrategy", TwoReplicas)
+    yield tmp_path / "page"
+    keras.mixed_precision.set_global_policy("float32")
+
+
+def make_model():
+    model = make_small_network(classes=8)
+    model.compile("sgd", "sparse_categorical_crossentropy", metrics=["accuracy"])
+    return model
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_blocks_of_a_page(name):
+    """They compile, and its commands have the flags that it gives them."""
+    for language, block in blocks_of(name):
+        if language == "python":
+            compile(block, f"{name}.md", "exec")
+        for line in block.splitlines() if language == "bash" else ():
+            if line.startswith("dali-tf-input "):
+                _, command, *words = shlex.split(line, comments=True)
+                load(command).FLAGS(["", *words])
+
+
+def test_the_readme_runs(folder, page, monkeypatch, capfd):
+    """With the lines that other pages begin with, too."""
+    run_page("README", folder, page, monkeypatch, capfd)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in PAGES if name != "README"])
+def test_a_page_runs(name, folder, page, monkeypatch, capfd):
+    run_page(name, folder, page, monkeypatch, capfd)
+
+
+def blocks_of(name):
+    return BLOCK.findall(PAGES[name].read_text())
+
+
+def run_page(name, folder, page, monkeypatch, capfd):
+    """Runs the blocks of a page in their order, with smaller images and networks."""
+    text, alone = PAGES[name].read_text(), []
     if "s3://" in text:
         pytest.importorskip("obstore")
-    program, alone = NETWORKS + MODEL, []
-    for language, block in BLOCK.findall(text):
-        for long, short in SMALLER.items():
-            block = block.replace(long, short)
-        if language == "bash":
-            program += "".join(map(call, block.splitlines()))
-        elif any(word in block for word in ALONE):
-            alone.append(block)
-        else:
-            program += block
-    if "MirroredStrategy()" in program:
-        program += "print(train)\n"  # says which replicas it feeds
-    (tmp_path / "page.py").write_text(program)
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-    with serve(folder) if "s3://" in text else contextlib.nullcontext({}) as store:
-        environment |= store
-        process = warm.run([tmp_path / "page.py"], cwd=tmp_path / "page", env=environment)
-    assert process.returncode == 0, process.stderr
+    names = {"__name__": "__main__", "model": make_model()}
+    elsewhere = blocks_of("README") if name != "README" else ()
+    with serve(folder, monkeypatch) if "s3://" in text else contextlib.nullcontext():
+        for language, block in (one for one in blocks_of(name) if one not in elsewhere):
+            for long, short in SMALLER.items():
+                block = block.replace(long, short)
+            if language == "bash":
+                for line in block.splitlines():
+                    call(line)
+            elif any(word in block for word in ALONE):
+                alone.append(block)
+            else:
+                exec(compile(block, f"{name}.md", "exec"), names)
+                print(names.get("train"))  # says which replicas it feeds
+    printed = capfd.readouterr().out
     for pattern in PRINTED.get(name, ()):
-        assert re.search(pattern, process.stdout, re.MULTILINE), (pattern, process.stdout)
-    assert (tmp_path / "page" / LEFT.get(name, "")).exists()
-    paths = environment["PYTHONPATH"].split(os.pathsep)
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path != QUICK_IMPORTS)
+        assert re.search(pattern, printed, re.MULTILINE), (pattern, printed)
+    assert (page / LEFT.get(name, "")).exists()
     for block in alone:
-        on_jax = "keras.distribution" in block
-        environment["KERAS_BACKEND"] = "jax" if on_jax else "tensorflow"
-        with socket.create_server(("localhost", 0)) as free:
-            cluster = {"worker": [f"localhost:{free.getsockname()[1]}"]}
-        task = {"type": "worker", "index": 0}
-        environment["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})
-        words, where = ["-c", NETWORKS + block], {"cwd": tmp_path / "page", "env": environment}
-        process = python(*words, **where) if on_jax else warm.run(words, **where)
-        assert process.returncode == 0, process.stderr
+        run_alone(block, page)
+
+
+def run_alone(block, folder):
+    """Runs a block as a program: of one worker, or on JAX."""
+    with socket.create_server(("localhost", 0)) as free:
+        cluster = {"worker": [f"localhost:{free.getsockname()[1]}"]}
+    environment = os.environ | {
+        "KERAS_BACKEND": "jax" if "keras.distribution" in block else "tensorflow",
+        "TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 0}}),
+    }
+    process = python("-c", block, cwd=folder, env=environment)
+    assert process.returncode == 0, process.stderr
 
 
 @contextlib.contextmanager
-def serve(folder):
-    """Serves the photos and records as stored objects; gives what the environment says of it."""
+def serve(folder, monkeypatch):
+    """Serves the photos and records as stored objects."""
     with run_server() as port:
         for file in sorted(path for path in folder.glob("photos/*/*") if path.stem in "01"):
             name = urllib.parse.quote(str(file.relative_to(folder)))
             ask(port, "PUT", f"/{BUCKET}/{name}", file.read_bytes())
         for file in (folder / "records").glob("*-of-00001"):
             ask(port, "PUT", f"/{BUCKET}/imagenet/{file.name}", file.read_bytes())
-        environment = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_REGION": "us-east-1"}
-        yield environment | {"AWS_ACCESS_KEY_ID": "secret", "AWS_SECRET_ACCESS_KEY": "secret"}
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+        monkeypatch.setenv("AWS_REGION", "us-east-1")
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.setenv(name, "secret")
+        yield
 
 
-def call(line: str) -> str:
-    """Returns Python that runs a line of a shell if it is one of this package's commands."""
+def call(line):
+    """Runs a line of a shell if it is one of this package's commands."""
     if not line.startswith("dali-tf-input "):
-        return ""
-    words = shlex.split(line, comments=True)
+        return
+    _, command, *words = shlex.split(line, comments=True)
     if any(word in line for word in ELSEWHERE):
-        words = [*words[:2], "--help"]
-    elif words[1] == "convert":
+        words = ["--help"]
+    elif command == "convert":
         words += ["--overwrite", "--decoder=none"]  # which takes no second process
-    elif words[1] == "preview":  # here, as TensorFlow is imported
-        return f"from dali_tf_input.cli.main import main\nassert main({words[1:]}) == 0\n"
-    return (
-        "import subprocess, sys\n"
-        f"subprocess.run([sys.executable, '-m', 'dali_tf_input', *{words[1:]}], check=True)\n"
-    )
+    assert main([command, *words]) == 0, line

@@ -3,6 +3,7 @@ it.
 """
 
 import importlib.metadata
+import inspect
 import os
 import re
 import shlex
@@ -14,10 +15,17 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, jpeg, write_tfrecord
 from packaging.requirements import Requirement
-from test_snippets import NETWORKS
+from test_snippets import NETWORKS, make_small_network
 
 pytestmark = pytest.mark.wheel
 
+SMALL_NETWORKS = f"""
+import keras
+
+{inspect.getsource(make_small_network)}
+for name in {NETWORKS}:
+    setattr(keras.applications, name, make_small_network)
+"""
 KERNEL = """
 from dali_tf_input.backends.tf_native import uses_native
 print("native:", uses_native("auto"))
@@ -122,13 +130,16 @@ def test_from_photos_to_predictions(python, tmp_path):
     assert (tmp_path / "sheet.png").exists()
     assert (tmp_path / "page.html").exists()
     (tmp_path / "page.py").write_text(
-        NETWORKS + "".join(read_blocks("docs/getting_started.md", "python")) + AFTERWARDS + KERNEL
+        SMALL_NETWORKS
+        + "".join(read_blocks("docs/getting_started.md", "python"))
+        + AFTERWARDS
+        + KERNEL
     )
     printed = execute(python, tmp_path, "page.py")
     assert re.search(r"^\{'accuracy': ", printed, re.MULTILINE)
     assert f"native: {bool(shutil.which('g++'))}" in printed
     shutil.rmtree(tmp_path / "runs")
-    (tmp_path / "six.lines.py").write_text(NETWORKS + SIX_LINES.format(read_six_lines()))
+    (tmp_path / "six.lines.py").write_text(SMALL_NETWORKS + SIX_LINES.format(read_six_lines()))
     assert "val_loss" in execute(python, tmp_path, "six.lines.py")
 
     pictures = execute(program, tmp_path, "predict", "served/1", "photos")

@@ -53,7 +53,7 @@ OnBad = Literal["error", "skip"]
 # between two is this many times the duration of one.
 _COMMIT_SECONDS, _COMMIT_RATIO = 5, 20
 _RECORDS_PER_CLASS = 3  # with so many, a class is missing by chance in 5% of balanced sets
-# Prefixes of the reasons of records that may be sound, but do not fit the checks.
+# Prefixes of the reasons of records that may be valid, but do not fit the checks.
 _MISFITS = ("label", "mask", "image missing", "image kind", "empty mask")
 # Limits of the search for feature keys:
 _MOST_KEY_FILES = 16
@@ -351,7 +351,7 @@ class _Run:
             _logger.warning("Of a sample of %d records: %s", summary.parsed, problem)
 
     def _find_mistake(self, reasons: Mapping[str, int]) -> str:
-        """Returns the mistake in the checks that makes sound records fail; "" if there is none."""
+        """Returns the mistake in the checks that makes valid records fail; "" if there is none."""
         if self._counts_from_1():
             return "Labels count from 1: pass ClassLabel(offset=1) (--label_offset=1)."
         misfits = sum(n for reason, n in reasons.items() if reason.startswith(_MISFITS))

@@ -74,7 +74,7 @@ _VALUES = {_FIRST, 1 << 3, 1 << 3 | 5}
 
 
 def _find_oddity(data: bytes) -> str | None:
-    """Says what of a sound message TensorFlow's parser refuses, if anything.
+    """Says what of a valid message TensorFlow's parser refuses, if anything.
 
     Unknown fields within Features are refused, also where it would skip them: no writer makes them.
     """
@@ -105,7 +105,7 @@ def _find_oddity(data: bytes) -> str | None:
 
 
 def _walk(message: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yields the tag of each field of a sound message, and what it holds if it has a length."""
+    """Yields the tag of each field of a valid message, and what it holds if it has a length."""
     at, end = 0, len(message)
 
     def varint() -> int:

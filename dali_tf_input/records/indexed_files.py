@@ -195,7 +195,7 @@ class IndexedFiles:
         if copy:
             try:
                 return read_record(copy, offset)
-            except (InputError, OSError):  # the object may be sound
+            except (InputError, OSError):  # the object may be valid
                 drop_copy(file.path, file.status, self.cache_dir or "")
         part = Part(file.path, file.etag, offset, offset + size)
         (framed,) = read_parts([part], retry_seconds=self.retry_seconds)

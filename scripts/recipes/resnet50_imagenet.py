@@ -9,78 +9,85 @@ example: python scripts/recipes/resnet50_imagenet.py --train='imagenet/train-*'
   --validation='imagenet/validation-*' --label_offset=1 --resume=runs/resnet50
 """
 
+import argparse
 import contextlib
+import functools
 import sys
 from typing import Any
 
-import dali_tf_input as dti
-from dali_tf_input.cli import command
+import keras
+import tensorflow as tf
 
-FLAGS = command.Flags()
-_TRAIN = FLAGS.string("train", None, "Indexed TFRecord files for training, a pattern.")
-_VALIDATION = FLAGS.string("validation", None, "Those for validation.")
-_LABEL_OFFSET = FLAGS.integer("label_offset", 0, "Stored label of the first class.")
-_NUM_CLASSES = FLAGS.integer("num_classes", 1000, "How many classes there are.", 2)
-_IMAGE_SIZE = FLAGS.integer("image_size", 224, "Height and width of the images.", 32)
-_BATCH_SIZE = FLAGS.integer("batch_size", 1024, "Images in a step of all GPUs.", 1)
-_EPOCHS = FLAGS.integer("epochs", 90, "Passes over the training records.", 1)
-_MAX_STEPS = FLAGS.integer("max_steps", None, "Steps of an epoch, to try it; else all.", 1)
-_MIXED_PRECISION = FLAGS.boolean("mixed_precision", True, "Compute in float16, on GPUs.")
-_RESUME = FLAGS.string("resume", None, "Folder that keeps the state of training.")
+import dali_tf_input as dti
 
 _WEIGHT_DECAY, _MOMENTUM, _SMOOTHING = 1e-4, 0.9, 0.1
 _BASE_RATE, _WARMUP_EPOCHS, _DECAY_EPOCHS = 0.1, 5, (30, 60, 80)  # the rate is for 256 images
 
 
-def main(arguments: list[str]) -> int:
-    command.check_no_arguments(arguments)
-    if not _TRAIN.value or not _VALIDATION.value:
-        raise dti.InputError("Name the files: --train='path/train-*' --validation='path/val-*'")
-    size, classes = _IMAGE_SIZE.value, _NUM_CLASSES.value
-    one_hot = {"offset": _LABEL_OFFSET.value, "num_classes": classes, "one_hot": True}
-    label = dti.ClassLabel(**one_hot, smoothing=_SMOOTHING)
-    train_spec = dti.InputSpec.for_training(_TRAIN.value, size, recipe="resnet-50", label=label)
-    valid_spec = dti.InputSpec.for_evaluation(
-        _VALIDATION.value, size, label=dti.ClassLabel(**one_hot)
+def read_arguments(words: list[str] | None = None) -> argparse.Namespace:
+    description, example = __doc__.split("\n\nexample: ")
+    parser = argparse.ArgumentParser(
+        description=description,
+        epilog=f"example: {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    tf = command.import_tensorflow()
-    import keras
+    add = parser.add_argument
+    add("--train", required=True, help="indexed TFRecords for training, a pattern")
+    add("--validation", required=True, help="those for validation")
+    add("--label_offset", default=0, type=int, help="stored label of the first class")
+    add("--num_classes", default=1000, type=int, help="how many classes there are")
+    add("--image_size", default=224, type=int, help="height and width of the images")
+    add("--batch_size", default=1024, type=int, help="images in a step of all GPUs")
+    add("--epochs", default=90, type=int, help="epochs in all")
+    add("--max_steps", type=int, help="steps of an epoch, to try it (default: all)")
+    add("--float32", action="store_true", help="compute in float32 on GPUs, too, not in float16")
+    add("--resume", help="folder that keeps the state of training")
+    return parser.parse_args(words)
 
+
+def main(arguments: argparse.Namespace) -> None:
+    size, classes = arguments.image_size, arguments.num_classes
+    one_hot = {"offset": arguments.label_offset, "num_classes": classes, "one_hot": True}
+    label = dti.ClassLabel(**one_hot, smoothing=_SMOOTHING)
+    train_spec = dti.InputSpec.for_training(arguments.train, size, recipe="resnet-50", label=label)
+    valid_spec = dti.InputSpec.for_evaluation(
+        arguments.validation, size, label=dti.ClassLabel(**one_hot)
+    )
     gpus = tf.config.list_physical_devices("GPU")
     strategy = tf.distribute.MirroredStrategy() if len(gpus) > 1 else None
-    train = dti.load(train_spec, batch_size=_BATCH_SIZE.value, strategy=strategy)
-    valid = dti.load(valid_spec, train.options, batch_size=_BATCH_SIZE.value, strategy=strategy)
-    if gpus and _MIXED_PRECISION.value:
+    shared = {"batch_size": arguments.batch_size, "strategy": strategy}
+    train = dti.load(train_spec, **shared)
+    valid = dti.load(valid_spec, train.options, **shared)
+    rate = functools.partial(find_rate, arguments.batch_size)
+    if gpus and not arguments.float32:
         keras.mixed_precision.set_global_policy("mixed_float16")
     with strategy.scope() if strategy else contextlib.nullcontext():
-        model = make_resnet50(keras, size, classes)
+        model = make_resnet50(size, classes)
         model.compile(
-            keras.optimizers.SGD(find_rate(0), momentum=_MOMENTUM, nesterov=True),
+            keras.optimizers.SGD(rate(0), momentum=_MOMENTUM, nesterov=True),
             keras.losses.CategoricalCrossentropy(from_logits=True),
             metrics=["accuracy"],
         )
     print(f"input       {train!r}")
     history = train.fit(
         model,
-        epochs=_EPOCHS.value,
+        epochs=arguments.epochs,
         validation=valid,
-        resume=_RESUME.value,
-        steps_per_epoch=_MAX_STEPS.value,
-        callbacks=[keras.callbacks.LearningRateScheduler(find_rate)],
+        resume=arguments.resume,
+        steps_per_epoch=arguments.max_steps,
+        callbacks=[keras.callbacks.LearningRateScheduler(rate)],
         verbose=2,
     ).history
-    epochs = command.format_count(len(history["loss"]), "epoch")
-    print(f"top-1       {history['val_accuracy'][-1]:.2%} after {epochs}")
-    return 0
+    print(f"top-1       {history['val_accuracy'][-1]:.2%} after {len(history['loss'])} epochs")
 
 
-def find_rate(epoch: int, rate: float = 0.0) -> float:
+def find_rate(batch_size: int, epoch: int, rate: float = 0.0) -> float:
     """Returns the learning rate of an epoch: it rises for five, and falls tenfold three times."""
-    rate = _BASE_RATE * _BATCH_SIZE.value / 256 * min(1.0, (epoch + 1) / _WARMUP_EPOCHS)
+    rate = _BASE_RATE * batch_size / 256 * min(1.0, (epoch + 1) / _WARMUP_EPOCHS)
     return rate * 0.1 ** sum(epoch >= end for end in _DECAY_EPOCHS)
 
 
-def make_resnet50(keras: Any, size: int, classes: int) -> Any:
+def make_resnet50(size: int, classes: int) -> keras.Model:
     """Returns ResNet-50 v1.5, from normalized images to logits: strides are in the 3x3."""
     layers = keras.layers
     decay = keras.regularizers.L2(_WEIGHT_DECAY / 2)  # Keras's has no factor 1/2
@@ -114,4 +121,7 @@ def make_resnet50(keras: Any, size: int, classes: int) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(command.run(main, FLAGS))
+    try:
+        main(read_arguments())
+    except dti.InputError as error:
+        sys.exit(f"error: {error}")

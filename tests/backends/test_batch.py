@@ -3,25 +3,24 @@
 import contextlib
 import dataclasses
 import gc
+import itertools
 import os
 import re
 import shutil
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tensorflow as tf
+from commands import python
 from conftest import (
     TF_DATA,
+    at_night,
     check_iterators,
     encode,
     jpeg,
-    nightly,
     refused,
-    slowly,
     spec_of,
     valid_images,
     write_indexed,
@@ -38,9 +37,10 @@ from dali_tf_input.backends.parsing import parse_others, parse_record
 from dali_tf_input.backends.places import find_places
 from dali_tf_input.records.checks import SIDE_KEYS
 
-PLAIN = Preprocess.for_training(32)
-AUGMENTED = Preprocess.for_training(
-    32, crop=RandomResizedCrop(), augment=(RandAugment(), RandomErasing())
+# Images are turned in one case only: to trace it takes as long as all else.
+PLAIN = Preprocess.for_training(32, apply_orientation=False)
+AUGMENTED = dataclasses.replace(
+    PLAIN, crop=RandomResizedCrop(), augment=(RandAugment(), RandomErasing())
 )
 
 
@@ -100,15 +100,15 @@ def compare(spec, options=TF_DATA, *, batch_size=4, **how):
 
 WORK = {
     "plain": {},
-    "uint8": {"preprocess": dataclasses.replace(PLAIN, dtype="uint8", layout="CHW")},
+    "uint8": {
+        "preprocess": Preprocess.for_training(
+            32, dtype="uint8", layout="CHW", apply_orientation=True
+        )
+    },
     "half": {"preprocess": dataclasses.replace(PLAIN, dtype="float16")},
     "augmented": {"preprocess": AUGMENTED},
     "gray": {"preprocess": dataclasses.replace(AUGMENTED, channels=1, mean=(120.0,), std=(60.0,))},
-    "features": {
-        "features": {"pair": dti.Stored(size=2)},
-        "record_ids": True,
-        "class_weights": None,
-    },
+    "features": {"features": {"pair": dti.Stored(size=2)}, "record_ids": True},
     "views": {"views": (PLAIN, AUGMENTED, dataclasses.replace(PLAIN, dtype="uint8"))},
     "mix": {
         "label": dti.ClassLabel(num_classes=5, one_hot=True),
@@ -128,18 +128,30 @@ WORK = {
         "transform": lambda image, seed: tf.image.stateless_random_brightness(image, 0.3, seed)
     },
 }
-del WORK["features"]["class_weights"]
+REFUSED = ("none", "some", "one", "all")
+USUAL = [
+    ("uint8", "one"),
+    ("augmented", "some"),
+    ("features", "none"),
+    ("views", "all"),
+    ("mix", "some"),
+    ("gray mix", "none"),
+    ("transformed mix", "some"),
+]
 
 
-@pytest.mark.parametrize("refused_images", ["none", "some", slowly("one"), slowly("all")])
-@pytest.mark.parametrize("work", WORK)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("work", "refused_images"), at_night(USUAL, [*itertools.product(WORK, REFUSED)])
+)
 def test_the_same_as_image_by_image(mixtures, work, refused_images):
     changes = {"preprocess": PLAIN, **WORK[work]}
     preprocess = changes.pop("preprocess")
     compare(spec_of(mixtures[refused_images], "global", preprocess, **changes))
 
 
-@pytest.mark.parametrize("name", ["some", slowly("none"), slowly("all")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", at_night(["some"], ["some", "none", "all"]))
 def test_masks(tmp_path, name):
     """PNGs and raw bytes, of images of all kinds."""
     sizes = [(40 + n, 60 - n) for n in range(8)]
@@ -157,7 +169,10 @@ def test_masks(tmp_path, name):
     )
 
 
-@pytest.mark.parametrize("work", ["plain", "augmented", "views", slowly("mix"), slowly("gray")])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "work", at_night(["augmented", "views"], ["plain", "augmented", "views", "mix", "gray"])
+)
 def test_pixels(tmp_path, work):
     """Images that are stored as pixels, of many sizes."""
     random = np.random.default_rng(0)
@@ -181,31 +196,33 @@ def test_pixels(tmp_path, work):
     compare(spec_of(records, "global", changes.pop("preprocess"), **changes))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        TfDataOptions(decode="full"),
-        TfDataOptions(decode="scaled"),
-        slowly(TfDataOptions(num_parallel_calls=1, num_parallel_reads=1, prefetch_batches=0)),
-        slowly(TfDataOptions(check_crc=False, autotune=False)),
-    ],
-    ids=["full", "scaled", "serial", "crc"],
-)
+SERIAL = {"num_parallel_calls": 1, "num_parallel_reads": 1, "prefetch_batches": 0}
+OPTIONS = {
+    "scaled": TfDataOptions(decode="scaled"),
+    "serial": TfDataOptions(decode="full", check_crc=False, autotune=False, **SERIAL),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_options(mixtures, options):
     compare(spec_of(mixtures["some"], "global", AUGMENTED), options)
 
 
+@pytest.mark.slow
 def test_orders(mixtures):
     """Order "buffer", from the middle, endless, and a shorter last batch."""
     records = mixtures["some"]
     compare(spec_of(records, "buffer", PLAIN))
     compare(spec_of(records, "global", PLAIN), start_step=2)
-    spec = spec_of(records, "sequential", Preprocess.for_evaluation(32), repeat=False)
+    spec = spec_of(records, "sequential", PLAIN, repeat=False)
     made = compare(spec, batch_size=5)
     assert len(made[-1][0]) == records.num_records % 5 > 0
     endless = make_dataset(spec_of(records, "global", PLAIN), batch_size=4, endless=True)
     whole = records.num_records // 4
-    one, *_ = compare(spec_of(records, "global", PLAIN), start_step=whole)
+    one = next(
+        iter(make_dataset(spec_of(records, "global", PLAIN), batch_size=4, start_step=whole))
+    )
     np.testing.assert_array_equal(next(iter(endless.skip(whole)))[0], one[0])
 
 
@@ -242,7 +259,7 @@ def make_of_records(spec, examples):
     )
 
 
-@pytest.mark.parametrize("rounds", [300, slowly(3000), nightly(20_000)])
+@pytest.mark.parametrize("rounds", [at_night(300, 20_000)])
 def test_examples(mixtures, rounds):
     """What the operation accepts, TensorFlow parses to the same; all else it leaves to it."""
     spec = spec_of(mixtures["none"], "global", PLAIN)
@@ -470,6 +487,7 @@ def test_batches_that_are_kept(mixtures):
         np.testing.assert_array_equal(copy, view)
 
 
+@pytest.mark.slow
 def test_iterators_in_turn_and_at_once(mixtures):
     spec = spec_of(mixtures["some"], "global", AUGMENTED)
     dataset = make_dataset(spec, batch_size=4, endless=True)
@@ -508,7 +526,8 @@ print((before - resident()) // (16 * 3 * 224 * 224 * 4))
 """
 
 
-@pytest.mark.parametrize("kind", ["plain", slowly("mix"), slowly("augment")])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", at_night(["plain"], ["plain", "mix", "augment"]))
 def test_memory_is_used_again(tmp_path, kind):
     """Without a pool of TensorFlow's: a fresh image of 224 pixels would be 147 page faults.
 
@@ -516,43 +535,12 @@ def test_memory_is_used_again(tmp_path, kind):
     """
     images = [jpeg(120, 160, seed=seed) for seed in range(16)]
     records = write_indexed(tmp_path / "train", examples_of(images * 2))
-    process = subprocess.run(
-        [sys.executable, "-c", FAULTS, records.paths[0], kind],
-        env={**os.environ, "TF_ENABLE_ONEDNN_OPTS": "0"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment = {**os.environ, "TF_ENABLE_ONEDNN_OPTS": "0"}
+    process = python("-c", FAULTS, records.paths[0], kind, env=environment)
     assert process.returncode == 0, process.stderr
     faults, batches_freed = map(float, process.stdout.split())
     assert faults < 10
     assert batches_freed >= 2
-
-
-EXIT = """
-import sys, time
-from dali_tf_input import *
-spec = InputSpec.for_training(sys.argv[1], 64)
-iterator = iter(make_dataset(spec, TfDataOptions(), batch_size=4, endless=True))
-for _ in range(int(sys.argv[2])):
-    next(iterator)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("programs", [6, nightly(20)])
-def test_the_process_ends_while_it_reads(tmp_path, programs):
-    records = write_indexed(tmp_path / "train", examples_of([jpeg(300, 400)] * 12))
-    for number in range(programs):
-        process = subprocess.run(
-            [sys.executable, "-c", EXIT, records.paths[0], str(number)],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert process.returncode == 0, process.stderr
-        assert "Traceback" not in process.stderr
 
 
 def test_what_is_made_image_by_image(mixtures):

@@ -7,7 +7,7 @@ import time
 
 import pytest
 from commands import python
-from conftest import DALI, TF_DATA, nightly, spec_of, write_dataset
+from conftest import DALI, TF_DATA, at_night, spec_of, write_dataset
 
 from dali_tf_input import Preprocess
 from dali_tf_input.backends import callbacks, reading
@@ -80,27 +80,8 @@ def test_calls_that_go_on_and_on_fail(calls, monkeypatch):
     assert failed == ["The program ends."]
 
 
-def test_a_thread_that_runs_and_one_that_rests():
-    rest, counted = threading.Event(), threading.Event()
-
-    def count():
-        while not counted.is_set():
-            pass
-        rest.wait()
-
-    thread = threading.Thread(target=count)
-    thread.start()
-    while not callbacks._other_threads_run():
-        time.sleep(0.01)
-    counted.set()
-    while callbacks._other_threads_run():  # also what earlier tests have left
-        time.sleep(0.01)
-    rest.set()
-    thread.join()
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [DALI, nightly(TF_DATA)])
+@pytest.mark.parametrize("options", at_night([DALI], [DALI, TF_DATA]))
 def test_a_process_that_ends_while_it_reads(tmp_path, options):
     """It ends, and quietly: no thread waits for a Python that is gone. Without the hook half of
     them hung.
@@ -131,7 +112,8 @@ def test_a_process_that_ends_while_it_reads(tmp_path, options):
     assert "Traceback" not in process.stderr
 
 
-@pytest.mark.parametrize("options", [TF_DATA, DALI], ids=["tf_data", "dali"])
+@pytest.mark.slow
+@pytest.mark.parametrize("options", at_night([TF_DATA], [DALI, TF_DATA]))
 def test_local_files_need_no_calls(dataset, options, monkeypatch):
     """Of a training in a fixed order: nothing waits for Python, nor Python for it."""
 
@@ -140,9 +122,9 @@ def test_local_files_need_no_calls(dataset, options, monkeypatch):
 
     monkeypatch.setattr(reading, "make_callback", refuse)
     for order in ("global", "sequential"):
-        spec = spec_of(dataset, order, Preprocess.for_training(16))
+        spec = spec_of(dataset, order, Preprocess.for_training(8))
         made = iter(make_dataset(spec, options, batch_size=7, endless=True))
         for _ in range(5):  # also beyond an epoch
             next(made)
-    evaluation = spec_of(dataset, "sequential", Preprocess.for_evaluation(16), repeat=False)
+    evaluation = spec_of(dataset, "sequential", Preprocess.for_evaluation(8), repeat=False)
     assert sum(1 for _ in make_dataset(evaluation, options, batch_size=7)) == 4

@@ -1,5 +1,6 @@
 """No strategy takes a dataset of DALI's through TensorFlow's MultiDeviceIterator, which crashes."""
 
+import itertools
 import signal
 
 import keras
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from commands import python
+from conftest import at_night
 
 from dali_tf_input import DaliOptions, InputError, InputSpec, Preprocess, load, make_dataset
 
@@ -54,22 +56,31 @@ def spec(dataset):
     return InputSpec(records=dataset, preprocess=Preprocess.for_training(8), order="global")
 
 
-@pytest.mark.parametrize("make", MADE.values(), ids=MADE)
-@pytest.mark.parametrize("make_strategy", STRATEGIES)
-@pytest.mark.parametrize("built", [False, True])
-def test_keras_cannot_distribute_dalis_dataset(spec, make, make_strategy, built):
+ROWS = [*itertools.product(MADE, range(len(STRATEGIES)), [False, True])]
+
+
+def make_classifier(*layers):
+    layers = [*layers, keras.layers.Flatten(), keras.layers.Dense(24)]
+    model = keras.Sequential(layers)
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "strategy", "built"),
+    at_night([("distribute", 2, True), ("make_dataset", 0, False), ("mapped", 1, True)], ROWS),
+)
+def test_keras_cannot_distribute_dalis_dataset(spec, make, strategy, built):
     """What Keras does with a model that was made under a strategy's scope."""
     with tf.device("CPU:0"):
-        batches = make(spec)
-    with make_strategy().scope():
-        layers = [keras.layers.Flatten(), keras.layers.Dense(24)]
-        model = keras.Sequential([keras.layers.Input((8, 8, 3))] * built + layers)
-        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        batches = MADE[make](spec)
+    with STRATEGIES[strategy]().scope():
+        model = make_classifier(*[keras.layers.Input((8, 8, 3))] * built)
     with pytest.raises(InputError, match=r"Pass the strategy: load\(spec, options, batch_size"):
         model.fit(batches, steps_per_epoch=1, verbose=0)
 
 
-@pytest.mark.parametrize("make_strategy", STRATEGIES)
+@pytest.mark.parametrize("make_strategy", at_night(STRATEGIES[2:], STRATEGIES))
 def test_nor_can_a_function_that_makes_it(spec, make_strategy):
     """Unless nothing is fetched, which needs no MultiDeviceIterator: what `load` does."""
     with pytest.raises(InputError, match="No strategy may distribute a dataset of DALI's"):
@@ -80,12 +91,12 @@ def test_nor_can_a_function_that_makes_it(spec, make_strategy):
     assert len(next(iter(fed.dataset))) == 2
 
 
-@pytest.mark.parametrize("make", MADE.values(), ids=MADE)
+@pytest.mark.slow
+@pytest.mark.parametrize("make", at_night(["mapped"], MADE))
 def test_without_a_strategy_keras_takes_it(spec, make):
     with tf.device("CPU:0"):
-        batches = make(spec)
-    model = keras.Sequential([keras.layers.Flatten(), keras.layers.Dense(24)])
-    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        batches = MADE[make](spec)
+    model = make_classifier()
     history = model.fit(batches, steps_per_epoch=2, verbose=0).history
     assert int(model.optimizer.iterations.numpy()) == 2
     assert np.isfinite(history["loss"]).all()

@@ -2,29 +2,20 @@
 over the records gives.
 """
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import (
-    BACKENDS,
-    DALI,
-    TF_DATA,
-    backends,
-    cases,
-    dali_slowly,
-    nightly,
-    refused,
-    spec_of,
-    write_dataset,
-)
+from conftest import BACKENDS, DALI, TF_DATA, at_night, refused, spec_of, write_dataset
 from models import fit, make_model
 
 from dali_tf_input import ClassLabel, Preprocess, Shard
 from dali_tf_input.backends.build import make_dataset
 from dali_tf_input.training.load import load
 
-PREPROCESS = Preprocess.for_evaluation(16)
+PREPROCESS = Preprocess.for_evaluation(8)
 
 
 @pytest.fixture(scope="module")
@@ -41,19 +32,19 @@ def evaluation_spec(dataset, **changes):
 
 def make_classifier(strategy=None, one_hot=False):
     keras.utils.set_random_seed(1)
-    layers = [keras.layers.Conv2D(8, 3, strides=2, activation="relu"), keras.layers.Flatten()]
+    layers = [keras.layers.Conv2D(4, 3, strides=2, activation="relu"), keras.layers.Flatten()]
     losses, metrics, kind = keras.losses, keras.metrics, "" if one_hot else "Sparse"
     loss = getattr(losses, f"{kind}CategoricalCrossentropy")(from_logits=True)
     with strategy.scope() if strategy else tf.device(None):
         accuracy = getattr(metrics, f"{kind}CategoricalAccuracy")(name="accuracy")
         compiled = {"loss": loss, "weighted_metrics": [accuracy]}
-        return make_model(16, 23, *layers, strategy=strategy, **compiled)
+        return make_model(8, 23, *layers, strategy=strategy, **compiled)
 
 
-def plain_pass(dataset, model):
+def plain_pass(dataset, model, options):
     """Loss and accuracy over the records, one by one."""
     spec = evaluation_spec(dataset)
-    iterator = iter(make_dataset(spec, TF_DATA, batch_size=1))
+    iterator = iter(make_dataset(spec, options, batch_size=1))
     losses, right = [], []
     cross_entropy = keras.losses.sparse_categorical_crossentropy
     for _ in range(dataset.num_records):
@@ -65,8 +56,13 @@ def plain_pass(dataset, model):
 
 
 @pytest.mark.slow
-@backends
-@pytest.mark.parametrize("num_replicas", [2, *map(nightly, (None, "one device", 3))])
+@pytest.mark.parametrize(
+    ("options", "num_replicas"),
+    at_night(
+        [(DALI, 2), (TF_DATA, None)],
+        [*itertools.product(BACKENDS.values(), (None, "one device", 2, 3))],
+    ),
+)
 def test_evaluate(datasets, options, num_replicas):
     strategy = None
     if num_replicas == "one device":
@@ -83,7 +79,9 @@ def test_evaluate(datasets, options, num_replicas):
         assert evaluation.steps_per_epoch == -(-num_records // batch_size)
         steps = evaluation.steps_per_epoch if with_steps else None  # the pass ends by itself
         found = model.evaluate(evaluation.dataset, steps=steps, verbose=0)
-        np.testing.assert_allclose(found, plain_pass(datasets[num_records], model), rtol=2e-5)
+        np.testing.assert_allclose(
+            found, plain_pass(datasets[num_records], model, options), rtol=2e-5
+        )
 
 
 def test_replicas_need_a_full_step(datasets):
@@ -95,32 +93,37 @@ def test_replicas_need_a_full_step(datasets):
 
 def test_a_remainder_is_divided_evenly(datasets):
     strategy = tf.distribute.MirroredStrategy([f"CPU:{n}" for n in range(3)])
-    evaluation = load(evaluation_spec(datasets[23]), TF_DATA, strategy=strategy, batch_size=12)
+    evaluation = load(evaluation_spec(datasets[23]), DALI, strategy=strategy, batch_size=12)
     *_, (_, labels) = evaluation
     parts = [part.numpy().tolist() for part in strategy.experimental_local_results(labels)]
     assert parts == [[12, 13, 14, 15], [16, 17, 18, 19], [20, 21, 22]]
 
 
-@dali_slowly
+@pytest.mark.slow
+@pytest.mark.parametrize("options", at_night([DALI], BACKENDS.values()))
 def test_validation_in_fit(datasets, options):
     dataset = datasets[23]
     model = make_classifier(one_hot=True)
     label = ClassLabel(num_classes=23, one_hot=True)
-    spec = spec_of(dataset, "global", Preprocess.for_training(16), label=label)
+    spec = spec_of(dataset, "global", Preprocess.for_training(8), label=label)
     train = load(spec, options, batch_size=5)
     validation = load(evaluation_spec(dataset, label=label), options, batch_size=10)
     history = fit(model, train, epochs=2, validation_data=validation.dataset)
     found = [history["val_loss"][-1], history["val_accuracy"][-1]]
-    np.testing.assert_allclose(found, plain_pass(dataset, model), rtol=2e-5)
+    np.testing.assert_allclose(found, plain_pass(dataset, model, options), rtol=2e-5)
     assert len(history["val_loss"]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("division", "options"),
-    cases(
-        [(1, 1), (1, 23), (1, 30), (2, 4), (3, 3), (8, 16)],
-        BACKENDS.values(),
-        fast=[((1, 30), DALI), ((3, 3), DALI), ((1, 23), TF_DATA), ((2, 4), TF_DATA)],
+    at_night(
+        [((1, 30), DALI), ((3, 3), DALI), ((1, 23), DALI), ((2, 4), TF_DATA)],
+        [
+            *itertools.product(
+                [(1, 1), (1, 23), (1, 30), (2, 4), (3, 3), (8, 16)], BACKENDS.values()
+            )
+        ],
     ),
 )
 def test_each_record_once(datasets, division, options):

@@ -1,7 +1,7 @@
 """One list of accepted images: every path takes the same ones, and refuses the others by name."""
 
 import functools
-import io
+import itertools
 import struct
 import zlib
 
@@ -9,8 +9,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import DALI, TF_DATA, write_indexed
+from conftest import DALI, TF_DATA, at_night, write_indexed
+from conftest import encode as save
 from PIL import Image
+from test_parity import by_batch, by_dali, by_tensorflow, draw, make_exactly
 
 import dali_tf_input as dti
 from dali_tf_input.backends.tf_formats import count_pixels, is_accepted
@@ -21,12 +23,6 @@ BY_TF = dti.TfDataOptions(kernel="tensorflow")
 COLORS = np.random.default_rng(0).integers(0, 256, (20, 30, 4), dtype=np.uint8)
 CLEAR = Image.fromarray(COLORS)
 RGB = CLEAR.convert("RGB")
-
-
-def save(image, form, **how):
-    stream = io.BytesIO()
-    image.save(stream, form, **how)
-    return stream.getvalue()
 
 
 TURNED = Image.Exif()
@@ -63,7 +59,6 @@ REFUSED = {
     "text": b"no image",
     "short": b"RIFF",
 }
-LATE = sorted({*REFUSED} - {"BMP with a palette", "GIF"})
 
 
 @pytest.mark.parametrize("name", [*ACCEPTED, *REFUSED])
@@ -78,6 +73,7 @@ def test_one_list(name):
         assert name in REFUSED
 
 
+@pytest.mark.slow
 def test_every_path_takes_accepted_images(tmp_path):
     """Both backends and prediction make the same of them."""
     examples = [{"image": image, "label": 0} for image in ACCEPTED.values()]
@@ -94,32 +90,54 @@ def test_every_path_takes_accepted_images(tmp_path):
         assert np.abs(np.subtract(other, made[0])).mean() < 1
 
 
-@pytest.mark.parametrize("options", [TF_DATA, BY_TF, DALI])
+@pytest.mark.parametrize("kind", [None, DALI], ids=["tf_data", "dali"])
+def test_prediction_leaves_out_other_images(kind):
+    bad: list[int] = []
+    report = functools.partial(lambda found, place, _: found.append(place), bad)
+    spec = dti.Preprocess.for_evaluation(16)
+    assert not [*dti.iterate_batches([*REFUSED.values()], spec, kind, on_bad=report)]
+    assert sorted(bad) == [*range(len(REFUSED))]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["BMP with a palette", "GIF", *(pytest.param(n, marks=pytest.mark.slow) for n in LATE)]
+    ("name", "options"),
+    at_night(
+        [("GIF", TF_DATA), ("BMP with a palette", BY_TF), ("clear WebP", DALI)],
+        [*itertools.product(REFUSED, [TF_DATA, BY_TF, DALI])],
+    ),
 )
 def test_every_path_names_other_images(tmp_path, name, options):
     records = write_indexed(tmp_path / "train-0", [{"image": REFUSED[name], "label": 0}])
     spec = dti.InputSpec.for_evaluation(records, 16)
     with pytest.raises(dti.BadRecordError, match="record 0"):
         next(iter(dti.load(spec, options, batch_size=1)))
-    bad: list[int] = []
-    kind = DALI if options is DALI else None
-    report = functools.partial(lambda found, place, _: found.append(place), bad)
-    assert not [*dti.iterate_batches([REFUSED[name]], spec, kind, on_bad=report)]
-    assert bad == [0]
 
 
-def test_one_bad_image_of_a_request(tmp_path):
-    """The error of an exported model says which it is; long thin images cost what they weigh."""
+@pytest.fixture(scope="module")
+def serve(tmp_path_factory):
+    """Returns the function of a model that was exported; the argument is for `export`."""
     model = keras.Sequential([keras.layers.Input((16, 16, 3)), keras.layers.Flatten()])
-    dti.export_saved_model(model, dti.Preprocess.for_evaluation(16), tmp_path / "model")
-    serve = tf.saved_model.load(str(tmp_path / "model")).signatures["serving_default"]
+
+    @functools.cache
+    def load(**limits):
+        folder = tmp_path_factory.mktemp("exported") / "model"
+        dti.export_saved_model(model, dti.Preprocess.for_evaluation(16), folder, **limits)
+        exported = tf.saved_model.load(str(folder))
+        function = exported.signatures["serving_default"]
+        return lambda images: function(encoded=tf.constant(images)), exported
+
+    return lambda images, **limits: load(**limits)[0](images)
+
+
+@pytest.mark.slow
+def test_one_bad_image_of_a_request(serve):
+    """The error of an exported model says which it is; long thin images cost what they weigh."""
     images = [ACCEPTED["JPEG"], REFUSED["GIF"], ACCEPTED["PNG"], b""]
     with pytest.raises(tf.errors.InvalidArgumentError, match=r"no JPEG.*\[1 3\]"):
-        serve(encoded=tf.constant(images))
+        serve(images)
     thin = save(Image.new("RGB", (8000, 1), "red"), "JPEG")
-    assert serve(encoded=tf.constant([thin]))["output_0"].shape == (1, 768)
+    assert serve([thin])["output_0"].shape == (1, 768)
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
@@ -129,24 +147,17 @@ def test_pixels_are_counted_before_an_image_is_decoded(name):
     assert int(count_pixels(tf.constant(REFUSED["clear WebP"]))) == 600  # of another kind inside
 
 
-def test_images_of_too_many_pixels(tmp_path):
+def test_images_of_too_many_pixels(serve):
     """A small file that claims to be huge is not decoded, and the error says which it is."""
-    model = keras.Sequential([keras.layers.Input((16, 16, 3)), keras.layers.Flatten()])
-    dti.export_saved_model(model, dti.Preprocess.for_evaluation(16), tmp_path / "model")
-    serve = tf.saved_model.load(str(tmp_path / "model")).signatures["serving_default"]
     claims = [ACCEPTED["JPEG"], ACCEPTED["PNG"]]
     start = claims[0].index(b"\xff\xc0")
     claims[0] = claims[0][: start + 5] + b"\xfd\xe8\xfd\xe8" + claims[0][start + 9 :]
     claims[1] = claims[1][:16] + b"\0\0\xff\xff" * 2 + claims[1][24:]
     for claim in claims:
         with pytest.raises(tf.errors.InvalidArgumentError, match=r"more than 89,478,485.*\[1\]"):
-            serve(encoded=tf.constant([ACCEPTED["WebP"], claim]))
-    dti.export_saved_model(
-        model, dti.Preprocess.for_evaluation(16), tmp_path / "small", max_pixels=599
-    )
-    serve = tf.saved_model.load(str(tmp_path / "small")).signatures["serving_default"]
+            serve([ACCEPTED["WebP"], claim])
     with pytest.raises(tf.errors.InvalidArgumentError, match=r"more than 599 pixels"):
-        serve(encoded=tf.constant([ACCEPTED["JPEG"]]))
+        serve([ACCEPTED["JPEG"]], max_pixels=599)
 
 
 def save_deep(pixels):
@@ -162,29 +173,31 @@ def save_deep(pixels):
 
 
 @pytest.mark.parametrize("channels", [1, 3, 4])
-def test_16_bits_are_rounded_alike(tmp_path, channels):
-    """Every value, to the nearest of 256, on both backends and where images are predicted."""
+def test_16_bits_are_rounded_alike(channels):
+    """Every value, to the nearest of 256, by each engine and where images are predicted."""
     ramp = np.arange(65536, dtype=np.uint16).reshape(256, 256)
     image = save_deep(np.repeat(ramp[..., None], channels, 2))
-    records = write_indexed(tmp_path / "train-0", [{"image": image, "label": 0}])
-    crop = {"crop": dti.RandomCrop(), "mirror_probability": 0}
-    spec = dti.InputSpec.for_evaluation(records, 256, dtype="uint8", **crop)
-    expected = np.floor(ramp / 257 + 0.5)
-    for options in (TF_DATA, BY_TF, DALI):
-        images, _ = next(iter(dti.load(spec, options, batch_size=1)))
-        np.testing.assert_array_equal(images[0], np.dstack([expected] * 3))
-    plain = dti.Preprocess(image_size=(256, 256), dtype="uint8")
-    ((_, predicted),) = dti.iterate_batches([image], plain)
-    np.testing.assert_array_equal(predicted[0], np.dstack([expected] * 3))
+    expected = np.dstack([np.floor(ramp / 257 + 0.5)] * 3)
+    plain = dti.Preprocess(image_size=(256, 256), dtype="uint8", crop=dti.RandomCrop())
+    uniforms = draw(plain, 1)
+    for made in (
+        by_batch([image], uniforms, plain),
+        by_tensorflow([image], uniforms, plain, eagerly=True),
+        by_dali([image], uniforms, plain),
+    ):
+        np.testing.assert_array_equal(made[0], expected)
+    whole = dti.Preprocess(image_size=(256, 256), dtype="uint8")
+    ((_, predicted),) = dti.iterate_batches([image], whole)
+    np.testing.assert_array_equal(predicted[0], expected)
 
 
 @pytest.mark.parametrize("size", [(8000, 1), (1, 8000)])
-def test_thin_images_are_not_blown_up(tmp_path, size):
+def test_thin_images_are_not_blown_up(size):
     """Without antialias too, TensorFlow resizes the part that is seen."""
     image = np.linspace(0, 255, 8000).astype(np.uint8)
     data = save(Image.fromarray(image.reshape(size[::-1])).convert("RGB"), "PNG")
-    records = write_indexed(tmp_path / "train-0", [{"image": data, "label": 0}])
     crop = dti.CenterCrop(resize_shorter=24)
-    spec = dti.InputSpec.for_evaluation(records, 16, crop=crop, antialias=False, normalization=None)
-    made = [next(iter(dti.load(spec, one, batch_size=1)))[0] for one in (BY_TF, TF_DATA)]
-    assert np.abs(made[0] - made[1]).max() < 0.1
+    preprocess = dti.Preprocess.for_evaluation(16, crop=crop, antialias=False, normalization=None)
+    uniforms = draw(preprocess, 1)
+    (made,) = by_tensorflow([data], uniforms, preprocess)
+    assert np.abs(made - make_exactly(data, uniforms[0], preprocess)).max() < 0.1

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import io
+import itertools
 import os
 import re
 import subprocess
@@ -10,33 +11,21 @@ import subprocess
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import ROOT, TF_DATA, encode, image_zoo, jpeg, nightly, slowly, spec_of, take
+from conftest import ROOT, TF_DATA, at_night, encode, image_zoo, jpeg, make_once, spec_of, take
 from PIL import Image
-from test_native import compile_native, needs_compiler
-from test_parity import CROPS, RAW, draw
+from test_native import SANITIZERS, compile_native, needs_compiler, run_program
+from test_parity import CROPS, RAW, draw, make_batch, plan_regions
 
-from dali_tf_input import Preprocess, ResizeRandomCrop
+from dali_tf_input import Preprocess, RandomCrop, ResizeRandomCrop
 from dali_tf_input.backends import tf_images, tf_native
 from dali_tf_input.backends.build import make_dataset
-from dali_tf_input.records.example import encode_example
-from dali_tf_input.spec.crops import CoverCrop, Crop, NoCrop, Region, Uniforms
-from dali_tf_input.spec.primitives import ROW_SIZE
+from dali_tf_input.spec.crops import CoverCrop, Crop, NoCrop, Region
 
 with open("/proc/cpuinfo", encoding="ascii") as stream:
     HAS_AVX2 = {"avx2", "bmi1", "bmi2"} <= set(stream.read().split())
 pytestmark = pytest.mark.skipif(not HAS_AVX2, reason="this processor has no AVX2")
-SIZES = [
-    (375, 500),
-    (97, 130),
-    (130, 97),
-    (33, 47),
-    (8, 8),
-    (16, 17),
-    (1, 1),
-    (1, 50),
-    (50, 1),
-    (9, 5),
-]
+SIZES = [(97, 130), (33, 47), (16, 17), (1, 1), (1, 50), (9, 5)]
+SIZES = at_night(SIZES, [*SIZES, (375, 500), (130, 97), (8, 8), (50, 1)])
 KINDS = {
     "4:4:4": {"subsampling": 0},
     "4:2:2": {"subsampling": 1},
@@ -55,47 +44,23 @@ def make_image(height, width, mode="RGB"):
     return Image.open(io.BytesIO(jpeg(height, width, seed=height))).convert(mode)
 
 
-NO_FILES = (
-    tf.zeros(0, tf.string),
-    tf.zeros((0, 2), tf.int64),
-    tf.zeros(0, tf.int32),
-    tf.zeros((0, 2), tf.int64),
-)
-
-
-def make_natively(encoded, uniforms, preprocess, *, whole, maximum):
-    """Returns the image that the operation makes of a file, or None if it is refused."""
-    made = tf_native.make_batch(
-        NO_FILES,
-        tf.zeros(0, tf.int64),
-        tf.constant([encode_example({"image": bytes(encoded)})]),
-        tf.constant(uniforms)[None],
-        tf.zeros((1, 0, ROW_SIZE)),
-        tf.zeros(0),
-        [preprocess],
-        image_keys=["image"],
-        side_keys=[],
-        whole=whole,
-        maximum=maximum,
-        check_crc=False,
-        num_readers=1,
-        num_threads=1,
+def decode_all(files, size, *, whole=True):
+    """Returns all pixels of each of many JPEGs of a size, or None where it is refused."""
+    preprocess = Preprocess(
+        image_size=size, crop=NoCrop(), mirror_probability=0, dtype="uint8", interpolation="nearest"
     )
-    return None if made.places.shape[0] else made.images[0][0]
+    uniforms = np.zeros((len(files), preprocess.num_uniforms), np.float32)
+    made = make_batch(files, uniforms, preprocess, whole=whole)
+    images, refused = made.images[0].numpy(), set(made.places.numpy())
+    return [None if place in refused else image for place, image in enumerate(images)]
 
 
 def decode(encoded, *, whole=True):
     """Returns all pixels of a JPEG, or None if it is refused."""
-    height, width = 8, 8
+    size = 8, 8
     with contextlib.suppress(tf.errors.InvalidArgumentError):
-        height, width, _ = tf.io.extract_jpeg_shape(encoded).numpy()
-    preprocess = Preprocess(
-        image_size=(int(height), int(width)), crop=NoCrop(), mirror_probability=0, dtype="uint8"
-    )
-    preprocess = dataclasses.replace(preprocess, interpolation="nearest")
-    uniforms = tf.zeros(preprocess.num_uniforms)
-    image = make_natively(encoded, uniforms, preprocess, whole=whole, maximum=np.inf)
-    return None if image is None else image.numpy()
+        size = tuple(map(int, tf.io.extract_jpeg_shape(encoded)[:2]))
+    return decode_all([encoded], size, whole=whole)[0]
 
 
 def decode_by_tensorflow(encoded):
@@ -145,88 +110,72 @@ def test_cut_at_every_byte():
     """Refused as by TensorFlow; of a part, only what was whole is taken."""
     sound = encode(make_image(40, 60), "JPEG", subsampling=2, restart_marker_blocks=5)
     expected = decode_by_tensorflow(sound)
-    for length in range(len(sound)):
-        assert decode(sound[:length]) is None
-        part = decode(sound[:length], whole=False)
-        if part is not None:
-            np.testing.assert_array_equal(part, expected)
+    files = [sound[:length] for length in range(len(sound))]
+    assert decode_all(files, (40, 60)) == [None] * len(files)
+    top = Preprocess(image_size=(20, 60), crop=RandomCrop(), mirror_probability=0, dtype="uint8")
+    uniforms = np.zeros((len(files), top.num_uniforms), np.float32)
+    made = make_batch(files, uniforms, top, whole=False)
+    refused = {*made.places.numpy()}
+    parts = [part for place, part in enumerate(made.images[0].numpy()) if place not in refused]
+    assert 0 < len(parts) < len(files)
+    for part in parts:
+        np.testing.assert_array_equal(part, expected[:20])
 
 
 PLANS = ("full", "region", "scaled")
 CHANGES = ({}, {"antialias": True}, {"dtype": "uint8", "layout": "CHW"})
+DECODED = [name for name, crop in CROPS.items() if tf_native.decodes(crop)]
 
 
 @pytest.mark.parametrize(
     ("crop", "plan"),
-    [
-        slowly(crop, plan) if plan == "scaled" and crop != "random_resized_crop" else (crop, plan)
-        for crop in CROPS
-        if tf_native.decodes(CROPS[crop])
-        for plan in PLANS
-    ],
+    at_night(
+        [*zip(DECODED, itertools.cycle(PLANS), strict=False)], [*itertools.product(DECODED, PLANS)]
+    ),
 )
 def test_the_same_images(crop, plan):
     """Decoded by it or by TensorFlow: the same to the bit, unless it refuses an image."""
-    sizes = [(375, 500), (97, 300), (720, 1280), (33, 47), (1, 50)]
+    sizes = [(97, 300), (130, 120), (375, 500), (33, 47), (1, 50)]
     images = [jpeg(*size, seed=number) for number, size in enumerate(sizes)]
     images += [file for file, image_format, _ in image_zoo().values() if image_format]
     # Each change with each crop, and with each plan.
-    changes = CHANGES[(list(CROPS).index(crop) + PLANS.index(plan)) % len(CHANGES)]
+    turn = DECODED.index(crop)
+    changes = CHANGES[(turn + turn // 3 + PLANS.index(plan)) % len(CHANGES)]
     preprocess = dataclasses.replace(RAW, crop=CROPS[crop], **changes)
     numbers = draw(preprocess, len(images))
-    prepare = tf.function(tf_images.prepare_image, autograph=False)
     whole, maximum = tf_native.limits_of(preprocess, decode=plan)
-    num_made = 0
-    for image, drawn in zip(images, numbers, strict=True):
-        made = make_natively(image, drawn, preprocess, whole=whole, maximum=maximum)
-        if made is not None:
-            how = {"decode": plan, "native": True}
-            other = prepare(tf.constant(image), tf.constant(drawn), preprocess, **how)
-            if isinstance(preprocess.crop, CoverCrop):
-                # Positions count from the image or from a part of it: a pixel at the rim of the
-                # filter may have a weight of 0 or of 1e-17. More than that cannot differ here.
-                np.testing.assert_allclose(made, other, rtol=0, atol=1e-9)
-            else:
-                np.testing.assert_array_equal(made, other)
-            num_made += 1
-    assert num_made > (0 if plan == "scaled" else 4)
-
-
-class ArrayOps:
-    """`crops.Ops` on arrays of one axis for each of many images, the last axis."""
-
-    floor, exp, sqrt = np.floor, np.exp, np.sqrt
-    minimum, maximum, where = np.minimum, np.maximum, staticmethod(np.where)
-
-    def constant(self, values):
-        return np.array(values, np.float64)[:, None]
-
-    def max(self, values):
-        return values.max(axis=0, keepdims=True)
-
-    def sum(self, values):
-        return values.sum(axis=0, keepdims=True)
-
-    def concat(self, first, second):
-        return np.concatenate([first, second])
+    made = make_batch(images, numbers, preprocess, whole=whole, maximum=maximum)
+    taken = {*range(len(images))} - {*made.places.numpy()}
+    for place in taken:
+        given = tf.constant(images[place]), tf.constant(numbers[place])
+        other = tf_images.prepare_image(*given, preprocess, decode=plan, native=True)
+        # Of a CoverCrop, positions count from the image or from a part of it: a pixel at the rim
+        # of the filter may have a weight of 0 or of 1e-17. More than that cannot differ here.
+        most = 1e-9 if isinstance(preprocess.crop, CoverCrop) else 0
+        np.testing.assert_allclose(made.images[0][place], other, rtol=0, atol=most)
+    assert len(taken) > (0 if plan == "scaled" else 4)
 
 
 @pytest.fixture(scope="module")
 def find_regions(tmp_path_factory):
     """A program that says what the operation reads of each image."""
-    program = tmp_path_factory.mktemp("native") / "regions"
-    compile_native(program, "-O3", "-ffp-contract=off", ROOT / "tests/backends/find_regions.cc")
-    return program
+
+    def make(folder):
+        folder.mkdir()
+        flags = "-O1", "-ffp-contract=off", ROOT / "tests/backends/find_regions.cc"
+        compile_native(folder / "regions", *flags)
+
+    return make_once(tmp_path_factory, "find_regions", make) / "regions"
 
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("crop", [crop for crop in CROPS.values() if tf_native.decodes(crop)])
-def test_a_million_regions(find_regions, crop):
+@pytest.mark.parametrize("count", [at_night(100_000, 1_000_000)])
+@pytest.mark.parametrize("name", DECODED)
+def test_many_regions(find_regions, name, count):
     """Its plan of a crop is the one of spec/crops.py, which the DALI backend has too."""
-    preprocess = dataclasses.replace(RAW, crop=crop)
-    count, generator = 1_000_000, np.random.default_rng(3)
-    sizes = generator.integers(1, 2000, (count, 2)).astype(np.float64)
+    preprocess = dataclasses.replace(RAW, crop=CROPS[name])
+    sizes = np.random.default_rng(3).integers(1, 2000, (count, 2)).astype(np.float64)
     uniforms = draw(preprocess, count)
     kind, *numbers = tf_native.describe_crop(preprocess)
     head = np.array([kind, *preprocess.image_size, len(numbers), uniforms.shape[1], *numbers])
@@ -236,9 +185,7 @@ def test_a_million_regions(find_regions, crop):
         [find_regions], input=given, capture_output=True, timeout=300, check=True
     )
     found = np.frombuffer(process.stdout).reshape(count, 5).T
-    out = np.array(preprocess.image_size, np.float64)[:, None]
-    named = Uniforms.split(uniforms.T.astype(np.float64))
-    region = crop.plan(sizes.T, out, named, ArrayOps())
+    region = plan_regions(sizes, uniforms, preprocess)
     np.testing.assert_array_equal(found[:2], np.broadcast_to(region.start, (2, count)))
     np.testing.assert_array_equal(found[2:4], np.broadcast_to(region.extent, (2, count)))
     np.testing.assert_array_equal(found[4], uniforms[:, 0] < 0.5)
@@ -265,21 +212,19 @@ def test_crops_of_ones_own_are_not_its(dataset):
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/usr/include/jpeglib.h"), reason="there is no libjpeg")
-@pytest.mark.parametrize("rounds", [4_000, nightly(300_000)])
-def test_damaged_files(tmp_path, rounds):
+@pytest.mark.parametrize("rounds", [at_night(2_500, 300_000)])
+def test_damaged_files(tmp_path, rounds, monkeypatch):
     """What it takes, libjpeg takes without a warning, and makes the same of; under sanitizers."""
     program = tmp_path / "fuzz"
-    checks = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1"]
-    checks.append("-fsanitize-coverage=trace-pc")
-    compile_native(program, *checks, ROOT / "tests/backends/fuzz_jpeg.cc", "-ljpeg")
+    flags = [*SANITIZERS, "-O1", "-fsanitize-coverage=trace-pc"]
+    compile_native(program, *flags, ROOT / "tests/backends/fuzz_jpeg.cc", "-ljpeg")
     photos = []
     for kind, how in KINDS.items():
         photos.append(tmp_path / f"{kind}.jpg")
         photos[-1].write_bytes(encode(make_image(60, 90), "JPEG", **how))
-    command = [program, str(rounds), str(os.getpid()), *photos]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=1500, cwd=tmp_path)
-    assert process.returncode == 0, process.stdout + process.stderr
-    done, sound, taken, windows, *_, found = map(int, re.findall(r"\b\d+\b", process.stdout))
+    monkeypatch.chdir(tmp_path)  # where it leaves a file that it decodes wrongly
+    output = run_program(program, rounds, os.getpid(), *photos)
+    done, sound, taken, windows, *_, found = map(int, re.findall(r"\b\d+\b", output))
     assert found > min(100, rounds // 80)  # files that led where none had led before
     assert done == rounds
     assert min(sound, taken, windows) > rounds // 15
@@ -302,7 +247,7 @@ def damage(encoded, random):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rounds", [2_000, nightly(10_000)])
+@pytest.mark.parametrize("rounds", [at_night(800, 10_000)])
 def test_damaged_files_by_tensorflow(rounds):
     """What it takes, TensorFlow's own libjpeg-turbo takes, and makes the same of."""
     assert compare_damaged(rounds, seed=os.getpid()) > rounds // 20

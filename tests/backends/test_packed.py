@@ -1,22 +1,21 @@
 """Batches that are packed for DALI, and the operator that unpacks them."""
 
 import dataclasses
+import itertools
 import os
 import pathlib
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import tensorflow as tf
+from commands import python
 from conftest import (
     DALI,
     TF_DATA,
+    at_night,
     check_iterators,
     jpeg,
-    nightly,
     refused,
-    slowly,
     spec_of,
     write_indexed,
     write_tfrecord,
@@ -30,8 +29,10 @@ from dali_tf_input.backends.build import make_dataset
 from dali_tf_input.backends.dali_reading import pack_batches
 from dali_tf_input.backends.places import find_places
 from dali_tf_input.backends.stream import Stream
+from dali_tf_input.spec.plan import Position
 
-PLAIN = Preprocess.for_training(32)
+ORDERS = ("global", "buffer", "sequential")
+PLAIN = Preprocess.for_training(32, apply_orientation=False)  # to trace it takes half as long
 
 
 def examples_of(images):
@@ -193,30 +194,51 @@ def test_unusual_examples(tmp_path):
     np.testing.assert_allclose(made[0], expected[0], atol=1e-4)
 
 
-@pytest.mark.parametrize("order", ["global", "buffer", slowly("sequential")])
-def test_a_gpus_dataset_made_on_the_cpu(records, order, monkeypatch):
-    """All that lies on a GPU, of a pipeline that needs none: no epoch goes to the trial."""
+@pytest.fixture
+def placed(monkeypatch):
+    """Has a GPU's pipelines need none; returns whether each batch was packed by place."""
     monkeypatch.setattr(dali, "decoder_device", lambda options: "cpu")
     monkeypatch.setattr(dali, "decoder_hints", lambda *_: {})
     monkeypatch.setattr(dali, "can_use_dali_reader", lambda *_: False)
     monkeypatch.setattr(type(fn.constant(idata=1)), "gpu", lambda node: node)
-    places = []
-    packed = dali.pack_batches
-    monkeypatch.setattr(
-        dali,
-        "pack_batches",
-        lambda *one, by_place: places.append(by_place) or packed(*one, by_place=by_place),
-    )
-    spec = spec_of(records, order, PLAIN, seed=4)
+    placed, pack = [], dali.pack_batches
+
+    def note(*one, by_place):
+        placed.append(by_place)
+        return pack(*one, by_place=by_place)
+
+    monkeypatch.setattr(dali, "pack_batches", note)
+    return placed
+
+
+def compare_devices(spec, count, *, step=0, endless=False):
+    """Checks that the batches of two epochs, or the first, are those of a pipeline for the CPU."""
     served = []
     for device in ("gpu", "cpu"):
-        options = dti.DaliOptions(device=device, decode="full")
-        made = dali.build(Stream(spec=spec, shard_batch_size=5, endless=True), options, None)
-        served.append([batch for _, batch in zip(range(5), made, strict=False)])
-    assert places == [order != "buffer"] * 2 + [False]
-    assert len(served[0]) == 5
+        stream = Stream(spec=spec, shard_batch_size=5, position=Position(step), endless=endless)
+        made = dali.build(stream, dti.DaliOptions(device=device, decode="full"), None)
+        epochs = (batch for _ in range(2) for batch in made)
+        served.append([*itertools.islice(epochs, count)])
+    assert len(served[0]) == count
     for batch, expected in zip(*served, strict=True):
         tf.nest.map_structure(np.testing.assert_array_equal, batch, expected)
+
+
+@pytest.mark.parametrize("order", at_night(ORDERS[:2], ORDERS))
+def test_a_gpus_dataset_made_on_the_cpu(records, order, placed):
+    """All that lies on a GPU, of a pipeline that needs none: no epoch goes to the trial."""
+    spec = spec_of(records, order, PLAIN, seed=4)
+    compare_devices(spec, 5, endless=True)
+    assert placed == [order != "buffer"] * 2 + [False]
+
+
+@pytest.mark.parametrize("is_pass", [True, False])
+def test_a_gpus_dataset_of_epochs_made_on_the_cpu(records, is_pass, placed):
+    """From the middle of an epoch, or of one pass with a shorter last batch."""
+    how = {"order": "sequential", "repeat": False} if is_pass else {"order": "global"}
+    spec = spec_of(records, how.pop("order"), PLAIN, record_ids=True, **how)
+    compare_devices(spec, 6 if is_pass else 3, step=0 if is_pass else 1)
+    assert placed == [False] * 3
 
 
 def test_one_element_is_fetched_for_a_batch(records):
@@ -229,6 +251,7 @@ def test_one_element_is_fetched_for_a_batch(records):
     assert (spec.shape.as_list(), spec.dtype) == ([None, None], tf.uint8)
 
 
+@pytest.mark.slow
 def test_iterators_in_turn_and_at_once(records):
     spec = spec_of(records, "global", PLAIN)
     dataset = make_dataset(spec, DALI, batch_size=4, endless=True)
@@ -240,30 +263,28 @@ def test_iterators_in_turn_and_at_once(records):
 EXIT = """
 import os, sys
 from dali_tf_input import *
-spec = InputSpec.for_training(sys.argv[1], 64)
-iterator = iter(make_dataset(spec, DaliOptions(device="cpu"), batch_size=4, endless=True))
-for _ in range(int(sys.argv[2])):
+path, backend, count = sys.argv[1:]
+spec = InputSpec.for_training(path, 64)
+options = DaliOptions(device="cpu") if backend == "dali" else TfDataOptions()
+iterator, _ = (iter(make_dataset(spec, options, batch_size=4, endless=True)) for _ in range(2))
+for _ in range(int(count)):
     next(iterator)
-if not (child := os.fork()):  # which does nothing
-    os._exit(0)
-assert os.waitpid(child, 0)[1] == 0
-next(iterator)
+if backend == "dali":
+    if not (child := os.fork()):  # which does nothing
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    next(iterator)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork")
-@pytest.mark.parametrize("programs", [5, nightly(20)])
-def test_the_process_forks_and_ends_while_it_reads(tmp_path, programs):
+@pytest.mark.parametrize("backend", ["dali", "tf_data"])
+def test_a_process_forks_and_ends_while_it_reads(tmp_path, backend):
+    """Also in an iterator of which nothing was taken."""
     records = write_indexed(tmp_path / "train", examples_of([jpeg(300, 400)] * 12))
-    for number in range(programs):
-        process = subprocess.run(
-            [sys.executable, "-c", EXIT, records.paths[0], str(number)],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
+    for count in at_night([2], range(20)):
+        process = python("-c", EXIT, records.paths[0], backend, count)
         assert process.returncode == 0, process.stderr
         assert "Traceback" not in process.stderr
 
@@ -299,6 +320,7 @@ def test_its_name_has_the_versions(monkeypatch, tmp_path):
     assert dali_operator.find_library().name != library.name
 
 
+@pytest.mark.slow
 def test_compiling(monkeypatch, tmp_path, capsys):
     """Anew where there was one of another version; and what may be missing."""
     native = tmp_path / "native"

@@ -5,8 +5,6 @@ import gc
 import os
 import resource
 import shutil
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 
@@ -14,7 +12,8 @@ import google_crc32c
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import TF_DATA, jpeg, nightly, numbered_examples, refused, spec_of, write_indexed
+from commands import python
+from conftest import TF_DATA, at_night, jpeg, numbered_examples, refused, spec_of, write_indexed
 from test_native import compile_native, needs_compiler
 
 from dali_tf_input import InputError, Preprocess, Shard, TfDataOptions, build_index, make_dataset
@@ -210,7 +209,7 @@ extern "C" ssize_t pread64(int d, void* to, size_t size, off_t offset) { return 
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["batch", nightly("native"), nightly("tensorflow")])
+@pytest.mark.parametrize("kernel", at_night(["batch"], ["batch", "native", "tensorflow"]))
 def test_slow_reads_overlap(tmp_path, kernel):
     """On storage with 5 ms a read: at least eight at a time, also in batches of eight."""
     dataset = write_indexed(tmp_path / "train", [{"image": jpeg(8, 8), "label": 1}] * 400)
@@ -232,9 +231,7 @@ def test_slow_reads_overlap(tmp_path, kernel):
         print(count, ctypes.CDLL(None).most_reads())
     """
     environment = {**os.environ, "LD_PRELOAD": str(tmp_path / "slow.so")}
-    found = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
-    )
+    found = python("-c", program, env=environment)
     count, most = map(int, found.stdout.split())
     assert count == 400
     assert most >= 8, found.stderr
@@ -298,7 +295,7 @@ def test_what_dali_reads_by(dataset, tmp_path):
 def test_replicas_share_the_places_of_records(dataset):
     """One table for all pipelines of a process, which goes with the last of their datasets."""
     gc.collect()
-    spec = spec_of(dataset, "global", Preprocess.for_training(16))
+    spec = spec_of(dataset, "global", Preprocess.for_training(16, apply_orientation=False))
     made = [make_dataset(spec, TF_DATA, batch_size=4, shard=Shard(n, 2)) for n in range(2)]
     (kept,) = {*places._places.values()}
     found = weakref.ref(kept)
@@ -316,7 +313,7 @@ def test_a_changed_file_is_noticed_by_each_iterator(tmp_path, order):
     """
     records = write_indexed(tmp_path / "train-0", numbered_examples(12))
     how = {"repeat": False} if order == "sequential" else {}
-    spec = spec_of(records, order, Preprocess.for_training(16), **how)
+    spec = spec_of(records, order, Preprocess.for_training(16, apply_orientation=False), **how)
     made = make_dataset(spec, TF_DATA, batch_size=4)
     alive = iter(made)
     next(alive)

@@ -9,13 +9,14 @@ import time
 import numpy as np
 import pytest
 import tensorflow as tf
+from commands import fails, run
 from conftest import refused, spec_of
 
 from dali_tf_input import Preprocess, TfDataOptions
 from dali_tf_input.backends.build import make_dataset
 from dali_tf_input.training.load import load
 
-SMALL = Preprocess.for_training(16)
+SMALL = Preprocess.for_training(8)
 
 
 def start(*arguments):
@@ -149,6 +150,4 @@ def test_refuses(dataset):
         ),
         (["--role=dispatcher", "--port=70000"], "error: `port` must be in [0, 65536), got 70000"),
     ):
-        process, _ = start(*arguments)
-        assert message in process.stderr.read()
-        assert process.wait() == 1
+        fails(run("service", *arguments), message)

@@ -1,30 +1,26 @@
-"""Indexing whole sets: what is written, kept and skipped, and what survives a kill."""
+"""Indexing whole sets: what is written, kept and skipped, and what survives what happens meanwhile."""
 
 import contextlib
 import gzip
-import io
 import json
 import os
-import random
 import re
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import conftest
 import numpy as np
 import pytest
-from commands import python
+from commands import python, run
 from conftest import (
     encode,
     jpeg,
-    nightly,
     numbered_examples,
     refused,
     scan_records,
@@ -35,12 +31,11 @@ from conftest import (
 
 import dali_tf_input as dti
 from dali_tf_input import Checks, ClassLabel, Preprocess, Records, build_index
-from dali_tf_input.index import run, scan
 from dali_tf_input.index.build import IndexFaultsError, IndexReport
 from dali_tf_input.records.example import encode_example
 from dali_tf_input.records.manifest import Manifest
 from dali_tf_input.records.paths import find_files
-from dali_tf_input.records.tfrecord import frame_record, masked_crc, read_data
+from dali_tf_input.records.tfrecord import frame_record, masked_crc
 from dali_tf_input.storage.staging import Staging
 
 CRC, SCHEMA, DECODE = (Checks(verify=level) for level in ("crc", "schema", "decode"))
@@ -134,22 +129,15 @@ def test_equals_tfrecord2idx(files):
     assert len(index_of(files[0]).read_text().splitlines()) == 4
 
 
-def test_a_run_over_unchanged_files_does_nothing(train, tmp_path):
+def test_only_what_changed_is_indexed_again(files, train, tmp_path):
     first = build_index(train)
-    before = times(tmp_path)
-    manifest = tmp_path / "index_manifest.json"
+    before, manifest = times(tmp_path), manifest_of(files[0])
     written = manifest.stat().st_mtime_ns
     again = build_index(train)
     assert (first.written, first.unchanged, first.summary.records) == (3, 0, 15)
     assert (again.written, again.unchanged, again.summary.records) == (0, 3, 15)
     assert times(tmp_path) == before
     assert manifest.stat().st_mtime_ns == written
-    assert build_index(train, force=True).written == 3
-
-
-def test_a_change_touches_only_itself(files, train, tmp_path):
-    build_index(train)
-    before = times(tmp_path)
     write_tfrecord(files[1], numbered_examples(2))
     write_tfrecord(tmp_path / "train-9", ONE)
     os.unlink(files[2])
@@ -160,6 +148,7 @@ def test_a_change_touches_only_itself(files, train, tmp_path):
     assert sorted(after) == ["train-0.idx", "train-1.idx", "train-9.idx"]
     assert after["train-0.idx"] == before["train-0.idx"]
     assert sorted(Manifest.read(str(tmp_path)).entries) == ["train-0", "train-1", "train-9"]
+    assert build_index(train, force=True).written == 3
 
 
 def test_a_part_of_the_files_leaves_the_others(train, tmp_path):
@@ -168,11 +157,19 @@ def test_a_part_of_the_files_leaves_the_others(train, tmp_path):
     report = build_index(tmp_path / "validation-0")
     assert (report.written, report.summary.records) == (1, 1)
     assert from_files(tmp_path / "*-?").num_records == 16
+    (tmp_path / "other").mkdir()
+    other = write_tfrecord(tmp_path / "other" / "train-0", numbered_examples(7))
+    assert build_index([train, other]).summary.records == 22
+    assert from_files([other]).num_records == 7
 
 
-def change_version(file, version):
+def change_version(file):
     manifest = manifest_of(file)
-    manifest.write_text(manifest.read_text().replace('"version":4', f'"version":{version}'))
+    manifest.write_text(manifest.read_text().replace('"version":4', '"version":2'))
+    manifest.with_name("bad_records.jsonl").write_text("[")
+
+
+DEEP = "--force --verify=decode --on_bad=skip"  # as what was skipped is not known
 
 
 @pytest.mark.parametrize(
@@ -191,14 +188,14 @@ def change_version(file, version):
         ),
         (lambda file: index_of(file).write_text("0 17\n" * 5), "is not the one that", "train-1"),
         (lambda file: manifest_of(file).unlink(), "no entry for this index", r"train-\*'"),
-        (partial(change_version, version=2), "not an .* value 2 ", r"train-\?'"),
+        (change_version, f"not an .* value 2 .*: .* index {DEEP}", r"train-\?'"),
     ],
 )
 def test_what_changed_is_refused_and_fixed(files, train, spoil, message, named):
     """Training on it is refused with a command; what the command does fixes it."""
     build_index(train)
     spoil(files[1])
-    with refused(f"{message}.* -m dali_tf_input index .*/{named}$"):
+    with refused(f"{message}.*/{named}$"):
         from_files(train)
     force = "not an" in message
     if force:  # or what the manifest knew would be forgotten
@@ -251,13 +248,6 @@ def test_an_index_dir_that_another_set_uses(files, tmp_path):
     assert build_index(other, index_dir=index_dir).written == 1
 
 
-def test_files_of_two_folders(train, tmp_path):
-    (tmp_path / "other").mkdir()
-    other = write_tfrecord(tmp_path / "other" / "train-0", numbered_examples(7))
-    assert build_index([train, other]).summary.records == 22
-    assert from_files([other]).num_records == 7
-
-
 def test_moved_folder(files, train, tmp_path):
     build_index(train)
     new = tmp_path / "new"
@@ -301,6 +291,9 @@ def test_bad_records_are_skipped(files, train, tmp_path):
     dataset = from_files(train)
     counts = [(file.num_records, file.num_skipped) for file in dataset.files]
     assert counts == [(4, 0), (3, 2), (6, 0)]
+    # Where nothing listens, the first one is named.
+    with pytest.raises(IndexFaultsError, match=r"the first: .*train-1: record 1, .*: data CRC: "):
+        build_index(train, CRC, force=True)
     # Another run finds nothing to do, whatever it asks for, and leaves the index as it is; but what
     # it finds indexed counts too.
     assert build_index(train).unchanged == 3
@@ -326,93 +319,43 @@ def test_the_list_of_bad_records_follows_the_files(files, train, tmp_path):
     assert not (tmp_path / "bad_records.jsonl").exists()
 
 
-@pytest.mark.parametrize("what", ["records", "bytes", "files"])
-def test_too_many_bad_records_are_refused(tmp_path, what):
-    """By any of three counts; nothing with faults is indexed then, and what stood before stands."""
-    train, second = tmp_path / "train-???", tmp_path / "train-001"
-    for number in range(100 if what == "files" else 3):
-        write_tfrecord(tmp_path / f"train-{number:03d}", [TINY] * 98)
-    if what == "records":
-        offsets = [offset for offset, _ in places(second)]
-        for record in (3, 30, 60):
-            ruin(second, offsets[record] + 13)
-    elif what == "bytes":
-        with open(second, "ab") as stream:
-            stream.write(b"x" * 3000)
-    else:
-        for file in (second, tmp_path / "train-002"):
-            file.write_bytes(b"version https://git-lfs")
-    message = rf"[\d,]+ of [\d,]+ {what} are bad, \d+\.\d+%, over `max_bad_fraction` 1.00%"
-    with pytest.raises(IndexFaultsError, match=message) as caught:
-        build_index(train, CRC, on_bad="skip")
-    assert caught.value.report.written == (98 if what == "files" else 2)
-    assert not index_of(second).exists()
-    assert not (tmp_path / "bad_records.jsonl").exists()
-    records = build_index(train, CRC, on_bad="skip", max_bad_fraction=0.9).summary.records
-    assert records == {"records": 291, "bytes": 294, "files": 98 * 98}[what]
-    dataset = from_files(train, image_key="image")
-    assert dataset.num_records == records  # files without any record are no part of it
-    assert all(file.num_records for file in dataset.files)
-
-
-def test_a_call_names_the_first_bad_record(files, train):
-    """Where nothing listens: the command prints all of them."""
-    ruin_data(files[1], 3)
-    first = "; the first: .*train-1: record 3, byte .*: data CRC: .*Fix the file"
-    with pytest.raises(IndexFaultsError, match=f"^1 .* 3 files{first}, or pass on_bad='skip'.$"):
-        build_index(train, CRC)
-    with pytest.raises(IndexFaultsError, match=f"over `max_bad_fraction` 0.00%{first}.$"):
-        build_index(train, CRC, on_bad="skip", max_bad_fraction=0)
-
-
-@pytest.mark.parametrize(
-    "name", ["train-{:05}-of-00003", conftest.slowly("x-train.tfrecord-{:05}-of-00003")]
-)
-def test_a_missing_file_of_a_set(tmp_path, name):
-    """As after a download that ended early. To name a part of a whole set is no mistake."""
-    files = [
-        write_tfrecord(tmp_path / name.format(n), numbered_examples(2, first=2 * n))
-        for n in range(3)
-    ]
-    assert build_index(files[:2]).written == 2
-    os.unlink(files[1])
-    said = f"{files[1]} is missing, of the set of {files[0]}: restore it, or .*--allow_missing"
-    for given in (files[:1], tmp_path / "*-of-*"):
-        with refused(said):
-            build_index(given)
-    assert build_index(tmp_path / "*-of-*", allow_missing=True).summary.records == 4
-    huge = write_tfrecord(tmp_path / "huge-00000-of-999999999", numbered_examples(1))
-    with refused("huge-000000001-of-999999999 is missing, of the set of"):
-        build_index(huge)
-    os.unlink(huge)
-    command = ["-m", "dali_tf_input", "index", tmp_path / "*-of-*"]
-    assert python(*command).returncode == 1
-    assert python(*command, "--allow_missing").returncode == 0
-    assert from_files(tmp_path / "*-of-*").num_records == 4
-
-
 @pytest.mark.parametrize(
     ("numbers", "name"),
     [
+        (range(3), "train-{:05}-of-00003"),
+        (range(3), "x-train.tfrecord-{:05}-of-00003"),
         (range(4), "train-{}-of-4"),
         (range(1, 5), "train_{:03}_of_004.tfrec"),
         (range(1, 13), "train-{}-of-12"),
     ],
 )
-def test_sets_that_are_numbered_otherwise(tmp_path, numbers, name):
-    """From 0 or 1, padded or not; and a folder whose name looks like a pattern."""
+def test_a_missing_file_of_a_set(tmp_path, numbers, name):
+    """As after a download that ended early; numbered from 0 or 1, padded or not, and in a folder
+    whose name looks like a pattern. To name a part of a whole set is no mistake.
+    """
     folder = tmp_path / "data [v2]"
     folder.mkdir()
-    files = [write_tfrecord(folder / name.format(n), numbered_examples(1)) for n in numbers]
-    pattern = folder / "train*"
-    assert build_index(pattern).written == len(files)
-    os.unlink(files[2])
-    with refused(f"{re.escape(str(files[2]))} is missing, of the set of"):
-        build_index(pattern)
+    files = [write_tfrecord(folder / name.format(n), ONE) for n in numbers]
+    pattern = folder / "*train*"
+    assert build_index(files[:2]).written == 2
+    assert build_index(pattern).summary.records == len(files)
+    os.unlink(files[1])
+    said = f"{re.escape(files[1])} is missing, of the set of {re.escape(files[0])}: restore it, or"
+    for given in (files[:1], pattern):
+        with refused(f"{said} .*--allow_missing"):
+            build_index(given)
     assert build_index(pattern, allow_missing=True).summary.records == len(files) - 1
-    fold = tmp_path / "fold_1_of_5"
-    fold.mkdir()
-    assert build_index(write_tfrecord(fold / "train", numbered_examples(1))).written == 1
+    assert run("index", pattern).returncode == 1
+    assert run("index", "--allow_missing", pattern).returncode == 0
+    assert from_files(pattern).num_records == len(files) - 1
+
+
+def test_names_that_only_look_like_sets(tmp_path):
+    huge = write_tfrecord(tmp_path / "huge-00000-of-999999999", ONE)
+    with refused("huge-000000001-of-999999999 is missing, of the set of"):
+        build_index(huge)
+    (tmp_path / "fold_1_of_5").mkdir()
+    assert build_index(write_tfrecord(tmp_path / "fold_1_of_5" / "train", ONE)).written == 1
 
 
 def test_classes_of_a_record_count_once(tmp_path):
@@ -444,13 +387,6 @@ def test_records_that_tfds_counted(tmp_path):
     ):
         about.write_text(text)
         assert build_index(tmp_path / "x-train*").summary.records == 6
-
-
-def test_a_file_without_records_alone(tmp_path):
-    (tmp_path / "train").write_bytes(b"")
-    build_index(tmp_path / "train", **SKIP)
-    with refused("All 1 records of these 1 files are skipped"):
-        from_files(tmp_path / "train")
 
 
 @pytest.mark.slow
@@ -498,15 +434,16 @@ def test_deeper_levels(tmp_path):
 
 
 def test_what_the_manifest_says(tmp_path):
-    """Features, labels and images, of each file and of the whole."""
-    gray = [encode(np.full(size, 99.0), "JPEG") for size in ((40, 20), (30, 30))]
-    first = [{"image": jpeg(20, 30), "label": 0}, {"image": gray[0], "label": 1}]
-    second = [{"image": jpeg(20, 90), "label": 3}, {"image": gray[1], "label": 4, "extra": "here"}]
+    """Features and labels, of each file and of the whole."""
+    first = [{"image": jpeg(20, 30), "label": label} for label in (0, 1)]
+    second = [
+        {"image": jpeg(20, 90), "label": 3},
+        {"image": jpeg(9, 9), "label": 4, "extra": "here"},
+    ]
     for number, examples in enumerate((first, second)):
         write_tfrecord(tmp_path / f"train-{number}", examples)
-    checks = Checks(verify="decode", decoder="dali")
-    summary = build_index(tmp_path / "train-?", checks).summary
-    assert summary.verified == {"decode": 2}
+    summary = build_index(tmp_path / "train-?", SCHEMA).summary
+    assert summary.verified == {"schema": 2}
     features = {
         key: (feature.kinds, feature.lengths, feature.records)
         for key, feature in summary.features.items()
@@ -517,31 +454,38 @@ def test_what_the_manifest_says(tmp_path):
         "label": (("int64_list",), (1, 1), 4),
     }
     assert summary.without == {"extra": (str(tmp_path / "train-0"), 0)}
-    label, images = summary.features["label"], summary.images
+    label = summary.features["label"]
     assert label.range == (0, 4)
     assert label.counts == ((0, 1), (1, 1), (3, 1), (4, 1))
-    assert images.formats == {"JPEG": 2, "grayscale JPEG": 2}
-    assert images.largest_size == (40, 90)
     document = json.loads((tmp_path / "index_manifest.json").read_text())
     assert document["version"] == 4
     entry = document["files"]["train-1"]
-    assert (entry["records"], entry["verified"], entry["skipped"]) == (2, "decode", 0)
+    assert (entry["records"], entry["verified"], entry["skipped"]) == (2, "schema", 0)
     assert entry["size"] == os.path.getsize(tmp_path / "train-1")
     assert entry["features"]["extra"]["first_without"] == 0
-    assert Manifest.read(str(tmp_path)).entries["train-0"].images.largest_size == (40, 30)
 
 
-@pytest.mark.parametrize("decoder", ["dali", conftest.slowly("both"), conftest.slowly("tf_data")])
-def test_decode_names_what_is_no_good_image(tmp_path, decoder):
+@pytest.mark.slow
+def test_level_decode(tmp_path):
+    """Names what is no good image, and describes the others, of each file and of the whole.
+
+    tests/index/test_decoders.py has what each decoder accepts.
+    """
     zoo = conftest.image_zoo()
-    write_tfrecord(tmp_path / "train", [{"image": one, "label": 1} for one, _, _ in zoo.values()])
-    checks = Checks(verify="decode", decoder=decoder)
-    report, faults = index_with_faults(tmp_path / "train", checks, **SKIP)
+    write_tfrecord(tmp_path / "train-0", [{"image": one, "label": 1} for one, _, _ in zoo.values()])
+    gray = encode(np.full((40, 120), 99.0), "JPEG")
+    write_tfrecord(tmp_path / "train-1", [{"image": gray, "label": 1}])
+    report, faults = index_with_faults(tmp_path / "train-?", DECODE, num_processes=1, **SKIP)
     names = list(zoo)
     found = {names[record]: reason for _, record, reason in faults}
     assert found == {name: reason for name, (_, _, reason) in zoo.items() if reason}
-    formats = [image_format for _, image_format, _ in zoo.values() if image_format]
-    assert report.summary.images.formats == {name: formats.count(name) for name in formats}
+    formats = [one for _, one, _ in zoo.values() if one] + ["grayscale JPEG"]
+    images = report.summary.images
+    assert images.formats == {name: formats.count(name) for name in formats}
+    assert images.largest_size == (60, 120)
+    assert report.summary.verified == {"decode": 2}
+    entries = Manifest.read(str(tmp_path)).entries
+    assert entries["train-1"].images.largest_size == (40, 120)
 
 
 def test_keys_that_no_preset_has(tmp_path):
@@ -556,32 +500,15 @@ def test_keys_that_no_preset_has(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("folder", "message"),
     [
-        ({"on_bad": "ignore"}, "`on_bad` must be one of 'error', 'skip', got 'ignore'"),
-        ({"max_bad_fraction": 1.5}, r"`max_bad_fraction` must be in \[0, 1\], got 1.5"),
-        ({"num_processes": 0}, "`num_processes` must be at least 1 or None, got 0"),
-        ({"index_dir": "/proc/none"}, "to /proc/none: .*Name another folder with `index_dir`"),
-        ({"index_dir": "/dev/null/x"}, "Cannot write to /dev/null/x: Not a directory"),
+        ("/proc/none", "to /proc/none: .*Name another folder with `index_dir`"),
+        ("/dev/null/x", "Cannot write to /dev/null/x: Not a directory"),
     ],
 )
-def test_refuses(files, arguments, message):
+def test_a_folder_that_cannot_be_written(files, folder, message):
     with refused(message):
-        build_index(files, **arguments)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"verify": "all"}, "must be one of 'framing', 'crc', 'schema', 'decode', got 'all'"),
-        ({"decoder": "gpu"}, "`decoder` must be one of 'both', 'dali', 'tf_data', got 'gpu'"),
-        ({"label": "class"}, "`label` must be a ClassLabel, a MultiHot, a Values or None, got"),
-        ({"max_pixels": 0}, "`max_pixels` must be at least 1, got 0"),
-    ],
-)
-def test_checks_refuse(changes, message):
-    with refused(message):
-        Checks(**changes)
+        build_index(files, index_dir=folder)
 
 
 def test_a_full_disk(files, train, tmp_path):
@@ -591,17 +518,14 @@ def test_a_full_disk(files, train, tmp_path):
     build_index(files[0])
     index = index_of(files[0]).read_bytes()
     write_tfrecord(tmp_path / "train-1", [{"label": 1}] * 5000)
-    code = f"""if True:
-        import resource
-        from dali_tf_input import build_index
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-        try:
-            build_index({train!r}, force=True)
-        except ValueError as error:
-            print(error)
-    """
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     message = "File too large. The files there are complete. Free some space, or: name"
-    assert f"Cannot write to {tmp_path}: {message}" in python("-c", code).stdout
+    try:
+        with refused(f"Cannot write to {tmp_path}: {message}"):
+            build_index(train, force=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert index_of(files[0]).read_bytes() == index
     assert hidden(tmp_path) == []
     from_files(files[0])
@@ -621,9 +545,11 @@ def test_a_file_that_cannot_be_read(files, train):
 
 @pytest.fixture(scope="module")
 def long_file(tmp_path_factory):
-    """A file of 60 MB, whose check takes a while."""
-    example = {"image/encoded": bytes(1000), "image/class/label": 1}
-    return write_tfrecord(tmp_path_factory.mktemp("long") / "train", [example] * 60_000)
+    """A file of 20 MB, whose check takes a while and has a process of its own."""
+    record = frame_record(encode_example({"image/encoded": bytes(1000), "image/class/label": 1}))
+    path = tmp_path_factory.mktemp("long") / "train"
+    path.write_bytes(record * 20_000)
+    return path
 
 
 def test_a_file_that_is_still_being_written(long_file, tmp_path):
@@ -648,69 +574,6 @@ def test_a_listener_that_fails_ends_the_run(long_file):
     assert os.listdir(os.path.dirname(long_file)) == ["train"]
 
 
-KILLED = """if True:
-    import sys
-    from dali_tf_input.records.checks import Checks
-    import dali_tf_input.index.build as build
-    from dali_tf_input import build_index
-    build._COMMIT_SECONDS, build._COMMIT_RATIO = 0.02, 0
-    build_index(sys.argv[1], Checks(verify="crc"), force=True, on_bad="skip")
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kills", [7, nightly(28)])
-def test_kill_at_any_moment(tmp_path, kills):
-    """Killed with its workers again and again, a run leaves old indexes or new ones; the next run
-    continues.
-    """
-    generator = random.Random(0)
-    for number in range(60):
-        examples = [{"image": generator.randbytes(50), "label": 1}] * (200 + number)
-        ruin_data(write_tfrecord(tmp_path / f"train-{number:02d}", examples), 7)
-    train = tmp_path / "train-??"
-    command = [sys.executable, "-c", KILLED, train]
-    build_index(train)
-    old = indexes(tmp_path)
-    lines = {path: text.splitlines(keepends=True) for path, text in old.items()}
-    new = {path: b"".join(kept[:7] + kept[8:]) for path, kept in lines.items()}
-    start = time.perf_counter()
-    subprocess.run(command, check=True)
-    seconds = time.perf_counter() - start
-    outcomes = set()
-    for number in range(kills):
-        process = subprocess.Popen(command, start_new_session=True)
-        time.sleep(seconds * (0.4 + 0.7 * number / kills))
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        found = indexes(tmp_path)
-        assert set(found) == set(old)
-        assert all(text in (old[path], new[path]) for path, text in found.items())
-        json.loads((tmp_path / "index_manifest.json").read_text())
-        outcomes.add(frozenset(text == new[path] for path, text in found.items()))
-        build_index(train)  # continues: fixes an index that stands without its entry
-        from_files(train)
-        (tmp_path / "index_manifest.json").unlink()  # or they stay as deep
-        build_index(train)
-    assert len(outcomes) > 1  # some before, some after
-    assert hidden(tmp_path) == []  # what the killed ones left
-
-
-@pytest.mark.slow
-def test_a_parent_killed_alone_takes_its_run_along(tmp_path):
-    write_tfrecord(tmp_path / "train", [{"image": bytes(1000), "label": 1}] * 100_000)
-    process = subprocess.Popen([sys.executable, "-c", KILLED, tmp_path / "train"])
-    while not (workers := children_of(process.pid)) and process.poll() is None:
-        time.sleep(0.01)
-    assert workers
-    process.kill()
-    process.wait()
-    deadline = time.monotonic() + 10
-    while any(Path(f"/proc/{worker}").exists() for worker in workers):
-        assert time.monotonic() < deadline, "a worker outlived its parent"
-        time.sleep(0.05)
-
-
 def children_of(pid):
     tasks = Path(f"/proc/{pid}/task").glob("*/children")
     return [child for task in tasks for child in task.read_text().split()]
@@ -721,9 +584,9 @@ def test_runs_at_once_do_no_harm(tmp_path):
     """Some over the same files, some over others in the same folder; every one succeeds, and
     nothing is lost.
     """
-    for number in range(40):
+    for number in range(20):
         name = f"{'train' if number % 2 else 'validation'}-{number:02d}"
-        write_tfrecord(tmp_path / name, [TINY] * 300)
+        write_tfrecord(tmp_path / name, [TINY] * 100)
     code = "import sys; from dali_tf_input import build_index; build_index(sys.argv[1], force=True)"
     runs = [
         subprocess.Popen([sys.executable, "-c", code, tmp_path / name], stderr=subprocess.PIPE)
@@ -732,10 +595,11 @@ def test_runs_at_once_do_no_harm(tmp_path):
     for process in runs:
         assert (process.communicate()[1], process.returncode) == (b"", 0)
     dataset = from_files(tmp_path / "*-??", image_key="image")
-    assert dataset.num_records == 40 * 300
+    assert dataset.num_records == 20 * 100
     assert hidden(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed(files, long_file):
     """As by the kernel, for its memory: the file is named, and the others are checked."""
     before = children_of(os.getpid())
@@ -753,6 +617,11 @@ def test_a_worker_that_is_killed(files, long_file):
     assert report.written == 3
 
 
+def bytes_read():
+    """Returns how many bytes this process has read so far."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
 def test_big_records_and_files_are_not_read(tmp_path):
     """A record of nearly 2 GB and a file of 5 GB, of holes: their index is a matter of headers."""
     file = tmp_path / "train"
@@ -764,41 +633,10 @@ def test_big_records_and_files_are_not_read(tmp_path):
             stream.write(length + masked_crc(length).to_bytes(4, "little"))
         stream.seek(2 * (size + 16))
         stream.write(frame_record(b"last"))
-    start = time.process_time()
+    before = bytes_read()
     assert build_index(file).summary.records == 3
-    assert time.process_time() - start < 5
+    assert bytes_read() - before < 10_000_000
     assert np.loadtxt(f"{file}.idx", np.int64)[2].tolist() == [2 * (size + 16), 20]
-
-
-@pytest.mark.slow
-def test_fuzzed_examples(tmp_path):
-    """Records whose data is damaged, under a CRC that fits: each is valid or a named fault; the
-    backends' checks never crash.
-    """
-    generator = random.Random(3)
-    images = conftest.valid_images()
-    records = [encode_example({"image": images[0], "label": 1})]
-    for _ in range(1500):
-        example = {"image": generator.choice(images), "label": generator.randrange(10)}
-        data = bytearray(encode_example(example))
-        for _ in range(generator.randint(1, 3)):
-            position = generator.randrange(len(data))
-            match generator.randrange(4):
-                case 0:
-                    data[position] ^= 1 << generator.randrange(8)
-                case 1:
-                    del data[position : position + generator.randint(1, 30)]
-                case 2:
-                    data[position:position] = generator.randbytes(generator.randint(1, 30))
-                case _:
-                    data[position : position + 9] = data[:9]
-            data = data or bytearray(b"x")
-        records.append(bytes(data))
-    (tmp_path / "train").write_bytes(b"".join(map(frame_record, records)))
-    report, faults = index_with_faults(tmp_path / "train", DECODE, **SKIP)
-    assert report.summary.records + len(faults) == 1501
-    assert len(faults) > 500
-    assert "unreadable" not in report.reasons
 
 
 def test_a_copied_set_is_recognized(files, train, tmp_path):
@@ -872,15 +710,15 @@ def test_a_touched_file_is_checked_as_deeply_as_before(files, train):
 
 def test_a_run_does_not_undo_what_another_found_meanwhile(files, train, tmp_path):
     ruin_data(files[1], 2)
-    flags = ["--verify=crc", "--on_bad=skip", "--max_bad_fraction=1"]
-    codes = []
+    others = []
 
     def run_another(progress):
-        if not codes:
-            codes.append(python("-m", "dali_tf_input", "index", *flags, train).returncode)
+        if not others:
+            others.append(None)
+            others.append(build_index(train, CRC, **SKIP))
 
     report = build_index(train, on_progress=run_another)
-    assert codes == [0]
+    assert others[1].written == 3
     assert (report.summary.records, report.summary.verified) == (14, {"crc": 3})
     assert from_files(train).num_records == 14
     assert (tmp_path / "bad_records.jsonl").exists()
@@ -922,11 +760,8 @@ CRASHING = """if True:
     import os, signal, sys, time
     sys.path[:] = sys.argv[2:]
     from dali_tf_input.index import decoders
-    make = decoders.make_trial_decode
 
     def make_crashing_decode(checks):
-        decode = make(checks)
-
         def crash(encoded):
             if b"crashes" in encoded:
                 os.kill(os.getpid(), signal.SIGSEGV)
@@ -934,7 +769,7 @@ CRASHING = """if True:
                 time.sleep(1)
             with open(os.environ["COUNT"], "a") as stream:
                 stream.write("x")
-            return decode(encoded)
+            return ("JPEG", 9, 9)
 
         return crash
 
@@ -954,85 +789,21 @@ def crashing_decoder(tmp_path, monkeypatch):
     monkeypatch.setattr("dali_tf_input.processes._CODE", CRASHING)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("crashing_decoder")
-@pytest.mark.parametrize(("fault", "bad"), [("crashes", (2, 7)), ("hangs", (4,))])
-def test_a_record_that_ends_the_decoder(tmp_path, fault, bad):
-    """It is named and skipped, and so is a second one; the caller does not notice.
-
-    No other record is decoded twice.
-    """
-    examples = numbered_examples(9)
-    for number in bad:
+def test_records_that_end_the_decoder(tmp_path):
+    """Each is named and skipped; the caller does not notice, and no other record is decoded twice."""
+    examples, bad = numbered_examples(9), {2: "crashes", 4: "hangs", 7: "crashes"}
+    for number, fault in bad.items():
         examples[number]["image/encoded"] += fault.encode()
     write_tfrecord(tmp_path / "train-0", examples)
     write_tfrecord(tmp_path / "train-1", numbered_examples(3))
     checks = Checks(verify="decode", decoder="dali")
     report, faults = index_with_faults(tmp_path / "train-?", checks, num_processes=1, **SKIP)
-    assert faults == [("train-0", number, f"{fault} the decoder") for number in bad]
+    assert faults == [("train-0", number, f"{fault} the decoder") for number, fault in bad.items()]
     assert report.summary.records == 12 - len(bad)
     # Only images of the same call are decoded twice.
     assert len((tmp_path / "count").read_text()) <= 12 - len(bad) + 7
-
-
-FEATURE = {"kinds": ["x"], "lengths": [1, 1], "records": 1, "first_without": None}
-ODD_ENTRIES = [
-    {"records": 4},
-    {"records": 99},
-    {"records": None},
-    {"records": "5"},
-    {"skipped": None},
-    {"size": True},
-    {"verified": "all"},
-    {"checked_by": None},
-    {"features": []},
-    {"features": {"a": {}}},
-    {"features": {"a": {**FEATURE, "lengths": []}}},
-    {"features": {"a": {**FEATURE, "range": [1]}}},
-    {"features": {"a": {**FEATURE, "counts": [[1]]}}},
-    {"features": {"a": {**FEATURE, "counts": [[1, -1]]}}},
-    {"checked_by": {"label": 5}},
-    {"checked_by": {"label": {"kind": ["class"]}}},
-    {"checked_by": {"label": {"kind": "class", "size": 1}}},
-    {"checked_by": {"decoders": 1}},
-    {"images": {}},
-    {"folder": 3},
-]
-
-
-@pytest.mark.parametrize("changes", ODD_ENTRIES, ids=str)
-def test_a_manifest_that_was_tampered_with(train, tmp_path, changes):
-    build_index(train)
-    manifest = tmp_path / "index_manifest.json"
-    document = json.loads(manifest.read_text())
-    document["files"]["train-1"] |= changes
-    manifest.write_text(json.dumps(document))
-    with refused(r"-m dali_tf_input index "):
-        from_files(train)
-    assert build_index(train, force=True).written >= 1
-    assert from_files(train).num_records == 15
-
-
-FORMAT = b'{"format": "x", "version": 1}'
-OTHER_FILES = [b"", b"\xff", b"null", b"3", b"{", b"[]", b"[" * 200_000, b'{"file": 3}\n', FORMAT]
-
-
-@pytest.mark.parametrize("content", [*OTHER_FILES, b'{"format": 1}'])
-def test_files_of_ours_that_are_something_else(files, train, tmp_path, content):
-    build_index(train)
-    (tmp_path / "index_manifest.json").write_bytes(content)
-    (tmp_path / "bad_records.jsonl").write_bytes(content + b"\n")
-    deep = "--force --verify=decode --on_bad=skip"
-    with refused(
-        f"is not an index manifest of this version of .*: .* -m dali_tf_input index {deep}"
-    ):
-        from_files(train)
-    ruin_data(files[1], 2)
-    with refused("Restore it, or start a new one"):
-        index_with_faults(train, CRC, **SKIP)
-    report, _ = index_with_faults(train, CRC, force=True, **SKIP)
-    assert report.written == 3
-    assert [one["file"] for one in bad_records(tmp_path)] == ["train-1"]
-    assert from_files(train).num_records == 14
 
 
 def test_odd_names(tmp_path):
@@ -1061,45 +832,12 @@ def test_names_that_are_not_utf8(tmp_path):
         build_index(write_tfrecord(tmp_path / os.fsdecode(b"\xff") / "train", [TINY]))
 
 
-@pytest.mark.parametrize(
-    ("size", "count", "sampled"), [(1, 1, 1), (1, 20, 20), (1, 5000, 65), (1 << 18, 40, 5)]
-)
-def test_framing_reads_the_data_of_a_sample(tmp_path, monkeypatch, size, count, sampled):
-    """Of each 4096 records 32 at most, 1 MiB at most, evenly spaced, the first and the last."""
-    examples = [{"image": bytes(size), "label": number} for number in range(count)]
-    file = write_tfrecord(tmp_path / "train", examples)
-    read = []
-    monkeypatch.setattr(scan, "read_data", lambda *place: read.append(place) or read_data(*place))
-    listeners = {"on_bad_record": print, "on_progress": lambda *_: None}
-    entry = scan.check_file(file, io.BytesIO(), Checks(), decode=None, **listeners)
-    assert entry.parsed == len(read) == sampled
-    label = entry.features["label"]
-    assert (label.range, label.first_without) == ((0, count - 1), None)
-
-
 def test_links_count_once(files, tmp_path):
     (tmp_path / "a-link").symlink_to(files[0])
     (tmp_path / "broken").symlink_to(tmp_path / "nowhere")
     assert find_files(tmp_path / "*-*") == tuple(files)
     with refused("broken is a link to a file that does not exist"):
         find_files(tmp_path / "b*")
-
-
-def test_from_another_folder_with_modules_of_the_same_name(files, tmp_path):
-    """The worker processes import what the program imported, whatever lies where it is now; and no
-    guard is needed.
-    """
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    for name in ("json.py", "array.py", "dali_tf_input.py"):
-        (elsewhere / name).write_text("print('shadow'); raise SystemExit(3)")
-    head = "import os, threading; from dali_tf_input import build_index; os.chdir('elsewhere'); "
-    index = f"print(build_index({files!r}, force=True).written)"
-    thread = f"one = threading.Thread(target=lambda: {index}); one.start(); one.join()"
-    (tmp_path / "program.py").write_text(head + thread)
-    for words in ([tmp_path / "program.py"], ["-c", head + index]):
-        process = python(*words, cwd=tmp_path)
-        assert (process.stdout, process.stderr) == ("3\n", "")
 
 
 def test_records_are_read_while_indexes_are_replaced(files, train, monkeypatch):
@@ -1141,25 +879,6 @@ def test_labels_from_1_are_not_indexed_on_the_way(tmp_path, monkeypatch):
     assert not list(tmp_path.glob("*.idx"))
 
 
-def test_few_bytes_are_checked_by_few_processes(tmp_path, monkeypatch):
-    """Starting one takes longer. Unless their number is given; and never more than files."""
-    for number in range(4):
-        write_tfrecord(tmp_path / f"part-{number}", numbered_examples(3))
-    size = sum(file.stat().st_size for file in tmp_path.iterdir())
-    started = []
-
-    def start(count):
-        started.append(count)
-        return ThreadPoolExecutor(count)
-
-    monkeypatch.setattr(run, "ThreadPoolExecutor", start)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
-    for few_bytes, num_processes in ((size - 1, None), (size - 1, 3), (1, None)):
-        monkeypatch.setattr(run, "_FEW_BYTES", few_bytes)
-        build_index(tmp_path / "part-?", num_processes=num_processes, force=True)
-    assert started == [2, 3, 4]
-
-
 def test_a_file_that_joins_others_is_checked_as_they_are(tmp_path):
     """So that the labels of all are known, or of none."""
     for number in range(2):
@@ -1178,7 +897,7 @@ def test_a_file_that_joins_others_is_checked_as_they_are(tmp_path):
 
 def test_a_split_without_labels_joins_none_that_has_them(tmp_path):
     write_tfrecord(tmp_path / "train-00000-of-00001", numbered_examples(3))
-    build_index(tmp_path / "*-of-*", Checks(verify="schema"))
+    build_index(tmp_path / "*-of-*", SCHEMA)
     unlabeled = [{"image/encoded": jpeg(8, 8, seed=number)} for number in range(2)]
     write_tfrecord(tmp_path / "test-00000-of-00001", unlabeled)
     assert build_index(tmp_path / "*-of-*").summary.verified == {"framing": 1, "schema": 1}

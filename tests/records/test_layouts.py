@@ -67,11 +67,12 @@ def detection(number, size):
 
 
 def serve(pattern, **fields):
-    """Returns the labels of a pass, and the boxes that come with them."""
+    """Returns the labels of an epoch, and the boxes that come with them."""
     spec = dti.InputSpec.for_evaluation(pattern, 32, **fields)
     return next(iter(dti.load(spec, TF_DATA, batch_size=7)))
 
 
+@pytest.mark.slow
 def test_slim(tmp_path):
     write(tmp_path / "train-00000-of-00001", map(slim, range(7), SIZES))
     label = dti.ClassLabel(num_classes=3, offset=1)
@@ -84,6 +85,7 @@ def test_slim(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_object_detection(tmp_path):
     """The classes of an image's objects as one multi-hot vector."""
     write(tmp_path / "pascal_train.record-00000-of-00001", map(detection, range(7), SIZES))

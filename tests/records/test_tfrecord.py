@@ -3,18 +3,16 @@
 import contextlib
 import os
 import resource
-import time
+from pathlib import Path
 from random import Random
 
 import pytest
 import tensorflow as tf
-from conftest import refused, scan_records
+from conftest import at_night, refused, scan_records
 
 from dali_tf_input.records.example import decode_example, encode_example
 from dali_tf_input.records.tfrecord import (
     BadRecord,
-    _find_candidates,
-    _size_of,
     find_records,
     frame_record,
     masked_crc,
@@ -139,7 +137,9 @@ def test_a_zlib_file_is_not_taken_for_records_of_its_length(tmp_path):
 def test_many_records_over_many_reads(tmp_path):
     """Over the sizes at which reading changes: a page, a block of pages, a batch of places."""
     random = Random(0)
-    sizes = [random.choice([0, 1, 100, 4070, 4080, 4090, 70_000]) for _ in range(5_000)]
+    sizes = [
+        random.choice([0, 1, 100, 4070, 4080, 4090, 70_000]) for _ in range(at_night(1000, 5000))
+    ]
     data = [random.randbytes(size) for size in sizes]
     places, faults = find(tmp_path / "file", b"".join(map(frame_record, data)))
     assert faults == []
@@ -151,14 +151,21 @@ BLOCK = 1 << 22
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gap", [1, BLOCK - 30, BLOCK - 11, BLOCK, BLOCK + 5, 3 * BLOCK])
-@pytest.mark.parametrize("junk", [b"\0", b"\xff", b"\1\0\0\0\0"])
+@pytest.mark.parametrize("junk", at_night([b"\0"], [b"\0", b"\xff", b"\1\0\0\0\0"]))
 def test_the_next_record_is_found_over_any_gap(tmp_path, gap, junk):
-    """Also where it lies across two of the pieces in which a gap is searched, and in bytes that
-    look like many headers.
-    """
+    """Also where it lies across two of the pieces in which a gap is searched."""
     content = HELLO + (junk * gap)[:gap] + WORLD
     places, faults = find(tmp_path / "file", content)
     assert places == [(0, 21), (21 + gap, 34)]
+    assert len(faults) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("junk", [b"\xff", b"\1\0\0\0\0"])
+def test_the_next_record_is_found_behind_what_looks_like_headers(tmp_path, junk):
+    content = HELLO + (junk * BLOCK)[: BLOCK - 11] + WORLD
+    places, faults = find(tmp_path / "file", content)
+    assert places == [(0, 21), (21 + BLOCK - 11, 34)]
     assert len(faults) == 1
 
 
@@ -166,9 +173,9 @@ def test_fuzz(tmp_path):
     """Flipped bits, cuts, splices and random bytes: whatever stands whole in the file is found, all
     the rest is faults.
     """
-    random = Random(1)
+    random, rounds = Random(1), at_night(400, 4000)
     missed = 0
-    for _ in range(4000):
+    for _ in range(rounds):
         records = [
             frame_record(random.randbytes(random.choice([0, 1, 30, 200, 5000])))
             for _ in range(random.randint(1, 8))
@@ -200,24 +207,15 @@ def test_fuzz(tmp_path):
         missed += max(0, whole - valid)
     # Rarely a record that lost as many bytes as the next ones have swallows them whole: its frame
     # is valid, only its data is not.
-    assert missed <= 20
+    assert missed <= rounds / 200
 
 
 def test_fuzz_of_random_bytes(tmp_path):
     random = Random(2)
-    for _ in range(1000):
+    for _ in range(at_night(200, 1000)):
         content = random.randbytes(random.randint(1, 300))
         places, faults = find(tmp_path / "file", content)
         assert (places, len(faults)) == ([], 1)
-
-
-def test_scan_records_reads_headers_only(tmp_path):
-    """A record of 5 GB of holes is one hop."""
-    path = tmp_path / "sparse"
-    size = 5 * 2**30
-    path.write_bytes(header(size))
-    os.truncate(path, 12 + size + 4)
-    assert list(scan_records(str(path))) == [(0, size + 16)]
 
 
 def test_a_file_made_to_break_everywhere_is_no_hang(tmp_path):
@@ -225,13 +223,19 @@ def test_a_file_made_to_break_everywhere_is_no_hang(tmp_path):
     content = bytearray()
     for number in range(20_000):
         content += header(16 * (20_000 - number) - 40) + b"\xff" * 4
-    start = time.process_time()
+    before = bytes_read()
     _, faults = find(tmp_path / "file", bytes(content))
-    assert time.process_time() - start < 20
+    assert bytes_read() - before < 1000 * len(
+        content
+    )  # each header by itself would be 10,000 times
     assert faults
 
 
-@pytest.mark.slow
+def bytes_read():
+    """Returns how many bytes this process has read so far."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
 @pytest.mark.nightly
 def test_five_gigabytes_with_a_break(tmp_path):
     """A hole of 3 GB between two records is searched; memory stays."""
@@ -256,9 +260,7 @@ def test_a_file_that_shrinks_meanwhile_is_no_hang(tmp_path):
         found = find_records(str(path), descriptor)
         next(found)
         os.truncate(path, 0)
-        start = time.process_time()
         assert any(isinstance(item, BadRecord) for item in found)
-        assert time.process_time() - start < 2
 
 
 def test_read_record_finds_flipped_bytes(tmp_path):
@@ -361,14 +363,3 @@ def test_an_example_above_64_mib_is_too_large():
     data = encode_example({"image": bytes(1 << 26)})
     with refused(r"an Example must be at most 67,108,864 bytes, found 67,108,\d+"):
         decode_example(data)
-
-
-def test_search_finds_what_the_crc_decides():
-    """Against all places, on bytes with few values, in which zeros and lengths are frequent."""
-    random = Random(3)
-    headers = [header(length) for length in (0, 1, 255, 256, 65_536, (1 << 32) - 1)]
-    for _ in range(2000):
-        pieces = [random.choice([*headers, b"\0", b"\0\0\0", b"\1", b"\0" * 20]) for _ in range(8)]
-        chunk = b"".join(pieces)[random.randrange(12) :]
-        places = {place for place in range(len(chunk) - 11) if _size_of(chunk[place : place + 12])}
-        assert places <= {*_find_candidates(chunk)}

@@ -1,3 +1,5 @@
+"""A window of measuring: what is counted in it."""
+
 import dataclasses
 import itertools
 import multiprocessing
@@ -5,9 +7,9 @@ import os
 import time
 
 import pytest
+from conftest import refused
 
-from dali_tf_input import InputError
-from support.benchmark import Stats, Window, measure, used_cpu_seconds
+from support.benchmark import Window, measure, used_cpu_seconds
 
 
 class Clock:
@@ -61,24 +63,13 @@ def test_measure_takes_one_batch_at_least():
     assert (window.measured_batches, window.seconds) == (1, 9.0)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"batch_size": 0}, "`batch_size` must be at least 1"),
-        ({"seconds": 0}, "`seconds` must be above 0"),
-        ({"warmup_batches": -1}, "`warmup_batches` must be at least 0"),
-        ({}, "`batches` ended before the window did"),
-    ],
-)
-def test_measure_refuses(arguments, message):
-    with pytest.raises(InputError, match=message):
-        measure(
-            iter(["batch"]), **{"batch_size": 1, "seconds": 1e9, "warmup_batches": 0, **arguments}
-        )
+def test_batches_that_end_in_the_window():
+    with refused("`batches` ended before the window did"):
+        measure(iter(["batch"]), batch_size=1, seconds=1e9, warmup_batches=0)
 
 
 def work_and_wait(connection):
-    while time.process_time() < 0.5:
+    while time.process_time() < 0.3:
         pass
     connection.send(None)
     connection.recv()
@@ -90,12 +81,6 @@ def test_cpu_time_counts_workers():
     process = multiprocessing.get_context("spawn").Process(target=work_and_wait, args=(theirs,))
     process.start()
     ours.recv()
-    assert used_cpu_seconds() - before > 0.4
+    assert used_cpu_seconds() - before > 0.2
     ours.send(None)
     process.join()
-
-
-def test_spread():
-    assert Stats.of([3.0, 1.0, 2.0]) == Stats(median=2.0, minimum=1.0, maximum=3.0)
-    assert Stats.of([1.0, 2.0]).median == 1.5
-    assert Stats.of([7.0]) == Stats(median=7.0, minimum=7.0, maximum=7.0)

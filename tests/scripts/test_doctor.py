@@ -1,8 +1,7 @@
-"""`make doctor` in environments that are really broken: each is a line of the report, with the
-command that mends it.
+"""`doctor` in environments that are broken: each is a line of the report, with the command that
+mends it.
 """
 
-import contextlib
 import importlib.metadata
 import os
 import shlex
@@ -10,15 +9,15 @@ import shutil
 import types
 
 import pytest
-from commands import load, run_cold
-from conftest import jpeg, nightly, write_dataset, write_tfrecord
+from commands import fails, load, run, run_cold
+from conftest import at_night, jpeg, refused, write_dataset, write_tfrecord
 
-from dali_tf_input import Checks, ClassLabel, InputError, build_index
+from dali_tf_input import Checks, ClassLabel, build_index
 from dali_tf_input.cli import machine
 from dali_tf_input.records.installing import DALI, with_version
 from dali_tf_input.records.paths import program, python_command
 
-# Run by Python as it starts: what an import of the plugin meets.
+# Run by Python as it starts: what an import of a module meets.
 HINDRANCE = """
 import sys
 
@@ -30,50 +29,31 @@ class Finder:
 sys.meta_path.insert(0, Finder())
 """
 PLUGIN = "nvidia.dali.plugin.tf"
-NOT_INSTALLED = """
-import importlib.metadata
-version = importlib.metadata.version
-
-def find(package):
-    if "plugin" in package:
-        raise importlib.metadata.PackageNotFoundError(package)
-    return version(package)
-
-importlib.metadata.version = find
-"""
 OTHER_VERSION = """
 import importlib.metadata
 version = importlib.metadata.version
 importlib.metadata.version = lambda package: "1.0" if "plugin" in package else version(package)
 """
-
-
-def hinder(module, what):
-    return HINDRANCE.format(module=module, what=what)
+NO_DALI = HINDRANCE.format(module="nvidia.dali", what="raise ImportError('none')")
+CRASH = HINDRANCE.format(module=PLUGIN, what="import os; os.kill(os.getpid(), 11)")
+OTHER_TENSORFLOW = HINDRANCE.format(module=PLUGIN, what="raise ImportError('undefined _Z')")
 
 
 def write_smi(folder, command, shell="/bin/sh"):
+    folder.mkdir(exist_ok=True)
     (folder / "nvidia-smi").write_text(f"#!{shell}\n{command}\n")
     (folder / "nvidia-smi").chmod(0o755)
 
 
-def examine(tmp_path, *arguments, site="", smi=None):
+def examine(tmp_path, *arguments, site=""):
     """Runs the doctor; returns its exit code and the lines it printed."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(site)
-    (tmp_path / "bin").mkdir()  # all that it finds: what this machine has of GPUs does not count
-    if smi is not None:
-        write_smi(tmp_path / "bin", smi)
+    (tmp_path / "bin").mkdir(exist_ok=True)  # all that it finds: this machine's GPUs do not count
     path = f"{tmp_path}/site:{os.environ.get('PYTHONPATH', '')}"
     process = run_cold("doctor", *arguments, PYTHONPATH=path, PATH=f"{tmp_path}/bin")
     assert process.stderr == ""
     return process.returncode, process.stdout.splitlines()
-
-
-def import_doctor():
-    doctor = load("doctor")
-    doctor.FLAGS(["test"])
-    return doctor
 
 
 def line_of(lines, what):
@@ -82,37 +62,97 @@ def line_of(lines, what):
     return lines[position].split()[0], lines[position], lines[position + 1]
 
 
+@pytest.fixture
+def doctor():
+    """The command, with its flags read."""
+    module = load("doctor")
+    module.FLAGS(["test"])
+    return module
+
+
+class Answers:
+    """Stands for a process that tries code; `answer(code)` is what it would print, or an error."""
+
+    def __init__(self, answer):
+        self.answer, self.tried = answer, []
+
+    def attempt(self, code):
+        self.tried.append(code)
+        answer = self.answer(code)
+        return not isinstance(answer, Exception), str(answer)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
+def run_all(steps):
+    """Returns what a generator yields, by the names of the lines, and what it returns."""
+    findings = {}
+    while True:
+        try:
+            finding = next(steps)
+        except StopIteration as end:
+            return findings, end.value
+        findings[finding.what] = finding
+
+
+def test_the_report(doctor, monkeypatch, capsys):
+    """Each line has its state, what is broken has its fix; the exit code says whether all works."""
+    monkeypatch.setattr(doctor.machine, "ask_driver", lambda _: None)
+    answer = ["0"]
+    monkeypatch.setattr(doctor, "Trier", lambda: Answers(lambda _: answer[0]))
+    assert doctor.main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    states = {line[:7].strip() for line in lines[:-1] if "->" not in line}
+    assert states <= {"ok", "warning"}
+    assert lines[-1].startswith("No problems found, ")
+    answer[0] = ImportError("none")
+    assert doctor.main([]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    state, _, fix = line_of(lines, "TensorFlow")
+    assert (state, "pip install --force-reinstall" in fix) == ("broken", True)
+    assert lines[-1].startswith("3 problems, ")
+    fails(run("doctor", "stray"), "error: Unknown arguments: stray")
+
+
 @pytest.mark.slow
 def test_a_sound_environment(tmp_path):
+    """Of files whose labels were not checked a warning is the only one."""
     dataset = write_dataset(tmp_path / "records", [5, 12, 7])
-    build_index(dataset.paths, Checks(verify="schema"))
     code, lines = examine(tmp_path, *(f"--files={file}" for file in dataset.paths))
     assert code == 0
     assert lines[-1].startswith("No problems found, ")
     bad = [line for line in lines[:-1] if line.split()[0] != "ok" and "->" not in line]
-    assert [line for line in bad if "cores  " not in line] == []
+    assert [line.split()[1] for line in bad if "cores  " not in line] == ["labels"]
+    assert "index --verify=schema " in line_of(lines, "labels")[2]
     assert "serves a batch on the CPU" in line_of(lines, "pipeline")[1]
     assert "24 in 3 files" in line_of(lines, "records")[1]
 
 
+BROKEN = [
+    (NO_DALI, "DALI", "ImportError: none"),
+    (CRASH, "plugin", "died (SIGSEGV)"),
+    (OTHER_TENSORFLOW, "plugin", "undefined _Z"),
+    (OTHER_VERSION, "plugin", "1.0, compiled for another DALI than 2.4"),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("site", "what", "found"),
-    [
-        (hinder("nvidia.dali", "raise ImportError('none')"), "DALI", "ImportError: none"),
-        nightly(hinder(PLUGIN, "raise ImportError('undefined _Z')"), "plugin", "undefined _Z"),
-        (hinder(PLUGIN, "import os; os.kill(os.getpid(), 11)"), "plugin", "died (SIGSEGV)"),
-        nightly(OTHER_VERSION, "plugin", "1.0, compiled for another DALI than 2.4"),
-    ],
-    ids=["no_dali", "other_tf", "crash", "other_dali"],
-)
+@pytest.mark.parametrize(("site", "what", "found"), at_night(BROKEN[:2], BROKEN))
 def test_a_broken_environment(tmp_path, site, what, found):
+    """Beside a GPU that TensorFlow does not see."""
+    write_smi(tmp_path / "bin", "echo 'NVIDIA H100, 550.1'")
     code, lines = examine(tmp_path, site=site)
     state, line, fix = line_of(lines, what)
     assert (code, state) == (1, "broken")
     assert found in line
     assert "make install" in fix or "pip install" in fix
-    assert lines[-1].startswith("1 problem, ")
+    state, line, _ = line_of(lines, "TensorFlow's GPUs")
+    assert (state, "0 of 1" in line) == ("broken", True)
+    assert lines[-1].startswith(f"{sum(line.startswith('broken') for line in lines)} problem")
 
 
 @pytest.mark.parametrize(
@@ -120,268 +160,198 @@ def test_a_broken_environment(tmp_path, site, what, found):
     [
         ("echo 'Failed to initialize NVML: version mismatch'; exit 18", "NVML: version"),
         ("echo 'NVIDIA H100, 515.65, 9 MiB, 80 MiB'", "CUDA 12 needs driver 525"),
+        (f"exec {shutil.which('sleep')} 99", "nvidia-smi does not answer within 1 s"),
     ],
-    ids=["broken", "old"],
+    ids=["broken", "old", "hangs"],
 )
-def test_a_driver(monkeypatch, tmp_path, smi, found):
+def test_a_driver(doctor, monkeypatch, tmp_path, smi, found):
     write_smi(tmp_path, smi)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    (line,) = import_doctor().examine_driver()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if "99" in smi:
+        monkeypatch.setattr(machine, "_SECONDS", 1)
+        with refused(r"nvidia-smi does not answer within 1 s: the driver hangs.*doctor"):
+            machine.ask_driver("name")
+    (line,) = doctor.examine_driver()
     assert (line.state, line.what) == ("broken", "driver")
     assert found in line.found
     assert line.fix.startswith("nvidia-smi ")
 
 
-@pytest.mark.slow
-def test_a_gpu_that_tensorflow_does_not_see(tmp_path):
-    code, lines = examine(tmp_path, smi="echo 'NVIDIA H100, 550.1'")
-    state, line, _ = line_of(lines, "TensorFlow's GPUs")
-    assert (code, state) == (1, "broken")
-    assert "0 of 1" in line
-
-
-@pytest.mark.parametrize(("force", "state"), [(None, "ok"), ("true", "ok"), ("false", "broken")])
-def test_memory_growth_and_a_pipeline_on_the_gpu(monkeypatch, tmp_path, force, state):
-    """What would be tried where both see the GPU; the answers are made up here."""
-    doctor = load("doctor")
-    tried = []
-
-    class Trier(doctor.Trier):
-        def attempt(self, code):
-            tried.append(code)
-            return True, "1"
-
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    write_smi(tmp_path, "echo 'NVIDIA H100, 550.1'")
-    if force:
-        monkeypatch.setenv("TF_FORCE_GPU_ALLOW_GROWTH", force)
-    else:
-        monkeypatch.delenv("TF_FORCE_GPU_ALLOW_GROWTH", raising=False)
-    trier, findings = Trier(), {}
-    gpus = doctor.examine_gpus(trier, ["TensorFlow", "DALI"])
-    with contextlib.suppress(StopIteration):
-        while True:
-            finding = next(gpus)
-            findings[finding.what] = finding
-    assert findings["memory growth"].state == state
-    if force == "false":
-        assert findings["memory growth"].fix == "unset TF_FORCE_GPU_ALLOW_GROWTH"
-    for on_gpu, pipelines in ((False, ["pipeline"]), (True, ["pipeline", "GPU pipeline"])):
-        found = list(doctor.examine_plugin(trier, on_gpu=on_gpu))
-        states = [(finding.what, finding.state) for finding in found[1:]]
-        assert states == [(what, "ok") for what in ("operator of DALI", *pipelines)]
-    assert "device_id = 0" in tried[-1]
-    assert any("enable_memory_growth" in code for code in tried) == (state == "ok")
-    monkeypatch.setattr(Trier, "attempt", lambda _, code: ("DALIDataset(" not in code, "no"))
-    *_, pipeline = doctor.examine_plugin(trier, on_gpu=False)
-    assert pipeline[2:] == ("no", doctor._install_plugin())
-    assert pipeline.state == "broken"
-    monkeypatch.setattr(Trier, "attempt", lambda _, code: ("load_operator" not in code, "no"))
-    operator = next(one for one in doctor.examine_plugin(trier, on_gpu=False) if one.state != "ok")
-    assert (operator.what, operator.state) == ("operator of DALI", "warning")
-    assert operator.fix.endswith("python -m dali_tf_input.backends.dali_operator")
-
-
-def test_gpus_that_only_the_libraries_see(monkeypatch, tmp_path):
-    """As in a container without nvidia-smi."""
-    doctor = load("doctor")
-
-    class Trier(doctor.Trier):
-        def attempt(self, code):
-            return True, "2" if "DALI" in code or "dali" in code else "0"
-
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    dali, tensorflow = sorted(doctor.examine_gpus(Trier(), ["TensorFlow", "DALI"]))[::-1]
-    assert (dali.what, dali.state) == ("DALI's GPUs", "ok")
-    assert (tensorflow.what, tensorflow.found) == ("TensorFlow's GPUs", "0 of 2")
-    assert tensorflow.fix == doctor.reinstall("tensorflow[and-cuda]", DALI)
-
-
-ONE_OF_8 = ("ok", "1 of 8, those of CUDA_VISIBLE_DEVICES")
+GPU = "NVIDIA H100, 550.1\n"
+OK, BAD = "ok", "broken"
+ONE_OF_8 = OK, "1 of 8, those of CUDA_VISIBLE_DEVICES"
 
 
 @pytest.mark.parametrize(
-    ("visible", "tensorflow", "dali", "found"),
+    ("driver", "visible", "tensorflow", "dali", "found", "usable"),
     [
-        ("2", "1", "1", [ONE_OF_8, ONE_OF_8]),
-        ("", "0", "0", [("broken", "0 of 8"), ("broken", "0 of 8")]),
-        (None, "8", "8", [("ok", "8"), ("ok", "8")]),
-        ("2", "0", "1", [("broken", "0 of 1"), ONE_OF_8]),
-        (None, "0", "8", [("broken", "0 of 8"), ("ok", "8")]),
+        (8, None, "8", "8", [(OK, "8"), (OK, "8")], True),
+        (8, "2", "1", "1", [ONE_OF_8, ONE_OF_8], True),  # the others are left to others
+        (8, "", "0", "0", [(BAD, "0 of 8"), (BAD, "0 of 8")], False),
+        (8, "2", "0", "1", [(BAD, "0 of 1"), ONE_OF_8], False),
+        (8, None, "0", "8", [(BAD, "0 of 8"), (OK, "8")], False),
+        (None, None, "0", "2", [(BAD, "0 of 2"), (OK, "2")], False),  # without nvidia-smi
     ],
 )
-def test_gpus_that_are_left_to_others(monkeypatch, tmp_path, visible, tensorflow, dali, found):
-    doctor = load("doctor")
-    write_smi(tmp_path, "for gpu in 1 2 3 4 5 6 7 8; do echo 'NVIDIA H100, 550.1'; done")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    if visible is None:
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    else:
+def test_gpus(doctor, monkeypatch, driver, visible, tensorflow, dali, found, usable):
+    """Those that the driver, TensorFlow and DALI see; what is hidden on purpose is not missing."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("TF_FORCE_GPU_ALLOW_GROWTH", raising=False)
+    if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    answers = types.SimpleNamespace(
-        attempt=lambda code: (True, dali if "dali as" in code else tensorflow)
-    )
-    lines = doctor.examine_gpus(answers, ["TensorFlow", "DALI"])
-    lines = [finding for finding in lines if "'s GPUs" in finding.what]
+    answer = driver and (True, GPU * driver)
+    monkeypatch.setattr(doctor.machine, "ask_driver", lambda _: answer)
+    trier = Answers(lambda code: dali if "dali as" in code else tensorflow)
+    findings, on_gpu = run_all(doctor.examine_gpus(trier, ["TensorFlow", "DALI"]))
+    lines = [findings[f"{name}'s GPUs"] for name in ("TensorFlow", "DALI")]
     assert [(line.state, line.found) for line in lines] == found
-    if visible == "":
-        assert lines[0].fix == "unset CUDA_VISIBLE_DEVICES"
+    assert on_gpu == usable == ("memory growth" in findings)
+    reinstall = doctor.reinstall("tensorflow[and-cuda]", DALI)
+    fix = "unset CUDA_VISIBLE_DEVICES" if visible == "" else reinstall
+    assert {line.fix for line in lines if line.state == BAD} <= {fix}
+    monkeypatch.setenv("TF_FORCE_GPU_ALLOW_GROWTH", "false")
+    trier = Answers(lambda code: OSError("libnvcuvid.so.1") if "nvcuvid" in code else "8")
+    findings, _ = run_all(doctor.examine_gpus(trier, ["TensorFlow", "DALI"]))
+    growth = findings["memory growth"]
+    assert (growth.state, growth.fix) == (BAD, "unset TF_FORCE_GPU_ALLOW_GROWTH")
+    if driver:
+        decoder = findings["hardware JPEG decoder"]
+        assert (decoder.state, "docker run" in decoder.fix) == ("warning", True)
 
 
-@pytest.mark.parametrize("text", ["libnvcuvid.so.1: cannot open", "NVMLError: Not Supported"])
-def test_a_gpu_without_its_jpeg_decoder(monkeypatch, tmp_path, text):
-    write_smi(tmp_path, "echo 'NVIDIA H100, 550.1'")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    doctor = load("doctor")
-    trier = types.SimpleNamespace(attempt=lambda code: (False, text))
-    found = {line.what: line for line in doctor.examine_gpus(trier, [])}["hardware JPEG decoder"]
-    assert (found.state, "docker run" in found.fix) == ("warning", "Not" not in text)
-
-
-def test_a_driver_that_hangs(monkeypatch, tmp_path):
-    doctor = load("doctor")
-    write_smi(tmp_path, f"exec {shutil.which('sleep')} 99", shell=shutil.which("sh"))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(machine, "_SECONDS", 1)
-    (finding,) = doctor.examine_driver()
-    assert (finding.state, finding.found) == ("broken", "nvidia-smi does not answer within 1 s")
-    with pytest.raises(
-        InputError, match=r"nvidia-smi does not answer within 1 s: the driver hangs.*doctor"
+def test_the_plugin(doctor, monkeypatch):
+    """A pipeline is tried on each device; a broken one is compiled again. It is optional."""
+    for on_gpu, pipelines in ((False, ["pipeline"]), (True, ["pipeline", "GPU pipeline"])):
+        trier = Answers(lambda _: "1")
+        found = list(doctor.examine_plugin(trier, on_gpu=on_gpu))
+        states = [(finding.what, finding.state) for finding in found]
+        assert states == [(what, OK) for what in ("plugin", "operator of DALI", *pipelines)]
+        assert f"device_id = {0 if on_gpu else None}" in trier.tried[-1]
+    for part, what, state in (
+        ("DALIDataset(", "pipeline", BAD),
+        ("load_operator", "operator of DALI", "warning"),
     ):
-        machine.ask_driver("name")
+        trier = Answers(lambda code, part=part: OSError("no") if part in code else "1")
+        (found,) = (one for one in doctor.examine_plugin(trier, on_gpu=False) if one.state != OK)
+        assert found[:3] == (state, what, "no")
+        operator = f"{python_command()} -m dali_tf_input.backends.dali_operator"
+        assert found.fix == (doctor._install_plugin() if state == BAD else operator)
+
+    def version(package):
+        if "plugin" in package:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return "2.4"
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(doctor.sys, "prefix", "/usr")
+    (finding,) = doctor.examine_plugin(None, on_gpu=False)
+    assert (finding.state, finding.what) == ("warning", "plugin")
+    assert "tf.data alone works" in finding.found
+    assert "pip install --no-build-isolation" in finding.fix
 
 
-def test_cores(monkeypatch, tmp_path):
-    doctor = load("doctor")
-    quota = tmp_path / "cpu.max"
-    allowed = tmp_path / "cpuset"
-    for text, number in (("0-3,8\n", 5), ("2", 1), ("0-7", 8), ("", None)):
-        allowed.write_text(text)
-        assert doctor.cpus_allowed(str(allowed)) == number
-    assert doctor.cpus_allowed(str(tmp_path / "none")) is None
-    found = []
-    for text in ("max 100000", "150000 100000", "rubbish", None):
-        quota.write_text(text) if text else quota.unlink()
-        found.append(doctor.cpu_quota(str(quota)))
-    assert found == [None, 1.5, None, None]
+def test_cores(doctor, monkeypatch, tmp_path):
+    """A quota, or cores that are left out, is a warning; a container's own set of cores is none."""
+    file = tmp_path / "file"
+    for read, numbers in (
+        (doctor.cpus_allowed, {"0-3,8\n": 5, "2": 1, "0-7": 8, "": None}),
+        (doctor.cpu_quota, {"max 100000": None, "150000 100000": 1.5, "rubbish": None}),
+    ):
+        for text, number in numbers.items():
+            file.write_text(text)
+            assert read(str(file)) == number
+        assert read(str(tmp_path / "none")) is None
     monkeypatch.setattr(doctor.os, "cpu_count", lambda: 8)
-    for usable, part, cpuset, state in (
+    for usable, quota, allowed, state in (
         (2, None, None, "warning"),
         (2, None, 4, "warning"),
-        (2, None, 2, "ok"),  # docker --cpuset-cpus
+        (2, None, 2, OK),  # docker --cpuset-cpus
         (8, 2.5, 8, "warning"),  # docker --cpus
-        (8, None, 8, "ok"),
+        (8, None, 8, OK),
     ):
-        cores = set(range(usable))
-        monkeypatch.setattr(doctor.os, "sched_getaffinity", lambda _, cores=cores: cores)
-        monkeypatch.setattr(doctor, "cpu_quota", lambda part=part: part)
-        monkeypatch.setattr(doctor, "cpus_allowed", lambda cpuset=cpuset: cpuset)
+        values = {"cpu_quota": quota, "cpus_allowed": allowed}
+        for name, value in values.items():
+            monkeypatch.setattr(doctor, name, lambda value=value: value)
+        monkeypatch.setattr(doctor.os, "sched_getaffinity", lambda _, n=usable: {*range(n)})
         (finding,) = doctor.examine_cores()
         assert (finding.state, bool(finding.fix)) == (state, state == "warning")
 
 
-def test_what_is_tried():
+def test_what_is_tried(doctor, monkeypatch):
     """A process that fails, dies or hangs is told, and the next try has a fresh one."""
-    doctor = load("doctor")
-    trier = doctor.Trier()
-    assert trier.attempt("import os; print('noise'); print(os.getpid())")[0]
-    first = trier.attempt("import os; print(os.getpid())")
-    assert trier.attempt("import os; os.write(1, b'chatter'); print(os.getpid())") == first
-    said = (False, "ImportError: no such thing")
-    assert trier.attempt("raise ImportError('no such thing')") == said
-    second = trier.attempt("import os; print(os.getpid())")
-    assert second != first
     says = (
         "Critical error in pipeline:\\n\\n[/dali.cc:7] Assert failed: no driver\\nCurrent pipeline"
         " object is no longer valid."
     )
-    said = (False, "[/dali.cc:7] Assert failed: no driver")
-    assert trier.attempt(f"raise RuntimeError('{says}')") == said
-    ends = {"os.abort()": "SIGABRT", "os._exit(3)": "exit code 3", "os._exit(0)": "exit code 0"}
-    for code, how in ends.items():
-        works, text = trier.attempt(f"import os; {code}")
-        assert (works, text) == (False, f"the process died ({how})")
-    trier.close()
+    said = "[/dali.cc:7] Assert failed: no driver"
+    with doctor.Trier() as trier:
+        first = trier.attempt("import os; print('noise'); print(os.getpid())")
+        assert first[0]
+        assert trier.attempt("import os; os.write(1, b'chatter'); print(os.getpid())") == first
+        assert trier.attempt("raise ImportError('no such')") == (False, "ImportError: no such")
+        assert trier.attempt("import os; print(os.getpid())") != first
+        assert trier.attempt(f"raise RuntimeError('{says}')") == (False, said)
+        for code, how in (("os.abort()", "SIGABRT"), ("os._exit(0)", "exit code 0")):
+            assert trier.attempt(f"import os; {code}") == (False, f"the process died ({how})")
+        assert trier.attempt("print('well')") == (True, "well")
+        monkeypatch.setattr(doctor, "_SECONDS", 1)
+        assert trier.attempt("import time; time.sleep(99)") == (False, "no answer within 1 s")
 
 
-def test_what_hangs_is_told(monkeypatch):
-    doctor = load("doctor")
-    trier = doctor.Trier()
-    assert trier.attempt("print('well')") == (True, "well")
-    monkeypatch.setattr(doctor, "_SECONDS", 1)
-    assert trier.attempt("import time; time.sleep(99)") == (False, "no answer within 1 s")
-
-
-@pytest.mark.slow
-def test_files_that_are_not_well(tmp_path):
-    file = write_tfrecord(tmp_path / "train", [{"image": jpeg(8, 8), "label": n} for n in range(3)])
-    doctor = import_doctor()
-    (finding,) = doctor.examine_files([file])
-    assert (finding.what, finding.state) == ("records", "broken")
-    assert "have no index" in finding.found
-    assert finding.fix.endswith(f"python -m dali_tf_input index {file}")
-    (finding,) = doctor.examine_files([f"{tmp_path}/none-*"])
-    assert (finding.what, finding.state) == ("records", "broken")
-    assert finding.fix.startswith(f"ls {tmp_path} ")
-    build_index(file)
-    code, lines = examine(tmp_path, f"--files={file}")
-    assert (code, lines[-1].split(",")[0]) == (0, "No problems found")
-    state, _, fix = line_of(lines, "labels")
-    assert state == "warning"
-    assert fix.endswith(f"python -m dali_tf_input index --verify=schema {file}")
-
-
-def test_what_is_wrong_with_records_is_fixed_by_its_own_command(tmp_path, monkeypatch):
+def test_what_is_wrong_with_records_is_fixed_by_its_own_command(doctor, tmp_path, monkeypatch):
     """Not by the index command in every case."""
-    doctor = import_doctor()
-    examples = [{"image": jpeg(8, 8) if n else b"", "label": n} for n in range(3)]
-    file = write_tfrecord(tmp_path / "train", examples)
-    build_index(file, Checks(verify="schema"), on_bad="skip", max_bad_fraction=1)
-    os.utime(file, (1, 1))
-    (finding,) = doctor.examine_files([file])
-    flags = "--on_bad=skip --max_bad_fraction=0.334"
-    assert finding.fix.endswith(f"python -m dali_tf_input index {flags} {file}")
-    assert finding.found.endswith(finding.fix)
-    (finding,) = doctor.examine_files([str(tmp_path)])
-    assert finding.fix == f"{program()} doctor --files='{tmp_path}/*-of-*'"
-    (finding,) = doctor.examine_files(["hdfs://host/train-*"])
-    assert "got hdfs://" in finding.found
-    assert not finding.fix
-    other = write_tfrecord(tmp_path / "other", [{"jpg": jpeg(8, 8), "cls": 1}])
-    build_index(other, Checks(verify="schema", image_key="jpg", label=ClassLabel(key="cls")))
-    (finding,) = doctor.examine_files([other])
-    assert finding.fix == f"{program()} doctor --files={other} --image_key=KEY --label_key=KEY"
-    bad = write_tfrecord(tmp_path / "bad", [{"image": b"", "label": 1}])
-    build_index(bad, Checks(verify="schema"), on_bad="skip", max_bad_fraction=1)
-    (finding,) = doctor.examine_files([bad])
-    assert finding.fix == f"head {tmp_path}/bad_records.jsonl"
 
+    def write(name, first=None, *, index=True, image="image", label="label", **how):
+        first = jpeg(8, 8) if first is None else first
+        examples = [{image: jpeg(8, 8) if n else first, label: n} for n in range(3)]
+        (tmp_path / name).mkdir()
+        file = write_tfrecord(tmp_path / name / "train", examples)
+        if index:
+            checks = Checks(verify="schema", image_key=image, label=ClassLabel(key=label))
+            build_index(file, checks, **how)
+        return file
 
-def test_files_that_lost_records(tmp_path, monkeypatch):
-    doctor = import_doctor()
-    examples = [{"image": jpeg(8, 8) if n else b"", "label": n} for n in range(3)]
-    file = write_tfrecord(tmp_path / "train", examples)
-    build_index(file, Checks(verify="schema"), on_bad="skip", max_bad_fraction=1)
-    records, labels = doctor.examine_files([file])
+    def find(files):
+        return list(doctor.examine_files([files]))
+
+    new = write("new", index=False)
+    keys = write("keys", image="jpg", label="cls")
+    skipped = write("skipped", b"", on_bad="skip", max_bad_fraction=1)
+    records, labels = find(skipped)
     assert (records.state, records.found) == ("warning", "2 in 1 file, 1 skipped")
-    assert records.fix.startswith(f"head {tmp_path}/bad_records.jsonl")
-    assert (labels.state, labels.found) == ("ok", "1 to 2")
-    monkeypatch.setattr(doctor._FILES, "dataset", lambda _: os.stat("/proc/self/mem/none"))
-    (finding,) = doctor.examine_files([file])  # what cannot be read is a line of the report too
-    assert (finding.what, finding.state) == ("records", "broken")
-
-
-def test_flags():
-    process = run_cold("doctor", "stray")
-    assert (process.returncode, process.stdout) == (1, "")
-    assert process.stderr.startswith("error: Unknown arguments: stray")
+    assert records.fix.startswith(f"head {tmp_path}/skipped/bad_records.jsonl")
+    assert (labels.state, labels.found) == (OK, "1 to 2")
+    os.utime(skipped, (1, 1))
+    flags = "--on_bad=skip --max_bad_fraction=0.334"
+    for files, said, fix in (
+        (new, "have no index", f"{python_command()} -m dali_tf_input index {new}"),
+        (
+            f"{tmp_path}/none-*",
+            "",
+            f"ls {tmp_path}    # what is there? then --files='path/train-*'",
+        ),
+        (skipped, flags, f"{python_command()} -m dali_tf_input index {flags} {skipped}"),
+        (str(tmp_path), "", f"{program()} doctor --files='{tmp_path}/*-of-*'"),
+        ("hdfs://host/train-*", "got hdfs://", ""),
+        (keys, "", f"{program()} doctor --files={keys} --image_key=KEY --label_key=KEY"),
+    ):
+        (finding,) = find(files)
+        assert (finding.what, finding.state, finding.fix) == ("records", BAD, fix)
+        assert said in finding.found
+    (tmp_path / "bad").mkdir()
+    bad = write_tfrecord(tmp_path / "bad/train", [{"image": b"", "label": 1}])
+    build_index(bad, Checks(verify="schema"), on_bad="skip", max_bad_fraction=1)
+    (finding,) = find(bad)
+    assert finding.fix == f"head {tmp_path}/bad/bad_records.jsonl"
+    broken = types.SimpleNamespace(dataset=lambda _: os.stat("/proc/self/mem/none"))
+    monkeypatch.setattr(doctor, "_FILES", broken)
+    (finding,) = find(new)  # what cannot be read is a line of the report too
+    assert (finding.what, finding.state) == ("records", BAD)
 
 
 @pytest.mark.parametrize("is_made", [True, False])
-def test_a_fix_is_for_the_environment_it_runs_in(tmp_path, monkeypatch, is_made):
+def test_a_fix_is_for_the_environment_it_runs_in(doctor, tmp_path, monkeypatch, is_made):
     """Nothing is removed but the mark of `make install`, in an environment that it made."""
-    doctor = load("doctor")
     monkeypatch.setattr(doctor.sys, "prefix", str(tmp_path / ".venv"))
     (tmp_path / ".venv").mkdir()
     (tmp_path / "scripts").mkdir()
@@ -401,20 +371,3 @@ def test_a_fix_is_for_the_environment_it_runs_in(tmp_path, monkeypatch, is_made)
 def test_packages_of_other_names_have_no_version():
     assert with_version("no-such-package") == "no-such-package"
     assert with_version("keras") != with_version("keras[extra]") != "keras[extra]"
-
-
-def test_the_plugin_is_optional(monkeypatch):
-    """Without it tf.data works: no more than a warning, with the command that compiles it."""
-    doctor = load("doctor")
-
-    def version(package):
-        if "plugin" in package:
-            raise importlib.metadata.PackageNotFoundError(package)
-        return "2.4"
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    monkeypatch.setattr(doctor.sys, "prefix", "/usr")
-    (finding,) = doctor.examine_plugin(None, on_gpu=False)
-    assert (finding.state, finding.what) == ("warning", "plugin")
-    assert "tf.data alone works" in finding.found
-    assert "pip install --no-build-isolation" in finding.fix

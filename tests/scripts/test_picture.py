@@ -6,7 +6,8 @@ import json
 import numpy as np
 import pytest
 from commands import fails, rows, run
-from conftest import refused, scan_records, write_tfrecord
+from conftest import BACKENDS, refused, write_tfrecord
+from conversions import convert, read
 from PIL import Image
 
 import dali_tf_input as dti
@@ -17,9 +18,7 @@ from dali_tf_input.cli.convert.images import (
     convert_image,
     convert_mask,
 )
-from dali_tf_input.records.example import decode_example
 from dali_tf_input.records.orientation import find_orientation
-from dali_tf_input.records.tfrecord import read_record
 
 QUARTERS = np.zeros((200, 300), np.uint8)  # a mask of an upright image
 QUARTERS[:100, :150], QUARTERS[:100, 150:], QUARTERS[100:, :150], QUARTERS[100:, 150:] = 1, 2, 3, 4
@@ -41,15 +40,6 @@ def photo(form="JPEG", *, size=300, **how):
     return save(image.transpose(SIDEWAYS), form, exif=exif, **how)
 
 
-def read_all(folder):
-    found = []
-    for path in sorted(folder.glob("train-*-of-?????")):
-        for offset, _ in scan_records(str(path)):
-            values = decode_example(read_record(str(path), offset))
-            found.append({key: value[0] for key, (_, value) in values.items()})
-    return found
-
-
 def classes_of(pixels):
     """Returns the class of the middle of each quarter, of a mask or of an image."""
     height, width = pixels.shape[:2]
@@ -66,29 +56,29 @@ def opened(data):
 MASK = Image.fromarray(QUARTERS)
 
 
-@pytest.mark.parametrize("frame", ["shown", "stored"])
 @pytest.mark.parametrize("flag", [[], ["--keep_orientation"], ["--resize_shorter=100"]])
-def test_masks_of_sideways_photos(tmp_path, frame, flag):
+def test_masks_of_sideways_photos(tmp_path, flag):
     """Their size tells how they lie; they end in the frame of their image, and of its size."""
     (tmp_path / "1.jpg").write_bytes(photo())
-    mask = MASK if frame == "shown" else MASK.transpose(SIDEWAYS)
-    (tmp_path / "1.png").write_bytes(save(mask, "PNG"))
-    (tmp_path / "t.csv").write_text("path,label,mask\n1.jpg,0,1.png\n")
-    flags = ["--decoder=none", "--validation_fraction=0", *flag]
-    process = run("convert", *flags, tmp_path / "t.csv", tmp_path / "out")
+    (tmp_path / "shown.png").write_bytes(save(MASK, "PNG"))
+    (tmp_path / "stored.png").write_bytes(save(MASK.transpose(SIDEWAYS), "PNG"))
+    (tmp_path / "2.jpg").write_bytes(photo() + b"another")
+    table = "path,label,mask\n1.jpg,0,shown.png\n2.jpg,0,stored.png\n"
+    (tmp_path / "t.csv").write_text(table)
+    process = convert("--validation_fraction=0", *flag, tmp_path / "t.csv", tmp_path / "out")
     assert process.returncode == 0, process.stderr
-    (record,) = read_all(tmp_path / "out")
-    image, mask = (
-        opened(record["image/encoded"]),
-        opened(record["image/segmentation/class/encoded"]),
-    )
-    assert image.shape[:2] == mask.shape
-    assert classes_of(image) == classes_of(mask)
-    if not flag or "resize" in flag[0]:
+    records = read(tmp_path / "out")
+    assert len(records) == 2
+    for record in records:
+        image = opened(record["image/encoded"])
+        mask = opened(record["image/segmentation/class/encoded"])
+        assert image.shape[:2] == mask.shape
+        assert classes_of(image) == classes_of(mask)
+        if flag == ["--keep_orientation"]:
+            assert record["image/encoded"] in (photo(), photo() + b"another")
+            continue
         assert classes_of(mask) == [1, 2, 3, 4]
         assert Image.open(io.BytesIO(record["image/encoded"])).getexif().get(0x0112, 1) == 1
-    else:
-        assert record["image/encoded"] == photo()
 
 
 def test_masks_whose_size_does_not_tell():
@@ -117,6 +107,7 @@ def test_masks_whose_size_does_not_tell():
         (save(MASK.resize((1000, 10)), "PNG"), "1000x10 pixels, and the image 200x300"),
         (bytes(100), "its mask: cannot identify"),
     ],
+    ids=["jpeg", "webp", "size", "bytes"],
 )
 def test_masks_that_do_not_fit(mask, said):
     image = convert_image(photo(), Conversion(decoder="none"))
@@ -132,23 +123,23 @@ def test_all_formats_become_upright(tmp_path):
     for suffix, form in forms.items():
         (folder / f"1.{suffix}").write_bytes(photo(form))
     (folder / "progressive.jpg").write_bytes(photo(progressive=True))
-    flags = ["--validation_fraction=0", "--decoder=none"]
+    flags = ["--validation_fraction=0"]
     for number, flag in enumerate([[], ["--store=pixels"], ["--resize_shorter=120"]]):
         out = tmp_path / f"out{number}"
-        process = run("convert", *flags, *flag, tmp_path / "photos", out)
+        process = convert(*flags, *flag, tmp_path / "photos", out)
         assert rows(process.stdout)["turned upright"] == "5 images"
-        for record in read_all(out):
+        for record in read(out):
             sides = record["image/height"], record["image/width"]
             assert sides[0] < sides[1]
             pixels = record.get("image/pixels")
             image = np.frombuffer(pixels, "u1").reshape(*sides, 3) if pixels else None
             image = opened(record["image/encoded"]) if image is None else image
             assert classes_of(image) == [1, 2, 3, 4]
-    process = run("convert", *flags, "--keep_orientation", tmp_path / "photos", tmp_path / "kept")
+    process = convert(*flags, "--keep_orientation", tmp_path / "photos", tmp_path / "kept")
     assert rows(process.stdout)["EXIF orientation kept"] == "4 images"  # Pillow turns TIFF
     tags = [
         Image.open(io.BytesIO(record["image/encoded"])).getexif().get(0x0112, 1)
-        for record in read_all(tmp_path / "kept")
+        for record in read(tmp_path / "kept")
     ]
     assert sorted(tags) == [1, 6, 6, 6, 6]
 
@@ -165,17 +156,17 @@ def test_records_with_masks_and_boxes(tmp_path):
     run("index", tmp_path / "train-0", tmp_path / "boxed-0")
     for number, flag in enumerate([[], ["--resize_shorter=100"], ["--store=pixels"]]):
         out = tmp_path / f"out{number}"
-        process = run("convert", "--decoder=none", *flag, tmp_path / "train-0", out)
+        process = convert(*flag, tmp_path / "train-0", out)
         assert process.returncode == 0, process.stderr
-        (record,) = read_all(out)
+        (record,) = read(out)
         pixels = opened(record[key])
         assert pixels.shape == (record["image/height"], record["image/width"])
         assert classes_of(pixels) == [1, 2, 3, 4]
-    process = run("convert", "--decoder=none", tmp_path / "boxed-0", tmp_path / "boxes")
+    process = convert(tmp_path / "boxed-0", tmp_path / "boxes")
     name = "image/object/bbox/xmin"
     fails(process, f"`{name}` may be positions in its image", f"--keep_features={name}")
-    flags = ["--decoder=none", f"--keep_features={name}"]
-    assert run("convert", *flags, tmp_path / "boxed-0", tmp_path / "boxes").returncode == 0
+    flags = [f"--keep_features={name}"]
+    assert convert(*flags, tmp_path / "boxed-0", tmp_path / "boxes").returncode == 0
     smaller = convert_image(photo(), Conversion(decoder="none", keep_orientation=True))
     check_positions({name: ("float_list", [5.0])}, smaller, ())
     shrunk = smaller._replace(width=20, height=30)
@@ -184,6 +175,7 @@ def test_records_with_masks_and_boxes(tmp_path):
         check_positions({name: ("float_list", [5.0])}, shrunk, ())
 
 
+@pytest.mark.slow
 def test_images_of_more_than_8_bits(tmp_path):
     """What is lost is said, and so are 12 bits in 16."""
     folder = tmp_path / "photos" / "a"
@@ -191,8 +183,8 @@ def test_images_of_more_than_8_bits(tmp_path):
     ramp = np.arange(64 * 64, dtype=np.uint16).reshape(64, 64)
     (folder / "deep.png").write_bytes(save(Image.fromarray(ramp * 16), "PNG"))
     (folder / "dark.png").write_bytes(save(Image.fromarray(ramp), "PNG"))
-    flags = ["--validation_fraction=0", "--decoder=none"]
-    process = run("convert", *flags, tmp_path / "photos", tmp_path / "out")
+    flags = ["--validation_fraction=0"]
+    process = convert(*flags, tmp_path / "photos", tmp_path / "out")
     said = rows(process.stdout)
     assert said["16 bits made 8"] == "2 images"
     assert said["12 bits in 16, almost black"] == "1 image"
@@ -204,6 +196,7 @@ def test_images_of_more_than_8_bits(tmp_path):
     assert images.startswith("16-bit PNG of 12 bits, almost black 1, 16-bit PNG 1;")
 
 
+@pytest.mark.slow
 def test_values_of_masks(tmp_path):
     """Counted at level "decode", and compared with the classes that are meant."""
     key, ink = "mask", np.where(QUARTERS > 2, 255, 0).astype(np.uint8)
@@ -227,11 +220,12 @@ def test_values_of_masks(tmp_path):
         make(values={0: 256})
     make(values={255: 255})
     spec = make(values={0: 0, 255: 1}, num_classes=2)
-    for options in (dti.TfDataOptions(), dti.DaliOptions(device="cpu")):
+    for options in BACKENDS.values():
         _, masks = next(iter(dti.load(spec, options, batch_size=2).dataset))
         assert set(np.unique(masks)) == {0, 1}
 
 
+@pytest.mark.slow
 def test_two_exif_orientations(tmp_path):
     """DALI turns one half of such an image by each; the first one counts elsewhere."""
     one, other = (

@@ -1,52 +1,66 @@
-"""preview.py: the sheet, and what is on it."""
+"""preview: the sheet, and what is on it."""
 
 import io
 import sys
+from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 from commands import fails, load, run
-from conftest import cases, refused, write_indexed
+from conftest import TF_DATA, at_night, refused, write_indexed
 from PIL import Image
 
 import dali_tf_input as dti
 from dali_tf_input import pictures, sheets
 from dali_tf_input.records.losses import write_losses
 from dali_tf_input.serving import denormalize
-from dali_tf_input.spec.crops import NoCrop
 
-FILES = "--files=data/sample/train-*"
+SMALL = ["--image_size=16", "--num_images=2"]
+
+
+@pytest.fixture(scope="module")
+def files(dataset):
+    """The flag that names 24 records."""
+    return f"--files={Path(dataset.paths[0]).parent}/train-*"
+
+
+def check_sheet(path):
+    """Checks that a sheet is no blank one."""
+    with Image.open(path) as sheet:
+        assert min(sheet.size) > 300
+        assert len(sheet.getcolors(2**20)) > 200
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
-        [],
-        ["--crop=random_resized_crop", "--antialias", "--dtype=float16", "--layout=CHW"],
-        ["--evaluation", "--num_images=3", "--seed=4", "--backend=dali_cpu"],
-        ["--image_width=90", "--interpolation=bicubic"],
+        [
+            *("--crop=random_resized_crop", "--antialias", "--dtype=float16", "--layout=CHW"),
+            *("--image_width=24", "--interpolation=bicubic"),
+        ],
+        ["--evaluation", "--seed=4", "--backend=dali_cpu"],
     ],
+    ids=["tf_data", "dali"],
 )
-def test_preview(sample_folder, tmp_path, arguments):
-    process = run("preview", FILES, f"--out={tmp_path}/sheet.png", *arguments, cwd=sample_folder)
+def test_preview(files, tmp_path, arguments):
+    out = tmp_path / "sheet.png"
+    process = run("preview", files, f"--out={out}", *SMALL, *arguments)
     assert (process.returncode, process.stderr) == (0, "")
-    assert process.stdout.startswith("images      ")
-    with Image.open(tmp_path / "sheet.png") as sheet:
-        assert min(sheet.size) > 300
+    assert process.stdout.startswith("images      2 of 24: ")
+    check_sheet(out)
 
 
-@pytest.mark.parametrize("module", ["nvidia.dali.plugin.tf", "dali_tf_input.backends.dali"])
-def test_without_dali(sample_folder, tmp_path, monkeypatch, module):
+def test_without_dali(files, tmp_path, monkeypatch):
     """What tf.data makes is shown; DALI's images are refused."""
-    monkeypatch.setitem(sys.modules, module, None)  # any import of it fails
-    arguments = [FILES, f"--out={tmp_path}/sheet.png", "--num_images=2", "--image_size=32"]
-    process = run("preview", *arguments, cwd=sample_folder)
+    for module in ("nvidia.dali.plugin.tf", "dali_tf_input.backends.dali"):
+        monkeypatch.setitem(sys.modules, module, None)  # any import of it fails
+    arguments = [files, f"--out={tmp_path}/sheet.png", *SMALL]
+    process = run("preview", *arguments)
     assert (process.returncode, process.stderr) == (0, "")
-    with Image.open(tmp_path / "sheet.png") as sheet:
-        assert min(sheet.size) > 300
-    refused = run("preview", *arguments, "--backend=dali_cpu", cwd=sample_folder)
-    fails(refused, "DaliOptions needs ")
+    check_sheet(tmp_path / "sheet.png")
+    fails(run("preview", *arguments, "--backend=dali_cpu"), "DaliOptions needs ")
 
 
 def test_the_sheet_shows_each_tile_in_its_place(tmp_path):
@@ -77,75 +91,56 @@ def test_the_sheet_shows_each_tile_in_its_place(tmp_path):
     np.testing.assert_allclose(box.max(0), side * 3 / 4, atol=3)
 
 
-def test_the_records_that_are_asked_for(sample_folder, tmp_path):
+def test_the_records_that_are_asked_for(dataset, files, tmp_path):
     """By their ids, or by their losses."""
-    records = dti.Records.from_files(str(sample_folder / "data/sample/train-*"))
-    losses = np.linspace(0, 1, records.num_all, dtype=np.float32)
+    losses = np.linspace(0, 1, dataset.num_all, dtype=np.float32)
     losses[5], losses[7] = 9, np.nan
-    write_losses(str(tmp_path / "blame"), records, losses, [])
-    for flags, count in ((["--records=3,7,90"], 3), ([f"--blame={tmp_path}/blame"], 8)):
-        process = run("preview", FILES, "--out=", *flags, cwd=sample_folder)
-        assert process.stdout.startswith(f"images      {count} of {count}: "), process.stderr
+    write_losses(str(tmp_path / "blame"), dataset, losses, [])
+    process = run("preview", files, "--out=", "--image_size=16", "--records=3,7,20")
+    assert process.stdout.startswith("images      3 of 3: "), process.stderr
     preview = load("preview")
-    preview.FLAGS(["preview", FILES, f"--blame={tmp_path}/blame", "--num_images=3"])
-    assert preview.find_ids(records) == [5, 95, 94]
+    preview.FLAGS(["preview", files, f"--blame={tmp_path}/blame", "--num_images=3"])
+    assert preview.find_ids(dataset) == [5, 23, 22]
     for flags, message in (
         (["--records=3,x"], "error: `records` must be ids, as 3,7, got ['3', 'x']."),
-        (["--records=96"], "error: `ids` must be in [0, 96), ids of records, got 96."),
+        (["--records=24"], "error: `ids` must be in [0, 24), ids of records, got 24."),
         ([f"--blame={tmp_path}/none"], "has no losses: `train.blame` writes them each epoch."),
     ):
-        assert message in run("preview", FILES, *flags, cwd=sample_folder).stderr
+        assert message in run("preview", files, *flags).stderr
 
 
-@pytest.mark.parametrize(
-    ("dtype", "layout"),
-    cases(
-        ["float32", "float16", "bfloat16", "uint8"],
-        ["HWC", "CHW"],
-        fast=[("float32", "HWC"), ("float16", "CHW"), ("bfloat16", "HWC"), ("uint8", "CHW")],
-    ),
-)
-def test_denormalize(dataset, dtype, layout):
-    """What any spec makes of an image comes back as what uint8 makes of it."""
-    made = []
-    for changes in ({"dtype": dtype, "layout": layout}, {"dtype": "uint8"}):
-        preprocess = dti.Preprocess(
-            image_size=(20, 30),
-            crop=NoCrop(),
-            mirror_probability=0,
-            mean=(9.0, 20.0, 30.0),
-            **changes,
-        )
-        spec = dti.InputSpec(records=dataset, preprocess=preprocess, order="sequential")
-        images, _ = next(iter(dti.make_dataset(spec, dti.TfDataOptions(), batch_size=4)))
-        made.append(denormalize(images.numpy(), preprocess))
-    assert made[0].shape == made[1].shape == (4, 20, 30, 3)
-    assert made[0].dtype == np.float32
-    # Of rounding to whole numbers, and of values between 4 and 8 in the type, times the largest
-    # `std`.
-    bound = {
-        "float32": 0.5001,
-        "float16": 0.5 + 2**-9 * 58.4,
-        "bfloat16": 0.5 + 2**-6 * 58.4,
-        "uint8": 0,
-    }[dtype]
-    assert np.abs(made[0] - made[1]).max() <= bound
+@pytest.mark.parametrize("layout", ["HWC", "CHW"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "uint8"])
+def test_denormalize(dtype, layout):
+    """What normalizing makes of pixels comes back, but for the rounding to the type."""
+    preprocess = dti.Preprocess(
+        image_size=(20, 30), crop=dti.NoCrop(), mean=(9.0, 20.0, 30.0), dtype=dtype, layout=layout
+    )
+    pixels = np.random.default_rng(0).integers(0, 256, (4, 20, 30, 3)).astype(np.float32)
+    images = pixels if dtype == "uint8" else (pixels - preprocess.mean) / preprocess.std
+    images = images.transpose(0, 3, 1, 2) if layout == "CHW" else images
+    kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
+    shown = denormalize(images.astype(kind), preprocess)
+    assert (shown.shape, shown.dtype) == (pixels.shape, np.float32)
+    # Of values between 4 and 8 in the type, times the largest `std`.
+    step = {"float32": 1e-6, "float16": 2**-9, "bfloat16": 2**-6, "uint8": 0}[dtype]
+    assert np.abs(shown - pixels).max() <= step * 58.4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "crop",
-    [dti.ResizeRandomCrop(resize=(60, 60)), dti.RandomResizedCrop(), dti.RandomCrop()],
+    [dti.ResizeRandomCrop(resize=(30, 30)), dti.RandomResizedCrop(), dti.RandomCrop()],
     ids=repr,
 )
-def test_preview_shows_the_originals_of_its_images(sample_folder, crop):
+def test_preview_shows_the_originals_of_its_images(dataset, crop):
     """An original, cut at its frame, mirrored and resized by Pillow, is what is shown."""
-    dataset = dti.Records.from_files(str(sample_folder / "data/sample/train-*"))
     preprocess = dti.Preprocess(
-        image_size=(48, 48), crop=crop, mirror_probability=0.5, antialias=True
+        image_size=(24, 24), crop=crop, mirror_probability=0.5, antialias=True
     )
     how = {"preprocess": preprocess, "order": "global", "seed": 3, "record_ids": True}
     spec = dti.InputSpec(records=dataset, **how)
-    batch = next(sheets.make_batches(spec, dti.TfDataOptions(), 12))
+    batch = next(sheets.make_batches(spec, TF_DATA, 12))
     seen = batch["image"]
     mirrors = set()
     for place, record in enumerate(batch["record_id"].tolist()):
@@ -153,7 +148,7 @@ def test_preview_shows_the_originals_of_its_images(sample_folder, crop):
         box, mirrored = sheets.find_crop(original, spec, place)
         top, left, height, width = box
         box = (left, top, left + width, top + height)
-        cut = original.resize((48, 48), Image.Resampling.BILINEAR, box=box)
+        cut = original.resize((24, 24), Image.Resampling.BILINEAR, box=box)
         cut = cut.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if mirrored else cut
         assert np.abs(np.asarray(cut, np.float32) - seen[place]).mean() < 2
         mirrors.add(mirrored)
@@ -181,56 +176,67 @@ def test_preview_shows_the_originals_of_its_images(sample_folder, crop):
         ),
     ],
 )
-def test_what_is_shown_is_what_is_trained(sample_folder, flags, made):
+def test_what_is_shown_is_what_is_trained(files, flags, made):
     """The flags make what `for_training` and `for_evaluation` make of the same fields."""
     preview = load("preview")
-    files = f"--files={sample_folder}/data/sample/train-*"
     preview.FLAGS(["preview", files, *flags])
     assert preview.make_spec().preprocess == made
 
 
-@pytest.mark.parametrize("flag", ["--crop=letterbox", "--augment=rand", "--recipe=deit"])
-def test_evaluation_only_crops(sample_folder, flag):
-    process = run("preview", FILES, "--evaluation", flag, cwd=sample_folder)
-    fails(
-        process, f"{flag.partition('=')[0]} does nothing with --evaluation, which crops the center"
-    )
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("--evaluation --crop=letterbox", "--evaluation --augment=rand"),
+        *("--evaluation --recipe=deit", "--crop=all --evaluation", "--crop=all --recipe=deit"),
+        *("--crop=all --num_images=2", "--blame=y --records=3", "--records=3 --num_images=2"),
+    ],
+)
+def test_flags_that_do_nothing(files, words):
+    first, second = (word.partition("=")[0] for word in words.split())
+    fails(run("preview", files, *words.split()), f"{second} does nothing with {first}")
+    fails(run("preview", files, "--out=x.jpg"), "`out` must end in .png")
 
 
 @pytest.mark.slow
-def test_every_crop(sample_folder, tmp_path):
-    """A row for each, of the image that is asked for."""
-    arguments = [FILES, "--crop=all", "--records=5", "--image_size=32", "--image_width=64"]
-    process = run("preview", *arguments, f"--out={tmp_path}/sheet.png", cwd=sample_folder)
+@pytest.mark.parametrize("shown", at_night([slice(0, None, 5)], [slice(None)]))
+def test_every_crop(files, tmp_path, monkeypatch, shown):
+    """A row for each, of the image that is asked for; all rows are drawn at night."""
+    draw, asked = sheets.draw_crops, {}
+
+    def draw_some(rows, path, options, *, num_draws):
+        asked.update(rows)
+        draw(dict([*rows.items()][shown]), path, options, num_draws=num_draws)
+
+    monkeypatch.setattr(sheets, "draw_crops", draw_some)
+    arguments = [files, "--crop=all", "--records=5", "--image_size=16", "--image_width=32"]
+    process = run("preview", *arguments, f"--out={tmp_path}/sheet.png")
     assert (process.returncode, process.stderr) == (0, "")
+    assert len({repr(training.preprocess.crop) for training, _ in asked.values()}) == 6
+    assert all(spec.records.ids.tolist() == [5] for pair in asked.values() for spec in pair)
+    num_rows = len([*asked][shown])
     with Image.open(tmp_path / "sheet.png") as sheet:
         width, height = sheet.size
         assert width == 16 + 5 * (480 + 16)
-        assert height == 16 + 6 * (20 + 8 + 240 + 16)
-        colors = [len(sheet.crop((16, y, width, y + 240)).getcolors(2**20)) for y in (44, 1464)]
-    assert min(colors) > 1000  # of the first row and the last
+        assert height == 16 + num_rows * (20 + 8 + 240 + 16)
+        tops = [44, 44 + (num_rows - 1) * 284]  # of the first row and the last
+        colors = [len(sheet.crop((16, y, width, y + 240)).getcolors(2**20)) for y in tops]
+    assert min(colors) > 1000
 
 
-@pytest.mark.parametrize("flag", ["--evaluation", "--recipe=deit", "--num_images=2"])
-def test_every_crop_is_of_one_image(sample_folder, flag):
-    process = run("preview", FILES, "--crop=all", flag, cwd=sample_folder)
-    fails(process, f"{flag.partition('=')[0]} does nothing with --crop=all, which shows one image")
-
-
-def test_several_draws_of_each_image(sample_folder, tmp_path):
+@pytest.mark.slow
+def test_several_draws_of_each_image(dataset, tmp_path):
     """Of the first images of an epoch, with other crops and mirrors."""
-    dataset = dti.Records.from_files(str(sample_folder / "data/sample/train-*"))
-    spec = dti.InputSpec.for_training(dataset, 32, record_ids=True)
-    one, three = (sheets.make_draws(spec, dti.TfDataOptions(), 4, draws) for draws in (1, 3))
-    assert three["image"].shape == (12, 32, 32, 3)
-    assert sorted(three["record_id"]) == sorted(3 * one["record_id"].tolist())
+    spec = dti.InputSpec.for_training(dataset, 16, record_ids=True)
+    batch = sheets.make_draws(spec, TF_DATA, 4, 3)
+    assert batch["image"].shape == (12, 16, 16, 3)
+    assert sorted(batch["record_id"]) == sorted(3 * [*spec.ids_of_step(0, batch_size=4)])
     first = {}
-    for record, image in zip(three["record_id"], three["image"], strict=True):
+    for record, image in zip(batch["record_id"], batch["image"], strict=True):
         assert not np.array_equal(first.setdefault(record, image + 1), image)
-    sheets.preview(spec, tmp_path / "sheet.png", num_images=3, num_draws=2)
+    sheets.draw_batch(spec, batch, str(tmp_path / "sheet.png"))
     with Image.open(tmp_path / "sheet.png") as sheet:
-        assert sheet.size[0] == 16 + 3 * 256
-    evaluation = dti.InputSpec.for_evaluation(dataset, 32)
+        assert sheet.size[0] == 16 + 4 * 256
+    evaluation = dti.InputSpec.for_evaluation(dataset, 16)
     with refused("Several draws are of order 'global', got 'sequential'"):
         sheets.preview(evaluation, tmp_path / "sheet.png", num_draws=2)
 

@@ -12,112 +12,111 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import fails, load, run
-from conftest import SCRIPTS, nightly, numbered_examples, write_tfrecord
-from PIL import Image
+from commands import fails, load, run, run_cold
+from conftest import SCRIPTS, TF_DATA, at_night, numbered_examples, write_tfrecord
 
 import dali_tf_input as dti
+from support import flags
 from support.benchmark import Stats, measure, used_cpu_seconds_of_all
-from support.throughput import comparison, worker
+from support.throughput import comparison, reference, worker
 from support.throughput.candidates import Candidate
+from support.throughput.rows import ROWS
 
 SAMPLE = ["--files=data/sample/train-*"]
+BRIEFLY = ["--seconds=0.1", "--repeats=2", "--batch_size=8", "--image_size=16"]
+BRIEFLY.append("--warmup_batches=1")
+FEW = ["tf_data", "dali_cpu"]
+OTHERS = ["tf_data_serial", "tf_data_by_hand", "tf_data", "tf_data_plain", "dali_cpu_by_hand"]
+OTHERS += ["dali_cpu_bare", "dali_cpu_buffer", "decode_simplejpeg", "decode_only"]
+
+
+@pytest.fixture(scope="module")
+def files(dataset):
+    """The flag that names 24 records."""
+    return f"--files={Path(dataset.paths[0]).parent}/train-*"
+
+
+def whole(process):
+    return process.stdout, re.MULTILINE
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "rows",
-    [
-        ["tf_data", "dali_cpu", "decode_only"],
-        nightly(
-            [
-                *("tf_data_serial", "tf_data_by_hand", "tf_data", "tf_data_plain"),
-                *("dali_cpu_by_hand", "dali_cpu_bare", "dali_cpu_buffer", "decode_simplejpeg"),
-            ]
-        ),
-    ],
-    ids=["few", "others"],
-)
-def test_compare_throughput(sample_folder, tmp_path, rows):
-    arguments = ["--files=data/sample/train-*", "--seconds=0.2", "--repeats=2", "--batch_size=16"]
-    arguments += ["--warmup_batches=1", f"--json={tmp_path}/rows.json"]
-    arguments += [f"--plot={tmp_path}/plot.png"]
-    backends = f"--backends={','.join(rows)}"
-    process = run("compare_throughput.py", *arguments, backends, cwd=sample_folder)
+@pytest.mark.parametrize("rows", at_night([FEW], [FEW, OTHERS]))
+def test_compare_throughput(sample_folder, tmp_path, monkeypatch, rows):
+    """The plan, the rounds, the table, the file and the plot say the same."""
+    monkeypatch.setattr(flags, "find_problem_of_dali", lambda: None)
+    outputs = [f"--json={tmp_path}/rows.json", f"--plot={tmp_path}/plot.png"]
+    arguments = [*SAMPLE, *BRIEFLY, *outputs, f"--backends={','.join(rows)}"]
+    process = run("compare_throughput.py", *arguments, cwd=sample_folder)
     assert (process.returncode, process.stderr) == (0, "")
-    assert re.search(
-        r"^plan +\d rows in turn, 2 rounds of 0.2 s each: about 1 min$", *whole(process)
-    )
+    plan = rf"^plan +{len(rows)} rows in turn, 2 rounds of 0.1 s each: about \d+ min$"
+    assert re.search(plan, *whole(process))
+    assert re.search(r"^images +DALI's to tf.data's: ", *whole(process))
     assert re.search(r"^round 2 of 2, images/s: .*\btf_data [0-9,]+", *whole(process))
-    assert "\nOn this machine, with the sample data, this package on tf.data and " in process.stdout
-    assert "2 rounds: too few to tell" in process.stdout
     report = json.loads((tmp_path / "rows.json").read_text())
+    assert report["conclusion"] in process.stdout
     assert (report["schema"], report["rounds"], report["reference"]) == (1, 2, "tf_data")
     assert report["package"]["version"] == dti.__version__
     assert report["data"]["is_sample"]
-    assert set(report["rows"]) == set(rows)
-    assert report["conclusion"] in process.stdout
-    for name in rows:
-        row = report["rows"][name]
-        assert row["images_per_second"] > 0
-        assert row["cpu_ms_per_image"] > 0
-        assert row["first_batch_seconds"] > 0
-        assert row["times_read"] > 16 / 96
-        assert row["peak_memory_bytes"] > 1e8
-        assert len(report["windows"][name]) == 2
-        assert re.search(rf"^(this package|written by hand|parts)? +{name} ", *whole(process))
-    assert set(report["rows"]["tf_data"]["ratio"].values()) == {1.0}
-    assert report["versions"]["DALI"].startswith("2.4")
-    assert report["data"]["num_records"] == 96
-    assert report["data"]["sizes_read"] == 96
+    assert report["data"]["num_records"] == report["data"]["sizes_read"] == 96
     assert report["cores"] == len(os.sched_getaffinity(0))
     assert "TfDataOptions(" in report["options"]["tf_data"]
-    assert Image.open(tmp_path / "plot.png").width > 800
+    assert set(report["rows"]) == set(rows)
+    for name, row in report["rows"].items():
+        assert len(report["windows"][name]) == 2
+        assert row["times_read"] > 8 / 96
+        assert row["peak_memory_bytes"] > 1e8
+        assert re.search(rf"^(this package|written by hand|parts)? +{name} ", *whole(process))
+    assert set(report["rows"]["tf_data"]["ratio"].values()) == {1.0}
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
-def test_augmentation_by_hand(sample_folder):
-    """Keras's layers, in the process that measures."""
-    arguments = [*SAMPLE, "--seconds=0.1", "--repeats=1", "--batch_size=8", "--image_size=32"]
-    arguments += ["--crop=random_resized_crop", "--augment=rand,erasing"]
-    rows = "--backends=tf_data_by_hand,tf_data"
-    process = run("compare_throughput.py", *arguments, rows, cwd=sample_folder)
-    assert (process.returncode, process.stderr) == (0, "")
+def test_augmentation_by_hand(dataset):
+    """Keras's layers, which the process that measures makes."""
+    augment = [dti.RandAugment(), dti.RandomErasing()]
+    crop = dti.RandomResizedCrop()
+    spec = dti.InputSpec.for_training(dataset, 16, crop=crop, augment=augment, order="buffer")
+    task = {"candidate": ROWS["tf_data_by_hand"].candidate.to_json(), "seconds": 0.01}
+    answer = worker.Pipelines(spec, 4).answer(task | {"warmup_batches": 0, "fresh": True})
+    assert answer["images_taken"] >= 4
 
 
-def test_the_usual_rows(dataset, monkeypatch):
+def test_rows_that_are_left_out(files, monkeypatch):
+    """By default those that cannot be measured here; each is named, with its reason."""
     compare = load("compare_throughput.py")
-    compare.FLAGS(["compare", f"--files={dataset.paths[0]}"])
+    compare.FLAGS(["compare", files])
     monkeypatch.setattr(compare, "find_problem_of_dali", lambda: None)
-    rows = ["tf_data", "dali_cpu", "tf_data_by_hand", "dali_cpu_by_hand"]
-    rows += ["decode_simplejpeg", "decode_only", "tf_data_plain", "dali_cpu_bare"]
-    assert compare.choose_rows([], is_remote=False) == (rows, [])
-    names, left_out = compare.choose_rows([], is_remote=True)
-    assert names == ["tf_data", "dali_cpu"]
-    assert left_out == ["what is written by hand, and parts: they read local files"]
     monkeypatch.setattr(compare.machine, "count_gpus_of_tensorflow", lambda: 1)
+    rows, left_out = compare.choose_rows([], is_remote=False)
+    assert (left_out, [name for name in rows if "gpu" in name]) == ([], [])
+    ours, left_out = compare.choose_rows([], is_remote=True)
+    assert ours == ["tf_data", "dali_cpu"]
+    assert left_out == ["what is written by hand, and parts: they read local files"]
     names, _ = compare.choose_rows(["some GPU"], is_remote=False)
-    assert names[:2] == ["tf_data", "dali_gpu"]
-    assert {"dali_gpu_bare", "dali_gpu_buffer"} < set(names)
+    assert {*names} == {*rows, "dali_gpu", "dali_gpu_bare", "dali_gpu_buffer"}
+    monkeypatch.setattr(compare, "find_problem_of_dali", lambda: "there is no plugin")
     monkeypatch.setitem(sys.modules, "simplejpeg", None)
     names, left_out = compare.choose_rows([], is_remote=False)
-    assert names == [name for name in rows if name != "decode_simplejpeg"]
-    assert "pip install simplejpeg" in left_out[0]
+    assert names == [one for one in rows if "dali" not in one and one != "decode_simplejpeg"]
+    assert left_out[0] == "DALI's rows: there is no plugin"
+    assert "pip install simplejpeg" in left_out[1]
 
 
 @pytest.mark.slow
 def test_without_dali(sample_folder, tmp_path):
-    """tf.data's rows are measured, and what is left out is named with its command."""
+    """What needs none is measured; its rows are refused with the command that installs it."""
     (tmp_path / "nvidia").mkdir()
     (tmp_path / "nvidia/__init__.py").touch()  # hides the one that DALI is in
-    path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
-    arguments = ["--seconds=0.2", "--repeats=1", "--batch_size=16", "--image_size=32"]
-    process = run("compare_throughput.py", *SAMPLE, *arguments, cwd=sample_folder, PYTHONPATH=path)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    arguments = [*SAMPLE, *BRIEFLY, "--backends=tf_data"]
+    process = run_cold("compare_throughput.py", *arguments, cwd=sample_folder, PYTHONPATH=path)
     assert (process.returncode, process.stderr) == (0, "")
-    assert re.search("^left out +DALI's rows: .*pip install 'nvidia-dali", *whole(process))
     assert re.search("^images +not compared", *whole(process))
-    assert " tf_data_by_hand " in process.stdout
-    assert " dali_cpu " not in process.stdout
+    assert " tf_data " in process.stdout
+    arguments = [*SAMPLE, *BRIEFLY, "--backends=dali_cpu"]
+    process = run_cold("compare_throughput.py", *arguments, cwd=sample_folder, PYTHONPATH=path)
+    fails(process, "pip install 'nvidia-dali")
 
 
 @pytest.mark.slow
@@ -126,7 +125,7 @@ def test_what_was_measured_is_kept(sample_folder, tmp_path):
     file = tmp_path / "rows.json"
     file.write_text('{"data": "other"}')
     words = [sys.executable, SCRIPTS / "compare_throughput.py", *SAMPLE, f"--json={file}"]
-    words += ["--backends=tf_data,decode_only", "--seconds=0.1", "--repeats=10000"]
+    words += [*BRIEFLY, "--backends=tf_data", "--repeats=10000"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(words, cwd=sample_folder, **pipes)
     for line in process.stdout:
@@ -243,41 +242,18 @@ def test_other_programs_are_counted():
     assert before is None or before <= used_cpu_seconds_of_all()
 
 
-def whole(process):
-    return process.stdout, re.MULTILINE
-
-
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_benchmark_store(sample_folder, tmp_path):
     """Each row with its ratio; the images came from the server."""
-    arguments = ["--files=data/sample/train-*", "--seconds=0.2", "--repeats=2", "--batch_size=16"]
-    arguments += ["--milliseconds=1", f"--json={tmp_path}/store.json"]
+    arguments = [*SAMPLE, "--seconds=0.2", "--repeats=2", "--batch_size=16", "--milliseconds=1"]
+    arguments.append(f"--json={tmp_path}/store.json")
     process = run("benchmarks/store.py", *arguments, cwd=sample_folder)
     assert (process.returncode, process.stderr) == (0, "")
     rows = json.loads((tmp_path / "store.json").read_text())["rows"]
     names = ["local", "far", "cached", "failing", "far, CPU time without the server's", "index"]
     assert list(rows) == names
-    for name, row in rows.items():
-        assert 0 < row["minimum"] <= row["median"] <= row["maximum"]
-        assert f"\n{name} " in process.stdout
-
-
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        ("--backends=dali", "`backends` must be of tf_data, dali_gpu"),
-        ("--batch_size=97", "at most the 96 records, got 97"),
-        ("--seconds=0", "`seconds` must be at least 0.01"),
-        ("--repeats=0", "`repeats` must be at least 1"),
-        ("--json={}/no/x.json", "there is no folder"),
-        ("--plot=x.svg", "`plot` must end in .png, got x.svg"),
-        ("--backends=tf_data,dali_gpu", "need an NVIDIA GPU"),
-    ],
-)
-def test_compare_throughput_refuses(sample_folder, tmp_path, argument, message):
-    arguments = ["--files=data/sample/train-*", argument.format(tmp_path)]
-    fails(run("compare_throughput.py", *arguments, cwd=sample_folder), message)
+    assert all(f"\n{name} " in process.stdout for name in rows)
 
 
 @pytest.mark.parametrize(
@@ -288,11 +264,11 @@ def test_compare_throughput_refuses(sample_folder, tmp_path, argument, message):
         (["--backends=decode_simplejpeg"], "simplejpeg"),
     ],
 )
-def test_packages_that_are_not_there(sample_folder, monkeypatch, arguments, packages):
+def test_packages_that_are_not_there(files, monkeypatch, arguments, packages):
     """They are named before anything is measured."""
     module = packages.split()[0]
     monkeypatch.setitem(sys.modules, module, None)
-    process = run("compare_throughput.py", *SAMPLE, *arguments, cwd=sample_folder)
+    process = run("compare_throughput.py", files, "--batch_size=8", *arguments)
     fails(process, f"cannot be measured: No module named {module!r}. pip install {packages}\n")
 
 
@@ -300,76 +276,60 @@ def test_a_package_that_cannot_be_imported(dataset, monkeypatch):
     """The process that measures says so, and lives."""
     monkeypatch.setitem(sys.modules, "grain", None)
     spec = dti.InputSpec.for_training(dataset, 16, order="buffer")
-    candidate = Candidate(dti.TfDataOptions(), "buffer", "grain").to_json()
+    candidate = Candidate(TF_DATA, "buffer", "grain").to_json()
     task = {"candidate": candidate, "seconds": 0.1, "warmup_batches": 0, "fresh": True}
     answer = worker.Pipelines(spec, 4).answer(task)
     assert "import of grain" in answer["error"]
 
 
 @pytest.mark.slow
-def test_benchmarks_refuse(tmp_path):
-    fails(run("compare_throughput.py"), "Name the TFRecord files")
-    said = "`num_files` must be whole numbers of at least 1, got 4,x"
-    fails(run("benchmarks/index.py", "--num_files=4,x"), said)
-    fails(run("benchmarks/index.py", f"--json={tmp_path}/no/x.json"), "there is no folder")
-
-
-@pytest.mark.slow
-def test_compare_throughput_reports_a_row_that_dies(tmp_path):
-    """Undecodable records end it with an error, without a hang or half a table."""
+def test_records_that_cannot_be_decoded(tmp_path, monkeypatch):
+    """They end it with an error before anything is measured."""
+    monkeypatch.setattr(flags, "find_problem_of_dali", lambda: None)
     examples = numbered_examples(8)
     examples[3]["image/encoded"] = b"this is no image"
     file = write_tfrecord(tmp_path / "train", examples)
     assert run("index", file).returncode == 0
     arguments = [f"--files={file}", "--batch_size=4", f"--json={tmp_path}/result.json"]
-    process = run("compare_throughput.py", *arguments)
+    process = run("compare_throughput.py", *arguments, "--backends=tf_data,dali_cpu")
     assert process.returncode == 1
     assert "The backends' images were not shown to be the same" in process.stderr
     assert not (tmp_path / "result.json").exists()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["HWC", "CHW"])
-def test_comparison_of_images(sample_folder, layout):
-    arguments = ["--files=data/sample/validation-*", f"--layout={layout}", "--evaluation"]
-    process = run("compare_images.py", *arguments, "--most=0.01", cwd=sample_folder)
+@pytest.mark.parametrize("layout", at_night(["CHW"], ["CHW", "HWC"]))
+def test_comparison_of_images(files, layout):
+    """What the backends make of the same records differs by less than it may, and is shown."""
+    arguments = [files, "--image_size=32", f"--layout={layout}", "--evaluation"]
+    process = run("compare_images.py", *arguments, "--most=0.01")
     assert process.returncode == 0, process.stderr
-    assert process.stdout.startswith("images      32 of 32: decode, CoverCrop")
-    strict = run("compare_images.py", *arguments, "--most=1e-9", cwd=sample_folder)
-    assert strict.returncode == 1
-    assert "The backends' images differ by 0.00" in strict.stderr
+    assert process.stdout.startswith("images      24 of 24: decode, CoverCrop")
+    strict = run("compare_images.py", *arguments, "--most=1e-9")
+    fails(strict, "The backends' images differ by 0.00")
 
 
-def test_by_hand_does_the_same_work(sample_folder):
+def test_by_hand_does_the_same_work(dataset):
     """The baseline by hand yields the package's images: some mirrored, by the same operations."""
-    from dali_tf_input import InputSpec, ResizeRandomCrop, TfDataOptions
-    from dali_tf_input.backends.build import make_dataset
-    from support.throughput import reference
-
-    records = str(sample_folder / "data/sample/train-*")
-    crop = ResizeRandomCrop(resize=(224, 224))  # of which there is one
+    crop = dti.ResizeRandomCrop(resize=(32, 32))  # of which there is one
     fields = {"crop": crop, "mirror_probability": 0.0, "order": "buffer"}
-    spec = InputSpec.for_training(records, 224, **fields)
-    ours = make_dataset(spec, TfDataOptions(), batch_size=96)
-    theirs = reference.make_dataset(spec, batch_size=96)
+    spec = dti.InputSpec.for_training(dataset, 32, **fields)
+    ours = dti.make_dataset(spec, TF_DATA, batch_size=24)
+    theirs = reference.make_dataset(spec, batch_size=24)
     assert ours.element_spec == theirs.element_spec
     images, labels = (values.numpy() for values in next(iter(ours)))
     theirs, their_labels = (values.numpy() for values in next(iter(theirs)))
-    # Several records share a label.
-    order, their_order = (
-        np.lexsort((np.abs(values).mean(axis=(1, 2, 3)), numbers))
-        for values, numbers in ((images, labels), (theirs, their_labels))
-    )
+    order, their_order = np.argsort(labels), np.argsort(their_labels)  # each record has its own
     np.testing.assert_array_equal(labels[order], their_labels[their_order])
     mirrored = 0
     for image, other in zip(images[order], theirs[their_order], strict=True):
         plain, flipped = (np.abs(image - view).max() for view in (other, other[:, ::-1]))
         assert min(plain, flipped) < 1e-3
         mirrored += flipped < plain
-    assert 20 < mirrored < 76  # of 96
+    assert 0 < mirrored < 24
 
 
-def test_a_measurer_dies_with_its_parent(sample_folder):
+def test_a_measurer_dies_with_its_parent():
     """Also when it is paused, as between its turns, and the parent is killed."""
     code = f"""if True:
         import os, signal, sys
@@ -382,7 +342,7 @@ def test_a_measurer_dies_with_its_parent(sample_folder):
         os.kill(os.getpid(), signal.SIGKILL)
     """
     words = [sys.executable, "-c", code]
-    parent = subprocess.run(words, cwd=sample_folder, capture_output=True, text=True, check=False)
+    parent = subprocess.run(words, capture_output=True, text=True, check=False)
     child = Path(f"/proc/{int(parent.stdout)}/status")
     deadline = time.monotonic() + 60
     while child.exists() and "State:\tZ" not in child.read_text():

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import refused, slowly
+from conftest import at_night, refused
 
 import dali_tf_input as dti
 from dali_tf_input.backends.tf_augment import draw_rows
@@ -148,6 +148,7 @@ def test_magnitudes_of_a_normal_distribution():
     assert max(row[1] for row in wide["WARP"] if row[0] == 1) == pytest.approx(0.3)
 
 
+@pytest.mark.slow
 def test_draws_of_rand_augment():
     """Each of 14 operations as often, in both places; and timm's one half of the time."""
     drawn = draw(dti.RandAugment())
@@ -168,6 +169,7 @@ def test_draws_of_rand_augment():
     )
 
 
+@pytest.mark.slow
 def test_draws_of_color_jitter():
     """In each of 24 orders as often; factors are even over their ranges."""
     drawn = draw(dti.ColorJitter(brightness=0.4, contrast=1.5, saturation=0.2, hue=0.1, p=0.8))
@@ -204,6 +206,7 @@ def test_draws_of_color_jitter():
     np.testing.assert_allclose(gray, [LUMA] * 100, atol=1e-4)  # the brightness stays
 
 
+@pytest.mark.slow
 def test_draws_of_erasing():
     """Area and aspect ratio as they are documented, all positions alike; only inside."""
     height, width = SIZE
@@ -231,10 +234,15 @@ def test_draws_of_erasing():
     ("augmentation", "rate"),
     [
         (dti.RandomGrayscale(p=0.2), 0.2),
-        (dti.Solarize(p=0.3), 0.3),
-        slowly(dti.VerticalMirror(), 0.5),
-        slowly(dti.GaussianBlur(p=0.0), 0.0),
         (dti.GaussianBlur(), 1.0),
+        *at_night(
+            [],
+            [
+                (dti.Solarize(p=0.3), 0.3),
+                (dti.VerticalMirror(), 0.5),
+                (dti.GaussianBlur(p=0.0), 0.0),
+            ],
+        ),
     ],
 )
 def test_how_often(augmentation, rate):
@@ -263,35 +271,18 @@ def test_a_program_of_many():
 
 
 BAD = [
-    (dti.RandAugment, {"num_ops": 0}, "`num_ops` must be in [1, 10], got 0"),
-    (dti.RandAugment, {"magnitude": 31}, "`magnitude` must be in [0, 30], got 31"),
-    (dti.RandAugment, {"magnitude_std": -1}, "`magnitude_std` must be in [0, 100], got -1"),
-    (
-        dti.RandAugment,
-        {"dialect": "timm"},
-        "`dialect` must be one of 'torchvision', 'tf', got 'timm'",
-    ),
     (dti.RandAugment, {"increasing": False}, "`increasing` False is for `dialect` 'tf' only"),
-    (dti.RandAugment, {"p": 1.5}, "`p` must be in [0.0, 1.0], got 1.5"),
-    (dti.RandAugment, {"fill": 256}, "`fill` must be"),
-    (dti.RandAugment, {"operations": 3}, "RandAugment() has no argument `operations`"),
-    (dti.ColorJitter, {"hue": 0.6}, "`hue` must be in [0, 0.5], got 0.6"),
-    (dti.ColorJitter, {"contrast": -0.1}, "`contrast` must be in [0, 100], got -0.1"),
     (
         dti.GaussianBlur,
         {"sigma": (0, 1)},
         "`sigma` must be (smallest, largest), both in [0.001, 30]",
     ),
-    (dti.GaussianBlur, {"sigma": 1.0}, "`sigma` must be 2 values, got 1.0"),
-    (dti.Solarize, {"threshold": 300}, "`threshold` must be"),
     (
         dti.RandomErasing,
         {"area_range": (0.5, 1.5)},
         "`area_range` must be (smallest, largest), both in (0, 1)",
     ),
     (dti.RandomErasing, {"aspect_ratio_range": (2, 1)}, "`aspect_ratio_range` must be"),
-    (dti.RandomErasing, {"fill": "pixel"}, "`fill` must be"),
-    (dti.VerticalMirror, {"p": -0.1}, "`p` must be in [0.0, 1.0], got -0.1"),
 ]
 
 
@@ -311,8 +302,6 @@ def test_refuses_with_an_image():
         make(224, augment=dti.RandAugment())
     with refused("`augment` must be one of RandAugment, TrivialAugment, .*, got"):
         make(224, augment=("rand",))
-    with refused("has no argument `auto_augment`. Did you mean `augment`?"):
-        make(224, auto_augment="rand")
     with refused("`recipe` must be one of 'resnet-50', .*, got 'vit'"):
         make(224, recipe="vit")
 

@@ -7,7 +7,7 @@ from dali_tf_input import Shard
 from dali_tf_input.spec.plan import check_step, replica_batch_size
 
 
-@pytest.mark.parametrize("num_shards", range(1, 12))
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 8, 11])
 def test_shards_are_a_partition(num_shards):
     for num_records in range(31):
         shards = [
@@ -29,17 +29,9 @@ def test_every_replica_can_fill_its_batch():
                 check_step(batch_size, num_shards=num_replicas, num_records=num_records)
 
 
-@pytest.mark.parametrize(
-    ("shard_id", "num_shards", "message"),
-    [
-        (0, 0, "`num_shards` must be at least 1, got 0"),
-        (2, 2, r"`shard_id` must be in \[0, 2\), got 2"),
-        (-1, 2, r"`shard_id` must be in \[0, 2\), got -1"),
-    ],
-)
-def test_shard_refuses(shard_id, num_shards, message):
-    with refused(message):
-        Shard(shard_id, num_shards)
+def test_shard_refuses():
+    with refused(r"`shard_id` must be in \[0, 2\), got 2"):
+        Shard(2, 2)
 
 
 @pytest.mark.parametrize(

@@ -6,32 +6,15 @@ import sys
 
 import pytest
 from conftest import refused
-from obstore.store import MemoryStore
+from stores import memory_store
 
 from dali_tf_input.storage import objects
 from dali_tf_input.storage.objects import Part, Status, find_objects, read_parts
 
 
-class Store(MemoryStore):
-    """An object store in memory that notes which folders are listed."""
-
-    def __init__(self):
-        super().__init__()
-        self.listed = []
-
-    def list(self, *_, **__):
-        raise AssertionError("a recursive listing")
-
-    def list_with_delimiter_async(self, prefix):
-        self.listed.append(prefix)
-        return super().list_with_delimiter_async(prefix)
-
-
 @pytest.fixture
-def store(monkeypatch):
-    store = Store()
-    monkeypatch.setattr(objects, "_store", lambda *_: store)
-    return store
+def store(monkeypatch, tmp_path):
+    return memory_store(monkeypatch, tmp_path)
 
 
 KEYS = ["a/x/1", "a/x/2", "a/y/1", "a/y/z/1", "b/x/1", "1", "a/1", "a/[1]"]
@@ -56,7 +39,7 @@ def test_only_folders_that_fit_are_listed(store, pattern, keys, listed):
         store.put(key, b"abc")
     urls = [f"s3://bucket/{key}" for key in keys]
     assert [*find_objects(f"s3://bucket/{pattern}")] == urls
-    assert store.listed == listed
+    assert [key for method, key in store.seen if method == "LIST"] == listed
 
 
 def test_read_parts(store):

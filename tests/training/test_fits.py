@@ -5,7 +5,7 @@ import io
 import keras
 import numpy as np
 import pytest
-from conftest import jpeg, refused, write_indexed
+from conftest import DALI, jpeg, refused, write_indexed
 from PIL import Image
 
 import dali_tf_input as dti
@@ -24,14 +24,14 @@ def records(tmp_path_factory):
 
 def load(records, *, evaluation=False, size=8, **fields):
     kind = dti.InputSpec.for_evaluation if evaluation else dti.InputSpec.for_training
-    return dti.load(kind(records, size, **fields), dti.TfDataOptions(), batch_size=2)
+    return dti.load(kind(records, size, **fields), DALI, batch_size=2)
 
 
 def make(outputs=6, loss=SPARSE, *, activation="softmax", shape=(8, 8, 3), compiled=True):
     layers = [keras.layers.Flatten(), keras.layers.Dense(outputs, activation=activation)]
     model = keras.Sequential([keras.Input(shape), *layers])
     if compiled:
-        model.compile("sgd", loss)
+        model.compile("sgd", loss, run_eagerly=True)
     return model
 
 
@@ -46,7 +46,7 @@ def functional(names, outputs=1):
     flat = connect(*inputs.values())
     heads = [keras.layers.Dense(6, activation="softmax")(flat) for _ in range(outputs)]
     model = keras.Model(inputs, heads if outputs > 1 else heads[0])
-    model.compile("sgd", SPARSE)
+    model.compile("sgd", SPARSE, run_eagerly=True)
     return model
 
 
@@ -60,7 +60,7 @@ def unnamed():
     image, number = keras.Input((8, 8, 3)), keras.Input((1,), dtype="int64")
     made = keras.layers.Dense(6, activation="softmax")(connect(image, number))
     model = keras.Model({"image": image, "record_id": number}, made)
-    model.compile("sgd", SPARSE)
+    model.compile("sgd", SPARSE, run_eagerly=True)
     return model
 
 
@@ -70,7 +70,7 @@ def outputs_by_name():
     flat = keras.layers.Flatten()(image)
     main = keras.layers.Dense(6, activation="softmax")(flat)
     model = keras.Model(image, [main, flat])
-    model.compile("sgd", [SPARSE, None])
+    model.compile("sgd", [SPARSE, None])  # eager Keras takes two labels for two outputs
     return model
 
 
@@ -79,8 +79,14 @@ def built_for(size):
     pool, dense = keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(6, "softmax")
     model = keras.Sequential([keras.layers.Conv2D(4, 3), pool, dense])
     model(np.zeros((1, size, size, 3)))
-    model.compile("sgd", SPARSE)
+    model.compile("sgd", SPARSE, run_eagerly=True)
     return model
+
+
+@pytest.fixture
+def no_pipeline(monkeypatch):
+    """Fails where a pipeline is built."""
+    monkeypatch.delattr(dti.Input, "_make_dataset")
 
 
 TWO = dti.Preprocess.for_training(8)
@@ -111,11 +117,6 @@ LABELS = {"one_hot": dti.ClassLabel(one_hot=True, num_classes=6)}
             lambda: functional(["image", "number"]),
             {"record_ids": True},
             "inputs are image, number, this input gives image, record_id: nothing is called 'numb",
-        ),
-        (
-            lambda: functional(["image", "number"]),
-            {},
-            "inputs are image, number, this input gives image: nothing is called 'number'",
         ),
         (
             lambda: functional(["image_a", "image_1"]),
@@ -159,16 +160,12 @@ LABELS = {"one_hot": dti.ClassLabel(one_hot=True, num_classes=6)}
             {},
             r"the model has 5 outputs, for labels 0 to 4\. The model needs more outputs",
         ),
-        (
-            lambda: make(1, ["binary_crossentropy"], activation="sigmoid"),
-            {},
-            "The loss binary_crossentropy is of two classes, 0 and 1, and labels run to 5",
-        ),
         (lambda: make(7, "poisson"), {"label": LABELS["one_hot"]}, "The loss poisson takes values"),
     ],
 )
+@pytest.mark.usefixtures("no_pipeline")
 def test_what_does_not_fit(records, model, fields, message):
-    """In `fit`, and of validation too, before the first step of training."""
+    """In `fit`, and of validation too, before anything is read or traced."""
     with refused(message):
         load(records, **fields).fit(model(), verbose=0)
     evaluated = {name: value for name, value in fields.items() if name != "views"}
@@ -201,6 +198,7 @@ def test_prediction_and_profile_and_export(records, tmp_path):
         dti.export_saved_model(keras.Sequential(layers), valid.spec, tmp_path / "model")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "fields"),
     [
@@ -223,20 +221,22 @@ def test_prediction_and_profile_and_export(records, tmp_path):
     ],
 )
 def test_what_fits(records, model, fields):
-    history = load(records, **fields).fit(model(), verbose=0)
+    history = load(records, **fields).fit(model(), steps_per_epoch=1, verbose=0)
     assert np.isfinite(history.history["loss"]).all()
 
 
+@pytest.mark.slow
 def test_what_an_export_does_not_do_is_said(records, tmp_path, caplog):
     spec, model = dti.InputSpec.for_training(records, 8), make()
     for decode, is_said in (("scaled", True), ("full", False)):
         options = dti.TfDataOptions(decode=decode)
-        dti.load(spec, options, batch_size=2).fit(model, verbose=0)
+        dti.load(spec, options, batch_size=2).fit(model, steps_per_epoch=1, verbose=0)
         dti.export_saved_model(model, dti.Preprocess.for_evaluation(8), tmp_path / decode)
         assert ("decode='scaled', which an exported model does not do" in caplog.text) == is_said
         caplog.clear()
 
 
+@pytest.mark.slow
 def test_masks_of_two_classes(tmp_path):
     """An output of a channel, as usual for one object."""
     mask = np.zeros((9, 9), np.uint8)
@@ -247,7 +247,7 @@ def test_masks_of_two_classes(tmp_path):
     records = write_indexed(tmp_path / "train-0", examples)
     image = keras.Input((8, 8, 3))
     model = keras.Model(image, keras.layers.Conv2D(1, 1, activation="sigmoid")(image))
-    model.compile("sgd", "binary_crossentropy")
+    model.compile("sgd", "binary_crossentropy", run_eagerly=True)
     train = load(records, label=None, mask=dti.SegmentationMask(key="mask"))
     assert np.isfinite(train.fit(model, verbose=0).history["loss"]).all()
 
@@ -265,15 +265,17 @@ class Rebuild(keras.Model):
         return made
 
 
+@pytest.mark.slow
 def test_a_model_that_needs_no_labels_is_validated(records):
     model = Rebuild()
-    model.compile("sgd")
+    model.compile("sgd", run_eagerly=True)
     valid = load(records, evaluation=True, label=None)
     history = load(records, label=None).fit(model, validation=valid, verbose=0)
     assert history.history["val_loss"][0] > 0
     assert valid.evaluate(model, verbose=0)["loss"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*from_logits=True")  # Keras's own word, too
 def test_doubts(records, caplog):
     """What is likely not meant, but may be, is a warning."""
@@ -296,12 +298,9 @@ def test_doubts(records, caplog):
     [
         ({"shuffle": True}, "`shuffle` is decided by the `order` of the spec: leave it out"),
         ({"initial_epoch": 3}, "`initial_epoch` must be below `epochs` 1, got 3"),
-        ({"initial_epoch": 10**30}, "`initial_epoch` must be at most 2,147,483,647"),
-        ({"epochs": 10**30}, "`epochs` must be at most 2,147,483,647"),
-        ({"steps_per_epoch": 10**30}, "`steps_per_epoch` must be at most 2,147,483,647"),
-        ({"validation_freq": 0}, "`validation_freq` must be at least 1 or a sequence, got 0"),
         ({"class_weight": {0: 1e39}}, "`class_weight` must be finite weights"),
         ({"x": 1}, r"fit\(\) has no argument `x`"),
+        ({"callbacks": [None]}, "`callbacks` must be keras.callbacks.Callback, or a list of them"),
     ],
 )
 def test_arguments_of_fit(records, arguments, message):
@@ -311,17 +310,18 @@ def test_arguments_of_fit(records, arguments, message):
     assert train.next_step == 0
 
 
-@pytest.mark.parametrize("steps", [0, -1, 1.5, "2"])
-def test_steps_of_an_evaluation(records, steps):
+def test_steps_of_an_evaluation(records):
     message = "must be a whole number of at least 1, or None, got"
-    valid = load(records, evaluation=True)
-    for call in (valid.evaluate, valid.predict):
-        with refused(f"`steps` {message}"):
-            call(make(), steps=steps, verbose=0)
-    with refused(f"`validation_steps` {message}"):
-        load(records).fit(make(), validation=valid, validation_steps=steps, verbose=0)
+    valid, train, model = load(records, evaluation=True), load(records), make()
+    for steps in (0, -1, 1.5, "2"):
+        for call in (valid.evaluate, valid.predict):
+            with refused(f"`steps` {message}"):
+                call(model, steps=steps, verbose=0)
+        with refused(f"`validation_steps` {message}"):
+            train.fit(model, validation=valid, validation_steps=steps, verbose=0)
 
 
+@pytest.mark.slow
 def test_masks_of_more_values_than_outputs(tmp_path, caplog):
     """As the index step counted them; `fit` says that it does not know if it did not."""
     stream = io.BytesIO()
@@ -331,7 +331,8 @@ def test_masks_of_more_values_than_outputs(tmp_path, caplog):
     def fit(outputs, checks=None):
         records = write_indexed(tmp_path / "train-0", examples, checks)
         model = keras.Sequential([keras.Input((8, 8, 3)), keras.layers.Conv2D(outputs, 1)])
-        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("sgd", loss, run_eagerly=True)
         load(records, label=None, mask=dti.SegmentationMask(key="mask")).fit(model, verbose=0)
 
     fit(4)
@@ -344,17 +345,20 @@ def test_masks_of_more_values_than_outputs(tmp_path, caplog):
     assert "not known" not in caplog.text
 
 
-@pytest.mark.parametrize("method", ["evaluate", "predict"])
-@pytest.mark.parametrize("name", ["x", "batch_size", "sample_weight", "shuffle", "kwargs"])
-def test_arguments_of_evaluate_and_predict(records, method, name):
-    valid = load(records, evaluation=True)
-    shuffled = "`shuffle` is decided by the `order`"
-    with refused(shuffled if name == "shuffle" else f"{method}.. has no argument `{name}`"):
-        getattr(valid, method)(make(), **{name: 1})
-    with refused("`callbacks` must be keras.callbacks.Callback"):
-        getattr(valid, method)(make(), callbacks=3)
+def test_arguments_of_evaluate_and_predict(records):
+    valid, model = load(records, evaluation=True), make()
+    for method in ("evaluate", "predict"):
+        call = getattr(valid, method)
+        with refused("`shuffle` is decided by the `order`"):
+            call(model, shuffle=1)
+        for name in ("x", "batch_size", "sample_weight", "kwargs"):
+            with refused(f"{method}.. has no argument `{name}`"):
+                call(model, **{name: 1})
+        with refused("`callbacks` must be keras.callbacks.Callback"):
+            call(model, callbacks=3)
 
 
+@pytest.mark.slow
 def test_both_validations_and_steps_that_are_chosen(records):
     train, valid = load(records), load(records, evaluation=True)
     with refused("`validation` and `validation_data` are the same"):

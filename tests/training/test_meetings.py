@@ -5,12 +5,12 @@ import io
 
 import keras
 import pytest
-from conftest import jpeg, refused, write_indexed
+from conftest import DALI, jpeg, refused, write_indexed
 from models import FROM_LOGITS, make_model
 from PIL import Image
 
 import dali_tf_input as dti
-from dali_tf_input.spec.meetings import compare_masks, find_common
+from dali_tf_input.spec.meetings import check_agreement, compare_masks, find_common
 
 ONE_HOT = dti.ClassLabel(num_classes=3, one_hot=True)
 
@@ -20,7 +20,7 @@ def write(folder, names):
     if names:
         (folder / "labels.txt").write_text("".join(f"{name}\n" for name in names))
     examples = [
-        {"image": jpeg(20, 24, seed=n), "label": n % 3, "pair": [0.0, 1.0], "tags": [n % 3]}
+        {"image": jpeg(9, 12, seed=n), "label": n % 3, "pair": [0.0, 1.0], "tags": [n % 3]}
         for n in range(6)
     ]
     return write_indexed(folder / "train-0", examples, dti.Checks(verify="schema"))
@@ -35,7 +35,7 @@ def sets(tmp_path_factory):
 
 def load(sets, which="named", *, training=False, **fields):
     make = dti.InputSpec.for_training if training else dti.InputSpec.for_evaluation
-    return dti.load(make(sets[which], 8, **fields), dti.TfDataOptions(), batch_size=3)
+    return dti.load(make(sets[which], 8, **fields), DALI, batch_size=3)
 
 
 def fit(sets, valid, *, of_training=None, **how):
@@ -44,7 +44,7 @@ def fit(sets, valid, *, of_training=None, **how):
     loss = "sparse_categorical_crossentropy"
     if (of_training or {}).get("label"):
         loss = "mse"
-    model = make_model(8, outputs, loss=loss)
+    model = make_model(8, outputs, loss=loss, run_eagerly=True)
     train.fit(model, validation=valid, verbose=0, **how)
     return model
 
@@ -96,19 +96,20 @@ EQUAL = [
 
 @pytest.mark.parametrize("fields", EQUAL)
 def test_what_may_differ(sets, fields):
-    fit(sets, load(sets, **fields))
+    training = dti.InputSpec.for_training(sets["named"], 8)
+    valid = load(sets, **fields).spec
+    check_agreement(training, valid, ("Training", "validation"))
 
 
-def test_another_spelling_of_the_same_pixels(sets):
-    """Compared are values: without mean and deviation, integers are the same as floats."""
+@pytest.mark.slow
+def test_what_agrees_trains(sets):
+    """Values are compared: without mean and deviation, integers are the same as floats."""
     model = fit(sets, load(sets, dtype="uint8"), of_training={"normalization": None})
     load(sets, normalization=None).evaluate(model, verbose=0)
-
-
-def test_one_may_say_that_it_is_right(sets):
     fit(sets, load(sets, "other", normalization=None), compare=False)
 
 
+@pytest.mark.slow
 def test_what_a_model_was_trained_on(sets, tmp_path):
     """Its evaluation, prediction and export are compared with it; a model from elsewhere is not."""
     model, other = fit(sets, None), load(sets, "other")
@@ -124,7 +125,7 @@ def test_what_a_model_was_trained_on(sets, tmp_path):
     assert not (tmp_path / "exported").exists()
     dti.export_saved_model(model, load(sets).spec.preprocess, tmp_path / "exported")
     assert (tmp_path / "exported/assets.extra/labels.txt").read_text() == "a\nb\nc\n"
-    elsewhere = make_model(8, 3)
+    elsewhere = make_model(8, 3, run_eagerly=True)
     plain.evaluate(elsewhere, verbose=0)
     fit_again = load(sets, training=True, normalization=None)
     fit_again.fit(model, verbose=0)  # what it is trained on now counts
@@ -148,17 +149,16 @@ def test_names_of_what_is_served(sets):
     assert load(sets, "unnamed").spec.class_names is None
 
 
+@pytest.mark.slow
 def test_a_set_whose_names_changed_is_not_resumed(tmp_path):
     """Names that were not known before, or that are new, do not matter."""
     records = write(tmp_path / "set", "")
-    model = make_model(8, 3)
+    model = make_model(8, 3, run_eagerly=True)
     folder = tmp_path / "state"
 
     def train(epochs):
         spec = dti.InputSpec.for_training(dti.Records.from_files(records.paths), 8)
-        dti.load(spec, dti.TfDataOptions(), batch_size=3).fit(
-            model, epochs=epochs, resume=folder, verbose=0
-        )
+        dti.load(spec, DALI, batch_size=3).fit(model, epochs=epochs, resume=folder, verbose=0)
 
     train(1)
     names = tmp_path / "set" / "labels.txt"
@@ -171,6 +171,7 @@ def test_a_set_whose_names_changed_is_not_resumed(tmp_path):
         train(4)
 
 
+@pytest.mark.slow
 def test_records_of_both(sets, caplog):
     """That is a warning: a model that learns its validation set by heart is a usual first trial."""
     fit(sets, load(sets))
@@ -181,8 +182,8 @@ def test_records_of_both(sets, caplog):
         dti.InputSpec.for_training(parts["train"], 8),
         dti.InputSpec.for_evaluation(parts["valid"], 8),
     ]
-    train, valid = (dti.load(spec, dti.TfDataOptions(), batch_size=1) for spec in specs)
-    train.fit(make_model(8, 3), validation=valid, verbose=0)
+    train, valid = (dti.load(spec, DALI, batch_size=1) for spec in specs)
+    train.fit(make_model(8, 3, run_eagerly=True), validation=valid, verbose=0)
     fit(sets, load(sets, "unnamed"))
     assert "training records" not in caplog.text
     whole = sets["named"]
@@ -194,11 +195,12 @@ def doubts_of(caplog, sets, *layers, which="named", outputs=3, valid=None, **tra
     caplog.clear()
     train = load(sets, which, training=True, **training)
     loss = "mse" if valid else FROM_LOGITS
-    model = make_model(8, outputs, *layers, loss=loss)
+    model = make_model(8, outputs, *layers, loss=loss, run_eagerly=True)
     train.fit(model, validation=valid, verbose=0, steps_per_epoch=1)
     return caplog.text
 
 
+@pytest.mark.slow
 def test_what_is_likely_not_meant(sets, caplog):
     """Warnings: more outputs than names, pixels that are scaled twice, smoothed validation."""
     layers = keras.layers.Rescaling(1 / 255), keras.layers.Flatten()

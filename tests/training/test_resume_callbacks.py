@@ -2,18 +2,22 @@
 that has a state; or it is refused by name.
 """
 
+import contextlib
 import dataclasses
+import itertools
 import logging
+import shutil
 
 import keras
 import numpy as np
 import pytest
-from conftest import refused, slowly, spec_of, write_dataset
+from conftest import TF_DATA, at_night, refused, spec_of, write_dataset
 from models import make_model
 
-from dali_tf_input import Preprocess, Resume, load
+from dali_tf_input import DaliOptions, Preprocess, Resume, load
 
-EPOCHS, STEPS = 4, 3
+EPOCHS = 4  # of 3 steps
+MID_EPOCH, EPOCH_BEGIN = ("on_train_batch_end", 5), ("on_epoch_begin", 3)
 Callback, schedules = keras.callbacks.Callback, keras.optimizers.schedules
 SGD = keras.optimizers.SGD
 
@@ -104,7 +108,11 @@ CASES = {
     "not a number": (lambda: SGD(0.1), lambda _: [keras.callbacks.TerminateOnNaN()]),
     "custom": (lambda: SGD(0.1), lambda _: [Custom()]),
 }
-QUICK = ("averages", "lr of lr", "two early stoppings", "custom")
+# Each kind of state once: of the optimizer, of the model, of callbacks, and of their files.
+USUAL = (
+    *("averages", "loss scale", "lr of lr", "two early stoppings", "plateau", "best weights"),
+    *("csv", "custom"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -114,9 +122,9 @@ def records(tmp_path_factory):
 
 def make_network(optimizer=None, **compiled):
     keras.utils.set_random_seed(3)
-    layers = [keras.layers.Flatten(), keras.layers.Dropout(0.3)]
+    layers = [keras.layers.GlobalAveragePooling2D(), keras.layers.Dropout(0.3)]
     compiled = {"metrics": ["accuracy"], "run_eagerly": True, **compiled}
-    return make_model(16, 24, *layers, optimizer=optimizer or SGD(0.1), **compiled)
+    return make_model(8, 12, *layers, optimizer=optimizer or SGD(0.1), **compiled)
 
 
 def fit(records, model, folder=None, *, stop_at=None, **how):
@@ -132,7 +140,8 @@ def fit(records, model, folder=None, *, stop_at=None, **how):
 
         stop = keras.callbacks.LambdaCallback(**{what: count})
         how["callbacks"] = [*how.get("callbacks", ()), stop]
-    train = load(spec_of(records, "global", Preprocess.for_training(16)), batch_size=4)
+    options = how.pop("options", DaliOptions(device="cpu"))
+    train = load(spec_of(records, "global", Preprocess.for_training(8)), options, batch_size=4)
     resume = how.pop("resume", None) or (folder and Resume(folder, save_every=1))
     return train.fit(model, **{"epochs": EPOCHS, "verbose": 0, "resume": resume, **how})
 
@@ -147,25 +156,20 @@ def find_public(callback):
     }
 
 
-@pytest.mark.parametrize("stop_at", [("on_train_batch_end", 5), ("on_epoch_begin", 3)])
-@pytest.mark.parametrize("case", [one if one in QUICK else slowly(one) for one in CASES])
-def test_one_uninterrupted_run(records, tmp_path, case, stop_at):
-    """Weights to the bit, the History, the learning rate, and what callbacks know and write."""
+def run_whole_and_in_parts(records, folder, case, stop_at, **how):
+    """Trains as one run, and as one that crashes and goes on; compares all that is left."""
     make_optimizer, make_callbacks = CASES[case]
     results = []
     for place, stops in (("whole", [None]), ("parts", [stop_at, None])):
-        folder = tmp_path / place
-        folder.mkdir()
+        own = folder / place
+        own.mkdir()
         for stop in stops:
-            model, callbacks = make_network(make_optimizer()), make_callbacks(folder)
-            how = {"callbacks": callbacks, "stop_at": stop}
-            if stop:
-                with pytest.raises(Crash):
-                    fit(records, model, folder / "run", **how)
-            else:
-                history = fit(records, model, folder / "run", **how)
-        results.append((model, history, callbacks, folder))
-    (model, history, callbacks, folder), (again, other, others, parts) = results
+            model, callbacks = make_network(make_optimizer()), make_callbacks(own)
+            with pytest.raises(Crash) if stop else contextlib.nullcontext():
+                more = {"callbacks": callbacks, "stop_at": stop, **how}
+                history = fit(records, model, own / "run", **more)
+        results.append((model, history, callbacks, own))
+    (model, history, callbacks, whole), (again, other, others, parts) = results
     for variables in (lambda one: one.variables, lambda one: one.optimizer.variables):
         for one, two in zip(variables(model), variables(again), strict=True):
             np.testing.assert_array_equal(one.numpy(), two.numpy(), one.path)
@@ -175,10 +179,29 @@ def test_one_uninterrupted_run(records, tmp_path, case, stop_at):
         assert known.keys() == same.keys()
         for name in known.keys() - {"filepath", "filename", "append_header"}:
             np.testing.assert_equal(known[name], same[name], name)
-    written = [sorted(file for file in one.glob("*.*")) for one in (folder, parts)]
+    written = [sorted(file for file in one.glob("*.*")) for one in (whole, parts)]
     assert [file.name for file in written[0]] == [file.name for file in written[1]]
     for one, two in zip(*written, strict=True):
         assert one.suffix != ".csv" or one.read_text() == two.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "stop_at"),
+    at_night(
+        [(case, (MID_EPOCH, EPOCH_BEGIN)[number % 2]) for number, case in enumerate(USUAL)]
+        + [("custom", MID_EPOCH), ("lr of lr", EPOCH_BEGIN)],
+        [*itertools.product(CASES, [MID_EPOCH, EPOCH_BEGIN])],
+    ),
+)
+def test_one_uninterrupted_run(records, tmp_path, case, stop_at):
+    """Weights to the bit, the History, the learning rate, and what callbacks know and write."""
+    run_whole_and_in_parts(records, tmp_path, case, stop_at)
+
+
+@pytest.mark.slow
+def test_one_uninterrupted_run_by_tf_data(records, tmp_path):
+    run_whole_and_in_parts(records, tmp_path, "averages", EPOCH_BEGIN, options=TF_DATA)
 
 
 @dataclasses.dataclass
@@ -194,18 +217,19 @@ class Unhashable(Callback):
         self.seen += 1
 
 
+@pytest.mark.slow
 def test_models_and_callbacks_of_other_kinds(records, tmp_path):
     """Several optimizers, a drawn seed, callbacks that are equal, settings that are no number."""
     finals = []
     for place, epochs in (("whole", [2]), ("parts", [1, 2])):
         for count in epochs:
             keras.utils.set_random_seed(3)
-            layers = [keras.layers.RandomCrop(12, 12), keras.layers.Flatten()]
+            layers = [keras.layers.RandomCrop(6, 6), keras.layers.Flatten()]
             many = SGD(0.1)
             if hasattr(keras.optimizers, "OptimizerMap"):  # since Keras 3.13
                 rates = keras.optimizers.OptimizerMap(many, {"dense.*": SGD(0.2)})
                 many = keras.optimizers.MultiOptimizer(rates)
-            model = make_model(16, 24, *layers, optimizer=many, run_eagerly=True)
+            model = make_model(8, 12, *layers, optimizer=many, run_eagerly=True)
             pair = [Unhashable(), Unhashable(), early(patience=9, baseline=float("nan"))]
             fit(records, model, tmp_path / place, epochs=count, callbacks=pair)
         finals.append((model.get_weights(), [one.seen for one in pair[:2]]))
@@ -213,70 +237,70 @@ def test_models_and_callbacks_of_other_kinds(records, tmp_path):
     assert finals[0][1] == finals[1][1] == [2, 2]
 
 
-@pytest.mark.parametrize(
-    ("callback", "message"),
-    [
-        (keras.callbacks.BackupAndRestore, "BackupAndRestore restores what `resume` restores"),
+@pytest.mark.slow
+def test_callbacks_that_are_refused(records, tmp_path):
+    """Only with `resume`, and what is named is the other way."""
+    for callback, message in (
         (
-            lambda _: keras.callbacks.SwapEMAWeights(swap_on_epoch=True),
+            keras.callbacks.BackupAndRestore(str(tmp_path / "backup")),
+            "BackupAndRestore restores what `resume` restores",
+        ),
+        (
+            keras.callbacks.SwapEMAWeights(swap_on_epoch=True),
             r"SwapEMAWeights\(swap_on_epoch=True\) does not work with `resume`",
         ),
-    ],
-)
-def test_callbacks_that_are_refused(records, tmp_path, callback, message):
-    model = make_network(SGD(0.1, use_ema=True))
-    with refused(message):
-        fit(records, model, tmp_path / "run", callbacks=[callback(str(tmp_path / "backup"))])
-    fit(records, model, callbacks=[callback(str(tmp_path / "backup"))], epochs=1)
+    ):
+        model = make_network(SGD(0.1, use_ema=True))
+        with refused(message):
+            fit(records, model, tmp_path / "run", callbacks=[callback])
+        fit(records, model, callbacks=[callback], epochs=1)
 
 
-@pytest.mark.parametrize(
-    ("first", "then", "message"),
-    [
+@pytest.fixture(scope="module")
+def saved_once(records, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved") / "run"
+    fit(records, make_network(SGD(schedules.CosineDecay(0.1, 9))), folder, epochs=1)
+    return folder
+
+
+@pytest.fixture
+def saved(saved_once, tmp_path):
+    """A folder of its own with the state of a training of one epoch."""
+    return shutil.copytree(saved_once, tmp_path / "saved")
+
+
+def test_what_is_compiled_otherwise_is_refused(records, saved):
+    def cosine(steps=9, **fields):
+        return SGD(schedules.CosineDecay(0.1, steps), **fields)
+
+    frozen = make_network(cosine())
+    frozen.layers[-1].trainable = False
+    frozen.add(keras.layers.Dense(12, activation="softmax"))
+    frozen.compile(cosine(), frozen.loss, metrics=["accuracy"])
+    for model, message in (
         (
-            {},
-            {"loss": keras.losses.SparseCategoricalCrossentropy()},
+            make_network(cosine(), loss=keras.losses.SparseCategoricalCrossentropy()),
             "`loss.from_logits` was True, is False. Use",
         ),
-        ({}, {"optimizer": SGD(0.1, momentum=0.5)}, "`optimizer.momentum` was 0.0, is 0.5"),
-        (
-            {"optimizer": SGD(schedules.CosineDecay(0.1, 9))},
-            {"optimizer": SGD(schedules.CosineDecay(0.1, 7))},
-            "`optimizer.learning_rate.decay_steps` was 9, is 7",
-        ),
-        (
-            {"optimizer": SGD(schedules.CosineDecay(0.1, 9))},
-            {"optimizer": SGD(0.1)},
-            "`optimizer.learning_rate` was CosineDecay, is none",
-        ),
-    ],
-)
-def test_what_is_compiled_otherwise_is_refused(records, tmp_path, first, then, message):
-    fit(records, make_network(**first), tmp_path, epochs=1)
-    with refused(f"belongs to training of another model, .*: {message}"):
-        fit(records, make_network(**then), tmp_path)
+        (make_network(cosine(momentum=0.5)), "`optimizer.momentum` was 0.0, is 0.5"),
+        (make_network(cosine(7)), "`optimizer.learning_rate.decay_steps` was 9, is 7"),
+        (make_network(SGD(0.1)), "`optimizer.learning_rate` was CosineDecay, is none"),
+        (frozen, "`layer 2.trainable` was True"),
+    ):
+        with refused(f"belongs to training of another model, .*: {message}"):
+            fit(records, model, saved)
 
 
-def test_frozen_layers_are_refused(records, tmp_path):
-    fit(records, make_network(), tmp_path, epochs=1)
-    model = make_network()
-    model.layers[-1].trainable = False
-    model.add(keras.layers.Dense(24, activation="softmax"))
-    model.compile(SGD(0.1), model.loss, metrics=["accuracy"])
-    with refused("belongs to training of another model, .*: `layer 2.trainable` was True"):
-        fit(records, model, tmp_path)
-
-
+@pytest.mark.slow
 def test_layers_that_are_connected_otherwise_are_refused(records, tmp_path):
     def connected(*, swapped):
         keras.utils.set_random_seed(0)
-        image = keras.Input((16, 16, 3))
-        flat = keras.layers.Flatten()(image)
-        first = keras.layers.Dense(4)(flat)
+        image = keras.Input((8, 8, 3))
+        first = keras.layers.Dense(4)(keras.layers.Flatten()(image))
         parts = [first, keras.layers.Dense(4)(first)]
         joined = keras.layers.Concatenate()(parts[::-1] if swapped else parts)
-        model = keras.Model(image, keras.layers.Dense(24, activation="softmax")(joined))
-        model.compile("sgd", "sparse_categorical_crossentropy")
+        model = keras.Model(image, keras.layers.Dense(12, activation="softmax")(joined))
+        model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True)
         return model
 
     fit(records, connected(swapped=False), tmp_path, epochs=1)
@@ -287,6 +311,7 @@ def test_layers_that_are_connected_otherwise_are_refused(records, tmp_path):
         fit(records, connected(swapped=True), tmp_path, epochs=3)
 
 
+@pytest.mark.slow
 def test_other_metrics(records, tmp_path, caplog):
     """At the end of an epoch they are named; in the middle of one they are refused."""
     changed = {"metrics": ["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(2)]}
@@ -302,6 +327,7 @@ def test_other_metrics(records, tmp_path, caplog):
     assert len(history.history["sparse_top_k_categorical_accuracy"]) == 2
 
 
+@pytest.mark.slow
 def test_other_callbacks(records, tmp_path, caplog):
     """What is monitored must not change; other settings may, and are named."""
     fit(records, make_network(), tmp_path, epochs=1, callbacks=[early(patience=2)])
@@ -324,6 +350,7 @@ def test_other_callbacks(records, tmp_path, caplog):
     assert not caplog.records
 
 
+@pytest.mark.slow
 def test_early_stoppings_in_another_order(records, tmp_path):
     """Each gets the value of the same settings, not of the same place."""
     pair = [early(patience=7, baseline=-1.0), early(patience=9)]
@@ -335,6 +362,7 @@ def test_early_stoppings_in_another_order(records, tmp_path):
     assert [one.wait for one in again] == waits[::-1]
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_says_so(records, tmp_path, caplog):
     """It goes on when what stopped it has changed."""
     fit(records, make_network(), tmp_path, callbacks=[early(patience=1, min_delta=9.0)])
@@ -347,6 +375,7 @@ def test_a_run_that_was_stopped_says_so(records, tmp_path, caplog):
     assert "of EarlyStopping, `patience` was 1, is 2" in caplog.text
 
 
+@pytest.mark.slow
 def test_an_epoch_that_a_callback_cut_short(records, tmp_path):
     """It is done when training goes on, and has one line in the History."""
 
@@ -360,6 +389,7 @@ def test_an_epoch_that_a_callback_cut_short(records, tmp_path):
     assert int(model.optimizer.iterations) == 3 * EPOCHS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("terminates", [False, True])
 def test_weights_that_are_not_finite_are_not_saved(records, tmp_path, caplog, terminates):
     """The last good state remains, and another learning rate goes on from there."""
@@ -367,7 +397,7 @@ def test_weights_that_are_not_finite_are_not_saved(records, tmp_path, caplog, te
     class Diverge(Callback):
         def on_train_batch_end(self, batch, logs=None):
             if int(self.model.optimizer.iterations) == 5:
-                self.model.layers[-1].bias.assign(np.full(24, np.nan))
+                self.model.layers[-1].bias.assign(np.full(12, np.nan))
 
     callbacks = [Diverge(), *([keras.callbacks.TerminateOnNaN()] if terminates else [])]
     resume = Resume(tmp_path, save_every=2)

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import BACKENDS, TF_DATA, dali_slowly, refused, tf_data_nightly, tf_data_slowly
+from conftest import BACKENDS, DALI, TF_DATA, at_night, refused
 
 import dali_tf_input as dti
 from dali_tf_input import InputSpec, Mix, Preprocess, load
@@ -15,6 +15,8 @@ SMALL = Preprocess.for_training(8)
 LARGE = Preprocess.for_training(12, augment=(dti.Solarize(p=0.5),))
 LABEL = dti.ClassLabel(one_hot=True, num_classes=24)
 BATCH = 6  # of 24 records: 4 steps
+dali = pytest.mark.parametrize("options", at_night([DALI], [DALI, TF_DATA]))
+tf_data = pytest.mark.parametrize("options", at_night([TF_DATA], [DALI, TF_DATA]))
 
 
 @pytest.fixture
@@ -28,7 +30,7 @@ def stages(spec):
     return {1: LARGE, 3: mixed}
 
 
-def make_model(*, dropout=0.3, **compiled):
+def make_model(*, dropout=0.3, run_eagerly=True, **compiled):
     keras.utils.set_random_seed(1)
     model = keras.Sequential(
         [
@@ -40,7 +42,7 @@ def make_model(*, dropout=0.3, **compiled):
     )
     loss = keras.losses.CategoricalCrossentropy(from_logits=True)
     optimizer = compiled.pop("optimizer", None) or keras.optimizers.SGD(0.1, momentum=0.9)
-    model.compile(optimizer, loss, metrics=["accuracy"], **compiled)
+    model.compile(optimizer, loss, metrics=["accuracy"], run_eagerly=run_eagerly, **compiled)
     return model
 
 
@@ -58,12 +60,13 @@ class Sizes(keras.callbacks.Callback):
         self.seen.append(epoch)
 
 
-@tf_data_slowly
+@pytest.mark.slow
+@dali
 def test_iteration(spec, stages, options):
     """Each epoch is that of its spec alone; the next one goes on."""
     train = load(spec, options, batch_size=BATCH, schedule=stages)
     large = dataclasses.replace(spec, preprocess=LARGE)
-    for first, epochs, alone in ((0, 1, spec), (1, 2, large), (3, 2, stages[3])):
+    for first, epochs, alone in ((0, 1, spec), (1, 2, large), (3, 1, stages[3])):
         expected = load(alone, options, batch_size=BATCH, start_step=4 * first)
         for _ in range(epochs):
             batches = [*zip(train, expected, strict=True)]
@@ -78,22 +81,23 @@ def test_iteration(spec, stages, options):
     assert train.records_of(13).tolist() == load(spec, batch_size=BATCH).records_of(13).tolist()
 
 
-@dali_slowly
+@pytest.mark.slow
+@tf_data
 def test_fit(spec, stages, options):
     """One training for the callbacks; the same as by hand, epoch for epoch."""
     train = load(spec, options, batch_size=BATCH, schedule=stages)
-    model, sizes = make_model(dropout=0, run_eagerly=True), Sizes()
-    history = train.fit(model, epochs=5, verbose=0, callbacks=[sizes])
-    assert (sizes.begun, sizes.seen) == (1, [0, 1, 2, 3, 4])
-    assert history.epoch == [0, 1, 2, 3, 4]
-    by_hand = make_model(dropout=0, run_eagerly=True)
+    model, sizes = make_model(dropout=0), Sizes()
+    history = train.fit(model, epochs=4, verbose=0, callbacks=[sizes])
+    assert (sizes.begun, sizes.seen) == (1, [0, 1, 2, 3])
+    assert history.epoch == [0, 1, 2, 3]
+    by_hand = make_model(dropout=0)
     batches = load(spec, options, batch_size=BATCH, schedule=stages)
 
     def train_on(batch):
         by_hand.reset_metrics()  # Keras before 3.13 returns their mean since then
         return float(by_hand.train_on_batch(*batch)[0])
 
-    losses = [np.mean([*map(train_on, batches)]) for _ in range(5)]
+    losses = [np.mean([*map(train_on, batches)]) for _ in range(4)]
     np.testing.assert_allclose(history.history["loss"], losses, rtol=1e-5)
     for one, other in zip(model.get_weights(), by_hand.get_weights(), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-5)
@@ -114,22 +118,22 @@ def test_resumes(spec, stages, tmp_path):
 
     def train(resume, callbacks=()):
         optimizer = keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.8)
-        model = make_model(optimizer=optimizer, run_eagerly=True)
+        model = make_model(optimizer=optimizer)
         model(np.zeros((1, 8, 8, 3)))
-        fed = load(spec, TF_DATA, batch_size=BATCH, schedule=stages)
+        fed = load(spec, DALI, batch_size=BATCH, schedule=stages)
         resume = dti.Resume(tmp_path / resume, save_every=1)
         history = fed.fit(model, epochs=4, verbose=0, resume=resume, callbacks=list(callbacks))
         return model.get_weights(), history.history["loss"]
 
     expected = train("whole")
-    for after in (1, 4, 6, 9, 13):
+    for after in (1, 4, 9):
         with pytest.raises(KeyboardInterrupt):
             train("stopped", [Stop(after)])
     found = train("stopped")
     assert found[1] == expected[1]
     for one, other in zip(found[0], expected[0], strict=True):
         np.testing.assert_array_equal(one, other)
-    other = load(spec, TF_DATA, batch_size=BATCH, schedule={1: LARGE})
+    other = load(spec, DALI, batch_size=BATCH, schedule={1: LARGE})
     with refused("`schedule` was .*3: .*mix.*, is {1: "):
         other.fit(make_model(), epochs=4, resume=str(tmp_path / "whole"))
 
@@ -142,7 +146,7 @@ def test_averaged_weights(spec, stages):
         optimizer = keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.8)
         model = make_model(optimizer=optimizer)
         own = dataclasses.replace(spec, preprocess=preprocess)
-        load(own, TF_DATA, batch_size=BATCH, schedule=schedule).fit(model, epochs=4, verbose=0)
+        load(own, DALI, batch_size=BATCH, schedule=schedule).fit(model, epochs=4, verbose=0)
         return model.get_weights()
 
     # Stages that change nothing but the decode of the image are one training.
@@ -152,7 +156,7 @@ def test_averaged_weights(spec, stages):
 
 
 @pytest.mark.slow
-@tf_data_nightly
+@dali
 def test_on_replicas_with_validation_and_blame(dataset, spec, tmp_path, options):
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     plain = dataclasses.replace(spec, label=dti.ClassLabel())
@@ -177,19 +181,20 @@ def test_on_replicas_with_validation_and_blame(dataset, spec, tmp_path, options)
     assert np.isfinite(blame.losses).all()
 
 
+@pytest.mark.slow
 def test_of_a_function(spec):
     """It is asked for each epoch; equal specs are one stage."""
 
     def by_epoch(epoch):
         return Preprocess.for_training(8 + 4 * (epoch // 2))
 
-    train = load(spec, TF_DATA, batch_size=BATCH, schedule=by_epoch)
-    assert [next(iter(train))[0].shape[1] for _ in range(5)] == [8, 8, 12, 12, 16]
+    train = load(spec, DALI, batch_size=BATCH, schedule=by_epoch)
+    assert [next(iter(train))[0].shape[1] for _ in range(3)] == [8, 8, 12]
     assert train.schedule.end_of(0, 9) == 2
     assert train.schedule.end_of(3, 9) == 4
     assert train.schedule.end_of(8, 9) == 9
     assert "by_epoch" in repr(train.schedule)
-    again = load(spec, TF_DATA, batch_size=BATCH, schedule=by_epoch)
+    again = load(spec, DALI, batch_size=BATCH, schedule=by_epoch)
     assert len(again.fit(make_model(), epochs=3, verbose=0).epoch) == 3
     assert next(iter(again))[0].shape[1] == 12  # the fourth
 
@@ -199,8 +204,6 @@ def test_of_a_function(spec):
     [
         ({1: 64}, "must give a Preprocess or an InputSpec, got 64 for epoch 1"),
         ({-1: SMALL}, "`schedule` must be a dict by epochs, from 0, got -1"),
-        ({"3": SMALL}, "`schedule` must be a dict by epochs, from 0, got '3'"),
-        (SMALL, "`schedule` must be"),
         (lambda epoch: None, "must give a Preprocess or an InputSpec, got None for epoch 0"),
         ({2: {"seed": 9}}, "for epoch 2 it changes `seed`. Begin another training with it"),
         ({2: {"label": None}}, "for epoch 2 it changes `label`"),
