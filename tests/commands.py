@@ -39,9 +39,10 @@ def run(script, *arguments, cwd=None):
     """
     arguments = list(map(str, arguments))
     output, errors, before = io.StringIO(), io.StringIO(), os.getcwd()
-    module, argv = load(script), sys.argv
+    argv = sys.argv
     try:
         os.chdir(cwd or before)
+        module = load(script)
         sys.argv = [str(SCRIPTS / script), *arguments]
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
             code = command.run(module.main, module.FLAGS, arguments)

@@ -1,7 +1,7 @@
 """Whatever stands in a file that is read, the answer is a result or an InputError.
 
-``FUZZ_SECONDS=600 pytest -o faulthandler_timeout=0 tests/test_fuzz.py`` fuzzes each kind of file
-that long; otherwise a hundred examples are tried, at night a thousand.
+``FUZZ_SECONDS=600 pytest -m slow -o faulthandler_timeout=0 tests/test_fuzz.py`` fuzzes each kind of
+file that long; otherwise a hundred examples are tried, at night a thousand.
 """
 
 import json
@@ -22,6 +22,7 @@ from dali_tf_input.records.example import encode_example
 from dali_tf_input.records.tfrecord import frame_record
 from dali_tf_input.training.resume import State
 
+pytestmark = pytest.mark.slow
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "0"))
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),

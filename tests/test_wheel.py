@@ -154,7 +154,7 @@ AFTERWARDS = """
 dti.export_saved_model(model, valid.spec, "served/1")
 """
 SIX_LINES = """
-model = small_network(classes=2, input_shape=(224, 224, 3))
+model = make_small_network(classes=2, input_shape=(224, 224, 3))
 model.compile("sgd", "sparse_categorical_crossentropy")
 {}
 """

@@ -259,6 +259,7 @@ def make_of_records(spec, examples):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds", [at_night(300, 20_000)])
 def test_examples(mixtures, rounds):
     """What the operation accepts, TensorFlow parses to the same; all else it leaves to it."""

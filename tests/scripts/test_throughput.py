@@ -329,7 +329,7 @@ def test_by_hand_does_the_same_work(dataset):
     assert 0 < mirrored < 24
 
 
-def test_a_measurer_dies_with_its_parent():
+def test_a_measurer_dies_with_its_parent(sample_folder):
     """Also when it is paused, as between its turns, and the parent is killed."""
     code = f"""if True:
         import os, signal, sys
@@ -342,7 +342,8 @@ def test_a_measurer_dies_with_its_parent():
         os.kill(os.getpid(), signal.SIGKILL)
     """
     words = [sys.executable, "-c", code]
-    parent = subprocess.run(words, capture_output=True, text=True, check=False)
+    pipes = {"capture_output": True, "text": True}
+    parent = subprocess.run(words, cwd=sample_folder, check=False, **pipes)
     child = Path(f"/proc/{int(parent.stdout)}/status")
     deadline = time.monotonic() + 60
     while child.exists() and "State:\tZ" not in child.read_text():
