@@ -1,6 +1,7 @@
 """Every Python block and every command of the README and the documentation runs."""
 
 import contextlib
+import inspect
 import json
 import os
 import re
@@ -65,6 +66,16 @@ def make_small_network(weights=None, classes=1000, input_shape=None, include_top
     layers += [keras.layers.GlobalAveragePooling2D()] * (include_top or "pooling" in how)
     layers += [keras.layers.Dense(classes, activation="softmax", dtype="float32")] * include_top
     return keras.Sequential(layers)
+
+
+# For programs of their own.
+SMALL_NETWORKS = f"""
+import keras
+
+{inspect.getsource(make_small_network)}
+for name in {NETWORKS}:
+    setattr(keras.applications, name, make_small_network)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +190,7 @@ def run_alone(block, folder):
         "KERAS_BACKEND": "jax" if "keras.distribution" in block else "tensorflow",
         "TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 0}}),
     }
-    process = python("-c", block, cwd=folder, env=environment)
+    process = python("-c", SMALL_NETWORKS + block, cwd=folder, env=environment)
     assert process.returncode == 0, process.stderr
 
 

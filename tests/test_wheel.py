@@ -3,7 +3,6 @@ it.
 """
 
 import importlib.metadata
-import inspect
 import os
 import re
 import shlex
@@ -15,17 +14,10 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, jpeg, write_tfrecord
 from packaging.requirements import Requirement
-from test_snippets import NETWORKS, make_small_network
+from test_snippets import SMALL_NETWORKS
 
 pytestmark = pytest.mark.wheel
 
-SMALL_NETWORKS = f"""
-import keras
-
-{inspect.getsource(make_small_network)}
-for name in {NETWORKS}:
-    setattr(keras.applications, name, make_small_network)
-"""
 KERNEL = """
 from dali_tf_input.backends.tf_native import uses_native
 print("native:", uses_native("auto"))
