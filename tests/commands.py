@@ -1,4 +1,4 @@
-"""Runs commands for tests: in this process, which has imported TensorFlow, or by their command line."""
+"""Runs commands for tests: in this process, or by their command line."""
 
 import contextlib
 import importlib.util

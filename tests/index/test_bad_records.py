@@ -70,8 +70,8 @@ def test_training_through_bad_records(records, options):
     model = Counting(NUM_RECORDS)
     model.compile("sgd", FROM_LOGITS)
     fit(model, train)
-    # Keras builds the model on a batch of an iterator that it then drops: it trains on a whole epoch
-    # of the next one.
+    # Keras builds the model on a batch of an iterator that it then drops: it trains on a whole
+    # epoch of the next one.
     expected = np.array([number not in BAD for number in range(NUM_RECORDS)], float)
     np.testing.assert_array_equal(model.seen.numpy(), expected)
 

@@ -1,4 +1,4 @@
-"""Indexing whole sets: what is written, kept and skipped, and what survives what happens meanwhile."""
+"""Indexing whole sets: what is written, kept and skipped, whatever happens meanwhile."""
 
 import contextlib
 import gzip
@@ -792,7 +792,7 @@ def crashing_decoder(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.usefixtures("crashing_decoder")
 def test_records_that_end_the_decoder(tmp_path):
-    """Each is named and skipped; the caller does not notice, and no other record is decoded twice."""
+    """Each is named and skipped, unnoticed by the caller; no other record is decoded twice."""
     examples, bad = numbered_examples(9), {2: "crashes", 4: "hangs", 7: "crashes"}
     for number, fault in bad.items():
         examples[number]["image/encoded"] += fault.encode()

@@ -70,7 +70,7 @@ def test_a_table(folder, kind):
 
 
 def test_a_table_with_splits_and_more(tmp_path):
-    """As spreadsheets write it; names of several labels; further columns are stored, or left out."""
+    """As spreadsheets write it; names of several labels; further columns are kept, or left out."""
     lines = ["Path;Label;labels;Split;age;note"]
     for number, split in enumerate(["Train", "train", "VAL", "test", "train"]):
         photo(tmp_path / f"{number}.jpg", number)
@@ -144,7 +144,7 @@ def test_names_of_integer_labels(tmp_path):
 
 
 def test_columns_of_one_type(tmp_path):
-    """A number that is an integer in one row is a float if another row's is; text is never mixed."""
+    """An integer in one row is a float if another row has one; text is never mixed."""
     for number in range(4):
         photo(tmp_path / f"{number}.jpg", number)
     table = [{"path": f"{n}.jpg", "label": n % 2, "age": n / 2 if n % 2 else n} for n in range(4)]
