@@ -15,6 +15,7 @@ PYTHON_SITE ?=
 RUN := $(if $(PYTHON_SITE),PYTHONPATH='$(PYTHON_SITE):$(CURDIR)' $(PYTHON),$(VENV)/bin/python)
 INSTALLED := $(or $(PYTHON_SITE),$(VENV)/.installed$(if $(GPU),-gpu))
 DEVELOPED := $(INSTALLED)-dev
+NIGHTLY := $(DEVELOPED)-nightly
 # What is installed or compiled, apart from Python.
 SETUP := pyproject.toml setup.py scripts/install.sh $(wildcard dali_tf_input/backends/native/*)
 SAMPLE := data/sample
@@ -72,7 +73,7 @@ preview: $(READY)  ## What the model sees: a contact sheet in results/preview.pn
 	@$(RUN) -m dali_tf_input preview $(WORK) --out=results/preview.png $(ARGS)
 
 soak: $(DEVELOPED)  ## Epochs, evaluations and datasets by the hundred: that nothing grows
-	@$(PYTEST) -m slow tests/test_memory.py $(ARGS)
+	@$(PYTEST) -m nightly tests/test_memory.py $(ARGS)
 
 gpu-check: has-gpu $(READY)  ## On a machine with a GPU, in 15 minutes: check and measure it, in results/gpu.json
 	$(INDEX) > /dev/null
@@ -91,7 +92,7 @@ test: $(DEVELOPED)  ## Run the tests (also: make test-slow, test-nightly, test-g
 test-slow: $(DEVELOPED)  ## Run the tests that take long
 	@$(PYTEST) -n 3 -m 'slow and not nightly and not gpu' $(ARGS)
 
-test-nightly: $(DEVELOPED)  ## Run all tests, with their whole tables
+test-nightly: $(NIGHTLY)  ## Run all tests, with their whole tables
 	@NIGHTLY=1 $(PYTEST) -n 4 -m 'not gpu and not wheel' $(ARGS)
 
 test-gpu: $(DEVELOPED)  ## Run the tests that need an NVIDIA GPU
@@ -131,6 +132,10 @@ $(if $(PYTHON_SITE),,$(INSTALLED)): $(SETUP)
 $(DEVELOPED): $(SETUP)
 	@PYTHON='$(PYTHON)' scripts/install.sh '$(VENV)' dev $(if $(GPU),gpu)
 	@touch $@ $(INSTALLED)
+
+$(NIGHTLY): $(SETUP)
+	@PYTHON='$(PYTHON)' scripts/install.sh '$(VENV)' dev nightly $(if $(GPU),gpu)
+	@touch $@ $(DEVELOPED) $(INSTALLED)
 
 $(SAMPLE).complete: scripts/make_sample_tfrecords.py dali_tf_input/cli/convert/writer.py | $(INSTALLED)
 	@$(RUN) scripts/make_sample_tfrecords.py --overwrite $(SAMPLE)

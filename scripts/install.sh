@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Sets up a virtual environment with TensorFlow, DALI, DALI's TensorFlow plugin, this package and its operator of DALI.
-# usage: install.sh VENV [gpu] [dev]
+# usage: install.sh VENV [gpu] [dev] [nightly]
 # On a bare Linux x86-64 machine with Python 3.10 to 3.13 and g++. No CUDA toolkit: CUDA's headers come as wheels.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-venv=${1:?usage: install.sh VENV [gpu] [dev]}
+venv=${1:?usage: install.sh VENV [gpu] [dev] [nightly]}
 shift
 python=${PYTHON:-python3}
 
@@ -53,7 +53,8 @@ fi
 
 say "installing dali_tf_input"
 extras=scripts
-if has dev; then extras=scripts,dev; fi
+if has dev; then extras+=,dev; fi
+if has nightly; then extras+=,nightly; fi
 # "compat": a path that editors and type checkers find too.
 pip install --quiet --no-build-isolation --config-settings editable_mode=compat --editable ".[$extras]"
 # It fits one DALI only, as the plugin does, and its source is a part of the package.

@@ -18,7 +18,6 @@ from conftest import at_night, jpeg, numbered_examples, write_dataset, write_tfr
 
 from dali_tf_input import Records, build_index
 
-pytestmark = pytest.mark.slow
 POINTS = at_night(3, 30)
 KILL = """
 import os, signal, sys
@@ -119,6 +118,7 @@ def points(num_changes):
     return sorted({number * num_changes // POINTS for number in range(POINTS)})
 
 
+@pytest.mark.slow
 def test_index(tmp_path):
     for number in range(3):
         examples = numbered_examples(12)
@@ -148,6 +148,7 @@ def test_index(tmp_path):
         assert not list(tmp_path.glob(".staging-*"))
 
 
+@pytest.mark.slow
 def test_convert(tmp_path):
     """A new set takes the place of an earlier one, or the earlier one is still there."""
     for kind in ("old", "new"):
@@ -183,6 +184,7 @@ def test_convert(tmp_path):
         assert os.listdir(out.parent) == ["photos"]
 
 
+@pytest.mark.slow
 def test_copy(tmp_path):
     pytest.importorskip("obstore")
     (tmp_path / "dali_tf_input").mkdir()
@@ -200,6 +202,7 @@ def test_copy(tmp_path):
         assert (tmp_path / "dali_tf_input/mine").exists()
 
 
+@pytest.mark.nightly
 def test_resume(tmp_path):
     """Killed, and continued: the weights of the training that was not."""
     write_dataset(tmp_path / "set", [12])

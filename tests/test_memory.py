@@ -5,7 +5,6 @@ import os
 
 import pytest
 from commands import python
-from conftest import at_night
 
 PROGRAM = """if True:
     import ctypes, gc, os, sys
@@ -49,11 +48,8 @@ PARTS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("backend", "part"),
-    at_night([("dali", "datasets")], [*itertools.product(["dali", "tf_data"], PARTS)]),
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("backend", "part"), itertools.product(["dali", "tf_data"], PARTS))
 def test_nothing_grows(dataset, backend, part):
     files = os.path.join(os.path.dirname(dataset.paths[0]), "train-*-of-?????")
     count, most = PARTS[part]

@@ -9,23 +9,9 @@ import numpy as np
 import nvidia.dali as dali
 import pytest
 import tensorflow as tf
-from commands import python
-from conftest import (
-    DALI,
-    ROOT,
-    TF_DATA,
-    image_zoo,
-    jpeg,
-    numbered_examples,
-    refused,
-    spec_of,
-    take,
-    write_indexed,
-    write_tfrecord,
-)
-from PIL import Image
+from conftest import DALI, TF_DATA, image_zoo, jpeg, refused, spec_of, take, write_indexed
 
-from dali_tf_input import DaliOptions, Preprocess, build_index
+from dali_tf_input import DaliOptions, Preprocess
 from dali_tf_input.backends.build import make_dataset
 from dali_tf_input.serving import export_saved_model, export_triton, iterate_batches
 
@@ -136,27 +122,6 @@ def test_triton_for_a_gpu_takes_a_gpu(tmp_path):
     with refused("A pipeline for a GPU needs a machine with a GPU; or pass device='cpu'"):
         export_triton(EVALUATION, tmp_path / "preprocess")
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
-def test_the_recipe_of_mistakes(model, tmp_path):
-    """The page's program, on a model that errs: the sheet shows the mistakes it was surest of."""
-    page = (ROOT / "docs/problems.md").read_text()
-    recipes = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    (recipe,) = (recipe for recipe in recipes if "sheet" in recipe)
-    examples = [
-        {**example, "image/class/label": number % 4}
-        for number, example in enumerate(numbered_examples(30))
-    ]
-    (tmp_path / "records").mkdir()
-    build_index(write_tfrecord(tmp_path / "records/validation-00000-of-00001", examples))
-    model.save(tmp_path / "model.keras")
-    start = "import keras\nmodel = keras.saving.load_model('model.keras')\n"
-    recipe = recipe.replace(", 96)", ", 32)")
-    process = python("-c", f"{start}{recipe}print(worst.tolist())", cwd=tmp_path)
-    assert process.returncode == 0, process.stderr
-    assert re.search(r"\[\d+(, \d+)+\]$", process.stdout.strip())
-    assert Image.open(tmp_path / "mistakes.png").width == 960
 
 
 def test_a_served_model_is_not_replaced(model, tmp_path):

@@ -111,8 +111,7 @@ def test_how_it_is_read_changes_nothing(dataset, by_default, options, order):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("num_shards", "options"),
-    at_night([(5, DALI), (2, TF_DATA)], [*itertools.product([1, 2, 3, 5], EITHER)]),
+    ("num_shards", "options"), at_night([(5, DALI)], [*itertools.product([1, 2, 3, 5], EITHER)])
 )
 def test_shards_read_their_records(dataset, options, num_shards):
     """Each shard has its part of each step, the same in every epoch."""

@@ -55,13 +55,9 @@ def plain_pass(dataset, model, options):
     return np.mean(losses), np.mean(right)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("options", "num_replicas"),
-    at_night(
-        [(DALI, 2), (TF_DATA, None)],
-        [*itertools.product(BACKENDS.values(), (None, "one device", 2, 3))],
-    ),
+    ("options", "num_replicas"), itertools.product(BACKENDS.values(), (None, "one device", 2, 3))
 )
 def test_evaluate(datasets, options, num_replicas):
     strategy = None
@@ -118,7 +114,7 @@ def test_validation_in_fit(datasets, options):
 @pytest.mark.parametrize(
     ("division", "options"),
     at_night(
-        [((1, 30), DALI), ((3, 3), DALI), ((1, 23), DALI), ((2, 4), TF_DATA)],
+        [((1, 30), DALI), ((3, 3), DALI), ((1, 23), TF_DATA)],
         [
             *itertools.product(
                 [(1, 1), (1, 23), (1, 30), (2, 4), (3, 3), (8, 16)], BACKENDS.values()

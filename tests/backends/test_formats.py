@@ -103,7 +103,7 @@ def test_prediction_leaves_out_other_images(kind):
 @pytest.mark.parametrize(
     ("name", "options"),
     at_night(
-        [("GIF", TF_DATA), ("BMP with a palette", BY_TF), ("clear WebP", DALI)],
+        [("GIF", TF_DATA), ("clear WebP", DALI)],
         [*itertools.product(REFUSED, [TF_DATA, BY_TF, DALI])],
     ),
 )

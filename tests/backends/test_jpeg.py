@@ -210,12 +210,11 @@ def test_crops_of_ones_own_are_not_its(dataset):
 
 
 @needs_compiler
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(not os.path.exists("/usr/include/jpeglib.h"), reason="there is no libjpeg")
-@pytest.mark.parametrize("rounds", [at_night(2_500, 300_000)])
-def test_damaged_files(tmp_path, rounds, monkeypatch):
+def test_damaged_files(tmp_path, monkeypatch):
     """What it takes, libjpeg takes without a warning, and makes the same of; under sanitizers."""
-    program = tmp_path / "fuzz"
+    program, rounds = tmp_path / "fuzz", 300_000
     flags = [*SANITIZERS, "-O1", "-fsanitize-coverage=trace-pc"]
     compile_native(program, *flags, ROOT / "tests/backends/fuzz_jpeg.cc", "-ljpeg")
     photos = []

@@ -202,7 +202,7 @@ CROPS = {
 @pytest.mark.parametrize(
     ("crop", "options"),
     at_night(
-        [*zip(CROPS, (DALI, TF_DATA, DALI, DALI, TF_DATA), strict=True)],
+        [("random", TF_DATA), ("resized", DALI), ("padded", TF_DATA)],
         [*itertools.product(CROPS, EITHER)],
     ),
 )
@@ -315,7 +315,7 @@ TASKS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("task", "num_replicas", "options"), at_night(TASKS[:2], TASKS))
+@pytest.mark.parametrize(("task", "num_replicas", "options"), at_night(TASKS[:1], TASKS))
 def test_keras_trains(records, task, num_replicas, options):
     """Keras trains and evaluates on each kind of target, under a strategy too."""
     layers, losses = keras.layers, keras.losses
@@ -409,7 +409,7 @@ def test_each_fault_has_its_reason(name):
 
 
 # One for each rule of the parsing.
-USUALLY = ["out of range", "unknown name", "short", "no mask", "other size"]
+USUALLY = ["out of range", "unknown name", "other size"]
 STOPPING = [name for name, (*_, stops) in BAD.items() if stops]
 
 
@@ -448,10 +448,7 @@ KINDS = (TF_DATA, dti.TfDataOptions(kernel="tensorflow"), DALI)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "options"),
-    at_night(
-        [*zip(OUT_OF_RANGE, itertools.cycle(KINDS), strict=False)],
-        [*itertools.product(OUT_OF_RANGE, KINDS)],
-    ),
+    at_night([("offset", TF_DATA), ("one-hot", DALI)], [*itertools.product(OUT_OF_RANGE, KINDS)]),
 )
 def test_a_class_that_no_sample_shows(tmp_path, options, kind):
     """Of 300 records the index step samples some, of which none has the wrong class."""

@@ -113,7 +113,7 @@ def compile_native(out, *flags):
 
 
 @needs_compiler
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_library_of_another_tensorflow(tmp_path, monkeypatch):
     """A function that it needs is not there: named, and no crash."""
     library = tmp_path / "other.so.1"
@@ -178,26 +178,25 @@ def run_program(*command):
 
 
 @needs_compiler
-@pytest.mark.slow
-@pytest.mark.parametrize("rounds", [at_night(800, 20_000)])
-def test_no_access_out_of_bounds(tmp_path, rounds):
+@pytest.mark.nightly
+def test_no_access_out_of_bounds(tmp_path):
     """Under the sanitizers, over images from 1x1 to 65500x1 and regions at and beyond the edges."""
     program = tmp_path / "fuzz"
     compile_native(program, *SANITIZERS, "-O1", "-DDALI_TF_INPUT_PLAIN", SOURCES / "fuzz_native.cc")
+    rounds = 20_000
     done, refused_regions = map(int, re.findall(r"\d+", run_program(program, rounds)))
     assert done > 0.625 * rounds
     assert refused_regions > 0.075 * rounds
 
 
 @needs_compiler
-@pytest.mark.slow
-@pytest.mark.parametrize("times", [at_night(15, 40)])
-def test_an_exit_and_no_memory(tmp_path, example, times):
+@pytest.mark.nightly
+def test_an_exit_and_no_memory(tmp_path, example):
     """Threads may read until the process is gone; without memory a call fails, and frees all."""
     program, file = tmp_path / "mock", tmp_path / "record"
     compile_native(program, "-O1", "-pthread", SOURCES / "mock_native.cc")
     file.write_bytes(frame_record(bytes(5000)))
-    for _ in range(times):
+    for _ in range(40):
         run_program(program, "exit", file)
     output = run_program(program, "memory", file, example)
     read, prepare, augment, place, batch, pack = map(int, output.split())
@@ -207,7 +206,7 @@ def test_an_exit_and_no_memory(tmp_path, example, times):
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("sanitizer", ["thread", "address"])
+@pytest.mark.parametrize("sanitizer", at_night(["address"], ["thread", "address"]))
 def test_threads_of_batches(tmp_path, mock, example, sanitizer):
     """Under the sanitizers: several calls share the teams and the pools."""
     if sanitizer == "thread":

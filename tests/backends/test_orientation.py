@@ -100,11 +100,8 @@ def test_turned_as_before(pairs, crop, fields, decode):
     assert measure(made, others, uniforms, preprocess).mean() < 0.3
 
 
-paths = pytest.mark.parametrize("options", at_night([TF_DATA, DALI], [TF_DATA, BY_TF, DALI]))
-
-
 @pytest.mark.slow
-@paths
+@pytest.mark.parametrize("options", at_night([DALI], [TF_DATA, BY_TF, DALI]))
 def test_views_are_turned(pairs, options):
     """Of datasets, and before they are augmented."""
     crop = dti.RandomResizedCrop()
@@ -127,7 +124,7 @@ def test_views_are_turned(pairs, options):
 
 
 @pytest.mark.slow
-@paths
+@pytest.mark.parametrize("options", at_night([TF_DATA], [TF_DATA, BY_TF, DALI]))
 def test_masks_are_turned_with_their_images(pairs, options):
     fields = {"label": None, "mask": dti.SegmentationMask(key="mask")}
     made = []

@@ -279,7 +279,7 @@ if backend == "dali":
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork")
-@pytest.mark.parametrize("backend", ["dali", "tf_data"])
+@pytest.mark.parametrize("backend", at_night(["dali"], ["dali", "tf_data"]))
 def test_a_process_forks_and_ends_while_it_reads(tmp_path, backend):
     """Also in an iterator of which nothing was taken."""
     records = write_indexed(tmp_path / "train", examples_of([jpeg(300, 400)] * 12))
@@ -320,7 +320,7 @@ def test_its_name_has_the_versions(monkeypatch, tmp_path):
     assert dali_operator.find_library().name != library.name
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_compiling(monkeypatch, tmp_path, capsys):
     """Anew where there was one of another version; and what may be missing."""
     native = tmp_path / "native"

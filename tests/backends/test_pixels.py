@@ -39,7 +39,7 @@ def test_the_images_of_pngs(tmp_path, options):
     pngs = [{"image/encoded": encode(one), "image/class/label": number} for number, one in pairs]
     encoded = write_indexed(tmp_path / "b", pngs)
     assert (pixels.stores_pixels, encoded.stores_pixels) == (True, False)
-    usual = ("resize_random_crop", "random_resized_crop", "random_crop", "letterbox")
+    usual = ("random_resized_crop", "letterbox")
     runs = [("global", CROPS[name]) for name in at_night(usual, CROPS)]
     runs.append(("sequential" if options is TF_DATA else "buffer", dti.RandomResizedCrop()))
     for order, crop in runs:

@@ -74,7 +74,7 @@ def test_each_record_once_a_pass(dataset, service):
     assert train.steps_per_epoch == 3
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_worker_that_dies_and_is_started_again(dataset, service):
     """Training waits for it, and then goes on; soon each pass is whole again."""
     address, workers, ports = service
@@ -98,7 +98,7 @@ def test_a_worker_that_dies_and_is_started_again(dataset, service):
         again.kill()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_service_of_tensorflows_own(dataset):
     """It needs nothing of this package: TensorFlow's operations are used."""
     program = """if True:

@@ -85,15 +85,12 @@ def is_running(process):
 
 INDEX = ["index", "--force", "--verify=decode", "--index_dir={}", "data/sample/train-*"]
 CONVERT = ["convert", "--quality=90", "--resize_shorter=200", "data/sample/train-*", "{}/out"]
-STOPPED = [
+STOPPED = [(INDEX, signal.SIGINT), (CONVERT, signal.SIGTERM)]
+MORE = [
     (["make_sample_tfrecords.py", "--num_images=4096", "{}/out"], signal.SIGINT),
+    (["compare_throughput.py", "--files=data/sample/train-*"], signal.SIGINT),
     (INDEX, signal.SIGTERM),
     (CONVERT, signal.SIGHUP),
-]
-MORE = [
-    (["compare_throughput.py", "--files=data/sample/train-*"], signal.SIGINT),
-    (INDEX, signal.SIGINT),
-    (CONVERT, signal.SIGTERM),
 ]
 
 

@@ -129,8 +129,8 @@ def check_epochs_three_ways(dataset, options, order, strategy=None):
         assert len({str(epoch) for epoch in epochs}) == 6
 
 
-@pytest.mark.slow
-@ways(("global", DALI), ("buffer", TF_DATA))
+@pytest.mark.nightly
+@ways(*ALL_WAYS)
 def test_epochs_three_ways(dataset, options, order):
     check_epochs_three_ways(dataset, options, order)
 

@@ -1,6 +1,6 @@
 """Keras on JAX and PyTorch, and tf_keras, in processes of their own.
 
-JAX and tf_keras come with the extra `dev`. PyTorch is large: its tests run where it is installed.
+`make test-nightly` installs JAX. PyTorch is large: its tests run where it is installed.
 """
 
 import importlib.util
@@ -9,7 +9,7 @@ import os
 
 import pytest
 from commands import python
-from conftest import ROOT, at_night
+from conftest import ROOT
 
 KERAS = """
 import os, sys
@@ -122,13 +122,9 @@ def run(module, code, dataset, tmp_path, backend, **environment):
     assert process.returncode == 0, process.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("keras_backend", "backend"),
-    at_night(
-        [("jax", "dali"), ("torch", "tf_data")],
-        [*itertools.product(["jax", "torch"], ["dali", "tf_data"])],
-    ),
+    ("keras_backend", "backend"), itertools.product(["jax", "torch"], ["dali", "tf_data"])
 )
 def test_fit_evaluate_predict_resume(dataset, tmp_path, backend, keras_backend):
     environment = {"KERAS_BACKEND": keras_backend}
@@ -138,6 +134,6 @@ def test_fit_evaluate_predict_resume(dataset, tmp_path, backend, keras_backend):
     run(keras_backend, code, dataset, tmp_path, backend, **environment)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_tf_keras(dataset, tmp_path):
     run("tf_keras", LEGACY, dataset, tmp_path, "tf_data")

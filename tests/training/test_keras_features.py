@@ -33,7 +33,7 @@ def test_what_a_dataset_says_of_itself(dataset, options):
     assert len(made.repeat().take(9)) == 9
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @backends
 def test_keras_trains_and_evaluates(dataset, options):
     """In a graph, of several steps each and compiled by XLA: one epoch after the other."""
@@ -48,8 +48,8 @@ def test_keras_trains_and_evaluates(dataset, options):
     assert accuracy == pytest.approx(right.mean())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", at_night([DALI], [DALI, TF_DATA]))
+@pytest.mark.nightly
+@backends
 def test_datasets_of_a_dataset(dataset, options, tmp_path):
     """To what makes or ends iterators of its own, a dataset of DALI is not like others."""
     made = feed(dataset, options).dataset
@@ -76,7 +76,7 @@ def test_datasets_of_a_dataset(dataset, options, tmp_path):
     assert int(count(made.take(STEPS))) == STEPS * BATCH
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_loop_of_ones_own(dataset):
     """The layers adapt, and `train_on_batch` and a tape train."""
     made = feed(dataset, TF_DATA).dataset
@@ -112,8 +112,8 @@ def test_class_weights_and_soft_labels(dataset, options):
     assert len(model.fit(smooth, epochs=2, shuffle=False, verbose=0).history["loss"]) == 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", at_night([TF_DATA], [DALI, TF_DATA]))
+@pytest.mark.nightly
+@backends
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_models_of_other_kinds(dataset, options, policy):
     """A model without an input shape and a step of its own, in mixed precision."""
@@ -137,8 +137,8 @@ def test_models_of_other_kinds(dataset, options, policy):
     assert history["images"] == [BATCH]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", at_night([DALI], [DALI, TF_DATA]))
+@pytest.mark.nightly
+@backends
 def test_backup_and_restore(dataset, options, tmp_path):
     """By Keras's `fit` the epochs that are done are not done again."""
     seen, made = [], feed(dataset, options).dataset
@@ -160,7 +160,7 @@ def test_backup_and_restore(dataset, options, tmp_path):
     assert seen == [0, 1, 1, 2]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_tensorboard_logs_the_rate(dataset, tmp_path):
     """The rate is among the logs before TensorBoard's callback sees them."""
     board = keras.callbacks.TensorBoard(str(tmp_path / "board"))

@@ -99,12 +99,9 @@ def test_shuffled_replicas_stay_disjoint(dataset, options):
     assert seen == [set(range(12)), set(range(12, 24))]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("options", "make_strategy"),
-    at_night(
-        [(DALI, one_device), (DALI, mirrored)], [*itertools.product([DALI, TF_DATA], STRATEGIES)]
-    ),
+    ("options", "make_strategy"), itertools.product([DALI, TF_DATA], STRATEGIES)
 )
 def test_iterators_come_and_go(dataset, options, make_strategy):
     """TensorFlow's MultiDeviceIterator over a DALIDataset ends the process when dropped."""
@@ -118,10 +115,9 @@ def test_iterators_come_and_go(dataset, options, make_strategy):
             gc.collect()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("options", "make_strategy"),
-    at_night([(DALI, mirrored)], [(DALI, none), (DALI, mirrored), (TF_DATA, one_device)]),
+    ("options", "make_strategy"), [(DALI, none), (DALI, mirrored), (TF_DATA, one_device)]
 )
 def test_fit_learns(dataset, options, make_strategy):
     """Keras `fit`, validated by the other backend: the loss on 24 labels falls."""
@@ -191,8 +187,8 @@ def test_fit_trains_as_keras_does(dataset, kind):
     assert made[2] == expected[2]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", at_night([DALI], [DALI, TF_DATA]))
+@pytest.mark.nightly
+@backends
 def test_a_custom_loop_trains(dataset, options):
     strategy = mirrored()
     fed = load(spec_of(dataset), options, strategy=strategy, batch_size=8)
@@ -370,9 +366,7 @@ def test_from_files_to_a_trained_model(tmp_path, options):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "make_strategy"),
-    at_night(
-        [(DALI, mirrored), (TF_DATA, none)], [*itertools.product([DALI, TF_DATA], STRATEGIES)]
-    ),
+    at_night([(DALI, mirrored)], [*itertools.product([DALI, TF_DATA], STRATEGIES)]),
 )
 def test_both_fits_evaluate_alike(tmp_path, options, make_strategy):
     """This package's `fit` and Keras's, one after the other; both count as a loop would."""

@@ -61,8 +61,14 @@ def checkpoint(folder, **how):
     return keras.callbacks.ModelCheckpoint(str(folder / "{epoch}.weights.h5"), "loss", **how)
 
 
+# Of each of these callbacks one.
+KINDS = ("lr of lr", "two early stoppings", "plateau", "best weights", "csv", "custom")
 # The optimizer, and the callbacks, whose files are in a folder.
 CASES = {
+    "all together": (
+        lambda: SGD(0.1, momentum=0.9, use_ema=True, ema_overwrite_frequency=4),
+        lambda folder: [one for kind in KINDS for one in CASES[kind][1](folder)],
+    ),
     "nothing": (lambda: SGD(0.1, momentum=0.9), lambda _: []),
     "averages": (
         lambda: SGD(0.1, use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=4),
@@ -108,11 +114,6 @@ CASES = {
     "not a number": (lambda: SGD(0.1), lambda _: [keras.callbacks.TerminateOnNaN()]),
     "custom": (lambda: SGD(0.1), lambda _: [Custom()]),
 }
-# Each kind of state once: of the optimizer, of the model, of callbacks, and of their files.
-USUAL = (
-    *("averages", "loss scale", "lr of lr", "two early stoppings", "plateau", "best weights"),
-    *("csv", "custom"),
-)
 
 
 @pytest.fixture(scope="module")
@@ -156,11 +157,11 @@ def find_public(callback):
     }
 
 
-def run_whole_and_in_parts(records, folder, case, stop_at, **how):
+def run_whole_and_in_parts(records, folder, case, crashes, **how):
     """Trains as one run, and as one that crashes and goes on; compares all that is left."""
     make_optimizer, make_callbacks = CASES[case]
     results = []
-    for place, stops in (("whole", [None]), ("parts", [stop_at, None])):
+    for place, stops in (("whole", [None]), ("parts", [*crashes, None])):
         own = folder / place
         own.mkdir()
         for stop in stops:
@@ -187,21 +188,21 @@ def run_whole_and_in_parts(records, folder, case, stop_at, **how):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("case", "stop_at"),
-    at_night(
-        [(case, (MID_EPOCH, EPOCH_BEGIN)[number % 2]) for number, case in enumerate(USUAL)]
-        + [("custom", MID_EPOCH), ("lr of lr", EPOCH_BEGIN)],
-        [*itertools.product(CASES, [MID_EPOCH, EPOCH_BEGIN])],
-    ),
+    ("case", "crashes"),
+    [
+        # Each count is of the run that crashes.
+        ("all together", [MID_EPOCH, ("on_epoch_begin", 2)]),
+        *at_night([], itertools.product(CASES, [[MID_EPOCH], [EPOCH_BEGIN]])),
+    ],
 )
-def test_one_uninterrupted_run(records, tmp_path, case, stop_at):
+def test_one_uninterrupted_run(records, tmp_path, case, crashes):
     """Weights to the bit, the History, the learning rate, and what callbacks know and write."""
-    run_whole_and_in_parts(records, tmp_path, case, stop_at)
+    run_whole_and_in_parts(records, tmp_path, case, crashes)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_one_uninterrupted_run_by_tf_data(records, tmp_path):
-    run_whole_and_in_parts(records, tmp_path, "averages", EPOCH_BEGIN, options=TF_DATA)
+    run_whole_and_in_parts(records, tmp_path, "averages", [EPOCH_BEGIN], options=TF_DATA)
 
 
 @dataclasses.dataclass
