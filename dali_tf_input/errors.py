@@ -74,7 +74,7 @@ Int64 = Annotated[int, Within(-(2**62), 2**62)]  # with room for a difference
 MAX_BATCH_SIZE = 1 << 16
 BatchSize = Annotated[int, Within(1, MAX_BATCH_SIZE)]
 Pixels = Annotated[int, Within(1, 65_535, " pixel each way")]
-Part = Annotated[float, Within(0, 1)]
+Fraction = Annotated[float, Within(0, 1)]
 
 
 class _Refused(Exception):  # noqa: N818 (it becomes an InputError)

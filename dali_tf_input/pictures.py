@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-from dali_tf_input.records.checks import SIDE_KEYS
+from dali_tf_input.records.checks import SIZE_KEYS
 from dali_tf_input.records.records import Records
 
 _SIDE, _GAP, _LINE = 240, 16, 20  # pixels: height of a picture, space between them, line of text
@@ -24,7 +24,7 @@ def read_image(dataset: Records, record: int, *, upright: bool = True) -> Image.
         if image.mode.startswith("I"):  # 16 bits, of which Pillow would cut off what is over 255
             return image.convert("I").point(lambda value: value / 256).convert("L").convert("RGB")
         return (ImageOps.exif_transpose(image) if upright else image).convert("RGB")
-    height, width = (features[key][0] for key in SIDE_KEYS)
+    height, width = (features[key][0] for key in SIZE_KEYS)
     return Image.frombytes("RGB", (width, height), stored)
 
 

@@ -19,7 +19,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 over the golden ratio: spreads 
 _ROUNDS, _MIN_BITS = 6, np.uint64(6)
 
 
-class Stream(enum.IntEnum):
+class Purpose(enum.IntEnum):
     """What random numbers are for. No two purposes share numbers, whatever their seeds."""
 
     ORDER = 1  # which record fills a slot of an epoch
@@ -45,9 +45,9 @@ def hash_words(*words: Any) -> Unsigned:
     return state
 
 
-def seed_of(seed: int, stream: Stream, *more: int) -> int:
+def seed_of(seed: int, purpose: Purpose, *more: int) -> int:
     """Returns a seed for one purpose as a signed 64-bit integer."""
-    return int(hash_words(seed, stream, *more).astype(np.int64))
+    return int(hash_words(seed, purpose, *more).astype(np.int64))
 
 
 def permute(places: Any, sizes: Any, keys: Any) -> Integers:

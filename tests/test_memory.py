@@ -49,7 +49,7 @@ PARTS = {
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("backend", "part"), itertools.product(["dali", "tf_data"], PARTS))
+@pytest.mark.parametrize(("backend", "part"), [*itertools.product(["dali", "tf_data"], PARTS)])
 def test_nothing_grows(dataset, backend, part):
     files = os.path.join(os.path.dirname(dataset.paths[0]), "train-*-of-?????")
     count, most = PARTS[part]

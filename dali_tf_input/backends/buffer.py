@@ -6,8 +6,8 @@ import numpy as np
 import tensorflow as tf
 
 from dali_tf_input.backends.callbacks import make_callback
-from dali_tf_input.backends.places import check_versions, versions_of
-from dali_tf_input.backends.stream import STRIDE, ReadEpoch, Stream
+from dali_tf_input.backends.locations import check_versions, versions_of
+from dali_tf_input.backends.stream import EPOCH_STRIDE, ReadEpoch, Stream
 from dali_tf_input.backends.tf_native import check_files, uses_native
 from dali_tf_input.records.records import Records
 from dali_tf_input.spec.options import TfDataOptions
@@ -32,7 +32,7 @@ def read_buffer(stream: Stream, options: TfDataOptions) -> ReadEpoch:
         seeds = tf.stack([tf.constant(spec.seed, tf.int64), -1 - epoch])
         encoded = interleave(shuffle(runs, num_runs, seeds), stream, options)
         encoded = shuffle(encoded, spec.buffer_size, seeds)
-        keys = tf.data.Dataset.from_tensor_slices(slots + epoch * STRIDE)
+        keys = tf.data.Dataset.from_tensor_slices(slots + epoch * EPOCH_STRIDE)
         zipped = tf.data.Dataset.zip(keys, encoded)
         return zipped.map(lambda key, record: (key, *record)) if spec.record_ids else zipped
 

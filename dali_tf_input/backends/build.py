@@ -14,7 +14,7 @@ from dali_tf_input.errors import BatchSize, InputError, check, checked
 from dali_tf_input.records.installing import DALI, pip_install
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.options import DaliOptions, Options, TfDataOptions
-from dali_tf_input.spec.plan import Position, Shard, check_step
+from dali_tf_input.spec.plan import Shard, StepCursor, check_step
 
 
 @checked
@@ -81,7 +81,7 @@ def make_dataset(
         spec=spec,
         shard_batch_size=batch_size,
         shard=shard,
-        position=Position(start_step),
+        cursor=StepCursor(start_step),
         endless=endless,
     )
     return build_dataset(stream, options or choose_options(), device_id)
@@ -208,7 +208,7 @@ def enable_memory_growth() -> None:
 
 
 def _check_position(stream: Stream) -> None:
-    spec, step, per_epoch = stream.spec, stream.position.step, stream.plan.steps_per_epoch
+    spec, step, per_epoch = stream.spec, stream.cursor.step, stream.plan.steps_per_epoch
     if step % per_epoch and not spec.has_fixed_order:
         raise InputError(
             f"Order 'buffer' can start at the first step of an epoch only, one in {per_epoch}, got"

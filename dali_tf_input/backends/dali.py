@@ -30,7 +30,7 @@ from dali_tf_input.errors import InputError
 from dali_tf_input.records.installing import plugin_command
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.options import DaliOptions
-from dali_tf_input.spec.plan import Position
+from dali_tf_input.spec.plan import StepCursor
 from dali_tf_input.spec.preprocess import Preprocess
 
 _AHEAD = 2  # batches that are ready on the CPU, and as many on the GPU
@@ -55,7 +55,7 @@ def import_plugin() -> Any:
 def check_spec(spec: InputSpec, options: DaliOptions) -> None:
     """Raises InputError for a spec that DALI does not support, or what it needs is not compiled."""
     if not can_use_dali_reader(spec, options):
-        tf_native.load()
+        tf_native.load_ops()
         load_operator()
     for preprocess in spec.image_views.values():
         check_supported(preprocess)
@@ -137,14 +137,14 @@ def make_dataset(
     packed = trial = None
     runs = options.device == "gpu"
     # What a dataset on the GPU is fed crosses the bus twice: it should be small.
-    by_place = is_on_gpu and stream.spec.has_fixed_order and not stream.spec.records.is_remote
+    by_location = is_on_gpu and stream.spec.has_fixed_order and not stream.spec.records.is_remote
     with tf.device("CPU:0"):
         if not uses_dali_reader:
-            packed = pack_batches(stream, by_place=by_place)
+            packed = pack_batches(stream, by_location=by_location)
         if not uses_dali_reader and runs:  # an iterator takes an epoch: the trial's takes another
-            position = Position(stream.position.step)
-            tried = dataclasses.replace(stream, position=position)
-            trial = pack_batches(tried, by_place=by_place)
+            cursor = StepCursor(stream.cursor.step)
+            tried = dataclasses.replace(stream, cursor=cursor)
+            trial = pack_batches(tried, by_location=by_location)
     check_pipeline(define(), trial, runs=runs)
     pipeline = define()  # not built: the dataset keeps it, and needs no more than its definition
     arguments = {  # all, as DALIDataset's own defaults would override the pipeline's

@@ -22,13 +22,13 @@ def apply_rows(
 
     Args:
       images: images of the same size, on the CPU or on a GPU.
-      rows: float32 (program.num_steps, ROW_SIZE) for each image, on the CPU; see
+      rows: float32 (program.num_ops, ROW_SIZE) for each image, on the CPU; see
         `tf_augment.draw_rows`.
       program: the program that the rows were drawn from.
       size: (height, width) of the images.
     """
-    for step in range(program.num_steps):
-        for is_chosen, operate in list_operations(rows, program, step, size):
+    for op in range(program.num_ops):
+        for is_chosen, operate in list_operations(rows, program, op, size):
             images = apply_if(is_chosen, operate, images)
     return images
 
@@ -42,11 +42,11 @@ def apply_if(condition: DataNode, operate: Operation, images: DataNode) -> DataN
 
 @do_not_convert
 def list_operations(
-    rows: DataNode, program: Program, step: int, size: tuple[int, int]
+    rows: DataNode, program: Program, op: int, size: tuple[int, int]
 ) -> list[tuple[DataNode, Operation]]:
-    """Returns the operations that a step may need, each with the condition that selects it."""
-    row = fn.reshape(fn.slice(rows, step, 1, axes=(0,)), shape=[ROW_SIZE])
-    table = program.rows_of_step(step)
+    """Returns the primitives that an operation may be, each with the condition that selects it."""
+    row = fn.reshape(fn.slice(rows, op, 1, axes=(0,)), shape=[ROW_SIZE])
+    table = program.rows_of_op(op)
     operations = []
     for primitive in Primitive:
         of_it = table[table[:, 0] == primitive]

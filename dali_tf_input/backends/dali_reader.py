@@ -8,7 +8,7 @@ from nvidia.dali import tfrecord as dali_tfrecord
 from nvidia.dali.data_node import DataNode
 
 from dali_tf_input.backends.stream import Stream
-from dali_tf_input.records.checks import SIDE_KEYS
+from dali_tf_input.records.checks import SIZE_KEYS
 from dali_tf_input.records.labels import ClassLabel
 from dali_tf_input.records.records import Records
 from dali_tf_input.spec.balance import is_label_of_index
@@ -41,7 +41,7 @@ def define_reader(stream: Stream, options: DaliOptions) -> dict[str, DataNode]:
     records, label = spec.records, spec.label
     assert isinstance(label, ClassLabel)
     number = dali_tfrecord.FixedLenFeature([1], dali_tfrecord.int64, -1)
-    sides = SIDE_KEYS if records.stores_pixels else ()
+    sides = SIZE_KEYS if records.stores_pixels else ()
     indexes = hold_indexes(records)
     features = fn.readers.tfrecord(
         path=[*indexes],

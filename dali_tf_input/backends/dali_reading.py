@@ -11,19 +11,19 @@ from nvidia.dali.data_node import DataNode
 from dali_tf_input.backends import reading, tf_native
 from dali_tf_input.backends.dali_operator import load_operator
 from dali_tf_input.backends.dali_reader import define_reader
+from dali_tf_input.backends.locations import find_locations, versions_of
 from dali_tf_input.backends.parsing import (
     decode_mask,
     find_size,
     parse_images,
     parse_others,
-    parse_sides,
+    parse_sizes,
 )
-from dali_tf_input.backends.places import find_places, versions_of
 from dali_tf_input.backends.stream import Stream
-from dali_tf_input.backends.tf_batch import CALLS, draw_rows, draw_uniforms
+from dali_tf_input.backends.tf_batch import PARALLEL_BATCHES, draw_rows, draw_uniforms
 from dali_tf_input.backends.tf_images import prepare_mask
 from dali_tf_input.backends.tf_mix import draw_mix
-from dali_tf_input.records.checks import SIDE_KEYS
+from dali_tf_input.records.checks import SIZE_KEYS
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.options import DaliOptions, TfDataOptions
 from dali_tf_input.spec.primitives import ROW_SIZE
@@ -32,53 +32,62 @@ PACKED = "packed"  # the input of a pipeline that tf.data reads for
 _TYPES = {"int64": types.INT64, "int32": types.INT32, "float32": types.FLOAT}
 
 
-def pack_batches(stream: Stream, *, by_place: bool = False) -> tf.data.Dataset:
+def pack_batches(stream: Stream, *, by_location: bool = False) -> tf.data.Dataset:
     """Reads and packs batches for DALI, whose dataset takes one dense tensor for each.
 
     Args:
       stream: what to read.
-      by_place: whether batches say where their images are in local files, instead of holding them.
+      by_location: whether batches say where in local files their images are, instead of holding
+        them.
 
     Returns:
       A dataset of uint8 (k, size), see native/packed.h; k is less than `stream.shard_batch_size` in
       the last batch of an evaluation only, and the size differs.
     """
     options = TfDataOptions()
-    pack = _Packer(stream, options, by_place=by_place)
+    pack = _Packer(stream, options, by_location=by_location)
     packed = reading.map_batches(
-        stream, options, pack, num_calls=CALLS, num_threads=CALLS + pack.num_threads
+        stream,
+        options,
+        pack,
+        num_calls=PARALLEL_BATCHES,
+        num_threads=PARALLEL_BATCHES + pack.num_threads,
     )
-    return packed.prefetch(CALLS)
+    return packed.prefetch(PARALLEL_BATCHES)
 
 
 class _Packer:
     """Packs batches of a stream, given their keys and records."""
 
-    def __init__(self, stream: Stream, options: TfDataOptions, *, by_place: bool) -> None:
-        self._stream, self._options, self._by_place = stream, options, by_place
+    def __init__(self, stream: Stream, options: TfDataOptions, *, by_location: bool) -> None:
+        self._stream, self._options, self._by_location = stream, options, by_location
         self.num_threads = len(os.sched_getaffinity(0))
-        places = find_places(stream.spec.records)
-        self._files = (places.names, places.versions, *places.where)
+        locations = find_locations(stream.spec.records)
+        self._files = (locations.names, locations.versions, *locations.where)
 
     def __call__(
-        self, keys: tf.Tensor, numbers: tf.Tensor, records: tf.Tensor, beside: tuple[tf.Tensor, ...]
+        self,
+        keys: tf.Tensor,
+        positions: tf.Tensor,
+        records: tf.Tensor,
+        from_index: tuple[tf.Tensor, ...],
     ) -> tf.Tensor:
         """Returns a packed batch; see `reading.MakeBatch`."""
         spec = self._stream.spec
-        packed = self._pack(numbers, records, tf.zeros(0, tf.string))
+        packed = self._pack(positions, records, tf.zeros(0, tf.string))
         batch, images = tf.cond(
             tf.equal(packed.num_refused, 0),
             lambda: (packed.batch, packed.images),
-            lambda: self._pack_refused(numbers, records),
+            lambda: self._pack_refused(positions, records),
         )
-        values = parse_others(packed.examples, spec, beside)
+        values = parse_others(packed.examples, spec, from_index)
         uniforms = None
         for view, name in enumerate(spec.image_views):
             uniforms = draw_uniforms(self._stream, keys, view)
             values[f"uniforms of {name}"] = uniforms
             values[f"rows of {name}"] = draw_rows(self._stream, keys, view)
         if spec.records.stores_pixels:
-            sides = parse_sides(packed.examples)
+            sides = parse_sizes(packed.examples)
             values["sides of images"] = tf.pad(sides, [[0, 0], [0, 1]], constant_values=3)
         if spec.mask:
             values["mask"] = self._make_masks(values, images, uniforms)
@@ -88,28 +97,32 @@ class _Packer:
             values["partners of images"] = tf.range(size - 1, -1, -1)
         return tf_native.fill_packed(batch, self._to_bytes(values, tf.size(keys)))
 
-    def _pack(self, numbers: tf.Tensor, records: tf.Tensor, images: tf.Tensor) -> tf_native.Packed:
+    def _pack(
+        self, positions: tf.Tensor, records: tf.Tensor, images: tf.Tensor
+    ) -> tf_native.Packed:
         records_of = self._stream.spec.records
         return tf_native.pack_batch(
             self._files,
-            numbers,
+            positions,
             records,
             images,
             values_size=sum(size for *_, size in _list_values(self._stream.spec)),
-            by_place=self._by_place,
+            by_location=self._by_location,
             returns_images=self._stream.spec.mask is not None,  # their sizes are the masks'
             image_keys=records_of.image_keys,
-            side_keys=SIDE_KEYS if records_of.stores_pixels else (),
+            size_keys=SIZE_KEYS if records_of.stores_pixels else (),
             check_crc=self._options.check_crc,
             num_readers=self._options.num_parallel_reads,
             num_threads=self.num_threads,
         )
 
-    def _pack_refused(self, numbers: tf.Tensor, records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    def _pack_refused(
+        self, positions: tf.Tensor, records: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
         """Packs a batch whose images TensorFlow finds, as Examples of it are unusual."""
         spec = self._stream.spec
         if spec.has_fixed_order and not spec.records.is_remote:
-            records = reading.make_read(self._options, *self._files)(numbers)
+            records = reading.make_read(self._options, *self._files)(positions)
         images = parse_images(records, spec)
         return self._pack(tf.zeros(0, tf.int64), tf.zeros(0, tf.string), images).batch, images
 
@@ -146,7 +159,7 @@ def _list_values(spec: InputSpec) -> list[tuple[str, tuple[int, ...], str, int]]
     for name, preprocess in views.items():
         values.append((f"uniforms of {name}", (preprocess.num_uniforms,), "float32"))
         if preprocess.augment:
-            shape = (preprocess.make_program().num_steps, ROW_SIZE)
+            shape = (preprocess.make_program().num_ops, ROW_SIZE)
             values.append((f"rows of {name}", shape, "float32"))
     if spec.mix:
         values += [("mix of the batch", (6,), "float32"), ("partners of images", (), "int32")]

@@ -7,18 +7,18 @@ import tensorflow as tf
 
 from dali_tf_input.backends.tf_images import decode_image
 from dali_tf_input.backends.tf_orientation import find_orientation, turn
-from dali_tf_input.records.checks import SIDE_KEYS
+from dali_tf_input.records.checks import SIZE_KEYS
 from dali_tf_input.records.labels import ClassLabel, Label, MultiHot, Values
 from dali_tf_input.records.records import Records
 from dali_tf_input.spec.input import InputSpec
 
 
 def parse_record(
-    record: tf.Tensor, spec: InputSpec, beside: tuple[tf.Tensor, ...] = ()
+    record: tf.Tensor, spec: InputSpec, from_index: tuple[tf.Tensor, ...] = ()
 ) -> dict[str, tf.Tensor]:
     """Parses a serialized Example; returns its values by the names of `spec.outputs`.
 
-    `beside` contains the values of `spec.beside_records`.
+    `from_index` contains the values of `spec.outputs_of_index`.
 
     The image is returned as stored: a scalar string if encoded, or uint8 (height, width, 3) if
     stored as pixels. The mask is uint8 (height, width, 1). Class weights are included.
@@ -26,7 +26,7 @@ def parse_record(
     features = _image_features(spec) | _other_features(spec)
     parsed = tf.io.parse_example(record[None], features)
     image = _find_image(parsed, spec)
-    others = _prepare_others(parsed, spec, tuple(value[None] for value in beside))
+    others = _prepare_others(parsed, spec, tuple(value[None] for value in from_index))
     values = {"image": image, **{name: value[0] for name, value in others.items()}}
     if spec.mask:
         values["mask"] = decode_mask(values["mask"], find_size(image, spec))
@@ -44,7 +44,7 @@ def parse_images(records: tf.Tensor, spec: InputSpec) -> tf.Tensor:
     images = _select_images(parsed, spec)
     if not spec.records.stores_pixels:
         return images
-    sides = tf.stack([parsed[key] for key in SIDE_KEYS], 1)
+    sides = tf.stack([parsed[key] for key in SIZE_KEYS], 1)
     num_bytes = tf.cast(tf.strings.length(images), tf.int64)
     are_sides = tf.reduce_all((sides > 0) & (sides < 1 << 30), 1)  # the product does not wrap
     fits = are_sides & tf.equal(num_bytes, 3 * tf.reduce_prod(sides, 1))
@@ -54,15 +54,15 @@ def parse_images(records: tf.Tensor, spec: InputSpec) -> tf.Tensor:
         return tf.identity(images)
 
 
-def parse_sides(records: tf.Tensor) -> tf.Tensor:
+def parse_sizes(records: tf.Tensor) -> tf.Tensor:
     """Returns the heights and widths of images that are stored as pixels: int64 (k, 2)."""
-    features = dict.fromkeys(SIDE_KEYS, tf.io.FixedLenFeature((), tf.int64))
+    features = dict.fromkeys(SIZE_KEYS, tf.io.FixedLenFeature((), tf.int64))
     parsed = tf.io.parse_example(records, features)
-    return tf.stack([parsed[key] for key in SIDE_KEYS], 1)
+    return tf.stack([parsed[key] for key in SIZE_KEYS], 1)
 
 
 def parse_others(
-    records: tf.Tensor, spec: InputSpec, beside: tuple[tf.Tensor, ...] = ()
+    records: tf.Tensor, spec: InputSpec, from_index: tuple[tf.Tensor, ...] = ()
 ) -> dict[str, tf.Tensor]:
     """Parses what is beside the image in serialized Examples, string (k,).
 
@@ -71,7 +71,7 @@ def parse_others(
     """
     features = _other_features(spec)
     parsed = tf.io.parse_example(records, features) if features else {}
-    return _prepare_others(parsed, spec, beside)
+    return _prepare_others(parsed, spec, from_index)
 
 
 def _image_features(spec: InputSpec) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def _image_features(spec: InputSpec) -> dict[str, Any]:
     default = "" if dataset.other_image_keys else None
     features = {key: tf.io.FixedLenFeature((), tf.string, default) for key in dataset.image_keys}
     if dataset.stores_pixels:
-        features |= dict.fromkeys(SIDE_KEYS, tf.io.FixedLenFeature((), tf.int64))
+        features |= dict.fromkeys(SIZE_KEYS, tf.io.FixedLenFeature((), tf.int64))
     return features
 
 
@@ -95,7 +95,7 @@ def _find_image(parsed: dict[str, tf.Tensor], spec: InputSpec) -> tf.Tensor:
     """Returns the image of the one Example that was parsed."""
     image = _select_images(parsed, spec)[0]
     if spec.records.stores_pixels:
-        size = tf.stack([*(parsed[key][0] for key in SIDE_KEYS), 3])
+        size = tf.stack([*(parsed[key][0] for key in SIZE_KEYS), 3])
         image = _reshape_pixels(image, size, "corrupted record: not the pixels of")
     return image
 
@@ -106,7 +106,7 @@ def _other_features(spec: InputSpec) -> dict[str, Any]:
         key: _stored_as(dataset, key, stored.shape, stored.padding is not None)
         for key, stored in spec.features.items()
     }
-    if label and "label" not in spec.beside_records:
+    if label and "label" not in spec.outputs_of_index:
         shape = label.shape if isinstance(label, Values) else ()
         varies = isinstance(label, MultiHot)
         features[label.key or ""] = _stored_as(dataset, label.key or "", shape, varies)
@@ -123,12 +123,12 @@ def _stored_as(dataset: Records, key: str, shape: tuple[int, ...], varies: bool)
 
 
 def _prepare_others(
-    parsed: dict[str, Any], spec: InputSpec, beside: tuple[tf.Tensor, ...]
+    parsed: dict[str, Any], spec: InputSpec, from_index: tuple[tf.Tensor, ...]
 ) -> dict[str, tf.Tensor]:
     """Converts what was parsed to the outputs of k Examples, (k, ...) each."""
     label = spec.label
     values: dict[str, tf.Tensor] = {}
-    others = dict(zip(spec.beside_records, beside, strict=True))
+    others = dict(zip(spec.outputs_of_index, from_index, strict=True))
     if "label" in others and isinstance(label, ClassLabel):
         values |= _prepare_class(others.pop("label") - label.offset, label, spec)
     elif label:

@@ -11,18 +11,18 @@ import tensorflow as tf
 from dali_tf_input.backends import tf_native
 from dali_tf_input.backends.buffer import read_buffer
 from dali_tf_input.backends.callbacks import make_callback
-from dali_tf_input.backends.places import check_versions, find_groups, find_places
+from dali_tf_input.backends.locations import check_versions, find_grouped_records, find_locations
 from dali_tf_input.backends.remote import make_remote_read
-from dali_tf_input.backends.stream import MAX_EPOCHS, STRIDE, ReadEpoch, Stream
-from dali_tf_input.backends.tf_native import load, uses_native
+from dali_tf_input.backends.stream import EPOCH_STRIDE, MAX_EPOCHS, ReadEpoch, Stream
+from dali_tf_input.backends.tf_native import load_ops, uses_native
 from dali_tf_input.random import Integers
 from dali_tf_input.records.tfrecord import read_record
 from dali_tf_input.spec.options import TfDataOptions
 
 _CHUNK, _CHUNK_BYTES = 16, 1 << 22  # most records, and bytes, that a reader reads in one go
-# Makes something of a batch: of the keys of its images, int64 (k,); the numbers of their records,
+# Makes something of a batch: of the keys of its images, int64 (k,); the positions of their records,
 # int64 (k,), or else int64 (0,); or the records, string (k,), or else string (0,); and what
-# `InputSpec.beside_records` names, (k,) each.
+# `InputSpec.outputs_of_index` names, (k,) each.
 MakeBatch = Callable[[tf.Tensor, tf.Tensor, tf.Tensor, tuple[tf.Tensor, ...]], Any]
 _LISTED = 4096  # images that Python lists in a call, which takes half a millisecond
 
@@ -33,7 +33,7 @@ def read_records(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
     Returns:
       A dataset of (key, record). The key is int64, unique to an image in an epoch, and independent
       of the backend and the number of shards; the record is a serialized Example. The values named
-      by `spec.beside_records`, int64, follow.
+      by `spec.outputs_of_index`, int64, follow.
     """
     read = read_planned if stream.spec.has_fixed_order else read_buffer
     return join_epochs(stream, read(stream, options))
@@ -43,8 +43,8 @@ def list_batches(stream: Stream) -> tf.data.Dataset:
     """Lists the batches of a shard, epoch after epoch, see `join_epochs`; of a fixed order.
 
     Returns:
-      A dataset of (keys, numbers): the keys of a batch's images, see `read_records`, and the
-      numbers of their records; int64 (k,) each.
+      A dataset of (keys, positions): the keys of a batch's images, see `read_records`, and the
+      positions of their records; int64 (k,) each.
     """
     return join_epochs(stream, list_planned(stream, stream.shard_batch_size, native=True))
 
@@ -65,21 +65,21 @@ def map_batches(
     """
     spec = stream.spec
     if spec.has_fixed_order and not spec.records.is_remote:
-        places = find_places(spec.records)
+        locations = find_locations(spec.records)
 
         @tf.autograph.experimental.do_not_convert
         def make_next(keys: tf.Tensor, *given: tf.Tensor) -> Any:
-            (numbers,) = given
-            beside = places.beside_all(spec, numbers)
-            return make(keys, numbers, tf.zeros(0, tf.string), beside)
+            (positions,) = given
+            from_index = locations.gather_outputs(spec, positions)
+            return make(keys, positions, tf.zeros(0, tf.string), from_index)
 
         batches = list_batches(stream)
     else:
 
         @tf.autograph.experimental.do_not_convert
         def make_next(keys: tf.Tensor, *given: tf.Tensor) -> Any:
-            records, *beside = given
-            return make(keys, tf.zeros(0, tf.int64), records, tuple(beside))
+            records, *from_index = given
+            return make(keys, tf.zeros(0, tf.int64), records, tuple(from_index))
 
         batches = read_records(stream, options)
         batches = batches.batch(stream.shard_batch_size, drop_remainder=spec.repeat)
@@ -98,18 +98,18 @@ def join_epochs(stream: Stream, read_epoch: ReadEpoch) -> tf.data.Dataset:
     Each iterator serves the next epoch that has not been served yet; if `stream.endless`, also all
     later epochs. With `spec.repeat` False, each iterator serves each record once.
     """
-    position, per_epoch = stream.position, stream.plan.steps_per_epoch
+    cursor, per_epoch = stream.cursor, stream.plan.steps_per_epoch
     if not stream.spec.repeat:
         start = np.int64(0)
         return tf.data.Dataset.from_tensors((start, start)).flat_map(read_epoch)
     if stream.endless:
-        first_epoch, first_step = divmod(position.step, per_epoch)
+        first_epoch, first_step = divmod(cursor.step, per_epoch)
         epochs = tf.data.Dataset.range(first_epoch, MAX_EPOCHS)
         epochs = epochs.map(
             lambda epoch: (epoch, tf.where(epoch == first_epoch, np.int64(first_step), 0))
         )
         return epochs.flat_map(read_epoch)
-    next_epoch = make_callback(lambda: np.int64(position.next_epoch(per_epoch)))
+    next_epoch = make_callback(lambda: np.int64(cursor.next_epoch(per_epoch)))
 
     @tf.autograph.experimental.do_not_convert
     def read_next_epoch(_: tf.Tensor) -> tf.data.Dataset:
@@ -122,22 +122,25 @@ def join_epochs(stream: Stream, read_epoch: ReadEpoch) -> tf.data.Dataset:
 def list_planned(stream: Stream, count: int, *, native: bool) -> ReadEpoch:
     """Returns the function that lists an epoch from a step on, in the order of its `Plan`.
 
-    It makes a dataset of (keys, numbers), of `count` images each: see `list_batches`.
+    It makes a dataset of (keys, positions), of `count` images each: see `list_batches`.
     """
     spec, plan = stream.spec, stream.plan
-    places, groups = find_places(spec.records), find_groups(spec) if plan.groups else None
+    locations, groups = (
+        find_locations(spec.records),
+        find_grouped_records(spec) if plan.groups else None,
+    )
     listed = count if native else _LISTED
     check, list_images = (_list_natively if native else _list_by_python)(stream, listed)
 
     @tf.autograph.experimental.do_not_convert
     def list_epoch(epoch: tf.Tensor, step: tf.Tensor) -> tf.data.Dataset:
         # Before the first record, as files stay open from one epoch to the next.
-        with tf.control_dependencies([check(places.names, places.versions)]):
+        with tf.control_dependencies([check(locations.names, locations.versions)]):
             first = step * stream.shard_batch_size
 
         def list_next(start: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            keys, numbers = list_images(epoch, start)
-            return keys, numbers if groups is None else tf.gather(groups.records, numbers)
+            keys, positions = list_images(epoch, start)
+            return keys, positions if groups is None else tf.gather(groups.records, positions)
 
         num_images = plan.num_images(stream.shard.shard_id)
         images = tf.data.Dataset.range(first, num_images, listed).map(list_next)
@@ -161,7 +164,7 @@ def _list_by_python(stream: Stream, count: int) -> tuple[Callable[..., Any], Cal
     @make_callback
     def list_now(epoch: int, first: int) -> tuple[Integers, Integers]:
         slots = plan.slots(shard_id, int(first), int(first) + count)
-        return int(epoch) * STRIDE + slots, plan.records(int(epoch), slots)
+        return int(epoch) * EPOCH_STRIDE + slots, plan.positions(int(epoch), slots)
 
     def check(names: tf.Tensor, versions: tf.Tensor) -> Any:
         return tf.numpy_function(check_now, [names, versions], tf.string)
@@ -176,21 +179,21 @@ def _list_by_python(stream: Stream, count: int) -> tuple[Callable[..., Any], Cal
 def read_planned(stream: Stream, options: TfDataOptions) -> ReadEpoch:
     """Returns the function that reads an epoch from a step on, in the order of its `Plan`."""
     spec = stream.spec
-    places = find_places(spec.records)
+    locations = find_locations(spec.records)
     if spec.records.is_remote:
-        read = make_remote_read(spec.records, options, places.names, *places.where)
+        read = make_remote_read(spec.records, options, locations.names, *locations.where)
     else:
-        read = make_read(options, places.names, places.versions, *places.where)
+        read = make_read(options, locations.names, locations.versions, *locations.where)
     parallel = options.num_parallel_reads
     # Remote reads wait longer, and neighboring ranges share a request.
     max_chunk = 2 * _CHUNK if spec.records.is_remote else _CHUNK
-    chunk = int(np.clip(_CHUNK_BYTES // places.mean_bytes, 1, max_chunk))
+    chunk = int(np.clip(_CHUNK_BYTES // locations.mean_bytes, 1, max_chunk))
     list_epoch = list_planned(stream, chunk, native=uses_native(options.kernel))
 
     @tf.autograph.experimental.do_not_convert
     def read_epoch(epoch: tf.Tensor, step: tf.Tensor) -> tf.data.Dataset:
-        def read_next(keys: tf.Tensor, numbers: tf.Tensor) -> tuple[tf.Tensor, ...]:
-            return (keys, read(numbers), *places.beside_all(spec, numbers))
+        def read_next(keys: tf.Tensor, positions: tf.Tensor) -> tuple[tf.Tensor, ...]:
+            return (keys, read(positions), *locations.gather_outputs(spec, positions))
 
         # A thread reads a few records at a time.
         records = list_epoch(epoch, step).map(
@@ -234,14 +237,14 @@ def make_read(
     file_of: tf.Tensor,
     extents: tf.Tensor,
 ) -> Callable[[tf.Tensor], tf.Tensor]:
-    """Returns the function that reads and checks records by their numbers, int64 (n,).
+    """Returns the function that reads and checks records by their positions, int64 (n,).
 
-    See `Places` for the tensors.
+    See `RecordLocations` for the tensors.
     """
     if uses_native(options.kernel):
-        native = partial(load().dali_tf_input_read, names, versions, file_of, extents)
-        return lambda numbers: tf.ensure_shape(
-            native(numbers, check_crc=options.check_crc), (None,)
+        native = partial(load_ops().dali_tf_input_read, names, versions, file_of, extents)
+        return lambda positions: tf.ensure_shape(
+            native(positions, check_crc=options.check_crc), (None,)
         )
 
     @make_callback
@@ -250,9 +253,9 @@ def make_read(
         return np.array([*map(read_record, files, offsets.tolist())], object)
 
     @tf.autograph.experimental.do_not_convert
-    def read_by_python(numbers: tf.Tensor) -> tf.Tensor:
-        files = tf.gather(file_of, numbers)
-        offsets = tf.gather(extents, numbers)[:, 0]
+    def read_by_python(positions: tf.Tensor) -> tf.Tensor:
+        files = tf.gather(file_of, positions)
+        offsets = tf.gather(extents, positions)[:, 0]
         given = [tf.gather(names, files), tf.gather(versions, files), offsets]
         return tf.ensure_shape(tf.numpy_function(read_by_name, given, tf.string), (None,))
 

@@ -16,7 +16,7 @@ from dali_tf_input.records.tfrecord import unframe_record
 from dali_tf_input.spec.options import TfDataOptions
 from dali_tf_input.storage.client import close_at_exit
 from dali_tf_input.storage.copies import fetch_copies
-from dali_tf_input.storage.objects import Part, read_parts
+from dali_tf_input.storage.objects import ByteRange, read_parts
 
 
 def make_remote_read(
@@ -34,7 +34,7 @@ def make_remote_read(
     @make_callback
     def read(names: Any, etags: Any, extents: Integers) -> Any:
         parts = [
-            Part(name.decode(), etag.decode(), start, start + size)
+            ByteRange(name.decode(), etag.decode(), start, start + size)
             for name, etag, (start, size) in zip(names, etags, extents.tolist(), strict=True)
         ]
         found = []
@@ -48,9 +48,13 @@ def make_remote_read(
     close_at_exit()  # before the callbacks, which would wait for the store
 
     @tf.autograph.experimental.do_not_convert
-    def read_remotely(numbers: tf.Tensor) -> tf.Tensor:
-        files = tf.gather(file_of, numbers)
-        arguments = [tf.gather(names, files), tf.gather(etags, files), tf.gather(extents, numbers)]
+    def read_remotely(positions: tf.Tensor) -> tf.Tensor:
+        files = tf.gather(file_of, positions)
+        arguments = [
+            tf.gather(names, files),
+            tf.gather(etags, files),
+            tf.gather(extents, positions),
+        ]
         return tf.ensure_shape(tf.numpy_function(read, arguments, tf.string), (None,))
 
     return read_remotely

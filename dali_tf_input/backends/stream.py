@@ -6,12 +6,11 @@ from dataclasses import dataclass, field
 
 import tensorflow as tf
 
-from dali_tf_input.random import Stream as RandomStream
-from dali_tf_input.random import seed_of
+from dali_tf_input.random import Purpose, seed_of
 from dali_tf_input.spec.input import InputSpec
-from dali_tf_input.spec.plan import Plan, Position, Shard
+from dali_tf_input.spec.plan import Plan, Shard, StepCursor
 
-STRIDE = 1 << 40  # between the keys of two epochs
+EPOCH_STRIDE = 1 << 40  # between the keys of two epochs
 MAX_EPOCHS = 1 << 22
 
 # Reads the epoch of the given number, starting at the given step.
@@ -26,14 +25,14 @@ class Stream:
       spec: the batches to produce.
       shard_batch_size: images in each batch of this shard.
       shard: which records are read.
-      position: where the next iterator starts.
+      cursor: where the next iterator starts.
       endless: whether an iterator goes on with the next epoch where one ends.
     """
 
     spec: InputSpec
     shard_batch_size: int
     shard: Shard = Shard()
-    position: Position = field(default_factory=Position)
+    cursor: StepCursor = field(default_factory=StepCursor)
     endless: bool = False
 
     @property
@@ -47,12 +46,12 @@ class Stream:
         return self.spec.plan(self.shard_batch_size, num_shards=self.shard.num_shards)
 
 
-def place_in_batch(stream: Stream, key: tf.Tensor) -> tf.Tensor:
-    """Returns the place of a key's image in its batch, from 0: see `Plan`."""
-    return key % STRIDE % stream.shard_batch_size
+def index_in_batch(stream: Stream, key: tf.Tensor) -> tf.Tensor:
+    """Returns the index of a key's image in its batch, from 0: see `Plan`."""
+    return key % EPOCH_STRIDE % stream.shard_batch_size
 
 
-def seeds_of(stream: Stream, purpose: RandomStream, key: tf.Tensor, view: int = 0) -> tf.Tensor:
+def seeds_of(stream: Stream, purpose: Purpose, key: tf.Tensor, view: int = 0) -> tf.Tensor:
     """Returns the seed of a key's random numbers for a purpose, int64 (2,)."""
     return tf.stack([tf.constant(seed_of(stream.spec.seed, purpose, view), tf.int64), key])
 
@@ -62,7 +61,7 @@ def draw_uniforms(stream: Stream, key: tf.Tensor, view: int = 0) -> tf.Tensor:
     preprocess = [*stream.spec.image_views.values()][view]
     # The numbers of `tf.random.stateless_uniform`, without the operations that scale them.
     return tf.raw_ops.StatelessRandomUniform(
-        shape=[preprocess.num_uniforms], seed=seeds_of(stream, RandomStream.CROP, key, view)
+        shape=[preprocess.num_uniforms], seed=seeds_of(stream, Purpose.CROP, key, view)
     )
 
 
@@ -70,7 +69,7 @@ def with_cardinality(dataset: tf.data.Dataset, stream: Stream) -> tf.data.Datase
     """Sets the cardinality of `dataset`, unless its first epoch is partial."""
     if stream.endless:
         count = int(tf.data.INFINITE_CARDINALITY)
-    elif stream.position.step % stream.plan.steps_per_epoch:  # the first epoch is a part of one
+    elif stream.cursor.step % stream.plan.steps_per_epoch:  # the first epoch is a part of one
         return dataset
     else:
         count = -(-stream.num_images // stream.shard_batch_size)

@@ -25,18 +25,18 @@ def make_rows(program: Program, uniforms: tf.Tensor) -> tf.Tensor:
       uniforms: random numbers in [0, 1), float32 (program.num_uniforms,), or (k, ...) of k images.
 
     Returns:
-      float32 (program.num_steps, ROW_SIZE), or (k, ...): the rows of `program`, except that those
+      float32 (program.num_ops, ROW_SIZE), or (k, ...): the rows of `program`, except that those
       of `Primitive.ERASE` contain [top, left, bottom, right, noise seed, 0, fill, noise].
     """
-    count, steps = len(program.p), program.num_steps
-    of_order, of_row, places = tf.split(uniforms, [count, steps, 2 * steps], axis=-1)
+    count, ops = len(program.p), program.num_ops
+    of_order, of_row, places = tf.split(uniforms, [count, ops, 2 * ops], axis=-1)
     order = pick(of_order, program.p, program.num_orders)
-    order = tf.gather(order, program.of_step, axis=-1)
-    # A row of each table for each step: the tables' rows follow each other when flat.
+    order = tf.gather(order, program.augmentation_of_op, axis=-1)
+    # A row of each table for each operation: the tables' rows follow each other when flat.
     num_orders = program.first_rows.shape[1]
-    at = tf.maximum(order, 0) + num_orders * tf.range(steps)
+    at = tf.maximum(order, 0) + num_orders * tf.range(ops)
     first = tf.gather(program.first_rows.ravel(), at)
-    number = pick(of_row, program.step_p, tf.gather(program.num_rows.ravel(), at))
+    number = pick(of_row, program.op_p, tf.gather(program.num_rows.ravel(), at))
     is_done = (order >= 0) & (number >= 0)
     rows = tf.gather(program.rows, tf.where(is_done, first + number, 0))
     if Primitive.ERASE not in program.rows[:, 0]:
@@ -59,9 +59,9 @@ def pick(uniforms: tf.Tensor, p: Floats, count: tf.Tensor) -> tf.Tensor:
 def apply_rows(image: tf.Tensor, rows: tf.Tensor, program: Program) -> tf.Tensor:
     """Applies drawn rows to an image, uint8 (height, width, 3), as native/augment.h does."""
     shape = image.shape
-    for step in range(program.num_steps):
-        row = rows[step]
-        primitives = [Primitive.NOTHING, *sorted({*program.rows_of_step(step)[:, 0]} - {0})]
+    for op in range(program.num_ops):
+        row = rows[op]
+        primitives = [Primitive.NOTHING, *sorted({*program.rows_of_op(op)[:, 0]} - {0})]
         numbers = np.searchsorted(primitives, np.arange(len(Primitive)))
         branches = [_bind(_PRIMITIVES[Primitive(int(kind))], image, row[1:]) for kind in primitives]
         chosen = tf.gather(np.int32(numbers), tf.cast(row[0], tf.int32))
@@ -76,8 +76,8 @@ def warp_mask(mask: tf.Tensor, rows: tf.Tensor, program: Program, outside: int) 
     that come from outside the mask.
     """
     height, width = mask.shape
-    for step in range(program.num_steps):
-        if Primitive.WARP not in program.rows_of_step(step)[:, 0]:
+    for op in range(program.num_ops):
+        if Primitive.WARP not in program.rows_of_op(op)[:, 0]:
             continue
 
         def warp(mask: tf.Tensor, numbers: tf.Tensor) -> tf.Tensor:
@@ -85,7 +85,7 @@ def warp_mask(mask: tf.Tensor, rows: tf.Tensor, program: Program, outside: int) 
             places, is_inside = _find_places(tf.floor(x), tf.floor(y), height, width)
             return tf.where(is_inside, tf.gather(tf.reshape(mask, [-1]), places), outside)
 
-        row = rows[step]
+        row = rows[op]
         moves = tf.equal(row[0], float(Primitive.WARP))
         mask = tf.cond(moves, partial(warp, mask, row[1:]), partial(tf.identity, mask))
     return mask

@@ -11,8 +11,8 @@ from typing import Any
 import tensorflow as tf
 
 from dali_tf_input.backends import reading, tf_native
+from dali_tf_input.backends.locations import RecordLocations, find_locations
 from dali_tf_input.backends.parsing import decode_mask, find_size, parse_image, parse_others
-from dali_tf_input.backends.places import Places, find_places
 from dali_tf_input.backends.stream import Stream
 from dali_tf_input.backends.tf_augment import make_rows
 from dali_tf_input.backends.tf_images import (
@@ -24,9 +24,8 @@ from dali_tf_input.backends.tf_images import (
     prepare_mask,
 )
 from dali_tf_input.backends.tf_mix import draw_mix, mix_labels
-from dali_tf_input.random import Stream as RandomStream
-from dali_tf_input.random import seed_of
-from dali_tf_input.records.checks import SIDE_KEYS
+from dali_tf_input.random import Purpose, seed_of
+from dali_tf_input.records.checks import SIZE_KEYS
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.options import TfDataOptions
 from dali_tf_input.spec.preprocess import Preprocess
@@ -34,7 +33,7 @@ from dali_tf_input.spec.primitives import ROW_SIZE
 
 # Batches made at the same time. The threads of the process take image by image from them, so two
 # keep any number of cores busy: when the last images of one are being made, the other has begun.
-CALLS = 2
+PARALLEL_BATCHES = 2
 
 Transform = Callable[..., tf.Tensor]
 
@@ -65,21 +64,21 @@ def make_batches(
       options: the options of the backend.
       transforms: `spec.transform` for each view, see `tf_data.check_transform`.
     """
-    places = find_places(stream.spec.records)  # for the maker and for the reading
-    make = _BatchMaker(stream, options, transforms, places)
+    locations = find_locations(stream.spec.records)  # for the maker and for the reading
+    make = _BatchMaker(stream, options, transforms, locations)
     return reading.map_batches(
         stream,
         options,
         make,
-        num_calls=1 if options.num_parallel_calls == 1 else CALLS,
-        num_threads=CALLS + make.num_threads,
+        num_calls=1 if options.num_parallel_calls == 1 else PARALLEL_BATCHES,
+        num_threads=PARALLEL_BATCHES + make.num_threads,
     )
 
 
 def draw_uniforms(stream: Stream, keys: tf.Tensor, view: int) -> tf.Tensor:
     """Draws the numbers of `stream.draw_uniforms` for many keys: float32 (k, num_uniforms)."""
     preprocess = [*stream.spec.image_views.values()][view]
-    seed = seed_of(stream.spec.seed, RandomStream.CROP, view)
+    seed = seed_of(stream.spec.seed, Purpose.CROP, view)
     return tf_native.draw_uniforms(keys, seed, preprocess.num_uniforms)
 
 
@@ -89,7 +88,7 @@ def draw_rows(stream: Stream, keys: tf.Tensor, view: int) -> tf.Tensor:
     if not preprocess.augment:
         return tf.zeros((tf.size(keys), 0, ROW_SIZE))
     program = preprocess.make_program()
-    seed = seed_of(stream.spec.seed, RandomStream.AUGMENT, view)
+    seed = seed_of(stream.spec.seed, Purpose.AUGMENT, view)
     return make_rows(program, tf_native.draw_uniforms(keys, seed, program.num_uniforms))
 
 
@@ -101,7 +100,7 @@ class _BatchMaker:
         stream: Stream,
         options: TfDataOptions,
         transforms: Sequence[Transform | None],
-        places: Places,
+        locations: RecordLocations,
     ) -> None:
         self._stream, self._options, self._transforms = stream, options, transforms
         calls = options.num_parallel_calls
@@ -114,10 +113,14 @@ class _BatchMaker:
             else make_plain(view, changes=bool(view.augment or transform))
             for view, transform in zip(self._views, transforms, strict=True)
         ]
-        self._files = (places.names, places.versions, *places.where)
+        self._files = (locations.names, locations.versions, *locations.where)
 
     def __call__(
-        self, keys: tf.Tensor, numbers: tf.Tensor, records: tf.Tensor, beside: tuple[tf.Tensor, ...]
+        self,
+        keys: tf.Tensor,
+        positions: tf.Tensor,
+        records: tf.Tensor,
+        from_index: tuple[tf.Tensor, ...],
     ) -> Any:
         """Returns a batch, arranged; see `reading.MakeBatch`."""
         spec, options = self._stream.spec, self._options
@@ -132,14 +135,14 @@ class _BatchMaker:
         whole, maximum = tf_native.limits_of(self._views[0], decode=decode)
         made = tf_native.make_batch(
             self._files,
-            numbers,
+            positions,
             records,
             tf.concat(uniforms, 1),
             tf.concat(rows, 1),
             drawn_there,
             self._made,
             image_keys=spec.records.image_keys,
-            side_keys=SIDE_KEYS if spec.records.stores_pixels else (),
+            size_keys=SIZE_KEYS if spec.records.stores_pixels else (),
             whole=whole,
             maximum=maximum,
             check_crc=options.check_crc,
@@ -147,11 +150,11 @@ class _BatchMaker:
             num_threads=self.num_threads,
         )
         images = tf.cond(
-            tf.equal(tf.size(made.places), 0),
+            tf.equal(tf.size(made.refused_indices), 0),
             lambda: made.images,
             lambda: self._place_refused(made, uniforms, rows, drawn_there),
         )
-        values = parse_others(made.examples, spec, beside)
+        values = parse_others(made.examples, spec, from_index)
         for view, name in enumerate(spec.image_views):
             values[name] = self._finish(images[view], uniforms[view], keys, view)
         if spec.mask:
@@ -174,12 +177,12 @@ class _BatchMaker:
 
     def _place_refused(
         self,
-        made: tf_native.Made,
+        made: tf_native.NativeBatch,
         uniforms: Sequence[tf.Tensor],
         rows: Sequence[tf.Tensor],
         drawn: tf.Tensor,
     ) -> list[tf.Tensor]:
-        """Makes the images that the operation refused, and places them in the batch."""
+        """Makes the images that the operation refused, and locations them in the batch."""
         spec = self._stream.spec
 
         def make_one(given: tuple[tf.Tensor, ...]) -> tuple[tf.Tensor, ...]:
@@ -200,7 +203,8 @@ class _BatchMaker:
             )
 
         given = [
-            tuple(tf.gather(values, made.places) for values in some) for some in (uniforms, rows)
+            tuple(tf.gather(values, made.refused_indices) for values in some)
+            for some in (uniforms, rows)
         ]
         images = tf.map_fn(
             make_one,
@@ -211,12 +215,12 @@ class _BatchMaker:
             parallel_iterations=self.num_threads,
         )
         return [
-            tf_native.place(batch, own, made.places, drawn, view)
+            tf_native.paste_images(batch, own, made.refused_indices, drawn, view)
             for batch, own, view in zip(made.images, images, self._made, strict=True)
         ]
 
     def _make_masks(
-        self, masks: tf.Tensor, made: tf_native.Made, uniforms: tf.Tensor, rows: tf.Tensor
+        self, masks: tf.Tensor, made: tf_native.NativeBatch, uniforms: tf.Tensor, rows: tf.Tensor
     ) -> tf.Tensor:
         """Makes the masks of a batch, one by one, which are stored as strings (k,)."""
         spec = self._stream.spec
@@ -227,9 +231,9 @@ class _BatchMaker:
                 made.refused,
                 fn_output_signature=tf.TensorSpec((3,), tf.int64),
             )
-            return tf.tensor_scatter_nd_update(made.sizes, made.places[:, None], sizes)
+            return tf.tensor_scatter_nd_update(made.sizes, made.refused_indices[:, None], sizes)
 
-        is_done = tf.equal(tf.size(made.places), 0)
+        is_done = tf.equal(tf.size(made.refused_indices), 0)
         return tf.map_fn(
             lambda given: prepare_mask(decode_mask(given[0], given[1]), given[2], given[3], spec),
             (masks, tf.cond(is_done, lambda: made.sizes, add_refused), uniforms, rows),
@@ -245,7 +249,7 @@ class _BatchMaker:
         if made is preprocess:
             return images
         if transform:
-            seed = seed_of(self._stream.spec.seed, RandomStream.TRANSFORM, view)
+            seed = seed_of(self._stream.spec.seed, Purpose.TRANSFORM, view)
             seeds = tf.stack([tf.fill(tf.shape(keys), tf.constant(seed, tf.int64)), keys], 1)
             is_last = preprocess.channels == 3  # one pass over an image, not several over the batch
 

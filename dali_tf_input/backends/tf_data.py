@@ -18,7 +18,7 @@ from dali_tf_input.backends.tf_images import decode_image, prepare_image, prepar
 from dali_tf_input.backends.tf_mix import draw_mix, mix_batch
 from dali_tf_input.backends.tf_native import uses_native
 from dali_tf_input.errors import InputError
-from dali_tf_input.random import Stream as RandomStream
+from dali_tf_input.random import Purpose
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.options import TfDataOptions
 from dali_tf_input.spec.preprocess import Preprocess
@@ -43,7 +43,7 @@ def build(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
 def read_records(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
     """Returns a dataset of (key, record): an int64 number and a serialized Example.
 
-    What `spec.beside_records` names follows.
+    What `spec.outputs_of_index` names follows.
     """
     if options.service is None:
         return reading.read_records(stream, options)
@@ -73,13 +73,13 @@ def make_prepare(stream: Stream, options: TfDataOptions) -> Callable[..., Any]:
         preprocess = [*spec.image_views.values()][view]
         if not preprocess.augment:
             return None
-        seeds = seeds_of(stream, RandomStream.AUGMENT, key, view)
+        seeds = seeds_of(stream, Purpose.AUGMENT, key, view)
         return draw_rows(preprocess.make_program(), seeds)
 
     def prepare_view(view: int, key: tf.Tensor, image: tf.Tensor, uniforms: tf.Tensor) -> tf.Tensor:
         name, preprocess = [*spec.image_views.items()][view]
         transform = transforms[name]
-        seeds_of_transform = seeds_of(stream, RandomStream.TRANSFORM, key, view)
+        seeds_of_transform = seeds_of(stream, Purpose.TRANSFORM, key, view)
         return prepare_image(
             image,
             uniforms,
@@ -91,8 +91,8 @@ def make_prepare(stream: Stream, options: TfDataOptions) -> Callable[..., Any]:
         )
 
     @tf.autograph.experimental.do_not_convert
-    def prepare(key: tf.Tensor, record: tf.Tensor, *beside: tf.Tensor) -> Any:
-        values = parse_record(record, spec, beside)
+    def prepare(key: tf.Tensor, record: tf.Tensor, *from_index: tf.Tensor) -> Any:
+        values = parse_record(record, spec, from_index)
         image, views = values.pop("image"), spec.image_views
         uniforms = [draw_uniforms(stream, key, view) for view in range(len(views))]
         if spec.views:

@@ -180,7 +180,7 @@ def resample_image(
 
     if encoded.dtype == tf.uint8:
         decode = "full"
-    elif decode == "scaled" and preprocess.takes_pixels:
+    elif decode == "scaled" and preprocess.copies_pixels:
         decode = "region"  # pixels are taken as they are: there is nothing to scale
     if decode == "full":
         image = resample_whole(partial(decode_image, upright=False))  # it is turned above

@@ -6,9 +6,9 @@ import numpy as np
 import tensorflow as tf
 
 from dali_tf_input.backends import tf_native
-from dali_tf_input.backends.stream import Stream, place_in_batch, seeds_of
+from dali_tf_input.backends.stream import Stream, index_in_batch, seeds_of
 from dali_tf_input.backends.tf_images import to_uint8
-from dali_tf_input.random import Stream as RandomStream
+from dali_tf_input.random import Purpose
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.mix import NUM_UNIFORMS
 from dali_tf_input.spec.preprocess import Preprocess
@@ -28,8 +28,8 @@ def draw_mix(stream: Stream, key: tf.Tensor) -> tf.Tensor:
     mix = stream.spec.mix
     assert mix
     height, width = stream.spec.preprocess.image_size
-    first = key - place_in_batch(stream, key)
-    seeds = seeds_of(stream, RandomStream.MIX, first)
+    first = key - index_in_batch(stream, key)
+    seeds = seeds_of(stream, Purpose.MIX, first)
     which, part, *center = tf.unstack(
         tf.raw_ops.StatelessRandomUniform(shape=[NUM_UNIFORMS], seed=seeds), NUM_UNIFORMS
     )

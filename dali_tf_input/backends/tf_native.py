@@ -40,7 +40,7 @@ _CROPS: tuple[type[Crop], ...] = (
 
 
 @functools.cache
-def load() -> Any:
+def load_ops() -> Any:
     """Loads the compiled library; returns the module of its operations.
 
     Raises:
@@ -82,7 +82,7 @@ def uses_native(kernel: Kernel) -> bool:
     if kernel == "tensorflow":
         return False
     try:
-        load()
+        load_ops()
     except InputError as error:
         if kernel == "native":
             raise
@@ -96,7 +96,7 @@ def finish_region(
 ) -> tf.Tensor:
     """Preprocesses a region of an image, uint8 (height, width, 3), for the model."""
     place = tf.concat([region.start, region.extent], 0)
-    prepared = load().dali_tf_input_prepare(image, place, mirrored, **_attributes(preprocess))
+    prepared = load_ops().dali_tf_input_prepare(image, place, mirrored, **_attributes(preprocess))
     return tf.ensure_shape(prepared, preprocess.image_shape)
 
 
@@ -104,31 +104,31 @@ def augment(
     image: tf.Tensor, rows: tf.Tensor, preprocess: Preprocess, mirrored: tf.Tensor
 ) -> tf.Tensor:
     """Applies drawn rows to an image after its crop, uint8, and prepares it for the model."""
-    prepared = load().dali_tf_input_augment(image, rows, mirrored, **_attributes(preprocess))
+    prepared = load_ops().dali_tf_input_augment(image, rows, mirrored, **_attributes(preprocess))
     return tf.ensure_shape(prepared, preprocess.image_shape)
 
 
-def place(
-    images: tf.Tensor, made: tf.Tensor, places: tf.Tensor, drawn: tf.Tensor, preprocess: Preprocess
+def paste_images(
+    images: tf.Tensor, made: tf.Tensor, indices: tf.Tensor, drawn: tf.Tensor, preprocess: Preprocess
 ) -> tf.Tensor:
-    """Places images in a batch, and mixes it in pairs.
+    """Pastes images into a batch, and mixes it in pairs.
 
     Args:
       images: a batch. Of `make_batch` it must have no other use: its memory becomes the result's.
       made: images of the same kind, (n, ...).
-      places: their places in the batch, int64 (n,).
+      indices: where they belong in the batch, int64 (n,).
       drawn: how the batch is mixed, see `tf_mix.draw_mix`; float32 (0,) leaves it as it is.
       preprocess: how the images were made.
     """
     attributes = _attributes(preprocess)
     del attributes["T"]  # that of the images
-    placed = load().dali_tf_input_place(images, made, places, drawn, **attributes)
+    placed = load_ops().dali_tf_input_place(images, made, indices, drawn, **attributes)
     return tf.ensure_shape(placed, images.shape)
 
 
 def mix(images: tf.Tensor, drawn: tf.Tensor, preprocess: Preprocess) -> tf.Tensor:
     """Mixes the images of a batch in pairs, as `tf_mix.draw_mix` says."""
-    return place(images, images[:0], tf.zeros(0, tf.int64), drawn, preprocess)
+    return paste_images(images, images[:0], tf.zeros(0, tf.int64), drawn, preprocess)
 
 
 def decodes(crop: Crop) -> bool:
@@ -141,12 +141,12 @@ def limits_of(preprocess: Preprocess, *, decode: str) -> tuple[bool, float]:
 
     Images that are to be decoded at a part of their size are left to TensorFlow.
     """
-    is_scaled = decode == "scaled" and not preprocess.takes_pixels
+    is_scaled = decode == "scaled" and not preprocess.copies_pixels
     whole = decode == "full" or (is_scaled and preprocess.resizes_plainly)
     return whole, 2 if is_scaled else math.inf
 
 
-class Made(NamedTuple):
+class NativeBatch(NamedTuple):
     """What `make_batch` makes.
 
     Attributes:
@@ -154,7 +154,7 @@ class Made(NamedTuple):
       examples: the serialized Examples without their images, string (k,).
       sizes: the heights and widths of the images as they are stored, and their orientations, int64
         (k, 3); 0 if refused.
-      places: the places of images that are refused, int64 (n,); what `images` has there is
+      refused_indices: which images of the batch are refused, int64 (n,); what `images` has there is
         undefined. They are not baseline JPEGs, or have errors that libjpeg-turbo would report, or
         their Examples are unusual: TensorFlow decides.
       refused: the serialized Examples of these images, with them, string (n,).
@@ -163,13 +163,13 @@ class Made(NamedTuple):
     images: list[tf.Tensor]
     examples: tf.Tensor
     sizes: tf.Tensor
-    places: tf.Tensor
+    refused_indices: tf.Tensor
     refused: tf.Tensor
 
 
 def make_batch(
     files: Sequence[tf.Tensor],
-    numbers: tf.Tensor,
+    positions: tf.Tensor,
     records: tf.Tensor,
     uniforms: tf.Tensor,
     rows: tf.Tensor,
@@ -177,27 +177,27 @@ def make_batch(
     views: Sequence[Preprocess],
     *,
     image_keys: Sequence[str],
-    side_keys: Sequence[str],
+    size_keys: Sequence[str],
     whole: bool,
     maximum: float,
     check_crc: bool,
     num_readers: int,
     num_threads: int,
-) -> Made:
+) -> NativeBatch:
     """Reads the records of a batch, decodes their images and preprocesses them for the model.
 
     Args:
-      files: `names`, `versions` and `where` of `places.Places`.
-      numbers: the numbers of the records, int64 (k,); or int64 (0,), if `records` has them.
+      files: `names`, `versions` and `where` of `locations.RecordLocations`.
+      positions: the positions of the records, int64 (k,); or int64 (0,), if `records` has them.
       records: serialized Examples, string (k,); or string (0,).
       uniforms: the images' random numbers, those of all views side by side, float32 (k, u).
       rows: their rows of augmentation, see `tf_augment.draw_rows`, those of all views one after the
         other, float32 (k, r, ROW_SIZE).
       drawn: how the batch is mixed, see `tf_mix.draw_mix`, or float32 (0,). A batch with refused
-        images is not mixed: see `place`.
+        images is not mixed: see `paste_images`.
       views: what is made of each image, with crops that `decodes`.
       image_keys: the keys that may have the image; the first that is not empty counts.
-      side_keys: the keys of its height and width if it is stored as pixels, or none.
+      size_keys: the keys of its height and width if it is stored as pixels, or none.
       whole: whether whole files must be valid, or only the parts that are needed.
       maximum: image pixels per output pixel along each axis from which on images are refused.
       check_crc: whether the CRCs of the records that are read are checked.
@@ -210,11 +210,11 @@ def make_batch(
         flags = [work[name] for name in ("kernel", "antialias", "clip", "chw")]
         crop, *numbers_of_crop = describe_crop(view)
         parameters += [*view.image_size, *flags, _OUTPUTS.index(view.dtype), *work["mean"]]
-        parameters += [*work["scale"], view.num_uniforms, view.make_program().num_steps]
+        parameters += [*work["scale"], view.num_uniforms, view.make_program().num_ops]
         parameters += [crop, *numbers_of_crop]
-    made = load().dali_tf_input_batch(
+    made = load_ops().dali_tf_input_batch(
         *files,
-        numbers,
+        positions,
         records,
         uniforms,
         rows,
@@ -222,7 +222,7 @@ def make_batch(
         tf.constant(parameters, tf.float64),
         T=[view.dtype for view in views],
         image_keys=[*image_keys],
-        side_keys=[*side_keys],
+        size_keys=[*size_keys],
         check_crc=check_crc,
         num_readers=num_readers,
         num_threads=num_threads,
@@ -231,11 +231,11 @@ def make_batch(
         tf.ensure_shape(images, (None, *view.image_shape))
         for images, view in zip(made.images, views, strict=True)
     ]
-    _, examples, sizes, places, refused = made
-    examples, places, refused = (
-        tf.ensure_shape(values, (None,)) for values in (examples, places, refused)
+    _, examples, sizes, indices, refused = made
+    examples, indices, refused = (
+        tf.ensure_shape(values, (None,)) for values in (examples, indices, refused)
     )
-    return Made(images, examples, tf.ensure_shape(sizes, (None, 3)), places, refused)
+    return NativeBatch(images, examples, tf.ensure_shape(sizes, (None, 3)), indices, refused)
 
 
 class Packed(NamedTuple):
@@ -256,15 +256,15 @@ class Packed(NamedTuple):
 
 def pack_batch(
     files: Sequence[tf.Tensor],
-    numbers: tf.Tensor,
+    positions: tf.Tensor,
     records: tf.Tensor,
     images: tf.Tensor,
     *,
     values_size: int,
-    by_place: bool,
+    by_location: bool,
     returns_images: bool,
     image_keys: Sequence[str],
-    side_keys: Sequence[str],
+    size_keys: Sequence[str],
     check_crc: bool,
     num_readers: int,
     num_threads: int,
@@ -273,27 +273,27 @@ def pack_batch(
 
     Args:
       files: as for `make_batch`.
-      numbers: the numbers of the records, int64 (k,); or int64 (0,).
+      positions: the positions of the records, int64 (k,); or int64 (0,).
       records: serialized Examples, string (k,); or string (0,).
       images: the images themselves, string (k,); or string (0,).
       values_size: how many bytes the values of an image take.
-      by_place: whether it says where in their files the images of `numbers` are, instead of
+      by_location: whether it says where in their files the images of `positions` are, instead of
         holding them.
-      returns_images: whether to return the images of `numbers` or `records`, too.
+      returns_images: whether to return the images of `positions` or `records`, too.
       image_keys: as for `make_batch`.
-      side_keys: as for `make_batch`.
+      size_keys: as for `make_batch`.
       check_crc: as for `make_batch`.
       num_readers: as for `make_batch`.
       num_threads: as for `make_batch`.
     """
-    batch, examples, num_refused, returned = load().dali_tf_input_pack(
+    batch, examples, num_refused, returned = load_ops().dali_tf_input_pack(
         *files,
-        numbers,
+        positions,
         records,
         images,
-        np.array([values_size, by_place, returns_images], np.int64),
+        np.array([values_size, by_location, returns_images], np.int64),
         image_keys=[*image_keys],
-        side_keys=[*side_keys],
+        size_keys=[*size_keys],
         check_crc=check_crc,
         num_readers=num_readers,
         num_threads=num_threads,
@@ -308,7 +308,7 @@ def pack_batch(
 
 def fill_packed(batch: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
     """Fills values, uint8 (k, values_size), into a packed batch, which must have no other use."""
-    return tf.ensure_shape(load().dali_tf_input_fill(batch, values), (None, None))
+    return tf.ensure_shape(load_ops().dali_tf_input_fill(batch, values), (None, None))
 
 
 def list_images(
@@ -323,16 +323,16 @@ def list_images(
       count: how many images.
 
     Returns:
-      The keys of the images, see `reading.read_records`, and the numbers of their records, which
-      with groups are counted as by `Plan.records`; int64 (k,) each.
+      The keys of the images, see `reading.read_records`, and the positions of their records, which
+      with groups are counted as by `Plan.positions`; int64 (k,) each.
     """
-    keys, numbers = load().dali_tf_input_list(*plan, epoch, first, np.int64(count))
-    return tf.ensure_shape(keys, (None,)), tf.ensure_shape(numbers, (None,))
+    keys, positions = load_ops().dali_tf_input_list(*plan, epoch, first, np.int64(count))
+    return tf.ensure_shape(keys, (None,)), tf.ensure_shape(positions, (None,))
 
 
 def check_files(names: tf.Tensor, versions: tf.Tensor) -> tf.Tensor:
-    """Checks that files are those that were indexed, see `places.Places`; returns a number."""
-    return tf.ensure_shape(load().dali_tf_input_check(names, versions), ())
+    """Checks that files are those that were indexed, see `RecordLocations`; returns a number."""
+    return tf.ensure_shape(load_ops().dali_tf_input_check(names, versions), ())
 
 
 def draw_uniforms(keys: tf.Tensor, seed: int, count: int) -> tf.Tensor:
@@ -340,7 +340,7 @@ def draw_uniforms(keys: tf.Tensor, seed: int, count: int) -> tf.Tensor:
 
     They are those of ``tf.random.stateless_uniform((count,), (seed, key))``.
     """
-    drawn = load().dali_tf_input_uniforms(keys, np.int64(seed), np.int64(count))
+    drawn = load_ops().dali_tf_input_uniforms(keys, np.int64(seed), np.int64(count))
     return tf.ensure_shape(drawn, (None, count))
 
 

@@ -19,13 +19,13 @@ from dali_tf_input.cli.convert.listing import SPLITS
 from dali_tf_input.records.card import (
     METADATA_NAME,
     Described,
-    Shard,
+    SplitFile,
     make_card,
     merge_metadata,
     names_file,
 )
 from dali_tf_input.records.class_names import LABELS_NAME, read_class_names
-from dali_tf_input.records.contents import Feature
+from dali_tf_input.records.contents import FeatureStats
 from dali_tf_input.storage.objects import is_url
 from dali_tf_input.storage.staging import Staging
 
@@ -68,14 +68,16 @@ def main(patterns: list[str]) -> int:
 
 def describe(records: Records, folder: str) -> dict[str, bytes]:
     """Returns the files of a set's card by their names."""
-    splits: dict[str, list[Shard]] = {}
+    splits: dict[str, list[SplitFile]] = {}
     for file in records.files:
         if file.num_skipped:
             raise InputError(
                 f"The index of {file.path} skips bad records, which tfds would read: write the set"
                 " without them, dali-tf-input convert."
             )
-        splits.setdefault(_split_of(file.path)[0], []).append(Shard(file.num_records, file.size))
+        splits.setdefault(_split_of(file.path)[0], []).append(
+            SplitFile(file.num_records, file.size)
+        )
     features = {
         key: one
         for key, feature in records.features.items()
@@ -113,7 +115,7 @@ def describe(records: Records, folder: str) -> dict[str, bytes]:
     return made
 
 
-def describe_feature(records: Records, key: str, feature: Feature) -> Described | None:
+def describe_feature(records: Records, key: str, feature: FeatureStats) -> Described | None:
     """Returns what all records have at a key; None if some lack it, or it is not of one kind.
 
     What a sample has, others may lack.
@@ -143,7 +145,7 @@ def _split_of(path: str) -> tuple[str, str, int]:
     )
 
 
-def _find_template(paths: tuple[str, ...], splits: Mapping[str, Sequence[Shard]]) -> str:
+def _find_template(paths: tuple[str, ...], splits: Mapping[str, Sequence[SplitFile]]) -> str:
     """Returns how the files are named, in tfds' words."""
     named = {path: _split_of(path) for path in paths}
     templates = {template for _, template, _ in named.values()}

@@ -60,7 +60,7 @@ enable_memory_growth()
 print("on, as load() needs it: TensorFlow leaves memory to DALI")"""
 _TRY_OPERATOR = """from dali_tf_input.backends.dali_operator import load_operator
 load_operator(); print("compiled for this DALI")"""
-_TRY_KERNEL = "from dali_tf_input.backends.tf_native import load; load(); print('native')"
+_TRY_KERNEL = "from dali_tf_input.backends.tf_native import load_ops; load_ops(); print('native')"
 _TRY_ENGINES = """import ctypes, pynvml
 pynvml.nvmlInit(); pynvml.nvmlDeviceGetJpgUtilization(pynvml.nvmlDeviceGetHandleByIndex(0))
 ctypes.CDLL('libnvcuvid.so.1'); print('its engines and its library are there')"""

@@ -43,7 +43,7 @@ from dali_tf_input.records.paths import (
 from dali_tf_input.records.tfrecord import BadRecord, find_records, read_data
 from dali_tf_input.storage import objects
 from dali_tf_input.storage.copies import check_room, resolve_cache_dir
-from dali_tf_input.storage.objects import Part, Status
+from dali_tf_input.storage.objects import ByteRange, ObjectVersion
 
 _logger = logging.getLogger("dali_tf_input")
 
@@ -119,7 +119,7 @@ def build_index(
     *,
     index_dir: Path | None = None,
     on_bad: OnBad = "error",
-    max_bad_fraction: errors.Part = 0.01,
+    max_bad_fraction: errors.Fraction = 0.01,
     force: bool = False,
     allow_missing: bool = False,
     num_processes: Count | None = None,
@@ -399,7 +399,7 @@ class _Run:
         return ""
 
 
-def _with_keys(checks: Checks, versions: Mapping[str, Status | None]) -> Checks:
+def _with_keys(checks: Checks, versions: Mapping[str, ObjectVersion | None]) -> Checks:
     """Completes the feature keys, if the level needs them, from the first records."""
     if checks.verify in ("framing", "crc"):
         return checks
@@ -419,12 +419,12 @@ def _with_keys(checks: Checks, versions: Mapping[str, Status | None]) -> Checks:
 
 
 def _first_features(
-    file: str, status: Status | None
+    file: str, status: ObjectVersion | None
 ) -> Iterator[dict[str, tuple[str, Sequence[Any]]]]:
     """Yields the features of the first valid records of a file."""
     with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
         if status:
-            start = [Part(file, status.etag, 0, min(status.size, _FIRST_BYTES))]
+            start = [ByteRange(file, status.etag, 0, min(status.size, _FIRST_BYTES))]
             stream: Any = stack.enter_context(tempfile.TemporaryFile())
             stream.write(objects.read_parts(start)[0])
             stream.flush()

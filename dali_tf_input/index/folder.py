@@ -15,17 +15,17 @@ from dali_tf_input.index.run import Job
 from dali_tf_input.records.checks import LEVELS, Checks
 from dali_tf_input.records.class_names import MAIN_KEYS, find_class_names
 from dali_tf_input.records.contents import FileEntry, summarize
+from dali_tf_input.records.index_cache import local_folder, refresh, upload
 from dali_tf_input.records.manifest import (
     DamagedManifestError,
     Manifest,
     StoredNames,
     find_staleness,
 )
-from dali_tf_input.records.mirror import local_folder, refresh, upload
 from dali_tf_input.records.paths import BAD_RECORDS_NAME, INDEX_SUFFIX, MANIFEST_NAME, absolute
 from dali_tf_input.records.tfrecord import BadRecord
 from dali_tf_input.storage import objects
-from dali_tf_input.storage.objects import Status, is_url
+from dali_tf_input.storage.objects import ObjectVersion, is_url
 from dali_tf_input.storage.staging import Staging, locked, replace
 
 _MOST_COMMITS = 16  # of one run to a store, while others write there
@@ -55,7 +55,7 @@ class IndexFolder:
         checks: Checks,
         *,
         force: bool,
-        versions: Mapping[str, Status | None],
+        versions: Mapping[str, ObjectVersion | None],
         cache_dir: str | None,
         stack: contextlib.ExitStack,
     ) -> None:
@@ -213,8 +213,8 @@ class IndexFolder:
         """
         others = self._known.keys() - self.files.keys()
         paths = {n: os.path.join(self._known[n].folder or self._place, n) for n in others}
-        statuses = objects.find_statuses(paths.values())
-        is_there = {path: path in statuses or os.path.exists(path) for path in paths.values()}
+        versions = objects.find_object_versions(paths.values())
+        is_there = {path: path in versions or os.path.exists(path) for path in paths.values()}
         present = [*self.files.values(), *filter(is_there.get, is_there)]
         folders = {os.path.dirname(absolute(path)) for path in present}
         return {
@@ -330,7 +330,7 @@ def _satisfies(entry: FileEntry, checks: Checks) -> bool:
 
 
 def _exists(path: str) -> bool:
-    return os.path.exists(path) or bool(objects.find_statuses([path]))
+    return os.path.exists(path) or bool(objects.find_object_versions([path]))
 
 
 def _is_same(first: str, second: str) -> bool:

@@ -22,7 +22,7 @@ from dali_tf_input.records.contents import FileEntry, unpack_integers
 from dali_tf_input.records.paths import absolute
 from dali_tf_input.records.tfrecord import BadRecord
 from dali_tf_input.storage.copies import local_copy
-from dali_tf_input.storage.objects import Status
+from dali_tf_input.storage.objects import ObjectVersion
 from dali_tf_input.storage.staging import WRITE_ERRORS
 
 _OBJECTS_AT_ONCE = 8  # stored objects that threads check concurrently
@@ -47,7 +47,7 @@ class Job:
     index: str
     bad_records: str
     checks: Checks
-    status: Status | None = None
+    status: ObjectVersion | None = None
     cache_dir: str | None = None
     before: FileEntry | None = None
 

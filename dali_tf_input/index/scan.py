@@ -324,7 +324,7 @@ class _Content:
                     stats[4] = number
         self.parsed += 1
 
-    def features(self) -> dict[str, contents.Feature]:
+    def features(self) -> dict[str, contents.FeatureStats]:
         found = self._features_of_lists()
         if self._mask_key in found and self._mask_values.any():
             values = np.flatnonzero(self._mask_values).tolist()
@@ -333,9 +333,9 @@ class _Content:
             found[self._mask_key] = dataclasses.replace(feature, range=(values[0], values[-1]))
         return found
 
-    def _features_of_lists(self) -> dict[str, contents.Feature]:
+    def _features_of_lists(self) -> dict[str, contents.FeatureStats]:
         return {
-            key: contents.Feature(
+            key: contents.FeatureStats(
                 kinds=tuple(sorted(kinds)),
                 lengths=(shortest, longest),
                 records=records,

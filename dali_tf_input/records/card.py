@@ -40,7 +40,7 @@ class Described(NamedTuple):
     encoding: str = "jpeg"
 
 
-class Shard(NamedTuple):
+class SplitFile(NamedTuple):
     """A file of a split: how many records it has, and its size in bytes."""
 
     num_records: int
@@ -49,7 +49,7 @@ class Shard(NamedTuple):
 
 def make_card(
     folder: str,
-    splits: Mapping[str, Sequence[Shard]],
+    splits: Mapping[str, Sequence[SplitFile]],
     features: Mapping[str, Described],
     names: Mapping[str, Sequence[str]],
     *,

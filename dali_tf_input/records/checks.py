@@ -26,7 +26,7 @@ MAX_PIXELS = 89_478_485
 LEVELS: tuple[Level, ...] = get_args(Level)  # each one checks what the one before does, and more
 
 # An image as it is in memory, uint8 (height, width, 3) in RGB, and the keys of its sides.
-PIXELS_KEY, SIDE_KEYS = "image/pixels", ("image/height", "image/width")
+PIXELS_KEY, SIZE_KEYS = "image/pixels", ("image/height", "image/width")
 
 # Feature keys of the image and of the label, as the most common writers of TFRecords name them.
 KEY_PRESETS = {
@@ -276,7 +276,7 @@ def find_schema_problem(
 
 def find_size(features: Features) -> tuple[int, int] | None:
     """Returns height and width of an image that is stored as pixels; None if they do not fit."""
-    (kind, height), (other, width) = (features.get(key, ("", [0])) for key in SIDE_KEYS)
+    (kind, height), (other, width) = (features.get(key, ("", [0])) for key in SIZE_KEYS)
     if {kind, other} != {"int64_list"} or len(height) != 1 or len(width) != 1:
         return None
     fits = height[0] > 0 and 3 * height[0] * width[0] == len(features[PIXELS_KEY][1][0])
@@ -284,6 +284,6 @@ def find_size(features: Features) -> tuple[int, int] | None:
 
 
 def _wrong_size(features: Features) -> tuple[str, str]:
-    sides = " and ".join(f"'{key}' {list(features.get(key, ('', []))[1])}" for key in SIDE_KEYS)
+    sides = " and ".join(f"'{key}' {list(features.get(key, ('', []))[1])}" for key in SIZE_KEYS)
     actual = f"found {len(features[PIXELS_KEY][1][0]):,}"
     return "pixels size", f"'{PIXELS_KEY}' must hold 3 bytes for each pixel of {sides}, {actual}."

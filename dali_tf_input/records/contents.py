@@ -21,7 +21,7 @@ MAX_CLASSES = 10_000  # that are counted
 
 
 @dataclass(frozen=True, kw_only=True)
-class Feature:
+class FeatureStats:
     """One feature key, over the records whose features were read.
 
     Attributes:
@@ -96,7 +96,7 @@ class FileEntry:
     verified: Level
     checked_by: dict[str, Any] = field(default_factory=dict)
     parsed: _Number
-    features: dict[str, Feature]
+    features: dict[str, FeatureStats]
     folder: str | None = None
     images: Images | None = None
     labels: bytes | None = None
@@ -116,7 +116,7 @@ class Summary:
     skipped: int
     size: int
     verified: dict[str, int]
-    features: dict[str, Feature]
+    features: dict[str, FeatureStats]
     without: dict[str, tuple[str, int]]
     images: Images | None
     parsed: int
@@ -138,7 +138,7 @@ def unpack_integers(packed: bytes) -> Integers:
 
 def summarize(entries: Mapping[str, FileEntry]) -> Summary:
     """Merges the entries of several files, given by file, into a summary."""
-    features: dict[str, Feature] = {}
+    features: dict[str, FeatureStats] = {}
     without: dict[str, tuple[str, int]] = {}
     parsed = [(file, entry) for file, entry in sorted(entries.items()) if entry.parsed]
     for key in sorted({key for _, entry in parsed for key in entry.features}):
@@ -164,12 +164,12 @@ def summarize(entries: Mapping[str, FileEntry]) -> Summary:
     )
 
 
-def merge_features(features: Sequence[Feature | None]) -> Feature:
+def merge_features(features: Sequence[FeatureStats | None]) -> FeatureStats:
     """Merges what several sets of records say about one feature key; None is a set without it."""
     known = [feature for feature in features if feature]
     shortest, longest = zip(*(feature.lengths for feature in known), strict=True)
     firsts = (feature.first_without if feature else 0 for feature in features)
-    return Feature(
+    return FeatureStats(
         kinds=tuple(sorted({kind for feature in known for kind in feature.kinds})),
         lengths=(min(shortest), max(longest)),
         records=sum(feature.records for feature in known),
@@ -180,8 +180,8 @@ def merge_features(features: Sequence[Feature | None]) -> Feature:
 
 
 def merge_all_features(
-    first: Mapping[str, Feature], second: Mapping[str, Feature]
-) -> dict[str, Feature]:
+    first: Mapping[str, FeatureStats], second: Mapping[str, FeatureStats]
+) -> dict[str, FeatureStats]:
     """Returns what two sets of records hold together, by key."""
     keys = sorted({*first, *second})
     return {key: merge_features([first.get(key), second.get(key)]) for key in keys}

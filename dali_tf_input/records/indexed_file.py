@@ -15,7 +15,7 @@ from dali_tf_input.errors import InputError
 from dali_tf_input.random import Integers
 from dali_tf_input.records.contents import unpack_integers
 from dali_tf_input.records.paths import BAD_RECORDS_NAME
-from dali_tf_input.storage.objects import Status
+from dali_tf_input.storage.objects import ObjectVersion
 
 Mask = npt.NDArray[np.bool_]
 
@@ -91,9 +91,9 @@ class IndexedFile:
         return mask
 
     @property
-    def status(self) -> Status | None:
+    def status(self) -> ObjectVersion | None:
         """The version of a stored object; None for a local file."""
-        return None if self.etag is None else Status(self.size, self.etag)
+        return None if self.etag is None else ObjectVersion(self.size, self.etag)
 
     def index_text(self) -> bytes:
         """Reads the index; raises InputError if it changed."""

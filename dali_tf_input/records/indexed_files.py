@@ -20,7 +20,7 @@ from dali_tf_input.records.indexed_file import Extent, IndexedFile, Mask
 from dali_tf_input.records.manifest import StoredNames, find_change, find_change_of_object
 from dali_tf_input.records.tfrecord import read_record, unframe_record
 from dali_tf_input.storage.copies import drop_copy, find_copy
-from dali_tf_input.storage.objects import RETRY_SECONDS, Part, find_statuses, read_parts
+from dali_tf_input.storage.objects import RETRY_SECONDS, ByteRange, find_object_versions, read_parts
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -197,7 +197,7 @@ class IndexedFiles:
                 return read_record(copy, offset)
             except (InputError, OSError):  # the object may be valid
                 drop_copy(file.path, file.status, self.cache_dir or "")
-        part = Part(file.path, file.etag, offset, offset + size)
+        part = ByteRange(file.path, file.etag, offset, offset + size)
         (framed,) = read_parts([part], retry_seconds=self.retry_seconds)
         data = unframe_record(framed)
         if data is None:
@@ -206,12 +206,12 @@ class IndexedFiles:
 
     def find_change(self) -> str | None:
         """Returns how the first file that changed differs from what was indexed; None if none."""
-        statuses = find_statuses(self.paths) if self.is_remote else {}
+        versions = find_object_versions(self.paths) if self.is_remote else {}
         for file in self.files:
             if file.status is None:
                 change = find_change(file.path, file.size, file.mtime_ns)
             else:
-                change = find_change_of_object(file.path, statuses.get(file.path), file.status)
+                change = find_change_of_object(file.path, versions.get(file.path), file.status)
             if change:
                 return change
         return None

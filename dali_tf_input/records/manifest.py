@@ -21,7 +21,7 @@ from dali_tf_input.records.checks import Checks
 from dali_tf_input.records.contents import FileEntry, summarize
 from dali_tf_input.records.paths import BAD_RECORDS_NAME, MANIFEST_NAME, index_command
 from dali_tf_input.records.tfrecord import record_size
-from dali_tf_input.storage.objects import Status, is_url
+from dali_tf_input.storage.objects import ObjectVersion, is_url
 from dali_tf_input.storage.staging import locked
 from dali_tf_input.storage.versions import refuse_newer
 
@@ -92,7 +92,7 @@ class Manifest:
 
 
 def read_entries(
-    files: Mapping[str, Status | None],
+    files: Mapping[str, ObjectVersion | None],
     index_files: Sequence[str],
     patterns: Path | Sequence[Path],
     index_dir: Path | None,
@@ -189,7 +189,7 @@ def find_change(file: str, size: int, mtime_ns: int) -> str | None:
     return f"{file} changed since it was indexed ({how})"
 
 
-def find_change_of_object(url: str, now: Status | None, then: Status) -> str | None:
+def find_change_of_object(url: str, now: ObjectVersion | None, then: ObjectVersion) -> str | None:
     """Returns how an object differs from when it was indexed; None if it does not."""
     if now == then:
         return None
@@ -203,7 +203,7 @@ _EXTENT = re.compile(rb"(\d{1,18}) (\d{1,18})")
 
 
 def find_staleness(
-    file: str, index_file: str, entry: FileEntry | None, status: Status | None
+    file: str, index_file: str, entry: FileEntry | None, status: ObjectVersion | None
 ) -> str | None:
     """Returns why `index_file` must not be used with the current `file`; None if it may be used.
 
@@ -215,7 +215,7 @@ def find_staleness(
     if entry.skipped_numbers is None:
         return "an earlier version of dali_tf_input made this index"
     if is_url(file):
-        changed = find_change_of_object(file, status, Status(entry.size, entry.etag or ""))
+        changed = find_change_of_object(file, status, ObjectVersion(entry.size, entry.etag or ""))
     else:
         changed = find_change(file, entry.size, entry.mtime_ns)
     if changed:

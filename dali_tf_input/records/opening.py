@@ -8,9 +8,9 @@ from dali_tf_input.errors import InputError, Path, check
 from dali_tf_input.records import contents
 from dali_tf_input.records.checks import Checks, find_keys, unknown_keys_error
 from dali_tf_input.records.contents import FileEntry
+from dali_tf_input.records.index_cache import find_local
 from dali_tf_input.records.indexed_file import IndexedFile
 from dali_tf_input.records.manifest import Manifest, StoredNames, read_entries
-from dali_tf_input.records.mirror import find_local
 from dali_tf_input.records.paths import absolute, find_versions, index_command, index_files_of
 from dali_tf_input.storage.copies import resolve_cache_dir
 
@@ -24,13 +24,13 @@ def read_fields(
 ) -> dict[str, Any]:
     """Returns the fields of a `Records`, see `Records.from_files`."""
     # Absolute, as a program may change its folder.
-    statuses = {absolute(file): status for file, status in find_versions(files).items()}
-    is_remote = {status is not None for status in statuses.values()}
+    versions = {absolute(file): status for file, status in find_versions(files).items()}
+    is_remote = {status is not None for status in versions.values()}
     check(len(is_remote) == 1, "files", "all local, or all in a store", files)
-    index_files = tuple(map(absolute, index_files_of([*statuses], index_dir=index_dir)))
+    index_files = tuple(map(absolute, index_files_of([*versions], index_dir=index_dir)))
     index_files = find_local(index_files)
-    entries = read_entries(statuses, index_files, files, index_dir)
-    summary = contents.summarize(dict(zip(statuses, entries, strict=True)))
+    entries = read_entries(versions, index_files, files, index_dir)
+    summary = contents.summarize(dict(zip(versions, entries, strict=True)))
     command = index_command(files, index_dir=index_dir, arguments=["--verify=schema"])
     if not summary.records:
         raise InputError(
@@ -42,7 +42,7 @@ def read_fields(
             "The first records of these files are not Examples with features. To see what they"
             f" are: {command}"
         )
-    for file, entry in zip(statuses, entries, strict=True):
+    for file, entry in zip(versions, entries, strict=True):
         if entry.records and not entry.parsed:
             text = f"The first record of {file} is not a tf.train.Example"
             raise InputError(f"{text}. To see all that is wrong: {command}")
@@ -62,7 +62,7 @@ def read_fields(
             etag=entry.etag,
             labels=entry.labels,
         )
-        for path, index_file, entry in zip(statuses, index_files, entries, strict=True)
+        for path, index_file, entry in zip(versions, index_files, entries, strict=True)
         if entry.records  # DALI refuses an empty index
     ]
     images = [
@@ -72,7 +72,7 @@ def read_fields(
     ]
     largest = contents.merge_images(images) if len(images) == len(indexed) else None
     label_keys = {(entry.checked_by.get("label") or {}).get("key") for entry in entries}
-    check_labels_agree(dict(zip(statuses, entries, strict=True)), files, index_dir)
+    check_labels_agree(dict(zip(versions, entries, strict=True)), files, index_dir)
     vocabulary = (entries[0].checked_by.get("label") or {}).get("vocabulary")
     stored_names: StoredNames = {}
     for folder in {os.path.dirname(index_file) for index_file in index_files}:

@@ -16,7 +16,7 @@ from typing import Any
 
 from dali_tf_input.errors import InputError, Path
 from dali_tf_input.storage import objects
-from dali_tf_input.storage.objects import Status, is_url
+from dali_tf_input.storage.objects import ObjectVersion, is_url
 
 INDEX_SUFFIX = ".idx"
 MANIFEST_NAME = "index_manifest.json"  # beside the index files
@@ -35,7 +35,7 @@ def find_files(files: Path | Sequence[Path]) -> tuple[str, ...]:
     return tuple(find_versions(files))
 
 
-def find_versions(files: Path | Sequence[Path]) -> dict[str, Status | None]:
+def find_versions(files: Path | Sequence[Path]) -> dict[str, ObjectVersion | None]:
     """Returns the TFRecord files that paths, URLs and patterns name, sorted by path.
 
     The values are the versions of stored objects; None for local files. Index files are ignored.
@@ -46,7 +46,7 @@ def find_versions(files: Path | Sequence[Path]) -> dict[str, Status | None]:
       InputError: a path does not exist or is a directory, or a pattern matches no file.
     """
     local_files: dict[Any, str] = {}  # by device and inode: one stat for each file
-    versions: dict[str, Status | None] = {}
+    versions: dict[str, ObjectVersion | None] = {}
     patterns = _patterns(files)
     listings = iter(objects.find_all(filter(is_url, patterns)))
     for pattern in patterns:
@@ -116,9 +116,9 @@ def check_complete(files: Sequence[str]) -> None:
         # A name may claim any number of files.
         numbers = itertools.islice(others, _MOST_MISSING)
         missing = [f"{start}{number:0{width}}{of}{count}{end}" for number in numbers]
-        statuses = objects.find_statuses(missing)
+        versions = objects.find_object_versions(missing)
         for path in missing:
-            if path not in statuses and not os.path.exists(path):
+            if path not in versions and not os.path.exists(path):
                 raise InputError(
                     f"{path} is missing, of the set of {next(iter(shards.values()))}: restore it,"
                     " or go on without it by --allow_missing (in Python, allow_missing=True)."
@@ -212,10 +212,10 @@ def absolute(path: str) -> str:
 def read_file(path: str) -> bytes:
     """Returns what a file holds, or an object; raises FileNotFoundError if there is none."""
     if is_url(path):
-        statuses = objects.find_objects(path)
-        if not statuses:
+        versions = objects.find_objects(path)
+        if not versions:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-        return objects.read_whole(statuses)[0]
+        return objects.read_whole(versions)[0]
     with open(path, "rb") as stream:
         return stream.read()
 

@@ -13,7 +13,7 @@ from dali_tf_input.random import Integers, Unsigned
 from dali_tf_input.records import contents, subsets
 from dali_tf_input.records.checks import PIXELS_KEY, missing_key_error
 from dali_tf_input.records.class_names import Names, find_difference, join_names, move_names
-from dali_tf_input.records.contents import Counts, Feature
+from dali_tf_input.records.contents import Counts, FeatureStats
 from dali_tf_input.records.indexed_file import Mask
 from dali_tf_input.records.indexed_files import IndexedFiles
 from dali_tf_input.records.labels import Lengths, describe_list
@@ -69,7 +69,7 @@ class Records(IndexedFiles):
 
     image_key: str
     largest_image: tuple[int, int] | None = None
-    features: dict[str, Feature] = field(default_factory=dict, hash=False, repr=False)
+    features: dict[str, FeatureStats] = field(default_factory=dict, hash=False, repr=False)
     subset: bytes | None = field(default=None, repr=False)
     label_key: str | None = None
     label_vocabulary: tuple[str, ...] | None = None
@@ -491,9 +491,9 @@ class Records(IndexedFiles):
         check(0 <= seed < 2**31, "seed", "in [0, 2**31)", seed)
         if group_key is not None:
             groups = (self._group_of(record, group_key) for record in self.ids.tolist())
-            return subsets.draw_places_of_groups(groups, f"{self.lineage}{seed}")
-        places = subsets.draw_places(self.files, f"{self.lineage}{seed}")
-        return places[self._mask[self._is_valid]]
+            return subsets.draw_split_keys_of_groups(groups, f"{self.lineage}{seed}")
+        keys = subsets.draw_split_keys(self.files, f"{self.lineage}{seed}")
+        return keys[self._mask[self._is_valid]]
 
     def _group_of(self, record: int, key: str) -> bytes:
         """Returns the group of a record, as text."""
@@ -559,7 +559,7 @@ class Records(IndexedFiles):
           InputError: one does not; `name` is the argument that named the key.
         """
 
-        def fits(feature: Feature | None) -> bool:
+        def fits(feature: FeatureStats | None) -> bool:
             if feature is None or not {*feature.kinds} <= {*kinds}:
                 return False
             return lengths[0] <= feature.lengths[0] and feature.lengths[1] <= lengths[1]
@@ -572,9 +572,9 @@ class Records(IndexedFiles):
             return
         place, arguments = self.index_dir, ["--verify=schema"]
         command = index_command(self.paths, index_dir=place, arguments=arguments)
-        statuses = {file.path: file.status for file in self.files}
+        versions = {file.path: file.status for file in self.files}
         index_files = [file.index_file for file in self.files]
-        entries = read_entries(statuses, index_files, self.paths, place)
+        entries = read_entries(versions, index_files, self.paths, place)
         for path, entry in zip(self.paths, entries, strict=True):
             feature = entry.features.get(key)
             if may_lack and feature is None:

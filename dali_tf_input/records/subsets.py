@@ -10,7 +10,7 @@ from numbers import Real
 import numpy as np
 
 from dali_tf_input.errors import InputError, check
-from dali_tf_input.random import Integers, Stream, Unsigned, hash_words
+from dali_tf_input.random import Integers, Purpose, Unsigned, hash_words
 from dali_tf_input.records.indexed_file import IndexedFile, Mask
 
 
@@ -34,7 +34,7 @@ def check_shares(shares: dict[str, float]) -> None:
     check(abs(total - 1) < 1e-9, ", ".join(shares) or "shares", "1 together", f"{total:.6g}")
 
 
-def draw_places(files: Sequence[IndexedFile], draw: str) -> Unsigned:
+def draw_split_keys(files: Sequence[IndexedFile], draw: str) -> Unsigned:
     """Draws a uniformly distributed uint64 for each record of the indexes: (num_records,).
 
     It depends only on `draw`, on the base name of the file without the number of files ("-of-4"),
@@ -47,30 +47,30 @@ def _draw_in_file(file: IndexedFile, draw: str) -> Unsigned:
     own = re.sub(r"-of-\d+", "", os.path.basename(file.path))
     name = f"{draw}/{own}".encode()
     key = np.uint64(int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little"))
-    return hash_words(key, Stream.SPLIT, file.index()[:, 0])
+    return hash_words(key, Purpose.SPLIT, file.index()[:, 0])
 
 
-def draw_places_of_groups(groups: Iterable[bytes], draw: str) -> Unsigned:
+def draw_split_keys_of_groups(groups: Iterable[bytes], draw: str) -> Unsigned:
     """Draws the same for each record of a group: uint64 (records,), given the group of each."""
     key = hashlib.blake2b(draw.encode(), digest_size=8).digest()
     digests = (hashlib.blake2b(group, digest_size=8, key=key).digest() for group in groups)
     return np.array([int.from_bytes(digest, "little") for digest in digests], np.uint64)
 
 
-def divide(places: Unsigned, shares: Sequence[float], classes: Integers | None) -> Integers:
+def divide(split_keys: Unsigned, shares: Sequence[float], classes: Integers | None) -> Integers:
     """Divides records into parts; returns the number of the part of each, int64 (records,).
 
     With `classes` each part gets its share of each class, to within one record.
     """
-    if classes is None:  # the place alone decides
+    if classes is None:  # the key alone decides
         bounds = [min(1.0, bound) for bound in itertools.accumulate(shares)][:-1]
         edges = np.array([min(2**64 - 1, round(bound * 2**64)) for bound in bounds], np.uint64)
-        parts: Integers = np.searchsorted(edges, places, side="right").astype(np.int64)
+        parts: Integers = np.searchsorted(edges, split_keys, side="right").astype(np.int64)
         return parts
-    order = np.lexsort((places, classes))
+    order = np.lexsort((split_keys, classes))
     _, counts = np.unique(classes, return_counts=True)
-    rank = np.arange(len(places)) - np.repeat(np.cumsum(counts) - counts, counts)
-    parts = np.zeros(len(places), np.int64)
+    rank = np.arange(len(split_keys)) - np.repeat(np.cumsum(counts) - counts, counts)
+    parts = np.zeros(len(split_keys), np.int64)
     for bound in np.cumsum(apportion(counts, shares), axis=1).T[:-1]:
         parts[order] += rank >= np.repeat(bound, counts)
     return parts
@@ -95,14 +95,14 @@ def apportion(counts: Integers, shares: Sequence[float]) -> Integers:
     return given
 
 
-def take_first(places: Unsigned, count: int, classes: Integers | None) -> Mask:
-    """Returns the mask of the `count` records with the smallest places: bool (records,)."""
+def take_first(split_keys: Unsigned, count: int, classes: Integers | None) -> Mask:
+    """Returns the mask of the `count` records with the smallest keys: bool (records,)."""
     if classes is not None:
-        share = count / len(places)
-        is_first: Mask = divide(places, [share, 1 - share], classes) == 0
+        share = count / len(split_keys)
+        is_first: Mask = divide(split_keys, [share, 1 - share], classes) == 0
         return is_first
-    mask = np.zeros(len(places), bool)
-    mask[np.argpartition(places, count - 1)[:count]] = True
+    mask = np.zeros(len(split_keys), bool)
+    mask[np.argpartition(split_keys, count - 1)[:count]] = True
     return mask
 
 

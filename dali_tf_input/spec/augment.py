@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dali_tf_input.errors import InputError, Part, Within, check, checked
+from dali_tf_input.errors import Fraction, InputError, Within, check, checked
 from dali_tf_input.spec.colors import IMAGENET_MEAN, IMAGENET_STD
 from dali_tf_input.spec.primitives import (
     Floats,
@@ -30,10 +30,10 @@ from dali_tf_input.spec.primitives import (
     torchvision_rows,
 )
 
-Integers = npt.NDArray[np.int32]
+Int32s = npt.NDArray[np.int32]
 Dialect = Literal["torchvision", "tf"]
 Byte = Annotated[float, Within(0, 255)]
-Sampling = Literal["nearest", "bilinear"]
+WarpInterpolation = Literal["nearest", "bilinear"]
 
 _LEVELS = 256  # discrete values of a strength drawn from a range
 _NORMAL_LEVELS = 64  # discrete values of a magnitude drawn from a normal distribution
@@ -44,16 +44,16 @@ class Choices(NamedTuple):
     """The random choices of an augmentation.
 
     Attributes:
-      tables: float32 (rows, ROW_SIZE) each; a step picks one row of its table.
-      orders: tuples with the index of a table for each step; one tuple is picked.
+      tables: float32 (rows, ROW_SIZE) each; an operation picks one row of its table.
+      orders: tuples with the index of a table for each operation; one tuple is picked.
       p: probability that the augmentation is applied at all.
-      step_p: probability of each step if the augmentation is applied.
+      op_p: probability of each operation if the augmentation is applied.
     """
 
     tables: tuple[Floats, ...]
     orders: tuple[tuple[int, ...], ...] = ((0,),)
     p: float = 1.0
-    step_p: float = 1.0
+    op_p: float = 1.0
 
 
 @checked
@@ -106,9 +106,9 @@ class RandAugment(Augmentation):
     magnitude_std: Annotated[float, Within(0, 100)] = 0.0
     increasing: bool = True
     dialect: Dialect = "torchvision"
-    p: Part = 1.0
+    p: Fraction = 1.0
     fill: Byte | None = None
-    interpolation: Sampling = "nearest"
+    interpolation: WarpInterpolation = "nearest"
 
     def __post_init__(self) -> None:
         if not self.increasing and self.dialect == "torchvision":
@@ -132,7 +132,7 @@ class RandAugment(Augmentation):
             rows = [
                 row for magnitude in magnitudes for row in torchvision_rows(magnitude / 30, warp)
             ]
-        return Choices((make_table(rows),), ((0,) * self.num_ops,), step_p=self.p)
+        return Choices((make_table(rows),), ((0,) * self.num_ops,), op_p=self.p)
 
 
 @checked
@@ -152,7 +152,7 @@ class TrivialAugment(Augmentation):
     """
 
     fill: Byte = 0.0
-    interpolation: Sampling = "nearest"
+    interpolation: WarpInterpolation = "nearest"
 
     def plan(self, image_size: tuple[int, int]) -> Choices:
         warp = Warp(image_size, self.fill, self.interpolation == "bilinear")
@@ -185,7 +185,7 @@ class ColorJitter(Augmentation):
     contrast: Annotated[float, Within(0, 100)] = 0.0
     saturation: Annotated[float, Within(0, 100)] = 0.0
     hue: Annotated[float, Within(0, 0.5)] = 0.0
-    p: Part = 1.0
+    p: Fraction = 1.0
 
     def plan(self, image_size: tuple[int, int]) -> Choices:
 
@@ -216,7 +216,7 @@ class RandomGrayscale(Augmentation):
       p: how likely an image becomes gray, in [0, 1]. Source: torchvision's default.
     """
 
-    p: Part = 0.1
+    p: Fraction = 0.1
 
     def plan(self, image_size: tuple[int, int]) -> Choices:
         return Choices((make_table([saturation(0.0)]),), p=self.p)
@@ -236,7 +236,7 @@ class GaussianBlur(Augmentation):
         uniformly. Source: torchvision's default, which is SimCLR's.
     """
 
-    p: Part = 1.0
+    p: Fraction = 1.0
     sigma: tuple[float, float] = (0.1, 2.0)
 
     def __post_init__(self) -> None:
@@ -263,7 +263,7 @@ class Solarize(Augmentation):
       threshold: in [0, 255]; values at or above it are inverted.
     """
 
-    p: Part = 1.0
+    p: Fraction = 1.0
     threshold: Byte = 128.0
 
     def plan(self, image_size: tuple[int, int]) -> Choices:
@@ -289,7 +289,7 @@ class RandomErasing(Augmentation):
         standard deviation of ImageNet's pixels; else one value, or (red, green, blue), in 0..255.
     """
 
-    p: Part = 0.5
+    p: Fraction = 0.5
     area_range: tuple[float, float] = (0.02, 0.33)
     aspect_ratio_range: tuple[float, float] = (0.3, 3.3)
     fill: Literal["noise"] | Byte | tuple[Byte, Byte, Byte] = "noise"
@@ -346,7 +346,7 @@ class VerticalMirror(Augmentation):
       p: how likely an image is mirrored, in [0, 1].
     """
 
-    p: Part = 0.5
+    p: Fraction = 0.5
 
     def plan(self, image_size: tuple[int, int]) -> Choices:
         return Choices(
@@ -359,12 +359,12 @@ class Program:
 
     Attributes:
       rows: float32 (rows, ROW_SIZE), the rows of all tables; the first one does nothing.
-      first_rows: int32 (steps, orders), where the table of a step begins in `rows`, for each order.
-      num_rows: int32 (steps, orders), the number of rows in that table.
-      of_step: int32 (steps,), the augmentation of each step.
+      first_rows: int32 (ops, orders), where an operation's table begins in `rows`, for each order.
+      num_rows: int32 (ops, orders), the number of rows in that table.
+      augmentation_of_op: int32 (ops,), the augmentation of each operation.
       num_orders: int32 (augmentations,).
       p: float32 (augmentations,).
-      step_p: float32 (steps,).
+      op_p: float32 (ops,).
     """
 
     def __init__(self, augmentations: Sequence[Augmentation], image_size: tuple[int, int]) -> None:
@@ -380,40 +380,38 @@ class Program:
             firsts = [end + sum(counts[:number]) for number in range(len(counts))]
             end += sum(counts)
             tables += plan.tables
-            for places in zip(*plan.orders, strict=True):  # of each step
-                padded = [*places, *places[:1] * (most - len(places))]
+            for tables_of_op in zip(*plan.orders, strict=True):  # of each operation
+                padded = [*tables_of_op, *tables_of_op[:1] * (most - len(tables_of_op))]
                 first_rows.append([firsts[table] for table in padded])
                 num_rows.append([counts[table] for table in padded])
-        steps = [len(plan.orders[0]) for plan in plans]
+        ops = [len(plan.orders[0]) for plan in plans]
         self.rows: Floats = np.concatenate(tables)
-        shape = (len(first_rows), most)  # also if there are no steps, as of ColorJitter()
+        shape = (len(first_rows), most)  # also if there are no operations, as of ColorJitter()
         self.first_rows, self.num_rows = (
             _integers(values).reshape(shape) for values in (first_rows, num_rows)
         )
-        self.of_step = _integers(np.repeat(np.arange(len(plans)), steps))
+        self.augmentation_of_op = _integers(np.repeat(np.arange(len(plans)), ops))
         self.num_orders = _integers([len(plan.orders) for plan in plans])
         self.p: Floats = np.array([plan.p for plan in plans], np.float32)
-        self.step_p: Floats = np.repeat(
-            np.array([plan.step_p for plan in plans], np.float32), steps
-        )
+        self.op_p: Floats = np.repeat(np.array([plan.op_p for plan in plans], np.float32), ops)
 
     @property
-    def num_steps(self) -> int:
+    def num_ops(self) -> int:
         """How many rows an image gets."""
-        return len(self.of_step)
+        return len(self.augmentation_of_op)
 
     @property
     def num_uniforms(self) -> int:
         """How many random numbers an image needs: for orders, rows and positions (y, x)."""
-        return len(self.p) + 3 * self.num_steps
+        return len(self.p) + 3 * self.num_ops
 
-    def rows_of_step(self, step: int) -> Floats:
-        """Returns the rows that a step may get, beside the one that does nothing."""
-        parts = {*zip(self.first_rows[step], self.num_rows[step], strict=True)}
+    def rows_of_op(self, op: int) -> Floats:
+        """Returns the rows that an operation may get, beside the one that does nothing."""
+        parts = {*zip(self.first_rows[op], self.num_rows[op], strict=True)}
         return np.concatenate([self.rows[first : first + count] for first, count in parts])
 
 
-def _integers(values: Any) -> Integers:
+def _integers(values: Any) -> Int32s:
     return np.array(values, np.int32)
 
 

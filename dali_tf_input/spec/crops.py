@@ -135,7 +135,7 @@ class ResizeRandomCrop(Crop):
 
     def check(self, image_size: tuple[int, int]) -> None:
         """Raises InputError if `resize` is below `image_size`, or too large."""
-        check_pixels("resize", self.resize)
+        check_num_pixels("resize", self.resize)
         _check_not_below("resize", self.resize, image_size)
 
     def plan(self, size: Any, out: Any, uniforms: Uniforms, ops: Ops) -> Region:
@@ -347,7 +347,7 @@ class NoCrop(Crop):
     """
 
 
-def check_pixels(name: str, size: tuple[int, int]) -> None:
+def check_num_pixels(name: str, size: tuple[int, int]) -> None:
     """Raises InputError if an image of a size is larger than the largest that is read."""
     height, width = size
     rule = f"of at most {MAX_PIXELS:,} pixels"

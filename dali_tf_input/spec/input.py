@@ -25,7 +25,7 @@ from dali_tf_input.errors import (
 from dali_tf_input.random import Integers
 from dali_tf_input.records.checks import find_keys, unknown_keys_error
 from dali_tf_input.records.class_names import MAIN_KEYS, Names, shift_names
-from dali_tf_input.records.contents import MAX_CLASSES, Counts, Feature
+from dali_tf_input.records.contents import MAX_CLASSES, Counts, FeatureStats
 from dali_tf_input.records.labels import (
     ClassLabel,
     Label,
@@ -245,7 +245,7 @@ class InputSpec:
         return self.records.label_counts if is_known else None
 
     @property
-    def _label_feature(self) -> tuple[Feature | None, int]:
+    def _label_feature(self) -> tuple[FeatureStats | None, int]:
         """The label's feature, if known and of integers, else None; and the label's offset."""
         label = self.label
         if not isinstance(label, ClassLabel | MultiHot) or not label.is_integer:
@@ -399,7 +399,7 @@ class InputSpec:
 
     @functools.cached_property
     def grouped_records(self) -> Integers | None:
-        """The records, from 0, sorted by their class or part: `Plan.records` counts in this order.
+        """The records, from 0, sorted by their class or part: `Plan.positions` counts in this order.
 
         None if records are served without regard to classes and parts.
         """
@@ -408,7 +408,7 @@ class InputSpec:
         return np.argsort(self._groups[1], kind="stable")
 
     @property
-    def beside_records(self) -> tuple[str, ...]:
+    def outputs_of_index(self) -> tuple[str, ...]:
         """The values that do not come from the records: "record_id", and "label" if relabeled."""
         new = ("label",) if self.records.relabeled and self.label else ()
         return (("record_id",) if self.record_ids else ()) + new
@@ -455,7 +455,7 @@ class InputSpec:
         rule = f"at most the {count:,} records of an epoch"
         check(plan.steps_per_epoch > 0, "batch_size", rule, batch_size)
         epoch, step = divmod(step, plan.steps_per_epoch)
-        records = plan.records(epoch, plan.slots_of_step(step))
+        records = plan.positions(epoch, plan.slots_of_step(step))
         if (grouped := self.grouped_records) is not None:
             records = grouped[records]
         return self.records.ids_at(records)

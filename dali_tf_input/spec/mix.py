@@ -5,7 +5,7 @@ from typing import Annotated
 
 import numpy as np
 
-from dali_tf_input.errors import InputError, Part, Within, check, checked
+from dali_tf_input.errors import Fraction, InputError, Within, check, checked
 from dali_tf_input.spec.primitives import Floats
 
 Alpha = Annotated[float, Within(0, 100)]
@@ -41,8 +41,8 @@ class Mix:
 
     mixup: Alpha = 0.0
     cutmix: Alpha = 0.0
-    p: Part = 1.0
-    switch: Part = 0.5
+    p: Fraction = 1.0
+    switch: Fraction = 0.5
 
     def __post_init__(self) -> None:
         if not self.mixup and not self.cutmix:

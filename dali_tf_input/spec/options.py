@@ -4,7 +4,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from dali_tf_input.errors import InputError, Part, Within, check, checked
+from dali_tf_input.errors import Fraction, InputError, Within, check, checked
 
 Device = Literal["cpu", "gpu"]
 DaliDecode = Literal["auto", "full", "region"]
@@ -54,7 +54,7 @@ class DaliOptions:
     prefetch_queue_depth: Annotated[int, Within(1, 1024)] = 2
     read_mode: ReadMode = "mmap"
     read_ahead: bool = False
-    hw_decoder_load: Part | None = None
+    hw_decoder_load: Fraction | None = None
     jpeg_fancy_upsampling: bool = True
     memory_hints: bool = True
 

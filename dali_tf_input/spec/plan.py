@@ -15,7 +15,7 @@ from typing import Annotated
 import numpy as np
 
 from dali_tf_input.errors import MAX_BATCH_SIZE, Count, InputError, Within, check, checked
-from dali_tf_input.random import Integers, Stream, hash_words, permute
+from dali_tf_input.random import Integers, Purpose, hash_words, permute
 
 
 @checked
@@ -133,8 +133,8 @@ class Plan:
         end = self.num_slots if self.keep_remainder else self._num_full_steps * size
         return np.arange(step * size, min((step + 1) * size, end))
 
-    def records(self, epoch: int, slots: Integers) -> Integers:
-        """Returns which record fills each of the slots of an epoch: int64 (n,).
+    def positions(self, epoch: int, slots: Integers) -> Integers:
+        """Returns the position of the record that fills each of the slots of an epoch: int64 (n,).
 
         Records count from 0 over all files in their order; with `groups`, over all groups in
         their order, see `InputSpec.grouped_records`.
@@ -148,14 +148,14 @@ class Plan:
         size = min(self.block_size, num_records)
         num_blocks = num_records // size
         in_block = places < num_blocks * size
-        key = hash_words(self.seed, Stream.ORDER, epoch)
+        key = hash_words(self.seed, Purpose.ORDER, epoch)
         blocks = permute(np.where(in_block, places // size, 0), num_blocks, key)
         records = np.where(in_block, blocks * size + places % size, places)
         if size == 1:
             return records
         # The blocks lie on a ring of all records and begin anywhere, so their bounds differ in each
         # epoch, and so do the records that do not fill a block, which come last.
-        start = hash_words(self.seed, Stream.BLOCKS, epoch) % np.uint64(num_records)
+        start = hash_words(self.seed, Purpose.BLOCKS, epoch) % np.uint64(num_records)
         return (records + int(start)) % num_records
 
     def _records_of_groups(self, epoch: int, places: Integers, groups: Groups) -> Integers:
@@ -166,14 +166,14 @@ class Plan:
         if groups.are_parts:
             group, served = spread_evenly(places, quotas)
             served += epoch * quotas[group]
-            pass_number, stream = served // sizes[group], Stream.PART
+            pass_number, purpose = served // sizes[group], Purpose.PART
         else:
-            order = permute(places, total, hash_words(self.seed, Stream.ORDER, epoch))
+            order = permute(places, total, hash_words(self.seed, Purpose.ORDER, epoch))
             ends = np.cumsum(quotas)
             group = np.searchsorted(ends, order, side="right")
             served = order - (ends - quotas)[group]
-            pass_number, stream = np.full(len(places), epoch), Stream.CLASS
-        keys = hash_words(self.seed, stream, group, pass_number)
+            pass_number, purpose = np.full(len(places), epoch), Purpose.CLASS
+        keys = hash_words(self.seed, purpose, group, pass_number)
         members = permute(served % sizes[group], sizes[group], keys)
         return (np.cumsum(sizes) - sizes)[group] + members
 
@@ -278,7 +278,7 @@ def apportion_total(total: int, shares: Sequence[float]) -> Integers:
     return parts
 
 
-class Position:
+class StepCursor:
     """The step at which the next iterator of a training dataset starts.
 
     Attributes:

@@ -5,10 +5,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dali_tf_input.errors import InputError, Part, Pixels, check, check_keywords, checked
+from dali_tf_input.errors import Fraction, InputError, Pixels, check, check_keywords, checked
 from dali_tf_input.spec.augment import Augmentation, Program
 from dali_tf_input.spec.colors import IMAGENET_MEAN, IMAGENET_STD, LUMA
-from dali_tf_input.spec.crops import CoverCrop, Crop, NoCrop, check_pixels
+from dali_tf_input.spec.crops import CoverCrop, Crop, NoCrop, check_num_pixels
 from dali_tf_input.spec.recipes import Recipe, find_fields
 
 Layout = Literal["HWC", "CHW"]
@@ -66,7 +66,7 @@ class Preprocess:
 
     image_size: tuple[Pixels, Pixels] = (224, 224)
     crop: Crop = _WHOLE
-    mirror_probability: Part = 0.0
+    mirror_probability: Fraction = 0.0
     mean: tuple[float, ...] = IMAGENET_MEAN
     std: tuple[float, ...] = IMAGENET_STD
     layout: Layout = "HWC"
@@ -90,7 +90,7 @@ class Preprocess:
         for name, values in (("mean", self.mean), ("std", self.std)):
             rule = f"in [{-most:,.3g}, {most:,.3g}], as `dtype` is {self.dtype}"
             check(max(map(abs, values)) <= most, name, rule, values)
-        check_pixels("image_size", self.image_size)
+        check_num_pixels("image_size", self.image_size)
         if self.antialias and self.interpolation == "nearest":
             text = "`antialias` has no meaning for interpolation 'nearest'"
             raise InputError(f"{text}: set it to False.")
@@ -115,7 +115,7 @@ class Preprocess:
         return plain and self.crop.sampling == "resize_then_crop"
 
     @property
-    def takes_pixels(self) -> bool:
+    def copies_pixels(self) -> bool:
         """Whether pixels are copied, not interpolated."""
         return self.crop.sampling == "crop_and_pad" or self.interpolation == "nearest"
 

@@ -20,7 +20,13 @@ from typing import Any
 
 from dali_tf_input.errors import InputError, Path
 from dali_tf_input.storage.client import MOST_REQUESTS
-from dali_tf_input.storage.objects import RETRY_SECONDS, Part, Status, local_path, read_in_turn
+from dali_tf_input.storage.objects import (
+    RETRY_SECONDS,
+    ByteRange,
+    ObjectVersion,
+    local_path,
+    read_in_turn,
+)
 from dali_tf_input.storage.staging import locked, replace
 
 _FOLDER = "dali_tf_input"
@@ -41,7 +47,7 @@ def resolve_cache_dir(cache_dir: Path | None) -> str | None:
     return None if cache_dir is None else local_path("cache_dir", cache_dir)
 
 
-def find_copy(url: str, status: Status, cache_dir: str) -> str | None:
+def find_copy(url: str, status: ObjectVersion, cache_dir: str) -> str | None:
     """Returns the path of an object's copy; None if it is missing or has the wrong size."""
     path = _path_of(url, status, cache_dir)
     try:
@@ -50,14 +56,14 @@ def find_copy(url: str, status: Status, cache_dir: str) -> str | None:
         return None
 
 
-def drop_copy(url: str, status: Status, cache_dir: str) -> None:
+def drop_copy(url: str, status: ObjectVersion, cache_dir: str) -> None:
     """Removes a damaged copy, so that it is fetched again."""
     with contextlib.suppress(OSError):
         os.unlink(_path_of(url, status, cache_dir))
         _logger.warning("The copy of %s in %s was damaged and is removed.", url, cache_dir)
 
 
-def check_room(objects: Mapping[str, Status], cache_dir: str) -> int:
+def check_room(objects: Mapping[str, ObjectVersion], cache_dir: str) -> int:
     """Returns how many bytes of objects have no copy yet.
 
     Raises:
@@ -81,7 +87,7 @@ def check_room(objects: Mapping[str, Status], cache_dir: str) -> int:
 
 
 def fetch_copies(
-    objects: Mapping[str, Status], cache_dir: str, *, retry_seconds: float = RETRY_SECONDS
+    objects: Mapping[str, ObjectVersion], cache_dir: str, *, retry_seconds: float = RETRY_SECONDS
 ) -> list[str]:
     """Returns the paths of copies of all objects, after fetching those that are missing.
 
@@ -96,7 +102,7 @@ def fetch_copies(
     stopped = threading.Event()
     download: dict[str, Any] = {"at_once": _COPIES_AT_ONCE, "stopped": stopped}
 
-    def fetch(item: tuple[str, Status]) -> str:
+    def fetch(item: tuple[str, ObjectVersion]) -> str:
         return fetch_copy(*item, cache_dir, retry_seconds=retry_seconds, **download)
 
     with ThreadPoolExecutor(_COPIES_AT_ONCE) as pool:
@@ -107,7 +113,7 @@ def fetch_copies(
             raise
 
 
-def fetch_copy(url: str, status: Status, cache_dir: str, **download: Any) -> str:
+def fetch_copy(url: str, status: ObjectVersion, cache_dir: str, **download: Any) -> str:
     """Returns the path of the copy of an object, after fetching it if it is missing.
 
     Older versions of the object are then removed. `download` are further arguments of
@@ -132,7 +138,7 @@ def fetch_copy(url: str, status: Status, cache_dir: str, **download: Any) -> str
     return path
 
 
-def _fetch(url: str, status: Status, path: str, **download: Any) -> None:
+def _fetch(url: str, status: ObjectVersion, path: str, **download: Any) -> None:
     part = os.path.join(os.path.dirname(path), f".part-{secrets.token_hex(8)}")
     try:
         with open(part, "xb", buffering=0) as stream:
@@ -156,7 +162,7 @@ def _remove_all_but(path: str) -> None:
                 os.unlink(os.path.join(folder, name))
 
 
-def _path_of(url: str, status: Status, cache_dir: str) -> str:
+def _path_of(url: str, status: ObjectVersion, cache_dir: str) -> str:
     url_hash, version = (
         hashlib.sha256(text.encode()).hexdigest()[:20] for text in (url, status.etag)
     )
@@ -172,7 +178,7 @@ def _explain(error: OSError, cache_dir: str) -> InputError:
 
 @contextlib.contextmanager
 def local_copy(
-    path: str, status: Status | None, cache_dir: str | None, **download: Any
+    path: str, status: ObjectVersion | None, cache_dir: str | None, **download: Any
 ) -> Iterator[str]:
     """Yields a local path: `path` itself, or that of a cached or temporary copy."""
     if status is None:
@@ -194,7 +200,7 @@ def local_copy(
 
 def download_to(
     url: str,
-    status: Status,
+    status: ObjectVersion,
     descriptor: int,
     *,
     retry_seconds: float = RETRY_SECONDS,
@@ -213,7 +219,7 @@ def download_to(
     num_ahead = min(_REQUESTS, max(1, MOST_REQUESTS // at_once))
     size = min(_PART_BYTES, _MOST_BYTES // (at_once * num_ahead))
     starts = range(0, status.size, size)
-    parts = (Part(url, status.etag, start, min(start + size, status.size)) for start in starts)
+    parts = (ByteRange(url, status.etag, start, min(start + size, status.size)) for start in starts)
     reads = read_in_turn(parts, num_ahead=num_ahead, retry_seconds=retry_seconds, stopped=stopped)
     for start, data in zip(starts, reads, strict=True):
         os.pwrite(descriptor, data, start)

@@ -38,7 +38,7 @@ _OBSTORE_SECONDS, _FIRST_PAUSE, _MOST_PAUSE = 2.0, 1.0, 10.0
 _logger = logging.getLogger("dali_tf_input")
 
 
-class Status(NamedTuple):
+class ObjectVersion(NamedTuple):
     """The version of an object.
 
     Attributes:
@@ -50,7 +50,7 @@ class Status(NamedTuple):
     etag: str
 
 
-class Part(NamedTuple):
+class ByteRange(NamedTuple):
     """Bytes [start, end) of an object of the version `etag`."""
 
     url: str
@@ -102,7 +102,7 @@ def check_path(name: str, path: str | os.PathLike[str] | None) -> None:
     check(is_known, name, "a path of a user that is there", repr(text))
 
 
-def find_objects(pattern: str, *, retry_seconds: float = RETRY_SECONDS) -> dict[str, Status]:
+def find_objects(pattern: str, *, retry_seconds: float = RETRY_SECONDS) -> dict[str, ObjectVersion]:
     """Returns the objects that a URL names, which may be a pattern; sorted.
 
     Raises:
@@ -111,7 +111,7 @@ def find_objects(pattern: str, *, retry_seconds: float = RETRY_SECONDS) -> dict[
     return run(_find(pattern, retry_seconds))
 
 
-def find_all(patterns: Iterable[str]) -> list[dict[str, Status]]:
+def find_all(patterns: Iterable[str]) -> list[dict[str, ObjectVersion]]:
     """Returns what `find_objects` does of each pattern; they are asked for at the same time."""
     patterns = [*patterns]
     if not patterns:  # no store is used, so that a process may still be forked
@@ -119,13 +119,13 @@ def find_all(patterns: Iterable[str]) -> list[dict[str, Status]]:
     return run(gather([_find(pattern, RETRY_SECONDS) for pattern in patterns]))
 
 
-def list_folder(folder: str) -> dict[str, Status]:
+def list_folder(folder: str) -> dict[str, ObjectVersion]:
     """Returns the objects directly in a folder by their base names; none if there is no folder."""
     listed = find_objects(f"{folder.rstrip('/')}/*")
     return {url.rpartition("/")[2]: status for url, status in listed.items()}
 
 
-def list_below(folder: str) -> dict[str, Status]:
+def list_below(folder: str) -> dict[str, ObjectVersion]:
     """Returns all objects below a folder, of any depth.
 
     Raises:
@@ -142,7 +142,7 @@ def list_below(folder: str) -> dict[str, Status]:
     return {base + meta["path"]: _status_of(meta) for meta in objects}
 
 
-def find_statuses(urls: Iterable[str]) -> dict[str, Status]:
+def find_object_versions(urls: Iterable[str]) -> dict[str, ObjectVersion]:
     """Returns the versions of the objects that exist, from a listing of each folder."""
     remote_urls = {url for url in urls if is_url(url)}
     if not remote_urls:
@@ -154,7 +154,9 @@ def find_statuses(urls: Iterable[str]) -> dict[str, Status]:
     return {url: listed[url] for url in remote_urls & listed.keys()}
 
 
-def read_parts(parts: Sequence[Part], *, retry_seconds: float = RETRY_SECONDS) -> list[memoryview]:
+def read_parts(
+    parts: Sequence[ByteRange], *, retry_seconds: float = RETRY_SECONDS
+) -> list[memoryview]:
     """Returns parts of objects, read at the same time; neighboring parts by one request.
 
     Temporary failures are retried for `retry_seconds`.
@@ -162,7 +164,7 @@ def read_parts(parts: Sequence[Part], *, retry_seconds: float = RETRY_SECONDS) -
     Raises:
       InputError: an object is gone, changed, or cannot be read.
     """
-    requests: list[Part] = []
+    requests: list[ByteRange] = []
     request_of = [0] * len(parts)  # the number of the request that holds a part
     for number in sorted(range(len(parts)), key=parts.__getitem__):
         part, last = parts[number], requests[-1] if requests else None
@@ -178,14 +180,14 @@ def read_parts(parts: Sequence[Part], *, retry_seconds: float = RETRY_SECONDS) -
     ]
 
 
-def read_whole(objects: dict[str, Status]) -> list[bytes]:
+def read_whole(objects: dict[str, ObjectVersion]) -> list[bytes]:
     """Returns the bytes of small objects."""
-    parts = [Part(url, status.etag, 0, status.size) for url, status in objects.items()]
+    parts = [ByteRange(url, status.etag, 0, status.size) for url, status in objects.items()]
     return [bytes(data) for data in read_parts(parts)]
 
 
 def read_in_turn(
-    parts: Iterable[Part],
+    parts: Iterable[ByteRange],
     *,
     num_ahead: int,
     retry_seconds: float,
@@ -247,7 +249,7 @@ def delete(url: str) -> None:
 _Result = TypeVar("_Result")
 
 
-async def _read(part: Part, retry_seconds: float) -> memoryview:
+async def _read(part: ByteRange, retry_seconds: float) -> memoryview:
     if part.end == part.start:
         return memoryview(b"")
     base, key = _split(part.url)
@@ -269,7 +271,7 @@ async def _read(part: Part, retry_seconds: float) -> memoryview:
     return await _retry(part.url, get, retry_seconds)
 
 
-async def _find(pattern: str, retry_seconds: float) -> dict[str, Status]:
+async def _find(pattern: str, retry_seconds: float) -> dict[str, ObjectVersion]:
     base, key = _split(pattern)
     is_pattern = bool(_WILDCARD.search(key)) and not base.startswith("http")
 
@@ -377,10 +379,10 @@ def _make_store(base: str, retry_seconds: float, settings: tuple[tuple[str, str]
     return library().store.from_url(base, client_options=client, retry_config=retries)
 
 
-def _status_of(meta: Any) -> Status:
+def _status_of(meta: Any) -> ObjectVersion:
     # Azure's listings have etags without quotes, its other answers with them.
     etag = (meta["e_tag"] or "").strip('"')
-    return Status(meta["size"], etag or f"{_MODIFIED}{meta['last_modified'].isoformat()}")
+    return ObjectVersion(meta["size"], etag or f"{_MODIFIED}{meta['last_modified'].isoformat()}")
 
 
 async def _retry(

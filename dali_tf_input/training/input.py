@@ -20,7 +20,7 @@ from dali_tf_input.records.class_names import Names
 from dali_tf_input.spec import meetings
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.options import Options
-from dali_tf_input.spec.plan import Position, Shard
+from dali_tf_input.spec.plan import Shard, StepCursor
 from dali_tf_input.training import strategies
 from dali_tf_input.training.blame import Blame, check_blames
 from dali_tf_input.training.failures import explain
@@ -32,7 +32,7 @@ from dali_tf_input.training.models import (
     check_model,
     check_noted,
     check_targets,
-    count_outputs,
+    count_classes,
     find_doubts,
     note_input,
 )
@@ -91,7 +91,7 @@ class Input:
         self.batch_size, self.strategy, self.devices = batch_size, strategy, devices
         self.steps_per_epoch = spec.plan(batch_size).steps_per_epoch
         # Each replica counts its own epochs, as their iterators start at different times.
-        self._positions = [Position(start_step) for _ in devices]
+        self._cursors = [StepCursor(start_step) for _ in devices]
         self._datasets: dict[InputSpec, Any] = {}
 
     @property
@@ -122,7 +122,7 @@ class Input:
 
     def _dataset_of(self, spec: InputSpec) -> Any:
         if spec not in self._datasets:
-            dataset = self._make_dataset(spec, self._positions, endless=False)
+            dataset = self._make_dataset(spec, self._cursors, endless=False)
             self._datasets = {spec: dataset}  # one: a schedule may have a spec for each epoch
         return self._datasets[spec]
 
@@ -400,27 +400,27 @@ class Input:
     @property
     def next_step(self) -> int:
         """The step at which the next epoch starts."""
-        return max(position.step for position in self._positions)
+        return max(cursor.step for cursor in self._cursors)
 
     @next_step.setter
     def next_step(self, step: int) -> None:
-        for position in self._positions:
-            position.step = step
+        for cursor in self._cursors:
+            cursor.step = step
 
     def make_endless(self, spec: InputSpec, step: int) -> Any:
         """Makes a dataset of all replicas that starts at a step and never ends."""
-        return self._make_dataset(spec, [Position(step) for _ in self.devices], endless=True)
+        return self._make_dataset(spec, [StepCursor(step) for _ in self.devices], endless=True)
 
-    def _make_dataset(self, spec: InputSpec, positions: list[Position], *, endless: bool) -> Any:
+    def _make_dataset(self, spec: InputSpec, cursors: list[StepCursor], *, endless: bool) -> Any:
         streams = [
             Stream(
                 spec=spec,
-                shard_batch_size=self.batch_size // len(positions),
-                shard=Shard(number, len(positions)),
-                position=position,
+                shard_batch_size=self.batch_size // len(cursors),
+                shard=Shard(number, len(cursors)),
+                cursor=cursor,
                 endless=endless,
             )
-            for number, position in enumerate(positions)
+            for number, cursor in enumerate(cursors)
         ]
         return strategies.make_dataset(streams, self.strategy, self.options, self.devices)
 
@@ -476,7 +476,7 @@ class Input:
             self.options,
             batch_size=self.batch_size,
             step=step,
-            num_classes=None if model is None else count_outputs(model),
+            num_classes=None if model is None else count_classes(model),
         )
         return explained or error
 

@@ -233,7 +233,7 @@ def check_labels(model: keras.Model, label_range: tuple[int, int] | None) -> Non
       model: a compiled model.
       label_range: the lowest and the highest label; None if they are not known.
     """
-    outputs = count_outputs(model)
+    outputs = count_classes(model)
     if label_range and outputs and outputs <= label_range[1]:
         counts_from_1 = label_range == (1, outputs)
         hint = f"{COUNT_FROM_1} Otherwise the" if counts_from_1 else "The"
@@ -270,7 +270,7 @@ def find_doubts(model: keras.Model, spec: InputSpec) -> list[str]:
     if size := find_vectors(spec):
         text = f"`label` has {size} values in each record that was read, all of them 0 or 1"
         doubts.append(f"{text}: a 0 or 1 for each class is Values(size={size}).")
-    names, outputs = spec.class_names, count_outputs(model)
+    names, outputs = spec.class_names, count_classes(model)
     num_classes = getattr(spec.label, "num_classes", None)
     if outputs and num_classes and num_classes > outputs:
         text = f"The label has {num_classes:,} classes (`num_classes`), and the model"
@@ -339,7 +339,7 @@ def names_of(model: keras.Model) -> Names | None:
     return None if trained is None else trained.class_names
 
 
-def check_pixels(model: keras.Model, preprocess: Preprocess) -> None:
+def check_normalization(model: keras.Model, preprocess: Preprocess) -> None:
     """Raises InputError if `preprocess` makes other pixels than the model was trained on."""
     trained = _noted.get(model)
     if trained is None or len(trained.image_views) > 1:
@@ -348,7 +348,7 @@ def check_pixels(model: keras.Model, preprocess: Preprocess) -> None:
         raise InputError(f"Training and `preprocess` differ: {problem}. Or compare=False.")
 
 
-def count_outputs(model: keras.Model) -> int | None:
+def count_classes(model: keras.Model) -> int | None:
     """Returns the number of outputs of a model with a sparse cross-entropy, else None."""
     loss, shape = getattr(model, "loss", None), getattr(model, "output_shape", None)
     kind = _kind_of(loss) or _name_of(loss)

@@ -25,7 +25,7 @@ from typing import Any
 from dali_tf_input import build_index
 from dali_tf_input.cli import command
 from dali_tf_input.storage.copies import download_to
-from dali_tf_input.storage.objects import Status, find_objects
+from dali_tf_input.storage.objects import ObjectVersion, find_objects
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from support import machine, processes
@@ -129,7 +129,7 @@ def measure_index(urls: list[str], folder: str) -> tuple[Stats, str]:
     return ratio, f"{size / Stats.of([index for _, index in speeds]).median / 1e6:,.0f} MB/s"
 
 
-def download_all(objects: dict[str, Status]) -> float:
+def download_all(objects: dict[str, ObjectVersion]) -> float:
     """Returns the seconds that it takes to download objects to files, 8 of them at once."""
 
     def one(url: str) -> None:

@@ -196,6 +196,7 @@ def test_each_primitive_by_hand():
     assert abs(np.corrcoef(noise[1:].ravel(), noise[:-1].ravel())[0, 1]) < 0.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", at_night([(7, 1)], [(7, 1), (1, 1), (1, 9), (2, 3)]))
 def test_small_images(size):
     """Margins that are wider than the image, and sides of one pixel."""

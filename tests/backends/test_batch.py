@@ -33,9 +33,9 @@ import dali_tf_input as dti
 from dali_tf_input import Preprocess, RandAugment, RandomErasing, RandomResizedCrop, TfDataOptions
 from dali_tf_input.backends import tf_batch, tf_data, tf_native
 from dali_tf_input.backends.build import make_dataset
+from dali_tf_input.backends.locations import find_locations
 from dali_tf_input.backends.parsing import parse_others, parse_record
-from dali_tf_input.backends.places import find_places
-from dali_tf_input.records.checks import SIDE_KEYS
+from dali_tf_input.records.checks import SIZE_KEYS
 
 # Images are turned in one case only: to trace it takes as long as all else.
 PLAIN = Preprocess.for_training(32, apply_orientation=False)
@@ -238,10 +238,10 @@ def test_random_numbers(count):
 
 def make_of_records(spec, examples):
     """Returns what the operation makes of serialized Examples."""
-    sides = SIDE_KEYS if spec.records.stores_pixels else ()
-    places, views = find_places(spec.records), [spec.preprocess]
+    sides = SIZE_KEYS if spec.records.stores_pixels else ()
+    locations, views = find_locations(spec.records), [spec.preprocess]
     return tf_native.make_batch(
-        (places.names, places.versions, *places.where),
+        (locations.names, locations.versions, *locations.where),
         tf.zeros(0, tf.int64),
         tf.constant(examples),
         tf.zeros((len(examples), spec.preprocess.num_uniforms)),
@@ -249,7 +249,7 @@ def make_of_records(spec, examples):
         tf.zeros(0),
         views,
         image_keys=spec.records.image_keys,
-        side_keys=sides,
+        size_keys=sides,
         whole=True,
         maximum=np.inf,
         check_crc=True,
@@ -316,7 +316,7 @@ def test_examples(mixtures, rounds):
     assert with_groups <= rounds // 5000
     odd = examples
     made = make_of_records(spec, odd)
-    left = set(made.places.numpy().tolist())
+    left = set(made.refused_indices.numpy().tolist())
     assert {0, 1, 2, 3, 4, 5, 7, 8} <= left
     assert 6 not in left
     assert len(left) < len(odd)
@@ -400,7 +400,7 @@ def test_an_error_is_the_same(mixtures, tmp_path, monkeypatch):
 
 def test_it_says_what_is_wrong(mixtures):
     spec = spec_of(mixtures["none"], "global", PLAIN)
-    places = find_places(spec.records)
+    locations = find_locations(spec.records)
     given = {
         "numbers": tf.constant([0, 1], tf.int64),
         "records": tf.zeros(0, tf.string),
@@ -411,7 +411,7 @@ def test_it_says_what_is_wrong(mixtures):
     }
     how = {
         "image_keys": ["image"],
-        "side_keys": [],
+        "size_keys": [],
         "whole": True,
         "maximum": np.inf,
         "check_crc": True,
@@ -420,7 +420,7 @@ def test_it_says_what_is_wrong(mixtures):
 
     def make(**changes):
         values = {**given, **how, **threads, **changes}
-        files = values.pop("files", (places.names, places.versions, *places.where))
+        files = values.pop("files", (locations.names, locations.versions, *locations.where))
         views = values.pop("views")
         positional = [values.pop(name) for name in list(given) if name != "views"]
         return tf_native.make_batch(files, *positional, views, **values)
@@ -441,8 +441,10 @@ def test_it_says_what_is_wrong(mixtures):
         "num_readers and num_threads must be": {"num_readers": 0},
         r"num_threads must be in \[1, 1024\]": {"num_threads": 1025},
         "1 to 60 image keys": {"image_keys": []},
-        "no or 2 side keys": {"side_keys": ["image/height"]},
-        "a version for each file": {"files": (places.names, places.versions[:0], *places.where)},
+        "no or 2 side keys": {"size_keys": ["image/height"]},
+        "a version for each file": {
+            "files": (locations.names, locations.versions[:0], *locations.where)
+        },
     }
     for text, changes in wrong.items():
         with pytest.raises(tf.errors.InvalidArgumentError, match=text):
@@ -463,13 +465,13 @@ def test_placing(mixtures):
     made = tf.ones((1, 32, 32, 3))
     copied = tf.constant(before)
     for batch in (copied, images):
-        placed = tf_native.place(batch, made, tf.constant([1], tf.int64), tf.zeros(0), PLAIN)
+        placed = tf_native.paste_images(batch, made, tf.constant([1], tf.int64), tf.zeros(0), PLAIN)
         np.testing.assert_array_equal(placed[1], made[0])
         np.testing.assert_array_equal(placed[0], before[0])
     np.testing.assert_array_equal(copied, before)
     for places in ([3], [-1], [0, 1]):
         with pytest.raises(tf.errors.InvalidArgumentError, match=r"places|an image is needed"):
-            tf_native.place(images, made, tf.constant(places, tf.int64), tf.zeros(0), PLAIN)
+            tf_native.paste_images(images, made, tf.constant(places, tf.int64), tf.zeros(0), PLAIN)
 
 
 def test_batches_that_are_kept(mixtures):

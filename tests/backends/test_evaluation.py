@@ -57,7 +57,7 @@ def plain_pass(dataset, model, options):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("options", "num_replicas"), itertools.product(BACKENDS.values(), (None, "one device", 2, 3))
+    ("options", "num_replicas"), [*itertools.product(BACKENDS.values(), (None, "one device", 2, 3))]
 )
 def test_evaluate(datasets, options, num_replicas):
     strategy = None

@@ -51,7 +51,7 @@ def decode_all(files, size, *, whole=True):
     )
     uniforms = np.zeros((len(files), preprocess.num_uniforms), np.float32)
     made = make_batch(files, uniforms, preprocess, whole=whole)
-    images, refused = made.images[0].numpy(), set(made.places.numpy())
+    images, refused = made.images[0].numpy(), set(made.refused_indices.numpy())
     return [None if place in refused else image for place, image in enumerate(images)]
 
 
@@ -115,7 +115,7 @@ def test_cut_at_every_byte():
     top = Preprocess(image_size=(20, 60), crop=RandomCrop(), mirror_probability=0, dtype="uint8")
     uniforms = np.zeros((len(files), top.num_uniforms), np.float32)
     made = make_batch(files, uniforms, top, whole=False)
-    refused = {*made.places.numpy()}
+    refused = {*made.refused_indices.numpy()}
     parts = [part for place, part in enumerate(made.images[0].numpy()) if place not in refused]
     assert 0 < len(parts) < len(files)
     for part in parts:
@@ -145,7 +145,7 @@ def test_the_same_images(crop, plan):
     numbers = draw(preprocess, len(images))
     whole, maximum = tf_native.limits_of(preprocess, decode=plan)
     made = make_batch(images, numbers, preprocess, whole=whole, maximum=maximum)
-    taken = {*range(len(images))} - {*made.places.numpy()}
+    taken = {*range(len(images))} - {*made.refused_indices.numpy()}
     for place in taken:
         given = tf.constant(images[place]), tf.constant(numbers[place])
         other = tf_images.prepare_image(*given, preprocess, decode=plan, native=True)

@@ -42,7 +42,7 @@ def test_half_rounds_to_nearest_even():
     for dtype in (tf.float16, tf.bfloat16):
         for value in values.astype(np.float32):
             scale = [float(value)] * 3
-            made = tf_native.load().dali_tf_input_prepare(
+            made = tf_native.load_ops().dali_tf_input_prepare(
                 image, region, False, mean=[0.0] * 3, scale=scale, T=dtype, **work
             )
             with np.errstate(over="ignore"):
@@ -66,7 +66,7 @@ def test_regions_that_are_none(region, message):
         with pytest.raises(
             tf.errors.InvalidArgumentError, match=message if image.ndim > 2 else "sh"
         ):
-            tf_native.load().dali_tf_input_prepare(
+            tf_native.load_ops().dali_tf_input_prepare(
                 image, np.array(region, np.float64), False, **WORK
             )
 
@@ -89,7 +89,7 @@ def test_a_dataset_by_each_kernel(dataset):
 
 def test_without_the_library(dataset, monkeypatch, caplog):
     """One line says so, and TensorFlow's operations do the work."""
-    tf_native.load.cache_clear(), tf_native.uses_native.cache_clear()
+    tf_native.load_ops.cache_clear(), tf_native.uses_native.cache_clear()
     monkeypatch.setattr(tf_native, "LIBRARY", ROOT / "dali_tf_input/backends/no library")
     spec = spec_of(dataset, "global", Preprocess.for_training(24))
     try:
@@ -104,7 +104,7 @@ def test_without_the_library(dataset, monkeypatch, caplog):
         ):
             make_dataset(spec, TfDataOptions(kernel="native"), batch_size=6)
     finally:
-        tf_native.load.cache_clear(), tf_native.uses_native.cache_clear()
+        tf_native.load_ops.cache_clear(), tf_native.uses_native.cache_clear()
 
 
 def compile_native(out, *flags):
@@ -123,18 +123,18 @@ def test_a_library_of_another_tensorflow(tmp_path, monkeypatch):
     (tmp_path / "api.h").write_text(written.replace("F(TF_GetInput,", "F(TF_GetInputV9,"))
     assert (tmp_path / "api.h").read_text() != written
     compile_native(library, "-shared", "-fPIC", "-DTF_GetInput=TF_GetInputV9", tmp_path / "op.cc")
-    tf_native.load.cache_clear()
+    tf_native.load_ops.cache_clear()
     try:
         with monkeypatch.context() as patch:
             patch.setattr(tf_native, "LIBRARY", library)
             with pytest.raises(
                 InputError, match=f"{library} does not work .* has no TF_GetInputV9"
             ):
-                tf_native.load()
+                tf_native.load_ops()
     finally:
-        tf_native.load.cache_clear()
+        tf_native.load_ops.cache_clear()
     image, region = np.zeros((4, 4, 3), np.uint8), np.array([0, 0, 4, 4], np.float64)
-    assert tf_native.load().dali_tf_input_prepare(image, region, False, **WORK).shape == (
+    assert tf_native.load_ops().dali_tf_input_prepare(image, region, False, **WORK).shape == (
         2,
         2,
         3,

@@ -27,9 +27,9 @@ from dali_tf_input import Preprocess
 from dali_tf_input.backends import dali, dali_operator, tf_native
 from dali_tf_input.backends.build import make_dataset
 from dali_tf_input.backends.dali_reading import pack_batches
-from dali_tf_input.backends.places import find_places
+from dali_tf_input.backends.locations import find_locations
 from dali_tf_input.backends.stream import Stream
-from dali_tf_input.spec.plan import Position
+from dali_tf_input.spec.plan import StepCursor
 
 ORDERS = ("global", "buffer", "sequential")
 PLAIN = Preprocess.for_training(32, apply_orientation=False)  # to trace it takes half as long
@@ -49,19 +49,19 @@ def records(tmp_path_factory):
 
 def pack(records, images, *, numbers=(), examples=(), values=b"", **flags):
     """Returns a packed batch, of rows that all have the same values."""
-    places = find_places(records)
+    locations = find_locations(records)
     packed = tf_native.pack_batch(
-        (places.names, places.versions, *places.where),
+        (locations.names, locations.versions, *locations.where),
         tf.constant(numbers, tf.int64),
         tf.constant(examples, tf.string),
         tf.constant(images, tf.string),
         values_size=len(values),
         image_keys=records.image_keys,
-        side_keys=(),
+        size_keys=(),
         check_crc=True,
         num_readers=2,
         num_threads=2,
-        **{"by_place": False, "returns_images": False, **flags},
+        **{"by_location": False, "returns_images": False, **flags},
     )
     if int(packed.num_refused):
         return packed, None
@@ -107,14 +107,14 @@ def test_images_of_all_sizes(records, sizes, values):
     assert unpack(batch, values_size=len(values)) == images
 
 
-@pytest.mark.parametrize("by_place", [False, True])
-def test_records_that_are_read(records, by_place):
+@pytest.mark.parametrize("by_location", [False, True])
+def test_records_that_are_read(records, by_location):
     numbers = [5, 0, 11, 5, 3]
-    packed, batch = pack(records, [], numbers=numbers, by_place=by_place, returns_images=True)
+    packed, batch = pack(records, [], numbers=numbers, by_location=by_location, returns_images=True)
     expected = [records.read(number)["image"][0] for number in numbers]
     assert packed.images.numpy().tolist() == expected
     assert unpack(batch, records=records) == expected
-    assert (batch.shape[1] == 24) == by_place
+    assert (batch.shape[1] == 24) == by_location
     for example in packed.examples.numpy():
         assert [*tf.train.Example.FromString(example).features.feature] == ["label"]
 
@@ -142,7 +142,7 @@ def test_a_file_that_changes_in_between(tmp_path, damage, message):
     """Between the reading of the record and that of its image, which is read again on a GPU."""
     records = write_indexed(tmp_path / "train-0", examples_of([jpeg(200, 300)] * 3))
     path = pathlib.Path(records.paths[0])
-    _, batch = pack(records, [], numbers=[0, 1, 2], by_place=True)
+    _, batch = pack(records, [], numbers=[0, 1, 2], by_location=True)
     if damage == "cut":
         os.truncate(path, path.stat().st_size // 2)
         file = dataclasses.replace(
@@ -185,8 +185,8 @@ def test_unusual_examples(tmp_path):
     dti.build_index(path)
     records = dti.Records.from_files(path)
     spec = spec_of(records, "sequential", PLAIN, repeat=False)
-    for by_place in (False, True):
-        (batch,) = pack_batches(Stream(spec=spec, shard_batch_size=4), by_place=by_place)
+    for by_location in (False, True):
+        (batch,) = pack_batches(Stream(spec=spec, shard_batch_size=4), by_location=by_location)
         size = batch.shape[1] - 24 - 4 * len(image) // 4
         assert unpack(batch.numpy(), values_size=size) == [image] * 4
     made, expected = (next(iter(make_dataset(spec, one, batch_size=4))) for one in (DALI, TF_DATA))
@@ -203,9 +203,9 @@ def placed(monkeypatch):
     monkeypatch.setattr(type(fn.constant(idata=1)), "gpu", lambda node: node)
     placed, pack = [], dali.pack_batches
 
-    def note(*one, by_place):
-        placed.append(by_place)
-        return pack(*one, by_place=by_place)
+    def note(*one, by_location):
+        placed.append(by_location)
+        return pack(*one, by_location=by_location)
 
     monkeypatch.setattr(dali, "pack_batches", note)
     return placed
@@ -215,7 +215,7 @@ def compare_devices(spec, count, *, step=0, endless=False):
     """Checks that the batches of two epochs, or the first, are those of a pipeline for the CPU."""
     served = []
     for device in ("gpu", "cpu"):
-        stream = Stream(spec=spec, shard_batch_size=5, position=Position(step), endless=endless)
+        stream = Stream(spec=spec, shard_batch_size=5, cursor=StepCursor(step), endless=endless)
         made = dali.build(stream, dti.DaliOptions(device=device, decode="full"), None)
         epochs = (batch for _ in range(2) for batch in made)
         served.append([*itertools.islice(epochs, count)])

@@ -199,7 +199,7 @@ def make_batch(images, uniforms, preprocess, *, whole, maximum=np.inf):
         tf.zeros(0),
         [preprocess],
         image_keys=["image"],
-        side_keys=[],
+        size_keys=[],
         whole=whole,
         maximum=maximum,
         check_crc=False,
@@ -216,7 +216,7 @@ def by_batch(images, uniforms, preprocess, *, decode="full"):
     )
     if preprocess.channels == 3 and tf_native.decodes(preprocess.crop):
         batch = make_batch(images, uniforms, preprocess, whole=decode == "full")
-        made[:], others = batch.images[0], batch.places.numpy()
+        made[:], others = batch.images[0], batch.refused_indices.numpy()
     for place in others:
         given = tf.constant(images[place]), tf.constant(uniforms[place])
         made[place] = tf_images.prepare_image(*given, preprocess, decode=decode, native=True)
@@ -338,7 +338,7 @@ def test_pixels(images, crop, how, decode, dtype, layout, channels):
         if dtype != "bfloat16":
             assert made.dtype == dtype
         found = measure(made, images, uniforms, preprocess)
-        if preprocess.takes_pixels:
+        if preprocess.copies_pixels:
             assert found.max() <= 1e-4, engine
         else:
             # What the compiled operation does not crop, TensorFlow's operations resize.

@@ -17,7 +17,7 @@ from conftest import TF_DATA, at_night, jpeg, numbered_examples, refused, spec_o
 from test_native import compile_native, needs_compiler
 
 from dali_tf_input import InputError, Preprocess, Shard, TfDataOptions, build_index, make_dataset
-from dali_tf_input.backends import places
+from dali_tf_input.backends import locations
 from dali_tf_input.backends.dali_reader import hold_indexes
 from dali_tf_input.backends.reading import make_read
 from dali_tf_input.records.tfrecord import read_record
@@ -292,12 +292,12 @@ def test_what_dali_reads_by(dataset, tmp_path):
     assert Path(path).read_bytes() == whole
 
 
-def test_replicas_share_the_places_of_records(dataset):
+def test_replicas_share_the_locations_of_records(dataset):
     """One table for all pipelines of a process, which goes with the last of their datasets."""
     gc.collect()
     spec = spec_of(dataset, "global", Preprocess.for_training(16, apply_orientation=False))
     made = [make_dataset(spec, TF_DATA, batch_size=4, shard=Shard(n, 2)) for n in range(2)]
-    (kept,) = {*places._places.values()}
+    (kept,) = {*locations._locations.values()}
     found = weakref.ref(kept)
     del kept
     assert all(sum(1 for _ in dataset) == 3 for dataset in made)

@@ -329,6 +329,7 @@ def test_by_hand_does_the_same_work(dataset):
     assert 0 < mirrored < 24
 
 
+@pytest.mark.slow
 def test_a_measurer_dies_with_its_parent(sample_folder):
     """Also when it is paused, as between its turns, and the parent is killed."""
     code = f"""if True:

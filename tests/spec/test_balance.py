@@ -51,7 +51,7 @@ def list_epoch(classes, shares, batch_size, num_shards, *, repeats=1, epoch=0):
     )
     members = np.argsort(classes, kind="stable")
     slots = [plan.slots(shard) for shard in range(num_shards)]
-    return np.array([members[plan.records(epoch, part)] for part in slots])
+    return np.array([members[plan.positions(epoch, part)] for part in slots])
 
 
 @pytest.mark.parametrize("num_shards", at_night([1, 2, 3, 8], range(1, 9)))
@@ -102,7 +102,7 @@ def test_which_records_come_once_more_is_drawn_anew():
     plan = Plan(num_slots=15, shard_batch_size=1, seed=1, groups=Groups((10,), (1.0,)))
     times = np.zeros(10)
     for epoch in range(300):
-        times += np.bincount(plan.records(epoch, np.arange(15)), minlength=10)
+        times += np.bincount(plan.positions(epoch, np.arange(15)), minlength=10)
     assert times.sum() == 300 * 15
     assert (abs(times - 450) < 5 * (300 / 4) ** 0.5).all()
 

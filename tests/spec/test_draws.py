@@ -21,7 +21,7 @@ DRAWS = 10_000
 
 def rows_of(augmentation, step=0, size=SIZE):
     """Returns the rows of a step: of each primitive the numbers, one row each."""
-    table = Program([augmentation], size).rows_of_step(step).tolist()
+    table = Program([augmentation], size).rows_of_op(step).tolist()
     rows = {}
     for primitive, *numbers in table:
         rows.setdefault(Primitive(int(primitive)).name, []).append(numbers)
@@ -261,13 +261,13 @@ def test_a_program_of_many():
         dti.Solarize(),
     ]
     program = Program(parts, SIZE)
-    assert program.of_step.tolist() == [0, 0, 1, 1, 2]
+    assert program.augmentation_of_op.tolist() == [0, 0, 1, 1, 2]
     assert program.num_uniforms == 3 + 3 * 5
     assert program.rows[0].tolist() == [0] * 13
-    assert Program([], SIZE).num_steps == 0
+    assert Program([], SIZE).num_ops == 0
     for step, part in enumerate([parts[1], parts[1], parts[2], parts[2], parts[3]]):
         own = {tuple(row) for table in part.plan(SIZE).tables for row in table.tolist()}
-        assert {tuple(row) for row in program.rows_of_step(step).tolist()} == own
+        assert {tuple(row) for row in program.rows_of_op(step).tolist()} == own
 
 
 BAD = [

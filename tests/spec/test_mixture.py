@@ -48,7 +48,7 @@ def test_counts_are_exact_and_spread(shares, total):
     plan, quotas = plan_of(total, sizes, shares), apportion_total(total, shares)
     served = np.zeros((0,), np.int64)
     for epoch in range(12):
-        drawn = plan.records(epoch, np.arange(total))
+        drawn = plan.positions(epoch, np.arange(total))
         assert np.bincount(parts[drawn], minlength=len(shares)).tolist() == quotas.tolist()
         for part, quota in enumerate(quotas):
             before = np.append(0, np.cumsum(parts[drawn] == part))
@@ -86,9 +86,9 @@ def test_many_parts_are_spread_evenly():
 def test_any_number_of_shards_serves_the_same(num_shards):
     parts, mixed = np.repeat([0, 1], [40, 9]), ((40, 9), (0.75, 0.25))
     plan = plan_of(53, *mixed, 24 // num_shards, num_shards)
-    served = np.array([plan.records(0, plan.slots(shard)) for shard in range(num_shards)])
+    served = np.array([plan.positions(0, plan.slots(shard)) for shard in range(num_shards)])
     together = served.reshape(num_shards, 2, -1).swapaxes(0, 1).reshape(-1)
-    expected = plan_of(53, *mixed, 24).records(0, np.arange(48))
+    expected = plan_of(53, *mixed, 24).positions(0, np.arange(48))
     np.testing.assert_array_equal(together, expected)
     assert np.bincount(parts[expected]).tolist() == [36, 12]
 

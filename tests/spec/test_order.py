@@ -25,7 +25,7 @@ def plan_of(num_slots, batch_size=1, num_shards=1, **fields):
 
 def order_of(num_records, epoch, **fields):
     """Returns the order of all records of an epoch."""
-    return plan_of(num_records, **fields).records(epoch, np.arange(num_records))
+    return plan_of(num_records, **fields).positions(epoch, np.arange(num_records))
 
 
 def test_steps_exhausted():
@@ -97,7 +97,7 @@ GOLDEN = [
 
 def test_the_remainder_is_another_one_each_epoch():
     plan = plan_of(10, 4, seed=0)
-    served = [plan.records(epoch, plan.slots(0)) for epoch in range(40)]
+    served = [plan.positions(epoch, plan.slots(0)) for epoch in range(40)]
     dropped = [frozenset(range(10)) - set(records.tolist()) for records in served]
     assert all(len(rest) == 2 for rest in dropped)
     assert len(set(dropped)) > 20
@@ -111,7 +111,7 @@ def test_a_stored_order_is_mixed(block_size):
     """
     plan = plan_of(20_000, 256, seed=1, block_size=block_size)
     for epoch in range(at_night(5, 30)):
-        classes = plan.records(epoch, plan.slots_of_step(0)) // 1000
+        classes = plan.positions(epoch, plan.slots_of_step(0)) // 1000
         assert len(set(classes.tolist())) >= (18 if block_size == 1 else 17)
 
 
@@ -122,7 +122,7 @@ def test_a_plan_of_billions_takes_no_memory(num_shards):
     steps = plan.steps_per_epoch
     tracemalloc.start()
     for step in (0, steps // 2, steps - 1):
-        records = plan.records(7, plan.slots_of_step(step))
+        records = plan.positions(7, plan.slots_of_step(step))
         assert len(set(records.tolist())) == 32 * num_shards
         assert 0 <= records.min() <= records.max() < 1 << 36
     assert tracemalloc.get_traced_memory()[1] < 1 << 20

@@ -101,18 +101,18 @@ def test_a_copy_that_is_gone_or_cut_is_fetched_again(store, tmp_path):
 
 def test_room_is_checked_before(store, tmp_path, monkeypatch, caplog):
     urls = [f"{URL}-{number}" for number in range(3)]
-    statuses = {url: put(store, bytes(1000), url) for url in urls}
+    versions = {url: put(store, bytes(1000), url) for url in urls}
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(copies.shutil, "disk_usage", lambda _: usage._replace(free=2999))
     with refused("cannot hold 3 objects: they need 3,000 bytes, 2,999 are free. Name a folder"):
-        fetch_copies(statuses, str(tmp_path))
+        fetch_copies(versions, str(tmp_path))
     assert files_in(tmp_path) == set()
     monkeypatch.setattr(copies.shutil, "disk_usage", lambda _: usage._replace(free=3000))
-    paths = fetch_copies(statuses, str(tmp_path))
+    paths = fetch_copies(versions, str(tmp_path))
     assert "Copying 3,000 bytes of objects to " in caplog.text
     assert ", where 3,000 bytes are free" in caplog.text
-    assert [find_copy(*item, str(tmp_path)) for item in statuses.items()] == paths
-    assert check_room(statuses, str(tmp_path)) == 0
+    assert [find_copy(*item, str(tmp_path)) for item in versions.items()] == paths
+    assert check_room(versions, str(tmp_path)) == 0
 
 
 def test_a_folder_that_cannot_be_written(store, tmp_path, monkeypatch):
@@ -147,7 +147,7 @@ def test_threads_fetch_an_object_once(store, tmp_path):
 FETCH = """
 import os, sys
 from dali_tf_input.storage import copies
-from dali_tf_input.storage.objects import Status
+from dali_tf_input.storage.objects import ObjectVersion
 
 folder, url, when = sys.argv[1:]
 
@@ -159,7 +159,7 @@ def write(url, status, descriptor, **_):  # of two parts
     os.pwrite(descriptor, b"b" * 500, 500)
 
 copies.download_to = write
-print(copies.fetch_copy(url, Status(1000, "version"), folder), flush=True)
+print(copies.fetch_copy(url, ObjectVersion(1000, "version"), folder), flush=True)
 """
 
 

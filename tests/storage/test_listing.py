@@ -9,7 +9,7 @@ from conftest import refused
 from stores import memory_store
 
 from dali_tf_input.storage import objects
-from dali_tf_input.storage.objects import Part, Status, find_objects, read_parts
+from dali_tf_input.storage.objects import ByteRange, ObjectVersion, find_objects, read_parts
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_read_parts(store):
     store.put("a", data)
     (status,) = find_objects("s3://bucket/a").values()
     places = [(5, 9), (0, 3), (200_000, 200_010), (7, 7), (2, 90_000), (200_005, 200_020)]
-    parts = [Part("s3://bucket/a", status.etag, *place) for place in places]
+    parts = [ByteRange("s3://bucket/a", status.etag, *place) for place in places]
     assert read_parts(parts) == [data[start:end] for start, end in places]
     store.put("a", data)
     with refused("s3://bucket/a changed since it was indexed"):
@@ -58,7 +58,7 @@ def test_read_parts(store):
 def test_an_error_names_the_object_that_failed(store):
     store.put("a", b"abc")
     (status,) = find_objects("s3://bucket/a").values()
-    parts = [Part(f"s3://bucket/{name}", status.etag, 0, 3) for name in ("a", "gone", "a")]
+    parts = [ByteRange(f"s3://bucket/{name}", status.etag, 0, 3) for name in ("a", "gone", "a")]
     with refused("^s3://bucket/gone cannot be read: no such object"):
         read_parts(parts)
 
@@ -88,11 +88,11 @@ def test_a_server_without_etags(store, monkeypatch):
     store.put("a", b"abc")
     about = {**store.head("a"), "e_tag": None}
     status = objects._status_of(about)
-    assert status == Status(3, f"modified {about['last_modified'].isoformat()}")
+    assert status == ObjectVersion(3, f"modified {about['last_modified'].isoformat()}")
     monkeypatch.setattr(objects, "_status_of", lambda _: status)
-    assert read_parts([Part("s3://bucket/a", status.etag, 0, 3)]) == [b"abc"]
+    assert read_parts([ByteRange("s3://bucket/a", status.etag, 0, 3)]) == [b"abc"]
     with refused("changed since it was indexed"):
-        read_parts([Part("s3://bucket/a", "modified 2001", 0, 3)])
+        read_parts([ByteRange("s3://bucket/a", "modified 2001", 0, 3)])
 
 
 @pytest.mark.parametrize("variable", ["AWS_CA_BUNDLE", "SSL_CERT_FILE"])

@@ -180,7 +180,7 @@ def test_a_plan_leads_to_the_record(tmp_path, monkeypatch, backend, block):
     records = write(tmp_path, TEXT, bad=63, count=40)
     for seed, begins_behind in ((0, False), (1, True)):
         train = feed(records, backend, batch_size=2, seed=seed, shuffle_block_size=block)
-        order = train.spec.plan(2).records(0, np.arange(records.num_records)).tolist()
+        order = train.spec.plan(2).positions(0, np.arange(records.num_records)).tolist()
         if begins_behind:  # the record in its epoch, so that it comes in the next one
             step = min(order.index(63) // 2 + 1, train.steps_per_epoch - 1)
             train = dti.load(train.spec, train.options, batch_size=2, start_step=step)

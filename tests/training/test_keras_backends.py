@@ -124,7 +124,7 @@ def run(module, code, dataset, tmp_path, backend, **environment):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("keras_backend", "backend"), itertools.product(["jax", "torch"], ["dali", "tf_data"])
+    ("keras_backend", "backend"), [*itertools.product(["jax", "torch"], ["dali", "tf_data"])]
 )
 def test_fit_evaluate_predict_resume(dataset, tmp_path, backend, keras_backend):
     environment = {"KERAS_BACKEND": keras_backend}

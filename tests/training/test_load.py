@@ -101,7 +101,7 @@ def test_shuffled_replicas_stay_disjoint(dataset, options):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("options", "make_strategy"), itertools.product([DALI, TF_DATA], STRATEGIES)
+    ("options", "make_strategy"), [*itertools.product([DALI, TF_DATA], STRATEGIES)]
 )
 def test_iterators_come_and_go(dataset, options, make_strategy):
     """TensorFlow's MultiDeviceIterator over a DALIDataset ends the process when dropped."""

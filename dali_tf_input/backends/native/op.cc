@@ -168,7 +168,7 @@ void ReadAttributes(TF_OpKernelConstruction* context, bool has_types, BatchKerne
     TF_OpKernelConstruction_GetAttrTypeList(context, "T", kernel->types.data(), number, status);
   }
   if (!TF_GetCode(status)) ReadStrings(context, "image_keys", &kernel->keys.images, status);
-  if (!TF_GetCode(status)) ReadStrings(context, "side_keys", &kernel->keys.sides, status);
+  if (!TF_GetCode(status)) ReadStrings(context, "size_keys", &kernel->keys.sides, status);
   if (TF_GetCode(status)) return;
   const size_t images = kernel->keys.images.size(), sides = kernel->keys.sides.size();
   if (images < 1 || images > 60 || (sides && sides != 2)) {
@@ -531,13 +531,13 @@ __attribute__((constructor)) void RegisterAll() {
            {"names: string", "versions: int64", "file_of: int32", "extents: int64", "numbers: int64", "records: string",
             "uniforms: float", "rows: float", "drawn: float", "parameters: double"},
            {"images: T", "rests: string", "sizes: int64", "places: int64", "refused: string"},
-           {"T: list({float, half, bfloat16, uint8}) >= 1", "image_keys: list(string)", "side_keys: list(string)", "check_crc: bool", "num_readers: int", "num_threads: int"},
+           {"T: list({float, half, bfloat16, uint8}) >= 1", "image_keys: list(string)", "size_keys: list(string)", "check_crc: bool", "num_readers: int", "num_threads: int"},
            TF_NewKernelBuilder("DaliTfInputBatch", "CPU", CreateBatch<true>, ComputeBatch, DeleteBatch));
   Register("DaliTfInputPack",
            {"names: string", "versions: int64", "file_of: int32", "extents: int64", "numbers: int64", "records: string",
             "images: string", "settings: int64"},
            {"packed: uint8", "rests: string", "num_refused: int64", "returned: string"},
-           {"image_keys: list(string)", "side_keys: list(string)", "check_crc: bool", "num_readers: int", "num_threads: int"},
+           {"image_keys: list(string)", "size_keys: list(string)", "check_crc: bool", "num_readers: int", "num_threads: int"},
            TF_NewKernelBuilder("DaliTfInputPack", "CPU", CreateBatch<false>, ComputePack, DeleteBatch));
   Register("DaliTfInputFill", {"packed: uint8", "values: uint8"}, {"filled: uint8"}, {}, Stateless("DaliTfInputFill", ComputeFill));
   Register("DaliTfInputPlace", {"images: T", "made: T", "places: int64", "drawn: float"}, {"placed: T"}, image,

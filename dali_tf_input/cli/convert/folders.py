@@ -12,12 +12,12 @@ from dali_tf_input.cli.convert.listing import (
     SPLITS,
     LeftOut,
     Listed,
-    Split,
+    SplitName,
     check_names_differ,
     extend_names,
 )
 from dali_tf_input.records.class_names import check_class_name
-from dali_tf_input.storage.objects import Status, find_objects, is_url, list_below
+from dali_tf_input.storage.objects import ObjectVersion, find_objects, is_url, list_below
 
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 # Images of formats that are not read here.
@@ -38,7 +38,7 @@ class Tree:
 
     def __init__(self, source: str) -> None:
         self.source = source.rstrip("/")
-        self._objects: dict[str, Status] | None = None
+        self._objects: dict[str, ObjectVersion] | None = None
         self._sorted: list[str] = []  # the paths of objects, so that those of a folder are found
         if is_url(source):
             start = len(self.source) + 1
@@ -60,7 +60,7 @@ class Tree:
         names = sorted({path.partition("/")[0] for path in below if "/" in path})
         return names, [path for path in below if "/" not in path]
 
-    def walk(self, folder: str) -> Iterator[tuple[str, Status | None]]:
+    def walk(self, folder: str) -> Iterator[tuple[str, ObjectVersion | None]]:
         """Yields all files below a folder, by their paths below the source, and their versions."""
         if self._objects is not None:
             for path in self._below(folder):
@@ -153,7 +153,7 @@ def list_images(
     return listed
 
 
-def _find_splits(tree: Tree) -> dict[str, Split]:
+def _find_splits(tree: Tree) -> dict[str, SplitName]:
     """Returns the folders that hold classes, and the split of each.
 
     Raises:
@@ -262,7 +262,9 @@ def _check_classes(
         )
 
 
-def _check_splits(tree: Tree, roots: dict[str, Split], listed: Listed, left_out: LeftOut) -> None:
+def _check_splits(
+    tree: Tree, roots: dict[str, SplitName], listed: Listed, left_out: LeftOut
+) -> None:
     """Raises InputError if a split has no image, or training none of a class of another split."""
     for root, split in roots.items():
         # Where images were left out, `write_splits` tells how many, and whether that is too many.
@@ -282,7 +284,7 @@ def _check_splits(tree: Tree, roots: dict[str, Split], listed: Listed, left_out:
         )
 
 
-def _is_image(tree: Tree, path: str, status: Status | None, left_out: LeftOut) -> bool:
+def _is_image(tree: Tree, path: str, status: ObjectVersion | None, left_out: LeftOut) -> bool:
     """Whether a file is an image, by its name, or else by its first bytes; lists it if not."""
     name, whole = os.path.basename(path), tree.path(path)
     if any(part.startswith(".") for part in path.split("/")):

@@ -21,10 +21,10 @@ def inflate_files(source: str, folder: str) -> str:
     Raises:
       InputError: some are not compressed, or one is damaged.
     """
-    statuses, kinds = find_versions(source), {}
-    files = [*statuses]
+    versions, kinds = find_versions(source), {}
+    files = [*versions]
     for file in files:
-        content = name_content(_read_start(file, statuses[file]))
+        content = name_content(_read_start(file, versions[file]))
         kinds[file] = content[0] if content and content[0] in ("GZIP file", "ZLIB file") else ""
     if not any(kinds.values()):
         return source
@@ -35,7 +35,7 @@ def inflate_files(source: str, folder: str) -> str:
         path = os.path.join(folder, os.path.basename(file).removesuffix(".gz"))
         try:
             with (
-                local_copy(file, statuses[file], None) as local,
+                local_copy(file, versions[file], None) as local,
                 open(local, "rb") as stream,
                 open(path, "xb") as inflated,
             ):
@@ -52,9 +52,9 @@ def inflate_files(source: str, folder: str) -> str:
     return pattern
 
 
-def _read_start(file: str, status: objects.Status | None) -> bytes:
+def _read_start(file: str, status: objects.ObjectVersion | None) -> bytes:
     if status is None:
         with open(file, "rb") as stream:
             return stream.read(64)
-    part = objects.Part(file, status.etag, 0, min(64, status.size))
+    part = objects.ByteRange(file, status.etag, 0, min(64, status.size))
     return bytes(objects.read_parts([part])[0])

@@ -19,7 +19,7 @@ SPLITS = {
     **dict.fromkeys(("val", "valid", "validation", "dev"), "validation"),
     **dict.fromkeys(("test", "testing"), "test"),
 }
-Split = str | None
+SplitName = str | None
 Starts = array.array  # of lines in the catalog, "Q"
 
 
@@ -40,13 +40,13 @@ class Listed:
     label_key: str = "image/class/label"
     other_labels: dict[str, list[str]] = field(default_factory=dict)
     features: dict[str, Described | None] | None = None
-    starts: "dict[tuple[Split, Any], array.array[int]]" = field(default_factory=dict)
+    starts: "dict[tuple[SplitName, Any], array.array[int]]" = field(default_factory=dict)
 
-    def add(self, split: Split, label: Any, start: int) -> None:
+    def add(self, split: SplitName, label: Any, start: int) -> None:
         """Adds an item."""
         self.starts.setdefault((split, label), array.array("Q")).append(start)
 
-    def of_split(self, split: Split) -> "list[array.array[int]]":
+    def of_split(self, split: SplitName) -> "list[array.array[int]]":
         """Returns the items of a split, class by class."""
         return [starts for (own, _), starts in self.starts.items() if own == split]
 

@@ -17,7 +17,7 @@ from dali_tf_input.cli.convert.images import (
     convert_image,
     convert_mask,
 )
-from dali_tf_input.records.checks import PIXELS_KEY, SIDE_KEYS
+from dali_tf_input.records.checks import PIXELS_KEY, SIZE_KEYS
 from dali_tf_input.records.example import (
     FeatureValue,
     decode_example,
@@ -25,7 +25,7 @@ from dali_tf_input.records.example import (
     replace_features,
 )
 from dali_tf_input.records.tfrecord import read_data, unframe_record
-from dali_tf_input.storage.objects import Part, Status, read_parts, read_whole
+from dali_tf_input.storage.objects import ByteRange, ObjectVersion, read_parts, read_whole
 
 _THREADS = 16  # that read images
 
@@ -57,7 +57,7 @@ def digest_images(items: list[Any]) -> list[bytes]:
 
     What cannot be read has one, too: it is left out later, with the reason.
     """
-    stored = {name: Status(*status) for _, name, _, status in items if status}
+    stored = {name: ObjectVersion(*status) for _, name, _, status in items if status}
     if stored:
         holding = {name: status for name, status in stored.items() if status.size}
         data = dict.fromkeys(stored, b"")
@@ -97,7 +97,7 @@ def make_records_of_images(
 
     Only a stored object has a status. Records name images by their paths below `source`.
     """
-    stored = {name: Status(*status) for _, name, _, status in items if status}
+    stored = {name: ObjectVersion(*status) for _, name, _, status in items if status}
     holding = {name: status for name, status in stored.items() if status.size}
     data = dict.fromkeys(stored, b"")  # an empty object has no range to ask for
     data |= zip(holding, read_whole(holding), strict=True)
@@ -152,7 +152,7 @@ def make_records_of_records(
 def _read_records(items: list[Any]) -> list[bytes | None]:
     """Reads records, given as items [file, etag or None, offset, size]; None is a damaged one."""
     if items[0][1] is not None:
-        parts = [Part(file, etag, offset, offset + size) for file, etag, offset, size in items]
+        parts = [ByteRange(file, etag, offset, offset + size) for file, etag, offset, size in items]
         return [*map(unframe_record, read_parts(parts))]
     found = []
     for file, _, offset, size in items:
@@ -180,7 +180,7 @@ def _record_of_record(
     except (UnreadableImage, InputError, KeyError, IndexError) as error:
         return writer.Record(None, source, (str(error),))
     if conversion.store == "pixels":
-        about = dict(zip(SIDE_KEYS, (image.height, image.width), strict=True))
+        about = dict(zip(SIZE_KEYS, (image.height, image.width), strict=True))
         changes: dict[str, FeatureValue]
         changes = {PIXELS_KEY: image.encoded, **about, "image/format": "RGB"}
         data = replace_features(data, changes, without=image_key)

@@ -90,11 +90,13 @@ def choose_sides(
     sides.copies = sum(count - 1 for count in seen.values())
     sides.conflicts = sum(len({*keys}) for keys in drawn.values()) - len(seen)
     roots = {label: [groups.find(key) for key in keys] for label, keys in drawn.items()}
-    places = {root: _place(root, seed) for root in {*itertools.chain.from_iterable(roots.values())}}
-    by_place = {root for root, place in places.items() if place < fraction}
-    held_out = {*by_place}
+    hashes = {
+        root: _hash_to_unit(root, seed) for root in {*itertools.chain.from_iterable(roots.values())}
+    }
+    by_hash = {root for root, hashed in hashes.items() if hashed < fraction}
+    held_out = {*by_hash}
     for earlier, digests in (chosen or {}).items():
-        listed = {groups.find(bytes.fromhex(digest)) for digest in digests} & places.keys()
+        listed = {groups.find(bytes.fromhex(digest)) for digest in digests} & hashes.keys()
         held_out = held_out | listed if earlier == "validation" else held_out - listed
     if known:
         found: dict[str, set[bytes]] = {"train": set(), "validation": set()}
@@ -108,19 +110,19 @@ def choose_sides(
         # A model may have been trained on a part of a group that was divided.
         sides.divided = len(found["train"] & found["validation"])
         held_out = (held_out | found["validation"]) - found["train"]
-        return _divide(sides, classes, roots, held_out, by_place)
+        return _divide(sides, classes, roots, held_out, by_hash)
     # What is moved is moved in all classes: a group may have images of several.
     for label, own in roots.items():
         if len(own) >= _FEW and not held_out & {*own}:
-            held_out.add(min(own, key=places.__getitem__))
+            held_out.add(min(own, key=hashes.__getitem__))
             sides.moved.append(label)
     for label, own in roots.items():
         if held_out >= {*own}:
-            held_out.discard(max(own, key=places.__getitem__))
+            held_out.discard(max(own, key=hashes.__getitem__))
             sides.moved.append(label)
         if not held_out & {*own}:
             sides.lacking.append(label)
-    return _divide(sides, classes, roots, held_out, by_place)
+    return _divide(sides, classes, roots, held_out, by_hash)
 
 
 def _divide(
@@ -128,10 +130,10 @@ def _divide(
     classes: "dict[Any, array.array[int]]",
     roots: dict[Any, list[bytes]],
     held_out: set[bytes],
-    by_place: set[bytes],
+    by_hash: set[bytes],
 ) -> Sides:
     """Divides items by what their sides depend on, and notes what has another side than it had."""
-    moved = {"validation": held_out - by_place, "train": by_place - held_out}
+    moved = {"validation": held_out - by_hash, "train": by_hash - held_out}
     sides.chosen = {side: sorted(map(bytes.hex, own)) for side, own in moved.items() if own}
     for label, starts in classes.items():
         for start, root in zip(starts, roots[label], strict=True):
@@ -225,7 +227,7 @@ def _read(catalog: str, starts: Sequence[int]) -> Iterator[list[Any]]:
         yield items[first : first + _AT_ONCE]
 
 
-def _place(key: bytes, seed: int) -> float:
+def _hash_to_unit(key: bytes, seed: int) -> float:
     """Returns a number in [0, 1) for a key."""
     data = seed.to_bytes(8, "little", signed=True) + key
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") / 2**64

@@ -25,7 +25,7 @@ from dali_tf_input.cli.command import format_count, print_rows
 from dali_tf_input.cli.convert.listing import LeftOut
 from dali_tf_input.index.run import explain_executor
 from dali_tf_input.processes import Child, ChildDiedError, call_apart
-from dali_tf_input.records.card import METADATA_NAME, Shard, find_card_files, merge_metadata
+from dali_tf_input.records.card import METADATA_NAME, SplitFile, find_card_files, merge_metadata
 from dali_tf_input.records.checks import PIXELS_KEY
 from dali_tf_input.records.class_names import LABELS_NAME
 from dali_tf_input.records.example import FeatureValue
@@ -84,7 +84,7 @@ class Written:
 
     num_files: int = 0
     size: int = 0
-    shards: dict[str, list[Shard]] = field(default_factory=dict)
+    shards: dict[str, list[SplitFile]] = field(default_factory=dict)
     first: bytes = b""  # a record
     records: dict[str, int] = field(default_factory=dict)
     notes: collections.Counter[str] = field(default_factory=collections.Counter)
@@ -269,7 +269,7 @@ def _write_split(
     count, kept, lost = len(split.items), set[Any](), dict[Any, Record]()
     records = command.progress(make(split.items), what=f"writing {split.name}", total=count)
     paths, written.records[split.name] = [], 0
-    shards = written.shards[split.name] = list[Shard]()
+    shards = written.shards[split.name] = list[SplitFile]()
     digests = written.digests[split.name] = array.array("Q")
     for file_id in range(num_files):
         path, before = os.path.join(folder, f"{split.name}-{file_id}"), written.records[split.name]
@@ -289,7 +289,7 @@ def _write_split(
                     kept.add(record.label)
         if num_bytes := os.path.getsize(path):
             paths.append(path)
-            shards.append(Shard(written.records[split.name] - before, num_bytes))
+            shards.append(SplitFile(written.records[split.name] - before, num_bytes))
         else:
             os.unlink(path)
     if not paths:

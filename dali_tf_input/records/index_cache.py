@@ -1,4 +1,4 @@
-"""Local mirrors of index files that are in a store, refreshed from it and uploaded to it."""
+"""Local copies of index files that are in a store, refreshed from it and uploaded to it."""
 
 import hashlib
 import json
@@ -11,11 +11,11 @@ from dali_tf_input.storage import objects
 from dali_tf_input.storage.objects import is_url
 from dali_tf_input.storage.staging import host_hash, locked, private_folder, replace, write_whole
 
-_ETAGS_NAME = ".etags.json"  # of what a mirror holds, by name
+_ETAGS_NAME = ".etags.json"  # of what a cache holds, by name
 
 
 def local_folder(folder: str) -> str:
-    """Returns the local folder of the index files: `folder`, or its mirror if it is in a store."""
+    """Returns the local folder of the index files: `folder`, or its cache if it is in a store."""
     if not is_url(folder):
         return folder
     name = hashlib.sha256(folder.rstrip("/").encode()).hexdigest()[:20]
@@ -24,57 +24,57 @@ def local_folder(folder: str) -> str:
 
 
 def refresh(folder: str) -> None:
-    """Brings the mirror of a folder in a store up to date; does nothing for a local folder."""
-    mirror = local_folder(folder)
-    if mirror == folder:
+    """Brings the cache of a folder in a store up to date; does nothing for a local folder."""
+    cache = local_folder(folder)
+    if cache == folder:
         return
     listed = objects.list_folder(folder)
-    statuses = {name: status for name, status in listed.items() if _is_index(name)}
+    versions = {name: status for name, status in listed.items() if _is_index(name)}
     try:
-        os.makedirs(mirror, mode=0o700, exist_ok=True)
-        with locked(mirror):
-            old_etags = _read_etags(mirror)
-            for name in filter(_is_index, set(os.listdir(mirror)) - statuses.keys()):
-                os.unlink(os.path.join(mirror, name))
+        os.makedirs(cache, mode=0o700, exist_ok=True)
+        with locked(cache):
+            old_etags = _read_etags(cache)
+            for name in filter(_is_index, set(os.listdir(cache)) - versions.keys()):
+                os.unlink(os.path.join(cache, name))
             new = {
                 name: status
-                for name, status in statuses.items()
+                for name, status in versions.items()
                 if old_etags.get(name) != status.etag
             }
             data = objects.read_whole({f"{folder}/{name}": new[name] for name in new})
             for name, content in zip(new, data, strict=True):
-                with open(os.path.join(mirror, f"{name}.new"), "wb") as stream:
+                with open(os.path.join(cache, f"{name}.new"), "wb") as stream:
                     stream.write(content)
-            paths = [os.path.join(mirror, name) for name in new]
+            paths = [os.path.join(cache, name) for name in new]
             replace({f"{path}.new": path for path in paths})
-            _write_etags(mirror, {name: status.etag for name, status in statuses.items()})
+            _write_etags(cache, {name: status.etag for name, status in versions.items()})
     except OSError as error:
         raise InputError(
-            f"Cannot write to {mirror}: {error.strerror}. Set XDG_CACHE_HOME to another folder."
+            f"Cannot write to {cache}: {error.strerror}. Set XDG_CACHE_HOME to another folder."
         ) from error
 
 
 def find_local(index_files: Sequence[str]) -> tuple[str, ...]:
-    """Returns local paths of the index files, after refreshing the mirrors of those in a store."""
+    """Returns local paths of the index files, after refreshing the copies of those in a store."""
     for folder in {os.path.dirname(index_file) for index_file in index_files}:
         refresh(folder)
-    places = map(os.path.split, index_files)
-    return tuple(os.path.join(local_folder(folder), name) for folder, name in places)
+    split = map(os.path.split, index_files)
+    return tuple(os.path.join(local_folder(folder), name) for folder, name in split)
 
 
 def upload(folder: str, names: list[str]) -> bool:
-    """Uploads index files from the mirror to its store, in order; deletes those that are gone.
+    """Uploads index files from the cache to its store, in order; deletes those that are gone.
 
     Returns whether the last one, the manifest, was written: it is not if another run has written
-    one since the mirror was refreshed.
+    one since the cache was refreshed.
     """
-    mirror = local_folder(folder)
-    old_etags = _read_etags(mirror)
-    # Until all are uploaded, the mirror's versions of these files count as outdated.
-    _write_etags(mirror, {name: etag for name, etag in old_etags.items() if name not in names})
+    cache = local_folder(folder)
+    old_etags = _read_etags(cache)
+    # Until all are uploaded, the cache's versions of these files count as outdated.
+    _write_etags(cache, {name: etag for name, etag in old_etags.items() if name not in names})
     for name in names:
         replaces = old_etags.get(name, "") if name == MANIFEST_NAME else None
-        path = os.path.join(mirror, name)
+        path = os.path.join(cache, name)
         if not os.path.exists(path):
             if name in old_etags:
                 objects.delete(f"{folder}/{name}")
@@ -82,7 +82,7 @@ def upload(folder: str, names: list[str]) -> bool:
             return False
     listed = objects.list_folder(folder)
     etags = {name: listed[name].etag for name in names if name in listed}
-    _write_etags(mirror, {name: etag for name, etag in old_etags.items() if name in listed} | etags)
+    _write_etags(cache, {name: etag for name, etag in old_etags.items() if name in listed} | etags)
     return True
 
 
@@ -90,13 +90,13 @@ def _is_index(name: str) -> bool:
     return name in (MANIFEST_NAME, BAD_RECORDS_NAME) or name.endswith(INDEX_SUFFIX)
 
 
-def _read_etags(mirror: str) -> dict[str, str]:
+def _read_etags(cache: str) -> dict[str, str]:
     try:
-        with open(os.path.join(mirror, _ETAGS_NAME), encoding="utf-8") as stream:
+        with open(os.path.join(cache, _ETAGS_NAME), encoding="utf-8") as stream:
             return dict(json.load(stream))
     except (OSError, ValueError):
         return {}
 
 
-def _write_etags(mirror: str, etags: dict[str, str]) -> None:
-    write_whole(os.path.join(mirror, _ETAGS_NAME), json.dumps(etags))
+def _write_etags(cache: str, etags: dict[str, str]) -> None:
+    write_whole(os.path.join(cache, _ETAGS_NAME), json.dumps(etags))

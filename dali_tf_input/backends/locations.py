@@ -15,7 +15,7 @@ from dali_tf_input.records.records import Records
 from dali_tf_input.spec.input import InputSpec
 
 
-class Places:
+class RecordLocations:
     """Where the records are, as tensors that the pipelines of all replicas share.
 
     TensorFlow never frees a function given to `numpy_function`, nor what the function holds. So
@@ -30,7 +30,7 @@ class Places:
     """
 
     def __init__(self, records: Records) -> None:
-        self._records, self._beside = records, dict[str, tf.Tensor]()
+        self._records, self._outputs = records, dict[str, tf.Tensor]()
         with tf.device("CPU:0"):
             self.names, self.versions = (
                 tf.constant(records.paths),
@@ -42,44 +42,44 @@ class Places:
         num_bytes = sum(int(extents[:, 1].sum()) for extents in indexes)
         self.mean_bytes = max(1, num_bytes // max(1, records.num_records))
 
-    def beside(self, name: str) -> tf.Tensor:
-        """Returns the values of all records that `InputSpec.beside_records` names."""
-        if name not in self._beside:
+    def list_output(self, name: str) -> tf.Tensor:
+        """Returns the values of all records that `InputSpec.outputs_of_index` names."""
+        if name not in self._outputs:
             values = self._records.ids if name == "record_id" else self._records.labels
             with tf.init_scope(), tf.device("CPU:0"):
-                self._beside[name] = tf.constant(values)
-        return self._beside[name]
+                self._outputs[name] = tf.constant(values)
+        return self._outputs[name]
 
-    def beside_all(self, spec: InputSpec, numbers: tf.Tensor) -> tuple[tf.Tensor, ...]:
-        """Returns what `spec.beside_records` names of the records of these numbers."""
-        return tuple(tf.gather(self.beside(name), numbers) for name in spec.beside_records)
+    def gather_outputs(self, spec: InputSpec, positions: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        """Returns what `spec.outputs_of_index` names of the records at these positions."""
+        return tuple(tf.gather(self.list_output(name), positions) for name in spec.outputs_of_index)
 
 
-class Groups:
-    """The records of a spec, sorted by class or part: int64 (records,), shared as `Places`."""
+class GroupedRecords:
+    """The records of a spec, sorted by class or part: int64 (records,), shared by pipelines."""
 
     def __init__(self, spec: InputSpec) -> None:
         with tf.device("CPU:0"):
             self.records = tf.constant(spec.grouped_records)
 
 
-_places = weakref.WeakValueDictionary[Records, Places]()
-_groups = weakref.WeakValueDictionary[InputSpec, Groups]()
+_locations = weakref.WeakValueDictionary[Records, RecordLocations]()
+_groups = weakref.WeakValueDictionary[InputSpec, GroupedRecords]()
 _making = threading.Lock()
 
 
-def find_places(records: Records) -> Places:
-    """Returns the places of records, which all datasets of these records share."""
+def find_locations(records: Records) -> RecordLocations:
+    """Returns the locations of records, which all datasets of these records share."""
     with _making:
-        places = _places.get(records) or Places(records)
-        _places[records] = places
-        return places
+        locations = _locations.get(records) or RecordLocations(records)
+        _locations[records] = locations
+        return locations
 
 
-def find_groups(spec: InputSpec) -> Groups:
+def find_grouped_records(spec: InputSpec) -> GroupedRecords:
     """Returns the groups of a spec, which all its datasets share."""
     with _making:
-        groups = _groups.get(spec) or Groups(spec)
+        groups = _groups.get(spec) or GroupedRecords(spec)
         _groups[spec] = groups
         return groups
 
