@@ -399,7 +399,7 @@ class InputSpec:
 
     @functools.cached_property
     def grouped_records(self) -> Integers | None:
-        """The records, from 0, sorted by their class or part: `Plan.positions` counts in this order.
+        """The records, from 0, sorted by class or part: `Plan.positions` counts in this order.
 
         None if records are served without regard to classes and parts.
         """
