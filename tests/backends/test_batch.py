@@ -191,7 +191,9 @@ def test_pixels(tmp_path, work):
     checks = dti.Checks(image_key="image/pixels", label=dti.ClassLabel(key="label"))
     records = write_indexed(tmp_path / "train", stored, checks)
     examples = [*tf.data.TFRecordDataset(records.paths).as_numpy_iterator()]
-    assert make_of_records(spec_of(records, "global", PLAIN), examples).places.shape == (0,)
+    assert make_of_records(spec_of(records, "global", PLAIN), examples).refused_indices.shape == (
+        0,
+    )
     compare(spec_of(records, "global", changes.pop("preprocess"), **changes))
 
 
@@ -489,7 +491,7 @@ def test_batches_that_are_kept(mixtures):
         np.testing.assert_array_equal(copy, view)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_iterators_in_turn_and_at_once(mixtures):
     spec = spec_of(mixtures["some"], "global", AUGMENTED)
     dataset = make_dataset(spec, batch_size=4, endless=True)

@@ -10,7 +10,7 @@ import subprocess
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import ROOT, TF_DATA, at_night, jpeg, make_once, refused, spec_of, take
+from conftest import ROOT, TF_DATA, jpeg, make_once, refused, spec_of, take
 
 from dali_tf_input import (
     InputError,
@@ -205,8 +205,8 @@ def test_an_exit_and_no_memory(tmp_path, example):
 
 
 @needs_compiler
-@pytest.mark.slow
-@pytest.mark.parametrize("sanitizer", at_night(["address"], ["thread", "address"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("sanitizer", ["thread", "address"])
 def test_threads_of_batches(tmp_path, mock, example, sanitizer):
     """Under the sanitizers: several calls share the teams and the pools."""
     if sanitizer == "thread":
@@ -218,10 +218,10 @@ def test_threads_of_batches(tmp_path, mock, example, sanitizer):
 
 
 @needs_compiler
-@pytest.mark.slow
-@pytest.mark.parametrize("rounds", [at_night(1000, 50_000)])
-def test_examples_with_changed_bytes(mock, example, rounds):
+@pytest.mark.nightly
+def test_examples_with_changed_bytes(mock, example):
     """Under the sanitizers, from the record to the finished, or packed, batch."""
+    rounds = 50_000
     output = run_program(mock, "examples", example, rounds)
     done, refused_batches, left = map(int, re.findall(r"\d+", output))
     assert min(done, refused_batches) > rounds // 10

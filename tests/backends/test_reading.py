@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from commands import python
-from conftest import TF_DATA, at_night, jpeg, numbered_examples, refused, spec_of, write_indexed
+from conftest import TF_DATA, jpeg, numbered_examples, refused, spec_of, write_indexed
 from test_native import compile_native, needs_compiler
 
 from dali_tf_input import InputError, Preprocess, Shard, TfDataOptions, build_index, make_dataset
@@ -208,8 +208,8 @@ extern "C" ssize_t pread64(int d, void* to, size_t size, off_t offset) { return 
 
 
 @needs_compiler
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel", at_night(["batch"], ["batch", "native", "tensorflow"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("kernel", ["batch", "native", "tensorflow"])
 def test_slow_reads_overlap(tmp_path, kernel):
     """On storage with 5 ms a read: at least eight at a time, also in batches of eight."""
     dataset = write_indexed(tmp_path / "train", [{"image": jpeg(8, 8), "label": 1}] * 400)

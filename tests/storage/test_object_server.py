@@ -293,7 +293,8 @@ input()
 """
 
 
-@pytest.mark.parametrize("store", at_night(["slow"], ["slow", "down"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("store", ["slow", "down"])
 def test_a_program_ends(stored, proxy, tmp_path, store):
     """It waits neither for `retry_seconds` nor, for ever, for what it asked for."""
     dti.build_index(f"{stored}/train-*")

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import DALI, TF_DATA, at_night, refused, spec_of
+from conftest import DALI, TF_DATA, at_night, backends, refused, spec_of
 from models import make_model
 
 from dali_tf_input import Preprocess, load, make_dataset
@@ -243,8 +243,8 @@ def test_steps_and_numbers_of_epochs_of_ones_own(dataset, options):
     assert list(itertools.chain(*late.epochs(4))) == expected[4:]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", at_night([TF_DATA], [DALI, TF_DATA]))
+@pytest.mark.nightly
+@backends
 def test_class_weights_work_under_a_strategy(dataset, options):
     """Weights that are all 0 teach nothing."""
     strategy = mirrored()

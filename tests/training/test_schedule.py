@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import BACKENDS, DALI, TF_DATA, at_night, refused
+from conftest import BACKENDS, DALI, TF_DATA, at_night, backends, refused
 
 import dali_tf_input as dti
 from dali_tf_input import InputSpec, Mix, Preprocess, load
@@ -155,8 +155,8 @@ def test_averaged_weights(spec, stages):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.slow
-@dali
+@pytest.mark.nightly
+@backends
 def test_on_replicas_with_validation_and_blame(dataset, spec, tmp_path, options):
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     plain = dataclasses.replace(spec, label=dti.ClassLabel())
