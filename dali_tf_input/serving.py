@@ -22,12 +22,7 @@ from dali_tf_input.spec.options import DaliOptions, Device, TfDataOptions
 from dali_tf_input.spec.preprocess import Preprocess
 from dali_tf_input.storage.objects import local_path
 from dali_tf_input.storage.staging import Staging
-from dali_tf_input.training.models import (
-    check_inputs,
-    check_normalization,
-    names_of,
-    saw_reduced_images,
-)
+from dali_tf_input.training.models import check_inputs, check_pixels, names_of, saw_reduced_images
 from dali_tf_input.training.strategies import check_keras
 
 _logger = logging.getLogger("dali_tf_input")
@@ -139,7 +134,7 @@ def export_saved_model(
         raise InputError("`model` has no variables yet: call it on one batch of images first.")
     check_inputs(model, {"image": preprocess.image_shape})
     if compare:
-        check_normalization(model, preprocess)
+        check_pixels(model, preprocess)
         if saw_reduced_images(model):
             text = (
                 "decode='scaled', which an exported model does not do: its pixels differ a little"

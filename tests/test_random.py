@@ -76,7 +76,7 @@ def test_purposes_do_not_share_numbers():
     """Seeds that bit tricks would have mapped to each other, too."""
     seeds = [0, 1, 2, 2**31 - 1]
     made = {
-        seed_of(seed, stream, more) for seed in seeds for stream in Purpose for more in range(50)
+        seed_of(seed, purpose, more) for seed in seeds for purpose in Purpose for more in range(50)
     }
     assert len(made) == len(seeds) * len(Purpose) * 50
     assert seed_of(0, Purpose.CROP, 0) == SEED_OF_0

@@ -1,4 +1,7 @@
-"""Every Python block and every command of the README and the documentation runs."""
+"""Every Python block and every command of the README and the documentation runs.
+
+The one on JAX only where JAX is, as in `make test-nightly`.
+"""
 
 import contextlib
 import importlib.util

@@ -104,7 +104,7 @@ def build_dataset(stream: Stream, options: Options, device_id: int | None) -> tf
     if spec.records.is_remote:
         local = localize if spec.has_fixed_order else fetch_all
         stream = replace(stream, spec=replace(spec, records=local(spec.records)))
-    _check_position(stream)
+    _check_cursor(stream)
     if not isinstance(options, DaliOptions):
         return tf_data.build(stream, options)
     return import_dali().build(stream, options, (device_id or 0) if on_gpu else None)
@@ -207,7 +207,7 @@ def enable_memory_growth() -> None:
         ) from error
 
 
-def _check_position(stream: Stream) -> None:
+def _check_cursor(stream: Stream) -> None:
     spec, step, per_epoch = stream.spec, stream.cursor.step, stream.plan.steps_per_epoch
     if step % per_epoch and not spec.has_fixed_order:
         raise InputError(

@@ -12,7 +12,7 @@ from dali_tf_input.spec.augment import Program
 from dali_tf_input.spec.colors import LUMA
 from dali_tf_input.spec.primitives import ROW_SIZE, Floats, Primitive
 
-Operation = Callable[[DataNode], DataNode]
+PrimitiveFn = Callable[[DataNode], DataNode]
 
 
 def apply_rows(
@@ -28,12 +28,12 @@ def apply_rows(
       size: (height, width) of the images.
     """
     for op in range(program.num_ops):
-        for is_chosen, operate in list_operations(rows, program, op, size):
+        for is_chosen, operate in list_primitives(rows, program, op, size):
             images = apply_if(is_chosen, operate, images)
     return images
 
 
-def apply_if(condition: DataNode, operate: Operation, images: DataNode) -> DataNode:
+def apply_if(condition: DataNode, operate: PrimitiveFn, images: DataNode) -> DataNode:
     """Applies `operate` to the images for which `condition` is true; returns all images."""
     if condition:
         images = operate(images)
@@ -41,24 +41,24 @@ def apply_if(condition: DataNode, operate: Operation, images: DataNode) -> DataN
 
 
 @do_not_convert
-def list_operations(
+def list_primitives(
     rows: DataNode, program: Program, op: int, size: tuple[int, int]
-) -> list[tuple[DataNode, Operation]]:
+) -> list[tuple[DataNode, PrimitiveFn]]:
     """Returns the primitives that an operation may be, each with the condition that selects it."""
     row = fn.reshape(fn.slice(rows, op, 1, axes=(0,)), shape=[ROW_SIZE])
     table = program.rows_of_op(op)
-    operations = []
+    primitives = []
     for primitive in Primitive:
         of_it = table[table[:, 0] == primitive]
         if primitive is not Primitive.NOTHING and len(of_it):
-            operate = _make_operation(primitive, row, of_it, size)
-            operations.append((row[0] == float(primitive), operate))
-    return operations
+            operate = _make_primitive(primitive, row, of_it, size)
+            primitives.append((row[0] == float(primitive), operate))
+    return primitives
 
 
-def _make_operation(
+def _make_primitive(
     primitive: Primitive, row: DataNode, table: Floats, size: tuple[int, int]
-) -> Operation:
+) -> PrimitiveFn:
     @do_not_convert
     def operate(images: DataNode) -> DataNode:
         # Arguments of operations are on the CPU, what is computed with is where the images are.

@@ -41,14 +41,14 @@ def define_reader(stream: Stream, options: DaliOptions) -> dict[str, DataNode]:
     records, label = spec.records, spec.label
     assert isinstance(label, ClassLabel)
     number = dali_tfrecord.FixedLenFeature([1], dali_tfrecord.int64, -1)
-    sides = SIZE_KEYS if records.stores_pixels else ()
+    size_keys = SIZE_KEYS if records.stores_pixels else ()
     indexes = hold_indexes(records)
     features = fn.readers.tfrecord(
         path=[*indexes],
         index_path=[*indexes.values()],
         features={
             records.image_key: dali_tfrecord.FixedLenFeature((), dali_tfrecord.string, ""),
-            **dict.fromkeys((str(label.key), *sides), number),
+            **dict.fromkeys((str(label.key), *size_keys), number),
         },
         random_shuffle=spec.order == "buffer",
         initial_fill=spec.buffer_size,
@@ -61,8 +61,9 @@ def define_reader(stream: Stream, options: DaliOptions) -> dict[str, DataNode]:
         name="reader",
     )
     images = features[records.image_key]
-    if sides:
-        shape = fn.cat(*(features[side] for side in sides), types.Constant([3], dtype=types.INT64))
+    if size_keys:
+        channels = types.Constant([3], dtype=types.INT64)
+        shape = fn.cat(*(features[key] for key in size_keys), channels)
         images = fn.reshape(images, shape=fn.cast(shape, dtype=types.INT32), layout="HWC")
     labels = fn.reshape(features[label.key], shape=[])
     if label.offset:

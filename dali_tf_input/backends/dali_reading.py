@@ -87,8 +87,8 @@ class _Packer:
             values[f"uniforms of {name}"] = uniforms
             values[f"rows of {name}"] = draw_rows(self._stream, keys, view)
         if spec.records.stores_pixels:
-            sides = parse_sizes(packed.examples)
-            values["sides of images"] = tf.pad(sides, [[0, 0], [0, 1]], constant_values=3)
+            sizes = parse_sizes(packed.examples)
+            values["sizes of images"] = tf.pad(sizes, [[0, 0], [0, 1]], constant_values=3)
         if spec.mask:
             values["mask"] = self._make_masks(values, images, uniforms)
         if spec.mix:
@@ -132,7 +132,7 @@ class _Packer:
         """Crops the masks of a batch, so that they are small, and the same on both backends."""
         spec = self._stream.spec
         if spec.records.stores_pixels:
-            sizes = tf.pad(values["sides of images"][:, :2], [[0, 0], [0, 1]], constant_values=1)
+            sizes = tf.pad(values["sizes of images"][:, :2], [[0, 0], [0, 1]], constant_values=1)
         else:
             size = tf.TensorSpec((3,), tf.int64)
             sizes = tf.map_fn(lambda one: find_size(one, spec), images, fn_output_signature=size)
@@ -164,7 +164,7 @@ def _list_values(spec: InputSpec) -> list[tuple[str, tuple[int, ...], str, int]]
     if spec.mix:
         values += [("mix of the batch", (6,), "float32"), ("partners of images", (), "int32")]
     if spec.records.stores_pixels:
-        values.append(("sides of images", (3,), "int64"))
+        values.append(("sizes of images", (3,), "int64"))
     return [
         (name, shape, dtype, math.prod(shape) * tf.as_dtype(dtype).size)
         for name, shape, dtype in values
@@ -199,6 +199,6 @@ def _unpack(spec: InputSpec) -> dict[str, DataNode]:
         values_size=start - tf_native.PLACE_SIZE,
     )
     if records.stores_pixels:
-        sides = fn.cast(values["sides of images"], dtype=types.INT32)
-        images = fn.reshape(images, shape=sides, layout="HWC")
+        size = fn.cast(values["sizes of images"], dtype=types.INT32)
+        images = fn.reshape(images, shape=size, layout="HWC")
     return {**values, "image": images}

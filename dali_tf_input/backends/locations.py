@@ -77,7 +77,7 @@ def find_locations(records: Records) -> RecordLocations:
 
 
 def find_grouped_records(spec: InputSpec) -> GroupedRecords:
-    """Returns the groups of a spec, which all its datasets share."""
+    """Returns the grouped records of a spec, which all its datasets share."""
     with _making:
         groups = _groups.get(spec) or GroupedRecords(spec)
         _groups[spec] = groups

@@ -44,11 +44,11 @@ def parse_images(records: tf.Tensor, spec: InputSpec) -> tf.Tensor:
     images = _select_images(parsed, spec)
     if not spec.records.stores_pixels:
         return images
-    sides = tf.stack([parsed[key] for key in SIZE_KEYS], 1)
+    sizes = tf.stack([parsed[key] for key in SIZE_KEYS], 1)
     num_bytes = tf.cast(tf.strings.length(images), tf.int64)
-    are_sides = tf.reduce_all((sides > 0) & (sides < 1 << 30), 1)  # the product does not wrap
-    fits = are_sides & tf.equal(num_bytes, 3 * tf.reduce_prod(sides, 1))
-    wrong = tf.boolean_mask(sides, ~fits)[:1]
+    are_sizes = tf.reduce_all((sizes > 0) & (sizes < 1 << 30), 1)  # the product does not wrap
+    fits = are_sizes & tf.equal(num_bytes, 3 * tf.reduce_prod(sizes, 1))
+    wrong = tf.boolean_mask(sizes, ~fits)[:1]
     problem = ["corrupted record: not the pixels of", wrong]
     with tf.control_dependencies([tf.Assert(tf.reduce_all(fits), problem)]):
         return tf.identity(images)

@@ -125,10 +125,8 @@ def list_planned(stream: Stream, count: int, *, native: bool) -> ReadEpoch:
     It makes a dataset of (keys, positions), of `count` images each: see `list_batches`.
     """
     spec, plan = stream.spec, stream.plan
-    locations, groups = (
-        find_locations(spec.records),
-        find_grouped_records(spec) if plan.groups else None,
-    )
+    locations = find_locations(spec.records)
+    groups = find_grouped_records(spec) if plan.groups else None
     listed = count if native else _LISTED
     check, list_images = (_list_natively if native else _list_by_python)(stream, listed)
 

@@ -68,7 +68,7 @@ def localize(records: Records) -> Records:
     """
     if not records.is_remote or records.cache_dir is None:
         return records
-    objects = {file.path: file.status for file in records.files if file.status}
+    objects = {file.path: file.version for file in records.files if file.version}
     paths = fetch_copies(objects, records.cache_dir, retry_seconds=records.retry_seconds)
     copies = (
         dataclasses.replace(file, path=path, mtime_ns=os.stat(path).st_mtime_ns, etag=None)

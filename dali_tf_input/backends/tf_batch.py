@@ -152,7 +152,7 @@ class _BatchMaker:
         images = tf.cond(
             tf.equal(tf.size(made.refused_indices), 0),
             lambda: made.images,
-            lambda: self._place_refused(made, uniforms, rows, drawn_there),
+            lambda: self._paste_refused(made, uniforms, rows, drawn_there),
         )
         values = parse_others(made.examples, spec, from_index)
         for view, name in enumerate(spec.image_views):
@@ -175,14 +175,14 @@ class _BatchMaker:
             return "full" if self._options.decode == "full" else "region"
         return self._options.resolve_decode(resizes_plainly=view.resizes_plainly)
 
-    def _place_refused(
+    def _paste_refused(
         self,
         made: tf_native.NativeBatch,
         uniforms: Sequence[tf.Tensor],
         rows: Sequence[tf.Tensor],
         drawn: tf.Tensor,
     ) -> list[tf.Tensor]:
-        """Makes the images that the operation refused, and locations them in the batch."""
+        """Makes the images that the operation refused, and pastes them into the batch."""
         spec = self._stream.spec
 
         def make_one(given: tuple[tf.Tensor, ...]) -> tuple[tf.Tensor, ...]:

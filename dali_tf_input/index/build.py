@@ -226,9 +226,9 @@ class _Run:
         """Checks all files that need it, and commits every few seconds what is done."""
         owners = [(folder, name) for folder in self._folders for name in folder.jobs]
         jobs = [folder.jobs[name] for folder, name in owners]
-        sizes = (job.status.size if job.status else os.path.getsize(job.file) for job in jobs)
+        sizes = (job.version.size if job.version else os.path.getsize(job.file) for job in jobs)
         num_bytes = sum(sizes)
-        objects_to_read = {job.file: job.status for job in jobs if job.status and job.cache_dir}
+        objects_to_read = {job.file: job.version for job in jobs if job.version and job.cache_dir}
         if objects_to_read:
             check_room(objects_to_read, jobs[0].cache_dir or "")
         done = Progress(files=0, num_files=len(jobs), records=0, bytes=0, num_bytes=num_bytes)
@@ -405,8 +405,8 @@ def _with_keys(checks: Checks, versions: Mapping[str, ObjectVersion | None]) -> 
         return checks
     feature_keys: set[str] = set()
     keys = {"image_key": checks.image_key, "label_key": checks.label.key if checks.label else None}
-    for file, status in itertools.islice(versions.items(), _MOST_KEY_FILES):
-        for features in _first_features(file, status):
+    for file, version in itertools.islice(versions.items(), _MOST_KEY_FILES):
+        for features in _first_features(file, version):
             image_key, label_key = find_keys(features, **keys)
             if image_key and (label_key or checks.label is None):
                 return checks.with_keys(image_key, label_key)
@@ -419,12 +419,12 @@ def _with_keys(checks: Checks, versions: Mapping[str, ObjectVersion | None]) -> 
 
 
 def _first_features(
-    file: str, status: ObjectVersion | None
+    file: str, version: ObjectVersion | None
 ) -> Iterator[dict[str, tuple[str, Sequence[Any]]]]:
     """Yields the features of the first valid records of a file."""
     with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-        if status:
-            start = [ByteRange(file, status.etag, 0, min(status.size, _FIRST_BYTES))]
+        if version:
+            start = [ByteRange(file, version.etag, 0, min(version.size, _FIRST_BYTES))]
             stream: Any = stack.enter_context(tempfile.TemporaryFile())
             stream.write(objects.read_parts(start)[0])
             stream.flush()

@@ -164,7 +164,7 @@ class IndexFolder:
             index=index,
             bad_records=bad_records,
             checks=checks,
-            status=self._versions.get(self.files[name]),
+            version=self._versions.get(self.files[name]),
             cache_dir=self._cache_dir,
             before=self._perhaps_copied.get(name),
         )

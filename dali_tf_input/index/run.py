@@ -39,7 +39,7 @@ class Unreadable(str):
 class Job:
     """A file to check, its checks, and the paths of the results.
 
-    A stored object has a `status`, and perhaps a `cache_dir` for its copy. A local file that has
+    A stored object has a `version`, and perhaps a `cache_dir` for its copy. A local file that has
     the size of an earlier run but another time has the entry of that run, `before`.
     """
 
@@ -47,7 +47,7 @@ class Job:
     index: str
     bad_records: str
     checks: Checks
-    status: ObjectVersion | None = None
+    version: ObjectVersion | None = None
     cache_dir: str | None = None
     before: FileEntry | None = None
 
@@ -112,7 +112,7 @@ def check_job(job: Job, tell: Tell, **download: Any) -> Answer:
                 bad_records.write(json.dumps(line) + "\n")
 
             entry = check_file(
-                stack.enter_context(local_copy(job.file, job.status, job.cache_dir, **download)),
+                stack.enter_context(local_copy(job.file, job.version, job.cache_dir, **download)),
                 index,
                 checks,
                 name=job.file,
@@ -126,8 +126,8 @@ def check_job(job: Job, tell: Tell, **download: Any) -> Answer:
         if error.errno in WRITE_ERRORS:
             raise
         return Unreadable(f"{job.file} cannot be read: {error.strerror or error}")
-    if job.status:
-        entry = dataclasses.replace(entry, mtime_ns=0, etag=job.status.etag)
+    if job.version:
+        entry = dataclasses.replace(entry, mtime_ns=0, etag=job.version.etag)
     return entry
 
 
@@ -158,7 +158,7 @@ def run_jobs(
         return
     local, children, stopped = threading.local(), list[Child](), threading.Event()
     levels = {job.checks.verify for job in jobs}
-    waits = levels == {"framing"} and all(job.status for job in jobs)
+    waits = levels == {"framing"} and all(job.version for job in jobs)
     in_threads = waits or ("decode" not in levels and num_bytes <= _FEW_BYTES)
     most = _OBJECTS_AT_ONCE if waits else len(os.sched_getaffinity(0))
     most = most if in_threads else min(most, 1 + num_bytes // _FEW_BYTES)

@@ -29,7 +29,7 @@ def refresh(folder: str) -> None:
     if cache == folder:
         return
     listed = objects.list_folder(folder)
-    versions = {name: status for name, status in listed.items() if _is_index(name)}
+    versions = {name: version for name, version in listed.items() if _is_index(name)}
     try:
         os.makedirs(cache, mode=0o700, exist_ok=True)
         with locked(cache):
@@ -37,9 +37,9 @@ def refresh(folder: str) -> None:
             for name in filter(_is_index, set(os.listdir(cache)) - versions.keys()):
                 os.unlink(os.path.join(cache, name))
             new = {
-                name: status
-                for name, status in versions.items()
-                if old_etags.get(name) != status.etag
+                name: version
+                for name, version in versions.items()
+                if old_etags.get(name) != version.etag
             }
             data = objects.read_whole({f"{folder}/{name}": new[name] for name in new})
             for name, content in zip(new, data, strict=True):
@@ -47,7 +47,7 @@ def refresh(folder: str) -> None:
                     stream.write(content)
             paths = [os.path.join(cache, name) for name in new]
             replace({f"{path}.new": path for path in paths})
-            _write_etags(cache, {name: status.etag for name, status in versions.items()})
+            _write_etags(cache, {name: version.etag for name, version in versions.items()})
     except OSError as error:
         raise InputError(
             f"Cannot write to {cache}: {error.strerror}. Set XDG_CACHE_HOME to another folder."

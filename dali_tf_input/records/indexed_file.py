@@ -91,7 +91,7 @@ class IndexedFile:
         return mask
 
     @property
-    def status(self) -> ObjectVersion | None:
+    def version(self) -> ObjectVersion | None:
         """The version of a stored object; None for a local file."""
         return None if self.etag is None else ObjectVersion(self.size, self.etag)
 

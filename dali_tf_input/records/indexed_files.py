@@ -189,14 +189,14 @@ class IndexedFiles:
         """Reads a record, by its id: a serialized Example; raises as `read`."""
         file, number = self._find_file(record)
         _, _, offset, size = file.extent(number)
-        if file.status is None or file.etag is None:
+        if file.version is None or file.etag is None:
             return read_record(file.path, offset)
-        copy = find_copy(file.path, file.status, self.cache_dir) if self.cache_dir else None
+        copy = find_copy(file.path, file.version, self.cache_dir) if self.cache_dir else None
         if copy:
             try:
                 return read_record(copy, offset)
             except (InputError, OSError):  # the object may be valid
-                drop_copy(file.path, file.status, self.cache_dir or "")
+                drop_copy(file.path, file.version, self.cache_dir or "")
         part = ByteRange(file.path, file.etag, offset, offset + size)
         (framed,) = read_parts([part], retry_seconds=self.retry_seconds)
         data = unframe_record(framed)
@@ -208,10 +208,10 @@ class IndexedFiles:
         """Returns how the first file that changed differs from what was indexed; None if none."""
         versions = find_object_versions(self.paths) if self.is_remote else {}
         for file in self.files:
-            if file.status is None:
+            if file.version is None:
                 change = find_change(file.path, file.size, file.mtime_ns)
             else:
-                change = find_change_of_object(file.path, versions.get(file.path), file.status)
+                change = find_change_of_object(file.path, versions.get(file.path), file.version)
             if change:
                 return change
         return None

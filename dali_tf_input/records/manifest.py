@@ -118,10 +118,10 @@ def read_entries(
                 command = index_command(patterns, index_dir=index_dir, arguments=arguments)
                 raise InputError(f"{error} Index again: {command}") from error
         entries, stale = [], []
-        for (file, status), index_file in zip(files.items(), index_files, strict=True):
+        for (file, version), index_file in zip(files.items(), index_files, strict=True):
             folder = os.path.dirname(index_file) or "."
             entry = manifests[folder].entries.get(os.path.basename(file))
-            if reason := find_staleness(file, index_file, entry, status):
+            if reason := find_staleness(file, index_file, entry, version):
                 stale.append((file, index_file, reason, entry))
             elif entry:
                 entries.append(entry)
@@ -203,11 +203,11 @@ _EXTENT = re.compile(rb"(\d{1,18}) (\d{1,18})")
 
 
 def find_staleness(
-    file: str, index_file: str, entry: FileEntry | None, status: ObjectVersion | None
+    file: str, index_file: str, entry: FileEntry | None, version: ObjectVersion | None
 ) -> str | None:
     """Returns why `index_file` must not be used with the current `file`; None if it may be used.
 
-    `status` is the current version of a stored object; None for a local file.
+    `version` is the current version of a stored object; None for a local file.
     """
     if entry is None:  # an index of another tool, or of a run that was killed
         known = os.path.exists(index_file)
@@ -215,7 +215,7 @@ def find_staleness(
     if entry.skipped_numbers is None:
         return "an earlier version of dali_tf_input made this index"
     if is_url(file):
-        changed = find_change_of_object(file, status, ObjectVersion(entry.size, entry.etag or ""))
+        changed = find_change_of_object(file, version, ObjectVersion(entry.size, entry.etag or ""))
     else:
         changed = find_change(file, entry.size, entry.mtime_ns)
     if changed:

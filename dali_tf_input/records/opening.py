@@ -24,8 +24,8 @@ def read_fields(
 ) -> dict[str, Any]:
     """Returns the fields of a `Records`, see `Records.from_files`."""
     # Absolute, as a program may change its folder.
-    versions = {absolute(file): status for file, status in find_versions(files).items()}
-    is_remote = {status is not None for status in versions.values()}
+    versions = {absolute(file): version for file, version in find_versions(files).items()}
+    is_remote = {version is not None for version in versions.values()}
     check(len(is_remote) == 1, "files", "all local, or all in a store", files)
     index_files = tuple(map(absolute, index_files_of([*versions], index_dir=index_dir)))
     index_files = find_local(index_files)

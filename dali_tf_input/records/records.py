@@ -572,7 +572,7 @@ class Records(IndexedFiles):
             return
         place, arguments = self.index_dir, ["--verify=schema"]
         command = index_command(self.paths, index_dir=place, arguments=arguments)
-        versions = {file.path: file.status for file in self.files}
+        versions = {file.path: file.version for file in self.files}
         index_files = [file.index_file for file in self.files]
         entries = read_entries(versions, index_files, self.paths, place)
         for path, entry in zip(self.paths, entries, strict=True):

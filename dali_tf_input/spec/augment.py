@@ -1,8 +1,8 @@
 """Augmentations: random changes to an image after its crop, identical on both backends.
 
 Each augmentation returns `Choices`: tables of equally likely rows, from which random numbers pick
-one row for each step. A row names a `Primitive` and its numbers, so the backends implement only
-the primitives. To add an augmentation, see docs/design.md.
+one row for each operation. A row names a `Primitive` and its numbers, so the backends implement
+only the primitives. To add an augmentation, see docs/design.md.
 """
 
 import itertools

@@ -455,10 +455,10 @@ class InputSpec:
         rule = f"at most the {count:,} records of an epoch"
         check(plan.steps_per_epoch > 0, "batch_size", rule, batch_size)
         epoch, step = divmod(step, plan.steps_per_epoch)
-        records = plan.positions(epoch, plan.slots_of_step(step))
+        positions = plan.positions(epoch, plan.slots_of_step(step))
         if (grouped := self.grouped_records) is not None:
-            records = grouped[records]
-        return self.records.ids_at(records)
+            positions = grouped[positions]
+        return self.records.ids_at(positions)
 
     @property
     def outputs(self) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -136,30 +136,30 @@ class Plan:
     def positions(self, epoch: int, slots: Integers) -> Integers:
         """Returns the position of the record that fills each of the slots of an epoch: int64 (n,).
 
-        Records count from 0 over all files in their order; with `groups`, over all groups in
+        Positions count from 0 over all files in their order; with `groups`, over all groups in
         their order, see `InputSpec.grouped_records`.
         """
         if self.seed is None:
             return slots
         places = slots // self.repeats
         if self.groups:
-            return self._records_of_groups(epoch, places, self.groups)
+            return self._positions_in_groups(epoch, places, self.groups)
         num_records = self.num_slots
         size = min(self.block_size, num_records)
         num_blocks = num_records // size
         in_block = places < num_blocks * size
         key = hash_words(self.seed, Purpose.ORDER, epoch)
         blocks = permute(np.where(in_block, places // size, 0), num_blocks, key)
-        records = np.where(in_block, blocks * size + places % size, places)
+        positions = np.where(in_block, blocks * size + places % size, places)
         if size == 1:
-            return records
+            return positions
         # The blocks lie on a ring of all records and begin anywhere, so their bounds differ in each
         # epoch, and so do the records that do not fill a block, which come last.
         start = hash_words(self.seed, Purpose.BLOCKS, epoch) % np.uint64(num_records)
-        return (records + int(start)) % num_records
+        return (positions + int(start)) % num_records
 
-    def _records_of_groups(self, epoch: int, places: Integers, groups: Groups) -> Integers:
-        """Returns the records of places, counted group by group."""
+    def _positions_in_groups(self, epoch: int, places: Integers, groups: Groups) -> Integers:
+        """Returns the positions that fill places of an epoch, counted group by group."""
         total = self._num_places  # so that the counts of an epoch are exact
         quotas, sizes = groups.quotas(total), np.array(groups.sizes, np.int64)
         assert self.seed is not None

@@ -47,19 +47,19 @@ def resolve_cache_dir(cache_dir: Path | None) -> str | None:
     return None if cache_dir is None else local_path("cache_dir", cache_dir)
 
 
-def find_copy(url: str, status: ObjectVersion, cache_dir: str) -> str | None:
+def find_copy(url: str, version: ObjectVersion, cache_dir: str) -> str | None:
     """Returns the path of an object's copy; None if it is missing or has the wrong size."""
-    path = _path_of(url, status, cache_dir)
+    path = _path_of(url, version, cache_dir)
     try:
-        return path if os.stat(path).st_size == status.size else None
+        return path if os.stat(path).st_size == version.size else None
     except OSError:
         return None
 
 
-def drop_copy(url: str, status: ObjectVersion, cache_dir: str) -> None:
+def drop_copy(url: str, version: ObjectVersion, cache_dir: str) -> None:
     """Removes a damaged copy, so that it is fetched again."""
     with contextlib.suppress(OSError):
-        os.unlink(_path_of(url, status, cache_dir))
+        os.unlink(_path_of(url, version, cache_dir))
         _logger.warning("The copy of %s in %s was damaged and is removed.", url, cache_dir)
 
 
@@ -69,8 +69,10 @@ def check_room(objects: Mapping[str, ObjectVersion], cache_dir: str) -> int:
     Raises:
       InputError: they do not fit on the disk.
     """
-    missing = [status for url, status in objects.items() if not find_copy(url, status, cache_dir)]
-    needed = sum(status.size for status in missing)
+    missing = [
+        version for url, version in objects.items() if not find_copy(url, version, cache_dir)
+    ]
+    needed = sum(version.size for version in missing)
     if not missing:
         return 0
     try:
@@ -113,7 +115,7 @@ def fetch_copies(
             raise
 
 
-def fetch_copy(url: str, status: ObjectVersion, cache_dir: str, **download: Any) -> str:
+def fetch_copy(url: str, version: ObjectVersion, cache_dir: str, **download: Any) -> str:
     """Returns the path of the copy of an object, after fetching it if it is missing.
 
     Older versions of the object are then removed. `download` are further arguments of
@@ -122,29 +124,29 @@ def fetch_copy(url: str, status: ObjectVersion, cache_dir: str, **download: Any)
     Raises:
       InputError: the object cannot be read, or the folder cannot be written.
     """
-    path = _path_of(url, status, cache_dir)
+    path = _path_of(url, version, cache_dir)
     folder = os.path.dirname(path)
-    if find_copy(url, status, cache_dir):
+    if find_copy(url, version, cache_dir):
         return path
     try:
         os.makedirs(folder, exist_ok=True)
         with locked(folder):  # another process may be fetching it
-            if not find_copy(url, status, cache_dir):
-                _fetch(url, status, path, **download)
+            if not find_copy(url, version, cache_dir):
+                _fetch(url, version, path, **download)
                 _remove_all_but(path)
     except OSError as error:
-        if not find_copy(url, status, cache_dir):  # nor has another process made one
+        if not find_copy(url, version, cache_dir):  # nor has another process made one
             raise _explain(error, cache_dir) from error
     return path
 
 
-def _fetch(url: str, status: ObjectVersion, path: str, **download: Any) -> None:
+def _fetch(url: str, version: ObjectVersion, path: str, **download: Any) -> None:
     part = os.path.join(os.path.dirname(path), f".part-{secrets.token_hex(8)}")
     try:
         with open(part, "xb", buffering=0) as stream:
-            if status.size:
-                os.posix_fallocate(stream.fileno(), 0, status.size)
-            download_to(url, status, stream.fileno(), **download)
+            if version.size:
+                os.posix_fallocate(stream.fileno(), 0, version.size)
+            download_to(url, version, stream.fileno(), **download)
         os.utime(part, ns=(_MTIME_NS, _MTIME_NS))
         replace({part: path})
     except BaseException:
@@ -162,11 +164,11 @@ def _remove_all_but(path: str) -> None:
                 os.unlink(os.path.join(folder, name))
 
 
-def _path_of(url: str, status: ObjectVersion, cache_dir: str) -> str:
-    url_hash, version = (
-        hashlib.sha256(text.encode()).hexdigest()[:20] for text in (url, status.etag)
+def _path_of(url: str, version: ObjectVersion, cache_dir: str) -> str:
+    url_hash, etag_hash = (
+        hashlib.sha256(text.encode()).hexdigest()[:20] for text in (url, version.etag)
     )
-    name = f"{version}-{url.rpartition('/')[2][-_MOST_NAME:]}"
+    name = f"{etag_hash}-{url.rpartition('/')[2][-_MOST_NAME:]}"
     return os.path.join(cache_dir, _FOLDER, url_hash, name)
 
 
@@ -178,29 +180,29 @@ def _explain(error: OSError, cache_dir: str) -> InputError:
 
 @contextlib.contextmanager
 def local_copy(
-    path: str, status: ObjectVersion | None, cache_dir: str | None, **download: Any
+    path: str, version: ObjectVersion | None, cache_dir: str | None, **download: Any
 ) -> Iterator[str]:
     """Yields a local path: `path` itself, or that of a cached or temporary copy."""
-    if status is None:
+    if version is None:
         yield path
     elif cache_dir is not None:
-        yield fetch_copy(path, status, cache_dir, **download)
+        yield fetch_copy(path, version, cache_dir, **download)
     else:
         with tempfile.TemporaryFile() as stream:
             try:
-                os.posix_fallocate(stream.fileno(), 0, max(1, status.size))
-                os.ftruncate(stream.fileno(), status.size)
+                os.posix_fallocate(stream.fileno(), 0, max(1, version.size))
+                os.ftruncate(stream.fileno(), version.size)
             except OSError as error:
-                text = f"There is no room for {path}, {status.size:,} bytes, in"
+                text = f"There is no room for {path}, {version.size:,} bytes, in"
                 folder = tempfile.gettempdir()
                 raise InputError(f"{text} {folder}: {error.strerror}. Set TMPDIR.") from error
-            download_to(path, status, stream.fileno(), **download)
+            download_to(path, version, stream.fileno(), **download)
             yield f"/proc/self/fd/{stream.fileno()}"
 
 
 def download_to(
     url: str,
-    status: ObjectVersion,
+    version: ObjectVersion,
     descriptor: int,
     *,
     retry_seconds: float = RETRY_SECONDS,
@@ -218,8 +220,10 @@ def download_to(
     """
     num_ahead = min(_REQUESTS, max(1, MOST_REQUESTS // at_once))
     size = min(_PART_BYTES, _MOST_BYTES // (at_once * num_ahead))
-    starts = range(0, status.size, size)
-    parts = (ByteRange(url, status.etag, start, min(start + size, status.size)) for start in starts)
+    starts = range(0, version.size, size)
+    parts = (
+        ByteRange(url, version.etag, start, min(start + size, version.size)) for start in starts
+    )
     reads = read_in_turn(parts, num_ahead=num_ahead, retry_seconds=retry_seconds, stopped=stopped)
     for start, data in zip(starts, reads, strict=True):
         os.pwrite(descriptor, data, start)

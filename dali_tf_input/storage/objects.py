@@ -122,7 +122,7 @@ def find_all(patterns: Iterable[str]) -> list[dict[str, ObjectVersion]]:
 def list_folder(folder: str) -> dict[str, ObjectVersion]:
     """Returns the objects directly in a folder by their base names; none if there is no folder."""
     listed = find_objects(f"{folder.rstrip('/')}/*")
-    return {url.rpartition("/")[2]: status for url, status in listed.items()}
+    return {url.rpartition("/")[2]: version for url, version in listed.items()}
 
 
 def list_below(folder: str) -> dict[str, ObjectVersion]:
@@ -139,7 +139,7 @@ def list_below(folder: str) -> dict[str, ObjectVersion]:
         return [meta async for chunk in store.list(prefix=prefix) for meta in chunk]
 
     objects = run(_retry(folder, find, RETRY_SECONDS, "listed"))
-    return {base + meta["path"]: _status_of(meta) for meta in objects}
+    return {base + meta["path"]: _version_of(meta) for meta in objects}
 
 
 def find_object_versions(urls: Iterable[str]) -> dict[str, ObjectVersion]:
@@ -150,7 +150,7 @@ def find_object_versions(urls: Iterable[str]) -> dict[str, ObjectVersion]:
     folders = {
         url if url.startswith("http") else f"{url.rpartition('/')[0]}/*" for url in remote_urls
     }
-    listed = {url: status for objects in find_all(folders) for url, status in objects.items()}
+    listed = {url: version for objects in find_all(folders) for url, version in objects.items()}
     return {url: listed[url] for url in remote_urls & listed.keys()}
 
 
@@ -182,7 +182,7 @@ def read_parts(
 
 def read_whole(objects: dict[str, ObjectVersion]) -> list[bytes]:
     """Returns the bytes of small objects."""
-    parts = [ByteRange(url, status.etag, 0, status.size) for url, status in objects.items()]
+    parts = [ByteRange(url, version.etag, 0, version.size) for url, version in objects.items()]
     return [bytes(data) for data in read_parts(parts)]
 
 
@@ -227,7 +227,7 @@ def write(url: str, path: str, *, replaces: str | None = None) -> bool:
         try:
             if replaces:  # S3 and Azure compare the etag, GCS its number of the version
                 meta = await store.head_async(key)
-                if _status_of(meta).etag != replaces:
+                if _version_of(meta).etag != replaces:
                     return False
                 mode = {name: meta[name] for name in ("e_tag", "version") if meta[name]}
             # An upload in several parts cannot be conditional.
@@ -261,7 +261,7 @@ async def _read(part: ByteRange, retry_seconds: float) -> memoryview:
 
     async def get() -> memoryview:
         answer = await _store(base, retry_seconds).get_async(key, options=options)
-        if not is_compared and _status_of(answer.meta).etag != part.etag:
+        if not is_compared and _version_of(answer.meta).etag != part.etag:
             raise InputError(_CHANGED.format(part.url))
         data = await answer.bytes_async()
         if len(data) != part.end - part.start:
@@ -281,8 +281,8 @@ async def _find(pattern: str, retry_seconds: float) -> dict[str, ObjectVersion]:
 
     objects = await _retry(pattern, find, retry_seconds, "listed")
     if not is_pattern:
-        return {pattern: _status_of(objects[0])} if objects else {}
-    return {base + meta["path"]: _status_of(meta) for meta in sorted(objects, key=_path_of)}
+        return {pattern: _version_of(objects[0])} if objects else {}
+    return {base + meta["path"]: _version_of(meta) for meta in sorted(objects, key=_path_of)}
 
 
 def _path_of(meta: Any) -> str:
@@ -379,7 +379,7 @@ def _make_store(base: str, retry_seconds: float, settings: tuple[tuple[str, str]
     return library().store.from_url(base, client_options=client, retry_config=retries)
 
 
-def _status_of(meta: Any) -> ObjectVersion:
+def _version_of(meta: Any) -> ObjectVersion:
     # Azure's listings have etags without quotes, its other answers with them.
     etag = (meta["e_tag"] or "").strip('"')
     return ObjectVersion(meta["size"], etag or f"{_MODIFIED}{meta['last_modified'].isoformat()}")

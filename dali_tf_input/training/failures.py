@@ -130,7 +130,7 @@ def _find_missing_copy(spec: InputSpec) -> str | None:
     records = spec.records
     if records.cache_dir:
         for file in records.files:
-            if file.status and not find_copy(file.path, file.status, records.cache_dir):
+            if file.version and not find_copy(file.path, file.version, records.cache_dir):
                 return file.path
     return None
 

@@ -233,13 +233,14 @@ def check_labels(model: keras.Model, label_range: tuple[int, int] | None) -> Non
       model: a compiled model.
       label_range: the lowest and the highest label; None if they are not known.
     """
-    outputs = count_classes(model)
-    if label_range and outputs and outputs <= label_range[1]:
-        counts_from_1 = label_range == (1, outputs)
+    num_classes = count_classes(model)
+    if label_range and num_classes and num_classes <= label_range[1]:
+        counts_from_1 = label_range == (1, num_classes)
         hint = f"{COUNT_FROM_1} Otherwise the" if counts_from_1 else "The"
         raise InputError(
-            f"Labels run from {label_range[0]} to {label_range[1]}, the model has {outputs}"
-            f" outputs, for labels 0 to {outputs - 1}. {hint} model needs more outputs."
+            f"Labels run from {label_range[0]} to {label_range[1]}, the model has"
+            f" {num_classes} outputs, for labels 0 to {num_classes - 1}. {hint} model needs more"
+            " outputs."
         )
 
 
@@ -339,7 +340,7 @@ def names_of(model: keras.Model) -> Names | None:
     return None if trained is None else trained.class_names
 
 
-def check_normalization(model: keras.Model, preprocess: Preprocess) -> None:
+def check_pixels(model: keras.Model, preprocess: Preprocess) -> None:
     """Raises InputError if `preprocess` makes other pixels than the model was trained on."""
     trained = _noted.get(model)
     if trained is None or len(trained.image_views) > 1:
@@ -349,7 +350,7 @@ def check_normalization(model: keras.Model, preprocess: Preprocess) -> None:
 
 
 def count_classes(model: keras.Model) -> int | None:
-    """Returns the number of outputs of a model with a sparse cross-entropy, else None."""
+    """Returns how many classes a model with a sparse cross-entropy tells apart, else None."""
     loss, shape = getattr(model, "loss", None), getattr(model, "output_shape", None)
     kind = _kind_of(loss) or _name_of(loss)
     if "sparse_categorical" not in kind or not isinstance(shape, tuple):

@@ -47,7 +47,7 @@ _TARGETS = {"far": 0.9, "cached": 0.98, "failing": 0.7, "index": 0.8}
 _FAILING = 20  # one in so many
 _REQUEST = re.compile(rb"(\w+) /(\w+)/(\S+) (?:.*range: bytes=(\d+)-(\d+))?", re.S | re.I)
 _HEAD = (
-    "HTTP/1.1 {status} X\r\nContent-Length: {size}\r\nETag: 1\r\nLast-Modified: Thu, 01 Jan 2026"
+    "HTTP/1.1 {version} X\r\nContent-Length: {size}\r\nETag: 1\r\nLast-Modified: Thu, 01 Jan 2026"
     " 00:00:00 GMT\r\nContent-Range: bytes {first}-{last}/{total}\r\n\r\n"
 )
 
@@ -119,8 +119,8 @@ def measure_training(**row_flags: list[str]) -> dict[str, tuple[Stats, str]]:
 
 def measure_index(urls: list[str], folder: str) -> tuple[Stats, str]:
     """Returns how fast `build_index` is, as part of a plain download, and its rate."""
-    objects = {url: status for pattern in urls for url, status in find_objects(pattern).items()}
-    speeds, size = [], sum(status.size for status in objects.values())
+    objects = {url: version for pattern in urls for url, version in find_objects(pattern).items()}
+    speeds, size = [], sum(version.size for version in objects.values())
     for _ in command.progress(range(_REPEATS.value), what="indexing", total=_REPEATS.value):
         plain, start = download_all(objects), time.perf_counter()
         build_index(urls, index_dir=f"{folder}/index", force=True, allow_missing=True)
@@ -194,9 +194,9 @@ class Answers(asyncio.Protocol):
             return
         fails, data = kind == b"flaky" and Answers.count % _FAILING == 0, self._files[name]
         start, end = int(first or 0), min(int(last or len(data)) + 1, len(data))
-        status = 503 if fails else 206 if first else 200
+        version = 503 if fails else 206 if first else 200
         sizes = {"size": 0 if fails else end - start, "total": len(data)}
-        head = _HEAD.format(status=status, first=start, last=end - 1, **sizes)
+        head = _HEAD.format(version=version, first=start, last=end - 1, **sizes)
         self._transport.write(head.encode())
         if method == b"GET" and not fails:
             self._transport.write(data[start:end])

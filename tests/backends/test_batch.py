@@ -443,7 +443,7 @@ def test_it_says_what_is_wrong(mixtures):
         "num_readers and num_threads must be": {"num_readers": 0},
         r"num_threads must be in \[1, 1024\]": {"num_threads": 1025},
         "1 to 60 image keys": {"image_keys": []},
-        "no or 2 side keys": {"size_keys": ["image/height"]},
+        "no or 2 size keys": {"size_keys": ["image/height"]},
         "a version for each file": {
             "files": (locations.names, locations.versions[:0], *locations.where)
         },

@@ -81,7 +81,7 @@ def test_calls_that_go_on_and_on_fail(calls, monkeypatch):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("options", at_night([DALI], [DALI, TF_DATA]))
+@pytest.mark.parametrize("options", [DALI, TF_DATA])
 def test_a_process_that_ends_while_it_reads(tmp_path, options):
     """It ends, and quietly: no thread waits for a Python that is gone. Without the hook half of
     them hung.

@@ -317,7 +317,7 @@ TASKS = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("task", "num_replicas", "options"), at_night(TASKS[:1], TASKS))
 def test_keras_trains(records, task, num_replicas, options):
-    """Keras trains and evaluates on each kind of target, under a strategy too."""
+    """Keras trains and evaluates on several labels, at night on each kind of target."""
     layers, losses = keras.layers, keras.losses
     head = [layers.Flatten(), layers.Dense(90)]
     how, loss = {"label": LABELS["multi_hot"]}, losses.BinaryCrossentropy(from_logits=True)
@@ -408,7 +408,7 @@ def test_each_fault_has_its_reason(name):
     assert found[0] == reason
 
 
-# One for each rule of the parsing.
+# The others, each rule of the parsing, at night.
 USUALLY = ["out of range", "unknown name", "other size"]
 STOPPING = [name for name, (*_, stops) in BAD.items() if stops]
 

@@ -277,13 +277,13 @@ if backend == "dali":
 """
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork")
-@pytest.mark.parametrize("backend", ["dali", "tf_data"])
+@pytest.mark.parametrize("backend", at_night(["dali"], ["dali", "tf_data"]))
 def test_a_process_forks_and_ends_while_it_reads(tmp_path, backend):
     """Also in an iterator of which nothing was taken."""
     records = write_indexed(tmp_path / "train", examples_of([jpeg(300, 400)] * 12))
-    for count in range(20):
+    for count in at_night([2], range(20)):
         process = python("-c", EXIT, records.paths[0], backend, count)
         assert process.returncode == 0, process.stderr
         assert "Traceback" not in process.stderr

@@ -33,7 +33,7 @@ def images():
 @pytest.mark.slow
 @pytest.mark.parametrize("options", at_night([DALI], [DALI, TF_DATA]))
 def test_the_images_of_pngs(tmp_path, options):
-    """With every crop, and in another order, the same."""
+    """With two crops, at night with every one, and in another order, the same."""
     pixels = write_indexed(tmp_path / "a", [example(one, n) for n, one in enumerate(images())])
     pairs = enumerate(images())
     pngs = [{"image/encoded": encode(one), "image/class/label": number} for number, one in pairs]

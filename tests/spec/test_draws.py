@@ -19,9 +19,9 @@ SIZE = (224, 160)
 DRAWS = 10_000
 
 
-def rows_of(augmentation, step=0, size=SIZE):
-    """Returns the rows of a step: of each primitive the numbers, one row each."""
-    table = Program([augmentation], size).rows_of_op(step).tolist()
+def rows_of(augmentation, op=0, size=SIZE):
+    """Returns the rows of an operation: of each primitive the numbers, one row each."""
+    table = Program([augmentation], size).rows_of_op(op).tolist()
     rows = {}
     for primitive, *numbers in table:
         rows.setdefault(Primitive(int(primitive)).name, []).append(numbers)
@@ -29,7 +29,7 @@ def rows_of(augmentation, step=0, size=SIZE):
 
 
 def draw(augmentation, count=DRAWS, size=SIZE):
-    """Returns the rows that `count` images get, (count, steps, 13)."""
+    """Returns the rows that `count` images get, (count, ops, 13)."""
     program = Program([augmentation], size)
 
     numbers = tf.data.Dataset.range(count)
@@ -152,8 +152,8 @@ def test_magnitudes_of_a_normal_distribution():
 def test_draws_of_rand_augment():
     """Each of 14 operations as often, in both places; and timm's one half of the time."""
     drawn = draw(dti.RandAugment())
-    for step in range(2):
-        kinds = np.bincount(drawn[:, step, 0].astype(int), minlength=len(Primitive)) / DRAWS * 14
+    for op in range(2):
+        kinds = np.bincount(drawn[:, op, 0].astype(int), minlength=len(Primitive)) / DRAWS * 14
         expected = {"NOTHING": 1, "WARP": 5, "COLOR": 2, "CONTRAST": 1, "FILTER": 1}
         expected |= dict.fromkeys(["POSTERIZE", "SOLARIZE", "AUTOCONTRAST", "EQUALIZE"], 1)
         for primitive in Primitive:
@@ -265,9 +265,9 @@ def test_a_program_of_many():
     assert program.num_uniforms == 3 + 3 * 5
     assert program.rows[0].tolist() == [0] * 13
     assert Program([], SIZE).num_ops == 0
-    for step, part in enumerate([parts[1], parts[1], parts[2], parts[2], parts[3]]):
+    for op, part in enumerate([parts[1], parts[1], parts[2], parts[2], parts[3]]):
         own = {tuple(row) for table in part.plan(SIZE).tables for row in table.tolist()}
-        assert {tuple(row) for row in program.rows_of_op(step).tolist()} == own
+        assert {tuple(row) for row in program.rows_of_op(op).tolist()} == own
 
 
 BAD = [

@@ -30,8 +30,8 @@ def store(monkeypatch, tmp_path_factory):
 def put(store, data, url=URL):
     """Writes an object; returns its version."""
     store.put(url.removeprefix("s3://bucket/"), data)
-    (status,) = objects.find_objects(url).values()
-    return status
+    (version,) = objects.find_objects(url).values()
+    return version
 
 
 def files_in(folder):
@@ -41,12 +41,12 @@ def files_in(folder):
 @pytest.mark.parametrize("size", [0, 1, 999, 3 * (8 << 20) + 5])
 def test_a_copy_is_complete_and_fetched_once(store, tmp_path, size):
     data = os.urandom(size)
-    status = put(store, data)
-    assert find_copy(URL, status, str(tmp_path)) is None
-    path = fetch_copy(URL, status, str(tmp_path))
+    version = put(store, data)
+    assert find_copy(URL, version, str(tmp_path)) is None
+    path = fetch_copy(URL, version, str(tmp_path))
     assert Path(path).read_bytes() == data
     reads = store.count("GET")
-    assert fetch_copy(URL, status, str(tmp_path)) == find_copy(URL, status, str(tmp_path)) == path
+    assert fetch_copy(URL, version, str(tmp_path)) == find_copy(URL, version, str(tmp_path)) == path
     assert store.count("GET") == reads
     assert len(files_in(tmp_path)) == 1
 
@@ -85,18 +85,18 @@ def test_a_new_version_supersedes_the_old_one(store, tmp_path):
 
 def test_a_copy_that_is_gone_or_cut_is_fetched_again(store, tmp_path):
     """It then looks as before, so that programs that read it go on."""
-    status = put(store, bytes(1000))
-    path = fetch_copy(URL, status, str(tmp_path))
+    version = put(store, bytes(1000))
+    path = fetch_copy(URL, version, str(tmp_path))
     before = os.stat(path)
     for damage in (os.unlink, lambda path: os.truncate(path, 10)):
         damage(path)
-        assert fetch_copy(URL, status, str(tmp_path)) == path
+        assert fetch_copy(URL, version, str(tmp_path)) == path
         after = os.stat(path)
         assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
-    drop_copy(URL, status, str(tmp_path))
-    assert find_copy(URL, status, str(tmp_path)) is None
+    drop_copy(URL, version, str(tmp_path))
+    assert find_copy(URL, version, str(tmp_path)) is None
     shutil.rmtree(tmp_path)
-    assert fetch_copy(URL, status, str(tmp_path)) == path
+    assert fetch_copy(URL, version, str(tmp_path)) == path
 
 
 def test_room_is_checked_before(store, tmp_path, monkeypatch, caplog):
@@ -116,26 +116,26 @@ def test_room_is_checked_before(store, tmp_path, monkeypatch, caplog):
 
 
 def test_a_folder_that_cannot_be_written(store, tmp_path, monkeypatch):
-    status = put(store, bytes(1000))
+    version = put(store, bytes(1000))
     (tmp_path / "file").write_text("")
     with refused("`cache_dir` .*/file cannot be written: .* Name another"):
-        fetch_copy(URL, status, f"{tmp_path}/file")
+        fetch_copy(URL, version, f"{tmp_path}/file")
 
     def fail(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", fail)
     with refused("/full cannot be written: No space .* Free some space, or name another"):
-        fetch_copy(URL, status, f"{tmp_path}/full")
+        fetch_copy(URL, version, f"{tmp_path}/full")
     assert files_in(tmp_path) == {"file"}
     with refused("`cache_dir` must be a local path, got s3://bucket/cache"):
         copies.resolve_cache_dir("s3://bucket/cache")
 
 
 def test_threads_fetch_an_object_once(store, tmp_path):
-    status = put(store, bytes(1000))
+    version = put(store, bytes(1000))
     threads = [
-        threading.Thread(target=fetch_copy, args=(URL, status, str(tmp_path))) for _ in range(8)
+        threading.Thread(target=fetch_copy, args=(URL, version, str(tmp_path))) for _ in range(8)
     ]
     for thread in threads:
         thread.start()
@@ -151,7 +151,7 @@ from dali_tf_input.storage.objects import ObjectVersion
 
 folder, url, when = sys.argv[1:]
 
-def write(url, status, descriptor, **_):  # of two parts
+def write(url, version, descriptor, **_):  # of two parts
     os.pwrite(descriptor, b"a" * 500, 0)
     if when == "wait":
         print("half", flush=True)

@@ -46,9 +46,9 @@ def test_read_parts(store):
     """In the order of the arguments, whether they overlap, touch, or are far apart."""
     data = os.urandom(1 << 18)
     store.put("a", data)
-    (status,) = find_objects("s3://bucket/a").values()
+    (version,) = find_objects("s3://bucket/a").values()
     places = [(5, 9), (0, 3), (200_000, 200_010), (7, 7), (2, 90_000), (200_005, 200_020)]
-    parts = [ByteRange("s3://bucket/a", status.etag, *place) for place in places]
+    parts = [ByteRange("s3://bucket/a", version.etag, *place) for place in places]
     assert read_parts(parts) == [data[start:end] for start, end in places]
     store.put("a", data)
     with refused("s3://bucket/a changed since it was indexed"):
@@ -57,8 +57,8 @@ def test_read_parts(store):
 
 def test_an_error_names_the_object_that_failed(store):
     store.put("a", b"abc")
-    (status,) = find_objects("s3://bucket/a").values()
-    parts = [ByteRange(f"s3://bucket/{name}", status.etag, 0, 3) for name in ("a", "gone", "a")]
+    (version,) = find_objects("s3://bucket/a").values()
+    parts = [ByteRange(f"s3://bucket/{name}", version.etag, 0, 3) for name in ("a", "gone", "a")]
     with refused("^s3://bucket/gone cannot be read: no such object"):
         read_parts(parts)
 
@@ -87,10 +87,10 @@ def test_a_server_without_etags(store, monkeypatch):
     """The time of the last change is the version."""
     store.put("a", b"abc")
     about = {**store.head("a"), "e_tag": None}
-    status = objects._status_of(about)
-    assert status == ObjectVersion(3, f"modified {about['last_modified'].isoformat()}")
-    monkeypatch.setattr(objects, "_status_of", lambda _: status)
-    assert read_parts([ByteRange("s3://bucket/a", status.etag, 0, 3)]) == [b"abc"]
+    version = objects._version_of(about)
+    assert version == ObjectVersion(3, f"modified {about['last_modified'].isoformat()}")
+    monkeypatch.setattr(objects, "_version_of", lambda _: version)
+    assert read_parts([ByteRange("s3://bucket/a", version.etag, 0, 3)]) == [b"abc"]
     with refused("changed since it was indexed"):
         read_parts([ByteRange("s3://bucket/a", "modified 2001", 0, 3)])
 

@@ -89,7 +89,7 @@ def test_the_losses_are_those_of_the_model(photos, tmp_path):
         np.testing.assert_allclose(blame.losses[train.records_of(step)], expected, rtol=1e-4)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_on_two_replicas_they_are_the_same(photos, tmp_path):
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     records = photos[0].sample(100)

@@ -130,7 +130,7 @@ def check_epochs_three_ways(dataset, options, order, strategy=None):
 
 
 @pytest.mark.nightly
-@ways(*ALL_WAYS)
+@pytest.mark.parametrize(("order", "options"), ALL_WAYS)
 def test_epochs_three_ways(dataset, options, order):
     check_epochs_three_ways(dataset, options, order)
 

@@ -99,14 +99,15 @@ def test_shuffled_replicas_stay_disjoint(dataset, options):
     assert seen == [set(range(12)), set(range(12, 24))]
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("options", "make_strategy"), [*itertools.product([DALI, TF_DATA], STRATEGIES)]
+    ("options", "make_strategy"),
+    at_night([(DALI, mirrored)], [*itertools.product([DALI, TF_DATA], STRATEGIES)]),
 )
 def test_iterators_come_and_go(dataset, options, make_strategy):
     """TensorFlow's MultiDeviceIterator over a DALIDataset ends the process when dropped."""
     strategy = make_strategy()
-    for _ in range(3):
+    for _ in range(2):
         fed = load(spec_of(dataset, "buffer"), options, strategy=strategy, batch_size=6)
         for _ in range(3):
             iterator = iter(fed.dataset)

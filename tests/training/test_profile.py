@@ -64,7 +64,7 @@ def test_the_wait_by_a_fake_clock(monkeypatch):
     assert profile.wait == 0.75
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.parametrize("options", at_night([DALI], [DALI, TF_DATA]))
 def test_the_model_is_as_before(dataset, options):
     """Weights, optimizer and metrics; the records that training sees are too. `fit` logs a rate."""

@@ -62,7 +62,7 @@ def checkpoint(folder, **how):
 
 
 # Of each of these callbacks one.
-KINDS = ("lr of lr", "two early stoppings", "plateau", "best weights", "csv", "custom")
+KINDS = ("averages", "lr of lr", "two early stoppings", "plateau", "best weights", "csv", "custom")
 # The optimizer, and the callbacks, whose files are in a folder.
 CASES = {
     "all together": (
@@ -192,6 +192,7 @@ def run_whole_and_in_parts(records, folder, case, crashes, **how):
     [
         # Each count is of the run that crashes.
         ("all together", [MID_EPOCH, ("on_epoch_begin", 2)]),
+        ("loss scale", [MID_EPOCH]),
         *at_night([], itertools.product(CASES, [[MID_EPOCH], [EPOCH_BEGIN]])),
     ],
 )

@@ -105,7 +105,7 @@ def test_fit(spec, stages, options):
 
 @pytest.mark.slow
 def test_resumes(spec, stages, tmp_path):
-    """Stopped again and again, in any stage and at its end: the same weights to the bit."""
+    """Stopped at the end of a stage, at night again and again: the same weights to the bit."""
 
     class Stop(keras.callbacks.Callback):
         def __init__(self, after):

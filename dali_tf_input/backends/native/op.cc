@@ -172,7 +172,7 @@ void ReadAttributes(TF_OpKernelConstruction* context, bool has_types, BatchKerne
   if (TF_GetCode(status)) return;
   const size_t images = kernel->keys.images.size(), sides = kernel->keys.sides.size();
   if (images < 1 || images > 60 || (sides && sides != 2)) {
-    return TF_SetStatus(status, kInvalidArgument, "1 to 60 image keys are needed, and no or 2 side keys");
+    return TF_SetStatus(status, kInvalidArgument, "1 to 60 image keys are needed, and no or 2 size keys");
   }
   TF_OpKernelConstruction_GetAttrBool(context, "check_crc", &check_crc, status);
   if (!TF_GetCode(status)) TF_OpKernelConstruction_GetAttrInt64(context, "num_readers", &readers, status);

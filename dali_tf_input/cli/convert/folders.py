@@ -43,7 +43,7 @@ class Tree:
         if is_url(source):
             start = len(self.source) + 1
             objects = list_below(self.source).items()
-            self._objects = {url[start:]: status for url, status in objects}
+            self._objects = {url[start:]: version for url, version in objects}
             self._sorted = sorted(self._objects)
 
     def path(self, below: str) -> str:
@@ -130,12 +130,12 @@ def list_images(
             for name in classes[root]:
                 folder = os.path.join(root, name)
                 number, count, has_direct = numbers[name], 0, False
-                for path, status in tree.walk(folder):
-                    if not _is_image(tree, path, status, left_out):
+                for path, version in tree.walk(folder):
+                    if not _is_image(tree, path, version, left_out):
                         continue
                     features = {"image/class/label": number, "image/class/text": name}
                     listed.add(split, number, stream.tell())
-                    line: list[Any] = [features, tree.path(path), None, status]
+                    line: list[Any] = [features, tree.path(path), None, version]
                     stream.write(json.dumps(line).encode() + b"\n")
                     has_direct |= os.path.dirname(path) == folder
                     count += 1
@@ -284,7 +284,7 @@ def _check_splits(
         )
 
 
-def _is_image(tree: Tree, path: str, status: ObjectVersion | None, left_out: LeftOut) -> bool:
+def _is_image(tree: Tree, path: str, version: ObjectVersion | None, left_out: LeftOut) -> bool:
     """Whether a file is an image, by its name, or else by its first bytes; lists it if not."""
     name, whole = os.path.basename(path), tree.path(path)
     if any(part.startswith(".") for part in path.split("/")):

@@ -52,9 +52,9 @@ def inflate_files(source: str, folder: str) -> str:
     return pattern
 
 
-def _read_start(file: str, status: objects.ObjectVersion | None) -> bytes:
-    if status is None:
+def _read_start(file: str, version: objects.ObjectVersion | None) -> bytes:
+    if version is None:
         with open(file, "rb") as stream:
             return stream.read(64)
-    part = objects.ByteRange(file, status.etag, 0, min(64, status.size))
+    part = objects.ByteRange(file, version.etag, 0, min(64, version.size))
     return bytes(objects.read_parts([part])[0])

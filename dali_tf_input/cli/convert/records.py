@@ -57,9 +57,9 @@ def digest_images(items: list[Any]) -> list[bytes]:
 
     What cannot be read has one, too: it is left out later, with the reason.
     """
-    stored = {name: ObjectVersion(*status) for _, name, _, status in items if status}
+    stored = {name: ObjectVersion(*version) for _, name, _, version in items if version}
     if stored:
-        holding = {name: status for name, status in stored.items() if status.size}
+        holding = {name: version for name, version in stored.items() if version.size}
         data = dict.fromkeys(stored, b"")
         data |= zip(holding, read_whole(holding), strict=True)
         return [_digest(data[name]) for _, name, _, _ in items]
@@ -93,12 +93,12 @@ def _digest(data: bytes) -> bytes:
 def make_records_of_images(
     conversion: Conversion, source: str, items: list[Any]
 ) -> list[writer.Record]:
-    """Makes records of images, given as items [features, path, mask path or None, status or None].
+    """Makes records of images, given as items [features, path, mask path or None, version or None].
 
-    Only a stored object has a status. Records name images by their paths below `source`.
+    Only a stored object has a version. Records name images by their paths below `source`.
     """
-    stored = {name: ObjectVersion(*status) for _, name, _, status in items if status}
-    holding = {name: status for name, status in stored.items() if status.size}
+    stored = {name: ObjectVersion(*version) for _, name, _, version in items if version}
+    holding = {name: version for name, version in stored.items() if version.size}
     data = dict.fromkeys(stored, b"")  # an empty object has no range to ask for
     data |= zip(holding, read_whole(holding), strict=True)
     return [
