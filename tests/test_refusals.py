@@ -285,12 +285,16 @@ def with_little_memory():
 def try_odd_values(name, made, one_in):
     """Nothing but an InputError is raised, and it names the argument."""
     function, right = CALLS[name](made)
-    wrong = []
+    parameters, wrong = inspect.signature(function).parameters, []
     for place, argument in enumerate(list_arguments(function, right)):
+        parameter = parameters.get(argument)  # none of `**more`
+        takes_functions = "Callable" in str(parameter and parameter.annotation)
         # Each value with some argument of each callable; at night each with each.
         for value in at_night(ODD[place % one_in :: one_in], ODD):
             if (name, argument) in MEANT and isinstance(value, int) and value == 10**9:
                 continue
+            if takes_functions and callable(value):
+                continue  # what it raises when it is called is its own error
             for folder in ("model", "triton"):  # which must be new
                 shutil.rmtree(folder, ignore_errors=True)
             try:
