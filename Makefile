@@ -119,7 +119,7 @@ wheel: $(DEVELOPED)  ## Build the wheel and the source distribution in dist/, ch
 	@$(RUN) -m build --quiet --outdir dist
 	@$(RUN) -m twine check --strict dist/*
 	@$(RUN) -m auditwheel show dist/*.whl
-	@$(PYTEST) -m wheel tests/test_wheel.py
+	@$(PYTEST) -n 2 -m wheel tests/test_wheel.py
 
 clean:  ## Remove everything that was made: .venv, data/sample, results, caches
 	rm -rf .venv data/sample results build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

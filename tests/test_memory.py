@@ -44,7 +44,7 @@ PARTS = {
     "epochs global": (150, 60),
     "epochs buffer": (150, 60),
     "evaluations": (90, 100),
-    "datasets": (45, 400),
+    "datasets": (90, 400),
 }
 
 
