@@ -64,6 +64,7 @@ def test_tutorial_runs(tmp_path, monkeypatch, capsys):
     notebook = json.loads((ROOT / "docs/tutorial.ipynb").read_text())
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert not any(cell["outputs"] for cell in cells)  # which would hold photos
+    plt.close("all")  # of other tests
     names = {"__name__": "__main__"}
     for number, cell in enumerate(cells):
         source = "".join(cell["source"]).replace("96", "48").replace("EPOCHS = 15", "EPOCHS = 9")

@@ -1,4 +1,4 @@
-"""Memory, threads and descriptors stay flat over epochs, evaluations, and datasets that come and go."""
+"""Memory, threads and descriptors stay flat over epochs, evaluations, and datasets in turn."""
 
 import itertools
 import os

@@ -19,7 +19,13 @@ from dali_tf_input import __version__
 from dali_tf_input.errors import InputError, Path
 from dali_tf_input.records.checks import Checks
 from dali_tf_input.records.contents import FileEntry, summarize
-from dali_tf_input.records.paths import BAD_RECORDS_NAME, MANIFEST_NAME, index_command
+from dali_tf_input.records.paths import (
+    BAD_RECORDS_NAME,
+    MANIFEST_NAME,
+    index_command,
+    is_matched,
+    is_numbered,
+)
 from dali_tf_input.records.tfrecord import record_size
 from dali_tf_input.storage.objects import ObjectVersion, is_url
 from dali_tf_input.storage.staging import locked
@@ -102,9 +108,9 @@ def read_entries(
     `files` maps each path or URL to the version of a stored object, or None for a local file.
 
     Raises:
-      InputError: a file has no index or no entry, or the file or its index changed. The message
-        includes the command that fixes it. If many files are affected, the command names them by
-        `patterns`, as the user did.
+      InputError: a file has no index or no entry, the file or its index changed, or a file that was
+        indexed and that `patterns` match is gone. The message includes the command that fixes it.
+        If many files are affected, the command names them by `patterns`, as the user did.
     """
     folders = {os.path.dirname(index_file) or "." for index_file in index_files}
     for is_last in (False, True):
@@ -150,7 +156,43 @@ def read_entries(
         )
         verb = "Index them" if reason == _NO_INDEX else "Index again"
         raise InputError(f"{text} {verb}: {command}")
+    places = dict(zip(files, index_files, strict=True))
+    if gone := _find_gone(places, manifests, patterns):
+        arguments = ["--allow_missing"] if is_numbered(gone[0]) else []
+        command = index_command(patterns, index_dir=index_dir, arguments=arguments)
+        more = f", and {len(gone) - 1} more" if len(gone) > 1 else ""
+        raise InputError(
+            f"{gone[0]} was indexed and is gone{more}. Restore it, or go on without it: {command}"
+        )
     return entries
+
+
+def _find_gone(
+    places: Mapping[str, str], manifests: Mapping[str, "Manifest"], patterns: Path | Sequence[Path]
+) -> list[str]:
+    """Returns files that manifests name and `patterns` match, but that are not among the files.
+
+    A pattern matches what is there, so that a lost file would be left out without a word.
+
+    Args:
+      places: the index file of each file that is there.
+      manifests: the manifest of each folder of index files.
+      patterns: how the user named the files.
+    """
+    folders: dict[str, list[str]] = {}
+    for file, index_file in places.items():
+        folders.setdefault(os.path.dirname(index_file) or ".", []).append(file)
+    gone = []
+    for folder, files in folders.items():
+        entries = manifests[folder].entries
+        known = {os.path.basename(file): os.path.dirname(file) for file in files}
+        # Of files beside it a manifest does not say where that is: the folder may be moved.
+        own = next((known[name] for name in known if entries[name].folder is None), None)
+        for name in entries.keys() - known.keys():
+            path = os.path.join(entries[name].folder or own or "", name)
+            if is_matched(path, patterns) and (is_url(path) or not os.path.exists(path)):
+                gone.append(path)
+    return sorted(gone)
 
 
 def _skip_as_before(entries: Sequence[FileEntry]) -> list[str]:

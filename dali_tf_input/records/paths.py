@@ -1,6 +1,7 @@
 """The paths of TFRecord files and of their indexes, and the command that makes the indexes."""
 
 import errno
+import fnmatch
 import glob
 import itertools
 import json
@@ -257,6 +258,22 @@ def _shorten(folder: str, names: list[str]) -> list[str]:
     if not is_url(folder) and os.path.exists(paths[0]):  # names of files, not patterns
         start = glob.escape(start)
     return [start + ("*-of-*" if all("-of-" in name[rest:] for name in names) else "*")]
+
+
+def is_matched(path: str, files: Path | Sequence[Path]) -> bool:
+    """Whether a pattern of `files` matches an absolute path, be there such a file or not."""
+    folder, name = os.path.split(path)
+    for pattern in map(absolute, _patterns(files)):
+        its_folder, its_name = os.path.split(pattern)
+        is_its_folder = folder == its_folder or fnmatch.fnmatchcase(folder, its_folder)
+        if is_its_folder and fnmatch.fnmatchcase(name, its_name) and not os.path.exists(pattern):
+            return True
+    return False
+
+
+def is_numbered(path: str) -> bool:
+    """Whether a file is one of a numbered set, such as ``train-00003-of-01024``."""
+    return bool(_NUMBERED.fullmatch(path))
 
 
 def _patterns(files: Path | Sequence[Path]) -> list[str]:

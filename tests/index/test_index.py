@@ -209,6 +209,39 @@ def test_what_changed_is_refused_and_fixed(files, train, spoil, message, named):
     from_files(train)
 
 
+def test_a_file_that_is_gone_since(files, train, tmp_path):
+    """A pattern matches what is there: a lost file would be left out without a word."""
+    build_index(train)
+    os.unlink(files[1])
+    said = re.escape(f"{files[1]} was indexed and is gone. Restore it, or go on without it: ")
+    with refused(f"{said}.* index '{tmp_path}/train-\\?'$"):
+        from_files(train)
+    assert from_files([files[0], files[2]]).num_records == 10  # which are named
+    assert build_index(train).removed == 1
+    assert from_files(train).num_records == 10
+
+
+def test_a_file_of_a_set_that_is_gone_since(tmp_path):
+    """The printed command says that it may be missing; other splits, and folders, do not count."""
+    for split in ("train", "validation"):
+        for number in range(3):
+            write_tfrecord(tmp_path / f"{split}-{number:05}-of-00003", ONE)
+    index_dir = tmp_path / "index"
+    for place in ({}, {"index_dir": index_dir}):
+        build_index(tmp_path / "*-of-*", **place)
+    os.unlink(tmp_path / "train-00001-of-00003")
+    for place in ({}, {"index_dir": index_dir}):
+        assert from_files(tmp_path / "validation-*", **place).num_records == 3
+        with refused("train-00001-of-00003 was indexed and is gone. .* index --allow_missing "):
+            from_files(tmp_path / "*-of-*", **place)
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    for path in [*tmp_path.glob("*-of-*"), tmp_path / "index_manifest.json"]:
+        path.rename(moved / path.name)
+    with refused("moved/train-00001-of-00003 was indexed and is gone. "):
+        from_files(moved / "train-*-of-?????")
+
+
 def test_another_file_of_the_same_size_and_time(files):
     build_index(files[0])
     status = os.stat(files[0])

@@ -70,6 +70,15 @@ def same(one, other):
     return all((a == b).all() for a, b in zip(one, other, strict=True))
 
 
+def test_an_object_that_is_gone_since(stored):
+    """A listing of what is there would not show it."""
+    dti.build_index(FILES)
+    stored.delete("set/train-00001-of-00003")
+    with refused("set/train-00001-of-00003 was indexed and is gone. .* index --allow_missing 's3:"):
+        dti.Records.from_files(FILES)
+    assert dti.Records.from_files(f"{SET}/train-00000-of-00003").num_records == 5
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("options", at_night([DALI], [DALI, TF_DATA]))
 def test_records_are_those_of_local_files(dataset, stored, tmp_path, options):

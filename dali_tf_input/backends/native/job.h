@@ -27,7 +27,7 @@ class Job {
   const Records* records = nullptr;  // to read from; or null, and then
   const char* given = nullptr;       // TF_TString each: the records of the batch, without headers
   size_t string_size = 0;            // of a TF_TString, in bytes
-  const int64_t* numbers = nullptr;  // of the records to read
+  const int64_t* numbers = nullptr;  // positions of the records to read
   int64_t count = 0;                 // images
   bool check_crc = true;
   const ImageKeys* keys = nullptr;

@@ -1,5 +1,5 @@
 // The TensorFlow operations of this package, and what each file beside this one is for:
-//   DaliTfInputBatch     makes a batch from the numbers of its records, or from records          batch.h
+//   DaliTfInputBatch     makes a batch from the positions of its records, or from records          batch.h
 //   DaliTfInputPlace     places images that Batch refused in its batch, and mixes it             mix.h
 //   DaliTfInputPack      packs a batch for DALI, from the same                                   split.h, packed.h
 //   DaliTfInputFill      fills values into a packed batch                                        packed.h
@@ -121,12 +121,12 @@ bool ReadFiles(const Call& call, Records* records) {
 
 constexpr char kFilesNeeded[] = "a version for each file and an extent for each record are needed";
 
-// Reads the inputs of `ReadFiles` and the two after them: the numbers of the records to read, int64 (k,), or none, and then
+// Reads the inputs of `ReadFiles` and the two after them: the positions of the records to read, int64 (k,), or none, and then
 // the records, string (k,). Returns what is wrong, or a null pointer.
 const char* ReadGiven(const Call& call, Records* records, Job* job) {
   job->count = std::max(call.Count(4), call.Count(5));
   if (call.Count(4)) {
-    if (call.Count(5)) return "numbers or records are needed, not both";
+    if (call.Count(5)) return "positions or records are needed, not both";
     if (!ReadFiles(call, records)) return kFilesNeeded;
     job->records = records, job->numbers = call.Data<int64_t>(4), job->string_size = records->name_size;
   } else if (job->count) {
@@ -406,7 +406,7 @@ void ComputeUniforms(void*, TF_OpKernelContext* context) {
   });
 }
 
-// Its inputs: those of `ReadFiles`, and the numbers of the records to read, int64 (k,). Its output: string (k,).
+// Its inputs: those of `ReadFiles`, and the positions of the records to read, int64 (k,). Its output: string (k,).
 void ComputeRead(void* kernel, TF_OpKernelContext* context) {
   constexpr int64_t kAtOnce = 32;  // announced to the system together
   Call call(context, 5);
@@ -455,7 +455,7 @@ void SetUnknownShape(TF_ShapeInferenceContext* context, TF_Status* status) {
 }
 
 // Lists images of a shard. Its inputs: the plan's numbers, its groups and nodes, see plan.h, int64; and an epoch, the
-// first image and how many, int64 each. Its outputs: the keys of the images and the numbers of their records, int64 (k,);
+// first image and how many, int64 each. Its outputs: the keys of the images and the positions of their records, int64 (k,);
 // fewer at the end of the epoch.
 void ComputeList(void*, TF_OpKernelContext* context) {
   Call call(context, 6);
@@ -528,13 +528,13 @@ __attribute__((constructor)) void RegisterAll() {
   const auto image = {"height: int", "width: int", "kernel: int", "antialias: bool", "clip: bool", "chw: bool",
                       "mean: list(float)", "scale: list(float)", "T: {float, half, bfloat16, uint8}"};
   Register("DaliTfInputBatch",
-           {"names: string", "versions: int64", "file_of: int32", "extents: int64", "numbers: int64", "records: string",
+           {"names: string", "versions: int64", "file_of: int32", "extents: int64", "positions: int64", "records: string",
             "uniforms: float", "rows: float", "drawn: float", "parameters: double"},
            {"images: T", "rests: string", "sizes: int64", "places: int64", "refused: string"},
            {"T: list({float, half, bfloat16, uint8}) >= 1", "image_keys: list(string)", "size_keys: list(string)", "check_crc: bool", "num_readers: int", "num_threads: int"},
            TF_NewKernelBuilder("DaliTfInputBatch", "CPU", CreateBatch<true>, ComputeBatch, DeleteBatch));
   Register("DaliTfInputPack",
-           {"names: string", "versions: int64", "file_of: int32", "extents: int64", "numbers: int64", "records: string",
+           {"names: string", "versions: int64", "file_of: int32", "extents: int64", "positions: int64", "records: string",
             "images: string", "settings: int64"},
            {"packed: uint8", "rests: string", "num_refused: int64", "returned: string"},
            {"image_keys: list(string)", "size_keys: list(string)", "check_crc: bool", "num_readers: int", "num_threads: int"},
@@ -546,10 +546,10 @@ __attribute__((constructor)) void RegisterAll() {
            Stateless("DaliTfInputUniforms", ComputeUniforms));
   Register("DaliTfInputList",
            {"plan: int64", "groups: int64", "nodes: int64", "epoch: int64", "first: int64", "count: int64"},
-           {"keys: int64", "numbers: int64"}, {}, Stateless("DaliTfInputList", ComputeList));
+           {"keys: int64", "positions: int64"}, {}, Stateless("DaliTfInputList", ComputeList));
   Register("DaliTfInputCheck", {"names: string", "versions: int64"}, {"count: int64"}, {}, Stateless("DaliTfInputCheck", ComputeCheck), true);
   Register("DaliTfInputRead",
-           {"names: string", "versions: int64", "file_of: int32", "extents: int64", "numbers: int64"}, {"records: string"},
+           {"names: string", "versions: int64", "file_of: int32", "extents: int64", "positions: int64"}, {"records: string"},
            {"check_crc: bool"}, TF_NewKernelBuilder("DaliTfInputRead", "CPU", CreateRead, ComputeRead, DeleteRead));
   Register("DaliTfInputPrepare", {"image: uint8", "region: double", "mirror: bool"}, {"prepared: T"}, image,
            TF_NewKernelBuilder("DaliTfInputPrepare", "CPU", Create<Work>, ComputePrepare, Delete<Work>));

@@ -1,4 +1,4 @@
-// Reads records by their numbers, from files whose index is known.
+// Reads records by their positions, from files whose index is known.
 #pragma once
 
 #include <algorithm>
