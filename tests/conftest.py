@@ -10,6 +10,7 @@ import io
 import itertools
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -52,12 +53,16 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["PATH"] = os.pathsep.join(folders)
     if config.getoption("numprocesses", None):
         return  # its workers run the tests: this process needs no TensorFlow
+    # A shell's background ignores Ctrl-C, and so would the programs that tests start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # To optimize the graphs of small models and datasets takes longer than to run them: oneDNN's
+    # passes take a tenth of the tests' time. The nightly run has TensorFlow's defaults, as users.
+    is_plain = not on_gpu and at_night(True, False)
+    if is_plain:
+        os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
     tf = import_tensorflow()
     gc.set_threshold(20_000)  # graphs are many objects; the default costs 5% of the time
-    # To optimize the graphs of small models and datasets takes longer than to run them. The nightly
-    # run has TensorFlow's defaults, as users have.
-    optimizer = at_night({"disable_meta_optimizer": True}, {})
-    tf.config.optimizer.set_experimental_options(optimizer if not on_gpu else {})
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": is_plain})
     if on_gpu and os.environ.get("GPU_TESTS_ON") != "cpu":
         return  # with logical devices, also of the CPU, TensorFlow ignores memory growth
     cpu = tf.config.list_physical_devices("CPU")[0]
