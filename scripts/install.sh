@@ -37,18 +37,20 @@ mapfile -t build_tools < <(section plugin-build)
 pip install --quiet "$tensorflow" "$(requirement nvidia-dali-cuda120)" "${build_tools[@]}"
 
 # The plugin is compiled against this TensorFlow and this DALI, so they come first, and pip must neither hide them
-# (build isolation) nor reuse a plugin that was compiled against others (its cache).
+# (build isolation) nor reuse a plugin that was compiled against others (its cache). Meanwhile the rest is installed.
 site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
 dali_version=$("$venv/bin/python" -c 'import importlib.metadata as m; print(m.version("nvidia-dali-cuda120"))')
 plugin_works() { TF_CPP_MIN_LOG_LEVEL=3 "$venv/bin/python" -c 'import nvidia.dali.plugin.tf' >/dev/null 2>&1; }
+wheels=$(mktemp -d)
+compiler=
+trap '[ -z "$compiler" ] || kill "$compiler" 2>/dev/null || true; rm -rf "$wheels"' EXIT
 if ! plugin_works; then
   say "compiling DALI's TensorFlow plugin $dali_version (half a minute)"
   env -u CUDA_PATH -u CPLUS_INCLUDE_PATH -u C_INCLUDE_PATH \
     CUDA_HOME="$site/nvidia/cuda_runtime" CPATH="$site/nvidia/cuda_nvcc/include" PATH="$venv/bin:$PATH" \
-    "$venv/bin/python" -m pip --disable-pip-version-check install --quiet --no-cache-dir --no-build-isolation \
-    --force-reinstall --no-deps "nvidia-dali-tf-plugin-cuda120==$dali_version" ||
-    fail "the plugin did not compile; the compiler's own words are above."
-  plugin_works || { "$venv/bin/python" -c 'import nvidia.dali.plugin.tf' || true; fail "the plugin does not load; see above."; }
+    "$venv/bin/python" -m pip --disable-pip-version-check wheel --quiet --no-cache-dir --no-build-isolation --no-deps \
+    --wheel-dir "$wheels" "nvidia-dali-tf-plugin-cuda120==$dali_version" >"$wheels/log" 2>&1 &
+  compiler=$!
 fi
 
 say "installing dali_tf_input"
@@ -57,6 +59,11 @@ if has dev; then extras+=,dev; fi
 if has nightly; then extras+=,nightly; fi
 # "compat": a path that editors and type checkers find too.
 pip install --quiet --no-build-isolation --config-settings editable_mode=compat --editable ".[$extras]"
+if [ -n "$compiler" ]; then
+  wait "$compiler" || { cat "$wheels/log" >&2; fail "the plugin did not compile; the compiler's own words are above."; }
+  pip install --quiet --force-reinstall --no-deps "$wheels"/*.whl
+  plugin_works || { "$venv/bin/python" -c 'import nvidia.dali.plugin.tf' || true; fail "the plugin does not load; see above."; }
+fi
 # It fits one DALI only, as the plugin does, and its source is a part of the package.
 env -u CUDA_PATH -u CPLUS_INCLUDE_PATH -u C_INCLUDE_PATH CUDA_HOME="$site/nvidia/cuda_runtime" \
   "$venv/bin/python" -m dali_tf_input.backends.dali_operator >/dev/null || fail "the operator of DALI did not compile."
