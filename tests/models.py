@@ -1,6 +1,7 @@
 """Small Keras models for tests, and how they are trained."""
 
 import contextlib
+import itertools
 
 import keras
 
@@ -8,12 +9,20 @@ FROM_LOGITS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
 def make_model(
-    size, outputs, *layers, strategy=None, optimizer="sgd", loss=FROM_LOGITS, **compiled
+    size,
+    outputs,
+    *layers,
+    activation=None,
+    strategy=None,
+    optimizer="sgd",
+    loss=FROM_LOGITS,
+    **compiled,
 ):
-    """Returns a compiled model of square images: `layers`, by default Flatten, and a Dense one."""
+    """Returns a compiled model of square images, of any size if `size` is None: `layers`, by default Flatten, and a Dense one."""
     layers = layers or (keras.layers.Flatten(),)
     with strategy.scope() if strategy else contextlib.nullcontext():
-        layers = [keras.layers.Input((size, size, 3)), *layers, keras.layers.Dense(outputs)]
+        last = keras.layers.Dense(outputs, activation=activation)
+        layers = [keras.layers.Input((size, size, 3)), *layers, last]
         model = keras.Sequential(layers)
         model.compile(optimizer, loss, **compiled)
     return model
@@ -22,3 +31,18 @@ def make_model(
 def fit(model, train, epochs=1, **arguments):
     """Trains on what `load` returned; returns the history."""
     return train.fit(model, epochs=epochs, verbose=0, **arguments).history
+
+
+class Crash(BaseException):
+    """What stands for kill -9: nothing catches it, so that nothing cleans up."""
+
+
+def stop_at(number, error=KeyboardInterrupt, when="on_train_batch_end"):
+    """Returns a callback that raises an error in its n-th call."""
+    calls = itertools.count(1)
+
+    def count(_, logs=None):
+        if next(calls) == number:
+            raise error
+
+    return keras.callbacks.LambdaCallback(**{when: count})

@@ -1,5 +1,6 @@
 """Per-record losses during training, which reveal hard and mislabeled records."""
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -39,7 +40,13 @@ class Blame(StepCallback):
     """
 
     def __init__(
-        self, spec: InputSpec, folder: Path, *, loss: Any, batch_size: int, num_replicas: int
+        self,
+        spec: InputSpec,
+        folder: Path,
+        *,
+        loss: Any,
+        batch_size: int,
+        strategy: tf.distribute.Strategy | None,
     ) -> None:
         """Loads the losses that are stored in the folder, if any; see `Input.blame`."""
         super().__init__()
@@ -51,7 +58,7 @@ class Blame(StepCallback):
             raise InputError(f"`loss` {loss!r} is no loss of Keras: {error}") from error
         check(callable(self._loss), "loss", "a loss of Keras", repr(loss))
         self._spec, self._folder = spec, local_path("folder", folder)
-        self._batch_size, self._num_replicas = batch_size, num_replicas
+        self._batch_size, self._strategy = batch_size, strategy
         self._per_epoch = spec.plan(batch_size).steps_per_epoch
         self.losses, self.spikes = read_losses(self._folder, spec.records)
         self.save()  # fails now, and not after an epoch, if the folder cannot be written
@@ -60,13 +67,18 @@ class Blame(StepCallback):
 
     @functools.cached_property
     def metric(self) -> keras.metrics.Metric:
-        """The metric to compile the model with, accessed under the strategy's scope if any.
+        """The metric to compile the model with.
 
         Its value in the logs is the largest loss of the last batch.
         """
-        return RecordLosses(
-            loss=self._loss, batch_size=self._batch_size, num_replicas=self._num_replicas
-        )
+        strategy = self._strategy
+        # Each replica needs its own losses, also of a metric that is taken outside the scope.
+        with strategy.scope() if strategy else contextlib.nullcontext():
+            return RecordLosses(
+                loss=self._loss,
+                batch_size=self._batch_size,
+                num_replicas=strategy.num_replicas_in_sync if strategy else 1,
+            )
 
     @checked
     def hardest(self, num_records: Count = 50) -> Integers:

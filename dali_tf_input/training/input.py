@@ -226,8 +226,8 @@ class Input:
             be written, is damaged or belongs to other records. `fit` raises it if the callback
             belongs to another input, or the model does not compute the metric.
         """
-        size, replicas = self.batch_size, len(self.devices)
-        return Blame(self.spec, folder, loss=loss, batch_size=size, num_replicas=replicas)
+        size, strategy = self.batch_size, self.strategy
+        return Blame(self.spec, folder, loss=loss, batch_size=size, strategy=strategy)
 
     def _check_step(self, step: int) -> None:
         """Raises InputError unless the plan has such a step."""

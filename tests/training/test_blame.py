@@ -3,6 +3,7 @@
 import logging
 
 import keras
+import models
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -35,20 +36,11 @@ def photos(tmp_path_factory):
 
 def make_model(blame, loss=LOSS, strategy=None):
     keras.utils.set_random_seed(0)
-    with (strategy or tf.distribute.get_strategy()).scope():
-        layers = keras.layers
-        model = keras.Sequential(
-            [
-                layers.Input((8, 8, 3)),
-                layers.GlobalAveragePooling2D(),
-                layers.Dense(16, activation="relu"),
-                layers.Dense(4, activation="softmax"),
-            ]
-        )
-        metrics = ["accuracy", blame.metric]
-        optimizer, eagerly = keras.optimizers.Adam(0.02), strategy is None
-        model.compile(optimizer, loss, metrics=metrics, run_eagerly=eagerly)
-    return model
+    layers = [keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(16, activation="relu")]
+    adam = {"class_name": "adam", "config": {"learning_rate": 0.02}}  # made in the scope
+    compiled = {"optimizer": adam, "loss": loss, "metrics": ["accuracy", blame.metric]}
+    how = {"activation": "softmax", "strategy": strategy, "run_eagerly": strategy is None}
+    return models.make_model(8, 4, *layers, **compiled, **how)
 
 
 @pytest.mark.slow
@@ -91,6 +83,7 @@ def test_the_losses_are_those_of_the_model(photos, tmp_path):
 
 @pytest.mark.slow
 def test_on_two_replicas_they_are_the_same(photos, tmp_path):
+    """Also if the metric is taken outside the strategy's scope, as here."""
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     records = photos[0].sample(100)
     _, _, one = fit_one_epoch(records, tmp_path / "1")
@@ -112,11 +105,6 @@ def test_an_interrupted_run_goes_on(photos, tmp_path):
     """Later steps are those of the resumed run, and belong to its records."""
     spec = spec_of(photos[0], "global", PREPROCESS)
 
-    class Stop(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            if self.model.optimizer.iterations == 13:
-                raise KeyboardInterrupt
-
     def fit(place, *callbacks):
         train = dti.load(spec, DALI, batch_size=32)
         blame = train.blame(tmp_path / place / "blame", loss=LOSS)
@@ -127,7 +115,7 @@ def test_an_interrupted_run_goes_on(photos, tmp_path):
 
     whole = fit("whole")
     with pytest.raises(KeyboardInterrupt):
-        fit("parts", Stop())
+        fit("parts", models.stop_at(13))
     parts = fit("parts")
     np.testing.assert_allclose(parts.losses, whole.losses, rtol=1e-3)
 
@@ -163,7 +151,7 @@ def test_a_model_with_the_metric_is_saved(photos, tmp_path):
 
 
 @pytest.mark.slow
-def test_refuses(photos, dataset, tmp_path):
+def test_refuses(photos, tmp_path):
     records, _ = photos
     with refused("`blame` needs to know the records of a step: use order 'global'"):
         dti.load(spec_of(records, "buffer", PREPROCESS), batch_size=4).blame(tmp_path, loss=LOSS)
@@ -176,15 +164,7 @@ def test_refuses(photos, dataset, tmp_path):
     with refused("compile it with metrics=.blame.metric."):
         train.fit(model, callbacks=[other], verbose=0)
     train.fit(model, callbacks=[blame], verbose=0)
-    others = dti.load(spec_of(dataset, "global", PREPROCESS), DALI, batch_size=4)
-    with refused("holds the losses of other records, such as .*: name another folder"):
-        others.blame(tmp_path / "blame", loss=LOSS)
-    (tmp_path / "blame" / "blame.npz").write_bytes(b"PK\x03\x04 cut")
-    with refused(r"blame.npz cannot be read: .* Remove it"):
-        train.blame(tmp_path / "blame", loss=LOSS)
     (tmp_path / "file").touch()
-    with refused("file/blame.npz cannot be read: .*Not a directory"):
-        train.blame(tmp_path / "file", loss=LOSS)
     with refused("file cannot be written: File exists"):
         write_losses(str(tmp_path / "file"), records, blame.losses, [])
 
@@ -194,9 +174,7 @@ def test_what_does_not_fit_is_said_before_the_first_step(photos, tmp_path, caplo
     train = dti.load(spec_of(photos[0], "global", PREPROCESS), DALI, batch_size=32)
     other = train.blame(tmp_path / "other", loss="categorical_crossentropy")
     model = make_model(other, LOSS)
-    with refused(
-        "The loss of `blame` does not fit this training. The loss categorical_crossentropy"
-    ):
+    with refused("The loss of `blame` does not fit this training"):
         train.fit(model, callbacks=[other], verbose=0)
     assert train.next_step == 0
     model = make_model(train.blame(tmp_path / "same", loss=LOSS))
@@ -297,9 +275,10 @@ def test_bad_folders_and_losses(photos, tmp_path, monkeypatch):
         with refused("blame.npz cannot be read: .* Remove it"):
             train.blame("~/home", loss=LOSS)
     np.save(tmp_path / "array.npy", np.zeros(3))
-    (tmp_path / "array.npy").rename(tmp_path / "home" / "blame.npz")
-    with refused("blame.npz cannot be read: .* Remove it"):
-        train.blame("~/home", loss=LOSS)
+    for content in (b"PK\x03\x04 cut", (tmp_path / "array.npy").read_bytes()):
+        (tmp_path / "home" / "blame.npz").write_bytes(content)
+        with refused("blame.npz cannot be read: .* Remove it"):
+            train.blame("~/home", loss=LOSS)
     mean = train.blame(tmp_path / "m", loss=lambda y, p: keras.ops.mean(y - p[:, 0]))
     with refused("`loss` returns one of a batch"):
         mean.metric.update_state(np.zeros(32), np.zeros((32, 4)))
