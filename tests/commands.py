@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 
 from conftest import ROOT, SCRIPTS
 
@@ -75,6 +76,20 @@ def fails(process, *parts, bad_records=False):
     assert bad_records or process.stderr.startswith("error: "), process.stderr
     for part in parts:
         assert part in process.stderr
+
+
+def wait_until(is_true, what="it did not come", seconds=240):
+    """Waits for what another process does."""
+    deadline = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+def succeeds(process):
+    """Checks that a command ended well and without a word on stderr; returns the process."""
+    assert (process.returncode, process.stderr) == (0, "")
+    return process
 
 
 def rows(output):

@@ -40,6 +40,11 @@ def at_night(usual, thorough):
     return thorough if os.environ.get("NIGHTLY") else usual
 
 
+def table(names, usual, *axes):
+    """Runs a test with the rows `usual`, at night with all combinations of the axes."""
+    return pytest.mark.parametrize(names, at_night(usual, [*itertools.product(*axes)]))
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Sets up the devices before anything touches one: CPU devices stand for replicas."""
     on_gpu = "gpu" in config.option.markexpr.replace("not gpu", "")
@@ -113,6 +118,13 @@ def encode(image: Image.Image | np.ndarray, image_format: str = "PNG", **options
     return stream.getvalue()
 
 
+def exif(orientation: int) -> Image.Exif:
+    """Returns EXIF data of an orientation."""
+    made = Image.Exif()
+    made[0x0112] = orientation
+    return made
+
+
 @functools.cache
 def jpeg(height: int, width: int, *, seed: int = 0) -> bytes:
     """Returns an encoded image of smooth colors with some noise."""
@@ -182,6 +194,11 @@ def scan_records(file: Path | str) -> list[tuple[int, int]]:
     return records
 
 
+def bytes_read() -> int:
+    """Returns how many bytes this process has read so far."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
 def numbered_examples(count: int, *, first: int = 0) -> list[dict]:
     """Returns examples of small images of many sizes; the label is the number of the record."""
     return [
@@ -200,7 +217,7 @@ def write_indexed(file: Path, examples: list[dict], checks=None, **arguments) ->
     return dti.Records.from_files(file)
 
 
-def write_dataset(folder: Path, counts: list[int]) -> dti.Records:
+def write_dataset(folder: Path, counts: list[int], checks=None) -> dti.Records:
     """Writes and indexes one TFRecord file for each count; labels number the records through all
     files.
     """
@@ -208,7 +225,7 @@ def write_dataset(folder: Path, counts: list[int]) -> dti.Records:
     for position, count in enumerate(counts):
         file = folder / f"train-{position:05d}-of-{len(counts):05d}"
         write_tfrecord(file, numbered_examples(count, first=sum(counts[:position])))
-    dti.build_index(folder / "train-*")
+    dti.build_index(folder / "train-*", checks)
     return dti.Records.from_files(folder / "train-*")
 
 
@@ -264,6 +281,61 @@ def one_worker(monkeypatch):
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> dti.Records:
     """24 records in three files of different lengths."""
     return write_dataset(tmp_path_factory.mktemp("records"), [5, 12, 7])
+
+
+@pytest.fixture
+def files(dataset: dti.Records) -> str:
+    """The flag that names these records."""
+    return f"--files={Path(dataset.paths[0]).parent}/train-*"
+
+
+@pytest.fixture
+def store(monkeypatch, tmp_path_factory):
+    """An object store in memory."""
+    from stores import memory_store
+
+    return memory_store(monkeypatch, tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture
+def stored(store, dataset):
+    """The same with the files of `dataset`."""
+    for file in dataset.paths:
+        store.put(f"set/{os.path.basename(file)}", Path(file).read_bytes())
+    return store
+
+
+CRASHING = """if True:
+    import os, signal, sys, time
+    sys.path[:] = sys.argv[2:]
+    from dali_tf_input.index import decoders
+
+    def make_crashing_decode(checks):
+        def crash(encoded):
+            if b"crashes" in encoded:
+                os.kill(os.getpid(), signal.SIGSEGV)
+            while b"hangs" in encoded:
+                time.sleep(1)
+            with open(os.environ["COUNT"], "a") as stream:
+                stream.write("x")
+            return ("JPEG", 9, 9)
+
+        return crash
+
+    decoders.make_trial_decode = make_crashing_decode
+    from dali_tf_input import processes
+    from dali_tf_input.index import decode
+    processes._CODE, decode._LONGEST_SECONDS = os.environ["CODE"], 2
+    processes.serve(*eval(sys.argv[1]))
+"""
+
+
+@pytest.fixture
+def crashing_decoder(tmp_path, monkeypatch):
+    """All children have a decoder that crashes, or hangs, at images that say so."""
+    monkeypatch.setenv("COUNT", str(tmp_path / "count"))
+    monkeypatch.setenv("CODE", CRASHING)
+    monkeypatch.setattr("dali_tf_input.processes._CODE", CRASHING)
 
 
 def make_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:

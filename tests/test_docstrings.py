@@ -5,6 +5,7 @@ import re
 import shutil
 
 import keras
+import models
 import pytest
 from conftest import jpeg, write_tfrecord
 
@@ -31,12 +32,7 @@ def folder(tmp_path_factory):
 
 
 def make_model():
-    layers = keras.layers
-    model = keras.Sequential(
-        [layers.Input((224, 224, 3)), layers.GlobalMaxPool2D(), layers.Dense(25)]
-    )
-    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    return model
+    return models.make_model(224, 25, keras.layers.GlobalMaxPool2D())
 
 
 def make_train():

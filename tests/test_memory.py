@@ -4,7 +4,7 @@ import itertools
 import os
 
 import pytest
-from commands import python
+from commands import python, succeeds
 
 PROGRAM = """if True:
     import ctypes, gc, os, sys
@@ -53,8 +53,7 @@ PARTS = {
 def test_nothing_grows(dataset, backend, part):
     files = os.path.join(os.path.dirname(dataset.paths[0]), "train-*-of-?????")
     count, most = PARTS[part]
-    process = python("-c", PROGRAM, files, backend, part, count, timeout=1800)
-    assert process.returncode == 0, process.stderr
+    process = succeeds(python("-c", PROGRAM, files, backend, part, count, timeout=1800))
     before, after = (map(int, line.split()) for line in process.stdout.splitlines())
     (memory, *counts), (memory_after, *counts_after) = before, after
     assert memory_after - memory < most * count * 2 / 3

@@ -18,11 +18,11 @@ import typing
 import warnings
 from types import NoneType, UnionType
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from conftest import at_night, jpeg, refused, write_indexed
+from models import make_model
 
 import dali_tf_input as dti
 from dali_tf_input import serving
@@ -63,14 +63,15 @@ def made(tmp_path_factory):
     dataset = write_indexed(file, examples, dti.Checks(verify="schema"))
     training = dti.InputSpec.for_training(dataset, 8)
     evaluation = dti.InputSpec.for_evaluation(dataset, 8)
-    layers = [keras.Input((8, 8, 3)), keras.layers.Flatten(), keras.layers.Dense(3)]
-    model = keras.Sequential(layers)
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile("sgd", loss, run_eagerly=True)
+    model = make_model(8, 3, run_eagerly=True)
     train = dti.load(training, dti.TfDataOptions(), batch_size=4)
     train.fit(model, verbose=0)
     return {
         "dataset": dataset,
+        "file": dataset.paths[0],
+        "first": dataset.select([0]),
+        "rest": dataset.exclude([0]),
+        "resume": dti.Resume(file.parent / "runs", save_every=1),
         "training": training,
         "evaluation": evaluation,
         "train": train,
@@ -81,13 +82,19 @@ def made(tmp_path_factory):
 
 
 def plain(kind, **right):
-    """A callable that needs nothing that is made beforehand."""
-    return lambda made: (kind, right)
+    """A callable, and arguments that are right: of what is made beforehand, by its name."""
+    return lambda made: (
+        kind,
+        {
+            name: made.get(value, value) if isinstance(value, str) else value
+            for name, value in right.items()
+        },
+    )
 
 
 def method(owner, name, **right):
     """A method of what is made beforehand."""
-    return lambda made: (getattr(made[owner], name), right)
+    return lambda made: plain(getattr(made[owner], name), **right)(made)
 
 
 def list_batches(**how):
@@ -113,47 +120,27 @@ CALLS = {kind.__name__: plain(kind) for kind in WITHOUT_ARGUMENTS} | {
     "CenterCrop": plain(dti.CenterCrop, resize_shorter=9),
     "Preprocess.for_training": plain(dti.Preprocess.for_training),
     "Preprocess.for_evaluation": plain(dti.Preprocess.for_evaluation),
-    "InputSpec": lambda made: (
-        dti.InputSpec,
-        {"records": made["dataset"], "preprocess": made["preprocess"], "order": "global"},
+    "InputSpec": plain(dti.InputSpec, records="dataset", preprocess="preprocess", order="global"),
+    "InputSpec.for_training": plain(dti.InputSpec.for_training, records="dataset", preprocess=8),
+    "InputSpec.for_evaluation": plain(
+        dti.InputSpec.for_evaluation, records="dataset", preprocess=8
     ),
-    "InputSpec.for_training": lambda made: (
-        dti.InputSpec.for_training,
-        {"records": made["dataset"], "preprocess": 8},
+    "Records.from_files": plain(dti.Records.from_files, files="file"),
+    "load": plain(dti.load, spec="training", batch_size=4),
+    "make_dataset": plain(
+        dti.make_dataset, spec="training", options=dti.TfDataOptions(), batch_size=4
     ),
-    "InputSpec.for_evaluation": lambda made: (
-        dti.InputSpec.for_evaluation,
-        {"records": made["dataset"], "preprocess": 8},
+    "build_index": plain(dti.build_index, files="file"),
+    "iterate_batches": plain(list_batches, images=[b"x"], preprocess="preprocess"),
+    "export_saved_model": plain(
+        dti.export_saved_model, model="model", preprocess="preprocess", folder="saved"
     ),
-    "Records.from_files": lambda made: (
-        dti.Records.from_files,
-        {"files": made["dataset"].paths[0]},
+    "export_triton": plain(
+        serving.export_triton, preprocess="preprocess", folder="triton", device="cpu"
     ),
-    "load": lambda made: (dti.load, {"spec": made["training"], "batch_size": 4}),
-    "make_dataset": lambda made: (
-        dti.make_dataset,
-        {"spec": made["training"], "options": dti.TfDataOptions(), "batch_size": 4},
-    ),
-    "build_index": lambda made: (dti.build_index, {"files": made["dataset"].paths[0]}),
-    "iterate_batches": lambda made: (
-        list_batches,
-        {"images": [b"x"], "preprocess": made["preprocess"]},
-    ),
-    "export_saved_model": lambda made: (
-        dti.export_saved_model,
-        {"model": made["model"], "preprocess": made["preprocess"], "folder": "model"},
-    ),
-    "export_triton": lambda made: (
-        serving.export_triton,
-        {"preprocess": made["preprocess"], "folder": "triton", "device": "cpu"},
-    ),
-    "make_normalization": lambda made: (
-        serving.make_normalization,
-        {"preprocess": made["preprocess"]},
-    ),
-    "denormalize": lambda made: (
-        serving.denormalize,
-        {"images": np.zeros((1, 8, 8, 3)), "preprocess": made["preprocess"]},
+    "make_normalization": plain(serving.make_normalization, preprocess="preprocess"),
+    "denormalize": plain(
+        serving.denormalize, images=np.zeros((1, 8, 8, 3)), preprocess="preprocess"
     ),
     "Records.sample": method("dataset", "sample", num_records=3),
     "Records.sample_fraction": method("dataset", "sample_fraction", fraction=0.5),
@@ -165,27 +152,18 @@ CALLS = {kind.__name__: plain(kind) for kind in WITHOUT_ARGUMENTS} | {
     "Records.relabel": method("dataset", "relabel"),
     "Records.read": method("dataset", "read", record=0),
     "Records.locate": method("dataset", "locate", record=0),
-    "Records.union": lambda made: (
-        made["dataset"].select([0]).union,
-        {"other": made["dataset"].exclude([0])},
-    ),
+    "Records.union": method("first", "union", other="rest"),
     "InputSpec.ids_of_step": method("training", "ids_of_step", step=0, batch_size=4),
     "Input.records_of": method("train", "records_of", step=0),
     "Input.batch_at": method("train", "batch_at", step=0),
     "Input.blame": method("train", "blame", folder="blame", loss="mse"),
-    "Input.fit": lambda made: (
-        made["train"].fit,
-        {"model": made["model"], "steps_per_epoch": 1, "verbose": 0},
-    ),
-    "Input.evaluate": lambda made: (made["valid"].evaluate, {"model": made["model"], "verbose": 0}),
-    "Input.predict": lambda made: (made["valid"].predict, {"model": made["model"], "verbose": 0}),
-    "Input.profile": lambda made: (made["train"].profile, {"model": made["model"], "steps": 1}),
+    "Input.fit": method("train", "fit", model="model", steps_per_epoch=1, verbose=0),
+    "Input.evaluate": method("valid", "evaluate", model="model", verbose=0),
+    "Input.predict": method("valid", "predict", model="model", verbose=0),
+    "Input.profile": method("train", "profile", model="model", steps=1),
     "Resume": plain(dti.Resume, folder="runs"),
-    "Resume.restore": lambda made: (
-        dti.Resume("runs").restore,
-        {"model": made["model"], "spec": made["training"], "batch_size": 4},
-    ),
-    "Resume.is_due": lambda _: (dti.Resume("runs", save_every=1).is_due, {"step": 1}),
+    "Resume.restore": method("resume", "restore", model="model", spec="training", batch_size=4),
+    "Resume.is_due": method("resume", "is_due", step=1),
 }
 # Those that take a second for an argument that is right.
 SLOW = ("export_saved_model", "Input.fit", "Input.evaluate", "Input.predict", "Input.profile")
@@ -295,7 +273,7 @@ def try_odd_values(name, made, one_in):
                 continue
             if takes_functions and callable(value):
                 continue  # what it raises when it is called is its own error
-            for folder in ("model", "triton"):  # which must be new
+            for folder in ("saved", "triton"):  # which must be new
                 shutil.rmtree(folder, ignore_errors=True)
             try:
                 with warnings.catch_warnings():

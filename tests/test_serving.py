@@ -10,6 +10,7 @@ import nvidia.dali as dali
 import pytest
 import tensorflow as tf
 from conftest import DALI, TF_DATA, image_zoo, jpeg, refused, spec_of, take, write_indexed
+from models import make_model
 
 from dali_tf_input import DaliOptions, Preprocess
 from dali_tf_input.backends.build import make_dataset
@@ -33,8 +34,7 @@ def evaluated(tmp_path_factory):
 @pytest.fixture(scope="module")
 def model():
     keras.utils.set_random_seed(0)
-    layers = [keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(4)]
-    return keras.Sequential([keras.layers.Input((16, 16, 3)), *layers])
+    return make_model(16, 4, keras.layers.GlobalAveragePooling2D())
 
 
 @backends

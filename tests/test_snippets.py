@@ -11,7 +11,6 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import urllib.parse
 
 import keras
@@ -21,7 +20,7 @@ import tensorflow as tf
 from commands import load, python
 from conftest import ROOT, jpeg, make_once
 from PIL import Image
-from stores import BUCKET, ask, run_server
+from stores import BUCKET, ask, free_port, run_server, set_credentials
 
 import dali_tf_input as dti
 from dali_tf_input.cli.main import main
@@ -194,8 +193,7 @@ def run_page(name, folder, page, monkeypatch, capfd):
 
 def run_alone(block, folder):
     """Runs a block as a program: of one worker, or on JAX."""
-    with socket.create_server(("localhost", 0)) as free:
-        cluster = {"worker": [f"localhost:{free.getsockname()[1]}"]}
+    cluster = {"worker": [f"localhost:{free_port()}"]}
     environment = os.environ | {
         "KERAS_BACKEND": "jax" if "keras.distribution" in block else "tensorflow",
         "TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 0}}),
@@ -213,10 +211,7 @@ def serve(folder, monkeypatch):
             ask(port, "PUT", f"/{BUCKET}/{name}", file.read_bytes())
         for file in (folder / "records").glob("*-of-00001"):
             ask(port, "PUT", f"/{BUCKET}/imagenet/{file.name}", file.read_bytes())
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
-        monkeypatch.setenv("AWS_REGION", "us-east-1")
-        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-            monkeypatch.setenv(name, "secret")
+        set_credentials(monkeypatch, f"http://127.0.0.1:{port}")
         yield
 
 

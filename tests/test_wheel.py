@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, jpeg, write_tfrecord
 from packaging.requirements import Requirement
-from test_snippets import SMALL_NETWORKS
+from test_snippets import BLOCK, SMALL_NETWORKS
 
 pytestmark = pytest.mark.wheel
 
@@ -153,11 +153,8 @@ model.compile("sgd", "sparse_categorical_crossentropy")
 
 
 def read_blocks(page, language):
-    text = (ROOT / page).read_text()
-    blocks = re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
-    return (
-        [line for block in blocks for line in block.splitlines()] if language == "bash" else blocks
-    )
+    blocks = [block for kind, block in BLOCK.findall((ROOT / page).read_text()) if kind == language]
+    return "".join(blocks).splitlines() if language == "bash" else blocks
 
 
 def read_six_lines():

@@ -262,21 +262,6 @@ def feed(records, options, *, order="global", transform=None, start_step=0, seed
     return make_dataset(spec, options, batch_size=4, start_step=start_step)
 
 
-DEIT = vars(Preprocess.for_training(SIZE, recipe="deit", apply_orientation=False))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", at_night([TF_DATA], EITHER))
-def test_resumes_to_the_bit(records, options):
-    """Another process, in the middle of an epoch, with the whole recipe; the next epoch differs."""
-    whole, _ = take_batches(feed(records, options, **DEIT), 8)
-    rest, _ = take_batches(feed(records, options, **DEIT, start_step=3), 5)
-    np.testing.assert_array_equal(whole[12:], rest)
-    assert not (whole[:16] == whole[16:]).all((1, 2, 3)).any()
-    other, _ = take_batches(feed(records, options, **DEIT, seed=1), 1)
-    assert not (whole[:4] == other).all((1, 2, 3)).any()
-
-
 WORK = [
     {"augment": (dti.GaussianBlur(),), "mirror_probability": 0.5, "dtype": "float32"},
     {"augment": (dti.RandAugment(), dti.RandomErasing(p=1.0))},
@@ -389,29 +374,13 @@ def test_a_function_of_ones_own(records):
     np.testing.assert_allclose(white, np.broadcast_to(expected, white.shape), rtol=1e-5)
 
 
-def to_float(image, seed):
-    return tf.cast(image, tf.float32)
-
-
-def cut(image, seed):
-    return image[:50]
-
-
-def pair(image, seed):
-    return image, seed
-
-
-def of_one(image):
-    return image
-
-
 @pytest.mark.parametrize(
     ("transform", "message"),
     [
-        (to_float, r"like the one it gets, uint8 \(96, 80, 3\), got float32 \(96, 80, 3\)"),
-        (cut, r"got uint8 \(50, 80, 3\)"),
-        (pair, "must return an image like the one it gets"),
-        (of_one, "`transform` fails: TypeError"),
+        (lambda image, seed: tf.cast(image, tf.float32), r"uint8 .*, got float32 "),
+        (lambda image, seed: image[:50], r"got uint8 \(50, 80, 3\)"),
+        (lambda image, seed: (image, seed), "must return an image like the one it gets"),
+        (lambda image: image, "`transform` fails: TypeError"),
     ],
 )
 def test_refuses_a_function(records, transform, message):
@@ -420,9 +389,7 @@ def test_refuses_a_function(records, transform, message):
 
 
 def test_refuses(records):
-    with refused(
-        r"DALI does not support `transform`: make it a layer of the model, or use TfDataO"
-    ):
+    with refused("DALI does not support `transform`: make it a layer"):
         feed(records, DALI, transform=add_noise)
     with refused("must not be random"):
         next(iterate_batches([], dataclasses.replace(PLAIN, augment=(dti.Solarize(),))))

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import gc
-import itertools
 import os
 import re
 import shutil
@@ -13,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorflow as tf
-from commands import python
+from commands import python, succeeds
 from conftest import (
     TF_DATA,
     at_night,
@@ -22,12 +21,14 @@ from conftest import (
     jpeg,
     refused,
     spec_of,
+    table,
     valid_images,
     write_indexed,
-    write_tfrecord,
 )
 from google.protobuf.message import DecodeError
 from PIL import Image
+from test_parity import GIVEN
+from test_pixels import example as as_pixels
 
 import dali_tf_input as dti
 from dali_tf_input import Preprocess, RandAugment, RandomErasing, RandomResizedCrop, TfDataOptions
@@ -36,6 +37,7 @@ from dali_tf_input.backends.build import make_dataset
 from dali_tf_input.backends.locations import find_locations
 from dali_tf_input.backends.parsing import parse_others, parse_record
 from dali_tf_input.records.checks import SIZE_KEYS
+from dali_tf_input.records.example import encode_example
 
 # Images are turned in one case only: to trace it takes as long as all else.
 PLAIN = Preprocess.for_training(32, apply_orientation=False)
@@ -98,6 +100,11 @@ def compare(spec, options=TF_DATA, *, batch_size=4, **how):
     return made
 
 
+GRAY = {"channels": 1, "mean": (120.0,), "std": (60.0,)}
+MIXED = {
+    "label": dti.ClassLabel(num_classes=5, one_hot=True),
+    "mix": dti.Mix(mixup=0.4, cutmix=1.0),
+}
 WORK = {
     "plain": {},
     "uint8": {
@@ -107,22 +114,14 @@ WORK = {
     },
     "half": {"preprocess": dataclasses.replace(PLAIN, dtype="float16")},
     "augmented": {"preprocess": AUGMENTED},
-    "gray": {"preprocess": dataclasses.replace(AUGMENTED, channels=1, mean=(120.0,), std=(60.0,))},
+    "gray": {"preprocess": dataclasses.replace(AUGMENTED, **GRAY)},
     "features": {"features": {"pair": dti.Stored(size=2)}, "record_ids": True},
     "views": {"views": (PLAIN, AUGMENTED, dataclasses.replace(PLAIN, dtype="uint8"))},
-    "mix": {
-        "label": dti.ClassLabel(num_classes=5, one_hot=True),
-        "mix": dti.Mix(mixup=0.4, cutmix=1.0),
-    },
-    "gray mix": {
-        "preprocess": dataclasses.replace(PLAIN, channels=1, mean=(120.0,), std=(60.0,)),
-        "label": dti.ClassLabel(num_classes=5, one_hot=True),
-        "mix": dti.Mix(mixup=0.4, cutmix=1.0),
-    },
+    "mix": MIXED,
+    "gray mix": {"preprocess": dataclasses.replace(PLAIN, **GRAY), **MIXED},
     "transformed mix": {
         "transform": lambda image, seed: tf.image.stateless_random_flip_up_down(image, seed),
-        "label": dti.ClassLabel(num_classes=5, one_hot=True),
-        "mix": dti.Mix(mixup=0.4, cutmix=1.0),
+        **MIXED,
     },
     "transform": {
         "transform": lambda image, seed: tf.image.stateless_random_brightness(image, 0.3, seed)
@@ -140,9 +139,7 @@ USUAL = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("work", "refused_images"), at_night(USUAL, [*itertools.product(WORK, REFUSED)])
-)
+@table("work, refused_images", USUAL, WORK, REFUSED)
 def test_the_same_as_image_by_image(mixtures, work, refused_images):
     changes = {"preprocess": PLAIN, **WORK[work]}
     preprocess = changes.pop("preprocess")
@@ -176,20 +173,9 @@ def test_pixels(tmp_path, work):
     """Images that are stored as pixels, of many sizes."""
     random = np.random.default_rng(0)
     images = [random.integers(256, size=(30 + n, 90 - 5 * n, 3), dtype=np.uint8) for n in range(9)]
-    stored = [
-        {
-            "image/pixels": image.tobytes(),
-            "image/height": image.shape[0],
-            "image/width": image.shape[1],
-            "label": number % 5,
-        }
-        for number, image in enumerate(images)
-    ]
-    changes = {"preprocess": PLAIN, "label": dti.ClassLabel(key="label"), **WORK[work]}
-    if work == "mix":
-        changes["label"] = dataclasses.replace(changes["label"], key="label")
-    checks = dti.Checks(image_key="image/pixels", label=dti.ClassLabel(key="label"))
-    records = write_indexed(tmp_path / "train", stored, checks)
+    stored = [as_pixels(image, number % 5) for number, image in enumerate(images)]
+    changes = {"preprocess": PLAIN, **WORK[work]}
+    records = write_indexed(tmp_path / "train", stored)
     examples = [*tf.data.TFRecordDataset(records.paths).as_numpy_iterator()]
     assert make_of_records(spec_of(records, "global", PLAIN), examples).refused_indices.shape == (
         0,
@@ -240,24 +226,14 @@ def test_random_numbers(count):
 
 def make_of_records(spec, examples):
     """Returns what the operation makes of serialized Examples."""
-    sides = SIZE_KEYS if spec.records.stores_pixels else ()
-    locations, views = find_locations(spec.records), [spec.preprocess]
-    return tf_native.make_batch(
-        (locations.names, locations.versions, *locations.where),
-        tf.zeros(0, tf.int64),
-        tf.constant(examples),
-        tf.zeros((len(examples), spec.preprocess.num_uniforms)),
-        tf.zeros((len(examples), 0, 13)),
-        tf.zeros(0),
-        views,
-        image_keys=spec.records.image_keys,
-        size_keys=sides,
-        whole=True,
-        maximum=np.inf,
-        check_crc=True,
-        num_readers=1,
-        num_threads=2,
-    )
+    changes = {
+        "records": tf.constant(examples),
+        "uniforms": tf.zeros((len(examples), spec.preprocess.num_uniforms)),
+        "rows": tf.zeros((len(examples), 0, 13)),
+        "image_keys": spec.records.image_keys,
+        "size_keys": SIZE_KEYS if spec.records.stores_pixels else (),
+    }
+    return tf_native.make_batch(**{**GIVEN, **changes, "views": [spec.preprocess]})
 
 
 @pytest.mark.slow
@@ -268,30 +244,22 @@ def test_examples(mixtures, rounds):
     random = np.random.default_rng(rounds)
     image = jpeg(20, 30)
 
-    def bytes_of(*values):
-        return tf.train.Feature(bytes_list=tf.train.BytesList(value=values))
-
-    features = {
-        "image": bytes_of(image),
-        "label": tf.train.Feature(int64_list=tf.train.Int64List(value=[3])),
-        "pair": tf.train.Feature(float_list=tf.train.FloatList(value=[1, 2])),
-        "é": bytes_of(b"x" * 300),
-    }
+    features = {"image": image, "label": 3, "pair": [1.0, 2.0], "é": b"x" * 300}
 
     def serialize(**changes):
-        feature = {k: v for k, v in {**features, **changes}.items() if v is not None}
-        return tf.train.Example(features=tf.train.Features(feature=feature)).SerializeToString()
+        made = {key: value for key, value in {**features, **changes}.items() if value is not None}
+        return encode_example(made)
 
     whole = serialize()
     odd = [
         b"",
         whole + whole,  # two Features, whose entries TensorFlow joins
         serialize(image=None),
-        serialize(image=bytes_of()),
-        serialize(image=bytes_of(image, image)),
-        serialize(image=features["label"]),
+        serialize(image=[]),
+        serialize(image=[image, image]),
+        serialize(image=3),
         serialize(label=None),
-        serialize(image=bytes_of(b"")),
+        serialize(image=b""),
         whole + b"\x12\x02ab",  # a field that is not known
     ]
     for _ in range(rounds):
@@ -348,18 +316,6 @@ def test_examples(mixtures, rounds):
             np.testing.assert_array_equal(made.images[0][place], images)
 
 
-def test_several_image_keys(tmp_path):
-    """The first key that is not empty counts, as in TensorFlow's graph."""
-    images = [jpeg(40, 50, seed=1), jpeg(60, 30)]
-    one = write_indexed(tmp_path / "one", examples_of(images), dti.Checks(verify="schema"))
-    renamed = [{"photo": jpeg(30, 70, seed=n), "label": n, "pair": [0.0, 1.0]} for n in range(4)]
-    file, label = tmp_path / "other", dti.ClassLabel(key="label")
-    write_tfrecord(file, renamed)
-    dti.build_index(file, dti.Checks(verify="schema", image_key="photo", label=label))
-    other = dti.Records.from_files(file, image_key="photo")
-    compare(spec_of(one + other, "global", PLAIN, label=label), batch_size=2)
-
-
 def test_an_error_is_the_same(mixtures, tmp_path, monkeypatch):
     """A file that is gone, changed, cut, or holds another byte, and an image that is none."""
     source = mixtures["none"]
@@ -402,35 +358,22 @@ def test_an_error_is_the_same(mixtures, tmp_path, monkeypatch):
 
 def test_it_says_what_is_wrong(mixtures):
     spec = spec_of(mixtures["none"], "global", PLAIN)
-    locations = find_locations(spec.records)
+    found = find_locations(spec.records)
     given = {
-        "numbers": tf.constant([0, 1], tf.int64),
-        "records": tf.zeros(0, tf.string),
+        "files": (found.names, found.versions, *found.where),
+        "positions": tf.constant([0, 1], tf.int64),
         "uniforms": tf.zeros((2, 3)),
         "rows": tf.zeros((2, 0, 13)),
-        "drawn": tf.zeros(0),
         "views": [PLAIN],
     }
-    how = {
-        "image_keys": ["image"],
-        "size_keys": [],
-        "whole": True,
-        "maximum": np.inf,
-        "check_crc": True,
-    }
-    threads = {"num_readers": 1, "num_threads": 1}
 
     def make(**changes):
-        values = {**given, **how, **threads, **changes}
-        files = values.pop("files", (locations.names, locations.versions, *locations.where))
-        views = values.pop("views")
-        positional = [values.pop(name) for name in list(given) if name != "views"]
-        return tf_native.make_batch(files, *positional, views, **values)
+        return tf_native.make_batch(**{**GIVEN, **given, **changes})
 
     assert make().images[0].shape == (2, 32, 32, 3)
     wrong = {
-        "no such record: 99": {"numbers": tf.constant([0, 99], tf.int64)},
-        "no such record: -1": {"numbers": tf.constant([-1, 0], tf.int64)},
+        "no such record: 99": {"positions": tf.constant([0, 99], tf.int64)},
+        "no such record: -1": {"positions": tf.constant([-1, 0], tf.int64)},
         "not both": {"records": tf.constant(["", ""])},
         "random numbers and rows": {"uniforms": tf.zeros((2, 4))},
         "a mix is 6 numbers": {"drawn": tf.zeros(5)},
@@ -444,15 +387,13 @@ def test_it_says_what_is_wrong(mixtures):
         r"num_threads must be in \[1, 1024\]": {"num_threads": 1025},
         "1 to 60 image keys": {"image_keys": []},
         "no or 2 size keys": {"size_keys": ["image/height"]},
-        "a version for each file": {
-            "files": (locations.names, locations.versions[:0], *locations.where)
-        },
+        "a version for each file": {"files": (found.names, found.versions[:0], *found.where)},
     }
     for text, changes in wrong.items():
         with pytest.raises(tf.errors.InvalidArgumentError, match=text):
             make(**changes)
     empty = make(
-        numbers=tf.zeros(0, tf.int64), uniforms=tf.zeros((0, 3)), rows=tf.zeros((0, 0, 13))
+        positions=tf.zeros(0, tf.int64), uniforms=tf.zeros((0, 3)), rows=tf.zeros((0, 0, 13))
     )
     assert empty.images[0].shape == (0, 32, 32, 3)
     assert empty.examples.shape == (0,)
@@ -540,17 +481,7 @@ def test_memory_is_used_again(tmp_path, kind):
     images = [jpeg(120, 160, seed=seed) for seed in range(16)]
     records = write_indexed(tmp_path / "train", examples_of(images * 2))
     environment = {**os.environ, "TF_ENABLE_ONEDNN_OPTS": "0"}
-    process = python("-c", FAULTS, records.paths[0], kind, env=environment)
-    assert process.returncode == 0, process.stderr
+    process = succeeds(python("-c", FAULTS, records.paths[0], kind, env=environment))
     faults, batches_freed = map(float, process.stdout.split())
     assert faults < 10
     assert batches_freed >= 2
-
-
-def test_what_is_made_image_by_image(mixtures):
-    records = mixtures["none"]
-    spec = spec_of(records, "global", PLAIN)
-    assert tf_batch.makes_batches(spec, TF_DATA)
-    assert not tf_batch.makes_batches(spec, TfDataOptions(kernel="tensorflow"))
-    boxed = dataclasses.replace(PLAIN, crop=dti.Letterbox())
-    assert not tf_batch.makes_batches(spec_of(records, "global", boxed), TF_DATA)

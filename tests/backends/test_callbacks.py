@@ -6,8 +6,7 @@ import threading
 import time
 
 import pytest
-from commands import python
-from conftest import DALI, TF_DATA, at_night, spec_of, write_dataset
+from conftest import DALI, TF_DATA, at_night, spec_of
 
 from dali_tf_input import Preprocess
 from dali_tf_input.backends import callbacks, reading
@@ -78,38 +77,6 @@ def test_calls_that_go_on_and_on_fail(calls, monkeypatch):
     calls._end()
     thread.join()
     assert failed == ["The program ends."]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("options", [DALI, TF_DATA])
-def test_a_process_that_ends_while_it_reads(tmp_path, options):
-    """It ends, and quietly: no thread waits for a Python that is gone. Without the hook half of
-    them hung.
-    """
-    write_dataset(tmp_path, [2] * 60)  # opened one after the other, all the time
-    code = f"""if True:
-        import gc, os, sys
-        import dali_tf_input as dti
-        from dali_tf_input.backends import dali, tf_data  # once for all
-        gc.freeze()  # nor does each look for garbage among the modules
-        for _ in range(4):
-            if not os.fork():
-                break
-            if os.wait()[1]:
-                sys.exit(1)
-        else:
-            sys.exit()
-        records = dti.Records.from_files({str(tmp_path / "train-*-of-?????")!r})
-        preprocess = dti.Preprocess.for_training(16)
-        spec = dti.InputSpec(records=records, preprocess=preprocess, order="buffer", buffer_size=8)
-        dataset = dti.make_dataset(spec, dti.{options!r}, batch_size=8, endless=True)
-        iterator = iter(dataset.prefetch(16))
-        for _ in range(30):
-            next(iterator)
-    """
-    process = python("-c", code, timeout=300)
-    assert process.returncode == 0, process.stderr
-    assert "Traceback" not in process.stderr
 
 
 @pytest.mark.slow

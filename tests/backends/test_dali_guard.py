@@ -4,7 +4,6 @@ import itertools
 import signal
 
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 from commands import python
@@ -89,17 +88,6 @@ def test_nor_can_a_function_that_makes_it(spec, make_strategy):
         )
     fed = load(spec, OPTIONS, strategy=make_strategy(), batch_size=4)
     assert len(next(iter(fed.dataset))) == 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make", at_night(["mapped"], MADE))
-def test_without_a_strategy_keras_takes_it(spec, make):
-    with tf.device("CPU:0"):
-        batches = MADE[make](spec)
-    model = make_classifier()
-    history = model.fit(batches, steps_per_epoch=2, verbose=0).history
-    assert int(model.optimizer.iterations.numpy()) == 2
-    assert np.isfinite(history["loss"]).all()
 
 
 @pytest.mark.slow

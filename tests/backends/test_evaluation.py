@@ -2,16 +2,11 @@
 over the records gives.
 """
 
-import itertools
-
-import keras
-import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import BACKENDS, DALI, TF_DATA, at_night, refused, spec_of, write_dataset
-from models import fit, make_model
+from conftest import BACKENDS, DALI, TF_DATA, refused, spec_of, table, write_dataset
 
-from dali_tf_input import ClassLabel, Preprocess, Shard
+from dali_tf_input import Preprocess, Shard
 from dali_tf_input.backends.build import make_dataset
 from dali_tf_input.training.load import load
 
@@ -30,56 +25,6 @@ def evaluation_spec(dataset, **changes):
     return spec_of(dataset, "sequential", PREPROCESS, repeat=False, **changes)
 
 
-def make_classifier(strategy=None, one_hot=False):
-    keras.utils.set_random_seed(1)
-    layers = [keras.layers.Conv2D(4, 3, strides=2, activation="relu"), keras.layers.Flatten()]
-    losses, metrics, kind = keras.losses, keras.metrics, "" if one_hot else "Sparse"
-    loss = getattr(losses, f"{kind}CategoricalCrossentropy")(from_logits=True)
-    with strategy.scope() if strategy else tf.device(None):
-        accuracy = getattr(metrics, f"{kind}CategoricalAccuracy")(name="accuracy")
-        compiled = {"loss": loss, "weighted_metrics": [accuracy]}
-        return make_model(8, 23, *layers, strategy=strategy, **compiled)
-
-
-def plain_pass(dataset, model, options):
-    """Loss and accuracy over the records, one by one."""
-    spec = evaluation_spec(dataset)
-    iterator = iter(make_dataset(spec, options, batch_size=1))
-    losses, right = [], []
-    cross_entropy = keras.losses.sparse_categorical_crossentropy
-    for _ in range(dataset.num_records):
-        image, label = next(iterator)
-        logits = model(image, training=False)
-        losses.append(float(cross_entropy(label, logits, from_logits=True)[0]))
-        right.append(int(np.argmax(logits)) == int(label[0]))
-    return np.mean(losses), np.mean(right)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("options", "num_replicas"), [*itertools.product(BACKENDS.values(), (None, "one device", 2, 3))]
-)
-def test_evaluate(datasets, options, num_replicas):
-    strategy = None
-    if num_replicas == "one device":
-        strategy = tf.distribute.OneDeviceStrategy("CPU:0")
-    elif num_replicas:
-        strategy = tf.distribute.MirroredStrategy([f"CPU:{n}" for n in range(num_replicas)])
-    model = make_classifier(strategy)
-    evaluations = [(7, 6, True), (23, 12, False)]
-    if num_replicas not in (2, 3):  # Keras adds up the first batches of replicas, which must match
-        evaluations.append((1, 6, False))
-    for num_records, batch_size, with_steps in evaluations:
-        spec = evaluation_spec(datasets[num_records])
-        evaluation = load(spec, options, strategy=strategy, batch_size=batch_size)
-        assert evaluation.steps_per_epoch == -(-num_records // batch_size)
-        steps = evaluation.steps_per_epoch if with_steps else None  # the pass ends by itself
-        found = model.evaluate(evaluation.dataset, steps=steps, verbose=0)
-        np.testing.assert_allclose(
-            found, plain_pass(datasets[num_records], model, options), rtol=2e-5
-        )
-
-
 def test_replicas_need_a_full_step(datasets):
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     with refused("`batch_size` must be at most the number of records, 7, got 8"):
@@ -96,31 +41,11 @@ def test_a_remainder_is_divided_evenly(datasets):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", at_night([DALI], BACKENDS.values()))
-def test_validation_in_fit(datasets, options):
-    dataset = datasets[23]
-    model = make_classifier(one_hot=True)
-    label = ClassLabel(num_classes=23, one_hot=True)
-    spec = spec_of(dataset, "global", Preprocess.for_training(8), label=label)
-    train = load(spec, options, batch_size=5)
-    validation = load(evaluation_spec(dataset, label=label), options, batch_size=10)
-    history = fit(model, train, epochs=2, validation_data=validation.dataset)
-    found = [history["val_loss"][-1], history["val_accuracy"][-1]]
-    np.testing.assert_allclose(found, plain_pass(dataset, model, options), rtol=2e-5)
-    assert len(history["val_loss"]) == 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("division", "options"),
-    at_night(
-        [((1, 30), DALI), ((3, 3), DALI), ((1, 23), TF_DATA)],
-        [
-            *itertools.product(
-                [(1, 1), (1, 23), (1, 30), (2, 4), (3, 3), (8, 16)], BACKENDS.values()
-            )
-        ],
-    ),
+@table(
+    "division, options",
+    [((1, 30), DALI), ((3, 3), DALI), ((1, 23), TF_DATA)],
+    [(1, 1), (1, 23), (1, 30), (2, 4), (3, 3), (8, 16)],
+    BACKENDS.values(),
 )
 def test_each_record_once(datasets, division, options):
     num_shards, batch_size = division

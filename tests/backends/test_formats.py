@@ -1,16 +1,14 @@
 """One list of accepted images: every path takes the same ones, and refuses the others by name."""
 
 import functools
-import itertools
-import struct
-import zlib
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import DALI, TF_DATA, at_night, write_indexed
+from conftest import DALI, TF_DATA, exif, table, write_indexed
 from conftest import encode as save
+from index.test_decoders import png
 from PIL import Image
 from test_parity import by_batch, by_dali, by_tensorflow, draw, make_exactly
 
@@ -23,10 +21,7 @@ BY_TF = dti.TfDataOptions(kernel="tensorflow")
 COLORS = np.random.default_rng(0).integers(0, 256, (20, 30, 4), dtype=np.uint8)
 CLEAR = Image.fromarray(COLORS)
 RGB = CLEAR.convert("RGB")
-
-
-TURNED = Image.Exif()
-TURNED[0x0112] = 6
+TURNED = exif(6)
 ACCEPTED = {
     "JPEG": save(RGB, "JPEG"),
     "PNG": save(RGB, "PNG"),
@@ -100,13 +95,7 @@ def test_prediction_leaves_out_other_images(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "options"),
-    at_night(
-        [("GIF", TF_DATA), ("clear WebP", DALI)],
-        [*itertools.product(REFUSED, [TF_DATA, BY_TF, DALI])],
-    ),
-)
+@table("name, options", [("GIF", TF_DATA), ("clear WebP", DALI)], REFUSED, [TF_DATA, BY_TF, DALI])
 def test_every_path_names_other_images(tmp_path, name, options):
     records = write_indexed(tmp_path / "train-0", [{"image": REFUSED[name], "label": 0}])
     spec = dti.InputSpec.for_evaluation(records, 16)
@@ -164,12 +153,7 @@ def save_deep(pixels):
     """Returns a PNG of 16 bits, which Pillow writes of gray only, of uint16 (height, width, n)."""
     height, width, channels = pixels.shape
     lines = b"".join(b"\0" + line.astype(">u2").tobytes() for line in pixels)
-    header = struct.pack(">IIBBBBB", width, height, 16, {1: 0, 3: 2, 4: 6}[channels], 0, 0, 0)
-    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(lines)), (b"IEND", b"")]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        for kind, data in chunks
-    )
+    return png(width, height, 16, {1: 0, 3: 2, 4: 6}[channels], lines)
 
 
 @pytest.mark.parametrize("channels", [1, 3, 4])

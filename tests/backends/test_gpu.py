@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 import tensorflow as tf
-from commands import python
+from commands import python, succeeds
 from conftest import DALI, SCRIPTS, TF_DATA, spec_of
 from models import fit, make_model
 
@@ -67,8 +67,7 @@ def probe(dataset, code):
     """Runs code in a process of its own, as it may crash."""
     environment = {**os.environ, "PYTHONPATH": f"{SCRIPTS}:{os.environ.get('PYTHONPATH', '')}"}
     words = f"FILES = {list(dataset.paths)!r}\n{PROBE}\n{textwrap.dedent(code)}"
-    process = python("-c", words, env=environment)
-    assert process.returncode == 0, process.stderr
+    succeeds(python("-c", words, env=environment))
 
 
 @pytest.mark.xfail(KIND == "GPU", reason="nvImageCodec issue 55, or other chroma", strict=False)
@@ -95,8 +94,7 @@ def test_probe_load_alone(dataset):
         fed = dti.load(spec, dti.DaliOptions(device="{GPU.device}"), batch_size=8)
         assert all("{KIND}" in value.device for value in next(iter(fed)))
         """
-    process = python("-c", textwrap.dedent(code))
-    assert process.returncode == 0, process.stderr
+    succeeds(python("-c", textwrap.dedent(code)))
 
 
 @pytest.mark.parametrize("order", ["global", "buffer"])

@@ -18,6 +18,7 @@ from conftest import (
     jpeg,
     refused,
     spec_of,
+    table,
     write_indexed,
     write_tfrecord,
 )
@@ -25,7 +26,6 @@ from PIL import Image
 
 import dali_tf_input as dti
 from dali_tf_input import ClassLabel, MultiHot, SegmentationMask, Stored, Values
-from dali_tf_input.index.build import IndexFaultsError
 from dali_tf_input.index.decoders import make_trial_decode
 from dali_tf_input.records.checks import InvalidRecord, check_mask, find_schema_problem
 from dali_tf_input.records.example import decode_example, encode_example
@@ -45,6 +45,7 @@ LABELS = {
     "multi_hot": MultiHot(key="list", num_classes=90, offset=1),
     "values": Values(key="box", size=4),
     "integers": Values(key="pair", size=2),
+    "offset": ClassLabel(key="class", offset=-1000),
     "none": None,
 }
 
@@ -80,6 +81,7 @@ def expect_label(kind: str, number: int):
         hot[[one - 1 for one in list_of(number)]] = 1
         return hot
     expected = {"name": number % 3, "values": make_example(number)["box"]}
+    expected |= {"offset": number % 3 + 1000}
     return expected.get(kind, [number, -number])
 
 
@@ -138,6 +140,7 @@ USUAL = [
     ("values", "pass", 1, TF_DATA),
     ("integers", "global", 1, DALI),
     ("none", "sequential", 1, DALI),
+    ("offset", "sequential", 1, TF_DATA),
     ("multi_hot", "global", 2, DALI),
     ("multi_hot", "pass", 2, TF_DATA),
     ("multi_hot", "buffer", 1, TF_DATA),
@@ -145,10 +148,7 @@ USUAL = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "order", "num_replicas", "options"),
-    at_night(USUAL, [*itertools.product(LABELS, ORDERS, [1, 2], EITHER)]),
-)
+@table("kind, order, num_replicas, options", USUAL, LABELS, ORDERS, [1, 2], EITHER)
 def test_labels(records, kind, order, num_replicas, options):
     """Every kind comes out as it was stored, with its own record, in every order."""
     how = {"label": LABELS[kind], "record_ids": True, "num_replicas": num_replicas}
@@ -168,26 +168,6 @@ def test_labels(records, kind, order, num_replicas, options):
             np.testing.assert_allclose(row["label"], expect_label(kind, number), atol=1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    at_night(
-        [("multi_hot", DALI), ("none", TF_DATA)],
-        [*itertools.product(["multi_hot", "none"], EITHER)],
-    ),
-)
-def test_a_step_of_any_epoch(records, options, kind):
-    """What comes out of a step is the same, wherever training starts."""
-    label, features = LABELS[kind], {"pair": Stored(size=2)}
-    whole = feed(records, options, "global", label=label, record_ids=True, features=features)
-    later = dti.load(whole.spec, options, batch_size=4, start_step=8)
-    steps = [*whole.dataset, *whole.dataset]
-    for one, other in zip(steps[8:], later.dataset, strict=False):
-        keras.tree.map_structure(np.testing.assert_array_equal, one, other)
-    numbers = [number for one in steps for number in one[0]["record_id"].numpy()]
-    assert sorted(numbers) == sorted([*range(RECORDS)] * 2)
-
-
 MASK = SegmentationMask(key="mask", ignore=7)
 CROPS = {
     "resize": NoCrop(),
@@ -199,12 +179,8 @@ CROPS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("crop", "options"),
-    at_night(
-        [("random", TF_DATA), ("resized", DALI), ("padded", TF_DATA)],
-        [*itertools.product(CROPS, EITHER)],
-    ),
+@table(
+    "crop, options", [("random", TF_DATA), ("resized", DALI), ("padded", TF_DATA)], CROPS, EITHER
 )
 def test_masks_stay_with_their_images(records, options, crop):
     """A mask that is one of the image's own channels is that channel of what comes out."""
@@ -276,11 +252,12 @@ WEIGHTS = {"global": {0: 2.0, 2: 0.5}, "buffer": {1: 0.0}}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("order", "num_replicas", "options"),
-    at_night(
-        [("global", 2, TF_DATA), ("buffer", 1, DALI)], [*itertools.product(WEIGHTS, [1, 2], EITHER)]
-    ),
+@table(
+    "order, num_replicas, options",
+    [("global", 2, TF_DATA), ("buffer", 1, DALI)],
+    WEIGHTS,
+    [1, 2],
+    EITHER,
 )
 def test_class_weight(records, order, options, num_replicas):
     """Weights of classes are sample weights, in every order and with one-hot labels."""
@@ -377,21 +354,6 @@ def write_bad(folder, name):
     return write_tfrecord(folder / "train", examples), how
 
 
-@pytest.mark.parametrize(
-    "name", at_night(["out of range", "short"], ["out of range", "short", "other size"])
-)
-def test_the_index_step_names_bad_records(tmp_path, name):
-    """And leaves them out."""
-    _, kind, reason, level, _ = BAD[name]
-    file, how = write_bad(tmp_path, name)
-    checks = checks_of(kind, level)
-    with pytest.raises(IndexFaultsError, match=f"record 9, byte .*: {reason}: `(label.|mask_)key"):
-        dti.build_index(file, checks)
-    dti.build_index(file, checks, on_bad="skip", max_bad_fraction=0.1)
-    spec_of(dti.Records.from_files(file), "sequential", SMALL, **how)
-    assert dti.Records.from_files(file).ids.tolist() == [*range(9), *range(10, 18)]
-
-
 @pytest.mark.parametrize("name", BAD)
 def test_each_fault_has_its_reason(name):
     change, kind, reason, level, _ = BAD[name]
@@ -446,10 +408,7 @@ KINDS = (TF_DATA, dti.TfDataOptions(kernel="tensorflow"), DALI)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    at_night([("offset", TF_DATA), ("one-hot", DALI)], [*itertools.product(OUT_OF_RANGE, KINDS)]),
-)
+@table("kind, options", [("offset", TF_DATA), ("one-hot", DALI)], OUT_OF_RANGE, KINDS)
 def test_a_class_that_no_sample_shows(tmp_path, options, kind):
     """Of 300 records the index step samples some, of which none has the wrong class."""
     label, stored = OUT_OF_RANGE[kind]

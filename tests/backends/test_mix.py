@@ -3,12 +3,10 @@
 import dataclasses
 import itertools
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import DALI, TF_DATA, at_night, jpeg, refused, spec_of, write_indexed
-from models import fit, make_model
+from conftest import DALI, TF_DATA, at_night, jpeg, refused, spec_of, table, write_indexed
 
 import dali_tf_input as dti
 from dali_tf_input import Mix, Preprocess, Shard, TfDataOptions
@@ -60,12 +58,7 @@ MIXES = (Mix(mixup=0.8), Mix(cutmix=1.0), BOTH, Mix(mixup=1.0, p=0.4))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mix", "batch_size", "options"),
-    at_night(
-        [(BOTH, 5, TF_DATA), (MIXES[3], 6, DALI)], [*itertools.product(MIXES, (5, 6), EITHER)]
-    ),
-)
+@table("mix, batch_size, options", [(BOTH, 5, TF_DATA), (MIXES[3], 6, DALI)], MIXES, (5, 6), EITHER)
 def test_batches_by_hand(dataset, options, mix, batch_size):
     """Each batch of two epochs, of an odd size too: the images and labels as they are defined."""
     made = take(feed(dataset, options, batch_size=batch_size, mix=mix), 8)
@@ -106,20 +99,6 @@ def test_both_backends(dataset, changes):
             for one, other in zip(first[step], made[step], strict=True):
                 assert np.abs(one - other).mean() < 0.05
                 assert np.quantile(np.abs(one - other), 0.98) <= 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", at_night([TF_DATA], EITHER))
-def test_resumes_and_differs(dataset, options):
-    """The same batches from a later step; others in the next epoch and for another seed."""
-    preprocess = Preprocess.for_training(16, recipe="deit", **STORED)
-    whole = take(feed(dataset, options, preprocess=preprocess), 8)
-    rest = take(feed(dataset, options, preprocess=preprocess, start_step=5), 3)
-    for one, other in zip(whole[5:], rest, strict=True):
-        for values, others in zip(one, other, strict=True):
-            np.testing.assert_array_equal(values, others)
-    parts = {round(float(labels.max()), 4) for _, labels in whole}
-    assert len(parts) > 4
 
 
 def test_of_each_shard(dataset):
@@ -172,24 +151,6 @@ def test_draws(tmp_path):
     np.testing.assert_allclose(1 - areas, part[is_cut], atol=1e-5)
     # Boxes that are clipped at an edge are smaller: of the mean area 1/2 a bit over half is left.
     assert 0.2 < areas.mean() < 0.45
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("num_replicas", "options"), at_night([(2, TF_DATA)], [*itertools.product([1, 2], EITHER)])
-)
-def test_trains(dataset, num_replicas, options):
-    """Keras's fit, with a loss of soft labels, on two replicas too; what `batch_at` returns."""
-    spec = spec_of(dataset, "global", Preprocess.for_training(16, **STORED), label=LABEL, mix=BOTH)
-    devices = [f"CPU:{number}" for number in range(num_replicas)]
-    strategy = tf.distribute.MirroredStrategy(devices) if num_replicas > 1 else None
-    train = dti.load(spec, options, strategy=strategy, batch_size=8)
-    loss = keras.losses.CategoricalCrossentropy(from_logits=True)
-    model = make_model(16, 24, strategy=strategy, loss=loss)
-    assert np.isfinite(fit(model, train, epochs=2)["loss"]).all()
-    again = dti.load(spec, options, batch_size=8)
-    for values, others in zip(next(iter(again)), again.batch_at(0), strict=True):
-        np.testing.assert_array_equal(values, others)
 
 
 def test_a_batch_that_others_hold():

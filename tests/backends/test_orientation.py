@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import DALI, TF_DATA, at_night, encode, jpeg, refused, write_indexed
+from conftest import DALI, TF_DATA, at_night, encode, exif, jpeg, refused, table, write_indexed
 from PIL import Image
 from test_parity import by_batch, by_dali, by_tensorflow, draw, measure
 
@@ -44,11 +44,9 @@ def pairs(tmp_path_factory):
     """Records of JPEGs of all orientations, and of the same images turned before, as PNG."""
     stored, upright = [], []
     for number in range(8):
-        exif = Image.Exif()
-        exif[0x0112] = number + 1
         for size, how in (((61, 95), {}), ((95, 61), {"progressive": True}), ((64, 48), {})):
             image = Image.open(io.BytesIO(jpeg(*size, seed=number)))
-            data = encode(image, "JPEG", exif=exif, quality=95, subsampling=0, **how)
+            data = encode(image, "JPEG", exif=exif(number + 1), quality=95, subsampling=0, **how)
             mask = Image.fromarray((np.arange(size[0] * size[1]) % 251).reshape(size).astype("u1"))
             about = {"image/class/label": number}
             stored.append({"image/encoded": data, "mask": encode(mask), **about})
@@ -73,12 +71,12 @@ OUTPUTS = (
 PLANS = ("full", "region")
 
 
-@pytest.mark.parametrize(
-    ("crop", "fields", "decode"),
-    at_night(
-        [*zip(CROPS, itertools.cycle(OUTPUTS), itertools.cycle(PLANS), strict=False)],
-        [*itertools.product(CROPS, OUTPUTS, PLANS)],
-    ),
+@table(
+    "crop, fields, decode",
+    [*zip(CROPS, itertools.cycle(OUTPUTS), itertools.cycle(PLANS), strict=False)],
+    CROPS,
+    OUTPUTS,
+    PLANS,
 )
 def test_turned_as_before(pairs, crop, fields, decode):
     """All eight orientations, by every engine: what the reference makes of those turned before."""

@@ -4,12 +4,14 @@ import dataclasses
 import itertools
 import os
 import pathlib
+import shutil
 
 import numpy as np
 import pytest
 import tensorflow as tf
 from commands import python
 from conftest import (
+    BACKENDS,
     DALI,
     TF_DATA,
     at_night,
@@ -17,6 +19,7 @@ from conftest import (
     jpeg,
     refused,
     spec_of,
+    write_dataset,
     write_indexed,
     write_tfrecord,
 )
@@ -29,6 +32,7 @@ from dali_tf_input.backends.build import make_dataset
 from dali_tf_input.backends.dali_reading import pack_batches
 from dali_tf_input.backends.locations import find_locations
 from dali_tf_input.backends.stream import Stream
+from dali_tf_input.records.example import encode_example
 from dali_tf_input.spec.plan import StepCursor
 
 ORDERS = ("global", "buffer", "sequential")
@@ -160,19 +164,8 @@ def test_a_file_that_changes_in_between(tmp_path, damage, message):
 def unusual_examples():
     """Examples that TensorFlow reads, and from which the operation does not take the image."""
     image = jpeg(30, 40)
-
-    def serialize(**features):
-        made = {}
-        for key, value in features.items():
-            if isinstance(value, bytes):
-                kind = {"bytes_list": tf.train.BytesList(value=[value])}
-            else:
-                kind = {"int64_list": tf.train.Int64List(value=[value])}
-            made[key] = tf.train.Feature(**kind)
-        return tf.train.Example(features=tf.train.Features(feature=made)).SerializeToString()
-
-    whole = serialize(image=image, label=3)
-    return [whole, whole + whole, whole + b"\x12\x02ab", serialize(image=image, label=1)], image
+    whole, other = (encode_example({"image": image, "label": label}) for label in (3, 1))
+    return [whole, whole + whole, whole + b"\x12\x02ab", other], image
 
 
 def test_unusual_examples(tmp_path):
@@ -263,10 +256,15 @@ def test_iterators_in_turn_and_at_once(records):
 EXIT = """
 import os, sys
 from dali_tf_input import *
-path, backend, count = sys.argv[1:]
-spec = InputSpec.for_training(path, 64)
+files, backend, order, count = sys.argv[1:]
 options = DaliOptions(device="cpu") if backend == "dali" else TfDataOptions()
-iterator, _ = (iter(make_dataset(spec, options, batch_size=4, endless=True)) for _ in range(2))
+spec = InputSpec.for_training(files, 16, order=order)
+made = make_dataset(spec, options, batch_size=4, endless=True)
+for _ in range(4 if order == "buffer" else 0):  # chances
+    if not os.fork():
+        break
+    assert os.wait()[1] == 0
+iterator, _ = iter(made.prefetch(16) if order == "buffer" else made), iter(made)
 for _ in range(int(count)):
     next(iterator)
 if backend == "dali":
@@ -275,16 +273,24 @@ if backend == "dali":
     assert os.waitpid(child, 0)[1] == 0
     next(iterator)
 """
+ENDS = at_night(
+    [("dali", "global", [2])],
+    [(one, *how) for one in BACKENDS for how in (("global", range(20)), ("buffer", [30]))],
+)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork")
-@pytest.mark.parametrize("backend", at_night(["dali"], ["dali", "tf_data"]))
-def test_a_process_forks_and_ends_while_it_reads(tmp_path, backend):
-    """Also in an iterator of which nothing was taken."""
-    records = write_indexed(tmp_path / "train", examples_of([jpeg(300, 400)] * 12))
-    for count in at_night([2], range(20)):
-        process = python("-c", EXIT, records.paths[0], backend, count)
+@pytest.mark.parametrize(("backend", "order", "counts"), ENDS)
+def test_a_process_forks_and_ends_while_it_reads(tmp_path, backend, order, counts):
+    """Quietly: no thread waits for a Python that is gone. Also an iterator of which nothing was taken.
+
+    In order "buffer" files are opened one after the other, all the time.
+    """
+    write_dataset(tmp_path, [2] * 60)
+    for count in counts:
+        files = tmp_path / "train-*-of-?????"
+        process = python("-c", EXIT, files, backend, order, count)
         assert process.returncode == 0, process.stderr
         assert "Traceback" not in process.stderr
 
@@ -310,10 +316,7 @@ def test_its_name_has_the_versions(monkeypatch, tmp_path):
     monkeypatch.setattr(dali_operator.dali, "__version__", "9.9.9")
     assert "-9.9.9-" in dali_operator.find_library().name
     monkeypatch.undo()
-    native = tmp_path / "native"
-    native.mkdir()
-    for name in dali_operator._SOURCES:
-        (native / name).write_bytes((dali_operator._NATIVE / name).read_bytes())
+    native = shutil.copytree(dali_operator._NATIVE, tmp_path / "native")
     monkeypatch.setattr(dali_operator, "_NATIVE", native)
     assert dali_operator.find_library().name == library.name
     (native / "read.h").write_text("// another")
@@ -323,10 +326,7 @@ def test_its_name_has_the_versions(monkeypatch, tmp_path):
 @pytest.mark.nightly
 def test_compiling(monkeypatch, tmp_path, capsys):
     """Anew where there was one of another version; and what may be missing."""
-    native = tmp_path / "native"
-    native.mkdir()
-    for name in dali_operator._SOURCES:
-        (native / name).write_bytes((dali_operator._NATIVE / name).read_bytes())
+    native = shutil.copytree(dali_operator._NATIVE, tmp_path / "native")
     monkeypatch.setattr(dali_operator, "_NATIVE", native)
     monkeypatch.setattr(dali_operator, "load_operator", lambda: None)  # it is loaded already
     old = tmp_path / f"libdali_images-{dali_operator.dali.__version__}-abc.so"

@@ -11,7 +11,7 @@ from conftest import at_night, encode, jpeg, valid_images
 from PIL import Image
 from test_parity import CROPS, RAW, SIZE, UNMIRRORED, by_tensorflow, draw
 
-from dali_tf_input import CenterCrop, RandomResizedCrop, TfDataOptions
+from dali_tf_input import CenterCrop, RandomResizedCrop
 from dali_tf_input.backends import tf_images
 from dali_tf_input.spec.crops import NoCrop
 
@@ -123,21 +123,3 @@ def test_both_kernels_make_the_same(images, how):
         found = np.abs(one - other)
         assert found.max() <= MOST[how], name
         assert found.mean() < 0.01, name
-
-
-@pytest.mark.slow
-def test_the_graph_scales(images, monkeypatch):
-    """The decoder really is told to: no slower plan under the same name."""
-    ratios = []
-    decode = tf.io.decode_and_crop_jpeg
-
-    def note(*args, **kwargs):
-        ratios.append(kwargs["ratio"])
-        return decode(*args, **kwargs)
-
-    monkeypatch.setattr(tf.io, "decode_and_crop_jpeg", note)
-    preprocess = dataclasses.replace(RAW, antialias=True)
-    plan = TfDataOptions(decode="scaled").decode
-    for image in images:
-        tf_images.prepare_image(tf.constant(image), tf.zeros(3), preprocess, decode=plan)
-    assert ratios == [4, 4, 8, 8, 8]

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import keras
 import numpy as np
 import pytest
 from conftest import DALI, TF_DATA, at_night, jpeg, refused, spec_of, valid_images, write_indexed
@@ -46,24 +45,6 @@ def feed(records, options, views, *, start_step=0, **changes):
 
 
 @pytest.mark.slow
-def test_what_comes_out(records):
-    """Dictionaries by name, as Keras takes them; the views of an image differ."""
-    (one, _), (other, _) = batches = [
-        next(iter(feed(records, options, VIEWS))) for options in (DALI, TF_DATA)
-    ]
-    for images, labels in batches:
-        assert {name: values.shape for name, values in images.items()} == {
-            "image_0": (3, 48, 48, 3),
-            "image_1": (3, 48, 48, 3),
-            "image_2": (3, 24, 24, 3),
-        }
-        assert labels.shape == (3,)
-        assert np.abs(images["image_0"] - images["image_1"]).mean() > 0.05
-    for name, values in one.items():
-        assert np.abs(values - other[name]).mean() < 0.01
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("decode", at_night(["auto"], ["auto", "full"]))
 def test_as_if_alone(records, decode):
     """The first view is what the image is without others; all are the same by every kernel."""
@@ -73,6 +54,8 @@ def test_as_if_alone(records, decode):
         "dali": dataclasses.replace(DALI, decode="full"),
     }
     made = {name: [*feed(records, kind, ALONE)] for name, kind in kinds.items()}
+    names = {f"image_{number}": (3, *view.image_shape) for number, view in enumerate(ALONE)}
+    assert {name: values.shape for name, values in made["dali"][0][0].items()} == names
     alone = [*make_dataset(spec_of(records, "global", ALONE[0]), TF_DATA, batch_size=3)]
     for step, (images, _) in enumerate(alone):
         np.testing.assert_allclose(made["native"][step][0]["image_0"], images, atol=1e-4)
@@ -84,37 +67,6 @@ def test_as_if_alone(records, decode):
             for view, values in images.items():
                 difference = np.abs(values.numpy().astype(float) - others[view].numpy())
                 assert np.quantile(difference, 0.98) <= (1 if view == "image_2" else 0.1), view
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", at_night([DALI], [DALI, TF_DATA]))
-def test_resumes(records, options):
-    """To the bit, from the middle; and `batch_at`."""
-    views = (SMALL, SMALL, ALONE[0])
-    whole = [images for images, _ in feed(records, options, views)]
-    rest = [images for images, _ in feed(records, options, views, start_step=2)]
-    for images, others in zip(whole[2:], rest, strict=True):
-        for name, values in images.items():
-            np.testing.assert_array_equal(values, others[name])
-    train = dti.load(spec_of(records, "global", SMALL, views=views), options, batch_size=3)
-    for name, values in train.batch_at(1)[0].items():
-        np.testing.assert_array_equal(values, whole[1][name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", at_night([TF_DATA], [DALI, TF_DATA]))
-def test_trains(records, options):
-    """A model of two towers, by `fit`."""
-    spec = dti.InputSpec.for_training(records, views=(SMALL, SMALL))
-    tower = keras.Sequential([keras.layers.Flatten(), keras.layers.Dense(8)])
-    names = ("image_0", "image_1")
-    inputs = {name: keras.Input(SMALL.image_shape, name=name) for name in names}
-    merged = keras.layers.Subtract()([tower(inputs["image_0"]), tower(inputs["image_1"])])
-    model = keras.Model(inputs, keras.layers.Dense(30)(merged))
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile("sgd", loss)
-    train = dti.load(spec, options, batch_size=4)
-    assert np.isfinite(train.fit(model, epochs=2, verbose=0).history["loss"]).all()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, at_night, image_zoo, jpeg
+from conftest import ROOT, at_night, encode, exif, image_zoo, jpeg
 from PIL import Image, ImageCms
 
 from dali_tf_input import Checks
@@ -20,14 +20,12 @@ from dali_tf_input.records.checks import InvalidRecord
 
 IMAGE = Image.open(io.BytesIO(jpeg(60, 90)))
 OTHER = Image.eval(IMAGE, lambda value: 255 - value)
-TURNED = b"Exif\0\0II*\0\x08\0\0\0\1\0\x12\1\3\0\1\0\0\0\6\0\0\0\0\0\0\0"
+TURNED = exif(6)
 SRGB = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
 
 
 def save(image_format: str, image: Image.Image = IMAGE, **options: object) -> bytes:
-    stream = io.BytesIO()
-    image.save(stream, image_format, **options)
-    return stream.getvalue()
+    return encode(image, image_format, **options)
 
 
 def with_adobe(transform: int) -> bytes:
@@ -42,10 +40,14 @@ def interlaced() -> bytes:
     passes = ((0, 0, 8, 8), (0, 4, 8, 8), (4, 0, 8, 4), (0, 2, 4, 4), (2, 0, 4, 2), (0, 1, 2, 2))
     parts = [pixels[top::down, left::right] for top, left, down, right in (*passes, (1, 0, 2, 1))]
     rows = b"".join(b"\0" + row.tobytes() for part in parts for row in part)
-    header = struct.pack(">II5B", IMAGE.width, IMAGE.height, 8, 2, 0, 0, 1)
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        chunk(*one) for one in ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
-    )
+    return png(IMAGE.width, IMAGE.height, 8, 2, rows, interlaced=True)
+
+
+def png(width: int, height: int, depth: int, kind: int, rows: bytes, *, interlaced=False) -> bytes:
+    """Returns a PNG that Pillow does not write."""
+    header = struct.pack(">II5B", width, height, depth, kind, 0, 0, interlaced)
+    chunks = (b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*one) for one in chunks)
 
 
 def chunk(kind: bytes, data: bytes) -> bytes:

@@ -1,12 +1,12 @@
 """The EXIF orientation of images, in Python and in TensorFlow's operations."""
 
-import io
 import struct
 
+import conftest
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import jpeg, write_indexed
+from conftest import encode, jpeg, write_indexed
 from PIL import Image
 
 import dali_tf_input as dti
@@ -42,11 +42,7 @@ def exif(data):
 
 
 def saved(form, orientation, **how):
-    tags = Image.Exif()
-    tags[TAG] = orientation
-    stream = io.BytesIO()
-    Image.new("RGB", (9, 8)).save(stream, form, exif=tags, **how)
-    return stream.getvalue()
+    return encode(Image.new("RGB", (9, 8)), form, exif=conftest.exif(orientation), **how)
 
 
 SIX = exif(exif_of((TAG, SHORT, 1, 6)))

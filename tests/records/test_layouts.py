@@ -1,102 +1,11 @@
-"""Records as others write them: tfds by its own writer, TF-slim, the Object Detection API."""
+"""Records as tfds writes them, by its own writer."""
 
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import TF_DATA, jpeg
+from conftest import TF_DATA
 
 import dali_tf_input as dti
-
-SIZES = [(40 + number, 50) for number in range(7)]
-
-
-def feature(*values):
-    """Returns a feature as `tf.train.Example` has it."""
-    if isinstance(values[0], bytes):
-        return tf.train.Feature(bytes_list=tf.train.BytesList(value=values))
-    if isinstance(values[0], float):
-        return tf.train.Feature(float_list=tf.train.FloatList(value=values))
-    return tf.train.Feature(int64_list=tf.train.Int64List(value=values))
-
-
-def write(path, examples):
-    with tf.io.TFRecordWriter(str(path)) as writer:
-        for features in examples:
-            example = tf.train.Example(features=tf.train.Features(feature=features))
-            writer.write(example.SerializeToString())
-
-
-def slim(number, size):
-    """As build_imagenet_data.py does: classes from 1, boxes of any number."""
-    boxes = {"xmin": 0.1, "xmax": 0.9, "ymin": 0.2, "ymax": 0.8}
-    boxes = {
-        f"image/object/bbox/{side}": feature(*[at] * (number % 3 + 1)) for side, at in boxes.items()
-    }
-    return {
-        **boxes,
-        "image/height": feature(size[0]),
-        "image/width": feature(size[1]),
-        "image/colorspace": feature(b"RGB"),
-        "image/channels": feature(3),
-        "image/class/label": feature(number % 3 + 1),
-        "image/class/synset": feature(b"n01440764"),
-        "image/class/text": feature(b"tench, Tinca tinca"),
-        "image/object/bbox/label": feature(*[number % 3 + 1] * (number % 3 + 1)),
-        "image/format": feature(b"JPEG"),
-        "image/filename": feature(b"n01440764_%d.JPEG" % number),
-        "image/encoded": feature(jpeg(*size, seed=number)),
-    }
-
-
-def detection(number, size):
-    """As create_pascal_tf_record.py does: several classes to an image, none of its own."""
-    count = number % 3 + 1
-    return {
-        "image/height": feature(size[0]),
-        "image/width": feature(size[1]),
-        "image/filename": feature(b"%d.jpg" % number),
-        "image/source_id": feature(b"%d.jpg" % number),
-        "image/key/sha256": feature(b"0" * 64),
-        "image/encoded": feature(jpeg(*size, seed=number)),
-        "image/format": feature(b"jpeg"),
-        "image/object/bbox/xmin": feature(*[0.1] * count),
-        "image/object/class/text": feature(*[b"dog"] * count),
-        "image/object/class/label": feature(*range(1, count + 1)),
-        "image/object/difficult": feature(*[0] * count),
-    }
-
-
-def serve(pattern, **fields):
-    """Returns the labels of an epoch, and the boxes that come with them."""
-    spec = dti.InputSpec.for_evaluation(pattern, 32, **fields)
-    return next(iter(dti.load(spec, TF_DATA, batch_size=7)))
-
-
-@pytest.mark.slow
-def test_slim(tmp_path):
-    write(tmp_path / "train-00000-of-00001", map(slim, range(7), SIZES))
-    label = dti.ClassLabel(num_classes=3, offset=1)
-    dti.build_index(tmp_path / "train-*", dti.Checks(verify="schema", label=label))
-    side = dti.Stored(size=3, padding=-1.0)
-    x, y = serve(tmp_path / "train-*", label=label, features={"image/object/bbox/xmin": side})
-    assert y.numpy().tolist() == [number % 3 for number in range(7)]
-    assert (x["image/object/bbox/xmin"].numpy() > 0).sum(axis=1).tolist() == [
-        number % 3 + 1 for number in range(7)
-    ]
-
-
-@pytest.mark.slow
-def test_object_detection(tmp_path):
-    """The classes of an image's objects as one multi-hot vector."""
-    write(tmp_path / "pascal_train.record-00000-of-00001", map(detection, range(7), SIZES))
-    pattern = tmp_path / "pascal_train.record-*"
-    label = dti.MultiHot(num_classes=3, key="image/object/class/label", offset=1)
-    dti.build_index(pattern, dti.Checks(verify="schema", label=label))
-    _, y = serve(pattern, label=label)
-    expected = [
-        [1.0 if column <= number % 3 else 0.0 for column in range(3)] for number in range(7)
-    ]
-    assert y.numpy().tolist() == expected
 
 
 @pytest.mark.slow

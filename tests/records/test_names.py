@@ -181,29 +181,6 @@ def test_files_with_other_labels_are_not_joined(tmp_path, field):
         dti.Records.from_files(tmp_path / "train-?")
 
 
-@pytest.mark.slow
-def test_labels_stored_as_names_are_balanced(tmp_path):
-    names = ("ant", "bee", "cow")
-    examples = numbered_examples(60)
-    for number, example in enumerate(examples):
-        example["image/class/label"] = names[0 if number < 40 else 1 if number < 55 else 2]
-    label = dti.ClassLabel(vocabulary=names)
-    records = write_indexed(tmp_path / "train", examples, dataclasses.replace(SCHEMA, label=label))
-    for fields in ({"balance": "class"}, {"class_weight": "balanced"}):
-        spec = spec_of(records, "global", dti.Preprocess(image_size=(8, 8)), label=label, **fields)
-        assert spec.class_counts == ((0, 40), (1, 15), (2, 5))
-        batches = [*dti.load(spec, TF_DATA, batch_size=30)]
-        labels = np.concatenate([batch[1] for batch in batches])
-        if "balance" in fields:
-            assert np.bincount(labels).tolist() == [20, 20, 20]
-        else:
-            weights = np.concatenate([batch[2] for batch in batches])
-            np.testing.assert_allclose(weights, np.array([0.5, 4 / 3, 4])[labels])
-    other = dti.ClassLabel(vocabulary=names[::-1])
-    with refused("`balance` needs a ClassLabel, and its value for every record in the index"):
-        spec_of(records, "global", dti.Preprocess(image_size=(8, 8)), label=other, balance="class")
-
-
 @pytest.mark.parametrize(
     ("text", "names"),
     [

@@ -14,10 +14,10 @@ from conftest import (
     numbered_examples,
     refused,
     spec_of,
+    table,
     write_indexed,
     write_tfrecord,
 )
-from models import make_model
 
 import dali_tf_input as dti
 from dali_tf_input.records.contents import pack_integers, unpack_integers
@@ -167,12 +167,12 @@ def serve(spec, options, batch_size, shards=1):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("order", "num_records", "options"),
-    at_night(
-        [("sequential", 24, DALI), ("buffer", 61, DALI), ("global", 61, TF_DATA)],
-        [*itertools.product(["sequential", "buffer", "global"], [24, 61], [TF_DATA, DALI])],
-    ),
+@table(
+    "order, num_records, options",
+    [("sequential", 24, DALI), ("buffer", 61, DALI), ("global", 61, TF_DATA)],
+    ["sequential", "buffer", "global"],
+    [24, 61],
+    [TF_DATA, DALI],
 )
 def test_both_backends_serve_the_subset(classes, order, num_records, options):
     records = classes.sample(num_records, seed=num_records)
@@ -188,18 +188,6 @@ def test_both_backends_serve_the_subset(classes, order, num_records, options):
 
 
 @pytest.mark.slow
-def test_blocks_and_balanced_weights(classes):
-    records = classes.filter(labels=(0, 1)).sample(20)
-    spec = spec_of(
-        records, "global", SMALL, shuffle_block_size=4, record_ids=True, class_weight="balanced"
-    )
-    assert sorted(serve(spec, TF_DATA, 20)) == ids_of(records)
-    counts = np.bincount(records.labels)
-    assert spec.class_counts == tuple(enumerate(counts.tolist()))
-    np.testing.assert_allclose(spec.class_weights()[:2], 20 / (2 * counts))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("order", at_night(["global"], ["sequential", "global"]))
 def test_a_bad_record_of_a_subset_is_named(tmp_path, order):
     """Also one with new labels."""
@@ -210,22 +198,6 @@ def test_a_bad_record_of_a_subset_is_named(tmp_path, order):
     label = dti.ClassLabel(num_classes=12)
     with pytest.raises(BadRecordError, match=r"train-0: record 7, byte"):
         list(dti.load(spec_of(records, order, SMALL, label=label), TF_DATA, batch_size=2))
-
-
-@pytest.mark.slow
-def test_resume_refuses_another_subset(classes, tmp_path):
-    def fit(records, epochs):
-        model = make_model(8, 4)
-        train = dti.load(spec_of(records, "global", SMALL), TF_DATA, batch_size=8)
-        train.fit(model, epochs=epochs, resume=str(tmp_path / "state"), verbose=0)
-
-    parts = classes.split(train=0.5, other=0.5)
-    fit(parts["train"], 1)
-    fit(parts["train"], 2)
-    with refused("belongs to training on other input: .*`subset` was"):
-        fit(parts["other"], 3)
-    with refused("belongs to training on other input: `labels` was as stored, is "):
-        fit(parts["train"].relabel({0: 1}), 3)
 
 
 @pytest.mark.parametrize(
@@ -248,9 +220,7 @@ def test_names_as_labels(tmp_path):
 
 
 def test_an_index_without_labels(tmp_path, dataset):
-    with refused(
-        "does not have a class for each record. If each has one, index again: .* --verify=schema"
-    ):
+    with refused("does not have a class for each record. .* --verify=schema"):
         _ = dataset.labels
     with refused("does not have a class for each record"):
         dataset.split(by_label=True, a=0.5, b=0.5)
@@ -430,7 +400,7 @@ def test_counts_and_ranges_are_those_of_the_subset(many):
 def test_counts_of_several_classes_are_unknown_for_a_subset(tmp_path):
     examples = numbered_examples(6)
     for number, example in enumerate(examples):
-        example["image/class/label"] = [number % 2, 2]
+        example["image/class/label"] = [number % 2, 2, 2]  # which counts once
     label = dti.MultiHot(num_classes=3)
     records = write_indexed(
         tmp_path / "train-0", examples, dti.Checks(verify="schema", label=label)
@@ -478,9 +448,7 @@ def test_groups_stay_together(tmp_path):
     for train, held_out in records.folds(3, group_key="patient"):
         sides = [{part.read(n)["patient"][0] for n in part.ids} for part in (train, held_out)]
         assert not sides[0] & sides[1]
-    with refused(
-        "`group_key` must be a feature with one value in all records; record 0 of .* has 2"
-    ):
+    with refused("one value in all records; record 0 of .* has 2"):
         records.split(a=0.5, b=0.5, group_key="many")
     with refused("has 0 values of 'none'"):
         records.split(a=0.5, b=0.5, group_key="none")

@@ -3,12 +3,11 @@
 import contextlib
 import os
 import resource
-from pathlib import Path
 from random import Random
 
 import pytest
 import tensorflow as tf
-from conftest import at_night, refused, scan_records
+from conftest import at_night, bytes_read, refused, scan_records, table
 
 from dali_tf_input.records.example import decode_example, encode_example
 from dali_tf_input.records.tfrecord import (
@@ -149,23 +148,22 @@ def test_many_records_over_many_reads(tmp_path):
 BLOCK = 1 << 22
 
 
+GAPS = (1, BLOCK - 30, BLOCK - 11, BLOCK, BLOCK + 5, 3 * BLOCK)
+JUNK = (b"\xff", b"\1\0\0\0\0")  # what looks like headers
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("gap", [1, BLOCK - 30, BLOCK - 11, BLOCK, BLOCK + 5, 3 * BLOCK])
-@pytest.mark.parametrize("junk", at_night([b"\0"], [b"\0", b"\xff", b"\1\0\0\0\0"]))
+@table(
+    "junk, gap",
+    [*((b"\0", gap) for gap in GAPS), *((one, GAPS[2]) for one in JUNK)],
+    (b"\0", *JUNK),
+    GAPS,
+)
 def test_the_next_record_is_found_over_any_gap(tmp_path, gap, junk):
     """Also where it lies across two of the pieces in which a gap is searched."""
     content = HELLO + (junk * gap)[:gap] + WORLD
     places, faults = find(tmp_path / "file", content)
     assert places == [(0, 21), (21 + gap, 34)]
-    assert len(faults) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("junk", [b"\xff", b"\1\0\0\0\0"])
-def test_the_next_record_is_found_behind_what_looks_like_headers(tmp_path, junk):
-    content = HELLO + (junk * BLOCK)[: BLOCK - 11] + WORLD
-    places, faults = find(tmp_path / "file", content)
-    assert places == [(0, 21), (21 + BLOCK - 11, 34)]
     assert len(faults) == 1
 
 
@@ -229,11 +227,6 @@ def test_a_file_made_to_break_everywhere_is_no_hang(tmp_path):
         content
     )  # each header by itself would be 10,000 times
     assert faults
-
-
-def bytes_read():
-    """Returns how many bytes this process has read so far."""
-    return int(Path("/proc/self/io").read_text().split()[1])
 
 
 @pytest.mark.nightly

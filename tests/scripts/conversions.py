@@ -3,7 +3,7 @@
 from pathlib import Path
 from unittest import mock
 
-from commands import run
+from commands import run, succeeds
 from conftest import jpeg, scan_records
 
 from dali_tf_input.cli.convert import writer
@@ -34,16 +34,14 @@ def convert(*arguments, decoder="none"):
 
 def make(*arguments, **options):
     """Runs `convert`, which must succeed; returns what it printed."""
-    process = convert(*arguments, **options)
-    assert (process.returncode, process.stderr) == (0, "")
+    process = succeeds(convert(*arguments, **options))
     return process.stdout
 
 
 def index(folder, *flags):
     """Indexes the files of a set; returns their pattern."""
     files = f"{folder}/*-of-*"
-    process = run("index", *flags, files)
-    assert process.returncode == 0, process.stderr
+    succeeds(run("index", *flags, files))
     return files
 
 

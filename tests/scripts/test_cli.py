@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import fails, load, python, run
+from commands import fails, load, python, run, succeeds, wait_until
 from conftest import ROOT, SCRIPTS, at_night, jpeg, refused, write_tfrecord
 from rich.cells import cell_len
 from rich.console import Console
@@ -125,10 +125,7 @@ def test_signals_end_a_command_and_all_that_it_started(sample_folder, tmp_path, 
     assert process.returncode == 128 + number, errors
     words = "interrupted" if number == signal.SIGINT else f"stopped by {number.name}"
     assert errors.decode().splitlines()[-1] == words
-    deadline = time.monotonic() + 60
-    while any(map(is_running, children)):
-        assert time.monotonic() < deadline, "something is still running"
-        time.sleep(0.1)
+    wait_until(lambda: not any(map(is_running, children)), "something is still running")
     left = [path.name for path in tmp_path.iterdir() if not path.name.endswith((".idx", ".json"))]
     assert left == []
 
@@ -145,29 +142,46 @@ def test_output_in_ascii(tmp_path):
     (tmp_path / "cat").mkdir()
     for seed in range(3):
         (tmp_path / "cat" / f"{seed}.jpg").write_bytes(jpeg(20, 20, seed=seed))
-    process = python(
-        *("-m", "dali_tf_input", "convert", "--validation_fraction=0", "--decoder=none"),
-        *(tmp_path, tmp_path.with_name("out \u00e4")),
-        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    process = succeeds(
+        python(
+            *("-m", "dali_tf_input", "convert", "--validation_fraction=0", "--decoder=none"),
+            *(tmp_path, tmp_path.with_name("out \u00e4")),
+            env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        )
     )
-    assert process.returncode == 0, process.stderr
     assert "out \\xe4" in process.stdout
 
 
-USELESS = ["index --num_classes=2 x", "index --verify=crc --vocabulary=x x"]
-USELESS += [
-    "index --verify=schema --max_pixels=9 x",
-    "index --verify=decode --max_bad_fraction=1 x",
-]
-USELESS += ["convert --store=pixels --quality=90 {} out", "convert --renumber {} out"]
-USELESS += ["convert --image_key=x {} out", "doctor --label_key=x"]
+# The last flag of each.
+USELESS = {
+    "index x": [
+        *("--num_classes=2", "--verify=crc --vocabulary=x", "--verify=schema --max_pixels=9"),
+        "--verify=decode --max_bad_fraction=1",
+    ],
+    "convert {} out": [
+        *("--store=pixels --quality=90", "--renumber", "--image_key=x"),
+        *("--keep=x", "--group=x", "--index_dir=x"),
+    ],
+    "convert a.csv out": ["--class_depth=2", "--skip_unreadable"],
+    "convert a-* out": ["--labels=x", "--drop=x"],
+    "doctor": ["--label_key=x"],
+    "preview": [
+        *("--evaluation --crop=letterbox", "--evaluation --augment=rand"),
+        *("--evaluation --recipe=deit", "--crop=all --evaluation", "--crop=all --recipe=deit"),
+        *("--crop=all --num_images=2", "--blame=y --records=3", "--records=3 --num_images=2"),
+    ],
+}
 
 
-@pytest.mark.parametrize("line", USELESS)
-def test_flags_that_do_nothing(tmp_path, line):
+@pytest.mark.parametrize(
+    ("command", "flags"), [(command, one) for command, those in USELESS.items() for one in those]
+)
+def test_flags_that_do_nothing(tmp_path, files, command, flags):
     """They are refused, before anything is read."""
-    name, *words = line.format(tmp_path).split()
-    fails(run(name, *words), " does nothing ", ": leave it out.")
+    name, *words = command.format(tmp_path).split()
+    words += [files] if name == "preview" else []
+    flag = flags.split()[-1].partition("=")[0]
+    fails(run(name, *flags.split(), *words), f"{flag} does nothing ", ": leave it out.")
 
 
 def test_outputs_are_local(tmp_path):

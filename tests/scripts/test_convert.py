@@ -11,8 +11,8 @@ from pathlib import Path
 import commands
 import numpy as np
 import pytest
-from commands import fails, rows, run
-from conftest import image_zoo, jpeg, numbered_examples, refused, write_tfrecord
+from commands import fails, rows, run, succeeds
+from conftest import encode, exif, image_zoo, jpeg, numbered_examples, refused, write_tfrecord
 from conversions import convert, here, index, make, read, read_features, set_bytes
 from index.test_decoders import LOSSLESS
 from PIL import Image
@@ -40,8 +40,7 @@ def photos(tmp_path_factory):
 def test_convert(tmp_path, photos):
     """In processes of its own: all images once, each class in training, and the next command."""
     flags = ["--decoder=none", "--validation_fraction=0.2", "--num_files=3"]
-    process = run("convert", *flags, photos, tmp_path / "out")
-    assert (process.returncode, process.stderr) == (0, "")
+    process = succeeds(run("convert", *flags, photos, tmp_path / "out"))
     shown = rows(process.stdout)
     held_out = int(shown["validation"].split()[0])
     assert 1 <= held_out <= 9
@@ -150,10 +149,7 @@ def opened(encoded):
 
 def turned_by_exif():
     """Returns a JPEG that its EXIF orientation turns."""
-    exif, stream = Image.Exif(), io.BytesIO()
-    exif[0x0112] = 6
-    opened(jpeg(60, 90)).save(stream, "JPEG", exif=exif)
-    return stream.getvalue()
+    return encode(opened(jpeg(60, 90)), "JPEG", exif=exif(6))
 
 
 @pytest.mark.slow
@@ -363,8 +359,7 @@ def test_an_image_that_crashes_a_decoder_costs_no_other(tmp_path, photos, monkey
     path.write_bytes(path.read_bytes() + b"crashes")
     monkeypatch.setattr("dali_tf_input.processes._CODE", CRASHING)
     flags = ["--decoder=none", "--num_processes=1", "--validation_fraction=0", "--max_left_out=0.1"]
-    process = run("convert", *flags, tmp_path / "photos", tmp_path / "out")
-    assert (process.returncode, process.stderr) == (0, "")
+    process = succeeds(run("convert", *flags, tmp_path / "photos", tmp_path / "out"))
     assert rows(process.stdout)["train"] == "17 images"
     _, line = (tmp_path / "out" / "left_out.jsonl").read_text().splitlines()
     assert json.loads(line) == {"path": str(path), "reason": "decoding it failed: SIGABRT"}

@@ -5,10 +5,11 @@ import json
 
 import numpy as np
 import pytest
-from commands import fails, rows, run
-from conftest import BACKENDS, refused, write_tfrecord
+from commands import fails, rows, run, succeeds
+from conftest import BACKENDS, encode, exif, refused, write_tfrecord
 from conversions import convert, read
 from PIL import Image
+from records.test_exif import SIX, THREE, with_segments
 
 import dali_tf_input as dti
 from dali_tf_input.cli.convert.images import (
@@ -18,7 +19,6 @@ from dali_tf_input.cli.convert.images import (
     convert_image,
     convert_mask,
 )
-from dali_tf_input.records.orientation import find_orientation
 
 QUARTERS = np.zeros((200, 300), np.uint8)  # a mask of an upright image
 QUARTERS[:100, :150], QUARTERS[:100, 150:], QUARTERS[100:, :150], QUARTERS[100:, 150:] = 1, 2, 3, 4
@@ -27,17 +27,13 @@ SIDEWAYS = Image.Transpose.ROTATE_90  # orientation 6 shows it upright
 
 
 def save(image, form="JPEG", **how):
-    stream = io.BytesIO()
-    image.save(stream, form, **how)
-    return stream.getvalue()
+    return encode(image, form, **how)
 
 
 def photo(form="JPEG", *, size=300, **how):
     """Returns a photo of four colors, held sideways."""
-    exif = Image.Exif()
-    exif[0x0112] = 6
     image = Image.fromarray(COLORS[QUARTERS]).resize((size, size * 2 // 3))
-    return save(image.transpose(SIDEWAYS), form, exif=exif, **how)
+    return save(image.transpose(SIDEWAYS), form, exif=exif(6), **how)
 
 
 def classes_of(pixels):
@@ -65,8 +61,7 @@ def test_masks_of_sideways_photos(tmp_path, flag):
     (tmp_path / "2.jpg").write_bytes(photo() + b"another")
     table = "path,label,mask\n1.jpg,0,shown.png\n2.jpg,0,stored.png\n"
     (tmp_path / "t.csv").write_text(table)
-    process = convert("--validation_fraction=0", *flag, tmp_path / "t.csv", tmp_path / "out")
-    assert process.returncode == 0, process.stderr
+    succeeds(convert("--validation_fraction=0", *flag, tmp_path / "t.csv", tmp_path / "out"))
     records = read(tmp_path / "out")
     assert len(records) == 2
     for record in records:
@@ -86,9 +81,7 @@ def test_masks_whose_size_does_not_tell():
     square = (
         Image.fromarray(COLORS[QUARTERS[:, ::2][:, :150]]).resize((200, 200)).transpose(SIDEWAYS)
     )
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    image = convert_image(save(square, exif=exif), Conversion(decoder="none"))
+    image = convert_image(save(square, exif=exif(6)), Conversion(decoder="none"))
     upright = Image.fromarray(QUARTERS).resize((200, 200), Image.Resampling.NEAREST)
     stored = upright.transpose(SIDEWAYS)
     for mask, frame in ((upright, None), (upright, "shown"), (stored, "stored")):
@@ -156,8 +149,7 @@ def test_records_with_masks_and_boxes(tmp_path):
     run("index", tmp_path / "train-0", tmp_path / "boxed-0")
     for number, flag in enumerate([[], ["--resize_shorter=100"], ["--store=pixels"]]):
         out = tmp_path / f"out{number}"
-        process = convert(*flag, tmp_path / "train-0", out)
-        assert process.returncode == 0, process.stderr
+        succeeds(convert(*flag, tmp_path / "train-0", out))
         (record,) = read(out)
         pixels = opened(record[key])
         assert pixels.shape == (record["image/height"], record["image/width"])
@@ -228,15 +220,7 @@ def test_values_of_masks(tmp_path):
 @pytest.mark.slow
 def test_two_exif_orientations(tmp_path):
     """DALI turns one half of such an image by each; the first one counts elsewhere."""
-    one, other = (
-        b"\xff\xe1\x00\x22Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0"
-        + bytes([n])
-        + b"\0\0\0\0\0\0"
-        for n in (6, 3)
-    )
-    plain = save(Image.new("RGB", (30, 20)))
-    image = plain[:2] + one + other + plain[2:]
-    assert find_orientation(image) == 6
+    image = with_segments(SIX, THREE)
     write_tfrecord(tmp_path / "train-0", [{"image/encoded": image, "image/class/label": 0}])
     files = str(tmp_path / "train-0")
     fails(
@@ -244,8 +228,7 @@ def test_two_exif_orientations(tmp_path):
         "EXIF data of several orientations",
         bad_records=True,
     )
-    process = run("index", "--verify=decode", "--decoder=tf_data", files)
-    assert process.returncode == 0, process.stderr
+    process = succeeds(run("index", "--verify=decode", "--decoder=tf_data", files))
     assert rows(process.stdout)["EXIF"] == "1 image to be turned upright, as training does"
 
 

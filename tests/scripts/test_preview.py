@@ -1,14 +1,12 @@
 """preview: the sheet, and what is on it."""
 
-import io
 import sys
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
-from commands import fails, load, run
-from conftest import TF_DATA, at_night, refused, write_indexed
+from commands import fails, load, run, succeeds
+from conftest import TF_DATA, at_night, encode, exif, refused, write_indexed
 from PIL import Image
 
 import dali_tf_input as dti
@@ -17,12 +15,6 @@ from dali_tf_input.records.losses import write_losses
 from dali_tf_input.serving import denormalize
 
 SMALL = ["--image_size=16", "--num_images=2"]
-
-
-@pytest.fixture(scope="module")
-def files(dataset):
-    """The flag that names 24 records."""
-    return f"--files={Path(dataset.paths[0]).parent}/train-*"
 
 
 def check_sheet(path):
@@ -46,8 +38,7 @@ def check_sheet(path):
 )
 def test_preview(files, tmp_path, arguments):
     out = tmp_path / "sheet.png"
-    process = run("preview", files, f"--out={out}", *SMALL, *arguments)
-    assert (process.returncode, process.stderr) == (0, "")
+    process = succeeds(run("preview", files, f"--out={out}", *SMALL, *arguments))
     assert process.stdout.startswith("images      2 of 24: ")
     check_sheet(out)
 
@@ -57,8 +48,7 @@ def test_without_dali(files, tmp_path, monkeypatch):
     for module in ("nvidia.dali.plugin.tf", "dali_tf_input.backends.dali"):
         monkeypatch.setitem(sys.modules, module, None)  # any import of it fails
     arguments = [files, f"--out={tmp_path}/sheet.png", *SMALL]
-    process = run("preview", *arguments)
-    assert (process.returncode, process.stderr) == (0, "")
+    succeeds(run("preview", *arguments))
     check_sheet(tmp_path / "sheet.png")
     fails(run("preview", *arguments, "--backend=dali_cpu"), "DaliOptions needs ")
 
@@ -105,6 +95,7 @@ def test_the_records_that_are_asked_for(dataset, files, tmp_path):
         (["--records=3,x"], "error: `records` must be ids, as 3,7, got ['3', 'x']."),
         (["--records=24"], "error: `ids` must be in [0, 24), ids of records, got 24."),
         ([f"--blame={tmp_path}/none"], "has no losses: `train.blame` writes them each epoch."),
+        (["--out=x.jpg"], "`out` must end in .png"),
     ):
         assert message in run("preview", files, *flags).stderr
 
@@ -183,20 +174,6 @@ def test_what_is_shown_is_what_is_trained(files, flags, made):
     assert preview.make_spec().preprocess == made
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        *("--evaluation --crop=letterbox", "--evaluation --augment=rand"),
-        *("--evaluation --recipe=deit", "--crop=all --evaluation", "--crop=all --recipe=deit"),
-        *("--crop=all --num_images=2", "--blame=y --records=3", "--records=3 --num_images=2"),
-    ],
-)
-def test_flags_that_do_nothing(files, words):
-    first, second = (word.partition("=")[0] for word in words.split())
-    fails(run("preview", files, *words.split()), f"{second} does nothing with {first}")
-    fails(run("preview", files, "--out=x.jpg"), "`out` must end in .png")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("shown", at_night([slice(0, None, 5)], [slice(None)]))
 def test_every_crop(files, tmp_path, monkeypatch, shown):
@@ -209,15 +186,12 @@ def test_every_crop(files, tmp_path, monkeypatch, shown):
 
     monkeypatch.setattr(sheets, "draw_crops", draw_some)
     arguments = [files, "--crop=all", "--records=5", "--image_size=16", "--image_width=32"]
-    process = run("preview", *arguments, f"--out={tmp_path}/sheet.png")
-    assert (process.returncode, process.stderr) == (0, "")
+    succeeds(run("preview", *arguments, f"--out={tmp_path}/sheet.png"))
     assert len({repr(training.preprocess.crop) for training, _ in asked.values()}) == 6
     assert all(spec.records.ids.tolist() == [5] for pair in asked.values() for spec in pair)
     num_rows = len([*asked][shown])
     with Image.open(tmp_path / "sheet.png") as sheet:
-        width, height = sheet.size
-        assert width == 16 + 5 * (480 + 16)
-        assert height == 16 + num_rows * (20 + 8 + 240 + 16)
+        width, _ = sheet.size
         tops = [44, 44 + (num_rows - 1) * 284]  # of the first row and the last
         colors = [len(sheet.crop((16, y, width, y + 240)).getcolors(2**20)) for y in tops]
     assert min(colors) > 1000
@@ -234,8 +208,7 @@ def test_several_draws_of_each_image(dataset, tmp_path):
     for record, image in zip(batch["record_id"], batch["image"], strict=True):
         assert not np.array_equal(first.setdefault(record, image + 1), image)
     sheets.draw_batch(spec, batch, str(tmp_path / "sheet.png"))
-    with Image.open(tmp_path / "sheet.png") as sheet:
-        assert sheet.size[0] == 16 + 4 * 256
+    check_sheet(tmp_path / "sheet.png")
     evaluation = dti.InputSpec.for_evaluation(dataset, 16)
     with refused("Several draws are of order 'global', got 'sequential'"):
         sheets.preview(evaluation, tmp_path / "sheet.png", num_draws=2)
@@ -243,14 +216,9 @@ def test_several_draws_of_each_image(dataset, tmp_path):
 
 def test_originals_are_shown_as_they_are_seen(tmp_path):
     """Upright, and 16 bits as shades, not white."""
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    stored = io.BytesIO()
-    Image.new("RGB", (30, 20)).save(stored, "JPEG", exif=exif)
-    deep = io.BytesIO()
+    stored = encode(Image.new("RGB", (30, 20)), "JPEG", exif=exif(6))
     ramp = np.arange(65536, dtype=np.uint16).reshape(256, 256)
-    Image.fromarray(ramp).save(deep, "PNG")
-    examples = [{"image": image.getvalue(), "label": 0} for image in (stored, deep)]
+    examples = [{"image": image, "label": 0} for image in (stored, encode(Image.fromarray(ramp)))]
     records = write_indexed(tmp_path / "train-0", examples)
     assert pictures.read_image(records, 0).size == (20, 30)
     assert pictures.read_image(records, 0, upright=False).size == (30, 20)

@@ -7,12 +7,11 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import fails, load, run, run_cold
+from commands import fails, load, run, run_cold, succeeds, wait_until
 from conftest import SCRIPTS, TF_DATA, at_night, numbered_examples, refused, write_tfrecord
 
 import dali_tf_input as dti
@@ -30,12 +29,6 @@ OTHERS = ["tf_data_serial", "tf_data_by_hand", "tf_data", "tf_data_plain", "dali
 OTHERS += ["dali_cpu_bare", "dali_cpu_buffer", "decode_simplejpeg", "decode_only"]
 
 
-@pytest.fixture(scope="module")
-def files(dataset):
-    """The flag that names 24 records."""
-    return f"--files={Path(dataset.paths[0]).parent}/train-*"
-
-
 def whole(process):
     return process.stdout, re.MULTILINE
 
@@ -47,8 +40,7 @@ def test_compare_throughput(sample_folder, tmp_path, monkeypatch, rows):
     monkeypatch.setattr(flags, "find_problem_of_dali", lambda: None)
     outputs = [f"--json={tmp_path}/rows.json", f"--plot={tmp_path}/plot.png"]
     arguments = [*SAMPLE, *BRIEFLY, *outputs, f"--backends={','.join(rows)}"]
-    process = run("compare_throughput.py", *arguments, cwd=sample_folder)
-    assert (process.returncode, process.stderr) == (0, "")
+    process = succeeds(run("compare_throughput.py", *arguments, cwd=sample_folder))
     plan = rf"^plan +{len(rows)} rows in turn, 2 rounds of 0.1 s each: about \d+ min$"
     assert re.search(plan, *whole(process))
     assert re.search(r"^images +DALI's to tf.data's: ", *whole(process))
@@ -113,8 +105,9 @@ def test_without_dali(sample_folder, tmp_path):
     (tmp_path / "nvidia/__init__.py").touch()  # hides the one that DALI is in
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     arguments = [*SAMPLE, *BRIEFLY, "--backends=tf_data"]
-    process = run_cold("compare_throughput.py", *arguments, cwd=sample_folder, PYTHONPATH=path)
-    assert (process.returncode, process.stderr) == (0, "")
+    process = succeeds(
+        run_cold("compare_throughput.py", *arguments, cwd=sample_folder, PYTHONPATH=path)
+    )
     assert re.search("^images +not compared", *whole(process))
     assert " tf_data " in process.stdout
 
@@ -248,8 +241,7 @@ def test_benchmark_store(sample_folder, tmp_path):
     """Each row with its ratio; the images came from the server."""
     arguments = [*SAMPLE, "--seconds=0.2", "--repeats=2", "--batch_size=16", "--milliseconds=1"]
     arguments.append(f"--json={tmp_path}/store.json")
-    process = run("benchmarks/store.py", *arguments, cwd=sample_folder)
-    assert (process.returncode, process.stderr) == (0, "")
+    process = succeeds(run("benchmarks/store.py", *arguments, cwd=sample_folder))
     rows = json.loads((tmp_path / "store.json").read_text())["rows"]
     names = ["local", "far", "cached", "failing", "far, CPU time without the server's", "index"]
     assert list(rows) == names
@@ -302,8 +294,7 @@ def test_records_that_cannot_be_decoded(tmp_path, monkeypatch):
 def test_comparison_of_images(files, layout):
     """What the backends make of the same records differs by less than it may, and is shown."""
     arguments = [files, "--image_size=32", f"--layout={layout}", "--evaluation"]
-    process = run("compare_images.py", *arguments, "--most=0.01")
-    assert process.returncode == 0, process.stderr
+    process = succeeds(run("compare_images.py", *arguments, "--most=0.01"))
     assert process.stdout.startswith("images      24 of 24: decode, CoverCrop")
     strict = run("compare_images.py", *arguments, "--most=1e-9")
     fails(strict, "The backends' images differ by 0.00")
@@ -346,7 +337,4 @@ def test_a_measurer_dies_with_its_parent(sample_folder):
     pipes = {"capture_output": True, "text": True}
     parent = subprocess.run(words, cwd=sample_folder, check=False, **pipes)
     child = Path(f"/proc/{int(parent.stdout)}/status")
-    deadline = time.monotonic() + 60
-    while child.exists() and "State:\tZ" not in child.read_text():
-        assert time.monotonic() < deadline, "the measurer outlived its parent"
-        time.sleep(0.1)
+    wait_until(lambda: not child.exists() or "State:\tZ" in child.read_text())

@@ -1,8 +1,11 @@
 """How often each class and each record comes: `balance`, `temperature` and `repeated_augmentation`."""
 
+import collections
+import functools
 import itertools
 from collections import Counter
 
+import keras
 import numpy as np
 import pytest
 from conftest import (
@@ -13,6 +16,7 @@ from conftest import (
     numbered_examples,
     refused,
     spec_of,
+    table,
     write_indexed,
 )
 
@@ -34,8 +38,9 @@ def classes(tmp_path_factory):
 
 
 def spec_with(records, **fields):
-    label = dti.ClassLabel(offset=1)
-    return spec_of(records, "global", SMALL, label=label, record_ids=True, **fields)
+    fields = {"label": dti.ClassLabel(offset=1), "preprocess": SMALL, **fields}
+    preprocess = fields.get("views", [fields.pop("preprocess")])[0]
+    return spec_of(records, "global", preprocess, record_ids=True, **fields)
 
 
 def list_epoch(classes, shares, batch_size, num_shards, *, repeats=1, epoch=0):
@@ -126,12 +131,11 @@ ASKED = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("asked", "options"),
-    at_night(
-        [*((one, DALI) for one in ASKED[1:5]), (ASKED[5], TF_DATA)],
-        [*itertools.product(ASKED, BACKENDS.values())],
-    ),
+@table(
+    "asked, options",
+    [*((one, DALI) for one in ASKED[1:5]), (ASKED[5], TF_DATA)],
+    ASKED,
+    BACKENDS.values(),
 )
 def test_classes_come_as_asked(classes, asked, options):
     fields, expected = asked
@@ -150,60 +154,52 @@ def test_classes_come_as_asked(classes, asked, options):
                 assert (images[0] != images[1]).any()  # another crop or mirror
 
 
-TEMPERED = {"repeated_augmentation": 2, "temperature": 3.0}
+ONE_HOT = dti.ClassLabel(offset=1, num_classes=3, one_hot=True)
+WORK = {
+    "crop": {"preprocess": dti.Preprocess.for_training(8, crop=dti.RandomResizedCrop())},
+    "augment": {"preprocess": dti.Preprocess.for_training(16, recipe="deit")},
+    "mix": {"label": ONE_HOT, "mix": dti.Mix(mixup=0.4, cutmix=1.0)},
+    "views": {"views": (SMALL, SMALL, dti.Preprocess.for_training(12))},
+    "features": {"features": {"image/class/label": dti.Stored(size=1)}, "label": None},
+    "balance": {"balance": "class", "repeated_augmentation": 2},
+    "temperature": {"temperature": 2.0},
+}
+ALTERNATING = [*zip(WORK, itertools.cycle([DALI, TF_DATA]), strict=False)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fields", "options"),
-    at_night(
-        [(TEMPERED, DALI)],
-        [*itertools.product([{}, {"balance": "class"}, TEMPERED], BACKENDS.values())],
-    ),
-)
-def test_the_batch_of_a_step_again(classes, options, fields):
-    """To the bit, also of the next epoch, and without disturbing what comes next."""
-    train = dti.load(spec_with(classes, **fields), options, batch_size=8)
-    steps = [batch for _ in range(2) for batch in train]
-    for step in (0, 6, 13):
-        (batch, labels), (again, same) = steps[step], train.batch_at(step)
-        for key, values in batch.items():
-            np.testing.assert_array_equal(values, again[key])
-        np.testing.assert_array_equal(labels, same)
-    assert next(iter(train))[0]["record_id"].numpy().tolist() == train.records_of(14).tolist()
-
-
-REPEATED = {"balance": "class", "repeated_augmentation": 2}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fields", "options"),
-    at_night(
-        [(REPEATED, DALI)],
-        [*itertools.product([REPEATED, {"temperature": 2.0}], BACKENDS.values())],
-    ),
-)
-def test_resuming_at_any_step(classes, options, fields):
-    """From a step on, by one or two shards, everything is as if it had not stopped."""
-    spec = spec_with(classes.sample(41), **fields)
+@table("work, options", ALTERNATING, WORK, BACKENDS.values())
+def test_a_step_is_the_same_wherever_training_starts(classes, work, options):
+    """To the bit: by `batch_at`, from a later step, and by two shards; also of the next epoch."""
+    spec = spec_with(classes.sample(41), **WORK[work])
+    same = functools.partial(keras.tree.map_structure, np.testing.assert_array_equal)
     train = dti.load(spec, options, batch_size=8)
-    whole = [batch for _ in range(2) for batch in train]
+    steps = [batch for _ in range(2) for batch in train]
+    for step in (0, 6, 9):
+        same(train.batch_at(step), steps[step])
+    assert next(iter(train))[0]["record_id"].numpy().tolist() == train.records_of(10).tolist()
     for start in (3, 5):
-        resumed = dti.load(spec, options, batch_size=8, start_step=start)
-        parts = [
+        later = dti.load(spec, options, batch_size=8, start_step=start)
+        same([batch for _ in range(2) for batch in later][: 10 - start], steps[start:])
+        shards = [
             dti.make_dataset(
                 spec, options, batch_size=4, shard=dti.Shard(n, 2), start_step=start, endless=True
             )
             for n in range(2)
         ]
-        halves = zip(*parts, strict=False)
-        rest = [batch for _ in range(2) for batch in resumed]
-        for expected, batch, half in zip(whole[start:], rest, halves, strict=False):
-            np.testing.assert_array_equal(batch[0]["image"], expected[0]["image"])
-            np.testing.assert_array_equal(batch[1], expected[1])
-            joined = np.concatenate([images["image"] for images, _ in half])
-            np.testing.assert_array_equal(joined, expected[0]["image"])
+        for expected, *halves in zip(steps[start:], *shards, strict=False):
+            if not spec.mix:  # each shard mixes its own
+                joined = keras.tree.map_structure(lambda *parts: np.concatenate(parts), *halves)
+                same(joined, expected)
+    if work == "views":
+        assert (steps[0][0]["image_0"] != steps[0][0]["image_1"]).numpy().any()
+    if work == "augment":  # the next epoch differs
+        of_records = [
+            dict(zip(batch["record_id"].numpy().tolist(), batch["image"].numpy(), strict=True))
+            for batch, _ in steps
+        ]
+        first, second = collections.ChainMap(*of_records[:5]), collections.ChainMap(*of_records[5:])
+        assert not any(np.array_equal(first[one], second[one]) for one in {*first} & {*second})
 
 
 @pytest.mark.slow

@@ -29,33 +29,27 @@ def test_every_replica_can_fill_its_batch():
                 check_step(batch_size, num_shards=num_replicas, num_records=num_records)
 
 
-def test_shard_refuses():
-    with refused(r"`shard_id` must be in \[0, 2\), got 2"):
-        Shard(2, 2)
+def step(size, num_shards):
+    return lambda: check_step(size, num_shards=num_shards, num_records=5)
+
+
+def replica(size, num_replicas):
+    return lambda: replica_batch_size(size, num_replicas=num_replicas, num_records=100)
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "num_shards", "message"),
+    ("call", "message"),
     [
-        (6, 1, "`batch_size` must be at most 5, as there are 5 records, got 6"),
-        (2, 4, "`batch_size` must be at most 1 in each of 4 shards, as there are 5 records, got 2"),
-        (1, 6, "`batch_size` must be at most 0 in each of 6 shards, as there are 5 records, got 1"),
+        (lambda: Shard(2, 2), r"`shard_id` must be in \[0, 2\), got 2"),
+        (step(6, 1), "`batch_size` must be at most 5, as there are 5 records, got 6"),
+        (step(2, 4), "must be at most 1 in each of 4 shards, as there are 5 records, got 2"),
+        (step(1, 6), "must be at most 0 in each of 6 shards, as there are 5 records, got 1"),
+        (replica(0, 1), "`batch_size` must be at least 1, got 0"),
+        (replica(7, 2), "multiple of the 2 replicas, got 7: use 6 or 8"),
+        (replica(2, 3), "multiple of the 3 replicas, got 2: use 3"),
+        (replica(102, 2), "at most the number of records, 100, got 102"),
     ],
 )
-def test_check_step_refuses(batch_size, num_shards, message):
+def test_refuses(call, message):
     with refused(message):
-        check_step(batch_size, num_shards=num_shards, num_records=5)
-
-
-@pytest.mark.parametrize(
-    ("batch_size", "num_replicas", "message"),
-    [
-        (0, 1, "`batch_size` must be at least 1, got 0"),
-        (7, 2, "multiple of the 2 replicas, got 7: use 6 or 8"),
-        (2, 3, "multiple of the 3 replicas, got 2: use 3"),
-        (102, 2, "at most the number of records, 100, got 102"),
-    ],
-)
-def test_replica_batch_size_refuses(batch_size, num_replicas, message):
-    with refused(message):
-        replica_batch_size(batch_size, num_replicas=num_replicas, num_records=100)
+        call()

@@ -58,9 +58,7 @@ def test_further_fields_of_preprocess(make):
 
 def test_for_training_describes_the_input(dataset):
     pattern = os.path.join(os.path.dirname(dataset.paths[0]), "train-*")
-    with refused(
-        r"`index_dir` belongs to the records: .*Records.from_files\(files, index_dir=\.\.\.\)"
-    ):
+    with refused("`index_dir` belongs to the records"):
         dti.InputSpec.for_training(pattern, index_dir="elsewhere")
     spec = dti.InputSpec.for_training(pattern)
     assert spec == dti.InputSpec(
@@ -139,7 +137,7 @@ train, evaluate = (
     )
 )
 cpu, gpu = (functools.partial(dti.DaliOptions, device=device) for device in ("cpu", "gpu"))
-tf_data = dti.TfDataOptions
+tf_data, area, erase = dti.TfDataOptions, dti.RandomResizedCrop, dti.RandomErasing
 
 
 @pytest.mark.parametrize(
@@ -150,7 +148,18 @@ tf_data = dti.TfDataOptions
         (train, {"image_size": (224, 257)}, "`cover` must not be below `image_size`"),
         (evaluate, {"image_size": (257, 1)}, "`cover` must not be below `image_size`"),
         (train, {"std": (1.0, 0.0, 1.0)}, "`std` must be above 0 in every channel"),
+        (train, {"std": (0.2, 0.2, 0.2)}, "`std` is in 0..255 units, got .*0..1 by 255"),
         (train, {"mean": (1.0,)}, "`mean` must be one number for each of `channels`=3"),
+        (train, {"channels": 1}, "`mean` must be one number for each of `channels`=1, got"),
+        (train, {"interpolation": "nearest", "antialias": True}, "`antialias` has no meaning for"),
+        (area, {"area_range": (0.5, 0.1)}, r"`area_range` must be \(smallest, largest\),"),
+        (area, {"area_range": (0.5, 1.1)}, "`area_range` must be"),
+        (area, {"aspect_ratio_range": (2, 1)}, "`aspect_ratio_range` must be"),
+        (area, {"aspect_ratio_range": (0, 1)}, "`aspect_ratio_range` must be"),
+        (erase, {"area_range": (0.5, 1.5)}, r"`area_range` must be .*, both in \(0, 1\)"),
+        (erase, {"aspect_ratio_range": (2, 1)}, "`aspect_ratio_range` must be"),
+        (dti.GaussianBlur, {"sigma": (0, 1)}, r"`sigma` must be .*, both in \[0.001, 30(.0)?\]"),
+        (dti.RandAugment, {"increasing": False}, "`increasing` False is for `dialect` 'tf' only"),
         (cpu, {"read_mode": "plain", "read_ahead": True}, "`read_ahead` is for `read_mode` 'mmap'"),
         (cpu, {"hw_decoder_load": 0.5}, "`hw_decoder_load` is for `device` 'gpu' only, got 0.5"),
         (tf_data, {"num_parallel_calls": 0}, "`num_parallel_calls` must be at least 1 or AUTOTUNE"),
@@ -176,46 +185,20 @@ def test_from_files(tmp_path):
     assert dataset.locate(3)[:2] == (dataset.paths[1], 1)
     assert dataset.read(3)["image/class/label"] == [3]
     assert from_files(str(tmp_path / "train-*")) == dataset
-    assert from_files([tmp_path / name for name in names]) == dataset
+    assert from_files([tmp_path / name for name in names[::-1]]) == dataset
     with refused("No file matches"):
         from_files(str(tmp_path / "validation-*"))
-
-
-def test_from_files_without_an_index(tmp_path):
-    dataset = write_dataset(tmp_path, [2, 3, 1])
-    first = dataset.files[1].path
-    os.unlink(dataset.files[1].index_file)
-    with pytest.raises(dti.InputError) as caught:
-        from_files(str(tmp_path / "train-*"))
-    text = str(caught.value)
-    assert text.startswith(
-        "1 of 3 files have no index beside them (`index_dir` is None), the first is "
-        f"{first}. Index them: "
-    )
-    assert text.endswith(f"python -m dali_tf_input index {first}")
 
 
 @pytest.mark.parametrize(
     ("example", "keys", "message"),
     [
-        (
-            {"a": b"x", "b": 1},
-            ("a", None),
-            "hold 'a', 'b', not the keys of TF-slim or tfds or raw pixels: name",
-        ),
+        ({"a": b"x", "b": 1}, ("a", None), "hold 'a', 'b', not the keys of"),
         ({"a": b"x", "b": 1}, ("a", "c"), "`label.key` 'c' is not in the records, .* 'a', 'b'"),
         ({"image/encoded": b"x"}, (None, None), "hold 'image/encoded', not the keys of TF-slim or"),
         ({}, (None, None), "not Examples with features"),
-        (
-            {"image": b"x", "label": "dog"},
-            (None, None),
-            "'label' must be int64_list of 1 value, found bytes_list of 1 in .*--verify=schema",
-        ),
-        (
-            {"image": 7, "label": 7},
-            (None, None),
-            "'image' must be bytes_list of 1 value, found int",
-        ),
+        ({"image": b"x", "label": "dog"}, (None, None), "'label' must be int64_list of 1 value"),
+        ({"image": 7, "label": 7}, (None, None), "'image' must be bytes_list of 1"),
     ],
 )
 def test_from_files_with_other_features(tmp_path, example, keys, message):
@@ -289,34 +272,34 @@ STORED = {"image": IMAGE, "class": 3, "name": "dog", "list": [1, 5], "box": [0.5
         (
             dti.ClassLabel(key="class", offset=1, num_classes=3),
             {"class": 4},
-            "label range: `label.key` 'class' must be in 1 to 3, found 4",
+            "'class' must be in 1 to 3, found 4",
             ((2, 2), ((2, 2),)),
         ),
         (
             dti.ClassLabel(key="class", offset=1),
             {"class": 0},
-            "label range: `label.key` 'class' must be at least 1, found 0",
+            "'class' must be at least 1, found 0",
             ((2, 2), ((2, 2),)),
         ),
         (
             dti.ClassLabel(key="name", vocabulary=("cat", "dog")),
             {"name": "cow"},
-            "label range: `label.key` 'name' must be one of the 2 names of the vocabulary, found b",
+            "one of the 2 names of the vocabulary",
             ((1, 1), ((1, 2),)),
         ),
         (
             dti.MultiHot(key="list", num_classes=6),
             {"list": [2, 6]},
-            "label range: `label.key` 'list' must be in 0 to 5, found 6",
+            "'list' must be in 0 to 5, found 6",
             ((1, 5), ((1, 2), (5, 2))),
         ),
         (
             dti.Values(key="box", size=2),
             {"box": [0.5]},
-            "label kind: `label.key` 'box' must be int64_list or float_list of 2 values, found",
+            "'box' must be .* of 2 values, found",
             (None, None),
         ),
-        (None, {"image": ""}, "empty image: `image_key` 'image' holds 0 bytes", (None, None)),
+        (None, {"image": ""}, "'image' holds 0 bytes", (None, None)),
     ],
     ids=["class", "without a number of classes", "name", "multi-hot", "values", "none"],
 )
@@ -324,7 +307,7 @@ def test_one_label_object(tmp_path, label, bad, message, known):
     """`Checks` and `InputSpec` take the same one; a second run with it has nothing to do."""
     file = write_tfrecord(tmp_path / "train", [STORED, STORED | bad, STORED])
     checks = dti.Checks(verify="schema", label=label)
-    with refused(f"record 1, byte .*: {message}"):
+    with refused(f"record 1, byte .*: .*{message}"):
         dti.build_index(file, checks)
     assert dti.build_index(file, checks, on_bad="skip", max_bad_fraction=0.5).written == 1
     assert dti.build_index(file, checks, on_bad="skip", max_bad_fraction=0.5).unchanged == 1
@@ -367,26 +350,11 @@ def test_what_comes_out_of_a_label_is_not_checked_again(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (
-            {"label": dti.Values(key="mixed", size=2)},
-            "'mixed' holds int64_list and float_list in different records",
-        ),
-        (
-            {"features": {"list": dti.Stored(size=3, padding=0.5)}},
-            "like those of 'list', int64, got",
-        ),
-        (
-            {"features": {"name": dti.Stored(size=3, padding=0)}},
-            "like those of 'name', string, got 0",
-        ),
-        (
-            {"class_weight": {0: "1"}},
-            r"`class_weight` must be finite weights .* in \[0, 1,048,576\)",
-        ),
-        (
-            {"class_weight": {10**9: 1.0}},
-            r"`class_weight` must be finite weights of at least 0, by",
-        ),
+        ({"label": dti.Values(key="mixed", size=2)}, "'mixed' holds int64_list and float_list"),
+        ({"features": {"list": dti.Stored(size=3, padding=0.5)}}, "those of 'list', int64"),
+        ({"features": {"name": dti.Stored(size=3, padding=0)}}, "those of 'name', string"),
+        ({"class_weight": {0: "1"}}, r"`class_weight` must be .* in \[0, 1,048,576\)"),
+        ({"class_weight": {10**9: 1.0}}, "`class_weight` must be finite weights"),
     ],
 )
 def test_outputs_that_records_do_not_hold(tmp_path, fields, message):

@@ -1,6 +1,5 @@
 """Local copies of objects: complete or absent, shared by processes, and beside other files."""
 
-import itertools
 import os
 import re
 import shutil
@@ -11,8 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import TF_DATA, at_night, refused, spec_of
-from stores import memory_store
+from conftest import TF_DATA, refused, spec_of, table
 
 import dali_tf_input as dti
 from dali_tf_input.backends import remote
@@ -20,11 +18,6 @@ from dali_tf_input.storage import copies, objects
 from dali_tf_input.storage.copies import check_room, drop_copy, fetch_copies, fetch_copy, find_copy
 
 URL = "s3://bucket/set/train-00000-of-00001"
-
-
-@pytest.fixture
-def store(monkeypatch, tmp_path_factory):
-    return memory_store(monkeypatch, tmp_path_factory.mktemp("cache"))
 
 
 def put(store, data, url=URL):
@@ -186,18 +179,15 @@ def test_processes_share_a_folder(tmp_path, is_killed):
 
 
 @pytest.fixture
-def stored(store, dataset):
-    """Indexed records in the store."""
-    for file in dataset.paths:
-        store.put(f"set/{os.path.basename(file)}", Path(file).read_bytes())
-    pattern = "s3://bucket/set/train-*"
-    dti.build_index(pattern)
-    return pattern
+def indexed(stored):
+    """The pattern of indexed records in the store."""
+    dti.build_index("s3://bucket/set/train-*")
+    return "s3://bucket/set/train-*"
 
 
-def test_a_damaged_copy_is_dropped_and_fetched_again(stored, dataset, tmp_path, caplog):
+def test_a_damaged_copy_is_dropped_and_fetched_again(indexed, dataset, tmp_path, caplog):
     """The store's object is read meanwhile; another load then has a good copy."""
-    far = dti.Records.from_files(stored, cache_dir=tmp_path)
+    far = dti.Records.from_files(indexed, cache_dir=tmp_path)
     (path, *_) = remote.localize(far).paths
     damaged = bytearray(Path(path).read_bytes())
     damaged[len(damaged) // 2] ^= 1
@@ -212,16 +202,15 @@ def test_a_damaged_copy_is_dropped_and_fetched_again(stored, dataset, tmp_path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("what", "order"),
-    at_night(
-        [("damaged", "global"), ("removed", "buffer")],
-        [*itertools.product(["damaged", "removed"], ["global", "buffer"])],
-    ),
+@table(
+    "what, order",
+    [("damaged", "global"), ("removed", "buffer")],
+    ["damaged", "removed"],
+    ["global", "buffer"],
 )
-def test_a_copy_that_is_damaged_or_removed_while_it_is_read(stored, tmp_path, order, what):
+def test_a_copy_that_is_damaged_or_removed_while_it_is_read(indexed, tmp_path, order, what):
     """The message names it, and the next run has a good one; the store's object is not blamed."""
-    far = dti.Records.from_files(stored, cache_dir=tmp_path)
+    far = dti.Records.from_files(indexed, cache_dir=tmp_path)
     spec = spec_of(far, order, dti.Preprocess(image_size=(16, 16)))
 
     def run():
@@ -249,25 +238,25 @@ def test_a_copy_that_is_damaged_or_removed_while_it_is_read(stored, tmp_path, or
     assert run() == steps
 
 
-def test_copies_that_others_fetch_again_are_not_changed_files(stored, tmp_path):
+def test_copies_that_others_fetch_again_are_not_changed_files(indexed, tmp_path):
     """A job that runs goes on while another one, or the user, empties the folder."""
-    far = dti.Records.from_files(stored, cache_dir=tmp_path)
+    far = dti.Records.from_files(indexed, cache_dir=tmp_path)
     running = remote.localize(far)
     assert running.find_change() is None
     shutil.rmtree(tmp_path)
     assert "cannot be read" in running.find_change()
     time.sleep(0.01)
-    remote.localize(dti.Records.from_files(stored, cache_dir=tmp_path))
+    remote.localize(dti.Records.from_files(indexed, cache_dir=tmp_path))
     far.read(3)
     assert running.find_change() is None
 
 
-def test_the_index_step_reads_copies(stored, store, tmp_path, monkeypatch):
-    reports = [dti.build_index(stored, force=True, cache_dir=tmp_path) for _ in range(2)]
+def test_the_index_step_reads_copies(indexed, store, tmp_path, monkeypatch):
+    reports = [dti.build_index(indexed, force=True, cache_dir=tmp_path) for _ in range(2)]
     assert [report.written for report in reports] == [3, 3]
     assert len(files_in(tmp_path)) == 3
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(copies.shutil, "disk_usage", lambda _: usage._replace(free=10))
-    assert dti.build_index(stored, force=True, cache_dir=tmp_path).written == 3
+    assert dti.build_index(indexed, force=True, cache_dir=tmp_path).written == 3
     with refused("cannot hold 3 objects: they need .* 10 are free"):
-        dti.build_index(stored, force=True, cache_dir=tmp_path / "other")
+        dti.build_index(indexed, force=True, cache_dir=tmp_path / "other")

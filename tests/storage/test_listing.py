@@ -6,16 +6,9 @@ import sys
 
 import pytest
 from conftest import refused
-from stores import memory_store
 
 from dali_tf_input.storage import objects
 from dali_tf_input.storage.objects import ByteRange, ObjectVersion, find_objects, read_parts
-
-
-@pytest.fixture
-def store(monkeypatch, tmp_path):
-    return memory_store(monkeypatch, tmp_path)
-
 
 KEYS = ["a/x/1", "a/x/2", "a/y/1", "a/y/z/1", "b/x/1", "1", "a/1", "a/[1]"]
 

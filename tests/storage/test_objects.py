@@ -4,7 +4,6 @@ test_object_server.py has what only a server shows.
 
 import asyncio
 import concurrent.futures
-import os
 import re
 import sys
 import threading
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from conftest import DALI, TF_DATA, at_night, refused, spec_of, write_dataset
-from stores import memory_store
+from stores import set_credentials
 
 import dali_tf_input as dti
 from dali_tf_input import processes
@@ -28,19 +27,6 @@ from dali_tf_input.training.resume import make_fingerprint
 SMALL = dti.Preprocess.for_training(16)
 SET, FILES = "s3://bucket/set", "s3://bucket/set/train-*"
 SKIP = {"on_bad": "skip", "max_bad_fraction": 0.5}
-
-
-@pytest.fixture
-def store(monkeypatch, tmp_path):
-    return memory_store(monkeypatch, tmp_path / "cache")
-
-
-@pytest.fixture
-def stored(store, dataset):
-    """A store that holds the files of `dataset`."""
-    for file in dataset.paths:
-        store.put(f"set/{os.path.basename(file)}", Path(file).read_bytes())
-    return store
 
 
 def fail_at(pattern, error):
@@ -301,9 +287,7 @@ def test_what_is_not_there(store, files, message):
 )
 def test_a_store_that_is_not_reached(monkeypatch, endpoint, message):
     monkeypatch.setattr(objects, "_OBSTORE_SECONDS", 0.2)
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "secret")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    set_credentials(monkeypatch, endpoint)
     with refused(message):
         objects.find_objects("s3://bucket/a", retry_seconds=0)
 

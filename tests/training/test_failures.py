@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import itertools
 import os
 import shlex
 import subprocess
@@ -13,7 +12,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from commands import fails, run, run_cold
+from commands import fails, run, run_cold, succeeds
 from conftest import (
     BACKENDS,
     DALI,
@@ -22,6 +21,7 @@ from conftest import (
     jpeg,
     numbered_examples,
     spec_of,
+    table,
     write_indexed,
     write_tfrecord,
 )
@@ -87,22 +87,21 @@ def stops(message):
 
 
 def index(*arguments):
-    process = run("index", "--on_bad=skip", *arguments)
-    assert process.returncode == 0, process.stderr
+    process = succeeds(run("index", "--on_bad=skip", *arguments))
     return process.stdout
 
 
-@pytest.mark.parametrize(
-    ("backend", "order", "damage"),
-    at_night(
-        [
-            ("dali", "global", "truncated"),
-            ("dali", "sequential", "text"),
-            ("tf_data", "sequential", "truncated"),
-            ("tf_data", "global", "empty"),
-        ],
-        [*itertools.product(BACKENDS, ("global", "sequential"), DAMAGES)],
-    ),
+@table(
+    "backend, order, damage",
+    [
+        ("dali", "global", "truncated"),
+        ("dali", "sequential", "text"),
+        ("tf_data", "sequential", "truncated"),
+        ("tf_data", "global", "empty"),
+    ],
+    BACKENDS,
+    ("global", "sequential"),
+    DAMAGES,
 )
 def test_the_error_names_the_record(tmp_path, backend, order, damage):
     changes, reason = DAMAGES[damage]
@@ -154,8 +153,7 @@ def test_training_resumes_after_the_command_has_fixed_it(tmp_path, caplog):
         capture_output=True,
         cwd=tmp_path,
     )
-    process = train_by_script(tmp_path, *flags)
-    assert process.returncode == 0, process.stderr
+    process = succeeds(train_by_script(tmp_path, *flags))
     message = "The index skips 1 more record than the saved state: resuming at step "
     assert message in caplog.text  # stderr may be that of an earlier test, which pytest keeps
     assert "Traceback" not in process.stderr
@@ -165,9 +163,7 @@ def test_training_resumes_after_the_command_has_fixed_it(tmp_path, caplog):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("backend", "block"), at_night([("tf_data", 7)], [*itertools.product(BACKENDS, [1, 7])])
-)
+@table("backend, block", [("tf_data", 7)], BACKENDS, [1, 7])
 def test_a_plan_leads_to_the_record(tmp_path, monkeypatch, backend, block):
     """Only the records of a few steps are checked, whatever the epoch."""
     checked = []
@@ -258,20 +254,20 @@ def damage_file(file, what, offset, size):
         os.truncate(file, ends[what])
 
 
-@pytest.mark.parametrize(
-    ("damage", "backend", "order"),
-    at_night(
-        [
-            ("cut between records", "dali", "global"),
-            ("cut between records", "tf_data", "buffer"),
-            ("cut in a record", "dali", "buffer"),
-            ("emptied", "dali", "global"),
-            ("length", "dali", "buffer"),
-            ("removed", "dali", "buffer"),
-            ("removed", "tf_data", "global"),
-        ],
-        [*itertools.product(DAMAGES_OF_FILES, BACKENDS, ["global", "buffer"])],
-    ),
+@table(
+    "damage, backend, order",
+    [
+        ("cut between records", "dali", "global"),
+        ("cut between records", "tf_data", "buffer"),
+        ("cut in a record", "dali", "buffer"),
+        ("emptied", "dali", "global"),
+        ("length", "dali", "buffer"),
+        ("removed", "dali", "buffer"),
+        ("removed", "tf_data", "global"),
+    ],
+    DAMAGES_OF_FILES,
+    BACKENDS,
+    ["global", "buffer"],
 )
 def test_a_file_that_changes_after_it_was_described(tmp_path, backend, order, damage):
     """No record is lost without a word."""
@@ -285,13 +281,7 @@ def test_a_file_that_changes_after_it_was_described(tmp_path, backend, order, da
     assert f"{file} {said}" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("backend", "order"),
-    at_night(
-        [("dali", "global"), ("dali", "buffer")],
-        [*itertools.product(BACKENDS, ["global", "buffer"])],
-    ),
-)
+@table("backend, order", [("dali", "global"), ("dali", "buffer")], BACKENDS, ["global", "buffer"])
 def test_another_file_in_its_place(tmp_path, backend, order):
     """A valid file with one more record in front: none of its records is served as another."""
     records = write(tmp_path, {})
@@ -308,12 +298,11 @@ def test_another_file_in_its_place(tmp_path, backend, order):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("backend", "order"),
-    at_night(
-        [("dali", "global"), ("tf_data", "buffer")],
-        [*itertools.product(BACKENDS, ["global", "buffer", "sequential"])],
-    ),
+@table(
+    "backend, order",
+    [("dali", "global"), ("tf_data", "buffer")],
+    BACKENDS,
+    ["global", "buffer", "sequential"],
 )
 def test_an_index_that_goes_or_is_replaced(tmp_path, backend, order):
     """What a dataset has read is out of reach: each iterator serves every record once."""
@@ -396,10 +385,7 @@ def test_an_error_of_the_model_stays_as_it_is(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("backend", "bad"),
-    at_night([("dali", "valid")], [*itertools.product(BACKENDS, ["train", "valid"])]),
-)
+@table("backend, bad", [("dali", "valid")], BACKENDS, ["train", "valid"])
 def test_training_and_validation_are_told_apart(tmp_path, backend, bad):
     changes = {bad: TEXT}
     train = feed(write(tmp_path / "train", changes.get("train", {})), backend, batch_size=8)

@@ -1,12 +1,9 @@
 """What a model and its loss must be for an input is said before the first step, in one sentence."""
 
-import io
-
 import keras
 import numpy as np
 import pytest
-from conftest import DALI, jpeg, refused, write_indexed
-from PIL import Image
+from conftest import DALI, encode, jpeg, refused, write_indexed
 
 import dali_tf_input as dti
 
@@ -30,8 +27,11 @@ def load(records, *, evaluation=False, size=8, **fields):
 def make(outputs=6, loss=SPARSE, *, activation="softmax", shape=(8, 8, 3), compiled=True):
     layers = [keras.layers.Flatten(), keras.layers.Dense(outputs, activation=activation)]
     model = keras.Sequential([keras.Input(shape), *layers])
-    if compiled:
-        model.compile("sgd", loss, run_eagerly=True)
+    return compile_eagerly(model, loss) if compiled else model
+
+
+def compile_eagerly(model, loss=SPARSE):
+    model.compile("sgd", loss, run_eagerly=True)
     return model
 
 
@@ -45,9 +45,7 @@ def functional(names, outputs=1):
     inputs = {name: keras.Input((8, 8, 3) if "image" in name else (), name=name) for name in names}
     flat = connect(*inputs.values())
     heads = [keras.layers.Dense(6, activation="softmax")(flat) for _ in range(outputs)]
-    model = keras.Model(inputs, heads if outputs > 1 else heads[0])
-    model.compile("sgd", SPARSE, run_eagerly=True)
-    return model
+    return compile_eagerly(keras.Model(inputs, heads if outputs > 1 else heads[0]))
 
 
 def categorical_crossentropy(labels, outputs):
@@ -59,9 +57,7 @@ def unnamed():
     """Its dictionary names the inputs, not they themselves."""
     image, number = keras.Input((8, 8, 3)), keras.Input((1,), dtype="int64")
     made = keras.layers.Dense(6, activation="softmax")(connect(image, number))
-    model = keras.Model({"image": image, "record_id": number}, made)
-    model.compile("sgd", SPARSE, run_eagerly=True)
-    return model
+    return compile_eagerly(keras.Model({"image": image, "record_id": number}, made))
 
 
 def outputs_by_name():
@@ -79,8 +75,7 @@ def built_for(size):
     pool, dense = keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(6, "softmax")
     model = keras.Sequential([keras.layers.Conv2D(4, 3), pool, dense])
     model(np.zeros((1, size, size, 3)))
-    model.compile("sgd", SPARSE, run_eagerly=True)
-    return model
+    return compile_eagerly(model)
 
 
 @pytest.fixture
@@ -97,68 +92,36 @@ LABELS = {"one_hot": dti.ClassLabel(one_hot=True, num_classes=6)}
     ("model", "fields", "message"),
     [
         (lambda: make(compiled=False), {}, "`model` must be compiled: model.compile"),
-        (
-            lambda: make(shape=(16, 16, 3)),
-            {},
-            r"The model takes `image` of shape \(16, 16, 3\), this input gives \(8, 8, 3\)",
-        ),
-        (
-            lambda: make(shape=(8, 8, 3)),
-            {"layout": "CHW"},
-            r"The model takes `image` of shape \(8, 8, 3\), this input gives \(3, 8, 8\)",
-        ),
+        (lambda: make(shape=(16, 16, 3)), {}, r"shape \(16, 16, 3\), this input gives \(8, 8, 3\)"),
+        (lambda: make(shape=(8, 8, 3)), {"layout": "CHW"}, r"this input gives \(3, 8, 8\)"),
         (make, {"channels": 1}, r"this input gives \(8, 8, 1\)"),
-        (
-            make,
-            {"record_ids": True},
-            "A Sequential model takes one input, this input gives image, record_id: make the",
-        ),
+        (make, {"record_ids": True}, "A Sequential model takes one input"),
         (
             lambda: functional(["image", "number"]),
             {"record_ids": True},
-            "inputs are image, number, this input gives image, record_id: nothing is called 'numb",
+            "nothing is called 'number'",
         ),
         (
             lambda: functional(["image_a", "image_1"]),
             {"views": (TWO, TWO)},
             "nothing is called 'image_a'",
         ),
-        (
-            lambda: functional(["image"], outputs=2),
-            {},
-            "The model has 2 outputs, and this input gives label: give each output its label",
-        ),
-        (make, {"label": None}, "The loss of the model needs labels or masks: this input has none"),
-        (
-            make,
-            {"label": LABELS["one_hot"]},
-            "The loss sparse_categorical_crossentropy takes a class for each .*: categorical_cross",
-        ),
-        (
-            lambda: make(loss=ONE_HOT),
-            {},
-            r"The loss categorical_crossentropy takes values of the shape .*\(6,\), `label` has ",
-        ),
-        (
-            lambda: make(7, ONE_HOT),
-            {"label": LABELS["one_hot"]},
-            r"values of the shape of the model's outputs, \(7,\), `label` has \(6,\)",
-        ),
-        (
-            lambda: make(loss="mse"),
-            {},
-            "for classes use sparse_categorical_crossentropy, or ClassLabel",
-        ),
+        (lambda: functional(["image"], outputs=2), {}, "The model has 2 outputs, and"),
+        (make, {"label": None}, "needs labels or masks: this input has none"),
+        (make, {"label": LABELS["one_hot"]}, "takes a class for each .*: categorical_cross"),
+        (lambda: make(loss=ONE_HOT), {}, r"takes values of the shape .*\(6,\), `label` has "),
+        (lambda: make(7, ONE_HOT), {"label": LABELS["one_hot"]}, r"\(7,\), `label` has \(6,\)"),
+        (lambda: make(loss="mse"), {}, "for classes use sparse_categorical_crossentropy"),
         (
             lambda: make(1, "binary_crossentropy", activation="sigmoid"),
             {},
-            "The loss binary_crossentropy is of two classes, 0 and 1, and labels run to 5",
+            "of two classes, 0 and 1, and",
         ),
         (lambda: make(5), {}, "Labels run from 0 to 5, the model has 5 outputs"),
         (
             lambda: make(5, keras.losses.SparseCategoricalCrossentropy(name="mine")),
             {},
-            r"the model has 5 outputs, for labels 0 to 4\. The model needs more outputs",
+            "for labels 0 to 4",
         ),
         (lambda: make(7, "poisson"), {"label": LABELS["one_hot"]}, "The loss poisson takes values"),
     ],
@@ -241,9 +204,7 @@ def test_masks_of_two_classes(tmp_path):
     """An output of a channel, as usual for one object."""
     mask = np.zeros((9, 9), np.uint8)
     mask[3:6] = 1
-    stream = io.BytesIO()
-    Image.fromarray(mask).save(stream, "PNG")
-    examples = [{"image": jpeg(9, 9, seed=n), "mask": stream.getvalue()} for n in range(4)]
+    examples = [{"image": jpeg(9, 9, seed=n), "mask": encode(mask)} for n in range(4)]
     records = write_indexed(tmp_path / "train-0", examples)
     image = keras.Input((8, 8, 3))
     model = keras.Model(image, keras.layers.Conv2D(1, 1, activation="sigmoid")(image))
@@ -324,9 +285,8 @@ def test_steps_of_an_evaluation(records):
 @pytest.mark.slow
 def test_masks_of_more_values_than_outputs(tmp_path, caplog):
     """As the index step counted them; `fit` says that it does not know if it did not."""
-    stream = io.BytesIO()
-    Image.fromarray(np.full((9, 9), 3, np.uint8)).save(stream, "PNG")
-    examples = [{"image": jpeg(9, 9, seed=n), "mask": stream.getvalue()} for n in range(4)]
+    mask = encode(np.full((9, 9), 3, np.uint8))
+    examples = [{"image": jpeg(9, 9, seed=n), "mask": mask} for n in range(4)]
 
     def fit(outputs, checks=None):
         records = write_indexed(tmp_path / "train-0", examples, checks)

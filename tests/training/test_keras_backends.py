@@ -8,7 +8,7 @@ import itertools
 import os
 
 import pytest
-from commands import python
+from commands import python, succeeds
 from conftest import ROOT
 
 KERAS = """
@@ -118,8 +118,7 @@ def run(module, code, dataset, tmp_path, backend, **environment):
         pytest.skip(f"{module} is not installed")
     files = os.path.join(os.path.dirname(dataset.paths[0]), "train-*-of-?????")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    process = python("-c", KERAS + code, files, backend, tmp_path / "state", env=environment)
-    assert process.returncode == 0, process.stderr
+    succeeds(python("-c", KERAS + code, files, backend, tmp_path / "state", env=environment))
 
 
 @pytest.mark.nightly

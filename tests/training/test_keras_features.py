@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import DALI, TF_DATA, at_night, backends, spec_of
+from conftest import DALI, TF_DATA, backends, spec_of, table
 from models import FROM_LOGITS, make_model
 
 from dali_tf_input import ClassLabel, Preprocess, RandAugment
@@ -14,23 +14,14 @@ BATCH, STEPS, CLASSES = 6, 4, 24
 IMAGES = tf.TensorSpec((BATCH, 8, 8, 3), tf.float32)
 
 
-def feed(records, options, *, augment=(), order="global", **changes):
-    preprocess = Preprocess.for_training(8, augment=augment)
-    return load(spec_of(records, order, preprocess, **changes), options, batch_size=BATCH)
+def feed(records, options, *, augment=(), order="global", strategy=None, **changes):
+    spec = spec_of(records, order, Preprocess.for_training(8, augment=augment), **changes)
+    return load(spec, options, batch_size=BATCH, strategy=strategy)
 
 
 def feed_evaluation(records, options):
     spec = spec_of(records, "sequential", Preprocess.for_evaluation(8), repeat=False)
     return load(spec, options, batch_size=10)
-
-
-@backends
-def test_what_a_dataset_says_of_itself(dataset, options):
-    """What Keras and `tf.data` ask before the first batch."""
-    made = feed(dataset, options).dataset
-    assert made.element_spec == (IMAGES, tf.TensorSpec((BATCH,), tf.int64))
-    assert int(made.cardinality()) == len(made) == STEPS
-    assert len(made.repeat().take(9)) == 9
 
 
 @pytest.mark.nightly
@@ -76,29 +67,13 @@ def test_datasets_of_a_dataset(dataset, options, tmp_path):
     assert int(count(made.take(STEPS))) == STEPS * BATCH
 
 
-@pytest.mark.nightly
-def test_a_loop_of_ones_own(dataset):
-    """The layers adapt, and `train_on_batch` and a tape train."""
-    made = feed(dataset, TF_DATA).dataset
-    layer = keras.layers.Normalization()
-    layer.adapt(made.map(lambda images, _: images))
-    assert np.isfinite(layer.mean).all()
-    model, optimizer = make_model(8, CLASSES, run_eagerly=True), keras.optimizers.SGD()
-    for images, labels in made:
-        model.train_on_batch(images, labels)
-        with tf.GradientTape() as tape:
-            loss = FROM_LOGITS(labels, model(images, training=True))
-        gradients = tape.gradient(loss, model.trainable_variables)
-        optimizer.apply(gradients, model.trainable_variables)
-    assert int(optimizer.iterations.numpy()) == int(model.optimizer.iterations.numpy()) == STEPS
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("options", at_night([DALI], [DALI, TF_DATA]))
-def test_class_weights_and_soft_labels(dataset, options):
+@table("options, devices", [(DALI, 1)], [DALI, TF_DATA], [1, 2])
+def test_class_weights_and_soft_labels(dataset, options, devices):
     """Weights that are all 0 teach nothing, by either `fit`; smoothed one-hot labels do."""
-    train = feed(dataset, options)
-    model = make_model(8, CLASSES, run_eagerly=True)
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]) if devices > 1 else None
+    train = feed(dataset, options, strategy=strategy)
+    model = make_model(8, CLASSES, strategy=strategy, run_eagerly=strategy is None)
     before = model.get_weights()
     weights = dict.fromkeys(range(CLASSES), 0.0)
     model.fit(train.dataset, class_weight=weights, shuffle=False, verbose=0)
@@ -135,29 +110,6 @@ def test_models_of_other_kinds(dataset, options, policy):
         keras.mixed_precision.set_global_policy("float32")
     assert np.isfinite(history["loss"]).all()
     assert history["images"] == [BATCH]
-
-
-@pytest.mark.nightly
-@backends
-def test_backup_and_restore(dataset, options, tmp_path):
-    """By Keras's `fit` the epochs that are done are not done again."""
-    seen, made = [], feed(dataset, options).dataset
-
-    class Interrupt(keras.callbacks.Callback):
-        def on_epoch_begin(self, epoch, logs=None):
-            seen.append(epoch)
-            if seen == [0, 1]:
-                raise KeyboardInterrupt
-
-    def fit():
-        callbacks = [keras.callbacks.BackupAndRestore(str(tmp_path / "backup")), Interrupt()]
-        model = make_model(8, CLASSES, run_eagerly=True)
-        model.fit(made, epochs=3, callbacks=callbacks, shuffle=False, verbose=0)
-
-    with pytest.raises(KeyboardInterrupt):
-        fit()
-    fit()
-    assert seen == [0, 1, 1, 2]
 
 
 @pytest.mark.nightly

@@ -5,29 +5,18 @@ that `fit` trains.
 import contextlib
 import functools
 import gc
-import itertools
 import logging
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from commands import python
-from conftest import (
-    DALI,
-    TF_DATA,
-    at_night,
-    backends,
-    numbered_examples,
-    refused,
-    write_dataset,
-    write_tfrecord,
-)
+from conftest import DALI, TF_DATA, backends, numbered_examples, refused, table, write_tfrecord
 from conftest import spec_of as make_spec
-from models import FROM_LOGITS, fit, make_model
+from models import FROM_LOGITS, make_model
 
 import dali_tf_input as dti
-from dali_tf_input import DaliOptions, InputSpec, Preprocess, make_dataset
+from dali_tf_input import DaliOptions, Preprocess, make_dataset
 from dali_tf_input.backends import dali as dali_backend
 from dali_tf_input.backends.build import check_gpu
 from dali_tf_input.training import strategies as strategies_module
@@ -58,12 +47,11 @@ def per_replica(strategy, values):
     return strategy.experimental_local_results(values) if strategy else (values,)
 
 
-@pytest.mark.parametrize(
-    ("options", "make_strategy"),
-    at_night(
-        [(DALI, mirrored), (DALI, one_device), (TF_DATA, mirrored), (TF_DATA, none)],
-        [*itertools.product([DALI, TF_DATA], STRATEGIES)],
-    ),
+@table(
+    "options, make_strategy",
+    [(DALI, mirrored), (DALI, one_device), (TF_DATA, mirrored), (TF_DATA, none)],
+    [DALI, TF_DATA],
+    STRATEGIES,
 )
 def test_an_epoch_is_every_record_once(dataset, options, make_strategy):
     """24 records in steps of 8: each once, each replica its part of each step, on its device."""
@@ -87,23 +75,7 @@ def test_an_epoch_is_every_record_once(dataset, options, make_strategy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", at_night([DALI], [DALI, TF_DATA]))
-def test_shuffled_replicas_stay_disjoint(dataset, options):
-    strategy = mirrored()
-    fed = load(spec_of(dataset, "buffer"), options, strategy=strategy, batch_size=8)
-    seen = [set(), set()]
-    for _ in range(4):
-        for _, labels in fed:
-            for own, part in zip(seen, per_replica(strategy, labels), strict=True):
-                own.update(part.numpy().tolist())
-    assert seen == [set(range(12)), set(range(12, 24))]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "make_strategy"),
-    at_night([(DALI, mirrored)], [*itertools.product([DALI, TF_DATA], STRATEGIES)]),
-)
+@table("options, make_strategy", [(DALI, mirrored)], [DALI, TF_DATA], STRATEGIES)
 def test_iterators_come_and_go(dataset, options, make_strategy):
     """TensorFlow's MultiDeviceIterator over a DALIDataset ends the process when dropped."""
     strategy = make_strategy()
@@ -114,24 +86,6 @@ def test_iterators_come_and_go(dataset, options, make_strategy):
             next(iterator)
             del iterator
             gc.collect()
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("options", "make_strategy"), [(DALI, none), (DALI, mirrored), (TF_DATA, one_device)]
-)
-def test_fit_learns(dataset, options, make_strategy):
-    """Keras `fit`, validated by the other backend: the loss on 24 labels falls."""
-    strategy = make_strategy()
-    train = load(spec_of(dataset, "buffer"), options, strategy=strategy, batch_size=8)
-    evaluation = InputSpec.for_evaluation(dataset, 8)
-    other = TF_DATA if options == DALI else DALI
-    validation = load(evaluation, other, strategy=strategy, batch_size=12)
-    adam = {"class_name": "adam", "config": {"learning_rate": 3e-3}}  # made in the scope
-    model = make_model(8, 24, strategy=strategy, optimizer=adam)
-    history = fit(model, train, epochs=12, validation=validation, validation_freq=6)
-    assert history["loss"][-1] < 0.7 * history["loss"][0]
-    assert len(history["val_loss"]) == 2
 
 
 class OwnStep(keras.Model):
@@ -188,26 +142,6 @@ def test_fit_trains_as_keras_does(dataset, kind):
     assert made[2] == expected[2]
 
 
-@pytest.mark.nightly
-@backends
-def test_a_custom_loop_trains(dataset, options):
-    strategy = mirrored()
-    fed = load(spec_of(dataset), options, strategy=strategy, batch_size=8)
-
-    @tf.function
-    def step(iterator):
-        def mean(images, labels):
-            return tf.reduce_mean(images), tf.reduce_sum(labels)
-
-        means, sums = strategy.run(mean, args=next(iterator))
-        return strategy.reduce("MEAN", means, axis=None), strategy.reduce("SUM", sums, axis=None)
-
-    iterator = iter(fed.dataset)
-    results = [step(iterator) for _ in range(fed.steps_per_epoch)]
-    assert sum(int(labels) for _, labels in results) == sum(range(24))
-    assert all(np.isfinite(float(mean)) for mean, _ in results)
-
-
 def test_the_default_strategy_is_none(dataset):
     fed = load(spec_of(dataset), strategy=tf.distribute.get_strategy(), batch_size=6)
     assert isinstance(fed.dataset, tf.data.Dataset)
@@ -224,15 +158,6 @@ def test_no_options_chooses_and_says_so_once(dataset, caplog):
     said = [record for record in caplog.records if record.name == "dali_tf_input"]
     assert [record.levelno for record in said] == [logging.WARNING]
     assert "`load` chose tf.data for the input" in caplog.text
-
-
-def test_an_empty_shard(dataset, tmp_path):
-    """Refused as a batch larger than the data, before a replica waits for nothing."""
-    with refused("at most the number of records, 24, got 26"):
-        load(spec_of(dataset), TF_DATA, strategy=mirrored(), batch_size=26)
-    spec = spec_of(write_dataset(tmp_path, [1]))
-    with refused("at most the number of records, 1, got 2"):
-        load(spec, TF_DATA, strategy=mirrored(), batch_size=2)
 
 
 @strategies
@@ -268,11 +193,7 @@ class FakeGpus:
         (FakeGpus(growth=True), None, None),
         (FakeGpus(growth=False), None, None),
         (FakeGpus(growth=False, is_late=True), "true", None),
-        (
-            FakeGpus(growth=False, is_late=True),
-            None,
-            "too late .* with TF_FORCE_GPU_ALLOW_GROWTH=tr",
-        ),
+        (FakeGpus(growth=False, is_late=True), None, "too late .* TF_FORCE_GPU_"),
         (FakeGpus(growth=True), "false", "TF_FORCE_GPU_ALLOW_GROWTH=false makes TensorFlow take"),
     ],
 )
@@ -308,10 +229,15 @@ def test_batches_of_the_cpu_for_gpus_are_warned_of(dataset, monkeypatch):
     assert caught[0].filename == __file__
 
 
-def test_several_hosts_have_their_own_way(dataset, monkeypatch):
-    for kind in ("MultiWorkerMirroredStrategy", "experimental.CentralStorageStrategy"):
+def test_several_hosts_have_their_own_way(dataset):
+    for kind, said in (
+        ("MultiWorkerMirroredStrategy", "Feed a custom loop on each host"),
+        ("TPUStrategy", "got a TPUStrategyV2. Feed others"),
+        ("experimental.CentralStorageStrategy", "got a CentralStorageStrategy. Feed others"),
+        ("experimental.ParameterServerStrategy", "got a ParameterServerStrategyV2. Feed others"),
+    ):
         made = functools.reduce(getattr, kind.split("."), tf.distribute)
-        with refused(r"make_dataset\(spec, batch_size=..., shard=Shard\(host, num_hosts\)\)"):
+        with refused(rf"{said} with make_dataset\(spec, batch_size=..., shard=Shard\(host, "):
             load(spec_of(dataset), TF_DATA, batch_size=4, strategy=object.__new__(made))
 
 
@@ -365,13 +291,13 @@ def test_from_files_to_a_trained_model(tmp_path, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "make_strategy"),
-    at_night([(DALI, mirrored)], [*itertools.product([DALI, TF_DATA], STRATEGIES)]),
-)
+@table("options, make_strategy", [(DALI, mirrored)], [DALI, TF_DATA], STRATEGIES)
 def test_both_fits_evaluate_alike(tmp_path, options, make_strategy):
-    """This package's `fit` and Keras's, one after the other; both count as a loop would."""
-    for split, count in (("train", 24), ("validation", 19)):
+    """This package's `fit` and Keras's, one after the other; both count as a loop would.
+
+    The last step has one record, so that one of two replicas has none.
+    """
+    for split, count in (("train", 24), ("validation", 17)):
         write_tfrecord(tmp_path / f"{split}-00000-of-00001", numbered_examples(count))
     strategy = make_strategy()
     model = make_model(8, 24, strategy=strategy, metrics=["accuracy"])
@@ -382,40 +308,24 @@ def test_both_fits_evaluate_alike(tmp_path, options, make_strategy):
     held_out = dti.InputSpec.for_evaluation(f"{tmp_path}/valid*", 8, antialias=False)
     valid = dti.load(held_out, options, **shared)
     history = train.fit(model, validation=valid, verbose=0)
-    assert len(history.history["val_accuracy"]) == len(history.history["loss"]) == 1
+    assert history.history["val_loss"] == pytest.approx([valid.evaluate(model, verbose=0)["loss"]])
     own = {"validation_data": valid.dataset, "shuffle": False, "verbose": 0}
     history = model.fit(train.dataset, **own)
     assert int(model.optimizer.iterations.numpy()) == 2 * len(train)
     logits = valid.predict(model, verbose=0)
     images = np.concatenate(
-        [batch[0] for batch in make_dataset(valid.spec, TF_DATA, batch_size=19)]
+        [batch[0] for batch in make_dataset(valid.spec, TF_DATA, batch_size=17)]
     )
     np.testing.assert_allclose(logits, model(images, training=False), rtol=1e-3, atol=1e-3)
     expected = {
-        "accuracy": np.mean(logits.argmax(axis=1) == np.arange(19)),
-        "loss": float(FROM_LOGITS(np.arange(19), logits)),
+        "accuracy": np.mean(logits.argmax(axis=1) == np.arange(17)),
+        "loss": float(FROM_LOGITS(np.arange(17), logits)),
     }
     assert valid.evaluate(model, verbose=0) == pytest.approx(expected, rel=1e-4)
     assert history.history["val_loss"][-1] == pytest.approx(expected["loss"], rel=1e-4)
     assert model.evaluate(valid.dataset, verbose=0, return_dict=True) == pytest.approx(
         expected, rel=1e-4
     )
-
-
-@pytest.mark.slow
-def test_tf_data_needs_no_dali(dataset):
-    """Who trains by tf.data never waits for DALI, nor needs it."""
-    code = f"""if True:
-        import sys
-        sys.modules["nvidia.dali"] = None  # any import of it fails
-        from dali_tf_input import Records, InputSpec, Preprocess, TfDataOptions
-        from dali_tf_input.training.load import _say, load
-        records = Records.from_files({list(dataset.paths)!r})
-        spec = InputSpec(records=records, preprocess=Preprocess.for_training(8), order="buffer")
-        print(load(spec, TfDataOptions(), batch_size=8).steps_per_epoch)
-    """
-    process = python("-c", code)
-    assert process.stdout.strip() == "3", process.stderr
 
 
 @pytest.mark.slow

@@ -1,11 +1,10 @@
 """Inputs that meet must agree: training and validation, and a model and what it was trained on."""
 
 import dataclasses
-import io
 
 import keras
 import pytest
-from conftest import DALI, jpeg, refused, write_indexed
+from conftest import DALI, encode, jpeg, refused, write_indexed
 from models import FROM_LOGITS, make_model
 from PIL import Image
 
@@ -50,12 +49,8 @@ def fit(sets, valid, *, of_training=None, **how):
 
 
 DIFFERENT = [
-    ({"which": "other"}, {}, "class 0 is 'a' and 'b'. Number one like the other"),
-    (
-        {"normalization": None},
-        {},
-        "pixels are normalized by mean .123.7, .* and by mean 0 and std 1",
-    ),
+    ({"which": "other"}, {}, "class 0 is 'a' and 'b'"),
+    ({"normalization": None}, {}, "normalized by mean .123.7, .* and by mean 0"),
     ({"dtype": "uint8"}, {}, "pixels are normalized"),
     ({"mean": (0.0, 0.0, 0.0)}, {}, "pixels are normalized"),
     ({"layout": "CHW"}, {}, "`layout` is 'HWC' and 'CHW'"),
@@ -222,9 +217,7 @@ def test_what_is_likely_not_meant(sets, caplog):
 
 def test_names_of_masks(tmp_path):
     """Those of a mask are in a file of its key, and are compared."""
-    mask, stream, specs = dti.SegmentationMask(key="mask"), io.BytesIO(), []
-    Image.new("L", (8, 8)).save(stream, "PNG")
-    blank = stream.getvalue()
+    mask, blank, specs = dti.SegmentationMask(key="mask"), encode(Image.new("L", (8, 8))), []
     for name, classes in (("one", "sky road"), ("other", "road sky"), ("third", "")):
         examples = [{"image": jpeg(8, 8, seed=n), "mask": blank} for n in range(2)]
         (tmp_path / name).mkdir()

@@ -1,8 +1,5 @@
 """Images per second of an epoch, and the wait for input: right on cases that are made."""
 
-import time
-
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -91,41 +88,3 @@ def test_what_cannot_be_profiled(dataset):
     several = make_model(8, 24, steps_per_execution=2)
     with refused("compiled with steps_per_execution=1"):
         train.profile(several)
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_a_slow_input_and_a_slow_model(dataset):
-    """By the real clock: what sleeps most is what is named. Bounds are wide, for a busy machine."""
-
-    class Slow(keras.Model):
-        def __init__(self, seconds):
-            super().__init__()
-            self.dense, self._seconds = keras.layers.Dense(24), seconds
-
-        def call(self, images):
-            return self.dense(keras.ops.reshape(images, (-1, 192)))
-
-        def train_step(self, data):
-            images, labels = data
-            sleep = tf.numpy_function(
-                lambda: np.float32(time.sleep(self._seconds) or 0), [], tf.float32
-            )
-            sleep = tf.ensure_shape(sleep, ())
-            return super().train_step((images + sleep, labels))
-
-    def wait(model_seconds, input_seconds):
-        model = Slow(model_seconds)
-        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-        train = feed(dataset)
-        train.fit(model, verbose=0)
-
-        def slowly():
-            for batch in train.dataset.repeat():
-                time.sleep(input_seconds)
-                yield batch
-
-        return profile_input(slowly(), model, batch_size=6, steps=8).wait
-
-    assert wait(0.0, 0.2) > 0.6
-    assert wait(0.2, 0.0) < 0.4

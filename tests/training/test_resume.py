@@ -14,9 +14,9 @@ import pytest
 import tensorflow as tf
 from conftest import DALI, TF_DATA, at_night, jpeg, refused, spec_of, write_dataset, write_indexed
 from disk import Disk
-from models import make_model
+from models import Crash, make_model, stop_at
 
-from dali_tf_input import Preprocess, ResizeRandomCrop, Resume, TfDataOptions, load
+from dali_tf_input import Checks, Preprocess, ResizeRandomCrop, Resume, TfDataOptions, load
 from dali_tf_input.storage.staging import Staging
 from dali_tf_input.training.schedule import describe_function
 
@@ -26,13 +26,9 @@ ANTIALIASED = dataclasses.replace(SMALL, antialias=True)
 EPOCHS, BATCH, STEPS = 3, 5, 4  # 24 records
 
 
-class Crash(BaseException):
-    """What stands for kill -9: nothing catches it, so that nothing cleans up."""
-
-
 @pytest.fixture(scope="module")
 def records(tmp_path_factory):
-    return write_dataset(tmp_path_factory.mktemp("resume"), [5, 12, 7])
+    return write_dataset(tmp_path_factory.mktemp("resume"), [5, 12, 7], Checks(verify="schema"))
 
 
 def feed(records, options=DALI, *, batch_size=BATCH, strategy=None, order="global", **changes):
@@ -92,17 +88,6 @@ def run(records, folder, *, options=DALI, strategy=None, epochs=EPOCHS, first=()
     return model, history, watchers
 
 
-def crash_at_step(step):
-    seen = []
-
-    def count(batch, logs):
-        seen.append(batch)
-        if len(seen) == step:
-            raise Crash
-
-    return [keras.callbacks.LambdaCallback(on_train_batch_end=count)]
-
-
 def crash_in(monkeypatch, owner, name, call):
     """Crashes in the n-th call of a function, before it does anything."""
     function, calls = getattr(owner, name), []
@@ -152,7 +137,7 @@ SOME = [("replace", 1), ("step", 4), ("replace", 3), ("unlink", 5)]
 def test_after_crashes(records, whole, tmp_path, monkeypatch, crashes):
     """One training that crashes again and again."""
     for what, number in crashes:
-        first = crash_at_step(number) if what == "step" else ()
+        first = [stop_at(number, Crash)] if what == "step" else ()
         with monkeypatch.context() as patch, pytest.raises(Crash):
             if what != "step":
                 crash_in(patch, os, what, number)
@@ -181,7 +166,7 @@ def test_a_crash_and_what_callbacks_see(records, tmp_path):
     )
     whole = run(records, tmp_path / "whole", epochs=2)
     with pytest.raises(Crash):
-        run(records, tmp_path / "parts", epochs=2, first=crash_at_step(3))
+        run(records, tmp_path / "parts", epochs=2, first=[stop_at(3, Crash)])
     assert_same(whole, run(records, tmp_path / "parts", epochs=2, first=[watch]))
     batches = [("batch", number) for number in range(STEPS)]
     assert seen == ["begin", ("epoch", 0), *batches[2:], ("epoch", 1), *batches, "end"]
@@ -280,7 +265,7 @@ def test_crashes_in_other_trainings(records, tmp_path, how):
         expected = run(records, tmp_path / "whole", strategy=strategy, **changes)
         for step in at_night((3,), (3, 2)):  # each counts from where the one before stopped
             with pytest.raises(Crash):
-                first = crash_at_step(step)
+                first = [stop_at(step, Crash)]
                 run(records, tmp_path / "crashed", strategy=strategy, first=first, **changes)
         assert_same(expected, run(records, tmp_path / "crashed", strategy=strategy, **changes))
     finally:
@@ -288,33 +273,13 @@ def test_crashes_in_other_trainings(records, tmp_path, how):
 
 
 @pytest.mark.slow
-def test_more_epochs_later(records, tmp_path):
+def test_more_epochs_later(records, whole, tmp_path):
     """As in one run: also the averages of weights, which the end of a run puts in their place."""
-
-    def train(place, epochs):
-        resume = Resume(tmp_path / place / "run")
-        return run(records, tmp_path / place, epochs=epochs, resume=resume)
-
-    expected, history, _ = train("whole", 3)
-    train("parts", 1)
-    model, again, _ = train("parts", 3)
-    for variable, value in zip(expected.variables, model.variables, strict=True):
+    for epochs in (1, EPOCHS):
+        model, again, _ = run(records, tmp_path, epochs=epochs, resume=Resume(tmp_path / "run"))
+    for variable, value in zip(whole[0].variables, model.variables, strict=True):
         np.testing.assert_array_equal(variable.numpy(), value.numpy())
-    assert again.history == history.history
-
-
-@pytest.mark.slow
-def test_a_training_that_was_stopped_early_is_done(records, tmp_path):
-    def stop():
-        return keras.callbacks.EarlyStopping("loss", patience=0, min_delta=1e9)
-
-    def train(*callbacks):
-        given = {"resume": str(tmp_path), "callbacks": [*callbacks], "verbose": 0}
-        return feed(records).fit(make_network(), epochs=5, **given).epoch
-
-    assert train(stop()) == [0, 1]
-    assert train(stop()) == [0, 1]
-    assert train() == [0, 1, 2, 3, 4]  # without what stopped it, it goes on
+    assert again.history == whole[1].history
 
 
 @pytest.mark.slow
@@ -358,7 +323,7 @@ def saved(saved_once, tmp_path):
         ({"preprocess": ANTIALIASED}, "`preprocess.antialias` was False, is True. Use the same"),
         (
             {"preprocess": Preprocess.for_training(8)},
-            r"`preprocess.crop` was ResizeRandomCrop\(resize=\(9, 9\)\), is CoverCrop",
+            "`preprocess.crop` was ResizeRandomCrop.*, is Cov",
         ),
         ({"shuffle_block_size": 2}, "`shuffle_block_size` was 1, is 2"),
         ({"order": "buffer"}, "Resuming needs a fixed `order`, 'global', got 'buffer'"),
@@ -370,12 +335,14 @@ def test_what_changed_is_refused(records, saved, changes, message):
 
 
 def test_other_steps_and_other_records_are_refused(records, saved):
+    with refused("belongs to training on other input: .*`subset` was"):
+        save_state(records.exclude([3]), saved)
+    with refused("belongs to training on other input: `labels` was as stored, is "):
+        save_state(records.relabel({0: 1}), saved)
     with refused("`steps_per_epoch` was 4, is 3"):
         feed(records).fit(make_network(), epochs=2, steps_per_epoch=3, resume=str(saved))
     fewer = dataclasses.replace(records, files=records.files[:2])
-    with refused(
-        r"`records` was 24, is 17; .*`files` was .*\. Use the same input, or start in ano"
-    ):
+    with refused("`records` was 24, is 17; .*`files` was"):
         save_state(fewer, saved)
 
 
@@ -400,18 +367,11 @@ def test_a_damaged_state_is_refused(records, saved):
 @pytest.mark.slow
 def test_interrupted_and_resumed_in_one_process(records, tmp_path):
     """As in a notebook: steps after the saved state are done again, none is lost."""
-    model, resume, steps = make_network(), Resume(tmp_path, save_every=3), []
-
-    def interrupt(batch, logs):
-        steps.append(batch)
-        if len(steps) == 5:
-            raise KeyboardInterrupt
-
+    model, resume = make_network(), Resume(tmp_path, save_every=3)
     given = {"epochs": 2, "resume": resume, "verbose": 0}
     train = feed(records)
     with pytest.raises(KeyboardInterrupt):
-        stop = keras.callbacks.LambdaCallback(on_train_batch_end=interrupt)
-        train.fit(model, callbacks=[stop], **given)
+        train.fit(model, callbacks=[stop_at(5)], **given)
     assert int(model.optimizer.iterations) == 5
     assert train.fit(model, **given).epoch == [0, 1]
     assert int(model.optimizer.iterations) == 8
@@ -484,10 +444,7 @@ def test_weights_that_do_not_fit(records, saved):
     for model, message in (
         (make(adam(), 25), "`layer 3.units` was 24, is 25"),
         (make_model(8, 24), "training with Adam, the model is compiled with SGD"),
-        (
-            make(adam(amsgrad=True)),
-            "otherwise: `optimizer.amsgrad` was False, is True. Use the same model",
-        ),
+        (make(adam(amsgrad=True)), "`optimizer.amsgrad` was False, is True"),
         # Random layers have no weights, so the weights fit.
         (make(adam(), dropouts=()), "another model, .*: `layer 1` was Dropout, is Dense"),
         (make(adam(), dropouts=(0.3, 0.3)), "another model, .*: `layer 2` was Dense, is Dropout"),

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import pytest
 from conftest import TF_DATA, at_night, refused, spec_of, write_dataset
-from models import make_model
+from models import Crash, make_model, stop_at
 
 from dali_tf_input import DaliOptions, Preprocess, Resume, load
 
@@ -20,10 +20,6 @@ EPOCHS = 4  # of 3 steps
 MID_EPOCH, EPOCH_BEGIN = ("on_train_batch_end", 5), ("on_epoch_begin", 3)
 Callback, schedules = keras.callbacks.Callback, keras.optimizers.schedules
 SGD = keras.optimizers.SGD
-
-
-class Crash(BaseException):
-    """What stands for kill -9: nothing catches it, so that nothing cleans up."""
 
 
 class Custom(Callback):
@@ -63,56 +59,39 @@ def checkpoint(folder, **how):
 
 # Of each of these callbacks one.
 KINDS = ("averages", "lr of lr", "two early stoppings", "plateau", "best weights", "csv", "custom")
-# The optimizer, and the callbacks, whose files are in a folder.
+# Callbacks, whose files are in a folder.
 CASES = {
-    "all together": (
-        lambda: SGD(0.1, momentum=0.9, use_ema=True, ema_overwrite_frequency=4),
-        lambda folder: [one for kind in KINDS for one in CASES[kind][1](folder)],
-    ),
-    "nothing": (lambda: SGD(0.1, momentum=0.9), lambda _: []),
-    "averages": (
-        lambda: SGD(0.1, use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=4),
-        lambda _: [keras.callbacks.SwapEMAWeights()],
-    ),
-    "loss scale": (
-        lambda: keras.optimizers.LossScaleOptimizer(SGD(0.1), dynamic_growth_steps=3),
-        lambda _: [],
-    ),
-    "accumulation": (
-        lambda: SGD(0.1, gradient_accumulation_steps=4, use_ema=True, ema_momentum=0.9),
-        lambda _: [],
-    ),
-    "schedule": (lambda: SGD(schedules.ExponentialDecay(0.1, 2, 0.9)), lambda _: []),
-    "cosine": (lambda: SGD(schedules.CosineDecay(0.0, 9, warmup_target=0.1)), lambda _: []),
-    "lr of epoch": (
-        lambda: SGD(0.1),
-        lambda _: [keras.callbacks.LearningRateScheduler(lambda epoch: 0.1 / (epoch + 1))],
-    ),
-    "lr of lr": (lambda: SGD(0.1), lambda _: [keras.callbacks.LearningRateScheduler(halve)]),
-    "early stopping": (lambda: SGD(0.1), lambda _: [early(patience=2, min_delta=9.0)]),
-    "two early stoppings": (
-        lambda: SGD(0.1),
-        lambda _: [early(patience=5), early(patience=3, start_from_epoch=1)],
-    ),
-    "plateau": (
-        lambda: SGD(0.1),
-        lambda _: [
-            keras.callbacks.ReduceLROnPlateau("loss", 0.5, patience=1, min_delta=9.0, cooldown=1)
-        ],
-    ),
-    "best weights": (
-        lambda: SGD(0.1),
-        lambda folder: [checkpoint(folder, save_best_only=True, save_weights_only=True)],
-    ),
-    "csv": (
-        lambda: SGD(0.1),
-        lambda folder: [
-            keras.callbacks.CSVLogger(str(folder / f"{append}.csv"), append=append)
-            for append in (False, True)
-        ],
-    ),
-    "not a number": (lambda: SGD(0.1), lambda _: [keras.callbacks.TerminateOnNaN()]),
-    "custom": (lambda: SGD(0.1), lambda _: [Custom()]),
+    "all together": lambda folder: [one for kind in KINDS for one in CASES[kind](folder)],
+    **dict.fromkeys(("nothing", "loss scale", "accumulation", "schedule", "cosine"), lambda _: []),
+    "averages": lambda _: [keras.callbacks.SwapEMAWeights()],
+    "lr of epoch": lambda _: [
+        keras.callbacks.LearningRateScheduler(lambda epoch: 0.1 / (epoch + 1))
+    ],
+    "lr of lr": lambda _: [keras.callbacks.LearningRateScheduler(halve)],
+    "early stopping": lambda _: [early(patience=2, min_delta=9.0)],
+    "two early stoppings": lambda _: [early(patience=5), early(patience=3, start_from_epoch=1)],
+    "plateau": lambda _: [
+        keras.callbacks.ReduceLROnPlateau("loss", 0.5, patience=1, min_delta=9.0, cooldown=1)
+    ],
+    "best weights": lambda folder: [
+        checkpoint(folder, save_best_only=True, save_weights_only=True)
+    ],
+    "csv": lambda folder: [
+        keras.callbacks.CSVLogger(str(folder / f"{append}.csv"), append=append)
+        for append in (False, True)
+    ],
+    "not a number": lambda _: [keras.callbacks.TerminateOnNaN()],
+    "custom": lambda _: [Custom()],
+}
+# Of the others it is SGD(0.1).
+OPTIMIZERS = {
+    "all together": lambda: SGD(0.1, momentum=0.9, use_ema=True, ema_overwrite_frequency=4),
+    "nothing": lambda: SGD(0.1, momentum=0.9),
+    "averages": lambda: SGD(0.1, use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=4),
+    "loss scale": lambda: keras.optimizers.LossScaleOptimizer(SGD(0.1), dynamic_growth_steps=3),
+    "accumulation": lambda: SGD(0.1, gradient_accumulation_steps=4, use_ema=True, ema_momentum=0.9),
+    "schedule": lambda: SGD(schedules.ExponentialDecay(0.1, 2, 0.9)),
+    "cosine": lambda: SGD(schedules.CosineDecay(0.0, 9, warmup_target=0.1)),
 }
 
 
@@ -128,19 +107,11 @@ def make_network(optimizer=None, **compiled):
     return make_model(8, 12, *layers, optimizer=optimizer or SGD(0.1), **compiled)
 
 
-def fit(records, model, folder=None, *, stop_at=None, **how):
+def fit(records, model, folder=None, *, stops=None, **how):
     """Trains; crashes after a step, or at the beginning of an epoch."""
-    if stop_at:
-        what, number = stop_at
-        seen = []
-
-        def count(_, logs=None):
-            seen.append(what)
-            if len(seen) == number:
-                raise Crash
-
-        stop = keras.callbacks.LambdaCallback(**{what: count})
-        how["callbacks"] = [*how.get("callbacks", ()), stop]
+    if stops:
+        what, number = stops
+        how["callbacks"] = [*how.get("callbacks", ()), stop_at(number, Crash, what)]
     options = how.pop("options", DaliOptions(device="cpu"))
     train = load(spec_of(records, "global", Preprocess.for_training(8)), options, batch_size=4)
     resume = how.pop("resume", None) or (folder and Resume(folder, save_every=1))
@@ -159,15 +130,15 @@ def find_public(callback):
 
 def run_whole_and_in_parts(records, folder, case, crashes, **how):
     """Trains as one run, and as one that crashes and goes on; compares all that is left."""
-    make_optimizer, make_callbacks = CASES[case]
     results = []
     for place, stops in (("whole", [None]), ("parts", [*crashes, None])):
         own = folder / place
         own.mkdir()
         for stop in stops:
-            model, callbacks = make_network(make_optimizer()), make_callbacks(own)
+            model = make_network(OPTIMIZERS[case]() if case in OPTIMIZERS else None)
+            callbacks = CASES[case](own)
             with pytest.raises(Crash) if stop else contextlib.nullcontext():
-                more = {"callbacks": callbacks, "stop_at": stop, **how}
+                more = {"callbacks": callbacks, "stops": stop, **how}
                 history = fit(records, model, own / "run", **more)
         results.append((model, history, callbacks, own))
     (model, history, callbacks, whole), (again, other, others, parts) = results
@@ -318,7 +289,7 @@ def test_other_metrics(records, tmp_path, caplog):
     """At the end of an epoch they are named; in the middle of one they are refused."""
     changed = {"metrics": ["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(2)]}
     with pytest.raises(Crash):
-        fit(records, make_network(), tmp_path, stop_at=("on_train_batch_end", 5))
+        fit(records, make_network(), tmp_path, stops=("on_train_batch_end", 5))
     with refused(
         r"`metrics` was \['accuracy'\], is \['accuracy', 'SparseTopK.*\. It is in the middle of an epoch"
     ):
