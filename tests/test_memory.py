@@ -53,7 +53,9 @@ PARTS = {
 def test_nothing_grows(dataset, backend, part):
     files = os.path.join(os.path.dirname(dataset.paths[0]), "train-*-of-?????")
     count, most = PARTS[part]
-    process = succeeds(python("-c", PROGRAM, files, backend, part, count, timeout=1800))
+    process = succeeds(
+        python("-c", PROGRAM, files, backend, part, count, timeout=1800), quiet=False
+    )
     before, after = (map(int, line.split()) for line in process.stdout.splitlines())
     (memory, *counts), (memory_after, *counts_after) = before, after
     assert memory_after - memory < most * count * 2 / 3

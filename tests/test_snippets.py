@@ -17,7 +17,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from commands import load, python
+from commands import load, python, succeeds
 from conftest import ROOT, jpeg, make_once
 from PIL import Image
 from stores import BUCKET, ask, free_port, run_server, set_credentials
@@ -199,7 +199,7 @@ def run_alone(block, folder):
         "TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 0}}),
     }
     process = python("-c", SMALL_NETWORKS + block, cwd=folder, env=environment)
-    assert process.returncode == 0, process.stderr
+    succeeds(process, quiet=False)
 
 
 @contextlib.contextmanager

@@ -481,7 +481,7 @@ def test_memory_is_used_again(tmp_path, kind):
     images = [jpeg(120, 160, seed=seed) for seed in range(16)]
     records = write_indexed(tmp_path / "train", examples_of(images * 2))
     environment = {**os.environ, "TF_ENABLE_ONEDNN_OPTS": "0"}
-    process = succeeds(python("-c", FAULTS, records.paths[0], kind, env=environment))
+    process = succeeds(python("-c", FAULTS, records.paths[0], kind, env=environment), quiet=False)
     faults, batches_freed = map(float, process.stdout.split())
     assert faults < 10
     assert batches_freed >= 2

@@ -67,7 +67,7 @@ def probe(dataset, code):
     """Runs code in a process of its own, as it may crash."""
     environment = {**os.environ, "PYTHONPATH": f"{SCRIPTS}:{os.environ.get('PYTHONPATH', '')}"}
     words = f"FILES = {list(dataset.paths)!r}\n{PROBE}\n{textwrap.dedent(code)}"
-    succeeds(python("-c", words, env=environment))
+    succeeds(python("-c", words, env=environment), quiet=False)
 
 
 @pytest.mark.xfail(KIND == "GPU", reason="nvImageCodec issue 55, or other chroma", strict=False)
@@ -94,7 +94,7 @@ def test_probe_load_alone(dataset):
         fed = dti.load(spec, dti.DaliOptions(device="{GPU.device}"), batch_size=8)
         assert all("{KIND}" in value.device for value in next(iter(fed)))
         """
-    succeeds(python("-c", textwrap.dedent(code)))
+    succeeds(python("-c", textwrap.dedent(code)), quiet=False)
 
 
 @pytest.mark.parametrize("order", ["global", "buffer"])

@@ -118,7 +118,9 @@ def run(module, code, dataset, tmp_path, backend, **environment):
         pytest.skip(f"{module} is not installed")
     files = os.path.join(os.path.dirname(dataset.paths[0]), "train-*-of-?????")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    succeeds(python("-c", KERAS + code, files, backend, tmp_path / "state", env=environment))
+    succeeds(
+        python("-c", KERAS + code, files, backend, tmp_path / "state", env=environment), quiet=False
+    )
 
 
 @pytest.mark.nightly
