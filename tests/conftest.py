@@ -61,7 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell's background ignores Ctrl-C, and so would the programs that tests start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # To optimize the graphs of small models and datasets takes longer than to run them: oneDNN's
-    # passes take a tenth of the tests' time. The nightly run has TensorFlow's defaults, as users.
+    # passes take a fifth of the slow tests' time. The nightly run has TensorFlow's defaults.
     is_plain = not on_gpu and at_night(True, False)
     if is_plain:
         os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")

@@ -18,7 +18,10 @@ def make_model(
     loss=FROM_LOGITS,
     **compiled,
 ):
-    """Returns a compiled model of square images, of any size if `size` is None: `layers`, by default Flatten, and a Dense one."""
+    """Returns a compiled model of square images: `layers`, by default Flatten, and a Dense one.
+
+    The images may be of any size if `size` is None.
+    """
     layers = layers or (keras.layers.Flatten(),)
     with strategy.scope() if strategy else contextlib.nullcontext():
         last = keras.layers.Dense(outputs, activation=activation)

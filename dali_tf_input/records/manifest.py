@@ -156,8 +156,7 @@ def read_entries(
         )
         verb = "Index them" if reason == _NO_INDEX else "Index again"
         raise InputError(f"{text} {verb}: {command}")
-    places = dict(zip(files, index_files, strict=True))
-    if gone := _find_gone(places, manifests, patterns):
+    if gone := _find_gone(dict(zip(files, index_files, strict=True)), manifests, patterns):
         arguments = ["--allow_missing"] if is_numbered(gone[0]) else []
         command = index_command(patterns, index_dir=index_dir, arguments=arguments)
         more = f", and {len(gone) - 1} more" if len(gone) > 1 else ""
@@ -168,19 +167,21 @@ def read_entries(
 
 
 def _find_gone(
-    places: Mapping[str, str], manifests: Mapping[str, "Manifest"], patterns: Path | Sequence[Path]
+    index_file_of: Mapping[str, str],
+    manifests: Mapping[str, "Manifest"],
+    patterns: Path | Sequence[Path],
 ) -> list[str]:
     """Returns files that manifests name and `patterns` match, but that are not among the files.
 
     A pattern matches what is there, so that a lost file would be left out without a word.
 
     Args:
-      places: the index file of each file that is there.
+      index_file_of: the index file of each file that is there.
       manifests: the manifest of each folder of index files.
       patterns: how the user named the files.
     """
     folders: dict[str, list[str]] = {}
-    for file, index_file in places.items():
+    for file, index_file in index_file_of.items():
         folders.setdefault(os.path.dirname(index_file) or ".", []).append(file)
     gone = []
     for folder, files in folders.items():

@@ -6,6 +6,7 @@ import glob
 import itertools
 import json
 import os
+import pathlib
 import re
 import shlex
 import shutil
@@ -265,7 +266,8 @@ def is_matched(path: str, files: Path | Sequence[Path]) -> bool:
     folder, name = os.path.split(path)
     for pattern in map(absolute, _patterns(files)):
         its_folder, its_name = os.path.split(pattern)
-        is_its_folder = folder == its_folder or fnmatch.fnmatchcase(folder, its_folder)
+        # Folder by folder: a * stands for one.
+        is_its_folder = folder == its_folder or pathlib.PurePosixPath(folder).match(its_folder)
         if is_its_folder and fnmatch.fnmatchcase(name, its_name) and not os.path.exists(pattern):
             return True
     return False

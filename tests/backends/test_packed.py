@@ -283,7 +283,7 @@ ENDS = at_night(
 @pytest.mark.filterwarnings("ignore:.*fork")
 @pytest.mark.parametrize(("backend", "order", "counts"), ENDS)
 def test_a_process_forks_and_ends_while_it_reads(tmp_path, backend, order, counts):
-    """Quietly: no thread waits for a Python that is gone. Also an iterator of which nothing was taken.
+    """Quietly: no thread waits for a Python that is gone; nor do iterators that gave nothing yet.
 
     In order "buffer" files are opened one after the other, all the time.
     """

@@ -211,6 +211,13 @@ def test_a_file_of_a_set_that_is_gone_since(tmp_path):
         assert from_files(tmp_path / "validation-*", **place).num_records == 3
         with refused("train-00001-of-00003 was indexed and is gone. .* index --allow_missing "):
             from_files(tmp_path / "*-of-*", **place)
+    deeper = tmp_path / "index" / "deeper"
+    deeper.mkdir()
+    file = write_tfrecord(deeper / "train-9", ONE)
+    (tmp_path / "index" / "train-8").write_bytes(Path(file).read_bytes())
+    build_index([file, tmp_path / "index" / "train-8"], index_dir=tmp_path / "both")
+    os.unlink(file)
+    assert from_files(tmp_path / "*" / "train-?", index_dir=tmp_path / "both").num_records == 1
     moved = tmp_path / "moved"
     moved.mkdir()
     for path in [*tmp_path.glob("*-of-*"), tmp_path / "index_manifest.json"]:

@@ -409,7 +409,7 @@ def test_a_card_is_written(tmp_path):
 
 
 def test_the_card_of_tfrecords(tmp_path):
-    """Lists of any length are such lists, whatever the first record has; a label of tfds' has names.
+    """Lists of any length are such, whatever the first record has; a label of tfds' has names.
 
     What a sample of the records has is not taken for what all have.
     """

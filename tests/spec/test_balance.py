@@ -1,4 +1,4 @@
-"""How often each class and each record comes: `balance`, `temperature` and `repeated_augmentation`."""
+"""How often classes and records come: `balance`, `temperature` and `repeated_augmentation`."""
 
 import collections
 import functools

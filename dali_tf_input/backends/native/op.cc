@@ -1,5 +1,5 @@
 // The TensorFlow operations of this package, and what each file beside this one is for:
-//   DaliTfInputBatch     makes a batch from the positions of its records, or from records          batch.h
+//   DaliTfInputBatch     makes a batch from the positions of its records, or from records        batch.h
 //   DaliTfInputPlace     places images that Batch refused in its batch, and mixes it             mix.h
 //   DaliTfInputPack      packs a batch for DALI, from the same                                   split.h, packed.h
 //   DaliTfInputFill      fills values into a packed batch                                        packed.h
