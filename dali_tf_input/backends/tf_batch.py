@@ -12,23 +12,16 @@ import tensorflow as tf
 
 from dali_tf_input.backends import reading, tf_native
 from dali_tf_input.backends.locations import RecordLocations, find_locations
-from dali_tf_input.backends.parsing import decode_mask, find_size, parse_image, parse_others
+from dali_tf_input.backends.parsing import decode_mask, parse_image, parse_others
 from dali_tf_input.backends.stream import Stream
 from dali_tf_input.backends.tf_augment import make_rows
-from dali_tf_input.backends.tf_images import (
-    decode_image,
-    is_mirrored,
-    make_plain,
-    normalize_image,
-    prepare_image,
-    prepare_mask,
-)
+from dali_tf_input.backends.tf_images import is_mirrored, make_plain, normalize_image, prepare_mask
 from dali_tf_input.backends.tf_mix import draw_mix, mix_labels
+from dali_tf_input.backends.tf_views import make_views
 from dali_tf_input.random import Purpose, seed_of
 from dali_tf_input.records.checks import SIZE_KEYS
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.options import TfDataOptions
-from dali_tf_input.spec.preprocess import Preprocess
 from dali_tf_input.spec.primitives import ROW_SIZE
 
 # Batches made at the same time. The threads of the process take image by image from them, so two
@@ -114,6 +107,11 @@ class _BatchMaker:
             for view, transform in zip(self._views, transforms, strict=True)
         ]
         self._files = (locations.names, locations.versions, *locations.where)
+        view = self._views[0]
+        decode = options.resolve_decode(resizes_plainly=view.resizes_plainly)
+        if stream.spec.views:  # of one image, decoded as far as all of them need
+            decode = "full" if options.decode == "full" else "region"
+        self._limits = tf_native.limits_of(view, decode=decode)
 
     def __call__(
         self,
@@ -131,34 +129,31 @@ class _BatchMaker:
         # Images are mixed when they are finished, which is not always by the operation.
         mixes_there = self._made[0] is self._views[0]
         drawn_there = drawn if mixes_there else tf.zeros(0)
-        decode = self._decode(self._views[0])
-        whole, maximum = tf_native.limits_of(self._views[0], decode=decode)
+        given = tf.concat(uniforms, 1), tf.concat(rows, 1)
         made = tf_native.make_batch(
             self._files,
             positions,
             records,
-            tf.concat(uniforms, 1),
-            tf.concat(rows, 1),
+            *given,
             drawn_there,
             self._made,
             image_keys=spec.records.image_keys,
             size_keys=SIZE_KEYS if spec.records.stores_pixels else (),
-            whole=whole,
-            maximum=maximum,
             check_crc=options.check_crc,
             num_readers=options.num_parallel_reads,
             num_threads=self.num_threads,
+            **self._limits,
         )
-        images = tf.cond(
+        images, sizes = tf.cond(
             tf.equal(tf.size(made.refused_indices), 0),
-            lambda: made.images,
-            lambda: self._paste_refused(made, uniforms, rows, drawn_there),
+            lambda: (made.images, made.sizes),
+            lambda: self._make_refused(made, *given, drawn_there),
         )
         values = parse_others(made.examples, spec, from_index)
         for view, name in enumerate(spec.image_views):
             values[name] = self._finish(images[view], uniforms[view], keys, view)
         if spec.mask:
-            values["mask"] = self._make_masks(values["mask"], made, uniforms[0], rows[0])
+            values["mask"] = self._make_masks(values["mask"], sizes, uniforms[0], rows[0])
         if spec.mix:
             values["label"] = mix_labels(values["label"], drawn)
             if not mixes_there:
@@ -169,74 +164,43 @@ class _BatchMaker:
         }
         return spec.arrange(values)
 
-    def _decode(self, view: Preprocess) -> Any:
-        """Returns how much of an image is decoded: with several views, what all of them need."""
-        if self._stream.spec.views:
-            return "full" if self._options.decode == "full" else "region"
-        return self._options.resolve_decode(resizes_plainly=view.resizes_plainly)
+    def _make_refused(
+        self, made: tf_native.NativeBatch, uniforms: tf.Tensor, rows: tf.Tensor, drawn: tf.Tensor
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Makes the images that the operation refused.
 
-    def _paste_refused(
-        self,
-        made: tf_native.NativeBatch,
-        uniforms: Sequence[tf.Tensor],
-        rows: Sequence[tf.Tensor],
-        drawn: tf.Tensor,
-    ) -> list[tf.Tensor]:
-        """Makes the images that the operation refused, and pastes them into the batch."""
+        Returns the batch with them, and the sizes of all images, as `NativeBatch` has them.
+        """
         spec = self._stream.spec
 
-        def make_one(given: tuple[tf.Tensor, ...]) -> tuple[tf.Tensor, ...]:
+        def make_one(given: tuple[tf.Tensor, ...]) -> tuple[list[tf.Tensor], tf.Tensor]:
             record, uniforms, rows = given
             image = parse_image(record, spec)
-            if spec.views:
-                image = decode_image(image, upright=spec.preprocess.apply_orientation)
-            return tuple(
-                prepare_image(
-                    image,
-                    own,
-                    view,
-                    rows=own_rows if view.augment else None,
-                    decode=self._decode(view),
-                    native=True,
-                )
-                for own, own_rows, view in zip(uniforms, rows, self._made, strict=True)
-            )
+            return make_views(image, uniforms, rows, self._made, **self._limits)
 
-        given = [
-            tuple(tf.gather(values, made.refused_indices) for values in some)
-            for some in (uniforms, rows)
-        ]
-        images = tf.map_fn(
+        types = [tf.TensorSpec(view.image_shape, view.dtype) for view in self._made]
+        given = [tf.gather(values, made.refused_indices) for values in (uniforms, rows)]
+        images, sizes = tf.map_fn(
             make_one,
             (made.refused, *given),
-            fn_output_signature=tuple(
-                tf.TensorSpec(view.image_shape, view.dtype) for view in self._made
-            ),
+            fn_output_signature=(types, tf.TensorSpec((3,), tf.int64)),
             parallel_iterations=self.num_threads,
         )
-        return [
+        pasted = [
             tf_native.paste_images(batch, own, made.refused_indices, drawn, view)
             for batch, own, view in zip(made.images, images, self._made, strict=True)
         ]
+        places = made.refused_indices[:, None]
+        return pasted, tf.tensor_scatter_nd_update(made.sizes, places, sizes)
 
     def _make_masks(
-        self, masks: tf.Tensor, made: tf_native.NativeBatch, uniforms: tf.Tensor, rows: tf.Tensor
+        self, masks: tf.Tensor, sizes: tf.Tensor, uniforms: tf.Tensor, rows: tf.Tensor
     ) -> tf.Tensor:
         """Makes the masks of a batch, one by one, which are stored as strings (k,)."""
         spec = self._stream.spec
-
-        def add_refused() -> tf.Tensor:
-            sizes = tf.map_fn(
-                lambda record: find_size(parse_image(record, spec), spec),
-                made.refused,
-                fn_output_signature=tf.TensorSpec((3,), tf.int64),
-            )
-            return tf.tensor_scatter_nd_update(made.sizes, made.refused_indices[:, None], sizes)
-
-        is_done = tf.equal(tf.size(made.refused_indices), 0)
         return tf.map_fn(
             lambda given: prepare_mask(decode_mask(given[0], given[1]), given[2], given[3], spec),
-            (masks, tf.cond(is_done, lambda: made.sizes, add_refused), uniforms, rows),
+            (masks, sizes, uniforms, rows),
             fn_output_signature=tf.TensorSpec(spec.preprocess.image_size, tf.int32),
             parallel_iterations=self.num_threads,
         )

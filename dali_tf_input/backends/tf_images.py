@@ -172,7 +172,7 @@ def resample_image(
         region = find_region(size, uniforms, preprocess)
         excess = region.extent / tf.constant(preprocess.image_size, tf.float64)
         excess = tf.reduce_min(excess)
-        whole = partial(resample_whole, _decode_jpeg)
+        whole = partial(resample_whole, decode_jpeg)
         unscaled = whole if preprocess.resizes_plainly else resample_part
         branches = [unscaled, *(partial(resample_part, ratio) for ratio in (2, 4, 8))]
         reached = excess >= tf.constant([2, 4, 8], tf.float64)
@@ -186,7 +186,7 @@ def resample_image(
         image = resample_whole(partial(decode_image, upright=False))  # it is turned above
     else:
         jpeg = resample_scaled if decode == "scaled" else resample_part
-        other = partial(resample_whole, _decode_other)
+        other = partial(resample_whole, _decode_accepted)
         image = tf.cond(tf.io.is_jpeg(encoded), jpeg, other)
     return image if finish else tf.ensure_shape(image, (*preprocess.image_size, 3))
 
@@ -199,29 +199,37 @@ def decode_image(encoded: tf.Tensor, *, upright: bool) -> tf.Tensor:
     if encoded.dtype == tf.uint8:
         return encoded
     image = tf.cond(
-        tf.io.is_jpeg(encoded), lambda: _decode_jpeg(encoded), lambda: _decode_other(encoded)
+        tf.io.is_jpeg(encoded), lambda: decode_jpeg(encoded), lambda: _decode_accepted(encoded)
     )
     return turn(image, find_orientation(encoded)) if upright else image
 
 
-def _decode_jpeg(encoded: tf.Tensor) -> tf.Tensor:
+def decode_jpeg(encoded: tf.Tensor) -> tf.Tensor:
+    """Decodes a JPEG as it is stored: uint8 (height, width, 3)."""
     return tf.io.decode_jpeg(encoded, channels=3, dct_method=DCT_METHOD)
 
 
-def _decode_other(encoded: tf.Tensor) -> tf.Tensor:
+def decode_deep_png(encoded: tf.Tensor) -> tf.Tensor:
+    """Decodes a PNG of 16 bits a channel as it is stored: uint8 (height, width, 3)."""
+    # Rounded, as DALI does it; TensorFlow itself would cut off the lower 8 bits.
+    pixels = tf.cast(tf.io.decode_png(encoded, channels=3, dtype=tf.uint16), tf.int32)
+    return tf.cast((pixels + 128) // 257, tf.uint8)
+
+
+def decode_other(encoded: tf.Tensor) -> tf.Tensor:
+    """Decodes another PNG, a BMP or a WebP as it is stored: uint8 (height, width, 3)."""
+    # It takes no `dct_method`.
+    image = tf.io.decode_image(encoded, channels=3, expand_animations=False)
+    return tf.ensure_shape(image, (None, None, 3))
+
+
+def _decode_accepted(encoded: tf.Tensor) -> tf.Tensor:
     problem = "corrupted record: no JPEG, PNG, BMP or WebP that both backends decode"
     with tf.control_dependencies([tf.Assert(is_accepted(encoded), [problem])]):
         encoded = tf.identity(encoded)
-
-    def decode_deep() -> tf.Tensor:
-        # Rounded, as DALI does it; TensorFlow itself would cut off the lower 8 bits.
-        pixels = tf.cast(tf.io.decode_png(encoded, channels=3, dtype=tf.uint16), tf.int32)
-        return tf.cast((pixels + 128) // 257, tf.uint8)
-
-    def decode() -> tf.Tensor:  # without `dct_method`
-        return tf.io.decode_image(encoded, channels=3, expand_animations=False)
-
-    return tf.ensure_shape(tf.cond(is_deep_png(encoded), decode_deep, decode), (None, None, 3))
+    return tf.cond(
+        is_deep_png(encoded), lambda: decode_deep_png(encoded), lambda: decode_other(encoded)
+    )
 
 
 def decode_region(

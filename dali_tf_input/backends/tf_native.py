@@ -7,7 +7,7 @@ import math
 import pathlib
 import shlex
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 import tensorflow as tf
@@ -24,7 +24,8 @@ _logger = logging.getLogger("dali_tf_input")
 _KERNELS = {"nearest": 0, "bilinear": 1, "bicubic": 2}  # `Kernel` in native/resample.h
 _COPY = 3
 _OPERATIONS = (
-    *("batch", "place", "pack", "fill", "list", "check", "uniforms", "read", "prepare", "augment"),
+    *("batch", "inspect", "finish", "place", "pack", "fill", "list", "check", "uniforms", "read"),
+    *("prepare", "augment"),
 )
 PLACE_SIZE = 24  # bytes of `Place` in native/packed.h
 _OUTPUTS = ("float32", "float16", "bfloat16", "uint8")  # `Output` in native/resample.h
@@ -136,14 +137,21 @@ def decodes(crop: Crop) -> bool:
     return type(crop) in _CROPS
 
 
-def limits_of(preprocess: Preprocess, *, decode: str) -> tuple[bool, float]:
+class Limits(TypedDict):
+    """What of an image is decoded, see `make_batch`."""
+
+    whole: bool
+    maximum: float
+
+
+def limits_of(preprocess: Preprocess, *, decode: str) -> Limits:
     """Returns `whole` and `maximum` of `make_batch`, for a value of `TfDataOptions.decode`.
 
     Images that are to be decoded at a part of their size are left to TensorFlow.
     """
     is_scaled = decode == "scaled" and not preprocess.copies_pixels
     whole = decode == "full" or (is_scaled and preprocess.resizes_plainly)
-    return whole, 2 if is_scaled else math.inf
+    return {"whole": whole, "maximum": 2 if is_scaled else math.inf}
 
 
 class NativeBatch(NamedTuple):
@@ -204,14 +212,6 @@ def make_batch(
       num_readers: how many threads read, in [1, 1024]; all batches of the process share them.
       num_threads: the same for decoding, in [1, 1024].
     """
-    parameters = [float(whole), maximum, float(views[0].apply_orientation)]
-    for view in views:
-        work = _attributes(view)
-        flags = [work[name] for name in ("kernel", "antialias", "clip", "chw")]
-        crop, *numbers_of_crop = describe_crop(view)
-        parameters += [*view.image_size, *flags, _OUTPUTS.index(view.dtype), *work["mean"]]
-        parameters += [*work["scale"], view.num_uniforms, view.make_program().num_ops]
-        parameters += [crop, *numbers_of_crop]
     made = load_ops().dali_tf_input_batch(
         *files,
         positions,
@@ -219,7 +219,7 @@ def make_batch(
         uniforms,
         rows,
         drawn,
-        tf.constant(parameters, tf.float64),
+        describe_views(views, whole=whole, maximum=maximum),
         T=[view.dtype for view in views],
         image_keys=[*image_keys],
         size_keys=[*size_keys],
@@ -236,6 +236,58 @@ def make_batch(
         tf.ensure_shape(values, (None,)) for values in (examples, indices, refused)
     )
     return NativeBatch(images, examples, tf.ensure_shape(sizes, (None, 3)), indices, refused)
+
+
+def inspect(
+    encoded: tf.Tensor, size: tf.Tensor, uniforms: tf.Tensor, described: tf.Tensor
+) -> tf.Tensor:
+    """Says how TensorFlow is to decode an image.
+
+    Args:
+      encoded: the image, a scalar string.
+      size: its height and width as it is stored, int32 (2,), if it is a JPEG of which a part is
+        enough; else zeros.
+      uniforms: its random numbers, float32 (u,).
+      described: what is made of it, from `describe_views`.
+
+    Returns:
+      int32 (8,): the decoder, 0 to 3 for a JPEG at 1 / 2^n of its size, 4 for another format, 5 for
+      a PNG of 16 bits; the orientation; `size`; and the window to decode: top, left, height, width.
+    """
+    return tf.ensure_shape(
+        load_ops().dali_tf_input_inspect(encoded, size, uniforms, described), (8,)
+    )
+
+
+def finish(
+    image: tf.Tensor,
+    plan: tf.Tensor,
+    uniforms: tf.Tensor,
+    rows: tf.Tensor,
+    views: Sequence[Preprocess],
+    described: tf.Tensor,
+) -> tuple[list[tf.Tensor], tf.Tensor]:
+    """Makes the views of an image that was decoded as `inspect` says.
+
+    Args:
+      image: uint8 (height, width, 3), what was decoded.
+      plan: what `inspect` returns.
+      uniforms: as for `inspect`.
+      rows: the rows of augmentation of all views, float32 (r, ROW_SIZE).
+      views: what is made of it.
+      described: as for `inspect`.
+
+    Returns:
+      The views, `view.image_shape` each; and the image's height, width and orientation as it is
+      stored, int64 (3,).
+    """
+    types = [view.dtype for view in views]
+    made = load_ops().dali_tf_input_finish(image, plan, uniforms, rows, described, T=types)
+    images = [
+        tf.ensure_shape(image, view.image_shape)
+        for image, view in zip(made.views, views, strict=True)
+    ]
+    return images, tf.ensure_shape(made.size, (3,))
 
 
 class Packed(NamedTuple):
@@ -342,6 +394,18 @@ def draw_uniforms(keys: tf.Tensor, seed: int, count: int) -> tf.Tensor:
     """
     drawn = load_ops().dali_tf_input_uniforms(keys, np.int64(seed), np.int64(count))
     return tf.ensure_shape(drawn, (None, count))
+
+
+def describe_views(views: Sequence[Preprocess], *, whole: bool, maximum: float) -> tf.Tensor:
+    """Encodes what is made of each image for the compiled operations, see `make_batch`."""
+    numbers = [float(whole), maximum, float(views[0].apply_orientation)]
+    for view in views:
+        work = _attributes(view)
+        flags = [work[name] for name in ("kernel", "antialias", "clip", "chw")]
+        numbers += [*view.image_size, *flags, _OUTPUTS.index(view.dtype), *work["mean"]]
+        numbers += [*work["scale"], view.num_uniforms, view.make_program().num_ops]
+        numbers += describe_crop(view)
+    return tf.constant(numbers, tf.float64)
 
 
 def describe_crop(preprocess: Preprocess) -> tuple[float, ...]:

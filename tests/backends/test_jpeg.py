@@ -149,8 +149,8 @@ def test_the_same_images(crop, plan):
     changes = CHANGES[(turn + turn // 3 + PLANS.index(plan)) % len(CHANGES)]
     preprocess = dataclasses.replace(RAW, crop=CROPS[crop], **changes)
     numbers = draw(preprocess, len(images))
-    whole, maximum = tf_native.limits_of(preprocess, decode=plan)
-    made = make_batch(images, numbers, preprocess, whole=whole, maximum=maximum)
+    limits = tf_native.limits_of(preprocess, decode=plan)
+    made = make_batch(images, numbers, preprocess, **limits)
     taken = {*range(len(images))} - {*made.refused_indices.numpy()}
     for place in taken:
         given = tf.constant(images[place]), tf.constant(numbers[place])

@@ -14,7 +14,7 @@ namespace dali_tf_input {
 
 constexpr int kTypes[] = {1, 19, 14, 4};  // TF_DataType by `Output`: TF_FLOAT, TF_HALF, TF_BFLOAT16, TF_UINT8
 constexpr int kSizes[] = {4, 2, 2, 1};    // bytes
-constexpr int kFloat = 1, kString = 7, kInt64 = 9;  // TF_FLOAT, TF_STRING, TF_INT64
+constexpr int kFloat = 1, kInt32 = 3, kString = 7, kInt64 = 9;  // TF_FLOAT, TF_INT32, TF_STRING, TF_INT64
 
 // The status and the inputs of a call, and its outputs; freed at the end, which reports the status.
 class Call {

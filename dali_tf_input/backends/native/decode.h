@@ -59,6 +59,41 @@ struct Picture {
   double maximum = 0;
 };
 
+// How many pixels of an image there are for one of the output's, along the axis with fewer.
+inline double Excess(const Work& work, const Image& image) {
+  return std::min(image.extent[0] / work.height, image.extent[1] / work.width);
+}
+
+// A part of an image as it is stored, at 1 / `ratio` of its size: the pixels from (top, left) on.
+struct Part {
+  int64_t top = 0, left = 0, height = 0, width = 0;
+  int ratio = 1;
+};
+
+// Has an image be 1 / `ratio` of its size, as libjpeg rounds it.
+inline void Shrink(int ratio, Image* image) {
+  image->height = (image->height + ratio - 1) / ratio, image->width = (image->width + ratio - 1) / ratio;
+  for (int axis = 0; axis < 2; ++axis) image->start[axis] /= ratio, image->extent[axis] /= ratio;
+}
+
+// Returns the part of a JPEG that libjpeg is to decode for a view. If it `scales`, the ratio leaves at least one pixel for
+// each of the output's. If the `whole` must be valid, nothing less is decoded at full size.
+inline Part ChoosePart(const View& view, const Image& image, bool is_whole, bool scales) {
+  int ratio = 1;
+  while (scales && ratio < 8 && Excess(view, image) >= 2 * ratio) ratio *= 2;
+  Image scaled = image;
+  Shrink(ratio, &scaled);
+  Part part = {0, 0, scaled.height, scaled.width, ratio};
+  if ((is_whole && ratio == 1) || Check(view, scaled)) return part;
+  const Frame frame(view, scaled);
+  // Two more pixels each way: libjpeg interpolates colors from fewer samples at the edges that it decodes.
+  const auto cut = [](const Taps& taps, int64_t size, int64_t* start, int64_t* length) {
+    *start = std::max<int64_t>(taps.low - 2, 0), *length = std::min<int64_t>(taps.high + 2, size) - *start;
+  };
+  cut(frame.rows, part.height, &part.top, &part.height), cut(frame.columns, part.width, &part.left, &part.width);
+  return part;
+}
+
 // What a thread keeps from image to image.
 class Decoding {
  public:
@@ -67,7 +102,38 @@ class Decoding {
   // as it is stored, and its orientation.
   bool Make(const Picture& picture, const std::vector<View>& views, const float* uniforms, const float* rows, char* const* out,
             int64_t* size) {
-    if (!Open(picture, size)) return false;
+    if (!Open(picture, size) || FindRegions(views, uniforms, size)) return false;
+    for (size_t number = 0; number < views.size(); ++number) {
+      if (!(Excess(views[number], images_[number]) < picture.maximum)) return false;
+    }
+    const uint8_t* pixels = picture.sides ? picture.bytes.at : nullptr;
+    Part part = {0, 0, size[0], size[1]};
+    if (!pixels && views.size() > 1) {
+      if (!DecodeWindow(views, picture.is_whole, &part)) return false;
+      pixels = window_.data();
+    }
+    const bool is_made = Show(views, rows, out, [&](Resampler* resampler) {
+      return pixels ? FillFrom(pixels, part, resampler) : DecodeLines(resampler, picture.is_whole);
+    });
+    if (window_.capacity() > kMostKept) std::vector<uint8_t>().swap(window_);
+    return is_made;
+  }
+
+  // The same of a part of an image of this size that is decoded: height x width x 3. Returns what is wrong with it, or a
+  // null pointer.
+  const char* MakeOf(const uint8_t* pixels, const Part& part, const int64_t* size, const std::vector<View>& views, const float* uniforms,
+                     const float* rows, char* const* out) {
+    if (const char* wrong = FindRegions(views, uniforms, size)) return wrong;
+    for (Image& image : images_) Shrink(part.ratio, &image);
+    const bool is_made = Show(views, rows, out, [&](Resampler* resampler) { return FillFrom(pixels, part, resampler); });
+    return is_made ? nullptr : "a part of the image is not what the views need";
+  }
+
+ private:
+  static constexpr size_t kMostBytes = 32 << 20, kMostKept = 8 << 20;
+
+  // Finds the region of each view in an image of this height, width and orientation; returns what is wrong with them.
+  const char* FindRegions(const std::vector<View>& views, const float* uniforms, const int64_t* size) {
     images_.assign(views.size(), Image());
     for (size_t number = 0; number < views.size(); ++number) {
       const View& view = views[number];
@@ -75,14 +141,24 @@ class Decoding {
       image.height = size[0], image.width = size[1], image.orientation = static_cast<int>(size[2]);
       FindRegion(view, view.crop, view.numbers, uniforms, view.num_uniforms, &image);
       uniforms += view.num_uniforms;
-      const double excess = std::min(image.extent[0] / view.height, image.extent[1] / view.width);
-      if (!(excess < picture.maximum) || Check(view, image)) return false;
+      if (const char* wrong = Check(view, image)) return wrong;
     }
-    const uint8_t* pixels = picture.sides ? picture.bytes.at : nullptr;
-    if (!pixels && views.size() > 1) {
-      if (!DecodeWindow(views, picture.is_whole)) return false;
-      pixels = window_.data();
-    }
+    return nullptr;
+  }
+
+  // Fills the output from the pixels of a part; returns false if it needs others.
+  static bool FillFrom(const uint8_t* pixels, const Part& part, Resampler* resampler) {
+    const Taps &rows = resampler->rows, &columns = resampler->columns;
+    const int64_t bottom = part.top + part.height, right = part.left + part.width;
+    if (rows.low < part.top || rows.high > bottom || columns.low < part.left || columns.high > right) return false;
+    const auto get = [&](int line) { return pixels + 3 * part.width * (line - part.top); };
+    resampler->Fill(static_cast<int>(bottom) - 1, static_cast<int>(part.left), get);
+    return resampler->IsDone();
+  }
+
+  // Makes the views of `images_`, each by `resample`, which may return false.
+  template <typename Resample>
+  bool Show(const std::vector<View>& views, const float* rows, char* const* out, Resample resample) {
     for (size_t number = 0; number < views.size(); ++number) {
       const View& view = views[number];
       Image& image = images_[number];
@@ -94,24 +170,15 @@ class Decoding {
         work.output = kUint8, work.chw = false, image.mirror = false, to = pixels_.data();
       }
       Resampler resampler(work, image, to);
-      if (pixels) {
-        const size_t stride = 3 * static_cast<size_t>(image.width);
-        resampler.Fill(static_cast<int>(image.height) - 1, 0, [&](int line) { return pixels + stride * static_cast<size_t>(line); });
-      } else if (!DecodeLines(&resampler, picture.is_whole)) {
-        return false;
-      }
+      if (!resample(&resampler)) return false;
       if (view.num_rows) {
         if (!augmenter_ || !augmenter_->Fits(view)) augmenter_ = std::make_unique<Augmenter>(view.height, view.width);
         augmenter_->Finish(view, rows, view.num_rows, is_mirrored, &pixels_, out[number]);
         rows += kRowSize * view.num_rows;
       }
     }
-    if (window_.capacity() > kMostKept) std::vector<uint8_t>().swap(window_);
     return true;
   }
-
- private:
-  static constexpr size_t kMostBytes = 32 << 20, kMostKept = 8 << 20;
 
   // Finds the size of an image; returns false if it is refused at once.
   bool Open(const Picture& picture, int64_t* size) {
@@ -154,8 +221,8 @@ class Decoding {
     return decoder_.Decode({rows.low, left, rows.high, columns.high}, is_whole, sink) && resampler->IsDone();
   }
 
-  // Decodes the part of the image that the views need, and moves their regions into it.
-  bool DecodeWindow(const std::vector<View>& views, bool is_whole) {
+  // Decodes the part of the image that the views need.
+  bool DecodeWindow(const std::vector<View>& views, bool is_whole, Part* part) {
     jpeg::Window window = {decoder_.height, decoder_.width, 0, 0};
     for (size_t number = 0; number < views.size(); ++number) {
       const View& view = views[number];
@@ -169,15 +236,7 @@ class Decoding {
     if (window.bottom <= window.top || window.right <= window.left) return false;
     const int height = window.bottom - window.top;
     const size_t width = 3 * static_cast<size_t>(window.right - window.left);
-    for (Image& image : images_) {
-      const int64_t size[2] = {image.height, image.width};
-      const int low[2] = {window.top, window.left}, high[2] = {window.bottom, window.right};
-      for (int axis = 0; axis < 2; ++axis) {
-        const bool turns = RunsBackward(image.orientation, axis);
-        image.start[IsTransposed(image.orientation) ? 1 - axis : axis] -= static_cast<double>(turns ? size[axis] - high[axis] : low[axis]);
-      }
-      image.height = height, image.width = window.right - window.left;
-    }
+    *part = {window.top, window.left, height, window.right - window.left};
     window_.resize(width * static_cast<size_t>(height)), lines_.resize(std::max(lines_.size(), width + 64));
     struct Sink {
       uint8_t* Want(int line) const { return line >= top && line < bottom ? scratch : nullptr; }
@@ -192,7 +251,7 @@ class Decoding {
   jpeg::Decoder decoder_;
 #else
   bool DecodeLines(Resampler*, bool) { return false; }
-  bool DecodeWindow(const std::vector<View>&, bool) { return false; }
+  bool DecodeWindow(const std::vector<View>&, bool, Part*) { return false; }
 #endif
   std::vector<Image> images_;                     // of each view
   std::vector<uint8_t> lines_, window_, pixels_;  // lines being resampled; what several views need; a view in bytes

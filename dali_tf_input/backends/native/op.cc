@@ -1,6 +1,8 @@
 // The TensorFlow operations of this package, and what each file beside this one is for:
 //   DaliTfInputBatch     makes a batch from the positions of its records, or from records        batch.h
-//   DaliTfInputPlace     places images that Batch refused in its batch, and mixes it             mix.h
+//   DaliTfInputInspect   says how TensorFlow is to decode an image that Batch refused            decode.h, format.h
+//   DaliTfInputFinish    makes the views of that image when it is decoded                        decode.h
+//   DaliTfInputPlace     places them in the batch, and mixes it                                  mix.h
 //   DaliTfInputPack      packs a batch for DALI, from the same                                   split.h, packed.h
 //   DaliTfInputFill      fills values into a packed batch                                        packed.h
 //   DaliTfInputUniforms  draws random numbers for many keys                                      random.h
@@ -17,6 +19,7 @@
 #include "batch.h"
 #include "call.h"
 #include "decode.h"
+#include "format.h"
 #include "mix.h"
 #include "plan.h"
 #include "random.h"
@@ -43,6 +46,7 @@ using dali_tf_input::Image;
 using dali_tf_input::Job;
 using dali_tf_input::kPlaceSize;
 using dali_tf_input::kFloat;
+using dali_tf_input::kInt32;
 using dali_tf_input::kInt64;
 using dali_tf_input::kInvalidArgument;
 using dali_tf_input::kSizes;
@@ -156,17 +160,20 @@ void ReadStrings(TF_OpKernelConstruction* context, const char* name, std::vector
   for (size_t at = 0; at < count && !TF_GetCode(status); ++at) strings->emplace_back(values[at], sizes[at]);
 }
 
+// Reads the types of the views.
+void ReadTypes(TF_OpKernelConstruction* context, std::vector<int>* types, TF_Status* status) {
+  int32_t number = 0, bytes = 0;
+  TF_OpKernelConstruction_GetAttrSize(context, "T", &number, &bytes, status);
+  if (TF_GetCode(status)) return;
+  types->resize(static_cast<size_t>(number));
+  TF_OpKernelConstruction_GetAttrTypeList(context, "T", types->data(), number, status);
+}
+
 // Reads the attributes into the kernel; stops at the first error.
 void ReadAttributes(TF_OpKernelConstruction* context, bool has_types, BatchKernel* kernel, TF_Status* status) {
-  int32_t number = 0, bytes = 0;
   unsigned char check_crc = 1;
   int64_t readers = 1, threads = 1;
-  if (has_types) {
-    TF_OpKernelConstruction_GetAttrSize(context, "T", &number, &bytes, status);
-    if (TF_GetCode(status)) return;
-    kernel->types.resize(static_cast<size_t>(number));
-    TF_OpKernelConstruction_GetAttrTypeList(context, "T", kernel->types.data(), number, status);
-  }
+  if (has_types) ReadTypes(context, &kernel->types, status);
   if (!TF_GetCode(status)) ReadStrings(context, "image_keys", &kernel->keys.images, status);
   if (!TF_GetCode(status)) ReadStrings(context, "size_keys", &kernel->keys.sides, status);
   if (TF_GetCode(status)) return;
@@ -205,6 +212,23 @@ void DeleteBatch(void* kernel) {
   dali_tf_input::OpenFiles().RemoveReader(), Pool::OfBatches().RemoveUser(), Pool::OfRecords().RemoveUser();
 }
 
+// What is made of each image, as `tf_native.describe_views` writes it.
+struct Parameters {
+  bool is_whole = false, is_turned = false;  // see Picture
+  double maximum = 0;
+  std::vector<View> views;
+  int64_t num_uniforms = 0, num_rows = 0;  // of an image: of all its views
+
+  // Returns false if an input is anything else.
+  bool Read(const Call& call, int number) {
+    const auto* numbers = call.Data<double>(number);
+    if (call.Count(number) < 4 || !dali_tf_input::ReadViews(numbers + 3, call.Count(number) - 3, &views)) return false;
+    is_whole = numbers[0] != 0, maximum = numbers[1], is_turned = numbers[2] != 0;
+    for (const View& view : views) num_uniforms += view.num_uniforms, num_rows += view.num_rows;
+    return true;
+  }
+};
+
 // Its inputs: those of `ReadGiven`; the random numbers of all views, float (k, u); their rows of augmentation, float (k, r, kRowSize); how the batch
 // is mixed, see mix.h, or nothing; and parameters, double: whether whole files must be valid, the limit of image pixels
 // per output pixel, whether images are turned upright, and the views.
@@ -217,18 +241,16 @@ void ComputeBatch(void* given, TF_OpKernelContext* context) {
   Call call(context, 10);
   call.Run([&] {
     Records records;
-    std::vector<View> views;
-    const auto* parameters = call.Data<double>(9);
+    Parameters parameters;
+    const std::vector<View>& views = parameters.views;
     const auto fail = [&](const char* text) { TF_SetStatus(call.status, kInvalidArgument, text); };
-    if (call.Count(9) < 4 || !dali_tf_input::ReadViews(parameters + 3, call.Count(9) - 3, &views) || views.size() != kernel.types.size()) {
-      return fail("parameters of each view are needed");
-    }
+    if (!parameters.Read(call, 9) || views.size() != kernel.types.size()) return fail("parameters of each view are needed");
     Batch batch;
     if (const char* wrong = ReadGiven(call, &records, &batch)) return fail(wrong);
     for (const View& view : views) {
       if (kTypes[view.output] != kernel.types[static_cast<size_t>(&view - views.data())]) return fail("a view is of another type");
-      batch.num_uniforms += view.num_uniforms, batch.num_rows += view.num_rows;
     }
+    batch.num_uniforms = parameters.num_uniforms, batch.num_rows = parameters.num_rows;
     batch.uniforms = call.Data<float>(6), batch.rows = call.Data<float>(7);
     if (call.Count(6) != batch.num_uniforms * batch.count || call.Count(7) != dali_tf_input::kRowSize * batch.num_rows * batch.count) {
       return fail("random numbers and rows for all views of each image are needed");
@@ -240,7 +262,7 @@ void ComputeBatch(void* given, TF_OpKernelContext* context) {
       if (const char* wrong = dali_tf_input::ReadMixing(call.Data<float>(8), call.Count(8), views[0], &mixing)) return fail(wrong);
     }
     batch.check_crc = kernel.check_crc, batch.keys = &kernel.keys, batch.views = &views;
-    batch.is_whole = parameters[0] != 0, batch.maximum = parameters[1], batch.is_turned = parameters[2] != 0;
+    batch.is_whole = parameters.is_whole, batch.maximum = parameters.maximum, batch.is_turned = parameters.is_turned;
     const int num_views = static_cast<int>(views.size());
     for (int number = 0; number < num_views; ++number) {
       const View& view = views[static_cast<size_t>(number)];
@@ -279,6 +301,99 @@ void ComputeBatch(void* given, TF_OpKernelContext* context) {
     }
     for (int number = 0; number < num_views && batch.count && call.ok(); ++number) call.SetBorrowed(number);
   });
+}
+
+// Its inputs: an image, string; its height and width, int32 (2,), zeros if all of it is to be decoded; its random numbers,
+// float (u,); and parameters, as for Batch. Its output says how it is to be decoded, int32 (8,): the decoder, 0 to 3 for a
+// JPEG at 1 / 2^n of its size, 4 for another format and 5 for a PNG of 16 bits; the orientation; the height and width that
+// were given; and the window of the image, at that size, that is to be decoded: its top, left, height and width.
+void ComputeInspect(void*, TF_OpKernelContext* context) {
+  constexpr int kOther = 4, kDeepPng = 5;
+  constexpr int64_t kNumbers = 8;
+  Call call(context, 4);
+  call.Run([&] {
+    const auto fail = [&](const char* text) { TF_SetStatus(call.status, kInvalidArgument, text); };
+    Parameters parameters;
+    if (!parameters.Read(call, 3) || call.Count(2) != parameters.num_uniforms) return fail("parameters and random numbers are needed");
+    if (call.Count(0) != 1 || call.Count(1) != 2) return fail("an image, its height and its width are needed");
+    const auto* text = call.Data<TF_TString>(0);
+    const auto* data = reinterpret_cast<const uint8_t*>(TF_StringGetDataPointer(text));
+    const Span encoded = {data, data + TF_StringGetSize(text)};
+    if (!dali_tf_input::IsAccepted(encoded)) return fail("corrupted record: no JPEG, PNG, BMP or WebP that both backends decode");
+    auto* plan = static_cast<int32_t*>(call.Allocate(0, kInt32, &kNumbers, 1, kNumbers * sizeof(int32_t)));
+    if (!plan) return;
+    std::memset(plan, 0, kNumbers * sizeof *plan);
+    const bool is_jpeg = data[0] == 0xFF, is_png = data[0] == 0x89;
+    if (!is_jpeg) plan[0] = is_png && encoded.size() > 24 && data[24] == 16 ? kDeepPng : kOther;
+    plan[1] = parameters.is_turned ? dali_tf_input::FindOrientation(data, encoded.size()) : 1;
+    const auto* size = call.Data<int32_t>(1);
+    if (!is_jpeg || size[0] < 1 || size[1] < 1) return;
+    const View& view = parameters.views[0];
+    Image image;
+    image.height = size[0], image.width = size[1], image.orientation = plan[1];
+    dali_tf_input::FindRegion(view, view.crop, view.numbers, call.Data<float>(2), view.num_uniforms, &image);
+    const dali_tf_input::Part part = ChoosePart(view, image, parameters.is_whole, std::isfinite(parameters.maximum));
+    while (1 << plan[0] < part.ratio) ++plan[0];
+    const int64_t numbers[] = {size[0], size[1], part.top, part.left, part.height, part.width};
+    std::copy(std::begin(numbers), std::end(numbers), plan + 2);
+  });
+}
+
+// Its inputs: what was decoded of an image, uint8 (height, width, 3); how, as Inspect says, with zeros for a height and width
+// that it did not know; its random numbers, float (u,); its rows of augmentation, float (r, kRowSize); and parameters, as
+// for Batch. Its outputs: the image's views, and its height, width and orientation as it is stored, int64 (3,).
+void ComputeFinish(void* given, TF_OpKernelContext* context) {
+  const auto& types = *static_cast<std::vector<int>*>(given);
+  Call call(context, 5);
+  call.Run([&] {
+    const auto fail = [&](const char* text) { TF_SetStatus(call.status, kInvalidArgument, text); };
+    Parameters parameters;
+    const std::vector<View>& views = parameters.views;
+    if (!parameters.Read(call, 4) || views.size() != types.size()) return fail("parameters of each view are needed");
+    if (call.Count(2) != parameters.num_uniforms || call.Count(3) != dali_tf_input::kRowSize * parameters.num_rows) {
+      return fail("random numbers and rows for all views are needed");
+    }
+    if (const char* wrong = dali_tf_input::CheckRows(call.Data<float>(3), call.Count(3))) return fail(wrong);
+    if (TF_NumDims(call.inputs[0]) != 3 || TF_Dim(call.inputs[0], 2) != 3) return fail("the image must be of shape (height, width, 3)");
+    const auto* plan = call.Data<int32_t>(1);
+    if (call.Count(1) != 8 || plan[0] < 0 || plan[0] > 5 || plan[1] < 1 || plan[1] > 8) return fail("what Inspect says is needed");
+    const int64_t height = TF_Dim(call.inputs[0], 0), width = TF_Dim(call.inputs[0], 1);
+    Image image;
+    image.height = height, image.width = width;
+    dali_tf_input::Part part = {0, 0, height, width};
+    if (plan[2]) image.height = plan[2], image.width = plan[3], part = {plan[4], plan[5], height, width, plan[0] < 4 ? 1 << plan[0] : 1};
+    std::vector<char*> out;
+    for (const View& view : views) {
+      const size_t number = out.size();
+      if (kTypes[view.output] != types[number]) return fail("a view is of another type");
+      int64_t shape[3] = {view.height, view.width, 3};
+      if (view.chw) shape[0] = 3, shape[1] = view.height, shape[2] = view.width;
+      const size_t bytes = static_cast<size_t>(3) * view.height * view.width * kSizes[view.output];
+      out.push_back(static_cast<char*>(call.Allocate(static_cast<int>(number), kTypes[view.output], shape, 3, bytes)));
+      if (!call.ok()) return;
+    }
+    const int64_t three = 3, size[] = {image.height, image.width, plan[1]};
+    void* sizes = call.Allocate(static_cast<int>(views.size()), kInt64, &three, 1, sizeof size);
+    if (!call.ok()) return;
+    std::memcpy(sizes, size, sizeof size);
+    static thread_local dali_tf_input::Decoding decoding;
+    const auto* pixels = call.Data<uint8_t>(0);
+    if (const char* wrong = decoding.MakeOf(pixels, part, size, views, call.Data<float>(2), call.Data<float>(3), out.data())) fail(wrong);
+  });
+}
+
+void* CreateFinish(TF_OpKernelConstruction* context) {
+  TF_Status* status = TF_NewStatus();
+  std::vector<int>* types = nullptr;
+  try {
+    types = new std::vector<int>;
+    ReadTypes(context, types, status);
+  } catch (const std::exception&) {
+    TF_SetStatus(status, dali_tf_input::kResourceExhausted, "dali_tf_input: there is no memory.");
+  }
+  if (TF_GetCode(status)) TF_OpKernelConstruction_Failure(context, status);
+  TF_DeleteStatus(status);
+  return types;
 }
 
 // Its inputs: a batch of images, as Batch makes them; images of the same kind, and their places in it, int64 (n,); and
@@ -540,6 +655,11 @@ __attribute__((constructor)) void RegisterAll() {
            {"image_keys: list(string)", "size_keys: list(string)", "check_crc: bool", "num_readers: int", "num_threads: int"},
            TF_NewKernelBuilder("DaliTfInputPack", "CPU", CreateBatch<false>, ComputePack, DeleteBatch));
   Register("DaliTfInputFill", {"packed: uint8", "values: uint8"}, {"filled: uint8"}, {}, Stateless("DaliTfInputFill", ComputeFill));
+  Register("DaliTfInputInspect", {"image: string", "size: int32", "uniforms: float", "parameters: double"}, {"plan: int32"}, {},
+           Stateless("DaliTfInputInspect", ComputeInspect));
+  Register("DaliTfInputFinish", {"image: uint8", "plan: int32", "uniforms: float", "rows: float", "parameters: double"},
+           {"views: T", "size: int64"}, {"T: list({float, half, bfloat16, uint8}) >= 1"},
+           TF_NewKernelBuilder("DaliTfInputFinish", "CPU", CreateFinish, ComputeFinish, Delete<std::vector<int>>));
   Register("DaliTfInputPlace", {"images: T", "made: T", "places: int64", "drawn: float"}, {"placed: T"}, image,
            TF_NewKernelBuilder("DaliTfInputPlace", "CPU", Create<Work>, ComputePlace, Delete<Work>));
   Register("DaliTfInputUniforms", {"keys: int64", "seed: int64", "count: int64"}, {"uniforms: float"}, {},
