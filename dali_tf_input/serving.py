@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from dali_tf_input.backends import tf_formats, tf_images
+from dali_tf_input.backends import tf_formats, tf_images, tf_native
 from dali_tf_input.backends.build import check_gpu, import_dali
-from dali_tf_input.backends.tf_native import uses_native
+from dali_tf_input.backends.tf_views import make_plain, make_views
 from dali_tf_input.errors import BatchSize, Count, InputError, Path, check, checked
 from dali_tf_input.index.decoders import make_trial_decode
 from dali_tf_input.records.checks import MAX_PIXELS, Checks, InvalidRecord
@@ -20,6 +20,7 @@ from dali_tf_input.records.class_names import LABELS_NAME
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.options import DaliOptions, Device, TfDataOptions
 from dali_tf_input.spec.preprocess import Preprocess
+from dali_tf_input.spec.primitives import ROW_SIZE
 from dali_tf_input.storage.objects import local_path
 from dali_tf_input.storage.staging import Staging
 from dali_tf_input.training.models import check_inputs, check_pixels, names_of, saw_reduced_images
@@ -144,7 +145,7 @@ def export_saved_model(
     archive = keras.export.ExportArchive()
     archive.track(model)
     # It is loaded where there is no library.
-    prepare = _prepare_one_by_tf(preprocess, native=False, decode="full")
+    prepare = _prepare_one_by_tf(preprocess, decode="full")
     signature = tf.TensorSpec(preprocess.image_shape, tf.as_dtype(preprocess.dtype))
 
     def serve(encoded: tf.Tensor) -> tf.Tensor:
@@ -319,14 +320,33 @@ def _prepare_by_tf(
 ) -> Callable[[list[bytes]], tf.Tensor]:
     encoded = tf.TensorSpec((), tf.string)
     decode = options.resolve_decode(resizes_plainly=preprocess.resizes_plainly)
-    native = uses_native(options.kernel)
-    prepare = _prepare_one_by_tf(preprocess, native=native, decode=decode)
-    prepare_one = tf.function(prepare, input_signature=[encoded])
+    if tf_native.decodes(preprocess.crop) and tf_native.uses_native(options.kernel):
+        prepare = _prepare_one_natively(preprocess, decode=decode)
+    else:
+        prepare = _prepare_one_by_tf(preprocess, decode=decode)
+    prepare_one = tf.function(prepare, input_signature=[encoded], autograph=False)
     return lambda batch: tf.stack([prepare_one(tf.constant(encoded)) for encoded in batch])
 
 
+def _prepare_one_natively(
+    preprocess: Preprocess, *, decode: tf_images.Decode
+) -> Callable[[tf.Tensor], tf.Tensor]:
+    """Returns a function of one encoded image, a scalar string."""
+    tf_images.check_supported(preprocess)
+    is_gray = preprocess.channels == 1
+    view = make_plain(preprocess, changes=False) if is_gray else preprocess
+    limits = tf_native.limits_of(view, decode=decode)
+
+    def prepare(encoded: tf.Tensor) -> tf.Tensor:
+        uniforms = tf.zeros(preprocess.num_uniforms)
+        (image,), _ = make_views(encoded, uniforms, tf.zeros((0, ROW_SIZE)), [view], **limits)
+        return tf_images.normalize_image(image, uniforms, preprocess) if is_gray else image
+
+    return prepare
+
+
 def _prepare_one_by_tf(
-    preprocess: Preprocess, *, native: bool, decode: tf_images.Decode
+    preprocess: Preprocess, *, decode: tf_images.Decode
 ) -> Callable[[tf.Tensor], tf.Tensor]:
     """Returns a function of one encoded image, a scalar string."""
     tf_images.check_supported(preprocess)
@@ -334,8 +354,7 @@ def _prepare_one_by_tf(
     @tf.autograph.experimental.do_not_convert
     def prepare(encoded: tf.Tensor) -> tf.Tensor:
         uniforms = tf.zeros(preprocess.num_uniforms)
-        how: dict[str, Any] = {"native": native, "decode": decode}
-        return tf_images.prepare_image(encoded, uniforms, preprocess, **how)
+        return tf_images.prepare_image(encoded, uniforms, preprocess, decode=decode)
 
     return prepare
 

@@ -50,11 +50,18 @@ def list_batches(stream: Stream) -> tf.data.Dataset:
 
 
 def map_batches(
-    stream: Stream, options: TfDataOptions, make: MakeBatch, *, num_calls: int, num_threads: int
+    stream: Stream,
+    options: TfDataOptions,
+    make: MakeBatch,
+    *,
+    num_calls: int,
+    num_threads: int,
+    as_records: bool = False,
 ) -> tf.data.Dataset:
     """Calls `make` for each batch of a shard, epoch after epoch, see `join_epochs`.
 
-    Records of a fixed order that are in local files are left to `make`, others are read.
+    Records of a fixed order that are in local files are left to `make`, unless it wants them
+    `as_records`; others are read.
 
     Args:
       stream: what to read.
@@ -62,9 +69,10 @@ def map_batches(
       make: makes the batch.
       num_calls: how many batches are made at the same time.
       num_threads: how many threads may wait in `make`, or do what it leaves to TensorFlow.
+      as_records: whether to read all records.
     """
     spec = stream.spec
-    if spec.has_fixed_order and not spec.records.is_remote:
+    if spec.has_fixed_order and not spec.records.is_remote and not as_records:
         locations = find_locations(spec.records)
 
         @tf.autograph.experimental.do_not_convert

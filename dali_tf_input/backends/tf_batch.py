@@ -15,9 +15,9 @@ from dali_tf_input.backends.locations import RecordLocations, find_locations
 from dali_tf_input.backends.parsing import decode_mask, parse_image, parse_others
 from dali_tf_input.backends.stream import Stream
 from dali_tf_input.backends.tf_augment import make_rows
-from dali_tf_input.backends.tf_images import is_mirrored, make_plain, normalize_image, prepare_mask
+from dali_tf_input.backends.tf_images import is_mirrored, normalize_image, prepare_mask
 from dali_tf_input.backends.tf_mix import draw_mix, mix_labels
-from dali_tf_input.backends.tf_views import make_views
+from dali_tf_input.backends.tf_views import make_plain, make_views
 from dali_tf_input.random import Purpose, seed_of
 from dali_tf_input.records.checks import SIZE_KEYS
 from dali_tf_input.spec.input import InputSpec
@@ -34,14 +34,10 @@ Transform = Callable[..., tf.Tensor]
 def makes_batches(spec: InputSpec, options: TfDataOptions) -> bool:
     """Returns whether `make_batches` can make the batches of a spec.
 
-    It cannot with crops that the operation does not know, or if a feature is the image, too. Nor
-    can it in the processes of a service.
+    It cannot with crops that the operation does not know, nor in the processes of a service.
     """
-    records, label = spec.records, spec.label
-    keys = {*spec.features, *(one.key for one in (label, spec.mask) if one)}
     return (
         options.service is None
-        and keys.isdisjoint(records.image_keys)
         and all(tf_native.decodes(view.crop) for view in spec.image_views.values())
         and tf_native.uses_native(options.kernel)
     )
@@ -65,6 +61,7 @@ def make_batches(
         make,
         num_calls=1 if options.num_parallel_calls == 1 else PARALLEL_BATCHES,
         num_threads=PARALLEL_BATCHES + make.num_threads,
+        as_records=make.needs_images,
     )
 
 
@@ -106,6 +103,12 @@ class _BatchMaker:
             else make_plain(view, changes=bool(view.augment or transform))
             for view, transform in zip(self._views, transforms, strict=True)
         ]
+        # The operation returns Examples without their images.
+        keys = {
+            *stream.spec.features,
+            *(one.key for one in (stream.spec.label, stream.spec.mask) if one),
+        }
+        self.needs_images = not keys.isdisjoint(stream.spec.records.image_keys)
         self._files = (locations.names, locations.versions, *locations.where)
         view = self._views[0]
         decode = options.resolve_decode(resizes_plainly=view.resizes_plainly)
@@ -149,7 +152,8 @@ class _BatchMaker:
             lambda: (made.images, made.sizes),
             lambda: self._make_refused(made, *given, drawn_there),
         )
-        values = parse_others(made.examples, spec, from_index)
+        examples = records if self.needs_images else made.examples
+        values = parse_others(examples, spec, from_index)
         for view, name in enumerate(spec.image_views):
             values[name] = self._finish(images[view], uniforms[view], keys, view)
         if spec.mask:

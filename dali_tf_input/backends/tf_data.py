@@ -16,7 +16,6 @@ from dali_tf_input.backends.tf_augment import draw_rows
 from dali_tf_input.backends.tf_batch import make_batches, makes_batches
 from dali_tf_input.backends.tf_images import decode_image, prepare_image, prepare_mask
 from dali_tf_input.backends.tf_mix import draw_mix, mix_batch
-from dali_tf_input.backends.tf_native import uses_native
 from dali_tf_input.errors import InputError
 from dali_tf_input.random import Purpose
 from dali_tf_input.spec.input import InputSpec
@@ -62,8 +61,6 @@ def read_records(stream: Stream, options: TfDataOptions) -> tf.data.Dataset:
 def make_prepare(stream: Stream, options: TfDataOptions) -> Callable[..., Any]:
     """Returns the function that maps (key, record) to an element, or to the values to mix."""
     spec = stream.spec
-    native = options.service is None and uses_native(options.kernel)
-
     transforms = {
         name: check_transform(spec.transform, preprocess)
         for name, preprocess in spec.image_views.items()
@@ -87,7 +84,6 @@ def make_prepare(stream: Stream, options: TfDataOptions) -> Callable[..., Any]:
             rows=draw_rows_of(view, key),
             transform=(lambda image: transform(image, seeds_of_transform)) if transform else None,
             decode=options.resolve_decode(resizes_plainly=preprocess.resizes_plainly),
-            native=native,
         )
 
     @tf.autograph.experimental.do_not_convert
@@ -154,8 +150,7 @@ def prepare_batches(
     else:
         dataset = dataset.batch(stream.shard_batch_size, drop_remainder=stream.spec.repeat)
     if stream.spec.mix:
-        native = uses_native(options.kernel)
-        mix = partial(mix_batch, spec=stream.spec, native=native)
+        mix = partial(mix_batch, spec=stream.spec)
         dataset = dataset.map(mix, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
     return finish(dataset, stream, options)
 

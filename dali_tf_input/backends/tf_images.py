@@ -7,7 +7,6 @@ from typing import Literal
 
 import tensorflow as tf
 
-from dali_tf_input.backends import tf_native
 from dali_tf_input.backends.tf_augment import apply_rows, warp_mask
 from dali_tf_input.backends.tf_formats import is_accepted, is_deep_png
 from dali_tf_input.backends.tf_orientation import find_orientation, find_stored, swap_axes, turn
@@ -16,7 +15,6 @@ from dali_tf_input.spec.colors import LUMA
 from dali_tf_input.spec.crops import Letterbox, Region, Uniforms
 from dali_tf_input.spec.input import InputSpec
 from dali_tf_input.spec.preprocess import Preprocess
-from dali_tf_input.spec.primitives import ROW_SIZE
 
 _KERNELS = {"bilinear": "triangle", "bicubic": "keyscubic"}
 
@@ -40,7 +38,6 @@ def prepare_image(
     decode: Decode = "full",
     rows: tf.Tensor | None = None,
     transform: Callable[[tf.Tensor], tf.Tensor] | None = None,
-    native: bool = False,
 ) -> tf.Tensor:
     """Preprocesses one encoded image for the model.
 
@@ -51,61 +48,20 @@ def prepare_image(
       decode: how much of a JPEG is decoded; see `TfDataOptions`.
       rows: what `preprocess.augment` does, see `tf_augment`.
       transform: changes the image, uint8 (*preprocess.image_size, 3), after `rows`.
-      native: whether `tf_native` does all that follows decoding.
 
     Returns:
       `preprocess.dtype` of shape `preprocess.image_shape`.
     """
-    is_padded = isinstance(preprocess.crop, Letterbox)  # not by the compiled operations
-    resamples_natively = native and not is_padded
-    decode = "full" if is_padded else decode
-    changes = rows is not None or transform is not None
-    if resamples_natively and not changes and preprocess.channels == 3:
-        return prepare_natively(encoded, uniforms, preprocess, decode=decode)
-    plain = make_plain(preprocess, changes=changes)
-    if resamples_natively:
-        image = prepare_natively(encoded, uniforms, plain, decode=decode)
-    else:
-        image = resample_image(encoded, uniforms, preprocess, decode=decode)
-        image = to_uint8(image) if changes else image
-    if rows is not None and native and transform is None and preprocess.channels == 3:
-        return tf_native.augment(image, rows, preprocess, is_mirrored(uniforms, preprocess))
-    if rows is not None and native:
-        image = tf_native.augment(image, rows, plain, tf.constant(False))
-    elif rows is not None:
+    if isinstance(preprocess.crop, Letterbox):
+        decode = "full"  # all of the image is seen
+    image = resample_image(encoded, uniforms, preprocess, decode=decode)
+    if rows is not None or transform is not None:
+        image = to_uint8(image)
+    if rows is not None:
         image = apply_rows(image, rows, preprocess.make_program())
     if transform is not None:
         image = transform(image)
-        if native and preprocess.channels == 3:
-            mirrored = is_mirrored(uniforms, preprocess)
-            return tf_native.augment(image, tf.zeros((0, ROW_SIZE)), preprocess, mirrored)
     return normalize_image(image, uniforms, preprocess)
-
-
-def make_plain(preprocess: Preprocess, *, changes: bool) -> Preprocess:
-    """Returns what makes the image that `normalize_image` takes; if it `changes` before, uint8."""
-    return dataclasses.replace(
-        preprocess,
-        mirror_probability=0.0,
-        mean=(0, 0, 0),
-        std=(1, 1, 1),
-        channels=3,
-        layout="HWC",
-        dtype="uint8" if changes else "float32",
-        augment=preprocess.augment if changes else (),
-    )
-
-
-def prepare_natively(
-    encoded: tf.Tensor, uniforms: tf.Tensor, preprocess: Preprocess, *, decode: Decode
-) -> tf.Tensor:
-    """Does the same as `prepare_image`: TensorFlow decodes, `tf_native` does the rest."""
-
-    def finish(image: tf.Tensor, region: Region) -> tf.Tensor:
-        mirrored = is_mirrored(uniforms, preprocess)
-        return tf_native.finish_region(image, region, preprocess, mirrored)
-
-    return resample_image(encoded, uniforms, preprocess, decode=decode, finish=finish)
 
 
 def prepare_mask(
@@ -138,17 +94,9 @@ def prepare_mask(
 
 
 def resample_image(
-    encoded: tf.Tensor,
-    uniforms: tf.Tensor,
-    preprocess: Preprocess,
-    *,
-    decode: Decode,
-    finish: Callable[..., tf.Tensor] | None = None,
+    encoded: tf.Tensor, uniforms: tf.Tensor, preprocess: Preprocess, *, decode: Decode
 ) -> tf.Tensor:
-    """Decodes an image and resizes its region: float32 (*preprocess.image_size, 3) in 0..255.
-
-    With `finish` it returns ``finish(image, region)`` of the decoded image instead.
-    """
+    """Decodes an image and resizes its region: float32 (*preprocess.image_size, 3) in 0..255."""
     turns = preprocess.apply_orientation and encoded.dtype != tf.uint8
     orientation = find_orientation(encoded) if turns else None
 
@@ -156,14 +104,10 @@ def resample_image(
         image = decode_whole(encoded)
         image = image if orientation is None else turn(image, orientation)
         region = find_region(tf.shape(image)[:2], uniforms, preprocess)
-        if finish:
-            return finish(image, region)
         return resize_region(image, region, preprocess, whole=True)
 
     def resample_part(ratio: Ratio = 1) -> tf.Tensor:
         image, region = decode_region(encoded, uniforms, preprocess, orientation, ratio=ratio)
-        if finish:
-            return finish(image, region)
         return resize_region(image, region, preprocess, whole=False, ratio=ratio)
 
     def resample_scaled() -> tf.Tensor:
@@ -188,7 +132,7 @@ def resample_image(
         jpeg = resample_scaled if decode == "scaled" else resample_part
         other = partial(resample_whole, _decode_accepted)
         image = tf.cond(tf.io.is_jpeg(encoded), jpeg, other)
-    return image if finish else tf.ensure_shape(image, (*preprocess.image_size, 3))
+    return tf.ensure_shape(image, (*preprocess.image_size, 3))
 
 
 def decode_image(encoded: tf.Tensor, *, upright: bool) -> tf.Tensor:

@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from dali_tf_input.backends import tf_native
 from dali_tf_input.backends.stream import Stream, index_in_batch, seeds_of
 from dali_tf_input.backends.tf_images import to_uint8
 from dali_tf_input.random import Purpose
@@ -50,11 +49,10 @@ def draw_mix(stream: Stream, key: tf.Tensor) -> tf.Tensor:
 
 
 @tf.autograph.experimental.do_not_convert
-def mix_batch(values: dict[str, tf.Tensor], *, spec: InputSpec, native: bool) -> Any:
+def mix_batch(values: dict[str, tf.Tensor], *, spec: InputSpec) -> Any:
     """Mixes each image and label with its partner from the other end; returns the batch."""
-    drawn, images = values["mix"][0], values["image"]
-    mix = tf_native.mix if native else mix_images
-    values["image"] = mix(images, drawn, spec.preprocess)
+    drawn = values["mix"][0]
+    values["image"] = mix_images(values["image"], drawn, spec.preprocess)
     values["label"] = mix_labels(values["label"], drawn)
     return spec.arrange(values)
 

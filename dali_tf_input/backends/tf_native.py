@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from dali_tf_input.errors import InputError
 from dali_tf_input.spec import crops
-from dali_tf_input.spec.crops import Crop, Region
+from dali_tf_input.spec.crops import Crop
 from dali_tf_input.spec.options import Kernel
 from dali_tf_input.spec.preprocess import Preprocess
 
@@ -25,7 +25,7 @@ _KERNELS = {"nearest": 0, "bilinear": 1, "bicubic": 2}  # `Kernel` in native/res
 _COPY = 3
 _OPERATIONS = (
     *("batch", "inspect", "finish", "place", "pack", "fill", "list", "check", "uniforms", "read"),
-    *("prepare", "augment"),
+    "augment",
 )
 PLACE_SIZE = 24  # bytes of `Place` in native/packed.h
 _OUTPUTS = ("float32", "float16", "bfloat16", "uint8")  # `Output` in native/resample.h
@@ -37,6 +37,7 @@ _CROPS: tuple[type[Crop], ...] = (
     crops.RandomResizedCrop,
     crops.RandomCrop,
     crops.CoverCrop,
+    crops.Letterbox,
 )
 
 
@@ -92,15 +93,6 @@ def uses_native(kernel: Kernel) -> bool:
     return True
 
 
-def finish_region(
-    image: tf.Tensor, region: Region, preprocess: Preprocess, mirrored: tf.Tensor
-) -> tf.Tensor:
-    """Preprocesses a region of an image, uint8 (height, width, 3), for the model."""
-    place = tf.concat([region.start, region.extent], 0)
-    prepared = load_ops().dali_tf_input_prepare(image, place, mirrored, **_attributes(preprocess))
-    return tf.ensure_shape(prepared, preprocess.image_shape)
-
-
 def augment(
     image: tf.Tensor, rows: tf.Tensor, preprocess: Preprocess, mirrored: tf.Tensor
 ) -> tf.Tensor:
@@ -149,6 +141,8 @@ def limits_of(preprocess: Preprocess, *, decode: str) -> Limits:
 
     Images that are to be decoded at a part of their size are left to TensorFlow.
     """
+    if isinstance(preprocess.crop, crops.Letterbox):
+        decode = "full"  # all of the image is seen
     is_scaled = decode == "scaled" and not preprocess.copies_pixels
     whole = decode == "full" or (is_scaled and preprocess.resizes_plainly)
     return {"whole": whole, "maximum": 2 if is_scaled else math.inf}
@@ -418,6 +412,8 @@ def describe_crop(preprocess: Preprocess) -> tuple[float, ...]:
         numbers = crop.resize
     elif isinstance(crop, crops.CoverCrop):
         numbers = (*crop.cover_of(preprocess.image_size), crop.is_random)
+    elif isinstance(crop, crops.Letterbox):
+        numbers = (crop.fill,)
     elif isinstance(crop, crops.RandomResizedCrop):
         ratios = crop.aspect_ratio_range
         numbers = (*crop.area_range, *map(math.log, ratios), *ratios)

@@ -4,6 +4,7 @@ It is for what `tf_native.make_batch` refuses: other formats than baseline JPEG,
 large images that are decoded at a part of their size.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -15,6 +16,20 @@ from dali_tf_input.records.checks import DCT_METHOD
 from dali_tf_input.spec.preprocess import Preprocess
 
 _STORED_PIXELS = [4, 1, 0, 0, 0, 0, 0, 0]  # as `tf_native.inspect` says it of another format
+
+
+def make_plain(preprocess: Preprocess, *, changes: bool) -> Preprocess:
+    """Returns what makes the image that `normalize_image` takes; if it `changes` before, uint8."""
+    return dataclasses.replace(
+        preprocess,
+        mirror_probability=0.0,
+        mean=(0, 0, 0),
+        std=(1, 1, 1),
+        channels=3,
+        layout="HWC",
+        dtype="uint8" if changes else "float32",
+        augment=preprocess.augment if changes else (),
+    )
 
 
 def make_views(

@@ -18,6 +18,11 @@ int main() {
     image.height = static_cast<int64_t>(size[0]), image.width = static_cast<int64_t>(size[1]);
     const auto crop = static_cast<dali_tf_input::Crop>(static_cast<int>(head[0]));
     FindRegion(work, crop, numbers.data(), uniforms.data(), static_cast<int64_t>(uniforms.size()), &image);
+    for (int axis = 0; axis < 2 && image.shown[0]; ++axis) {  // from what the region's outputs show to what all would
+      const double outputs = axis ? work.width : work.height;
+      image.start[axis] = -image.before[axis] * image.extent[axis] / image.shown[axis];
+      image.extent[axis] = outputs * image.extent[axis] / image.shown[axis];
+    }
     const double found[] = {image.start[0], image.start[1], image.extent[0], image.extent[1], image.mirror ? 1.0 : 0.0};
     std::fwrite(found, sizeof found, 1, stdout);
   }

@@ -259,12 +259,23 @@ static int FailAtEachAllocation(char* path, int64_t size, const char* example) {
   Work work;
   work.height = work.width = 8, work.kernel = dali_tf_input::Kernel(1);
   std::vector<uint8_t> pixels(3 * 9 * 9);
-  double region[4] = {0, 0, 9, 9};
   bool mirror = false;
-  TF_OpKernelContext prepare;
-  prepare.inputs[0] = {{9, 9, 3}, 3, pixels.size(), pixels.data(), false};
-  prepare.inputs[1] = {{4}, 1, sizeof region, region, false};
-  prepare.inputs[2] = {{1}, 1, sizeof mirror, &mirror, false};
+  BatchCall made(example);
+  PackCall packed(example);
+  const size_t start = std::string(made.bytes.begin(), made.bytes.end()).find("\xFF\xD8\xFF");
+  TF_TString image = {made.bytes.data() + start, made.bytes.size() - start};
+  int32_t sides[2] = {40, 60}, plan[8] = {4, 1};
+  TF_OpKernelContext inspect;
+  inspect.inputs[0] = {{1}, 1, sizeof image, &image, true};
+  inspect.inputs[1] = {{2}, 1, sizeof sides, sides, false};
+  inspect.inputs[2] = {{3}, 1, sizeof made.uniforms / 4, made.uniforms, false};
+  inspect.inputs[3] = made.context.inputs[9];
+  TF_OpKernelContext finish;
+  finish.inputs[0] = {{9, 9, 3}, 3, pixels.size(), pixels.data(), false};
+  finish.inputs[1] = {{8}, 1, sizeof plan, plan, false};
+  finish.inputs[2] = inspect.inputs[2];
+  finish.inputs[3] = {{1, dali_tf_input::kRowSize}, 2, sizeof made.rows / 4, made.rows, false};
+  finish.inputs[4] = made.context.inputs[9];
   std::vector<float> rows(dali_tf_input::kNumPrimitives * dali_tf_input::kRowSize);
   for (int primitive = 0; primitive < dali_tf_input::kNumPrimitives; ++primitive) {
     rows[static_cast<size_t>(primitive * dali_tf_input::kRowSize)] = static_cast<float>(primitive);
@@ -282,11 +293,9 @@ static int FailAtEachAllocation(char* path, int64_t size, const char* example) {
   place.inputs[1] = {{1, 8, 8, 3}, 4, batch.size() * 2, batch.data(), false};
   place.inputs[2] = {{1}, 1, sizeof place_of, &place_of, false};
   place.inputs[3] = {{6}, 1, sizeof drawn, drawn, false};
-  BatchCall made(example);
-  PackCall packed(example);
-  constexpr int kCalls = 6;
-  TF_OpKernelContext* contexts[kCalls] = {&read.context, &prepare, &augment, &place, &made.context, &packed.context};
-  void (*const computes[kCalls])(void*, TF_OpKernelContext*) = {ComputeRead,  ComputePrepare, ComputeAugment,
+  constexpr int kCalls = 7;
+  TF_OpKernelContext* contexts[kCalls] = {&read.context, &inspect, &finish, &augment, &place, &made.context, &packed.context};
+  void (*const computes[kCalls])(void*, TF_OpKernelContext*) = {ComputeRead,  ComputeInspect, ComputeFinish, ComputeAugment,
                                                                 ComputePlace, ComputeBatch,   ComputePack};
   int failures[kCalls] = {};
   for (int which = 0; which < kCalls; ++which) {
@@ -296,7 +305,7 @@ static int FailAtEachAllocation(char* path, int64_t size, const char* example) {
       current = contexts[which], current->failure = {};
       until_failure = at;
       // Kernels of a `Work` and of more than that begin with it.
-      void* kernels[kCalls] = {reader, &work, &work, &work, &made.kernel, &packed.kernel};
+      void* kernels[kCalls] = {reader, nullptr, &made.kernel.types, &work, &work, &made.kernel, &packed.kernel};
       computes[which](kernels[which], current);
       const bool has_failed = until_failure.exchange(-1) < 0;
       if (alive != before) return std::printf("%ld left at %ld\n", alive - before, at), 1;

@@ -16,6 +16,8 @@ from dali_tf_input.backends import tf_native
 from dali_tf_input.backends.build import make_dataset
 from dali_tf_input.records.example import encode_example
 from dali_tf_input.records.tfrecord import frame_record
+from dali_tf_input.spec.crops import NoCrop
+from dali_tf_input.spec.primitives import ROW_SIZE
 
 NATIVE = ROOT / "dali_tf_input/backends/native"
 WORK = {"height": 2, "width": 2, "kernel": 1, "antialias": True, "clip": False, "chw": False}
@@ -25,41 +27,53 @@ needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="there is no
 
 def test_half_rounds_to_nearest_even():
     """All roundings, subnormal and huge numbers: as NumPy casts."""
-    work = {"height": 1, "width": 1, "kernel": 0, "antialias": False, "clip": False, "chw": False}
-    image, region = np.full((1, 1, 3), 1, np.uint8), np.array([0.0, 0, 1, 1])
+    work = {**WORK, "height": 1, "width": 1}
+    image, rows = np.full((1, 1, 3), 1, np.uint8), np.zeros((0, ROW_SIZE), np.float32)
     random = np.random.default_rng(0)
     values = np.exp2(random.uniform(-27, 18, 300)) * random.choice([-1, 1], 300)
     values = np.concatenate([values, [0, 1, 65504, 65519.99, 65520, 2.0**-24, 2.0**-25, 6.1e-5]])
     for dtype in (tf.float16, tf.bfloat16):
         for value in values.astype(np.float32):
-            scale = [float(value)] * 3
-            made = tf_native.load_ops().dali_tf_input_prepare(
-                image, region, False, mean=[0.0] * 3, scale=scale, T=dtype, **work
+            changes = {"scale": [float(value)] * 3, "T": dtype}
+            made = tf_native.load_ops().dali_tf_input_augment(
+                image, rows, False, **{**work, **changes}
             )
             with np.errstate(over="ignore"):
                 assert (made.numpy() == value.astype(dtype.as_numpy_dtype)).all(), value
 
 
-@pytest.mark.parametrize(
-    ("region", "message"),
-    [
-        ([0, 0, np.nan, 4], "must be finite"),
-        ([0, np.inf, 4, 4], "must be finite"),
-        ([0, 0, 0, 4], "show its image, and not be empty"),
-        ([0, 0, -1, 4], "show its image, and not be empty"),
-        ([0, 3, 4, 9], "show its image, and not be empty"),
-        ([-3, 0, 4, 4], "show its image, and not be empty"),
-        ([0, 0, 1], "must be 4 numbers"),
-    ],
-)
-def test_regions_that_are_none(region, message):
-    for image in (np.zeros((4, 4, 3), np.uint8), np.zeros((4, 4), np.uint8)):
-        with pytest.raises(
-            tf.errors.InvalidArgumentError, match=message if image.ndim > 2 else "sh"
-        ):
-            tf_native.load_ops().dali_tf_input_prepare(
-                image, np.array(region, np.float64), False, **WORK
-            )
+def test_an_image_that_was_not_decoded_as_planned():
+    """No memory but the image's is read, whatever the plan says."""
+    view = Preprocess(image_size=(2, 2), crop=NoCrop())
+    described = tf_native.describe_views([view], whole=False, maximum=np.inf)
+    uniforms, rows = tf.zeros(3), tf.zeros((0, ROW_SIZE))
+
+    def finish(*plan, size=(4, 6), rows=rows, uniforms=uniforms):
+        image = np.zeros((*size, 3), np.uint8)
+        given = tf.constant(plan, tf.int32), uniforms, rows, [view], described
+        (made,), stored = tf_native.finish(image, *given)
+        assert made.shape == (2, 2, 3)
+        return stored.numpy().tolist()
+
+    assert finish(4, 1, 0, 0, 0, 0, 0, 0) == [4, 6, 1]
+    assert finish(0, 6, 4, 6, 0, 0, 4, 6) == [4, 6, 6]
+    assert finish(1, 1, 8, 11, 0, 0, 4, 6) == [8, 11, 1]
+    big = 2**31 - 1
+    for text, wrong, changes in (
+        ("what Inspect says is needed", (0, 1, 4), {}),
+        ("what Inspect says is needed", (6, 1, 0, 0, 0, 0, 0, 0), {}),
+        ("what Inspect says is needed", (0, 9, 0, 0, 0, 0, 0, 0), {}),
+        ("a part of the image is not what", (0, 1, 5, 6, 0, 0, 4, 6), {}),
+        ("a part of the image is not what", (0, 1, 4, 6, 1, 0, 4, 6), {}),
+        ("a part of the image is not what", (0, 1, 4, 6, 0, -1, 4, 6), {}),
+        ("a part of the image is not what", (0, 1, 4, 6, big, big, big, big), {}),
+        ("needs 1 to 16,777,216 pixels", (0, 1, big, -1, 0, 0, 4, 6), {}),
+        ("needs 1 to 16,777,216 pixels", (4, 1, 0, 0, 0, 0, 0, 0), {"size": (0, 6)}),
+        ("random numbers and rows", (4, 1, 0, 0, 0, 0, 0, 0), {"uniforms": tf.zeros(4)}),
+        ("random numbers and rows", (4, 1, 0, 0, 0, 0, 0, 0), {"rows": tf.zeros((1, ROW_SIZE))}),
+    ):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=text):
+            finish(*wrong, **changes)
 
 
 def test_without_the_library(dataset, monkeypatch, caplog):
@@ -106,12 +120,9 @@ def test_a_library_of_another_tensorflow(tmp_path, monkeypatch):
                 tf_native.load_ops()
     finally:
         tf_native.load_ops.cache_clear()
-    image, region = np.zeros((4, 4, 3), np.uint8), np.array([0, 0, 4, 4], np.float64)
-    assert tf_native.load_ops().dali_tf_input_prepare(image, region, False, **WORK).shape == (
-        2,
-        2,
-        3,
-    )  # ours still works
+    image, rows = np.zeros((2, 2, 3), np.uint8), np.zeros((0, ROW_SIZE), np.float32)
+    made = tf_native.load_ops().dali_tf_input_augment(image, rows, False, **WORK)
+    assert made.shape == (2, 2, 3)  # ours still works
 
 
 SANITIZERS = "-fsanitize=address,undefined", "-fno-sanitize-recover=all"
@@ -157,9 +168,13 @@ def test_no_access_out_of_bounds(tmp_path):
     program = tmp_path / "fuzz"
     compile_native(program, *SANITIZERS, "-O1", "-DDALI_TF_INPUT_PLAIN", SOURCES / "fuzz_native.cc")
     rounds = 20_000
-    done, refused_regions = map(int, re.findall(r"\d+", run_program(program, rounds)))
+    done, refused_regions, shown, *found = map(
+        int, re.findall(r"\d+", run_program(program, rounds))
+    )
     assert done > 0.625 * rounds
     assert refused_regions > 0.075 * rounds
+    assert 0.2 * rounds < shown < done  # some parts are not what is needed
+    assert min(found) > 100  # images, and those that are to be turned
 
 
 @needs_compiler
@@ -172,8 +187,8 @@ def test_an_exit_and_no_memory(tmp_path, example):
     for _ in range(40):
         run_program(program, "exit", file)
     output = run_program(program, "memory", file, example)
-    read, prepare, augment, place, batch, pack = map(int, output.split())
-    assert min(read, prepare, augment, batch, pack) > 3
+    read, inspect, finish, augment, place, batch, pack = map(int, output.split())
+    assert min(read, inspect, finish, augment, batch, pack) > 3
     assert place <= 1  # it needs no memory but the output, and the pool itself
 
 

@@ -26,7 +26,7 @@ from dali_tf_input import (
     RandomResizedCrop,
     ResizeRandomCrop,
 )
-from dali_tf_input.backends import dali_images, tf_images, tf_native
+from dali_tf_input.backends import dali_images, tf_images, tf_native, tf_views
 from dali_tf_input.backends.build import make_dataset
 from dali_tf_input.records.example import encode_example
 from dali_tf_input.serving import make_normalization
@@ -211,28 +211,34 @@ def make_batch(images, uniforms, preprocess, **changes):
     return tf_native.make_batch(**{**GIVEN, **given, "views": [preprocess]})
 
 
+def make_view(image, uniforms, preprocess, decode):
+    """Returns what the compiled operations make of an image that TensorFlow decodes."""
+    limits = tf_native.limits_of(preprocess, decode=decode)
+    given = tf.constant(image), tf.constant(uniforms), tf.zeros((0, ROW_SIZE))
+    (made,), _ = tf_views.make_views(*given, [preprocess], **limits)
+    return made.numpy()
+
+
 def by_batch(images, uniforms, preprocess, *, decode="full"):
     """By the compiled operations: a batch, and one by one what the batch's refuses."""
-    others = [*range(len(images))]
-    made = np.empty(
-        (len(images), *preprocess.image_shape), tf.as_dtype(preprocess.dtype).as_numpy_dtype
-    )
-    if preprocess.channels == 3 and tf_native.decodes(preprocess.crop):
-        batch = make_batch(images, uniforms, preprocess, whole=decode == "full")
-        made[:], others = batch.images[0], batch.refused_indices.numpy()
-    for place in others:
-        given = tf.constant(images[place]), tf.constant(uniforms[place])
-        made[place] = tf_images.prepare_image(*given, preprocess, decode=decode, native=True)
+    is_gray = preprocess.channels == 1
+    view = tf_views.make_plain(preprocess, changes=False) if is_gray else preprocess
+    batch = make_batch(images, uniforms, view, **tf_native.limits_of(view, decode=decode))
+    made = batch.images[0].numpy()
+    for place in batch.refused_indices.numpy():
+        made[place] = make_view(images[place], uniforms[place], view, decode)
+    if is_gray:
+        made = tf_images.normalize_image(made, tf.constant(uniforms), preprocess).numpy()
     return made
 
 
-def by_tensorflow(images, uniforms, preprocess, *, decode="full", native=False, eagerly=False):
+def by_tensorflow(images, uniforms, preprocess, *, decode="full", eagerly=False):
     """Image by image. Eagerly it takes a fraction of the time."""
     drawn = tf.TensorSpec((preprocess.num_uniforms,), tf.float32)
 
     @tf.autograph.experimental.do_not_convert
     def prepare(encoded, drawn):
-        return tf_images.prepare_image(encoded, drawn, preprocess, decode=decode, native=native)
+        return tf_images.prepare_image(encoded, drawn, preprocess, decode=decode)
 
     if not eagerly:
         prepare = tf.function(prepare, input_signature=[tf.TensorSpec((), tf.string), drawn])
@@ -344,9 +350,7 @@ def test_pixels(images, crop, how, decode, dtype, layout, channels):
         if preprocess.copies_pixels:
             assert found.max() <= 1e-4, engine
         else:
-            # What the compiled operation does not crop, TensorFlow's operations resize.
-            is_left = engine is by_batch and not tf_native.decodes(CROPS[crop])
-            mean, high, largest = BOUNDS[by_tensorflow if is_left else engine][how]
+            mean, high, largest = BOUNDS[engine][how]
             assert found.mean() <= mean, engine
             assert np.quantile(found, 0.999) <= high, engine
             assert found.max() <= largest, engine

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 from conftest import at_night, encode, jpeg, valid_images
 from PIL import Image
-from test_parity import CROPS, RAW, SIZE, UNMIRRORED, by_tensorflow, draw
+from test_parity import CROPS, RAW, SIZE, UNMIRRORED, by_batch, by_tensorflow, draw
 
 from dali_tf_input import CenterCrop, RandomResizedCrop
 from dali_tf_input.backends import tf_images
@@ -42,14 +42,10 @@ def signal_to_noise(made, reference):
     return 10 * np.log10(255**2 / np.mean((made - reference) ** 2))
 
 
-def natively(images, uniforms, preprocess, decode):
-    return by_tensorflow(images, uniforms, preprocess, decode=decode, native=True, eagerly=True)
-
-
 def compare(images, preprocess):
     """Yields what decode="scaled" and "full" score for each image against a Lanczos resize."""
     uniforms = draw(preprocess, len(images))
-    made = [natively(images, uniforms, preprocess, decode) for decode in PLANS]
+    made = [by_batch(images, uniforms, preprocess, decode=decode) for decode in PLANS]
     for image, scaled, plain in zip(images, *made, strict=True):
         full = Image.fromarray(tf_images.decode_image(tf.constant(image), upright=False).numpy())
         reference = np.asarray(full.resize(SIZE[::-1], Image.Resampling.LANCZOS), np.float32)
@@ -81,7 +77,7 @@ ALL_CROPS = {**CROPS, "center_crop_at_its_edge": CenterCrop(resize_shorter=46)}
 def test_it_is_the_same_region(ramps, crop, antialias):
     preprocess = dataclasses.replace(RAW, crop=crop, antialias=antialias)
     numbers = draw(preprocess, len(ramps), seed=3)
-    scaled, plain = (natively(ramps, numbers, preprocess, plan) for plan in PLANS)
+    scaled, plain = (by_batch(ramps, numbers, preprocess, decode=plan) for plan in PLANS)
     difference = scaled - plain
     assert np.abs(difference).mean((1, 2, 3)).max() < 1  # half a pixel of the output would be 1.8
     assert np.abs(difference.mean((1, 2))).max() < 0.5
@@ -97,7 +93,7 @@ def test_small_images_and_other_kinds_are_as_ever(images):
         preprocess = dataclasses.replace(RAW, crop=crop)
         numbers = draw(preprocess, len(small))
         auto = "full" if preprocess.resizes_plainly else "region"
-        made = [natively(small, numbers, preprocess, plan) for plan in ("scaled", auto)]
+        made = [by_batch(small, numbers, preprocess, decode=plan) for plan in ("scaled", auto)]
         np.testing.assert_array_equal(*made)
 
 
@@ -118,7 +114,7 @@ def test_both_kernels_make_the_same(images, how):
         changes = {"crop": CROPS[name], "interpolation": how[0], "antialias": how[1]}
         preprocess = dataclasses.replace(RAW, **changes)
         uniforms = draw(preprocess, len(images))
-        one = natively(images, uniforms, preprocess, "scaled")
+        one = by_batch(images, uniforms, preprocess, decode="scaled")
         other = by_tensorflow(images, uniforms, preprocess, decode="scaled", eagerly=True)
         found = np.abs(one - other)
         assert found.max() <= MOST[how], name

@@ -10,7 +10,8 @@ from conftest import encode, jpeg, write_indexed
 from PIL import Image
 
 import dali_tf_input as dti
-from dali_tf_input.backends import tf_orientation
+from dali_tf_input.backends import tf_native, tf_orientation
+from dali_tf_input.backends.tf_formats import is_accepted
 from dali_tf_input.records.orientation import find_orientation, has_several
 
 TAG, SHORT, LONG, BYTE = 0x0112, 3, 4, 1
@@ -91,18 +92,34 @@ def test_readers_agree(name):
     image, expected = IMAGES[name]
     assert find_orientation(image) == expected
     assert int(READ(tf.constant(image))) == expected
+    assert inspect(image) in (expected, None)
 
 
 READ = tf.function(tf_orientation.find_orientation)
+PLAIN = dti.Preprocess(image_size=(8, 8))
+DESCRIBED = tf_native.describe_views([PLAIN], whole=True, maximum=np.inf)
+
+
+def inspect(image):
+    """Returns what the compiled operation finds; None for what it does not take for an image."""
+    numbers = tf.zeros(PLAIN.num_uniforms)
+    if not is_accepted(tf.constant(image)):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="no JPEG, PNG, BMP or WebP"):
+            tf_native.inspect(tf.constant(image), tf.zeros(2, tf.int32), numbers, DESCRIBED)
+        return None
+    plan = tf_native.inspect(tf.constant(image), tf.zeros(2, tf.int32), numbers, DESCRIBED)
+    return int(plan[1])
 
 
 def test_damaged_bytes():
-    """Any change of a byte gives the same number in both readers."""
+    """Any change of a byte gives the same number in all readers."""
     image = with_segments(exif(exif_of(*OTHERS, (TAG, SHORT, 1, 6))))[:80]
     for place in range(len(image)):
         for value in (0, 1, 0xFF, image[place] ^ 0x10):
             damaged = image[:place] + bytes([value]) + image[place + 1 :]
-            assert int(READ(tf.constant(damaged))) == find_orientation(damaged), (place, value)
+            expected = find_orientation(damaged)
+            assert int(READ(tf.constant(damaged))) == expected, (place, value)
+            assert inspect(damaged) in (expected, None), (place, value)
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ inline bool ReadViews(const double* at, int64_t count, std::vector<View>* views)
     if (count < kHead) return false;
     const auto is_in = [at](int place, double low, double high) { return at[place] >= low && at[place] <= high; };
     if (!is_in(0, 1, 65535) || !is_in(1, 1, 65535) || !is_in(2, 0, 3) || !is_in(6, 0, 3)) return false;
-    if (!is_in(13, 3, 1e6) || !is_in(14, 0, 1e6) || !is_in(15, 0, kCoverCrop)) return false;
+    if (!is_in(13, 3, 1e6) || !is_in(14, 0, 1e6) || !is_in(15, 0, kLetterbox)) return false;
     View view;
     view.height = static_cast<int>(at[0]), view.width = static_cast<int>(at[1]);
     view.kernel = static_cast<Kernel>(static_cast<int>(at[2]));
@@ -41,6 +41,7 @@ inline bool ReadViews(const double* at, int64_t count, std::vector<View>* views)
     }
     view.num_uniforms = static_cast<int64_t>(at[13]), view.num_rows = static_cast<int64_t>(at[14]);
     view.crop = static_cast<Crop>(static_cast<int>(at[15])), view.numbers = at + kHead;
+    if (view.crop == kLetterbox) view.fill = static_cast<float>(view.numbers[1]);
     const int size = kHead + kNumbers[view.crop];
     at += size, count -= size;
     views->push_back(view);

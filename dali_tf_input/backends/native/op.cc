@@ -9,7 +9,6 @@
 //   DaliTfInputList      lists images of an epoch and their records                              plan.h
 //   DaliTfInputCheck     checks that files are those that were indexed                           read.h
 //   DaliTfInputRead      reads records at known offsets in files                                 records.h
-//   DaliTfInputPrepare   makes a view of a region of a decoded image                             resample.h
 //   DaliTfInputAugment   augments a cropped image by rows                                        augment.h
 // Beneath them: api.h and call.h (TensorFlow's C API, a call), job.h (what Batch and Pack share), pool.h and team.h (memory
 // and threads of batches), read.h (files and CRCs), example.h (records), decode.h (from an image to its views), jpeg.h (the
@@ -58,32 +57,6 @@ using dali_tf_input::Records;
 using dali_tf_input::Span;
 using dali_tf_input::View;
 using dali_tf_input::Work;
-
-// Its inputs: image, region (start, then extent, each y, x), whether it is mirrored.
-void ComputePrepare(void* kernel, TF_OpKernelContext* context) {
-  const Work& work = *static_cast<Work*>(kernel);
-  Call call(context, 3);
-  call.Run([&] {
-    TF_Tensor** inputs = call.inputs;
-    const char* wrong = nullptr;
-    Image image;
-    if (TF_NumDims(inputs[0]) != 3 || TF_Dim(inputs[0], 2) != 3) {
-      wrong = "the image must be of shape (height, width, 3)";
-    } else if (TF_TensorElementCount(inputs[1]) != 4 || TF_TensorElementCount(inputs[2]) != 1) {
-      wrong = "the region must be 4 numbers, the mirror 1";
-    } else {
-      const double* region = static_cast<const double*>(TF_TensorData(inputs[1]));
-      image.height = TF_Dim(inputs[0], 0), image.width = TF_Dim(inputs[0], 1);
-      image.start[0] = region[0], image.start[1] = region[1], image.extent[0] = region[2], image.extent[1] = region[3];
-      image.mirror = *static_cast<const bool*>(TF_TensorData(inputs[2]));
-      wrong = dali_tf_input::Check(work, image);
-    }
-    if (wrong) return TF_SetStatus(call.status, dali_tf_input::kInvalidArgument, wrong);
-    if (void* out = call.AllocateImage(work)) {
-      dali_tf_input::Prepare(work, image, static_cast<const uint8_t*>(TF_TensorData(inputs[0])), out);
-    }
-  });
-}
 
 // Its inputs: image, of the output's size; rows of kRowSize numbers, float (n, kRowSize); whether it is mirrored.
 void ComputeAugment(void* kernel, TF_OpKernelContext* context) {
@@ -671,8 +644,6 @@ __attribute__((constructor)) void RegisterAll() {
   Register("DaliTfInputRead",
            {"names: string", "versions: int64", "file_of: int32", "extents: int64", "positions: int64"}, {"records: string"},
            {"check_crc: bool"}, TF_NewKernelBuilder("DaliTfInputRead", "CPU", CreateRead, ComputeRead, DeleteRead));
-  Register("DaliTfInputPrepare", {"image: uint8", "region: double", "mirror: bool"}, {"prepared: T"}, image,
-           TF_NewKernelBuilder("DaliTfInputPrepare", "CPU", Create<Work>, ComputePrepare, Delete<Work>));
   Register("DaliTfInputAugment", {"image: uint8", "rows: float", "mirror: bool"}, {"augmented: T"}, image,
            TF_NewKernelBuilder("DaliTfInputAugment", "CPU", Create<Work>, ComputeAugment, Delete<Work>));
 }

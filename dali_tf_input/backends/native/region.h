@@ -18,8 +18,9 @@ enum Crop {
   kRandomResizedCrop = 3,  // areas from, to; logarithms of the aspect ratios from, to; aspect ratios from, to
   kRandomCrop = 4,
   kCoverCrop = 5,  // height and width to cover; whether the position is random
+  kLetterbox = 6,  // the value of what does not show the image
 };
-constexpr int kNumbers[] = {1, 2, 3, 7, 1, 4};
+constexpr int kNumbers[] = {1, 2, 3, 7, 1, 4, 2};
 
 // Finds the region of an image of known size. `uniforms`: for the mirror, for the position (y, x), and for
 // kRandomResizedCrop the areas and then the aspect ratios of all attempts.
@@ -28,6 +29,15 @@ inline void FindRegion(const Work& work, Crop crop, const double* numbers, const
   const double out[2] = {static_cast<double>(work.height), static_cast<double>(work.width)};
   double *start = image->start, *extent = image->extent;
   image->mirror = uniforms[0] < static_cast<float>(numbers[0]);
+  if (crop == kLetterbox) {
+    const double scale = std::min(out[0] / size[0], out[1] / size[1]);
+    for (int axis = 0; axis < 2; ++axis) {
+      const double resized = std::min(std::max(std::floor(size[axis] * scale + 0.5), 1.0), out[axis]);
+      image->shown[axis] = static_cast<int>(resized), image->before[axis] = static_cast<int>((out[axis] - resized) / 2);
+      start[axis] = 0, extent[axis] = size[axis];
+    }
+    return;
+  }
   bool fits = false;  // of a kRandomResizedCrop, any attempt
   if (crop == kRandomResizedCrop) {
     extent[0] = std::min(size[0], std::floor(size[1] / numbers[5] + 0.5));

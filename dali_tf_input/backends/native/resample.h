@@ -36,6 +36,7 @@ struct Work {
   bool chw = false;
   Output output = kFloat32;
   float mean[3] = {0, 0, 0}, scale[3] = {1, 1, 1};  // (value - mean) * scale; not for kUint8
+  float fill = 0;  // the value of outputs that do not show the image
 };
 
 // What differs from image to image. Height and width are those of the stored image, or of the part of it that is there;
@@ -44,6 +45,7 @@ struct Image {
   int64_t height = 0, width = 0;
   int orientation = 1;
   double start[2] = {0, 0}, extent[2] = {0, 0};
+  int shown[2] = {0, 0}, before[2] = {0, 0};  // the outputs that show the region, 0 for all; and those before them
   bool mirror = false;
 
   int64_t Shown(int axis) const { return (axis == 0) != IsTransposed(orientation) ? height : width; }
@@ -143,11 +145,17 @@ inline void TurnTaps(Taps* taps, int64_t size) {
   taps->low = end - taps->high, taps->high = end - low;
 }
 
-// The taps of an output along the axes of the stored image: `rows` of y, in ascending order, and `columns` of x.
+// The taps of an output along the axes of the stored image: `rows` of y, in ascending order, and `columns` of x; of the
+// outputs that show the region.
 struct Frame {
   Frame(const Work& work, const Image& image) : is_transposed(IsTransposed(image.orientation)) {
     const int axis = is_transposed ? 1 : 0;  // of the output, along the rows of the stored image
-    const int outputs[2] = {work.height, work.width};
+    int outputs[2] = {work.height, work.width}, before[2] = {0, 0};
+    for (int of = 0; of < 2 && image.shown[0]; ++of) {
+      before[of] = of == 1 && image.mirror ? outputs[of] - image.before[of] - image.shown[of] : image.before[of];
+      outputs[of] = image.shown[of];
+    }
+    lines_before = before[axis], pixels_before = before[1 - axis];
     const auto make = [&](int of, bool reversed) {
       return MakeTaps(work, outputs[of], image.Shown(of), image.start[of], image.extent[of], reversed);
     };
@@ -160,6 +168,7 @@ struct Frame {
 
   Taps rows, columns;
   bool is_transposed, is_backward;  // whether rows are columns of the output; whether the first row is its last one
+  int lines_before, pixels_before;  // those that are filled: lines that stand for a row, and pixels of a line
 };
 
 typedef float Pixel __attribute__((vector_size(16), aligned(4), may_alias));  // red, green, blue and what follows
@@ -238,7 +247,8 @@ DALI_TF_INPUT_INLINE void WriteOutput(const float* values, const Work& work, int
 }
 
 // Fills a line of the output, or a column, from the source lines of the taps of row y, each from column `left` on. `source`
-// and `row` have room for the columns in use and for the line, times 3, plus 1.
+// and `row` have room for the columns in use and for the line, times 3, plus 1; in `row` are the pixels that do not show
+// the region.
 DALI_TF_INPUT_CLONES void FillLine(const Work& work, const Frame& frame, const uint8_t* const* lines, int left, int y,
                                    float* source, float* row, void* out) {
   const Taps &rows = frame.rows, &columns = frame.columns;
@@ -266,6 +276,8 @@ DALI_TF_INPUT_CLONES void FillLine(const Work& work, const Frame& frame, const u
   }
   const float* weight = columns.weights.data();
   const int outputs = static_cast<int>(columns.first.size());
+  float *to = row + 3 * frame.pixels_before, *end = to + 3 * outputs;
+  const float after = *end;
   for (int x = 0; x < outputs; ++x) {
     const float* at = source + 3 * (columns.first[x] - columns.low);
     Pixel sum = {0, 0, 0, 0};
@@ -277,9 +289,10 @@ DALI_TF_INPUT_CLONES void FillLine(const Work& work, const Frame& frame, const u
     }
     weight += columns.count;
     if (!is_uint8) sum = (sum - mean) * scale;
-    *reinterpret_cast<Pixel*>(row + 3 * x) = sum;  // the next pixel overwrites the fourth value
+    *reinterpret_cast<Pixel*>(to + 3 * x) = sum;  // the next pixel overwrites the fourth value
   }
-  const int at = frame.is_backward ? static_cast<int>(rows.first.size()) - 1 - y : y;
+  *end = after;
+  const int at = frame.lines_before + (frame.is_backward ? static_cast<int>(rows.first.size()) - 1 - y : y);
   if (frame.is_transposed) return WriteOutput<true>(row, work, at, out);
   WriteOutput(row, work, at, out);
 }
@@ -287,8 +300,13 @@ DALI_TF_INPUT_CLONES void FillLine(const Work& work, const Frame& frame, const u
 // Returns what is wrong with an image or its region; nullptr if nothing is.
 inline const char* Check(const Work& work, const Image& image) {
   const int64_t size[2] = {image.Shown(0), image.Shown(1)};
-  const int outputs[2] = {work.height, work.width};
+  int outputs[2] = {work.height, work.width};
   for (int axis = 0; axis < 2; ++axis) {
+    if (image.shown[0] || image.shown[1]) {
+      const int shown = image.shown[axis], before = image.before[axis];
+      if (shown < 1 || before < 0 || before > outputs[axis] - shown) return "what shows the image must be in the output";
+      outputs[axis] = shown;
+    }
     const double start = image.start[axis], end = start + image.extent[axis];
     const double half = 0.5 * image.extent[axis] / outputs[axis];  // from an edge to the nearest sample
     if (size[axis] < 1 || size[axis] > 1 << 24) return "an image needs 1 to 16,777,216 pixels each way";
@@ -310,7 +328,9 @@ class Resampler {
   Resampler(const Work& work, const Image& image, void* out)
       : frame_(work, image), rows(frame_.rows), columns(frame_.columns), work_(work), out_(out),
         lines_(static_cast<size_t>(rows.count)), source_(3 * static_cast<size_t>(columns.high - columns.low) + 1),
-        row_(3 * columns.first.size() + 1) {}
+        row_(3 * static_cast<size_t>(frame_.is_transposed ? work.height : work.width) + 1) {
+    if (image.shown[0]) FillRest();
+  }
 
   // Returns whether the output is complete.
   bool IsDone() const { return next_ == static_cast<int>(rows.first.size()); }
@@ -329,17 +349,29 @@ class Resampler {
   const Taps &rows, &columns;
 
  private:
+  // Fills the lines, or columns, that do not show the region, and those pixels of `row_`.
+  void FillRest() {
+    for (size_t place = 0; place < row_.size(); ++place) {
+      const size_t channel = place % 3;
+      row_[place] = work_.output == kUint8 ? work_.fill : (work_.fill - work_.mean[channel]) * work_.scale[channel];
+    }
+    const int lines = frame_.is_transposed ? work_.width : work_.height, end = frame_.lines_before + static_cast<int>(rows.first.size());
+    for (int line = 0; line < lines; ++line) {
+      if (line >= frame_.lines_before && line < end) continue;
+      if (frame_.is_transposed) {
+        WriteOutput<true>(row_.data(), work_, line, out_);
+      } else {
+        WriteOutput(row_.data(), work_, line, out_);
+      }
+    }
+  }
+
   const Work& work_;
   void* out_;
   int next_ = 0;  // line of the output
   std::vector<const uint8_t*> lines_;
   std::vector<float> source_, row_;
 };
-
-// Does the work on an image of which all pixels are there: height x width x 3.
-inline void Prepare(const Work& work, const Image& image, const uint8_t* pixels, void* out) {
-  Resampler(work, image, out).Fill(static_cast<int>(image.height) - 1, 0, [&](int line) { return pixels + 3 * image.width * line; });
-}
 
 }  // namespace dali_tf_input
 #endif  // DALI_TF_INPUT_RESAMPLE_H_
