@@ -76,31 +76,34 @@ def mixtures(tmp_path_factory):
     }
 
 
+def make_all(spec, options, how, **changes):
+    return list(make_dataset(spec, dataclasses.replace(options, **changes), **how))
+
+
 def compare(spec, options=TF_DATA, *, batch_size=4, **how):
-    """Checks that batches are the same to the bit if the operation refuses all images.
-
-    By TensorFlow's operations alone, image by image, they are the same but for rounding.
-    """
-
-    def make(kernel):
-        changed = dataclasses.replace(options, kernel=kernel)
-        return list(make_dataset(spec, changed, batch_size=batch_size, **how))
-
+    """Checks that batches are the same to the bit if the operation refuses all images."""
+    how = {"batch_size": batch_size, **how}
     assert tf_batch.makes_batches(spec, options)
-    made = make("native")
+    made = make_all(spec, options, how)
     with pytest.MonkeyPatch.context() as patch:
-        most = {"maximum": 0.0}  # for none is so small
         some = tf_native.make_batch
-        patch.setattr(
-            tf_native, "make_batch", lambda *args, **rest: some(*args, **{**rest, **most})
-        )
-        refused_all = make("native")
-    one_by_one = make("tensorflow")
-    assert len(made) == len(refused_all) == len(one_by_one) > 0
-    for batch, other, rounded in zip(made, refused_all, one_by_one, strict=True):
+        none = {"maximum": 0.0}  # no image is so small
+        patch.setattr(tf_native, "make_batch", lambda *args, **rest: some(*args, **rest | none))
+        others = make_all(spec, options, how)
+    assert len(made) == len(others) > 0
+    for batch, other in zip(made, others, strict=True):
         tf.nest.map_structure(np.testing.assert_array_equal, batch, other)
-        tf.nest.map_structure(check_close, batch, rounded)
     return made
+
+
+def compare_with_tensorflow(spec):
+    """The same, and that TensorFlow's operations alone, image by image, make the same but for
+    rounding.
+    """
+    made = compare(spec)
+    others = make_all(spec, TF_DATA, {"batch_size": 4}, kernel="tensorflow")
+    for batch, other in zip(made, others, strict=True):
+        tf.nest.map_structure(check_close, batch, other)
 
 
 def check_close(values, others):
@@ -158,7 +161,7 @@ USUAL = [
 def test_the_same_as_image_by_image(mixtures, work, refused_images):
     changes = {"preprocess": PLAIN, **WORK[work]}
     preprocess = changes.pop("preprocess")
-    compare(spec_of(mixtures[refused_images], "global", preprocess, **changes))
+    compare_with_tensorflow(spec_of(mixtures[refused_images], "global", preprocess, **changes))
 
 
 @pytest.mark.slow
@@ -175,9 +178,8 @@ def test_masks(tmp_path, name):
         examples.append({"image": image, "label": number % 5, "mask": stored})
     records = write_indexed(tmp_path / "train", examples)
     preprocess = dataclasses.replace(AUGMENTED, augment=(RandomErasing(),))
-    compare(
-        spec_of(records, "global", preprocess, mask=dti.SegmentationMask(key="mask", ignore=255))
-    )
+    mask = dti.SegmentationMask(key="mask", ignore=255)
+    compare_with_tensorflow(spec_of(records, "global", preprocess, mask=mask))
 
 
 @pytest.mark.slow
